@@ -13,6 +13,7 @@ from typing import Protocol, runtime_checkable
 
 from ocs_drivers.errors import DriverPermanent
 from ocs_drivers.model import (
+    Action,
     ChangeMode,
     CircuitChange,
     CircuitDiff,
@@ -171,12 +172,9 @@ class SwitchWire(Protocol):
 
     async def read_circuits(self) -> Sequence[DeviceCircuit]: ...
 
-    async def add(self, pairs: Sequence[CrossConnect]) -> None:
-        """Command these up. Never called with an empty list, nor with more than one where `bulk` is not declared."""
-        ...
-
-    async def remove(self, pairs: Sequence[CrossConnect]) -> None:
-        """Command these down, and nothing else. Called as `add` is, or with one where it `removes_one_by_one`."""
+    async def set(self, action: Action, pairs: Sequence[CrossConnect]) -> None:
+        """Command these up, or down, and nothing else. Never called with an empty list, nor with more than one where
+        `bulk` is not declared or, to remove them, the device `removes_one_by_one`."""
         ...
 
     def events(self) -> AsyncGenerator[SwitchEvent, None]:

@@ -8,10 +8,10 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from ocs_drivers.errors import SHOWN_CHARACTERS, shown
 from ocs_drivers.model import PortStatus
 
 MAX_PORTS = 65535
-SHOWN_CHARACTERS = 80
 SUCCESS = "1"
 
 _NAME = re.compile(r"[0-9]{1,5}(\.[0-9]{1,5}){0,3}")
@@ -79,7 +79,7 @@ def connections(body: object) -> list[CalientConnection]:
     for row in _rows(body, "half1"):
         halves = [_half(row[name]) for name in ("half1", "half2") if row.get(name)]
         if len(halves) == 2 and (halves[1].source, halves[1].target) != (halves[0].target, halves[0].source):
-            raise ValueError(f"half2 is not half1 the other way round: {_shown(row)}")
+            raise ValueError(f"half2 is not half1 the other way round: {shown(row)}")
         group = row.get("group")
         found.append(CalientConnection(tuple(halves), group if isinstance(group, str) else ""))
     return found
@@ -108,9 +108,9 @@ def _rows(body: object, key: str) -> Iterator[Mapping[str, object]]:
     """The objects of a list, which must have `key`; a failure may stand in their place."""
     for row in body if isinstance(body, list) else [body]:
         if not isinstance(row, Mapping):
-            raise ValueError(f"must be a list of objects, got {_shown(row)}")
+            raise ValueError(f"must be a list of objects, got {shown(row)}")
         if key not in row:
-            words = ("status" in row and _failure(row)) or _shown(row)
+            words = ("status" in row and _failure(row)) or shown(row)
             raise ValueError(f"must have {key}, got {words}")
         yield row
 
@@ -118,10 +118,10 @@ def _rows(body: object, key: str) -> Iterator[Mapping[str, object]]:
 def _failure(item: object) -> str:
     inner = item.get("response", item) if isinstance(item, Mapping) else None
     if not isinstance(inner, Mapping) or isinstance(inner.get("status"), bool):
-        raise ValueError(f"must have a status, got {_shown(item)}")
+        raise ValueError(f"must have a status, got {shown(item)}")
     status = inner.get("status")
     if not isinstance(status, str | int):
-        raise ValueError(f"must have a status, got {_shown(item)}")
+        raise ValueError(f"must have a status, got {shown(item)}")
     if str(status) == SUCCESS:
         return ""
     told = (inner.get("msg"), inner.get("description"))
@@ -133,7 +133,7 @@ def _half(value: object) -> CalientHalf:
     conn = value.get("conn") if isinstance(value, Mapping) else None
     source, arrow, target = conn.partition(">") if isinstance(conn, str) else ("", "", "")
     if not isinstance(value, Mapping) or not arrow:
-        raise ValueError(f"must have conn as 1.1.1>1.2.1, got {_shown(value)}")
+        raise ValueError(f"must have conn as 1.1.1>1.2.1, got {shown(value)}")
     return CalientHalf(
         _name(source.strip()), _name(target.strip()), _is_broken(value.get(key) for key in ("os", "oc", "state"))
     )
@@ -159,9 +159,5 @@ def _power(value: object) -> float | None:
 
 def _name(value: object) -> str:
     if not isinstance(value, str) or not value.isascii() or not _NAME.fullmatch(value):
-        raise ValueError(f"a port's name must be as 1.2.3, got {_shown(value)}")
+        raise ValueError(f"a port's name must be as 1.2.3, got {shown(value)}")
     return value
-
-
-def _shown(value: object) -> str:
-    return repr(value)[:SHOWN_CHARACTERS]

@@ -27,6 +27,7 @@ from ocs_drivers.base import DeviceClock, SwitchWire
 from ocs_drivers.errors import DriverPermanent
 from ocs_drivers.http_session import HttpOptions, HttpSession, Scheme, read_answer
 from ocs_drivers.model import (
+    Action,
     CircuitState,
     Connectivity,
     CrossConnect,
@@ -132,7 +133,11 @@ class CalientRestWire(SwitchWire):
             for circuit in self._settling.circuits(sorted(shown), moving)
         ]
 
-    async def add(self, pairs: Sequence[CrossConnect]) -> None:
+    async def set(self, action: Action, pairs: Sequence[CrossConnect]) -> None:
+        with self._settling.commanding(action, pairs):
+            await (self._add if action is Action.ADD else self._remove)(pairs)
+
+    async def _add(self, pairs: Sequence[CrossConnect]) -> None:
         known = self._port_names
         group = {"group": self._options.group} if self._options.group else {}
         items = [
@@ -140,12 +145,9 @@ class CalientRestWire(SwitchWire):
             | group
             for pair in pairs
         ]
-        try:
-            await self._set("badd", items, [f"{item['in']}>{item['out']}" for item in items])
-        finally:
-            self._settling.commanded(pairs)
+        await self._set("badd", items, [f"{item['in']}>{item['out']}" for item in items])
 
-    async def remove(self, pairs: Sequence[CrossConnect]) -> None:
+    async def _remove(self, pairs: Sequence[CrossConnect]) -> None:
         going = frozenset(pairs) | (
             frozenset(pair.turned for pair in pairs) if self._options.dir is CrossConnectDirection.BI else frozenset()
         )

@@ -7,14 +7,16 @@
         async def inject(self, driver: OcsDriver, fault: Fault) -> None:
             await my_emulator.inject(fault)
 
-Each test gets a driver of its own and closes it. A capability that is declared is tested; one that is not declared must
-be absent in fact: its fields stay None and its calls say so. What a harness cannot do with its device (nobody breaks a
-mirror of a lab switch) is named in `cannot_inject` and `cannot` with the reason, and its tests skip with it. A hook
-that is neither written nor excused fails. Outside pytest: conformance_run.py.
+Each test gets a driver of its own. A capability that is declared is tested; one that is not declared must be absent in
+fact: its fields stay None and its calls say so. What a harness cannot do with its device (nobody breaks a mirror of a
+lab switch) is named in `cannot` with the reason, and its tests skip with it. A hook that is neither written nor excused
+fails. Outside pytest: conformance_run.py.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+import functools
+import inspect
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from types import MappingProxyType
 from typing import TypeVar
@@ -39,6 +41,7 @@ from ocs_drivers.model import (
 )
 
 E = TypeVar("E", bound=DriverError)
+Suite = TypeVar("Suite", bound="DriverConformance")
 
 # A trial that no test waits for, and one that is over soon.
 LONG_S = 50.0
@@ -67,6 +70,12 @@ def undone(result: CommitResult) -> str:
     return "; ".join(
         f"{item.action} {item.cross_connect}: {item.detail or 'not done'}" for item in result.items if not item.done
     )
+
+
+def all_done(result: CommitResult) -> CommitResult:
+    """The result; AssertionError unless everything was brought about."""
+    assert result.done, undone(result)[:1000]
+    return result
 
 
 @asynccontextmanager
@@ -105,11 +114,30 @@ async def next_event(events: AsyncGenerator[SwitchEvent, None], kind: EventKind)
     raise AssertionError(f"the stream ended without an event of kind {kind}")
 
 
+def _on_a_device(test: Callable[["DriverConformance", OcsDriver], Awaitable[None]]) -> object:
+    """Return the test with a driver of its own, which is closed afterwards; pytest is not to look for a fixture."""
+
+    @functools.wraps(test)
+    async def run(self: "DriverConformance") -> None:
+        async with self.device() as driver:
+            await test(self, driver)
+
+    vars(run)["__signature__"] = inspect.Signature([inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)])
+    return run
+
+
+def _each_on_a_device(suite: type[Suite]) -> type[Suite]:
+    for name, test in inspect.getmembers(suite, inspect.iscoroutinefunction):
+        if name.startswith("test_") and "driver" in inspect.signature(test).parameters:
+            setattr(suite, name, _on_a_device(test))
+    return suite
+
+
+@_each_on_a_device
 class DriverConformance:
     """See the module."""
 
-    cannot_inject: Mapping[DeviceFaultKind, str] = MappingProxyType({})
-    cannot: Mapping[str, str] = MappingProxyType({})  # by the name of the hook: make_foreign, setters, make_big
+    cannot: Mapping[str, str] = MappingProxyType({})  # by the hook, make_foreign, setters or make_big, or by the fault
 
     splits_bulk: str = ""  # why a bulk command is several for this device, e.g. its lines are short
 
@@ -118,7 +146,7 @@ class DriverConformance:
         raise AssertionError("this harness does not say how to make a driver")
 
     async def inject(self, driver: OcsDriver, fault: DeviceFault) -> None:
-        """Make the device behind the driver misbehave. Override it, or fill `cannot_inject`."""
+        """Make the device behind the driver misbehave. Override it, or fill `cannot`."""
         raise AssertionError(f"this harness neither injects {fault.kind} nor says why it cannot")
 
     async def make_foreign(self, driver: OcsDriver, pairs: Sequence[CrossConnect]) -> None:
@@ -178,43 +206,40 @@ class DriverConformance:
         self._need("setters")
         return len(await self.setters(driver))
 
-    def _need(self, hook: str) -> None:
-        if hook in self.cannot:
-            raise SkipTest(f"{hook}: {self.cannot[hook]}")
+    def _need(self, ability: str) -> None:
+        if ability in self.cannot:
+            raise SkipTest(f"{ability}: {self.cannot[ability]}")
 
     async def break_it(self, driver: OcsDriver, fault: DeviceFault) -> None:
-        if fault.kind in self.cannot_inject:
-            raise SkipTest(f"{fault.kind}: {self.cannot_inject[fault.kind]}")
+        self._need(fault.kind)
         await self.inject(driver, fault)
 
     # What the device is.
 
-    async def test_facts_and_ports_agree(self) -> None:
-        async with self.device() as driver:
-            facts, ports = await driver.facts(), await driver.ports()
-            assert facts.vendor
-            assert facts.model
-            numbers = [port.port for port in ports]
-            assert numbers == sorted({*facts.ingress_ports, *facts.egress_ports})
-            assert len(numbers) == facts.ports
+    async def test_facts_and_ports_agree(self, driver: OcsDriver) -> None:
+        facts, ports = await driver.facts(), await driver.ports()
+        assert facts.vendor
+        assert facts.model
+        numbers = [port.port for port in ports]
+        assert numbers == sorted({*facts.ingress_ports, *facts.egress_ports})
+        assert len(numbers) == facts.ports
 
-    async def test_capabilities_are_what_is_declared(self) -> None:
-        async with self.device() as driver:
-            declared = await driver.capabilities()
-            (pair,) = await self.pairs(driver, 1)
-            (item,) = (await carry_out(driver, (pair,))).items
-            (circuit,) = (await driver.cross_connects()).circuits
-            powers = [port.power_dbm for port in await driver.ports() if port.port == pair.ingress_port]
-            assert (powers != [None]) is declared.port_power
-            assert (circuit.link_up is not None) is declared.link_state
-            assert (item.link_up_s is not None) is declared.link_state
+    async def test_capabilities_are_what_is_declared(self, driver: OcsDriver) -> None:
+        declared = await driver.capabilities()
+        (pair,) = await self.pairs(driver, 1)
+        (item,) = (await carry_out(driver, (pair,))).items
+        (circuit,) = (await driver.cross_connects()).circuits
+        powers = [port.power_dbm for port in await driver.ports() if port.port == pair.ingress_port]
+        assert (powers != [None]) is declared.port_power
+        assert (circuit.link_up is not None) is declared.link_state
+        assert (item.link_up_s is not None) is declared.link_state
 
-    async def test_events_are_reported_if_declared(self) -> None:
-        async with self.device() as driver, aclosing(driver.watch()) as events:
+    async def test_events_are_reported_if_declared(self, driver: OcsDriver) -> None:
+        async with aclosing(driver.watch()) as events:
             assert await self._streams_events(driver, events) is (await driver.capabilities()).events
 
-    async def test_a_port_that_fails_is_told_as_an_event(self) -> None:
-        async with self.device() as driver, aclosing(driver.watch()) as events:
+    async def test_a_port_that_fails_is_told_as_an_event(self, driver: OcsDriver) -> None:
+        async with aclosing(driver.watch()) as events:
             if not await self._streams_events(driver, events):
                 return
             (pair,) = (await self.pairs(driver, 21))[-1:]
@@ -222,8 +247,8 @@ class DriverConformance:
             event = await asyncio.wait_for(next_event(events, EventKind.PORT), PATIENCE_S)
             assert event.port == pair.ingress_port
 
-    async def test_a_change_that_reverts_itself_is_told_as_an_alarm(self) -> None:
-        async with self.device() as driver, aclosing(driver.watch()) as events:
+    async def test_a_change_that_reverts_itself_is_told_as_an_alarm(self, driver: OcsDriver) -> None:
+        async with aclosing(driver.watch()) as events:
             if not await self._streams_events(driver, events):
                 return
             pairs = await self.pairs(driver, 21)
@@ -252,196 +277,175 @@ class DriverConformance:
 
     # Planning.
 
-    async def test_plan_sends_nothing(self) -> None:
-        async with self.device() as driver:
-            before = await driver.cross_connects()
-            diff = await driver.plan(CircuitChange(await self.pairs(driver, 2)))
-            assert diff.add == tuple(sorted(await self.pairs(driver, 2)))
-            assert diff.remove == ()
-            assert diff.revision == before.revision
-            assert await driver.cross_connects() == before
+    async def test_plan_sends_nothing(self, driver: OcsDriver) -> None:
+        before = await driver.cross_connects()
+        diff = await driver.plan(CircuitChange(await self.pairs(driver, 2)))
+        assert diff.add == tuple(sorted(await self.pairs(driver, 2)))
+        assert diff.remove == ()
+        assert diff.revision == before.revision
+        assert await driver.cross_connects() == before
 
-    async def test_safe_refuses_ports_in_use_and_names_who_holds_them(self) -> None:
-        async with self.device() as driver:
-            now, wanted = await self.crossed_up(driver)
-            async with refusal(CircuitConflict, str(now[0]), str(now[1]), "connect[0]", "connect[1]"):
-                await driver.plan(CircuitChange(wanted))
-            assert await connected(driver) == frozenset(now)
+    async def test_safe_refuses_ports_in_use_and_names_who_holds_them(self, driver: OcsDriver) -> None:
+        now, wanted = await self.crossed_up(driver)
+        async with refusal(CircuitConflict, str(now[0]), str(now[1]), "connect[0]", "connect[1]"):
+            await driver.plan(CircuitChange(wanted))
+        assert await connected(driver) == frozenset(now)
 
-    async def test_update_evicts_exactly_who_is_in_the_way(self) -> None:
-        async with self.device() as driver:
-            now, wanted = await self.crossed(driver)
-            bystander = (await self.pairs(driver, 3))[2]
-            await carry_out(driver, (*now, bystander))
-            diff = await driver.plan(CircuitChange(wanted[:1]), ChangeMode.UPDATE)
-            assert diff.evicted == tuple(sorted(now))
-            assert await connected(driver) == {*now, bystander}
-            result = await driver.commit(diff, diff.revision)
-            assert result.done
-            assert await connected(driver) == {wanted[0], bystander}
+    async def test_update_evicts_exactly_who_is_in_the_way(self, driver: OcsDriver) -> None:
+        now, wanted = await self.crossed(driver)
+        bystander = (await self.pairs(driver, 3))[2]
+        await carry_out(driver, (*now, bystander))
+        diff = await driver.plan(CircuitChange(wanted[:1]), ChangeMode.UPDATE)
+        assert diff.evicted == tuple(sorted(now))
+        assert await connected(driver) == {*now, bystander}
+        result = await driver.commit(diff, diff.revision)
+        assert result.done
+        assert await connected(driver) == {wanted[0], bystander}
 
-    async def test_overwrite_leaves_only_what_is_named(self) -> None:
-        async with self.device() as driver:
-            one, two, three = await self.pairs(driver, 3)
-            await carry_out(driver, (one, two))
-            diff = await driver.plan(CircuitChange((two, three)), ChangeMode.OVERWRITE)
-            assert diff.evicted == (one,)
-            assert (await driver.commit(diff, diff.revision)).done
-            assert await connected(driver) == {two, three}
+    async def test_overwrite_leaves_only_what_is_named(self, driver: OcsDriver) -> None:
+        one, two, three = await self.pairs(driver, 3)
+        await carry_out(driver, (one, two))
+        diff = await driver.plan(CircuitChange((two, three)), ChangeMode.OVERWRITE)
+        assert diff.evicted == (one,)
+        assert (await driver.commit(diff, diff.revision)).done
+        assert await connected(driver) == {two, three}
 
-    async def test_nothing_wipes_with_an_empty_list(self) -> None:
-        async with self.device() as driver:
-            pairs = await self.pairs(driver, 2)
-            await carry_out(driver, pairs)
-            async with refusal(InvalidChange, "connect"):
-                await driver.plan(CircuitChange(), ChangeMode.OVERWRITE)
-            for mode in (ChangeMode.SAFE, ChangeMode.UPDATE):
-                result = await carry_out(driver, mode=mode)
-                assert (result.items, result.commands_sent) == ((), 0)
-            assert await connected(driver) == frozenset(pairs)
+    async def test_nothing_wipes_with_an_empty_list(self, driver: OcsDriver) -> None:
+        pairs = await self.pairs(driver, 2)
+        await carry_out(driver, pairs)
+        async with refusal(InvalidChange, "connect"):
+            await driver.plan(CircuitChange(), ChangeMode.OVERWRITE)
+        for mode in (ChangeMode.SAFE, ChangeMode.UPDATE):
+            result = await carry_out(driver, mode=mode)
+            assert (result.items, result.commands_sent) == ((), 0)
+        assert await connected(driver) == frozenset(pairs)
 
-    async def test_nothing_reaches_the_device_for_an_empty_list(self) -> None:
+    async def test_nothing_reaches_the_device_for_an_empty_list(self, driver: OcsDriver) -> None:
         """On some devices a setter with an empty list means every circuit."""
-        async with self.device() as driver:
-            pairs = await self.pairs(driver, 2)
-            await carry_out(driver, pairs)
-            before = await self.received(driver)
-            now = await driver.cross_connects()
-            empty = CircuitDiff(ChangeMode.SAFE, now.revision, now.cross_connects, (), ())
-            so_already = CircuitDiff(ChangeMode.SAFE, now.revision, frozenset(), (), tuple(sorted(pairs)))
-            for diff in (empty, so_already):
-                assert (await driver.commit(diff, now.revision)).done
-                assert (await driver.commit(diff, now.revision, LONG_S)).revert_at_s is None
-            assert (await driver.rollback(empty)).done
-            assert await self.received(driver) == before
-            assert await connected(driver) == frozenset(pairs)
+        pairs = await self.pairs(driver, 2)
+        await carry_out(driver, pairs)
+        before = await self.received(driver)
+        now = await driver.cross_connects()
+        empty = CircuitDiff(ChangeMode.SAFE, now.revision, now.cross_connects, (), ())
+        so_already = CircuitDiff(ChangeMode.SAFE, now.revision, frozenset(), (), tuple(sorted(pairs)))
+        for diff in (empty, so_already):
+            assert (await driver.commit(diff, now.revision)).done
+            assert (await driver.commit(diff, now.revision, LONG_S)).revert_at_s is None
+        assert (await driver.rollback(empty)).done
+        assert await self.received(driver) == before
+        assert await connected(driver) == frozenset(pairs)
 
-    async def test_ports_out_of_range_are_refused(self) -> None:
-        async with self.device() as driver:
-            facts = await driver.facts()
-            (one,) = await self.pairs(driver, 1)
-            for wrong in (0, max(facts.ingress_ports[-1], facts.egress_ports[-1]) + 1, 2**40, -1):
-                for pair in (CrossConnect(wrong, one.egress_port), CrossConnect(one.ingress_port, wrong)):
-                    for change in (CircuitChange((pair,)), CircuitChange(disconnect=(pair,))):
-                        async with refusal(InvalidChange, f"got {wrong}"):
-                            await driver.plan(change)
-            assert await connected(driver) == frozenset()
+    async def test_ports_out_of_range_are_refused(self, driver: OcsDriver) -> None:
+        facts = await driver.facts()
+        (one,) = await self.pairs(driver, 1)
+        for wrong in (0, max(facts.ingress_ports[-1], facts.egress_ports[-1]) + 1, 2**40, -1):
+            for pair in (CrossConnect(wrong, one.egress_port), CrossConnect(one.ingress_port, wrong)):
+                for change in (CircuitChange((pair,)), CircuitChange(disconnect=(pair,))):
+                    async with refusal(InvalidChange, f"got {wrong}"):
+                        await driver.plan(change)
+        assert await connected(driver) == frozenset()
 
-    async def test_a_port_named_twice_is_refused(self) -> None:
-        async with self.device() as driver:
-            one, two = await self.pairs(driver, 2)
-            for other in (
-                one,
-                CrossConnect(one.ingress_port, two.egress_port),
-                CrossConnect(two.ingress_port, one.egress_port),
-            ):
-                async with refusal(InvalidChange, "[1].", "already"):
-                    await driver.plan(CircuitChange((one, other)))
-                async with refusal(InvalidChange, "[1].", "already"):
-                    await driver.plan(CircuitChange(disconnect=(one, other)))
-            async with refusal(InvalidChange, str(one)):
-                await driver.plan(CircuitChange((one,), (one,)))
-            assert await connected(driver) == frozenset()
+    async def test_a_port_named_twice_is_refused(self, driver: OcsDriver) -> None:
+        one, two = await self.pairs(driver, 2)
+        for other in (
+            one,
+            CrossConnect(one.ingress_port, two.egress_port),
+            CrossConnect(two.ingress_port, one.egress_port),
+        ):
+            async with refusal(InvalidChange, "[1].", "already"):
+                await driver.plan(CircuitChange((one, other)))
+            async with refusal(InvalidChange, "[1].", "already"):
+                await driver.plan(CircuitChange(disconnect=(one, other)))
+        async with refusal(InvalidChange, str(one)):
+            await driver.plan(CircuitChange((one,), (one,)))
+        assert await connected(driver) == frozenset()
 
-    async def test_every_fault_of_a_change_is_named_at_once(self) -> None:
-        async with self.device() as driver:
-            facts = await driver.facts()
-            one, two = await self.pairs(driver, 2)
-            beyond = max(facts.ingress_ports[-1], facts.egress_ports[-1]) + 1
-            wrong = (one, CrossConnect(one.ingress_port, two.egress_port), CrossConnect(0, beyond))
-            async with refusal(InvalidChange, "connect[1].", f"got {beyond}", "got 0") as refused:
-                await driver.plan(CircuitChange(wrong))
-            assert len(refused[0].faults) == 3, refused[0].faults
-            assert refused[0].device == driver.device
-            assert await connected(driver) == frozenset()
+    async def test_every_fault_of_a_change_is_named_at_once(self, driver: OcsDriver) -> None:
+        facts = await driver.facts()
+        one, two = await self.pairs(driver, 2)
+        beyond = max(facts.ingress_ports[-1], facts.egress_ports[-1]) + 1
+        wrong = (one, CrossConnect(one.ingress_port, two.egress_port), CrossConnect(0, beyond))
+        async with refusal(InvalidChange, "connect[1].", f"got {beyond}", "got 0") as refused:
+            await driver.plan(CircuitChange(wrong))
+        assert len(refused[0].faults) == 3, refused[0].faults
+        assert refused[0].device == driver.device
+        assert await connected(driver) == frozenset()
 
-    async def test_disconnect_must_name_the_circuit_as_it_is(self) -> None:
-        async with self.device() as driver:
-            now, other = await self.crossed_up(driver)
-            async with refusal(CircuitConflict, "disconnect[0]", str(now[0])):
-                await driver.plan(CircuitChange(disconnect=other[:1]))
-            assert await connected(driver) == frozenset(now)
+    async def test_disconnect_must_name_the_circuit_as_it_is(self, driver: OcsDriver) -> None:
+        now, other = await self.crossed_up(driver)
+        async with refusal(CircuitConflict, "disconnect[0]", str(now[0])):
+            await driver.plan(CircuitChange(disconnect=other[:1]))
+        assert await connected(driver) == frozenset(now)
 
     # Committing.
 
-    async def test_diff_is_empty_after_commit(self) -> None:
-        async with self.device() as driver:
-            change = CircuitChange(await self.pairs(driver, 3))
-            diff = await driver.plan(change)
-            result = await driver.commit(diff, diff.revision)
-            assert result.done, undone(result)
-            assert (await driver.plan(change)).empty
-            assert (await driver.verify(diff)).ok
-            assert result.revision == (await driver.cross_connects()).revision != diff.revision
+    async def test_diff_is_empty_after_commit(self, driver: OcsDriver) -> None:
+        change = CircuitChange(await self.pairs(driver, 3))
+        diff = await driver.plan(change)
+        result = all_done(await driver.commit(diff, diff.revision))
+        assert (await driver.plan(change)).empty
+        assert (await driver.verify(diff)).ok
+        assert result.revision == (await driver.cross_connects()).revision != diff.revision
 
-    async def test_disconnect_and_connect_in_one_change(self) -> None:
-        async with self.device() as driver:
-            now, wanted = await self.crossed_up(driver)
-            result = await carry_out(driver, wanted, now)
-            assert [item.action for item in result.items] == [Action.REMOVE, Action.REMOVE, Action.ADD, Action.ADD]
-            assert result.done, undone(result)
-            assert await connected(driver) == frozenset(wanted)
+    async def test_disconnect_and_connect_in_one_change(self, driver: OcsDriver) -> None:
+        now, wanted = await self.crossed_up(driver)
+        result = await carry_out(driver, wanted, now)
+        assert [item.action for item in result.items] == [Action.REMOVE, Action.REMOVE, Action.ADD, Action.ADD]
+        all_done(result)
+        assert await connected(driver) == frozenset(wanted)
 
-    async def test_committing_again_does_nothing(self) -> None:
-        async with self.device() as driver:
-            diff = await driver.plan(CircuitChange(await self.pairs(driver, 2)))
-            first = await driver.commit(diff, diff.revision)
-            again = await driver.commit(diff, first.revision)
-            assert again.done
-            assert again.commands_sent == 0
-            assert again.revision == first.revision
+    async def test_committing_again_does_nothing(self, driver: OcsDriver) -> None:
+        diff = await driver.plan(CircuitChange(await self.pairs(driver, 2)))
+        first = await driver.commit(diff, diff.revision)
+        again = await driver.commit(diff, first.revision)
+        assert again.done
+        assert again.commands_sent == 0
+        assert again.revision == first.revision
 
-    async def test_the_three_times_are_in_order(self) -> None:
-        async with self.device() as driver:
-            declared = await driver.capabilities()
-            result = await carry_out(driver, await self.pairs(driver, 2))
-            for item in result.items:
-                assert item.commanded_s is not None
-                assert item.tuned_s is not None
-                assert 0 <= item.commanded_s <= item.tuned_s
-                if declared.link_state:
-                    assert item.link_up_s is not None
-                    assert item.tuned_s <= item.link_up_s
+    async def test_the_three_times_are_in_order(self, driver: OcsDriver) -> None:
+        declared = await driver.capabilities()
+        result = await carry_out(driver, await self.pairs(driver, 2))
+        for item in result.items:
+            assert item.commanded_s is not None
+            assert item.tuned_s is not None
+            assert 0 <= item.commanded_s <= item.tuned_s
+            if declared.link_state:
+                assert item.link_up_s is not None
+                assert item.tuned_s <= item.link_up_s
 
-    async def test_a_stale_revision_is_refused(self) -> None:
-        async with self.device() as driver:
-            one, two = await self.pairs(driver, 2)
-            stale = await driver.plan(CircuitChange((one,)))
-            await carry_out(driver, (two,))
-            async with refusal(CircuitConflict, "revision"):
-                await driver.commit(stale, stale.revision)
-            assert await connected(driver) == {two}
+    async def test_a_stale_revision_is_refused(self, driver: OcsDriver) -> None:
+        one, two = await self.pairs(driver, 2)
+        stale = await driver.plan(CircuitChange((one,)))
+        await carry_out(driver, (two,))
+        async with refusal(CircuitConflict, "revision"):
+            await driver.commit(stale, stale.revision)
+        assert await connected(driver) == {two}
 
-    async def test_of_two_writers_one_wins(self) -> None:
-        async with self.device() as driver:
-            one, two = await self.pairs(driver, 2)
-            diffs = [await driver.plan(CircuitChange((pair,))) for pair in (one, two)]
-            results = await asyncio.gather(
-                *(driver.commit(diff, diff.revision) for diff in diffs), return_exceptions=True
-            )
-            winners = [result for result in results if isinstance(result, CommitResult)]
-            assert len(winners) == 1
-            assert sum(isinstance(result, CircuitConflict) for result in results) == 1
-            assert await connected(driver) == {winners[0].items[0].cross_connect}
+    async def test_of_two_writers_one_wins(self, driver: OcsDriver) -> None:
+        one, two = await self.pairs(driver, 2)
+        diffs = [await driver.plan(CircuitChange((pair,))) for pair in (one, two)]
+        results = await asyncio.gather(*(driver.commit(diff, diff.revision) for diff in diffs), return_exceptions=True)
+        winners = [result for result in results if isinstance(result, CommitResult)]
+        assert len(winners) == 1
+        assert sum(isinstance(result, CircuitConflict) for result in results) == 1
+        assert await connected(driver) == {winners[0].items[0].cross_connect}
 
-    async def test_many_writers_get_through_one_at_a_time(self) -> None:
+    async def test_many_writers_get_through_one_at_a_time(self, driver: OcsDriver) -> None:
         async def insist(driver: OcsDriver, pair: CrossConnect, writers: int) -> None:
             attempts = 2 * writers  # each conflict is the commit of another writer, or of somebody else
             for _ in range(attempts):
                 with suppress(CircuitConflict):
-                    result = await carry_out(driver, (pair,))
-                    assert result.done, undone(result)
+                    all_done(await carry_out(driver, (pair,)))
                     return
             raise AssertionError(f"{pair}: {attempts} commits met a conflict, with {writers - 1} other writers")
 
-        async with self.device() as driver:
-            pairs = await self.pairs(driver, 8)
-            writers = [insist(driver, pair, len(pairs)) for pair in pairs]
-            # Every writer ends before the device is closed, also where one fails.
-            for ended in await asyncio.gather(*writers, return_exceptions=True):
-                if isinstance(ended, BaseException):
-                    raise ended
-            assert await connected(driver) == frozenset(pairs)
+        pairs = await self.pairs(driver, 8)
+        writers = [insist(driver, pair, len(pairs)) for pair in pairs]
+        # Every writer ends before the device is closed, also where one fails.
+        for ended in await asyncio.gather(*writers, return_exceptions=True):
+            if isinstance(ended, BaseException):
+                raise ended
+        assert await connected(driver) == frozenset(pairs)
 
     async def test_a_whole_device_in_bulk(self) -> None:
         await self._whole_device()
@@ -460,8 +464,7 @@ class DriverConformance:
             for change in (CircuitChange(pairs), CircuitChange(disconnect=pairs)):
                 before = 0 if "setters" in self.cannot else await self.received(driver)
                 diff = await driver.plan(change)
-                result = await driver.commit(diff, diff.revision)
-                assert result.done, undone(result)[:1000]
+                result = all_done(await driver.commit(diff, diff.revision))
                 assert len(result.items) == len(pairs)
                 is_bulk = can.bulk and not (change.disconnect and can.removes_one_by_one)
                 assert result.commands_sent == (1 if is_bulk else len(pairs))
@@ -488,200 +491,181 @@ class DriverConformance:
                 assert again.done
                 assert again.commands_sent == 0
 
-    async def test_rollback_leaves_ports_that_others_took(self) -> None:
-        async with self.device() as driver:
-            now, other = await self.crossed_up(driver)
-            diff = await driver.plan(CircuitChange(disconnect=now))
-            await driver.commit(diff, diff.revision)
-            await carry_out(driver, other[:1])
-            async with refusal(CircuitConflict, str(other[0])):
-                await driver.rollback(diff)
-            assert await connected(driver) == {other[0]}
+    async def test_rollback_leaves_ports_that_others_took(self, driver: OcsDriver) -> None:
+        now, other = await self.crossed_up(driver)
+        diff = await driver.plan(CircuitChange(disconnect=now))
+        await driver.commit(diff, diff.revision)
+        await carry_out(driver, other[:1])
+        async with refusal(CircuitConflict, str(other[0])):
+            await driver.rollback(diff)
+        assert await connected(driver) == {other[0]}
 
-    async def test_verify_tells_missing_from_lingering(self) -> None:
-        async with self.device() as driver:
-            now, wanted = await self.crossed_up(driver)
-            diff = await driver.plan(CircuitChange(wanted, now))
-            seen = await driver.verify(diff)
-            assert not seen.ok
-            assert (seen.missing, seen.lingering) == (diff.add, diff.remove)
+    async def test_verify_tells_missing_from_lingering(self, driver: OcsDriver) -> None:
+        now, wanted = await self.crossed_up(driver)
+        diff = await driver.plan(CircuitChange(wanted, now))
+        seen = await driver.verify(diff)
+        assert not seen.ok
+        assert (seen.missing, seen.lingering) == (diff.add, diff.remove)
 
     # On trial.
 
-    async def test_a_change_on_trial_stays_once_it_is_confirmed(self) -> None:
-        async with self.device() as driver:
-            one, two = await self.pairs(driver, 2)
-            diff = await driver.plan(CircuitChange((one,)))
-            result = await driver.commit(diff, diff.revision, LONG_S)
-            assert result.done, undone(result)
-            assert result.revert_at_s is not None
-            shown = await driver.cross_connects()
-            for trial in (shown.unconfirmed, (await driver.verify(diff)).unconfirmed):
-                assert trial is not None
-                assert (trial.added, trial.removed, trial.failure) == ((one,), (), "")
-                assert (trial.revision, trial.until_s) == (result.revision, result.revert_at_s)
+    async def test_a_change_on_trial_stays_once_it_is_confirmed(self, driver: OcsDriver) -> None:
+        one, two = await self.pairs(driver, 2)
+        diff = await driver.plan(CircuitChange((one,)))
+        result = all_done(await driver.commit(diff, diff.revision, LONG_S))
+        assert result.revert_at_s is not None
+        shown = await driver.cross_connects()
+        for trial in (shown.unconfirmed, (await driver.verify(diff)).unconfirmed):
+            assert trial is not None
+            assert (trial.added, trial.removed, trial.failure) == ((one,), (), "")
+            assert (trial.revision, trial.until_s) == (result.revision, result.revert_at_s)
+        await driver.confirm(result.revision)
+        await driver.confirm(result.revision)  # harmless
+        assert (await driver.cross_connects()).unconfirmed is None
+        assert (await carry_out(driver, (two,))).done
+        assert await connected(driver) == {one, two}
+
+    async def test_a_change_that_nobody_confirms_reverts_itself(self, driver: OcsDriver) -> None:
+        now, wanted = await self.crossed_up(driver)
+        diff = await driver.plan(CircuitChange(wanted), ChangeMode.UPDATE)
+        result = await driver.commit(diff, diff.revision, SHORT_S)
+        reading = await until(driver, lambda reading: reading.unconfirmed is None, "reverted")
+        assert reading.cross_connects == frozenset(now)
+        async with refusal(CircuitConflict, "revert"):
             await driver.confirm(result.revision)
-            await driver.confirm(result.revision)  # harmless
-            assert (await driver.cross_connects()).unconfirmed is None
-            assert (await carry_out(driver, (two,))).done
-            assert await connected(driver) == {one, two}
+        assert (await carry_out(driver, disconnect=now)).done
 
-    async def test_a_change_that_nobody_confirms_reverts_itself(self) -> None:
-        async with self.device() as driver:
-            now, wanted = await self.crossed_up(driver)
-            diff = await driver.plan(CircuitChange(wanted), ChangeMode.UPDATE)
-            result = await driver.commit(diff, diff.revision, SHORT_S)
-            reading = await until(driver, lambda reading: reading.unconfirmed is None, "reverted")
-            assert reading.cross_connects == frozenset(now)
-            async with refusal(CircuitConflict, "revert"):
-                await driver.confirm(result.revision)
-            assert (await carry_out(driver, disconnect=now)).done
+    async def test_other_changes_wait_for_the_one_on_trial(self, driver: OcsDriver) -> None:
+        one, two = await self.pairs(driver, 2)
+        other = await driver.plan(CircuitChange((two,)))
+        diff = await driver.plan(CircuitChange((one,)))
+        result = all_done(await driver.commit(diff, diff.revision, LONG_S))
+        async with refusal(CircuitConflict, "confirm"):
+            await driver.commit(other, result.revision)
+        async with refusal(CircuitConflict, "confirm"):
+            await driver.commit(other, result.revision, LONG_S)
+        async with refusal(CircuitConflict, "confirm"):
+            await driver.commit(diff, result.revision)
+        async with refusal(CircuitConflict, "confirm"):
+            await driver.rollback(other)
+        async with refusal(CircuitConflict, "revision"):
+            await driver.confirm(result.revision + 1)
+        assert await connected(driver) == {one}
+        assert (await driver.rollback(diff)).done
+        assert (await driver.cross_connects()).unconfirmed is None
+        async with refusal(CircuitConflict, "rolled back"):
+            await driver.confirm(result.revision)
+        assert (await carry_out(driver, (two,))).done
 
-    async def test_other_changes_wait_for_the_one_on_trial(self) -> None:
-        async with self.device() as driver:
-            one, two = await self.pairs(driver, 2)
-            other = await driver.plan(CircuitChange((two,)))
-            diff = await driver.plan(CircuitChange((one,)))
-            result = await driver.commit(diff, diff.revision, LONG_S)
-            assert result.done, undone(result)
-            async with refusal(CircuitConflict, "confirm"):
-                await driver.commit(other, result.revision)
-            async with refusal(CircuitConflict, "confirm"):
-                await driver.commit(other, result.revision, LONG_S)
-            async with refusal(CircuitConflict, "confirm"):
-                await driver.commit(diff, result.revision)
-            async with refusal(CircuitConflict, "confirm"):
-                await driver.rollback(other)
-            async with refusal(CircuitConflict, "revision"):
-                await driver.confirm(result.revision + 1)
-            assert await connected(driver) == {one}
-            assert (await driver.rollback(diff)).done
-            assert (await driver.cross_connects()).unconfirmed is None
-            async with refusal(CircuitConflict, "rolled back"):
-                await driver.confirm(result.revision)
-            assert (await carry_out(driver, (two,))).done
+    async def test_nothing_waits_to_be_confirmed_where_nothing_was_changed(self, driver: OcsDriver) -> None:
+        pairs = await self.pairs(driver, 1)
+        async with refusal(CircuitConflict):
+            await driver.confirm((await driver.cross_connects()).revision)
+        await carry_out(driver, pairs)
+        diff = await driver.plan(CircuitChange(pairs))
+        assert (await driver.commit(diff, diff.revision, LONG_S)).revert_at_s is None
+        assert (await driver.cross_connects()).unconfirmed is None
+        for wrong in (0.0, -1.0, float("nan"), float("inf")):
+            async with refusal(InvalidChange, "revert_in_s"):
+                await driver.commit(diff, diff.revision, wrong)
 
-    async def test_nothing_waits_to_be_confirmed_where_nothing_was_changed(self) -> None:
-        async with self.device() as driver:
-            pairs = await self.pairs(driver, 1)
-            async with refusal(CircuitConflict):
-                await driver.confirm((await driver.cross_connects()).revision)
-            await carry_out(driver, pairs)
-            diff = await driver.plan(CircuitChange(pairs))
-            assert (await driver.commit(diff, diff.revision, LONG_S)).revert_at_s is None
-            assert (await driver.cross_connects()).unconfirmed is None
-            for wrong in (0.0, -1.0, float("nan"), float("inf")):
-                async with refusal(InvalidChange, "revert_in_s"):
-                    await driver.commit(diff, diff.revision, wrong)
-
-    async def test_a_change_on_trial_can_be_completed_and_reverts_as_a_whole(self) -> None:
-        async with self.device() as driver:
-            diff = await driver.plan(CircuitChange(await self.pairs(driver, 3)))
-            await self.break_it(driver, DeviceFault(DeviceFaultKind.PARTIAL_COMMIT, items=1))
-            first = await driver.commit(diff, diff.revision, LONG_S)
-            assert first.revert_at_s is not None
-            second = await driver.commit(diff, first.revision, SHORT_S)
-            assert second.done, undone(second)
-            await until(driver, lambda reading: reading.unconfirmed is None, "reverted")
-            assert await connected(driver) == frozenset()
+    async def test_a_change_on_trial_can_be_completed_and_reverts_as_a_whole(self, driver: OcsDriver) -> None:
+        diff = await driver.plan(CircuitChange(await self.pairs(driver, 3)))
+        await self.break_it(driver, DeviceFault(DeviceFaultKind.PARTIAL_COMMIT, items=1))
+        first = await driver.commit(diff, diff.revision, LONG_S)
+        assert first.revert_at_s is not None
+        all_done(await driver.commit(diff, first.revision, SHORT_S))
+        await until(driver, lambda reading: reading.unconfirmed is None, "reverted")
+        assert await connected(driver) == frozenset()
 
     # Whose circuits are.
 
-    async def test_circuits_of_others_are_told_from_ours(self) -> None:
-        async with self.device() as driver:
-            one, two = await self.pairs(driver, 2)
-            await self.foreign(driver, (one,))
-            await carry_out(driver, (one, two))  # to name it does not make it ours
-            reading = await driver.cross_connects()
-            assert reading.foreign == {one}
-            assert reading.cross_connects == {one, two}
+    async def test_circuits_of_others_are_told_from_ours(self, driver: OcsDriver) -> None:
+        one, two = await self.pairs(driver, 2)
+        await self.foreign(driver, (one,))
+        await carry_out(driver, (one, two))  # to name it does not make it ours
+        reading = await driver.cross_connects()
+        assert reading.foreign == {one}
+        assert reading.cross_connects == {one, two}
 
-    async def test_circuits_of_others_are_never_taken_down(self) -> None:
-        async with self.device() as driver:
-            theirs, wanted = await self.crossed(driver)
-            third, fourth = (await self.pairs(driver, 4))[2:4]
-            await self.foreign(driver, theirs)
-            await carry_out(driver, (third,))
-            for mode in ChangeMode:
-                async with refusal(CircuitConflict, str(theirs[0]), str(theirs[1]), "is not ours", "take-over"):
-                    await driver.plan(CircuitChange(wanted), mode)
-            async with refusal(CircuitConflict, str(theirs[0]), "is not ours", "take-over"):
-                await driver.plan(CircuitChange(disconnect=theirs[:1]))
-            diff = await driver.plan(CircuitChange((fourth,)), ChangeMode.OVERWRITE)
-            assert (diff.remove, diff.add) == ((third,), (fourth,))
-            assert (await driver.commit(diff, diff.revision)).done
-            assert await connected(driver) == {*theirs, fourth}
-            forced = CircuitDiff(ChangeMode.UPDATE, 0, frozenset(theirs), tuple(sorted(theirs)), ())
-            async with refusal(CircuitConflict, str(theirs[0]), "is not ours"):
-                await driver.commit(forced, (await driver.cross_connects()).revision)
-            assert await connected(driver) == {*theirs, fourth}
+    async def test_circuits_of_others_are_never_taken_down(self, driver: OcsDriver) -> None:
+        theirs, wanted = await self.crossed(driver)
+        third, fourth = (await self.pairs(driver, 4))[2:4]
+        await self.foreign(driver, theirs)
+        await carry_out(driver, (third,))
+        for mode in ChangeMode:
+            async with refusal(CircuitConflict, str(theirs[0]), str(theirs[1]), "is not ours", "take-over"):
+                await driver.plan(CircuitChange(wanted), mode)
+        async with refusal(CircuitConflict, str(theirs[0]), "is not ours", "take-over"):
+            await driver.plan(CircuitChange(disconnect=theirs[:1]))
+        diff = await driver.plan(CircuitChange((fourth,)), ChangeMode.OVERWRITE)
+        assert (diff.remove, diff.add) == ((third,), (fourth,))
+        assert (await driver.commit(diff, diff.revision)).done
+        assert await connected(driver) == {*theirs, fourth}
+        forced = CircuitDiff(ChangeMode.UPDATE, 0, frozenset(theirs), tuple(sorted(theirs)), ())
+        async with refusal(CircuitConflict, str(theirs[0]), "is not ours"):
+            await driver.commit(forced, (await driver.cross_connects()).revision)
+        assert await connected(driver) == {*theirs, fourth}
 
-    async def test_circuits_of_others_are_ours_once_taken_over(self) -> None:
-        async with self.device() as driver:
-            theirs, wanted = await self.crossed(driver)
-            await self.foreign(driver, theirs)
-            async with refusal(CircuitConflict, str(wanted[0])):
-                await driver.take_over((theirs[0], wanted[0]))
-            assert (await driver.cross_connects()).foreign == frozenset(theirs)
-            assert (await driver.take_over(theirs)).foreign == frozenset()
-            result = await carry_out(driver, wanted, mode=ChangeMode.UPDATE)
-            assert result.done, undone(result)
-            assert await connected(driver) == frozenset(wanted)
-            assert (await driver.cross_connects()).foreign == frozenset()
+    async def test_circuits_of_others_are_ours_once_taken_over(self, driver: OcsDriver) -> None:
+        theirs, wanted = await self.crossed(driver)
+        await self.foreign(driver, theirs)
+        async with refusal(CircuitConflict, str(wanted[0])):
+            await driver.take_over((theirs[0], wanted[0]))
+        assert (await driver.cross_connects()).foreign == frozenset(theirs)
+        assert (await driver.take_over(theirs)).foreign == frozenset()
+        all_done(await carry_out(driver, wanted, mode=ChangeMode.UPDATE))
+        assert await connected(driver) == frozenset(wanted)
+        assert (await driver.cross_connects()).foreign == frozenset()
 
-    async def test_rollback_leaves_what_others_put_there(self) -> None:
-        async with self.device() as driver:
-            now, other = await self.crossed_up(driver)
-            diff = await driver.plan(CircuitChange(disconnect=now))
-            assert (await driver.commit(diff, diff.revision)).done
-            await self.foreign(driver, other[:1])
-            async with refusal(CircuitConflict, str(other[0])):
-                await driver.rollback(diff)
-            assert await connected(driver) == {other[0]}
+    async def test_rollback_leaves_what_others_put_there(self, driver: OcsDriver) -> None:
+        now, other = await self.crossed_up(driver)
+        diff = await driver.plan(CircuitChange(disconnect=now))
+        assert (await driver.commit(diff, diff.revision)).done
+        await self.foreign(driver, other[:1])
+        async with refusal(CircuitConflict, str(other[0])):
+            await driver.rollback(diff)
+        assert await connected(driver) == {other[0]}
 
     # When things go wrong.
 
-    async def test_a_failed_port_is_refused_before_anything_is_sent(self) -> None:
-        async with self.device() as driver:
-            one, two = await self.pairs(driver, 2)
-            await self.break_it(driver, DeviceFault(DeviceFaultKind.FAIL_PORT, two.egress_port))
-            states = {port.port: port.status for port in await driver.ports()}
-            assert states[two.egress_port] is PortStatus.FAILED
-            async with refusal(CircuitConflict, "connect[1].egress_port", "failed"):
-                await driver.plan(CircuitChange((one, two)))
-            assert await connected(driver) == frozenset()
+    async def test_a_failed_port_is_refused_before_anything_is_sent(self, driver: OcsDriver) -> None:
+        one, two = await self.pairs(driver, 2)
+        await self.break_it(driver, DeviceFault(DeviceFaultKind.FAIL_PORT, two.egress_port))
+        states = {port.port: port.status for port in await driver.ports()}
+        assert states[two.egress_port] is PortStatus.FAILED
+        async with refusal(CircuitConflict, "connect[1].egress_port", "failed"):
+            await driver.plan(CircuitChange((one, two)))
+        assert await connected(driver) == frozenset()
 
-    async def test_a_port_that_fails_after_planning_is_reported(self) -> None:
-        async with self.device() as driver:
-            diff = await driver.plan(CircuitChange(await self.pairs(driver, 3)))
-            await self.break_it(driver, DeviceFault(DeviceFaultKind.FAIL_PORT, diff.add[1].ingress_port))
-            result = await driver.commit(diff, diff.revision)
-            assert not result.items[1].done
-            assert result.items[1].detail
-            assert not (await driver.verify(diff)).ok
-            assert (await driver.rollback(diff)).done
-            assert await connected(driver) == frozenset()
+    async def test_a_port_that_fails_after_planning_is_reported(self, driver: OcsDriver) -> None:
+        diff = await driver.plan(CircuitChange(await self.pairs(driver, 3)))
+        await self.break_it(driver, DeviceFault(DeviceFaultKind.FAIL_PORT, diff.add[1].ingress_port))
+        result = await driver.commit(diff, diff.revision)
+        assert not result.items[1].done
+        assert result.items[1].detail
+        assert not (await driver.verify(diff)).ok
+        assert (await driver.rollback(diff)).done
+        assert await connected(driver) == frozenset()
 
-    async def test_a_stuck_mirror_is_never_reported_as_tuned(self) -> None:
-        async with self.device() as driver:
-            diff = await driver.plan(CircuitChange(await self.pairs(driver, 2)))
-            await self.break_it(driver, DeviceFault(DeviceFaultKind.STICK_MIRROR, diff.add[0].ingress_port))
-            result = await driver.commit(diff, diff.revision)
-            assert [item.done for item in result.items] == [False, True]
-            assert result.items[0].tuned_s is None
-            assert result.items[0].detail
-            circuits = {circuit.cross_connect: circuit for circuit in (await driver.cross_connects()).circuits}
-            if diff.add[0] in circuits:
-                assert circuits[diff.add[0]].state is not CircuitState.TUNED
+    async def test_a_stuck_mirror_is_never_reported_as_tuned(self, driver: OcsDriver) -> None:
+        diff = await driver.plan(CircuitChange(await self.pairs(driver, 2)))
+        await self.break_it(driver, DeviceFault(DeviceFaultKind.STICK_MIRROR, diff.add[0].ingress_port))
+        result = await driver.commit(diff, diff.revision)
+        assert [item.done for item in result.items] == [False, True]
+        assert result.items[0].tuned_s is None
+        assert result.items[0].detail
+        circuits = {circuit.cross_connect: circuit for circuit in (await driver.cross_connects()).circuits}
+        if diff.add[0] in circuits:
+            assert circuits[diff.add[0]].state is not CircuitState.TUNED
 
-    async def test_a_mirror_that_will_not_let_go_is_reported(self) -> None:
-        async with self.device() as driver:
-            pairs = await self.pairs(driver, 1)
-            await carry_out(driver, pairs)
-            await self.break_it(driver, DeviceFault(DeviceFaultKind.STICK_MIRROR, pairs[0].ingress_port))
-            result = await carry_out(driver, disconnect=pairs)
-            assert not result.done
-            assert await connected(driver) == frozenset(pairs)
+    async def test_a_mirror_that_will_not_let_go_is_reported(self, driver: OcsDriver) -> None:
+        pairs = await self.pairs(driver, 1)
+        await carry_out(driver, pairs)
+        await self.break_it(driver, DeviceFault(DeviceFaultKind.STICK_MIRROR, pairs[0].ingress_port))
+        result = await carry_out(driver, disconnect=pairs)
+        assert not result.done
+        assert await connected(driver) == frozenset(pairs)
 
     async def test_a_partial_commit_is_seen_and_rolled_back(self) -> None:
         for silent in (False, True):
@@ -698,47 +682,42 @@ class DriverConformance:
                 assert (await driver.rollback(diff)).done
                 assert await connected(driver) == diff.before
 
-    async def test_a_partial_commit_can_be_completed(self) -> None:
-        async with self.device() as driver:
-            diff = await driver.plan(CircuitChange(await self.pairs(driver, 3)))
-            await self.break_it(driver, DeviceFault(DeviceFaultKind.PARTIAL_COMMIT, items=1))
-            first = await driver.commit(diff, diff.revision)
-            second = await driver.commit(diff, first.revision)
-            assert second.done
-            assert await connected(driver) == frozenset(diff.add)
+    async def test_a_partial_commit_can_be_completed(self, driver: OcsDriver) -> None:
+        diff = await driver.plan(CircuitChange(await self.pairs(driver, 3)))
+        await self.break_it(driver, DeviceFault(DeviceFaultKind.PARTIAL_COMMIT, items=1))
+        first = await driver.commit(diff, diff.revision)
+        second = await driver.commit(diff, first.revision)
+        assert second.done
+        assert await connected(driver) == frozenset(diff.add)
 
-    async def test_a_connection_lost_after_the_command_is_read_back_as_done(self) -> None:
-        async with self.device() as driver:
-            diff = await driver.plan(CircuitChange(await self.pairs(driver, 2)))
-            await self.break_it(driver, DeviceFault(DeviceFaultKind.DROP_CONNECTION))
-            result = await driver.commit(diff, diff.revision)
-            assert result.done or not (await driver.capabilities()).bulk
-            assert frozenset(i.cross_connect for i in result.items if i.done) == await connected(driver)
+    async def test_a_connection_lost_after_the_command_is_read_back_as_done(self, driver: OcsDriver) -> None:
+        diff = await driver.plan(CircuitChange(await self.pairs(driver, 2)))
+        await self.break_it(driver, DeviceFault(DeviceFaultKind.DROP_CONNECTION))
+        result = await driver.commit(diff, diff.revision)
+        assert result.done or not (await driver.capabilities()).bulk
+        assert frozenset(i.cross_connect for i in result.items if i.done) == await connected(driver)
 
-    async def test_a_connection_lost_before_the_command_is_read_back_as_not_done(self) -> None:
-        async with self.device() as driver:
-            diff = await driver.plan(CircuitChange(await self.pairs(driver, 2)))
-            await self.break_it(driver, DeviceFault(DeviceFaultKind.DROP_COMMAND))
-            result = await driver.commit(diff, diff.revision)
-            assert not result.done
-            assert result.items[0].detail
-            assert await connected(driver) == frozenset()
-            assert (await driver.commit(diff, result.revision)).done
+    async def test_a_connection_lost_before_the_command_is_read_back_as_not_done(self, driver: OcsDriver) -> None:
+        diff = await driver.plan(CircuitChange(await self.pairs(driver, 2)))
+        await self.break_it(driver, DeviceFault(DeviceFaultKind.DROP_COMMAND))
+        result = await driver.commit(diff, diff.revision)
+        assert not result.done
+        assert result.items[0].detail
+        assert await connected(driver) == frozenset()
+        assert (await driver.commit(diff, result.revision)).done
 
-    async def test_an_answer_that_comes_too_late_is_read_back(self) -> None:
-        async with self.device() as driver:
-            diff = await driver.plan(CircuitChange(await self.pairs(driver, 1)))
-            await self.break_it(driver, DeviceFault(DeviceFaultKind.SLOW_ANSWER, delay_s=86400.0))
-            result = await driver.commit(diff, diff.revision)
-            assert result.done
-            assert await connected(driver) == frozenset(diff.add)
+    async def test_an_answer_that_comes_too_late_is_read_back(self, driver: OcsDriver) -> None:
+        diff = await driver.plan(CircuitChange(await self.pairs(driver, 1)))
+        await self.break_it(driver, DeviceFault(DeviceFaultKind.SLOW_ANSWER, delay_s=86400.0))
+        result = await driver.commit(diff, diff.revision)
+        assert result.done
+        assert await connected(driver) == frozenset(diff.add)
 
-    async def test_a_restarted_device_is_found_again(self) -> None:
-        async with self.device() as driver:
-            one, two = await self.pairs(driver, 2)
-            await carry_out(driver, (one,))
-            await self.break_it(driver, DeviceFault(DeviceFaultKind.RESTART))
-            survived = await connected(driver)
-            assert survived in (frozenset(), frozenset((one,)))
-            assert (await carry_out(driver, (two,))).done
-            assert await connected(driver) == {*survived, two}
+    async def test_a_restarted_device_is_found_again(self, driver: OcsDriver) -> None:
+        one, two = await self.pairs(driver, 2)
+        await carry_out(driver, (one,))
+        await self.break_it(driver, DeviceFault(DeviceFaultKind.RESTART))
+        survived = await connected(driver)
+        assert survived in (frozenset(), frozenset((one,)))
+        assert (await carry_out(driver, (two,))).done
+        assert await connected(driver) == {*survived, two}

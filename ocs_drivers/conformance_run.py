@@ -13,7 +13,6 @@ import traceback
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from types import MappingProxyType
 from unittest import SkipTest
 
 from ocs_drivers import conformance
@@ -239,8 +238,6 @@ class LabConformance(DriverConformance):
     """The suite on one device that is there already. `make` gives another driver of it each time; `cannot` says what
     else is not to be had."""
 
-    cannot_inject = MappingProxyType(dict.fromkeys(DeviceFaultKind, "nobody breaks a switch in a lab"))
-
     def __init__(
         self, make: Callable[[], OcsDriver], pairs: Sequence[CrossConnect], cannot: dict[str, str] | None = None
     ) -> None:
@@ -251,6 +248,7 @@ class LabConformance(DriverConformance):
         self.leftover = Leftover()  # what the last `restore` could not bring back
         self.test_s = LONGEST_TEST_S
         self.cannot = {
+            **{kind.value: "nobody breaks a switch in a lab" for kind in DeviceFaultKind},
             "setters": "a switch in a lab does not tell what reached it",
             "make_big": "a switch in a lab has the size that it has",
             **(cannot or {}),
@@ -361,7 +359,7 @@ class LabConformance(DriverConformance):
 def tests_of(suite: type[DriverConformance]) -> list[str]:
     """In the order in which they are written."""
     found = {name: member for name, member in inspect.getmembers(suite) if name.startswith("test_")}
-    return sorted(found, key=lambda name: found[name].__code__.co_firstlineno)
+    return sorted(found, key=lambda name: inspect.unwrap(found[name]).__code__.co_firstlineno)
 
 
 async def run_suite(suite: LabConformance, only: Collection[str] = ()) -> AsyncGenerator[LabTestOutcome]:
@@ -384,8 +382,7 @@ async def run_suite(suite: LabConformance, only: Collection[str] = ()) -> AsyncG
                 continue
             began_s = time.monotonic()
             is_restored = False
-            state, detail = await _tried(suite, name)
-            yield LabTestOutcome(name, state, detail, time.monotonic() - began_s)
+            yield LabTestOutcome(name, *await _tried(suite, name), time.monotonic() - began_s)
             left = await suite.restore()
             is_restored = True
             if left.up or not left.is_read:
@@ -427,7 +424,8 @@ def _cancelled() -> int:
 
 def _failure_text(error: BaseException) -> str:
     """What failed, and where in the suite."""
-    where = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == conformance.__file__]
+    frames = traceback.extract_tb(error.__traceback__)
+    where = [each for each in frames if each.filename == conformance.__file__ and each.name not in vars(conformance)]
     match error:
         case AssertionError():
             what = str(error)

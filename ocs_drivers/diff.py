@@ -1,7 +1,7 @@
 """What a change comes to: evictions, steps, what is left to do, the way back. Pure; sending it is driver.py."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ocs_drivers.errors import CircuitConflict, InvalidChange
 from ocs_drivers.model import (
@@ -110,11 +110,6 @@ def remaining(facts: SwitchFacts, diff: CircuitDiff, present: frozenset[CrossCon
     )
     _refuse_collisions(facts, present, steps)
     return steps
-
-
-def way_back(facts: SwitchFacts, diff: CircuitDiff, present: frozenset[CrossConnect]) -> CommandSteps:
-    """The steps that undo the diff, from any point of it; what was there before and was not removed is not touched."""
-    return remaining(facts, replace(diff, remove=diff.add, add=diff.remove), present)
 
 
 def revert_steps(

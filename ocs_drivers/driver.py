@@ -66,12 +66,6 @@ class DriverTimeouts:
     tune_s: float | None = None
     link_s: float = 2.0
 
-    def __post_init__(self) -> None:
-        for name in ("command_s", "lock_s", "tune_s", "link_s"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} must be > 0, got {value}")
-
 
 async def within(clock: DeviceClock, limit_s: float, work: Awaitable[T]) -> T:
     """The result of `work`, or TimeoutError after `limit_s` by the clock; `work` is then cancelled."""
@@ -165,9 +159,9 @@ class SwitchDriver:
                     [f"device is at revision {now.revision}, expected {expect_revision}: look at it and plan again"],
                     device=self.device,
                 )
-            steps = await self._steps(diffs.remaining, diff, now)
+            steps = await self._steps(diff, diff, now)
             if revert_in_s is None or (steps.empty and self._trial is None):
-                return await self._carry_out(diffs.CommandSteps(diff.remove, diff.add), steps)
+                return await self._carry_out(diff, steps)
             return await self._carry_out_on_trial(diff, steps, revert_in_s)
 
     async def confirm(self, revision: int) -> None:
@@ -203,8 +197,8 @@ class SwitchDriver:
         async with self._writing():
             if self._trial and self._trial_diff != diff:
                 self._refuse_on_trial()
-            steps = await self._steps(diffs.way_back, diff, await self.cross_connects())
-            result = await self._carry_out(diffs.CommandSteps(diff.add, diff.remove), steps)
+            steps = await self._steps(diff, diff.way_back, await self.cross_connects())
+            result = await self._carry_out(diff.way_back, steps)
             if self._trial and result.done:
                 self._end_trial("rolled back")
             return result
@@ -249,22 +243,18 @@ class SwitchDriver:
             async with self._session:
                 await self._drop_session()
 
-    async def _steps(
-        self,
-        choose: Callable[[SwitchFacts, CircuitDiff, frozenset[CrossConnect]], diffs.CommandSteps],
-        diff: CircuitDiff,
-        now: CrossConnectReading,
-    ) -> diffs.CommandSteps:
+    async def _steps(self, diff: CircuitDiff, wanted: CircuitDiff, now: CrossConnectReading) -> diffs.CommandSteps:
+        """Return what is left to do of the diff, or of its way back."""
         facts = await self.facts()
         if faults := diffs.absent_ports(facts, diff):
             raise InvalidChange(faults, device=self.device)
         with naming(self.device):
-            steps = choose(facts, diff, now.cross_connects)
+            steps = diffs.remaining(facts, wanted, now.cross_connects)
         if faults := diffs.not_ours(now.foreign.intersection(steps.remove), self.device):
             raise CircuitConflict(faults, device=self.device)
         return steps
 
-    async def _carry_out(self, wanted: diffs.CommandSteps, steps: diffs.CommandSteps) -> CommitResult:
+    async def _carry_out(self, wanted: CircuitDiff | diffs.CommandSteps, steps: diffs.CommandSteps) -> CommitResult:
         """Send the steps, those of what is wanted that are not yet so; wait for the mirrors and, where the device can
         tell, for the light; report what the device shows of everything wanted."""
         progress = CommitProgress(steps, self._clock.now_s())
@@ -288,7 +278,6 @@ class SwitchDriver:
 
     async def _send(self, action: Action, pairs: Sequence[CrossConnect], progress: CommitProgress) -> None:
         """Command these, in bulk where the device can, up to the first command that goes wrong."""
-        setter = self._wire.add if action is Action.ADD else self._wire.remove
         can = self._wire.capabilities
         is_bulk = can.bulk and not (action is Action.REMOVE and can.removes_one_by_one)
         batches = [tuple(pairs)] if is_bulk else [(pair,) for pair in pairs]
@@ -298,7 +287,7 @@ class SwitchDriver:
                 progress.sent(batch)
                 if action is Action.ADD:
                     self._ownership.take(batch)
-                await self._command(command, partial(setter, batch), is_setter=True)
+                await self._command(command, partial(self._wire.set, action, batch), is_setter=True)
             except DriverError as error:
                 progress.went_wrong(batch, str(error))
                 if isinstance(error, DriverRetryable):  # nothing of it took
@@ -318,7 +307,7 @@ class SwitchDriver:
         self._trial, self._trial_diff, self._confirmed = trial, diff, None
         until_s = inf
         try:
-            result = await self._carry_out(diffs.CommandSteps(diff.remove, diff.add), steps)
+            result = await self._carry_out(diff, steps)
             trial = replace(trial, revision=result.revision)
         finally:
             until_s = self._clock.now_s() + revert_in_s

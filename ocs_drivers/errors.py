@@ -4,6 +4,12 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+SHOWN_CHARACTERS = 80  # of what a device answered, in a message
+
+
+def shown(value: object) -> str:
+    return repr(value)[:SHOWN_CHARACTERS]
+
 
 def reason_of(error: OSError) -> str:
     """What the system says: `Connection refused`, not which of its calls failed."""
@@ -34,10 +40,8 @@ class DriverError(Exception):
 class DriverRetryable(DriverError):
     """Nothing happened; the same call may succeed after `after_s` seconds."""
 
-    def __init__(
-        self, message: str, *, after_s: float = 1.0, device: str = "", command: str = "", answer: str = ""
-    ) -> None:
-        super().__init__(message, device=device, command=command, answer=answer)
+    def __init__(self, message: str, *, after_s: float = 1.0, **told: str) -> None:
+        super().__init__(message, **told)
         self.after_s = after_s
 
 

@@ -78,9 +78,8 @@ def topology(data: Any, slot: str) -> OpenConfigTopology:
 
 def connection_path(topology: OpenConfigTopology, port: int) -> Path:
     """Of one entry: never of the list."""
-    if port not in topology.ingress_ports and port not in topology.egress_ports:
-        raise ValueError(f"there is no port {port} in slot {topology.slot}")
-    return (*CONNECTIONS, Elem("port-connection", (("port", str(port)), ("slot", topology.slot))))
+    keys = (("port", str(_port(topology, port))), ("slot", topology.slot))
+    return (*CONNECTIONS, Elem("port-connection", keys))
 
 
 def circuits(topology: OpenConfigTopology, data: Any) -> dict[DeviceCircuit, set[int]]:
@@ -138,13 +137,16 @@ def _number(value: Any, name: str) -> int:
 class OpenConfigWire(GnmiWire):
     """The model `openconfig`."""
 
-    def begin(self, models: Mapping[str, str]) -> None:
+    async def attach(self, models: Mapping[str, str]) -> None:
         self._software = models.get(MODEL, "")
-        self._known_topology: OpenConfigTopology | None = None
         self._listed_under: dict[CrossConnect, set[int]] = {}  # as last read
+        data = await self.tree(TOPOLOGY)
+        if not data:
+            raise DriverPermanent("the device has no optical-switch-topology: does it have this model?")
+        self._topology = topology(data, self._options.slot)
 
     async def read_facts(self) -> SwitchFacts:
-        known = await self._topology()
+        known = self._topology
         chassis = await self._chassis()
         return SwitchFacts(
             vendor=str(chassis.get("mfg-name") or "OpenConfig"),
@@ -158,45 +160,33 @@ class OpenConfigWire(GnmiWire):
         )
 
     async def read_ports(self) -> Sequence[PortState]:
-        return port_states(await self._topology(), await self._tree(STATUSES))
+        return port_states(self._topology, await self.tree(STATUSES))
 
     async def read_circuits(self) -> Sequence[DeviceCircuit]:
-        found = circuits(await self._topology(), await self._tree(CONNECTIONS))
+        found = circuits(self._topology, await self.tree(CONNECTIONS))
         self._listed_under = {circuit.cross_connect: ports for circuit, ports in found.items()}
         return list(found)
 
     async def set(self, action: Action, pairs: Sequence[CrossConnect]) -> None:
-        known = await self._topology()
         if action is Action.REMOVE:
             ports = [port for pair in pairs for port in sorted(self._listed_under.get(pair, {pair.ingress_port}))]
-            await self._session.set(self._origin, delete=[connection_path(known, port) for port in ports])
+            await self.transact(delete=[connection_path(self._topology, port) for port in ports])
             return
         update = []
         for pair in pairs:
             ends = {"port": str(pair.ingress_port), "peer-slot": self._options.slot, "peer-port": str(pair.egress_port)}
-            where = (*connection_path(known, pair.ingress_port), Elem("config"))
+            where = (*connection_path(self._topology, pair.ingress_port), Elem("config"))
             update.append((where, {"slot": self._options.slot, **ends}))
-        await self._session.set(self._origin, update=update)
+        await self.transact(update=update)
 
     def watched(self) -> Sequence[Path]:
         return [CONNECTIONS, STATUSES]
 
-    async def _topology(self) -> OpenConfigTopology:
-        if self._known_topology is None:
-            data = await self._tree(TOPOLOGY)
-            if not data:
-                raise DriverPermanent("the device has no optical-switch-topology: does it have this model?")
-            self._known_topology = topology(data, self._options.slot)
-        return self._known_topology
-
     async def _chassis(self) -> Mapping[str, Any]:
         """What openconfig-platform says of the chassis; nothing if the device does not tell."""
         try:
-            components = entries(member(await self._tree(COMPONENTS), "component"))
+            components = entries(member(await self.tree(COMPONENTS), "component"))
         except DriverPermanent:
             return {}
         states = [mapping(component.get("state")) for component in components]
         return next((state for state in states if str(state.get("type", "")).endswith("CHASSIS")), {})
-
-    async def _tree(self, where: Path) -> Any:
-        return await self._session.tree(where, self._origin)

@@ -30,11 +30,12 @@ from ocs_drivers.gnmi_data import (
     value_from_pb,
     value_to_pb,
 )
-from ocs_drivers.model import Action, CrossConnect, EventKind, SwitchCapabilities, SwitchEvent
+from ocs_drivers.model import CrossConnect, EventKind, SwitchCapabilities, SwitchEvent
 from ocs_drivers.options import Address, DriverOptions, FilledText, Flag, Password, SecondsOr0, Text, split_address
 
 T = TypeVar("T")
 
+MESSAGE_OPTIONS = tuple((f"grpc.max_{way}_message_length", 64 * 1024 * 1024) for way in ("receive", "send"))
 # A channel is used for one session and never reconnects by itself: who opens it anew must know. gRPC would otherwise
 # share connections, and their pauses after a failure, between all channels of a process, repeat calls by itself, and
 # follow the environment's proxy.
@@ -42,8 +43,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
     ("grpc.enable_http_proxy", 0),
-    ("grpc.max_receive_message_length", 64 * 1024 * 1024),
-    ("grpc.max_send_message_length", 64 * 1024 * 1024),
+    *MESSAGE_OPTIONS,
 )
 
 # Answers to a Set by which the server says that it took nothing. All others leave that open: servers are known to
@@ -100,108 +100,6 @@ class NotThere(DriverPermanent):
     """The server knows no data at this path."""
 
 
-class GnmiSession:
-    """Opened once, closed once."""
-
-    def __init__(self, options: GnmiOptions) -> None:
-        self._options = options
-        self._metadata = (("username", options.user), ("password", options.password)) if options.user else ()
-        self._channel: grpc.aio.Channel | None = None
-        self._stub: Any = None
-
-    async def open(self) -> dict[str, str]:
-        """The models that the server supports, by name, with their versions."""
-        channel = await self._new_channel()
-        self._channel, self._stub = channel, gnmi_pb2_grpc.gNMIStub(channel)
-        request = self._stub.Capabilities(gnmi_pb2.CapabilityRequest(), metadata=self._metadata)
-        response = await _translated("Capabilities", request)
-        return {model.name: model.version for model in response.supported_models}
-
-    async def tree(self, where: Path, origin: str = "") -> Mapping[str, Any]:
-        """The container at a path, put together from whatever updates come; empty if nothing is there."""
-        command = f"Get {origin}:{shown(where)}" if origin else f"Get {shown(where)}"
-        request = gnmi_pb2.GetRequest(path=[path_to_pb(where, origin)], encoding=gnmi_pb2.JSON_IETF)
-        try:
-            response = await _translated(command, self._live().Get(request, metadata=self._metadata))
-        except NotThere:
-            return {}
-        try:
-            updates = [
-                (path_from_pb(update.path, notification.prefix), value_from_pb(update.val))
-                for notification in response.notification
-                for update in notification.update
-            ]
-        except ValueError as error:
-            raise DriverPermanent(f"the answer makes no sense: {error}", command=command) from None
-        rooted = [(elems if elems[: len(where)] == where else (*where, *elems), value) for elems, value in updates]
-        return mapping(member(tree(rooted), *(elem.name for elem in where)))
-
-    async def set(
-        self, origin: str = "", *, delete: Sequence[Path] = (), update: Sequence[tuple[Path, object]] = ()
-    ) -> None:
-        """One transaction. Whoever deletes must name what: a path without a key is a whole table."""
-        request = gnmi_pb2.SetRequest(
-            delete=[path_to_pb(elems, origin) for elems in delete],
-            update=[gnmi_pb2.Update(path=path_to_pb(elems, origin), val=value_to_pb(value)) for elems, value in update],
-        )
-        told = [f"delete {shown(elems)}" for elems in delete] + [f"update {shown(elems)}" for elems, _ in update]
-        call = self._live().Set(request, metadata=self._metadata)
-        await _translated(f"Set {' '.join(told)}", call, is_setter=True)
-
-    async def changes(self, paths: Sequence[Path], origin: str = "") -> AsyncGenerator[None, None]:
-        """Yield once the subscription is in force, and from then on after changes at and below the paths: once for all
-        that came while the caller was busy."""
-        command = f"Subscribe {' '.join(shown(elems) for elems in paths)}"
-        call = self._live().Subscribe(metadata=self._metadata)
-        has_changed = asyncio.Event()
-
-        async def listen() -> None:
-            is_synced = False
-            try:
-                await _translated(command, call.write(_subscription(paths, origin)))
-                while (response := await _translated(command, call.read())) is not grpc.aio.EOF:
-                    if is_synced := is_synced or response.sync_response:
-                        has_changed.set()
-                raise DriverRetryable("the server ended the subscription", command=command)
-            finally:
-                has_changed.set()
-
-        listening = asyncio.create_task(listen())
-        try:
-            while await has_changed.wait():
-                has_changed.clear()
-                if listening.done():
-                    await listening
-                yield
-        finally:
-            call.cancel()
-            listening.cancel()
-            await asyncio.gather(listening, return_exceptions=True)
-
-    async def close(self) -> None:
-        channel, self._channel, self._stub = self._channel, None, None
-        if channel is not None:
-            await channel.close()
-
-    def _live(self) -> Any:
-        if self._stub is None:
-            raise DriverRetryable("there is no session", after_s=0.0)
-        return self._stub
-
-    async def _new_channel(self) -> grpc.aio.Channel:
-        given = self._options
-        host, port = split_address(given.address, DEFAULT_PORT)
-        target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        if not given.tls:
-            return grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
-        named = (given.tls_ca_file, given.tls_key_file, given.tls_cert_file)
-        credentials = grpc.ssl_channel_credentials(*await asyncio.gather(*map(_content, named)))
-        options: list[tuple[str, Any]] = [*CHANNEL_OPTIONS]
-        if given.tls_server_name:
-            options.append(("grpc.ssl_target_name_override", given.tls_server_name))
-        return grpc.aio.secure_channel(target, credentials, options=options)
-
-
 async def _content(file: str) -> bytes | None:
     try:
         return await asyncio.to_thread(File(file).read_bytes) if file else None
@@ -235,7 +133,7 @@ async def _translated(command: str, call: Awaitable[T], *, is_setter: bool = Fal
 
 
 class GnmiWire(SwitchWire):
-    """The `base.SwitchWire` of one switch."""
+    """The `base.SwitchWire` of one switch: a session with its server, which is opened anew after an error."""
 
     capabilities = SwitchCapabilities(bulk=True, tuned_state=True, events=True)
 
@@ -243,35 +141,91 @@ class GnmiWire(SwitchWire):
         self._options = options
         self._origin = options.origin
         self._clock = clock
-        self._session = GnmiSession(options)
+        self._metadata = (("username", options.user), ("password", options.password)) if options.user else ()
+        self._channel: grpc.aio.Channel | None = None
+        self._stub: Any = None
 
     @abstractmethod
-    def begin(self, models: Mapping[str, str]) -> None:
-        """Begin a session with a device that supports these models, given with their versions."""
-
-    @abstractmethod
-    async def set(self, action: Action, pairs: Sequence[CrossConnect]) -> None: ...
+    async def attach(self, models: Mapping[str, str]) -> None:
+        """Read what must be known before any other verb, from a device that supports these models, given with their
+        versions."""
 
     @abstractmethod
     def watched(self) -> Sequence[Path]:
         """Return the paths below which ports and circuits are, once they have been read."""
 
     async def open(self) -> None:
-        self._session = GnmiSession(self._options)
-        try:
-            self.begin(await self._session.open())
-        except DriverPermanent:
-            await self._session.close()
-            raise
+        self._channel = await self._new_channel()
+        self._stub = gnmi_pb2_grpc.gNMIStub(self._channel)
+        request = self._stub.Capabilities(gnmi_pb2.CapabilityRequest(), metadata=self._metadata)
+        response = await _translated("Capabilities", request)
+        await self.attach({model.name: model.version for model in response.supported_models})
 
     async def close(self) -> None:
-        await self._session.close()
+        channel, self._channel, self._stub = self._channel, None, None
+        if channel is not None:
+            await channel.close()
 
-    async def add(self, pairs: Sequence[CrossConnect]) -> None:
-        await self.set(Action.ADD, pairs)
+    async def tree(self, where: Path) -> Mapping[str, Any]:
+        """The container at a path, put together from whatever updates come; empty if nothing is there."""
+        command = f"Get {self._origin}:{shown(where)}" if self._origin else f"Get {shown(where)}"
+        request = gnmi_pb2.GetRequest(path=[path_to_pb(where, self._origin)], encoding=gnmi_pb2.JSON_IETF)
+        try:
+            response = await _translated(command, self._live().Get(request, metadata=self._metadata))
+        except NotThere:
+            return {}
+        try:
+            updates = [
+                (path_from_pb(update.path, notification.prefix), value_from_pb(update.val))
+                for notification in response.notification
+                for update in notification.update
+            ]
+        except ValueError as error:
+            raise DriverPermanent(f"the answer makes no sense: {error}", command=command) from None
+        rooted = [(elems if elems[: len(where)] == where else (*where, *elems), value) for elems, value in updates]
+        return mapping(member(tree(rooted), *(elem.name for elem in where)))
 
-    async def remove(self, pairs: Sequence[CrossConnect]) -> None:
-        await self.set(Action.REMOVE, pairs)
+    async def transact(self, *, delete: Sequence[Path] = (), update: Sequence[tuple[Path, object]] = ()) -> None:
+        """One SetRequest. Whoever deletes must name what: a path without a key is a whole table."""
+        request = gnmi_pb2.SetRequest(
+            delete=[path_to_pb(elems, self._origin) for elems in delete],
+            update=[
+                gnmi_pb2.Update(path=path_to_pb(elems, self._origin), val=value_to_pb(value)) for elems, value in update
+            ],
+        )
+        told = [f"delete {shown(elems)}" for elems in delete] + [f"update {shown(elems)}" for elems, _ in update]
+        call = self._live().Set(request, metadata=self._metadata)
+        await _translated(f"Set {' '.join(told)}", call, is_setter=True)
+
+    async def changes(self, paths: Sequence[Path]) -> AsyncGenerator[None, None]:
+        """Yield once the subscription is in force, and from then on after changes at and below the paths: once for all
+        that came while the caller was busy."""
+        command = f"Subscribe {' '.join(shown(elems) for elems in paths)}"
+        call = self._live().Subscribe(metadata=self._metadata)
+        has_changed = asyncio.Event()
+
+        async def listen() -> None:
+            is_synced = False
+            try:
+                await _translated(command, call.write(_subscription(paths, self._origin)))
+                while (response := await _translated(command, call.read())) is not grpc.aio.EOF:
+                    if is_synced := is_synced or response.sync_response:
+                        has_changed.set()
+                raise DriverRetryable("the server ended the subscription", command=command)
+            finally:
+                has_changed.set()
+
+        listening = asyncio.create_task(listen())
+        try:
+            while await has_changed.wait():
+                has_changed.clear()
+                if listening.done():
+                    await listening
+                yield
+        finally:
+            call.cancel()
+            listening.cancel()
+            await asyncio.gather(listening, return_exceptions=True)
 
     async def events(self) -> AsyncGenerator[SwitchEvent, None]:
         # A connection of its own: that of commands may be dropped at any time.
@@ -279,7 +233,7 @@ class GnmiWire(SwitchWire):
         try:
             await watcher.open()
             known = await watcher._states()
-            async with aclosing(watcher._session.changes(watcher.watched(), watcher._origin)) as changes:
+            async with aclosing(watcher.changes(watcher.watched())) as changes:
                 # Servers report a list, an entry or a leaf of one: whichever it is, the device is read again.
                 async for _ in changes:
                     now = await watcher._states()
@@ -304,3 +258,21 @@ class GnmiWire(SwitchWire):
             **{port.port: port.status for port in ports},
             **{circuit.cross_connect: circuit.state for circuit in circuits},
         }
+
+    def _live(self) -> Any:
+        if self._stub is None:
+            raise DriverRetryable("there is no session", after_s=0.0)
+        return self._stub
+
+    async def _new_channel(self) -> grpc.aio.Channel:
+        given = self._options
+        host, port = split_address(given.address, DEFAULT_PORT)
+        target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        if not given.tls:
+            return grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+        named = (given.tls_ca_file, given.tls_key_file, given.tls_cert_file)
+        credentials = grpc.ssl_channel_credentials(*await asyncio.gather(*map(_content, named)))
+        options: list[tuple[str, Any]] = [*CHANNEL_OPTIONS]
+        if given.tls_server_name:
+            options.append(("grpc.ssl_target_name_override", given.tls_server_name))
+        return grpc.aio.secure_channel(target, credentials, options=options)

@@ -131,15 +131,18 @@ def _port_status(ordered: Mapping[str, Any], shown: Mapping[str, Any]) -> PortSt
 class SonicWire(GnmiWire):
     """The model `sonic`."""
 
-    def begin(self, models: Mapping[str, str]) -> None:
+    async def attach(self, models: Mapping[str, str]) -> None:
         if not self._options.origin:
             self._origin = next((origin for origin in ORIGINS if origin in models), ORIGINS[0])
         self._software = models.get(self._origin, "")
         self._suffix: str | None = None  # of the tables in STATE_DB, once known
-        self._known_sides: SonicPorts | None = None
+        listed = await self._table(CONFIG, PORTS)
+        if not listed:
+            raise DriverPermanent(f"{CONFIG} has no ports in {PORTS}: is it an OCS, and {self._origin!r} its origin?")
+        self._sides = sides_of(listed)
 
     async def read_facts(self) -> SwitchFacts:
-        sides = await self._sides()
+        sides = self._sides
         device = mapping(member(await self._table(CONFIG, METADATA), HOST))
         return SwitchFacts(
             vendor="SONiC",
@@ -153,41 +156,29 @@ class SonicWire(GnmiWire):
         )
 
     async def read_ports(self) -> Sequence[PortState]:
-        sides = await self._sides()
         ordered = await self._table(CONFIG, PORTS)
-        return port_states(sides, ordered, await self._shown(PORTS))
+        return port_states(self._sides, ordered, await self._shown(PORTS))
 
     async def read_circuits(self) -> Sequence[DeviceCircuit]:
-        sides = await self._sides()
         # In this order: what leaves the first table in between is still in the second.
         ordered = await self._table(CONFIG, CROSS_CONNECTS)
-        return circuits(sides, ordered, await self._shown(CROSS_CONNECTS))
+        return circuits(self._sides, ordered, await self._shown(CROSS_CONNECTS))
 
     async def set(self, action: Action, pairs: Sequence[CrossConnect]) -> None:
-        sides = await self._sides()
+        sides = self._sides
         if action is Action.REMOVE:
-            await self._session.set(self._origin, delete=[cross_connect_path(sides.key(pair)) for pair in pairs])
+            await self.transact(delete=[cross_connect_path(sides.key(pair)) for pair in pairs])
             return
         update = []
         for pair in pairs:
             entry = {"a_side": sides.name(pair.ingress_port), "b_side": sides.name(pair.egress_port)}
             update.append((cross_connect_path(sides.key(pair)), entry))
-        await self._session.set(self._origin, update=update)
+        await self.transact(update=update)
 
     def watched(self) -> Sequence[Path]:
         suffix = self._suffix or ""  # known by now, if the tables are there
         tables = [path(STATE, HOST, table + suffix) for table in (CROSS_CONNECTS, PORTS)]
         return [*tables, path(CONFIG, HOST, PORTS)]
-
-    async def _sides(self) -> SonicPorts:
-        if self._known_sides is None:
-            listed = await self._table(CONFIG, PORTS)
-            if not listed:
-                raise DriverPermanent(
-                    f"{CONFIG} has no ports in {PORTS}: is it an OCS, and {self._origin!r} its origin?"
-                )
-            self._known_sides = sides_of(listed)
-        return self._known_sides
 
     async def _shown(self, table: str) -> Mapping[str, Any]:
         """A table of STATE_DB, under whichever name; empty where there is none yet."""
@@ -200,7 +191,7 @@ class SonicWire(GnmiWire):
 
     async def _table(self, database: str, table: str) -> Mapping[str, Any]:
         """All rows; a table without rows does not exist."""
-        return await self._session.tree(path(database, HOST, table), self._origin)
+        return await self.tree(path(database, HOST, table))
 
 
 def cross_connect_path(key: str) -> Path:

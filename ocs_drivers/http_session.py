@@ -176,7 +176,8 @@ class HttpSession:
             wrong = str(error)
         except (aiohttp.ClientError, OSError, ValueError) as error:
             is_http = not isinstance(error, aiohttp.ClientResponseError | aiohttp.ClientPayloadError | ValueError)
-            wrong = f"{'the connection failed' if is_http else 'its answer is not HTTP'} ({_error_text(error)})"
+            what = "the connection failed" if is_http else "its answer is not HTTP"
+            wrong = f"{what} ({str(error) or type(error).__name__})"
             if not is_http and not is_setter:
                 raise DriverPermanent(wrong, command=command) from None
         if is_setter and noted.is_sent:
@@ -213,10 +214,6 @@ class _TooLong(Exception):
 
 async def _note_sent(session: aiohttp.ClientSession, context: SimpleNamespace, params: Any) -> None:
     context.trace_request_ctx.is_sent = True
-
-
-def _error_text(error: Exception) -> str:
-    return str(error) or type(error).__name__
 
 
 def check_status(answer: DeviceResponse, command: str, is_setter: bool, text: str = "") -> None:

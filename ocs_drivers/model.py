@@ -6,7 +6,7 @@ number the egress side after the ingress side (Polatis); both are the two ranges
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from enum import StrEnum
 from math import inf
@@ -242,6 +242,11 @@ class CircuitDiff:
     @property
     def empty(self) -> bool:
         return not self.remove and not self.add
+
+    @property
+    def way_back(self) -> "CircuitDiff":
+        """The diff that undoes this one; what was there before and was not removed is not touched."""
+        return replace(self, remove=self.add, add=self.remove)
 
 
 @dataclass(frozen=True, slots=True)

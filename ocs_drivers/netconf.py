@@ -204,19 +204,15 @@ class NetconfWire(yang.PolatisWire):
 
     async def open(self) -> None:
         self._session = NetconfSession(self._options)
-        try:
-            self._announced = await _translated("open", self._session.open())
-            told = module_revision(self._announced, yang.NAMESPACE, yang.MODULE)
-            self._revision = self._options.revision or told or ""
-            if not self._revision:
-                what = "the revision of module" if told == "" else "module"
-                raise DriverPermanent(
-                    f"the device does not announce {what} {yang.MODULE}: set option revision, as 2018-03-22",
-                    answer=" ".join(sorted(self._announced)),
-                )
-        except DriverPermanent:
-            await self.close()
-            raise
+        self._announced = await _translated("open", self._session.open())
+        told = module_revision(self._announced, yang.NAMESPACE, yang.MODULE)
+        self._revision = self._options.revision or told or ""
+        if not self._revision:
+            what = "the revision of module" if told == "" else "module"
+            raise DriverPermanent(
+                f"the device does not announce {what} {yang.MODULE}: set option revision, as 2018-03-22",
+                answer=" ".join(sorted(self._announced)),
+            )
 
     async def close(self) -> None:
         session, self._session = self._session, None
@@ -237,17 +233,8 @@ class NetconfWire(yang.PolatisWire):
             raise DriverPermanent("the answer has no <data>")
         return plain(data)
 
-    async def add(self, pairs: Sequence[CrossConnect]) -> None:
-        try:
-            await self._set(Action.ADD, pairs)
-        finally:
-            self._settling.commanded(pairs)
-
-    async def remove(self, pairs: Sequence[CrossConnect]) -> None:
-        await self._set(Action.REMOVE, [self.as_listed(pair) for pair in pairs])
-
-    async def _set(self, action: Action, pairs: Sequence[CrossConnect]) -> None:
-        config = edit(self._revision, action, pairs)
+    async def set(self, action: Action, pairs: Sequence[CrossConnect]) -> None:
+        config = edit(self._revision, action, self.as_listed(action, pairs))
         is_direct = self._can("writable-running:1.0")
         if not is_direct and not self._can("candidate:1.0"):
             raise DriverPermanent("the device announces neither :writable-running nor :candidate: it cannot be changed")
@@ -261,7 +248,8 @@ class NetconfWire(yang.PolatisWire):
             else:
                 _edit_candidate(manager, config, how)
 
-        await _translated(f"edit-config {config}", self._live().call(work), is_setter=True)
+        with self._settling.commanding(action, pairs):
+            await _translated(f"edit-config {config}", self._live().call(work), is_setter=True)
 
     def _can(self, capability: str) -> bool:
         return CAPABILITY + capability in self._announced

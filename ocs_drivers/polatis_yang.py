@@ -19,8 +19,9 @@ from typing import Annotated
 from pydantic import BeforeValidator
 
 from ocs_drivers.base import DeviceClock, SwitchWire
-from ocs_drivers.errors import DriverPermanent
+from ocs_drivers.errors import SHOWN_CHARACTERS, DriverPermanent, shown
 from ocs_drivers.model import (
+    Action,
     BootBehaviour,
     Connectivity,
     CrossConnect,
@@ -54,9 +55,6 @@ BOOT: Mapping[str, BootBehaviour] = {"MODE_VOLATILE": BootBehaviour.DARK, "MODE_
 
 _SIZE = re.compile(r"(?<![0-9A-Za-z])([0-9]{1,5})[xX]([0-9]{1,5}|[cC][cC])(?![0-9A-Za-z])")
 _DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
-
-
-SHOWN_CHARACTERS = 80
 
 # Containers of `optical-switch`, as NETCONF and RESTCONF name them.
 CROSS_CONNECTS = "cross-connects"
@@ -242,10 +240,6 @@ def text_of(value: object, name: str) -> str:
     return value[:SHOWN_CHARACTERS]
 
 
-def shown(value: object) -> str:
-    return repr(value)[:SHOWN_CHARACTERS]
-
-
 class PolatisWire(SwitchWire):
     """The reading verbs, whatever carries the model. `hint` says what to do where the switch has no such model."""
 
@@ -295,9 +289,9 @@ class PolatisWire(SwitchWire):
         self._listed = {pair.ports: pair for pair in listed}
         return self._settling.circuits(listed, moving)
 
-    def as_listed(self, pair: CrossConnect) -> CrossConnect:
-        """An any-to-any switch lists a pair under the port that was named first when it was made."""
-        return self._listed.get(pair.ports, pair)
+    def as_listed(self, action: Action, pairs: Sequence[CrossConnect]) -> Sequence[CrossConnect]:
+        """An any-to-any switch lists a pair under the port that was named first when it was made, and removes it so."""
+        return pairs if action is Action.ADD else [self._listed.get(pair.ports, pair) for pair in pairs]
 
     def _ports(self) -> dict[str, Sequence[str]]:
         """The container of ports at this revision, and what is read of each."""

@@ -78,11 +78,13 @@ class CommitProgress:
             shown = "the device does not show it" if circuit is None else f"the device shows it as {circuit.state}"
         if pair not in self._all:
             return CrossConnectResult(pair, action, done, "was so already" if done else shown)
+        if pair not in self._sent:
+            shown = "not sent, because of the others"
         return CrossConnectResult(
             pair,
             action,
             done,
-            self._detail(pair, circuit) if done else self._why_not(pair, shown),
+            self._detail(pair, circuit) if done else self._errors.get(pair, shown),
             self._commanded_s.get(pair),
             self._tuned_s.get(pair),
             self._link_up_s.get(pair),
@@ -101,6 +103,3 @@ class CommitProgress:
         is_dark = circuit is not None and circuit.link_up is False
         parts = (self._errors.get(pair), "in place, but no light arrives" if is_dark else None)
         return "; ".join(part for part in parts if part)
-
-    def _why_not(self, pair: CrossConnect, shown: str) -> str:
-        return self._errors.get(pair, shown) if pair in self._sent else "not sent, because of the others"

@@ -6,7 +6,7 @@ keyword-only parameters are the options that users may set.
 
 import inspect
 from collections.abc import Mapping
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from ocs_drivers.base import DeviceClock, OcsDriver, SystemClock
@@ -30,16 +30,21 @@ def make_driver(
 
 def make_from_group(group: str, name: str, device: str, options: Mapping[str, Any], clock: object) -> Any:
     """The driver that the entry point `name` of the group makes. Raises InvalidOptions as `make_driver` does."""
-    entries = {entry.name: entry for entry in entry_points(group=group)}
-    if name not in entries:
-        raise InvalidOptions([f"driver: must be one of {', '.join(sorted(entries))}, got {name!r}"])
-    try:
-        factory: Any = entries[name].load()
-    except ModuleNotFoundError as error:
-        wrong = f"driver: {name} needs {error.name}, which is not installed: pip install 'orchestrrl[{name}]'"
-        raise InvalidOptions([wrong]) from error
+    factory = load_named("driver", name, {entry.name: entry for entry in entry_points(group=group)})
     try:
         inspect.signature(factory).bind(device, clock=clock, **options)
     except TypeError as error:
         raise InvalidOptions([f"options: {error}"]) from None
     return factory(device, clock=clock, **options)
+
+
+def load_named(what: str, name: str, entries: Mapping[str, EntryPoint]) -> Any:
+    """The factory that an entry `FAMILY` or `FAMILY-DIALECT` refers to. Raises InvalidOptions for a name that is not
+    known, listing the known ones, or whose library is not installed."""
+    if name not in entries:
+        raise InvalidOptions([f"{what}: must be one of {', '.join(sorted(entries))}, got {name!r}"])
+    try:
+        return entries[name].load()
+    except ModuleNotFoundError as error:
+        needs = f"{what}: {name} needs {error.name}, which is not installed"
+        raise InvalidOptions([f"{needs}: pip install 'orchestrrl[{name.partition('-')[0]}]'"]) from error

@@ -22,12 +22,14 @@ before its mirrors are in place (it counts as tuned after the stated time at the
 this path (`yang_revision` says it otherwise). A public lab tool says that what is set by POST vanishes after seconds.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
+from itertools import chain
 from typing import Annotated
 
 from ocs_drivers import polatis_yang as yang
 from ocs_drivers.base import DeviceClock
+from ocs_drivers.errors import SHOWN_CHARACTERS, shown
 from ocs_drivers.http_session import (
     DeviceResponse,
     HttpOptions,
@@ -90,8 +92,9 @@ class RestconfWire(yang.PolatisWire):
         if not self._options.yang_revision:
             self._revision = revision(await self._get(YANG_LIBRARY)) or yang.PAIR_REVISION
         if self._options.change_with is ChangeWith.AUTO:
-            capabilities = await self._get(CAPABILITIES)
-            self._go(ChangeWith.YANG_PATCH if has_yang_patch(capabilities) else ChangeWith.PATCH)
+            # RFC 8040, 9.1
+            listed = yang.found(yang.found(await self._get(CAPABILITIES), "capabilities"), "capability")
+            self._go(ChangeWith.YANG_PATCH if isinstance(listed, list) and YANG_PATCH in listed else ChangeWith.PATCH)
 
     async def close(self) -> None:
         await self._session.close()
@@ -102,26 +105,21 @@ class RestconfWire(yang.PolatisWire):
             data |= await self._get(f"/data/{yang.MODULE}:{name}")
         return data
 
-    async def add(self, pairs: Sequence[CrossConnect]) -> None:
-        try:
-            match self._way:
-                case ChangeWith.YANG_PATCH:
-                    await self._yang_patch(Action.ADD, pairs)
-                case ChangeWith.PATCH:
+    async def set(self, action: Action, pairs: Sequence[CrossConnect]) -> None:
+        listed = self.as_listed(action, pairs)
+        with self._settling.commanding(action, pairs):
+            match self._way, action:
+                case ChangeWith.YANG_PATCH, _:
+                    await self._yang_patch(action, listed)
+                case _, Action.REMOVE:
+                    for pair in listed:
+                        await self._set("DELETE", f"{COLLECTION}/{self._list_name}={pair.ingress_port}")
+                case ChangeWith.PATCH, _:
                     content = {f"{yang.MODULE}:cross-connects": {self._list_name: [_entry(pair) for pair in pairs]}}
                     await self._set("PATCH", COLLECTION, content)
                 case _:
                     for pair in pairs:
                         await self._set("POST", COLLECTION, {f"{yang.MODULE}:{self._list_name}": [_entry(pair)]})
-        finally:
-            self._settling.commanded(pairs)
-
-    async def remove(self, pairs: Sequence[CrossConnect]) -> None:
-        if self._way is ChangeWith.YANG_PATCH:
-            await self._yang_patch(Action.REMOVE, pairs)
-            return
-        for pair in pairs:
-            await self._set("DELETE", f"{COLLECTION}/{self._list_name}={self.as_listed(pair).ingress_port}")
 
     def _go(self, way: ChangeWith) -> None:
         self._way = way
@@ -139,8 +137,7 @@ class RestconfWire(yang.PolatisWire):
         """`remove`, unlike `delete`, does not mind what is gone already."""
         is_add, edits = action is Action.ADD, []
         for number, pair in enumerate(pairs, start=1):
-            key = (pair if is_add else self.as_listed(pair)).ingress_port
-            edit: dict[str, object] = {"edit-id": str(number), "target": f"/{self._list_name}={key}"}
+            edit: dict[str, object] = {"edit-id": str(number), "target": f"/{self._list_name}={pair.ingress_port}"}
             edit["operation"] = "create" if is_add else "remove"
             if is_add:
                 edit["value"] = {f"{yang.MODULE}:{self._list_name}": [_entry(pair)]}
@@ -158,7 +155,7 @@ class RestconfWire(yang.PolatisWire):
             name = path.rpartition("/")[2].rpartition(":")[2]
             is_leaf = path.endswith(yang.STARTUP_MODE)  # facts can do without it
             if not isinstance(body, dict) or not (is_leaf or isinstance(yang.found(body, name), Mapping)):
-                raise ValueError(f"must hold an object {name}, got {yang.shown(body)}")
+                raise ValueError(f"must hold an object {name}, got {shown(body)}")
             return body
 
         return read_answer(answer, f"GET {self._root}{path}", read, text=_errors(answer))
@@ -196,28 +193,19 @@ def revision(body: object) -> str:
     return max(filter(yang.is_revision, revisions), default="")
 
 
-def has_yang_patch(body: object) -> bool:
-    """Container `restconf-state/capabilities` (RFC 8040, 9.1)."""
-    listed = yang.found(yang.found(body, "capabilities"), "capability")
-    return isinstance(listed, list) and YANG_PATCH in listed
-
-
 def errors(body: object) -> str:
     """All errors of an `ietf-restconf:errors` body, or of a `yang-patch-status`, as `tag: message`."""
     status = yang.found(body, "yang-patch-status")
     edits = yang.found(status, "edit-status")
     holders = [*yang.entries(edits, "edit"), status] if isinstance(edits, Mapping) else [status or body]
     told = []
-    for entry in (entry for holder in holders for entry in _listed_errors(holder)):
+    listed = (yang.mapping(yang.found(holder, "errors"), "errors") for holder in holders)
+    for entry in chain.from_iterable(yang.entries(each, "error") for each in listed):
         parts = [entry.get(name) for name in ("error-tag", "error-message", "error-path")]
-        told.append(": ".join(part[: yang.SHOWN_CHARACTERS] for part in parts if isinstance(part, str) and part))
+        told.append(": ".join(part[:SHOWN_CHARACTERS] for part in parts if isinstance(part, str) and part))
     if not any(told):
         raise ValueError("no error is told")
     return "; ".join(told[:10])
-
-
-def _listed_errors(holder: object) -> Iterator[Mapping[str, object]]:
-    return yang.entries(yang.mapping(yang.found(holder, "errors"), "errors"), "error")
 
 
 class RestconfSwitch(ConfiguredSwitch, options=RestconfOptions, wire=RestconfWire):

@@ -168,12 +168,6 @@ class ScpiWire(SwitchWire):
             for circuit in self._settling.circuits(pairs, moving)
         ]
 
-    async def add(self, pairs: Sequence[CrossConnect]) -> None:
-        await self._set(Action.ADD, pairs)
-
-    async def remove(self, pairs: Sequence[CrossConnect]) -> None:
-        await self._set(Action.REMOVE, pairs)
-
     async def _sides(self) -> tuple[range, range]:
         return self._options.ports if self._options.ports else await self._query(text.SIZE, text.read_size)
 
@@ -186,16 +180,16 @@ class ScpiWire(SwitchWire):
             states += [PortState(port, status) for port, status in zip(asked, letters, strict=True)]
         return states
 
-    async def _set(self, action: Action, pairs: Sequence[CrossConnect]) -> None:
+    async def set(self, action: Action, pairs: Sequence[CrossConnect]) -> None:
         self._session()
         for batch, line in fitting(pairs, partial(text.setter, action), self._options.longest_line_chars):
-            is_clear = False
-            try:
-                await self._set_line(line)
-                is_clear = True
-            finally:
-                self._unclear_since_s = None if is_clear else self._clock.now_s()
-                self._settling.commanded(batch)
+            with self._settling.commanding(action, batch):
+                is_clear = False
+                try:
+                    await self._set_line(line)
+                    is_clear = True
+                finally:
+                    self._unclear_since_s = None if is_clear else self._clock.now_s()
 
     async def _set_line(self, line: str) -> None:
         """Send the setter, then ask for its errors: it answers nothing itself."""

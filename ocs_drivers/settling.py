@@ -3,10 +3,11 @@
 Until the vendor's stated time has passed since the command, mirrors are taken to be moving still.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from ocs_drivers.base import DeviceClock
-from ocs_drivers.model import CircuitState, CrossConnect, DeviceCircuit
+from ocs_drivers.model import Action, CircuitState, CrossConnect, DeviceCircuit
 
 
 class Settling:
@@ -17,10 +18,15 @@ class Settling:
         self._reconfiguration_s = reconfiguration_s
         self._due_s: dict[frozenset[int], float] = {}
 
-    def commanded(self, pairs: Iterable[CrossConnect]) -> None:
-        """Call it when the setter is over, however it ended."""
-        due_s = self._clock.now_s() + self._reconfiguration_s
-        self._due_s.update({pair.ports: due_s for pair in pairs})
+    @contextmanager
+    def commanding(self, action: Action, pairs: Iterable[CrossConnect]) -> Iterator[None]:
+        """Note what is added once the block, which sends the setter, is over, however it ends."""
+        try:
+            yield
+        finally:
+            if action is Action.ADD:
+                due_s = self._clock.now_s() + self._reconfiguration_s
+                self._due_s.update({pair.ports: due_s for pair in pairs})
 
     def moving(self) -> frozenset[frozenset[int]]:
         """Ask before the device is read: what it lists was so no earlier than this."""

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from ocs_drivers.base import DeviceClock
 from ocs_drivers.errors import DriverError, DriverPermanent, DriverRetryable
 from ocs_drivers.model import (
+    Action,
     CircuitState,
     CrossConnect,
     DeviceCircuit,
@@ -125,8 +126,11 @@ class CalientTl1Wire(Tl1Wire):
         self._shown = {pair: connection for connection in connections for pair in self._pairs(connection)}
         return [DeviceCircuit(pair, connection.state) for pair, connection in self._shown.items()]
 
-    async def add(self, pairs: Sequence[CrossConnect]) -> None:
+    async def set(self, action: Action, pairs: Sequence[CrossConnect]) -> None:
         (pair,) = pairs
+        await (self._connect if action is Action.ADD else self._disconnect)(pair)
+
+    async def _connect(self, pair: CrossConnect) -> None:
         source, destination = self._names[pair.ingress_port], self._names[pair.egress_port]
         ports, name = f"{quote(source)},{quote(destination)}", _name(source, destination)
         provision = f"ENT-CRS::{ports}:<ctag>::{quote(self._group)},1WAY;"
@@ -145,8 +149,7 @@ class CalientTl1Wire(Tl1Wire):
         except DriverRetryable as error:
             raise partly_done("one of two commands was carried out before", error) from error
 
-    async def remove(self, pairs: Sequence[CrossConnect]) -> None:
-        (pair,) = pairs
+    async def _disconnect(self, pair: CrossConnect) -> None:
         if pair not in self._shown:
             await self.read_circuits()
         connection = self._shown.get(pair)

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from ocs_drivers.errors import DriverPermanent
 from ocs_drivers.model import (
+    Action,
     CircuitState,
     CrossConnect,
     DeviceCircuit,
@@ -29,6 +30,7 @@ from ocs_drivers.tl1_wire import Tl1Wire
 
 INPUT, OUTPUT = 10000, 20000
 
+_SETTERS = {Action.ADD: "ent-crs-fiber::{0},{1}:<ctag>;", Action.REMOVE: "dlt-crs-fiber::{0}:<ctag>;"}
 _STATES = {"steady": CircuitState.TUNED, "fault": CircuitState.FAILED}
 
 
@@ -83,12 +85,9 @@ class GlimmerglassTl1Wire(Tl1Wire):
                 circuits.append(DeviceCircuit(pair, state))
         return circuits
 
-    async def add(self, pairs: Sequence[CrossConnect]) -> None:
-        await self.order_in_lines(pairs, "ent-crs-fiber::{0},{1}:<ctag>;", INPUT, OUTPUT)
-
-    async def remove(self, pairs: Sequence[CrossConnect]) -> None:
-        # `all` means every connection: numbers never spell it, and `port_list` refuses a list of none.
-        await self.order_in_lines(pairs, "dlt-crs-fiber::{0}:<ctag>;", INPUT, OUTPUT)
+    async def set(self, action: Action, pairs: Sequence[CrossConnect]) -> None:
+        # To dlt-crs-fiber `all` means every connection: numbers never spell it, and `port_list` refuses a list of none.
+        await self.order_in_lines(pairs, _SETTERS[action], INPUT, OUTPUT)
 
     def meaning(self, verb: str, line: str) -> tuple[EventKind, int | None, CrossConnect | None]:
         found = fields(line)

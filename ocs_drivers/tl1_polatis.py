@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from ocs_drivers.base import DeviceClock
 from ocs_drivers.errors import DriverPermanent
 from ocs_drivers.model import (
+    Action,
     BootBehaviour,
     Connectivity,
     CrossConnect,
@@ -31,6 +32,7 @@ from ocs_drivers.tl1_framing import measured
 from ocs_drivers.tl1_session import Tl1Denied
 from ocs_drivers.tl1_wire import Tl1Options, Tl1Wire
 
+_SETTERS = {Action.ADD: "ENT-PATCH::{0},{1}:<ctag>:;", Action.REMOVE: "DLT-PATCH::{0}:<ctag>:;"}
 _STATUS = {"OPEN": PortStatus.ENABLED, "CLOSED": PortStatus.DISABLED}
 
 
@@ -87,12 +89,10 @@ class PolatisTl1Wire(Tl1Wire):
         pairs = {self._in_order(int(found[1]), int(found[2])) for line in lines if (found := _pair(line))}
         return [DeviceCircuit(pair) for pair in sorted(pairs)]
 
-    async def add(self, pairs: Sequence[CrossConnect]) -> None:
-        await self.order_in_lines(pairs, "ENT-PATCH::{0},{1}:<ctag>:;")
-
-    async def remove(self, pairs: Sequence[CrossConnect]) -> None:
-        # No list at all, and ALL, mean every patch: `port_list` refuses the one, numbers never spell the other.
-        await self.order_in_lines(pairs, "DLT-PATCH::{0}:<ctag>:;")
+    async def set(self, action: Action, pairs: Sequence[CrossConnect]) -> None:
+        # To DLT-PATCH no list at all, and ALL, mean every patch: `port_list` refuses the one, numbers never spell the
+        # other.
+        await self.order_in_lines(pairs, _SETTERS[action])
 
     def meaning(self, verb: str, line: str) -> tuple[EventKind, int | None, CrossConnect | None]:
         if port := re.search(r"\bport (\d{1,9}) (?:disabled|enabled|failed)", line, re.IGNORECASE):

@@ -1,16 +1,14 @@
-"""The driver `virtual`: a switch in this very process that behaves like one, see cross_connect_model.py.
+"""The driver `virtual`: a switch in this very process that behaves like one, see emulators/base.py.
 
-`VirtualSwitchWire` is a session with a `CrossConnectModel`, which outlives every session and every driver.
+`VirtualSwitchWire` is a session with an `EmulatedDevice`, which outlives every session and every driver.
 """
 
 from collections.abc import AsyncGenerator, Sequence
-from functools import partial
 from typing import Annotated, Any
 
 from ocs_drivers.base import DeviceClock, SwitchWire
-from ocs_drivers.cross_connect_model import ConnectionBroken, CrossConnectModel
 from ocs_drivers.driver import within
-from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice
+from ocs_drivers.emulators.base import ConnectionBroken, DevicePanel, EmulatedDevice
 from ocs_drivers.errors import DriverOutcomeUnknown, DriverPermanent, DriverRetryable
 from ocs_drivers.faults import parse_schedule
 from ocs_drivers.model import (
@@ -28,20 +26,17 @@ from ocs_drivers.options import ConfiguredSwitch, DriverOptions, Flag, SecondsOr
 
 
 class VirtualSwitchWire(SwitchWire):
-    """A session with a `CrossConnectModel`: the `base.SwitchWire` of it."""
+    """A session with an `EmulatedDevice`: the `base.SwitchWire` of it."""
 
-    def __init__(self, model: CrossConnectModel, clock: DeviceClock, *, bulk: bool = True) -> None:
+    def __init__(self, model: EmulatedDevice, *, bulk: bool = True) -> None:
         self.capabilities = SwitchCapabilities(
             bulk=bulk, tuned_state=True, link_state=True, port_power=True, events=True
         )
         self._model = model
-        self._clock = clock
         self._session: int | None = None
-        self.setters: list[str] = []  # as they came to the device
 
     async def open(self) -> None:
-        self._model.advance()
-        self._session = self._model.session
+        self._session = self._model.session()
 
     async def close(self) -> None:
         self._session = None
@@ -58,11 +53,18 @@ class VirtualSwitchWire(SwitchWire):
         self._check_session()
         return self._model.circuits()
 
-    async def add(self, pairs: Sequence[CrossConnect]) -> None:
-        await self._set(Action.ADD, pairs)
-
-    async def remove(self, pairs: Sequence[CrossConnect]) -> None:
-        await self._set(Action.REMOVE, pairs)
+    async def set(self, action: Action, pairs: Sequence[CrossConnect]) -> None:
+        self._check_session()
+        if not pairs:
+            raise ValueError("a setter with an empty list: on some devices that means every circuit")
+        command = f"{'connect' if action is Action.ADD else 'disconnect'} {' '.join(map(str, pairs))}"
+        try:
+            await self._model.set(action, pairs, command)
+        except ConnectionBroken:
+            raise DriverOutcomeUnknown("the connection broke", command=command) from None
+        except DriverPermanent as error:
+            error.command = command
+            raise
 
     async def events(self) -> AsyncGenerator[SwitchEvent, None]:
         queue = self._model.listen()
@@ -70,29 +72,14 @@ class VirtualSwitchWire(SwitchWire):
             while True:
                 try:
                     # What the schedule has due comes about even if nobody else is asking.
-                    yield await within(self._clock, min(self._model.advance(), 3600.0), queue.get())
+                    yield await within(self._model.clock, min(self._model.advance(), 3600.0), queue.get())
                 except TimeoutError:
                     continue
         finally:
             self._model.unlisten(queue)
 
-    async def _set(self, action: Action, pairs: Sequence[CrossConnect]) -> None:
-        self._check_session()
-        if not pairs:
-            raise ValueError("a setter with an empty list: on some devices that means every circuit")
-        command = f"{'connect' if action is Action.ADD else 'disconnect'} {' '.join(map(str, pairs))}"
-        self.setters.append(command)
-        try:
-            await self._model.carry_out(partial(self._model.set, action, pairs))
-        except ConnectionBroken:
-            raise DriverOutcomeUnknown("the connection broke", command=command) from None
-        except DriverPermanent as error:
-            error.command = command
-            raise
-
     def _check_session(self) -> None:
-        self._model.advance()
-        if self._session != self._model.session:
+        if not self._model.is_alive(self._session):
             raise DriverRetryable("the session is dead", after_s=0.0)
 
 
@@ -127,6 +114,6 @@ class VirtualSwitch(ConfiguredSwitch, options=VirtualOptions):
         panel = DevicePanel(side, side, *times, options.boot, options.seed, schedule)
         name = f"virtual-{options.ports}"
         facts = panel.facts("OrchestrRL", name, f"virtual-{self.device}", "1", any_to_any=any_to_any)
-        self.model = EmulatedDevice(facts, panel, clock).model
-        self.wire = VirtualSwitchWire(self.model, clock, bulk=options.bulk)
+        self.model = EmulatedDevice(facts, panel, clock)
+        self.wire = VirtualSwitchWire(self.model, bulk=options.bulk)
         return self.wire

@@ -1,11 +1,13 @@
-"""What all emulators share: the glass behind the protocol, and what goes wrong between the two.
+"""What all emulators share: the device behind the protocol, its servers, and what goes wrong between the two.
 
-An emulator is a server of one protocol in front of an `EmulatedDevice`. It speaks as the protocol's manual says, and
-hands setters to `set`, which plays the faults that a schedule or a test has injected: refusals, bulk commands taken in
-part, answers held back, connections broken before or after a command.
+An emulator is a server of one protocol in front of an `EmulatedDevice`, which behaves like glass: mirrors take time,
+stick and fail, restarts forget. It speaks as the protocol's manual says, and hands setters to `set`, which plays the
+faults that a schedule or a test has injected: refusals, bulk commands taken in part, answers held back, connections
+broken before or after a command. Time comes from the clock, randomness from the seed.
 """
 
 import asyncio
+import math
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -14,11 +16,30 @@ from functools import partial
 from typing import Any, Protocol
 
 from ocs_drivers.base import DeviceClock, SystemClock
-from ocs_drivers.cross_connect_model import ConnectionBroken, CrossConnectModel
+from ocs_drivers.diff import occupants
+from ocs_drivers.errors import DriverPermanent
 from ocs_drivers.faults import DeviceFault, DeviceFaultKind, FaultSchedule
-from ocs_drivers.model import Action, BootBehaviour, Connectivity, CrossConnect, PortStatus, SwitchFacts
+from ocs_drivers.model import (
+    Action,
+    BootBehaviour,
+    CircuitState,
+    Connectivity,
+    CrossConnect,
+    DeviceCircuit,
+    EventKind,
+    PortState,
+    PortStatus,
+    SwitchEvent,
+    SwitchFacts,
+)
 
 LONGEST_INPUT_BYTES = 1 << 20  # of a line
+LIT_DBM = -2.0
+DARK_DBM = -40.0
+
+
+class ConnectionBroken(Exception):
+    """The connection that a command came by must break now, without an answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,61 +84,232 @@ def calient_port(port: int) -> str:
 
 
 class EmulatedDevice:
-    """The glass, and a record of the setters that reached it."""
+    """Ports, mirrors and fibres, and a record of the setters that reached them. Like many real devices it re-routes a
+    port in use without a word."""
 
     def __init__(self, facts: SwitchFacts, panel: DevicePanel, clock: DeviceClock | None = None) -> None:
         self.facts = facts
         self.clock = clock or SystemClock()
         self.switched_on_s = self.clock.now_s()
-        rng = random.Random(panel.seed)
-        self.model = CrossConnectModel(facts, self.clock, rng, jitter_s=panel.jitter_s, schedule=panel.schedule)
         self.setters: list[str] = []  # as received: what a driver sends is counted here
         self.on_setter: Callable[[str], None] | None = None  # is told of each, as it is received
         self.holding_back = asyncio.Event()  # set once an answer is being held back
+        self._rng = random.Random(panel.seed)
+        self._jitter_s = panel.jitter_s
+        self._due = list(panel.schedule.due)
+        self._commanded_at_s: dict[CrossConnect, float] = {}
+        self._tuned_at_s: dict[CrossConnect, float] = {}
+        self._status = dict.fromkeys(sorted({*facts.ingress_ports, *facts.egress_ports}), PortStatus.ENABLED)
+        self._stuck: set[int] = set()
+        self._unplugged: set[int] = set()
+        self._next_setter: list[DeviceFault] = []
+        self._listeners: list[asyncio.Queue[SwitchEvent]] = []
+        self._session = 0  # counts up; a session with an older number is dead
+
+    @property
+    def present(self) -> set[CrossConnect]:
+        """The circuits that are there, in place or moving."""
+        return set(self._tuned_at_s)
 
     def session(self) -> int:
         """The number of a session that begins now. It is dead, and its connection to be closed, once `is_alive` says
         so: the device has restarted."""
-        self.model.advance()
-        return self.model.session
+        self.advance()
+        return self._session
 
-    def is_alive(self, session: int) -> bool:
-        self.model.advance()
-        return session == self.model.session
+    def is_alive(self, session: int | None) -> bool:
+        self.advance()
+        return session == self._session
 
     async def set(self, action: Action, pairs: Sequence[CrossConnect], command: str) -> None:
         """Carry out one setter that came as `command`. Raises Permanent, with the device's words as `answer`, where the
         glass refuses (what came before it in the list is taken), and ConnectionBroken as the faults say."""
-        await self._carry_out(command, partial(self.model.set, action, pairs))
+        await self._carry_out(command, partial(self.add if action is Action.ADD else self.remove, pairs))
 
     async def replace(self, pairs: Sequence[CrossConnect], command: str) -> None:
         """As `set`, for a setter that leaves these cross-connects and no others."""
-        present = self.model.present
-        gone = sorted(present.difference(pairs))
-        new = [pair for pair in pairs if pair not in present]
-        await self._carry_out(command, partial(self.model.remove, gone), partial(self.model.add, new))
+        gone = sorted(self.present.difference(pairs))
+        new = [pair for pair in pairs if pair not in self.present]
+        await self._carry_out(command, partial(self.remove, gone), partial(self.add, new))
 
     async def enable(self, ports: Sequence[int], is_enabled: bool, command: str) -> None:
         """As `set`, for a setter that enables or disables ports. A port that has failed stays so."""
         await self._carry_out(command, partial(self._enable, ports, is_enabled))
 
+    def where_does(self, port: int) -> int | None:
+        """The port that light from `port` goes to, once the mirrors are in place; None: nowhere."""
+        for pair, at_s in self._tuned_at_s.items():
+            if at_s <= self.clock.now_s() and port in pair.ports:
+                return pair.egress_port if port == pair.ingress_port else pair.ingress_port
+        return None
+
+    def circuits(self) -> list[DeviceCircuit]:
+        return [DeviceCircuit(pair, self._state(pair), self._lit(pair)) for pair in sorted(self._tuned_at_s)]
+
+    def listed(self, *, late: bool = False) -> list[DeviceCircuit]:
+        """The circuits as a switch lists them that has no word for moving mirrors: at once when commanded, and no more
+        when they are not in place after the stated time, jitter included, until they are. With `late`, only once they
+        are in place."""
+        self.advance()
+        since_s = self.clock.now_s() - self.facts.reconfiguration_s - self._jitter_s
+        return [
+            circuit
+            for circuit in self.circuits()
+            if circuit.state is not CircuitState.TUNING
+            or (not late and self._commanded_at_s[circuit.cross_connect] > since_s)
+        ]
+
+    def ports(self) -> list[PortState]:
+        lit = {port for pair in self._tuned_at_s if self._lit(pair) for port in (pair.ingress_port, pair.egress_port)}
+        return [PortState(port, status, LIT_DBM if port in lit else DARK_DBM) for port, status in self._status.items()]
+
+    def add(self, pairs: Sequence[CrossConnect]) -> None:
+        """Take the pairs in order, up to the first that is refused; raises Permanent with the device's words for it."""
+        for pair in self._taken_part(pairs):
+            for port in (pair.ingress_port, pair.egress_port):
+                if self._status.get(port) is not PortStatus.ENABLED:
+                    raise DriverPermanent("refused", answer=f"PORT {port} {self._status.get(port, 'UNKNOWN')}".upper())
+            if pair not in self._tuned_at_s:
+                self._point(pair)
+        self._complain_about_rest(pairs)
+
+    def remove(self, pairs: Sequence[CrossConnect]) -> None:
+        for pair in self._taken_part(pairs):
+            is_stuck = self._stuck & pair.ports
+            if pair in self._tuned_at_s and not (is_stuck and math.isfinite(self._tuned_at_s[pair])):
+                self._forget(pair)
+        self._complain_about_rest(pairs)
+
+    def inject(self, fault: DeviceFault) -> None:
+        """Let this go wrong now, or with the next setter."""
+        port = fault.port
+        if port is not None and port not in self._status:
+            raise ValueError(f"port must be one of the device's, got {port}")
+        if port is None:
+            if fault.kind is DeviceFaultKind.RESTART:
+                self._restart()
+            else:
+                self._next_setter.append(fault)
+        elif fault.kind is DeviceFaultKind.STICK_MIRROR:
+            self._stuck.add(port)
+        elif fault.kind is DeviceFaultKind.UNPLUG:
+            self._unplugged.add(port)
+        else:
+            self._set_status(port, fault.kind)
+
+    def advance(self) -> float:
+        """Let everything happen that the schedule has due by now; seconds until the next, inf if there is none."""
+        age_s = self.clock.now_s() - self.switched_on_s
+        while self._due and self._due[0][0] <= age_s:
+            self.inject(self._due.pop(0)[1])
+        return self._due[0][0] - age_s if self._due else math.inf
+
+    def moving_s(self) -> float:
+        """Seconds until the next mirror that moves is in place; inf if none will be."""
+        now_s = self.clock.now_s()
+        return min((at_s - now_s for at_s in self._tuned_at_s.values() if at_s > now_s), default=math.inf)
+
+    def taken(self, *kinds: DeviceFaultKind) -> DeviceFault | None:
+        """The first pending fault of these kinds, which is then spent."""
+        for fault in self._next_setter:
+            if fault.kind in kinds:
+                self._next_setter.remove(fault)
+                return fault
+        return None
+
+    def listen(self) -> asyncio.Queue[SwitchEvent]:
+        queue: asyncio.Queue[SwitchEvent] = asyncio.Queue()
+        self._listeners.append(queue)
+        return queue
+
+    def unlisten(self, queue: asyncio.Queue[SwitchEvent]) -> None:
+        self._listeners.remove(queue)
+
     async def _carry_out(self, command: str, *steps: Callable[[], None]) -> None:
+        """Take the steps of one setter, with the faults that wait for a setter."""
         self.setters.append(command)
         if self.on_setter is not None:
             self.on_setter(command)
-        await self.model.carry_out(*steps, on_hold=self.holding_back.set)
+        self.advance()
+        if self.taken(DeviceFaultKind.DROP_COMMAND):
+            raise ConnectionBroken
+        is_dropped = self.taken(DeviceFaultKind.DROP_CONNECTION)
+        slow = self.taken(DeviceFaultKind.SLOW_ANSWER)
+        refusal: DriverPermanent | None = None
+        try:
+            for step in steps:
+                step()
+        except DriverPermanent as error:
+            refusal = error
+        if slow:
+            self.holding_back.set()
+            await self.clock.sleep(slow.delay_s)
+        if is_dropped:
+            raise ConnectionBroken
+        if refusal is not None:
+            raise refusal
 
     def _enable(self, ports: Sequence[int], is_enabled: bool) -> None:
-        states = {state.port: state.status for state in self.model.ports()}
         before = PortStatus.DISABLED if is_enabled else PortStatus.ENABLED
+        kind = DeviceFaultKind.MEND_PORT if is_enabled else DeviceFaultKind.DISABLE_PORT
         for port in ports:
-            if states[port] is before:
-                self.inject(
-                    DeviceFault(DeviceFaultKind.MEND_PORT if is_enabled else DeviceFaultKind.DISABLE_PORT, port)
-                )
+            if self._status[port] is before:
+                self._set_status(port, kind)
 
-    def inject(self, fault: DeviceFault) -> None:
-        self.model.inject(fault)
+    def _point(self, pair: CrossConnect) -> None:
+        holders = occupants(self.facts, self._tuned_at_s)
+        for end in self.facts.ends(pair):
+            if end in holders and holders[end] in self._tuned_at_s:
+                self._forget(holders[end])
+        moving_s = self.facts.reconfiguration_s + self._rng.uniform(0.0, self._jitter_s)
+        is_stuck = self._stuck & pair.ports
+        self._commanded_at_s[pair] = self.clock.now_s()
+        self._tuned_at_s[pair] = math.inf if is_stuck else self.clock.now_s() + moving_s
+        self._publish(EventKind.CIRCUIT, f"{pair} commanded", cross_connect=pair)
+
+    def _forget(self, pair: CrossConnect) -> None:
+        del self._tuned_at_s[pair], self._commanded_at_s[pair]
+        self._publish(EventKind.CIRCUIT, f"{pair} disconnected", cross_connect=pair)
+
+    def _taken_part(self, pairs: Sequence[CrossConnect]) -> Sequence[CrossConnect]:
+        partial = next((fault for fault in self._next_setter if fault.kind is DeviceFaultKind.PARTIAL_COMMIT), None)
+        return pairs if partial is None else pairs[: partial.items]
+
+    def _complain_about_rest(self, pairs: Sequence[CrossConnect]) -> None:
+        partial = self.taken(DeviceFaultKind.PARTIAL_COMMIT)
+        if partial is not None and not partial.silent and partial.items < len(pairs):
+            raise DriverPermanent("refused", answer=f"MIRROR DRIVER ERROR AFTER {partial.items} OF {len(pairs)}")
+
+    def _state(self, pair: CrossConnect) -> CircuitState:
+        if PortStatus.FAILED in (self._status[pair.ingress_port], self._status[pair.egress_port]):
+            return CircuitState.FAILED
+        return CircuitState.TUNED if self._tuned_at_s[pair] <= self.clock.now_s() else CircuitState.TUNING
+
+    def _lit(self, pair: CrossConnect) -> bool:
+        ports = pair.ports
+        is_passing = all(self._status[port] is PortStatus.ENABLED for port in ports) and not self._unplugged & ports
+        return is_passing and self._state(pair) is CircuitState.TUNED
+
+    def _set_status(self, port: int, kind: DeviceFaultKind) -> None:
+        status = {DeviceFaultKind.FAIL_PORT: PortStatus.FAILED, DeviceFaultKind.DISABLE_PORT: PortStatus.DISABLED}
+        self._status[port] = status.get(kind, PortStatus.ENABLED)
+        if kind is DeviceFaultKind.MEND_PORT:
+            self._stuck.discard(port)
+            self._unplugged.discard(port)
+        self._publish(EventKind.PORT, f"port {port} {self._status[port]}", port=port)
+
+    def _restart(self) -> None:
+        self._session += 1
+        if self.facts.boot is not BootBehaviour.RESTORE:
+            for pair in list(self._tuned_at_s):
+                self._forget(pair)
+        self._publish(EventKind.ALARM, "the device restarted")
+
+    def _publish(
+        self, kind: EventKind, text: str, port: int | None = None, cross_connect: CrossConnect | None = None
+    ) -> None:
+        for queue in self._listeners:
+            queue.put_nowait(SwitchEvent(self.clock.now_s(), kind, text, port, cross_connect))
 
 
 def address_text(host: str, port: int) -> str:

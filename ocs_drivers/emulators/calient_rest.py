@@ -120,14 +120,14 @@ class CalientRestEmulator(EmulatedHttpServer):
     async def _add(self, items: Sequence[Item], verb: str) -> list[dict[str, object]]:
         wanted = [self._pairs(item) for item in items]
         pairs = [pair for of_item in wanted for pair in of_item]
-        taken = occupants(self.device.facts, self.device.model.present)
+        taken = occupants(self.device.facts, self.device.present)
         in_the_way = {taken[end] for pair in pairs for end in self.device.facts.ends(pair) if end in taken}
         await self.device.clock.sleep(self._quirks.conflict_s if in_the_way - set(pairs) else self._quirks.bulk_s)
         self._count_whole(wanted)
         words = await self._carry_out(self.device.set(Action.ADD, pairs, f"{verb} {' '.join(map(str, pairs))}"))
         answers = []
         for item, of_item in zip(items, wanted, strict=True):
-            is_done = not words or (bool(of_item) and self.device.model.present.issuperset(of_item))
+            is_done = not words or (bool(of_item) and self.device.present.issuperset(of_item))
             if len(of_item) == 2 and is_done:
                 self._both_ways.add(of_item[0].ports)
             if is_done and of_item:
@@ -146,12 +146,12 @@ class CalientRestEmulator(EmulatedHttpServer):
         return [
             {**_echo(item), "response": _result(bool(of_item) and is_done, words if of_item else "no such connection")}
             for item, of_item in zip(items, found, strict=True)
-            for is_done in (not words or self.device.model.present.isdisjoint(of_item),)
+            for is_done in (not words or self.device.present.isdisjoint(of_item),)
         ]
 
     def _count_whole(self, connections: Sequence[Sequence[CrossConnect]]) -> None:
         """A set that is taken in part takes whole connections: a fault counts these, the glass counts directions."""
-        if partial := self.device.model.taken(DeviceFaultKind.PARTIAL_COMMIT):
+        if partial := self.device.taken(DeviceFaultKind.PARTIAL_COMMIT):
             self.device.inject(replace(partial, items=sum(map(len, connections[: partial.items]))))
 
     async def _carry_out(self, setter: Awaitable[None]) -> str:
@@ -163,7 +163,7 @@ class CalientRestEmulator(EmulatedHttpServer):
         return ""
 
     def _rows(self) -> list[dict[str, object]]:
-        listed = {circuit.cross_connect: circuit.state for circuit in self.device.model.listed()}
+        listed = {circuit.cross_connect: circuit.state for circuit in self.device.listed()}
         rows: list[dict[str, object]] = []
         for pair in listed:
             back = pair.turned
@@ -186,11 +186,11 @@ class CalientRestEmulator(EmulatedHttpServer):
         return rows
 
     def _ports(self, is_detail: bool) -> list[dict[str, object]]:
-        listed = [circuit.cross_connect for circuit in self.device.model.listed()]
+        listed = [circuit.cross_connect for circuit in self.device.listed()]
         circuit_in = {pair.ingress_port: self._conn([pair]) for pair in listed}
         circuit_out = {pair.egress_port: self._conn([pair]) for pair in listed}
         rows: list[dict[str, object]] = []
-        for port in self.device.model.ports():
+        for port in self.device.ports():
             comes, goes = circuit_in.get(port.port, ""), circuit_out.get(port.port, "")
             row = {"port": self._names.name(port.port), "inalias": "", "outalias": ""}
             if is_detail:

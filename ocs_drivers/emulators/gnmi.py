@@ -1,4 +1,4 @@
-"""gNMI servers in front of glass: SONiC-OCS (gnmi_sonic.py) and OpenConfig's proposal (gnmi_openconfig.py).
+"""gNMI servers in front of glass: SONiC-OCS and OpenConfig's proposal (gnmi_targets.py).
 
 Capabilities, Get, Set and Subscribe (once, stream), with the generated servicer of pygnmi under grpc.aio. A
 SetRequest is looked at as a whole before anything is done, and carried out in the order delete, replace, update; what
@@ -16,20 +16,22 @@ import grpc
 from pygnmi.spec.v080 import gnmi_pb2, gnmi_pb2_grpc
 
 from ocs_drivers.base import DeviceClock
-from ocs_drivers.cross_connect_model import ConnectionBroken
 from ocs_drivers.driver import within
-from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice, EmulatedTcpServer
-from ocs_drivers.emulators.gnmi_openconfig import OpenConfigTarget
-from ocs_drivers.emulators.gnmi_sonic import SonicTarget
-from ocs_drivers.emulators.gnmi_target import GnmiChange, GnmiOp, GnmiRefusal, GnmiTarget, Row
+from ocs_drivers.emulators.base import ConnectionBroken, DevicePanel, EmulatedDevice, EmulatedTcpServer
+from ocs_drivers.emulators.gnmi_targets import (
+    GnmiChange,
+    GnmiRefusal,
+    GnmiTarget,
+    OpenConfigTarget,
+    Operation,
+    Row,
+    SonicTarget,
+)
 from ocs_drivers.gnmi_data import Path, mapping, path_from_pb, path_to_pb, shown, value_from_pb, value_to_pb
+from ocs_drivers.gnmi_session import MESSAGE_OPTIONS
 from ocs_drivers.options import CheckedOptions, Flag, YamlText, is_whole, must_be
 
 LONGEST_WAIT_S = 3600.0
-MAX_MESSAGE = (
-    ("grpc.max_receive_message_length", 64 * 1024 * 1024),
-    ("grpc.max_send_message_length", 64 * 1024 * 1024),
-)
 
 
 class GnmiQuirks(CheckedOptions):
@@ -133,7 +135,7 @@ class GnmiEmulator(gnmi_pb2_grpc.gNMIServicer):  # type: ignore[misc]  # pygnmi 
         self._server: grpc.aio.Server | None = None
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
-        self._server = grpc.aio.server(options=MAX_MESSAGE)
+        self._server = grpc.aio.server(options=MESSAGE_OPTIONS)
         gnmi_pb2_grpc.add_gNMIServicer_to_server(self, self._server)
         files = (self._quirks.tls_cert_file, self._quirks.tls_key_file, self._quirks.tls_client_ca_file)
         certificate, key, client_ca = await asyncio.to_thread(_contents, files)
@@ -173,21 +175,17 @@ class GnmiEmulator(gnmi_pb2_grpc.gNMIServicer):  # type: ignore[misc]  # pygnmi 
             await _refuse(context, refusal)
         except ConnectionBroken:
             await _break(connection, context)
-        ops = {GnmiOp.DELETE: gnmi_pb2.UpdateResult.DELETE, GnmiOp.REPLACE: gnmi_pb2.UpdateResult.REPLACE}
-        results = [
-            gnmi_pb2.UpdateResult(path=path_to_pb(change.path), op=ops.get(change.op, gnmi_pb2.UpdateResult.UPDATE))
-            for change in changes
-        ]
+        results = [gnmi_pb2.UpdateResult(path=path_to_pb(change.path), op=change.op) for change in changes]
         return gnmi_pb2.SetResponse(response=results, timestamp=self._timestamp())
 
     async def Subscribe(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         connection = await self._admit(context)
-        queue = self.device.model.listen()
+        queue = self.device.listen()
         try:
             listed = (await anext(requests)).subscribe
             wanted = [self._supported_path(listed, subscription.path) for subscription in listed.subscription]
             if listed.mode == gnmi_pb2.SubscriptionList.POLL:
-                raise GnmiRefusal(grpc.StatusCode.UNIMPLEMENTED, "mode POLL is not supported")
+                raise GnmiRefusal("mode POLL is not supported", grpc.StatusCode.UNIMPLEMENTED)
             before: dict[Path, Row] = {}
             async for response in self._news(wanted, before):
                 yield response
@@ -203,7 +201,7 @@ class GnmiEmulator(gnmi_pb2_grpc.gNMIServicer):  # type: ignore[misc]  # pygnmi 
         except GnmiRefusal as refusal:
             await _refuse(context, refusal)
         finally:
-            self.device.model.unlisten(queue)
+            self.device.unlisten(queue)
 
     async def _news(self, wanted: list[Path], before: dict[Path, Row]) -> AsyncIterator[Any]:
         """What is not as it was told before, which is brought up to date."""
@@ -223,7 +221,7 @@ class GnmiEmulator(gnmi_pb2_grpc.gNMIServicer):  # type: ignore[misc]  # pygnmi 
     async def _change(self, queue: asyncio.Queue[Any]) -> None:
         """Wait until something may have changed: the glass says so, or mirrors come into place."""
         device = self.device
-        wait_s = min(device.model.advance(), device.model.moving_s(), LONGEST_WAIT_S)
+        wait_s = min(device.advance(), device.moving_s(), LONGEST_WAIT_S)
         try:
             await within(device.clock, wait_s, queue.get())
         except TimeoutError:
@@ -233,9 +231,9 @@ class GnmiEmulator(gnmi_pb2_grpc.gNMIServicer):  # type: ignore[misc]  # pygnmi 
 
     def _found(self, request: Any, message: Any) -> Any:
         if request.encoding not in (gnmi_pb2.JSON, gnmi_pb2.JSON_IETF):
-            raise GnmiRefusal(grpc.StatusCode.UNIMPLEMENTED, "unsupported encoding")
+            raise GnmiRefusal("unsupported encoding", grpc.StatusCode.UNIMPLEMENTED)
         if request.type != gnmi_pb2.GetRequest.ALL:
-            raise GnmiRefusal(grpc.StatusCode.UNIMPLEMENTED, "unsupported request type")
+            raise GnmiRefusal("unsupported request type", grpc.StatusCode.UNIMPLEMENTED)
         elems = self._supported_path(request, message)
         data: Any = self._target.tree()
         for elem in elems:
@@ -243,20 +241,20 @@ class GnmiEmulator(gnmi_pb2_grpc.gNMIServicer):  # type: ignore[misc]  # pygnmi 
             if elem.keys and isinstance(data, list):
                 data = next((each for each in data if all(each[key] == value for key, value in elem.keys)), None)
         if data is None or data == {}:
-            raise GnmiRefusal(grpc.StatusCode.NOT_FOUND, f"No valid entry found on {shown(elems)}")
+            raise GnmiRefusal(f"No valid entry found on {shown(elems)}", grpc.StatusCode.NOT_FOUND)
         value = value_to_pb(data)
         if request.encoding == gnmi_pb2.JSON:
             value = gnmi_pb2.TypedValue(json_val=value.json_ietf_val)
         return gnmi_pb2.Notification(timestamp=self._timestamp(), update=[gnmi_pb2.Update(path=message, val=value)])
 
     def _changes(self, request: Any) -> list[GnmiChange]:
-        changes = [GnmiChange(GnmiOp.DELETE, self._supported_path(request, message)) for message in request.delete]
-        for op, updates in ((GnmiOp.REPLACE, request.replace), (GnmiOp.UPDATE, request.update)):
+        changes = [GnmiChange(Operation.DELETE, self._supported_path(request, message)) for message in request.delete]
+        for op, updates in ((Operation.REPLACE, request.replace), (Operation.UPDATE, request.update)):
             for update in updates:
                 try:
                     value = value_from_pb(update.val)
                 except ValueError as error:
-                    raise GnmiRefusal(grpc.StatusCode.INVALID_ARGUMENT, f"not JSON: {error}") from None
+                    raise GnmiRefusal(f"not JSON: {error}") from None
                 changes.append(GnmiChange(op, self._supported_path(request, update.path), value))
         return changes
 
@@ -264,7 +262,7 @@ class GnmiEmulator(gnmi_pb2_grpc.gNMIServicer):  # type: ignore[misc]  # pygnmi 
         """The path, if its origin is one of ours."""
         origin = message.origin or request.prefix.origin
         if origin not in self._target.origins:
-            raise GnmiRefusal(grpc.StatusCode.UNIMPLEMENTED, f"origin {origin!r} is not supported")
+            raise GnmiRefusal(f"origin {origin!r} is not supported", grpc.StatusCode.UNIMPLEMENTED)
         return path_from_pb(message, request.prefix)
 
     async def _admit(self, context: Any) -> RelayedConnection:
@@ -290,7 +288,7 @@ async def _break(connection: RelayedConnection | None, context: Any) -> NoReturn
 
 
 async def _refuse(context: Any, refusal: GnmiRefusal) -> NoReturn:
-    await context.abort(refusal.code, refusal.message)
+    await context.abort(refusal.code, str(refusal))
     raise AssertionError("abort raises")
 
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
-from ocs_drivers.cross_connect_model import ConnectionBroken
-from ocs_drivers.emulators.base import address_text
+from ocs_drivers.emulators.base import ConnectionBroken, address_text
 
 
 @dataclass(frozen=True, slots=True)

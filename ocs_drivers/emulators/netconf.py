@@ -20,9 +20,8 @@ from pydantic import BeforeValidator
 
 from ocs_drivers import polatis_yang as yang
 from ocs_drivers.base import DeviceClock
-from ocs_drivers.cross_connect_model import ConnectionBroken
 from ocs_drivers.emulators import netconf_store as text
-from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice, address_text
+from ocs_drivers.emulators.base import ConnectionBroken, DevicePanel, EmulatedDevice, address_text
 from ocs_drivers.emulators.netconf_store import NC, Framing, FramingError, NetconfDatastores, child, local
 from ocs_drivers.emulators.polatis import PolatisStore, YangRefusal, polatis_facts
 from ocs_drivers.options import CheckedOptions, Flag, YamlText, as_text, must_be

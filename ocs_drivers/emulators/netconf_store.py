@@ -74,12 +74,9 @@ class Framing:
 
 
 def error_element(refusal: YangRefusal) -> Element:
-    error = Element(f"{NC}rpc-error")
     told = {"error-type": refusal.kind, "error-tag": refusal.tag, "error-severity": "error"}
-    for name, text in (*told.items(), ("error-path", refusal.path), ("error-message", refusal.message)):
-        if text:
-            SubElement(error, NC + name).text = text
-    return error
+    told |= {"error-path": refusal.path, "error-message": refusal.message}
+    return trees({"rpc-error": {name: text for name, text in told.items() if text}}, BASE)[0]
 
 
 def child(parent: Element, name: str, text: object = None) -> Element:
@@ -125,12 +122,7 @@ def parse(message: bytes) -> Element:
 
 
 def hello(capabilities: list[str], session_id: int) -> Element:
-    root = Element(f"{NC}hello")
-    listed = child(root, "capabilities")
-    for capability in capabilities:
-        child(listed, "capability", capability)
-    child(root, "session-id", session_id)
-    return root
+    return trees({"hello": {"capabilities": {"capability": capabilities}, "session-id": session_id}}, BASE)[0]
 
 
 NS = f"{{{yang.NAMESPACE}}}"

@@ -17,7 +17,7 @@ def polatis_facts(panel: DevicePanel, any_to_any: bool) -> SwitchFacts:
 
 def state_containers(device: EmulatedDevice, revision: str, *, has_monitors: bool) -> dict[str, Any]:
     """Return the containers of module `optical-switch` at this revision, but for the cross-connects."""
-    facts, ports, is_new = device.facts, device.model.ports(), yang.has_port_config(revision)
+    facts, ports, is_new = device.facts, device.ports(), yang.has_port_config(revision)
     product = {"manufacturer": facts.vendor, "serial-number": facts.serial, "model-name": facts.model}
     found: dict[str, Any] = {"product-information": {**product, "software-version": facts.software}}
     if is_new:
@@ -52,12 +52,12 @@ class PolatisStore:
         self._lists_late = lists_late
 
     def running(self) -> dict[int, int]:
-        self.device.model.advance()
-        return _by_ingress(self.device.model.circuits())
+        self.device.advance()
+        return _by_ingress(self.device.circuits())
 
     def container(self, pairs: Mapping[int, int] | None = None) -> dict[str, Any]:
         """The container `cross-connects` of these pairs; None: of those that the switch lists."""
-        listed = _by_ingress(self.device.model.listed(late=self._lists_late)) if pairs is None else pairs
+        listed = _by_ingress(self.device.listed(late=self._lists_late)) if pairs is None else pairs
         entries = [{"ingress": ingress, "egress": egress} for ingress, egress in sorted(listed.items())]
         return {"cross-connects": {self.list_name: entries}}
 

@@ -1,9 +1,6 @@
 """Emulators by the name of their protocol. A name is `FAMILY` or `FAMILY-DIALECT`."""
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
-
-from ocs_drivers.errors import InvalidOptions
 
 if TYPE_CHECKING:  # the help of the command line reads the names
     from ocs_drivers.base import DeviceClock
@@ -37,23 +34,14 @@ DRIVER_OPTIONS: dict[str, dict[str, Any]] = {
 def make_emulator(protocol: str, panel: "DevicePanel", clock: "DeviceClock | None" = None, **quirks: Any) -> "Emulator":
     """Raises InvalidOptions with every fault: a protocol that is not known (listing the known ones) or whose library is
     not installed, quirks that it does not have (listing those that it has), values that it refuses."""
-    factory = _factory(protocol)
+    from importlib.metadata import EntryPoint
+
+    from ocs_drivers.errors import InvalidOptions
+    from ocs_drivers.registry import load_named
+
+    factory = load_named("protocol", protocol, {name: EntryPoint(name, EMULATORS[name], "") for name in EMULATORS})
     try:
         emulator: Emulator = factory(panel, clock=clock, **quirks)
     except ValueError as error:
         raise InvalidOptions([str(error)]) from error
     return emulator
-
-
-def _factory(protocol: str) -> Any:
-    if protocol not in EMULATORS:
-        raise InvalidOptions([f"protocol: must be one of {', '.join(sorted(EMULATORS))}, got {protocol!r}"])
-    module, _, name = EMULATORS[protocol].partition(":")
-    try:
-        return getattr(import_module(module), name)
-    except ModuleNotFoundError as error:
-        if str(error.name).startswith("ocs_drivers"):
-            raise
-        extra = protocol.partition("-")[0]
-        wrong = f"protocol: {protocol} needs {error.name}, which is not installed: pip install 'orchestrrl[{extra}]'"
-        raise InvalidOptions([wrong]) from error

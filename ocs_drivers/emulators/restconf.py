@@ -148,7 +148,7 @@ class RestconfEmulator(EmulatedHttpServer):
             raise RestconfRefusal(404, "invalid-value", f"port {ingress} is not connected")
         if method == "DELETE":
             # One circuit cannot be taken in part: that fault waits for a command of several.
-            partial = self.device.model.taken(DeviceFaultKind.PARTIAL_COMMIT)
+            partial = self.device.taken(DeviceFaultKind.PARTIAL_COMMIT)
             try:
                 await self._edit(method, [("delete", ingress, None)])
             finally:
@@ -160,7 +160,7 @@ class RestconfEmulator(EmulatedHttpServer):
         raise RestconfRefusal(405, "operation-not-supported", f"{method} is not for this resource")
 
     def _read(self, name: str) -> EmulatedReply:
-        self.device.model.advance()
+        self.device.advance()
         containers = state_containers(self.device, self._quirks.revision, has_monitors=self._quirks.power)
         found: dict[str, object] = {f"{yang.MODULE}:{each}": content for each, content in containers.items()}
         mode = STARTUP.get(self.device.facts.boot, "MODE_PRESERVE")

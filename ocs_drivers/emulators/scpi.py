@@ -9,12 +9,11 @@ fit into the queue is lost behind `-350`; after a wrong header the rest of its l
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from ocs_drivers.base import DeviceClock
-from ocs_drivers.cross_connect_model import ConnectionBroken
-from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice, EmulatedTcpServer
+from ocs_drivers.emulators.base import ConnectionBroken, DevicePanel, EmulatedDevice, EmulatedTcpServer
 from ocs_drivers.emulators.polatis import polatis_facts
 from ocs_drivers.errors import DriverPermanent
 from ocs_drivers.model import Action, CircuitState, CrossConnect, PortStatus, SwitchFacts
@@ -25,29 +24,12 @@ QUEUE_OVERFLOW = '-350,"Queue overflow"'
 
 LETTERS = {PortStatus.ENABLED: "E", PortStatus.DISABLED: "D", PortStatus.FAILED: "F"}
 
-# Answers a command, given what follows its header and the whole of it; None: in silence.
-Verb = Callable[[str, str], Awaitable[str | None]]
-
-# Headers in their long forms, capitals being the short one, and the methods below that answer them.
-HEADERS = {
-    "*IDN?": "_idn",
-    "*CLS": "_cls",
-    "*OPC?": "_opc",
-    "*STB?": "_stb",
-    "SYSTem:ERRor?": "_next_error",
-    "SYSTem:ERRor:NEXT?": "_next_error",
-    "SYSTem:ERRor:ALL?": "_all_errors",
-    "OXC:SWITch:SIZE?": "_size",
-    "OXC:SWITch:CONNect:ADD": "_add",
-    "OXC:SWITch:CONNect:ONLY": "_only",
-    "OXC:SWITch:CONNect:SUB": "_sub",
-    "OXC:SWITch:CONNect:STATe?": "_connections",
-    "OXC:SWITch:CONNect:PORT?": "_partner",
-    "OXC:SWITch:DISConnect:ALL": "_disconnect_all",
-    "OXC:SWITch:PORT:DISable": "_disable",
-    "OXC:SWITch:PORT:ENABle": "_enable",
-    "OXC:SWITch:PORT:STATe?": "_port_states",
-}
+# Headers in their long forms, capitals being the short one.
+HEADERS = (
+    *("*IDN?", "*CLS", "*OPC?", "*STB?", "SYSTem:ERRor?", "SYSTem:ERRor:NEXT?", "SYSTem:ERRor:ALL?"),
+    *(f"OXC:SWITch:{name}" for name in ("SIZE?", "DISConnect:ALL", "PORT:DISable", "PORT:ENABle", "PORT:STATe?")),
+    *(f"OXC:SWITch:CONNect:{name}" for name in ("ADD", "ONLY", "SUB", "STATe?", "PORT?")),
+)
 
 
 class ScpiError(Exception):
@@ -96,9 +78,7 @@ class ScpiEmulator(EmulatedTcpServer):
         self.quirks = quirks
         self.errors: list[str] = []
         self._clients: list[asyncio.StreamReader] = []  # in the order in which they came
-        self._verbs: list[tuple[re.Pattern[str], Verb]] = [
-            (_pattern(header), getattr(self, name)) for header, name in HEADERS.items() if header not in quirks.unknown
-        ]
+        self._headers = {header: _pattern(header) for header in HEADERS if header not in quirks.unknown}
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Lines are taken in while one is worked on, so that a client that goes away is noticed."""
@@ -155,7 +135,7 @@ class ScpiEmulator(EmulatedTcpServer):
                 header = header[1:] if header.startswith(":") else path + header
                 path = header[: header.rfind(":") + 1]
             try:
-                answer = await self._verb(header)(parameters, unit)
+                answer = await self._answer(self._known(header), parameters, unit)
             except UnknownScpiHeader as error:
                 self._complain(error)
                 break
@@ -167,10 +147,10 @@ class ScpiEmulator(EmulatedTcpServer):
                 answers += [] if answer is None else [answer]
         return answers if self.quirks.answers_apart or not answers else [";".join(answers)]
 
-    def _verb(self, header: str) -> Verb:
-        for form, verb in self._verbs:
+    def _known(self, header: str) -> str:
+        for known, form in self._headers.items():
             if form.fullmatch(header):
-                return verb
+                return known
         raise UnknownScpiHeader(header)
 
     def _complain(self, complaint: ScpiError) -> None:
@@ -179,72 +159,52 @@ class ScpiEmulator(EmulatedTcpServer):
         else:
             self.errors[-1] = QUEUE_OVERFLOW
 
-    # The verbs: what follows the header, and the whole command.
-
-    async def _idn(self, parameters: str, command: str) -> str:
-        facts = self.device.facts
-        return f"{facts.vendor},{facts.model},{facts.serial},{facts.software}"
-
-    async def _cls(self, parameters: str, command: str) -> None:
-        self.errors.clear()
-
-    async def _opc(self, parameters: str, command: str) -> str:
-        return "1"
-
-    async def _stb(self, parameters: str, command: str) -> str:
-        return "4" if self.errors else "0"
-
-    async def _next_error(self, parameters: str, command: str) -> str:
-        return self.errors.pop(0) if self.errors else NO_ERROR
-
-    async def _all_errors(self, parameters: str, command: str) -> str:
-        errors, self.errors = self.errors, []
-        return ",".join(errors) or NO_ERROR
-
-    async def _size(self, parameters: str, command: str) -> str:
-        return f"{len(self.device.facts.ingress_ports)},{len(self.device.facts.egress_ports)}"
-
-    async def _add(self, parameters: str, command: str) -> None:
-        ingress, egress = self._sides(parameters)
-        await self.device.set(Action.ADD, _paired(ingress, egress), command)
-
-    async def _only(self, parameters: str, command: str) -> None:
-        ingress, egress = self._sides(parameters)
-        await self.device.replace(_paired(ingress, egress), command)
-
-    async def _sub(self, parameters: str, command: str) -> None:
-        """`(@1,2,3),(@)`: wherever these are connected to."""
-        ingress, egress = self._sides(parameters)
-        held = [pair for pair in self._present() if pair.ingress_port in ingress]
-        await self.device.set(Action.REMOVE, held if ingress and not egress else _paired(ingress, egress), command)
-
-    async def _disconnect_all(self, parameters: str, command: str) -> None:
-        await self.device.replace((), command)
-
-    async def _connections(self, parameters: str, command: str) -> str:
-        pairs = self._present()
-        return f"{_listed([p.ingress_port for p in pairs])},{_listed([p.egress_port for p in pairs])}"
-
-    async def _partner(self, parameters: str, command: str) -> str:
-        (port,) = self._check_ports([_number(parameters)])
-        partners = {pair.ingress_port: pair.egress_port for pair in self._present()}
-        partners |= {egress: ingress for ingress, egress in partners.items()}
-        return f'"{partners.get(port, "")}"'
-
-    async def _disable(self, parameters: str, command: str) -> None:
-        await self.device.enable(self._check_ports(_ports(parameters)), is_enabled=False, command=command)
-
-    async def _enable(self, parameters: str, command: str) -> None:
-        await self.device.enable(self._check_ports(_ports(parameters)), is_enabled=True, command=command)
-
-    async def _port_states(self, parameters: str, command: str) -> str:
-        states = {state.port: LETTERS[state.status] for state in self.device.model.ports()}
-        return f"({','.join(states[port] for port in self._check_ports(_ports(parameters)))})"
-
-    # What they have in common.
+    async def _answer(self, header: str, parameters: str, command: str) -> str | None:
+        """Answer a command, given what follows its header and the whole of it; None: in silence."""
+        device, facts = self.device, self.device.facts
+        match header.removeprefix("OXC:SWITch:"):
+            case "*IDN?":
+                return f"{facts.vendor},{facts.model},{facts.serial},{facts.software}"
+            case "*CLS":
+                self.errors.clear()
+            case "*OPC?":
+                return "1"
+            case "*STB?":
+                return "4" if self.errors else "0"
+            case "SYSTem:ERRor?" | "SYSTem:ERRor:NEXT?":
+                return self.errors.pop(0) if self.errors else NO_ERROR
+            case "SYSTem:ERRor:ALL?":
+                errors, self.errors = self.errors, []
+                return ",".join(errors) or NO_ERROR
+            case "SIZE?":
+                return f"{len(facts.ingress_ports)},{len(facts.egress_ports)}"
+            case "CONNect:ADD":
+                await device.set(Action.ADD, _paired(*self._sides(parameters)), command)
+            case "CONNect:ONLY":
+                await device.replace(_paired(*self._sides(parameters)), command)
+            case "CONNect:SUB":  # also `(@1,2,3),(@)`: wherever these are connected to
+                ingress, egress = self._sides(parameters)
+                held = [pair for pair in self._present() if pair.ingress_port in ingress]
+                await device.set(Action.REMOVE, held if ingress and not egress else _paired(ingress, egress), command)
+            case "DISConnect:ALL":
+                await device.replace((), command)
+            case "CONNect:STATe?":
+                pairs = self._present()
+                return f"{_listed([p.ingress_port for p in pairs])},{_listed([p.egress_port for p in pairs])}"
+            case "CONNect:PORT?":
+                (port,) = self._check_ports([_number(parameters)])
+                partners = {pair.ingress_port: pair.egress_port for pair in self._present()}
+                partners |= {egress: ingress for ingress, egress in partners.items()}
+                return f'"{partners.get(port, "")}"'
+            case "PORT:DISable" | "PORT:ENABle" as verb:
+                await device.enable(self._check_ports(_ports(parameters)), verb == "PORT:ENABle", command)
+            case "PORT:STATe?":
+                states = {state.port: LETTERS[state.status] for state in device.ports()}
+                return f"({','.join(states[port] for port in self._check_ports(_ports(parameters)))})"
+        return None
 
     def _present(self) -> list[CrossConnect]:
-        circuits = self.device.model.circuits()
+        circuits = self.device.circuits()
         is_moving = CircuitState.TUNING
         return [c.cross_connect for c in circuits if self.quirks.lists_at_once or c.state is not is_moving]
 

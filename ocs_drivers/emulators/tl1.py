@@ -1,7 +1,7 @@
 """Emulated switches that speak TL1: the server, the framing of what it says, and its quirks.
 
-What a vendor's commands mean is in tl1_polatis.py, tl1_calient.py and tl1_glimmerglass.py. Nothing of the driver is
-used here, so that a misreading would have to be made twice.
+What a vendor's commands mean is in tl1_devices.py and tl1_calient.py. Nothing of the driver is used here, so that a
+misreading would have to be made twice.
 """
 
 import asyncio
@@ -13,12 +13,15 @@ from functools import partial
 from typing import Annotated, Any
 
 from ocs_drivers.base import DeviceClock
-from ocs_drivers.cross_connect_model import ConnectionBroken
-from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice, EmulatedTcpServer
+from ocs_drivers.emulators.base import ConnectionBroken, DevicePanel, EmulatedDevice, EmulatedTcpServer
 from ocs_drivers.emulators.tl1_calient import CalientTl1Device
-from ocs_drivers.emulators.tl1_commands import Tl1Command, Tl1Device, Tl1Refusal
-from ocs_drivers.emulators.tl1_glimmerglass import GlimmerglassTl1Device
-from ocs_drivers.emulators.tl1_polatis import PolatisTl1Device
+from ocs_drivers.emulators.tl1_devices import (
+    GlimmerglassTl1Device,
+    PolatisTl1Device,
+    Tl1Command,
+    Tl1Device,
+    Tl1Refusal,
+)
 from ocs_drivers.model import SwitchEvent
 from ocs_drivers.options import CheckedOptions, Flag, Text, must_be, whole
 
@@ -64,10 +67,7 @@ class Tl1Emulator(EmulatedTcpServer):
         self.quirks = quirks
         self.commands: list[str] = []  # every command as received, questions too
         self.connections: set[_Connection] = set()
-        self._tags = itertools.count(1)
-
-    def next_tag(self) -> int:
-        return next(self._tags)
+        self.tags = itertools.count(1)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection = _Connection(self, writer)
@@ -95,7 +95,7 @@ class _Connection:
         self._writer.transport.abort()
 
     async def run(self, reader: asyncio.StreamReader) -> None:
-        events = self._emulator.device.model.listen()
+        events = self._emulator.device.listen()
         tasks = [asyncio.create_task(self._work()), asyncio.create_task(self._report(events))]
         try:
             if self._quirks.garbage:
@@ -105,7 +105,7 @@ class _Connection:
                 self._receive(data.decode("latin-1"))
         finally:
             self.is_logged_in = False
-            self._emulator.device.model.unlisten(events)
+            self._emulator.device.unlisten(events)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -202,10 +202,10 @@ class _Connection:
                 self._send_report(severity, verb, line)
 
     def _make_noise(self) -> None:
-        self._send_report(*_NOISE[self._emulator.next_tag() % len(_NOISE)])
+        self._send_report(*_NOISE[next(self._emulator.tags) % len(_NOISE)])
 
     def _send_report(self, severity: str, verb: str, line: str) -> None:
-        body = f"{severity}  {self._emulator.next_tag()} {verb}{self._quirks.newline}   {line}"
+        body = f"{severity}  {next(self._emulator.tags)} {verb}{self._quirks.newline}   {line}"
         self._write(body, ";")
 
     def _write(self, body: str, mark: str, header: bool = True) -> None:
@@ -222,7 +222,7 @@ class _Connection:
 def _make(kind: type[Tl1Device], panel: DevicePanel, clock: DeviceClock | None = None, **given: Any) -> Tl1Emulator:
     quirks = Tl1Quirks.read(given, prefix="")
     device = EmulatedDevice(kind.facts(panel), panel, clock)
-    return Tl1Emulator(device, kind(device, panel, quirks.semicolons), quirks)
+    return Tl1Emulator(device, kind(device, quirks.semicolons), quirks)
 
 
 polatis = partial(_make, PolatisTl1Device)

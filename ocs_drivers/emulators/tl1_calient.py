@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice, calient_port
-from ocs_drivers.emulators.tl1_commands import Tl1Command, Tl1Device, Tl1Refusal
+from ocs_drivers.emulators.tl1_devices import Tl1Command, Tl1Device, Tl1Refusal
 from ocs_drivers.model import Action, CircuitState, CrossConnect, EventKind, PortStatus, SwitchEvent, SwitchFacts
 
 
@@ -14,13 +14,12 @@ class CalientTl1Device(Tl1Device):
     reports_at_first = True
     reports_on, reports_off = "ALW-MSG", "INH-MSG"
 
-    def __init__(self, device: EmulatedDevice, panel: DevicePanel, semicolons: bool) -> None:
-        super().__init__(device, panel, semicolons)
+    def __init__(self, device: EmulatedDevice, semicolons: bool) -> None:
+        super().__init__(device, semicolons)
         self._groups: dict[CrossConnect, str] = {}  # provisioned, lit or not
         self._held: dict[tuple[str, int], CrossConnect] = {}  # by either end
         self._ports = {calient_port(port): port for port in device.facts.ingress_ports}
         self._session = device.session()
-        self._changes = device.model.listen()
         self._alias = '\\"row B; rack 3, unit 5\\"' if semicolons else "NONE"
 
     @classmethod
@@ -56,15 +55,12 @@ class CalientTl1Device(Tl1Device):
         """What the glass has lost is not provisioned any more."""
         if not self.device.is_alive(self._session):
             self._session = self.device.session()
-            for pair in self._groups.keys() - self.device.model.present:
+            for pair in self._groups.keys() - self.device.present:
                 self._forget(pair)
 
     def _take_over(self) -> None:
         """Circuits that came to the glass by other ways than by our commands are connections too."""
-        while not self._changes.empty():
-            pair = self._changes.get_nowait().cross_connect
-            if pair is None or pair in self._groups or pair not in self.device.model.present:
-                continue
+        for pair in sorted(self.device.present - self._groups.keys()):
             for held in {self._held[end] for end in self.device.facts.ends(pair) if end in self._held}:
                 self._forget(held)
             self._provide(pair, "OPERATOR")
@@ -79,7 +75,7 @@ class CalientTl1Device(Tl1Device):
             del self._held[end]
 
     def _lit(self) -> dict[CrossConnect, CircuitState]:
-        return {circuit.cross_connect: circuit.state for circuit in self.device.model.circuits()}
+        return {circuit.cross_connect: circuit.state for circuit in self.device.circuits()}
 
     def _port(self, name: str) -> int:
         if name not in self._ports:
@@ -112,7 +108,7 @@ class CalientTl1Device(Tl1Device):
             await self.set(Action.ADD, [pair], command)
         elif verb == "CANC-CRS":
             await self.set(Action.REMOVE, [pair], command)
-        elif pair in self.device.model.present:
+        elif pair in self.device.present:
             raise Tl1Refusal("SROF", f"Invalid Connection: {_name(pair)} is active")
         else:
             self._forget(pair)
@@ -130,7 +126,7 @@ class CalientTl1Device(Tl1Device):
         return f'"{name}:{ends},CONNNAME={name},CONNTYPE=1WAY,{shown},PS=UPR,AL=CL"'
 
     def _summaries(self, ports: Sequence[int]) -> Sequence[str]:
-        powers = {state.port: state.power_dbm for state in self.device.model.ports()}
+        powers = {state.port: state.power_dbm for state in self.device.ports()}
         held = {port: pair for pair in self._groups for port in (pair.ingress_port, pair.egress_port)}
         lit, lines = self._lit(), []
         for port in ports:
@@ -142,7 +138,7 @@ class CalientTl1Device(Tl1Device):
         return lines
 
     def _states(self, ports: Sequence[int]) -> Sequence[str]:
-        status, lines = {state.port: state.status for state in self.device.model.ports()}, []
+        status, lines = {state.port: state.status for state in self.device.ports()}, []
         for port in ports:
             administrative = "OOS-MA" if status[port] is PortStatus.DISABLED else "IS"
             works = "FAIL" if status[port] is PortStatus.FAILED else "OK"

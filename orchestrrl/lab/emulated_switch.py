@@ -30,7 +30,7 @@ def driver_of(protocol: str, address: str) -> tuple[str, dict[str, Any]]:
 
 
 class GrpcEmulator:
-    """The `Emulator` of any process that serves `OcsDriver`; its setters are seen as what becomes of them."""
+    """The `Emulator` of any process that serves `OcsDriver`."""
 
     def __init__(self, panel: DevicePanel, clock: DeviceClock | None = None) -> None:
         self.device = EmulatedDevice(panel.facts("OrchestrRL", "virtual", EMULATED, "1"), panel, clock)
@@ -39,8 +39,7 @@ class GrpcEmulator:
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
         from orchestrrl.rpc.ocs_server import serve_driver  # here, as no other protocol needs gRPC
 
-        clock = self.device.clock
-        driver = SwitchDriver(EMULATED, VirtualSwitchWire(self.device.model, clock), clock=clock)
+        driver = SwitchDriver(EMULATED, VirtualSwitchWire(self.device), clock=self.device.clock)
         host = f"[{host}]" if ":" in host else host
         try:
             self._server, port = await serve_driver(driver, f"{host}:{port}")

@@ -64,7 +64,7 @@ class EmulatedConformance(DriverConformance):
         return await self._made(replace(self.panel, ingress_ports=ports, egress_ports=ports))
 
     async def make_foreign(self, driver: OcsDriver, pairs: Sequence[CrossConnect]) -> None:
-        self.emulators[-1].device.model.add(pairs)
+        self.emulators[-1].device.add(pairs)
 
     async def setters(self, driver: OcsDriver) -> Sequence[str]:
         return self.emulators[-1].device.setters

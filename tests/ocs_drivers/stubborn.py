@@ -12,7 +12,7 @@ class StubbornSwitch:
 
     def __init__(self, protocol: str = "scpi", *, ignores: int = 0, keeps: int = 0) -> None:
         self.emulator = make_emulator(protocol, DevicePanel(reconfiguration_s=0.005))
-        glass = self.emulator.device.model
+        glass = self.emulator.device
         self.model = glass
         self.readings = 0
         self._circuits, add, remove = glass.circuits, glass.add, glass.remove

@@ -58,7 +58,7 @@ class TestArmed(DriverConformance):
         self.served[-1][0].model.add(pairs)
 
     async def setters(self, driver: OcsDriver) -> Sequence[str]:
-        return self.served[-1][0].wire.setters
+        return self.served[-1][0].model.setters
 
     async def _made(self, more: dict[str, Any]) -> OcsDriver:
         switch = VirtualSwitch("lab1", **{**self.options, **more})

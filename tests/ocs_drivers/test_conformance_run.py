@@ -55,7 +55,7 @@ async def test_a_switch_that_others_use_is_left_to_them() -> None:
     assert len([outcome for outcome in found.values() if outcome.state is LabTestState.PASSED]) >= 20
     assert (await switch.cross_connects()).cross_connects == {THEIRS, OWN}
     assert (await switch.cross_connects()).foreign == {THEIRS}
-    sent = {pair for setter in switch.wire.setters for pair in setter.split()[1:]} - {str(OWN)}
+    sent = {pair for setter in switch.model.setters for pair in setter.split()[1:]} - {str(OWN)}
     ports = {int(port) for pair in sent for port in pair.split(":")}
     assert ports == {1, 2, 3, 4, 17, 18, 19, 20}
 
@@ -66,7 +66,7 @@ async def test_ports_in_use_are_refused_before_anything_is_sent() -> None:
     async with lab(switch) as suite:
         async with refusal(CircuitConflict, "2:30", "free them first"):
             await outcomes(suite)
-    assert switch.wire.setters == []
+    assert switch.model.setters == []
 
 
 async def test_ports_that_the_device_has_not_are_named_at_once() -> None:
@@ -109,7 +109,7 @@ async def test_a_change_beyond_the_named_ports_is_not_sent() -> None:
     async with lab(switch) as suite:
         found = await outcomes(Astray(suite._make, PORTS, OF_THE_PROCESS), "test_diff_is_empty_after_commit")
     assert "beyond the ports that were named; nothing was sent" in found["test_diff_is_empty_after_commit"].detail
-    assert switch.wire.setters == []
+    assert switch.model.setters == []
 
 
 @pytest.mark.parametrize(

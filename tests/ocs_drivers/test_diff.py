@@ -116,7 +116,7 @@ def test_from_every_prefix_the_rest_completes_and_the_way_back_restores(
     for shown in prefixes(diff):
         rest = diffs.remaining(facts, diff, shown)
         assert (shown - frozenset(rest.remove)) | frozenset(rest.add) == diff.after
-        back = diffs.way_back(facts, diff, shown)
+        back = diffs.remaining(facts, diff.way_back, shown)
         assert (shown - frozenset(back.remove)) | frozenset(back.add) == diff.before
         assert no_port_twice(facts, shown - frozenset(back.remove) | frozenset(back.add))
 
@@ -210,4 +210,4 @@ def test_what_others_hold_is_not_overrun_by_either_way() -> None:
     theirs = frozenset({CrossConnect(1, 7)})
     assert diffs.remaining(SIDES, diff, theirs).empty
     with pytest.raises(CircuitConflict, match="1:7"):
-        diffs.way_back(SIDES, diff, theirs)
+        diffs.remaining(SIDES, diff.way_back, theirs)

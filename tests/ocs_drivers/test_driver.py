@@ -9,7 +9,7 @@ from ocs_drivers.conformance import carry_out
 from ocs_drivers.driver import DriverTimeouts, SwitchDriver
 from ocs_drivers.errors import DriverOutcomeUnknown, DriverPermanent, DriverRetryable
 from ocs_drivers.faults import DeviceFault, DeviceFaultKind
-from ocs_drivers.model import CircuitChange, CrossConnect, DeviceCircuit
+from ocs_drivers.model import Action, CircuitChange, CrossConnect, DeviceCircuit
 from ocs_drivers.virtual import VirtualSwitch, VirtualSwitchWire
 from orchestrrl.core.clock import VirtualClock
 
@@ -32,8 +32,8 @@ async def clock() -> AsyncIterator[VirtualClock]:
 class RecordingWire(VirtualSwitchWire):
     """Notes what is asked of it; can be made unreadable once a setter was sent."""
 
-    def __init__(self, switch: VirtualSwitch, clock: VirtualClock, *, bulk: bool = True) -> None:
-        super().__init__(switch.model, clock, bulk=bulk)
+    def __init__(self, switch: VirtualSwitch, *, bulk: bool = True) -> None:
+        super().__init__(switch.model, bulk=bulk)
         self.calls: list[str] = []
         self.goes_silent = False
         self.defects: dict[str, Exception] = {}  # by command; raised once
@@ -56,10 +56,10 @@ class RecordingWire(VirtualSwitchWire):
         finally:
             self.under_way -= 1
 
-    async def add(self, pairs: Sequence[CrossConnect]) -> None:
-        self.calls.append("add")
-        self._fail_at("add")
-        await super().add(pairs)
+    async def set(self, action: Action, pairs: Sequence[CrossConnect]) -> None:
+        self.calls.append(action)
+        self._fail_at(action)
+        await super().set(action, pairs)
 
     def _fail_at(self, command: str) -> None:
         if defect := self.defects.pop(command, None):
@@ -68,7 +68,7 @@ class RecordingWire(VirtualSwitchWire):
 
 @pytest.fixture
 def wire(clock: VirtualClock) -> RecordingWire:
-    return RecordingWire(VirtualSwitch("ocs1", clock=clock, reconfiguration_s=0.05), clock)
+    return RecordingWire(VirtualSwitch("ocs1", clock=clock, reconfiguration_s=0.05))
 
 
 @pytest.fixture
@@ -152,7 +152,7 @@ async def test_a_cancelled_commit_frees_the_device_for_the_next(driver: SwitchDr
 
 
 async def test_without_bulk_the_first_refusal_ends_the_sending(clock: VirtualClock) -> None:
-    wire = RecordingWire(VirtualSwitch("ocs1", clock=clock), clock, bulk=False)
+    wire = RecordingWire(VirtualSwitch("ocs1", clock=clock), bulk=False)
     driver = SwitchDriver("ocs1", wire, clock=clock)
     diff = await driver.plan(CircuitChange((ONE, TWO, CrossConnect(3, 19))))
     wire._model.inject(DeviceFault(DeviceFaultKind.FAIL_PORT, 18))
@@ -165,16 +165,11 @@ async def test_without_bulk_the_first_refusal_ends_the_sending(clock: VirtualClo
 
 async def test_the_wire_itself_refuses_an_empty_list(clock: VirtualClock, wire: RecordingWire) -> None:
     await wire.open()
-    for setter in (wire.add, wire.remove):
+    for action in Action:
         with pytest.raises(ValueError, match="empty list"):
-            await setter([])
+            await wire.set(action, [])
 
 
 def test_errors_name_device_command_and_the_devices_words() -> None:
     error = DriverPermanent("refused", device="ocs1", command="connect 1:17", answer="PORT 17 FAILED")
     assert str(error) == "ocs1: refused; command: connect 1:17; the device said: PORT 17 FAILED"
-
-
-def test_limits_check_themselves() -> None:
-    with pytest.raises(ValueError, match="lock_s must be > 0, got 0"):
-        DriverTimeouts(lock_s=0)

@@ -13,7 +13,7 @@ from ocs_drivers.base import SwitchWire, SystemClock
 from ocs_drivers.calient_rest import CalientOptions, CalientRestWire, CrossConnectDirection
 from ocs_drivers.errors import DriverError, DriverOutcomeUnknown
 from ocs_drivers.http_session import DeviceResponse
-from ocs_drivers.model import CrossConnect
+from ocs_drivers.model import Action, CrossConnect
 from ocs_drivers.restconf import ChangeWith, RestconfOptions, RestconfWire
 
 PAIRS = (CrossConnect(1, 2), CrossConnect(3, 4))
@@ -70,8 +70,8 @@ async def drive(wire: SwitchWire) -> None:
         error = await failure(verb())
         assert not isinstance(error, DriverOutcomeUnknown)
         assert str(error).isprintable()
-    for setter in (wire.add, wire.remove):
-        assert str(await failure(setter(PAIRS))).isprintable()
+    for action in Action:
+        assert str(await failure(wire.set(action, PAIRS))).isprintable()
 
 
 @given(answers=st.lists(ANSWERS, min_size=1, max_size=6), change_with=st.sampled_from(ChangeWith))

@@ -191,7 +191,7 @@ async def test_ncclient_drives_the_emulator(base: str) -> None:
 
     async def use(address: str) -> None:
         await asyncio.to_thread(drive, int(address.rpartition(":")[2]))
-        assert emulator.device.model.where_does(1) in (14, None)  # the mirrors may still be on their way
+        assert emulator.device.where_does(1) in (14, None)  # the mirrors may still be on their way
         assert len(emulator.device.setters) == 3
 
     await at(emulator, use)

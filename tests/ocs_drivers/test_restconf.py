@@ -107,7 +107,7 @@ async def test_a_port_that_somebody_took_after_our_reading(way: str, refused: li
                 times.append(path)
                 reply = await answer(method, path, body)
                 if len(times) == 1:  # the commit has looked; now somebody else is quicker
-                    emulator.device.model.add((theirs,))
+                    emulator.device.add((theirs,))
                 return reply
             return await answer(method, path, body)
 
@@ -187,7 +187,7 @@ async def test_facts_do_without_a_startup_mode() -> None:
 
 async def test_a_status_that_is_not_understood_hides_no_circuits() -> None:
     async with switch() as (driver, emulator, _):
-        emulator.device.model.add((ONE,))
+        emulator.device.add((ONE,))
         ports = [{"port-id": port, "status": "WARMING" if port == 3 else "ENABLED"} for port in range(1, 33)]
         answering(emulator, {"port-config": {"optical-switch:port-config": {"port": ports}}})
         assert len((await driver.facts()).ingress_ports) == 16

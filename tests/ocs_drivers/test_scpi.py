@@ -41,7 +41,7 @@ class TestScpiDicon(EmulatedConformance):
         reconfiguration_s=0.002, jitter_s=0.004, boot=BootBehaviour.RESTORE, seed=7
     )
     quirks: ClassVar[dict[str, Any]] = {"one_session": True, "longest_line_chars": 2000, "lists_at_once": True}
-    cannot_inject = MappingProxyType(
+    cannot = MappingProxyType(
         {DeviceFaultKind.STICK_MIRROR: "this switch lists a connection as it is commanded, wherever the mirrors are"}
     )
 

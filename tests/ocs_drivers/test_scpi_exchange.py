@@ -14,7 +14,7 @@ from ocs_drivers.conformance import carry_out, connected, refusal
 from ocs_drivers.emulators.base import DevicePanel
 from ocs_drivers.emulators.scpi import ScpiEmulator, dicon, polatis
 from ocs_drivers.errors import DriverOutcomeUnknown, DriverPermanent, DriverRetryable
-from ocs_drivers.model import ChangeMode, CircuitChange, CircuitState, CrossConnect, DeviceCircuit, PortStatus
+from ocs_drivers.model import Action, ChangeMode, CircuitChange, CircuitState, CrossConnect, DeviceCircuit, PortStatus
 from ocs_drivers.registry import make_driver
 from ocs_drivers.scpi import ScpiSwitch, ScpiWire
 from orchestrrl.core.clock import VirtualClock
@@ -267,10 +267,10 @@ async def test_the_driver_speaks_as_it_is_documented(end: bytes, piece_bytes: in
         states = [PortStatus.DISABLED, PortStatus.ENABLED, PortStatus.FAILED, *[PortStatus.ENABLED] * 3]
         assert [state.status for state in await wire.read_ports()] == states
         assert await wire.read_circuits() == []
-        await wire.add(pairs)
+        await wire.set(Action.ADD, pairs)
         circuits = [*(DeviceCircuit(pair) for pair in pairs[:2]), DeviceCircuit(pairs[2], CircuitState.FAILED)]
         assert await wire.read_circuits() == circuits
-        await wire.remove(pairs[:1])
+        await wire.set(Action.REMOVE, pairs[:1])
     assert peer.script == []
 
 
@@ -293,7 +293,7 @@ async def test_until_the_stated_time_has_passed_a_listed_connection_may_still_mo
     listed = [(":oxc:swit:conn:stat?", b"(@1),(@17)\n"), (":oxc:swit:port:stat? (@1,17)", b"(E,E)\n")]
     peer = Peer([*commanded(":oxc:swit:conn:add (@1),(@17)"), *listed, *listed])
     async with wire_to(peer, clock=clock, reconfiguration_s=0.025) as wire:
-        await wire.add([ONE])
+        await wire.set(Action.ADD, [ONE])
         await clock.advance(0.024)
         assert await wire.read_circuits() == [DeviceCircuit(ONE, CircuitState.TUNING)]
         await clock.advance(0.001)
@@ -307,7 +307,7 @@ async def test_errors_are_told_in_the_words_of_the_device() -> None:
         async with refusal(
             DriverPermanent, "-222 Data out of range;99; -200 Mirror 3; -350 Queue overflow", ":add (@1)"
         ):
-            await wire.add([ONE])
+            await wire.set(Action.ADD, [ONE])
 
 
 @pytest.mark.parametrize(
@@ -318,7 +318,7 @@ async def test_an_error_queue_without_an_end_is_not_read_forever(profile: str, q
     peer = Peer([*begin, *[(query, b'-310,"System error"\n')] * (queue + 2)])
     async with wire_to(peer, profile=profile) as wire:
         async with refusal(DriverOutcomeUnknown, "no end", "-310 System error"):
-            await wire.add([ONE])
+            await wire.set(Action.ADD, [ONE])
     assert len(peer.script) <= 1
 
 
@@ -420,7 +420,7 @@ async def test_a_setter_whose_errors_cannot_be_read_is_unknown_not_done() -> Non
         script = [("*cls", b""), (":oxc:swit:conn:sub (@1),(@17)", b""), (":syst:err?", answer)]
         peer = Peer([*script, ("the end of the session", b"")])
         async with wire_to(peer) as wire:
-            remove = asyncio.ensure_future(wire.remove([ONE]))
+            remove = asyncio.ensure_future(wire.set(Action.REMOVE, [ONE]))
             if not answer.endswith(b"\n"):
                 while len(peer.script) > 1:
                     await asyncio.sleep(0)
@@ -432,9 +432,9 @@ async def test_a_setter_whose_errors_cannot_be_read_is_unknown_not_done() -> Non
 async def test_the_wire_itself_refuses_an_empty_list() -> None:
     peer = Peer([])
     async with wire_to(peer) as wire:
-        for setter in (wire.add, wire.remove):
+        for action in Action:
             with pytest.raises(ValueError, match="empty list"):
-                await setter([])
+                await wire.set(action, [])
 
 
 async def test_nobody_at_the_address_is_retryable() -> None:

@@ -1,6 +1,6 @@
 """Tuned by the clock: not before the stated time, and not by an answer that may be older than it."""
 
-from ocs_drivers.model import CircuitState, CrossConnect
+from ocs_drivers.model import Action, CircuitState, CrossConnect
 from ocs_drivers.settling import Settling
 from orchestrrl.core.clock import VirtualClock
 
@@ -10,7 +10,8 @@ ONE, TWO = CrossConnect(1, 9), CrossConnect(2, 10)
 async def test_a_circuit_counts_as_tuned_when_it_was_read_after_the_stated_time() -> None:
     clock = VirtualClock(1000.0)
     settling = Settling(clock, 0.025)
-    settling.commanded([ONE])
+    with settling.commanding(Action.ADD, [ONE]):
+        pass
     before = settling.moving()
     await clock.advance(0.025)
     # The answer came after that time, but may have been written before it.
@@ -23,6 +24,7 @@ async def test_a_circuit_counts_as_tuned_when_it_was_read_after_the_stated_time(
 
 async def test_the_other_way_round_is_the_same_circuit() -> None:
     settling = Settling(VirtualClock(1000.0), 0.025)
-    settling.commanded([ONE])
+    with settling.commanding(Action.ADD, [ONE]):
+        pass
     (circuit,) = settling.circuits([CrossConnect(9, 1)], settling.moving())
     assert circuit.state is CircuitState.TUNING

@@ -3,7 +3,7 @@ that knows nothing of either."""
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import pytest
 from ocs_drivers.emulators.base import DevicePanel
 from ocs_drivers.emulators.registry import make_emulator
 from ocs_drivers.errors import DriverError, DriverOutcomeUnknown, DriverPermanent, DriverRetryable
-from ocs_drivers.model import BootBehaviour, CircuitState, CrossConnect, DeviceCircuit, PortStatus
+from ocs_drivers.model import Action, BootBehaviour, CircuitState, CrossConnect, DeviceCircuit, PortStatus
 from ocs_drivers.tl1 import Tl1Switch
 from ocs_drivers.tl1_session import Tl1Session, ctags
 
@@ -202,8 +202,8 @@ async def test_polatis_word_for_word() -> None:
             PortStatus.FAILED,
         ]
         wire = driver._wire
-        await wire.add([CrossConnect(1, 17), CrossConnect(2, 18), CrossConnect(3, 19)])
-        await wire.remove([CrossConnect(11, 28)])
+        await wire.set(Action.ADD, [CrossConnect(1, 17), CrossConnect(2, 18), CrossConnect(3, 19)])
+        await wire.set(Action.REMOVE, [CrossConnect(11, 28)])
     assert script.asked() == [
         "RTRV-EQPT::SYSTEM:*:::PARAMETER=SIZE;",
         "RTRV-EQPT::BOOT:*:::PARAMETER=MODE;",
@@ -267,9 +267,9 @@ async def test_calient_word_for_word() -> None:
         wire = driver._wire
         del script.received[1:]
         with pytest.raises(DriverPermanent, match="half of the two-way connection"):
-            await wire.remove([CrossConnect(1, 2)])
-        await wire.remove([CrossConnect(3, 4)])
-        await wire.add([CrossConnect(1, 4)])
+            await wire.set(Action.REMOVE, [CrossConnect(1, 2)])
+        await wire.set(Action.REMOVE, [CrossConnect(3, 4)])
+        await wire.set(Action.ADD, [CrossConnect(1, 4)])
         assert script.asked() == [
             "CANC-CRS:::*::2.10.1>10.1.1;",
             "DLT-CRS:::*::2.10.1>10.1.1;",
@@ -288,7 +288,7 @@ async def test_calient_what_a_cut_off_change_left_provisioned_is_cleared_away() 
         await driver.cross_connects()
         script.received.clear()
         with pytest.raises(DriverPermanent, match="Invalid Connection"):
-            await driver._wire.add([CrossConnect(4, 3)])
+            await driver._wire.set(Action.ADD, [CrossConnect(4, 3)])
         assert [command.split(":")[0] for command in script.received] == ["ENT-CRS", "RTRV-CRS", "DLT-CRS", "ENT-CRS"]
         assert script.received[2].endswith('::"old; one";')
 
@@ -301,7 +301,7 @@ async def test_calient_what_others_have_provisioned_stays() -> None:
         await driver.cross_connects()
         script.received.clear()
         with pytest.raises(DriverPermanent, match="Invalid Connection"):
-            await driver._wire.add([CrossConnect(4, 3)])
+            await driver._wire.set(Action.ADD, [CrossConnect(4, 3)])
         assert [command.split(":")[0] for command in script.received] == ["ENT-CRS", "RTRV-CRS"]
 
 
@@ -355,8 +355,8 @@ async def test_glimmerglass_word_for_word() -> None:
             DeviceCircuit(CrossConnect(4, 4)),
         )
         script.received.clear()
-        await driver._wire.add([CrossConnect(1, 2), CrossConnect(2, 1)])
-        await driver._wire.remove([CrossConnect(1, 2)])
+        await driver._wire.set(Action.ADD, [CrossConnect(1, 2), CrossConnect(2, 1)])
+        await driver._wire.set(Action.REMOVE, [CrossConnect(1, 2)])
         assert script.received[0].startswith("ent-crs-fiber::10001&10002,20002&20001:")
         assert script.received[1].startswith("dlt-crs-fiber::10001:")
 
@@ -394,7 +394,7 @@ async def test_how_each_bad_end_is_told(answer: str | None, is_setter: bool, kin
     async with scripted({**POLATIS_SAYS, "ENT-PATCH": answer, "RTRV-PORT-SHUTTER": answer}) as (_, driver):
         await driver.facts()
         with pytest.raises(kind) as told:
-            await (driver._wire.add([CrossConnect(1, 17)]) if is_setter else driver._wire.read_ports())
+            await (driver._wire.set(Action.ADD, [CrossConnect(1, 17)]) if is_setter else driver._wire.read_ports())
         assert type(told.value).__mro__[:-1].count(kind) == 1
         assert told.value.command
 
@@ -403,7 +403,7 @@ async def test_in_progress_is_waited_out() -> None:
     reply = "!\r\n\nIP <ctag>\r\n<\r\n\n   OXC 26-11-22 02:30:00\r\nM  <ctag> COMPLD\r\n;"
     async with scripted({**POLATIS_SAYS, "ENT-PATCH": reply}) as (_, driver):
         await driver.facts()
-        await driver._wire.add([CrossConnect(1, 17)])
+        await driver._wire.set(Action.ADD, [CrossConnect(1, 17)])
 
 
 async def test_a_late_reply_is_not_taken_for_another() -> None:
@@ -438,8 +438,7 @@ async def test_an_empty_list_never_reaches_the_device(dialect: str) -> None:
     async with scripted(says, dialect=dialect) as (script, driver):
         await driver.facts()
         before = len(script.received)
-        setters: tuple[Callable[..., Any], ...] = (driver._wire.add, driver._wire.remove)
-        for setter in setters:
+        for action in Action:
             with pytest.raises(ValueError, match=r"empty list|not enough values"):
-                await setter([])
+                await driver._wire.set(action, [])
         assert len(script.received) == before

@@ -51,7 +51,7 @@ class TestVirtual(DriverConformance):
 
     async def setters(self, driver: OcsDriver) -> Sequence[str]:
         assert isinstance(driver, VirtualSwitch)
-        return driver.wire.setters
+        return driver.model.setters
 
     def _made(self, **more: Any) -> OcsDriver:
         options = {"command_timeout_s": 0.5, "link_timeout_s": 0.5, **self.options, **more}

@@ -24,7 +24,7 @@ async def main() -> None:
     while line := await asyncio.to_thread(sys.stdin.readline):
         values = json.loads(line)
         if "setters" in values:
-            print(json.dumps(switch.wire.setters), flush=True)
+            print(json.dumps(switch.model.setters), flush=True)
             continue
         if "foreign" in values:
             switch.model.add([CrossConnect(*pair) for pair in values["foreign"]])

@@ -63,8 +63,8 @@ class BridgeWire(VirtualSwitchWire):
 
     bridges: Ocs
 
-    async def _set(self, action: Action, pairs: Sequence[CrossConnect]) -> None:
-        await super()._set(action, pairs)
+    async def set(self, action: Action, pairs: Sequence[CrossConnect]) -> None:
+        await super().set(action, pairs)
         move = self.bridges.connect if action is Action.ADD else self.bridges.disconnect
         for pair in pairs:
             await asyncio.to_thread(move, pair.ingress_port, pair.egress_port)
@@ -122,7 +122,7 @@ class Plant:
 
     def _switch(self, id: str, bridges: Ocs) -> VirtualSwitch:
         switch = VirtualSwitch(id, clock=self.clock, ports=8, connectivity="any_to_any", reconfiguration_s=0.025)
-        wire = BridgeWire(switch.model, self.clock)
+        wire = BridgeWire(switch.model)
         wire.bridges = bridges
         switch._wire = wire
         return switch

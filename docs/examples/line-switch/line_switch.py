@@ -14,6 +14,7 @@ from typing import TypeVar
 from ocs_drivers.base import DeviceClock, SwitchWire
 from ocs_drivers.errors import DriverOutcomeUnknown, DriverPermanent, DriverRetryable
 from ocs_drivers.model import (
+    Action,
     CircuitState,
     Connectivity,
     CrossConnect,
@@ -66,11 +67,9 @@ class LineWire(SwitchWire):
     async def read_circuits(self) -> Sequence[DeviceCircuit]:
         return await self._request("LIST", lambda words: list(map(_circuit, words)))
 
-    async def add(self, pairs: Sequence[CrossConnect]) -> None:
-        await self._request(f"CONNECT {' '.join(map(str, pairs))}", _nothing, is_setter=True)
-
-    async def remove(self, pairs: Sequence[CrossConnect]) -> None:
-        await self._request(f"DISCONNECT {' '.join(map(str, pairs))}", _nothing, is_setter=True)
+    async def set(self, action: Action, pairs: Sequence[CrossConnect]) -> None:
+        verb = "CONNECT" if action is Action.ADD else "DISCONNECT"
+        await self._request(f"{verb} {' '.join(map(str, pairs))}", _nothing, is_setter=True)
 
     async def _request(self, line: str, parse: Callable[[list[str]], T], *, is_setter: bool = False) -> T:
         """What `parse` makes of the words after OK. Every failure says whether anything can have happened; a

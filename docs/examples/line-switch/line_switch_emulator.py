@@ -8,8 +8,7 @@ import contextlib
 import sys
 
 from ocs_drivers.base import DeviceClock
-from ocs_drivers.cross_connect_model import ConnectionBroken
-from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice, address_of
+from ocs_drivers.emulators.base import ConnectionBroken, DevicePanel, EmulatedDevice, address_of
 from ocs_drivers.errors import DriverPermanent
 from ocs_drivers.model import Action, CrossConnect
 
@@ -50,7 +49,7 @@ class LineEmulator:
     async def _answer(self, line: str) -> str:
         """Raises ConnectionBroken as the faults say that a test has injected."""
         verb, *words = line.split() or [""]
-        glass, facts = self.device.model, self.device.facts
+        facts = self.device.facts
         if verb in ACTIONS:
             try:
                 await self.device.set(ACTIONS[verb], [CrossConnect.parse(word) for word in words], line)
@@ -62,8 +61,8 @@ class LineEmulator:
         sizes = len(facts.ingress_ports), len(facts.egress_ports)
         told: dict[str, list[object]] = {
             "FACTS": [facts.model, facts.serial, facts.software, *sizes, facts.reconfiguration_s],
-            "PORTS": [f"{port.port}={port.status}" for port in glass.ports()],
-            "LIST": [f"{circuit.cross_connect}={circuit.state}" for circuit in glass.circuits()],
+            "PORTS": [f"{port.port}={port.status}" for port in self.device.ports()],
+            "LIST": [f"{circuit.cross_connect}={circuit.state}" for circuit in self.device.circuits()],
         }
         return " ".join(map(str, ["OK", *told[verb]])) if verb in told else "ERR no such verb"
 

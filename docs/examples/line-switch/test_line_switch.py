@@ -30,7 +30,7 @@ class LineHarness(DriverConformance):
         self.emulators[-1].device.inject(fault)
 
     async def make_foreign(self, driver: OcsDriver, pairs: Sequence[CrossConnect]) -> None:
-        self.emulators[-1].device.model.add(pairs)
+        self.emulators[-1].device.add(pairs)
 
     async def setters(self, driver: OcsDriver) -> Sequence[str]:
         return self.emulators[-1].device.setters

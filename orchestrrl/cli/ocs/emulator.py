@@ -70,16 +70,16 @@ async def _show(device: EmulatedDevice) -> None:
         stdout().print(Text.assemble(f"{age_s:9.3f}  ", (f"{kind:8}", style), shown), soft_wrap=True)
 
     device.on_setter = lambda command: line(device.clock.now_s(), "setter", "bold", command)
-    events = device.model.listen()
+    events = device.listen()
     try:
         while True:
             try:
-                event = await within(device.clock, min(device.model.advance(), 3600.0), events.get())
+                event = await within(device.clock, min(device.advance(), 3600.0), events.get())
             except TimeoutError:
                 continue
             line(event.at_s, event.kind, "cyan", event.text)
     finally:
-        device.model.unlisten(events)
+        device.unlisten(events)
         device.on_setter = None
         while not events.empty():  # what happened before the end
             event = events.get_nowait()

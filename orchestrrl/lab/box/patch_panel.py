@@ -13,7 +13,7 @@ import socket
 import struct
 from collections.abc import Iterable, Mapping
 
-from ocs_drivers.cross_connect_model import CrossConnectModel
+from ocs_drivers.emulators.base import EmulatedDevice
 from orchestrrl.core.errors import Permanent
 from orchestrrl.fabric.switch_reader import site_pairs
 from orchestrrl.lab.box.cabling import bridge_name, port_name
@@ -27,7 +27,7 @@ POLL_EVERY_S = 0.5  # for what happens without a word, such as a fibre that is p
 class PatchPanel:
     """Of one box; the caller keeps `run` as a task."""
 
-    def __init__(self, plan: TestbedPlan, glasses: Mapping[OcsId, CrossConnectModel]) -> None:
+    def __init__(self, plan: TestbedPlan, glasses: Mapping[OcsId, EmulatedDevice]) -> None:
         self._glasses = glasses
         self._links = {switch: Links(room) for switch, room in plan.switches.items()}
         self._ports = {port: self._links[port[0]].index(port_name(port[1])) for port in plan.ends}
@@ -93,19 +93,19 @@ class PatchPanel:
             for number in pair.ports:
                 self._links[pair.switch].set(self._ports[pair.switch, number], master=0)
 
-    def _carrying(self, switch: OcsId, model: CrossConnectModel) -> set[PortPair]:
-        lit = [circuit.cross_connect for circuit in model.circuits() if circuit.link_up]
-        pairs, _ = site_pairs(switch, model.facts, lit)
+    def _carrying(self, switch: OcsId, glass: EmulatedDevice) -> set[PortPair]:
+        lit = [circuit.cross_connect for circuit in glass.circuits() if circuit.link_up]
+        pairs, _ = site_pairs(switch, glass.facts, lit)
         return {pair for pair in pairs if all((switch, number) in self._ports for number in pair.ports)}
 
-    async def _listen(self, model: CrossConnectModel) -> None:
-        events = model.listen()
+    async def _listen(self, glass: EmulatedDevice) -> None:
+        events = glass.listen()
         try:
             while True:
                 await events.get()
                 self._changed.set()
         finally:
-            model.unlisten(events)
+            glass.unlisten(events)
 
 
 def lit_ports(ends: Mapping[Port, End], joined: Iterable[PortPair]) -> frozenset[Port]:

@@ -7,8 +7,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from ocs_drivers.cross_connect_model import CrossConnectModel
-from ocs_drivers.emulators.base import DevicePanel, Emulator
+from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice, Emulator
 from ocs_drivers.faults import DeviceFault, DeviceFaultKind
 from ocs_drivers.model import Connectivity
 from orchestrrl.fabric.site import read_site
@@ -41,8 +40,8 @@ class TestbedSwitch:
     options: dict[str, Any]
 
     @property
-    def model(self) -> CrossConnectModel:
-        return self.emulator.device.model
+    def device(self) -> EmulatedDevice:
+        return self.emulator.device
 
 
 class Testbed(Stack):
@@ -69,7 +68,7 @@ class Testbed(Stack):
         """By an operator's order. Returns once packets may take them, or none does. Raises Permanent where one did not
         take."""
         for switch in sorted({pair.switch for pair in circuits}):
-            facts = self.switches[switch].model.facts
+            facts = self.switches[switch].device.facts
             own = [each for pair in circuits if pair.switch == switch for each in device_pairs(facts, pair)]
             await self.run("ocs", "connect" if ups else "disconnect", switch, *map(str, own))
 
@@ -80,7 +79,7 @@ class Testbed(Stack):
 
     def inject(self, kind: DeviceFaultKind, port: Port) -> None:
         """At both sides of a port of the site."""
-        glass = self.switches[port[0]].model
+        glass = self.switches[port[0]].device
         sides = {port[1]}
         if glass.facts.connectivity is not Connectivity.ANY_TO_ANY:
             sides.add(port[1] + glass.facts.egress_ports.start - glass.facts.ingress_ports.start)
@@ -141,7 +140,7 @@ async def standing(order: BoxOrder) -> AsyncIterator[Testbed]:
     await build(plan)
     speaking = zip(plan.site.switches, cycle(order.protocols), strict=False)
     switches = {switch.id: await _started(switch, protocol) for switch, protocol in speaking}
-    panel = PatchPanel(plan, {id: each.model for id, each in switches.items()})
+    panel = PatchPanel(plan, {id: each.device for id, each in switches.items()})
     try:
         async with beside(panel.run()), Testbed(folder, plan, switches, panel) as box:
             await box.drive()

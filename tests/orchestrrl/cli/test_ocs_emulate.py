@@ -32,7 +32,7 @@ async def test_the_service_of_drivers_of_ones_own_is_a_protocol_too() -> None:
     item = configured("grpc", await emulator.start())
     driver = make_driver(item["driver"], "ocs1", item["options"])
     assert (await carry_out(driver, (CrossConnect(4, 6),))).done
-    assert emulator.device.model.where_does(4) == 6
+    assert emulator.device.where_does(4) == 6
     await driver.close()
     await emulator.stop()
 

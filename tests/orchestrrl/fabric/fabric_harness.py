@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from ocs_drivers.cross_connect_model import CrossConnectModel as VirtualGlass
+from ocs_drivers.emulators.base import EmulatedDevice as VirtualGlass
 from ocs_drivers.faults import DeviceFault
 from ocs_drivers.model import CircuitState, Connectivity, CrossConnect
 from ocs_drivers.virtual import VirtualSwitch

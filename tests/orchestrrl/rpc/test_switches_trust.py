@@ -55,8 +55,8 @@ async def running(clock: VirtualClock, work: Any, step_s: float = 0.005) -> Any:
 class LateWire(VirtualSwitchWire):
     """Of a device that lists a circuit once it is in place, and knows no other state."""
 
-    def __init__(self, switch: VirtualSwitch, clock: VirtualClock, *, bulk: bool = True) -> None:
-        super().__init__(switch.model, clock, bulk=bulk)
+    def __init__(self, switch: VirtualSwitch, *, bulk: bool = True) -> None:
+        super().__init__(switch.model, bulk=bulk)
         self.capabilities = SwitchCapabilities(bulk=bulk)
 
     async def read_circuits(self) -> Sequence[DeviceCircuit]:
@@ -66,7 +66,7 @@ class LateWire(VirtualSwitchWire):
 
 def late(clock: VirtualClock, *, bulk: bool = True, reconfiguration_s: float = 0.2) -> tuple[SwitchDriver, LateWire]:
     device = VirtualSwitch("late", clock=clock, reconfiguration_s=reconfiguration_s)
-    wire = LateWire(device, clock, bulk=bulk)
+    wire = LateWire(device, bulk=bulk)
     return SwitchDriver("late", wire, clock=clock, limits=DriverTimeouts(command_s=1.0, link_s=0.1)), wire
 
 
@@ -80,7 +80,7 @@ async def test_what_was_lost_on_the_way_and_is_listed_late_counts(
     executor = CircuitExecutor({"late": driver}, journal, clock)
     outcome = await running(clock, executor.change("late", CircuitChange((ONE, TWO)), ChangeMode.SAFE))
     assert outcome.done, outcome
-    assert sum("connect 1:17" in setter for setter in wire.setters) == 1, wire.setters
+    assert sum("connect 1:17" in setter for setter in wire._model.setters) == 1, wire._model.setters
 
 
 async def test_what_an_earlier_daemon_commanded_last_may_come_yet(journal: Journal, clock: VirtualClock) -> None:

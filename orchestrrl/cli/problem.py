@@ -49,13 +49,14 @@ def infeasible(limit: str, needed: float, available: float, unit: str) -> NoRetu
     fail(f"infeasible: {limit}: {short}", EXIT_INFEASIBLE)
 
 
-def values_at(document: Any, pattern: str) -> Iterator[tuple[Location, Any]]:
-    """Where and what `pattern` finds: `workers[].id` is the field `id` of each element of `workers`, `ports{}` each key
-    of `ports`. What does not have the shape is passed over."""
+def values_at(document: Any, pattern: str, kind: type = object) -> Iterator[tuple[Location, Any]]:
+    """Where and what of a kind `pattern` finds: `workers[].id` is the field `id` of each element of `workers`, `a|b` is
+    both of these fields, `ports{}` each key of `ports`, `ports.*` each of its values. What does not have the shape is
+    passed over; a bool is no int."""
     found: list[tuple[Location, Any]] = [((), document)]
     for step in pattern.replace("[]", ".[]").replace("{}", ".{}").split("."):
         found = [inner for location, value in found for inner in _step(location, value, step)]
-    return iter(found)
+    return (each for each in found if isinstance(each[1], kind) and (kind is not int or type(each[1]) is int))
 
 
 def _step(location: Location, value: Any, step: str) -> list[tuple[Location, Any]]:
@@ -63,7 +64,8 @@ def _step(location: Location, value: Any, step: str) -> list[tuple[Location, Any
         return [((*location, place), item) for place, item in enumerate(value)] if isinstance(value, list) else []
     if step == "{}":
         return [((*location, key), key) for key in value] if isinstance(value, dict) else []
-    return [((*location, step), value[step])] if isinstance(value, dict) and step in value else []
+    names = value if step == "*" else step.split("|")
+    return [((*location, name), value[name]) for name in names if name in value] if isinstance(value, dict) else []
 
 
 def unique(*patterns: str) -> Check:
@@ -71,11 +73,10 @@ def unique(*patterns: str) -> Check:
 
     def check(document: Any) -> Iterator[str]:
         first: dict[str, Location] = {}
-        for location, value in sorted(
-            (found for pattern in patterns for found in values_at(document, pattern)),
-            key=lambda found: _place(found[0]),
-        ):
-            if isinstance(value, str) and first.setdefault(value, location) != location:
+        found = (each for pattern in patterns for each in values_at(document, pattern, str))
+        # In the order of the document: indices as numbers, fields as they come in a sorted page.
+        for location, value in sorted(found, key=lambda each: [(isinstance(part, str), part) for part in each[0]]):
+            if first.setdefault(value, location) != location:
                 yield f"{path_of(location)}: is used already by {path_of(first[value])}, got {shorten(value)}"
 
     return check
@@ -85,17 +86,12 @@ def ids_exist(pattern: str, *owners: str) -> Check:
     """A check that each id at `pattern` is one of those at `owners`."""
 
     def check(document: Any) -> Iterator[str]:
-        ids = {value for owner in owners for _, value in values_at(document, owner) if isinstance(value, str)}
-        for location, value in values_at(document, pattern):
-            if isinstance(value, str) and value not in ids:
+        ids = {value for owner in owners for _, value in values_at(document, owner, str)}
+        for location, value in values_at(document, pattern, str):
+            if value not in ids:
                 yield f"{path_of(location)}: does not exist, got {shorten(value)}"
 
     return check
-
-
-def _place(location: Location) -> list[tuple[bool, int | str]]:
-    """Order of the elements of a document: indices as numbers, fields as they come in a sorted page."""
-    return [(isinstance(part, str), part) for part in location]
 
 
 def _read(source: str) -> bytes:

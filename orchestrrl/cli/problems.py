@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from balancer.load_index import Worker
+from orchestrrl.cli.output import fields
 from orchestrrl.cli.problem import ProblemPart, ids_exist, unique, values_at
 from orchestrrl.core.errors import path_of, shorten
 from planner.model import EngineId, RequestId, RequestState, RequestView
@@ -75,8 +76,8 @@ class SolveProblem(ProblemPart):
 
 def _places(document: Any) -> Iterator[str]:
     """A request that is new is nowhere; any other is somewhere."""
-    for location, request in values_at(document, "requests[]"):
-        if not isinstance(request, dict) or "instance" not in request:
+    for location, request in values_at(document, "requests[]", dict):
+        if "instance" not in request:
             continue
         state, instance = request.get("state"), request["instance"]
         if state == "new" and instance is not None:
@@ -87,25 +88,26 @@ def _places(document: Any) -> Iterator[str]:
 
 def _gpus(document: Any) -> Iterator[str]:
     """Instances hold as many GPUs as their configuration takes, that exist, once each, in nodes as they may lie."""
-    count, per_node = (_whole_number(document, f"gpus.{name}") for name in ("count", "per_node"))
+    count, per_node = (
+        next((size for _, size in values_at(document, f"gpus.{name}", int) if size >= 0), None)
+        for name in ("count", "per_node")
+    )
     sizes = {
         part["id"]: part["gpus"]
-        for _, part in values_at(document, "configurations[]")
-        if isinstance(part, dict) and isinstance(part.get("id"), str) and type(part.get("gpus")) is int
+        for _, part in values_at(document, "configurations[]", dict)
+        if isinstance(part.get("id"), str) and type(part.get("gpus")) is int
     }
     first: dict[int, str] = {}
-    for location, instance in values_at(document, "current[]"):
-        gpus = instance.get("gpus") if isinstance(instance, dict) else None
+    for location, instance in values_at(document, "current[]", dict):
+        gpus, path = instance.get("gpus"), path_of((*location, "gpus"))
         if not isinstance(gpus, list):
             continue
-        path = path_of((*location, "gpus"))
-        for place, gpu in enumerate(gpus):
-            if type(gpu) is not int:
-                continue
+        for inner, gpu in values_at(instance, "gpus[]", int):
+            at = path_of((*location, *inner))
             if gpu < 0 or (count is not None and gpu >= count):
-                yield f"{path}[{place}]: does not exist, got {gpu}"
-            elif first.setdefault(gpu, f"{path}[{place}]") != f"{path}[{place}]":
-                yield f"{path}[{place}]: is used already by {first[gpu]}, got {gpu}"
+                yield f"{at}: does not exist, got {gpu}"
+            elif first.setdefault(gpu, at) != at:
+                yield f"{at}: is used already by {first[gpu]}, got {gpu}"
         name = instance.get("configuration")
         size = sizes.get(name) if isinstance(name, str) else None
         if size is not None and len(gpus) != size:
@@ -121,10 +123,6 @@ def _node_faults(path: str, gpus: list[int], per_node: int) -> Iterator[str]:
             yield f"{path}: must lie inside one node of {per_node} GPUs, got {shorten(gpus)}"
     elif len(nodes) * per_node != len(gpus):
         yield f"{path}: must be whole nodes of {per_node} GPUs, got {shorten(gpus)}"
-
-
-def _whole_number(document: Any, pattern: str) -> int | None:
-    return next((value for _, value in values_at(document, pattern) if type(value) is int and value >= 0), None)
 
 
 SOLVE_CHECKS = (
@@ -160,10 +158,10 @@ def makespan_problem_of(read: SolveProblem) -> "MakespanProblem":
     return MakespanProblem(
         gpus_count=read.gpus.count,
         per_node=read.gpus.per_node,
+        **fields(read, "kv_bytes_per_token epsilon_s work_budget"),
         configurations=tuple(
             Configuration(**{**each.model_dump(), "id": ConfigurationId(each.id)}) for each in read.configurations
         ),
-        kv_bytes_per_token=read.kv_bytes_per_token,
         transfer=KvTransferCost(**read.transfer.model_dump()),
         current=tuple(
             CurrentInstance(
@@ -178,9 +176,7 @@ def makespan_problem_of(read: SolveProblem) -> "MakespanProblem":
             instance=np.array([places[each.instance] for each in read.requests], dtype=np.int64),
             state=np.array([states[each.state] for each in read.requests], dtype=np.int8),
         ),
-        epsilon_s=read.epsilon_s,
         kv_balance=None if read.kv_balance is None else KvBalance(read.kv_balance.mu, read.kv_balance.delta),
-        work_budget=read.work_budget,
     )
 
 
@@ -231,8 +227,8 @@ def _tors(document: Any) -> Iterator[str]:
     """Each has its circuits told, and is in one PoD."""
     told = document.get("tor_circuits") if isinstance(document, dict) else None
     pod_of: dict[str, Any] = {}
-    for location, end in values_at(document, "endpoints[]"):
-        tor = end.get("tor") if isinstance(end, dict) else None
+    for location, end in values_at(document, "endpoints[]", dict):
+        tor = end.get("tor")
         if not isinstance(tor, str):
             continue
         path = path_of((*location, "tor"))
@@ -243,25 +239,22 @@ def _tors(document: Any) -> Iterator[str]:
 
 
 def _check_holders(document: Any) -> Iterator[str]:
-    for location, shard in values_at(document, "shards[]"):
-        if not isinstance(shard, dict):
-            continue
+    for location, shard in values_at(document, "shards[]", dict):
         if shard.get("receivers") and shard.get("holders") == []:
             yield f"{path_of((*location, 'holders'))}: must not be empty where there are receivers, got []"
         for field in ("holders", "receivers"):
             named: set[str] = set()
-            for place, name in enumerate(shard[field] if isinstance(shard.get(field), list) else ()):
-                if isinstance(name, str) and name in named:
-                    yield f"{path_of((*location, field, place))}: is named already, got {shorten(name)}"
-                elif isinstance(name, str):
-                    named.add(name)
+            for inner, name in values_at(shard, f"{field}[]", str):
+                if name in named:
+                    yield f"{path_of((*location, *inner))}: is named already, got {shorten(name)}"
+                named.add(name)
 
 
 def _links(document: Any) -> Iterator[str]:
     """Each joins two, which no other does."""
     joined: set[frozenset[str]] = set()
-    for location, link in values_at(document, "links[]"):
-        ends = [end for end in (link.get("a"), link.get("b")) if isinstance(end, str)] if isinstance(link, dict) else []
+    for location, link in values_at(document, "links[]", dict):
+        ends = [end for _, end in values_at(link, "a|b", str)]
         if len(ends) < 2:
             continue
         pods = frozenset(ends)
@@ -277,10 +270,8 @@ SYNC_CHECKS = (
     unique("endpoints[].id"),
     unique("shards[].id"),
     ids_exist("endpoints[].pod", "pods[].id"),
-    ids_exist("shards[].holders[]", "endpoints[].id"),
-    ids_exist("shards[].receivers[]", "endpoints[].id"),
-    ids_exist("links[].a", "pods[].id"),
-    ids_exist("links[].b", "pods[].id"),
+    ids_exist("shards[].holders|receivers[]", "endpoints[].id"),
+    ids_exist("links[].a|b", "pods[].id"),
     _tors,
     _check_holders,
     _links,
@@ -306,7 +297,6 @@ def sync_problem_of(read: SyncPlanProblem) -> "SyncProblem":
         for shard in read.shards
     )
     return SyncProblem(
-        link_gbps=read.link_gbps,
         pods=tuple(pods),
         boundary_circuits=np.array([pod.boundary_circuits for pod in read.pods], dtype=np.int64),
         tors=tuple(tors),
@@ -316,9 +306,7 @@ def sync_problem_of(read: SyncPlanProblem) -> "SyncProblem":
         tor=np.array([tors[end.tor] for end in read.endpoints], dtype=np.int64),
         nic_gbps=np.array([end.nic_gbps for end in read.endpoints], dtype=np.float64),
         shards=shards,
-        seeds_per_pod=read.seeds_per_pod,
-        chunk_bytes=read.chunk_bytes,
-        hop_latency_s=read.hop_latency_s,
+        **fields(read, "link_gbps seeds_per_pod chunk_bytes hop_latency_s"),
         pairs=None if links is None else pairs_of(pods, links),
     )
 
@@ -352,10 +340,7 @@ def workers_of(read: BalanceDocument) -> list[Worker]:
             id=EngineId(worker.id),
             running=_requests(worker, RequestState.RUNNING),
             waiting=_requests(worker, RequestState.WAITING),
-            kv_capacity_tokens=worker.kv_capacity_tokens,
-            kv_free_tokens=worker.kv_free_tokens,
-            max_sequences=worker.max_sequences,
-            decode_tokens_per_s=worker.decode_tokens_per_s,
+            **fields(worker, "kv_capacity_tokens kv_free_tokens max_sequences decode_tokens_per_s"),
         )
         for worker in read.workers
     ]

@@ -42,27 +42,18 @@ def cabling(switches: list[CabledSwitchPart]) -> Cabling:
 def fibres(document: Any) -> Fibres:
     """What can be read of the switches of a document that may have any shape."""
     found: Fibres = {}
-    for _, switch in values_at(document, "switches[]"):
-        if isinstance(switch, dict) and isinstance(switch.get("id"), str):
+    for _, switch in values_at(document, "switches[]", dict):
+        if isinstance(switch.get("id"), str):
             owners = found.setdefault(switch["id"], {})
-            for _, endpoint, port in _ports(switch):
-                owners.setdefault(port, endpoint)
+            for (_, endpoint, _), port in values_at(switch, "ports.*[]", int):
+                owners.setdefault(port, str(endpoint))
     return found
-
-
-def _ports(switch: Any) -> Iterator[tuple[tuple[int | str, ...], str, int]]:
-    """Where it stands, its endpoint, and each port."""
-    endpoints = switch.get("ports") if isinstance(switch, dict) else None
-    for endpoint, ports in endpoints.items() if isinstance(endpoints, dict) else ():
-        for place, port in enumerate(ports) if isinstance(ports, list) else ():
-            if type(port) is int:
-                yield ("ports", endpoint, place), endpoint, port
 
 
 def _one_fibre_a_port(document: Any) -> Iterator[str]:
     first: dict[tuple[str, int], str] = {}
-    for location, switch in values_at(document, "switches[]"):
-        for inner, _, port in _ports(switch):
+    for location, switch in values_at(document, "switches[]", dict):
+        for inner, port in values_at(switch, "ports.*[]", int):
             path = path_of((*location, *inner))
             at = shorten(switch.get("id")), port
             if first.setdefault(at, path) != path:
@@ -80,8 +71,8 @@ def cross_connects(*names: str, ends_differ: bool = False) -> Check:
         known = fibres(document)
         for name in names:
             first: dict[tuple[str, int], str] = {}
-            for location, each in values_at(document, f"{name}[]"):
-                switch = each.get("switch") if isinstance(each, dict) else None
+            for location, each in values_at(document, f"{name}[]", dict):
+                switch = each.get("switch")
                 if not isinstance(switch, str):
                     continue
                 if switch not in known:
@@ -133,8 +124,8 @@ class AllocateProblem(ProblemPart):
 
 
 def _two_ends(document: Any) -> Iterator[str]:
-    for location, each in values_at(document, "demand[]"):
-        if isinstance(each, dict) and isinstance(each.get("src"), str) and each["src"] == each.get("dst"):
+    for location, each in values_at(document, "demand[]", dict):
+        if isinstance(each.get("src"), str) and each["src"] == each.get("dst"):
             yield f"{path_of((*location, 'dst'))}: must differ from src, got {shorten(each['dst'])}"
     for location, each in values_at(document, "eligible[]"):
         ends = _ends(each)
@@ -144,11 +135,9 @@ def _two_ends(document: Any) -> Iterator[str]:
 
 ALLOCATE_CHECKS = (
     unique("endpoints[].id"),
-    ids_exist("demand[].src", "endpoints[].id"),
-    ids_exist("demand[].dst", "endpoints[].id"),
+    ids_exist("demand[].src|dst", "endpoints[].id"),
     ids_exist("eligible[][]", "endpoints[].id"),
-    ids_exist("eligible[].a", "endpoints[].id"),
-    ids_exist("eligible[].b", "endpoints[].id"),
+    ids_exist("eligible[].a|b", "endpoints[].id"),
     _two_ends,
     ids_exist("failed_ports{}", "endpoints[].id"),
 )
@@ -185,15 +174,10 @@ class PlaceProblem(ProblemPart):
 
 
 def _circuits(document: Any) -> Iterator[str]:
-    """Pairs are of two endpoints that have fibres, and stand once, whichever end comes first."""
-    known = {endpoint for _, endpoint in values_at(document, "switches[].ports{}")}
+    """Pairs are of two endpoints, and stand once, whichever end comes first."""
     first: dict[tuple[str, str], str] = {}
-    for location, each in values_at(document, "circuits[]"):
-        ends = {side: each.get(side) for side in ("a", "b")} if isinstance(each, dict) else {}
-        for side, end in ends.items():
-            if isinstance(end, str) and end not in known:
-                yield f"{path_of((*location, side))}: does not exist, got {shorten(end)}"
-        a, b = ends.get("a"), ends.get("b")
+    for location, each in values_at(document, "circuits[]", dict):
+        a, b = each.get("a"), each.get("b")
         if not isinstance(a, str) or not isinstance(b, str):
             continue
         path, pair = path_of(location), (min(a, b), max(a, b))
@@ -205,23 +189,25 @@ def _circuits(document: Any) -> Iterator[str]:
 
 def _failed(document: Any) -> Iterator[str]:
     known = fibres(document)
-    failed = document.get("failed_ports") if isinstance(document, dict) else None
-    for switch, ports in failed.items() if isinstance(failed, dict) else ():
+    first: dict[tuple[str, int], str] = {}
+    for location, port in values_at(document, "failed_ports.*[]", int):
+        switch, path = str(location[1]), path_of(location)
         if switch not in known:
-            yield f"{path_of(('failed_ports', switch))}: does not exist, got {shorten(switch)}"
             continue
-        first: dict[int, str] = {}
-        for place, port in enumerate(ports) if isinstance(ports, list) else ():
-            path = path_of(("failed_ports", switch, place))
-            if type(port) is not int:
-                continue
-            if port not in known[switch]:
-                yield f"{path}: has no fibre on {shorten(switch)}, got {port}"
-            elif first.setdefault(port, path) != path:
-                yield f"{path}: is used already by {first[port]}, got {port}"
+        if port not in known[switch]:
+            yield f"{path}: has no fibre on {shorten(switch)}, got {port}"
+        elif first.setdefault((switch, port), path) != path:
+            yield f"{path}: is used already by {first[switch, port]}, got {port}"
 
 
-PLACE_CHECKS = (*CABLING_CHECKS, _circuits, cross_connects("current"), _failed)
+PLACE_CHECKS = (
+    *CABLING_CHECKS,
+    ids_exist("circuits[].a|b", "switches[].ports{}"),
+    _circuits,
+    cross_connects("current"),
+    ids_exist("failed_ports{}", "switches[].id"),
+    _failed,
+)
 
 
 def placing_problem(read: PlaceProblem) -> "PlacingProblem":

@@ -12,7 +12,7 @@ import typer
 from orchestrrl.cli.lazy import ControlClient
 from orchestrrl.cli.output import Output, print_json, print_line, raise_faults
 from orchestrrl.cli.running import until_stopped
-from orchestrrl.core.addresses import DEFAULT_TARGET, check_url, parse_address
+from orchestrrl.core.addresses import DEFAULT_TARGET, check_url, parse_address, remote_fault
 from orchestrrl.rpc.plain_values import plain
 
 if TYPE_CHECKING:
@@ -156,6 +156,18 @@ def url_faults(option: str, url: str) -> list[str]:
     except ValueError as error:
         return [f"{option}: {error}, got {url!r}"]
     return []
+
+
+def listen_address(option: str, address: str, allow_remote: bool, faults: list[str]) -> tuple[str, int]:
+    """Return host and port to listen on. Adds to `faults`."""
+    try:
+        host, port = parse_address(address)
+    except ValueError as error:
+        faults.append(f"{option}: {error}, got {address!r}")
+        return "127.0.0.1", 0
+    if not allow_remote and (fault := remote_fault(host, "add --allow-remote")):
+        faults.append(f"{option}: {fault}, got {address!r}")
+    return host, port
 
 
 def call_daemon(address: str, conversation: Callable[[ControlClient], Awaitable[Result]]) -> Result:

@@ -3,29 +3,22 @@
 import re
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 SERVICES = "Services"
 RUNNING_DAEMON = "Ask and steer a running daemon"
 
 
-class CommandGroup(NamedTuple):
-    help: str
-    panel: str | None = None
-
-
-GROUPS = {
-    "sim": CommandGroup("Try policies on a simulated fleet, or a whole cluster; the control plane is the real one."),
-    "engine": CommandGroup("Engines that come with OrchestrRL."),
-    "engines": CommandGroup("Engines that come and go while the daemon runs.", RUNNING_DAEMON),
-    "plan": CommandGroup("What the planner proposes and why; override, pin and release it.", RUNNING_DAEMON),
-    "profile": CommandGroup("What engines cost: measured, imported and predicted step times."),
-    "fabric": CommandGroup(
-        "The optical fabric: its site, circuits for a demand, and when they are changed.", RUNNING_DAEMON
-    ),
-    "balancer": CommandGroup("Pause and resume moves of the fast loop.", RUNNING_DAEMON),
-    "sync": CommandGroup("How new weights reach every engine.", RUNNING_DAEMON),
-    "ocs": CommandGroup("Optical circuit switches: what they are and where their light goes.", RUNNING_DAEMON),
+# With their help and the panel in which they are listed.
+GROUPS: dict[str, tuple[str, str | None]] = {
+    "sim": ("Try policies on a simulated fleet, or a whole cluster; the control plane is the real one.", None),
+    "engine": ("Engines that come with OrchestrRL.", None),
+    "engines": ("Engines that come and go while the daemon runs.", RUNNING_DAEMON),
+    "plan": ("What the planner proposes and why; override, pin and release it.", RUNNING_DAEMON),
+    "profile": ("What engines cost: measured, imported and predicted step times.", None),
+    "fabric": ("The optical fabric: its site, circuits for a demand, and when they are changed.", RUNNING_DAEMON),
+    "balancer": ("Pause and resume moves of the fast loop.", RUNNING_DAEMON),
+    "sync": ("How new weights reach every engine.", RUNNING_DAEMON),
+    "ocs": ("Optical circuit switches: what they are and where their light goes.", RUNNING_DAEMON),
 }
 
 # What operators may pause, and what is held meanwhile.
@@ -56,26 +49,18 @@ _MODULES = {
     "sim.generation": ["sim gen", "sim paper"],
     "sim.cluster": [f"sim {verb}" for verb in ("run", "compare", "report", "daemon-config", "split", "sweep")],
     "plan.live": [f"plan {verb}" for verb in ("explain", "list", "history", "override", "pin", "release")],
-    "plan.solve": ["plan solve"],
-    "plan.render": ["plan render"],
-    "profile.score": ["profile score", "profile fit"],
-    "profile.predict": ["profile predict"],
+    "plan.offline": ["plan solve", "plan render"],
+    "profile.model": [f"profile {verb}" for verb in ("score", "fit", "predict")],
     "profile.measure": ["profile measure", "profile import", "profile show"],
     "fabric.live": [
         f"fabric {verb}" for verb in ("status", "periods", "announce", "pin", "override", "release", "mask")
     ],
-    "fabric.slack": ["fabric slack"],
-    "fabric.trace": ["fabric trace"],
-    "fabric.check": ["fabric check"],
-    "fabric.generate": ["fabric generate"],
-    "fabric.show": ["fabric show"],
-    "fabric.box": ["fabric box"],
-    "fabric.allocate": ["fabric allocate"],
-    "fabric.place": ["fabric place"],
-    "fabric.transition": ["fabric transition"],
+    "fabric.slack": ["fabric slack", "fabric trace"],
+    "fabric.site": [f"fabric {verb}" for verb in ("check", "generate", "show")],
+    "box": ["fabric box", "sync box"],
+    "fabric.offline": [f"fabric {verb}" for verb in ("allocate", "place", "transition")],
     "sync.plan": ["sync plan"],
     "sync.peer": ["sync peer"],
-    "sync.box": ["sync box"],
     "sync.live": [f"sync {verb}" for verb in ("status", "history", "profile", "watch", "abort", "install")],
     "sync.publish": ["sync publish"],
     "ocs.live": [f"ocs {verb}" for verb in ("list", "show", "connect", "disconnect", "confirm", "take-over", "verify")],

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from orchestrrl.cli.command import address_faults
+from orchestrrl.cli.command import address_faults, listen_address
 from orchestrrl.cli.output import choice_faults, fields, number_faults, raise_faults
-from orchestrrl.core.addresses import check_url, parse_address, remote_fault, same_address
+from orchestrrl.core.addresses import check_url, same_address
 from orchestrrl.core.errors import Permanent
 from orchestrrl.core.operations import EngineRoute
 from orchestrrl.engines.base import connect
@@ -25,8 +25,8 @@ MOST_PORT = 65535
 def read_options(flags: "GatewayFlags") -> GatewayOptions:
     """Raises ProblemFaults that names every bad flag."""
     faults: list[str] = []
-    host, port = _address("listen", flags.listen, flags.allow_remote, faults)
-    operator_host, operator_port = _address("operator", flags.operator, flags.allow_remote, faults)
+    host, port = listen_address("--listen", flags.listen, flags.allow_remote, faults)
+    operator_host, operator_port = listen_address("--operator", flags.operator, flags.allow_remote, faults)
     if operator_port and operator_port + flags.processes - 1 > MOST_PORT:
         faults.append(f"--operator: must leave ports for --processes {flags.processes}, got {flags.operator!r}")
     routes = _routes(flags.engines or [], faults)
@@ -78,17 +78,6 @@ def _keep(flags: "GatewayFlags", faults: list[str]) -> RetentionPolicy | None:
     return RetentionPolicy(
         flags.ledger, flags.keep_from_s, flags.keep_answers_s, int(flags.keep_answers_mb * (1 << 20))
     )
-
-
-def _address(flag: str, address: str, allow_remote: bool, faults: list[str]) -> tuple[str, int]:
-    try:
-        host, port = parse_address(address)
-    except ValueError as error:
-        faults.append(f"--{flag}: {error}, got {address!r}")
-        return "", 0
-    if not allow_remote and (fault := remote_fault(host, "add --allow-remote")):
-        faults.append(f"--{flag}: {fault}, got {address!r}")
-    return host, port
 
 
 def _pairs(flag: str, form: str, items: Sequence[str], faults: list[str]) -> dict[str, str]:

@@ -203,18 +203,20 @@ def yaml_values(flag: str, given: Iterable[str], faults: list[str]) -> dict[str,
     return values
 
 
-def write_file(path: Path, text: str) -> None:
+def write_file(path: Path, text: str, option: str = "") -> None:
     """Write a result, or end the command with the reason why it cannot be written."""
-    with writing(path):
+    with writing(path, option):
         path.write_text(text, encoding="utf-8")
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """End the command with the reason where the body cannot write the file."""
+def writing(path: Path, option: str = "") -> Iterator[None]:
+    """End the command with the reason where the body cannot write the file, which an option may have named."""
     try:
         yield
     except OSError as error:
+        if option:
+            raise ProblemFaults([f"{option}: cannot be written: {error.strerror}, got {str(path)!r}"]) from None
         fail(f"{path}: cannot be written: {error.strerror}")
 
 

@@ -4,10 +4,11 @@ import logging
 import signal
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
+Result = TypeVar("Result")
 VerboseFlag = Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens, not only what goes wrong.")]
 
 
@@ -26,11 +27,11 @@ SAME_STOP_S = 1.0
 
 
 def until_stopped(
-    coroutine: Coroutine[Any, Any, None],
+    coroutine: Coroutine[Any, Any, Result],
     signals: Iterable[signal.Signals] = STOP_SIGNALS,
     on_signal: Callable[[], None] = lambda: None,
-) -> signal.Signals | None:
-    """Run until the coroutine ends, or cancel it on one of `signals`, wait for its clean-up and return the last one.
+) -> Result | signal.Signals | None:
+    """Return the result of the coroutine, or cancel it on one of `signals`, wait for its clean-up and return the last.
     Another signal cancels the clean-up, too, unless it is SIGHUP or follows the first within `SAME_STOP_S`. A signal
     that the process was started to ignore, such as SIGHUP under nohup, stays ignored."""
     import asyncio  # here, as a third of what help imports otherwise
@@ -39,8 +40,8 @@ def until_stopped(
 
 
 async def _until_stopped(
-    coroutine: Coroutine[Any, Any, None], signals: Iterable[signal.Signals], on_signal: Callable[[], None]
-) -> signal.Signals | None:
+    coroutine: Coroutine[Any, Any, Result], signals: Iterable[signal.Signals], on_signal: Callable[[], None]
+) -> Result | signal.Signals | None:
     import asyncio
 
     task = asyncio.ensure_future(coroutine)
@@ -70,5 +71,4 @@ async def _until_stopped(
             loop.remove_signal_handler(number)
     if task.cancelled():
         return received[-1] if received else None
-    task.result()
-    return None
+    return task.result()

@@ -1,7 +1,7 @@
 """What a picture of a site shows: layers of endpoints and switches with the fibres between them, alike ones together.
 
 A layer is a PoD with its ToRs, uplinks and own switches, or the core with all uplinks. `pictures.py` draws them
-as figures, `cli/fabric/show.py` as text.
+as figures, `cli/fabric/site.py` as text.
 """
 
 from collections import Counter

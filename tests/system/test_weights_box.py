@@ -46,5 +46,5 @@ def test_bad_words_are_told_all_at_once(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "orchestrrl", *words, str(tmp_path)]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ran.returncode == 2
-    for fault in ("--mb: must be", "--way: must be of", "--transport: must be", "--rounds: must be"):
+    for fault in ("--mb: must be", "--way: must be one of", "--transport: must be", "--rounds: must be"):
         assert fault in ran.stderr

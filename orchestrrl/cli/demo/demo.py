@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from pathlib import Path
+from signal import Signals
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
@@ -112,15 +113,11 @@ def _written(path: Path, document: Any, view: Iterable[Any], is_well: bool, *pic
 
 def _finished(work: Callable[["Report"], Coroutine[Any, Any, _Outcome]]) -> _Outcome:
     """Return the outcome of the work. Any signal that stops it ends its processes, too."""
-    outcomes: list[_Outcome] = []
-
-    async def run(report: "Report") -> None:
-        outcomes.append(await work(report))
-
-    stopped_by = with_progress(lambda report: until_stopped(run(report), LEAVE_SIGNALS))
-    if stopped_by is not None:
-        raise typer.Exit(128 + stopped_by)
-    return outcomes[0]
+    outcome = with_progress(lambda report: until_stopped(work(report), LEAVE_SIGNALS))
+    if isinstance(outcome, Signals):
+        raise typer.Exit(128 + outcome)
+    assert outcome is not None, "only a signal cancels it"
+    return outcome
 
 
 def _tables(demo: "DemoOutcome") -> View:

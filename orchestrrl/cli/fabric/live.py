@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -14,9 +14,6 @@ from orchestrrl.cli.lazy import ControlClient, fabric_pb2
 from orchestrrl.cli.output import Columns, Output, View, fail, raise_faults, stdout, table
 from orchestrrl.core.errors import ProblemFaults
 from orchestrrl.rpc.plain_values import plain
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 CIRCUITS_SHOWN = 40
 REASONS_SHOWN = 8
@@ -48,7 +45,7 @@ def _status_view(seen: dict[str, Any]) -> View:
     yield from (f"[yellow]not used[/yellow]: {escape(what)}" for what in seen["masked"])
     yield from route_lines(seen.get("routes"))
     yield from circuits_view(seen["circuits"])
-    yield times_table(seen["switch_times"])
+    yield table("What a change of circuits takes", TIME_COLUMNS, seen["switch_times"])
     yield from hosts_view(seen["hosts"])
 
 
@@ -210,15 +207,6 @@ def circuits_view(circuits: Sequence[dict[str, Any]]) -> View:
         yield from (f"and between {len(circuits) - CIRCUITS_SHOWN} other pairs: --json has all", "")
 
 
-def times_table(times: Iterable[dict[str, Any]]) -> "Table":
-    columns: Columns = {
-        "switch": "switch_id",
-        "expected": lambda each: duration(each["usable_s"]),
-        "changes measured": "samples",
-    }
-    return table("What a change of circuits takes", columns, times)
-
-
 def hosts_view(hosts: Sequence[dict[str, Any]]) -> View:
     if not hosts:
         yield "No host tells of windows: `orchestrrl agent --rings FOLDER` on those that train does."
@@ -266,10 +254,6 @@ def reasons(periods: Iterable[dict[str, Any]]) -> list[str]:
     return [*lines[:REASONS_SHOWN], *more, ""] if lines else []
 
 
-def _state(period: dict[str, Any]) -> str:
-    return f"{period['state']}: {why}" if (why := _why(period)) else str(period["state"])
-
-
 def _waited(period: dict[str, Any]) -> str:
     commits = period["commits"]
     return duration(commits[0]["commanded_unix_s"] - period["announced_unix_s"] if commits else None)
@@ -303,10 +287,15 @@ def _moves(period: dict[str, Any]) -> str:
     return str(made) if made == period["moves"] else f"{made} of {period['moves']}"
 
 
+TIME_COLUMNS: Columns = {
+    "switch": "switch_id",
+    "expected": lambda each: duration(each["usable_s"]),
+    "changes measured": "samples",
+}
 PERIOD_COLUMNS: Columns = {
     "announced": lambda period: time_of_day(period["announced_unix_s"]),
     "period": name_of_period,
-    "became": _state,
+    "became": lambda period: ": ".join(filter(None, (period["state"], _why(period)))),
     "moves": _moves,
     "waited": _waited,
     "took": _took,

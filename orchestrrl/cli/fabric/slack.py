@@ -1,4 +1,5 @@
-"""`orchestrrl fabric slack`: how long it is quiet between collectives, and which switches fit in."""
+"""`orchestrrl fabric slack` and `trace`: how long it is quiet between collectives, and which switches fit in; and what
+this host's recorders remember, as a trace."""
 
 import json
 from dataclasses import asdict
@@ -126,21 +127,8 @@ def _jobs_view(summaries: "dict[str, SlackSummary]", hosts: dict[str, set[str]])
 
 def _view(summary: "SlackSummary") -> View:
     """For people. Reads nothing but the summary, wherever it comes from."""
-    yield _operations_table(summary)
-    for op, histogram in sorted(summary.histograms.items()):
-        halves: dict[int, int] = {}
-        for index, number in histogram.bins.items():
-            halves[index // 5] = halves.get(index // 5, 0) + number
-        if halves:
-            yield from (f"[bold]{op}[/bold]", *_bars(halves), "")
-    yield from _positions_view(summary)
-    yield _devices_table(summary)
-    yield from ("What a commit needs beside that delay (control, receivers, routes) comes on top.", "")
-
-
-def _operations_table(summary: "SlackSummary") -> "Table":
     most = max((histogram.total for histogram in summary.histograms.values()), default=1)
-    return cells_table(
+    yield cells_table(
         f"Slack before each operation, {_ranks(summary)}",
         ("operation", "collectives", "p5", "p50", "p95", "none", ""),
         (
@@ -154,6 +142,14 @@ def _operations_table(summary: "SlackSummary") -> "Table":
             for op, histogram in sorted(summary.histograms.items())
         ),
     )
+    for op, histogram in sorted(summary.histograms.items()):
+        halves: dict[int, int] = {}
+        for index, number in histogram.bins.items():
+            halves[index // 5] = halves.get(index // 5, 0) + number
+        if halves:
+            yield from (f"[bold]{op}[/bold]", *_bars(halves), "")
+    yield from _windows_view(summary)
+    yield from ("What a commit needs beside that delay (control, receivers, routes) comes on top.", "")
 
 
 def _bars(halves: dict[int, int]) -> list[str]:
@@ -168,7 +164,7 @@ def _bars(halves: dict[int, int]) -> list[str]:
     ]
 
 
-def _positions_view(summary: "SlackSummary") -> View:
+def _windows_view(summary: "SlackSummary") -> View:
     quiet = [position for position in summary.positions if position.samples]
     shown = sorted(quiet, key=lambda each: -(each.promised_s or 0.0))[:POSITIONS_SHOWN]
     several = len({position.group for position in summary.positions}) > 1
@@ -194,17 +190,8 @@ def _positions_view(summary: "SlackSummary") -> View:
         yield f"The {len(shown)} longest of {len(quiet)} windows; --json prints all."
     if summary.why_not:
         yield f"Nothing is promised where the trace ends: {summary.why_not}."
-
-
-def _group(group: int) -> str:
-    """Recorders number groups by a hash of 63 bits, of which the last ones tell them apart."""
-    return str(group) if group < 1 << 16 else f"..{group & 0xFFFF:04x}"
-
-
-def _devices_table(summary: "SlackSummary") -> "Table":
-    quiet = [position for position in summary.positions if position.samples]
     longest = duration(max((position.promised_s or 0.0 for position in quiet), default=0.0))
-    return cells_table(
+    yield cells_table(
         "Windows that cover a switch's own delay",
         ("switch", "delay", "windows", "of", "longest promised"),
         (
@@ -212,6 +199,11 @@ def _devices_table(summary: "SlackSummary") -> "Table":
             for name, delay_s in _delays().items()
         ),
     )
+
+
+def _group(group: int) -> str:
+    """Recorders number groups by a hash of 63 bits, of which the last ones tell them apart."""
+    return str(group) if group < 1 << 16 else f"..{group & 0xFFFF:04x}"
 
 
 def _common_table(common: "CommonQuiet") -> "Table":
@@ -268,3 +260,42 @@ def draw(summary: "SlackSummary", target: Path) -> None:
     panels[-1][0].set(xscale="log", xlabel="seconds without traffic before it (dotted: delays of optical switches)")
     with writing(target):
         save(figure, target)
+
+
+@command
+def trace(
+    target: Annotated[Path, typer.Argument(help="The trace; one that is there is replaced.", metavar="FILE.jsonl")],
+    rings: Annotated[
+        Path | None, typer.Option(help="Where recorders write. Default: as theirs.", metavar="FOLDER")
+    ] = None,
+    job: Annotated[str | None, typer.Option(help="Whose ranks; needed where there are several.")] = None,
+) -> Output:
+    """Write the collectives and marks that this host's recorders still remember into a trace.
+
+    A ring holds the latest events of its process, the job need not stop for it. `orchestrrl fabric slack` reads one
+    file or those of several hosts; times in them are Unix time.
+
+    Example: `orchestrrl fabric trace rank0.jsonl --job trainer && orchestrrl fabric slack rank0.jsonl`
+    """
+    from orchestrrl.fabric.traces import read_rings, recorded_jobs, write_trace
+    from orchestrrl.integrations.instrument.rings import DEFAULT_DIRECTORY
+
+    folder = DEFAULT_DIRECTORY if rings is None else rings
+    jobs = recorded_jobs(folder)
+    if job is None:
+        if len(jobs) > 1:
+            fail(f"--job: is missing, there are {', '.join(map(repr, jobs))}", EXIT_MALFORMED)
+        job = next(iter(jobs), "")
+    elif jobs and job not in jobs:
+        fail(f"{folder}: no job {job!r} is recorded there, but {', '.join(map(repr, jobs))}")
+    found = read_rings(folder, job)
+    with writing(target):
+        write_trace(found.events, target)
+    counts = {"events": len(found.events), "lost": found.lost, "running": found.running}
+    document = {"file": str(target), "job": job, "ranks": sorted(found.ranks), **counts}
+    lines = [f"{target}: {len(found.events):,} events of {len(found.ranks)} ranks"]
+    if found.lost:
+        lines.append(f"{found.lost:,} older events are gone: rings are of a limited size")
+    if found.running:
+        lines.append(f"{found.running:,} collectives that still run are left out")
+    return Output(document, lines)

@@ -167,7 +167,8 @@ async def _until_empty(client: ControlClient, worker: dict[str, Any], timeout_s:
             worker = seen
             if not worker["draining"]:
                 raise Permanent(f"{engine} takes requests again: somebody has undone the drain, or added it anew")
-            known = _gateways_known(status)
+            attached = any(node["kind"] == "gateway" and node["attached"] for node in status["nodes"])
+            known = attached and status["uptime_s"] >= KNOWN_AFTER_S
             empty = _count(worker) == 0 and known
             words = _there(worker) if known or _count(worker) else "no gateway has told yet what is there"
         empty_since_s = (empty_since_s or now_s) if empty else None
@@ -175,11 +176,6 @@ async def _until_empty(client: ControlClient, worker: dict[str, Any], timeout_s:
             return worker
         if timeout_s and now_s - began_s >= timeout_s:
             raise Permanent(f"{engine} is not known to be empty after {timeout_s:g} s, and stays drained; {words}")
-
-
-def _gateways_known(status: dict[str, Any]) -> bool:
-    attached = any(node["kind"] == "gateway" and node["attached"] for node in status["nodes"])
-    return attached and status["uptime_s"] >= KNOWN_AFTER_S
 
 
 def _count(worker: dict[str, Any]) -> int:

@@ -83,7 +83,11 @@ def picture(seen: dict[str, Any]) -> RenderableType:
     parts += redeploy_text.redeployment_summary(status["redeployment"])
     parts.append(table("", _columns(status["workers"]), status["workers"]))
     if balance is not None:
-        parts += [*balance_reasons(balance), *_moves(balance["moves"])]
+        parts += balance_reasons(balance)
+        parts += [
+            f"  {escape(move['request_id'])}: {move['from_engine_id']} -> {move['to_engine_id']} ({move['state']})"
+            for move in balance["moves"][-MOVES_SHOWN:]
+        ]
     else:
         parts.append("fast loop: no decision yet")
     if plan is not None:
@@ -115,10 +119,3 @@ def _columns(workers: list[dict[str, Any]]) -> Columns:
 
 def _bar(value: float, full: float, text: str = "") -> str:
     return f"{bar(value / full if full else 0.0, 12 if stdout().width >= 140 else 4)} {text or value}"
-
-
-def _moves(listed: list[dict[str, Any]]) -> list[str]:
-    return [
-        f"  {escape(move['request_id'])}: {move['from_engine_id']} -> {move['to_engine_id']} ({move['state']})"
-        for move in listed[-MOVES_SHOWN:]
-    ]

@@ -107,7 +107,6 @@ def conformance(
     def announce_stop() -> None:
         note("stopping: the ports are freed first; Ctrl-C or SIGTERM, a second or more from now, stops that too")
 
-    stopped_by = None
     try:
         stopped_by = until_stopped(run(), LEAVE_SIGNALS, announce_stop)
     except InvalidOptions as error:

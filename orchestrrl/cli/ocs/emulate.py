@@ -1,9 +1,8 @@
 """`orchestrrl ocs emulate`: a switch that speaks a protocol of real ones, to try drivers, sites and faults on."""
 
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -11,11 +10,6 @@ from ocs_drivers.emulators.registry import EMULATORS
 from orchestrrl.cli.command import with_flags
 
 PROTOCOLS = (*sorted(EMULATORS), "grpc")
-
-
-class Boot(StrEnum):
-    DARK = "dark"
-    RESTORE = "restore"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +20,9 @@ class EmulatorFlags:
     ports: Annotated[str, typer.Option(metavar="INGRESSxEGRESS", help="How many on each side.")] = "32x32"
     delay_ms: Annotated[float, typer.Option(help="What it takes to move the mirrors of a circuit.")] = 25.0
     jitter_ms: Annotated[float, typer.Option(help="At most so much more, at random.")] = 0.0
-    boot: Annotated[Boot, typer.Option(help="What becomes of circuits when it restarts.")] = Boot.DARK
+    boot: Annotated[Literal["dark", "restore"], typer.Option(help="What becomes of circuits when it restarts.")] = (
+        "dark"
+    )
     listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Port 0 takes a free one.")] = "127.0.0.1:0"
     allow_remote: Annotated[
         bool, typer.Option("--allow-remote", help="Permit a --listen that is not loopback: anybody may move circuits.")

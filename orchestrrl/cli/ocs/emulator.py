@@ -13,10 +13,10 @@ from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice, Emulator
 from ocs_drivers.errors import InvalidOptions
 from ocs_drivers.faults import FaultSchedule, parse_schedule
 from ocs_drivers.model import BootBehaviour, Connectivity, SwitchFacts
+from orchestrrl.cli.command import listen_address
 from orchestrrl.cli.formats import duration
 from orchestrrl.cli.output import choice_faults, fields, number_faults, stdout, yaml_values
 from orchestrrl.cli.running import until_stopped
-from orchestrrl.core.addresses import parse_address, remote_fault
 from orchestrrl.core.errors import Permanent, ProblemFaults
 from orchestrrl.lab.emulated_switch import EMULATED, PROTOCOLS, driver_of, make_switch
 
@@ -31,7 +31,7 @@ def run(flags: "EmulatorFlags") -> None:
     wrong: list[str] = []
     schedule = _schedule(flags.faults, wrong)
     panel = _panel(wrong, flags, schedule)
-    host, port = _address(flags.listen, flags.allow_remote, wrong)
+    host, port = listen_address("--listen", flags.listen, flags.allow_remote, wrong)
     emulator = _made(flags.protocol, panel, yaml_values("--quirk", flags.quirk or (), wrong), wrong)
     if emulator is not None:
         wrong += _beyond(schedule, emulator.device.facts)
@@ -122,17 +122,6 @@ def _panel(wrong: list[str], flags: "EmulatorFlags", schedule: FaultSchedule) ->
     wrong += number_faults("a number >= 0", lambda value: 0 <= value < inf, **delays_ms)
     delay_s, jitter_s = (0.0 if wrong else value / 1000 for value in delays_ms.values())
     return DevicePanel(sizes[0], sizes[1], delay_s, jitter_s, BootBehaviour(flags.boot), flags.seed, schedule)
-
-
-def _address(listen: str, allow_remote: bool, wrong: list[str]) -> tuple[str, int]:
-    try:
-        host, port = parse_address(listen)
-    except ValueError as error:
-        wrong.append(f"--listen: {error}, got {listen!r}")
-        return "127.0.0.1", 0
-    if not allow_remote and (fault := remote_fault(host, "add --allow-remote")):
-        wrong.append(f"--listen: {fault}, got {listen!r}")
-    return host, port
 
 
 def _schedule(path: Path | None, wrong: list[str]) -> FaultSchedule:

@@ -54,7 +54,7 @@ def measure(
     Example: `orchestrrl profile measure http://127.0.0.1:8000 --tp 2 --switch-s 45 --gpu H800 --out profile.yaml`
     """
     from orchestrrl.engines.base import connect
-    from orchestrrl.engines.profiles.measure import MeasurementInputs
+    from orchestrrl.engines.profiles.measure import MeasuredProfile, MeasurementInputs
     from planner.cost.predict import identifier
     from planner.cost.profile import Parallelism
     from planner.model import ConfigurationId
@@ -73,13 +73,12 @@ def measure(
         kv_capacity_tokens=kv_capacity_tokens,
     )
     raise_faults(url_faults("URL", url))
-    measured: list[MeasuredProfile] = []
-    with_progress(lambda report: until_stopped(_measure(connect(engine, url), wanted, existing, report, measured)))
-    if not measured:
+    measured = with_progress(lambda report: until_stopped(_measure(connect(engine, url), wanted, existing, report)))
+    if not isinstance(measured, MeasuredProfile):
         fail(f"stopped: {out} is as it was")
-    profile = _merged(existing, measured[0], gpu, link)
+    profile = _merged(existing, measured, gpu, link)
     _write(out, profile)
-    return _output(profile, measured[0].skipped)
+    return _output(profile, measured.skipped)
 
 
 @command
@@ -148,15 +147,14 @@ async def _measure(
     wanted: "MeasurementInputs",
     existing: "Profile | None",
     report: Callable[[str, int, int], None],
-    found: "list[MeasuredProfile]",
-) -> None:
+) -> "MeasuredProfile":
     from orchestrrl.core.clock import WallClock
     from orchestrrl.engines.profiles.measure import measure as measured
 
     try:
         if existing is not None:
             _same(existing, await engine.capabilities())
-        found.append(await measured(engine, wanted, WallClock(), lambda done, total, doing: report(doing, done, total)))
+        return await measured(engine, wanted, WallClock(), lambda done, total, doing: report(doing, done, total))
     finally:
         await engine.close()
 

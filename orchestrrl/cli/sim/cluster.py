@@ -53,10 +53,6 @@ def worth_of(row: "SummaryRow") -> str | None:
     return digits(row.samples_per_s_per_musd) if row.network_usd else None
 
 
-def total_of(row: "SummaryRow") -> str | None:
-    return None if row.total_usd is None else f"{row.total_usd / 1e6:.2f} M$"
-
-
 def digits(value: float) -> str:
     """Three, so that a column can be compared; never as a power of ten where it is large."""
     return f"{value:,.0f}" if value >= 99.95 else f"{value:#.3g}"
@@ -340,7 +336,7 @@ RUN_COLUMNS: Columns = {
     "samples/s": rate_of,
     "network": usd_of,
     "per M$": worth_of,
-    "with GPUs": total_of,
+    "with GPUs": lambda row: None if row.total_usd is None else f"{row.total_usd / 1e6:.2f} M$",
 }
 COMPARE_COLUMNS: Columns = {
     "fabric": "fabric",

@@ -11,7 +11,7 @@ import typer
 from rich.markup import escape
 
 from orchestrrl.cli.command import command
-from orchestrrl.cli.output import Output, raise_faults, table
+from orchestrrl.cli.output import Output, raise_faults, table, write_file
 from orchestrrl.cli.progress import with_progress
 from orchestrrl.core.errors import ProblemFaults
 
@@ -136,10 +136,7 @@ def paper(
     made = with_progress(lambda report: make(wanted, quick, out, report, processes=processes or None))
     lines = [f"figure {each.id} quickly: {each.quick}" for each in made if each.quick]
     if write_docs is not None:
-        try:
-            write_docs.write_text(page(made), encoding="utf-8")
-        except OSError as error:
-            raise ProblemFaults([f"--write-docs: {error.strerror}, got {str(write_docs)!r}"]) from None
+        write_file(write_docs, page(made), "--write-docs")
         lines.append(f"wrote {write_docs}")
     shown = table("The paper's figures, and ours", {"figure": "figure", **COLUMNS}, all_rows(made))
     document = {"quick": quick, "figures": [as_json(each) for each in made]}

@@ -13,7 +13,7 @@ from orchestrrl.cli.command import JsonFlag, Reason, daemon_command
 from orchestrrl.cli.lazy import ControlClient
 from orchestrrl.cli.lazy import sync_text as words
 from orchestrrl.cli.lazy import weights_pb2 as pb
-from orchestrrl.cli.output import Output, View, fields, raise_faults, stdout
+from orchestrrl.cli.output import Output, View, fields, raise_faults, stdout, table
 from orchestrrl.cli.progress import persistently, until_over
 from orchestrrl.core.errors import Permanent, ProblemFaults
 from orchestrrl.rpc.plain_values import plain
@@ -45,8 +45,8 @@ def _status_view(message: "pb.WeightsStatus") -> View:
     seen: WeightsStatus = _read("STATUS", message)
     yield from words.status_lines(seen, time.time())
     if seen.sync is not None and not seen.sync.over and seen.sync.engines:
-        yield words.engines_table(seen.sync.engines)
-    yield words.peers_table(seen.peers) if seen.peers else words.NO_PEERS
+        yield table("Engines", words.ENGINE_COLUMNS, seen.sync.engines)
+    yield table("Peers", words.PEER_COLUMNS, seen.peers) if seen.peers else words.NO_PEERS
 
 
 @daemon_command
@@ -193,9 +193,9 @@ def _profile_view(profile: "SyncProfile") -> View:
         return
     yield words.phases_table("Phases", [profile])
     if profile.report.slowest:
-        yield words.edges_table(profile.report.slowest)
+        yield table("", words.EDGE_COLUMNS, profile.report.slowest[: words.EDGES_SHOWN])
     if profile.report.engines:
-        yield words.engines_table(profile.report.engines)
+        yield table("Engines", words.ENGINE_COLUMNS, profile.report.engines)
     yield from words.advice_lines([profile])
 
 

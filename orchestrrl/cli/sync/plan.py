@@ -69,6 +69,7 @@ def _json(problem: "SyncProblem", plan: "SyncPlan", solve_s: float) -> dict[str,
 def _edges(problem: "SyncProblem", wave: "Wave") -> list[dict[str, Any]]:
     edges = wave.edges
     columns = (edges.shard, edges.offset, edges.bytes, edges.src, edges.dst, edges.circuits, edges.rate_gbps)
+    rows = zip(*(column.tolist() for column in columns), strict=True)
     return [
         {
             "shard": problem.shards[shard].id,
@@ -80,9 +81,7 @@ def _edges(problem: "SyncProblem", wave: "Wave") -> list[dict[str, Any]]:
             "circuits": circuits,
             "rate_gbps": rate_gbps,
         }
-        for shard, offset, size, src, dst, circuits, rate_gbps in zip(
-            *(column.tolist() for column in columns), strict=True
-        )
+        for shard, offset, size, src, dst, circuits, rate_gbps in rows
     ]
 
 

@@ -13,10 +13,7 @@ from orchestrrl.cli.output import Columns, cells_table, table
 from orchestrrl.weights.controller.advice import Advice, advice
 from orchestrrl.weights.controller.profile import BESIDE, SyncProfile, phase_text, profile
 from orchestrrl.weights.controller.reports import (
-    EdgeTime,
-    EngineStatus,
     EngineSync,
-    PeerStatus,
     SyncPhase,
     SyncReport,
     SyncState,
@@ -146,28 +143,30 @@ def is_well(report: SyncReport) -> bool:
 # --- rows
 
 
-def peers_table(peers: Sequence[PeerStatus]) -> Table:
-    columns: Columns = {
-        "peer": "id",
-        "role": "role",
-        "host": "host",
-        "PoD": "pod",
-        "ToR": "tor",
-        "engines": lambda peer: ", ".join([*peer.engines, *(f"{engine} (other ranks)" for engine in peer.ranks_of)]),
-        "versions": lambda peer: ranges(sorted(peer.versions)),
-        "": lambda peer: "attached" if peer.attached else "gone",
-    }
-    return table("Peers", columns, peers)
-
-
-def engines_table(engines: Sequence[EngineStatus]) -> Table:
-    columns: Columns = {
-        "engine": "engine",
-        "state": "state",
-        "installed in": lambda engine: duration(engine.install_s or None),
-        "remark": "detail",
-    }
-    return table("Engines", columns, engines)
+PEER_COLUMNS: Columns = {
+    "peer": "id",
+    "role": "role",
+    "host": "host",
+    "PoD": "pod",
+    "ToR": "tor",
+    "engines": lambda peer: ", ".join([*peer.engines, *(f"{engine} (other ranks)" for engine in peer.ranks_of)]),
+    "versions": lambda peer: ranges(sorted(peer.versions)),
+    "": lambda peer: "attached" if peer.attached else "gone",
+}
+ENGINE_COLUMNS: Columns = {
+    "engine": "engine",
+    "state": "state",
+    "installed in": lambda engine: duration(engine.install_s or None),
+    "remark": "detail",
+}
+EDGE_COLUMNS: Columns = {
+    "slowest edges": lambda edge: f"{edge.src} -> {edge.dst}",
+    "phase": "phase",
+    "GB": lambda edge: f"{edge.bytes / 1e9:,.3g}",
+    "seconds": lambda edge: duration(edge.seconds),
+    "planned": lambda edge: duration(edge.planned_s),
+    "Gb/s": lambda edge: f"{edge.gbps:.3g}",
+}
 
 
 def history_table(reports: Sequence[SyncReport], now_s: float) -> Table:
@@ -207,24 +206,13 @@ def phases_table(title: str, profiles: Sequence[SyncProfile]) -> Table:
     def cells(phase: SyncPhase | None, rows: list[tuple[float, int, float]]) -> tuple[object, ...]:
         longest_s, version, _ = max(rows, key=lambda row: row[0])
         longest = (duration(longest_s), version) if several else (None, None)
-        share = ("beside", "") if phase in BESIDE else (percent(shares[phase]), _bar(shares[phase]))
-        return phase_text(phase), duration(median(seconds for seconds, *_ in rows)), *longest, *share
+        share = shares[phase]
+        told = ("beside", "") if phase in BESIDE else (percent(share), bar(share, BAR_COLUMNS).rstrip())
+        return phase_text(phase), duration(median(seconds for seconds, *_ in rows)), *longest, *told
 
     shown = ((p, rows) for p, rows in took.items() if rows and (p is not None or shares[None] >= PATH_SHARE))
     columns = ("phase", "median" if several else "seconds", "longest", "of version", "share", "")
     return cells_table(title, columns, (cells(*each) for each in shown))
-
-
-def edges_table(edges: Sequence[EdgeTime]) -> Table:
-    columns: Columns = {
-        "slowest edges": lambda edge: f"{edge.src} -> {edge.dst}",
-        "phase": "phase",
-        "GB": lambda edge: f"{edge.bytes / 1e9:,.3g}",
-        "seconds": lambda edge: duration(edge.seconds),
-        "planned": lambda edge: duration(edge.planned_s),
-        "Gb/s": lambda edge: f"{edge.gbps:.3g}",
-    }
-    return table("", columns, edges[:EDGES_SHOWN])
 
 
 # --- where the time went
@@ -290,7 +278,3 @@ def advice_lines(profiles: Sequence[SyncProfile]) -> list[str]:
 
 def times(value: float | None) -> str:
     return UNKNOWN if value is None else f"{value:.2f}"
-
-
-def _bar(share: float) -> str:
-    return bar(share, BAR_COLUMNS).rstrip()

@@ -1,0 +1,314 @@
+"""`orchestrrl fabric box` and `orchestrrl sync box`: a site as network namespaces of this machine, and what its
+circuits do to real traffic and to weight syncs."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from orchestrrl.cli.command import command
+from orchestrrl.cli.formats import duration
+from orchestrrl.cli.output import (
+    Columns,
+    Output,
+    View,
+    cells_table,
+    choice_faults,
+    fail,
+    number_faults,
+    raise_faults,
+    stderr,
+    table,
+    write_json,
+)
+from orchestrrl.core.errors import ProblemFaults
+
+if TYPE_CHECKING:
+    from orchestrrl.lab.box.run import BoxOrder
+    from planner.fabric.topology import PodRole
+
+Protocols = Annotated[str, typer.Option(help="Of the switches, in turn, separated by commas.  [default: three]")]
+OutFolder = Annotated[Path, typer.Option("--out", "-o", metavar="FOLDER", help="Is made where it is missing.")]
+MOST_MB = 4000.0
+JOURNAL = ("journal.sqlite", "journal.sqlite-wal", "journal.sqlite-shm")
+SHOWN = ("circuits", "transition", "failed_port", "wrong_cable", "cycle")  # in this order
+
+
+@command
+def fabric_box(
+    site: Annotated[
+        Path | None, typer.Option(help="The site.  [default: 2 PoDs, 4 ToRs, 12 hosts]", metavar="FILE")
+    ] = None,
+    shows: Annotated[
+        list[str] | None, typer.Option("--show", help="Repeat for several.  [default: all]", metavar="SHOW")
+    ] = None,
+    protocols: Protocols = "",
+    circuit_mbps: Annotated[float, typer.Option(help="What a circuit carries in the box.")] = 20.0,
+    seconds: Annotated[float, typer.Option(help="That each rate is measured for.")] = 2.0,
+    iterations: Annotated[int, typer.Option(help="Of training, on its own circuits.")] = 3,
+    out: OutFolder = Path("out/fabric-box"),
+) -> Output:
+    """Build a site in a box, and show on real TCP what its circuits do.
+
+    Hosts and ToRs are network namespaces, fibres are veth pairs, and the optical switches are emulated devices, each
+    behind a protocol of its own. Their cross-connects are the data path: packets pass as long as the mirrors join two
+    fibres. A daemon of ours drives it, with the same site file and the same drivers as a real one.
+
+    | show | |
+    |---|---|
+    | `circuits` | the rate between two ToRs over 1, 2 and 3 circuits |
+    | `cycle` | training, generation, weight sync, training: each stage's rate before and after its circuits |
+    | `transition` | a transfer that runs on while circuits change under it |
+    | `failed_port` | a port fails: packets go around it, then circuits do |
+    | `wrong_cable` | two cables are mixed up: `orchestrrl ocs verify` says which |
+
+    It needs Linux, `unshare`, `ip` and `tc`, and root or user namespaces that are permitted; nothing outside its own
+    namespaces is touched, and nothing is left. FOLDER gets the site's file, the daemon's configuration and journal, all
+    logs, `box.json`, and of the cycle `cycle.png`. A circuit of the site carries `--circuit-mbps` in the box, whatever
+    it does in the site; NICs are in proportion.
+
+    Example:
+
+        orchestrrl fabric box
+
+        orchestrrl fabric box --site site.yaml --show circuits --show cycle
+    """
+    from orchestrrl.lab.box.run import SHOWS, SITE, BoxOrder, draw_cycle
+    from planner.fabric.topology import PodRole
+
+    chosen = tuple(name for name in SHOWS if not shows or name in shows)
+    faults = [fault for name in shows or () for fault in choice_faults("--show", name, SHOWS)]
+    named = _protocols(protocols, faults)
+    limits = {"circuit_mbps": circuit_mbps, "seconds": seconds, "iterations": iterations}
+    faults += number_faults("> 0 and <= 1000", lambda value: 0 < value <= 1000, **limits)
+    text = _sound_site(site, SITE, dict.fromkeys(PodRole, 2), faults)
+    order = BoxOrder(str(out.resolve()), chosen, named, circuit_mbps, seconds, iterations)
+    results = _show_in_box(order, text)
+    write_json(out / "box.json", results)
+    if "cycle" in results:
+        draw_cycle(results["cycle"], out / "cycle.png")
+    return Output(results, _fabric_view(results, out))
+
+
+def _fabric_view(results: dict[str, Any], out: Path) -> View:
+    switches = "; ".join(f"{id} speaks {protocol}" for id, protocol in results["switches"].items())
+    yield f"{results['hosts']} hosts, {results['tors']} ToRs; {switches}"
+    for show in SHOWN:
+        if show in results:
+            yield from _shown(show, results[show])
+    yield f"{out}: everything that was measured (box.json), logs and configurations"
+
+
+def _shown(show: str, found: dict[str, Any]) -> View:
+    one, other = found.get("tors", ("", ""))
+    match show:
+        case "circuits":
+            title = f"{one} to {other}, by circuits of {found['line_mbps']:g} Mbit/s"
+            yield table(title, CIRCUIT_COLUMNS, found["rows"])
+        case "transition":
+            mirrors = duration(found["device_delay_s"])
+            title = f"One transfer from {one} to {other} while circuits change (mirrors: {mirrors})"
+            yield table(title, TRANSITION_COLUMNS, found["rows"])
+        case "failed_port":
+            up, left = found["circuits"]
+            before, around, masked = map(_mbps, found["mbps"])
+            title = f"Port {found['port']} fails under the traffic from {one} to {other}"
+            packets = f"packets around it, after {duration(found['around_s'])}"
+            rows = (("before", up, before), (packets, up - 1, around), ("circuits around it", left, masked))
+            yield cells_table(title, ("", "circuits", "Mbit/s"), rows)
+        case "wrong_cable":
+            yield f"mixed up: {' and '.join(found['swapped'])}; orchestrrl ocs verify says:"
+            yield table("", {"where": "where", "what is wrong": "what"}, found["faults"])
+        case "cycle":
+            title = "A cycle: Mbit/s between ToRs, on the circuits that the stage before has left, and on its own"
+            yield table(title, CYCLE_COLUMNS, found["stages"])
+
+
+def _mbps(value: float | None) -> str | None:
+    return None if value is None else f"{value:.1f}"
+
+
+CIRCUIT_COLUMNS: Columns = {
+    "circuits": "circuits",
+    "Mbit/s": lambda row: _mbps(row["mbps"]),
+    "ratio": lambda row: f"{row['ratio']:.2f}",
+}
+TRANSITION_COLUMNS: Columns = {
+    "circuits of": "period",
+    "became": "state",
+    "between them": "circuits",
+    "moves": "moves",
+    "took": lambda row: duration(row["elapsed_s"]),
+    "longest pause": lambda row: duration(row["longest_pause_s"]),
+    "sent again": "retransmitted",
+    "Mbit/s": lambda row: _mbps(row["mbps"]),
+}
+CYCLE_COLUMNS: Columns = {
+    "stage": "period",
+    "became": lambda stage: stage["state"] if stage["code"] == "committed" else stage["code"],
+    "moves": "moves",
+    "took": lambda stage: duration(sum(until_s - since_s for since_s, until_s in stage["commits"])),
+    "before": lambda stage: _mbps(stage["before_mbps"]),
+    "after": lambda stage: _mbps(stage["mbps"]),
+    "circuits between": lambda stage: ", ".join(f"{pair}: {count}" for pair, count in stage["circuits"].items()),
+}
+
+
+@command
+def sync_box(
+    site: Annotated[
+        Path | None, typer.Option(help="The site.  [default: 1 train and 2 gen PoDs, 14 hosts]", metavar="FILE")
+    ] = None,
+    mb: Annotated[float, typer.Option(help="Megabytes of weights.")] = 200.0,
+    ways: Annotated[
+        list[str] | None, typer.Option("--way", help="Repeat for several.  [default: all]", metavar="WAY")
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="Each way so many times, in turn.")] = 1,
+    circuit_mbps: Annotated[float, typer.Option(help="What a circuit carries in the box.")] = 200.0,
+    protocols: Protocols = "",
+    transport: Annotated[str, typer.Option(help="That carries the bytes: tcp or gloo.")] = "tcp",
+    python: Annotated[Path | None, typer.Option(help="Of the processes that carry; gloo needs one with torch.")] = None,
+    out: OutFolder = Path("out/sync-box"),
+) -> Output:
+    """Bring weights to engines in a box, by a planned tree and by what it is compared with, on real TCP.
+
+    Hosts and ToRs are network namespaces, as `orchestrrl fabric box` has them; every link has a rate. Each host is a
+    process with the product's own carrier: those in PoDs that train hold a part of the weights each, those that
+    generate need all of it. Each way in turn gets the circuits that its edges ask the daemon for, after those of
+    generation; what was received is compared by SHA-256, and wiped.
+
+    | way | |
+    |---|---|
+    | `tree` | planned on the circuits that are there: into each PoD once, forwarded as it comes |
+    | `two_stage` | all to the first host of each PoD, which then broadcasts along a chain (figure 4 of the paper) |
+    | `naive` | every receiver straight from those who hold the parts |
+
+    The bound is what no plan can beat, at the rate that one circuit was measured to give to the payload of TCP.
+
+    It needs Linux, `unshare`, `ip` and `tc`, and root or user namespaces that are permitted; nothing outside its own
+    namespaces is touched, and nothing is left. FOLDER gets the site's file, the daemon's configuration and journal, all
+    logs and `sync-box.json`.
+
+    Example:
+
+        orchestrrl sync box
+
+        orchestrrl sync box --mb 40 --way tree --way two_stage
+    """
+    from orchestrrl.lab.box.run import SYNC_WAYS, BoxOrder, weights_site
+    from planner.fabric.topology import PodRole
+
+    faults = [fault for way in ways or () for fault in choice_faults("--way", way, SYNC_WAYS)]
+    named = _protocols(protocols, faults)
+    limits = (("--mb", mb, MOST_MB), ("--circuit-mbps", circuit_mbps, 1e5), ("--rounds", rounds, 100))
+    faults += [
+        f"{flag}: must be > 0 and <= {most:g}, got {value:g}" for flag, value, most in limits if not 0 < value <= most
+    ]
+    faults += choice_faults("--transport", transport, ("tcp", "gloo"))
+    default = weights_site(max(1e-3, circuit_mbps))
+    text = _sound_site(site, default, {PodRole.TRAIN: 1, PodRole.GEN: 2}, faults)
+    order = BoxOrder(
+        str(out.resolve()),
+        ("weights",),
+        named,
+        mbps=circuit_mbps,
+        sync_bytes=round(mb * 1e6),
+        sync_rounds=rounds,
+        sync_ways=tuple(way for way in SYNC_WAYS if not ways or way in ways),
+        transport=transport,
+        python="" if python is None else str(python.absolute()),
+    )
+    found = _show_in_box(order, text)["weights"]
+    write_json(out / "sync-box.json", found)
+    return Output(found, _sync_view(found, out))
+
+
+def _sync_view(found: dict[str, Any], out: Path) -> View:
+    from statistics import median
+
+    yield (
+        f"{found['bytes'] / 1e6:.0f} MB to {found['receivers']} receivers, circuits and NICs of "
+        f"{found['circuit_mbps']:g} Mbit/s, of which TCP's payload has {found['payload']:.1%}"
+    )
+    yield f"no plan can be faster than {duration(found['bound_s'])}; the tree has {found['waves']} waves"
+    by_way: dict[str, list[dict[str, Any]]] = {}
+    for row in found["rows"]:
+        by_way.setdefault(row["way"], []).append(row)
+    seconds = {way: median(row["seconds"] for row in rows) for way, rows in by_way.items()}
+    slowest = seconds.get("naive")
+
+    def middle(way: str, field: str) -> float:
+        return median(float(row[field]) for row in by_way[way])
+
+    def circuits(way: str) -> str:
+        last = by_way[way][-1]["circuits"]
+        return f"{last['moves']} moves, {duration(last['elapsed_s'])}"
+
+    columns: Columns = {
+        "way": str,
+        "took": lambda way: duration(seconds[way]),
+        "by the bound": lambda way: f"{seconds[way] / found['bound_s']:.2f}",
+        "naive by it": lambda way: None if slowest is None else f"{slowest / seconds[way]:.2f}",
+        "MB into PoDs": lambda way: f"{middle(way, 'crossed_bytes') / 1e6:.0f}",
+        "identical": lambda way: f"{min(row['identical'] for row in by_way[way])} of {found['receivers']}",
+        "circuits": circuits,
+        "cores busy": lambda way: f"{middle(way, 'cores_busy'):.1f}",
+    }
+    yield table("Medians of each way", columns, by_way)
+    yield f"SHA-256 of the weights: {found['sha256']}"
+    yield f"{out}: all that was measured (sync-box.json), and logs"
+
+
+# --- what both have in common
+
+
+def _protocols(text: str, faults: list[str]) -> tuple[str, ...]:
+    """Return the protocols of `--protocols`, by default three."""
+    from orchestrrl.lab.box.run import PROTOCOLS
+    from orchestrrl.lab.emulated_switch import PROTOCOLS as KNOWN
+
+    named = tuple(text.split(",")) if text else PROTOCOLS
+    faults += [fault for name in named for fault in choice_faults("--protocols", name, KNOWN)]
+    return named
+
+
+def _sound_site(file: Path | None, default: str, needed: "Mapping[PodRole, int]", faults: list[str]) -> str:
+    """Return the text of a site whose PoDs have the `needed` GPUs, by what they do. Raises ProblemFaults with its
+    faults, and `faults` before them."""
+    from orchestrrl.core.documents import read_text
+    from orchestrrl.fabric.site import parse_site
+    from orchestrrl.lab.box.intents import gpus_of
+
+    text = default
+    try:
+        text = default if file is None else read_text(file)
+        site = parse_site(text)
+        there = {role: len(gpus_of(site, role)) for role in needed}
+        faults += [
+            f"pods: must have {count} GPUs at least that {role}, got {there[role]}"
+            for role, count in needed.items()
+            if there[role] < count
+        ]
+    except ProblemFaults as error:
+        faults += error.faults
+    raise_faults(faults)
+    return text
+
+
+def _show_in_box(order: "BoxOrder", site: str) -> dict[str, Any]:
+    """Return what the shows returned. The folder gets the site, and loses the journal of a run before."""
+    import asyncio
+
+    from orchestrrl.lab.box.run import run_box
+
+    out = Path(order.folder)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "site.yaml").write_text(site, encoding="utf-8")
+        for stale in JOURNAL:
+            (out / stale).unlink(missing_ok=True)
+    except OSError as error:
+        fail(f"{out}: {error.strerror}")
+    with stderr().status("making the box") as status:
+        return asyncio.run(run_box(order, lambda at: status.update(f"{at}: real time, real packets")))

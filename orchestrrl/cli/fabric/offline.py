@@ -1,0 +1,330 @@
+"""`orchestrrl fabric allocate`, `place` and `transition`: how many circuits each pair gets, which switch and ports
+carry each, and how one set of cross-connects becomes another, for problems in files."""
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from orchestrrl.cli.command import ProblemFile, problem_command
+from orchestrrl.cli.formats import bar, duration
+from orchestrrl.cli.output import Columns, Output, View, cells_table, fields, table
+
+if TYPE_CHECKING:
+    from orchestrrl.cli.fabric.problems import PlaceProblem
+    from planner.fabric.allocate import Allocation, AllocationProblem
+    from planner.fabric.model import Cabling, Pair, PortPair
+    from planner.fabric.place import PlacedCircuits, PlacingProblem
+    from planner.fabric.transition import CircuitsUp, Transition, TransitionProblem
+
+PAIRS_SHOWN = 60  # beyond that the slowest are shown
+LINES_SHOWN = 40  # cross-connects to add or remove; beyond that, switches only
+SHOWN_MOVES = 12  # of a stage; more are counted
+SHOWN_STAGES = 60
+BAR_WIDTH = 10
+
+
+@problem_command("fabric_allocate")
+def fabric_allocate(
+    file: ProblemFile,
+    bipartite: Annotated[
+        bool,
+        typer.Option(
+            "--bipartite",
+            help="For demand between two sides with hot endpoints: spare their ports, and serve the most bytes.",
+        ),
+    ] = False,
+) -> Output:
+    """Say how many circuits each pair of endpoints gets, so that the slowest pair ends soonest.
+
+    Reads one JSON problem: `link_gbps`; `endpoints` with their `ports`; `demand`, bytes from `src` to `dst` (those
+    given twice add up); `eligible`, null or the pairs `[a, b]` that may be joined; `failed_ports` of endpoints (all it
+    has, where it names more). Circuits are full duplex. No fewer pairs and bytes are served than by Algorithm 3 of the
+    paper, and none later. Nothing is changed.
+
+    Example:
+
+        orchestrrl fabric allocate --print-example > demand.json
+
+        orchestrrl fabric allocate demand.json
+
+        orchestrrl fabric allocate - --json < demand.json
+    """
+    # Imported here so that no other command waits for them; before the clock starts, which is for solving.
+    from orchestrrl.cli.fabric.problems import ALLOCATE_CHECKS, AllocateProblem, allocation_problem
+    from orchestrrl.cli.problem import read_problem
+    from planner.fabric.allocate import allocate
+
+    problem = allocation_problem(read_problem(file, AllocateProblem, ALLOCATE_CHECKS))
+    started_s = time.perf_counter()
+    allocation = allocate(problem, bipartite=bipartite)
+    solve_s = time.perf_counter() - started_s
+    return Output(_allocation_json(allocation, solve_s), _allocation_view(problem, allocation, solve_s))
+
+
+def _allocation_json(allocation: "Allocation", solve_s: float) -> dict[str, Any]:
+    return {
+        "circuits": [{"a": a, "b": b, "count": count} for (a, b), count in allocation.circuits.items()],
+        "completion_s": allocation.completion_s,
+        "unserved": [list(pair) for pair in allocation.unserved],
+        "uniform_completion_s": allocation.uniform_completion_s,
+        "solve_s": solve_s,
+    }
+
+
+def _allocation_view(problem: "AllocationProblem", allocation: "Allocation", solve_s: float) -> View:
+    rows = [_allocation_row(problem, pair, count) for pair, count in allocation.circuits.items()]
+    rows.sort(key=lambda row: (-row[0], row[1]))
+    unserved = allocation.unserved
+    pairs = f"{len(rows):,} of {len(rows) + len(unserved):,}" if unserved else f"{len(rows):,}"
+    yield (
+        f"[bold]{sum(allocation.circuits.values()):,} circuits[/bold] for {pairs} pairs: the slowest ends after"
+        f" {duration(allocation.completion_s)}; with ports dealt out in turn, whatever the demand,"
+        f" {duration(allocation.uniform_completion_s)}; solved in {duration(solve_s)}"
+    )
+    yield cells_table(
+        "Pairs, slowest first" if len(rows) <= PAIRS_SHOWN else f"The {PAIRS_SHOWN} slowest of {len(rows):,} pairs",
+        ("a", "b", "circuits", "a to b", "b to a", "seconds"),
+        (
+            (a, b, count, _bytes(there), _bytes(back), duration(value_s))
+            for value_s, (a, b), count, there, back in rows[:PAIRS_SHOWN]
+        ),
+    )
+    if unserved:
+        names = ", ".join(f"{a} - {b}" for a, b in unserved[:PAIRS_SHOWN])
+        more = f" and {len(unserved) - PAIRS_SHOWN:,} more" if len(unserved) > PAIRS_SHOWN else ""
+        yield cells_table("Unserved", ("pairs", "which"), [(len(unserved), names + more)])
+
+
+def _allocation_row(problem: "AllocationProblem", pair: "Pair", count: int) -> tuple[float, "Pair", int, float, float]:
+    from planner.fabric.allocate import seconds
+
+    there, back = (problem.demand.get(ends, 0.0) for ends in (pair, (pair[1], pair[0])))
+    return seconds(max(there, back) / count, problem.link_gbps), pair, count, there, back
+
+
+def _bytes(value: float) -> str | None:
+    return f"{value / 1e9:,.3g} GB" if value else None
+
+
+# --- place
+
+
+@problem_command("fabric_place")
+def fabric_place(file: ProblemFile) -> Output:
+    """Say which switch and which ports carry each circuit.
+
+    Reads one JSON problem: `switches` with the ports that each endpoint's fibres end on, the `circuits` wanted, the
+    `current` cross-connects and the `failed_ports`. Both ends of a circuit lie on one switch. First as many circuits as
+    can be placed, then with as few changes as can be. A current cross-connect on a failed port goes. Nothing is
+    changed.
+
+    Example:
+
+        orchestrrl fabric place --print-example > circuits.json
+
+        orchestrrl fabric place circuits.json
+
+        orchestrrl fabric place - --json < circuits.json
+    """
+    # Imported here so that no other command waits for it.
+    from orchestrrl.cli.fabric.problems import PLACE_CHECKS, PlaceProblem, placing_problem
+    from orchestrrl.cli.problem import read_problem
+    from planner.fabric.place import place
+
+    read = read_problem(file, PlaceProblem, PLACE_CHECKS)
+    problem = placing_problem(read)
+    placed = place(problem)
+    return Output(_placing_json(read, problem.cabling, placed), _placing_view(problem, placed))
+
+
+def _placing_json(read: "PlaceProblem", cabling: "Cabling", placed: "PlacedCircuits") -> dict[str, Any]:
+    """Ends stand in the order in which the problem names them."""
+    named = {(min(each.a, each.b), max(each.a, each.b)): (each.a, each.b) for each in read.circuits}
+    kept = {(each.switch, *each.ports) for each in placed.kept}
+    return {
+        "cross_connects": [_cross_connect(named, cabling, each) for each in placed.cross_connects],
+        "kept": [
+            each.model_dump()
+            for each in read.current
+            if (each.switch, min(each.port_a, each.port_b), max(each.port_a, each.port_b)) in kept
+        ],
+        "unplaced": [
+            {"a": named[pair][0], "b": named[pair][1], "count": count} for pair, count in placed.unplaced.items()
+        ],
+    }
+
+
+def _cross_connect(
+    named: dict[tuple[str, str], tuple[str, str]], cabling: "Cabling", each: "PortPair"
+) -> dict[str, Any]:
+    owners = cabling.ports[each.switch]
+    one, other = each.ports
+    a, b = named[min(owners[one], owners[other]), max(owners[one], owners[other])]
+    port_a, port_b = (one, other) if owners[one] == a else (other, one)
+    return {"switch": each.switch, "a": a, "b": b, "port_a": port_a, "port_b": port_b}
+
+
+def _placing_view(problem: "PlacingProblem", placed: "PlacedCircuits") -> View:
+    new = set(placed.cross_connects) - set(placed.kept)
+    gone = problem.current - set(placed.kept)
+    yield (
+        f"[bold]{len(placed.cross_connects):,} of {sum(problem.circuits.values()):,} circuits[/bold] placed:"
+        f" {len(placed.kept):,} stay, {len(new):,} new, {len(gone):,} removed{_proof(placed)}"
+    )
+    kinds = {"circuits": placed.cross_connects, "kept": placed.kept, "new": new, "removed": gone}
+    counts: Columns = {title: Counter(each.switch for each in kind).__getitem__ for title, kind in kinds.items()}
+    yield table("Switches", {"switch": str, **counts}, sorted(problem.cabling.ports))
+    if 0 < len(new) + len(gone) <= LINES_SHOWN:
+        yield cells_table(
+            "Changes",
+            ("switch", "change", "ports", "endpoints"),
+            (
+                (each.switch, word, "{}-{}".format(*each.ports), _ends(problem, each))
+                for word, group in (("remove", gone), ("add", new))
+                for each in sorted(group)
+            ),
+        )
+    if placed.unplaced:
+        yield cells_table(
+            "Unplaced", ("pair", "circuits"), ((" - ".join(pair), n) for pair, n in placed.unplaced.items())
+        )
+
+
+def _ends(problem: "PlacingProblem", each: "PortPair") -> str:
+    owners = problem.cabling.ports[each.switch]
+    return " - ".join(owners[port] for port in each.ports)
+
+
+def _proof(placed: "PlacedCircuits") -> str:
+    if placed.proven:
+        return "; no placement does better."
+    return (
+        f"; no placement has more than {placed.bound_circuits:,}"
+        f" circuits or, with as many as this, keeps more than {placed.bound_kept:,}."
+    )
+
+
+# --- transition
+
+
+class Least(NamedTuple):
+    """The endpoint with the smallest share of its circuits before or after, whichever are fewer."""
+
+    endpoint: str | None
+    circuits: int
+    of: int
+
+
+@problem_command("fabric_transition")
+def fabric_transition(file: ProblemFile) -> Output:
+    """Say in which stages cross-connects are changed, so that no pair goes dark and every endpoint keeps bandwidth.
+
+    Reads one JSON problem: which endpoint each port of the `switches` is fibred to, the `current` and the `target`
+    cross-connects, `max_moves_per_stage` and `min_fraction`. A stage's removals come down before its additions go up;
+    what is left at each point is shown. Where no order keeps everybody lit, those that suffer are named, as few as can
+    be: `dark_pairs` first, then `thin_endpoints`, then stages. Nothing is changed.
+
+    Example:
+
+        orchestrrl fabric transition --print-example > transition.json
+
+        orchestrrl fabric transition transition.json
+
+        orchestrrl fabric transition - --json < transition.json
+    """
+    from orchestrrl.cli.fabric.problems import TRANSITION_CHECKS, TransitionFile, transition_problem
+    from orchestrrl.cli.problem import read_problem
+    from planner.fabric.transition import transition
+
+    problem = transition_problem(read_problem(file, TransitionFile, TRANSITION_CHECKS))
+    started_s = time.perf_counter()
+    found = transition(problem)
+    solve_s = time.perf_counter() - started_s
+    return Output(_transition_json(problem, found), _transition_view(problem, found, solve_s))
+
+
+def _transition_json(problem: "TransitionProblem", found: "Transition") -> dict[str, Any]:
+    """The stages and who suffers; a dark pair is an object `{"a", "b"}`, as a circuit is.
+
+    `points` says what is left: all circuits, and those of the endpoint that has least of its fewer before or after.
+    """
+    from planner.fabric.transition import circuits_up
+
+    def parts(cross_connects: "Iterable[PortPair]") -> list[dict[str, Any]]:
+        return [fields(each, "switch port_a port_b") for each in cross_connects]
+
+    return {
+        "stages": [{"remove": parts(stage.remove), "add": parts(stage.add)} for stage in found.stages],
+        "dark_pairs": [{"a": one, "b": other} for one, other in found.dark_pairs],
+        "thin_endpoints": list(found.thin_endpoints),
+        "points": [
+            {"stage": light.stage, "kind": light.kind, "circuits": sum(light.pairs.values()), "least": least._asdict()}
+            for light, least in _leasts(circuits_up(problem, found))
+        ],
+        "stages_at_least": found.stages_at_least,
+        "fewest_suffer": found.fewest_suffer,
+    }
+
+
+def _transition_view(problem: "TransitionProblem", found: "Transition", solve_s: float) -> View:
+    from planner.fabric.transition import circuits_up
+
+    count, down = len(found.stages), sum(len(stage.remove) for stage in found.stages)
+    up = sum(len(stage.add) for stage in found.stages)
+    proven = "no fewer will do" if count == found.stages_at_least else f"at least {found.stages_at_least} are needed"
+    yield (
+        f"[bold]{_number(count, 'stage')}[/bold] ({proven}): {down:,} down, {up:,} up,"
+        f" {len(problem.current & problem.target):,} untouched; solved in {duration(solve_s)}"
+    )
+    yield (
+        f"dark pairs: {_escaped(map('-'.join, found.dark_pairs))}; thin endpoints: {_escaped(found.thin_endpoints)}"
+        + ("" if found.fewest_suffer else " (fewer may do: not proven)")
+    )
+    columns = ("stage", "point", "cross-connects", "circuits", "least of an endpoint", "")
+    rows = list(_transition_rows(found, circuits_up(problem, found)))
+    yield cells_table("Stages", columns, rows[: 2 * SHOWN_STAGES + 1])
+    if len(found.stages) > SHOWN_STAGES:
+        yield f"... and {len(found.stages) - SHOWN_STAGES:,} more; --json has them all"
+
+
+def _number(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
+def _escaped(names: Iterable[str]) -> str:
+    """Names may look like markup."""
+    from rich.markup import escape  # here, as --json does without it
+
+    return escape(", ".join(names)) or "none"
+
+
+def _leasts(lights: "tuple[CircuitsUp, ...]") -> Iterator[tuple["CircuitsUp", Least]]:
+    first, last = lights[0].endpoints, lights[-1].endpoints
+    whole = {name: min(first[name], last[name]) for name in first if min(first[name], last[name]) > 0}
+    for light in lights:
+        name = min(whole, key=lambda name: (light.endpoints[name] / whole[name], name), default=None)
+        yield light, Least(None, 0, 0) if name is None else Least(name, light.endpoints[name], whole[name])
+
+
+def _transition_rows(found: "Transition", lights: "tuple[CircuitsUp, ...]") -> Iterator[tuple[object, ...]]:
+    """One line a point: what moves, what is up, and the endpoint that has least of what it has before or after."""
+    for light, least in _leasts(lights):
+        moved: tuple[PortPair, ...] = ()
+        if light.stage:
+            stage = found.stages[light.stage - 1]
+            moved = stage.remove if light.kind == "removed" else stage.add
+        sign = {"start": "", "removed": "-", "added": "+"}[light.kind]
+        shown = [f"{sign}{each}" for each in moved[:SHOWN_MOVES]]
+        if len(moved) > SHOWN_MOVES:
+            shown.append(f"and {len(moved) - SHOWN_MOVES:,} more")
+        yield (
+            light.stage or None,
+            {"start": "before", "removed": "down", "added": "up"}[light.kind],
+            " ".join(shown) or None,
+            sum(light.pairs.values()),
+            None if least.endpoint is None else f"{least.endpoint} {least.circuits} of {least.of}",
+            bar(min(1.0, least.circuits / least.of), BAR_WIDTH) if least.of else None,
+        )

@@ -1,0 +1,196 @@
+"""`orchestrrl profile predict`, `score` and `fit`: the cost model, for engines that nobody has measured yet, and
+against measured deployments."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from orchestrrl.cli.command import command
+from orchestrrl.cli.output import Columns, Output, View, choice_faults, note, raise_faults, table, writing
+from orchestrrl.cli.profile.measure import COST_COLUMNS
+from orchestrrl.core.errors import Permanent, ProblemFaults
+
+if TYPE_CHECKING:
+    from planner.cost.models import Model
+    from planner.cost.profile import Profile
+    from planner.cost.roofline import Precision
+
+SOURCES = ("roofline", "measured")
+MeasuredFile = Annotated[
+    Path, typer.Argument(metavar="CSV", help="Measured deployments, with the columns of AIConfigurator's silicon file.")
+]
+
+
+@command
+def predict(
+    model: Annotated[str, typer.Argument(help="A model's name or path, or a built-in profile: paper-14b-h800.")],
+    gpu: Annotated[str, typer.Option(help="Kind of GPU, e.g. h100.")] = "h100",
+    engine: Annotated[str, typer.Option(help="vllm, sglang or trtllm.")] = "vllm",
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs of the whole fleet: no layout is larger.")] = 8,
+    per_node: Annotated[int, typer.Option(min=1, help="GPUs of a node.")] = 8,
+    weight_bits: Annotated[int | None, typer.Option(help="16, 8 or 4; the checkpoint's own if left out.")] = None,
+    kv_bits: Annotated[int, typer.Option(help="16 or 8.")] = 16,
+    phase: Annotated[str, typer.Option(help="bulk or tail: only layouts that are good there.")] = "",
+    out: Annotated[Path | None, typer.Option(help="The profile file, in YAML.")] = None,
+) -> Output:
+    """Predict step times, room and costs of every layout worth a look, from data sheets and fitted engine constants.
+
+    Measure your own engines where you can: `orchestrrl profile score` shows how far such predictions are off.
+
+    Example: `orchestrrl profile predict Qwen/Qwen3-32B --gpu h100 --gpus 16 --out profile.yaml`
+    """
+    from planner.cost.engines import ENGINES
+    from planner.cost.hardware import GPUS, UnknownGpu, gpu_named
+    from planner.cost.models import MODELS, UnknownModel, model_named
+    from planner.cost.paper import PROFILES, named_profile
+    from planner.cost.predict import move_costs
+    from planner.cost.profile import Profile
+    from planner.solver.layouts import StepPhase, candidates
+
+    if model in PROFILES:
+        return _output(named_profile(model), out)
+    faults = []
+    try:
+        served = model_named(model)
+    except UnknownModel:
+        faults.append(f"MODEL: must be one of {', '.join(sorted(MODELS))}, got {model!r}")
+    try:
+        hardware = gpu_named(gpu)
+    except UnknownGpu:
+        faults.append(f"--gpu: must be one of {', '.join(sorted(GPUS))}, got {gpu!r}")
+    faults += choice_faults("--engine", engine, sorted(ENGINES))
+    if weight_bits not in (None, 4, 8, 16):
+        faults.append(f"--weight-bits: must be 4, 8 or 16, got {weight_bits}")
+    if kv_bits not in (8, 16):
+        faults.append(f"--kv-bits: must be 8 or 16, got {kv_bits}")
+    if phase:
+        faults += choice_faults("--phase", phase, StepPhase)
+    raise_faults(faults)
+    product, precision = ENGINES[engine], _precision(served, weight_bits, kv_bits)
+    good_in = StepPhase(phase) if phase else None
+    configurations = candidates(served, hardware, gpus, per_node, product, good_in, precision)
+    if not configurations:
+        raise Permanent(
+            f"{served.name} fits on no layout of up to {gpus} {hardware.name}: allow more GPUs or fewer bits"
+        )
+    moves = move_costs(served, hardware, product, precision, recompute_tp=min(per_node, gpus))
+    return _output(Profile(served.name, hardware.name, product.name, tuple(configurations), moves), out)
+
+
+def _output(made: "Profile", out: Path | None) -> Output:
+    from orchestrrl.engines.profiles.store import as_document, write_profile
+
+    if out is not None:
+        with writing(out, "--out"):
+            write_profile(out, made)
+    details = sorted({configuration.provenance.detail for configuration in made.configurations})
+    wrote = [] if out is None else [f"wrote {out}"]
+    costs = table(f"{made.model} on {made.gpu}, {made.engine}", COST_COLUMNS, made.configurations)
+    return Output(as_document(made), [costs, *details, *wrote])
+
+
+def _precision(model: "Model", weight_bits: int | None, kv_bits: int) -> "Precision":
+    from planner.cost.roofline import Precision
+
+    if weight_bits is None:
+        return Precision(model.weight_bits, model.expert_bits, float(kv_bits))
+    # Four bits come with a scale for every few weights.
+    bits = 4.5 if weight_bits == 4 else float(weight_bits)
+    return Precision(bits, min(bits, model.expert_bits), float(kv_bits))
+
+
+# --- against what was measured
+
+
+@command
+def score(
+    measured: MeasuredFile,
+    source: Annotated[
+        str, typer.Option(help="roofline, or measured: by rows of the same engine at other lengths.")
+    ] = "roofline",
+) -> Output:
+    """Compare predicted with measured time per output token, row by row and as ratios between TPs.
+
+    No model is scored with constants that were fitted on it, and no prompt and output length with a profile that was
+    fitted to it. Rows that cannot be predicted are listed with the reason.
+
+    Example: `orchestrrl profile score silicon.csv --source measured`
+    """
+    # Imported here so that every other command starts without numpy.
+    from orchestrrl.engines.profiles.score import report, roofline, score_measured
+    from orchestrrl.engines.profiles.silicon import read_silicon
+
+    faults = choice_faults("--source", source, SOURCES)
+    try:
+        silicon = read_silicon(measured)
+    except ProblemFaults as error:
+        faults += error.faults
+    raise_faults(faults)
+    by_roofline = roofline(silicon.deployments), silicon.unpredicted
+    result = report(*(score_measured(silicon) if source == "measured" else by_roofline))
+    return Output(result, _view(result))
+
+
+@command
+def fit(
+    measured: MeasuredFile,
+    out: Annotated[Path, typer.Option(help="The module of constants to write.")] = Path("planner/cost/fitted.py"),
+) -> Output:
+    """Fit the engine constants of the roofline, once on all models and once without each, and write them.
+
+    A later `profile score` takes its constants from that module, never from a fit to the model that it scores.
+
+    Example: `orchestrrl profile fit silicon.csv --out planner/cost/fitted.py`
+    """
+    from datetime import UTC, datetime
+
+    from orchestrrl.engines.profiles import roofline_fit
+    from orchestrrl.engines.profiles.silicon import read_silicon
+
+    deployments = read_silicon(measured).deployments
+    if not deployments:
+        raise ProblemFaults([f"(document): has no row that can be predicted, got {measured}"])
+    note(f"fitting {len(deployments)} deployments ...")
+    sets = roofline_fit.fit(deployments)
+    errors = roofline_fit.left_out_errors(deployments, sets)
+    today = datetime.now(UTC).date()
+    with writing(out, "--out"):
+        roofline_fit.write_fitted(out, sets, errors, measured.name, today)
+    mean = errors.mean().item()
+    document = {"out": str(out), "rows": len(deployments), "left_out_error_mean": mean, "sets": sets}
+    return Output(document, [f"wrote {out}: {len(sets)} sets of constants; {mean:.1%} mean error on models left out"])
+
+
+def _view(result: dict[str, Any]) -> View:
+    kinds = [{"kind": kind, **errors} for kind, errors in result["overall"].items() if errors["rows"]]
+    yield table(f"TPOT of {result['predicted']} of {result['rows']} rows", {"": "kind", **ERROR_COLUMNS}, kinds)
+    yield table(
+        "By model, system, backend and source",
+        {"": "{model} {system} {backend} {source}".format_map, **ERROR_COLUMNS},
+        result["groups"],
+    )
+    ratios = [{"kind": kind, **row} for kind in ("dense", "moe") for row in result["tp_ratios"][kind]]
+    yield table("Ratios of TPOT between two TPs", RATIO_COLUMNS, ratios)
+    yield from sorted({f"source: {row['source']}, {row['detail']}" for row in result["predictions"]})
+    yield from (f"not predicted: row {row['row']} ({row['model']}): {row['reason']}" for row in result["not_predicted"])
+
+
+def _percent(fraction: float | None) -> str | None:
+    return None if fraction is None else f"{100 * fraction:.1f} %"
+
+
+ERROR_COLUMNS: Columns = {
+    "rows": "rows",
+    "mean error": lambda row: _percent(row["error_mean"]),
+    "median error": lambda row: _percent(row["error_median"]),
+    "pairs of TPs": lambda row: row["ratio"]["pairs"],
+    "mean ratio error": lambda row: _percent(row["ratio"]["error_mean"]),
+    "median ratio error": lambda row: _percent(row["ratio"]["error_median"]),
+}
+RATIO_COLUMNS: Columns = {
+    "": lambda row: "{kind}, TP {tp[0]} to {tp[1]}".format(**row),
+    "pairs": "pairs",
+    "mean error": lambda row: _percent(row["error_mean"]),
+    "median error": lambda row: _percent(row["error_median"]),
+}

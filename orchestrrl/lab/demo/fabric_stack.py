@@ -26,7 +26,7 @@ from orchestrrl.lab.testbed.stack import JOURNAL_FILE, Stack
 from orchestrrl.rpc.pb import fabric_pb2
 from planner.fabric.generate import SiteShape, regular_site
 from planner.fabric.topology import Site, SwitchModel
-from planner.fabric.windows import Interval, quiet_between
+from planner.fabric.windows import Interval, common_quiet
 
 RANKS = 8
 INSTRUMENT = Path(orchestrrl.integrations.instrument.__file__).parent
@@ -64,7 +64,7 @@ class RecordedTraffic:
         self.traces = traces
         collectives = [event for events in traces.values() for event in events if event.is_collective]
         busy = [(event.start_ns / 1e9, (event.end_ns or 2**62) / 1e9) for event in collectives]
-        self._quiet = quiet_between([(-inf, -inf), *busy, (inf, inf)])
+        self._quiet = common_quiet([[(-inf, -inf), *busy, (inf, inf)]])
 
     def during(self, start_s: float, end_s: float) -> float:
         """Return for how many of these seconds there was some."""

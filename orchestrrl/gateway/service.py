@@ -162,10 +162,9 @@ def listening(flag: str, host: str, port: int) -> Iterator[None]:
 
 
 def _node(options: GatewayOptions, url: str, place: ProcessPlace | None) -> NodeId:
-    if place is None:
-        return options.node or NodeId(f"gateway-{socket.gethostname()}-{url.rpartition(':')[2]}")
-    name = options.node or f"gateway-{socket.gethostname()}-{place.shared_port}"
-    return NodeId(f"{name}-{place.index}")
+    port = url.rpartition(":")[2] if place is None else place.shared_port
+    name = options.node or f"gateway-{socket.gethostname()}-{port}"
+    return NodeId(name if place is None else f"{name}-{place.index}")
 
 
 # --- several processes -----------------------------------------------------------------------------------------------

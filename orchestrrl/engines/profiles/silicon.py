@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 
+from orchestrrl.core.documents import read_text
 from orchestrrl.core.errors import ProblemFaults, path_of, shorten
 from planner.cost.engine_constants import UnknownBackend, constants_of, prior_values
 from planner.cost.hardware import GpuModel, UnknownGpu, gpu_named
@@ -88,12 +89,7 @@ class NotModelled(ValueError):
 
 def read_silicon(path: Path) -> SiliconData:
     """Raises ProblemFaults with every fault of the file."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "is not UTF-8 text"
-        raise ProblemFaults([f"(document): cannot be read: {reason}, got {shorten(str(path))}"]) from error
-    return parse_silicon(text)
+    return parse_silicon(read_text(path).removeprefix("\ufeff"))
 
 
 def parse_silicon(text: str) -> SiliconData:

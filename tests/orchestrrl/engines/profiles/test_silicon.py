@@ -100,11 +100,13 @@ def test_a_file_of_another_shape_is_refused(text: str, faults: list[str]) -> Non
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ProblemFaults, match="cannot be read"):
+    with pytest.raises(ProblemFaults, match=r"missing\.csv: No such file"):
         read_silicon(tmp_path / "missing.csv")
     (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ProblemFaults, match="is not UTF-8 text"):
         read_silicon(tmp_path / "binary.csv")
+    (tmp_path / "marked.csv").write_text(csv_of({}), encoding="utf-8-sig")
+    assert read_silicon(tmp_path / "marked.csv").deployments
     (tmp_path / "zeros.csv").write_bytes(csv_of({}).encode() + b"\x00,\x00\n")
     with pytest.raises(ProblemFaults):
         read_silicon(tmp_path / "zeros.csv")

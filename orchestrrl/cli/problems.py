@@ -306,7 +306,7 @@ def sync_problem_of(read: SyncPlanProblem) -> "SyncProblem":
         tor=np.array([tors[end.tor] for end in read.endpoints], dtype=np.int64),
         nic_gbps=np.array([end.nic_gbps for end in read.endpoints], dtype=np.float64),
         shards=shards,
-        **fields(read, "link_gbps seeds_per_pod chunk_bytes hop_latency_s"),
+        **fields(read, "link_gbps chunk_bytes hop_latency_s"),
         pairs=None if links is None else pairs_of(pods, links),
     )
 

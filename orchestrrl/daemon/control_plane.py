@@ -30,7 +30,7 @@ from orchestrrl.fleet.redeployment.controller import RedeploymentController
 from orchestrrl.fleet.redeployment.turn import DeploymentTurn
 from planner.model import Act, Hold, Mode, Plan, PlanId, RequestMove, Snapshot
 from planner.plan import History
-from planner.sync_tree.nic_share import LeftForMoves
+from planner.sync_tree.network import LeftForMoves
 
 logger = logging.getLogger(__name__)
 

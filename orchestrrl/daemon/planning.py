@@ -41,7 +41,7 @@ from planner.model import (
 from planner.move_methods import MovePricing
 from planner.plan import History, PlannerConfig, make_plan, remaining_of
 from planner.solver.phases import worth_evaluating
-from planner.sync_tree.nic_share import LeftForMoves
+from planner.sync_tree.network import LeftForMoves
 from planner.workload.remaining_tokens import KnownLengths, RemainingTokensEstimator
 from planner.workload.series import STEPS_REMEMBERED, LengthCounts, SeriesForecaster, StepForecast, StepStatistics
 

@@ -46,7 +46,7 @@ from planner.fabric.route_plan import PacketSide, RoutingDomain, TorRouter
 from planner.fabric.topology import Site
 from planner.fabric.windows import CommitTimes
 from planner.model import EngineHealth, EngineId, RequestId
-from planner.sync_tree.nic_share import LeftForMoves
+from planner.sync_tree.network import LeftForMoves
 
 FIRST_ROUTE_S = 1.0  # that routers are taken to need, before one change of theirs was measured
 

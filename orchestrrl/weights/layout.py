@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from orchestrrl.integrations.instrument.checkpoint_files import read_header
 from orchestrrl.weights.model import DTYPE_BYTES, ShardMap, TensorMeta
-from planner.sync_tree.parameters import Box
+from planner.sync_tree.parameters import Box, overlap
 from planner.sync_tree.reshard import ShardSlice
 
 Bytes = npt.NDArray[np.uint8]
@@ -176,7 +176,7 @@ def locate(shard: ShardMap, tensors: Mapping[str, TensorMeta], sources: Sequence
             if lacking and tensor.name in source.places:
                 boxes = (tensor.whole,) if source.boxes is None else source.boxes.get(tensor.name, ())
                 for held in boxes:
-                    here = [box for box in (_common(lack, held) for lack in lacking) if box is not None]
+                    here = [box for box in (overlap(lack, held) for lack in lacking) if box is not None]
                     for box in here:
                         runs += _runs(tensor, piece, box, source)
                         lacking = [rest for lack in lacking for rest in _without(lack, box)]
@@ -185,14 +185,9 @@ def locate(shard: ShardMap, tensors: Mapping[str, TensorMeta], sources: Sequence
     return ShardRuns(runs, shard.bytes)
 
 
-def _common(one: Box, other: Box) -> Box | None:
-    box = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
-    return box if all(first < last for first, last in box) else None
-
-
 def _without(box: Box, hole: Box) -> Iterator[Box]:
     """Boxes of what is left, axis by axis; all of it where it has nothing of the hole."""
-    if _common(box, hole) is None:
+    if overlap(box, hole) is None:
         yield box
         return
     for axis, ((first, last), (low, high)) in enumerate(zip(box, hole, strict=True)):

@@ -18,6 +18,7 @@ from pydantic import AfterValidator, Field
 from planner.model import EngineId, PeerId
 from planner.sync_tree.parameters import Box
 from planner.sync_tree.reshard import ShardSlice
+from planner.sync_tree.shares import EngineShare
 
 # What processes report in JSON, bounded so that the journal and protobuf can hold it, and sums over all peers too.
 MOST_VERSION = 2**63 - 1
@@ -26,7 +27,6 @@ MOST_BLOCK_BYTES = 1 << 30  # a block is held in memory where it is scattered
 MOST_SECONDS = 253402300799.0  # the end of the year 9999, which dates can show
 Version = Annotated[int, Field(ge=0, le=MOST_VERSION)]
 Rank = Annotated[int, Field(ge=0, lt=2**31)]
-Count = Annotated[int, Field(ge=1, lt=2**31)]
 ByteCount = Annotated[int, Field(ge=0, le=MOST_BYTES)]
 Seconds = Annotated[float, Field(ge=0, le=MOST_SECONDS, allow_inf_nan=False)]
 Tokens = Annotated[tuple[Rank, ...], Field(max_length=65_536)]  # their ids
@@ -143,25 +143,6 @@ class PeerRole(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class EngineShare:
-    """What an engine's peer needs of the weights: all, or what its ranks of TP, PP and EP load. Tensors whose names say
-    nothing of how they are divided are needed whole."""
-
-    tp: Count = 1
-    tp_ranks: tuple[Rank, ...] = (0,)
-    pp: Count = 1
-    pp_ranks: tuple[Rank, ...] = (0,)
-    ep: Count = 1
-    ep_ranks: tuple[Rank, ...] = (0,)
-
-    def __post_init__(self) -> None:
-        for name in ("tp", "pp", "ep"):
-            size, ranks = getattr(self, name), getattr(self, f"{name}_ranks")
-            if size < 1 or not ranks or not all(0 <= rank < size for rank in ranks):
-                raise ValueError(f"{name}_ranks must be ranks below {name} {size}, got {ranks}")
-
-
-@dataclass(frozen=True, slots=True)
 class EngineAt:
     """An engine that a peer installs weights into."""
 
@@ -208,7 +189,7 @@ class Peer:
     place: PeerLocation
     transports: Mapping[str, str]  # by name: where it listens
     engines: Annotated[tuple[EngineAt, ...], Field(max_length=MOST_ITEMS)] = ()
-    share: EngineShare = EngineShare()
+    share: EngineShare = field(default_factory=EngineShare)
     held: Annotated[tuple[HeldVersion, ...], Field(max_length=MOST_ITEMS)] = ()
     folder: Name = ""  # on its host; a version that it has is in `vVERSION` there
     # Names of the hosts whose engines it installs into as the daemon tells it of them.

@@ -2,8 +2,8 @@
 
 A peer carries an order out once per id, and answers a repeated one with the same result. Orders of an older generation
 than the newest seen are refused. Each is harmless when it is done twice, so a daemon that comes back gives its orders
-anew instead of asking what became of the old ones. Deadlines are in the clock of whoever reads them: `by_clock` moves
-them from the daemon's to the peer's.
+anew instead of asking what became of the old ones. Deadlines are in the clock of whoever reads them:
+`PeerOrder.by_clock` moves them from the daemon's to the peer's.
 """
 
 from collections.abc import Mapping
@@ -14,24 +14,17 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter
 
 from orchestrrl.weights.model import ByteCount, Peer, Range, Seconds, StagedPart, Tokens, Version, VersionMap
-from planner.model import EngineId, PeerId
+from planner.model import EngineId
+from planner.sync_tree.ranges import PeerFlow
 
 
-@dataclass(frozen=True, slots=True)
-class CarryEdge:
-    """Some bytes of a shard from one peer to another; both are given the same one. The receiver listens."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CarryEdge(PeerFlow):
+    """A flow as both of its peers are ordered to carry it. The receiver listens."""
 
     id: str
-    shard: str
-    offset: int
-    bytes: int
-    src: PeerId
-    dst: PeerId
     transport: str
     address: str  # the receiver's
-    wave: int = 0
-    phase: Literal["A", "B"] = "B"
-    rate_gbps: float = 0.0  # most that it may take; 0: all there is
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,13 +181,12 @@ class PeerOrder:
     def valid_until_s(self) -> None:
         """No deadline of the delivery's: where an order has one, it is in the order."""
 
-
-def by_clock(order: PeerOrder, ahead_s: float) -> PeerOrder:
-    """The same for whoever has a clock that is so much ahead."""
-    match order.order:
-        case InstallVersion() | ProbeWeights() | BackendAct() as timed:
-            return replace(order, order=replace(timed, valid_until_s=timed.valid_until_s + ahead_s))
-    return order
+    def by_clock(self, ahead_s: float) -> "PeerOrder":
+        """Return the same for a receiver whose clock is so much ahead."""
+        match self.order:
+            case InstallVersion() | ProbeWeights() | BackendAct() as timed:
+                return replace(self, order=replace(timed, valid_until_s=timed.valid_until_s + ahead_s))
+        return self
 
 
 class OrderOutcome(StrEnum):

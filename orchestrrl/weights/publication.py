@@ -1,7 +1,7 @@
 """What trainer ranks publish of a version that they have staged: a value and its JSON, and what goes together. Pure."""
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -76,14 +76,15 @@ PUBLICATION: TypeAdapter[Publication] = TypeAdapter(Publication)
 
 @dataclass(slots=True)
 class PublicationSet:
-    """What ranks have published of one version so far."""
+    """What ranks of one start of a trainer have published of one version so far."""
 
-    version: int
-    run: str
-    world: int
-    by_s: float  # when the last is to have come
     by_rank: dict[int, Publication] = field(default_factory=dict)
     tensors: dict[str, tuple[TensorMeta, int]] = field(default_factory=dict)  # and the rank that published it first
+
+    def takes(self, publication: Publication) -> bool:
+        """Return whether a publication is of the same version and start of the trainer as those that are here."""
+        other = next(iter(self.by_rank.values()), publication)
+        return (other.version, other.run) == (publication.version, publication.run)
 
     def add(self, publication: Publication) -> None:
         """Add a publication without faults."""
@@ -116,21 +117,9 @@ class PublicationSet:
                 )
         return faults
 
-    @property
-    def complete(self) -> bool:
-        return len(self.by_rank) == self.world
-
-    @property
-    def publications(self) -> tuple[Publication, ...]:
-        return tuple(self.by_rank[rank] for rank in sorted(self.by_rank))
-
-
-def fingerprints(publications: Iterable[Publication]) -> tuple[str, ...]:
-    """Return one fingerprint for each rank, of what it published and by which start of the trainer, sorted."""
-    return tuple(sorted(map(fingerprint, publications)))
-
 
 def fingerprint(publication: Publication) -> str:
-    """Return the rank and a digest of its publication, which do not depend on when it was staged."""
+    """Return the rank and a digest of what it published and by which start of the trainer, which do not depend on when
+    it was staged."""
     timeless = replace(publication, began_s=0.0, offload_s=0.0, gather_s=0.0)
     return f"{publication.rank}:{hashlib.sha256(PUBLICATION.dump_json(timeless)).hexdigest()[:32]}"

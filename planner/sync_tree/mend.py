@@ -8,61 +8,30 @@ that begin waves one after another could wait for each other.
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 from planner.model import PeerId
-from planner.sync_tree.ranges import ByteRanges, Range, is_within
+from planner.sync_tree.ranges import ByteRanges, PeerFlow, Range, is_within
 
 Missing = Mapping[PeerId, Mapping[str, Sequence[Range]]]  # [peer][shard]
 Weight = Callable[[PeerId, PeerId], float | None]
 
 
-class Feed(Protocol):
-    """Bytes of a shard that flow, or were to flow, from one peer to another."""
-
-    @property
-    def shard(self) -> str: ...
-    @property
-    def offset(self) -> int: ...
-    @property
-    def bytes(self) -> int: ...
-    @property
-    def src(self) -> PeerId: ...
-    @property
-    def dst(self) -> PeerId: ...
-    @property
-    def wave(self) -> int: ...
-
-
-@dataclass(frozen=True, slots=True)
-class RepairFeed:
-    """A `Feed` that replaces others."""
-
-    shard: str
-    offset: int
-    bytes: int
-    src: PeerId
-    dst: PeerId
-    wave: int = 0
-
-
 def mend(
-    running: Iterable[Feed],
-    ended: Iterable[Feed],
+    running: Iterable[PeerFlow],
+    ended: Iterable[PeerFlow],
     missing: Missing,
     *,
     weight: Weight = lambda src, dst: 1.0,
     part_bytes: int = 2**28,
-) -> tuple[list[RepairFeed], Missing]:
+) -> tuple[list[PeerFlow], Missing]:
     """Return new feeds, and the bytes that no peer has, or will have, that may send them.
 
     `running` bring more unless one of their ends has died; `ended` broke before they had brought everything. `missing`:
     of each living peer and each shard that it has or is to have, what it lacks now. `weight`: how long a byte takes
     from one to another against others; None: there is no way. Sources share what there is to send in parts of at most
     `part_bytes`."""
-    runs: defaultdict[str, list[Feed]] = defaultdict(list)
-    over: defaultdict[str, list[Feed]] = defaultdict(list)
+    runs: defaultdict[str, list[PeerFlow]] = defaultdict(list)
+    over: defaultdict[str, list[PeerFlow]] = defaultdict(list)
     sending: defaultdict[PeerId, float] = defaultdict(float)
     for each in running:
         if each.src in missing and each.dst in missing:
@@ -72,7 +41,7 @@ def mend(
             over[each.shard].append(each)
     for each in ended:
         over[each.shard].append(each)
-    found: list[RepairFeed] = []
+    found: list[PeerFlow] = []
     lost: defaultdict[PeerId, defaultdict[str, ByteRanges]] = defaultdict(lambda: defaultdict(ByteRanges))
     for shard in sorted({shard for each in missing.values() for shard in each}):
         lacking = {peer: each[shard] for peer, each in sorted(missing.items()) if shard in each}
@@ -95,13 +64,13 @@ class _Mending:
         first: int,
         last: int,
         lacking: Mapping[PeerId, Sequence[Range]],
-        running: Sequence[Feed],
-        ended: Sequence[Feed],
+        running: Sequence[PeerFlow],
+        ended: Sequence[PeerFlow],
     ) -> None:
         self._shard, self._first, self._size = shard, first, last - first
         lack = {peer for peer, ranges in lacking.items() if is_within(first, ranges)}
         self._wave = {peer: -1 for peer in lacking if peer not in lack}  # of who has it, or is going to: since when
-        self._below: defaultdict[PeerId, list[Feed]] = defaultdict(list)
+        self._below: defaultdict[PeerId, list[PeerFlow]] = defaultdict(list)
         for each in running:
             if each.dst in lack and each.src in lacking and each.offset <= first < each.offset + each.bytes:
                 self._below[each.src].append(each)
@@ -112,7 +81,7 @@ class _Mending:
         for peer in sorted(self._has):
             self._reach(peer)
 
-    def new(self, sending: defaultdict[PeerId, float], weight: Weight) -> Iterator[RepairFeed]:
+    def new(self, sending: defaultdict[PeerId, float], weight: Weight) -> Iterator[PeerFlow]:
         """One whom nobody may send to yet waits for the others."""
         waiting = self._tops
         while waiting:
@@ -125,7 +94,7 @@ class _Mending:
                 sending[src] += self._size
                 self._wave[dst] = wave
                 self._reach(dst)
-                yield RepairFeed(self._shard, self._first, self._size, src, dst, wave)
+                yield PeerFlow(self._shard, self._first, self._size, src, dst, wave)
             if len(again) == len(waiting):
                 return
             waiting = again
@@ -163,7 +132,7 @@ class _Mending:
                     queue.append(each.dst)
 
 
-def _is_fed(peer: PeerId, ranges: Sequence[Range], running: Sequence[Feed]) -> bool:
+def _is_fed(peer: PeerId, ranges: Sequence[Range], running: Sequence[PeerFlow]) -> bool:
     left = ByteRanges(ranges)
     for each in running if ranges else ():
         if each.dst == peer:
@@ -171,7 +140,7 @@ def _is_fed(peer: PeerId, ranges: Sequence[Range], running: Sequence[Feed]) -> b
     return left.is_empty
 
 
-def _parts(lacking: Mapping[PeerId, Sequence[Range]], feeds: Sequence[Feed], most: int) -> Iterator[Range]:
+def _parts(lacking: Mapping[PeerId, Sequence[Range]], feeds: Sequence[PeerFlow], most: int) -> Iterator[Range]:
     """From and to: what somebody lacks, cut where anything changes."""
     points = {at for ranges in lacking.values() for first, size in ranges for at in (first, first + size)}
     least, greatest = min(points), max(points)
@@ -182,15 +151,15 @@ def _parts(lacking: Mapping[PeerId, Sequence[Range]], feeds: Sequence[Feed], mos
             yield first, last
 
 
-def _joined(found: Collection[RepairFeed]) -> list[RepairFeed]:
+def _joined(found: Collection[PeerFlow]) -> list[PeerFlow]:
     """Neighbours that go the same way are one."""
 
-    def way(each: RepairFeed) -> tuple[str, PeerId, PeerId, int]:
+    def way(each: PeerFlow) -> tuple[str, PeerId, PeerId, int]:
         return each.shard, each.dst, each.src, each.wave
 
-    joined: list[RepairFeed] = []
+    joined: list[PeerFlow] = []
     for key, own in itertools.groupby(sorted(found, key=lambda each: (way(each), each.offset)), way):
         shard, dst, src, wave = key
         ranges = ByteRanges((each.offset, each.bytes) for each in own).ranges
-        joined += [RepairFeed(shard, offset, size, src, dst, wave) for offset, size in ranges]
+        joined += [PeerFlow(shard, offset, size, src, dst, wave) for offset, size in ranges]
     return joined

@@ -74,7 +74,6 @@ class SyncProblem:
     tor: Ints  # [endpoint]
     nic_gbps: Floats  # [endpoint]
     shards: tuple[Shard, ...]
-    seeds_per_pod: int
     chunk_bytes: int
     hop_latency_s: float
     pairs: ShardPairs | None = None  # None: circuits between any two pods, at `link_gbps`, as boundaries allow
@@ -84,8 +83,6 @@ class SyncProblem:
             raise ValueError(f"pairs must be of {len(self.pods)} pods, got {len(self.pairs.circuits)}")
         if not self.link_gbps > 0:
             raise ValueError(f"link_gbps must be > 0, got {self.link_gbps}")
-        if self.seeds_per_pod < 1:
-            raise ValueError(f"seeds_per_pod must be >= 1, got {self.seeds_per_pod}")
         if self.chunk_bytes < 1:
             raise ValueError(f"chunk_bytes must be >= 1, got {self.chunk_bytes}")
         if not self.hop_latency_s >= 0:

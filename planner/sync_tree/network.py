@@ -1,28 +1,33 @@
-"""The network that a sync goes over, as the planner has it, and the bytes that peers have and lack. Pure.
+"""The network that a sync goes over, the bytes that peers have and lack, the plan of their flows, and what these leave
+of hosts' NICs to moves of KV, which the balancer prices with it. Pure.
 
 All rates are shares of what is there; circuits and ToRs without a limit get one that is never felt.
 """
 
 import itertools
+import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
 
 from planner.model import PeerId
-from planner.sync_tree.model import Shard, ShardPairs, SyncProblem, pairs_of
-from planner.sync_tree.ranges import Range, is_within
+from planner.sync_tree.model import Shard, SyncPlan, SyncProblem, edge_seconds, pairs_of
+from planner.sync_tree.plan import make_plan
+from planner.sync_tree.ranges import PeerFlow, Range, is_within
 
 _NO_LIMIT = 2**16  # circuits
+_WAVE_HOPS = 2  # that the edges of a wave take to be joined, and their first chunk to come
+
+TimedFlow = tuple[PeerFlow, float]  # with the seconds that its plan gives it
 
 
 class SyncSettings(Protocol):
     """The values of the configuration's section `weights` that planning reads."""
 
     rate_share: float
-    seeds_per_pod: int
     chunk_bytes: int
     hop_latency_s: float
 
@@ -81,6 +86,10 @@ def sync_problem(
     tor_gbps = [
         network.tor_circuits[tor] * link_gbps if tor in network.tor_circuits else 2 * sum(nic_gbps) for _, tor in tors
     ]
+    links = None
+    if network.pairs is not None:  # of those pods that have to do with it
+        own = [(ends, each) for ends, each in sorted(network.pairs.items()) if {*ends} <= {*pods}]
+        links = [(*ends, each.circuits, each.gbps * settings.rate_share) for ends, each in own]
     return SyncProblem(
         link_gbps=link_gbps,
         pods=tuple(pods),
@@ -100,18 +109,10 @@ def sync_problem(
             )
             for each in segments
         ),
-        seeds_per_pod=settings.seeds_per_pod,
         chunk_bytes=settings.chunk_bytes,
         hop_latency_s=settings.hop_latency_s,
-        pairs=None if network.pairs is None else _pairs(network.pairs, pods, settings.rate_share),
+        pairs=None if links is None else pairs_of({pod: number for number, pod in enumerate(pods)}, links),
     )
-
-
-def _pairs(links: Mapping[tuple[str, str], PairLink], pods: Sequence[str], share: float) -> ShardPairs:
-    """Of those pods that have to do with it."""
-    place = {pod: number for number, pod in enumerate(pods)}
-    own = [(a, b, each.circuits, each.gbps * share) for (a, b), each in sorted(links.items()) if {a, b} <= set(pods)]
-    return pairs_of(place, own)
 
 
 def shard_segments(
@@ -145,3 +146,75 @@ def summed_by(segments: Iterable[ShardSegment]) -> dict[str, PeerId]:
             found[each.shard] = min(each.holders, key=lambda peer: (bytes_of[peer], peer))
             bytes_of[found[each.shard]] += each.bytes
     return found
+
+
+def plan_flows(
+    segments: Sequence[ShardSegment], network: SyncNetwork, settings: SyncSettings
+) -> tuple[list[TimedFlow], SyncPlan]:
+    """Return all flows in order of waves, and their plan. Raises Unreachable where no way leads to a receiver."""
+    ids = sorted({peer for each in segments for peer in (*each.holders, *each.receivers)})
+    problem = sync_problem(segments, ids, network, settings)
+    plan = make_plan(problem, wave_s=_WAVE_HOPS * settings.hop_latency_s)
+    return _flows(problem, plan, segments, ids), plan
+
+
+def _flows(
+    problem: SyncProblem, plan: SyncPlan, segments: Sequence[ShardSegment], ids: Sequence[PeerId]
+) -> list[TimedFlow]:
+    """Pieces of one shard that are next to each other and go the same way at once are one."""
+    flows: list[TimedFlow] = []
+    for number, wave in enumerate(plan.waves):
+        edges = wave.edges
+        columns = (edges.shard, edges.offset, edges.bytes, edges.src, edges.dst, edges.circuits, edges.rate_gbps)
+        rows = zip(*(column.tolist() for column in (*columns, edge_seconds(problem, edges))), strict=True)
+        ways: dict[tuple[str, int, int], list[TimedFlow]] = defaultdict(list)
+        for segment, offset, size, src, dst, circuits, rate_gbps, seconds in rows:
+            of, ends = segments[segment], (ids[src], ids[dst])
+            flow = PeerFlow(of.shard, of.offset + offset, size, *ends, number, "A" if circuits else "B", rate_gbps)
+            ways[of.shard, src, dst].append((flow, seconds))
+        for way in ways.values():
+            flows += _joined(way)
+    return flows
+
+
+def _joined(way: list[TimedFlow]) -> Iterator[TimedFlow]:
+    way.sort(key=lambda each: each[0].offset)
+    start = 0
+    for place, (last, _) in enumerate(way):
+        end = last.offset + last.bytes
+        if place + 1 < len(way) and way[place + 1][0].offset == end:
+            continue
+        own, start = way[start : place + 1], place + 1
+        first, rate_gbps = own[0][0], math.fsum(flow.rate_gbps for flow, _ in own)
+        yield replace(first, bytes=end - first.offset, rate_gbps=rate_gbps), max(seconds for _, seconds in own)
+
+
+@dataclass(frozen=True, slots=True)
+class LeftForMoves:
+    """Of an engine host's NIC, where least is left: what a move of KV gets; and who has the rest."""
+
+    share: float = 1.0
+    taken_by: tuple[str, ...] = ()
+
+
+def left_for_moves(
+    running: Iterable[tuple[PeerId, PeerId, float]],
+    stations: Mapping[PeerId, NetworkStation],
+    among: Collection[PeerId],
+) -> LeftForMoves:
+    """Return what edges (source, destination, Gb/s) leave at the peers whose hosts KV moves between (`among`).
+
+    An edge of 0 Gb/s is not held back and wants all that both of its ends have. A NIC shares out evenly among those
+    that would fill it, in each direction by itself.
+    """
+    wished: defaultdict[tuple[PeerId, str], float] = defaultdict(float)
+    for src, dst, rate_gbps in running:
+        ends = [stations[end].nic_gbps for end in (src, dst) if end in stations]
+        wish_gbps = min([rate_gbps or math.inf, *ends])
+        wished[src, "out"] += wish_gbps
+        wished[dst, "in"] += wish_gbps
+    most = max(
+        (gbps / stations[peer].nic_gbps for (peer, _), gbps in wished.items() if peer in among and peer in stations),
+        default=0.0,
+    )
+    return LeftForMoves(1 / (1 + most), ("weight sync",)) if most > 0 else LeftForMoves()

@@ -11,6 +11,12 @@ Box = tuple[tuple[int, int], ...]  # of each axis, from and to
 Where = int | Literal["first", "last", "both"]  # a layer's number, or the stages at the ends
 
 
+def overlap(one: Box, other: Box) -> Box | None:
+    """Return the elements that both boxes of a tensor have; None where there are none."""
+    box = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return box if all(first < last for first, last in box) else None
+
+
 @dataclass(frozen=True, slots=True)
 class FusedPart:
     """One of a fused parameter's tensors; `heads` are not divided but copied where TP exceeds them. 0: it has none."""

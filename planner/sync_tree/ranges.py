@@ -1,12 +1,32 @@
-"""Which bytes are there: disjoint ranges in order, joined where they touch. Not for several threads at once."""
+"""Ranges of bytes that are there, and flows of such ranges from one peer to another. Pure."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from planner.model import PeerId
 
 Range = tuple[int, int]  # from, and how many
 
 
+@dataclass(frozen=True, slots=True)
+class PeerFlow:
+    """Bytes of a shard that flow from one peer to another in one wave."""
+
+    shard: str
+    offset: int
+    bytes: int
+    src: PeerId
+    dst: PeerId
+    wave: int = 0
+    phase: Literal["A", "B"] = "B"  # A: from one pod into another
+    rate_gbps: float = 0.0  # most that it may take; 0: all there is
+
+
 class ByteRanges:
+    """Disjoint ranges in order, joined where they touch. Not for several threads at once."""
+
     def __init__(self, ranges: Iterable[Range] = ()) -> None:
         self._first: list[int] = []
         self._last: list[int] = []  # behind each

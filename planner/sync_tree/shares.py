@@ -11,11 +11,12 @@ with experts that are moved about (EPLB) names say nothing; say TP and EP 1 ther
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from planner.sync_tree.layout import vllm_stages
+from planner.sync_tree.layout import Range, vllm_stages
 from planner.sync_tree.parameters import Box
+from planner.sync_tree.ranges import ByteRanges
 
-Range = tuple[int, int]
 Shapes = Mapping[str, tuple[int, ...]]
 
 _LAYER = re.compile(r"^(?:model\.|language_model\.model\.|model\.language_model\.)layers\.(\d+)\.")
@@ -32,30 +33,44 @@ _LAST_NORM = re.compile(r"^(?:model\.|language_model\.model\.|model\.language_mo
 _ROWS_ARE_OUTPUTS = frozenset({"q_proj", "gate_proj", "up_proj", "w1", "w3"})
 _COLUMNS_ARE_INPUTS = frozenset({"o_proj", "down_proj", "w2"})
 _VOCAB_MULTIPLE = 64  # vLLM pads a vocabulary's rows to a multiple of this
+_MOST_RANKS = 2**31
 
 
-def needed_boxes(
-    shapes: Shapes,
-    *,
-    tp: int = 1,
-    tp_ranks: Sequence[int] = (0,),
-    pp: int = 1,
-    pp_ranks: Sequence[int] = (0,),
-    ep: int = 1,
-    ep_ranks: Sequence[int] = (0,),
-) -> dict[str, tuple[Box, ...]]:
+@dataclass(frozen=True, slots=True)
+class EngineShare:
+    """What an engine's peer needs of the weights: all, or what its ranks of TP, PP and EP load. Tensors whose names say
+    nothing of how they are divided are needed whole."""
+
+    tp: int = 1
+    tp_ranks: tuple[int, ...] = (0,)
+    pp: int = 1
+    pp_ranks: tuple[int, ...] = (0,)
+    ep: int = 1
+    ep_ranks: tuple[int, ...] = (0,)
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "pp", "ep"):
+            size, ranks = getattr(self, name), getattr(self, f"{name}_ranks")
+            if not 1 <= size < _MOST_RANKS:
+                raise ValueError(f"{name} must be >= 1 and < {_MOST_RANKS}, got {size}")
+            if not ranks or not all(0 <= rank < size for rank in ranks):
+                raise ValueError(f"{name}_ranks must be ranks below {name} {size}, got {ranks}")
+
+
+def needed_boxes(shapes: Shapes, share: EngineShare) -> dict[str, tuple[Box, ...]]:
     """Of each tensor, what any of these ranks loads; tensors of which none loads anything are left out."""
+    tp, pp, ep = share.tp, share.pp, share.ep
     stage_of_layer = _stages(shapes, pp)
     expert_counts = _experts(shapes)
     found: dict[str, tuple[Box, ...]] = {}
     for name, shape in shapes.items():
         whole = tuple((0, length) for length in shape)
-        if pp > 1 and not _is_on(name, set(pp_ranks), pp, stage_of_layer):
+        if pp > 1 and not _is_on(name, set(share.pp_ranks), pp, stage_of_layer):
             continue
         if ep > 1 and ".experts." in name:
-            boxes = _of_experts(name, whole, expert_counts, ep, ep_ranks)
+            boxes = _of_experts(name, whole, expert_counts, ep, share.ep_ranks)
         else:
-            axis, ranges = _divided(name, shape, shapes, tp, tp_ranks)
+            axis, ranges = _divided(name, shape, shapes, tp, share.tp_ranks)
             boxes = [whole] if axis is None else [(*whole[:axis], each, *whole[axis + 1 :]) for each in ranges]
         if boxes:
             found[name] = tuple(boxes)
@@ -151,13 +166,6 @@ def _kv_heads(name: str, shape: tuple[int, ...], shapes: Shapes) -> int:
 
 
 def _joined(ranges: Iterable[Range]) -> list[Range]:
-    """Neighbours as one, and nothing empty or twice; they come in order."""
-    found: list[Range] = []
-    for first, last in ranges:
-        if first >= last:
-            continue
-        if found and first <= found[-1][1]:
-            found[-1] = found[-1][0], max(last, found[-1][1])
-        else:
-            found.append((first, last))
-    return found
+    """Neighbours as one, and nothing empty or twice."""
+    found = ByteRanges((first, last - first) for first, last in ranges)
+    return [(first, first + size) for first, size in found.ranges]

@@ -25,7 +25,7 @@ from orchestrrl.weights.layout import read_layout
 from orchestrrl.weights.model import DTYPE_BYTES, MODEL_FILE, TensorMeta
 from orchestrrl.weights.trainer.boxes import TensorPiece, slices
 from orchestrrl.weights.trainer.client import PublishInProgress, WeightsClient
-from planner.sync_tree.shares import needed_boxes
+from planner.sync_tree.shares import EngineShare, needed_boxes
 from tests.orchestrrl.gateway.processes import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -153,7 +153,7 @@ def check(folder: Path, version: int, words: Sequence[str]) -> None:
     file = folder / f"v{version}" / MODEL_FILE
     layout = read_layout(file)
     image = np.fromfile(file, dtype=np.uint8)
-    for name, boxes in needed_boxes({each.name: each.shape for each in TENSORS}, tp=tp, tp_ranks=ranks).items():
+    for name, boxes in needed_boxes({each.name: each.shape for each in TENSORS}, EngineShare(tp, ranks)).items():
         right = content(version)[name]
         found = image[layout.places[name] :][: right.nbytes].view(right.dtype).reshape(right.shape)
         for box in boxes:

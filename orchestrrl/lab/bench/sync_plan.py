@@ -83,7 +83,6 @@ def problem(family: SyncFamily) -> SyncProblem:
         tor=tor,
         nic_gbps=np.full(ends, LINK_GBPS),
         shards=shards,
-        seeds_per_pod=1,
         chunk_bytes=16 << 20,
         hop_latency_s=1e-5,
     )

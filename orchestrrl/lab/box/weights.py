@@ -220,8 +220,8 @@ class _Show:
         for number, (shard, src, dst) in enumerate(hops):
             (transport, address), *_ = self._peers[dst].transports.items()
             phase: Literal["A", "B"] = "A" if self._crosses(src, dst) else "B"
-            id = f"{letter}{number}"
-            made.append(CarryEdge(id, shard.id, 0, shard.bytes, src, dst, transport, address, phase=phase))
+            flow = shard.id, 0, shard.bytes, src, dst, 0, phase
+            made.append(CarryEdge(*flow, id=f"{letter}{number}", transport=transport, address=address))
         return tuple(made)
 
     def _crosses(self, src: PeerId, dst: PeerId) -> bool:

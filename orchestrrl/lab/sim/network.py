@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from orchestrrl.core.clock import Clock
-from planner.sync_tree.nic_share import LeftForMoves
+from planner.sync_tree.network import LeftForMoves
 
 Node = int
 Cargo = Literal["moves", "weight sync"]

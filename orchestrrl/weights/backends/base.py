@@ -40,12 +40,11 @@ class TrainerStep:
     step: str
     body: Mapping[str, Any] = field(default_factory=dict)
 
+    def to_json(self) -> str:
+        return _ASKED.dump_json(self).decode()
+
 
 _ASKED: TypeAdapter[TrainerStep] = TypeAdapter(TrainerStep)
-
-
-def trainer_step_json(step: TrainerStep) -> str:
-    return _ASKED.dump_json(step).decode()
 
 
 def trainer_step_from(text: str) -> TrainerStep | None:

@@ -12,6 +12,7 @@ from orchestrrl.core.errors import OrchestrRLError, cut, few
 from orchestrrl.core.offload import Offload
 from orchestrrl.core.operations import FrozenRequests
 from orchestrrl.core.operator_pauses import PauseRegistry
+from orchestrrl.weights import orders
 from orchestrrl.weights.controller.peer_hub import PeerHub
 from orchestrrl.weights.controller.planning import PlannedSync
 from orchestrrl.weights.controller.reports import SyncPhase
@@ -19,17 +20,7 @@ from orchestrrl.weights.controller.serving import PeerAssignments
 from orchestrrl.weights.controller.stale_versions import StaleVersions
 from orchestrrl.weights.controller.state import HOLDER, LOOK_S, WORDS, EngineNow, FleetWeights, WeightBook
 from orchestrrl.weights.model import Peer
-from orchestrrl.weights.orders import (
-    EndEdges,
-    InstallVersion,
-    KeepVersions,
-    Order,
-    OrderOutcome,
-    PeerResult,
-    ProbeWeights,
-    QueryVersion,
-    RestEngine,
-)
+from orchestrrl.weights.orders import Order, OrderOutcome, PeerResult
 from planner.model import EngineId, PeerId
 from planner.sync_tree.network import SyncNetwork
 
@@ -272,7 +263,7 @@ class SyncActions:
         within_s = self.settings.install_within_s
         now_s = self.clock.now_s()
         valid_until_s = min(now_s + within_s, until_s if until_s is not None else now_s + within_s)
-        order, doubt = InstallVersion(version, engine, valid_until_s, anew), self.stale.of(engine)
+        order, doubt = orders.InstallVersion(version, engine, valid_until_s, anew), self.stale.of(engine)
         result = await self.send_order(engine, order, max(0.0, valid_until_s - now_s) + ANSWER_S, "install_failed")
         self.stale.dispel(engine, doubt)
         return result
@@ -286,7 +277,7 @@ class SyncActions:
             if peer is None:
                 return
             try:
-                result = await self.hub.send_order(peer.id, QueryVersion(engine), LOOK_WITHIN_S, 0.0)
+                result = await self.hub.send_order(peer.id, orders.QueryVersion(engine), LOOK_WITHIN_S, 0.0)
             except OrchestrRLError as error:
                 logger.warning("%s: what it has is not known anew: %s", engine, error)
                 return
@@ -309,13 +300,13 @@ class SyncActions:
 
     async def probe(self, engine: EngineId, prompt: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
         within_s = self.settings.probe_within_s
-        order = ProbeWeights(engine, prompt, max_tokens, self.clock.now_s() + within_s)
+        order = orders.ProbeWeights(engine, prompt, max_tokens, self.clock.now_s() + within_s)
         return (await self.send_order(engine, order, within_s + ANSWER_S, "verify_failed")).tokens
 
     async def rest(self, engine: EngineId, at_rest: bool, drain_s: float = 0.0, *, ends: bool = False) -> None:
         if at_rest:
             self.rested.add(engine)
-        order = RestEngine(engine, at_rest, drain_s, ends)
+        order = orders.RestEngine(engine, at_rest, drain_s, ends)
         await self.send_order(engine, order, self.settings.fence_within_s + drain_s, "not_quiet")
         if not at_rest:
             self.rested.discard(engine)
@@ -346,7 +337,7 @@ class SyncActions:
 
     async def let_go(self, version: int) -> None:
         """End all edges of the version at all peers."""
-        await self._notify_all(lambda _: EndEdges(version))
+        await self._notify_all(lambda _: orders.EndEdges(version))
 
     async def keep(self, *, but: int | None = None) -> None:
         """Have peers keep the fleet's version, those on their way, and newer ones that trainers have staged. Where one
@@ -356,11 +347,11 @@ class SyncActions:
         if committed == but or sum(version == but for version in wanted) > 1:
             return
 
-        def order(peer: Peer) -> KeepVersions:
+        def order(peer: Peer) -> orders.KeepVersions:
             newer = {held.version for held in peer.held if held.staged_by and held.version > (committed or 0)}
             others = newer if but is None else {held.version for held in peer.held}
             versions = {*wanted, *others, *([] if committed is None else [committed])}
-            return KeepVersions(tuple(sorted(versions - {but})))
+            return orders.KeepVersions(tuple(sorted(versions - {but})))
 
         await self._notify_all(order)
 

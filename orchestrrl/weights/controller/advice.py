@@ -113,8 +113,7 @@ SENTENCES: Mapping[SyncPhase, str | Callable[[SyncProfile], str]] = {
     SyncPhase.PUBLISH: _publish,
     SyncPhase.SUMS: "{gb_per_s:.2g} GB/s; holders sum side by side, so stage on more hosts (replicas on other nodes"
     " count as holders), and give the peer's process more than one core",
-    SyncPhase.PLAN: "the model has many small pieces; a larger weights.chunk_bytes makes fewer, and fewer seeds_per_pod"
-    " fewer ways",
+    SyncPhase.PLAN: "the model has many small pieces; a larger weights.chunk_bytes makes fewer",
     SyncPhase.WINDOW: "circuits wait until the job's collectives pause; publish where nothing runs (at a boundary no"
     " window is waited for), or with install: next_pause, so that the trainer goes on meanwhile",
     SyncPhase.CIRCUITS: "switches are slow to change; a plan over the circuits that are up already, or packets alone,"

@@ -10,34 +10,24 @@ import logging
 from collections.abc import Collection, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any, Literal
 
 from orchestrrl.core.clock import until_set
 from orchestrrl.core.errors import OrchestrRLError, few
+from orchestrrl.weights import orders
 from orchestrrl.weights.controller.actions import ANSWER_S, BroughtUp, SyncActions, SyncFailed, each_done
 from orchestrrl.weights.controller.peer_hub import Heard
-from orchestrrl.weights.controller.planning import PlannedSync, common_transport, plan_repair, plan_sync
+from orchestrrl.weights.controller.planning import PlannedSync, common_transport, edge_of, plan_repair, plan_sync
 from orchestrrl.weights.controller.progress import SyncProgress
 from orchestrrl.weights.controller.reports import SyncPhase, SyncState
 from orchestrrl.weights.controller.state import SyncRecord
-from orchestrrl.weights.model import EngineShare, HeldVersion, Peer, VersionMap
-from orchestrrl.weights.orders import (
-    ArrivedBytes,
-    CarryEdge,
-    CarryEdges,
-    CheckVersion,
-    EdgeEvent,
-    EdgeState,
-    EndEdges,
-    OrderOutcome,
-    PeerResult,
-    SumShards,
-)
+from orchestrrl.weights.model import HeldVersion, Peer, VersionMap
+from orchestrrl.weights.orders import ArrivedBytes, CarryEdge, EdgeEvent, EdgeState, OrderOutcome, PeerResult
 from orchestrrl.weights.publication import Publication
 from planner.model import PeerId
-from planner.sync_tree.mend import RepairFeed, mend
+from planner.sync_tree.mend import mend
 from planner.sync_tree.network import SyncNetwork
+from planner.sync_tree.ranges import PeerFlow
 
 logger = logging.getLogger(__name__)
 
@@ -59,9 +49,7 @@ class TreeTransfer:
         self._publications = publications
         self._still = still
         self._plans = 0
-        self._carried: tuple[PlannedSync, VersionMap] | None = None  # the last plan that peers began to carry out
-        self._shares: Mapping[PeerId, EngineShare] = {}  # of the peers of the last plan, and of the one carried out
-        self._carried_shares: Mapping[PeerId, EngineShare] = {}
+        self._carried: PlannedSync | None = None  # the last plan that peers began to carry out, with all sums
         self._is_up = is_up  # circuits, or on their way
         self._tearing: asyncio.Task[None] | None = None
 
@@ -87,9 +75,9 @@ class TreeTransfer:
             edges=len(planned.edges),
             carried_bytes=sum(edge.bytes for edge in planned.edges),  # to be; in the end, as it was
         )
-        self._carried, self._carried_shares = (planned, map), self._shares
+        self._carried = replace(planned, map=map)
         record.state(SyncState.CARRYING)
-        self.carrying = Carrying(acts, record, planned, map, brought.network)
+        self.carrying = Carrying(acts, record, self._carried, brought.network)
         try:
             await self.carrying.run()
         finally:
@@ -107,16 +95,15 @@ class TreeTransfer:
         """Return what receivers have since an earlier attempt, and others that have all. It is not counted on where
         something that ranks have staged is away, or a receiver is new or serves another share by now, whose needs
         shards have not been cut for."""
-        there = self._acts.hub.attached()
-        known = all(there[peer].share == self._carried_shares.get(peer) for peer in there.keys() & receivers)
-        if self._carried is None or not known:
+        there, before = self._acts.hub.attached(), self._carried
+        if before is None or any(there[peer].share != before.shares.get(peer) for peer in there.keys() & receivers):
             return {}
         found: dict[PeerId, HeldVersion] = {}
-        version, opens = self._record.report.version, self._carried[0].opens
+        version, opens = self._record.report.version, before.opens
 
         async def of(peer: PeerId) -> None:
             try:
-                result = await self._acts.done(peer, CheckVersion(version), READ_WITHIN_S, "corrupt")
+                result = await self._acts.done(peer, orders.CheckVersion(version), READ_WITHIN_S, "corrupt")
             except SyncFailed as failure:
                 self._record.note(f"what {peer} has from before is not counted on: {failure.detail}")
                 return
@@ -131,17 +118,15 @@ class TreeTransfer:
     ) -> PlannedSync:
         wanted = {*receivers, *held, *(each.peer for each in self._publications)}
         peers = {id: peer for id, peer in self._acts.hub.attached().items() if id in wanted}
-        self._shares = {id: peer.share for id, peer in peers.items()}
         self._plans += 1
-        settings, name = self._acts.settings, f"{self._record.id}.{self._plans}"
+        settings, name, before = self._acts.settings, f"{self._record.id}.{self._plans}", self._carried
 
         def make() -> PlannedSync:
-            if self._carried is None or not held:
+            if before is None or not held:
                 version = self._record.report.version
                 return plan_sync(version, self._publications, peers.values(), network, settings, name=name)
-            before, map = self._carried
             known = before.opens.keys() & peers.keys() & set(receivers)
-            planned = plan_repair(map, known, peers.values(), network, settings, held=held, name=name)
+            planned = plan_repair(before.map, known, peers.values(), network, settings, held=held, name=name)
             return replace(planned, opens={**planned.opens, **{p: o for p, o in before.opens.items() if p in held}})
 
         with self._record.phase(SyncPhase.PLAN):
@@ -173,7 +158,7 @@ class TreeTransfer:
 
         async def of(peer: PeerId, shards: Sequence[str]) -> Mapping[str, tuple[str, ...]]:
             await self._acts.done(peer, planned.opens[peer], READ_WITHIN_S, "trainer_lost")
-            order = SumShards(planned.map.version, tuple(shards))
+            order = orders.SumShards(planned.map.version, tuple(shards))
             return (await self._acts.done(peer, order, READ_WITHIN_S, "trainer_lost")).sums
 
         found: dict[str, tuple[str, ...]] = {}
@@ -208,22 +193,14 @@ def summed(map: VersionMap, sums: Mapping[str, tuple[str, ...]]) -> VersionMap:
 class Carrying:
     """One plan's bytes on their way. `run` returns when all have all, checked."""
 
-    def __init__(
-        self,
-        acts: SyncActions,
-        record: SyncRecord,
-        planned: PlannedSync,
-        map: VersionMap,
-        network: SyncNetwork,
-        holders: Mapping[PeerId, HeldVersion] = MappingProxyType({}),
-    ) -> None:
-        """`holders` have had it before, and are not told to open it."""
-        self.progress = SyncProgress(planned, holders)
+    def __init__(self, acts: SyncActions, record: SyncRecord, planned: PlannedSync, network: SyncNetwork) -> None:
+        """`planned`: with the sums of all shards in its map."""
+        self.progress = SyncProgress(planned)
         self._acts = acts
         self._record = record
-        self._planned = planned
+        self._version = planned.map.version
         self.network = network
-        sums_of = {shard.id: shard.sums for shard in map.shards}
+        sums_of = {shard.id: shard.sums for shard in planned.map.shards}
         self._opens = {peer: replace(opened, map=summed(opened.map, sums_of)) for peer, opened in planned.opens.items()}
         self._woken = asyncio.Event()
         self._orders: set[asyncio.Task[None]] = set()
@@ -236,9 +213,9 @@ class Carrying:
     def on_news(self, peer: PeerId, news: Heard) -> None:
         """Handle a report of a peer."""
         match news:
-            case EdgeEvent() if news.version == self._planned.map.version:
+            case EdgeEvent() if news.version == self._version:
                 self._edge(news)
-            case ArrivedBytes() if news.version == self._planned.map.version:
+            case ArrivedBytes() if news.version == self._version:
                 more = news.received_bytes - self._arrived.get(peer, 0)
                 if more > 0:
                     self._moved_s = self._acts.clock.now_s()
@@ -247,7 +224,11 @@ class Carrying:
                 self._record.put(arrived_bytes=self._arrived_bytes)
                 return
             case Peer() if peer in self._opens:
-                self._back(peer, next((each for each in news.held if each.version == self._planned.map.version), None))
+                # It has come back, or reports itself anew: open the version there and order its edges again.
+                held = next((each for each in news.held if each.version == self._version), None)
+                self.progress.on_held(peer, held)
+                self._moved_s = self._acts.clock.now_s()
+                self._start(self._again(peer, self.progress.live_of(peer)))
         self._woken.set()
 
     async def run(self) -> None:
@@ -290,13 +271,10 @@ class Carrying:
 
     async def _check(self) -> bool:
         """Return whether all bytes that have come agree with their sums."""
+        receivers, order = self.progress.receivers, orders.CheckVersion(self._version)
         with self._record.phase(SyncPhase.CHECK):
-
-            async def of(peer: PeerId) -> PeerResult:
-                return await self._acts.done(peer, CheckVersion(self._planned.map.version), READ_WITHIN_S, "corrupt")
-
-            receivers = self.progress.receivers
-            results = await each_done(of(peer) for peer in receivers)
+            results: list[PeerResult]
+            results = await each_done(self._acts.done(peer, order, READ_WITHIN_S, "corrupt") for peer in receivers)
         for peer, result in zip(receivers, results, strict=True):
             if result.missing:
                 self._record.note(f"peer {peer} had bytes that did not agree with their sums, and got them again")
@@ -328,13 +306,13 @@ class Carrying:
         self._mends += 1
         name = f"{self._record.id}.{self._record.report.attempt}.m{self._mends}."
         weight = partial(self._weight, peers)
-        feeds: list[RepairFeed]
-        feeds, lost = await acts.offload(partial(mend, progress.live, progress.broken_off, missing, weight=weight))
+        flows: list[PeerFlow]
+        flows, lost = await acts.offload(partial(mend, progress.live, progress.broken_off, missing, weight=weight))
         words = f"nobody can bring {few(sorted(lost), between=', ')} what they lack"
         if lost and words != self._stuck:
             self._stuck = words
             logger.warning("weight sync %s: %s", self._record.id, words)
-        edges = tuple(self._edge_of(f"{name}{number}", feed, peers) for number, feed in enumerate(feeds))
+        edges = tuple(self._edge_of(f"{name}{number}", flow, peers) for number, flow in enumerate(flows))
         if edges:
             self._stuck = ""
             progress.add(edges, {})
@@ -353,13 +331,13 @@ class Carrying:
         station = self.network.stations.get(peer)
         return "" if station is None else station.pod
 
-    def _edge_of(self, id: str, feed: RepairFeed, peers: Mapping[PeerId, Peer]) -> CarryEdge:
-        src, dst = feed.src, feed.dst
+    def _edge_of(self, id: str, flow: PeerFlow, peers: Mapping[PeerId, Peer]) -> CarryEdge:
+        src, dst = flow.src, flow.dst
         way = common_transport(self._acts.settings, peers[src], peers[dst])
         assert way is not None
         phase: Literal["A", "B"] = "B" if self._pod(src) == self._pod(dst) else "A"
-        address, rate_gbps = peers[dst].transports[way], self.progress.rate_gbps(dst, feed.shard)
-        return CarryEdge(id, feed.shard, feed.offset, feed.bytes, src, dst, way, address, feed.wave, phase, rate_gbps)
+        flow = replace(flow, phase=phase, rate_gbps=self.progress.rate_gbps(dst, flow.shard))
+        return edge_of(id, flow, peers[dst], way)
 
     def _give(self, edges: Sequence[CarryEdge]) -> None:
         """Order edges at both of their ends."""
@@ -377,7 +355,7 @@ class Carrying:
 
     async def _carry(self, peer: PeerId, edges: tuple[CarryEdge, ...]) -> None:
         settings = self._acts.settings
-        order = CarryEdges(self._planned.map.version, edges, settings.chunk_bytes, settings.stall_s)
+        order = orders.CarryEdges(self._version, edges, settings.chunk_bytes, settings.stall_s)
         try:
             result = await self._acts.hub.send_order(peer, order, ANSWER_S + settings.patience_s, settings.patience_s)
         except OrchestrRLError as error:
@@ -406,14 +384,8 @@ class Carrying:
                     self._start(self._let_go(end, edge.id))
 
     async def _let_go(self, peer: PeerId, edge_id: str) -> None:
-        if why := await self._acts.hub.try_order(peer, EndEdges(self._planned.map.version, (edge_id,)), ANSWER_S):
+        if why := await self._acts.hub.try_order(peer, orders.EndEdges(self._version, (edge_id,)), ANSWER_S):
             logger.warning("weight sync %s: peer %s: %s", self._record.id, peer, why)
-
-    def _back(self, peer: PeerId, held: HeldVersion | None) -> None:
-        """A peer has come back or reports itself anew: open the version there and order its edges again."""
-        self.progress.on_held(peer, held)
-        self._moved_s = self._acts.clock.now_s()
-        self._start(self._again(peer, self.progress.live_of(peer)))
 
     async def _again(self, peer: PeerId, edges: tuple[CarryEdge, ...]) -> None:
         try:

@@ -44,7 +44,7 @@ from orchestrrl.weights.controller.state import HOLDER, CommittedVersion, Engine
 from orchestrrl.weights.model import Peer
 from orchestrrl.weights.publication import NOT_ATTACHED, Publication, PublicationSet, fingerprint
 from planner.model import EngineId, PeerId
-from planner.sync_tree.nic_share import LeftForMoves, left_for_moves
+from planner.sync_tree.network import LeftForMoves, left_for_moves
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +111,9 @@ class WeightSync:
             if fingerprint(publication) in committed.fingerprints:
                 return committed.sync
             raise Permanent(f"version {version} is the fleet's, with other content: publish under another number")
-        collection, record = self._collection(publication)
+        collection, record = self._collecting or (PublicationSet(), None)
+        if not collection.takes(publication):
+            collection, record = PublicationSet(), None
         if faults := self._faults(collection, publication, backend):
             raise ProblemFaults(faults)
         if backend is None and publication.peer not in self._hub.peers:  # of a daemon that has just come back
@@ -120,7 +122,7 @@ class WeightSync:
             record = self._begin(collection, publication)
         collection.add(publication)
         record.put(published=tuple(sorted(collection.by_rank)))
-        if collection.complete:
+        if len(collection.by_rank) == publication.world:
             self._collecting = None
             self._complete(collection, record, backend)
         return record.id
@@ -146,15 +148,6 @@ class WeightSync:
             faults.append(f"rank: {publication.rank} has said otherwise of version {publication.version} before")
         return faults
 
-    def _collection(self, publication: Publication) -> tuple[PublicationSet, SyncRecord | None]:
-        """Return the set that a publication belongs to, and its record; a new one has none yet."""
-        if self._collecting is not None:
-            collection, record = self._collecting
-            if (collection.version, collection.run) == (publication.version, publication.run):
-                return collection, record
-        by_s = self._clock.now_s() + self._settings.publish_within_s
-        return PublicationSet(publication.version, publication.run, publication.world, by_s), None
-
     def _begin(self, collection: PublicationSet, publication: Publication) -> SyncRecord:
         id = f"s{self.book.log.generation}-{next(self._numbers)}"
         record = self.book.began(
@@ -175,7 +168,7 @@ class WeightSync:
         return record
 
     def _complete(self, collection: PublicationSet, record: SyncRecord, backend: DirectBackend | None) -> None:
-        publications = collection.publications
+        publications = [each for _, each in sorted(collection.by_rank.items())]
         record.ends(SyncPhase.PUBLISH)
         slowest = max(publications, key=lambda each: each.offload_s + each.gather_s)
         if slowest.began_s:
@@ -187,7 +180,7 @@ class WeightSync:
                 PhaseTime(SyncPhase.GATHER, began_s + slowest.offload_s, began_s + elapsed_s),
             )
             record.put(phases=(*before, *record.report.phases))
-        why = f"version {collection.version} was published"
+        why = f"version {record.report.version} was published"
         if self._next is not None:
             self._drop(self._next.sync_record, SyncState.SUPERSEDED, "superseded", why)
         self._next = SyncRun(self._acts, record, publications, backend)
@@ -198,11 +191,12 @@ class WeightSync:
 
     def _expire_ranks(self) -> None:
         """End a version of which not all ranks have published in time."""
-        if self._collecting is None or self._clock.now_s() < self._collecting[0].by_s:
+        within_s = self._settings.publish_within_s
+        if self._collecting is None or self._clock.now_s() < self._collecting[1].report.began_s + within_s:
             return
         collection, record = self._collecting
-        missing = [str(rank) for rank in range(collection.world) if rank not in collection.by_rank]
-        why = f"ranks {few(missing, 32, ', ')} said nothing within {self._settings.publish_within_s:g} s"
+        missing = [str(rank) for rank in range(record.report.world) if rank not in collection.by_rank]
+        why = f"ranks {few(missing, 32, ', ')} said nothing within {within_s:g} s"
         self._drop(record, SyncState.ABORTED, "trainer_lost", why)
 
     def _drop(self, record: SyncRecord, state: SyncState, code: str, why: str) -> None:
@@ -397,8 +391,12 @@ class WeightSync:
             return []
 
     async def _work(self) -> None:
-        while self._left:
-            await self._settle(self._left[0])
+        code, why = self._why_left
+        while self._left:  # finished where it is committed, undone where it is not
+            left = self._left[0]
+            record = self.book.open[left.id]
+            record.note("the daemon was restarted" if code == "restarted" else "a defect of ours ended it")
+            await SyncRun(self._acts, record, left=(SyncState.ABORTED, code, why)).resume(left.steps)
             del self._left[0]
         while True:
             self._news.clear()
@@ -414,13 +412,6 @@ class WeightSync:
                 await until_set(self._clock, self._news, TICK_S)
 
     # --- inside
-
-    async def _settle(self, left: OpenIntent[SyncReport]) -> None:
-        """Bring it to its end: finished where it is committed, undone where it is not."""
-        record = self.book.open[left.id]
-        code, why = self._why_left
-        record.note("the daemon was restarted" if code == "restarted" else "a defect of ours ended it")
-        await SyncRun(self._acts, record, left=(SyncState.ABORTED, code, why)).resume(left.steps)
 
     async def _repair(self) -> bool:
         """Repair one engine; return whether one was to be repaired."""

@@ -11,18 +11,12 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from orchestrrl.core.clock import within
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent
-from orchestrrl.weights.backends.base import (
-    STEP_DONE,
-    STEP_FAILED,
-    DirectBackend,
-    EnginesFailed,
-    TrainerStep,
-    trainer_step_json,
-)
-from orchestrrl.weights.controller.actions import ANSWER_S, SyncActions, SyncFailed
-from orchestrrl.weights.controller.reports import SyncPhase, SyncState
-from orchestrrl.weights.controller.state import SyncRecord
+from orchestrrl.weights.backends.base import STEP_DONE, STEP_FAILED, DirectBackend, EnginesFailed, TrainerStep
+from orchestrrl.weights.controller.actions import ANSWER_S, SyncActions, SyncFailed, results_by_engine
+from orchestrrl.weights.controller.reports import EngineSync, SyncPhase, SyncState
+from orchestrrl.weights.controller.state import SyncAttempt, SyncRecord
 from orchestrrl.weights.model import TensorMeta, VersionMap
 from orchestrrl.weights.orders import BackendAct, OrderOutcome, PeerResult
 from orchestrrl.weights.publication import Publication
@@ -67,23 +61,29 @@ class DirectTransfer:
             raise SyncFailed("trainer_lost", str(error)) from error
         return map
 
-    async def install(
-        self, until_s: float | None
-    ) -> tuple[dict[EngineId, PeerResult], dict[EngineId, OrchestrRLError]]:
-        """Return the engines that have it, and the errors of the others: OutcomeUnknown where weights are unknown."""
+    async def install(self, attempt: SyncAttempt, until_s: float | None) -> dict[EngineId, PeerResult]:
+        """Have the trainer send it. Raises SyncFailed where an engine does not have it then. Where none has, no engine
+        is left out next time: it may be the trainer's fault."""
+        record, began_s = self._record, self._acts.clock.now_s()
         self._begin(changes=True, until_s=until_s)
         became = await self._backend.install(self)
         results: dict[EngineId, PeerResult] = {}
-        failed: dict[EngineId, OrchestrRLError] = {}
+        failed: dict[EngineId, str] = {}
         for engine in self.engines:
             error = became.get(engine, OutcomeUnknown("the backend says nothing of it"))
             if error is None and self._acts.installed(engine) != self.version:
                 error = OutcomeUnknown(f"it has been sent version {self.version}, and does not say that it has it")
             if error is None:
                 results[engine] = PeerResult("", OrderOutcome.DONE)
-            else:
-                failed[engine] = error
-        return results, failed
+                record.engine(engine, EngineSync.INSTALLED, install_s=self._acts.clock.now_s() - began_s)
+                continue
+            failed[engine] = str(error)
+            record.engine(engine, EngineSync.WAITING, failed[engine])
+            if not isinstance(error, OutcomeUnknown):
+                attempt.untouched.add(engine)
+        if failed:
+            raise SyncFailed("install_failed", results_by_engine(failed), failed if results else ())
+        return results
 
     def broken(self) -> None:
         """The attempt has failed."""
@@ -128,16 +128,13 @@ class DirectTransfer:
         asked = TrainerStep(next(self._numbers), step, body)
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._asked = asked, ended
-        self._record.put(trainer_step_json=trainer_step_json(asked))
+        self._record.put(trainer_step_json=asked.to_json())
         within_s = max(0.0, self._until_s - self._acts.clock.now_s())
-        late = asyncio.ensure_future(self._acts.clock.sleep(within_s))
         try:
-            await asyncio.wait([ended, late], return_when=asyncio.FIRST_COMPLETED)
-            if not ended.done():
-                raise OutcomeUnknown(f"the trainer did not {step} within {within_s:.0f} s")
-            ended.result()
+            await within(self._acts.clock, within_s, ended)
+        except Permanent as error:  # no rank ends a step by one
+            raise OutcomeUnknown(f"the trainer did not {step} within {within_s:.0f} s") from error
         finally:
-            late.cancel()
             self._withdraw_request()
 
     # --- inside

@@ -9,17 +9,16 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent
+from orchestrrl.core.errors import OrchestrRLError, Permanent
 from orchestrrl.weights.controller.actions import SyncActions, SyncFailed, each_done, results_by_engine
 from orchestrrl.weights.controller.direct import DirectTransfer
 from orchestrrl.weights.controller.reports import EngineSync, SyncPhase, SyncState
-from orchestrrl.weights.controller.state import CommittedVersion, FleetWeights, SyncRecord
-from orchestrrl.weights.model import VersionMap
+from orchestrrl.weights.controller.state import CommittedVersion, EngineNow, FleetWeights, SyncAttempt, SyncRecord
 from orchestrrl.weights.orders import PeerResult
 from orchestrrl.weights.publication import Publication
-from planner.model import EngineId, PeerId
+from planner.model import EngineId
 
 logger = logging.getLogger(__name__)
 
@@ -34,23 +33,6 @@ class BorrowedPause:
     until_s: float
     may_probe: bool
     outcome: asyncio.Future[tuple[int | None, tuple[EngineId, ...]]]
-
-
-@dataclass(slots=True)
-class SyncAttempt:
-    """The state of one attempt to bring a version to engines."""
-
-    failed: Mapping[EngineId, str] = field(default_factory=dict)  # engines left out: failed in an attempt before
-    targets: Collection[EngineId] = ()  # engines that are to have it
-    receivers: Collection[PeerId] = ()
-    map: VersionMap | None = None  # with all sums, once every receiver has all bytes
-    lease: str = ""  # the pause barrier's; empty: another holder's, or peers keep engines still
-    changed: set[EngineId] = field(default_factory=set)
-    untouched: set[EngineId] = field(default_factory=set)  # of the changed ones: they are as they were after all
-    reported: dict[EngineId, int] = field(default_factory=dict)  # what the pause barrier forgot of the changed ones
-    verified: Sequence[EngineId] = ()
-    prompt: tuple[int, ...] = ()  # that the verified engines were asked; empty: none was
-    answers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # theirs, by configuration
 
 
 class Installing:
@@ -91,11 +73,7 @@ class Installing:
         for engine, now in sorted(acts.engines().items()):
             if engine in left:
                 continue
-            if acts.hub.peer_of(engine) is None:
-                left[engine] = acts.serving.why_not(engine)
-            elif not now.healthy:
-                left[engine] = "is not healthy"
-            elif why := "" if self._direct is not None else acts.hub.why_not_whole(engine):
+            if why := self._why_not(engine, now):
                 left[engine] = why
             else:
                 targets.append(engine)
@@ -113,6 +91,15 @@ class Installing:
             hosts = {id for engine in targets for id in acts.hub.hosts_of(engine)}
             attempt.receivers = {*hosts, *(idle if record.report.attempt == 1 else [])}
 
+    def _why_not(self, engine: EngineId, now: EngineNow) -> str:
+        """Return why an engine cannot have the version; empty where it can."""
+        acts = self._acts
+        if acts.hub.peer_of(engine) is None:
+            return acts.serving.why_not(engine)
+        if not now.healthy:
+            return "is not healthy"
+        return "" if self._direct is not None else acts.hub.why_not_whole(engine)
+
     def update(self, attempt: SyncAttempt) -> None:
         """Drop engines that have left the fleet by order, and add those that have come and whose peers have the bytes.
 
@@ -123,9 +110,7 @@ class Installing:
             for engine, now in sorted(there.items())
             if engine not in attempt.targets
             and engine not in attempt.failed
-            and now.healthy
-            and hub.peer_of(engine) is not None
-            and not hub.why_not_whole(engine)
+            and not self._why_not(engine, now)
             and set(hub.hosts_of(engine)) <= set(attempt.receivers)
         ]
         for engine in come:
@@ -153,7 +138,9 @@ class Installing:
                 await each_done(acts.rest(engine, at_rest=True) for engine in engines)
             until_s = borrowed.until_s if borrowed is not None else None
             if self._direct is not None:
-                results = await self._sent(self._direct, attempt, until_s)
+                results = await self._direct.install(attempt, until_s)
+                if not self.prompt[0]:
+                    record.note("engines were asked nothing: name a probe, there are no sums on this backend")
             else:
                 results = await self._loaded(attempt, until_s)
             if not results:
@@ -183,25 +170,6 @@ class Installing:
 
         if failed := self._of_the_fleet(await acts.try_each(attempt.targets, one)):
             raise SyncFailed("install_failed", results_by_engine(failed), failed)
-        return results
-
-    async def _sent(
-        self, direct: DirectTransfer, attempt: SyncAttempt, until_s: float | None
-    ) -> dict[EngineId, PeerResult]:
-        """Have the trainer send it. Where that fails for all, no engine is left out next time: it may be the trainer's
-        fault."""
-        record, began_s = self._record, self._acts.clock.now_s()
-        results, failed = await direct.install(until_s)
-        for engine in results:
-            record.engine(engine, EngineSync.INSTALLED, install_s=self._acts.clock.now_s() - began_s)
-        if failed:
-            why = {engine: str(error) for engine, error in failed.items()}
-            for engine, words in why.items():
-                record.engine(engine, EngineSync.WAITING, words)
-            attempt.untouched |= {e for e, error in failed.items() if not isinstance(error, OutcomeUnknown)}
-            raise SyncFailed("install_failed", results_by_engine(why), why if results else ())
-        if not self.prompt[0]:
-            record.note("engines were asked nothing: name a probe, there are no sums on this backend")
         return results
 
     async def _verify(self, attempt: SyncAttempt, results: Mapping[EngineId, PeerResult], *, may_probe: bool) -> None:

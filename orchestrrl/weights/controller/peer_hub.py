@@ -16,16 +16,7 @@ from orchestrrl.core.clock import Clock
 from orchestrrl.core.delivery import REATTACH_S, OpenOrder, OpenOrders, OrderStream
 from orchestrrl.core.errors import LimitReached, OrchestrRLError, OutcomeUnknown, ProblemFaults, Retryable, shorten
 from orchestrrl.weights.model import Peer, PeerRole
-from orchestrrl.weights.orders import (
-    ArrivedBytes,
-    EdgeEvent,
-    Order,
-    OrderOutcome,
-    PeerNews,
-    PeerOrder,
-    PeerResult,
-    by_clock,
-)
+from orchestrrl.weights.orders import ArrivedBytes, EdgeEvent, Order, OrderOutcome, PeerNews, PeerOrder, PeerResult
 from planner.model import EngineId, PeerId
 
 logger = logging.getLogger(__name__)
@@ -61,7 +52,7 @@ class PeerStream:
         async for asked in self.waiting.orders():
             if asked.is_awaited:
                 asked.sends += 1
-                yield by_clock(asked.order, self.ahead_s)
+                yield asked.order.by_clock(self.ahead_s)
 
     def stamped(self, sent_s: float) -> None:
         """The peer's clock when it sent what has come now. By now it is past that, if anything: a deadline moved by the

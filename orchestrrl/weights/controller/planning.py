@@ -6,28 +6,17 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 
 from orchestrrl.core.config.weights import WeightSettings
-from orchestrrl.core.errors import ProblemFaults
-from orchestrrl.weights.model import (
-    DTYPE_BYTES,
-    EngineShare,
-    HeldVersion,
-    Peer,
-    PeerRole,
-    Range,
-    ShardMap,
-    StagedPart,
-    TensorMeta,
-    VersionMap,
-)
+from orchestrrl.core.errors import ProblemFaults, few
+from orchestrrl.weights.model import DTYPE_BYTES, HeldVersion, Peer, PeerRole, Range, ShardMap, StagedPart, VersionMap
 from orchestrrl.weights.orders import CarryEdge, OpenVersion
 from orchestrrl.weights.publication import Publication
 from planner.model import PeerId
-from planner.sync_tree.flows import plan_flows
 from planner.sync_tree.model import SyncPlan, Unreachable
-from planner.sync_tree.network import ShardSegment, SyncNetwork, shard_segments, summed_by
-from planner.sync_tree.parameters import Box
+from planner.sync_tree.network import ShardSegment, SyncNetwork, plan_flows, shard_segments, summed_by
+from planner.sync_tree.parameters import Box, overlap
+from planner.sync_tree.ranges import PeerFlow
 from planner.sync_tree.reshard import ReshardedVersion, ShardSlice, reshard_boxes
-from planner.sync_tree.shares import needed_boxes
+from planner.sync_tree.shares import EngineShare, needed_boxes
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +30,8 @@ class PlannedSync:
     plan: SyncPlan
     # Who is asked for a shard's sums, one of those who hold it; empty: they are known.
     summed_by: Mapping[str, PeerId] = field(default_factory=dict)
+    shares: Mapping[PeerId, EngineShare] = field(default_factory=dict)  # of all peers, as they were planned for
+    held: Mapping[PeerId, HeldVersion] = field(default_factory=dict)  # what peers have had before it
 
 
 def plan_sync(
@@ -62,8 +53,9 @@ def plan_sync(
     ids = sorted(known)
     parts = {peer: _parts(publications, peer) for peer in ids}
     having = {end: _having(parts[peer]) for end, peer in enumerate(ids)}
+    shapes = tuple((name, meta.shape) for name, meta in tensors.items())
     needing = {
-        end: _needing(known[peer], tensors)
+        end: _needed(known[peer].share, shapes)
         for end, peer in enumerate(ids)
         if known[peer].role is PeerRole.ENGINE or known[peer].engines
     }
@@ -77,10 +69,18 @@ def plan_sync(
     whole = VersionMap(
         version, tuple(tensors[name] for name in sorted(tensors)), tuple(maps.values()), settings.chunk_bytes
     )
+    own: dict[int, list[ReshardedVersion]] = defaultdict(list)
+    for each in sharded:
+        for end in (*each.shard.holders, *each.shard.receivers):
+            own[end].append(each)
     opens = {
-        peer: _opened(whole, parts[peer], end, sharded)
+        peer: OpenVersion(
+            _part_of(whole, tuple(maps[each.shard.id] for each in own[end]), parts[peer]),
+            parts[peer],
+            at_home=tuple(each.shard.id for each in own[end] if end in each.at_home),
+        )
         for end, peer in enumerate(ids)
-        if parts[peer] or any(end in (*each.shard.holders, *each.shard.receivers) for each in sharded)
+        if parts[peer] or own[end]
     }
     segments = []
     for shard in (each.shard for each in sharded):
@@ -108,8 +108,8 @@ def plan_repair(
     faults += _unknown_peers((), known, network)
     if faults:
         raise ProblemFaults(faults)
-    tensors = {tensor.name: tensor for tensor in fleet.tensors}
-    own = {peer: _touching(fleet, _needing(known[peer], tensors)) for peer in sorted(receivers)}
+    shapes = tuple((tensor.name, tensor.shape) for tensor in fleet.tensors)
+    own = {peer: _touching(fleet, _needed(known[peer].share, shapes)) for peer in sorted(receivers)}
     missing = {peer: {shard.id: _lacks(shard, held.get(peer)) for shard in shards} for peer, shards in own.items()}
     segments: list[ShardSegment] = []
     for shard in fleet.shards:
@@ -121,23 +121,19 @@ def plan_repair(
         }
         segments += shard_segments(shard.id, shard.bytes, wanted, there)
     if lost := [each for each in segments if not each.holders]:
-        told = [f"{each.shard} from byte {each.offset} to {each.offset + each.bytes}" for each in lost]
-        more = f" and {len(told) - 8} more" if len(told) > 8 else ""
-        raise Unreachable(f"nobody has {', '.join(told[:8])}{more}")
+        ranges = [f"{each.shard} from byte {each.offset} to {each.offset + each.bytes}" for each in lost]
+        raise Unreachable(f"nobody has {few(ranges, between=', ')}")
     opens = {peer: OpenVersion(_part_of(fleet, shards, ())) for peer, shards in own.items()}
-    return _planned(fleet, opens, segments, known, network, settings, name)
+    return replace(_planned(fleet, opens, segments, known, network, settings, name), held=held)
 
 
 def _touching(fleet: VersionMap, needs: Mapping[str, tuple[Box, ...]]) -> tuple[ShardMap, ...]:
     """Return the shards of which some is needed."""
 
     def is_needed(piece: ShardSlice) -> bool:
-        return any(
-            all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(piece.box, box, strict=True))
-            for box in needs.get(piece.parameter, ())
-        )
+        return any(overlap(piece.box, box) is not None for box in needs.get(piece.parameter, ()))
 
-    return tuple(shard for shard in fleet.shards if any(is_needed(piece) for piece in shard.slices))
+    return tuple(shard for shard in fleet.shards if any(map(is_needed, shard.slices)))
 
 
 def _lacks(shard: ShardMap, held: HeldVersion | None) -> tuple[Range, ...]:
@@ -170,25 +166,9 @@ def _having(parts: Sequence[StagedPart]) -> Mapping[str, tuple[Box, ...]]:
     return {name: tuple(boxes) for name, boxes in found.items()}
 
 
-def _needing(peer: Peer, tensors: Mapping[str, TensorMeta]) -> Mapping[str, tuple[Box, ...]]:
-    return _needed(peer.share, tuple((name, meta.shape) for name, meta in tensors.items()))
-
-
 @lru_cache(maxsize=64)  # peers with the same share are one to `reshard_boxes`
 def _needed(share: EngineShare, shapes: tuple[tuple[str, tuple[int, ...]], ...]) -> Mapping[str, tuple[Box, ...]]:
-    return needed_boxes(dict(shapes), **asdict(share))
-
-
-def _opened(
-    whole: VersionMap, parts: tuple[StagedPart, ...], end: int, sharded: Sequence[ReshardedVersion]
-) -> OpenVersion:
-    own = [each for each in sharded if end in each.shard.holders or end in each.shard.receivers]
-    maps = {shard.id: shard for shard in whole.shards}
-    return OpenVersion(
-        _part_of(whole, tuple(maps[each.shard.id] for each in own), parts),
-        parts,
-        at_home=tuple(each.shard.id for each in own if end in each.at_home),
-    )
+    return needed_boxes(dict(shapes), share)
 
 
 def _part_of(whole: VersionMap, shards: tuple[ShardMap, ...], parts: Iterable[StagedPart]) -> VersionMap:
@@ -209,27 +189,24 @@ def _planned(
 ) -> PlannedSync:
     """Plan the flows of segments; each flow is an edge with an id, a transport and a rate."""
     flows, plan = plan_flows(segments, network, settings)
-    ways = _transports({(flow.src, flow.dst) for flow in flows}, known, settings)
+    ways = _transports({(flow.src, flow.dst) for flow, _ in flows}, known, settings)
     is_held_back = settings.rate_share < 1 or bool(network.boundary_circuits or network.tor_circuits)
     is_held_back |= network.pairs is not None
     edges = tuple(
-        CarryEdge(
-            id=f"{name}.{number}",
-            shard=flow.shard,
-            offset=flow.offset,
-            bytes=flow.bytes,
-            src=flow.src,
-            dst=flow.dst,
-            transport=ways[flow.src, flow.dst],
-            address=known[flow.dst].transports[ways[flow.src, flow.dst]],
-            wave=flow.wave,
-            phase=flow.phase,
-            rate_gbps=flow.rate_gbps if is_held_back else 0.0,
+        edge_of(
+            f"{name}.{number}",
+            flow if is_held_back else replace(flow, rate_gbps=0.0),
+            known[flow.dst],
+            ways[flow.src, flow.dst],
         )
-        for number, flow in enumerate(flows)
+        for number, (flow, _) in enumerate(flows)
     )
-    planned_s = {edge.id: flow.seconds for edge, flow in zip(edges, flows, strict=True)}
-    return PlannedSync(whole, opens, edges, planned_s, plan)
+    planned_s = {edge.id: seconds for edge, (_, seconds) in zip(edges, flows, strict=True)}
+    return PlannedSync(whole, opens, edges, planned_s, plan, shares={id: peer.share for id, peer in known.items()})
+
+
+def edge_of(id: str, flow: PeerFlow, receiver: Peer, transport: str) -> CarryEdge:
+    return CarryEdge(**asdict(flow), id=id, transport=transport, address=receiver.transports[transport])
 
 
 def common_transport(settings: WeightSettings, one: Peer, other: Peer) -> str | None:

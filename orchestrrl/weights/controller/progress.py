@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from orchestrrl.weights.controller.planning import PlannedSync
 from orchestrrl.weights.controller.reports import EdgeTime
@@ -16,26 +15,24 @@ from planner.sync_tree.ranges import ByteRanges
 class _Run:
     edge: CarryEdge
     planned_s: float
-    live: bool = True
     seconds: float = 0.0
     bytes: int = 0
 
     @property
     def done(self) -> bool:
-        return not self.live and self.bytes == self.edge.bytes
+        return self.bytes == self.edge.bytes
 
 
 class SyncProgress:
     """The progress of one plan and of the edges that have replaced some of its own."""
 
-    def __init__(self, planned: PlannedSync, holders: Mapping[PeerId, HeldVersion] = MappingProxyType({})) -> None:
-        self.version = planned.map.version
+    def __init__(self, planned: PlannedSync) -> None:
         self.runs: dict[str, _Run] = {}
         self.mended = 0
         self.missing: dict[PeerId, dict[str, ByteRanges]] = {}  # by receiver and shard
         self._shards = {peer: tuple(s.id for s in opened.map.shards) for peer, opened in planned.opens.items()}
-        self._holders = holders
-        self.peers = {*self._shards, *holders}  # that have some of the version or are to have it
+        self._held = planned.held
+        self.peers = {*self._shards, *self._held}  # that have some of the version or are to have it
         self._blamed: dict[PeerId, set[PeerId]] = {}
         # There are thousands of each, and news of them all the time: what is asked then is kept, not looked for.
         self._live: dict[str, CarryEdge] = {}
@@ -56,7 +53,7 @@ class SyncProgress:
     @property
     def broken_off(self) -> list[CarryEdge]:
         """Return the edges that ended before they had brought all of their bytes."""
-        return [run.edge for run in self.runs.values() if not run.live and not run.done]
+        return [run.edge for id, run in self.runs.items() if id not in self._live and not run.done]
 
     @property
     def receivers(self) -> list[PeerId]:
@@ -87,24 +84,18 @@ class SyncProgress:
 
     def done(self, event: EdgeEvent) -> None:
         """The receiver reports an edge as done."""
-        run = self.runs.get(event.edge)
-        if run is not None and run.live:
-            run.bytes = run.edge.bytes
-            self._over(run)
-            run.seconds = max(0.0, event.ended_s - event.began_s)
-            self._arrived(run.edge, run.edge.bytes)
+        if event.edge in self._live:
+            edge = self._over(event.edge, self._live[event.edge].bytes)
+            self.runs[edge.id].seconds = max(0.0, event.ended_s - event.began_s)
 
     def broken(self, edge_id: str, arrived_bytes: int) -> CarryEdge | None:
         """End an edge, of which the receiver keeps what has arrived; return it, or None where it was over already."""
-        run = self.runs.get(edge_id)
-        if run is None or not run.live:
+        if edge_id not in self._live:
             return None
-        run.bytes = min(arrived_bytes, run.edge.bytes - 1)
-        self._over(run)
-        self._arrived(run.edge, run.bytes)
-        self.doubtful.add(run.edge.dst)
-        self._blamed.setdefault(run.edge.dst, set()).add(run.edge.src)
-        return run.edge
+        edge = self._over(edge_id, min(arrived_bytes, self._live[edge_id].bytes - 1))
+        self.doubtful.add(edge.dst)
+        self._blamed.setdefault(edge.dst, set()).add(edge.src)
+        return edge
 
     def on_held(self, peer: PeerId, held: HeldVersion | None) -> None:
         """A peer that has come back reports the version; None: it has nothing of it."""
@@ -151,7 +142,7 @@ class SyncProgress:
         if peer in self._shards:
             own = self.missing.get(peer, {})
             return {shard: own[shard].ranges if shard in own else () for shard in self._shards[peer]}
-        held = self._holders.get(peer)
+        held = self._held.get(peer)
         return {} if held is None else {shard: tuple(held.missing.get(shard, ())) for shard in held.shards}
 
     def slowest(self, count: int) -> tuple[EdgeTime, ...]:
@@ -160,18 +151,18 @@ class SyncProgress:
         ends = ((run, run.edge) for run in over[:count])
         return tuple(EdgeTime(e.src, e.dst, e.phase, e.bytes, run.seconds, run.planned_s) for run, e in ends)
 
-    def _over(self, run: _Run) -> None:
-        run.live, edge = False, run.edge
-        del self._live[edge.id]
-        del self._into[edge.dst, edge.shard][edge.id]
+    def _over(self, edge_id: str, arrived_bytes: int) -> CarryEdge:
+        """End an edge, of which the receiver has so many bytes; return it."""
+        edge = self._live.pop(edge_id)
+        self.runs[edge_id].bytes = arrived_bytes
+        del self._into[edge.dst, edge.shard][edge_id]
         self._live_in_a -= edge.phase == "A"
-
-    def _arrived(self, edge: CarryEdge, size: int) -> None:
         own = self.missing.get(edge.dst, {})
         if edge.shard in own:
-            own[edge.shard].remove(edge.offset, size)
+            own[edge.shard].remove(edge.offset, arrived_bytes)
             if not self.lacks(edge.dst):
                 self.lacking_peers.discard(edge.dst)
+        return edge
 
     def _lacks(self, peer: PeerId, shard: str, ranges: Iterable[Range]) -> None:
         own = self.missing.setdefault(peer, {}).setdefault(shard, ByteRanges())

@@ -187,7 +187,7 @@ class EngineRepairs:
         except ProblemFaults as error:
             raise SyncFailed("unreachable", few(error.faults)) from error
         report = SyncReport(f"repair-{name}", committed.version, SyncState.CARRYING, acts.clock.now_s())
-        self.carrying = Carrying(acts, SyncRecord(report, acts.clock), planned, map, network, who)
+        self.carrying = Carrying(acts, SyncRecord(report, acts.clock), planned, network)
         try:
             await self.carrying.run()
         finally:

@@ -8,8 +8,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
+from enum import Enum
 from typing import Any
 
 from orchestrrl.core.config.weights import InstallWhen
@@ -30,10 +29,10 @@ from orchestrrl.weights.backends.base import DirectBackend
 from orchestrrl.weights.controller.actions import SyncActions, SyncFailed, results_by_engine
 from orchestrrl.weights.controller.carrying import TreeTransfer
 from orchestrrl.weights.controller.direct import DirectTransfer
-from orchestrrl.weights.controller.installing import BorrowedPause, Installing, SyncAttempt
+from orchestrrl.weights.controller.installing import BorrowedPause, Installing
 from orchestrrl.weights.controller.reports import EngineSync, SyncPhase, SyncState
-from orchestrrl.weights.controller.state import CommittedVersion, SyncRecord, sync_body
-from orchestrrl.weights.publication import Publication, fingerprints
+from orchestrrl.weights.controller.state import CommittedVersion, SyncAttempt, SyncRecord, sync_body
+from orchestrrl.weights.publication import Publication, fingerprint
 from planner.model import EngineId
 
 logger = logging.getLogger(__name__)
@@ -41,44 +40,36 @@ logger = logging.getLogger(__name__)
 MAY_BE_REPLACED = frozenset({SyncState.PLANNING, SyncState.CARRYING, SyncState.PREPARED})
 
 
-class SyncStepKind(StrEnum):
-    CHOOSE = "choose"  # the engines that are to have it
-    PREPARE = "prepare"  # bring all bytes to them, or what the trainer's own backend does before the fence
-    FENCE = "fence"  # close the pause barrier, or wait until another holder has closed it
-    INSTALL = "install"  # and verify
-    COMMIT = "commit"  # the point of no return
-    RESUME = "resume"
-    TEAR_DOWN = "tear down"  # circuits as they were
-    KEEP = "keep"  # peers let go of older versions
-    RESTORE = "restore"  # the way back: engines get the version from before
+class SyncStep(Enum):
+    """A step, by its number in its direction. None has a time limit: each order to a peer has its own, and the next
+    pause is waited for."""
 
+    CHOOSE = 1, "choose"  # the engines that are to have it
+    PREPARE = 2, "prepare"  # bring all bytes to them, or what the trainer's own backend does before the fence
+    FENCE = 3, "fence"  # close the pause barrier, or wait until another holder has closed it
+    INSTALL = 4, "install"  # and verify
+    COMMIT = 5, "commit"  # the point of no return
+    RESUME = 6, "resume"
+    TEAR_DOWN = 7, "tear down"  # circuits as they were
+    KEEP = 8, "keep"  # peers let go of older versions
+    RESTORE = 1, "restore"  # the way back: engines get the version from before
 
-@dataclass(frozen=True, slots=True)
-class SyncStep:
-    """`within_s` is None for all: each order to a peer has its own limit, and the next pause is waited for."""
+    def __init__(self, number: int, word: str) -> None:
+        self.number = number
+        self.word = word
 
-    number: int
-    kind: SyncStepKind
-    within_s: None = None
+    @property
+    def within_s(self) -> None:
+        return None
 
     def __str__(self) -> str:
-        return self.kind
+        return self.word
 
 
-_RESTORE = SyncStep(1, SyncStepKind.RESTORE)
-_TEAR_DOWN = SyncStep(7, SyncStepKind.TEAR_DOWN)
 _STAGES: tuple[Stage[SyncStep], ...] = (
-    ((SyncStep(1, SyncStepKind.CHOOSE), SyncStep(2, SyncStepKind.PREPARE)),),
-    (
-        (
-            SyncStep(3, SyncStepKind.FENCE),
-            SyncStep(4, SyncStepKind.INSTALL),
-            SyncStep(5, SyncStepKind.COMMIT),
-            SyncStep(6, SyncStepKind.RESUME),
-        ),
-        (_TEAR_DOWN,),
-    ),
-    ((SyncStep(8, SyncStepKind.KEEP),),),
+    ((SyncStep.CHOOSE, SyncStep.PREPARE),),
+    ((SyncStep.FENCE, SyncStep.INSTALL, SyncStep.COMMIT, SyncStep.RESUME), (SyncStep.TEAR_DOWN,)),
+    ((SyncStep.KEEP,),),
 )
 _TO_COMMIT = frozenset(range(1, 6))
 
@@ -96,7 +87,7 @@ class SyncRun(Description[SyncStep]):
         left: tuple[SyncState, str, str] | None = None,
     ) -> None:
         self.sync_record = record
-        self.fingerprints = fingerprints(publications)
+        self.fingerprints = tuple(sorted(map(fingerprint, publications)))  # of each rank
         self._at_once = any((each.install or acts.settings.install) == InstallWhen.AT_ONCE for each in publications)
         self.tree = TreeTransfer(acts, record, publications, still=self._at_once, is_up=left is not None)
         self.direct = None if backend is None else DirectTransfer(acts, record, publications, backend)  # None: the tree
@@ -108,7 +99,6 @@ class SyncRun(Description[SyncStep]):
         self._waits_for_barrier = False
         self._committed = False
         self._is_restored = False
-        self._failed: SyncFailed | None = None  # the last attempt
         self._defect: Exception | None = None  # that leaves the fleet to be taken up once more
         self._attempt = SyncAttempt()
         self._installing = Installing(acts, record, publications, self.direct)
@@ -174,36 +164,26 @@ class SyncRun(Description[SyncStep]):
         return sync_body(self.sync_record.report)
 
     def record(self, step: SyncStep) -> Mapping[str, Any]:
-        engines = sorted(self._attempt.targets) if step.kind is SyncStepKind.INSTALL else []
-        return {"step": step.kind, "engines": engines}
+        engines = sorted(self._attempt.targets) if step is SyncStep.INSTALL else []
+        return {"step": step.word, "engines": engines}
 
     async def do(self, step: SyncStep) -> str:
-        match step.kind:
-            case SyncStepKind.CHOOSE:
-                await self._not_held()
-                await self._installing.choose(self._attempt)
-            case SyncStepKind.PREPARE:
-                await self._prepare()
-            case SyncStepKind.FENCE:
-                await self._close_barrier()
-            case SyncStepKind.INSTALL:
-                await self._installing.install(self._attempt, self._borrowed)
-            case SyncStepKind.COMMIT:
-                self._commit()
-            case SyncStepKind.RESUME:
-                await self._resume()
-            case SyncStepKind.TEAR_DOWN:
-                await self.tree.tear_down()
-            case SyncStepKind.KEEP:
-                await self._acts.keep()
+        act: Mapping[SyncStep, Callable[[], Awaitable[None]]] = {
+            SyncStep.CHOOSE: self._choose,
+            SyncStep.PREPARE: self._prepare,
+            SyncStep.FENCE: self._close_barrier,
+            SyncStep.INSTALL: lambda: self._installing.install(self._attempt, self._borrowed),
+            SyncStep.COMMIT: self._commit,
+            SyncStep.RESUME: self._resume,
+            SyncStep.TEAR_DOWN: self.tree.tear_down,
+            SyncStep.KEEP: self._acts.keep,
+            SyncStep.RESTORE: self._restore,
+        }
+        await act[step]()
         return ""
 
     async def undo(self, step: SyncStep) -> str:
-        if step.kind is SyncStepKind.TEAR_DOWN:
-            await self.tree.tear_down()
-        else:
-            await self._restore()
-        return ""
+        return await self.do(step)
 
     async def observe(self) -> None:
         """Engines are asked while they are restored; here their peers are waited for after a restart."""
@@ -214,20 +194,16 @@ class SyncRun(Description[SyncStep]):
             await self._attached_again(changed)
 
     def back(self, records: Sequence[StepEntry]) -> tuple[Stage[SyncStep], ...]:
-        assert self._operation.failure is not None
-        self._failed = self._as_failed(self._operation.failure)
         if self._is_left:
             if self._is_over(records):
                 self.sync_record.note("its end had not been written down")
                 self._is_restored = True
-                return (((_TEAR_DOWN,),),)
+                return (((SyncStep.TEAR_DOWN,),),)
         else:
-            self.sync_record.note(
-                f"attempt {self.sync_record.report.attempt}: {self._failed.code}: {self._failed.detail}"
-            )
+            self.sync_record.note(f"attempt {self.sync_record.report.attempt}: {self._failed}")
         if self.direct is not None:
             self.direct.broken()
-        return (((_RESTORE,), (_TEAR_DOWN,)),)
+        return (((SyncStep.RESTORE,), (SyncStep.TEAR_DOWN,)),)
 
     def restored(self) -> bool:
         return self._is_restored
@@ -236,7 +212,7 @@ class SyncRun(Description[SyncStep]):
         return _TO_COMMIT if self._committed else None
 
     def is_final(self, step: SyncStep) -> bool:
-        return step.kind is SyncStepKind.COMMIT
+        return step is SyncStep.COMMIT
 
     def is_committed(self) -> bool:
         return self._committed
@@ -244,7 +220,6 @@ class SyncRun(Description[SyncStep]):
     def retry(self, failure: OperationFailure[SyncStep]) -> bool:
         """Begin again without the engines that failed; where none is left, with all."""
         acts, record, failed, before = self._acts, self.sync_record, self._failed, self._attempt
-        assert failed is not None
         without = dict(before.failed)
         if not {*acts.engines()} <= {*without, *failed.without}:
             without |= failed.without
@@ -262,9 +237,13 @@ class SyncRun(Description[SyncStep]):
 
     def hold(self, step: SyncStep) -> Coroutine[Any, Any, None] | None:
         lease = self._attempt.lease
-        return self._renew(lease) if step.kind is SyncStepKind.FENCE and lease else None
+        return self._renew(lease) if step is SyncStep.FENCE and lease else None
 
     # --- its steps
+
+    async def _choose(self) -> None:
+        await self._not_held()
+        await self._installing.choose(self._attempt)
 
     async def _prepare(self) -> None:
         """Do all that can be done before the fence."""
@@ -348,7 +327,7 @@ class SyncRun(Description[SyncStep]):
             except OrchestrRLError as error:
                 logger.warning("weight sync %s: %s", self.id, error)
 
-    def _commit(self) -> None:
+    async def _commit(self) -> None:
         record, acts, attempt = self.sync_record, self._acts, self._attempt
         assert attempt.map is not None
         if self._stop is not None:
@@ -439,7 +418,11 @@ class SyncRun(Description[SyncStep]):
 
     # --- its end
 
-    def _as_failed(self, failure: OperationFailure[SyncStep]) -> SyncFailed:
+    @property
+    def _failed(self) -> SyncFailed:
+        """Why the last attempt failed."""
+        failure = self._operation.failure
+        assert failure is not None
         if self._stop is not None:
             return SyncFailed(self._stop[1], self._stop[2], again=False)
         match failure.error:
@@ -457,7 +440,7 @@ class SyncRun(Description[SyncStep]):
         committed = self._acts.book.fleet.committed
         if committed is not None and committed.at_s > self.sync_record.report.began_s:
             return not self._acts.own_lease(self.id)
-        restored = StepDirection.BACK, _RESTORE.number, StepState.DONE, self._operation.attempt
+        restored = StepDirection.BACK, SyncStep.RESTORE.number, StepState.DONE, self._operation.attempt
         return any((each.direction, each.number, each.state, each.attempt) == restored for each in records)
 
     async def _over(self) -> None:
@@ -470,7 +453,6 @@ class SyncRun(Description[SyncStep]):
             record.note(self._operation.detail)  # it is the fleet's version all the same
             record.over(SyncState.DONE, "some_quarantined" if quarantined else "done", results_by_engine(quarantined))
         else:
-            assert self._failed is not None
             if not self._is_left:  # before a trainer hears of it, and stages anew
                 await self._acts.keep(but=record.report.version)
             state, code, detail = self._stop or (SyncState.ABORTED, self._failed.code, self._failed.detail)

@@ -55,11 +55,10 @@ def served(
         for host in there[id].peer.serves:
             by_host.setdefault(host_name(host), []).append(id)
     started_with = {each.engine: id for id, state in there.items() for each in state.peer.engines if not each.given}
+    given = [(id, each) for id, state in there.items() for each in state.peer.engines if each.given]
     told_of: dict[EngineId, list[PeerId]] = {}
-    for id, state in there.items():
-        for each in state.peer.engines:
-            if each.given:
-                told_of.setdefault(each.engine, []).append(id)
+    for id, each in given:
+        told_of.setdefault(each.engine, []).append(id)
     for engine, now in sorted(engines.items()):
         if engine in started_with:
             if not there[started_with[engine]].attached:
@@ -77,10 +76,9 @@ def served(
         if all(id == holder for id in has):  # another lets go of it first
             wanted[holder][engine] = now.url
     if gone is not None:
-        for id in wanted:
-            for each in there[id].peer.engines:
-                if each.given and each.engine not in engines and each.engine not in gone:
-                    wanted[id][each.engine] = each.url
+        for id, each in given:
+            if id in wanted and each.engine not in engines and each.engine not in gone:
+                wanted[id][each.engine] = each.url
     return AssignedEngines(wanted, unserved)
 
 

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import os
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from orchestrrl.core.operation_journal import OpenIntent, OperationJournal
 from orchestrrl.weights.backends.base import TREE
 from orchestrrl.weights.controller.reports import EngineStatus, EngineSync, PhaseTime, SyncPhase, SyncReport, SyncState
 from orchestrrl.weights.model import VersionMap
-from planner.model import EngineId
+from planner.model import EngineId, PeerId
 
 logger = logging.getLogger(__name__)
 
@@ -200,6 +200,23 @@ class SyncRecord:
                 continue
             seen = self.report
             yield seen
+
+
+@dataclass(slots=True)
+class SyncAttempt:
+    """The state of one attempt to bring a version to engines."""
+
+    failed: Mapping[EngineId, str] = field(default_factory=dict)  # engines left out: failed in an attempt before
+    targets: Collection[EngineId] = ()  # engines that are to have it
+    receivers: Collection[PeerId] = ()
+    map: VersionMap | None = None  # with all sums, once every receiver has all bytes
+    lease: str = ""  # the pause barrier's; empty: another holder's, or peers keep engines still
+    changed: set[EngineId] = field(default_factory=set)
+    untouched: set[EngineId] = field(default_factory=set)  # of the changed ones: they are as they were after all
+    reported: dict[EngineId, int] = field(default_factory=dict)  # what the pause barrier forgot of the changed ones
+    verified: Sequence[EngineId] = ()
+    prompt: tuple[int, ...] = ()  # that the verified engines were asked; empty: none was
+    answers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # theirs, by configuration
 
 
 class WeightBook:

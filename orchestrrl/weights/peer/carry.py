@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TypeVar
 
 from orchestrrl.core.errors import OrchestrRLError, Permanent, ProblemFaults
@@ -130,7 +131,8 @@ class ThreadedCarrier:
         """A thread's whole life. Whatever happens in it, the edge has an outcome afterwards."""
         state, detail = EdgeState.BROKEN, "it failed here; this peer's log has more"
         try:
-            self._move(run)
+            if run.edge.bytes:
+                (self._receive if run.is_receiver else self._send)(run)
             state, detail = EdgeState.DONE, ""
         except EdgeEnded:
             detail = "it was let go of"
@@ -153,19 +155,16 @@ class ThreadedCarrier:
             if not self._closed:
                 self._begin_due(run.version)
 
-    def _move(self, run: EdgeRun) -> None:
-        if run.edge.bytes == 0:
-            return
-        if run.is_receiver:
-            self._receive(run)
-        else:
-            wire.send(self._linked(run, self._dial(run)), run)
+    def _send(self, run: EdgeRun) -> None:
+        dial = self._transports[run.edge.transport].dial
+        wire.send(self._linked(run, partial(dial, run.edge.address, run.link_key)), run)
 
     def _receive(self, run: EdgeRun) -> None:
         """A sender may have given up waiting in the very moment in which it was taken in, and dial again."""
-        until_s = None
+        accept = self._transports[run.edge.transport].accept
+        until_s: float | None = None
         while True:
-            link = self._linked(run, self._accept(run, until_s))
+            link = self._linked(run, partial(accept, run.link_key), until_s)
             try:
                 wire.receive(link, run)
             except LinkBroken:
@@ -177,26 +176,17 @@ class ThreadedCarrier:
             else:
                 return
 
-    def _dial(self, run: EdgeRun) -> OutgoingLink:
-        transport = self._transports[run.edge.transport]
+    def _linked(self, run: EdgeRun, ask: Callable[[float], L], until_s: float | None = None) -> L:
+        """Return the edge's link once its other end has come. Raises NotYet where it has not by then."""
         while True:
             run.pause()
             try:
-                return transport.dial(run.edge.address, run.link_key, ASK_AGAIN_S)
-            except NotYet:
-                continue
-
-    def _accept(self, run: EdgeRun, until_s: float | None) -> IncomingLink:
-        transport = self._transports[run.edge.transport]
-        while True:
-            run.pause()
-            try:
-                return transport.accept(run.link_key, ASK_AGAIN_S)
+                link = ask(ASK_AGAIN_S)
             except NotYet:
                 if until_s is not None and time.monotonic() >= until_s:
                     raise
-
-    def _linked(self, run: EdgeRun, link: L) -> L:
+            else:
+                break
         with self._lock:
             run.link = link  # from now on it is closed by who lets go of the edge
         run.pause()

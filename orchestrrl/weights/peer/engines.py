@@ -83,7 +83,7 @@ class PeerEngines:
         while True:
             await self.refresh()
             # A fresh server takes seconds; of one that names its version this is known since it was asked for that.
-            await self._take_sums([own for own in self._own.values() if own.has is None], ASK_S)
+            await self.take_sums([own for own in self._own.values() if own.has is None], ASK_S)
             await self._clock.sleep(interval_s)
 
     async def refresh(self) -> None:
@@ -212,18 +212,16 @@ class PeerEngines:
         except TimeoutError as error:
             raise Retryable(f"{name}: no answer within {ASK_S:g} s", ASK_S) from error
 
-    async def take_sums(self) -> bool:
+    async def take_sums(self, owns: Iterable[_Own] | None = None, within_s: float = SOON_S) -> bool:
         """Whether any would have the sum of a folder taken in a load, and says so soon."""
-        return await self._take_sums(self._own.values(), SOON_S)
 
-    async def _take_sums(self, owns: Iterable[_Own], within_s: float) -> bool:
         async def one(engine: Engine) -> bool:
             with suppress(OrchestrRLError, TimeoutError):  # it is said by whatever needs it
                 async with asyncio.timeout(within_s):
                     return await weights_engine(engine).takes_sums()
             return False
 
-        return any(await asyncio.gather(*(one(own.engine) for own in owns)))
+        return any(await asyncio.gather(*(one(own.engine) for own in (self._own.values() if owns is None else owns))))
 
     async def _loaded(self, own: _Own) -> LoadedWeights | None:
         """Its own word. It may name a version without a sum of it: that is told again as it was when it was brought."""

@@ -5,7 +5,7 @@ Without the daemon it holds what it has, and its edges run on. A daemon that com
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import assert_never
@@ -21,28 +21,9 @@ from orchestrrl.rpc.channel import Established, first_of, stay_connected
 from orchestrrl.rpc.order_pieces import OrderAssembler
 from orchestrrl.rpc.pb import weights_pb2 as pb
 from orchestrrl.rpc.pb import weights_pb2_grpc
+from orchestrrl.weights import orders
 from orchestrrl.weights.model import Peer
-from orchestrrl.weights.orders import (
-    NEWS,
-    ArrivedBytes,
-    BackendAct,
-    CarryEdges,
-    CheckVersion,
-    EdgeEvent,
-    EndEdges,
-    InstallVersion,
-    KeepVersions,
-    OpenVersion,
-    OrderOutcome,
-    PeerNews,
-    PeerOrder,
-    PeerResult,
-    ProbeWeights,
-    QueryVersion,
-    RestEngine,
-    ServeEngines,
-    SumShards,
-)
+from orchestrrl.weights.orders import NEWS, ArrivedBytes, EdgeEvent, OrderOutcome, PeerNews, PeerOrder, PeerResult
 from orchestrrl.weights.peer.carry import ThreadedCarrier
 from orchestrrl.weights.peer.engines import PeerEngines
 from orchestrrl.weights.peer.settings import PeerSettings
@@ -115,8 +96,8 @@ class PeerLink:
         given = store.state.serving if settings.peer.serves else {}
         self._engines = PeerEngines(settings.engines, settings.product, clock, self._poll, given)
         self._carrier = ThreadedCarrier(settings.peer.id, transports, self._on_news, clock.now_s)
-        orders = PeerOrders(store, self._carrier, self._engines, self._poll)
-        self._orders = ReceivedOrders(orders.perform, orders.not_done, clock, REMEMBERED)
+        performer = PeerOrders(store, self._carrier, self._engines)
+        self._orders = ReceivedOrders(performer.perform, performer.not_done, clock, REMEMBERED)
         self._running: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
@@ -208,70 +189,63 @@ class PeerLink:
 
 
 class PeerOrders:
-    """Carries orders out, those that take long beside the others. `changed`: called when what the peer holds has."""
+    """Carries orders out, those that take long beside the others."""
 
-    def __init__(
-        self, store: VersionStore, carrier: ThreadedCarrier, engines: PeerEngines, changed: Callable[[], None]
-    ) -> None:
+    def __init__(self, store: VersionStore, carrier: ThreadedCarrier, engines: PeerEngines) -> None:
         self._store = store
         self._carrier = carrier
         self._engines = engines
-        self._changed = changed
         # Held by who changes which versions there are; who asks for one waits for what was ordered before.
         self._turn = asyncio.Lock()
-
-    async def perform(self, order: PeerOrder) -> PeerResult:
-        """Raises as what it calls does."""
-        result = await self._act(order.id, order)
-        self._changed()
-        return result
 
     def not_done(self, order: PeerOrder, why: NotDone, detail: str, began_s: float) -> PeerResult:
         outcome = OrderOutcome.UNKNOWN if why is NotDone.UNKNOWN else OrderOutcome.FAILED
         logger.warning("order %s (%s): %s: %s", order.id, order.order.kind, outcome, detail)
         return PeerResult(order.id, outcome, detail)
 
-    async def _act(self, id: str, order: PeerOrder) -> PeerResult:
+    async def perform(self, order: PeerOrder) -> PeerResult:
+        """Raises as what it calls does."""
+        id = order.id
         match order.order:
-            case OpenVersion() as asked:
+            case orders.OpenVersion() as asked:
                 staged = await self._open(asked)
                 return PeerResult(id, OrderOutcome.DONE, missing=staged.missing())
-            case SumShards(version, shards):
+            case orders.SumShards(version, shards):
                 found = await asyncio.to_thread((await self._version(version)).sums_of, shards)
                 return PeerResult(id, OrderOutcome.DONE, sums=found)
-            case CarryEdges() as asked:
+            case orders.CarryEdges() as asked:
                 staged = await self._version(asked.version)
                 await asyncio.to_thread(self._carrier.carry, staged, asked)
                 return PeerResult(id, OrderOutcome.DONE)
-            case EndEdges(version, edges):
+            case orders.EndEdges(version, edges):
                 await asyncio.to_thread(self._carrier.end, version, edges)
                 return PeerResult(id, OrderOutcome.DONE)
-            case CheckVersion(version):
+            case orders.CheckVersion(version):
                 staged = await self._version(version)
                 await asyncio.to_thread(staged.check)
                 if not staged.missing() and await self._engines.take_sums():
                     await asyncio.to_thread(staged.take_content_sum)
                 words = f"{staged.disagreed} blocks did not agree so far"
                 return PeerResult(id, OrderOutcome.DONE, words, missing=staged.missing())
-            case InstallVersion(version, engine, by_s, anew):
+            case orders.InstallVersion(version, engine, by_s, anew):
                 loaded, words = await self._install(await self._version(version), engine, by_s, anew=anew)
                 return PeerResult(id, OrderOutcome.DONE, words, loaded_sum=loaded.sum, is_read_back=loaded.is_read_back)
-            case QueryVersion(engine):
+            case orders.QueryVersion(engine):
                 return PeerResult(id, OrderOutcome.DONE, await self._engines.refresh_one(engine))
-            case ProbeWeights(engine, prompt_ids, max_tokens, by_s):
+            case orders.ProbeWeights(engine, prompt_ids, max_tokens, by_s):
                 tokens = await self._engines.go_on(engine, prompt_ids, max_tokens, by_s)
                 return PeerResult(id, OrderOutcome.DONE, tokens=tokens)
-            case RestEngine(engine, at_rest, drain_s, ends):
+            case orders.RestEngine(engine, at_rest, drain_s, ends):
                 words = await self._engines.rest(engine, at_rest, drain_s, ends=ends)
                 return PeerResult(id, OrderOutcome.DONE, words)
-            case ServeEngines(engines):
+            case orders.ServeEngines(engines):
                 # Written down first: what it says of itself it says again after a restart.
                 await asyncio.to_thread(self._store.note_serving, engines)
                 return PeerResult(id, OrderOutcome.DONE, await self._engines.serve(engines))
-            case KeepVersions(versions):
+            case orders.KeepVersions(versions):
                 gone = await self._keep(versions)
                 return PeerResult(id, OrderOutcome.DONE, f"discarded {', '.join(map(str, gone)) or 'none'}")
-            case BackendAct() as asked:
+            case orders.BackendAct() as asked:
                 if asked.changes:  # whatever becomes of it, it has no version of this folder
                     await asyncio.to_thread(self._store.note_installed, asked.engine, "")
                 return PeerResult(id, OrderOutcome.DONE, result_json=await self._engines.act(asked))
@@ -293,14 +267,13 @@ class PeerOrders:
         await asyncio.to_thread(self._store.note_installed, engine, identity)
         return loaded, words
 
-    async def _open(self, order: OpenVersion) -> StagedVersion:
+    async def _open(self, order: orders.OpenVersion) -> StagedVersion:
         async with self._turn:
-            how = order.map, order.parts, order.at_home
             before = self._store.versions.get(order.map.version)
-            if before is not None and not await asyncio.to_thread(before.is_same, *how):
+            if before is not None and not await asyncio.to_thread(before.is_same, order):
                 # Edges of the plan before write into the same file: what is found in it by its sums has to stay.
                 await asyncio.to_thread(self._carrier.end, order.map.version)
-            return await asyncio.to_thread(self._store.open, *how)
+            return await asyncio.to_thread(self._store.open, order)
 
     async def _keep(self, versions: tuple[int, ...]) -> list[int]:
         async with self._turn:

@@ -13,10 +13,11 @@ from urllib.parse import urlsplit
 from orchestrrl.core.addresses import parse_address, remote_fault
 from orchestrrl.core.errors import Permanent, ProblemFaults
 from orchestrrl.engines.base import ENGINES
-from orchestrrl.weights.model import LOOPBACK, EngineShare, Peer, PeerLocation, PeerRole, host_name
+from orchestrrl.weights.model import LOOPBACK, Peer, PeerLocation, PeerRole, host_name
 from orchestrrl.weights.peer.arguments import FOLDERS, PREFERRED, PeerArguments
 from orchestrrl.weights.transports.base import TRANSPORTS
 from planner.model import EngineId, PeerId
+from planner.sync_tree.shares import EngineShare
 
 _Value = TypeVar("_Value")
 

@@ -9,7 +9,7 @@ import logging
 import mmap
 import os
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -37,6 +37,7 @@ from orchestrrl.weights.layout import (
     scatter,
 )
 from orchestrrl.weights.model import MODEL_FILE, HeldVersion, Range, ShardMap, StagedPart, VersionMap
+from orchestrrl.weights.orders import OpenVersion
 from orchestrrl.weights.peer import disk_space
 from planner.sync_tree.ranges import ByteRanges
 
@@ -67,18 +68,15 @@ _Block = tuple[_Shard, int]  # and its number
 
 class StagedVersion:
     """A `LocalVersion` in files. Construction opens its files and finds what is there. Raises Retryable and Permanent
-    where there is no room or a part is not there; nothing has been written then. `at_home`: shards that engines here
-    need, though nobody sends them."""
+    where there is no room or a part is not there; nothing has been written then."""
 
-    def __init__(
-        self, folder: Path, map: VersionMap, parts: Sequence[StagedPart] = (), *, at_home: Collection[str] = ()
-    ) -> None:
-        self.map = map
+    def __init__(self, folder: Path, order: OpenVersion) -> None:
+        self.map = map = order.map
         self.folder = folder
-        self.parts = tuple(part for part in parts if part.boxes)  # a rank may have nothing to stage
+        self.parts = tuple(part for part in order.parts if part.boxes)  # a rank may have nothing to stage
         self.disagreed = 0  # blocks that arrived and were not what their sums say
         self.hashed_bytes = 0  # since it was opened
-        self.at_home = tuple(sorted(at_home))
+        self.at_home = tuple(sorted(order.at_home))
         self._tensors = {tensor.name: tensor for tensor in map.tensors}
         self._layout = lay_out(map.tensors)
         self._files: list[Bytes] = [np.zeros(0, dtype=np.uint8)]
@@ -218,14 +216,16 @@ class StagedVersion:
         shards = [(shard.slices, shard.sums) for shard in self.map.shards]
         return f"{self.map.version}:{xxhash.xxh3_64_hexdigest(repr((self.map.tensors, shards)).encode())}"
 
-    def is_same(self, map: VersionMap, parts: Sequence[StagedPart], at_home: Collection[str]) -> bool:
+    def is_same(self, order: OpenVersion) -> bool:
         """Whether this can go on: the same shards of the same files, sums aside."""
+
+        def without_sums(map: VersionMap) -> VersionMap:
+            return replace(map, shards=tuple(replace(shard, sums=()) for shard in map.shards))
+
         return (
-            (map.tensors, map.block_bytes) == (self.map.tensors, self.map.block_bytes)
-            and [replace(shard, sums=()) for shard in map.shards]
-            == [replace(shard, sums=()) for shard in self.map.shards]
-            and tuple(part for part in parts if part.boxes) == self.parts
-            and tuple(sorted(at_home)) == self.at_home
+            without_sums(order.map) == without_sums(self.map)
+            and tuple(part for part in order.parts if part.boxes) == self.parts
+            and tuple(sorted(order.at_home)) == self.at_home
             and all(_identity(self.folder / part.file) == self._identity[part.file] for part in self.parts)
         )
 
@@ -251,16 +251,12 @@ class StagedVersion:
 
     def _located(self, shard: ShardMap, sources: Sequence[SourceFile]) -> _Shard:
         """Where it is to be read and written."""
-        runs, in_parts = None, False
-        if sources:
-            try:
-                runs, in_parts = locate(shard, self._tensors, sources), True
-            except ValueError:  # of some of it there is nothing here: it is received
-                runs = None
-        runs = runs or self._in_model(shard)
-        state = _Shard(shard, runs, in_parts)
+        try:
+            state = _Shard(shard, locate(shard, self._tensors, sources), in_parts=True)
+        except ValueError:  # of some of it there is nothing here: it is received
+            state = _Shard(shard, self._in_model(shard), in_parts=False)
         state.agreed = np.zeros(-(-shard.bytes // self.map.block_bytes), dtype=bool)
-        if in_parts:
+        if state.in_parts:
             state.present.add(0, shard.bytes)
         return state
 

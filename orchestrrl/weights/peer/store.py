@@ -13,42 +13,34 @@ import logging
 import os
 import shutil
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
 from orchestrrl.core.errors import OrchestrRLError, Permanent, ProblemFaults
 from orchestrrl.weights.layout import faults_of_shard
-from orchestrrl.weights.model import (
-    MODEL_FILE,
-    MOST_BLOCK_BYTES,
-    MOST_BYTES,
-    MOST_VERSION,
-    HeldVersion,
-    StagedPart,
-    VersionMap,
-)
+from orchestrrl.weights.model import MODEL_FILE, MOST_BLOCK_BYTES, MOST_BYTES, MOST_VERSION, HeldVersion, VersionMap
+from orchestrrl.weights.orders import OpenVersion
 from orchestrrl.weights.peer.staged import INSTALL_FOLDER, StagedVersion
 from orchestrrl.weights.staging_hold import nobody_stages
 from planner.model import EngineId
 
 logger = logging.getLogger(__name__)
 
+_Content = TypeVar("_Content")
+
 STATE_FILE = "state.json"
 PEER_FILE = "peer.json"
 LOCK_FILE = "LOCK"
 
 
-@dataclass(frozen=True, slots=True)
-class _State:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _State(OpenVersion):
     schema: Literal[1]
-    map: VersionMap
-    parts: tuple[StagedPart, ...] = ()
-    at_home: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,29 +64,28 @@ class VersionStore:
         self.versions: dict[int, StagedVersion] = {}
         self._changing = threading.Lock()
         self._locked = _lock(folder)
-        self.state = self._read_peer_state()
+        self.state = _read(folder / PEER_FILE, _PEER_STATE) or RememberedPeer()
         for version in self._on_disk():
             self._find(version)
 
-    def open(self, map: VersionMap, parts: Sequence[StagedPart] = (), at_home: Collection[str] = ()) -> StagedVersion:
+    def open(self, order: OpenVersion) -> StagedVersion:
         """The version, with what is there of it. An open one goes on where only its sums are new; else it is opened
         anew over what its files hold. Raises ProblemFaults for a map that makes no sense, Permanent and Retryable
         where it cannot be held."""
-        if faults := _faults(map, parts):
+        if faults := _faults(order):
             raise ProblemFaults(faults)
         with self._changing:
-            known = self.versions.get(map.version)
-            if known is not None and known.is_same(map, parts, at_home):
-                known.update_sums(map)
-                staged = known
+            staged = self.versions.get(order.map.version)
+            if staged is not None and staged.is_same(order):
+                staged.update_sums(order.map)
             else:
-                folder = self.folder_of(map.version)
-                self._replace_others(folder, map)
+                folder = self.folder_of(order.map.version)
+                self._replace_others(folder, order.map)
                 folder.mkdir(mode=0o700, exist_ok=True)
-                staged = StagedVersion(folder, map, parts, at_home=at_home)
-            state = _State(1, staged.map, staged.parts, staged.at_home)
+                staged = StagedVersion(folder, order)
+            state = _State(staged.map, staged.parts, staged.at_home, schema=1)
             _write(staged.folder / STATE_FILE, _STATE.dump_json(state))
-            self.versions[map.version] = staged
+            self.versions[order.map.version] = staged
             return staged
 
     def version(self, version: int) -> StagedVersion:
@@ -161,14 +152,14 @@ class VersionStore:
     def _find(self, version: int) -> None:
         """What an earlier start left: as much of it as agrees with its sums."""
         folder = self.folder_of(version)
-        state = _read_state(folder)
+        state = _read(folder / STATE_FILE, _STATE)
         if state is None or state.map.version != version:
             return  # what trainers have staged so far, or another schema: until it is opened
-        if faults := _faults(state.map, state.parts):
+        if faults := _faults(state):
             logger.warning("%s: makes no sense and is not used: %s", folder / STATE_FILE, "; ".join(faults))
             return
         try:
-            staged = self.versions[version] = StagedVersion(folder, state.map, state.parts, at_home=state.at_home)
+            staged = self.versions[version] = StagedVersion(folder, state)
         except OrchestrRLError as error:
             logger.warning("version %d: what is left of it in %s cannot be used: %s", version, folder, error)
             return
@@ -181,21 +172,16 @@ class VersionStore:
         """What is there of another version of that number makes room. Parts stay: trainers replace these themselves."""
         if not (folder / STATE_FILE).exists():
             return
-        state = _read_state(folder)
+        state = _read(folder / STATE_FILE, _STATE)
         if state is not None and (state.map.tensors, state.map.block_bytes) == (map.tensors, map.block_bytes):
             return
         logger.warning("%s: is of another manifest or an older schema, and is replaced", folder)
         _discard(folder, with_parts=False)
 
-    def _read_peer_state(self) -> RememberedPeer:
-        try:
-            return _PEER_STATE.validate_json((self.folder / PEER_FILE).read_bytes())
-        except (OSError, ValidationError):
-            return RememberedPeer()
 
-
-def _faults(map: VersionMap, parts: Sequence[StagedPart]) -> list[str]:
+def _faults(order: OpenVersion) -> list[str]:
     """All that is wrong with an order to hold this."""
+    map, parts = order.map, order.parts
     tensors = {tensor.name: tensor for tensor in map.tensors}
     faults = []
     if map.version > MOST_VERSION:
@@ -247,10 +233,10 @@ def _lock(folder: Path) -> int:
     return file
 
 
-def _read_state(folder: Path) -> _State | None:
-    """None where there is none that this release can read."""
+def _read(path: Path, content: TypeAdapter[_Content]) -> _Content | None:
+    """None where there is nothing that this release can read."""
     try:
-        return _STATE.validate_json((folder / STATE_FILE).read_bytes())
+        return content.validate_json(path.read_bytes())
     except (OSError, ValidationError):
         return None
 

@@ -60,7 +60,7 @@ from planner.model import (
 )
 from planner.move_methods import FIXED_PRIOR_S, PRIOR_COUNTS_FOR
 from planner.solver.from_snapshot import NO_TRANSFER
-from planner.sync_tree.nic_share import LeftForMoves
+from planner.sync_tree.network import LeftForMoves
 
 TP2 = "{id: tp2, gpus: 2, alpha_s: 0.02, beta_s: 1e-4, gamma_s: 4e-8, kv_capacity_tokens: 100000, max_sequences: 64, \
 prefill_tokens_per_s: 9000, switch_s: 1.5}"

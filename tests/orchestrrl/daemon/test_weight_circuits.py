@@ -54,7 +54,7 @@ PEERS = {
 
 def planned(*edges: tuple[str, str], size: int = 4096 * MIB) -> PlannedSync:
     made = tuple(
-        CarryEdge(f"e{number}", "all", 0, size, PeerId(src), PeerId(dst), "tcp", f"{dst}:1")
+        CarryEdge("all", 0, size, PeerId(src), PeerId(dst), id=f"e{number}", transport="tcp", address=f"{dst}:1")
         for number, (src, dst) in enumerate(edges)
     )
     # Of the rest of a plan nothing is asked.

@@ -231,7 +231,8 @@ def every_kind() -> list[PeerOrder]:
     """One of each, and with what JSON has to say otherwise."""
     box = ((0, 2), (0, 3))
     map = VersionMap(1, (TensorMeta('a"\\\u00e9\U0001f600', "F32", (2, 3)),), (ShardMap("s", 1, ()),), 4096)
-    engine, edge = EngineId("e\n0"), CarryEdge("x", "s", 0, 1, PeerId("a"), PeerId("b"), "tcp", "b:1")
+    engine = EngineId("e\n0")
+    edge = CarryEdge("s", 0, 1, PeerId("a"), PeerId("b"), id="x", transport="tcp", address="b:1")
     orders: list[Order] = [
         OpenVersion(map, (StagedPart(0, {map.tensors[0].name: (box,)}),), ("s",)), SumShards(1, ("s",)), EndEdges(1),
         CarryEdges(1, (edge,), 4096, 1.0), CheckVersion(1), InstallVersion(1, engine, 1.5, True), QueryVersion(engine),

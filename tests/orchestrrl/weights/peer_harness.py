@@ -200,9 +200,8 @@ async def peers(*started: PeerProcess) -> AsyncIterator[None]:
 def edge(
     number: int | str, shard: str, offset: int, size: int, src: str, dst: Peer, rate_gbps: float = 0.0
 ) -> CarryEdge:
-    return CarryEdge(
-        f"edge{number}", shard, offset, size, PeerId(src), dst.id, "tcp", dst.transports["tcp"], rate_gbps=rate_gbps
-    )
+    flow, address = (shard, offset, size, PeerId(src), dst.id), dst.transports["tcp"]
+    return CarryEdge(*flow, rate_gbps=rate_gbps, id=f"edge{number}", transport="tcp", address=address)
 
 
 async def carry(daemon: FakeDaemon, version: int, edges: list[CarryEdge], stall_s: float = 60.0) -> None:

@@ -22,7 +22,6 @@ from orchestrrl.weights.model import (
     DTYPE_BYTES,
     MODEL_FILE,
     EngineAt,
-    EngineShare,
     HeldVersion,
     Peer,
     PeerLocation,
@@ -41,7 +40,7 @@ from orchestrrl.weights.transports.tcp import TcpTransport
 from planner.model import EngineId, PeerId
 from planner.sync_tree.network import NetworkStation, SyncNetwork
 from planner.sync_tree.parameters import Box
-from planner.sync_tree.shares import needed_boxes
+from planner.sync_tree.shares import EngineShare, needed_boxes
 
 WITHIN_S = 60.0
 VERSION = 3
@@ -120,7 +119,7 @@ class Host:
             return None
         sums = {} if map is None else {shard.id: shard.sums for shard in map.shards}
         shards = tuple(replace(shard, sums=sums.get(shard.id, ())) for shard in opened.map.shards)
-        return self.store.open(replace(opened.map, shards=shards), opened.parts, opened.at_home)
+        return self.store.open(replace(opened, map=replace(opened.map, shards=shards)))
 
     def check(self, values: Values) -> None:
         """What its engines load is there, and it is right."""
@@ -136,15 +135,7 @@ class Host:
 
 
 def needs(share: EngineShare) -> Mapping[str, tuple[Box, ...]]:
-    return needed_boxes(
-        {each.name: each.shape for each in TENSORS},
-        tp=share.tp,
-        tp_ranks=share.tp_ranks,
-        pp=share.pp,
-        pp_ranks=share.pp_ranks,
-        ep=share.ep,
-        ep_ranks=share.ep_ranks,
-    )
+    return needed_boxes({each.name: each.shape for each in TENSORS}, share)
 
 
 def cells(rng: random.Random, shape: Sequence[int]) -> list[Box]:

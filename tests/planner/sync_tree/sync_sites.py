@@ -135,7 +135,6 @@ def problem_of(document: Document) -> SyncProblem:
             )
             for shard in document["shards"]
         ),
-        seeds_per_pod=document["seeds_per_pod"],
         chunk_bytes=document["chunk_bytes"],
         hop_latency_s=document["hop_latency_s"],
         pairs=_pairs(pods, document["links"]) if "links" in document else None,

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.model import PeerId
-from planner.sync_tree.mend import Missing, RepairFeed, mend
-from planner.sync_tree.ranges import Range
+from planner.sync_tree.mend import Missing, mend
+from planner.sync_tree.ranges import PeerFlow, Range
 
 SIZE = 12  # bytes of a shard
 A, B, C, D = map(PeerId, "abcd")
@@ -18,7 +18,7 @@ seeds = st.integers(0, 2**32)
 
 
 @dataclass(frozen=True)
-class Edge(RepairFeed):
+class Edge(PeerFlow):
     id: str = ""
 
     @property
@@ -52,7 +52,7 @@ class World:
             src = self.rng.choice(sorted(wave))
             wave[dst] = wave[src] + self.rng.choice([0, 0, 1, 2])
             id = f"e{len(self.edges)}"
-            self.edges[id] = Edge(shard, first, last - first, src, dst, wave[dst], id)
+            self.edges[id] = Edge(shard, first, last - first, src, dst, wave[dst], id=id)
 
     def missing(self) -> dict[PeerId, dict[str, list[Range]]]:
         found: dict[PeerId, dict[str, list[Range]]] = {peer: {} for peer in self.peers}
@@ -149,9 +149,9 @@ def test_whatever_fails_everybody_who_lives_gets_every_byte_once(seed: int) -> N
 
 def test_who_is_below_the_dead_one_gets_one_edge_and_passes_it_on() -> None:
     """a -> b -> c -> d: b dies."""
-    feeds = [RepairFeed("s", 0, 9, B, C), RepairFeed("s", 0, 9, C, D)]
+    feeds = [PeerFlow("s", 0, 9, B, C), PeerFlow("s", 0, 9, C, D)]
     assert mend(feeds, (), {A: {"s": []}, C: {"s": [(4, 5)]}, D: {"s": [(0, 9)]}}) == (
-        [RepairFeed("s", 4, 5, A, C)],
+        [PeerFlow("s", 4, 5, A, C)],
         {},
     )
 
@@ -175,7 +175,7 @@ def test_holders_share_what_is_to_be_sent_in_parts() -> None:
 
 
 def test_what_nobody_has_is_lost_and_the_rest_is_not() -> None:
-    running, broken = [RepairFeed("s", 0, 9, B, C)], [RepairFeed("s", 0, 9, A, B)]
+    running, broken = [PeerFlow("s", 0, 9, B, C)], [PeerFlow("s", 0, 9, A, B)]
     feeds, lost = mend(running, broken, {B: {"s": [(3, 6)]}, C: {"s": [(0, 9)]}})
     assert (feeds, lost) == ([], {B: {"s": ((3, 6),)}, C: {"s": ((3, 6),)}})
 

@@ -4,8 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.model import PeerId
-from planner.sync_tree.network import NetworkStation
-from planner.sync_tree.nic_share import LeftForMoves, left_for_moves
+from planner.sync_tree.network import LeftForMoves, NetworkStation, left_for_moves
 
 NAMES = [PeerId(name) for name in "abcd"]
 RATES = {"a": 100.0, "b": 100.0, "c": 50.0, "d": 400.0}

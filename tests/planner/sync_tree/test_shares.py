@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from planner.sync_tree.layout import EngineLayout, vllm_stages
 from planner.sync_tree.parameters import Box, Parameter, TransformerParameters
-from planner.sync_tree.shares import needed_boxes
+from planner.sync_tree.shares import EngineShare, needed_boxes
 
 Shapes = dict[str, tuple[int, ...]]
 Elements = dict[str, set[int]]
@@ -74,8 +74,8 @@ def test_ranks_need_what_their_layout_has_and_hardly_more(seed: int) -> None:
         has_expert_parallel=has_expert_parallel,
         stage_of_layer=vllm_stages(model.layers, pp),
     )
-    tp_ranks = rng.sample(range(tp), rng.randint(1, tp))
-    pp_ranks = rng.sample(range(pp), rng.randint(1, pp))
+    tp_ranks = tuple(rng.sample(range(tp), rng.randint(1, tp)))
+    pp_ranks = tuple(rng.sample(range(pp), rng.randint(1, pp)))
     expected: Elements = defaultdict(set)
     owner, numbers = {}, {}
     for parameter in model.parameters():
@@ -89,12 +89,14 @@ def test_ranks_need_what_their_layout_has_and_hardly_more(seed: int) -> None:
     found = of(
         needed_boxes(
             {name: each.shape for name, each in numbers.items()},
-            tp=tp,
-            tp_ranks=tp_ranks,
-            pp=pp,
-            pp_ranks=pp_ranks,
-            ep=tp if has_expert_parallel else 1,
-            ep_ranks=tp_ranks if has_expert_parallel else (0,),
+            EngineShare(
+                tp,
+                tp_ranks,
+                pp,
+                pp_ranks,
+                ep=tp if has_expert_parallel else 1,
+                ep_ranks=tp_ranks if has_expert_parallel else (0,),
+            ),
         ),
         numbers,
         owner,
@@ -123,22 +125,28 @@ def test_ranks_need_what_their_layout_has_and_hardly_more(seed: int) -> None:
     ],
 )
 def test_what_a_name_does_not_settle_is_needed_whole(name: str, shape: tuple[int, ...]) -> None:
-    assert needed_boxes({name: shape}, tp=4, tp_ranks=(1,)) == {name: (tuple((0, each) for each in shape),)}
+    assert needed_boxes({name: shape}, EngineShare(tp=4, tp_ranks=(1,))) == {
+        name: (tuple((0, each) for each in shape),)
+    }
 
 
 def test_layers_that_draft_tokens_are_of_no_stage() -> None:
     names = [f"model.layers.{layer}.input_layernorm.weight" for layer in range(5)]
     shapes: Shapes = dict.fromkeys([*names, "model.layers.4.eh_proj.weight"], (8,))
-    assert set(needed_boxes(shapes, pp=2, pp_ranks=(0,))) == {*names[:2], names[4], "model.layers.4.eh_proj.weight"}
+    assert set(needed_boxes(shapes, EngineShare(pp=2, pp_ranks=(0,)))) == {
+        *names[:2],
+        names[4],
+        "model.layers.4.eh_proj.weight",
+    }
 
 
 def test_layers_that_are_not_all_there_are_of_no_stage() -> None:
     shapes: Shapes = {"model.layers.3.input_layernorm.weight": (8,), "model.layers.0.input_layernorm.weight": (8,)}
-    assert set(needed_boxes(shapes, pp=2, pp_ranks=(1,))) == set(shapes)
+    assert set(needed_boxes(shapes, EngineShare(pp=2, pp_ranks=(1,)))) == set(shapes)
 
 
 def test_experts_in_one_tensor_go_by_its_first_axis() -> None:
     name = "model.layers.0.mlp.experts.down_proj"
-    assert needed_boxes({name: (6, 4, 8)}, ep=4, ep_ranks=(0, 3)) == {
+    assert needed_boxes({name: (6, 4, 8)}, EngineShare(ep=4, ep_ranks=(0, 3))) == {
         name: (((0, 2), (0, 4), (0, 8)), ((5, 6), (0, 4), (0, 8)))
     }

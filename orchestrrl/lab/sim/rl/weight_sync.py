@@ -261,7 +261,6 @@ def problem_of(shards: Sequence[ServerShard], site: SyncSite, servers: Servers) 
             Shard(f"shard{number}", max(1, round(shard.bytes)), shard.holders, shard.receivers)
             for number, shard in enumerate(shards)
         ),
-        seeds_per_pod=1,
         chunk_bytes=CHUNK_BYTES,
         hop_latency_s=HOP_S,
     )

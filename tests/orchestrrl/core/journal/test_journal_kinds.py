@@ -70,10 +70,9 @@ from orchestrrl.rpc.codecs.fabric import CONTROL, PERIOD
 from orchestrrl.rpc.codecs.weights import report_to_pb as sync_to_pb
 from orchestrrl.rpc.pb import control_pb2
 from orchestrrl.rpc.plain_values import plain
-from orchestrrl.weights.controller.installing import SyncAttempt
 from orchestrrl.weights.controller.reports import SyncReport
-from orchestrrl.weights.controller.run import SyncRun, SyncStep, SyncStepKind
-from orchestrrl.weights.controller.state import CommittedVersion, SyncRecord, WeightBook
+from orchestrrl.weights.controller.run import SyncRun, SyncStep
+from orchestrrl.weights.controller.state import CommittedVersion, SyncAttempt, SyncRecord, WeightBook
 from orchestrrl.weights.controller.state import FleetWeights as WeightFleet
 from planner.admission import OperatorControl
 from planner.calibration import Calibration
@@ -440,7 +439,7 @@ def _syncs(shelf: Shelf, draw: Drawn) -> None:
     operation: Any = object.__new__(OperationRun)
     operation._description, operation._log, operation._changed = run, book.log, lambda: None
     operation._reports, operation.records, operation.attempt = {}, [], 2
-    step = dataclasses.replace(draw(values(StepReport[SyncStep])), step=SyncStep(4, SyncStepKind.INSTALL))
+    step = dataclasses.replace(draw(values(StepReport[SyncStep])), step=SyncStep.INSTALL)
     operation._write(step)
     for engine in engines:
         book.repairs(report.id, engine)

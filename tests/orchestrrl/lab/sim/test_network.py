@@ -6,7 +6,7 @@ import pytest
 
 from orchestrrl.core.clock import VirtualClock
 from orchestrrl.lab.sim.network import NodeNetwork
-from planner.sync_tree.nic_share import LeftForMoves
+from planner.sync_tree.network import LeftForMoves
 
 
 async def times_s(

@@ -16,7 +16,6 @@ from orchestrrl.core.errors import ProblemFaults
 from orchestrrl.weights.controller.planning import PlannedSync, plan_repair, plan_sync
 from orchestrrl.weights.model import (
     EngineAt,
-    EngineShare,
     HeldVersion,
     Peer,
     PeerLocation,
@@ -32,7 +31,7 @@ from planner.model import EngineId, PeerId
 from planner.sync_tree.model import Unreachable
 from planner.sync_tree.network import NetworkStation, PairLink, SyncNetwork
 from planner.sync_tree.parameters import Box
-from planner.sync_tree.shares import needed_boxes
+from planner.sync_tree.shares import EngineShare, needed_boxes
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 SETTINGS = WeightSettings(chunk_bytes=2048, hop_latency_s=1e-5)
@@ -157,16 +156,7 @@ def arrived(host: Host, peer: Peer) -> None:
 
 
 def needs(peer: Peer) -> dict[str, tuple[Box, ...]]:
-    share = peer.share
-    return needed_boxes(
-        {each.name: each.shape for each in TENSORS},
-        tp=share.tp,
-        tp_ranks=share.tp_ranks,
-        pp=share.pp,
-        pp_ranks=share.pp_ranks,
-        ep=share.ep,
-        ep_ranks=share.ep_ranks,
-    )
+    return needed_boxes({each.name: each.shape for each in TENSORS}, peer.share)
 
 
 def chance(rng: random.Random) -> tuple[list[Publication], list[Peer]]:

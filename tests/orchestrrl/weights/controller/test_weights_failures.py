@@ -15,10 +15,11 @@ from orchestrrl.daemon.weight_circuits import PacketNetwork
 from orchestrrl.weights import controller
 from orchestrrl.weights.controller.actions import BroughtUp
 from orchestrrl.weights.controller.reports import EngineSync, SyncPhase, SyncState
-from orchestrrl.weights.model import EngineShare, TensorMeta
+from orchestrrl.weights.model import TensorMeta
 from orchestrrl.weights.orders import CarryEdges, RestEngine
 from orchestrrl.weights.publication import Publication
 from planner.model import EngineId
+from planner.sync_tree.shares import EngineShare
 
 
 async def first(harness: Harness) -> None:

@@ -1,6 +1,6 @@
 """What is kept of thousands of edges is what looking through all of them would find, whatever becomes of them."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,7 +21,7 @@ from orchestrrl.weights.model import (
 from orchestrrl.weights.orders import CarryEdge, EdgeEvent, EdgeState, OpenVersion
 from planner.model import EngineId, PeerId
 from planner.sync_tree.model import SyncPlan
-from planner.sync_tree.ranges import ByteRanges
+from planner.sync_tree.ranges import ByteRanges, PeerFlow
 
 PEERS = [PeerId(f"p{n}") for n in range(4)]
 SHARDS = ("s0", "s1")
@@ -29,8 +29,8 @@ BYTES = 100
 
 
 def _edge(id: str, shard: str, offset: int, size: int, src: int, dst: int) -> CarryEdge:
-    phase = "A" if src == 0 else "B"
-    return CarryEdge(id, shard, offset, size, PEERS[src], PEERS[dst], "tcp", "x:1", 0, phase)  # type: ignore[arg-type]
+    flow = PeerFlow(shard, offset, size, PEERS[src], PEERS[dst], 0, "A" if src == 0 else "B")
+    return CarryEdge(**asdict(flow), id=id, transport="tcp", address="x:1")
 
 
 def _planned() -> PlannedSync:
@@ -65,14 +65,16 @@ happenings = st.one_of(
 @given(st.lists(happenings, max_size=30))
 def test_what_is_kept_is_what_would_be_found(news: list[tuple[object, ...]]) -> None:
     progress = SyncProgress(_planned())
-    added = 0
+    added, ended = 0, set[str]()
     for what, *more in news:
         names = list(progress.runs)
         match what, more:
             case "done", [int(n)]:
                 id = names[n % len(names)]
+                ended.add(id)
                 progress.done(EdgeEvent(2, id, EdgeState.DONE, True, progress.runs[id].edge.bytes, 1.0, 2.0))
             case "broken", [int(n), int(size)]:
+                ended.add(names[n % len(names)])
                 progress.broken(names[n % len(names)], size)
             case "gone", [int(n)]:
                 progress.on_held(PEERS[n], None)
@@ -83,7 +85,7 @@ def test_what_is_kept_is_what_would_be_found(news: list[tuple[object, ...]]) -> 
             case "added", [int(n), (shard, offset, size)]:
                 added += 1
                 progress.add([_edge(f"m{added}", shard, offset, size, 0, n)], {})
-        live = [run.edge for run in progress.runs.values() if run.live]
+        live = [run.edge for id, run in progress.runs.items() if id not in ended]
         assert sorted(edge.id for edge in progress.live) == sorted(edge.id for edge in live)
         assert progress.is_in_phase_a() == any(edge.phase == "A" for edge in live)
         assert progress.lacking_peers == {peer for peer in PEERS if progress.lacks(peer)}

@@ -20,7 +20,7 @@ def _word(rank: int, *tensors: TensorMeta) -> Publication:
 
 
 def test_a_rank_is_held_against_what_others_have_said() -> None:
-    collection = PublicationSet(3, "", 4, 100.0)
+    collection = PublicationSet()
     for word in (_word(0), _word(1, WEIGHT, TensorMeta("b", "F32", (2,)))):
         assert collection.faults(word) == []
         collection.add(word)

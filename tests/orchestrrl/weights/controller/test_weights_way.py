@@ -7,7 +7,7 @@ from weights_harness import Harness, played
 
 from orchestrrl.core.journal.store import EntryKind
 from orchestrrl.weights.controller.reports import EngineSync, SyncPhase, SyncState
-from planner.sync_tree.nic_share import LeftForMoves
+from planner.sync_tree.network import LeftForMoves
 
 
 def test_a_version_reaches_every_engine_and_requests_go_on_by_it(tmp_path: Path) -> None:

@@ -25,7 +25,6 @@ from orchestrrl.weights.controller.stale_versions import StaleVersions
 from orchestrrl.weights.controller.state import EngineNow
 from orchestrrl.weights.model import (
     EngineAt,
-    EngineShare,
     HeldVersion,
     Peer,
     PeerLocation,
@@ -59,6 +58,7 @@ from orchestrrl.weights.orders import (
 from orchestrrl.weights.publication import Publication
 from planner.model import EngineId, PeerId
 from planner.sync_tree.ranges import ByteRanges
+from planner.sync_tree.shares import EngineShare
 
 START_S = 1_000_000.0
 TENSORS = (TensorMeta("a", "F32", (8, 4)), TensorMeta("b", "F32", (4, 4)))

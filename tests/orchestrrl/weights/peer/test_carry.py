@@ -85,7 +85,7 @@ def members(count: int) -> Iterator[list[Member]]:
 
 
 def edge(number: int | str, src: Member, dst: Member, size: int, offset: int = 0, **more: object) -> CarryEdge:
-    made = CarryEdge(f"e{number}", "s", offset, size, src.name, dst.name, "tcp", dst.address)
+    made = CarryEdge("s", offset, size, src.name, dst.name, id=f"e{number}", transport="tcp", address=dst.address)
     return replace(made, **more)  # type: ignore[arg-type]
 
 

@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 
 from orchestrrl.core.errors import ProblemFaults
-from orchestrrl.weights.model import EngineShare, PeerRole
+from orchestrrl.weights.model import PeerRole
 from orchestrrl.weights.peer.arguments import PeerArguments
 from orchestrrl.weights.peer.settings import settings_of
+from planner.sync_tree.shares import EngineShare
 
 
 def test_all_faults_at_once() -> None:

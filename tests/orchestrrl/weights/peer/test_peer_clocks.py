@@ -32,7 +32,6 @@ from orchestrrl.weights.orders import (
     OrderOutcome,
     PeerOrder,
     ProbeWeights,
-    by_clock,
 )
 from orchestrrl.weights.peer.arguments import PeerArguments
 from orchestrrl.weights.peer.peer import LOOK_S, run_peer
@@ -172,7 +171,7 @@ def test_who_says_nothing_of_the_time_is_taken_to_have_ours() -> None:
     ],
 )
 def test_every_order_with_a_deadline_has_it_moved(order: Order, moved: Order) -> None:
-    assert by_clock(PeerOrder("o", 1, order), 5.0) == PeerOrder("o", 1, moved)
+    assert PeerOrder("o", 1, order).by_clock(5.0) == PeerOrder("o", 1, moved)
 
 
 def test_no_kind_of_order_with_a_deadline_is_forgotten() -> None:

@@ -54,7 +54,7 @@ def bring_all(staged: StagedVersion, contents: Contents) -> None:
 
 def test_what_is_received_is_the_checkpoint(store: VersionStore) -> None:
     contents = Contents(1)
-    staged = store.open(contents.map(7))
+    staged = store.open(OpenVersion(contents.map(7)))
     assert staged.missing() == {shard.id: ((0, shard.bytes),) for shard in staged.map.shards}
     with pytest.raises(Retryable, match="is not here whole"):
         staged.install_folder()
@@ -68,7 +68,7 @@ def test_what_is_received_is_the_checkpoint(store: VersionStore) -> None:
 
 def test_the_sum_of_what_engines_load_is_known_until_other_bytes_come(store: VersionStore) -> None:
     contents, other = Contents(1), Contents(2)
-    staged = store.open(contents.map(7))
+    staged = store.open(OpenVersion(contents.map(7)))
     staged.take_content_sum()
     assert staged.content_sum() == ""
     bring_all(staged, contents)
@@ -89,7 +89,7 @@ def test_the_sum_of_what_engines_load_is_known_until_other_bytes_come(store: Ver
 
 def test_no_sum_is_known_of_what_may_change_unseen(store: VersionStore) -> None:
     contents = Contents(1)
-    staged = store.open(contents.map(7, with_sums=False))
+    staged = store.open(OpenVersion(contents.map(7, with_sums=False)))
     bring_all(staged, contents)
     staged.take_content_sum()
     assert staged.content_sum() == ""
@@ -105,7 +105,7 @@ def test_ranges_in_any_order_and_several_times_come_to_the_same(
     """Also where bytes on the way were turned over: their blocks are missing until they come again."""
     contents = Contents(2)
     store = VersionStore(tmp_path_factory.mktemp("any") / "weights")
-    staged = store.open(contents.map(1))
+    staged = store.open(OpenVersion(contents.map(1)))
     shard = data.draw(st.sampled_from(staged.map.shards))
     wire = contents.wire(shard)
     there = np.zeros(len(wire), dtype=bool)
@@ -135,7 +135,7 @@ def test_ranges_in_any_order_and_several_times_come_to_the_same(
 
 def test_who_waits_goes_on_when_the_bytes_have_come(store: VersionStore) -> None:
     contents = Contents(3)
-    staged = store.open(contents.map(1))
+    staged = store.open(OpenVersion(contents.map(1)))
     shard = staged.map.shards[0]
     seen: list[bool] = []
     waiter = threading.Thread(target=lambda: seen.append(staged.wait(shard.id, 0, 100, 60.0)))
@@ -152,7 +152,7 @@ def test_who_waits_goes_on_when_the_bytes_have_come(store: VersionStore) -> None
 def test_a_restart_finds_what_agrees_and_nothing_else(tmp_path: Path, interrupted_after: int) -> None:
     contents = Contents(4)
     store = VersionStore(tmp_path)
-    staged = store.open(contents.map(3))
+    staged = store.open(OpenVersion(contents.map(3)))
     for shard in staged.map.shards[:interrupted_after]:
         bring(staged, shard, contents.wire(shard))
     for shard in staged.map.shards[interrupted_after : interrupted_after + 1]:
@@ -173,7 +173,7 @@ def test_a_restart_finds_what_agrees_and_nothing_else(tmp_path: Path, interrupte
 def test_a_block_that_was_spoilt_on_disk_is_missing_after_a_restart(tmp_path: Path) -> None:
     contents = Contents(5)
     store = VersionStore(tmp_path)
-    bring_all(store.open(contents.map(3)), contents)
+    bring_all(store.open(OpenVersion(contents.map(3))), contents)
     store.close()
     file = tmp_path / "v3" / MODEL_FILE
     image = bytearray(file.read_bytes())
@@ -194,7 +194,7 @@ def test_holes_are_not_filled_by_looking_for_what_is_there() -> None:
     try:
         contents = Contents(6)
         store = VersionStore(folder)
-        staged = store.open(contents.map(3, shards=["columns"]))
+        staged = store.open(OpenVersion(contents.map(3, shards=["columns"])))
         bring(staged, staged.map.shards[0], contents.wire(staged.map.shards[0]))
         before = disk_space.allocated_bytes(folder / "v3" / MODEL_FILE)
         store.close()
@@ -213,12 +213,12 @@ def test_holes_are_not_filled_by_looking_for_what_is_there() -> None:
 def test_parts_of_several_ranks_are_summed_sent_and_copied_for_engines(store: VersionStore) -> None:
     contents = Contents(7)
     parts = [contents.stage(store.folder_of(9), rank, boxes) for rank, boxes in enumerate(HALVES)]
-    staged = store.open(contents.map(9, with_sums=False), parts, tuple(SHARDS))
+    staged = store.open(OpenVersion(contents.map(9, with_sums=False), tuple(parts), tuple(SHARDS)))
     assert staged.missing() == {}
     assert staged.sums_of(SHARDS) == {shard.id: shard.sums for shard in contents.map(9).shards}
     all_bytes = sum(shard.bytes for shard in staged.map.shards)
     assert staged.hashed_bytes == all_bytes
-    assert store.open(contents.map(9), parts, tuple(SHARDS)) is staged  # the sums are known now
+    assert store.open(OpenVersion(contents.map(9), tuple(parts), tuple(SHARDS))) is staged  # the sums are known now
     assert staged.map == contents.map(9)
     staged.check()
     assert staged.hashed_bytes == all_bytes  # these sums are its own
@@ -233,7 +233,7 @@ def test_a_part_that_does_not_agree_is_received_from_others(tmp_path: Path) -> N
     contents = Contents(8)
     store = VersionStore(tmp_path)
     parts = [contents.stage(store.folder_of(9), rank, boxes) for rank, boxes in enumerate(HALVES)]
-    staged = store.open(contents.map(9), parts)
+    staged = store.open(OpenVersion(contents.map(9), tuple(parts)))
     file = store.folder_of(9) / parts[0].file
     image = bytearray(file.read_bytes())
     image[-105] ^= 1  # of the matrix's last row the last byte that this rank has; `scale` is behind it
@@ -254,31 +254,31 @@ def test_a_part_that_does_not_agree_is_received_from_others(tmp_path: Path) -> N
 def test_what_trainers_have_half_of_is_received(store: VersionStore) -> None:
     contents = Contents(9)
     parts = [contents.stage(store.folder_of(9), 0, HALVES[0]), StagedPart(7, {})]
-    staged = store.open(contents.map(9), parts, ["columns"])
+    staged = store.open(OpenVersion(contents.map(9), tuple(parts), ("columns",)))
     assert sorted(staged.missing()) == ["rest", "rows", "tail"]
     for shard in staged.map.shards:
         if shard.id != "columns":
             bring(staged, shard, contents.wire(shard))
     assert (staged.install_folder() / MODEL_FILE).read_bytes() == contents.model_file()
     with pytest.raises(ProblemFaults):
-        store.open(contents.map(9), [parts[0], parts[0]])
+        store.open(OpenVersion(contents.map(9), (parts[0], parts[0])))
 
 
 def test_a_part_that_was_staged_anew_is_read_anew(store: VersionStore) -> None:
     first, second = Contents(10), Contents(11)
     parts = [first.stage(store.folder_of(2), rank, boxes) for rank, boxes in enumerate(HALVES)]
-    before = store.open(first.map(2, with_sums=False), parts)
+    before = store.open(OpenVersion(first.map(2, with_sums=False), tuple(parts)))
     parts = [second.stage(store.folder_of(2), rank, boxes) for rank, boxes in enumerate(HALVES)]
-    staged = store.open(second.map(2, with_sums=False), parts)
+    staged = store.open(OpenVersion(second.map(2, with_sums=False), tuple(parts)))
     assert staged is not before
     assert staged.sums_of(SHARDS) == {shard.id: shard.sums for shard in second.map(2).shards}
 
 
 def test_other_sums_for_the_same_number_make_its_bytes_missing(store: VersionStore) -> None:
     first, second = Contents(12), Contents(13)
-    staged = store.open(first.map(2))
+    staged = store.open(OpenVersion(first.map(2)))
     bring_all(staged, first)
-    assert store.open(second.map(2)) is staged
+    assert store.open(OpenVersion(second.map(2))) is staged
     assert staged.missing() == {shard.id: ((0, shard.bytes),) for shard in staged.map.shards}
     bring_all(staged, second)
     assert (staged.install_folder() / MODEL_FILE).read_bytes() == second.model_file()
@@ -286,9 +286,9 @@ def test_other_sums_for_the_same_number_make_its_bytes_missing(store: VersionSto
 
 def test_shards_that_are_cut_otherwise_find_the_same_bytes(store: VersionStore) -> None:
     contents = Contents(14)
-    staged = store.open(contents.map(2, shards=["rows", "tail"]))
+    staged = store.open(OpenVersion(contents.map(2, shards=["rows", "tail"])))
     bring_all(staged, contents)
-    again = store.open(contents.map(2, shards=["columns", "tail"]))
+    again = store.open(OpenVersion(contents.map(2, shards=["columns", "tail"])))
     assert sorted(again.missing()) == ["columns"]
 
 
@@ -296,9 +296,9 @@ def test_another_manifest_of_the_same_number_is_replaced_and_said(
     store: VersionStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     contents = Contents(15)
-    bring_all(store.open(contents.map(2)), contents)
+    bring_all(store.open(OpenVersion(contents.map(2))), contents)
     fewer = Contents(15, contents.tensors[:1])
-    staged = store.open(fewer.map(2, shards=["tail"]))
+    staged = store.open(OpenVersion(fewer.map(2, shards=["tail"])))
     assert "is of another manifest" in caplog.text
     bring_all(staged, fewer)
     assert (staged.folder / MODEL_FILE).stat().st_size < len(contents.model_file())
@@ -307,7 +307,7 @@ def test_another_manifest_of_the_same_number_is_replaced_and_said(
 def test_only_what_is_kept_stays_and_strangers_files(store: VersionStore) -> None:
     contents = Contents(16)
     for version in (1, 2, 3):
-        store.open(contents.map(version))
+        store.open(OpenVersion(contents.map(version)))
     (store.folder_of(1) / "notes.txt").write_text("mine")
     contents.stage(store.folder_of(0), 0, HALVES[0])  # never came to be
     contents.stage(store.folder_of(5), 0, HALVES[0])  # a trainer stages it now
@@ -328,7 +328,7 @@ def test_only_what_is_kept_stays_and_strangers_files(store: VersionStore) -> Non
 def test_what_trainers_stage_now_stays_though_its_number_is_lower_than_the_fleets(store: VersionStore) -> None:
     """Who goes back to an older version does."""
     contents = Contents(16)
-    store.open(contents.map(7))
+    store.open(OpenVersion(contents.map(7)))
     hold = StagingHold(store.folder_of(3))
     part = contents.stage(store.folder_of(3), 0, HALVES[0])
     assert store.keep([7]) == []
@@ -342,7 +342,7 @@ def test_what_trainers_stage_now_stays_though_its_number_is_lower_than_the_fleet
 def test_of_a_version_that_is_discarded_while_it_is_staged_again_the_parts_stay(store: VersionStore) -> None:
     contents = Contents(16)
     part = contents.stage(store.folder_of(3), 0, HALVES[0])
-    bring_all(store.open(contents.map(3)), contents)
+    bring_all(store.open(OpenVersion(contents.map(3))), contents)
     with nobody_stages(store.folder_of(3)) as is_left:
         assert is_left
     hold = StagingHold(store.folder_of(3))
@@ -390,16 +390,16 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
     store: VersionStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     contents = Contents(17)
-    bring_all(store.open(contents.map(1)), contents)
+    bring_all(store.open(OpenVersion(contents.map(1))), contents)
     held = disk_space.allocated_bytes(store.folder_of(1) / MODEL_FILE)
     monkeypatch.setattr(disk_space, "free_bytes", lambda _: 4096)
     with pytest.raises(Retryable, match="it fits when they are discarded"):
-        store.open(contents.map(2))
+        store.open(OpenVersion(contents.map(2)))
     assert held > 0
     assert not list(store.folder_of(2).iterdir())
     store.keep([])
     with pytest.raises(Permanent, match=r"no room for version 2 .* other versions hold 0"):
-        store.open(contents.map(2))
+        store.open(OpenVersion(contents.map(2)))
 
 
 def test_a_map_that_makes_no_sense_is_refused_with_all_its_faults(store: VersionStore) -> None:
@@ -407,10 +407,10 @@ def test_a_map_that_makes_no_sense_is_refused_with_all_its_faults(store: Version
     first, second, *rest = good.shards
     shards = (replace(first, bytes=7), replace(second, sums=("0",)), *rest, rest[0])
     with pytest.raises(ProblemFaults) as told:
-        store.open(replace(good, shards=shards, block_bytes=1 << 40))
+        store.open(OpenVersion(replace(good, shards=shards, block_bytes=1 << 40)))
     assert len(told.value.faults) >= 4
     assert not store.folder_of(1).exists()
-    staged = store.open(good)
+    staged = store.open(OpenVersion(good))
     for shard, offset, size in (("nobody", 0, 1), ("rows", -1, 2), ("rows", 0, 1 << 40)):
         with pytest.raises(Permanent):
             staged.view(shard, offset, size)
@@ -423,10 +423,10 @@ def test_a_map_that_makes_no_sense_is_refused_with_all_its_faults(store: Version
 def test_what_is_there_is_found_also_where_its_sums_are_told_later(store: VersionStore) -> None:
     """A peer is opened without sums where it is asked for those of what trainers have staged there."""
     contents = Contents(19)
-    bring_all(store.open(contents.map(2, shards=["rows", "tail", "rest"])), contents)
-    staged = store.open(contents.map(2, with_sums=False, shards=["rows", "rest"]))
+    bring_all(store.open(OpenVersion(contents.map(2, shards=["rows", "tail", "rest"]))), contents)
+    staged = store.open(OpenVersion(contents.map(2, with_sums=False, shards=["rows", "rest"])))
     assert sorted(staged.missing()) == ["rest", "rows"]
-    assert store.open(contents.map(2, shards=["rows", "rest"])) is staged
+    assert store.open(OpenVersion(contents.map(2, shards=["rows", "rest"]))) is staged
     assert staged.missing() == {}
 
 
@@ -437,7 +437,7 @@ def test_a_version_that_is_discarded_gives_its_memory_back_at_once(store: Versio
     gc.collect()
     gc.disable()
     try:
-        staged = store.open(contents.map(1), parts, tuple(SHARDS))
+        staged = store.open(OpenVersion(contents.map(1), tuple(parts), tuple(SHARDS)))
         staged.check()
         staged.install_folder()
         file = str(store.folder_of(1))
@@ -465,7 +465,7 @@ async def test_edges_of_the_plan_before_are_over_before_its_file_is_looked_at(st
     """They write to where the next plan finds bytes by their sums."""
     contents = Contents(21)
     ends = Ends(store)
-    orders = PeerOrders(store, ends, PeerEngines({}, "simulated", WallClock(), lambda: None), lambda: None)
+    orders = PeerOrders(store, ends, PeerEngines({}, "simulated", WallClock(), lambda: None))
     for number, shards in enumerate((["rows", "tail"], ["rows", "tail"], ["rest", "tail"])):
         opened = await orders.perform(PeerOrder(f"{number}", 1, OpenVersion(contents.map(2, shards=shards))))
         assert opened.outcome is OrderOutcome.DONE

@@ -12,6 +12,7 @@ import safetensors.numpy
 from orchestrrl.core.errors import Permanent
 from orchestrrl.weights.layout import Bytes
 from orchestrrl.weights.model import ShardMap, TensorMeta, VersionMap
+from orchestrrl.weights.orders import OpenVersion
 from orchestrrl.weights.peer.store import VersionStore
 from orchestrrl.weights.staging_hold import nobody_stages
 from orchestrrl.weights.trainer.boxes import TensorPiece
@@ -164,7 +165,7 @@ def test_the_peer_of_the_host_reads_what_ranks_have_staged(tmp_path: Path) -> No
         slices.append(ShardSlice(name, box, at, whole[name].nbytes))
         at += whole[name].nbytes
     tensors = tuple(TensorMeta(name, "F32", whole[name].shape) for name in sorted(whole))
-    staged = peer.open(VersionMap(6, tensors, (ShardMap("all", at, tuple(slices)),), 64), parts)
+    staged = peer.open(OpenVersion(VersionMap(6, tensors, (ShardMap("all", at, tuple(slices)),), 64), tuple(parts)))
     assert staged.missing() == {}
     wire = bytearray(at)
     staged.read("all", 0, memoryview(wire))

@@ -20,7 +20,7 @@ from orchestrrl.fabric.circuit_executor import CircuitExecutor
 from orchestrrl.fabric.packet_routing import FabricRouting
 from orchestrrl.fabric.period_queue import AnnouncedPeriod
 from orchestrrl.fabric.periods import CommitReport, PeriodState
-from orchestrrl.fabric.switch_reader import SiteReading, SwitchReader
+from orchestrrl.fabric.switch_reader import SwitchReader
 from orchestrrl.fabric.window_tracker import TrafficWatch, WindowTracker
 from planner.fabric.intent import Intent, Stage
 from planner.fabric.model import OcsId, Port, PortPair
@@ -270,10 +270,9 @@ class StageCommitter:
         """Onto what is up now. After a failure that is looked at, not assumed."""
         if self.routing is None:
             return ""
-        if done:
-            return await self._rerouted(order.usable - set(order.stage.remove) | set(order.stage.add))
-        site_reading: SiteReading = await self.reader.scan()
-        return await self._rerouted(site_reading.of_site)
+        stage = order.stage
+        after = order.usable - set(stage.remove) | set(stage.add)
+        return await self._rerouted(after if done else (await self.reader.scan()).of_site)
 
     async def _rerouted(self, usable: Iterable[PortPair]) -> str:
         assert self.routing is not None

@@ -5,7 +5,7 @@ comes out; circuits that are up are not touched, and packets are not led over wh
 planner/fabric/cables.py.
 """
 
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence, Set
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -80,7 +80,8 @@ class FabricVerifier:
             if walk:
                 async with self.routing.standing_still():
                     await self._walk(self.routing, site_reading, findings)
-        ports = {*self._interfaces, *(port for lane in self._site.lanes for port in _ports_of(lane))}
+        interfaces = self.routing.interfaces if self.routing is not None else {}
+        ports = {*interfaces, *(port for lane in self._site.lanes for port in _ports_of(lane))}
         unknown = sorted(ports - findings.good - {fault.port for fault in findings.faults})
         if unknown and self.routing is not None:
             how = "in use or broken" if walk else "no light shows where they end; --walk lights those that are free"
@@ -93,10 +94,6 @@ class FabricVerifier:
             len(ports),
             tuple(findings.not_seen),
         )
-
-    @property
-    def _interfaces(self) -> Mapping[Port, Interface]:
-        return {} if self.routing is None else self.routing.interfaces
 
     async def _book(self, site_reading: SiteReading) -> frozenset[PortPair]:
         """What should be up: our own circuits, by the journal. Of switches that do not answer, nothing is said."""

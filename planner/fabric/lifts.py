@@ -187,27 +187,21 @@ class _Lifting:
         self.result.circuits[ends[0][1], ends[1][1]] += 1
 
 
-@dataclass(frozen=True, slots=True)
-class ReservedSlice:
-    core: tuple[PortPair, ...]
-    lifts: tuple[PortPair, ...]
-    notes: tuple[str, ...]
+# Circuits of the core that can be carried, what lifts their lanes, and what cannot be carried.
+Carried = tuple[tuple[PortPair, ...], tuple[PortPair, ...], tuple[str, ...]]
 
 
-def reserve(ground: PlanGround, rooms: Mapping[EndpointId, AggRoom]) -> ReservedSlice:
+def reserve(ground: PlanGround, rooms: Mapping[EndpointId, AggRoom]) -> Carried:
     """Circuits between Gen and Train PoDs over the lanes kept for responses, each lane lifted to a ToR; takes ports of
     the rooms. What is up stays. Every Gen PoD gets one first."""
     lanes = ground.lanes_for(RESPONSES)
     wanted = _circuits(ground, {pod: len(own) for pod, own in lanes.items()})
     placed = place_in_core(ground, lanes, wanted)
-    core, lifts, notes = lift_any(ground, rooms, placed.cross_connects)
-    return ReservedSlice(core, lifts, tuple(f"the slice for responses: {note}" for note in notes))
+    return lift_any(ground, rooms, placed.cross_connects)
 
 
-def lift_any(
-    ground: PlanGround, rooms: Mapping[EndpointId, AggRoom], cross_connects: Iterable[PortPair]
-) -> tuple[tuple[PortPair, ...], tuple[PortPair, ...], tuple[str, ...]]:
-    """Those that can be carried, what lifts their lanes, and what cannot be carried. ToRs take turns."""
+def lift_any(ground: PlanGround, rooms: Mapping[EndpointId, AggRoom], cross_connects: Iterable[PortPair]) -> Carried:
+    """Lift the lanes of these, whichever ToRs have ports for them. ToRs take turns."""
     turns: Counter[EndpointId] = Counter()
     core, lifts, notes = [], [], []
     for each in sorted(cross_connects):

@@ -18,7 +18,6 @@ from planner.fabric.intent import Intent
 from planner.fabric.lifts import (
     Due,
     Lifted,
-    ReservedSlice,
     evened_out,
     lift_all,
     lift_any,
@@ -140,8 +139,8 @@ class _Draft:
         wanted = wanted_of(site, self._touched, eligible, self._flows.tors.get(GENERAL, {}))
         self._note_left_out(wanted)
         kept_core, kept_lifts = self._what_stays_in_core()
-        responses = reserve(ground, self._rooms)
-        self._notes += responses.notes
+        responses, response_lifts, notes = reserve(ground, self._rooms)
+        self._notes += [f"the slice for responses: {note}" for note in notes]
         lanes = {pod: own for pod, own in ground.lanes_for(None).items() if pod in self._touched}
         lanes_count = {pod: len(own) for pod, own in lanes.items()}
         ports = {pod: self._rooms[pod].ports() for pod in wanted.tors}
@@ -157,8 +156,8 @@ class _Draft:
         spare = {pod: self._spare(pod) for pod in wanted.tors}
         cross_connects = frozenset(
             {each for room in self._rooms.values() for each in room.stays}
-            | {*kept_core, *responses.core, *lifted.core}
-            | {*kept_lifts, *responses.lifts, *lifted.lifts}
+            | {*kept_core, *responses, *lifted.core}
+            | {*kept_lifts, *response_lifts, *lifted.lifts}
             | {each for pod in wanted.tors for each in (*inside[pod].tors, *spare[pod])}
         )
         general = frozenset(lifted.core), frozenset(lifted.lifts)
@@ -255,7 +254,7 @@ class _Draft:
         self,
         cross_connects: frozenset[PortPair],
         wanted: WantedBytes,
-        responses: ReservedSlice,
+        responses: Iterable[PortPair],
         general: frozenset[PortPair],
         unplaced: Mapping[Pair, int],
     ) -> TierPlan:
@@ -265,7 +264,7 @@ class _Draft:
             here, there = self._site.pod_of[source], self._site.pod_of[destination]
             if here != there:
                 streamed[here, there] += sent_bytes
-        streamed_s, streamed_unserved = self._served(streamed, self._between_pods(responses.core))
+        streamed_s, streamed_unserved = self._served(streamed, self._between_pods(responses))
         return TierPlan(
             pod=None,
             circuits=self._between_pods(_on(self._site.core_switches, cross_connects)),

@@ -1,10 +1,9 @@
 """What a small RL job on a site announces, stage by stage. Ranks are the GPUs of the PoDs that train and generate."""
 
 from planner.fabric.collectives import transfers_of
-from planner.fabric.demand import broadcasts_of
+from planner.fabric.demand import RankPlacement, broadcasts_of, mask_nics
 from planner.fabric.intent import Intent, Primitive, Stage, Traffic, TrafficOperation
 from planner.fabric.model import EndpointId
-from planner.fabric.placement import RankPlacement, mask_nics
 from planner.fabric.plan import FabricFailures
 from planner.fabric.topology import PodRole, Site
 from planner.model import GpuId

@@ -4,11 +4,11 @@ from fabric_sites import GB, failures, gpus_of, sites, small_site
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planner.fabric.demand import mask_nics
 from planner.fabric.ground import failed_ports
 from planner.fabric.intent import Intent, Primitive, Stage, Traffic, TrafficOperation
 from planner.fabric.materialize import materialize
 from planner.fabric.model import PortPair
-from planner.fabric.placement import mask_nics
 from planner.fabric.plan import FabricFailures, FabricPlan, FabricState
 from planner.fabric.topology import PodRole, Site
 

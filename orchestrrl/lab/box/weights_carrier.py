@@ -24,7 +24,7 @@ from pydantic import TypeAdapter
 from orchestrrl.lab.box.namespaces import enter
 from orchestrrl.lab.testbed.ranks import Ranks, print_json
 from orchestrrl.weights.model import MODEL_FILE, VersionMap
-from orchestrrl.weights.orders import ArrivedBytes, CarryEdges, EdgeEvent, EdgeState
+from orchestrrl.weights.orders import ArrivedBytes, CarryEdges, EdgeEvent, EdgeState, OpenVersion
 from orchestrrl.weights.peer.carry import ThreadedCarrier
 from orchestrrl.weights.peer.staged import StagedVersion
 from orchestrrl.weights.transports.base import make_transport
@@ -39,7 +39,7 @@ def opened(folder: Path, map: VersionMap, holds: Collection[str]) -> StagedVersi
     """Return a version in files of which the shards `holds` are there from the start, and nothing of an earlier one."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    staged = StagedVersion(folder, map)
+    staged = StagedVersion(folder, OpenVersion(map))
     for shard in map.shards:
         if shard.id in holds:
             staged.write(shard.id, 0, memoryview(random.Random(shard.id).randbytes(shard.bytes)))

@@ -10,7 +10,6 @@ import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Any
 
 from orchestrrl.core.clock import Clock
@@ -163,10 +162,10 @@ class FabricRouting:
                 return
             self._lit = lit
             if usable == set(self.routed.links) and not self.routed.failed:
-                self.rerouting.routed = replace(self.routed, left_out=dark)
+                self.rerouting.leave_out(dark)
                 return
             routed = await self.rerouting.reroute(usable)
-            self.rerouting.routed = routed = replace(routed, left_out={**dark, **routed.left_out})
+            routed = self.rerouting.leave_out({**dark, **routed.left_out})
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S) if tried == usable else self._poll_s
             self._tried, self._again_s = (usable, pause_s), self._clock.now_s() + pause_s
         logger.warning(

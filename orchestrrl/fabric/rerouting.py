@@ -120,6 +120,12 @@ class Rerouting:
         logger.info("packets rerouted over %d circuits: %s", len(links), rerouted.faults_text or "all as wanted")
         return rerouted
 
+    def leave_out(self, circuits: Mapping[RoutedLink, str]) -> RoutedCircuits:
+        """Record which circuits packets do not use now, each with the reason; no router is changed."""
+        assert self.routed is not None
+        self.routed = replace(self.routed, left_out=circuits)
+        return self.routed
+
     def _took(self, links: frozenset[RoutedLink], moved: _Moved, left_out: Mapping[RoutedLink, str]) -> RoutedCircuits:
         """Packets go over these links now."""
         want, now_s = self.prepare(links), self._clock.now_s()

@@ -156,20 +156,11 @@ def parse_metrics(text: str) -> EngineSample:
 def is_asleep(metrics_page: str) -> bool:
     """Whether any replica is; so where the page does not tell, since `/is_sleeping` did."""
     lines = [line for line in metrics_page.splitlines() if line.startswith(f"{SLEEP_STATE}{{")]
-    awake = [
-        sample.value
-        for family in text_string_to_metric_families("\n".join(lines) + "\n")
-        for sample in family.samples
-        if sample.labels.get("sleep_state") == "awake"
-    ]
+    awake = [float(line.rpartition(" ")[2]) for line in lines if 'sleep_state="awake"' in line]
     return min(awake, default=0.0) == 0
 
 
 def _replicas_served(parallel: Mapping[str, Any]) -> int:
     """By this server: all of them, unless a balancer before several servers knows of the others."""
     outside = parallel.get("data_parallel_external_lb") or parallel.get("data_parallel_hybrid_lb")
-    return _count(parallel, "data_parallel_size_local" if outside else "data_parallel_size") or 1
-
-
-def _count(parallel: Mapping[str, Any], name: str) -> int | None:
-    return None if parallel.get(name) is None else int(parallel[name])
+    return int(parallel.get("data_parallel_size_local" if outside else "data_parallel_size") or 1)

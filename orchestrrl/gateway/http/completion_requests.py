@@ -16,8 +16,7 @@ from orchestrrl.gateway.moves.movable import immovable_because, max_answer_token
 from planner.model import RequestId
 
 MAX_ANSWERS = 4096  # of one body
-MAX_ID_LENGTH = 256
-MAX_LABEL_LENGTH = 256
+MAX_NAME_LENGTH = 256  # of a request, a group and a tag
 # Text is about this many characters per token: only for routing, until the engine has told the prompt's tokens.
 CHARACTERS_PER_TOKEN = 4
 
@@ -109,12 +108,12 @@ def read_completion_request(
 
 
 def _header_faults(request_id: str, group: str, tag: str) -> Iterator[tuple[str, str]]:
-    if not 0 < len(request_id) <= MAX_ID_LENGTH or not request_id.isascii() or not request_id.isprintable():
-        yield "X-Request-Id", f"must be 1 to {MAX_ID_LENGTH} printable ASCII characters, got {shown(request_id)}"
+    if not 0 < len(request_id) <= MAX_NAME_LENGTH or not request_id.isascii() or not request_id.isprintable():
+        yield "X-Request-Id", f"must be 1 to {MAX_NAME_LENGTH} printable ASCII characters, got {shown(request_id)}"
     for header, label in (("X-Group-Id", group), ("X-Tag", tag)):
         # Bytes that are no text would break every report to the daemon that carries them.
-        if len(label) > MAX_LABEL_LENGTH or not label.isprintable():
-            yield header, f"must be at most {MAX_LABEL_LENGTH} printable characters, got {shown(label)}"
+        if len(label) > MAX_NAME_LENGTH or not label.isprintable():
+            yield header, f"must be at most {MAX_NAME_LENGTH} printable characters, got {shown(label)}"
 
 
 def _body_faults(endpoint: CompletionEndpoint, body: Mapping[str, Any], prompts: int) -> Iterator[tuple[str, str]]:

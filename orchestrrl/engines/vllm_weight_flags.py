@@ -1,17 +1,13 @@
 """What goes on a vLLM server's command line for it to take versions of the weights from folders, checked, and what its
 workers report of them.
 
-Pure. The servers' side is `orchestrrl/integrations/instrument/vllm_weights.py`. Without it versions go through
-`reload_weights`.
+Pure. The servers' side is `orchestrrl/integrations/instrument/vllm_weights.py`: vLLM finds a plugin there, with
+handover.py's MODULE_FOLDER on its PYTHONPATH. Without it versions go through `reload_weights`.
 """
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
 
-from orchestrrl.integrations import instrument
-
-MODULE_FOLDER = Path(instrument.__file__).parent  # for PYTHONPATH of the server: vLLM finds a plugin there
 BACKEND = "orchestrrl"  # as integrations/instrument/vllm_weights.py registers it
 METHOD = "orchestrrl_weights"  # of its workers, for /collective_rpc
 VLLM_ARGUMENTS = ("--weight-transfer-config", json.dumps({"backend": BACKEND}))

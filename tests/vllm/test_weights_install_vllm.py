@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from orchestrrl.engines.handover import MODULE_FOLDER
 from orchestrrl.engines.managed_conformance import PROMPT, TOKENS, WeightsConformance, as_it_was, broken_of
 from orchestrrl.engines.vllm import VllmEngine
-from orchestrrl.engines.vllm_weight_flags import MODULE_FOLDER
 from orchestrrl.engines.vllm_weight_flags import VLLM_ARGUMENTS as OUR_BACKEND
 from orchestrrl.integrations.instrument.checkpoint_files import folder_sum
 from orchestrrl.lab.testbed.engines import LocalEngine, start_vllm

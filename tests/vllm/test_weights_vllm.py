@@ -10,7 +10,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from orchestrrl.engines.vllm_weight_flags import MODULE_FOLDER
+from orchestrrl.engines.handover import MODULE_FOLDER
 from orchestrrl.engines.vllm_weight_flags import VLLM_ARGUMENTS as OUR_BACKEND
 from orchestrrl.lab.testbed.engines import LocalEngine, start_vllm
 from orchestrrl.rpc.control_client import ControlClient

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from orchestrrl.core.config.launch import EngineDevice
 from orchestrrl.core.errors import ProblemFaults
-from orchestrrl.engines import handover, vllm_weight_flags
+from orchestrrl.engines import handover
 from orchestrrl.fleet.deployers.command_line import CommandLine, EngineLaunch, EngineSpec, render, url_of
 from orchestrrl.fleet.deployers.layout_flags import ProcessRole
 from planner.model import ConfigurationId, EngineId, GpuId, Parallelism
@@ -371,9 +371,9 @@ def test_kv_is_handed_over_among_engines_of_one_configuration() -> None:
 def test_versions_of_the_weights_go_through_our_backend_unless_a_user_has_another() -> None:
     launch = replace(LAUNCH, weight_backend=True)
     (line,) = render(spec(Parallelism(tp=2)), launch)
-    assert line.environment["PYTHONPATH"] == str(vllm_weight_flags.MODULE_FOLDER)
+    assert line.environment["PYTHONPATH"] == str(handover.MODULE_FOLDER)
     assert read(line).weight_transfer_config == {"backend": "orchestrrl"}
-    assert list(vllm_weight_flags.MODULE_FOLDER.glob("*.dist-info/entry_points.txt"))  # where vLLM finds it
+    assert list(handover.MODULE_FOLDER.glob("*.dist-info/entry_points.txt"))  # where vLLM finds it
     theirs = replace(launch, arguments=("--weight-transfer-config", '{"backend": "nccl"}'))
     (line,) = render(spec(Parallelism(tp=2)), theirs)
     assert read(line).weight_transfer_config == {"backend": "nccl"}

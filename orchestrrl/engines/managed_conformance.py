@@ -72,7 +72,7 @@ class EngineOfBothKinds(Engine, ManagedEngine, Protocol):
 
 @asynccontextmanager
 async def as_it_was(engine: EngineOfBothKinds, own: Path) -> AsyncIterator[WeightsEngine]:
-    """For a test that loads other weights: afterwards it has its own ones, without a version, and is not paused."""
+    """Give the engine its own weights back, without a version and not paused, after a test that loads others."""
     weights = weights_engine(engine)
     try:
         yield weights

@@ -196,7 +196,7 @@ def serve_many(options: GatewayOptions) -> None:
 
 
 def _keep_running(options: GatewayOptions, children: list[_Child], told: int) -> None:
-    """Until a signal comes."""
+    """Start processes again that end, until a signal comes."""
     while True:
         ready = wait([told, *(child.process.sentinel for child in children)])
         if told in ready:
@@ -219,7 +219,7 @@ def _started(options: GatewayOptions, place: ProcessPlace) -> _Child:
 
 
 def _run(options: GatewayOptions, place: ProcessPlace, line: Connection) -> None:
-    """One of the processes."""
+    """Serve as one of the processes."""
     log_to_stderr(options.log_level)
     try:
         asyncio.run(serve(options, lambda *urls: line.send(urls), place, line.fileno()))
@@ -256,7 +256,7 @@ def _end(children: list[_Child], drain_s: float) -> None:
 
 @contextmanager
 def _reserved(host: str, port: int) -> Iterator[int]:
-    """The port, kept from others' use: one that is taken is told before anything starts. Raises Permanent."""
+    """Keep the port from others' use, so that one that is taken is found before anything starts. Raises Permanent."""
     with socket.socket(_family(host)) as holder:
         with listening("listen", host, port):
             # Other processes of ours would let us share their port: one that does not share finds them.
@@ -268,7 +268,7 @@ def _reserved(host: str, port: int) -> Iterator[int]:
 
 
 def _check_free(host: str, port: int) -> None:
-    """Raises OSError where another process listens there."""
+    """Raise OSError where another process listens there."""
     socket.create_server((host, port), family=_family(host)).close()
 
 
@@ -278,7 +278,7 @@ def _family(host: str) -> socket.AddressFamily:
 
 @contextmanager
 def _signals() -> Iterator[int]:
-    """A file descriptor that can be read once SIGTERM or SIGINT has come."""
+    """Give a file descriptor that can be read once SIGTERM or SIGINT has come."""
     told, tell = os.pipe()
     os.set_blocking(tell, False)
     handlers = {name: signal.signal(name, lambda *_: None) for name in (signal.SIGTERM, signal.SIGINT)}

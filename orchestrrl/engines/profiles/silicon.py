@@ -61,7 +61,7 @@ class MeasuredDeployment:
 
     @property
     def sequences(self) -> float:
-        """That run at once."""
+        """Return how many requests run at once."""
         return running_sequences(self.load, kv_capacity_tokens(self.model, self.gpu, self.parallelism, self.precision))
 
     def but_for_tp(self) -> tuple[str | float | None, ...]:

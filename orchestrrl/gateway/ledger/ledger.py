@@ -45,7 +45,7 @@ class OnStale(StrEnum):
 
 
 class PolicyVersions:
-    """The spans of one answer as they come: for every change, where it was."""
+    """Records at which token of an answer the policy version changed."""
 
     __slots__ = ("_starts", "newest", "oldest")
 
@@ -55,7 +55,7 @@ class PolicyVersions:
         self.oldest: int | None = None  # the least that is known
 
     def add(self, version: int | None, start: int) -> None:
-        """From token `start` on. Calls come in order."""
+        """Record that tokens from `start` on are of this version. Calls come in order."""
         if self._starts and version == self.newest:
             return
         self._starts.append((start, version))
@@ -70,7 +70,7 @@ class PolicyVersions:
         return [(span.start, span.version) for span in self.spans(self._starts[-1][0] + 1) if span.end > start]
 
     def spans(self, tokens: int) -> tuple[VersionSpan, ...]:
-        """Of an answer of so many tokens."""
+        """Return the spans of an answer of so many tokens."""
         ends = [*(start for start, _ in self._starts[1:]), tokens][: len(self._starts)]
         return tuple(
             VersionSpan(version, start, end)
@@ -340,17 +340,17 @@ class InFlightGroups:
             self._groups.setdefault(record.group, _Group()).in_flight.append(record)
 
     def redundant(self, record: RequestRecord) -> bool:
-        """Its group has enough complete answers without it."""
+        """Return whether its group has enough complete answers without it."""
         group = self._groups.get(record.group)
         return group is not None and 0 < record.group_enough <= len(group.complete - {record.id})
 
     def members(self, group: str) -> tuple[RequestRecord, ...]:
-        """In flight, in order of arrival."""
+        """Return the records in flight, in order of arrival."""
         found = self._groups.get(group)
         return () if found is None else tuple(found.in_flight)
 
     def ended(self, record: RequestRecord) -> tuple[RequestRecord, ...]:
-        """The record has its answer, or none. The others that nobody needs any longer."""
+        """Note that the record has its answer, or none. Return the others that are redundant now."""
         group = self._groups.get(record.group)
         if group is None:
             return ()
@@ -360,7 +360,7 @@ class InFlightGroups:
         return tuple(other for other in group.in_flight if not other.done and 0 < other.group_enough <= complete)
 
     def leave(self, record: RequestRecord) -> None:
-        """The record is forgotten."""
+        """Forget the record."""
         group = self._groups.get(record.group)
         if group is None:
             return

@@ -113,9 +113,9 @@ def ranks(loads: Sequence[EngineLoad], context_tokens: int) -> list[tuple[bool, 
 
 
 def within(snapshot: RoutingSnapshot[L]) -> list[L]:
-    """Those with KV room, if any has it, that have no more requests than a quarter and the slack beyond their share.
+    """Return those with KV room, if any has it, that exceed their share of requests by a quarter and the slack at most.
 
-    An engine's share are the requests with which it would be as loaded as the least loaded engine.
+    An engine's share is the number of requests with which it would be as loaded as the least loaded engine.
     """
     ranked = ranks(snapshot.loads, snapshot.newcomer.context_tokens)
     crowded, least, _ = min(ranked)

@@ -191,10 +191,9 @@ class Snapshot:
     now_s: float
     engines: tuple[EngineView, ...]  # by id
     requests: tuple[RequestView, ...]  # by id
-    finished_output_tokens: tuple[int, ...] = ()  # this step's, in order of finishing
+    finished: tuple[FinishedLength, ...] = ()  # this step's, in order of finishing
     requests_age_s: float | None = None  # of the oldest gateway report; None: no gateway yet
     step_started_s: float | None = None  # when the fleet last went from idle to busy
-    finished: tuple[FinishedLength, ...] = ()  # the same ones as `finished_output_tokens`, with all that is known
 
     @property
     def inputs_age_s(self) -> float | None:
@@ -390,7 +389,7 @@ class Plan:
         return self.proposed_total_s if self.acted else self.current_makespan_s
 
 
-MOST_NAMES = 4  # of engines with one reason
+MOST_NAMES = 4  # of engines, in a text
 MOST_REASONS = 3
 
 
@@ -406,10 +405,11 @@ def unknown_step_times(why: Mapping[EngineId, str]) -> str:
     engines: dict[str, list[EngineId]] = {}
     for engine, reason in sorted(why.items()):
         engines.setdefault(reason, []).append(engine)
-    reasons = [f"no step times for {_listed(names)}: {reason}" for reason, names in engines.items()]
+    reasons = [f"no step times for {listed(names)}: {reason}" for reason, names in engines.items()]
     more = [f"and {len(reasons) - MOST_REASONS} more reasons"] if len(reasons) > MOST_REASONS else []
     return "; ".join(reasons[:MOST_REASONS] + more)
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """Return the first names, and the number of the others."""
     return ", ".join(names[:MOST_NAMES]) + (f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else "")

@@ -9,7 +9,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import NamedTuple
 
 import numpy as np
 
@@ -46,20 +45,13 @@ class FixedMoveCost:
         return median((*(self.prior_s,) * PRIOR_COUNTS_FOR, *self.measured_s))
 
 
-class MoveEstimate(NamedTuple):
-    """What moving a running request is believed to cost, as plans take it."""
-
-    transfer: KvTransferCost
-    kv_bytes_per_token: float
-
-
 @dataclass(frozen=True, slots=True)
 class MovePricing:
     """What moves are priced by. `kv_versions`: of the engines that can hand KV over; those of the same one to each
     other."""
 
     profiles: Mapping[ConfigurationId, EngineProfile]
-    moving: MoveEstimate
+    transfer: KvTransferCost
     per_node: int
     kv_versions: Mapping[EngineId, str]
 
@@ -77,7 +69,7 @@ def choose_move_methods(
     engines = {engine.id: engine for engine in snapshot.engines}
     wanted = {move.request for move in moves}
     views = {view.id: view for view in snapshot.requests if view.id in wanted}
-    latency_s = costing.moving.transfer.recompute_latency_s
+    latency_s = costing.transfer.recompute_latency_s
     before_s: dict[EngineId, float] = {}  # of what is to be computed at an engine already
     priced = []
     for move in moves:
@@ -92,7 +84,7 @@ def choose_move_methods(
         transfer_s = _transfer_s(view.context_tokens, source, target, costing)
         recompute_s = latency_s + prefill_s
         if transfer_s is not None and transfer_s < recompute_s:
-            fixed_s = costing.moving.transfer.latency_s
+            fixed_s = costing.transfer.latency_s
             method = MoveMethod.TRANSFER
             priced.append(replace(move, method=method, predicted_s=transfer_s, other_s=recompute_s, fixed_s=fixed_s))
             continue
@@ -108,7 +100,7 @@ def _prefill_s(tokens: int, target: EngineView, costing: MovePricing) -> float |
     if profile is None or not profile.prefill_tokens_per_s > 0:
         return None
     context, rate = np.array([float(tokens)]), np.array([profile.prefill_tokens_per_s])
-    return float(costing.moving.transfer.prefill_s(context, rate)[0])
+    return float(costing.transfer.prefill_s(context, rate)[0])
 
 
 def _transfer_s(tokens: int, source: EngineView | None, target: EngineView, costing: MovePricing) -> float | None:
@@ -119,8 +111,6 @@ def _transfer_s(tokens: int, source: EngineView | None, target: EngineView, cost
     assert target.configuration is not None, "a version names the configuration"
     gpus = costing.profiles[target.configuration].parallelism.gpus  # the source has as many: it is configured alike
     nodes = {gpu // costing.per_node for engine in (source, target) for gpu in engine.gpus}
-    transfer = costing.moving.transfer
     inside = len(nodes) == 1 and bool(source.gpus) and bool(target.gpus)
-    context = np.array([float(tokens)])
-    (seconds,) = transfer.transfer_s(context, costing.moving.kv_bytes_per_token, np.array([gpus]), np.array([inside]))
+    (seconds,) = costing.transfer.transfer_s(np.array([float(tokens)]), np.array([gpus]), np.array([inside]))
     return float(seconds) if np.isfinite(seconds) else None

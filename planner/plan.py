@@ -5,16 +5,11 @@ The caller measures how long it took and says so with `dataclasses.replace(plan,
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-
-import numpy as np
-from numpy.typing import NDArray
 
 from planner.admission import FREE, AdmissionLimits, ControlState, OperatorControl, PlanProposal, judge, too_weak
 from planner.model import (
     Act,
     Configuration,
-    FinishedLength,
     Hold,
     Knowledge,
     Mode,
@@ -25,11 +20,12 @@ from planner.model import (
     RequestState,
     Snapshot,
     Verdict,
+    check_at_least,
 )
 from planner.solver.candidates import CandidateFleet, moves_of, with_fresh_names
-from planner.solver.from_snapshot import NO_TRANSFER, LiveFleet, instances_text, live_fleet, problem_of
-from planner.solver.options import FleetOption, FleetOptions, consider
-from planner.solver.problem import KvTransferCost, MakespanProblem
+from planner.solver.from_snapshot import NO_TRANSFER, LiveFleet, instances_text, live_fleet
+from planner.solver.options import TOTAL_S, FleetOption, FleetOptions, consider
+from planner.solver.problem import KvTransferCost
 from planner.workload.forecast import Forecast, forecast
 from planner.workload.sampled_lengths import SampledLengths, averaged, sampled, with_known_lengths
 from planner.workload.series import StepForecast
@@ -54,19 +50,14 @@ class PlannerConfig:
     work_budget: int | None = 100_000  # the solver's, deterministic; None: as much as it thinks fit
     knowledge: Knowledge = Knowledge.FORECAST
     seed: int = 0
-    kv_bytes_per_token: float = 0.0
     transfer: KvTransferCost = NO_TRANSFER  # of KV between engines
     can_deploy: bool = True  # somebody can stop and start engines
     only_as_deployed: bool = False  # `configurations` describe what runs, and none can be started
     unknown: str = ""  # engines whose step times are not known, and why
 
     def __post_init__(self) -> None:
-        for name in ("gpus_count", "per_node", "bin_tokens", "max_output_tokens", "scenarios"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
-        for name in ("epsilon_s", "rebalance_share", "cooldown_s", "interval_s", "stale_after_s", "kv_bytes_per_token"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
+        check_at_least(self, 1, "gpus_count", "per_node", "bin_tokens", "max_output_tokens", "scenarios")
+        check_at_least(self, 0, "epsilon_s", "rebalance_share", "cooldown_s", "interval_s", "stale_after_s")
         ids = [configuration.id for configuration in self.configurations]
         if len(set(ids)) < len(ids):
             raise ValueError(f"configurations must have different ids, got {ids}")
@@ -109,28 +100,32 @@ def make_plan(
     control = control.at(snapshot.now_s)
     expected = _expected(snapshot, config, history)
     fleet = live_fleet(
-        snapshot, config.configurations, config.gpus_count, config.per_node, config.max_moves_per_request
+        snapshot,
+        config.configurations,
+        config.gpus_count,
+        config.per_node,
+        config.max_moves_per_request,
+        config.transfer,
+        config.work_budget,
     )
     lengths = _lengths(snapshot, fleet, config, history, expected)
-    only = control.configuration if control.state is ControlState.OVERRIDDEN else None
     options = NOTHING
-    if fleet.requests and fleet.configurations:
+    if fleet.requests and config.configurations:
         options = consider(
             fleet,
             lengths,
-            partial(_problem, fleet, config),
             history.correction,
-            only,
+            control.configuration,
             config.interval_s,
             only_as_deployed=config.only_as_deployed,
         )
-    choice = _choose(options, fleet, snapshot, config, mode, control, history)
+    choice = _Case(snapshot, config, history, mode, control, fleet, options).choose()
     running = sum(request.state is RequestState.RUNNING for request in snapshot.requests)
     wanted, acts = choice.wanted, isinstance(choice.verdict, Act)
-    deployed = {instance.configuration for instance in fleet.instances}
+    deployed = {instance.configuration for instance in fleet.problem.current}
     target = with_fresh_names(wanted.fleet, plan_id) if wanted else None
     best_s = min((option.total_s for option in options.found), default=None)
-    moves = moves_of(_problem(fleet, config, lengths.expected), target) if acts and target else ()
+    moves = moves_of(fleet.expecting(lengths.expected).problem, target) if acts and target else ()
     return Plan(
         id=plan_id,
         created_s=snapshot.now_s,
@@ -159,7 +154,7 @@ def make_plan(
         knowledge=config.knowledge,
         scenarios=len(lengths.samples),
         correction=history.correction,
-        notes=(*fleet.notes, *((NO_OTHERS,) if config.only_as_deployed and fleet.configurations else ())),
+        notes=(*fleet.notes, *((NO_OTHERS,) if config.only_as_deployed and config.configurations else ())),
     )
 
 
@@ -180,13 +175,12 @@ NOTHING = FleetOptions(None, (), (), 0.0)
 
 def _expected(snapshot: Snapshot, config: PlannerConfig, history: History) -> Forecast:
     """[request] of the snapshot's requests."""
-    finished = snapshot.finished or tuple(map(FinishedLength, snapshot.finished_output_tokens))
     return forecast(
         snapshot.requests,
         () if history.before is not None else history.earlier_output_tokens,
         config.bin_tokens,
         config.max_output_tokens,
-        finished=finished,
+        finished=snapshot.finished,
         before=history.before,
     )
 
@@ -195,24 +189,13 @@ def _lengths(
     snapshot: Snapshot, fleet: LiveFleet, config: PlannerConfig, history: History, expected: Forecast
 ) -> SampledLengths:
     """[request] of the fleet's requests."""
-    seen = (*history.earlier_output_tokens, *snapshot.finished_output_tokens)
     if config.knowledge is Knowledge.MEAN:
+        seen = (*history.earlier_output_tokens, *(length.tokens for length in snapshot.finished))
         return averaged(fleet.requests, seen, config.max_output_tokens)
     lengths = sampled(expected, len(snapshot.requests), config.scenarios, config.seed).at(fleet.rows)
     if config.knowledge is Knowledge.ORACLE:
         return with_known_lengths(fleet.requests, history.known_output_tokens or {}, lengths)
     return lengths
-
-
-def _problem(fleet: LiveFleet, config: PlannerConfig, remaining_tokens: NDArray[np.int64]) -> MakespanProblem:
-    return problem_of(
-        fleet,
-        remaining_tokens,
-        per_node=config.per_node,
-        kv_bytes_per_token=config.kv_bytes_per_token,
-        transfer=config.transfer,
-        work_budget=config.work_budget,
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,122 +206,102 @@ class _Choice:
     forgone: Hold | None = None
 
 
-def _choose(
-    options: FleetOptions,
-    fleet: LiveFleet,
-    snapshot: Snapshot,
-    config: PlannerConfig,
-    mode: Mode,
-    control: OperatorControl,
-    history: History,
-) -> _Choice:
-    """The soonest end, with as little change as comes within epsilon of it. Where engines must not change and moving
-    requests pays by itself, that is done, and what is forgone is said."""
-    by = {
-        decision: min((o for o in options.found if o.fleet.decision == decision), key=_total_s, default=None)
-        for decision in ("keep", "rebalance", "reconfigure")
-    }
-    overridden = control.state is ControlState.OVERRIDDEN
-    moving, changing = by["rebalance"], by["reconfigure"]
-    if overridden and {i.configuration for i in fleet.instances} == {control.configuration}:
-        changing = None  # it is deployed already
-    in_place = min((o for o in (options.current, moving) if o), key=_total_s, default=None)
-    blocked = fleet.blocked if config.can_deploy else NO_DEPLOYER
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """What a decision rests on, and the options that it has."""
 
-    def proposal(option: FleetOption | None) -> PlanProposal:
-        return _proposal(option, options, fleet, snapshot, config, history, blocked)
+    snapshot: Snapshot
+    config: PlannerConfig
+    history: History
+    mode: Mode
+    control: OperatorControl
+    fleet: LiveFleet
+    options: FleetOptions
 
-    def verdict(option: FleetOption | None, mode: Mode) -> Verdict:
-        return judge(proposal(option), config.limits, mode, control)
+    def choose(self) -> _Choice:
+        """The soonest end, with as little change as comes within epsilon of it. Where engines must not change and
+        moving requests pays by itself, that is done, and what is forgone is said."""
+        current, found = self.options.current, self.options.found
+        moving, changing = (
+            min((option for option in found if option.fleet.decision == decision), key=TOTAL_S, default=None)
+            for decision in ("rebalance", "reconfigure")
+        )
+        is_deployed = {each.configuration for each in self.fleet.problem.current} == {self.control.configuration}
+        if self._is_overridden and is_deployed:
+            changing = None
+        instead = moving if moving is not None and self._decision(moving) == "rebalance" else current
+        if changing is not None and (
+            self._is_overridden or instead is None or changing.total_s < instead.total_s - self.config.epsilon_s
+        ):
+            forgone = self._verdict(changing, Mode.ACT)
+            if isinstance(forgone, Act) or moving is None or not isinstance(self._verdict(moving, Mode.ACT), Act):
+                return _Choice(self._decision(changing), self._verdict(changing, self.mode), changing)
+            return _Choice("rebalance", self._verdict(moving, self.mode), moving, forgone)
+        in_place = min((option for option in (current, moving) if option), key=TOTAL_S, default=None)
+        if self._is_overridden and not is_deployed:
+            in_place = None  # the operator's configuration cannot be had
+        decision = "keep" if in_place is None else self._decision(in_place)
+        return _Choice(decision, self._verdict(in_place, self.mode), in_place)
 
-    def decision(option: FleetOption) -> str:
+    @property
+    def _is_overridden(self) -> bool:
+        return self.control.state is ControlState.OVERRIDDEN
+
+    def _verdict(self, option: FleetOption | None, mode: Mode) -> Verdict:
+        return judge(self._proposal(option), self.config.limits, mode, self.control)
+
+    def _decision(self, option: FleetOption) -> str:
         """What the plan is to do; whether that is done is up to plan admission."""
-        changes = overridden and option.fleet.decision == "reconfigure"
-        return "keep" if not changes and too_weak(proposal(option), config.limits) else option.fleet.decision
+        changes = self._is_overridden and option.fleet.decision == "reconfigure"
+        return "keep" if not changes and too_weak(self._proposal(option), self.config.limits) else option.fleet.decision
 
-    moves_pay = moving is not None and decision(moving) == "rebalance"
-    instead = moving if moves_pay else options.current
-    if changing and instead and not overridden and not changing.total_s < instead.total_s - config.epsilon_s:
-        changing = None
-    if changing is not None:
-        found = verdict(changing, Mode.ACT)
-        if isinstance(found, Act) or moving is None or not isinstance(verdict(moving, Mode.ACT), Act):
-            return _Choice(decision(changing), verdict(changing, mode), changing)
-        return _Choice("rebalance", verdict(moving, mode), moving, forgone=found)
-    if overridden and (options.current is None or in_place is None or not fleet.instances):
-        in_place = None
-    if overridden and in_place is not None and {i.configuration for i in fleet.instances} != {control.configuration}:
-        in_place = None  # the operator's configuration cannot be had
-    return _Choice("keep" if in_place is None else decision(in_place), verdict(in_place, mode), in_place)
+    def _proposal(self, option: FleetOption | None) -> PlanProposal:
+        snapshot, config, current = self.snapshot, self.config, self.options.current
+        later_s = option.later_s if option else None
+        return PlanProposal(
+            now_s=snapshot.now_s,
+            decision=option.fleet.decision if option else "keep",
+            current=instances_text([instance.configuration for instance in self.fleet.problem.current]),
+            proposed=instances_text(option.fleet.configurations) if option else None,
+            current_makespan_s=current.total_s if current else None,
+            makespan_s=option.alternative.makespan_s if option else None,
+            cost_s=option.total_s - option.alternative.makespan_s if option else 0.0,
+            requests=len(snapshot.requests),
+            inputs_age_s=snapshot.inputs_age_s,
+            last_redeploy_s=self.history.last_redeploy_s,
+            moves=len(option.fleet.moved) if option else 0,
+            return_s=self._return_s(option) if option else 0.0,
+            wait_s=config.interval_s,
+            later_gain_s=option.total_s - later_s if option and later_s is not None else 0.0,
+            unknown=config.unknown if not config.configurations else "",
+            infeasible=self._why_nothing(),
+            otherwise=NO_OTHERS if config.only_as_deployed else "nothing considered is faster",
+            sooner_in=(int((option.ends_s < current.ends_s).sum()), len(option.ends_s)) if option and current else None,
+            underway=self.history.underway,
+            blocked=self.fleet.blocked if config.can_deploy else NO_DEPLOYER,
+        )
 
+    def _return_s(self, option: FleetOption) -> float:
+        """The next step begins as this one did, and then wants the fleet that this one began with: what it takes to
+        start its engines again, by the share of the step's requests that have come and gone since."""
+        stays = {instance.id for instance, kept in zip(option.fleet.instances, option.fleet.kept, strict=True) if kept}
+        engines = zip(self.fleet.problem.current, self.fleet.limits, strict=True)
+        restart_s = max((limit.switch_s for engine, limit in engines if engine.id not in stays), default=0.0)
+        ended = len(self.snapshot.finished)
+        return restart_s * ended / max(1, ended + len(self.snapshot.requests))
 
-def _proposal(
-    option: FleetOption | None,
-    options: FleetOptions,
-    fleet: LiveFleet,
-    snapshot: Snapshot,
-    config: PlannerConfig,
-    history: History,
-    blocked: Hold | None,
-) -> PlanProposal:
-    later_s = option.later_s if option else None
-    return PlanProposal(
-        now_s=snapshot.now_s,
-        decision=option.fleet.decision if option else "keep",
-        current=instances_text([instance.configuration for instance in fleet.instances]),
-        proposed=instances_text(option.fleet.configurations) if option else None,
-        current_makespan_s=options.current.total_s if options.current else None,
-        makespan_s=option.alternative.makespan_s if option else None,
-        cost_s=option.total_s - option.alternative.makespan_s if option else 0.0,
-        requests=len(snapshot.requests),
-        inputs_age_s=snapshot.inputs_age_s,
-        last_redeploy_s=history.last_redeploy_s,
-        moves=len(option.fleet.moved) if option else 0,
-        return_s=_return_s(option, fleet, snapshot) if option else 0.0,
-        wait_s=config.interval_s,
-        later_gain_s=option.total_s - later_s if option and later_s is not None else 0.0,
-        unknown=config.unknown if not fleet.configurations else "",
-        infeasible=_why_nothing(fleet, options),
-        otherwise=NO_OTHERS if config.only_as_deployed else "nothing considered is faster",
-        sooner_in=_sooner_in(option, options.current) if option and options.current else None,
-        underway=history.underway,
-        blocked=blocked,
-    )
-
-
-def _return_s(option: FleetOption, fleet: LiveFleet, snapshot: Snapshot) -> float:
-    """The next step begins as this one did, and then wants the fleet that this one began with: what it takes to start
-    its engines again, by the share of the step's requests that have come and gone since."""
-    stays = {instance.id for instance, kept in zip(option.fleet.instances, option.fleet.kept, strict=True) if kept}
-    restart_s = max(
-        (limit.switch_s for i, limit in zip(fleet.instances, fleet.limits, strict=True) if i.id not in stays),
-        default=0.0,
-    )
-    ended = len(snapshot.finished) or len(snapshot.finished_output_tokens)
-    return restart_s * ended / max(1, ended + len(snapshot.requests))
-
-
-def _why_nothing(fleet: LiveFleet, options: FleetOptions) -> str:
-    if not fleet.configurations:
-        return "no configurations are given to choose from (fleet.configurations, fleet.profile)"
-    if not fleet.requests:
-        return "no request is on an engine whose configuration is known"
-    reasons = sorted({option.infeasible_because for option in options.ruled_out})
-    return "no configuration can serve the requests on these GPUs" + (f": {'; '.join(reasons)}" if reasons else "")
-
-
-def _sooner_in(option: FleetOption, current: FleetOption) -> tuple[int, int]:
-    """In how many samples it ends sooner than the fleet as it stands, and of how many."""
-    return int((option.ends_s < current.ends_s).sum()), len(option.ends_s)
-
-
-def _total_s(option: FleetOption) -> float:
-    return option.total_s
+    def _why_nothing(self) -> str:
+        if not self.config.configurations:
+            return "no configurations are given to choose from (fleet.configurations, fleet.profile)"
+        if not self.fleet.requests:
+            return "no request is on an engine whose configuration is known"
+        reasons = sorted({option.infeasible_because for option in self.options.ruled_out})
+        return "no configuration can serve the requests on these GPUs" + (f": {'; '.join(reasons)}" if reasons else "")
 
 
 def _planned(wanted: FleetOption, target: CandidateFleet, fleet: LiveFleet, named: bool) -> tuple[PlannedInstance, ...]:
     mean_s = wanted.decode_s.mean(axis=0)
-    ids = fleet.columns.ids
+    ids = fleet.problem.requests.ids
     return tuple(
         PlannedInstance(
             id=instance.id,

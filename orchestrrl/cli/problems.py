@@ -158,11 +158,11 @@ def makespan_problem_of(read: SolveProblem) -> "MakespanProblem":
     return MakespanProblem(
         gpus_count=read.gpus.count,
         per_node=read.gpus.per_node,
-        **fields(read, "kv_bytes_per_token epsilon_s work_budget"),
+        **fields(read, "epsilon_s work_budget"),
         configurations=tuple(
             Configuration(**{**each.model_dump(), "id": ConfigurationId(each.id)}) for each in read.configurations
         ),
-        transfer=KvTransferCost(**read.transfer.model_dump()),
+        transfer=KvTransferCost(**read.transfer.model_dump(), kv_bytes_per_token=read.kv_bytes_per_token),
         current=tuple(
             CurrentInstance(
                 EngineId(each.id), ConfigurationId(each.configuration), tuple(GpuId(gpu) for gpu in sorted(each.gpus))

@@ -219,7 +219,7 @@ class FleetCoordinator:
             carried_out = moved_requests(self.moves_ended_s, operation.action.moves, result.items)
             self.last_moves.moved(self.moves_ended_s, (moved.move.request for moved in carried_out))
             self.state.fold_result(result)
-            self.planning.costs.moved(operation.action, result, self._configuration_of)
+            self.planning.costs.moved(carried_out, self._configuration_of)
             self.latest_moves.extend(carried_out)
 
     # --- names

@@ -5,57 +5,47 @@ for what was believed only where it says something notably different, so that pl
 daemon begins with the configured profile and learns again; what starts took, it is told from the journal.
 """
 
-import logging
-import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean, median
-from typing import Any
+from statistics import median
 
 from orchestrrl.core.config.schema import FleetSettings, KvTransfer
-from orchestrrl.core.operations import MoveRequests, OperationItemResult, OperationResult
+from orchestrrl.core.operations import OperationItemResult
 from orchestrrl.daemon.priors import AssumedProfile
 from orchestrrl.daemon.profile_refit import (
-    LEAST_SAMPLES,
+    NOTABLE_FIGURE,
     ConfigurationEstimate,
-    CostEstimates,
     CurveRefitter,
-    EngineRefitter,
-    RefittedFigure,
+    Note,
     batch_between,
-    given_profile,
     measured,
     prefilled_between,
     same_batch,
     steady_batch,
 )
 from orchestrrl.engines.base import EngineSample
-from orchestrrl.fleet.move_orders import fixed_parts
+from orchestrrl.fleet.move_orders import MovedRequest, fixed_parts
 from orchestrrl.fleet.redeployment.book import EngineStart
 from orchestrrl.fleet.reports import EngineReport
-from planner.cost.fit import StepSample
-from planner.cost.profile import Curve, EngineProfile, MoveCosts, Provenance, StepTime
-from planner.model import ConfigurationId, EngineHealth, EngineId, MoveMethod, RequestId
-from planner.move_methods import FIXED_PRIOR_S, FixedMoveCost, MoveEstimate
+from planner.cost.profile import (
+    Curve,
+    EngineProfile,
+    MoveCosts,
+    Parallelism,
+    ProfileSource,
+    Provenance,
+    StepTime,
+)
+from planner.model import Configuration, ConfigurationId, EngineHealth, EngineId, MoveMethod, Snapshot
+from planner.move_methods import FIXED_PRIOR_S, FixedMoveCost
+from planner.solver.phases import line_ahead
 from planner.solver.problem import KvTransferCost
-
-logger = logging.getLogger(__name__)
 
 # A batch is watched until it has made so many steps: scrapes fall anywhere within one. And for so long: a scrape takes
 # its time, and an engine may count in bursts.
 LEAST_STEPS = 8
 LEAST_S = 0.5
-# A re-fit that moves step times by less than this share, over the loads seen last, is not taken up.
-NOTABLE = 0.03
-# The same for prefill rates and starts, which scatter more and weigh less in a plan.
-NOTABLE_FIGURE = 0.1
-# Step times this many times off the configured ones are taken up with a warning: they may well be of another engine.
-SUSPECT = 3.0
 MOVE_FIXED = "move_fixed_s"  # names that figure in the journal
-# Weight of the latest batch in the running ratio of predicted to measured step times.
-WEIGHT = 0.05
-
-Note = Callable[[ConfigurationId, dict[str, Any]], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +56,50 @@ class _Watched:
     since: EngineSample
 
 
+def given_profile(configuration: Configuration, date: str) -> EngineProfile:
+    """Return a configuration that somebody wrote out, as a profile to begin with."""
+    alpha_s, most = configuration.alpha_s, configuration.max_sequences
+    base_s = Curve((0.0, float(most)), (alpha_s, alpha_s + configuration.beta_s * most))
+    return EngineProfile(
+        id=configuration.id,
+        parallelism=Parallelism(tp=configuration.gpus),
+        step=StepTime(base_s, configuration.gamma_s),
+        prefill_tokens_per_s=configuration.prefill_tokens_per_s,
+        kv_capacity_tokens=configuration.kv_capacity_tokens,
+        max_sequences=most,
+        switch_s=configuration.switch_s,
+        provenance=Provenance(ProfileSource.GIVEN, date, "configuration"),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class CostEstimates:
+    """Every configuration, with what is believed of it."""
+
+    profiles: tuple[EngineProfile, ...]
+    as_written: Mapping[ConfigurationId, Configuration]  # where step times are as somebody wrote them
+
+    @property
+    def straight(self) -> bool:
+        """Whether each step time is a line anyway, whatever batches are to come."""
+        return all(
+            profile.id in self.as_written or (len(profile.step.base_s.xs) <= 2 and not profile.spill_capacity_tokens)
+            for profile in self.profiles
+        )
+
+    def lines(
+        self, snapshot: Snapshot, gpus_count: int, remaining_tokens: Sequence[float] = ()
+    ) -> tuple[Configuration, ...]:
+        """Each step time as a line over the batches to come. `remaining_tokens`: of the requests in flight, by which
+        curves that bend go."""
+        count = max(1, len(snapshot.requests))
+        context = sum(request.context_tokens for request in snapshot.requests) / count
+        return tuple(
+            self.as_written.get(profile.id) or line_ahead(profile, remaining_tokens, context, gpus_count)
+            for profile in self.profiles
+        )
+
+
 class LiveProfile:
     """`note` is told of each belief that changes, with figures; `today` gives the date of a re-fit, ISO 8601."""
 
@@ -74,18 +108,17 @@ class LiveProfile:
         self._today = today
         self._watched: dict[EngineId, _Watched] = {}
         self._known: dict[ConfigurationId, ConfigurationEstimate] = {}
-        self._fixed = {method: FixedMoveCost() for method in MoveMethod}
-        self._fixed_noted_s = {method: part.seconds for method, part in self._fixed.items()}
+        self._fixed: dict[MoveMethod, FixedMoveCost] = {}
+        self._fixed_noted_s: dict[MoveMethod, float] = {}
+        for method in MoveMethod:
+            self.begin_fixed(method, FIXED_PRIOR_S)
         self._begin(fleet)
 
     def assume(self, assumed: AssumedProfile) -> None:
         """Take in an implicit configuration, unless it is known. Without a prior it is believed from LEAST_SAMPLES
         observed batches on."""
-        if assumed.configuration not in self._known:
-            profile, refitter = assumed.profile, self._guess_refitter(assumed.profile)
-            self._known[profile.id] = ConfigurationEstimate(
-                profile, profile, refitter, assumed=assumed, scaled=bool(assumed.prior)
-            )
+        if assumed.profile.id not in self._known:
+            self._known[assumed.profile.id] = ConfigurationEstimate(assumed.profile, self._today, assumed=assumed)
 
     def forget_implicit(self, used: Collection[ConfigurationId]) -> None:
         """Let go of implicit configurations but those that engines are still of."""
@@ -127,25 +160,21 @@ class LiveProfile:
         prefilled = prefilled_between(since, sample)
         self._watched[report.engine] = _Watched(configuration, sample)
         if batch is not None:
-            self._learn(known, batch)
-        if prefilled is not None and known.scaled:
-            known.refitter.observe_prefill(prefilled)
+            known.observe(*batch)
+        if prefilled is not None:
+            known.observe_prefill(prefilled)
 
     def moved(
-        self,
-        action: MoveRequests,
-        result: OperationResult,
-        configuration_of: Callable[[EngineId], ConfigurationId | None],
+        self, moves: Sequence[MovedRequest], configuration_of: Callable[[EngineId], ConfigurationId | None]
     ) -> None:
-        """Finished moves. Those to one engine are prefilled together: their tokens took as long as the last of them.
-        KV comes for each by itself."""
-        self._learn_fixed(action, result)
-        destination = {move.request: move.to_engine for move in action.moves}
+        """The finished moves of one operation. Those to one engine are prefilled together: their tokens took as long as
+        the last of them. KV comes for each by itself."""
+        self._learn_fixed(moves)
         tokens: dict[EngineId, list[int]] = {}
         seconds: dict[EngineId, float] = {}
-        for item in result.items:
-            engine = destination.get(RequestId(item.id))
-            if engine is None or not item.done or not item.duration_s:
+        for each in moves:
+            engine, item = each.move.to_engine, each.item
+            if not item.duration_s:
                 continue
             if item.method is MoveMethod.TRANSFER:
                 self._loaded(configuration_of(engine), item)
@@ -157,11 +186,11 @@ class LiveProfile:
                 self._recompute.observe(sum(contexts), seconds[engine])
             configuration = configuration_of(engine)
             if configuration in self._known:
-                self._known[configuration].refitter.observe_recompute(contexts, seconds[engine])
+                self._known[configuration].observe_recompute(contexts, seconds[engine])
 
-    def _learn_fixed(self, action: MoveRequests, result: OperationResult) -> None:
+    def _learn_fixed(self, moves: Sequence[MovedRequest]) -> None:
         """Moves of one operation met the same stall, if there was one: they count as one."""
-        found = fixed_parts(action.moves, result.items)
+        found = fixed_parts(moves)
         for method in MoveMethod:
             seconds = [seconds for by, seconds in found if by is method]
             if not seconds:
@@ -173,8 +202,8 @@ class LiveProfile:
                 body = {"figure": MOVE_FIXED, "method": method, "value": part.seconds, "before": before_s}
                 self._note(ConfigurationId(""), {**body, "samples": len(part.measured_s)})
 
-    def recover_fixed(self, method: MoveMethod, seconds: float) -> None:
-        """Begin with the fixed part that an earlier daemon had learnt for moves by `method`."""
+    def begin_fixed(self, method: MoveMethod, seconds: float) -> None:
+        """Believe in this fixed part of moves by `method`, until some were measured."""
         self._fixed[method] = FixedMoveCost(seconds)
         self._fixed_noted_s[method] = seconds
 
@@ -190,19 +219,14 @@ class LiveProfile:
         for start in starts:
             known = self._known.get(start.configuration)
             if known is not None and start.expected_s == known.given.switch_s:
-                known.refitter.observe_start(start.elapsed_s)
+                known.observe_start(start.elapsed_s)
 
     def refit(self, engines: Iterable[EngineId]) -> None:
         """Take up what the samples say, where it is notable. `engines`: those that there are."""
         there = set(engines)
         self._watched = {engine: watched for engine, watched in self._watched.items() if engine in there}
         for known in self._known.values():
-            if known.refitter.fresh and known.scaled:
-                known.refitter.fresh = False
-                self._accept_step(known, known.refitter.profile())
-                prefill = known.refitter.prefill_tokens_per_s(known.profile.step)
-                self._accept_figure(known, "prefill_tokens_per_s", prefill)
-                self._accept_figure(known, "switch_s", known.refitter.switch_s())
+            known.refit(self._note)
 
     # --- answer
 
@@ -225,14 +249,14 @@ class LiveProfile:
         provenance = measured(self._today(), fitted.error, self._moves.provenance)
         return replace(self._moves, recompute_s=fitted.curve, provenance=provenance)
 
-    def moving(self, nic_share: float = 1.0) -> MoveEstimate:
+    def moving(self, nic_share: float = 1.0) -> KvTransferCost:
         """The same for a plan. KV is handed over only where the configuration says that engines can; between nodes with
         that share of the NICs."""
         moves, links = self.moves(), self._links
         rebuilt_tokens = moves.rebuilt_tokens() if moves is not None else None
         recompute_s = self.recompute_fixed_s
         if links is None:
-            return MoveEstimate(KvTransferCost(0.0, 0.0, 0.0, rebuilt_tokens, recompute_s), 0.0)
+            return KvTransferCost(0.0, 0.0, 0.0, rebuilt_tokens, recompute_s)
         across_gbps = links.inter_node_gbps_per_gpu or (moves.transfer_gbps if moves is not None else 0.0)
         latency_s = self._fixed[MoveMethod.TRANSFER].seconds
         inside_gbps = links.intra_node_gbps_per_gpu or across_gbps
@@ -242,8 +266,7 @@ class LiveProfile:
             learnt = replace(self._priced, transfer_s=fitted.curve)
             latency_s, across_gbps = max(0.0, learnt.transfer_s.at(0.0)), learnt.transfer_gbps or across_gbps
             inside_gbps = learnt.transfer_gbps or inside_gbps
-        transfer = KvTransferCost(across_gbps * nic_share, inside_gbps, latency_s, rebuilt_tokens, recompute_s)
-        return MoveEstimate(transfer, kv_bytes)
+        return KvTransferCost(across_gbps * nic_share, inside_gbps, latency_s, rebuilt_tokens, recompute_s, kv_bytes)
 
     @property
     def recompute_fixed_s(self) -> float:
@@ -271,9 +294,7 @@ class LiveProfile:
         self._begin_transfers(fleet.kv_transfer)
         given = [given_profile(line, self._today()) for line in lines.values()]
         configured = {
-            engine.id: ConfigurationEstimate(
-                engine, engine, EngineRefitter(engine, self._today, rebuilt_tokens), lines.get(engine.id)
-            )
+            engine.id: ConfigurationEstimate(engine, self._today, rebuilt_tokens, lines.get(engine.id))
             for engine in (*given, *(profile.configurations if profile is not None else ()))
         }
         # What engines report of themselves does not rest on the configuration.
@@ -288,103 +309,13 @@ class LiveProfile:
             moves, latency_s = self.moves(), links.latency_s
             if latency_s is None:
                 latency_s = moves.transfer_s.at(0.0) if moves is not None else 0.0
-            self._fixed[MoveMethod.TRANSFER] = FixedMoveCost(latency_s + FIXED_PRIOR_S)
-            self._fixed_noted_s[MoveMethod.TRANSFER] = latency_s + FIXED_PRIOR_S
+            self.begin_fixed(MoveMethod.TRANSFER, latency_s + FIXED_PRIOR_S)
             told = self.moving()
-            self._priced = MoveCosts(told.kv_bytes_per_token, _line(told.transfer), Curve.line(0.0, 0.0))
-            self._transfers = CurveRefitter(self._priced.transfer_s)
-
-    def _learn(self, known: ConfigurationEstimate, batch: StepSample) -> None:
-        given_s = known.given.step.at(batch.sequences, batch.kv_tokens)
-        if not known.refitter.observe(*batch):
-            known.refused += 1
-            if known.refused == 1:
-                logger.warning(
-                    "%s: a step of %.3g s at %g sequences, where its profile says %.3g s: not believed (is it an engine"
-                    " of this configuration?); further ones are only counted",
-                    *(known.given.id, batch.step_s, batch.sequences, given_s),
-                )
-            return
-        ratio = known.profile.step.at(batch.sequences, batch.kv_tokens) / batch.step_s
-        before = ratio if known.predicted_ratio is None else known.predicted_ratio
-        known.predicted_ratio = (1 - WEIGHT) * before + WEIGHT * ratio
-        known.loads.append(batch)
-        known.taken += 1
-        if not known.scaled and len(known.loads) >= LEAST_SAMPLES:
-            self._scale(known)
-
-    def _scale(self, known: ConfigurationEstimate) -> None:
-        """Believe a shape from now on, at the scale of the batches seen so far; prefill is scaled with it."""
-        shape = known.given
-        factor = median(load.step_s / shape.step.at(load.sequences, load.kv_tokens) for load in known.loads)
-        base_s = Curve(shape.step.base_s.xs, tuple(factor * y for y in shape.step.base_s.ys))
-        step = StepTime(base_s, factor * shape.step.kv_s_per_token)
-        profile = replace(shape, step=step, prefill_tokens_per_s=shape.prefill_tokens_per_s / factor)
-        known.given = known.profile = profile
-        known.refitter, known.scaled, known.predicted_ratio = self._guess_refitter(profile), True, None
-        for load in known.loads:
-            known.refitter.observe(*load)
-        logger.info("%s: step times are known from %d observed batches", profile.id, len(known.loads))
-
-    def _guess_refitter(self, profile: EngineProfile) -> EngineRefitter:
-        return EngineRefitter(profile, self._today, plausible=math.inf)
-
-    def _accept_step(self, known: ConfigurationEstimate, found: EngineProfile) -> None:
-        change = fmean([abs(ratio - 1) for ratio in known.step_ratios(found, known.profile)] or [0.0])
-        if found.step is known.profile.step or change < NOTABLE:
-            return
-        known.profile = replace(known.profile, step=found.step, provenance=found.provenance)
-        known.predicted_ratio = None  # of another prediction
-        factor = known.factor
-        body = {
-            "figure": "step_s",
-            "step_time_factor": factor,
-            "changed_by": change,
-            **_fit_of(found.provenance),
-            "sequences": list(found.step.base_s.xs),
-            "seconds": list(found.step.base_s.ys),
-            "per_kv_token_s": found.step.kv_s_per_token,
-        }
-        self._note(known.given.id, body)
-        suspect = known.assumed is None and not 1 / SUSPECT <= factor <= SUSPECT
-        logger.log(
-            logging.WARNING if suspect else logging.INFO,
-            "%s: steps take %.3g times what its profile says, by %d samples%s",
-            *(
-                known.given.id,
-                factor,
-                found.provenance.samples,
-                "; is it an engine of this configuration?" if suspect else "",
-            ),
-        )
-
-    def _accept_figure(self, known: ConfigurationEstimate, name: str, found: RefittedFigure | None) -> None:
-        before: float = getattr(known.profile, name)
-        if found is None or not abs(found.value - before) > NOTABLE_FIGURE * before:
-            return
-        learnt: dict[str, Any] = {name: found.value}
-        known.profile, known.figures[name] = replace(known.profile, **learnt), found
-        body = {
-            "figure": name,
-            "value": found.value,
-            "before": before,
-            "configured": getattr(known.given, name),
-            "by": found.provenance.detail,
-            **_fit_of(found.provenance),
-        }
-        self._note(known.given.id, body)
-        logger.info("%s: %s is %.3g, was %.3g (%s)", known.given.id, name, found.value, before, found.provenance.detail)
-
-
-def _line(transfer: KvTransferCost) -> Curve:
-    """Seconds over bytes, between one GPU and another on another node."""
-    gbps = transfer.inter_node_gbps_per_gpu
-    return Curve.line(transfer.latency_s, 8 / (gbps * 1e9) if gbps > 0 else 0.0)
+            gbps = told.inter_node_gbps_per_gpu
+            transfer_s = Curve.line(told.latency_s, 8 / (gbps * 1e9) if gbps > 0 else 0.0)
+            self._priced = MoveCosts(told.kv_bytes_per_token, transfer_s, Curve.line(0.0, 0.0))
+            self._transfers = CurveRefitter(transfer_s)
 
 
 def _rates_of(links: KvTransfer | None) -> object:
     return None if links is None else links.model_copy(update={"weights": ""})
-
-
-def _fit_of(provenance: Provenance) -> dict[str, Any]:
-    return {name: getattr(provenance, name) for name in ("samples", "fit_error_mean", "fit_error_max")}

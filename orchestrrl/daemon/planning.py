@@ -13,9 +13,9 @@ from typing import Any
 from balancer.kv_headroom import LengthDistributions
 from orchestrrl.core.config.schema import Config, FleetSettings
 from orchestrrl.core.journal.store import EntryKind, Journal
-from orchestrrl.daemon.live_profile import MOVE_FIXED, LiveProfile, Note
+from orchestrrl.daemon.live_profile import MOVE_FIXED, LiveProfile
 from orchestrrl.daemon.priors import AssumedProfile, assumed_of
-from orchestrrl.daemon.profile_refit import LEAST_SAMPLES, ConfigurationEstimate
+from orchestrrl.daemon.profile_refit import LEAST_SAMPLES, ConfigurationEstimate, Note
 from orchestrrl.engines.base import EngineCapabilities
 from orchestrrl.fleet.redeployment.book import EngineStart
 from orchestrrl.fleet.reports import EngineReport
@@ -97,7 +97,7 @@ class Planning:
         for entry in journal.tail(REFITS_REMEMBERED, (EntryKind.PROFILE_REFITTED,)):
             fixed = journal.interpret(entry, _move_fixed)
             if fixed is not None:
-                self.costs.recover_fixed(*fixed)
+                self.costs.begin_fixed(*fixed)
 
     def reconfigure(self, config: Config, snapshot: Snapshot, journal: Journal) -> None:
         """Take over a reloaded configuration."""
@@ -132,7 +132,7 @@ class Planning:
     def implicit_configuration(self, engine: EngineId) -> ConfigurationId | None:
         """What stands in for a configured one, also while its step times are still to be learnt."""
         held = self._assumed.get(engine)
-        return None if held is None else held[1].configuration
+        return None if held is None else held[1].profile.id
 
     def identified(self, snapshot: Snapshot) -> Snapshot:
         """The snapshot, with implicit configurations where none is configured and step times are known."""
@@ -153,7 +153,7 @@ class Planning:
         to be as fast as others that serve the same model."""
         best: dict[str, tuple[int, ConfigurationId]] = {}
         for capabilities, assumed in self._assumed.values():
-            model, name = capabilities.serving.model, assumed.configuration
+            model, name = capabilities.serving.model, assumed.profile.id
             if model and name in cost_estimates:
                 best[model] = max(best.get(model, (-1, name)), (self.costs.batches_taken(name), name))
         return {model: name for model, (_, name) in best.items()}
@@ -225,7 +225,7 @@ class Planning:
         there = {engine.id for engine in snapshot.engines}
         unconfigured = {engine.id for engine in snapshot.engines if engine.configuration is None}
         self._assumed = {engine: held for engine, held in self._assumed.items() if engine in unconfigured}
-        self.costs.forget_implicit({held[1].configuration for held in self._assumed.values()})
+        self.costs.forget_implicit({held[1].profile.id for held in self._assumed.values()})
         self.costs.refit(there)
         overriding = () if control.configuration is None else (control.configuration,)
         configured = {configuration.id for configuration in self._config.fleet.configuration_values()}
@@ -247,7 +247,7 @@ class Planning:
             planner_config(self._config, gpus, can_deploy=can_deploy),
             only_as_deployed=not configured,
             unknown=unknown,
-            **self.costs.moving(self._nics.share)._asdict(),
+            transfer=self.costs.moving(self._nics.share),
         )
         lengths = self.lengths
 

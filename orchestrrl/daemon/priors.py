@@ -41,10 +41,6 @@ class AssumedProfile:
     prior: str = ""  # what was predicted, e.g. `qwen2.5-14b on H100, TP=2`; empty: the shape alone is assumed
     unknown: str = ""  # why there is no prior
 
-    @property
-    def configuration(self) -> ConfigurationId:
-        return self.profile.id
-
 
 class NoPrior(ValueError):
     """The facts do not suffice for a prediction; the message says which is missing."""

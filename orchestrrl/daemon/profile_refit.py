@@ -6,21 +6,23 @@ were seen, the newest few of each, so that an hour at one load does not wash out
 fade. The profile that it began with pulls a little everywhere, and stays what it was wherever nothing has been seen.
 """
 
+import logging
 import math
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, median
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from orchestrrl.daemon.priors import AssumedProfile
 from orchestrrl.engines.base import EngineSample
-from planner.cost.fit import CurveFit, FitError, StepSample, StepTimePrior, TimedSample, refit_curve, refit_step
-from planner.cost.profile import Curve, EngineProfile, Parallelism, ProfileSource, Provenance, StepTime
-from planner.model import Configuration, ConfigurationId, Snapshot
-from planner.solver.phases import line_ahead
+from planner.cost.fit import CurveFit, FitError, StepSample, TimedSample, refit_curve, refit_step
+from planner.cost.profile import Curve, EngineProfile, ProfileSource, Provenance, StepTime
+from planner.model import Configuration, ConfigurationId
+
+logger = logging.getLogger(__name__)
 
 Sample = TypeVar("Sample")
 
@@ -43,6 +45,17 @@ GROWS_OVER_SCATTER = 2.0
 # Starts take long and come seldom: the median of the newest few, once there are some.
 LEAST_STARTS = 3
 MOST_STARTS = 16
+LOADS_REMEMBERED = 64  # loads seen last, over which step times are compared
+# A re-fit that moves step times by less than this share, over the loads seen last, is not taken up.
+NOTABLE = 0.03
+# The same for prefill rates and starts, which scatter more and weigh less in a plan.
+NOTABLE_FIGURE = 0.1
+# Step times this many times off the configured ones are taken up with a warning: they may well be of another engine.
+SUSPECT = 3.0
+# Weight of the latest batch in the running ratio of predicted to measured step times.
+WEIGHT = 0.05
+
+Note = Callable[[ConfigurationId, dict[str, Any]], object]
 
 
 class ObservedPrefill(NamedTuple):
@@ -133,54 +146,64 @@ def prefilled_between(earlier: EngineSample, later: EngineSample) -> ObservedPre
     return ObservedPrefill(tokens, elapsed_s, decoded, fewest, most, usage * later.kv_capacity_tokens)
 
 
-def given_profile(configuration: Configuration, date: str) -> EngineProfile:
-    """Return a configuration that somebody wrote out, as a profile to begin with."""
-    alpha_s, most = configuration.alpha_s, configuration.max_sequences
-    base_s = Curve((0.0, float(most)), (alpha_s, alpha_s + configuration.beta_s * most))
-    return EngineProfile(
-        id=configuration.id,
-        parallelism=Parallelism(tp=configuration.gpus),
-        step=StepTime(base_s, configuration.gamma_s),
-        prefill_tokens_per_s=configuration.prefill_tokens_per_s,
-        kv_capacity_tokens=configuration.kv_capacity_tokens,
-        max_sequences=most,
-        switch_s=configuration.switch_s,
-        provenance=Provenance(ProfileSource.GIVEN, date, "configuration"),
-    )
+class ConfigurationEstimate:
+    """One configuration: what it began with, what is believed of it now, and the samples behind that.
 
-
-class EngineRefitter:
-    """Believes the profile `prior` of one configuration until samples say otherwise. `date` gives the day of a re-fit,
-    ISO 8601; `rebuilt_tokens` the tokens of usual prompts that take as long to prefill as a context."""
+    `date` gives the day of a re-fit, ISO 8601; `rebuilt_tokens` the tokens of usual prompts that take as long to
+    prefill as a context. Of an assumed configuration without a prior only the shape of its step times means anything
+    until it is `scaled`.
+    """
 
     def __init__(
         self,
-        prior: EngineProfile,
+        given: EngineProfile,
         date: Callable[[], str],
         rebuilt_tokens: Curve | None = None,
-        plausible: float = PLAUSIBLE,
+        written: Configuration | None = None,
+        assumed: AssumedProfile | None = None,
     ) -> None:
-        """`plausible`: samples that differ from the profile by a larger factor are refused; inf for a guess."""
-        self.fresh = False  # samples have come since this was last set to False
-        self._prior = prior
+        """`written`: as the configuration file has it, to the last digit. `assumed` None: it is configured."""
+        self.given = self.profile = given  # as it was configured or assumed; as it is believed to be
+        self.assumed = assumed
+        self.scaled = assumed is None or bool(assumed.prior)
+        self.figures: dict[str, RefittedFigure] = {}  # learnt beside step times, by name
+        self.predicted_ratio: float | None = None  # predicted over measured step time, running; None: none was measured
+        self.taken = 0  # samples
+        self.refused = 0  # of steps that no engine of this configuration can take
+        self._fresh = False  # samples have come since the latest re-fit
         self._date = date
         self._rebuilt_tokens = rebuilt_tokens
-        self._plausible = plausible
+        self._written = written
+        self._plausible = PLAUSIBLE if assumed is None else math.inf
+        self._loads: deque[StepSample] = deque(maxlen=LOADS_REMEMBERED)
         self._steps: _Window[StepSample] = _Window()
         self._recomputed: _Window[TimedSample] = _Window()
         self._prefilled: _Window[ObservedPrefill] = _Window()
         self._starts_s: deque[float] = deque(maxlen=MOST_STARTS)
 
-    def observe(self, sequences: float, kv_tokens: float, step_s: float) -> bool:
-        """Take a sample in. False: it is an impossible step."""
-        seen = StepSample(sequences, kv_tokens, step_s)
-        if not all(map(math.isfinite, seen)) or sequences < 1 or kv_tokens < 0 or step_s <= 0:
-            return False
-        believed_s = self._prior.step.at(sequences, kv_tokens)
-        if believed_s > 0 and not 1 / self._plausible < step_s / believed_s < self._plausible:
-            return False
+    # --- learn
+
+    def observe(self, sequences: float, kv_tokens: float, step_s: float) -> None:
+        """Take a batch in; one of an impossible step is only counted."""
+        seen, given_s = StepSample(sequences, kv_tokens, step_s), self.given.step.at(sequences, kv_tokens)
+        possible = all(map(math.isfinite, seen)) and sequences >= 1 and kv_tokens >= 0 and step_s > 0
+        if not possible or (given_s > 0 and not 1 / self._plausible < step_s / given_s < self._plausible):
+            self.refused += 1
+            if self.refused == 1:
+                logger.warning(
+                    "%s: a step of %.3g s at %g sequences, where its profile says %.3g s: not believed (is it an engine"
+                    " of this configuration?); further ones are only counted",
+                    *(self.given.id, step_s, sequences, given_s),
+                )
+            return
         self._add(self._steps, seen, sequences, kv_tokens)
-        return True
+        ratio = self.profile.step.at(sequences, kv_tokens) / step_s
+        before = ratio if self.predicted_ratio is None else self.predicted_ratio
+        self.predicted_ratio = (1 - WEIGHT) * before + WEIGHT * ratio
+        self._loads.append(seen)
+        self.taken += 1
+        if not self.scaled and len(self._loads) >= LEAST_SAMPLES:
+            self._scale()
 
     def observe_recompute(self, context_tokens: Sequence[int], seconds: float) -> None:
         """Take in requests that moved to an engine at once, and what it took until the last had its context again."""
@@ -191,54 +214,135 @@ class EngineRefitter:
 
     def observe_prefill(self, seen: ObservedPrefill) -> None:
         """Take in prefill beside decoding, where it is enough to be seen."""
-        if all(map(math.isfinite, seen)) and (
-            seen.tokens / self._prior.prefill_tokens_per_s >= PREFILL_SHARE * seen.elapsed_s
-        ):
+        takes_s = seen.tokens / self.given.prefill_tokens_per_s
+        if self.scaled and all(map(math.isfinite, seen)) and takes_s >= PREFILL_SHARE * seen.elapsed_s:
             self._add(self._prefilled, seen, seen.tokens)
 
     def observe_start(self, seconds: float) -> None:
         """Take in an engine that was started."""
         if 0 <= seconds < math.inf:
             self._starts_s.append(seconds)
-            self.fresh = True
+            self._fresh = True
 
-    def profile(self) -> EngineProfile:
-        """The configuration as it is now believed to be; the one of the beginning while samples are few."""
-        prior, window = self._prior, self._steps
+    def refit(self, note: Note) -> None:
+        """Take up what the samples say, where it is notable. `note` is called with each belief that changes."""
+        if self._fresh and self.scaled:
+            self._fresh = False
+            self._accept_step(self.fitted(), note)
+            self._accept_figure("prefill_tokens_per_s", self._prefill_tokens_per_s(), note)
+            self._accept_figure("switch_s", self._switch_s(), note)
+
+    def fitted(self) -> EngineProfile:
+        """The configuration by its samples; the one of the beginning while these are few."""
+        given, window = self.given, self._steps
         if len(window) < LEAST_SAMPLES:
-            return prior
-        estimate = StepTimePrior(prior.step, prior.max_sequences, prior.kv_capacity_tokens)
-        fitted = refit_step(estimate, list(window), window.weights(), TRUST)
-        return replace(prior, step=fitted.step, provenance=measured(self._date(), fitted.error, prior.provenance))
+            return given
+        found = refit_step(given, list(window), window.weights(), TRUST)
+        return replace(given, step=found.step, provenance=measured(self._date(), found.error, given.provenance))
 
-    def prefill_tokens_per_s(self, step: StepTime) -> RefittedFigure | None:
-        """The prefill rate as it is now believed to be, where decode steps take `step`; None while little was seen.
+    # --- answer
+
+    @property
+    def as_written(self) -> Configuration | None:
+        """None once other step times were learnt, or where nobody wrote it out."""
+        if self._written is None or self.refitted:
+            return None
+        learnt = self.profile
+        return replace(self._written, prefill_tokens_per_s=learnt.prefill_tokens_per_s, switch_s=learnt.switch_s)
+
+    @property
+    def refitted(self) -> bool:
+        """Whether its step times were learnt."""
+        return self.profile.step is not self.given.step
+
+    @property
+    def factor(self) -> float:
+        """Step times against the configured ones, over the loads seen last."""
+        return fmean(self._step_ratios(self.profile, self.given) or [1.0])
+
+    @property
+    def source(self) -> str:
+        """configured | prior | observed"""
+        if self.assumed is None:
+            return "configured"
+        return "prior" if self.assumed.prior else "observed"
+
+    @property
+    def source_detail(self) -> str:
+        """Where step times come from, e.g. `prior: qwen2.5-14b on H100, TP=2; refined by 12 observed batches`."""
+        if self.source == "observed":
+            return f"observed: {self.taken} batches"
+        detail = f"{self.source}: {self.assumed.prior if self.assumed is not None else self.profile.id}"
+        return f"{detail}; refined by {self.profile.provenance.samples} observed batches" if self.refitted else detail
+
+    def notes(self) -> Iterator[str]:
+        """For a plan's reader: where step times come from, unless they are as somebody wrote them, and what else was
+        learnt."""
+        id, provenance = self.profile.id, self.profile.provenance
+        error = "" if provenance.fit_error_mean is None else f", error {provenance.fit_error_mean:.1%}"
+        if self.assumed is not None and (self.refitted or provenance.source is not ProfileSource.GIVEN):
+            yield f"step times of {id}: {self.source_detail}{error}"
+        elif self.refitted:
+            factor = f"{self.factor:.2f} times the configured ones"
+            batches = f"re-fitted to {provenance.samples} batches of its engines, {provenance.date}"
+            yield f"step times of {id}: {factor}, {batches}{error}"
+        elif provenance.source is not ProfileSource.GIVEN:
+            yield f"step times of {id}: {provenance.source}, {provenance.date}{error}"
+        began = "configured" if self.assumed is None else "assumed"
+        texts = {
+            "prefill_tokens_per_s": (f"prefill of {id}", "{:,.0f} tokens/s, {} {:,.0f}"),
+            "switch_s": (f"starting {id}", "{:.3g} s, {} {:.3g} s"),
+        }
+        for name, (what, text) in texts.items():
+            if (figure := self.figures.get(name)) is not None:
+                values = text.format(figure.value, began, getattr(self.given, name))
+                samples = f"{figure.provenance.samples} samples of {figure.by}, {figure.provenance.date}"
+                yield f"{what}: {values}, by {samples}"
+
+    # --- inside
+
+    def _add(self, window: "_Window[Sample]", seen: Sample, *load: float) -> None:
+        window.add(seen, *load)
+        self._fresh = True
+
+    def _scale(self) -> None:
+        """Believe the shape from now on, at the scale of the batches seen so far; prefill is scaled with it."""
+        shape = self.given
+        factor = median(load.step_s / shape.step.at(load.sequences, load.kv_tokens) for load in self._loads)
+        base_s = Curve(shape.step.base_s.xs, tuple(factor * y for y in shape.step.base_s.ys))
+        step = StepTime(base_s, factor * shape.step.kv_s_per_token)
+        self.given = replace(shape, step=step, prefill_tokens_per_s=shape.prefill_tokens_per_s / factor)
+        self.profile, self.scaled, self.predicted_ratio = self.given, True, None
+        logger.info("%s: step times are known from %d observed batches", shape.id, len(self._loads))
+
+    def _prefill_tokens_per_s(self) -> RefittedFigure | None:
+        """The prefill rate by its samples; None while little was seen.
 
         Moves say more than prompts do, part of which a prefix cache may have had: once there are enough, they alone
         count.
         """
-        prior, moved = self._prior, self._recomputed
+        given, moved = self.given, self._recomputed
         if len(moved) >= LEAST_SAMPLES:
             seen, weights, by = list(moved), moved.weights(), "moves"
         else:
-            timed_s = [each.prefill_s(step) for each in self._prefilled]
+            timed_s = [each.prefill_s(self.profile.step) for each in self._prefilled]
             is_clear = np.array([seconds is not None for seconds in timed_s], dtype=bool)
             seen = [TimedSample(e.tokens, s) for e, s in zip(self._prefilled, timed_s, strict=True) if s is not None]
             weights, by = self._prefilled.weights()[is_clear], "telemetry"
         if len(seen) < LEAST_SAMPLES:
             return None
-        fitted = refit_curve(Curve.line(0.0, 1 / prior.prefill_tokens_per_s), seen, weights, TRUST)
+        fitted = refit_curve(Curve.line(0.0, 1 / given.prefill_tokens_per_s), seen, weights, TRUST)
         largest = max(item.size for item in seen)
         grown_s = fitted.curve.at(largest) - fitted.curve.at(0.0)  # beside what each of them waits
         if grown_s < GROWS_OVER_SCATTER * fitted.error.mean * median(item.seconds for item in seen):
             return None  # what each waits scatters more than that
         slope_s = grown_s / largest
-        if not 1 / self._plausible < slope_s * prior.prefill_tokens_per_s < self._plausible:
+        if not 1 / self._plausible < slope_s * given.prefill_tokens_per_s < self._plausible:
             return None
         return self._figure(1 / slope_s, "prefill_tokens_per_s", fitted.error, by)
 
-    def switch_s(self) -> RefittedFigure | None:
-        """What starting an engine is now believed to take; None while few were started."""
+    def _switch_s(self) -> RefittedFigure | None:
+        """What starting an engine takes by its samples; None while few were started."""
         starts_s = self._starts_s
         if len(starts_s) < LEAST_STARTS:
             return None
@@ -247,13 +351,60 @@ class EngineRefitter:
         error = FitError(len(starts_s), sum(misses) / len(misses), max(misses))
         return self._figure(value, "switch_s", error, "starts")
 
-    def _add(self, window: "_Window[Sample]", seen: Sample, *load: float) -> None:
-        window.add(seen, *load)
-        self.fresh = True
-
     def _figure(self, value: float, name: str, error: FitError, by: str) -> RefittedFigure:
-        began = dict(self._prior.others).get(name, self._prior.provenance)
+        began = dict(self.given.others).get(name, self.given.provenance)
         return RefittedFigure(value, by, measured(self._date(), error, began, by))
+
+    def _accept_step(self, found: EngineProfile, note: Note) -> None:
+        change = fmean([abs(ratio - 1) for ratio in self._step_ratios(found, self.profile)] or [0.0])
+        if found.step is self.profile.step or change < NOTABLE:
+            return
+        self.profile = replace(self.profile, step=found.step, provenance=found.provenance)
+        self.predicted_ratio = None  # of another prediction
+        factor = self.factor
+        body = {
+            "figure": "step_s",
+            "step_time_factor": factor,
+            "changed_by": change,
+            **_fit_of(found.provenance),
+            "sequences": list(found.step.base_s.xs),
+            "seconds": list(found.step.base_s.ys),
+            "per_kv_token_s": found.step.kv_s_per_token,
+        }
+        note(self.given.id, body)
+        suspect = self.assumed is None and not 1 / SUSPECT <= factor <= SUSPECT
+        why = "; is it an engine of this configuration?" if suspect else ""
+        logger.log(
+            logging.WARNING if suspect else logging.INFO,
+            "%s: steps take %.3g times what its profile says, by %d samples%s",
+            *(self.given.id, factor, found.provenance.samples, why),
+        )
+
+    def _accept_figure(self, name: str, found: RefittedFigure | None, note: Note) -> None:
+        before: float = getattr(self.profile, name)
+        if found is None or not abs(found.value - before) > NOTABLE_FIGURE * before:
+            return
+        learnt: dict[str, Any] = {name: found.value}
+        self.profile, self.figures[name] = replace(self.profile, **learnt), found
+        body = {
+            "figure": name,
+            "value": found.value,
+            "before": before,
+            "configured": getattr(self.given, name),
+            "by": found.provenance.detail,
+            **_fit_of(found.provenance),
+        }
+        note(self.given.id, body)
+        logger.info("%s: %s is %.3g, was %.3g (%s)", self.given.id, name, found.value, before, found.provenance.detail)
+
+    def _step_ratios(self, found: EngineProfile, base: EngineProfile) -> list[float]:
+        """Step times of one profile over those of another, at the loads seen last."""
+        times = ((found.step.at(*load[:2]), base.step.at(*load[:2])) for load in self._loads)
+        return [found_s / base_s for found_s, base_s in times if base_s > 0]
+
+
+def _fit_of(provenance: Provenance) -> dict[str, Any]:
+    return {name: getattr(provenance, name) for name in ("samples", "fit_error_mean", "fit_error_max")}
 
 
 class CurveRefitter:
@@ -305,115 +456,3 @@ class _Window(Generic[Sample]):
 
     def __len__(self) -> int:
         return sum(len(cell) for cell in self._cells.values())
-
-
-LOADS_REMEMBERED = 64  # loads seen last, over which step times are compared
-
-
-@dataclass(slots=True, eq=False)
-class ConfigurationEstimate:
-    """One configuration: what it began with, what is believed of it now, and the samples behind that."""
-
-    given: EngineProfile  # as it was configured or assumed
-    profile: EngineProfile
-    refitter: EngineRefitter
-    written: Configuration | None = None  # as the configuration file has it, to the last digit
-    assumed: AssumedProfile | None = None  # None: it is configured
-    scaled: bool = True  # False: only the shape of its step times means anything yet
-    loads: deque[StepSample] = field(default_factory=lambda: deque(maxlen=LOADS_REMEMBERED))
-    figures: dict[str, RefittedFigure] = field(default_factory=dict)  # learnt beside step times, by name
-    predicted_ratio: float | None = None  # predicted over measured step time, running; None: nothing was measured
-    taken: int = 0  # samples
-    refused: int = 0  # of steps that no engine of this configuration can take
-
-    @property
-    def as_written(self) -> Configuration | None:
-        """None once other step times were learnt, or where nobody wrote it out."""
-        if self.written is None or self.refitted:
-            return None
-        learnt = self.profile
-        return replace(self.written, prefill_tokens_per_s=learnt.prefill_tokens_per_s, switch_s=learnt.switch_s)
-
-    @property
-    def refitted(self) -> bool:
-        """Whether its step times were learnt."""
-        return self.profile.step is not self.given.step
-
-    def step_ratios(self, found: EngineProfile, base: EngineProfile) -> list[float]:
-        """Step times of one profile over those of another, at the loads seen last."""
-        times = ((found.step.at(*load[:2]), base.step.at(*load[:2])) for load in self.loads)
-        return [found_s / base_s for found_s, base_s in times if base_s > 0]
-
-    @property
-    def factor(self) -> float:
-        """Step times against the configured ones, over the loads seen last."""
-        return fmean(self.step_ratios(self.profile, self.given) or [1.0])
-
-    @property
-    def source(self) -> str:
-        """configured | prior | observed"""
-        if self.assumed is None:
-            return "configured"
-        return "prior" if self.assumed.prior else "observed"
-
-    @property
-    def source_detail(self) -> str:
-        """Where step times come from, e.g. `prior: qwen2.5-14b on H100, TP=2; refined by 12 observed batches`."""
-        if self.source == "observed":
-            return f"observed: {self.taken} batches"
-        detail = f"{self.source}: {self.assumed.prior if self.assumed is not None else self.profile.id}"
-        return f"{detail}; refined by {self.profile.provenance.samples} observed batches" if self.refitted else detail
-
-    def notes(self) -> Iterator[str]:
-        """For a plan's reader: where step times come from, unless they are as somebody wrote them, and what else was
-        learnt."""
-        id, provenance = self.profile.id, self.profile.provenance
-        error = "" if provenance.fit_error_mean is None else f", error {provenance.fit_error_mean:.1%}"
-        if self.assumed is not None and (self.refitted or provenance.source is not ProfileSource.GIVEN):
-            yield f"step times of {id}: {self.source_detail}{error}"
-        elif self.refitted:
-            factor = f"{self.factor:.2f} times the configured ones"
-            batches = f"re-fitted to {provenance.samples} batches of its engines, {provenance.date}"
-            yield f"step times of {id}: {factor}, {batches}{error}"
-        elif provenance.source is not ProfileSource.GIVEN:
-            yield f"step times of {id}: {provenance.source}, {provenance.date}{error}"
-        began = "configured" if self.assumed is None else "assumed"
-        texts = {
-            "prefill_tokens_per_s": (f"prefill of {id}", "{:,.0f} tokens/s, {} {:,.0f}"),
-            "switch_s": (f"starting {id}", "{:.3g} s, {} {:.3g} s"),
-        }
-        for name, (what, text) in texts.items():
-            if (figure := self.figures.get(name)) is not None:
-                values = text.format(figure.value, began, getattr(self.given, name))
-                samples = f"{figure.provenance.samples} samples of {figure.by}, {figure.provenance.date}"
-                yield f"{what}: {values}, by {samples}"
-
-
-@dataclass(frozen=True, slots=True)
-class CostEstimates:
-    """Every configuration, with what is believed of it."""
-
-    profiles: tuple[EngineProfile, ...]
-    as_written: Mapping[
-        ConfigurationId, Configuration
-    ]  # where step times are as somebody wrote them: to the last digit
-
-    @property
-    def straight(self) -> bool:
-        """Whether each step time is a line anyway, whatever batches are to come."""
-        return all(
-            profile.id in self.as_written or (len(profile.step.base_s.xs) <= 2 and not profile.spill_capacity_tokens)
-            for profile in self.profiles
-        )
-
-    def lines(
-        self, snapshot: Snapshot, gpus_count: int, remaining_tokens: Sequence[float] = ()
-    ) -> tuple[Configuration, ...]:
-        """Each step time as a line over the batches to come. `remaining_tokens`: of the requests in flight, by which
-        curves that bend go."""
-        count = max(1, len(snapshot.requests))
-        context = sum(request.context_tokens for request in snapshot.requests) / count
-        return tuple(
-            self.as_written.get(profile.id) or line_ahead(profile, remaining_tokens, context, gpus_count)
-            for profile in self.profiles
-        )

@@ -55,16 +55,11 @@ def moved_requests(
     ]
 
 
-def fixed_parts(moves: Iterable[RequestMove], items: Iterable[OperationItemResult]) -> list[tuple[MoveMethod, float]]:
+def fixed_parts(moved: Iterable[MovedRequest]) -> list[tuple[MoveMethod, float]]:
     """What moves took beside the part that grows with the context: of those that were predicted, went by the method
     ordered, and were seen to their end."""
-    by_id = {item.id: item for item in items}
     return [
-        (move.method, item.duration_s - (move.predicted_s - move.fixed_s))
-        for move in moves
-        if move.predicted_s > 0
-        and (item := by_id.get(move.request)) is not None
-        and item.done
-        and item.duration_s > 0
-        and item.method is move.method
+        (each.move.method, each.item.duration_s - (each.move.predicted_s - each.move.fixed_s))
+        for each in moved
+        if each.move.predicted_s > 0 and each.item.duration_s > 0 and each.item.method is each.move.method
     ]

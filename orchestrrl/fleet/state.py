@@ -325,10 +325,9 @@ class FleetState:
             now_s=now_s,
             engines=self.engines(now_s),
             requests=self._requests(now_s),
-            finished_output_tokens=tuple(length.tokens for length in self._finished),
+            finished=self.finished,
             requests_age_s=max(ages, default=None),
             step_started_s=self.step.started_s if stepping and self.step else None,
-            finished=self.finished,
         )
 
     @property

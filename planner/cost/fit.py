@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost.profile import Curve, StepTime
+from planner.cost.profile import Curve, EngineProfile, StepTime
 
 Floats = NDArray[np.float64]
 
@@ -64,15 +64,7 @@ class FitError:
 class StepFit:
     step: StepTime
     error: FitError
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedFit:
-    """Of steps that prefill others' prompts on the way."""
-
-    step: StepTime
-    prefill_s_per_token: float
-    error: FitError
+    prefill_s_per_token: float = 0.0  # where steps prefill others' prompts on the way
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,39 +73,31 @@ class CurveFit:
     error: FitError
 
 
-def fit_step(samples: Sequence[StepSample], line_is_enough: float = LINE_IS_ENOUGH, *, robust: bool = True) -> StepFit:
+def fit_step(
+    samples: Sequence[StepSample],
+    line_is_enough: float = LINE_IS_ENOUGH,
+    *,
+    prefilled_tokens: Sequence[float] = (),
+    robust: bool = True,
+) -> StepFit:
     """A step time through the samples: affine where that is enough, with knots in sequences where it is not.
 
-    Samples of a table have no strays: with `robust` off each of them counts.
+    `prefilled_tokens`: [sample], that each step prefilled in the mean beside decoding. Samples of a table have no
+    strays: with `robust` off each of them counts.
     Raises TooFewSamples where sequences and KV tokens did not vary apart from each other.
     """
+    beside: list[tuple[float, ...]] = [(tokens,) for tokens in prefilled_tokens] or [()] * len(samples)
     # In order of size, neighbours fall into different folds.
-    sequences, kv_tokens, step_s = _columns(sorted(samples))
-    if len(samples) < 3 or not _varied_apart(sequences, kv_tokens):
+    table = np.array(sorted((*sample, *more) for sample, more in zip(samples, beside, strict=True)), dtype=float)
+    if len(table) < (4 if prefilled_tokens else 3) or not _varied_apart(table[:, 0], table[:, 1]):
         raise TooFewSamples(
-            f"{len(samples)} samples do not tell sequences and KV tokens apart: several batches and contexts are needed"
+            f"{len(table)} samples do not tell sequences and KV tokens apart: several batches and contexts are needed"
         )
-    knots = _choose_knots(sequences, kv_tokens[:, None], step_s, line_is_enough, robust)
-    fitted = _fit(_design(sequences, knots, kv_tokens[:, None]), step_s, robust=robust)
-    base_s = _curve(knots, fitted.coefficients[: len(knots)])
-    return StepFit(StepTime(base_s, float(fitted.coefficients[-1])), fitted.error)
-
-
-def fit_loaded(
-    samples: Sequence[StepSample], prefilled_tokens: Sequence[float], line_is_enough: float = LINE_IS_ENOUGH
-) -> LoadedFit:
-    """As `fit_step`, where each step prefilled so many tokens [sample] in the mean beside decoding. Raises
-    TooFewSamples."""
-    rows = sorted(zip(samples, prefilled_tokens, strict=True))
-    sequences, kv_tokens, step_s = _columns([sample for sample, _ in rows])
-    others = np.stack([kv_tokens, [tokens for _, tokens in rows]], axis=1)
-    if len(rows) < 4 or not _varied_apart(sequences, kv_tokens):
-        raise TooFewSamples(f"{len(rows)} samples do not tell sequences, KV tokens and prefill apart")
-    knots = _choose_knots(sequences, others, step_s, line_is_enough, robust=True)
-    fitted = _fit(_design(sequences, knots, others), step_s)
-    base_s = _curve(knots, fitted.coefficients[: len(knots)])
-    kv_s, prefill_s = (float(value) for value in fitted.coefficients[-2:])
-    return LoadedFit(StepTime(base_s, kv_s), prefill_s, fitted.error)
+    sequences, step_s, others = table[:, 0], table[:, 2], np.delete(table, (0, 2), axis=1)
+    knots = _choose_knots(sequences, others, step_s, line_is_enough, robust)
+    fitted = _fit(_design(sequences, knots, others), step_s, robust=robust)
+    kv_s, *prefill_s = fitted.coefficients[len(knots) :].tolist()
+    return StepFit(StepTime(_curve(knots, fitted.coefficients), kv_s), fitted.error, *prefill_s)
 
 
 def fit_curve(seen: Sequence[TimedSample], line_is_enough: float = LINE_IS_ENOUGH) -> CurveFit:
@@ -142,16 +126,7 @@ def fit_rate(seen: Sequence[TimedSample]) -> tuple[float, FitError]:
     return 1 / max(slope, 0.01 * unseen_s / float(np.ptp(sizes))), fitted.error
 
 
-@dataclass(frozen=True, slots=True)
-class StepTimePrior:
-    """What is held before any sample: a step time, over the range where an engine works."""
-
-    step: StepTime
-    max_sequences: float
-    kv_capacity_tokens: float
-
-
-def refit_step(prior: StepTimePrior, samples: Sequence[StepSample], weights: Floats, trust: float) -> StepFit:
+def refit_step(prior: EngineProfile, samples: Sequence[StepSample], weights: Floats, trust: float) -> StepFit:
     """The prior's step time, moved by what was seen; where nothing was seen it keeps its shape.
 
     First all of it is scaled to what was seen. Where the batch varied, the base becomes `constant + scale * prior's +

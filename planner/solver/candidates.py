@@ -3,9 +3,10 @@
 A candidate is fixed before the samples are looked at: who draws a long answer is not known when requests are placed.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heapreplace
+from itertools import count
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,7 @@ from planner.solver.columns import SEVERAL, node_of
 from planner.solver.from_snapshot import LiveFleet
 from planner.solver.layout import free_groups
 from planner.solver.problem import NOWHERE, RUNNING, CurrentInstance, MakespanProblem, Solution
+from planner.solver.spread import onto_least_loaded
 
 Indices = NDArray[np.int64]
 Seconds = NDArray[np.float64]
@@ -54,28 +56,25 @@ class CandidateFleet:
 
 
 def candidate(
-    name: str,
-    problem: MakespanProblem,
-    fleet: LiveFleet,
-    instances: Sequence[CurrentInstance],
-    requests: Indices,
-    at: Indices,
+    name: str, fleet: LiveFleet, instances: Sequence[CurrentInstance], requests: Indices, at: Indices
 ) -> CandidateFleet:
     """`instances` of the problem's configurations with all `requests` `at` places among them, each instance's in order
     of admission.
 
-    Those that are current ones keep the engine's own limits. Raises Unusable where a request would have to move that
-    cannot, or where an engine would be stopped although nobody wants to change it.
+    Those that are current ones keep the engine's own limits. Raises UnusableFleet where a request would have to move
+    that cannot, or where an engine would be stopped although nobody wants to change it.
     """
+    problem = fleet.problem
     current = {instance.id: place for place, instance in enumerate(problem.current)}
     known = {configuration.id: configuration for configuration in problem.configurations}
-    kept = np.array([_same(problem, current, instance) for instance in instances], dtype=np.bool_)
+    as_now = set(problem.current)
+    kept = np.array([instance in as_now for instance in instances], dtype=np.bool_)
     limits = tuple(
         fleet.limits[current[instance.id]] if stays else known[instance.configuration]
         for instance, stays in zip(instances, kept, strict=True)
     )
     homes = _homes(problem, instances, kept)
-    requests, at = _with_immovable(problem, fleet, homes, bool(kept.all()), requests, at)
+    requests, at = _with_immovable(fleet, homes, bool(kept.all()), requests, at)
     by_place = np.argsort(at, kind="stable")
     order, at = requests[by_place], at[by_place]
     starts = np.concatenate([[0], np.cumsum(np.bincount(at, minlength=len(instances)))]).astype(np.int64)
@@ -87,16 +86,17 @@ def candidate(
     )
 
 
-def solved(name: str, problem: MakespanProblem, fleet: LiveFleet, solution: Solution) -> CandidateFleet:
+def solved(name: str, fleet: LiveFleet, solution: Solution) -> CandidateFleet:
     """The solver's fleet."""
     instances = [CurrentInstance(placed.id, placed.configuration, placed.gpus) for placed in solution.instances]
     requests = np.concatenate([np.empty(0, dtype=np.int64), *(placed.requests for placed in solution.instances)])
     at = np.repeat(np.arange(len(instances)), [len(placed.requests) for placed in solution.instances])
-    return candidate(name, problem, fleet, instances, requests.astype(np.int64), at)
+    return candidate(name, fleet, instances, requests.astype(np.int64), at)
 
 
-def as_it_stands(problem: MakespanProblem, fleet: LiveFleet) -> CandidateFleet:
+def as_it_stands(fleet: LiveFleet) -> CandidateFleet:
     """Every request where it is, the running before the waiting; those on no engine dealt to whoever has fewest."""
+    problem = fleet.problem
     at, state = problem.requests.instance.astype(np.int64), problem.requests.state
     homeless = np.flatnonzero(at == NOWHERE)
     if len(homeless):
@@ -110,7 +110,7 @@ def as_it_stands(problem: MakespanProblem, fleet: LiveFleet) -> CandidateFleet:
             heapreplace(queue, (count + 1, place))
         at[homeless] = taken
     requests = np.lexsort((state != RUNNING, problem.requests.instance == NOWHERE))
-    return candidate("as it stands", problem, fleet, problem.current, requests, at[requests])
+    return candidate("as it stands", fleet, problem.current, requests, at[requests])
 
 
 def longest(problem: MakespanProblem) -> Indices:
@@ -118,13 +118,13 @@ def longest(problem: MakespanProblem) -> Indices:
     return np.argsort(-problem.requests.remaining_tokens, kind="stable")
 
 
-def rebalanced(problem: MakespanProblem, fleet: LiveFleet, order: Indices) -> CandidateFleet:
+def rebalanced(fleet: LiveFleet, order: Indices) -> CandidateFleet:
     """The current engines, in `order` each request onto the one that would be through with it first, the move paid for:
     most requests stay where they are."""
-    requests, limits = problem.requests, fleet.limits
+    requests, limits = fleet.problem.requests, fleet.limits
     remaining, context = requests.remaining_tokens[order], requests.context_tokens[order]
     slowest = np.array([min(limit.prefill_tokens_per_s for limit in limits)])
-    again_s = problem.transfer.recompute_s(context.astype(np.float64), slowest)
+    again_s = fleet.problem.transfer.recompute_s(context.astype(np.float64), slowest)
     move_s = np.where(requests.state[order] == RUNNING, again_s, 0.0)
     kinds = {limit.id: limit for limit in limits}
     work_of = {name: added_s(kind.beta_s, kind.gamma_s, context, remaining).tolist() for name, kind in kinds.items()}
@@ -151,18 +151,15 @@ def rebalanced(problem: MakespanProblem, fleet: LiveFleet, order: Indices) -> Ca
         if alone_s > longest_s[place]:
             longest_s[place] = alone_s
         places.append(place)
-    return _dealt("rebalanced", problem, fleet, problem.current, order, places)
+    return _dealt("rebalanced", fleet, fleet.problem.current, order, places)
 
 
 def longest_first(
-    problem: MakespanProblem,
-    fleet: LiveFleet,
-    order: Indices,
-    configuration: Configuration,
-    instances: Sequence[CurrentInstance],
+    fleet: LiveFleet, order: Indices, configuration: Configuration, instances: Sequence[CurrentInstance]
 ) -> CandidateFleet:
     """A whole fleet of one configuration, `instances`, longest request first (`order`) onto the least loaded. Raises
-    Unusable where there are none, or a request fits none."""
+    UnusableFleet where there are none, or a request fits none."""
+    problem = fleet.problem
     if not instances:
         raise UnusableFleet(_why_none_fits(configuration, problem))
     remaining, context = problem.requests.remaining_tokens[order], problem.requests.context_tokens[order]
@@ -172,38 +169,25 @@ def longest_first(
             f"a request of {footprint} tokens does not fit into a KV cache of {configuration.kv_capacity_tokens}"
         )
     work_s = added_s(configuration.beta_s, configuration.gamma_s, context, remaining)
-    loads = [(0.0, place) for place in range(len(instances))]
-    empty = [True] * len(instances)
-    places = []
-    for alone_s, more_s in zip((configuration.alpha_s * remaining).tolist(), work_s.tolist(), strict=True):
-        load_s, place = loads[0]
-        if empty[place]:  # the first request on an instance is its longest, and pays for the iterations of all
-            empty[place] = False
-            load_s += alone_s
-        places.append(place)
-        heapreplace(loads, (load_s + more_s, place))
-    return _dealt(f"{configuration.id} spread", problem, fleet, instances, order, places)
+    places = onto_least_loaded(len(instances), work_s.tolist(), (configuration.alpha_s * remaining).tolist())
+    return _dealt(f"{configuration.id} spread", fleet, instances, order, places)
 
 
 def _dealt(
-    name: str,
-    problem: MakespanProblem,
-    fleet: LiveFleet,
-    instances: Sequence[CurrentInstance],
-    order: Indices,
-    places: Sequence[int],
+    name: str, fleet: LiveFleet, instances: Sequence[CurrentInstance], order: Indices, places: Sequence[int]
 ) -> CandidateFleet:
     """Requests in `order`, each at its place; the running are admitted before the others."""
-    running_first = np.argsort(problem.requests.state[order] != RUNNING, kind="stable")
+    running_first = np.argsort(fleet.problem.requests.state[order] != RUNNING, kind="stable")
     at = np.array(places, dtype=np.int64)
-    return candidate(name, problem, fleet, instances, order[running_first], at[running_first])
+    return candidate(name, fleet, instances, order[running_first], at[running_first])
 
 
 def homogeneous(problem: MakespanProblem, configuration: Configuration) -> tuple[CurrentInstance, ...]:
     """As many instances of one configuration as fit, around those that run already."""
     kept = [instance for instance in problem.current if instance.configuration == configuration.id]
     used = {gpu for instance in kept for gpu in instance.gpus}
-    names = _fresh_names({instance.id for instance in problem.current}, configuration.id)
+    taken = {instance.id for instance in problem.current}
+    names = (name for number in count() if (name := EngineId(f"{configuration.id}-{number}")) not in taken)
     groups = free_groups(problem.gpus_count, problem.per_node, used, configuration.gpus)
     new = [CurrentInstance(next(names), configuration.id, gpus) for gpus in groups]
     return (*kept, *new)
@@ -242,11 +226,6 @@ def added_s(
     return result
 
 
-def _same(problem: MakespanProblem, current: dict[EngineId, int], instance: CurrentInstance) -> bool:
-    place = current.get(instance.id)
-    return place is not None and problem.current[place] == instance
-
-
 def _homes(problem: MakespanProblem, instances: Sequence[CurrentInstance], kept: NDArray[np.bool_]) -> Indices:
     """[current instance], its place among `instances`; NOWHERE where it is not kept."""
     place_of = {instance.id: place for place, instance in enumerate(instances) if kept[place]}
@@ -254,10 +233,10 @@ def _homes(problem: MakespanProblem, instances: Sequence[CurrentInstance], kept:
 
 
 def _with_immovable(
-    problem: MakespanProblem, fleet: LiveFleet, homes: Indices, all_stay: bool, requests: Indices, at: Indices
+    fleet: LiveFleet, homes: Indices, all_stay: bool, requests: Indices, at: Indices
 ) -> tuple[Indices, Indices]:
     """`requests` and their places, with those that must stay back where they are, ahead of the others."""
-    source = problem.requests.instance
+    source = fleet.problem.requests.instance
     stuck = ~(fleet.may_rebalance if all_stay else fleet.may_leave) & (source != NOWHERE)
     if not stuck.any():
         return requests, at
@@ -299,9 +278,8 @@ def _move_s(
     links, homes = _shape(problem.current, problem.per_node), _shape(instances, problem.per_node)
     gpus = np.minimum(links[source, 0], homes[to, 0])
     inside = (links[source, 1] == homes[to, 1]) & (links[source, 1] != SEVERAL)
-    transfer = problem.transfer
-    transfer_s = transfer.transfer_s(context, problem.kv_bytes_per_token, gpus, inside)
-    return transfer_s, transfer.recompute_s(context, prefill[to])
+    transfer_s = problem.transfer.transfer_s(context, gpus, inside)
+    return transfer_s, problem.transfer.recompute_s(context, prefill[to])
 
 
 def _shape(instances: Sequence[CurrentInstance], per_node: int) -> Indices:
@@ -315,15 +293,6 @@ def _why_none_fits(configuration: Configuration, problem: MakespanProblem) -> st
     if configuration.gpus > per_node and configuration.gpus % per_node:
         return f"an instance of {configuration.gpus} GPUs is neither inside a node of {per_node} nor whole nodes"
     return f"an instance takes {configuration.gpus} GPUs; there are {problem.gpus_count} in nodes of {per_node}"
-
-
-def _fresh_names(taken: set[EngineId], prefix: str) -> Iterator[EngineId]:
-    number = 0
-    while True:
-        name = EngineId(f"{prefix}-{number}")
-        number += 1
-        if name not in taken:
-            yield name
 
 
 def with_fresh_names(fleet: CandidateFleet, plan: PlanId) -> CandidateFleet:

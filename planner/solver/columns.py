@@ -60,7 +60,7 @@ class ProblemColumns:
             return np.full(len(requests), math.inf), recompute_s
         inside = (self.current_node[source] == node) & (self.current_node[source] != SEVERAL)
         narrow = np.minimum(self.gpus[self.current_configuration[source]], self.gpus[configuration])
-        return transfer.transfer_s(context, self.problem.kv_bytes_per_token, narrow, inside), recompute_s
+        return transfer.transfer_s(context, narrow, inside), recompute_s
 
 
 def columns(problem: MakespanProblem) -> ProblemColumns:

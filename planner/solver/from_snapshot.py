@@ -19,6 +19,7 @@ from planner.model import (
     RequestState,
     RequestView,
     Snapshot,
+    listed,
 )
 from planner.solver.problem import (
     NEW,
@@ -42,17 +43,26 @@ class LiveFleet:
     `requests` are those on them and those that no engine holds, in the snapshot's order; all arrays follow it.
     """
 
-    instances: tuple[CurrentInstance, ...]  # by engine id
-    limits: tuple[Configuration, ...]  # [instance], with the engine's own KV capacity and slots
-    configurations: tuple[Configuration, ...]  # to choose from, with capacities as the engines report them
-    gpus_count: int
+    # With capacities as the engines report them. Gain is judged by plan admission, so epsilon is 0.
+    problem: MakespanProblem
+    limits: tuple[Configuration, ...]  # [current instance], with the engine's own KV capacity and slots
     requests: tuple[RequestView, ...]
     rows: NDArray[np.int64]  # [request], its place in the snapshot
-    columns: ProblemRequests  # remaining_tokens are 1: the lengths are not decided here
     may_leave: NDArray[np.bool_]  # [request]: it can be moved at all
     may_rebalance: NDArray[np.bool_]  # [request]: and has not been moved too often
     blocked: Hold | None  # why engines must not be changed, though requests may move
     notes: tuple[str, ...]
+
+    def expecting(self, remaining_tokens: NDArray[np.int64]) -> "LiveFleet":
+        """Return it with one estimate of the lengths, which are all 1 at first.
+
+        An engine admits what fits at its longest, so an estimate beyond the largest KV cache means: until that is full.
+        """
+        room = max(configuration.kv_capacity_tokens for configuration in self.problem.configurations)
+        context = np.minimum(self.problem.requests.context_tokens, room - 1)
+        remaining = np.clip(remaining_tokens, 1, room - context)
+        requests = replace(self.problem.requests, context_tokens=context, remaining_tokens=remaining)
+        return replace(self, problem=replace(self.problem, requests=requests))
 
 
 def live_fleet(
@@ -61,6 +71,8 @@ def live_fleet(
     gpus_count: int,
     per_node: int,
     max_moves_per_request: int,
+    transfer: KvTransferCost = NO_TRANSFER,
+    work_budget: int | None = None,
 ) -> LiveFleet:
     """What `snapshot` has to decide on. Engines that are gone, answer nonsense, are being drained or run an unknown
     configuration are left alone; requests on engines that are gone count as held by their gateway."""
@@ -69,62 +81,38 @@ def live_fleet(
     answering = [e for e in snapshot.engines if e.health in ANSWERING and not e.draining]
     engines = [engine for engine in answering if engine.configuration in known]
     strangers = {engine.id for engine in answering if engine.configuration not in known}
-    gpus = _gpus(snapshot.engines, engines, known, gpus_count, per_node)
+    gpus_of, gpus_count, blocked = _gpus(snapshot.engines, engines, known, gpus_count, per_node)
     notes = []
     if strangers:
         held = sum(request.engine in strangers for request in snapshot.requests)
         notes.append(
-            f"{_named(sorted(strangers))} run an unknown configuration and are left alone with {held} requests"
+            f"{listed(sorted(strangers))} run an unknown configuration and are left alone with {held} requests"
         )
     if draining:
         held = sum(request.engine in draining for request in snapshot.requests)
-        notes.append(f"{_named(sorted(draining))} are being drained and are left alone with {held} requests")
+        notes.append(f"{listed(sorted(draining))} are being drained and are left alone with {held} requests")
     alone = strangers | draining
     rows = [row for row, request in enumerate(snapshot.requests) if request.engine not in alone]
     requests = tuple(snapshot.requests[row] for row in rows)
     place = {engine.id: index for index, engine in enumerate(engines)}
     return LiveFleet(
-        instances=tuple(CurrentInstance(e.id, _id_of(e), gpus.of[e.id]) for e in engines),
+        problem=MakespanProblem(
+            gpus_count=gpus_count,
+            per_node=per_node,
+            configurations=tuple(_as_reported(configuration, engines) for configuration in configurations),
+            transfer=transfer,
+            current=tuple(CurrentInstance(e.id, _id_of(e), gpus_of[e.id]) for e in engines),
+            requests=_columns(requests, place),
+            epsilon_s=0.0,
+            work_budget=work_budget,
+        ),
         limits=tuple(known[_id_of(engine)].limited_as(engine) for engine in engines),
-        configurations=tuple(_as_reported(configuration, engines) for configuration in configurations),
-        gpus_count=gpus.count,
         requests=requests,
         rows=np.array(rows, dtype=np.int64),
-        columns=_columns(requests, place),
         may_leave=np.array([request.movable for request in requests], dtype=np.bool_),
         may_rebalance=np.array([r.movable and r.moves < max_moves_per_request for r in requests], dtype=np.bool_),
-        blocked=gpus.blocked,
+        blocked=blocked,
         notes=tuple(notes),
-    )
-
-
-def problem_of(
-    fleet: LiveFleet,
-    remaining_tokens: NDArray[np.int64],
-    *,
-    per_node: int,
-    kv_bytes_per_token: float,
-    transfer: KvTransferCost,
-    work_budget: int | None,
-) -> MakespanProblem:
-    """The problem for one estimate of the lengths. Gain is judged by plan admission, so epsilon is 0.
-
-    An engine admits what fits at its longest, so an estimate beyond the largest KV cache means: until that is full.
-    """
-    room = max(configuration.kv_capacity_tokens for configuration in fleet.configurations)
-    context = np.minimum(fleet.columns.context_tokens, room - 1)
-    return MakespanProblem(
-        gpus_count=fleet.gpus_count,
-        per_node=per_node,
-        configurations=fleet.configurations,
-        kv_bytes_per_token=kv_bytes_per_token,
-        transfer=transfer,
-        current=fleet.instances,
-        requests=replace(
-            fleet.columns, context_tokens=context, remaining_tokens=np.clip(remaining_tokens, 1, room - context)
-        ),
-        epsilon_s=0.0,
-        work_budget=work_budget,
     )
 
 
@@ -167,21 +155,14 @@ def _as_reported(configuration: Configuration, engines: Sequence[EngineView]) ->
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Gpus:
-    of: dict[EngineId, tuple[GpuId, ...]]
-    count: int
-    blocked: Hold | None  # why none may be given to another engine
-
-
 def _gpus(
     all_engines: Sequence[EngineView],
     engines: Sequence[EngineView],
     known: Mapping[ConfigurationId, Configuration],
     gpus_count: int,
     per_node: int,
-) -> _Gpus:
-    """Which GPUs each of `engines` has, and how many there are.
+) -> tuple[dict[EngineId, tuple[GpuId, ...]], int, Hold | None]:
+    """Return the GPUs of each of `engines`, how many there are, and why none may be given to another engine.
 
     Where engines do not say, GPUs are dealt to them to estimate with; they are known only where nothing else is
     possible: a single engine, and just as many GPUs left as it takes.
@@ -197,13 +178,13 @@ def _gpus(
     needed = max((gpu for gpus in of.values() for gpu in gpus), default=-1) + 1
     count = configured if needed <= configured else -(-needed // per_node) * per_node
     if twice:
-        return _Gpus(of, count, _unknown("two engines claim one GPU"))
+        return of, count, _unknown("two engines claim one GPU")
     if needed > configured:
-        return _Gpus(of, count, _unknown(f"the engines take more than the {configured} GPUs that are configured"))
+        return of, count, _unknown(f"the engines take more than the {configured} GPUs that are configured")
     certain = len(silent) == 1 and count - len(taken) == known[_id_of(silent[0])].gpus
     if silent and not certain:
-        return _Gpus(of, count, _silent(silent))
-    return _Gpus(of, count, _lost(all_engines, of, count))
+        return of, count, _silent(silent)
+    return of, count, _lost(all_engines, of, count)
 
 
 def _lost(all_engines: Sequence[EngineView], of: Mapping[EngineId, Sequence[GpuId]], count: int) -> Hold | None:
@@ -212,14 +193,14 @@ def _lost(all_engines: Sequence[EngineView], of: Mapping[EngineId, Sequence[GpuI
     others = [engine for engine in all_engines if engine.id not in of]
     lost = [engine.id for engine in others if free & set(engine.gpus)]
     if lost:
-        why = f"the GPUs of {_named(lost)} cannot be planned with: drained, or nobody knows their state"
+        why = f"the GPUs of {listed(sorted(lost))} cannot be planned with: drained, or nobody knows their state"
         return Hold("gpus_unavailable", why)
     strangers = [engine for engine in others if engine.health in ANSWERING and not engine.gpus]
     return _silent(strangers) if strangers and free else None
 
 
 def _silent(engines: Sequence[EngineView]) -> Hold:
-    return _unknown(f"{_named([e.id for e in engines])} do not say which GPUs they have (fleet.engines[].gpus)")
+    return _unknown(f"{listed(sorted(e.id for e in engines))} do not say which GPUs they have (fleet.engines[].gpus)")
 
 
 def _unknown(why: str) -> Hold:
@@ -242,8 +223,3 @@ def _dealt(
                 used.update(free[:need])
             node += 1
     return dealt
-
-
-def _named(ids: Collection[EngineId]) -> str:
-    names = sorted(ids)
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -8,6 +8,7 @@ samples: an estimate that packs requests which merely might be long is found out
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -39,8 +40,8 @@ FAR_MORE = 1.1
 # Times the seconds of the best fleet that was dealt, beyond which the solver has packed what merely might be long.
 FOUND_OUT = 1.5
 
-MakeProblem = Callable[[NDArray[np.int64]], MakespanProblem]
 Try = Callable[[], CandidateFleet]
+_SCREENED_S, TOTAL_S = attrgetter("screened_s"), attrgetter("total_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +142,7 @@ class _Weigher:
     def with_later(self, option: FleetOption, current: FleetOption, fleet: LiveFleet, wait_s: float) -> FleetOption:
         """A change of engines can be made later: then fewer requests move."""
         ends_s = ends_if_later_s(
-            option.fleet, current.fleet, fleet.columns, self._lengths.samples, wait_s, self._correction
+            option.fleet, current.fleet, fleet.problem.requests, self._lengths.samples, wait_s, self._correction
         )
         return replace(option, later_s=float(np.minimum(ends_s, np.maximum(current.ends_s, wait_s)).mean()))
 
@@ -149,7 +150,6 @@ class _Weigher:
 def consider(
     fleet: LiveFleet,
     lengths: SampledLengths,
-    problem: MakeProblem,
     correction: float,
     only: ConfigurationId | None = None,
     wait_s: float = 0.0,
@@ -158,29 +158,29 @@ def consider(
 ) -> FleetOptions:
     """Every family of fleets; with `only`, those of that one configuration, as far as engines would change.
     `wait_s`: so long until they can be considered again; 0: never. `only_as_deployed`: engines stay as they are."""
-    weigher = _Weigher(fleet.columns.context_tokens, lengths, correction)
-    problems = [problem(tokens) for tokens in _estimates(lengths)]
-    current = weigher.weigh(as_it_stands(problems[0], fleet)) if fleet.instances else None
-    families = [weigher.tried(*family) for family in _dealt(fleet, problems, only, only_as_deployed)]
-    if only is None and fleet.configurations and not only_as_deployed:
-        dealt = min((member for family in families for member in family.members), key=_screened_s, default=None)
-        asked = _for_the_solver(problems, dealt, correction)
-        mixed = weigher.tried(MIXED, None, [partial(_mixed, made, fleet) for made in asked])
-        families.append(mixed if len(asked) == len(problems) else _unless_found_out(mixed, dealt))
+    weigher = _Weigher(fleet.problem.requests.context_tokens, lengths, correction)
+    estimated = [fleet.expecting(tokens) for tokens in _estimates(lengths)]
+    current = weigher.weigh(as_it_stands(estimated[0])) if fleet.problem.current else None
+    families = [weigher.tried(*family) for family in _dealt(estimated, only, only_as_deployed)]
+    if only is None and fleet.problem.configurations and not only_as_deployed:
+        dealt = min((member for family in families for member in family.members), key=_SCREENED_S, default=None)
+        asked = _for_the_solver(estimated, dealt, correction)
+        mixed = weigher.tried(MIXED, None, [partial(_mixed, each) for each in asked])
+        families.append(mixed if len(asked) == len(estimated) else _unless_found_out(mixed, dealt))
     found = [] if current is None else [current]
     ruled_out = []
     for family in families:
         if family.members:
-            found.append(weigher.weigh(min(family.members, key=_screened_s).fleet))
+            found.append(weigher.weigh(min(family.members, key=_SCREENED_S).fleet))
         else:
             ruled_out.append(Alternative(family.configuration, 0, 0.0, 0.0, family.why_none, name=family.name))
-    changing = min((option for option in found if option.fleet.decision == "reconfigure"), key=_total_s, default=None)
+    changing = min((option for option in found if option.fleet.decision == "reconfigure"), key=TOTAL_S, default=None)
     if current is not None and changing is not None and wait_s > 0:
         found = [
             option if option is not changing else weigher.with_later(changing, current, fleet, wait_s)
             for option in found
         ]
-    bounds_s = _bounds_s([problem(tokens) for tokens in lengths.samples])
+    bounds_s = _bounds_s([fleet.expecting(tokens).problem for tokens in lengths.samples])
     bound_s = float(np.mean(bounds_s)) * min(correction, 1.0) if bounds_s else 0.0
     return FleetOptions(current, tuple(found), tuple(ruled_out), bound_s)
 
@@ -192,28 +192,28 @@ def _estimates(lengths: SampledLengths) -> list[NDArray[np.int64]]:
 
 
 def _dealt(
-    fleet: LiveFleet, problems: Sequence[MakespanProblem], only: ConfigurationId | None, only_as_deployed: bool
+    estimated: Sequence[LiveFleet], only: ConfigurationId | None, only_as_deployed: bool
 ) -> Iterator[tuple[str, ConfigurationId | None, Sequence[Try]]]:
     """The families that take no solver: name, configuration where there is but one, and a try for each estimate."""
-    ordered = [(made, longest(made)) for made in problems]
-    if fleet.instances:
-        yield REBALANCED, None, [partial(rebalanced, made, fleet, order) for made, order in ordered]
-    for configuration in () if only_as_deployed else fleet.configurations:
+    problem = estimated[0].problem
+    ordered = [(fleet, longest(fleet.problem)) for fleet in estimated]
+    if problem.current:
+        yield REBALANCED, None, [partial(rebalanced, fleet, order) for fleet, order in ordered]
+    for configuration in () if only_as_deployed else problem.configurations:
         if only in (None, configuration.id):
-            instances = homogeneous(problems[0], configuration)
-            tries = [partial(longest_first, made, fleet, order, configuration, instances) for made, order in ordered]
+            instances = homogeneous(problem, configuration)
+            tries = [partial(longest_first, fleet, order, configuration, instances) for fleet, order in ordered]
             yield f"{configuration.id} spread", configuration.id, tries
 
 
-def _for_the_solver(
-    problems: Sequence[MakespanProblem], dealt: _Member | None, correction: float
-) -> Sequence[MakespanProblem]:
+def _for_the_solver(estimated: Sequence[LiveFleet], dealt: _Member | None, correction: float) -> Sequence[LiveFleet]:
     """With few requests, every estimate. Else the one by which the best of the other fleets was `dealt`, with the
     configurations alone that pay for some request: from the same estimate the solver either does a little better, or
     packs requests that merely might be long, and so it does from each of the others."""
-    if len(problems) == 1 or dealt is None or len(problems[0].requests.ids) <= SOLVED_BY_ALL:
-        return problems
-    return [_narrowed(problems[dealt.estimate], dealt.screened_s / correction)]
+    if len(estimated) == 1 or dealt is None or len(estimated[0].requests) <= SOLVED_BY_ALL:
+        return estimated
+    fleet = estimated[dealt.estimate]
+    return [replace(fleet, problem=_narrowed(fleet.problem, dealt.screened_s / correction))]
 
 
 def _unless_found_out(mixed: _Family, dealt: _Member | None) -> _Family:
@@ -245,16 +245,8 @@ def _narrowed(problem: MakespanProblem, within_s: float) -> MakespanProblem:
     return replace(problem, configurations=kept) if pays.any() else problem
 
 
-def _mixed(problem: MakespanProblem, fleet: LiveFleet) -> CandidateFleet:
-    return solved(MIXED, problem, fleet, solve(problem))
-
-
-def _total_s(option: FleetOption) -> float:
-    return option.total_s
-
-
-def _screened_s(member: _Member) -> float:
-    return member.screened_s
+def _mixed(fleet: LiveFleet) -> CandidateFleet:
+    return solved(MIXED, fleet, solve(fleet.problem))
 
 
 def _bounds_s(problems: Sequence[MakespanProblem]) -> list[float]:

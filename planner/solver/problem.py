@@ -32,6 +32,7 @@ class KvTransferCost:
     latency_s: float
     rebuilt_tokens: Curve | None = None  # over a context's tokens, see MoveCosts; None: as many
     recompute_latency_s: float = 0.0
+    kv_bytes_per_token: float = 0.0
 
     def prefill_s(self, context_tokens: NDArray[np.float64], tokens_per_s: NDArray[np.float64]) -> NDArray[np.float64]:
         """[request], by engines that prefill at that rate."""
@@ -45,16 +46,12 @@ class KvTransferCost:
         return self.prefill_s(context_tokens, tokens_per_s) + self.recompute_latency_s
 
     def transfer_s(
-        self,
-        context_tokens: NDArray[np.float64],
-        kv_bytes_per_token: float,
-        gpus: NDArray[np.int64],
-        inside: NDArray[np.bool_],
+        self, context_tokens: NDArray[np.float64], gpus: NDArray[np.int64], inside: NDArray[np.bool_]
     ) -> NDArray[np.float64]:
         """What broadcasts: over the links of so many GPUs, `inside` a node or between two; infinite without a link."""
         rate_gbps = gpus * np.where(inside, self.intra_node_gbps_per_gpu, self.inter_node_gbps_per_gpu)
         with np.errstate(divide="ignore", invalid="ignore"):
-            wire_s = context_tokens * kv_bytes_per_token * 8 / (rate_gbps * 1e9)
+            wire_s = context_tokens * self.kv_bytes_per_token * 8 / (rate_gbps * 1e9)
         seconds: NDArray[np.float64] = np.where(rate_gbps > 0, wire_s, np.inf) + self.latency_s
         return seconds
 
@@ -92,7 +89,6 @@ class MakespanProblem:
     gpus_count: int
     per_node: int
     configurations: tuple[Configuration, ...]
-    kv_bytes_per_token: float
     transfer: KvTransferCost
     current: tuple[CurrentInstance, ...]
     requests: ProblemRequests

@@ -192,10 +192,9 @@ def _snapshot(state: IntervalState, setting: Setting, moved: Mapping[RequestId, 
         now_s=state.now_s,
         engines=tuple(engines),
         requests=tuple(requests),
-        finished_output_tokens=tuple(lengths),
+        finished=finished,
         requests_age_s=0.0,
         step_started_s=0.0,
-        finished=finished,
     )
 
 

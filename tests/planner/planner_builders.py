@@ -11,6 +11,7 @@ from planner.model import (
     EngineHealth,
     EngineId,
     EngineView,
+    FinishedLength,
     RequestId,
     RequestState,
     RequestView,
@@ -92,4 +93,4 @@ def snapshot(
     now_s: float = 1000.0,
     requests_age_s: float | None = 0.1,
 ) -> Snapshot:
-    return Snapshot(now_s, tuple(engines), tuple(requests), tuple(finished), requests_age_s)
+    return Snapshot(now_s, tuple(engines), tuple(requests), tuple(map(FinishedLength, finished)), requests_age_s)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from orchestrrl.core.operations import (
     OperationItemResult,
 )
-from orchestrrl.daemon.profile_refit import given_profile
+from orchestrrl.daemon.live_profile import given_profile
 from orchestrrl.fleet.move_orders import fixed_parts, moved_requests
 from planner.cost.profile import Curve
 from planner.model import (
@@ -34,7 +34,6 @@ from planner.move_methods import (
     MOST_ORDERS,
     PRIOR_COUNTS_FOR,
     FixedMoveCost,
-    MoveEstimate,
     MovePricing,
     choose_move_methods,
 )
@@ -66,8 +65,8 @@ def request(
 def costing(rebuilt: Curve | None = None, **versions: str) -> MovePricing:
     configuration = Configuration(TP2, 2, 0.02, 0.0, 0.0, 10**6, 64, PREFILL, 1.0)
     profile = given_profile(configuration, "2026-01-31")
-    moving = MoveEstimate(KvTransferCost(INTER_GBPS, INTRA_GBPS, LATENCY_S, rebuilt, FIXED_S), KV_BYTES)
-    return MovePricing({TP2: profile}, moving, PER_NODE, {EngineId(id): name for id, name in versions.items()})
+    transfer = KvTransferCost(INTER_GBPS, INTRA_GBPS, LATENCY_S, rebuilt, FIXED_S, KV_BYTES)
+    return MovePricing({TP2: profile}, transfer, PER_NODE, {EngineId(id): name for id, name in versions.items()})
 
 
 def order(name: str, to: str) -> RequestMove:
@@ -190,5 +189,5 @@ def test_the_fixed_part_is_what_the_context_does_not_account_for() -> None:
         OperationItemResult("fell back", True, "", 10_000, 9.0, MoveMethod.TRANSFER),
         OperationItemResult("gone", False, "finished before the move", 0, 9.0, MoveMethod.RECOMPUTE),
     ]
-    found = fixed_parts(priced, items)
+    found = fixed_parts(moved_requests(0.0, priced, items))
     assert found == [(MoveMethod.RECOMPUTE, pytest.approx(0.3)), (MoveMethod.RECOMPUTE, pytest.approx(0.4))]

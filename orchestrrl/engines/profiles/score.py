@@ -18,7 +18,7 @@ from typing import Any
 
 from orchestrrl.engines.profiles.roofline_fit import left_out_s, rows_of
 from orchestrrl.engines.profiles.silicon import TEXTS, MeasuredDeployment, SiliconData, UnpredictedRow
-from planner.cost.fit import LoadedFit, StepSample, TooFewSamples, fit_loaded
+from planner.cost.fit import StepFit, StepSample, TooFewSamples, fit_step
 from planner.cost.fitted import FITTED, FITTED_TO
 from planner.cost.profile import ProfileSource
 from planner.cost.roofline import attended_tokens
@@ -172,10 +172,11 @@ def _lengths(row: MeasuredDeployment) -> tuple[float, float]:
     return row.load.prompt_tokens, row.load.output_tokens
 
 
-def _fit(rows: Sequence[MeasuredDeployment]) -> LoadedFit:
+def _fit(rows: Sequence[MeasuredDeployment]) -> StepFit:
     if len(rows) < LEAST_ROWS:
         raise TooFewSamples(f"{len(rows)} rows at other lengths, {LEAST_ROWS} are needed")
-    return fit_loaded([_sample(row) for row in rows], [_prefilled_tokens(row) for row in rows], LINE_IS_ENOUGH)
+    prefilled_tokens = [_prefilled_tokens(row) for row in rows]
+    return fit_step([_sample(row) for row in rows], LINE_IS_ENOUGH, prefilled_tokens=prefilled_tokens)
 
 
 def _sample(row: MeasuredDeployment) -> StepSample:
@@ -187,6 +188,6 @@ def _prefilled_tokens(row: MeasuredDeployment) -> float:
     return max(0.0, row.sequences - 1) * row.load.prompt_tokens / row.load.output_tokens
 
 
-def _tpot_s(fit: LoadedFit, row: MeasuredDeployment) -> float:
+def _tpot_s(fit: StepFit, row: MeasuredDeployment) -> float:
     sample = _sample(row)
     return fit.step.at(sample.sequences, sample.kv_tokens) + fit.prefill_s_per_token * _prefilled_tokens(row)

@@ -72,13 +72,12 @@ def fast_tick() -> list[Figure]:
     remaining = RemainingTokensEstimator()
 
     def packing() -> None:
-        remaining_tokens = remaining.remaining_tokens(ended, lines.bin_tokens, lines.max_output_tokens)
+        remaining_tokens = remaining.remaining_tokens(snapshot, lines.bin_tokens, lines.max_output_tokens)
         decide_balance(
-            ended, SETTINGS, replace(packs, remaining_tokens=remaining_tokens, distributions=remaining.distributions)
+            snapshot, SETTINGS, replace(packs, remaining_tokens=remaining_tokens, distributions=remaining.distributions)
         )
 
     lines = deployments(WORKERS)
-    ended = replace(snapshot, finished=tuple(map(FinishedLength, snapshot.finished_output_tokens)))
     packs = replace(situation, configurations=lines.configurations)
     packing_s, spreading_s = side_by_side(packing, lambda: decide_balance(snapshot, SETTINGS, situation), repetitions=9)
     why = f"{note}; lengths looked up, engines packed by them and room judged by them"
@@ -174,7 +173,7 @@ def congested(engines: int, requests: int, seed: int) -> Snapshot:
         )
         for place in range(engines)
     )
-    finished = tuple(_length(rng) for _ in range(FINISHED))
+    finished = tuple(FinishedLength(_length(rng)) for _ in range(FINISHED))
     return Snapshot(1_000.0, fleet, tuple(views), finished, requests_age_s=0.2, step_started_s=900.0)
 
 

@@ -52,7 +52,7 @@ class Bench:
         reading = sample(self._now_s, sequences, 0, self._total, **fields)
         reading = replace(reading, prompt_tokens_total=self._prompts)
         report = engine_report("e0", self._sequence, reading, EngineHealth.OK)
-        self.costs.observe(report, self.assumed.configuration)
+        self.costs.observe(report, self.assumed.profile.id)
 
     def estimate(self) -> ConfigurationEstimate | None:
         self.costs.refit([E0])
@@ -86,7 +86,7 @@ def test_without_a_prior_nothing_is_believed_until_enough_was_observed() -> None
     bench = Bench(UNKNOWN)
     assert bench.estimate() is None
     assert bench.costs.cost_estimates().profiles == ()
-    while bench.costs.batches_taken(bench.assumed.configuration) < LEAST_SAMPLES - 1:
+    while bench.costs.batches_taken(bench.assumed.profile.id) < LEAST_SAMPLES - 1:
         bench.decode(8, 0.2, real(1.0, 8, 20_000), scrapes=1)
     assert bench.estimate() is None
     bench.decode(8, 0.2, real(1.0, 8, 20_000))

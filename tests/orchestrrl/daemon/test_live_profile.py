@@ -30,6 +30,7 @@ from orchestrrl.daemon.metrics import DaemonCollector
 from orchestrrl.daemon.wiring import Daemon, build_daemon
 from orchestrrl.engines.profiles.store import write_profile
 from orchestrrl.fleet.membership_changes import engine_facts
+from orchestrrl.fleet.move_orders import moved_requests
 from orchestrrl.fleet.redeployment.book import EngineStart
 from orchestrrl.fleet.state import FleetState
 from orchestrrl.lab.sim.engines import EngineKind, fleet_section, homogeneous, kinds_of
@@ -291,7 +292,7 @@ def test_moves_to_one_engine_are_prefilled_together(profiled: str) -> None:
             OperationItemResult("lost", False, "gone", 7000, 5.0),
         )
         done = OperationResult(OperationId("o"), NodeId("gw"), OperationStatus.DONE, items=items)
-        bench.costs.moved(action, done, lambda engine: None)
+        bench.costs.moved(moved_requests(0.0, action.moves, done.items), lambda engine: None)
     moves = bench.costs.moves()
     assert moves is not None
     assert moves.recompute_s.at(3000) == pytest.approx(1.0, rel=0.05)
@@ -300,18 +301,18 @@ def test_moves_to_one_engine_are_prefilled_together(profiled: str) -> None:
 
 
 def test_kv_is_handed_over_only_where_the_configuration_says_so(profiled: str) -> None:
-    transfer, kv_bytes = Bench().costs.moving()
-    assert (transfer, kv_bytes) == (replace(NO_TRANSFER, recompute_latency_s=FIXED_PRIOR_S), 0.0)
-    transfer, _ = Bench(profiled).costs.moving()
+    assert Bench().costs.moving() == replace(NO_TRANSFER, recompute_latency_s=FIXED_PRIOR_S)
+    transfer = Bench(profiled).costs.moving()
     assert (transfer.inter_node_gbps_per_gpu, transfer.intra_node_gbps_per_gpu) == (0.0, 0.0)
     assert transfer.rebuilt_tokens == Curve((0.0, 2048.0, 9000.0), (0.0, 2048.0, 9000.0))
     told = profiled.replace("gpus:", "kv_transfer: {intra_node_gbps_per_gpu: 900.0, kv_bytes_per_token: 4.0}, gpus:")
     bench = Bench(told)
-    transfer, kv_bytes = bench.costs.moving(nic_share=0.5)
+    transfer = bench.costs.moving(nic_share=0.5)
     assert transfer.inter_node_gbps_per_gpu == pytest.approx(4.0)  # half of what the profile has
-    assert (transfer.intra_node_gbps_per_gpu, transfer.latency_s, kv_bytes) == (900.0, FIXED_PRIOR_S, 4.0)
+    assert (transfer.intra_node_gbps_per_gpu, transfer.latency_s) == (900.0, FIXED_PRIOR_S)
+    assert transfer.kv_bytes_per_token == 4.0
     bench.costs.configured(parse_config(profiled).fleet)
-    assert bench.costs.moving().transfer.intra_node_gbps_per_gpu == 0.0
+    assert bench.costs.moving().intra_node_gbps_per_gpu == 0.0
 
 
 def moved(bench: Bench, method: MoveMethod | None, loaded: int, recomputed: int, seconds: float) -> None:
@@ -319,7 +320,7 @@ def moved(bench: Bench, method: MoveMethod | None, loaded: int, recomputed: int,
     action = MoveRequests((RequestMove(RequestId("r"), EngineId("e2"), EngineId("e0"), method=MoveMethod.TRANSFER),))
     items = (OperationItemResult("r", True, "", recomputed, seconds, method, loaded),)
     done = OperationResult(OperationId("o"), NodeId("gw"), OperationStatus.DONE, items=items)
-    bench.costs.moved(action, done, lambda engine: ConfigurationId("bent2"))
+    bench.costs.moved(moved_requests(0.0, action.moves, done.items), lambda engine: ConfigurationId("bent2"))
 
 
 @pytest.mark.parametrize("factor", [0.25, 1.0, 4.0])
@@ -330,26 +331,25 @@ def test_transfers_are_learnt_from_moves_by_kv_alone(profiled: str, factor: floa
     for tokens in (1000, 2000, 4000, 8000, 12_000) * 3:
         moved(bench, MoveMethod.TRANSFER, tokens, 1, factor * (0.1 + 5e-5 * tokens))
         moved(bench, None, 0, 0, 7.0)  # nobody knows how it went
-    transfer, kv_bytes = bench.costs.moving()
+    transfer = bench.costs.moving()
     assert transfer.inter_node_gbps_per_gpu == pytest.approx(80.0 / factor, rel=0.1)
-    assert transfer.latency_s + 8000 * kv_bytes * 8 / (2 * transfer.inter_node_gbps_per_gpu * 1e9) == pytest.approx(
-        factor * 0.5, rel=0.1
-    )
+    wire_s = 8000 * transfer.kv_bytes_per_token * 8 / (2 * transfer.inter_node_gbps_per_gpu * 1e9)
+    assert transfer.latency_s + wire_s == pytest.approx(factor * 0.5, rel=0.1)
     assert bench.costs.moves() == Bench(profiled).costs.moves()  # of recomputing nothing was learnt
-    half, _ = bench.costs.moving(nic_share=0.5)
+    half = bench.costs.moving(nic_share=0.5)
     assert half.inter_node_gbps_per_gpu == pytest.approx(transfer.inter_node_gbps_per_gpu / 2)
 
 
 def test_kv_that_did_not_come_teaches_what_recomputing_takes(profiled: str) -> None:
     links = "kv_transfer: {inter_node_gbps_per_gpu: 80.0, latency_s: 0.1, kv_bytes_per_token: 1.0e+6}, gpus:"
     bench = Bench(profiled.replace("gpus:", links))
-    before = bench.costs.moving().transfer
+    before = bench.costs.moving()
     for tokens in (1000, 2000, 4000, 8000, 12_000) * 3:
         moved(bench, MoveMethod.RECOMPUTE, 0, tokens, tokens / 3000)
     moves = bench.costs.moves()
     assert moves is not None
     assert moves.recompute_s.at(3000) == pytest.approx(1.0, rel=0.05)
-    after = bench.costs.moving().transfer
+    after = bench.costs.moving()
     assert (after.inter_node_gbps_per_gpu, after.latency_s) == (before.inter_node_gbps_per_gpu, before.latency_s)
 
 
@@ -370,7 +370,9 @@ def recompute(bench: Bench, tokens: int, seconds: float, to: str = "e0") -> None
     action = MoveRequests((RequestMove(RequestId("r"), EngineId("e2"), EngineId(to)),))
     items = (OperationItemResult("r", True, "", tokens, seconds),)
     done = OperationResult(OperationId("o"), NodeId("gw"), OperationStatus.DONE, items=items)
-    bench.costs.moved(action, done, lambda engine: ID if engine.startswith("e") else None)
+    bench.costs.moved(
+        moved_requests(0.0, action.moves, done.items), lambda engine: ID if engine.startswith("e") else None
+    )
 
 
 @given(st.floats(0.2, 5.0), st.floats(0, 0.3), st.randoms(use_true_random=False))
@@ -419,24 +421,24 @@ def predicted(bench: Bench, method: MoveMethod, context_s: float, seconds: float
     order = RequestMove(RequestId("r"), EngineId("e2"), EngineId("e0"), 0.0, method, context_s + fixed_s, 0.0, fixed_s)
     items = (OperationItemResult("r", True, "", 0, seconds, method),)
     done = OperationResult(OperationId("o"), NodeId("gw"), OperationStatus.DONE, items=items)
-    bench.costs.moved(MoveRequests((order,)), done, lambda engine: ID)
+    bench.costs.moved(moved_requests(0.0, (order,), done.items), lambda engine: ID)
 
 
 def test_the_fixed_part_of_moves_is_learnt_for_each_method() -> None:
     links = "kv_transfer: {inter_node_gbps_per_gpu: 80.0, latency_s: 0.1, kv_bytes_per_token: 1.0e+6}"
     bench = Bench(CONFIG.replace("fleet:", f"fleet:\n  {links}"))
-    transfer, _ = bench.costs.moving()
+    transfer = bench.costs.moving()
     assert transfer.recompute_latency_s == bench.costs.recompute_fixed_s == FIXED_PRIOR_S
     assert transfer.latency_s == pytest.approx(0.1 + FIXED_PRIOR_S)
     for turn in range(12):
         fixed_s = bench.costs.recompute_fixed_s  # what an order says of it makes no difference
         predicted(bench, MoveMethod.RECOMPUTE, 0.2, 100.0 if turn % 5 == 4 else 0.2 + 0.06, fixed_s)
-    transfer, _ = bench.costs.moving()
+    transfer = bench.costs.moving()
     assert transfer.recompute_latency_s == bench.costs.recompute_fixed_s == pytest.approx(0.06)
     assert transfer.latency_s == pytest.approx(0.1 + FIXED_PRIOR_S)
     for _ in range(6):
         predicted(bench, MoveMethod.TRANSFER, 0.3, 0.3 + 0.4)
-    assert bench.costs.moving().transfer.latency_s == pytest.approx(0.4)
+    assert bench.costs.moving().latency_s == pytest.approx(0.4)
     last = {body["method"]: body["value"] for _, body in bench.notes if body["figure"] == MOVE_FIXED}
     assert last == {"recompute": pytest.approx(0.06), "transfer": pytest.approx(0.4)}
     assert "moving a running request by recompute: 0.06 s beside its context, by the latest 12 orders to move" in (
@@ -452,10 +454,10 @@ def test_moves_of_one_order_count_as_one() -> None:
     items = tuple(OperationItemResult(name, True, "", 0, 5.2, MoveMethod.RECOMPUTE) for name in names)
     done = OperationResult(OperationId("o"), NodeId("gw"), OperationStatus.DONE, items=items)
     for _ in range(PRIOR_COUNTS_FOR - 1):
-        bench.costs.moved(MoveRequests(orders), done, lambda engine: ID)
+        bench.costs.moved(moved_requests(0.0, orders, done.items), lambda engine: ID)
         assert bench.costs.recompute_fixed_s == FIXED_PRIOR_S
     for _ in range(2):
-        bench.costs.moved(MoveRequests(orders), done, lambda engine: ID)
+        bench.costs.moved(moved_requests(0.0, orders, done.items), lambda engine: ID)
     assert bench.costs.recompute_fixed_s == pytest.approx(5.0)
 
 
@@ -470,7 +472,7 @@ def test_a_restarted_daemon_begins_with_the_fixed_part_that_it_had_learnt(tmp_pa
             done = OperationResult(OperationId("o"), NodeId("gw"), OperationStatus.DONE, items=(item,))
             if learns:
                 for _ in range(5):
-                    plane.planning.costs.moved(MoveRequests((order,)), done, lambda engine: ID)
+                    plane.planning.costs.moved(moved_requests(0.0, (order,), done.items), lambda engine: ID)
             assert plane.planning.costs.recompute_fixed_s == pytest.approx(0.25)
 
 

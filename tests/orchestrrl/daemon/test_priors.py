@@ -67,11 +67,11 @@ def test_a_prior_says_what_it_was_predicted_for(model: str, facts: dict[str, obj
 def test_a_prior_is_the_cost_models_prediction() -> None:
     found = assumed(ServingFacts(model="Qwen/Qwen2.5-14B", gpu=H100, tp=2))
     profile = predict(MODELS["qwen2.5-14b"], GPUS["h100"], Parallelism(tp=2), ENGINES["vllm"])
-    assert found.profile == replace(profile, id=found.configuration)
+    assert found.profile == replace(profile, id=found.profile.id)
     quantised = assumed(ServingFacts(model="Qwen/Qwen2.5-14B", gpu=H100, tp=2, weight_bits=8.0))
     bits = Precision(8.0, 8.0, 16.0)
     profile = predict(MODELS["qwen2.5-14b"], GPUS["h100"], Parallelism(tp=2), ENGINES["vllm"], bits)
-    assert quantised.profile == replace(profile, id=quantised.configuration)
+    assert quantised.profile == replace(profile, id=quantised.profile.id)
 
 
 @pytest.mark.parametrize(
@@ -97,9 +97,9 @@ def test_where_facts_are_missing_the_shape_alone_is_assumed_with_the_reason(fact
 
 def test_engines_that_report_the_same_learn_together_and_others_do_not() -> None:
     cpu = ServingFacts(model="/models/tiny", gpu_detail="the engine runs on CPUs", device="cpu")
-    assert assumed(cpu).configuration == assumed(cpu, EngineId("e1")).configuration
-    assert assumed(cpu).configuration != assumed(replace(cpu, tp=2)).configuration
-    assert assumed(ServingFacts()).configuration != assumed(ServingFacts(), EngineId("e1")).configuration
+    assert assumed(cpu).profile.id == assumed(cpu, EngineId("e1")).profile.id
+    assert assumed(cpu).profile.id != assumed(replace(cpu, tp=2)).profile.id
+    assert assumed(ServingFacts()).profile.id != assumed(ServingFacts(), EngineId("e1")).profile.id
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_whatever_engines_report_step_times_are_finite_positive_and_monotone(fac
     assert all(later >= sooner for sooner, later in pairwise(times))
     assert 0 < found.profile.prefill_tokens_per_s < math.inf
     assert bool(found.prior) != bool(found.unknown)
-    assert found.configuration.startswith(PREFIX)
+    assert found.profile.id.startswith(PREFIX)
     line = found.profile.configuration()  # as planner and balancer take it
     assert line.step_s(1, 0) > 0
 
@@ -173,5 +173,5 @@ def test_whatever_engines_report_step_times_are_finite_positive_and_monotone(fac
 @given(facts_of_engines, facts_of_engines)
 def test_one_name_stands_for_one_prediction(first: ServingFacts, second: ServingFacts) -> None:
     one, other = assumed(first), assumed(second)
-    if one.configuration == other.configuration:
+    if one.profile.id == other.profile.id:
         assert one.profile == other.profile

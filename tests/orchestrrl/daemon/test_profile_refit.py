@@ -10,8 +10,8 @@ from orchestrrl.daemon.profile_refit import (
     HALF_LIFE,
     MOST_CELLS,
     PER_CELL,
+    ConfigurationEstimate,
     CurveRefitter,
-    EngineRefitter,
     batch_between,
 )
 from orchestrrl.engines.base import EngineSample
@@ -40,11 +40,13 @@ TRUTH = StepTime(Curve.line(0.0184, 8.1e-5), 4.1e-8)
 LOADS = ((1, 1000), (20, 9000), (64, 64_000), (200, 400_000))
 
 
-def refitter() -> EngineRefitter:
-    return EngineRefitter(PRIOR, lambda: "2026-02-02")
+def refitter() -> ConfigurationEstimate:
+    return ConfigurationEstimate(PRIOR, lambda: "2026-02-02")
 
 
-def feed(fitting: EngineRefitter, count: int, truth: StepTime = TRUTH, seed: int = 0, outliers: float = 0.0) -> None:
+def feed(
+    fitting: ConfigurationEstimate, count: int, truth: StepTime = TRUTH, seed: int = 0, outliers: float = 0.0
+) -> None:
     rng = np.random.default_rng(seed)
     for _ in range(count):
         sequences = int(np.exp(rng.uniform(0, np.log(400))))
@@ -57,7 +59,7 @@ def feed(fitting: EngineRefitter, count: int, truth: StepTime = TRUTH, seed: int
 def test_telemetry_takes_over() -> None:
     fitting = refitter()
     feed(fitting, 3000, outliers=0.05)
-    engine = fitting.profile()
+    engine = fitting.fitted()
     for load in LOADS:
         assert engine.step.at(*load) == pytest.approx(TRUTH.at(*load), rel=0.05)
     assert engine.provenance.source is ProfileSource.MEASURED
@@ -71,7 +73,7 @@ def test_telemetry_takes_over() -> None:
 def test_few_samples_change_nothing() -> None:
     fitting = refitter()
     feed(fitting, 7)
-    assert fitting.profile() == PRIOR
+    assert fitting.fitted() == PRIOR
 
 
 def test_an_engine_that_has_changed_is_followed() -> None:
@@ -79,7 +81,7 @@ def test_an_engine_that_has_changed_is_followed() -> None:
     feed(fitting, 2000)
     feed(fitting, 3 * HALF_LIFE, truth=slower, seed=1)
     for load in LOADS:
-        assert fitting.profile().step.at(*load) == pytest.approx(slower.at(*load), rel=0.06)
+        assert fitting.fitted().step.at(*load) == pytest.approx(slower.at(*load), rel=0.06)
 
 
 def test_an_hour_at_one_load_does_not_wash_out_the_others() -> None:
@@ -88,7 +90,7 @@ def test_an_hour_at_one_load_does_not_wash_out_the_others() -> None:
     for _ in range(HALF_LIFE):
         fitting.observe(4, 4000, TRUTH.at(4, 4000))
     for load in LOADS:
-        assert fitting.profile().step.at(*load) == pytest.approx(TRUTH.at(*load), rel=0.06)
+        assert fitting.fitted().step.at(*load) == pytest.approx(TRUTH.at(*load), rel=0.06)
 
 
 @pytest.mark.parametrize(
@@ -96,8 +98,8 @@ def test_an_hour_at_one_load_does_not_wash_out_the_others() -> None:
 )
 def test_what_is_no_sample_is_not_taken(values: tuple[float, float, float]) -> None:
     fitting = refitter()
-    assert not fitting.observe(*values)
-    assert not fitting.fresh
+    fitting.observe(*values)
+    assert (fitting.taken, fitting.refused) == (0, 1)
 
 
 @pytest.mark.parametrize(

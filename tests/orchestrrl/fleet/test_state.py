@@ -35,6 +35,10 @@ from planner.model import (
 E0 = EngineId("e0")
 
 
+def tokens_of(snapshot: Snapshot) -> tuple[int, ...]:
+    return tuple(length.tokens for length in snapshot.finished)
+
+
 def engine(snapshot: Snapshot, id: str = "e0") -> EngineView:
     return next(view for view in snapshot.engines if view.id == id)
 
@@ -216,7 +220,7 @@ def test_a_step_that_never_ends_remembers_the_newest_lengths() -> None:
     for sequence in range(1, 4):
         done = tuple(finished(f"{sequence}-{i}", generated=sequence) for i in range(LENGTHS_REMEMBERED // 2))
         state.fold_gateway(gateway_report(busy, sequence=sequence, done=done), float(sequence))
-    lengths = state.snapshot(3.0).finished_output_tokens
+    lengths = tokens_of(state.snapshot(3.0))
     assert (len(lengths), set(lengths)) == (LENGTHS_REMEMBERED, {2, 3})
 
 
@@ -227,13 +231,13 @@ def test_a_step_runs_from_idle_to_idle() -> None:
     state.fold_gateway(gateway_report(request("a"), sequence=2), 2.0)
     state.fold_gateway(gateway_report(request("b"), sequence=3, done=(finished("a", 7),)), 3.0)
     snapshot = state.snapshot(4.0)
-    assert (snapshot.step_started_s, snapshot.finished_output_tokens) == (2.0, (7,))
+    assert (snapshot.step_started_s, tokens_of(snapshot)) == (2.0, (7,))
     state.fold_gateway(gateway_report(sequence=4, done=(finished("b", 9),)), 5.0)
     assert state.step == GenerationStep(2.0, 5.0)
     assert state.snapshot(6.0).step_started_s is None
-    assert state.snapshot(6.0).finished_output_tokens == (7, 9)
+    assert tokens_of(state.snapshot(6.0)) == (7, 9)
     state.fold_gateway(gateway_report(request("c"), sequence=5), 7.0)
-    assert state.snapshot(7.0).finished_output_tokens == ()
+    assert tokens_of(state.snapshot(7.0)) == ()
     assert state.earlier_output_tokens == (7, 9)
 
 
@@ -258,7 +262,7 @@ def test_what_was_cut_short_says_nothing_about_lengths() -> None:
     state = FleetState()
     done = (finished("a", 3, "abort"), finished("b", 4, "length"), finished("c", 0, "error"))
     state.fold_gateway(gateway_report(request("d"), done=done), 0.0)
-    assert state.snapshot(0.0).finished_output_tokens == (4,)
+    assert tokens_of(state.snapshot(0.0)) == (4,)
     assert state.totals.finished == 3
 
 

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from planner.cost.fit import (
     StepSample,
-    StepTimePrior,
     TimedSample,
     TooFewSamples,
     fit_curve,
@@ -18,7 +17,8 @@ from planner.cost.fit import (
     refit_curve,
     refit_step,
 )
-from planner.cost.profile import Curve, StepTime
+from planner.cost.profile import Curve, EngineProfile, Parallelism, ProfileSource, Provenance, StepTime
+from planner.model import ConfigurationId
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CONTEXTS = (100, 1000, 4000, 8000)
@@ -117,7 +117,17 @@ def test_a_curve_keeps_its_bend() -> None:
 
 
 PRIOR = StepTime(Curve((1, 512), (0.01, 0.04)), 2e-8)
-BELIEF = StepTimePrior(PRIOR, max_sequences=512, kv_capacity_tokens=500_000)
+
+
+def believed(step: StepTime, max_sequences: int, kv_capacity_tokens: int) -> EngineProfile:
+    """A configuration with this step time."""
+    given = Provenance(ProfileSource.GIVEN, "2026-01-01")
+    return EngineProfile(
+        ConfigurationId("tp2"), Parallelism(tp=2), step, 9000.0, kv_capacity_tokens, max_sequences, 1.0, given
+    )
+
+
+BELIEF = believed(PRIOR, 512, 500_000)
 
 
 @given(
@@ -144,7 +154,7 @@ def test_one_load_scales_everything_alike(factor: float, batch: int) -> None:
 
 
 def test_a_curve_of_one_knot_gets_a_slope() -> None:
-    estimate = StepTimePrior(StepTime(Curve((0,), (0.02,)), 0.0), 64, 10_000)
+    estimate = believed(StepTime(Curve((0,), (0.02,)), 0.0), 64, 10_000)
     truth = StepTime(Curve.line(0.01, 1e-3), 0.0)
     samples = [StepSample(b, 10 * b, truth.at(b, 0)) for b in (1, 8, 32, 64)] * 20
     fit = refit_step(estimate, samples, np.ones(80), trust=0.01)

@@ -1,8 +1,6 @@
 """Choosing among fleets by lines, where step times bend as a mixture of experts' do, loses next to nothing against
 choosing along the curves."""
 
-from functools import partial
-
 import numpy as np
 import pytest
 from decode_oracle import curve_decode_s
@@ -12,7 +10,7 @@ from planner_builders import RemainingWork, engine, request, snapshot
 from planner.cost.profile import Curve, EngineProfile, Parallelism, ProfileSource, Provenance, StepTime
 from planner.model import ConfigurationId, RequestState
 from planner.solver.candidates import CandidateFleet
-from planner.solver.from_snapshot import NO_TRANSFER, live_fleet, problem_of
+from planner.solver.from_snapshot import live_fleet
 from planner.solver.options import consider
 from planner.solver.phases import line_ahead
 from planner.workload.sampled_lengths import SampledLengths
@@ -70,13 +68,12 @@ def test_the_fleet_that_lines_choose_is_as_good_along_the_curves(runs: int, gene
     seen = snapshot(engines, requests)
     ahead = samples.mean(axis=0)
     lines = tuple(line_ahead(profile, ahead, float(PROMPT_TOKENS + generated), GPUS) for profile in PROFILES)
-    fleet = live_fleet(seen, lines, GPUS, 8, 4)
+    fleet = live_fleet(seen, lines, GPUS, 8, 4, work_budget=20_000)
     lengths = SampledLengths(
         samples, np.rint(ahead).astype(np.int64), np.quantile(samples, 0.8, axis=0).astype(np.int64)
     )
-    problem = partial(problem_of, fleet, per_node=8, kv_bytes_per_token=0.0, transfer=NO_TRANSFER, work_budget=20_000)
-    options = consider(fleet, lengths, problem, 1.0).found
-    ends_s = [along_curves_s(option.fleet, fleet.columns.context_tokens, samples) for option in options]
+    options = consider(fleet, lengths, 1.0).found
+    ends_s = [along_curves_s(option.fleet, fleet.problem.requests.context_tokens, samples) for option in options]
     chosen = min(range(len(options)), key=lambda place: options[place].total_s)
     assert len(options) > 3
     assert ends_s[chosen] <= 1.02 * min(ends_s)

@@ -66,8 +66,7 @@ def problem(
         gpus_count=gpus,
         per_node=per_node,
         configurations=tuple(configurations),
-        kv_bytes_per_token=196_608.0,
-        transfer=KvTransferCost(200.0, 1600.0, 0.002),
+        transfer=KvTransferCost(200.0, 1600.0, 0.002, kv_bytes_per_token=196_608.0),
         current=tuple(current),
         requests=ProblemRequests(
             ids=tuple(RequestId(f"r{place}") for place in range(count)),
@@ -449,7 +448,7 @@ def dealt(
         states=rng.choice(states, count).tolist(),
     )
     if two_lengths:
-        given_problem = replace(given_problem, transfer=KvTransferCost(1e12, 1e12, 0.0))
+        given_problem = replace(given_problem, transfer=KvTransferCost(1e12, 1e12, 0.0, kv_bytes_per_token=196_608.0))
     table = columns(given_problem)
     return table, place(table, current_fleet(table), rng.integers(0, 4, count))
 

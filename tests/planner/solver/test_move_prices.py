@@ -12,7 +12,7 @@ from planner_builders import configuration, engine, request, snapshot
 from planner.cost.profile import Curve
 from planner.model import RequestState
 from planner.solver.candidates import CandidateFleet, candidate, longest, moves_of, rebalanced
-from planner.solver.from_snapshot import NO_TRANSFER, live_fleet, problem_of
+from planner.solver.from_snapshot import NO_TRANSFER, live_fleet
 from planner.solver.makespan import solve
 from planner.solver.problem import KvTransferCost, MakespanProblem
 
@@ -21,14 +21,13 @@ BENT = Curve((0.0, 2048.0, 20_000.0), (0.0, 2048.0, 60_000.0))  # three times a 
 CONTEXT_TOKENS = 20_000
 
 
-def crowded(transfer: KvTransferCost, kv_bytes: float = 0.0) -> tuple[MakespanProblem, CandidateFleet]:
+def crowded(transfer: KvTransferCost) -> tuple[MakespanProblem, CandidateFleet]:
     """Six requests of one length on the first of two engines, and what rebalancing makes of it."""
     requests = [request(f"r{n}", CONTEXT_TOKENS - 100, where="e0") for n in range(6)]
     seen = snapshot([engine("e0"), engine("e1")], requests)
-    fleet = live_fleet(seen, (TP2,), 4, 8, 4)
-    left = np.full(6, 50_000)
-    problem = problem_of(fleet, left, per_node=8, kv_bytes_per_token=kv_bytes, transfer=transfer, work_budget=1000)
-    return problem, rebalanced(problem, fleet, longest(problem))
+    transfer = replace(transfer, kv_bytes_per_token=2e5)
+    fleet = live_fleet(seen, (TP2,), 4, 8, 4, transfer, work_budget=1000).expecting(np.full(6, 50_000))
+    return fleet.problem, rebalanced(fleet, longest(fleet.problem))
 
 
 @pytest.mark.parametrize(
@@ -42,7 +41,7 @@ def crowded(transfer: KvTransferCost, kv_bytes: float = 0.0) -> tuple[MakespanPr
     ids=["by rate", "by curve", "by link", "by curve, the link being slow"],
 )
 def test_a_move_costs_what_its_way_takes(transfer: KvTransferCost, each_s: float, method: str) -> None:
-    problem, spread = crowded(transfer, 2e5)
+    problem, spread = crowded(transfer)
     moved = moves_of(problem, spread)
     assert [(move.method, move.cost_s) for move in moved] == [(method, pytest.approx(each_s))] * len(moved)
     assert moved
@@ -65,7 +64,7 @@ def test_a_move_costs_what_its_way_takes(transfer: KvTransferCost, each_s: float
 def test_requests_that_arrive_together_pay_the_fixed_part_of_recomputing_once(
     transfer: KvTransferCost, each_s: float, method: str
 ) -> None:
-    problem, spread = crowded(transfer, 2e5)
+    problem, spread = crowded(transfer)
     moved = moves_of(problem, spread)
     assert len(moved) > 1
     once_s = 0.7 if method == "recompute" else 0.0
@@ -91,11 +90,10 @@ def test_what_an_instance_pays_for_those_that_come_is_the_sum_of_their_contexts_
         for n, (tokens, at, runs) in enumerate(held)
     ]
     seen = snapshot([engine(f"e{n}") for n in range(3)], requests)
-    fleet = live_fleet(seen, (TP2,), 6, 8, 4)
-    left, transfer = np.full(len(held), 10), KvTransferCost(gbps, gbps, 0.3, None, fixed_s)
-    problem = problem_of(fleet, left, per_node=8, kv_bytes_per_token=2e5, transfer=transfer, work_budget=1000)
+    transfer = KvTransferCost(gbps, gbps, 0.3, None, fixed_s, 2e5)
+    fleet = live_fleet(seen, (TP2,), 6, 8, 4, transfer, work_budget=1000).expecting(np.full(len(held), 10))
     at = np.array(data.draw(st.lists(st.integers(0, 2), min_size=len(held), max_size=len(held))), dtype=np.int64)
-    spread = candidate("dealt", problem, fleet, problem.current, np.arange(len(held)), at)
+    spread = candidate("dealt", fleet, fleet.problem.current, np.arange(len(held)), at)
     for place in range(3):
         prefills_s, transfers_s = [], []
         for view, to, (_, home, runs) in zip(requests, at.tolist(), held, strict=True):

@@ -63,8 +63,7 @@ def typed(document: Json) -> MakespanProblem:
         configurations=tuple(
             Configuration(**{**each, "id": ConfigurationId(each["id"])}) for each in document["configurations"]
         ),
-        kv_bytes_per_token=document["kv_bytes_per_token"],
-        transfer=KvTransferCost(**document["transfer"]),
+        transfer=KvTransferCost(**document["transfer"], kv_bytes_per_token=document["kv_bytes_per_token"]),
         current=tuple(
             CurrentInstance(
                 EngineId(each["id"]), ConfigurationId(each["configuration"]), tuple(map(GpuId, sorted(each["gpus"])))

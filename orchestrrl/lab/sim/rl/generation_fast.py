@@ -250,15 +250,14 @@ class _FastFleet:
 
     def _snapshot(self, started_s: float) -> Snapshot:
         """Return what agents and a gateway would report, without their delays: every age is 0."""
-        running, finished = self._running(), tuple(self._finished)
+        running = self._running()
         return Snapshot(
             now_s=self._now_s,
             engines=tuple(self._engines[id].view() for id in sorted(self._engines)),
             requests=tuple(self._live[id].view(running) for id in sorted(self._live)),
-            finished_output_tokens=tuple(each.tokens for each in finished),
+            finished=tuple(self._finished),
             requests_age_s=0.0,
             step_started_s=started_s,
-            finished=finished,
         )
 
     def _running(self) -> set[RequestId]:

@@ -5,7 +5,7 @@ from silicon_rows import csv_of
 
 from orchestrrl.engines.profiles.score import score_measured
 from orchestrrl.engines.profiles.silicon import SiliconData, parse_silicon
-from planner.cost.fit import StepSample, TooFewSamples, fit_loaded
+from planner.cost.fit import StepSample, TooFewSamples, fit_step
 from planner.cost.profile import ProfileSource
 
 LENGTHS = ((1024, 256), (4096, 256), (512, 1024))
@@ -56,4 +56,4 @@ def test_engines_are_kept_apart_and_too_few_rows_are_named() -> None:
 def test_a_fit_needs_kv_tokens_that_vary_apart_from_sequences() -> None:
     samples = [StepSample(batch, 100.0 * batch, 0.01) for batch in BATCHES]
     with pytest.raises(TooFewSamples, match="4 samples"):
-        fit_loaded(samples, [1.0, 2.0, 3.0, 4.0])
+        fit_step(samples, prefilled_tokens=[1.0, 2.0, 3.0, 4.0])

@@ -179,7 +179,8 @@ async def _round(way: WaySpent, client: LoadClient, load: GatewayLoad) -> None:
 async def _burst(way: LabProcess, requests: int, *, stream: bool, within_s: float = ways.ANSWER_WITHIN_S) -> Burst:
     before_bytes, before_s, started_s = _peak_bytes(way.pid), way.cpu_s(), time.perf_counter()
     with closing(LoadClient(way.url, within_s)) as client:
-        answers = await client.all_at_once(ways.request(max_tokens=STREAM_TOKENS, stream=stream), requests)
+        asked = ways.request(max_tokens=STREAM_TOKENS, stream=stream)
+        answers = await client.send_in_turn(asked, requests, at_once=requests)
     whole_s, cpu_s = time.perf_counter() - started_s, way.cpu_s() - before_s
     first_p99_s = quantiles((answer.first_s for answer in answers), n=100)[98]
     return Burst(first_p99_s, whole_s, cpu_s, _counted(answers, STREAM_TOKENS), _peak_bytes(way.pid) - before_bytes)

@@ -152,7 +152,7 @@ class LoadClient:
         return TimedResponse(text.count(TOKEN), text.count(b'data: {"id"') if streamed else 1, first_s, whole_s)
 
     async def send_in_turn(self, body: bytes, requests: int, at_once: int) -> list[TimedResponse]:
-        """Send so many in all, one after another on each of so many connections."""
+        """Send so many in all, one after another on each of `at_once` connections."""
         left = iter(range(requests))
 
         async def run() -> list[TimedResponse]:
@@ -161,11 +161,6 @@ class LoadClient:
         async with asyncio.timeout(self._within_s):
             answers = await asyncio.gather(*(run() for _ in range(at_once)))
         return [answer for some in answers for answer in some]
-
-    async def all_at_once(self, body: bytes, streams: int) -> list[TimedResponse]:
-        """Send so many now, each on a connection of its own."""
-        async with asyncio.timeout(self._within_s):
-            return await asyncio.gather(*(self.send(body) for _ in range(streams)))
 
     def close(self) -> None:
         self._pool.close()

@@ -35,10 +35,8 @@ async def build(plan: TestbedPlan) -> None:
         _host(script, plan, server.id)
     for switch in plan.switches.values():
         script.room(switch)
-    done: set[Port] = set()
     for place, port in enumerate(sorted(plan.ends)):
-        if port not in done:
-            done |= {port, _fibre(script, plan, port, place)}
+        _port(script, plan, port, 1000 + place)
     await script.run()
 
 
@@ -83,29 +81,19 @@ def _host(script: Script, plan: TestbedPlan, server: ServerId) -> None:
             script.ip(room, f"route add default via {gateway} dev {nic.interface} table {100 + k}")
 
 
-def _fibre(script: Script, plan: TestbedPlan, port: Port, place: int) -> Port:
-    """A cable, and its other end where that is a switch's as well."""
+def _port(script: Script, plan: TestbedPlan, port: Port, index: int) -> None:
+    """Make a bridge, and the port's cable; that of a lane is made with the first of its ends."""
     switch, number = port
-    room, end = plan.switches[switch], plan.ends[port]
-    index = 1000 + place
-    _bridge(script, room, number)
-    match end:
+    room, name, bridge = plan.switches[switch], port_name(number), bridge_name(number)
+    script.ip(room, f"link add {bridge} {_BRIDGE}")
+    script.ip(room, f"link set {bridge} up")
+    match plan.ends[port]:
         case (tor, str(interface)):
             there = plan.tors[EndpointId(tor)]
-            script.cable(room, port_name(number), there, interface, index)
+            script.cable(room, name, there, interface, index)
             script.ip(there, f"link set {interface} up")
             script.tc(there, f"qdisc add dev {interface} root {plan.tbf(plan.site.link_gbps)}")
-            return port
-        case (core, int(lane)):
-            there = plan.switches[OcsId(core)]
-            _bridge(script, there, lane)
-            script.cable(room, port_name(number), there, port_name(lane), index)
-            script.ip(room, f"link set {port_name(number)} up")
-            script.ip(there, f"link set {port_name(lane)} up")
-            return OcsId(core), lane
-    raise AssertionError(end)
-
-
-def _bridge(script: Script, room: str, port: int) -> None:
-    script.ip(room, f"link add {bridge_name(port)} {_BRIDGE}")
-    script.ip(room, f"link set {bridge_name(port)} up")
+        case (core, int(lane)) if port < (core, lane):
+            script.cable(room, name, plan.switches[OcsId(core)], port_name(lane), index)
+            script.ip(room, f"link set {name} up")
+            script.ip(plan.switches[OcsId(core)], f"link set {port_name(lane)} up")

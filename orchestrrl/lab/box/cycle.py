@@ -138,7 +138,6 @@ class Cycle:
                 if intent.stage is Stage.TRAIN
                 else None,
                 "circuits": self._circuits(),
-                "flows": len(flows_between_tors(self.box, intent)),
                 "before_mbps": _mean(before),
                 "mbps": _mean(after),
             }

@@ -123,7 +123,6 @@ async def transfer_through_changes(box: Testbed, order: BoxOrder) -> dict[str, A
                         "period": period,
                         "state": str(report.state),
                         "detail": report.detail,
-                        "stages": report.stages_done,
                         "circuits": len(circuits_of(box, one, other)),
                         "moves": sum(commit.moves for commit in report.commits),
                         "elapsed_s": sum(commit.usable_s - commit.commanded_s for commit in report.commits),
@@ -154,9 +153,8 @@ async def failed_port(box: Testbed, order: BoxOrder) -> dict[str, Any]:
             await _until_left_out(box)
             around_s = time.monotonic() - failed_s
             after = await _rate(flows, order.seconds)
-            report = await client.announce("generation", intent, boundary=True)
+            await client.announce("generation", intent, boundary=True)
             masked = await _rate(flows, order.seconds)
-            pauses = [flow.longest_pause_s(failed_s, time.monotonic()) for flow in flows]
     now = circuits_of(box, one, other)
     box.inject(DeviceFaultKind.MEND_PORT, port)
     return {
@@ -164,10 +162,8 @@ async def failed_port(box: Testbed, order: BoxOrder) -> dict[str, Any]:
         "port": f"{port[0]}:{port[1]}",
         "circuits": [len(up), len(now)],
         "is_masked": all(port[1] not in pair.ports for pair in now if pair.switch == port[0]),
-        "state": str(report.state),
         "around_s": around_s,
         "mbps": [before, after, masked],
-        "longest_pause_s": max(pauses),
     }
 
 

@@ -160,7 +160,6 @@ class _Show:
             "way": way,
             "round": number,
             "seconds": ended_s - began_s,
-            "edges": sum(map(len, stages)),
             "carried_bytes": sum(edge.bytes for stage in stages for edge in stage),
             "crossing_bytes": sum(
                 edge.bytes for stage in stages for edge in stage if self._crosses(edge.src, edge.dst)
@@ -184,9 +183,7 @@ class _Show:
             "circuit_mbps": self._gbps(self._box.site.link_gbps) * 1000,
             "payload": self._payload,
             "bound_s": planned.plan.lower_bound_s,
-            "naive_s": planned.plan.naive_s,
             "waves": len(planned.plan.waves),
-            "chunk_bytes": CHUNK_BYTES,
             "rows": self._rows,
         }
 

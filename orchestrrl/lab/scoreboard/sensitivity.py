@@ -87,18 +87,14 @@ def _by_allocation(model: str, servers_per_tor: int | None) -> dict[str, list[fl
         build("rfabric", servers, servers_per_tor=servers_per_tor, allocation=each)
         for each in ("traffic", "uniform", "fixed")
     ]
-    found = {}
-    for kind, (period, transfer) in {
-        **{
-            kind: (passes, exchanges[kind].transfer)
-            for kind in FORWARD_BACKWARD
-            if kind in exchanges and exchanges[kind].crosses
-        },
-        **{axis: (gradients, each) for axis, each in _all_reduces(job, servers).items()},
-    }.items():
-        if kind in KINDS:
-            found[kind] = [float(seconds(fabric.network(period), [transfer])[0]) for fabric in fabrics]
-    return found
+    crossing = (kind for kind in FORWARD_BACKWARD if kind in exchanges and exchanges[kind].crosses)
+    transfers = {kind: (passes, exchanges[kind].transfer) for kind in crossing}
+    transfers |= {axis: (gradients, each) for axis, each in _all_reduces(job, servers).items()}
+    return {
+        kind: [float(seconds(fabric.network(period), [transfer])[0]) for fabric in fabrics]
+        for kind, (period, transfer) in transfers.items()
+        if kind in KINDS
+    }
 
 
 def _all_reduces(job: TrainJob, servers: Servers) -> dict[str, MessageTransfer]:

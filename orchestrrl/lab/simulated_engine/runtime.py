@@ -93,10 +93,13 @@ class SimulatedAnswer:
         self._finish_reason = reason
         self._news.set()
 
-    async def parts(self) -> AsyncIterator[AnswerPart]:
+    async def parts(self, *, streamed: bool = True) -> AsyncIterator[AnswerPart]:
+        """Yield tokens as they are made; unless `streamed`, all of them at the end."""
         while True:
             await self._news.wait()
             self._news.clear()
+            if not streamed and not self.finished:
+                continue
             stop_reason = self.ending.stop_token if self._finish_reason == "stop" else None
             part = AnswerPart(self._token_ids, self._logprobs, self._finish_reason, stop_reason)
             self._token_ids, self._logprobs = [], []

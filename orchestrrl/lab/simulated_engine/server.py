@@ -8,8 +8,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import replace
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, Self
 
@@ -24,7 +23,7 @@ from orchestrrl.lab.simulated_engine.managed import ManagedFace, json_of, object
 from orchestrrl.lab.simulated_engine.options import SimulatedOptions
 from orchestrrl.lab.simulated_engine.requests import read_completion_request, read_detokenize, read_tokenize, refusal
 from orchestrrl.lab.simulated_engine.responses import Formatter, metrics_page
-from orchestrrl.lab.simulated_engine.runtime import AnswerPart, Runtime, SimulatedAnswer
+from orchestrrl.lab.simulated_engine.runtime import Runtime, SimulatedAnswer
 from orchestrrl.lab.simulated_engine.weights import model_of, read_weights
 
 __all__ = ["SimulatedOptions", "SimulatedServer"]
@@ -109,7 +108,8 @@ class SimulatedServer:
         try:
             if ask.body.stream:
                 return await self._stream(request, answer, words)
-            return web.json_response(words.whole(await _whole(answer.parts())))
+            (whole,) = [part async for part in answer.parts(streamed=False)]
+            return web.json_response(words.whole(whole))
         finally:
             self.runtime.drop(answer)
 
@@ -176,13 +176,6 @@ class SimulatedServer:
         # Like vLLM, the reply counts what was named, not what was found; of everything it counts what there was.
         aborted = self.runtime.abort(names or ())
         return web.json_response({"status": "aborted", "aborted": len(names) if names else aborted})
-
-
-async def _whole(parts: AsyncIterator[AnswerPart]) -> AnswerPart:
-    made = [part async for part in parts]
-    token_ids = [token for part in made for token in part.token_ids]
-    logprobs = [logprob for part in made for logprob in part.logprobs]
-    return replace(made[-1], token_ids=token_ids, logprobs=logprobs)
 
 
 @web.middleware

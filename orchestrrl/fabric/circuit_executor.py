@@ -64,7 +64,7 @@ class CircuitExecutor:
         self._prepared: dict[str, CircuitRun] = {}
         self.defects = 0  # faults of ours that were met while settling
         self._unwanted: dict[str, CircuitOutcome] = {}  # abandoned, and the journal did not take it
-        self._trials: dict[str, CircuitRun] = {}  # by switch
+        self._trials: dict[str, tuple[CircuitRun, CircuitOutcome]] = {}  # by switch, with what it came to until then
         self._last_trial: dict[str, CircuitOutcome] = {}  # for who confirms it late, or twice
 
     @property
@@ -115,7 +115,7 @@ class CircuitExecutor:
                 if not last.done:
                     raise CircuitConflict([f"{last.operation} was {last.detail}"], device=switch)
                 return replace(last, detail="was confirmed before")
-            outcome = self._trials[switch].outcome()
+            _, outcome = self._trials[switch]
             try:
                 await self._switches[switch].confirm(outcome.revision)
             except CircuitConflict:
@@ -210,7 +210,8 @@ class CircuitExecutor:
         revert_in_s: float | None = None,
     ) -> CircuitRun:
         await self._settle(switch)
-        if (run := self._trials.get(switch)) is not None:
+        if switch in self._trials:
+            run, _ = self._trials[switch]
             waits = f"{run.id} waits to be confirmed until {utc(run.revert_at_s)}"
             raise CircuitConflict([f"{waits}: confirm it, or wait, before anything else is changed"], device=switch)
         diff = await self.plan(switch, change, mode)
@@ -247,7 +248,7 @@ class CircuitExecutor:
         if outcome.revert_at_s is not None and revert_in_s is not None:
             # It stays open in the journal. By our clock: the driver's process may have another.
             run.revert_at_s = self._clock.now_s() + revert_in_s
-            self._trials[outcome.switch] = run
+            self._trials[outcome.switch] = run, outcome
             self._open.pop(run.id)
             return outcome
         self._close(outcome, run.gone())
@@ -305,8 +306,10 @@ class CircuitExecutor:
 
     async def _end_trial(self, switch: str) -> None:
         """Where its time is over: its driver has reverted it, or is at it; one that lost it is told to."""
-        run = self._trials.get(switch)
-        if run is None or self._clock.now_s() < run.revert_at_s:
+        if switch not in self._trials:
+            return
+        run, _ = self._trials[switch]
+        if self._clock.now_s() < run.revert_at_s:
             return
         reading = await self.owners.read(switch)
         if reading.unconfirmed is not None:
@@ -317,7 +320,8 @@ class CircuitExecutor:
         self._close_trial(switch, run.outcome())
 
     def _close_trial(self, switch: str, outcome: CircuitOutcome) -> CircuitOutcome:
-        self._close(outcome, self._trials[switch].gone())
+        run, _ = self._trials[switch]
+        self._close(outcome, run.gone())
         del self._trials[switch]
         self._last_trial[switch] = outcome
         return outcome

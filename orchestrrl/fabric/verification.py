@@ -81,7 +81,7 @@ class FabricVerifier:
                 async with self.routing.standing_still():
                     await self._walk(self.routing, site_reading, findings)
         interfaces = self.routing.interfaces if self.routing is not None else {}
-        ports = {*interfaces, *(port for lane in self._site.lanes for port in _ports_of(lane))}
+        ports = {*interfaces, *(port for lane in self._site.lanes for port in lane.ends)}
         unknown = sorted(ports - findings.good - {fault.port for fault in findings.faults})
         if unknown and self.routing is not None:
             how = "in use or broken" if walk else "no light shows where they end; --walk lights those that are free"
@@ -146,7 +146,7 @@ class FabricVerifier:
         lanes = [
             lane
             for lane in sorted(self._site.lanes)
-            if not {lane.agg, lane.core} & set(switches) and not set(_ports_of(lane)) & set(barred)
+            if not {lane.agg, lane.core} & set(switches) and not set(lane.ends) & set(barred)
         ]
         good: dict[OcsId, Port] = {}  # the first of each switch
         for port in sorted(findings.good & routing.interfaces.keys() - set(barred)):
@@ -154,9 +154,7 @@ class FabricVerifier:
         for one, other in _pairs_of_lanes(self._site, lanes):
             here, there = good.get(one.agg), good.get(other.agg)
             if one.agg == other.agg or here is None or there is None:
-                findings.not_seen.append(
-                    f"{port_text((one.agg, one.agg_port))}: no good fibre of a ToR is free beside it"
-                )
+                findings.not_seen.append(f"{port_text(one.ends[0])}: no good fibre of a ToR is free beside it")
                 continue
             path = [
                 port_pair(one.agg, here[1], one.agg_port),
@@ -164,7 +162,7 @@ class FabricVerifier:
                 port_pair(other.agg, there[1], other.agg_port),
             ]
             ends = {routing.interfaces[here], routing.interfaces[there]}
-            (first, up), (last, down) = _ports_of(one), _ports_of(other)
+            (first, up), (last, down) = one.ends, other.ends
             if await self._came(routing, path, ends) == ends:
                 findings.good |= {first, up, last, down}
             else:
@@ -253,7 +251,3 @@ def _pairs_of_lanes(site: Site, lanes: Iterable[Lane]) -> list[tuple[Lane, Lane]
             if other in left:
                 left.remove(other)
     return pairs
-
-
-def _ports_of(lane: Lane) -> tuple[Port, Port]:
-    return (lane.agg, lane.agg_port), (lane.core, lane.core_port)

@@ -77,8 +77,7 @@ class PlanGround:
         """Of each PoD: healthy ones that are reserved for this (None: for nothing) and that no pin is in the way of."""
         found: dict[EndpointId, list[Lane]] = defaultdict(list)
         for lane in self.site.lanes:
-            ends = ((lane.agg, lane.agg_port), (lane.core, lane.core_port))
-            if self.site.reserved.get(ends[1]) == purpose and self.held.isdisjoint(ends):
+            if self.site.reserved.get(lane.ends[1]) == purpose and self.held.isdisjoint(lane.ends):
                 found[self.site.pod_of[lane.uplink]].append(lane)
         return {pod: tuple(lanes) for pod, lanes in found.items()}
 
@@ -119,17 +118,16 @@ class AggRoom:
     def up_to(self, lane: Lane) -> EndpointId | None:
         """The ToR that the lane is joined to now, if it may stay so."""
         tor = self._tor(lane, self._up_with)
-        return tor if tor is not None and self._up_with[lane.agg, lane.agg_port] in self._free[lane.agg][tor] else None
+        return tor if tor is not None and self._up_with[lane.ends[0]] in self._free[lane.agg][tor] else None
 
     def _tor(self, lane: Lane, joined: Mapping[Port, int]) -> EndpointId | None:
-        end = joined.get((lane.agg, lane.agg_port))
+        end = joined.get(lane.ends[0])
         owner = None if end is None else self._owner.get((lane.agg, end))
         return owner if owner in self._tors else None
 
     def tors(self, lane: Lane) -> list[EndpointId]:
         """That have a port left where the lane ends."""
-        end = lane.agg, lane.agg_port
-        if end in self._held or end in self._stays_with:
+        if lane.ends[0] in self._held or lane.ends[0] in self._stays_with:
             return []
         return [tor for tor, ports in self._free[lane.agg].items() if ports]
 
@@ -140,7 +138,7 @@ class AggRoom:
     def lift(self, lane: Lane, tor: EndpointId) -> PortPair:
         """Takes the port that is up with the lane, else the first."""
         ports = self._free[lane.agg][tor]
-        port = self._up_with[lane.agg, lane.agg_port] if self.up_to(lane) == tor else ports[0]
+        port = self._up_with[lane.ends[0]] if self.up_to(lane) == tor else ports[0]
         ports.remove(port)
         return port_pair(lane.agg, lane.agg_port, port)
 

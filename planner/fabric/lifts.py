@@ -46,8 +46,8 @@ def evened_out(
     free: dict[tuple[EndpointId, OcsId], dict[OcsId, list[int]]] = defaultdict(lambda: defaultdict(list))
     for pod, own in lanes.items():
         for lane in own:
-            pod_at[lane.core, lane.core_port] = pod
-            if (lane.core, lane.core_port) in taken:
+            pod_at[lane.ends[1]] = pod
+            if lane.ends[1] in taken:
                 left[lane.agg] -= 1
             else:
                 free[pod, lane.core][lane.agg].append(lane.core_port)

@@ -48,10 +48,7 @@ def links_up(site: Site, cross_connects: Iterable[PortPair], interfaces: Mapping
     joined = partners(cross_connects)
     if len(joined) < 2 * len(cross_connects):
         raise ValueError(f"a port is used twice by {', '.join(map(str, sorted(cross_connects)))}")
-    far_end: dict[Port, Port] = {}
-    for lane in site.lanes:
-        far_end[lane.agg, lane.agg_port] = (lane.core, lane.core_port)
-        far_end[lane.core, lane.core_port] = (lane.agg, lane.agg_port)
+    far_end = {one: other for lane in site.lanes for one, other in (lane.ends, lane.ends[::-1])}
     found: dict[RoutedLink, Lit] = {}
     for start, (tor, interface) in interfaces.items():
         end, over = _follow(start, joined, far_end)

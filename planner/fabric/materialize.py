@@ -89,7 +89,7 @@ def check_coupling(site: Site, cross_connects: Iterable[PortPair]) -> tuple[str,
         for lane in filter(None, map(site.lane_at.get, each.sides)):
             pod = site.pod_of[lane.uplink]
             wanted[pod] += 1
-            end = joined.get((lane.agg, lane.agg_port))
+            end = joined.get(lane.ends[0])
             there[pod] += end is not None and site.owner.get((lane.agg, end)) in site.tor
     return tuple(
         f"{pod}: {wanted[pod]} circuits of the core end there, {there[pod]} are lifted to a ToR"

@@ -122,6 +122,11 @@ class Lane:
     core: OcsId
     core_port: int
 
+    @property
+    def ends(self) -> tuple[Port, Port]:
+        """In the PoD, and in the core."""
+        return (self.agg, self.agg_port), (self.core, self.core_port)
+
 
 @dataclass(frozen=True)
 class Site:
@@ -220,7 +225,7 @@ class Site:
     @cached_property
     def lane_at(self) -> Mapping[Port, Lane]:
         """By its port in the core."""
-        return {(lane.core, lane.core_port): lane for lane in self.lanes}
+        return {lane.ends[1]: lane for lane in self.lanes}
 
     @cached_property
     def owner(self) -> Mapping[Port, EndpointId]:

@@ -110,6 +110,6 @@ def _ends(site: Site, interfaces: Mapping[EndpointId, Sequence[str]]) -> dict[Po
         for port, interface in zip(fibres_of(site, tor), names, strict=True)
     }
     for lane in site.lanes:
-        agg, core = (lane.agg, lane.agg_port), (lane.core, lane.core_port)
+        agg, core = lane.ends
         ends[agg], ends[core] = core, agg
     return ends

@@ -27,14 +27,13 @@ from orchestrrl.cli.output import (
 )
 from orchestrrl.core.errors import ProblemFaults, faults_of, shorten
 from planner.fabric.generate import ImpossibleSite, SiteNumber, SiteShape, regular_site, site_numbers
-from planner.fabric.topology import DEVICES, SwitchModel
+from planner.fabric.topology import DEVICES, Site, SwitchModel
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from orchestrrl.fabric.views import SiteLayer, SwitchColumn, SwitchRow
     from planner.fabric.survey import PodCapacity, SiteSurvey, SwitchPorts
-    from planner.fabric.topology import Site
 
 SiteFile = Annotated[Path, typer.Argument(metavar="SITE.yaml", help="The file that describes the site.")]
 

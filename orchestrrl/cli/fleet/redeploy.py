@@ -57,24 +57,19 @@ async def redeploy(
     Example: `orchestrrl redeploy --to tp2=3 --to tp1=2 --reason "the tail is short today"`
     """
     targets, wrong = _targets(to or [])
-    faults, target, about = [], bool(to or plan), {"--watch": watch, "--cancel": cancel}
-    asked = [flag for flag, on in about.items() if on]
-    if to and plan:
-        faults.append(f"--plan: cannot go with --to, got {plan!r}")
-    faults += [f"{flag}: cannot go with --to or --plan" for flag in asked if target]
-    faults += [f"{flag}: cannot go with {asked[0]}" for flag in asked[1:]]
-    faults += [
-        f"{flag}: needs --to or --plan"
-        for flag, on in {"--dry-run": dry_run, "--no-wait": no_wait}.items()
-        if on and not target
-    ]
-    if dry_run and no_wait:
-        faults.append("--no-wait: cannot go with --dry-run")
-    if redeployment_id and target:
-        faults.append(f"--id: cannot go with --to or --plan, got {redeployment_id!r}")
-    if reason and not target and not cancel:
-        faults.append(f"--reason: needs --to, --plan or --cancel, got {reason!r}")
-    raise_faults([*faults, *wrong])
+    target = bool(to or plan)
+    checks = (
+        (to and plan, f"--plan: cannot go with --to, got {plan!r}"),
+        (watch and target, "--watch: cannot go with --to or --plan"),
+        (cancel and target, "--cancel: cannot go with --to or --plan"),
+        (watch and cancel, "--cancel: cannot go with --watch"),
+        (dry_run and not target, "--dry-run: needs --to or --plan"),
+        (no_wait and not target, "--no-wait: needs --to or --plan"),
+        (dry_run and no_wait, "--no-wait: cannot go with --dry-run"),
+        (redeployment_id and target, f"--id: cannot go with --to or --plan, got {redeployment_id!r}"),
+        (reason and not target and not cancel, f"--reason: needs --to, --plan or --cancel, got {reason!r}"),
+    )
+    raise_faults([*(fault for is_wrong, fault in checks if is_wrong), *wrong])
     if cancel:
         return await _cancel(client, redeployment_id, reason)
     if not targets and not plan:

@@ -9,8 +9,8 @@ from orchestrrl.lab.scoreboard.claims import ScoreboardRow, beyond, compared
 from orchestrrl.lab.sim.net.fabrics.base import SimulatedFabric
 from orchestrrl.lab.sim.net.fabrics.registry import build
 from orchestrrl.lab.sim.net.model import Servers
-from orchestrrl.lab.sim.rl.generation import RedeploymentCase, redeployed_stage
-from orchestrrl.lab.sim.rl.generation_fleet import GenGpus, Hardware
+from orchestrrl.lab.sim.rl.generation import redeployed_stage
+from orchestrrl.lab.sim.rl.generation_fleet import Hardware
 from orchestrrl.lab.sim.rl.model import GenStage
 from orchestrrl.lab.sim.rl.scenario import layout_named
 from orchestrrl.lab.sim.workload import requests_of_step
@@ -95,7 +95,7 @@ def change_of_engines(quick: bool) -> Iterator[ScoreboardRow]:
     train_gpus, afd = case.train_gpus, layout_named(given.AFD.value)
     servers = Servers(count=case.gpus // 8, nic_gbps=given.NIC_GBPS.value)
     workload = case.scenario([BASE]).generation.workload
-    requests = tuple(requests_of_step(workload, 1, 0))
+    requests = requests_of_step(workload, 1, 0)
     fabrics = {
         BASE: build(BASE, servers, ratio=given.OVERSUBSCRIPTION.value),
         OURS: build(OURS, servers, train_servers=train_gpus // 8),
@@ -104,10 +104,8 @@ def change_of_engines(quick: bool) -> Iterator[ScoreboardRow]:
 
     def run(fabric: SimulatedFabric, left_share: float) -> GenStage:
         hardware = Hardware(model_named(MODEL), gpu_named(given.GPU.value), paper_engine(model_named(MODEL)))
-        where = GenGpus(train_gpus, case.gen_gpus)
-        return redeployed_stage(
-            RedeploymentCase(hardware, where, afd, layout_named("tp8"), requests, left_share), fabric
-        )
+        where = range(train_gpus, train_gpus + case.gen_gpus)
+        return redeployed_stage(hardware, where, (afd, layout_named("tp8")), requests, left_share, fabric)
 
     shares = given.LEFT_SHARES.value[1:4] if quick else given.LEFT_SHARES.value
     tried = {share: run(fabrics[BASE], share) for share in shares}

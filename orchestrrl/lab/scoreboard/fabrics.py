@@ -7,7 +7,7 @@ from dataclasses import replace
 from orchestrrl.lab.scoreboard import cases
 from orchestrrl.lab.scoreboard import constants as given
 from orchestrrl.lab.scoreboard.claims import ScoreboardRow, beyond, compared
-from orchestrrl.lab.sim.cost import gpus_cost_usd, network_cost_usd
+from orchestrrl.lab.sim.cost import H800_USD, network_cost_usd
 from orchestrrl.lab.sim.net.fabrics.registry import build
 from orchestrrl.lab.sim.net.fabrics.rfabric import rfabric
 from orchestrrl.lab.sim.net.model import Servers
@@ -122,7 +122,7 @@ def costs(quick: bool) -> Iterator[ScoreboardRow]:
             else:
                 why = f"{LANES} {bare:.2f}" if kind == "rfabric" else "where 3 to 1 is, is ours to choose"
                 yield compared("Figure 15", what, f"fabric.cost.{kind}", ours, why)
-        ours = usd["fat_tree"] / gpus_cost_usd("H800", GPUS)
+        ours = usd["fat_tree"] / (H800_USD * GPUS)
         what = f"cost of the fat tree over that of all GPUs, {gbps} Gbps"
         yield compared("Figure 15", what, f"fabric.cost_vs_gpus.{gbps}", ours, GPU_PRICE)
 

@@ -91,7 +91,7 @@ def _by_allocation(model: str, servers_per_tor: int | None) -> dict[str, list[fl
     transfers = {kind: (passes, exchanges[kind].transfer) for kind in crossing}
     transfers |= {axis: (gradients, each) for axis, each in _all_reduces(job, servers).items()}
     return {
-        kind: [float(seconds(fabric.network(period), [transfer])[0]) for fabric in fabrics]
+        kind: [seconds(fabric.network(period), transfer) for fabric in fabrics]
         for kind, (period, transfer) in transfers.items()
         if kind in KINDS
     }
@@ -153,7 +153,7 @@ def weight_sync(quick: bool) -> Iterator[ScoreboardRow]:
         stages = cases.stages_of(case.scenario([kind]), kind)
         times = ArmTimes(stages, "verl_to", 1)
         job, fleet = times.job(stages.scenario.samples), times.fleet
-        found = {each: sync_stage(job, [fleet], stages.fabric, each) for each in ("tree", "two_stage", "naive")}
+        found = {each: sync_stage(job, fleet, stages.fabric, each) for each in ("tree", "two_stage", "naive")}
         of = f"{cases.NAMES[kind]}, {cases.TITLES[model]} to {len(fleet)} engines"
         tree = found["tree"]
         why = f"the tree takes {tree.seconds:.3g} s, {tree.seconds / tree.bound_s:.2f} times what no plan can pass"

@@ -1,4 +1,4 @@
-"""Prices of a network and its GPUs by component.
+"""Prices of a network by component, and of a GPU.
 
 Prices of network components are those of table 4 (appendix G) of the OrchestrRL paper, arXiv 2601.01209, by link rate:
 indicative, from market listings, no vendor's quotes. Each fabric counts its own components
@@ -21,10 +21,11 @@ PRICES_USD: Mapping[int, Mapping[str, float]] = {
 OCS_PORT_USD = 350.0
 PATCH_PANEL_PORT_USD = 100.0
 
-# For reference beside a network's. An H100, which differs from the H800 in its links: the middle of 25,000 to 30,000 as
-# Raymond James estimated (August 2023, https://www.techspot.com/news/99839). By the ratio of RollArt's table 2 an H20,
-# at 12,000 to 13,000 (SemiAnalysis, July 2024), would make an H800 35,600: the figure is good to a third, no more.
-GPU_USD: Mapping[str, float] = {"H100": 27_500.0, "H800": 27_500.0, "H20": 12_500.0}
+# Of a GPU, for reference beside a network's price. An H100, which differs from the H800 in its links: the middle of
+# 25,000 to 30,000 as Raymond James estimated (August 2023, https://www.techspot.com/news/99839). By the ratio of
+# RollArt's table 2 an H20, at 12,000 to 13,000 (SemiAnalysis, July 2024), would make an H800 35,600: the figure is good
+# to a third, no more.
+H800_USD = 27_500.0
 
 
 def network_cost_usd(inventory: Inventory, nic_gbps: float) -> dict[str, float]:
@@ -35,10 +36,3 @@ def network_cost_usd(inventory: Inventory, nic_gbps: float) -> dict[str, float]:
         raise ValueError(f"nic_gbps must be one of {rates}, whose prices are known, got {nic_gbps:g}")
     prices = {**PRICES_USD[int(nic_gbps)], "ocs_ports": OCS_PORT_USD, "patch_panel_ports": PATCH_PANEL_PORT_USD}
     return {part: count * prices[part] for part, count in asdict(inventory).items() if count}
-
-
-def gpus_cost_usd(gpu: str, count: int) -> float:
-    """Raises ValueError for a GPU whose price is not known."""
-    if gpu not in GPU_USD:
-        raise ValueError(f"gpu must be one of {', '.join(GPU_USD)}, whose prices are known, got {gpu!r}")
-    return GPU_USD[gpu] * count

@@ -93,24 +93,24 @@ def fleet_section(scenario: GenerationScenario, kinds: Mapping[ConfigurationId, 
 
 def homogeneous(kind: EngineKind, gpus_count: int, per_node: int) -> dict[EngineId, tuple[GpuId, ...]]:
     """Return the GPUs of as many engines of one kind as there is room for: inside nodes, or on whole ones."""
-    size = kind.gpus
-    starts = (
-        [node + offset for node in range(0, gpus_count, per_node) for offset in range(0, per_node - size + 1, size)]
-        if size <= per_node
-        else list(range(0, gpus_count - size + 1, size))
-        if size % per_node == 0
-        else []
-    )
-    starts = [start for start in starts if start + size <= gpus_count]
+    size, nodes_gpus = kind.gpus, -(-kind.gpus // per_node) * per_node
+    if size > per_node and size != nodes_gpus:
+        return {}
+    starts = [
+        start
+        for node in range(0, gpus_count, nodes_gpus)
+        for start in range(node, node + nodes_gpus - size + 1, size)
+        if start + size <= gpus_count
+    ]
     return {
-        EngineId(f"e{index}"): tuple(GpuId(gpu) for gpu in range(start, start + size))
+        EngineId(f"e{index}"): tuple(map(GpuId, range(start, start + size)))
         for index, start in enumerate(starts[: kind.most])
     }
 
 
 @dataclass(slots=True)
 class VirtualEngine:
-    """One engine. As a gateway sees it, it has a URL and a health; its work goes through the scheduler."""
+    """One engine process. Its work goes through the scheduler."""
 
     id: EngineId
     kind: EngineKind
@@ -125,11 +125,6 @@ class VirtualEngine:
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(self.kind.shape, self.started_s)
-
-    def restart(self, fresh: "VirtualEngine") -> None:
-        """Another process answers at this address from now on."""
-        for name in ("kind", "gpus", "started_s", "scheduler", "stopped_s", "capabilities_sent", "running_at"):
-            setattr(self, name, getattr(fresh, name))
 
     def advance(self, now_s: float) -> Sequence[SequenceProgress]:
         made = self.scheduler.advance(now_s)
@@ -157,23 +152,13 @@ class VirtualEngine:
             "simulated", "virtual", ("sim",), max_sequences=self.kind.profile.max_sequences, serving=self.kind.serving
         )
 
-    # --- what a gateway's fleet asks of the client of an engine
-
-    async def healthy(self) -> bool:
-        return self.stopped_s is None
-
-    async def capabilities(self) -> EngineCapabilities:
-        return self.features
-
-    async def close(self) -> None:
-        """Nothing is open."""
-
 
 RETRY_S = 0.1
 
 
 class VirtualManaged:
-    """`find` gives the engine that answers at the URL now, None where none does."""
+    """A client of the engine at an address, for gateways as well. `find` gives the engine that was started there last;
+    None: none answers."""
 
     def __init__(self, url: str, find: Callable[[str], VirtualEngine | None]) -> None:
         self.url = url
@@ -187,7 +172,8 @@ class VirtualManaged:
         return self._engine().reading()
 
     async def healthy(self) -> bool:
-        return self._find(self.url) is not None
+        engine = self._find(self.url)
+        return engine is not None and engine.stopped_s is None
 
     async def probe(self) -> float:
         self._engine()

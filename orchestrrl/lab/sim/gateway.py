@@ -6,7 +6,6 @@ follow gateway/relay.py.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import cast
 
 from orchestrrl.core.clock import Clock
@@ -26,7 +25,7 @@ from orchestrrl.gateway.routing.backend import EngineBackend
 from orchestrrl.gateway.routing.backends import EngineBackends, NoBackend
 from orchestrrl.gateway.routing.queue import QueuedRequest
 from orchestrrl.gateway.routing.strategies import RoutingPolicy
-from orchestrrl.lab.sim.engines import VirtualEngine
+from orchestrrl.lab.sim.engines import VirtualEngine, VirtualManaged
 from orchestrrl.lab.sim.workload import SimRequest
 from orchestrrl.lab.simulated_engine.scheduler import SequenceProgress
 from planner.model import EngineId, NodeId, RequestId, RequestMove, RequestState
@@ -95,8 +94,10 @@ class VirtualGateway:
         self._engine_at = engine_at
         self._arrive = arrive
         self._finished = finished
-        # A fleet asks of an engine what VirtualEngine has: where it is, whether it lives, what it offers.
-        self.fleet = EngineBackends(lambda url: cast(Engine, engine_at(url)), clock=clock, routing=routing)
+        # A fleet asks of an engine what VirtualManaged has: where it is, whether it lives, what it offers.
+        self.fleet = EngineBackends(
+            lambda url: cast(Engine, VirtualManaged(url, engine_at)), clock=clock, routing=routing
+        )
         self.ledger = Ledger(keep_finished=1 << 20)
         self.records: dict[RequestId, CountedRecord] = {}
         self.tokens_recomputed = 0
@@ -192,21 +193,22 @@ class VirtualGateway:
         """As gateway/core.py and relay.py judge it."""
         record = self.records.get(move.request)
         source_slot, target = self.fleet.get(move.from_engine), self.fleet.get(move.to_engine)
-        refused = partial(OperationItemResult, move.request, done=False)
+
+        def refused(detail: str) -> OperationItemResult:
+            return OperationItemResult(move.request, done=False, detail=detail)
+
         if record is None:
-            return refused(detail="no such request")
-        if record.engine is None or record.engine != move.from_engine:
-            return refused(detail=f"is on {record.engine or 'no engine'} by now")
+            return refused("no such request")
+        if record.engine != move.from_engine:
+            return refused(f"is on {record.engine or 'no engine'} by now")
         if source_slot is None:
-            return refused(detail=f"engine {move.from_engine!r} is not in the routes")
+            return refused(f"engine {move.from_engine!r} is not in the routes")
         if (target is None or not target.usable) and not move.hold_s:
-            return refused(
-                detail=f"engine {move.to_engine!r} is not in the routes" if target is None else "takes no requests"
-            )
+            return refused(f"engine {move.to_engine!r} is not in the routes" if target is None else "takes no requests")
         source = self._engine_at(source_slot.engine.url)
         self.progressed(source, source.advance(now_s), now_s)
         if move.request not in self.records:
-            return refused(detail="finished before the move")
+            return refused("finished before the move")
         computed = bool(record.generated) and record.state is RequestState.RUNNING
         source.scheduler.abort([record.id])
         self.fleet.release(source_slot, record)

@@ -4,7 +4,6 @@ Everything between them is what ships, built by the function that builds the dae
 """
 
 import asyncio
-import copy
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -205,11 +204,7 @@ class World:
 
     def _engine_started(self, deployed: DeployedInstance) -> None:
         kind = self.kinds[deployed.configuration]
-        revived = self._by_url.get(deployed.url)
         engine = VirtualEngine(deployed.engine, kind, deployed.gpus, deployed.url, self.clock.now_s())
-        if revived is not None:  # the gateway's client of that address stays, another process answers there
-            revived.restart(engine)
-            engine = revived
         self.engines[deployed.engine] = self._by_url[deployed.url] = engine
         node = NodeId(f"agent-{deployed.gpus[0] // self.per_node}")
         self._agents[deployed.engine] = _Agent(node)
@@ -219,7 +214,7 @@ class World:
         del self._agents[engine_id]
         self._catch_up(engine, now_s)
         engine.stopped_s = now_s
-        self.past_engines.append(copy.copy(engine))  # which stays as it is where another process takes its address
+        self.past_engines.append(engine)
         self.gateway.engine_died(engine)
 
     def _arrive(self, record: CountedRecord, engine: VirtualEngine, source: VirtualEngine | None) -> None:

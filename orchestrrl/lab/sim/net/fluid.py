@@ -6,7 +6,7 @@ every moment. Beside them steady flows may continue throughout, each with a cons
 """
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -180,28 +180,19 @@ def _drained(
     return end_s, behind
 
 
-def seconds(network: LinkNetwork, transfers: Sequence[MessageTransfer]) -> Floats:
-    """[transfer], all beginning together. Each ends when its last flow does, its rounds' latency later. A message of
-    one round takes as long as the slowest; those of several rounds go from server to server, in turn over every flow
-    that leaves one: they take these flows' mean each."""
-    flows = GpuFlows.joined([each.flows for each in transfers])
+def seconds(network: LinkNetwork, transfer: MessageTransfer) -> float:
+    """Of a transfer alone: until its last flow ends, and its rounds' latency. A message of one round takes as long as
+    the slowest; those of several rounds go from server to server, in turn over every flow that leaves one: they take
+    these flows' mean each."""
+    flows = transfer.flows
+    if not len(flows):
+        return transfer.overhead_s
     routes = network.routes(flows)
-    ends_s = finish_s(network, flows, routes)
-    elapsed_s, begin = np.array([each.overhead_s for each in transfers], np.float64), 0
-    for i, each in enumerate(transfers):
-        end = begin + len(each.flows)
-        if end > begin:
-            elapsed_s[i] += ends_s[begin:end].max() + _latency_s(network, each, routes.latency_s[begin:end])
-        begin = end
-    return elapsed_s
-
-
-def _latency_s(network: LinkNetwork, transfer: MessageTransfer, latency_s: Floats) -> float:
-    """Of all rounds; `latency_s` [flow]."""
-    if transfer.rounds <= 1:
-        return float(latency_s.max()) * transfer.rounds
-    leaves = transfer.flows.cross(network.servers)
-    return float(latency_s[leaves].mean() if leaves.any() else latency_s.mean()) * transfer.rounds
+    latency_s = float(routes.latency_s.max())
+    if transfer.rounds > 1:
+        leaves = flows.cross(network.servers)
+        latency_s = float(routes.latency_s[leaves if leaves.any() else ...].mean())
+    return transfer.overhead_s + (float(finish_s(network, flows, routes).max()) + latency_s * transfer.rounds)
 
 
 TierBytes = Mapping[str, float]  # by a LinkTier's value

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
 from typing import Annotated
 
 from pydantic import BeforeValidator, Field
@@ -72,12 +73,7 @@ class ClusterFaultSchedule:
 
     def pieces(self, begin_s: float) -> Iterator[tuple[float, float]]:
         """From then on, (from, until) between changes; the last has no end."""
-        now_s = begin_s
-        for change_s in self.changes_s():
-            if change_s > now_s:
-                yield now_s, change_s
-                now_s = change_s
-        yield now_s, math.inf
+        return pairwise([begin_s, *(change_s for change_s in self.changes_s() if change_s > begin_s), math.inf])
 
 
 def _shares(faults: Iterable[ClusterFaultSection]) -> dict[int, float]:

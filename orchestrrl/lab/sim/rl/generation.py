@@ -23,11 +23,9 @@ from orchestrrl.lab.sim.net.fabrics.base import SimulatedFabric
 from orchestrrl.lab.sim.net.fluid import TierBytes, summed, tier_bytes
 from orchestrrl.lab.sim.rl.generation_fast import run_fast
 from orchestrrl.lab.sim.rl.generation_fleet import (
-    GenGpus,
     Hardware,
     Leaving,
     OverFabric,
-    Place,
     UniformFleet,
     deployed,
     gen_period,
@@ -38,12 +36,15 @@ from orchestrrl.lab.sim.rl.model import GenStage
 from orchestrrl.lab.sim.rl.scenario import GenerationSection
 from orchestrrl.lab.sim.run import CONTROLS, ControlledRun, check_answers, steps_of, usable_kinds
 from orchestrrl.lab.sim.scenario import EnginesSection, GenerationScenario, NetworkSection
-from orchestrrl.lab.sim.static import countdown, loaded_engines, static_arm, tuned
+from orchestrrl.lab.sim.static import countdown, drained, loaded_engines, run_static, static_arm, tuned
 from orchestrrl.lab.sim.workload import SimRequest
 from orchestrrl.lab.simulated_engine.scheduler import Scheduler
+from orchestrrl.lab.simulated_engine.scheduler import Sequence as HeldSequence
 from planner.cost.predict import published_precision
 from planner.cost.profile import Parallelism, Profile
-from planner.model import ConfigurationId, GpuId
+from planner.model import ConfigurationId, GpuId, RequestId
+
+LeftRequest = tuple[HeldSequence, int]  # a request where it is when engines change, and the number of its engine
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class EnginesOnFabric:
 
     section: GenerationSection
     hardware: Hardware
-    where: GenGpus
+    where: range
     fabric: SimulatedFabric
     layouts: Sequence[Parallelism] = ()
     daemon: Mapping[str, Any] = field(default_factory=dict)
@@ -95,7 +96,7 @@ class EnginesOnFabric:
         slow = {"max_output_tokens": part.workload.max_tokens, **(self.daemon.get("slow") or {})}
         return GenerationScenario(
             name="generation",
-            gpus=self.where.count,
+            gpus=len(self.where),
             gpus_per_node=servers.gpus_per_server,
             partial_share=part.partial_share,
             workload=part.workload.model_copy(update={"steps": steps, "warmup_steps": 0}),
@@ -116,7 +117,7 @@ def generation_stages(ready: EnginesOnFabric, arm: str, seed: int, steps: int) -
     kinds, asked = ready.kinds(scenario), steps_of(scenario, seed)
     if arm in CONTROLS:
         initial = ConfigurationId(ready.section.initial or tuned(scenario, kinds, {seed: asked}))
-        network = OverFabric(ready.fabric, ready.where.first, scenario.engines.moved_bytes_per_token)
+        network = OverFabric(ready.fabric, ready.where.start, scenario.engines.moved_bytes_per_token)
         run = ControlledRun(scenario, kinds, initial, arm, seed, asked)
         found = run_fast(run, network if ready.section.kv_transfer else None)
         for step, requests in zip(found, asked, strict=True):
@@ -161,108 +162,58 @@ def stage_of(
     )
 
 
-NEVER_S = 1e12
-
-
-@dataclass(frozen=True, slots=True)
-class RedeploymentCase:
-    """`left_share` of the requests are still to be finished when engines change."""
-
-    hardware: Hardware
-    where: GenGpus
-    first: Parallelism
-    then: Parallelism
-    requests: tuple[SimRequest, ...]
-    left_share: float
-
-    def __post_init__(self) -> None:
-        if not 0 < self.left_share < 1:
-            raise ValueError(f"left_share must be in (0, 1), got {self.left_share}")
-
-
-@dataclass(frozen=True, slots=True)
-class _Left:
-    """A request when engines change. `runs`: its KV is there."""
-
-    request: SimRequest
-    generated: int
-    instance: int
-    runs: bool
-
-    @property
-    def context_tokens(self) -> int:
-        return self.request.prompt_tokens + self.generated
-
-
-def redeployed_stage(case: RedeploymentCase, fabric: SimulatedFabric) -> GenStage:
-    """Phases: by the names of the two configurations, `redeploying` and `moving KV`."""
-    profile = on_fabric(case.hardware, (case.first, case.then), case.where, fabric)
+def redeployed_stage(
+    hardware: Hardware,
+    where: range,
+    layouts: tuple[Parallelism, Parallelism],
+    requests: Sequence[SimRequest],
+    left_share: float,
+    fabric: SimulatedFabric,
+) -> GenStage:
+    """Engines of the first layout go on as those of the other when `left_share` of the requests are to be finished.
+    Phases: by the names of the two configurations, `redeploying` and `moving KV`."""
+    profile = on_fabric(hardware, layouts, where, fabric)
     if len(profile.configurations) < 2:
-        raise ValueError(f"one of {case.first} and {case.then} does not fit")
+        raise ValueError(f"one of {layouts} does not fit")
     one, other = (EngineKind(each) for each in profile.configurations)
-    before, after = (deployed(each, case.where, fabric.servers, fabric.pods) for each in (case.first, case.then))
-    first_s, finish_s, left = _until_redeployment(case, one, len(before))
+    before, after = (deployed(each, where, fabric.servers, fabric.pods) for each in layouts)
+    placement = [requests[place :: len(before)] for place in range(len(before))]  # dealt in turn
+    finish_s = run_static(one, placement).finish_s
+    first_s = finish_s[len(requests) - int(left_share * len(requests)) - 1]
+    left, runs = list[LeftRequest](), set[RequestId]()
+    for place, engine in enumerate(loaded_engines(one, placement)):
+        engine.advance(first_s)
+        left += [(held, place) for held in (*engine.running, *engine.waiting)]
+        runs |= {held.id for held in engine.running}
     targets = _dealt(left, before, after)
-    sources, destinations = _places(before), _places(after)
-    prefill_tokens_per_s, model = other.profile.prefill_tokens_per_s, case.hardware.model
-    moved = OverFabric(fabric, 0, model.kv_bytes_per_token(published_precision(model).kv_bits))(
+    sources, destinations = (
+        [(fleet.parallelism, tuple(map(GpuId, gpus))) for gpus in fleet.gpus.tolist()] for fleet in (before, after)
+    )
+    prefill_tokens_per_s = other.profile.prefill_tokens_per_s
+    moved = OverFabric(fabric, 0, hardware.model.kv_bytes_per_token(published_precision(hardware.model).kv_bits))(
         [
-            Leaving(
-                each.request.id, sources[each.instance], destinations[target], prefill_tokens_per_s, each.context_tokens
-            )
-            for each, target in zip(left, targets, strict=True)
-            if each.runs
+            Leaving(held.id, sources[place], destinations[target], prefill_tokens_per_s, held.context_tokens)
+            for (held, place), target in zip(left, targets, strict=True)
+            if held.id in runs
         ]
     )
-    engines = [Scheduler(other.shape) for _ in range(len(after))]
-    for each, target in sorted(zip(left, targets, strict=True), key=lambda pair: not pair[0].runs):
-        each.request.submit(engines[target], 0.0, each.generated, prefilled=each.request.id in moved.transferred)
+    engines, by_id = [Scheduler(other.shape) for _ in range(len(after))], {each.id: each for each in requests}
+    for (held, _), target in sorted(zip(left, targets, strict=True), key=lambda pair: pair[0][0].id not in runs):
+        by_id[held.id].submit(engines[target], 0.0, held.generated, prefilled=held.id in moved.transferred)
     switch_s, kv_s = other.profile.switch_s, moved.seconds if moved.transferred else 0.0
     begin_s = first_s + switch_s + kv_s
-    ends_s = sorted([*finish_s, *(begin_s + at_s for at_s in _ended_s(engines, NEVER_S))])
+    ends_s = [at_s for at_s in finish_s if at_s <= first_s]
+    ends_s += sorted(begin_s + at_s for engine in engines for at_s in drained(engine))
     phases_s = {str(one.id): first_s, "redeploying": switch_s, "moving KV": kv_s, str(other.id): ends_s[-1] - begin_s}
-    return stage_of(ends_s, case.requests, phases_s, {})
+    return stage_of(ends_s, requests, phases_s, {})
 
 
-def _until_redeployment(
-    case: RedeploymentCase, kind: EngineKind, instances: int
-) -> tuple[float, list[float], list[_Left]]:
-    """Return when it is, when those were answered that are answered by then, and the others."""
-    wanted = len(case.requests) - int(case.left_share * len(case.requests))
-    placement = [case.requests[place::instances] for place in range(instances)]  # dealt in turn
-    at_s = sorted(_ended_s(loaded_engines(kind, placement), NEVER_S))[wanted - 1]
-    engines, by_id = loaded_engines(kind, placement), {request.id: request for request in case.requests}
-    finish_s = _ended_s(engines, at_s)
-    left = [
-        _Left(by_id[held.id], held.generated, place, runs)
-        for place, engine in enumerate(engines)
-        for runs, some in ((True, engine.running), (False, engine.waiting))
-        for held in some
-    ]
-    return at_s, finish_s, left
-
-
-def _ended_s(engines: Sequence[Scheduler], until_s: float) -> list[float]:
-    return [
-        progress.finished_s
-        for engine in engines
-        for progress in engine.advance(until_s)
-        if progress.finished_s is not None
-    ]
-
-
-def _dealt(left: Sequence[_Left], before: UniformFleet, after: UniformFleet) -> list[int]:
+def _dealt(left: Sequence[LeftRequest], before: UniformFleet, after: UniformFleet) -> list[int]:
     """[request], the instance: of those on its GPUs, or of all, the one that holds least, the largest request first."""
     near = [np.flatnonzero(np.isin(after.gpus, gpus).any(axis=1)).tolist() for gpus in before.gpus]
-    held = [0] * len(after)
-    targets = [0] * len(left)
-    for number in sorted(range(len(left)), key=lambda number: (-left[number].context_tokens, left[number].request.id)):
-        places = near[left[number].instance] or range(len(after))
-        target = min(places, key=lambda place: (held[place], place))
-        targets[number] = target
-        held[target] += left[number].context_tokens
+    loads, targets = [0] * len(after), [0] * len(left)
+    for number in sorted(range(len(left)), key=lambda number: (-left[number][0].context_tokens, left[number][0].id)):
+        held, instance = left[number]
+        targets[number] = min(near[instance] or range(len(after)), key=lambda place: (loads[place], place))
+        loads[targets[number]] += held.context_tokens
     return targets
-
-
-def _places(fleet: UniformFleet) -> list[Place]:
-    return [(fleet.parallelism, tuple(map(GpuId, gpus))) for gpus in fleet.gpus.tolist()]

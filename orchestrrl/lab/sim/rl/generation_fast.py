@@ -35,7 +35,6 @@ from planner.model import (
     Mode,
     Plan,
     PlanId,
-    PlannedInstance,
     RequestId,
     RequestState,
     RequestView,
@@ -289,13 +288,27 @@ class _FastFleet:
         decision = decide_balance(snapshot, fast, situation)
         if isinstance(decision.verdict, Act):
             for move in decision.moves:
-                self._move(move.request, move.to_engine, step, prefilled=self._kv_network is not None)
+                self._move(self._live[move.request], move.to_engine, step, prefilled=self._kv_network is not None)
 
     def _carry_out(self, plan: Plan, step: FastStep, started_s: float) -> None:
         """Engines that go are stopped at once; new ones answer when they are up and their KV is there."""
         new = [each for each in plan.instances if not each.kept]
-        kv = self._kv(plan.instances) if self._kv_network is not None else None
         kept = {each.id for each in plan.instances if each.kept}
+        moved = [
+            (live, each)
+            for each in plan.instances
+            for request in each.requests
+            if (live := self._live.get(request)) is not None and live.engine != each.id
+        ]
+        kv, running = KvOutcome({}, frozenset(), 0.0, {}), self._running()
+        if self._kv_network is not None:
+            kv = self._kv_network(
+                [
+                    live.leaving(self._engines[live.engine], self._run.kinds[each.configuration], each.gpus)
+                    for live, each in moved
+                    if live.request.id in running
+                ]
+            )
         stopped = {id: self._engines.pop(id) for id in sorted(self._engines) if id not in kept}
         self._past += stopped.values()
         up_s = self._now_s
@@ -303,19 +316,16 @@ class _FastFleet:
             kind = self._run.kinds[each.configuration]
             own_s = self._now_s + kind.profile.switch_s
             up_s = max(up_s, own_s)
-            own_s += kv.ready_s.get(each.gpus, 0.0) if kv else 0.0  # the others' KV does not delay it
+            own_s += kv.ready_s.get(each.gpus, 0.0)  # the others' KV does not delay it
             self._engines[each.id] = LiveEngine(each.id, kind, each.gpus, own_s)
-        for each in plan.instances:
-            for request in each.requests:
-                live = self._live.get(request)
-                if live is not None and live.engine != each.id:
-                    prefilled = kv is not None and request in kv.transferred
-                    self._move(request, each.id, step, prefilled=prefilled, source=stopped.get(live.engine))
+        for live, each in moved:
+            prefilled = live.request.id in kv.transferred
+            self._move(live, each.id, step, prefilled=prefilled, source=stopped.get(live.engine))
         if not new:
             step.phases[-1] = step.phases[-1][0], self._fleet_text()
             return
         self._last_redeploy_s = self._now_s
-        step.kv_tier_bytes = summed([step.kv_tier_bytes, kv.tier_bytes if kv else {}])
+        step.kv_tier_bytes = summed([step.kv_tier_bytes, kv.tier_bytes])
         step.engines_started += len(new)
         begin_s = self._now_s - started_s
         started_up_s = begin_s + (up_s - self._now_s)
@@ -326,25 +336,12 @@ class _FastFleet:
             (started_up_s + kv_s, self._fleet_text()),
         ]
 
-    def _kv(self, instances: Sequence[PlannedInstance]) -> KvOutcome:
-        assert self._kv_network is not None
-        running, leaving = self._running(), []
-        for each in instances:
-            kind = self._run.kinds[each.configuration]
-            for request in each.requests:
-                live = self._live.get(request)
-                if live is None or live.engine == each.id or request not in running:
-                    continue
-                leaving.append(live.leaving(self._engines[live.engine], kind, each.gpus))
-        return self._kv_network(leaving)
-
     def _move(
-        self, request: RequestId, to: EngineId, step: FastStep, *, prefilled: bool, source: LiveEngine | None = None
+        self, live: LiveRequest, to: EngineId, step: FastStep, *, prefilled: bool, source: LiveEngine | None = None
     ) -> None:
-        live = self._live[request]
         engine = source or self._engines[live.engine]
-        ran = any(each.id == request for each in engine.scheduler.running)
-        engine.scheduler.abort([request])
+        ran = any(each.id == live.request.id for each in engine.scheduler.running)
+        engine.scheduler.abort([live.request.id])
         live.engine, live.moves, live.moved_s = to, live.moves + ran, self._now_s
         if ran and prefilled and source is None:
             step.passed.append(live.leaving(engine, self._engines[to].kind, self._engines[to].gpus))

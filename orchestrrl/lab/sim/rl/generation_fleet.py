@@ -21,11 +21,8 @@ import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated
 
 import numpy as np
-from pydantic import Field
-from pydantic.dataclasses import dataclass as checked
 
 from orchestrrl.lab.sim.net.collectives import m2n
 from orchestrrl.lab.sim.net.fabrics.base import FabricStage, Period, Pods, SimulatedFabric
@@ -38,18 +35,6 @@ from planner.cost.predict import DoesNotFit, identifier, move_costs, predict
 from planner.cost.profile import Parallelism, Profile
 from planner.cost.roofline import ACTIVATION_BYTES
 from planner.model import GpuId, RequestId
-
-
-@checked(frozen=True, slots=True)
-class GenGpus:
-    """The GPUs that generate: `count` of them from `first` on, whole servers."""
-
-    first: Annotated[int, Field(ge=0)]
-    count: Annotated[int, Field(ge=1)]
-
-    @property
-    def all(self) -> Ints:
-        return np.arange(self.first, self.first + self.count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +58,15 @@ class UniformFleet:
         return self.gpus[:, self.parallelism.attention_gpus :] if self.parallelism.afd else self.gpus[:, :0]
 
 
-def deployed(parallelism: Parallelism, where: GenGpus, servers: Servers, pods: Pods | None = None) -> UniformFleet:
-    """As many instances as there is room for; `pods` None: all servers are of one. Raises ValueError where instances
-    cannot be told apart by servers."""
+def deployed(parallelism: Parallelism, where: range, servers: Servers, pods: Pods | None = None) -> UniformFleet:
+    """As many instances as there is room for on the GPUs `where`; `pods` None: all servers are of one. Raises
+    ValueError where instances cannot be told apart by servers."""
     size, per_server = parallelism.gpus, servers.gpus_per_server
-    if where.first % per_server or where.count % per_server:
+    if where.start % per_server or len(where) % per_server:
         raise ValueError(f"generation must have whole servers of {per_server} GPUs, got {where}")
     if size > per_server and size % per_server:
         raise ValueError(f"an instance beyond one server must take whole ones of {per_server} GPUs, got {size}")
-    server = np.arange(where.first, where.first + where.count, per_server) // per_server
+    server = np.arange(where.start, where.stop, per_server) // per_server
     if size > per_server:
         rows = _in_pods(server, size // per_server, pods or Pods(np.zeros(servers.count, np.int64), apart=False))
         return UniformFleet(parallelism, (rows[:, :, None] * per_server + np.arange(per_server)).reshape(-1, size))
@@ -89,10 +74,10 @@ def deployed(parallelism: Parallelism, where: GenGpus, servers: Servers, pods: P
     return UniformFleet(parallelism, starts[:, None] + np.arange(size))
 
 
-def left_idle(fleet: UniformFleet, where: GenGpus) -> int:
+def left_idle(fleet: UniformFleet, where: range) -> int:
     """GPUs that could take further instances which span servers, were it not for PoDs."""
     size = fleet.parallelism.gpus
-    return (where.count // size - len(fleet)) * size
+    return (len(where) // size - len(fleet)) * size
 
 
 def _in_pods(servers: Ints, each: int, pods: Pods) -> Ints:
@@ -141,12 +126,17 @@ def pattern(fleet: UniformFleet, sent_bytes: float, servers: Servers) -> tuple[G
         other = src[0] != dst[0]  # the same places in each instance
         flows = _alike(src[:, other], dst[:, other], sent_bytes / (p.gpus - 1))
     else:
-        flows = _alike(fleet.gpus, np.roll(fleet.gpus, -servers.gpus_per_server, axis=1), sent_bytes)
+        flows = _rings(fleet.gpus, servers.gpus_per_server, sent_bytes)
     return flows, np.repeat(np.arange(len(fleet)), len(flows) // max(1, len(fleet)))
 
 
 def _alike(src: Ints, dst: Ints, bytes: float) -> GpuFlows:
     return GpuFlows(src.reshape(-1), dst.reshape(-1), np.full(src.size, bytes))
+
+
+def _rings(members: Ints, apart: int, given: float) -> GpuFlows:
+    """[ring, member]: each to the one so many places on."""
+    return _alike(members, np.roll(members, -apart, axis=1), given)
 
 
 def gen_period(fleet: UniformFleet, servers: Servers, name: str) -> Period:
@@ -198,12 +188,6 @@ def _summed_up(fleet: UniformFleet, size: float, servers: Servers) -> list[GpuFl
     return found
 
 
-def _rings(members: Ints, apart: int, given: float) -> GpuFlows:
-    """[ring, member]: each to the one so many places on."""
-    src, dst = members.reshape(-1), np.roll(members, -apart, axis=1).reshape(-1)
-    return GpuFlows(src, dst, np.full(len(src), given))
-
-
 @dataclass(frozen=True, slots=True)
 class Hardware:
     """Model, GPU and engine of generation, in the checkpoint's own precision."""
@@ -213,7 +197,7 @@ class Hardware:
     engine: EngineModel
 
 
-def on_fabric(hardware: Hardware, layouts: Sequence[Parallelism], where: GenGpus, fabric: SimulatedFabric) -> Profile:
+def on_fabric(hardware: Hardware, layouts: Sequence[Parallelism], where: range, fabric: SimulatedFabric) -> Profile:
     """Of all `layouts` that fit the GPUs' memory and of which there is room for one. Raises ValueError where none."""
     configurations = []
     nominal = replace(hardware.gpu, nic_bytes_per_s=fabric.servers.nic_bytes_per_s)
@@ -231,7 +215,7 @@ def on_fabric(hardware: Hardware, layouts: Sequence[Parallelism], where: GenGpus
         except DoesNotFit:
             continue
     if not configurations:
-        raise ValueError(f"no configuration of {hardware.model.name} fits {where.count} GPUs of {hardware.gpu.name}")
+        raise ValueError(f"no configuration of {hardware.model.name} fits {len(where)} GPUs of {hardware.gpu.name}")
     moves = move_costs(hardware.model, nominal, hardware.engine)
     return Profile(hardware.model.name, hardware.gpu.name, hardware.engine.name, tuple(configurations), moves)
 

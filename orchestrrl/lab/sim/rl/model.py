@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from pydantic import FiniteFloat
+
 from orchestrrl.lab.sim.net.fabrics.base import FabricStage
 from orchestrrl.lab.sim.train.model import OverlapWindow, TrainingIteration
 
@@ -103,7 +105,7 @@ class RlRun:
     seed: int
     seconds: float
     samples: int
-    samples_per_s: float
+    samples_per_s: FiniteFloat
     spans: tuple[TimelineSpan, ...]
     steps: tuple[Mapping[str, float], ...]  # [step] seconds by stage, and what it waited for
     staleness: Mapping[int, int]  # samples by how many versions they were behind when they were trained on

@@ -72,7 +72,7 @@ def run_arm(stages: FabricStages, arm: str, seed: int) -> ClusterResult:
     except ValueError as error:
         raise Permanent(f"{stages.section.title}, {arm}: {error}") from error
     last, log_probs = times.healthy[-1], trained.parts_s[LOG_PROBS]
-    streamed = response_stream(times.job(last.samples), stages.where, stages.fabric)
+    streamed = response_stream(times.job(last.samples), scenario.cluster.generating, stages.fabric)
     return ClusterResult(
         scenario=scenario.document(),
         run=replace(
@@ -132,8 +132,8 @@ def _notes(run: RlRun, trained: TrainStage, synced: SyncStage, times: ArmTimes) 
     notes.append(f"generation waited {waits_s[0]:.1f} s for weights, training {waits_s[1]:.1f} s for samples")
     if trained.updates > 1:
         notes.append(f"a training step is {trained.updates} optimiser steps of {trained.update.seconds:.1f} s")
-    if trained.update.waits_s > 0:
-        notes.append(f"an optimiser step waits {trained.update.waits_s:.3f} s for circuits")
+    if (circuits_s := trained.update.parts_s["circuits"]) > 0:
+        notes.append(f"an optimiser step waits {circuits_s:.3f} s for circuits")
     if times.stages.fabric.reconfigures_s:
         notes.append(f"weight sync: circuits {synced.circuits.replace('_', ' ')}")
     notes += _beside(run, synced, times)
@@ -161,10 +161,10 @@ def _beside(run: RlRun, synced: SyncStage, times: ArmTimes) -> list[str]:
 
 def _idle(times: ArmTimes) -> list[str]:
     """Where engines that stay inside PoDs leave GPUs over."""
-    ready, where = times.stages.ready(SimulatedFailures()), times.stages.where
+    ready, where = times.stages.ready(SimulatedFailures()), times.stages.scenario.cluster.generating
     planned = "; plans do not know of PoDs, and may use them" if times.arm in CONTROLS else ""
     return [
-        f"{len(fleet)} x {name} stay inside PoDs, which leaves {idle} of {where.count} GPUs idle{planned}"
+        f"{len(fleet)} x {name} stay inside PoDs, which leaves {idle} of {len(where)} GPUs idle{planned}"
         for name, fleet in ready.fleets.items()
         if leaves_servers(fleet, ready.fabric.servers) and (idle := left_idle(fleet, where))
     ]
@@ -296,7 +296,7 @@ def _tried(
     result = run_arm(FabricStages(changed, changed.fabrics[0]), arm, changed.seeds[0])
     keep(result)
     (row,) = rows([result])
-    return GpuSplit(train_gpus, changed.cluster.generating, row.gen_s, row.train_s, row.sync_s, row.samples_per_s)
+    return GpuSplit(train_gpus, len(changed.cluster.generating), row.gen_s, row.train_s, row.sync_s, row.samples_per_s)
 
 
 def with_split(scenario: ClusterScenario, train_gpus: int) -> ClusterScenario:

@@ -98,12 +98,9 @@ class ClusterSection(ScenarioSection):
         return self.train_gpus + (self.gen_gpus or 0)
 
     @property
-    def generating(self) -> int:
-        return self.gen_gpus or self.train_gpus
-
-    @property
-    def first_generating(self) -> int:
-        return 0 if self.shared else self.train_gpus
+    def generating(self) -> range:
+        """The GPUs that generate."""
+        return range(self.train_gpus) if self.gen_gpus is None else range(self.train_gpus, self.gpus)
 
 
 class ClusterFabricSection(ScenarioSection):
@@ -236,7 +233,7 @@ class ClusterScenario(ScenarioSection):
     def engine_layouts(self) -> tuple[Parallelism, ...]:
         named = tuple(layout_named(name) for name in self.generation.layouts)
         size = self.cluster.gpus_per_server
-        return named or tuple(layouts(self.model_value, self.cluster.generating, size))
+        return named or tuple(layouts(self.model_value, len(self.cluster.generating), size))
 
     @property
     def servers(self) -> Servers:
@@ -317,16 +314,12 @@ SMALLEST = "cluster64"
 
 def load_cluster_scenario(source: str) -> ClusterScenario:
     """The scenario in a file, or the built-in one of that name. Raises ProblemFaults with every fault."""
-    return parse_cluster_scenario(*scenario_text(source, FOLDER))
-
-
-def parse_cluster_scenario(text: str, folder: Path = Path()) -> ClusterScenario:
-    """As load_cluster_scenario, from text; a profile's file is found from `folder`."""
+    text, folder = scenario_text(source, FOLDER)
     return scenario_of(parse_yaml(text), folder)
 
 
 def scenario_of(document: Any, folder: Path = Path()) -> ClusterScenario:
-    """As parse_cluster_scenario, from a document that was read already."""
+    """As load_cluster_scenario, from a document that was read already; a profile's file is found from `folder`."""
     return validated(document, folder, ClusterScenario, "generation", _CHECKS)
 
 
@@ -365,7 +358,7 @@ def _memory_faults(scenario: ClusterScenario) -> Iterable[str]:
 
 def _engine_layout_faults(scenario: ClusterScenario) -> Iterable[str]:
     names, heads = scenario.generation.layouts, scenario.model_value.q_heads
-    size, most = scenario.cluster.gpus_per_server, scenario.cluster.generating
+    size, most = scenario.cluster.gpus_per_server, len(scenario.cluster.generating)
     for index, name in enumerate(names):
         gpus = layout_named(name).gpus
         if gpus > most:
@@ -423,7 +416,7 @@ def _fault_faults(scenario: ClusterScenario) -> Iterable[str]:
     most = {
         FaultyPart.NIC: servers.nics,
         FaultyPart.SERVER: servers.count,
-        FaultyPart.ENGINE: scenario.cluster.generating,
+        FaultyPart.ENGINE: len(scenario.cluster.generating),
     }
     for index, fault in enumerate(scenario.faults):
         limit = most.get(fault.fail)

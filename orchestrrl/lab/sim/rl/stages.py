@@ -30,7 +30,6 @@ from orchestrrl.lab.sim.net.model import GpuFlows
 from orchestrrl.lab.sim.rl.faults import ClusterFaultSchedule, FaultyPart, stretched_s, with_lost_work_s
 from orchestrrl.lab.sim.rl.generation import EnginesOnFabric, generation_stages
 from orchestrrl.lab.sim.rl.generation_fleet import (
-    GenGpus,
     Hardware,
     UniformFleet,
     deployed,
@@ -47,7 +46,7 @@ from orchestrrl.lab.sim.train.iteration import forward_s, iteration
 from orchestrrl.lab.sim.train.model import MEGATRON, TrainConstants, TrainingIteration, TrainJob
 from orchestrrl.lab.sim.train.traffic import periods
 from orchestrrl.lab.sim.workload import mean_tokens
-from planner.cost.profile import EngineProfile, Profile
+from planner.cost.profile import EngineProfile
 
 
 def fabric_for(
@@ -71,10 +70,9 @@ def job_demand(scenario: ClusterScenario, plain: SimulatedFabric, constants: Tra
         for period in periods(replace(job, sequences=size), servers)
     ]
     # Of the last layout that there is room for: which of them will run is known once the fabric is.
-    where = GenGpus(cluster.first_generating, cluster.generating)
-    fleets = (deployed(each, where, servers, plain.pods) for each in reversed(scenario.engine_layouts))
+    fleets = (deployed(each, cluster.generating, servers, plain.pods) for each in reversed(scenario.engine_layouts))
     if fleet := next((each for each in fleets if len(each)), None):
-        shards = shards_of(job, [fleet], servers.gpus_per_server)
+        shards = shards_of(job, fleet, servers.gpus_per_server)
         steps = steps_of(scenario.weight_sync.scheme, shards, site_of(plain.network(None)), servers)
         parts += [step.flows for step in steps]
         if leaves_servers(fleet, servers):
@@ -100,10 +98,6 @@ class FabricStages:
     def fabric(self) -> SimulatedFabric:
         return fabric_for(self.scenario, self.section, self.constants)
 
-    @property
-    def where(self) -> GenGpus:
-        return GenGpus(self.scenario.cluster.first_generating, self.scenario.cluster.generating)
-
     def without(self, failed: SimulatedFailures) -> SimulatedFabric:
         return self.fabric.without(failed) if failed != NOTHING else self.fabric
 
@@ -118,8 +112,10 @@ class FabricStages:
 
         def make() -> EnginesOnFabric:
             hardware = Hardware(scenario.model_value, scenario.gpu_value, scenario.engine_value)
-            fabric, layouts = self.without(failed), scenario.engine_layouts
-            return EnginesOnFabric(scenario.generation, hardware, self.where, fabric, layouts, scenario.daemon)
+            where, fabric = scenario.cluster.generating, self.without(failed)
+            return EnginesOnFabric(
+                scenario.generation, hardware, where, fabric, scenario.engine_layouts, scenario.daemon
+            )
 
         return self._once(("ready", failed), make)
 
@@ -148,7 +144,7 @@ class FabricStages:
         self, failed: SimulatedFailures, fleet: UniformFleet, job: TrainJob, beside: tuple[Beside, ...] = ()
     ) -> SyncStage:
         part, key = self.scenario.weight_sync, ("sync", failed, fleet.parallelism, job, beside)
-        return self._once(key, lambda: sync_stage(job, [fleet], self.without(failed), part.scheme, beside=beside))
+        return self._once(key, lambda: sync_stage(job, fleet, self.without(failed), part.scheme, beside=beside))
 
     def training_sends(self, job: TrainJob) -> Beside:
         """A second, in the mean."""
@@ -198,8 +194,8 @@ class ArmTimes:
     @cached_property
     def fleet(self) -> UniformFleet:
         """That takes weights."""
-        tuned, fabric = self.stages.tuned(self.seed), self.stages.fabric
-        return deployed(tuned.parallelism, self.stages.where, fabric.servers, fabric.pods)
+        fabric, where = self.stages.fabric, self.stages.scenario.cluster.generating
+        return deployed(self.stages.tuned(self.seed).parallelism, where, fabric.servers, fabric.pods)
 
     def job(self, samples: int) -> TrainJob:
         return self.stages.scenario.train_job(samples, self.tokens, self.length_cv, self.stages.constants)
@@ -263,8 +259,7 @@ class ArmTimes:
             gpus.update(gpu for server in fault.of for gpu in range(server * size, (server + 1) * size))
         for fault in self._schedule.holding(now_s, FaultyPart.ENGINE):
             gpus.update(int(gpu) for engine in fault.of if engine < len(self.fleet) for gpu in self.fleet.gpus[engine])
-        mine = range(cluster.first_generating, cluster.first_generating + cluster.generating)
-        return sum(gpu in mine for gpu in gpus) / cluster.generating
+        return sum(gpu in cluster.generating for gpu in gpus) / len(cluster.generating)
 
 
 def _or_never(failed: SimulatedFailures, seconds: Callable[[], float]) -> float:
@@ -280,18 +275,18 @@ def _or_never(failed: SimulatedFailures, seconds: Callable[[], float]) -> float:
 def lane_of(scenario: ClusterScenario, part: FaultyPart, number: int) -> FabricStage:
     """Whose GPUs a fault touches first."""
     cluster = scenario.cluster
-    first = cluster.first_generating
     per = {
         FaultyPart.NIC: cluster.gpus_per_server // cluster.nics_per_server,
         FaultyPart.SERVER: cluster.gpus_per_server,
     }.get(part)
-    if part is FaultyPart.ENGINE or (per is not None and number * per >= first):
+    if part is FaultyPart.ENGINE or (per is not None and number * per >= cluster.generating.start):
         return FabricStage.GEN
     return FabricStage.TRAIN
 
 
-def daemon_document(scenario: ClusterScenario, fabric: str | None, profile_path: str) -> tuple[dict[str, Any], Profile]:
-    """And the profile that it names; on the fabric of that title, or the first. Raises ProblemFaults."""
+def write_daemon(scenario: ClusterScenario, fabric: str | None, path: Path) -> list[Path]:
+    """Write the configuration of a daemon for the scenario's engines, and beside it the profile that it names; on the
+    fabric of that title, or the first. Raises ProblemFaults."""
     titles = [each.title for each in scenario.fabrics]
     if fabric is not None and fabric not in titles:
         raise ProblemFaults([f"--fabric: must be one of {', '.join(titles)}, got {fabric!r}"])
@@ -300,9 +295,10 @@ def daemon_document(scenario: ClusterScenario, fabric: str | None, profile_path:
         profile = FabricStages(scenario, section).ready(SimulatedFailures()).profile
     except ValueError as error:
         raise ProblemFaults([f"generation: {error}"]) from None
+    beside = path.with_suffix(".profile.yaml")
     fleet: dict[str, Any] = {
-        "gpus": {"count": scenario.cluster.generating, "per_node": scenario.cluster.gpus_per_server},
-        "profile": profile_path,
+        "gpus": {"count": len(scenario.cluster.generating), "per_node": scenario.cluster.gpus_per_server},
+        "profile": beside.name,
     }
     if scenario.generation.kv_transfer:
         fleet["kv_transfer"] = {
@@ -311,20 +307,13 @@ def daemon_document(scenario: ClusterScenario, fabric: str | None, profile_path:
             / scenario.cluster.gpus_per_server,
             "intra_node_gbps_per_gpu": scenario.servers.nvlink_bytes_per_s * 8e-9,
         }
-    document = {**scenario.daemon, "fleet": fleet}
-    parse_config(dump_yaml(document), profile=profile)
-    return document, profile
-
-
-def write_daemon(scenario: ClusterScenario, fabric: str | None, path: Path) -> list[Path]:
-    """The configuration, and beside it the profile that it names. Raises ProblemFaults."""
-    beside = path.with_suffix(".profile.yaml")
-    document, profile = daemon_document(scenario, fabric, beside.name)
+    text = dump_yaml({**scenario.daemon, "fleet": fleet})
+    parse_config(text, profile=profile)
     head = f"# From the scenario {scenario.name!r}.\n# How engines are started is yours to add (fleet.launch).\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         beside.write_text(as_text(profile), encoding="utf-8")
-        path.write_text(head + dump_yaml(document), encoding="utf-8")
+        path.write_text(head + text, encoding="utf-8")
     except OSError as error:
         raise ProblemFaults([f"--out: {error.strerror}, got {str(path)!r}"]) from None
     return [path, beside]

@@ -10,6 +10,7 @@ A profile's file that a scenario names must lie at the same path there.
 
 import copy
 import itertools
+import math
 import re
 import socket
 import traceback
@@ -97,17 +98,14 @@ def points_of(section: SweepSection, folder: Path) -> list[SweepPoint]:
                 _parts(path)
             except ValueError as error:
                 faults.append(f"{name}.{path}: {error}, got {path!r}")
-    count = 1
-    for some in section.grid.values():
-        count *= len(some)
-    if count > MOST_POINTS:
+    if (count := math.prod(map(len, section.grid.values()))) > MOST_POINTS:
         faults.append(f"grid: must have at most {MOST_POINTS} points, got {count}")
     if faults:
         raise ProblemFaults(faults)
-    points = []
-    for chosen in itertools.product(*section.grid.values()):
-        values = dict(zip(section.grid, chosen, strict=True))
-        points.append(_point(base, section.set, values, home))
+    points = [
+        _point(base, section.set, dict(zip(section.grid, chosen, strict=True)), home)
+        for chosen in itertools.product(*section.grid.values())
+    ]
     if all(point.fault for point in points):
         raise ProblemFaults(points[0].fault.splitlines())
     return points

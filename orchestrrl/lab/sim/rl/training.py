@@ -18,7 +18,6 @@ import numpy as np
 from orchestrrl.lab.sim.net.fabrics.base import SimulatedFabric
 from orchestrrl.lab.sim.net.fluid import TierBytes, finish_s, summed, tier_bytes
 from orchestrrl.lab.sim.net.model import GpuFlows, Servers
-from orchestrrl.lab.sim.rl.generation_fleet import GenGpus
 from orchestrrl.lab.sim.rl.model import TrainStage
 from orchestrrl.lab.sim.rl.scenario import TrainingSection
 from orchestrrl.lab.sim.train.compute import forward_flops, step_flops
@@ -106,11 +105,12 @@ class ResponseStream:
     tier_bytes: TierBytes
 
 
-def response_stream(job: TrainJob, where: GenGpus, fabric: SimulatedFabric) -> ResponseStream:
-    """Of all samples of `job`, prompt and answer, dealt over the GPUs of either side in turn."""
+def response_stream(job: TrainJob, where: range, fabric: SimulatedFabric) -> ResponseStream:
+    """Of all samples of `job`, prompt and answer, dealt over the GPUs of either side in turn: from those that generate,
+    `where`."""
     total = job.sequences * job.tokens * TOKEN_BYTES
-    turns = np.arange(max(where.count, job.layout.gpus))
-    src, dst = where.first + turns % where.count, job.first_gpu + turns % job.layout.gpus
+    turns = np.arange(max(len(where), job.layout.gpus))
+    src, dst = where.start + turns % len(where), job.first_gpu + turns % job.layout.gpus
     apart = src != dst
     flows = GpuFlows(src[apart], dst[apart], np.full(int(apart.sum()), total / len(turns)))
     if not len(flows):

@@ -218,15 +218,15 @@ class _Ground:
 
 def sync_stage(
     job: TrainJob,
-    fleets: Sequence[UniformFleet],
+    fleet: UniformFleet,
     fabric: SimulatedFabric,
     scheme: str = "tree",
     *,
     beside: Sequence[Beside] = (),
 ) -> SyncStage:
-    """To the engines of all `fleets`. `beside`: what others send all the while. Raises ValueError where a layout cannot
+    """To the engines of `fleet`. `beside`: what others send all the while. Raises ValueError where a layout cannot
     divide the model."""
-    shards, site = shards_of(job, fleets, fabric.servers.gpus_per_server), site_of(fabric.network(None))
+    shards, site = shards_of(job, fleet, fabric.servers.gpus_per_server), site_of(fabric.network(None))
     sending = [each for each in beside if len(each.flows)]
     found = _courses(scheme, shards, site, _Ground(fabric, sending, bound_s(shards, site), site.pod))
     return min(found, key=lambda each: each.cost_s)  # of those that are alike, the one that changes least

@@ -9,7 +9,7 @@ Budgets are in circuits of a NIC's rate.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,15 +39,12 @@ class ServerShard:
     needs: Floats  # [receiver, GPU of the server]
 
 
-def shards_of(job: TrainJob, fleets: Sequence[UniformFleet], gpus_per_server: int) -> tuple[ServerShard, ...]:
-    """For engines of all `fleets`. Raises ValueError where a layout cannot divide the model."""
-    parameters = parameters_of(job.model)
-    trainer = trainer_layout(job)
-    dense = [each for each in parameters if not each.split.has_experts]
-    expert = [each for each in parameters if each.split.has_experts]
+def shards_of(job: TrainJob, fleet: UniformFleet, gpus_per_server: int) -> tuple[ServerShard, ...]:
+    """For the engines of `fleet`. Raises ValueError where a layout cannot divide the model."""
+    parameters, trainer = parameters_of(job.model), trainer_layout(job)
     found: list[ReshardedVersion] = []
-    whole, attention, ffn = _engines(fleets)
-    for some, engines in ((dense, [*whole, *attention]), (expert, [*whole, *ffn])):
+    for has_experts, engines in zip((False, True), _engines(fleet), strict=True):
+        some = [each for each in parameters if each.split.has_experts == has_experts]
         if some and engines:
             found += reshard(some, trainer, engines)
     return _by_servers(found, gpus_per_server)
@@ -94,46 +91,34 @@ def trainer_layout(job: TrainJob) -> TrainerLayout:
     )
 
 
-def _engines(fleets: Sequence[UniformFleet]) -> tuple[list[EngineLayout], list[EngineLayout], list[EngineLayout]]:
-    """Whole ones; under AFD the attention side, which has no experts, and the FFN side, which has nothing else."""
-    whole, attention, ffn = list[EngineLayout](), list[EngineLayout](), list[EngineLayout]()
-    for fleet in fleets:
-        p = fleet.parallelism
-        for place in range(len(fleet)):
-            if p.afd:
-                one, other = fleet.attention[place], fleet.ffn[place]
-                attention.append(EngineLayout(tuple(one.tolist()), tp=p.tp, dp=len(one) // p.tp))
-                ffn.append(EngineLayout(tuple(other.tolist()), dp=len(other), has_expert_parallel=True))
-            else:
-                ends = tuple(fleet.gpus[place].tolist())
-                whole.append(EngineLayout(ends, tp=p.tp, dp=p.dp, has_expert_parallel=p.ep > 1))
-    return whole, attention, ffn
-
-
-@dataclass(slots=True)
-class _Part:
-    bytes: float = 0.0
-    needs: dict[int, Floats] = field(default_factory=dict)  # by server
+def _engines(fleet: UniformFleet) -> tuple[list[EngineLayout], list[EngineLayout]]:
+    """Return what takes dense parameters, and what takes experts: under AFD the one side and the other, else the same
+    engines."""
+    p = fleet.parallelism
+    if not p.afd:
+        whole = [
+            EngineLayout(tuple(gpus), tp=p.tp, dp=p.dp, has_expert_parallel=p.ep > 1) for gpus in fleet.gpus.tolist()
+        ]
+        return whole, whole
+    attention = [EngineLayout(tuple(gpus), tp=p.tp, dp=len(gpus) // p.tp) for gpus in fleet.attention.tolist()]
+    return attention, [EngineLayout(tuple(gpus), dp=len(gpus), has_expert_parallel=True) for gpus in fleet.ffn.tolist()]
 
 
 def _by_servers(found: Sequence[ReshardedVersion], gpus_per_server: int) -> tuple[ServerShard, ...]:
-    parts: dict[tuple[tuple[int, ...], tuple[int, ...]], _Part] = {}
+    parts: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[float, Floats]] = {}
     for each in found:
-        shard = each.shard
-        holders = tuple(np.unique(np.array(shard.holders) // gpus_per_server).tolist())
-        receiving = np.array(shard.receivers, np.int64)
+        holders = tuple(np.unique(np.array(each.shard.holders) // gpus_per_server).tolist())
+        receiving = np.array(each.shard.receivers, np.int64)
         servers = np.setdiff1d(receiving // gpus_per_server, np.array(holders))
         if not len(servers):
             continue
-        part = parts.setdefault((holders, tuple(servers.tolist())), _Part())
-        part.bytes += shard.bytes
-        for server in servers.tolist():
-            needs = part.needs.setdefault(server, np.zeros(gpus_per_server))
-            needs[receiving[receiving // gpus_per_server == server] % gpus_per_server] += shard.bytes
-    return tuple(
-        ServerShard(part.bytes, holders, receivers, np.array([part.needs[server] for server in receivers]))
-        for (holders, receivers), part in sorted(parts.items())
-    )
+        needs = np.zeros((len(servers), gpus_per_server))
+        server, place = np.divmod(receiving[np.isin(receiving // gpus_per_server, servers)], gpus_per_server)
+        needs[np.searchsorted(servers, server), place] = each.shard.bytes
+        key = holders, tuple(servers.tolist())
+        size, others = parts.get(key, (0.0, np.zeros_like(needs)))
+        parts[key] = size + each.shard.bytes, others + needs
+    return tuple(ServerShard(parts[key][0], *key, parts[key][1]) for key in sorted(parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,13 +180,7 @@ def _tors(server: Ints, node: Ints, links: NDArray[np.bool_], servers: int) -> t
     found = [set[int]() for _ in range(servers)]
     for one, other in zip(server[links].tolist(), node[links].tolist(), strict=True):
         found[one].add(other)
-    number: dict[tuple[int, ...], int] = {}
-    tors: list[tuple[int, ...]] = []
-    tor = np.zeros(servers, np.int64)
-    for place, switches in enumerate(found):
-        key = tuple(sorted(switches)) or (-1 - place,)
-        if key not in number:
-            number[key] = len(tors)
-            tors.append(tuple(sorted(switches)))
-        tor[place] = number[key]
-    return tors, tor
+    keys = [tuple(sorted(switches)) or (-1 - place,) for place, switches in enumerate(found)]
+    number = {key: tor for tor, key in enumerate(dict.fromkeys(keys))}
+    tors = [tuple(switch for switch in key if switch >= 0) for key in number]
+    return tors, np.array([number[key] for key in keys], np.int64)

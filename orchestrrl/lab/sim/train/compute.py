@@ -93,36 +93,26 @@ LOSS_BACKWARD_BYTES = 14.0
 
 
 @dataclass(frozen=True, slots=True)
-class LayerPass:
-    """Seconds of a layer's compute in the order of the forward pass; the backward pass goes the other way."""
+class PassCompute:
+    """Seconds of a forward or backward pass's compute: of a layer, in the order of the forward pass (the backward pass
+    goes the other way), and of the head."""
 
     before_s: float  # norm, projections of queries, keys and values
     attention_s: float
     between_s: float  # output projection, norm, the feed-forward that every token passes, routing
     experts_s: float
     after_s: float  # what experts gave is brought in order, residual
+    head_s: float  # on the last stage, with the loss
 
     @property
-    def seconds(self) -> float:
+    def layer_s(self) -> float:
         return self.before_s + self.attention_s + self.between_s + self.experts_s + self.after_s
 
 
-@dataclass(frozen=True, slots=True)
-class Compute:
-    forward: LayerPass
-    backward: LayerPass
-    head_forward_s: float  # on the last stage, with the loss
-    head_backward_s: float
-
-
-def compute_of(job: TrainJob) -> Compute:
+def compute_of(job: TrainJob) -> tuple[PassCompute, PassCompute]:
+    """Return the forward pass's, and the backward pass's."""
     kernels = Kernels(job.gpu, job.constants)
-    return Compute(
-        _layer(job, kernels, backward=False),
-        _layer(job, kernels, backward=True),
-        _head_s(job, kernels, backward=False),
-        _head_s(job, kernels, backward=True),
-    )
+    return _pass(job, kernels, backward=False), _pass(job, kernels, backward=True)
 
 
 def _product_s(kernels: Kernels, m: float, n: float, k: float, *, backward: bool, groups: int = 1) -> float:
@@ -131,7 +121,7 @@ def _product_s(kernels: Kernels, m: float, n: float, k: float, *, backward: bool
     return kernels.gemm_s(m, k, n, groups=groups) + kernels.gemm_s(k, n, m, groups=groups, accumulates=True)
 
 
-def _layer(job: TrainJob, kernels: Kernels, *, backward: bool) -> LayerPass:
+def _pass(job: TrainJob, kernels: Kernels, *, backward: bool) -> PassCompute:
     model, tp, tokens = job.model, job.layout.tp, job.micro_tokens
     twice = 2.0 if backward else 1.0
     heads, kv_heads = model.q_heads / tp, max(1.0, model.kv_heads / tp)
@@ -149,12 +139,13 @@ def _layer(job: TrainJob, kernels: Kernels, *, backward: bool) -> LayerPass:
         between_s += product_s(2 * model.ffn / tp, model.hidden) + product_s(model.hidden, model.ffn / tp)
         between_s += kernels.moves_s(3 * tokens * model.ffn / tp * ACTIVATION_BYTES * twice)
     experts_s, sorted_s = _experts(job, kernels, backward=backward)
-    return LayerPass(
+    return PassCompute(
         before_s=before_s,
         attention_s=kernels.attention_s(flops, job.square_tokens / job.tokens, backward=backward),
         between_s=between_s + sorted_s,
         experts_s=experts_s,
         after_s=sorted_s + kernels.moves_s(3 * split),
+        head_s=_head_s(job, kernels, backward=backward),
     )
 
 

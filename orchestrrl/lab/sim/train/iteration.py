@@ -11,7 +11,7 @@ is retained where the next window does not cover the change).
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -19,68 +19,42 @@ from orchestrrl.lab.sim.net.fabrics.base import SimulatedFabric
 from orchestrrl.lab.sim.net.fluid import seconds
 from orchestrrl.lab.sim.net.model import Floats, LinkNetwork
 from orchestrrl.lab.sim.train.compute import optimizer_s, step_flops
-from orchestrrl.lab.sim.train.model import (
-    CollectiveBoundary,
-    OverlapWindow,
-    TrainingIteration,
-    TrainJob,
-)
+from orchestrrl.lab.sim.train.model import CollectiveBoundary, OverlapWindow, TrainingIteration, TrainJob
 from orchestrrl.lab.sim.train.stages import (
+    BACKWARD,
+    FORWARD,
     WAITS,
-    Pass,
     PipelineOp,
     PipelineSchedule,
     StageLoad,
-    Stages,
     forward_only,
     loaded,
     run,
-    without_network,
 )
 from orchestrrl.lab.sim.train.traffic import FORWARD_BACKWARD, GroupCollective, periods_of, traffic
 
-
-@dataclass(frozen=True, slots=True)
-class GradientReduction:
-    """[rank of the pipeline] from when to when."""
-
-    begin_s: tuple[float, ...]
-    end_s: tuple[float, ...]
-
-    @property
-    def seconds(self) -> float:
-        return max(self.end_s)
+Span = tuple[float, float]  # seconds, from when to when
 
 
 def reduced(
     given: StageLoad, schedule: PipelineSchedule, reduce_s: float, *, from_s: float = 0.0, alone: bool = False
-) -> GradientReduction:
-    """`reduce_s`: of all of a rank's gradients. Not before `from_s`. `alone`: passes send nothing meanwhile."""
-    spans = [_of_rank(given, schedule, ops, reduce_s, from_s, alone) for ops in schedule.ops]
-    return GradientReduction(tuple(begin for begin, _ in spans), tuple(end for _, end in spans))
-
-
-def _of_rank(
-    given: StageLoad,
-    schedule: PipelineSchedule,
-    ops: tuple[PipelineOp, ...],
-    reduce_s: float,
-    from_s: float,
-    alone: bool,
-) -> tuple[float, float]:
-    done_s = float(schedule.end_s[1, ops[-1].stage, ops[-1].micro])
-    if not reduce_s:
-        return done_s, done_s
-    last = {op.stage: op for op in ops if op.backward}
-    share_s, at_s, first_s = reduce_s / len(last), from_s, None
-    for op in last.values():
-        begin_s, end_s = (float(each[1, op.stage, op.micro]) for each in (schedule.begin_s, schedule.end_s))
-        at_s = max(at_s, begin_s + (end_s - begin_s) / given.buckets)  # the first bucket is complete
-        first_s = at_s if first_s is None else first_s
-        free = 1.0 if alone else 1.0 - given.sends_share(op)
-        hidden_s = max(0.0, end_s - at_s) * free
-        at_s = max(at_s, end_s) + max(share_s - hidden_s, share_s / given.buckets)  # the last one is not hidden
-    return (done_s if first_s is None else first_s), at_s
+) -> list[Span]:
+    """[rank of the pipeline] when its gradients are. `reduce_s`: of all of them. Not before `from_s`. `alone`: passes
+    send nothing meanwhile."""
+    found = []
+    for ops in schedule.ops:
+        last = {op.stage: op for op in ops if op.side == BACKWARD} if reduce_s else {}
+        share_s, at_s, first_s = reduce_s / max(1, len(last)), from_s, None
+        for op in last.values():
+            begin_s, end_s = schedule.span_s(op)
+            at_s = max(at_s, begin_s + (end_s - begin_s) / given.buckets)  # the first bucket is complete
+            first_s = at_s if first_s is None else first_s
+            free = 1.0 if alone else 1.0 - given.sends_share(op)
+            hidden_s = max(0.0, end_s - at_s) * free
+            at_s = max(at_s, end_s) + max(share_s - hidden_s, share_s / given.buckets)  # the last one is not hidden
+        done_s = schedule.span_s(ops[-1])[1]
+        found.append((done_s, done_s) if first_s is None else (first_s, at_s))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +69,7 @@ class Gradients:
 class Taken:
     seconds: float  # of the iteration
     schedule: PipelineSchedule
-    reduced: GradientReduction
+    reduced: list[Span]  # [rank]
     gather_s: float
     shift_s: float  # before the first pass begins
 
@@ -110,7 +84,7 @@ def shortest(
     ) -> Taken:
         from_s = last_sent_s(given, schedule) + reconfigures_s if change else 0.0
         done = reduced(given, schedule, reduce_s, from_s=from_s, alone=change)
-        return Taken(shift_s + done.seconds + last_s, schedule, done, gather_s, shift_s)
+        return Taken(shift_s + max(end_s for _, end_s in done) + last_s, schedule, done, gather_s, shift_s)
 
     # Parameters are gathered beside the first pass; where they have no way, that never ends.
     has_way = math.isfinite(kept.gather_s)
@@ -121,36 +95,15 @@ def shortest(
         back_s = max(optimizer_s, reconfigures_s)
         found.append(taken(beside, shift_s, kept.gather_s, changed.reduce_s, back_s, change=True))
         after = given.schedule()
-        shift_s = changed.gather_s + max(0.0, reconfigures_s - first_sent_s(given, after))
+        begins_s = (from_s for ops in after.ops for _, from_s, _ in _sent(given, after, ops[0]))
+        shift_s = changed.gather_s + max(0.0, reconfigures_s - min(begins_s, default=after.seconds))
         found.append(taken(after, shift_s, changed.gather_s, changed.reduce_s, optimizer_s, change=True))
     return min(found, key=lambda each: each.seconds)
 
 
 def last_sent_s(given: StageLoad, schedule: PipelineSchedule) -> float:
     """When forward and backward send nothing any more, on any rank; 0: they never send."""
-    found = 0.0
-    for ops in schedule.ops:
-        op = ops[-1]
-        begin_s, end_s = float(schedule.begin_s[1, op.stage, op.micro]), float(schedule.end_s[1, op.stage, op.micro])
-        if "pp" in given.crossing and given.job.layout.pp > 1:
-            found = max(found, begin_s if op.stage == 0 else end_s + given.stages.send_s)
-        behind_s = 0.0
-        for segment in reversed(given.passes.backward.segments):
-            behind_s += segment.seconds
-            if given.sends(segment):
-                found = max(found, min(end_s, end_s - behind_s + segment.sends_s))
-                break
-    return found
-
-
-def first_sent_s(given: StageLoad, schedule: PipelineSchedule) -> float:
-    """When forward and backward send for the first time, on any rank."""
-    before_s = 0.0
-    for segment in given.passes.forward.segments:
-        if given.sends(segment):
-            return before_s
-        before_s += segment.seconds
-    return float(schedule.end_s[0, 0, 0]) if "pp" in given.crossing else schedule.seconds
+    return max((to_s for ops in schedule.ops for _, _, to_s in _sent(given, schedule, ops[-1])), default=0.0)
 
 
 def on_fabric(
@@ -175,7 +128,7 @@ def group_of(kind: str) -> str:
 
 def once_s(network: LinkNetwork, exchanges: Mapping[str, GroupCollective], kinds: Iterable[str]) -> dict[str, float]:
     """Of each kind alone: a rank has one collective under way at a time."""
-    return {kind: float(seconds(network, [exchanges[kind].transfer])[0]) for kind in kinds if kind in exchanges}
+    return {kind: seconds(network, exchanges[kind].transfer) for kind in kinds if kind in exchanges}
 
 
 def gradients(network: LinkNetwork, exchanges: Mapping[str, GroupCollective]) -> Gradients:
@@ -196,42 +149,35 @@ Sent = tuple[str, float, float]  # group, from, to
 
 def boundaries(given: StageLoad, taken: Taken, rank: int) -> tuple[CollectiveBoundary, ...]:
     """Of a rank of the pipeline, ascending by their begin."""
-    found = [CollectiveBoundary(*each) for op in taken.schedule.ops[rank] for each in _of_op(given, taken, op)]
+    found = [
+        CollectiveBoundary(group, from_s + taken.shift_s, to_s + taken.shift_s)
+        for op in taken.schedule.ops[rank]
+        for group, from_s, to_s in _sent(given, taken.schedule, op)
+    ]
     if "dp" in given.crossing:
-        begin_s, end_s = taken.reduced.begin_s[rank] + taken.shift_s, taken.reduced.end_s[rank] + taken.shift_s
+        begin_s, end_s = (each_s + taken.shift_s for each_s in taken.reduced[rank])
         found += [CollectiveBoundary("dp", 0.0, taken.gather_s), CollectiveBoundary("dp", begin_s, end_s)]
     return tuple(sorted((each for each in found if each.end_s > each.begin_s), key=lambda each: each.begin_s))
 
 
-def _of_op(given: StageLoad, taken: Taken, op: PipelineOp) -> list[Sent]:
-    side = int(op.backward)
-    begin_s = float(taken.schedule.begin_s[side, op.stage, op.micro]) + taken.shift_s
-    end_s = float(taken.schedule.end_s[side, op.stage, op.micro]) + taken.shift_s
+def _sent(given: StageLoad, schedule: PipelineSchedule, op: PipelineOp) -> list[Sent]:
+    """What goes over the network for one pass of a micro-batch through a stage, its input and its result included."""
+    end_s, send_s, stages = schedule.span_s(op)[1], given.stages.send_s, given.job.layout.stages
     found: list[Sent] = []
     if "pp" in given.crossing:
-        send_s, last = given.stages.send_s, given.job.layout.stages - 1
-        if op.stage < last if op.backward else op.stage > 0:
-            sender = op.stage + 1 if op.backward else op.stage - 1
-            left_s = float(taken.schedule.end_s[side, sender, op.micro]) + taken.shift_s
+        if sender := op.sender(stages):
+            left_s = schedule.span_s(sender)[1]
             found.append(("pp", left_s, left_s + send_s))
-        if op.stage > 0 if op.backward else op.stage < last:
+        if op.sends_on(stages):
             found.append(("pp", end_s, end_s + send_s))
-    each = given.passes.backward if op.backward else given.passes.forward
-    layers = given.job.stage_layers[op.stage]
-    # A first forward pass that waits for its parameters has its layers at its end.
-    first_s = begin_s + (given.head_s(op) if op.backward else end_s - begin_s - given.op_s(op))
+    each, layers = given.passes[op.side], given.job.stage_layers[op.stage]
+    # The head is behind the layers of a forward pass, and before those of a backward pass.
+    first_s = end_s - (given.op_s(op) if op.side == FORWARD else layers * each.seconds)
     starts_s = (first_s + each.seconds * np.arange(layers)).tolist()
-    for group, from_s, to_s in _offsets(given, each):
-        found += [(group, at_s + from_s, at_s + to_s) for at_s in starts_s]
-    return found
-
-
-def _offsets(given: StageLoad, each: Pass) -> list[Sent]:
-    """Of one layer's collectives over the network, from its begin."""
-    found, at_s = [], 0.0
+    at_s = 0.0
     for segment in each.segments:
         if given.sends(segment):
-            found.append((segment.group, at_s, at_s + segment.sends_s))
+            found += [(segment.group, start_s + at_s, start_s + at_s + segment.sends_s) for start_s in starts_s]
         at_s += segment.seconds
     return found
 
@@ -262,7 +208,8 @@ def iteration(job: TrainJob, fabric: SimulatedFabric) -> TrainingIteration:
         raise ValueError(
             f"{fabric.name}: there is no way for gradients of {job.model.name}, on either period's circuits"
         )
-    busy_s = without_network(given)
+    # [rank] that it computes and waits for collectives of its own passes.
+    busy_s = job.micro_batches * given.stages.pass_s.reshape(2, -1, job.layout.pp).sum(axis=(0, 1))
     rank = int(np.argmax(busy_s))
     parts = _parts(given, taken, free, step_s, rank, float(busy_s[rank]))
     total_s = math.fsum(parts.values())
@@ -274,7 +221,6 @@ def iteration(job: TrainJob, fabric: SimulatedFabric) -> TrainingIteration:
         parts_s=parts,
         boundaries=sent,
         windows=windows(sent),
-        waits_s=parts["circuits"],
     )
 
 
@@ -289,11 +235,8 @@ def _parts(given: StageLoad, taken: Taken, free: Taken, step_s: float, rank: int
     circuits that change at once."""
     job = given.job
     micro, layers = job.micro_batches, sum(job.stage_layers[rank :: job.layout.pp])
-    both = (given.passes.forward, given.passes.backward)
-    waits_s = {group: micro * layers * sum(each.waits_s(group) for each in both) for group in WAITS}
-    together_s = run(
-        given.ops, Stages(given.stages.forward_s, given.stages.backward_s, blocks=given.stages.blocks), micro
-    ).seconds
+    waits_s = {group: micro * layers * sum(each.waits_s(group) for each in given.passes) for group in WAITS}
+    together_s = run(given.ops, replace(given.stages, send_s=0.0), micro).seconds
     sent_s = given.schedule().seconds if given.stages.send_s else together_s
     parts = {
         "compute": busy_s - sum(waits_s.values()),

@@ -189,4 +189,3 @@ class TrainingIteration:
     parts_s: Mapping[str, float]
     boundaries: tuple[CollectiveBoundary, ...]
     windows: tuple[OverlapWindow, ...]
-    waits_s: float = 0.0  # of parts_s: for circuits that were not there in time

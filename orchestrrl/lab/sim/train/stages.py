@@ -9,27 +9,36 @@ The schedule is 1F1B, plain or interleaved, as Megatron has it. Stages are numbe
 interleaving, rank r of p holds stages r, r + p, r + 2p, and so on.
 """
 
+import math
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
 from orchestrrl.lab.sim.net.model import Floats
-from orchestrrl.lab.sim.train.compute import Compute, LayerPass, compute_of, stage_parameters
+from orchestrrl.lab.sim.train.compute import PassCompute, compute_of, stage_parameters
 from orchestrrl.lab.sim.train.model import TrainJob
 
-Key = tuple[int, int, int]  # backward or not, stage, micro-batch
+FORWARD, BACKWARD = 0, 1  # sides of what is [2, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class PipelineOp:
+class PipelineOp(NamedTuple):
+    """A micro-batch's pass through a stage: an index into tables [2, stage, micro]."""
+
+    side: int
     stage: int
     micro: int
-    backward: bool
 
-    @property
-    def key(self) -> Key:
-        return int(self.backward), self.stage, self.micro
+    def sender(self, stages: int) -> "PipelineOp | None":
+        """Return the pass of another stage that it gets its input from."""
+        stage = self.stage - 1 if self.side == FORWARD else self.stage + 1
+        return self._replace(stage=stage) if 0 <= stage < stages else None
+
+    def sends_on(self, stages: int) -> bool:
+        """Return whether another stage gets its result."""
+        return self.stage < stages - 1 if self.side == FORWARD else self.stage > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +46,7 @@ class Stages:
     """Seconds of each stage for a micro-batch. `gathered_s`: before that, a stage's first forward does not end.
     `send_s` passes between a stage's end and the next one's begin; a rank that `blocks` waits for what it sends."""
 
-    forward_s: Floats  # [stage]
-    backward_s: Floats  # [stage]
+    pass_s: Floats  # [2, stage]
     send_s: float = 0.0
     blocks: bool = True
     gathered_s: Floats | None = None  # [stage]
@@ -47,12 +55,16 @@ class Stages:
 @dataclass(frozen=True, slots=True)
 class PipelineSchedule:
     ops: tuple[tuple[PipelineOp, ...], ...]  # [rank]
-    begin_s: Floats  # [2, stage, micro]: forward, backward
+    begin_s: Floats  # [2, stage, micro], 0 where there is none
     end_s: Floats
 
     @property
     def seconds(self) -> float:
         return float(self.end_s.max())
+
+    def span_s(self, op: PipelineOp) -> tuple[float, float]:
+        """Return its begin and its end."""
+        return float(self.begin_s[op]), float(self.end_s[op])
 
 
 def order(ranks: int, micro_batches: int, chunks: int = 1) -> tuple[tuple[PipelineOp, ...], ...]:
@@ -65,19 +77,17 @@ def order(ranks: int, micro_batches: int, chunks: int = 1) -> tuple[tuple[Pipeli
         for chunk in range(chunks)
         for micro in range(first, min(first + ranks, micro_batches))
     ]
-    if chunks == 1:
-        turns = [(0, micro) for micro in range(micro_batches)]
     return tuple(_of_rank(rank, ranks, chunks, turns) for rank in range(ranks))
 
 
 def forward_only(ops: tuple[tuple[PipelineOp, ...], ...]) -> tuple[tuple[PipelineOp, ...], ...]:
     """[rank] without backward passes, in the same turns."""
-    return tuple(tuple(op for op in of_rank if not op.backward) for of_rank in ops)
+    return tuple(tuple(op for op in of_rank if op.side == FORWARD) for of_rank in ops)
 
 
 def _of_rank(rank: int, ranks: int, chunks: int, turns: list[tuple[int, int]]) -> tuple[PipelineOp, ...]:
-    forward = [PipelineOp(chunk * ranks + rank, micro, backward=False) for chunk, micro in turns]
-    backward = [PipelineOp((chunks - 1 - chunk) * ranks + rank, micro, backward=True) for chunk, micro in turns]
+    forward = [PipelineOp(FORWARD, chunk * ranks + rank, micro) for chunk, micro in turns]
+    backward = [PipelineOp(BACKWARD, (chunks - 1 - chunk) * ranks + rank, micro) for chunk, micro in turns]
     ahead = ranks - rank - 1
     if chunks > 1:
         ahead = 2 * ahead + (chunks - 1) * ranks
@@ -88,59 +98,33 @@ def _of_rank(rank: int, ranks: int, chunks: int, turns: list[tuple[int, int]]) -
 
 def run(ops: tuple[tuple[PipelineOp, ...], ...], stages: Stages, micro_batches: int) -> PipelineSchedule:
     """Each rank takes its ops in turn, each once what it needs has arrived."""
-    count = len(stages.forward_s)
-    begins: dict[Key, float] = {}
-    ends: dict[Key, float] = {}
-    turn, free_s = [0] * len(ops), [0.0] * len(ops)
-    while len(ends) < sum(map(len, ops)):
-        before = len(ends)
-        for rank, todo in enumerate(ops):
-            while turn[rank] < len(todo):
-                op = todo[turn[rank]]
-                arrival_s = _arrival_s(op, ends, stages, count)
-                if arrival_s is None:
-                    break
-                begins[op.key] = max(free_s[rank], arrival_s)
-                ends[op.key] = _end_s(op, begins[op.key], stages)
-                free_s[rank] = ends[op.key] + (stages.send_s if stages.blocks and _sends(op, count) else 0.0)
-                turn[rank] += 1
-        if len(ends) == before:
+    count = stages.pass_s.shape[1]
+    begin_s, end_s = (np.full((2, count, micro_batches), np.nan) for _ in (FORWARD, BACKWARD))
+    pending, free_s = [deque(each) for each in ops], [0.0] * len(ops)
+    while left := sum(map(len, pending)):
+        for rank, todo in enumerate(pending):
+            while todo and not math.isnan(arrival_s := _arrival_s(todo[0], end_s, stages.send_s)):
+                op = todo.popleft()
+                begin_s[op] = max(free_s[rank], arrival_s)
+                end_s[op] = _end_s(op, begin_s[op], stages)
+                free_s[rank] = end_s[op] + (stages.send_s if stages.blocks and op.sends_on(count) else 0.0)
+        if sum(map(len, pending)) == left:
             raise ValueError("the schedule waits for itself")
-    return PipelineSchedule(ops, _table(begins, count, micro_batches), _table(ends, count, micro_batches))
+    return PipelineSchedule(ops, np.nan_to_num(begin_s, posinf=math.inf), np.nan_to_num(end_s, posinf=math.inf))
 
 
-def _table(of: dict[Key, float], stages: int, micro_batches: int) -> Floats:
-    """[2, stage, micro], 0 where there is none."""
-    found = np.zeros((2, stages, micro_batches))
-    at = np.array(list(of), np.int64)
-    found[at[:, 0], at[:, 1], at[:, 2]] = list(of.values())
-    return found
+def _arrival_s(op: PipelineOp, end_s: Floats, send_s: float) -> float:
+    """When what it computes from is there; nan: not known yet."""
+    if sender := op.sender(end_s.shape[1]):
+        return float(end_s[sender]) + send_s
+    return float(end_s[FORWARD, op.stage, op.micro]) if op.side == BACKWARD else 0.0
 
 
 def _end_s(op: PipelineOp, begin_s: float, stages: Stages) -> float:
-    if op.backward:
-        return begin_s + float(stages.backward_s[op.stage])
-    end_s = begin_s + float(stages.forward_s[op.stage])
-    if stages.gathered_s is not None and op.micro == 0:
+    end_s = begin_s + float(stages.pass_s[op.side, op.stage])
+    if stages.gathered_s is not None and op.side == FORWARD and op.micro == 0:
         return max(end_s, float(stages.gathered_s[op.stage]))
     return end_s
-
-
-def _sends(op: PipelineOp, count: int) -> bool:
-    return op.stage > 0 if op.backward else op.stage < count - 1
-
-
-def _arrival_s(op: PipelineOp, ends: dict[Key, float], stages: Stages, count: int) -> float | None:
-    """When what it computes from is there; None: not known yet."""
-    if not op.backward:
-        if op.stage == 0:
-            return 0.0
-        end = ends.get((0, op.stage - 1, op.micro))
-        return None if end is None else end + stages.send_s
-    if op.stage == count - 1:
-        return ends.get((0, op.stage, op.micro))
-    end = ends.get((1, op.stage + 1, op.micro))
-    return None if end is None else end + stages.send_s
 
 
 WAITS = ("tp", "cp", "ep")
@@ -174,27 +158,22 @@ class Pass:
         return sum(each.waits_s for each in self.segments if each.group == group)
 
 
-@dataclass(frozen=True, slots=True)
-class Passes:
-    forward: Pass
-    backward: Pass
-
-
-def passes_of(job: TrainJob, compute: Compute, once_s: Mapping[str, float]) -> Passes:
-    """`once_s`: of each kind of collective, on the network as it is then."""
-    forward = _pass(job, compute.forward, once_s, 0.0, job.constants.ep_hidden_share, ring_laps=1)
-    hidden = job.constants.tp_hidden_share, job.constants.ep_hidden_share
-    backward = _pass(job, compute.backward, once_s, *hidden, ring_laps=2)[::-1]
+def passes_of(
+    job: TrainJob, compute: tuple[PassCompute, PassCompute], once_s: Mapping[str, float]
+) -> tuple[Pass, Pass]:
+    """Return the forward and the backward pass. `once_s`: of each kind of collective, on the network as it is then."""
+    forward = _pass(job, compute[FORWARD], once_s, tp_hidden=0.0, ring_laps=1)
+    backward = _pass(job, compute[BACKWARD], once_s, tp_hidden=job.constants.tp_hidden_share, ring_laps=2)[::-1]
     if job.recompute:
         backward = (*forward, *backward)
-    return Passes(Pass(forward), Pass(backward))
+    return Pass(forward), Pass(backward)
 
 
 def _pass(
-    job: TrainJob, layer: LayerPass, once_s: Mapping[str, float], tp_hidden: float, ep_hidden: float, *, ring_laps: int
+    job: TrainJob, layer: PassCompute, once_s: Mapping[str, float], *, tp_hidden: float, ring_laps: int
 ) -> tuple[PassSegment, ...]:
     tensor = _waited("tp", once_s.get("tp", 0.0), tp_hidden)
-    experts = _waited("ep", once_s.get("ep", 0.0), ep_hidden)
+    experts = _waited("ep", once_s.get("ep", 0.0), job.constants.ep_hidden_share)
     dense = (tensor, tensor) if job.model.ffn else ()
     found = (
         tensor,
@@ -234,8 +213,7 @@ class StageLoad:
     """`crossing`: kinds of collectives that leave their server; only they take part in circuits and windows."""
 
     job: TrainJob
-    compute: Compute
-    passes: Passes
+    passes: tuple[Pass, Pass]  # forward, backward
     stages: Stages
     ops: tuple[tuple[PipelineOp, ...], ...]  # [rank]
     crossing: frozenset[str]
@@ -246,7 +224,7 @@ class StageLoad:
             return run(self.ops, self.stages, self.job.micro_batches)
         layout = self.job.layout
         chunk = np.arange(layout.stages) // layout.pp + 1
-        gathered_s = gather_s * chunk / layout.vpp + self.stages.forward_s / self.buckets
+        gathered_s = gather_s * chunk / layout.vpp + self.stages.pass_s[FORWARD] / self.buckets
         return run(self.ops, replace(self.stages, gathered_s=gathered_s), self.job.micro_batches)
 
     def sends(self, segment: PassSegment) -> bool:
@@ -259,18 +237,12 @@ class StageLoad:
         size = max(self.job.constants.bucket_parameters, 1e6 * self.job.layout.dp)
         return max(1, round(sum(stage_parameters(self.job)) / self.job.layout.vpp / size))
 
-    def head_s(self, op: PipelineOp) -> float:
-        if op.stage < self.job.layout.stages - 1:
-            return 0.0
-        return self.compute.head_backward_s if op.backward else self.compute.head_forward_s
-
     def op_s(self, op: PipelineOp) -> float:
-        return float((self.stages.backward_s if op.backward else self.stages.forward_s)[op.stage])
+        return float(self.stages.pass_s[op.side, op.stage])
 
     def sends_share(self, op: PipelineOp) -> float:
         """Of an op's time in which its collectives are on the network."""
-        each = self.passes.backward if op.backward else self.passes.forward
-        sends_s = sum(segment.sends_s for segment in each.segments if self.sends(segment))
+        sends_s = sum(segment.sends_s for segment in self.passes[op.side].segments if self.sends(segment))
         return min(1.0, sends_s * self.job.stage_layers[op.stage] / self.op_s(op))
 
 
@@ -278,21 +250,8 @@ def loaded(job: TrainJob, once_s: Mapping[str, float], crossing: frozenset[str])
     """`once_s`: of each kind of collective of forward and backward."""
     compute = compute_of(job)
     passes = passes_of(job, compute, once_s)
-    layers = np.array(job.stage_layers, np.float64)
-    head = np.zeros(len(layers))
-    head[-1] = 1.0
-    stages = Stages(
-        forward_s=layers * passes.forward.seconds + head * compute.head_forward_s,
-        backward_s=layers * passes.backward.seconds + head * compute.head_backward_s,
-        send_s=once_s.get("pp", 0.0),
-        blocks=job.layout.vpp == 1,  # Megatron overlaps point-to-point messages where stages are interleaved
-    )
-    ops = order(job.layout.pp, job.micro_batches, job.layout.vpp)
-    return StageLoad(job, compute, passes, stages, ops, crossing)
-
-
-def without_network(given: StageLoad) -> Floats:
-    """[rank] seconds that it computes and waits for collectives of its own passes."""
-    pp, micro = given.job.layout.pp, given.job.micro_batches
-    each = given.stages.forward_s + given.stages.backward_s
-    return np.array([micro * each[rank::pp].sum() for rank in range(pp)])
+    pass_s = np.outer([each.seconds for each in passes], job.stage_layers)
+    pass_s[:, -1] += [each.head_s for each in compute]
+    # Megatron overlaps point-to-point messages where stages are interleaved.
+    stages = Stages(pass_s, send_s=once_s.get("pp", 0.0), blocks=job.layout.vpp == 1)
+    return StageLoad(job, passes, stages, order(job.layout.pp, job.micro_batches, job.layout.vpp), crossing)

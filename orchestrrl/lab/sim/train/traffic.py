@@ -16,8 +16,6 @@ from orchestrrl.lab.sim.net.model import GpuFlows, Ints, MessageTransfer, Server
 from orchestrrl.lab.sim.train.compute import ACTIVATION_BYTES, stage_parameters
 from orchestrrl.lab.sim.train.model import TrainJob
 
-AXES = ("tp", "cp", "dp_cp", "pp", "ep", "expert_dp")
-
 
 def groups(job: TrainJob, axis: str) -> Ints:
     """[group, member], GPUs. `dp_cp`: those that hold the same dense parameters, over which their optimizer is split;
@@ -26,17 +24,14 @@ def groups(job: TrainJob, axis: str) -> Ints:
     ranks = job.first_gpu + np.arange(layout.gpus, dtype=np.int64)
     grid = ranks.reshape(layout.pp, layout.dp, layout.cp, layout.tp)
     experts = ranks.reshape(layout.pp, -1, layout.ep)
-    of = {
+    array, size = {
         "tp": (grid, layout.tp),
         "cp": (grid.transpose(0, 1, 3, 2), layout.cp),
         "dp_cp": (grid.transpose(0, 3, 1, 2), layout.dp * layout.cp),
         "pp": (grid.transpose(1, 2, 3, 0), layout.pp),
         "ep": (experts, layout.ep),
         "expert_dp": (experts.transpose(0, 2, 1), experts.shape[1]),
-    }
-    if axis not in of:
-        raise ValueError(f"unknown axis {axis!r}, known: {', '.join(AXES)}")
-    array, size = of[axis]
+    }[axis]
     return np.ascontiguousarray(array).reshape(-1, size)
 
 

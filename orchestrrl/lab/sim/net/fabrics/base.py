@@ -26,11 +26,11 @@ class FabricStage(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Period:
     """A stretch in which the traffic keeps its form (section 5.2 of the OrchestrRL paper): forward and backward,
-    gradients, generation between two deployments, a broadcast of weights. Hashed by its id: one id, one demand."""
+    gradients, generation between two deployments, a broadcast of weights. One id, one demand."""
 
     id: str
-    stage: FabricStage
-    demand: GpuFlows  # bytes that are expected in it
+    stage: FabricStage = field(compare=False)
+    demand: GpuFlows = field(compare=False)  # bytes that are expected in it
 
     @classmethod
     def of(cls, name: str, stage: FabricStage, demand: GpuFlows) -> "Period":
@@ -39,12 +39,6 @@ class Period:
         for each in (demand.src, demand.dst, demand.bytes):
             digest.update(each.tobytes())
         return cls(f"{name} {digest.hexdigest()[:16]}", stage, demand)
-
-    def __hash__(self) -> int:
-        return hash(self.id)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Period) and self.id == other.id
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +92,7 @@ class SimulatedFabric(ABC):
     servers: Servers
     failed: SimulatedFailures = field(default=NOTHING, kw_only=True)
     name: str = field(default="", kw_only=True)
+    _circuits: dict[Period | None, Any] = field(default_factory=dict, init=False)
     _networks: dict[Hashable, LinkNetwork] = field(default_factory=dict, init=False)
 
     @property
@@ -117,10 +112,16 @@ class SimulatedFabric(ABC):
 
     def changes(self, before: Period | None, after: Period) -> bool:
         """Whether circuits have to be changed between the two."""
-        return self.circuits_of(before) != self.circuits_of(after)
+        return bool(self.circuits_of(before) != self.circuits_of(after))
 
-    def circuits_of(self, period: Period | None) -> Hashable:
-        """Return what tells the circuits of a period from those of others."""
+    def circuits_of(self, period: Period | None) -> Any:
+        """Return what tells the circuits of a period from those of others; it can be hashed."""
+        if period not in self._circuits:
+            self._circuits[period] = self._circuits_for(period)
+        return self._circuits[period]
+
+    def _circuits_for(self, period: Period | None) -> Any:
+        """Work out what `circuits_of` returns."""
         return None
 
     @abstractmethod

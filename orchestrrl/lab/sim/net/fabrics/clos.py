@@ -32,7 +32,7 @@ from orchestrrl.lab.sim.net.fabrics.base import (
     SimulatedFailures,
     refuse,
 )
-from orchestrrl.lab.sim.net.fabrics.hosts import HostNetwork, Legs, LinkRows, Wiring, left
+from orchestrrl.lab.sim.net.fabrics.hosts import Between, HostNetwork, Legs, LinkRows, Wiring, left
 from orchestrrl.lab.sim.net.model import Floats, FlowRoutes, Ints, LinkNetwork, LinkTier, Servers
 from planner.fabric.generate import ShapeFault
 
@@ -77,49 +77,33 @@ class ClosCabling:
         )
 
 
-@dataclass(frozen=True, eq=False)
-class TreeLinks:
-    """A tree's bundles among the links of a network."""
+def lay_tree(
+    tree: ClosCabling, servers: Servers, failed: SimulatedFailures, wiring: Wiring, first_node: int
+) -> Between:
+    """Lay the bundles of a tree, and return what leads from ToR to ToR. ToRs are nodes from `first_node` on, then PoDs,
+    then the core."""
+    tors, pods = first_node + np.arange(len(tree.pod_of)), first_node + len(tree.pod_of) + np.arange(tree.pods)
+    core = first_node + len(tors) + len(pods)
+    of_tor = tree.tor_uplinks * servers.nic_bytes_per_s * left(failed.tor_uplinks, len(tors))
+    of_pod = tree.pod_uplinks * servers.nic_bytes_per_s * left(failed.pod_uplinks, tree.pods)
+    tor_up = wiring.lay(LinkTier.AGG, of_tor, tors, pods[tree.pod_of])
+    tor_down = wiring.lay(LinkTier.AGG, of_tor, pods[tree.pod_of], tors)
+    pod_up = wiring.lay(LinkTier.CORE, of_pod, pods, core)
+    pod_down = wiring.lay(LinkTier.CORE, of_pod, core, pods)
 
-    tree: ClosCabling
-    servers: Servers
-    tor_up: int  # the first of each; that of ToR t is as far on
-    tor_down: int
-    pod_up: int
-    pod_down: int
-
-    @classmethod
-    def lay(
-        cls, tree: ClosCabling, servers: Servers, failed: SimulatedFailures, wiring: Wiring, first_node: int
-    ) -> "TreeLinks":
-        """ToRs are nodes from `first_node` on, then PoDs, then the core."""
-        tors, pods = first_node + np.arange(len(tree.pod_of)), first_node + len(tree.pod_of) + np.arange(tree.pods)
-        core = first_node + len(tors) + len(pods)
-        of_tor = tree.tor_uplinks * servers.nic_bytes_per_s * left(failed.tor_uplinks, len(tors))
-        of_pod = tree.pod_uplinks * servers.nic_bytes_per_s * left(failed.pod_uplinks, tree.pods)
-        return cls(
-            tree,
-            servers,
-            wiring.lay(LinkTier.AGG, of_tor, tors, pods[tree.pod_of]),
-            wiring.lay(LinkTier.AGG, of_tor, pods[tree.pod_of], tors),
-            wiring.lay(LinkTier.CORE, of_pod, pods, core),
-            wiring.lay(LinkTier.CORE, of_pod, core, pods),
-        )
-
-    def add(self, rows: LinkRows, legs: Legs, some: Ints) -> Floats:
-        """From ToR to ToR. Returns the seconds of switches, and of the links beside those of NICs."""
-        tree = self.tree
+    def between(rows: LinkRows, legs: Legs, some: Ints) -> Floats:
+        """The seconds are of switches, and of the links beside those of NICs."""
         one, other = tree.tor_of[legs.src_nic[some]], tree.tor_of[legs.dst_nic[some]]
         here, there = tree.pod_of[one], tree.pod_of[other]
         apart, far = one != other, here != there
-        rows.add(some[apart], self.tor_up + one[apart])
-        rows.add(some[far], self.pod_up + here[far])
-        rows.add(some[far], self.pod_down + there[far])
-        rows.add(some[apart], self.tor_down + other[apart])
+        rows.add(some[apart], tor_up + one[apart])
+        rows.add(some[far], pod_up + here[far])
+        rows.add(some[far], pod_down + there[far])
+        rows.add(some[apart], tor_down + other[apart])
         higher = apart.astype(np.int64) + far
-        return np.asarray(
-            higher * 2 * self.servers.propagation_s + (1 + 2 * higher) * self.servers.processing_s, np.float64
-        )
+        return np.asarray(higher * 2 * servers.propagation_s + (1 + 2 * higher) * servers.processing_s, np.float64)
+
+    return between
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,10 +126,10 @@ class Clos(SimulatedFabric):
         hosts = HostNetwork(self.servers, self.failed, self.rails)
         wiring = Wiring()
         first_up = hosts.lay(wiring, hosts.nodes + self.tree.tor_of)
-        links = TreeLinks.lay(self.tree, self.servers, self.failed, wiring, hosts.nodes)
+        between = lay_tree(self.tree, self.servers, self.failed, wiring, hosts.nodes)
 
         def router(src: Ints, dst: Ints) -> FlowRoutes:
-            return hosts.routes(hosts.legs(src, dst), first_up, links.add)
+            return hosts.routes(hosts.legs(src, dst), first_up, between)
 
         return wiring.network(self.servers, router, self.name)
 

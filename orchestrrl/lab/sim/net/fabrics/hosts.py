@@ -119,7 +119,7 @@ class Legs:
         return replace(found, share=found.share / counts[was]), was
 
 
-NO_NIC = -1
+NO_NIC = -1  # the last row of a table by NIC
 # Adds the links of some of the legs to the rows; returns the seconds that passing them takes.
 Between = Callable[[LinkRows, Legs, Ints], Floats]
 
@@ -149,13 +149,15 @@ class HostNetwork:
 
     @cached_property
     def _stand_ins(self) -> tuple[Ints, Ints]:
-        """Of each NIC those that carry its traffic, in rows: itself, or all that its server has left."""
+        """Of each NIC those that carry its traffic, in rows: itself, or all that its server has left. The last row is
+        that of NO_NIC."""
         own = self.servers.nics_per_server
         usable = sorted(set(self.place)) if self.place else list(range(own))
         rows: list[list[int]] = []
         for nic in range(self.servers.nics):
             first = nic - nic % own
             rows.append([nic] if self.nic_works[nic] else [first + n for n in usable if self.nic_works[first + n]])
+        rows.append([NO_NIC])
         begin = np.cumsum([0, *map(len, rows)])
         return begin, np.array([nic for row in rows for nic in row], np.int64)
 
@@ -218,13 +220,10 @@ class HostNetwork:
     def _spread(self, legs: Legs, nics: Ints) -> tuple[Legs, Ints]:
         """Over the NICs that stand in for those of one side, and these NICs. Raises ValueError where none is left."""
         begin, stand_ins = self._stand_ins
-        counts = np.where(nics == NO_NIC, 1, np.diff(begin)[nics])
+        counts = np.diff(begin)[nics]
         if not counts.all():
             raise ValueError(f"no NIC works any more beside NIC {nics[counts == 0][0]}")
-        found, was = legs.spread(counts)
-        within = np.arange(len(was)) - np.repeat(np.cumsum(counts) - counts, counts)
-        inside = nics[was] == NO_NIC
-        return found, np.where(inside, NO_NIC, stand_ins[np.where(inside, 0, begin[nics[was]] + within)])
+        return legs.spread(counts)[0], stand_ins[expand(begin, nics)[1]]
 
     def routes(self, legs: Legs, first_up: int, between: Between, direct: Between | None = None) -> FlowRoutes:
         """`between`: from NICs' links up to NICs' links down, without the propagation of the NICs' own. `direct`: from

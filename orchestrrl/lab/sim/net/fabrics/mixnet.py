@@ -19,7 +19,7 @@ import numpy as np
 
 from orchestrrl.lab.sim.net.fabrics.base import Count, Inventory, Period, Pods, Radix, SimulatedFabric, refuse
 from orchestrrl.lab.sim.net.fabrics.circuits import CircuitLinks, Device
-from orchestrrl.lab.sim.net.fabrics.clos import RADIX, SERVERS_PER_POD, ClosCabling, TreeLinks, blocked_tree
+from orchestrrl.lab.sim.net.fabrics.clos import RADIX, SERVERS_PER_POD, ClosCabling, blocked_tree, lay_tree
 from orchestrrl.lab.sim.net.fabrics.hosts import HostNetwork, Legs, LinkRows, Wiring
 from orchestrrl.lab.sim.net.fabrics.topoopt import server_demand
 from orchestrrl.lab.sim.net.model import Floats, FlowRoutes, Ints, LinkNetwork, Servers
@@ -63,7 +63,6 @@ class MixNet(SimulatedFabric):
     servers_per_region: int
     device: str
     name: str = field(default="mixnet", kw_only=True)
-    _circuits: dict[str, Ints] = field(default_factory=dict, init=False)
 
     @property
     def reconfigures_s(self) -> float:
@@ -74,9 +73,6 @@ class MixNet(SimulatedFabric):
         """Its regions: what leaves one has the tree's NICs alone."""
         return Pods(np.arange(self.servers.count) // self.servers_per_region, apart=True)
 
-    def circuits_of(self, period: Period | None) -> bytes:
-        return self.circuits(period).tobytes()
-
     def inventory(self) -> Inventory:
         """A NIC at an OCS has one transceiver, one fibre and one port there."""
         optical = self.servers.count * self.optical
@@ -86,15 +82,11 @@ class MixNet(SimulatedFabric):
 
     def circuits(self, period: Period | None) -> Ints:
         """[server, server], how many join the two; alike between all of a region at rest."""
-        name = "" if period is None else f"period {period.id}"
-        if name not in self._circuits:
-            count = self.servers.count
-            demand = np.ones((count, count)) if period is None else server_demand(self.servers, period.demand)
-            self._circuits[name] = self._allotted(demand)
-        return self._circuits[name]
+        return np.frombuffer(self.circuits_of(period), np.int64).reshape(self.servers.count, -1)
 
-    def _allotted(self, demand: Floats) -> Ints:
+    def _circuits_for(self, period: Period | None) -> bytes:
         servers = self.servers
+        demand = np.ones((servers.count,) * 2) if period is None else server_demand(servers, period.demand)
         works = self._hosts.nic_works.reshape(servers.count, -1)[:, : self.optical].sum(axis=1)
         circuits = np.zeros((servers.count, servers.count), np.int64)
         for first in range(0, servers.count, self.servers_per_region):
@@ -112,7 +104,7 @@ class MixNet(SimulatedFabric):
             )
             for (one_id, other_id), count in allocate(problem).circuits.items():
                 circuits[int(one_id), int(other_id)] = circuits[int(other_id), int(one_id)] = count
-        return circuits
+        return circuits.tobytes()
 
     @cached_property
     def _hosts(self) -> HostNetwork:
@@ -127,7 +119,7 @@ class MixNet(SimulatedFabric):
         server_nodes = servers.nics + np.arange(servers.nics) // servers.nics_per_server
         ports = np.where(self.tree.tor_of < 0, server_nodes, hosts.nodes + self.tree.tor_of)
         first_up = hosts.lay(wiring, ports)
-        tree = TreeLinks.lay(self.tree, servers, self.failed, wiring, hosts.nodes)
+        over_tree = lay_tree(self.tree, servers, self.failed, wiring, hosts.nodes)
         links = CircuitLinks.between_servers(wiring, joined, servers)
 
         def router(src: Ints, dst: Ints) -> FlowRoutes:
@@ -137,6 +129,6 @@ class MixNet(SimulatedFabric):
             def direct(rows: LinkRows, legs: Legs, some: Ints) -> Floats:
                 return links.add(rows, some, hosts.server_of(legs.src[some]), hosts.server_of(legs.dst[some]), 0.0)
 
-            return hosts.routes(hosts.legs(src, dst, direct=joins), first_up, tree.add, direct)
+            return hosts.routes(hosts.legs(src, dst, direct=joins), first_up, over_tree, direct)
 
         return wiring.network(servers, router, self.name)

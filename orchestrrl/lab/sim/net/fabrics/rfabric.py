@@ -112,7 +112,6 @@ class RFabric(SimulatedFabric):
     roles: bool
     allocation: Allocation = "traffic"
     name: str = field(default="rfabric", kw_only=True)
-    _plans: dict[str, frozenset[PortPair]] = field(default_factory=dict, init=False)
 
     @property
     def pods(self) -> Pods:
@@ -137,15 +136,13 @@ class RFabric(SimulatedFabric):
             fibers=nics + up + lanes,
         )
 
-    def circuits_of(self, period: Period | None) -> frozenset[PortPair]:
+    def _circuits_for(self, period: Period | None) -> frozenset[PortPair]:
         if period is None or self.allocation == "fixed":
             return self.circuits.at_rest
-        if period.id not in self._plans:
-            demand = self.tor_demand(period.demand)
-            if self.allocation == "uniform":
-                demand = np.where(demand > 0, 1.0, 0.0)
-            self._plans[period.id] = self.circuits.of_period(period.id, Stage(period.stage), demand)
-        return self._plans[period.id]
+        demand = self.tor_demand(period.demand)
+        if self.allocation == "uniform":
+            demand = np.where(demand > 0, 1.0, 0.0)
+        return self.circuits.of_period(period.id, Stage(period.stage), demand)
 
     def tor_demand(self, flows: GpuFlows) -> Floats:
         """[tor, tor], bytes that have to leave a ToR for another. Servers without a NIC have none."""

@@ -28,7 +28,7 @@ from planner.fabric.model import EndpointId, OcsId, PortPair, pair_of, partners
 from planner.fabric.plan import FabricFailures as FailedPorts
 from planner.fabric.plan import FabricState
 from planner.fabric.templates import TEMPLATES, StageTemplate
-from planner.fabric.topology import PodRole, Server, Site, Switch, Tier
+from planner.fabric.topology import PodRole, Server, Site, Switch
 from planner.fabric.topology import Tier as SiteTier
 from planner.model import GpuId, Hold
 
@@ -64,7 +64,7 @@ def _wanted(site: Site, here: Sequence[Server]) -> Mapping[EndpointId, int]:
     """Fibres of each ToR and uplink in its PoD."""
     if len(site.tors) == len({tor.rail for tor in site.tors}):
         return Counter()
-    fibres = {endpoint: len(ends) for endpoint, ends in site.fibres[Tier.AGG].items()}
+    fibres = {endpoint: len(ends) for endpoint, ends in site.fibres[SiteTier.AGG].items()}
     tors, tor_places = _by_tor(here), _by_tor(site.servers)
     pods, pod_places = (Counter(each.pod for each in some) for some in (here, site.servers))
     return {tor.id: -(-fibres[tor.id] * tors[tor.id] // tor_places[tor.id]) for tor in site.tors} | {

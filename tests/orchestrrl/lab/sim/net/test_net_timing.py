@@ -14,7 +14,7 @@ from orchestrrl.lab.sim.net.collectives import (
     p2p,
     reduce_scatter,
 )
-from orchestrrl.lab.sim.net.fluid import seconds, tier_bytes
+from orchestrrl.lab.sim.net.fluid import finish_s, seconds, tier_bytes
 from orchestrrl.lab.sim.net.model import GpuFlows, LinkNetwork, LinkTier, MessageTransfer, Servers
 
 TESTBED = Servers(5)  # of figure 12(c) in the OrchestrRL paper: 40 GPUs, NICs of 200 Gbit/s
@@ -25,30 +25,26 @@ def rail_testbed() -> LinkNetwork:
     return two_tiers(TESTBED, servers_per_tor=5, rails=True)
 
 
-def elapsed_s(network: LinkNetwork, transfer: MessageTransfer) -> float:
-    return float(seconds(network, [transfer])[0])
-
-
 def test_ring_over_servers_of_one_gpu_each_takes_its_closed_form() -> None:
     servers = Servers(6, gpus_per_server=1, nics_per_server=1)
     transfer = all_reduce(range(6), MUCH, servers)
     latency_s = 2 * servers.propagation_s + servers.processing_s
     assert transfer.overhead_s == RingChoice(RankShape(tuple(range(6)), (0,) * 6), Protocol.SIMPLE, 2).overhead_s
     expected = 2 * 5 / 6 * MUCH / servers.nic_bytes_per_s + 10 * latency_s + transfer.overhead_s
-    assert elapsed_s(one_switch(servers), transfer) == pytest.approx(expected, rel=1e-9)
+    assert seconds(one_switch(servers), transfer) == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize("what", [all_reduce, all_gather, reduce_scatter])
 def test_large_messages_reach_what_all_nics_together_carry(what) -> None:  # type: ignore[no-untyped-def]
     n, size = 40, MUCH if what is all_reduce else MUCH / 40
     bus = 2 * (n - 1) / n if what is all_reduce else n - 1
-    rate = bus * size / elapsed_s(rail_testbed(), what(range(n), size, TESTBED))
+    rate = bus * size / seconds(rail_testbed(), what(range(n), size, TESTBED))
     assert rate == pytest.approx(8 * TESTBED.nic_bytes_per_s, rel=0.02)
 
 
 def test_bus_bandwidth_rises_with_the_message() -> None:
     sizes = 2.0 ** np.arange(12, 34)
-    bus = [2 * 39 / 40 * size / elapsed_s(rail_testbed(), all_reduce(range(40), size, TESTBED)) for size in sizes]
+    bus = [2 * 39 / 40 * size / seconds(rail_testbed(), all_reduce(range(40), size, TESTBED)) for size in sizes]
     assert bus == sorted(bus)
 
 
@@ -57,27 +53,25 @@ def test_three_to_one_triples_the_time_of_what_goes_up() -> None:
     across = all_to_all(range(64), MUCH, servers)
     free, narrow = (two_tiers(servers, servers_per_tor=4, oversubscribed=each) for each in (1.0, 3.0))
     remote = 32 / 64 * MUCH / servers.nic_bytes_per_s  # of what a GPU gives, half goes to servers under the other ToR
-    assert elapsed_s(free, across) - across.overhead_s == pytest.approx(
+    assert seconds(free, across) - across.overhead_s == pytest.approx(
         56 / 64 * MUCH / servers.nic_bytes_per_s, rel=1e-3
     )
-    assert elapsed_s(narrow, across) - across.overhead_s == pytest.approx(3 * remote, rel=1e-3)
+    assert seconds(narrow, across) - across.overhead_s == pytest.approx(3 * remote, rel=1e-3)
 
 
 def test_what_goes_on_at_once_shares_and_ends_each_by_itself() -> None:
     servers = Servers(3)
     short, long = p2p([0, 16], 1e9, servers), p2p([8, 16], 3e9, servers)
     alone = 1e9 / servers.nic_bytes_per_s
-    first, second = seconds(one_switch(servers), [short, long])
-    rest = short.overhead_s + 2 * servers.propagation_s + servers.processing_s
-    assert first == pytest.approx(2 * alone + rest)
-    assert second == pytest.approx(4 * alone + rest)
+    first, second = finish_s(one_switch(servers), GpuFlows.joined([short.flows, long.flows]))
+    assert first == pytest.approx(2 * alone)
+    assert second == pytest.approx(4 * alone)
 
 
 def test_nothing_to_do_takes_no_time() -> None:
     servers = Servers(2)
-    assert elapsed_s(one_switch(servers), all_reduce([3], 1e9, servers)) == 0
-    assert elapsed_s(one_switch(servers), MessageTransfer(GpuFlows.none())) == 0
-    assert len(seconds(one_switch(servers), [])) == 0
+    assert seconds(one_switch(servers), all_reduce([3], 1e9, servers)) == 0
+    assert seconds(one_switch(servers), MessageTransfer(GpuFlows.none())) == 0
 
 
 def test_bytes_of_a_tier_are_counted_up_and_down() -> None:
@@ -90,4 +84,4 @@ def test_bytes_of_a_tier_are_counted_up_and_down() -> None:
 def test_a_transfer_over_a_dead_link_never_ends() -> None:
     servers = Servers(8)
     dead = two_tiers(servers, oversubscribed=np.inf)
-    assert elapsed_s(dead, p2p([0, 63], 1e6, servers)) == np.inf
+    assert seconds(dead, p2p([0, 63], 1e6, servers)) == np.inf

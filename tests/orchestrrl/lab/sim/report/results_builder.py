@@ -54,7 +54,7 @@ def result(network_usd: float = 1.5e6, scenario: dict[str, Any] = SCENARIO, **of
 def bare(**changes: Any) -> ClusterResult:
     """Nothing in it but that it ran."""
     empty = RlRun("", "", 1, 0.0, 0, 0.0, (), (), {}, {})
-    return ClusterResult({}, replace(empty, **changes), Bill(0.0))
+    return ClusterResult(replace(empty, **changes), Bill(0.0))
 
 
 def several() -> list[ClusterResult]:

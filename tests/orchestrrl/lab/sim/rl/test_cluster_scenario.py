@@ -3,13 +3,13 @@
 import pytest
 import yaml
 
+from orchestrrl.core.documents import parse_yaml
 from orchestrrl.core.errors import ProblemFaults
 from orchestrrl.lab.sim.rl.faults import ClusterFaultSchedule, ClusterFaultSection, FaultyPart
 from orchestrrl.lab.sim.rl.scenario import (
     FOLDER,
     layout_named,
     load_cluster_scenario,
-    parse_cluster_scenario,
     scenario_of,
 )
 from orchestrrl.lab.sim.scenario import scenario_names
@@ -36,7 +36,7 @@ def test_the_shipped_ones_are_sound(name: str) -> None:
 
 
 def test_what_follows_from_a_scenario() -> None:
-    scenario = parse_cluster_scenario(TEXT)
+    scenario = scenario_of(parse_yaml(TEXT))
     assert scenario.servers.gpus == 32
     assert scenario.train_layout.dp == 4
     assert scenario.samples == 16
@@ -180,13 +180,13 @@ def test_the_same_gpus_may_do_both() -> None:
     assert paths(changed) == {"loop"}
     changed["loop"]["mode"] = "synchronous"
     shared = scenario_of(changed)
-    assert (shared.cluster.gpus, shared.cluster.generating, shared.cluster.first_generating) == (16, 16, 0)
+    assert (shared.cluster.gpus, shared.cluster.generating) == (16, range(16))
 
 
 @pytest.mark.parametrize("text", ["- 1", "name: [", "generation: 3\ndaemon: 4\nfabrics: 1\n", "fabrics: [1]\n"])
 def test_nonsense_is_told_and_not_raised(text: str) -> None:
     with pytest.raises(ProblemFaults):
-        parse_cluster_scenario(text)
+        scenario_of(parse_yaml(text))
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:

@@ -10,7 +10,6 @@ from orchestrrl.lab.sim.net.model import Servers
 from orchestrrl.lab.sim.rl.generation import EnginesOnFabric
 from orchestrrl.lab.sim.rl.generation_fleet import (
     SENT_BYTES,
-    GenGpus,
     Hardware,
     deployed,
     exchange,
@@ -26,7 +25,7 @@ from planner.cost.models import model_named
 from planner.cost.profile import Parallelism
 
 SERVERS = Servers(16)
-WHERE = GenGpus(0, 128)
+WHERE = range(128)
 EP16 = Parallelism(tp=1, dp=16, ep=16)
 AFD = Parallelism(attention_gpus=16, ffn_gpus=8, micro_batches=3)
 MOE = Hardware(model_named("qwen3-235b-a22b"), gpu_named("h800"), engine_named("vllm"))
@@ -47,7 +46,7 @@ def fabric(kind: str = "fat_tree", servers: Servers = SERVERS, **options: object
 
 def test_instances_stay_inside_servers_or_take_whole_ones() -> None:
     assert deployed(Parallelism(tp=4), WHERE, SERVERS).gpus.shape == (32, 4)
-    wide = deployed(Parallelism(tp=24), GenGpus(8, 64), SERVERS)
+    wide = deployed(Parallelism(tp=24), range(8, 72), SERVERS)
     assert wide.gpus.tolist() == [list(range(8, 32)), list(range(32, 56))]
     afd = deployed(AFD, WHERE, SERVERS)
     assert afd.attention[0].tolist() == list(range(16))
@@ -56,7 +55,7 @@ def test_instances_stay_inside_servers_or_take_whole_ones() -> None:
         deployed(Parallelism(tp=12), WHERE, SERVERS)
 
 
-def servers_of(parallelism: Parallelism, where: GenGpus, pods: Pods) -> list[list[int]]:
+def servers_of(parallelism: Parallelism, where: range, pods: Pods) -> list[list[int]]:
     fleet = deployed(parallelism, where, SERVERS, pods)
     assert len(np.unique(fleet.gpus)) == fleet.gpus.size
     return [sorted(set((gpus // 8).tolist())) for gpus in fleet.gpus]
@@ -64,13 +63,13 @@ def servers_of(parallelism: Parallelism, where: GenGpus, pods: Pods) -> list[lis
 
 def test_instances_that_fit_into_a_pod_stay_inside_one() -> None:
     """Eleven servers of PoDs of four, the first of which another stage has a server of."""
-    where, wide = GenGpus(8, 88), Parallelism(tp=24)
+    where, wide = range(8, 96), Parallelism(tp=24)
     apart, together = (Pods(np.arange(16) // 4, apart=each) for each in (True, False))
     inside = [[1, 2, 3], [4, 5, 6], [8, 9, 10]]
     assert servers_of(wide, where, apart) == inside
     assert left_idle(deployed(wide, where, SERVERS, apart), where) == 0
     assert servers_of(Parallelism(tp=16), where, apart) == [[1, 2], [4, 5], [6, 7], [8, 9], [10, 11]]
-    more = GenGpus(8, 96)  # twelve: the fourth would lie in three PoDs
+    more = range(8, 104)  # twelve: the fourth would lie in three PoDs
     assert servers_of(wide, more, apart) == inside
     assert left_idle(deployed(wide, more, SERVERS, apart), more) == 24
     assert servers_of(wide, more, together) == [[1, 2, 3], [4, 5, 6], [7, 11, 12], [8, 9, 10]]

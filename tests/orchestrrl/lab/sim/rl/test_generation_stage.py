@@ -7,11 +7,10 @@ from orchestrrl.lab.sim.net.fabrics.registry import build
 from orchestrrl.lab.sim.net.model import Servers
 from orchestrrl.lab.sim.rl.generation import (
     EnginesOnFabric,
-    RedeploymentCase,
     generation_stages,
     redeployed_stage,
 )
-from orchestrrl.lab.sim.rl.generation_fleet import GenGpus, Hardware
+from orchestrrl.lab.sim.rl.generation_fleet import Hardware
 from orchestrrl.lab.sim.rl.model import GenStage
 from orchestrrl.lab.sim.rl.scenario import GenerationSection
 from orchestrrl.lab.sim.scenario import LognormalLengths, WorkloadSection
@@ -38,7 +37,7 @@ DAEMON = {"slow": {"interval_s": 5.0, "epsilon_s": 0.5, "cooldown_s": 5.0, "work
 
 def generation(gpus: int = 16) -> EnginesOnFabric:
     section, layouts = GenerationSection(workload=WORKLOAD, initial="tp2"), (Parallelism(tp=2), Parallelism(tp=8))
-    return EnginesOnFabric(section, HARDWARE, GenGpus(32, gpus), fabric(), layouts, DAEMON)
+    return EnginesOnFabric(section, HARDWARE, range(32, 32 + gpus), fabric(), layouts, DAEMON)
 
 
 def fabric(kind: str = "fat_tree", servers: Servers = SERVERS, **options: object) -> SimulatedFabric:
@@ -92,16 +91,11 @@ def test_an_unknown_arm_is_refused() -> None:
 
 def test_by_order_engines_change_once_and_a_faster_fabric_is_never_slower() -> None:
     """From AFD, whose exchanges and KV cross servers, to TP, whose do not."""
-    case = RedeploymentCase(
-        Hardware(MOE, gpu_named("h800"), paper_engine(MOE)),
-        GenGpus(32, 32),
-        AFD,
-        Parallelism(tp=4),
-        tuple(requests_of_step(WORKLOAD, 1, 0)),
-        0.5,
+    hardware, requests = Hardware(MOE, gpu_named("h800"), paper_engine(MOE)), requests_of_step(WORKLOAD, 1, 0)
+    fast, slow = (
+        redeployed_stage(hardware, range(32, 64), (AFD, Parallelism(tp=4)), requests, 0.5, each)
+        for each in (fabric(), fabric("oversubscribed", ratio=4.0, radix=10))
     )
-    fast = redeployed_stage(case, fabric())
-    slow = redeployed_stage(case, fabric("oversubscribed", ratio=4.0, radix=10))
     for stage in (fast, slow):
         check(stage, 128)
         assert list(stage.phases_s) == ["afd8+8x2", "redeploying", "moving KV", "tp4"]

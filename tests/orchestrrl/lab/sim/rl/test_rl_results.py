@@ -34,7 +34,7 @@ def result(samples_per_s: float = 2.0) -> ClusterResult:
         remaining=((0.0, 8), (3.0, 0)),
         notes=("short",),
     )
-    return ClusterResult(SCENARIO, run, Bill(4e6, {"nics": 4e6}), {"compute": 1.0}, 0.4)
+    return ClusterResult(run, Bill(4e6, {"nics": 4e6}), {"compute": 1.0}, 0.4, scenario=SCENARIO)
 
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
@@ -76,12 +76,13 @@ def test_nothing_is_left_where_writing_fails(tmp_path: Path) -> None:
 def test_faults_name_their_file(tmp_path: Path) -> None:
     path = write(tmp_path, SCENARIO, [result()])
     document = json.loads(path.read_text())
-    document["results"][0]["run"]["seconds"] = "long"
+    document["results"][0]["run"] |= {"seconds": "long", "samples_per_s": float("nan")}
     path.write_text(json.dumps(document))
     (tmp_path / "x.json").write_text("{")
     with pytest.raises(ProblemFaults) as caught:
         read(tmp_path)
-    assert [fault.split(": ")[1] for fault in caught.value.faults] == ["run.seconds", "(document)"]
+    told = [fault.split(": ")[1] for fault in caught.value.faults]
+    assert told == ["results[0].run.seconds", "results[0].run.samples_per_s", "(document)"]
     empty = tmp_path / "empty"
     empty.mkdir()
     with pytest.raises(ProblemFaults, match="has no results"):

@@ -11,7 +11,7 @@ from orchestrrl.lab.sim.net.fluid import summed
 from orchestrrl.lab.sim.net.model import GpuFlows, Servers
 from orchestrrl.lab.sim.report_page.charts import stage_s, tier_gbps
 from orchestrrl.lab.sim.rl.generation import EnginesOnFabric
-from orchestrrl.lab.sim.rl.generation_fleet import GenGpus, Hardware, Leaving, OverFabric, deployed, token_flows
+from orchestrrl.lab.sim.rl.generation_fleet import Hardware, Leaving, OverFabric, deployed, token_flows
 from orchestrrl.lab.sim.rl.run import run_cluster
 from orchestrrl.lab.sim.rl.scenario import GenerationSection, scenario_of
 from orchestrrl.lab.sim.rl.stages import ArmTimes, FabricStages
@@ -28,7 +28,7 @@ from planner.model import ConfigurationId, GpuId, RequestId
 from tests.orchestrrl.lab.sim.rl.cluster_builders import document
 
 SERVERS = Servers(8)
-WHERE = GenGpus(16, 48)
+WHERE = range(16, 64)
 FABRIC = build("fat_tree", SERVERS)
 DENSE, MOE = model_named("qwen2.5-14b"), model_named("qwen3-235b-a22b")
 LENGTHS = LognormalLengths(kind="lognormal", median_tokens=50, sigma=0.5)
@@ -47,7 +47,7 @@ def sent(parallelism: Parallelism, model: str = "qwen2.5-14b") -> tuple[float, f
     fleet = deployed(parallelism, WHERE, SERVERS)
     flows = token_flows(fleet, model_named(model), SERVERS)
     inside = flows.src // 8 == flows.dst // 8
-    assert np.isin(flows.src, WHERE.all).all()
+    assert np.isin(flows.src, WHERE).all()
     return float(flows.bytes[inside].sum()), float(flows.bytes[~inside].sum())
 
 
@@ -107,11 +107,11 @@ def test_kv_that_moves_is_on_the_tiers() -> None:
 @pytest.mark.parametrize("scheme", ["tree", "naive", "two_stage"])
 def test_weights_leave_and_enter_by_nics(kind: str, scheme: str) -> None:
     fabric = build(kind, SERVERS)
-    fleets = [deployed(Parallelism(tp=4), WHERE, SERVERS)]
-    shards, site = shards_of(JOB, fleets, SERVERS.gpus_per_server), site_of(fabric.network(None))
+    fleet = deployed(Parallelism(tp=4), WHERE, SERVERS)
+    shards, site = shards_of(JOB, fleet, SERVERS.gpus_per_server), site_of(fabric.network(None))
     flows = GpuFlows.joined([step.flows for step in steps_of(scheme, shards, site, SERVERS)])
     sent_bytes = flows.bytes[flows.cross(SERVERS)].sum()
-    assert sync_stage(JOB, fleets, fabric, scheme).tier_bytes["nic"] == pytest.approx(2 * sent_bytes, rel=0.01)
+    assert sync_stage(JOB, fleet, fabric, scheme).tier_bytes["nic"] == pytest.approx(2 * sent_bytes, rel=0.01)
 
 
 def test_answers_go_to_training_once() -> None:
@@ -119,7 +119,7 @@ def test_answers_go_to_training_once() -> None:
     assert stream.bytes == 64 * 1000 * TOKEN_BYTES
     assert stream.tier_bytes["nic"] == pytest.approx(2 * stream.bytes)
     assert 0 < stream.seconds < 0.01
-    shared = response_stream(replace(JOB, layout=TrainLayout(tp=4, dp=12)), GenGpus(0, 48), FABRIC)
+    shared = response_stream(replace(JOB, layout=TrainLayout(tp=4, dp=12)), range(48), FABRIC)
     assert (shared.seconds, shared.tier_bytes) == (0.0, {})
 
 

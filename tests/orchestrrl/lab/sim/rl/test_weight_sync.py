@@ -10,7 +10,7 @@ import pytest
 from orchestrrl.lab.sim.net.fabrics.base import Period, SimulatedFabric
 from orchestrrl.lab.sim.net.fabrics.registry import KINDS, build
 from orchestrrl.lab.sim.net.model import FlowRoutes, Ints, LinkNetwork, Servers
-from orchestrrl.lab.sim.rl.generation_fleet import GenGpus, UniformFleet, deployed
+from orchestrrl.lab.sim.rl.generation_fleet import UniformFleet, deployed
 from orchestrrl.lab.sim.rl.model import SCHEMES
 from orchestrrl.lab.sim.rl.weight_sync import FlowStep, bound_s, problem_of, steps_of, sync_stage
 from orchestrrl.lab.sim.rl.weight_sync_shards import ServerShard, SyncSite, parameters_of, shards_of, site_of
@@ -21,7 +21,7 @@ from planner.cost.profile import Parallelism
 from planner.sync_tree.plan import make_plan
 
 SERVERS = Servers(16)
-GEN = GenGpus(64, 64)
+GEN = range(64, 128)
 DENSE = TrainJob(model_named("qwen2.5-7b"), gpu_named("h800"), TrainLayout(tp=4, pp=2, dp=8), 64, 1000.0)
 MOE = TrainJob(model_named("qwen2-57b-a14b"), gpu_named("h800"), TrainLayout(tp=4, dp=16, ep=8), 64, 1000.0)
 LAYOUTS = [
@@ -39,8 +39,8 @@ def fabric(kind: str = "fat_tree", servers: Servers = SERVERS, **options: object
     return build(kind, servers, **options)
 
 
-def engines(parallelism: Parallelism) -> list[UniformFleet]:
-    return [deployed(parallelism, GEN, SERVERS)]
+def engines(parallelism: Parallelism) -> UniformFleet:
+    return deployed(parallelism, GEN, SERVERS)
 
 
 def shards(job: TrainJob, parallelism: Parallelism) -> tuple[ServerShard, ...]:
@@ -57,7 +57,7 @@ def test_parameters_are_the_model_s(name: str) -> None:
 @pytest.mark.parametrize(("job", "parallelism"), LAYOUTS)
 def test_every_engine_gets_the_whole_model(job: TrainJob, parallelism: Parallelism) -> None:
     """Each GPU's bytes, over an engine's GPUs: the model, and what ranks have in common."""
-    (fleet,) = engines(parallelism)
+    fleet = engines(parallelism)
     needed = np.zeros(SERVERS.gpus)
     for shard in shards(job, parallelism):
         assert not set(shard.holders) & set(shard.receivers)

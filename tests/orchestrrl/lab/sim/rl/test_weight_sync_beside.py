@@ -11,7 +11,7 @@ import pytest
 from orchestrrl.lab.sim.net.fabrics.base import FabricStage, Period, SimulatedFabric, SimulatedFailures
 from orchestrrl.lab.sim.net.fabrics.registry import KINDS, build
 from orchestrrl.lab.sim.net.model import FlowRoutes, GpuFlows, Ints, LinkNetwork, Servers
-from orchestrrl.lab.sim.rl.generation_fleet import GenGpus, UniformFleet, deployed
+from orchestrrl.lab.sim.rl.generation_fleet import UniformFleet, deployed
 from orchestrrl.lab.sim.rl.model import SyncStage
 from orchestrrl.lab.sim.rl.run import run_cluster
 from orchestrrl.lab.sim.rl.scenario import TrainingSection, scenario_of
@@ -26,7 +26,7 @@ from tests.orchestrrl.lab.sim.rl.cluster_builders import document
 SERVERS = Servers(16)
 NIC = SERVERS.nic_bytes_per_s
 DENSE = TrainJob(model_named("qwen2.5-7b"), gpu_named("h800"), TrainLayout(tp=4, pp=2, dp=8), 64, 1000.0)
-GEN = GenGpus(64, 64)
+GEN = range(64, 128)
 
 
 @cache
@@ -39,7 +39,7 @@ def engines(tp: int = 4) -> UniformFleet:
 
 
 def synced(kind: str, *beside: Beside, scheme: str = "tree") -> SyncStage:
-    return sync_stage(DENSE, [engines()], fabric(kind), scheme, beside=beside)
+    return sync_stage(DENSE, engines(), fabric(kind), scheme, beside=beside)
 
 
 def trained(faster: float = 1.0, seconds: float = 2.0) -> Beside:
@@ -48,8 +48,8 @@ def trained(faster: float = 1.0, seconds: float = 2.0) -> Beside:
 
 def into_each_gpu(share: float) -> Beside:
     """From the server of the same place that trains, over all NICs that take weights in."""
-    gpus = GEN.all
-    flows = GpuFlows(gpus - GEN.first, gpus, np.full(len(gpus), share * NIC))
+    gpus = np.array(GEN)
+    flows = GpuFlows(gpus - GEN.start, gpus, np.full(len(gpus), share * NIC))
     return Beside.of(FabricStage.GEN, flows, gpus // 8, SERVERS)
 
 
@@ -72,13 +72,13 @@ def test_servers_that_hand_on_to_one_another_share_by_the_closed_form() -> None:
     """A shard goes from one server to another over NICs that a steady flow wishes all of: each has half."""
     servers = Servers(2, gpus_per_server=1, nics_per_server=1)
     job = replace(DENSE, layout=TrainLayout())
-    fleet, two = deployed(Parallelism(tp=1), GenGpus(1, 1), servers), build("fat_tree", servers)
-    alone = sync_stage(job, [fleet], two)
+    fleet, two = deployed(Parallelism(tp=1), range(1, 2), servers), build("fat_tree", servers)
+    alone = sync_stage(job, fleet, two)
     for wish, seconds, held in ((0.25, 1 / 0.75, 0.0), (0.5, 2.0, 0.0), (1.0, 2.0, 1 / 2), (0.8, 2.0, 0.3 / 0.8)):
         other = Beside.of(
             FabricStage.TRAIN, GpuFlows.of([(0, 1, wish * servers.nic_bytes_per_s)]), np.zeros(1, np.int64), servers
         )
-        beside = sync_stage(job, [fleet], two, beside=[other])
+        beside = sync_stage(job, fleet, two, beside=[other])
         assert beside.seconds == pytest.approx(seconds * alone.seconds, rel=0.01)
         assert beside.held_s[FabricStage.TRAIN] == pytest.approx(held * beside.seconds, rel=0.01, abs=1e-6)
 
@@ -130,20 +130,20 @@ def test_who_has_no_way_is_held_up_all_the_while() -> None:
             network = usual.network(period)
 
             def router(src: Ints, dst: Ints) -> FlowRoutes:
-                if (dst < GEN.first).any():
+                if (dst < GEN.start).any():
                     raise ValueError("there is no way")
                 return network.router(src, dst)
 
             return replace(network, router=router)
 
-    found = sync_stage(DENSE, [engines()], cast(SimulatedFabric, Cut()), beside=[trained()])
+    found = sync_stage(DENSE, engines(), cast(SimulatedFabric, Cut()), beside=[trained()])
     assert found.seconds == synced("fat_tree").seconds
     assert found.held_s == {FabricStage.TRAIN: pytest.approx(found.seconds)}
 
 
 def test_nobody_sends_while_circuits_change() -> None:
     quick = build("rfabric", SERVERS, servers_per_pod=4, device="rotornet_infocus")
-    found = sync_stage(DENSE, [engines()], quick, beside=[trained()])
+    found = sync_stage(DENSE, engines(), quick, beside=[trained()])
     assert found.held_s[FabricStage.TRAIN] >= found.phases_s["circuits"]
 
 

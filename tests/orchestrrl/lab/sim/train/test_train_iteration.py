@@ -45,9 +45,8 @@ def kernels(of: TrainJob) -> Kernels:
 
 def micro_s(of: TrainJob) -> tuple[float, float]:
     """Forward and backward of a micro-batch where one GPU holds all layers."""
-    compute = compute_of(of)
-    forward_s = of.model.layers * compute.forward.seconds + compute.head_forward_s
-    return forward_s, of.model.layers * compute.backward.seconds + compute.head_backward_s
+    forward_s, backward_s = (of.model.layers * each.layer_s + each.head_s for each in compute_of(of))
+    return forward_s, backward_s
 
 
 def test_one_gpu_only_computes() -> None:
@@ -67,14 +66,13 @@ def test_compute_is_operations_over_what_kernels_reach() -> None:
     products = 6 * wide.active_params * 132 * 128 / (of.gpu.bf16_flops * free.gemm_efficiency)
     scores = 4 * 64 * 128 * (132 * 128) ** 2 / 2 / of.gpu.bf16_flops
     attention_s = scores / free.attention_forward_efficiency + 2.5 * scores / free.attention_backward_efficiency
-    total_s = sum(each.seconds for each in (compute.forward, compute.backward))
-    total_s += compute.head_forward_s + compute.head_backward_s
+    total_s = sum(each.layer_s + each.head_s for each in compute)
     assert total_s == pytest.approx(products + attention_s, rel=0.03)  # edges of waves
 
 
 def test_recomputing_adds_a_forward_pass_of_the_layers() -> None:
     plain, again = (on(Servers(1), job(TrainLayout(), recompute=each)) for each in (False, True))
-    layers_s = 64 * 8 * compute_of(job(TrainLayout())).forward.seconds
+    layers_s = 64 * 8 * compute_of(job(TrainLayout()))[0].layer_s
     assert again.parts_s["compute"] - plain.parts_s["compute"] == pytest.approx(layers_s)
 
 
@@ -86,7 +84,7 @@ def gradients_s(of: TrainJob) -> tuple[float, float]:
         reduce_scatter(members, 4 * parameters / size, TWO),
         all_gather(members, 2 * parameters / size, TWO),
     ]
-    reduce_s, gather_s = (float(seconds(star(TWO), [each])[0]) for each in moved)
+    reduce_s, gather_s = (seconds(star(TWO), each) for each in moved)
     return reduce_s, gather_s
 
 

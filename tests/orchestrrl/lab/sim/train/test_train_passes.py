@@ -9,25 +9,22 @@ from hypothesis import strategies as st
 from orchestrrl.lab.sim.net.model import Servers
 from orchestrrl.lab.sim.train.compute import Kernels, compute_of, optimizer_s, stage_parameters
 from orchestrrl.lab.sim.train.model import MEGATRON, TrainJob, TrainLayout
-from orchestrrl.lab.sim.train.stages import Passes, passes_of
+from orchestrrl.lab.sim.train.stages import Pass, passes_of
 from orchestrrl.lab.sim.train.traffic import traffic
 from tests.orchestrrl.lab.sim.train.train_builders import DENSE, MOE, job
 
 
-def passes(of: TrainJob, once_s: dict[str, float]) -> Passes:
+def passes(of: TrainJob, once_s: dict[str, float]) -> tuple[Pass, Pass]:
     return passes_of(of, compute_of(of), once_s)
 
 
 @given(st.sampled_from([2, 4, 8]), st.floats(0.1, 10.0))
 def test_a_ring_is_hidden_but_for_its_last_block_and_goes_twice_round_backward(cp: int, share: float) -> None:
     of = job(TrainLayout(cp=cp))
-    compute = compute_of(of)
-    ring_s = share * compute.forward.attention_s
-    found = passes(of, {"cp": ring_s})
-    for each, sent_s, attention_s in (
-        (found.forward, ring_s, compute.forward.attention_s),
-        (found.backward, 2 * ring_s, compute.backward.attention_s),
-    ):
+    forward_s, backward_s = (each.attention_s for each in compute_of(of))
+    ring_s = share * forward_s
+    forward, backward = passes(of, {"cp": ring_s})
+    for each, sent_s, attention_s in ((forward, ring_s, forward_s), (backward, 2 * ring_s, backward_s)):
         (segment,) = (segment for segment in each.segments if segment.group == "cp")
         assert segment.sends_s == pytest.approx(sent_s)
         assert segment.waits_s == pytest.approx(max(0.0, sent_s - attention_s * (cp - 1) / cp))
@@ -36,8 +33,8 @@ def test_a_ring_is_hidden_but_for_its_last_block_and_goes_twice_round_backward(c
 @pytest.mark.parametrize(("model", "count"), [(DENSE, 4), (MOE, 2)])
 def test_tensor_parallelism_sends_before_and_after_what_it_splits(model: object, count: int) -> None:
     of = job(TrainLayout(tp=8), model=model)  # type: ignore[arg-type]
-    found = passes(of, {"tp": 1.0})
-    assert found.forward.waits_s("tp") == found.backward.waits_s("tp") == count
+    forward, backward = passes(of, {"tp": 1.0})
+    assert forward.waits_s("tp") == backward.waits_s("tp") == count
     assert traffic(of, Servers(1))["tp"].times == 64 * 8 * 2 * count
 
 

@@ -1,5 +1,7 @@
 """The pipeline's schedule against closed forms."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -16,7 +18,7 @@ def scheduled(stages: Stages, ranks: int, micro: int, chunks: int = 1) -> Pipeli
 
 
 def even(count: int, forward_s: float, backward_s: float, send_s: float = 0.0) -> Stages:
-    return Stages(np.full(count, forward_s), np.full(count, backward_s), send_s)
+    return Stages(np.outer([forward_s, backward_s], np.ones(count)), send_s)
 
 
 @given(ranks, st.integers(1, 24), seconds, seconds)
@@ -38,11 +40,11 @@ def test_interleaving_divides_the_bubble(p: int, groups: int, chunks: int, forwa
 @given(ranks, st.integers(1, 8), st.data())
 def test_uneven_stages_lie_between_bounds(p: int, m: int, data: st.DataObject) -> None:
     each = st.lists(seconds, min_size=p, max_size=p)
-    stages = Stages(np.array(data.draw(each)), np.array(data.draw(each)))
-    total_s, both = scheduled(stages, p, m).seconds, stages.forward_s + stages.backward_s
+    stages = Stages(np.array([data.draw(each), data.draw(each)]))
+    total_s, both = scheduled(stages, p, m).seconds, stages.pass_s.sum(axis=0)
     before_s = np.cumsum(both) - both  # what leads to a stage, and away from it
     assert total_s >= (before_s + m * both).max() - 1e-9
-    assert total_s <= (m + p - 1) * (stages.forward_s.max() + stages.backward_s.max()) + 1e-9
+    assert total_s <= (m + p - 1) * stages.pass_s.max(axis=1).sum() + 1e-9
 
 
 @given(ranks, st.integers(1, 4), st.integers(1, 3), st.floats(0, 0.5), st.booleans())
@@ -51,10 +53,10 @@ def test_everything_is_computed_once_and_after_what_it_needs(
 ) -> None:
     m, chunks = groups * p, chunks if p > 1 else 1
     count = p * chunks
-    stages = Stages(np.full(count, 1.0), np.full(count, 2.0), send_s, blocks)
+    stages = replace(even(count, 1.0, 2.0, send_s), blocks=blocks)
     found = scheduled(stages, p, m, chunks)
     assert {op for ops in found.ops for op in ops} == {
-        PipelineOp(stage, micro, backward) for stage in range(count) for micro in range(m) for backward in (False, True)
+        PipelineOp(side, stage, micro) for side in (0, 1) for stage in range(count) for micro in range(m)
     }
     (forward, backward), (forward_end, backward_end) = found.begin_s, found.end_s
     assert np.all(forward[1:] >= forward_end[:-1] + send_s - 1e-9)
@@ -74,7 +76,7 @@ def test_slower_messages_never_help(p: int, m: int, send_s: float, more_s: float
 
 def test_a_first_forward_waits_for_its_parameters() -> None:
     stages = even(2, 1.0, 2.0)
-    gathered = Stages(stages.forward_s, stages.backward_s, gathered_s=np.array([1.5, 1.5]))
+    gathered = replace(stages, gathered_s=np.array([1.5, 1.5]))
     assert scheduled(gathered, 2, 4).seconds == pytest.approx(scheduled(stages, 2, 4).seconds + 0.5)
 
 
@@ -86,7 +88,7 @@ def test_interleaving_needs_whole_groups() -> None:
 @pytest.mark.parametrize(("ranks", "chunks", "micro_batches"), [(1, 1, 4), (4, 1, 6), (4, 2, 8), (2, 4, 6)])
 def test_forward_passes_alone_are_filled_once(ranks: int, chunks: int, micro_batches: int) -> None:
     """By a stage less than there are ranks: interleaved, a stage is so much shorter."""
-    stages = np.ones(ranks * chunks)
-    found = run(forward_only(order(ranks, micro_batches, chunks)), Stages(stages, stages), micro_batches)
+    stages = even(ranks * chunks, 1.0, 1.0)
+    found = run(forward_only(order(ranks, micro_batches, chunks)), stages, micro_batches)
     assert found.seconds == micro_batches * chunks + ranks - 1
     assert found.end_s[1].max() == 0

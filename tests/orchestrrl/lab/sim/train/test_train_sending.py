@@ -18,7 +18,7 @@ from orchestrrl.lab.sim.train.iteration import (
     windows,
 )
 from orchestrrl.lab.sim.train.model import MEGATRON, CollectiveBoundary, OverlapWindow, TrainJob, TrainLayout
-from orchestrrl.lab.sim.train.stages import PipelineOp, StageLoad, run
+from orchestrrl.lab.sim.train.stages import BACKWARD, FORWARD, PipelineOp, StageLoad, run
 from orchestrrl.lab.sim.train.traffic import traffic
 from tests.orchestrrl.lab.sim.train.train_builders import MOE, job, star, static
 
@@ -43,19 +43,20 @@ def pipelined() -> StageLoad:
 def test_gradients_begin_with_the_first_bucket() -> None:
     of = experts(bucket_parameters=1e6)
     assert of.buckets > 4
-    (op,) = (op for op in of.schedule().ops[0] if op.backward)
-    begin_s, end_s = (each[1, op.stage, op.micro] for each in (of.schedule().begin_s, of.schedule().end_s))
-    found = reduced(of, of.schedule(), 1.0)
-    assert found.begin_s == pytest.approx([begin_s + (end_s - begin_s) / of.buckets])
+    (op,) = (op for op in of.schedule().ops[0] if op.side == BACKWARD)
+    begin_s, end_s = of.schedule().span_s(op)
+    ((first_s, _),) = reduced(of, of.schedule(), 1.0)
+    assert first_s == pytest.approx(begin_s + (end_s - begin_s) / of.buckets)
 
 
 def test_gradients_wait_while_the_pass_sends_for_itself() -> None:
     of = experts(bucket_parameters=1e6)
-    (op,) = (op for op in of.schedule().ops[0] if op.backward)
+    (op,) = (op for op in of.schedule().ops[0] if op.side == BACKWARD)
     passes_s = of.op_s(op) * (1 - 1 / of.buckets)  # in which there are gradients to send
     share = of.sends_share(op)
     assert 0.1 < share < 0.9
-    busy, free = (reduced(each, of.schedule(), 1.0).seconds for each in (of, replace(of, crossing=frozenset({"dp"}))))
+    alone = replace(of, crossing=frozenset({"dp"}))
+    ((_, busy),), ((_, free),) = (reduced(each, of.schedule(), 1.0) for each in (of, alone))
     assert busy - free == pytest.approx(share * passes_s)
 
 
@@ -74,14 +75,14 @@ def test_circuits_for_gradients_are_there_once_they_have_changed(reconfigures_s:
     taken = shortest(of, kept, changed, 0.0, reconfigures_s)
     assert taken.gather_s == kept.gather_s  # on the circuits that are there again
     ready_s = last_sent_s(of, taken.schedule) + reconfigures_s
-    assert min(taken.reduced.begin_s) >= ready_s
-    assert min(taken.reduced.end_s) >= ready_s
+    assert min(begin_s for begin_s, _ in taken.reduced) >= ready_s
+    assert min(end_s for _, end_s in taken.reduced) >= ready_s
 
 
 def test_circuits_go_back_while_the_optimizer_steps() -> None:
     of, kept, changed = pipelined(), Gradients(100.0, 1e-3), Gradients(0.1, 50.0)
     none, half, twice = (shortest(of, kept, changed, each, 1.0) for each in (0.0, 0.5, 2.0))
-    assert none.seconds == half.seconds == none.shift_s + none.reduced.seconds + 1.0
+    assert none.seconds == half.seconds == none.shift_s + max(end_s for _, end_s in none.reduced) + 1.0
     assert twice.seconds == pytest.approx(none.seconds + 1.0)
 
 
@@ -95,7 +96,7 @@ def test_gradients_of_experts_come_behind_the_others() -> None:
     layout = replace(of.layout, ep=8)  # so that experts are on two servers each
     found = traffic(replace(of, layout=layout), FOUR)
     kinds = ("dp_reduce", "dp_gather", "expert_reduce", "expert_gather")
-    each_s = {kind: float(seconds(star(FOUR), [found[kind].transfer])[0]) for kind in kinds}
+    each_s = {kind: seconds(star(FOUR), found[kind].transfer) for kind in kinds}
     expected = Gradients(each_s["dp_reduce"] + each_s["expert_reduce"], each_s["dp_gather"] + each_s["expert_gather"])
     assert gradients(star(FOUR), found) == expected
 
@@ -114,10 +115,10 @@ def test_a_message_is_the_same_for_who_sends_and_who_receives() -> None:
 def test_layers_of_a_backward_pass_come_after_the_head_and_end_with_it() -> None:
     of = experts()
     taken = shortest(of, Gradients(0.0, 0.0), None, 0.0, 0.0)
-    (op,) = (op for op in taken.schedule.ops[0] if op.backward)
-    end_s = taken.schedule.end_s[1, op.stage, op.micro]
+    (op,) = (op for op in taken.schedule.ops[0] if op.side == BACKWARD)
+    _, end_s = taken.schedule.span_s(op)
     sent = [each for each in boundaries(of, taken, 0) if each.group == "ep"]
-    segments = of.passes.backward.segments
+    segments = of.passes[BACKWARD].segments
     last = max(place for place, each in enumerate(segments) if each.group == "ep")
     after_s = sum(each.seconds for each in segments[last + 1 :])
     assert max(each.end_s for each in sent) == pytest.approx(end_s - after_s)
@@ -127,7 +128,7 @@ def test_layers_of_a_backward_pass_come_after_the_head_and_end_with_it() -> None
 @pytest.mark.parametrize(("tp", "pp", "sequences"), [(8, 2, 8), (8, 4, 3), (4, 8, 12)])
 def test_forward_passes_alone_are_a_pipeline_without_a_way_back(tp: int, pp: int, sequences: int) -> None:
     of = given(job(TrainLayout(tp=tp, pp=pp), sequences=sequences))
-    ops = tuple(tuple(PipelineOp(rank, micro, False) for micro in range(sequences)) for rank in range(pp))
+    ops = tuple(tuple(PipelineOp(FORWARD, rank, micro) for micro in range(sequences)) for rank in range(pp))
     assert of.stages.send_s > 0
     assert forward_s(of.job, static(FOUR)) == pytest.approx(run(ops, of.stages, sequences).end_s[0].max())
 

@@ -15,6 +15,7 @@ inside a server is left out, for NVLink carries many times what NICs bring.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -28,7 +29,7 @@ from orchestrrl.lab.sim.rl.training import training_flows
 from orchestrrl.lab.sim.rl.weight_sync_shards import ServerShard, SyncSite, shards_of, site_of
 from orchestrrl.lab.sim.train.model import TrainJob
 from planner.cost.models import Model
-from planner.sync_tree.model import Shard, SyncPlan, SyncProblem
+from planner.sync_tree.model import Shard, SyncPlan, SyncProblem, WaveEdges
 from planner.sync_tree.plan import make_plan
 
 Row = tuple[int, int, float]
@@ -43,15 +44,40 @@ class FlowStep:
     above: Ints  # [flow]
 
 
-def tree_steps(plan: SyncPlan, shards: Sequence[ServerShard], gpus_per_server: int) -> list[FlowStep]:
+def tree_steps(plan: SyncPlan, shards: Sequence[ServerShard], site: SyncSite, gpus_per_server: int) -> list[FlowStep]:
     """One for each wave."""
     steps: list[FlowStep] = []
-    for wave in plan.waves:
-        edges, size = wave.edges, wave.edges.bytes.astype(np.float64)
-        sent = spread(edges.src, edges.dst, size, gpus_per_server)
-        inside = _passed_on(shards, edges.shard, edges.dst, size, gpus_per_server)
-        steps.append(_with_last_hop(sent, np.repeat(edges.above, gpus_per_server), inside))
+    for edges in (wave.edges for wave in plan.waves):
+        shard, src, dst, size, above = (
+            (edges.shard, edges.src, edges.dst, edges.bytes.astype(np.float64), edges.above)
+            if site.has_switches
+            else _in_chains(edges)
+        )
+        inside = _passed_on(shards, shard, dst, size, gpus_per_server)
+        sent = spread(src, dst, size, gpus_per_server)
+        steps.append(_with_last_hop(sent, np.repeat(above, gpus_per_server), inside))
     return steps
+
+
+CHAINS = 2  # of a piece, where as many hold it: with more, chunks of each come later
+
+
+def _in_chains(edges: WaveEdges) -> tuple[Ints, Ints, Ints, Floats, Ints]:
+    """Return the shard, sender, receiver, bytes and depth of each flow where servers are joined directly: holders send
+    an equal part of a piece each, and every server sends it on to one other. Those that it is sent to lie as near as
+    the topology is made for them, and a server that sends to many has few NICs for each."""
+    rows: list[tuple[float, ...]] = []
+    for shard, offset in np.unique(np.stack([edges.shard, edges.offset]), axis=1).T.tolist():
+        these = (edges.shard == shard) & (edges.offset == offset)
+        receivers = np.sort(edges.dst[these])
+        holders = np.setdiff1d(edges.src[these], receivers)[:CHAINS]
+        size = float(edges.bytes[these][0]) / len(holders)
+        for turn, holder in enumerate(holders.tolist()):
+            chain = [holder, *np.roll(receivers, -(turn * len(receivers) // len(holders))).tolist()]
+            rows += [(shard, src, dst, size, above) for above, (src, dst) in enumerate(pairwise(chain))]
+    columns = np.array(rows).T
+    shards, src, dst, above = columns[[0, 1, 2, 4]].astype(np.int64)
+    return shards, src, dst, columns[3], above
 
 
 def naive_steps(shards: Sequence[ServerShard], gpus_per_server: int) -> list[FlowStep]:
@@ -241,7 +267,7 @@ def steps_of(
     if scheme == "two_stage":
         return two_stage_steps(shards, site, gpus)
     plan = make_plan(problem_of(shards, site, servers), wave_s=wave_s)
-    return tree_steps(plan, shards, gpus)
+    return tree_steps(plan, shards, site, gpus)
 
 
 def problem_of(shards: Sequence[ServerShard], site: SyncSite, servers: Servers) -> SyncProblem:

@@ -128,6 +128,7 @@ class SyncSite:
     nic_bytes_per_s: Floats  # [server], out of all its NICs
     tor_bytes_per_s: Floats  # [tor], upwards
     pod_bytes_per_s: Floats  # [pod], out of it
+    has_switches: bool = True  # False: servers are joined directly
 
     @property
     def pods(self) -> int:
@@ -160,6 +161,7 @@ def site_of(network: LinkNetwork) -> SyncSite:
         nic_bytes_per_s=nic_bytes_per_s,
         tor_bytes_per_s=np.where(above > 0, above, below),  # hosts joined directly, or a ToR with nothing above it
         pod_bytes_per_s=leaving.astype(np.float64),
+        has_switches=any(tors),
     )
 
 

@@ -94,6 +94,18 @@ def test_each_scheme_brings_each_server_what_it_needs(scheme: str, job: TrainJob
     np.testing.assert_allclose(inbound(steps_of(scheme, held, site, SERVERS)), wanted)
 
 
+def test_over_direct_links_no_server_sends_on_more_than_it_receives() -> None:
+    """Chains from two holders: a server that sends to many has few NICs for each."""
+    held, site = shards(DENSE, Parallelism(tp=4)), site_of(fabric("topoopt").network(None))
+    received, sent = np.zeros(SERVERS.count), np.zeros(SERVERS.count)
+    for step in steps_of("tree", held, site, SERVERS):
+        src, dst = step.flows.src // 8, step.flows.dst // 8
+        np.add.at(received, dst[src != dst], step.flows.bytes[src != dst])
+        np.add.at(sent, src[src != dst], step.flows.bytes[src != dst])
+    np.testing.assert_allclose(received[8:], sum(shard.bytes for shard in held), rtol=1e-6)
+    assert (sent[8:] <= received[8:] * (1 + 1e-6)).all()
+
+
 def test_what_comes_once_goes_on_to_all_gpus_of_a_server() -> None:
     """TP=2: four engines of a server need the same; each GPU has an eighth of it from the network."""
     held, site = shards(DENSE, Parallelism(tp=2)), site_of(fabric().network(None))

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from balancer.kv_headroom import ForecastKvHeadroom, LengthDistributions
 from balancer.load_index import Worker
-from balancer.load_index_moves import Balance, decide, loads_after
+from balancer.load_index_moves import WITHIN_THETA, Balance, balance_of, decide
 from balancer.move_limits import MoveLimits, resting
 from balancer.packing import Packing, pack
 from planner.model import (
@@ -176,49 +176,36 @@ def decide_balance(snapshot: Snapshot, settings: BalanceSettings, situation: Bal
         for request in snapshot.requests
         if not request.movable or request.moves >= settings.max_moves_per_request
     }
-    found = _packing(used, workers, settings, situation, stuck)
-    packing = found if isinstance(found, Packing) else None
-    if isinstance(found, Packing):
-        policy = PolicyInForce("packing", _sources(used, situation.step_times))
-        balance = packed(settings.theta, workers, found)
+    own = packing_configurations(workers, used.engines, settings, situation)
+    lengths = situation.distributions
+    room = MoveLimits(
+        workers,
+        None if lengths is None else ForecastKvHeadroom(workers, lengths, PREEMPTION_RISK),
+        max_to_engine=settings.max_moves_to_engine,
+        # By the paper's rule an idle engine looks better than the one that is left idle; packing knows when both end.
+        keep_last=isinstance(own, Hold),
+    )
+    packing: Packing | None = None
+    if isinstance(own, Hold):
+        policy = PolicyInForce("none" if settings.policy is FastPolicy.NONE else "load_index", own.detail)
+        most = 0 if settings.policy is FastPolicy.NONE else settings.max_moves_per_tick
+        excluded = stuck | staying(workers)
+        balance = decide(settings.theta, workers, max_moves=most, excluded=excluded, forget_stuck=True, room=room)
     else:
-        policy = PolicyInForce("none" if settings.policy is FastPolicy.NONE else "load_index", found.detail)
-        balance = decide(
-            settings.theta,
+        policy = PolicyInForce("packing", _sources(used, situation.step_times))
+        packing = pack(
             workers,
-            max_moves=settings.max_moves_per_tick if settings.policy is not FastPolicy.NONE else 0,
-            excluded=stuck | staying(workers),
-            forget_stuck=True,
-            room=_restraint(workers, settings, situation, keep_last=True),
+            own,
+            situation.remaining_tokens,
+            stuck=stuck,
+            max_moves=settings.max_moves_per_tick,
+            tolerance=settings.tolerance,
+            move_fixed_s=situation.move_fixed_s,
+            room=room,
         )
+        balance = balance_of(workers, packing.moves, packing.stopped_because)
     verdict = _judge(used, settings, situation, balance, packing)
     return BalanceDecision(snapshot.now_s, settings.theta, balance, verdict, used.inputs_age_s, packing, policy)
-
-
-def _packing(
-    used: Snapshot,
-    workers: Sequence[Worker],
-    settings: BalanceSettings,
-    situation: BalanceSituation,
-    stuck: frozenset[RequestId],
-) -> Packing | Hold:
-    """Pack, or return the reason for which the paper's rule decides."""
-    if settings.policy is not FastPolicy.PACKING:
-        return Hold("configured", f"fast.policy is {settings.policy}")
-    lengths = situation.remaining_tokens
-    own = packing_configurations(workers, used.engines, situation.configurations, lengths, situation.step_times)
-    if isinstance(own, Hold):
-        return own
-    return pack(
-        workers,
-        own,
-        lengths,
-        stuck=stuck,
-        max_moves=settings.max_moves_per_tick,
-        tolerance=settings.tolerance,
-        move_fixed_s=situation.move_fixed_s,
-        room=_restraint(workers, settings, situation, keep_last=False),
-    )
 
 
 def _sources(used: Snapshot, step_times: Mapping[EngineId, StepTimeEstimates]) -> str:
@@ -229,58 +216,33 @@ def _sources(used: Snapshot, step_times: Mapping[EngineId, StepTimeEstimates]) -
     return "; ".join(["step times of all engines are known", *shown, *more])
 
 
-def _restraint(
-    workers: Sequence[Worker], settings: BalanceSettings, situation: BalanceSituation, *, keep_last: bool
-) -> MoveLimits:
-    """By the paper's rule an idle engine looks better than the one that is left idle; packing knows when both end."""
-    lengths = situation.distributions
-    room = None if lengths is None else ForecastKvHeadroom(workers, lengths, PREEMPTION_RISK)
-    return MoveLimits(workers, room, max_to_engine=settings.max_moves_to_engine, keep_last=keep_last)
-
-
 def _judge(
-    snapshot: Snapshot,
-    settings: BalanceSettings,
-    situation: BalanceSituation,
-    balance: Balance,
-    packing: Packing | None,
+    used: Snapshot, settings: BalanceSettings, situation: BalanceSituation, balance: Balance, packing: Packing | None
 ) -> Verdict:
     """Judge a snapshot of the usable engines. Codes, in the order in which they are checked: nothing_to_do,
     stale_telemetry, moves_open, awaiting_telemetry, planning, no_policy, no_gain | within_theta | no_feasible_move,
     advise_only; to act: pack | spread.
     """
-    if not snapshot.requests:
+    if not used.requests:
         return Hold("nothing_to_do", "no requests are in flight")
-    hold = _stale(snapshot, settings) or _unsettled(snapshot, situation)
+    hold = _stale(used, settings) or _unsettled(used, situation)
     if hold is not None:
         return hold
     if settings.policy is FastPolicy.NONE:
         return Hold("no_policy", "fast.policy is none")
-    state, why, acted = _balance_text(settings, balance, packing)
-    if not balance.moves:
-        return Hold(balance.stopped_because, f"{state}; {why}")
-    case = f"{state}, {acted}: {len(balance.moves)} moves"
-    if situation.mode is Mode.ADVISE:
-        return Hold("advise_only", f"mode is advise: {case}")
-    return Act("spread" if packing is None else "pack", case)
-
-
-def _balance_text(settings: BalanceSettings, balance: Balance, packing: Packing | None) -> tuple[str, str, str]:
-    """Return the fleet's state, the reason if nothing is moved, and the aim of the moves if there are any."""
-    if packing is not None:
-        ends = f"the last engine is expected to end in {packing.makespan_before_s:.1f} s"
-        return (
-            ends,
-            f"no move helps, tolerance is {settings.tolerance:.0%}",
-            f"{packing.makespan_after_s:.1f} s if packed",
-        )
-    spread = "an engine is stalled" if balance.spread_before is None else f"load differs by {balance.spread_before:.3g}"
     theta = f"theta is {settings.theta:.3g}"
-    return (
-        spread,
-        theta if balance.stopped_because == "within_theta" else "no request can move to where it helps",
-        theta,
-    )
+    if packing is not None:
+        code, state = "pack", f"the last engine is expected to end in {packing.makespan_before_s:.1f} s"
+        aim = f"{packing.makespan_after_s:.1f} s if packed"
+        stopped = f"no move helps, tolerance is {settings.tolerance:.0%}"
+    else:
+        code, spread, aim = "spread", balance.spread_before, theta
+        state = "an engine is stalled" if spread is None else f"load differs by {spread:.3g}"
+        stopped = theta if balance.stopped_because == WITHIN_THETA else "no request can move to where it helps"
+    if not balance.moves:
+        return Hold(balance.stopped_because, f"{state}; {stopped}")
+    case = f"{state}, {aim}: {len(balance.moves)} moves"
+    return Hold("advise_only", f"mode is advise: {case}") if situation.mode is Mode.ADVISE else Act(code, case)
 
 
 def _stale(snapshot: Snapshot, settings: BalanceSettings) -> Hold | None:
@@ -307,21 +269,20 @@ def _unsettled(snapshot: Snapshot, situation: BalanceSituation) -> Hold | None:
 
 
 def packing_configurations(
-    workers: Sequence[Worker],
-    engines: Sequence[EngineView],
-    configurations: Sequence[Configuration],
-    remaining_tokens: Mapping[RequestId, float],
-    step_times: Mapping[EngineId, StepTimeEstimates],
+    workers: Sequence[Worker], engines: Sequence[EngineView], settings: BalanceSettings, situation: BalanceSituation
 ) -> dict[EngineId, Configuration] | Hold:
     """Return each engine's step times, with its own KV capacity and slots.
 
-    `engines` are those of the workers. Hold where packing cannot decide: a step time or a request's remaining length is
-    unknown, or an engine is stalled, so that its end cannot be predicted. `step_times`: where those of engines come
-    from.
+    `engines` are those of the workers. Hold where the paper's rule decides instead of packing: by the settings, or
+    since a step time or a request's remaining length is unknown, or an engine stalled, so that its end cannot be
+    predicted.
     """
+    if settings.policy is not FastPolicy.PACKING:
+        return Hold("configured", f"fast.policy is {settings.policy}")
+    step_times = situation.step_times
     if not engines:
         return Hold("no_engines", "no engine is well by fresh reports")
-    known = {configuration.id: configuration for configuration in configurations}
+    known = {configuration.id: configuration for configuration in situation.configurations}
     unknown = {
         engine.id: step_times[engine.id].detail if engine.id in step_times else "its configuration is not known"
         for engine in engines
@@ -333,7 +294,7 @@ def packing_configurations(
     if stalled:
         return Hold("stalled", f"{', '.join(stalled)} stands still, so that its end cannot be predicted")
     held = [request.id for worker in workers for request in worker.requests]
-    if missing := [request for request in held if request not in remaining_tokens]:
+    if missing := [request for request in held if request not in situation.remaining_tokens]:
         return Hold("no_lengths", f"the remaining length of request {min(missing)} is not known")
     alike: dict[tuple[ConfigurationId | None, int, int], Configuration] = {}
     own = {}
@@ -365,12 +326,3 @@ def _slowdowns(workers: Sequence[Worker], configurations: Mapping[EngineId, Conf
             ratios[worker.id] = len(worker.running) / worker.decode_tokens_per_s / expected_s
     typical = median(ratios.values()) if ratios else 1.0
     return {engine: ratio / typical for engine, ratio in ratios.items() if ratio > FAR_SLOWER * typical}
-
-
-def packed(theta: float, workers: Sequence[Worker], packing: Packing) -> Balance:
-    """The moves, with the load indices around them."""
-    balance = decide(theta, workers, max_moves=0)
-    if packing.moves:
-        load_after, spread_after = loads_after(workers, packing.moves)
-        balance = replace(balance, load_after=load_after, spread_after=spread_after)
-    return replace(balance, moves=packing.moves, stopped_because=packing.stopped_because)

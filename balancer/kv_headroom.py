@@ -22,20 +22,11 @@ ARRIVES_LATE = 64
 MOST_LOOKED_AT = 48
 
 
-class KvHeadroom(Protocol):
-    """The room for moves while they are being chosen: queried for each, and updated by each that is chosen."""
-
-    def fits(self, request: RequestId, source: EngineId, destination: EngineId) -> bool: ...
-
-    def moved(self, request: RequestId, source: EngineId, destination: EngineId) -> None: ...
-
-
 class LengthDistributions(Protocol):
     """How many tokens requests may still generate (planner/workload/remaining_tokens.py)."""
 
     def of(self, requests: Sequence[RequestView]) -> Sequence[Sequence[int]]:
         """Return the remaining tokens of [request, future], at least 1."""
-        ...
 
 
 class ForecastKvHeadroom:
@@ -59,19 +50,16 @@ class ForecastKvHeadroom:
         A request that waits may also queue where some will be preempted anyhow: it waits there as well as here.
         """
         held = self._of(destination)
-        stay = self._stay(request, source)
+        stay = self._stays_on(source)[request]
         return held is not None and ((not stay.runs and held.overcommitted) or held.takes(stay))
 
     def moved(self, request: RequestId, source: EngineId, destination: EngineId) -> None:
-        stay = self._stay(request, source)
+        stay = self._stays_on(source)[request]
         if source in self._held:
             self._held[source].lose(stay)
         held = self._of(destination)
         if held is not None:
             held.gain(stay)
-
-    def _stay(self, request: RequestId, source: EngineId) -> "_Stay":
-        return self._stays_on(source)[request]
 
     def _stays_on(self, engine: EngineId) -> "dict[RequestId, _Stay]":
         if engine not in self._stays:

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from balancer.kv_headroom import KvHeadroom
+from balancer.kv_headroom import ForecastKvHeadroom
 from balancer.load_index import Worker
 from planner.model import EngineId, RequestId, Snapshot
 
@@ -43,7 +43,7 @@ class MoveLimits:
     only request of an engine that is well does not run to an empty one: that changes which of the two is idle."""
 
     def __init__(
-        self, workers: Sequence[Worker], room: KvHeadroom | None, *, max_to_engine: int, keep_last: bool
+        self, workers: Sequence[Worker], room: ForecastKvHeadroom | None, *, max_to_engine: int, keep_last: bool
     ) -> None:
         self._room = room
         self._max_to_engine = max_to_engine

@@ -14,11 +14,12 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from math import fsum, inf
+from operator import add, attrgetter, sub
 from typing import NamedTuple
 
-from balancer.kv_headroom import KvHeadroom
 from balancer.load_index import Worker
 from balancer.load_index_moves import MAX_MOVES
+from balancer.move_limits import MoveLimits
 from planner.model import Configuration, EngineId, RequestId, RequestMove, RequestState, RequestView
 
 NO_GAIN = "no_gain"
@@ -56,7 +57,7 @@ def pack(
     max_moves: int,
     tolerance: float,
     move_fixed_s: float = 0.0,
-    room: KvHeadroom | None = None,
+    room: MoveLimits | None = None,
 ) -> Packing:
     """The moves of one tick.
 
@@ -96,16 +97,11 @@ def pack(
     return Packing(before, after, tuple(moves), MAX_MOVES if len(moves) >= max_moves else NO_GAIN)
 
 
-def _by_id(request: RequestView) -> RequestId:
-    return request.id
-
-
-def _by_end(load: "_Load") -> tuple[float, EngineId]:
-    return load.end_s, load.id
+_by_end = attrgetter("end_s", "id")  # of a `_Load`
 
 
 def _best_move(
-    source: "_Load", ascending: Sequence["_Load"], tolerance: float, room: KvHeadroom | None
+    source: "_Load", ascending: Sequence["_Load"], tolerance: float, room: MoveLimits | None
 ) -> "tuple[RequestView, _Load] | None":
     """The request and the destination after which the later of the two engines ends soonest."""
     best: tuple[float, RequestView, _Load] | None = None
@@ -184,20 +180,11 @@ class _Load:
         """Its own requests that can be moved, by id."""
         if self._may_leave is None:
             movable = (request for request in self._worker.requests if request.id not in self._stuck)
-            self._may_leave = sorted(movable, key=_by_id)
+            self._may_leave = sorted(movable, key=attrgetter("id"))
         return self._may_leave
-
-    def _work_s(self, request: RequestView) -> float:
-        """Seconds that a request adds to the iterations of those that run beside it."""
-        configuration = self._configuration
-        return configuration.beta_s * self._left(request) + configuration.gamma_s * self._kv_area(request)
 
     def _left(self, request: RequestView) -> float:
         return self._remaining_tokens[request.id]
-
-    def _kv_area(self, request: RequestView) -> float:
-        left = self._left(request)
-        return request.context_tokens * left + left**2 / 2
 
     def _end_s(self, held: "_Held", longest: float) -> float:
         """Where not all fit at once: as many iterations as their KV or seats take, and until the last that waits has
@@ -239,35 +226,25 @@ class _Load:
             return self._remaining[-1]
         return self._remaining[-2] if len(self._remaining) > 1 else 0.0
 
+    def _part(self, request: RequestView, runs: bool) -> "_Held":
+        """What one request adds while it is here."""
+        tokens, left = request.context_tokens, self._left(request)
+        kv_area = tokens * left + left**2 / 2
+        work_s = self._configuration.beta_s * left + self._configuration.gamma_s * kv_area
+        return _Held(work_s, kv_area, left, tokens, int(runs), tokens / left if runs else 0.0, 0.0)
+
     def _without(self, request: RequestView) -> "_Held":
         """`longest_waiting` stays, as if another were as long: it errs on the side of staying."""
-        held, runs = self._held, request.state is RequestState.RUNNING
-        return _Held(
-            work_s=held.work_s - self._work_s(request),
-            kv_area=held.kv_area - self._kv_area(request),
-            seat_area=held.seat_area - self._left(request),
-            kv_wanted=held.kv_wanted - request.context_tokens,
-            running=held.running - runs,
-            kv_freed=held.kv_freed - (request.context_tokens / self._left(request) if runs else 0.0),
-            longest_waiting=held.longest_waiting,
-        )
+        return _Held(*map(sub, self._held, self._part(request, request.state is RequestState.RUNNING)))
 
     def _with(self, request: RequestView) -> "_Held":
-        held = self._held
-        kv_wanted = held.kv_wanted + request.context_tokens
-        return _Held(
-            work_s=held.work_s + self._work_s(request) + request.context_tokens * self._prefill_s,
-            kv_area=held.kv_area + self._kv_area(request),
-            seat_area=held.seat_area + self._left(request),
-            kv_wanted=kv_wanted,
-            running=held.running,
-            kv_freed=held.kv_freed,
-            longest_waiting=max(held.longest_waiting, self._left(request)) if kv_wanted > 0 else held.longest_waiting,
-        )
+        held = _Held(*map(add, self._held, self._part(request, runs=False)))
+        longest = max(held.longest_waiting, self._left(request)) if held.kv_wanted > 0 else held.longest_waiting
+        return _Held(held.work_s + request.context_tokens * self._prefill_s, *held[1:-1], longest)
 
 
 class _Held(NamedTuple):
-    """What an engine's end follows from."""
+    """What an engine's end follows from, or what one request adds to that."""
 
     work_s: float  # beside alpha
     kv_area: float  # tokens times iterations

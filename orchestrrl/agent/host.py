@@ -140,17 +140,10 @@ def _sizes(model: str) -> Model | None:
 
 
 def _read_config(path: Path, name: str = "") -> Model | None:
-    text = _text(path)
-    try:
-        return model_from_config((name or path.parent.name).rsplit("/", 1)[-1], json.loads(text)) if text else None
-    except (ValueError, RecursionError):
-        return None
-
-
-def _text(path: Path) -> str:
-    """What the file holds, up to MOST_CONFIG_BYTES; empty where it cannot be read."""
+    """Sizes from the first MOST_CONFIG_BYTES of the file. None where it cannot be read, or is no model's."""
     try:
         with path.open("rb") as file:
-            return file.read(MOST_CONFIG_BYTES).decode(errors="replace")
-    except OSError:
-        return ""
+            text = file.read(MOST_CONFIG_BYTES).decode(errors="replace")
+        return model_from_config((name or path.parent.name).rsplit("/", 1)[-1], json.loads(text))
+    except (OSError, ValueError, RecursionError):
+        return None

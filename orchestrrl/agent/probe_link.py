@@ -11,12 +11,12 @@ import json
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
 
-from orchestrrl.agent.probes import HostQuiet, HostTraces
+from orchestrrl.agent.probes import HostTraces
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import Permanent
 from orchestrrl.integrations.instrument.rings import RingDoorbell
@@ -37,11 +37,8 @@ LOCK = "agent.lock"
 class _Watched:
     """What the daemon waits for, and what it was told last."""
 
-    id: int
-    job: str
-    need_s: float
-    quantile: float
-    reported: HostQuiet | str | None = None  # a hold by its code; None: nothing yet
+    arm: fabric_pb2.Arm
+    reported: fabric_pb2.Quiet | str | None = None  # a hold by its code; None: nothing yet
     reported_s: float = 0.0
 
 
@@ -56,7 +53,7 @@ class WindowReports:
     _watched: dict[int, _Watched] = field(default_factory=dict)
 
     def watch(self, arm: fabric_pb2.Arm) -> None:
-        self._watched[arm.id] = _Watched(arm.id, arm.job, arm.need_s, arm.quantile)
+        self._watched[arm.id] = _Watched(arm)
         self._arm()
         self.read()
 
@@ -75,7 +72,7 @@ class WindowReports:
 
     def rung(self) -> bool:
         """Somebody has gone quiet or communicates again. Whether there is traffic, so that `catch_up` has time."""
-        jobs = {watched.job for watched in self._watched.values()}
+        jobs = {watched.arm.job for watched in self._watched.values()}
         # A rank alone does not make a window: the others are looked at before anything is read.
         busy = {job for job in jobs if self._traces.busy(job)}
         if len(busy) < len(jobs) or not jobs:  # something was announced
@@ -101,44 +98,44 @@ class WindowReports:
 
     def _assess(self, busy: Collection[str]) -> None:
         for watched in self._watched.values():
-            if watched.job in busy:
+            if watched.arm.job in busy:
                 self._report(watched, Hold("traffic", "a rank has a collective in flight"))
             else:
-                self._report(watched, self._traces.assess(watched.job, watched.quantile))
+                self._report(watched, self._traces.assess(watched.arm.job, watched.arm.quantile))
 
-    def _report(self, watched: _Watched, found: HostQuiet | Hold) -> None:
+    def _report(self, watched: _Watched, found: fabric_pb2.Quiet | Hold) -> None:
         """Only what is news: a window that is long enough, its end, or another reason why there is none."""
         now_s, told = self._clock_s(), watched.reported
         # It may have become shorter by the time that has passed, which whoever was told knows; but no promise may end
         # earlier than was told.
         same = (
-            isinstance(found, HostQuiet)
-            and isinstance(told, HostQuiet)
+            isinstance(found, fabric_pb2.Quiet)
+            and isinstance(told, fabric_pb2.Quiet)
             and (told.since_s == found.since_s and told.until_s <= found.until_s)
         )
         if same and now_s < watched.reported_s + AGAIN_AFTER_S:
             return
-        if isinstance(found, HostQuiet) and not same and found.until_s - now_s < watched.need_s:
+        if isinstance(found, fabric_pb2.Quiet) and not same and found.until_s - now_s < watched.arm.need_s:
             left_ms = (found.until_s - now_s) * 1e3
             found = Hold(
                 SHORT,
                 f"quiet at position {found.position} for {left_ms:.1f} ms more, by what rank {found.rank} did before",
             )
-        if isinstance(found, HostQuiet):
+        if isinstance(found, fabric_pb2.Quiet):
             watched.reported, watched.reported_s = found, now_s
-            quiet = fabric_pb2.Quiet(**asdict(found), armed=watched.id, told_s=now_s, job=watched.job)
-            self._put(fabric_pb2.TraceMessage(quiet=quiet))
+            found.armed, found.told_s = watched.arm.id, now_s
+            self._put(fabric_pb2.TraceMessage(quiet=found))
         elif watched.reported != found.code:
             watched.reported = found.code
             traffic = fabric_pb2.Traffic(
-                at_s=now_s, code=found.code, detail=found.detail, armed=watched.id, job=watched.job
+                at_s=now_s, code=found.code, detail=found.detail, armed=watched.arm.id, job=watched.arm.job
             )
             self._put(fabric_pb2.TraceMessage(traffic=traffic))
 
     def _arm(self) -> None:
         quantiles: dict[str, frozenset[float]] = {}
         for watched in self._watched.values():
-            quantiles[watched.job] = quantiles.get(watched.job, frozenset()) | {watched.quantile}
+            quantiles[watched.arm.job] = quantiles.get(watched.arm.job, frozenset()) | {watched.arm.quantile}
         self._traces.arm(quantiles)
 
 

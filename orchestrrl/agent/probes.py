@@ -34,23 +34,10 @@ MOST_INTENTS = 256  # that are remembered, of all jobs
 ITERATION = "iteration"  # the recorder's name for the mark that numbers iterations
 
 
-@dataclass(frozen=True, slots=True)
-class HostQuiet:
-    """By the host's monotonic clock. `rank` is expected to be the first to communicate again, at that place."""
-
-    since_s: float
-    until_s: float
-    rank: int
-    position: int
-    risk: float  # at most, that any rank breaks it
-    samples: int
-
-
 @dataclass(eq=False)
 class TracedProcess:
     """One process. `header` is as of the last look for new processes."""
 
-    path: Path
     reader: RingReader
     header: RingHeader
     learner: SlackLearner
@@ -65,11 +52,6 @@ class TracedProcess:
     @property
     def job(self) -> str:
         return self.header.job
-
-    @property
-    def communicates(self) -> bool:
-        """Now, or as soon as its device gets to it. A look at a few words of memory."""
-        return self.reader.communicates
 
     def read(self) -> Iterator[RingEvent]:
         """Feed the learner; marks that announce something are passed on."""
@@ -167,7 +149,7 @@ class HostTraces:
         """Let all learners know what has happened, or those of ranks that are quiet; what was announced meanwhile."""
         announced: list[fabric_pb2.Announcement] = []
         for each in list(self._traced.values()):
-            if quiet_only and each.communicates:
+            if quiet_only and each.reader.communicates:
                 continue
             for event in each.read():
                 found = _announced(each, event)
@@ -178,16 +160,16 @@ class HostTraces:
 
     def busy(self, job: str) -> bool:
         """Whether some rank of the job has a collective in flight. A look at a few words of memory."""
-        return any(each.communicates for each in self._by_job.get(job, ()))
+        return any(each.reader.communicates for each in self._by_job.get(job, ()))
 
-    def assess(self, job: str, q: float) -> HostQuiet | Hold:
-        """Of what has been read: how long it stays quiet, but for a probability of `q`."""
+    def assess(self, job: str, q: float) -> fabric_pb2.Quiet | Hold:
+        """Of what has been read: how long it stays quiet, but for a probability of `q`, by this host's clock."""
         now_s = self._clock_s()
         first: tuple[RemainingQuiet, int] | None = None
         since_s = risk = 0.0
         ranks = self._by_job.get(job, ())
         for each in ranks:
-            if each.communicates:
+            if each.reader.communicates:
                 return Hold("traffic", f"rank {each.rank} has a collective in flight")
         for each in ranks:
             if each.rank == UNKNOWN:  # not in its job yet: it has communicated with nobody
@@ -200,7 +182,10 @@ class HostTraces:
                 first = remaining, each.rank
         if first is None:
             return Hold("untraced", f"no rank of job {job!r} is traced here")
-        return HostQuiet(since_s, first[0].until_s, first[1], first[0].position, min(1.0, risk), first[0].samples)
+        soonest, rank = first
+        quiet = fabric_pb2.Quiet(job=job, since_s=since_s, until_s=soonest.until_s, risk=min(1.0, risk))
+        quiet.rank, quiet.position, quiet.samples = rank, soonest.position, soonest.samples
+        return quiet
 
     def summaries(self, q: float) -> Iterable[dict[str, Any]]:
         """What is known of each rank's iterations: a `SlackSummary` with its job. Much work for long iterations, done
@@ -237,7 +222,7 @@ class HostTraces:
             reader.close()
             return
         header = reader.header()
-        self._traced[path] = TracedProcess(path, reader, header, SlackLearner(header.rank))
+        self._traced[path] = TracedProcess(reader, header, SlackLearner(header.rank))
 
 
 def _announced(each: TracedProcess, event: RingEvent) -> fabric_pb2.Announcement | None:

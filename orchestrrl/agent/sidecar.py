@@ -47,14 +47,10 @@ class UnsentReports:
             await self._filled.wait()
         report = self._pending.pop(next(iter(self._pending)))
         self._sequence += 1
-        told = self._sent_capabilities.get(report.engine) == report.capabilities
+        is_new = self._sent_capabilities.get(report.engine) != report.capabilities
         self._sent_capabilities[report.engine] = report.capabilities
-        return replace(
-            report,
-            sequence=self._sequence,
-            capabilities=None if told else report.capabilities,
-            incarnation=self._incarnation,
-        )
+        capabilities = report.capabilities if is_new else None
+        return replace(report, sequence=self._sequence, capabilities=capabilities, incarnation=self._incarnation)
 
 
 class Agent:
@@ -71,8 +67,6 @@ class Agent:
         limits: HealthLimits | None = None,
         describe: Describe | None = None,
     ) -> None:
-        if not engines:
-            raise ValueError("an agent needs at least one engine")
         self._id = agent_id
         incarnation = uuid.uuid4().hex
         self._outgoing = UnsentReports(incarnation)

@@ -74,13 +74,11 @@ def judge(
 
 def metric_faults(metrics: EngineSample) -> list[str]:
     """What cannot be true of any engine, one sentence each."""
-    faults = []
-    for name in ("running", "waiting"):
-        if not 0 <= getattr(metrics, name) <= _MAX_COUNT:
-            faults.append(f"{name} cannot be {getattr(metrics, name)}")
-    for name in ("kv_capacity_tokens", "generation_tokens_total", "prompt_tokens_total", "preemptions_total"):
-        if not 0 <= getattr(metrics, name) <= _MAX_TOTAL:
-            faults.append(f"{name} cannot be {getattr(metrics, name)}")
+    most = dict.fromkeys(("running", "waiting"), _MAX_COUNT)
+    totals = ("kv_capacity_tokens", "generation_tokens_total", "prompt_tokens_total", "preemptions_total")
+    most |= dict.fromkeys(totals, _MAX_TOTAL)
+    values = {name: getattr(metrics, name) for name in most}
+    faults = [f"{name} cannot be {value}" for name, value in values.items() if not 0 <= value <= most[name]]
     # Engines round: a full cache may read a little over 1.
     if not (math.isfinite(metrics.kv_usage_fraction) and 0 <= metrics.kv_usage_fraction <= 1.001):
         faults.append(f"kv_usage_fraction cannot be {metrics.kv_usage_fraction}")
@@ -177,10 +175,6 @@ class EngineWatch:
     # When the oldest scrape without an answer began.
     _silent_since_s: float | None = field(default=None, init=False)
 
-    def __post_init__(self) -> None:
-        if not self.interval_s > 0:
-            raise ValueError(f"interval_s must be > 0, got {self.interval_s}")
-
     async def run(self) -> None:
         """Scrape until cancelled."""
         try:
@@ -245,19 +239,8 @@ class EngineWatch:
             level = logging.INFO if health is EngineHealth.OK else logging.WARNING
             logger.log(level, "%s at %s is %s. %s", self.engine_id, self.engine.url, health, detail)
             self._health = health
-        self.publish(
-            EngineReport(
-                self.agent,
-                0,
-                self.engine_id,
-                self.engine.url,
-                health,
-                detail,
-                sample,
-                self._capabilities,
-                server=self._server,
-            )
-        )
+        found = health, detail, sample, self._capabilities
+        self.publish(EngineReport(self.agent, 0, self.engine_id, self.engine.url, *found, server=self._server))
 
     async def _find_capabilities(self) -> None:
         """Find out what the engine offers, however often it takes: a server may answer metrics first."""

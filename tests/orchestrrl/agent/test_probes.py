@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrrl.agent.probe_link import AGAIN_AFTER_S, WindowReporter, WindowReports
-from orchestrrl.agent.probes import HostQuiet, HostTraces
+from orchestrrl.agent.probes import HostTraces
 from orchestrrl.core.clock import WallClock
 from orchestrrl.core.errors import Permanent
 from orchestrrl.integrations.instrument.rings import _ARMED, RingDoorbell, RingReader, RingWriter, group_id, list_rings
@@ -84,14 +84,14 @@ def host(tmp_path: Path) -> Iterator[Host]:
     host.close()
 
 
-def code(found: HostQuiet | Hold) -> str:
+def code(found: fabric_pb2.Quiet | Hold) -> str:
     return found.code if isinstance(found, Hold) else "quiet"
 
 
 def test_a_window_is_promised_for_as_long_as_pauses_were(host: Host) -> None:
     host.learn()
     found = host.traces.assess("", Q)
-    assert isinstance(found, HostQuiet)
+    assert isinstance(found, fabric_pb2.Quiet)
     assert found.since_s == pytest.approx(host.now_s)
     assert found.until_s == pytest.approx(host.now_s + QUIET_S, rel=1e-3)
     assert found.position == 1

@@ -61,11 +61,11 @@ class PairPaths:
         return owner, self.edge[entry], self.share[entry]
 
 
-def ways(edges: DirectedLinks, source: Ints, target: Ints, most: int = 0) -> PairPaths:
-    """`source` and `target` [pair], nodes that differ. `most`: over so many ways of equal share; 0: over all."""
+def ways(edges: DirectedLinks, source: Ints, target: Ints) -> PairPaths:
+    """`source` and `target` [pair], nodes that differ."""
     order = np.argsort(target, kind="stable")
     back = edges.reversed()
-    counts, edge, share, hops = _ways(edges, back, source[order], target[order], most)
+    counts, edge, share, hops = _ways(edges, back, source[order], target[order])
     whose = np.repeat(order, counts)
     by_pair = np.argsort(whose, kind="stable")
     begin = np.concatenate([[0], np.cumsum(np.bincount(whose, minlength=len(source)))])
@@ -83,15 +83,13 @@ def distances(edges: DirectedLinks) -> Ints:
 
 
 @numba.njit(cache=True)
-def _ways(
-    links: DirectedLinks, back: DirectedLinks, source: Ints, target: Ints, most: int
-) -> tuple[Ints, Ints, Floats, Ints]:
+def _ways(links: DirectedLinks, back: DirectedLinks, source: Ints, target: Ints) -> tuple[Ints, Ints, Floats, Ints]:
     """Pairs come sorted by target: what leads there is worked out once."""
     nodes, pairs, found = len(links.begin) - 1, len(source), 0
     counts, hops = np.zeros(pairs, np.int64), np.zeros(pairs, np.int64)
     distance, onward, queue = np.empty(nodes, np.int64), np.zeros(nodes), np.empty(nodes, np.int64)
     mass = np.zeros(nodes)
-    room = max(most * nodes, len(links.head))  # of one pair
+    room = len(links.head)  # of one pair
     edges, shares = np.empty(4 * pairs + room, np.int64), np.empty(4 * pairs + room)
     last = -1
     for pair in range(pairs):
@@ -104,10 +102,7 @@ def _ways(
         if found + room > len(edges):
             edges = np.concatenate((edges, np.empty(found + room, np.int64)))
             shares = np.concatenate((shares, np.empty(found + room)))
-        if most > 0:
-            added = _walk(source[pair], last, links, distance, onward, most, edges[found:], shares[found:])
-        else:
-            added = _flood(source[pair], links, distance, onward, mass, queue, edges[found:], shares[found:])
+        added = _flood(source[pair], links, distance, onward, mass, queue, edges[found:], shares[found:])
         counts[pair] = added
         found += added
     return counts, edges[:found], shares[:found], hops
@@ -148,43 +143,6 @@ def _flood(
 
 
 @numba.njit(cache=True)
-def _walk(
-    source: int,
-    target: int,
-    links: DirectedLinks,
-    distance: Ints,
-    onward: Floats,
-    most: int,
-    edges: Ints,
-    shares: Floats,
-) -> int:
-    """Over some of them. At each node the ways are dealt out by width, from another place at each node and target, so
-    that not all take the same."""
-    found = 0
-    for way in range(most):
-        node = source
-        while node != target:
-            turn = (way + 0.5) / most + 0.6180339887498949 * (node + target)
-            place = (turn - np.floor(turn)) * onward[node]
-            chosen = -1
-            for edge in range(links.begin[node], links.begin[node + 1]):
-                if distance[links.head[edge]] == distance[node] - 1:
-                    chosen = edge
-                    place -= min(links.width[edge], onward[links.head[edge]])
-                    if place < 0.0:
-                        break
-            before = 0
-            while before < found and edges[before] != chosen:
-                before += 1
-            if before == found:
-                edges[found], shares[found] = chosen, 0.0
-                found += 1
-            shares[before] += 1.0 / most
-            node = links.head[chosen]
-    return found
-
-
-@numba.njit(cache=True)
 def _lead_to(
     target: int, links: DirectedLinks, back: DirectedLinks, distance: Ints, onward: Floats, order: Ints
 ) -> None:
@@ -213,7 +171,6 @@ class CircuitLinks:
     edges: DirectedLinks
     first: int  # the link of edge 0
     light_s: Floats  # [edge], propagation
-    most_ways: int = 0  # over which traffic between two nodes is spread, 0: all that are shortest
 
     @classmethod
     def lay(
@@ -223,7 +180,6 @@ class CircuitLinks:
         tiers: NDArray[np.str_],
         light_s: Floats,
         first_node: int,
-        most_ways: int = 0,
     ) -> "CircuitLinks":
         """All [from, to]; a bundle of circuits is one link, none where it carries nothing."""
         edges = DirectedLinks.of(bytes_per_s)
@@ -231,14 +187,14 @@ class CircuitLinks:
         first = wiring.lay_each(
             [LinkTier(each) for each in tiers[tail, head].tolist()], edges.width, first_node + tail, first_node + head
         )
-        return cls(edges, first, light_s[tail, head], most_ways)
+        return cls(edges, first, light_s[tail, head])
 
     @classmethod
-    def between_servers(cls, wiring: Wiring, joins: Ints, servers: Servers, most_ways: int = 0) -> "CircuitLinks":
+    def between_servers(cls, wiring: Wiring, joins: Ints, servers: Servers) -> "CircuitLinks":
         """`joins` [server, server]: NICs of the first that send to one of the other."""
         width = np.asarray(joins * servers.nic_bytes_per_s, np.float64)
         light_s = np.full(joins.shape, 2 * servers.propagation_s)
-        return cls.lay(wiring, width, np.full(joins.shape, LinkTier.DIRECT), light_s, servers.nics, most_ways)
+        return cls.lay(wiring, width, np.full(joins.shape, LinkTier.DIRECT), light_s, servers.nics)
 
     def add(self, rows: LinkRows, legs: Ints, one: Ints, other: Ints, switch_s: float) -> Floats:
         """From a node to a node, of each of the legs; they may be the same. Returns the seconds of light, and of each
@@ -246,7 +202,7 @@ class CircuitLinks:
         nodes = len(self.edges.begin) - 1
         apart = np.flatnonzero(one != other)
         codes, pair = np.unique(one[apart] * nodes + other[apart], return_inverse=True)
-        found = ways(self.edges, codes // nodes, codes % nodes, self.most_ways)
+        found = ways(self.edges, codes // nodes, codes % nodes)
         lost = np.flatnonzero(found.hops == 0)
         if len(lost):
             raise ValueError(f"no circuits lead from {codes[lost[0]] // nodes} to {codes[lost[0]] % nodes}")

@@ -5,8 +5,8 @@ all servers makes a permutation of them. The first `ring_nics` are rings at stri
 their AllReduce permutations; each other serves the most of the job's demand at once (an assignment), and what it serves
 counts half for those that follow, as their matchings. They divide NICs by how much of the traffic is AllReduce, and
 run it in the order of their rings; bytes from GPU to GPU do not tell it apart, and go in NCCL's order. So NICs are
-divided as serves the demand best. Traffic takes as few hops as there are, spread over up to `WAYS` of them (they route
-MP traffic over k shortest paths), and loads each link on the way. What forwarding takes of a host is not modelled but
+divided as serves the demand best. Traffic takes as few hops as there are, spread over all such ways (they route MP
+traffic over k shortest paths), and loads each link on the way. What forwarding takes of a host is not modelled but
 for `FORWARD_S`.
 """
 
@@ -25,7 +25,6 @@ from orchestrrl.lab.sim.net.fabrics.hosts import HostNetwork, Legs, LinkRows, Wi
 from orchestrrl.lab.sim.net.model import Floats, FlowRoutes, GpuFlows, Ints, LinkNetwork, Servers
 from planner.fabric.generate import ShapeFault
 
-WAYS = 4  # shortest paths that traffic between two servers is spread over
 FORWARD_S = 0.8e-6  # of a host that forwards: what a switch takes
 
 
@@ -107,14 +106,14 @@ class TopoOpt(SimulatedFabric):
         """Bytes over each NIC of the fullest link, to a thousandth, and over all NICs; `demand` [server, server]."""
         edges = DirectedLinks.of(self.joins.astype(np.float64))
         one, other = np.nonzero(demand)
-        owner, edge, share = shortest_ways(edges, one, other, WAYS).rows(np.arange(len(one)))
+        owner, edge, share = shortest_ways(edges, one, other).rows(np.arange(len(one)))
         carried = np.bincount(edge, demand[one, other][owner] * share, minlength=len(edges.head))
         return float(f"{(carried / edges.width).max(initial=0.0):.3e}"), float(carried.sum())
 
     def _network(self, circuits: None) -> LinkNetwork:
         servers, hosts, wiring = self.servers, HostNetwork(self.servers, self.failed), Wiring()
         hosts.lay_nvlink(wiring)
-        links = CircuitLinks.between_servers(wiring, self.joins, servers, WAYS)
+        links = CircuitLinks.between_servers(wiring, self.joins, servers)
 
         def direct(rows: LinkRows, legs: Legs, some: Ints) -> Floats:
             one, other = hosts.server_of(legs.src[some]), hosts.server_of(legs.dst[some])

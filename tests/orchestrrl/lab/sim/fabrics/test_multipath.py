@@ -69,24 +69,6 @@ def test_all_shortest_ways_by_width(seed: int, nodes: int, full: float) -> None:
         assert dict(zip(ends, found.share[row].tolist(), strict=True)) == pytest.approx(expected)
 
 
-@given(seed=st.integers(0, 10**6), nodes=st.integers(2, 12), most=st.integers(1, 5))
-def test_some_of_the_shortest_ways(seed: int, nodes: int, most: int) -> None:
-    width = matrix(seed, nodes, 0.4)
-    edges = DirectedLinks.of(width)
-    source, target = np.nonzero(~np.eye(nodes, dtype=bool))
-    found = ways(edges, source, target, most)
-    apart = distances(edges)
-    for pair, (one, other) in enumerate(zip(source.tolist(), target.tolist(), strict=True)):
-        row = slice(found.begin[pair], found.begin[pair + 1])
-        balance = np.zeros(nodes)
-        np.add.at(balance, edges.head[found.edge[row]], found.share[row])
-        np.add.at(balance, edges.tail[found.edge[row]], -found.share[row])
-        if apart[one, other] < NO_WAY:
-            balance[[one, other]] += [1.0, -1.0]
-            assert found.share[row].sum() == pytest.approx(apart[one, other])
-        assert balance == pytest.approx(np.zeros(nodes))
-
-
 @settings(max_examples=20)
 @given(seed=st.integers(0, 10**6), nodes=st.integers(1, 9), full=st.floats(0.0, 0.6))
 def test_distances(seed: int, nodes: int, full: float) -> None:

@@ -15,6 +15,7 @@ from orchestrrl.lab.demo.redeploy_stack import ObservedFabric
 from orchestrrl.lab.demo.run import DemoOutcome
 from orchestrrl.lab.demo.step import DemoStepRecord
 from orchestrrl.lab.demo.sync_run import SyncOutcome
+from orchestrrl.lab.sim.static import countdown
 from orchestrrl.weights.controller.advice import advice
 
 if TYPE_CHECKING:
@@ -97,8 +98,8 @@ def draw(demo: DemoOutcome, path: Path) -> None:
 def draw_remaining(axis: "Axes", arms: Mapping[str, DemoStepRecord], total: int) -> None:
     """Draw the requests in flight in two runs, and the ends of both; the first run is the baseline."""
     for (label, record), colour in zip(arms.items(), ("#888888", "#1f77b4"), strict=True):
-        times, counts = record.remaining(total)
-        axis.step(times, counts, where="post", label=label, color=colour)
+        points = countdown(sorted(record.finish_s.values()), total - len(record.finish_s))
+        axis.step(*zip(*points, strict=True), where="post", label=label, color=colour)
         axis.axvline(record.makespan_s, color=colour, linewidth=0.8, linestyle=":")
     axis.set_yscale("symlog", linthresh=1)
     axis.set_ylim(0, total * 1.2)

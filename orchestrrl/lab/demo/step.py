@@ -37,11 +37,6 @@ class DemoStepRecord:
     faults: dict[RequestId, str] = field(default_factory=dict)
     idle_s: list[float] = field(default_factory=list)  # per engine: nothing running while the step went on
 
-    def remaining(self, total: int) -> tuple[list[float], list[int]]:
-        """Requests in flight over time, for a step plot: times, and counts from each time on."""
-        times = [0.0, *sorted(self.finish_s.values())]
-        return times, [total - done for done in range(len(times))]
-
 
 @dataclass(slots=True)
 class ComparedStep:

@@ -100,13 +100,14 @@ class Rerouting:
         if self.routed is None:
             raise Permanent("nothing can be drained before it is known which circuits there are: reroute first")
         left = frozenset(self.routed.links).difference(going)
-        moved = await self._move(self.prepare(left).tables)
+        want = self.prepare(left)
+        moved = await self._move(want.tables)
         still = self._still_using(going, moved)
         if still:
             logger.warning("circuits are not drained: %s", _listed(still))
             self.routed = replace(self.routed, failed=still)
             raise NotDrained(still)
-        drained = self._took(left, moved, {})
+        drained = self._took(want, left, moved, {})
         await self._clock.sleep(self._settings.settle_s)
         return drained
 
@@ -115,8 +116,9 @@ class Rerouting:
         usable = frozenset(usable)
         await self._offload(lambda: self.prepare(usable))  # raises ValueError before anything is done
         left_out = dict(sorted((await self._dark_ones(usable)).items()))
-        links = usable.difference(left_out)
-        rerouted = self._took(links, await self._move(self.prepare(links).tables), left_out)
+        links = usable.difference(left_out) if left_out else usable
+        want = self.prepare(links)
+        rerouted = self._took(want, links, await self._move(want.tables), left_out)
         logger.info("packets rerouted over %d circuits: %s", len(links), rerouted.faults_text or "all as wanted")
         return rerouted
 
@@ -126,13 +128,18 @@ class Rerouting:
         self.routed = replace(self.routed, left_out=circuits)
         return self.routed
 
-    def _took(self, links: frozenset[RoutedLink], moved: _Moved, left_out: Mapping[RoutedLink, str]) -> RoutedCircuits:
+    def _took(
+        self,
+        want: pure.ReroutingPlan,
+        links: Iterable[RoutedLink],
+        moved: _Moved,
+        left_out: Mapping[RoutedLink, str],
+    ) -> RoutedCircuits:
         """Packets go over these links now."""
-        want, now_s = self.prepare(links), self._clock.now_s()
-        self.routed = RoutedCircuits(
-            now_s, tuple(sorted(links)), left_out, moved.failed, want.unreachable, want.on_packet_side
-        )
-        return self.routed
+        at_s, failed = self._clock.now_s(), moved.failed
+        routed = RoutedCircuits(at_s, tuple(sorted(links)), left_out, failed, want.unreachable, want.on_packet_side)
+        self.routed = routed
+        return routed
 
     async def close(self) -> None:
         """Routes stay as they are."""

@@ -67,6 +67,7 @@ class RoutedCircuits:
 class _Moved:
     """How far a change of tables has come."""
 
+    plan: pure.ReroutingPlan
     failed: dict[EndpointId, str] = field(default_factory=dict)
     unread: set[EndpointId] = field(default_factory=set)
 
@@ -100,14 +101,13 @@ class Rerouting:
         if self.routed is None:
             raise Permanent("nothing can be drained before it is known which circuits there are: reroute first")
         left = frozenset(self.routed.links).difference(going)
-        want = self.prepare(left)
-        moved = await self._move(want.tables)
+        moved = await self._move(self.prepare(left))
         still = self._still_using(going, moved)
         if still:
             logger.warning("circuits are not drained: %s", _listed(still))
             self.routed = replace(self.routed, failed=still)
             raise NotDrained(still)
-        drained = self._took(want, left, moved, {})
+        drained = self._took(left, moved, {})
         await self._clock.sleep(self._settings.settle_s)
         return drained
 
@@ -117,8 +117,7 @@ class Rerouting:
         await self._offload(lambda: self.prepare(usable))  # raises ValueError before anything is done
         left_out = dict(sorted((await self._dark_ones(usable)).items()))
         links = usable.difference(left_out) if left_out else usable
-        want = self.prepare(links)
-        rerouted = self._took(want, links, await self._move(want.tables), left_out)
+        rerouted = self._took(links, await self._move(self.prepare(links)), left_out)
         logger.info("packets rerouted over %d circuits: %s", len(links), rerouted.faults_text or "all as wanted")
         return rerouted
 
@@ -128,16 +127,12 @@ class Rerouting:
         self.routed = replace(self.routed, left_out=circuits)
         return self.routed
 
-    def _took(
-        self,
-        want: pure.ReroutingPlan,
-        links: Iterable[RoutedLink],
-        moved: _Moved,
-        left_out: Mapping[RoutedLink, str],
-    ) -> RoutedCircuits:
+    def _took(self, links: Iterable[RoutedLink], moved: _Moved, left_out: Mapping[RoutedLink, str]) -> RoutedCircuits:
         """Packets go over these links now."""
-        at_s, failed = self._clock.now_s(), moved.failed
-        routed = RoutedCircuits(at_s, tuple(sorted(links)), left_out, failed, want.unreachable, want.on_packet_side)
+        at_s, ways = self._clock.now_s(), moved.plan
+        routed = RoutedCircuits(
+            at_s, tuple(sorted(links)), left_out, moved.failed, ways.unreachable, ways.on_packet_side
+        )
         self.routed = routed
         return routed
 
@@ -227,12 +222,12 @@ class Rerouting:
         within_s = self._settings.neighbour_s
         return await self._each({name: self._routers[name].find(tuple(some), within_s) for name, some in hops.items()})
 
-    async def _move(self, tables: Mapping[EndpointId, RouteTable]) -> _Moved:
+    async def _move(self, plan: pure.ReroutingPlan) -> _Moved:
         """Bring every router to its table, in an order that keeps every packet on a way."""
-        moved = _Moved()
+        moved = _Moved(plan)
         await self._read_all(moved)
         want = {}
-        for name, table in tables.items():
+        for name, table in plan.tables.items():
             can = await self._routers[name].capabilities()
             want[name] = pure.fit(table, can.max_next_hops, can.max_weight)
         stuck = {(name, prefix) for name in moved.failed for prefix in {*want[name], *self._tables.get(name, {})}}

@@ -118,11 +118,11 @@ class AggRoom:
     def up_to(self, lane: Lane) -> EndpointId | None:
         """The ToR that the lane is joined to now, if it may stay so."""
         tor = self._tor(lane, self._up_with)
-        return tor if tor is not None and self._up_with[lane.ends[0]] in self._free[lane.agg][tor] else None
+        return tor if tor is not None and self._up_with[lane.ends[0]][1] in self._free[lane.agg][tor] else None
 
-    def _tor(self, lane: Lane, joined: Mapping[Port, int]) -> EndpointId | None:
+    def _tor(self, lane: Lane, joined: Mapping[Port, Port]) -> EndpointId | None:
         end = joined.get(lane.ends[0])
-        owner = None if end is None else self._owner.get((lane.agg, end))
+        owner = None if end is None else self._owner.get(end)
         return owner if owner in self._tors else None
 
     def tors(self, lane: Lane) -> list[EndpointId]:
@@ -138,7 +138,7 @@ class AggRoom:
     def lift(self, lane: Lane, tor: EndpointId) -> PortPair:
         """Takes the port that is up with the lane, else the first."""
         ports = self._free[lane.agg][tor]
-        port = self._up_with[lane.ends[0]] if self.up_to(lane) == tor else ports[0]
+        port = self._up_with[lane.ends[0]][1] if self.up_to(lane) == tor else ports[0]
         ports.remove(port)
         return port_pair(lane.agg, lane.agg_port, port)
 

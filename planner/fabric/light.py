@@ -60,14 +60,15 @@ def links_up(site: Site, cross_connects: Iterable[PortPair], interfaces: Mapping
     return tuple(sorted(found.values()))
 
 
-def _follow(start: Port, joined: Mapping[Port, int], far_end: Mapping[Port, Port]) -> tuple[Port, tuple[PortPair, ...]]:
+def _follow(
+    start: Port, joined: Mapping[Port, Port], far_end: Mapping[Port, Port]
+) -> tuple[Port, tuple[PortPair, ...]]:
     """The last port that light from a port gets to, and the cross-connects on its way."""
     over: list[PortPair] = []
     at = start
     while at in joined:
-        switch, port = at
-        over.append(port_pair(switch, port, joined[at]))
-        at = (switch, joined[at])
+        over.append(port_pair(*at, joined[at][1]))
+        at = joined[at]
         if at not in far_end:
             break
         at = far_end[at]

@@ -90,7 +90,7 @@ def check_coupling(site: Site, cross_connects: Iterable[PortPair]) -> tuple[str,
             pod = site.pod_of[lane.uplink]
             wanted[pod] += 1
             end = joined.get(lane.ends[0])
-            there[pod] += end is not None and site.owner.get((lane.agg, end)) in site.tor
+            there[pod] += end is not None and site.owner.get(end) in site.tor
     return tuple(
         f"{pod}: {wanted[pod]} circuits of the core end there, {there[pod]} are lifted to a ToR"
         for pod in sorted(wanted)

@@ -58,13 +58,9 @@ def shared_ports(cross_connects: Iterable[PortPair]) -> dict[Port, int]:
     return {port: count for port, count in sorted(uses.items()) if count > 1}
 
 
-def partners(cross_connects: Iterable[PortPair]) -> Mapping[Port, int]:
+def partners(cross_connects: Iterable[PortPair]) -> Mapping[Port, Port]:
     """For each port that is in use, the other one."""
-    found: dict[Port, int] = {}
-    for each in cross_connects:
-        found[each.switch, each.port_a] = each.port_b
-        found[each.switch, each.port_b] = each.port_a
-    return found
+    return {one: other for each in cross_connects for one, other in (each.sides, each.sides[::-1])}
 
 
 @dataclass(frozen=True, slots=True)

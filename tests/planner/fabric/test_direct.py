@@ -97,10 +97,10 @@ def joined(site: Site, cross_connects: frozenset[PortPair]) -> Counter[Pair]:
     found: Counter[Pair] = Counter()
     for each in cross_connects:
         ends = []
-        for port in each.ports:
-            lane = lane_at.get((each.switch, port))
-            end = (each.switch, port) if lane is None else (lane.agg, joins.get((lane.agg, lane.agg_port), 0))
-            ends.append(owner.get(end))
+        for port in each.sides:
+            lane = lane_at.get(port)
+            end = port if lane is None else joins.get(lane.ends[0])
+            ends.append(None if end is None else owner.get(end))
         tors = [end for end in ends if end is not None and end in site.tor]
         if len(set(tors)) == 2:
             found[pair_of(*tors)] += 1

@@ -145,10 +145,10 @@ class RFabricCircuits:
         found: Counter[tuple[EndpointId | None, ...]] = Counter()
         for each in cross_connects:
             ends: list[EndpointId | None] = []
-            for port in each.ports:
-                lane = lane_at.get((each.switch, port))
-                at, there = (each.switch, port) if lane is None else (lane.agg, joins.get((lane.agg, lane.agg_port)))
-                ends.append(None if there is None else owner.get((at, there)))
+            for port in each.sides:
+                lane = lane_at.get(port)
+                end = port if lane is None else joins.get(lane.ends[0])
+                ends.append(None if end is None else owner.get(end))
             found[tuple(ends)] += 1
         matrix = np.zeros((len(number), len(number)), np.int64)
         for (one, other), count in found.items():

@@ -1,15 +1,18 @@
 """Documents that people write: YAML without its traps, and numbers within bounds. Faults carry their path and value."""
 
+import logging
 import math
 import re
 from collections.abc import Callable, Hashable
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from orchestrrl.core.errors import ProblemFaults, shorten
+
+logger = logging.getLogger(__name__)
 
 _Number = TypeVar("_Number", int, float)
 
@@ -36,6 +39,16 @@ class Section(BaseModel):
     """Base of every object in a document: known fields only, no coercion, frozen."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    former: ClassVar[tuple[str, ...]] = ()  # fields of earlier versions that had no effect: accepted and ignored
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_former(cls, written: Any) -> Any:
+        former = [name for name in cls.former if isinstance(written, dict) and name in written]
+        if not former:
+            return written
+        logger.warning("settings without effect are ignored; remove them: %s", ", ".join(former))
+        return {name: value for name, value in written.items() if name not in former}
 
 
 def read_text(path: Path | str) -> str:

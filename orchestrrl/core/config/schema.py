@@ -1,6 +1,5 @@
 """The daemon's configuration: its sections, their defaults, and what each value must be. Frozen values."""
 
-import logging
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
@@ -19,8 +18,6 @@ from orchestrrl.core.documents import (
     require,
 )
 from planner.model import Configuration, ConfigurationId, EngineId, FastPolicy, GpuId, Knowledge, Mode, Parallelism
-
-logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from planner.cost.profile import Profile
@@ -68,13 +65,10 @@ class MetricsSettings(LoopbackListener):
     address: Address = "127.0.0.1:9107"
 
 
-# Settings of `fast` that decide nothing any longer: files that have them are taken.
-_FORMER_FAST = ("settle_share", "min_gain_share", "crowded_ratio", "keep_groups_together", "preemption_risk")
-
-
 class FastSettings(Section):
     """The fast loop: which requests move."""
 
+    former = ("settle_share", "min_gain_share", "crowded_ratio", "keep_groups_together", "preemption_risk")
     interval_s: PositiveFloat = 1.0
     policy: Annotated[FastPolicy, Field(strict=False)] = FastPolicy.PACKING
     # packing: ends that differ by no more than this share of the time until the last are left alone
@@ -89,15 +83,6 @@ class FastSettings(Section):
     stale_after_s: PositiveFloat = 5.0
     operation_expiry_s: PositiveFloat = 10.0
     stall_grace_s: NonNegativeFloat = 5.0
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_former(cls, written: Any) -> Any:
-        former = [name for name in _FORMER_FAST if isinstance(written, dict) and name in written]
-        if not former:
-            return written
-        logger.warning("fast: %s decide nothing any longer and are ignored", ", ".join(former))
-        return {name: value for name, value in written.items() if name not in former}
 
 
 class SlowSettings(Section):

@@ -52,11 +52,11 @@ class NetworkSettings(Section):
 
 
 class WeightSettings(Section):
+    former = ("seeds_per_pod",)
     # In order of preference: the first that both ends of an edge have. Between CPUs our TCP takes 0.84 to 0.93 of the
     # time of torch's broadcast of the same bytes, point to point over gloo 0.98 to 1.17.
     transports: Annotated[tuple[Name, ...], Field(strict=False, min_length=1)] = ("nccl", "tcp", "gloo")
     chunk_bytes: PositiveInt = 4 * 1024 * 1024
-    seeds_per_pod: PositiveInt = 1
     hop_latency_s: PositiveFloat = 0.001
     # Of NICs and links that a sync takes at most; 1.0: it is not held back, the network shares out by itself.
     rate_share: _Share = 1.0

@@ -49,9 +49,11 @@ def test_the_example_validates_and_shows_the_defaults() -> None:
     assert [c.id for c in example.fleet.configuration_values()] == [ConfigurationId("tp2"), ConfigurationId("tp4")]
 
 
-def test_settings_of_the_fast_loop_that_decide_nothing_any_longer_are_taken(caplog: pytest.LogCaptureFixture) -> None:
+def test_settings_of_earlier_versions_that_had_no_effect_are_accepted(caplog: pytest.LogCaptureFixture) -> None:
     assert parse_config("fast: {settle_share: 0.5, preemption_risk: 0.2, tolerance: 0.1}").fast.tolerance == 0.1
-    assert "fast: settle_share, preemption_risk decide nothing any longer" in caplog.text
+    assert "remove them: settle_share, preemption_risk" in caplog.text
+    parse_config("weights: {seeds_per_pod: 2}")
+    assert "remove them: seeds_per_pod" in caplog.text
     assert faults_in("fast: {settle: 0.5}")
 
 

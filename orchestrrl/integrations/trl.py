@@ -21,27 +21,9 @@ from orchestrrl.core.errors import Permanent, shorten
 from orchestrrl.gateway.client import ClientPatience, GatewayClient
 from orchestrrl.integrations.vllm_weights import reload_weights, run
 
-
-class GrpoTrainer(Protocol):
-    """What is used of TRL's GRPOTrainer. Documented there: `processing_class`, `args`, `state`, `accelerator`,
-    `model`, `save_model`; attributes of TRL 1.16 that its own generation reads, too: the rest."""
-
-    model: Any
-    processing_class: Any
-    args: Any
-    state: Any
-    accelerator: Any
-    tools: Any
-    chat_template: str | None
-    chat_template_kwargs: dict[str, Any]
-    max_completion_length: int | None
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float | None
-    repetition_penalty: float
-
-    def save_model(self, output_dir: str, _internal_call: bool) -> None: ...
+# TRL's GRPOTrainer. Documented there: `processing_class`, `args`, `state`, `accelerator`, `model`, `save_model`; the
+# other attributes that are read here are those of TRL 1.16 that its own generation reads.
+GrpoTrainer = Any
 
 
 class WeightPublisher(Protocol):
@@ -186,7 +168,8 @@ def tokenize(prompts: list[Any], trainer: GrpoTrainer) -> list[list[int]]:
     if isinstance(prompts[0], str):
         ids = trainer.processing_class(text=prompts)["input_ids"]
     else:
-        parts = [part for prompt in prompts for message in prompt for part in _parts(message["content"])]
+        contents = [message["content"] for prompt in prompts for message in prompt]
+        parts = [part for content in contents if isinstance(content, list) for part in content]
         if any(part.get("type") != "text" for part in parts):
             raise Permanent("prompts: only text can be sent to the gateway as token ids, got other content parts")
         ids = trainer.processing_class.apply_chat_template(
@@ -198,10 +181,6 @@ def tokenize(prompts: list[Any], trainer: GrpoTrainer) -> list[list[int]]:
             **trainer.chat_template_kwargs,
         )["input_ids"]
     return [[int(token) for token in prompt] for prompt in ids]
-
-
-def _parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return content if isinstance(content, list) else []
 
 
 def sampling_parameters(trainer: GrpoTrainer) -> dict[str, Any]:

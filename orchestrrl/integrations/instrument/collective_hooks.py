@@ -13,13 +13,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING or __package__:
-    from orchestrrl.integrations.instrument.device_watch import DeviceWatch
     from orchestrrl.integrations.instrument.rings import ASYNCHRONOUS, UNKNOWN, RingWriter, group_id
-    from orchestrrl.integrations.instrument.work_watch import WorkWatch
+    from orchestrrl.integrations.instrument.work_watch import DeviceWatch, WorkWatch
 else:  # in the traced process, where this folder is on the path
-    from device_watch import DeviceWatch
     from rings import ASYNCHRONOUS, UNKNOWN, RingWriter, group_id
-    from work_watch import WorkWatch
+    from work_watch import DeviceWatch, WorkWatch
 
 
 class GroupMethod(NamedTuple):
@@ -184,12 +182,8 @@ class CollectiveHooks:
         outer, ident = self._outer, threading.get_ident
         routes: dict[int, HookedMethod] = {}
         self._routes.append(routes)
-        tensor_type, work_type, wait, follow = (
-            self._torch.Tensor,
-            self._work_type,
-            self._wait_itself,
-            self._works.follow,
-        )
+        tensor_type, work_type = self._torch.Tensor, self._work_type
+        wait, follow = self._wait_itself, self._works.follow
 
         def recorded(pg: Any, *args: Any, **kwargs: Any) -> Any:
             if outer and ident() in outer:

@@ -81,11 +81,12 @@ class KvHandover(KVConnectorBase_V1):  # type: ignore[misc]
         store = KvEntryStore(Path(shared), ranks=parallel.world_size)
         if role == KVConnectorRole.SCHEDULER:
             self._keeper = KvEvictor(store, max_age_s, max_bytes)
+            sizes = [int(tensor.size) for tensor in kv_cache_config.kv_cache_tensors]
             self._scheduler = KvTransferScheduler(
                 store,
                 self._keeper,
                 block_tokens=groups[0].kv_cache_spec.block_size,
-                bytes_per_block=parallel.world_size * _bytes_per_block(kv_cache_config),
+                bytes_per_block=parallel.world_size * (sum(sizes) // int(kv_cache_config.num_blocks)),
                 clock=time.monotonic,
             )
             self._keeper.start()
@@ -298,7 +299,3 @@ def _packing(cache: torch.Tensor) -> str:
         return f"cuda strides {strides}"
     amx = torch.cpu._is_amx_tile_supported()
     return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}{' AMX' if amx else ''} strides {strides}"
-
-
-def _bytes_per_block(kv_cache_config: Any) -> int:
-    return sum(int(tensor.size) for tensor in kv_cache_config.kv_cache_tensors) // int(kv_cache_config.num_blocks)

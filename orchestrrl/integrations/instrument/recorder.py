@@ -108,7 +108,8 @@ def start(directory: str | os.PathLike[str] | None = None, *, job: str | None = 
     """
     if _process.recorder is not None:
         return
-    chosen = Path(directory) if directory is not None else _configured_directory()
+    said = os.environ.get(SWITCH, "")
+    chosen = Path(directory or (said if "/" in said else rings.DEFAULT_DIRECTORY))
     _process.recorder = Recorder(chosen, os.environ.get(JOB, "") if job is None else job)
     _process.recorder.install()
 
@@ -163,11 +164,6 @@ def announce(period: str, body: str | dict[str, Any]) -> None:
 def _writing() -> rings.RingWriter | None:
     recorder = current()
     return None if recorder is None else recorder.writer()
-
-
-def _configured_directory() -> Path:
-    said = os.environ.get(SWITCH, "")
-    return Path(said) if "/" in said else rings.DEFAULT_DIRECTORY
 
 
 class _Awaiting(importlib.abc.MetaPathFinder):

@@ -12,8 +12,8 @@ import pytest
 
 from orchestrrl.integrations.instrument import recorder
 from orchestrrl.integrations.instrument.collective_hooks import METHODS, CollectiveHooks
-from orchestrrl.integrations.instrument.device_watch import DeviceWatch
 from orchestrrl.integrations.instrument.rings import RingReader, RingWriter, group_id, list_rings
+from orchestrrl.integrations.instrument.work_watch import DeviceWatch
 
 
 @pytest.fixture(autouse=True)

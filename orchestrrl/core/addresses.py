@@ -25,6 +25,10 @@ def parse_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def http_url(host: str, port: int | str) -> str:
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
 def remote_fault(host: str, allow: str) -> str:
     """Return what is wrong with listening there; empty for loopback. `allow`: what permits other addresses."""
     if is_loopback(host):

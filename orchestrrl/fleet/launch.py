@@ -15,7 +15,7 @@ from orchestrrl.core.clock import Clock
 from orchestrrl.core.config.launch import DeployerSettings, EngineDevice, EngineProduct
 from orchestrrl.core.config.schema import Config, FleetSettings
 from orchestrrl.core.errors import Permanent, ProblemFaults, did_you_mean, shorten
-from orchestrrl.fleet.deployers.base import DEPLOYERS, Deployer, FleetIdentity, make_deployer
+from orchestrrl.fleet.deployers.base import DEPLOYERS, Deployer, FleetIdentity
 from orchestrrl.fleet.deployers.command_line import EngineLaunch, EngineSpec, render
 from orchestrrl.fleet.deployers.layout_flags import PORTS_PER_GPU, simulated_costs
 from planner.model import ConfigurationId, EngineId, GpuId
@@ -50,7 +50,6 @@ def spec_of(
     configuration: ConfigurationId,
     gpus: Sequence[GpuId],
     port: int | None = None,
-    weights: str = "",
 ) -> EngineSpec:
     """What one engine is started with. Raises ProblemFaults for a configuration that nobody knows."""
     layouts = fleet.layouts()
@@ -69,7 +68,6 @@ def spec_of(
         gpus=tuple(gpus),
         port=port,
         max_sequences=costs.max_sequences,
-        weights=weights,
         arguments=own.arguments if own is not None else (),
         environment=own.environment if own is not None else {},
         usual=simulated_costs(costs, layouts[configuration]) if simulated else {},
@@ -169,11 +167,13 @@ def deployer_of(config: Config, clock: Clock) -> Deployer | None:
         return None
     identity = FleetIdentity(settings.name, str(Path(settings.folder).absolute()))
     try:
-        return make_deployer(settings.product, launch_of(config.fleet), identity, settings.options, clock)
+        make = DEPLOYERS.load(settings.product)
+        deployer: Deployer = make(launch_of(config.fleet), identity, settings.options, clock)
     except ProblemFaults as error:
         raise ProblemFaults([f"fleet.deployer.{fault}" for fault in error.faults]) from error
     except Permanent as error:
         raise ProblemFaults([f"fleet.deployer.product: {error}, got {settings.product!r}"]) from error
+    return deployer
 
 
 def start_faults(config: Config) -> list[str]:

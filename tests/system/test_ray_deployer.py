@@ -24,7 +24,7 @@ from orchestrrl.core.clock import WallClock
 from orchestrrl.core.config.launch import EngineDevice
 from orchestrrl.core.errors import OutcomeUnknown, Permanent, ProblemFaults, Retryable
 from orchestrrl.fleet.deployers import ray as ray_deployer
-from orchestrrl.fleet.deployers.base import DeployedInstance, Deployer, EngineLife, FleetIdentity, make_deployer
+from orchestrrl.fleet.deployers.base import DEPLOYERS, DeployedInstance, Deployer, EngineLife, FleetIdentity
 from orchestrrl.fleet.deployers.command_line import EngineLaunch, EngineSpec
 from orchestrrl.fleet.deployers.conformance import (
     DEADLINE_S,
@@ -66,7 +66,8 @@ class TestConformance(DeployerConformance):
     async def make_deployer(self, fleet: str) -> Deployer:
         options = {**SLOTS, "log_folder": str(self.folder / "logs")}
         identity = FleetIdentity(fleet, str(self.folder / fleet))
-        return make_deployer("ray", stub_launch(self.folder), identity, options, WallClock())
+        deployer: Deployer = DEPLOYERS.load("ray")(stub_launch(self.folder), identity, options, WallClock())
+        return deployer
 
 
 class Harness:

@@ -15,7 +15,7 @@ import aiohttp
 
 from orchestrrl.core.clock import WallClock
 from orchestrrl.core.config.launch import EngineDevice
-from orchestrrl.fleet.deployers.base import FleetIdentity, make_deployer
+from orchestrrl.fleet.deployers.base import DEPLOYERS, FleetIdentity
 from orchestrrl.fleet.deployers.command_line import EngineLaunch
 from orchestrrl.fleet.deployers.conformance import RANGE, free_range
 from orchestrrl.lab.testbed.engines import VLLM_ARGUMENTS, VLLM_ENVIRONMENT
@@ -87,7 +87,7 @@ class Harness:
         await self.stack.undo.aclose()
         identity = FleetIdentity("orchestrrl", str(self.folder / "engines"))
         launch = EngineLaunch(python=str(VLLM_PYTHON), model=str(self.model), device=EngineDevice.CPU)
-        deployer = make_deployer(self.deployer["product"], launch, identity, self.deployer["options"], WallClock())
+        deployer = DEPLOYERS.load(self.deployer["product"])(launch, identity, self.deployer["options"], WallClock())
         for found in await deployer.list_engines():
             await deployer.stop(found.engine)
         await deployer.close()

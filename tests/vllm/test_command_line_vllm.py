@@ -9,8 +9,7 @@ from typing import Any
 
 from orchestrrl.core.config.launch import EngineDevice
 from orchestrrl.fleet.deployers.command_line import CommandLine, EngineLaunch, EngineSpec, render
-from orchestrrl.fleet.deployers.layout_flags import DECIDED
-from orchestrrl.fleet.deployers.user_arguments import SHORT
+from orchestrrl.fleet.deployers.user_arguments import DECIDED, SHORT
 from planner.model import ConfigurationId, EngineId, GpuId, Parallelism
 from tests.vllm.conftest import VLLM_PYTHON
 

@@ -10,15 +10,14 @@ made anew finds the engines of its fleet again, also those whose start was cut s
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, ClassVar, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from pydantic import ValidationError
 
-from orchestrrl.core.clock import Clock
 from orchestrrl.core.documents import Section
 from orchestrrl.core.errors import Permanent, ProblemFaults, faults_of
 from orchestrrl.core.plug_points import PlugPoint
-from orchestrrl.fleet.deployers.command_line import EngineLaunch, EngineSpec
+from orchestrrl.fleet.deployers.command_line import EngineSpec
 from planner.model import ConfigurationId, EngineId, GpuId
 
 Options = TypeVar("Options", bound=Section)
@@ -46,11 +45,6 @@ class DeployedInstance:
     spec: EngineSpec | None = None
     lent: bool = False  # it sleeps, and its GPUs may serve another
 
-    @classmethod
-    def of(cls, spec: EngineSpec, url: str, life: EngineLife, detail: str, lent: bool = False) -> Self:
-        """Return the engine that was started with `spec`."""
-        return cls(spec.engine, spec.configuration, spec.gpus, url, life, detail, spec, lent)
-
 
 class Deployer(Protocol):
     """Starts and stops engines. A GPU serves one engine at a time. Construction touches nothing."""
@@ -61,41 +55,33 @@ class Deployer(Protocol):
     def check(self, spec: EngineSpec) -> None:
         """What can be told of a start beforehand, at once and from files alone. Raises ProblemFaults, or Permanent, for
         what could never start so: a redeployment asks before it stops anybody."""
-        ...
 
     async def start(self, spec: EngineSpec) -> DeployedInstance:
         """Begin to start an engine; returns when its processes are there and its URL is known, which is before it
         answers. Raises Permanent when a GPU is taken, when the id runs with another spec, or when it can never start
         so; ProblemFaults for what cannot be put into command lines. Retryable while room may come."""
-        ...
 
     async def stop(self, engine: EngineId) -> None:
         """Returns once the engine's processes are gone and its GPUs are free, by force after a grace. An engine that is
         not there is none."""
-        ...
 
     async def status(self, engine: EngineId) -> DeployedInstance | None:
         """How it is now; None: nothing of it is left."""
-        ...
 
     async def list_engines(self) -> tuple[DeployedInstance, ...]:
         """All of this fleet, by id, whoever started them: what holds GPUs now, ended ones and lost ones included."""
-        ...
 
     async def lend(self, engine: EngineId, lent: bool) -> None:
         """The engine sleeps, and others may have its GPUs; or it takes them back. Raises Permanent where `can_lend` is
         False, where there is no such engine, and when one that is to have its GPUs back shares them with another."""
-        ...
 
     async def scale(self, spec: EngineSpec) -> DeployedInstance:
         """An engine that runs has the GPUs of `spec` from now on, and counts as started so; its processes are scaled by
         whoever asks. Raises Permanent where `can_scale` is False, where there is no such engine, and for a GPU that is
         taken."""
-        ...
 
     async def close(self) -> None:
         """Release connections. Engines go on."""
-        ...
 
 
 class FixedGpusDeployer:
@@ -120,16 +106,9 @@ class FleetIdentity:
     folder: str  # of the daemon's own, for records and logs
 
 
+# Each is called with an EngineLaunch, a FleetIdentity, its options and a Clock. It raises Permanent where what it needs
+# is not installed, and ProblemFaults for what is wrong with the options, with paths that begin with `options.`
 DEPLOYERS = PlugPoint("deployer", "orchestrrl.deployers", {})
-
-
-def make_deployer(
-    product: str, launch: EngineLaunch, identity: FleetIdentity, options: Mapping[str, Any], clock: Clock
-) -> Deployer:
-    """A deployer by its product's name. Raises Permanent for an unknown name, listing the known ones, and where what it
-    needs is not installed; ProblemFaults for what is wrong with `options`, with paths that begin with `options.`"""
-    deployer: Deployer = DEPLOYERS.load(product)(launch, identity, options, clock)
-    return deployer
 
 
 def read_options(kind: type[Options], options: Mapping[str, Any]) -> Options:
@@ -146,3 +125,11 @@ def check_free(engine: EngineId, gpus: Collection[GpuId], held: Mapping[EngineId
     owners = {gpu: other for other, theirs in held.items() if other != engine for gpu in theirs}
     if taken := ", ".join(f"{gpu} by {owners[gpu]}" for gpu in sorted(gpus) if gpu in owners):
         raise Permanent(f"engine {engine} cannot have GPUs that are in use: {taken}")
+
+
+def check_same(spec: EngineSpec, there: DeployedInstance) -> DeployedInstance:
+    """Return the engine that has the id of `spec`. Raises Permanent where it was started with another spec."""
+    if there.spec != spec:
+        held = f"as {there.configuration or 'nobody knows what'} on GPUs {list(there.gpus)}"
+        raise Permanent(f"engine {spec.engine} is there already, {held}, and was started with another spec")
+    return there

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import quote, urlsplit
 
+from orchestrrl.core.addresses import http_url
 from orchestrrl.core.config.launch import EngineDevice, EngineProduct
 from orchestrrl.core.errors import ProblemFaults, shorten
 from orchestrrl.engines import handover, vllm_weight_flags
@@ -112,7 +113,7 @@ def url_of(spec: EngineSpec, launch: EngineLaunch) -> str:
     host, node = launch.host, group.parts[0].node
     if host in ("0.0.0.0", "::"):
         host = launch.nodes[node] if node < len(launch.nodes) else "127.0.0.1"
-    return f"http://{f'[{host}]' if ':' in host else host}:{_http_port(spec, group)}"
+    return http_url(host, _http_port(spec, group))
 
 
 def ports_to_try(spec: EngineSpec, launch: EngineLaunch) -> list[tuple[int, bool]]:
@@ -217,10 +218,9 @@ def _environment_faults(spec: EngineSpec, launch: EngineLaunch) -> list[str]:
         for name, value in variables.items():
             if not _VARIABLE.fullmatch(name):
                 faults.append(f"{path}: must have names that a shell takes, got {name!r}")
-            for ours in pinned:
-                if name == ours and (spec.parallelism.afd or pinned[name] != value):
-                    theirs = f"`{ours}={pinned[ours]}` of {spec.engine}'s GPUs"
-                    faults.append(f"{path}.{name}: contradicts {theirs}, got {value!r}")
+            if name in pinned and (spec.parallelism.afd or pinned[name] != value):
+                theirs = f"`{name}={pinned[name]}` of {spec.engine}'s GPUs"
+                faults.append(f"{path}.{name}: contradicts {theirs}, got {value!r}")
     return faults
 
 

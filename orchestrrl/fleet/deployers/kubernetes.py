@@ -13,8 +13,10 @@ before its first process can run.
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from orchestrrl.core.addresses import http_url
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable
 from orchestrrl.fleet.deployers import base
@@ -80,14 +82,12 @@ class KubernetesDeployer(FixedGpusDeployer):
 
     async def status(self, engine: EngineId) -> DeployedInstance | None:
         made, pods = await self._view.find(objects.name_of(self._fleet, engine))
-        if made is None and not pods:
-            return None
-        return await self._deployed(made, pods, await self._view.answering(pods))
+        return None if made is None and not pods else await self._deployed(made, pods)
 
     async def list_engines(self) -> tuple[DeployedInstance, ...]:
         everyone = (await self._view.all()).values()
-        answering = await self._view.answering([pod for _, pods in everyone for pod in pods])
-        found = [await self._deployed(made, pods, answering) for made, pods in everyone]
+        await self._view.answering([pod for _, pods in everyone for pod in pods])  # all nodes are asked at once
+        found = [await self._deployed(made, pods) for made, pods in everyone]
         return tuple(sorted(found, key=lambda deployed: deployed.engine))
 
     async def close(self) -> None:
@@ -101,7 +101,7 @@ class KubernetesDeployer(FixedGpusDeployer):
         name = wanted["metadata"]["name"]
         made, pods = everyone.pop(name, (None, []))
         if made is not None and not reading.deleting(made):
-            self._check_same(spec, made)
+            base.check_same(spec, objects.instance_of(made))
             return
         if made is not None or pods:
             raise Retryable(f"engine {spec.engine} is still being removed", RETRY_AFTER_S)
@@ -111,15 +111,9 @@ class KubernetesDeployer(FixedGpusDeployer):
             await self._api.create(kind, wanted)
         except ResourceConflict:
             # Another daemon of this fleet, or an earlier request of ours whose answer was lost.
-            self._check_same(spec, await self._api.get(f"{kind}/{name}"))
+            base.check_same(spec, objects.instance_of(await self._api.get(f"{kind}/{name}")))
         except ResourceNotFound as error:
             raise Permanent(INSTALL_LWS if "namespaces" not in str(error) else str(error)) from error
-
-    def _check_same(self, spec: EngineSpec, made: Object) -> None:
-        engine, configuration, gpus = objects.identity_of(made)
-        if objects.spec_of(made) != spec:
-            held = f"as {configuration} on GPUs {list(gpus)}"
-            raise Permanent(f"engine {engine} is there already, {held}, and was started with another spec")
 
     async def _bring_up(self, engine: EngineId) -> DeployedInstance:
         """Let its first pods through, and wait until all of their containers run, or one has ended. How long images may
@@ -151,10 +145,9 @@ class KubernetesDeployer(FixedGpusDeployer):
             if refused and not pods:
                 return self._no_room(engine, refused) if "exceeded quota" in refused else Permanent(refused)
             await self._let_through(made, pods)
-            answering = await self._view.answering(pods)
-            read = reading.read_life(made, pods, answering)
+            read = reading.read_life(made, pods, await self._view.answering(pods))
             if read.life is not EngineLife.ALIVE or read.running:
-                return await self._deployed(made, pods, answering)
+                return await self._deployed(made, pods)
             if not read.no_room:
                 waiting_since_s = None
             elif waiting_since_s is None:
@@ -207,22 +200,15 @@ class KubernetesDeployer(FixedGpusDeployer):
 
     # Looking.
 
-    async def _deployed(
-        self, made: Object | None, pods: Sequence[Object], answering: Mapping[str, bool]
-    ) -> DeployedInstance:
+    async def _deployed(self, made: Object | None, pods: Sequence[Object]) -> DeployedInstance:
         source = made if made is not None else pods[0]
-        engine, configuration, gpus = objects.identity_of(source)
-        read = reading.read_life(made, pods, answering)
+        read = reading.read_life(made, pods, await self._view.answering(pods))
         port = objects.annotation(source, objects.PORT)
-        host = f"[{read.address}]" if ":" in read.address else read.address
-        return DeployedInstance(
-            engine=engine,
-            configuration=configuration,
-            gpus=gpus,
-            url=f"http://{host}:{port}" if host and port else "",
+        return replace(
+            objects.instance_of(source),
+            url=http_url(read.address, port) if read.address and port else "",
             life=read.life,
             detail=f"{read.detail}{await self._last_log_lines(read.log)}" if read.log is not None else read.detail,
-            spec=objects.spec_of(made) if made is not None else None,
         )
 
     async def _last_log_lines(self, place: LogPlace) -> str:
@@ -252,5 +238,5 @@ def _begun(begun: bool, what: str) -> Iterator[None]:
 
 def _gpus_by_engine(everyone: Mapping[str, Found]) -> dict[EngineId, tuple[GpuId, ...]]:
     """Who has which GPUs."""
-    identities = [objects.identity_of(made or pods[0]) for made, pods in everyone.values()]
-    return {engine: gpus for engine, _, gpus in identities}
+    engines = [objects.instance_of(made or pods[0]) for made, pods in everyone.values()]
+    return {each.engine: each.gpus for each in engines}

@@ -22,6 +22,7 @@ from pydantic import Field, TypeAdapter, ValidationError, ValidationInfo, field_
 from orchestrrl.core.config.launch import EngineDevice, EngineProduct
 from orchestrrl.core.documents import Name, NonNegativeInt, PositiveFloat, PositiveInt, Section
 from orchestrrl.core.errors import ProblemFaults
+from orchestrrl.fleet.deployers.base import DeployedInstance
 from orchestrrl.fleet.deployers.command_line import CommandLine, EngineLaunch, EngineSpec, render, url_of
 from orchestrrl.fleet.deployers.layout_flags import ProcessRole
 from planner.model import ConfigurationId, EngineId, GpuId
@@ -186,32 +187,25 @@ def workload(spec: EngineSpec, launch: EngineLaunch, options: KubernetesOptions,
 
 def size_of(made: Mapping[str, Any]) -> int:
     """How many pods it is to have."""
-    size: int = made["spec"].get("leaderWorkerTemplate", {}).get("size", 1)
-    return size
+    return int(made["spec"].get("leaderWorkerTemplate", {}).get("size", 1))
 
 
-def spec_of(made: Mapping[str, Any]) -> EngineSpec | None:
-    """What the engine was started with; None: that was lost, or another version wrote it."""
+def instance_of(made: Mapping[str, Any]) -> DeployedInstance:
+    """Return the engine that the annotations of a workload describe; those of one of its pods leave out the spec."""
     try:
-        return _SPEC.validate_json(annotation(made, SPEC))
-    except ValidationError:
-        return None
-
-
-def identity_of(made: Mapping[str, Any]) -> tuple[EngineId, ConfigurationId, tuple[GpuId, ...]]:
-    """Of a workload or of one of its pods."""
-    gpus = annotation(made, GPUS)
-    engine = annotation(made, ENGINE_ID) or made["metadata"]["name"]
-    return (
-        EngineId(engine),
+        spec = _SPEC.validate_json(annotation(made, SPEC))
+    except ValidationError:  # that was lost, or another version wrote it
+        spec = None
+    return DeployedInstance(
+        EngineId(annotation(made, ENGINE_ID) or made["metadata"]["name"]),
         ConfigurationId(annotation(made, CONFIGURATION)),
-        tuple(GpuId(int(gpu)) for gpu in gpus.split(",") if gpu.isdecimal()),
+        tuple(GpuId(int(gpu)) for gpu in annotation(made, GPUS).split(",") if gpu.isdecimal()),
+        spec=spec,
     )
 
 
 def annotation(made: Mapping[str, Any], key: str) -> str:
-    value: str = (made["metadata"].get("annotations") or {}).get(key, "")
-    return value
+    return str((made["metadata"].get("annotations") or {}).get(key, ""))
 
 
 def merged_objects(under: Any, over: Any) -> Any:
@@ -271,7 +265,10 @@ def _container(
     else:
         cases = "\n".join(f"{index}) exec {shlex.join(line.argv)} ;;" for index, line in enumerate(lines, 1))
         script, words = f'{_ONCE}case "$ORCHESTRRL_NODE" in\n{cases}\nesac', []
-    variables = _environment(first, launch)
+    # Without what binds a process to GPUs or cores of its machine: a container sees its own alone, numbered anew.
+    variables = {key: value for key, value in first.environment.items() if key not in _PINNED}
+    if launch.device is EngineDevice.CPU:
+        variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     environment: list[Object] = [{"name": key, "value": literal(value)} for key, value in variables.items()]
     environment.append({"name": "ORCHESTRRL_RUN", "value": f"{RUNS_FOLDER}/{name}"})
     if len(lines) > 1:
@@ -295,13 +292,6 @@ def _container(
         "resources": {"limits": needs, "requests": needs} if needs else {},
     }
     return made | {key: value for key, value in optional.items() if value}
-
-
-def _environment(line: CommandLine, launch: EngineLaunch) -> dict[str, str]:
-    """Without what binds a process to GPUs or cores of its machine: a container sees its own alone, and they are
-    numbered anew in it."""
-    made = {key: value for key, value in line.environment.items() if key not in _PINNED}
-    return {**made, "VLLM_CPU_OMP_THREADS_BIND": "nobind"} if launch.device is EngineDevice.CPU else made
 
 
 def _resources(line: CommandLine, spec: EngineSpec, launch: EngineLaunch, options: KubernetesOptions) -> dict[str, str]:

@@ -83,8 +83,7 @@ def deleting(made: Object) -> bool:
 
 
 def gates(pod: Object) -> list[Object]:
-    found: list[Object] = pod["spec"].get("schedulingGates") or []
-    return found
+    return list(pod["spec"].get("schedulingGates") or [])
 
 
 def cannot_be_made(made: Object) -> str:
@@ -96,8 +95,7 @@ def cannot_be_made(made: Object) -> str:
 
 
 def _node(pod: Object) -> str:
-    name: str = pod["spec"].get("nodeName", "")
-    return name
+    return str(pod["spec"].get("nodeName", ""))
 
 
 def _ends(

@@ -17,41 +17,13 @@ from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
-from orchestrrl.fleet.deployers.user_arguments import SET, UNSET, VllmArgument
+from orchestrrl.fleet.deployers.user_arguments import DECIDED, SET, UNSET, VllmArgument
 from planner.model import Configuration, GpuId, Parallelism
 
 PORTS_PER_GPU = 4  # HTTP, data parallel, the group's own rendezvous, AFD's
 AFD_CONNECTOR = "P2pNcclAFDConnector"
 AFD_MICRO_BATCHES = (1, 2)
 ADDITIONAL = "--additional-config"
-
-# What a layout may decide, with what vLLM does where it is left out.
-DECIDED: Mapping[str, str | None] = {
-    "--model": None,
-    "--host": None,
-    "--port": None,
-    "--uds": None,
-    "--tensor-parallel-size": "1",
-    "--pipeline-parallel-size": "1",
-    "--prefill-context-parallel-size": "1",
-    "--data-parallel-size": "1",
-    "--data-parallel-size-local": None,
-    "--data-parallel-start-rank": None,
-    "--data-parallel-rank": None,
-    "--data-parallel-address": None,
-    "--data-parallel-rpc-port": None,
-    "--data-parallel-backend": "mp",
-    "--data-parallel-external-lb": UNSET,
-    "--data-parallel-hybrid-lb": UNSET,
-    "--data-parallel-multi-port-external-lb": UNSET,
-    "--enable-expert-parallel": UNSET,
-    "--nnodes": "1",
-    "--node-rank": "0",
-    "--master-addr": None,
-    "--master-port": None,
-    "--headless": UNSET,
-    "--api-server-count": "1",
-}
 
 
 def decided_for(group: "VllmProcesses") -> dict[str, str | None]:

@@ -21,10 +21,10 @@ from orchestrrl.core.clock import Clock
 from orchestrrl.core.config.launch import EngineProduct
 from orchestrrl.core.documents import NonNegativeInt, PositiveFloat, Section
 from orchestrrl.core.errors import OutcomeUnknown, Permanent, ProblemFaults, Retryable
-from orchestrrl.fleet.deployers import local_machine
-from orchestrrl.fleet.deployers.base import DeployedInstance, EngineLife, FleetIdentity, check_free, read_options
+from orchestrrl.fleet.deployers import base, local_machine
+from orchestrrl.fleet.deployers.base import DeployedInstance, EngineLife, FleetIdentity
 from orchestrrl.fleet.deployers.command_line import EngineLaunch, EngineSpec, ports_to_try, render, url_of
-from orchestrrl.fleet.deployers.local_machine import EngineLogs, EngineRecord, EngineRecords, FoundProcess, RecordState
+from orchestrrl.fleet.deployers.local_machine import EngineLogs, EngineRecord, EngineRecords, FoundProcess
 from orchestrrl.fleet.deployers.machine import hold_port
 from planner.model import ConfigurationId, EngineId
 
@@ -61,9 +61,9 @@ class _Seen:
     @property
     def cut_short(self) -> bool:
         """Its start or its stop was, by the end of whoever did it."""
-        if self.record is None or self.record.state is RecordState.STARTED:
+        if self.record is None:
             return False
-        return self.record.state is RecordState.STOPPING or not self.whole
+        return self.record.stopping or not (self.record.leaders or self.whole)
 
 
 class LocalDeployer:
@@ -72,7 +72,7 @@ class LocalDeployer:
     can_lend = True
 
     def __init__(self, launch: EngineLaunch, identity: FleetIdentity, options: Mapping[str, Any], clock: Clock) -> None:
-        self._options = read_options(LocalOptions, options)
+        self._options = base.read_options(LocalOptions, options)
         self._launch = launch
         self._identity = identity
         self._clock = clock
@@ -149,7 +149,12 @@ class LocalDeployer:
                 if held is not None and self._stopping[spec.engine]:
                     raise Retryable(f"engine {spec.engine} is being stopped", LATER_S)
                 if held is not None and not held.cut_short:
-                    return self._existing_instance(held, spec)
+                    there = base.check_same(spec, self._deployed(held))
+                    if held.record is None or held.record.leaders:
+                        return there
+                    # A start that was cut short when all of it was there is a start.
+                    leaders = tuple(each.identity for each in held.found if each.leads)
+                    return self._deployed(self._noted(replace(held.record, leaders=leaders), held.found))
                 self._check_gpus(spec, seen)
                 if held is not None:
                     self._clear(held)
@@ -157,21 +162,9 @@ class LocalDeployer:
         except OSError as error:
             raise Retryable(f"engine {spec.engine}: {error}", LATER_S) from error
 
-    def _existing_instance(self, held: _Seen, spec: EngineSpec) -> DeployedInstance:
-        """The engine that is there already, if it is as wanted."""
-        if held.record is None or held.record.spec != spec:
-            there = self._deployed(held)
-            raise Permanent(
-                f"engine {spec.engine} is there already, as {there.configuration or 'nobody knows what'} on GPUs "
-                f"{list(there.gpus)}, and with another specification"
-            )
-        if held.record.state is RecordState.STARTING:
-            held = self._note(held.record, held.found)
-        return self._deployed(held)
-
     def _check_gpus(self, spec: EngineSpec, seen: Mapping[EngineId, _Seen]) -> None:
         records = [each.record for each in seen.values() if each.record is not None and not each.record.lent]
-        check_free(spec.engine, spec.gpus, {each.spec.engine: each.spec.gpus for each in records})
+        base.check_free(spec.engine, spec.gpus, {each.spec.engine: each.spec.gpus for each in records})
 
     def _clear(self, held: _Seen) -> None:
         """What a start or a stop that was cut short has left."""
@@ -184,12 +177,6 @@ class LocalDeployer:
             found = self._processes_of(held.engine)
             if found and time.monotonic() > deadline_s:
                 raise Retryable(f"engine {held.engine}: what is left of it does not end on SIGKILL", FORCE_S)
-
-    def _forget(self, held: _Seen) -> None:
-        for leader in held.record.leaders if held.record is not None else ():
-            self._exit_status(leader)
-            self._exits.pop(leader, None)
-        self._records.remove(held.engine)
 
     def _exit_status(self, leader: tuple[int, float]) -> int | None:
         """Of a child of ours. It is waited for once: later its id may be another child's."""
@@ -215,16 +202,11 @@ class LocalDeployer:
                 self._clear(_Seen(spec.engine, record, self._processes_of(spec.engine)))
                 self._records.remove(spec.engine)
                 raise Permanent(f"engine {spec.engine}: {lines[0].argv[0]}: {error.strerror}") from error
-        noted = replace(record, state=RecordState.STARTED, leaders=tuple(spawned))
-        self._records.write(noted)
-        return _Seen(spec.engine, noted, self._processes_of(spec.engine))
+        return self._noted(replace(record, leaders=tuple(spawned)), self._processes_of(spec.engine))
 
-    def _note(self, record: EngineRecord, found: Sequence[FoundProcess]) -> _Seen:
-        """A start that was cut short when all of it was there is a start."""
-        leaders = tuple((each.process.pid, each.created_s) for each in found if each.leads)
-        noted = replace(record, state=RecordState.STARTED, leaders=leaders)
-        self._records.write(noted)
-        return _Seen(record.spec.engine, noted, tuple(found))
+    def _noted(self, record: EngineRecord, found: Sequence[FoundProcess]) -> _Seen:
+        self._records.write(record)
+        return _Seen(record.spec.engine, record, tuple(found))
 
     def _signal(self, engine: EngineId, number: signal.Signals) -> tuple[FoundProcess, ...]:
         """To all that is left of an engine, which is returned; with nothing left, it is forgotten."""
@@ -233,23 +215,26 @@ class LocalDeployer:
             if held is None:
                 return ()
             if not held.found:
-                self._forget(held)
+                for leader in held.record.leaders if held.record is not None else ():
+                    self._exit_status(leader)
+                    self._exits.pop(leader, None)
+                self._records.remove(engine)
                 return ()
-            if held.record is not None and held.record.state is not RecordState.STOPPING:
-                self._records.write(replace(held.record, state=RecordState.STOPPING))
+            if held.record is not None and not held.record.stopping:
+                self._records.write(replace(held.record, stopping=True))
             for found in held.found:
                 found.signal(number)
             return held.found
 
     async def _until_gone(self, processes: Sequence[FoundProcess], within_s: float) -> None:
         deadline_s = self._clock.now_s() + within_s
-        while any(found.alive for found in processes) and self._clock.now_s() < deadline_s:
+        while any(local_machine.is_alive(found.identity) for found in processes) and self._clock.now_s() < deadline_s:
             await self._clock.sleep(POLL_S)
 
     def _running(self, engine: EngineId) -> DeployedInstance | None:
         """The usual answer, without a look at every process of the machine; None: that has to be had."""
         record = self._records.read_one(engine)
-        if record is None or record.state is not RecordState.STARTED:
+        if record is None or record.stopping or not record.leaders:
             return None
         return _instance_of(record) if all(map(local_machine.is_alive, record.leaders)) else None
 
@@ -278,9 +263,7 @@ class LocalDeployer:
             if held is None or held.record is None or held.cut_short:
                 raise Permanent(f"there is no engine {spec.engine} that runs and could be scaled")
             self._check_gpus(spec, seen)
-            record = replace(held.record, spec=spec)
-            self._records.write(record)
-            return self._deployed(_Seen(spec.engine, record, held.found))
+            return self._deployed(self._noted(replace(held.record, spec=spec), held.found))
 
     @property
     def _fleet(self) -> str:
@@ -312,13 +295,14 @@ class LocalDeployer:
         gone = [leader for leader in record.leaders if leader[0] not in living]
         ends = [f"process {leader[0]} {_how(self._exit_status(leader))}" for leader in gone]
         if seen.cut_short:
-            what = "is being stopped" if record.state is RecordState.STOPPING else "was not started to the end"
+            what = "is being stopped" if record.stopping else "was not started to the end"
             ends.append(f"it {what}: {len(living)} of {record.processes} processes are there")
         return f"{', '.join(ends)}; {self._logs.tail(seen.engine)}"
 
 
 def _instance_of(record: EngineRecord, life: EngineLife = EngineLife.ALIVE, detail: str = "") -> DeployedInstance:
-    return DeployedInstance.of(record.spec, record.url, life, detail, record.lent)
+    spec = record.spec
+    return DeployedInstance(spec.engine, spec.configuration, spec.gpus, record.url, life, detail, spec, record.lent)
 
 
 def _how(status: int | None) -> str:

@@ -15,7 +15,6 @@ import re
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import StrEnum
 from itertools import pairwise
 from pathlib import Path
 from urllib.parse import quote, unquote
@@ -34,12 +33,6 @@ CREATED_WITHIN_S = 1.0  # a process is the same if created then: the boot time t
 _LOG_NAME = re.compile(r"(.+)\.log(?:\.\d+)?(?: \(deleted\))?")
 
 
-class RecordState(StrEnum):
-    STARTING = "starting"  # what was spawned of it, if anything, is to be looked for
-    STARTED = "started"
-    STOPPING = "stopping"
-
-
 @dataclass(frozen=True, slots=True)
 class EngineRecord:
     """One engine. `spec` is what was asked for; the port in `url` may be another."""
@@ -47,8 +40,9 @@ class EngineRecord:
     spec: EngineSpec
     url: str
     processes: int  # that lead a session each
-    state: RecordState = RecordState.STARTING
-    leaders: tuple[tuple[int, float], ...] = ()  # their ids, and when they were created (s since the epoch)
+    # Their ids, and when they were created (s since the epoch). None yet: what was spawned is to be looked for.
+    leaders: tuple[tuple[int, float], ...] = ()
+    stopping: bool = False
     lent: bool = False
 
 
@@ -158,7 +152,7 @@ class FoundProcess:
     """A process of an engine. `record`: as it was when it was spawned, None where its environment no longer tells."""
 
     process: psutil.Process
-    created_s: float
+    identity: tuple[int, float]  # its id, and when it was created
     leads: bool  # it was spawned by a deployer, and is no child of such a one
     record: EngineRecord | None
 
@@ -169,15 +163,7 @@ class FoundProcess:
 
     def is_same(self, leader: tuple[int, float]) -> bool:
         """Whether it is the process that was noted down, and no later one of its id."""
-        pid, created_s = leader
-        return self.process.pid == pid and abs(self.created_s - created_s) <= CREATED_WITHIN_S
-
-    @property
-    def alive(self) -> bool:
-        """Those that nobody has waited for are not."""
-        with contextlib.suppress(psutil.NoSuchProcess):
-            return self.process.is_running() and self.process.status() != psutil.STATUS_ZOMBIE
-        return False
+        return self.identity[0] == leader[0] and abs(self.identity[1] - leader[1]) <= CREATED_WITHIN_S
 
 
 def spawn(line: CommandLine, fleet: str, record: EngineRecord, log: Path, port_holder: int) -> tuple[int, float]:
@@ -214,7 +200,7 @@ def find_processes(fleet: str, logs: EngineLogs) -> dict[EngineId, list[FoundPro
 
 
 def is_alive(leader: tuple[int, float]) -> bool:
-    """Whether the process that was noted down lives."""
+    """Whether the process that was noted down lives. Those that nobody has waited for do not."""
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(leader[0])
         there = abs(process.create_time() - leader[1]) <= CREATED_WITHIN_S
@@ -237,7 +223,7 @@ def _inspect(process: psutil.Process, fleet: str, logs: EngineLogs) -> tuple[Eng
     if engine is None or process.status() == psutil.STATUS_ZOMBIE:
         return None
     leads = os.getsid(process.pid) == process.pid
-    return engine, FoundProcess(process, process.create_time(), leads, record)
+    return engine, FoundProcess(process, (process.pid, process.create_time()), leads, record)
 
 
 def _marked(process: psutil.Process, fleet: str) -> EngineRecord | None:

@@ -22,18 +22,19 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib.util import find_spec
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote
 
 from pydantic import Field, TypeAdapter, field_validator
 
+from orchestrrl.core.addresses import http_url
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.documents import Name, PositiveFloat, Section
 from orchestrrl.core.errors import OutcomeUnknown, Permanent, Retryable
-from orchestrrl.fleet.deployers.base import DeployedInstance, EngineLife, FixedGpusDeployer, FleetIdentity, read_options
-from orchestrrl.fleet.deployers.command_line import CommandLine, EngineLaunch, EngineSpec, ports_to_try, render
+from orchestrrl.fleet.deployers import base
+from orchestrrl.fleet.deployers.base import DeployedInstance, EngineLife, FixedGpusDeployer, FleetIdentity
+from orchestrrl.fleet.deployers.command_line import EngineLaunch, EngineSpec, ports_to_try, render
 from orchestrrl.fleet.deployers.layout_flags import NodeProcesses, shares
 from planner.model import ConfigurationId, EngineId, GpuId
 
@@ -88,7 +89,7 @@ class RayDeployer(FixedGpusDeployer):
 
     def __init__(self, launch: EngineLaunch, identity: FleetIdentity, options: Mapping[str, Any], clock: Clock) -> None:
         del clock  # Ray's time is real
-        self._options = read_options(RayOptions, options)
+        self._options = base.read_options(RayOptions, options)
         if self._options.python is None and find_spec("ray") is None:
             raise Permanent("deployer ray needs ray: pip install 'orchestrrl[ray]', or name a python that has it")
         self._launch = launch
@@ -98,6 +99,9 @@ class RayDeployer(FixedGpusDeployer):
             Path(identity.folder) / "ray-driver.log",
             self._options.connect_within_s,
         )
+        self._poll_limit_s = 3 * self._options.answer_within_s
+        # Grace, a look at nodes whose actors do not answer, and Ray's own part.
+        self._stop_limit_s = self._options.grace_s + 4 * self._options.answer_within_s + 20.0
         self._turns: defaultdict[EngineId, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._starting: dict[EngineId, EngineSpec] = {}
         self._seen: dict[EngineId, DeployedInstance] = {}
@@ -113,20 +117,14 @@ class RayDeployer(FixedGpusDeployer):
         }
 
     def check(self, spec: EngineSpec) -> None:
-        nodes = self._options.nodes or self._launch.nodes
-        lines = render(spec, self._launch)
-        places = {part["node"] for process, line in enumerate(lines) for part in self._parts(spec, process, line)}
-        if nodes and max(places) >= len(nodes):
-            known = ", ".join(nodes)
-            raise Permanent(f"engine {spec.engine}: node {max(places)} of the fleet has no address; known: {known}")
+        self._parts(spec)
 
     async def start(self, spec: EngineSpec) -> DeployedInstance:
-        self.check(spec)
-        lines = render(spec, self._launch)
+        parts = self._parts(spec)
         async with self._turns[spec.engine]:
             self._starting[spec.engine] = spec
             try:
-                deployed = await self._start(spec, lines)
+                deployed = await self._start(spec, parts)
             except RayConnectionLost as error:
                 raise OutcomeUnknown(f"engine {spec.engine}: Ray was lost during its start: {error}") from error
             finally:
@@ -134,7 +132,7 @@ class RayDeployer(FixedGpusDeployer):
         self._seen[spec.engine] = deployed
         return deployed
 
-    async def _start(self, spec: EngineSpec, lines: tuple[CommandLine, ...]) -> DeployedInstance:
+    async def _start(self, spec: EngineSpec, parts: list[dict[str, Any]]) -> DeployedInstance:
         host = self._launch.host
         held = await self._driver.call(
             "claim",
@@ -143,16 +141,12 @@ class RayDeployer(FixedGpusDeployer):
             engine=spec.engine,
             spec=_SPEC.dump_python(spec, mode="json"),
             gpus=list(spec.gpus),
-            parts=[part for process, line in enumerate(lines) for part in self._parts(spec, process, line)],
+            parts=parts,
             host="0.0.0.0" if host in _ANYWHERE and host != "::" else host,
             ports=ports_to_try(spec, self._launch),
         )
         if "found" in held:
-            found = _deployed(held["found"])
-            if found.spec != spec:
-                what = f"as {found.configuration} on GPUs {list(found.gpus)}"
-                raise Permanent(f"engine {spec.engine} is there already with another spec: {what}")
-            return found
+            return base.check_same(spec, _deployed(held["found"]))
         places = held["places"]
         address, port = places[0]["address"] if host in _ANYWHERE else host, places[0]["port"]
         lines = render(replace(spec, port=port), self._launch)
@@ -160,7 +154,7 @@ class RayDeployer(FixedGpusDeployer):
             "launch",
             2 * self._options.answer_within_s,
             engine=spec.engine,
-            url=f"http://{_bracketed(address)}:{port}",
+            url=http_url(address, port),
             lines=[
                 {"argv": line.argv, "environment": dict(line.environment), "gpus": place["gpus"]}
                 for line, place in zip(lines, places, strict=True)
@@ -199,23 +193,20 @@ class RayDeployer(FixedGpusDeployer):
     async def close(self) -> None:
         await self._driver.close()
 
-    @property
-    def _poll_limit_s(self) -> float:
-        return 3 * self._options.answer_within_s
-
-    @property
-    def _stop_limit_s(self) -> float:
-        """Grace, a look at nodes whose actors do not answer, and Ray's own part."""
-        return self._options.grace_s + 4 * self._options.answer_within_s + 20.0
-
-    def _parts(self, spec: EngineSpec, process: int, line: CommandLine) -> list[dict[str, Any]]:
-        """What a process needs of each node. Without GPUs by number it is as many as its layout has."""
-        size = self._launch.per_node
-        held = shares(line.gpus, size) or (NodeProcesses(line.node, tuple(map(GpuId, range(spec.parallelism.gpus)))),)
-        return [
-            {"process": process, "node": part.node, "local": [gpu % size for gpu in part.gpus], "units": len(part.gpus)}
-            for part in held
-        ]
+    def _parts(self, spec: EngineSpec) -> list[dict[str, Any]]:
+        """What each process needs of each node. Without GPUs by number it is as many as its layout has. Raises
+        ProblemFaults, and Permanent for a node without an address."""
+        size, parts = self._launch.per_node, list[dict[str, Any]]()
+        for process, line in enumerate(render(spec, self._launch)):
+            anywhere = NodeProcesses(line.node, tuple(map(GpuId, range(spec.parallelism.gpus))))
+            for node, gpus in shares(line.gpus, size) or (anywhere,):
+                local = [gpu % size for gpu in gpus]
+                parts.append({"process": process, "node": node, "local": local, "units": len(gpus)})
+        nodes, last = self._options.nodes or self._launch.nodes, max(part["node"] for part in parts)
+        if nodes and last >= len(nodes):
+            known = ", ".join(nodes)
+            raise Permanent(f"engine {spec.engine}: node {last} of the fleet has no address; known: {known}")
+        return parts
 
     def _noted(self, state: Mapping[str, Any]) -> DeployedInstance:
         deployed = _deployed(state)
@@ -227,18 +218,11 @@ class RayDeployer(FixedGpusDeployer):
 
 def _deployed(state: Mapping[str, Any]) -> DeployedInstance:
     """What the driver says of an engine. Its record is lost where somebody has emptied Ray's store."""
-    record, engine = state["record"], EngineId(state["engine"])
+    record, engine, life = state["record"], EngineId(state["engine"]), EngineLife(state["life"])
     if record is None:
-        return DeployedInstance(engine, ConfigurationId(""), (), life=EngineLife(state["life"]), detail=state["detail"])
+        return DeployedInstance(engine, ConfigurationId(""), (), life=life, detail=state["detail"])
     spec = _SPEC.validate_python(record["spec"])
-    return DeployedInstance.of(spec, record["url"], EngineLife(state["life"]), state["detail"])
-
-
-def _bracketed(host: str) -> str:
-    try:
-        return f"[{host}]" if ip_address(host).version == 6 else host
-    except ValueError:
-        return host
+    return DeployedInstance(engine, spec.configuration, spec.gpus, record["url"], life, state["detail"], spec)
 
 
 class RayConnectionLost(Exception):
@@ -327,7 +311,10 @@ class RayDriver:
             raise RayConnectionLost(f"the driver has ended: {error}") from error
         finally:
             self._waiting.pop(number, None)
-        return _value_of(answer)
+        if (refusal := answer.get("error")) is None:
+            return answer["value"]
+        kind, message = refusal["kind"], refusal["message"]
+        raise Retryable(message, RETRY_AFTER_S) if kind == "retryable" else _ERRORS[kind](message)
 
     async def _read(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdout is not None
@@ -340,13 +327,6 @@ class RayDriver:
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(RayConnectionLost(f"the driver has ended with status {process.returncode}"))
-
-
-def _value_of(answer: Mapping[str, Any]) -> Any:
-    if (error := answer.get("error")) is None:
-        return answer["value"]
-    kind, message = error["kind"], error["message"]
-    raise Retryable(message, RETRY_AFTER_S) if kind == "retryable" else _ERRORS[kind](message)
 
 
 async def _kill(process: asyncio.subprocess.Process) -> None:

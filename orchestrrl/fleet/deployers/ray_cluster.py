@@ -170,16 +170,15 @@ class RayCluster:
         return "alive", ""
 
     def _process_life(self, name: str, node: str, asked: Any) -> tuple[str, str]:
+        gone = f"Ray has ended its actor {name} on {node}"
+        if asked is None:
+            return "ended", gone
         try:
-            report = ray.get(asked, timeout=0) if asked is not None else None
+            report = ray.get(asked, timeout=0)
         except (GetTimeoutError, ActorUnavailableError):
             return "unknown", f"its actor {name} on {node} does not answer"
         except RayActorError as error:
-            report, why = None, f": {str(error).splitlines()[0]}"
-        else:
-            why = ""
-        if report is None:
-            return "ended", f"Ray has ended its actor {name} on {node}{why}"
+            return "ended", f"{gone}: {str(error).splitlines()[0]}"
         if report["running"]:
             return "alive", ""
         if report["running"] is None:

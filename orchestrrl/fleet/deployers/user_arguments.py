@@ -10,30 +10,39 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-# What vLLM calls them for short (its engine/arg_utils.py, 0.32).
-SHORT = {
-    "-tp": "--tensor-parallel-size",
-    "-pp": "--pipeline-parallel-size",
-    "-pcp": "--prefill-context-parallel-size",
-    "-dp": "--data-parallel-size",
-    "-dpl": "--data-parallel-size-local",
-    "-dpr": "--data-parallel-start-rank",
-    "-dpn": "--data-parallel-rank",
-    "-dpa": "--data-parallel-address",
-    "-dpp": "--data-parallel-rpc-port",
-    "-dpb": "--data-parallel-backend",
-    "-dpe": "--data-parallel-external-lb",
-    "-dph": "--data-parallel-hybrid-lb",
-    "-dpm": "--data-parallel-multi-port-external-lb",
-    "-ep": "--enable-expert-parallel",
-    "-n": "--nnodes",
-    "-r": "--node-rank",
-    "-asc": "--api-server-count",
+SET, UNSET = "", "no"  # the values of a flag without one
+# What a layout may decide: its short name, and what vLLM does where it is left out (its engine/arg_utils.py, 0.32).
+_LAYOUT: Mapping[str, tuple[str | None, str | None]] = {
+    "--model": (None, None),
+    "--host": (None, None),
+    "--port": (None, None),
+    "--uds": (None, None),
+    "--tensor-parallel-size": ("-tp", "1"),
+    "--pipeline-parallel-size": ("-pp", "1"),
+    "--prefill-context-parallel-size": ("-pcp", "1"),
+    "--data-parallel-size": ("-dp", "1"),
+    "--data-parallel-size-local": ("-dpl", None),
+    "--data-parallel-start-rank": ("-dpr", None),
+    "--data-parallel-rank": ("-dpn", None),
+    "--data-parallel-address": ("-dpa", None),
+    "--data-parallel-rpc-port": ("-dpp", None),
+    "--data-parallel-backend": ("-dpb", "mp"),
+    "--data-parallel-external-lb": ("-dpe", UNSET),
+    "--data-parallel-hybrid-lb": ("-dph", UNSET),
+    "--data-parallel-multi-port-external-lb": ("-dpm", UNSET),
+    "--enable-expert-parallel": ("-ep", UNSET),
+    "--nnodes": ("-n", "1"),
+    "--node-rank": ("-r", "0"),
+    "--master-addr": (None, None),
+    "--master-port": (None, None),
+    "--headless": (None, UNSET),
+    "--api-server-count": ("-asc", "1"),
 }
+SHORT = {short: flag for flag, (short, _) in _LAYOUT.items() if short is not None}
+DECIDED = {flag: default for flag, (_, default) in _LAYOUT.items()}
 # Flags with a value right behind them, `-n2`, as argparse allows for one letter.
 _ATTACHED = re.compile(r"(-[nr])(\d+)")
 _NUMBER = re.compile(r"-\d*\.?\d+")
-SET, UNSET = "", "no"  # the values of a flag without one
 
 
 @dataclass(frozen=True, slots=True)

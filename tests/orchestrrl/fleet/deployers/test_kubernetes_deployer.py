@@ -12,7 +12,7 @@ from kubernetes_server import Trouble
 from orchestrrl.core.clock import WallClock
 from orchestrrl.core.config.launch import EngineDevice
 from orchestrrl.core.errors import OrchestrRLError, Permanent, Retryable
-from orchestrrl.fleet.deployers.base import EngineLife, FleetIdentity, make_deployer
+from orchestrrl.fleet.deployers.base import DEPLOYERS, EngineLife, FleetIdentity
 from orchestrrl.fleet.deployers.command_line import EngineSpec
 from orchestrrl.fleet.deployers.conformance import BEHAVIOUR, EngineBehaviour
 from planner.model import ConfigurationId, EngineId, GpuId, Parallelism
@@ -106,7 +106,7 @@ async def test_who_is_not_known_and_where_nobody_is(place: Harness) -> None:
 
 async def test_it_is_made_by_its_name(place: Harness) -> None:
     options = {**OPTIONS, "kubeconfig": place.server.kubeconfig(place.folder)}
-    deployer = make_deployer("kubernetes", place.launch, FleetIdentity("f", ""), options, WallClock())
+    deployer = DEPLOYERS.load("kubernetes")(place.launch, FleetIdentity("f", ""), options, WallClock())
     try:
         assert await deployer.list_engines() == ()
         with pytest.raises(OrchestrRLError):

@@ -16,17 +16,16 @@ from kubernetes_store import check, check_shape
 
 from orchestrrl.core.config.launch import EngineDevice
 from orchestrrl.core.errors import ProblemFaults
-from orchestrrl.fleet.deployers.base import read_options
+from orchestrrl.fleet.deployers.base import DeployedInstance, read_options
 from orchestrrl.fleet.deployers.command_line import EngineLaunch, EngineSpec, render
 from orchestrrl.fleet.deployers.kubernetes_objects import (
     LEADER,
     KubernetesOptions,
-    identity_of,
+    instance_of,
     literal,
     merged_objects,
     name_of,
     size_of,
-    spec_of,
     workload,
 )
 from planner.model import ConfigurationId, EngineId, GpuId, Parallelism
@@ -110,8 +109,7 @@ def test_every_layout_makes_an_object_that_the_api_takes(
     check("leaderworkersets" if over_nodes else "deployments", made, strict=True)
     assert (made["kind"] == "LeaderWorkerSet") == over_nodes
     assert size_of(made) == max(1, parallelism.gpus // 4)
-    assert spec_of(made) == wanted
-    assert identity_of(made) == (wanted.engine, wanted.configuration, wanted.gpus)
+    assert instance_of(made) == DeployedInstance(wanted.engine, wanted.configuration, wanted.gpus, spec=wanted)
 
 
 def test_a_container_runs_the_rendered_command_at_the_pods_own_address() -> None:

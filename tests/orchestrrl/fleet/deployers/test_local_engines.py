@@ -13,7 +13,7 @@ import pytest
 from orchestrrl.core.clock import WallClock
 from orchestrrl.core.config.launch import EngineDevice
 from orchestrrl.core.errors import Permanent, ProblemFaults
-from orchestrrl.fleet.deployers.base import FleetIdentity, make_deployer
+from orchestrrl.fleet.deployers.base import DEPLOYERS, FleetIdentity
 from orchestrrl.fleet.deployers.command_line import EngineLaunch, EngineSpec
 from orchestrrl.fleet.deployers.conformance import stub_launch
 from orchestrrl.fleet.deployers.local import LocalDeployer
@@ -90,7 +90,7 @@ async def test_gpus_of_other_machines_are_refused(fleet: Fleet) -> None:
 def test_faults_of_options_come_all_at_once() -> None:
     identity = FleetIdentity("mine", "/nowhere")
     with pytest.raises(ProblemFaults) as caught:
-        make_deployer("local", EngineLaunch("p", "m"), identity, {"grace_s": 0, "logs_kept": -1, "x": 1}, WallClock())
+        DEPLOYERS.load("local")(EngineLaunch("p", "m"), identity, {"grace_s": 0, "logs_kept": -1, "x": 1}, WallClock())
     assert [fault.split(":")[0] for fault in caught.value.faults] == [
         "options.grace_s",
         "options.logs_kept",

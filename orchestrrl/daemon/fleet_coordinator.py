@@ -136,10 +136,10 @@ class FleetCoordinator:
         now_s = self.clock.now_s()
         report = replace(report, gateway=self.nodes.id_of(report.gateway, report.incarnation, stream))
         self.state.check_gateway_report(report, now_s)
-        self.state.fold_gateway(report, now_s, stream)
+        new_failovers = self.state.fold_gateway(report, now_s, stream)
         if enough := self.state.groups.take():
             self.canceller.redundant(self.state.gateways_of_groups(enough))
-        for failovers in self.state.take_failovers():
+        for failovers in new_failovers:
             self.note(
                 EntryKind.ENGINE_FAILOVERS, failovers.engine, {"gateway": report.gateway, **asdict(failovers.counts)}
             )

@@ -118,7 +118,6 @@ class _EngineRecord:
 class _GatewayRecord:
     reporters: Reporters = field(default_factory=Reporters)
     received_s: float = 0.0  # its latest word of any kind
-    url: str = ""
     engines: tuple[EngineId, ...] = ()  # from its hello
     in_flight: tuple[RequestView, ...] = ()
     in_flight_ids: frozenset[RequestId] = frozenset()
@@ -164,7 +163,6 @@ class FleetState:
         self.groups = FinishedGroups()  # how many answers of each have finished, over all gateways
         self.totals = TokenTotals()
         self.failovers: dict[EngineId, FailoverCounts] = {}  # since the daemon's start, by the engine that failed
-        self._new_failovers: list[EngineFailovers] = []
 
     def set_roster(
         self,
@@ -216,12 +214,11 @@ class FleetState:
     def fold_hello(self, hello: NodeHello, received_s: float) -> None:
         """A gateway names the engines that it routes to, before it has reported anything."""
         self._hosts[hello.node] = hello.host
-        if len(self._hosts) > HOSTS_REMEMBERED:
-            del self._hosts[next(iter(self._hosts))]
+        keep_newest(self._hosts, HOSTS_REMEMBERED)
         if hello.kind is not NodeKind.GATEWAY:
             return
         record = self._gateways.setdefault(hello.node, _GatewayRecord())
-        record.engines, record.url = hello.engines, hello.url
+        record.engines = hello.engines
         record.received_s = max(record.received_s, received_s)
         self._claim_all(hello.node, hello.addresses, received_s)
 
@@ -271,8 +268,8 @@ class FleetState:
         self._mark_step(received_s)
         return True
 
-    def fold_gateway(self, report: GatewayReport, received_s: float, stream: int = 0) -> bool:
-        """Take a report in, unless one at least as new is held. True: it was taken.
+    def fold_gateway(self, report: GatewayReport, received_s: float, stream: int = 0) -> list[EngineFailovers]:
+        """Take a report in, unless one at least as new is held. Returns the failovers that were not counted before.
 
         Finished requests and failovers count once per gateway, also those of a report that came late.
         """
@@ -287,18 +284,17 @@ class FleetState:
             record.engines = tuple(engine.known_as or engine.engine for engine in report.engines)
         if newer and taken_s is not None:
             record.reported_s = taken_s
-            record.in_flight, record.url = report.in_flight, report.url or record.url
-            record.barrier = report.barrier
+            record.in_flight, record.barrier = report.in_flight, report.barrier
             record.in_flight_ids = frozenset(request.id for request in report.in_flight)
             record.on_engines = engines_of(report)
-        self._count_failovers(record, report.gateway, report.failovers)
+        failovers = self._count_failovers(record, report.gateway, report.failovers)
         if fresh:
             # They were in flight, if only between two reports.
             self._start_step(received_s)
             self._count_finished(record, fresh)
         if newer or fresh:
             self._mark_step(received_s)
-        return newer
+        return failovers
 
     def fold_result(self, result: OperationResult) -> None:
         """Count the items of a closed operation that moved requests."""
@@ -307,11 +303,6 @@ class FleetState:
         self.totals.moves_failed += len(result.items) - done
         self.totals.tokens_recomputed += sum(item.recomputed_tokens for item in result.items)
         self.totals.tokens_loaded += sum(item.loaded_tokens for item in result.items)
-
-    def take_failovers(self) -> list[EngineFailovers]:
-        """Those that were counted since the last call."""
-        new, self._new_failovers = self._new_failovers, []
-        return new
 
     def engines(self, now_s: float) -> tuple[EngineView, ...]:
         """Every engine that is known, by id; the part of a snapshot that is cheap."""
@@ -562,8 +553,7 @@ class FleetState:
         clock = self._clocks.get(sender)
         if clock is None:
             clock = self._clocks[sender] = SenderClock()
-            if len(self._clocks) > HOSTS_REMEMBERED:
-                del self._clocks[next(iter(self._clocks))]
+            keep_newest(self._clocks, HOSTS_REMEMBERED)
         return clock.taken_s(sampled_s, report.times, received_s)
 
     # --- steps
@@ -599,17 +589,18 @@ class FleetState:
         keep_newest(record.finished, FINISHED_REMEMBERED)
         self.totals.finished += len(fresh)
 
-    def _count_failovers(self, record: _GatewayRecord, gateway: NodeId, reported: tuple[EngineFailovers, ...]) -> None:
-        for failovers in reported:
-            if failovers in record.failovers:
-                continue
+    def _count_failovers(
+        self, record: _GatewayRecord, gateway: NodeId, reported: Iterable[EngineFailovers]
+    ) -> list[EngineFailovers]:
+        fresh = [failovers for failovers in dict.fromkeys(reported) if failovers not in record.failovers]
+        for failovers in fresh:
             record.failovers[failovers] = None
             engine = self._names.engine(gateway, failovers.engine)
             if engine not in self.failovers and len(self.failovers) >= self._capacity.engines:
                 engine = EngineId("")  # the rest together
             self.failovers[engine] = self.failovers.get(engine, FailoverCounts()) + failovers.counts
-            self._new_failovers.append(failovers)
         keep_newest(record.failovers, FINISHED_REMEMBERED)
+        return fresh
 
     # --- views
 

@@ -139,27 +139,34 @@ class RedeployActions:
         specs = (*old, *new, *self.redeployment.asleep) if self.going_back else (*new, *old, *self.redeployment.asleep)
         return next(spec for spec in specs if spec.engine == engine)
 
-    async def forward(self, step: RedeployStep) -> str:
-        """Do it; a word on it for the report. Raises OrchestrRLError."""
-        if step.kind is StepKind.FENCE:
+    async def carry_out(self, step: RedeployStep) -> str:
+        """Do it, in the direction that is gone; a word on it for the report. Raises OrchestrRLError."""
+        kind, engine = step.kind, step.engine
+        if kind is StepKind.FENCE:
             return self._fence()
-        if step.kind is StepKind.ADMIT:
-            engines = [spec.engine for spec in self.redeployment.preparing]
-            await self._check_before_admission(engines)
-            return await self._admit(engines, self.redeployment.new)
-        if step.engine is None:
+        if kind is StepKind.ADMIT:
+            return await self._admit()
+        if engine is None:
             return ""
-        if step.kind in (StepKind.STOP, StepKind.SLEEP):
-            await self._fetch_reference(step.engine)
-        return await self._of_engine(step.kind, step.engine)
-
-    async def back(self, step: RedeployStep) -> str:
-        """The same, on the way back."""
-        if step.kind is StepKind.ADMIT:
-            there = [spec for spec in self.redeployment.old if spec.engine in self.running]
-            alive = [spec for spec in there if self.running[spec.engine].life is EngineLife.ALIVE]
-            return await self._admit([spec.engine for spec in alive], alive)
-        return "" if step.engine is None else await self._of_engine(step.kind, step.engine)
+        if kind in (StepKind.STOP, StepKind.SLEEP) and not self.going_back:
+            await self._fetch_reference(engine)
+        self.waits_for.pop(engine, None)
+        if kind in (StepKind.START, StepKind.WAKE, StepKind.STOP, StepKind.SLEEP):
+            self.loaded.discard(engine)
+        actions = {
+            StepKind.EVACUATE: self._evacuate,
+            StepKind.STOP: self.stop,
+            StepKind.RETIRE: self.stop,
+            StepKind.SLEEP: self._sleep,
+            StepKind.START: self._start,
+            StepKind.WAKE: self._wake,
+            StepKind.SCALE: self._scale,
+            StepKind.READY: self._until_ready,
+            StepKind.LOAD: self._load,
+            StepKind.WARM_UP: self._warm_up,
+            StepKind.VERIFY: self._verify,
+        }
+        return await actions[kind](engine)
 
     async def reference(self, *, patient: bool) -> AnswerExcerpt | None:
         """How an engine that serves now answers, the emptiest first; None where none can be asked. Who has no seat free
@@ -241,11 +248,22 @@ class RedeployActions:
             if told is None or told.life is EngineLife.ENDED:
                 raise Permanent(f"{engine} ended before it served: {told.detail if told else 'nothing is left'}")
 
-    async def _admit(self, engines: Sequence[EngineId], serving: Sequence[EngineSpec]) -> str:
-        """Requests go to these; nobody is fenced or expected any longer. `serving`: all that serve from now on."""
+    async def _admit(self) -> str:
+        """Requests go to those that were prepared, or on the way back to those of before that live; nobody is fenced or
+        expected any longer."""
+        serving: Sequence[EngineSpec]
+        if self.going_back:
+            alive = {engine for engine, up in self.running.items() if up.life is EngineLife.ALIVE}
+            serving = [spec for spec in self.redeployment.old if spec.engine in alive]
+            engines = [spec.engine for spec in serving]
+        else:
+            serving, engines = self.redeployment.new, [spec.engine for spec in self.redeployment.preparing]
+            await self._check_before_admission(engines)
         circuits = await self.control_plane.circuits_follow(serving)
         for engine in engines:
-            self.control_plane.state.add_engine(self.facts(engine))
+            up, kv_tokens = self.running[engine], self.capacity_tokens.get(engine)  # as verified, else as planned
+            facts = EngineFacts(engine, up.url, gpus=up.gpus, kv_capacity_tokens=kv_tokens)
+            self.control_plane.state.add_engine(facts.of(self.configurations.get(up.configuration)))
         try:
             # Of the others nobody knows more than before.
             self.control_plane.weights_reported([engine for engine in engines if engine in self.loaded], self._weights)
@@ -263,32 +281,7 @@ class RedeployActions:
         """Of the same weights."""
         return self.redeployment.reference if self._weights.version == self.redeployment.weights.version else None
 
-    def facts(self, engine: EngineId) -> EngineFacts:
-        """Its KV as verified, else as planned."""
-        up = self.running[engine]
-        known, kv_tokens = self.configurations.get(up.configuration), self.capacity_tokens.get(engine)
-        return EngineFacts(engine, up.url, gpus=up.gpus, kv_capacity_tokens=kv_tokens).of(known)
-
     # --- of an engine
-
-    async def _of_engine(self, kind: StepKind, engine: EngineId) -> str:
-        self.waits_for.pop(engine, None)
-        if kind in (StepKind.START, StepKind.WAKE, StepKind.STOP, StepKind.SLEEP):
-            self.loaded.discard(engine)
-        actions = {
-            StepKind.EVACUATE: self._evacuate,
-            StepKind.STOP: self.stop,
-            StepKind.RETIRE: self.stop,
-            StepKind.SLEEP: self._sleep,
-            StepKind.START: self._start,
-            StepKind.WAKE: self._wake,
-            StepKind.SCALE: self._scale,
-            StepKind.READY: self._until_ready,
-            StepKind.LOAD: self._load,
-            StepKind.WARM_UP: self._warm_up,
-            StepKind.VERIFY: self._verify,
-        }
-        return await actions[kind](engine)
 
     async def _evacuate(self, engine: EngineId) -> str:
         """Until neither a gateway nor the engine itself knows of a request there."""

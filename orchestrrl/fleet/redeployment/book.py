@@ -85,12 +85,11 @@ def read_open(journal: JournalReader) -> OpenIntent[Redeployment] | None:
 
 def read_history(journal: JournalReader) -> dict[RedeploymentId, RedeploymentReport]:
     """Oldest first."""
-    reports = {}
-    for entry in journal.tail(HISTORY, (EntryKind.REDEPLOYMENT_ENDED,)):
-        report = journal.interpret(entry, lambda body: REPORT.validate_python(body["report"]))
-        if report is not None:
-            reports[RedeploymentId(entry.subject)] = report
-    return reports
+    return {
+        RedeploymentId(entry.subject): report
+        for entry in journal.tail(HISTORY, (EntryKind.REDEPLOYMENT_ENDED,))
+        if (report := journal.interpret(entry, lambda body: REPORT.validate_python(body["report"]))) is not None
+    }
 
 
 def _checked_step(body: Mapping[str, Any]) -> Mapping[str, Any]:

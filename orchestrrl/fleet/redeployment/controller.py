@@ -104,7 +104,7 @@ class RedeploymentController:
         """Notice engines that end by themselves; until cancelled."""
         while True:
             await self._control_plane.clock.sleep(TEND_S)
-            if self.busy:
+            if self._turn.busy:
                 continue
             before, run = dict(self._running), self._run
             try:
@@ -112,7 +112,7 @@ class RedeploymentController:
             except OrchestrRLError as error:
                 logger.warning("the deployer does not say what runs: %s", error)
                 continue
-            if self.busy or self._run is not run:  # a redeployment knows better by now
+            if self._turn.busy or self._run is not run:  # a redeployment knows better by now
                 continue
             take_stock(self._running, found)
             missing = [told for engine, told in before.items() if engine not in self._running]
@@ -129,7 +129,7 @@ class RedeploymentController:
         except OrchestrRLError as error:
             logger.error("what is left of %s cannot be cleared: %s", deployed.engine, error)
             return
-        if self.busy:  # it is the business of a redeployment that has begun meanwhile
+        if self._turn.busy:  # it is the business of a redeployment that has begun meanwhile
             return
         self._running.pop(deployed.engine, None)
         self._control_plane.engine_stopped(deployed.engine)
@@ -294,10 +294,6 @@ class RedeploymentController:
 
     # --- one at a time
 
-    @property
-    def busy(self) -> bool:
-        return self._turn.busy
-
     async def carry_out(self, plan: Plan) -> RedeploymentOutcome:
         """Bring the fleet to `plan.instances`. Raises Permanent or ProblemFaults before anything is done, never in the
         middle."""
@@ -323,7 +319,7 @@ class RedeploymentController:
         return redeployment.id
 
     def _check_free(self) -> None:
-        if self.busy:
+        if self._turn.busy:
             which = f" ({self._run.redeployment.id})" if self._run is not None else ""
             raise Permanent(f"another change of the deployment is under way{which}")
 
@@ -394,7 +390,7 @@ class RedeploymentController:
 
     def cancel(self, id: str, reason: str) -> RedeploymentReport:
         """Go back to the engines from before. Raises Permanent where nothing can be called off."""
-        if not self.busy or self._run is None or id not in ("", self._run.redeployment.id):
+        if not self._turn.busy or self._run is None or id not in ("", self._run.redeployment.id):
             raise Permanent(f"redeployment {id} is not under way" if id else "no redeployment is under way")
         self._run.call_off(f"called off: {reason or 'by an operator'}")
         return self._run.report()

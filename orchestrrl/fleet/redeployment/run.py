@@ -120,10 +120,10 @@ class RedeploymentRun(Description[RedeployStep]):
         if not self._expects:
             self._expects = True
             self.acts.expect(spec.engine for spec in self.redeployment.preparing)
-        return await self.acts.forward(step)
+        return await self.acts.carry_out(step)
 
     async def undo(self, step: RedeployStep) -> str:
-        return await self.acts.back(step)
+        return await self.acts.carry_out(step)
 
     async def observe(self) -> None:
         await self.acts.scan()

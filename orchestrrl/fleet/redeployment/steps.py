@@ -206,8 +206,8 @@ def stages_of(redeployment: Redeployment) -> tuple[Stage[RedeployStep], ...]:
     plan.append(
         [
             *(_coming(spec, asleep) for spec in late),
-            *(_scaling(engine) for engine in grow),
-            *(_bring_up(engine) for engine in shrink),
+            *(_chain(engine, StepKind.SCALE) for engine in grow),
+            *(_chain(engine) for engine in shrink),
         ]
     )
     plan += [[[(StepKind.ADMIT, None)]], [[(StepKind.COMMIT, None)]]]
@@ -246,8 +246,8 @@ def stages_back(
         [
             *(_coming(spec, sleeping) for spec in redeployment.leaving if spec in gone or spec.engine in sleeping),
             *(_coming(spec, ()) for spec in (*grew, *shrank) if spec in gone),
-            *(_bring_up(spec.engine) for spec in grew if spec not in untouched),
-            *(_scaling(spec.engine) for spec in shrank if spec not in untouched),
+            *(_chain(spec.engine) for spec in grew if spec not in untouched),
+            *(_chain(spec.engine, StepKind.SCALE) for spec in shrank if spec not in untouched),
         ],
         [[(StepKind.ADMIT, None)]],
         [[(StepKind.COMMIT, None)]],
@@ -255,17 +255,13 @@ def stages_back(
     return _numbered(plan, redeployment.limits)
 
 
-def _bring_up(engine: EngineId) -> _Chain:
-    return [(kind, engine) for kind in BRING_UP]
-
-
-def _scaling(engine: EngineId) -> _Chain:
-    return [(StepKind.SCALE, engine), *_bring_up(engine)]
+def _chain(engine: EngineId, *first: StepKind) -> _Chain:
+    """Bring an engine up, after what comes first."""
+    return [(kind, engine) for kind in (*first, *BRING_UP)]
 
 
 def _coming(spec: EngineSpec, asleep: Collection[EngineId]) -> _Chain:
-    first = StepKind.WAKE if spec.engine in asleep else StepKind.START
-    return [(first, spec.engine), *_bring_up(spec.engine)]
+    return _chain(spec.engine, StepKind.WAKE if spec.engine in asleep else StepKind.START)
 
 
 def _numbered(plan: _Plan, limits: RedeployTimeouts) -> tuple[Stage[RedeployStep], ...]:

@@ -75,7 +75,7 @@ class RedeploymentWorld(OperationWorld):
         await unless_killed(journal, self._until_over())
 
     async def _until_over(self) -> None:
-        while self.harness.redeployer.busy:
+        while self.harness.redeployer.redeploying():
             await self.clock.sleep(0.5)
         await self.clock.sleep(SETTLED_S)
 

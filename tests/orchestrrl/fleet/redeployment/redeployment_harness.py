@@ -471,7 +471,7 @@ class Harness:
 
     async def until_ended(self, most_s: float = 120.0) -> RedeploymentReport:
         for _ in range(int(most_s / 0.5)):
-            if not self.redeployer.busy:
+            if not self.redeployer.redeploying():
                 await self.clock.advance(1.0)
                 return self.redeployer.report()  # type: ignore[no-any-return]
             await self.clock.advance(0.5)

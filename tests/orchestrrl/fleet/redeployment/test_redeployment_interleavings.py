@@ -456,7 +456,7 @@ async def test_a_defect_of_the_redeployment_itself_leaves_nobody_fenced(
         await harness.clock.advance(1.0)
         assert harness.plane.fleet.routes.expected
         await harness.clock.advance(20.0)
-        assert not redeployer.busy
+        assert not redeployer.redeploying()
         assert not harness.plane.fleet.routes.draining
         assert not harness.plane.fleet.routes.expected
         assert [record.message for record in caplog.records if "broke off" in record.message] == [

@@ -97,7 +97,7 @@ async def test_where_no_engine_leaves_a_seat_is_waited_for(harness: Harness) -> 
     async with harness.daemon() as redeployer:
         redeployer.begin(MORE_TP1)
         await harness.clock.advance(3.0)
-        assert redeployer.busy
+        assert redeployer.redeploying()
         assert harness.machines.starts.total() == 0
         del harness.gateway.requests[RequestId("r0")]
         report = await harness.until_ended()

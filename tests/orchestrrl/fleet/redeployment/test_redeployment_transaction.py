@@ -154,7 +154,7 @@ async def test_a_daemon_that_is_killed_leaves_the_old_fleet_or_the_new(harness: 
         assert report.closed_s == pytest.approx(closed_s)
         assert "w" not in harness.machines.stops
     async with harness.daemon():  # and that is the end of it
-        assert not harness.redeployer.busy
+        assert not harness.redeployer.redeploying()
 
 
 async def test_killed_again_on_the_way_back(harness: Harness) -> None:
@@ -380,7 +380,7 @@ async def test_a_plan_is_carried_out_and_who_asked_is_told_what_came_of_it(harne
         deployer.list_engines = slowly
         carrying = asyncio.create_task(redeployer.carry_out(plan))
         await asyncio.sleep(0)
-        assert redeployer.busy
+        assert redeployer.redeploying()
         deployer.list_engines = listed
         await harness.clock.advance(1.0)
         assert harness.watched[-1] == {"w"}  # nobody watches them go
@@ -426,7 +426,7 @@ async def test_a_plan_for_a_fleet_that_is_no_more_changes_nothing(harness: Harne
         await harness.clock.advance(1.0)
         with pytest.raises(Permanent, match="keeps engine w, which is not there any more"):
             carrying.result()
-        assert not redeployer.busy
+        assert not redeployer.redeploying()
         with pytest.raises(Permanent, match="nothing was redeployed yet"):
             redeployer.report()
 
@@ -593,7 +593,7 @@ async def test_what_could_never_start_is_told_before_anybody_stops(harness: Harn
         with pytest.raises(ProblemFaults, match="contradict the layout"):
             redeployer.begin(TO_TP2)
         check_whole(harness, {"a", "b", "w"})
-        assert not redeployer.busy
+        assert not redeployer.redeploying()
 
 
 async def test_all_engines_may_stop_once_their_requests_have_finished(harness: Harness) -> None:

@@ -185,7 +185,7 @@ async def test_one_change_at_a_time(tmp_path: Path) -> None:
     async with world:
         first = asyncio.create_task(world.deployment.carry_out(to_wide(world)))
         await world.advance(1.0)
-        assert world.deployment.busy
+        assert world.deployment.redeploying()
         with pytest.raises(Permanent, match="under way"):
             await world.deployment.carry_out(to_wide(world))
         await world.advance(10.0)

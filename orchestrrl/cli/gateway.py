@@ -59,6 +59,7 @@ class GatewayFlags:
     gateway_id: Annotated[str, typer.Option("--id", help="This gateway's name. Default: host name and port.")] = ""
     engine_wait_s: Annotated[float, typer.Option(help="Wait this long for any engine before an error.")] = 30.0
     stall_s: Annotated[float, typer.Option(help="Leave an engine that makes no token for this long.")] = 120.0
+    report_interval_s: Annotated[float, typer.Option(help="Report to the daemon this often.")] = 0.25
     drain_s: Annotated[float, typer.Option(help="On SIGTERM, let requests finish for this long.")] = 30.0
     coalesce_tokens: Annotated[
         int, typer.Option(help="Answers that are not streamed: ask engines for chunks of this many tokens.")

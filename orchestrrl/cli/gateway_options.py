@@ -39,7 +39,7 @@ def read_options(flags: "GatewayFlags") -> GatewayOptions:
     if flags.daemon is not None and address_faults(flags.daemon):
         faults.append(f"--daemon: must be HOST:PORT or unix:PATH, got {flags.daemon!r}")
     faults += choice_faults("--policy", flags.policy, STRATEGIES)
-    faults += number_faults("> 0", lambda value: value > 0, **fields(flags, "engine_wait_s stall_s"))
+    faults += number_faults("> 0", lambda value: value > 0, **fields(flags, "engine_wait_s stall_s report_interval_s"))
     faults += number_faults(">= 0", lambda value: value >= 0, **fields(flags, "drain_s affinity_slack queue_depth"))
     faults += number_faults(">= 1", lambda value: value >= 1, **fields(flags, "coalesce_tokens processes"))
     faults += choice_faults("--log-level", flags.log_level, ("debug", "info", "warning", "error"))
@@ -58,7 +58,7 @@ def read_options(flags: "GatewayFlags") -> GatewayOptions:
         engines=tuple(routes),
         routing=RoutingPolicy(flags.policy, tags, flags.affinity_slack, flags.queue_depth, pools),
         limits=RelayLimits(**fields(flags, "engine_wait_s stall_s coalesce_tokens")),
-        **fields(flags, "engine_kind daemon drain_s processes log_level"),
+        **fields(flags, "engine_kind daemon report_interval_s drain_s processes log_level"),
         keep=keep,
     )
 

@@ -175,7 +175,7 @@ class WeightsEngine(Protocol):
     """The weights of one engine, over the connections of its client. The engine has no requests meanwhile, or they are
     frozen; its KV is dropped with the weights that it was computed under."""
 
-    async def load_weights(self, folder: Path, version: int, known_sum: str | None = "") -> LoadedWeights:
+    async def load_weights(self, folder: Path | str, version: int, known_sum: str | None = "") -> LoadedWeights:
         """Have it load a checkpoint, in a folder of its machine, drop all KV, and name the weights after the version.
         Afterwards it is paused where it was before. `known_sum`: of what is in the folder, where that was taken before;
         None: no sum is needed, nor that the engine remembers the version. Raises Retryable and Permanent where it has

@@ -39,6 +39,7 @@ class VllmServerInfo:
     """What is None or False was not told, or is not so. All but the layout stays while the server runs."""
 
     max_sequences: int | None = None  # of the whole server
+    replicas: int | None = None  # data-parallel ones, those of other servers included: `serving` has its own
     sleep: bool = False  # --enable-sleep-mode
     elastic_ep: bool = False  # --enable-elastic-ep
     weight_backend: str | None = None  # --weight-transfer-config
@@ -57,6 +58,7 @@ def read_server_info(answer: Mapping[str, Any]) -> VllmServerInfo:
     seats = config["scheduler_config"]["max_num_seqs"]
     return VllmServerInfo(
         max_sequences=int(seats) * _replicas_served(parallel),  # vLLM counts them for each replica
+        replicas=ranks(parallel.get("data_parallel_size")),
         sleep=config.get("model_config", {}).get("enable_sleep_mode") is True,
         elastic_ep=parallel.get("enable_elastic_ep") is True,
         weight_backend=(config.get("weight_transfer_config") or {}).get("backend"),

@@ -139,17 +139,20 @@ class ManagedVllm:
 
     async def description(self) -> VllmServerInfo:
         """Return the server's configuration and what its API offers; without /server_info the latter alone."""
-        api = await self.ask("GET", "/openapi.json")
-        with self.reading("/openapi.json"):
-            paths = frozenset(api["paths"])
-            completion = api.get("components", {}).get("schemas", {}).get("CompletionRequest", {})
-            token_ids = "return_token_ids" in completion.get("properties", {})
+        paths, token_ids = await self._api()
         info = await self._info() if "/server_info" in paths else VllmServerInfo()
         return replace(info, paths=paths, token_ids=token_ids)
 
+    async def _api(self) -> tuple[frozenset[str], bool]:
+        """Return the paths of its API, and whether requests may ask for token ids."""
+        api = await self.ask("GET", "/openapi.json")
+        with self.reading("/openapi.json"):
+            completion = api.get("components", {}).get("schemas", {}).get("CompletionRequest", {})
+            return frozenset(api["paths"]), "return_token_ids" in completion.get("properties", {})
+
     async def layout(self) -> ReportedLayout:
-        facts = (await self.description()).serving
-        return ReportedLayout(facts.tp, facts.pp, facts.dp, facts.ep)
+        info = await self.description()
+        return ReportedLayout(info.serving.tp, info.serving.pp, info.replicas, info.serving.ep)
 
     # --- weights
 
@@ -164,7 +167,7 @@ class ManagedVllm:
 
     async def name_weights(self, policy_version: int | None) -> None:
         """A server that takes no names goes on without."""
-        if "/update_weight_version" in (await self.as_started()).paths:
+        if "/update_weight_version" in (await self._api())[0]:
             await self.set_weight_name(UNNAMED if policy_version is None else str(policy_version))
 
     @asynccontextmanager

@@ -48,7 +48,7 @@ class VllmWeights:
         self._server = server
         self._url = server.where  # for messages
 
-    async def load_weights(self, folder: Path, version: int, known_sum: str | None = "") -> LoadedWeights:
+    async def load_weights(self, folder: Path | str, version: int, known_sum: str | None = "") -> LoadedWeights:
         page = await self._server.metrics_page()
         started = await self._server.as_started(page)
         await self._server.check_load(LOAD_NEEDS if known_sum is None else LOAD_NEEDS | {NAMING}, started.paths, page)
@@ -56,7 +56,7 @@ class VllmWeights:
         given = ""
         if not has_backend and known_sum is not None:
             # vLLM itself loads what it finds: of a folder without some tensors it keeps the old ones, and says nothing.
-            given = await asyncio.to_thread(_checked_sum, folder, started.serving.model, known_sum)
+            given = await asyncio.to_thread(_checked_sum, Path(folder), started.serving.model, known_sum)
         async with self._server.loading(folder, str(version), takes_names=NAMING in started.paths) as before:
             if has_backend:
                 return await self._transfer(folder, version)
@@ -112,7 +112,7 @@ class VllmWeights:
                 task.cancel()
                 await asyncio.wait({task})
 
-    async def _transfer(self, folder: Path, version: int) -> LoadedWeights:
+    async def _transfer(self, folder: Path | str, version: int) -> LoadedWeights:
         if any(worker.is_updating for worker in await self._workers()):  # whoever began it has gone
             await self._server.order("/finish_weight_update")
         failed: OrchestrRLError | None = None
@@ -171,7 +171,7 @@ class VllmWeights:
         if missing := TRANSFER_NEEDS - info.paths:
             raise Permanent(f"{self._url}: has not {', '.join(sorted(missing))}, which VLLM_SERVER_DEV_MODE=1 offers")
         facts = info.serving
-        return TransferEnds(info.weight_backend or "", (facts.tp or 1) * (facts.pp or 1) * (facts.dp or 1))
+        return TransferEnds(info.weight_backend or "", (facts.tp or 1) * (facts.pp or 1) * (info.replicas or 1))
 
     async def join(self, init_info: Mapping[str, Any], within_s: float) -> None:
         """Workers wait for the trainer, and do nothing else meanwhile."""

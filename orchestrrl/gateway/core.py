@@ -65,11 +65,15 @@ class RequestGroup:
 
     async def _answer_all(self, answers: Sequence[Coroutine[Any, Any, None]]) -> None:
         """Once one of them has failed the others are not needed."""
-        tasks = [asyncio.create_task(answer) for answer in answers]
+
+        async def failed(record: RequestRecord, answer: Coroutine[Any, Any, None]) -> bool:
+            await answer
+            return record.failure is not None
+
+        tasks = [asyncio.create_task(failed(*each)) for each in zip(self.records, answers, strict=True)]
         try:
             for ended in asyncio.as_completed(tasks):
-                await ended
-                if self.failure is not None:
+                if await ended:
                     return
         finally:
             await stop(*tasks)

@@ -23,7 +23,7 @@ class FailoverCounter:
     def count(self, engine: EngineId, recomputed_tokens: int | None, now_s: float) -> None:
         """`recomputed_tokens`: the context that the next engine had to prefill again; None: the failed one had computed
         nothing of the request."""
-        one = FailoverCounts(1, recomputed_tokens is not None, recomputed_tokens or 0)
+        one = FailoverCounts(1, int(recomputed_tokens is not None), recomputed_tokens or 0)
         self.totals[engine] = self.totals.get(engine, FailoverCounts()) + one
         sequence = self._reported + 1
         before = self._unacknowledged.get((sequence, engine))

@@ -41,7 +41,6 @@ from planner.model import EngineId, RequestId
 # Which servers are behind the engines' ids is read this often; at first sooner, since engines may still be starting.
 IDENTIFY_EVERY_S = 30.0
 IDENTIFY_AT_FIRST_S = 1.0
-REPORT_INTERVAL_S = 0.25
 MOVE_ANSWER_S = 30.0  # of the daemon, which waits for the gateway that has the request
 
 
@@ -58,7 +57,7 @@ async def move_elsewhere(target: str, request: RequestId, to_engine: EngineId) -
 class GatewayLink:
     """`run` stays attached and reports each `report_interval_s`, until cancelled."""
 
-    def __init__(self, gateway: Gateway, target: str, *, report_interval_s: float = REPORT_INTERVAL_S) -> None:
+    def __init__(self, gateway: Gateway, target: str, *, report_interval_s: float) -> None:
         self._gateway = gateway
         self._clock = clock = gateway.clock
         gateway.fleet.keep_ids()

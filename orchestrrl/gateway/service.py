@@ -66,6 +66,7 @@ class GatewayOptions:
     daemon: str | None
     routing: RoutingPolicy
     limits: RelayLimits
+    report_interval_s: float
     drain_s: float
     processes: int
     log_level: str
@@ -121,7 +122,7 @@ async def serve(
     core.set_routes(options.engines)
     tasks = [asyncio.create_task(core.watch())]
     if options.daemon is not None:
-        link = GatewayLink(core, options.daemon)
+        link = GatewayLink(core, options.daemon, report_interval_s=options.report_interval_s)
         tasks.append(asyncio.create_task(link.run()))
     if place is not None:
         await server.trainers.listen(options.host, place.shared_port, shared=True)
@@ -269,7 +270,9 @@ def _reserved(host: str, port: int) -> Iterator[int]:
 
 def _check_free(host: str, port: int) -> None:
     """Raise OSError where another process listens there."""
-    socket.create_server((host, port), family=_family(host)).close()
+    with socket.socket(_family(host)) as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind((host, port))
 
 
 def _family(host: str) -> socket.AddressFamily:

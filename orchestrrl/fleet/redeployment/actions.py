@@ -8,7 +8,6 @@ import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Protocol
 
 from orchestrrl.core.clock import Clock, within
@@ -409,7 +408,7 @@ class RedeployActions:
                 await client.name_weights(wanted.version)
                 detail = f"was started with version {wanted.version}"
             else:
-                await weights_engine(client).load_weights(Path(wanted.source), wanted.version, None)
+                await weights_engine(client).load_weights(wanted.source, wanted.version, None)
                 detail = f"version {wanted.version}"
         self.loaded.add(engine)
         return detail

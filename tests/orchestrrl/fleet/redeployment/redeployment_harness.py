@@ -244,7 +244,7 @@ class Client:
     async def weight_version(self) -> int | None:
         return (await self._engine("weight_version")).weights
 
-    async def load_weights(self, folder: Path, version: int, known_sum: str | None = "") -> LoadedWeights:
+    async def load_weights(self, folder: Path | str, version: int, known_sum: str | None = "") -> LoadedWeights:
         (await self._engine("load_weights")).weights = version
         return LoadedWeights(version)
 

@@ -56,7 +56,7 @@ class Marked:
 
 
 def mark_all(marked: Marked) -> None:
-    append, act, moved, take_s = Journal.append, PeerOrders._act, ThreadedCarrier._moved, ManagedFace._take_s
+    append, act, moved, take_s = Journal.append, PeerOrders.perform, ThreadedCarrier._moved, ManagedFace._take_s
 
     def appending(journal: Journal, at_s: float, kind: EntryKind, subject: str, body: Any) -> int:
         here = {"kind": str(kind), "step": body.get("step")} if kind in OURS else None
@@ -67,9 +67,9 @@ def mark_all(marked: Marked) -> None:
             marked.at("entry-after", **here)
         return sequence
 
-    async def acting(orders: PeerOrders, id: str, order: Any) -> Any:
+    async def acting(orders: PeerOrders, order: Any) -> Any:
         marked.at("order", kind=order.order.kind)
-        result = await act(orders, id, order)
+        result = await act(orders, order)
         marked.at("order-after", kind=order.order.kind)
         return result
 
@@ -82,7 +82,7 @@ def mark_all(marked: Marked) -> None:
         await take_s(face, virtual_s)
 
     Journal.append = appending  # type: ignore[method-assign, assignment]
-    PeerOrders._act = acting  # type: ignore[method-assign, assignment]
+    PeerOrders.perform = acting  # type: ignore[method-assign, assignment]
     ThreadedCarrier._moved = moving  # type: ignore[method-assign, assignment]
     ManagedFace._take_s = taking  # type: ignore[method-assign, assignment]
 

@@ -419,18 +419,10 @@ ROW = (
 )
 
 
-def run_loop(
-    rules: LoopRules,
-    batches: Sequence[SampleBatch],
-    times: Times,
-    *,
-    warmup_steps: int = 0,
-    fabric: str = "",
-    arm: str = "",
-    seed: int = 0,
-) -> RlRun:
-    """The run up to the end of the last training step; the rate and idle shares are of what comes after the training on
-    the warm-up's samples. Raises ValueError where counts do not allow some step to begin."""
+def run_loop(rules: LoopRules, batches: Sequence[SampleBatch], times: Times, *, warmup_steps: int = 0) -> RlRun:
+    """Return the run up to the end of the last training step, without the names of its fabric and arm; the rate and
+    idle shares are of what comes after the training on the warm-up's samples. Raises ValueError where counts do not
+    allow some step to begin."""
     line = _Line(rules, batches, times, Needs.of(rules, batches))
     line.run()
     trained = line.needs.taken[len(line.train_end_s)]
@@ -440,9 +432,9 @@ def run_loop(
     measured_s = until_s - from_s
     spans = tuple(sorted(line.spans, key=lambda span: (span.begin_s, span.lane, span.step)))
     return RlRun(
-        fabric=fabric,
-        arm=arm,
-        seed=seed,
+        fabric="",
+        arm="",
+        seed=0,
         seconds=max(until_s, line.engines_free_s),
         samples=trained,
         samples_per_s=(trained - line.needs.taken[left_out]) / measured_s if measured_s > 0 else 0.0,

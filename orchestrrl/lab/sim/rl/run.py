@@ -55,15 +55,7 @@ def run_cluster(
 def run_arm(stages: FabricStages, arm: str, seed: int) -> ClusterResult:
     scenario, times = stages.scenario, ArmTimes(stages, arm, seed)
     try:
-        run = run_loop(
-            scenario.rules(),
-            times.batches,
-            times,
-            warmup_steps=scenario.loop.warmup_steps,
-            fabric=stages.section.title,
-            arm=arm,
-            seed=seed,
-        )
+        run = run_loop(scenario.rules(), times.batches, times, warmup_steps=scenario.loop.warmup_steps)
         job = times.job(scenario.loop.batch_samples or times.batches[-1].finished)
         trained, synced = (
             stages.training(SimulatedFailures(), job),
@@ -77,6 +69,9 @@ def run_arm(stages: FabricStages, arm: str, seed: int) -> ClusterResult:
         scenario=scenario.document(),
         run=replace(
             run,
+            fabric=stages.section.title,
+            arm=arm,
+            seed=seed,
             spans=(*run.spans, *_fault_spans(scenario, run.seconds)),
             # Of what training took: what faults lengthen, they lengthen alike.
             steps=tuple(

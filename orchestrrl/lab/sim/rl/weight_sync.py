@@ -325,20 +325,17 @@ def _courses(scheme: str, shards: Sequence[ServerShard], site: SyncSite, ground:
     period = ground.period(GpuFlows.joined([step.flows for step in steps]))
     networks = [fabric.network(period)] * len(steps)
     yield _stage(SyncCourse.CHANGE, ground.circuits_s(None, period), steps, networks, ground)
-    if 1 < len(steps) <= MOST_WAVES:
-        yield _by_wave(steps, ground)
-
-
-def _by_wave(steps: Sequence[FlowStep], ground: _Ground) -> SyncStage:
+    if not 1 < len(steps) <= MOST_WAVES:
+        return
     before: Period | None = None
     circuits_s, networks = 0.0, []
     for step in steps:
-        if step.flows.cross(ground.fabric.servers).any():
+        if step.flows.cross(fabric.servers).any():
             period = ground.period(step.flows, 1 / len(steps))
             circuits_s += ground.circuits_s(before, period)
             before = period
-        networks.append(ground.fabric.network(before))
-    return _stage(SyncCourse.CHANGE_BY_WAVE, circuits_s, steps, networks, ground)
+        networks.append(fabric.network(before))
+    yield _stage(SyncCourse.CHANGE_BY_WAVE, circuits_s, steps, networks, ground)
 
 
 def _stage(

@@ -72,8 +72,11 @@ def _of_passes(job: TrainJob, servers: Servers) -> dict[str, GroupCollective]:
     vectors = job.micro_tokens * model.hidden * ACTIVATION_BYTES / layout.tp  # a rank's share of a micro-batch
     block = job.micro_tokens * 2 * max(1.0, model.kv_heads / layout.tp) * model.head_dim * ACTIVATION_BYTES
     around = layout.vpp > 1
+    # Of tensor parallelism, in a layer's pass: into and out of attention, and of what every token passes. Experts are
+    # not split by it.
+    splits = 4 if model.ffn else 2
     found = {  # and how often in an iteration
-        "tp": (collectives.all_gather(members["tp"], vectors, servers), layers * passes * tp_count(job)),
+        "tp": (collectives.all_gather(members["tp"], vectors, servers), layers * passes * splits),
         "cp": (_ring(members["cp"], (layout.cp - 1) * block, servers), layers * (passes + 1)),
         "ep": (
             collectives.all_to_all(members["ep"], vectors * model.experts_per_token, servers),
@@ -100,12 +103,6 @@ def forward_times(job: TrainJob, kind: str, exchange: GroupCollective) -> float:
     """How often in the forward passes alone, each rank; of a kind of forward and backward."""
     passes = _layer_passes(job)[1]
     return exchange.times / {"tp": passes, "cp": passes + 1, "ep": passes, "pp": 2.0}[kind]
-
-
-def tp_count(job: TrainJob) -> int:
-    """Collectives of tensor parallelism in a layer's pass: into and out of attention, and of what every token passes.
-    Experts are not split by it."""
-    return 4 if job.model.ffn else 2
 
 
 def _of_gradients(job: TrainJob, servers: Servers) -> dict[str, GroupCollective]:

@@ -389,7 +389,6 @@ def _circuits(shelf: Shelf, draw: Drawn) -> None:
     owners = CircuitOwners({}, shelf.journal, shelf.clock)
     owners.ended(operation.switch, (), [*add, CrossConnect(1, 999)])
     recovered = CircuitOwners({}, shelf.again(), shelf.clock)
-    recovered.recover(())
     assert recovered.owned(operation.switch) == owners.owned(operation.switch)
 
 

@@ -30,7 +30,7 @@ from orchestrrl.core.journal.store import EntryKind, JournalEntry, JournalReader
 from orchestrrl.daemon.configuration import load_config
 from orchestrrl.fleet.deployers.base import DeployedInstance
 from orchestrrl.fleet.deployers.conformance import RANGE, free_range
-from orchestrrl.fleet.deployers.local_machine import EngineLogs, FoundProcess, find_processes
+from orchestrrl.fleet.deployers.local_machine import EngineLogs, FoundProcess, find_processes, is_alive
 from orchestrrl.fleet.launch import deployer_of
 from orchestrrl.lab.testbed.processes import command_of
 from orchestrrl.rpc.control_client import ControlClient
@@ -145,7 +145,7 @@ class Harness:
         """No two processes have the same."""
         owner: dict[int, str] = {}
         for engine, found in self.found().items():
-            for record in (each.record for each in found if each.leads and each.alive):
+            for record in (each.record for each in found if each.leads and is_alive(each.identity)):
                 for gpu in record.spec.gpus if record is not None else ():
                     assert owner.setdefault(gpu, engine) == engine, f"GPU {gpu}: {owner[gpu]} and {engine}"
 

@@ -166,7 +166,7 @@ async def test_layout_seats_and_talents_are_those_that_the_server_was_started_wi
                     },
                 }
             },
-            VllmServerInfo(max_sequences=6, serving=ServingFacts(dp=2)),
+            VllmServerInfo(max_sequences=6, replicas=4, serving=ServingFacts(dp=2)),
         ),
         *(
             (

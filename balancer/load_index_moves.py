@@ -4,19 +4,19 @@ From the most congested worker, waiting before running and short contexts first,
 has the KV room, for as long as the spread of load indices exceeds theta. Ids break every tie.
 """
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush, heapreplace
 from math import inf, isinf
-from operator import attrgetter
 
 from balancer.load_index import Worker, concurrency_cap, load_index, stand_in_tokens_per_s
 from balancer.move_limits import MoveLimits
 from planner.model import EngineId, RequestId, RequestMove, RequestState
 
 WITHIN_THETA = "within_theta"
+NOBODY = -1
 
 NO_FEASIBLE_MOVE = "no_feasible_move"
 MAX_MOVES = "max_moves"
@@ -122,8 +122,10 @@ class _Load:
         """Go on from what a move leaves it with."""
         self.running, self.requests, self.context_tokens, self.kv_free_tokens, self.cap, self.load_index = holding
         self.entry = self.load_index, self.position  # in the order of congestion
-        # As far as is known, in tokens: it takes no longer context.
-        self.room = -1 if self.stalled else self.kv_free_tokens
+        # What is known of the contexts, in tokens, that it could take: none longer than `room`; none longer than
+        # `relief` lowers its index, which a short one beside long ones can; none up to `no_burden` raises it.
+        self.room = self.relief = -1 if self.stalled else self.kv_free_tokens
+        self.no_burden = -1
 
     def _holding(self, running: int, requests: int, context_tokens: int, kv_free_tokens: int) -> _Holding:
         cap = concurrency_cap(running, requests, context_tokens, kv_free_tokens, self._max_sequences, self._fleet)
@@ -149,20 +151,23 @@ class _Load:
 
     def having(self, tokens: int) -> _Holding | None:
         """After a request of so many context tokens has arrived; None where there is no room, or those that are here
-        would lose concurrency, as they would by any longer context.
+        would lose concurrency.
+
+        The longer the context, the smaller the cap and the higher the index: each answer settles others.
         """
         if tokens > self.room:
             return None
         after = self.joined_by(tokens)
-        _, requests, _, _, cap, _ = after
+        _, requests, _, _, cap, index = after
+        if index >= self.load_index and tokens <= self.relief:
+            self.relief = tokens - 1
+        if index <= self.load_index and tokens > self.no_burden:
+            self.no_burden = tokens
         if cap < self.cap and cap < requests:
             self.room = tokens - 1
             return None
         return after
 
-
-_by_congestion = attrgetter("entry")
-_room = attrgetter("room")
 
 # A move that is feasible: its place among the source's departures, the destination, and what the two then hold.
 _Found = tuple[int, _Load, _Holding, _Holding]
@@ -183,7 +188,9 @@ class _Fleet:
         self._further_room = room
         self._output_order = [worker.id for worker in listed]
         self._forgotten: list[_Load] = []
-        self._ascending = sorted(self._loads, key=_by_congestion)
+        self._ascending = sorted(load.entry for load in self._loads)
+        # Beside it: what each had room for when last looked at, or less by now.
+        self._room = [self._loads[position].room for _, position in self._ascending]
         # Superseded entries stay in the heap and are skipped.
         self._sources = [(-load.load_index, load.position) for load in self._loads]
         heapify(self._sources)
@@ -198,8 +205,8 @@ class _Fleet:
         """Highest minus lowest index, inf while a worker is stalled; forgotten workers left out."""
         if not self._ascending:
             return 0.0
-        highest = self._ascending[-1].load_index
-        return inf if highest == inf else highest - self._ascending[0].load_index
+        highest = self._ascending[-1][0]
+        return inf if highest == inf else highest - self._ascending[0][0]
 
     @property
     def spread(self) -> float:
@@ -227,40 +234,84 @@ class _Fleet:
         """The first request of the source, in its order of departure, that has a destination. `spread`: as it is."""
         if not source.stalled and isinf(spread):
             return None  # while another worker is stalled, no move from this one lowers the spread
-        # Of the others, the two with the lowest index and the two with the highest, where there are so many.
-        low = [load for load in self._ascending[:3] if load is not source]
-        high = [load for load in self._ascending[:-4:-1] if load is not source]
-        lowest, highest = (low[0].load_index, high[0].load_index) if low else (inf, -inf)
+        rest = _Rest(self._ascending, source.position)
+        if not source.stalled and rest.high - rest.low >= spread:
+            return self._move_to_extreme(source, spread, rest)
         failed: tuple[int, RequestState] | None = None
         longest: float = inf  # context that anybody may have room for
         for place, departure in enumerate(self._departures(source)):
-            context_tokens, request, state = departure
+            context_tokens, _, state = departure
             if context_tokens > longest or (context_tokens, state) == failed:
                 continue
             left = source.without(departure)
-            index = left[-1]
-            # While the others alone are as far apart, only what changes the lowest or the highest of them helps.
-            anywhere = source.stalled or max(highest, index) - min(lowest, index) < spread
-            for destination in self._ascending if anywhere else (low[0], high[0]):
-                if destination.room < context_tokens or destination is source:
-                    continue
-                arrived = destination.having(context_tokens)
-                if arrived is None:
-                    continue
-                least = lowest if destination is not low[0] else low[1].load_index if len(low) > 1 else inf
-                most = highest if destination is not high[0] else high[1].load_index if len(high) > 1 else -inf
-                after = max(most, index, arrived[-1]) - min(least, index, arrived[-1])
-                if (source.stalled or after < spread) and self._fits(request, source, destination):
-                    return place, destination, left, arrived
+            found = (
+                self._anywhere(source, departure, left, spread, rest)
+                if source.stalled or rest.spread_beside(left[-1]) < spread
+                else self._among(source, rest.extremes, departure, left, spread, rest)
+            )
+            if found is not None:
+                return place, found[0], left, found[1]
             if self._further_room is None:  # with it, requests of one context differ
                 failed = context_tokens, state
-            only_ends = not source.stalled and highest - lowest >= spread
-            longest = max(map(_room, (low[0], high[0]) if only_ends else self._loads))
+            longest = max(self._room)
         return None
 
-    def _fits(self, request: RequestId, source: _Load, destination: _Load) -> bool:
-        room = self._further_room
-        return room is None or room.fits(request, source.worker.id, destination.worker.id)
+    def _anywhere(
+        self, source: _Load, departure: _Departure, left: _Holding, spread: float, rest: "_Rest"
+    ) -> tuple[_Load, _Holding] | None:
+        """The least congested worker for which a move is feasible."""
+        context_tokens = departure[0]
+        for place, room in enumerate(self._room):
+            if room < context_tokens:
+                continue
+            destination = self._loads[self._ascending[place][1]]
+            arrived = destination.having(context_tokens) if destination is not source else None
+            if (
+                arrived is not None
+                and (source.stalled or rest.spread_with(destination.position, left[-1], arrived[-1]) < spread)
+                and self._fits(departure, source, destination)
+            ):
+                return destination, arrived
+            self._room[place] = destination.room
+        return None
+
+    def _move_to_extreme(self, source: _Load, spread: float, rest: "_Rest") -> _Found | None:
+        """Of a source without which the spread is the same: only what changes an end of it helps."""
+        extremes = [place for place in rest.extremes if rest.least_spread(place) < spread]
+        windows = [rest.window(self._loads[place]) for place in extremes]
+        if not any(low < tokens <= high for low, high in windows for tokens in source.contexts):
+            return None
+        failed: tuple[int, RequestState] | None = None
+        for place, departure in enumerate(self._departures(source)):
+            context_tokens, _, state = departure
+            if (context_tokens, state) == failed or not any(low < context_tokens <= high for low, high in windows):
+                continue
+            left = source.without(departure)
+            found = self._among(source, extremes, departure, left, spread, rest)
+            if found is not None:
+                return place, found[0], left, found[1]
+            if self._further_room is None:
+                failed = context_tokens, state
+        return None
+
+    def _among(
+        self, source: _Load, places: Sequence[int], departure: _Departure, left: _Holding, spread: float, rest: "_Rest"
+    ) -> tuple[_Load, _Holding] | None:
+        """The first of the workers at `places`, none of them the source, for which a move lowers the spread."""
+        for destination in map(self._loads.__getitem__, places):
+            arrived = destination.having(departure[0])
+            if (
+                arrived is not None
+                and rest.spread_with(destination.position, left[-1], arrived[-1]) < spread
+                and self._fits(departure, source, destination)
+            ):
+                return destination, arrived
+        return None
+
+    def _fits(self, departure: _Departure, source: _Load, destination: _Load) -> bool:
+        return self._further_room is None or self._further_room.fits(
+            departure[1], source.worker.id, destination.worker.id
+        )
 
     def _departures(self, source: _Load) -> list[_Departure]:
         """What may leave: waiting before running, short contexts first, then by id."""
@@ -295,6 +346,7 @@ class _Fleet:
         return RequestMove(request, source.worker.id, destination.worker.id, state=state)
 
     def carry_out_all(self, moves: Sequence[RequestMove]) -> None:
+        """Make moves that were chosen otherwise."""
         loads = {load.worker.id: load for load in self._loads}
         contexts = {request.id: request.context_tokens for load in self._loads for request in load.worker.requests}
         for move in moves:
@@ -303,9 +355,70 @@ class _Fleet:
             self._become(loads[move.to_engine], loads[move.to_engine].joined_by(tokens))
 
     def _become(self, load: _Load, holding: _Holding) -> None:
-        self._remove(load)
+        ascending, room = self._ascending, self._room
+        place = -1 if ascending[-1] is load.entry else bisect_left(ascending, load.entry)
+        del ascending[place], room[place]
         load.become(holding)
-        insort(self._ascending, load, key=_by_congestion)
+        place = bisect_left(ascending, load.entry)
+        ascending.insert(place, load.entry)
+        room.insert(place, load.room)
 
     def _remove(self, load: _Load) -> None:
-        del self._ascending[bisect_left(self._ascending, load.entry, key=_by_congestion)]
+        place = bisect_left(self._ascending, load.entry)
+        del self._ascending[place], self._room[place]
+
+
+class _Rest:
+    """The two lowest and the two highest indices of the workers other than the source.
+
+    With them the spread after a move is known at once, and most destinations can be told apart from those that matter:
+    after a move to any but the `extremes`, the spread still reaches from the lowest to the highest.
+    """
+
+    __slots__ = ("_highest", "_lowest", "_second_high", "_second_low", "high", "low")
+
+    def __init__(self, ascending: list[tuple[float, int]], source: int) -> None:
+        if len(ascending) > 3 and ascending[-1][1] == source:  # as it mostly is
+            self.low, self._lowest = ascending[0]
+            self._second_low = ascending[1][0]
+            self.high, self._highest = ascending[-2]
+            self._second_high = ascending[-3][0]
+            return
+        low = [entry for entry in ascending[:3] if entry[1] != source]
+        high = [entry for entry in ascending[:-4:-1] if entry[1] != source]
+        self.low, self._lowest = low[0] if low else (inf, NOBODY)
+        self.high, self._highest = high[0] if high else (-inf, NOBODY)
+        self._second_low = low[1][0] if len(low) > 1 else inf
+        self._second_high = high[1][0] if len(high) > 1 else -inf
+
+    @property
+    def extremes(self) -> list[int]:
+        """The lowest, then the highest, where there are any."""
+        return [place for place in dict.fromkeys((self._lowest, self._highest)) if place != NOBODY]
+
+    def window(self, extreme: _Load) -> tuple[int, int]:
+        """Contexts with which a move to an extreme might lower the spread: above the first, up to the second.
+
+        While one end of the spread stays, only a fall of the highest or a rise of the lowest helps.
+        """
+        if self._lowest == self._highest:
+            return -1, extreme.room
+        return (-1, extreme.relief) if extreme.position == self._highest else (extreme.no_burden, extreme.room)
+
+    def least_spread(self, destination: int) -> float:
+        """Below this no move to the destination gets."""
+        high = self._second_high if destination == self._highest else self.high
+        low = self._second_low if destination == self._lowest else self.low
+        return high - low
+
+    def spread_beside(self, left: float) -> float:
+        """Highest minus lowest once the source has index `left`, whatever becomes of a destination in between."""
+        high, low = self.high, self.low
+        return (high if high > left else left) - (low if low < left else left)
+
+    def spread_with(self, destination: int, left: float, arrived: float) -> float:
+        """Highest minus lowest once the source has index `left` and the destination index `arrived`."""
+        high = self._second_high if destination == self._highest else self.high
+        low = self._second_low if destination == self._lowest else self.low
+        more, less = (left, arrived) if left > arrived else (arrived, left)
+        return (high if high > more else more) - (low if low < less else less)

@@ -8,6 +8,7 @@ A plug point: one module per device family, registered in the entry-point group 
 
 import asyncio
 import time
+from abc import abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol, runtime_checkable
 
@@ -172,6 +173,7 @@ class SwitchWire(Protocol):
 
     async def read_circuits(self) -> Sequence[DeviceCircuit]: ...
 
+    @abstractmethod
     async def set(self, action: Action, pairs: Sequence[CrossConnect]) -> None:
         """Command these up, or down, and nothing else. Never called with an empty list, nor with more than one where
         `bulk` is not declared or, to remove them, the device `removes_one_by_one`."""

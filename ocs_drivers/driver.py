@@ -66,6 +66,12 @@ class DriverTimeouts:
     tune_s: float | None = None
     link_s: float = 2.0
 
+    def __post_init__(self) -> None:
+        for name in ("command_s", "lock_s", "tune_s", "link_s"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be > 0, got {value}")
+
 
 async def within(clock: DeviceClock, limit_s: float, work: Awaitable[T]) -> T:
     """The result of `work`, or TimeoutError after `limit_s` by the clock; `work` is then cancelled."""

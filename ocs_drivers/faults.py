@@ -46,6 +46,10 @@ class DeviceFault:
         if (self.kind in OF_A_PORT) != (self.port is not None):
             need = "needs" if self.kind in OF_A_PORT else "takes no"
             raise ValueError(f"{self.kind} {need} port, got {self.port}")
+        if self.items < 0:
+            raise ValueError(f"items must be >= 0, got {self.items}")
+        if not self.delay_s >= 0:
+            raise ValueError(f"delay_s must be >= 0, got {self.delay_s}")
 
 
 @dataclass(frozen=True, slots=True)

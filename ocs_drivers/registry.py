@@ -46,5 +46,7 @@ def load_named(what: str, name: str, entries: Mapping[str, EntryPoint]) -> Any:
     try:
         return entries[name].load()
     except ModuleNotFoundError as error:
+        if str(error.name).startswith("ocs_drivers."):
+            raise
         needs = f"{what}: {name} needs {error.name}, which is not installed"
         raise InvalidOptions([f"{needs}: pip install 'orchestrrl[{name.partition('-')[0]}]'"]) from error

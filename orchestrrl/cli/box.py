@@ -168,7 +168,9 @@ def sync_box(
     circuit_mbps: Annotated[float, typer.Option(help="What a circuit carries in the box.")] = 200.0,
     protocols: Protocols = "",
     transport: Annotated[str, typer.Option(help="That carries the bytes: tcp or gloo.")] = "tcp",
-    python: Annotated[Path | None, typer.Option(help="Of the processes that carry; gloo needs one with torch.")] = None,
+    python: Annotated[
+        Path | None, typer.Option(help="Of the processes that carry; with torch (gloo) and xxhash.")
+    ] = None,
     out: OutFolder = Path("out/sync-box"),
 ) -> Output:
     """Bring weights to engines in a box, by a planned tree and by what it is compared with, on real TCP.

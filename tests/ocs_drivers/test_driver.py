@@ -173,3 +173,8 @@ async def test_the_wire_itself_refuses_an_empty_list(clock: VirtualClock, wire: 
 def test_errors_name_device_command_and_the_devices_words() -> None:
     error = DriverPermanent("refused", device="ocs1", command="connect 1:17", answer="PORT 17 FAILED")
     assert str(error) == "ocs1: refused; command: connect 1:17; the device said: PORT 17 FAILED"
+
+
+def test_limits_check_themselves() -> None:
+    with pytest.raises(ValueError, match="lock_s must be > 0, got 0"):
+        DriverTimeouts(lock_s=0)

@@ -7,6 +7,7 @@ input.
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import time
@@ -259,10 +260,12 @@ async def main(order: BoxOrder) -> None:
 
 
 if __name__ == "__main__":
-    subprocess.run(["mount", "-t", "tmpfs", "none", "/run"], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100%", "none", "/run"], check=True)
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
     Path("/run/netns").mkdir()
     try:
         asyncio.run(main(BoxOrder(**json.loads(sys.argv[1]))))
     except (OrchestrRLError, DriverError) as error:
-        sys.exit(str(error))
+        sys.stderr.write(f"{error}\n")
+        sys.stderr.flush()
+        os._exit(1)  # threads of libraries may go on

@@ -29,6 +29,8 @@ class SimulatedWeights:
 
 def read_weights(folder: Path) -> SimulatedWeights:
     """Raises Permanent."""
+    if not folder.is_dir():
+        raise Permanent(f"{folder}: is not a folder")
     try:
         tensors = read_checkpoint(folder)
         content = content_sum(tensors, mapped(tensors))

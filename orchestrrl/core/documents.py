@@ -39,7 +39,15 @@ class Section(BaseModel):
     """Base of every object in a document: known fields only, no coercion, frozen."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-    former: ClassVar[tuple[str, ...]] = ()  # fields of earlier versions that had no effect: accepted and ignored
+
+
+class SectionWithFormer(Section):
+    """Base of a section from which fields without effect were removed. Documents that have them are accepted.
+
+    Not part of `Section`: a validator before the others would have JSON read as if it were Python values.
+    """
+
+    former: ClassVar[tuple[str, ...]]
 
     @model_validator(mode="before")
     @classmethod

@@ -15,6 +15,7 @@ from orchestrrl.core.documents import (
     PositiveFloat,
     PositiveInt,
     Section,
+    SectionWithFormer,
     require,
 )
 from planner.model import Configuration, ConfigurationId, EngineId, FastPolicy, GpuId, Knowledge, Mode, Parallelism
@@ -65,7 +66,7 @@ class MetricsSettings(LoopbackListener):
     address: Address = "127.0.0.1:9107"
 
 
-class FastSettings(Section):
+class FastSettings(SectionWithFormer):
     """The fast loop: which requests move."""
 
     former = ("settle_share", "min_gain_share", "crowded_ratio", "keep_groups_together", "preemption_risk")

@@ -5,7 +5,15 @@ from typing import Annotated, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from orchestrrl.core.documents import Name, NonNegativeInt, PositiveFloat, PositiveInt, Section, require
+from orchestrrl.core.documents import (
+    Name,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    SectionWithFormer,
+    require,
+)
 
 _Share = Annotated[float, AfterValidator(require(lambda value: 0 < value <= 1, "> 0 and <= 1"))]
 
@@ -51,7 +59,7 @@ class NetworkSettings(Section):
         return self
 
 
-class WeightSettings(Section):
+class WeightSettings(SectionWithFormer):
     former = ("seeds_per_pod",)
     # In order of preference: the first that both ends of an edge have. Between CPUs our TCP takes 0.84 to 0.93 of the
     # time of torch's broadcast of the same bytes, point to point over gloo 0.98 to 1.17.

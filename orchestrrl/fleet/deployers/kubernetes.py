@@ -82,12 +82,14 @@ class KubernetesDeployer(FixedGpusDeployer):
 
     async def status(self, engine: EngineId) -> DeployedInstance | None:
         made, pods = await self._view.find(objects.name_of(self._fleet, engine))
-        return None if made is None and not pods else await self._deployed(made, pods)
+        if made is None and not pods:
+            return None
+        return await self._deployed(made, pods, await self._view.answering(pods))
 
     async def list_engines(self) -> tuple[DeployedInstance, ...]:
         everyone = (await self._view.all()).values()
-        await self._view.answering([pod for _, pods in everyone for pod in pods])  # all nodes are asked at once
-        found = [await self._deployed(made, pods) for made, pods in everyone]
+        answering = await self._view.answering([pod for _, pods in everyone for pod in pods])
+        found = [await self._deployed(made, pods, answering) for made, pods in everyone]
         return tuple(sorted(found, key=lambda deployed: deployed.engine))
 
     async def close(self) -> None:
@@ -145,9 +147,10 @@ class KubernetesDeployer(FixedGpusDeployer):
             if refused and not pods:
                 return self._no_room(engine, refused) if "exceeded quota" in refused else Permanent(refused)
             await self._let_through(made, pods)
-            read = reading.read_life(made, pods, await self._view.answering(pods))
+            answering = await self._view.answering(pods)
+            read = reading.read_life(made, pods, answering)
             if read.life is not EngineLife.ALIVE or read.running:
-                return await self._deployed(made, pods)
+                return await self._deployed(made, pods, answering)
             if not read.no_room:
                 waiting_since_s = None
             elif waiting_since_s is None:
@@ -200,9 +203,11 @@ class KubernetesDeployer(FixedGpusDeployer):
 
     # Looking.
 
-    async def _deployed(self, made: Object | None, pods: Sequence[Object]) -> DeployedInstance:
+    async def _deployed(
+        self, made: Object | None, pods: Sequence[Object], answering: Mapping[str, bool]
+    ) -> DeployedInstance:
         source = made if made is not None else pods[0]
-        read = reading.read_life(made, pods, await self._view.answering(pods))
+        read = reading.read_life(made, pods, answering)
         port = objects.annotation(source, objects.PORT)
         return replace(
             objects.instance_of(source),

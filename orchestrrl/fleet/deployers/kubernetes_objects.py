@@ -205,7 +205,7 @@ def instance_of(made: Mapping[str, Any]) -> DeployedInstance:
 
 
 def annotation(made: Mapping[str, Any], key: str) -> str:
-    return str((made["metadata"].get("annotations") or {}).get(key, ""))
+    return str((made["metadata"].get("annotations") or {}).get(key) or "")
 
 
 def merged_objects(under: Any, over: Any) -> Any:

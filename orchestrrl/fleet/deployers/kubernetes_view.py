@@ -95,7 +95,7 @@ def cannot_be_made(made: Object) -> str:
 
 
 def _node(pod: Object) -> str:
-    return str(pod["spec"].get("nodeName", ""))
+    return str(pod["spec"].get("nodeName") or "")
 
 
 def _ends(

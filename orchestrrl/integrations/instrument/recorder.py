@@ -109,7 +109,7 @@ def start(directory: str | os.PathLike[str] | None = None, *, job: str | None = 
     if _process.recorder is not None:
         return
     said = os.environ.get(SWITCH, "")
-    chosen = Path(directory or (said if "/" in said else rings.DEFAULT_DIRECTORY))
+    chosen = Path((said if "/" in said else rings.DEFAULT_DIRECTORY) if directory is None else directory)
     _process.recorder = Recorder(chosen, os.environ.get(JOB, "") if job is None else job)
     _process.recorder.install()
 

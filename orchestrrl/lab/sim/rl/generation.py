@@ -36,7 +36,7 @@ from orchestrrl.lab.sim.rl.model import GenStage
 from orchestrrl.lab.sim.rl.scenario import GenerationSection
 from orchestrrl.lab.sim.run import CONTROLS, ControlledRun, check_answers, steps_of, usable_kinds
 from orchestrrl.lab.sim.scenario import EnginesSection, GenerationScenario, NetworkSection
-from orchestrrl.lab.sim.static import countdown, drained, loaded_engines, run_static, static_arm, tuned
+from orchestrrl.lab.sim.static import countdown, loaded_engines, static_arm, tuned
 from orchestrrl.lab.sim.workload import SimRequest
 from orchestrrl.lab.simulated_engine.scheduler import Scheduler
 from orchestrrl.lab.simulated_engine.scheduler import Sequence as HeldSequence
@@ -162,6 +162,9 @@ def stage_of(
     )
 
 
+NEVER_S = 1e12
+
+
 def redeployed_stage(
     hardware: Hardware,
     where: range,
@@ -172,17 +175,19 @@ def redeployed_stage(
 ) -> GenStage:
     """Engines of the first layout go on as those of the other when `left_share` of the requests are to be finished.
     Phases: by the names of the two configurations, `redeploying` and `moving KV`."""
+    if not 0 < left_share < 1:
+        raise ValueError(f"left_share must be in (0, 1), got {left_share}")
     profile = on_fabric(hardware, layouts, where, fabric)
     if len(profile.configurations) < 2:
         raise ValueError(f"one of {layouts} does not fit")
     one, other = (EngineKind(each) for each in profile.configurations)
     before, after = (deployed(each, where, fabric.servers, fabric.pods) for each in layouts)
     placement = [requests[place :: len(before)] for place in range(len(before))]  # dealt in turn
-    finish_s = run_static(one, placement).finish_s
+    finish_s = sorted(at_s for engine in loaded_engines(one, placement) for at_s in _ended_s(engine, NEVER_S))
     first_s = finish_s[len(requests) - int(left_share * len(requests)) - 1]
-    left, runs = list[LeftRequest](), set[RequestId]()
+    ends_s, left, runs = list[float](), list[LeftRequest](), set[RequestId]()
     for place, engine in enumerate(loaded_engines(one, placement)):
-        engine.advance(first_s)
+        ends_s += _ended_s(engine, first_s)
         left += [(held, place) for held in (*engine.running, *engine.waiting)]
         runs |= {held.id for held in engine.running}
     targets = _dealt(left, before, after)
@@ -202,10 +207,13 @@ def redeployed_stage(
         by_id[held.id].submit(engines[target], 0.0, held.generated, prefilled=held.id in moved.transferred)
     switch_s, kv_s = other.profile.switch_s, moved.seconds if moved.transferred else 0.0
     begin_s = first_s + switch_s + kv_s
-    ends_s = [at_s for at_s in finish_s if at_s <= first_s]
-    ends_s += sorted(begin_s + at_s for engine in engines for at_s in drained(engine))
+    ends_s = sorted([*ends_s, *(begin_s + at_s for engine in engines for at_s in _ended_s(engine, NEVER_S))])
     phases_s = {str(one.id): first_s, "redeploying": switch_s, "moving KV": kv_s, str(other.id): ends_s[-1] - begin_s}
     return stage_of(ends_s, requests, phases_s, {})
+
+
+def _ended_s(engine: Scheduler, until_s: float) -> list[float]:
+    return [each.finished_s for each in engine.advance(until_s) if each.finished_s is not None]
 
 
 def _dealt(left: Sequence[LeftRequest], before: UniformFleet, after: UniformFleet) -> list[int]:

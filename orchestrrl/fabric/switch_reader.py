@@ -140,7 +140,7 @@ class SwitchReader:
         """What of this is the switch's, in the device's terms. Raises DriverError where the device does not answer."""
         facts = await self.facts(switch)
         connect, disconnect = (
-            tuple(each for pair in sorted(pairs) if pair.switch == switch for each in device_pairs(facts, pair))
+            tuple(each for pair in sorted(p for p in pairs if p.switch == switch) for each in device_pairs(facts, pair))
             for pairs in (add, remove)
         )
         return CircuitChange(connect, disconnect)

@@ -223,6 +223,8 @@ class WindowTracker:
             if missing := sorted(ranks - traced):
                 wanted = f"no recorder is read of rank {_listed(missing)}{f' of {job}' if job else ''}"
                 return Hold("untraced", f"{wanted}; read are: {self._read_reports()}")
+            if not hosts:  # it was traced when the watch began
+                return Hold("no_ranks", f"no host reads recorders{f' of {job}' if job else ''} any more")
             for host in hosts:
                 if host.stream is None:
                     return Hold("host_gone", f"{host.name}: its agent is gone for {now_s - host.gone_s:.1f} s")

@@ -12,6 +12,9 @@ with experts that are moved about (EPLB) names say nothing; say TP and EP 1 ther
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated
+
+from annotated_types import Interval
 
 from planner.sync_tree.layout import Range, vllm_stages
 from planner.sync_tree.parameters import Box
@@ -33,7 +36,10 @@ _LAST_NORM = re.compile(r"^(?:model\.|language_model\.model\.|model\.language_mo
 _ROWS_ARE_OUTPUTS = frozenset({"q_proj", "gate_proj", "up_proj", "w1", "w3"})
 _COLUMNS_ARE_INPUTS = frozenset({"o_proj", "down_proj", "w2"})
 _VOCAB_MULTIPLE = 64  # vLLM pads a vocabulary's rows to a multiple of this
-_MOST_RANKS = 2**31
+
+# Bounds of what a process reports, for whoever validates it.
+RankCount = Annotated[int, Interval(ge=1, lt=2**31)]
+RankNumber = Annotated[int, Interval(ge=0, lt=2**31)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +47,17 @@ class EngineShare:
     """What an engine's peer needs of the weights: all, or what its ranks of TP, PP and EP load. Tensors whose names say
     nothing of how they are divided are needed whole."""
 
-    tp: int = 1
-    tp_ranks: tuple[int, ...] = (0,)
-    pp: int = 1
-    pp_ranks: tuple[int, ...] = (0,)
-    ep: int = 1
-    ep_ranks: tuple[int, ...] = (0,)
+    tp: RankCount = 1
+    tp_ranks: tuple[RankNumber, ...] = (0,)
+    pp: RankCount = 1
+    pp_ranks: tuple[RankNumber, ...] = (0,)
+    ep: RankCount = 1
+    ep_ranks: tuple[RankNumber, ...] = (0,)
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "ep"):
             size, ranks = getattr(self, name), getattr(self, f"{name}_ranks")
-            if not 1 <= size < _MOST_RANKS:
-                raise ValueError(f"{name} must be >= 1 and < {_MOST_RANKS}, got {size}")
-            if not ranks or not all(0 <= rank < size for rank in ranks):
+            if size < 1 or not ranks or not all(0 <= rank < size for rank in ranks):
                 raise ValueError(f"{name}_ranks must be ranks below {name} {size}, got {ranks}")
 
 

@@ -103,7 +103,8 @@ class RouterDriver(FromOptions):
                 except (Permanent, OutcomeUnknown) as error:  # what counts is what the router shows
                     why = str(error)
             missing = await self._missing(changes, why)
-            done = tuple(change for change in changes if change not in missing)
+            lacking = {change.prefix for change in missing}  # `_check` refuses two changes of one
+            done = tuple(change for change in changes if change.prefix not in lacking)
             return AppliedRoutes(done, missing, len(todo), why if missing else "")
 
     async def links(self) -> Mapping[str, bool]:

@@ -61,7 +61,12 @@ class LinkListener:
         widen(server, self._buffer_bytes)
         loop = asyncio.new_event_loop()
         attending = loop.create_task(self._attend(server))
-        self._end = partial(loop.call_soon_threadsafe, attending.cancel)
+
+        def end() -> None:
+            loop.remove_reader(server)  # a sender that comes now would be accepted for a wait that is cancelled
+            attending.cancel()
+
+        self._end = partial(loop.call_soon_threadsafe, end)
         self._thread = threading.Thread(target=_run, args=(loop, attending), name="weights-door", daemon=True)
         self._thread.start()
         return address_of(self._host, server.getsockname()[1])

@@ -11,11 +11,11 @@ import shutil
 import signal
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.config.launch import EngineProduct
@@ -27,6 +27,8 @@ from orchestrrl.fleet.deployers.command_line import EngineLaunch, EngineSpec, po
 from orchestrrl.fleet.deployers.local_machine import EngineLogs, EngineRecord, EngineRecords, FoundProcess
 from orchestrrl.fleet.deployers.machine import hold_port
 from planner.model import ConfigurationId, EngineId
+
+T = TypeVar("T")
 
 POLL_S = 0.05
 FORCE_S = 10.0  # after SIGKILL: a process in the middle of a system call goes when that is done
@@ -66,6 +68,16 @@ class _Seen:
         return self.record.stopping or not (self.record.leaders or self.whole)
 
 
+async def _until_ended(work: Callable[..., T], *arguments: Any) -> T:
+    """Run `work` in a thread, and return or raise once it has ended, also when cancelled: a thread goes on, and what it
+    changes then would be missed by the next look at the fleet."""
+    working = asyncio.ensure_future(asyncio.to_thread(work, *arguments))
+    try:
+        return await asyncio.shield(working)
+    finally:
+        await asyncio.wait({working})
+
+
 class LocalDeployer:
     """See `orchestrrl.fleet.deployers.base.Deployer`. Of GPUs it knows the ids: which exist is not its to judge."""
 
@@ -95,7 +107,7 @@ class LocalDeployer:
             raise ProblemFaults(faults)
 
     async def start(self, spec: EngineSpec) -> DeployedInstance:
-        return await asyncio.to_thread(self._start, spec)
+        return await _until_ended(self._start, spec)
 
     async def stop(self, engine: EngineId) -> None:
         self._stopping[engine] += 1
@@ -122,7 +134,7 @@ class LocalDeployer:
         return await asyncio.to_thread(self._list)
 
     async def lend(self, engine: EngineId, lent: bool) -> None:
-        await asyncio.to_thread(self._lend, engine, lent)
+        await _until_ended(self._lend, engine, lent)
 
     @property
     def can_scale(self) -> bool:
@@ -133,7 +145,7 @@ class LocalDeployer:
         return self._launch.engine is EngineProduct.SIMULATED or by_ray
 
     async def scale(self, spec: EngineSpec) -> DeployedInstance:
-        return await asyncio.to_thread(self._scale, spec)
+        return await _until_ended(self._scale, spec)
 
     async def close(self) -> None:
         """There is nothing to release."""

@@ -1,5 +1,6 @@
 """Local engines in the world: orphans, lost records, other people's processes and ports, logs, and a real engine."""
 
+import asyncio
 import json
 import sys
 from collections.abc import AsyncIterator
@@ -17,6 +18,7 @@ from orchestrrl.fleet.deployers.base import DEPLOYERS, FleetIdentity
 from orchestrrl.fleet.deployers.command_line import EngineLaunch, EngineSpec
 from orchestrrl.fleet.deployers.conformance import stub_launch
 from orchestrrl.fleet.deployers.local import LocalDeployer
+from orchestrrl.fleet.deployers.local_machine import EngineRecords
 from planner.model import ConfigurationId, EngineId, GpuId, Parallelism
 
 ENGINE, OTHER = EngineId("e0"), EngineId("e1")
@@ -60,6 +62,19 @@ def program(folder: Path, text: str) -> str:
     path.write_text(f"#!{sys.executable} -IS\n{text}")
     path.chmod(0o755)
     return str(path)
+
+
+async def test_a_start_that_is_cancelled_starts_nothing_after_its_end(fleet: Fleet) -> None:
+    deployer = fleet.deployer()
+    with EngineRecords(fleet.folder / "fleet").alone():
+        starting = asyncio.create_task(deployer.start(spec()))
+        await asyncio.sleep(0.05)
+        starting.cancel()
+        await asyncio.sleep(0.05)
+        assert not starting.done()  # its thread waits for the lock, and will start the engine
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert await deployer.status(ENGINE) is not None
 
 
 # Ports.

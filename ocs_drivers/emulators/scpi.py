@@ -201,6 +201,8 @@ class ScpiEmulator(EmulatedTcpServer):
             case "PORT:STATe?":
                 states = {state.port: LETTERS[state.status] for state in device.ports()}
                 return f"({','.join(states[port] for port in self._check_ports(_ports(parameters)))})"
+            case _:
+                raise AssertionError(f"no answer is written for {header}")
         return None
 
     def _present(self) -> list[CrossConnect]:

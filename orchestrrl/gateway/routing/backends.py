@@ -47,7 +47,6 @@ class EngineBackends:
         self.clock = clock
         self.incarnation = uuid.uuid4().hex  # makes names of ours differ from those of every other gateway and start
         self.routing = routing or RoutingPolicy()
-        self.queue_depth = self.routing.queue_depth
         self.queue = RequestQueue()
         self.waits = Histogram(
             "orchestrrl_gateway_queue_seconds",
@@ -307,8 +306,8 @@ class EngineBackends:
     def choose(self, newcomer: RoutedRequest, without: Iterable[EngineId] = ()) -> EngineBackend | None:
         """The engine that a request should go to, None where none may take it now."""
         able = self._usable()
-        if self.queue_depth:
-            able = [backend for backend in able if backend.has_room(self.queue_depth, newcomer.context_tokens)]
+        if depth := self.routing.queue_depth:
+            able = [backend for backend in able if backend.has_room(depth, newcomer.context_tokens)]
         if without:
             able = [backend for backend in able if backend.id not in without]
         backend = self.routing.choose(able, newcomer, self._last)

@@ -268,7 +268,7 @@ async def test_an_engine_that_moves_house_while_the_barrier_is_closed(mode: Paus
 
 async def test_who_is_given_a_place_as_the_barrier_closes_is_taken_back() -> None:
     w = world(1)
-    w.fleet.queue_depth = 1
+    w.fleet.routing = replace(w.fleet.routing, queue_depth=1)
     w.engines["e0"].can_pause = False
     async with w.gateway.request_group(w.ask(request_id="a", prompt=PROMPT, max_tokens=1)) as ahead:
         await w.settle()
@@ -378,7 +378,7 @@ async def test_who_is_held_and_leaves_leaves_no_task_behind() -> None:
 
 async def test_a_place_that_comes_free_as_its_waiter_leaves_goes_to_the_next() -> None:
     w = world(1)
-    w.fleet.queue_depth = 1
+    w.fleet.routing = replace(w.fleet.routing, queue_depth=1)
     running = {}
     for name in ("ahead", "leaves", "next"):
         job = w.gateway.request_group(w.ask(request_id=name, prompt=PROMPT, max_tokens=1))

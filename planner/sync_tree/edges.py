@@ -49,10 +49,32 @@ def spread(pod: LocalPod) -> tuple[Ints, ...]:
     # Gigabits that each endpoint, and each ToR upwards, can still send in the wave.
     ends, tors = zip(pod.sent_s, pod.nic_gbps, strict=True), zip(pod.tor_sent_s, pod.tor_gbps, strict=True)
     budget, tor_budget = ([max(0.0, pod.floor_s - sent_s) * gbps for sent_s, gbps in each] for each in (ends, tors))
-    for piece in pod.pieces:  # a tree that begins at one endpoint finds it with time for at least one child
-        if len(piece.sources) == 1 and piece.receivers:
-            budget[piece.sources[0]] -= piece.gigabits
-    return tuple(_Tree(pod, piece, budget, tor_budget).grown() for piece in pod.pieces)
+    # Time for one child is kept for trees that only one endpoint, or only endpoints below one ToR, can begin.
+    kept = [_only_ways(pod, piece, budget) for piece in pod.pieces]
+    for piece, (sources, ways) in zip(pod.pieces, kept, strict=True):
+        _spend(budget, sources, piece.gigabits)
+        _spend(tor_budget, ways, piece.gigabits)
+    trees = []
+    for piece, (sources, ways) in zip(pod.pieces, kept, strict=True):
+        _spend(budget, sources, -piece.gigabits)
+        _spend(tor_budget, ways, -piece.gigabits)
+        trees.append(_Tree(pod, piece, budget, tor_budget).grown())
+    return tuple(trees)
+
+
+def _only_ways(pod: LocalPod, piece: LocalPiece, budget: list[float]) -> tuple[set[int], set[int]]:
+    """Return the endpoint that alone has time to send the piece, and the ToR that alone it can leave upwards from. Each
+    set is empty where there is a choice or nothing to send."""
+    able = {source for source in piece.sources if budget[source] >= piece.gigabits * _LESS and piece.receivers}
+    here = {pod.tor[source] for source in piece.sources}
+    leaves = any(pod.tor[receiver] not in here for receiver in piece.receivers)
+    tors = {pod.tor[source] for source in able if leaves}
+    return able if len(able) == 1 else set(), tors if len(tors) == 1 else set()
+
+
+def _spend(budget: list[float], places: set[int], gigabits: float) -> None:
+    for place in places:
+        budget[place] -= gigabits
 
 
 class _Tree:
@@ -65,8 +87,6 @@ class _Tree:
         self._depth: dict[int, int] = {}  # of who has it
         self._queue: list[tuple[int, float, int]] = []
         self._edges: list[tuple[int, int, int]] = []
-        if len(piece.sources) == 1 and piece.receivers:
-            budget[piece.sources[0]] += piece.gigabits
         for receiver in sorted(piece.receivers, key=lambda each: (budget[each], -each)):
             self._missing.setdefault(pod.tor[receiver], []).append(receiver)  # the freest last, and taken first
         there = {pod.tor[source] for source in piece.sources}
@@ -90,16 +110,25 @@ class _Tree:
         some are to be entered and the parent can serve its own beside it."""
         size = self._gigabits * _LESS
         while self._queue:
-            parent = self._queue[0][2]
-            tor = self._pod.tor[parent]
+            depth, _, parent = self._queue[0]
             if self._budget[parent] >= size:
-                is_free = not self._missing.get(tor) or self._budget[parent] >= 2 * size
-                if self._away and is_free and self._tor_budget[tor] >= size:
-                    return parent, self._away[-1]
-                if self._missing.get(tor):
-                    return parent, tor
+                if self._away and (leaving := self._freest_leaving(depth)) is not None:
+                    return leaving, self._away[-1]
+                if self._missing.get(self._pod.tor[parent]):
+                    return parent, self._pod.tor[parent]
             heapq.heappop(self._queue)
         return None
+
+    def _freest_leaving(self, depth: int) -> int | None:
+        """Return the endpoint at this depth that can send to another ToR, by the longest time that its ToR, then it,
+        has left; None: there is none."""
+        pod, size, best = self._pod, self._gigabits * _LESS, None
+        for _, _, end in (each for each in self._queue if each[0] == depth):
+            tor, budget = pod.tor[end], self._budget[end]
+            if budget >= size * (2 if self._missing.get(tor) else 1) and self._tor_budget[tor] >= size:
+                rank = self._tor_budget[tor] / pod.tor_gbps[tor], budget / pod.nic_gbps[end], -end
+                best = max(best or rank, rank)
+        return None if best is None else -best[2]
 
     def _over(self) -> tuple[int, int] | None:
         """Return the parent that is over its time by least, and the ToR of the child; None: nothing more can be."""

@@ -69,7 +69,7 @@ def choose_move_methods(
     engines = {engine.id: engine for engine in snapshot.engines}
     wanted = {move.request for move in moves}
     views = {view.id: view for view in snapshot.requests if view.id in wanted}
-    latency_s = costing.transfer.recompute_latency_s
+    transfer_fixed_s, recompute_fixed_s = costing.transfer.transfer_fixed_s, costing.transfer.recompute_fixed_s
     before_s: dict[EngineId, float] = {}  # of what is to be computed at an engine already
     priced = []
     for move in moves:
@@ -82,15 +82,14 @@ def choose_move_methods(
         runs = view.state is RequestState.RUNNING
         source = engines.get(move.from_engine) if runs else None
         transfer_s = _transfer_s(view.context_tokens, source, target, costing)
-        recompute_s = latency_s + prefill_s
+        recompute_s = recompute_fixed_s + prefill_s
         if transfer_s is not None and transfer_s < recompute_s:
-            fixed_s = costing.transfer.latency_s
-            method = MoveMethod.TRANSFER
+            method, fixed_s = MoveMethod.TRANSFER, transfer_fixed_s
             priced.append(replace(move, method=method, predicted_s=transfer_s, other_s=recompute_s, fixed_s=fixed_s))
             continue
         before_s[move.to_engine] = prefill_s
         if runs or view.generated_tokens:
-            move = replace(move, predicted_s=recompute_s, other_s=transfer_s or 0.0, fixed_s=latency_s)
+            move = replace(move, predicted_s=recompute_s, other_s=transfer_s or 0.0, fixed_s=recompute_fixed_s)
         priced.append(move)
     return tuple(priced)
 
@@ -100,7 +99,7 @@ def _prefill_s(tokens: int, target: EngineView, costing: MovePricing) -> float |
     if profile is None or not profile.prefill_tokens_per_s > 0:
         return None
     context, rate = np.array([float(tokens)]), np.array([profile.prefill_tokens_per_s])
-    return float(costing.transfer.prefill_s(context, rate)[0])
+    return float(costing.transfer.recompute_s(context, rate)[0])
 
 
 def _transfer_s(tokens: int, source: EngineView | None, target: EngineView, costing: MovePricing) -> float | None:
@@ -113,4 +112,4 @@ def _transfer_s(tokens: int, source: EngineView | None, target: EngineView, cost
     nodes = {gpu // costing.per_node for engine in (source, target) for gpu in engine.gpus}
     inside = len(nodes) == 1 and bool(source.gpus) and bool(target.gpus)
     (seconds,) = costing.transfer.transfer_s(np.array([float(tokens)]), np.array([gpus]), np.array([inside]))
-    return float(seconds) if np.isfinite(seconds) else None
+    return float(seconds) + costing.transfer.transfer_fixed_s if np.isfinite(seconds) else None

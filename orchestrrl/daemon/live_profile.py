@@ -256,17 +256,25 @@ class LiveProfile:
         rebuilt_tokens = moves.rebuilt_tokens() if moves is not None else None
         recompute_s = self.recompute_fixed_s
         if links is None:
-            return KvTransferCost(0.0, 0.0, 0.0, rebuilt_tokens, recompute_s)
+            return KvTransferCost(0.0, 0.0, 0.0, rebuilt_tokens, recompute_fixed_s=recompute_s)
         across_gbps = links.inter_node_gbps_per_gpu or (moves.transfer_gbps if moves is not None else 0.0)
-        latency_s = self._fixed[MoveMethod.TRANSFER].seconds
+        transfer_s = self._fixed[MoveMethod.TRANSFER].seconds
         inside_gbps = links.intra_node_gbps_per_gpu or across_gbps
         kv_bytes = links.kv_bytes_per_token or (moves.kv_bytes_per_token if moves is not None else 0.0)
         fitted = None if self._transfers is None else self._transfers.fitted()
         if fitted is not None:  # moves by KV were measured, whatever way they went
             learnt = replace(self._priced, transfer_s=fitted.curve)
-            latency_s, across_gbps = max(0.0, learnt.transfer_s.at(0.0)), learnt.transfer_gbps or across_gbps
+            transfer_s, across_gbps = max(0.0, learnt.transfer_s.at(0.0)), learnt.transfer_gbps or across_gbps
             inside_gbps = learnt.transfer_gbps or inside_gbps
-        return KvTransferCost(across_gbps * nic_share, inside_gbps, latency_s, rebuilt_tokens, recompute_s, kv_bytes)
+        return KvTransferCost(
+            across_gbps * nic_share,
+            inside_gbps,
+            0.0,
+            rebuilt_tokens,
+            kv_bytes_per_token=kv_bytes,
+            transfer_fixed_s=transfer_s,
+            recompute_fixed_s=recompute_s,
+        )
 
     @property
     def recompute_fixed_s(self) -> float:
@@ -312,7 +320,7 @@ class LiveProfile:
             self.begin_fixed(MoveMethod.TRANSFER, latency_s + FIXED_PRIOR_S)
             told = self.moving()
             gbps = told.inter_node_gbps_per_gpu
-            transfer_s = Curve.line(told.latency_s, 8 / (gbps * 1e9) if gbps > 0 else 0.0)
+            transfer_s = Curve.line(told.transfer_fixed_s, 8 / (gbps * 1e9) if gbps > 0 else 0.0)
             self._priced = MoveCosts(told.kv_bytes_per_token, transfer_s, Curve.line(0.0, 0.0))
             self._transfers = CurveRefitter(transfer_s)
 

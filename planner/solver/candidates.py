@@ -257,20 +257,20 @@ def _moves(
     moves[moves] = homes[source[moves]] != at[moves]
     running = moves & (problem.requests.state[order] == RUNNING)
     transfer_s, recompute_s = _move_s(problem, instances, order[running], at[running])
-    # Requests arrive together: of those that are recomputed on an instance only the first pays the fixed part.
-    recomputed = np.flatnonzero(recompute_s <= transfer_s)
-    _, first = np.unique(at[running][recomputed], return_index=True)
-    running_s = np.minimum(transfer_s, recompute_s)
-    running_s[np.delete(recomputed, first)] -= problem.transfer.recompute_latency_s
+    # Requests arrive together: the first at an instance by each method pays the fixed part for all.
+    by_transfer = transfer_s < recompute_s
+    fixed_s = np.where(by_transfer, problem.transfer.transfer_fixed_s, problem.transfer.recompute_fixed_s)
+    _, first = np.unique(np.stack([at[running], by_transfer]), axis=1, return_index=True)
+    fixed_s[first] = 0.0
     costs_s = np.zeros(len(order))
-    costs_s[running] = running_s
+    costs_s[running] = np.minimum(transfer_s, recompute_s) - fixed_s
     return costs_s, np.concatenate([order[running], order[moves & ~running]])
 
 
 def _move_s(
     problem: MakespanProblem, instances: Sequence[CurrentInstance], requests: Indices, to: Indices
 ) -> tuple[Seconds, Seconds]:
-    """Seconds to bring each of `requests` from where it is to instance `to`: by transfer, by recompute."""
+    """Return the seconds that each request takes to move to instance `to` alone: by transfer, by recomputing."""
     context = problem.requests.context_tokens[requests].astype(np.float64)
     source = problem.requests.instance[requests]
     known = {configuration.id: configuration.prefill_tokens_per_s for configuration in problem.configurations}
@@ -278,8 +278,9 @@ def _move_s(
     links, homes = _shape(problem.current, problem.per_node), _shape(instances, problem.per_node)
     gpus = np.minimum(links[source, 0], homes[to, 0])
     inside = (links[source, 1] == homes[to, 1]) & (links[source, 1] != SEVERAL)
-    transfer_s = problem.transfer.transfer_s(context, gpus, inside)
-    return transfer_s, problem.transfer.recompute_s(context, prefill[to])
+    costs = problem.transfer
+    transfer_s = costs.transfer_s(context, gpus, inside) + costs.transfer_fixed_s
+    return transfer_s, costs.recompute_s(context, prefill[to]) + costs.recompute_fixed_s
 
 
 def _shape(instances: Sequence[CurrentInstance], per_node: int) -> Indices:

@@ -3,7 +3,7 @@
 Requests are columns, because there may be hundreds of thousands.
 """
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -21,34 +21,33 @@ RUNNING, WAITING, NEW = 0, 1, 2  # values of Requests.state
 
 @dataclass(frozen=True, slots=True)
 class KvTransferCost:
-    """What moving KV costs: per-GPU rates between and within nodes, and a fixed part. A rate of 0: no such link.
+    """The seconds that moving a request takes: KV transfer over per-GPU links, or recomputing its context.
 
-    And what rebuilding it costs: as many tokens at an engine's prefill rate, or as `rebuilt_tokens` has it, and a fixed
-    part, which passes at once for requests that arrive together: engines work on while it does.
+    An engine receives or recomputes one context after the other. The fixed parts pass while it decodes, once for all
+    requests that arrive together by one method. A rate of 0 means that there is no such link.
     """
 
     inter_node_gbps_per_gpu: float
     intra_node_gbps_per_gpu: float
-    latency_s: float
+    latency_s: float  # of each transfer
     rebuilt_tokens: Curve | None = None  # over a context's tokens, see MoveCosts; None: as many
-    recompute_latency_s: float = 0.0
+    _: KW_ONLY
     kv_bytes_per_token: float = 0.0
-
-    def prefill_s(self, context_tokens: NDArray[np.float64], tokens_per_s: NDArray[np.float64]) -> NDArray[np.float64]:
-        """[request], by engines that prefill at that rate."""
-        rebuilt = context_tokens if self.rebuilt_tokens is None else self.rebuilt_tokens.over(context_tokens)
-        return rebuilt / tokens_per_s
+    transfer_fixed_s: float = 0.0
+    recompute_fixed_s: float = 0.0
 
     def recompute_s(
         self, context_tokens: NDArray[np.float64], tokens_per_s: NDArray[np.float64]
     ) -> NDArray[np.float64]:
-        """[request], of a move by itself: prefill and the fixed part."""
-        return self.prefill_s(context_tokens, tokens_per_s) + self.recompute_latency_s
+        """Return the seconds [request] of recomputing at an engine's prefill rate, without the fixed part."""
+        rebuilt = context_tokens if self.rebuilt_tokens is None else self.rebuilt_tokens.over(context_tokens)
+        return rebuilt / tokens_per_s
 
     def transfer_s(
         self, context_tokens: NDArray[np.float64], gpus: NDArray[np.int64], inside: NDArray[np.bool_]
     ) -> NDArray[np.float64]:
-        """What broadcasts: over the links of so many GPUs, `inside` a node or between two; infinite without a link."""
+        """Return the seconds of transfers over the links of `gpus` GPUs, `inside` a node or between two, without the
+        fixed part; infinite without a link. Arrays broadcast."""
         rate_gbps = gpus * np.where(inside, self.intra_node_gbps_per_gpu, self.inter_node_gbps_per_gpu)
         with np.errstate(divide="ignore", invalid="ignore"):
             wire_s = context_tokens * self.kv_bytes_per_token * 8 / (rate_gbps * 1e9)

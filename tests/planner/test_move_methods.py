@@ -44,7 +44,7 @@ PREFILL = 10_000.0
 KV_BYTES = 100_000.0
 PER_NODE = 8
 # Ten microseconds a token between nodes, by both GPUs of an engine, and a quarter of that within one.
-INTER_GBPS, INTRA_GBPS, LATENCY_S = 40.0, 160.0, 0.05
+INTER_GBPS, INTRA_GBPS, TRANSFER_FIXED_S = 40.0, 160.0, 0.05
 FIXED_S = 0.2
 
 
@@ -65,7 +65,15 @@ def request(
 def costing(rebuilt: Curve | None = None, **versions: str) -> MovePricing:
     configuration = Configuration(TP2, 2, 0.02, 0.0, 0.0, 10**6, 64, PREFILL, 1.0)
     profile = given_profile(configuration, "2026-01-31")
-    transfer = KvTransferCost(INTER_GBPS, INTRA_GBPS, LATENCY_S, rebuilt, FIXED_S, KV_BYTES)
+    transfer = KvTransferCost(
+        INTER_GBPS,
+        INTRA_GBPS,
+        0.0,
+        rebuilt,
+        kv_bytes_per_token=KV_BYTES,
+        transfer_fixed_s=TRANSFER_FIXED_S,
+        recompute_fixed_s=FIXED_S,
+    )
     return MovePricing({TP2: profile}, transfer, PER_NODE, {EngineId(id): name for id, name in versions.items()})
 
 
@@ -110,10 +118,10 @@ def test_the_cheaper_method_that_can_be_had(
         per_token_s = KV_BYTES * 8 / (2 * {"near": INTRA_GBPS, "far": INTER_GBPS}[to] * 1e9)
         ways = {MoveMethod.RECOMPUTE: FIXED_S + computed_before_s[to] + tokens / PREFILL}
         if versions and versions[to] == versions["e0"] and runs:
-            ways[MoveMethod.TRANSFER] = LATENCY_S + tokens * per_token_s
+            ways[MoveMethod.TRANSFER] = TRANSFER_FIXED_S + tokens * per_token_s
         assert result.predicted_s == pytest.approx(min(ways.values()))
         assert result.predicted_s == pytest.approx(ways[result.method])
-        assert result.fixed_s == {MoveMethod.RECOMPUTE: FIXED_S, MoveMethod.TRANSFER: LATENCY_S}[result.method]
+        assert result.fixed_s == {MoveMethod.RECOMPUTE: FIXED_S, MoveMethod.TRANSFER: TRANSFER_FIXED_S}[result.method]
         other = next((seconds for method, seconds in ways.items() if method is not result.method), 0.0)
         assert result.other_s == pytest.approx(other)
         if result.method is MoveMethod.RECOMPUTE:

@@ -57,7 +57,13 @@ def step(gpus: int, seed: int) -> MakespanProblem:
     names = tuple(RequestId(f"r{number}") for number in range(count))
     requests = ProblemRequests(names, context, remaining, places, states)
     return MakespanProblem(
-        gpus, 8, configurations, KvTransferCost(200.0, 1_600.0, 0.002, None, 0.0, 196_608.0), current, requests, 0.5
+        gpus,
+        8,
+        configurations,
+        KvTransferCost(200.0, 1_600.0, 0.002, kv_bytes_per_token=196_608.0),
+        current,
+        requests,
+        0.5,
     )
 
 

@@ -92,7 +92,7 @@ def ablation(quick: bool) -> Iterator[ScoreboardRow]:
     for model in list(MODELS)[: 1 if quick else None]:
         stages = on_testbed(model, given.MAX_TOKENS.value[-1])
         arms = ("planning", "balancing") if quick else ("planning", "balancing", "both")
-        found = rates(stages, (TUNED, *arms), given.SEEDS.value[:1])
+        found = rates(stages, (TUNED, *arms), given.SEEDS.value[: 1 if quick else None])
         for arm in arms:
             what = f"{arm} over veRL-TO, {TITLES[model]}, {given.MAX_TOKENS.value[-1]:,} tokens"
             ours = gain(found[arm], found[TUNED])

@@ -301,7 +301,7 @@ def test_moves_to_one_engine_are_prefilled_together(profiled: str) -> None:
 
 
 def test_kv_is_handed_over_only_where_the_configuration_says_so(profiled: str) -> None:
-    assert Bench().costs.moving() == replace(NO_TRANSFER, recompute_latency_s=FIXED_PRIOR_S)
+    assert Bench().costs.moving() == replace(NO_TRANSFER, recompute_fixed_s=FIXED_PRIOR_S)
     transfer = Bench(profiled).costs.moving()
     assert (transfer.inter_node_gbps_per_gpu, transfer.intra_node_gbps_per_gpu) == (0.0, 0.0)
     assert transfer.rebuilt_tokens == Curve((0.0, 2048.0, 9000.0), (0.0, 2048.0, 9000.0))
@@ -309,7 +309,7 @@ def test_kv_is_handed_over_only_where_the_configuration_says_so(profiled: str) -
     bench = Bench(told)
     transfer = bench.costs.moving(nic_share=0.5)
     assert transfer.inter_node_gbps_per_gpu == pytest.approx(4.0)  # half of what the profile has
-    assert (transfer.intra_node_gbps_per_gpu, transfer.latency_s) == (900.0, FIXED_PRIOR_S)
+    assert (transfer.intra_node_gbps_per_gpu, transfer.transfer_fixed_s) == (900.0, FIXED_PRIOR_S)
     assert transfer.kv_bytes_per_token == 4.0
     bench.costs.configured(parse_config(profiled).fleet)
     assert bench.costs.moving().intra_node_gbps_per_gpu == 0.0
@@ -334,7 +334,7 @@ def test_transfers_are_learnt_from_moves_by_kv_alone(profiled: str, factor: floa
     transfer = bench.costs.moving()
     assert transfer.inter_node_gbps_per_gpu == pytest.approx(80.0 / factor, rel=0.1)
     wire_s = 8000 * transfer.kv_bytes_per_token * 8 / (2 * transfer.inter_node_gbps_per_gpu * 1e9)
-    assert transfer.latency_s + wire_s == pytest.approx(factor * 0.5, rel=0.1)
+    assert transfer.transfer_fixed_s + wire_s == pytest.approx(factor * 0.5, rel=0.1)
     assert bench.costs.moves() == Bench(profiled).costs.moves()  # of recomputing nothing was learnt
     half = bench.costs.moving(nic_share=0.5)
     assert half.inter_node_gbps_per_gpu == pytest.approx(transfer.inter_node_gbps_per_gpu / 2)
@@ -350,7 +350,10 @@ def test_kv_that_did_not_come_teaches_what_recomputing_takes(profiled: str) -> N
     assert moves is not None
     assert moves.recompute_s.at(3000) == pytest.approx(1.0, rel=0.05)
     after = bench.costs.moving()
-    assert (after.inter_node_gbps_per_gpu, after.latency_s) == (before.inter_node_gbps_per_gpu, before.latency_s)
+    assert (after.inter_node_gbps_per_gpu, after.transfer_fixed_s) == (
+        before.inter_node_gbps_per_gpu,
+        before.transfer_fixed_s,
+    )
 
 
 def test_a_bent_curve_follows_the_step_into_its_tail(profiled: str) -> None:
@@ -428,17 +431,17 @@ def test_the_fixed_part_of_moves_is_learnt_for_each_method() -> None:
     links = "kv_transfer: {inter_node_gbps_per_gpu: 80.0, latency_s: 0.1, kv_bytes_per_token: 1.0e+6}"
     bench = Bench(CONFIG.replace("fleet:", f"fleet:\n  {links}"))
     transfer = bench.costs.moving()
-    assert transfer.recompute_latency_s == bench.costs.recompute_fixed_s == FIXED_PRIOR_S
-    assert transfer.latency_s == pytest.approx(0.1 + FIXED_PRIOR_S)
+    assert transfer.recompute_fixed_s == bench.costs.recompute_fixed_s == FIXED_PRIOR_S
+    assert transfer.transfer_fixed_s == pytest.approx(0.1 + FIXED_PRIOR_S)
     for turn in range(12):
         fixed_s = bench.costs.recompute_fixed_s  # what an order says of it makes no difference
         predicted(bench, MoveMethod.RECOMPUTE, 0.2, 100.0 if turn % 5 == 4 else 0.2 + 0.06, fixed_s)
     transfer = bench.costs.moving()
-    assert transfer.recompute_latency_s == bench.costs.recompute_fixed_s == pytest.approx(0.06)
-    assert transfer.latency_s == pytest.approx(0.1 + FIXED_PRIOR_S)
+    assert transfer.recompute_fixed_s == bench.costs.recompute_fixed_s == pytest.approx(0.06)
+    assert transfer.transfer_fixed_s == pytest.approx(0.1 + FIXED_PRIOR_S)
     for _ in range(6):
         predicted(bench, MoveMethod.TRANSFER, 0.3, 0.3 + 0.4)
-    assert bench.costs.moving().latency_s == pytest.approx(0.4)
+    assert bench.costs.moving().transfer_fixed_s == pytest.approx(0.4)
     last = {body["method"]: body["value"] for _, body in bench.notes if body["figure"] == MOVE_FIXED}
     assert last == {"recompute": pytest.approx(0.06), "transfer": pytest.approx(0.4)}
     assert "moving a running request by recompute: 0.06 s beside its context, by the latest 12 orders to move" in (

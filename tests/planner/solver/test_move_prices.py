@@ -50,37 +50,44 @@ def test_a_move_costs_what_its_way_takes(transfer: KvTransferCost, each_s: float
 
 
 @pytest.mark.parametrize(
-    ("transfer", "each_s", "method"),
+    ("transfer", "each_s", "once_s", "method"),
     [
-        (KvTransferCost(0.0, 0.0, 0.0, None, 0.7), CONTEXT_TOKENS / TP2.prefill_tokens_per_s, "recompute"),
+        (
+            KvTransferCost(0.0, 0.0, 0.0, transfer_fixed_s=0.1, recompute_fixed_s=0.7),
+            CONTEXT_TOKENS / TP2.prefill_tokens_per_s,
+            0.7,
+            "recompute",
+        ),
         # Without its fixed part, recomputing would take less than the link.
         (
-            KvTransferCost(0.0, 400.0, 0.5 + CONTEXT_TOKENS / TP2.prefill_tokens_per_s, None, 0.7),
-            0.5 + CONTEXT_TOKENS / TP2.prefill_tokens_per_s + CONTEXT_TOKENS * 2e5 * 8 / (2 * 400e9),
+            KvTransferCost(
+                0.0, 400.0, CONTEXT_TOKENS / TP2.prefill_tokens_per_s, transfer_fixed_s=0.5, recompute_fixed_s=0.7
+            ),
+            CONTEXT_TOKENS / TP2.prefill_tokens_per_s + CONTEXT_TOKENS * 2e5 * 8 / (2 * 400e9),
+            0.5,
             "transfer",
         ),
     ],
 )
-def test_requests_that_arrive_together_pay_the_fixed_part_of_recomputing_once(
-    transfer: KvTransferCost, each_s: float, method: str
+def test_requests_that_arrive_together_pay_the_fixed_part_once(
+    transfer: KvTransferCost, each_s: float, once_s: float, method: str
 ) -> None:
     problem, spread = crowded(transfer)
     moved = moves_of(problem, spread)
     assert len(moved) > 1
-    once_s = 0.7 if method == "recompute" else 0.0
     assert [(move.method, move.cost_s) for move in moved] == [(method, pytest.approx(each_s + once_s))] * len(moved)
     assert spread.migration_s.tolist() == [0.0, pytest.approx(each_s * len(moved) + once_s)]
-    assert _costs_s(problem) == pytest.approx([each_s + once_s] * len(_costs_s(problem)))
 
 
 @given(
     st.lists(st.tuples(st.integers(1, 20_000), st.sampled_from([0, 1, 2]), st.booleans()), min_size=1, max_size=12),
     st.data(),
     st.floats(0, 2.0),
+    st.floats(0, 2.0),
     st.sampled_from([0.0, 50.0]),
 )
-def test_what_an_instance_pays_for_those_that_come_is_the_sum_of_their_contexts_and_one_fixed_part(
-    held: list[tuple[int, int, bool]], data: st.DataObject, fixed_s: float, gbps: float
+def test_moves_cost_an_instance_the_sum_over_contexts_and_the_fixed_part_of_each_method_once(
+    held: list[tuple[int, int, bool]], data: st.DataObject, transfer_fixed_s: float, fixed_s: float, gbps: float
 ) -> None:
     """Against each instance's arrivals, one by one. What waits brings nothing."""
     requests = [
@@ -90,7 +97,9 @@ def test_what_an_instance_pays_for_those_that_come_is_the_sum_of_their_contexts_
         for n, (tokens, at, runs) in enumerate(held)
     ]
     seen = snapshot([engine(f"e{n}") for n in range(3)], requests)
-    transfer = KvTransferCost(gbps, gbps, 0.3, None, fixed_s, 2e5)
+    transfer = KvTransferCost(
+        gbps, gbps, 0.3, kv_bytes_per_token=2e5, transfer_fixed_s=transfer_fixed_s, recompute_fixed_s=fixed_s
+    )
     fleet = live_fleet(seen, (TP2,), 6, 8, 4, transfer, work_budget=1000).expecting(np.full(len(held), 10))
     at = np.array(data.draw(st.lists(st.integers(0, 2), min_size=len(held), max_size=len(held))), dtype=np.int64)
     spread = candidate("dealt", fleet, fleet.problem.current, np.arange(len(held)), at)
@@ -101,11 +110,12 @@ def test_what_an_instance_pays_for_those_that_come_is_the_sum_of_their_contexts_
                 continue
             prefill_s = view.context_tokens / TP2.prefill_tokens_per_s
             transfer_s = 0.3 + view.context_tokens * 2e5 * 8 / (2 * gbps * 1e9) if gbps else np.inf
-            if transfer_s < prefill_s + fixed_s:
+            if transfer_s + transfer_fixed_s < prefill_s + fixed_s:
                 transfers_s.append(transfer_s)
             else:
                 prefills_s.append(prefill_s)
         pays_s = sum(transfers_s) + sum(prefills_s) + (fixed_s if prefills_s else 0.0)
+        pays_s += transfer_fixed_s if transfers_s else 0.0
         assert spread.migration_s[place] == pytest.approx(pays_s, abs=1e-9)
 
 

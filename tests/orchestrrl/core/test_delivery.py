@@ -406,3 +406,14 @@ class AnyNetwork(RuleBasedStateMachine):
 
 TestAnyNetwork = AnyNetwork.TestCase
 TestAnyNetwork.settings = settings(max_examples=100)  # fewer reach few states
+
+
+async def test_order_stream_waits_for_the_next_order() -> None:
+    stream = OrderStream([Order("a")])
+    orders = stream.orders()
+    assert await anext(orders) == Order("a")
+    waiting = asyncio.ensure_future(anext(orders))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    stream.put(Order("b"))
+    assert await waiting == Order("b")

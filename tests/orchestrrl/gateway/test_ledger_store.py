@@ -219,10 +219,12 @@ async def test_a_failed_write_opens_the_file_again(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(store_module, "RETRY_AFTER_S", 0.05)
     write, close = AnswerFile.write, AnswerFile.close
     closed: list[AnswerFile] = []
+    written: list[AnswerFile] = []
 
     def failing_at_first(file: AnswerFile, rows: Any) -> None:
         if not closed:
             raise sqlite3.OperationalError("disk I/O error")
+        written.append(file)
         write(file, rows)
 
     def counted(file: AnswerFile) -> None:
@@ -238,6 +240,7 @@ async def test_a_failed_write_opens_the_file_again(tmp_path: Path, monkeypatch: 
         grow(entry.records[0], 2)
         await until_written(tmp_path / "ledger", entry)
         store.leave(entry)
+    assert written[-1] in closed
 
 
 async def test_a_folder_that_comes_later_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

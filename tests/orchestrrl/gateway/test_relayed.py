@@ -70,6 +70,15 @@ async def test_the_body_goes_as_it_is_and_the_answer_comes_as_it_is(harness: Htt
     assert (summary.prompt_tokens, summary.generated_tokens, summary.finish_reason) == (2, 3, "length")
 
 
+@pytest.mark.parametrize("experts", [False, True])
+async def test_routed_experts_in_a_whole_answer_mark_the_engine(harness: HttpHarness, experts: bool) -> None:
+    for engine in harness.engines:
+        engine.choice_fields = {"routed_experts": "k05VTVBZ"} if experts else {}
+    await harness.post(ECHO, headers=NAMED)
+    marks = {backend.whole_field for backend in harness.gateway.fleet}
+    assert ("routed_experts" in marks) == experts
+
+
 @pytest.mark.parametrize("usage", [False, True])
 async def test_a_stream_is_passed_on_event_by_event(harness: HttpHarness, usage: bool) -> None:
     options = {"stream_options": {"include_usage": True}} if usage else {}

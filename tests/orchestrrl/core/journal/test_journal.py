@@ -2,6 +2,7 @@
 
 import asyncio
 import sqlite3
+import stat
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,11 @@ def test_open_operations_are_the_intents_without_a_result(path: Path) -> None:
         journal.append(0.0, EntryKind.OPERATION_RESULT, "b", {})
     with Journal(path, 0.0) as journal:
         assert [entry.subject for entry in journal.open_operations()] == ["a", "c"]
+
+
+def test_lock_file_is_private_to_its_user(path: Path) -> None:
+    with Journal(path, 0.0):
+        assert stat.S_IMODE(path.with_name(f"{path.name}.lock").stat().st_mode) == 0o600
 
 
 def test_a_second_writer_is_refused_and_readers_are_not(path: Path) -> None:

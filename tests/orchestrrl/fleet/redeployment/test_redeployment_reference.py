@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from redeployment_harness import Client, FakeEngine, Harness
 
+from orchestrrl.core.errors import Permanent
 from orchestrrl.core.journal.store import EntryKind
 from orchestrrl.core.operation import OperationState, StepState
 from orchestrrl.engines.base import AnswerExcerpt
@@ -123,3 +124,21 @@ async def test_it_can_be_called_off_meanwhile(harness: Harness) -> None:
     assert report.state is OperationState.ROLLED_BACK
     assert "enough" in report.detail
     assert harness.machines.starts.total() == 0
+
+
+async def test_next_stopped_engine_is_asked_after_the_first_fails(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_a_seat = Client.excerpt
+
+    async def fails_on_a(self: Client, *asked: Any) -> AnswerExcerpt:
+        if self._id == "a":
+            raise Permanent("out of memory")
+        return await with_a_seat(self, *asked)
+
+    monkeypatch.setattr(Client, "excerpt", fails_on_a)
+    async with harness.daemon() as redeployer:
+        redeployer.begin(TO_TP2)
+        report = await harness.until_ended()
+    assert report.state is OperationState.DONE
+    assert "b" in harness.asked  # type: ignore[attr-defined]

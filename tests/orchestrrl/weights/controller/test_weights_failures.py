@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from weights_harness import START_S, TENSORS, Harness, played
+from weights_harness import START_S, TENSORS, FakePeer, Harness, played
 
 from orchestrrl.core.errors import Permanent, ProblemFaults, Retryable
 from orchestrrl.core.operator_pauses import PauseRegistry, PauseScope
@@ -105,6 +105,9 @@ def test_bytes_that_do_not_agree_with_their_sums_are_fetched_again(tmp_path: Pat
         assert (report.state, report.mended_edges > 0) == (SyncState.DONE, True), report
         assert any("did not agree" in note for note in report.notes)
         harness.check_one_version(2)
+        orders = [order for peer in harness.peers.values() for order in peer.orders if isinstance(order, CarryEdges)]
+        mended = [edge for order in orders for edge in order.edges if ".m" in edge.id]
+        assert {edge.phase for edge in mended} == {"B"}, "inside one PoD"
         harness.peer("p1").rots = 1000
         report = await harness.report(harness.publish(3))
         assert (report.state, report.code) == (SyncState.ABORTED, "corrupt")
@@ -149,6 +152,29 @@ def test_a_peer_that_comes_back_elsewhere_while_circuits_come_up_gets_its_bytes_
         assert (report.code, report.attempt) == ("done", 1)
         edges = [e for order in p1.orders if isinstance(order, CarryEdges) for e in order.edges]
         assert {e.address for e in edges if e.dst == "p1" and e.id.startswith(report.id)} == {"p1:2"}
+
+    played(tmp_path, scene)
+
+
+def test_peer_that_returns_is_ordered_its_running_edges_again(tmp_path: Path) -> None:
+    async def scene(harness: Harness) -> None:
+        def ordered(peer: FakePeer) -> set[str]:
+            orders = [order for order in peer.orders if isinstance(order, CarryEdges) and order.version == 2]
+            return {edge.id for order in orders for edge in order.edges}
+
+        await first(harness)
+        p1 = harness.peer("p1")
+        p1.stalls = True
+        sync_id = harness.publish(2)
+        while not (before := ordered(p1)):
+            await harness.pass_time(0.1)
+        p1.die()
+        p1.orders.clear()
+        p1.stalls = False
+        p1.come_back()
+        assert (await harness.report(sync_id)).state is SyncState.DONE
+        assert ordered(p1) >= before
+        harness.check_one_version(2)
 
     played(tmp_path, scene)
 

@@ -44,22 +44,38 @@ class LocalPod:
 
 @lru_cache(maxsize=4096)  # regular sites ask the same for every pod and wave
 def spread(pod: LocalPod) -> tuple[Ints, ...]:
-    """Return a tree for each piece, [3, edge]: the edge's parent, its child, and how many edges are above it. Receivers
-    in ToRs without any way in stay without: they are left out."""
-    # Gigabits that each endpoint, and each ToR upwards, can still send in the wave.
+    """Return a tree for each piece, [3, edge]: parent, child, and the number of edges above. Receivers in ToRs that no
+    link enters are left out."""
+    budget, _ = _budgets(pod)
+    only = [_only_ways(pod, piece, budget) for piece in pod.pieces]
+    overrun_s, trees = _spread(pod, only)
+    if overrun_s > pod.floor_s * (1 - _LESS):
+        others_s, others = _spread(pod, [(ends, set()) for ends, _ in only])
+        trees = others if others_s < overrun_s else trees
+    return trees
+
+
+def _budgets(pod: LocalPod) -> tuple[list[float], list[float]]:
+    """Return the gigabits that each endpoint, and each ToR upwards, can still send in the wave."""
     ends, tors = zip(pod.sent_s, pod.nic_gbps, strict=True), zip(pod.tor_sent_s, pod.tor_gbps, strict=True)
     budget, tor_budget = ([max(0.0, pod.floor_s - sent_s) * gbps for sent_s, gbps in each] for each in (ends, tors))
-    # Time for one child is kept for trees that only one endpoint, or only endpoints below one ToR, can begin.
-    kept = [_only_ways(pod, piece, budget) for piece in pod.pieces]
-    for piece, (sources, ways) in zip(pod.pieces, kept, strict=True):
-        _spend(budget, sources, piece.gigabits)
-        _spend(tor_budget, ways, piece.gigabits)
+    return budget, tor_budget
+
+
+def _spread(pod: LocalPod, only: Sequence[tuple[set[int], set[int]]]) -> tuple[float, tuple[Ints, ...]]:
+    """Return the longest overrun of an endpoint or a ToR, in seconds, and the trees. Until a tree begins, the endpoints
+    and the ToRs that alone can begin it keep the time for one child."""
+    budget, tor_budget = _budgets(pod)
+    for piece, (ends, tors) in zip(pod.pieces, only, strict=True):
+        _spend(budget, ends, piece.gigabits)
+        _spend(tor_budget, tors, piece.gigabits)
     trees = []
-    for piece, (sources, ways) in zip(pod.pieces, kept, strict=True):
-        _spend(budget, sources, -piece.gigabits)
-        _spend(tor_budget, ways, -piece.gigabits)
+    for piece, (ends, tors) in zip(pod.pieces, only, strict=True):
+        _spend(budget, ends, -piece.gigabits)
+        _spend(tor_budget, tors, -piece.gigabits)
         trees.append(_Tree(pod, piece, budget, tor_budget).grown())
-    return tuple(trees)
+    left = [*zip(budget, pod.nic_gbps, strict=True), *zip(tor_budget, pod.tor_gbps, strict=True)]
+    return max(-gigabits / gbps for gigabits, gbps in left if gbps > 0), tuple(trees)
 
 
 def _only_ways(pod: LocalPod, piece: LocalPiece, budget: list[float]) -> tuple[set[int], set[int]]:

@@ -97,6 +97,41 @@ def irregular(rng: random.Random) -> Document:
     }
 
 
+def oversubscribed(rng: random.Random) -> Document:
+    """Return a site whose ToRs have fewer uplinks than NICs; trainers and engine ranks may share a ToR."""
+    tors = [f"p{pod}-tor{tor}" for pod in range(rng.randint(1, 3)) for tor in range(rng.choice([2, 4, 6]))]
+    per_tor, uplinks = rng.choice([4, 5, 6, 8]), rng.randint(1, 3)
+    ends = [
+        {"id": f"{tor}-{place}", "pod": tor.split("-")[0], "tor": tor, "nic_gbps": 400}
+        for tor in tors
+        for place in range(per_tor)
+    ]
+    names = [str(end["id"]) for end in ends]
+    trainers = len(names) // rng.choice([3, 4, 8])
+    training, serving = names[:trainers], names[trainers:]
+    tp = rng.randint(1, 4)
+    return {
+        "link_gbps": 400,
+        "pods": [
+            {"id": pod, "role": "gen", "boundary_circuits": per_tor * 2} for pod in sorted({end["pod"] for end in ends})
+        ],
+        "endpoints": ends,
+        "tor_circuits": dict.fromkeys(tors, uplinks),
+        "shards": [
+            {
+                "id": f"s{shard}",
+                "bytes": rng.choice([8_000_000_000, 16_000_000_000, 49_000_000_000]),
+                "holders": rng.sample(training, rng.randint(1, len(training))),
+                "receivers": serving[shard % tp :: tp],
+            }
+            for shard in range(rng.randint(1, 6))
+        ],
+        "seeds_per_pod": 1,
+        "chunk_bytes": 16 << 20,
+        "hop_latency_s": 1e-5,
+    }
+
+
 def linked(rng: random.Random) -> Document:
     """An irregular site whose PoDs are joined as they are: some, by links of all kinds."""
     site = irregular(rng)

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 from sync_checker import check
-from sync_sites import answer_of, irregular, linked, problem_of, regular
+from sync_sites import answer_of, irregular, linked, oversubscribed, problem_of, regular
 
 from planner.sync_tree.bounds import lower_bound_s, naive_s
 from planner.sync_tree.model import SyncPlan, Unreachable
@@ -45,6 +45,19 @@ def test_plans_keep_to_links_as_they_are(seed: int) -> None:
     else:
         with pytest.raises(Unreachable):
             make_plan(problem_of(document))
+
+
+@given(seeds)
+@settings(max_examples=15)
+def test_plans_of_oversubscribed_sites_fulfil_the_contract(seed: int) -> None:
+    planned(oversubscribed(random.Random(seed)))
+
+
+@pytest.mark.parametrize("seed", [49, 66, 90, 97, 102, 122])
+def test_oversubscribed_sites_are_near_the_bound(seed: int) -> None:
+    """One ToR alone can begin some trees: other trees must leave its uplinks to them."""
+    plan = planned(oversubscribed(random.Random(seed)))
+    assert plan.estimate_s <= 1.02 * plan.lower_bound_s
 
 
 def has_way(document: Document) -> bool:

@@ -26,7 +26,7 @@ DEV_STAMP := .venv/.stamp-dev
 VLLM_STAMP := .venv-vllm/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help demo fabric-box sync-box fuzz fuzz-grpc test test-system test-vllm test-slow mutants check generate lock bench clean venv venv-dev venv-vllm venv-routers
+.PHONY: help demo fabric-box sync-box fuzz fuzz-grpc test test-system test-vllm test-slow mutants check generate docs lock bench clean venv venv-dev venv-vllm venv-routers
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -128,6 +128,10 @@ check: $(DEV_STAMP)  ## ruff, mypy --strict, import-linter, buf lint, generated 
 
 generate: $(DEV_STAMP)  ## Python code from proto/
 	@$(BIN)/python -m orchestrrl.rpc.generate
+
+docs: $(DEV_STAMP)  ## the documentation as a site in out/site, its links checked; generated pages are renewed
+	@$(BIN)/python tests/docs/reference_pages.py
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 lock: $(VENV_STAMP)  ## renew the lock files from pyproject.toml
 	@$(PIP) uv==$(UV_VERSION)

@@ -1,1 +1,1 @@
-"""Pure decisions of the fast loop. Nothing here touches a socket, a clock or a file."""
+"""Pure decisions of the fast loop. No module here uses a socket, a clock or a file."""

@@ -1,9 +1,9 @@
-"""The decision of one tick of the fast loop: snapshot -> workers -> moves -> verdict. Pure.
+"""Decide one tick of the fast loop: snapshot -> workers -> moves -> verdict. Pure.
 
-`balanced_workers` states what the balancer sees; `decide_balance`, which moves it may make and whether they are made.
-The daemon and the simulator call the same functions. Moves are chosen by when each engine will end (packing.py) where
-the step times of all engines are known, else by the paper's rule (load_index_moves.py), as is any tick in which an
-engine is stalled. Both require room at the destination (kv_headroom.py) and respect move_limits.py.
+`balanced_workers` selects the engines that take part; `decide_balance` chooses the moves and whether to make them.
+The daemon and the simulator call the same functions. If the step times of all engines are known, moves are chosen by
+the predicted ends of the engines (packing.py). Otherwise, or if an engine is stalled, moves are chosen by the paper's
+rule (load_index_moves.py). Both require room at the destination (kv_headroom.py) and respect move_limits.py.
 """
 
 from collections import Counter
@@ -37,17 +37,17 @@ from planner.model import (
     unknown_step_times,
 )
 
-MOST_SOURCES = 3  # of step times, that a reason names
-UNKNOWN_MAX_SEQUENCES = 1 << 20  # of an engine that does not report its own: its KV limits it then
-# An engine counts as slower than its configuration says if it takes this many times longer, against the median engine:
-# rates are measured over windows with prefills in them.
+MOST_SOURCES = 3  # sources of step times listed in a reason
+UNKNOWN_MAX_SEQUENCES = 1 << 20  # assumed if an engine does not report its limit: only KV limits it then
+# An engine is slow if the ratio of its measured to its configured step time is this many times the median engine's.
+# The comparison is with the median because rates are measured over windows that include prefills.
 FAR_SLOWER = 2.0
-CROWDED_RATIO = 2.0  # of an engine's running requests to those of the emptiest
-PREEMPTION_RISK = 0.1  # that a move may bring its destination, as lengths are forecast
+CROWDED_RATIO = 2.0  # of an engine's running requests to the requests of the emptiest engine
+PREEMPTION_RISK = 0.1  # accepted probability, by the length forecast, that a move causes a preemption
 
 
 class BalanceSettings(Protocol):
-    """The section `fast` of the configuration; units and meanings are in its schema."""
+    """The section `fast` of the configuration, whose schema documents the fields."""
 
     policy: FastPolicy
     tolerance: float
@@ -63,24 +63,24 @@ class BalanceSettings(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BalanceSituation:
-    """The inputs of a tick beside the snapshot."""
+    """The inputs of a tick that the snapshot does not contain."""
 
     mode: Mode
     moves_open: int = 0  # operations that move requests and have no result yet
-    moves_ended_s: float | None = None  # when the last of them got its result
+    moves_ended_s: float | None = None  # when the latest of them received its result
     planning: bool = False  # the slow loop is about to decide
     configurations: tuple[Configuration, ...] = ()
-    # Where one is missing for a request in flight, the paper's rule decides instead of packing.
+    # If the value of a request in flight is missing, the paper's rule decides instead of packing.
     remaining_tokens: Mapping[RequestId, float] = field(default_factory=dict)
-    distributions: LengthDistributions | None = None  # how long requests may go on; None: room is judged by headroom
-    moved_s: Mapping[RequestId, float] = field(default_factory=dict)  # when requests moved last, as far as it matters
-    step_times: Mapping[EngineId, StepTimeEstimates] = field(default_factory=dict)  # where those of engines come from
-    move_fixed_s: float = 0.0  # what a running request stands still for when it moves, beside its prefill
+    distributions: LengthDistributions | None = None  # None: room is judged by `headroom_tokens`
+    moved_s: Mapping[RequestId, float] = field(default_factory=dict)  # when requests last moved; old moves are left out
+    step_times: Mapping[EngineId, StepTimeEstimates] = field(default_factory=dict)  # sources, for the reason
+    move_fixed_s: float = 0.0  # pause of a running request that moves, its prefill not included
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyInForce:
-    """How the moves of a tick were chosen: packing, load_index (the paper's rule), or none."""
+    """The policy that chose the moves of a tick: packing, load_index (the paper's rule), or none."""
 
     name: str
     reason: str
@@ -91,14 +91,14 @@ NO_POLICY = PolicyInForce("none", "nothing was decided")
 
 @dataclass(frozen=True, slots=True)
 class BalanceDecision:
-    """One tick: the indices, the moves that would help, and whether they are made."""
+    """The result of one tick: load indices, beneficial moves, and the verdict on making them."""
 
     decided_s: float
     theta: float
     balance: Balance
     verdict: Verdict
     inputs_age_s: float | None
-    packing: Packing | None = None  # None: by the paper's rule
+    packing: Packing | None = None  # None: the paper's rule was used
     policy: PolicyInForce = NO_POLICY
 
     @property
@@ -111,11 +111,11 @@ class BalanceDecision:
 
 
 def balanced_workers(snapshot: Snapshot, settings: BalanceSettings, headroom: bool = True) -> tuple[Worker, ...]:
-    """Return the engines that are well and not drained, by fresh reports, with the requests that gateways hold on them.
+    """Return the healthy engines with fresh reports that are not draining or outdated, each with its requests.
 
-    An engine whose agent has fallen silent is left out, so that one dead node does not stop the others. Free KV is what
-    is left once each running request has grown by `headroom_tokens`: room that is taken already. A rate of 0 during the
-    first `stall_grace_s` of a step is unknown: the engine is still prefilling.
+    An engine without fresh reports is left out, so that one dead node does not stop the others. With `headroom`, free
+    KV is reduced by `headroom_tokens` per running request, as reserve for its growth. A rate of 0 during the first
+    `stall_grace_s` of a step counts as unknown, because the engine is still prefilling.
     """
     queues: dict[EngineId, tuple[list[RequestView], list[RequestView]]] = {
         engine.id: ([], []) for engine in snapshot.engines if _usable(engine, settings)
@@ -152,11 +152,12 @@ def _usable(engine: EngineView, settings: BalanceSettings) -> bool:
 
 
 def staying(workers: Sequence[Worker]) -> frozenset[RequestId]:
-    """Return the running requests without a reason to leave.
+    """Return the running requests that have no reason to leave their engine.
 
-    A waiting request moves for nothing, a running one costs a prefill. So a running request leaves only an engine that
-    is out of room (requests wait there), stalled, or left with CROWDED_RATIO times the requests of the emptiest, a
-    newcomer there counted in. Without this, rates that are measured a little too low or high move requests to and fro.
+    Moving a waiting request costs nothing, but moving a running request costs a prefill. A running request therefore
+    leaves only an engine that has waiting requests, is stalled, or has at least CROWDED_RATIO times the requests that
+    the emptiest engine would have after the move. Otherwise small errors in measured rates would move requests back
+    and forth.
     """
     fewest = min((len(worker.requests) for worker in workers), default=0)
     return frozenset(
@@ -168,7 +169,7 @@ def staying(workers: Sequence[Worker]) -> frozenset[RequestId]:
 
 
 def decide_balance(snapshot: Snapshot, settings: BalanceSettings, situation: BalanceSituation) -> BalanceDecision:
-    """Decide one tick. The moves are worked out even where the verdict is to hold, for operators to see."""
+    """Decide one tick. The moves are computed even if the verdict is Hold, so that operators can see them."""
     used = replace(snapshot, engines=tuple(engine for engine in snapshot.engines if _usable(engine, settings)))
     workers = balanced_workers(snapshot, settings, headroom=situation.distributions is None)
     stuck = resting(used, workers, situation.moved_s, settings.rest_after_move_s) | {
@@ -182,7 +183,7 @@ def decide_balance(snapshot: Snapshot, settings: BalanceSettings, situation: Bal
         workers,
         None if lengths is None else ForecastKvHeadroom(workers, lengths, PREEMPTION_RISK),
         max_to_engine=settings.max_moves_to_engine,
-        # By the paper's rule an idle engine looks better than the one that is left idle; packing knows when both end.
+        # By the paper's rule a move to an idle engine looks like a gain; packing compares the ends of both engines.
         keep_last=isinstance(own, Hold),
     )
     packing: Packing | None = None
@@ -209,7 +210,7 @@ def decide_balance(snapshot: Snapshot, settings: BalanceSettings, situation: Bal
 
 
 def _sources(used: Snapshot, step_times: Mapping[EngineId, StepTimeEstimates]) -> str:
-    """Return the sources of the step times that packing uses, the most frequent first."""
+    """Return a message that lists the sources of the step times, the most frequent first."""
     details = Counter(step_times[engine.id].detail for engine in used.engines if engine.id in step_times)
     shown = [f"{count} x {detail}" for detail, count in details.most_common(MOST_SOURCES)]
     more = [f"and {len(details) - MOST_SOURCES} more sources"] if len(details) > MOST_SOURCES else []
@@ -219,9 +220,10 @@ def _sources(used: Snapshot, step_times: Mapping[EngineId, StepTimeEstimates]) -
 def _judge(
     used: Snapshot, settings: BalanceSettings, situation: BalanceSituation, balance: Balance, packing: Packing | None
 ) -> Verdict:
-    """Judge a snapshot of the usable engines. Codes, in the order in which they are checked: nothing_to_do,
-    stale_telemetry, moves_open, awaiting_telemetry, planning, no_policy, no_gain | within_theta | no_feasible_move,
-    advise_only; to act: pack | spread.
+    """Return the verdict for a snapshot of the usable engines.
+
+    Codes of Hold, in the order of the checks: nothing_to_do, stale_telemetry, moves_open, awaiting_telemetry,
+    planning, no_policy, no_gain | within_theta | no_feasible_move, advise_only. Codes of Act: pack | spread.
     """
     if not used.requests:
         return Hold("nothing_to_do", "no requests are in flight")
@@ -233,12 +235,12 @@ def _judge(
     theta = f"theta is {settings.theta:.3g}"
     if packing is not None:
         code, state = "pack", f"the last engine is expected to end in {packing.makespan_before_s:.1f} s"
-        aim = f"{packing.makespan_after_s:.1f} s if packed"
-        stopped = f"no move helps, tolerance is {settings.tolerance:.0%}"
+        aim = f"{packing.makespan_after_s:.1f} s after packing"
+        stopped = f"no move shortens that, tolerance is {settings.tolerance:.0%}"
     else:
         code, spread, aim = "spread", balance.spread_before, theta
         state = "an engine is stalled" if spread is None else f"load differs by {spread:.3g}"
-        stopped = theta if balance.stopped_because == WITHIN_THETA else "no request can move to where it helps"
+        stopped = theta if balance.stopped_because == WITHIN_THETA else "no possible move reduces the difference"
     if not balance.moves:
         return Hold(balance.stopped_because, f"{state}; {stopped}")
     case = f"{state}, {aim}: {len(balance.moves)} moves"
@@ -248,43 +250,43 @@ def _judge(
 def _stale(snapshot: Snapshot, settings: BalanceSettings) -> Hold | None:
     limit_s = settings.stale_after_s
     if not snapshot.engines:
-        return Hold("stale_telemetry", f"no engine is well by news of the last {limit_s:g} s")
+        return Hold("stale_telemetry", f"no healthy engine has reported in the last {limit_s:g} s")
     if snapshot.requests_age_s is None:
         return Hold("stale_telemetry", "no gateway has reported yet")
     if snapshot.requests_age_s > limit_s:
-        return Hold("stale_telemetry", f"a gateway is {snapshot.requests_age_s:.1f} s old, limit {limit_s:g} s")
+        return Hold("stale_telemetry", f"a gateway report is {snapshot.requests_age_s:.1f} s old, limit {limit_s:g} s")
     return None
 
 
 def _unsettled(snapshot: Snapshot, situation: BalanceSituation) -> Hold | None:
-    """Moves change what the next decision rests on: first let them end, then look again."""
+    """Return a Hold until earlier moves have ended and their effect has been reported."""
     if situation.moves_open:
         return Hold("moves_open", f"{situation.moves_open} earlier operations have no result yet")
     oldest_s = snapshot.now_s - (snapshot.inputs_age_s or 0.0)
     if situation.moves_ended_s is not None and oldest_s <= situation.moves_ended_s:
         return Hold("awaiting_telemetry", "not every engine and gateway has reported since the last moves")
     if situation.planning:
-        return Hold("planning", "the slow loop is about to decide, on the fleet as it is")
+        return Hold("planning", "the slow loop is about to decide for the current fleet")
     return None
 
 
 def packing_configurations(
     workers: Sequence[Worker], engines: Sequence[EngineView], settings: BalanceSettings, situation: BalanceSituation
 ) -> dict[EngineId, Configuration] | Hold:
-    """Return each engine's step times, with its own KV capacity and slots.
+    """Return each engine's configuration, with the KV capacity and slots that the engine reports.
 
-    `engines` are those of the workers. Hold where the paper's rule decides instead of packing: by the settings, or
-    since a step time or a request's remaining length is unknown, or an engine stalled, so that its end cannot be
-    predicted.
+    `engines` are the engines of the workers. Return a Hold if packing is not possible and the paper's rule decides
+    instead: by the settings, or because a step time or a request's remaining length is unknown, or because an engine
+    is stalled, so that its end cannot be predicted.
     """
     if settings.policy is not FastPolicy.PACKING:
         return Hold("configured", f"fast.policy is {settings.policy}")
     step_times = situation.step_times
     if not engines:
-        return Hold("no_engines", "no engine is well by fresh reports")
+        return Hold("no_engines", "no healthy engine has fresh reports")
     known = {configuration.id: configuration for configuration in situation.configurations}
     unknown = {
-        engine.id: step_times[engine.id].detail if engine.id in step_times else "its configuration is not known"
+        engine.id: step_times[engine.id].detail if engine.id in step_times else "its configuration is unknown"
         for engine in engines
         if engine.configuration not in known
     }
@@ -292,10 +294,10 @@ def packing_configurations(
         return Hold("no_step_times", unknown_step_times(unknown))
     stalled = [worker.id for worker in workers if worker.stalled]
     if stalled:
-        return Hold("stalled", f"{', '.join(stalled)} stands still, so that its end cannot be predicted")
+        return Hold("stalled", f"the end of stalled engines cannot be predicted: {', '.join(stalled)}")
     held = [request.id for worker in workers for request in worker.requests]
     if missing := [request for request in held if request not in situation.remaining_tokens]:
-        return Hold("no_lengths", f"the remaining length of request {min(missing)} is not known")
+        return Hold("no_lengths", f"the remaining length of request {min(missing)} is unknown")
     alike: dict[tuple[ConfigurationId | None, int, int], Configuration] = {}
     own = {}
     for engine in engines:
@@ -317,7 +319,7 @@ def _slowed(configuration: Configuration, times: float) -> Configuration:
 
 
 def _slowdowns(workers: Sequence[Worker], configurations: Mapping[EngineId, Configuration]) -> dict[EngineId, float]:
-    """Of the engines that are far slower than their configurations say, against the median: how many times."""
+    """Return, for engines far slower than the median relative to their configurations, the slowdown factor."""
     ratios = {}
     for worker in workers:
         kv_tokens = sum(request.context_tokens for request in worker.running)

@@ -1,8 +1,8 @@
-"""Where the requests of engines that are to be empty go. Pure.
+"""Choose destinations for the requests of engines that are being emptied. Pure.
 
-Each goes to the engine with the smallest share of its slots taken once it is there, among those whose KV has room for
-its context, and rather inside its engine's pool. Who waits goes first, since that costs nothing; then short contexts,
-which are computed again soonest and have the most to come. Ids break ties.
+A request moves to the engine with the smallest share of slots in use after the move. Engines whose free KV holds the
+context are preferred, then engines of the same pool. Waiting requests move first, because that costs nothing, then
+running ones with short contexts, which are recomputed fastest and have the most tokens left. Ids break ties.
 """
 
 from collections import Counter
@@ -23,10 +23,11 @@ def leave(
     avoid: Mapping[RequestId, Collection[EngineId]],
     excluded: Collection[RequestId] = frozenset(),
 ) -> tuple[RequestMove, ...]:
-    """Moves of movable requests on `leaving` engines to `willing` ones, at most `max_moves`.
+    """Return at most `max_moves` moves of movable requests from `leaving` engines to `willing` ones.
 
-    `requests` are all in flight: those that stay tell how full engines are. `avoid` names engines that have refused a
-    request; one that all have refused may try them again. Who is `excluded` stays for now.
+    `requests` are all requests in flight; they determine the load of each engine. `avoid` maps a request to the
+    engines that have refused it; a request that all engines have refused may try them again. Requests in `excluded`
+    are not moved.
     """
     targets = [engine for engine in engines if engine.id in willing and engine.id not in leaving]
     if not targets:

@@ -1,9 +1,9 @@
-"""KV headroom: an engine's room for one more request until that request ends, with what the requests there still need
-and what they free by ending. Pure.
+"""Check whether an engine's KV cache has room for one more request until that request ends, given the growth of the
+engine's requests and the KV that they free when they end. Pure.
 
-Lengths are given as equally likely futures; in each, every request has a number of tokens left. Within one future the
-need follows: requests grow together, one token in each iteration, and leave when they are through, so that the need
-peaks just as one of them ends. Lengths that are known exactly are one future.
+Lengths are given as equally likely scenarios, each with a number of remaining tokens for every request. Within one
+scenario, all requests grow by one token per iteration and leave when they end, so that KV usage peaks just as one of
+them ends. Exactly known lengths are a single scenario.
 """
 
 from bisect import bisect_left, insort
@@ -13,26 +13,27 @@ from typing import NamedTuple, Protocol
 from balancer.load_index import Worker
 from planner.model import EngineId, RequestId, RequestState, RequestView
 
-# KV is handed out in blocks of so many tokens, and the last one of each request may be all but empty.
+# KV is allocated in blocks of this size; the last block of a request may contain a single token.
 BLOCK_TOKENS = 16
 ROUNDING_TOKENS = BLOCK_TOKENS - 1
-# Iterations that a request may arrive later than those that run at its destination go on: they are so much longer then.
+# Iterations by which a moved request may start late. The requests at its destination grow by one token in each.
 ARRIVES_LATE = 64
-# Engines that are looked at in one tick. The others count as full.
+# Engines examined in one tick. All others count as full.
 MOST_LOOKED_AT = 48
 
 
 class LengthDistributions(Protocol):
-    """How many tokens requests may still generate (planner/workload/remaining_tokens.py)."""
+    """Samples of how many tokens requests may still generate (planner/workload/remaining_tokens.py)."""
 
     def of(self, requests: Sequence[RequestView]) -> Sequence[Sequence[int]]:
-        """Return the remaining tokens of [request, future], at least 1."""
+        """Return the remaining tokens by [request, scenario], each at least 1."""
 
 
 class ForecastKvHeadroom:
-    """Room in all futures but a share `risk` (0 to 1) of them, as moves are being chosen.
+    """Tracks the KV headroom of engines while moves are being chosen.
 
-    What others than the requests of the workers hold on an engine, they keep.
+    A request fits if the KV suffices in all scenarios except a share `risk` (0 <= risk < 1) of them. KV held by
+    requests that are not listed in the workers is assumed to stay in use.
     """
 
     def __init__(self, workers: Iterable[Worker], distributions: LengthDistributions, risk: float) -> None:
@@ -45,9 +46,10 @@ class ForecastKvHeadroom:
         self._held: dict[EngineId, _Held] = {}
 
     def fits(self, request: RequestId, source: EngineId, destination: EngineId) -> bool:
-        """Return True if the destination gets by without a preemption once the request has joined those it holds.
+        """Return whether the destination can take the request without a preemption.
 
-        A request that waits may also queue where some will be preempted anyhow: it waits there as well as here.
+        A waiting request may also move to an engine that will preempt requests even without it, because it can wait
+        there as well.
         """
         held = self._of(destination)
         stay = self._stays_on(source)[request]
@@ -78,7 +80,7 @@ class ForecastKvHeadroom:
 
 
 class _Stay(NamedTuple):
-    """One request on an engine. `remaining_tokens`: in each future, at least 1."""
+    """One request on an engine. `remaining_tokens` has one value per scenario, each at least 1."""
 
     context_tokens: int
     remaining_tokens: Sequence[int]
@@ -86,15 +88,15 @@ class _Stay(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """A request in one future. In order of `until_tokens`."""
+    """One request in one scenario. Sorts by `until_tokens`."""
 
-    until_tokens: int  # iterations until it has ended for certain
+    until_tokens: int  # iterations until the request has certainly ended
     context_tokens: int
-    late: int  # iterations of these that it may begin late
+    late: int  # the part of `until_tokens` that allows for a late start
 
 
 class _Held:
-    """What one engine holds in each future."""
+    """The requests of one engine in each scenario."""
 
     def __init__(self, worker: Worker, stays: Iterable[_Stay], risk: float) -> None:
         resident = sum(request.context_tokens for request in worker.running)
@@ -103,14 +105,14 @@ class _Held:
         self._risk = risk
         self._distributions: list[list[_Part]] = []  # ascending
         self._count = 0
-        self._refused: float | None = None  # the smallest that did not fit: no larger one is looked at
-        self._overcommitted: bool | None = None  # None: not asked for since it last changed
+        self._refused: float | None = None  # size of the smallest refused request: larger ones are not examined
+        self._overcommitted: bool | None = None  # None: not calculated since the last change
         for stay in stays:
             self.gain(stay, late=not stay.runs)
 
     @property
     def overcommitted(self) -> bool:
-        """Whether it will hardly get by with what it holds, at best."""
+        """True if the held requests exceed the sequence slots or, even by an optimistic estimate, the KV."""
         if self._overcommitted is None:
             kv_tokens = self._kv_tokens + ROUNDING_TOKENS * self._count
             over = sum(_overflows(_punctual(held), kv_tokens) for held in self._distributions)
@@ -119,7 +121,7 @@ class _Held:
 
     @property
     def _spare(self) -> int:
-        """Futures that may go wrong."""
+        """The number of scenarios in which the KV may overflow."""
         return int(self._risk * len(self._distributions))
 
     def takes(self, stay: _Stay) -> bool:
@@ -161,7 +163,10 @@ def _punctual(held: Sequence[_Part]) -> list[_Part]:
 
 
 def _overflows(held: Sequence[_Part], kv_tokens: int) -> bool:
-    """Whether requests that grow together need more than there is, at the end of any of them; the longest first."""
+    """Return whether requests that grow together exceed `kv_tokens` at the end of any of them.
+
+    `held` is ascending by end; the longest requests are examined first.
+    """
     tokens = 0
     for count, (until_tokens, context_tokens, _) in enumerate(reversed(held), start=1):
         tokens += context_tokens

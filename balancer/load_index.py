@@ -1,4 +1,4 @@
-"""How congested each worker is: equation 5 of the paper, over an immutable picture of the fleet. Pure."""
+"""Calculate the load index of workers (equation 5 of the paper) from an immutable view of the fleet. Pure."""
 
 import sys
 from collections.abc import Sequence
@@ -8,14 +8,14 @@ from statistics import median
 from planner.model import EngineId, RequestView
 
 HIGHEST = sys.float_info.max  # load index
-UNKNOWN_FLEET_TOKENS_PER_S = 1.0  # stands in where no worker has a known positive rate
+UNKNOWN_FLEET_TOKENS_PER_S = 1.0  # assumed if no worker has a known positive rate
 
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """One engine that requests may move from or to, with the requests on it and the limits that count for it.
+    """An engine that requests may move from or to, with its requests and limits.
 
-    A rate of None is unknown; 0 with running requests is a stall.
+    A rate of None is unknown. A rate of 0 with running requests is a stall.
     """
 
     id: EngineId
@@ -39,12 +39,12 @@ class Worker:
 
     @property
     def stalled(self) -> bool:
-        """It has running requests and decodes nothing. An idle worker's 0 says nothing about it."""
+        """True if the worker has running requests and decodes no tokens. An idle worker is not stalled."""
         return self.decode_tokens_per_s == 0 and len(self.running) > 0
 
 
 def stand_in_tokens_per_s(workers: Sequence[Worker]) -> float:
-    """The rate assumed of a worker whose own is unknown: the median of the known positive ones."""
+    """Return the rate assumed for workers with an unknown rate: the median of the known positive rates."""
     known = [worker.decode_tokens_per_s for worker in workers if worker.decode_tokens_per_s]
     return median(known) if known else UNKNOWN_FLEET_TOKENS_PER_S
 
@@ -52,14 +52,14 @@ def stand_in_tokens_per_s(workers: Sequence[Worker]) -> float:
 def concurrency_cap(
     running: int, requests: int, context_tokens: int, kv_free_tokens: int, max_sequences: int, fleet: tuple[int, int]
 ) -> int:
-    """How many sequences a worker can run at once, given its free KV; at least 1.
+    """Return how many sequences a worker can run at once, given its free KV; at least 1.
 
-    `context_tokens` is the sum over its `requests`; `fleet` is the number of requests and their context tokens over
-    all workers, whose mean serves a worker without requests. Integers throughout, so that the floor is exact.
+    `context_tokens` is the sum over its `requests`. `fleet` holds the number of requests and their context tokens over
+    all workers; their mean is used for a worker without requests. All values are integers, so that the floor is exact.
     """
     if not requests:
         requests, context_tokens = fleet
-    if not context_tokens:  # requests without context take no room
+    if not context_tokens:  # requests without context need no KV
         return max(1, max_sequences)
     cap = running + kv_free_tokens * requests // context_tokens
     if cap > max_sequences:
@@ -68,7 +68,10 @@ def concurrency_cap(
 
 
 def load_index(requests: int, cap: int, tokens_per_s: float) -> float:
-    """Equation 5, in seconds per token and slot; 0 without requests. Kept finite for rates next to 0."""
+    """Return the load index (equation 5) in seconds per token and slot; 0 without requests.
+
+    The result is clamped to the largest finite float for rates close to 0.
+    """
     if not requests:
         return 0.0
     index = requests / cap / tokens_per_s

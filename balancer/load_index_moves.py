@@ -1,7 +1,7 @@
-"""Which requests to move so that no worker straggles: the fast loop's decision (section 4.2 of the paper). Pure.
+"""Choose moves by the load index, so that no worker straggles (section 4.2 of the paper). Pure.
 
-From the most congested worker, waiting before running and short contexts first, to the least congested worker that
-has the KV room, for as long as the spread of load indices exceeds theta. Ids break every tie.
+Requests move from the most congested worker to the least congested worker with enough free KV, for as long as the
+spread of load indices exceeds theta. Waiting requests move before running ones, short contexts first. Ids break ties.
 """
 
 from bisect import bisect_left
@@ -24,7 +24,7 @@ MAX_MOVES = "max_moves"
 
 @dataclass(frozen=True, slots=True)
 class Balance:
-    """The moves, in order, and the load indices around them. None: the worker is stalled, so is the spread."""
+    """Ordered moves, with the load indices before and after them. An index or spread is None if a worker is stalled."""
 
     load_before: Mapping[EngineId, float | None]
     load_after: Mapping[EngineId, float | None]
@@ -43,11 +43,12 @@ def decide(
     forget_stuck: bool = False,
     room: MoveLimits | None = None,
 ) -> Balance:
-    """Return the moves of one tick, down to a spread of load indices of `theta`.
+    """Return the moves of one tick that reduce the spread of load indices to `theta`.
 
-    For the live loop: at most `max_moves`; never a request in `excluded` (not movable, or moved too often already);
-    with `forget_stuck`, a stalled worker that nothing can leave does not keep the others from being balanced; only to
-    where `room` has room, beside what the rule itself asks of free KV. Raises ValueError for a theta below 0.
+    The remaining parameters are for the live loop. At most `max_moves` moves are returned. Requests in `excluded` are
+    not moved. With `forget_stuck`, a stalled worker without a possible move is ignored, so that the others are still
+    balanced. Moves must fit in `room`, in addition to the rule's own check of free KV. Raises ValueError if `theta` is
+    negative or NaN.
     """
     if not theta >= 0:
         raise ValueError(f"theta must be >= 0, got {theta}")
@@ -79,7 +80,7 @@ def decide(
 
 
 def balance_of(workers: Sequence[Worker], moves: Sequence[RequestMove], stopped_because: str) -> Balance:
-    """Return moves that were chosen otherwise, with the load indices around them."""
+    """Return moves chosen by another policy, with the load indices before and after them."""
     fleet = _Fleet(workers, frozenset(), None)
     load_before, spread_before = fleet.load_indices(), fleet.spread
     fleet.carry_out_all(moves)
@@ -91,11 +92,11 @@ def _reported(index: float) -> float | None:
     return None if isinf(index) else index
 
 
-# What a worker holds at one point of the decision, and what follows from it: requests running, all requests, their
-# context tokens, free KV tokens, concurrency cap, load index (inf: stalled). A plain tuple: thousands are made.
+# The load of a worker during the decision: running requests, all requests, their context tokens, free KV tokens,
+# concurrency cap, load index (inf: stalled). A plain tuple for speed: thousands are created.
 _Holding = tuple[int, int, int, int, int, float]
 
-# A request that may leave its worker: context tokens, id, state. Their order is that of leaving, within one state.
+# A request that may leave its worker: context tokens, id, state. Sorts in the order of departure within one state.
 _Departure = tuple[int, RequestId, RequestState]
 
 
@@ -107,11 +108,11 @@ class _Load:
     ) -> None:
         self.position = position  # in the order of ids
         self.worker = worker
-        # A stall is a fact of the measurement: a request that arrives later does not make one, nor one that leaves
-        # end it while others are still stuck there.
+        # A stall is measured: an arriving request does not cause one, and a departure does not end it while other
+        # requests remain.
         self.stalled = worker.stalled
-        self.contexts = contexts  # tokens of each request that it held at first
-        self.departures: list[_Departure] | None = None  # in order; None: not asked for yet
+        self.contexts = contexts  # context tokens of each original request
+        self.departures: list[_Departure] | None = None  # in order; None: not calculated yet
         self.set_aside = False
         self._max_sequences = worker.max_sequences
         self._tokens_per_s = worker.decode_tokens_per_s or tokens_per_s
@@ -119,11 +120,11 @@ class _Load:
         self.become(self._holding(len(worker.running), len(contexts), sum(contexts), worker.kv_free_tokens))
 
     def become(self, holding: _Holding) -> None:
-        """Go on from what a move leaves it with."""
+        """Set the worker's state to the load after a move."""
         self.running, self.requests, self.context_tokens, self.kv_free_tokens, self.cap, self.load_index = holding
-        self.entry = self.load_index, self.position  # in the order of congestion
-        # What is known of the contexts, in tokens, that it could take: none longer than `room`; none longer than
-        # `relief` lowers its index, which a short one beside long ones can; none up to `no_burden` raises it.
+        self.entry = self.load_index, self.position  # sorts by congestion
+        # Bounds on arriving contexts, in tokens. A context longer than `room` does not fit. One longer than `relief`
+        # does not lower the index (a context shorter than the mean can). One up to `no_burden` does not raise it.
         self.room = self.relief = -1 if self.stalled else self.kv_free_tokens
         self.no_burden = -1
 
@@ -134,7 +135,7 @@ class _Load:
         return running, requests, context_tokens, kv_free_tokens, cap, load_index(requests, cap, self._tokens_per_s)
 
     def without(self, departure: _Departure) -> _Holding:
-        """After one of its requests has left; a running one gives its KV back."""
+        """Return the load after a request has left. A running request frees its KV."""
         tokens, _, state = departure
         requests, context_tokens = self.requests - 1, self.context_tokens - tokens
         if state is RequestState.RUNNING:
@@ -142,18 +143,20 @@ class _Load:
         return self._holding(self.running, requests, context_tokens, self.kv_free_tokens)
 
     def joined_by(self, tokens: int) -> _Holding:
-        """After a request of so many context tokens has arrived: it runs where a seat and KV are free, else it
-        waits."""
+        """Return the load after a request of `tokens` context tokens has arrived.
+
+        The request runs if a slot and enough KV are free, otherwise it waits.
+        """
         requests, context_tokens = self.requests + 1, self.context_tokens + tokens
         if self.running < self._max_sequences and tokens <= self.kv_free_tokens:
             return self._holding(self.running + 1, requests, context_tokens, self.kv_free_tokens - tokens)
         return self._holding(self.running, requests, context_tokens, self.kv_free_tokens)
 
     def having(self, tokens: int) -> _Holding | None:
-        """After a request of so many context tokens has arrived; None where there is no room, or those that are here
-        would lose concurrency.
+        """Return the load after a request of `tokens` context tokens has arrived.
 
-        The longer the context, the smaller the cap and the higher the index: each answer settles others.
+        Return None if the context does not fit or if the present requests would lose concurrency. A longer context
+        gives a smaller cap and a higher index, so each result also updates the bounds for other contexts.
         """
         if tokens > self.room:
             return None
@@ -169,7 +172,7 @@ class _Load:
         return after
 
 
-# A move that is feasible: its place among the source's departures, the destination, and what the two then hold.
+# A feasible move: its index in the source's departures, the destination, the loads of source and destination after it.
 _Found = tuple[int, _Load, _Holding, _Holding]
 
 
@@ -189,20 +192,20 @@ class _Fleet:
         self._output_order = [worker.id for worker in listed]
         self._forgotten: list[_Load] = []
         self._ascending = sorted(load.entry for load in self._loads)
-        # Beside it: what each had room for when last looked at, or less by now.
+        # In the same order: an upper bound of each worker's room.
         self._room = [self._loads[position].room for _, position in self._ascending]
-        # Superseded entries stay in the heap and are skipped.
+        # Superseded entries remain in the heap and are skipped.
         self._sources = [(-load.load_index, load.position) for load in self._loads]
         heapify(self._sources)
 
     def load_indices(self) -> dict[EngineId, float | None]:
-        """Load index by worker, in the order in which the workers are listed."""
+        """Return the load index by worker, in the order of the given workers; None if stalled."""
         indices = {load.worker.id: _reported(load.load_index) for load in self._loads}
         return {worker: indices[worker] for worker in self._output_order}
 
     @property
     def counted_spread(self) -> float:
-        """Highest minus lowest index, inf while a worker is stalled; forgotten workers left out."""
+        """Highest minus lowest load index, without forgotten workers; inf while a worker is stalled."""
         if not self._ascending:
             return 0.0
         highest = self._ascending[-1][0]
@@ -210,11 +213,11 @@ class _Fleet:
 
     @property
     def spread(self) -> float:
-        """Highest minus lowest index over all workers, inf while one is stalled."""
+        """Highest minus lowest load index over all workers; inf while a worker is stalled."""
         return inf if any(load.load_index == inf for load in self._forgotten) else self.counted_spread
 
     def most_congested(self) -> _Load | None:
-        """The first by index, then id, among those not set aside."""
+        """Return the worker with the highest load index, then the lowest id, that is not set aside."""
         while self._sources:
             index, position = self._sources[0]
             load = self._loads[position]
@@ -224,21 +227,21 @@ class _Fleet:
         return None
 
     def set_aside(self, load: _Load, forget: bool) -> None:
-        """Nothing leaves this worker any more. To forget it takes it out of the spread as well."""
+        """Stop moving requests from this worker. With `forget`, also exclude it from the spread."""
         load.set_aside = True
         if forget:
             self._remove(load)
             self._forgotten.append(load)
 
     def find_move(self, source: _Load, spread: float) -> _Found | None:
-        """The first request of the source, in its order of departure, that has a destination. `spread`: as it is."""
+        """Return the first feasible move of the source, in order of departure. `spread` is the current spread."""
         if not source.stalled and isinf(spread):
             return None  # while another worker is stalled, no move from this one lowers the spread
         rest = _Rest(self._ascending, source.position)
         if not source.stalled and rest.high - rest.low >= spread:
             return self._move_to_extreme(source, spread, rest)
         failed: tuple[int, RequestState] | None = None
-        longest: float = inf  # context that anybody may have room for
+        longest: float = inf  # upper bound of the contexts that fit on any worker
         for place, departure in enumerate(self._departures(source)):
             context_tokens, _, state = departure
             if context_tokens > longest or (context_tokens, state) == failed:
@@ -259,7 +262,7 @@ class _Fleet:
     def _anywhere(
         self, source: _Load, departure: _Departure, left: _Holding, spread: float, rest: "_Rest"
     ) -> tuple[_Load, _Holding] | None:
-        """The least congested worker for which a move is feasible."""
+        """Return the least congested worker to which the move is feasible, with its load after the move."""
         context_tokens = departure[0]
         for place, room in enumerate(self._room):
             if room < context_tokens:
@@ -276,7 +279,10 @@ class _Fleet:
         return None
 
     def _move_to_extreme(self, source: _Load, spread: float, rest: "_Rest") -> _Found | None:
-        """Of a source without which the spread is the same: only what changes an end of it helps."""
+        """Return the first feasible move of a source that does not determine the spread.
+
+        Only a move that changes the lowest or the highest worker can lower the spread then.
+        """
         extremes = [place for place in rest.extremes if rest.least_spread(place) < spread]
         windows = [rest.window(self._loads[place]) for place in extremes]
         if not any(low < tokens <= high for low, high in windows for tokens in source.contexts):
@@ -297,7 +303,7 @@ class _Fleet:
     def _among(
         self, source: _Load, places: Sequence[int], departure: _Departure, left: _Holding, spread: float, rest: "_Rest"
     ) -> tuple[_Load, _Holding] | None:
-        """The first of the workers at `places`, none of them the source, for which a move lowers the spread."""
+        """Return the first worker of `places` (without the source) to which the move lowers the spread."""
         for destination in map(self._loads.__getitem__, places):
             arrived = destination.having(departure[0])
             if (
@@ -314,7 +320,7 @@ class _Fleet:
         )
 
     def _departures(self, source: _Load) -> list[_Departure]:
-        """What may leave: waiting before running, short contexts first, then by id."""
+        """Return the requests that may leave: waiting before running, then short contexts first, then by id."""
         if source.departures is None:
             excluded, worker, count = self._excluded, source.worker, len(source.worker.running)
             running, waiting = source.contexts[:count], source.contexts[count:]
@@ -332,21 +338,21 @@ class _Fleet:
         return source.departures
 
     def carry_out(self, source: _Load, found: _Found) -> RequestMove:
-        """Make the move, and put both workers where they then belong."""
+        """Apply the move and restore the order of the workers."""
         place, destination, left, arrived = found
         assert source.departures is not None
         _, request, state = source.departures.pop(place)
         if self._further_room is not None:
             self._further_room.moved(request, source.worker.id, destination.worker.id)
         self._become(source, left)
-        heapreplace(self._sources, (-source.load_index, source.position))  # it was the first of them
+        heapreplace(self._sources, (-source.load_index, source.position))  # the source was on top of the heap
         self._become(destination, arrived)
         if not destination.set_aside:
             heappush(self._sources, (-destination.load_index, destination.position))
         return RequestMove(request, source.worker.id, destination.worker.id, state=state)
 
     def carry_out_all(self, moves: Sequence[RequestMove]) -> None:
-        """Make moves that were chosen otherwise."""
+        """Apply moves chosen by another policy."""
         loads = {load.worker.id: load for load in self._loads}
         contexts = {request.id: request.context_tokens for load in self._loads for request in load.worker.requests}
         for move in moves:
@@ -369,16 +375,16 @@ class _Fleet:
 
 
 class _Rest:
-    """The two lowest and the two highest indices of the workers other than the source.
+    """The two lowest and the two highest load indices of the workers other than the source.
 
-    With them the spread after a move is known at once, and most destinations can be told apart from those that matter:
-    after a move to any but the `extremes`, the spread still reaches from the lowest to the highest.
+    They give the spread after a move without a search. Only a move to one of the `extremes` changes the range of these
+    workers: after any other move it still reaches from the lowest to the highest.
     """
 
     __slots__ = ("_highest", "_lowest", "_second_high", "_second_low", "high", "low")
 
     def __init__(self, ascending: list[tuple[float, int]], source: int) -> None:
-        if len(ascending) > 3 and ascending[-1][1] == source:  # as it mostly is
+        if len(ascending) > 3 and ascending[-1][1] == source:  # the usual case
             self.low, self._lowest = ascending[0]
             self._second_low = ascending[1][0]
             self.high, self._highest = ascending[-2]
@@ -393,31 +399,31 @@ class _Rest:
 
     @property
     def extremes(self) -> list[int]:
-        """The lowest, then the highest, where there are any."""
+        """The positions of the lowest and the highest worker, without duplicates; empty if there are none."""
         return [place for place in dict.fromkeys((self._lowest, self._highest)) if place != NOBODY]
 
     def window(self, extreme: _Load) -> tuple[int, int]:
-        """Contexts with which a move to an extreme might lower the spread: above the first, up to the second.
+        """Return the range (low, high] of contexts with which a move to `extreme` can lower the spread, in tokens.
 
-        While one end of the spread stays, only a fall of the highest or a rise of the lowest helps.
+        The spread falls only if the highest index falls or the lowest rises.
         """
         if self._lowest == self._highest:
             return -1, extreme.room
         return (-1, extreme.relief) if extreme.position == self._highest else (extreme.no_burden, extreme.room)
 
     def least_spread(self, destination: int) -> float:
-        """Below this no move to the destination gets."""
+        """Return a lower bound of the spread after a move to the destination."""
         high = self._second_high if destination == self._highest else self.high
         low = self._second_low if destination == self._lowest else self.low
         return high - low
 
     def spread_beside(self, left: float) -> float:
-        """Highest minus lowest once the source has index `left`, whatever becomes of a destination in between."""
+        """Return the spread after the source's index becomes `left`, if the destination is not an extreme."""
         high, low = self.high, self.low
         return (high if high > left else left) - (low if low < left else left)
 
     def spread_with(self, destination: int, left: float, arrived: float) -> float:
-        """Highest minus lowest once the source has index `left` and the destination index `arrived`."""
+        """Return the spread after the source's index becomes `left` and the destination's `arrived`."""
         high = self._second_high if destination == self._highest else self.high
         low = self._second_low if destination == self._lowest else self.low
         more, less = (left, arrived) if left > arrived else (arrived, left)

@@ -1,4 +1,4 @@
-"""Limits on moves, so that requests do not go to and fro and engines do more than prefill. Pure."""
+"""Limit moves, so that requests do not move back and forth and engines do not only prefill. Pure."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,17 +9,17 @@ from planner.model import EngineId, RequestId, Snapshot
 
 
 class LastMoves:
-    """Stores when requests moved last. It is empty after a restart: requests may then move once too early."""
+    """The times of the latest moves by request. Empty after a restart: a request may then move once too early."""
 
     def __init__(self) -> None:
         self._moved_s: dict[RequestId, float] = {}
 
     def moved(self, at_s: float, requests: Iterable[RequestId]) -> None:
-        """Record moves that were carried out."""
+        """Record moves carried out at `at_s`."""
         self._moved_s.update(dict.fromkeys(requests, at_s))
 
     def within(self, rest_s: float, now_s: float) -> Mapping[RequestId, float]:
-        """Those of the last `rest_s`; the others are forgotten."""
+        """Return the moves of the last `rest_s` seconds, and drop older ones."""
         self._moved_s = {request: at_s for request, at_s in self._moved_s.items() if now_s - at_s < rest_s}
         return self._moved_s
 
@@ -27,7 +27,7 @@ class LastMoves:
 def resting(
     snapshot: Snapshot, workers: Iterable[Worker], moved_s: Mapping[RequestId, float], rest_s: float
 ) -> frozenset[RequestId]:
-    """Requests that have moved too lately to move again. None rests on an engine that is stalled."""
+    """Return the requests that moved less than `rest_s` ago. Requests on stalled engines are exempt."""
     if not moved_s:
         return frozenset()
     stalled = {worker.id for worker in workers if worker.stalled}
@@ -39,8 +39,11 @@ def resting(
 
 
 class MoveLimits:
-    """Room, as far as there is any, for so many running requests to come to one engine at a time. With `keep_last`, the
-    only request of an engine that is well does not run to an empty one: that changes which of the two is idle."""
+    """Limits each engine to `max_to_engine` arriving running requests per tick and, if given, to its KV headroom.
+
+    With `keep_last`, the only request of an engine that is not stalled does not move to an empty engine while it runs:
+    the move would only change which of the two engines is idle.
+    """
 
     def __init__(
         self, workers: Sequence[Worker], room: ForecastKvHeadroom | None, *, max_to_engine: int, keep_last: bool

@@ -1,12 +1,12 @@
-"""Which requests to move so that the last engine ends sooner, from what is known of the lengths: an alternative to the
-paper's rule. Pure.
+"""Choose moves by which the last engine ends sooner, given expected remaining lengths; an alternative to the paper's
+rule. Pure.
 
-An engine whose iterations take `alpha + beta*sequences + gamma*kv_tokens` and that runs all it holds at once ends after
-`alpha * longest + sum(beta*r + gamma*(c*r + r*r/2))`: every engine that holds one long request pays `alpha * longest`,
-so requests that will run long belong together, on engines that take little else. Who will run long is known only as
-a distribution: that of all outputs, given how far a request has come. Its mean is what enters here. Requests as old as
-each other look equally long and are spread evenly, which is the best that can be done with them; with heavy tails the
-older ones have more to come, and are gathered on engines that shed the younger ones and those that wait.
+An engine whose iterations take `alpha + beta*sequences + gamma*kv_tokens` and that runs all its requests at once ends
+after `alpha * longest + sum(beta*r + gamma*(c*r + r*r/2))`, with context c and remaining tokens r of each request.
+Every engine with a long request pays `alpha * longest`, so long requests belong together, on engines with few others.
+The remaining length is the mean of the distribution of all outputs, given the tokens that a request has generated.
+Requests of equal age have equal expected lengths and are spread evenly. If the distribution has a heavy tail, older
+requests have more tokens left. They are packed on engines that give away younger and waiting requests.
 """
 
 from bisect import insort
@@ -23,16 +23,16 @@ from balancer.move_limits import MoveLimits
 from planner.model import Configuration, EngineId, RequestId, RequestMove, RequestState, RequestView
 
 NO_GAIN = "no_gain"
-# Destinations that are looked at for each source: those that end first.
+# Destinations examined for each source: the engines that end first.
 DESTINATIONS = 4
-# Engines that are looked at in vain before the rest are left alone, those that end last first.
+# Sources without a useful move after which the search stops. The engines that end last are examined first.
 SOURCES = 32
-MIN_GAIN_SHARE = 0.001  # of the time until the end, that each move must gain
+MIN_GAIN_SHARE = 0.001  # share of the time until the end that each move must gain
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """The moves, in order, and when each engine is expected to end, in seconds from now, without and with them."""
+    """Ordered moves, with the expected end of each engine before and after them, in seconds from now."""
 
     ends_before_s: dict[EngineId, float]
     ends_after_s: dict[EngineId, float]
@@ -59,16 +59,16 @@ def pack(
     move_fixed_s: float = 0.0,
     room: MoveLimits | None = None,
 ) -> Packing:
-    """The moves of one tick.
+    """Return the moves of one tick.
 
-    `configurations` has the step times of each engine as they are there, with its own KV capacity and slots;
-    `remaining_tokens`, how many each request is expected to generate yet. Those that are `stuck` stay.
+    `configurations` has each engine's step times, KV capacity and slots. `remaining_tokens` has the number of tokens
+    that each request is expected to generate. Requests in `stuck` are not moved, and no request moves twice.
 
-    From the engine that ends last to those that end earlier by more than `tolerance` (0 to 1) of the time until then,
-    for as long as the later of the two then ends sooner by MIN_GAIN_SHARE of that time, the moved request's prefill
-    included; only to where `room` has room. An engine that nothing useful can leave is set aside, and the next one is
-    looked at: lengths are uncertain, and any engine may turn out the last. No request moves twice. A running request
-    stands still for `move_fixed_s` when it moves, while its destination works on.
+    The source is the engine that ends last. Destinations end earlier by more than `tolerance` (0 to 1) of the time
+    until the source's end. A move must make the later of the two engines end sooner by MIN_GAIN_SHARE of that time, the
+    prefill at the destination included, and must fit in `room`. A source without such a move is set aside and the next
+    one is examined, because lengths are uncertain and any engine may turn out to be the last. A running request that
+    moves pauses for `move_fixed_s`, while its destination continues to decode.
     """
     loads = sorted(
         (_Load(worker, configurations[worker.id], remaining_tokens, stuck, move_fixed_s) for worker in workers),
@@ -103,7 +103,7 @@ _by_end = attrgetter("end_s", "id")  # of a `_Load`
 def _best_move(
     source: "_Load", ascending: Sequence["_Load"], tolerance: float, room: MoveLimits | None
 ) -> "tuple[RequestView, _Load] | None":
-    """The request and the destination after which the later of the two engines ends soonest."""
+    """Return the request and the destination that minimize the later end of the two engines; None if no move helps."""
     best: tuple[float, RequestView, _Load] | None = None
     early_s, limit_s = source.end_s * (1 - tolerance), source.end_s * (1 - MIN_GAIN_SHARE)
     destinations = [load for load in ascending[: DESTINATIONS + 1] if load is not source and load.end_s < early_s]
@@ -121,9 +121,9 @@ def _best_move(
 
 
 class _Load:
-    """What one engine holds while moves are being chosen, and when it will end.
+    """The requests of one engine while moves are being chosen, with its predicted end.
 
-    Raises ValueError for remaining tokens that are not above 0 and finite.
+    Raises ValueError for remaining tokens that are not finite and above 0.
     """
 
     def __init__(
@@ -140,11 +140,11 @@ class _Load:
         self._stuck = stuck
         self._configuration = configuration
         self._prefill_s = 1 / configuration.prefill_tokens_per_s
-        # Iterations that a running request misses when it comes here.
+        # Iterations that pass here before a moved running request joins.
         self._missed = move_fixed_s / configuration.alpha_s if configuration.alpha_s > 0 else 0.0
-        self._may_leave: list[RequestView] | None = None  # by id; None: not asked for yet, as of most engines
+        self._may_leave: list[RequestView] | None = None  # by id; None: not calculated yet, as for most engines
         self._remaining: list[float] = []
-        # Sums that are the same in any order of the requests: a decision must not hang on the last bit.
+        # `fsum` is independent of the order of the requests, so that decisions do not depend on rounding.
         areas: list[float] = []
         freed: list[float] = []
         longest_waiting = 0.0
@@ -177,7 +177,7 @@ class _Load:
 
     @property
     def may_leave(self) -> list[RequestView]:
-        """Its own requests that can be moved, by id."""
+        """The engine's original requests that can be moved, sorted by id."""
         if self._may_leave is None:
             movable = (request for request in self._worker.requests if request.id not in self._stuck)
             self._may_leave = sorted(movable, key=attrgetter("id"))
@@ -187,8 +187,11 @@ class _Load:
         return self._remaining_tokens[request.id]
 
     def _end_s(self, held: "_Held", longest: float) -> float:
-        """Where not all fit at once: as many iterations as their KV or seats take, and until the last that waits has
-        begun and come to its end."""
+        """Return the seconds until all held requests have ended.
+
+        If they do not fit at once, the iterations also cover the total KV and slot usage, and the start and the end of
+        the longest waiting request.
+        """
         configuration = self._configuration
         iterations = max(
             longest, held.kv_area / configuration.kv_capacity_tokens, held.seat_area / configuration.max_sequences
@@ -205,7 +208,7 @@ class _Load:
         return self._end_s(self._with(request), max(self._iterations_here(request), longest))
 
     def _iterations_here(self, request: RequestView) -> float:
-        """Of this engine, until a request that comes here has ended."""
+        """Return the iterations of this engine until a request that moves here has ended."""
         missed = self._missed if request.state is RequestState.RUNNING else 0.0
         return self._left(request) + missed
 
@@ -216,7 +219,7 @@ class _Load:
         self.may_leave.remove(request)
 
     def gain(self, request: RequestView) -> None:
-        """It is not put among those that may leave: no request moves twice."""
+        """Add a request. It is not added to `may_leave`, because no request moves twice."""
         self.end_s = self.end_with_s(request)
         self._held = self._with(request)
         insort(self._remaining, self._iterations_here(request))
@@ -227,14 +230,14 @@ class _Load:
         return self._remaining[-2] if len(self._remaining) > 1 else 0.0
 
     def _part(self, request: RequestView, runs: bool) -> "_Held":
-        """What one request adds while it is here."""
+        """Return the contribution of one request to the totals of this engine."""
         tokens, left = request.context_tokens, self._left(request)
         kv_area = tokens * left + left**2 / 2
         work_s = self._configuration.beta_s * left + self._configuration.gamma_s * kv_area
         return _Held(work_s, kv_area, left, tokens, int(runs), tokens / left if runs else 0.0, 0.0)
 
     def _without(self, request: RequestView) -> "_Held":
-        """`longest_waiting` stays, as if another were as long: it errs on the side of staying."""
+        """Return the totals without one request. `longest_waiting` is kept, which underestimates the gain."""
         return _Held(*map(sub, self._held, self._part(request, request.state is RequestState.RUNNING)))
 
     def _with(self, request: RequestView) -> "_Held":
@@ -244,12 +247,12 @@ class _Load:
 
 
 class _Held(NamedTuple):
-    """What an engine's end follows from, or what one request adds to that."""
+    """Totals that determine the end of an engine, or the contribution of one request to them."""
 
-    work_s: float  # beside alpha
+    work_s: float  # without alpha
     kv_area: float  # tokens times iterations
     seat_area: float  # sequences times iterations
-    kv_wanted: int  # tokens that the waiting ones need beyond what is free; below 0: room
-    running: int  # that were here from the beginning
-    kv_freed: float  # tokens per iteration that these give back by ending
-    longest_waiting: float  # tokens
+    kv_wanted: int  # KV tokens that waiting requests need beyond the free ones; below 0: free tokens remain
+    running: int  # requests that were running here from the beginning
+    kv_freed: float  # KV tokens per iteration that these free when they end
+    longest_waiting: float  # remaining tokens

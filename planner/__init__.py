@@ -1,1 +1,1 @@
-"""Pure decisions of the slow loop. Nothing here touches a socket, a clock or a file."""
+"""Pure decisions of the slow loop. No module here uses a socket, a clock or a file."""

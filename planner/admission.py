@@ -1,25 +1,25 @@
-"""Whether to act on a proposal, and why or why not. Pure: time and the operator's will are arguments."""
+"""Decide whether to act on a proposal, with the reason. Pure: time and operator control are arguments."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 
 from planner.model import Act, ConfigurationId, Hold, Mode, Verdict
 
-# Of the samples of the lengths, so many must end sooner: a gain in the mean may come from a few unlikely ones.
+# The share of length samples that must end sooner: a gain on average may come from a few unlikely samples.
 SURE_SHARE = 0.75
 
 
 class ControlState(StrEnum):
-    """How far an operator has bound the planner."""
+    """The operator's restriction on the planner."""
 
     FREE = "free"
     PINNED = "pinned"  # keep the deployment as it is
-    OVERRIDDEN = "overridden"  # deploy `OperatorControl.configuration`, whatever the planner finds
+    OVERRIDDEN = "overridden"  # deploy `OperatorControl.configuration`, regardless of the planner's result
 
 
 @dataclass(frozen=True, slots=True)
 class OperatorControl:
-    """The operator's word, in force until released or until `expires_s` (None: no end)."""
+    """The operator's pin or override, in force until it is released or until `expires_s` (None: no end)."""
 
     state: ControlState = ControlState.FREE
     configuration: ConfigurationId | None = None
@@ -28,10 +28,10 @@ class OperatorControl:
 
     def __post_init__(self) -> None:
         if (self.state is ControlState.OVERRIDDEN) != (self.configuration is not None):
-            raise ValueError(f"a configuration belongs to an override and to nothing else, got {self.configuration}")
+            raise ValueError(f"configuration must be set if and only if state is overridden, got {self.configuration}")
 
     def at(self, now_s: float) -> "OperatorControl":
-        """What is in force at `now_s`: an expired word is none."""
+        """Return the control in force at `now_s`: FREE if this one has expired."""
         return self if self.expires_s is None or now_s < self.expires_s else FREE
 
 
@@ -40,32 +40,32 @@ FREE = OperatorControl()
 
 @dataclass(frozen=True, slots=True)
 class PlanProposal:
-    """What plan admission looks at."""
+    """The inputs of plan admission."""
 
     now_s: float
     decision: str  # reconfigure: engines change; rebalance: only requests move; keep
-    current: str  # the fleet as it is, in words; empty: none, or one that is not known
-    proposed: str | None  # the fleet that is wanted, in words; None: nothing feasible
+    current: str  # description of the current fleet; empty: none or unknown
+    proposed: str | None  # description of the proposed fleet; None: nothing is feasible
     current_makespan_s: float | None  # None: unknown, so that no gain can be shown
     makespan_s: float | None  # without the cost
-    cost_s: float  # switching and moving
+    cost_s: float  # of redeployment and moves
     requests: int
     inputs_age_s: float | None  # of the oldest input; None: something was never reported
     last_redeploy_s: float | None = None
     moves: int = 0
-    return_s: float = 0.0  # that the next step may take longer for beginning with what is proposed
+    return_s: float = 0.0  # by which the next step may take longer because it begins with the proposed fleet
     wait_s: float = 0.0  # until it can be proposed again
-    later_gain_s: float = 0.0  # by which the step ends sooner if this is done only then
-    sooner_in: tuple[int, int] | None = None  # samples of the lengths in which it ends sooner, and of how many
-    infeasible: str = "no configuration can serve the requests on these GPUs"  # why nothing is proposed, if nothing is
-    unknown: str = ""  # the same, where step times are not known
-    otherwise: str = "nothing considered is faster"  # why nothing else than what is deployed
-    underway: Hold | None = None  # what earlier plans or the fast loop have not ended yet
-    blocked: Hold | None = None  # why the deployment could not be changed, whoever wanted it
+    later_gain_s: float = 0.0  # additional gain if the change waits for `wait_s`
+    sooner_in: tuple[int, int] | None = None  # length samples in which the step ends sooner, and their total
+    infeasible: str = "no configuration can serve the requests on these GPUs"  # reason if nothing is proposed
+    unknown: str = ""  # reason if nothing is proposed because step times are unknown
+    otherwise: str = "no other option is faster"  # reason for keeping the deployed fleet
+    underway: Hold | None = None  # unfinished work of earlier plans or of the fast loop
+    blocked: Hold | None = None  # why the deployment cannot be changed at present
 
     @property
     def gain_s(self) -> float | None:
-        """Seconds by which the step ends sooner, the cost paid for."""
+        """The seconds by which the step ends sooner, costs deducted; None if unknown."""
         if self.current_makespan_s is None or self.makespan_s is None:
             return None
         return self.current_makespan_s - self.makespan_s - self.cost_s
@@ -77,26 +77,26 @@ class PlanProposal:
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
-    """When a proposal is too weak, too old or too soon."""
+    """The limits on the gain, the age of the inputs and the frequency of changes."""
 
     epsilon_s: float
     cooldown_s: float
     stale_after_s: float
-    rebalance_share: float = 0.0  # of the time until the end, that moving requests alone must gain
+    rebalance_share: float = 0.0  # share of the time until the end that moving requests alone must gain
 
     def least_gain_s(self, decision: str, current_s: float) -> float:
-        """What a change must gain, at least, where all would end after `current_s` without it."""
+        """Return the minimum gain in seconds of a change, given that the step ends after `current_s` without it."""
         return max(self.epsilon_s, self.rebalance_share * current_s) if decision == "rebalance" else self.epsilon_s
 
 
 def judge(proposal: PlanProposal, limits: AdmissionLimits, mode: Mode, control: OperatorControl) -> Verdict:
-    """Act only when new + cost < current - epsilon, on fresh inputs, outside cooldown, as mode and operator allow.
+    """Return Act if new + cost < current - epsilon on fresh inputs, and cooldown, mode and operator allow it.
 
-    Codes, in the order in which they are looked for: nothing_to_do, stale_telemetry, what is underway, pinned,
-    no_step_times, infeasible, already_deployed, no_baseline, gain_too_small, gain_unsure, better_later, cooldown, what
-    blocks a change of the deployment, advise_only; to act: gain, overridden. Only a reconfiguration is pinned, cooled
-    down or blocked: moving requests leaves the deployment as it is. An override skips what weighs gain (no_baseline to
-    cooldown), never what protects the fleet.
+    Codes of Hold, in the order of the checks: nothing_to_do, stale_telemetry, the code of `underway`, pinned,
+    no_step_times, infeasible, already_deployed, no_baseline, gain_too_small, gain_unsure, better_later, cooldown, the
+    code of `blocked`, advise_only. Codes of Act: gain, overridden. Only a reconfiguration can be pinned, in cooldown
+    or blocked, because moving requests leaves the deployment unchanged. An override skips the checks of the gain
+    (no_baseline to cooldown), never the checks that protect the fleet.
     """
     control = control.at(proposal.now_s)
     overridden = control.state is ControlState.OVERRIDDEN and proposal.reconfigures
@@ -136,31 +136,31 @@ def _ruled_out(proposal: PlanProposal, limits: AdmissionLimits, control: Operato
 
 
 def too_weak(proposal: PlanProposal, limits: AdmissionLimits) -> Hold | None:
-    """Why it is not worth it, whoever may do it and whenever."""
+    """Return the reason why the proposal's gain does not justify the change; None if it does."""
     gain_s = proposal.gain_s
     if gain_s is None:
-        return Hold("no_baseline", "the deployed configuration is unknown, so no gain can be shown")
-    assert proposal.current_makespan_s is not None, "there is a gain over it"
+        return Hold("no_baseline", "the deployed configuration is unknown, so the gain cannot be calculated")
+    assert proposal.current_makespan_s is not None, "gain_s is known"
     least_s = limits.least_gain_s(proposal.decision, proposal.current_makespan_s) + proposal.return_s
     if not gain_s > least_s:
-        back = f", {proposal.return_s:.2g} s of it for going back" if proposal.return_s else ""
+        back = f", including {proposal.return_s:.2g} s for changing back" if proposal.return_s else ""
         return Hold(
             "gain_too_small",
-            f"{_change(proposal)} would end the step {_sooner(gain_s)}, its cost paid for; "
+            f"{_change(proposal)} would end the step {_sooner(gain_s)}, costs included; "
             f"epsilon is {least_s:.3g} s{back}",
         )
     if proposal.sooner_in is not None and proposal.sooner_in[0] < SURE_SHARE * proposal.sooner_in[1]:
         sooner, samples = proposal.sooner_in
         return Hold(
             "gain_unsure",
-            f"{_change(proposal)} would end the step {_sooner(gain_s)} in the mean, "
-            f"and sooner in {sooner} of {samples} samples of the lengths; {SURE_SHARE * samples:g} are wanted",
+            f"{_change(proposal)} would end the step {_sooner(gain_s)} on average, "
+            f"but sooner in only {sooner} of {samples} length samples; {SURE_SHARE * samples:g} are required",
         )
     if proposal.later_gain_s > 0:
         return Hold(
             "better_later",
             f"{_change(proposal)} would end the step {_sooner(gain_s)}, "
-            f"and another {proposal.later_gain_s:.1f} s sooner if done in {proposal.wait_s:g} s",
+            f"and another {proposal.later_gain_s:.1f} s sooner if made {proposal.wait_s:g} s later",
         )
     return None
 
@@ -168,7 +168,7 @@ def too_weak(proposal: PlanProposal, limits: AdmissionLimits) -> Hold | None:
 def _too_soon(proposal: PlanProposal, limits: AdmissionLimits) -> Hold | None:
     since_s = None if proposal.last_redeploy_s is None else proposal.now_s - proposal.last_redeploy_s
     if proposal.reconfigures and since_s is not None and since_s < limits.cooldown_s:
-        return Hold("cooldown", f"the last switch was {since_s:.1f} s ago, cooldown is {limits.cooldown_s:g} s")
+        return Hold("cooldown", f"the last redeployment was {since_s:.1f} s ago, cooldown is {limits.cooldown_s:g} s")
     return None
 
 
@@ -176,13 +176,13 @@ def _case(proposal: PlanProposal, overridden: bool, control: OperatorControl) ->
     if overridden:
         return f"{_change(proposal)} by the operator's override{_because(control)}"
     gain = "sooner" if proposal.gain_s is None else _sooner(proposal.gain_s)
-    return f"{_change(proposal)} ends the step {gain}, {proposal.cost_s:.3g} s of switching and moving paid for"
+    return f"{_change(proposal)} ends the step {gain}, including {proposal.cost_s:.3g} s for redeployment and moves"
 
 
 def _change(proposal: PlanProposal) -> str:
     if proposal.reconfigures:
-        return f"{proposal.proposed} instead of {proposal.current or 'what runs'}"
-    return f"moving {proposal.moves} requests between the engines as they are"
+        return f"{proposal.proposed} instead of {proposal.current or 'the running engines'}"
+    return f"moving {proposal.moves} requests between the current engines"
 
 
 def _sooner(gain_s: float) -> str:

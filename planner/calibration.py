@@ -1,24 +1,24 @@
-"""How earlier plans came out: a running error, and what it says about the next prediction. Pure."""
+"""Correct predicted decoding times by the running error of earlier plans. Pure."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 WEIGHT = 0.3  # of the latest step in the running figures
 STEPS_NEEDED = 3  # before predictions are corrected
-MOST = 2.0  # a correction is at most this factor, up or down: beyond, the profile is wrong, and should be measured
+MOST = 2.0  # limit of the correction factor, up or down: beyond it the profile is wrong and should be measured
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Running figures over steps. Within a step, each plan counts by the seconds that it spoke of: the last ones, with
-    little left to predict, say little."""
+    """Running prediction errors over steps. Within a step, plans are weighted by the actual seconds they predicted:
+    the last plans of a step have little left to predict and count little."""
 
     steps: int = 0
     error: float | None = None  # mean |predicted - actual| / actual
     bias: float | None = None  # mean (predicted - actual) / actual: > 0 where steps end sooner than predicted
 
     def after(self, outcomes: Iterable[tuple[float, float]]) -> "Calibration":
-        """With a step's (predicted, actual) seconds, as predicted without a correction."""
+        """Return a copy that includes a step's (predicted, actual) seconds, predicted without a correction."""
         pairs = [(predicted_s, actual_s) for predicted_s, actual_s in outcomes if actual_s > 0]
         if not pairs:
             return self
@@ -29,7 +29,7 @@ class Calibration:
 
     @property
     def correction(self) -> float:
-        """What to multiply decoding seconds with. Costs are left alone: a switch takes what it takes."""
+        """The factor for predicted decoding seconds. Redeployment and migration costs are not corrected."""
         if self.bias is None or self.steps < STEPS_NEEDED:
             return 1.0
         return min(MOST, max(1 / MOST, 1 / max(1 + self.bias, 1e-9)))

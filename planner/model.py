@@ -1,4 +1,4 @@
-"""The vocabulary of the whole house: ids, engines, requests, snapshots, decisions. Frozen, self-checking values."""
+"""Shared value types: ids, engines, requests, snapshots and decisions. Instances are frozen and validated."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,14 +15,14 @@ GpuId = NewType("GpuId", int)
 
 
 def check_at_least(value: object, least: float, *fields: str) -> None:
-    """Raise ValueError for the first of the value's fields that is less, or not a number."""
+    """Raise ValueError for the first of the named fields of `value` that is less than `least` or is NaN."""
     for name in fields:
         if not getattr(value, name) >= least:
             raise ValueError(f"{name} must be >= {least}, got {getattr(value, name)}")
 
 
 class RequestState(StrEnum):
-    """Where a request stands. `NEW` exists in offline problems only: not on any engine yet."""
+    """The state of a request. `NEW` exists in offline problems only: the request is not on any engine yet."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -42,37 +42,37 @@ class Mode(StrEnum):
 
 
 class FastPolicy(StrEnum):
-    """How the fast loop chooses moves."""
+    """The rule by which the fast loop chooses moves."""
 
-    PACKING = "packing"  # by when each engine will end; the paper's rule where engines' step times are unknown
+    PACKING = "packing"  # by predicted end times of the engines; PAPER where step times are unknown
     PAPER = "paper"  # by the load index
-    NONE = "none"  # it does not move requests
+    NONE = "none"  # requests are never moved
 
 
 class Knowledge(StrEnum):
-    """What a plan knows of lengths: `MEAN` and `ORACLE` show what the forecast is worth, and what it misses."""
+    """The output lengths that a plan assumes. `MEAN` and `ORACLE` are baselines for judging the forecast."""
 
-    FORECAST = "forecast"  # a distribution, conditioned on how far each request has come
-    MEAN = "mean"  # every output is as long as the average
-    ORACLE = "oracle"  # each length, told from outside
+    FORECAST = "forecast"  # a distribution, conditioned on the tokens each request has generated
+    MEAN = "mean"  # every output has the average length
+    ORACLE = "oracle"  # exact lengths, supplied by the caller
 
 
 @dataclass(frozen=True, slots=True)
 class Parallelism:
-    """How one engine is laid out over its GPUs. `attention_gpus + ffn_gpus` are the engine's GPUs under AFD."""
+    """The layout of one engine over its GPUs. Under AFD the engine has `attention_gpus + ffn_gpus` GPUs."""
 
     tp: int = 1
     dp: int = 1  # data-parallel attention replicas; with ep > 1 they share the experts
     ep: int = 1
     attention_gpus: int = 0  # AFD only
     ffn_gpus: int = 0  # AFD only
-    micro_batches: int = 1  # AFD only: overlapped, hiding transfers
-    pp: int = 1  # pipeline stages: engines can be started with them, their step times are not modelled
+    micro_batches: int = 1  # AFD only: overlapped, to hide transfers
+    pp: int = 1  # pipeline stages: engines can be started with them, but their step times are not modelled
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "tp", "dp", "ep", "micro_batches", "pp")
         if (self.attention_gpus > 0) != (self.ffn_gpus > 0):
-            raise ValueError("AFD needs both attention and FFN GPUs")
+            raise ValueError("attention_gpus and ffn_gpus must both be 0 or both be > 0")
 
     @property
     def afd(self) -> bool:
@@ -85,7 +85,7 @@ class Parallelism:
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """One way to run an engine, with its decode step time `alpha_s + beta_s*sequences + gamma_s*kv_tokens`."""
+    """An engine configuration, whose decode step takes `alpha_s + beta_s*sequences + gamma_s*kv_tokens` seconds."""
 
     id: ConfigurationId
     gpus: int
@@ -104,17 +104,19 @@ class Configuration:
             raise ValueError(f"prefill_tokens_per_s must be > 0, got {self.prefill_tokens_per_s}")
 
     def step_s(self, sequences: int, kv_tokens: int) -> float:
-        """Seconds of one decode iteration over `sequences` that hold `kv_tokens` before it."""
+        """Return the seconds of one decode iteration over `sequences` that hold `kv_tokens` before it."""
         return self.alpha_s + self.beta_s * sequences + self.gamma_s * kv_tokens
 
     def work_s(self, context_tokens: int, remaining_tokens: int) -> float:
-        """Seconds that a request adds to its engine's decoding, whatever runs beside it and in whatever order: all but
-        its share of alpha, which depends on how many run together."""
+        """Return the seconds that a request adds to its engine's decoding, independent of the other requests.
+
+        Its share of alpha is excluded, because that share depends on how many requests run together.
+        """
         held_tokens = context_tokens * remaining_tokens + remaining_tokens * (remaining_tokens - 1) / 2
         return self.beta_s * remaining_tokens + self.gamma_s * held_tokens
 
     def limited_as(self, engine: "EngineView") -> "Configuration":
-        """Return it with the KV capacity and slots that an engine reports of itself."""
+        """Return a copy with the KV capacity and slots that the engine reports, where it reports them."""
         return replace(
             self,
             kv_capacity_tokens=engine.kv_capacity_tokens or self.kv_capacity_tokens,
@@ -124,7 +126,7 @@ class Configuration:
 
 @dataclass(frozen=True, slots=True)
 class RequestView:
-    """One request in flight, as its gateway last reported it."""
+    """One request in flight, as last reported by its gateway."""
 
     id: RequestId
     engine: EngineId | None  # None: held by the gateway
@@ -139,8 +141,8 @@ class RequestView:
     age_s: float = 0.0
     quiet_s: float = 0.0  # since its last token, or since it was sent to its engine
     movable_detail: str = ""  # why not movable
-    policy_version: int | None = None  # under which its oldest token was generated
-    group_enough: int = 0  # answers of its group that suffice; 0: all are wanted
+    policy_version: int | None = None  # that generated its oldest token
+    group_enough: int = 0  # answers of its group that suffice; 0: all are required
 
     @property
     def context_tokens(self) -> int:
@@ -149,7 +151,7 @@ class RequestView:
 
 @dataclass(frozen=True, slots=True)
 class FinishedLength:
-    """How long an output became. `censored`: its `max_tokens` cut it, so it only tells of being at least so long."""
+    """The length of a finished output. If `censored`, `max_tokens` cut the output and `tokens` is a lower bound."""
 
     tokens: int
     censored: bool = False
@@ -162,7 +164,7 @@ class FinishedLength:
 
 @dataclass(frozen=True, slots=True)
 class EngineView:
-    """One engine, as its agent last saw it. `None` is unknown, never zero."""
+    """One engine, as last reported by its agent. `None` means unknown, never zero."""
 
     id: EngineId
     url: str
@@ -178,27 +180,29 @@ class EngineView:
     gpus: tuple[GpuId, ...] = ()
     health_detail: str = ""
     preemptions_total: int = 0
-    pool: str = ""  # engines of a kind, which requests' tags may prefer
+    pool: str = ""  # a named set of engines, which request tags may prefer
     policy_version: int | None = None  # of its weights
-    outdated: bool = False  # they are not the fleet's: nothing goes there
-    draining: bool = False  # an operator wants it empty: nothing new goes there
+    outdated: bool = False  # its weights are not the fleet's version: it receives no requests
+    draining: bool = False  # an operator empties it: it receives no new requests
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Everything a decision may know, at one instant. Ages are inside; nothing is read later."""
+    """All inputs of a decision at one instant. Ages are included, so that a decision reads no clock."""
 
     now_s: float
     engines: tuple[EngineView, ...]  # by id
     requests: tuple[RequestView, ...]  # by id
-    finished: tuple[FinishedLength, ...] = ()  # this step's, in order of finishing
+    finished: tuple[FinishedLength, ...] = ()  # of this step, in order of completion
     requests_age_s: float | None = None  # of the oldest gateway report; None: no gateway yet
     step_started_s: float | None = None  # when the fleet last went from idle to busy
 
     @property
     def inputs_age_s(self) -> float | None:
-        """Age of the oldest input, None while something was never reported. An engine that is known to be gone, or to
-        answer nonsense, or is drained, is no input: nothing is decided for it."""
+        """The age of the oldest input; None if an input was never reported or no engine is usable.
+
+        Engines that are gone, draining or return nonsense are not inputs: no decision is made for them.
+        """
         answering = [engine for engine in self.engines if engine.health in (EngineHealth.OK, EngineHealth.SLOW)]
         readable = [engine for engine in answering if not engine.draining]
         ages = [engine.age_s for engine in readable] + [self.requests_age_s]
@@ -209,7 +213,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """A decision not to act, with its reason. `code` is stable; `detail` is for people."""
+    """A decision not to act, with its reason. `code` is stable; `detail` is a message for operators."""
 
     code: str
     detail: str
@@ -228,7 +232,7 @@ Verdict = Act | Hold
 
 @dataclass(frozen=True, slots=True)
 class FleetPart:
-    """So many instances of one configuration."""
+    """A number of instances of one configuration."""
 
     configuration: ConfigurationId
     instances: int
@@ -236,20 +240,20 @@ class FleetPart:
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """One fleet that was considered, with its seconds as expected over the sampled lengths.
+    """One fleet that was considered, with its expected seconds over the sampled lengths.
 
-    `configuration` is None where configurations are mixed. The fleet ends after `total_s`; `low_s` and `high_s` are
-    that in the luckiest and the unluckiest of the samples.
+    `configuration` is None if configurations are mixed. The fleet ends after `total_s`; `low_s` and `high_s` are the
+    total in the best and in the worst sample.
     """
 
     configuration: ConfigurationId | None
     instances: int
     makespan_s: float  # decoding alone
-    redeploy_cost_s: float  # by how much switching engines delays the end
+    redeploy_cost_s: float  # delay of the end caused by replacing engines
     infeasible_because: str = ""
     name: str = ""
     decision: str = ""  # reconfigure | rebalance | keep
-    migration_cost_s: float = 0.0  # by how much moving running requests delays the end
+    migration_cost_s: float = 0.0  # delay of the end caused by moving running requests
     low_s: float = 0.0
     high_s: float = 0.0
     parts: tuple[FleetPart, ...] = ()  # by configuration
@@ -261,9 +265,9 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class PlannedInstance:
-    """One engine of the fleet that a plan wants, with its seconds as expected.
+    """One engine of the fleet that a plan proposes, with its expected seconds.
 
-    `requests` are named, in order of admission, only in a plan that acts.
+    `requests` lists its requests in order of admission, but only in a plan that acts.
     """
 
     id: EngineId
@@ -282,21 +286,21 @@ class PlannedInstance:
 
 
 class MoveMethod(StrEnum):
-    """How a running request comes by its context at the destination."""
+    """The method that restores a running request's context at its destination."""
 
-    RECOMPUTE = "recompute"  # prefilled again from its tokens
-    TRANSFER = "transfer"  # its KV is handed over
+    RECOMPUTE = "recompute"  # prefill again from its tokens
+    TRANSFER = "transfer"  # copy its KV cache
 
 
 @dataclass(frozen=True, slots=True)
 class RequestMove:
-    """The order to continue a request on another engine.
+    """An order to continue a request on another engine.
 
-    `hold_s`: for so long the gateway keeps the request for a destination that is not in its routes yet. An empty
-    `from_engine`: the gateway holds it, and it goes from there.
+    `hold_s` is how long the gateway keeps the request if the destination is not in its routes yet. If `from_engine`
+    is empty, the request is in the gateway's queue.
 
-    `method` is the cheaper one, by what is believed of costs; the gateway falls back to recompute where KV cannot be
-    had. 0 seconds: nothing was predicted, or the other method was not to be had.
+    `method` is the cheaper one by the current cost estimates; the gateway falls back to recompute if the KV cache
+    cannot be transferred. 0 seconds mean that nothing was predicted or that the other method is not available.
     """
 
     request: RequestId
@@ -304,15 +308,15 @@ class RequestMove:
     to_engine: EngineId
     hold_s: float = 0.0
     method: MoveMethod = MoveMethod.RECOMPUTE
-    predicted_s: float = 0.0  # until the request goes on, its next decode step not counted
+    predicted_s: float = 0.0  # until the request resumes, its next decode step not counted
     other_s: float = 0.0  # the same by the other method
-    fixed_s: float = 0.0  # the part of predicted_s that no size of the context changes
-    state: RequestState = RequestState.RUNNING  # the queue of the source that the request stands in
+    fixed_s: float = 0.0  # the part of predicted_s that does not depend on the context's size
+    state: RequestState = RequestState.RUNNING  # at the source
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedMove:
-    """A request that changes engine. A waiting one is queued elsewhere for nothing."""
+    """A request that changes engine. A waiting request changes queue at no cost."""
 
     request: RequestId
     source: EngineId
@@ -323,7 +327,10 @@ class PlannedMove:
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """counts[i] requests with `bin_tokens*i < remaining <= bin_tokens*(i+1)`; a bin counts as its upper edge."""
+    """Remaining lengths: `counts[i]` requests have `bin_tokens*i < remaining <= bin_tokens*(i+1)` tokens.
+
+    A bin counts as its upper edge.
+    """
 
     bin_tokens: int
     counts: tuple[float, ...]
@@ -340,8 +347,9 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What the slow loop proposes, and everything it takes to explain it. Seconds are expected ones, over the sampled
-    lengths; `current_makespan_s` is of the fleet and the requests as they stand.
+    """A proposal of the slow loop, with the figures that explain it.
+
+    Seconds are expected values over the sampled lengths; `current_makespan_s` assumes that nothing is changed.
     """
 
     id: PlanId
@@ -354,7 +362,7 @@ class Plan:
     current_makespan_s: float | None
     proposed_makespan_s: float | None  # decoding alone
     redeploy_cost_s: float
-    lower_bound_s: float  # with lengths as sampled, proven; 0: none
+    lower_bound_s: float  # proven for the sampled lengths; 0: none
     solve_s: float
     alternatives: tuple[Alternative, ...]
     inputs_age_s: float | None
@@ -364,44 +372,44 @@ class Plan:
     forecast_method: str
     actual_makespan_s: float | None = field(default=None)
     acted: bool = False
-    acted_detail: str = ""  # what became of it
+    acted_detail: str = ""  # the outcome of acting on it
     migration_cost_s: float = 0.0
-    gap: float | None = None  # of the best fleet found over the bound, both with lengths as sampled
-    instances: tuple[PlannedInstance, ...] = ()  # the fleet that is proposed
-    moves: tuple[PlannedMove, ...] = ()  # named only in a plan that acts
+    gap: float | None = None  # relative gap of the best fleet to lower_bound_s, both for the sampled lengths
+    instances: tuple[PlannedInstance, ...] = ()  # the proposed fleet
+    moves: tuple[PlannedMove, ...] = ()  # filled only in a plan that acts
     moves_count: int = 0
-    forgone: Hold | None = None  # why something better than the decision is not done
-    knowledge: str = "forecast"  # of lengths: forecast | mean | oracle
-    scenarios: int = 0  # samples of the lengths that the seconds are means over
-    correction: float = 1.0  # decoding seconds were multiplied with it, from how earlier plans came out
-    notes: tuple[str, ...] = ()  # what the planner could not see or use
+    forgone: Hold | None = None  # why a better change is not made
+    knowledge: str = "forecast"  # assumed lengths: forecast | mean | oracle
+    scenarios: int = 0  # number of length samples that the seconds are averaged over
+    correction: float = 1.0  # factor on decoding seconds, learned from earlier plans
+    notes: tuple[str, ...] = ()  # inputs that the planner could not read or use
 
     @property
     def proposed_total_s(self) -> float | None:
-        """Seconds to the end under the proposal, its costs paid."""
+        """The seconds to the end under the proposal, its costs included."""
         if self.proposed_makespan_s is None:
             return None
         return self.proposed_makespan_s + self.redeploy_cost_s + self.migration_cost_s
 
     @property
     def predicted_s(self) -> float | None:
-        """What was expected to happen: the proposal where it was acted on, else the fleet as it stood."""
+        """The predicted seconds to the end: of the proposal if it was acted on, else of the unchanged fleet."""
         return self.proposed_total_s if self.acted else self.current_makespan_s
 
 
-MOST_NAMES = 4  # of engines, in a text
-MOST_REASONS = 3
+MOST_NAMES = 4  # engine names listed in one message
+MOST_REASONS = 3  # reasons listed in one message
 
 
 class StepTimeEstimates(NamedTuple):
-    """Where an engine's step times come from."""
+    """The source of an engine's step times."""
 
-    source: str  # configured | prior | observed; empty: they are not known
-    detail: str  # as a sentence; why they are not known
+    source: str  # configured | prior | observed; empty: unknown
+    detail: str  # a description of the source, or the reason why the step times are unknown
 
 
 def unknown_step_times(why: Mapping[EngineId, str]) -> str:
-    """The engines without step times, by reason; empty where there are none."""
+    """Return a message that lists the engines without step times by reason; empty if there are none."""
     engines: dict[str, list[EngineId]] = {}
     for engine, reason in sorted(why.items()):
         engines.setdefault(reason, []).append(engine)
@@ -411,5 +419,5 @@ def unknown_step_times(why: Mapping[EngineId, str]) -> str:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return the first names, and the number of the others."""
+    """Return the first names as a comma-separated list, followed by the number of omitted ones."""
     return ", ".join(names[:MOST_NAMES]) + (f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else "")

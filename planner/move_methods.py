@@ -1,8 +1,8 @@
-"""The method by which each running request moves, KV transfer or recomputation, and its predicted seconds. Pure.
+"""Choose KV transfer or recomputation for each move of a running request, and predict its seconds. Pure.
 
-A move takes a part that grows with the context (prefill, or the links' time) and a fixed part: the order's way to the
-gateway's engines, the step that the destination is in, the first token's way back. Profiles and links give the first;
-the second is learnt from the moves that ended (`FixedMoveCost`).
+The cost of a move has a part that grows with the context (prefill or transfer) and a fixed part: sending the order to
+the engines, finishing the destination's current step, and returning the first token. Profiles and link speeds give
+the growing part; the fixed part is learned from completed moves (`FixedMoveCost`).
 """
 
 import math
@@ -16,25 +16,28 @@ from planner.cost.profile import EngineProfile
 from planner.model import ConfigurationId, EngineId, EngineView, MoveMethod, RequestMove, RequestState, Snapshot
 from planner.solver.problem import KvTransferCost
 
-# Before any move was measured: two HTTP requests to busy servers, and half a decode step.
+# Used until moves are measured: two HTTP requests to busy servers, and half a decode step.
 FIXED_PRIOR_S = 0.03
-PRIOR_COUNTS_FOR = 3  # orders
-MOST_ORDERS = 16
+PRIOR_COUNTS_FOR = 3  # measured orders
+MOST_ORDERS = 16  # newest measurements kept
 MOST_FIXED_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class FixedMoveCost:
-    """The median of what the newest orders to move by one method took beside the part that grows with the context.
+    """The fixed cost of moves by one method: the median over the newest orders, without the context's part.
 
-    The prior counts as a few orders, so that the first one that stalls is not taken for the rule.
+    The prior counts as `PRIOR_COUNTS_FOR` orders, so that one stalled first order does not determine the estimate.
     """
 
     prior_s: float = FIXED_PRIOR_S
     measured_s: tuple[float, ...] = ()
 
     def after(self, seconds: float) -> "FixedMoveCost":
-        """With one more order. Seconds below 0 (the growing part was overestimated) count as 0; NaN tells nothing."""
+        """Return a copy with one more measurement.
+
+        Seconds below 0 (the growing part was overestimated) count as 0; NaN is ignored.
+        """
         if math.isnan(seconds):
             return self
         newest = (*self.measured_s, min(MOST_FIXED_S, max(0.0, seconds)))[-MOST_ORDERS:]
@@ -47,8 +50,8 @@ class FixedMoveCost:
 
 @dataclass(frozen=True, slots=True)
 class MovePricing:
-    """What moves are priced by. `kv_versions`: of the engines that can hand KV over; those of the same one to each
-    other."""
+    """Inputs for the price of a move. `kv_versions` lists the engines that support KV transfer; two engines can
+    transfer KV to each other if their versions are equal."""
 
     profiles: Mapping[ConfigurationId, EngineProfile]
     transfer: KvTransferCost
@@ -59,18 +62,17 @@ class MovePricing:
 def choose_move_methods(
     moves: Sequence[RequestMove], snapshot: Snapshot, costing: MovePricing
 ) -> tuple[RequestMove, ...]:
-    """The moves, each by the cheaper method (appendix A), with what it is predicted to take.
+    """Return the moves, each with the cheaper method (the paper's appendix A) and its predicted seconds.
 
-    Contexts that an engine computes are computed one after the other, in this order; KV comes at once, and so does the
-    fixed part of every move. A preempted request has no KV to bring and is computed again. Nothing is predicted of
-    requests that have not run yet, whose prompts are computed in their turn, and of engines of an unknown
-    configuration.
+    An engine recomputes contexts one after the other, in this order; KV transfers and the fixed parts of all moves
+    run in parallel. A preempted request has no KV cache and is recomputed. No prediction is made for requests that
+    have not run yet, because their prompts are still to be computed, or for destinations whose prefill rate is unknown.
     """
     engines = {engine.id: engine for engine in snapshot.engines}
     wanted = {move.request for move in moves}
     views = {view.id: view for view in snapshot.requests if view.id in wanted}
     transfer_fixed_s, recompute_fixed_s = costing.transfer.transfer_fixed_s, costing.transfer.recompute_fixed_s
-    before_s: dict[EngineId, float] = {}  # of what is to be computed at an engine already
+    before_s: dict[EngineId, float] = {}  # prefill already assigned to each engine
     priced = []
     for move in moves:
         view, target = views.get(move.request), engines.get(move.to_engine)
@@ -103,12 +105,12 @@ def _prefill_s(tokens: int, target: EngineView, costing: MovePricing) -> float |
 
 
 def _transfer_s(tokens: int, source: EngineView | None, target: EngineView, costing: MovePricing) -> float | None:
-    """None where the two hand nothing over to each other."""
+    """Return the seconds of a KV transfer; None if the two engines cannot transfer KV to each other."""
     version = costing.kv_versions.get(target.id, "")
     if source is None or not version or costing.kv_versions.get(source.id) != version:
         return None
     assert target.configuration is not None, "a version names the configuration"
-    gpus = costing.profiles[target.configuration].parallelism.gpus  # the source has as many: it is configured alike
+    gpus = costing.profiles[target.configuration].parallelism.gpus  # same for the source: equal versions
     nodes = {gpu // costing.per_node for engine in (source, target) for gpu in engine.gpus}
     inside = len(nodes) == 1 and bool(source.gpus) and bool(target.gpus)
     (seconds,) = costing.transfer.transfer_s(np.array([float(tokens)]), np.array([gpus]), np.array([inside]))

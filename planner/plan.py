@@ -1,6 +1,6 @@
-"""One decision of the slow loop: forecast, fleets, admission, and a Plan that explains itself. Pure.
+"""Make one decision of the slow loop: forecast lengths, compare fleets, admit a plan. Pure.
 
-The caller measures how long it took and says so with `dataclasses.replace(plan, solve_s=...)`.
+The caller measures the solving time and sets it with `dataclasses.replace(plan, solve_s=...)`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,27 +33,27 @@ from planner.workload.series import StepForecast
 
 @dataclass(frozen=True, slots=True)
 class PlannerConfig:
-    """What may be deployed, on what, and when a change is worth it."""
+    """The deployable configurations, the GPUs, and the limits for a change."""
 
     configurations: tuple[Configuration, ...]
     gpus_count: int
     per_node: int = 8
     epsilon_s: float = 1.0
-    rebalance_share: float = 0.05  # of the time until the end, that moves must gain where lengths are not known
+    rebalance_share: float = 0.05  # share of the time until the end that moves must gain, unless lengths are exact
     cooldown_s: float = 60.0
-    interval_s: float = 0.0  # until the next plan, which may change engines as well; 0: there is none
+    interval_s: float = 0.0  # until the next plan, which may also change engines; 0: there is no next plan
     stale_after_s: float = 5.0
     bin_tokens: int = 256
     max_output_tokens: int = 32768
     max_moves_per_request: int = 4
-    scenarios: int = 8  # samples of the lengths that candidates are judged on
-    work_budget: int | None = 100_000  # the solver's, deterministic; None: as much as it thinks fit
+    scenarios: int = 8  # length samples that candidates are evaluated on
+    work_budget: int | None = 100_000  # of the solver, in deterministic units; None: the solver's default
     knowledge: Knowledge = Knowledge.FORECAST
     seed: int = 0
     transfer: KvTransferCost = NO_TRANSFER  # of KV between engines
-    can_deploy: bool = True  # somebody can stop and start engines
-    only_as_deployed: bool = False  # `configurations` describe what runs, and none can be started
-    unknown: str = ""  # engines whose step times are not known, and why
+    can_deploy: bool = True  # a deployer can stop and start engines
+    only_as_deployed: bool = False  # `configurations` describe the running engines only; none can be started
+    unknown: str = ""  # message that lists the engines without step times, with reasons
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "gpus_count", "per_node", "bin_tokens", "max_output_tokens", "scenarios")
@@ -72,19 +72,19 @@ class PlannerConfig:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What came before this decision, beside the snapshot."""
+    """Inputs from earlier decisions and steps that the snapshot does not contain."""
 
-    earlier_output_tokens: Sequence[int] = ()  # finished lengths of the steps before; the snapshot has this step's
+    earlier_output_tokens: Sequence[int] = ()  # finished lengths of earlier steps; the snapshot has this step's
     last_redeploy_s: float | None = None  # when the deployment last changed, for the cooldown
-    underway: Hold | None = None  # what earlier decisions have not ended yet
-    correction: float = 1.0  # of decoding seconds, from how earlier plans came out
+    underway: Hold | None = None  # unfinished work of earlier decisions
+    correction: float = 1.0  # factor on decoding seconds, learned from earlier plans
     known_output_tokens: Mapping[RequestId, int] | None = None  # for Knowledge.ORACLE
-    before: StepForecast | None = None  # of this step, from recent ones; it takes the place of `earlier_output_tokens`
+    before: StepForecast | None = None  # forecast of this step from recent steps; replaces `earlier_output_tokens`
 
 
 NO_HISTORY = History()
-NO_OTHERS = "no other configuration is known: name some under fleet.configurations or fleet.profile"
-NO_DEPLOYER = Hold("no_deployer", "nothing is configured that can stop and start engines")
+NO_OTHERS = "no other configuration is known: add some to fleet.configurations or fleet.profile"
+NO_DEPLOYER = Hold("no_deployer", "no deployer is configured that can stop and start engines")
 
 
 def make_plan(
@@ -96,7 +96,7 @@ def make_plan(
     control: OperatorControl = FREE,
     history: History = NO_HISTORY,
 ) -> Plan:
-    """What to deploy, and who decodes what, for the rest of this step, against leaving all as it is."""
+    """Return a plan for the rest of this step: the fleet to deploy and its requests, compared with no change."""
     control = control.at(snapshot.now_s)
     expected = _expected(snapshot, config, history)
     fleet = live_fleet(
@@ -159,7 +159,7 @@ def make_plan(
 
 
 def remaining_of(snapshot: Snapshot, config: PlannerConfig, history: History) -> Sequence[int]:
-    """[request]: remaining tokens as far as a plan knows them; else drawn from their distribution."""
+    """Return remaining tokens by [request]: exact lengths under ORACLE, otherwise drawn from the forecast."""
     drawn = _expected(snapshot, config, history).remaining_tokens
     known = history.known_output_tokens if config.knowledge is Knowledge.ORACLE else None
     if known is None:
@@ -174,7 +174,7 @@ NOTHING = FleetOptions(None, (), (), 0.0)
 
 
 def _expected(snapshot: Snapshot, config: PlannerConfig, history: History) -> Forecast:
-    """[request] of the snapshot's requests."""
+    """Return the forecast by [request] of the snapshot's requests."""
     return forecast(
         snapshot.requests,
         () if history.before is not None else history.earlier_output_tokens,
@@ -188,7 +188,7 @@ def _expected(snapshot: Snapshot, config: PlannerConfig, history: History) -> Fo
 def _lengths(
     snapshot: Snapshot, fleet: LiveFleet, config: PlannerConfig, history: History, expected: Forecast
 ) -> SampledLengths:
-    """[request] of the fleet's requests."""
+    """Return the lengths by [request] of the fleet's requests."""
     if config.knowledge is Knowledge.MEAN:
         seen = (*history.earlier_output_tokens, *(length.tokens for length in snapshot.finished))
         return averaged(fleet.requests, seen, config.max_output_tokens)
@@ -208,7 +208,7 @@ class _Choice:
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """What a decision rests on, and the options that it has."""
+    """The inputs of a decision and its options."""
 
     snapshot: Snapshot
     config: PlannerConfig
@@ -219,8 +219,10 @@ class _Case:
     options: FleetOptions
 
     def choose(self) -> _Choice:
-        """The soonest end, with as little change as comes within epsilon of it. Where engines must not change and
-        moving requests pays by itself, that is done, and what is forgone is said."""
+        """Return the option with the earliest end, preferring less change within epsilon of it.
+
+        If engines must not change but moving requests is admitted, choose the moves and report the forgone change.
+        """
         current, found = self.options.current, self.options.found
         moving, changing = (
             min((option for option in found if option.fleet.decision == decision), key=TOTAL_S, default=None)
@@ -239,7 +241,7 @@ class _Case:
             return _Choice("rebalance", self._verdict(moving, self.mode), moving, forgone)
         in_place = min((option for option in (current, moving) if option), key=TOTAL_S, default=None)
         if self._is_overridden and not is_deployed:
-            in_place = None  # the operator's configuration cannot be had
+            in_place = None  # the operator's configuration is not available
         decision = "keep" if in_place is None else self._decision(in_place)
         return _Choice(decision, self._verdict(in_place, self.mode), in_place)
 
@@ -251,7 +253,7 @@ class _Case:
         return judge(self._proposal(option), self.config.limits, mode, self.control)
 
     def _decision(self, option: FleetOption) -> str:
-        """What the plan is to do; whether that is done is up to plan admission."""
+        """Return the decision of a plan with this option; plan admission decides whether it is carried out."""
         changes = self._is_overridden and option.fleet.decision == "reconfigure"
         return "keep" if not changes and too_weak(self._proposal(option), self.config.limits) else option.fleet.decision
 
@@ -275,15 +277,18 @@ class _Case:
             later_gain_s=option.total_s - later_s if option and later_s is not None else 0.0,
             unknown=config.unknown if not config.configurations else "",
             infeasible=self._why_nothing(),
-            otherwise=NO_OTHERS if config.only_as_deployed else "nothing considered is faster",
+            otherwise=NO_OTHERS if config.only_as_deployed else "no other option is faster",
             sooner_in=(int((option.ends_s < current.ends_s).sum()), len(option.ends_s)) if option and current else None,
             underway=self.history.underway,
             blocked=self.fleet.blocked if config.can_deploy else NO_DEPLOYER,
         )
 
     def _return_s(self, option: FleetOption) -> float:
-        """The next step begins as this one did, and then wants the fleet that this one began with: what it takes to
-        start its engines again, by the share of the step's requests that have come and gone since."""
+        """Return the expected seconds for starting the replaced engines again.
+
+        The next step is assumed to need the fleet that this step began with. The seconds are weighted by the share of
+        the step's requests that have finished.
+        """
         stays = {instance.id for instance, kept in zip(option.fleet.instances, option.fleet.kept, strict=True) if kept}
         engines = zip(self.fleet.problem.current, self.fleet.limits, strict=True)
         restart_s = max((limit.switch_s for engine, limit in engines if engine.id not in stays), default=0.0)
@@ -292,9 +297,9 @@ class _Case:
 
     def _why_nothing(self) -> str:
         if not self.config.configurations:
-            return "no configurations are given to choose from (fleet.configurations, fleet.profile)"
+            return "no configurations are given: set fleet.configurations or fleet.profile"
         if not self.fleet.requests:
-            return "no request is on an engine whose configuration is known"
+            return "no request is on an engine with a known configuration"
         reasons = sorted({option.infeasible_because for option in self.options.ruled_out})
         return "no configuration can serve the requests on these GPUs" + (f": {'; '.join(reasons)}" if reasons else "")
 

@@ -1,8 +1,8 @@
-"""What an inference engine makes of its hardware: a few efficiencies and fixed times, their priors, by name. Pure.
+"""Efficiencies and fixed times of inference engines relative to their hardware, with priors. Pure.
 
-All models share one set; an engine differs from TensorRT-LLM by five factors. Every constant has a prior: a value that
-is known in general (how close to the data sheet kernels come, what an all-reduce takes) with the factor by which it may
-plausibly be off. `fitted.py` holds the values after fitting, one set for each model that was left out.
+All models share one set of constants; an engine differs from TensorRT-LLM by five factors. Every constant has a prior:
+a generally known value (how close kernels come to the data sheet, how long an all-reduce takes) and the factor by which
+it may plausibly be off. `fitted.py` contains the fitted values, one set for each model left out of the fit.
 """
 
 from collections.abc import Mapping
@@ -16,29 +16,29 @@ Numbers = NDArray[np.float64] | float  # one value, or one per row
 
 @dataclass(frozen=True, slots=True)
 class EngineConstants:
-    """Of one engine, or with an array in each field for rows of several engines."""
+    """The constants of one engine or, with an array in each field, of rows of several engines."""
 
-    hbm_efficiency: Numbers  # of the data sheet's bandwidth, reading weights
-    kv_efficiency: Numbers  # the same, reading the KV cache
-    gemm_efficiency: Numbers  # of the data sheet's rate, in decode
-    prefill_efficiency: Numbers  # of the data sheet's rate, 16-bit
+    hbm_efficiency: Numbers  # share of the data sheet's bandwidth when reading weights
+    kv_efficiency: Numbers  # the same when reading the KV cache
+    gemm_efficiency: Numbers  # share of the data sheet's rate in decode
+    prefill_efficiency: Numbers  # share of the data sheet's rate in prefill, 16-bit
     prefill_fp8_efficiency: Numbers
-    moe_prefill_efficiency: Numbers  # of experts, on top of the former
-    four_bit_efficiency: Numbers  # reading experts held in 4 bits, on top of hbm_efficiency
-    all_reduce_s: Numbers  # latency of one, at one GPU; grows with each doubling
-    all_reduce_doubling_s: Numbers
-    link_efficiency: Numbers  # of the data sheet's NVLink rate
-    layer_s: Numbers  # launching and small kernels of a layer, whatever the batch
-    quantised_layer_s: Numbers  # more of them where activations are quantised
-    moe_layer_s: Numbers  # more of them where tokens are routed to experts
-    step_s: Numbers  # host, each iteration
-    sequence_s: Numbers  # host, each sequence in each iteration; does not shrink with TP
-    element_s: Numbers  # each sequence, layer and element of the hidden state: norms, activations, sampling
-    expert_token_s: Numbers  # sorting a token to one expert and back, each layer; does not shrink with EP
-    prompt_s: Numbers  # host, each prompt
-    prefill_share: Numbers  # of others' prefill that falls into a request's decode, when the engine is busy
-    lockstep_sequences: Numbers  # requests that are prefilled together, and so do not disturb each other
-    routing_exponent: Numbers  # n tokens visit the distinct experts that n**this would, were they independent
+    moe_prefill_efficiency: Numbers  # factor on the former for experts
+    four_bit_efficiency: Numbers  # factor on hbm_efficiency when reading 4-bit experts
+    all_reduce_s: Numbers  # base latency of an all-reduce
+    all_reduce_doubling_s: Numbers  # added for each doubling of the GPUs
+    link_efficiency: Numbers  # share of the data sheet's NVLink rate
+    layer_s: Numbers  # launches and small kernels of a layer, independent of the batch
+    quantised_layer_s: Numbers  # added to layer_s if activations are quantised
+    moe_layer_s: Numbers  # added to layer_s if tokens are routed to experts
+    step_s: Numbers  # host time per iteration
+    sequence_s: Numbers  # host time per sequence and iteration; not reduced by TP
+    element_s: Numbers  # per sequence, layer and element of the hidden state: norms, activations, sampling
+    expert_token_s: Numbers  # sorting a token to one expert and back, per layer; not reduced by EP
+    prompt_s: Numbers  # host time per prompt
+    prefill_share: Numbers  # share of other requests' prefill that delays a request's decode on a busy engine
+    lockstep_sequences: Numbers  # requests that are prefilled together and do not delay each other
+    routing_exponent: Numbers  # n tokens visit as many distinct experts as n**this independent tokens would
     ep_imbalance_exponent: Numbers  # the busiest of n ranks has n**this times the mean load
 
 
@@ -72,13 +72,13 @@ PRIORS: dict[str, ConstantPrior] = {
     "prompt_s": ConstantPrior(1e-3, 0.7),
     "prefill_share": ConstantPrior(0.9, 0.1),
     "lockstep_sequences": ConstantPrior(1.5, 0.3),
-    # Heaps' law: what is new among n draws from a skewed lot grows as a power of n, of 0.4 to 0.8 in most lots.
+    # Heaps' law: the number of distinct items in n draws from a skewed distribution grows as n**k, k mostly 0.4 to 0.8.
     "routing_exponent": ConstantPrior(0.6, 0.1),
     "ep_imbalance_exponent": ConstantPrior(0.35, 0.2),
 }
 
-# SGLang prefills whatever waits before it decodes on, so requests that start together stay together, and their prefill
-# shows as time to first token instead.
+# SGLang prefills all waiting prompts before it continues to decode. Requests that start together stay together, and
+# their prefill appears in the time to first token instead.
 BACKEND_PRIORS: dict[str, dict[str, ConstantPrior]] = {
     "vllm": {
         "layer_s": ConstantPrior(1.0, 0.2),
@@ -98,7 +98,7 @@ BACKEND_PRIORS: dict[str, dict[str, ConstantPrior]] = {
 
 BACKENDS = (REFERENCE_BACKEND, *BACKEND_PRIORS)
 
-# Constants that only models with experts show; they are fitted on those, with the others held.
+# Constants that only affect models with experts. They are fitted on such models, with all other constants fixed.
 MOE_ONLY = (
     "moe_prefill_efficiency",
     "four_bit_efficiency",
@@ -110,7 +110,7 @@ MOE_ONLY = (
 
 
 def flat_priors() -> dict[str, ConstantPrior]:
-    """Every number that is fitted, by name; a backend's factors as `vllm.layer_s`."""
+    """Return the priors of all fitted numbers by name. The factors of a backend have names such as `vllm.layer_s`."""
     factors = {
         f"{backend}.{name}": prior for backend, priors in BACKEND_PRIORS.items() for name, prior in priors.items()
     }
@@ -122,11 +122,11 @@ def prior_values() -> dict[str, float]:
 
 
 class UnknownBackend(ValueError):
-    """No constants for it; the message lists what is known."""
+    """Raised for an unknown backend; the message lists the known ones."""
 
 
 def constants_of(values: Mapping[str, float], backend: str) -> EngineConstants:
-    """The constants of one engine out of the flat `values`."""
+    """Return the constants of one engine from the flat `values`."""
     if backend not in BACKENDS:
         raise UnknownBackend(f"unknown backend {backend!r}, known: {', '.join(BACKENDS)}")
     return EngineConstants(**{name: values[name] * values.get(f"{backend}.{name}", 1.0) for name in PRIORS})

@@ -1,4 +1,4 @@
-"""Inference engines as the cost model knows them, by name. Pure."""
+"""Inference engines of the cost model, by name. Pure."""
 
 from dataclasses import dataclass, replace
 
@@ -6,21 +6,21 @@ from planner.cost.engine_constants import BACKENDS, EngineConstants, constants_o
 from planner.cost.fitted import FITTED, FITTED_ON, FITTED_TO, LEFT_OUT_ERROR_MAX, LEFT_OUT_ERROR_MEAN, LEFT_OUT_ROWS
 from planner.cost.profile import ProfileSource, Provenance
 
-# From a cold start to the first token: processes, imports, graphs. A rule of thumb, until somebody measures.
+# From a cold start to the first token: processes, imports, graphs. A rule of thumb until it is measured.
 COLD_START_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class EngineModel:
-    """An engine's constants, and what only it decides."""
+    """An inference engine: its constants, limits and start-up times."""
 
     name: str
     constants: EngineConstants
     provenance: Provenance
-    start_s: float = COLD_START_S  # of a switch, before weights are loaded
-    start_detail: str = "rule of thumb for a cold start"  # where start_s is from
-    start_s_per_gpu: float = 0.01  # joining the group of an instance
-    max_sequences: int = 1024  # of one attention replica
+    start_s: float = COLD_START_S  # start of an instance, before weights are loaded
+    start_detail: str = "rule of thumb for a cold start"  # source of start_s
+    start_s_per_gpu: float = 0.01  # joining the process group of an instance
+    max_sequences: int = 1024  # per attention replica
     spills: bool = False  # KV beyond the capacity goes to CPU memory instead of waiting
 
 
@@ -40,7 +40,7 @@ ENGINES: dict[str, EngineModel] = {backend: _fitted(backend) for backend in BACK
 
 
 class UnknownEngine(ValueError):
-    """No constants for it; the message lists what is known."""
+    """Raised for an unknown engine; the message lists the known ones."""
 
 
 def engine_named(name: str) -> EngineModel:
@@ -50,5 +50,5 @@ def engine_named(name: str) -> EngineModel:
 
 
 def with_constants(engine: EngineModel, **values: float) -> EngineModel:
-    """The engine with some of its constants known better."""
+    """Return the engine with some of its constants replaced."""
     return replace(engine, constants=replace(engine.constants, **values))

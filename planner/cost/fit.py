@@ -1,8 +1,8 @@
-"""Fit curves to what was seen: step times over (sequences, KV tokens), prefill, moves. Pure, robust, with their errors.
+"""Fit curves to measurements: step times over (sequences, KV tokens), prefill and moves, with their errors. Pure.
 
-Errors are relative: a step of 5 ms counts as much as one of 50 ms. All coefficients are >= 0, so a fitted step time
-never falls with load: least squares by the active sets of Lawson and Hanson (1974), as scipy's takes longer to load
-than a daemon to start. Samples far from the rest (a stall, a stray request) lose their weight.
+Errors are relative, so that steps of 5 ms and of 50 ms have equal weight. All coefficients are >= 0, so that a fitted
+step time never falls with load. The least squares use the active sets of Lawson and Hanson (1974), because importing
+scipy's solver takes longer than starting a daemon. Outliers (a stall, a stray request) lose their weight.
 """
 
 from collections.abc import Sequence
@@ -17,27 +17,27 @@ from planner.cost.profile import Curve, EngineProfile, StepTime
 
 Floats = NDArray[np.float64]
 
-# A straight line is kept while its cross-validated error is below this; each further knot has to lower the error by a
-# tenth.
+# A straight line is kept if its cross-validated error is below this. Otherwise each further knot must lower the error
+# by a share of KNOT_MUST_GAIN.
 LINE_IS_ENOUGH = 0.015
 KNOT_MUST_GAIN = 0.1
 MOST_KNOTS = 12
 FOLDS = 5
 
-# A re-fit keeps at least this share of the scaled base at one sequence: no step takes no time.
+# A refit keeps at least this share of the scaled base at one sequence, because no step takes zero time.
 LEAST_BASE = 0.05
 
 _HUBER, _BISQUARE = 1.345, 4.685  # the usual tuning constants: 95 % efficiency on normal errors
-_LEAST_SCALE = 0.02  # no sample is an outlier for missing by little, however well the rest fits
+_LEAST_SCALE = 0.02  # minimum scale, so that a small error never makes an outlier
 _ROUNDS = 12
 
 
 class TooFewSamples(ValueError):
-    """The samples do not determine what was asked."""
+    """Raised if the samples do not determine the fit."""
 
 
 class StepSample(NamedTuple):
-    """One batch as it was seen: mean seconds of a decode iteration while it ran."""
+    """One measured batch, with the mean seconds of a decode iteration."""
 
     sequences: float
     kv_tokens: float
@@ -45,7 +45,7 @@ class StepSample(NamedTuple):
 
 
 class TimedSample(NamedTuple):
-    """A size (tokens, bytes) and the seconds that it took."""
+    """A measured size (tokens or bytes) and the seconds that it took."""
 
     size: float
     seconds: float
@@ -53,7 +53,7 @@ class TimedSample(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FitError:
-    """Relative, over all samples, outliers included."""
+    """Relative errors over all samples, outliers included."""
 
     samples: int
     mean: float
@@ -64,7 +64,7 @@ class FitError:
 class StepFit:
     step: StepTime
     error: FitError
-    prefill_s_per_token: float = 0.0  # where steps prefill others' prompts on the way
+    prefill_s_per_token: float = 0.0  # for steps that also prefill other requests' prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,18 +80,18 @@ def fit_step(
     prefilled_tokens: Sequence[float] = (),
     robust: bool = True,
 ) -> StepFit:
-    """A step time through the samples: affine where that is enough, with knots in sequences where it is not.
+    """Return a step time fitted to the samples: affine if that suffices, otherwise with knots in sequences.
 
-    `prefilled_tokens`: [sample], that each step prefilled in the mean beside decoding. Samples of a table have no
-    strays: with `robust` off each of them counts.
-    Raises TooFewSamples where sequences and KV tokens did not vary apart from each other.
+    `prefilled_tokens` has the mean number of tokens by [sample] that each step prefilled in addition to decoding. With
+    `robust` off, all samples keep their weight, as for a table without outliers. Raises TooFewSamples if sequences
+    and KV tokens did not vary independently.
     """
     beside: list[tuple[float, ...]] = [(tokens,) for tokens in prefilled_tokens] or [()] * len(samples)
-    # In order of size, neighbours fall into different folds.
+    # Sorted by size, so that neighbours fall into different folds.
     table = np.array(sorted((*sample, *more) for sample, more in zip(samples, beside, strict=True)), dtype=float)
     if len(table) < (4 if prefilled_tokens else 3) or not _varied_apart(table[:, 0], table[:, 1]):
         raise TooFewSamples(
-            f"{len(table)} samples do not tell sequences and KV tokens apart: several batches and contexts are needed"
+            f"{len(table)} samples cannot separate sequences from KV tokens: measure several batch and context sizes"
         )
     sequences, step_s, others = table[:, 0], table[:, 2], np.delete(table, (0, 2), axis=1)
     knots = _choose_knots(sequences, others, step_s, line_is_enough, robust)
@@ -101,10 +101,10 @@ def fit_step(
 
 
 def fit_curve(seen: Sequence[TimedSample], line_is_enough: float = LINE_IS_ENOUGH) -> CurveFit:
-    """Seconds over sizes: a line where that is enough, with knots where it is not. Raises TooFewSamples."""
+    """Return a curve of seconds over sizes: a line if that suffices, otherwise with knots. Raises TooFewSamples."""
     sizes, seconds = (np.array(column, dtype=float) for column in zip(*sorted(seen), strict=True))
     if len(set(sizes)) < 2:
-        raise TooFewSamples(f"a curve needs two sizes at least, got {sorted(set(sizes))}")
+        raise TooFewSamples(f"a curve requires at least two sizes, got {sorted(set(sizes))}")
     nothing = np.empty((len(seen), 0))
     knots = _choose_knots(sizes, nothing, seconds, line_is_enough, robust=True)
     fitted = _fit(_design(sizes, knots, nothing), seconds)
@@ -112,12 +112,12 @@ def fit_curve(seen: Sequence[TimedSample], line_is_enough: float = LINE_IS_ENOUG
 
 
 def fit_rate(seen: Sequence[TimedSample]) -> tuple[float, FitError]:
-    """Sizes per second, beside a fixed part that every one of them takes. Raises TooFewSamples.
+    """Return a rate in sizes per second, apart from a fixed time per sample. Raises TooFewSamples.
 
-    Where size makes no difference beyond the spread of what was seen, the rate is the lowest that would show.
+    If the seconds hardly depend on the size, the rate is limited to what their spread can show.
     """
     if len({item.size for item in seen}) < 2:
-        raise TooFewSamples("a rate needs two sizes at least")
+        raise TooFewSamples("a rate requires at least two sizes")
     sizes = np.array([item.size for item in seen], dtype=float)
     seconds = np.array([item.seconds for item in seen], dtype=float)
     fitted = _fit(np.stack([np.ones_like(sizes), sizes], axis=1), seconds)
@@ -127,10 +127,11 @@ def fit_rate(seen: Sequence[TimedSample]) -> tuple[float, FitError]:
 
 
 def refit_step(prior: EngineProfile, samples: Sequence[StepSample], weights: Floats, trust: float) -> StepFit:
-    """The prior's step time, moved by what was seen; where nothing was seen it keeps its shape.
+    """Return the prior's step time adjusted to the samples; it keeps its shape outside their range.
 
-    First all of it is scaled to what was seen. Where the batch varied, the base becomes `constant + scale * prior's +
-    slope * sequences` and KV tokens get their own time, each pulled towards the prior by `trust`, in samples.
+    First, all of it is scaled to the samples. If the batch varied, the base becomes `constant + scale * prior + slope *
+    sequences`, and KV tokens get their own time. Each coefficient is pulled towards the prior with the weight of
+    `trust` samples.
     """
     sequences, kv_tokens, step_s = _columns(samples)
     step = _scaled(prior.step, sequences, kv_tokens, step_s, weights)
@@ -139,7 +140,7 @@ def refit_step(prior: EngineProfile, samples: Sequence[StepSample], weights: Flo
     scaled = StepFit(step, FitError(len(step_s), float(misses.mean()), float(misses.max())))
     if not _varied(sequences) and not _varied(kv_tokens):
         return scaled
-    # Units in which a coefficient of one is a typical step: the same pull towards the prior in every direction.
+    # In these units a coefficient of 1 is a typical step, so that the pull towards the prior is equal for all.
     typical_s = step.at(prior.max_sequences / 2, prior.kv_capacity_tokens / 2) or 1.0
     per_sequence_s, per_token_s = typical_s / prior.max_sequences, typical_s / prior.kv_capacity_tokens
     base_s = np.array([base.at(b) for b in sequences])
@@ -148,7 +149,7 @@ def refit_step(prior: EngineProfile, samples: Sequence[StepSample], weights: Flo
     fitted = _fit(np.stack(columns, axis=1), step_s, weights, (believed, trust))
     constant, scale, slope, kv = (float(value) for value in fitted.coefficients)
     moved = _moved(base, constant * typical_s, scale, slope * per_sequence_s)
-    if moved.at(1.0) < LEAST_BASE * base.at(1.0):  # samples that contradict each other can leave nothing of it
+    if moved.at(1.0) < LEAST_BASE * base.at(1.0):  # contradictory samples can reduce the base to zero
         return scaled
     return StepFit(StepTime(moved, kv * per_token_s, step.spill_s_per_token), fitted.error)
 
@@ -164,7 +165,7 @@ def _moved(curve: Curve, constant: float, scale: float, slope: float) -> Curve:
 
 
 def refit_curve(prior: Curve, seen: Sequence[TimedSample], weights: Floats, trust: float) -> CurveFit:
-    """The prior's curve, moved by what was seen as in `refit_step`."""
+    """Return the prior's curve adjusted to the samples, as in `refit_step`."""
     sizes = np.array([item.size for item in seen], dtype=float)
     seconds = np.array([item.seconds for item in seen], dtype=float)
     largest = float(sizes.max())
@@ -184,7 +185,7 @@ def refit_curve(prior: Curve, seen: Sequence[TimedSample], weights: Floats, trus
 
 
 def _with_range(curve: Curve, most: float) -> Curve:
-    """The same function with its last knot at `most` or beyond: a slope between near knots loses its digits."""
+    """Return the same function with its last knot at `most` or beyond: slopes between close knots lose precision."""
     xs, ys = curve.xs, curve.ys
     if len(xs) == 1:
         return Curve((xs[0], max(most, xs[0] + 1)), (ys[0], ys[0]))
@@ -204,11 +205,10 @@ def _fit(
     *,
     robust: bool = True,
 ) -> _Fitted:
-    """Coefficients >= 0 with the least relative error, outliers downweighted; `prior` is what they are believed to be,
-    and the weight of that in samples.
+    """Return the coefficients >= 0 with the least relative error, with outliers downweighted.
 
-    `design`: [sample, column]. Huber's weights first, which find the bulk from anywhere, then Tukey's, which let go of
-    outliers altogether.
+    `design` is [sample, column]. `prior` has the expected coefficients and their weight in samples. Huber's weights are
+    used first, because they find the bulk from any start, then Tukey's, which exclude outliers.
     """
     relative = design / seconds[:, None]
     given = np.ones_like(seconds) if weights is None else weights
@@ -235,7 +235,7 @@ def _fit(
 
 
 def _nonnegative(relative: Floats, weights: Floats, believed: Floats, trust: float) -> Floats:
-    """Weighted least squares with coefficients >= 0, columns brought to one size first."""
+    """Return the weighted least squares with coefficients >= 0, with columns scaled to equal size first."""
     root = np.sqrt(weights)
     size = np.maximum(np.abs(relative).max(axis=0), 1e-300)
     rows, target = [relative / size * root[:, None]], [root]
@@ -255,7 +255,7 @@ def _weighted_median(values: Floats, weights: Floats) -> float:
 def _choose_knots(
     sizes: Floats, others: Floats, seconds: Floats, line_is_enough: float, robust: bool
 ) -> tuple[float, ...]:
-    """The ends, and between them as many of the sizes seen as lower the error on samples that were left out."""
+    """Return the end knots and the measured sizes between them that lower the cross-validated error enough."""
     seen = np.unique(sizes)
     if len(seen) == 1:
         return (float(seen[0]),)
@@ -272,7 +272,7 @@ def _choose_knots(
 
 
 def _left_out_error(design: Floats, seconds: Floats, robust: bool) -> float:
-    """Mean relative error on samples that the fit did not see; an outlier counts as one sample, not more."""
+    """Return the mean relative error on samples left out of the fit; the error of an outlier counts as at most 1."""
     fold = np.arange(len(seconds)) % FOLDS
     missed = np.empty_like(seconds)
     for number in range(min(FOLDS, len(seconds))):
@@ -283,9 +283,9 @@ def _left_out_error(design: Floats, seconds: Floats, robust: bool) -> float:
 
 
 def _design(sizes: Floats, knots: tuple[float, ...], others: Floats) -> Floats:
-    """[sample, column]: a one, the way through each segment between knots (its slope's column), then `others`.
+    """Return the design by [sample, column]: ones, the length within each segment between knots, then `others`.
 
-    The first segment goes on to the left and the last to the right, as a Curve does.
+    The coefficient of a segment is its slope. The first and the last segment extend beyond their ends, as in a Curve.
     """
     ordered = sorted(knots)
     columns = [np.ones_like(sizes)]
@@ -311,14 +311,14 @@ def _varied(sizes: Floats) -> bool:
 
 
 def _varied_apart(sequences: Floats, kv_tokens: Floats) -> bool:
-    """Whether KV tokens are something else than a line in sequences."""
+    """Return whether KV tokens vary independently of sequences, that is, are not a linear function of them."""
     design = np.stack([np.ones_like(sequences), sequences], axis=1)
     (coefficients, *_) = np.linalg.lstsq(design, kv_tokens, rcond=None)
     return float(np.abs(kv_tokens - design @ coefficients).max()) > 0.02 * max(float(np.max(kv_tokens)), 1.0)
 
 
 def nonnegative_least_squares(rows: Floats, target: Floats) -> Floats:
-    """Return the x >= 0 with the least |rows @ x - target|. Raises ValueError where no end is found."""
+    """Return the x >= 0 with the least |rows @ x - target|. Raises ValueError if the iteration does not converge."""
     count = rows.shape[1]
     found, free, barred = np.zeros(count), np.zeros(count, dtype=bool), np.zeros(count, dtype=bool)
     rounding = 10 * max(rows.shape) * np.finfo(float).eps * np.abs(rows).sum(axis=0) * np.abs(target).max(initial=0.0)
@@ -330,7 +330,7 @@ def nonnegative_least_squares(rows: Floats, target: Floats) -> Floats:
         new = int(np.argmax(np.where(open_, descent, -np.inf)))
         free[new] = True
         trial = _least_squares(rows, target, free)
-        if trial[new] <= 0:  # by rounding alone: it would come and go for ever
+        if trial[new] <= 0:  # only by rounding: the column would be added and removed forever
             free[new], barred[new] = False, True
             continue
         barred[:] = False
@@ -342,11 +342,11 @@ def nonnegative_least_squares(rows: Floats, target: Floats) -> Floats:
             found[~free] = 0.0
             trial = _least_squares(rows, target, free)
         found = trial
-    raise ValueError(f"no least squares >= 0 were found for {rows.shape[0]} rows of {count} columns")
+    raise ValueError(f"nonnegative least squares did not converge for {rows.shape[0]} rows of {count} columns")
 
 
 def _least_squares(rows: Floats, target: Floats, free: NDArray[np.bool_]) -> Floats:
-    """Return the least squares over the free columns; the others are 0."""
+    """Return the least-squares solution over the free columns; the coefficients of the others are 0."""
     found = np.zeros(rows.shape[1])
     found[free] = np.linalg.lstsq(rows[:, free], target, rcond=None)[0]
     return found

@@ -1,4 +1,4 @@
-"""Engine constants after fitting. Written by `orchestrrl profile fit`, never by hand; what the names mean:
+"""Fitted engine constants. Written by `orchestrrl profile fit`, do not edit. The names are documented in
 engine_constants.py."""
 
 FITTED_ON = "2026-11-21"

@@ -1,8 +1,8 @@
-"""GPUs as the cost model sees them: sizes and rates from data sheets, nothing measured. Pure.
+"""GPUs of the cost model: sizes and rates from data sheets, not from measurements. Pure.
 
-Peak rates are dense (without sparsity). `nvlink_bytes_per_s` is what one GPU sends while it receives as much, half of
-the figure that vendors quote for both ways together. Sources: NVIDIA's data sheets of each product; H800 and H20 also
-in table 2 of the RollArt paper (arXiv 2512.22560).
+Peak rates are dense (without sparsity). `nvlink_bytes_per_s` is the rate of one direction, half of the bidirectional
+figure that vendors quote. Sources: NVIDIA's data sheets of each product; for H800 and H20 also table 2 of the RollArt
+paper (arXiv 2512.22560).
 """
 
 import re
@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 
 GB = 1e9
 TFLOPS = 1e12
-INTER_NODE_LATENCY_S = 10e-6  # of a collective over RDMA, beyond what it takes over NVLink
+INTER_NODE_LATENCY_S = 10e-6  # latency that RDMA adds to a collective, compared with NVLink
 
 
 @dataclass(frozen=True, slots=True)
 class GpuModel:
-    """One GPU of a node with its links. A peak of 0 means that the format has no tensor cores of its own there."""
+    """A GPU with its links. A peak rate of 0 means that the GPU has no tensor cores for that format."""
 
     name: str
     hbm_bytes: float
@@ -24,7 +24,7 @@ class GpuModel:
     fp8_flops: float
     fp4_flops: float
     nvlink_bytes_per_s: float  # one way
-    nic_bytes_per_s: float  # one way, this GPU's share of its node's
+    nic_bytes_per_s: float  # one way, the GPU's share of its node's NICs
     pcie_bytes_per_s: float  # to CPU memory, one way
     per_node: int = field(default=8, kw_only=True)
     inter_node_latency_s: float = INTER_NODE_LATENCY_S
@@ -35,12 +35,12 @@ class GpuModel:
                 raise ValueError(f"{figure} must be > 0, got {getattr(self, figure)}")
 
     def multiplies(self, weight_bits: float) -> bool:
-        """Whether it has tensor cores for weights and activations of that many bits, fewer than 16."""
+        """Return whether the GPU has tensor cores for weights and activations of `weight_bits`, if fewer than 16."""
         peak = self.fp4_flops if weight_bits < 8 else self.fp8_flops
         return weight_bits < 16 and peak > 0
 
     def flops_per_s(self, weight_bits: float) -> float:
-        """Peak for weights of that many bits. What it cannot multiply as it is, is widened to 16 bits first."""
+        """Return the peak rate for weights of `weight_bits`. Formats without tensor cores are widened to 16 bits."""
         if not self.multiplies(weight_bits):
             return self.bf16_flops
         return self.fp4_flops if weight_bits < 8 else self.fp8_flops
@@ -64,13 +64,13 @@ GPUS: dict[str, GpuModel] = {
 
 
 class UnknownGpu(ValueError):
-    """No constants for it; the message lists what is known."""
+    """Raised for an unknown GPU; the message lists the known ones."""
 
 
 def gpu_of_product(name: str) -> GpuModel:
-    """By a product name as drivers report it: `NVIDIA H100 80GB HBM3`, `NVIDIA A100-SXM4-80GB`. Raises UnknownGpu.
+    """Return the GPU for a product name as drivers report it, such as `NVIDIA A100-SXM4-80GB`. Raises UnknownGpu.
 
-    The name must contain a known GPU's as a whole word: GH200 and H100 are different products.
+    The product name must contain a known GPU's name as a whole word, because GH200 and H200 are different products.
     """
     for word in re.split(r"[^a-z0-9]+", name.lower()):
         if word in GPUS:
@@ -79,7 +79,7 @@ def gpu_of_product(name: str) -> GpuModel:
 
 
 def gpu_named(name: str) -> GpuModel:
-    """By name, in any case, with or without the form factor that systems are listed under (`h100_sxm`)."""
+    """Return the GPU with a name in any case, with or without a form factor (`h100_sxm`). Raises UnknownGpu."""
     plain = name.strip().lower().replace("-", "_").removeprefix("nvidia_").split("_")[0]
     if plain not in GPUS:
         raise UnknownGpu(f"unknown GPU {name!r}, known: {', '.join(sorted(GPUS))}")

@@ -1,4 +1,4 @@
-"""Models as the cost model sees them: sizes of their layers, from their published configurations. Pure."""
+"""Language models of the cost model: layer sizes from their published configurations. Pure."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ class Model:
     q_heads: int
     kv_heads: int
     head_dim: int
-    ffn: int  # of the dense layer, or of the expert that every token visits; 0: none
+    ffn: int  # of the dense layer, or of the shared expert that every token visits; 0: none
     vocab: int
     experts: int = 0
     experts_per_token: int = 0
@@ -38,12 +38,12 @@ class Model:
 
     @property
     def attention_params(self) -> int:
-        """Of one layer: projections of queries, keys, values and output."""
+        """Parameters of one layer's projections of queries, keys, values and output."""
         return self.hidden * self.head_dim * (2 * self.q_heads + 2 * self.kv_heads)
 
     @property
     def dense_ffn_params(self) -> int:
-        """Of one layer: gate, up and down that every token passes."""
+        """Parameters of one layer's gate, up and down projections that every token passes."""
         return 3 * self.hidden * self.ffn
 
     @property
@@ -61,12 +61,12 @@ class Model:
 
     @property
     def active_params(self) -> int:
-        """That a token is multiplied with."""
+        """The number of parameters that each token is multiplied with."""
         per_layer = self.attention_params + self.dense_ffn_params + self.experts_per_token * self.expert_params
         return self.layers * per_layer + self.head_params
 
     def kv_bytes_per_token(self, kv_bits: float = BF16_BITS) -> float:
-        """Held for each token, over all layers and heads."""
+        """Return the KV cache bytes of one token, over all layers and heads."""
         return 2 * self.layers * self.kv_heads * self.head_dim * kv_bits / 8
 
 
@@ -92,14 +92,17 @@ MODELS: dict[str, Model] = {
 
 
 class UnknownModel(ValueError):
-    """No constants for it; the message lists what is known."""
+    """Raised for an unknown model; the message lists the known ones."""
 
 
 _SUFFIXES = ("-instruct", "-fp8", "-chat", "-bf16", "-nvfp4", "-base", "-2507", "-fp4", "-it", "-thinking")
 
 
 def model_named(name: str) -> Model:
-    """By name, or by the path of a published checkpoint: owner and what names the format or the tuning do not count."""
+    """Return the model with a name, or with the path of a published checkpoint. Raises UnknownModel.
+
+    The owner in the path, and suffixes for the format or the tuning, are ignored.
+    """
     plain = name.strip().lower().rsplit("/", 1)[-1].replace("meta-llama-3", "llama-3")
     while plain not in MODELS and plain.endswith(_SUFFIXES):
         plain = next(plain.removesuffix(suffix) for suffix in _SUFFIXES if plain.endswith(suffix))

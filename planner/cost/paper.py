@@ -1,8 +1,8 @@
-"""The engine of the OrchestrRL paper (arXiv 2601.01209), and its profiles by name. Pure.
+"""Profiles of the engine of the OrchestrRL paper (arXiv 2601.01209), by name. Pure.
 
 The paper gives the times of two phases of a step for Qwen2.5-14B on 8 H800 GPUs (section 2.1). Its engine is slower
-than those that `fitted.py` knows: what it takes for each iteration and for each sequence, whatever the TP, is fitted to
-those six times, and so are the lengths of the two phases, which the paper leaves out. The rest is the roofline's.
+than those in `fitted.py`. The host times per iteration and per sequence, equal for all TP sizes, are fitted to these
+six times, together with the lengths of the two phases, which the paper omits. All other figures are from the roofline.
 """
 
 from collections.abc import Sequence
@@ -29,14 +29,14 @@ FITTED_ON = "2026-11-21"
 
 @dataclass(frozen=True, slots=True)
 class PhaseOfStep:
-    """Of a generation step: sequences over all instances, what each holds on average, and the iterations it lasts."""
+    """One phase of a generation step: sequences over all instances, their mean context, and its iterations."""
 
     sequences: float
     context_tokens: float
     iterations: float
 
     def seconds(self, profile: EngineProfile) -> float:
-        """On as many equal instances as fit on the paper's GPUs."""
+        """Return the seconds of the phase on as many equal instances as fit on the paper's GPUs."""
         mine = self.sequences * profile.parallelism.gpus / GPUS
         return self.iterations * profile.step.at(mine, mine * self.context_tokens)
 
@@ -45,14 +45,14 @@ class PhaseOfStep:
 EARLY_S = {2: 79.2, 4: 96.3, 8: 138.7}
 TAIL_S = {2: 208.4, 4: 188.3, 8: 165.1}
 
-# Given by the paper: the batch. Assumed: what sequences hold, and how many are left in the tail.
+# Given by the paper: the batch. Assumed: the contexts, and the number of sequences in the tail.
 EARLY_SEQUENCES, EARLY_CONTEXT_TOKENS = 512.0, 2000.0
 TAIL_SEQUENCES, TAIL_CONTEXT_TOKENS = 8.0, 8000.0
 
 
 @dataclass(frozen=True, slots=True)
 class HostFit:
-    """What explains the six times best."""
+    """The host times and phase lengths that best explain the six times of the paper."""
 
     step_s: float
     sequence_s: float  # beyond the roofline's own share for each sequence
@@ -68,25 +68,28 @@ class HostFit:
         return PhaseOfStep(TAIL_SEQUENCES, TAIL_CONTEXT_TOKENS, self.tail_iterations)
 
 
-# By least squares on the logarithms of the six times: tests/planner/cost/test_paper.py fits it again.
+# By least squares on the logarithms of the six times; tests/planner/cost/test_paper.py repeats the fit.
 FITTED = HostFit(step_s=7.074e-3, sequence_s=24.5e-6, early_iterations=2555, tail_iterations=14356)
 
-# Of a node's CPU memory, an eighth of half a terabyte. Assumed: the paper does not say.
+# An eighth of half a terabyte of a node's CPU memory. Assumed: the paper does not give it.
 CPU_KV_BYTES_PER_GPU = 64e9
 
-# A switch of the case study to TP=8 takes this long (figure 11); what is not loading weights is put on starting.
+# A redeployment of the case study to TP=8 takes this long (figure 11); all but loading weights counts as start-up.
 SWITCH_TO_TP8_S = 1.5
 
 PROFILES = {"paper-14b-h800": "qwen2.5-14b", "paper-32b-h800": "qwen2.5-32b"}
 
 
 class UnknownProfile(ValueError):
-    """No built-in profile of that name; the message lists what is known."""
+    """Raised for an unknown built-in profile; the message lists the known ones."""
 
 
 @cache
 def named_profile(name: str) -> Profile:
-    """TP 1 to 8 of one of the paper's two models on its engine and GPUs, as far as the model fits."""
+    """Return the profile of one of the paper's two models on its engine and GPUs, for the TP sizes 1 to 8 that fit.
+
+    Raises UnknownProfile.
+    """
     if name not in PROFILES:
         raise UnknownProfile(f"unknown profile {name!r}, known: {', '.join(sorted(PROFILES))}")
     model, layouts = model_named(PROFILES[name]), [Parallelism(tp=tp) for tp in (1, 2, 4, 8)]
@@ -94,7 +97,7 @@ def named_profile(name: str) -> Profile:
 
 
 def paper_engine(model: Model, host: HostFit = FITTED) -> EngineModel:
-    """A vLLM of the paper's time. KV that does not fit can go to CPU memory (section 4.1)."""
+    """Return the vLLM engine of the paper. KV that does not fit can go to CPU memory (section 4.1)."""
     vllm = engine_named("vllm")
     switched = Parallelism(tp=8)
     loading_s = weight_bytes_per_gpu(FITTED_MODEL, switched, published_precision(FITTED_MODEL)) / GPU.pcie_bytes_per_s
@@ -109,10 +112,10 @@ def paper_engine(model: Model, host: HostFit = FITTED) -> EngineModel:
 
 
 def _provenance(model: Model, host: HostFit) -> Provenance:
-    """Only the model that was fitted has errors to show."""
+    """Return the provenance of a model's profile; only the fitted model has fit errors."""
     detail = "data sheets, vllm constants, host time fitted to phases of Qwen2.5-14B on H800 in arXiv 2601.01209"
     if model != FITTED_MODEL:
-        return Provenance(ProfileSource.ROOFLINE, FITTED_ON, f"{detail}, taken over to {model.name}")
+        return Provenance(ProfileSource.ROOFLINE, FITTED_ON, f"{detail}, applied to {model.name}")
     seconds, measured = phase_seconds(_tp_profiles(host), host), _measured_s()
     errors = np.abs(seconds / measured - 1)
     return Provenance(
@@ -121,7 +124,7 @@ def _provenance(model: Model, host: HostFit) -> Provenance:
 
 
 def phase_seconds(profiles: Sequence[EngineProfile], host: HostFit = FITTED) -> Floats:
-    """Of both phases [early of each profile, then tail of each]."""
+    """Return the seconds of both phases: the early phase of each profile, then the tail of each."""
     return np.array([phase.seconds(profile) for phase in (host.early, host.tail) for profile in profiles])
 
 

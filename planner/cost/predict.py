@@ -1,9 +1,9 @@
-"""Profiles of engines that nobody has measured yet, from constants of model, GPU and engine. Pure.
+"""Predict engine profiles from constants of model, GPU and engine, without measurements. Pure.
 
 Data-parallel attention: each replica decodes its share of the sequences, and all replicas together hold the experts.
-AFD (attention and FFN on GPUs of their own): micro-batches take turns on both sides, so that a layer takes the longer
-side's or the links' time for all of them, or one micro-batch's way there and back where that is longer. With few
-sequences the way there and back is all there is: AFD's poor tail.
+AFD (attention and FFN on separate GPUs): micro-batches alternate between both sides. A layer takes the time of the
+slower side or of the links for all micro-batches, or the round trip of one micro-batch if that is longer. With few
+sequences the round trip dominates, which makes AFD slow in the tail.
 """
 
 from collections.abc import Sequence
@@ -53,11 +53,11 @@ RECOMPUTE_KNOTS = (256, 1024, 4096, 16384, 32768, 65536, 131072)
 
 
 class DoesNotFit(ValueError):
-    """The weights leave no room for a KV cache."""
+    """Raised if the weights leave no room for a KV cache."""
 
 
 def published_precision(model: Model) -> Precision:
-    """The checkpoint's own, with a 16-bit KV cache."""
+    """Return the checkpoint's own precision, with a 16-bit KV cache."""
     return Precision(model.weight_bits, model.expert_bits)
 
 
@@ -69,12 +69,12 @@ def predict(
     precision: Precision | None = None,
     cpu_kv_bytes_per_gpu: float = 0.0,
 ) -> EngineProfile:
-    """The profile of one layout. `cpu_kv_bytes_per_gpu` takes KV that does not fit, if the engine spills.
+    """Return the profile of one layout. If the engine spills, `cpu_kv_bytes_per_gpu` holds KV that does not fit.
 
-    Raises DoesNotFit.
+    Raises DoesNotFit, and ValueError for pipeline stages.
     """
     if parallelism.pp > 1:
-        raise ValueError(f"step times of pipeline stages are not modelled, got pp {parallelism.pp}")
+        raise ValueError(f"pp must be 1, because step times of pipeline stages are not modelled, got {parallelism.pp}")
     bits = precision or published_precision(model)
     capacity = _capacity_tokens(model, gpu, parallelism, bits)
     if capacity < 1:
@@ -109,7 +109,7 @@ def predict_profile(
     precision: Precision | None = None,
     cpu_kv_bytes_per_gpu: float = 0.0,
 ) -> Profile:
-    """All of `layouts` that fit, and what moving a request costs."""
+    """Return the profiles of all `layouts` that fit, and the costs of moving a request."""
     configurations = []
     for parallelism in layouts:
         try:
@@ -121,7 +121,7 @@ def predict_profile(
 
 
 def identifier(parallelism: Parallelism) -> ConfigurationId:
-    """`tp4`, `tp1dp8ep8`, `afd24+16x3` (attention GPUs, FFN GPUs, micro-batches)."""
+    """Return an id such as `tp4`, `tp1dp8ep8` or `afd24+16x3` (attention GPUs, FFN GPUs, micro-batches)."""
     p = parallelism
     if p.afd:
         tp = f"tp{p.tp}" if p.tp > 1 else ""
@@ -135,7 +135,10 @@ def attention_replicas(parallelism: Parallelism) -> int:
 
 
 def switch_s(model: Model, gpu: GpuModel, parallelism: Parallelism, engine: EngineModel, precision: Precision) -> float:
-    """To start an instance: the engine, its group, its weights from CPU memory, by all of its GPUs side by side."""
+    """Return the seconds to start an instance: the engine, its process group, and its weights.
+
+    All GPUs of the instance load their weights from CPU memory in parallel.
+    """
     loaded_bytes = max(_weight_bytes(model, parallelism, precision))
     return engine.start_s + engine.start_s_per_gpu * parallelism.gpus + loaded_bytes / gpu.pcie_bytes_per_s
 
@@ -148,7 +151,7 @@ def move_costs(
     nics: int = 1,
     recompute_tp: int = 8,
 ) -> MoveCosts:
-    """Appendix A of the paper: KV over that many NICs, or a prefill of the tokens on that many GPUs."""
+    """Return the move costs of the paper's appendix A: KV over `nics` NICs, or a prefill on `recompute_tp` GPUs."""
     bits = precision or published_precision(model)
     work = work_of(model, gpu, Parallelism(tp=recompute_tp), bits, 1.0)
     recompute_s = [float(prefill_s(work, engine.constants, tokens)) for tokens in RECOMPUTE_KNOTS]
@@ -161,14 +164,14 @@ def move_costs(
 
 
 def _attention_layout(parallelism: Parallelism) -> Parallelism:
-    """The layout that attention alone sees."""
+    """Return the layout of attention alone."""
     if not parallelism.afd:
         return parallelism
     return Parallelism(tp=parallelism.tp, dp=attention_replicas(parallelism))
 
 
 def _weight_bytes(model: Model, parallelism: Parallelism, precision: Precision) -> tuple[float, float]:
-    """On each attention GPU, and on each FFN GPU under AFD."""
+    """Return the weight bytes on each attention GPU and, under AFD, on each FFN GPU."""
     if not parallelism.afd:
         return weight_bytes_per_gpu(model, parallelism, precision), 0.0
     attention = model.layers * model.attention_params * precision.weight_bits / 8
@@ -192,7 +195,7 @@ def _capacity_tokens(model: Model, gpu: GpuModel, parallelism: Parallelism, prec
 def _prefill_tokens_per_s(
     model: Model, gpu: GpuModel, parallelism: Parallelism, constants: EngineConstants, precision: Precision
 ) -> float:
-    """Of the whole engine. Under AFD both sides work on prompts, as if they were one engine of as many GPUs."""
+    """Return the prefill rate of the whole engine. Under AFD both sides prefill, as one engine with all GPUs would."""
     layout = parallelism
     if parallelism.afd:
         layout = Parallelism(tp=parallelism.tp, dp=max(1, parallelism.gpus // parallelism.tp), ep=parallelism.ffn_gpus)
@@ -201,7 +204,7 @@ def _prefill_tokens_per_s(
 
 
 def _base_s(model: Model, gpu: GpuModel, parallelism: Parallelism, engine: EngineModel, precision: Precision) -> Curve:
-    """One iteration over the whole engine's sequences, without the KV cache; a knot at each doubling."""
+    """Return the seconds of one iteration over the engine's sequences, without the KV cache; a knot per doubling."""
     most = engine.max_sequences * attention_replicas(parallelism)
     doublings = ceil(np.log2(most))
     sequences = np.unique(np.minimum(2.0 ** np.arange(doublings + 1), float(most)))
@@ -216,7 +219,7 @@ def _base_s(model: Model, gpu: GpuModel, parallelism: Parallelism, engine: Engin
 def _afd_s(
     model: Model, gpu: GpuModel, parallelism: Parallelism, c: EngineConstants, precision: Precision, sequences: Floats
 ) -> Floats:
-    """Seconds of an iteration without the KV cache [sequences]."""
+    """Return the seconds of an iteration by [sequences], without the KV cache."""
     replicas, ffn_gpus = attention_replicas(parallelism), parallelism.ffn_gpus
     micro = np.minimum(float(parallelism.micro_batches), sequences)
     batch = sequences / micro
@@ -250,7 +253,10 @@ def _afd_s(
 
 
 def _ffn_s(model: Model, gpu: GpuModel, gpus: int, c: EngineConstants, precision: Precision, batch: Floats) -> Floats:
-    """Seconds of one layer's FFN on GPUs of its own [batch]: experts spread over them, a dense one split."""
+    """Return the seconds of one layer's FFN on its own GPUs by [batch].
+
+    Experts are spread over the GPUs; a dense FFN is split.
+    """
     weight_flops_per_s = gpu.flops_per_s(precision.weight_bits)
     params = model.dense_ffn_params / gpus
     dense_s = np.hypot(

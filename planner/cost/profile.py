@@ -1,7 +1,7 @@
-"""What engines cost: decode step time, prefill, KV room, switching and moving, and where each figure came from. Pure.
+"""Cost profiles of engines: decode step time, prefill, KV capacity, starts and moves, with their provenance. Pure.
 
-Curves are kept as measured; the makespan solver wants step times affine in sequences and KV tokens, and gets the affine
-fit over the range of batches that the rest of the step will see (`EngineProfile.configuration`).
+Curves are kept as measured. The makespan solver requires step times that are affine in sequences and KV tokens, and
+uses the affine fit over the range of batches ahead in the step (`EngineProfile.configuration`).
 """
 
 from bisect import bisect_right
@@ -16,36 +16,36 @@ from planner.model import Parallelism as Parallelism
 
 
 class ProfileSource(StrEnum):
-    """Where a profile's figures come from, in order of trust."""
+    """The source of a profile's figures, in order of trust."""
 
     MEASURED = "measured"  # on the user's own engines
     IMPORTED = "imported"  # from a vendor's measured kernel data
     ROOFLINE = "roofline"  # from constants of GPU and model
-    GIVEN = "given"  # an operator's word, or a default that `detail` names
+    GIVEN = "given"  # set by an operator, or a default that `detail` names
 
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """Who says so, since when, and how well the curves fit what was seen."""
+    """The source and the date of figures, and how well the curves fit the measurements."""
 
     source: ProfileSource
     date: str  # ISO 8601
     detail: str = ""  # e.g. the URL that was measured, or the package and version that was imported
-    samples: int = 0  # observations behind the fit; 0 where nothing was fitted
-    fit_error_mean: float | None = None  # relative, over the samples; None where nothing was fitted
+    samples: int = 0  # observations behind the fit; 0 if nothing was fitted
+    fit_error_mean: float | None = None  # relative, over the samples; None if nothing was fitted
     fit_error_max: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A piecewise linear function through its knots; beyond the first and last it goes on straight, never below 0."""
+    """A piecewise linear function through its knots, extrapolated linearly beyond both ends but never below 0."""
 
     xs: tuple[float, ...]  # strictly increasing
     ys: tuple[float, ...]
 
     def __post_init__(self) -> None:
         if not self.xs or len(self.xs) != len(self.ys):
-            raise ValueError(f"a curve needs as many ys as xs, and one at least, got {len(self.xs)} and {len(self.ys)}")
+            raise ValueError(f"xs and ys must have equal lengths >= 1, got {len(self.xs)} and {len(self.ys)}")
         if any(later <= sooner for sooner, later in zip(self.xs, self.xs[1:], strict=False)):
             raise ValueError(f"xs must increase, got {self.xs}")
         if any(not y >= 0 for y in self.ys):
@@ -64,7 +64,7 @@ class Curve:
         return max(0.0, ys[right - 1] + slope * (x - xs[right - 1]))
 
     def over(self, xs: NDArray[np.float64]) -> NDArray[np.float64]:
-        """`at`, of many at once."""
+        """Return the values at all `xs`."""
         if len(self.xs) == 1:
             return np.full(len(xs), self.ys[0])
         knots, ys = np.array(self.xs), np.array(self.ys)
@@ -75,9 +75,9 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Seconds of one decode iteration: a curve over sequences, plus what reading the KV cache takes per token.
+    """The seconds of one decode iteration: a curve over sequences, plus the time per token to read the KV cache.
 
-    Where the engine spills KV to CPU memory, tokens beyond `kv_capacity_tokens` cost `spill_s_per_token` more each.
+    If the engine spills KV to CPU memory, each token beyond `kv_capacity_tokens` costs `spill_s_per_token` more.
     """
 
     base_s: Curve  # over running sequences; host time per sequence and communication included
@@ -91,7 +91,7 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class EngineProfile:
-    """One way to run an engine, with its measured or predicted curves."""
+    """An engine configuration with its measured or predicted curves."""
 
     id: ConfigurationId
     parallelism: Parallelism
@@ -102,10 +102,13 @@ class EngineProfile:
     switch_s: float
     provenance: Provenance
     spill_capacity_tokens: int = 0  # KV tokens that CPU memory can take beyond the capacity; 0: the engine cannot spill
-    others: tuple[tuple[str, Provenance], ...] = ()  # by name, the figures that do not come from `provenance`
+    others: tuple[tuple[str, Provenance], ...] = ()  # by name, figures with another source than `provenance`
 
     def configuration(self, sequences: tuple[float, float] | None = None) -> Configuration:
-        """The affine step time closest to the curve over that range of batches (its knots' range by default)."""
+        """Return a configuration with the affine step time closest to the curve over the range `sequences`.
+
+        The default range is that of the knots.
+        """
         low, high = sequences or (min(1.0, self.step.base_s.xs[-1]), self.step.base_s.xs[-1])
         alpha_s, beta_s = affine_fit(self.step.base_s, low, max(low + 1.0, high))
         return Configuration(
@@ -122,7 +125,7 @@ class EngineProfile:
 
 
 def straight_line(curve: Curve) -> tuple[float, float] | None:
-    """Intercept and slope, both >= 0, of a curve that is such a line; None for any other."""
+    """Return intercept and slope of a curve that is a line with both >= 0; None for any other curve."""
     if len(curve.xs) == 1:
         return curve.ys[0], 0.0
     if len(curve.xs) > 2:
@@ -135,7 +138,7 @@ def straight_line(curve: Curve) -> tuple[float, float] | None:
 def affine_fit(curve: Curve, low: float, high: float, points: int = 33) -> tuple[float, float]:
     """Intercept and slope, both >= 0, with the least squared relative error over `low..high`.
 
-    A curve that is such a line is answered with itself, whatever the range.
+    A curve that is such a line is returned unchanged.
     """
     straight = straight_line(curve)
     if straight is not None:
@@ -152,30 +155,33 @@ def affine_fit(curve: Curve, low: float, high: float, points: int = 33) -> tuple
     return float(alpha), float(beta)
 
 
-# Of the prompts that prefill rates are told for.
+# Length of the prompts to which prefill rates refer.
 USUAL_PROMPT_TOKENS = 2048
 
 
 @dataclass(frozen=True, slots=True)
 class MoveCosts:
-    """Seconds that it takes to bring a request's tokens to another engine (appendix A of the paper)."""
+    """The seconds to move a request's context to another engine (appendix A of the paper)."""
 
     kv_bytes_per_token: float
     transfer_s: Curve  # over bytes, between two GPUs of two nodes
     recompute_s: Curve  # over tokens
-    provenance: Provenance | None = None  # None: a caller's own figures
+    provenance: Provenance | None = None  # None: the caller's own figures
 
     @property
     def transfer_gbps(self) -> float:
-        """Of large transfers; 0 where the curve says nothing of sizes."""
+        """The rate of large transfers; 0 if the curve does not depend on the size."""
         xs, ys = self.transfer_s.xs, self.transfer_s.ys
         rises = len(xs) > 1 and ys[-1] > ys[-2]
         return (xs[-1] - xs[-2]) * 8 / (ys[-1] - ys[-2]) / 1e9 if rises else 0.0
 
     def rebuilt_tokens(self) -> Curve | None:
-        """Over the tokens of a context: those of usual prompts that take as long to prefill. Attention makes long
-        contexts dearer than an engine's rate says. What every request waits is left out: those that move together wait
-        at once. None where the curve says nothing of sizes."""
+        """Return the equivalent prefill length as a curve over context tokens; None if the costs ignore the size.
+
+        It is the number of tokens in usual prompts that take equally long to prefill, because attention makes long
+        contexts more expensive than an engine's rate suggests. The fixed time of each request is excluded: requests
+        that move together wait for it at the same time.
+        """
         first_s = self.recompute_s.at(0.0)
         usual_s = (self.recompute_s.at(USUAL_PROMPT_TOKENS) - first_s) / USUAL_PROMPT_TOKENS
         if not usual_s > 0:
@@ -186,7 +192,7 @@ class MoveCosts:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Everything known about one model on one kind of GPU and engine."""
+    """All configurations of one model on one kind of GPU and engine, with the costs of moves."""
 
     model: str
     gpu: str

@@ -1,9 +1,9 @@
-"""Step times from constants of GPU, model and engine: what a layout has to read, multiply and send. Pure.
+"""Calculate step times from constants of GPU, model and engine: the work to read, multiply and send. Pure.
 
-`work_of` counts, in seconds at the data sheet's rates, what a decode iteration and a prefill ask of the busiest GPU;
-`decode_s` and `prefill_s` turn that into seconds with an engine's constants. Every function takes arrays as well: the
-fit evaluates hundreds of rows at once. Memory-bound and compute-bound parts of a matrix product overlap imperfectly:
-they are added as the sides of a right angle.
+`work_of` returns the work of a decode iteration and of a prefill on the busiest GPU, in seconds at the data sheet's
+rates. `decode_s` and `prefill_s` apply an engine's constants to it. Every function also takes arrays, because the fit
+evaluates hundreds of rows at once. The memory-bound and compute-bound parts of a matrix product overlap imperfectly, so
+they are combined as the square root of the sum of squares.
 """
 
 from collections.abc import Sequence
@@ -19,13 +19,13 @@ from planner.cost.models import BF16_BITS, Model
 from planner.cost.profile import Parallelism
 
 ACTIVATION_BYTES = 2.0
-MEMORY_SHARE = 0.9  # of HBM that an engine takes for weights and KV cache
-ACTIVATION_RESERVE_BYTES = 1e9  # of each GPU: activations, graphs, communication buffers
+MEMORY_SHARE = 0.9  # share of HBM that an engine uses for weights and KV cache
+ACTIVATION_RESERVE_BYTES = 1e9  # per GPU: activations, graphs, communication buffers
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Bits that weights, experts and KV cache are held in."""
+    """The numbers of bits per element of weights, experts and KV cache."""
 
     weight_bits: float = BF16_BITS
     expert_bits: float = BF16_BITS
@@ -34,9 +34,12 @@ class Precision:
 
 @dataclass(frozen=True, slots=True)
 class IterationWork:
-    """What a decode iteration over `sequences`, and a prompt, cost at peak rates. One value or one per row each."""
+    """The cost of a decode iteration over `sequences`, and of a prompt, at peak rates.
 
-    sequences: Numbers  # that one attention replica decodes
+    Each field is one value or one per row.
+    """
+
+    sequences: Numbers  # decoded by one attention replica
     layers: Numbers
     hidden: Numbers
     tp: Numbers
@@ -45,25 +48,25 @@ class IterationWork:
     experts: Numbers  # 0: dense
     experts_per_token: Numbers
     four_bit_experts: Numbers  # 1 or 0
-    all_tokens: Numbers  # that the experts see: of all attention replicas
-    dense_read_s: Numbers  # weights that every token passes
-    dense_flops_s: Numbers  # the same, each sequence and each prompt token
-    expert_read_s: Numbers  # one distinct expert in every layer
-    expert_flops_s: Numbers  # all experts of one token
+    all_tokens: Numbers  # processed by the experts, from all attention replicas
+    dense_read_s: Numbers  # reading the weights that every token passes
+    dense_flops_s: Numbers  # multiplying with these weights, per sequence or prompt token
+    expert_read_s: Numbers  # reading one distinct expert in every layer
+    expert_flops_s: Numbers  # multiplying with all experts of one token
     kv_read_s_per_token: Numbers
     link_s: Numbers  # all-reduces of one token, at the link's peak rate
     exchange_s: Numbers  # all-to-all of one token to and from its experts
-    reduce_hop_s: Numbers  # more latency of an all-reduce that leaves the node
-    exchange_hop_s: Numbers  # of an all-to-all
-    prefill_expert_s: Numbers  # each prompt token
-    prefill_attention_s: Numbers  # each prompt token and token before it
+    reduce_hop_s: Numbers  # additional latency of an all-reduce that leaves the node
+    exchange_hop_s: Numbers  # additional latency of an all-to-all that leaves the node
+    prefill_expert_s: Numbers  # per prompt token
+    prefill_attention_s: Numbers  # per prompt token and token before it
 
 
 Row = TypeVar("Row", IterationWork, EngineConstants)
 
 
 def stacked(rows: Sequence[Row]) -> Row:
-    """One row after the other."""
+    """Return a single row whose fields are arrays over `rows`."""
     columns = {
         field.name: np.array([getattr(row, field.name) for row in rows], dtype=np.float64) for field in fields(rows[0])
     }
@@ -73,7 +76,7 @@ def stacked(rows: Sequence[Row]) -> Row:
 def work_of(
     model: Model, gpu: GpuModel, parallelism: Parallelism, precision: Precision, sequences: Numbers
 ) -> IterationWork:
-    """`sequences` run on the whole engine, spread evenly over its attention replicas."""
+    """Return the work of an engine that runs `sequences`, spread evenly over its attention replicas."""
     tp, gpus = parallelism.tp, parallelism.tp * parallelism.dp
     dense_params = model.layers * (model.attention_params + model.dense_ffn_params)
     dense_flops_per_s = gpu.flops_per_s(precision.weight_bits)
@@ -84,7 +87,7 @@ def work_of(
     exchange_bytes = 2.0 * model.layers * model.experts_per_token * model.hidden * ACTIVATION_BYTES
     remote = 0.0 if parallelism.dp == 1 or not model.moe else (gpus - tp) / gpus
     return IterationWork(
-        # The busiest replica has one, however few there are.
+        # The busiest replica has at least one sequence.
         sequences=np.maximum(sequences / parallelism.dp, np.minimum(sequences, 1.0)),
         layers=float(model.layers),
         hidden=float(model.hidden),
@@ -116,35 +119,44 @@ def work_of(
 
 
 def link_bytes_per_s(gpu: GpuModel, gpus: int) -> float:
-    """One way and per GPU, among that many: NVLink inside a node, the network beyond."""
+    """Return the rate per GPU and direction among `gpus` GPUs: NVLink inside a node, otherwise the network."""
     return gpu.nvlink_bytes_per_s if gpus <= gpu.per_node else gpu.nic_bytes_per_s
 
 
 def all_reduce_s_per_byte(gpu: GpuModel, gpus: int) -> float:
-    """At peak rates. Beyond a node in two levels: every NIC carries a share of what its node has summed up."""
+    """Return the seconds per byte of an all-reduce at peak rates.
+
+    Across nodes it has two levels: every NIC carries its share of the node's sum.
+    """
     inside, nodes = min(gpus, gpu.per_node), max(1.0, gpus / gpu.per_node)
     across = 2.0 * (nodes - 1) / nodes / gpu.per_node / gpu.nic_bytes_per_s
     return 2.0 * (inside - 1) / inside / gpu.nvlink_bytes_per_s + across
 
 
 def hop_s(gpu: GpuModel, gpus: int) -> float:
-    """What leaving the node adds to the latency of a collective among that many."""
+    """Return the latency that a collective among `gpus` GPUs gains if it leaves the node."""
     return 0.0 if gpus <= gpu.per_node else gpu.inter_node_latency_s
 
 
 def full_attention_share(model: Model) -> float:
-    """Of the layers; a sliding window reads next to nothing beside them."""
+    """Return the share of layers with full attention; layers with a sliding window read almost no KV."""
     return 0.5 if model.window_tokens else 1.0
 
 
 def kv_bytes_per_gpu(model: Model, tp: int, precision: Precision) -> float:
-    """A token's, on each GPU of its attention replica: with fewer KV heads than GPUs, heads are held more than once."""
+    """Return the KV bytes of one token on each GPU of its attention replica.
+
+    With fewer KV heads than GPUs, heads are stored more than once.
+    """
     heads = max(1.0, model.kv_heads / tp)
     return 2 * model.layers * heads * model.head_dim * precision.kv_bits / 8
 
 
 def weight_bytes_per_gpu(model: Model, parallelism: Parallelism, precision: Precision) -> float:
-    """Attention weights are split over `tp`, experts over all GPUs of the engine; both embeddings are 16-bit."""
+    """Return the weight bytes on each GPU.
+
+    Attention weights are split over `tp`, experts over all GPUs of the engine; both embeddings are 16-bit.
+    """
     dense = model.layers * (model.attention_params + model.dense_ffn_params) * precision.weight_bits / 8
     heads = model.head_params * ACTIVATION_BYTES * (1 if model.tied_embeddings else 2)
     experts = model.layers * model.experts * model.expert_params * precision.expert_bits / 8
@@ -152,13 +164,13 @@ def weight_bytes_per_gpu(model: Model, parallelism: Parallelism, precision: Prec
 
 
 def kv_capacity_tokens(model: Model, gpu: GpuModel, parallelism: Parallelism, precision: Precision) -> float:
-    """Over all attention replicas; 0 or less where not even the weights fit."""
+    """Return the KV capacity over all attention replicas; 0 or less if the weights do not fit."""
     room = gpu.hbm_bytes * MEMORY_SHARE - weight_bytes_per_gpu(model, parallelism, precision) - ACTIVATION_RESERVE_BYTES
     return parallelism.dp * room / kv_bytes_per_gpu(model, parallelism.tp, precision)
 
 
 def decode_s(work: IterationWork, constants: EngineConstants) -> NDArray[np.float64]:
-    """Seconds of one iteration, all but reading the KV cache."""
+    """Return the seconds of one iteration without reading the KV cache."""
     c, sequences = constants, work.sequences
     dense = np.hypot(work.dense_read_s / c.hbm_efficiency, sequences * work.dense_flops_s / c.gemm_efficiency)
     experts = np.hypot(_expert_read_s(work, c), _expert_flops_s(work, c))
@@ -173,12 +185,12 @@ def decode_s(work: IterationWork, constants: EngineConstants) -> NDArray[np.floa
 
 
 def kv_s_per_token(work: IterationWork, constants: EngineConstants) -> NDArray[np.float64]:
-    """Seconds of one iteration for each KV token that the attention replica holds."""
+    """Return the seconds of one iteration per KV token that the attention replica holds."""
     return np.asarray(work.kv_read_s_per_token / constants.kv_efficiency)
 
 
 def prefill_s(work: IterationWork, constants: EngineConstants, prompt_tokens: Numbers) -> NDArray[np.float64]:
-    """Seconds that an attention replica takes for one prompt."""
+    """Return the seconds that an attention replica takes for one prompt."""
     c = constants
     efficiency = np.where(np.greater(work.quantised, 0), c.prefill_fp8_efficiency, c.prefill_efficiency)
     experts = work.prefill_expert_s * _imbalance(work, c) / c.moe_prefill_efficiency
@@ -189,18 +201,22 @@ def prefill_s(work: IterationWork, constants: EngineConstants, prompt_tokens: Nu
 
 
 def _imbalance(work: IterationWork, c: EngineConstants) -> NDArray[np.float64]:
-    """Load of the busiest rank over the mean."""
+    """Return the load of the busiest rank relative to the mean."""
     return np.asarray(np.power(work.ep, c.ep_imbalance_exponent))
 
 
 def distinct_experts(experts: Numbers, per_token: Numbers, tokens: Numbers, exponent: Numbers) -> NDArray[np.float64]:
-    """That a batch visits in one layer. Tokens of one batch are alike, and routers have favourites: see Constants."""
+    """Return the number of distinct experts that a batch visits in one layer.
+
+    It is lower than for independent tokens, because tokens of one batch are similar and routers prefer some experts
+    (see `EngineConstants.routing_exponent`).
+    """
     independent = np.power(np.maximum(tokens, 0.0), exponent)
     return np.asarray(experts * (1.0 - np.power(1.0 - per_token / np.maximum(experts, 1.0), independent)))
 
 
 def _expert_read_s(work: IterationWork, c: EngineConstants) -> NDArray[np.float64]:
-    """On the busiest rank."""
+    """Return the seconds to read the visited experts on the busiest rank."""
     distinct = distinct_experts(work.experts, work.experts_per_token, work.all_tokens, c.routing_exponent)
     busiest = np.minimum(distinct * _imbalance(work, c), work.experts)
     efficiency = c.hbm_efficiency * np.where(np.greater(work.four_bit_experts, 0), c.four_bit_efficiency, 1.0)
@@ -212,7 +228,10 @@ def _expert_flops_s(work: IterationWork, c: EngineConstants) -> NDArray[np.float
 
 
 def _latencies_s(work: IterationWork, c: EngineConstants) -> NDArray[np.float64]:
-    """Two all-reduces a layer among the GPUs of a replica, two all-to-alls among replicas: whatever the batch."""
+    """Return the latencies of all collectives of an iteration, which do not depend on the batch.
+
+    Each layer has two all-reduces among the GPUs of a replica and two all-to-alls among replicas.
+    """
     rounds = 2.0 * work.layers
     reduce_s = c.all_reduce_s + c.all_reduce_doubling_s * np.log2(work.tp) + work.reduce_hop_s
     exchange_s = c.all_reduce_s + c.all_reduce_doubling_s * np.log2(work.ep) + work.exchange_hop_s
@@ -223,7 +242,7 @@ def _latencies_s(work: IterationWork, c: EngineConstants) -> NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class ClosedLoop:
-    """A closed loop: that many clients, each sending its next prompt when its last answer has ended."""
+    """A closed loop of `concurrency` clients, each of which sends its next prompt when its last answer has ended."""
 
     concurrency: float
     prompt_tokens: float
@@ -231,7 +250,7 @@ class ClosedLoop:
 
 
 def running_sequences(load: ClosedLoop, capacity_tokens: float) -> float:
-    """Those that decode at once: all clients, or as many as the KV cache holds at half of their output."""
+    """Return the sequences that decode at once: all clients, or as many as fit in KV at half of their output."""
     return min(load.concurrency, max(1.0, capacity_tokens / (load.prompt_tokens + load.output_tokens / 2)))
 
 
@@ -242,10 +261,10 @@ def tpot_s(
     prompt_tokens: Numbers,
     output_tokens: Numbers,
 ) -> NDArray[np.float64]:
-    """Mean time per output token with `work.sequences` in a closed loop, others' prefill included.
+    """Return the mean time per output token with `work.sequences` in a closed loop, including other prefills.
 
-    Over its decode, a request meets one prefill of every other that is not in step with it. `context_tokens` are read
-    of each sequence, at half of its output.
+    During its decode, a request meets one prefill of every other request that is not in lockstep with it. Each
+    sequence reads `context_tokens`, its context at half of its output.
     """
     own = decode_s(work, constants) + kv_s_per_token(work, constants) * context_tokens * work.sequences
     met = constants.prefill_share * np.maximum(0.0, work.sequences - constants.lockstep_sequences)
@@ -253,7 +272,7 @@ def tpot_s(
 
 
 def attended_tokens(model: Model, load: ClosedLoop) -> float:
-    """Of a sequence at half of its output: mean over layers, where some see a window only."""
+    """Return the tokens that a sequence at half of its output attends to, as the mean over layers."""
     context = load.prompt_tokens + load.output_tokens / 2
     if not model.window_tokens:
         return context

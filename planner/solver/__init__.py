@@ -1,1 +1,1 @@
-"""The parts of the makespan solver; `planner.solver.makespan.solve` puts them together."""
+"""The parts of the makespan solver; its entry point is `planner.solver.makespan.solve`."""

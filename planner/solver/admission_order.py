@@ -1,10 +1,11 @@
-"""In which order an instance admits requests that do not all run at once: few iterations, strictly first come first
-served.
+"""Order the requests of an instance that cannot all run at once, so that few iterations are needed.
 
-Whoever waits for room blocks all behind, so the order is that in which requests begin in a schedule without blocking:
-listed so, each is admitted no later than there, as those before it have begun, and ended, no later either. Such a
-schedule takes, whenever a request ends, the first that fits. Turned about in time it stays one, so that it can be
-pushed together from either end in turn.
+Admission is strictly first come, first served.
+
+A request that waits for room blocks all requests behind it. The order is therefore that in which requests begin in a
+schedule without blocking, which starts the first fitting request whenever one ends. In that order, each request is
+admitted no later than in the schedule, because its predecessors begin and end no later either. A schedule reversed in
+time is again a schedule, so it can be compacted alternately from both ends.
 """
 
 import math
@@ -13,13 +14,13 @@ from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import accumulate
 
-BLOCK = 16  # requests that are passed over at once where none of them fits
-TURNS = 2  # times for which a schedule is pushed together from both ends
-ENOUGH = 1.001  # of the iterations that there must be at least
+BLOCK = 16  # requests that are skipped together if none of them fits
+TURNS = 2  # times that a schedule is compacted from both ends
+ENOUGH = 1.001  # sufficient ratio of the iterations to their lower bound
 
 
 def admit(remaining: Sequence[int], footprint: Sequence[int], capacity: int, slots: int) -> float:
-    """Iterations until the last ends, first come first served: a walk over admissions and completions."""
+    """Return the iterations until the last request ends, admitted first come, first served; inf if one does not fit."""
     if max(footprint) > capacity:
         return math.inf
     held = list(accumulate(footprint))
@@ -36,10 +37,10 @@ def admit_onwards(
     slots: int,
     so_far: tuple[int, int, int],
 ) -> int:
-    """Return the iteration at which the last request ends that is `running` or still waits.
+    """Return the iteration at which the last of the `running` and of the waiting requests ends.
 
-    `running`: (iteration at which it ends, footprint) of each. `so_far`: the iteration, the tokens that are free, and
-    the last iteration of all that have begun.
+    `running` has (end iteration, footprint) of each running request; `remaining` and `footprint` describe the waiting
+    ones. `so_far` is the current iteration, the free tokens, and the latest end of all requests that have begun.
     """
     now, free, last = so_far
     heapify(running)
@@ -56,7 +57,7 @@ def admit_onwards(
 
 
 def least(remaining: Sequence[int], footprint: Sequence[int], capacity: int, slots: int) -> int:
-    """Iterations that any order takes."""
+    """Return a lower bound of the iterations in any order."""
     area = sum(map(int.__mul__, remaining, footprint))
     return max(max(remaining), -(-area // capacity), -(-sum(remaining) // slots))
 
@@ -64,15 +65,17 @@ def least(remaining: Sequence[int], footprint: Sequence[int], capacity: int, slo
 def without_blocking(
     remaining: Sequence[int], footprint: Sequence[int], capacity: int, slots: int
 ) -> tuple[list[int], list[int]]:
-    """The places of the requests in the order in which they begin, and the iteration at which each then ends: of those
-    that wait, always the first that fits. Each has to fit alone."""
+    """Return a schedule without blocking: request indices in the order of their begin, and the end iteration of each.
+
+    The first waiting request that fits always begins. Each request must fit alone.
+    """
     count = len(remaining)
     never = capacity + 1
     waiting = list(footprint)
     least_of = [min(waiting[start : start + BLOCK]) for start in range(0, count, BLOCK)]
     order: list[int] = []
     ended: list[int] = []
-    ends: list[tuple[int, int]] = []  # iteration at which it ends, footprint
+    ends: list[tuple[int, int]] = []  # end iteration, footprint
     now, free, first = 0, capacity, 0
     while len(order) < count:
         block = first
@@ -105,8 +108,10 @@ def without_blocking(
 def orders(
     remaining: Sequence[int], footprint: Sequence[int], capacity: int, slots: int
 ) -> Iterator[tuple[float, list[int]]]:
-    """Iterations and the order that takes them, one try after another: most come to nothing, so the caller says when
-    to stop. The requests come longest first; orders are of their places."""
+    """Yield candidate orders as (iterations, request indices).
+
+    Later orders rarely improve, so the caller decides when to stop. The requests must be sorted longest first.
+    """
     by_area = sorted(range(len(remaining)), key=lambda place: (-remaining[place] * footprint[place], place))
     for start in (list(range(len(remaining))), by_area):
         order = start
@@ -116,6 +121,6 @@ def orders(
             )
             if turn % 2 == 0:
                 yield float(max(ended)), [order[place] for place in begun]
-            # Turned about in time, what ended last begins first.
+            # Reversed in time, the request that ended last begins first.
             last_first = sorted(range(len(ended)), key=lambda at: (-ended[at], at))
             order = [order[begun[at]] for at in last_first]

@@ -1,24 +1,24 @@
-"""Equation 2: the KV footprint of each instance over its capacity should lie in mu ± delta. How far it misses that, and
-requests moved so that it misses it by less."""
+"""Measure and reduce the violation of equation 2: each instance's KV footprint over its capacity should lie in
+mu ± delta."""
 
 import numpy as np
 
 from planner.solver.columns import Floats, Ints, ProblemColumns
 from planner.solver.evaluate import FleetPlacement, InstanceLoads, moves_s, place
 
-STEPS = 400  # requests that are moved at most
-PARTNERS = 4  # instances that are tried with the one that misses most
+STEPS = 400  # maximum number of requests moved
+PARTNERS = 4  # instances tried as partner of the worst one
 
 
 def violation(columns: ProblemColumns, placement: FleetPlacement) -> float:
-    """By how much the worst instance misses the band; 0 without one."""
+    """Return by how much the worst instance lies outside the band; 0 if the problem has no band."""
     if columns.problem.kv_balance is None or not len(placement.fleet):
         return 0.0
     return max(0.0, float(_Band(columns, placement, 0.0).misses().max()))
 
 
 def balanced(columns: ProblemColumns, placement: FleetPlacement, limit_s: float) -> FleetPlacement:
-    """The placement, or one that misses the band by less and ends by `limit_s`."""
+    """Return a placement that violates the band less and ends by `limit_s`, or else the given one."""
     before = violation(columns, placement)
     if not before > 0:
         return placement
@@ -42,12 +42,15 @@ class _Band(InstanceLoads):
         self.finish_s = placement.finish_s.copy()
 
     def misses(self) -> Floats:
-        """[instance] by how much each misses; negative inside."""
+        """Return by [instance] the distance outside the band; negative inside."""
         missed: Floats = np.abs(self.held / self.capacity - self.mu) - self.delta
         return missed
 
     def mend(self) -> bool:
-        """Moves one request so that the worst instance misses by less, and no other by as much."""
+        """Move one request so that source and destination both violate the band less than the worst instance did.
+
+        Return False if there is no such move.
+        """
         missed = self.misses()
         worst = int(missed.argmax())
         if missed[worst] <= 0:
@@ -87,7 +90,7 @@ class _Band(InstanceLoads):
         return True
 
     def _ends_s(self, requests: Ints, destination: int) -> Floats:
-        """[request] when the destination ends with each as well."""
+        """Return by [request] the end of the destination with that request added."""
         columns, kind = self.columns, self.fleet.configuration[destination]
         longer = np.maximum(columns.remaining[requests] - self.longest[destination], 0)
         moved_s = moves_s(columns, self.fleet, requests, np.full(len(requests), destination))

@@ -1,10 +1,10 @@
-"""Seconds below which no placement can end, proven for the contract's model.
+"""Prove a lower bound of the makespan, by the model of evaluate.py.
 
 An instance of configuration y with longest request L that ends by T has `T - switch - alpha * L` seconds for the work
-of its requests, so that a request i of at most L takes at least the share `work(i) / (T - switch - alpha * r(i))` of
-it, and that share of its GPUs. Where the cheapest shares of all requests add up to more GPUs than there are, T cannot
-be met. This is the dual of the linear program over (configuration, longest request) in closed form: no solver is
-needed, and every T that it refuses is refused whatever the instances are.
+of its requests. A request i of at most L takes at least the share `work(i) / (T - switch - alpha * r(i))` of it, and
+that share of its GPUs. If the cheapest shares of all requests add up to more GPUs than exist, T cannot be met. This is
+the dual of the linear program over (configuration, longest request) in closed form, so no solver is needed. A refused T
+is impossible for any choice of instances.
 """
 
 import math
@@ -15,11 +15,11 @@ import numpy as np
 
 from planner.solver.columns import Floats, Ints, ProblemColumns
 
-SAFETY = 1e-9  # sums in another order than a makespan's own may differ in the last places
+SAFETY = 1e-9  # relative margin for rounding: sums in another order differ in the last digits
 PRECISION = 5e-5
 ROUNDS = 60
-MOST_PARTS = 8  # into which KV room is cut
-WORTH = 1.02  # times as much room as without cutting it, from which on that is looked at
+MOST_PARTS = 8  # maximum number of parts into which KV room is divided
+WORTH = 1.02  # minimum ratio of the total share with division to that without
 
 
 def lower_bound_s(columns: ProblemColumns) -> float:
@@ -35,8 +35,10 @@ def lower_bound_s(columns: ProblemColumns) -> float:
 
 
 def highest_refused(refused: Callable[[float], bool], low_s: float, high_s: float, precision: float) -> float:
-    """Return the highest time that is refused, but for that share of it. Between `low_s`, which is returned where none
-    above it is, and `high_s`, which is not."""
+    """Return the highest refused time between `low_s` and `high_s`, by bisection to the relative `precision`.
+
+    `high_s` must not be refused. `low_s` is returned if no higher time is refused.
+    """
     for _ in range(ROUNDS):
         if high_s - low_s <= precision * high_s:
             break
@@ -49,14 +51,14 @@ def highest_refused(refused: Callable[[float], bool], low_s: float, high_s: floa
 
 
 class InstanceOption:
-    """Requests on one kind of instance: a configuration, new or kept."""
+    """The costs of the requests on one kind of instance: a configuration, new or kept."""
 
     def __init__(self, configuration: int, price: float, alpha_s: float, switch_s: float, cost_s: Floats) -> None:
         self.configuration = configuration
-        self.price = price  # units of GPUs
+        self.price = price  # in units of GPUs, see `units`
         self.alpha_s = alpha_s
         self.switch_s = switch_s
-        self.cost_s = cost_s  # [request], work and what the move costs at least; infinite where it does not fit
+        self.cost_s = cost_s  # [request], work and minimum cost of its move; infinite if it does not fit
 
     def alone_s(self, remaining: Floats) -> Floats:
         return self.switch_s + self.alpha_s * remaining + self.cost_s
@@ -78,7 +80,7 @@ def _refused(options: list[InstanceOption], remaining: Floats, allowed: float, m
 
 
 def options_of(columns: ProblemColumns, requests: Ints) -> list[InstanceOption]:
-    """What the requests given take on each kind of instance."""
+    """Return the costs of the given requests on each kind of instance."""
     options = []
     for configuration in np.flatnonzero(columns.placeable).tolist():
         cost = price(columns, configuration)
@@ -94,7 +96,7 @@ def options_of(columns: ProblemColumns, requests: Ints) -> list[InstanceOption]:
 
 
 def least_move_s(columns: ProblemColumns, configuration: int, requests: Ints) -> Floats:
-    """[request] what moving each to another instance of the configuration costs at least, wherever that lies."""
+    """Return by [request] the minimum seconds of a move to another instance of the configuration, in any node."""
     least_s: Floats = columns.moved_s[configuration, requests]
     running = np.flatnonzero(columns.source[requests] >= 0)
     if len(running) and columns.gpus[configuration] <= columns.problem.per_node:
@@ -105,30 +107,30 @@ def least_move_s(columns: ProblemColumns, configuration: int, requests: Ints) ->
 
 
 def _unit(columns: ProblemColumns) -> int:
-    """GPUs that are only ever taken together inside a node."""
+    """Return the size of a unit of GPUs: the greatest common divisor of the instance sizes inside a node."""
     small = columns.gpus[(columns.placeable > 0) & (columns.gpus <= columns.problem.per_node)]
     return int(np.gcd.reduce(small)) if len(small) else columns.problem.per_node
 
 
 def price(columns: ProblemColumns, configuration: int) -> float:
-    """Units that an instance takes."""
+    """Return the number of GPU units that an instance takes."""
     gpus, per_node, unit = int(columns.gpus[configuration]), columns.problem.per_node, _unit(columns)
     return gpus / unit if gpus <= per_node else gpus / per_node * (per_node // unit)
 
 
 def units(columns: ProblemColumns) -> int:
-    """Units that the nodes have."""
+    """Return the number of GPU units that the nodes provide."""
     nodes, rest = divmod(columns.problem.gpus_count, columns.problem.per_node)
     unit = _unit(columns)
     return nodes * (columns.problem.per_node // unit) + rest // unit
 
 
 def room_shares(columns: ProblemColumns, configuration: int, requests: Ints) -> list[Floats]:
-    """[request] shares of the instance's KV room such that those of requests that run at once are at most 1 together.
+    """Return shares of the instance's KV room by [request]. Requests that run at once have at most 1 in total.
 
-    Of footprint over capacity this holds, which comes first, and of what dual feasible functions make of it (Fekete
-    and Schepers 2001): of two requests larger than half of the room, say, each takes all. Of these the one comes
-    second that the requests take most by, if it is more.
+    The first array is footprint over capacity. The second is the result of a dual feasible function (Fekete and
+    Schepers 2001), by which a request larger than half of the room takes all of it, for example. It is the one with
+    the largest total, and is left out if it is not larger than the first.
     """
     capacity = int(columns.capacity[configuration])
     footprint = columns.footprint[requests]

@@ -1,6 +1,6 @@
-"""Fleets that a plan may propose, with their requests dealt, and what each takes over sampled lengths. Pure.
+"""Build the fleets that a plan may propose, with requests placed on their instances. Pure.
 
-A candidate is fixed before the samples are looked at: who draws a long answer is not known when requests are placed.
+A candidate is fixed before it is evaluated on samples, because lengths are unknown when requests are placed.
 """
 
 from collections.abc import Sequence
@@ -23,16 +23,16 @@ Seconds = NDArray[np.float64]
 
 
 class UnusableFleet(ValueError):
-    """A fleet that cannot be proposed, and why."""
+    """Raised with the reason if a fleet cannot be proposed."""
 
 
 @dataclass(frozen=True, slots=True)
 class CandidateFleet:
-    """A fleet and who decodes what on it. Requests are indices into the problem's."""
+    """A fleet with its requests, which are indices into the problem's requests."""
 
     name: str
     instances: tuple[CurrentInstance, ...]
-    limits: tuple[Configuration, ...]  # [instance], step time and room of each
+    limits: tuple[Configuration, ...]  # [instance], with its step time and KV capacity
     kept: NDArray[np.bool_]  # [instance]
     order: Indices  # [request], instance after instance, each in order of admission
     starts: Indices  # [instance + 1], where each instance's requests begin
@@ -46,7 +46,7 @@ class CandidateFleet:
 
     @property
     def decision(self) -> str:
-        """What it takes: engines that change, requests that move, or nothing."""
+        """`reconfigure` if engines change, `rebalance` if only requests move, otherwise `keep`."""
         if not self.kept.all():
             return "reconfigure"
         return "rebalance" if len(self.moved) else "keep"
@@ -58,11 +58,11 @@ class CandidateFleet:
 def candidate(
     name: str, fleet: LiveFleet, instances: Sequence[CurrentInstance], requests: Indices, at: Indices
 ) -> CandidateFleet:
-    """`instances` of the problem's configurations with all `requests` `at` places among them, each instance's in order
-    of admission.
+    """Return a candidate in which each of `requests` is on the instance at index `at`.
 
-    Those that are current ones keep the engine's own limits. Raises UnusableFleet where a request would have to move
-    that cannot, or where an engine would be stopped although nobody wants to change it.
+    `requests` are all requests of the problem, in order of admission on each instance. Current instances keep their
+    engine's own limits. Requests that cannot move stay where they are. Raises UnusableFleet if the engine of such a
+    request is not kept.
     """
     problem = fleet.problem
     current = {instance.id: place for place, instance in enumerate(problem.current)}
@@ -87,7 +87,7 @@ def candidate(
 
 
 def solved(name: str, fleet: LiveFleet, solution: Solution) -> CandidateFleet:
-    """The solver's fleet."""
+    """Return the solver's fleet as a candidate."""
     instances = [CurrentInstance(placed.id, placed.configuration, placed.gpus) for placed in solution.instances]
     requests = np.concatenate([np.empty(0, dtype=np.int64), *(placed.requests for placed in solution.instances)])
     at = np.repeat(np.arange(len(instances)), [len(placed.requests) for placed in solution.instances])
@@ -95,7 +95,10 @@ def solved(name: str, fleet: LiveFleet, solution: Solution) -> CandidateFleet:
 
 
 def as_it_stands(fleet: LiveFleet) -> CandidateFleet:
-    """Every request where it is, the running before the waiting; those on no engine dealt to whoever has fewest."""
+    """Return the current fleet with every request where it is, running before waiting ones.
+
+    Requests without an engine are placed on the engine with the fewest requests.
+    """
     problem = fleet.problem
     at, state = problem.requests.instance.astype(np.int64), problem.requests.state
     homeless = np.flatnonzero(at == NOWHERE)
@@ -114,13 +117,15 @@ def as_it_stands(fleet: LiveFleet) -> CandidateFleet:
 
 
 def longest(problem: MakespanProblem) -> Indices:
-    """[request], longest first; of equals, the first in input order."""
+    """Return the indices of the requests, longest first; equal lengths in input order."""
     return np.argsort(-problem.requests.remaining_tokens, kind="stable")
 
 
 def rebalanced(fleet: LiveFleet, order: Indices) -> CandidateFleet:
-    """The current engines, in `order` each request onto the one that would be through with it first, the move paid for:
-    most requests stay where they are."""
+    """Return the current engines with each request, in `order`, on the engine that ends it first, including its move.
+
+    Most requests stay where they are.
+    """
     requests, limits = fleet.problem.requests, fleet.limits
     remaining, context = requests.remaining_tokens[order], requests.context_tokens[order]
     slowest = np.array([min(limit.prefill_tokens_per_s for limit in limits)])
@@ -129,13 +134,13 @@ def rebalanced(fleet: LiveFleet, order: Indices) -> CandidateFleet:
     kinds = {limit.id: limit for limit in limits}
     work_of = {name: added_s(kind.beta_s, kind.gamma_s, context, remaining).tolist() for name, kind in kinds.items()}
     alpha_s, works_s = [limit.alpha_s for limit in limits], [work_of[limit.id] for limit in limits]
-    loads_s, longest_s = [0.0] * len(limits), [0.0] * len(limits)  # longest_s: of the iterations of its longest request
+    loads_s, longest_s = [0.0] * len(limits), [0.0] * len(limits)  # longest_s: alpha seconds of the longest request
     queue = [(0.0, place) for place in range(len(limits))]
     places = []
     rows = zip(remaining.tolist(), move_s.tolist(), requests.instance[order].tolist(), strict=True)
     for request, (left, away_s, home) in enumerate(rows):
         load_s, place = queue[0]
-        while load_s != loads_s[place]:  # it has grown since
+        while load_s != loads_s[place]:  # the entry is outdated
             heapreplace(queue, (loads_s[place], place))
             load_s, place = queue[0]
         alone_s = alpha_s[place] * left
@@ -157,8 +162,10 @@ def rebalanced(fleet: LiveFleet, order: Indices) -> CandidateFleet:
 def longest_first(
     fleet: LiveFleet, order: Indices, configuration: Configuration, instances: Sequence[CurrentInstance]
 ) -> CandidateFleet:
-    """A whole fleet of one configuration, `instances`, longest request first (`order`) onto the least loaded. Raises
-    UnusableFleet where there are none, or a request fits none."""
+    """Return a fleet of `instances` of one configuration, with requests in `order` onto the least loaded instance.
+
+    Raises UnusableFleet if there are no instances or if a request fits on none of them.
+    """
     problem = fleet.problem
     if not instances:
         raise UnusableFleet(_why_none_fits(configuration, problem))
@@ -166,7 +173,7 @@ def longest_first(
     if len(remaining) and int((remaining + context).max()) > configuration.kv_capacity_tokens:
         footprint = int((remaining + context).max())
         raise UnusableFleet(
-            f"a request of {footprint} tokens does not fit into a KV cache of {configuration.kv_capacity_tokens}"
+            f"a request of {footprint} tokens does not fit in a KV cache of {configuration.kv_capacity_tokens}"
         )
     work_s = added_s(configuration.beta_s, configuration.gamma_s, context, remaining)
     places = onto_least_loaded(len(instances), work_s.tolist(), (configuration.alpha_s * remaining).tolist())
@@ -176,14 +183,14 @@ def longest_first(
 def _dealt(
     name: str, fleet: LiveFleet, instances: Sequence[CurrentInstance], order: Indices, places: Sequence[int]
 ) -> CandidateFleet:
-    """Requests in `order`, each at its place; the running are admitted before the others."""
+    """Return a candidate with the requests in `order` at `places`; running requests are admitted before the others."""
     running_first = np.argsort(fleet.problem.requests.state[order] != RUNNING, kind="stable")
     at = np.array(places, dtype=np.int64)
     return candidate(name, fleet, instances, order[running_first], at[running_first])
 
 
 def homogeneous(problem: MakespanProblem, configuration: Configuration) -> tuple[CurrentInstance, ...]:
-    """As many instances of one configuration as fit, around those that run already."""
+    """Return as many instances of one configuration as fit, including those that already run."""
     kept = [instance for instance in problem.current if instance.configuration == configuration.id]
     used = {gpu for instance in kept for gpu in instance.gpus}
     taken = {instance.id for instance in problem.current}
@@ -194,12 +201,12 @@ def homogeneous(problem: MakespanProblem, configuration: Configuration) -> tuple
 
 
 def moves_of(problem: MakespanProblem, fleet: CandidateFleet) -> tuple[PlannedMove, ...]:
-    """The requests that change engine: the running with their cheaper method, then those that are queued elsewhere."""
+    """Return the requests that change engine: running ones with their cheaper method, then those that change queue."""
     moved, ids = fleet.moved, problem.requests.ids
     place_of = np.empty(len(fleet.order), dtype=np.int64)
     place_of[fleet.order] = np.repeat(np.arange(len(fleet.instances)), np.diff(fleet.starts))
     to, source = place_of[moved], problem.requests.instance[moved]
-    running = int((problem.requests.state[moved] == RUNNING).sum())  # they are the first
+    running = int((problem.requests.state[moved] == RUNNING).sum())  # running requests come first
     transfer_s, recompute_s = _move_s(problem, fleet.instances, moved[:running], to[:running])
     costs_s = np.zeros(len(moved))
     costs_s[:running] = np.minimum(transfer_s, recompute_s)
@@ -214,20 +221,20 @@ def moves_of(problem: MakespanProblem, fleet: CandidateFleet) -> tuple[PlannedMo
     )
 
 
-# --- inside
-
-
 def added_s(
     beta_s: float | Seconds, gamma_s: float | Seconds, context: NDArray[np.int64], remaining: NDArray[np.int64]
 ) -> Seconds:
-    """Seconds that each request adds to its instance, whatever runs beside it: all but the share of alpha."""
+    """Return by [request] the seconds that it adds to its instance, without its share of alpha.
+
+    They do not depend on the other requests of the instance.
+    """
     tokens = remaining.astype(np.float64)
     result: Seconds = tokens * (beta_s + gamma_s * (context + (tokens - 1.0) * 0.5))
     return result
 
 
 def _homes(problem: MakespanProblem, instances: Sequence[CurrentInstance], kept: NDArray[np.bool_]) -> Indices:
-    """[current instance], its place among `instances`; NOWHERE where it is not kept."""
+    """Return by [current instance] its index in `instances`, NOWHERE if it is not kept."""
     place_of = {instance.id: place for place, instance in enumerate(instances) if kept[place]}
     return np.array([place_of.get(instance.id, NOWHERE) for instance in problem.current], dtype=np.int64)
 
@@ -235,7 +242,10 @@ def _homes(problem: MakespanProblem, instances: Sequence[CurrentInstance], kept:
 def _with_immovable(
     fleet: LiveFleet, homes: Indices, all_stay: bool, requests: Indices, at: Indices
 ) -> tuple[Indices, Indices]:
-    """`requests` and their places, with those that must stay back where they are, ahead of the others."""
+    """Return `requests` and `at`, with immovable requests first and on their own engines.
+
+    Raises UnusableFleet if the engine of an immovable request is not kept.
+    """
     source = fleet.problem.requests.instance
     stuck = ~(fleet.may_rebalance if all_stay else fleet.may_leave) & (source != NOWHERE)
     if not stuck.any():
@@ -243,7 +253,7 @@ def _with_immovable(
     staying = np.flatnonzero(stuck)
     leaving = int((homes[source[staying]] == NOWHERE).sum())
     if leaving:
-        raise UnusableFleet(f"{leaving} requests would have to move that cannot")
+        raise UnusableFleet(f"{leaving} requests on replaced engines cannot move")
     others = ~stuck[requests]
     return np.concatenate([staying, requests[others]]), np.concatenate([homes[source[staying]], at[others]])
 
@@ -251,7 +261,10 @@ def _with_immovable(
 def _moves(
     problem: MakespanProblem, instances: Sequence[CurrentInstance], homes: Indices, order: Indices, at: Indices
 ) -> tuple[Seconds, Indices]:
-    """Seconds that each place of `order` costs its instance, and which requests change engine."""
+    """Return the seconds that moving each request of `order` costs its instance, and the requests that change engine.
+
+    Of the requests recomputed on an instance only the first pays the fixed latency, because they arrive together.
+    """
     source = problem.requests.instance[order]
     moves = source != NOWHERE
     moves[moves] = homes[source[moves]] != at[moves]
@@ -270,7 +283,7 @@ def _moves(
 def _move_s(
     problem: MakespanProblem, instances: Sequence[CurrentInstance], requests: Indices, to: Indices
 ) -> tuple[Seconds, Seconds]:
-    """Return the seconds that each request takes to move to instance `to` alone: by transfer, by recomputing."""
+    """Return by [request] the seconds of moving it to instance `to`, by transfer and by recomputation."""
     context = problem.requests.context_tokens[requests].astype(np.float64)
     source = problem.requests.instance[requests]
     known = {configuration.id: configuration.prefill_tokens_per_s for configuration in problem.configurations}
@@ -284,7 +297,7 @@ def _move_s(
 
 
 def _shape(instances: Sequence[CurrentInstance], per_node: int) -> Indices:
-    """[instance, 2]: GPUs, and the node, or SEVERAL."""
+    """Return by [instance, 2] the number of GPUs and the node, SEVERAL if the instance spans several nodes."""
     shapes = [(len(each.gpus), node_of(each.gpus, per_node)) for each in instances]
     return np.array(shapes, dtype=np.int64).reshape(-1, 2)
 
@@ -292,12 +305,12 @@ def _shape(instances: Sequence[CurrentInstance], per_node: int) -> Indices:
 def _why_none_fits(configuration: Configuration, problem: MakespanProblem) -> str:
     per_node = problem.per_node
     if configuration.gpus > per_node and configuration.gpus % per_node:
-        return f"an instance of {configuration.gpus} GPUs is neither inside a node of {per_node} nor whole nodes"
+        return f"an instance of {configuration.gpus} GPUs neither fits in a node of {per_node} nor fills whole nodes"
     return f"an instance takes {configuration.gpus} GPUs; there are {problem.gpus_count} in nodes of {per_node}"
 
 
 def with_fresh_names(fleet: CandidateFleet, plan: PlanId) -> CandidateFleet:
-    """New instances named after the plan, so that no engine of another plan ever has the same id."""
+    """Return the fleet with new instances named after the plan, so that ids are unique across plans."""
     instances = [
         instance if stays else replace(instance, id=EngineId(f"{plan}.{place}"))
         for place, (instance, stays) in enumerate(zip(fleet.instances, fleet.kept, strict=True))

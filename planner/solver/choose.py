@@ -1,7 +1,7 @@
-"""Which of the placements found it is to be: of those that end about as soon, the one that changes least.
+"""Choose one of the placements found: among those that end about as soon as the best, the one that changes least.
 
-For the same end fewer requests move: requests of about equal length change places so that most stay where they are, and
-moves that the instance which they leave can do without are undone.
+The number of moves is reduced without a later end: requests of about equal length swap places so that most stay where
+they are, and requests are moved back if their original instance still ends in time.
 """
 
 import math
@@ -13,11 +13,11 @@ from planner.solver.band import balanced, violation
 from planner.solver.columns import Floats, Ints, ProblemColumns
 from planner.solver.evaluate import FleetPlacement, InstanceLoads, place
 
-STEADY = 0.002  # share of the makespan, but no more than epsilon, that may be lost where less changes for it
-NEAREST = 4  # placements that are looked at closely
-FEW = 20_000  # requests up to which it is so many, and moves are saved in several ways
-LEAST = 0.1  # share of the moves that leave an instance that stays, from which on it is worth a look
-WIDTHS = (0.2, 0.05, 0.01)  # lengths that far apart count as equal, tried in turn; then only equal ones
+STEADY = 0.002  # share of the makespan, at most epsilon, that may be lost for fewer changes
+NEAREST = 4  # placements examined closely
+FEW = 20_000  # requests up to which NEAREST placements are examined and all WIDTHS are tried
+LEAST = 0.1  # minimum share of moves away from kept instances for which saving moves is tried
+WIDTHS = (0.2, 0.05, 0.01)  # relative length differences that count as equal, tried in this order; then 0
 
 
 def chosen(
@@ -26,13 +26,16 @@ def chosen(
     static: Sequence[FleetPlacement],
     found: Sequence[FleetPlacement],
 ) -> FleetPlacement | None:
-    """Of what ends about as soon as the best: what misses equation 2 by least, or else what changes least."""
+    """Return, of the placements that end about as soon as the best, the one that changes least.
+
+    If the best placement violates equation 2, return the one that violates it least.
+    """
     best = min(found, key=lambda placement: placement.makespan_s, default=None)
     epsilon_s = table.problem.epsilon_s
     if best is None or not np.isfinite(best.makespan_s):
         return best
     if current is not None and not best.makespan_s < current.makespan_s - epsilon_s:
-        return best  # and the current one is kept
+        return best  # the caller then keeps the current placement
     most_s = math.inf if current is None else math.nextafter(current.makespan_s - epsilon_s, 0.0)
     if violation(table, best) > 0:
         limit_s = min(most_s, best.makespan_s + epsilon_s)
@@ -85,13 +88,13 @@ def settled(
 
 
 def moves(columns: ProblemColumns, placement: FleetPlacement) -> int:
-    """Running requests that change instance."""
+    """Return the number of running requests that change instance."""
     at = placement.assigned()
     return int(((columns.source >= 0) & (columns.source != placement.fleet.current[at])).sum())
 
 
 def _home(columns: ProblemColumns, placement: FleetPlacement) -> Ints:
-    """[request] the instance where it runs, -1 where there is none."""
+    """Return by [request] the instance on which it is running, -1 if there is none."""
     instance_of = np.full(len(columns.current_configuration) + 1, -1, dtype=np.int64)
     kept = np.flatnonzero(placement.fleet.current >= 0)
     instance_of[placement.fleet.current[kept]] = kept
@@ -100,15 +103,17 @@ def _home(columns: ProblemColumns, placement: FleetPlacement) -> Ints:
 
 
 def _swapped(columns: ProblemColumns, at: Ints, home: Ints, width: float) -> Ints:
-    """[request] its instance, as many of each class of lengths on each as before, and of them as many at home as can
-    be."""
+    """Return the instance by [request] after requests of about equal length have swapped instances.
+
+    Each instance keeps its number of requests of every length class; as many of these as possible stay at home.
+    """
     lengths = columns.remaining
     classes: Ints = np.floor(np.log(lengths) / np.log1p(width)).astype(np.int64) if width else lengths
     count = int(at.max()) + 1
     places, quotas = np.unique(classes * count + at, return_counts=True)
     wants = np.flatnonzero((home >= 0) & (home < count))
     wanted = classes[wants] * count + home[wants]
-    by_place = np.lexsort((at[wants] != home[wants], wanted))  # those at home first
+    by_place = np.lexsort((at[wants] != home[wants], wanted))  # requests at home first
     wants, wanted = wants[by_place], wanted[by_place]
     found = np.minimum(np.searchsorted(places, wanted), len(places) - 1)
     rank = _running_sum(np.ones(len(wants)), wanted) - 1
@@ -123,7 +128,10 @@ def _swapped(columns: ProblemColumns, at: Ints, home: Ints, width: float) -> Int
 
 
 def _undone(columns: ProblemColumns, placement: FleetPlacement, home: Ints, limit_s: float) -> FleetPlacement:
-    """With requests back at home, the quickest first, where all run at once and it ends by `limit_s` all the same."""
+    """Return the placement with requests moved back home, those with the least work first.
+
+    A request is moved back only if all requests there still run at once and the instance still ends by `limit_s`.
+    """
     fleet, at = placement.fleet, placement.assigned()
     loads = InstanceLoads(columns, fleet, at)
     at_once = loads.at_once
@@ -148,7 +156,7 @@ def _undone(columns: ProblemColumns, placement: FleetPlacement, home: Ints, limi
 
 
 def _running_sum(amount: Floats | Ints, group: Ints) -> Floats:
-    """Sum so far within each group; groups lie together."""
+    """Return the cumulative sums within each group; the members of a group are contiguous."""
     if not len(amount):
         return np.zeros(0)
     total = np.cumsum(amount, dtype=np.float64)

@@ -1,4 +1,4 @@
-"""A makespan problem as arrays: what each request costs on each configuration, and what it costs to move."""
+"""Convert a makespan problem into arrays: the cost of each request on each configuration, and of moving it."""
 
 import math
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ from planner.solver.problem import RUNNING, Infeasible, MakespanProblem
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-SEVERAL = -1  # node of an instance that takes several
+SEVERAL = -1  # node of an instance that spans several nodes
 
 
 @dataclass(frozen=True, slots=True)
 class ProblemColumns:
-    """[configuration] columns are in the problem's order, [request] ones in input order."""
+    """A problem as arrays. [configuration] follows the problem's order, [request] the input order."""
 
     problem: MakespanProblem
     gpus: Ints  # [configuration]
@@ -25,33 +25,33 @@ class ProblemColumns:
     switch_s: Floats  # [configuration]
     capacity: Ints  # [configuration], KV tokens
     slots: Ints  # [configuration], sequences
-    prefill: Floats  # [configuration], tokens a second
-    placeable: Ints  # [configuration], how many instances the GPUs hold at most
+    prefill: Floats  # [configuration], tokens per second
+    placeable: Ints  # [configuration], maximum number of instances on the GPUs
     remaining: Ints  # [request]
     footprint: Ints  # [request], KV tokens reserved
-    work_s: Floats  # [configuration, request], all but the share of alpha
-    source: Ints  # [request], index of the current instance that holds its KV, -1 where there is none
+    work_s: Floats  # [configuration, request], without the share of alpha
+    source: Ints  # [request], index of the current instance that holds its KV, -1 if none
     current_configuration: Ints  # [current instance]
-    current_node: Ints  # [current instance], SEVERAL where it takes more than one
+    current_node: Ints  # [current instance], SEVERAL if it spans several nodes
     longest_first: Ints  # [request], indices by descending remaining tokens, then input order
-    moved_s: Floats  # [configuration, request], what moving to another instance in another node costs
+    moved_s: Floats  # [configuration, request], cost of moving to an instance in another node
 
     @property
     def count(self) -> int:
         return len(self.remaining)
 
     def fits(self, configuration: int) -> NDArray[np.bool_]:
-        """[request] whether an instance of the configuration can ever admit it."""
+        """Return by [request] whether an instance of the configuration can ever admit it."""
         fits: NDArray[np.bool_] = self.footprint <= self.capacity[configuration]
         return fits
 
     def move_s(self, requests: Ints, configuration: int | Ints, node: int | Ints) -> Floats:
-        """[request] seconds that moving each costs a new instance of `configuration` in `node`; 0 unless it runs."""
+        """Return by [request] the seconds of a move to a new instance in `node`; 0 for requests not running."""
         transfer_s, recompute_s = self.move_ways_s(requests, configuration, node)
         return np.where(self.source[requests] >= 0, np.minimum(transfer_s, recompute_s), 0.0)
 
     def move_ways_s(self, requests: Ints, configuration: int | Ints, node: int | Ints) -> tuple[Floats, Floats]:
-        """[request] seconds by transfer, and by recomputing."""
+        """Return by [request] the seconds of a move by transfer and by recomputation."""
         source = np.maximum(self.source[requests], 0)
         context = self.problem.requests.context_tokens[requests].astype(np.float64)
         transfer = self.problem.transfer
@@ -64,7 +64,7 @@ class ProblemColumns:
 
 
 def columns(problem: MakespanProblem) -> ProblemColumns:
-    """Raises Infeasible where a request fits no configuration that the GPUs hold."""
+    """Return the problem as arrays. Raises Infeasible if a request fits no configuration that can be placed."""
     configurations = problem.configurations
     remaining = problem.requests.remaining_tokens.astype(np.int64)
     context = problem.requests.context_tokens.astype(np.int64)
@@ -101,7 +101,10 @@ def columns(problem: MakespanProblem) -> ProblemColumns:
 
 
 def most_instances(configuration: Configuration, gpus_count: int, per_node: int) -> int:
-    """How many the GPUs hold: those of at most a node stay inside one, larger ones take whole nodes."""
+    """Return how many instances the GPUs can hold.
+
+    An instance of at most a node's GPUs stays inside one node; a larger instance takes whole nodes.
+    """
     nodes, rest = divmod(gpus_count, per_node)
     if configuration.gpus <= per_node:
         return nodes * (per_node // configuration.gpus) + rest // configuration.gpus
@@ -110,19 +113,22 @@ def most_instances(configuration: Configuration, gpus_count: int, per_node: int)
 
 
 def node_of(gpus: tuple[int, ...], per_node: int) -> int:
-    """The node that all of `gpus` lie in, SEVERAL where there is none."""
+    """Return the node that contains all of `gpus`, or SEVERAL."""
     first = gpus[0] // per_node
     return first if all(gpu // per_node == first for gpu in gpus) else SEVERAL
 
 
 def _check(columns: ProblemColumns) -> None:
-    """Raises Infeasible. One instance of the roomiest configuration can serve all, so that room alone decides."""
+    """Raise Infeasible if the requests cannot be served.
+
+    A single instance can serve all requests one after the other, so only the largest KV capacity matters.
+    """
     if columns.count == 0:
         return
     problem = columns.problem
     if not columns.placeable.any():
         if not len(columns.gpus):
-            raise Infeasible("configurations: requests need one", 1, 0, "configurations")
+            raise Infeasible("configurations: none are given", 1, 0, "configurations")
         raise min(
             (_unplaceable(problem, each) for each in problem.configurations), key=lambda why: why.needed - why.available
         )
@@ -138,10 +144,10 @@ def _check(columns: ProblemColumns) -> None:
 
 
 def _unplaceable(problem: MakespanProblem, configuration: Configuration) -> Infeasible:
-    """Why no instance can be placed."""
+    """Return the reason why no instance of the configuration can be placed."""
     gpus, per_node = configuration.gpus, problem.per_node
     if gpus > per_node and gpus % per_node:
-        what = f"gpus.per_node: {configuration.id} is neither inside a node nor whole nodes"
+        what = f"gpus.per_node: {configuration.id} neither fits in one node nor fills whole nodes"
         return Infeasible(what, gpus, per_node, "GPUs in a node")
     there = problem.gpus_count if gpus <= per_node else problem.gpus_count // per_node * per_node
     return Infeasible(f"gpus.count: not even {configuration.id} can be placed", gpus, there, "GPUs")

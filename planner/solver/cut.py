@@ -1,9 +1,9 @@
 """Cut the requests, longest first, into blocks that run at once, and put blocks one after another on instances.
 
-Every instance that holds a long request pays alpha for all its iterations, so long requests belong together. A block is
-as long as time and KV room allow; a block that leaves much of the time shares its instance with shorter ones, which are
-admitted as it ends. The configuration of each block is chosen as by a shortest path, whose remaining length is
-estimated by the shares of the GPUs that the later requests take at least.
+Every instance with a long request pays alpha for all its iterations, so long requests belong together. A block is as
+large as time and KV room allow. A block that leaves much time unused shares its instance with shorter blocks, which are
+admitted when it ends. The configuration of each block is chosen as in a shortest-path search; the remaining distance is
+a lower bound of the GPUs that the later requests take.
 """
 
 from bisect import bisect_right, insort
@@ -17,7 +17,7 @@ from planner.solver.columns import Floats, ProblemColumns
 
 @dataclass(frozen=True, slots=True)
 class RequestCut:
-    """Requests for one instance, as ranges of positions in descending order, in order of admission."""
+    """The requests for one instance, as ranges of positions in the longest-first order, in order of admission."""
 
     configuration: int
     kept: bool
@@ -32,18 +32,20 @@ class _Option:
     alpha_s: float
     switch_s: float
     cost_s: Floats  # [position], work and move
-    area_s: Floats  # [position], the same and the share of alpha by room and sequences
-    spent: list[float]  # [position + 1], seconds of work of all requests before
+    area_s: Floats  # [position], cost_s plus the share of alpha by KV room and sequences
+    spent: list[float]  # [position + 1], sum of cost_s over all earlier positions
     slots: int
     capacity: int
 
 
 class RequestCutter:
-    """Prepared once for a problem; `cut` is asked for several makespans."""
+    """Cuts the requests of one problem for several makespans."""
 
     def __init__(self, columns: ProblemColumns, every: int = 1) -> None:
-        """Of the requests one in `every` is looked at, and as many of the GPUs. Every running request counts as moved,
-        on kept instances too."""
+        """Prepare the cuts. Only one in `every` requests and GPUs is used.
+
+        Every running request counts as moved, even on kept instances.
+        """
         order = columns.longest_first[every // 2 :: every]
         self.remaining = columns.remaining[order]
         self._left = self.remaining.tolist()
@@ -76,11 +78,11 @@ class RequestCutter:
                 )
 
     def cut(self, makespan_s: float, only: frozenset[int] | None = None) -> list[RequestCut] | None:
-        """Cuts that end by `makespan_s`, or None where the GPUs do not suffice. `only`: configurations to use."""
+        """Return cuts that end by `makespan_s`, or None if the GPUs do not suffice. `only` lists configurations."""
         options = [option for option in self._options if only is None or option.configuration in only]
         after = self._after(makespan_s, options)
         instances: list[RequestCut] = []
-        # Instances that have time left, by that, for each configuration.
+        # Per configuration: (unused seconds, instance), ascending.
         gaps: dict[int, list[tuple[float, int]]] = {option.configuration: [] for option in options}
         left_kept = self._kept.tolist()
         position, used, count = 0, 0.0, len(self._left)
@@ -116,7 +118,7 @@ class RequestCutter:
         return instances
 
     def _block(self, option: _Option, position: int, free_s: float) -> tuple[int, float]:
-        """Where the block that starts at `position` ends, and the seconds that it takes."""
+        """Return the end of the block that starts at `position`, and the seconds that it takes."""
         alone_s = option.alpha_s * self._left[position]
         room_s = free_s - alone_s
         if room_s <= 0 or self._largest[position] > option.capacity:
@@ -128,7 +130,7 @@ class RequestCutter:
         return end, alone_s + option.spent[end] - before
 
     def _after(self, makespan_s: float, options: list[_Option]) -> list[float]:
-        """[position + 1] units of GPUs that the requests from there on take."""
+        """Return by [position + 1] the units of GPUs that the requests from that position on take."""
         shares = np.full(len(self._left), np.inf)
         for option in options:
             room_s = makespan_s - option.switch_s - option.alpha_s * self.remaining

@@ -1,11 +1,11 @@
-"""The bound where KV room or sequences are short: prices from a linear program, then checked request by request.
+"""Raise the lower bound if KV room or sequence slots are short, with prices from a linear program.
 
-An instance that ends by T and whose longest request has L tokens meets several limits: the work of its requests leaves
-time for L iterations; for as many as their KV footprints take (remaining times their share of the room, by footprint or
-as `room_shares` counts it otherwise); and for as many as its sequences take (remaining, over max_sequences). Whatever
-weights the limits are given, they price each request's share of the instance, as in `bound`. The program, over
-configurations and classes of lengths, says which weights refuse most; that they refuse is computed from the requests
-themselves, so nothing rests on its rounding or on its classes.
+An instance that ends by T and whose longest request has L tokens meets several limits. The work of its requests leaves
+time for L iterations, for the iterations that their KV footprints require (remaining tokens times the share of the
+room, see `room_shares`), and for those that its slots require (remaining tokens over max_sequences). Any weights of
+these limits price each request's share of the instance, as in `bound`. The linear program, over configurations and
+classes of lengths, finds the weights that give the highest bound. The bound itself is computed from the requests, so
+it does not depend on the program's rounding or classes.
 """
 
 import numpy as np
@@ -13,24 +13,24 @@ import numpy as np
 from planner.solver.bound import SAFETY, InstanceOption, highest_refused, options_of, room_shares, units
 from planner.solver.columns import Floats, Ints, ProblemColumns
 
-CLASSES = 16  # of lengths, of as many tokens each
+CLASSES = 16  # classes of lengths, with about equal numbers of tokens
 ROUNDS = 6
-CLOSE = 0.003  # how near is near enough
-SAMPLE = 2048  # requests that the program looks at
-STEPS = (0.0005, 0.0015, 0.003, 0.006, 0.01, 0.02)  # how far below the sample's bound the whole may lie, tried in turn
+CLOSE = 0.003  # relative precision of the search
+SAMPLE = 2048  # requests used by the program
+STEPS = (0.0005, 0.0015, 0.003, 0.006, 0.01, 0.02)  # reductions of the sample's bound tried for all requests, in order
 
-Weights = dict[tuple[int, int], tuple[float, ...]]  # by (option, class), of each limit
+Weights = dict[tuple[int, int], tuple[float, ...]]  # (option, class) -> weight of each limit
 
 
 class _Shares:
-    """Requests, shortest first, with what each takes of the limits."""
+    """Requests, shortest first, with their usage of each limit."""
 
     def __init__(self, columns: ProblemColumns, every: int) -> None:
         order = columns.longest_first[every // 2 :: every][::-1]
         self.remaining = columns.remaining[order].astype(np.float64)
         self.units = units(columns) * len(order) / columns.count
         self.options: list[InstanceOption] = options_of(columns, order)
-        self.more_s: list[list[Floats]] = []  # [option] what of each limit but the first they take beside work
+        self.more_s: list[list[Floats]] = []  # [option][limit - 1], usage in addition to work
         for each in self.options:
             plain, *cut = room_shares(columns, each.configuration, order)
             slot = np.full(len(order), 1 / float(columns.slots[each.configuration]))
@@ -38,7 +38,7 @@ class _Shares:
             self.more_s.append([iterations_s * share for share in (plain, slot, *cut)])
 
     def refused(self, makespan_s: float, weights: Weights, edges: Floats) -> bool:
-        """Whether the requests take more than there is. Class k has the lengths up to `edges[k]`."""
+        """Return whether the requests take more than the available GPUs. Class k has the lengths up to `edges[k]`."""
         ends = np.searchsorted(self.remaining, edges, side="right")
         starts = np.concatenate(([0], ends[:-1]))
         shares = np.full(len(self.remaining), np.inf)
@@ -68,7 +68,7 @@ class _Shares:
 
 
 def tightened_s(columns: ProblemColumns, bound_s: float, high_s: float) -> float:
-    """A bound at least as high as `bound_s`; no placement is known to end before `high_s`."""
+    """Return a bound of at least `bound_s`. `high_s` is the end of the best known placement."""
     every = max(1, columns.count // SAMPLE)
     sample = _Shares(columns, every)
     edges = _edges(sample.remaining)
@@ -81,7 +81,7 @@ def tightened_s(columns: ProblemColumns, bound_s: float, high_s: float) -> float
         found_s = _highest(sample, weights, edges, low_s, high_s)
         if found_s > low_s:
             low_s, best = found_s, weights
-    # Weights refuse most near the makespan that they were found for, and sometimes a little above it.
+    # Weights are most effective near the makespan that they were found for, and sometimes slightly above it.
     above_s = high_s
     for _ in range(ROUNDS):
         if above_s <= low_s * (1 + CLOSE):
@@ -113,24 +113,24 @@ def tightened_s(columns: ProblemColumns, bound_s: float, high_s: float) -> float
 
 
 def _highest(shares: _Shares, weights: Weights, edges: Floats, low_s: float, high_s: float) -> float:
-    """The highest time between the two that is refused; `low_s` where none is."""
+    """Return the highest refused time between `low_s` and `high_s`; `low_s` if none is refused."""
     if not shares.refused(low_s, weights, edges):
         return low_s
     return highest_refused(lambda trial_s: shares.refused(trial_s, weights, edges), low_s, high_s, 2e-4)
 
 
 def _edges(remaining: Floats) -> Floats:
-    """Ends of classes that generate about as many tokens each."""
+    """Return the upper lengths of classes that generate about equal numbers of tokens."""
     share = np.cumsum(remaining) / remaining.sum()
     places = np.searchsorted(share, np.linspace(0, 1, CLASSES + 1)[1:])
     edges: Floats = np.unique(remaining[np.minimum(places, len(remaining) - 1)])
-    edges[-1] = np.inf  # whatever a sample leaves out belongs to the last
+    edges[-1] = np.inf  # longer requests outside the sample belong to the last class
     return edges
 
 
 def _weights(shares: _Shares, makespan_s: float, edges: Floats) -> Weights:
-    """The program's prices of the limits, by option and class, as fractions of the instance's own."""
-    from ortools.linear_solver import pywraplp  # takes long to load, and most fleets are not crowded
+    """Return the program's prices of the limits by option and class, as fractions of the instance's price."""
+    from ortools.linear_solver import pywraplp  # imported here because it loads slowly and is rarely needed
 
     solver = pywraplp.Solver.CreateSolver("GLOP")
     infinity = solver.infinity()

@@ -1,7 +1,7 @@
-"""When the engines of a candidate fleet end, over sampled lengths. Pure.
+"""Calculate the end times of a candidate fleet's engines over sampled lengths. Pure.
 
-A request is admitted strictly in order, when a slot is free and its whole footprint fits: first come, first served. One
-engine's walk over its admissions and completions does not depend on another's, so many take each step together.
+Requests are admitted first come, first served, when a slot is free and the whole footprint fits. The engines'
+sequences of admissions and completions are independent, so many engines are advanced together in each step.
 """
 
 import numpy as np
@@ -14,8 +14,8 @@ from planner.solver.problem import RUNNING, ProblemRequests
 Ints = NDArray[np.int64]
 
 NEVER = np.iinfo(np.int64).max
-FEW = 32  # engines below which walks one after the other take no longer than steps together
-CARRIED = 0.7  # share of engines that still walk, below which the others are no longer carried along
+FEW = 32  # up to this many engines, processing one after the other is as fast as joint steps
+CARRIED = 0.7  # share of unfinished engines below which finished ones are removed from the arrays
 
 
 def decode_s(
@@ -25,11 +25,11 @@ def decode_s(
     *,
     roughly: bool = False,
 ) -> NDArray[np.float64]:
-    """[sample, instance], seconds until each instance's last request ends, by the step times of its configuration.
+    """Return by [sample, instance] the seconds until the instance's last request ends, by its configuration.
 
-    `remaining_tokens` is [sample, request]. A request is admitted strictly in order, when a slot is free and its whole
-    footprint fits; one that is larger than the KV cache runs alone. `roughly`: where they do not all fit at once, as
-    many iterations as slots and room would take if they were never left unused, in a fraction of the time.
+    `remaining_tokens` is [sample, request]. A request larger than the KV cache runs alone. With `roughly`, instances
+    whose requests do not fit at once get the iterations needed if slots and KV room were always in full use, which is
+    much faster to compute.
     """
     starts, order = fleet.starts, fleet.order
     filled = np.flatnonzero(np.diff(starts))
@@ -71,10 +71,10 @@ def ends_if_later_s(
     wait_s: float,
     correction: float,
 ) -> NDArray[np.float64]:
-    """[sample], seconds until all have ended if `now` decodes for `wait_s` more, and `fleet` then takes over what is
-    left: nobody moves who has ended meanwhile, and the others are longer. Where nobody is left, `wait_s` at most.
+    """Return by [sample] the seconds until all requests end if `fleet` takes over from `now` after `wait_s`.
 
-    `remaining_tokens` is [sample, request]; `correction` multiplies decoding seconds.
+    Requests that end during `wait_s` do not move; the others have longer contexts. If all end within `wait_s`, the
+    result is `wait_s`. `remaining_tokens` is [sample, request]; `correction` multiplies decoding seconds.
     """
     context_tokens = columns.context_tokens
     grown = np.zeros(len(context_tokens), dtype=np.int64)
@@ -97,13 +97,15 @@ def ends_if_later_s(
 
 
 def iterations(footprint: Ints, remaining: Ints, starts: Ints, slots: Ints, room: Ints) -> Ints:
-    """[engine] until its last request ends. `footprint` and `remaining` are [request], those of engine i at
-    `starts[i]:starts[i + 1]` in order of admission, at least one each. A footprint beyond `room` counts as all of it.
+    """Return by [engine] the iterations until its last request ends.
+
+    `footprint` and `remaining` are [request]. Engine i has the requests at `starts[i]:starts[i + 1]`, at least one, in
+    order of admission. A footprint larger than `room` counts as `room`.
     """
     sizes = np.diff(starts)
     at = np.repeat(np.arange(len(sizes)), sizes)
     footprint = np.minimum(footprint, room[at])
-    # Who finds room and a slot at once begins at iteration 0.
+    # Requests that find room and a slot immediately begin at iteration 0.
     together = np.cumsum(footprint)
     together -= np.repeat(together[starts[:-1]] - footprint[starts[:-1]], sizes)
     rank = np.arange(len(at)) - starts[at]
@@ -125,26 +127,26 @@ def iterations(footprint: Ints, remaining: Ints, starts: Ints, slots: Ints, room
 
 
 class _Walks:
-    """Engines in the midst of their walks. What runs on one lies in the first `count` rows of its column."""
+    """The state of unfinished engines. An engine's running requests are rows [0, count) of its column."""
 
     def __init__(self, footprint: Ints, remaining: Ints, engines: int, most: int) -> None:
-        """`most` run at once on an engine at first."""
+        """Create the state of `engines` engines, each with at most `most` running requests at first."""
         self._footprint, self._remaining = footprint, remaining  # [request]
         self._rows = 1 << most.bit_length()
-        # [row, engine], the iteration at which it ends, times rows, plus its row: their least is the first to end, and
-        # says where it lies. NEVER in rows that are free.
+        # [row, engine], end iteration times number of rows, plus row: the minimum gives the first end and its row.
+        # NEVER in free rows.
         self._ends = np.full((self._rows, engines), NEVER)
         self._held = np.zeros((self._rows, engines), dtype=np.int64)  # [row, engine], footprint
-        self._now = np.zeros(engines, dtype=np.int64)  # the others are [engine], too
+        self._now = np.zeros(engines, dtype=np.int64)  # [engine], like the following arrays
         self.count = self.slots = self.free_tokens = self.last = self._now
-        self.at = self.stop = self._now  # the next request, and the first that is another engine's
+        self.at = self.stop = self._now  # the next request, and the end of the engine's requests
 
     def enter(self, row: Ints, engine: Ints, ends: Ints, footprint: Ints) -> None:
         self._ends[row, engine] = ends * self._rows + row
         self._held[row, engine] = footprint
 
     def through(self) -> Ints:
-        """[engine], the iteration at which its last request ends."""
+        """Return by [engine] the iteration at which its last request ends."""
         ended = self.last.copy()
         engines = np.arange(len(ended))
         while len(engines) > FEW:
@@ -161,7 +163,7 @@ class _Walks:
         return ended
 
     def _step(self, going: NDArray[np.bool_]) -> None:
-        """On each engine that is not through, its next request begins, or the first to end makes room."""
+        """On each unfinished engine, start its next request; if that does not fit, first end a running request."""
         needs = self._footprint[np.minimum(self.at, len(self._footprint) - 1)]
         full = np.flatnonzero(going & ((needs > self.free_tokens) | (self.count >= self.slots)))
         if len(full):
@@ -180,7 +182,7 @@ class _Walks:
         self.last[enters] = np.maximum(self.last[enters], ends)
 
     def _end_first(self, engines: Ints) -> None:
-        """What lies in the last row takes its place."""
+        """End the first request of each engine and move the last occupied row to its row."""
         self._now[engines], row = np.divmod(self._ends.min(axis=0)[engines], self._rows)
         self.count[engines] -= 1
         rest = self.count[engines]
@@ -202,7 +204,7 @@ class _Walks:
             setattr(self, name, getattr(self, name)[engines])
 
     def _alone(self, place: int) -> int:
-        """The rest of one engine's walk."""
+        """Return the iteration at which the last request of one engine ends, computed for that engine alone."""
         count, span = int(self.count[place]), slice(self.at[place], self.stop[place])
         ends = (self._ends[:count, place] // self._rows).tolist()
         return admit_onwards(

@@ -1,7 +1,7 @@
-"""What a placement takes, exactly as the contract's model has it: decoding, migrations, switches.
+"""Calculate the seconds of a placement, for decoding, migrations and redeployment, by the model of `plan solve`.
 
-Whatever the order of admission, an instance takes alpha for each iteration plus the work of its requests; the order
-decides the number of iterations alone, and only where not all fit at once.
+In any order of admission, an instance takes alpha for each iteration plus the work of its requests. The order only
+determines the number of iterations, and only if the requests do not all fit at once.
 """
 
 from collections.abc import Iterable
@@ -14,16 +14,16 @@ from planner.model import GpuId
 from planner.solver.admission_order import admit
 from planner.solver.columns import Floats, Ints, ProblemColumns, node_of
 
-FleetSlot = tuple[int, tuple[GpuId, ...]]  # a configuration and where it lies
+FleetSlot = tuple[int, tuple[GpuId, ...]]  # a configuration and its GPUs
 
 
 @dataclass(frozen=True, slots=True)
 class SolverFleet:
-    """Instances to be, each a current one that is kept or a new one."""
+    """The instances of a fleet, each either a kept current instance or a new one."""
 
     configuration: Ints  # [instance]
-    current: Ints  # [instance], index of the current instance that it is, -1 for a new one
-    node: Ints  # [instance], SEVERAL where it takes more than one
+    current: Ints  # [instance], index of the current instance that is kept, -1 for a new one
+    node: Ints  # [instance], SEVERAL if it spans several nodes
     gpus: tuple[tuple[GpuId, ...], ...]  # [instance]
 
     def __len__(self) -> int:
@@ -31,7 +31,10 @@ class SolverFleet:
 
     @classmethod
     def of(cls, columns: ProblemColumns, kept: Iterable[int], new: Iterable[FleetSlot] = ()) -> "SolverFleet":
-        """`kept` are current instances. What comes to lie where a current one of its kind lies, is that one."""
+        """Build a fleet of the current instances `kept` and of `new` ones.
+
+        A new instance with the configuration and the GPUs of a current instance counts as that instance, kept.
+        """
         per_node = columns.problem.per_node
         gpus_of_current = [instance.gpus for instance in columns.problem.current]
         current = [*zip(columns.current_configuration.tolist(), gpus_of_current, strict=True)]
@@ -47,8 +50,7 @@ class SolverFleet:
 
 @dataclass(frozen=True, slots=True)
 class FleetPlacement:
-    """A fleet and who decodes where: `order` holds the requests of instance j, in order of admission, at
-    `starts[j]:starts[j + 1]`."""
+    """A fleet with its requests. `order[starts[j]:starts[j + 1]]` are those of instance j, in order of admission."""
 
     fleet: SolverFleet
     order: Ints  # [request]
@@ -69,17 +71,17 @@ class FleetPlacement:
         return self.order[self.starts[instance] : self.starts[instance + 1]]
 
     def assigned(self) -> Ints:
-        """[request] its instance."""
+        """Return the instance by [request]."""
         assigned = np.empty(len(self.order), dtype=np.int64)
         assigned[self.order] = np.repeat(np.arange(len(self.fleet)), np.diff(self.starts))
         return assigned
 
 
 class InstanceLoads:
-    """What the requests of each instance add up to, and what it has room for; [instance] each."""
+    """Totals over the requests of each instance, and its capacity; all arrays are by [instance]."""
 
     def __init__(self, columns: ProblemColumns, fleet: SolverFleet, at: Ints) -> None:
-        """`at`: [request] its instance."""
+        """Sum up the requests; `at` is the instance by [request]."""
         self.here = np.bincount(at, minlength=len(fleet))
         self.held = np.bincount(at, weights=columns.footprint, minlength=len(fleet))
         self.longest = np.zeros(len(fleet), dtype=np.int64)
@@ -88,13 +90,13 @@ class InstanceLoads:
 
     @property
     def at_once(self) -> NDArray[np.bool_]:
-        """Whether all run at once."""
+        """True by [instance] if all its requests run at once."""
         at_once: NDArray[np.bool_] = (self.held <= self.capacity) & (self.here <= self.slots)
         return at_once
 
 
 def with_idle(columns: ProblemColumns, placement: FleetPlacement) -> FleetPlacement:
-    """With the current instances, idle, in whose place nothing comes: stopping them gains nothing."""
+    """Return the placement plus the idle current instances whose GPUs are not needed: stopping them gains nothing."""
     fleet, current = placement.fleet, columns.problem.current
     taken = {gpu for gpus in fleet.gpus for gpu in gpus}
     idle = [index for index, instance in enumerate(current) if taken.isdisjoint(instance.gpus)]
@@ -107,7 +109,10 @@ def with_idle(columns: ProblemColumns, placement: FleetPlacement) -> FleetPlacem
 
 
 def place(columns: ProblemColumns, fleet: SolverFleet, assigned: Ints, ranks: Ints | None = None) -> FleetPlacement:
-    """Requests on the instances `assigned` to them, admitted by ascending `ranks`: longest first where not given."""
+    """Return the placement of requests on their `assigned` instances, admitted by ascending `ranks`.
+
+    Without `ranks`, the longest requests are admitted first.
+    """
     if ranks is None:
         order = columns.longest_first[np.argsort(assigned[columns.longest_first], kind="stable")]
     else:
@@ -117,7 +122,7 @@ def place(columns: ProblemColumns, fleet: SolverFleet, assigned: Ints, ranks: In
 
 
 def evaluate(columns: ProblemColumns, fleet: SolverFleet, order: Ints, starts: Ints) -> FleetPlacement:
-    """What the placement takes. New instances without requests are left out: nothing starts them."""
+    """Return the placement with its seconds. New instances without requests are left out: they are never started."""
     used = (np.diff(starts) > 0) | (fleet.current >= 0)
     if not used.all():
         fleet = SolverFleet(
@@ -142,13 +147,13 @@ def evaluate(columns: ProblemColumns, fleet: SolverFleet, order: Ints, starts: I
 
 
 def _alpha_s(alpha_s: Floats, iterations: Floats) -> Floats:
-    """Never is never, even where iterations take no time."""
+    """Return the seconds of the iterations; infinite iterations take infinite seconds even if alpha is 0."""
     with np.errstate(invalid="ignore"):
         return np.where(np.isfinite(iterations), alpha_s * iterations, np.inf)
 
 
 def moves_s(columns: ProblemColumns, fleet: SolverFleet, requests: Ints, at: Ints) -> Floats:
-    """[request] what bringing each to the instance `at` costs; 0 where it stays, and where it does not run."""
+    """Return by [request] the seconds of moving it to the instance `at`; 0 if it stays or is not running."""
     costs_s = np.zeros(len(requests))
     moving = np.flatnonzero((columns.source[requests] >= 0) & (columns.source[requests] != fleet.current[at]))
     if len(moving):
@@ -158,7 +163,7 @@ def moves_s(columns: ProblemColumns, fleet: SolverFleet, requests: Ints, at: Int
 
 
 def _iterations(columns: ProblemColumns, fleet: SolverFleet, order: Ints, starts: Ints, at: Ints) -> Floats:
-    """[instance]; infinite where a request does not fit its instance."""
+    """Return the iterations by [instance]; infinite if a request does not fit its instance."""
     footprint, remaining = columns.footprint[order], columns.remaining[order]
     counts = np.diff(starts)
     iterations = np.zeros(len(fleet))

@@ -1,4 +1,4 @@
-"""A snapshot as a makespan problem: what the planner may decide on, and what it cannot see. Pure."""
+"""Convert a snapshot into a makespan problem, and note what the planner leaves out. Pure."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -33,30 +33,31 @@ from planner.solver.problem import (
 )
 
 ANSWERING = (EngineHealth.OK, EngineHealth.SLOW)
-NO_TRANSFER = KvTransferCost(0.0, 0.0, 0.0)  # moved requests are prefilled again
+NO_TRANSFER = KvTransferCost(0.0, 0.0, 0.0)  # moved requests are recomputed
 
 
 @dataclass(frozen=True, slots=True)
 class LiveFleet:
-    """The part of the fleet that is decided on: engines that answer and whose configuration is known.
+    """The part of the fleet that a plan decides on: responding engines with a known configuration.
 
-    `requests` are those on them and those that no engine holds, in the snapshot's order; all arrays follow it.
+    `requests` are the requests on these engines and those on no engine, in the snapshot's order, which all arrays
+    follow.
     """
 
-    # With capacities as the engines report them. Gain is judged by plan admission, so epsilon is 0.
+    # With capacities as reported by the engines. Plan admission judges the gain, so epsilon is 0.
     problem: MakespanProblem
     limits: tuple[Configuration, ...]  # [current instance], with the engine's own KV capacity and slots
     requests: tuple[RequestView, ...]
-    rows: NDArray[np.int64]  # [request], its place in the snapshot
-    may_leave: NDArray[np.bool_]  # [request]: it can be moved at all
-    may_rebalance: NDArray[np.bool_]  # [request]: and has not been moved too often
-    blocked: Hold | None  # why engines must not be changed, though requests may move
+    rows: NDArray[np.int64]  # [request], its index in the snapshot
+    may_leave: NDArray[np.bool_]  # [request]: it can be moved
+    may_rebalance: NDArray[np.bool_]  # [request]: it can be moved and has moves left
+    blocked: Hold | None  # why engines must not be changed, although requests may move
     notes: tuple[str, ...]
 
     def expecting(self, remaining_tokens: NDArray[np.int64]) -> "LiveFleet":
-        """Return it with one estimate of the lengths, which are all 1 at first.
+        """Return a copy with an estimate of the lengths, which are initially all 1.
 
-        An engine admits what fits at its longest, so an estimate beyond the largest KV cache means: until that is full.
+        An engine admits a request only if its full length fits, so lengths are limited to the largest KV cache.
         """
         room = max(configuration.kv_capacity_tokens for configuration in self.problem.configurations)
         context = np.minimum(self.problem.requests.context_tokens, room - 1)
@@ -74,8 +75,11 @@ def live_fleet(
     transfer: KvTransferCost = NO_TRANSFER,
     work_budget: int | None = None,
 ) -> LiveFleet:
-    """What `snapshot` has to decide on. Engines that are gone, answer nonsense, are being drained or run an unknown
-    configuration are left alone; requests on engines that are gone count as held by their gateway."""
+    """Return the part of the fleet in `snapshot` that a plan decides on.
+
+    Engines that are gone, return nonsense, are draining or run an unknown configuration are excluded. Requests on
+    engines that are gone count as queued in their gateway.
+    """
     known = {configuration.id: configuration for configuration in configurations}
     draining = {engine.id for engine in snapshot.engines if engine.draining and engine.health in ANSWERING}
     answering = [e for e in snapshot.engines if e.health in ANSWERING and not e.draining]
@@ -86,11 +90,11 @@ def live_fleet(
     if strangers:
         held = sum(request.engine in strangers for request in snapshot.requests)
         notes.append(
-            f"{listed(sorted(strangers))} run an unknown configuration and are left alone with {held} requests"
+            f"engines with an unknown configuration are excluded, with {held} requests: {listed(sorted(strangers))}"
         )
     if draining:
         held = sum(request.engine in draining for request in snapshot.requests)
-        notes.append(f"{listed(sorted(draining))} are being drained and are left alone with {held} requests")
+        notes.append(f"draining engines are excluded, with {held} requests: {listed(sorted(draining))}")
     alone = strangers | draining
     rows = [row for row, request in enumerate(snapshot.requests) if request.engine not in alone]
     requests = tuple(snapshot.requests[row] for row in rows)
@@ -117,7 +121,7 @@ def live_fleet(
 
 
 def instances_text(instances: Sequence[ConfigurationId]) -> str:
-    """A fleet for people: `4 x tp2, 1 x tp8`."""
+    """Return a short description of a fleet, such as `4 x tp2, 1 x tp8`."""
     return ", ".join(f"{count} x {name}" for name, count in sorted(Counter(instances).items()))
 
 
@@ -144,7 +148,7 @@ def _id_of(engine: EngineView) -> ConfigurationId:
 
 
 def _as_reported(configuration: Configuration, engines: Sequence[EngineView]) -> Configuration:
-    """What a new engine of this configuration will have: what those that run have, half of them at least."""
+    """Return the configuration with the median limits of its running engines, as expected for a new engine."""
     alike = [configuration.limited_as(e) for e in engines if e.configuration == configuration.id]
     if not alike:
         return configuration
@@ -162,10 +166,10 @@ def _gpus(
     gpus_count: int,
     per_node: int,
 ) -> tuple[dict[EngineId, tuple[GpuId, ...]], int, Hold | None]:
-    """Return the GPUs of each of `engines`, how many there are, and why none may be given to another engine.
+    """Return the GPUs of each of `engines`, the number of GPUs, and the reason if none may go to another engine.
 
-    Where engines do not say, GPUs are dealt to them to estimate with; they are known only where nothing else is
-    possible: a single engine, and just as many GPUs left as it takes.
+    Engines that do not report their GPUs are assigned some for the estimate. The assignment is certain only if there
+    is one such engine and exactly as many GPUs remain as it takes.
     """
     said = {e.id: tuple(sorted(e.gpus)) for e in engines if len(set(e.gpus)) == known[_id_of(e)].gpus}
     taken = {int(gpu) for gpus in said.values() for gpu in gpus}
@@ -178,9 +182,9 @@ def _gpus(
     needed = max((gpu for gpus in of.values() for gpu in gpus), default=-1) + 1
     count = configured if needed <= configured else -(-needed // per_node) * per_node
     if twice:
-        return of, count, _unknown("two engines claim one GPU")
+        return of, count, _unknown("two engines report the same GPU")
     if needed > configured:
-        return of, count, _unknown(f"the engines take more than the {configured} GPUs that are configured")
+        return of, count, _unknown(f"the engines take more than the {configured} configured GPUs")
     certain = len(silent) == 1 and count - len(taken) == known[_id_of(silent[0])].gpus
     if silent and not certain:
         return of, count, _silent(silent)
@@ -188,19 +192,20 @@ def _gpus(
 
 
 def _lost(all_engines: Sequence[EngineView], of: Mapping[EngineId, Sequence[GpuId]], count: int) -> Hold | None:
-    """Why the GPUs that no engine of ours has may not be free all the same: others have them, or had them."""
+    """Return the reason if GPUs outside the planned engines may not be free, because other engines have or had them."""
     free = set(range(count)) - {gpu for gpus in of.values() for gpu in gpus}
     others = [engine for engine in all_engines if engine.id not in of]
     lost = [engine.id for engine in others if free & set(engine.gpus)]
     if lost:
-        why = f"the GPUs of {listed(sorted(lost))} cannot be planned with: drained, or nobody knows their state"
+        why = f"GPUs of engines that are draining or in an unknown state cannot be used: {listed(sorted(lost))}"
         return Hold("gpus_unavailable", why)
     strangers = [engine for engine in others if engine.health in ANSWERING and not engine.gpus]
     return _silent(strangers) if strangers and free else None
 
 
 def _silent(engines: Sequence[EngineView]) -> Hold:
-    return _unknown(f"{listed(sorted(e.id for e in engines))} do not say which GPUs they have (fleet.engines[].gpus)")
+    names = listed(sorted(e.id for e in engines))
+    return _unknown(f"the GPUs of {names} are unknown: set fleet.engines[].gpus")
 
 
 def _unknown(why: str) -> Hold:
@@ -210,7 +215,7 @@ def _unknown(why: str) -> Hold:
 def _dealt(
     engines: Sequence[EngineView], known: Mapping[ConfigurationId, Configuration], taken: Collection[int], per_node: int
 ) -> dict[EngineId, tuple[GpuId, ...]]:
-    """GPUs that nobody has, larger engines first, each inside one node or on whole nodes."""
+    """Assign free GPUs to the engines, larger engines first, each inside one node or on whole nodes."""
     used = set(taken)
     dealt = {}
     for engine in sorted(engines, key=lambda e: (-known[_id_of(e)].gpus, e.id)):

@@ -1,4 +1,4 @@
-"""Which GPUs each new instance takes: inside one node, or whole nodes; current instances that are kept stay."""
+"""Assign GPUs to new instances, inside one node or on whole nodes. Kept instances stay where they are."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
@@ -10,8 +10,11 @@ from planner.solver.evaluate import SolverFleet
 
 
 def lay_out(columns: ProblemColumns, kept: Iterable[int], new: Sequence[int]) -> SolverFleet | None:
-    """`kept` are current instances, `new` configurations. None where they do not fit; largest first, fullest node
-    first."""
+    """Return a fleet of the current instances `kept` and of new instances of the configurations `new`.
+
+    The largest instance is placed first, on the node with the fewest free GPUs that suffice. Return None if they do not
+    fit.
+    """
     problem = columns.problem
     kept = sorted(kept)
     per_node = problem.per_node
@@ -21,7 +24,7 @@ def lay_out(columns: ProblemColumns, kept: Iterable[int], new: Sequence[int]) ->
         [gpu for gpu in range(node * per_node, min((node + 1) * per_node, problem.gpus_count)) if gpu not in taken]
         for node in range(nodes)
     ]
-    rooms: list[list[int]] = [[] for _ in range(per_node + 1)]  # nodes by free GPUs; the lowest last
+    rooms: list[list[int]] = [[] for _ in range(per_node + 1)]  # nodes by number of free GPUs, the lowest node last
     for node in reversed(range(nodes)):
         rooms[len(free[node])].append(node)
     placed: list[tuple[GpuId, ...] | None] = [None] * len(new)
@@ -34,7 +37,10 @@ def lay_out(columns: ProblemColumns, kept: Iterable[int], new: Sequence[int]) ->
 
 
 def in_a_row(columns: ProblemColumns, kept: Iterable[int], configuration: int, most: int) -> SolverFleet:
-    """`kept` are current instances; beside them at most that many new ones of one configuration, on the lowest GPUs."""
+    """Return a fleet of the current instances `kept` and at most `most` new ones of one configuration.
+
+    New instances take the lowest free GPUs.
+    """
     problem = columns.problem
     kept = sorted(kept)
     taken = {gpu for index in kept for gpu in problem.current[index].gpus}
@@ -43,8 +49,8 @@ def in_a_row(columns: ProblemColumns, kept: Iterable[int], configuration: int, m
 
 
 def free_groups(gpus_count: int, per_node: int, taken: AbstractSet[GpuId], size: int) -> Iterator[tuple[GpuId, ...]]:
-    """Groups of `size` GPUs that are not taken, the lowest first: each inside one node, or of free nodes in a row."""
-    whole: list[int] = []  # free nodes, until they are enough for a wide one
+    """Yield groups of `size` free GPUs, the lowest first, each inside one node or on consecutive free nodes."""
+    whole: list[int] = []  # GPUs of consecutive free nodes, for an instance that is larger than a node
     for first in range(0, gpus_count, per_node):
         free = [gpu for gpu in range(first, min(first + per_node, gpus_count)) if gpu not in taken]
         if size > per_node:

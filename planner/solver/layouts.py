@@ -1,7 +1,8 @@
-"""Which layouts a planner chooses from: few, and leaning to the phase of the step. Pure.
+"""Select the few layouts that a planner chooses from, biased by the phase of the step. Pure.
 
-The paper's second and third heuristics (section 4.1): TP inside a node, whole nodes beyond; for AFD only the ratios of
-attention to FFN GPUs that keep both sides busy; many narrow engines while batches are large, wide ones in the tail.
+These are the second and third heuristics of the paper (section 4.1): TP stays inside a node or takes whole nodes; AFD
+uses only ratios of attention to FFN GPUs that keep both sides busy; engines are narrow while batches are large, and
+wide in the tail.
 """
 
 from collections.abc import Sequence
@@ -14,26 +15,26 @@ from planner.cost.predict import DoesNotFit, predict
 from planner.cost.profile import EngineProfile, Parallelism
 from planner.cost.roofline import Precision
 
-# AFD layouts that are tried, in nodes of attention and of FFN, and how many of them are kept.
+# Ratios of attention to FFN nodes that are tried for AFD, and how many of the layouts are kept.
 AFD_RATIOS = ((1, 1), (2, 1), (3, 1), (3, 2), (4, 1))
 AFD_MICRO_BATCHES = 3
 AFD_KEPT = 2
-# What a layout is judged by: sequences on each GPU, and the tokens that each of them holds.
+# The load at which layouts are compared: sequences per GPU, and KV tokens per sequence.
 JUDGED_SEQUENCES_PER_GPU = 32
 JUDGED_CONTEXT_TOKENS = 4096
-# In the tail an engine decodes a handful.
+# Sequences per engine in the tail.
 TAIL_SEQUENCES = 4
-# Fewer than this on each GPU, and latency decides.
+# Sequences per GPU below which a step is in its tail.
 TAIL_SEQUENCES_PER_GPU = 2
-# A layout is left out of a phase where another one is that much better there.
+# A layout is left out of a phase if its cost there is more than this many times the best one's.
 BIAS = 1.5
 
 
 class StepPhase(StrEnum):
-    """Where a generation step stands."""
+    """The phase of a generation step."""
 
-    BULK = "bulk"  # large batches of moderate length: throughput counts
-    TAIL = "tail"  # few long sequences: latency counts
+    BULK = "bulk"  # large batches of moderate length: throughput matters
+    TAIL = "tail"  # few long sequences: latency matters
 
 
 def phase_of(sequences: float, gpus_count: int) -> StepPhase:
@@ -41,9 +42,9 @@ def phase_of(sequences: float, gpus_count: int) -> StepPhase:
 
 
 def layouts(model: Model, gpus_count: int, per_node: int) -> list[Parallelism]:
-    """All that are worth a look, whatever the phase: TP, and for models with experts EP, data-parallel too, and AFD."""
+    """Return the layouts to consider in any phase: TP and, for models with experts, EP, EP with DP, and AFD."""
     sizes = _sizes(per_node, gpus_count)
-    split_heads = [size for size in sizes if model.q_heads % size == 0]  # attention can be split over so many
+    split_heads = [size for size in sizes if model.q_heads % size == 0]  # sizes that divide the attention heads
     found = [Parallelism(tp=size) for size in split_heads]
     if not model.moe:
         return found
@@ -67,10 +68,10 @@ def candidates(
     phase: StepPhase | None = None,
     precision: Precision | None = None,
 ) -> list[EngineProfile]:
-    """Profiles of the layouts that fit; with a `phase`, only those that come close to the best of it.
+    """Return the profiles of the layouts that fit; with a `phase`, only those close to the best layout of that phase.
 
-    AFD keeps its best ratios. A fleet may always need a narrow engine for what is left over of its GPUs, so the
-    narrowest that fits stays in every phase.
+    Only the best AFD ratios are kept. The narrowest layout that fits is kept in every phase, because a fleet may need
+    it for its remaining GPUs.
     """
     profiles = []
     for layout in layouts(model, gpus_count, per_node):
@@ -78,7 +79,7 @@ def candidates(
             profiles.append(predict(model, gpu, layout, engine, precision))
         except DoesNotFit:
             continue
-    # Weights may fit with next to no room beside them.
+    # Weights may fit and leave almost no room for KV.
     profiles = [profile for profile in profiles if profile.kv_capacity_tokens >= JUDGED_CONTEXT_TOKENS]
     afd = sorted((profile for profile in profiles if profile.parallelism.afd), key=bulk_cost)[:AFD_KEPT]
     kept = [profile for profile in profiles if not profile.parallelism.afd or profile in afd]
@@ -86,7 +87,7 @@ def candidates(
 
 
 def biased(profiles: Sequence[EngineProfile], phase: StepPhase) -> list[EngineProfile]:
-    """Those that are not far behind the best of the phase, in their order."""
+    """Return the profiles whose cost is at most BIAS times the best of the phase, in their order."""
     if not profiles:
         return []
     cost = bulk_cost if phase is StepPhase.BULK else tail_cost
@@ -96,7 +97,7 @@ def biased(profiles: Sequence[EngineProfile], phase: StepPhase) -> list[EnginePr
 
 
 def bulk_cost(profile: EngineProfile) -> float:
-    """GPU seconds of a token while batches are large, as far as the KV cache lets them."""
+    """Return the GPU seconds per token with large batches, limited by the KV cache."""
     gpus = profile.parallelism.gpus
     room = max(1.0, profile.kv_capacity_tokens / JUDGED_CONTEXT_TOKENS)
     sequences = min(JUDGED_SEQUENCES_PER_GPU * gpus, room, profile.max_sequences)
@@ -104,11 +105,11 @@ def bulk_cost(profile: EngineProfile) -> float:
 
 
 def tail_cost(profile: EngineProfile) -> float:
-    """Seconds of a token in the tail."""
+    """Return the seconds per token in the tail."""
     return profile.step.at(TAIL_SEQUENCES, TAIL_SEQUENCES * JUDGED_CONTEXT_TOKENS)
 
 
 def _sizes(per_node: int, gpus_count: int) -> list[int]:
-    """Powers of two inside a node, then doubling whole nodes."""
+    """Return numbers of GPUs: powers of two inside a node, then two and four whole nodes."""
     inside = [1 << power for power in range(min(per_node, gpus_count).bit_length())]
     return inside + [nodes * per_node for nodes in (2, 4) if nodes * per_node <= gpus_count]

@@ -1,7 +1,4 @@
-"""Choose which engines to run and which request each decodes, so that the last one ends soonest. Pure.
-
-Carrying the answer out is the executors' business.
-"""
+"""Choose which engines to run and which requests each decodes, so that the last one ends as soon as possible. Pure."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -28,22 +25,23 @@ from planner.solver.whole import raised_s
 __all__ = ["Infeasible", "lower_bound", "solve"]
 
 
-CLOSE, NEAR = 0.002, 0.01  # gap that is not worth a look at whole instances; and at KV room and sequences
-CLOSEST = 2  # configurations of which static fleets are filled in all usual ways, where there are many requests
-PROOF = 200_000  # budget from which on a close bound is looked for
-WAVES_WORK, WAVES_EACH = 60_000, 2  # the same for orders of admission: altogether, and for each request
-SMALL_WORK = 800_000  # requests that the local search looks at, where no budget is given
+CLOSE, NEAR = 0.002, 0.01  # relative gaps up to which the bound is not raised by raised_s and by tightened_s
+CLOSEST = 2  # configurations whose static fleets are filled in all usual ways if there are many requests
+PROOF = 200_000  # minimum work budget for raising the bound
+WAVES_WORK, WAVES_EACH = 60_000, 2  # default budget for orders of admission: base, and per request
+SMALL_WORK = 800_000  # default budget of the local search
 
 
-# Times beyond what a float holds are infinite: never.
+# Seconds that overflow a float become infinite.
 _never = np.errstate(over="ignore", divide="ignore", invalid="ignore")
 
 
 @_never
 def solve(problem: MakespanProblem, stop: Callable[[], bool] = lambda: False) -> Solution:
-    """The best fleet and placement found, with what it takes and what no other can beat. Raises Infeasible.
+    """Return the best fleet and placement found, with its seconds and a proven lower bound. Raises Infeasible.
 
-    `stop` is asked now and then whether to end with what has been found; with it, sameness is not promised.
+    `stop` is polled during the search; once it returns True, the best result so far is returned. Results are then not
+    reproducible.
     """
     table = columns(problem)
     current = as_placed(table) if problem.current else None
@@ -68,7 +66,7 @@ def _soonest_s(found: Sequence[FleetPlacement], otherwise_s: float = math.inf) -
 
 
 def _raised_s(table: ProblemColumns, bound_s: float, high_s: float) -> float:
-    """The bound, looked at closely where what was found does not come near it."""
+    """Return a tighter bound if the best placement found, `high_s`, is not close to `bound_s`."""
     budget = table.problem.work_budget
     if not np.isfinite(high_s) or high_s <= bound_s * (1 + CLOSE) or (budget is not None and budget < PROOF):
         return bound_s
@@ -77,7 +75,7 @@ def _raised_s(table: ProblemColumns, bound_s: float, high_s: float) -> float:
 
 
 def _readmitted(table: ProblemColumns, candidates: Sequence[FleetPlacement], bound_s: float) -> list[FleetPlacement]:
-    """Those of the best candidates that admit in waves, admitted in a better order and evened out."""
+    """Return the best candidates that admit in waves, with better orders of admission and levelled loads."""
     budget = table.problem.work_budget
     work = SearchBudget(WAVES_WORK + WAVES_EACH * table.count if budget is None else budget // 2)
     return sooner(table, candidates, bound_s * (1 + ENOUGH), work)
@@ -86,7 +84,7 @@ def _readmitted(table: ProblemColumns, candidates: Sequence[FleetPlacement], bou
 def _searched(
     table: ProblemColumns, candidates: Sequence[FleetPlacement], bound_s: float, stop: Callable[[], bool]
 ) -> list[FleetPlacement]:
-    """What a local search makes of the best candidates and of all fleets that there are."""
+    """Return the results of a local search over the best candidates and all possible fleets."""
     budget = table.problem.work_budget
     work = SearchBudget(SMALL_WORK if budget is None else budget)
     starts = sorted((each for each in candidates if np.isfinite(each.makespan_s)), key=lambda each: each.makespan_s)
@@ -97,12 +95,15 @@ def _searched(
 
 @_never
 def lower_bound(problem: MakespanProblem) -> float:
-    """Seconds below which no placement ends. Raises Infeasible."""
+    """Return the seconds before which no placement can end. Raises Infeasible."""
     return _lower_bound_s(columns(problem))
 
 
 def as_placed(table: ProblemColumns) -> FleetPlacement:
-    """The current fleet: each admits its running, then its waiting requests; new ones are dealt in turn."""
+    """Return the placement of the current fleet.
+
+    Each instance admits its running, then its waiting requests; new requests are assigned round robin.
+    """
     requests = table.problem.requests
     assigned = requests.instance.astype(np.int64)
     new = np.flatnonzero(requests.instance == NOWHERE)
@@ -112,14 +113,14 @@ def as_placed(table: ProblemColumns) -> FleetPlacement:
 
 
 def _packed(table: ProblemColumns, bound_s: float, high_s: float) -> list[FleetPlacement]:
-    """With long requests together."""
+    """Return a placement that packs long requests together; empty if none is found."""
     cuts = soonest_cut(table, bound_s, high_s) if table.count else None
     placement = None if cuts is None else packed(table, cuts)
     return [] if placement is None else [placement]
 
 
 def _homogeneous(table: ProblemColumns) -> list[FleetPlacement]:
-    """Static fleets: one configuration, longest first onto the least loaded."""
+    """Return static fleets of one configuration each, with the longest requests first onto the least loaded."""
     found: list[FleetPlacement] = []
     for index in range(len(table.problem.configurations)):
         fleets = _fleets_of(table, index)
@@ -130,7 +131,7 @@ def _homogeneous(table: ProblemColumns) -> list[FleetPlacement]:
 
 
 def _spread(table: ProblemColumns, below_s: float) -> list[FleetPlacement]:
-    """Static fleets filled in the other ways, where those may end before `below_s`."""
+    """Return static fleets filled by the other measures of load, if these may end before `below_s`."""
     kinds = [kind for kind in np.flatnonzero(table.placeable).tolist() if table.count and table.fits(kind).all()]
     least = {kind: least_s(table, kind, int(table.placeable[kind])) for kind in kinds}
     kinds = sorted((kind for kind in kinds if least[kind] < below_s), key=least.__getitem__)
@@ -147,7 +148,7 @@ def _spread(table: ProblemColumns, below_s: float) -> list[FleetPlacement]:
 
 
 def _fleets_of(table: ProblemColumns, configuration: int) -> list[SolverFleet]:
-    """As many instances as there is room for: from the first GPU on, and around those that run."""
+    """Return fleets with as many instances as fit: from the first GPU on, and around the running instances."""
     count = min(int(table.placeable[configuration]), max(1, table.count))
     if not count:
         return []
@@ -222,7 +223,7 @@ def _instances(table: ProblemColumns, placement: FleetPlacement) -> tuple[Placed
 
 
 def _names(table: ProblemColumns, placement: FleetPlacement) -> list[EngineId]:
-    """Kept instances keep their ids; new ones are called by their lowest GPU, unless a current one is called so."""
+    """Return the instances' ids. Kept instances keep theirs; new ones get a unique name with their lowest GPU."""
     taken = {instance.id for instance in table.problem.current}
     names: list[EngineId] = []
     for current, gpus in zip(placement.fleet.current.tolist(), placement.fleet.gpus, strict=True):

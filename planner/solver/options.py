@@ -1,8 +1,8 @@
-"""The fleets that a plan chooses from, each with what it is expected to take. Pure.
+"""Build the fleets that a plan chooses from, each with its expected seconds. Pure.
 
-Who will draw a long answer is not known when requests are placed. So every family of fleets is tried with several
-estimates of the lengths (what is expected, what is long, one sample), and what each candidate takes is judged on all
-samples: an estimate that packs requests which merely might be long is found out there.
+Lengths of answers are unknown when requests are placed. Every family of fleets is therefore built with several length
+estimates (the expected length, a long one, one sample), and every candidate is evaluated on all samples. An estimate
+that packs requests which merely might be long does badly in this evaluation.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,11 +33,11 @@ from planner.solver.problem import Infeasible, MakespanProblem
 from planner.workload.sampled_lengths import SampledLengths
 
 REBALANCED, MIXED = "rebalanced", "mixed"
-# Requests up to which the solver is asked with every estimate of the lengths, and with every configuration.
+# Requests up to which the solver runs with every length estimate and every configuration.
 SOLVED_BY_ALL = 2_048
-# Times the GPU time of the best configuration, beyond which one is left out where there are more requests.
+# With more requests, a configuration is left out if it takes more than this many times the best one's GPU time.
 FAR_MORE = 1.1
-# Times the seconds of the best fleet that was dealt, beyond which the solver has packed what merely might be long.
+# The solver's fleet is dropped if it takes more than this many times the seconds of the best fleet built without it.
 FOUND_OUT = 1.5
 
 Try = Callable[[], CandidateFleet]
@@ -46,13 +46,13 @@ _SCREENED_S, TOTAL_S = attrgetter("screened_s"), attrgetter("total_s")
 
 @dataclass(frozen=True, slots=True)
 class FleetOption:
-    """A candidate and its seconds over the samples."""
+    """A candidate fleet with its seconds over the samples."""
 
     fleet: CandidateFleet
     decode_s: NDArray[np.float64]  # [sample, instance], corrected
     ends_s: NDArray[np.float64]  # [sample], costs included
     alternative: Alternative
-    # Until the end, in the mean, if engines are changed the next time round instead; of the soonest change alone.
+    # Mean seconds to the end if the engines are changed at the next plan instead; only set for the fastest change.
     later_s: float | None = None
 
     @property
@@ -62,8 +62,10 @@ class FleetOption:
 
 @dataclass(frozen=True, slots=True)
 class FleetOptions:
-    """Everything that was considered. No fleet, and no placement even by the lengths of each sample, ends before
-    `bound_s` in the mean."""
+    """All fleets that were considered.
+
+    `bound_s` is a lower bound of the mean end of any fleet and placement, even with the exact lengths of each sample.
+    """
 
     current: FleetOption | None
     found: tuple[FleetOption, ...]  # the current one included
@@ -72,24 +74,24 @@ class FleetOptions:
 
 
 class _Member(NamedTuple):
-    """A fleet of one family, and its seconds to the end, roughly."""
+    """A fleet of one family, with a rough estimate of its seconds to the end."""
 
     screened_s: float
-    estimate: int  # of the lengths that it was dealt by
+    estimate: int  # index of the length estimate that it was built with
     fleet: CandidateFleet
 
 
 class _Family(NamedTuple):
-    """What the tries for one kind of fleet came to."""
+    """The fleets of one kind, or the reason why none could be built."""
 
     name: str
-    configuration: ConfigurationId | None  # None where there are several
+    configuration: ConfigurationId | None  # None if there are several
     members: Sequence[_Member]
     why_none: str
 
 
 class _Weigher:
-    """Judges candidates on the same samples. `correction` multiplies decoding seconds, never costs."""
+    """Evaluates candidates on the same samples. `correction` multiplies decoding seconds, never costs."""
 
     def __init__(self, columns_context: NDArray[np.int64], lengths: SampledLengths, correction: float) -> None:
         self._context = columns_context
@@ -97,12 +99,12 @@ class _Weigher:
         self._correction = correction
 
     def screen(self, fleet: CandidateFleet) -> float:
-        """Seconds to the end, roughly: enough to tell the members of one family apart."""
+        """Return a rough estimate of the mean seconds to the end, for comparing the members of one family."""
         ends_s = decode_s(fleet, self._context, self._lengths.samples, roughly=True) * self._correction
         return float((ends_s + fleet.migration_s + fleet.switch_s).max(axis=1, initial=0.0).mean())
 
     def tried(self, name: str, configuration: ConfigurationId | None, tries: Sequence[Try]) -> _Family:
-        """A family, from tries that each make a member of it, or say why they cannot."""
+        """Return a family built by `tries`. Each returns a member, or raises UnusableFleet or Infeasible."""
         members, why = list[_Member](), ""
         for estimate, attempt in enumerate(tries):
             try:
@@ -140,7 +142,7 @@ class _Weigher:
         )
 
     def with_later(self, option: FleetOption, current: FleetOption, fleet: LiveFleet, wait_s: float) -> FleetOption:
-        """A change of engines can be made later: then fewer requests move."""
+        """Return the option with its `later_s`: the mean end if the engines change after `wait_s`."""
         ends_s = ends_if_later_s(
             option.fleet, current.fleet, fleet.problem.requests, self._lengths.samples, wait_s, self._correction
         )
@@ -156,8 +158,11 @@ def consider(
     *,
     only_as_deployed: bool = False,
 ) -> FleetOptions:
-    """Every family of fleets; with `only`, those of that one configuration, as far as engines would change.
-    `wait_s`: so long until they can be considered again; 0: never. `only_as_deployed`: engines stay as they are."""
+    """Build and evaluate every family of fleets.
+
+    With `only`, fleets that change engines use that configuration alone. `wait_s` is the time until fleets can be
+    considered again; 0 means never. With `only_as_deployed`, no engine is changed.
+    """
     weigher = _Weigher(fleet.problem.requests.context_tokens, lengths, correction)
     estimated = [fleet.expecting(tokens) for tokens in _estimates(lengths)]
     current = weigher.weigh(as_it_stands(estimated[0])) if fleet.problem.current else None
@@ -194,7 +199,7 @@ def _estimates(lengths: SampledLengths) -> list[NDArray[np.int64]]:
 def _dealt(
     estimated: Sequence[LiveFleet], only: ConfigurationId | None, only_as_deployed: bool
 ) -> Iterator[tuple[str, ConfigurationId | None, Sequence[Try]]]:
-    """The families that take no solver: name, configuration where there is but one, and a try for each estimate."""
+    """Yield the families built without the solver: name, configuration if there is only one, one try per estimate."""
     problem = estimated[0].problem
     ordered = [(fleet, longest(fleet.problem)) for fleet in estimated]
     if problem.current:
@@ -207,9 +212,12 @@ def _dealt(
 
 
 def _for_the_solver(estimated: Sequence[LiveFleet], dealt: _Member | None, correction: float) -> Sequence[LiveFleet]:
-    """With few requests, every estimate. Else the one by which the best of the other fleets was `dealt`, with the
-    configurations alone that pay for some request: from the same estimate the solver either does a little better, or
-    packs requests that merely might be long, and so it does from each of the others."""
+    """Return the problems for the solver, one per length estimate.
+
+    With few requests, all estimates are used. Otherwise only the estimate of the best `dealt` fleet is used, with the
+    configurations that are efficient for at least one request. From any estimate, the solver either improves slightly
+    on that fleet or packs requests that merely might be long, so the other estimates add little.
+    """
     if len(estimated) == 1 or dealt is None or len(estimated[0].requests) <= SOLVED_BY_ALL:
         return estimated
     fleet = estimated[dealt.estimate]
@@ -217,16 +225,19 @@ def _for_the_solver(estimated: Sequence[LiveFleet], dealt: _Member | None, corre
 
 
 def _unless_found_out(mixed: _Family, dealt: _Member | None) -> _Family:
-    """Nothing to choose, and nothing to show, where what the solver was asked with is no guide."""
+    """Return the family without its members if, over the samples, they are far worse than the best `dealt` fleet."""
     if dealt is None or not mixed.members or mixed.members[0].screened_s <= FOUND_OUT * dealt.screened_s:
         return mixed
-    why = f"packed by one estimate of the lengths, it ends in {mixed.members[0].screened_s:.0f} s by the others"
+    why = f"built for one estimate of the lengths, it ends in {mixed.members[0].screened_s:.0f} s over all samples"
     return mixed._replace(members=(), why_none=why)
 
 
 def _narrowed(problem: MakespanProblem, within_s: float) -> MakespanProblem:
-    """Without configurations on which every request takes far more GPU time than on another one: the room it takes
-    until `within_s`, as the solver's lower bound counts it."""
+    """Return the problem without configurations on which every request takes far more GPU time than on another one.
+
+    The GPU time of a request is its share of an instance until `within_s`, as in the solver's lower bound. Deployed
+    configurations are always kept.
+    """
     requests = problem.requests
     context, remaining = requests.context_tokens, requests.remaining_tokens
     footprint, shares = context + remaining, []

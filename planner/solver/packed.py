@@ -1,4 +1,4 @@
-"""Packed fleets: look for the soonest time at which cuts fit, and lay them out on GPUs."""
+"""Build packed fleets: find the earliest makespan at which the requests can be cut, and place the cuts on GPUs."""
 
 from collections.abc import Sequence
 from itertools import combinations
@@ -10,15 +10,15 @@ from planner.solver.cut import RequestCut, RequestCutter
 from planner.solver.evaluate import FleetPlacement, place
 from planner.solver.layout import lay_out
 
-SAMPLE = 4096  # requests that are enough to find roughly when cuts fit
-LEAST_GPUS = 128  # of a sample
-GAIN = 0.996  # what it takes to prefer fewer configurations
+SAMPLE = 4096  # requests that suffice for a rough search
+LEAST_GPUS = 128  # minimum number of GPUs of a sample
+GAIN = 0.996  # ratio of makespans at which fewer configurations are preferred
 
 
 def soonest_cut(columns: ProblemColumns, low_s: float, high_s: float) -> list[RequestCut] | None:
-    """The cuts of the soonest time found between `low_s` (that may be too soon) and `high_s` at which they fit.
+    """Return the cuts with the earliest makespan found between `low_s` and `high_s`, or None if none is found.
 
-    With fewer configurations to choose from, a choice made block by block is sometimes better.
+    Subsets of the configurations are tried as well, because the choice block by block is sometimes better with fewer.
     """
     whole = RequestCutter(columns)
     every = min(columns.count // SAMPLE, columns.problem.gpus_count // LEAST_GPUS)
@@ -38,7 +38,7 @@ def soonest_cut(columns: ProblemColumns, low_s: float, high_s: float) -> list[Re
 
 
 def _subsets(placeable: list[int]) -> list[frozenset[int]]:
-    """Each configuration, each pair, and all but one."""
+    """Return the subsets of one configuration, of two, and of all but one."""
     sizes = {1, 2, len(placeable) - 1} - {0, len(placeable)}
     return [frozenset(some) for size in sorted(sizes) for some in combinations(placeable, size)]
 
@@ -46,7 +46,10 @@ def _subsets(placeable: list[int]) -> list[frozenset[int]]:
 def _bisect(
     cutter: RequestCutter, trial_s: float, high_s: float, step: float, only: frozenset[int] | None, rounds: int
 ) -> tuple[float, list[RequestCut]] | None:
-    """Up and down from `trial_s` in growing steps until it lies between one that works and one that does not."""
+    """Return the earliest feasible makespan found and its cuts.
+
+    The search starts at `trial_s`, moves up or down in growing steps until it brackets the result, and then bisects.
+    """
     low_s, best_s, first_s = 0.0, high_s, trial_s
     best: list[RequestCut] | None = None
     while best is None or rounds > 0:
@@ -74,7 +77,7 @@ def _bisect(
 
 
 def packed(columns: ProblemColumns, cuts: Sequence[RequestCut]) -> FleetPlacement | None:
-    """The cuts as a placement, with what may stay where it is; None where the new instances do not fit."""
+    """Return the cuts as a placement that keeps instances where possible; None if the new instances do not fit."""
     to = match(columns, cuts, _kept(columns, cuts))
     kept = {instance: place for place, instance in enumerate(to) if instance >= 0}
     fresh = [place for place in range(len(cuts)) if to[place] < 0]
@@ -88,7 +91,10 @@ def packed(columns: ProblemColumns, cuts: Sequence[RequestCut]) -> FleetPlacemen
 
 
 def match(columns: ProblemColumns, cuts: Sequence[RequestCut], kept: Sequence[int]) -> list[int]:
-    """[cut] the current instance of `kept` that it goes to, or -1: where its requests cost most to move first."""
+    """Return by [cut] the current instance of `kept` that serves it, or -1.
+
+    Pairs of cut and instance are matched in descending order of the seconds saved by not moving requests.
+    """
     to = [-1] * len(cuts)
     if not kept:
         return to
@@ -120,7 +126,7 @@ def match(columns: ProblemColumns, cuts: Sequence[RequestCut], kept: Sequence[in
 
 
 def _cut_of_requests(columns: ProblemColumns, cuts: Sequence[RequestCut]) -> Ints:
-    """[request] the place of its cut."""
+    """Return by [request] the index of its cut."""
     blocks = sorted((first, end, place) for place, cut in enumerate(cuts) for first, end in cut.blocks)
     places = np.array([place for _, _, place in blocks], dtype=np.int64)
     cut_of = np.empty(columns.count, dtype=np.int64)
@@ -129,7 +135,7 @@ def _cut_of_requests(columns: ProblemColumns, cuts: Sequence[RequestCut]) -> Int
 
 
 def _kept(columns: ProblemColumns, cuts: Sequence[RequestCut]) -> list[int]:
-    """Current instances that may be kept: as many of each configuration as cuts want."""
+    """Return the current instances that may be kept: up to the number of kept cuts of each configuration."""
     wanted = np.bincount([cut.configuration for cut in cuts if cut.kept], minlength=len(columns.gpus))
     kept: list[int] = []
     for configuration in np.flatnonzero(wanted).tolist():

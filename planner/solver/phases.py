@@ -1,11 +1,11 @@
-"""Step times as lines over the batches that the rest of a step will see, and which configurations to look at. Pure.
+"""Fit step times as lines over the batch sizes ahead in a step, and select the configurations to evaluate. Pure.
 
-The paper's third heuristic (section 4.1): a bias that follows the phase of the step. A curve that bends has no one
-line: its line is right in the mean over the batches to come, so it is a large batch's while there are many requests,
-and a tail's at the end. What spilling KV to CPU memory takes is in it, by the batches that hold more than the GPUs do.
+This is the third heuristic of the paper (section 4.1): a bias that follows the phase of the step. A nonlinear curve is
+approximated by a line that is right on average over the batch sizes ahead: large batches while there are many requests,
+small ones in the tail. The cost of spilling KV to CPU memory is included for batches that exceed the GPUs' KV capacity.
 
-Choosing among fleets by such lines loses next to nothing against choosing along the curves, also where those bend as a
-mixture of experts' do: tests/planner/solver/test_lines_decide.py walks along both.
+Choosing fleets by such lines is almost as good as by the curves, even for mixture-of-experts models, whose curves bend:
+tests/planner/solver/test_lines_decide.py compares both.
 """
 
 from collections.abc import Collection, Sequence
@@ -18,19 +18,19 @@ from planner.cost.profile import Curve, EngineProfile, straight_line
 from planner.model import Configuration, ConfigurationId, Snapshot
 from planner.solver.layouts import biased, phase_of
 
-# So many configurations can all be looked at in every plan; of more, those are left out that fit the phase badly.
+# Up to this many configurations are all evaluated in every plan; of more, those unsuited to the phase are left out.
 FEW = 6
-# Of a fit's weight, what small and large batches have alike: where all batches are of one size, no line is determined.
+# Share of a fit's weight spread over all batch sizes, because batches of a single size do not determine a line.
 SPREAD = 0.05
 
 
 def iterations_ahead(remaining_tokens: ArrayLike, instances: int, most: int) -> NDArray[np.float64]:
-    """[batch size - 1]: decode iterations that an engine with an even share of the requests spends at each size.
+    """Return by [batch size - 1] the decode iterations that an engine with an even share of the requests spends.
 
-    It never decodes more than `most` at once: the others wait, and are decoded in batches of `most`.
+    At most `most` requests are decoded at once; the others wait and are decoded in batches of `most`.
     """
     longest_first = np.sort(np.asarray(remaining_tokens, dtype=float))[::-1]
-    ends = longest_first[::instances]  # of the engine with the longest: its k longest go on until the k-th's
+    ends = longest_first[::instances]  # of the engine with the longest request: ends[k - 1] is the last batch of size k
     iterations = ends - np.append(ends[1:], 0.0)
     if len(iterations) > most:
         sizes = np.arange(most, len(iterations)) + 1
@@ -39,8 +39,11 @@ def iterations_ahead(remaining_tokens: ArrayLike, instances: int, most: int) -> 
 
 
 def line_over(curve: Curve, iterations: NDArray[np.float64]) -> tuple[float, float]:
-    """Intercept and slope, both >= 0, of the line that is as right as can be over that many iterations at each batch
-    size, as in `iterations_ahead`: their sum comes out right but for SPREAD's share."""
+    """Return intercept and slope, both >= 0, of the line that fits the curve best.
+
+    Batch sizes are weighted by `iterations` (see `iterations_ahead`), so that total seconds are right except for the
+    share of SPREAD.
+    """
     straight = straight_line(curve)
     if straight is not None:
         return straight
@@ -52,13 +55,15 @@ def line_over(curve: Curve, iterations: NDArray[np.float64]) -> tuple[float, flo
     mean_size, mean_s = float(weights @ sizes), float(weights @ seconds)
     slope = float(weights @ ((sizes - mean_size) * (seconds - mean_s))) / float(weights @ (sizes - mean_size) ** 2)
     slope = min(max(0.0, slope), mean_s / mean_size)
-    return max(0.0, mean_s - slope * mean_size), slope  # rounding may leave a trace below 0
+    return max(0.0, mean_s - slope * mean_size), slope  # rounding may give a value slightly below 0
 
 
 def line_ahead(profile: EngineProfile, remaining_tokens: ArrayLike, context: float, gpus_count: int) -> Configuration:
-    """The profile with its step time as a line over the batches to come, where requests with so many `remaining_tokens`
-    and in the mean `context` tokens are spread evenly over all the engines of it that there could be. Without requests:
-    over whatever an engine can hold."""
+    """Return the profile as a configuration whose step time is a line fitted to the batch sizes ahead.
+
+    Requests with these `remaining_tokens` and a mean of `context` tokens are spread evenly over as many engines as the
+    GPUs hold. Without requests, the line is the profile's own.
+    """
     remaining = np.asarray(remaining_tokens, dtype=float)
     if not len(remaining) or not remaining.sum() > 0:
         return profile.configuration()
@@ -68,13 +73,16 @@ def line_ahead(profile: EngineProfile, remaining_tokens: ArrayLike, context: flo
     iterations = iterations_ahead(remaining, max(1, gpus_count // profile.parallelism.gpus), most)
     alpha_s, beta_s = line_over(with_spill(profile, held_tokens), iterations)
     line = replace(profile.configuration(), alpha_s=alpha_s, beta_s=beta_s)
-    # Where engines need not spill, nor should those that requests are packed on: the line knows nothing of its price.
+    # Without expected spilling, the capacity excludes it: the line lacks its cost, and packing would use it.
     spills = len(iterations) * held_tokens > profile.kv_capacity_tokens
     return replace(line, kv_capacity_tokens=room_tokens) if spills else line
 
 
 def with_spill(profile: EngineProfile, held_tokens: float) -> Curve:
-    """The profile's base, and what the KV beyond its capacity takes, where each sequence holds so many tokens."""
+    """Return the profile's base step time plus the cost of KV spilled beyond its capacity.
+
+    Each sequence is assumed to hold `held_tokens`.
+    """
     base_s, price_s = profile.step.base_s, profile.step.spill_s_per_token
     full = profile.kv_capacity_tokens / held_tokens  # sequences
     if not profile.spill_capacity_tokens or not price_s or full >= profile.max_sequences:
@@ -87,8 +95,11 @@ def with_spill(profile: EngineProfile, held_tokens: float) -> Curve:
 def worth_evaluating(
     profiles: Sequence[EngineProfile], snapshot: Snapshot, gpus_count: int, always: Collection[ConfigurationId] = ()
 ) -> tuple[ConfigurationId, ...]:
-    """What a plan should choose from, in the order of `profiles`: all of a few; of many, those that come close to the
-    best of the step's phase, those that engines run, and `always`."""
+    """Return the configurations that a plan should evaluate, in the order of `profiles`.
+
+    Up to FEW profiles are all returned. Of more, those close to the best of the step's phase, those of running engines
+    and those in `always` are returned.
+    """
     if len(profiles) <= FEW:
         return tuple(profile.id for profile in profiles)
     close = {profile.id for profile in biased(profiles, phase_of(len(snapshot.requests), gpus_count))}

@@ -1,6 +1,6 @@
-"""The makespan problem and its answer: who decodes what, on which engines. Values only; `makespan.solve` answers.
+"""Values of the makespan problem and of its solution, which `makespan.solve` computes.
 
-Requests are columns, because there may be hundreds of thousands.
+Requests are stored as columns, because there may be hundreds of thousands.
 """
 
 from dataclasses import KW_ONLY, dataclass
@@ -30,7 +30,7 @@ class KvTransferCost:
     inter_node_gbps_per_gpu: float
     intra_node_gbps_per_gpu: float
     latency_s: float  # of each transfer
-    rebuilt_tokens: Curve | None = None  # over a context's tokens, see MoveCosts; None: as many
+    rebuilt_tokens: Curve | None = None  # as a function of the context's tokens, see MoveCosts; None: all of them
     _: KW_ONLY
     kv_bytes_per_token: float = 0.0
     transfer_fixed_s: float = 0.0
@@ -46,8 +46,10 @@ class KvTransferCost:
     def transfer_s(
         self, context_tokens: NDArray[np.float64], gpus: NDArray[np.int64], inside: NDArray[np.bool_]
     ) -> NDArray[np.float64]:
-        """Return the seconds of transfers over the links of `gpus` GPUs, `inside` a node or between two, without the
-        fixed part; infinite without a link. Arrays broadcast."""
+        """Return the seconds to transfer each context over the links of `gpus` GPUs, inside a node or between two.
+
+        The seconds are infinite without a link. Arrays broadcast.
+        """
         rate_gbps = gpus * np.where(inside, self.intra_node_gbps_per_gpu, self.inter_node_gbps_per_gpu)
         with np.errstate(divide="ignore", invalid="ignore"):
             wire_s = context_tokens * self.kv_bytes_per_token * 8 / (rate_gbps * 1e9)
@@ -57,7 +59,7 @@ class KvTransferCost:
 
 @dataclass(frozen=True, slots=True)
 class CurrentInstance:
-    """An engine: a configuration on certain GPUs."""
+    """An engine: a configuration on a set of GPUs."""
 
     id: EngineId
     configuration: ConfigurationId
@@ -77,7 +79,7 @@ class ProblemRequests:
 
 @dataclass(frozen=True, slots=True)
 class KvBalance:
-    """Equation 2: each instance's KV footprint over its capacity should lie in mu ± delta. Soft."""
+    """The soft constraint of equation 2: each instance's KV footprint over its capacity should lie in mu ± delta."""
 
     mu: float
     delta: float
@@ -98,7 +100,7 @@ class MakespanProblem:
 
 @dataclass(frozen=True, slots=True)
 class PlacedInstance:
-    """One instance of a solution. `requests` are indices into the problem's, in order of admission."""
+    """One instance of a solution. `requests` are indices into the problem's requests, in order of admission."""
 
     id: EngineId
     configuration: ConfigurationId
@@ -126,28 +128,28 @@ class Migration(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """`reconfigure` or `rebalance` only where it gains more than epsilon; otherwise `keep`, with the current fleet."""
+    """The solver's result. With a current fleet, the decision is `keep` unless a change gains more than epsilon."""
 
     decision: str  # reconfigure | rebalance | keep
     reason: str
     makespan_s: float
-    current_makespan_s: float | None  # None without a current fleet, or where a request does not fit its instance
-    lower_bound_s: float  # proven for the contract's model
+    current_makespan_s: float | None  # None without a current fleet, or if a request does not fit its instance
+    lower_bound_s: float  # proven for the model of evaluate.py
     kv_balance_violation: float
     instances: tuple[PlacedInstance, ...]
     migrations: tuple[Migration, ...]
 
     @property
     def gap(self) -> float | None:
-        """How far the makespan may be from the best, as a fraction; None where nothing is proven."""
+        """The relative gap between the makespan and its lower bound; None if no bound is proven."""
         if self.makespan_s <= self.lower_bound_s:
             return 0.0
         return self.makespan_s / self.lower_bound_s - 1 if self.lower_bound_s > 0 else None
 
 
 class Infeasible(ValueError):
-    """No fleet can serve the requests: `limit` names what is missed, by `needed - available`."""
+    """Raised if no fleet can serve the requests. `limit` names the limit that is exceeded by `needed - available`."""
 
     def __init__(self, limit: str, needed: float, available: float, unit: str) -> None:
-        super().__init__(f"{limit}: {needed:g} {unit} needed, {available:g} there")
+        super().__init__(f"{limit}: {needed:g} {unit} needed, {available:g} available")
         self.limit, self.needed, self.available, self.unit = limit, needed, available, unit

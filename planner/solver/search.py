@@ -1,6 +1,6 @@
-"""Local search on one fleet: requests leave the instance that ends last while that helps.
+"""Improve the placement on one fleet by local search: move requests away from the instance that ends last.
 
-Deterministic: the random kicks that it takes out of a dead end come from a fixed seed, and the work is counted.
+The search is deterministic: random moves out of a local optimum use a fixed seed, and a budget counts the work.
 """
 
 import copy
@@ -17,12 +17,12 @@ from planner.solver.admission_order import ENOUGH, admit, least, orders
 from planner.solver.columns import Ints, ProblemColumns
 from planner.solver.evaluate import FleetPlacement, SolverFleet, evaluate, moves_s
 
-ALL_ORDERS = 6  # requests up to which every order of admission is tried
+ALL_ORDERS = 6  # number of requests up to which every order of admission is tried
 
 
 @dataclass(slots=True)
 class SearchBudget:
-    """What is left of the budget, in placements of one request that may still be weighed."""
+    """The remaining budget of a search, in evaluated placements of a single request."""
 
     left: int
 
@@ -32,7 +32,7 @@ class SearchBudget:
 
 
 class AdmissionOrders:
-    """The fewest iterations found for requests that do not all run at once, and in which order. Remembered."""
+    """Finds orders of admission with few iterations for requests that do not all run at once. Results are cached."""
 
     def __init__(self, columns: ProblemColumns, work: SearchBudget) -> None:
         self.work = work
@@ -43,7 +43,7 @@ class AdmissionOrders:
         self._known: dict[tuple[int, tuple[int, ...]], tuple[float, tuple[int, ...]]] = {}
 
     def best(self, configuration: int, requests: tuple[int, ...]) -> tuple[float, tuple[int, ...]]:
-        """`requests` come longest first."""
+        """Return the fewest iterations found and their order. `requests` must be sorted longest first."""
         key = (configuration, requests)
         known = self._known.get(key)
         if known is None:
@@ -56,7 +56,7 @@ class AdmissionOrders:
         floor = least([lefts[each] for each in requests], [rooms[each] for each in requests], capacity, slots)
         best, best_order = math.inf, requests
         for order in self._orders(configuration, requests):
-            self.work.spend(3 * len(order))  # admitting takes longer than adding up
+            self.work.spend(3 * len(order))  # simulating the admission takes longer than a sum
             found = admit([lefts[each] for each in order], [rooms[each] for each in order], capacity, slots)
             if found < best:
                 best, best_order = found, order
@@ -65,7 +65,7 @@ class AdmissionOrders:
         return best, best_order
 
     def _orders(self, configuration: int, requests: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        """All, of a few; of more longest first, then those worth a try."""
+        """Yield the orders to try: all of them for few requests, otherwise longest first and one improved order."""
         lefts, rooms = self.remaining, self.footprint
         if len(requests) <= ALL_ORDERS:
             yield from permutations(requests)
@@ -75,7 +75,7 @@ class AdmissionOrders:
         if max(held) > self.capacity[configuration]:
             return
         if sum(held) <= self.capacity[configuration]:
-            return  # sequences alone are short, and nobody blocks
+            return  # only slots are short, so no request blocks others
         tries = orders(
             [lefts[each] for each in requests], held, self.capacity[configuration], self.slots[configuration]
         )
@@ -86,7 +86,7 @@ class AdmissionOrders:
 
 @dataclass(slots=True)
 class _Load:
-    """What the requests of an instance add up to."""
+    """Totals over the requests of one instance."""
 
     count: int = 0
     longest: int = 0
@@ -105,7 +105,7 @@ class _Load:
 
 
 class PlacementSearch:
-    """Requests on the instances of one fleet, moved about."""
+    """A placement of requests on the instances of one fleet, changed by search moves."""
 
     def __init__(self, columns: ProblemColumns, fleet: SolverFleet, orders: AdmissionOrders) -> None:
         self.columns, self.fleet, self.orders, self.work = columns, fleet, orders, orders.work
@@ -130,7 +130,7 @@ class PlacementSearch:
     # --- one instance
 
     def time_s(self, instance: int, requests: list[int]) -> float:
-        """Seconds for `requests`, longest first."""
+        """Return the seconds until the instance has served `requests`, which are sorted longest first."""
         if not requests:
             return 0.0
         costs, rooms = self.cost_s[instance], self.orders.footprint
@@ -148,7 +148,7 @@ class PlacementSearch:
         return [*requests[:at], request, *requests[at:]]
 
     def copy(self) -> "PlacementSearch":
-        """Another that goes its own way from here."""
+        """Return an independent copy of the placement, with shared caches and budget."""
         other = copy.copy(self)
         other.held, other.finish_s = list(self.held), list(self.finish_s)
         return other
@@ -163,8 +163,11 @@ class PlacementSearch:
         self.finish_s = [self.time_s(instance, requests) for instance, requests in enumerate(self.held)]
 
     def insert(self, until_s: float | None = None) -> bool:
-        """All requests, longest first: each where it ends soonest; or, with `until_s`, where it takes the fewest
-        GPU-seconds while the instance ends by then. False, and nothing changed, where that does not work out."""
+        """Place all requests, longest first, each on the instance that ends soonest with it.
+
+        With `until_s`, each request goes where it takes the fewest GPU-seconds while the instance ends by then. Return
+        False, and change nothing, if a request cannot be placed.
+        """
         count = len(self.configuration)
         held: list[list[int]] = [[] for _ in range(count)]
         loads = [_Load() for _ in range(count)]
@@ -173,7 +176,7 @@ class PlacementSearch:
             best, best_value, best_s = -1, math.inf, 0.0
             seen: set[tuple[int, float]] = set()
             for instance in range(count):
-                if not held[instance] and self.fleet.current[instance] < 0:  # all alike
+                if not held[instance] and self.fleet.current[instance] < 0:  # equivalent instances
                     alike = (self.configuration[instance], self.cost_s[instance][request])
                     if alike in seen:
                         continue
@@ -198,8 +201,10 @@ class PlacementSearch:
         return True
 
     def _quick_s(self, instance: int, load: _Load, so_far_s: float, request: int) -> float:
-        """When the instance ends with `request`, that is no longer than any before, as well; at least, where not all
-        run at once."""
+        """Return the end of the instance with `request` added, which must not be longer than its other requests.
+
+        If they do not all run at once, the result is a lower bound.
+        """
         room, left = self.orders.footprint[request], self.orders.remaining[request]
         capacity, slots = self.capacity[instance], self.slots[instance]
         if room > capacity:
@@ -220,7 +225,7 @@ class PlacementSearch:
         return max(self.finish_s, default=0.0)
 
     def improve(self) -> None:
-        """Until the instance that ends last has no move that helps, or the work is spent."""
+        """Move requests until no move from the instance that ends last helps, or the budget is spent."""
         while self.work.left > 0 and self._relocate():
             pass
 
@@ -260,7 +265,7 @@ class PlacementSearch:
             self.finish_s[instance] = self.time_s(instance, self.held[instance])
 
     def shake(self, rounds: int, seed: int = 0, enough_s: float = 0.0) -> None:
-        """Kicks out of the dead end, each undone where nothing better comes of it."""
+        """Make random moves out of a local optimum, each followed by `improve`; undo those that make it worse."""
         rng = random.Random(seed)
         count = len(self.finish_s)
         for _ in range(rounds if count > 1 else 0):
@@ -279,7 +284,7 @@ class PlacementSearch:
                 self.held, self.finish_s = before[0], before[1]
 
     def placement(self) -> FleetPlacement:
-        """What was found, each instance's requests in the order in which it ends soonest."""
+        """Return the placement, with each instance's requests in the best order of admission found."""
         order: list[int] = []
         for instance, requests in enumerate(self.held):
             rooms = sum(self.orders.footprint[request] for request in requests)

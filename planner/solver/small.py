@@ -1,5 +1,4 @@
-"""Few GPUs and few requests: every fleet is looked at, by what each node may keep and hold besides; the promising ones
-closely."""
+"""Solve small problems by enumerating all fleets, node by node, and searching the most promising ones closely."""
 
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -12,14 +11,14 @@ from planner.solver.columns import ProblemColumns
 from planner.solver.evaluate import FleetPlacement, SolverFleet
 from planner.solver.search import AdmissionOrders, PlacementSearch, SearchBudget
 
-MOST_FLEETS = 3000
+MOST_FLEETS = 3000  # maximum number of fleets enumerated
 CELLS = 40_000  # requests times GPUs up to which a problem is small
-LOOKED_AT, CLOSELY = 32, 6
-TRIALS = 5
-FEW = 16  # requests up to which every fleet is improved before the promising are chosen
-ENOUGH = 5e-4  # gap that is none
-ANY_KEPT = 3  # instances of a node of which every subset is looked at
-SPANS = 10  # sets of nodes that are looked at for an instance of several
+LOOKED_AT, CLOSELY = 32, 6  # fleets that are filled, and placements that are searched closely
+TRIALS = 5  # bisection steps of the packed filling
+FEW = 16  # requests up to which every fleet is improved before the promising ones are selected
+ENOUGH = 5e-4  # relative gap that counts as optimal
+ANY_KEPT = 3  # instances of a node up to which every subset may be kept
+SPANS = 10  # sets of nodes tried for an instance that spans several
 
 Part = tuple[int, int, tuple[GpuId, ...]]  # configuration, current or -1, GPUs
 
@@ -31,7 +30,7 @@ def is_small(columns: ProblemColumns) -> bool:
 def best_of_all(
     columns: ProblemColumns, starts: list[FleetPlacement], bound_s: float, work: SearchBudget, stop: Callable[[], bool]
 ) -> list[FleetPlacement]:
-    """The best placements found; `starts` are improved as well."""
+    """Return the best placements found; `starts` are improved as well."""
     orders = AdmissionOrders(columns, work)
     least = work.left // 2
     closely = [_taken(columns, start, orders) for start in starts]
@@ -62,7 +61,7 @@ def _taken(columns: ProblemColumns, start: FleetPlacement, orders: AdmissionOrde
 
 
 def _promising(columns: ProblemColumns, orders: AdmissionOrders) -> list[SolverFleet]:
-    """Fleets whose kinds of instances do best, by a first filling of one of them."""
+    """Return the fleets whose combinations of instance kinds do best when one fleet of each is filled."""
     alike: dict[tuple[tuple[int, bool], ...], list[SolverFleet]] = {}
     for fleet in fleets(columns, MOST_FLEETS):
         kinds = zip(fleet.configuration.tolist(), (fleet.current >= 0).tolist(), strict=True)
@@ -89,7 +88,7 @@ def _promising(columns: ProblemColumns, orders: AdmissionOrders) -> list[SolverF
 def _filled(
     columns: ProblemColumns, fleet: SolverFleet, orders: AdmissionOrders, bound_s: float
 ) -> list[PlacementSearch]:
-    """The fleet filled evenly, and with long requests together as soon as that works."""
+    """Return the fleet filled evenly and, if possible, also with long requests packed together."""
     even = PlacementSearch(columns, fleet, orders)
     if not even.insert():
         return []
@@ -108,7 +107,7 @@ def _filled(
 
 
 def fleets(columns: ProblemColumns, most: int) -> Iterator[SolverFleet]:
-    """At most that many, without those that leave room for another instance."""
+    """Yield at most `most` fleets, without those that have room for another instance."""
     for parts in islice(_Walk(columns).fleets(), most):
         yield SolverFleet.of(columns, (), [(configuration, gpus) for configuration, _, gpus in parts])
 
@@ -144,7 +143,11 @@ class _Walk:
                 yield from self._nodes(0, list(kept), taken, {})
 
     def _nodes(self, node: int, parts: list[Part], taken: set[GpuId], chosen: dict[int, int]) -> Iterator[list[Part]]:
-        """`chosen`: for nodes of a size on which nothing runs, which are all alike, the choice of the last."""
+        """Yield all fleets that extend `parts` from `node` on.
+
+        Idle nodes of one size are equivalent; `chosen` has the option used for the last of each size, so that only
+        ascending combinations are enumerated.
+        """
         if node == len(self.nodes):
             yield parts
             return
@@ -174,13 +177,13 @@ class _Walk:
                 yield from self._nodes(node + 1, [*parts, (configuration, -1, part)], taken | set(part), chosen)
 
     def _options(self, gpus: tuple[int, ...], mine: tuple[Part, ...]) -> list[list[Part]]:
-        """What a node may hold."""
+        """Return the combinations of kept and new instances that a node may hold."""
         options = []
         for kept in self._kept(mine):
             dropped = {part[0] for part in mine if part not in kept}
             left = [gpu for gpu in gpus if all(gpu not in part[2] for part in kept)]
             for added in self._multisets(len(left)):
-                if not dropped & set(added):  # one that runs is better than the same anew
+                if not dropped & set(added):  # keeping an instance is better than starting an equal one
                     parts, start = list(kept), 0
                     for configuration in added:
                         end = start + self.sizes[configuration]
@@ -190,7 +193,7 @@ class _Walk:
         return options
 
     def _kept(self, mine: tuple[Part, ...]) -> Iterator[tuple[Part, ...]]:
-        """Which to keep: any; or where there are many, of each configuration those that cost most to leave."""
+        """Yield the instances to keep: all subsets or, beyond ANY_KEPT, the costliest to leave per configuration."""
         if len(mine) <= ANY_KEPT:
             for size in range(len(mine), -1, -1):
                 yield from combinations(mine, size)

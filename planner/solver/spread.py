@@ -1,4 +1,4 @@
-"""Longest first onto the least loaded: the best that a static fleet does, and the start of every search."""
+"""Place requests longest first onto the least loaded instance: used for static fleets and as a start for searches."""
 
 from collections.abc import Sequence
 from heapq import heapreplace
@@ -7,13 +7,15 @@ import numpy as np
 
 from planner.solver.columns import Floats, Ints, ProblemColumns
 
-MANY = 1 << 15  # requests from which on they are dealt in rounds
-USUAL = 3  # ways to count load: by work, by tokens, by requests
+MANY = 1 << 15  # number of requests above which they are placed in rounds
+USUAL = 3  # usual measures of load: work, tokens, requests
 
 
 def loads(columns: ProblemColumns, configuration: int) -> list[tuple[Floats, bool]]:
-    """[request] what an instance is taken to be loaded with by each, in several ways, the usual ones last; and whether
-    the first, longest one adds alpha for all its iterations."""
+    """Return several measures of load by [request], the usual ones last.
+
+    The flag of each measure states whether the first (longest) request of an instance adds alpha for its iterations.
+    """
     work_s, alpha_s = columns.work_s[configuration], columns.alpha_s[configuration]
     share = np.maximum(columns.footprint / columns.capacity[configuration], 1 / columns.slots[configuration])
     area_s = work_s + alpha_s * columns.remaining * share
@@ -22,7 +24,7 @@ def loads(columns: ProblemColumns, configuration: int) -> list[tuple[Floats, boo
 
 
 def least_s(columns: ProblemColumns, configuration: int, instances: int) -> float:
-    """Seconds below which no way to spread them ends: each of the longest has an instance to itself at first."""
+    """Return a lower bound of the seconds for any distribution of the requests over equal instances."""
     instances = min(instances, max(1, columns.count))
     remaining = columns.remaining.astype(np.float64)
     iterations = max(
@@ -34,7 +36,7 @@ def least_s(columns: ProblemColumns, configuration: int, instances: int) -> floa
 
 
 def orders(columns: ProblemColumns) -> list[Ints]:
-    """[place] the requests, longest first; of equals the first in input order, and the first by id."""
+    """Return the orders to try: longest first, with equal lengths in input order, and in the order of ids."""
     ids = columns.problem.requests.ids
     if columns.count > 4 * MANY or len(np.unique(columns.remaining)) == columns.count:
         return [columns.longest_first]
@@ -44,7 +46,7 @@ def orders(columns: ProblemColumns) -> list[Ints]:
 
 
 def least_loaded(columns: ProblemColumns, configuration: int, instances: int, load: Floats, first: bool) -> Ints:
-    """[request] its place among equal instances, longest first onto the least loaded; many requests in rounds."""
+    """Return by [request] its instance, longest first onto the least loaded; many requests are placed in rounds."""
     if columns.count > MANY:
         return _in_rounds(columns, configuration, instances, load, first)
     return one_by_one(columns, configuration, instances, load, first, columns.longest_first)
@@ -53,7 +55,7 @@ def least_loaded(columns: ProblemColumns, configuration: int, instances: int, lo
 def one_by_one(
     columns: ProblemColumns, configuration: int, instances: int, load: Floats, first: bool, order: Ints
 ) -> Ints:
-    """[request] its place among equal instances, in `order` onto the least loaded, the lowest of equals."""
+    """Return by [request] its instance, in `order` onto the least loaded; the lowest index breaks ties."""
     assigned = np.empty(len(order), dtype=np.int64)
     if not first and len(load) and (load == load[0]).all() and load[0] > 0:
         assigned[order] = np.arange(len(order)) % instances
@@ -65,8 +67,10 @@ def one_by_one(
 
 
 def onto_least_loaded(instances: int, loads: Sequence[float], alone: Sequence[float]) -> list[int]:
-    """Return the place of each request among equal instances: in turn onto the least loaded, the lowest of equals. The
-    first on an instance is its longest, and pays for the iterations of all: its `alone` beside its load."""
+    """Return the instance of each request, placed in order onto the least loaded; the lowest index breaks ties.
+
+    The first request of an instance is its longest and adds its `alone` (the seconds of its iterations) to its load.
+    """
     heap = [(0.0, place) for place in range(instances)]
     empty = [True] * instances
     places = []
@@ -81,7 +85,7 @@ def onto_least_loaded(instances: int, loads: Sequence[float], alone: Sequence[fl
 
 
 def _in_rounds(columns: ProblemColumns, configuration: int, instances: int, load: Floats, first: bool) -> Ints:
-    """Some requests at a time, longest to least loaded: almost the same, and quick."""
+    """Return by [request] its instance, placing a group of requests at a time: almost the same result, but fast."""
     order = columns.longest_first
     ordered, alpha_s = load[order], columns.alpha_s[configuration] if first else 0.0
     so_far = np.zeros(instances)

@@ -1,7 +1,7 @@
-"""Placements whose instances admit in several waves, for want of KV room or of sequences: quicker orders of admission,
-and requests moved from the instance that ends last to those that end first.
+"""Improve placements whose instances admit requests in several waves, for lack of KV room or slots.
 
-Only the instance that ends last is looked at, so that work goes where the makespan is.
+Better orders of admission are tried, and requests move from the instance that ends last to those that end first. Only
+the instance that ends last is changed, because it determines the makespan.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,18 +13,17 @@ from planner.solver.columns import Floats, Ints, ProblemColumns
 from planner.solver.evaluate import FleetPlacement, InstanceLoads, evaluate, moves_s
 from planner.solver.search import SearchBudget
 
-LOOKED_AT, LEVELLED = 4, 2  # placements of which orders are tried, and between whose instances requests move
-FEW = 4096  # requests up to which it is so many, not one
-TRIES = 3  # orders of admission tried of an instance to or from which a request moves
-TO, WHICH = 3, 3  # instances, and requests for each, tried of the instance that ends last
-STEP = 1e-6  # share of the makespan that a move has to gain
+LOOKED_AT, LEVELLED = 4, 2  # placements for which orders are tried, and for which requests move
+FEW = 4096  # requests up to which LOOKED_AT placements are tried, otherwise one
+TRIES = 3  # orders of admission tried after a move, for source and destination
+TO, WHICH = 3, 3  # destinations, and requests per destination, tried for a move
+STEP = 1e-6  # share of the makespan that a move must gain
 
 
 def sooner(
     columns: ProblemColumns, candidates: Sequence[FleetPlacement], enough_s: float, work: SearchBudget
 ) -> list[FleetPlacement]:
-    """Of the candidates that admit in waves those that might end soonest, each with a quicker order of admission; the
-    best of those evened out."""
+    """Return the most promising candidates that admit in waves, with better orders of admission and levelled loads."""
     soonest_s = min((each.makespan_s for each in candidates), default=np.inf)
     promising: dict[tuple[int, float], tuple[float, FleetPlacement]] = {}
     for each in candidates:
@@ -55,7 +54,7 @@ def sooner(
 
 
 def _at_best_s(columns: ProblemColumns, placement: FleetPlacement, loads: InstanceLoads) -> float:
-    """When it would end with the fewest iterations that there must be on each instance."""
+    """Return the end of the placement if each instance took only its minimum number of iterations."""
     kinds, order, count = placement.fleet.configuration, placement.order, len(placement.fleet)
     at, remaining = placement.assigned()[order], columns.remaining[order]
     tokens = np.bincount(at, weights=remaining, minlength=count)
@@ -67,7 +66,7 @@ def _at_best_s(columns: ProblemColumns, placement: FleetPlacement, loads: Instan
 
 
 class Waves:
-    """The requests of each instance and the best order of admission known of them."""
+    """The requests of each instance in the best order of admission found."""
 
     def __init__(self, columns: ProblemColumns, placement: FleetPlacement, work: SearchBudget) -> None:
         self.columns, self.fleet, self.work = columns, placement.fleet, work
@@ -87,19 +86,19 @@ class Waves:
             self.iterations[instance] = self._admitted(instance, self.order[instance])
         self.finish_s: list[float] = placement.finish_s.tolist()
         self._tries: list[Iterator[tuple[float, list[int]]] | None] = [None] * len(fleet)
-        self._done = [False] * len(fleet)  # whether no other order is worth a try
+        self._done = [False] * len(fleet)  # [instance], True if no other order is worth a try
 
     @property
     def makespan_s(self) -> float:
         return max(self.finish_s, default=0.0)
 
     def reorder(self, enough_s: float) -> None:
-        """Until the instance that ends last ends by `enough_s` or there is no other order to try."""
+        """Try admission orders on the last-ending instance until it ends by `enough_s` or no order is left."""
         while self.work.left > 0 and self.makespan_s > enough_s and self._reordered(self._last()):
             pass
 
     def level(self, enough_s: float) -> None:
-        """The same, with requests moved as well."""
+        """Try admission orders and moves on the last-ending instance until it ends by `enough_s` or nothing helps."""
         while self.work.left > 0 and self.makespan_s > enough_s:
             last = self._last()
             if not self._reordered(last) and not self._relieved(last):
@@ -116,7 +115,7 @@ class Waves:
     # --- one instance
 
     def _costs_s(self, instance: int, requests: Ints) -> Floats:
-        """[request] work and move."""
+        """Return by [request] the seconds of its work and its move on the instance."""
         configuration = int(self.fleet.configuration[instance])
         moved_s = moves_s(self.columns, self.fleet, requests, np.full(len(requests), instance))
         costs_s: Floats = self.columns.work_s[configuration, requests] + moved_s
@@ -136,7 +135,7 @@ class Waves:
         return sorted(order, key=lambda each: (-self.remaining[each], each))
 
     def _reordered(self, instance: int) -> bool:
-        """One more order tried; False where there is none that is worth it."""
+        """Try one more order on the instance; return False if no order is worth a try."""
         if self._done[instance] or not self.order[instance]:
             return False
         order = self._longest_first(self.order[instance])
@@ -161,7 +160,7 @@ class Waves:
         self.finish_s[instance] = fixed_s + self.alpha_s[instance] * iterations
 
     def _quickest(self, instance: int, requests: Sequence[int], limit: float) -> tuple[float, list[int]]:
-        """Iterations and order of `requests` there, by a few tries, until it is no more than `limit`."""
+        """Return iterations and order of `requests` on the instance, after a few tries to reach `limit` iterations."""
         if not requests:
             return 0.0, []
         order = self._longest_first(requests)
@@ -180,7 +179,7 @@ class Waves:
     # --- two instances
 
     def _relieved(self, last: int) -> bool:
-        """A request less on the instance that ends last, where that makes it end sooner."""
+        """Move one request away from the instance that ends last; return False if no move makes it end sooner."""
         by_end = sorted(range(len(self.finish_s)), key=self.finish_s.__getitem__)
         for other in by_end[:TO]:
             if other == last or self.finish_s[other] >= self.finish_s[last] * (1 - STEP):
@@ -193,7 +192,7 @@ class Waves:
         return False
 
     def _fitting(self, last: int, other: int) -> list[tuple[int, float]]:
-        """Requests whose going closes about half of the distance between the two, and what they cost there."""
+        """Return the requests whose move closes about half of the gap between the two instances, with their cost."""
         held = np.array([each for each in self.order[last] if self.footprint[each] <= self.capacity[other]], np.int64)
         if not len(held):
             return []
@@ -207,13 +206,16 @@ class Waves:
         return list(zip(held[near].tolist(), costs_s[near].tolist(), strict=True))
 
     def _moved(self, request: int, cost_s: float, source: int, destination: int) -> bool:
-        """Whether both end sooner than the source did, which then is so. `cost_s`: work and move of the request."""
+        """Move the request if both instances then end sooner than the source did; return whether it was moved.
+
+        `cost_s` is the request's work and move at the destination.
+        """
         limit_s = self.finish_s[source] * (1 - STEP)
         rest = [each for each in self.order[source] if each != request]
         more = [*self.order[destination], request]
         saved_s = float(self._costs_s(source, np.array([request]))[0])
         if not rest and self.fleet.current[source] < 0:
-            saved_s = self.fixed_s[source]  # nothing starts it
+            saved_s = self.fixed_s[source]  # the instance is not started at all
         if not self.order[destination] and self.fleet.current[destination] < 0:
             cost_s += float(self.columns.switch_s[self.fleet.configuration[destination]])
         found = []

@@ -1,11 +1,11 @@
-"""The bound where GPUs are few: an instance is there or it is not.
+"""Raise the lower bound for few GPUs, where the integrality of instances matters.
 
 Give each request a weight. An instance that ends by T and whose longest request has L tokens serves requests of at most
-L whose work leaves time for L iterations: the heaviest that it can serve is a knapsack, filled by weight per second.
-Put the instances of a placement in descending order of L: those before serve all that is longer than an instance's
-L, so that the more they serve, the shorter its longest may be, and the more it can serve itself. The most that u GPUs
-serve is therefore the best, over the last instance opened, of what the GPUs before it serve at most, and what it adds.
-Where that is less than the weight of all requests, T cannot be met. This holds for any weights; some refuse more.
+L whose work leaves time for L iterations. The maximum weight that it can serve is a fractional knapsack, filled by
+weight per second. Sort the instances of a placement by descending L. The instances before one serve all requests longer
+than its L, so the more they serve, the smaller its L may be, and the more it can serve itself. The maximum weight that
+u GPUs serve is therefore found by dynamic programming over the last instance. If it is less than the weight of all
+requests, T cannot be met. This holds for any weights; some give higher bounds.
 """
 
 from bisect import bisect_right
@@ -19,14 +19,16 @@ from planner.solver.columns import Floats, Ints, ProblemColumns
 
 MOST_REQUESTS, MOST_UNITS = 4096, 512
 CELLS = 1 << 16  # requests times classes of lengths
-SINGLE = 16  # longest requests, each a class of its own
+SINGLE = 16  # longest requests that each form a class
 PRECISION = 1e-4
-STEP = 0.002  # by which a bound first is raised
+STEP = 0.002  # first relative increase of a bound
 
 
 def raised_s(columns: ProblemColumns, bound_s: float, high_s: float, tight: bool) -> float:
-    """A bound at least as high as `bound_s`; no placement is known to end before `high_s`. `tight`: whether KV room or
-    sequences are short."""
+    """Return a bound of at least `bound_s`. `high_s` is the end of the best known placement.
+
+    `tight` states whether KV room or slots are short.
+    """
     if not 0 < columns.count <= MOST_REQUESTS or units(columns) > MOST_UNITS:
         return bound_s
     raised = bound_s
@@ -44,7 +46,7 @@ def raised_s(columns: ProblemColumns, bound_s: float, high_s: float, tight: bool
 
 
 def _weights(columns: ProblemColumns, tight: bool) -> Iterator[Floats]:
-    """What the requests take of an instance of each configuration."""
+    """Yield weights of the requests: their usage of an instance of each configuration, by several measures."""
     kinds = np.flatnonzero(columns.placeable).tolist()
     for kind in kinds:
         yield columns.work_s[kind]
@@ -57,7 +59,7 @@ def _weights(columns: ProblemColumns, tight: bool) -> Iterator[Floats]:
 
 
 class _Stairs:
-    """Requests with weights, longest first, prepared once for several makespans."""
+    """Weighted requests, longest first, prepared for checking several makespans."""
 
     def __init__(self, columns: ProblemColumns, weights: Floats) -> None:
         order = columns.longest_first
@@ -70,9 +72,9 @@ class _Stairs:
         ends = np.concatenate((starts[1:], [count]))
         self.shortest = remaining[ends - 1]  # [class]
         self.level = np.repeat(np.arange(len(starts)), ends - starts).tolist()  # [request] its class
-        self.before = [0.0, *np.cumsum(weights).tolist()]  # [request + 1] weight of all longer ones
-        # [option][class] seconds and the weight that they serve; the same of all requests by KV room and by sequences,
-        # which leave no time for the longest alone.
+        self.before = [0.0, *np.cumsum(weights).tolist()]  # [request + 1] total weight of all longer requests
+        # [option][class] cumulative seconds and weights. `rooms` has the same over all requests by KV room and by
+        # slots, without time reserved for the longest request.
         self.works = [_knapsacks(option.cost_s, weights, starts) for option in self.options]
         self.rooms: list[list[tuple[Floats, Floats]]] = []
         for option in self.options:
@@ -87,7 +89,7 @@ class _Stairs:
         prices = [round(option.price) for option in self.options]
         level, last = self.level, len(self.level) - 1
         enough: float = self.before[-1] * (1 - SAFETY)
-        most = [0.0]  # [units] weight that they serve
+        most = [0.0]  # [units] maximum weight served
         for used in range(1, self.units + 1):
             best = most[-1]
             for price, serves in zip(prices, served, strict=True):
@@ -102,7 +104,7 @@ class _Stairs:
         return most[-1] < enough
 
     def _served(self, place: int, option: InstanceOption, makespan_s: float) -> list[float]:
-        """[class] the most that one instance serves whose longest request is of the class, or of one before."""
+        """Return by [class] the maximum weight that an instance serves if its longest request is of it or longer."""
         free_s = makespan_s - option.switch_s
         limit = min(_filled(*knapsack, free_s) for knapsack in self.rooms[place])
         rooms_s = (free_s - option.alpha_s * self.shortest).tolist()
@@ -111,7 +113,7 @@ class _Stairs:
 
 
 def _knapsacks(cost_s: Floats, weights: Floats, starts: Ints) -> list[tuple[Floats, Floats]]:
-    """[start] seconds and weight of the requests from there on, by weight per second, summed up."""
+    """Return by [start] the cumulative seconds and weights of the requests from there on, by weight per second."""
     fits = np.isfinite(cost_s)
     with np.errstate(divide="ignore", invalid="ignore"):
         worth = np.where(fits, weights / cost_s, -1.0)
@@ -126,7 +128,7 @@ def _knapsacks(cost_s: Floats, weights: Floats, starts: Ints) -> list[tuple[Floa
 
 
 def _filled(costs_s: Floats, gains: Floats, room_s: float) -> float:
-    """The most weight that takes no more seconds than `room_s`, the last request in part."""
+    """Return the maximum weight served within `room_s` seconds; the last request may count in part."""
     if room_s < 0:
         return 0.0
     room_s *= 1 + SAFETY
@@ -138,7 +140,7 @@ def _filled(costs_s: Floats, gains: Floats, room_s: float) -> float:
 
 
 def _starts(remaining: Floats, classes: int) -> Ints:
-    """Where classes start that generate about as many tokens each; the longest are alone in theirs."""
+    """Return the start indices of classes with about equal numbers of tokens; the longest requests form their own."""
     share = np.cumsum(remaining) / remaining.sum()
     cuts = np.searchsorted(share, np.linspace(0, 1, classes + 1)[1:-1])
     starts: Ints = np.unique(np.concatenate((np.arange(min(len(remaining), SINGLE)), cuts)))

@@ -1,1 +1,1 @@
-"""Response lengths: recent steps, forecasts, sampled lengths. Pure."""
+"""Output lengths: statistics of recent steps, forecasts, samples. Pure."""

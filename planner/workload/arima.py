@@ -1,9 +1,9 @@
-"""ARIMA on the few directions in which the length histograms of recent steps move together. Pure.
+"""Forecast length histograms with ARIMA, along the few directions in which their bins move together. Pure.
 
-A histogram of a hundred bins moves in few ways: as tasks come and go, whole ranges of lengths rise and fall together.
-Bins are scaled so that sampling noise is alike in all (correspondence analysis), steps are smoothed over time so that
-noise does not pass for movement, and the leading directions are kept as components. What lies outside of them is left
-to an average.
+A histogram of a hundred bins has few directions of movement: as tasks come and go, whole ranges of lengths rise and
+fall together. Bins are scaled so that sampling noise is equal in all (correspondence analysis). Steps are smoothed over
+time, so that noise is not taken for movement, and the leading directions are kept as components. Outside of the
+components the forecast is an average.
 """
 
 from collections.abc import Sequence
@@ -13,36 +13,36 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-MIN_STEPS = 10  # a shorter history has no movement to tell from noise
-MAX_COMPONENTS = 2  # more follow noise: measured with `orchestrrl bench --only forecast`
+MIN_STEPS = 10  # movement cannot be distinguished from noise in a shorter history
+MAX_COMPONENTS = 2  # more would follow noise: measured with `orchestrrl bench --only forecast`
 SMOOTHING_STEPS = 4.0  # standard deviation of the kernel over time
-# Level with noise (an average), with a slope that follows it, with one that dies out; and a level that stays.
+# Exponential smoothing of the level, with a linear trend, with a damped trend; and a constant level.
 ORDERS = ((0, 1, 1), (0, 2, 2), (1, 1, 1), (0, 0, 0))
-BURNT_STEPS = 2  # left out of every likelihood, so that orders with unequal differencing compare on the same steps
-# How far the average is moved towards where the components are expected. Half of the way is the mean of two forecasts
-# whose errors differ, and measured better than the whole.
+BURNT_STEPS = 2  # excluded from every likelihood, so that orders with different differencing use the same steps
+# Share of the way from the average to the components' forecast. Half of the way is the mean of two forecasts with
+# different errors, and was measured to be better than the whole way.
 AHEAD_SHARE = 0.5
-ASTRAY = 4.0  # mean squared forecast error by the variance that the fit gave it
+ASTRAY = 4.0  # ratio of mean squared forecast error to fitted variance above which a fit has failed
 
 Shares = NDArray[np.float64]  # [bin] or [step, bin]
 
 
 class NotForecast(Exception):
-    """ARIMA has no forecast, and why."""
+    """Raised with the reason if ARIMA has no forecast."""
 
 
 @dataclass(frozen=True, slots=True)
 class LengthComponent:
-    """One forecast component: the direction's coordinate in the next step, in units of the noise of one request."""
+    """The forecast of a component: its coordinate in the next step, in units of the sampling noise of one request."""
 
     order: tuple[int, int, int]
     mean: float
-    std: float  # of the step's own coordinate, sampling noise included
+    std: float  # of the step's coordinate, sampling noise included
 
 
 @dataclass(frozen=True, slots=True)
 class FittedArima:
-    """The order and parameters that one component was fitted with. `scale` is what its values were divided by."""
+    """The order and the parameters fitted to one component, whose values were divided by `scale`."""
 
     order: tuple[int, int, int]
     parameters: tuple[float, ...]
@@ -50,7 +50,7 @@ class FittedArima:
     aicc: float  # Akaike's information criterion, corrected for short series
 
     def forecast(self, values: NDArray[np.float64]) -> tuple[float, float]:
-        """Mean and standard deviation of the value after `values`."""
+        """Return mean and standard deviation of the value that follows `values`. Raises NotForecast."""
         found = _arima(values / self.scale, self.order).filter(np.array(self.parameters)).get_forecast(1)
         mean, std = float(found.predicted_mean[0]), float(found.se_mean[0])
         if not np.isfinite(mean) or not np.isfinite(std):
@@ -60,7 +60,7 @@ class FittedArima:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LengthComponents:
-    """Directions, and a model of the movement along each."""
+    """Directions of movement, with a fitted model for each."""
 
     centre: Shares  # [bin]
     bin_scale: Shares  # [bin], square root of the share
@@ -68,12 +68,15 @@ class LengthComponents:
     models: tuple[FittedArima, ...]
 
     def coordinates(self, history: Shares) -> NDArray[np.float64]:
-        """[step, component], or [component] of a single step."""
+        """Return coordinates by [step, component], or by [component] for a single step."""
         projected: NDArray[np.float64] = ((history - self.centre) / self.bin_scale) @ self.directions
         return projected
 
     def forecast(self, history: Shares, average: Shares) -> tuple[Shares, tuple[LengthComponent, ...]]:
-        """The next step: `average`, moved along the components towards where they are expected."""
+        """Return the shares of the next step, and the components' forecasts.
+
+        The shares are `average`, moved along the components towards their forecasts.
+        """
         values = self.coordinates(history)
         found = [model.forecast(values[:, place]) for place, model in enumerate(self.models)]
         ahead = np.array([mean for mean, _ in found]) - self.coordinates(average)
@@ -82,7 +85,7 @@ class LengthComponents:
         return shares / shares.sum(), told
 
     def astray(self, history: Shares, steps: int) -> bool:
-        """Whether the last `steps` forecasts missed by far more than the models say that they do."""
+        """Return whether the errors of the last `steps` forecasts were far larger than the models' variances."""
         if steps < 2:
             return False
         values = self.coordinates(history)
@@ -94,10 +97,10 @@ class LengthComponents:
 
 
 def fit_components(history: Shares, requests: float) -> LengthComponents:
-    """Components of `history` [step, bin] with steps of about `requests`. Raises NotForecast."""
+    """Return the components of `history` [step, bin], whose steps have about `requests` each. Raises NotForecast."""
     steps = len(history)
     if steps < MIN_STEPS:
-        raise NotForecast(f"{steps} steps are fewer than {MIN_STEPS}")
+        raise NotForecast(f"at least {MIN_STEPS} steps are required, got {steps}")
     centre = history.mean(axis=0)
     bin_scale = np.sqrt(centre + 0.5 / requests)
     steps_apart = np.subtract.outer(np.arange(steps), np.arange(steps))
@@ -106,8 +109,8 @@ def fit_components(history: Shares, requests: float) -> LengthComponents:
     _, strengths, directions = np.linalg.svd((smooth - smooth.mean(axis=0)) / bin_scale, full_matrices=False)
     used = [place for place in range(min(MAX_COMPONENTS, len(strengths))) if strengths[place] > 1e-9]
     if not used:
-        raise NotForecast(f"{steps} steps do not differ")
-    # Signs are free; the largest entry is made positive, so that the same history gives the same components.
+        raise NotForecast(f"all {steps} steps are equal")
+    # Signs are arbitrary; the largest entry is made positive, so that results are reproducible.
     chosen = directions[used]
     chosen = chosen * np.sign(chosen[np.arange(len(used)), np.abs(chosen).argmax(axis=1)])[:, None]
     found = LengthComponents(centre, bin_scale, chosen.T, ())
@@ -118,10 +121,10 @@ def fit_components(history: Shares, requests: float) -> LengthComponents:
 
 
 def choose_order(values: NDArray[np.float64], orders: Sequence[tuple[int, int, int]] = ORDERS) -> FittedArima:
-    """The order with the least AICc. Raises NotForecast where none can be fitted."""
+    """Return the model with the lowest AICc. Raises NotForecast if no order can be fitted."""
     scale = float(values.std())
     if not np.isfinite(scale) or scale <= 0:
-        raise NotForecast(f"a component's standard deviation is {scale}")
+        raise NotForecast(f"the standard deviation of a component must be finite and > 0, got {scale}")
     faults, best = [], None
     for order in orders:
         try:
@@ -141,18 +144,18 @@ def _fit(values: NDArray[np.float64], order: tuple[int, int, int], scale: float)
     parameters, seen = len(model.param_names), len(values) - BURNT_STEPS
     if seen <= parameters + 1:
         raise ValueError(f"{len(values)} values are too few for {parameters} parameters")
-    # Zeros to begin with, the variance apart: what statsmodels would begin with warns where it has to give up.
+    # Start at zeros, with a variance of 1: the estimate of statsmodels logs warnings when it fails.
     start = np.zeros(parameters)
     start[-1] = 1.0
     found = model.fit(start_params=start, cov_type="none", method_kwargs={"warn_convergence": False})
     aicc = -2.0 * found.llf + 2.0 * parameters * seen / (seen - parameters - 1)
     if not np.isfinite(aicc):
-        raise ValueError(f"likelihood is {found.llf}")
+        raise ValueError(f"the log-likelihood is {found.llf}")
     return FittedArima(order, tuple(found.params.tolist()), scale, float(aicc))
 
 
 def _arima(values: NDArray[np.float64], order: tuple[int, int, int]) -> Any:
-    # Imported late: it takes a second, and most commands never forecast.
+    # Imported here because it takes a second and most commands never forecast.
     from statsmodels.tsa.arima.model import ARIMA
 
     model = ARIMA(values, order=order, trend="n" if order[1] else "c")

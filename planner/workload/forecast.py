@@ -1,9 +1,9 @@
-"""How many tokens the requests in flight will still generate: distributions, a histogram, one estimate each. Pure.
+"""Forecast the remaining tokens of the requests in flight: distributions, a histogram, one estimate each. Pure.
 
-Section 4.1 of the paper: step-level distributions instead of a guess per request. What is still running has only been
-seen up to where it is, and what `max_tokens` cut only up to there: both count as censored (Kaplan and Meier's
-estimator), since the first to finish are the short ones, and must not pass for the whole step. What earlier steps made
-expect counts beside this step's own lengths as so many further requests, as far as the two agree.
+Section 4.1 of the paper uses step-level distributions instead of a guess per request. A running request is observed
+only up to its current length, and an output cut by `max_tokens` only up to the cut. Both count as censored (the
+estimator of Kaplan and Meier), because the first requests to finish are the short ones and do not represent the step.
+The forecast made before the step counts as a number of further requests, depending on how well it fits the step.
 """
 
 from collections.abc import Sequence
@@ -18,27 +18,27 @@ from numpy.typing import ArrayLike, NDArray
 from planner.model import FinishedLength, Histogram, RequestView
 from planner.workload.series import TAGS_REMEMBERED, LengthCounts, StepForecast, extended
 
-MIN_LENGTHS = 16  # finished lengths below which a distribution is not read off them
+MIN_LENGTHS = 16  # finished lengths required for an empirical distribution
 GOLDEN_RATIO = (5**0.5 - 1) / 2
-FUTURES = 16
-TRACE = 1e-9  # of the uniform curve in every other: none has to be excluded to have gone unseen
-# What the forecast of a step may be worth, as shares of what it is worth by the steps before.
+FUTURES = 16  # scenarios
+TRACE = 1e-9  # share of the uniform curve in every curve, so that no length is impossible
+# Candidates for the worth of a step's forecast, as shares of its worth by the earlier steps.
 WORTH_SHARES = (1.0, 1 / 4, 1 / 16, 1 / 64, 1 / 256)
-# How many requests of its tag the common distribution is worth to a tag; the first: tags do not differ.
+# Candidates for the worth of the common distribution for a tag, in requests of that tag. The first: tags are equal.
 TAG_WORTHS = (1e9, 4096.0, 1024.0, 256.0, 64.0, 16.0, 4.0)
-TAIL_WORTH = 4.0  # ends that the expectation of an exponent of 1 is worth, for what lies beyond all that is seen
-BAND_ENDS = 5.0  # expected in a band of bins over which expected and seen ends are compared
+TAIL_WORTH = 4.0  # worth, in ended outputs, of the assumption that the tail has an exponent of 1
+BAND_ENDS = 5.0  # expected ends in a band of bins over which expected and observed ends are compared
 
-Survival = NDArray[np.float64]  # [k], probability that an output is longer than k bins; 1 at first, 0 at last
+Survival = NDArray[np.float64]  # [k], probability that an output is longer than k bins; starts at 1, ends at 0
 Tokens = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ConditionalLengths:
-    """How long an output becomes that has come so far: one distribution for each tag, and a common one.
+    """Distributions of an output's length given its generated tokens: a common one, and one for each tag.
 
-    All methods take arrays, or numbers, that broadcast: `generated_tokens`, `limit_tokens` (an output is cut there; 0:
-    at `max_output_tokens`) and `rows`, which `rows_of` finds for tags. A bin counts as its upper edge.
+    All methods take numbers or arrays that broadcast: `generated_tokens`, `limit_tokens` (where an output is cut; 0
+    means `max_output_tokens`) and `rows`, which `rows_of` returns for tags. A bin counts as its upper edge.
     """
 
     bin_tokens: int
@@ -53,7 +53,7 @@ class ConditionalLengths:
     def quantile(
         self, generated_tokens: ArrayLike, q: ArrayLike, rows: ArrayLike = 0, limit_tokens: ArrayLike = 0
     ) -> Tokens:
-        """Remaining tokens, at least 1, that the output does not exceed with probability `q` (0 to 1)."""
+        """Return the remaining tokens, at least 1, that the output does not exceed with probability `q` (0 to 1)."""
         alike = np.ndim(q) == 0
         generated, q, rows, limits = np.broadcast_arrays(generated_tokens, q, rows, limit_tokens)
         limits, done, last = self._reach(generated, limits)
@@ -65,7 +65,7 @@ class ConditionalLengths:
                 found = np.searchsorted(falling, falling * (1.0 - q.flat[0]))[outlived]
             else:
                 found = np.searchsorted(falling, falling[outlived] * (1.0 - q[here]))
-            # Past every bin in which nothing ends: no quantile lies there.
+            # Skip bins in which no output ends: no quantile lies there.
             ends[here] = np.maximum(found, np.searchsorted(falling, falling, side="right")[outlived])
         remaining: Tokens = np.maximum(np.minimum(np.minimum(ends, last) * self.bin_tokens, limits) - generated, 1)
         return remaining
@@ -73,7 +73,7 @@ class ConditionalLengths:
     def mean(
         self, generated_tokens: ArrayLike, rows: ArrayLike = 0, limit_tokens: ArrayLike = 0
     ) -> NDArray[np.float64]:
-        """Expected remaining tokens, at least 1."""
+        """Return the expected remaining tokens, at least 1."""
         generated, rows, limits = np.broadcast_arrays(generated_tokens, rows, limit_tokens)
         limits, done, last = self._reach(generated, limits)
         before = np.zeros((len(self.survival), self.survival.shape[1] + 1))
@@ -86,10 +86,10 @@ class ConditionalLengths:
         return remaining
 
     def of(self, requests: Sequence[RequestView]) -> list[list[int]]:
-        """Return the remaining tokens of [request, future], at least 1, in equally likely futures.
+        """Return the remaining tokens by [request, scenario], each at least 1, in equally likely scenarios.
 
-        In each future a request has a draw of its own, from the distribution that it has by how far it has come. Its
-        draws are spread evenly over the futures, and are the same quantiles in every tick.
+        Each request has a separate draw per scenario from its conditional distribution. The draws of a request are
+        spread evenly over the scenarios and use the same quantiles in every tick.
         """
         count = len(requests)
         if not count:
@@ -103,7 +103,7 @@ class ConditionalLengths:
         return found
 
     def remaining(self, generated_tokens: Tokens, rows: Tokens, limit_tokens: Tokens) -> Histogram:
-        """The expected histogram of remaining tokens over these requests."""
+        """Return the expected histogram of remaining tokens over these requests."""
         limits, done, last = self._reach(generated_tokens, limit_tokens)
         counts = np.zeros(self.survival.shape[1])
         at_limit = self.survival[rows, last - 1] / self.survival[rows, done]
@@ -116,13 +116,13 @@ class ConditionalLengths:
         for group, beyond in zip(groups.tolist(), going_on, strict=True):
             row, start = divmod(group, bins)
             shares = -np.diff(self.survival[row, start:]) / self.survival[row, start]
-            # Whoever is cut in a bin has been counted there already, with all that would have gone on.
+            # Outputs that are cut in a bin are already counted there, including those that would have continued.
             counts[: len(shares)] += shares * beyond[start + 2 :]
         used = int(np.max(np.nonzero(counts))) + 1
         return Histogram(self.bin_tokens, tuple(counts[:used].tolist()))
 
     def _reach(self, generated: Tokens, limits: Tokens) -> tuple[Tokens, Tokens, Tokens]:
-        """Where each output is cut, how many bins it has outlived, and the last bin that it can end in."""
+        """Return each output's limit in tokens, the bins that it has outlived, and the last bin in which it can end."""
         limits = np.where(limits > 0, np.minimum(limits, self.max_output_tokens), self.max_output_tokens)
         done = np.minimum(generated // self.bin_tokens, self.survival.shape[1] - 2)
         return limits, done, np.maximum(done + 1, -(-limits // self.bin_tokens))
@@ -130,20 +130,23 @@ class ConditionalLengths:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What is left to decode. `remaining_tokens` holds one estimate per request, in their order: each a draw from the
-    request's own distribution, spread evenly so that together they show the histogram, its tail included."""
+    """The remaining tokens of the requests in flight.
+
+    `remaining_tokens` holds one estimate per request, in order. Each is a draw from the request's own distribution; the
+    draws are spread evenly, so that together they reproduce the histogram with its tail.
+    """
 
     remaining: Histogram
     remaining_tokens: tuple[int, ...]
-    # kaplan_meier | exponential | uniform | nothing_in_flight, or what the step's forecast was made with and _updated
+    # kaplan_meier | exponential | uniform | nothing_in_flight, or the method of the step's forecast with _updated
     method: str
-    lengths: ConditionalLengths | None = field(default=None, compare=False)  # None: nothing in flight
+    lengths: ConditionalLengths | None = field(default=None, compare=False)  # None: no request is in flight
     generated_tokens: Tokens = field(default_factory=lambda: np.zeros(0, np.int64), compare=False, repr=False)
     limit_tokens: Tokens = field(default_factory=lambda: np.zeros(0, np.int64), compare=False, repr=False)
     rows: Tokens = field(default_factory=lambda: np.zeros(0, np.int64), compare=False, repr=False)
 
     def remaining_at(self, quantiles: ArrayLike) -> Tokens:
-        """Remaining tokens of each request at its quantile: [request], or a shape that broadcasts with it."""
+        """Return the remaining tokens of the requests at `quantiles`: [request], or a shape that broadcasts with it."""
         if self.lengths is None:
             return np.zeros(0, dtype=np.int64)
         return self.lengths.quantile(self.generated_tokens, quantiles, self.rows, self.limit_tokens)
@@ -158,11 +161,11 @@ def forecast(
     finished: Sequence[FinishedLength] = (),
     before: StepForecast | None = None,
 ) -> Forecast:
-    """Remaining lengths of `requests`, from the `output_tokens` of finished ones and from how far each has come.
+    """Forecast the remaining lengths of `requests` from finished lengths and from their own generated tokens.
 
-    `finished` are further finished ones, of which it is known whether they were cut, and their tags; `before` is what
-    was expected of the step before it began. A bin counts as its upper edge, and no request goes beyond its
-    `max_tokens` or `max_output_tokens`.
+    `output_tokens` are finished lengths without tags, and `finished` those with tags and censoring. `before` is the
+    forecast made before the step began. A bin counts as its upper edge, and no request exceeds its `max_tokens` or
+    `max_output_tokens`.
     """
     if not requests:
         return Forecast(Histogram(bin_tokens, ()), (), "nothing_in_flight")
@@ -174,7 +177,7 @@ def forecast(
     known = [*map(FinishedLength, output_tokens), *finished]
     lengths = conditional_lengths(known, generated, tags, bin_tokens, max_output_tokens, before)
     rows = lengths.rows_of(tags)
-    # Multiples of the golden ratio fall evenly into (0, 1), however many there are.
+    # Multiples of the golden ratio modulo 1 are spread evenly over (0, 1) for any count.
     estimates = lengths.quantile(generated, (np.arange(count) + 1) * GOLDEN_RATIO % 1.0, rows, limits)
     return Forecast(
         lengths.remaining(generated, rows, limits),
@@ -195,8 +198,11 @@ def conditional_lengths(
     max_output_tokens: int,
     before: StepForecast | None = None,
 ) -> ConditionalLengths:
-    """What finished outputs, those that still run (`generated_tokens` and `tags` of each) and the forecast made
-    `before` the step tell of lengths, in common and by tag."""
+    """Estimate the distributions of output lengths, in common and by tag.
+
+    The inputs are finished outputs, running outputs (`generated_tokens` and `tags` of each) and the forecast made
+    `before` the step.
+    """
     bins = ceil(max_output_tokens / bin_tokens)
     if before is not None and (before.bin_tokens, len(before.shares)) != (bin_tokens, bins):
         raise ValueError(
@@ -233,7 +239,7 @@ def _common(
     tokens = sum(length.tokens for length in finished)
     ends = sum(not length.censored for length in finished)
     if ends and tokens:
-        # Few have finished: the constant hazard that explains them and the tokens of those that have not.
+        # Few outputs have finished: use the constant hazard that explains them and the tokens of the running ones.
         mean_tokens = (tokens + int(generated.sum())) / ends
         return _with_trace(np.exp(-edges * bin_tokens / mean_tokens)), "exponential"
     return _with_trace(1 - edges / bins), "uniform"
@@ -247,7 +253,7 @@ def _by_tag(
     max_output_tokens: int,
     before: StepForecast | None,
 ) -> dict[str, "_Seen"]:
-    """What is known of each tag by itself. Beyond a number of tags, the rarer ones count as none."""
+    """Return the observations of each tag alone. Only the TAGS_REMEMBERED most frequent tags are kept."""
     lengths: dict[str, list[FinishedLength]] = {tag: [] for tag in chain(tags, dict(before.tags if before else ()))}
     for length in finished:
         lengths.setdefault(length.tag, []).append(length)
@@ -272,16 +278,19 @@ def _by_tag(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Seen:
-    """Ends by bin, and how many came as far as to be able to end there."""
+    """The number of outputs that ended in each bin, and of those that were at risk of ending there."""
 
     ended: NDArray[np.float64]  # [bin]
     at_risk: NDArray[np.float64]  # [bin]
-    passed: NDArray[np.bool_]  # [bin], whether somebody is on its way through it
+    passed: NDArray[np.bool_]  # [bin], True if a running request is inside the bin
 
     @classmethod
     def of(cls, counts: LengthCounts, generated: Tokens, bin_tokens: int) -> "_Seen":
-        """A request on its way through a bin takes part in it by as much as it has come through: the newest ends are in
-        that very bin, and beside nobody they would seem to be all that come so far."""
+        """Count ends and running requests by bin.
+
+        A running request counts in its current bin by the fraction of the bin that it has generated. Without it, the
+        newest ends, which are in the same bin, would seem to be all outputs that reach the bin.
+        """
         bins = len(counts.ended)
         done = np.minimum(generated // bin_tokens, bins)
         outlived = np.bincount(done, minlength=bins + 1)
@@ -294,8 +303,11 @@ class _Seen:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Prior:
-    """An expected distribution that counts as `worth` requests. Each bin's hazard then has a beta distribution, and
-    what is seen of it, cut or not, is simply added (a beta-Stacy process)."""
+    """An expected distribution that counts as `worth` requests.
+
+    Each bin's hazard has a beta distribution, to which censored and uncensored observations are added (a beta-Stacy
+    process).
+    """
 
     survival: Survival
     worth: float
@@ -304,11 +316,11 @@ class _Prior:
         expected = -np.diff(self.survival)
         ends = self.worth * expected + seen.ended
         at_risk = self.worth * self.survival[:-1] + seen.at_risk
-        # As long as hardly anybody has come through a bin, two ends in it seem to be all that there is of it.
+        # While few outputs have passed a bin, a hazard from two ends in it would be far too high.
         typical = 1.0 / np.arange(1, len(ends) + 1)
         ends, at_risk = ends + TAIL_WORTH * seen.passed * typical, at_risk + TAIL_WORTH * seen.passed
         survival = np.append(1.0, np.cumprod(1.0 - ends / np.maximum(at_risk, ends + 1e-300)))
-        # A trace is no expectation: where there is no more than that, nothing is known.
+        # Bins with no more than the trace contain no information.
         told = np.nonzero((ends > 2 * TRACE * max(self.worth, 1.0)) | (seen.at_risk > 0))[0]
         if not len(told):
             return _with_trace(survival)
@@ -316,10 +328,10 @@ class _Prior:
         return _with_trace(extended(survival, longest, _tail_exponent(ends, at_risk, longest)))
 
     def worth_of(self, worths: Sequence[float], seen: Sequence[_Seen]) -> float:
-        """The likeliest of `worths` given what was seen; the first where that does not tell.
+        """Return the most likely of `worths` given the observations; the first if they are inconclusive.
 
-        Bins are taken together until they expect a few ends. If the expectation knows as much as w requests, the
-        ends of a band scatter about it by sampling, and by that again times the band's requests over the prior's.
+        Bins are merged into bands with a few expected ends. If the expectation is worth w requests, the ends of a band
+        have the variance of sampling, plus the same times the ratio of the band's requests to the prior's.
         """
         gaps = [gap for one in seen for gap in self._gaps(one)]
         if not gaps:
@@ -329,12 +341,12 @@ class _Prior:
         for worth in worths:
             scatter = variance * (1.0 + at_risk / (worth * beyond + 1.0))
             likelihood = float(-0.5 * (np.log(scatter) + missed**2 / scatter).sum())
-            if likelihood > most + 1.0:  # one nat, so that chance alone does not unseat the first
+            if likelihood > most + 1.0:  # one nat, so that chance alone does not replace the first
                 best, most = worth, likelihood
         return best
 
     def _gaps(self, seen: _Seen) -> list[tuple[float, float, float, float]]:
-        """Per band: ends missed, their variance, requests at risk, share that is expected to come so far."""
+        """Return per band: observed minus expected ends, their variance, requests at risk, expected share at risk."""
         reach = self.survival[:-1]
         hazard = -np.diff(self.survival) / np.maximum(reach, 1e-300)
         expected = seen.at_risk * hazard
@@ -349,9 +361,11 @@ class _Prior:
 
 
 def _tail_exponent(ends: NDArray[np.float64], at_risk: NDArray[np.float64], longest: int) -> float:
-    """The power of the length with which outputs have become rarer of late, in bins from half of `longest` on: the
-    likeliest one, beside a few requests that show 1. At least 1: early in a step next to nothing has ended, and that
-    tells nothing of how the long ones end."""
+    """Return the exponent of the power law by which outputs become rarer, in bins from half of `longest` on.
+
+    It is the most likely exponent, with a weak prior of 1. The minimum is 1: early in a step few outputs have ended,
+    which is no evidence about the long ones.
+    """
     late = np.arange(max(1, longest // 2), longest)
     doubled = float(at_risk[late] @ np.log1p(1.0 / late))
     return max(1.0, (TAIL_WORTH + float(ends[late].sum())) / (TAIL_WORTH + doubled))
@@ -362,6 +376,6 @@ def _survival(shares: NDArray[np.float64]) -> Survival:
 
 
 def _with_trace(survival: Survival) -> Survival:
-    """With every length possible, and none beyond the last bin."""
+    """Return the curve with a minimum that makes every length up to the last bin possible, and none beyond it."""
     floor = TRACE * np.arange(len(survival) - 1, -1, -1) / (len(survival) - 1)
     return np.append(np.maximum(survival, floor)[:-1], 0.0)

@@ -1,9 +1,9 @@
-"""Tokens that each request in flight may still generate, for the fast loop: their mean, smooth in the request's age and
-kept from tick to tick. Pure.
+"""Estimate the remaining tokens of each request for the fast loop, smooth in the request's age and stable over ticks.
+Pure.
 
-The distribution of lengths is conditioned on how far a request has come. Read off it request by request, the mean jumps
-from bin to bin, and between two engines each jump looks like something to gain by a move. So means are taken at a few
-ages only, with straight lines between them: what is wrong with them is then wrong alike for requests of like age.
+The distribution of lengths is conditioned on the generated tokens. Its mean jumps from bin to bin, and each jump
+between two engines would look like a gain from a move. Means are therefore calculated at a few ages only and
+interpolated linearly, so that requests of similar age have similar errors.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,28 +16,28 @@ from planner.model import RequestId, RequestView, Snapshot
 from planner.workload.forecast import ConditionalLengths, conditional_lengths
 from planner.workload.series import StepForecast
 
-# Between the ages at which means are taken. Chosen in simulated steps (tests/balancer/whole_steps.py): with 2, requests
-# move more than twice as often, for longer steps.
+# Ratio of successive ages at which means are calculated. Chosen in simulated steps (tests/balancer/whole_steps.py):
+# with 2, requests move more than twice as often and steps are longer.
 AGE_RATIO = 4
 YOUNGEST_TOKENS = 256
-# The distribution is made anew when this share more requests have finished than it knows of.
+# The distribution is rebuilt when the number of finished requests has grown by this share.
 WORTH_NEWS = 1 / 16
-NOTHING_KNOWN = "uniform"  # the method of a distribution made of limits alone
+NOTHING_KNOWN = "uniform"  # the method of a distribution that is based on limits alone
 
 
 class KnownLengths:
-    """The one future of requests whose lengths are known."""
+    """A single scenario with exactly known output lengths."""
 
     def __init__(self, output_tokens: Mapping[RequestId, int]) -> None:
         self._output_tokens = output_tokens
 
     def of(self, requests: Sequence[RequestView]) -> list[list[int]]:
-        """Return [request, 1]. Raises KeyError for a request whose length is not known."""
+        """Return the remaining tokens by [request, 1]. Raises KeyError if a request's length is unknown."""
         return [[max(1, self._output_tokens[request.id] - request.generated_tokens)] for request in requests]
 
 
 class RemainingTokensEstimator:
-    """One step at a time; a new step, or news enough, and the distribution is made anew."""
+    """Estimates remaining tokens, and rebuilds its distribution for a new step or after enough new lengths."""
 
     def __init__(self) -> None:
         self._lengths: ConditionalLengths | None = None
@@ -48,14 +48,17 @@ class RemainingTokensEstimator:
     def remaining_tokens(
         self, snapshot: Snapshot, bin_tokens: int, max_output_tokens: int, before: StepForecast | None = None
     ) -> dict[RequestId, float]:
-        """At least 1 for each request. `before`: what was forecast of the step before it began."""
+        """Return the expected remaining tokens of each request, at least 1.
+
+        `before` is the forecast made before the step began.
+        """
         if not snapshot.requests:
             return {}
         if before is not None and (before.bin_tokens, len(before.shares)) != (
             bin_tokens,
             ceil(max_output_tokens / bin_tokens),
         ):
-            before = None  # of bins that the configuration had before
+            before = None  # its bins are from an earlier configuration
         known = snapshot.step_started_s, bin_tokens, max_output_tokens
         finished = len(snapshot.finished)
         news = finished > self._finished * (1 + WORTH_NEWS) or before is not self._before
@@ -73,13 +76,13 @@ class RemainingTokensEstimator:
 
     @property
     def distributions(self) -> ConditionalLengths | None:
-        """By the distribution that was last made; None where it rests on nothing that has ended yet."""
+        """The latest distribution; None if it is not based on any finished output."""
         lengths = self._lengths
         return None if lengths is None or lengths.method == NOTHING_KNOWN else lengths
 
 
 def smooth_means(lengths: ConditionalLengths, requests: Sequence[RequestView]) -> dict[RequestId, float]:
-    """Expected remaining tokens of each request, at least 1, with straight lines between a few ages."""
+    """Return the expected remaining tokens of each request, at least 1, interpolated linearly between a few ages."""
     count, longest = len(requests), lengths.max_output_tokens
     ages = np.fromiter((request.generated_tokens for request in requests), np.int64, count)
     limits = np.fromiter((min(request.max_tokens or longest, longest) for request in requests), np.int64, count)

@@ -1,8 +1,8 @@
-"""Sampled futures: what each request may still generate, as often as asked for. Pure, and the same for the same seed.
+"""Sample the remaining tokens of each request. Pure, and deterministic for a given seed.
 
-A plan must be good whatever the lengths turn out to be, so candidates are compared on the same samples: in each, every
-request has a draw of its own from its own conditional distribution. The longest of few differs much from sample to
-sample, and so may which fleet is best: that is what the samples are to show.
+A plan must be good for any lengths, so candidates are compared on the same samples. In each sample, every request has a
+separate draw from its conditional distribution. The longest of a few requests differs much between samples, and so may
+the best fleet. The samples show this variation.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,20 +20,22 @@ LONG_QUANTILE = 0.8
 
 @dataclass(frozen=True, slots=True)
 class SampledLengths:
-    """Remaining tokens, at least 1 each. `samples` are equally likely; `expected` and `long` are one estimate each, the
-    mean and a high quantile of a request's own distribution."""
+    """Remaining tokens of each request, at least 1. The `samples` are equally likely.
+
+    `expected` is the mean and `long` a high quantile of each request's distribution.
+    """
 
     samples: NDArray[np.int64]  # [sample, request]
     expected: NDArray[np.int64]  # [request]
     long: NDArray[np.int64]  # [request]
 
     def at(self, requests: NDArray[np.int64]) -> "SampledLengths":
-        """Those of some requests."""
+        """Return the lengths of the requests with these indices."""
         return SampledLengths(self.samples[:, requests], self.expected[requests], self.long[requests])
 
 
 def sampled(expected: Forecast, requests: int, count: int, seed: int) -> SampledLengths:
-    """`count` samples of the forecast."""
+    """Return `count` samples of the forecast."""
     rng = np.random.default_rng(seed)
     samples = np.empty((count, requests), dtype=np.int64)
     for row in samples:
@@ -44,7 +46,7 @@ def sampled(expected: Forecast, requests: int, count: int, seed: int) -> Sampled
 
 
 def averaged(requests: Sequence[RequestView], output_tokens: Sequence[int], max_output_tokens: int) -> SampledLengths:
-    """As if every output had the mean length; one that has outgrown it is about to end."""
+    """Return lengths as if every output had the mean length; an output beyond the mean is about to end."""
     mean_tokens = float(np.mean(output_tokens)) if len(output_tokens) else max_output_tokens / 2
     limits = np.array([min(each.max_tokens or max_output_tokens, max_output_tokens) for each in requests], np.int64)
     generated = np.array([request.generated_tokens for request in requests], dtype=np.int64)
@@ -54,7 +56,7 @@ def averaged(requests: Sequence[RequestView], output_tokens: Sequence[int], max_
 def with_known_lengths(
     requests: Sequence[RequestView], output_tokens: Mapping[RequestId, int], otherwise: SampledLengths
 ) -> SampledLengths:
-    """The lengths of outputs as told; a request that nobody told of keeps its estimate."""
+    """Return exact lengths for the requests in `output_tokens`, and the expectation of `otherwise` for the others."""
     remaining = [
         output_tokens[request.id] - request.generated_tokens if request.id in output_tokens else int(estimate)
         for request, estimate in zip(requests, otherwise.expected, strict=True)

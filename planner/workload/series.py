@@ -1,9 +1,9 @@
-"""How long the outputs of the next generation step will be, from those of recent steps. Pure.
+"""Forecast the output lengths of the next generation step from those of recent steps. Pure.
 
-Section 4.1 of the paper: before a step, ARIMA over the length statistics of recent steps. Three methods forecast every
-step: ARIMA on a few components, an exponentially weighted average, and the step before. Each is scored once the step
-has ended, and the one with the least recent error gives the next forecast. `SeriesForecaster` is a value: `fold` an
-ended step into it and read `next`.
+Section 4.1 of the paper runs ARIMA over the length statistics of recent steps before each step. Here, three methods
+forecast every step: ARIMA on a few components, an exponentially weighted average, and the last step. Each method is
+scored when the step has ended, and the method with the least recent error makes the next forecast. `SeriesForecaster`
+is an immutable value: `fold` an ended step into it and read `next`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,27 +17,27 @@ from planner.model import FinishedLength, Histogram, check_at_least
 from planner.workload.arima import LengthComponent, LengthComponents, NotForecast, fit_components
 
 STEPS_REMEMBERED = 48
-TAGS_REMEMBERED = 64  # of a step, the most frequent ones; the others count as untagged
-TAG_DECAY = 0.5  # what a tag showed a step earlier counts this much
-ALPHAS = (0.1, 0.2, 0.3, 0.5, 0.8)  # how much the newest step weighs in an average
-FIRST_ALPHA = 0.3  # until the backtest tells
-ERROR_DECAY = 0.93  # an error counts this much less with every step that it is older
-MIN_SCORED = 4  # forecasts a method must have been scored on before it is trusted
-REFIT_STEPS = 8  # a fit ages this long; twice as long while the method is not the best
-# A step this many times as far from its forecast as steps usually are begins a series of its own.
+TAGS_REMEMBERED = 64  # most frequent tags kept of a step; others count as untagged
+TAG_DECAY = 0.5  # factor on a tag's counts for each step of age
+ALPHAS = (0.1, 0.2, 0.3, 0.5, 0.8)  # weights of the newest step in an average
+FIRST_ALPHA = 0.3  # until there is a backtest
+ERROR_DECAY = 0.93  # factor on the weight of an error for each step of age
+MIN_SCORED = 4  # scored forecasts required before a method is trusted
+REFIT_STEPS = 8  # steps until components are fitted again; twice as many while ARIMA is not the chosen method
+# A step whose deviation from its forecast is this many times the usual one starts a new series.
 BREAK = 6.0
-MIN_WORTH, MAX_WORTH_STEPS = 16.0, 16.0  # in requests, in steps
-BAND_REQUESTS = 5.0  # expected in a band of bins that is compared by chi-square
+MIN_WORTH, MAX_WORTH_STEPS = 16.0, 16.0  # limits of a forecast's worth, in requests and in steps
+BAND_REQUESTS = 5.0  # expected requests in a band of bins that is compared by chi-square
 
-Shares = NDArray[np.float64]  # [bin], of all requests of a step; they add up to 1
+Shares = NDArray[np.float64]  # [bin], of all requests of a step; they sum to 1
 
 
 @dataclass(frozen=True, slots=True)
 class LengthCounts:
-    """Outputs of one kind: those that ended by themselves by bin, and those that were cut by the bins they outlived."""
+    """Counts of outputs: ended ones by bin, and outputs cut at their limit by the number of bins they outlived."""
 
     ended: tuple[float, ...]  # [bin]
-    outlived: tuple[float, ...]  # [bins outlived]: one longer than `ended`
+    outlived: tuple[float, ...]  # [bins outlived], one entry more than `ended`
 
     def __post_init__(self) -> None:
         if len(self.outlived) != len(self.ended) + 1:
@@ -62,8 +62,10 @@ class LengthCounts:
         return sum(self.ended) + sum(self.outlived)
 
     def shares(self) -> Shares:
-        """Of outputs that nothing cuts before the last bin, which takes all that is left (Kaplan and Meier's
-        estimator)."""
+        """Return the shares of outputs by bin as if none were cut (the estimator of Kaplan and Meier).
+
+        The last bin takes the remainder.
+        """
         ended = np.array(self.ended)
         at_risk = self.at_risk()
         survival = np.append(1.0, np.cumprod(1.0 - ended / np.maximum(at_risk, 1.0)))
@@ -73,14 +75,14 @@ class LengthCounts:
         return shares
 
     def at_risk(self) -> NDArray[np.float64]:
-        """[bin]: an output takes part in every bin up to the one that it ended in or was last seen beyond."""
+        """Return by [bin] the outputs at risk: each counts in every bin up to its end, or in all that it outlived."""
         last_seen: NDArray[np.float64] = np.array(self.ended) + np.array(self.outlived)[1:]
         return last_seen[::-1].cumsum()[::-1]
 
 
 @dataclass(frozen=True, slots=True)
 class StepStatistics:
-    """What an ended step tells of lengths."""
+    """The length statistics of an ended step."""
 
     bin_tokens: int
     lengths: LengthCounts
@@ -99,8 +101,7 @@ class StepStatistics:
 
 @dataclass(frozen=True, slots=True)
 class MethodError:
-    """How far a method's forecasts were off: total absolute error over bins by the number of requests, weighted towards
-    recent steps."""
+    """A method's forecast error: the sum over bins of absolute errors of shares, weighted towards recent steps."""
 
     method: str
     error: float
@@ -109,48 +110,48 @@ class MethodError:
 
 @dataclass(frozen=True, slots=True)
 class StepForecast:
-    """The lengths that the next step is expected to show."""
+    """The expected distribution of output lengths in the next step."""
 
     bin_tokens: int
     shares: tuple[float, ...]  # [bin]
     method: str  # arima | ewma | last_step
-    why: str  # this method and no other
-    dispersion: float  # mean squared error by that of sampling alone, as recent forecasts had it; 1 at best
-    worth_requests: float  # the forecast knows as much of the step as that many of its requests would
-    components: tuple[LengthComponent, ...] = ()  # what ARIMA forecasts, in standard units of sampling noise
+    why: str  # reason for the method
+    dispersion: float  # mean squared error of recent forecasts relative to sampling alone; 1 at best
+    worth_requests: float  # the forecast is worth as much as this many requests of the step
+    components: tuple[LengthComponent, ...] = ()  # forecasts by ARIMA, in standard units of sampling noise
     backtest: tuple[MethodError, ...] = ()
-    tags: tuple[tuple[str, LengthCounts], ...] = ()  # what recent steps tell of each, the newest counting most
+    tags: tuple[tuple[str, LengthCounts], ...] = ()  # counts of each tag in recent steps, weighted towards the newest
 
     def histogram(self, requests: float) -> Histogram:
-        """Expected counts. They are means, so that the tail keeps its weight; most of its bins will show none."""
+        """Return the expected counts. They are means, so the tail keeps its weight even if most bins stay empty."""
         return Histogram(self.bin_tokens, tuple(share * requests for share in self.shares))
 
     def std(self, requests: float) -> NDArray[np.float64]:
-        """[bin]: standard deviation of a step's counts about the histogram, the forecast's own error included."""
+        """Return by [bin] the standard deviation of a step's counts, including the error of the forecast."""
         shares = np.array(self.shares)
         return np.sqrt(requests * shares * (1.0 - shares) * self.dispersion)
 
 
 @dataclass(frozen=True, slots=True)
 class SeriesForecaster:
-    """Recent steps, what each method made of them, and the forecast of the next step."""
+    """Recent steps, the forecasts and errors of each method, and the forecast of the next step."""
 
     bin_tokens: int
     max_output_tokens: int
     steps: tuple[StepStatistics, ...] = ()  # since the last break; newest last
-    next: StepForecast | None = None  # None: nothing is known yet
+    next: StepForecast | None = None  # None: no step has been folded yet
     forecasts: Mapping[str, Shares] = field(default_factory=dict, compare=False)  # of the next step, by method
     errors: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # of recent steps by method, newest last
     dispersions: tuple[float, ...] = ()  # of the chosen method, newest last
     components: LengthComponents | None = field(default=None, compare=False)
     fit_age_steps: int = 0
-    fits: int = 0  # how often orders were chosen anew
+    fits: int = 0  # number of fits of the components
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "bin_tokens", "max_output_tokens")
 
     def fold(self, step: StepStatistics) -> "SeriesForecaster":
-        """With one more ended step. A step in which nothing ended changes nothing."""
+        """Return a copy with one more ended step. A step without ended outputs changes nothing."""
         bins = ceil(self.max_output_tokens / self.bin_tokens)
         if (step.bin_tokens, len(step.lengths.ended)) != (self.bin_tokens, bins):
             raise ValueError(
@@ -164,7 +165,7 @@ class SeriesForecaster:
         return kept._forecast()
 
     def _scored(self, step: StepStatistics) -> "SeriesForecaster":
-        """The methods' forecasts held against what came."""
+        """Return a copy with the methods' forecasts scored against the step."""
         if self.next is None:
             return self
         shares, requests = step.lengths.shares(), step.lengths.total
@@ -210,18 +211,21 @@ class SeriesForecaster:
         return replace(self, next=following, forecasts=forecasts, components=components, fit_age_steps=age, fits=fits)
 
     def _choice(self, refused: str) -> tuple[str, str]:
-        """The method that was best of late, and why it is trusted."""
+        """Return the method with the least recent error, and the reason for it."""
         if len(self.steps) < 2:
-            return "last_step", "one step is all there is"
+            return "last_step", "only one step is known"
         candidates = ["ewma", "last_step"] + ([] if refused else ["arima"])
         best = self._best(candidates)
-        why = "" if best is None else f"least error of late: {self._error(best).error:.3f}"
+        why = "" if best is None else f"least recent error: {self._error(best).error:.3f}"
         if refused:
             why = f"{why}; no arima: {refused}" if why else f"no arima: {refused}"
-        return best or "ewma", why or "not scored often enough to tell"
+        return best or "ewma", why or "too few scored forecasts"
 
     def _best(self, methods: Sequence[str]) -> str | None:
-        """Least error over the steps that it and the first method both forecast; None: too few."""
+        """Return the method with the least error relative to the first method, over the steps that both forecast.
+
+        Return None if the first method has too few scores.
+        """
         first, best, least = methods[0], None, 1.0
         if len(self.errors.get(first, ())) < MIN_SCORED:
             return None
@@ -239,13 +243,15 @@ class SeriesForecaster:
         return MethodError(method, _weighted(errors), len(errors))
 
     def _refit_pays(self, components: LengthComponents, history: Shares, age: int) -> bool:
-        """A fit ages, the faster when its forecasts are in use; one whose forecasts have gone astray is renewed."""
+        """Return whether to refit the components: after REFIT_STEPS, or twice as many, or if their forecasts fail."""
         in_use = self.next is not None and self.next.method == "arima"
         return age >= (REFIT_STEPS if in_use else 2 * REFIT_STEPS) or components.astray(history, min(age, 4))
 
     def _worth(self, requests: float) -> tuple[float, float]:
-        """What the forecast is worth in requests, from how much further than a sample's its errors were. Sampling alone
-        has a dispersion of 1; a forecast that knows as much as w requests has 1 + requests/w."""
+        """Return the worth of the forecast in requests, and its dispersion.
+
+        Sampling alone has a dispersion of 1; a forecast that is worth w requests has 1 + requests/w.
+        """
         if not self.dispersions:
             return max(MIN_WORTH, requests / 4), 2.0
         spread = max(_weighted(self.dispersions), 1.0)
@@ -254,15 +260,17 @@ class SeriesForecaster:
 
 
 def extended(survival: NDArray[np.float64], longest: int, exponent: float = 1.0) -> NDArray[np.float64]:
-    """Past the `longest` bin that anything was seen in, the curve goes on like a power of the length. With an exponent
-    of 1, an output that has come so far is as likely as not to come twice as far."""
+    """Return the survival curve extended beyond the `longest` observed bin by a power law of the length.
+
+    With an exponent of 1, half of the outputs that reach a length also reach twice that length.
+    """
     onwards = survival.copy()
     onwards[longest + 1 :] = survival[longest] * (longest / np.arange(longest + 1, len(survival))) ** exponent
     return onwards
 
 
 def dispersion(forecast: Shares, actual: Shares, requests: float) -> float:
-    """Mean squared error by that of sampling `requests` alone, over bands of bins that expect a few each."""
+    """Return the mean squared error relative to that of sampling `requests`, over bands with a few expected each."""
     expected = requests * forecast
     band = (np.cumsum(expected) / BAND_REQUESTS).astype(np.int64)
     band = np.minimum(band, max(int(requests / BAND_REQUESTS) - 1, 0))
@@ -270,7 +278,7 @@ def dispersion(forecast: Shares, actual: Shares, requests: float) -> float:
     counts = np.bincount(band, requests * actual, minlength=len(means))
     used = means > 0
     squares = (counts[used] - means[used]) ** 2 / means[used]
-    unforeseen = counts[~used].sum()  # where the forecast expects nothing at all
+    unforeseen = counts[~used].sum()  # in bands in which the forecast expects nothing
     return float((squares.sum() + unforeseen) / max(int(used.sum()) - 1, 1))
 
 
@@ -290,7 +298,7 @@ def _weighted(values: Sequence[float]) -> float:
 
 
 def _decayed(steps: Sequence[StepStatistics]) -> tuple[tuple[str, LengthCounts], ...]:
-    """Counts by tag over all steps, the newest in full and each older one at half of the next."""
+    """Return the counts by tag over recent steps, with half the weight for each further step of age."""
     ended: dict[str, Shares] = {}
     outlived: dict[str, Shares] = {}
     for age, step in enumerate(reversed(steps[-8:])):

@@ -1,4 +1,4 @@
-"""The fast loop's policy: what the balancer sees, and when moves are made."""
+"""Tests of the fast loop's policy: the engines that take part, and when moves are made."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ ACT = BalanceSituation(Mode.ACT)
 
 
 def crowded(*extra: RequestView, rate: float = 500.0, since_s: float = 10.0) -> Snapshot:
-    """Eight requests on e0, none on e1, both with room for many; reported a second ago."""
+    """Return a snapshot with eight requests on e0 and none on e1, both with room for many, reported a second ago."""
     state = FleetState([EngineFacts(EngineId(id), "", max_sequences=4) for id in ("e0", "e1")])
     state.fold_gateway(gateway_report(request("r0"), sequence=1), 100.0 - since_s)
     for id in ("e0", "e1"):
@@ -60,16 +60,18 @@ def test_advice_names_the_moves_and_holds() -> None:
         (ACT, FastSettings(max_moves_per_request=0), "no_feasible_move"),
     ],
 )
-def test_why_it_holds(situation: BalanceSituation, settings: FastSettings, expected: str) -> None:
+def test_decide_balance_holds_with_a_reason_code(
+    situation: BalanceSituation, settings: FastSettings, expected: str
+) -> None:
     assert code(crowded(), situation, settings) == expected
 
 
-def test_moves_a_tick_are_limited() -> None:
+def test_moves_per_tick_are_limited() -> None:
     decision = decide_balance(crowded(), FastSettings(theta=0.0001, max_moves_per_tick=2), ACT)
     assert (len(decision.balance.moves), decision.balance.stopped_because) == (2, "max_moves")
 
 
-def test_what_may_not_move_and_what_has_moved_enough_stays() -> None:
+def test_immovable_and_often_moved_requests_stay() -> None:
     def moved(decision: BalanceDecision) -> set[str]:
         return {move.request for move in decision.balance.moves}
 
@@ -81,7 +83,7 @@ def test_what_may_not_move_and_what_has_moved_enough_stays() -> None:
 
 
 @pytest.mark.parametrize("health", [EngineHealth.SLOW, EngineHealth.GONE, EngineHealth.NONSENSE])
-def test_only_engines_that_are_well_take_part(health: EngineHealth) -> None:
+def test_only_healthy_engines_take_part(health: EngineHealth) -> None:
     snapshot = crowded()
     ill = tuple(replace(view, health=health) if view.id == "e1" else view for view in snapshot.engines)
     workers = balanced_workers(replace(snapshot, engines=ill), SETTINGS)
@@ -89,34 +91,34 @@ def test_only_engines_that_are_well_take_part(health: EngineHealth) -> None:
     assert code(replace(snapshot, engines=ill)) == "within_theta"
 
 
-def test_an_engine_whose_limit_nobody_knows_is_limited_by_its_cache() -> None:
+def test_engine_without_reported_limit_is_limited_by_its_cache() -> None:
     snapshot = crowded()
     unknown = tuple(replace(view, max_sequences=0) for view in snapshot.engines)
     workers = balanced_workers(replace(snapshot, engines=unknown), SETTINGS)
     assert {worker.max_sequences for worker in workers} == {UNKNOWN_MAX_SEQUENCES}
 
 
-def test_a_rate_of_zero_is_a_stall_only_after_the_grace_of_a_step() -> None:
+def test_rate_of_zero_is_a_stall_only_after_the_grace_period() -> None:
     early, late = (crowded(rate=0.0, since_s=s) for s in (SETTINGS.stall_grace_s - 1, SETTINGS.stall_grace_s + 1))
     assert [w.decode_tokens_per_s for w in balanced_workers(early, SETTINGS)] == [None, None]
     assert [w.stalled for w in balanced_workers(late, SETTINGS)] == [True, False]
 
 
-def test_nothing_in_flight_and_nothing_known() -> None:
+def test_hold_codes_without_requests_and_without_reports() -> None:
     assert code(FleetState().snapshot(0.0)) == "nothing_to_do"
     state = FleetState()
     state.fold_gateway(gateway_report(request("a")), 0.0)
     assert code(state.snapshot(0.0)) == "stale_telemetry"
 
 
-def test_the_stale_one_is_named() -> None:
+def test_hold_names_the_stale_input() -> None:
     snapshot = replace(crowded(), requests_age_s=9.2)
     detail = decide_balance(snapshot, SETTINGS, ACT).verdict.detail
-    assert detail == "a gateway is 9.2 s old, limit 5 s"
+    assert detail == "a gateway report is 9.2 s old, limit 5 s"
 
 
 def spread_out(e0_running: int, e1_running: int, e0_waiting: int = 0, free_fraction: float = 0.9) -> Snapshot:
-    """Requests on two engines of 16 seats; e0 decodes at half of e1's rate, so its load index is the higher one."""
+    """Return requests on two engines of 16 slots; e0 decodes at half of e1's rate, so its load index is higher."""
     state = FleetState([EngineFacts(EngineId(id), "", max_sequences=16) for id in ("e0", "e1")])
     for id, rate in (("e0", 250.0), ("e1", 500.0)):
         reading = sample(decode_tokens_per_s=rate, kv_capacity_tokens=10_000, kv_usage_fraction=1 - free_fraction)
@@ -132,14 +134,14 @@ def spread_out(e0_running: int, e1_running: int, e0_waiting: int = 0, free_fract
 @pytest.mark.parametrize(
     ("snapshot", "goes"),
     [
-        (spread_out(5, 2), False),  # more loaded by the index, and 5 < 2 * (2 + 1): not worth a prefill
+        (spread_out(5, 2), False),  # higher load index, but 5 < 2 * (2 + 1): not worth a prefill
         (spread_out(6, 2), True),
-        (spread_out(2, 0), True),  # an idle engine takes one of two
-        (spread_out(1, 0), False),  # the last running request of an engine gains nothing elsewhere
-        (spread_out(5, 4, e0_waiting=3), True),  # requests wait: the engine is out of room
+        (spread_out(2, 0), True),  # an idle engine receives one of two
+        (spread_out(1, 0), False),  # the last running request of an engine gains nothing by a move
+        (spread_out(5, 4, e0_waiting=3), True),  # requests are waiting, so the engine has no room
     ],
 )
-def test_a_running_request_leaves_for_a_reason_only(snapshot: Snapshot, goes: bool) -> None:
+def test_running_request_leaves_only_for_a_reason(snapshot: Snapshot, goes: bool) -> None:
     settings = FastSettings(theta=1e-9, max_moves_per_tick=64)
     assert bool(decide_balance(snapshot, settings, ACT).moves) == goes
 
@@ -149,7 +151,7 @@ def test_waiting_requests_need_no_reason_but_the_spread() -> None:
     assert [move.request for move in moves] == ["w0"]
 
 
-def test_free_kv_is_what_running_requests_leave() -> None:
+def test_free_kv_excludes_growth_of_running_requests() -> None:
     roomy = {w.id: w.kv_free_tokens for w in balanced_workers(spread_out(3, 1), FastSettings(headroom_tokens=0))}
     kept = {w.id: w.kv_free_tokens for w in balanced_workers(spread_out(3, 1), FastSettings(headroom_tokens=500))}
     assert roomy == {"e0": 9000, "e1": 9000}
@@ -158,7 +160,7 @@ def test_free_kv_is_what_running_requests_leave() -> None:
     assert [worker.kv_free_tokens for worker in full] == [0, 500]
 
 
-def test_an_engine_with_old_news_is_left_out_and_the_others_go_on() -> None:
+def test_engine_with_stale_report_is_excluded_and_others_are_balanced() -> None:
     state = FleetState([EngineFacts(EngineId(id), "", max_sequences=4) for id in ("e0", "e1", "e2")])
     held = [request(f"r{i}", generated=10 if i < 4 else 0) for i in range(8)]
     state.fold_gateway(gateway_report(*held, sequence=1), 80.0)

@@ -50,7 +50,7 @@ subsets = st.sets(st.sampled_from(NAMES)).map(sorted).map(named)
 
 
 @given(fleets(), subsets, subsets, st.integers(0, 30), st.sets(st.integers(0, 19)))
-def test_who_may_leaves_once_and_only_to_who_takes(
+def test_movable_requests_move_once_and_only_to_willing_engines(
     fleet: tuple[list[EngineView], list[RequestView]],
     leaving: frozenset[EngineId],
     willing: frozenset[EngineId],
@@ -74,7 +74,7 @@ def test_who_may_leaves_once_and_only_to_who_takes(
 
 
 @given(fleets())
-def test_nobody_is_sent_to_where_is_no_room_while_there_is_some(
+def test_requests_avoid_full_engines_while_others_have_room(
     fleet: tuple[list[EngineView], list[RequestView]],
 ) -> None:
     engines, requests = fleet
@@ -87,14 +87,14 @@ def test_nobody_is_sent_to_where_is_no_room_while_there_is_some(
         free[move.to_engine] -= tokens[move.request]
 
 
-def test_requests_spread_by_the_share_of_slots_taken() -> None:
+def test_requests_are_spread_by_share_of_slots_in_use() -> None:
     engines = [engine("a"), engine("b", 8), engine("c", 4), engine("d", 4)]
     requests = [request(f"r{n:02d}", "a") for n in range(14)] + [request("x", "d"), request("y", "d")]
     moves = leave(requests, named(["a"]), engines, willing=named(["b", "c", "d"]), max_moves=99, avoid={})
     assert Counter(move.to_engine for move in moves) == {"b": 8, "c": 4, "d": 2}
 
 
-def test_the_own_pool_comes_first_and_who_refused_comes_last() -> None:
+def test_own_pool_is_preferred_and_refusing_engines_come_last() -> None:
     engines = [engine("a", pool="p"), engine("b"), engine("c", pool="p"), engine("d", free_tokens=0, pool="p")]
 
     def goes(*refused: str) -> str:
@@ -123,14 +123,12 @@ def test_the_own_pool_comes_first_and_who_refused_comes_last() -> None:
         ({"kv_free_tokens": 0, "age_s": None}, "b"),
     ],
 )
-def test_a_context_that_just_fits_has_room_and_so_it_has_where_none_is_known(
-    changes: dict[str, int | None], goes: str
-) -> None:
+def test_context_fits_exactly_or_where_capacity_is_unknown(changes: dict[str, int | None], goes: str) -> None:
     engines = [engine("a"), replace(engine("b"), **changes), engine("c")]  # type: ignore[arg-type]
     (move,) = leave([request("r", "a")], named(["a"]), engines, willing=named(["b", "c"]), max_moves=9, avoid={})
     assert move.to_engine == goes
 
 
-def test_nobody_takes() -> None:
+def test_no_moves_without_willing_engines() -> None:
     moves = leave([request("r", "a")], named(["a"]), [engine("a")], willing=named(["a"]), max_moves=9, avoid={})
     assert moves == ()

@@ -1,4 +1,4 @@
-"""The fast loop's packing: what it needs to know, what stands in where it does not, and whole steps that end sooner."""
+"""Tests of the fast loop's packing: its inputs, its fallback without them, and whole steps that end sooner."""
 
 from dataclasses import replace
 
@@ -46,7 +46,7 @@ def view(name: str, requests: int, **changes: object) -> EngineView:
 
 
 def fleet(*counts: int, moves: int = 0) -> Snapshot:
-    """That many requests on each engine, all 2,000 tokens old."""
+    """Return a fleet with the given number of requests on each engine, each with 2,000 generated tokens."""
     return Snapshot(
         now_s=100.0,
         engines=tuple(view(f"e{place}", count) for place, count in enumerate(counts)),
@@ -75,7 +75,7 @@ def decided(
     return decide_balance(snapshot, settings, situation or knowing(snapshot))
 
 
-def test_it_moves_and_says_what_for() -> None:
+def test_packing_moves_requests_and_reports_the_gain() -> None:
     decision = decided(fleet(30, 4))
     assert decision.verdict.code == "pack"
     assert {(m.from_engine, m.to_engine) for m in decision.moves} == {("e0", "e1")}
@@ -85,7 +85,7 @@ def test_it_moves_and_says_what_for() -> None:
     assert f"{decision.packing.makespan_before_s:.1f} s" in decision.verdict.detail
 
 
-def test_load_indices_are_told_as_by_the_papers_rule() -> None:
+def test_packing_reports_load_indices_of_the_papers_rule() -> None:
     few = FastSettings(max_moves_per_tick=3)
     packed, paper = decided(fleet(30, 4), settings=few), decided(fleet(30, 4), settings=PAPER)
     assert packed.load_index == paper.load_index
@@ -93,7 +93,7 @@ def test_load_indices_are_told_as_by_the_papers_rule() -> None:
     assert packed.balance.stopped_because == "max_moves"
 
 
-def test_what_is_even_is_left_alone() -> None:
+def test_even_load_is_not_changed() -> None:
     decision = decided(fleet(10, 10))
     assert (decision.verdict.code, decision.moves) == ("no_gain", ())
 
@@ -126,7 +126,7 @@ def test_the_policy_in_force_has_a_name_and_a_reason() -> None:
     assert decided(snapshot, settings=NONE).policy == PolicyInForce("none", "fast.policy is none")
 
 
-def test_the_load_index_is_in_force_for_a_reason() -> None:
+def test_load_index_policy_reports_its_reason() -> None:
     snapshot = fleet(5, 4)
     why = {EngineId("e1"): StepTimeEstimates("", "the engine runs on CPUs; learnt from 8 observed batches, 3 so far")}
     unknown = replace(snapshot, engines=(snapshot.engines[0], replace(snapshot.engines[1], configuration=None)))
@@ -141,13 +141,13 @@ def test_the_load_index_is_in_force_for_a_reason() -> None:
     assert {policy.name for policy in reasons} == {"load_index"}
     assert {policy.reason for policy in reasons} == {
         "no step times for e1: the engine runs on CPUs; learnt from 8 observed batches, 3 so far",
-        "e0 stands still, so that its end cannot be predicted",
-        "no engine is well by fresh reports",
-        "the remaining length of request r0-01 is not known",
+        "the end of stalled engines cannot be predicted: e0",
+        "no healthy engine has fresh reports",
+        "the remaining length of request r0-01 is unknown",
     }
 
 
-def test_a_stalled_engine_is_the_papers_rules_business() -> None:
+def test_stalled_engine_is_handled_by_the_papers_rule() -> None:
     snapshot = fleet(5, 4)
     stalled = replace(snapshot, engines=(replace(snapshot.engines[0], decode_tokens_per_s=0.0), snapshot.engines[1]))
     decision = decided(stalled)
@@ -155,17 +155,17 @@ def test_a_stalled_engine_is_the_papers_rules_business() -> None:
     assert decision.moves == decided(stalled, settings=PAPER).moves != ()
 
 
-def test_engines_without_fresh_news_are_left_out() -> None:
+def test_engines_without_fresh_reports_are_excluded() -> None:
     snapshot = fleet(30, 4, 0)
     old = replace(snapshot, engines=(*snapshot.engines[:2], replace(snapshot.engines[2], age_s=60.0)))
     assert {move.to_engine for move in decided(old).moves} == {"e1"}
 
 
-def test_who_has_moved_too_often_stays() -> None:
+def test_requests_that_moved_too_often_stay() -> None:
     assert decided(fleet(30, 4, moves=SETTINGS.max_moves_per_request)).moves == ()
 
 
-def test_a_far_slower_engine_is_relieved_and_a_profile_that_is_wrong_for_all_is_not_believed() -> None:
+def test_far_slower_engine_is_relieved_unless_all_are_equally_slow() -> None:
     snapshot = fleet(10, 10, 10)
     rates = [engine.decode_tokens_per_s or 0.0 for engine in snapshot.engines]
 
@@ -199,6 +199,6 @@ class TestSteps:
         placed = [id for ids in descending(self.SETTING.kind.profile.configuration(), requests, 8) for id in ids]
         assert sorted(placed) == sorted(request.id for request in requests)
 
-    def test_fewer_moves_end_in_preemptions_where_room_is_judged_by_lengths(self) -> None:
+    def test_length_based_headroom_causes_fewer_preemptions(self) -> None:
         by_lengths, by_headroom = (preempted_share(TIGHT, 4, lengths_known=known) for known in (True, False))
         assert 0 <= by_lengths < by_headroom <= 1

@@ -40,7 +40,7 @@ def test_random_moves_lose_nothing(requests: list[SimRequest], seed: int):
     assert moved.makespan_s >= lower_bound_s(SHAPE, requests) - 1e-9
 
 
-def test_an_impossible_placement_or_move_is_refused():
+def test_impossible_placement_or_move_is_rejected():
     requests = step_of([(10, 10), (10, 10)])
     with pytest.raises(ValueError, match="exactly once"):
         run_step(SHAPE, requests, [[RequestId("r00")], []])

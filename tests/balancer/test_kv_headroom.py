@@ -88,7 +88,9 @@ def needed_blocks(held: Sizes, newcomer: tuple[int, int], late: int) -> int:
 
 
 @given(st.lists(sizes, max_size=8), sizes, st.integers(0, ARRIVES_LATE), st.integers(0, 5000))
-def test_who_fits_fits_to_the_end(held: Sizes, newcomer: tuple[int, int], late: int, kv_tokens: int) -> None:
+def test_request_that_fits_causes_no_preemption_until_it_ends(
+    held: Sizes, newcomer: tuple[int, int], late: int, kv_tokens: int
+) -> None:
     stays = {f"r{i}": stay(remaining, context=context) for i, (context, remaining) in enumerate(held)}
     fits = room(stays, stay(newcomer[1], context=newcomer[0]), kv_tokens=kv_tokens).fits(MOVER, SOURCE, DESTINATION)
     if fits:
@@ -96,7 +98,7 @@ def test_who_fits_fits_to_the_end(held: Sizes, newcomer: tuple[int, int], late: 
 
 
 @given(st.lists(sizes, max_size=8), sizes)
-def test_room_that_is_there_is_seen(held: Sizes, newcomer: tuple[int, int]) -> None:
+def test_available_room_is_not_denied(held: Sizes, newcomer: tuple[int, int]) -> None:
     """No more is held back than the rounding to blocks and the lateness call for."""
     stays = {f"r{i}": stay(remaining, context=context) for i, (context, remaining) in enumerate(held)}
     late = max(needed_blocks(held, newcomer, late) for late in range(0, ARRIVES_LATE + 1, 4)) * BLOCK_TOKENS
@@ -139,7 +141,7 @@ risks = st.sampled_from([0.0, 0.5])
 
 
 @given(st.lists(any_stay, max_size=5), any_stay, risks, st.integers(0, 6), st.sampled_from([-1, 0]), st.data())
-def test_room_is_enough_to_the_token(
+def test_room_is_exact_to_the_token(
     held: list[Stay], mover: Stay, risk: float, seats: int, more: int, data: st.DataObject
 ) -> None:
     plain = Plain(Tenancy(0, seats, {RequestId(f"r{i}"): one for i, one in enumerate(held)}), risk)
@@ -153,7 +155,7 @@ def test_room_is_enough_to_the_token(
 
 
 @given(st.lists(st.lists(any_stay, max_size=4), min_size=3, max_size=3), risks, st.integers(100, 900), st.data())
-def test_room_is_counted_from_move_to_move(
+def test_room_is_updated_after_each_move(
     held: list[list[Stay]], risk: float, kv_tokens: int, data: st.DataObject
 ) -> None:
     tenancies = {
@@ -176,20 +178,20 @@ def test_room_is_counted_from_move_to_move(
                     break
 
 
-def test_who_ends_soon_makes_room_for_who_grows_later() -> None:
+def test_requests_that_end_soon_free_room_for_growing_ones() -> None:
     short = {"short": stay(10, context=2_000)}
     assert room(short, stay(1_500, context=500), kv_tokens=2_700).fits(MOVER, SOURCE, DESTINATION)
     long = {"long": stay(1_000, context=2_000)}
     assert not room(long, stay(1_500, context=500), kv_tokens=2_700).fits(MOVER, SOURCE, DESTINATION)
 
 
-def test_a_free_seat_is_needed_to_run() -> None:
+def test_running_requires_a_free_slot() -> None:
     held = {"r0": stay(10), "r1": stay(10)}
     assert not room(held, stay(10), kv_tokens=10_000, seats=2).fits(MOVER, SOURCE, DESTINATION)
     assert room(held, stay(10), kv_tokens=10_000, seats=3).fits(MOVER, SOURCE, DESTINATION)
 
 
-def test_who_waits_may_queue_where_others_will_be_preempted_anyhow() -> None:
+def test_waiting_request_may_move_to_an_overcommitted_engine() -> None:
     crowd = {f"r{i}": stay(1_000) for i in range(4)}
     assert room(crowd, stay(1_000, runs=False), kv_tokens=2_000).fits(MOVER, SOURCE, DESTINATION)
     assert not room(crowd, stay(1_000), kv_tokens=2_000).fits(MOVER, SOURCE, DESTINATION)
@@ -198,20 +200,20 @@ def test_who_waits_may_queue_where_others_will_be_preempted_anyhow() -> None:
 
 
 @pytest.mark.parametrize(("risk", "fits"), [(0.0, False), (0.2, False), (0.25, True)])
-def test_so_many_futures_may_go_wrong(risk: float, fits: bool) -> None:
+def test_risk_limits_the_share_of_failing_scenarios(risk: float, fits: bool) -> None:
     mover = stay(10, 20, 30, 5_000)
     assert room({}, mover, kv_tokens=1_000, risk=risk).fits(MOVER, SOURCE, DESTINATION) is fits
 
 
 @pytest.mark.parametrize("held", [[stay(10)], [stay(10, 20), stay(10)]])
-def test_all_lengths_are_told_for_the_same_futures(held: list[Stay]) -> None:
+def test_lengths_need_equal_numbers_of_scenarios(held: list[Stay]) -> None:
     with pytest.raises(ValueError, match=r"shorter|longer"):
         room({f"r{i}": one for i, one in enumerate(held)}, stay(10, 20), kv_tokens=5_000).fits(
             MOVER, SOURCE, DESTINATION
         )
 
 
-def test_moves_take_and_give_room() -> None:
+def test_moves_use_and_free_room() -> None:
     a, b, c = EngineId("a"), EngineId("b"), EngineId("c")
     one, two, three = RequestId("r1"), RequestId("r2"), RequestId("r3")
     tenancies = {
@@ -229,7 +231,7 @@ def test_moves_take_and_give_room() -> None:
     assert both.fits(two, a, c)
 
 
-def test_beyond_so_many_engines_none_is_looked_at() -> None:
+def test_engines_beyond_the_limit_are_not_examined() -> None:
     names = [EngineId(f"e{i}") for i in range(MOST_LOOKED_AT + 5)]
     workers = [Tenancy(10**6, 64, {}).worker(name) for name in names]
     workers.append(Tenancy(10**6, 64, {MOVER: stay(1)}).worker(SOURCE))
@@ -241,6 +243,6 @@ def test_beyond_so_many_engines_none_is_looked_at() -> None:
 
 
 @pytest.mark.parametrize("risk", [-0.1, 1.0, float("nan")])
-def test_a_risk_that_is_none_is_refused(risk: float) -> None:
+def test_invalid_risk_is_rejected(risk: float) -> None:
     with pytest.raises(ValueError, match="risk must be >= 0 and < 1"):
         headroom({}, risk)

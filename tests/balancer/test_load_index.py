@@ -56,7 +56,7 @@ def test_the_index_grows_with_requests_and_falls_with_cap_and_rate() -> None:
     assert load_index(5, 2, 180.0) > load_index(4, 2, 180.0) > load_index(4, 3, 180.0) > load_index(4, 3, 181.0)
 
 
-def test_the_stand_in_rate_is_a_median_of_what_is_known_and_positive() -> None:
+def test_stand_in_rate_is_the_median_of_known_positive_rates() -> None:
     def workers(*rates: float | None) -> list[Worker]:
         return [Worker(EngineId(f"w{i}"), (), (), 1, 1, 1, rate) for i, rate in enumerate(rates)]
 
@@ -65,7 +65,7 @@ def test_the_stand_in_rate_is_a_median_of_what_is_known_and_positive() -> None:
     assert stand_in_tokens_per_s(workers(0.0, None)) == 1.0
 
 
-def test_values_check_themselves() -> None:
+def test_invalid_worker_values_are_rejected() -> None:
     idle = Worker(EngineId("w"), (), (), 0, 0, 0, 0.0)
     assert not idle.stalled
     assert replace(idle, running=running(("r", 0))).stalled
@@ -87,7 +87,7 @@ def request(name: str, where: str | None, state: RequestState) -> RequestView:
     return RequestView(RequestId(name), None if where is None else EngineId(where), state, 100, 7)
 
 
-def test_the_live_fleet_as_a_problem() -> None:
+def test_workers_of_a_live_fleet() -> None:
     snapshot = Snapshot(
         now_s=100.0,
         engines=(engine("a"), engine("b", EngineHealth.GONE), engine("c", age_s=None)),

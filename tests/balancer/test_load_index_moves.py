@@ -42,7 +42,7 @@ def decided(*workers: Worker, theta: float = 0.0, **knobs: object) -> Balance:
 
 @pytest.mark.exact
 @given(problems())
-def test_the_oracle_agrees(problem: Problem) -> None:
+def test_moves_match_the_oracle(problem: Problem) -> None:
     oracle = Oracle(problem)
     before = oracle.indices()
     balance = decide(*problem)
@@ -55,7 +55,7 @@ def test_the_oracle_agrees(problem: Problem) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_oracle_agrees_on_thousands_of_fleets(seed: int) -> None:
+def test_moves_match_the_oracle_on_thousands_of_fleets(seed: int) -> None:
     rng = random.Random(seed)
     moves = 0
     for _ in range(150):
@@ -100,14 +100,14 @@ def test_without_stalls_moves_only_ever_lower_the_spread(problem: Problem) -> No
 
 
 @given(problems())
-def test_forgetting_the_stuck_only_adds_moves(problem: Problem) -> None:
+def test_forget_stuck_only_adds_moves(problem: Problem) -> None:
     plain, forgetting = decide(*problem), decide(*problem, forget_stuck=True)
     assert forgetting.moves[: len(plain.moves)] == plain.moves
     assert forgetting.load_before == plain.load_before
 
 
 @pytest.mark.shared
-def test_the_contracts_example() -> None:
+def test_contract_example() -> None:
     if not SNAPSHOT.exists():
         pytest.skip(f"{SNAPSHOT} is not there: the contract's examples are kept beside the repository")
     example = json.loads(SNAPSHOT.read_text())
@@ -160,7 +160,7 @@ def test_a_request_goes_only_where_its_context_fits() -> None:
     assert [move.request for move in decided(crowded, worker("b", free=500)).moves] == ["r2"]
 
 
-def test_a_destination_keeps_its_concurrency_or_covers_all_that_it_has() -> None:
+def test_destination_keeps_its_concurrency_or_runs_all_its_requests() -> None:
     crowded = worker("a", {"r1": 400}, {f"w{i}": 400 for i in range(6)}, free=0, slots=1)
     # b: 2 running of 100 and 700 free, cap 9. With 400 more: 3 running, 300 free of a mean of 200, cap 4 of 3 requests.
     assert decided(crowded, worker("b", {"x": 100, "y": 100}, free=700)).moves[0].to_engine == "b"
@@ -180,12 +180,12 @@ def test_an_unknown_rate_is_the_median_of_the_known_positive_ones() -> None:
     assert fleet(None, None)[EngineId("w0")] == 1.0
 
 
-def test_a_rate_next_to_nothing_keeps_the_index_a_number() -> None:
+def test_index_is_finite_for_rates_close_to_zero() -> None:
     balance = decided(worker("a", {"r": 1}, rate=5e-324), worker("b"))
     assert balance.spread_before is not None
 
 
-def test_a_stalled_worker_ranks_above_all_and_is_left_even_where_the_spread_cannot_fall() -> None:
+def test_requests_leave_a_stalled_worker_even_if_the_spread_cannot_fall() -> None:
     stalled = worker("z", {"s1": 50, "s2": 40}, {"s3": 60}, rate=0.0)
     balance = decided(worker("a", {"r": 100}, {"q": 100}, free=0), worker("b"), stalled, theta=1e9)
     assert [(move.request, move.state) for move in balance.moves] == [
@@ -215,7 +215,7 @@ def test_an_idle_worker_that_decodes_nothing_is_not_stalled() -> None:
     assert balance.spread_after is not None
 
 
-def test_a_stalled_worker_that_nothing_can_leave_stops_the_others_unless_it_is_forgotten() -> None:
+def test_stalled_worker_without_moves_blocks_others_unless_forgotten() -> None:
     stuck = worker("z", {"huge": 50_000}, rate=0.0)
     crowded = worker("a", {"r1": 10}, {"r2": 10}, free=0, slots=1)
     fleet = stuck, crowded, worker("b")

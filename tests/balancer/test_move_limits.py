@@ -33,7 +33,7 @@ def decided(fleet: DecodingFleet, settings: FastSettings, **known: object) -> Ba
 
 
 @given(seeds, st.sampled_from(POLICIES), st.sampled_from([0.0, 3.0, 10.0]))
-def test_who_has_moved_rests(seed: int, policy: FastPolicy, rest_s: float) -> None:
+def test_moved_request_rests(seed: int, policy: FastPolicy, rest_s: float) -> None:
     """Over a whole step, a tick a second: between two moves of a request lies its rest."""
     fleet, last_moves, now_s = DecodingFleet(seed, crowded=True), LastMoves(), 0.0
     moved_s: dict[RequestId, float] = {}
@@ -52,7 +52,7 @@ def test_who_has_moved_rests(seed: int, policy: FastPolicy, rest_s: float) -> No
             last_moves.moved(now_s, [move.request])
 
 
-def test_nobody_rests_on_an_engine_that_stalls() -> None:
+def test_requests_on_stalled_engines_do_not_rest() -> None:
     snapshot = _stalled()
     lately = {request.id: 99.5 for request in snapshot.requests}
     settings = eager(FastPolicy.PAPER, rest_after_move_s=10.0)
@@ -86,7 +86,7 @@ def test_old_moves_are_forgotten() -> None:
 
 
 @given(seeds, st.sampled_from(POLICIES), st.integers(1, 3), st.integers(1, 6))
-def test_so_many_at_a_time(seed: int, policy: FastPolicy, to_engine: int, in_all: int) -> None:
+def test_moves_to_one_engine_are_limited(seed: int, policy: FastPolicy, to_engine: int, in_all: int) -> None:
     settings = eager(policy, max_moves_to_engine=to_engine, max_moves_per_tick=in_all)
     moves = decided(DecodingFleet(seed, crowded=True), settings).balance.moves
     coming = Counter(move.to_engine for move in moves if move.state is RequestState.RUNNING)
@@ -95,9 +95,7 @@ def test_so_many_at_a_time(seed: int, policy: FastPolicy, to_engine: int, in_all
 
 
 @given(seeds, st.sampled_from(POLICIES), st.booleans())
-def test_the_last_request_does_not_run_from_one_idle_engine_to_another(
-    seed: int, policy: FastPolicy, told: bool
-) -> None:
+def test_last_request_does_not_move_to_an_idle_engine(seed: int, policy: FastPolicy, told: bool) -> None:
     """Engines are alike, so there is nothing to gain by it."""
     fleet = DecodingFleet(seed, crowded=True, told=told)
     fleet.paces = dict.fromkeys(fleet.paces, 1)
@@ -111,7 +109,7 @@ def test_the_last_request_does_not_run_from_one_idle_engine_to_another(
         held[move.to_engine] += 1
 
 
-def test_but_it_leaves_an_engine_that_stalls() -> None:
+def test_last_request_leaves_a_stalled_engine() -> None:
     alone = Worker(EngineId("e0"), running(("r0", 10)), (), 1000, 900, 8, 0.0)
     empty = Worker(EngineId("e1"), (), (), 1000, 1000, 8, None)
     restraint = MoveLimits((alone, empty), None, max_to_engine=1, keep_last=True)
@@ -122,7 +120,7 @@ def test_but_it_leaves_an_engine_that_stalls() -> None:
     )
 
 
-def test_settings_that_make_no_sense_are_refused_all_at_once() -> None:
+def test_invalid_settings_are_all_reported_at_once() -> None:
     wrong = {
         "max_moves_to_engine": 0,
         "rest_after_move_s": -1.0,

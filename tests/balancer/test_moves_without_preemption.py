@@ -63,26 +63,24 @@ lateness = st.integers(0, ARRIVES_LATE // 2)
 
 
 @given(seeds, st.sampled_from(POLICIES), lateness, st.booleans())
-def test_where_running_requests_come_nobody_is_preempted_any_more(
-    seed: int, policy: FastPolicy, late: int, crowded: bool
-) -> None:
+def test_moves_of_running_requests_cause_no_preemption(seed: int, policy: FastPolicy, late: int, crowded: bool) -> None:
     assert went(DecodingFleet(seed, crowded=crowded), policy, late).preemptions_after_joining == 0
 
 
 @given(seeds, st.sampled_from(POLICIES), lateness)
-def test_a_fleet_that_gets_by_without_preemptions_does_so_with_moves(seed: int, policy: FastPolicy, late: int) -> None:
+def test_moves_cause_no_preemption_in_a_fleet_without_any(seed: int, policy: FastPolicy, late: int) -> None:
     if went(DecodingFleet(seed), FastPolicy.NONE, 0).preemptions == 0:
         assert went(DecodingFleet(seed), policy, late).preemptions == 0
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_there_are_moves_to_speak_of(policy: FastPolicy) -> None:
+def test_fleets_have_enough_moves_to_test(policy: FastPolicy) -> None:
     runs = [went(DecodingFleet(seed, crowded=seed % 2 == 0), policy, 8) for seed in range(60)]
     assert sum(run.moves for run in runs) > 60
     assert sum(len(run.joined) for run in runs) > 20
 
 
-def test_moved_by_todays_context_alone_some_would_be_preempted() -> None:
+def test_moves_by_current_context_alone_would_cause_preemptions() -> None:
     """The fleets are hard enough for the properties above to say something."""
     runs = [went(DecodingFleet(seed, told=False), FastPolicy.PAPER, 8) for seed in range(60)]
     assert sum(run.preemptions_after_joining for run in runs) > 0

@@ -149,7 +149,7 @@ def test_an_engine_with_room_ends_when_its_iterations_do(held: list[tuple[int, i
 
 
 @given(fleets(), st.integers(0, 6))
-def test_moves_are_of_what_is_there_and_within_limits(fleet: list[PackingEngine], max_moves: int) -> None:
+def test_moves_are_valid_and_within_limits(fleet: list[PackingEngine], max_moves: int) -> None:
     result = packing(*fleet, max_moves=max_moves)
     held = {(request.id, engine.id): request for engine in fleet for request in engine.requests}
     assert len(result.moves) <= max_moves
@@ -191,7 +191,7 @@ def test_order_of_engines_and_requests_does_not_matter(fleet: list[PackingEngine
 
 
 @given(fleets())
-def test_it_comes_to_rest(fleet: list[PackingEngine]) -> None:
+def test_repeated_packing_converges(fleet: list[PackingEngine]) -> None:
     """Moves carried out, and as many as there are requests allowed, soon nothing is left to gain."""
     for _ in range(40):
         result = packing(*fleet)
@@ -228,20 +228,20 @@ def test_the_last_request_of_an_engine_stays_on_equal_engines() -> None:
     assert packing(engine("e0", packing_request("r0", 9000)), engine("e1")).moves == ()
 
 
-def test_equals_are_spread_evenly() -> None:
+def test_equal_requests_are_spread_evenly() -> None:
     fleet = [alike("e0", 12, 4000), alike("e1", 4, 4000)]
     counts = [len(one.requests) for one in carried_out(fleet, packing(*fleet, tolerance=0.0))]
     assert abs(counts[0] - counts[1]) <= 2
 
 
 @pytest.mark.parametrize(("more", "moves"), [(-1e-6, True), (1e-6, False)])
-def test_an_engine_that_ends_hardly_earlier_takes_nothing(more: float, moves: bool) -> None:
+def test_engine_within_the_tolerance_receives_no_moves(more: float, moves: bool) -> None:
     fleet = [alike("e0", 12, 4000), alike("e1", 4, 4000)]
     late_s, early_s = packing(*fleet).ends_before_s.values()
     assert bool(packing(*fleet, tolerance=1 - early_s / late_s + more).moves) == moves
 
 
-def test_each_move_is_from_who_ends_last_by_then_to_who_ends_first() -> None:
+def test_each_move_goes_from_the_last_ending_to_the_first_ending_engine() -> None:
     fleet = [alike("e0", 16, 4000), alike("e1", 14, 4000), alike("e2", 2, 4000)]
     moves = packing(*fleet, max_moves=6, tolerance=0.0).moves
     assert {move.from_engine for move in moves} == {"e0", "e1"}
@@ -252,7 +252,7 @@ def test_each_move_is_from_who_ends_last_by_then_to_who_ends_first() -> None:
         assert so_far.ends_after_s[move.to_engine] == min(so_far.ends_after_s.values())
 
 
-def test_the_longest_ends_up_with_little_beside_it() -> None:
+def test_longest_request_ends_up_with_few_others() -> None:
     """On its own engine, that sheds the others, or on one that has little to do: whichever is the shorter way."""
     long = packing_request("long", 12_000, 6_000)
     crowd = [packing_request(f"r{i:02d}", 2_500, 2_000) for i in range(30)]
@@ -262,7 +262,7 @@ def test_the_longest_ends_up_with_little_beside_it() -> None:
     assert result.makespan_after_s < 1.02 * alone_s
 
 
-def test_who_waits_leaves_for_where_there_is_room() -> None:
+def test_waiting_request_moves_to_an_engine_with_room() -> None:
     waiting = [packing_request(f"w{i}", 3_000, waits=True) for i in range(4)]
     full = engine("e0", *(packing_request(f"r{i}", 3_000, 5_000) for i in range(4)), *waiting, free=0)
     small = replace(full, configuration=replace(CONFIGURATION, kv_capacity_tokens=20_000))
@@ -272,7 +272,7 @@ def test_who_waits_leaves_for_where_there_is_room() -> None:
 
 
 @pytest.mark.parametrize(("stuck", "moves"), [(SOURCES - 1, True), (SOURCES, False)])
-def test_so_many_engines_are_looked_at_in_vain(stuck: int, moves: bool) -> None:
+def test_search_stops_after_several_sources_without_moves(stuck: int, moves: bool) -> None:
     """The later ones hold what cannot be moved."""
     held = [engine(f"s{i:02d}", packing_request(f"s{i:02d}", 20_000, movable=False)) for i in range(stuck)]
     assert bool(packing(*held, alike("e0", 12, 4_000), engine("e1")).moves) == moves
@@ -284,7 +284,7 @@ def test_a_slow_engine_is_relieved() -> None:
     assert {(move.from_engine, move.to_engine) for move in result.moves} == {("e0", "e1")}
 
 
-def test_a_prefill_that_costs_more_than_it_gains_is_not_done() -> None:
+def test_move_with_a_prefill_above_its_gain_is_not_made() -> None:
     slow_prefill = replace(CONFIGURATION, prefill_tokens_per_s=50.0)
     fleet = [
         replace(one, configuration=slow_prefill)
@@ -294,22 +294,22 @@ def test_a_prefill_that_costs_more_than_it_gains_is_not_done() -> None:
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, float("inf"), float("nan")])
-def test_what_makes_no_sense_is_refused(bad: float) -> None:
+def test_invalid_remaining_tokens_are_rejected(bad: float) -> None:
     with pytest.raises(ValueError, match="remaining_tokens of r0 must be > 0"):
         packing(engine("e0", packing_request("r0", bad)))
 
 
-def test_no_engine_ends_at_once() -> None:
+def test_fleet_without_engines_ends_immediately() -> None:
     assert (packing().makespan_before_s, packing().makespan_after_s) == (0.0, 0.0)
 
 
-def test_negative_tokens_are_refused() -> None:
+def test_negative_tokens_are_rejected() -> None:
     with pytest.raises(ValueError, match="kv_free_tokens must be >= 0, got -1"):
         packing(engine("e0", free=-1))
 
 
 @pytest.mark.parametrize(("state", "late_s"), [(RequestState.RUNNING, 5.0), (RequestState.WAITING, 0.0)])
-def test_a_move_costs_its_prefill_and_a_running_request_stands_still(state: RequestState, late_s: float) -> None:
+def test_move_costs_its_prefill_and_pauses_a_running_request(state: RequestState, late_s: float) -> None:
     crowd = [replace(packing_request(f"r{i:02d}", 4_000), prompt_tokens=400, state=state) for i in range(12)]
     there = replace(packing_request("s", 4_000), prompt_tokens=400)
     fleet = [engine("e0", *crowd), engine("e1", there)]
@@ -322,9 +322,7 @@ def test_a_move_costs_its_prefill_and_a_running_request_stands_still(state: Requ
 
 @pytest.mark.parametrize(("fixed_s", "moves"), [(0.0, True), (5.0, True), (60.0, False)])
 @pytest.mark.parametrize("waits", [False, True])
-def test_a_running_request_moves_only_where_that_is_worth_what_it_stands_still_for(
-    fixed_s: float, moves: bool, waits: bool
-) -> None:
+def test_running_request_moves_only_if_the_gain_exceeds_its_pause(fixed_s: float, moves: bool, waits: bool) -> None:
     """Four long requests beside an empty engine: with one fewer they end 10 s sooner, and one alone 30 s sooner."""
     held = [packing_request(f"r{i}", 5000 - i, waits=waits and i == 3) for i in range(4)]
     slow = replace(CONFIGURATION, beta_s=0.002)
@@ -341,7 +339,7 @@ def test_a_running_request_moves_only_where_that_is_worth_what_it_stands_still_f
 
 
 @given(fleets(), st.floats(0, 100))
-def test_the_fixed_part_of_a_move_passes_at_once_for_all_that_move(fleet: list[PackingEngine], fixed_s: float) -> None:
+def test_fixed_costs_of_simultaneous_moves_overlap(fleet: list[PackingEngine], fixed_s: float) -> None:
     """Against the same moves without it: an engine ends later by it at most once, and only where running ones came."""
     chosen = pack(fleet, max_moves=5, tolerance=TOLERANCE, move_fixed_s=fixed_s)
     states = {move.to_engine: set[RequestState]() for move in chosen.moves}

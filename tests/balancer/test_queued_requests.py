@@ -23,7 +23,7 @@ def crowded(*queued: RequestView) -> Snapshot:
     return state.snapshot(100.0)
 
 
-def test_the_queue_changes_no_move() -> None:
+def test_gateway_queue_changes_no_moves() -> None:
     # One that is new, and one that has tokens already: an engine that failed lost it.
     queued = request("q0", engine=None, generated=0), request("q1", engine=None, generated=20)
     with_queue, without = crowded(*queued), crowded()
@@ -34,6 +34,6 @@ def test_the_queue_changes_no_move() -> None:
     assert decided.moves
 
 
-def test_what_an_engine_counts_as_waiting_is_never_taken_for_the_queue() -> None:
+def test_requests_waiting_on_an_engine_do_not_count_as_queued() -> None:
     view = {r.id: r for r in crowded(request("q1", engine=None, generated=20)).requests}
     assert (view["q1"].engine, view["q1"].state) == (None, RequestState.RUNNING)  # type: ignore[index]

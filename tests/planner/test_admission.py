@@ -1,4 +1,4 @@
-"""Plan admission: acts exactly when the gain pays for the cost, on fresh inputs, as mode and operator allow."""
+"""Tests of plan admission: it acts exactly if the gain exceeds the cost on fresh inputs and mode and operator allow."""
 
 from dataclasses import replace
 
@@ -24,20 +24,20 @@ GOOD = PlanProposal(
 MOVES = replace(GOOD, decision="rebalance", proposed="4 x tp2", moves=7, cost_s=2.0)
 PINNED = OperatorControl(ControlState.PINNED, reason="benchmark running")
 OVERRIDE = OperatorControl(ControlState.OVERRIDDEN, ConfigurationId("tp4"), "trial")
-NO_DEPLOYER = Hold("no_deployer", "nobody can start engines")
+NO_DEPLOYER = Hold("no_deployer", "no deployer can start engines")
 OPEN = Hold("moves_open", "3 earlier operations have no result yet")
 
 SECONDS = st.sampled_from([0.0, 0.5, 1.0, 5.0, 20.0, 60.0, 61.0, 100.0])
 
 
-def test_a_good_proposal_is_acted_on_and_says_why() -> None:
+def test_good_proposal_is_acted_on_with_a_reason() -> None:
     assert judge(GOOD, LIMITS, Mode.ACT, FREE) == Act(
-        "gain", "2 x tp4 instead of 4 x tp2 ends the step 20.0 s sooner, 20 s of switching and moving paid for"
+        "gain", "2 x tp4 instead of 4 x tp2 ends the step 20.0 s sooner, including 20 s for redeployment and moves"
     )
     assert judge(MOVES, LIMITS, Mode.ACT, FREE) == Act(
         "gain",
-        "moving 7 requests between the engines as they are ends the step 38.0 s sooner, "
-        "2 s of switching and moving paid for",
+        "moving 7 requests between the current engines ends the step 38.0 s sooner, "
+        "including 2 s for redeployment and moves",
     )
 
 
@@ -50,35 +50,39 @@ def test_a_good_proposal_is_acted_on_and_says_why() -> None:
         ({"underway": OPEN}, OPEN.code, OPEN.detail),
         ({"proposed": None}, "infeasible", "no configuration can serve the requests on these GPUs"),
         ({"proposed": None, "unknown": "tp4 was never timed"}, "no_step_times", "tp4 was never timed"),
-        ({"decision": "keep"}, "already_deployed", "4 x tp2 is deployed and nothing considered is faster"),
-        ({"current_makespan_s": None}, "no_baseline", "the deployed configuration is unknown, so no gain can be shown"),
+        ({"decision": "keep"}, "already_deployed", "4 x tp2 is deployed and no other option is faster"),
+        (
+            {"current_makespan_s": None},
+            "no_baseline",
+            "the deployed configuration is unknown, so the gain cannot be calculated",
+        ),
         (
             {"makespan_s": 79.5},
             "gain_too_small",
-            "2 x tp4 instead of 4 x tp2 would end the step 0.5 s sooner, its cost paid for; epsilon is 1 s",
+            "2 x tp4 instead of 4 x tp2 would end the step 0.5 s sooner, costs included; epsilon is 1 s",
         ),
         (
             {"makespan_s": 80.0},
             "gain_too_small",
-            "2 x tp4 instead of 4 x tp2 would end the step 0.0 s sooner, its cost paid for; epsilon is 1 s",
+            "2 x tp4 instead of 4 x tp2 would end the step 0.0 s sooner, costs included; epsilon is 1 s",
         ),
         (
             {"makespan_s": 95.0},
             "gain_too_small",
-            "2 x tp4 instead of 4 x tp2 would end the step 15.0 s later, its cost paid for; epsilon is 1 s",
+            "2 x tp4 instead of 4 x tp2 would end the step 15.0 s later, costs included; epsilon is 1 s",
         ),
         (
             {"sooner_in": (5, 8)},
             "gain_unsure",
-            "2 x tp4 instead of 4 x tp2 would end the step 20.0 s sooner in the mean, "
-            "and sooner in 5 of 8 samples of the lengths; 6 are wanted",
+            "2 x tp4 instead of 4 x tp2 would end the step 20.0 s sooner on average, "
+            "but sooner in only 5 of 8 length samples; 6 are required",
         ),
-        ({"last_redeploy_s": 970.0}, "cooldown", "the last switch was 30.0 s ago, cooldown is 60 s"),
+        ({"last_redeploy_s": 970.0}, "cooldown", "the last redeployment was 30.0 s ago, cooldown is 60 s"),
         (
             {"blocked": NO_DEPLOYER},
             "no_deployer",
-            "nobody can start engines; 2 x tp4 instead of 4 x tp2 ends the step 20.0 s sooner, "
-            "20 s of switching and moving paid for",
+            "no deployer can start engines; 2 x tp4 instead of 4 x tp2 ends the step 20.0 s sooner, "
+            "including 20 s for redeployment and moves",
         ),
     ],
 )
@@ -98,7 +102,7 @@ def test_moving_requests_leaves_the_deployment_alone() -> None:
     assert judge(replace(late, underway=OPEN), LIMITS, Mode.ACT, FREE) == OPEN
 
 
-def test_in_advise_mode_the_case_is_made_and_nothing_is_done() -> None:
+def test_advise_mode_holds_with_the_full_reason() -> None:
     held = judge(GOOD, LIMITS, Mode.ADVISE, FREE)
     assert isinstance(held, Hold)
     assert held.code == "advise_only"
@@ -111,7 +115,7 @@ def test_an_operators_pin_holds_until_it_expires() -> None:
     assert judge(GOOD, LIMITS, Mode.ACT, replace(PINNED, expires_s=1000.0)).code == "gain"
 
 
-def test_an_override_needs_no_gain_but_fresh_inputs_and_somebody_to_do_it() -> None:
+def test_override_needs_no_gain_but_fresh_inputs_and_a_deployer() -> None:
     slower = replace(GOOD, makespan_s=500.0, last_redeploy_s=999.0)
     assert judge(slower, LIMITS, Mode.ACT, OVERRIDE) == Act(
         "overridden", "2 x tp4 instead of 4 x tp2 by the operator's override: trial"
@@ -124,10 +128,10 @@ def test_an_override_needs_no_gain_but_fresh_inputs_and_somebody_to_do_it() -> N
     assert judge(replace(slower, decision="keep"), LIMITS, Mode.ACT, OVERRIDE).code == "already_deployed"
 
 
-def test_a_configuration_belongs_to_an_override_only() -> None:
-    with pytest.raises(ValueError, match="a configuration belongs to an override"):
+def test_configuration_is_set_only_with_an_override() -> None:
+    with pytest.raises(ValueError, match="must be set if and only if state is overridden"):
         OperatorControl(ControlState.PINNED, ConfigurationId("tp2"))
-    with pytest.raises(ValueError, match="a configuration belongs to an override"):
+    with pytest.raises(ValueError, match="must be set if and only if state is overridden"):
         OperatorControl(ControlState.OVERRIDDEN)
 
 
@@ -151,7 +155,9 @@ CONTROLS = st.sampled_from([FREE, FREE, PINNED, OVERRIDE, replace(PINNED, expire
 
 
 @given(PROPOSALS, st.sampled_from(list(Mode)), CONTROLS)
-def test_it_acts_exactly_when_all_is_well(proposal: PlanProposal, mode: Mode, control: OperatorControl) -> None:
+def test_judge_acts_exactly_when_all_conditions_hold(
+    proposal: PlanProposal, mode: Mode, control: OperatorControl
+) -> None:
     changes_engines = proposal.decision == "reconfigure"
     safe = (
         proposal.requests > 0
@@ -195,23 +201,23 @@ def test_a_larger_gain_never_makes_it_hold(proposal: PlanProposal, control: Oper
     assert isinstance(judge(better, LIMITS, Mode.ACT, control), Act)
 
 
-def test_moves_alone_must_gain_a_share_of_the_time_and_engines_the_way_back() -> None:
+def test_moves_must_gain_a_share_of_the_time_and_engines_the_return_cost() -> None:
     limits = replace(LIMITS, rebalance_share=0.4)
     held = judge(MOVES, limits, Mode.ACT, FREE)  # gains 38 s of 100
     assert held == Hold(
         "gain_too_small",
-        "moving 7 requests between the engines as they are would end the step 38.0 s sooner, its cost paid for; "
+        "moving 7 requests between the current engines would end the step 38.0 s sooner, costs included; "
         "epsilon is 40 s",
     )
     assert judge(replace(GOOD, return_s=19.5), limits, Mode.ACT, FREE).code == "gain_too_small"  # gains 20 s
     assert judge(replace(GOOD, return_s=18.5), limits, Mode.ACT, FREE).code == "gain"
 
 
-def test_what_is_better_done_the_next_time_round_waits_unless_the_operator_wants_it() -> None:
+def test_change_that_is_better_later_waits_unless_overridden() -> None:
     later = replace(GOOD, later_gain_s=0.5, wait_s=30.0)
     held = Hold(
         "better_later",
-        "2 x tp4 instead of 4 x tp2 would end the step 20.0 s sooner, and another 0.5 s sooner if done in 30 s",
+        "2 x tp4 instead of 4 x tp2 would end the step 20.0 s sooner, and another 0.5 s sooner if made 30 s later",
     )
     assert judge(later, LIMITS, Mode.ACT, FREE) == held
     assert judge(later, LIMITS, Mode.ACT, OVERRIDE).code == "overridden"

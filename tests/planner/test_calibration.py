@@ -20,12 +20,12 @@ def test_a_prediction_that_is_always_a_quarter_too_long_is_corrected() -> None:
     assert corrections == [1.0, 1.0, pytest.approx(0.8), pytest.approx(0.8)]
 
 
-def test_what_is_off_to_both_sides_is_an_error_and_no_bias() -> None:
+def test_errors_to_both_sides_are_no_bias() -> None:
     calibration = Calibration().after([(80.0, 100.0), (120.0, 100.0)])
     assert (calibration.error, calibration.bias) == (pytest.approx(0.2), pytest.approx(0.0))
 
 
-def test_a_plan_counts_by_the_seconds_that_it_spoke_of() -> None:
+def test_plans_are_weighted_by_their_actual_seconds() -> None:
     """One second off in the last second of a step is no 100 %."""
     assert Calibration().after([(100.0, 100.0), (2.0, 1.0)]).error == pytest.approx(1 / 101)
 

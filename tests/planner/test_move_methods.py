@@ -97,7 +97,7 @@ ALIKE = {"e0": "tp2/v1", "near": "tp2/v1", "far": "tp2/v1"}
     ),
     st.sampled_from([ALIKE, {**ALIKE, "far": "tp2/v2"}, {}]),
 )
-def test_the_cheaper_method_that_can_be_had(
+def test_cheapest_available_method_is_chosen(
     moves: list[tuple[int, str, RequestState, int]], versions: dict[str, str]
 ) -> None:
     """Contexts are computed one after the other; the fixed part passes at once for all. A request that waits has no KV:
@@ -129,7 +129,7 @@ def test_the_cheaper_method_that_can_be_had(
         assert replace(result, method=ordered.method, predicted_s=0.0, other_s=0.0, fixed_s=0.0) == ordered
 
 
-def test_long_contexts_bend() -> None:
+def test_long_contexts_cost_more_per_token() -> None:
     """Attention makes the second half of a context dearer than the first."""
     bend = Curve((0.0, 1000.0, 10_000.0), (0.0, 1000.0, 30_000.0))
     snapshot = Snapshot(0.0, ENGINES, (request("r", 10_000),))
@@ -138,7 +138,7 @@ def test_long_contexts_bend() -> None:
     assert (straight.predicted_s, bent.predicted_s) == (pytest.approx(FIXED_S + 1.0), pytest.approx(FIXED_S + 3.0))
 
 
-def test_only_moves_that_were_carried_out_are_told_of() -> None:
+def test_moved_requests_contains_only_completed_moves() -> None:
     orders = [order("a", "near"), order("b", "near"), order("c", "far")]
     items = [OperationItemResult("a", True, method=MoveMethod.TRANSFER), OperationItemResult("b", False, "gone")]
     (only,) = moved_requests(5.0, orders, items)
@@ -153,7 +153,7 @@ def learnt(*seconds: float, prior_s: float = FIXED_PRIOR_S) -> FixedMoveCost:
 
 
 @given(st.lists(st.floats(), max_size=100), st.floats(0, MOST_FIXED_S))
-def test_the_fixed_part_stays_in_its_bounds_whatever_was_measured(measured_s: list[float], prior_s: float) -> None:
+def test_fixed_part_stays_within_bounds(measured_s: list[float], prior_s: float) -> None:
     part = learnt(*measured_s, prior_s=prior_s)
     assert 0 <= part.seconds <= MOST_FIXED_S
     assert len(part.measured_s) <= MOST_ORDERS
@@ -165,7 +165,7 @@ def test_the_fixed_part_stays_in_its_bounds_whatever_was_measured(measured_s: li
     st.sampled_from([0.0, 1e6, math.inf, -math.inf, math.nan]),
     st.randoms(use_true_random=False),
 )
-def test_the_fixed_part_follows_what_most_moves_took(true_s: float, moves: int, stray: float, random: Random) -> None:
+def test_fixed_part_follows_the_majority_of_moves(true_s: float, moves: int, stray: float, random: Random) -> None:
     """A quarter of them stalled, or were measured wrongly."""
     part = learnt()
     for turn in range(moves):
@@ -175,12 +175,12 @@ def test_the_fixed_part_follows_what_most_moves_took(true_s: float, moves: int, 
     assert other.seconds == pytest.approx(min(MOST_FIXED_S, 3 * true_s))
 
 
-def test_few_moves_do_not_make_a_rule() -> None:
+def test_few_moves_do_not_change_the_fixed_part() -> None:
     assert learnt(*[5.0] * (PRIOR_COUNTS_FOR - 1)).seconds == FIXED_PRIOR_S
     assert learnt(*[5.0] * (PRIOR_COUNTS_FOR + 1)).seconds == 5.0
 
 
-def test_the_fixed_part_is_what_the_context_does_not_account_for() -> None:
+def test_fixed_part_excludes_the_cost_of_contexts() -> None:
     """Several contexts were computed one after the other; what was not predicted, done or seen tells nothing, nor what
     went by another method than was ordered."""
     names = ("one", "two", "queued", "unseen", "fell back", "gone")

@@ -1,4 +1,4 @@
-"""The slow loop's decision, whole: what it chooses, what it compares, and that it can be explained."""
+"""Tests of the slow loop's whole decision: its choice, the alternatives that it compares, and its explanation."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -55,17 +55,17 @@ def plan_of(
 
 
 def long_step(finished: Sequence[int] = (8000,) * 20) -> Snapshot:
-    """A few requests that will run long: the wide engines' hour."""
+    """Return a step with a few long requests, for which wide engines are best."""
     return snapshot(FLEET, [request(f"r{i}", 200, where=f"e{i}") for i in range(4)], finished)
 
 
 def lopsided_step() -> Snapshot:
-    """Two engines have everything, and have generated as much of it: moving requests is all it takes."""
+    """Return a step in which two engines have all requests, at equal progress, so that moves alone suffice."""
     requests = [request(f"r{i:02}", 500, where=f"e{i % 2}") for i in range(80)]
     return snapshot(FLEET, requests, [3000] * 20)
 
 
-# Sequences cost most, and wide engines are no faster: what counts is who decodes how many.
+# Sequences dominate the cost and wide engines are not faster, so only the number of requests per engine matters.
 CROWDED = replace(CONFIG, configurations=(replace(TP2, alpha_s=0.001, beta_s=0.001),))
 
 
@@ -73,7 +73,7 @@ def alternative(plan: Plan, name: str) -> object:
     return next(option for option in plan.alternatives if option.name == name)
 
 
-# --- what is chosen
+# --- the choice
 
 
 def test_in_the_tail_wide_engines_are_proposed() -> None:
@@ -98,14 +98,14 @@ def test_an_acting_plan_names_its_engines_their_gpus_and_every_request() -> None
         ("tp4", (0, 1, 2, 3), False),
         ("tp4", (4, 5, 6, 7), False),
     ]
-    assert {i.id for i in plan.instances} == {"p1.0", "p1.1"}  # no engine of another plan has these names
+    assert {i.id for i in plan.instances} == {"p1.0", "p1.1"}  # unique across plans
     assert sorted(r for i in plan.instances for r in i.requests) == ["r0", "r1", "r2", "r3"]
     assert [i.requests_count for i in plan.instances] == [len(i.requests) for i in plan.instances]
     assert {move.request: move.source for move in plan.moves} == {f"r{i}": f"e{i}" for i in range(4)}
     assert all(move.method == "recompute" and move.cost_s > 0 for move in plan.moves)
 
 
-def test_towards_the_end_a_switch_no_longer_pays() -> None:
+def test_redeployment_does_not_pay_near_the_end() -> None:
     nearly_done = snapshot(FLEET, [request(f"r{i}", 7900, where=f"e{i}") for i in range(4)], [8000] * 20)
     plan = plan_of(nearly_done)
     assert (plan.decision, plan.proposed_configuration) == ("keep", "tp2")
@@ -113,7 +113,7 @@ def test_towards_the_end_a_switch_no_longer_pays() -> None:
     assert plan.redeploy_cost_s == 0.0
 
 
-def test_requests_move_where_that_is_all_it_takes() -> None:
+def test_requests_move_if_that_suffices() -> None:
     plan = plan_of(lopsided_step(), CROWDED)
     assert (plan.decision, plan.verdict.code) == ("rebalance", "gain")
     assert isinstance(plan.verdict, Act)
@@ -124,7 +124,7 @@ def test_requests_move_where_that_is_all_it_takes() -> None:
     assert plan.redeploy_cost_s == 0.0
 
 
-def test_what_cannot_move_or_was_moved_too_often_stays() -> None:
+def test_immovable_and_often_moved_requests_stay() -> None:
     view = lopsided_step()
     bound = {"r00": replace(view.requests[0], movable=False), "r02": replace(view.requests[2], moves=4)}
     plan = plan_of(replace(view, requests=tuple(bound.get(r.id, r) for r in view.requests)), CROWDED)
@@ -141,7 +141,7 @@ def test_an_engine_whose_request_cannot_move_is_not_stopped() -> None:
     plan = plan_of(replace(view, requests=(replace(view.requests[0], movable=False), *view.requests[1:])))
     assert plan.proposed_configuration != "tp4"
     why = [option.infeasible_because for option in plan.alternatives if option.name == "tp4 spread"]
-    assert why == ["1 requests would have to move that cannot"]
+    assert why == ["1 requests on replaced engines cannot move"]
 
 
 def test_advice_is_the_same_decision_held() -> None:
@@ -157,7 +157,7 @@ def test_an_idle_fleet_has_nothing_to_do() -> None:
     assert plan.remaining.total == 0
 
 
-# --- what is compared
+# --- the alternatives
 
 
 def test_every_alternative_is_listed_with_its_seconds_or_its_reason() -> None:
@@ -171,28 +171,28 @@ def test_every_alternative_is_listed_with_its_seconds_or_its_reason() -> None:
     assert by_name["tp4 spread"].redeploy_cost_s == pytest.approx(TP4.switch_s)
     assert by_name["tp4 spread"].low_s <= by_name["tp4 spread"].total_s <= by_name["tp4 spread"].high_s
     assert by_name["tp16 spread"].infeasible_because == "an instance takes 16 GPUs; there are 8 in nodes of 8"
-    assert "neither inside a node" in by_name["tp12 spread"].infeasible_because
-    assert "does not fit into a KV cache of 1000" in by_name["small spread"].infeasible_because
+    assert "neither fits in a node" in by_name["tp12 spread"].infeasible_because
+    assert "does not fit in a KV cache of 1000" in by_name["small spread"].infeasible_because
 
 
 def test_without_a_feasible_configuration_the_fleet_is_kept() -> None:
     plan = plan_of(long_step(), replace(CONFIG, configurations=(configuration("tp16", 16),)))
     assert (plan.decision, plan.verdict.code) == ("keep", "infeasible")
     assert plan.proposed_configuration is None
-    assert plan.verdict.detail == "no request is on an engine whose configuration is known"
+    assert plan.verdict.detail == "no request is on an engine with a known configuration"
     held = snapshot(FLEET, [request("r0", where=None)])
     assert (
         "an instance takes 16 GPUs; there are 8 in nodes of 8"
         in plan_of(held, replace(CONFIG, configurations=(configuration("tp16", 16),))).verdict.detail
     )
     assert plan_of(long_step(), replace(CONFIG, configurations=())).verdict == Hold(
-        "infeasible", "no configurations are given to choose from (fleet.configurations, fleet.profile)"
+        "infeasible", "no configurations are given: set fleet.configurations or fleet.profile"
     )
 
 
-def test_where_only_what_runs_is_known_nothing_else_is_considered_and_the_reason_is_true() -> None:
+def test_plan_keeps_the_fleet_if_no_other_configuration_is_known() -> None:
     config = replace(CONFIG, only_as_deployed=True)
-    others = "no other configuration is known: name some under fleet.configurations or fleet.profile"
+    others = "no other configuration is known: add some to fleet.configurations or fleet.profile"
     plan = plan_of(long_step(), config)  # where TP4 would be proposed
     assert plan.decision == "keep"
     assert plan.verdict == Hold("already_deployed", f"4 x tp2 is deployed and {others}")
@@ -202,13 +202,13 @@ def test_where_only_what_runs_is_known_nothing_else_is_considered_and_the_reason
     assert 0 < plan.lower_bound_s <= plan.current_makespan_s
 
 
-def test_where_only_what_runs_is_known_requests_may_still_move() -> None:
+def test_requests_may_move_if_no_other_configuration_is_known() -> None:
     plan = plan_of(lopsided_step(), replace(CROWDED, only_as_deployed=True))
     assert plan.decision == "rebalance"
     assert isinstance(plan.verdict, Act)
 
 
-def test_without_step_times_the_reason_says_so() -> None:
+def test_plan_without_step_times_has_that_reason() -> None:
     why = "no step times for e0, e1: the engine runs on CPUs"
     plan = plan_of(long_step(), replace(CONFIG, configurations=(), only_as_deployed=True, unknown=why))
     assert plan.decision == "keep"
@@ -218,7 +218,7 @@ def test_without_step_times_the_reason_says_so() -> None:
     assert idle.verdict.code == "nothing_to_do"
 
 
-def test_seconds_follow_what_each_engine_really_has_room_for() -> None:
+def test_seconds_follow_each_engines_reported_capacity() -> None:
     requests = [request(f"r{i:02}", where="e0") for i in range(16)]
     roomy = snapshot(FLEET[:1], requests, [1000] * 20)
     tight = replace(roomy, engines=(replace(FLEET[0], max_sequences=4),))
@@ -228,7 +228,7 @@ def test_seconds_follow_what_each_engine_really_has_room_for() -> None:
     assert after_s > 3 * before_s  # four rounds instead of one
 
 
-def test_lengths_of_earlier_steps_serve_before_this_one_has_any() -> None:
+def test_lengths_of_earlier_steps_are_used_at_the_start() -> None:
     fresh = snapshot(FLEET, [request(f"r{i}", where=None) for i in range(32)])
     unknown = plan_of(fresh)
     known = plan_of(fresh, history=History(earlier_output_tokens=[300] * 64))
@@ -238,8 +238,8 @@ def test_lengths_of_earlier_steps_serve_before_this_one_has_any() -> None:
     assert known.current_makespan_s < unknown.current_makespan_s / 4
 
 
-def test_what_is_known_of_lengths_decides_what_is_foreseen() -> None:
-    """One request will be long. Its length known, the step's end is; from the mean alone, nothing is long."""
+def test_predicted_end_depends_on_the_assumed_lengths() -> None:
+    """One request is long. The end of the step is known only if its length is; by the mean, no request is long."""
     view = snapshot(FLEET, [request(f"r{i:02}", where=f"e{i % 4}") for i in range(16)], [500] * 15 + [8000])
     lengths = {RequestId(f"r{i:02}"): 500 for i in range(16)} | {RequestId("r05"): 8000}
     told = History(known_output_tokens=lengths)
@@ -256,7 +256,7 @@ def test_what_is_known_of_lengths_decides_what_is_foreseen() -> None:
     assert alone_s / 4 < foreseen_s(Knowledge.FORECAST) < alone_s * 1.1
 
 
-def test_a_correction_stretches_decoding_and_no_cost() -> None:
+def test_correction_scales_decoding_but_no_costs() -> None:
     plain, slow = plan_of(long_step()), plan_of(long_step(), history=History(correction=1.5))
     assert slow.correction == 1.5
     assert slow.current_makespan_s == pytest.approx(1.5 * (plain.current_makespan_s or 0))
@@ -264,7 +264,7 @@ def test_a_correction_stretches_decoding_and_no_cost() -> None:
     assert slow.redeploy_cost_s == pytest.approx(plain.redeploy_cost_s)
 
 
-# --- what cannot be seen or done
+# --- unknown and forbidden
 
 
 @pytest.mark.parametrize("fleet", [(engine("e0", None),), (engine("e0", "exotic"),), ()])
@@ -275,17 +275,17 @@ def test_an_unknown_fleet_is_no_baseline(fleet: tuple[EngineView, ...]) -> None:
     assert plan.verdict.code == ("no_baseline" if fleet else "stale_telemetry")
 
 
-def test_engines_of_an_unknown_configuration_are_left_alone_with_their_requests() -> None:
+def test_engines_of_an_unknown_configuration_are_excluded_with_their_requests() -> None:
     stranger = at(engine("x", "exotic"), 6, 7)
     view = snapshot((*FLEET[:3], stranger), [request(f"r{i}", 200, where=w) for i, w in enumerate("xx")], [8000] * 20)
     view = replace(view, requests=(*view.requests, request("r9", 200, where="e0")))
     plan = plan_of(view)
-    assert plan.notes == ("x run an unknown configuration and are left alone with 2 requests",)
+    assert plan.notes == ("engines with an unknown configuration are excluded, with 2 requests: x",)
     assert sum(instance.requests_count for instance in plan.instances) == 1
-    assert not isinstance(plan.verdict, Act) or plan.decision != "reconfigure"  # its GPUs are not ours
+    assert not isinstance(plan.verdict, Act) or plan.decision != "reconfigure"  # its GPUs are not available
 
 
-def test_a_mixed_fleet_is_measured_as_it_stands() -> None:
+def test_mixed_fleet_is_evaluated_unchanged() -> None:
     mixed = (FLEET[0], FLEET[1], at(engine("e2", "tp4"), 4, 5, 6, 7))
     plan = plan_of(replace(long_step(), engines=mixed))
     assert plan.current_configuration is None
@@ -297,35 +297,35 @@ def test_an_engine_that_is_gone_counts_neither_as_fleet_nor_as_stale() -> None:
     assert plan_of(replace(long_step(), engines=(*FLEET, gone))).verdict.code == "gain"
 
 
-def test_gpus_of_an_engine_that_is_gone_are_not_given_away() -> None:
+def test_gpus_of_an_engine_that_is_gone_are_not_reused() -> None:
     gone = replace(FLEET[3], health=EngineHealth.GONE)
     plan = plan_of(replace(long_step(), engines=(*FLEET[:3], gone)))
     assert (plan.decision, plan.verdict.code) == ("reconfigure", "gpus_unavailable")
     assert "e3" in plan.verdict.detail
 
 
-def test_gpus_are_inferred_only_where_nothing_else_is_possible() -> None:
+def test_gpus_are_inferred_only_if_unambiguous() -> None:
     silent = replace(FLEET[3], gpus=())
     assert plan_of(replace(long_step(), engines=(*FLEET[:3], silent))).verdict.code == "gain"
     two = tuple(replace(view, gpus=()) for view in FLEET[2:])
     plan = plan_of(replace(long_step(), engines=(*FLEET[:2], *two)))
     assert (plan.decision, plan.verdict.code) == ("reconfigure", "gpus_unknown")
-    assert plan.verdict.detail.startswith("e2, e3 do not say which GPUs they have (fleet.engines[].gpus); 2 x tp4")
+    assert plan.verdict.detail.startswith("the GPUs of e2, e3 are unknown: set fleet.engines[].gpus; 2 x tp4")
 
 
 @pytest.mark.parametrize(
     ("fleet", "gpus_count", "why"),
     [
-        ((FLEET[0], replace(FLEET[1], gpus=FLEET[0].gpus)), 8, "two engines claim one GPU"),
+        ((FLEET[0], replace(FLEET[1], gpus=FLEET[0].gpus)), 8, "two engines report the same GPU"),
         (
             tuple(replace(view, gpus=()) for view in FLEET),
             6,
-            "the engines take more than the 6 GPUs that are configured",
+            "the engines take more than the 6 configured GPUs",
         ),
-        ((FLEET[0], replace(FLEET[1], gpus=(GpuId(2),))), 8, "e1 do not say which GPUs they have"),
+        ((FLEET[0], replace(FLEET[1], gpus=(GpuId(2),))), 8, "the GPUs of e1 are unknown"),
     ],
 )
-def test_gpus_that_do_not_add_up_are_given_to_nobody(fleet: tuple[EngineView, ...], gpus_count: int, why: str) -> None:
+def test_inconsistent_gpus_block_engine_changes(fleet: tuple[EngineView, ...], gpus_count: int, why: str) -> None:
     wide = replace(TP4, alpha_s=0.001)
     requests = [request(f"r{i}", 200, where=view.id) for i, view in enumerate(fleet)]
     plan = plan_of(
@@ -336,7 +336,7 @@ def test_gpus_that_do_not_add_up_are_given_to_nobody(fleet: tuple[EngineView, ..
     assert plan.current_makespan_s is not None
 
 
-def test_without_a_deployer_a_change_of_engines_is_held_and_says_what_it_would_gain() -> None:
+def test_change_without_a_deployer_is_held_with_its_gain() -> None:
     plan = plan_of(long_step(), replace(CONFIG, can_deploy=False))
     assert (plan.decision, plan.verdict.code) == ("reconfigure", "no_deployer")
     assert "sooner" in plan.verdict.detail
@@ -350,7 +350,7 @@ def test_without_a_deployer_a_change_of_engines_is_held_and_says_what_it_would_g
         (CONFIG, FREE, History(last_redeploy_s=990.0), "cooldown"),
     ],
 )
-def test_where_engines_must_stay_requests_move_and_what_is_forgone_is_said(
+def test_requests_move_and_the_forgone_change_is_reported_if_engines_must_stay(
     config: PlannerConfig, control: OperatorControl, history: History, code: str
 ) -> None:
     fast = replace(TP4, alpha_s=0.0005, beta_s=0.0001)
@@ -361,18 +361,18 @@ def test_where_engines_must_stay_requests_move_and_what_is_forgone_is_said(
     assert plan.forgone.code == code
 
 
-def test_stale_inputs_hold_a_plan_that_is_made_all_the_same() -> None:
+def test_plan_with_stale_inputs_is_made_but_held() -> None:
     plan = plan_of(replace(long_step(), requests_age_s=9.2))
     assert plan.verdict.code == "stale_telemetry"
     assert (plan.decision, plan.proposed_configuration) == ("reconfigure", "tp4")
 
 
-def test_what_is_underway_holds() -> None:
+def test_unfinished_work_holds_the_plan() -> None:
     plan = plan_of(long_step(), history=History(underway=Hold("deployment_open", "engines are being changed")))
     assert plan.verdict == Hold("deployment_open", "engines are being changed")
 
 
-def test_cooldown_counts_from_the_last_switch() -> None:
+def test_cooldown_counts_from_the_last_redeployment() -> None:
     assert plan_of(long_step(), history=History(last_redeploy_s=990.0)).verdict.code == "cooldown"
 
 
@@ -396,12 +396,12 @@ def test_an_override_to_what_is_deployed_changes_no_engine() -> None:
     assert (plan.decision, plan.proposed_configuration) == ("keep", "tp2")
 
 
-def test_a_pin_keeps_the_deployment_and_shows_what_it_forgoes() -> None:
+def test_pin_keeps_the_deployment_and_reports_the_forgone_change() -> None:
     plan = plan_of(long_step(), control=PINNED)
     assert (plan.verdict.code, plan.proposed_configuration) == ("pinned", "tp4")
 
 
-# --- what holds of every plan
+# --- invariants
 
 REQUESTS = st.lists(
     st.builds(
@@ -419,7 +419,7 @@ CHEAP = tuple(replace(c, switch_s=1.0, kv_capacity_tokens=12_000, max_sequences=
 
 
 @given(REQUESTS, st.lists(st.integers(1, 5000), max_size=40), st.sampled_from([(TP2, TP4), CHEAP]))
-def test_what_holds_of_every_plan(
+def test_every_plan_satisfies_the_invariants(
     requests: list[RequestView], finished: list[int], configurations: tuple[Configuration, ...]
 ) -> None:
     named = [replace(view, id=RequestId(f"r{i:02}")) for i, view in enumerate(requests)]
@@ -433,12 +433,12 @@ def test_what_holds_of_every_plan(
         return
     assert plan.proposed_total_s is not None
     assert plan.current_makespan_s is not None
-    # Nothing at all is better than the bound, and nothing that takes more change is worth it.
+    # No option is better than the bound, and no option with more changes is worth its cost.
     feasible = [option for option in plan.alternatives if not option.infeasible_because]
     assert plan.lower_bound_s <= min(option.total_s for option in feasible) + 1e-9
     assert plan.lower_bound_s <= plan.current_makespan_s + 1e-9
     if plan.decision == "keep":
-        # A gain must be sure, that of moves alone a share of the time, and that of engines pay the way back too.
+        # A gain must be sure. Moves must gain a share of the time, and engine changes also the cost of changing back.
         least_s = {
             "keep": config.epsilon_s,
             "rebalance": max(config.epsilon_s, config.rebalance_share * plan.current_makespan_s),
@@ -467,7 +467,7 @@ def test_what_holds_of_every_plan(
         assert [instance.id for instance in plan.instances] == [EngineId(f"e{i}") for i in range(4)]
 
 
-def test_a_configuration_checks_itself() -> None:
+def test_invalid_planner_config_is_rejected() -> None:
     with pytest.raises(ValueError, match="configurations must have different ids"):
         PlannerConfig((TP2, TP2), gpus_count=8)
     with pytest.raises(ValueError, match="gpus_count must be >= 1, got 0"):
@@ -476,8 +476,8 @@ def test_a_configuration_checks_itself() -> None:
         PlannerConfig((), gpus_count=1, epsilon_s=float("nan"))
 
 
-def test_engines_change_later_where_fewer_requests_then_have_to_move() -> None:
-    """76 of 80 requests are about to end, and a change now would compute all of them again."""
+def test_change_waits_if_fewer_requests_move_later() -> None:
+    """76 of 80 requests are about to end, and a change now would recompute all of them."""
     tp8 = replace(TP4, id=ConfigurationId("tp8"), gpus=8, alpha_s=TP4.alpha_s / 2)
     requests = [request(f"r{i:02}", 12_000, where=f"e{i % 4}") for i in range(80)]
     known = {view.id: 12_150 if i % 20 else 20_000 for i, view in enumerate(requests)}
@@ -496,10 +496,10 @@ def test_engines_change_later_where_fewer_requests_then_have_to_move() -> None:
 # --- large problems
 
 
-def test_with_many_requests_the_solver_is_asked_once_and_never_changes_what_else_is_found(
+def test_solver_runs_once_for_many_requests_and_other_options_stay(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By the estimate that dealt best: the other families are as they are, and so is what a small problem is asked."""
+    """The solver uses the estimate of the best family. The other families and small problems are not affected."""
     requests = [request(f"r{i:02}", 37 * i % 900, where=f"e{i % 2}") for i in range(60)]
     view = snapshot(FLEET, requests, [600, 900, 1500, 3000, 4000] * 4)
     asked: list[int] = []
@@ -520,7 +520,7 @@ def test_with_many_requests_the_solver_is_asked_once_and_never_changes_what_else
     assert mixed.infeasible_because or mixed.total_s > 0
 
 
-def test_with_many_requests_the_solver_is_not_offered_what_takes_more_gpu_time_for_each(
+def test_solver_gets_only_efficient_configurations_for_many_requests(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     wasteful = replace(TP4, id=ConfigurationId("slow"), alpha_s=1.0, beta_s=0.01)

@@ -19,7 +19,7 @@ def queued(count: int) -> list[RequestView]:
     return [request(f"q{i:03}", where=None) for i in range(count)]
 
 
-def test_what_is_queued_is_work_and_is_not_moved() -> None:
+def test_queued_requests_count_as_work_and_do_not_move() -> None:
     placed = [request(f"r{i:02}", 500, where=f"e{i % 2}") for i in range(80)]
     plain, more = plan_of(placed), plan_of([*placed, *queued(200)])
     assert all(move.request.startswith("r") for move in more.moves)
@@ -29,7 +29,7 @@ def test_what_is_queued_is_work_and_is_not_moved() -> None:
     assert more.proposed_makespan_s > plain.proposed_makespan_s
 
 
-def test_a_fleet_before_which_all_is_queued_is_not_idle() -> None:
+def test_fleet_with_only_queued_requests_is_not_idle() -> None:
     plan = plan_of(queued(100))
     assert not plan.moves
     assert plan.proposed_makespan_s

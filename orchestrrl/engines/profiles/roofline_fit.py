@@ -122,7 +122,7 @@ def write_fitted(path: Path, sets: Mapping[str, Mapping[str, float]], errors: Fl
     """As a Python module of literals, for the pure planner to import. `errors` are those of models left out [row]."""
     rows = [(name, ", ".join(f"{values[name]:.4g}" for values in sets.values())) for name in sets[ALL_MODELS]]
     lines = [
-        '"""Engine constants after fitting. Written by `orchestrrl profile fit`, never by hand; what the names mean:',
+        '"""Fitted engine constants. Written by `orchestrrl profile fit`, do not edit. The names are documented in',
         'engine_constants.py."""',
         "",
         f'FITTED_ON = "{today.isoformat()}"',

@@ -33,7 +33,7 @@ fleet:
        prefill_tokens_per_s: 9000, switch_s: 1.5}
   engines: [{id: e0, url: "http://e0", configuration: tp1}]
 """
-OTHERS = "no other configuration is known: name some under fleet.configurations or fleet.profile"
+OTHERS = "no other configuration is known: add some to fleet.configurations or fleet.profile"
 
 
 class Daemon:

@@ -474,7 +474,7 @@ async def test_neither_loop_counts_on_a_drained_engine(harness: Harness) -> None
         assert not harness.plane.balance.moves
         plan = await harness.plane.slow_tick()
         assert [instance.id for instance in plan.instances if instance.kept] == ["e0"]
-        assert plan.notes[-1] == "e1 are being drained and are left alone with 0 requests"
+        assert plan.notes[-1] == "draining engines are excluded, with 0 requests: e1"
         snapshot = harness.plane.fleet.state.snapshot(harness.clock.now_s())
         blocked = live_fleet(snapshot, harness.plane.config.fleet.configuration_values(), 6, 8, 4).blocked
         assert blocked is not None

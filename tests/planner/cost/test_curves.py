@@ -1,4 +1,4 @@
-"""Curves go through their knots and straight on; the affine fit of a line is that line, with no part negative."""
+"""Tests of curves and their affine fits: a curve is linear between and beyond its knots, and a line fits itself."""
 
 from dataclasses import replace
 
@@ -44,7 +44,7 @@ def test_between_its_knots_a_curve_is_what_numpy_interpolates(curve: Curve, x: f
 
 
 @given(curves(), st.floats(min_value=0, max_value=100))
-def test_beyond_its_knots_a_curve_goes_straight_on(curve: Curve, further: float) -> None:
+def test_curve_is_extrapolated_linearly(curve: Curve, further: float) -> None:
     if len(curve.xs) == 1:
         assert curve.at(curve.xs[0] + further) == curve.ys[0]
         return
@@ -54,13 +54,13 @@ def test_beyond_its_knots_a_curve_goes_straight_on(curve: Curve, further: float)
 
 
 @given(curves(), st.lists(sizes, max_size=9))
-def test_many_at_once_are_as_one_by_one(curve: Curve, xs: list[float]) -> None:
+def test_array_values_match_single_values(curve: Curve, xs: list[float]) -> None:
     assert curve.over(np.array(xs)).tolist() == pytest.approx([curve.at(x) for x in xs], rel=1e-9, abs=1e-9)
 
 
 @given(st.floats(0, 1), st.floats(1e-6, 1e-2), st.floats(0, 1e-7), st.floats(64, 2e5))
-def test_what_is_rebuilt_counts_as_usual_prompts(waits_s: float, token_s: float, attention_s: float, x: float) -> None:
-    """A prefill that grows with the square of its length, as attention's share does."""
+def test_rebuilt_tokens_count_as_usual_prompts(waits_s: float, token_s: float, attention_s: float, x: float) -> None:
+    """The prefill grows with the square of its length, as the share of attention does."""
 
     def prefill_s(tokens: float) -> float:
         return waits_s + token_s * tokens + attention_s * tokens**2
@@ -77,7 +77,7 @@ def test_what_is_rebuilt_counts_as_usual_prompts(waits_s: float, token_s: float,
     assert (bent >= by_rate * (1 - 1e-9)).all() if x >= 2048 else (bent <= by_rate * (1 + 1e-9)).all()
 
 
-def test_a_curve_that_knows_no_sizes_rebuilds_nothing() -> None:
+def test_rebuilt_tokens_is_none_for_a_curve_without_sizes() -> None:
     moves = MoveCosts(1.0, Curve((0.0,), (0.01,)), Curve((5.0,), (0.3,)))
     assert moves.rebuilt_tokens() is None
     assert moves.transfer_gbps == 0.0
@@ -98,7 +98,7 @@ def test_no_part_of_a_fit_is_negative(curve: Curve, low: float, width: float) ->
 
 @given(st.lists(st.floats(1e-3, 1), min_size=2, max_size=6))
 def test_the_fit_of_a_rising_curve_lies_within_it(rises: list[float]) -> None:
-    """A positive share of the curve is below the fit, and a positive share above: it is no bound but a middle."""
+    """Parts of the curve lie below the fit and parts above it: the fit is a middle and not a bound."""
     curve = Curve(tuple(float(10**k) for k in range(len(rises))), tuple(np.cumsum(rises).tolist()))
     alpha_s, beta_s = affine_fit(curve, curve.xs[0], curve.xs[-1])
     fitted = [(alpha_s + beta_s * x) / curve.at(x) for x in np.geomspace(curve.xs[0], curve.xs[-1], 33)]
@@ -109,14 +109,14 @@ def test_the_fit_of_a_rising_curve_lies_within_it(rises: list[float]) -> None:
 @pytest.mark.parametrize(
     ("xs", "ys", "fault"),
     [
-        ((), (), "as many ys as xs"),
-        ((1.0, 2.0), (1.0,), "as many ys as xs"),
+        ((), (), "must have equal lengths >= 1, got 0 and 0"),
+        ((1.0, 2.0), (1.0,), "must have equal lengths >= 1, got 2 and 1"),
         ((1.0, 1.0), (1.0, 2.0), "xs must increase"),
         ((1.0,), (-1.0,), "ys must be >= 0"),
         ((1.0,), (float("nan"),), "ys must be >= 0"),
     ],
 )
-def test_a_curve_that_is_none_is_refused(xs: tuple[float, ...], ys: tuple[float, ...], fault: str) -> None:
+def test_invalid_curve_is_rejected(xs: tuple[float, ...], ys: tuple[float, ...], fault: str) -> None:
     with pytest.raises(ValueError, match=fault):
         Curve(xs, ys)
 
@@ -127,8 +127,8 @@ def test_spilled_tokens_cost_more_each() -> None:
     assert step.at(10, 1500, kv_capacity_tokens=1000) == pytest.approx(0.011 + 1.5e-4 + 5e-4)
 
 
-def test_a_configuration_is_fitted_to_the_batches_asked_for() -> None:
-    """Where a curve bends, small batches see its first part and large ones its last."""
+def test_configuration_is_fitted_to_the_requested_batches() -> None:
+    """The fit of a bent curve uses the first part for small batches and the last part for large ones."""
     bent = Curve((1.0, 64.0, 1024.0), (0.010, 0.010, 0.106))
     profile = EngineProfile(
         ConfigurationId("tp1"),

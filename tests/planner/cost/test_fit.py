@@ -47,7 +47,7 @@ def test_a_line_is_found_and_stays_a_line(alpha_s: float, beta_s: float, gamma_s
 
 
 @given(seeds, st.floats(min_value=3, max_value=20))
-def test_stalls_and_strays_lose_their_weight(seed: int, factor: float) -> None:
+def test_outliers_lose_their_weight(seed: int, factor: float) -> None:
     truth = StepTime(Curve.line(0.0184, 8.1e-5), 4.1e-8)
     samples = grid(truth, noise=0.01, seed=seed)
     for place in np.random.default_rng(seed).choice(len(samples), size=3, replace=False):
@@ -75,7 +75,7 @@ def test_a_bend_is_found(seed: int, knee: int, steeper: float) -> None:
         max_size=40,
     )
 )
-def test_whatever_was_seen_a_step_never_falls_with_load(seen: list[tuple[int, int, float]]) -> None:
+def test_fitted_step_time_never_falls_with_load(seen: list[tuple[int, int, float]]) -> None:
     try:
         step = fit_step([StepSample(b, b * c, s) for b, c, s in seen]).step
     except TooFewSamples:
@@ -94,18 +94,18 @@ def test_whatever_was_seen_a_step_never_falls_with_load(seen: list[tuple[int, in
     ],
     ids=["none", "one", "one context", "one batch"],
 )
-def test_what_cannot_be_told_apart_is_refused(samples: list[StepSample]) -> None:
+def test_dependent_samples_are_rejected(samples: list[StepSample]) -> None:
     with pytest.raises(TooFewSamples):
         fit_step(samples)
 
 
-def test_a_rate_is_told_from_the_fixed_part_beside_it() -> None:
+def test_rate_is_separated_from_the_fixed_part() -> None:
     rate, error = fit_rate([TimedSample(tokens, 0.05 + tokens / 18_000) for tokens in (100, 1000, 5000, 10_000)])
     assert rate == pytest.approx(18_000, rel=1e-3)
     assert error.max < 1e-6
 
 
-def test_a_rate_beyond_what_can_be_seen_is_finite() -> None:
+def test_rate_too_high_to_measure_is_finite() -> None:
     rate, _ = fit_rate([TimedSample(tokens, 0.05) for tokens in (100, 1000, 5000)])
     assert 1e6 < rate < float("inf")
 
@@ -136,7 +136,7 @@ BELIEF = believed(PRIOR, 512, 500_000)
     st.floats(min_value=0, max_value=1e-7),
     seeds,
 )
-def test_many_samples_replace_what_was_believed(alpha_s: float, beta_s: float, gamma_s: float, seed: int) -> None:
+def test_many_samples_replace_the_prior(alpha_s: float, beta_s: float, gamma_s: float, seed: int) -> None:
     truth = StepTime(Curve.line(alpha_s, beta_s), gamma_s)
     samples = [sample for sample in grid(truth, noise=0.01, seed=seed) if sample.kv_tokens <= 500_000] * 4
     fit = refit_step(BELIEF, samples, np.ones(len(samples)), trust=0.01)
@@ -146,7 +146,7 @@ def test_many_samples_replace_what_was_believed(alpha_s: float, beta_s: float, g
 
 
 @given(st.floats(min_value=0.5, max_value=2), st.sampled_from(BATCHES))
-def test_one_load_scales_everything_alike(factor: float, batch: int) -> None:
+def test_samples_of_one_load_scale_the_whole_step_time(factor: float, batch: int) -> None:
     samples = [StepSample(batch, 1000 * batch, factor * PRIOR.at(batch, 1000 * batch))] * 50
     fit = refit_step(BELIEF, samples, np.ones(50), trust=0.01)
     for sequences, kv_tokens in ((1, 0), (100, 10**5)):
@@ -161,7 +161,7 @@ def test_a_curve_of_one_knot_gets_a_slope() -> None:
     assert fit.step.at(48, 480) == pytest.approx(truth.at(48, 0), rel=0.05)
 
 
-def test_a_curve_is_moved_by_what_was_seen() -> None:
+def test_refit_moves_a_curve_to_the_samples() -> None:
     prior = Curve.line(0.01, 1e-11)
     truth = Curve.line(0.05, 4e-11)
     seen = [TimedSample(size, truth.at(size)) for size in (1e7, 1e8, 1e9, 1e10)] * 5

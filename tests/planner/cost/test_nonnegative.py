@@ -29,7 +29,7 @@ def problems(draw: st.DrawFn) -> tuple[Floats, Floats]:
 
 @pytest.mark.exact
 @given(problems())
-def test_none_is_nearer(problem: tuple[Floats, Floats]) -> None:
+def test_no_nonnegative_solution_is_closer(problem: tuple[Floats, Floats]) -> None:
     rows, target = problem
     found = nonnegative_least_squares(rows, target)
     assert (found >= 0).all()
@@ -37,7 +37,7 @@ def test_none_is_nearer(problem: tuple[Floats, Floats]) -> None:
     assert np.linalg.norm(rows @ found - target) <= least + 1e-6 * max(1.0, np.linalg.norm(target))
 
 
-def test_what_cannot_be_reached_stays_0() -> None:
+def test_coefficients_of_unreachable_targets_stay_zero() -> None:
     assert nonnegative_least_squares(np.ones((3, 2)), np.full(3, -1.0)).tolist() == [0.0, 0.0]
     assert nonnegative_least_squares(np.zeros((3, 1)), np.ones(3)).tolist() == [0.0]
 

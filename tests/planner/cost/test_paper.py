@@ -68,18 +68,18 @@ def test_fitting_again_gives_the_same_host_time() -> None:
     assert astuple(fit_host()) == pytest.approx(astuple(FITTED), rel=1e-3)
 
 
-def test_a_sequence_costs_the_host_about_as_much_at_any_tp() -> None:
+def test_host_time_per_sequence_is_similar_for_all_tp() -> None:
     """About 70 us in many engines: it is what a model without it gets wrong."""
     betas_s = [profile.configuration((1, 512)).beta_s for profile in tp2_to_tp8()]
     assert betas_s == pytest.approx([70e-6] * 3, rel=0.15)
 
 
-def test_a_switch_to_tp8_takes_what_the_case_study_took() -> None:
+def test_start_of_tp8_takes_the_time_of_the_case_study() -> None:
     assert tp2_to_tp8()[-1].switch_s == pytest.approx(1.5)
 
 
 @pytest.mark.parametrize("name", PROFILES)
-def test_every_named_profile_says_where_it_is_from(name: str) -> None:
+def test_every_named_profile_has_a_provenance(name: str) -> None:
     profile = named_profile(name)
     assert profile.moves is not None
     assert [configuration.id for configuration in profile.configurations] == ["tp1", "tp2", "tp4", "tp8"]

@@ -1,4 +1,4 @@
-"""Predicted profiles: what layouts trade, what does not fit, and the few candidates that a phase leaves."""
+"""Tests of predicted profiles: the trade-offs of layouts, layouts that do not fit, and the candidates of a phase."""
 
 from itertools import pairwise
 
@@ -27,21 +27,19 @@ EXPERTS = model_named("qwen3-235b-a22b")
     st.sampled_from(sorted(ENGINES)).map(engine_named),
     st.sampled_from([8, 16, 40]),
 )
-def test_every_candidate_is_a_configuration_that_can_be_planned_with(
-    model: Model, gpu: GpuModel, engine: object, gpus_count: int
-) -> None:
+def test_every_candidate_is_a_valid_configuration(model: Model, gpu: GpuModel, engine: object, gpus_count: int) -> None:
     for profile in candidates(model, gpu, gpus_count, 8, engine):  # type: ignore[arg-type]
         assert 1 <= profile.parallelism.gpus <= gpus_count
         assert profile.parallelism.gpus <= 8 or profile.parallelism.gpus % 8 == 0
         ys = profile.step.base_s.ys
         assert all(fewer <= more for fewer, more in pairwise(ys))
-        configuration = profile.configuration()  # checks itself
+        configuration = profile.configuration()  # validates itself
         assert configuration.gpus == profile.parallelism.gpus
         assert profile.provenance.source is ProfileSource.ROOFLINE
         assert profile.provenance.fit_error_mean is not None
 
 
-def test_wide_engines_step_sooner_and_narrow_ones_serve_more_for_each_gpu() -> None:
+def test_wide_engines_step_faster_and_narrow_ones_serve_more_per_gpu() -> None:
     profiles = [predict(DENSE, H800, Parallelism(tp=tp), VLLM) for tp in (1, 2, 4, 8)]
     alone = [profile.step.at(1, 8000) for profile in profiles]
     assert alone == sorted(alone, reverse=True)
@@ -49,8 +47,8 @@ def test_wide_engines_step_sooner_and_narrow_ones_serve_more_for_each_gpu() -> N
     assert each_gpu == sorted(each_gpu)
 
 
-def test_a_batch_touches_more_experts_along_a_curve_that_bends() -> None:
-    """From 1 to 64 sequences a step of a model with experts grows far more than a dense one's, then less and less."""
+def test_step_time_of_experts_bends_with_the_batch() -> None:
+    """From 1 to 64 sequences, the step time with experts grows far more than a dense model's, and then flattens."""
     base_s = predict(EXPERTS, H800, Parallelism(tp=8, ep=8), VLLM).step.base_s
     slopes = [(base_s.at(high) - base_s.at(low)) / (high - low) for low, high in ((1, 16), (16, 64), (64, 256))]
     assert slopes == sorted(slopes, reverse=True)
@@ -66,7 +64,7 @@ def test_data_parallel_attention_holds_more_kv_and_pays_in_latency() -> None:
 
 
 def test_afd_overlaps_large_batches_and_is_poor_in_the_tail() -> None:
-    """Section 4.1: micro-batches hide transfers while there is much to do; in the tail nothing hides them."""
+    """Section 4.1: micro-batches hide transfers in large batches, but not in the tail."""
     afd = Parallelism(attention_gpus=24, ffn_gpus=16, micro_batches=3)
     overlapped = predict(EXPERTS, H800, afd, VLLM)
     one_by_one = predict(EXPERTS, H800, Parallelism(attention_gpus=24, ffn_gpus=16, micro_batches=1), VLLM)
@@ -77,7 +75,7 @@ def test_afd_overlaps_large_batches_and_is_poor_in_the_tail() -> None:
     assert overlapped.id == "afd24+16x3"
 
 
-def test_what_does_not_fit_is_said_or_left_out() -> None:
+def test_layouts_that_do_not_fit_raise_or_are_left_out() -> None:
     with pytest.raises(DoesNotFit, match="qwen3-235b-a22b does not fit on tp1 of h800"):
         predict(EXPERTS, H800, Parallelism(), VLLM)
     with pytest.raises(DoesNotFit):
@@ -86,14 +84,14 @@ def test_what_does_not_fit_is_said_or_left_out() -> None:
     assert [configuration.id for configuration in profile.configurations] == ["tp8"]
 
 
-def test_only_an_engine_that_can_spills_and_at_the_price_of_the_bus() -> None:
+def test_only_engines_with_spilling_spill_at_the_cost_of_the_bus() -> None:
     assert predict(DENSE, H800, Parallelism(tp=2), VLLM, cpu_kv_bytes_per_gpu=64e9).spill_capacity_tokens == 0
     spilling = predict(DENSE, H800, Parallelism(tp=2), paper_engine(DENSE), cpu_kv_bytes_per_gpu=64e9)
     assert spilling.spill_capacity_tokens == int(2 * 64e9 / DENSE.kv_bytes_per_token())
     assert spilling.step.spill_s_per_token == pytest.approx(DENSE.kv_bytes_per_token() / 2 / H800.pcie_bytes_per_s)
 
 
-def test_eight_bits_hold_more_and_take_less() -> None:
+def test_eight_bit_weights_hold_more_tokens_and_are_faster() -> None:
     wide = predict(DENSE, H800, Parallelism(tp=1), VLLM)
     narrow = predict(DENSE, H800, Parallelism(tp=1), VLLM, Precision(8.0, 8.0, 8.0))
     assert narrow.kv_capacity_tokens > 2 * wide.kv_capacity_tokens
@@ -119,14 +117,14 @@ def test_layouts_stay_inside_a_node_or_take_whole_ones() -> None:
     assert all(layout.gpus <= 8 or layout.gpus % 8 == 0 for layout in layouts(EXPERTS, 40, 8))
 
 
-def test_whole_attention_on_each_gpu_needs_no_heads_to_split() -> None:
-    """28 heads: TP ends at 4, while 64 experts may be spread over as many GPUs as there are."""
+def test_data_parallel_attention_needs_no_split_heads() -> None:
+    """With 28 heads TP ends at 4, but 64 experts can be spread over all GPUs."""
     names = {identifier(layout) for layout in layouts(model_named("qwen2-57b-a14b"), 64, 8)}
     assert {"tp4", "tp4ep4", "tp1dp8ep8", "tp1dp32ep32"} <= names
     assert not names & {"tp8", "tp8ep8"}
 
 
-def test_the_candidates_lean_to_the_phase() -> None:
+def test_candidates_depend_on_the_phase() -> None:
     bulk, tail = (candidates(model_named("qwen2.5-72b"), H800, 64, 8, VLLM, phase) for phase in StepPhase)
     assert "tp4" in [profile.id for profile in bulk]
     assert max(profile.parallelism.gpus for profile in tail) > max(profile.parallelism.gpus for profile in bulk)
@@ -144,8 +142,8 @@ def test_few_sequences_on_many_gpus_are_a_tail() -> None:
     assert phase_of(15, 8) is StepPhase.TAIL
 
 
-def test_what_no_roofline_knows_is_said_to_be_given() -> None:
-    """A cold start is a rule of thumb, the paper's switch is its own; neither is any roofline's."""
+def test_start_times_have_provenance_given() -> None:
+    """The cold start is a rule of thumb and the paper gives its own start time; the roofline predicts neither."""
     for engine, source in ((VLLM, "rule of thumb"), (paper_engine(DENSE), "figure 11")):
         ((figure, provenance),) = predict(DENSE, H800, Parallelism(), engine).others
         assert (figure, provenance.source) == ("switch_s", ProfileSource.GIVEN)
@@ -160,5 +158,5 @@ def test_an_unknown_engine_lists_the_known_ones() -> None:
 def test_pipeline_stages_have_a_name_and_gpus_but_no_predicted_times() -> None:
     staged = Parallelism(tp=2, pp=4)
     assert (identifier(staged), staged.gpus) == ("tp2pp4", 8)
-    with pytest.raises(ValueError, match="not modelled, got pp 4"):
+    with pytest.raises(ValueError, match=r"pp must be 1, .* got 4"):
         predict(EXPERTS, H800, staged, VLLM)

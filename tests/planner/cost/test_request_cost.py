@@ -16,7 +16,7 @@ CLOSE = {"rel": 1e-9, "abs": 1e-12}
 
 
 @given(configurations(), pendings())
-def test_decoding_takes_what_it_takes_step_by_step(instance: Configuration, requests: list[RemainingWork]) -> None:
+def test_decode_s_matches_stepping_every_iteration(instance: Configuration, requests: list[RemainingWork]) -> None:
     assert decode_s(instance, requests) == pytest.approx(step_by_step_s(instance, requests), **CLOSE)
 
 
@@ -55,7 +55,7 @@ def test_more_to_decode_never_takes_less(
     assert longer_s >= shorter_s or longer_s == pytest.approx(shorter_s, **CLOSE)
 
 
-def test_the_lead_by_hand() -> None:
+def test_decode_s_matches_a_hand_calculation() -> None:
     instance = configuration(alpha_s=1.0, beta_s=0.1, gamma_s=0.01)
     # 2 iterations of 2 sequences holding 30 and 32 tokens, then 1 of 1 holding 22.
     assert decode_s(instance, [RemainingWork(10, 2), RemainingWork(20, 3)]) == pytest.approx(
@@ -69,7 +69,7 @@ def test_admission_is_first_come_first_served_even_past_a_smaller_one() -> None:
     assert decode_s(instance, [RemainingWork(10, 10), RemainingWork(85, 5), RemainingWork(5, 5)]) == 15
 
 
-def test_a_request_that_never_fits_is_named() -> None:
+def test_request_that_never_fits_is_rejected_by_name() -> None:
     with pytest.raises(DoesNotFit, match="a request of 101 tokens does not fit into a KV cache of 100"):
         decode_s(configuration(capacity=100), [RemainingWork(1, 1), RemainingWork(51, 50)])
 
@@ -97,7 +97,7 @@ bent_steps = st.builds(
 
 
 @given(bent_steps, pendings(), st.sampled_from([40, 60, 1_000]), st.integers(1, 6), st.sampled_from([0, 10, 100]))
-def test_along_a_curve_decoding_takes_what_it_takes_step_by_step(
+def test_curve_decode_s_matches_stepping_every_iteration(
     step: StepTime, requests: list[RemainingWork], capacity: int, slots: int, spill: int
 ) -> None:
     instance = profile(step, capacity, slots, spill)
@@ -125,6 +125,6 @@ def test_spilling_pays_where_it_costs_less_than_waiting() -> None:
     assert curve_decode_s(dear, two) == pytest.approx(110.0)
 
 
-def test_what_fits_neither_gpu_nor_cpu_is_refused() -> None:
+def test_request_that_fits_neither_gpu_nor_cpu_is_rejected() -> None:
     with pytest.raises(DoesNotFit, match="41 tokens does not fit into a KV cache of 40"):
         curve_decode_s(profile(StepTime(Curve.line(1.0, 0.0), 0.0), capacity=20, spill=20), [RemainingWork(1, 40)])

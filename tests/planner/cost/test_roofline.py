@@ -82,7 +82,7 @@ def test_more_gpus_hold_more_tokens(model: Model, gpu: GpuModel) -> None:
 
 
 @given(models, tps, precisions)
-def test_weights_are_all_there(model: Model, tp: int, precision: Precision) -> None:
+def test_gpus_together_hold_all_weights(model: Model, tp: int, precision: Precision) -> None:
     """Whatever the split, the GPUs together hold every parameter; both embeddings in 16 bits."""
     held = tp * weight_bytes_per_gpu(model, Parallelism(tp=tp), precision)
     embeddings = model.head_params * (1 if model.tied_embeddings else 2)
@@ -105,7 +105,7 @@ def test_without_overheads_a_decode_is_reading_the_weights() -> None:
     assert step_s == pytest.approx(read_s + 2 * 80 * 8192 * 2 * 1.5 / 450e9, rel=1e-3)
 
 
-def test_an_uniform_router_visits_the_experts_that_chance_would() -> None:
+def test_uniform_router_visits_the_expected_number_of_experts() -> None:
     """Against drawing: 64 tokens, 8 of 128 experts each."""
     model, gpu = model_named("qwen3-235b-a22b"), gpu_named("h200")
     values = FITTED[""] | {"routing_exponent": 1.0, "hbm_efficiency": 1.0}
@@ -146,12 +146,12 @@ def test_the_kv_cache_limits_how_many_run() -> None:
         ("qwen2.5-72b", 72.7, 71.5),
     ],
 )
-def test_parameters_add_up_to_what_is_published(name: str, billions: float, active: float) -> None:
+def test_parameters_match_published_counts(name: str, billions: float, active: float) -> None:
     assert model_named(name).params / 1e9 == pytest.approx(billions, rel=0.01)
     assert model_named(name).active_params / 1e9 == pytest.approx(active, rel=0.01)
 
 
-def test_what_a_gpu_cannot_multiply_runs_at_16_bits() -> None:
+def test_formats_without_tensor_cores_run_at_16_bits() -> None:
     hopper, ampere, blackwell = (gpu_named(name) for name in ("h100", "a100", "b200"))
     assert [hopper.flops_per_s(bits) for bits in (16, 8, 4.5)] == [989.5e12, 1979e12, 989.5e12]
     assert [ampere.flops_per_s(bits) for bits in (16, 8, 4.5)] == [312e12] * 3
@@ -177,7 +177,7 @@ def test_an_unknown_name_lists_the_known_ones(look_up: object, error: type[Value
         look_up("nonsense")  # type: ignore[operator]
 
 
-def test_every_set_of_fitted_constants_is_whole_and_plausible() -> None:
+def test_every_set_of_fitted_constants_is_complete_and_plausible() -> None:
     for values in FITTED.values():
         assert values.keys() == flat_priors().keys()
         for name, prior in flat_priors().items():

@@ -40,13 +40,13 @@ ENGINES = st.lists(st.tuples(REQUESTS, st.integers(1, 6), st.integers(1, 40)), m
 
 @pytest.mark.parametrize("few", [0, 3, 1_000])
 @given(engines=ENGINES)
-def test_each_engine_takes_what_it_takes_by_itself(engines: list[tuple[Held, int, int]], few: int) -> None:
+def test_iterations_match_each_engine_alone(engines: list[tuple[Held, int, int]], few: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planner.solver.end_times, "FEW", few)
         assert side_by_side(engines) == [one_by_one(*engine) for engine in engines]
 
 
-def test_more_may_run_at_once_than_at_first() -> None:
+def test_more_requests_may_run_at_once_than_initially() -> None:
     """A long one keeps the others out; when it has ended, all of them fit."""
     engine = ([(30, 5), *[(1, 2 + number) for number in range(30)]], 64, 30)
     assert side_by_side([engine] * 40) == [one_by_one(*engine)] * 40 == [36] * 40

@@ -102,9 +102,7 @@ def fleet(kind: Configuration, gpus: int) -> list[CurrentInstance]:
     st.sampled_from([40, 60, 100]),
     st.integers(1, 6),
 )
-def test_admission_counts_the_iterations_of_decoding_step_by_step(
-    held: list[tuple[int, int]], capacity: int, slots: int
-) -> None:
+def test_admit_matches_decoding_step_by_step(held: list[tuple[int, int]], capacity: int, slots: int) -> None:
     counted = configuration(alpha_s=1.0, beta_s=0.0, gamma_s=0.0, capacity=capacity, slots=slots)
     requests = [RemainingWork(*each) for each in held]
     iterations = admit(
@@ -118,7 +116,7 @@ def test_admission_counts_the_iterations_of_decoding_step_by_step(
     st.sampled_from([40, 60, 100]),
     st.integers(1, 6),
 )
-def test_orders_of_admission_take_no_longer_than_they_say_and_no_less_than_there_must_be(
+def test_admission_orders_lie_between_lower_bound_and_claim(
     held: list[tuple[int, int]], capacity: int, slots: int
 ) -> None:
     """What is told is a schedule without blocking; first come first served in its order is no slower."""
@@ -132,7 +130,7 @@ def test_orders_of_admission_take_no_longer_than_they_say_and_no_less_than_there
         assert least(lefts, rooms, capacity, slots) <= taken <= told
 
 
-def test_who_waits_for_room_does_not_block_those_that_fit() -> None:
+def test_schedule_without_blocking_starts_requests_that_fit() -> None:
     """Longest first, the second waits for the first and keeps the small ones waiting; beside the first they fit."""
     lefts, rooms, capacity = [10, 9, 5, 4], [60, 90, 40, 40], 100
     assert admit(lefts, rooms, capacity, 4) == 24
@@ -155,7 +153,7 @@ def test_requests_that_run_at_once_share_the_room_at_most_once(held: list[tuple[
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_evening_out_keeps_every_request_and_ends_no_later(seed: int) -> None:
+def test_levelling_keeps_every_request_and_ends_no_later(seed: int) -> None:
     """Twice the KV room that there is."""
     kind = configuration("tp2", 2, alpha_s=0.0184, capacity=40_000, switch_s=1.7)
     table = columns(problem([kind], heavy_tailed(seed, 200)))
@@ -170,7 +168,7 @@ def test_evening_out_keeps_every_request_and_ends_no_later(seed: int) -> None:
     assert after.makespan_s < before.makespan_s
 
 
-def test_an_order_in_which_nobody_blocks_is_taken_where_requests_wait_for_room() -> None:
+def test_order_without_blocking_is_used_if_requests_wait_for_room() -> None:
     """One instance alone, admitting as above."""
     lefts, rooms = [10, 9, 5, 4], [60, 90, 40, 40]
     kind = configuration("tp2", 2, alpha_s=0.5, capacity=100, slots=4)
@@ -189,7 +187,7 @@ def test_a_request_too_large_is_never_admitted() -> None:
 
 
 @given(SEEDS, st.sampled_from([0.05, 0.2, 1.0]), st.sampled_from([4, 1024]))
-def test_both_bounds_are_below_what_is_found(seed: int, room: float, slots: int) -> None:
+def test_both_bounds_are_below_the_makespan_found(seed: int, room: float, slots: int) -> None:
     kinds = [
         configuration(
             each.id,
@@ -232,7 +230,7 @@ def test_whole_instances_take_at_least_the_raised_bound(seed: int, count: int, g
         assert closed_s <= raised_s(table, closed_s, 1e9, tight) <= solution.makespan_s
 
 
-def test_one_instance_too_few_is_seen() -> None:
+def test_raised_bound_accounts_for_whole_instances() -> None:
     """Three equal requests on two engines: on the mean one and a half, and yet one of them has two."""
     kind = configuration("tp8", 8, alpha_s=0.0, beta_s=0.01, gamma_s=0.0, switch_s=0.0)
     table = columns(problem([kind], [(0, 1000)] * 3))
@@ -247,7 +245,7 @@ def test_one_instance_too_few_is_seen() -> None:
 
 @pytest.mark.parametrize(("count", "scale"), [(640, 1.0), (640, 1e-3), (2 * SAMPLE, 1.0)])
 @pytest.mark.parametrize(("slots", "capacity"), [(8, 1_000_000), (256, 8 * 1100)])
-def test_where_sequences_or_room_are_short_more_is_refused(slots: int, capacity: int, count: int, scale: float) -> None:
+def test_bound_rises_if_slots_or_room_are_short(slots: int, capacity: int, count: int, scale: float) -> None:
     """Eight requests at a time: what they generate together takes far longer than the longest alone."""
     kind = configuration(
         "tp2", 2, alpha_s=0.02 * scale, beta_s=1e-6 * scale, gamma_s=0.0, capacity=capacity, slots=slots, switch_s=0.0
@@ -262,7 +260,7 @@ def test_where_sequences_or_room_are_short_more_is_refused(slots: int, capacity:
         assert refused_s == pytest.approx(0.02 * 1000 * count / 8 / 8 * scale, rel=0.02)
 
 
-def test_who_takes_little_work_counts_where_sequences_are_short() -> None:
+def test_requests_with_little_work_count_if_slots_are_short() -> None:
     """Half of the requests do nearly all the work; sequences are taken by all alike."""
     kind = configuration("tp2", 2, alpha_s=0.02, beta_s=1e-6, gamma_s=1e-8, slots=8, switch_s=0.0)
     table = columns(problem([kind], [(0, 1000), (100_000, 1000)] * 320))
@@ -270,7 +268,7 @@ def test_who_takes_little_work_counts_where_sequences_are_short() -> None:
     assert 0.97 * in_turn.makespan_s < raised_s(table, lower_bound_s(table), 2000.0, tight=True) <= in_turn.makespan_s
 
 
-def test_a_bound_that_a_sample_gives_is_checked_with_all_requests() -> None:
+def test_bound_from_a_sample_is_checked_with_all_requests() -> None:
     """Every other one, of which the sample is, takes much room, and the rest none to speak of."""
     kind = configuration("tp2", 2, alpha_s=0.02, beta_s=1e-6, gamma_s=0.0, capacity=12_000, slots=256, switch_s=0.0)
     lengths = [(2000 * (place % 2), 1000) for place in range(2 * SAMPLE)]
@@ -306,7 +304,7 @@ def test_a_layout_keeps_to_the_nodes(gpus: int, per_node: int, wanted: list[int]
 
 
 @given(st.integers(1, 40), st.sampled_from([2, 4, 8]), st.sampled_from([0, 1, 2]), st.integers(0, 12))
-def test_a_row_takes_all_that_there_is_room_for(gpus: int, per_node: int, wanted: int, most: int) -> None:
+def test_in_a_row_fills_all_free_gpus(gpus: int, per_node: int, wanted: int, most: int) -> None:
     kinds = [TP1, TP2, configuration("wide", 2 * per_node)]
     table = columns(problem(kinds, [], gpus=gpus, per_node=per_node))
     row = in_a_row(table, [], wanted, most)
@@ -337,7 +335,7 @@ def test_a_large_step_is_within_four_percent_of_its_bound(mean: float) -> None:
     assert solution.gap <= 0.04
 
 
-def test_a_skewed_fleet_whose_switches_are_dear_is_rebalanced() -> None:
+def test_skewed_fleet_with_expensive_starts_is_rebalanced() -> None:
     dear = configuration("tp2", 2, switch_s=1e5)
     current = fleet(dear, 16)
     lengths = heavy_tailed(3, 64)
@@ -383,7 +381,7 @@ def test_settling_moves_fewer_and_ends_in_time(seed: int, count: int, slack: flo
 
 
 @given(SEEDS, st.integers(1, 60), st.sampled_from([0.0, 0.01, 0.05]), st.sampled_from([0.0, 0.02]))
-def test_the_band_is_missed_by_less_and_in_time(seed: int, count: int, mu: float, delta: float) -> None:
+def test_balanced_reduces_the_violation_within_the_limit(seed: int, count: int, mu: float, delta: float) -> None:
     rng = np.random.default_rng(seed)
     given_problem = problem([TP1, TP2, TP8], heavy_tailed(seed, count), current=fleet(TP2, 16))
     table = columns(replace(given_problem, kv_balance=KvBalance(mu, delta)))
@@ -395,7 +393,7 @@ def test_the_band_is_missed_by_less_and_in_time(seed: int, count: int, mu: float
     assert after.makespan_s <= limit_s
 
 
-def test_new_instances_take_no_name_that_a_current_one_has() -> None:
+def test_new_instances_avoid_the_names_of_current_ones() -> None:
     current = [CurrentInstance(EngineId("new0"), TP2.id, (GpuId(4), GpuId(5)))]
     solution = solve(problem([TP2, TP8], heavy_tailed(1, 40), current=current, places=[0] * 40, states=[WAITING] * 40))
     names = [placed.id for placed in solution.instances]
@@ -403,7 +401,7 @@ def test_new_instances_take_no_name_that_a_current_one_has() -> None:
     assert all(placed.kept == (placed.id == "new0") for placed in solution.instances)
 
 
-def test_what_does_not_fit_says_by_how_much() -> None:
+def test_infeasible_reports_the_missing_amount() -> None:
     with pytest.raises(Infeasible) as missed:
         solve(problem([TP1], [(150_000, 60_000)]))
     assert (missed.value.needed, missed.value.available, missed.value.unit) == (210_000, 200_000, "tokens")
@@ -427,7 +425,7 @@ def test_the_helpers_agree_with_the_solution() -> None:
     assert solution.makespan_s <= min(spread_s(given_problem, kind) for kind in range(3))
 
 
-def test_being_told_to_stop_still_gives_an_answer() -> None:
+def test_stopped_search_still_returns_a_solution() -> None:
     given_problem = problem([TP1, TP2, TP8], heavy_tailed(5, 64))
     stopped = solve(given_problem, stop=lambda: True)
     assert stopped.makespan_s >= solve(given_problem).makespan_s
@@ -464,7 +462,7 @@ def improved(table: ProblemColumns, start: FleetPlacement, work: SearchBudget) -
 
 
 @given(SEEDS, st.integers(1, 24))
-def test_no_move_betters_what_was_improved(seed: int, count: int) -> None:
+def test_no_move_improves_an_improved_placement(seed: int, count: int) -> None:
     table, start = dealt(seed, count, kind=BUSY, states=[RUNNING, WAITING])
     found = improved(table, start, SearchBudget(10**9))
     assert sorted(found.order.tolist()) == list(range(count))
@@ -476,7 +474,7 @@ def test_no_move_betters_what_was_improved(seed: int, count: int) -> None:
         assert place(table, found.fleet, trial).makespan_s >= found.makespan_s * (1 - 1e-9)
 
 
-def test_improving_ends_when_the_work_is_spent() -> None:
+def test_improve_ends_when_the_budget_is_spent() -> None:
     table, start = dealt(1, 40)
     barely, much = (improved(table, start, SearchBudget(left)) for left in (1, 10**6))
     assert much.makespan_s < barely.makespan_s == start.makespan_s
@@ -484,7 +482,7 @@ def test_improving_ends_when_the_work_is_spent() -> None:
 
 @pytest.mark.parametrize("fresh", [False, True])
 @given(seed=SEEDS, count=st.integers(1, 30), share=st.floats(0.5, 1.2))
-def test_a_fleet_is_filled_in_turn_or_by_a_given_time(fresh: bool, seed: int, count: int, share: float) -> None:
+def test_insert_fills_greedily_or_within_a_given_time(fresh: bool, seed: int, count: int, share: float) -> None:
     """Longest first, each where it ends soonest; by a given time none later, or nothing changes."""
     table = columns(problem([TP2], heavy_tailed(seed, count), gpus=8)) if fresh else dealt(seed, count)[0]
     instances = in_a_row(table, [], 0, 4)
@@ -510,7 +508,7 @@ def test_a_fleet_is_filled_in_turn_or_by_a_given_time(fresh: bool, seed: int, co
         assert search.held == before
 
 
-def test_kicks_lead_out_of_a_dead_end_the_same_way_each_time() -> None:
+def test_shake_escapes_a_local_optimum_deterministically() -> None:
     table, start = dealt(1, 24, kind=BUSY)
     found = []
     for rounds in (0, 200, 200):
@@ -530,7 +528,7 @@ def test_kicks_lead_out_of_a_dead_end_the_same_way_each_time() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_the_best_that_two_instances_can_do_is_found(seed: int) -> None:
+def test_search_finds_the_optimum_of_two_instances(seed: int) -> None:
     busy = replace(TP8, beta_s=0.01, switch_s=0.0)
     table = columns(problem([busy], heavy_tailed(seed, 10)))
     ends_s = [place(table, in_a_row(table, [], 0, 2), half >> np.arange(10) & 1).makespan_s for half in range(1 << 9)]
@@ -539,7 +537,7 @@ def test_the_best_that_two_instances_can_do_is_found(seed: int) -> None:
 
 
 @given(SEEDS, st.integers(1, 10))
-def test_the_best_of_a_small_fleet_come_soonest_first_and_none_later_than_a_start(seed: int, count: int) -> None:
+def test_best_of_all_is_sorted_and_no_worse_than_its_starts(seed: int, count: int) -> None:
     table, start = dealt(seed, count)
     found = best_of_all(table, [start], 0.0, SearchBudget(20_000), lambda: False)
     ends_s = [each.makespan_s for each in found]
@@ -550,7 +548,7 @@ def test_the_best_of_a_small_fleet_come_soonest_first_and_none_later_than_a_star
     assert best_of_all(table, [start], 0.0, SearchBudget(20_000), lambda: True) == []
 
 
-def test_with_hardly_any_work_the_best_of_many_starts_is_still_there() -> None:
+def test_best_of_all_keeps_the_best_start_with_a_tiny_budget() -> None:
     table, _ = dealt(1, 10, kind=BUSY)
     starts = [place(table, current_fleet(table), np.arange(10) % at) for at in (*[1] * 20, 4)]
     found = best_of_all(table, starts, 0.0, SearchBudget(1), lambda: False)
@@ -579,7 +577,7 @@ def per_node(fleet: SolverFleet, node: int) -> frozenset[tuple[frozenset[int], t
         (7, 4, (2, 3), [{(0, 0), (1,)}, {(0,), (1,)}]),
     ],
 )
-def test_every_full_fleet_is_walked_over_once(
+def test_every_full_fleet_is_enumerated_once(
     gpus: int, node: int, sizes: tuple[int, ...], contents: list[set[tuple[int, ...]]]
 ) -> None:
     """Of nodes on which nothing runs and that are alike it does not matter which holds what."""
@@ -592,7 +590,7 @@ def test_every_full_fleet_is_walked_over_once(
     assert len(list(fleets(table, 2))) == min(2, len(walked))
 
 
-def test_an_instance_of_several_nodes_takes_any_that_are_free() -> None:
+def test_instance_of_several_nodes_takes_any_free_nodes() -> None:
     """Three nodes and a half: two of the full ones hold the wide instance, the others what fits a node."""
     kinds = [configuration("node", 4), configuration("wide", 8)]
     for running, ways in ((False, 2), (True, 3)):
@@ -608,7 +606,7 @@ def test_an_instance_of_several_nodes_takes_any_that_are_free() -> None:
         assert all(len(span) == 2 and 3 not in span for span in spans)
 
 
-def test_any_of_few_instances_are_kept_and_of_many_those_that_are_dearest_to_leave() -> None:
+def test_every_subset_of_few_and_the_costliest_of_many_instances_are_kept() -> None:
     kinds = [configuration("tp1", 1), configuration("tp2", 2)]
     for count in (3, 4):
         lengths = [(1000 * place, 100) for place in range(1, count + 1)]
@@ -644,7 +642,7 @@ def test_a_static_fleet_is_filled_longest_first_onto_the_least_loaded(seed: int,
         assert least <= place(table, row, assigned).decode_s.max() * (1 + 1e-9)
 
 
-def test_many_requests_are_dealt_in_rounds_to_almost_the_same_end() -> None:
+def test_many_requests_are_placed_in_rounds_with_almost_the_same_end() -> None:
     table = columns(problem([TP2], heavy_tailed(1, MANY + 1, 5.5), gpus=128))
     row = in_a_row(table, [], 0, 64)
     for load, first in loads(table, 0):
@@ -658,7 +656,7 @@ def test_many_requests_are_dealt_in_rounds_to_almost_the_same_end() -> None:
         assert in_rounds <= 1.02 * one_at_a_time
 
 
-def test_requests_stay_where_they_are_where_cuts_are_as_they_run() -> None:
+def test_requests_stay_if_cuts_match_the_running_instances() -> None:
     """Each instance has four as long as each other, longer than those of the next: the cuts could not be better."""
     lengths = [(1000, 1000 * (4 - place // 4)) for place in range(16)]
     at = [(3, 0, 2, 1)[place // 4] for place in range(16)]
@@ -672,7 +670,7 @@ def test_requests_stay_where_they_are_where_cuts_are_as_they_run() -> None:
     assert found.assigned().tolist() == at
 
 
-def test_instances_that_nothing_runs_on_are_kept_as_well() -> None:
+def test_idle_instances_are_kept() -> None:
     table = columns(problem([TP2], [(1000, 1000)] * 8, gpus=8, current=fleet(TP2, 8)))
     cuts = [RequestCut(0, kept, [(2 * place, 2 * place + 2)]) for place, kept in enumerate((True, False, True, True))]
     assert match(table, cuts, range(3)) == [0, -1, 1, 2]
@@ -701,7 +699,7 @@ def test_cuts_end_in_time(seed: int, count: int, capacity: int) -> None:
 
 
 @given(SEEDS, st.integers(1, 60), st.integers(1, 4))
-def test_as_few_move_as_instances_have_to_take_of_each_length(seed: int, count: int, used: int) -> None:
+def test_settled_moves_only_as_many_requests_as_each_length_requires(seed: int, count: int, used: int) -> None:
     """Of two lengths, one at a time, so that no other request goes back without being late."""
     one_at_a_time = replace(TP2, max_sequences=1)
     table, start = dealt(seed, count, kind=one_at_a_time, states=[RUNNING, WAITING], two_lengths=True)
@@ -723,7 +721,7 @@ def test_as_few_move_as_instances_have_to_take_of_each_length(seed: int, count: 
 
 
 @pytest.mark.parametrize(("least", "most"), [(1, 8), (0, 8)])
-def test_what_is_too_much_goes_to_the_emptiest(least: int, most: int) -> None:
+def test_balanced_moves_surplus_to_the_emptiest_instance(least: int, most: int) -> None:
     """Of a dozen instances ten have no seat left and are as full as they should be, one is too full, one too empty."""
     kind = configuration("tp2", 2, capacity=1000, slots=8)
     held = [most, *[8] * 10, least]
@@ -740,7 +738,7 @@ def test_what_is_too_much_goes_to_the_emptiest(least: int, most: int) -> None:
 # --- the choice
 
 
-def test_of_what_ends_about_as_soon_the_one_that_changes_least_is_chosen() -> None:
+def test_chosen_prefers_the_fewest_changes_among_similar_ends() -> None:
     """Requests run on the first of two instances; stopping it for the other moves them all."""
     table = columns(problem([TP2], [(1000, 3000)] * 8, current=fleet(TP2, 4), places=[0] * 8, states=[RUNNING] * 8))
     first, second, fresh = ([(0, (GpuId(gpu), GpuId(gpu + 1)))] for gpu in (0, 2, 4))

@@ -40,7 +40,7 @@ def crowded(transfer: KvTransferCost) -> tuple[MakespanProblem, CandidateFleet]:
     ],
     ids=["by rate", "by curve", "by link", "by curve, the link being slow"],
 )
-def test_a_move_costs_what_its_way_takes(transfer: KvTransferCost, each_s: float, method: str) -> None:
+def test_move_costs_the_seconds_of_its_method(transfer: KvTransferCost, each_s: float, method: str) -> None:
     problem, spread = crowded(transfer)
     moved = moves_of(problem, spread)
     assert [(move.method, move.cost_s) for move in moved] == [(method, pytest.approx(each_s))] * len(moved)

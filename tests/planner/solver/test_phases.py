@@ -37,7 +37,7 @@ lengths = st.lists(st.integers(1, 5000), min_size=1, max_size=60)
 
 
 @given(st.floats(0, 1), st.floats(0, 1e-2), st.floats(2, 512), st.lists(st.tuples(lengths, fleets), min_size=2))
-def test_a_straight_curve_is_its_own_line_whatever_is_ahead(
+def test_straight_curve_is_its_own_line(
     intercept_s: float, slope_s: float, most: float, times: list[tuple[list[int], int]]
 ) -> None:
     """So nothing about a plan changes while a step goes on, but what happens in it."""
@@ -50,7 +50,7 @@ def test_a_straight_curve_is_its_own_line_whatever_is_ahead(
 
 
 @given(lengths, st.integers(1, 8), st.integers(1, 20))
-def test_iterations_are_those_of_a_walk(remaining: list[int], instances: int, most: int) -> None:
+def test_iterations_ahead_match_a_simulation(remaining: list[int], instances: int, most: int) -> None:
     """One engine's share, dealt in turn from the longest on, token by token; what waits is decoded in full batches."""
     share = sorted(remaining, reverse=True)[::instances]
     walked = [0.0] * min(len(share), most)
@@ -91,7 +91,7 @@ def test_a_steep_curves_line_never_begins_below_zero(count: int, first_s: float,
 
 @pytest.mark.parametrize("spill_s", [0.0, 1e-7, 1e-6, 1e-5])
 @pytest.mark.parametrize("count", [4, 40, 100])
-def test_what_spills_costs_what_it_costs_along_the_way(spill_s: float, count: int) -> None:
+def test_line_includes_the_cost_of_spilling(spill_s: float, count: int) -> None:
     """Room for 40 of the requests on the GPUs, for 200 with CPU memory; without it, they would wait for each other."""
     straight = profile(Curve((0.0, 256.0), (0.01, 0.03)), tp=1, capacity=40 * 2000)
     step = replace(straight.step, spill_s_per_token=spill_s)
@@ -106,20 +106,22 @@ def test_what_spills_costs_what_it_costs_along_the_way(spill_s: float, count: in
         assert decode_s(without, pending) < 0.8 * by_curve_s
 
 
-def test_what_fits_spills_nothing() -> None:
+def test_batches_that_fit_do_not_spill() -> None:
     one = profile(Curve((0.0, 256.0), (0.01, 0.03)), capacity=256 * 2000)
     spills = replace(one, step=replace(one.step, spill_s_per_token=1.0), spill_capacity_tokens=1)
     line, plain = (line_ahead(each, [1000.0] * 200, 1000.0, 2) for each in (spills, one))
     assert line == plain
 
 
-def test_without_requests_a_line_is_over_all_that_an_engine_can_hold() -> None:
+def test_line_without_requests_covers_all_batch_sizes() -> None:
     one = profile(Curve((1.0, 8.0, 64.0), (0.01, 0.04, 0.05)))
     assert line_ahead(one, (), 0.0, 8) == one.configuration()
 
 
 @given(st.lists(st.tuples(rising(), st.sampled_from([1, 2, 4, 8])), min_size=1, max_size=12), counts, fleets, st.data())
-def test_what_is_looked_at(kinds: list[tuple[Curve, int]], count: int, gpus: int, data: st.DataObject) -> None:
+def test_worth_evaluating_depends_on_the_phase(
+    kinds: list[tuple[Curve, int]], count: int, gpus: int, data: st.DataObject
+) -> None:
     profiles = [profile(curve, tp, name=f"c{index}") for index, (curve, tp) in enumerate(kinds)]
     runs, wanted = (data.draw(st.sampled_from(profiles)).id for _ in range(2))
     now = snapshot([engine("e0", runs)], [request(f"r{i}") for i in range(count)])

@@ -132,7 +132,7 @@ FAULTS: list[tuple[tuple[str | int, ...], Any, Any]] = [
 ]
 
 
-def test_the_good_problem_is_good() -> None:
+def test_valid_problem_is_accepted() -> None:
     assert run(json.dumps(good())).exit_code == 0
     assert run(json.dumps(good() | {"work_budget": 10**6, "time_budget_s": 30})).exit_code == 0
 
@@ -173,7 +173,7 @@ def test_an_instance_is_null_for_new_requests_only(place: int, instance: str | N
     ],
     ids=lambda where: path_of(*where),
 )
-def test_what_is_missing_is_named(where: tuple[str | int, ...]) -> None:
+def test_missing_fields_are_named(where: tuple[str | int, ...]) -> None:
     document = good()
     inner: Any = document
     for part in where[:-1]:
@@ -188,7 +188,7 @@ LEANING = {("current", 1, "gpus"), ("configurations", 3, "id")}
 
 
 @given(st.lists(st.sampled_from(FAULTS), min_size=2, max_size=12))
-def test_all_faults_come_at_once(chosen: list[tuple[tuple[str | int, ...], Any, Any]]) -> None:
+def test_all_faults_are_reported_at_once(chosen: list[tuple[tuple[str | int, ...], Any, Any]]) -> None:
     document, there = good(), {}
     leaning = LEANING if any(where in LEANT_ON for where, _, _ in chosen) else set()
     for where, value, shown in chosen:
@@ -215,11 +215,11 @@ def test_a_key_given_twice_is_a_fault() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "7", b"\xff\xfe", "[" * 100_000, "{}", '{"gpus": 3}'])
-def test_what_is_no_problem_at_all(text: str | bytes) -> None:
+def test_input_that_is_no_problem_is_rejected(text: str | bytes) -> None:
     faults_of(text)
 
 
-def test_a_file_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_file_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # of a long path, the words show the beginning
     result = CliRunner().invoke(application(), ["plan", "solve", "absent.json"])
     assert (result.exit_code, result.stdout) == (2, "")
@@ -234,7 +234,7 @@ JUNK = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from(sorted(good())), JUNK, max_size=4))
-def test_no_document_makes_a_traceback(junk: Json) -> None:
+def test_no_document_causes_a_traceback(junk: Json) -> None:
     result = run(json.dumps(good() | junk))
     assert result.exception is None or isinstance(result.exception, SystemExit)
     if result.exit_code:
@@ -252,7 +252,7 @@ def limit_of(document: Json) -> str:
     return result.stderr
 
 
-def test_a_request_larger_than_any_engine() -> None:
+def test_request_larger_than_any_engine_is_infeasible() -> None:
     configurations = engines(capacity_share=0.01)  # 27,801 tokens at most
     document = problem(8, 8, configurations, requests=[request("r0", 10, 10), request("r1", 30_000, 1)])
     line = limit_of(document)
@@ -261,19 +261,19 @@ def test_a_request_larger_than_any_engine() -> None:
     assert re.search(r"27801\b", line)
 
 
-def test_an_engine_that_has_the_room_but_no_gpus() -> None:
+def test_engine_with_room_but_without_gpus_is_excluded() -> None:
     """On 4 GPUs the widest engine is out of the question, and with it its capacity."""
     document = problem(4, 8, engines(capacity_share=0.01), requests=[request("r0", 20_000, 1)])
     assert re.search(r"6848\b", limit_of(document))  # beyond the 13,153 tokens of 4 GPUs
 
 
-def test_no_engine_has_the_gpus() -> None:
+def test_problem_without_enough_gpus_for_any_engine_is_infeasible() -> None:
     line = limit_of(problem(4, 8, engines()[3:], requests=[request("r0", 10, 1)]))
     assert "4" in line
     assert "8" in line
 
 
-def test_a_last_node_too_small() -> None:
+def test_last_node_that_is_too_small_is_not_used() -> None:
     """12 GPUs in all, and yet no two nodes of 8."""
     wide = {**engines()[3], "id": "tp16", "gpus": 16}
     limit_of(problem(12, 8, [wide], requests=[request("r0", 10, 1)]))

@@ -157,7 +157,7 @@ def good_enough(document: Json, found: Json, reachable_s: float, factor: float) 
 
 @MANY_EXAMPLES
 @given(RANDOM)
-def test_counting_completions_is_counting_iterations(rng: Random) -> None:
+def test_completions_and_iterations_give_equal_seconds(rng: Random) -> None:
     document = tiny(rng)
     held = [(each["context_tokens"], each["remaining_tokens"]) for each in document["requests"]]
     for configuration in document["configurations"]:
@@ -168,7 +168,7 @@ def test_counting_completions_is_counting_iterations(rng: Random) -> None:
 @pytest.mark.exact
 @MANY_EXAMPLES
 @given(RANDOM)
-def test_the_exact_search_finds_what_walking_over_everything_finds(rng: Random) -> None:
+def test_exact_search_matches_full_enumeration(rng: Random) -> None:
     document = tiny(rng, max_gpus=3, max_requests=3)
     best, literal = best_s(document), literal_best_s(document)
     assert best == literal or same(best, literal)
@@ -209,7 +209,7 @@ FALSEHOODS: dict[str, Callable[[Json], object]] = {
 
 
 @pytest.mark.parametrize("falsehood", FALSEHOODS.values(), ids=FALSEHOODS.keys())
-def test_the_check_sees(falsehood: Callable[[Json], object]) -> None:
+def test_check_detects_false_answers(falsehood: Callable[[Json], object]) -> None:
     document = fleet_of(Random(2), slots=2)  # few at a time, so that the order of admission shows
     told = checked(document)
     falsehood(told)
@@ -247,7 +247,7 @@ def test_every_figure_of_a_tiny_answer_holds(rng: Random) -> None:
 @pytest.mark.exact
 @MANY_EXAMPLES
 @given(RANDOM)
-def test_a_tiny_bound_is_below_and_the_makespan_close_to_the_best_there_is(rng: Random) -> None:
+def test_bound_and_makespan_enclose_the_optimum_of_tiny_problems(rng: Random) -> None:
     holds_beside_the_best(tiny(rng))
 
 
@@ -259,26 +259,26 @@ def test_every_figure_of_an_answer_holds(kind: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize(("kind", "seed"), [("odd", 5138), ("odd", 5166), ("medium", 16), ("kv_tight", 2)])
-def test_problems_on_which_a_static_fleet_once_was_better(kind: str, seed: int) -> None:
+def test_solver_beats_static_fleets_on_earlier_failures(kind: str, seed: int) -> None:
     holds(KINDS[kind](Random(seed)))
 
 
 @pytest.mark.parametrize(("kind", "seed"), [("few", 20655), ("tiny", 80325), ("cannot_fit", 20190)])
-def test_problems_on_which_the_search_once_fell_short(kind: str, seed: int) -> None:
+def test_solver_is_close_to_the_optimum_on_earlier_failures(kind: str, seed: int) -> None:
     holds_beside_the_best(KINDS[kind](Random(seed)))
 
 
 @pytest.mark.exact
 @FEW_EXAMPLES
 @given(SEEDS)
-def test_the_bound_is_below_and_the_makespan_close_to_the_best_there_is(seed: int) -> None:
+def test_bound_and_makespan_enclose_the_optimum(seed: int) -> None:
     holds_beside_the_best(few(Random(seed)))
 
 
 @pytest.mark.exact
 @settings(phases=FEW_EXAMPLES.phases)
 @given(SEEDS)
-def test_where_room_is_short_the_bound_is_below_and_the_makespan_close_to_the_best_there_is(seed: int) -> None:
+def test_bound_and_makespan_enclose_the_optimum_if_room_is_short(seed: int) -> None:
     holds_beside_the_best(short(Random(seed)))
 
 
@@ -290,7 +290,7 @@ def test_a_crowded_fleet_ends_near_its_bound(seed: int) -> None:
 
 @settings(FEW_EXAMPLES, max_examples=8)
 @given(SEEDS)
-def test_any_budget_gives_an_answer_that_holds(seed: int) -> None:
+def test_any_budget_gives_a_valid_answer(seed: int) -> None:
     for budget in (1, 1000, 100_000):
         checked(medium(Random(seed)) | {"work_budget": budget})
 
@@ -298,7 +298,7 @@ def test_any_budget_gives_an_answer_that_holds(seed: int) -> None:
 # --- corners, one each
 
 
-def test_nothing_to_do() -> None:
+def test_problem_without_requests_and_fleet_is_empty() -> None:
     found = checked(problem(8, 8, engines()))
     assert (found["decision"], found["makespan_s"], found["current_makespan_s"]) == ("reconfigure", 0.0, None)
 
@@ -308,14 +308,14 @@ def test_an_idle_fleet_is_kept() -> None:
     assert (found["decision"], found["makespan_s"], len(found["instances"])) == ("keep", 0.0, 1)
 
 
-def test_a_first_deployment_pays_for_its_switches() -> None:
+def test_first_deployment_pays_for_its_starts() -> None:
     found = checked(problem(8, 8, engines(switch_s=7.0), requests=[request("a", 10, 100)]))
     assert found["decision"] == "reconfigure"
     assert all(each["switch_s"] == 7.0 and not each["kept"] for each in found["instances"])
 
 
 @pytest.mark.parametrize("epsilon_s", [0.0, 1e9])
-def test_epsilon_decides(epsilon_s: float) -> None:
+def test_rebalance_needs_a_gain_above_epsilon(epsilon_s: float) -> None:
     """Everything piled up on one of eight engines: worth moving, unless epsilon says otherwise."""
     document = problem(8, 8, engines(), current=one_kind(8, 8, engines()[0]), epsilon_s=epsilon_s)
     document["requests"] = [request(f"r{n}", 5000, 3000, "i0", "waiting") for n in range(64)]
@@ -323,7 +323,7 @@ def test_epsilon_decides(epsilon_s: float) -> None:
     assert (found["decision"] == "keep") == (epsilon_s > 0)
 
 
-def test_a_dear_switch_leaves_moves() -> None:
+def test_expensive_starts_leave_only_moves() -> None:
     document = problem(8, 8, engines(switch_s=1e6), current=one_kind(8, 8, engines()[0]), epsilon_s=0.0)
     document["requests"] = [request(f"r{n}", 5000, 3000, "i0", "running") for n in range(64)]
     found = checked(document)
@@ -331,7 +331,7 @@ def test_a_dear_switch_leaves_moves() -> None:
     assert found["migrations"]
 
 
-def test_a_request_that_its_instance_cannot_hold_goes_elsewhere() -> None:
+def test_request_that_does_not_fit_its_instance_moves() -> None:
     configurations = engines(capacity_share=0.1)
     document = problem(8, 8, configurations, current=one_kind(8, 8, configurations[0]))
     document["requests"] = [request("big", 20_000, 5_000, "i3", "waiting"), request("small", 100, 100, "i0", "running")]
@@ -356,7 +356,7 @@ def test_a_band_without_limits_changes_nothing(seed: int) -> None:
     assert same(with_band["makespan_s"], without["makespan_s"])
 
 
-def test_whole_nodes_only() -> None:
+def test_large_instance_takes_whole_nodes_only() -> None:
     """16 GPUs of an instance on nodes of 8: the four of the last node stay out of it."""
     wide = {**engines()[3], "id": "tp16", "gpus": 16}
     found = checked(problem(20, 8, [wide], requests=[request(f"r{n}", 100, 1000) for n in range(9)]))
@@ -367,7 +367,7 @@ def test_whole_nodes_only() -> None:
 
 
 @pytest.mark.parametrize("progress", [0.0, 0.3])
-def test_a_thousand_gpus(progress: float) -> None:
+def test_solve_handles_a_thousand_gpus(progress: float) -> None:
     document = step(Random(1), 1024, 16, progress=progress, skew=1.0)
     found = checked(document)
     assert good_enough(document, found, best_static_s(document), 1.0)
@@ -378,7 +378,7 @@ def test_a_thousand_gpus(progress: float) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_command_answers_as_the_function_does(seed: int) -> None:
+def test_command_matches_the_function(seed: int) -> None:
     document = fleet_of(Random(seed))
     told = command(document)
     assert check(document, told) == []
@@ -395,14 +395,14 @@ def fleet_of(rng: Random, slots: int = 1024) -> Json:
     return document | {"current": current}
 
 
-def test_without_json_it_is_a_table_for_people() -> None:
+def test_command_without_json_prints_a_table() -> None:
     result = CliRunner().invoke(application(), ["plan", "solve", "-"], input=json.dumps(few(Random(3))))
     assert result.exit_code == 0
     assert "makespan" in result.stdout.lower()
 
 
 @pytest.mark.shared
-def test_the_contracts_example() -> None:
+def test_contract_example() -> None:
     if not CONTRACT_EXAMPLE.exists():
         pytest.skip(f"{CONTRACT_EXAMPLE} is not there: the contract's examples are kept beside the repository")
     document = json.loads(CONTRACT_EXAMPLE.read_text())

@@ -66,7 +66,7 @@ def test_every_request_is_counted_once_and_ends_between_one_token_and_its_limit(
 
 
 @given(LENGTHS, st.lists(st.integers(0, 300), max_size=60))
-def test_a_survival_curve_falls_from_one_to_nothing(lengths: list[int], generated: list[int]) -> None:
+def test_survival_curve_falls_from_one_to_zero(lengths: list[int], generated: list[int]) -> None:
     survival, _ = survival_curve(lengths, generated, BIN, CAP)
     assert survival[0] == 1.0
     assert survival[-1] == 0.0
@@ -83,9 +83,7 @@ def test_without_anything_running_the_curve_is_the_empirical_one(lengths: list[i
 
 
 @given(st.integers(0, 199), st.lists(st.integers(1, 200), min_size=MIN_LENGTHS, max_size=100))
-def test_a_request_that_came_so_far_has_the_distribution_of_those_that_went_further(
-    generated: int, lengths: list[int]
-) -> None:
+def test_running_request_has_the_distribution_of_longer_outputs(generated: int, lengths: list[int]) -> None:
     done = generated // BIN
     further = [length for length in lengths if length > done * BIN]
     if not further:
@@ -107,7 +105,7 @@ def test_a_bin_counts_as_its_upper_edge() -> None:
     assert found.remaining_tokens[1] >= 15
 
 
-def test_what_still_runs_is_not_taken_for_short() -> None:
+def test_running_requests_count_as_censored() -> None:
     # 20 have finished with 10 tokens, 80 run on at 100: without censoring all of the 100 would look like 10 tokens.
     running = [request(f"r{i:02}", 100) for i in range(80)]
     survival, _ = survival_curve([10] * 20, [view.generated_tokens for view in running], BIN, 1000)
@@ -117,7 +115,7 @@ def test_what_still_runs_is_not_taken_for_short() -> None:
     assert np.median(found.remaining_tokens) == pytest.approx(100, abs=20)  # as likely as not to come twice as far
 
 
-def test_with_short_history_it_says_so_and_falls_back() -> None:
+def test_short_history_falls_back_and_is_named_in_the_method() -> None:
     waiting = [request(f"r{i}") for i in range(50)]
     assert forecast([], [], BIN, CAP).method == "nothing_in_flight"
     assert forecast(waiting, [], BIN, CAP).method == "uniform"
@@ -128,7 +126,7 @@ def test_with_short_history_it_says_so_and_falls_back() -> None:
     assert uniform.counts == pytest.approx([5.0] * 10)
 
 
-def test_an_exponential_is_as_long_as_finished_and_running_tokens_say() -> None:
+def test_exponential_mean_matches_finished_and_running_tokens() -> None:
     waiting = [request(f"r{i:03}") for i in range(400)]
     found = forecast(waiting, [90, 110, 100, 100], 1, 100_000)
     assert np.mean(found.remaining_tokens) == pytest.approx(100, rel=0.05)
@@ -186,9 +184,7 @@ def outcomes(lengths: ConditionalLengths, generated: int, limit: int) -> list[tu
 
 
 @given(SHARES, st.integers(0, 70), st.integers(1, 80), st.floats(0, 1))
-def test_conditioned_lengths_are_those_of_counting_every_outcome(
-    counts: list[int], generated: int, limit: int, q: float
-) -> None:
+def test_conditional_lengths_match_enumeration(counts: list[int], generated: int, limit: int, q: float) -> None:
     lengths = with_shares(counts)
     done = min(generated // BIN, 5)
     if not sum(counts[done:]):
@@ -209,7 +205,7 @@ def test_conditioned_lengths_are_those_of_counting_every_outcome(
 
 
 @given(SHARES, st.lists(st.tuples(st.integers(0, 59), st.integers(1, 60)), min_size=1, max_size=20))
-def test_many_requests_are_each_treated_as_alone(counts: list[int], requests: list[tuple[int, int]]) -> None:
+def test_batched_requests_match_single_requests(counts: list[int], requests: list[tuple[int, int]]) -> None:
     lengths = with_shares([*counts[:5], counts[5] + 1])
     generated, limits = (np.array(values) for values in zip(*requests, strict=True))
     rows = np.zeros(len(requests), dtype=np.int64)
@@ -227,7 +223,7 @@ def test_many_requests_are_each_treated_as_alone(counts: list[int], requests: li
 
 
 @pytest.mark.parametrize("generated", [1600, 2500, 3000, 5000])
-def test_requests_that_came_equally_far_are_not_taken_for_ended(generated: int) -> None:
+def test_requests_of_equal_length_do_not_count_as_ended(generated: int) -> None:
     """All of a step began together: the newest ends lie in the very bin that everybody else is in."""
     ratios = []
     for seed in range(8):
@@ -245,9 +241,7 @@ def test_requests_that_came_equally_far_are_not_taken_for_ended(generated: int) 
     st.lists(st.integers(0, 59), max_size=40),
     st.lists(st.integers(0, 59), max_size=40),
 )
-def test_censored_lengths_count_as_the_likelihood_has_them(
-    ended: list[int], cut: list[int], running: list[int]
-) -> None:
+def test_censored_lengths_give_the_maximum_likelihood(ended: list[int], cut: list[int], running: list[int]) -> None:
     # Self-consistency: shared out over the bins beyond it in proportion, again and again, each censored length ends
     # up as the maximum of the likelihood has it. A length in the last bin leaves nothing undetermined.
     ended = [*ended, 60]
@@ -265,7 +259,7 @@ def test_censored_lengths_count_as_the_likelihood_has_them(
     assert -np.diff(found) == pytest.approx(shares, abs=2e-3)
 
 
-def test_what_max_tokens_cut_is_not_taken_for_short() -> None:
+def test_outputs_cut_by_max_tokens_count_as_censored() -> None:
     finished = [FinishedLength(20)] * 50 + [FinishedLength(100, censored=True)] * 50
     cut = conditional_lengths(finished, [], (), BIN, 1000)
     naive = conditional_lengths([FinishedLength(length.tokens) for length in finished], [], (), BIN, 1000)
@@ -280,7 +274,7 @@ def before(counts: list[float], worth: float, *, tags: tuple[tuple[str, LengthCo
 
 
 @given(SHARES.filter(lambda counts: counts[5] > 0), st.lists(st.integers(1, 60), max_size=12), st.floats(20, 5000))
-def test_a_forecast_counts_as_so_many_requests(counts: list[int], ended: list[int], worth: float) -> None:
+def test_forecast_counts_as_its_worth_in_requests(counts: list[int], ended: list[int], worth: float) -> None:
     ended = [tokens for tokens in ended if counts[(tokens - 1) // BIN]]
     told = before([float(count) for count in counts], worth)
     found = conditional_lengths([FinishedLength(tokens) for tokens in ended], [], (), BIN, 60, told)
@@ -294,7 +288,7 @@ def test_a_forecast_counts_as_so_many_requests(counts: list[int], ended: list[in
     assert any(shares == pytest.approx(one, abs=1e-6) for one in pooled)
 
 
-def test_a_step_that_contradicts_its_forecast_is_believed() -> None:
+def test_step_that_contradicts_its_forecast_prevails() -> None:
     rng = np.random.default_rng(3)
     told = before([60.0, 30.0, 10.0] + [1e-3] * 97, 5_000.0)
     long = [FinishedLength(int(tokens)) for tokens in rng.integers(400, 1000, 300)]
@@ -305,7 +299,7 @@ def test_a_step_that_contradicts_its_forecast_is_believed() -> None:
     assert float(confirmed.mean(0)) == pytest.approx(15, abs=2)
 
 
-def test_tags_that_differ_are_told_apart_and_thin_ones_are_pooled() -> None:
+def test_differing_tags_are_separated_and_rare_ones_pooled() -> None:
     rng = np.random.default_rng(4)
     finished = [FinishedLength(int(t), tag="short") for t in rng.integers(1, 100, 300)]
     finished += [FinishedLength(int(t), tag="long") for t in rng.integers(600, 1000, 300)]
@@ -328,7 +322,7 @@ def test_tags_that_do_not_differ_share_one_distribution(seed: int) -> None:
     assert float(lengths.mean(0, lengths.rows_of(["t1"])[0])) == pytest.approx(float(lengths.mean(0)), rel=0.05)
 
 
-def test_what_earlier_steps_tell_of_a_tag_is_used_before_any_of_it_has_ended() -> None:
+def test_tag_counts_of_earlier_steps_are_used_at_the_start() -> None:
     counts = [50.0] + [0.0] * 98 + [50.0]
     tagged = LengthCounts((100.0, *[0.0] * 99), (0.0,) * 101)
     other = LengthCounts((*[0.0] * 99, 100.0), (0.0,) * 101)
@@ -339,13 +333,13 @@ def test_what_earlier_steps_tell_of_a_tag_is_used_before_any_of_it_has_ended() -
     assert found.remaining_at(0.5).tolist() == [10, 1000]
 
 
-def test_a_forecast_in_other_bins_is_refused() -> None:
+def test_forecast_with_other_bins_is_rejected() -> None:
     with pytest.raises(ValueError, match="before must have 100 bins of 10 tokens, got 3 of 10"):
         conditional_lengths([], [], (), BIN, 1000, before([1.0, 1.0, 1.0], 10.0))
     assert forecast([], (), BIN, 1000).remaining_at(0.5).tolist() == []
 
 
-def test_two_ends_in_a_bin_that_hardly_anybody_has_come_through_are_not_taken_for_the_end_of_all() -> None:
+def test_two_ends_in_a_barely_passed_bin_do_not_end_all_requests() -> None:
     """14 of 256 go on, all 20 tokens into a bin in which two have just ended."""
     finished = [FinishedLength(int(tokens)) for tokens in np.linspace(100, 12_200, 240)]
     finished += [FinishedLength(24 * 512 + 10), FinishedLength(24 * 512 + 15)]
@@ -353,7 +347,7 @@ def test_two_ends_in_a_bin_that_hardly_anybody_has_come_through_are_not_taken_fo
     assert lengths.mean(24 * 512 + 20) > 1_000
 
 
-def test_a_tail_that_is_seen_to_fall_fast_goes_on_so() -> None:
+def test_fast_falling_tail_is_extrapolated_fast() -> None:
     """Pareto lengths with an exponent of 3: those that have come as far as any go on for half as long again."""
     tokens = 1000 * (1 - (np.arange(400) + 0.5) / 400) ** (-1 / 3)
     finished = [FinishedLength(int(length)) for length in tokens if length <= 3000]

@@ -29,7 +29,7 @@ def test_no_request_goes_beyond_its_limits(held: list[tuple[int, int | None]]) -
         assert all(1 <= tokens <= max(1, limit - request.generated_tokens) for tokens in remaining)
 
 
-def test_over_the_futures_a_request_has_its_own_distribution() -> None:
+def test_scenarios_follow_the_requests_distribution() -> None:
     requests = [view(f"r{i:03}", generated=512) for i in range(200)]
     found = np.array(LENGTHS.of(requests))
     for quantile in (0.25, 0.5, 0.75):
@@ -39,19 +39,19 @@ def test_over_the_futures_a_request_has_its_own_distribution() -> None:
     assert means.std() < 0.2 * means.mean()  # no future in which all are long
 
 
-def test_the_same_request_has_the_same_futures_beside_others() -> None:
+def test_scenarios_of_a_request_do_not_depend_on_others() -> None:
     one, other = view("r1", 100), view("r2", 700)
     distributions = LENGTHS
     assert distributions.of([one]) + distributions.of([other]) == distributions.of([one, other])
     assert distributions.of([]) == []
 
 
-def test_known_lengths_are_one_future() -> None:
+def test_known_lengths_are_one_scenario() -> None:
     distributions = KnownLengths({RequestId("r1"): 300, RequestId("r2"): 100})
     assert distributions.of([view("r1", 100), view("r2", 100)]) == [[200], [1]]
 
 
-def test_before_anything_has_ended_nothing_is_known() -> None:
+def test_no_distribution_before_any_output_has_ended() -> None:
     remaining = RemainingTokensEstimator()
     assert remaining.distributions is None
     held = (view("r1", 10),)

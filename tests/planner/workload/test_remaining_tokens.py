@@ -31,7 +31,7 @@ def snapshot(*requests: RequestView, finished: tuple[FinishedLength, ...] = (), 
 
 
 @given(st.lists(st.tuples(st.integers(0, LONGEST), st.none() | st.integers(1, LONGEST)), min_size=1, max_size=20))
-def test_everybody_has_something_left_and_nobody_more_than_its_limit(held: list[tuple[int, int | None]]) -> None:
+def test_expected_tokens_are_positive_and_within_limits(held: list[tuple[int, int | None]]) -> None:
     requests = [request(f"r{i}", min(age, limit or LONGEST), limit) for i, (age, limit) in enumerate(held)]
     remaining = RemainingTokensEstimator().remaining_tokens(
         snapshot(*requests, finished=heavy_tailed(200)), BIN, LONGEST
@@ -41,7 +41,7 @@ def test_everybody_has_something_left_and_nobody_more_than_its_limit(held: list[
         assert 1.0 <= remaining[one.id] <= (one.max_tokens or LONGEST) + 1e-6
 
 
-def test_a_request_of_little_more_age_is_expected_to_take_little_more_or_less() -> None:
+def test_expected_tokens_are_smooth_in_age() -> None:
     """What jumps between bins would look like a gain between engines."""
     requests = [request(f"r{age}", age) for age in range(0, LONGEST, 16)]
     remaining = RemainingTokensEstimator().remaining_tokens(
@@ -59,14 +59,14 @@ def test_with_a_heavy_tail_older_means_longer() -> None:
     assert list(remaining.values()) == sorted(remaining.values())
 
 
-def test_at_the_ages_it_is_the_conditional_mean() -> None:
+def test_expected_tokens_equal_the_conditional_mean_at_the_knots() -> None:
     ages = [0, 256, 1024, 4096]
     requests = [request(f"r{age}", age) for age in ages]
     lengths = conditional_lengths(heavy_tailed(500), ages, [""] * 4, BIN, LONGEST)
     assert list(smooth_means(lengths, requests).values()) == pytest.approx(lengths.mean(np.array(ages)).tolist())
 
 
-def test_it_learns_when_enough_more_have_finished_and_when_a_step_begins() -> None:
+def test_distribution_is_rebuilt_after_enough_ends_and_for_a_new_step() -> None:
     remaining, one = RemainingTokensEstimator(), request("r0", 1000)
     short = tuple(FinishedLength(1200) for _ in range(160))
     before = remaining.remaining_tokens(snapshot(one, finished=short), BIN, LONGEST)
@@ -78,5 +78,5 @@ def test_it_learns_when_enough_more_have_finished_and_when_a_step_begins() -> No
     assert remaining.remaining_tokens(began, BIN, LONGEST) == before
 
 
-def test_nothing_in_flight_expects_nothing() -> None:
+def test_no_requests_give_no_expectations() -> None:
     assert RemainingTokensEstimator().remaining_tokens(snapshot(), BIN, LONGEST) == {}

@@ -1,4 +1,4 @@
-"""The forecast before a step: what holds of every series, which method it trusts and when, how far its spread goes."""
+"""Tests of the forecast before a step: invariants of every series, the choice of the method, and the spread."""
 
 import numpy as np
 import pytest
@@ -53,7 +53,7 @@ SLOPE = np.arange(1, BINS + 1) / np.arange(1, BINS + 1).sum()
 
 
 @given(LENGTHS)
-def test_counts_are_those_of_a_plain_walk(lengths: list[FinishedLength]) -> None:
+def test_counts_match_a_simple_loop(lengths: list[FinishedLength]) -> None:
     found = LengthCounts.of(lengths, BIN, CAP)
     for place in range(BINS):
         low, high = place * BIN, (place + 1) * BIN
@@ -71,7 +71,7 @@ def test_counts_are_those_of_a_plain_walk(lengths: list[FinishedLength]) -> None
 
 
 @given(LENGTHS)
-def test_shares_add_up_and_are_the_plain_ones_where_nothing_was_cut(lengths: list[FinishedLength]) -> None:
+def test_shares_sum_to_one_and_are_empirical_without_cuts(lengths: list[FinishedLength]) -> None:
     shares = LengthCounts.of(lengths, BIN, CAP).shares()
     assert shares.sum() == pytest.approx(1.0)
     assert (shares >= -1e-12).all()
@@ -103,18 +103,18 @@ def test_every_forecast_is_a_distribution_and_explains_itself(series: list[list[
     assert told.dispersion >= 1.0
     assert told.worth_requests > 0
     assert told.histogram(100).total == pytest.approx(100)
-    assert expected(folded(*series)) == told  # the same steps, the same forecast
+    assert expected(folded(*series)) == told  # deterministic
 
 
-def test_short_histories_fall_back_and_say_so() -> None:
+def test_short_histories_fall_back_with_a_reason() -> None:
     counts = samples([FLAT] * MIN_STEPS, 400, 0)
     assert (expected(folded(counts[0])).method, expected(folded(counts[0])).why) == (
         "last_step",
-        "one step is all there is",
+        "only one step is known",
     )
     told = expected(folded(*counts[:3]))
     assert told.method == "ewma"
-    assert "3 steps are fewer than 10" in told.why
+    assert "at least 10 steps are required, got 3" in told.why
     assert not told.components
     assert "arima" in folded(*counts).forecasts
     assert [error.method for error in told.backtest] == ["ewma", "last_step"]
@@ -124,18 +124,18 @@ def test_a_constant_series_has_no_movement_to_fit() -> None:
     found = folded(*[[10] * BINS] * (MIN_STEPS + 5))
     told = expected(found)
     assert told.method in {"ewma", "last_step"}
-    assert "do not differ" in told.why
+    assert "steps are equal" in told.why
     assert told.shares == pytest.approx([1 / BINS] * BINS)
 
 
-def test_a_fit_that_fails_says_why() -> None:
-    with pytest.raises(NotForecast, match="standard deviation is 0"):
+def test_failed_fit_raises_with_a_reason() -> None:
+    with pytest.raises(NotForecast, match="must be finite and > 0, got 0"):
         choose_order(np.ones(20))
-    with pytest.raises(NotForecast, match="standard deviation is nan"):
+    with pytest.raises(NotForecast, match="must be finite and > 0, got nan"):
         choose_order(np.array([1.0, np.nan] * 10))
     with pytest.raises(NotForecast, match="order \\(0, 1, 1\\): 4 values are too few for 2 parameters; order"):
         choose_order(np.array([1.0, 2.0, 0.0, 1.0]))
-    with pytest.raises(NotForecast, match="9 steps are fewer than 10"):
+    with pytest.raises(NotForecast, match="at least 10 steps are required, got 9"):
         fit_components(np.tile(FLAT, (9, 1)), 100.0)
 
 
@@ -151,7 +151,7 @@ def test_the_order_follows_the_series() -> None:
     assert 0 < std < 1.0
 
 
-def test_a_lasting_trend_is_arimas() -> None:
+def test_arima_is_chosen_for_a_lasting_trend() -> None:
     way = np.linspace(0.0, 1.0, 40)[:, None]
     counts = samples(list((1 - way) * SLOPE + way * SLOPE[::-1]), 50_000, 3)
     told = expected(folded(*counts))
@@ -163,19 +163,19 @@ def test_a_lasting_trend_is_arimas() -> None:
     assert all(component.std > 0 for component in told.components)
 
 
-def test_without_movement_the_slowest_average_is_trusted_and_the_spread_holds() -> None:
+def test_slowest_average_is_chosen_without_movement_and_its_spread_holds() -> None:
     counts = samples([SLOPE] * 40, 1_000, 5)
     found = folded(*counts[:30])
     told = expected(found)
     assert told.method in {"ewma", "arima"}
     assert told.dispersion < 1.5
-    assert told.worth_requests > 1_000  # it knows more than a step shows
+    assert told.worth_requests > 1_000  # worth more than one step
     off = np.abs(counts[30:] - 1_000 * np.array(told.shares))
     assert (off <= 1.645 * told.std(1_000)).mean() > 0.8
 
 
 @given(st.lists(COUNTS.filter(any), min_size=1, max_size=8), st.sampled_from(ALPHAS))
-def test_an_average_is_the_plain_recursion_without_its_start(series: list[list[int]], alpha: float) -> None:
+def test_average_matches_the_recursive_definition(series: list[list[int]], alpha: float) -> None:
     found = folded(*series)
     level, weight = np.zeros(BINS), 0.0
     for kept in found.steps:
@@ -184,13 +184,13 @@ def test_an_average_is_the_plain_recursion_without_its_start(series: list[list[i
     assert found.forecasts[f"ewma alpha={alpha:g}"] == pytest.approx(level / weight)
 
 
-def test_a_sharp_change_begins_a_new_series() -> None:
+def test_sharp_change_starts_a_new_series() -> None:
     before, after = samples([SLOPE] * 12, 2_000, 7), samples([SLOPE[::-1]] * 2, 2_000, 8)
     settled, changed = folded(*before), folded(*before, after[0])
     assert len(changed.steps) == 1
     shares = np.array(expected(changed).shares)
     assert np.abs(shares - SLOPE[::-1]).sum() < 0.2 < np.abs(np.array(expected(settled).shares) - SLOPE[::-1]).sum()
-    assert len(folded(*before, *after).steps) == 2  # what follows is no change again
+    assert len(folded(*before, *after).steps) == 2  # the following steps are no further change
 
 
 def test_fits_are_reused_and_history_is_bounded() -> None:
@@ -209,13 +209,13 @@ def test_tags_of_recent_steps_count_less_the_older_they_are() -> None:
     assert counts.ended[1:3] == (4.0, 8.0)
 
 
-def test_the_backtest_needs_some_steps_before_it_picks() -> None:
+def test_backtest_needs_several_steps_before_it_chooses() -> None:
     counts = samples([FLAT] * 6, 100, 4)
-    assert "least error of late" not in expected(folded(*counts[:MIN_SCORED])).why
-    assert "least error of late" in expected(folded(*counts)).why
+    assert "least recent error" not in expected(folded(*counts[:MIN_SCORED])).why
+    assert "least recent error" in expected(folded(*counts)).why
 
 
-def test_what_does_not_fit_is_refused_and_an_empty_step_changes_nothing() -> None:
+def test_mismatched_step_is_rejected_and_empty_step_changes_nothing() -> None:
     with pytest.raises(ValueError, match="step must have 8 bins of 10 tokens, got 8 of 20"):
         EMPTY.fold(StepStatistics(20, LengthCounts((0.0,) * BINS, (0.0,) * (BINS + 1))))
     with pytest.raises(ValueError, match="outlived must have 3 entries, got 2"):
@@ -235,7 +235,7 @@ def test_dispersion_is_one_for_samples_of_the_forecast_itself(seed: int) -> None
 
 @given(st.lists(st.floats(0.0, 1.0), min_size=2, max_size=60), st.integers(1, 60), st.floats(1.0, 8.0, allow_nan=False))
 def test_an_extended_curve_never_rises_not_even_by_rounding(falls: list[float], longest: int, exponent: float) -> None:
-    """It did, by the last bit, where it went on, and the histogram made from it had a count below 0."""
+    """The extended part once rose by the last bit, and the histogram made from it had a negative count."""
     survival = np.append(1.0, np.cumprod(1.0 - np.array(falls)))
     longest = min(longest, len(survival) - 1)
     onwards = extended(survival, longest, exponent)

@@ -166,7 +166,7 @@ def test_every_fault_comes_at_once_with_its_path_and_value() -> None:
         "configurations[0].provenance.source: should be 'measured', 'imported', 'roofline' or 'given'",
         "configurations[0].others: has no such figure as colour (known: step_s, spill_s_per_token, "
         "prefill_tokens_per_s, kv_capacity_tokens, max_sequences, switch_s, spill_capacity_tokens)",
-        "configurations[1].parallelism: AFD needs both attention and FFN GPUs",
+        "configurations[1].parallelism: attention_gpus and ffn_gpus must both be 0 or both be > 0",
         "configurations[1].step_s: must have as many seconds as sizes",
         "colour: is not a known field",
         "configurations[1].id: is the id of configurations[0] already",

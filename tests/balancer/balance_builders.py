@@ -1,10 +1,10 @@
-"""Requests on engines, by the little that the balancer's rules see of them."""
+"""Builders for requests on engines, with the few fields that the balancer reads."""
 
 from planner.model import EngineId, RequestId, RequestState, RequestView
 
 
 def held_request(name: str, context_tokens: int, state: RequestState = RequestState.RUNNING) -> RequestView:
-    """Return a request that has generated nothing; the engine that holds it lists it."""
+    """Return a request without generated tokens, to be listed by its engine."""
     return RequestView(RequestId(name), EngineId("any"), state, context_tokens, 0)
 
 

@@ -1,4 +1,4 @@
-"""The fast loop's rules, written as slowly and plainly as they can be said. Tests compare the real ones with these."""
+"""A simple and slow implementation of the fast loop's rules, with which tests compare the real one."""
 
 import math
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ STALLED = math.inf
 
 @dataclass
 class Bench:
-    """A worker as lists that requests are taken from and put into."""
+    """A worker whose requests are kept in mutable lists."""
 
     id: str
     running: list[tuple[int, str]]
@@ -104,7 +104,7 @@ class Oracle:
         return self.spread([*others, left, arrived]) < self.spread(self.benches)
 
     def step(self, moved: set[str]) -> tuple[str, str, str, str] | None:
-        """The next move, with the fleet changed by it; None when every worker is set aside."""
+        """Apply and return the next move; return None if every worker is set aside."""
         while sources := [bench for bench in self.benches if not bench.aside]:
             source = min(sources, key=lambda bench: (-self.index(bench), bench.id))
             queue = [*sorted(source.waiting), *sorted(source.running)]
@@ -120,7 +120,7 @@ class Oracle:
         return None
 
     def run(self) -> tuple[list[tuple[str, str, str, str]], str]:
-        """All moves, and why they stopped."""
+        """Return all moves and the reason why they stopped."""
         moves: list[tuple[str, str, str, str]] = []
         moved: set[str] = set()
         while self.spread(self.benches) > self.theta:

@@ -1,4 +1,4 @@
-"""Random fleets, small and dense in ties, stalls, full caches and odd limits."""
+"""Strategies for small random fleets with many ties, stalls, full caches and unusual limits."""
 
 import random
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ class Problem(NamedTuple):
 @st.composite
 def problems(draw: st.DrawFn, max_workers: int = 5, max_requests: int = 6) -> Problem:
     names = [f"w{i}" for i in draw(st.permutations(range(draw(st.integers(0, max_workers)))))]
-    # Ids in an order of their own, so that ties between equal contexts are settled by them and by nothing else.
+    # Ids are shuffled, so that only they can break ties between equal contexts.
     ids = iter(draw(st.permutations([f"r{i:02}" for i in range(2 * max_requests * len(names))])))
     return Problem(
         theta=draw(st.sampled_from([0.0, 0.001, 0.1, 1.0])),
@@ -50,7 +50,7 @@ def _workers(draw: st.DrawFn, name: str, ids: Iterator[str], max_requests: int) 
 
 
 def random_problem(rng: random.Random) -> Problem:
-    """A fleet of up to 10 workers under one of several kinds of pressure, quicker to make than a drawn one."""
+    """Return a fleet of up to 10 workers under one of several kinds of load, faster than drawing it with hypothesis."""
     stalls, unknown = rng.choice([0.0, 0.0, 0.3]), rng.choice([0.0, 0.3])
     longest, room = rng.choice([3, 50, 4000]), rng.choice([0, 500, 20_000])
     busiest = rng.choice([2, 8])

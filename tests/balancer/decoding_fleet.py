@@ -1,5 +1,7 @@
-"""A fleet that decodes, as plainly as it can be said: engines that admit first come, first served while blocks for the
-context are free, and preempt whom they admitted last. Lengths are known to it, and told to whoever asks."""
+"""A simple simulation of a decoding fleet with known output lengths.
+
+Engines admit first come, first served while blocks for the context are free, and preempt the request admitted last.
+"""
 
 import random
 from collections.abc import Mapping
@@ -54,7 +56,7 @@ class Decoder:
         return sum(blocks(one.context) for one in self.running)
 
     def iterate(self) -> None:
-        """One token for each that runs, once there is room for it; then who waits is let in."""
+        """Generate one token for each running request that has room, then admit waiting requests."""
         while sum(blocks(one.context + 1) for one in self.running) > self.blocks:
             self.waiting.insert(0, self.running.pop())
             self.preemptions += 1
@@ -69,7 +71,7 @@ class Decoder:
 
 
 class DecodingFleet:
-    """`crowded`: requests wait, too. `told`: whoever asks learns the lengths."""
+    """A fleet of simulated engines. If `crowded`, requests also wait; if `told`, the lengths are reported."""
 
     def __init__(self, seed: int, engines: int = 3, *, crowded: bool = False, told: bool = True) -> None:
         self._told = told
@@ -107,7 +109,7 @@ class DecodingFleet:
                 decoder.iterate()
 
     def take_out(self, move: RequestMove) -> Sequence | None:
-        """None: it has ended meanwhile."""
+        """Remove and return a request; None if it has ended meanwhile."""
         source = self.decoders[move.from_engine]
         for queue in (source.running, source.waiting):
             for one in queue:

@@ -1,6 +1,6 @@
-"""A generation step over simulated engines in virtual time, under a policy that may move requests at fixed intervals.
+"""Simulate a generation step in virtual time, under a policy that may move requests at fixed intervals.
 
-Every request is there at time 0. Moves are by recompute: the destination queues the request and prefills its context.
+Every request arrives at time 0. Moves are by recompute: the destination queues the request and prefills its context.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ class StepMove:
 
 @dataclass(slots=True)
 class IntervalState:
-    """What a policy sees at an interval."""
+    """The state of a step at an interval, as input of a policy."""
 
     now_s: float
     engines: list[Scheduler]
@@ -48,7 +48,7 @@ def run_step(
     """Run a step to its end.
 
     placement: per engine, its requests in order of submission; every request exactly once.
-    Raises ValueError for a placement that is not one, and for a move of a request that is not where the move says.
+    Raises ValueError for an invalid placement, and for a move whose request is not on its source.
     """
     by_id = {request.id: request for request in requests}
     placed = [request_id for ids in placement for request_id in ids]
@@ -80,7 +80,7 @@ def _advance(engine: Scheduler, state: IntervalState, finish_s: dict[RequestId, 
 
 
 def _move(state: IntervalState, move: StepMove) -> None:
-    """Stop a request at its source and queue it at its destination, which prefills its context again."""
+    """Stop a request at its source and queue it at its destination, which recomputes its context."""
     if state.engine_of.get(move.request) != move.source or move.source == move.destination:
         raise ValueError(f"cannot move {move.request} from engine {move.source} to {move.destination}")
     state.engines[move.source].abort([move.request])

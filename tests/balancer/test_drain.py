@@ -1,4 +1,4 @@
-"""Where the requests of engines that are to be empty go."""
+"""Tests of moving requests away from engines that are being emptied."""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""One simulated step under a policy: nothing is lost by moving."""
+"""Tests of the simulated step under a policy: moves lose no request and no token."""
 
 import random
 

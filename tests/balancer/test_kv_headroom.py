@@ -1,5 +1,5 @@
-"""Room: an engine that is said to have it gets by without a preemption, however late the newcomer arrives; and no room
-is denied that is plainly there."""
+"""Tests of KV headroom: an accepted request causes no preemption, however late it arrives, and no request is refused
+although there is clearly room."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ sizes = st.tuples(st.integers(1, 400), st.integers(1, 150))
 
 
 class Stay(NamedTuple):
-    """One request on an engine. `remaining_tokens`: in each future."""
+    """One request on an engine, with remaining tokens per scenario."""
 
     context_tokens: int
     remaining_tokens: tuple[int, ...]
@@ -30,7 +30,7 @@ class Stay(NamedTuple):
 
 
 class Tenancy(NamedTuple):
-    """An engine, its requests, and what these may take together: KV tokens and seats."""
+    """An engine with its requests and its limits in KV tokens and slots."""
 
     kv_tokens: int
     seats: int
@@ -48,7 +48,7 @@ class Tenancy(NamedTuple):
 
 @dataclass
 class Told:
-    """Lengths as the stays have them; counts the engines that it is asked for."""
+    """Length distributions that return the tokens of the stays and count the calls."""
 
     stays: Mapping[RequestId, Stay]
     asked: int = 0
@@ -77,7 +77,7 @@ def room(
 
 
 def needed_blocks(held: Sizes, newcomer: tuple[int, int], late: int) -> int:
-    """The most blocks in use at once, by iterations; the newcomer begins `late` of them after the others."""
+    """Return the maximum number of blocks in use if the new request begins `late` iterations after the others."""
     most = 0
     for done in range(max(remaining for _, remaining in [*held, newcomer]) + late):
         alive = [context + done + 1 for context, remaining in held if remaining > done]
@@ -99,7 +99,7 @@ def test_request_that_fits_causes_no_preemption_until_it_ends(
 
 @given(st.lists(sizes, max_size=8), sizes)
 def test_available_room_is_not_denied(held: Sizes, newcomer: tuple[int, int]) -> None:
-    """No more is held back than the rounding to blocks and the lateness call for."""
+    """The reserve is limited to rounding to blocks and a late arrival."""
     stays = {f"r{i}": stay(remaining, context=context) for i, (context, remaining) in enumerate(held)}
     late = max(needed_blocks(held, newcomer, late) for late in range(0, ARRIVES_LATE + 1, 4)) * BLOCK_TOKENS
     enough = late + BLOCK_TOKENS * (len(held) + 1) + 2 * ARRIVES_LATE * (len(held) + 1)
@@ -107,11 +107,11 @@ def test_available_room_is_not_denied(held: Sizes, newcomer: tuple[int, int]) ->
 
 
 class Plain:
-    """The room of an engine, written as slowly and plainly as it can be said."""
+    """A simple and slow implementation of an engine's headroom."""
 
     def __init__(self, tenancy: Tenancy, risk: float) -> None:
         self.kv_tokens, self.seats, self.risk = tenancy.kv_tokens, tenancy.seats, risk
-        self.held = [(one, not one.runs) for one in tenancy.stays.values()]  # and whether it begins late
+        self.held = [(one, not one.runs) for one in tenancy.stays.values()]  # with a flag for a late start
         self.refused = inf
 
     def needed(self, held: list[tuple[Stay, bool]], future: int) -> int:

@@ -1,4 +1,4 @@
-"""Equation 5 by itself, and the live fleet as a problem."""
+"""Tests of the load index (equation 5) and of the workers of a live fleet."""
 
 import math
 from dataclasses import replace
@@ -47,7 +47,7 @@ def test_more_free_kv_never_lowers_the_cap(
 
 def test_a_worker_without_requests_is_measured_by_the_fleets_mean() -> None:
     assert concurrency_cap(0, 0, 0, 1000, 64, fleet=(4, 400)) == 10
-    assert concurrency_cap(0, 0, 0, 1000, 64, fleet=(0, 0)) == 64  # nobody has any: only the slots count
+    assert concurrency_cap(0, 0, 0, 1000, 64, fleet=(0, 0)) == 64  # no worker has requests, so only the slots count
 
 
 def test_the_index_grows_with_requests_and_falls_with_cap_and_rate() -> None:

@@ -1,4 +1,4 @@
-"""The moves of the fast loop: each rule by itself, and all of them against a slow oracle."""
+"""Tests of moves by the load index: each rule alone, and all rules against a slow oracle."""
 
 import json
 import random
@@ -64,7 +64,7 @@ def test_moves_match_the_oracle_on_thousands_of_fleets(seed: int) -> None:
         assert (moves_of(balance), balance.stopped_because) == oracle.run()
         assert balance.load_after == oracle.indices()
         moves += len(balance.moves)
-    assert moves > 150  # there was something to agree on
+    assert moves > 150  # the comparison is not empty
 
 
 @given(problems(), st.integers(0, 4))
@@ -109,7 +109,7 @@ def test_forget_stuck_only_adds_moves(problem: Problem) -> None:
 @pytest.mark.shared
 def test_contract_example() -> None:
     if not SNAPSHOT.exists():
-        pytest.skip(f"{SNAPSHOT} is not there: the contract's examples are kept beside the repository")
+        pytest.skip(f"{SNAPSHOT} does not exist: the contract's examples are outside of the repository")
     example = json.loads(SNAPSHOT.read_text())
 
     def contexts(entries: list[dict[str, int | str]]) -> list[tuple[str, int]]:
@@ -164,7 +164,7 @@ def test_destination_keeps_its_concurrency_or_runs_all_its_requests() -> None:
     crowded = worker("a", {"r1": 400}, {f"w{i}": 400 for i in range(6)}, free=0, slots=1)
     # b: 2 running of 100 and 700 free, cap 9. With 400 more: 3 running, 300 free of a mean of 200, cap 4 of 3 requests.
     assert decided(crowded, worker("b", {"x": 100, "y": 100}, free=700)).moves[0].to_engine == "b"
-    # With 3 waiting of 100 besides, 6 requests: cap 2 + 7 before, 3 + 300 // 150 = 5 after. Too few.
+    # With 3 more waiting requests of 100, 6 in total: cap 2 + 7 before, 3 + 300 // 150 = 5 after. Too few.
     queue = {"p": 100, "q": 100, "s": 100}
     assert decided(crowded, worker("b", {"x": 100, "y": 100}, queue, free=700)).moves == ()
 
@@ -204,7 +204,7 @@ def test_nothing_is_moved_onto_a_stalled_worker() -> None:
     stalled = worker("a", {"s1": 50}, rate=0.0), worker("b", {"s2": 50}, rate=0.0)
     assert decided(*stalled).moves == ()
     assert decided(*stalled).spread_after is None
-    # Nor onto one that has just been emptied, though its index is then 0.
+    # This also holds for a stalled worker that was just emptied, although its index is then 0.
     assert {move.to_engine for move in decided(*stalled, worker("c", {"r": 9})).moves} == {"c"}
 
 
@@ -231,7 +231,7 @@ def test_stalled_worker_without_moves_blocks_others_unless_forgotten() -> None:
 def test_a_worker_whose_requests_cannot_move_is_set_aside_for_the_next() -> None:
     stuck = worker("a", {"huge": 50_000}, {"huge2": 60_000}, free=0, slots=1, rate=10.0)
     crowded = worker("b", {"r1": 10}, {"r2": 10}, free=0, slots=1)
-    # To b's gain comes that c is the least congested by far: the spread falls from below.
+    # In addition, c is by far the least congested, so the spread falls from below.
     balance = decided(stuck, crowded, worker("c", free=20, rate=50.0))
     assert [(move.request, move.to_engine) for move in balance.moves] == [("r2", "c")]
 

@@ -1,4 +1,4 @@
-"""What holds moves back: no request goes to and fro, whatever ticks follow, and no engine is asked too much."""
+"""Tests of the limits on moves: requests do not move back and forth, and no engine receives too many."""
 
 from collections import Counter
 from dataclasses import replace
@@ -34,7 +34,7 @@ def decided(fleet: DecodingFleet, settings: FastSettings, **known: object) -> Ba
 
 @given(seeds, st.sampled_from(POLICIES), st.sampled_from([0.0, 3.0, 10.0]))
 def test_moved_request_rests(seed: int, policy: FastPolicy, rest_s: float) -> None:
-    """Over a whole step, a tick a second: between two moves of a request lies its rest."""
+    """Over a whole step with a tick per second, two moves of a request are at least its rest apart."""
     fleet, last_moves, now_s = DecodingFleet(seed, crowded=True), LastMoves(), 0.0
     moved_s: dict[RequestId, float] = {}
     settings = eager(policy, rest_after_move_s=rest_s)
@@ -64,7 +64,7 @@ def test_requests_on_stalled_engines_do_not_rest() -> None:
 
 
 def _stalled() -> Snapshot:
-    """e0 has all the requests, and decodes nothing."""
+    """Return a fleet in which e0 has all the requests and decodes no tokens."""
     fleet = next(fleet for fleet in map(DecodingFleet, range(1000)) if _has_work(fleet))
     snapshot = fleet.snapshot(100.0)
     engines = tuple(replace(one, decode_tokens_per_s=0.0 if one.id == "e0" else 100.0) for one in snapshot.engines)
@@ -96,7 +96,7 @@ def test_moves_to_one_engine_are_limited(seed: int, policy: FastPolicy, to_engin
 
 @given(seeds, st.sampled_from(POLICIES), st.booleans())
 def test_last_request_does_not_move_to_an_idle_engine(seed: int, policy: FastPolicy, told: bool) -> None:
-    """Engines are alike, so there is nothing to gain by it."""
+    """The engines are equal, so the move has no gain."""
     fleet = DecodingFleet(seed, crowded=True, told=told)
     fleet.paces = dict.fromkeys(fleet.paces, 1)
     fleet.iterate(1)

@@ -1,5 +1,5 @@
-"""With lengths known exactly, no move leads to a preemption, however many follow each other and however late they
-arrive. Judged by a fleet that decodes by itself (decoding_fleet.py)."""
+"""Tests that no move causes a preemption if lengths are known exactly, for any number of moves and any delay of their
+arrival. The fleet is simulated by decoding_fleet.py."""
 
 from dataclasses import dataclass, field
 
@@ -19,11 +19,11 @@ POLICIES = (FastPolicy.PACKING, FastPolicy.PAPER)
 
 @dataclass
 class Went:
-    """Engines that preempted someone, after a running request had come to them and at all, and the moves."""
+    """The engines with preemptions (after the arrival of a running request, and in total) and the moves of a run."""
 
     fleet: DecodingFleet
     moves: int = 0
-    joined: dict[EngineId, int] = field(default_factory=dict)  # preemptions at an engine as the first one came
+    joined: dict[EngineId, int] = field(default_factory=dict)  # preemptions of an engine when the first one arrived
 
     @property
     def preemptions(self) -> int:
@@ -39,7 +39,7 @@ def settings(policy: FastPolicy) -> FastSettings:
 
 
 def went(fleet: DecodingFleet, policy: FastPolicy, late: int) -> Went:
-    """To the end, with as many moves as the policy likes at each tick; each arrives `late` iterations after it left."""
+    """Run to the end, with any number of moves per tick; each arrives `late` iterations after it left."""
     done, now_s = Went(fleet), 0.0
     while fleet.busy:
         fleet.iterate(BETWEEN_TICKS)
@@ -58,7 +58,7 @@ def went(fleet: DecodingFleet, policy: FastPolicy, late: int) -> Went:
 
 
 seeds = st.integers(0, 10**6)
-# An engine twice as fast as the clock that counts lateness makes two iterations of one.
+# An engine twice as fast as the clock that counts lateness runs two iterations per count.
 lateness = st.integers(0, ARRIVES_LATE // 2)
 
 
@@ -81,6 +81,6 @@ def test_fleets_have_enough_moves_to_test(policy: FastPolicy) -> None:
 
 
 def test_moves_by_current_context_alone_would_cause_preemptions() -> None:
-    """The fleets are hard enough for the properties above to say something."""
+    """The fleets are loaded enough for the properties above to be meaningful."""
     runs = [went(DecodingFleet(seed, told=False), FastPolicy.PAPER, 8) for seed in range(60)]
     assert sum(run.preemptions_after_joining for run in runs) > 0

@@ -1,4 +1,4 @@
-"""Packing: engines end when one stepped by hand does, and no move loses a request, breaks a limit or costs time."""
+"""Tests of packing: predicted ends match stepped engines, and no move loses a request, breaks a limit or costs time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -30,7 +30,7 @@ TOLERANCE = 0.05
 
 @dataclass(frozen=True)
 class PackingRequest:
-    """One request, and how many tokens it is expected to generate yet."""
+    """One request with its expected remaining tokens."""
 
     id: RequestId
     state: RequestState
@@ -48,7 +48,7 @@ class PackingRequest:
 
 @dataclass(frozen=True)
 class PackingEngine:
-    """One engine, its requests, and how many times longer its iterations take than its configuration says."""
+    """One engine with its requests and the factor by which it is slower than its configuration."""
 
     id: EngineId
     configuration: Configuration
@@ -106,7 +106,7 @@ def packing(*engines: PackingEngine, max_moves: int = 1000, tolerance: float = T
 
 
 def stepped_s(engine: PackingEngine) -> float:
-    """The end of an engine that runs all it holds at once, iteration by iteration."""
+    """Return the end of an engine that runs all its requests at once, iteration by iteration."""
     configuration, seconds, done = engine.configuration, 0.0, 0
     while running := [request for request in engine.requests if request.remaining_tokens > done]:
         kv_tokens = sum(request.context_tokens + done for request in running)
@@ -120,7 +120,7 @@ outlooks = st.tuples(st.integers(1, 400), st.integers(1, 3000), st.booleans(), s
 
 @st.composite
 def fleets(draw: st.DrawFn) -> list[PackingEngine]:
-    """Few engines, some unlike others, some with too little KV, seats or free room."""
+    """Draw a few engines, some of them different, some short of KV, slots or free room."""
     fleet = []
     for index in range(draw(st.integers(1, 5))):
         held = [
@@ -155,7 +155,7 @@ def test_moves_are_valid_and_within_limits(fleet: list[PackingEngine], max_moves
     assert len(result.moves) <= max_moves
     assert len({move.request for move in result.moves}) == len(result.moves)
     for move in result.moves:
-        request = held[move.request, move.from_engine]  # it stands where the move says
+        request = held[move.request, move.from_engine]  # the request is on the move's source
         assert request.movable
         assert request.state is move.state
         assert move.to_engine != move.from_engine
@@ -192,17 +192,17 @@ def test_order_of_engines_and_requests_does_not_matter(fleet: list[PackingEngine
 
 @given(fleets())
 def test_repeated_packing_converges(fleet: list[PackingEngine]) -> None:
-    """Moves carried out, and as many as there are requests allowed, soon nothing is left to gain."""
+    """After a few rounds with as many moves as requests, no move gains anything."""
     for _ in range(40):
         result = packing(*fleet)
         if not result.moves:
             return
         fleet = carried_out(fleet, result)
-    pytest.fail("it moves requests to and fro")
+    pytest.fail("requests move back and forth")
 
 
 def carried_out(fleet: list[PackingEngine], result: Packing) -> list[PackingEngine]:
-    """Who moves is prefilled and runs, or waits where there is no room: the engine's free KV says which."""
+    """Return the engines after the moves: a moved request runs if the free KV suffices, otherwise it waits."""
     engines = {engine.id: engine for engine in fleet}
     for move in result.moves:
         source, destination = engines[move.from_engine], engines[move.to_engine]
@@ -253,7 +253,7 @@ def test_each_move_goes_from_the_last_ending_to_the_first_ending_engine() -> Non
 
 
 def test_longest_request_ends_up_with_few_others() -> None:
-    """On its own engine, that sheds the others, or on one that has little to do: whichever is the shorter way."""
+    """Either its engine gives away the others, or it moves to an engine with little work, whichever is faster."""
     long = packing_request("long", 12_000, 6_000)
     crowd = [packing_request(f"r{i:02d}", 2_500, 2_000) for i in range(30)]
     result = packing(engine("e0", long, *crowd), *(alike(f"e{k}", 20, 1_500) for k in (1, 2, 3)))
@@ -273,7 +273,7 @@ def test_waiting_request_moves_to_an_engine_with_room() -> None:
 
 @pytest.mark.parametrize(("stuck", "moves"), [(SOURCES - 1, True), (SOURCES, False)])
 def test_search_stops_after_several_sources_without_moves(stuck: int, moves: bool) -> None:
-    """The later ones hold what cannot be moved."""
+    """The engines that end last have only immovable requests."""
     held = [engine(f"s{i:02d}", packing_request(f"s{i:02d}", 20_000, movable=False)) for i in range(stuck)]
     assert bool(packing(*held, alike("e0", 12, 4_000), engine("e1")).moves) == moves
 
@@ -323,7 +323,7 @@ def test_move_costs_its_prefill_and_pauses_a_running_request(state: RequestState
 @pytest.mark.parametrize(("fixed_s", "moves"), [(0.0, True), (5.0, True), (60.0, False)])
 @pytest.mark.parametrize("waits", [False, True])
 def test_running_request_moves_only_if_the_gain_exceeds_its_pause(fixed_s: float, moves: bool, waits: bool) -> None:
-    """Four long requests beside an empty engine: with one fewer they end 10 s sooner, and one alone 30 s sooner."""
+    """Four long requests and an empty engine: three of them end 10 s sooner, and one alone ends 30 s sooner."""
     held = [packing_request(f"r{i}", 5000 - i, waits=waits and i == 3) for i in range(4)]
     slow = replace(CONFIGURATION, beta_s=0.002)
     fleet = [engine("e0", *held, configuration=slow), engine("e1", configuration=slow)]
@@ -335,12 +335,12 @@ def test_running_request_moves_only_if_the_gain_exceeds_its_pause(fixed_s: float
     else:
         assert chosen.moves == ()
     if not moves:
-        assert len(waiting) == len(chosen.moves)  # what waits anyway loses nothing
+        assert len(waiting) == len(chosen.moves)  # a waiting request loses nothing
 
 
 @given(fleets(), st.floats(0, 100))
 def test_fixed_costs_of_simultaneous_moves_overlap(fleet: list[PackingEngine], fixed_s: float) -> None:
-    """Against the same moves without it: an engine ends later by it at most once, and only where running ones came."""
+    """Compared with free moves, an engine ends at most one fixed part later, and only if running requests arrived."""
     chosen = pack(fleet, max_moves=5, tolerance=TOLERANCE, move_fixed_s=fixed_s)
     states = {move.to_engine: set[RequestState]() for move in chosen.moves}
     for move in chosen.moves:
@@ -354,7 +354,7 @@ def test_fixed_costs_of_simultaneous_moves_overlap(fleet: list[PackingEngine], f
 
 
 def _carried_out_s(fleet: list[PackingEngine], chosen: Packing) -> dict[EngineId, float]:
-    """When engines end by the same moves with no fixed part."""
+    """Return the ends of the engines after the same moves without a fixed part."""
     loads = {each.id: _Load(each.worker, each.own, remaining_of(fleet)) for each in fleet}
     by_id = {request.id: request.view for each in fleet for request in each.requests}
     for move in chosen.moves:

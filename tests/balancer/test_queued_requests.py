@@ -1,4 +1,4 @@
-"""Requests that wait in a gateway are on no engine: the fast loop neither moves them nor counts them as anybody's."""
+"""Tests of requests queued in a gateway: the fast loop does not move them and counts them for no engine."""
 
 from builders import engine_report, gateway_report, request, sample
 
@@ -11,7 +11,7 @@ SETTINGS = FastSettings(theta=0.0001)
 
 
 def crowded(*queued: RequestView) -> Snapshot:
-    """Eight requests on e0, none on e1."""
+    """Return a snapshot with eight requests on e0 and none on e1."""
     state = FleetState([EngineFacts(id, "", max_sequences=4) for id in ("e0", "e1")])  # type: ignore[arg-type]
     state.fold_gateway(gateway_report(request("r0"), sequence=1), 90.0)
     for id in ("e0", "e1"):
@@ -24,7 +24,7 @@ def crowded(*queued: RequestView) -> Snapshot:
 
 
 def test_gateway_queue_changes_no_moves() -> None:
-    # One that is new, and one that has tokens already: an engine that failed lost it.
+    # One new request, and one with tokens, which comes from a failed engine.
     queued = request("q0", engine=None, generated=0), request("q1", engine=None, generated=20)
     with_queue, without = crowded(*queued), crowded()
     assert {r.id for r in with_queue.requests} - {r.id for r in without.requests} == {"q0", "q1"}

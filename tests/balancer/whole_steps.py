@@ -1,8 +1,8 @@
-"""Whole generation steps on simulated engines, decided by `decide_balance`: what policies and knowledge are worth.
+"""Compare policies and length estimates over whole generation steps on simulated engines, with `decide_balance`.
 
-Each step runs under five arms: prompts dealt to engines and left there (static), the paper's rule, packing with lengths
-forecast from this step's own finished ones, packing as if every output had the mean length, and an oracle that knows
-every length: the better of packing with the lengths known and of engines filled from the start in descending order.
+Each step runs under five arms: prompts placed on engines without moves (static), the paper's rule, packing with lengths
+forecast from this step's finished outputs, packing as if every output had the mean length, and an oracle with exact
+lengths. The oracle is the better of packing and of filling engines in descending order from the start.
 """
 
 import random
@@ -42,12 +42,12 @@ _Expected = tuple[Mapping[RequestId, float], LengthDistributions | None]
 Expect = Callable[[IntervalState, Snapshot], _Expected]
 
 ENGINES = 8
-SAMPLES = 8  # of each prompt, dealt to one engine
+SAMPLES = 8  # of each prompt, placed on one engine
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A step's load on engines of a 14B model at TP=2 on H800s."""
+    """The load of a step on engines of a 14B model at TP=2 on H800s."""
 
     requests_per_engine: int
     median_tokens: float
@@ -55,7 +55,7 @@ class Setting:
     kv_capacity_tokens: int
 
     def requests(self, seed: int) -> list[SimRequest]:
-        """Lengths are lognormal, correlated within a prompt, and cut."""
+        """Return requests with lognormal lengths, correlated within a prompt, and cut at the limit."""
         rng, correlation, sigma = random.Random(seed), 0.6, 1.2
         made = []
         for prompt in range(ENGINES * self.requests_per_engine // SAMPLES):
@@ -86,7 +86,7 @@ TIGHT = Setting(64, 1500.0, 15_000, 70_000)
 
 
 def makespans_by_arm(setting: Setting, requests: Sequence[SimRequest]) -> dict[str, float]:
-    """Makespan by arm."""
+    """Return the makespan by arm."""
     shape = setting.kind.shape
     ids = [request.id for request in requests]
     prompts = [ids[start : start + SAMPLES] for start in range(0, len(ids), SAMPLES)]
@@ -108,7 +108,7 @@ def makespans_by_arm(setting: Setting, requests: Sequence[SimRequest]) -> dict[s
 
 
 def forecast_from(setting: Setting) -> Expect:
-    """As the daemon expects it in its first step."""
+    """Return an estimator as the daemon uses it in its first step."""
     remaining = RemainingTokensEstimator()
 
     def expect(state: IntervalState, snapshot: Snapshot) -> _Expected:
@@ -119,7 +119,7 @@ def forecast_from(setting: Setting) -> Expect:
 
 
 def mean_only(state: IntervalState, snapshot: Snapshot) -> _Expected:
-    """Every output has the mean length; one that has outgrown it is about to end."""
+    """Return remaining tokens as if every output had the mean length; longer ones are about to end."""
     mean_tokens = mean(request.output_tokens for request in state.requests.values())
     return {request: max(1.0, mean_tokens - done) for request, done in state.generated.items()}, None
 
@@ -131,7 +131,7 @@ def true_lengths(state: IntervalState, snapshot: Snapshot) -> _Expected:
 
 
 def decided_by(settings: FastSettings, setting: Setting, expect: Expect) -> Policy:
-    """The fast loop's own decision, on the step as a snapshot."""
+    """Return a policy that applies the fast loop's decision to a snapshot of the step."""
     moved: dict[RequestId, int] = {}
 
     def policy(state: IntervalState) -> list[StepMove]:
@@ -207,7 +207,7 @@ def _place(engine: EngineId) -> int:
 
 
 def descending(configuration: Configuration, requests: Sequence[SimRequest], engines: int) -> list[list[RequestId]]:
-    """Engines filled one after the other with the longest that are left, each for as long as the first one takes."""
+    """Fill engines one after the other with the longest remaining requests, each for as long as its first one takes."""
     longest_first = sorted(requests, key=lambda request: (-request.output_tokens, request.id))
     low_s, high_s = 0.0, 1e6
     best: list[list[RequestId]] = []
@@ -234,7 +234,7 @@ def _filled(
         if not filled or work_s > left_s or kv_area > left_area:
             filled.append([])
             left_s = within_s - configuration.alpha_s * tokens
-            # As many iterations as there is time for, with the KV cache full.
+            # The number of iterations that fit in the time with a full KV cache.
             left_area = within_s / configuration.alpha_s * configuration.kv_capacity_tokens
         filled[-1].append(request.id)
         left_s, left_area = left_s - work_s, left_area - kv_area
@@ -242,8 +242,8 @@ def _filled(
 
 
 def preempted_share(setting: Setting, seed: int, *, lengths_known: bool) -> float:
-    """Return the share of moved running requests after which a request was preempted where they came to, before they
-    ended or left again. Without lengths, room is judged by flat headroom."""
+    """Return the share of moved running requests after whose arrival a request was preempted there, before they ended
+    or left again. Without lengths, room is judged by a flat headroom."""
     expect = forecast_from(setting)
     without_lengths: Expect = lambda state, snapshot: (expect(state, snapshot)[0], None)  # noqa: E731
     watched = _Watched(decided_by(FastSettings(), setting, expect if lengths_known else without_lengths))
@@ -256,14 +256,14 @@ def preempted_share(setting: Setting, seed: int, *, lengths_known: bool) -> floa
 
 @dataclass(slots=True)
 class _Stay:
-    """Of a request that came running to an engine."""
+    """The stay of a running request that moved to an engine."""
 
     engine: int
     preemptions_before: int
 
 
 class _Watched:
-    """A policy, and what its moves of running requests led to."""
+    """A policy that records the consequences of its moves of running requests."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy

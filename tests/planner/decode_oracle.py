@@ -1,4 +1,5 @@
-"""An instance decoding: one iteration at a time, and, for many requests, from one change of its batch to the next."""
+"""Simulate a decoding instance, one iteration at a time or, for many requests, from one change of the batch to the
+next."""
 
 from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
@@ -11,11 +12,11 @@ from planner.model import Configuration
 
 
 class DoesNotFit(ValueError):
-    """A request that an instance of this configuration could never admit."""
+    """Raised for a request that an instance of the configuration can never admit."""
 
 
 def step_by_step_s(configuration: Configuration, requests: Sequence[RemainingWork]) -> float:
-    """Seconds until the last ends: admit in order while there is room, decode one token each, drop the ended."""
+    """Return the seconds until the last request ends: admit in order, decode one token each, drop ended ones."""
     queue = list(requests)
     running: list[list[int]] = []  # [held, left, footprint]
     elapsed_s = 0.0
@@ -32,7 +33,7 @@ def step_by_step_s(configuration: Configuration, requests: Sequence[RemainingWor
 
 
 def along_the_curve_s(profile: EngineProfile, requests: Sequence[RemainingWork]) -> float:
-    """The same with the profile's own step time, where KV tokens beyond the GPU's go to CPU memory."""
+    """Return the same with the profile's own step time, with KV tokens beyond the GPU's in CPU memory."""
     queue = list(requests)
     running: list[list[int]] = []  # [held, left, footprint]
     elapsed_s = 0.0
@@ -51,16 +52,16 @@ def along_the_curve_s(profile: EngineProfile, requests: Sequence[RemainingWork])
 
 
 def decode_s(configuration: Configuration, requests: Sequence[RemainingWork]) -> float:
-    """Seconds until the last of `requests` ends, admitted strictly in the order given.
+    """Return the seconds until the last of `requests` ends, admitted strictly in the given order.
 
-    One is admitted when fewer than `max_sequences` run and its footprint fits beside theirs. Raises DoesNotFit.
+    A request is admitted when fewer than `max_sequences` run and its footprint fits. Raises DoesNotFit.
     """
     iterations = _iterations(configuration, requests)
     return configuration.alpha_s * iterations + sum(configuration.work_s(*pending) for pending in requests)
 
 
 def _iterations(configuration: Configuration, requests: Sequence[RemainingWork]) -> int:
-    """Decode iterations until all have ended: a walk over admissions and completions."""
+    """Return the decode iterations until all have ended, from one admission or completion to the next."""
     ends: list[tuple[int, int]] = []  # heap of (iteration at which it ends, footprint)
     now = free_tokens = 0
     free_tokens = configuration.kv_capacity_tokens
@@ -82,9 +83,9 @@ def _iterations(configuration: Configuration, requests: Sequence[RemainingWork])
 
 
 def curve_decode_s(profile: EngineProfile, requests: Sequence[RemainingWork]) -> float:
-    """As `decode_s`, with the step time's own curve, and with KV tokens beyond the capacity spilled or made to wait.
+    """Return the seconds as `decode_s` does, with the step time's own curve and with spilled KV tokens.
 
-    A request is admitted where its footprint fits beside the others into GPU and CPU memory. Raises DoesNotFit.
+    A request is admitted if its footprint fits in GPU and CPU memory with the others. Raises DoesNotFit.
     """
     step, capacity = profile.step, profile.kv_capacity_tokens
     total_s = 0.0
@@ -96,22 +97,22 @@ def curve_decode_s(profile: EngineProfile, requests: Sequence[RemainingWork]) ->
 
 
 class _Stretch(NamedTuple):
-    """Iterations during which nobody joins or leaves."""
+    """A sequence of iterations without admissions or completions."""
 
     iterations: int
     sequences: int
-    kv_tokens: int  # before the first one
+    kv_tokens: int  # before the first iteration
 
     def read_tokens(self, beyond: int = 0) -> float:
-        """KV tokens beyond that many, summed over the iterations: each adds one token for each sequence."""
-        started = max(0, -(-(beyond - self.kv_tokens) // self.sequences))  # the first iteration with any
+        """Return the KV tokens beyond `beyond`, summed over the iterations; each adds one token per sequence."""
+        started = max(0, -(-(beyond - self.kv_tokens) // self.sequences))  # the first iteration with tokens beyond
         count = max(0, self.iterations - started)
         first = self.kv_tokens + started * self.sequences - beyond
         return count * first + self.sequences * count * (count - 1) / 2
 
 
 def _stretches(room_tokens: int, max_sequences: int, requests: Sequence[RemainingWork]) -> Iterator[_Stretch]:
-    """A walk over admissions, strictly in order, and completions."""
+    """Yield the stretches between admissions, strictly in order, and completions."""
     running: list[tuple[int, int]] = []  # heap of (iteration at which it ends, footprint)
     now = held_tokens = kv_tokens = 0
     waiting = list(reversed(requests))

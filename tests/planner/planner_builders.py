@@ -1,4 +1,4 @@
-"""Configurations, engines and snapshots for tests of the planner, with sensible values for what a test leaves out."""
+"""Builders for configurations, engines and snapshots in tests of the planner, with sensible defaults."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -22,14 +22,14 @@ SECONDS = st.sampled_from([0.0, 1e-7, 1e-4, 0.01, 1.0])
 
 
 class RemainingWork(NamedTuple):
-    """What is left of a request: tokens that it holds, and tokens that it will generate."""
+    """The remaining work of a request: tokens in its context, and tokens that it will generate."""
 
     context_tokens: int
     remaining_tokens: int
 
     @property
     def footprint_tokens(self) -> int:
-        """KV tokens that it holds when it ends, reserved from admission on."""
+        """The KV tokens of the request at its end, which are reserved from its admission on."""
         return self.context_tokens + self.remaining_tokens
 
 

@@ -1,4 +1,4 @@
-"""Calibration: what earlier plans say about the next prediction."""
+"""Tests of calibration: predictions are corrected by the errors of earlier plans."""
 
 import pytest
 from hypothesis import given
@@ -26,7 +26,7 @@ def test_errors_to_both_sides_are_no_bias() -> None:
 
 
 def test_plans_are_weighted_by_their_actual_seconds() -> None:
-    """One second off in the last second of a step is no 100 %."""
+    """An error of one second in the last second of a step does not count as 100 %."""
     assert Calibration().after([(100.0, 100.0), (2.0, 1.0)]).error == pytest.approx(1 / 101)
 
 

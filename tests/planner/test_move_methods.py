@@ -1,4 +1,4 @@
-"""Which way a request moves, against the arithmetic of appendix A done by hand."""
+"""Tests of the choice of move methods, against hand calculations by appendix A of the paper."""
 
 import math
 from dataclasses import replace
@@ -43,7 +43,7 @@ TP2 = ConfigurationId("tp2")
 PREFILL = 10_000.0
 KV_BYTES = 100_000.0
 PER_NODE = 8
-# Ten microseconds a token between nodes, by both GPUs of an engine, and a quarter of that within one.
+# Ten microseconds per token between nodes, over both GPUs of an engine, and a quarter of that within one.
 INTER_GBPS, INTRA_GBPS, TRANSFER_FIXED_S = 40.0, 160.0, 0.05
 FIXED_S = 0.2
 
@@ -100,8 +100,8 @@ ALIKE = {"e0": "tp2/v1", "near": "tp2/v1", "far": "tp2/v1"}
 def test_cheapest_available_method_is_chosen(
     moves: list[tuple[int, str, RequestState, int]], versions: dict[str, str]
 ) -> None:
-    """Contexts are computed one after the other; the fixed part passes at once for all. A request that waits has no KV:
-    one that was preempted is computed again, one that has not run yet is only ahead of those that come after it."""
+    """Contexts are computed one after the other; the fixed parts of all moves overlap. A waiting request has no KV: a
+    preempted one is recomputed, and one that has not run yet only delays the requests after it."""
     requests = tuple(request(f"r{index}", tokens, state, made) for index, (tokens, _, state, made) in enumerate(moves))
     orders = [order(f"r{index}", to) for index, (_, to, _, _) in enumerate(moves)]
     priced = choose_move_methods(orders, Snapshot(0.0, ENGINES, requests), costing(**versions))
@@ -130,7 +130,7 @@ def test_cheapest_available_method_is_chosen(
 
 
 def test_long_contexts_cost_more_per_token() -> None:
-    """Attention makes the second half of a context dearer than the first."""
+    """Attention makes the second half of a context more expensive than the first."""
     bend = Curve((0.0, 1000.0, 10_000.0), (0.0, 1000.0, 30_000.0))
     snapshot = Snapshot(0.0, ENGINES, (request("r", 10_000),))
     (straight,) = choose_move_methods([order("r", "far")], snapshot, costing())
@@ -166,12 +166,12 @@ def test_fixed_part_stays_within_bounds(measured_s: list[float], prior_s: float)
     st.randoms(use_true_random=False),
 )
 def test_fixed_part_follows_the_majority_of_moves(true_s: float, moves: int, stray: float, random: Random) -> None:
-    """A quarter of them stalled, or were measured wrongly."""
+    """A quarter of the moves stalled or were measured wrongly."""
     part = learnt()
     for turn in range(moves):
         part = part.after(stray if turn % 4 == 3 else true_s * random.uniform(0.9, 1.1))
     assert part.seconds == pytest.approx(true_s, rel=0.11)
-    other = learnt(*part.measured_s, *[3 * true_s] * MOST_ORDERS)  # and what it comes to be
+    other = learnt(*part.measured_s, *[3 * true_s] * MOST_ORDERS)  # and after a change
     assert other.seconds == pytest.approx(min(MOST_FIXED_S, 3 * true_s))
 
 
@@ -181,8 +181,8 @@ def test_few_moves_do_not_change_the_fixed_part() -> None:
 
 
 def test_fixed_part_excludes_the_cost_of_contexts() -> None:
-    """Several contexts were computed one after the other; what was not predicted, done or seen tells nothing, nor what
-    went by another method than was ordered."""
+    """Several contexts were computed one after the other. Moves without a prediction, a result or a measurement do not
+    count, nor do moves by another method than ordered."""
     names = ("one", "two", "queued", "unseen", "fell back", "gone")
     requests = tuple(
         request(name, 10_000, RequestState.WAITING if name == "queued" else RequestState.RUNNING, int(name != "queued"))

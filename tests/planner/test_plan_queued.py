@@ -1,4 +1,4 @@
-"""Requests that wait in a gateway are new ones to the planner: counted as work, and moved by nobody."""
+"""Tests of requests queued in a gateway: the planner counts them as new work and does not move them."""
 
 from planner_builders import configuration, engine, request, snapshot
 

@@ -1,4 +1,4 @@
-"""Fits give back what made the samples: lines and bends, through noise and outliers, and never fall with load."""
+"""Tests of fits: they recover the lines and bends behind noisy samples with outliers, and never fall with load."""
 
 from itertools import pairwise
 
@@ -89,7 +89,7 @@ def test_fitted_step_time_never_falls_with_load(seen: list[tuple[int, int, float
     [
         [],
         [StepSample(1, 100, 0.1)],
-        [StepSample(b, 1000 * b, 0.01 + b) for b in BATCHES],  # one context: KV tokens are a line in sequences
+        [StepSample(b, 1000 * b, 0.01 + b) for b in BATCHES],  # equal contexts: KV tokens are proportional to sequences
         [StepSample(4, 1000, 0.1)] * 10,
     ],
     ids=["none", "one", "one context", "one batch"],
@@ -120,7 +120,7 @@ PRIOR = StepTime(Curve((1, 512), (0.01, 0.04)), 2e-8)
 
 
 def believed(step: StepTime, max_sequences: int, kv_capacity_tokens: int) -> EngineProfile:
-    """A configuration with this step time."""
+    """Return a profile with this step time."""
     given = Provenance(ProfileSource.GIVEN, "2026-01-01")
     return EngineProfile(
         ConfigurationId("tp2"), Parallelism(tp=2), step, 9000.0, kv_capacity_tokens, max_sequences, 1.0, given

@@ -1,4 +1,4 @@
-"""Least squares with coefficients >= 0, beside scipy's."""
+"""Tests of least squares with coefficients >= 0, compared with scipy."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from planner.cost.fit import Floats, nonnegative_least_squares
 
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[Floats, Floats]:
-    """Columns of many sizes, some of them equal, opposite or nothing but noise beside others."""
+    """Draw columns of many scales, some of them equal, opposite, or equal to others except for noise."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     count = draw(st.integers(1, 8))
     rows = rng.normal(draw(st.sampled_from([0.0, 1.0, 10.0])), 1.0, (draw(st.integers(1, 30)), count))

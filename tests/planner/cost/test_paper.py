@@ -1,4 +1,4 @@
-"""The profile of the paper's engine reproduces its two phases, where narrow engines win first and wide ones last."""
+"""Tests of the paper's profile: it reproduces both phases, in which narrow engines win first and wide ones last."""
 
 from dataclasses import astuple
 from pathlib import Path
@@ -51,7 +51,7 @@ def test_the_times_are_those_of_the_paper() -> None:
 
 
 def fit_host() -> HostFit:
-    """Least squares on the logarithms of the six times."""
+    """Return the fit by least squares on the logarithms of the six times."""
     model, gpu = model_named("qwen2.5-14b"), gpu_named("h800")
     logs_s = np.log([*EARLY_S.values(), *TAIL_S.values()])
 
@@ -69,7 +69,7 @@ def test_fitting_again_gives_the_same_host_time() -> None:
 
 
 def test_host_time_per_sequence_is_similar_for_all_tp() -> None:
-    """About 70 us in many engines: it is what a model without it gets wrong."""
+    """It is about 70 us in many engines; a model without it has large errors."""
     betas_s = [profile.configuration((1, 512)).beta_s for profile in tp2_to_tp8()]
     assert betas_s == pytest.approx([70e-6] * 3, rel=0.15)
 

@@ -48,7 +48,7 @@ def test_wide_engines_step_faster_and_narrow_ones_serve_more_per_gpu() -> None:
 
 
 def test_step_time_of_experts_bends_with_the_batch() -> None:
-    """From 1 to 64 sequences, the step time with experts grows far more than a dense model's, and then flattens."""
+    """The step time with experts grows far more from 1 to 64 sequences than a dense model's, and then flattens."""
     base_s = predict(EXPERTS, H800, Parallelism(tp=8, ep=8), VLLM).step.base_s
     slopes = [(base_s.at(high) - base_s.at(low)) / (high - low) for low, high in ((1, 16), (16, 64), (64, 256))]
     assert slopes == sorted(slopes, reverse=True)
@@ -118,7 +118,7 @@ def test_layouts_stay_inside_a_node_or_take_whole_ones() -> None:
 
 
 def test_data_parallel_attention_needs_no_split_heads() -> None:
-    """With 28 heads TP ends at 4, but 64 experts can be spread over all GPUs."""
+    """TP ends at 4 with 28 heads, but 64 experts can be spread over all GPUs."""
     names = {identifier(layout) for layout in layouts(model_named("qwen2-57b-a14b"), 64, 8)}
     assert {"tp4", "tp4ep4", "tp1dp8ep8", "tp1dp32ep32"} <= names
     assert not names & {"tp8", "tp8ep8"}

@@ -1,5 +1,5 @@
-"""What requests add to an instance, and the walks that judge it elsewhere: against a simulation iteration by iteration,
-and as decoding must bend."""
+"""Tests of the cost that requests add to an instance, against a simulation of every iteration, and of the simulations
+that other tests use."""
 
 from dataclasses import replace
 
@@ -57,7 +57,7 @@ def test_more_to_decode_never_takes_less(
 
 def test_decode_s_matches_a_hand_calculation() -> None:
     instance = configuration(alpha_s=1.0, beta_s=0.1, gamma_s=0.01)
-    # 2 iterations of 2 sequences holding 30 and 32 tokens, then 1 of 1 holding 22.
+    # 2 iterations of 2 sequences with 30 and 32 tokens, then 1 iteration of 1 sequence with 22.
     assert decode_s(instance, [RemainingWork(10, 2), RemainingWork(20, 3)]) == pytest.approx(
         (1 + 0.2 + 0.3) + (1 + 0.2 + 0.32) + (1 + 0.1 + 0.22)
     )

@@ -1,4 +1,4 @@
-"""The roofline bends as hardware does, and agrees with arithmetic by hand where everything else is taken away."""
+"""Tests of the roofline: it is monotonic as hardware is, and matches hand calculations without overheads."""
 
 import numpy as np
 import pytest
@@ -83,7 +83,7 @@ def test_more_gpus_hold_more_tokens(model: Model, gpu: GpuModel) -> None:
 
 @given(models, tps, precisions)
 def test_gpus_together_hold_all_weights(model: Model, tp: int, precision: Precision) -> None:
-    """Whatever the split, the GPUs together hold every parameter; both embeddings in 16 bits."""
+    """The GPUs together hold every parameter for any split, with both embeddings in 16 bits."""
     held = tp * weight_bytes_per_gpu(model, Parallelism(tp=tp), precision)
     embeddings = model.head_params * (1 if model.tied_embeddings else 2)
     dense = model.layers * (model.attention_params + model.dense_ffn_params)
@@ -93,7 +93,7 @@ def test_gpus_together_hold_all_weights(model: Model, tp: int, precision: Precis
 
 
 def test_without_overheads_a_decode_is_reading_the_weights() -> None:
-    """70 billion parameters of 2 bytes, less the embedding, on four GPUs of 3.35 TB/s."""
+    """The model has 70 billion parameters of 2 bytes, minus the embedding, on four GPUs of 3.35 TB/s."""
     free = dict.fromkeys(prior_values(), 0.0) | {
         name: 1.0 for name in prior_values() if name.endswith(("efficiency", "exponent"))
     }
@@ -101,12 +101,12 @@ def test_without_overheads_a_decode_is_reading_the_weights() -> None:
     work = work_of(model, gpu, Parallelism(tp=4), Precision(), 1.0)
     read_s = (model.params - model.head_params) * 2 / 4 / 3.35e12
     step_s = float(decode_s(work, constants_of(free, "trtllm")))
-    # One sequence computes next to nothing, and sends 2 x 80 x 8192 x 2 bytes x 2 x 3/4 over NVLink.
+    # One sequence takes almost no compute, and sends 2 x 80 x 8192 x 2 bytes x 2 x 3/4 over NVLink.
     assert step_s == pytest.approx(read_s + 2 * 80 * 8192 * 2 * 1.5 / 450e9, rel=1e-3)
 
 
 def test_uniform_router_visits_the_expected_number_of_experts() -> None:
-    """Against drawing: 64 tokens, 8 of 128 experts each."""
+    """The count is compared with random draws: 64 tokens, each with 8 of 128 experts."""
     model, gpu = model_named("qwen3-235b-a22b"), gpu_named("h200")
     values = FITTED[""] | {"routing_exponent": 1.0, "hbm_efficiency": 1.0}
     free = values | {name: 0.0 for name in values if name.endswith("_s")}

@@ -1,7 +1,7 @@
-"""The contract of `orchestrrl plan solve`, recomputed naively from its JSON: whether an answer is what it says it is.
+"""Check an answer of `orchestrrl plan solve` against its contract, by recomputing every figure from the JSON.
 
-Written from the contract's text alone and without any of the planner's code. Where the text leaves a choice, the choice
-is in the docstring of the function that makes it.
+The checks follow the text of the contract alone and use no code of the planner. If the text leaves a choice, the
+docstring of the function states the choice.
 """
 
 import heapq
@@ -50,7 +50,10 @@ def same(a: float, b: float) -> bool:
 
 
 def decode_iteration_by_iteration_s(configuration: Json, held: Sequence[Tokens]) -> float | None:
-    """Seconds until the last ends, in exact arithmetic, one iteration at a time. None: one can never be admitted."""
+    """Return the seconds until the last request ends, in exact arithmetic, one iteration at a time.
+
+    Return None if a request can never be admitted.
+    """
     alpha, beta, gamma = (Fraction(configuration[name]) for name in ("alpha_s", "beta_s", "gamma_s"))
     queue = list(held)
     running: list[list[int]] = []  # resident, left, footprint
@@ -70,7 +73,7 @@ def decode_iteration_by_iteration_s(configuration: Json, held: Sequence[Tokens])
 
 
 def decode_s(configuration: Json, held: Iterable[Tokens]) -> float | None:
-    """The same from one completion to the next: quick enough for large fleets."""
+    """Return the same seconds, from one completion to the next: fast enough for large fleets."""
     alpha, beta, gamma = configuration["alpha_s"], configuration["beta_s"], configuration["gamma_s"]
     capacity, slots = configuration["kv_capacity_tokens"], configuration["max_sequences"]
     ends: list[tuple[int, int, int]] = []  # iteration after its last, footprint, context less the iteration it began in
@@ -94,11 +97,11 @@ def decode_s(configuration: Json, held: Iterable[Tokens]) -> float | None:
     return clock_s
 
 
-# --- the problem, looked at from several sides
+# --- the problem
 
 
 class Facts:
-    """What is asked of a problem again and again."""
+    """Derived facts of a problem that several checks use."""
 
     def __init__(self, problem: Json) -> None:
         self.problem = problem
@@ -118,7 +121,7 @@ class Facts:
         return set(range(node * self.per_node, min((node + 1) * self.per_node, self.count)))
 
     def transfer_s(self, request: Json, gpus: Sequence[int]) -> float:
-        """Seconds to carry a running request's KV to the instance on `gpus`: never, over a link of no rate."""
+        """Return the seconds to transfer a running request's KV to the instance on `gpus`; infinite without a link."""
         source = self.current[request["instance"]]["gpus"]
         transfer = self.problem["transfer"]
         together = len(self.nodes([*source, *gpus])) == 1
@@ -128,7 +131,7 @@ class Facts:
         return float(bits / (rate * 1e9) + transfer["latency_s"]) if rate else math.inf
 
     def moved(self, request: Json, configuration: str, gpus: Sequence[int]) -> tuple[float, set[str]]:
-        """What a running request costs the instance that it moves to, and by which method: either where they tie."""
+        """Return the cost of a running request for its new instance, and the cheaper methods: both if they tie."""
         by_transfer = self.transfer_s(request, gpus)
         by_recompute = request["context_tokens"] / self.configurations[configuration]["prefill_tokens_per_s"]
         if same(by_transfer, by_recompute):
@@ -136,7 +139,7 @@ class Facts:
         return min((by_transfer, {"transfer"}), (by_recompute, {"recompute"}), key=lambda each: each[0])
 
     def current_placement(self) -> dict[str, list[str]]:
-        """Running, then waiting requests in input order, then the new ones, dealt round robin from the first."""
+        """Return the current placement: running, then waiting requests in input order, then new ones round robin."""
         placement: dict[str, list[str]] = {name: [] for name in self.current}
         for state in ("running", "waiting"):
             for name, request in self.requests.items():
@@ -149,7 +152,7 @@ class Facts:
         return placement
 
     def current_makespan_s(self) -> float | None:
-        """None without a current fleet, and where the current placement can never serve some request."""
+        """Return the current makespan; None without a current fleet or if a request can never be admitted."""
         if not self.current:
             return None
         ends = [
@@ -159,7 +162,10 @@ class Facts:
         return None if None in ends else max(end for end in ends if end is not None)
 
     def finish_s(self, configuration: str, gpus: Sequence[int], ids: Sequence[str]) -> tuple[float, float, float]:
-        """Decode, migration and switch of one instance. Raises ValueError where a request can never be admitted."""
+        """Return the decode, migration and switch seconds of an instance.
+
+        Raises ValueError if a request can never be admitted.
+        """
         decoding = decode_s(self.configurations[configuration], self.tokens(ids))
         if decoding is None:
             raise ValueError(f"a request of {list(ids)[:5]} can never be admitted by {configuration}")
@@ -173,7 +179,7 @@ class Facts:
         return decoding, migration, 0.0 if kept else self.configurations[configuration]["switch_s"]
 
     def placeable(self) -> list[str]:
-        """Configurations that the nodes have room for, those that run already included."""
+        """Return the configurations that fit on the nodes, including those that already run."""
         sizes = [len(self.node_gpus(node)) for node in range(math.ceil(self.count / self.per_node))]
         running = {each["configuration"] for each in self.problem["current"]}
         return [
@@ -185,14 +191,14 @@ class Facts:
         ]
 
     def missing_tokens(self) -> int:
-        """By how much the longest footprint exceeds the largest capacity; more than 0: there is no answer."""
+        """Return by how much the longest footprint exceeds the largest capacity; above 0 the problem is infeasible."""
         footprints = [each["context_tokens"] + each["remaining_tokens"] for each in self.requests.values()]
         rooms = [self.configurations[name]["kv_capacity_tokens"] for name in self.placeable()]
         return max(footprints, default=0) - max(rooms, default=0)
 
 
 def makespan_s(problem: Json, placed: Iterable[tuple[str, Sequence[int], Sequence[str]]]) -> float:
-    """Of any placement: (configuration, gpus, requests in order of admission) of each instance."""
+    """Return the makespan of a placement: (configuration, gpus, requests in order of admission) per instance."""
     facts = Facts(problem)
     return max((sum(facts.finish_s(*each)) for each in placed), default=0.0)
 
@@ -201,7 +207,7 @@ def makespan_s(problem: Json, placed: Iterable[tuple[str, Sequence[int], Sequenc
 
 
 def parse(text: str) -> Json:
-    """Standard output as one JSON object without NaN or infinities. Raises ValueError."""
+    """Return standard output as one JSON object without NaN or infinities. Raises ValueError."""
 
     def refuse(constant: str) -> float:
         raise ValueError(f"{constant} is not JSON")
@@ -213,7 +219,7 @@ def parse(text: str) -> Json:
 
 
 def check(problem: Json, answer: Json) -> list[str]:
-    """Everything that the contract says of an answer and that does not hold. Empty: all of it holds."""
+    """Return the violations of the contract by an answer; empty if it is valid."""
     faults = list(_shape(problem, answer))
     if faults:
         return faults
@@ -237,10 +243,10 @@ def _shape(problem: Json, answer: Json) -> Iterable[str]:
         return
     for name in ("makespan_s", "lower_bound_s", "solve_s"):
         if not _number(answer[name]) or answer[name] < 0:
-            yield f"{name} is no number of at least 0: {answer[name]!r}"
+            yield f"{name} must be a number >= 0, got {answer[name]!r}"
     for name in ("current_makespan_s", "gap", "kv_balance_violation"):
         if answer[name] is not None and not _number(answer[name]):
-            yield f"{name} is neither null nor a number: {answer[name]!r}"
+            yield f"{name} must be null or a number, got {answer[name]!r}"
     if answer["decision"] not in ("reconfigure", "rebalance", "keep"):
         yield f"decision is {answer['decision']!r}"
     if not isinstance(answer["reason"], str) or not answer["reason"]:
@@ -258,9 +264,9 @@ def _shape(problem: Json, answer: Json) -> Iterable[str]:
 
 
 def _placement(facts: Facts, answer: Json) -> Iterable[str]:
-    """Requests exactly once; GPUs in range, disjoint, as many as the configuration says, and within the node rules.
+    """Check that requests occur exactly once and that GPUs are in range, disjoint, complete and within the node rules.
 
-    "Takes whole nodes" is read as: all of `per_node` GPUs of each of its nodes, so never of a smaller last node.
+    "Takes whole nodes" means all `per_node` GPUs of each node, so that a smaller last node is never used.
     """
     times = Counter(name for each in answer["instances"] for name in each["requests"])
     for name in facts.requests:
@@ -288,7 +294,7 @@ def _placement(facts: Facts, answer: Json) -> Iterable[str]:
 
 
 def _instances(facts: Facts, answer: Json) -> Iterable[str]:
-    """An id that a current instance has is only for the one that keeps it."""
+    """Check the instances. The id of a current instance belongs only to the instance that keeps it."""
     for each in answer["instances"]:
         name = each["id"]
         kept = facts.kept_id.get((each["configuration"], frozenset(each["gpus"])))
@@ -338,7 +344,7 @@ def _migrations(facts: Facts, answer: Json) -> Iterable[str]:
 
 
 def kv_violation(facts: Facts, instances: Iterable[tuple[str, Sequence[str]]]) -> float:
-    """How far the worst instance is outside mu ± delta. An instance without requests counts: its share is 0."""
+    """Return how far the worst instance is outside mu ± delta. An instance without requests has a share of 0."""
     balance = facts.problem["kv_balance"]
     if balance is None:
         return 0.0
@@ -378,8 +384,10 @@ def _totals(facts: Facts, answer: Json) -> Iterable[str]:
 
 
 def _decision(facts: Facts, answer: Json) -> Iterable[str]:
-    """A rebalance keeps the whole fleet as it is, a reconfiguration switches at least one instance: nobody asks for an
-    instance to be dropped, unless its GPUs are wanted for another."""
+    """Check the decision. A rebalance keeps the whole fleet, and a reconfiguration starts at least one instance.
+
+    An instance is dropped only if another one needs its GPUs.
+    """
     decision, makespan, current = answer["decision"], answer["makespan_s"], facts.current_makespan_s()
     epsilon = facts.problem["epsilon_s"]
     fleet = {each["id"] for each in answer["instances"] if each["kept"]}
@@ -389,7 +397,7 @@ def _decision(facts: Facts, answer: Json) -> Iterable[str]:
     if decision == "rebalance" and not unchanged:
         yield "a rebalance changes the fleet"
     if decision == "reconfigure" and facts.current and len(fleet) == len(answer["instances"]):
-        yield "a reconfiguration switches nothing"
+        yield "a reconfiguration starts no instance"
     if decision != "keep" and current is not None and not makespan < current - epsilon + ABSOLUTE:
         yield f"{decision} to {makespan!r} does not gain more than {epsilon!r} on {current!r}"
     if decision == "keep":

@@ -1,6 +1,6 @@
-"""Random problems of `orchestrrl plan solve`, as JSON: tiny ones dense in ties and limits, and realistic larger ones.
+"""Random problems of `orchestrrl plan solve` as JSON: tiny ones with many ties and limits, and realistic larger ones.
 
-All draw from a `random.Random`, so that hypothesis can hand in one that shrinks and a loop one that is merely seeded.
+All draw from a `random.Random`, so that hypothesis can pass one that shrinks and a loop one that is only seeded.
 """
 
 import math
@@ -51,7 +51,7 @@ def engines(switch_s: float = 1.6, widest: int = 8, slots: int = 1024, capacity_
 
 
 def problem(count: int, per_node: int, configurations: list[Json], **rest: Any) -> Json:
-    """A problem with sensible values for what is left out, fields in the contract's order."""
+    """Return a problem with sensible defaults, with fields in the contract's order."""
     return {
         "gpus": {"count": count, "per_node": per_node},
         "configurations": configurations,
@@ -75,7 +75,7 @@ def request(name: str, context: int, remaining: int, instance: str | None = None
 
 
 def fleet(rng: Random, count: int, per_node: int, configurations: list[Json], share: float = 1.0) -> list[Json]:
-    """A current fleet on about `share` of the GPUs, any within a node or whole nodes."""
+    """Return a current fleet on about `share` of the GPUs, within nodes or on whole nodes."""
     free = {
         node: [*range(node * per_node, min(count, (node + 1) * per_node))]
         for node in range(math.ceil(count / per_node))
@@ -102,7 +102,7 @@ def fleet(rng: Random, count: int, per_node: int, configurations: list[Json], sh
 
 
 def one_kind(count: int, per_node: int, each: Json) -> list[Json]:
-    """As many instances of one configuration as there is room for."""
+    """Return as many instances of one configuration as fit."""
     wanted = each["gpus"]
     starts = [at for at in range(0, count - wanted + 1, wanted) if at // per_node == (at + wanted - 1) // per_node]
     return [
@@ -111,7 +111,7 @@ def one_kind(count: int, per_node: int, each: Json) -> list[Json]:
 
 
 def states(rng: Random, requests: list[Json], current: list[Json], *, skew: float = 0.0, waiting: float = 0.2) -> None:
-    """Deal the requests out over the current instances, to the first of them the more often the more skew."""
+    """Distribute the requests over the current instances; a higher skew favours the first ones."""
     for each in requests if current else []:
         kind = rng.random()
         place = int(len(current) * rng.random() ** (1 + skew))
@@ -124,7 +124,7 @@ def states(rng: Random, requests: list[Json], current: list[Json], *, skew: floa
 
 
 def tiny(rng: Random, max_gpus: int = 4, max_requests: int = 5) -> Json:
-    """Small enough for the exact search: odd node sizes and configurations, coefficients that may be zero, tight KV."""
+    """Return a problem for the exact search: odd node sizes and configurations, zero coefficients, tight KV."""
     count, per_node = rng.randint(1, max_gpus), rng.randint(1, max_gpus)
     sizes = [1, *rng.choices(range(1, max_gpus + 2), k=rng.randint(0, 2))]
     configurations = [_tiny_configuration(rng, f"c{n}", size) for n, size in enumerate(sizes)]
@@ -167,8 +167,10 @@ def _tiny_configuration(rng: Random, name: str, gpus: int) -> Json:
 
 
 def few(rng: Random) -> Json:
-    """4 to 16 GPUs with few requests, for the exact search: the engines of a real model, or ones whose work for each
-    sequence and token weighs as much as with many requests."""
+    """Return a problem with 4 to 16 GPUs and few requests, for the exact search.
+
+    The engines are those of a real model, or their costs per sequence and token are as high as with many requests.
+    """
     count = rng.choice([4, 8, 12, 16])
     switch_s = rng.choice([0.0, 1.6, 20.0])
     configurations = engines(switch_s, rng.choice([2, 4, 8]), capacity_share=rng.choice([1.0, 1.0, 0.2]))
@@ -193,15 +195,16 @@ def few(rng: Random) -> Json:
 
 
 def lengths(rng: Random, mean: float, longest: int = 32_768) -> int:
-    """Heavy-tailed, cut off at the longest: log-normal with the mean well above the median."""
+    """Return a heavy-tailed length, cut at the longest: log-normal with the mean well above the median."""
     return max(1, min(longest, int(rng.lognormvariate(math.log(mean) - 0.6, 1.1))))
 
 
 def step(
     rng: Random, count: int, per_gpu: int = 16, *, progress: float = 0.0, skew: float = 0.0, **engine: Any
 ) -> Json:
-    """A generation step: at its start (no current fleet), or with a share of its tokens generated on a fleet of one
-    configuration, with what is left of it piled up the more skewed."""
+    """Return a generation step at its start (no current fleet), or with a share of its tokens already generated.
+
+    The step then runs on a fleet of one configuration; a higher skew concentrates the remaining requests."""
     configurations = engines(**engine)
     current = one_kind(count, 8, rng.choice(configurations)) if progress else []
     requests = []
@@ -215,7 +218,7 @@ def step(
 
 
 def medium(rng: Random) -> Json:
-    """8 to 64 GPUs, at the start of a step or in the midst of it."""
+    """Return a problem with 8 to 64 GPUs, at the start or in the middle of a step."""
     return step(
         rng,
         rng.choice([8, 16, 24, 64]),
@@ -227,7 +230,7 @@ def medium(rng: Random) -> Json:
 
 
 def kv_tight(rng: Random) -> Json:
-    """Many times more footprint than fits at once, or hardly any sequences at a time."""
+    """Return a problem with many times the footprint that fits at once, or with very few sequences at a time."""
     return step(
         rng,
         rng.choice([4, 8]),
@@ -240,7 +243,7 @@ def kv_tight(rng: Random) -> Json:
 
 
 def short(rng: Random, most: int = 6) -> Json:
-    """Few requests that ask for several times the KV room or the sequences that there are, for the exact search."""
+    """Return a problem for the exact search: few requests that need several times the available KV room or slots."""
     count = rng.choice([1, 2, 4, 8])
     requests = [request(f"r{n}", rng.randint(100, 3000), lengths(rng, 8000.0)) for n in range(rng.randint(4, most))]
     footprints = [each["context_tokens"] + each["remaining_tokens"] for each in requests]
@@ -261,7 +264,7 @@ def short(rng: Random, most: int = 6) -> Json:
 
 
 def crowded(rng: Random) -> Json:
-    """A step whose requests ask for two to eight times the KV room, or the sequences, of the widest engines."""
+    """Return a step whose requests need two to eight times the KV room, or the slots, of the widest engines."""
     count, per_gpu = rng.choice([8, 16, 64]), rng.choice([8, 16])
     times = rng.choice([2, 4, 8])
     slots = rng.choice([1024, per_gpu * 8 // times])
@@ -276,7 +279,7 @@ def crowded(rng: Random) -> Json:
 
 
 def odd(rng: Random) -> Json:
-    """GPUs that do not divide evenly, and configurations of 3, of several nodes, of more GPUs than there are."""
+    """Return a problem with GPUs that do not divide evenly, and configurations of 3 GPUs, several nodes or too many."""
     count, per_node = rng.choice([(20, 8), (13, 8), (32, 8), (24, 8), (7, 4), (10, 3), (17, 16)])
     sizes = rng.sample([1, 2, 3, 4, 5, 8, 16, 64], k=rng.randint(2, 4))
     if min(sizes) > min(per_node, count):
@@ -300,14 +303,14 @@ def odd(rng: Random) -> Json:
 
 
 def balanced(rng: Random) -> Json:
-    """With equation 2: a band around the mean, or one that cannot be met."""
+    """Return a problem with equation 2: a band around the mean, or one that cannot be met."""
     found = medium(rng) if rng.random() < 0.5 else few(rng)
     mu = rng.choice([0.0, 0.1, 0.5, 2.0])
     return found | {"kv_balance": {"mu": mu, "delta": rng.choice([0.0, 0.05, 0.3])}}
 
 
 def moves(rng: Random) -> Json:
-    """Where moving is all: skewed running requests under a transfer or a recomputation that is slow, or both."""
+    """Return a problem dominated by moves: skewed running requests with slow transfer, slow recomputation, or both."""
     found = step(rng, rng.choice([8, 16]), 8, progress=0.5, skew=6.0, switch_s=rng.choice([1.6, 1e4]))
     found["transfer"]["latency_s"] = rng.choice([0.0, 0.1, 30.0])
     found["transfer"]["inter_node_gbps_per_gpu"] = rng.choice([0.1, 200])
@@ -317,7 +320,7 @@ def moves(rng: Random) -> Json:
 
 
 def cannot_fit(rng: Random) -> Json:
-    """Requests on, or dealt to, current instances that can never admit them, beside a configuration that can."""
+    """Return a problem with requests on current instances that can never admit them, and a configuration that can."""
     found = few(rng)
     small = configuration("small", 1, (0.02, 1e-4, 1e-7), 1000, 8, 9000.0, 1.0)
     used = {gpu for each in found["current"] for gpu in each["gpus"]}

@@ -1,7 +1,7 @@
-"""The best that can be done with a problem of `orchestrrl plan solve`: exactly where it is small, and static fleets.
+"""Find the optimum of a problem of `orchestrrl plan solve`: exactly if it is small, and over static fleets.
 
-`literal_best_s` walks over everything there is. `best_s` uses what the contract's model implies: which GPUs of a node a
-new instance takes changes nothing but what can be kept, and each instance ends on its own.
+`literal_best_s` enumerates everything. `best_s` uses two consequences of the contract's model: the choice of GPUs in a
+node only affects which instances can be kept, and instances end independently.
 """
 
 import heapq
@@ -18,14 +18,14 @@ from solve_oracle import Facts, Json, decode_s, makespan_s
 Seconds = NDArray[np.float64]  # [mask of requests]
 Placed = tuple[str, Sequence[int], Sequence[str]]  # configuration, GPUs, requests in order of admission
 
-EVERY_ORDER = 6  # of so many requests all orders of admission are tried, of more only some
+EVERY_ORDER = 6  # number of requests up to which all orders of admission are tried
 
 
-# --- literally everything
+# --- full enumeration
 
 
 def literal_best_s(problem: Json) -> float:
-    """Every fleet, every assignment, every order of admission. For 3 or 4 GPUs and as many requests."""
+    """Return the optimum over every fleet, assignment and order of admission, for up to 4 GPUs and 4 requests."""
     facts = Facts(problem)
 
     @cache
@@ -62,7 +62,7 @@ def _fleets(facts: Facts, free: tuple[int, ...]) -> Iterator[list[tuple[str, tup
 
 
 def allowed(facts: Facts, gpus: Sequence[int]) -> bool:
-    """Inside one node, or whole nodes."""
+    """Return whether the GPUs are inside one node or are whole nodes."""
     nodes = facts.nodes(gpus)
     if len(gpus) <= facts.per_node:
         return len(nodes) == 1
@@ -73,12 +73,12 @@ def allowed(facts: Facts, gpus: Sequence[int]) -> bool:
 
 
 def best_s(problem: Json) -> float:
-    """The least makespan; with more than EVERY_ORDER requests that do not all fit at once, one that can be reached."""
+    """Return the optimal makespan, or an achievable one if more than EVERY_ORDER requests do not fit at once."""
     return _Search(problem).best_s()
 
 
 class _Search:
-    """Seconds per set of requests, of an instance, of a node's instances, of a fleet."""
+    """Computes the best seconds by set of requests for an instance, for the instances of a node, and for a fleet."""
 
     def __init__(self, problem: Json) -> None:
         self.facts = Facts(problem)
@@ -95,7 +95,7 @@ class _Search:
 
         @cache
         def over(free: frozenset[int]) -> bytes:
-            """The best per set of requests of a fleet on these nodes."""
+            """Return the best seconds by set of requests for a fleet on these nodes."""
             if not free:
                 return self.none.tobytes()
             first = min(free)
@@ -108,7 +108,7 @@ class _Search:
         return float(_array(over(frozenset(nodes)))[-1])
 
     def _both(self, one: Seconds, other: Seconds) -> Seconds:
-        """Each set of requests split between two in the best way."""
+        """Return the best seconds by set of requests, split between two parts."""
         worst = np.maximum(one[self.whole ^ self.part], other[self.part])
         return np.asarray(np.minimum.reduceat(worst, self.starts))
 
@@ -124,7 +124,7 @@ class _Search:
         return seconds
 
     def _cost(self, configuration: str, gpus: Sequence[int], kept: str | None) -> Seconds:
-        """Of one instance. Without requests it costs nothing: it is left out of the fleet, or idle."""
+        """Return the seconds of one instance. Without requests it costs nothing, because it is idle or omitted."""
         seconds = self.decode[configuration].copy()
         for bit, request in enumerate(self.facts.requests.values()):
             if request["state"] == "running" and request["instance"] != kept:
@@ -134,10 +134,10 @@ class _Search:
         return seconds
 
     def _node(self, node: int) -> Seconds:
-        """Every subset of the node's current instances kept, the rest of its GPUs dealt out anew."""
+        """Return the best seconds of a node, over every subset of its kept instances and new ones on the other GPUs."""
         gpus = sorted(self.facts.node_gpus(node))
         here = [each for each in self.facts.current.values() if set(each["gpus"]) <= set(gpus)]
-        fresh = [self.none] * (len(gpus) + 1)  # [GPUs], the best of new instances on so many of them
+        fresh = [self.none] * (len(gpus) + 1)  # [GPUs], the best seconds of new instances on that many GPUs
         kinds = {
             name: self._cost(name, gpus[: each["gpus"]], None)
             for name, each in self.facts.configurations.items()
@@ -160,7 +160,7 @@ class _Search:
         return best
 
     def _wide(self, nodes: range) -> Iterator[tuple[frozenset[int], Seconds]]:
-        """Instances of several nodes, on every set of nodes that has just their GPUs."""
+        """Yield instances that span several nodes, on every set of nodes with exactly their GPUs."""
         full = [node for node in nodes if len(self.facts.node_gpus(node)) == self.facts.per_node]
         for name, configuration in self.facts.configurations.items():
             for taken in (each for size in range(2, len(full) + 1) for each in combinations(full, size)):
@@ -175,7 +175,7 @@ def _array(raw: bytes) -> Seconds:
 
 
 def _splits(requests: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """All (set, subset of it), and where each set's begin."""
+    """Return all pairs (set, subset), and the index at which each set's pairs begin."""
     wholes, parts, starts = [], [], []
     for whole in range(1 << requests):
         starts.append(len(wholes))
@@ -190,7 +190,7 @@ def _splits(requests: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArra
 
 
 def _orders(configuration: Json, held: list[Json]) -> Iterator[Sequence[Json]]:
-    """Orders of admission worth trying: one if all run at once."""
+    """Return the orders of admission to try; a single one if all requests run at once."""
     footprints = [each["context_tokens"] + each["remaining_tokens"] for each in held]
     if len(held) <= configuration["max_sequences"] and sum(footprints) <= configuration["kv_capacity_tokens"]:
         yield held
@@ -210,8 +210,10 @@ def _orders(configuration: Json, held: list[Json]) -> Iterator[Sequence[Json]]:
 
 
 def static_fleets(problem: Json) -> Iterator[list[Placed]]:
-    """One configuration on all nodes, packed from their first GPU or around the current instances that have it; load
-    counted in requests, in remaining tokens, or in the seconds of work that they bring."""
+    """Return static fleets of one configuration on all nodes, from the first GPU on or around its current instances.
+
+    Load is measured in requests, in remaining tokens, or in seconds of work.
+    """
     facts = Facts(problem)
     order = sorted(facts.requests.values(), key=lambda each: (-each["remaining_tokens"], each["id"]))
     for name, configuration in facts.configurations.items():
@@ -226,7 +228,7 @@ def static_fleets(problem: Json) -> Iterator[list[Placed]]:
 
 
 def best_static_s(problem: Json) -> float:
-    """Infinite where no single configuration serves every request."""
+    """Return the best makespan of a static fleet; infinite if no single configuration serves every request."""
     return min((makespan_s(problem, placed) for placed in static_fleets(problem)), default=math.inf)
 
 
@@ -245,7 +247,7 @@ def _work(configuration: Json, request: Json) -> float:
 
 
 def _one_configuration(facts: Facts, name: str, around: bool) -> list[list[int]]:
-    """GPUs of each instance. An instance of several nodes takes the next nodes that are free and make up its GPUs."""
+    """Return the GPUs of each instance. An instance of several nodes takes the next free nodes with its GPUs."""
     wanted = facts.configurations[name]["gpus"]
     fleet = [sorted(each["gpus"]) for each in facts.current.values() if around and each["configuration"] == name]
     taken = {gpu for gpus in fleet for gpu in gpus}

@@ -1,4 +1,4 @@
-"""Iterations of engines that cannot run all at once, side by side, against each decoded by itself."""
+"""Tests of iterations of engines that cannot run all requests at once: joint steps against each engine alone."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ Held = list[tuple[int, int]]  # (footprint, remaining tokens), in order of admis
 
 
 def one_by_one(requests: Held, slots: int, room: int) -> int:
-    """Admit in order while there is room, decode one token each, drop the ended."""
+    """Return the iterations of one engine: admit in order while there is room, decode one token each, drop ended."""
     queue, running, steps = list(requests), list[list[int]](), 0
     while queue or running:
         while queue and len(running) < slots:
@@ -47,6 +47,6 @@ def test_iterations_match_each_engine_alone(engines: list[tuple[Held, int, int]]
 
 
 def test_more_requests_may_run_at_once_than_initially() -> None:
-    """A long one keeps the others out; when it has ended, all of them fit."""
+    """A long request blocks the others; when it has ended, all of them fit."""
     engine = ([(30, 5), *[(1, 2 + number) for number in range(30)]], 64, 30)
     assert side_by_side([engine] * 40) == [one_by_one(*engine)] * 40 == [36] * 40

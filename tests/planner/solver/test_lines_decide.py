@@ -1,5 +1,5 @@
-"""Choosing among fleets by lines, where step times bend as a mixture of experts' do, loses next to nothing against
-choosing along the curves."""
+"""Tests that choosing fleets by fitted lines is almost as good as by the curves, for the bent step times of
+mixture-of-experts models."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ PROMPT_TOKENS = 500
 
 
 def experts(tp: int, scale: float) -> EngineProfile:
-    """The first few sequences load most of the experts; the rest cost little. Bent more than tables of kernels are."""
+    """Return a profile in which the first few sequences load most experts. It bends more than measured kernels do."""
     sizes = [float(2**k) for k in range(9)]
     base_s = [0.003 + scale * (0.008 + 0.045 * (1 - np.exp(-size / 12))) + 2e-5 * size for size in sizes]
     step = StepTime(Curve(tuple(sizes), tuple(base_s)), 2e-8 / tp)
@@ -35,7 +35,7 @@ PROFILES = [experts(tp, scale) for tp, scale in ((1, 1.0), (2, 0.6), (4, 0.4), (
 
 
 def along_curves_s(fleet: CandidateFleet, context: NDArray[np.int64], samples: NDArray[np.int64]) -> float:
-    """Seconds to the end in the mean, costs included, as the plan takes them."""
+    """Return the mean seconds to the end along the curves, with the plan's costs included."""
     profiles = {profile.id: profile for profile in PROFILES}
     ends_s = [
         [

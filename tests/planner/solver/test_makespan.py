@@ -1,5 +1,5 @@
-"""The makespan solver's parts: admission, the closed-form bound and its tightening, cuts, layouts, search; and what
-`solve` promises beyond the contract's own tests."""
+"""Tests of the makespan solver's parts (admission, bounds, cuts, layouts, search) and of guarantees of `solve` beyond
+the contract's tests."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -45,7 +45,7 @@ from planner.solver.whole import raised_s
 TP1 = configuration("tp1", 1, alpha_s=0.024, beta_s=8.7e-5, gamma_s=8.2e-8, capacity=200_000, switch_s=1.6)
 TP2 = configuration("tp2", 2, alpha_s=0.0184, capacity=580_000, switch_s=1.7)
 TP8 = configuration("tp8", 8, alpha_s=0.0143, gamma_s=1e-8, capacity=2_780_000, slots=1024, switch_s=2.3)
-BUSY = replace(TP2, beta_s=0.05)  # what each request adds weighs as much as the longest
+BUSY = replace(TP2, beta_s=0.05)  # the work of each request matters as much as the longest request
 SEEDS = st.integers(0, 2**32 - 1)
 
 
@@ -119,7 +119,7 @@ def test_admit_matches_decoding_step_by_step(held: list[tuple[int, int]], capaci
 def test_admission_orders_lie_between_lower_bound_and_claim(
     held: list[tuple[int, int]], capacity: int, slots: int
 ) -> None:
-    """What is told is a schedule without blocking; first come first served in its order is no slower."""
+    """The claim is a schedule without blocking; first come, first served in its order is not slower."""
     lefts = [remaining for _, remaining in held]
     rooms = [context + remaining for context, remaining in held]
     tries = list(orders(lefts, rooms, capacity, slots))
@@ -131,7 +131,7 @@ def test_admission_orders_lie_between_lower_bound_and_claim(
 
 
 def test_schedule_without_blocking_starts_requests_that_fit() -> None:
-    """Longest first, the second waits for the first and keeps the small ones waiting; beside the first they fit."""
+    """Longest first, the second waits for the first and blocks the small ones, which fit together with the first."""
     lefts, rooms, capacity = [10, 9, 5, 4], [60, 90, 40, 40], 100
     assert admit(lefts, rooms, capacity, 4) == 24
     assert min(told for told, _ in orders(lefts, rooms, capacity, 4)) == 19
@@ -154,7 +154,7 @@ def test_requests_that_run_at_once_share_the_room_at_most_once(held: list[tuple[
 
 @pytest.mark.parametrize("seed", range(5))
 def test_levelling_keeps_every_request_and_ends_no_later(seed: int) -> None:
-    """Twice the KV room that there is."""
+    """The requests need twice the available KV room."""
     kind = configuration("tp2", 2, alpha_s=0.0184, capacity=40_000, switch_s=1.7)
     table = columns(problem([kind], heavy_tailed(seed, 200)))
     fleet_of_kind = in_a_row(table, [], 0, 8)
@@ -169,7 +169,7 @@ def test_levelling_keeps_every_request_and_ends_no_later(seed: int) -> None:
 
 
 def test_order_without_blocking_is_used_if_requests_wait_for_room() -> None:
-    """One instance alone, admitting as above."""
+    """A single instance admits the requests of the test above."""
     lefts, rooms = [10, 9, 5, 4], [60, 90, 40, 40]
     kind = configuration("tp2", 2, alpha_s=0.5, capacity=100, slots=4)
     table = columns(problem([kind], [(room - left, left) for left, room in zip(lefts, rooms, strict=True)], gpus=2))
@@ -231,7 +231,7 @@ def test_whole_instances_take_at_least_the_raised_bound(seed: int, count: int, g
 
 
 def test_raised_bound_accounts_for_whole_instances() -> None:
-    """Three equal requests on two engines: on the mean one and a half, and yet one of them has two."""
+    """Three equal requests on two engines are 1.5 each on average, but one engine has two."""
     kind = configuration("tp8", 8, alpha_s=0.0, beta_s=0.01, gamma_s=0.0, switch_s=0.0)
     table = columns(problem([kind], [(0, 1000)] * 3))
     closed_s = lower_bound_s(table)
@@ -246,7 +246,7 @@ def test_raised_bound_accounts_for_whole_instances() -> None:
 @pytest.mark.parametrize(("count", "scale"), [(640, 1.0), (640, 1e-3), (2 * SAMPLE, 1.0)])
 @pytest.mark.parametrize(("slots", "capacity"), [(8, 1_000_000), (256, 8 * 1100)])
 def test_bound_rises_if_slots_or_room_are_short(slots: int, capacity: int, count: int, scale: float) -> None:
-    """Eight requests at a time: what they generate together takes far longer than the longest alone."""
+    """Eight requests run at a time, so generating all tokens takes far longer than the longest request alone."""
     kind = configuration(
         "tp2", 2, alpha_s=0.02 * scale, beta_s=1e-6 * scale, gamma_s=0.0, capacity=capacity, slots=slots, switch_s=0.0
     )
@@ -261,7 +261,7 @@ def test_bound_rises_if_slots_or_room_are_short(slots: int, capacity: int, count
 
 
 def test_requests_with_little_work_count_if_slots_are_short() -> None:
-    """Half of the requests do nearly all the work; sequences are taken by all alike."""
+    """Half of the requests have nearly all the work, but all of them take slots."""
     kind = configuration("tp2", 2, alpha_s=0.02, beta_s=1e-6, gamma_s=1e-8, slots=8, switch_s=0.0)
     table = columns(problem([kind], [(0, 1000), (100_000, 1000)] * 320))
     in_turn = place(table, in_a_row(table, [], 0, 8), np.arange(640) // 2 % 8)
@@ -269,7 +269,7 @@ def test_requests_with_little_work_count_if_slots_are_short() -> None:
 
 
 def test_bound_from_a_sample_is_checked_with_all_requests() -> None:
-    """Every other one, of which the sample is, takes much room, and the rest none to speak of."""
+    """The sample contains every other request, and these need much room, while the others need almost none."""
     kind = configuration("tp2", 2, alpha_s=0.02, beta_s=1e-6, gamma_s=0.0, capacity=12_000, slots=256, switch_s=0.0)
     lengths = [(2000 * (place % 2), 1000) for place in range(2 * SAMPLE)]
     table = columns(problem([kind], lengths))
@@ -315,7 +315,7 @@ def test_in_a_row_fills_all_free_gpus(gpus: int, per_node: int, wanted: int, mos
 
 
 def spread_s(asked: MakespanProblem, kind: int) -> float:
-    """Seconds of a fleet of one configuration, longest first onto the least loaded."""
+    """Return the seconds of a fleet of one configuration, with the longest requests first onto the least loaded."""
     table = columns(asked)
     fleet = in_a_row(table, [], kind, int(table.placeable[kind]))
     load, first = loads(table, kind)[0]
@@ -323,7 +323,7 @@ def spread_s(asked: MakespanProblem, kind: int) -> float:
 
 
 def test_the_tail_is_packed_not_spread() -> None:
-    """One kind of instance alone: what is gained over longest first onto the least loaded is packing."""
+    """All instances are of one kind, so the gain over longest first onto the least loaded comes from packing."""
     asked = problem([TP2], heavy_tailed(1, 2048, 8.6), gpus=128)
     assert solve(asked).makespan_s < 0.95 * spread_s(asked, 0)
 
@@ -435,7 +435,7 @@ def test_stopped_search_still_returns_a_solution() -> None:
 def dealt(
     seed: int, count: int, *, kind: Configuration = TP2, states: Sequence[int] = (RUNNING,), two_lengths: bool = False
 ) -> tuple[ProblemColumns, FleetPlacement]:
-    """Requests here and there on four instances, and a placement of them at random. `two_lengths`: moves are free."""
+    """Return requests spread over four instances and a random placement of them. With `two_lengths`, moves are free."""
     rng = np.random.default_rng(seed)
     given_problem = problem(
         [kind],
@@ -483,7 +483,7 @@ def test_improve_ends_when_the_budget_is_spent() -> None:
 @pytest.mark.parametrize("fresh", [False, True])
 @given(seed=SEEDS, count=st.integers(1, 30), share=st.floats(0.5, 1.2))
 def test_insert_fills_greedily_or_within_a_given_time(fresh: bool, seed: int, count: int, share: float) -> None:
-    """Longest first, each where it ends soonest; by a given time none later, or nothing changes."""
+    """Each request goes where it ends soonest, longest first; with a given time, none ends later or nothing changes."""
     table = columns(problem([TP2], heavy_tailed(seed, count), gpus=8)) if fresh else dealt(seed, count)[0]
     instances = in_a_row(table, [], 0, 4)
     search = PlacementSearch(table, instances, AdmissionOrders(table, SearchBudget(10**9)))
@@ -561,7 +561,7 @@ def test_best_of_all_keeps_the_best_start_with_a_tiny_budget() -> None:
 
 
 def per_node(fleet: SolverFleet, node: int) -> frozenset[tuple[frozenset[int], tuple[int, ...]]]:
-    """What there is on which nodes."""
+    """Return the kinds of instances by the set of nodes that they are on."""
     held: dict[frozenset[int], list[int]] = {}
     for kind, gpus in zip(fleet.configuration.tolist(), fleet.gpus, strict=True):
         held.setdefault(frozenset(gpu // node for gpu in gpus), []).append(kind)
@@ -580,7 +580,7 @@ def per_node(fleet: SolverFleet, node: int) -> frozenset[tuple[frozenset[int], t
 def test_every_full_fleet_is_enumerated_once(
     gpus: int, node: int, sizes: tuple[int, ...], contents: list[set[tuple[int, ...]]]
 ) -> None:
-    """Of nodes on which nothing runs and that are alike it does not matter which holds what."""
+    """The order of equal idle nodes does not matter."""
     table = columns(problem([configuration(f"c{size}", size) for size in sizes], [(1, 1)], gpus=gpus, per_node=node))
     walked = list(fleets(table, 1000))
     told = [tuple(sorted(kinds for _, kinds in per_node(each, node))) for each in walked]
@@ -591,7 +591,7 @@ def test_every_full_fleet_is_enumerated_once(
 
 
 def test_instance_of_several_nodes_takes_any_free_nodes() -> None:
-    """Three nodes and a half: two of the full ones hold the wide instance, the others what fits a node."""
+    """The wide instance takes two of three full nodes; smaller instances take the others and the half node."""
     kinds = [configuration("node", 4), configuration("wide", 8)]
     for running, ways in ((False, 2), (True, 3)):
         current = [CurrentInstance(EngineId("i0"), kinds[0].id, tuple(map(GpuId, range(4))))] if running else []
@@ -615,7 +615,7 @@ def test_every_subset_of_few_and_the_costliest_of_many_instances_are_kept() -> N
             problem(kinds, lengths, gpus=4, per_node=4, current=running, places=range(count), states=[RUNNING] * count)
         )
         kept = {frozenset(each.current[each.current >= 0].tolist()) for each in fleets(table, 1000)}
-        if count == 3:  # one alone would leave room for another of its kind
+        if count == 3:  # keeping only one would leave room for another of its kind
             assert kept == {frozenset(some) for size in (0, 2, 3) for some in combinations(range(3), size)}
         else:
             assert kept == {frozenset(range(count - size, count)) for size in (0, 2, 4)}
@@ -657,7 +657,7 @@ def test_many_requests_are_placed_in_rounds_with_almost_the_same_end() -> None:
 
 
 def test_requests_stay_if_cuts_match_the_running_instances() -> None:
-    """Each instance has four as long as each other, longer than those of the next: the cuts could not be better."""
+    """Each instance has four equal requests, longer than those of the next, so the cuts match the instances."""
     lengths = [(1000, 1000 * (4 - place // 4)) for place in range(16)]
     at = [(3, 0, 2, 1)[place // 4] for place in range(16)]
     table = columns(problem([TP2], lengths, gpus=8, current=fleet(TP2, 8), places=at, states=[RUNNING] * 16))
@@ -676,7 +676,7 @@ def test_idle_instances_are_kept() -> None:
     assert match(table, cuts, range(3)) == [0, -1, 1, 2]
     whole = packed(table, cuts)
     assert whole is not None
-    assert whole.fleet.current.tolist() == [0, 1, 2, 3]  # what comes to lie where one of its kind is, is that one
+    assert whole.fleet.current.tolist() == [0, 1, 2, 3]  # a new instance in place of an equal one counts as kept
 
 
 @given(SEEDS, st.integers(1, 60), st.sampled_from([30_000, 10**6]))
@@ -700,7 +700,7 @@ def test_cuts_end_in_time(seed: int, count: int, capacity: int) -> None:
 
 @given(SEEDS, st.integers(1, 60), st.integers(1, 4))
 def test_settled_moves_only_as_many_requests_as_each_length_requires(seed: int, count: int, used: int) -> None:
-    """Of two lengths, one at a time, so that no other request goes back without being late."""
+    """Requests have two lengths and run one at a time, so that no other request can move back without a later end."""
     one_at_a_time = replace(TP2, max_sequences=1)
     table, start = dealt(seed, count, kind=one_at_a_time, states=[RUNNING, WAITING], two_lengths=True)
     at = start.assigned() % used
@@ -722,7 +722,7 @@ def test_settled_moves_only_as_many_requests_as_each_length_requires(seed: int, 
 
 @pytest.mark.parametrize(("least", "most"), [(1, 8), (0, 8)])
 def test_balanced_moves_surplus_to_the_emptiest_instance(least: int, most: int) -> None:
-    """Of a dozen instances ten have no seat left and are as full as they should be, one is too full, one too empty."""
+    """Ten of twelve instances are full within the band, one is above and one is below the band."""
     kind = configuration("tp2", 2, capacity=1000, slots=8)
     held = [most, *[8] * 10, least]
     lengths = [(50, 50)] * most + [(31, 31)] * 80 + [(50, 50)] * least
@@ -739,7 +739,7 @@ def test_balanced_moves_surplus_to_the_emptiest_instance(least: int, most: int) 
 
 
 def test_chosen_prefers_the_fewest_changes_among_similar_ends() -> None:
-    """Requests run on the first of two instances; stopping it for the other moves them all."""
+    """Requests run on the first of two instances; using the other instead moves all of them."""
     table = columns(problem([TP2], [(1000, 3000)] * 8, current=fleet(TP2, 4), places=[0] * 8, states=[RUNNING] * 8))
     first, second, fresh = ([(0, (GpuId(gpu), GpuId(gpu + 1)))] for gpu in (0, 2, 4))
     stays, moves_all, anew = (
@@ -752,5 +752,5 @@ def test_chosen_prefers_the_fewest_changes_among_similar_ends() -> None:
     assert chosen(table, late, [], [clearly, stays]) is clearly
     assert chosen(table, late, [], [replace(anew, switch_s=np.zeros(1)), moves_all]) is moves_all
     assert chosen(table, None, [], [moves_all, stays]) is stays
-    assert chosen(table, stays, [], [moves_all]) is moves_all  # no gain: the current one is kept
+    assert chosen(table, stays, [], [moves_all]) is moves_all  # no gain: the current placement is kept
     assert chosen(table, None, [], []) is None

@@ -1,4 +1,4 @@
-"""What a plan pays for moving a running request: the bend of long prefills, and transfers where there are links."""
+"""Tests of the cost of moving a running request in a plan: expensive long prefills, and transfers over links."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,12 +17,12 @@ from planner.solver.makespan import solve
 from planner.solver.problem import KvTransferCost, MakespanProblem
 
 TP2 = configuration("tp2", capacity=400_000)
-BENT = Curve((0.0, 2048.0, 20_000.0), (0.0, 2048.0, 60_000.0))  # three times a usual prompt's rate, at 20,000 tokens
+BENT = Curve((0.0, 2048.0, 20_000.0), (0.0, 2048.0, 60_000.0))  # three times the time per token of a usual prompt
 CONTEXT_TOKENS = 20_000
 
 
 def crowded(transfer: KvTransferCost) -> tuple[MakespanProblem, CandidateFleet]:
-    """Six requests of one length on the first of two engines, and what rebalancing makes of it."""
+    """Return six requests of one length on the first of two engines, and the rebalanced fleet."""
     requests = [request(f"r{n}", CONTEXT_TOKENS - 100, where="e0") for n in range(6)]
     seen = snapshot([engine("e0"), engine("e1")], requests)
     transfer = replace(transfer, kv_bytes_per_token=2e5)
@@ -89,7 +89,7 @@ def test_requests_that_arrive_together_pay_the_fixed_part_once(
 def test_moves_cost_an_instance_the_sum_over_contexts_and_the_fixed_part_of_each_method_once(
     held: list[tuple[int, int, bool]], data: st.DataObject, transfer_fixed_s: float, fixed_s: float, gbps: float
 ) -> None:
-    """Against each instance's arrivals, one by one. What waits brings nothing."""
+    """The cost is compared with each instance's arrivals, one by one. Waiting requests cost nothing."""
     requests = [
         replace(
             request(f"r{n:02d}", tokens, where=f"e{at}"), state=RequestState.RUNNING if runs else RequestState.WAITING
@@ -120,5 +120,5 @@ def test_moves_cost_an_instance_the_sum_over_contexts_and_the_fixed_part_of_each
 
 
 def _costs_s(problem: MakespanProblem) -> Sequence[float]:
-    """The solver's word on the same."""
+    """Return the costs by the solver's columns."""
     return [move.cost_s for move in solve(problem).migrations]

@@ -1,4 +1,4 @@
-"""Lines follow the batches that are left, straight curves keep their own, and what runs is always among the choices."""
+"""Tests of lines over the batch sizes ahead, and of the configurations to evaluate, which include the running ones."""
 
 from dataclasses import replace
 
@@ -40,7 +40,7 @@ lengths = st.lists(st.integers(1, 5000), min_size=1, max_size=60)
 def test_straight_curve_is_its_own_line(
     intercept_s: float, slope_s: float, most: float, times: list[tuple[list[int], int]]
 ) -> None:
-    """So nothing about a plan changes while a step goes on, but what happens in it."""
+    """The line does not change during a step."""
     straight = profile(Curve((0.0, most), (intercept_s, intercept_s + slope_s * most)))
     lines = {line_ahead(straight, remaining, 1000.0, gpus) for remaining, gpus in times}
     lines.add(line_ahead(straight, (), 0.0, 8))
@@ -51,7 +51,7 @@ def test_straight_curve_is_its_own_line(
 
 @given(lengths, st.integers(1, 8), st.integers(1, 20))
 def test_iterations_ahead_match_a_simulation(remaining: list[int], instances: int, most: int) -> None:
-    """One engine's share, dealt in turn from the longest on, token by token; what waits is decoded in full batches."""
+    """The share of one engine is simulated token by token; waiting requests are decoded in full batches."""
     share = sorted(remaining, reverse=True)[::instances]
     walked = [0.0] * min(len(share), most)
     for iteration in range(share[0]):
@@ -65,7 +65,7 @@ def test_iterations_ahead_match_a_simulation(remaining: list[int], instances: in
 
 @given(rising(), lengths, st.integers(1, 8))
 def test_a_bent_curves_line_is_right_over_the_step(curve: Curve, remaining: list[int], instances: int) -> None:
-    """The oracle walks over every change of the batch with the curve itself."""
+    """The oracle evaluates the curve at every change of the batch."""
     one = profile(curve, tp=1, slots=256, capacity=10**9)
     line = line_ahead(one, remaining, 0.0, instances)
     pending = [RemainingWork(0, length) for length in sorted(remaining, reverse=True)[::instances]]
@@ -81,7 +81,7 @@ def test_a_bent_curves_line_is_right_over_the_step(curve: Curve, remaining: list
 
 @given(st.integers(3, 200), st.floats(1e-3, 0.1), st.floats(1.0, 100.0))
 def test_a_steep_curves_line_never_begins_below_zero(count: int, first_s: float, steepness: float) -> None:
-    """What spills makes curves rise faster than in proportion: such a line goes through 0, and not a rounding below."""
+    """Spilling makes curves rise faster than in proportion; the line then starts at 0, without a rounding error."""
     knee = float(count // 2 + 1)
     curve = Curve((1.0, knee, 2 * knee), (first_s, first_s * 1.1, first_s * (1.1 + steepness)))
     line = line_ahead(profile(curve, tp=1), [1000] * count, 0.0, 1)
@@ -92,7 +92,7 @@ def test_a_steep_curves_line_never_begins_below_zero(count: int, first_s: float,
 @pytest.mark.parametrize("spill_s", [0.0, 1e-7, 1e-6, 1e-5])
 @pytest.mark.parametrize("count", [4, 40, 100])
 def test_line_includes_the_cost_of_spilling(spill_s: float, count: int) -> None:
-    """Room for 40 of the requests on the GPUs, for 200 with CPU memory; without it, they would wait for each other."""
+    """The GPUs have room for 40 requests, and with CPU memory for 200; without it the others would wait."""
     straight = profile(Curve((0.0, 256.0), (0.01, 0.03)), tp=1, capacity=40 * 2000)
     step = replace(straight.step, spill_s_per_token=spill_s)
     spills = replace(straight, step=step, spill_capacity_tokens=160 * 2000)

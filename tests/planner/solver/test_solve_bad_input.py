@@ -1,4 +1,4 @@
-"""`orchestrrl plan solve` on what it cannot answer: every fault at once with path and value, or the limit missed."""
+"""Tests of `orchestrrl plan solve` with invalid input: all faults at once with path and value, or the limit."""
 
 import json
 import re
@@ -51,7 +51,7 @@ def faults_of(text: str | bytes) -> list[str]:
 
 
 def names(lines: list[str], path: str, got: object) -> bool:
-    """Whether one of the lines is about the field, or about an element of it, and shows the value."""
+    """Return whether one of the lines names the field or an element of it and shows the value."""
     about = [line for line in lines if re.match(re.escape(path) + r"(\[\d+\])*: ", line)]
     return any(got is ... or repr(got) in line.partition(", got ")[2] for line in about)
 
@@ -70,7 +70,7 @@ def path_of(*path: str | int) -> str:
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
 
 
-# (where, what is put there, the value that is shown; ...: any). No two touch the same object's same field.
+# (path, value set there, value shown; ...: any). No two change the same field of the same object.
 FAULTS: list[tuple[tuple[str | int, ...], Any, Any]] = [
     (("colour",), "red", "red"),
     (("gpus", "nodes"), 2, 2),
@@ -182,7 +182,7 @@ def test_missing_fields_are_named(where: tuple[str | int, ...]) -> None:
     assert names(faults_of(json.dumps(document)), path_of(*where), ...)
 
 
-# What a fault of ids or GPUs leans on, and such faults: they need not be seen while the other is wrong.
+# Fields that other checks depend on, and faults of these checks, which may be hidden while such a field is wrong.
 LEANT_ON = {("gpus", "count"), ("gpus", "per_node"), ("configurations",), ("configurations", 0), (*CONFIGURATION, "id")}
 LEANING = {("current", 1, "gpus"), ("configurations", 3, "id")}
 
@@ -220,7 +220,7 @@ def test_input_that_is_no_problem_is_rejected(text: str | bytes) -> None:
 
 
 def test_missing_file_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # of a long path, the words show the beginning
+    monkeypatch.chdir(tmp_path)  # a long path would be shortened in the message
     result = CliRunner().invoke(application(), ["plan", "solve", "absent.json"])
     assert (result.exit_code, result.stdout) == (2, "")
     assert "absent.json" in result.stderr
@@ -242,7 +242,7 @@ def test_no_document_causes_a_traceback(junk: Json) -> None:
         assert result.exit_code in (2, 3)
 
 
-# --- well formed, without an answer
+# --- valid but infeasible
 
 
 def limit_of(document: Json) -> str:
@@ -262,9 +262,9 @@ def test_request_larger_than_any_engine_is_infeasible() -> None:
 
 
 def test_engine_with_room_but_without_gpus_is_excluded() -> None:
-    """On 4 GPUs the widest engine is out of the question, and with it its capacity."""
+    """The widest engine does not fit on 4 GPUs, so its capacity does not count."""
     document = problem(4, 8, engines(capacity_share=0.01), requests=[request("r0", 20_000, 1)])
-    assert re.search(r"6848\b", limit_of(document))  # beyond the 13,153 tokens of 4 GPUs
+    assert re.search(r"6848\b", limit_of(document))  # more than the 13,153 tokens of 4 GPUs
 
 
 def test_problem_without_enough_gpus_for_any_engine_is_infeasible() -> None:
@@ -274,7 +274,7 @@ def test_problem_without_enough_gpus_for_any_engine_is_infeasible() -> None:
 
 
 def test_last_node_that_is_too_small_is_not_used() -> None:
-    """12 GPUs in all, and yet no two nodes of 8."""
+    """12 GPUs do not contain two nodes of 8."""
     wide = {**engines()[3], "id": "tp16", "gpus": 16}
     limit_of(problem(12, 8, [wide], requests=[request("r0", 10, 1)]))
     limit_of(problem(6, 2, [{**wide, "gpus": 3}], requests=[request("r0", 10, 1)]))

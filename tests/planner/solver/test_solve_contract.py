@@ -1,6 +1,7 @@
-"""`planner.solver.makespan.solve` and `orchestrrl plan solve` against the contract: every figure of an answer
-recomputed from the problem, its bound and its makespan held against everything that small fleets can do, and against
-static fleets."""
+"""Tests of `planner.solver.makespan.solve` and `orchestrrl plan solve` against the contract.
+
+Every figure of an answer is recomputed from the problem. Bound and makespan are compared with the optimum of small
+fleets and with static fleets."""
 
 import json
 from collections.abc import Callable
@@ -45,7 +46,7 @@ from planner.solver.problem import (
 
 CONTRACT_EXAMPLE = Path(__file__).parents[4] / "shared" / "contracts" / "plan_problem.json"
 STATES = ("running", "waiting", "new")
-# Tiny problems shrink. A seed says all about the others: looking for a smaller one only costs time.
+# Tiny problems shrink. The others are determined by a seed, so searching for a smaller one only costs time.
 RANDOM = st.randoms(use_true_random=False)
 SEEDS = st.integers(0, 2**32 - 1)
 SLOWLY = [HealthCheck.too_slow]
@@ -54,7 +55,7 @@ MANY_EXAMPLES = settings(suppress_health_check=SLOWLY)
 
 
 def typed(document: Json) -> MakespanProblem:
-    """The problem in the planner's words."""
+    """Return the problem as the planner's types."""
     place = {each["id"]: n for n, each in enumerate(document["current"])}
     requests = document["requests"]
     return MakespanProblem(
@@ -84,7 +85,7 @@ def typed(document: Json) -> MakespanProblem:
 
 
 def untyped(document: Json, solution: Solution) -> Json:
-    """The solution in the contract's words."""
+    """Return the solution as JSON of the contract."""
     ids = [each["id"] for each in document["requests"]]
     return {
         "decision": solution.decision,
@@ -123,7 +124,7 @@ def untyped(document: Json, solution: Solution) -> Json:
 
 
 def answer(document: Json) -> Json | None:
-    """What the planner answers; None where it says that there is no answer."""
+    """Return the planner's answer; None if it reports the problem as infeasible."""
     try:
         return untyped(document, solve(typed(document)))
     except Infeasible:
@@ -144,7 +145,7 @@ def command(document: Json) -> Json:
 
 
 def good_enough(document: Json, found: Json, reachable_s: float, factor: float) -> bool:
-    """Within the factor of what can be reached; or kept, where even that would not gain more than epsilon."""
+    """Return whether the answer is within the factor of the optimum, or keeps a fleet that cannot gain over epsilon."""
     if found["makespan_s"] <= factor * reachable_s + 1e-9:
         return True
     if found["decision"] != "keep" or found["current_makespan_s"] is None:
@@ -179,7 +180,7 @@ FALSEHOODS: dict[str, Callable[[Json], object]] = {
     "a request is there twice": lambda told: told["instances"][0]["requests"].append(
         told["instances"][1]["requests"][0]
     ),
-    "a request of nobody": lambda told: told["instances"][0]["requests"].append("r-1"),
+    "an unknown request": lambda told: told["instances"][0]["requests"].append("r-1"),
     "another order": lambda told: max((each["requests"] for each in told["instances"]), key=len).reverse(),
     "a GPU twice": lambda told: told["instances"][1].update(gpus=told["instances"][0]["gpus"]),
     "a GPU too many": lambda told: told["instances"][0]["gpus"].append(15),
@@ -210,7 +211,7 @@ FALSEHOODS: dict[str, Callable[[Json], object]] = {
 
 @pytest.mark.parametrize("falsehood", FALSEHOODS.values(), ids=FALSEHOODS.keys())
 def test_check_detects_false_answers(falsehood: Callable[[Json], object]) -> None:
-    document = fleet_of(Random(2), slots=2)  # few at a time, so that the order of admission shows
+    document = fleet_of(Random(2), slots=2)  # few slots, so that the order of admission matters
     told = checked(document)
     falsehood(told)
     assert check(document, told) != []
@@ -220,7 +221,7 @@ def test_check_detects_false_answers(falsehood: Callable[[Json], object]) -> Non
 
 
 def holds(document: Json) -> None:
-    """Every figure, and against the best static fleet and the best fleet of all, where that can be found."""
+    """Check every figure, and compare with the best static fleet and, if known, with the optimum."""
     found = answer(document)
     assert (found is None) == (Facts(document).missing_tokens() > 0)
     if found is not None:
@@ -284,7 +285,7 @@ def test_bound_and_makespan_enclose_the_optimum_if_room_is_short(seed: int) -> N
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_crowded_fleet_ends_near_its_bound(seed: int) -> None:
-    """In several waves, of requests small beside the room; whole instances and blocking cost some of it."""
+    """Requests much smaller than the room run in several waves; whole instances and blocking cost a little."""
     assert checked(crowded(Random(seed)))["gap"] <= 0.1
 
 
@@ -316,7 +317,7 @@ def test_first_deployment_pays_for_its_starts() -> None:
 
 @pytest.mark.parametrize("epsilon_s", [0.0, 1e9])
 def test_rebalance_needs_a_gain_above_epsilon(epsilon_s: float) -> None:
-    """Everything piled up on one of eight engines: worth moving, unless epsilon says otherwise."""
+    """All requests are on one of eight engines: moves pay, unless epsilon is larger than the gain."""
     document = problem(8, 8, engines(), current=one_kind(8, 8, engines()[0]), epsilon_s=epsilon_s)
     document["requests"] = [request(f"r{n}", 5000, 3000, "i0", "waiting") for n in range(64)]
     found = checked(document)
@@ -340,7 +341,7 @@ def test_request_that_does_not_fit_its_instance_moves() -> None:
 
 
 def test_the_band_of_equation_2_is_met_where_it_costs_nothing() -> None:
-    """Any spread of ten equal requests over two engines ends alike; five each lie in the band."""
+    """Any distribution of ten equal requests over two engines has the same end; five each are in the band."""
     engine = {**engines()[0], "beta_s": 0.0, "gamma_s": 0.0, "kv_capacity_tokens": 1000}
     document = problem(2, 8, [engine], requests=[request(f"r{n}", 50, 50) for n in range(10)])
     found = checked(document | {"kv_balance": {"mu": 0.5, "delta": 0.01}})
@@ -357,7 +358,7 @@ def test_a_band_without_limits_changes_nothing(seed: int) -> None:
 
 
 def test_large_instance_takes_whole_nodes_only() -> None:
-    """16 GPUs of an instance on nodes of 8: the four of the last node stay out of it."""
+    """An instance of 16 GPUs on nodes of 8 does not use the four GPUs of the last node."""
     wide = {**engines()[3], "id": "tp16", "gpus": 16}
     found = checked(problem(20, 8, [wide], requests=[request(f"r{n}", 100, 1000) for n in range(9)]))
     assert [each["gpus"] for each in found["instances"]] == [list(range(16))]
@@ -386,7 +387,7 @@ def test_command_matches_the_function(seed: int) -> None:
 
 
 def fleet_of(rng: Random, slots: int = 1024) -> Json:
-    """A step on a mixed fleet that leaves GPUs unused."""
+    """Return a step on a mixed fleet that leaves GPUs unused."""
     document = step(rng, 16, 8, progress=0.5, slots=slots)
     current = fleet(rng, 16, 8, document["configurations"], 0.6)
     for each in document["requests"]:
@@ -404,7 +405,7 @@ def test_command_without_json_prints_a_table() -> None:
 @pytest.mark.shared
 def test_contract_example() -> None:
     if not CONTRACT_EXAMPLE.exists():
-        pytest.skip(f"{CONTRACT_EXAMPLE} is not there: the contract's examples are kept beside the repository")
+        pytest.skip(f"{CONTRACT_EXAMPLE} does not exist: the contract's examples are outside of the repository")
     document = json.loads(CONTRACT_EXAMPLE.read_text())
     told = command(document)
     assert check(document, told) == []

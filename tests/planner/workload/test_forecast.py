@@ -1,4 +1,4 @@
-"""Remaining lengths: what must hold of every forecast, and that censored lengths do not pass for short ones."""
+"""Tests of remaining lengths: invariants of every forecast, and censored lengths that must not count as short ones."""
 
 import random
 from bisect import bisect_left
@@ -41,7 +41,7 @@ def expected_tokens(found: Forecast) -> NDArray[np.float64]:
 def survival_curve(
     output_tokens: Sequence[int], generated_tokens: Sequence[int], bin_tokens: int, max_output_tokens: int
 ) -> tuple[Survival, str]:
-    """Common to all tags, and how it was found."""
+    """Return the survival curve common to all tags, and its method."""
     known = [FinishedLength(tokens) for tokens in output_tokens]
     lengths = conditional_lengths(known, generated_tokens, (), bin_tokens, max_output_tokens)
     return lengths.survival[0], lengths.method
@@ -60,7 +60,7 @@ def test_every_request_is_counted_once_and_ends_between_one_token_and_its_limit(
     assert len(found.remaining_tokens) == len(requests)
     for view, remaining in zip(requests, found.remaining_tokens, strict=True):
         assert 1 <= remaining <= max(1, limit_of(view) - view.generated_tokens)
-    # No estimate lies in a bin that the histogram gives to nobody.
+    # No estimate lies in an empty bin of the histogram.
     for remaining in found.remaining_tokens:
         assert found.remaining.counts[(remaining - 1) // BIN] > 0
 
@@ -71,7 +71,7 @@ def test_survival_curve_falls_from_one_to_zero(lengths: list[int], generated: li
     assert survival[0] == 1.0
     assert survival[-1] == 0.0
     assert (np.diff(survival) <= 0).all()
-    assert (survival[:-1] > 0).all()  # no request can turn up where the curve says that none is left
+    assert (survival[:-1] > 0).all()  # no request can reach a bin whose survival is 0
 
 
 @given(st.lists(st.integers(1, CAP), min_size=MIN_LENGTHS, max_size=200))
@@ -88,7 +88,7 @@ def test_running_request_has_the_distribution_of_longer_outputs(generated: int, 
     further = [length for length in lengths if length > done * BIN]
     if not further:
         return
-    # Waiting requests add nothing to what is known; the curve is the empirical one.
+    # Waiting requests add no information, so the curve is the empirical one.
     survival, _ = survival_curve(lengths, [], BIN, 200)
     shares = -np.diff(survival[done:]) / survival[done]
     for place, share in enumerate(shares):
@@ -106,13 +106,13 @@ def test_a_bin_counts_as_its_upper_edge() -> None:
 
 
 def test_running_requests_count_as_censored() -> None:
-    # 20 have finished with 10 tokens, 80 run on at 100: without censoring all of the 100 would look like 10 tokens.
+    # 20 have finished with 10 tokens, 80 are running at 100: without censoring all 100 would seem to have 10 tokens.
     running = [request(f"r{i:02}", 100) for i in range(80)]
     survival, _ = survival_curve([10] * 20, [view.generated_tokens for view in running], BIN, 1000)
     assert survival[1] == pytest.approx(0.8)
     found = forecast(running, [10] * 20, BIN, 1000)
     assert min(found.remaining_tokens) >= 1
-    assert np.median(found.remaining_tokens) == pytest.approx(100, abs=20)  # as likely as not to come twice as far
+    assert np.median(found.remaining_tokens) == pytest.approx(100, abs=20)  # half of the outputs reach twice the length
 
 
 def test_short_history_falls_back_and_is_named_in_the_method() -> None:
@@ -164,7 +164,7 @@ def test_the_same_input_gives_the_same_forecast() -> None:
     assert forecast(requests, range(100), BIN, CAP) == forecast(requests, range(100), BIN, CAP)
 
 
-# --- conditioned, censored, by tag, and with what was expected before the step
+# --- conditional, censored, by tag, and with the forecast made before the step
 
 SHARES = st.lists(st.integers(0, 9), min_size=6, max_size=6).filter(any)
 
@@ -175,7 +175,7 @@ def with_shares(counts: list[int]) -> ConditionalLengths:
 
 
 def outcomes(lengths: ConditionalLengths, generated: int, limit: int) -> list[tuple[int, float]]:
-    """Every way in which a request may go on: remaining tokens and probability, one bin after the other."""
+    """Yield every outcome of a request: remaining tokens and probability, bin by bin."""
     shares = -np.diff(lengths.survival[0])
     done = min(generated // BIN, len(shares) - 1)
     beyond = shares[done:].sum()
@@ -224,7 +224,7 @@ def test_batched_requests_match_single_requests(counts: list[int], requests: lis
 
 @pytest.mark.parametrize("generated", [1600, 2500, 3000, 5000])
 def test_requests_of_equal_length_do_not_count_as_ended(generated: int) -> None:
-    """All of a step began together: the newest ends lie in the very bin that everybody else is in."""
+    """All requests of the step began together, so the newest ends lie in the bin of all running requests."""
     ratios = []
     for seed in range(8):
         lengths = np.minimum(np.random.default_rng(seed).lognormal(np.log(2000), 1.0, 256), 15_000).astype(int)
@@ -242,10 +242,10 @@ def test_requests_of_equal_length_do_not_count_as_ended(generated: int) -> None:
     st.lists(st.integers(0, 59), max_size=40),
 )
 def test_censored_lengths_give_the_maximum_likelihood(ended: list[int], cut: list[int], running: list[int]) -> None:
-    # Self-consistency: shared out over the bins beyond it in proportion, again and again, each censored length ends
-    # up as the maximum of the likelihood has it. A length in the last bin leaves nothing undetermined.
+    # Self-consistency: distributing each censored length over the bins beyond it in proportion, repeatedly, converges
+    # to the maximum of the likelihood. A length in the last bin leaves nothing undetermined.
     ended = [*ended, 60]
-    running = [tokens // BIN * BIN for tokens in running]  # at an edge: on its way through a bin it takes part in that
+    running = [tokens // BIN * BIN for tokens in running]  # at an edge: inside a bin it would count in that bin
     finished = [*(FinishedLength(tokens) for tokens in ended), *(FinishedLength(tokens, True) for tokens in cut)]
     found = conditional_lengths(finished, running, [""] * len(running), BIN, 60).survival[0]
     at = np.bincount([(tokens - 1) // BIN for tokens in ended], minlength=6).astype(float)
@@ -311,7 +311,7 @@ def test_differing_tags_are_separated_and_rare_ones_pooled() -> None:
     assert long == pytest.approx(805, rel=0.1)
     assert common == pytest.approx(430, rel=0.1)
     assert unheard == pytest.approx(common, rel=0.05)
-    assert common < rare < 800  # two lengths move it, and no more than that
+    assert common < rare < 800  # two lengths have a small influence
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -340,7 +340,7 @@ def test_forecast_with_other_bins_is_rejected() -> None:
 
 
 def test_two_ends_in_a_barely_passed_bin_do_not_end_all_requests() -> None:
-    """14 of 256 go on, all 20 tokens into a bin in which two have just ended."""
+    """14 of 256 requests are running, all 20 tokens into a bin in which two have just ended."""
     finished = [FinishedLength(int(tokens)) for tokens in np.linspace(100, 12_200, 240)]
     finished += [FinishedLength(24 * 512 + 10), FinishedLength(24 * 512 + 15)]
     lengths = conditional_lengths(finished, [24 * 512 + 20] * 14, [""] * 14, 512, 25_000)
@@ -348,9 +348,9 @@ def test_two_ends_in_a_barely_passed_bin_do_not_end_all_requests() -> None:
 
 
 def test_fast_falling_tail_is_extrapolated_fast() -> None:
-    """Pareto lengths with an exponent of 3: those that have come as far as any go on for half as long again."""
+    """The lengths are Pareto with an exponent of 3, so the longest requests are expected to take half as long again."""
     tokens = 1000 * (1 - (np.arange(400) + 0.5) / 400) ** (-1 / 3)
     finished = [FinishedLength(int(length)) for length in tokens if length <= 3000]
     going_on = int((tokens > 3000).sum())
     found = conditional_lengths(finished, [3000] * going_on, [""] * going_on, 100, 30_000)
-    assert 1_000 < found.mean(3000) < 2_500  # 1500 in truth; 6900 with an exponent of 1
+    assert 1_000 < found.mean(3000) < 2_500  # the true value is 1500; an exponent of 1 would give 6900

@@ -1,4 +1,4 @@
-"""Futures of requests: spread over each one's own distribution, the same in every tick, never beyond its limits."""
+"""Tests of scenarios: they are spread over each request's distribution, equal in every tick, and within its limits."""
 
 import numpy as np
 import pytest
@@ -36,7 +36,7 @@ def test_scenarios_follow_the_requests_distribution() -> None:
         whole = int(LENGTHS.quantile(512, quantile))
         assert np.quantile(found, quantile) == pytest.approx(whole, abs=2 * BIN_TOKENS)
     means = found.mean(axis=0)
-    assert means.std() < 0.2 * means.mean()  # no future in which all are long
+    assert means.std() < 0.2 * means.mean()  # in no scenario are all requests long
 
 
 def test_scenarios_of_a_request_do_not_depend_on_others() -> None:

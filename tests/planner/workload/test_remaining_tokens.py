@@ -1,4 +1,4 @@
-"""Expected remaining tokens: means of the conditional distribution, smooth in age, and made anew when there is news."""
+"""Tests of expected remaining tokens: conditional means that are smooth in age and rebuilt after enough new lengths."""
 
 import random
 from dataclasses import replace
@@ -42,7 +42,7 @@ def test_expected_tokens_are_positive_and_within_limits(held: list[tuple[int, in
 
 
 def test_expected_tokens_are_smooth_in_age() -> None:
-    """What jumps between bins would look like a gain between engines."""
+    """A jump between bins would look like a gain from a move between engines."""
     requests = [request(f"r{age}", age) for age in range(0, LONGEST, 16)]
     remaining = RemainingTokensEstimator().remaining_tokens(
         snapshot(*requests, finished=heavy_tailed(100)), BIN, LONGEST

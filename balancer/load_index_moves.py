@@ -16,7 +16,7 @@ from balancer.move_limits import MoveLimits
 from planner.model import EngineId, RequestId, RequestMove, RequestState
 
 WITHIN_THETA = "within_theta"
-NOBODY = -1
+NO_WORKER = -1
 
 NO_FEASIBLE_MOVE = "no_feasible_move"
 MAX_MOVES = "max_moves"
@@ -392,15 +392,15 @@ class _Rest:
             return
         low = [entry for entry in ascending[:3] if entry[1] != source]
         high = [entry for entry in ascending[:-4:-1] if entry[1] != source]
-        self.low, self._lowest = low[0] if low else (inf, NOBODY)
-        self.high, self._highest = high[0] if high else (-inf, NOBODY)
+        self.low, self._lowest = low[0] if low else (inf, NO_WORKER)
+        self.high, self._highest = high[0] if high else (-inf, NO_WORKER)
         self._second_low = low[1][0] if len(low) > 1 else inf
         self._second_high = high[1][0] if len(high) > 1 else -inf
 
     @property
     def extremes(self) -> list[int]:
         """The positions of the lowest and the highest worker, without duplicates; empty if there are none."""
-        return [place for place in dict.fromkeys((self._lowest, self._highest)) if place != NOBODY]
+        return [place for place in dict.fromkeys((self._lowest, self._highest)) if place != NO_WORKER]
 
     def window(self, extreme: _Load) -> tuple[int, int]:
         """Return the range (low, high] of contexts with which a move to `extreme` can lower the spread, in tokens.

@@ -171,14 +171,14 @@ def _gpus(
     Engines that do not report their GPUs are assigned some for the estimate. The assignment is certain only if there
     is one such engine and exactly as many GPUs remain as it takes.
     """
-    said = {e.id: tuple(sorted(e.gpus)) for e in engines if len(set(e.gpus)) == known[_id_of(e)].gpus}
-    taken = {int(gpu) for gpus in said.values() for gpu in gpus}
-    twice = sum(map(len, said.values())) > len(taken)
+    reported = {e.id: tuple(sorted(e.gpus)) for e in engines if len(set(e.gpus)) == known[_id_of(e)].gpus}
+    taken = {int(gpu) for gpus in reported.values() for gpu in gpus}
+    twice = sum(map(len, reported.values())) > len(taken)
     if twice:
-        said, taken = {}, set()
-    silent = [engine for engine in engines if engine.id not in said]
+        reported, taken = {}, set()
+    silent = [engine for engine in engines if engine.id not in reported]
     configured = max(gpus_count, max(taken, default=-1) + 1)
-    of = {**said, **_dealt(silent, known, taken, per_node)}
+    of = {**reported, **_dealt(silent, known, taken, per_node)}
     needed = max((gpu for gpus in of.values() for gpu in gpus), default=-1) + 1
     count = configured if needed <= configured else -(-needed // per_node) * per_node
     if twice:

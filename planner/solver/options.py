@@ -169,9 +169,9 @@ def consider(
     families = [weigher.tried(*family) for family in _dealt(estimated, only, only_as_deployed)]
     if only is None and fleet.problem.configurations and not only_as_deployed:
         dealt = min((member for family in families for member in family.members), key=_SCREENED_S, default=None)
-        asked = _for_the_solver(estimated, dealt, correction)
-        mixed = weigher.tried(MIXED, None, [partial(_mixed, each) for each in asked])
-        families.append(mixed if len(asked) == len(estimated) else _unless_found_out(mixed, dealt))
+        problems = _for_the_solver(estimated, dealt, correction)
+        mixed = weigher.tried(MIXED, None, [partial(_mixed, each) for each in problems])
+        families.append(mixed if len(problems) == len(estimated) else _unless_found_out(mixed, dealt))
     found = [] if current is None else [current]
     ruled_out = []
     for family in families:

@@ -80,8 +80,8 @@ class Waves:
         at = np.repeat(np.arange(len(fleet)), np.diff(placement.starts))
         work_s = np.bincount(at, weights=columns.work_s[fleet.configuration[at], placement.order], minlength=len(fleet))
         self.fixed_s: list[float] = (placement.switch_s + placement.migration_s + work_s).tolist()  # all but alpha
-        told = (placement.decode_s - work_s) / np.maximum(columns.alpha_s[fleet.configuration], 1e-300)
-        self.iterations: list[float] = np.rint(told).tolist()
+        iterations = (placement.decode_s - work_s) / np.maximum(columns.alpha_s[fleet.configuration], 1e-300)
+        self.iterations: list[float] = np.rint(iterations).tolist()
         for instance in np.flatnonzero(columns.alpha_s[fleet.configuration] == 0).tolist():
             self.iterations[instance] = self._admitted(instance, self.order[instance])
         self.finish_s: list[float] = placement.finish_s.tolist()

@@ -81,8 +81,8 @@ class LengthComponents:
         found = [model.forecast(values[:, place]) for place, model in enumerate(self.models)]
         ahead = np.array([mean for mean, _ in found]) - self.coordinates(average)
         shares = np.maximum(average + AHEAD_SHARE * self.bin_scale * (self.directions @ ahead), 0.0)
-        told = tuple(LengthComponent(model.order, *at) for model, at in zip(self.models, found, strict=True))
-        return shares / shares.sum(), told
+        forecasts = tuple(LengthComponent(model.order, *at) for model, at in zip(self.models, found, strict=True))
+        return shares / shares.sum(), forecasts
 
     def astray(self, history: Shares, steps: int) -> bool:
         """Return whether the errors of the last `steps` forecasts were far larger than the models' variances."""

@@ -321,10 +321,10 @@ class _Prior:
         ends, at_risk = ends + TAIL_WORTH * seen.passed * typical, at_risk + TAIL_WORTH * seen.passed
         survival = np.append(1.0, np.cumprod(1.0 - ends / np.maximum(at_risk, ends + 1e-300)))
         # Bins with no more than the trace contain no information.
-        told = np.nonzero((ends > 2 * TRACE * max(self.worth, 1.0)) | (seen.at_risk > 0))[0]
-        if not len(told):
+        informative = np.nonzero((ends > 2 * TRACE * max(self.worth, 1.0)) | (seen.at_risk > 0))[0]
+        if not len(informative):
             return _with_trace(survival)
-        longest = int(told.max()) + 1
+        longest = int(informative.max()) + 1
         return _with_trace(extended(survival, longest, _tail_exponent(ends, at_risk, longest)))
 
     def worth_of(self, worths: Sequence[float], seen: Sequence[_Seen]) -> float:
@@ -355,8 +355,8 @@ class _Prior:
         sums = [
             np.add.reduceat(values, starts) for values in (seen.ended - expected, expected * (1.0 - hazard), expected)
         ]
-        told = (sums[2] >= BAND_ENDS / 2) & (sums[1] > 0)
-        rows = np.stack([sums[0], sums[1], seen.at_risk[starts], reach[starts]], axis=1)[told]
+        informative = (sums[2] >= BAND_ENDS / 2) & (sums[1] > 0)
+        rows = np.stack([sums[0], sums[1], seen.at_risk[starts], reach[starts]], axis=1)[informative]
         return [tuple(row) for row in rows.tolist()]
 
 

@@ -169,14 +169,14 @@ class SeriesForecaster:
         if self.next is None:
             return self
         shares, requests = step.lengths.shares(), step.lengths.total
-        told = dispersion(np.array(self.next.shares), shares, requests)
-        if len(self.dispersions) >= MIN_SCORED and told > BREAK * max(1.0, float(np.median(self.dispersions))):
+        deviation = dispersion(np.array(self.next.shares), shares, requests)
+        if len(self.dispersions) >= MIN_SCORED and deviation > BREAK * max(1.0, float(np.median(self.dispersions))):
             return SeriesForecaster(self.bin_tokens, self.max_output_tokens, dispersions=self.dispersions)
         errors = {
             method: (*self.errors.get(method, ()), float(np.abs(forecast - shares).sum()))[-STEPS_REMEMBERED:]
             for method, forecast in self.forecasts.items()
         }
-        dispersions = (*self.dispersions, told)[-STEPS_REMEMBERED:]
+        dispersions = (*self.dispersions, deviation)[-STEPS_REMEMBERED:]
         return replace(self, errors=errors, dispersions=dispersions)
 
     def _forecast(self) -> "SeriesForecaster":
@@ -187,12 +187,12 @@ class SeriesForecaster:
         ewma = self._best([_ewma_name(alpha) for alpha in ALPHAS]) or _ewma_name(FIRST_ALPHA)
         forecasts["ewma"] = forecasts[ewma]
         components, age, fits = self.components, self.fit_age_steps + 1, self.fits
-        told: tuple[LengthComponent, ...] = ()
+        component_forecasts: tuple[LengthComponent, ...] = ()
         refused = ""
         try:
             if components is None or self._refit_pays(components, history, age):
                 components, age, fits = fit_components(history, requests), 0, fits + 1
-            forecasts["arima"], told = components.forecast(history, forecasts["ewma"])
+            forecasts["arima"], component_forecasts = components.forecast(history, forecasts["ewma"])
         except NotForecast as error:
             refused, components = str(error), None
         method, why = self._choice(refused)
@@ -204,7 +204,7 @@ class SeriesForecaster:
             why=f"{why}; {ewma}" if method == "ewma" else why,
             dispersion=spread,
             worth_requests=worth,
-            components=told,
+            components=component_forecasts,
             backtest=tuple(self._error(name) for name in ("arima", "ewma", "last_step") if name in self.errors),
             tags=_decayed(self.steps),
         )

@@ -234,12 +234,12 @@ def _judge(
         return Hold("no_policy", "fast.policy is none")
     theta = f"theta is {settings.theta:.3g}"
     if packing is not None:
-        code, state = "pack", f"the last engine is expected to end in {packing.makespan_before_s:.1f} s"
+        code, state = "pack", f"the last engine is expected to finish in {packing.makespan_before_s:.1f} s"
         aim = f"{packing.makespan_after_s:.1f} s after packing"
         stopped = f"no move shortens that, tolerance is {settings.tolerance:.0%}"
     else:
         code, spread, aim = "spread", balance.spread_before, theta
-        state = "an engine is stalled" if spread is None else f"load differs by {spread:.3g}"
+        state = "an engine is stalled" if spread is None else f"load indices differ by {spread:.3g}"
         stopped = theta if balance.stopped_because == WITHIN_THETA else "no possible move reduces the difference"
     if not balance.moves:
         return Hold(balance.stopped_because, f"{state}; {stopped}")
@@ -294,7 +294,7 @@ def packing_configurations(
         return Hold("no_step_times", unknown_step_times(unknown))
     stalled = [worker.id for worker in workers if worker.stalled]
     if stalled:
-        return Hold("stalled", f"the end of stalled engines cannot be predicted: {', '.join(stalled)}")
+        return Hold("stalled", f"the end times of stalled engines cannot be predicted: {', '.join(stalled)}")
     held = [request.id for worker in workers for request in worker.requests]
     if missing := [request for request in held if request not in situation.remaining_tokens]:
         return Hold("no_lengths", f"the remaining length of request {min(missing)} is unknown")
@@ -319,7 +319,7 @@ def _slowed(configuration: Configuration, times: float) -> Configuration:
 
 
 def _slowdowns(workers: Sequence[Worker], configurations: Mapping[EngineId, Configuration]) -> dict[EngineId, float]:
-    """Return, for engines far slower than the median relative to their configurations, the slowdown factor."""
+    """Return the slowdown factors of engines whose step times exceed their configurations' far more than the median."""
     ratios = {}
     for worker in workers:
         kv_tokens = sum(request.context_tokens for request in worker.running)

@@ -1,5 +1,6 @@
-"""Check whether an engine's KV cache has room for one more request until that request ends, given the growth of the
-engine's requests and the KV that they free when they end. Pure.
+"""Check whether an engine's KV cache has room for one more request until that request ends. Pure.
+
+The check includes the growth of the engine's requests and the KV that they free when they end.
 
 Lengths are given as equally likely scenarios, each with a number of remaining tokens for every request. Within one
 scenario, all requests grow by one token per iteration and leave when they end, so that KV usage peaks just as one of
@@ -26,11 +27,11 @@ class LengthDistributions(Protocol):
     """Samples of how many tokens requests may still generate (planner/workload/remaining_tokens.py)."""
 
     def of(self, requests: Sequence[RequestView]) -> Sequence[Sequence[int]]:
-        """Return the remaining tokens by [request, scenario], each at least 1."""
+        """Return the remaining tokens as [request][scenario], each at least 1."""
 
 
 class ForecastKvHeadroom:
-    """Tracks the KV headroom of engines while moves are being chosen.
+    """Tracks the KV headroom of engines while a tick's moves are being chosen.
 
     A request fits if the KV suffices in all scenarios except a share `risk` (0 <= risk < 1) of them. KV held by
     requests that are not listed in the workers is assumed to stay in use.

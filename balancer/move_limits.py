@@ -39,7 +39,7 @@ def resting(
 
 
 class MoveLimits:
-    """Limits each engine to `max_to_engine` arriving running requests per tick and, if given, to its KV headroom.
+    """Limits the moves of a tick: at most `max_to_engine` running requests per destination, within its KV headroom.
 
     With `keep_last`, the only request of an engine that is not stalled does not move to an empty engine while it runs:
     the move would only change which of the two engines is idle.

@@ -1,6 +1,6 @@
-"""Choose moves by which the last engine ends sooner, given expected remaining lengths; an alternative to the paper's
-rule. Pure.
+"""Choose moves that make the last engine finish earlier, given expected remaining lengths. Pure.
 
+This is an alternative to the paper's rule (load_index_moves.py).
 An engine whose iterations take `alpha + beta*sequences + gamma*kv_tokens` and that runs all its requests at once ends
 after `alpha * longest + sum(beta*r + gamma*(c*r + r*r/2))`, with context c and remaining tokens r of each request.
 Every engine with a long request pays `alpha * longest`, so long requests belong together, on engines with few others.
@@ -23,16 +23,16 @@ from balancer.move_limits import MoveLimits
 from planner.model import Configuration, EngineId, RequestId, RequestMove, RequestState, RequestView
 
 NO_GAIN = "no_gain"
-# Destinations examined for each source: the engines that end first.
+# Destinations examined for each source: the engines that finish first.
 DESTINATIONS = 4
-# Sources without a useful move after which the search stops. The engines that end last are examined first.
+# Sources without a useful move after which the search stops. The engines that finish last are examined first.
 SOURCES = 32
 MIN_GAIN_SHARE = 0.001  # share of the time until the end that each move must gain
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Ordered moves, with the expected end of each engine before and after them, in seconds from now."""
+    """Ordered moves, with the expected finish of each engine before and after them, in seconds from now."""
 
     ends_before_s: dict[EngineId, float]
     ends_after_s: dict[EngineId, float]
@@ -64,11 +64,11 @@ def pack(
     `configurations` has each engine's step times, KV capacity and slots. `remaining_tokens` has the number of tokens
     that each request is expected to generate. Requests in `stuck` are not moved, and no request moves twice.
 
-    The source is the engine that ends last. Destinations end earlier by more than `tolerance` (0 to 1) of the time
-    until the source's end. A move must make the later of the two engines end sooner by MIN_GAIN_SHARE of that time, the
-    prefill at the destination included, and must fit in `room`. A source without such a move is set aside and the next
-    one is examined, because lengths are uncertain and any engine may turn out to be the last. A running request that
-    moves pauses for `move_fixed_s`, while its destination continues to decode.
+    The source is the engine that finishes last. Destinations finish earlier by more than `tolerance` (0 to 1) of the
+    source's remaining time. After a move, both engines must finish earlier than the source did, by MIN_GAIN_SHARE of
+    that time, including the prefill at the destination. The move must also fit in `room`. A source without such a move
+    is set aside and the next one is examined, because lengths are uncertain and any engine may turn out to be the last.
+    A running request that moves pauses for `move_fixed_s`, while its destination continues to decode.
     """
     loads = sorted(
         (_Load(worker, configurations[worker.id], remaining_tokens, stuck, move_fixed_s) for worker in workers),
@@ -103,7 +103,7 @@ _by_end = attrgetter("end_s", "id")  # of a `_Load`
 def _best_move(
     source: "_Load", ascending: Sequence["_Load"], tolerance: float, room: MoveLimits | None
 ) -> "tuple[RequestView, _Load] | None":
-    """Return the request and the destination that minimize the later end of the two engines; None if no move helps."""
+    """Return the request and the destination for which both engines finish earliest; None if no move helps."""
     best: tuple[float, RequestView, _Load] | None = None
     early_s, limit_s = source.end_s * (1 - tolerance), source.end_s * (1 - MIN_GAIN_SHARE)
     destinations = [load for load in ascending[: DESTINATIONS + 1] if load is not source and load.end_s < early_s]
@@ -121,7 +121,7 @@ def _best_move(
 
 
 class _Load:
-    """The requests of one engine while moves are being chosen, with its predicted end.
+    """The requests of one engine while moves are being chosen, with its predicted finish.
 
     Raises ValueError for remaining tokens that are not finite and above 0.
     """
@@ -247,7 +247,7 @@ class _Load:
 
 
 class _Held(NamedTuple):
-    """Totals that determine the end of an engine, or the contribution of one request to them."""
+    """Totals that determine when an engine finishes, or the contribution of one request to them."""
 
     work_s: float  # without alpha
     kv_area: float  # tokens times iterations

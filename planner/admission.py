@@ -90,7 +90,8 @@ class AdmissionLimits:
 
 
 def judge(proposal: PlanProposal, limits: AdmissionLimits, mode: Mode, control: OperatorControl) -> Verdict:
-    """Return Act if new + cost < current - epsilon on fresh inputs, and cooldown, mode and operator allow it.
+    """Return Act if the new makespan plus costs is below the current makespan minus epsilon, and the inputs are fresh,
+    and cooldown, mode and operator control allow the change. Otherwise return Hold.
 
     Codes of Hold, in the order of the checks: nothing_to_do, stale_telemetry, the code of `underway`, pinned,
     no_step_times, infeasible, already_deployed, no_baseline, gain_too_small, gain_unsure, better_later, cooldown, the

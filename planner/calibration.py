@@ -10,8 +10,10 @@ MOST = 2.0  # limit of the correction factor, up or down: beyond it the profile 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Running prediction errors over steps. Within a step, plans are weighted by the actual seconds they predicted:
-    the last plans of a step have little left to predict and count little."""
+    """Running prediction errors over steps.
+
+    Within a step, each plan is weighted by its actual seconds to the end, so the last plans of a step count little.
+    """
 
     steps: int = 0
     error: float | None = None  # mean |predicted - actual| / actual

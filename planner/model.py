@@ -72,7 +72,8 @@ class Parallelism:
     def __post_init__(self) -> None:
         check_at_least(self, 1, "tp", "dp", "ep", "micro_batches", "pp")
         if (self.attention_gpus > 0) != (self.ffn_gpus > 0):
-            raise ValueError("attention_gpus and ffn_gpus must both be 0 or both be > 0")
+            got = f"{self.attention_gpus} and {self.ffn_gpus}"
+            raise ValueError(f"attention_gpus and ffn_gpus must both be 0 or both be > 0, got {got}")
 
     @property
     def afd(self) -> bool:
@@ -104,7 +105,7 @@ class Configuration:
             raise ValueError(f"prefill_tokens_per_s must be > 0, got {self.prefill_tokens_per_s}")
 
     def step_s(self, sequences: int, kv_tokens: int) -> float:
-        """Return the seconds of one decode iteration over `sequences` that hold `kv_tokens` before it."""
+        """Return the seconds of one decode iteration over `sequences` that hold `kv_tokens` KV tokens before it."""
         return self.alpha_s + self.beta_s * sequences + self.gamma_s * kv_tokens
 
     def work_s(self, context_tokens: int, remaining_tokens: int) -> float:
@@ -240,7 +241,7 @@ class FleetPart:
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """One fleet that was considered, with its expected seconds over the sampled lengths.
+    """A fleet that the planner considered, with its expected seconds over the sampled lengths.
 
     `configuration` is None if configurations are mixed. The fleet ends after `total_s`; `low_s` and `high_s` are the
     total in the best and in the worst sample.
@@ -327,7 +328,7 @@ class PlannedMove:
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """Remaining lengths: `counts[i]` requests have `bin_tokens*i < remaining <= bin_tokens*(i+1)` tokens.
+    """A histogram of remaining tokens: `counts[i]` requests have `bin_tokens*i < remaining <= bin_tokens*(i+1)`.
 
     A bin counts as its upper edge.
     """
@@ -338,7 +339,7 @@ class Histogram:
     def __post_init__(self) -> None:
         check_at_least(self, 1, "bin_tokens")
         if any(count < 0 for count in self.counts):
-            raise ValueError("counts must be >= 0")
+            raise ValueError(f"counts must be >= 0, got {min(self.counts)}")
 
     @property
     def total(self) -> float:
@@ -402,7 +403,7 @@ MOST_REASONS = 3  # reasons listed in one message
 
 
 class StepTimeEstimates(NamedTuple):
-    """The source of an engine's step times."""
+    """The source of an engine's step-time estimates."""
 
     source: str  # configured | prior | observed; empty: unknown
     detail: str  # a description of the source, or the reason why the step times are unknown

@@ -50,8 +50,10 @@ class FixedMoveCost:
 
 @dataclass(frozen=True, slots=True)
 class MovePricing:
-    """Inputs for the price of a move. `kv_versions` lists the engines that support KV transfer; two engines can
-    transfer KV to each other if their versions are equal."""
+    """Inputs for the cost of a move.
+
+    `kv_versions` has the engines that support KV transfer. Two engines can transfer KV if their versions are equal.
+    """
 
     profiles: Mapping[ConfigurationId, EngineProfile]
     transfer: KvTransferCost

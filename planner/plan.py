@@ -60,7 +60,7 @@ class PlannerConfig:
         check_at_least(self, 0, "epsilon_s", "rebalance_share", "cooldown_s", "interval_s", "stale_after_s")
         ids = [configuration.id for configuration in self.configurations]
         if len(set(ids)) < len(ids):
-            raise ValueError(f"configurations must have different ids, got {ids}")
+            raise ValueError(f"configurations must have unique ids, got {ids}")
 
     @property
     def limits(self) -> AdmissionLimits:
@@ -96,7 +96,7 @@ def make_plan(
     control: OperatorControl = FREE,
     history: History = NO_HISTORY,
 ) -> Plan:
-    """Return a plan for the rest of this step: the fleet to deploy and its requests, compared with no change."""
+    """Return a plan for the rest of this step: the fleet to deploy and the requests of each engine."""
     control = control.at(snapshot.now_s)
     expected = _expected(snapshot, config, history)
     fleet = live_fleet(
@@ -159,7 +159,7 @@ def make_plan(
 
 
 def remaining_of(snapshot: Snapshot, config: PlannerConfig, history: History) -> Sequence[int]:
-    """Return remaining tokens by [request]: exact lengths under ORACLE, otherwise drawn from the forecast."""
+    """Return the remaining tokens of each request: exact under ORACLE, otherwise drawn from the forecast."""
     drawn = _expected(snapshot, config, history).remaining_tokens
     known = history.known_output_tokens if config.knowledge is Knowledge.ORACLE else None
     if known is None:
@@ -174,7 +174,7 @@ NOTHING = FleetOptions(None, (), (), 0.0)
 
 
 def _expected(snapshot: Snapshot, config: PlannerConfig, history: History) -> Forecast:
-    """Return the forecast by [request] of the snapshot's requests."""
+    """Return the forecast for the snapshot's requests, in their order."""
     return forecast(
         snapshot.requests,
         () if history.before is not None else history.earlier_output_tokens,
@@ -188,7 +188,7 @@ def _expected(snapshot: Snapshot, config: PlannerConfig, history: History) -> Fo
 def _lengths(
     snapshot: Snapshot, fleet: LiveFleet, config: PlannerConfig, history: History, expected: Forecast
 ) -> SampledLengths:
-    """Return the lengths by [request] of the fleet's requests."""
+    """Return the sampled lengths of the fleet's requests, in their order."""
     if config.knowledge is Knowledge.MEAN:
         seen = (*history.earlier_output_tokens, *(length.tokens for length in snapshot.finished))
         return averaged(fleet.requests, seen, config.max_output_tokens)
@@ -284,7 +284,7 @@ class _Case:
         )
 
     def _return_s(self, option: FleetOption) -> float:
-        """Return the expected seconds for starting the replaced engines again.
+        """Return the expected cost, in seconds, of starting the replaced engines again.
 
         The next step is assumed to need the fleet that this step began with. The seconds are weighted by the share of
         the step's requests that have finished.

@@ -16,7 +16,7 @@ Numbers = NDArray[np.float64] | float  # one value, or one per row
 
 @dataclass(frozen=True, slots=True)
 class EngineConstants:
-    """The constants of one engine or, with an array in each field, of rows of several engines."""
+    """The constants of one engine or, if the fields are arrays, of one engine per row."""
 
     hbm_efficiency: Numbers  # share of the data sheet's bandwidth when reading weights
     kv_efficiency: Numbers  # the same when reading the KV cache

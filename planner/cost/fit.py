@@ -80,10 +80,10 @@ def fit_step(
     prefilled_tokens: Sequence[float] = (),
     robust: bool = True,
 ) -> StepFit:
-    """Return a step time fitted to the samples: affine if that suffices, otherwise with knots in sequences.
+    """Fit a step time to the samples: affine if that suffices, otherwise with knots in the number of sequences.
 
-    `prefilled_tokens` has the mean number of tokens by [sample] that each step prefilled in addition to decoding. With
-    `robust` off, all samples keep their weight, as for a table without outliers. Raises TooFewSamples if sequences
+    `prefilled_tokens` has, for each sample, the mean number of tokens that a step prefilled in addition to decoding.
+    With `robust` off, all samples keep their weight, as for a table without outliers. Raises TooFewSamples if sequences
     and KV tokens did not vary independently.
     """
     beside: list[tuple[float, ...]] = [(tokens,) for tokens in prefilled_tokens] or [()] * len(samples)
@@ -101,7 +101,7 @@ def fit_step(
 
 
 def fit_curve(seen: Sequence[TimedSample], line_is_enough: float = LINE_IS_ENOUGH) -> CurveFit:
-    """Return a curve of seconds over sizes: a line if that suffices, otherwise with knots. Raises TooFewSamples."""
+    """Fit a curve of seconds over sizes: a line if that suffices, otherwise with knots. Raises TooFewSamples."""
     sizes, seconds = (np.array(column, dtype=float) for column in zip(*sorted(seen), strict=True))
     if len(set(sizes)) < 2:
         raise TooFewSamples(f"a curve requires at least two sizes, got {sorted(set(sizes))}")
@@ -112,12 +112,12 @@ def fit_curve(seen: Sequence[TimedSample], line_is_enough: float = LINE_IS_ENOUG
 
 
 def fit_rate(seen: Sequence[TimedSample]) -> tuple[float, FitError]:
-    """Return a rate in sizes per second, apart from a fixed time per sample. Raises TooFewSamples.
+    """Fit a rate in sizes per second and a fixed time per sample, and return the rate. Raises TooFewSamples.
 
     If the seconds hardly depend on the size, the rate is limited to what their spread can show.
     """
     if len({item.size for item in seen}) < 2:
-        raise TooFewSamples("a rate requires at least two sizes")
+        raise TooFewSamples(f"a rate requires at least two sizes, got {sorted({item.size for item in seen})}")
     sizes = np.array([item.size for item in seen], dtype=float)
     seconds = np.array([item.seconds for item in seen], dtype=float)
     fitted = _fit(np.stack([np.ones_like(sizes), sizes], axis=1), seconds)
@@ -127,7 +127,7 @@ def fit_rate(seen: Sequence[TimedSample]) -> tuple[float, FitError]:
 
 
 def refit_step(prior: EngineProfile, samples: Sequence[StepSample], weights: Floats, trust: float) -> StepFit:
-    """Return the prior's step time adjusted to the samples; it keeps its shape outside their range.
+    """Adjust the prior's step time to the samples; outside of their range it keeps its shape.
 
     First, all of it is scaled to the samples. If the batch varied, the base becomes `constant + scale * prior + slope *
     sequences`, and KV tokens get their own time. Each coefficient is pulled towards the prior with the weight of
@@ -165,7 +165,7 @@ def _moved(curve: Curve, constant: float, scale: float, slope: float) -> Curve:
 
 
 def refit_curve(prior: Curve, seen: Sequence[TimedSample], weights: Floats, trust: float) -> CurveFit:
-    """Return the prior's curve adjusted to the samples, as in `refit_step`."""
+    """Adjust the prior's curve to the samples, as `refit_step` does."""
     sizes = np.array([item.size for item in seen], dtype=float)
     seconds = np.array([item.seconds for item in seen], dtype=float)
     largest = float(sizes.max())
@@ -283,7 +283,7 @@ def _left_out_error(design: Floats, seconds: Floats, robust: bool) -> float:
 
 
 def _design(sizes: Floats, knots: tuple[float, ...], others: Floats) -> Floats:
-    """Return the design by [sample, column]: ones, the length within each segment between knots, then `others`.
+    """Return the design matrix [sample, column]: ones, the length within each segment between knots, then `others`.
 
     The coefficient of a segment is its slope. The first and the last segment extend beyond their ends, as in a Curve.
     """

@@ -68,7 +68,7 @@ class UnknownGpu(ValueError):
 
 
 def gpu_of_product(name: str) -> GpuModel:
-    """Return the GPU for a product name as drivers report it, such as `NVIDIA A100-SXM4-80GB`. Raises UnknownGpu.
+    """Look up a GPU by a product name as drivers report it, such as `NVIDIA A100-SXM4-80GB`. Raises UnknownGpu.
 
     The product name must contain a known GPU's name as a whole word, because GH200 and H200 are different products.
     """
@@ -79,7 +79,7 @@ def gpu_of_product(name: str) -> GpuModel:
 
 
 def gpu_named(name: str) -> GpuModel:
-    """Return the GPU with a name in any case, with or without a form factor (`h100_sxm`). Raises UnknownGpu."""
+    """Look up a GPU by its name, in any case, with or without a form factor (`h100_sxm`). Raises UnknownGpu."""
     plain = name.strip().lower().replace("-", "_").removeprefix("nvidia_").split("_")[0]
     if plain not in GPUS:
         raise UnknownGpu(f"unknown GPU {name!r}, known: {', '.join(sorted(GPUS))}")

@@ -99,7 +99,7 @@ _SUFFIXES = ("-instruct", "-fp8", "-chat", "-bf16", "-nvfp4", "-base", "-2507", 
 
 
 def model_named(name: str) -> Model:
-    """Return the model with a name, or with the path of a published checkpoint. Raises UnknownModel.
+    """Look up a model by its name or by the path of a published checkpoint. Raises UnknownModel.
 
     The owner in the path, and suffixes for the format or the tuning, are ignored.
     """

@@ -69,16 +69,16 @@ def predict(
     precision: Precision | None = None,
     cpu_kv_bytes_per_gpu: float = 0.0,
 ) -> EngineProfile:
-    """Return the profile of one layout. If the engine spills, `cpu_kv_bytes_per_gpu` holds KV that does not fit.
+    """Predict the profile of one layout. Raises DoesNotFit, and ValueError for pipeline stages.
 
-    Raises DoesNotFit, and ValueError for pipeline stages.
+    `cpu_kv_bytes_per_gpu` is the CPU memory for KV that does not fit on the GPUs; it is used only if the engine spills.
     """
     if parallelism.pp > 1:
         raise ValueError(f"pp must be 1, because step times of pipeline stages are not modelled, got {parallelism.pp}")
     bits = precision or published_precision(model)
     capacity = _capacity_tokens(model, gpu, parallelism, bits)
     if capacity < 1:
-        raise DoesNotFit(f"{model.name} does not fit on {identifier(parallelism)} of {gpu.name}")
+        raise DoesNotFit(f"{model.name} does not fit on {gpu.name} with {identifier(parallelism)}")
     held_bytes = kv_bytes_per_gpu(model, parallelism.tp, bits)
     spills = engine.spills and cpu_kv_bytes_per_gpu > 0
     replicas = attention_replicas(parallelism)
@@ -109,7 +109,7 @@ def predict_profile(
     precision: Precision | None = None,
     cpu_kv_bytes_per_gpu: float = 0.0,
 ) -> Profile:
-    """Return the profiles of all `layouts` that fit, and the costs of moving a request."""
+    """Predict the profiles of all `layouts` that fit, and the costs of moving a request."""
     configurations = []
     for parallelism in layouts:
         try:
@@ -219,7 +219,7 @@ def _base_s(model: Model, gpu: GpuModel, parallelism: Parallelism, engine: Engin
 def _afd_s(
     model: Model, gpu: GpuModel, parallelism: Parallelism, c: EngineConstants, precision: Precision, sequences: Floats
 ) -> Floats:
-    """Return the seconds of an iteration by [sequences], without the KV cache."""
+    """Return the seconds of an iteration under AFD for each number of sequences, without the KV cache."""
     replicas, ffn_gpus = attention_replicas(parallelism), parallelism.ffn_gpus
     micro = np.minimum(float(parallelism.micro_batches), sequences)
     batch = sequences / micro
@@ -253,7 +253,7 @@ def _afd_s(
 
 
 def _ffn_s(model: Model, gpu: GpuModel, gpus: int, c: EngineConstants, precision: Precision, batch: Floats) -> Floats:
-    """Return the seconds of one layer's FFN on its own GPUs by [batch].
+    """Return the seconds of one layer's FFN on its own GPUs, for each batch size.
 
     Experts are spread over the GPUs; a dense FFN is split.
     """

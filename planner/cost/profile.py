@@ -47,7 +47,7 @@ class Curve:
         if not self.xs or len(self.xs) != len(self.ys):
             raise ValueError(f"xs and ys must have equal lengths >= 1, got {len(self.xs)} and {len(self.ys)}")
         if any(later <= sooner for sooner, later in zip(self.xs, self.xs[1:], strict=False)):
-            raise ValueError(f"xs must increase, got {self.xs}")
+            raise ValueError(f"xs must be strictly increasing, got {self.xs}")
         if any(not y >= 0 for y in self.ys):
             raise ValueError(f"ys must be >= 0, got {self.ys}")
 
@@ -136,7 +136,7 @@ def straight_line(curve: Curve) -> tuple[float, float] | None:
 
 
 def affine_fit(curve: Curve, low: float, high: float, points: int = 33) -> tuple[float, float]:
-    """Intercept and slope, both >= 0, with the least squared relative error over `low..high`.
+    """Return the intercept and the slope, both >= 0, with the least squared relative error over `low..high`.
 
     A curve that is such a line is returned unchanged.
     """
@@ -203,4 +203,4 @@ class Profile:
     def __post_init__(self) -> None:
         ids = [configuration.id for configuration in self.configurations]
         if len(set(ids)) < len(ids):
-            raise ValueError(f"configurations must have different ids, got {ids}")
+            raise ValueError(f"configurations must have unique ids, got {ids}")

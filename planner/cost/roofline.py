@@ -134,7 +134,7 @@ def all_reduce_s_per_byte(gpu: GpuModel, gpus: int) -> float:
 
 
 def hop_s(gpu: GpuModel, gpus: int) -> float:
-    """Return the latency that a collective among `gpus` GPUs gains if it leaves the node."""
+    """Return the latency added to a collective among `gpus` GPUs if it leaves the node."""
     return 0.0 if gpus <= gpu.per_node else gpu.inter_node_latency_s
 
 

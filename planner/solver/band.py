@@ -18,7 +18,7 @@ def violation(columns: ProblemColumns, placement: FleetPlacement) -> float:
 
 
 def balanced(columns: ProblemColumns, placement: FleetPlacement, limit_s: float) -> FleetPlacement:
-    """Return a placement that violates the band less and ends by `limit_s`, or else the given one."""
+    """Return a placement that violates the band less and finishes by `limit_s`, or the given one if none is found."""
     before = violation(columns, placement)
     if not before > 0:
         return placement
@@ -42,7 +42,7 @@ class _Band(InstanceLoads):
         self.finish_s = placement.finish_s.copy()
 
     def misses(self) -> Floats:
-        """Return by [instance] the distance outside the band; negative inside."""
+        """Return the distance of each instance from the band; negative inside the band."""
         missed: Floats = np.abs(self.held / self.capacity - self.mu) - self.delta
         return missed
 
@@ -90,7 +90,7 @@ class _Band(InstanceLoads):
         return True
 
     def _ends_s(self, requests: Ints, destination: int) -> Floats:
-        """Return by [request] the end of the destination with that request added."""
+        """Return, for each request, when the destination finishes with that request added."""
         columns, kind = self.columns, self.fleet.configuration[destination]
         longer = np.maximum(columns.remaining[requests] - self.longest[destination], 0)
         moved_s = moves_s(columns, self.fleet, requests, np.full(len(requests), destination))

@@ -1,10 +1,10 @@
-"""Prove a lower bound of the makespan, by the model of evaluate.py.
+"""Calculate a proven lower bound of the makespan, under the cost model of evaluate.py.
 
 An instance of configuration y with longest request L that ends by T has `T - switch - alpha * L` seconds for the work
 of its requests. A request i of at most L takes at least the share `work(i) / (T - switch - alpha * r(i))` of it, and
 that share of its GPUs. If the cheapest shares of all requests add up to more GPUs than exist, T cannot be met. This is
-the dual of the linear program over (configuration, longest request) in closed form, so no solver is needed. A refused T
-is impossible for any choice of instances.
+the dual of the linear program over (configuration, longest request) in closed form, so no solver is needed. If a T is
+refused, no choice of instances can meet it.
 """
 
 import math
@@ -35,9 +35,9 @@ def lower_bound_s(columns: ProblemColumns) -> float:
 
 
 def highest_refused(refused: Callable[[float], bool], low_s: float, high_s: float, precision: float) -> float:
-    """Return the highest refused time between `low_s` and `high_s`, by bisection to the relative `precision`.
+    """Return the highest time between `low_s` and `high_s` for which `refused` is True, to the relative `precision`.
 
-    `high_s` must not be refused. `low_s` is returned if no higher time is refused.
+    The time is found by bisection. `high_s` must not be refused; `low_s` is returned if no higher time is refused.
     """
     for _ in range(ROUNDS):
         if high_s - low_s <= precision * high_s:
@@ -96,7 +96,7 @@ def options_of(columns: ProblemColumns, requests: Ints) -> list[InstanceOption]:
 
 
 def least_move_s(columns: ProblemColumns, configuration: int, requests: Ints) -> Floats:
-    """Return by [request] the minimum seconds of a move to another instance of the configuration, in any node."""
+    """Return the minimum seconds for moving each request to another instance of the configuration, in any node."""
     least_s: Floats = columns.moved_s[configuration, requests]
     running = np.flatnonzero(columns.source[requests] >= 0)
     if len(running) and columns.gpus[configuration] <= columns.problem.per_node:
@@ -126,7 +126,7 @@ def units(columns: ProblemColumns) -> int:
 
 
 def room_shares(columns: ProblemColumns, configuration: int, requests: Ints) -> list[Floats]:
-    """Return shares of the instance's KV room by [request]. Requests that run at once have at most 1 in total.
+    """Return arrays of each request's share of the KV room; shares of requests that run at once sum to at most 1.
 
     The first array is footprint over capacity. The second is the result of a dual feasible function (Fekete and
     Schepers 2001), by which a request larger than half of the room takes all of it, for example. It is the one with

@@ -122,9 +122,9 @@ def longest(problem: MakespanProblem) -> Indices:
 
 
 def rebalanced(fleet: LiveFleet, order: Indices) -> CandidateFleet:
-    """Return the current engines with each request, in `order`, on the engine that ends it first, including its move.
+    """Return the current engines with requests placed in `order`, each on the engine that finishes it first.
 
-    Most requests stay where they are.
+    The cost of its move is included, so that most requests stay where they are.
     """
     requests, limits = fleet.problem.requests, fleet.limits
     remaining, context = requests.remaining_tokens[order], requests.context_tokens[order]
@@ -162,7 +162,7 @@ def rebalanced(fleet: LiveFleet, order: Indices) -> CandidateFleet:
 def longest_first(
     fleet: LiveFleet, order: Indices, configuration: Configuration, instances: Sequence[CurrentInstance]
 ) -> CandidateFleet:
-    """Return a fleet of `instances` of one configuration, with requests in `order` onto the least loaded instance.
+    """Return a fleet of `instances` of one configuration, with requests placed in `order` on the least loaded one.
 
     Raises UnusableFleet if there are no instances or if a request fits on none of them.
     """
@@ -224,9 +224,9 @@ def moves_of(problem: MakespanProblem, fleet: CandidateFleet) -> tuple[PlannedMo
 def added_s(
     beta_s: float | Seconds, gamma_s: float | Seconds, context: NDArray[np.int64], remaining: NDArray[np.int64]
 ) -> Seconds:
-    """Return by [request] the seconds that it adds to its instance, without its share of alpha.
+    """Return the seconds that each request adds to its instance, without its share of alpha.
 
-    They do not depend on the other requests of the instance.
+    The seconds do not depend on the other requests of the instance.
     """
     tokens = remaining.astype(np.float64)
     result: Seconds = tokens * (beta_s + gamma_s * (context + (tokens - 1.0) * 0.5))
@@ -234,7 +234,7 @@ def added_s(
 
 
 def _homes(problem: MakespanProblem, instances: Sequence[CurrentInstance], kept: NDArray[np.bool_]) -> Indices:
-    """Return by [current instance] its index in `instances`, NOWHERE if it is not kept."""
+    """Return the index of each current instance in `instances`, NOWHERE if it is not kept."""
     place_of = {instance.id: place for place, instance in enumerate(instances) if kept[place]}
     return np.array([place_of.get(instance.id, NOWHERE) for instance in problem.current], dtype=np.int64)
 
@@ -261,7 +261,7 @@ def _with_immovable(
 def _moves(
     problem: MakespanProblem, instances: Sequence[CurrentInstance], homes: Indices, order: Indices, at: Indices
 ) -> tuple[Seconds, Indices]:
-    """Return the seconds that moving each request of `order` costs its instance, and the requests that change engine.
+    """Return the move cost of each request of `order`, in seconds, and the requests that change engine.
 
     Of the requests recomputed on an instance only the first pays the fixed latency, because they arrive together.
     """
@@ -283,7 +283,7 @@ def _moves(
 def _move_s(
     problem: MakespanProblem, instances: Sequence[CurrentInstance], requests: Indices, to: Indices
 ) -> tuple[Seconds, Seconds]:
-    """Return by [request] the seconds of moving it to instance `to`, by transfer and by recomputation."""
+    """Return the seconds for moving each request to its instance `to`, by transfer and by recomputation."""
     context = problem.requests.context_tokens[requests].astype(np.float64)
     source = problem.requests.instance[requests]
     known = {configuration.id: configuration.prefill_tokens_per_s for configuration in problem.configurations}
@@ -297,7 +297,7 @@ def _move_s(
 
 
 def _shape(instances: Sequence[CurrentInstance], per_node: int) -> Indices:
-    """Return by [instance, 2] the number of GPUs and the node, SEVERAL if the instance spans several nodes."""
+    """Return an array [instance, 2] of the number of GPUs and the node, SEVERAL if it spans several nodes."""
     shapes = [(len(each.gpus), node_of(each.gpus, per_node)) for each in instances]
     return np.array(shapes, dtype=np.int64).reshape(-1, 2)
 

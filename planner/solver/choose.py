@@ -1,7 +1,7 @@
-"""Choose one of the placements found: among those that end about as soon as the best, the one that changes least.
+"""Choose one of the placements found: among those with about the best makespan, the one with the fewest changes.
 
-The number of moves is reduced without a later end: requests of about equal length swap places so that most stay where
-they are, and requests are moved back if their original instance still ends in time.
+The number of moves is reduced at the same makespan: requests of about equal length swap places so that most stay where
+they are, and requests are moved back if their original instance still finishes in time.
 """
 
 import math
@@ -26,7 +26,7 @@ def chosen(
     static: Sequence[FleetPlacement],
     found: Sequence[FleetPlacement],
 ) -> FleetPlacement | None:
-    """Return, of the placements that end about as soon as the best, the one that changes least.
+    """Return, of the placements with about the best makespan, the one with the fewest changes.
 
     If the best placement violates equation 2, return the one that violates it least.
     """
@@ -69,7 +69,7 @@ def chosen(
 def settled(
     columns: ProblemColumns, placement: FleetPlacement, limit_s: float, tries: int = len(WIDTHS)
 ) -> FleetPlacement:
-    """The placement, or one with fewer moves that ends by `limit_s`."""
+    """Return a placement with fewer moves that finishes by `limit_s`, or the given one if none is found."""
     home = _home(columns, placement)
     at = placement.assigned()
     away = moves(columns, placement)
@@ -94,7 +94,7 @@ def moves(columns: ProblemColumns, placement: FleetPlacement) -> int:
 
 
 def _home(columns: ProblemColumns, placement: FleetPlacement) -> Ints:
-    """Return by [request] the instance on which it is running, -1 if there is none."""
+    """Return the instance on which each request is running, -1 if there is none."""
     instance_of = np.full(len(columns.current_configuration) + 1, -1, dtype=np.int64)
     kept = np.flatnonzero(placement.fleet.current >= 0)
     instance_of[placement.fleet.current[kept]] = kept
@@ -103,7 +103,7 @@ def _home(columns: ProblemColumns, placement: FleetPlacement) -> Ints:
 
 
 def _swapped(columns: ProblemColumns, at: Ints, home: Ints, width: float) -> Ints:
-    """Return the instance by [request] after requests of about equal length have swapped instances.
+    """Return the instance of each request after requests of about equal length have swapped instances.
 
     Each instance keeps its number of requests of every length class; as many of these as possible stay at home.
     """
@@ -130,7 +130,7 @@ def _swapped(columns: ProblemColumns, at: Ints, home: Ints, width: float) -> Int
 def _undone(columns: ProblemColumns, placement: FleetPlacement, home: Ints, limit_s: float) -> FleetPlacement:
     """Return the placement with requests moved back home, those with the least work first.
 
-    A request is moved back only if all requests there still run at once and the instance still ends by `limit_s`.
+    A request is moved back only if all requests there still run at once and the instance still finishes by `limit_s`.
     """
     fleet, at = placement.fleet, placement.assigned()
     loads = InstanceLoads(columns, fleet, at)

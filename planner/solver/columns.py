@@ -41,17 +41,17 @@ class ProblemColumns:
         return len(self.remaining)
 
     def fits(self, configuration: int) -> NDArray[np.bool_]:
-        """Return by [request] whether an instance of the configuration can ever admit it."""
+        """Return, for each request, whether an instance of the configuration can ever admit it."""
         fits: NDArray[np.bool_] = self.footprint <= self.capacity[configuration]
         return fits
 
     def move_s(self, requests: Ints, configuration: int | Ints, node: int | Ints) -> Floats:
-        """Return by [request] the seconds of a move to a new instance in `node`; 0 for requests not running."""
+        """Return the seconds for moving each request to a new instance in `node`; 0 for requests not running."""
         transfer_s, recompute_s = self.move_ways_s(requests, configuration, node)
         return np.where(self.source[requests] >= 0, np.minimum(transfer_s, recompute_s), 0.0)
 
     def move_ways_s(self, requests: Ints, configuration: int | Ints, node: int | Ints) -> tuple[Floats, Floats]:
-        """Return by [request] the seconds of a move by transfer and by recomputation."""
+        """Return the seconds for moving each request to a new instance, by transfer and by recomputation."""
         source = np.maximum(self.source[requests], 0)
         context = self.problem.requests.context_tokens[requests].astype(np.float64)
         transfer = self.problem.transfer
@@ -150,4 +150,4 @@ def _unplaceable(problem: MakespanProblem, configuration: Configuration) -> Infe
         what = f"gpus.per_node: {configuration.id} neither fits in one node nor fills whole nodes"
         return Infeasible(what, gpus, per_node, "GPUs in a node")
     there = problem.gpus_count if gpus <= per_node else problem.gpus_count // per_node * per_node
-    return Infeasible(f"gpus.count: not even {configuration.id} can be placed", gpus, there, "GPUs")
+    return Infeasible(f"gpus.count: too few GPUs to place {configuration.id}", gpus, there, "GPUs")

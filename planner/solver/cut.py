@@ -17,7 +17,10 @@ from planner.solver.columns import Floats, ProblemColumns
 
 @dataclass(frozen=True, slots=True)
 class RequestCut:
-    """The requests for one instance, as ranges of positions in the longest-first order, in order of admission."""
+    """The requests of one instance, as ranges of positions in the order of descending length.
+
+    The ranges are in order of admission.
+    """
 
     configuration: int
     kept: bool
@@ -78,7 +81,10 @@ class RequestCutter:
                 )
 
     def cut(self, makespan_s: float, only: frozenset[int] | None = None) -> list[RequestCut] | None:
-        """Return cuts that end by `makespan_s`, or None if the GPUs do not suffice. `only` lists configurations."""
+        """Return cuts that finish by `makespan_s`, or None if the GPUs do not suffice.
+
+        If `only` is given, no other configurations are used.
+        """
         options = [option for option in self._options if only is None or option.configuration in only]
         after = self._after(makespan_s, options)
         instances: list[RequestCut] = []
@@ -118,7 +124,7 @@ class RequestCutter:
         return instances
 
     def _block(self, option: _Option, position: int, free_s: float) -> tuple[int, float]:
-        """Return the end of the block that starts at `position`, and the seconds that it takes."""
+        """Return the end position of the block that starts at `position`, and the seconds that it takes."""
         alone_s = option.alpha_s * self._left[position]
         room_s = free_s - alone_s
         if room_s <= 0 or self._largest[position] > option.capacity:
@@ -130,7 +136,7 @@ class RequestCutter:
         return end, alone_s + option.spent[end] - before
 
     def _after(self, makespan_s: float, options: list[_Option]) -> list[float]:
-        """Return by [position + 1] the units of GPUs that the requests from that position on take."""
+        """Return, for each position, the GPU units that the requests from that position on need at least."""
         shares = np.full(len(self._left), np.inf)
         for option in options:
             room_s = makespan_s - option.switch_s - option.alpha_s * self.remaining

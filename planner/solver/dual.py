@@ -1,4 +1,4 @@
-"""Raise the lower bound if KV room or sequence slots are short, with prices from a linear program.
+"""Tighten the lower bound if KV room or sequence slots are short, with prices from a linear program.
 
 An instance that ends by T and whose longest request has L tokens meets several limits. The work of its requests leaves
 time for L iterations, for the iterations that their KV footprints require (remaining tokens times the share of the
@@ -68,7 +68,7 @@ class _Shares:
 
 
 def tightened_s(columns: ProblemColumns, bound_s: float, high_s: float) -> float:
-    """Return a bound of at least `bound_s`. `high_s` is the end of the best known placement."""
+    """Return a lower bound of at least `bound_s`. `high_s` is the makespan of the best known placement."""
     every = max(1, columns.count // SAMPLE)
     sample = _Shares(columns, every)
     edges = _edges(sample.remaining)
@@ -113,14 +113,14 @@ def tightened_s(columns: ProblemColumns, bound_s: float, high_s: float) -> float
 
 
 def _highest(shares: _Shares, weights: Weights, edges: Floats, low_s: float, high_s: float) -> float:
-    """Return the highest refused time between `low_s` and `high_s`; `low_s` if none is refused."""
+    """Return the highest time between `low_s` and `high_s` that `shares` refuses; `low_s` if there is none."""
     if not shares.refused(low_s, weights, edges):
         return low_s
     return highest_refused(lambda trial_s: shares.refused(trial_s, weights, edges), low_s, high_s, 2e-4)
 
 
 def _edges(remaining: Floats) -> Floats:
-    """Return the upper lengths of classes that generate about equal numbers of tokens."""
+    """Return the upper limits of length classes that generate about equal numbers of tokens."""
     share = np.cumsum(remaining) / remaining.sum()
     places = np.searchsorted(share, np.linspace(0, 1, CLASSES + 1)[1:])
     edges: Floats = np.unique(remaining[np.minimum(places, len(remaining) - 1)])
@@ -129,7 +129,7 @@ def _edges(remaining: Floats) -> Floats:
 
 
 def _weights(shares: _Shares, makespan_s: float, edges: Floats) -> Weights:
-    """Return the program's prices of the limits by option and class, as fractions of the instance's price."""
+    """Return the linear program's prices of the limits by option and class, as fractions of the instance's price."""
     from ortools.linear_solver import pywraplp  # imported here because it loads slowly and is rarely needed
 
     solver = pywraplp.Solver.CreateSolver("GLOP")

@@ -1,4 +1,4 @@
-"""Calculate the end times of a candidate fleet's engines over sampled lengths. Pure.
+"""Calculate when the engines of a candidate fleet finish, over sampled lengths. Pure.
 
 Requests are admitted first come, first served, when a slot is free and the whole footprint fits. The engines'
 sequences of admissions and completions are independent, so many engines are advanced together in each step.
@@ -25,11 +25,11 @@ def decode_s(
     *,
     roughly: bool = False,
 ) -> NDArray[np.float64]:
-    """Return by [sample, instance] the seconds until the instance's last request ends, by its configuration.
+    """Return the seconds until the last request of each instance ends, as an array [sample, instance].
 
     `remaining_tokens` is [sample, request]. A request larger than the KV cache runs alone. With `roughly`, instances
-    whose requests do not fit at once get the iterations needed if slots and KV room were always in full use, which is
-    much faster to compute.
+    whose requests do not fit at once are assumed to keep their slots or KV room in full use, which is much faster to
+    compute.
     """
     starts, order = fleet.starts, fleet.order
     filled = np.flatnonzero(np.diff(starts))
@@ -71,7 +71,7 @@ def ends_if_later_s(
     wait_s: float,
     correction: float,
 ) -> NDArray[np.float64]:
-    """Return by [sample] the seconds until all requests end if `fleet` takes over from `now` after `wait_s`.
+    """Return, for each sample, the seconds until all requests end if `fleet` takes over from `now` after `wait_s`.
 
     Requests that end during `wait_s` do not move; the others have longer contexts. If all end within `wait_s`, the
     result is `wait_s`. `remaining_tokens` is [sample, request]; `correction` multiplies decoding seconds.
@@ -97,7 +97,7 @@ def ends_if_later_s(
 
 
 def iterations(footprint: Ints, remaining: Ints, starts: Ints, slots: Ints, room: Ints) -> Ints:
-    """Return by [engine] the iterations until its last request ends.
+    """Return, for each engine, the number of iterations until its last request ends.
 
     `footprint` and `remaining` are [request]. Engine i has the requests at `starts[i]:starts[i + 1]`, at least one, in
     order of admission. A footprint larger than `room` counts as `room`.
@@ -146,7 +146,7 @@ class _Walks:
         self._held[row, engine] = footprint
 
     def through(self) -> Ints:
-        """Return by [engine] the iteration at which its last request ends."""
+        """Run the remaining iterations, and return for each engine the iteration at which its last request ends."""
         ended = self.last.copy()
         engines = np.arange(len(ended))
         while len(engines) > FEW:
@@ -163,7 +163,7 @@ class _Walks:
         return ended
 
     def _step(self, going: NDArray[np.bool_]) -> None:
-        """On each unfinished engine, start its next request; if that does not fit, first end a running request."""
+        """Start the next request of each unfinished engine; if it does not fit, end a running request first."""
         needs = self._footprint[np.minimum(self.at, len(self._footprint) - 1)]
         full = np.flatnonzero(going & ((needs > self.free_tokens) | (self.count >= self.slots)))
         if len(full):
@@ -204,7 +204,7 @@ class _Walks:
             setattr(self, name, getattr(self, name)[engines])
 
     def _alone(self, place: int) -> int:
-        """Return the iteration at which the last request of one engine ends, computed for that engine alone."""
+        """Return the iteration at which the last request of one engine ends, without the other engines."""
         count, span = int(self.count[place]), slice(self.at[place], self.stop[place])
         ends = (self._ends[:count, place] // self._rows).tolist()
         return admit_onwards(

@@ -1,4 +1,6 @@
-"""Calculate the seconds of a placement, for decoding, migrations and redeployment, by the model of `plan solve`.
+"""Calculate the seconds that a placement takes for decoding, migrations and redeployment.
+
+The cost model is that of `orchestrrl plan solve`.
 
 In any order of admission, an instance takes alpha for each iteration plus the work of its requests. The order only
 determines the number of iterations, and only if the requests do not all fit at once.
@@ -71,17 +73,17 @@ class FleetPlacement:
         return self.order[self.starts[instance] : self.starts[instance + 1]]
 
     def assigned(self) -> Ints:
-        """Return the instance by [request]."""
+        """Return the instance of each request."""
         assigned = np.empty(len(self.order), dtype=np.int64)
         assigned[self.order] = np.repeat(np.arange(len(self.fleet)), np.diff(self.starts))
         return assigned
 
 
 class InstanceLoads:
-    """Totals over the requests of each instance, and its capacity; all arrays are by [instance]."""
+    """Totals over the requests of each instance, and its capacity; all arrays have one entry per instance."""
 
     def __init__(self, columns: ProblemColumns, fleet: SolverFleet, at: Ints) -> None:
-        """Sum up the requests; `at` is the instance by [request]."""
+        """Sum up the requests; `at` is the instance of each request."""
         self.here = np.bincount(at, minlength=len(fleet))
         self.held = np.bincount(at, weights=columns.footprint, minlength=len(fleet))
         self.longest = np.zeros(len(fleet), dtype=np.int64)
@@ -90,7 +92,7 @@ class InstanceLoads:
 
     @property
     def at_once(self) -> NDArray[np.bool_]:
-        """True by [instance] if all its requests run at once."""
+        """True for each instance whose requests all run at once."""
         at_once: NDArray[np.bool_] = (self.held <= self.capacity) & (self.here <= self.slots)
         return at_once
 
@@ -122,7 +124,7 @@ def place(columns: ProblemColumns, fleet: SolverFleet, assigned: Ints, ranks: In
 
 
 def evaluate(columns: ProblemColumns, fleet: SolverFleet, order: Ints, starts: Ints) -> FleetPlacement:
-    """Return the placement with its seconds. New instances without requests are left out: they are never started."""
+    """Calculate the seconds of a placement. New instances without requests are left out: they are never started."""
     used = (np.diff(starts) > 0) | (fleet.current >= 0)
     if not used.all():
         fleet = SolverFleet(
@@ -153,7 +155,7 @@ def _alpha_s(alpha_s: Floats, iterations: Floats) -> Floats:
 
 
 def moves_s(columns: ProblemColumns, fleet: SolverFleet, requests: Ints, at: Ints) -> Floats:
-    """Return by [request] the seconds of moving it to the instance `at`; 0 if it stays or is not running."""
+    """Return the seconds for moving each request to its instance `at`; 0 if it stays or is not running."""
     costs_s = np.zeros(len(requests))
     moving = np.flatnonzero((columns.source[requests] >= 0) & (columns.source[requests] != fleet.current[at]))
     if len(moving):
@@ -163,7 +165,7 @@ def moves_s(columns: ProblemColumns, fleet: SolverFleet, requests: Ints, at: Int
 
 
 def _iterations(columns: ProblemColumns, fleet: SolverFleet, order: Ints, starts: Ints, at: Ints) -> Floats:
-    """Return the iterations by [instance]; infinite if a request does not fit its instance."""
+    """Return the number of iterations of each instance; infinite if a request does not fit its instance."""
     footprint, remaining = columns.footprint[order], columns.remaining[order]
     counts = np.diff(starts)
     iterations = np.zeros(len(fleet))

@@ -91,7 +91,7 @@ def packed(columns: ProblemColumns, cuts: Sequence[RequestCut]) -> FleetPlacemen
 
 
 def match(columns: ProblemColumns, cuts: Sequence[RequestCut], kept: Sequence[int]) -> list[int]:
-    """Return by [cut] the current instance of `kept` that serves it, or -1.
+    """Return, for each cut, the current instance of `kept` that serves it, or -1.
 
     Pairs of cut and instance are matched in descending order of the seconds saved by not moving requests.
     """
@@ -126,7 +126,7 @@ def match(columns: ProblemColumns, cuts: Sequence[RequestCut], kept: Sequence[in
 
 
 def _cut_of_requests(columns: ProblemColumns, cuts: Sequence[RequestCut]) -> Ints:
-    """Return by [request] the index of its cut."""
+    """Return the index of each request's cut."""
     blocks = sorted((first, end, place) for place, cut in enumerate(cuts) for first, end in cut.blocks)
     places = np.array([place for _, _, place in blocks], dtype=np.int64)
     cut_of = np.empty(columns.count, dtype=np.int64)

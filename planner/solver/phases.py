@@ -25,8 +25,9 @@ SPREAD = 0.05
 
 
 def iterations_ahead(remaining_tokens: ArrayLike, instances: int, most: int) -> NDArray[np.float64]:
-    """Return by [batch size - 1] the decode iterations that an engine with an even share of the requests spends.
+    """Return the decode iterations that an engine with an even share of the requests spends at each batch size.
 
+    The index of the array is the batch size minus 1.
     At most `most` requests are decoded at once; the others wait and are decoded in batches of `most`.
     """
     longest_first = np.sort(np.asarray(remaining_tokens, dtype=float))[::-1]

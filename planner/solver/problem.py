@@ -39,7 +39,7 @@ class KvTransferCost:
     def recompute_s(
         self, context_tokens: NDArray[np.float64], tokens_per_s: NDArray[np.float64]
     ) -> NDArray[np.float64]:
-        """Return the seconds [request] of recomputing at an engine's prefill rate, without the fixed part."""
+        """Return the seconds to recompute each context on engines with the given prefill rates, without the fixed part."""
         rebuilt = context_tokens if self.rebuilt_tokens is None else self.rebuilt_tokens.over(context_tokens)
         return rebuilt / tokens_per_s
 
@@ -134,7 +134,7 @@ class Solution:
     reason: str
     makespan_s: float
     current_makespan_s: float | None  # None without a current fleet, or if a request does not fit its instance
-    lower_bound_s: float  # proven for the model of evaluate.py
+    lower_bound_s: float  # proven, under the cost model of evaluate.py
     kv_balance_violation: float
     instances: tuple[PlacedInstance, ...]
     migrations: tuple[Migration, ...]

@@ -1,4 +1,4 @@
-"""Improve the placement on one fleet by local search: move requests away from the instance that ends last.
+"""Improve the placement on one fleet by local search: move requests away from the instance that finishes last.
 
 The search is deterministic: random moves out of a local optimum use a fixed seed, and a budget counts the work.
 """
@@ -32,7 +32,7 @@ class SearchBudget:
 
 
 class AdmissionOrders:
-    """Finds orders of admission with few iterations for requests that do not all run at once. Results are cached."""
+    """Finds orders of admission with few iterations, for requests that do not all run at once, and caches them."""
 
     def __init__(self, columns: ProblemColumns, work: SearchBudget) -> None:
         self.work = work
@@ -105,7 +105,7 @@ class _Load:
 
 
 class PlacementSearch:
-    """A placement of requests on the instances of one fleet, changed by search moves."""
+    """A local search over the placements of all requests on the instances of one fleet."""
 
     def __init__(self, columns: ProblemColumns, fleet: SolverFleet, orders: AdmissionOrders) -> None:
         self.columns, self.fleet, self.orders, self.work = columns, fleet, orders, orders.work
@@ -163,10 +163,10 @@ class PlacementSearch:
         self.finish_s = [self.time_s(instance, requests) for instance, requests in enumerate(self.held)]
 
     def insert(self, until_s: float | None = None) -> bool:
-        """Place all requests, longest first, each on the instance that ends soonest with it.
+        """Place all requests, longest first, each on the instance that finishes earliest with it.
 
-        With `until_s`, each request goes where it takes the fewest GPU-seconds while the instance ends by then. Return
-        False, and change nothing, if a request cannot be placed.
+        With `until_s`, each request is placed where it takes the fewest GPU-seconds and the instance finishes by then.
+        Return False, and change nothing, if a request cannot be placed.
         """
         count = len(self.configuration)
         held: list[list[int]] = [[] for _ in range(count)]
@@ -201,7 +201,7 @@ class PlacementSearch:
         return True
 
     def _quick_s(self, instance: int, load: _Load, so_far_s: float, request: int) -> float:
-        """Return the end of the instance with `request` added, which must not be longer than its other requests.
+        """Return when the instance finishes with `request` added, which must not be longer than its other requests.
 
         If they do not all run at once, the result is a lower bound.
         """
@@ -225,7 +225,7 @@ class PlacementSearch:
         return max(self.finish_s, default=0.0)
 
     def improve(self) -> None:
-        """Move requests until no move from the instance that ends last helps, or the budget is spent."""
+        """Move requests until no move from the instance that finishes last helps, or the budget is spent."""
         while self.work.left > 0 and self._relocate():
             pass
 

@@ -1,4 +1,4 @@
-"""Place requests longest first onto the least loaded instance: used for static fleets and as a start for searches."""
+"""Place requests, longest first, on the least loaded instance: for static fleets and as a start for searches."""
 
 from collections.abc import Sequence
 from heapq import heapreplace
@@ -12,9 +12,9 @@ USUAL = 3  # usual measures of load: work, tokens, requests
 
 
 def loads(columns: ProblemColumns, configuration: int) -> list[tuple[Floats, bool]]:
-    """Return several measures of load by [request], the usual ones last.
+    """Return several measures of the load of each request, the usual ones last.
 
-    The flag of each measure states whether the first (longest) request of an instance adds alpha for its iterations.
+    The flag of a measure states whether the first (longest) request of an instance adds alpha for its iterations.
     """
     work_s, alpha_s = columns.work_s[configuration], columns.alpha_s[configuration]
     share = np.maximum(columns.footprint / columns.capacity[configuration], 1 / columns.slots[configuration])
@@ -46,7 +46,10 @@ def orders(columns: ProblemColumns) -> list[Ints]:
 
 
 def least_loaded(columns: ProblemColumns, configuration: int, instances: int, load: Floats, first: bool) -> Ints:
-    """Return by [request] its instance, longest first onto the least loaded; many requests are placed in rounds."""
+    """Place requests, longest first, on the least loaded of equal instances; return the instance of each.
+
+    Many requests are placed in rounds.
+    """
     if columns.count > MANY:
         return _in_rounds(columns, configuration, instances, load, first)
     return one_by_one(columns, configuration, instances, load, first, columns.longest_first)
@@ -55,7 +58,10 @@ def least_loaded(columns: ProblemColumns, configuration: int, instances: int, lo
 def one_by_one(
     columns: ProblemColumns, configuration: int, instances: int, load: Floats, first: bool, order: Ints
 ) -> Ints:
-    """Return by [request] its instance, in `order` onto the least loaded; the lowest index breaks ties."""
+    """Place requests in `order` on the least loaded of equal instances; return the instance of each.
+
+    The lowest index breaks ties.
+    """
     assigned = np.empty(len(order), dtype=np.int64)
     if not first and len(load) and (load == load[0]).all() and load[0] > 0:
         assigned[order] = np.arange(len(order)) % instances
@@ -67,9 +73,10 @@ def one_by_one(
 
 
 def onto_least_loaded(instances: int, loads: Sequence[float], alone: Sequence[float]) -> list[int]:
-    """Return the instance of each request, placed in order onto the least loaded; the lowest index breaks ties.
+    """Place requests in order on the least loaded of equal instances; return the instance of each.
 
-    The first request of an instance is its longest and adds its `alone` (the seconds of its iterations) to its load.
+    The lowest index breaks ties. The first request of an instance is its longest and adds its `alone` (the seconds of
+    its iterations) to its load.
     """
     heap = [(0.0, place) for place in range(instances)]
     empty = [True] * instances
@@ -85,7 +92,10 @@ def onto_least_loaded(instances: int, loads: Sequence[float], alone: Sequence[fl
 
 
 def _in_rounds(columns: ProblemColumns, configuration: int, instances: int, load: Floats, first: bool) -> Ints:
-    """Return by [request] its instance, placing a group of requests at a time: almost the same result, but fast."""
+    """Return the instance of each request, placing a group of requests at a time.
+
+    The result is almost the same as that of `one_by_one`, but much faster to compute.
+    """
     order = columns.longest_first
     ordered, alpha_s = load[order], columns.alpha_s[configuration] if first else 0.0
     so_far = np.zeros(instances)

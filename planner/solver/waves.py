@@ -1,7 +1,7 @@
 """Improve placements whose instances admit requests in several waves, for lack of KV room or slots.
 
-Better orders of admission are tried, and requests move from the instance that ends last to those that end first. Only
-the instance that ends last is changed, because it determines the makespan.
+Better orders of admission are tried, and requests move from the instance that finishes last to those that finish first.
+Only the instance that finishes last is considered, because it determines the makespan.
 """
 
 from collections.abc import Iterator, Sequence
@@ -54,7 +54,7 @@ def sooner(
 
 
 def _at_best_s(columns: ProblemColumns, placement: FleetPlacement, loads: InstanceLoads) -> float:
-    """Return the end of the placement if each instance took only its minimum number of iterations."""
+    """Return the makespan of the placement if each instance took only its minimum number of iterations."""
     kinds, order, count = placement.fleet.configuration, placement.order, len(placement.fleet)
     at, remaining = placement.assigned()[order], columns.remaining[order]
     tokens = np.bincount(at, weights=remaining, minlength=count)
@@ -93,12 +93,12 @@ class Waves:
         return max(self.finish_s, default=0.0)
 
     def reorder(self, enough_s: float) -> None:
-        """Try admission orders on the last-ending instance until it ends by `enough_s` or no order is left."""
+        """Try admission orders on the instance that finishes last, until it takes `enough_s` or no order is left."""
         while self.work.left > 0 and self.makespan_s > enough_s and self._reordered(self._last()):
             pass
 
     def level(self, enough_s: float) -> None:
-        """Try admission orders and moves on the last-ending instance until it ends by `enough_s` or nothing helps."""
+        """Try orders and moves on the instance that finishes last, until it takes `enough_s` or nothing helps."""
         while self.work.left > 0 and self.makespan_s > enough_s:
             last = self._last()
             if not self._reordered(last) and not self._relieved(last):
@@ -115,7 +115,7 @@ class Waves:
     # --- one instance
 
     def _costs_s(self, instance: int, requests: Ints) -> Floats:
-        """Return by [request] the seconds of its work and its move on the instance."""
+        """Return the seconds of work and move that each request costs the instance."""
         configuration = int(self.fleet.configuration[instance])
         moved_s = moves_s(self.columns, self.fleet, requests, np.full(len(requests), instance))
         costs_s: Floats = self.columns.work_s[configuration, requests] + moved_s
@@ -179,7 +179,7 @@ class Waves:
     # --- two instances
 
     def _relieved(self, last: int) -> bool:
-        """Move one request away from the instance that ends last; return False if no move makes it end sooner."""
+        """Move one request away from the instance that finishes last; return False if no move shortens the makespan."""
         by_end = sorted(range(len(self.finish_s)), key=self.finish_s.__getitem__)
         for other in by_end[:TO]:
             if other == last or self.finish_s[other] >= self.finish_s[last] * (1 - STEP):
@@ -206,7 +206,7 @@ class Waves:
         return list(zip(held[near].tolist(), costs_s[near].tolist(), strict=True))
 
     def _moved(self, request: int, cost_s: float, source: int, destination: int) -> bool:
-        """Move the request if both instances then end sooner than the source did; return whether it was moved.
+        """Move the request if both instances then finish earlier than the source did; return whether it was moved.
 
         `cost_s` is the request's work and move at the destination.
         """

@@ -1,4 +1,4 @@
-"""Raise the lower bound for few GPUs, where the integrality of instances matters.
+"""Tighten the lower bound for few GPUs, by allowing only whole instances.
 
 Give each request a weight. An instance that ends by T and whose longest request has L tokens serves requests of at most
 L whose work leaves time for L iterations. The maximum weight that it can serve is a fractional knapsack, filled by
@@ -25,7 +25,7 @@ STEP = 0.002  # first relative increase of a bound
 
 
 def raised_s(columns: ProblemColumns, bound_s: float, high_s: float, tight: bool) -> float:
-    """Return a bound of at least `bound_s`. `high_s` is the end of the best known placement.
+    """Return a lower bound of at least `bound_s`. `high_s` is the makespan of the best known placement.
 
     `tight` states whether KV room or slots are short.
     """
@@ -104,7 +104,7 @@ class _Stairs:
         return most[-1] < enough
 
     def _served(self, place: int, option: InstanceOption, makespan_s: float) -> list[float]:
-        """Return by [class] the maximum weight that an instance serves if its longest request is of it or longer."""
+        """Return, for each class, the maximum weight of an instance whose longest request is of the class or longer."""
         free_s = makespan_s - option.switch_s
         limit = min(_filled(*knapsack, free_s) for knapsack in self.rooms[place])
         rooms_s = (free_s - option.alpha_s * self.shortest).tolist()
@@ -113,7 +113,10 @@ class _Stairs:
 
 
 def _knapsacks(cost_s: Floats, weights: Floats, starts: Ints) -> list[tuple[Floats, Floats]]:
-    """Return by [start] the cumulative seconds and weights of the requests from there on, by weight per second."""
+    """Return, for each start, the cumulative seconds and weights of the requests from there on.
+
+    The requests are sorted by descending weight per second.
+    """
     fits = np.isfinite(cost_s)
     with np.errstate(divide="ignore", invalid="ignore"):
         worth = np.where(fits, weights / cost_s, -1.0)

@@ -54,7 +54,7 @@ class FittedArima:
         found = _arima(values / self.scale, self.order).filter(np.array(self.parameters)).get_forecast(1)
         mean, std = float(found.predicted_mean[0]), float(found.se_mean[0])
         if not np.isfinite(mean) or not np.isfinite(std):
-            raise NotForecast(f"order {self.order} forecasts {mean}")
+            raise NotForecast(f"the forecast of order {self.order} must be finite, got {mean}")
         return mean * self.scale, std * self.scale
 
 
@@ -68,7 +68,7 @@ class LengthComponents:
     models: tuple[FittedArima, ...]
 
     def coordinates(self, history: Shares) -> NDArray[np.float64]:
-        """Return coordinates by [step, component], or by [component] for a single step."""
+        """Return the coordinates as an array [step, component], or [component] for a single step."""
         projected: NDArray[np.float64] = ((history - self.centre) / self.bin_scale) @ self.directions
         return projected
 
@@ -150,7 +150,7 @@ def _fit(values: NDArray[np.float64], order: tuple[int, int, int], scale: float)
     found = model.fit(start_params=start, cov_type="none", method_kwargs={"warn_convergence": False})
     aicc = -2.0 * found.llf + 2.0 * parameters * seen / (seen - parameters - 1)
     if not np.isfinite(aicc):
-        raise ValueError(f"the log-likelihood is {found.llf}")
+        raise ValueError(f"the log-likelihood must be finite, got {found.llf}")
     return FittedArima(order, tuple(found.params.tolist()), scale, float(aicc))
 
 

@@ -86,7 +86,7 @@ class ConditionalLengths:
         return remaining
 
     def of(self, requests: Sequence[RequestView]) -> list[list[int]]:
-        """Return the remaining tokens by [request, scenario], each at least 1, in equally likely scenarios.
+        """Return the remaining tokens of each request in equally likely scenarios, as [request][scenario], at least 1.
 
         Each request has a separate draw per scenario from its conditional distribution. The draws of a request are
         spread evenly over the scenarios and use the same quantiles in every tick.

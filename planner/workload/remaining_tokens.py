@@ -32,7 +32,7 @@ class KnownLengths:
         self._output_tokens = output_tokens
 
     def of(self, requests: Sequence[RequestView]) -> list[list[int]]:
-        """Return the remaining tokens by [request, 1]. Raises KeyError if a request's length is unknown."""
+        """Return the remaining tokens of each request in a single scenario. Raises KeyError if a length is unknown."""
         return [[max(1, self._output_tokens[request.id] - request.generated_tokens)] for request in requests]
 
 

@@ -43,7 +43,7 @@ class LengthCounts:
         if len(self.outlived) != len(self.ended) + 1:
             raise ValueError(f"outlived must have {len(self.ended) + 1} entries, got {len(self.outlived)}")
         if any(count < 0 for count in (*self.ended, *self.outlived)):
-            raise ValueError("counts must be >= 0")
+            raise ValueError(f"counts must be >= 0, got {min((*self.ended, *self.outlived))}")
 
     @classmethod
     def of(cls, lengths: Sequence[FinishedLength], bin_tokens: int, max_output_tokens: int) -> "LengthCounts":
@@ -75,7 +75,7 @@ class LengthCounts:
         return shares
 
     def at_risk(self) -> NDArray[np.float64]:
-        """Return by [bin] the outputs at risk: each counts in every bin up to its end, or in all that it outlived."""
+        """Return the outputs at risk in each bin: an output counts in every bin up to its end or its cut."""
         last_seen: NDArray[np.float64] = np.array(self.ended) + np.array(self.outlived)[1:]
         return last_seen[::-1].cumsum()[::-1]
 
@@ -127,7 +127,7 @@ class StepForecast:
         return Histogram(self.bin_tokens, tuple(share * requests for share in self.shares))
 
     def std(self, requests: float) -> NDArray[np.float64]:
-        """Return by [bin] the standard deviation of a step's counts, including the error of the forecast."""
+        """Return the standard deviation of a step's counts in each bin, including the error of the forecast."""
         shares = np.array(self.shares)
         return np.sqrt(requests * shares * (1.0 - shares) * self.dispersion)
 

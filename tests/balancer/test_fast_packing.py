@@ -141,7 +141,7 @@ def test_load_index_policy_reports_its_reason() -> None:
     assert {policy.name for policy in reasons} == {"load_index"}
     assert {policy.reason for policy in reasons} == {
         "no step times for e1: the engine runs on CPUs; learnt from 8 observed batches, 3 so far",
-        "the end of stalled engines cannot be predicted: e0",
+        "the end times of stalled engines cannot be predicted: e0",
         "no healthy engine has fresh reports",
         "the remaining length of request r0-01 is unknown",
     }

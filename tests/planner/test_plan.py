@@ -468,7 +468,7 @@ def test_every_plan_satisfies_the_invariants(
 
 
 def test_invalid_planner_config_is_rejected() -> None:
-    with pytest.raises(ValueError, match="configurations must have different ids"):
+    with pytest.raises(ValueError, match="configurations must have unique ids"):
         PlannerConfig((TP2, TP2), gpus_count=8)
     with pytest.raises(ValueError, match="gpus_count must be >= 1, got 0"):
         PlannerConfig((), gpus_count=0)

@@ -125,7 +125,7 @@ BALANCE = pb.Balance(
     theta=0.0002,
     moves=[pb.BalanceMove(request_id="r7", from_engine_id="e0", to_engine_id="e1", state="waiting")],
     stopped_because="within_theta",
-    verdict_reason="rebalance: load differs by 0.006",
+    verdict_reason="rebalance: load indices differ by 0.006",
     inputs_age_s=0.2,
     ended_moves=[
         pb.EndedMove(

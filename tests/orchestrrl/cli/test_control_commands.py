@@ -139,7 +139,7 @@ def test_moves(daemon: FakeDaemon) -> None:
     text = said(run(daemon, "moves"))
     assert "e0 0.006 0.003 e1 stalled stalled" in text
     assert "r7 e0 e1 waiting" in text
-    assert "rebalance: load differs by 0.006" in text
+    assert "rebalance: load indices differ by 0.006" in text
     assert "1 moves, stopped because within_theta" in text
     assert "recompute, not transfer" in text
     assert "250 ms" in text

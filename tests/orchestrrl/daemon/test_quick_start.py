@@ -98,7 +98,7 @@ async def test_engines_that_report_model_and_gpu_are_packed_from_the_first_tick(
     assert status.balance_policy_reason == f"step times of all engines are known; 2 x {prior}"
     assert {(w.step_times_source, w.step_times_detail) for w in status.workers} == {("prior", prior)}
     assert {w.configuration for w in status.workers} == {""}, "nothing is configured"
-    assert status.balance_reason.startswith("advise_only: mode is advise: the last engine is expected to end in")
+    assert status.balance_reason.startswith("advise_only: mode is advise: the last engine is expected to finish in")
     assert daemon.plane.balance is not None
     told = balance_to_pb(daemon.plane.balance)
     assert (told.policy, told.policy_reason) == (status.balance_policy, status.balance_policy_reason)

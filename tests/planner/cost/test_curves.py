@@ -111,7 +111,7 @@ def test_the_fit_of_a_rising_curve_lies_within_it(rises: list[float]) -> None:
     [
         ((), (), "must have equal lengths >= 1, got 0 and 0"),
         ((1.0, 2.0), (1.0,), "must have equal lengths >= 1, got 2 and 1"),
-        ((1.0, 1.0), (1.0, 2.0), "xs must increase"),
+        ((1.0, 1.0), (1.0, 2.0), "xs must be strictly increasing"),
         ((1.0,), (-1.0,), "ys must be >= 0"),
         ((1.0,), (float("nan"),), "ys must be >= 0"),
     ],

@@ -155,9 +155,9 @@ def staying(workers: Sequence[Worker]) -> frozenset[RequestId]:
     """Return the running requests that have no reason to leave their engine.
 
     Moving a waiting request costs nothing, but moving a running request costs a prefill. A running request therefore
-    leaves only an engine that has waiting requests, is stalled, or has at least CROWDED_RATIO times the requests that
-    the emptiest engine would have after the move. Otherwise small errors in measured rates would move requests back
-    and forth.
+    leaves only an engine that has waiting requests, is stalled or is crowded: it has at least CROWDED_RATIO times the
+    requests that the emptiest engine would have after the move. Otherwise small errors in measured rates would move
+    requests back and forth.
     """
     fewest = min((len(worker.requests) for worker in workers), default=0)
     return frozenset(

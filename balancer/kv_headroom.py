@@ -113,7 +113,7 @@ class _Held:
 
     @property
     def overcommitted(self) -> bool:
-        """True if the held requests exceed the sequence slots or, even by an optimistic estimate, the KV."""
+        """True if the held requests exceed the sequence slots or, even by an optimistic estimate, the KV capacity."""
         if self._overcommitted is None:
             kv_tokens = self._kv_tokens + ROUNDING_TOKENS * self._count
             over = sum(_overflows(_punctual(held), kv_tokens) for held in self._distributions)

@@ -205,7 +205,7 @@ class _Fleet:
 
     @property
     def counted_spread(self) -> float:
-        """Highest minus lowest load index, without forgotten workers; inf while a worker is stalled."""
+        """The highest minus the lowest load index, without forgotten workers; inf while a worker is stalled."""
         if not self._ascending:
             return 0.0
         highest = self._ascending[-1][0]
@@ -213,7 +213,7 @@ class _Fleet:
 
     @property
     def spread(self) -> float:
-        """Highest minus lowest load index over all workers; inf while a worker is stalled."""
+        """The highest minus the lowest load index of all workers; inf while a worker is stalled."""
         return inf if any(load.load_index == inf for load in self._forgotten) else self.counted_spread
 
     def most_congested(self) -> _Load | None:

@@ -7,7 +7,7 @@ LEFT_OUT_ROWS = 769
 LEFT_OUT_ERROR_MEAN = 0.1426
 LEFT_OUT_ERROR_MAX = 2.397
 
-# [set]: the model that it was fitted without; the one without a name is fitted on all.
+# [set]: the model left out of the fit; the set without a name is fitted on all models.
 _LEFT_OUT = ["", "gpt-oss-120b", "llama-3.1-8b", "qwen3-235b-a22b", "qwen3-32b"]
 _VALUES = {  # [constant][set]
     "hbm_efficiency": [0.8689, 0.8689, 0.8683, 0.8689, 0.8643],

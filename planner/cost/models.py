@@ -38,12 +38,12 @@ class Model:
 
     @property
     def attention_params(self) -> int:
-        """Parameters of one layer's projections of queries, keys, values and output."""
+        """The number of parameters of one layer's projections of queries, keys, values and output."""
         return self.hidden * self.head_dim * (2 * self.q_heads + 2 * self.kv_heads)
 
     @property
     def dense_ffn_params(self) -> int:
-        """Parameters of one layer's gate, up and down projections that every token passes."""
+        """The number of parameters of one layer's gate, up and down projections that every token passes."""
         return 3 * self.hidden * self.ffn
 
     @property

@@ -1,8 +1,9 @@
 """Profiles of the engine of the OrchestrRL paper (arXiv 2601.01209), by name. Pure.
 
 The paper gives the times of two phases of a step for Qwen2.5-14B on 8 H800 GPUs (section 2.1). Its engine is slower
-than those in `fitted.py`. The host times per iteration and per sequence, equal for all TP sizes, are fitted to these
-six times, together with the lengths of the two phases, which the paper omits. All other figures are from the roofline.
+than those in `fitted.py`. The host times per iteration and per sequence are equal for all TP sizes. They are fitted to
+these six times, together with the lengths of the two phases, which the paper omits. All other figures are from the
+roofline.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """Choose one of the placements found: among those with about the best makespan, the one with the fewest changes.
 
-The number of moves is reduced at the same makespan: requests of about equal length swap places so that most stay where
-they are, and requests are moved back if their original instance still finishes in time.
+The number of moves is reduced at about the same makespan: requests of about equal length swap places so that most stay
+where they are, and requests are moved back if their original instance still finishes in time.
 """
 
 import math

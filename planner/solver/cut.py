@@ -45,7 +45,7 @@ class RequestCutter:
     """Cuts the requests of one problem for several makespans."""
 
     def __init__(self, columns: ProblemColumns, every: int = 1) -> None:
-        """Prepare the cuts. Only one in `every` requests and GPUs is used.
+        """Prepare the cuts, using only one in `every` requests and GPUs.
 
         Every running request counts as moved, even on kept instances.
         """

@@ -75,7 +75,7 @@ def _raised_s(table: ProblemColumns, bound_s: float, high_s: float) -> float:
 
 
 def _readmitted(table: ProblemColumns, candidates: Sequence[FleetPlacement], bound_s: float) -> list[FleetPlacement]:
-    """Return the best candidates that admit in waves, with better orders of admission and levelled loads."""
+    """Return the best candidates that admit requests in waves, with better orders of admission and levelled loads."""
     budget = table.problem.work_budget
     work = SearchBudget(WAVES_WORK + WAVES_EACH * table.count if budget is None else budget // 2)
     return sooner(table, candidates, bound_s * (1 + ENOUGH), work)
@@ -148,7 +148,7 @@ def _spread(table: ProblemColumns, below_s: float) -> list[FleetPlacement]:
 
 
 def _fleets_of(table: ProblemColumns, configuration: int) -> list[SolverFleet]:
-    """Return fleets with as many instances as fit: from the first GPU on, and around the running instances."""
+    """Return fleets with as many instances of a configuration as fit, from the first GPU on or around running ones."""
     count = min(int(table.placeable[configuration]), max(1, table.count))
     if not count:
         return []

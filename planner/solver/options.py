@@ -52,7 +52,7 @@ class FleetOption:
     decode_s: NDArray[np.float64]  # [sample, instance], corrected
     ends_s: NDArray[np.float64]  # [sample], costs included
     alternative: Alternative
-    # Mean seconds to the end if the engines are changed at the next plan instead; only set for the fastest change.
+    # Mean seconds to the end if the engines are changed at the next plan instead; only set for the best change.
     later_s: float | None = None
 
     @property

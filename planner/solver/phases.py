@@ -31,7 +31,7 @@ def iterations_ahead(remaining_tokens: ArrayLike, instances: int, most: int) -> 
     At most `most` requests are decoded at once; the others wait and are decoded in batches of `most`.
     """
     longest_first = np.sort(np.asarray(remaining_tokens, dtype=float))[::-1]
-    ends = longest_first[::instances]  # of the engine with the longest request: ends[k - 1] is the last batch of size k
+    ends = longest_first[::instances]  # ends[k - 1]: when the k-th longest request of the busiest engine ends
     iterations = ends - np.append(ends[1:], 0.0)
     if len(iterations) > most:
         sizes = np.arange(most, len(iterations)) + 1

@@ -36,7 +36,7 @@ def least_s(columns: ProblemColumns, configuration: int, instances: int) -> floa
 
 
 def orders(columns: ProblemColumns) -> list[Ints]:
-    """Return the orders to try: longest first, with equal lengths in input order, and in the order of ids."""
+    """Return the orders to try: longest first, with equal lengths in input order or in the order of their ids."""
     ids = columns.problem.requests.ids
     if columns.count > 4 * MANY or len(np.unique(columns.remaining)) == columns.count:
         return [columns.longest_first]

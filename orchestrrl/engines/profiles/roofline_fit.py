@@ -131,7 +131,7 @@ def write_fitted(path: Path, sets: Mapping[str, Mapping[str, float]], errors: Fl
         f"LEFT_OUT_ERROR_MEAN = {errors.mean():.4g}",
         f"LEFT_OUT_ERROR_MAX = {errors.max():.4g}",
         "",
-        "# [set]: the model that it was fitted without; the one without a name is fitted on all.",
+        "# [set]: the model left out of the fit; the set without a name is fitted on all models.",
         f"_LEFT_OUT = [{', '.join(map(json.dumps, sets))}]",
         "_VALUES = {  # [constant][set]",
         *(f'    "{name}": [{row}],' for name, row in rows),

@@ -1,12 +1,11 @@
-"""One change of circuits on one switch as an operation: what it sends, how it reads the switch, what it comes to.
+"""One change of circuits on one switch as an operation: its commands, its readings and its outcome.
 
-A change is all or nothing as far as the glass allows: what did not take is tried once more, and if it still does not
-take, the switch is brought back to what it was. A change whose outcome could not be read stays open. Once its switch
-can be read, what was half done is finished while the order is valid, and undone afterwards; what was never begun stays
-undone. A change on trial that is found unconfirmed is undone.
+A change is atomic as far as the device allows. Cross-connects that did not take effect are retried once; if they fail
+again, the switch is rolled back. A change whose outcome could not be read stays open. Once its switch can be read, a
+partly applied change is finished while its order is valid and undone afterwards; a change that never began stays
+undone. A change on trial that was not confirmed is undone.
 
-core/operation.py runs it. The order of changes on a switch is circuit_executor.py.
-"""
+core/operation.py runs the steps. circuit_executor.py orders the changes of one switch."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -35,25 +34,25 @@ from orchestrrl.fabric.circuit_owners import CircuitOwners
 
 # Pause between attempts to read a switch whose state is unknown.
 RETRY_S = 5.0
-# What a switch does not show is waited for so many times as long as it takes by its vendor's word.
+# A cross-connect that is not listed may still appear within this multiple of the vendor's reconfiguration time.
 LATE_TIMES = 2.0
 COMMIT_ATTEMPTS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class CircuitOperation:
-    """One change on one switch, as it stands in the journal."""
+    """One change on one switch, as stored in the journal."""
 
     id: str
     switch: str
     diff: CircuitDiff
     valid_until_s: float
-    revert_in_s: float | None = None  # on trial: unless confirmed within so long after it is carried out
+    revert_in_s: float | None = None  # on trial: undone this long after it is carried out, unless confirmed
 
 
 @dataclass(frozen=True, slots=True)
 class CircuitOutcome:
-    """What became of a change. `items` say it port by port, as read back from the switch."""
+    """The result of a change. `items` has one result per cross-connect, as read back from the switch."""
 
     operation: str
     switch: str
@@ -70,7 +69,7 @@ class CircuitOutcome:
 class CircuitStep:
     number: int
     name: str
-    within_s: float = inf  # a driver bounds every command and every wait in time
+    within_s: float = inf  # the driver bounds the time of every command and wait
 
     def __str__(self) -> str:
         return self.name
@@ -78,7 +77,7 @@ class CircuitStep:
 
 COMMIT, VERIFY = CircuitStep(1, "commit"), CircuitStep(2, "verify")
 ROLL_BACK = CircuitStep(1, "roll back")
-NOT_CONFIRMED = "nobody confirmed it in time"
+NOT_CONFIRMED = "not confirmed in time"
 
 
 @dataclass(eq=False)
@@ -91,9 +90,9 @@ class CircuitRun(Description[CircuitStep]):
     log: OperationJournal
     clock: Clock
     armed: Armed | None = None
-    is_timed: bool = False  # where nothing of its commit took, it is not repeated
-    refusal: DriverError | None = None  # why nothing was sent
-    revert_at_s: float = inf  # by our clock; less where it was carried out and is on trial
+    is_timed: bool = False  # its commit is not repeated if no cross-connect took effect
+    refusal: DriverError | None = None  # the error to raise, since nothing was sent
+    revert_at_s: float = inf  # by the daemon's clock; finite once the change is carried out and on trial
 
     errors = (DriverError, OrchestrRLError)
     leaves_open = (DriverOutcomeUnknown,)
@@ -101,43 +100,45 @@ class CircuitRun(Description[CircuitStep]):
     def __post_init__(self) -> None:
         diff = self.operation.diff
         self.valid_until_s = self.operation.valid_until_s
-        self._now = CrossConnectReading(tuple(map(DeviceCircuit, sorted(diff.before))), diff.revision)  # as read last
+        # the last reading
+        self._now = CrossConnectReading(tuple(map(DeviceCircuit, sorted(diff.before))), diff.revision)
         self._facts: SwitchFacts | None = None
         self._may_be_begun = False
-        self._attempts = 0  # to commit, since it was begun or resumed
-        self._first_s = 0.0  # when the first of them began
-        self._result: CommitResult | None = None  # of all of them
-        self._sent = ""  # what is known of what was sent, for a message that the switch cannot be read
+        self._attempts = 0  # commit attempts since the change began or was resumed
+        self._first_s = 0.0  # when the first attempt began
+        self._result: CommitResult | None = None  # combined over all attempts
+        self._sent = ""  # a summary of what was sent, for the error raised if the switch cannot be read
         self._not_seen_since_s: float | None = None
-        self._why = ""  # it was not carried out
+        self._why = ""  # why it was not carried out
         self._undoes = False
-        self._undone: str | None = None  # a rollback was sent; not empty: why it did not take, by its driver's word
+        # None: no rollback was sent; otherwise the driver's reason for its failure, or empty
+        self._undone: str | None = None
         self._dark: tuple[CrossConnect, ...] = ()
         self._run = OperationRun(self, self.log, self.clock, lambda: None)
         self.begin = self._run.begin
         self.carry_out = self._run.carry_out
 
     async def resume(self) -> None:
-        """Bring a change that is open, or on trial, to its end. Raises DriverError where it stays open."""
+        """Bring a change that is open, or on trial, to its end. Raises DriverError if it stays open."""
         self._may_be_begun, self._attempts, self._sent, self.refusal = True, 0, "", None
         if self._undone is None:
             self._result = None
         await self._run.resume((), NOT_CONFIRMED if self._is_on_trial else "its outcome was not known")
 
     def disarm(self) -> None:
-        """Give up what was made ready; harmless where that was begun."""
+        """Release the prepared commit; harmless if it has begun."""
         if self.armed is not None:
             self.armed.disarm()
             self.armed = None
 
     def outcome(self) -> CircuitOutcome:
-        """Return what became of it, once it is over."""
+        """Return the result of the finished change."""
         operation, result = self.operation, self._result
         is_done, items = self._run.state is OperationState.DONE, result.items if result is not None else ()
         outcome = CircuitOutcome(operation.id, operation.switch, is_done, self._why, items, revision=self._now.revision)
         if is_done:
             if result is None:
-                return replace(outcome, detail="found carried out")
+                return replace(outcome, detail="was found carried out")
             until_s = result.revert_at_s
             dark = f"in place, but no light arrives: {_listed(self._dark)}" if self._dark else ""
             trial = f"on trial: reverts at {utc(until_s)} unless confirmed" if until_s is not None else ""
@@ -146,17 +147,22 @@ class CircuitRun(Description[CircuitStep]):
         if self._undone is None:
             return outcome
         if amiss := _not_undone(operation.diff, self._now):
-            how = f"not rolled back: {self._undone}" if self._undone else f"rolled back, then shown otherwise: {amiss}"
+            how = (
+                f"not rolled back: {self._undone}"
+                if self._undone
+                else f"rolled back, but the switch still differs: {amiss}"
+            )
             return replace(outcome, detail=f"{self._why}; {how}")
         items = tuple(replace(item, done=False, detail="rolled back" if item.done else item.detail) for item in items)
         return replace(outcome, detail=f"{self._why}; rolled back, {self._compared}", items=items, rolled_back=True)
 
     def gone(self) -> tuple[CrossConnect, ...]:
-        """Return what of the change is certainly not up, once it is over; the rest is ours if it is."""
+        """Return the change's cross-connects that are certainly down once it is over. The daemon owns the others if
+        they are up."""
         diff = self.operation.diff
         return {OperationState.DONE: diff.remove, OperationState.ROLLED_BACK: diff.add}.get(self._run.state, ())
 
-    # --- what core/operation.py asks of it
+    # --- called by core/operation.py
 
     @property
     def id(self) -> str:
@@ -176,7 +182,8 @@ class CircuitRun(Description[CircuitStep]):
         return ""
 
     async def undo(self, step: CircuitStep) -> str:
-        """Roll back. Raises DriverOutcomeUnknown where that may come yet; otherwise what the switch shows decides."""
+        """Roll back. Raises DriverOutcomeUnknown if the rollback has to be tried again; otherwise the next reading
+        decides."""
         try:
             self._undone = ""
             self._undone = _why(await self._driver.rollback(self.operation.diff))
@@ -185,7 +192,7 @@ class CircuitRun(Description[CircuitStep]):
         except DriverRetryable as error:
             self._undone = None
             raise self._unknown(f"{self._why}; not rolled back yet: {error}") from error
-        how = f"not rolled back: {self._undone}" if self._undone else "rolled back by its driver's word"
+        how = f"not rolled back: {self._undone}" if self._undone else "rolled back, as its driver reports"
         self._sent = f"{self._why}; {how}, and"
         return ""
 
@@ -203,21 +210,21 @@ class CircuitRun(Description[CircuitStep]):
             raise self._unknown(f"{self._sent} not read since: {error}") from error
 
     def resume_from(self, records: Sequence[StepEntry]) -> frozenset[int] | None:
-        if self._is_begun or self._is_on_trial:  # it matters no longer what was sent until now
+        if self._is_begun or self._is_on_trial:  # earlier results no longer matter
             self._result = self._undone = None
         return self._go_back(NOT_CONFIRMED) if self._is_on_trial else self._by_reading("")
 
     def goes_on_after(self, failure: OperationFailure[CircuitStep]) -> frozenset[int] | None:
         result = self._result
         if not self._may_be_begun:
-            late = CircuitConflict([f"{failure.why}: look and ask again"], device=self.operation.switch)
+            late = CircuitConflict([f"{failure.why}: read the switch and try again"], device=self.operation.switch)
             self.refusal = failure.error if isinstance(failure.error, DriverError) else late
             self._why = f"was not begun: {self.refusal}"
             return None
         if failure.step is not COMMIT or result is None:
             return self._by_reading(failure.why)
         if self.is_timed and not self._is_begun and result.revision == self.operation.diff.revision:
-            self._why = f"{_why(result)}; nothing took, {self._compared}"
+            self._why = f"{_why(result)}; nothing took effect, {self._compared}"
             return None
         return frozenset() if self._attempts < COMMIT_ATTEMPTS else self._go_back(_why(result))
 
@@ -251,32 +258,32 @@ class CircuitRun(Description[CircuitStep]):
         return DriverOutcomeUnknown(message, device=self.operation.switch)
 
     def _go_back(self, why: str) -> frozenset[int] | None:
-        """Return the decision to roll back, and keep the reason."""
+        """Store the reason and return the decision to roll back."""
         self._why, self._undoes = why, True
         return None
 
     def _by_reading(self, failure: str) -> frozenset[int] | None:
-        """Decide by what the switch shows."""
+        """Decide from the last reading of the switch."""
         diff, now = self.operation.diff, self._now
         assert self._facts is not None
         self._undoes = False
         if not self._is_begun:
-            if self._undone is None:  # nothing was rolled back, either
+            if self._undone is None:  # no rollback was sent either
                 self._why = f"was not begun; {self._compared}"
             return None
         if self.operation.revert_in_s is not None:
-            return self._go_back("was on trial, and nobody confirmed it")
+            return self._go_back("was on trial and was not confirmed")
         try:
             steps = remaining(self._facts, diff, now.cross_connects)
         except CircuitConflict as error:
-            self._why = f"was half done, then overtaken: {error}"
+            self._why = f"was partly applied, then conflicted with another change: {error}"
             return None
         if steps.empty and compare(diff, now).ok:
             return frozenset({COMMIT.number, VERIFY.number})
         if self.clock.now_s() > self.valid_until_s:
-            return self._go_back("was half done, and the order has expired")
+            return self._go_back("was partly applied when its order expired")
         if self._attempts >= COMMIT_ATTEMPTS:
-            return self._go_back(f"was half done, and cannot be finished: {failure}")
+            return self._go_back(f"was partly applied and cannot be finished: {failure}")
         return frozenset()
 
     async def _commit(self) -> None:
@@ -306,7 +313,7 @@ class CircuitRun(Description[CircuitStep]):
         seen = await self._driver.verify(self.operation.diff)
         if not seen.ok:
             faulty = _listed((*seen.missing, *seen.lingering, *seen.untuned))
-            raise self._unknown(f"verified as done, then shown otherwise: {faulty}")
+            raise self._unknown(f"verified as done, but read back differently: {faulty}")
         self._dark = seen.dark
 
     async def _read(self) -> None:
@@ -314,8 +321,10 @@ class CircuitRun(Description[CircuitStep]):
         self._now = await self.owners.read(self.operation.switch)
 
     async def _has_waited(self) -> bool:
-        """Wait for what may come late; return whether that took time. A device that does not tell tuning from tuned may
-        list only what is in place. Raises DriverRetryable where it takes long."""
+        """Wait for cross-connects that may still appear, and return whether that took time.
+
+        A device that does not report tuning may list only cross-connects that are in place. Raises DriverRetryable if
+        the wait would exceed RETRY_S."""
         assert self._facts is not None
         if (await self._driver.capabilities()).tuned_state:
             return False
@@ -323,14 +332,14 @@ class CircuitRun(Description[CircuitStep]):
             self._not_seen_since_s = self.clock.now_s()
         left_s = self._not_seen_since_s + LATE_TIMES * self._facts.reconfiguration_s - self.clock.now_s()
         if left_s > RETRY_S:
-            message = f"nothing of {self.operation.id} is there, and for {left_s:.0f} s some of it may come yet"
+            message = f"no circuit of {self.operation.id} is listed yet; one may still appear within {left_s:.0f} s"
             raise DriverRetryable(message, after_s=left_s, device=self.operation.switch)
         await self.clock.sleep(left_s)
         return left_s > 0
 
 
 def _both(first: CommitResult, second: CommitResult, later_s: float) -> CommitResult:
-    """Return the result of two attempts, the second of which began `later_s` after the first."""
+    """Return the combined result of two attempts, the second of which began `later_s` after the first."""
     items = tuple(
         before if before.done and after.done else _later(before, after, later_s)
         for before, after in zip(first.items, second.items, strict=True)
@@ -340,7 +349,7 @@ def _both(first: CommitResult, second: CommitResult, later_s: float) -> CommitRe
 
 
 def _not_undone(diff: CircuitDiff, now: CrossConnectReading) -> str:
-    """Return how the circuits of a change differ from what they were before it; "" where they do not."""
+    """Return how the circuits of a change differ from their state before it, or "" if they do not."""
     seen = compare(replace(diff, remove=diff.add, add=diff.remove), now)
     amiss = [f"{pair} is up" for pair in seen.lingering] + [f"{pair} is not up" for pair in seen.missing]
     states = {circuit.cross_connect: circuit.state for circuit in now.circuits}
@@ -348,10 +357,10 @@ def _not_undone(diff: CircuitDiff, now: CrossConnectReading) -> str:
 
 
 def compared_with_before(diff: CircuitDiff, now: CrossConnectReading) -> str:
-    """Return how a switch on which nothing of a change is left compares with what it was before the change."""
+    """Return how a switch that shows nothing of a change compares with its state before the change."""
     lost, new = sorted(diff.before - now.cross_connects), sorted(now.cross_connects - diff.before)
     if amiss := _not_undone(diff, now):
-        return f"its circuits are listed as they were, and {amiss}"
+        return f"its circuits are listed as they were, but {amiss}"
     if not lost and not new:
         return "the switch is as it was"
     others = few([*(f"-{pair}" for pair in lost), *(f"+{pair}" for pair in new)], between=" ")
@@ -359,7 +368,8 @@ def compared_with_before(diff: CircuitDiff, now: CrossConnectReading) -> str:
 
 
 def _later(before: CrossConnectResult, after: CrossConnectResult, later_s: float) -> CrossConnectResult:
-    """The second attempt's result with its times counted from the first, and the first's where it has none."""
+    """Return the second attempt's result, its times counted from the first attempt's start. Missing times come from the
+    first."""
     times = {
         name: getattr(before, name) if (at_s := getattr(after, name)) is None else at_s + later_s
         for name in ("commanded_s", "tuned_s", "link_up_s")
@@ -368,9 +378,11 @@ def _later(before: CrossConnectResult, after: CrossConnectResult, later_s: float
 
 
 def _why(result: CommitResult) -> str:
-    """What did not take, with the switch's own words."""
+    """Return the cross-connects that did not take effect, with the switch's reasons."""
     return "; ".join(
-        f"{item.action} {item.cross_connect}: {item.detail or 'did not take'}" for item in result.items if not item.done
+        f"{item.action} {item.cross_connect}: {item.detail or 'did not take effect'}"
+        for item in result.items
+        if not item.done
     )
 
 

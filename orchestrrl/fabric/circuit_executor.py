@@ -1,12 +1,10 @@
-"""Changes of circuits: one at a time on each switch, written down before and after, brought to an end after a restart.
+"""Run circuit changes: one at a time on each switch, journalled before and after, completed after a restart.
 
-A change whose outcome could not be read stays open, here and in the journal. Before anything else is sent to its
-switch, and when the daemon has restarted, the switch is read, and the change finished or undone. A change on trial
-stays open until it is confirmed. Its driver reverts it in time; one that a restarted daemon finds unconfirmed is
-undone.
+A change whose outcome could not be read stays open, here and in the journal. Before the next command to its switch, and
+after a restart of the daemon, the switch is read and the change is finished or undone. A change on trial stays open
+until it is confirmed. Its driver reverts it in time; a restarted daemon undoes one that it finds unconfirmed.
 
-What one change does is circuit_change.py. Whose circuits are is in circuit_owners.py.
-"""
+circuit_change.py carries out a single change. circuit_owners.py stores which circuits the daemon owns."""
 
 import asyncio
 import itertools
@@ -44,12 +42,12 @@ from orchestrrl.fabric.circuit_owners import CircuitOwners
 
 logger = logging.getLogger(__name__)
 
-# How long after it was given an order may still be carried on with.
+# How long an order may still be carried out after it was given.
 VALID_S = 60.0
 
 
 class CircuitExecutor:
-    """Changes circuits on the switches it is given, one change at a time on each."""
+    """Changes circuits on the given switches, one change at a time on each."""
 
     def __init__(
         self, switches: Mapping[str, OcsDriver], journal: Journal, clock: Clock, owns_all: Collection[str] = ()
@@ -62,14 +60,14 @@ class CircuitExecutor:
         self._count = itertools.count(1)
         self._open: dict[str, CircuitRun] = {}
         self._prepared: dict[str, CircuitRun] = {}
-        self.defects = 0  # faults of ours that were met while settling
-        self._unwanted: dict[str, CircuitOutcome] = {}  # abandoned, and the journal did not take it
-        self._trials: dict[str, tuple[CircuitRun, CircuitOutcome]] = {}  # by switch, with what it came to until then
-        self._last_trial: dict[str, CircuitOutcome] = {}  # for who confirms it late, or twice
+        self.defects = 0  # internal errors caught while settling
+        self._unwanted: dict[str, CircuitOutcome] = {}  # abandoned, but not yet recorded in the journal
+        self._trials: dict[str, tuple[CircuitRun, CircuitOutcome]] = {}  # by switch, with the outcome so far
+        self._last_trial: dict[str, CircuitOutcome] = {}  # for a caller that confirms late, or twice
 
     @property
     def open(self) -> tuple[CircuitOperation, ...]:
-        """Changes whose outcome is not known, oldest first."""
+        """The changes whose outcome is unknown, oldest first."""
         return tuple(run.operation for run in self._open.values())
 
     async def change(
@@ -80,11 +78,12 @@ class CircuitExecutor:
         expect_revision: int | None = None,
         revert_in_s: float | None = None,
     ) -> CircuitOutcome:
-        """Plan and carry out. Raises DriverError where nothing was done, or, with OutcomeUnknown, where nobody knows.
+        """Plan a change and carry it out. Raises DriverError if nothing was done, or OutcomeUnknown if the outcome is
+        unknown.
 
-        With `expect_revision` the switch must be as it was when somebody looked, e.g. at the evictions of a dry run.
-        With `revert_in_s` it is undone so long after it was carried out, unless `confirm` keeps it.
-        """
+        With `expect_revision` the switch must still have that revision, for example the one of a dry run that listed
+        evictions. With `revert_in_s` the change is undone that long after it was carried out, unless `confirm` keeps
+        it."""
         async with self._turns[switch]:
             run = await self._planned(switch, change, mode, VALID_S, expect_revision, revert_in_s)
             if run.operation.diff.empty:
@@ -93,25 +92,26 @@ class CircuitExecutor:
             return await self._carry_out(run)
 
     async def _as_it_is(self, switch: str, change: CircuitChange) -> CircuitOutcome:
-        """Of a change that is there without anything being sent. What is listed need not be in place."""
+        """Return the outcome of a change that needs no command. A cross-connect that is listed need not be tuned."""
         driver = self._switches[switch]
         facts, reading = await driver.facts(), await driver.cross_connects()
         states = {circuit.cross_connect: circuit.state for circuit in reading.circuits}
         shown = [(pair, states.get(pair)) for pair in map(facts.normal, change.connect)]
-        amiss = [f"{pair} is there, and {state}" for pair, state in shown if state not in (None, CircuitState.TUNED)]
+        amiss = [f"{pair} is listed as {state}" for pair, state in shown if state not in (None, CircuitState.TUNED)]
         if not amiss:
             return CircuitOutcome("", switch, done=True, detail="was so already", revision=reading.revision)
         detail = f"{'; '.join(amiss)}: nothing was sent; disconnect it, then connect it again"
         return CircuitOutcome("", switch, done=False, detail=detail, revision=reading.revision)
 
     async def confirm(self, switch: str) -> CircuitOutcome:
-        """Keep what is on trial there; harmless where it was kept before. Raises Conflict where nothing is, or it was
-        undone; DriverError."""
+        """Keep the change that is on trial on the switch; harmless if it was confirmed before.
+
+        Raises CircuitConflict if none is on trial, or it was undone; DriverError."""
         async with self._turns[switch]:
             if switch not in self._trials:
                 last = self._last_trial.get(switch)
                 if last is None:
-                    raise CircuitConflict(["nothing waits to be confirmed"], device=switch)
+                    raise CircuitConflict(["no change waits to be confirmed"], device=switch)
                 if not last.done:
                     raise CircuitConflict([f"{last.operation} was {last.detail}"], device=switch)
                 return replace(last, detail="was confirmed before")
@@ -125,7 +125,8 @@ class CircuitExecutor:
             return self._close_trial(switch, replace(outcome, detail="confirmed", revert_at_s=None))
 
     async def take_over(self, switch: str, pairs: Sequence[CrossConnect]) -> CrossConnectReading:
-        """From now on these circuits are ours, also after a restart. Raises Conflict where one is not on the switch."""
+        """Make the daemon the owner of these circuits, also after a restart. Raises CircuitConflict if one is not on
+        the switch."""
         async with self._turns[switch]:
             reading = await self._switches[switch].take_over(pairs)
             facts = await self._switches[switch].facts()
@@ -133,18 +134,18 @@ class CircuitExecutor:
             return reading
 
     async def plan(self, switch: str, change: CircuitChange, mode: ChangeMode) -> CircuitDiff:
-        """What a change would do, by all that is known of whose the circuits are. Nothing is sent."""
+        """Return what a change would do, given the recorded owners of the circuits. Sends nothing."""
         await self.owners.before_planning(switch)
         driver = self._switches[switch]
         try:
             return await driver.plan(change, mode)
-        except CircuitConflict:  # a device that was restarting may show only now what we made before
+        except CircuitConflict:  # a device that was restarting may list only now what the daemon made before
             await self.owners.read(switch)
             return await driver.plan(change, mode)
 
     async def prepare(self, switch: str, change: CircuitChange, valid_s: float) -> CircuitOperation:
-        """Plan and write down a change that is given to `commit`, or to `abandon`, within `valid_s`: what is left to do
-        then is to send it. Nothing is evicted for it. Raises DriverError as `change` does."""
+        """Plan and journal a change that is passed to `commit` or `abandon` within `valid_s`; only sending it remains.
+        Evicts nothing. Raises DriverError as `change` does."""
         async with self._turns[switch]:
             run = await self._planned(switch, change, ChangeMode.SAFE, valid_s, None)
             if run.operation.diff.empty:
@@ -160,8 +161,8 @@ class CircuitExecutor:
             return run.operation
 
     async def commit(self, operation: CircuitOperation, begin_by_s: float = inf) -> CircuitOutcome:
-        """Carry out what was prepared, once. Raises as `change` does; Conflict where the switch has changed since, or
-        others kept it busy until after `begin_by_s`."""
+        """Carry out a prepared change, once. Raises as `change` does, and CircuitConflict if the switch has changed
+        since or other changes kept it busy until after `begin_by_s`."""
         if operation.diff.empty:
             return CircuitOutcome(
                 "", operation.switch, done=True, detail="was so already", revision=operation.diff.revision
@@ -177,19 +178,19 @@ class CircuitExecutor:
 
     async def _begin(self, run: CircuitRun, begin_by_s: float) -> CircuitOutcome:
         operation = run.operation
-        if self._of(operation.switch):  # a change whose outcome is not known comes first
+        if self._of(operation.switch):  # a change whose outcome is unknown comes first
             try:
                 await self._settle(operation.switch)
             except DriverError as error:
-                self._close(_not_begun(operation, f"was not begun, the change before it is open: {error}"))
+                self._close(_not_begun(operation, f"was not begun, the previous change is still open: {error}"))
                 raise
         if self._clock.now_s() > begin_by_s:
-            self._close(_not_begun(operation, "was not begun, others kept the switch busy for too long"))
-            raise CircuitConflict(["others kept the switch busy for too long"], device=operation.switch)
+            self._close(_not_begun(operation, "was not begun, other changes kept the switch busy for too long"))
+            raise CircuitConflict(["other changes kept the switch busy for too long"], device=operation.switch)
         return await self._carry_out(run)
 
     def abandon(self, operation: CircuitOperation, why: str) -> None:
-        """What was prepared is not wanted any more; harmless where it was begun, or abandoned before."""
+        """Drop a prepared change; harmless if it was begun or abandoned before."""
         run = self._prepared.pop(operation.id, None)
         if run is None:
             return
@@ -197,8 +198,8 @@ class CircuitExecutor:
         self._unwanted[operation.id] = _not_begun(operation, f"was not begun: {why}")
         try:
             self._forget_unwanted()
-        except OrchestrRLError as error:  # tried again; meanwhile it stands in the journal as what is about to be
-            logger.error("%s cannot be written off: %s", operation.id, error)
+        except OrchestrRLError as error:  # tried again later; until then the journal lists the change as about to begin
+            logger.error("change %s was abandoned, but cannot be closed in the journal: %s", operation.id, error)
 
     async def _planned(
         self,
@@ -213,11 +214,11 @@ class CircuitExecutor:
         if switch in self._trials:
             run, _ = self._trials[switch]
             waits = f"{run.id} waits to be confirmed until {utc(run.revert_at_s)}"
-            raise CircuitConflict([f"{waits}: confirm it, or wait, before anything else is changed"], device=switch)
+            raise CircuitConflict([f"{waits}: confirm it, or wait, before another change"], device=switch)
         diff = await self.plan(switch, change, mode)
         if expect_revision not in (None, diff.revision):
             raise CircuitConflict(
-                [f"switch is at revision {diff.revision}, expected {expect_revision}: look and ask again"],
+                [f"switch is at revision {diff.revision}, expected {expect_revision}: read the switch and try again"],
                 device=switch,
             )
         id = f"circuits-{self._log.generation}-{next(self._count)}"
@@ -227,14 +228,14 @@ class CircuitExecutor:
         return CircuitRun(operation, self._switches, self.owners, self._log, self._clock)
 
     async def _arm(self, operation: CircuitOperation) -> Armed | None:
-        """None: nothing is gained by it there."""
+        """Prepare the commit on the device, or return None if its driver cannot or the attempt fails."""
         driver = self._switches[operation.switch]
         if not isinstance(driver, Arming):
             return None
         try:
             return await driver.arm(operation.diff, operation.diff.revision)
-        except DriverError as error:  # then it is made ready when it is committed
-            logger.info("a commit on switch %s cannot be made ready: %s", operation.switch, error)
+        except DriverError as error:  # then it is prepared when it is committed
+            logger.info("a commit on switch %s cannot be prepared: %s", operation.switch, error)
             return None
 
     async def _carry_out(self, run: CircuitRun) -> CircuitOutcome:
@@ -246,7 +247,7 @@ class CircuitExecutor:
     def _ended(self, run: CircuitRun) -> CircuitOutcome:
         outcome, revert_in_s = run.outcome(), run.operation.revert_in_s
         if outcome.revert_at_s is not None and revert_in_s is not None:
-            # It stays open in the journal. By our clock: the driver's process may have another.
+            # It stays open in the journal. The daemon's clock counts: the driver's process may have another.
             run.revert_at_s = self._clock.now_s() + revert_in_s
             self._trials[outcome.switch] = run, outcome
             self._open.pop(run.id)
@@ -257,27 +258,28 @@ class CircuitExecutor:
         return outcome
 
     def recover(self) -> int:
-        """Take up the changes that the journal has no result of; their number. `settle` brings them to an end."""
+        """Load the changes that have no result in the journal and return their number. `settle` brings them to an
+        end."""
         for left in self._log.left_open(lambda entry: operation_from_json(entry.subject, entry.body)):
             self._open[left.id] = self._run_of(left.intent)
             self.owners.begun(left.intent.switch, left.intent.diff)
         return len(self._open)
 
     async def settle(self) -> None:
-        """Bring every open change to an end whose switch can be read; the others stay open."""
+        """Bring every open change whose switch can be read to an end; the others stay open."""
         self._forget_unwanted()
         switches = {*(operation.switch for operation in self.open), *self._trials}
         await asyncio.gather(*(self._try_to_settle(switch) for switch in switches))
 
     async def run(self) -> None:
-        """Settle what is open, again and again, until cancelled: a switch may be out of reach for a while."""
+        """Settle open changes repeatedly until cancelled, since a switch may be unreachable for a while."""
         while True:
             try:
                 await self.settle()
-            except OrchestrRLError as error:  # the journal's: without a record nothing is done
+            except OrchestrRLError as error:  # from the journal: nothing is done without a record
                 logger.error("open changes cannot be settled: %s", error)
             except Exception:
-                # A fault of ours, or of one driver's, is no reason to stop the daemon: what is open stays open.
+                # An internal error, or one driver's, must not stop the daemon: open changes stay open.
                 self.defects += 1
                 logger.exception("open changes cannot be settled")
             await self._clock.sleep(RETRY_S)
@@ -293,8 +295,8 @@ class CircuitExecutor:
             except DriverError as error:
                 logger.warning("a change on switch %s stays open: %s", switch, error)
             except OrchestrRLError:
-                raise  # the journal's
-            except Exception:  # those of other switches are not to wait for it
+                raise  # from the journal
+            except Exception:  # changes of other switches must not wait for it
                 self.defects += 1
                 logger.exception("a change on switch %s stays open", switch)
 
@@ -305,7 +307,8 @@ class CircuitExecutor:
             self._ended(run)
 
     async def _end_trial(self, switch: str) -> None:
-        """Where its time is over: its driver has reverted it, or is at it; one that lost it is told to."""
+        """Close a trial whose time is over. Its driver has reverted it or is reverting it; otherwise it is undone
+        here."""
         if switch not in self._trials:
             return
         run, _ = self._trials[switch]
@@ -335,7 +338,8 @@ class CircuitExecutor:
         return tuple(run for run in self._open.values() if run.operation.switch == switch)
 
     def _close(self, outcome: CircuitOutcome, gone: Iterable[CrossConnect] = ()) -> CircuitOutcome:
-        """`gone`: what of the change is certainly not up; the rest is ours if it is."""
+        """Record the end of a change. `gone` lists its cross-connects that are certainly down; the daemon owns the
+        others if they are up."""
         if outcome.switch in self._switches:
             self.owners.ended(outcome.switch, gone)
         self._log.end(outcome.operation, outcome_to_json(outcome))

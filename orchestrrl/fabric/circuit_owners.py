@@ -1,8 +1,7 @@
-"""Which circuits of each switch are ours, as the journal knows it: what a driver has to be told after a restart.
+"""Store which circuits of each switch the daemon owns, so that drivers can be informed after a restart.
 
-A driver keeps that by itself as long as its process lives. What we made, and what an operator took over, is given back
-to it whenever the switch still shows it and the driver takes it for somebody else's.
-"""
+A driver stores this only while its process lives. A circuit that the daemon made, or that an operator took over, is
+assigned to the driver again whenever the switch still shows it and the driver treats it as foreign."""
 
 import logging
 from collections import defaultdict
@@ -19,8 +18,8 @@ logger = logging.getLogger(__name__)
 
 
 class CircuitOwners:
-    """`owns_all`: switches that only we use, so that every circuit on them is ours. Construction recovers what the
-    journal holds of earlier daemons."""
+    """Circuits that the daemon owns, by switch. `owns_all` lists switches used by this daemon alone: it owns every
+    circuit on them. Construction recovers the records of earlier daemons from the journal."""
 
     def __init__(
         self, switches: Mapping[str, OcsDriver], journal: Journal, clock: Clock, owns_all: Collection[str] = ()
@@ -39,11 +38,11 @@ class CircuitOwners:
                 self._written[switch] = pairs
 
     def begun(self, switch: str, diff: CircuitDiff) -> None:
-        """A change is sent, or may have been. Not written: the journal has its intent."""
+        """Record that a change is sent, or may have been. Not journalled: the journal has its intent."""
         self._ours[switch].take(diff.add)
 
     def ended(self, switch: str, gone: Iterable[CrossConnect], taken_over: Sequence[CrossConnect] = ()) -> None:
-        """Write down what is ours now. Raises what the journal raises."""
+        """Journal what the daemon owns now. Raises the journal's errors."""
         ours = self._ours[switch]
         ours.release(gone)
         ours.take(taken_over)
@@ -54,12 +53,13 @@ class CircuitOwners:
         self._written[switch] = ours.pairs
 
     async def before_planning(self, switch: str) -> None:
-        """The driver knows what is ours. Raises DriverError where the switch cannot be read."""
+        """Ensure that the driver has the owned circuits of the switch. Raises DriverError if the switch cannot be
+        read."""
         if switch not in self._scanned or switch in self._owns_all:
             await self.read(switch)
 
     async def read(self, switch: str) -> CrossConnectReading:
-        """What the switch shows, with what is ours given back to the driver that takes it for somebody else's. Raises
+        """Return what the switch shows, after assigning owned circuits that its driver treats as foreign. Raises
         DriverError."""
         driver = self._switches[switch]
         reading = await driver.cross_connects()
@@ -72,12 +72,12 @@ class CircuitOwners:
             if ours:
                 try:
                     reading = await driver.take_over(sorted(ours))
-                except CircuitConflict:  # some went meanwhile: the next look will tell
+                except CircuitConflict:  # some went down meanwhile: the next reading decides
                     return await driver.cross_connects()
-                logger.info("%s: %d circuits are ours", switch, len(ours))
+                logger.info("switch %s: took over %d circuits that this daemon owns", switch, len(ours))
         self._scanned.add(switch)
         return reading
 
     def owned(self, switch: str) -> frozenset[CrossConnect]:
-        """What we have made there, or taken over, and not taken down."""
+        """Return the circuits on the switch that the daemon made or took over, and has not taken down."""
         return self._ours[switch].pairs

@@ -1,13 +1,12 @@
-"""For trainers: announce the communication period that comes next, and hear what becomes of its circuits.
+"""The trainer's client: announce the next communication period and receive reports about its circuits.
 
     async with FabricClient("127.0.0.1:7070") as fabric:
         report = await fabric.announce("weights", intent, boundary=True)
 
-    report = announce_period("weights", intent, boundary=True)  # the same for a loop that is not asynchronous
+    report = announce_period("weights", intent, boundary=True)  # the same for synchronous code
 
-Whatever comes of it, the job runs on: where circuits could not be changed, those that were up carry it. Processes
-without OrchestrRL announce through their recorder instead (`recorder.announce`), and hear nothing.
-"""
+The job runs on in every case: if circuits cannot be changed, the existing ones carry its traffic. Processes without
+OrchestrRL announce through their recorder instead (`recorder.announce`), and receive no reports."""
 
 import asyncio
 import json
@@ -29,9 +28,8 @@ WhatItDoes = Intent | Mapping[str, Any] | None
 class FabricClient(ControlClient):
     """One connection to the daemon at `address`. Use as `async with`.
 
-    Calls raise Retryable when there is no daemon, ProblemFaults for an intent that makes no sense, Permanent where the
-    daemon drives no fabric or does not know the period, and OutcomeUnknown when it was lost meanwhile.
-    """
+    Calls raise Retryable if no daemon answers, ProblemFaults for an invalid intent, Permanent if the daemon has no
+    fabric or the period is unknown, and OutcomeUnknown if the connection is lost during the call."""
 
     def __init__(self, address: str = DEFAULT_TARGET) -> None:
         super().__init__(address)
@@ -39,13 +37,11 @@ class FabricClient(ControlClient):
     async def announce(
         self, period: str, intent: WhatItDoes = None, *, within_s: float = 0.0, boundary: bool = False, job: str = ""
     ) -> PeriodReport:
-        """Wait until it is over: committed, kept, superseded or failed, with the reason.
+        """Announce a period and wait until it is over: committed, kept, superseded or failed, with the reason.
 
-        `intent`: what it does, see intents.py; None: as it was announced last. `job`: whose, where the intent
-        does not say. `within_s`: how long a window is
-        waited for; 0: as the daemon is configured. `boundary`: nobody communicates until this returns, so that no
-        window is needed.
-        """
+        `intent`: its traffic, see intents.py; None repeats the last announcement. `job`: the job's name, if the intent
+        has none. `within_s`: how long to wait for a window; 0 uses the daemon's setting. `boundary`: no rank
+        communicates until this call returns, so that no window is needed."""
         async with aclosing(self.follow(period, intent, within_s=within_s, boundary=boundary, job=job)) as reports:
             async for report in reports:
                 last = report
@@ -54,15 +50,16 @@ class FabricClient(ControlClient):
     async def announce_nowait(
         self, period: str, intent: WhatItDoes = None, *, within_s: float = 0.0, job: str = ""
     ) -> PeriodReport:
-        """The daemon has it, and goes on with it by itself: never at a boundary, which lasts while its caller waits."""
+        """Announce a period and return its first report; the daemon carries it out. A boundary is not possible, since
+        it lasts only while its caller waits."""
         async with aclosing(self.follow(period, intent, within_s=within_s, job=job)) as reports:
             return await anext(reports)
 
     async def follow(
         self, period: str, intent: WhatItDoes = None, *, within_s: float = 0.0, boundary: bool = False, job: str = ""
     ) -> AsyncGenerator[PeriodReport, None]:
-        """What becomes of it, whenever that changes. Whoever stops listening does not end it, but at a boundary: then
-        what has not been begun stays as it is."""
+        """Yield a report at each change of the period. Closing the generator does not end the period, except at a
+        boundary: then changes that have not begun are dropped."""
         order = fabric_pb2.AnnouncePeriodRequest(
             period=period, intent_json=_written(intent), within_s=within_s, boundary=boundary, job=job
         )
@@ -81,10 +78,10 @@ def announce_period(
     wait: bool = True,
     job: str = "",
 ) -> PeriodReport:
-    """`FabricClient.announce`, or with `wait` False `announce_nowait`, from a thread that runs no event loop. Raises
-    ValueError for a boundary that is not waited for."""
+    """Call `FabricClient.announce`, or `announce_nowait` if `wait` is False, from a thread without an event loop.
+    Raises ValueError for a boundary without `wait`."""
     if boundary and not wait:
-        raise ValueError("boundary: lasts only while its caller waits, and wait is False")
+        raise ValueError("boundary: must not be set with wait=False, as a boundary lasts only while its caller waits")
 
     async def once() -> PeriodReport:
         async with FabricClient(daemon) as client:

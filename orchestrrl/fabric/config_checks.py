@@ -1,8 +1,7 @@
 """Check the section `fabric` of the configuration against its site, its switches and its fleet.
 
-A ToR's fibres have no names in a site's file. `interfaces` of `fabric.routers` names what the ToR calls them, in the
-file's order: by id of the switch they end at, then as listed there.
-"""
+A site's file does not name a ToR's fibres. `interfaces` of `fabric.routers` lists the ToR's interface names in the
+file's order: by id of the switch at the far end, then as listed there."""
 
 from collections import Counter
 from ipaddress import IPv4Address, IPv4Network
@@ -12,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 from orchestrrl.core.clock import WallClock
 from orchestrrl.core.errors import ProblemFaults, few
 
-if TYPE_CHECKING:  # heavy, and most configurations have none of it
+if TYPE_CHECKING:  # slow to import, and most configurations have no fabric
     from planner.fabric.topology import Site
 
 
 def router_faults(listing: Any, site: "Site") -> list[str]:
-    """What is wrong with `fabric.routers`, as far as it is known what is meant."""
+    """Return the faults of `fabric.routers`; entries of the wrong type are left to the schema."""
     if not isinstance(listing, list):
         return []
     entries = [(f"fabric.routers[{index}]", entry) for index, entry in enumerate(listing) if isinstance(entry, dict)]
@@ -43,15 +42,15 @@ def _tor_faults(entries: _Entries, site: "Site") -> list[str]:
         if not isinstance(tor, str):
             continue
         if tor not in site.tor:
-            faults.append(f"{path}.tor: is none of the site's, got {tor!r}")
+            faults.append(f"{path}.tor: must be a ToR of fabric.site, got {tor!r}")
         elif tor in first:
-            faults.append(f"{path}.tor: is the ToR of {first[tor]} already, got {tor!r}")
+            faults.append(f"{path}.tor: must be named once, and {first[tor]} has it already, got {tor!r}")
         first.setdefault(tor, path)
     missing = [tor.id for tor in site.tors if tor.id not in first]
     if entries and missing:
         names = few(missing, 4, ", ")
         faults.append(
-            f"fabric.routers: must have every ToR of fabric.site, or none (missing: {names}), got {len(first)}"
+            f"fabric.routers: must list every ToR of fabric.site, or none (missing: {names}), got {len(first)}"
         )
     return faults
 
@@ -67,12 +66,14 @@ def _interface_faults(path: str, entry: dict[Any, Any], site: "Site") -> list[st
         if not INTERFACE.fullmatch(name):
             faults.append(f"{where}: must be the name of an interface, got {name!r}")
     counts = Counter(name for _, name in texts)
-    faults += [f"{where}: is named twice on this ToR, got {name!r}" for where, name in texts if counts[name] > 1]
+    faults += [f"{where}: must be named once per ToR, got {name!r}" for where, name in texts if counts[name] > 1]
     if isinstance(names, list) and isinstance(tor, str) and tor in site.tor:
         fibres = fibres_of(site, EndpointId(tor))
         if len(names) != len(fibres):
             ends = few([f"{switch}:{port}" for switch, port in fibres], between=", ")
-            faults.append(f"{path}.interfaces: must name those of its {len(fibres)} fibres ({ends}), got {len(names)}")
+            faults.append(
+                f"{path}.interfaces: must name an interface for each of {len(fibres)} fibres ({ends}), got {len(names)}"
+            )
     return faults
 
 
@@ -85,7 +86,7 @@ def _address_faults(path: str, entry: dict[Any, Any], taken: dict[str, str]) -> 
             faults.append(f"{where}: must be an IPv4 address, got {address!r}")
             continue
         if taken.setdefault(address, where) != where:
-            faults.append(f"{where}: is {taken[address]} already, got {address!r}")
+            faults.append(f"{where}: must be unique, and {taken[address]} has it already, got {address!r}")
     return faults
 
 
@@ -95,13 +96,13 @@ def _prefix_faults(path: str, entry: dict[Any, Any], networks: list[tuple[IPv4Ne
         try:
             network = IPv4Network(prefix)
         except ValueError:
-            faults.append(f"{where}: must be an IPv4 network, as 10.0.2.0/24, got {prefix!r}")
+            faults.append(f"{where}: must be an IPv4 network such as 10.0.2.0/24, got {prefix!r}")
             continue
         if str(network) != prefix:
             faults.append(f"{where}: must be written as {network}, got {prefix!r}")
-        # A packet for the smaller of two would follow the larger wherever a router has lost the smaller.
+        # A router that has lost the smaller of two prefixes would send its packets along the larger one.
         faults += [
-            f"{where}: overlaps with {other} of {there}, got {prefix!r}"
+            f"{where}: must not overlap with {other} of {there}, got {prefix!r}"
             for other, there in networks
             if other.overlaps(network)
         ]
@@ -123,7 +124,8 @@ def _driver_faults(path: str, entry: dict[Any, Any]) -> list[str]:
 
 
 def _texts(path: str, entry: dict[Any, Any], *fields: str) -> list[tuple[str, str]]:
-    """The texts in these fields or lists of an entry, each with its path. Other values are the schema's business."""
+    """Return the strings in these fields or lists of an entry, each with its path. The schema checks values of other
+    types."""
     found: list[tuple[str, Any]] = []
     for field in fields:
         value: Any = entry
@@ -137,7 +139,7 @@ def _texts(path: str, entry: dict[Any, Any], *fields: str) -> list[tuple[str, st
 
 
 def read_fabric_site(section: Any, folder: Path) -> tuple["Site | None", list[str]]:
-    """The site that the section names, or what is wrong with it."""
+    """Return the site that the section names, or None and the faults."""
     path = section.get("site") if isinstance(section, dict) else None
     if not isinstance(path, str) or not path:
         return None, []
@@ -146,20 +148,20 @@ def read_fabric_site(section: Any, folder: Path) -> tuple["Site | None", list[st
     try:
         return read_site(folder / path), []
     except ProblemFaults as error:
-        # A file that cannot be read names itself.
+        # An error about an unreadable file already contains its path.
         named = (fault if fault.startswith(str(folder / path)) else f"{path}: {fault}" for fault in error.faults)
         return None, [f"fabric.site: {fault}" for fault in named]
 
 
 def fabric_faults(document: dict[Any, Any], site: "Site | None") -> list[str]:
-    """Faults between the site and the rest of the configuration."""
+    """Return the faults between the site and the rest of the configuration."""
     if site is None:
         return []
     listing = document.get("ocs")
     entries = [entry for entry in listing if isinstance(entry, dict)] if isinstance(listing, list) else []
     driven = {entry["id"] for entry in entries if isinstance(entry.get("id"), str)}
     faults = [
-        f"ocs: must have every switch of fabric.site, {switch.id!r} is missing"
+        f"ocs: must list every switch of fabric.site, {switch.id!r} is missing"
         for switch in site.switches
         if switch.id not in driven
     ]
@@ -181,16 +183,14 @@ def _model_faults(document: dict[Any, Any], section: Any, site: "Site") -> list[
         faults.append(f"fabric.model: {error}, got {name!r}")
     fleet = document.get("fleet")
     if not isinstance(fleet, dict) or not fleet.get("deployer"):
-        faults.append(
-            f"fabric.model: circuits follow the redeployments of fleet.deployer, and there is none, got {name!r}"
-        )
+        faults.append(f"fabric.model: requires fleet.deployer, whose redeployments the circuits follow, got {name!r}")
     gpus = fleet.get("gpus") if isinstance(fleet, dict) else None
     count = gpus.get("count") if isinstance(gpus, dict) else None
     if isinstance(count, int) and isinstance(first_gpu, int):
         nowhere = [gpu for gpu in range(first_gpu, first_gpu + count) if gpu not in site.server_of]
         if nowhere:
             faults.append(
-                f"fabric.first_fleet_gpu: {len(nowhere)} of the fleet's {count} GPUs are none of the site's"
+                f"fabric.first_fleet_gpu: {len(nowhere)} of the fleet's {count} GPUs are not in fabric.site"
                 f" ({nowhere[0]} is the first), got {first_gpu}"
             )
     return faults

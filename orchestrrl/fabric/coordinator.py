@@ -1,12 +1,11 @@
-"""Bring circuits about for one communication period after the other, each change inside a safe window.
+"""Change circuits for one communication period after another, each change inside a safe window.
 
-announced -> materialised (what circuits, which ports, in which stages) -> prepared (written down, all but sent) ->
-committed when a window opens that covers it, verified, routed. Where none opens by the deadline, or anything is amiss
-before the first command, what is up stays up. Periods of several jobs wait side by side; once one has changed circuits,
-the others plan again from there. Section 5.3 and algorithm 2 of the paper. Deciding is
-planner/fabric/materialize.py, transition.py and windows.py; sending is stage_commit.py,
-circuit_executor.py and rerouting.py.
-"""
+A period is announced, then materialised (its circuits, ports and stages are chosen), prepared (journalled, ready to
+send), and committed when a window opens that covers the change; then it is verified and routed. If no window opens by
+the deadline, or a fault appears before the first command, the existing circuits stay up. Periods of several jobs wait
+at the same time; after one has changed circuits, the others are planned again. Section 5.3 and algorithm 2 of the
+paper. planner/fabric/materialize.py, transition.py and windows.py decide; stage_commit.py, circuit_executor.py and
+rerouting.py send the changes."""
 
 import asyncio
 import itertools
@@ -43,18 +42,18 @@ from planner.model import Hold, Mode
 
 logger = logging.getLogger(__name__)
 
-ATTEMPTS = 3  # at materialising, when the world has changed between looking and acting
-POLL_EVERY_S = 10.0  # at the switches, while nothing else is to be done
-POLL_AGAIN_S = 0.2  # after the last look, where a switch has told something since: it may have much to tell
-SUSPECT_S = 60.0  # a port at which nothing came up, whatever its switch says, is left out for so long
+ATTEMPTS = 3  # to materialise a period whose plan became outdated before it was carried out
+POLL_EVERY_S = 10.0  # of the switches, while idle
+POLL_AGAIN_S = 0.2  # after the last scan, if a switch has sent an event since: more may follow
+SUSPECT_S = 60.0  # how long a port is avoided after a circuit failed there, even if its switch reports it as usable
 LISTED = 8
 
 Materialise = Callable[[Intent, FabricState], FabricPlan | Hold]
-_Basis = tuple[object, int]  # what operators said when it was planned, and how often circuits had been changed
+_Basis = tuple[object, int]  # the constraints when it was planned, and the number of circuit changes by then
 
 
 class CircuitCoordinator:
-    """One site's circuits. The caller keeps `run` as a task."""
+    """Manages the circuits of one site. The caller runs `run` as a task."""
 
     def __init__(
         self,
@@ -77,9 +76,9 @@ class CircuitCoordinator:
         self.overrides = OperatorOverrides(site, journal, clock, self._wake)
         self.times = times
         self._settings = settings
-        self.site_reading = SiteReading()  # as the switches were last seen, or left
-        self.defects = 0  # faults of ours that were met while running
-        self.period = ""  # whose circuits came up last, as far as it is known
+        self.site_reading = SiteReading()  # the last reading of the switches, with the changes made since
+        self.defects = 0  # internal errors caught while running
+        self.period = ""  # the period whose circuits came up last, or empty if unknown
         self._reader = reader
         self._pause_registry = pause_registry
         self._clock = clock
@@ -97,24 +96,25 @@ class CircuitCoordinator:
         self._circuits = CircuitTurn()
         self._planning = asyncio.Lock()
         self._up: dict[tuple[str, Stage], str] = {}  # names of the periods whose circuits are up
-        self._left: frozenset[PortPair] = frozenset()  # what was up when it was last seen to
-        self._handled_failures = FabricFailures()  # what had failed then
+        self._left: frozenset[PortPair] = frozenset()  # the circuits that were up at the last check
+        self._handled_failures = FabricFailures()  # the failures at the last check
         self._scanned_s = -inf
-        self._has_switch_news = False  # a switch has news
-        self._failed_anew = 0  # how often something has, since a period was planned that waits
-        self._suspects: dict[Port, float] = {}  # until when
+        self._has_switch_news = False  # a switch has sent an event
+        self._failed_anew = 0  # how often new failures appeared while periods were waiting
+        self._suspects: dict[Port, float] = {}  # by port: the time until which it is avoided
         self._committer = StageCommitter(reader, circuits, windows, times, clock, settings, routing)
         self._recover()
 
-    # --- asked from outside
+    # --- called from outside
 
     def announce(
         self, period: str, intent_json: str = "", within_s: float = 0.0, *, boundary: bool = False, job: str = ""
     ) -> AnnouncedPeriod:
-        """A period that is about to come; the one of its job that waits is superseded. `boundary`: the caller stands
-        still until it is over, so it needs no window; circuits of training are changed in windows all the same. `job`:
-        whose, where the intent does not say. Raises ProblemFaults, and Permanent for a name that nobody has given an
-        intent to."""
+        """Queue a period that is about to begin. It supersedes the waiting period of its job.
+
+        `boundary`: the caller pauses until the period is over, so no window is needed; circuits of training still
+        change in windows. `job`: the job's name, if the intent has none. Raises ProblemFaults, and Permanent for a name
+        without an intent."""
         faults = []
         if not 0 <= within_s <= MOST_S:
             faults.append(f"within_s: must be >= 0 and <= {MOST_S:.0f} (0: as configured), got {within_s}")
@@ -127,7 +127,7 @@ class CircuitCoordinator:
         return self.expect(intent, within_s, boundary=boundary)
 
     def expect(self, intent: Intent, within_s: float = 0.0, *, boundary: bool = False) -> AnnouncedPeriod:
-        """The same, for who has an intent."""
+        """Queue a period whose intent is given. Otherwise like `announce`."""
         now_s = self._clock.now_s()
         self._book.record(intent, now_s)
         id = f"c{self._generation}-{next(self._numbers)}"
@@ -145,7 +145,7 @@ class CircuitCoordinator:
         return made
 
     def withdraw(self, period: AnnouncedPeriod, why: str) -> None:
-        """Its caller goes on: what is not yet changed stays as it is. Harmless when it is over."""
+        """Stop waiting for a period: stages that have not begun are dropped. Harmless when it is over."""
         hold = Hold("withdrawn", why)
         if self._queue.remove(period):
             self._keep(period, hold)
@@ -158,48 +158,49 @@ class CircuitCoordinator:
         return last
 
     def override(self, period: str, reason: str, ttl_s: float, job: str = "") -> FabricControl:
-        """Circuits of this period from now on. Raises Permanent for one without an intent, ProblemFaults."""
+        """Bring up the circuits of this period from now on. Raises Permanent if it has no intent, ProblemFaults."""
         intent = self._book.intent(period, job)
         control = self.overrides.override(period, reason, ttl_s, intent.job)
         self.expect(intent)
         return control
 
     def mask(self, masked: Sequence[str], reason: str) -> None:
-        """What is not to be used from now on; circuits go around it in the next window. Raises ProblemFaults."""
+        """Exclude these components from now on; circuits are moved off them in the next window. Raises
+        ProblemFaults."""
         self.overrides.mask(masked, reason)
         self._reallocate()
 
     def times_of_switches(self) -> list[tuple[OcsId, float, int]]:
-        """Of each: what its next change is expected to take in seconds, and from how many changes that is known."""
+        """Return each switch with the expected seconds of its next change, and the number of samples behind them."""
         return [
             (switch.id, self.times.need([switch.id], 0.0).total_s, self.times.samples(switch.id))
             for switch in self.site.switches
         ]
 
     def reports(self, limit: int) -> list[PeriodReport]:
-        """Newest first: those under way, then those that are over."""
+        """Return reports, newest first: periods under way, then finished ones."""
         coming = (*self.active, *self._queue)
         return [*(each.report for each in reversed(coming)), *reversed(self._book.over)][:limit]
 
     @property
     def active(self) -> tuple[AnnouncedPeriod, ...]:
-        """Periods that are under way."""
+        """The periods under way."""
         return tuple(each for each in self._active if not each.report.over)
 
     @property
     def up(self) -> dict[tuple[str, Stage], str]:
-        """The periods whose circuits came up last, by job and stage, the latest last."""
+        """The periods whose circuits came up last, by job and stage, latest last."""
         return dict(self._up)
 
     def traced_on(self, hosts: Collection[str]) -> frozenset[str]:
-        """Jobs that are traced and have ranks on one of these."""
+        """Return the traced jobs that have ranks on one of these hosts."""
         return frozenset(
             job for job, theirs in self._windows.hosts_of_jobs().items() if not set(hosts).isdisjoint(theirs)
         )
 
     @property
     def sync_is_up(self) -> bool:
-        """The last circuits that PoDs which generate were given are those of a weight sync."""
+        """True if the PoDs that generate were last given circuits for a weight sync."""
         stages = [stage for _, stage in self._up if stage is not Stage.TRAIN]
         return bool(stages) and stages[-1] is Stage.WEIGHT_SYNC
 
@@ -209,14 +210,14 @@ class CircuitCoordinator:
         return self.site_reading
 
     def poll_soon(self) -> None:
-        """A switch has told something of itself: it is looked at before its turn."""
+        """Poll the switches early, because one of them has sent an event."""
         self._has_switch_news = True
         self._queue.news.set()
 
     # --- run
 
     async def run(self) -> None:
-        """Never returns. A period that fails is told of and logged, and the next one has its turn."""
+        """Run forever. A period that fails is reported and logged, and the next one is processed."""
         has_looked = False
         try:
             while True:
@@ -228,9 +229,9 @@ class CircuitCoordinator:
                     period = await self._next()
                     self._active[period] = asyncio.ensure_future(self._safely(period))
                 except Exception:
-                    # A fault of ours, or of one driver's, is no reason to stop: periods under way go on.
+                    # An internal error, or one driver's, must not stop the loop: periods under way continue.
                     self.defects += 1
-                    logger.exception("the switches could not be looked after")
+                    logger.exception("the switches could not be polled")
                     await self._clock.sleep(POLL_EVERY_S)
         finally:
             await stop(*self._active.values())
@@ -241,7 +242,7 @@ class CircuitCoordinator:
             self._active.clear()
 
     async def _next(self) -> AnnouncedPeriod:
-        """The next period that may go on. While there is none at all, the switches are looked at now and then."""
+        """Return the next period that may start. While there is none, poll the switches from time to time."""
         while True:
             self._queue.news.clear()
             for period in [each for each, task in self._active.items() if task.done()]:
@@ -257,7 +258,7 @@ class CircuitCoordinator:
             await until_set(self._clock, self._queue.news, min(pause_s, POLL_EVERY_S), *self._active.values())
 
     async def _poll_waiting(self) -> None:
-        """What has failed since they were planned is not learnt in a window, by what does not come up."""
+        """Scan the switches while periods wait, so that new failures are found before a window opens."""
         self._has_switch_news = False
         before, changes = self.site_reading.failures, self._circuits.changes
         site_reading = await self._reader.scan()
@@ -267,11 +268,11 @@ class CircuitCoordinator:
             self._wake()
 
     async def _replace_lost(self) -> None:
-        """What was up and is not, or has a port that failed since, is to be replaced."""
+        """Request circuits to replace those that are down or have a port that failed."""
         self._has_switch_news = False
         site_reading = await self.scan()
         if site_reading.unread:
-            return  # what it has up is not known
+            return  # its circuits are unknown
         failed = site_reading.failures.ports - self._handled_failures.ports
         self._handled_failures = site_reading.failures
         lost = {pair for pair in self._left if pair not in site_reading.of_site or not failed.isdisjoint(pair.sides)}
@@ -280,16 +281,16 @@ class CircuitCoordinator:
             logger.warning("lost: %s", _listed(lost))
             try:
                 self._reallocate()
-            except OrchestrRLError as error:  # the next announcement brings it about
-                logger.error("what was lost cannot be asked for: %s", error)
+            except OrchestrRLError as error:  # the next announcement requests them
+                logger.error("replacements for lost circuits cannot be requested: %s", error)
 
     async def _safely(self, period: AnnouncedPeriod) -> None:
         try:
             await self._bring_about(period)
-        except OrchestrRLError as error:  # the journal's: without a record nothing is done
+        except OrchestrRLError as error:  # from the journal: nothing is done without a record
             self._end(period, PeriodState.FAILED, "not_recorded", str(error))
         except Exception as error:
-            # A fault of ours in one plan is no reason to leave all circuits to themselves.
+            # An internal error in one plan must not stop all circuit changes.
             logger.exception("period %s", period.report.period)
             self._end(period, PeriodState.FAILED, "internal", f"{type(error).__name__}: {error}")
 
@@ -310,7 +311,7 @@ class CircuitCoordinator:
                 break
 
     async def _attempt(self, period: AnnouncedPeriod) -> Hold | StageFailed | None:
-        """None: its circuits are up, and it is over."""
+        """Plan and commit the period once; return None if its circuits are up and it is over."""
         said = self._constraints
         intent = self._bound(period.intent)
         if isinstance(intent, Hold):
@@ -345,7 +346,7 @@ class CircuitCoordinator:
         if self._routing is not None:
             try:
                 await self._routing.prepare(site_reading.of_site, stages)
-            except OrchestrRLError as error:  # then it has to think within the window
+            except OrchestrRLError as error:  # routes are then computed within the window
                 logger.warning("routes could not be prepared: %s", error)
 
     async def _stages(
@@ -354,7 +355,7 @@ class CircuitCoordinator:
         problem = TransitionProblem(
             self.site.cabling,
             site_reading.of_site,
-            self._reader.of_site(plan.cross_connects) | site_reading.foreign,  # nobody may take those down
+            self._reader.of_site(plan.cross_connects) | site_reading.foreign,  # circuits that must not be taken down
             self._settings.max_moves_per_stage,
             self._settings.min_fraction,
         )
@@ -363,18 +364,20 @@ class CircuitCoordinator:
         added = [pair for stage in steps.stages for pair in stage.add]
         notes = [*plan.notes, *self._not_ours(site_reading)]
         if steps.dark_pairs:
-            notes.append(f"dark for a moment: {', '.join(f'{a} - {b}' for a, b in steps.dark_pairs)}")
+            notes.append(f"briefly without light: {', '.join(f'{a} - {b}' for a, b in steps.dark_pairs)}")
         if steps.thin_endpoints:
-            notes.append(f"below {self._settings.min_fraction:.0%} for a moment: {', '.join(steps.thin_endpoints)}")
+            notes.append(
+                f"briefly below {self._settings.min_fraction:.0%} of their bandwidth: {', '.join(steps.thin_endpoints)}"
+            )
         if self._mode() is not Mode.ACT and steps.stages:
-            notes.append(f"would take down {_listed(removed) or 'nothing'}, and put up {_listed(added) or 'nothing'}")
+            notes.append(f"would remove {_listed(removed) or 'nothing'}, and add {_listed(added) or 'nothing'}")
         before = period.report
         period.update(
             state=PeriodState.MATERIALISED,
             stages=before.stages_done + len(steps.stages),
             moves=sum(commit.moves for commit in before.commits) + len(removed) + len(added),
             completion_s=plan.completion_s,
-            # What was told before something was sent stays told.
+            # Notes from before the first commit are kept.
             notes=tuple(dict.fromkeys((*(before.notes if before.commits else ()), *notes))),
         )
         return steps.stages
@@ -382,7 +385,7 @@ class CircuitCoordinator:
     async def _carry_out(
         self, period: AnnouncedPeriod, intent: Intent, stage: TransitionStage, basis: _Basis, plan: FabricPlan
     ) -> Hold | StageFailed | None:
-        """One stage in one window; why not, where it is not to be."""
+        """Commit one stage in one window. Return the reason if it is not committed."""
         if hold := self._objection(period, intent, basis):
             return hold
         before = self.site_reading.of_site
@@ -409,13 +412,13 @@ class CircuitCoordinator:
                 self._wake()
 
     def _others(self, period: AnnouncedPeriod, intent: Intent) -> frozenset[str]:
-        """Jobs that are to pause as well: by what they announced, or by the servers that they run on."""
+        """Return the other jobs that must pause too: by their announced traffic, or by the servers that they run on."""
         training = list(self._book.training())
         traced = self._windows.hosts_of_jobs()
         near, unknown = unannounced(self.site, intent, {each.job for each in training}, traced)
         if unknown and intent.stage is Stage.TRAIN:
-            jobs = ", ".join(each or "one without a name" for each in sorted(unknown)[:LISTED])
-            note = f"not waited for, as nobody knows over which circuits they send: {jobs}"
+            jobs = ", ".join(each or "an unnamed job" for each in sorted(unknown)[:LISTED])
+            note = f"not waited for, as their circuits are unknown: {jobs}"
             period.update(notes=tuple(dict.fromkeys((*period.report.notes, note))))
         return neighbours(self.site, intent, training) | near
 
@@ -434,7 +437,7 @@ class CircuitCoordinator:
     async def _on_stage_failed(
         self, period: AnnouncedPeriod, failed: StageFailed, before: frozenset[PortPair], plan: FabricPlan
     ) -> None:
-        """What was sent, and where that leaves pairs that were to stay alight."""
+        """Record the commands that were sent, and note the pairs that should have kept light but lost it."""
         until_s = self._clock.now_s() + SUSPECT_S
         self._suspects |= dict.fromkeys(failed.suspects, until_s)
         if failed.report is None:
@@ -443,10 +446,10 @@ class CircuitCoordinator:
         site_reading = await self.scan()
         self._left = site_reading.of_site
         dark = (self._pairs(before) & self._pairs(plan.cross_connects)) - self._pairs(site_reading.of_site)
-        notes = [f"dark until the next change: {a} - {b}" for a, b in sorted(dark)]
+        notes = [f"without light until the next change: {a} - {b}" for a, b in sorted(dark)]
         if failed.suspects:
             ports = ", ".join(f"{switch}:{port}" for switch, port in sorted(failed.suspects))
-            notes.append(f"not used for {SUSPECT_S:.0f} s, nothing came up there: {ports}")
+            notes.append(f"ports not used for {SUSPECT_S:.0f} s, because no circuit came up there: {ports}")
         period.update(
             state=PeriodState.COMMITTING,
             detail=failed.report.detail,
@@ -454,10 +457,10 @@ class CircuitCoordinator:
             notes=tuple(dict.fromkeys((*period.report.notes, *notes))),
         )
 
-    # --- what binds it
+    # --- constraints
 
     def _objection(self, period: AnnouncedPeriod, intent: Intent, basis: _Basis) -> Hold | None:
-        """Why nothing more is to be sent for it."""
+        """Return why no more changes may be sent for this period, or None."""
         if period.stop is not None:
             return period.stop
         if not period.boundary and self._queue.urgent:
@@ -468,7 +471,7 @@ class CircuitCoordinator:
         return self._restraint(intent)
 
     def _bound(self, intent: Intent) -> Intent | Hold:
-        """The intent that is to be met: an operator's override goes first."""
+        """Return the intent to meet: an operator's override takes precedence."""
         control = self.overrides.control
         if control.state is not OverrideState.OVERRIDDEN:
             return intent
@@ -476,12 +479,12 @@ class CircuitCoordinator:
             return intent
         wanted = self._book.get(control.period, control.job)
         if wanted is None:
-            return Hold("overridden", f"an operator wants {control.period}, which was never announced")
-        # Of other PoDs, it is left to those who ask for it.
+            return Hold("overridden", f"an operator requires period {control.period}, which was never announced")
+        # An override for other PoDs is applied when their own jobs announce.
         return wanted if lane_of(wanted) == lane_of(intent) else intent
 
     def _restraint(self, intent: Intent) -> Hold | None:
-        """Why nothing is to be changed now."""
+        """Return why no circuit may change now, or None."""
         if self._mode() is not Mode.ACT:
             return Hold("advise", "mode is advise: nothing is changed")
         if hold := self._pause_registry.hold(PauseScope.FABRIC):
@@ -497,25 +500,25 @@ class CircuitCoordinator:
         now_s = self._clock.now_s()
         self._suspects = {port: until_s for port, until_s in self._suspects.items() if until_s > now_s}
         failures = site_reading.failures | self.overrides.failures | FabricFailures(ports=frozenset(self._suspects))
-        # What is not ours carries what it joins, and its ports are nobody else's.
+        # Foreign circuits carry the traffic of the endpoints that they join; their ports cannot be used otherwise.
         return FabricState(site_reading.of_site, failures, self.overrides.pinned | site_reading.foreign)
 
     def _not_ours(self, site_reading: SiteReading) -> list[str]:
-        """What stands in the way of other circuits, by switch, and the way out."""
+        """Return notes, by switch, on foreign circuits that stand in the way, and how to take them over."""
         notes = []
         for switch in sorted({pair.switch for pair in site_reading.foreign}):
             pairs = [pair for pair in sorted(site_reading.foreign) if pair.switch == switch]
             names = " ".join(str(each) for pair in pairs[:LISTED] for each in self._reader.device_pairs(pair))
             more = f" and {len(pairs) - LISTED} more" if len(pairs) > LISTED else ""
             notes.append(
-                f"not ours and left as it is, {_listed(pairs)}: orchestrrl ocs take-over {switch} {names}{more}, or "
-                "owns: all in the configuration"
+                f"foreign circuits, left in place: {_listed(pairs)}; to use their ports: "
+                f"orchestrrl ocs take-over {switch} {names}{more}, or set owns: all in the configuration"
             )
         return notes
 
     @property
     def _constraints(self) -> object:
-        """By operators, and by switches of themselves."""
+        """Constraints set by operators and by failures that switches reported."""
         return self.overrides.control, self.overrides.masked, self._failed_anew
 
     def _wake(self) -> None:
@@ -523,7 +526,8 @@ class CircuitCoordinator:
             each.woken.set()
 
     def _reallocate(self) -> None:
-        """Bring what is up about again, under what is left; a period that is to come anyway sees to it itself."""
+        """Announce the periods whose circuits are up again, under the current constraints, unless their lane has one
+        coming."""
         coming = {each.lane for each in (*self._queue, *self.active)}
         for (job, stage), period in list(self._up.items()):
             intent = self._book.get(period, job)
@@ -533,17 +537,17 @@ class CircuitCoordinator:
     def _pairs(self, cross_connects: Iterable[PortPair]) -> set[Pair]:
         return {ends for pair in cross_connects if (ends := self.site.cabling.ends(pair)) is not None}
 
-    # --- told and written down
+    # --- reports and records
 
     def _waits(self, period: AnnouncedPeriod, hold: Hold) -> None:
         if period.report.state is not PeriodState.WAITING:
             period.update(state=PeriodState.WAITING, code=hold.code, detail=hold.detail)
-        else:  # several times in each iteration: nobody is woken for it
+        else:  # several times in each iteration, so no follower is woken
             period.report = replace(period.report, code=hold.code, detail=hold.detail)
 
     def _committed(self, period: AnnouncedPeriod, intent: Intent, code: str, detail: str) -> None:
         self.period = intent.period
-        self._up.pop((intent.job, intent.stage), None)  # the last to come up stands last
+        self._up.pop((intent.job, intent.stage), None)  # keeps the latest one last
         self._up[intent.job, intent.stage] = intent.period
         self._left = self.site_reading.of_site
         self._end(period, PeriodState.COMMITTED, code, detail)

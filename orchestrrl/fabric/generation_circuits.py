@@ -1,9 +1,8 @@
-"""Circuits of Gen follow the deployment: when engines are about to serve, their traffic becomes the next period.
+"""Make the circuits of generation follow the deployment: the traffic of new engines becomes the next period.
 
-At that boundary the engines that left are empty and those that come have no requests yet, so no window is needed;
-engines that stay keep what they need at every stage of the transition. Section 5.2 of the paper. A daemon that finds
-engines running has missed their boundary: it does what it would have done once nobody has a request.
-"""
+At that boundary the departing engines are empty and the new ones have no requests yet, so no window is needed; engines
+that stay keep their bandwidth at every stage of the transition. Section 5.2 of the paper. A daemon that finds engines
+running has missed their boundary: it changes the circuits once no request is running."""
 
 import logging
 from collections.abc import Awaitable, Iterable, Sequence
@@ -25,16 +24,16 @@ from planner.model import EngineId, GpuId, Parallelism
 logger = logging.getLogger(__name__)
 
 PERIOD = "generation"
-HEARD_WITHIN_S = 30.0  # of a daemon's start, from every engine that it has found
+HEARD_WITHIN_S = 30.0  # how long a starting daemon waits for a report of every engine that it found
 LOOK_S = 0.25
-RESTED_S = 2.0  # between two steps, not between two requests
+RESTED_S = 2.0  # without requests: longer than the gap between two requests
 LOOKED_BACK = 64  # periods
 WORDS_CHARACTERS = 160
-SYNC_OVER_WITHIN_S = 5.0  # the pause barrier is held for no longer, nor beyond its lease
+SYNC_OVER_WITHIN_S = 5.0  # limit on holding the pause barrier, besides its lease
 
 
 class ServingEngine(Protocol):
-    """An engine that is to serve. `gpus` are the fleet's, which the site may number otherwise."""
+    """An engine that is to serve. `gpus` are the fleet's numbers, which may differ from the site's."""
 
     @property
     def engine(self) -> EngineId: ...
@@ -47,24 +46,24 @@ class ServingEngine(Protocol):
 
 
 class StartingFleet(Protocol):
-    """The engines as a daemon that starts comes to know them."""
+    """The engines, as a starting daemon discovers them."""
 
     def serving(self) -> Sequence[ServingEngine]:
-        """Whoever has been found to run."""
+        """Return the engines found running."""
         ...
 
     def redeploying(self) -> bool:
-        """A redeployment is under way: its end is a boundary."""
+        """Return whether a redeployment is under way; its end is a boundary."""
         ...
 
     def idle(self) -> bool | None:
-        """Nobody has a request. None: not every engine has been heard of yet."""
+        """Return whether no engine has a request; None until every engine has reported."""
         ...
 
 
 class GenerationCircuits:
-    """`settings` give what an engine of the `model` is taken to say until the next redeployment. `within_s`: serving is
-    never held up for longer."""
+    """Announces circuits for the deployed engines. `settings` give the traffic assumed per engine of the `model` until
+    the next redeployment. `within_s` bounds how long serving is delayed."""
 
     def __init__(
         self, fabric: CircuitCoordinator, model: Model, settings: FabricSettings, clock: Clock, within_s: float
@@ -76,11 +75,11 @@ class GenerationCircuits:
         self._within_s = within_s
         self._gpus_per_server = _gpus_per_server(fabric.site)
         self._followed = False
-        self.defects = 0  # faults of ours that were met while tending
+        self.defects = 0  # internal errors caught in `maintain`
 
     async def maintain(self, fleet: StartingFleet) -> None:
-        """`begin`; then, whenever circuits should have changed among requests (some were lost, say), change them once
-        nobody has any. Until cancelled."""
+        """Run `begin`; then, whenever a change of circuits was missed while requests ran, carry it out once no request
+        is running. Runs until cancelled."""
         await self._safely(self.begin(fleet))
         while True:
             await self._clock.sleep(RESTED_S)
@@ -94,32 +93,34 @@ class GenerationCircuits:
         try:
             await work
         except OrchestrRLError as error:
-            logger.error("circuits of the deployment are left as they are: %s", error)
+            logger.error("circuits of the deployment were not changed: %s", error)
         except Exception:
-            # A fault of ours is no reason to stop the daemon: engines serve on the circuits that there are.
+            # An internal error must not stop the daemon: engines serve on the existing circuits.
             self.defects += 1
-            logger.exception("circuits of the deployment are left as they are")
+            logger.exception("circuits of the deployment were not changed")
 
     async def after_sync(self, fleet: StartingFleet, until_s: float = inf) -> str:
-        """Requests are about to be let in again: where weights were brought over circuits of their own, engines get
-        theirs back. What became of it, in words; nothing where there was no such sync, or a redeployment goes before. A
-        trainer that does not use the pause barrier announces `generation` itself: nobody else knows when its broadcast
-        is over. `until_s`: when requests are let in anyway."""
+        """Give engines their circuits back after a weight sync that used circuits of its own, before requests resume.
+
+        Returns a summary, or "" if there was no such sync or a redeployment takes precedence. `until_s`: when requests
+        resume in any case. A trainer that does not use the pause barrier must announce `generation` itself, because the
+        daemon cannot see when its broadcast ends."""
         if not self._fabric.sync_is_up or fleet.redeploying() or not (engines := fleet.serving()):
             return ""
         within_s = min(self._within_s, SYNC_OVER_WITHIN_S, until_s - self._clock.now_s())
         if within_s <= 0:
-            return "circuits stay as they are: no time is left"
+            return "circuits were not changed: no time left"
         return await self._announce(engines, boundary=True, within_s=within_s)
 
     def _missed(self) -> bool:
-        """What was announced last waits for a boundary."""
+        """Return whether the last announcement still waits for a boundary."""
         latest = next((each for each in self._fabric.reports(LOOKED_BACK) if each.period == PERIOD), None)
         return latest is not None and latest.over and latest.code == NO_BOUNDARY
 
     async def begin(self, fleet: StartingFleet) -> str:
-        """Circuits for engines that run already, as soon as nobody has a request; what became of it, in words. Until
-        then what is up stays, and says so in the list of periods. A redeployment goes before."""
+        """Bring up circuits for engines that run already, once no request is running, and return a summary.
+
+        Until then the existing circuits stay, and the list of periods shows it. A redeployment takes precedence."""
         limit_s = self._clock.now_s() + HEARD_WITHIN_S
         while not fleet.redeploying() and fleet.idle() is None and self._clock.now_s() < limit_s:
             await self._clock.sleep(LOOK_S)
@@ -133,7 +134,7 @@ class GenerationCircuits:
         return words
 
     async def _rest(self, fleet: StartingFleet) -> bool:
-        """Once nobody has had a request for a while; False where a redeployment comes first."""
+        """Wait until no request has run for RESTED_S; return False if a redeployment comes first."""
         since_s = self._clock.now_s()
         while self._clock.now_s() < since_s + RESTED_S:
             await self._clock.sleep(LOOK_S)
@@ -144,7 +145,8 @@ class GenerationCircuits:
         return True
 
     async def follow(self, engines: Iterable[ServingEngine]) -> str:
-        """Give these engines their circuits; what became of it, in words. Whatever happens, they may serve then."""
+        """Bring up circuits for these engines and return a summary. The engines may serve when this returns, in every
+        case."""
         self._followed = True
         return await self._announce(list(engines), boundary=True)
 
@@ -158,25 +160,25 @@ class GenerationCircuits:
                 return "no traffic beyond a GPU"
             period = self._fabric.expect(intent, boundary=boundary)
         except (OrchestrRLError, ValueError) as error:
-            logger.error("the circuits of the deployment cannot be chosen: %s", error)
-            return f"circuits stay as they are: {error}"
+            logger.error("circuits for the deployment cannot be chosen: %s", error)
+            return f"circuits were not changed: {error}"
         try:
-            with suppress(Permanent):  # its time is over
+            with suppress(Permanent):  # the time limit was reached
                 await within(self._clock, limit_s, self._fabric.until_over(period))
         finally:
             report = period.report
-            # Also where whoever waits is told to stop: what was begun comes to its end, nothing more is begun among
-            # requests. Harmless where it is over.
+            # Also on cancellation: a change that has begun is completed, and no further one begins while requests run.
+            # Harmless if the period is over.
             self._fabric.withdraw(period, f"engines serve, at the latest after {limit_s:g} s")
         if not report.over:
-            return f"circuits are still being changed after {limit_s:g} s: {report.state}"
-        changed = sum(commit.moves for commit in report.commits if commit.done)  # not all that were planned, maybe
+            return f"circuits are still changing after {limit_s:g} s: {report.state}"
+        changed = sum(commit.moves for commit in report.commits if commit.done)  # may be fewer than planned
         words = f"circuits {report.state}: {changed} cross-connects changed"
         return f"{words} ({cut(f'{report.code}: {report.detail}', WORDS_CHARACTERS)})" if report.detail else words
 
     def intent(self, engines: Sequence[ServingEngine]) -> Intent:
-        """What they will say to each other, and to those that train. Raises ValueError for a layout that does not
-        fit its GPUs."""
+        """Return the traffic of these engines among themselves and with the trainers. Raises ValueError for a layout
+        that does not fit its GPUs."""
         first_gpu, tokens = self._settings.first_fleet_gpu, self._settings.tokens_per_period
         deployed = [
             DeployedEngine(
@@ -194,10 +196,10 @@ class GenerationCircuits:
 
 
 def _gpus_per_server(site: Site) -> int:
-    """Beyond which an engine's ranks sum up in two levels: of the servers that generate, the largest."""
+    """Return the GPUs of the largest server that generates. An engine that spans more reduces in two levels."""
     return max((len(server.gpus) for server in site.servers if site.pod[server.pod].role is PodRole.GEN), default=1)
 
 
 def _trainers(site: Site) -> list[GpuId]:
-    """The GPUs of PoDs that train, by number."""
+    """Return the GPUs of PoDs that train, ascending."""
     return sorted(gpu for server in site.servers if site.pod[server.pod].role is PodRole.TRAIN for gpu in server.gpus)

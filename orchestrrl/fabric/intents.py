@@ -1,12 +1,11 @@
-"""Intents as JSON, which trainers announce and the journal keeps.
+"""Convert intents to and from JSON, the form in which trainers announce them and the journal stores them.
 
     {"stage": "train", "gpus": {"0": 0, "1": 8},
      "traffic": [{"operation": "DP", "primitive": "ring_all_reduce", "groups": [[0, 1]], "bytes_per_rank": 4e9,
                   "times": 1}]}
 
-`gpus` says which GPU of the site each rank has; a rank that is not named there is the GPU of its own number. `job` is
-the name that the ranks' recorders have, by default none, or that of the recorder which announces.
-"""
+`gpus` maps each rank to a GPU of the site; a rank without an entry uses the GPU of its own number. `job` is the job
+name of the ranks' recorders; it defaults to none, or to that of the announcing recorder."""
 
 from typing import Annotated
 
@@ -17,7 +16,7 @@ from orchestrrl.core.errors import ProblemFaults, faults_of
 from planner.fabric.intent import Intent, Primitive, Stage, Traffic, TrafficOperation
 from planner.model import GpuId
 
-MOST_BYTES = 2 * 1024 * 1024  # 16,384 ranks with a map and five kinds of traffic take a third of it, and 25 ms to read
+MOST_BYTES = 2 * 1024 * 1024  # 16,384 ranks with a map and five kinds of traffic take a third of it, and parse in 25 ms
 
 _Rank = Annotated[int, Field(ge=0, lt=2**31)]
 _Amount = Annotated[float, AfterValidator(require(lambda value: 0 <= value <= 1e18, ">= 0 and <= 1e18"))]
@@ -42,7 +41,7 @@ class _IntentPart(Section):
 
 
 def parse_intent(period: str, text: str, job: str = "") -> Intent:
-    """`job`: where the text names none. Raises ProblemFaults with all that is wrong."""
+    """Parse an intent. `job` is used if the text names none. Raises ProblemFaults that lists all faults."""
     faults = [] if period else ["period: must be a name, got ''"]
     if len(text) > MOST_BYTES:
         raise ProblemFaults([*faults, f"intent: must be at most {MOST_BYTES} bytes, got {len(text)}"])

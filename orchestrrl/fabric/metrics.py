@@ -1,4 +1,4 @@
-"""What Prometheus is told of the fabric: what became of periods, circuits that are up, and what changes take."""
+"""Prometheus metrics of the fabric: outcomes of periods, circuits that are up, and times of changes."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def fabric_metrics(fabric: "CircuitCoordinator") -> Iterator[Metric]:
     yield labelled_counter(
         "orchestrrl_fabric_periods",
-        "Announced periods that are over since the daemon started, by state and reason.",
+        "Announced periods that ended since the daemon started, by state and reason.",
         ("state", "reason"),
         sorted(fabric.counts.items()),
     )
@@ -25,14 +25,14 @@ def fabric_metrics(fabric: "CircuitCoordinator") -> Iterator[Metric]:
     read = [(each.id, up[each.id]) for each in fabric.site.switches if each.id not in site_reading.unread]
     yield labelled_gauge("orchestrrl_fabric_circuits", help_text, "switch", read)
     times = fabric.times_of_switches()
-    help_text = "1 where the switch did not answer when last asked."
+    help_text = "1 if the switch did not answer the last poll, otherwise 0."
     unread = [(id, float(id in site_reading.unread)) for id, _, _ in times]
     yield labelled_gauge("orchestrrl_fabric_switch_unreachable", help_text, "switch", unread)
-    help_text = "Ports that the switch itself reports as not usable."
+    help_text = "Ports that the switch reports as unusable."
     failed = Counter(switch for switch, _ in site_reading.failures.ports)
     yield labelled_gauge(
         "orchestrrl_fabric_failed_ports", help_text, "switch", [(id, failed[id]) for id, _, _ in times]
     )
-    help_text = "What a change of the switch is expected to take until packets may use it, margin excluded."
+    help_text = "Expected seconds of a circuit change on the switch until packets may use it, without margin."
     expected = [(id, expected_s) for id, expected_s, _ in times]
     yield labelled_gauge("orchestrrl_fabric_change_seconds", help_text, "switch", expected)

@@ -1,4 +1,5 @@
-"""An operator's word on the fabric: pins, an override, and what is not to be used. Journalled; lasts over restarts."""
+"""Store operators' constraints on the fabric: pins, an override and masks. Journalled, so that they survive a
+restart."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +25,7 @@ MASKS = "switch SWITCH, port SWITCH:PORT, circuit SWITCH:PORT-PORT, nic SERVER:I
 
 
 class OperatorOverrides:
-    """Construction recovers what the journal holds."""
+    """The current override and masks of one site. Construction recovers them from the journal."""
 
     def __init__(self, site: Site, journal: Journal, clock: Clock, changed: Callable[[], None] = lambda: None) -> None:
         """`changed` is called after each change."""
@@ -38,11 +39,11 @@ class OperatorOverrides:
         said = journal.newest(EntryKind.FABRIC_CONTROL, _constraints_in)
         if said is not None:
             self._control, masked = said
-            # A site that has changed since knows some of it no more.
+            # Drop entries that the current site does not have.
             self.masked = tuple(each for each in masked if not isinstance(self._failure(each), str))
             pins = tuple(each for each in self._control.cross_connects if not self._pin_fault(each))
             if pins != self._control.cross_connects:
-                self._control = FabricControl(reason="what was pinned is not of this site any more")
+                self._control = FabricControl(reason="the pinned cross-connects do not exist in this site")
 
     @property
     def control(self) -> FabricControl:
@@ -58,7 +59,7 @@ class OperatorOverrides:
         return reduce(or_, (each for each in found if not isinstance(each, str)), FabricFailures())
 
     def pin(self, cross_connects: Sequence[str], reason: str, ttl_s: float) -> FabricControl:
-        """Raises ProblemFaults."""
+        """Pin these cross-connects, or all if the list is empty. Raises ProblemFaults."""
         faults = [
             f"cross_connects[{index}]: {fault}"
             for index, text in enumerate(cross_connects)
@@ -86,13 +87,13 @@ class OperatorOverrides:
         return self._set(FabricControl(reason=reason), self.masked, reason)
 
     def mask(self, masked: Sequence[str], reason: str) -> None:
-        """The whole list. Raises ProblemFaults."""
+        """Replace the list of masks. Raises ProblemFaults."""
         found = enumerate(map(self._failure, masked))
         self._check([f"masked[{index}]: {fault}" for index, fault in found if isinstance(fault, str)])
         self._set(self._control, tuple(sorted(set(masked))), reason)
 
     def _set(self, control: FabricControl, masked: tuple[str, ...], reason: str) -> FabricControl:
-        """Write it down; only then it holds. Raises what the journal raises."""
+        """Journal the constraints, then apply them. Raises the journal's errors."""
         body = {"control": _CONTROL.dump_python(control, mode="json"), "masked": list(masked), "reason": reason}
         self._journal.append(self._clock.now_s(), EntryKind.FABRIC_CONTROL, control.state, body)
         self._control, self.masked = control, masked
@@ -110,15 +111,15 @@ class OperatorOverrides:
             return f"must be SWITCH:PORT-PORT, got {text!r}"
         ports = self._site.cabling.ports.get(OcsId(match["switch"]))
         if not ports:
-            return f"is on no switch of the site, got {text!r}"
+            return f"must be on a switch of the site, got {text!r}"
         unknown = sorted({int(match["one"]), int(match["other"])} - ports.keys())
         if unknown:
-            return f"ends at ports without a fibre ({', '.join(map(str, unknown))}), got {text!r}"
+            return f"must use ports with a fibre ({', '.join(map(str, unknown))} have none), got {text!r}"
         ends = self._site.cabling.ends(_cross_connect(text))
-        return "" if ends is not None else f"joins one endpoint with itself, got {text!r}"
+        return "" if ends is not None else f"must join two different endpoints, got {text!r}"
 
     def _failure(self, text: str) -> FabricFailures | str:
-        """What a mask names, or what is wrong with it."""
+        """Return the components that a mask names, or the fault in its text."""
         kind, _, what = text.partition(" ")
         numbered = _NUMBERED.fullmatch(what)
         name, number = (numbered["name"], int(numbered["number"])) if numbered else ("", 0)
@@ -133,10 +134,10 @@ class OperatorOverrides:
                 return FabricFailures(servers=frozenset({ServerId(what)}))
             case "nic" if name in self._nics:
                 if number >= self._nics[name]:
-                    return f"its server has {self._nics[name]} NICs, got {text!r}"
+                    return f"must be a NIC below {self._nics[name]}, the count of its server, got {text!r}"
                 return FabricFailures(nics=frozenset({(ServerId(name), number)}))
             case "switch" | "port" | "server" | "nic":
-                return f"names nothing of the site, got {text!r}"
+                return f"must name a component of the site, got {text!r}"
         return f"must be {MASKS}, got {text!r}"
 
 

@@ -1,9 +1,8 @@
-"""Packets follow circuits: what the coordinator of circuits asks for, in the terms of routers and their links.
+"""Route packets over circuits: translates the coordinator's requests into routers and their links.
 
-It speaks of cross-connects; packets know links between ToRs, each over one cross-connect or, between PoDs, over three
-(planner/fabric/light.py). Between commits, links that lose their light or get it back, and routers that failed, are
-seen to by `maintain`. Changing the routers is rerouting.py.
-"""
+The coordinator deals with cross-connects, packets with links between ToRs. A link uses one cross-connect or, between
+PoDs, three (planner/fabric/light.py). Between commits, `maintain` handles links that lose or regain light, and routers
+that failed. rerouting.py changes the routers."""
 
 import asyncio
 import logging
@@ -29,11 +28,11 @@ logger = logging.getLogger(__name__)
 Look = Callable[[], Awaitable[SiteReading]]
 
 WRITE_EVERY_S = 60.0
-LONGEST_PAUSE_S = 60.0  # between two tries at what stays as it is
+LONGEST_PAUSE_S = 60.0  # between two attempts that find the same links
 
 
 class FabricRouting:
-    """The coordinator's `Routing`; the caller keeps `maintain` as a task. One change at a time."""
+    """Routes packets over the circuits of one site. The caller runs `maintain` as a task. One change at a time."""
 
     def __init__(
         self,
@@ -47,9 +46,9 @@ class FabricRouting:
         poll_s: float = 5.0,
         offload: Offload,
     ) -> None:
-        self.defects = 0  # faults of ours that were met while tending
+        self.defects = 0  # internal errors caught in `maintain`
         self._site = site
-        self.interfaces = interfaces  # what is behind each port that a ToR is fibred to, by the site
+        self.interfaces = interfaces  # the router interface behind each port that a ToR is fibred to
         self.rerouting = rerouting
         self._scan = scan
         self._journal = journal
@@ -58,8 +57,8 @@ class FabricRouting:
         self._offload = offload
         self._turn = asyncio.Lock()
         self._lit: tuple[Lit, ...] = ()
-        self._is_changing = False  # drained, and not yet rerouted again
-        # What `maintain` tried last, and its next pause.
+        self._is_changing = False  # drained, but not yet rerouted
+        # the links that `maintain` tried last, and its next pause
         self._tried: tuple[frozenset[RoutedLink], float] = (frozenset(), 0.0)
         self._again_s = 0.0
         self._recorded_s = -math.inf
@@ -67,19 +66,19 @@ class FabricRouting:
 
     @asynccontextmanager
     async def standing_still(self) -> AsyncIterator[None]:
-        """Packets stay where they are meanwhile, whatever is lit: somebody looks where fibres end."""
+        """Keep packets where they are during the block, in light or not, while cables are checked."""
         async with self._turn:
             was, self._is_changing = self._is_changing, True
             try:
                 yield
             finally:
                 self._is_changing = was
-                self._lit = (*self._lit,)  # another value: who looked meanwhile has seen what is gone
+                self._lit = (*self._lit,)  # a new object, so that a poll that ran meanwhile discards its result
 
-    # --- asked by the coordinator
+    # --- called by the coordinator
 
     async def prepare(self, up: Iterable[PortPair], stages: Sequence[TransitionStage]) -> None:
-        """Find the routes of every point of a transition before its window opens."""
+        """Compute the routes at every point of a transition before its window opens."""
         points, now = [], frozenset(up)
         for stage in stages:
             drained = now.difference(stage.remove)
@@ -94,8 +93,8 @@ class FabricRouting:
             await self._offload(find)
 
     async def drain(self, going: Iterable[PortPair]) -> None:
-        """Take packets off the links that go over these. Raises OrchestrRLError where some still take one: `reroute`
-        brings back what was moved off, and so does `maintain`."""
+        """Take packets off the links over these cross-connects. Raises OrchestrRLError if a router still uses one;
+        `reroute` or `maintain` then restores the routes that were moved."""
         going = frozenset(going)
         await self._begin()
         async with self._turn:
@@ -106,8 +105,10 @@ class FabricRouting:
             self._lit = tuple(lit for lit in self._lit if not lit.goes_over(going))
 
     async def reroute(self, usable: Iterable[PortPair]) -> str:
-        """Route over all links that these make; what is amiss then. What has gone without being drained counts as up
-        where its switch does not answer: its light says more."""
+        """Route over all links that these cross-connects form, and return the remaining faults.
+
+        A cross-connect that went away undrained counts as up while its switch does not answer; the light on its link
+        decides."""
         async with self._turn:
             wanted = frozenset(usable)
             gone = self._over - wanted
@@ -125,7 +126,7 @@ class FabricRouting:
     # --- between commits
 
     async def maintain(self) -> None:
-        """Never returns. Begins with what is up."""
+        """Route over the circuits that are up, then correct the routes periodically. Never returns."""
         while True:
             try:
                 await self._begin()
@@ -133,15 +134,15 @@ class FabricRouting:
                 if self._clock.now_s() >= self._recorded_s + WRITE_EVERY_S:
                     self._write_down()
             except OrchestrRLError as error:
-                logger.warning("routes could not be looked after: %s", error)
+                logger.warning("routes could not be checked: %s", error)
             except Exception:
-                # A fault of ours, or of one router's driver, is no reason to stop the daemon.
+                # An internal error, or one router driver's, must not stop the daemon.
                 self.defects += 1
-                logger.exception("routes could not be looked after")
+                logger.exception("routes could not be checked")
             await self._clock.sleep(self._poll_s)
 
     async def _begin(self) -> None:
-        """Route over what there is, unless somebody has begun."""
+        """Route over the existing circuits, unless routing has begun."""
         async with self._turn:
             if self.routed is None:
                 self._lit = await self._find(await self._seen())
@@ -158,7 +159,7 @@ class FabricRouting:
         if tried == usable and self._clock.now_s() < self._again_s:
             return
         async with self._turn:
-            if self._is_changing or self._lit is not before:  # a commit was faster
+            if self._is_changing or self._lit is not before:  # a commit came first
                 return
             self._lit = lit
             if usable == set(self.routed.links) and not self.routed.failed:
@@ -168,19 +169,17 @@ class FabricRouting:
             routed = self.rerouting.leave_out({**dark, **routed.left_out})
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S) if tried == usable else self._poll_s
             self._tried, self._again_s = (usable, pause_s), self._clock.now_s() + pause_s
-        logger.warning(
-            "packets go over %d of %d links: %s", len(routed.links), len(lit), routed.faults_text or "as wanted"
-        )
+        logger.warning("packets use %d of %d links: %s", len(routed.links), len(lit), routed.faults_text or "no faults")
 
     async def _seen(self) -> frozenset[PortPair]:
-        """What is up. A switch that does not answer has what it had when it last did."""
+        """Return the cross-connects that are up. A switch that does not answer keeps those it last showed."""
         known = self._over or self._recorded
         site_reading = await self._scan()
         return site_reading.cross_connects | _on(known, site_reading.unread)
 
     @property
     def routed(self) -> RoutedCircuits | None:
-        """How packets go; None before it is known which circuits there are."""
+        """The current routing; None until the circuits are known."""
         return self.rerouting.routed
 
     @property
@@ -192,8 +191,8 @@ class FabricRouting:
         return found
 
     def _write_down(self) -> None:
-        """For a daemon that starts while a switch does not answer. Who is at the far end is asked then anyway, so it
-        need not be of the last minute."""
+        """Journal the cross-connects in use, for a daemon that starts while a switch does not answer. The record may be
+        old, since routers check their neighbours in any case."""
         if self._recorded != self._over and not self._is_changing:
             self._recorded, self._recorded_s = self._over, self._clock.now_s()
             body = {"cross_connects": [(each.switch, *each.ports) for each in sorted(self._recorded)]}

@@ -1,8 +1,7 @@
-"""What is kept of periods: their intents by job and name, and what became of each. Journalled; lasts over restarts.
+"""Store periods: their intents by job and name, and the outcome of each. Journalled, so that they survive a restart.
 
-Trainers announce many times a minute. What ends as its predecessor of the same name did, with nothing changed, is
-counted, and written down with the next that is.
-"""
+Trainers announce many times a minute. A period that changes nothing and ends like its predecessor of the same name is
+only counted; the count is journalled with the next report that differs."""
 
 import logging
 from collections import Counter, deque
@@ -20,23 +19,23 @@ from planner.fabric.windows import SwitchTimes
 logger = logging.getLogger(__name__)
 
 REMEMBERED = 1024
-WRITTEN_AGAIN_AFTER = 5000  # entries: old ones are dropped, and an intent may be announced once for all
+WRITTEN_AGAIN_AFTER = 5000  # journal entries: old ones are dropped, and an intent may be announced only once
 ALIKE_FOR_S = 10.0
 
-_Key = tuple[str, str]  # job and period: two jobs may use the same names
+_Key = tuple[str, str]  # two jobs may use the same period names
 
 
 class PeriodBook:
-    """Construction recovers what the journal holds."""
+    """The recorded periods. Construction recovers them from the journal."""
 
     def __init__(self, journal: Journal) -> None:
         self.over: deque[PeriodReport] = deque(maxlen=REMEMBERED)
         self.counts: Counter[tuple[str, str]] = Counter()  # of periods that ended since the start, by state and code
         self._journal = journal
         self._intents: dict[_Key, Intent] = {}
-        self._written: dict[_Key, int] = {}  # where in the journal each intent stands
-        self._alike: dict[_Key, tuple[str, str, float]] = {}  # how each ended when it was written down last
-        self._untold: Counter[_Key] = Counter()  # endings alike since then
+        self._written: dict[_Key, int] = {}  # the journal position of each intent
+        self._alike: dict[_Key, tuple[str, str, float]] = {}  # the last journalled ending of each
+        self._untold: Counter[_Key] = Counter()  # unjournalled endings like it since then
         for entry in journal.tail(REMEMBERED, (EntryKind.PERIOD_INTENT,)):
             intent = journal.interpret(entry, partial(_intent_from, entry.subject))
             if intent is not None:
@@ -47,7 +46,7 @@ class PeriodBook:
                 self.over.append(report)
 
     def record(self, intent: Intent, now_s: float) -> None:
-        """Under its job and name, from now on. Raises Permanent where that cannot be written down."""
+        """Store the intent under its job and name. Raises Permanent if it cannot be journalled."""
         written = self._written.get(_key(intent))
         last = self._journal.last_sequence
         if self._intents.get(_key(intent)) != intent or written is None or last - written >= WRITTEN_AGAIN_AFTER:
@@ -56,12 +55,12 @@ class PeriodBook:
         self._remember(intent, written)
 
     def intent(self, period: str, job: str = "") -> Intent:
-        """As that job announced it last; or as nobody's, or, of a job without a name, as the only one that did. Raises
-        Permanent where there is none."""
+        """Return the intent that the job announced last. Falls back to one without a job; if `job` is empty, to the
+        only job that announced the period. Raises Permanent if there is none, or several."""
         found = self._found(period, job)
         if len(found) > 1:
             listing = ", ".join(sorted(repr(each.job) for each in found))
-            raise Permanent(f"period {period!r} is of several jobs, name one: {listing}")
+            raise Permanent(f"period {period!r} was announced by several jobs, name one: {listing}")
         if not found:
             known = ", ".join(sorted({name for _, name in self._intents})[:16]) or "none yet"
             of = f" of job {job!r}" if job else ""
@@ -69,7 +68,7 @@ class PeriodBook:
         return found[0]
 
     def get(self, period: str, job: str) -> Intent | None:
-        """The same; None where it is not known, or not of which job."""
+        """Return the intent as `intent` does, or None if it is unknown or ambiguous."""
         found = self._found(period, job)
         return found[0] if len(found) == 1 else None
 
@@ -80,7 +79,7 @@ class PeriodBook:
         return [] if job else [each for each in self._intents.values() if each.period == period]
 
     def training(self) -> Iterable[Intent]:
-        """What each job that trains announced last of its training."""
+        """Return the last training intent of each job that trains."""
         return {each.job: each for each in self._intents.values() if each.stage is Stage.TRAIN}.values()
 
     def ended(self, report: PeriodReport, now_s: float) -> None:
@@ -96,25 +95,25 @@ class PeriodBook:
             body["alike_before"] = alike
         try:
             self._journal.append(now_s, EntryKind.PERIOD, report.id, body)
-        except OrchestrRLError as error:  # it is over all the same
-            logger.error("period %s cannot be written down: %s", report.id, error)
+        except OrchestrRLError as error:  # the period is over in any case
+            logger.error("period %s cannot be journalled: %s", report.id, error)
         self._alike[key] = report.state, report.code, now_s
         if len(self._alike) > REMEMBERED:
             del self._alike[next(iter(self._alike))]
 
     def switch_times(self) -> Iterator[SwitchTimes]:
-        """How long commits have taken, oldest first."""
+        """Yield the measured times of commits, oldest first."""
         return (each for report in self.over for commit in report.commits for each in commit.switch_times)
 
     def up(self) -> Iterator[Intent]:
-        """Those whose circuits came up, oldest first, as far as that is remembered."""
+        """Yield the intents whose circuits came up, oldest first, among the stored reports."""
         for report in self.over:
             if report.state is PeriodState.COMMITTED and (intent := self.get(report.period, report.job)):
                 yield intent
 
     def _remember(self, intent: Intent, sequence: int) -> None:
         self._intents.pop(_key(intent), None)
-        self._intents[_key(intent)] = intent  # the latest stand last
+        self._intents[_key(intent)] = intent  # the latest is last
         self._written[_key(intent)] = sequence
         if len(self._intents) > REMEMBERED:
             oldest = next(iter(self._intents))

@@ -1,9 +1,8 @@
-"""Announced periods: what is known of each, whose turn it is, and who makes way for whom.
+"""Queue announced periods and decide which may change circuits, and which gives way.
 
-Of one job there is one period to come in training, weight syncs included, and one in generation: a newer one supersedes
-it. Those of several jobs wait for their windows side by side, and one changes circuits at a time. Where the caller
-stands still, its period goes first and alone, and those that wait for a window are put off meanwhile.
-"""
+Each job has at most one waiting period for training and weight syncs, and one for generation: a newer period supersedes
+it. Periods of several jobs wait for their windows at the same time, and one changes circuits at a time. A period whose
+caller pauses for it (a boundary) runs first and alone; periods that wait for a window are put off meanwhile."""
 
 import asyncio
 from collections.abc import AsyncIterator, Collection, Iterator
@@ -14,7 +13,7 @@ from orchestrrl.fabric.periods import PeriodReport
 from planner.fabric.intent import Intent, Stage
 from planner.model import Hold
 
-Lane = tuple[str, bool]  # job, whether it is generation
+Lane = tuple[str, bool]  # job, and True for generation
 
 
 def lane_of(intent: Intent) -> Lane:
@@ -23,8 +22,8 @@ def lane_of(intent: Intent) -> Lane:
 
 @dataclass(eq=False)
 class AnnouncedPeriod:
-    """`stop`: why it is not to go on. `woken`: whoever carries it out is to look around. `begun`: its first circuits
-    are being changed."""
+    """An announced period. `stop`: why it must not continue. `woken`: set when its task should check its conditions
+    again. `begun`: set when its first circuits are being changed."""
 
     intent: Intent
     deadline_s: float
@@ -48,7 +47,7 @@ class AnnouncedPeriod:
         self.woken.set()
 
     async def follow(self) -> AsyncIterator[PeriodReport]:
-        """What becomes of it, whenever that changes; ends after the last."""
+        """Yield the report at each change, and end after the last."""
         seen: PeriodReport | None = None
         while seen is None or not seen.over:
             if self.report == seen:
@@ -60,7 +59,7 @@ class AnnouncedPeriod:
 
 
 class PeriodQueue:
-    """At most one of each lane, those whose caller stands still first."""
+    """The waiting periods, at most one per lane. Boundaries come first."""
 
     def __init__(self) -> None:
         self.news = asyncio.Event()
@@ -74,7 +73,7 @@ class PeriodQueue:
         return any(period.boundary for period in self._waiting)
 
     def put(self, period: AnnouncedPeriod) -> AnnouncedPeriod | None:
-        """The one that it supersedes."""
+        """Add a period and return the one that it supersedes, or None."""
         before = next((each for each in self._waiting if each.lane == period.lane), None)
         if before is not None:
             self._waiting.remove(before)
@@ -83,7 +82,7 @@ class PeriodQueue:
         return before
 
     def put_back(self, period: AnnouncedPeriod) -> bool:
-        """Whether it may wait on: not where a newer one of its lane has come."""
+        """Put a period back and return True, unless a newer one of its lane is waiting."""
         if any(each.lane == period.lane for each in self._waiting):
             return False
         self._waiting.insert(0, period)
@@ -91,14 +90,14 @@ class PeriodQueue:
         return True
 
     def remove(self, period: AnnouncedPeriod) -> bool:
-        """Whether it was waiting."""
+        """Remove a period and return whether it was waiting."""
         if period not in self._waiting:
             return False
         self._waiting.remove(period)
         return True
 
     def take(self, active: Collection[AnnouncedPeriod]) -> AnnouncedPeriod | None:
-        """The next that may go on beside these."""
+        """Remove and return the next period that may run concurrently with `active`, or None."""
         if self.urgent:
             chosen = None if active else next(each for each in self._waiting if each.boundary)
         elif any(each.boundary for each in active):
@@ -112,16 +111,16 @@ class PeriodQueue:
 
 
 class CircuitTurn:
-    """Whose turn it is to change circuits, and how often they have been: what was planned before is void then."""
+    """Grants one period at a time the right to change circuits. A new change invalidates earlier plans."""
 
     def __init__(self) -> None:
         self.by: AnnouncedPeriod | None = None
-        self.changes = 0  # begun
+        self.changes = 0  # changes begun so far
         self._at_rest = asyncio.Event()
         self._at_rest.set()
 
     def begin(self, by: AnnouncedPeriod) -> None:
-        """Only where `as_at` says so in the same turn of the loop."""
+        """Start the turn of `by`. Requires that `as_at` returned True in the same event-loop iteration."""
         assert self.by is None, (self.by, by)
         self.by = by
         self.changes += 1
@@ -129,7 +128,7 @@ class CircuitTurn:
         by.begun.set()
 
     def end(self, by: AnnouncedPeriod) -> bool:
-        """Whether it had begun."""
+        """End the turn of `by`, and return whether it had begun."""
         if self.by is not by:
             return False
         self.by = None
@@ -137,11 +136,11 @@ class CircuitTurn:
         return True
 
     def as_at(self, changes: int) -> bool:
-        """Nobody changes them, nor has since then."""
+        """Return whether no change is under way and none began since `changes`."""
         return self.by is None and self.changes == changes
 
     async def at_rest(self) -> int:
-        """Wait until nobody changes them; how often they have been."""
+        """Wait until no change is under way, and return the number of changes so far."""
         while self.by is not None:
             await self._at_rest.wait()
         return self.changes

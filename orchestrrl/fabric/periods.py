@@ -1,4 +1,4 @@
-"""Communication periods as they are carried out: what became of each, stage by stage, and why. Values only."""
+"""Values that describe communication periods: the outcome of each, stage by stage, with the reason."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -11,13 +11,13 @@ from planner.fabric.windows import SwitchTimes
 
 class PeriodState(StrEnum):
     ANNOUNCED = "announced"
-    MATERIALISED = "materialised"  # there is a plan of its circuits
+    MATERIALISED = "materialised"  # its circuits have been planned
     WAITING = "waiting"  # for a window
     COMMITTING = "committing"
     COMMITTED = "committed"  # all its circuits are up, or were
-    KEPT = "kept"  # nothing, or not all, was changed: what was up before carries it
-    SUPERSEDED = "superseded"  # the next one was announced before its turn came
-    FAILED = "failed"  # a switch or a router did not do as it was told
+    KEPT = "kept"  # nothing, or not everything, was changed; the earlier circuits carry it
+    SUPERSEDED = "superseded"  # a newer period was announced before its turn
+    FAILED = "failed"  # a switch or a router did not carry out an order
 
 
 OVER = frozenset({PeriodState.COMMITTED, PeriodState.KEPT, PeriodState.SUPERSEDED, PeriodState.FAILED})
@@ -25,36 +25,36 @@ OVER = frozenset({PeriodState.COMMITTED, PeriodState.KEPT, PeriodState.SUPERSEDE
 
 @dataclass(frozen=True, slots=True)
 class CommitReport:
-    """One stage of a transition. Times are seconds since the Unix epoch; `window_*` None: it needed no window."""
+    """One stage of a transition. Times are seconds since the Unix epoch; `window_*` is None if no window was needed."""
 
     window_opened_s: float | None
     window_until_s: float | None
     needed_s: float
-    commanded_s: float  # when the orders were given
-    usable_s: float  # when all was in place, verified and routed
+    commanded_s: float  # when the commands were sent
+    usable_s: float  # when all circuits were in place, verified and routed
     moves: int  # cross-connects that came down or went up
     done: bool
     detail: str = ""
     switch_times: tuple[SwitchTimes, ...] = ()
-    risk: float = 0.0  # at most, that the window was to be broken by some rank; of many ranks more than was asked for
+    # upper bound on the probability that some rank breaks the window; with many ranks, more than configured
+    risk: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class PeriodReport:
-    """`code` is stable, `detail` is for people.
+    """The state of one period. `code` is stable; `detail` is for people.
 
     | state | codes |
     |---|---|
     | committed | committed, was_so (its circuits were up already) |
     | superseded | superseded |
-    | kept, before anything is planned | overridden, nobody_placed, infeasible |
-    | kept, by a word | advise, operator_paused, pinned, withdrawn (by who announced it), stopped (the daemon) |
-    | kept, for want of a chance | no_boundary, no_window; `detail` names the last reason, e.g. window_too_short |
-    | kept, several times over | overtaken (by other changes), switch_refused, not_drained, window_passed (draining) |
+    | kept, before planning | overridden, nobody_placed, infeasible |
+    | kept, on request | advise, operator_paused, pinned, withdrawn (by its caller), stopped (the daemon) |
+    | kept, no opportunity | no_boundary, no_window; `detail` names the last reason, e.g. window_too_short |
+    | kept, after retries | overtaken (by other changes), switch_refused, not_drained, window_passed (while draining) |
     | failed | switch_failed, not_recorded (the journal), internal |
 
-    With `stages_done`, or `commits` that are not done, a period that is kept or failed has changed something.
-    """
+    A kept or failed period has changed circuits if `stages_done` > 0 or some of its `commits` are not done."""
 
     id: str
     period: str
@@ -88,14 +88,14 @@ class OverrideState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FabricControl:
-    """An operator's word on circuits. PINNED with no cross-connects: all stay."""
+    """An operator's constraint on circuits. PINNED without cross-connects keeps all circuits."""
 
     state: OverrideState = OverrideState.FREE
     cross_connects: tuple[str, ...] = ()
     period: str = ""
     reason: str = ""
     expires_s: float | None = None
-    job: str = ""  # whose period
+    job: str = ""  # the job of `period`
 
     def at(self, now_s: float) -> "FabricControl":
         expired = self.expires_s is not None and self.expires_s <= now_s

@@ -1,7 +1,6 @@
-"""A site as a picture: switches are lines across, endpoints lines upright, and discs count the fibres between the two.
+"""Draw a site: switches are horizontal lines, endpoints vertical lines, and discs count the fibres between the two.
 
-PoDs stand side by side below the core. The same site is the same picture, byte for byte.
-"""
+PoDs are placed next to each other below the core. The same site gives the same picture, byte for byte."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +12,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MOST_COLUMNS = 40  # of all PoDs together; beyond that, PoDs that are alike are drawn once
+MOST_COLUMNS = 40  # over all PoDs; above this, identical PoDs are drawn once
 COLUMN_IN, ROW_IN = 0.5, 0.42  # inches between endpoints, and between switches
-LETTERS = 7  # that fit between two endpoints
-NAMES_IN, TEXT_IN = 1.3, 1.1  # inches beside a layer for its switches, and above and below it
+LETTERS = 7  # width of the labels that fit between two endpoints
+NAMES_IN, TEXT_IN = 1.3, 1.1  # inches next to a layer for switch names, and above and below it
 COLOURS = {PodRole.TRAIN: "#2f6db3", PodRole.GEN: "#3c8a4e", None: "#6d55a3"}
 BACKGROUNDS = {PodRole.TRAIN: "#eaf1fa", PodRole.GEN: "#edf6ec", None: "#f3f0f8"}
 
@@ -42,7 +41,7 @@ def site_figure(site: Site) -> "Figure":
 
 
 def _draw_layer(axis: "Axes", layer: SiteLayer, rows: int) -> None:
-    """`rows`: the height, in rows of switches and one more for the ends of uplinks."""
+    """Draw one layer. `rows` is its height in rows: one per switch, and one for the upper ends of uplinks."""
     colour, last = COLOURS[layer.role], len(layer.columns) - 0.5
     text: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8}
     box = {"facecolor": "white", "edgecolor": colour}
@@ -80,7 +79,7 @@ def _end_text(column: SwitchColumn) -> str:
 
 
 def _short(column: SwitchColumn) -> str:
-    """What fits below a column."""
+    """Return a label that fits below a column."""
     if column.count > 1:
         return f"{column.count} ToRs" if not column.uplink else f"{column.count} up"
     return literal(column.label if len(column.label) <= LETTERS else f"…{column.label[-6:]}")

@@ -1,13 +1,12 @@
-"""Bring packets onto circuits and off them: drain, then (somebody else) switch, then wait for light, then route again.
+"""Move packets onto circuits and off them: drain, let the caller change the switches, wait for light, then route again.
 
     await rerouting.drain(going)      # raises NotDrained: then the circuits must stay
     ...                              # the switches are changed
     await rerouting.reroute(usable)     # all circuits that are up, or about to be
 
-Routes are read from the routers each time, never remembered in their place: after a restart, or an outcome that nobody
-knows, the next call starts from what is there. Routers change in the order of `planner/fabric/route_plan.py`, stage by
-stage, and each stage is read back before the next. Whoever depends on a router that fails keeps its old route.
-"""
+Routes are read from the routers each time and never cached: after a restart or an unknown outcome, the next call starts
+from their actual state. Routers change stage by stage, in the order of `planner/fabric/route_plan.py`, and each stage
+is read back before the next. A router that depends on a failed one keeps its old route."""
 
 import asyncio
 import logging
@@ -32,12 +31,12 @@ T = TypeVar("T")
 
 RETRY_S = 1.0
 LISTED = 4
-KEPT = 64  # sets of circuits whose routes are kept ready
+KEPT = 64  # sets of circuits whose routes are cached
 
 
 class NotDrained(Retryable):
-    """These routers still send packets to circuits that were to go, or nobody knows: the circuits must stay. What was
-    moved off them has another way; `Rerouting.reroute` brings it back."""
+    """Raised if routers still send packets to circuits that were to go down, or may do so. The circuits must stay up.
+    `Rerouting.reroute` restores the routes that were moved off them."""
 
     def __init__(self, routers: Mapping[EndpointId, str]) -> None:
         super().__init__(f"not drained: {_listed(routers)}", RETRY_S)
@@ -46,26 +45,26 @@ class NotDrained(Retryable):
 
 @dataclass(frozen=True, slots=True)
 class RoutedCircuits:
-    """How packets go. `left_out`: circuits that packets do not take, and why."""
+    """The current routing. `left_out` maps circuits that packets do not use to the reason."""
 
     at_s: float
     links: tuple[RoutedLink, ...]
     left_out: Mapping[RoutedLink, str]
-    failed: Mapping[EndpointId, str]  # routers that are not as they should be
+    failed: Mapping[EndpointId, str]  # routers that did not take their routes
     unreachable: tuple[tuple[EndpointId, EndpointId], ...]  # (from, to)
     on_packet_side: tuple[tuple[EndpointId, EndpointId], ...]
 
     @property
     def faults_text(self) -> str:
-        """In one line; empty: every link is used, and every router as it should be. Pairs without a way are not
-        counted: what no circuit joins is the plan's business."""
-        told = (("not used", self.left_out), ("routes amiss", self.failed))
+        """The faults in one line; empty if every link is used and every router has its routes. Unreachable pairs are
+        left to the plan."""
+        told = (("not used", self.left_out), ("routers with wrong routes", self.failed))
         return "; ".join(f"{what}: {_listed(some)}" for what, some in told if some)
 
 
 @dataclass
 class _Moved:
-    """How far a change of tables has come."""
+    """The progress of a change of routing tables."""
 
     plan: pure.ReroutingPlan
     failed: dict[EndpointId, str] = field(default_factory=dict)
@@ -73,7 +72,7 @@ class _Moved:
 
 
 class Rerouting:
-    """The routers of one domain. `drain` and `reroute` are called one at a time."""
+    """Changes the routers of one domain. `drain` and `reroute` must not run concurrently."""
 
     def __init__(
         self,
@@ -89,17 +88,17 @@ class Rerouting:
         self._routers = routers
         self._clock = clock
         self._settings = settings
-        self._offload = offload  # what takes long on a large site
-        self.routed: RoutedCircuits | None = None  # how packets go; None before the first `reroute`
-        # The routes over these circuits, found once: periods recur, and a window is short. Touches no router.
+        self._offload = offload  # runs work that is slow on a large site
+        self.routed: RoutedCircuits | None = None  # the current routing; None before the first `reroute`
+        # Computes the routes over these circuits, cached: periods recur, and a window is short. Contacts no router.
         self.prepare = lru_cache(KEPT)(partial(pure.reroute, domain))
-        self._tables: dict[EndpointId, RouteTable] = {}  # as last read; of those silent now, as known
+        self._tables: dict[EndpointId, RouteTable] = {}  # as last read; for an unreachable router, as last known
 
     async def drain(self, going: Collection[RoutedLink]) -> RoutedCircuits:
-        """Move packets off circuits that are about to go. Raises NotDrained where a router still uses one, or might;
+        """Move packets off circuits that are about to go down. Raises NotDrained if a router still uses one, or might;
         Permanent before the first `reroute`."""
         if self.routed is None:
-            raise Permanent("nothing can be drained before it is known which circuits there are: reroute first")
+            raise Permanent("cannot drain before the circuits are known: call reroute first")
         left = frozenset(self.routed.links).difference(going)
         moved = await self._move(self.prepare(left))
         still = self._still_using(going, moved)
@@ -112,23 +111,23 @@ class Rerouting:
         return drained
 
     async def reroute(self, usable: Iterable[RoutedLink]) -> RoutedCircuits:
-        """Route over these circuits, less those that get no light or whose far end does not answer, in time."""
+        """Route over these circuits, except those that get no light in time or whose far end does not answer."""
         usable = frozenset(usable)
-        await self._offload(lambda: self.prepare(usable))  # raises ValueError before anything is done
+        await self._offload(lambda: self.prepare(usable))  # raises ValueError before any router changes
         left_out = dict(sorted((await self._dark_ones(usable)).items()))
         links = usable.difference(left_out) if left_out else usable
         rerouted = self._took(links, await self._move(self.prepare(links)), left_out)
-        logger.info("packets rerouted over %d circuits: %s", len(links), rerouted.faults_text or "all as wanted")
+        logger.info("packets rerouted over %d circuits: %s", len(links), rerouted.faults_text or "no faults")
         return rerouted
 
     def leave_out(self, circuits: Mapping[RoutedLink, str]) -> RoutedCircuits:
-        """Record which circuits packets do not use now, each with the reason; no router is changed."""
+        """Record which circuits packets do not use now, each with the reason; changes no router."""
         assert self.routed is not None
         self.routed = replace(self.routed, left_out=circuits)
         return self.routed
 
     def _took(self, links: Iterable[RoutedLink], moved: _Moved, left_out: Mapping[RoutedLink, str]) -> RoutedCircuits:
-        """Packets go over these links now."""
+        """Record that packets use these links now."""
         at_s, ways = self._clock.now_s(), moved.plan
         routed = RoutedCircuits(
             at_s, tuple(sorted(links)), left_out, moved.failed, ways.unreachable, ways.on_packet_side
@@ -137,17 +136,19 @@ class Rerouting:
         return routed
 
     async def close(self) -> None:
-        """Routes stay as they are."""
+        """Close all routers; their routes stay."""
         for router in self._routers.values():
             await router.close()
 
     async def dark(self, links: Collection[RoutedLink]) -> dict[RoutedLink, str]:
-        """Those without light at this moment, with the reason; one whose routers do not tell is none of them."""
+        """Return the links without light now, each with the reason. Links whose routers do not report are not
+        included."""
         seen = await self._up(links, 0.0)
         return {link: why for link, why in seen.items() if not isinstance(why, OrchestrRLError)}
 
     async def signals(self) -> tuple[frozenset[tuple[EndpointId, str]], dict[EndpointId, str]]:
-        """Interfaces of all routers that have a signal, and routers that do not tell."""
+        """Return the interfaces of all routers that have a signal, and the routers that do not report, with the
+        reason."""
         told = await self._each({name: router.links() for name, router in self._routers.items()})
         up: set[tuple[EndpointId, str]] = set()
         silent: dict[EndpointId, str] = {}
@@ -161,7 +162,7 @@ class Rerouting:
     async def answering_routers(
         self, asked: Mapping[tuple[EndpointId, str], Collection[EndpointId]]
     ) -> dict[tuple[EndpointId, str], frozenset[EndpointId]]:
-        """Which of these routers answer on each interface."""
+        """Return which of these routers answer on each interface."""
         hops: dict[EndpointId, dict[NextHop, tuple[str, EndpointId]]] = {}
         for (name, interface), others in asked.items():
             for other in others:
@@ -177,16 +178,17 @@ class Rerouting:
         return {end: frozenset(some) for end, some in heard.items()}
 
     async def _dark_ones(self, links: Collection[RoutedLink]) -> dict[RoutedLink, str]:
-        """Circuits that cannot carry packets, with the reason. Light is waited for where it is still to come."""
+        """Return the circuits that cannot carry packets, with the reason. Waits for the light of new circuits."""
         old = set(links).intersection(self.routed.links if self.routed else ())
         new = set(links) - old
-        dark = await self.dark(old)  # of what carries packets, routers that do not answer keep the rest
+        dark = await self.dark(old)  # circuits that carry packets stay in use if their routers do not report
         came = await self._up(new, self._settings.link_up_s)
         dark |= {link: str(why) for link, why in came.items()}  # a driver's errors begin with its name
         return dark | await self._silent_ones([link for link in sorted(new) if link not in dark])
 
     async def _up(self, links: Collection[RoutedLink], limit_s: float) -> dict[RoutedLink, str | OrchestrRLError]:
-        """Those that are not known to be up within the time: why not, or what kept a router from telling."""
+        """Return the links not known to be up within `limit_s`: the reason, or the error that kept a router from
+        reporting."""
         waiting = {name: self._routers[name].wait_up(some, limit_s) for name, some in _interfaces(links).items()}
         up = await self._each(waiting)
         found: dict[RoutedLink, str | OrchestrRLError] = {}
@@ -199,7 +201,7 @@ class Rerouting:
         return found
 
     async def _silent_ones(self, links: Collection[RoutedLink]) -> dict[RoutedLink, str]:
-        """Circuits whose far end is not whom it should be: light alone does not say that."""
+        """Return the circuits whose far end is not the expected router. A light signal alone does not prove that."""
         hops: dict[EndpointId, dict[NextHop, RoutedLink]] = {}
         for link in links:
             (a, interface_a), (b, interface_b) = link.ends
@@ -223,7 +225,7 @@ class Rerouting:
         return await self._each({name: self._routers[name].find(tuple(some), within_s) for name, some in hops.items()})
 
     async def _move(self, plan: pure.ReroutingPlan) -> _Moved:
-        """Bring every router to its table, in an order that keeps every packet on a way."""
+        """Bring every router to its table, in an order that keeps every packet routable."""
         moved = _Moved(plan)
         await self._read_all(moved)
         want = {}
@@ -239,7 +241,7 @@ class Rerouting:
     async def _carry_out(
         self, stages: Iterable[pure.RouteStage], moved: _Moved, stuck: set[tuple[EndpointId, str]]
     ) -> bool:
-        """False as soon as a router failed: the rest is to be planned again without it."""
+        """Apply the stages. Return False as soon as a router fails, so that the rest is planned again without it."""
         for stage in stages:
             results = await self._each({name: self._routers[name].apply(some) for name, some in stage.items()})
             known = len(stuck)
@@ -252,7 +254,7 @@ class Rerouting:
     def _note(
         self, name: EndpointId, asked: tuple[RouteChange, ...], applied: AppliedRoutes | OrchestrRLError, moved: _Moved
     ) -> set[tuple[EndpointId, str]]:
-        """Take over what a router has done; what it has not."""
+        """Record what a router has changed, and return the routes that it has not."""
         if isinstance(applied, OrchestrRLError):
             moved.failed[name] = str(applied)
             if not isinstance(applied, Permanent | Retryable):
@@ -288,7 +290,7 @@ class Rerouting:
 
     @staticmethod
     async def _each(calls: Mapping[EndpointId, Awaitable[T]]) -> dict[EndpointId, T | OrchestrRLError]:
-        """All at once; errors of ours stand in the place of the result."""
+        """Await all calls concurrently. An OrchestrRLError takes the place of its call's result."""
 
         async def one(call: Awaitable[T]) -> T | OrchestrRLError:
             try:

@@ -1,4 +1,4 @@
-"""Jobs that share PoDs: which others send over what a period changes."""
+"""Find the jobs that share PoDs, and so may send over circuits that a period changes."""
 
 from collections.abc import Collection, Iterable, Mapping
 
@@ -9,7 +9,7 @@ from planner.fabric.topology import Site
 
 
 def neighbours(site: Site, intent: Intent, others: Iterable[Intent]) -> frozenset[str]:
-    """Of these, the other jobs that have ranks in PoDs whose circuits the intent may change."""
+    """Return the other jobs that have ranks in PoDs whose circuits the intent may change."""
     pods = _touched(site, intent)
     return frozenset(
         other.job for other in others if other.job != intent.job and not pods.isdisjoint(_pods(site, other))
@@ -19,9 +19,10 @@ def neighbours(site: Site, intent: Intent, others: Iterable[Intent]) -> frozense
 def unannounced(
     site: Site, intent: Intent, announced: Collection[str], traced: Mapping[str, Collection[str]]
 ) -> tuple[frozenset[str], frozenset[str]]:
-    """Of the traced jobs (by the hosts that they run on) that have never announced their training: those on servers of
-    PoDs whose circuits the intent may change, and those of which a host is no server of the site by its name: where
-    these send nobody knows."""
+    """Return traced jobs that never announced their training, as two sets. `traced` maps a job to its hosts.
+
+    The first set has hosts in PoDs whose circuits the intent may change. The second has a host that is no server of the
+    site, so its circuits are unknown."""
     touched = _touched(site, intent)
     pod_of = {str(server.id): server.pod for server in site.servers}
     silent = {job: hosts for job, hosts in traced.items() if job != intent.job and job not in announced}
@@ -31,7 +32,7 @@ def unannounced(
 
 
 def _touched(site: Site, intent: Intent) -> frozenset[EndpointId]:
-    """PoDs whose circuits it may change."""
+    """Return the PoDs whose circuits the intent may change."""
     roles = TEMPLATES[intent.stage].touched
     return frozenset(pod for pod in _pods(site, intent) if site.pod[pod].role in roles)
 

@@ -1,8 +1,8 @@
-"""A site in one YAML file: read with every fault at once, and written. What it means: `planner/fabric/topology.py`.
+"""Read and write a site as one YAML file. Reading reports every fault at once. `planner/fabric/topology.py` defines its
+meaning.
 
-Faults between the parts of a document carry path and value. Where a part could not be read, what would only follow from
-its absence is not reported.
-"""
+Faults between the parts of a document carry path and value. A fault that merely follows from an unreadable part is not
+reported."""
 
 import math
 from collections import Counter, defaultdict
@@ -31,7 +31,7 @@ from planner.fabric.topology import (
     Uplink,
 )
 
-_ENDPOINTS = ("pods", "tors", "uplinks")  # share one name space: circuits end at them
+_ENDPOINTS = ("pods", "tors", "uplinks")  # share one name space, as circuits end at them
 _Fibre = tuple[str, int]  # switch and port
 
 
@@ -42,7 +42,7 @@ def _double_ids(parts: SiteParts) -> Iterator[str]:
             for place, part in getattr(parts, kind).items():
                 path = path_of((kind, place, "id"))
                 if first.setdefault(part.id, path) != path:
-                    yield f"{path}: is used already by {first[part.id]}, got {part.id!r}"
+                    yield f"{path}: must be unique, and {first[part.id]} uses it already, got {part.id!r}"
 
 
 def _unknown_pods(parts: SiteParts) -> Iterator[str]:
@@ -51,11 +51,11 @@ def _unknown_pods(parts: SiteParts) -> Iterator[str]:
             path = path_of((kind, place, "pod"))
             if kind == "switches" and part.tier is Tier.CORE:
                 if part.pod is not None:
-                    yield f"{path}: must not be given, as the core belongs to no PoD, got {part.pod!r}"
+                    yield f"{path}: must not be set for a switch of tier core, got {part.pod!r}"
             elif part.pod is None:
-                yield f"{path}: is missing, as a switch of tier agg belongs to a PoD, got nothing"
+                yield f"{path}: must be set for a switch of tier agg, got nothing"
             elif not parts.exists("pods", part.pod):
-                yield f"{path}: is not one of pods, got {part.pod!r}"
+                yield f"{path}: must be one of pods, got {part.pod!r}"
 
 
 def _servers(parts: SiteParts) -> Iterator[str]:
@@ -65,7 +65,7 @@ def _servers(parts: SiteParts) -> Iterator[str]:
         path = path_of(("servers", place))
         gpus, nics = len(server.gpus), len(server.tors)
         if gpus % nics and nics % gpus:
-            yield f"{path}.gpus: must be shared evenly by {nics} NICs (one for each of tors), got {gpus} GPUs"
+            yield f"{path}.gpus: must divide evenly among {nics} NICs (one per entry of tors), got {gpus} GPUs"
         taken: dict[str, list[int]] = defaultdict(list)
         for gpu in server.gpus:
             if gpu in owner:
@@ -77,18 +77,18 @@ def _servers(parts: SiteParts) -> Iterator[str]:
             tor = tors.get(name)
             if tor is None:
                 if not parts.exists("tors", name):
-                    yield f"{path}.tors[{nic}]: is not one of tors, got {name!r}"
+                    yield f"{path}.tors[{nic}]: must be one of tors, got {name!r}"
                 continue
             if tor.pod != server.pod and {tor.pod, server.pod} <= parts.ids["pods"]:
-                yield f"{path}.tors[{nic}]: is a ToR of another PoD ({tor.pod}, not {server.pod}), got {name!r}"
+                yield f"{path}.tors[{nic}]: must be a ToR of PoD {server.pod}, not of {tor.pod}, got {name!r}"
             if tor.rail is not None and tor.rail != nic:
-                yield f"{path}.tors[{nic}]: is rail {tor.rail}, whose NICs are number {tor.rail}, got {name!r}"
+                yield f"{path}.tors[{nic}]: must be at index {tor.rail}, as a ToR of rail {tor.rail}, got {name!r}"
 
 
 def _switches(parts: SiteParts) -> Iterator[str]:
     for name, device in parts.devices.items():
         if name in DEVICES:
-            message = f"is known by that name already, with {DEVICES[name].ports} ports; take another name"
+            message = f"must not redefine a built-in device, which has {DEVICES[name].ports} ports"
             yield f"devices.{name}: {message}, got {device.ports} ports"
     known = {name: device.ports for name, device in parts.devices.items()}
     known |= {name: device.ports for name, device in DEVICES.items()}
@@ -96,7 +96,7 @@ def _switches(parts: SiteParts) -> Iterator[str]:
         path = path_of(("switches", place))
         if switch.device not in known and not parts.exists("devices", switch.device):
             names = ", ".join(sorted(known))
-            yield f"{path}.device: is neither of devices nor known (known: {names}), got {switch.device!r}"
+            yield f"{path}.device: must be one of devices or a built-in device (known: {names}), got {switch.device!r}"
         yield from _ports(path, switch, known.get(switch.device))
         for endpoint in switch.ports:
             fault = _misplaced(parts, switch, endpoint)
@@ -114,10 +114,10 @@ def _ports(path: str, switch: SwitchPart, radix: int | None) -> Iterator[str]:
                 taken[owner[port]].append(port)
             owner.setdefault(port, endpoint)
         for other, ports in taken.items():
-            spoken_for = f"port {numbers_text(ports)} of {switch.id} is fibred to {other} already"
+            spoken_for = f"port {numbers_text(ports)} of {switch.id} has a fibre to {other} already"
             yield f"{where}: {spoken_for}, got {_text(numbers)}"
         if radix is not None and not all(1 <= port <= radix for port in numbers):
-            yield f"{where}: must be ports 1 to {radix} of a {switch.device}, got {_text(numbers)}"
+            yield f"{where}: must be within 1..{radix}, the ports of a {switch.device}, got {_text(numbers)}"
 
 
 def _text(numbers: tuple[int, ...]) -> str:
@@ -125,22 +125,22 @@ def _text(numbers: tuple[int, ...]) -> str:
 
 
 def _misplaced(parts: SiteParts, switch: SwitchPart, endpoint: str) -> str | None:
-    """Why no fibre can go from there to the switch."""
+    """Return why no fibre can run between the endpoint and the switch, or None if one can."""
     kinds = [kind for kind in _ENDPOINTS if endpoint in parts.ids[kind]]
     if not kinds:
-        return None if any(kind in parts.broken for kind in _ENDPOINTS) else "is neither of tors nor of uplinks"
+        return None if any(kind in parts.broken for kind in _ENDPOINTS) else "must be one of tors or uplinks"
     if kinds == ["pods"]:
-        return "is a PoD; fibres end at its ToRs and uplinks"
+        return "must be a ToR or an uplink, not a PoD"
     if switch.tier is Tier.CORE:
-        return "is a ToR; fibres to the core come from uplinks" if kinds == ["tors"] else None
+        return "must be an uplink, as ToRs have no fibres to the core" if kinds == ["tors"] else None
     pod = parts.pod_of.get(endpoint)
     if pod != switch.pod and {pod, switch.pod} <= parts.ids["pods"]:
-        return f"is in another PoD ({pod}, not {switch.pod})"
+        return f"must be in PoD {switch.pod}, not in {pod}"
     return None
 
 
 def _unfibred(parts: SiteParts) -> Iterator[str]:
-    """ToRs and uplinks that no circuit can reach, and uplinks whose fibres have one end only."""
+    """Yield faults of ToRs and uplinks that no circuit can reach, and of uplinks with unpaired fibres."""
     if "switches" in parts.broken:
         return
     inside, core = _fibres(parts, Tier.AGG), _fibres(parts, Tier.CORE)
@@ -155,7 +155,7 @@ def _unfibred(parts: SiteParts) -> Iterator[str]:
             single = sorted(lower)[len(upper) :] or sorted(upper)[len(lower) :]
             ends = _ends(single)
             yield (
-                f"uplinks[{place}]: must have as many fibres in its PoD as in the core (no far end for {ends}),"
+                f"uplinks[{place}]: must have as many fibres in its PoD as in the core ({ends} have no far end),"
                 f" got {len(lower)} and {len(upper)} ({uplink.id!r})"
             )
 
@@ -177,7 +177,7 @@ def _fibres(parts: SiteParts, tier: Tier) -> dict[str, list[_Fibre]]:
 
 
 def _cut_off(parts: SiteParts) -> Iterator[str]:
-    """PoDs that nothing can be joined with."""
+    """Yield faults of PoDs that no circuit can connect to another PoD."""
     with_tors = {tor.pod for tor in parts.tors.values()}
     for place, pod in parts.pods.items():
         if "tors" not in parts.broken and pod.id not in with_tors:
@@ -195,17 +195,17 @@ def _reserved(parts: SiteParts) -> Iterator[str]:
     switches = {switch.id: switch for switch in parts.switches.values()}
     pod_of = {uplink.id: uplink.pod for uplink in parts.uplinks.values()}
     owner: dict[_Fibre, str] = {}
-    together: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)  # purpose, switch -> ports of each PoD
-    unclear = set[tuple[str, str]]()  # whose ports have faults
+    together: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)  # (purpose, switch) -> ports of each PoD
+    unclear = set[tuple[str, str]]()  # keys whose ports have faults
     for place, kept in parts.reserved.items():
         path = path_of(("reserved", place))
         switch = switches.get(kept.switch)
         if switch is None:
             if not parts.exists("switches", kept.switch):
-                yield f"{path}.switch: is not one of switches, got {kept.switch!r}"
+                yield f"{path}.switch: must be one of switches, got {kept.switch!r}"
             continue
         if switch.tier is not Tier.CORE:
-            yield f"{path}.switch: must be a switch of the core, got {kept.switch!r} (tier {switch.tier})"
+            yield f"{path}.switch: must be a core switch, got {kept.switch!r} (tier {switch.tier})"
             continue
         fibred = {port: endpoint for endpoint, numbers in switch.ports.items() for port in numbers}
         for port in kept.ports:
@@ -224,7 +224,7 @@ def _reserved(parts: SiteParts) -> Iterator[str]:
 
 
 def _unpaired(parts: SiteParts, together: dict[tuple[str, str], Counter[str]]) -> Iterator[str]:
-    """Reserved ports of which no circuit can be made on their switch."""
+    """Yield faults of reserved ports that cannot form circuits on their switch."""
     role = {pod.id: pod.role for pod in parts.pods.values()}
     for (purpose, switch), ports in together.items():
         place = next(at for at, kept in parts.reserved.items() if (kept.purpose, kept.switch) == (purpose, switch))
@@ -234,11 +234,12 @@ def _unpaired(parts: SiteParts, together: dict[tuple[str, str], Counter[str]]) -
         if purpose == RESPONSES and sum(by_role.values()) == most:
             if by_role[PodRole.TRAIN] != by_role[PodRole.GEN]:
                 yield (
-                    f"{path}: must be as many of train PoDs as of gen PoDs on {switch} for {purpose},"
+                    f"{path}: must have as many ports of train PoDs as of gen PoDs on {switch} for {purpose},"
                     f" got {by_role[PodRole.TRAIN]} and {by_role[PodRole.GEN]}"
                 )
         elif 2 * count > most:
-            yield f"{path}: must join PoDs in pairs on {switch} for {purpose}, got {count} of {most} ports of {pod!r}"
+            message = f"must not be mostly of one PoD on {switch} for {purpose}"
+            yield f"{path}: {message}, got {count} of {most} ports of {pod!r}"
 
 
 # In the order of the document's fields.
@@ -248,17 +249,17 @@ _NEEDED = ("pods", "tors", "servers", "switches")
 
 
 def read_site(path: Path | str) -> Site:
-    """The site that the file describes. Raises ProblemFaults with every fault."""
+    """Return the site that the file describes. Raises ProblemFaults with every fault."""
     return parse_site(read_text(path))
 
 
 def parse_site(text: str) -> Site:
-    """Raises ProblemFaults with every fault."""
+    """Return the site that the YAML text describes. Raises ProblemFaults with every fault."""
     return site_from(parse_yaml(text))
 
 
 def site_from(document: object) -> Site:
-    """Raises ProblemFaults with every fault."""
+    """Build a site from a parsed document. Raises ProblemFaults with every fault."""
     site, parts, faults = read_parts(document)
     faults += [fault for check in _CHECKS for fault in check(parts)]
     if site is None or faults:
@@ -283,7 +284,7 @@ def _site(part: SitePart) -> Site:
 
 
 def site_document(site: Site) -> dict[str, Any]:
-    """What the file holds, as plain values."""
+    """Return the site as plain values, in the file's structure."""
     own = {each.device.name: each.device for each in site.switches if DEVICES.get(each.device.name) != each.device}
     document: dict[str, Any] = {
         "link_gbps": _number(site.link_gbps),
@@ -311,13 +312,13 @@ def site_document(site: Site) -> dict[str, Any]:
 
 
 def _part(value: Pod | Tor | Uplink | Server | Switch | Reservation, **plain: object) -> dict[str, Any]:
-    """The fields of a part that are given, some of them as the document has them."""
+    """Return the fields of a part that are not None; `plain` replaces values with those of the document."""
     own = {field.name: getattr(value, field.name) for field in fields(value)} | plain
     return {name: each for name, each in own.items() if each is not None}
 
 
 def site_text(site: Site) -> str:
-    """The file that describes the site, one line for each part; `parse_site` reads the same site from it."""
+    """Return the YAML that describes the site, one line per part. `parse_site` reads the same site back."""
     lines: list[str] = []
     for field, value in site_document(site).items():
         if isinstance(value, list):
@@ -330,7 +331,7 @@ def site_text(site: Site) -> str:
 
 
 def _flow(value: Any) -> str:
-    """YAML on one line."""
+    """Return the value as YAML on one line."""
     text: str = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=math.inf)
     return text.removesuffix("...\n").rstrip()
 

@@ -1,4 +1,4 @@
-"""A site's document: its fields, and what is wrong with one value alone. `site.py` compares them."""
+"""Fields of a site's document, and checks of single values. `site.py` checks the values against each other."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -12,12 +12,12 @@ from orchestrrl.core.documents import NonNegativeInt, Section, require
 from orchestrrl.core.errors import faults_of, number_runs
 from planner.fabric.topology import PodRole, Tier
 
-HIGHEST_NUMBER = 2**20  # of a port or a GPU, beyond any site; what is more is a slip, and would take all memory
+HIGHEST_NUMBER = 2**20  # of a port or a GPU; larger numbers are mistakes, and ranges of them would exhaust memory
 _RANGE = re.compile(r"([0-9]{1,8})(?:\s*-\s*([0-9]{1,8}))?")
 
 
 def numbers_in(text: str) -> tuple[int, ...]:
-    """`1-4,9` as 1, 2, 3, 4, 9: in the order written. Raises ValueError."""
+    """Parse `1-4,9` as 1, 2, 3, 4, 9, in the order written. Raises ValueError."""
     found: list[int] = []
     for part in text.split(","):
         match = _RANGE.fullmatch(part.strip())
@@ -30,12 +30,12 @@ def numbers_in(text: str) -> tuple[int, ...]:
 
 
 def numbers_text(numbers: Iterable[int]) -> str:
-    """`1-4,9`; the order stays."""
+    """Format numbers as runs, such as `1-4,9`; keeps their order."""
     return ",".join(number_runs(numbers))
 
 
 def _numbers(value: object) -> object:
-    """A single number needs no quotes, and a list is fine as well."""
+    """Accept a single number, a text of ranges, or a list."""
     if type(value) is int:
         return (value,)
     return numbers_in(value) if isinstance(value, str) else value
@@ -47,7 +47,7 @@ def _within(limit: float) -> AfterValidator:
 
 Numbers = Annotated[tuple[NonNegativeInt, ...], Field(min_length=1, strict=False), BeforeValidator(_numbers)]
 Gbps = Annotated[float, _within(10_000)]
-# No blanks, colons or commas: ids stand in names such as `core0:5-8` and in lists on the command line.
+# No blanks, colons or commas: ids appear in names such as `core0:5-8` and in lists on the command line.
 Id = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_./@+-]*$", max_length=100)]
 
 
@@ -94,7 +94,7 @@ class ReservedPart(Section):
 
 
 class SitePart(Section):
-    """The document."""
+    """The whole document."""
 
     link_gbps: Gbps
     nic_gbps: Gbps
@@ -120,7 +120,7 @@ _WITH_IDS = ("pods", "tors", "uplinks", "servers", "switches")
 
 @dataclass(frozen=True)
 class SiteParts:
-    """Of a document, faulty or not, what could be read: elements of each list by their place in it."""
+    """The readable elements of a document, keyed by their index in each list; the document may have faults."""
 
     pods: Mapping[int, PodPart]
     tors: Mapping[int, TorPart]
@@ -129,21 +129,23 @@ class SiteParts:
     switches: Mapping[int, SwitchPart]
     reserved: Mapping[int, ReservedPart]
     devices: Mapping[str, DevicePart]
-    ids: Mapping[str, frozenset[str]]  # of each list (and `devices`), of broken elements too
-    broken: frozenset[str] = frozenset()  # lists that have broken elements, or are none
+    ids: Mapping[str, frozenset[str]]  # of each list (and `devices`), broken elements included
+    broken: frozenset[str] = frozenset()  # lists that have broken elements or are not lists
 
     @cached_property
     def pod_of(self) -> Mapping[str, str]:
-        """Of ToRs and uplinks."""
+        """PoD by id of each ToR and uplink."""
         return {tor.id: tor.pod for tor in self.tors.values()} | {up.id: up.pod for up in self.uplinks.values()}
 
     def exists(self, kind: str, name: str) -> bool:
-        """Also where the elements of that kind cannot all be read: it may be one of them."""
+        """Return whether an element of this kind may have the name. True if some elements of the kind are
+        unreadable."""
         return name in self.ids[kind] or kind in self.broken
 
 
 def read_parts(document: object) -> tuple[SitePart | None, SiteParts, list[str]]:
-    """The document as a whole if its values are sound one by one, its parts, and the faults of single values."""
+    """Parse a document. Returns the whole document, or None if a value has a fault; its readable parts; and the
+    faults."""
     try:
         site = SitePart.model_validate(document)
     except ValidationError as error:

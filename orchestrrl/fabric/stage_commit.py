@@ -1,8 +1,7 @@
-"""One stage of a transition: written down ahead, then sent the moment a window opens that covers it.
+"""Commit one stage of a transition: prepare its changes, then send them as soon as a window covers them.
 
-Between the word that a window is open and the command there is no journal, no thread and no question to a device but
-the driver's own, which asks whether the switch is still as it was when this was planned.
-"""
+Between the opening of the window and the command there is no journal write, no thread switch and no device query,
+except the driver's own check that the switch has not changed since the stage was planned."""
 
 import asyncio
 import logging
@@ -30,15 +29,15 @@ from planner.model import Act, Hold
 
 logger = logging.getLogger(__name__)
 
-# Objections that end an attempt and not the period.
-RESTATED = Hold("restated", "operators have constrained circuits since this was planned, or others have changed them")
-PUT_OFF = Hold("put_off", "a caller stands still for another period, and this one only waits")
+# These end an attempt, but not the period.
+RESTATED = Hold("restated", "circuits or their constraints have changed since the plan was made")
+PUT_OFF = Hold("put_off", "a caller is paused for another period, which goes first")
 
 
 @dataclass(frozen=True, slots=True)
 class StageFailed:
-    """A stage was not carried out: look at the switches and plan again. `report`: of what was sent; None: nothing
-    was."""
+    """A stage that was not carried out: the switches must be read and the period planned again. `report` covers the
+    commands sent; None if none was."""
 
     code: str
     detail: str
@@ -47,15 +46,17 @@ class StageFailed:
 
     @property
     def state(self) -> PeriodState:
-        """What the period comes to if planning again does not help."""
+        """The state of the period if planning again does not help."""
         return PeriodState.FAILED if self.code == "switch_failed" else PeriodState.KEPT
 
 
 @dataclass(frozen=True, slots=True)
 class StageOrder:
-    """`intent`: what its period is bound to. `usable`: what is up of the site before the stage. `others`: jobs that
-    send over the same PoDs, and are to pause as well. `objection` is asked last before anything is sent, `begins` is
-    called then. `waiting` gets the reason why nothing is sent, each time that changes."""
+    """An order to commit one stage.
+
+    `intent`: the intent that binds its period. `usable`: the site's circuits that are up before the stage. `others`:
+    jobs that send over the same PoDs and must pause too. `objection` is called last before anything is sent, then
+    `begins`. `waiting` receives the reason for waiting, each time it changes."""
 
     stage: TransitionStage
     intent: Intent
@@ -83,9 +84,10 @@ class StageCommitter:
     routing: FabricRouting | None
 
     async def carry_out(self, order: StageOrder) -> CommitReport | Hold | StageFailed:
-        """In one window; a Hold where it is not to be. Raises OrchestrRLError of the journal."""
+        """Commit the stage in one window; return a Hold if that is not possible. Raises the journal's
+        OrchestrRLError."""
         need = self._need(order.stage)
-        watch = self._watch(order, need)  # first: agents have told how things stand when all is prepared
+        watch = self._watch(order, need)  # first, so that agents have reported by the time everything is prepared
         operations: list[CircuitOperation] = []
         try:
             prepared = await self._prepare(order)
@@ -100,11 +102,11 @@ class StageCommitter:
         finally:
             if watch is not None:
                 watch.close()
-            for operation in operations:  # those that were begun are not affected
-                self.circuits.abandon(operation, "no window came, or it was called off")
+            for operation in operations:  # has no effect on those that were begun
+                self.circuits.abandon(operation, "no window opened, or the stage was cancelled")
 
     async def _prepare(self, order: StageOrder) -> list[CircuitOperation] | StageFailed:
-        # Until the deadline, and as long again as a commit may take.
+        # Until the deadline, plus the time that a commit may take.
         valid_s = max(0.0, order.period.deadline_s - self.clock.now_s()) + self.settings.boundary_within_s
 
         async def one(switch: OcsId) -> CircuitOperation:
@@ -125,11 +127,11 @@ class StageCommitter:
 
     def _need(self, stage: TransitionStage) -> CommitNeed:
         need = self.times.need(stage.switches, self.settings.margin_s)
-        # Who routes by himself, as links come and go, is trusted to take no longer than the operator says.
+        # Without managed routing, the operator's figure bounds the time until external routing follows.
         return need if self.routing is not None else replace(need, route_s=self.settings.route_s)
 
     def _watch(self, order: StageOrder, need: CommitNeed) -> TrafficWatch | None:
-        """None: nobody has to pause who does not stand still anyway."""
+        """Watch the jobs that must pause; return None if every such job is paused already."""
         jobs: dict[str, frozenset[int]] = {}
         if order.intent.stage is Stage.TRAIN:
             jobs[order.intent.job] = order.intent.ranks
@@ -138,7 +140,8 @@ class StageCommitter:
         return self.windows.watch(jobs, need.total_s, order.period.woken) if jobs else None
 
     def _boundary(self, order: StageOrder, need: CommitNeed) -> Hold | None:
-        """Nobody sends, so no window is needed, as long as the caller stands still."""
+        """Return None if the stage may run at the boundary, or why not. No rank sends while the caller is paused, so no
+        window is needed."""
         now_s = self.clock.now_s()
         verdict = self._verdict(order, None, need, now_s)
         if isinstance(verdict, Hold):
@@ -152,11 +155,11 @@ class StageCommitter:
         return may_commit(order.intent.stage, window, need, now_s, boundary, most_risk)
 
     async def _window(self, order: StageOrder, need: CommitNeed, watch: TrafficWatch) -> Window | Hold:
-        """Wait for one that covers the need: a Hold where none came."""
+        """Wait for a window that covers the need; return a Hold if none opens."""
         alarm = asyncio.ensure_future(self.clock.sleep(max(0.0, order.period.deadline_s - self.clock.now_s())))
         alarm.add_done_callback(lambda _: order.period.woken.set())
         told: Hold | None = None
-        short = False  # there was a window, and none that lasts
+        short = False  # a window opened, but was too short
         try:
             while True:
                 order.period.woken.clear()
@@ -178,7 +181,7 @@ class StageCommitter:
                 if isinstance(verdict, Hold) and told != verdict:
                     told = verdict
                     order.waiting(verdict)
-                await order.period.woken.wait()  # one event for all news: whoever sets it has us run next
+                await order.period.woken.wait()  # one event for all changes: setting it resumes this loop
         finally:
             alarm.cancel()
 
@@ -198,10 +201,10 @@ class StageCommitter:
                 return drained
             window = drained
         drained_s = self.clock.now_s()
-        # Whoever has a switch's turn before us does not take us beyond the window.
+        # Waiting for a switch's turn must not extend the commit beyond the window.
         rest_s = need.device_s + max(0.0, need.route_s - (drained_s - commanded_s))
         begin_by_s = inf if window is None else window.until_s - rest_s
-        # A fault that nobody foresaw is raised once packets follow what is up.
+        # An unexpected exception is raised only after packets are rerouted.
         outcomes: list[_Timed | BaseException] = await asyncio.gather(
             *(self._timed(operation, begin_by_s) for operation in operations), return_exceptions=True
         )
@@ -230,7 +233,7 @@ class StageCommitter:
         )
         if done:
             return report
-        for outcome in outcomes:  # without a record nothing goes on, nor after a fault that nobody foresaw
+        for outcome in outcomes:  # a journal error or an unexpected exception ends the attempt
             if isinstance(outcome, BaseException) and not isinstance(outcome, DriverError):
                 raise outcome
         nothing_sent = all(isinstance(each, CircuitConflict) for each in outcomes if _failed(each))
@@ -244,8 +247,8 @@ class StageCommitter:
     async def _drain(
         self, order: StageOrder, need: CommitNeed, window: Window | None, watch: TrafficWatch | None
     ) -> Window | StageFailed | None:
-        """Take packets off what goes; the window as it is then. StageFailed where they stay on it, or that has taken
-        too long."""
+        """Move packets off the circuits to remove, and return the window as it is afterwards. Returns StageFailed if
+        packets remain on them, or if draining took too long."""
         assert self.routing is not None
         began_s = self.clock.now_s()
         try:
@@ -263,11 +266,11 @@ class StageCommitter:
             assert isinstance(left, Window)
             return left
         back = await self._rerouted(order.usable)
-        detail = f"the window did not outlast taking packets off: {verdict.code}: {verdict.detail}"
+        detail = f"the window closed while packets were drained: {verdict.code}: {verdict.detail}"
         return StageFailed("window_passed", "; ".join(filter(None, (detail, back))))
 
     async def _reroute(self, order: StageOrder, done: bool) -> str:
-        """Onto what is up now. After a failure that is looked at, not assumed."""
+        """Route over the circuits that are up now. After a failure the switches are read first."""
         if self.routing is None:
             return ""
         stage = order.stage
@@ -278,7 +281,7 @@ class StageCommitter:
         assert self.routing is not None
         try:
             return await self.routing.reroute(usable)
-        except OrchestrRLError as error:  # circuits are as they are; packets go where they went
+        except OrchestrRLError as error:  # circuits stay as they are, and packets keep their routes
             logger.error("packets cannot be rerouted: %s", error)
             return f"packets cannot be rerouted: {_line(error)}"
 
@@ -288,14 +291,14 @@ class StageCommitter:
         elapsed_s = self.clock.now_s() - began_s
         items = [item for item in outcome.items if item.commanded_s is not None]
         if not outcome.done or not any(item.action is Action.ADD for item in items):
-            return outcome, None  # no measure of what light needs to come
+            return outcome, None  # does not measure the time until light
         ready_s = max(item.link_up_s or item.tuned_s or item.commanded_s or 0.0 for item in items)
         commanded_s = min(item.commanded_s for item in items if item.commanded_s is not None)
         device_s = max(0.0, ready_s - commanded_s)
         return outcome, SwitchTimes(OcsId(outcome.switch), max(0.0, elapsed_s - device_s), device_s, 0.0)
 
     def _suspects(self, stage: TransitionStage, outcomes: Iterable[_Timed | BaseException]) -> frozenset[Port]:
-        """Ports of what was to come up and did not, whatever the switch says of them."""
+        """Return the ports of circuits that should have come up but did not, even if their switch reports no fault."""
         found: set[Port] = set()
         for each in outcomes:
             if isinstance(each, BaseException) or each[0].done:
@@ -312,7 +315,7 @@ class StageCommitter:
 
 
 def _with_last(objection: Hold, told: Hold | None) -> Hold:
-    """With what stood in the way until then."""
+    """Return the objection, extended by the last reason for waiting."""
     if told is None:
         return objection
     return replace(objection, detail=f"{objection.detail}; until then: {told.code}: {told.detail}")
@@ -329,5 +332,5 @@ def _failure_text(outcome: _Timed | BaseException) -> str:
 
 
 def _line(error: object) -> str:
-    """A driver names several faults in as many lines."""
+    """Return an error on one line, since a driver lists faults on several."""
     return ", ".join(str(error).splitlines())

@@ -1,9 +1,8 @@
-"""What switches tell of themselves: ports that fail, alarms, circuits that others change. Logged as it comes, handed on
-to whoever is to look at the switch at once instead of at its next round.
+"""Follow the events that switches send: failed ports, alarms, circuits changed by others. Log each, and have the switch
+polled at once.
 
-An event is a reason to look, never knowledge: what it says of a port is read from the switch before anything is planned
-on it. While nobody listens, events are lost; so whoever has begun to listen again has a reason to look, too.
-"""
+An event only triggers a poll: its content is verified on the switch before it is used for planning. Events are lost
+while the connection is down, so a restored connection triggers a poll too."""
 
 import asyncio
 import logging
@@ -17,13 +16,13 @@ from orchestrrl.core.clock import Clock
 
 logger = logging.getLogger(__name__)
 
-# Pauses before listening again, longer each time.
+# Pauses before reconnecting, longer each time.
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 30.0
 
 
 class SwitchEvents:
-    """Listens to every switch that declares events. `on_news` gets the switch's name; it must not block."""
+    """Follows every switch that declares events. `on_news` receives the switch's name; it must not block."""
 
     def __init__(self, switches: Mapping[str, OcsDriver], clock: Clock, on_news: Callable[[str], None]) -> None:
         self._switches = switches
@@ -31,7 +30,7 @@ class SwitchEvents:
         self._on_news = on_news
 
     async def run(self) -> None:
-        """Until cancelled, or at once where no switch tells anything."""
+        """Run until cancelled. Returns at once if no switch declares events."""
         async with asyncio.TaskGroup() as tasks:
             for switch in self._switches:
                 tasks.create_task(self._follow(switch))
@@ -49,19 +48,20 @@ class SwitchEvents:
                         told, pause_s = "", FIRST_PAUSE_S
                         _log(switch, event)
                         self._on_news(switch)
-                reason = "it ended"
+                reason = "the stream ended"
             except DriverError as error:
                 reason = str(error)
-            except Exception as error:  # of one driver: the other switches are listened to all the same
+            except Exception as error:  # a fault of one driver must not affect other switches
                 if (reason := f"{type(error).__name__}: {error}") != told:
-                    logger.exception("switch %s cannot be listened to", switch)
-            if reason != told:  # once for each new reason: it may last
-                logger.warning("switch %s: nobody hears its events: %s", switch, reason)
+                    logger.exception("events of switch %s cannot be received", switch)
+            if reason != told:  # each new reason once, since it may last
+                logger.warning("switch %s: its events are not received: %s", switch, reason)
             told = reason
             await self._clock.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
 def _log(switch: str, event: SwitchEvent) -> None:
-    level = logging.DEBUG if event.kind is EventKind.CIRCUIT else logging.WARNING  # our own changes are circuits, too
-    logger.log(level, "switch %s tells: %s: %s", switch, event.kind, event.text)
+    # the daemon's own changes cause circuit events too
+    level = logging.DEBUG if event.kind is EventKind.CIRCUIT else logging.WARNING
+    logger.log(level, "switch %s reports: %s: %s", switch, event.kind, event.text)

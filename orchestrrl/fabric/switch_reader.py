@@ -1,9 +1,8 @@
-"""The glass of a site: what its switches show in the site's own terms, and changes in the devices'.
+"""Read the switches of a site: convert device readings into the site's cross-connects, and changes into the device's.
 
-A port of the site is a duplex pair of fibres. On a device that joins any two ports it is one port of the device. On one
-with an ingress and an egress side, port n is the n-th of either side, and a cross-connect of the site is two of the
-device: one each way.
-"""
+A port of the site is a duplex pair of fibres. On a device that connects any two ports, it is one device port. On a
+device with an ingress and an egress side, port n is the n-th port of each side, and a cross-connect of the site is two
+of the device, one per direction."""
 
 import asyncio
 import logging
@@ -25,12 +24,12 @@ logger = logging.getLogger(__name__)
 
 ANSWER_WITHIN_S = 5.0
 
-# What is up, what is up one way only, which ports have failed, what of it is not ours; or why nobody knows.
+# Pairs that are up, one-way cross-connects, failed ports, foreign pairs; or why the switch could not be read.
 _Seen = tuple[set[PortPair], set[CrossConnect], set[int], set[PortPair]] | str
 
 
 def device_pairs(facts: SwitchFacts, wanted: PortPair) -> tuple[CrossConnect, ...]:
-    """What carries a cross-connect of the site on this device."""
+    """Return the device's cross-connects that form a cross-connect of the site."""
     if facts.connectivity is Connectivity.ANY_TO_ANY:
         return (facts.normal(CrossConnect(wanted.port_a, wanted.port_b)),)
     offset = _offset(facts)
@@ -38,14 +37,15 @@ def device_pairs(facts: SwitchFacts, wanted: PortPair) -> tuple[CrossConnect, ..
 
 
 def _offset(facts: SwitchFacts) -> int:
-    """How much larger the number of an egress port is than that of the ingress port beside it."""
+    """Return the difference between an egress port's number and that of its ingress port."""
     return facts.egress_ports.start - facts.ingress_ports.start
 
 
 def site_pairs(
     switch: OcsId, facts: SwitchFacts, present: Iterable[CrossConnect]
 ) -> tuple[set[PortPair], set[CrossConnect]]:
-    """What is up in the site's terms, and what of the device is no whole cross-connect of it, e.g. one way only."""
+    """Return the site's cross-connects that are up, and the device's cross-connects that form none, such as one-way
+    ones."""
     present = set(present)
     if facts.connectivity is Connectivity.ANY_TO_ANY:
         return {port_pair(switch, each.ingress_port, each.egress_port) for each in present}, set()
@@ -63,10 +63,12 @@ def site_pairs(
 
 @dataclass(frozen=True, slots=True)
 class SiteReading:
-    """All switches at one instant. `of_site`: those of `cross_connects` that join two endpoints of the site; what else
-    somebody has patched is left alone, its ports count as failed, and so do those of what is up `odd`, one way only.
-    `unread`: why a switch did not answer; what it has up is not known. `foreign`: those of `of_site` that are not ours:
-    they carry packets as others do, and stay as they are."""
+    """The state of all switches at one instant.
+
+    `of_site`: the `cross_connects` that join two endpoints of the site. Other cross-connects are left alone and their
+    ports count as failed; so do the ports of `odd` ones, which are up in one direction only. `unread`: why a switch did
+    not answer; its circuits are unknown. `foreign`: the part of `of_site` that the daemon does not own. Foreign
+    circuits carry packets like others, and stay as they are."""
 
     cross_connects: frozenset[PortPair] = frozenset()
     failures: FabricFailures = field(default_factory=FabricFailures)
@@ -77,26 +79,28 @@ class SiteReading:
 
 
 class SwitchReader:
-    """Reads the site's switches. `drivers` has all of them."""
+    """Reads the site's switches. `drivers` must have all of them."""
 
     def __init__(self, site: Site, drivers: Mapping[OcsId, OcsDriver], clock: Clock, owners: CircuitOwners) -> None:
         self._site = site
         self._owners = owners
         self._drivers = drivers
         self._clock = clock
-        self._silent: dict[OcsId, asyncio.Task[_Seen]] = {}  # asked before, and still to answer
+        self._silent: dict[OcsId, asyncio.Task[_Seen]] = {}  # reads that have not finished yet
         self._facts: dict[OcsId, SwitchFacts] = {}
 
     def of_site(self, cross_connects: Iterable[PortPair]) -> frozenset[PortPair]:
         return frozenset(pair for pair in cross_connects if self._site.cabling.ends(pair) is not None)
 
     def device_pairs(self, wanted: PortPair) -> tuple[CrossConnect, ...]:
-        """Once the switch has been seen."""
+        """Return the device's cross-connects for one of the site. The switch must have been read before."""
         return device_pairs(self._facts[wanted.switch], wanted)
 
     async def scan(self) -> SiteReading:
-        """A switch that does not answer in time counts as failed: nothing is planned on it, and what it has stays. It
-        is not waited for again before it has answered, or its driver has given up."""
+        """Read all switches. One that does not answer in time counts as failed: nothing is planned on it, and its
+        circuits stay.
+
+        Later scans do not wait for it until it has answered or its driver has raised an error."""
         self._silent = {switch: asked for switch, asked in self._silent.items() if not asked.done()}
         asked = {
             switch.id: asyncio.ensure_future(self._read_switch(switch.id))
@@ -105,14 +109,14 @@ class SwitchReader:
         }
         try:
             if asked:
-                with suppress(Permanent):  # of those that are late
+                with suppress(Permanent):  # raised for late ones
                     await within(self._clock, ANSWER_WITHIN_S, asyncio.wait(asked.values()))
         except asyncio.CancelledError:
             for each in asked.values():
                 each.cancel()
             raise
         self._silent |= {switch: each for switch, each in asked.items() if not each.done()}
-        seen: dict[OcsId, _Seen] = dict.fromkeys(self._site.switch, f"has not answered within {ANSWER_WITHIN_S:g} s")
+        seen: dict[OcsId, _Seen] = dict.fromkeys(self._site.switch, f"did not answer within {ANSWER_WITHIN_S:g} s")
         return self._site_reading(seen | {switch: each.result() for switch, each in asked.items() if each.done()})
 
     def _site_reading(self, seen: Mapping[OcsId, "_Seen"]) -> SiteReading:
@@ -137,7 +141,8 @@ class SwitchReader:
         return SiteReading(frozenset(cross_connects), failures, odd, unread, of_site, of_site & foreign)
 
     async def change_of(self, switch: OcsId, remove: Iterable[PortPair], add: Iterable[PortPair]) -> CircuitChange:
-        """What of this is the switch's, in the device's terms. Raises DriverError where the device does not answer."""
+        """Return the part of a change that concerns the switch, as device cross-connects. Raises DriverError if it does
+        not answer."""
         facts = await self.facts(switch)
         connect, disconnect = (
             tuple(each for pair in sorted(p for p in pairs if p.switch == switch) for each in device_pairs(facts, pair))
@@ -156,15 +161,15 @@ class SwitchReader:
             reading, states = await self._owners.read(switch), await driver.ports()
         except DriverError as error:
             return str(error)
-        except Exception as error:  # of one driver: the other switches are not to suffer from it
-            logger.exception("switch %s cannot be looked at", switch)
+        except Exception as error:  # a fault of one driver must not affect other switches
+            logger.exception("switch %s cannot be read", switch)
             return f"{type(error).__name__}: {error}"
         pairs, odd = site_pairs(switch, facts, reading.cross_connects)
         offset = _offset(facts)
         faulty = {state.port for state in states if state.status is not PortStatus.ENABLED}
         broken = {port if port in facts.ingress_ports else port - offset for port in faulty}
-        # What is up one way only holds its ports, whoever made it; what has failed carries nothing, whatever its ports
-        # say of themselves.
+        # A one-way cross-connect blocks its ports, owned or foreign. A failed one carries nothing, even if its ports
+        # report no fault.
         for each in odd | {each.cross_connect for each in reading.circuits if each.state is CircuitState.FAILED}:
             broken |= {each.ingress_port, each.egress_port - offset}
         not_ours = {pair for pair in pairs if not reading.foreign.isdisjoint(device_pairs(facts, pair))}

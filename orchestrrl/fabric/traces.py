@@ -1,4 +1,4 @@
-"""Traces of collectives: of what the recorders of this host still remember, in files, and what learners make of them.
+"""Traces of collectives: read from recorder rings or files, written to files, and analysed by learners.
 
 A file has one JSON object per line, in any order.
 
@@ -6,9 +6,8 @@ A file has one JSON object per line, in any order.
     {"rank": 0, "mark": "backward", "at_s": 12.010}
     {"rank": 0, "iteration": 7, "at_s": 12.100}
 
-`group` is a number that all iterations use for the same process group. Times are seconds of one clock for all ranks.
-Rings of recorders are only read.
-"""
+`group` is a number that all iterations use for the same process group. Times are seconds on one clock for all ranks.
+Recorder rings are opened read-only."""
 
 import json
 import time
@@ -36,7 +35,7 @@ from planner.fabric.windows import common_quiet
 
 ITERATION = "iteration"  # the recorder's name for the mark that numbers iterations
 NANO = 1e-9
-MOST_FAULTS = 50  # told of one file
+MOST_FAULTS = 50  # reported per file
 
 Time = Annotated[float, AfterValidator(require(lambda _: True, "a finite number"))]
 
@@ -70,7 +69,8 @@ TraceEvent = TracedCollective | TracedMark | TracedIteration
 
 
 def read_trace(source: Path) -> list[TraceEvent]:
-    """Every event of a file, as they stand there. Raises ProblemFaults with path and value, `MOST_FAULTS` at most."""
+    """Return every event of a file, in file order. Raises ProblemFaults with path and value, at most `MOST_FAULTS`
+    faults."""
     try:
         lines = source.read_bytes().splitlines()
     except OSError as error:
@@ -85,7 +85,7 @@ def read_trace(source: Path) -> list[TraceEvent]:
         if event is not None:
             events.append(event)
         if len(faults) > MOST_FAULTS:
-            faults[MOST_FAULTS:] = [f"{source}: has more faults than these, got {len(lines)} lines"]
+            faults[MOST_FAULTS:] = [f"{source}: has more faults; only the first are listed, got {len(lines)} lines"]
             break
     if faults:
         raise ProblemFaults(faults)
@@ -93,14 +93,14 @@ def read_trace(source: Path) -> list[TraceEvent]:
 
 
 def write_trace(events: Iterable[TraceEvent], target: Path) -> None:
-    """Whole lines; a trace that is there is replaced."""
+    """Write one line per event, replacing an existing file."""
     with target.open("w") as file:
         for event in events:
             file.write(json.dumps(event.model_dump(by_alias=True), allow_nan=False) + "\n")
 
 
 def by_rank(events: Iterable[TraceEvent]) -> Mapping[int, list[TraceEvent]]:
-    """Ascending ranks; each rank's events as they came."""
+    """Group events by rank, in ascending order of ranks; the order within a rank is kept."""
     found: dict[int, list[TraceEvent]] = {}
     for event in events:
         found.setdefault(event.rank, []).append(event)
@@ -126,7 +126,7 @@ def _event(line: bytes) -> tuple[TraceEvent | None, list[str]]:
 
 @dataclass(frozen=True, slots=True)
 class CommonQuiet:
-    """Of the time in which all ranks were being recorded: its windows, ascending by length."""
+    """Windows in which all ranks are quiet, within the time in which all were recorded; lengths ascend."""
 
     ranks: int
     span_s: float
@@ -150,7 +150,7 @@ class CommonQuiet:
 
 
 def read_traces(sources: Iterable[Path]) -> list[TraceEvent]:
-    """All files together. Raises ProblemFaults with the faults of all, and where there is no collective in them."""
+    """Read all files. Raises ProblemFaults with the faults of all, or if they contain no collective."""
     events: list[TraceEvent] = []
     faults: list[str] = []
     for source in sources:
@@ -159,20 +159,20 @@ def read_traces(sources: Iterable[Path]) -> list[TraceEvent]:
         except ProblemFaults as error:
             faults += error.faults
     if not faults and not any(isinstance(event, TracedCollective) for event in events):
-        faults.append(f"(traces): must hold at least one collective, got {len(events)} other events")
+        faults.append(f"(traces): must have at least one collective, got {len(events)} other events")
     if faults:
         raise ProblemFaults(faults)
     return events
 
 
 def study(events: Iterable[TraceEvent], q: float) -> tuple[list[SlackSummary], CommonQuiet]:
-    """What each rank's learner knows in the end, ascending by rank, and the quiet of all."""
+    """Return each rank's slack summary, ascending by rank, and the quiet time that all ranks share."""
     ranks = {rank: each for rank, each in by_rank(events).items() if any(isinstance(e, TracedCollective) for e in each)}
     return [summarize(learned(rank, each), q) for rank, each in ranks.items()], common(list(ranks.values()))
 
 
 def learned(rank: int, events: Sequence[TraceEvent]) -> SlackLearner:
-    """A learner that was told everything, in order of time. At one moment an end goes before a begin."""
+    """Return a learner fed with all events in time order. At equal times, ends come before starts."""
     learner = SlackLearner(rank)
     flying: dict[int, int] = {}
     for _, _, index, ends in sorted(_moments(events)):
@@ -190,7 +190,7 @@ def learned(rank: int, events: Sequence[TraceEvent]) -> SlackLearner:
 
 
 def _moments(events: Sequence[TraceEvent]) -> Iterable[tuple[float, int, int, bool]]:
-    """(when, what goes first then, index of the event, whether it ends there)."""
+    """Yield (time, order among equal times, index of the event, whether it ends there)."""
     for index, event in enumerate(events):
         if isinstance(event, TracedCollective):
             yield event.start_s, 2, index, False
@@ -208,7 +208,8 @@ def common(ranks: Sequence[Sequence[TraceEvent]]) -> CommonQuiet:
 
 @dataclass(frozen=True, slots=True)
 class RingTrace:
-    """`events` by rank and time. `lost` are those that a ring has overwritten, `running` collectives without an end."""
+    """Events read from rings. `events` are sorted by rank and time. `lost` counts events that a ring has overwritten,
+    `running` collectives without an end."""
 
     ranks: tuple[int, ...]
     events: tuple[TraceEvent, ...]
@@ -217,7 +218,7 @@ class RingTrace:
 
 
 def recorded_jobs(rings: Path = DEFAULT_DIRECTORY) -> dict[str, tuple[int, ...]]:
-    """The ranks of each job that has rings there, ended ones included."""
+    """Return the ranks of each job that has rings in the folder, ended jobs included."""
     found: dict[str, set[int]] = {}
     for path in list_rings(rings):
         for header, _ in _read(path):
@@ -226,8 +227,10 @@ def recorded_jobs(rings: Path = DEFAULT_DIRECTORY) -> dict[str, tuple[int, ...]]
 
 
 def read_rings(rings: Path, job: str) -> RingTrace:
-    """Times are seconds since the Unix epoch: traces of several hosts agree as far as their clocks do. Of a rank that
-    was started again, only the newest process counts. Raises Permanent where the job has no ring there."""
+    """Read the events of a job. Raises Permanent if it has no ring in the folder.
+
+    Times are seconds since the Unix epoch, so traces of several hosts agree as far as their clocks do. If a rank was
+    restarted, only its newest process counts."""
     ahead_s = time.time() - time.monotonic()
     newest: dict[int, tuple[int, list[RingEvent], int]] = {}
     for path in list_rings(rings):
@@ -237,7 +240,7 @@ def read_rings(rings: Path, job: str) -> RingTrace:
             if header.rank not in newest or header.created_ns > newest[header.rank][0]:
                 newest[header.rank] = header.created_ns, *reader.events()
     if not newest:
-        raise Permanent(f"{rings}: no ring of job {job!r} is there")
+        raise Permanent(f"{rings}: has no ring of job {job!r}")
     told: list[TraceEvent] = []
     for rank, (_, events, _) in sorted(newest.items()):
         told += [each for event in events if (each := _traced_event(rank, event, ahead_s)) is not None]
@@ -252,7 +255,7 @@ def read_rings(rings: Path, job: str) -> RingTrace:
 def _read(path: Path) -> Iterator[tuple[RingHeader, RingReader]]:
     try:
         reader = RingReader(path)
-    except (OSError, ValueError):  # gone meanwhile, or none of ours
+    except (OSError, ValueError):  # deleted meanwhile, or not a ring
         return
     with reader:
         yield reader.header(), reader

@@ -1,9 +1,8 @@
-"""Hold the fabric against its site's file: circuits on the glass against what was left there, fibres against light.
+"""Verify the fabric against its site's file: circuits against the journal, fibres against light.
 
-`verify` changes nothing. With `walk` it lights what is free, one cross-connect after the other, and sees where light
-comes out; circuits that are up are not touched, and packets are not led over what it lights. What it sees means is
-planner/fabric/cables.py.
-"""
+`verify` changes nothing without `walk`. With it, free ports are lit one cross-connect after the other to find where
+light arrives; existing circuits are not touched, and no packets use the test circuits. planner/fabric/cables.py
+interprets the observations."""
 
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence, Set
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -31,8 +30,10 @@ LISTED = 6
 
 @dataclass(frozen=True, slots=True)
 class VerificationReport:
-    """`fibres` that are known to be plugged in where the site says, of `fibres_of_site` (lanes included); `not_seen`:
-    why the others are not known."""
+    """The result of a verification.
+
+    `fibres`: how many fibres are proven to be plugged in as the site describes, out of `fibres_of_site` (lanes
+    included). `not_seen`: why the others are unproven."""
 
     faults: tuple[CablingFault, ...]
     circuits: int
@@ -51,7 +52,7 @@ class _Findings:
 
 @dataclass(frozen=True, slots=True)
 class FabricVerifier:
-    """Verifies the fabric of a running daemon; without `routing` its ToRs cannot be asked, only its switches."""
+    """Verifies the fabric of a running daemon. Without `routing` only switches are read, not ToRs."""
 
     fabric: CircuitCoordinator
     routing: FabricRouting | None
@@ -65,16 +66,17 @@ class FabricVerifier:
         return self.fabric.site
 
     async def verify(self, walk: bool) -> VerificationReport:
-        """Raises Permanent where it may not walk, and OrchestrRLError of routers and switches."""
+        """Verify circuits and fibres. Raises Permanent if a walk is not allowed, and OrchestrRLError from routers and
+        switches."""
         if walk and self.routing is None:
-            raise Permanent("to walk, the ToRs have to be asked for signals: name them in fabric.routers")
+            raise Permanent("a walk needs the signals of the ToRs: list them in fabric.routers")
         if walk and self.pause_registry.hold(PauseScope.FABRIC) is None:
-            raise Permanent("circuits must stand still while fibres are lit: first `orchestrrl fabric pause`")
+            raise Permanent("circuits must not change while fibres are lit: run `orchestrrl fabric pause` first")
         site_reading = await self.reader.scan()
         findings = _Findings(reading_faults(await self._book(site_reading), site_reading))
         links = 0
         if self.routing is None:
-            findings.not_seen.append("fabric.routers names no ToRs, so that nobody can say where light comes out")
+            findings.not_seen.append("fabric.routers lists no ToRs, so it is unknown where light arrives")
         else:
             links = await self._check_signals(self.routing, site_reading, findings)
             if walk:
@@ -84,7 +86,7 @@ class FabricVerifier:
         ports = {*interfaces, *(port for lane in self._site.lanes for port in lane.ends)}
         unknown = sorted(ports - findings.good - {fault.port for fault in findings.faults})
         if unknown and self.routing is not None:
-            how = "in use or broken" if walk else "no light shows where they end; --walk lights those that are free"
+            how = "in use or broken" if walk else "no light shows where they end; --walk lights free ones"
             findings.not_seen.append(f"{how}: {few([port_text(port) for port in unknown], LISTED, ', ')}")
         return VerificationReport(
             tuple(dict.fromkeys(findings.faults)),
@@ -96,7 +98,8 @@ class FabricVerifier:
         )
 
     async def _book(self, site_reading: SiteReading) -> frozenset[PortPair]:
-        """What should be up: our own circuits, by the journal. Of switches that do not answer, nothing is said."""
+        """Return the circuits that should be up: those that the journal lists as owned. Switches that do not answer are
+        left out."""
         ours: set[PortPair] = set()
         for switch in self._site.switch.keys() - site_reading.unread.keys():
             pairs, _ = site_pairs(switch, await self.reader.facts(switch), self.circuits.owners.owned(switch))
@@ -104,14 +107,14 @@ class FabricVerifier:
         return frozenset(ours)
 
     async def _check_signals(self, routing: FabricRouting, site_reading: SiteReading, findings: _Findings) -> int:
-        """From light that is there anyway; the number of links."""
+        """Check fibres by the light of existing circuits, and return the number of links."""
         lits = links_up(self._site, site_reading.of_site, routing.interfaces)
         signals, silent = await routing.rerouting.signals()
         findings.not_seen += [f"{tor} does not answer: {why}" for tor, why in sorted(silent.items())]
         expected = {end: far for lit in lits for end, far in (lit.link.ends, lit.link.ends[::-1])}
         wanted = {end: far[0] for end, far in expected.items() if end in signals}
         heard = await routing.rerouting.answering_routers({end: (tor,) for end, tor in wanted.items()})
-        # Where the right one is not, who else is? Also where nobody should be.
+        # Find which router answers instead, also where none should.
         odd = [end for end in wanted if wanted[end] not in heard.get(end, ())]
         odd += [end for end in set(routing.interfaces.values()) & signals if end not in expected]
         heard |= await routing.rerouting.answering_routers({end: tuple(self._site.tor) for end in odd})
@@ -142,7 +145,7 @@ class FabricVerifier:
     async def _walk_lanes(
         self, routing: FabricRouting, barred: Collection[Port], switches: Collection[OcsId], findings: _Findings
     ) -> None:
-        """Each free lane once, with one of another PoD on the same switch of the core."""
+        """Light each free lane once, together with a lane of another PoD on the same core switch."""
         lanes = [
             lane
             for lane in sorted(self._site.lanes)
@@ -154,7 +157,7 @@ class FabricVerifier:
         for one, other in _pairs_of_lanes(self._site, lanes):
             here, there = good.get(one.agg), good.get(other.agg)
             if one.agg == other.agg or here is None or there is None:
-                findings.not_seen.append(f"{port_text(one.ends[0])}: no good fibre of a ToR is free beside it")
+                findings.not_seen.append(f"{port_text(one.ends[0])}: no verified ToR fibre on its switch is free")
                 continue
             path = [
                 port_pair(one.agg, here[1], one.agg_port),
@@ -173,16 +176,17 @@ class FabricVerifier:
     async def _came(
         self, routing: FabricRouting, pairs: Sequence[PortPair], expected: Collection[Interface]
     ) -> Set[Interface]:
-        """The interfaces that have a signal while these are lit, and had none before."""
+        """Return the interfaces that gain a signal while these cross-connects are lit."""
         before, _ = await routing.rerouting.signals()
         async with self._lit(pairs):
             now = await self._signals(routing, lambda now: now - before >= set(expected))
         came = now - before
-        await self._signals(routing, lambda now: not now & came)  # or the next lighting finds them lit already
+        # otherwise the next lighting would start with them lit
+        await self._signals(routing, lambda now: not now & came)
         return came & set(routing.interfaces.values())
 
     async def _signals(self, routing: FabricRouting, enough: Callable[[Set[Interface]], bool]) -> Set[Interface]:
-        """The interfaces that have a signal, once that is enough, or as they are after `LIGHT_WITHIN_S`."""
+        """Return the interfaces with a signal, as soon as `enough` accepts them or after `LIGHT_WITHIN_S`."""
         until_s = self.clock.now_s() + LIGHT_WITHIN_S
         while True:
             now, _ = await routing.rerouting.signals()
@@ -192,7 +196,7 @@ class FabricVerifier:
 
     @asynccontextmanager
     async def _lit(self, pairs: Sequence[PortPair]) -> AsyncIterator[None]:
-        """All are darkened in the end, whichever of them fail."""
+        """Light the cross-connects during the block. All are darkened at the end, even if some fail."""
         async with AsyncExitStack() as dark:
             for pair in pairs:
                 dark.push_async_callback(self._change, pair, is_up=False)
@@ -212,30 +216,30 @@ class FabricVerifier:
 
 
 def reading_faults(book: frozenset[PortPair], site_reading: SiteReading) -> list[CablingFault]:
-    """What the switches show, against the circuits that are ours."""
+    """Return the faults between the switches' readings and the owned circuits."""
     faults = [CablingFault("silent_switch", switch, why) for switch, why in sorted(site_reading.unread.items())]
     for pair in sorted(book - site_reading.of_site):
         if pair.switch not in site_reading.unread:
-            faults.append(CablingFault("missing_circuit", str(pair), "is ours, and not on the switch"))
+            faults.append(CablingFault("missing_circuit", str(pair), "is owned by this daemon, but not on the switch"))
     faults += [
-        CablingFault("unknown_circuit", str(pair), "is up, and nobody here asked for it")
+        CablingFault("unknown_circuit", str(pair), "is up, but was not made by this daemon")
         for pair in sorted(site_reading.of_site - book)
     ]
     for pair in sorted(site_reading.cross_connects - site_reading.of_site):
-        faults.append(CablingFault("odd_circuit", str(pair), "is up between ports that the site does not join"))
+        faults.append(CablingFault("odd_circuit", str(pair), "is up between ports that the site does not connect"))
     for switch, pairs in sorted(site_reading.odd.items()):
-        faults += [CablingFault("one_way", f"{switch}:{pair}", "light goes one way only") for pair in sorted(pairs)]
+        faults += [CablingFault("one_way", f"{switch}:{pair}", "is up in one direction only") for pair in sorted(pairs)]
     told = {port for pair in site_reading.cross_connects - site_reading.of_site for port in pair.sides}
     told |= {port for port in site_reading.failures.ports if port[0] in site_reading.odd}
     faults += [
-        CablingFault.at_port("failed_port", port, "by the word of its switch")
+        CablingFault.at_port("failed_port", port, "reported by its switch")
         for port in sorted(site_reading.failures.ports - told)
     ]
     return faults
 
 
 def _pairs_of_lanes(site: Site, lanes: Iterable[Lane]) -> list[tuple[Lane, Lane]]:
-    """Of different PoDs on one switch of the core; one that is left over goes with one that has been taken."""
+    """Pair lanes of different PoDs on one core switch. An unpaired lane is combined with one used before."""
     by_core: dict[OcsId, list[Lane]] = {}
     for lane in lanes:
         by_core.setdefault(lane.core, []).append(lane)

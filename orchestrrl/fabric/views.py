@@ -1,8 +1,8 @@
-"""What a picture of a site shows: layers of endpoints and switches with the fibres between them, alike ones together.
+"""Layers of endpoints and switches, with the fibres between them, as a picture of a site shows them. Identical ones are
+merged.
 
-A layer is a PoD with its ToRs, uplinks and own switches, or the core with all uplinks. `pictures.py` draws them
-as figures, `cli/fabric/site.py` as text.
-"""
+A layer is a PoD with its ToRs, uplinks and own switches, or the core with all uplinks. `pictures.py` draws layers as
+figures, `cli/fabric/site.py` as text."""
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -13,7 +13,7 @@ from orchestrrl.fabric.site_parts import numbers_text
 from planner.fabric.model import EndpointId
 from planner.fabric.topology import Pod, PodRole, Site, Switch, SwitchModel
 
-MOST_COLUMNS = 16  # beyond that, endpoints that are alike share a column
+MOST_COLUMNS = 16  # above this, identical endpoints share a column
 MOST_ROWS = 6  # of switches
 
 _Thing = TypeVar("_Thing")
@@ -21,43 +21,43 @@ _Thing = TypeVar("_Thing")
 
 @dataclass(frozen=True, slots=True)
 class SwitchColumn:
-    """Endpoints that are alike: ToRs or uplinks."""
+    """Identical endpoints: ToRs or uplinks."""
 
     label: str
     role: PodRole
     uplink: bool
     rail: int | None = None
-    nics: int = 0  # on each of them
+    nics: int = 0  # per endpoint
     count: int = 1
-    fibres: tuple[int, ...] = ()  # [row], of each of them to each of the switches
-    core_fibres: tuple[int, ...] = ()  # [row of the core], of an uplink of a PoD
+    fibres: tuple[int, ...] = ()  # [row], per endpoint and switch
+    core_fibres: tuple[int, ...] = ()  # [row of the core], for an uplink of a PoD
 
 
 @dataclass(frozen=True, slots=True)
 class SwitchRow:
-    """Switches that are alike."""
+    """Identical switches."""
 
     label: str
     count: int
     device: SwitchModel
-    fibred: int  # ports of each
+    fibred: int  # ports, per switch
     reserved: int
 
 
 @dataclass(frozen=True, slots=True)
 class SiteLayer:
-    """PoDs that are alike, or the core (`role` None)."""
+    """Identical PoDs, or the core (`role` None)."""
 
     pods: tuple[EndpointId, ...]
     role: PodRole | None
-    servers: int  # of each PoD
-    gpus: str  # of all of them
+    servers: int  # per PoD
+    gpus: str  # of all PoDs
     columns: tuple[SwitchColumn, ...]
     rows: tuple[SwitchRow, ...]
 
     @property
     def lanes(self) -> int:
-        """Fibres of all uplinks of one PoD; of the core, of all PoDs."""
+        """The fibres of all uplinks of one PoD; for the core, of all PoDs."""
         return sum(
             column.count * row.count * fibres
             for column in self.columns
@@ -71,7 +71,7 @@ class SiteLayer:
 
 
 def views(site: Site) -> tuple[SiteLayer | None, tuple[SiteLayer, ...]]:
-    """The core, if there is one, and every PoD."""
+    """Return the core's layer, or None without one, and the layer of every PoD."""
     single = {pod.id for pod in site.pods if len(site.uplinks_of[pod.id]) == 1}
     roles = {pod.id: pod.role for pod in site.pods}
     ends = {
@@ -86,7 +86,7 @@ def views(site: Site) -> tuple[SiteLayer | None, tuple[SiteLayer, ...]]:
 
 
 def grouped(site: Site, layers: Sequence[SiteLayer]) -> tuple[SiteLayer, ...]:
-    """PoDs that differ by no more than names as one layer."""
+    """Merge PoDs that differ only in names into one layer."""
     found = []
     for alike in _alike(layers, lambda layer: (layer.role, layer.servers, layer.columns, layer.rows)):
         pods = tuple(pod for layer in alike for pod in layer.pods)
@@ -102,7 +102,7 @@ def _pod_layer(
     site: Site, pod: Pod, nics: Counter[EndpointId], core: Mapping[EndpointId, tuple[int, ...]]
 ) -> SiteLayer:
     def own(name: str) -> str:
-        """Without the PoD's name, which stands above."""
+        """Return the name without the PoD's prefix, which the layer's title shows."""
         return name.removeprefix(f"{pod.id}/")
 
     tors = sorted(site.tors_of[pod.id], key=lambda tor: (tor.rail is None, tor.rail or 0, tor.id))
@@ -116,7 +116,7 @@ def _pod_layer(
 def _rows(
     site: Site, ends: Iterable[EndpointId], switches: Sequence[Switch], own: Callable[[str], str]
 ) -> tuple[tuple[SwitchRow, ...], Mapping[EndpointId, tuple[int, ...]]]:
-    """Switches, and how many fibres each endpoint has to each."""
+    """Return rows of switches, and by endpoint its number of fibres to each row."""
     reserved = Counter(switch for switch, _ in site.reserved)
 
     def ports(switch: Switch) -> tuple[int, ...]:
@@ -152,7 +152,7 @@ def _columns(
 
 
 def _alike(things: Iterable[_Thing], key: Callable[[_Thing], Hashable]) -> list[list[_Thing]]:
-    """In the order of the first of each kind."""
+    """Group things by key, in the order of each group's first element."""
     kinds: dict[Hashable, list[_Thing]] = {}
     for thing in things:
         kinds.setdefault(key(thing), []).append(thing)
@@ -160,5 +160,5 @@ def _alike(things: Iterable[_Thing], key: Callable[[_Thing], Hashable]) -> list[
 
 
 def named(names: Sequence[str]) -> str:
-    """`gen0 ... gen3 (4)`"""
+    """Return one name, or a range such as `gen0 ... gen3 (4)`."""
     return names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]} ({len(names)})"

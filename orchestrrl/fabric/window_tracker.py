@@ -1,8 +1,7 @@
-"""Windows of whole jobs, from what the agents of all their hosts tell.
+"""Track communication windows of whole jobs, from the reports of the agents on all their hosts.
 
-A host tells of its own ranks in its own clock, whose offset is measured over the same stream. A window is what all of
-them have in common; a host that is gone while its ranks may live has none.
-"""
+A host reports its own ranks in its own clock; the clock's offset is measured over the same stream. A job's window is
+the intersection of its hosts' windows. A host that is disconnected while its ranks may be alive has none."""
 
 import asyncio
 import itertools
@@ -22,12 +21,12 @@ from planner.model import Hold
 logger = logging.getLogger(__name__)
 
 QUANTILE = 0.05
-LEAST_QUANTILE = 0.005  # of one rank: of rarer events its memory says nothing
+LEAST_QUANTILE = 0.005  # of one rank: its history has no rarer events
 PING_EVERY_S = 2.0
-FIRST_PINGS = 8  # at once, so that the first window finds the clock's offset known
+FIRST_PINGS = 8  # at once, so that the clock's offset is known when the first window opens
 FIRST_PINGS_EVERY_S = 0.01
-SLACK_WITHIN_S = 10.0  # an agent with much to summarise
-FORGET_AFTER_S = 60.0  # a host without an agent: whatever it traced has ended, or is not to be known any more
+SLACK_WITHIN_S = 10.0  # for an agent with much to summarise
+FORGET_AFTER_S = 60.0  # for a host without an agent, whose jobs have ended or can no longer be traced
 
 MOST_LISTED = 8
 
@@ -36,7 +35,7 @@ Jobs = Mapping[str, frozenset[int]]  # ranks by job
 
 @dataclass(frozen=True, slots=True)
 class WatchWindows:
-    """Tell of windows of this job that last `need_s`, as they open and close."""
+    """Report windows of this job that last `need_s`, as they open and close."""
 
     id: int
     job: str
@@ -56,7 +55,7 @@ class ClockPing:
 
 @dataclass(frozen=True, slots=True)
 class RequestSummary:
-    """Tell what is known of the iterations of all ranks, once."""
+    """Report a summary of the iterations of all ranks, once."""
 
 
 Order = WatchWindows | StopWatching | ClockPing | RequestSummary
@@ -64,20 +63,21 @@ Order = WatchWindows | StopWatching | ClockPing | RequestSummary
 
 @dataclass(eq=False)
 class TracedHost:
-    """One agent's host. `quiet_reports`: the latest on each job that is watched, and when, by the host's clock."""
+    """The host of one agent. `quiet_reports` has the latest report per watched job, with its time by the host's
+    clock."""
 
     name: str
     jobs: Jobs = field(default_factory=dict)
     clock: OffsetEstimator = field(default_factory=OffsetEstimator)
     quiet_reports: dict[str, tuple[float, int, RemainingQuiet | Hold]] = field(default_factory=dict)
-    stream: "AgentStream | None" = None  # None: nobody is attached
+    stream: "AgentStream | None" = None  # None: no agent is attached
     gone_s: float = 0.0
     slack_json: str = ""
     slack_reported: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class AgentStream:
-    """One agent's connection: its orders go out, its words come in, until it is ended."""
+    """The connection of one agent: orders to it and reports from it, until it ends."""
 
     def __init__(self, hub: "WindowTracker", host: TracedHost) -> None:
         self._hub = hub
@@ -85,35 +85,37 @@ class AgentStream:
         self._orders: asyncio.Queue[Order | None] = asyncio.Queue()
 
     async def next_order(self) -> Order | None:
-        """None: it has ended, e.g. because another agent of the host has come."""
+        """Return the next order, or None once the stream has ended, for example because another agent of the host
+        attached."""
         return await self._orders.get()
 
     def put(self, order: Order | None) -> None:
         self._orders.put_nowait(order)
 
     async def ping(self) -> None:
-        """Measure the host's clock for as long as this lasts. Never returns."""
+        """Measure the offset of the host's clock repeatedly. Never returns."""
         for number in itertools.count():
             self.put(ClockPing(self._hub.clock.now_s()))
             await self._hub.clock.sleep(PING_EVERY_S if number >= FIRST_PINGS else FIRST_PINGS_EVERY_S)
 
     @property
     def _is_the_hosts(self) -> bool:
-        """Not once another agent of the host has come, or this one has gone: what was under way then is void."""
+        """False once another agent of the host has attached or this one has disconnected; late reports are then
+        ignored."""
         return self._host.stream is self
 
     def traces(self, jobs: Jobs) -> None:
-        """These are all that the agent reads now."""
+        """Set the jobs and ranks that the agent reads now, replacing earlier ones."""
         if not self._is_the_hosts:
             return
         before, self._host.jobs = self._host.jobs, jobs
         for job in [job for job in self._host.quiet_reports if jobs.get(job) != before.get(job)]:
-            del self._host.quiet_reports[job]  # it was said of other ranks than these
+            del self._host.quiet_reports[job]  # that report covered other ranks
         logger.info("%s traces %s", self._host.name, {job: len(ranks) for job, ranks in jobs.items()})
         self._hub.news(None)
 
     def on_remaining_quiet(self, job: str, reported_s: float, rank: int, word: RemainingQuiet | Hold) -> None:
-        if self._is_the_hosts and job in self._host.jobs:  # agents are asked for jobs that they have not, too
+        if self._is_the_hosts and job in self._host.jobs:  # agents also receive orders for jobs that they do not trace
             self._host.quiet_reports[job] = reported_s, rank, word
             self._hub.news(job)
 
@@ -122,7 +124,7 @@ class AgentStream:
             was_known = self._host.clock.offset(exchange.back_s) is not None
             self._host.clock.add(exchange)
             if not was_known:
-                self._hub.news(None)  # of many hosts one answers all the time: nobody is woken for a little more
+                self._hub.news(None)  # with many hosts, answers arrive all the time: only the first wakes a watch
 
     def on_slack(self, slack_json: str) -> None:
         if self._is_the_hosts:
@@ -137,18 +139,20 @@ class AgentStream:
 
 
 class TrafficWatch:
-    """Waits for the traffic of jobs to pause together: meanwhile their hosts report at once, and `changed` is set."""
+    """Waits for the traffic of jobs to pause together. Meanwhile their hosts report at once, and each report sets
+    `changed`."""
 
     def __init__(
         self, hub: "WindowTracker", jobs: Mapping[WatchWindows, frozenset[int]], changed: asyncio.Event
     ) -> None:
-        self.jobs = jobs  # with the ranks that must be traced
+        self.jobs = jobs  # by job, with the ranks that must be traced
         self.changed = changed
         self._hub = hub
         self._opening: asyncio.Task[None] | None = None
 
     def window(self) -> Window | Hold:
-        """What they have in common. Where clocks allow it to open a moment later only, `changed` is set then."""
+        """Return the window that all hosts share. If clocks only allow it to open a moment later, `changed` is set
+        then."""
         if self._opening is not None:
             self._opening.cancel()
             self._opening = None
@@ -169,7 +173,8 @@ class TrafficWatch:
 
 
 class WindowTracker:
-    """Every host that has an agent which reads recorders. `quantile`: of a window's length, that is counted on."""
+    """Tracks every host whose agent reads recorders. `quantile` is the quantile of a window's predicted length that is
+    relied on."""
 
     def __init__(self, clock: Clock, quantile: float = QUANTILE, most_hosts: int = 8192) -> None:
         self.quantile = quantile
@@ -182,24 +187,24 @@ class WindowTracker:
     def watch(
         self, jobs: Mapping[str, frozenset[int]], need_s: float, changed: asyncio.Event | None = None
     ) -> TrafficWatch:
-        """`jobs`: with the ranks of each that must be traced."""
+        """Watch jobs, given with the ranks of each that must be traced."""
         arms: dict[WatchWindows, frozenset[int]] = {}
         for job, ranks in jobs.items():
             traced = sum(len(host.jobs[job]) for host in self.current_hosts() if job in host.jobs)
-            # Any rank may break the window: what each may risk adds up over them.
+            # Any rank may break the window, so the risks of all ranks add up.
             quantile = max(self.quantile / max(1, traced), min(self.quantile, LEAST_QUANTILE))
             arms[WatchWindows(next(self._numbers), job, need_s, quantile)] = ranks
         made = TrafficWatch(self, arms, changed or asyncio.Event())
         for arm in arms:
             self._watches[arm] = made
             for host in self.hosts.values():
-                host.quiet_reports.pop(arm.job, None)  # of an earlier watch, perhaps long ago
+                host.quiet_reports.pop(arm.job, None)  # from an earlier watch, perhaps long ago
                 if host.stream is not None:
                     host.stream.put(arm)
         return made
 
     def hosts_of_jobs(self) -> dict[str, frozenset[str]]:
-        """Where each job has ranks whose recorders are read, or lately were."""
+        """Return, by job, the hosts with ranks whose recorders are read now or were until recently."""
         found: dict[str, set[str]] = {}
         for host in self.current_hosts():
             for job in host.jobs:
@@ -214,27 +219,27 @@ class WindowTracker:
                     host.stream.put(StopWatching(arm.id))
 
     def window(self, jobs: Jobs) -> Window | Hold:
-        """What the hosts of these jobs have in common; the ranks must be among those that are traced."""
+        """Return the window that the hosts of these jobs share. The given ranks must be traced."""
         now_s = self.clock.now_s()
         told: list[tuple[TracedHost, tuple[float, int, RemainingQuiet]]] = []
         for job, ranks in jobs.items():
             hosts = [host for host in self.current_hosts() if job in host.jobs]
             traced = frozenset[int]().union(*(host.jobs[job] for host in hosts))
             if missing := sorted(ranks - traced):
-                wanted = f"no recorder is read of rank {_listed(missing)}{f' of {job}' if job else ''}"
-                return Hold("untraced", f"{wanted}; read are: {self._read_reports()}")
+                wanted = f"no agent reads the recorder of rank {_listed(missing)}{f' of {job}' if job else ''}"
+                return Hold("untraced", f"{wanted}; traced: {self._read_reports()}")
             if not hosts:  # it was traced when the watch began
-                return Hold("no_ranks", f"no host reads recorders{f' of {job}' if job else ''} any more")
+                return Hold("no_ranks", f"no host reads recorders{f' of {job}' if job else ''} now")
             for host in hosts:
                 if host.stream is None:
-                    return Hold("host_gone", f"{host.name}: its agent is gone for {now_s - host.gone_s:.1f} s")
+                    return Hold("host_gone", f"{host.name}: its agent is disconnected for {now_s - host.gone_s:.1f} s")
                 if job not in host.quiet_reports:
-                    return Hold("host_silent", f"{host.name}: has said nothing yet")
+                    return Hold("host_silent", f"{host.name}: has not reported yet")
                 said_s, rank, word = host.quiet_reports[job]
                 if isinstance(word, Hold):
                     return Hold(word.code, f"{host.name}: {word.detail}")
                 told.append((host, (said_s, rank, word)))
-        # Clocks take most of the time, and are asked for once nobody is in the way.
+        # Clock offsets take most of the time, so they are computed only if every host has a window.
         reports = (ReportedQuiet(host.name, *said, host.clock.offset(now_s)) for host, said in told)
         return intersect(reports, now_s)
 
@@ -243,24 +248,24 @@ class WindowTracker:
         for host in self.current_hosts():
             for job, some in host.jobs.items():
                 ranks.setdefault(job, set()).update(some)
-        listed = [f"{job or 'a job without a name'} (rank {_listed(sorted(ranks[job]))})" for job in sorted(ranks)]
+        listed = [f"{job or 'an unnamed job'} (rank {_listed(sorted(ranks[job]))})" for job in sorted(ranks)]
         return few(listed, MOST_LISTED, ", ") or "none"
 
     async def slack_json(self) -> str:
-        """What hosts know of their ranks' iterations. It is work for agents: not asked for but for people."""
+        """Return the hosts' summaries of their ranks' iterations. They cost the agents work, so only operators request
+        them."""
         asked = [host for host in self.current_hosts() if host.stream is not None]
         for host in asked:
             host.slack_reported.clear()
             if host.stream is not None:
                 host.stream.put(RequestSummary())
         answers = asyncio.gather(*(host.slack_reported.wait() for host in asked))
-        with suppress(Permanent):  # of those that are late
+        with suppress(Permanent):  # raised for late ones
             await within(self.clock, SLACK_WITHIN_S, answers)
         return json.dumps([json.loads(host.slack_json) for host in asked if host.slack_json])
 
     def attach(self, name: str, jobs: Jobs) -> AgentStream:
-        """An agent's stream begins. A second agent of the same host takes the first one's place. Raises
-        LimitReached."""
+        """Begin the stream of a host's agent. It replaces an earlier agent of the same host. Raises LimitReached."""
         if (
             name not in self.hosts
             and len(self.hosts) >= self._most_hosts
@@ -272,7 +277,7 @@ class WindowTracker:
         if host.stream is not None:
             host.stream.put(None)
         host.stream = stream = AgentStream(self, host)
-        host.clock = OffsetEstimator()  # the host may have been started anew
+        host.clock = OffsetEstimator()  # the host may have been restarted
         host.quiet_reports.clear()
         for arm in self._watches:
             stream.put(arm)
@@ -280,13 +285,13 @@ class WindowTracker:
         return stream
 
     def news(self, job: str | None) -> None:
-        """Of this job; None: of any."""
+        """Wake the watches of this job, or all watches if `job` is None."""
         for arm, watch in self._watches.items():
             if job is None or arm.job == job:
                 watch.changed.set()
 
     def current_hosts(self) -> list[TracedHost]:
-        """By name; those without an agent for long are forgotten."""
+        """Return the hosts by name, after dropping those without an agent for FORGET_AFTER_S."""
         now_s = self.clock.now_s()
         for name, host in list(self.hosts.items()):
             if host.stream is None and now_s - host.gone_s > FORGET_AFTER_S:
@@ -295,5 +300,5 @@ class WindowTracker:
 
 
 def _listed(ranks: Sequence[int]) -> str:
-    """Runs of them, e.g. `0-7, 9`."""
+    """Format ranks as runs, for example `0-7, 9`."""
     return few(number_runs(ranks), MOST_LISTED, ", ")

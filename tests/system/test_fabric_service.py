@@ -185,10 +185,10 @@ def test_a_weight_sync_is_committed_at_its_boundary(daemon: str, tmp_path: Path)
 
 def test_training_without_a_trace_keeps_its_circuits_and_says_why(daemon: str, tmp_path: Path) -> None:
     words = ("fabric", "announce", "gradients", "--intent", intent(tmp_path, GRADIENTS), "--within-s", "0.2")
-    assert "no recorder is read of rank 0, 8" in said(command(daemon, *words))
+    assert "no agent reads the recorder of rank 0, 8" in said(command(daemon, *words))
     told = said(command(daemon, "fabric", "periods"))
     assert "no_window" in told
-    assert "gradients: none by the deadline: untraced: no recorder is read of rank 0, 8" in told
+    assert "gradients: none by the deadline: untraced: no agent reads the recorder of rank 0, 8" in told
 
 
 def test_training_is_committed_in_a_window_that_an_agent_tells_of(

@@ -1,2 +1,1 @@
-"""Routers, as the control plane reroutes packets on them: the contract, one module per product, the conformance
-suite."""
+"""Router drivers for rerouting packets: the contract, one module per product, and the conformance suite."""

@@ -1,4 +1,4 @@
-"""The suite that every driver passes. Subclass it, say how to make a driver, and run pytest (asyncio mode auto):
+"""The suite that every route driver passes. Subclass it, override `make_driver`, and run pytest (asyncio mode auto):
 
     class TestMyRouter(RouteDriverConformance):
         async def make_driver(self) -> RouterDriver:
@@ -8,10 +8,9 @@
 
         async def others(self, driver: RouterDriver) -> frozenset[str]: ...
 
-The router has three interfaces, `interfaces`, that are up, with a router that answers for `peer` at the far end of
-each, and no routes of ours. Each test gets a driver of its own and closes it. Faults that cannot be injected are named
-in `cannot_inject` with the reason, and their tests skip with it.
-"""
+The router has three interfaces, `interfaces`, all up, with a router that answers for `peer` at the far end of each, and
+no routes of the driver. Each test makes a driver and closes it. `cannot_inject` lists the faults that cannot be
+injected, with the reason; their tests are skipped."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
@@ -26,8 +25,8 @@ from orchestrrl.fabric.route_drivers.virtual import RouterFault, RouterFaultKind
 from planner.fabric.route_plan import NextHop, PacketRoute, RouteChange, route_table
 
 ONE, TWO, THREE = "10.0.1.0/24", "10.0.2.0/24", "10.0.3.3/32"
-FAR_S = 60.0  # for what is to come: nothing waits so long
-NEAR_S = 0.1  # for what is not to come
+FAR_S = 60.0  # limit for an expected event, never reached
+NEAR_S = 0.1  # limit for an event that must not happen
 
 
 def put(route: PacketRoute) -> RouteChange:
@@ -39,23 +38,23 @@ def gone(prefix: str) -> RouteChange:
 
 
 class RouteDriverConformance:
-    """See the module."""
+    """Conformance tests for a route driver; the module docstring describes their use."""
 
     interfaces: tuple[str, str, str] = ("swp1", "swp2", "swp3")
     peer: str = "192.0.2.2"
     cannot_inject: Mapping[RouterFaultKind, str] = MappingProxyType({})
 
     async def make_driver(self) -> RouterDriver:
-        """A driver for a router as the module says. Override it."""
-        raise AssertionError("this harness does not say how to make a driver")
+        """Return a driver for a router as the module docstring requires. Override it."""
+        raise AssertionError("this harness must override make_driver")
 
     async def inject(self, driver: RouterDriver, fault: RouterFault) -> None:
-        """Make this go wrong. Override it, or fill `cannot_inject`."""
-        raise AssertionError(f"this harness neither injects {fault.kind} nor says why it cannot")
+        """Cause the fault. Override it, or fill `cannot_inject`."""
+        raise AssertionError(f"this harness must inject {fault.kind} or list it in cannot_inject")
 
     async def others(self, driver: RouterDriver) -> frozenset[str]:
-        """The prefixes that have routes which are not ours. Override it."""
-        raise AssertionError("this harness does not say which routes are not ours")
+        """Return the prefixes of foreign routes. Override it."""
+        raise AssertionError("this harness must override others")
 
     @asynccontextmanager
     async def device(self) -> AsyncIterator[RouterDriver]:
@@ -73,7 +72,7 @@ class RouteDriverConformance:
         await self.inject(driver, RouterFault(kind, interface, prefix))
 
     def route(self, prefix: str, *weights: int) -> PacketRoute:
-        """Over as many interfaces as there are weights."""
+        """Return a route over as many interfaces as there are weights."""
         ways = zip(self.interfaces, weights, strict=False)
         return PacketRoute.of(prefix, {(self.peer, interface): weight for interface, weight in ways if weight})
 
@@ -95,7 +94,7 @@ class RouteDriverConformance:
             assert (applied.missing, applied.sent) == ((), 3)
             assert await driver.read() == route_table(second)
 
-    async def test_a_change_that_is_so_already_sends_nothing(self) -> None:
+    async def test_apply_sends_nothing_for_changes_in_place(self) -> None:
         async with self.device() as driver:
             changes = [put(self.route(ONE, 1, 1)), gone(TWO)]
             assert (await driver.apply(changes)).sent == 1
@@ -103,14 +102,14 @@ class RouteDriverConformance:
             assert (again.done, again.missing, again.sent) == (tuple(changes), (), 0)
             assert (await driver.apply([])).sent == 0
 
-    async def test_several_writers_get_through(self) -> None:
+    async def test_concurrent_writers_all_succeed(self) -> None:
         async with self.device() as driver:
             routes = [self.route(prefix, 1) for prefix in (ONE, TWO, THREE)]
             results = await asyncio.gather(*(driver.apply([put(route)]) for route in routes))
             assert all(result.missing == () for result in results)
             assert await driver.read() == route_table(routes)
 
-    async def test_routes_of_others_are_never_touched(self) -> None:
+    async def test_driver_never_touches_foreign_routes(self) -> None:
         async with self.device() as driver:
             await driver.apply([put(self.route(TWO, 1))])
             before = await self.others(driver)
@@ -118,12 +117,12 @@ class RouteDriverConformance:
             assert await self.others(driver) == before | {ONE}
             for change in (put(self.route(ONE, 1)), put(self.route(ONE, 1, 1))):
                 await self.refused(driver, [change, put(self.route(TWO, 0, 1))], ONE)
-            assert (await driver.apply([gone(ONE)])).sent == 0  # ours is not there, as is wanted
+            assert (await driver.apply([gone(ONE)])).sent == 0  # the driver has no route there, as requested
             assert (await driver.apply([gone(TWO)])).missing == ()
             assert await driver.read() == {}
             assert await self.others(driver) == before | {ONE}
 
-    async def test_what_the_router_can_never_hold_is_refused_before_anything_is_sent(self) -> None:
+    async def test_driver_rejects_unsupported_routes_before_sending(self) -> None:
         async with self.device() as driver:
             can = await driver.capabilities()
             heavy = self.route(ONE, can.max_weight + 1, 1)
@@ -141,17 +140,17 @@ class RouteDriverConformance:
             refusal = str(error)
         assert refusal, "expected Permanent, nothing was raised"
         unnamed = [word for word in (driver.router, *words) if word not in refusal]
-        assert not unnamed, f"{unnamed} not named in: {refusal}"
+        assert not unnamed, f"{unnamed} missing in: {refusal}"
         assert await driver.read() == table
 
-    async def test_what_did_not_take_is_told_and_the_rest_is_done(self) -> None:
+    async def test_apply_reports_failed_changes_and_applies_the_rest(self) -> None:
         async with self.device() as driver:
             nowhere = PacketRoute.of(ONE, {(self.peer, "nosuch0"): 1})
             applied = await driver.apply([put(nowhere), put(self.route(TWO, 1))])
             assert [change.prefix for change in applied.missing] == [ONE]
             assert applied.why
             assert [change.prefix for change in applied.done] == [TWO]
-            await driver.apply([gone(ONE)])  # a router may remember what it has no use for yet
+            await driver.apply([gone(ONE)])  # a router may store a route that it cannot use yet
             assert await driver.read() == route_table([self.route(TWO, 1)])
 
     # Broken connections.
@@ -173,13 +172,13 @@ class RouteDriverConformance:
 
     # Links and neighbours.
 
-    async def test_links_that_are_up_are_not_waited_for(self) -> None:
+    async def test_wait_up_returns_at_once_if_links_are_up(self) -> None:
         async with self.device() as driver:
             links = await driver.links()
             assert all(links[interface] for interface in self.interfaces)
             assert await driver.wait_up(self.interfaces, FAR_S) == frozenset()
 
-    async def test_a_link_that_stays_down_is_told(self) -> None:
+    async def test_wait_up_returns_links_that_stay_down(self) -> None:
         async with self.device() as driver:
             await self.break_it(driver, RouterFaultKind.LINK_DOWN, self.interfaces[0])
             assert not (await driver.links())[self.interfaces[0]]
@@ -187,7 +186,7 @@ class RouteDriverConformance:
             assert await driver.wait_up((*self.interfaces[:2], "nosuch0"), NEAR_S) == {self.interfaces[0], "nosuch0"}
             assert driver._clock.now_s() - began_s >= NEAR_S
 
-    async def test_a_link_that_comes_up_ends_the_wait(self) -> None:
+    async def test_wait_up_ends_when_a_link_comes_up(self) -> None:
         async with self.device() as driver:
             await self.break_it(driver, RouterFaultKind.LINK_DOWN, self.interfaces[0])
             waiting = asyncio.ensure_future(driver.wait_up(self.interfaces, FAR_S))
@@ -196,7 +195,7 @@ class RouteDriverConformance:
             await self.break_it(driver, RouterFaultKind.LINK_UP, self.interfaces[0])
             assert await waiting == frozenset()
 
-    async def test_who_is_at_the_far_end_is_found(self) -> None:
+    async def test_find_returns_answering_next_hops(self) -> None:
         async with self.device() as driver:
             there = [NextHop(self.peer, interface) for interface in self.interfaces]
             stranger = NextHop("192.0.2.99", self.interfaces[0])

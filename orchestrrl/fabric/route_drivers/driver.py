@@ -1,9 +1,8 @@
-"""Route drivers: a product's `base.RouterWire` with one writer, time limits and reading back; made by name.
+"""Build route drivers on a product's `base.RouterWire`: one writer, time limits and read-back; make them by name.
 
-An entry point of the group `orchestrrl.route_drivers`, where ours and third parties' are registered, names a factory
-`(router, *, clock, **options) -> RouterDriver`, usually the driver's class. The rest of its keyword-only parameters are
-the options that users may set.
-"""
+An entry point of the group `orchestrrl.route_drivers`, built-in or third-party, names a factory `(router, *, clock,
+**options) -> RouterDriver`, usually the driver's class. Its other keyword-only parameters are the options that users
+may set."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Collection, Mapping, Sequence
@@ -28,12 +27,12 @@ ENTRY_POINT_GROUP = "orchestrrl.route_drivers"
 T = TypeVar("T")
 
 RETRY_S = 1.0
-LOCK_S = 10.0  # to wait for another writer
-INSTALL_S = 1.0  # from a change that a router has taken until it forwards by it
+LOCK_S = 10.0  # limit on waiting for another writer
+INSTALL_S = 1.0  # until a router forwards by an accepted change
 POLL_S = 0.02
-# The first question may be lost while a link comes up, and a kernel asks again only after a second.
+# The first probe may be lost while a link comes up, and a kernel repeats it only after a second.
 PROBE_S = 0.1
-# Where the router reports changes by itself, looking is for reports that went missing.
+# If the router reports changes, polling only covers lost reports.
 POLL_WITH_EVENTS_S = 0.2
 
 
@@ -46,45 +45,48 @@ def _is_limit(value: Any) -> bool:
 
 
 class RouterOptions(CheckedOptions):
-    """What every driver lets its users set."""
+    """Options that every driver accepts."""
 
     command_timeout_s: Annotated[float, must_be("a number within 0..3600", _is_limit)] = 5.0
 
 
 class CommandOptions(RouterOptions):
-    """What every driver that runs commands lets its users set. `prefix`: the words that stand before each command."""
+    """Options of every driver that runs commands. `prefix`: the arguments placed before each command."""
 
-    prefix: Annotated[tuple[str, ...], must_be("a list of words, as [ssh, tor3]", are_words)] = ()
+    prefix: Annotated[tuple[str, ...], must_be("a list of words such as [ssh, tor3]", are_words)] = ()
 
 
 class RouterDriver(FromOptions):
-    """One router. Construction opens nothing, and raises ProblemFaults with every fault of the options. Calls may come
-    concurrently: one writer is let through at a time, and every command and every wait is bounded in time. Reading
-    raises Retryable where the router cannot be reached."""
+    """The driver of one router. Construction opens no connection, and raises ProblemFaults with every fault of the
+    options.
+
+    Calls may be concurrent: writers are serialised, and every command and wait is bounded in time. Reading raises
+    Retryable if the router is unreachable."""
 
     def __init__(self, router: str, *, clock: Clock | None = None, **given: Any) -> None:
         try:
             options = self._options_type.read(given)
         except InvalidOptions as error:
             raise ProblemFaults(error.faults) from None
-        self.router = router  # the name it goes by in errors and journals
+        self.router = router  # its name in errors and journals
         self._clock = clock or WallClock()
         self._wire: RouterWire = self._make_wire(options, self._clock)
-        self._command_s: float = options.command_timeout_s  # how long one command may take
+        self._command_s: float = options.command_timeout_s  # limit per command
         self._writer = asyncio.Lock()
 
     async def capabilities(self) -> RouterCapabilities:
         return self._wire.capabilities
 
     async def read(self) -> RouteTable:
-        """The routes that are ours, as they are."""
+        """Return the current routes that the driver owns."""
         return (await self._read_routes()).table
 
     async def apply(self, changes: Sequence[RouteChange]) -> AppliedRoutes:
-        """Send what of the changes is not yet so, then read back. A route is replaced in one step: at no time is there
-        none. Raises Permanent, before anything is sent, for what this router can never hold and for a prefix that
-        somebody else holds; Retryable where it cannot be reached; OutcomeUnknown where it could not be read
-        afterwards."""
+        """Send the changes that are not in place, then read back. A route is replaced in one step, so that one always
+        exists.
+
+        Raises Permanent, before anything is sent, for routes that exceed the router's limits and for a foreign prefix;
+        Retryable if the router is unreachable; OutcomeUnknown if it could not be read afterwards."""
         self._check(changes)
         async with self._writing():
             before = await self._read_routes()
@@ -92,7 +94,7 @@ class RouterDriver(FromOptions):
             taken = [change for change in todo if change.prefix in before.foreign]
             if taken:
                 raise Permanent(
-                    f"{self.router}: nothing sent, somebody else holds {', '.join(sorted(c.prefix for c in taken))}"
+                    f"{self.router}: nothing sent, foreign routes to {', '.join(sorted(c.prefix for c in taken))}"
                 )
             if not todo and before.idle.isdisjoint(change.prefix for change in changes):
                 return AppliedRoutes(tuple(changes), (), 0)
@@ -100,15 +102,15 @@ class RouterDriver(FromOptions):
             if todo:
                 try:
                     await self._command("routes", self._wire.send(todo, before.table), OutcomeUnknown)
-                except (Permanent, OutcomeUnknown) as error:  # what counts is what the router shows
+                except (Permanent, OutcomeUnknown) as error:  # the router's state decides
                     why = str(error)
             missing = await self._missing(changes, why)
-            lacking = {change.prefix for change in missing}  # `_check` refuses two changes of one
+            lacking = {change.prefix for change in missing}  # `_check` rejects two changes of one prefix
             done = tuple(change for change in changes if change.prefix not in lacking)
             return AppliedRoutes(done, missing, len(todo), why if missing else "")
 
     async def links(self) -> Mapping[str, bool]:
-        """Every interface: whether it is up and there is a signal."""
+        """Return every interface with whether it is up and has a signal."""
         return await self._command("links", self._wire.read_links())
 
     async def wait_up(self, interfaces: Collection[str], limit_s: float) -> frozenset[str]:
@@ -127,8 +129,8 @@ class RouterDriver(FromOptions):
                     await within(self._clock, min(pause_s, left_s), changed.wait())
 
     async def find(self, hops: Collection[NextHop], limit_s: float) -> frozenset[NextHop]:
-        """Forget who was at the far end of these interfaces, look who is there now, and return those next hops whose
-        gateway answers within `limit_s`. Packets that go there afterwards do not wait for that any more."""
+        """Clear the neighbours on these interfaces, resolve them again, and return the next hops whose gateway answers
+        within `limit_s`. Later packets to them need no resolution."""
         wanted = frozenset(hops)
         if not wanted:
             return wanted
@@ -151,7 +153,7 @@ class RouterDriver(FromOptions):
         await self._wire.close()
 
     def _check(self, changes: Sequence[RouteChange]) -> None:
-        """Raises Permanent with everything that this router can never hold."""
+        """Raise Permanent with all changes that exceed the router's limits."""
         can = self._wire.capabilities
         prefixes = [change.prefix for change in changes]
         wrong = [f"{prefix} is changed twice" for prefix in sorted(set(prefixes)) if prefixes.count(prefix) > 1]
@@ -167,7 +169,7 @@ class RouterDriver(FromOptions):
         return await self._command("read routes", self._wire.read_routes())
 
     async def _missing(self, changes: Sequence[RouteChange], why: str) -> tuple[RouteChange, ...]:
-        """Those that the router does not show, after the time that it may take."""
+        """Return the changes that the router does not show, after the time that it may take to install them."""
         until_s = self._clock.now_s() + (INSTALL_S if self._wire.capabilities.installs_later else 0.0)
         while True:
             try:
@@ -184,7 +186,7 @@ class RouterDriver(FromOptions):
             await self._clock.sleep(POLL_S)
 
     async def _command(self, name: str, verb: Awaitable[T], late: type[OutcomeUnknown] | None = None) -> T:
-        """What the verb answers; `late` is raised where the answer does not come in time, else Retryable."""
+        """Return the method's result. If it does not come in time, raise `late` if given, otherwise Retryable."""
         try:
             return await within(self._clock, self._command_s, verb)
         except TimeoutError as error:
@@ -195,7 +197,7 @@ class RouterDriver(FromOptions):
         except (Permanent, OutcomeUnknown) as error:
             raise type(error)(f"{self.router}: {name}: {error}") from error
         except (ValueError, KeyError, TypeError) as error:
-            raise Permanent(f"{self.router}: {name}: the answer makes no sense: {error!r}") from error
+            raise Permanent(f"{self.router}: {name}: the answer is malformed: {error!r}") from error
 
     @asynccontextmanager
     async def _writing(self) -> AsyncIterator[None]:
@@ -211,7 +213,7 @@ class RouterDriver(FromOptions):
 
     @asynccontextmanager
     async def _link_changes(self) -> AsyncIterator[asyncio.Event]:
-        """An event that is set whenever the router reports something about an interface, where it does."""
+        """Yield an event that is set when the router reports an interface change; never set without `link_events`."""
         changed = asyncio.Event()
         if not self._wire.capabilities.link_events:
             yield changed
@@ -227,18 +229,17 @@ class RouterDriver(FromOptions):
             yield changed
         finally:
             listening.cancel()
-            # A listener that broke cost some speed: the links were looked at all the same.
+            # A failed listener only delays the result, since the links are polled as well.
             await asyncio.gather(listening, return_exceptions=True)
 
 
 def make_driver(
     name: str, router: str, options: Mapping[str, Any] | None = None, clock: Clock | None = None
 ) -> RouterDriver:
-    """A driver `name` for the router that will go by the name `router`; opens nothing.
+    """Return a driver of type `name` for the router named `router`; opens no connection.
 
-    Raises ProblemFaults with every fault: an unknown driver (listing the known ones), unknown or missing options,
-    values that the driver refuses.
-    """
+    Raises ProblemFaults with every fault: an unknown driver (listing the known ones), unknown or missing options, and
+    invalid values."""
     try:
         driver: RouterDriver = make_from_group(ENTRY_POINT_GROUP, name, router, options or {}, clock or WallClock())
     except InvalidOptions as error:

@@ -1,15 +1,14 @@
-"""The driver `frr`: static routes of a router that runs FRRouting (zebra and staticd), by `vtysh -c`.
+"""The driver `frr`: static routes of a router that runs FRRouting (zebra and staticd), changed by `vtysh -c`.
 
-Ours are the static routes of the default VRF that bear our tag; one is in place once zebra has installed all of it.
-A prefix that has a static route without the tag is somebody else's, whatever its distance: staticd keeps one line per
-next hop, so ours would take theirs over. The next hops of a route come and go one by one, the new ones before the old
-ones go, and zebra replaces the kernel's route each time: there is always one. Between the two a packet may follow
-either; where new routes wait for those further on (see `planner/fabric/route_plan.py`), neither loops. staticd knows no
-weights, so each next hop gets the same.
+The driver owns the static routes of the default VRF that bear its tag; a route is in place once zebra has installed all
+of it. A prefix with an untagged static route is foreign, whatever its distance: staticd keeps one line per next hop, so
+the driver's lines would replace foreign ones. The next hops of a route change one by one, new ones before old ones, and
+zebra replaces the kernel's route each time, so that a route always exists. In between, a packet may follow either;
+neither loops, because new routes wait for those further along (see `planner/fabric/route_plan.py`). staticd has no
+weights, so next hops get equal shares.
 
-staticd asks zebra for every gateway, even for one that it is told is on link. So the router needs some route, one to
-Null0 will do, that covers the addresses of the other routers: `ip route 192.0.2.0/24 Null0`.
-"""
+staticd resolves every gateway in zebra, even one marked onlink. The router therefore needs some route that covers the
+addresses of the other routers; one to Null0 suffices: `ip route 192.0.2.0/24 Null0`."""
 
 import json
 import re
@@ -27,16 +26,16 @@ from planner.fabric.route_plan import PacketRoute, RouteChange, RouteTable, rout
 TAG = 160
 RETRY_S = 1.0
 
-# `ip route 10.0.2.0/24 192.0.2.2 swp1 tag 160 onlink`, as the configuration is shown.
+# `ip route 10.0.2.0/24 192.0.2.2 swp1 tag 160 onlink`, as in the displayed configuration.
 STATIC = re.compile(r"ip route (?P<prefix>\S+) (?P<rest>.+)")
 OURS = re.compile(r"(?P<gateway>[0-9.]+) (?P<interface>\S+) tag (?P<tag>\d+)(?: \d+)? onlink")
-# vtysh says so, and exits with 1, where no daemon listens, and where one has lost the connection.
+# Printed by vtysh, with exit status 1, if no daemon listens or the connection is lost.
 UNREACHABLE = re.compile(r"failed to connect to any daemons|staticd is not running|Exiting: ", re.IGNORECASE)
 
 
 class FrrOptions(CommandOptions):
-    """`tag`, `distance`: of our static routes. `vtysh_arguments`: for daemons whose sockets are not at the usual
-    place."""
+    """Options of the driver. `tag` and `distance` apply to its static routes. `vtysh_arguments` are for daemons with
+    sockets at an unusual path."""
 
     tag: Annotated[int, whole(1, 2**32 - 1)] = TAG
     distance: Annotated[int, whole(1, 254)] = 1
@@ -44,7 +43,7 @@ class FrrOptions(CommandOptions):
 
 
 class FrrWire(LinuxHost):
-    """The `base.RouterWire` of a router with FRRouting. 64 next hops are what it is commonly built for."""
+    """The `base.RouterWire` of a router with FRRouting. Common builds support 64 next hops."""
 
     capabilities = RouterCapabilities(max_next_hops=64, max_weight=1, link_events=True, installs_later=True)
 
@@ -63,7 +62,7 @@ class FrrWire(LinuxHost):
         return RouteReading(route_table(routes), frozenset(foreign), idle)
 
     async def _configured(self) -> tuple[dict[str, set[tuple[str, str]]], set[str]]:
-        """Prefix -> ways that are ours; prefixes that are somebody else's."""
+        """Return the driver's (gateway, interface) pairs by prefix, and the foreign prefixes."""
         answer = await self._vtysh("staticd", "show running-config staticd")
         if answer.status or "Current configuration" not in answer.out:
             raise Retryable(f"vtysh: {answer.error_text}", RETRY_S)
@@ -98,15 +97,16 @@ class FrrWire(LinuxHost):
         return f"ip route {prefix} {gateway} {interface} tag {self._options.tag}{distance} onlink"
 
     async def _vtysh(self, daemon: str, *commands: str, is_setter: bool = False) -> CommandOutput:
-        """To one daemon: asked of all, one that is not there would pass for one that has nothing."""
-        # Over ssh the words are read by a shell once more.
+        """Send commands to one daemon. A query to all daemons would treat a missing daemon as one without
+        configuration."""
+        # ssh passes the words through another shell.
         quoted = [f"'{command}'" for command in commands] if self.shell.is_ssh else list(commands)
         words = [word for command in quoted for word in ("-c", command)]
         return await self.shell.run("vtysh", *self._options.vtysh_arguments, "-d", daemon, *words, is_setter=is_setter)
 
 
 def _installed(shown: Mapping[str, Any], tag: int) -> dict[str, set[tuple[str, str]]]:
-    """Prefix -> ways that packets take."""
+    """Return the (gateway, interface) pairs in use, by prefix."""
     return {
         prefix: {
             (hop["ip"], hop["interfaceName"])
@@ -120,7 +120,7 @@ def _installed(shown: Mapping[str, Any], tag: int) -> dict[str, set[tuple[str, s
 
 
 def _default_vrf(configuration: str) -> list[str]:
-    """Its lines; those of another VRF stand between `vrf NAME` and `exit-vrf`."""
+    """Return the lines of the default VRF. Lines of other VRFs are between `vrf NAME` and `exit-vrf`."""
     lines, is_other = [], False
     for line in map(str.strip, configuration.splitlines()):
         is_other = (is_other or line.startswith("vrf ")) and line != "exit-vrf"

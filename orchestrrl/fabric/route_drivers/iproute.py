@@ -1,10 +1,8 @@
-"""The driver `iproute`: a Linux router's own routing table, by iproute2's `ip -json` and `ip -batch`.
+"""The driver `iproute`: a Linux router's own routing table, changed by iproute2's `ip -json` and `ip -batch`.
 
-Ours are the routes of one table that bear our protocol number and our metric. Another's route to the same prefix has
-another metric and stays beside ours, and the smaller metric wins; where it has the very same, ours is refused. No
-daemon and no library is needed on the router, so a prefix (`ssh tor3`) is all it takes to reroute one that is
-elsewhere.
-"""
+The driver owns the routes of one table that bear its protocol number and metric. A foreign route to the same prefix
+with another metric coexists, and the smaller metric wins; with the same metric, the driver's route is refused. The
+router needs no daemon or library, so a command prefix (`ssh tor3`) suffices for a remote one."""
 
 from collections.abc import Sequence
 from ipaddress import IPv4Network
@@ -18,12 +16,12 @@ from orchestrrl.fabric.route_drivers.linux import LinuxHost, RouterShell
 from planner.fabric.route_plan import NextHop, PacketRoute, RouteChange, RouteTable, route_table
 
 MAIN_TABLE = 254
-# No daemon's: 1-4 are the kernel's and the boot's, 8-18 and 186-192 are taken by routing daemons in rt_protos.
+# Unused by daemons: 1-4 belong to the kernel and boot, 8-18 and 186-192 to routing daemons in rt_protos.
 PROTOCOL = 160
 
 
 class IprouteOptions(CommandOptions):
-    """`table`, `protocol`, `metric`: where our routes are, and what marks them."""
+    """Options of the driver. `table`, `protocol` and `metric` locate and mark its routes."""
 
     table: Annotated[int, whole(1, 2**32 - 1)] = MAIN_TABLE
     protocol: Annotated[int, whole(5, 255)] = PROTOCOL
@@ -31,8 +29,7 @@ class IprouteOptions(CommandOptions):
 
 
 class IprouteWire(LinuxHost):
-    """The `base.RouterWire` of a Linux router. A weight is carried in eight bits; so many next hops fit into one
-    message."""
+    """The `base.RouterWire` of a Linux router. A weight has eight bits; 128 next hops fit into one message."""
 
     capabilities = RouterCapabilities(max_next_hops=128, max_weight=256, link_events=True)
 
@@ -41,7 +38,7 @@ class IprouteWire(LinuxHost):
         self._options = options
 
     async def read_routes(self) -> RouteReading:
-        # Of all tables: one that is empty does not exist, and asking for it alone is an error.
+        # All tables, because an empty one does not exist, and reading it alone is an error.
         rows = await self.show("-N", "-4", "route", "show", "table", "all", "metric", str(self._options.metric))
         ours, foreign = [], set()
         for row in rows:
@@ -61,7 +58,7 @@ class IprouteWire(LinuxHost):
         ours = f"table {self._options.table} proto {self._options.protocol} metric {self._options.metric}"
         if change.route is None:
             return f"route del {change.prefix} {ours}"
-        # `add` fails where anything has come to stand there since we looked; `replace` would take it away.
+        # `add` fails if a route has appeared since the read; `replace` would overwrite it.
         verb = "replace" if change.prefix in now else "add"
         return f"route {verb} {change.prefix} {ours} {_next_hops(change.route.next_hops)}"
 
@@ -77,7 +74,7 @@ def _prefix(dst: str) -> str:
 
 
 def _shares(row: dict[str, Any]) -> dict[tuple[str, str], int]:
-    """What each way gets; empty for a route that we never made: a blackhole, one without a gateway."""
+    """Return the weight of each next hop; empty for a route that this driver never makes (blackhole, no gateway)."""
     hops = row.get("nexthops") or [row]
     if not all("gateway" in hop and "dev" in hop for hop in hops):
         return {}

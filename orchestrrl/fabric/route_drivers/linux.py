@@ -1,5 +1,5 @@
-"""Commands on a Linux router, here or elsewhere (`ip ...`, `ip netns exec NAME ip ...`, `ssh tor3 ip ...`), and its
-interfaces and neighbours by `ip -json`. Which routes it has is its products' business."""
+"""Run commands on a Linux router, local or remote (`ip ...`, `ip netns exec NAME ip ...`, `ssh tor3 ip ...`), and read
+its interfaces and neighbours by `ip -json`. Routes are handled by the products."""
 
 import asyncio
 import json
@@ -11,10 +11,10 @@ from typing import Any
 from orchestrrl.core.errors import OutcomeUnknown, Permanent, Retryable
 from planner.fabric.route_plan import NextHop
 
-# What ssh exits with when it could not get there, or when the connection broke.
+# The exit status of ssh if it could not connect or the connection broke.
 SSH_FAILED = 255
 RETRY_S = 1.0
-# As what a neighbour stands that has answered.
+# The states of a neighbour that has answered.
 ANSWERED = {"REACHABLE", "STALE", "DELAY", "PROBE", "PERMANENT"}
 
 
@@ -26,20 +26,20 @@ class CommandOutput:
 
     @property
     def error_text(self) -> str:
-        """What was said about what went wrong, in one line."""
+        """The error output on one line."""
         said = " | ".join(line.strip() for line in (self.err or self.out).splitlines() if line.strip())
         return said or f"exit status {self.status}"
 
 
 @dataclass(frozen=True, slots=True)
 class RouterShell:
-    """How commands get to a router: `prefix` stands before each. Time limits are the caller's: a command that is
-    cancelled is killed."""
+    """Runs commands on a router; `prefix` is placed before each. Callers set time limits: a cancelled command is
+    killed."""
 
     prefix: tuple[str, ...] = ()
 
     async def run(self, *command: str, stdin: str = "", is_setter: bool = False) -> CommandOutput:
-        """Raises Permanent where there is no such program, and, where the way to the router broke, Retryable, or
+        """Run a command. Raises Permanent if the program does not exist. If the connection breaks, raises Retryable, or
         OutcomeUnknown for a setter."""
         process = await self._start(command, stdin=asyncio.subprocess.PIPE)
         try:
@@ -53,7 +53,7 @@ class RouterShell:
         return answer
 
     async def lines(self, *command: str) -> AsyncGenerator[str]:
-        """Line by line while it runs."""
+        """Yield the command's output line by line while it runs."""
         process = await self._start(command, stdin=asyncio.subprocess.DEVNULL)
         try:
             assert process.stdout is not None
@@ -64,7 +64,7 @@ class RouterShell:
 
     @property
     def is_remote(self) -> bool:
-        """`ip netns exec` uses the same status for a name that it does not know, and is no connection."""
+        """False for `ip netns exec`, which is no connection and uses status 255 for an unknown name."""
         return bool(self.prefix) and self.prefix[0] != "ip"
 
     @property
@@ -89,7 +89,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 
 
 class LinuxHost:
-    """The verbs that every wire to a Linux router shares."""
+    """The methods that all Linux router wires share."""
 
     def __init__(self, shell: RouterShell) -> None:
         self.shell = shell
@@ -102,7 +102,7 @@ class LinuxHost:
             yield
 
     async def probe_neighbours(self, hops: Collection[NextHop]) -> None:
-        # `use` has the kernel ask for the neighbour at once, as a packet for it would.
+        # `use` makes the kernel resolve the neighbour at once, as a packet for it would.
         await self.batch(
             [f"neigh flush dev {interface}" for interface in sorted({hop.interface for hop in hops})]
             + [f"neigh replace {hop.gateway} dev {hop.interface} use" for hop in sorted(hops)],
@@ -115,13 +115,13 @@ class LinuxHost:
         return frozenset(hop for hop in hops if hop.way in answered)
 
     async def close(self) -> None:
-        """Every command is a session of its own."""
+        """Do nothing, since every command is a session of its own."""
 
     async def show(self, *command: str) -> list[Any]:
         answer = await self.shell.run("ip", "-json", *command)
         if answer.status:
             raise Permanent(f"ip {' '.join(command)}: {answer.error_text}")
-        # `ip -json` prints nothing at all where there is nothing.
+        # `ip -json` prints nothing for an empty result.
         try:
             rows = json.loads(answer.out or "[]")
         except ValueError as error:
@@ -131,7 +131,7 @@ class LinuxHost:
         return rows
 
     async def batch(self, lines: list[str], *options: str) -> None:
-        """All lines in one command, each whatever becomes of the others. Raises Permanent with the router's words."""
+        """Run all lines in one command, continuing after failed lines. Raises Permanent with the router's message."""
         text = "".join(f"{line}\n" for line in lines)
         answer = await self.shell.run("ip", *options, "-force", "-batch", "-", stdin=text, is_setter=True)
         if answer.status:
@@ -139,5 +139,6 @@ class LinuxHost:
 
 
 def _is_up(link: dict[str, Any]) -> bool:
-    """With a signal alone (LOWER_UP) the kernel still drops packets: it opens the queue together with the state."""
+    """Return whether the link is up. With a signal alone (LOWER_UP) the kernel still drops packets: it opens the queue
+    when `operstate` changes."""
     return {"UP", "LOWER_UP"} <= set(link["flags"]) and link.get("operstate") in ("UP", "UNKNOWN")

@@ -1,8 +1,8 @@
-"""A virtual router that behaves like one: it refuses what it cannot hold, forwards, and loses its links and sessions.
+"""A virtual router for tests: it refuses unsupported routes, forwards, and can lose its links and sessions.
 
-`VirtualRouter` is the device: it says where a packet goes. `VirtualRouterWire` is a session with it.
-`VirtualRouterDriver` is the driver `virtual`. Two routers are joined by `join`, as circuits come, and parted by `part`.
-"""
+`VirtualRouter` is the device and answers where a packet goes. `VirtualRouterWire` is a session with it.
+`VirtualRouterDriver` is the driver `virtual`. `join` connects two routers, as a circuit does, and `part` disconnects
+them."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
@@ -22,10 +22,10 @@ from planner.fabric.route_plan import INTERFACE, NextHop, PacketRoute, RouteChan
 class RouterFaultKind(StrEnum):
     LINK_DOWN = "link_down"
     LINK_UP = "link_up"
-    FOREIGN_ROUTE = "foreign_route"  # somebody else comes to hold a prefix
-    DROP_COMMAND = "drop_command"  # the connection breaks before the next change is heard
-    DROP_CONNECTION = "drop_connection"  # and after it was heard
-    UNREACHABLE = "unreachable"  # nobody answers, from now on
+    FOREIGN_ROUTE = "foreign_route"  # a foreign route appears for a prefix
+    DROP_COMMAND = "drop_command"  # the connection breaks before the next change is received
+    DROP_CONNECTION = "drop_connection"  # the connection breaks after the next change is received
+    UNREACHABLE = "unreachable"  # the router stops answering
     REACHABLE = "reachable"
 
 
@@ -37,7 +37,7 @@ class RouterFault:
 
 
 class VirtualRouter:
-    """Interfaces, a routing table, and what is at the far end of each interface."""
+    """The device: interfaces, a routing table, and the router at the far end of each interface."""
 
     def __init__(self, address: str, interfaces: Iterable[str]) -> None:
         self.address = address
@@ -66,7 +66,7 @@ class VirtualRouter:
         self.changed.set()
 
     def inject(self, fault: RouterFault) -> None:
-        """Let this go wrong now, or with the next change."""
+        """Cause the fault now, or with the next change."""
         if fault.kind in (RouterFaultKind.LINK_DOWN, RouterFaultKind.LINK_UP):
             self.set_signal(fault.interface, fault.kind is RouterFaultKind.LINK_UP)
         elif fault.kind is RouterFaultKind.FOREIGN_ROUTE:
@@ -77,14 +77,14 @@ class VirtualRouter:
             self.pending.append(fault.kind)
 
     def ways(self, destination: str) -> tuple[NextHop, ...]:
-        """Where packets for an address may go: the next hops of the longest prefix that has it; () for nowhere."""
+        """Return the next hops for an address, from the longest matching prefix; () without a route."""
         holding = [route for prefix, route in self.routes.items() if IPv4Address(destination) in IPv4Network(prefix)]
         if not holding:
             return ()
         return max(holding, key=lambda route: IPv4Network(route.prefix).prefixlen).next_hops
 
     def answering(self, hop: NextHop) -> "VirtualRouter | None":
-        """Who takes a packet that goes to this next hop: nobody, where the far end is not whom it is meant for."""
+        """Return the router that receives a packet sent to this next hop; None if the far end is another router."""
         if hop.interface not in self.far_end or not self.signal[hop.interface]:
             return None
         far, _ = self.far_end[hop.interface]
@@ -92,7 +92,7 @@ class VirtualRouter:
 
 
 class VirtualRouterWire:
-    """A session with a `VirtualRouter`: the `base.RouterWire` of it."""
+    """A session with a `VirtualRouter`: its `base.RouterWire`."""
 
     def __init__(self, device: VirtualRouter, clock: Clock, capabilities: RouterCapabilities) -> None:
         self.capabilities = capabilities
@@ -117,7 +117,8 @@ class VirtualRouterWire:
             raise Permanent(f"NO SUCH INTERFACE OR NO SIGNAL: {', '.join(map(str, refused))}")
 
     def _take(self, change: RouteChange) -> bool:
-        """As a kernel does: all next hops of a route must be on interfaces that are there."""
+        """Apply a change if all its next hops use existing interfaces, as a kernel does; return whether it was
+        applied."""
         if change.route is None:
             self._device.routes.pop(change.prefix, None)
         elif change.route.interfaces <= set(self._device.signal):
@@ -144,7 +145,7 @@ class VirtualRouterWire:
         return frozenset(hop for hop in hops if self._device.answering(hop))
 
     async def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing, since there is no connection."""
 
     def _check(self) -> None:
         if not self._device.is_reachable:
@@ -166,7 +167,7 @@ class VirtualRouterOptions(RouterOptions):
 
 
 class VirtualRouterDriver(RouterDriver, options=VirtualRouterOptions):
-    """The driver `virtual`: a router in this very process."""
+    """The driver `virtual`: a router inside this process."""
 
     def _make_wire(self, options: VirtualRouterOptions, clock: Clock) -> VirtualRouterWire:
         self.device = VirtualRouter(options.address, options.interfaces)

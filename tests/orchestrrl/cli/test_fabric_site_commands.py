@@ -55,8 +55,8 @@ def test_all_faults_on_standard_error_and_nothing_else(tmp_path: Path) -> None:
         assert done.stdout == ""
         assert done.stderr.splitlines() == [
             "servers[1].gpus: GPU 1 is in servers[0] already, got '1-2'",
-            "switches[4].ports.gen1/up0: port 12 of core0 is fibred to gen0/up0 already, got '12-14'",
-            "uplinks[3]: must have as many fibres in its PoD as in the core (no far end for gen1/agg0:12),"
+            "switches[4].ports.gen1/up0: port 12 of core0 has a fibre to gen0/up0 already, got '12-14'",
+            "uplinks[3]: must have as many fibres in its PoD as in the core (gen1/agg0:12 have no far end),"
             " got 4 and 3 ('gen1/up0')",
             "reserved[0].ports: port 16 of core0 has no fibre, got '4,8,12,16'",
         ]

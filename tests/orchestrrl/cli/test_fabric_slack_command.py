@@ -172,7 +172,7 @@ def test_marks_alone_are_no_trace(tmp_path: Path) -> None:
     write_trace([TracedMark(rank=0, mark="forward", at_s=1.0)], path)
     result = run(str(path))
     assert result.exit_code == 2
-    assert "must hold at least one collective, got 1 other events" in result.stderr
+    assert "must have at least one collective, got 1 other events" in result.stderr
 
 
 def test_faults_are_not_told_without_end(tmp_path: Path) -> None:

@@ -240,7 +240,7 @@ async def test_an_unknown_outcome_stays_open_until_the_switch_is_read(
     assert len(executor.open) == 1
     (refused,) = journal.tail(100, (EntryKind.CIRCUITS_RESULT,))
     assert (refused.subject, refused.body["done"]) == (prepared.id, False)
-    assert refused.body["detail"].startswith("was not begun, the change before it is open: ocs1: no route to host")
+    assert refused.body["detail"].startswith("was not begun, the previous change is still open: ocs1: no route to host")
     lost.reachable = True
     if by == "settling":
         await executor.settle()
@@ -268,7 +268,7 @@ async def test_what_somebody_else_has_overtaken_is_left_alone(
     await restarted.settle()
     assert await shown(switch) == {CrossConnect(1, 20)}
     (result,) = journal.tail(1)
-    assert "overtaken" in result.body["detail"]
+    assert "conflicted with another change" in result.body["detail"]
     assert not result.body["done"]
 
 
@@ -463,7 +463,7 @@ async def test_a_rollback_is_read_back_before_the_switch_is_said_to_be_as_it_was
     outcome = await executor.change("ocs1", CircuitChange(OLD), ChangeMode.SAFE)
     assert not outcome.done
     assert not outcome.rolled_back
-    assert outcome.detail.endswith("rolled back, then shown otherwise: 1:17 is up; 2:18 is up")
+    assert outcome.detail.endswith("rolled back, but the switch still differs: 1:17 is up; 2:18 is up")
 
 
 async def test_a_rollback_that_is_refused_ends_the_change_and_is_told(

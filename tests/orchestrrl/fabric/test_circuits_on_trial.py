@@ -98,8 +98,8 @@ async def test_what_nobody_confirms_is_undone_and_written_down(
     with pytest.raises(CircuitConflict, match="reverted"):
         await executor.confirm("ocs1")
     assert [done for done, _ in results(journal)] == [True, False]
-    assert "nobody confirmed it in time; rolled back" in results(journal)[-1][1]
-    with pytest.raises(CircuitConflict, match="nobody confirmed it in time"):
+    assert "not confirmed in time; rolled back" in results(journal)[-1][1]
+    with pytest.raises(CircuitConflict, match="not confirmed in time"):
         await executor.confirm("ocs1")
     assert (await executor.change("ocs1", CircuitChange((THEIRS,)), ChangeMode.SAFE)).done
 
@@ -127,7 +127,7 @@ async def test_a_revert_that_fails_is_told_and_waited_for(
     await clock.sleep(10.0)
     await executor.settle()
     assert shown(switch) == frozenset(OLD)
-    assert "nobody confirmed it in time; rolled back" in results(journal)[-1][1]
+    assert "not confirmed in time; rolled back" in results(journal)[-1][1]
 
 
 async def test_a_part_that_does_not_take_at_first_is_completed_on_trial(
@@ -161,7 +161,7 @@ async def test_a_restarted_daemon_undoes_what_it_finds_unconfirmed(
     await restarted.settle()
     assert shown(switch) == frozenset(OLD)
     assert (await driver.cross_connects()).unconfirmed is None
-    assert "was on trial, and nobody confirmed it; rolled back" in results(journal)[-1][1]
+    assert "was on trial and was not confirmed; rolled back" in results(journal)[-1][1]
     assert (await restarted.change("ocs1", CircuitChange(disconnect=OLD), ChangeMode.SAFE)).done
 
 

@@ -46,12 +46,12 @@ async def test_the_plan_goes_around_what_is_not_ours_and_says_how_it_would_be(
     report = await site.in_window(ACROSS_RAILS)
     assert report.state is PeriodState.COMMITTED, report
     assert replaced in site.up()
-    (note,) = [note for note in report.notes if note.startswith("not ours")]
+    (note,) = [note for note in report.notes if note.startswith("foreign circuits")]
     assert f"orchestrrl ocs take-over {replaced.switch} {device}" in note
     await site.circuits.take_over(replaced.switch, [device])
     report = await site.in_window(ACROSS_RAILS)
     assert report.state is PeriodState.COMMITTED, report
-    assert not any(note.startswith("not ours") for note in report.notes)
+    assert not any(note.startswith("foreign circuits") for note in report.notes)
     assert replaced not in site.up()
 
 
@@ -62,4 +62,4 @@ async def test_what_the_fabric_made_is_ours_when_the_driver_has_forgotten_it(sit
         switch._ownership.release(switch._ownership.pairs)  # as if its process had been started anew
     report = await site.in_window(ACROSS_RAILS)
     assert report.state is PeriodState.COMMITTED, report
-    assert not any(note.startswith("not ours") for note in report.notes)
+    assert not any(note.startswith("foreign circuits") for note in report.notes)

@@ -169,7 +169,7 @@ async def test_two_jobs_use_the_same_name_each_for_its_own(site: Harness, one: A
         again = fabric.announce("next", job=job)  # as a recorder does, which knows the job and no intent
         assert again.intent.ranks <= set(ranks)
         assert (await site.over(again)).job == job
-    with pytest.raises(Permanent, match="is of several jobs, name one: 'one', 'other'"):
+    with pytest.raises(Permanent, match="was announced by several jobs, name one: 'one', 'other'"):
         fabric.announce("next")
     with pytest.raises(Permanent, match="of job 'third' was never announced"):
         fabric.announce("next", job="third")
@@ -214,7 +214,7 @@ async def test_a_job_that_never_announced_is_waited_for_where_its_servers_say_wh
     await site.pass_time(0.5)
     assert period.report.state is PeriodState.WAITING
     assert "train0/s3" in period.report.detail
-    assert any(note.endswith("over which circuits they send: elsewhere") for note in period.report.notes)
+    assert any(note.endswith("as their circuits are unknown: elsewhere") for note in period.report.notes)
     silent.quiet(5.0, "silent")
     one.quiet(5.0, "one")
     assert (await site.over(period, 1.0)).state is PeriodState.COMMITTED

@@ -290,11 +290,11 @@ async def test_a_pair_that_goes_dark_is_told_of_before(tmp_path: Path) -> None:
         dark: set[Pair] = set()
         while not period.report.over:
             if gone := joined - site.pairs():
-                assert "dark for a moment: gen0/r0 - gen0/r1" in period.report.notes
+                assert "briefly without light: gen0/r0 - gen0/r1" in period.report.notes
                 dark |= gone
             await site.pass_time(0.001)
         assert (period.report.state, period.report.stages_done) == (PeriodState.COMMITTED, 2)
-        assert "dark for a moment: gen0/r0 - gen0/r1" in period.report.notes
+        assert "briefly without light: gen0/r0 - gen0/r1" in period.report.notes
         assert dark == joined <= site.pairs()
 
 
@@ -304,7 +304,7 @@ async def test_advice_shows_the_plan_and_changes_nothing(site: Harness, agents: 
     assert (report.state, report.code) == (PeriodState.KEPT, "advise")
     assert report.moves == 17
     assert report.stages == 1
-    assert any(note.startswith("would take down nothing, and put up core0:") for note in report.notes)
+    assert any(note.startswith("would remove nothing, and add core0:") for note in report.notes)
     assert site.written(EntryKind.CIRCUITS_INTENT) == []
     site.mode = Mode.ACT
     assert (await site.in_window(OVER_CORE)).state is PeriodState.COMMITTED

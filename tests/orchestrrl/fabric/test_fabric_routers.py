@@ -108,23 +108,24 @@ def test_all_faults_at_once(folder: Path) -> None:
     found = faults_of(document(first, second, third, rerouting={"link_up_s": -1}), folder)
     assert found == [
         "fabric.rerouting.link_up_s: must be >= 0, got -1",
-        "fabric.routers[1].tor: is none of the site's, got 'r7'",
-        "fabric.routers[2].tor: is the ToR of fabric.routers[0] already, got 'r0'",
-        "fabric.routers: must have every ToR of fabric.site, or none (missing: r1), got 2",
+        "fabric.routers[1].tor: must be a ToR of fabric.site, got 'r7'",
+        "fabric.routers[2].tor: must be named once, and fabric.routers[0] has it already, got 'r0'",
+        "fabric.routers: must list every ToR of fabric.site, or none (missing: r1), got 2",
         "fabric.routers[0].interfaces[2]: must be the name of an interface, got 'b@d'",
-        "fabric.routers[0].interfaces[0]: is named twice on this ToR, got 'swp1'",
-        "fabric.routers[0].interfaces[1]: is named twice on this ToR, got 'swp1'",
-        "fabric.routers[0].packet_side.interface: is named twice on this ToR, got 'swp1'",
-        "fabric.routers[0].interfaces: must name those of its 2 fibres (agg0:1, agg1:1), got 3",
-        "fabric.routers[0].options.prefix: must be a list of words, as [ssh, tor3], got 'ssh'",
+        "fabric.routers[0].interfaces[0]: must be named once per ToR, got 'swp1'",
+        "fabric.routers[0].interfaces[1]: must be named once per ToR, got 'swp1'",
+        "fabric.routers[0].packet_side.interface: must be named once per ToR, got 'swp1'",
+        "fabric.routers[0].interfaces: must name an interface for each of 2 fibres (agg0:1, agg1:1), got 3",
+        "fabric.routers[0].options.prefix: must be a list of words such as [ssh, tor3], got 'ssh'",
         "fabric.routers[0].options.colour: is not known (known: command_timeout_s, metric,"
         " prefix, protocol, table), got 1",
         "fabric.routers[1].address: must be an IPv4 address, got '192.0.2.300'",
-        "fabric.routers[1].prefixes[0]: overlaps with 10.0.0.0/24 of fabric.routers[0].prefixes[0],"
+        "fabric.routers[1].prefixes[0]: must not overlap with 10.0.0.0/24 of fabric.routers[0].prefixes[0],"
         " got '10.0.0.128/25'",
-        "fabric.routers[1].prefixes[1]: must be an IPv4 network, as 10.0.2.0/24, got '10.9.9.1/24'",
-        "fabric.routers[2].address: is fabric.routers[0].packet_side.address already, got '192.0.2.7'",
-        "fabric.routers[2].prefixes[1]: must be an IPv4 network, as 10.0.2.0/24, got 'fe80::/64'",
+        "fabric.routers[1].prefixes[1]: must be an IPv4 network such as 10.0.2.0/24, got '10.9.9.1/24'",
+        "fabric.routers[2].address: must be unique, and fabric.routers[0].packet_side.address has it already,"
+        " got '192.0.2.7'",
+        "fabric.routers[2].prefixes[1]: must be an IPv4 network such as 10.0.2.0/24, got 'fe80::/64'",
         "fabric.routers[2].driver: must be one of frr, iproute, virtual, got 'router'",
     ]
 
@@ -132,6 +133,6 @@ def test_all_faults_at_once(folder: Path) -> None:
 def test_what_a_driver_refuses_has_its_path(folder: Path) -> None:
     found = faults_of(document(router(0, options={"prefix": "ssh"}), router(1, options={"metric": 0})), folder)
     assert found == [
-        "fabric.routers[0].options.prefix: must be a list of words, as [ssh, tor3], got 'ssh'",
+        "fabric.routers[0].options.prefix: must be a list of words such as [ssh, tor3], got 'ssh'",
         "fabric.routers[1].options.metric: must be a whole number within 1..4294967295, got 0",
     ]

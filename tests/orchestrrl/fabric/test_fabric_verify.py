@@ -102,7 +102,7 @@ async def test_a_look_at_a_sound_site_changes_nothing(harness: VerifiedHarness) 
     sent = len(harness.sent)
     found = await harness.verify()
     others = "core0:2, core0:3, core0:4, core0:6, core0:7, core0:8, and 18 more"
-    why = f"no light shows where they end; --walk lights those that are free: {others}"
+    why = f"no light shows where they end; --walk lights free ones: {others}"
     assert found == VerificationReport((), 4, 2, IN_USE, FIBRES, (why,))
     assert len(harness.sent) == sent
 
@@ -194,7 +194,7 @@ async def test_a_walk_leaves_alone_a_switch_that_is_masked_or_silent(harness: Ve
 async def test_a_lane_without_a_good_fibre_beside_it_is_not_known(harness: VerifiedHarness) -> None:
     harness.overrides.mask([f"port gen0/agg0:{port}" for port in range(2, 9)], "no transceivers there")
     found = await harness.verify(walk=True)
-    whys = [f"gen0/agg0:{port}: no good fibre of a ToR is free beside it" for port in (10, 11, 12)]
+    whys = [f"gen0/agg0:{port}: no verified ToR fibre on its switch is free" for port in (10, 11, 12)]
     assert list(found.not_seen[:-1]) == whys
     assert harness.lit_on(CORE) == []
 
@@ -261,10 +261,10 @@ async def test_a_walk_that_fails_darkens_what_it_lit(harness: VerifiedHarness, f
 
 async def test_what_may_not_be_walked_is_refused(harness: VerifiedHarness) -> None:
     sent = len(harness.sent)
-    with pytest.raises(Permanent, match="first `orchestrrl fabric pause`"):
+    with pytest.raises(Permanent, match="run `orchestrrl fabric pause` first"):
         await harness.during(verifier(harness, harness.follower).verify(walk=True))
     harness.pause_registry.pause(PauseScope.FABRIC, "fibres are looked at")
-    with pytest.raises(Permanent, match=r"name them in fabric\.routers"):
+    with pytest.raises(Permanent, match=r"list them in fabric\.routers"):
         await harness.during(verifier(harness, None).verify(walk=True))
     assert len(harness.sent) == sent
     assert (await harness.during(verifier(harness, None).verify(walk=False))).faults == ()
@@ -292,6 +292,6 @@ async def test_what_switches_show_is_held_against_what_is_ours(tmp_path: Path) -
         ("one_way", "train0/agg0:7:36"),
         ("failed_port", "core0:8"),
     ]
-    nobody = "fabric.routers names no ToRs, so that nobody can say where light comes out"
+    nobody = "fabric.routers lists no ToRs, so it is unknown where light arrives"
     assert replace(found, faults=()) == VerificationReport((), 3, 0, 0, 16, (nobody,))
     await site.stop()

@@ -159,10 +159,10 @@ def test_what_is_wrong_is_told_all_at_once(site: Harness) -> None:
     with pytest.raises(ProblemFaults) as wrong:
         site.overrides.pin(["core0:1-99", "core9:1-2", "1-2", "core0:1-2", "core0:3-3"], "", -1.0)
     assert wrong.value.faults == [
-        "cross_connects[0]: ends at ports without a fibre (99), got 'core0:1-99'",
-        "cross_connects[1]: is on no switch of the site, got 'core9:1-2'",
+        "cross_connects[0]: must use ports with a fibre (99 have none), got 'core0:1-99'",
+        "cross_connects[1]: must be on a switch of the site, got 'core9:1-2'",
         "cross_connects[2]: must be SWITCH:PORT-PORT, got '1-2'",
-        "cross_connects[3]: joins one endpoint with itself, got 'core0:1-2'",
+        "cross_connects[3]: must join two different endpoints, got 'core0:1-2'",
         "cross_connects[4]: must be SWITCH:PORT-PORT, got 'core0:3-3'",
         "ttl_s: must be >= 0 (0: until released), got -1",
     ]

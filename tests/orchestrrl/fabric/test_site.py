@@ -68,46 +68,46 @@ CORE = 4  # the place of core0 among the switches
 FAULTS = {
     "a port of two endpoints": (
         edit("switches", 0, "ports", "train0/r1", value="4-7"),
-        ["switches[0].ports.train0/r1: port 4 of train0/agg0 is fibred to train0/r0 already, got '4-7'"],
+        ["switches[0].ports.train0/r1: port 4 of train0/agg0 has a fibre to train0/r0 already, got '4-7'"],
     ),
     "a port listed twice": (
         edit("switches", 0, "ports", "train0/r1", value="5,5-7"),
-        ["switches[0].ports.train0/r1: port 5 of train0/agg0 is fibred to train0/r1 already, got '5,5-7'"],
+        ["switches[0].ports.train0/r1: port 5 of train0/agg0 has a fibre to train0/r1 already, got '5,5-7'"],
     ),
     "a port beyond the switch": (
         edit("switches", 0, "ports", "train0/r1", value="577"),
-        ["switches[0].ports.train0/r1: must be ports 1 to 576 of a piezo_polatis, got '577'"],
+        ["switches[0].ports.train0/r1: must be within 1..576, the ports of a piezo_polatis, got '577'"],
     ),
     "port 0": (
         edit("switches", 0, "ports", "train0/r1", value=0),
-        ["switches[0].ports.train0/r1: must be ports 1 to 576 of a piezo_polatis, got '0'"],
+        ["switches[0].ports.train0/r1: must be within 1..576, the ports of a piezo_polatis, got '0'"],
     ),
     "an endpoint that is not there": (
         edit("switches", 0, "ports", "train0/r7", value=20),
-        ["switches[0].ports: is neither of tors nor of uplinks, got 'train0/r7'"],
+        ["switches[0].ports: must be one of tors or uplinks, got 'train0/r7'"],
     ),
     "a PoD in the place of an uplink": (
         edit("switches", CORE, "ports", "gen0", value=20),
-        ["switches[4].ports: is a PoD; fibres end at its ToRs and uplinks, got 'gen0'"],
+        ["switches[4].ports: must be a ToR or an uplink, not a PoD, got 'gen0'"],
     ),
     "a ToR in the core": (
         edit("switches", CORE, "ports", "gen0/r0", value=20),
-        ["switches[4].ports: is a ToR; fibres to the core come from uplinks, got 'gen0/r0'"],
+        ["switches[4].ports: must be an uplink, as ToRs have no fibres to the core, got 'gen0/r0'"],
     ),
     "an endpoint of another PoD": (
         edit("switches", 0, "ports", "gen0/r0", value=20),
-        ["switches[0].ports: is in another PoD (gen0, not train0), got 'gen0/r0'"],
+        ["switches[0].ports: must be in PoD train0, not in gen0, got 'gen0/r0'"],
     ),
     "a device that nobody knows": (
         edit("switches", 0, "device", value="mirrors"),
         [
-            "switches[0].device: is neither of devices nor known (known: liquid_crystal_coherent, mems_3d_calient,"
-            " piezo_polatis, robotic_telescent, rotornet_infocus), got 'mirrors'"
+            "switches[0].device: must be one of devices or a built-in device (known: liquid_crystal_coherent,"
+            " mems_3d_calient, piezo_polatis, robotic_telescent, rotornet_infocus), got 'mirrors'"
         ],
     ),
     "a device of another's name": (
         edit("devices", value={"piezo_polatis": {"reconfiguration_s": 1.0, "ports": 4}}),
-        ["devices.piezo_polatis: is known by that name already, with 576 ports; take another name, got 4 ports"],
+        ["devices.piezo_polatis: must not redefine a built-in device, which has 576 ports, got 4 ports"],
     ),
     "a device that cannot be": (
         edit("devices", value={"odd": {"reconfiguration_s": -1.0, "ports": 1}}),
@@ -123,14 +123,14 @@ FAULTS = {
     "a missing far end": (
         edit("switches", CORE, "ports", "gen1/up0", value="13,14,16"),
         [
-            "uplinks[3]: must have as many fibres in its PoD as in the core (no far end for gen1/agg0:12),"
+            "uplinks[3]: must have as many fibres in its PoD as in the core (gen1/agg0:12 have no far end),"
             " got 4 and 3 ('gen1/up0')"
         ],
     ),
     "a missing near end": (
         edit("switches", 3, "ports", "gen1/up0", value="9-11"),
         [
-            "uplinks[3]: must have as many fibres in its PoD as in the core (no far end for core0:16),"
+            "uplinks[3]: must have as many fibres in its PoD as in the core (core0:16 have no far end),"
             " got 3 and 4 ('gen1/up0')"
         ],
     ),
@@ -144,15 +144,15 @@ FAULTS = {
     ),
     "a server on another PoD's ToR": (
         edit("servers", 0, "tors", 1, value="gen0/r1"),
-        ["servers[0].tors[1]: is a ToR of another PoD (gen0, not train0), got 'gen0/r1'"],
+        ["servers[0].tors[1]: must be a ToR of PoD train0, not of gen0, got 'gen0/r1'"],
     ),
     "a ToR that is not there": (
         edit("servers", 0, "tors", 1, value="train0/r9"),
-        ["servers[0].tors[1]: is not one of tors, got 'train0/r9'"],
+        ["servers[0].tors[1]: must be one of tors, got 'train0/r9'"],
     ),
     "a NIC on the wrong rail": (
         edit("servers", 0, "tors", 1, value="train0/r0"),
-        ["servers[0].tors[1]: is rail 0, whose NICs are number 0, got 'train0/r0'"],
+        ["servers[0].tors[1]: must be at index 0, as a ToR of rail 0, got 'train0/r0'"],
     ),
     "a GPU in two servers": (
         edit("servers", 1, "gpus", value="1-2"),
@@ -164,27 +164,27 @@ FAULTS = {
     ),
     "GPUs that NICs cannot share": (
         edit("servers", 15, "gpus", value="30-32"),
-        ["servers[15].gpus: must be shared evenly by 2 NICs (one for each of tors), got 3 GPUs"],
+        ["servers[15].gpus: must divide evenly among 2 NICs (one per entry of tors), got 3 GPUs"],
     ),
     "an id of two endpoints": (
         edit("pods", 4, value={"id": "gen1/up0", "role": "gen"}),
         [
-            "uplinks[3].id: is used already by pods[4].id, got 'gen1/up0'",
+            "uplinks[3].id: must be unique, and pods[4].id uses it already, got 'gen1/up0'",
             "pods[4]: must have a ToR, got none ('gen1/up0')",
             "pods[4]: must have an uplink with fibres to the core, got none ('gen1/up0')",
         ],
     ),
     "an unknown PoD": (
         edit("servers", 0, "pod", value="train7"),
-        ["servers[0].pod: is not one of pods, got 'train7'"],
+        ["servers[0].pod: must be one of pods, got 'train7'"],
     ),
     "a PoD's switch without its PoD": (
         edit("switches", 0, "pod", value=None),
-        ["switches[0].pod: is missing, as a switch of tier agg belongs to a PoD, got nothing"],
+        ["switches[0].pod: must be set for a switch of tier agg, got nothing"],
     ),
     "a PoD for the core": (
         edit("switches", CORE, "pod", value="gen0"),
-        ["switches[4].pod: must not be given, as the core belongs to no PoD, got 'gen0'"],
+        ["switches[4].pod: must not be set for a switch of tier core, got 'gen0'"],
     ),
     "a reserved port without a fibre": (
         edit("reserved", 0, "ports", value="4,8,12,16-17"),
@@ -192,19 +192,19 @@ FAULTS = {
     ),
     "a reserved port outside of the core": (
         edit("reserved", 0, "switch", value="gen0/agg0"),
-        ["reserved[0].switch: must be a switch of the core, got 'gen0/agg0' (tier agg)"],
+        ["reserved[0].switch: must be a core switch, got 'gen0/agg0' (tier agg)"],
     ),
     "a reserved port of no switch": (
         edit("reserved", 0, "switch", value="core7"),
-        ["reserved[0].switch: is not one of switches, got 'core7'"],
+        ["reserved[0].switch: must be one of switches, got 'core7'"],
     ),
     "reserved ports that make no circuit": (
         edit("reserved", 0, "ports", value="4,8,12"),
-        ["reserved[0].ports: must be as many of train PoDs as of gen PoDs on core0 for responses, got 2 and 1"],
+        ["reserved[0].ports: must have as many ports of train PoDs as of gen PoDs on core0 for responses, got 2 and 1"],
     ),
     "reserved ports of one PoD": (
         edit("reserved", 0, value={"purpose": "probes", "switch": "core0", "ports": "1-3,5"}),
-        ["reserved[0].ports: must join PoDs in pairs on core0 for probes, got 3 of 4 ports of 'train0'"],
+        ["reserved[0].ports: must not be mostly of one PoD on core0 for probes, got 3 of 4 ports of 'train0'"],
     ),
     "ports reserved twice": (
         edit("reserved", 1, value={"purpose": "probes", "switch": "core0", "ports": "1,5,4"}),

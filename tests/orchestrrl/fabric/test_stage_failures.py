@@ -84,7 +84,7 @@ async def test_what_has_come_to_nothing_is_not_repeated_outside_a_window(site: H
     assert site.up() == before
     assert period.report.state is PeriodState.WAITING
     (commit,) = period.report.commits
-    assert "nothing took, the switch is as it was" in commit.detail
+    assert "nothing took effect, the switch is as it was" in commit.detail
     site.agents[0].quiet(10.0)
     assert (await site.over(period)).state is PeriodState.COMMITTED
     assert sound(site)
@@ -99,7 +99,7 @@ async def test_a_mirror_that_sticks_is_rolled_back_told_and_gone_around(site: Ha
     assert "core0: add " in failed.detail
     assert "rolled back, the switch is as it was" in failed.detail
     assert all(commit.done for commit in rest)
-    assert any(note.startswith("not used for 60 s, nothing came up there: core0:1") for note in report.notes)
+    assert any(note.startswith("ports not used for 60 s, because no circuit came up there: ") for note in report.notes)
     assert sound(site)
     assert not any(1 in each.ports for each in site.up() if each.switch == CORE)
     await site.pass_time(60.0)
@@ -174,7 +174,7 @@ async def test_a_switch_that_hangs_holds_up_one_look_only(site: Harness) -> None
     assert second.ended_s is not None
     assert first.ended_s - first.announced_s >= 5.0  # once
     assert second.ended_s - second.announced_s < 0.5
-    assert site.coordinator.site_reading.unread == {CORE: "has not answered within 5 s"}
+    assert site.coordinator.site_reading.unread == {CORE: "did not answer within 5 s"}
     hangs.set()
     await site.pass_time(0.01)
     assert (await site.in_window(OVER_CORE)).state is PeriodState.COMMITTED
@@ -322,7 +322,7 @@ async def test_a_full_journal_stops_what_is_not_begun(site: Harness, entries: in
             assert site.sent == []
             assert report.code == "not_recorded"
     site.journal.full_in = None
-    await site.pass_time(6.0)  # what stayed open is written off, or found carried out
+    await site.pass_time(6.0)  # what stayed open is written off, or was found carried out
     assert site.circuits.open == ()
     assert site.journal.open_operations(CIRCUIT_CHANGES) == []
     assert (await site.in_window(OVER_CORE)).state is PeriodState.COMMITTED

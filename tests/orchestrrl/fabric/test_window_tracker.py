@@ -217,16 +217,16 @@ async def test_who_is_missing_is_told_with_who_is_there(hub: WindowTracker, cloc
         assert isinstance(window, Hold)
         return window.detail
 
-    assert said("", {0, 1, 4}) == "no recorder is read of rank 0-1, 4; read are: none"
+    assert said("", {0, 1, 4}) == "no agent reads the recorder of rank 0-1, 4; traced: none"
     agents = [
         Agent(hub, clock, "a", {"trainer": frozenset(range(4)), "": frozenset({7})}),
         Agent(hub, clock, "b", {"trainer": frozenset({5})}),
     ]
     for agent in agents:
         agent.attach()
-    there = "a job without a name (rank 7), trainer (rank 0-3, 5)"
-    assert said("trainer", {3, 4}) == f"no recorder is read of rank 4 of trainer; read are: {there}"
-    assert said("trainr", {0}) == f"no recorder is read of rank 0 of trainr; read are: {there}"
+    there = "an unnamed job (rank 7), trainer (rank 0-3, 5)"
+    assert said("trainer", {3, 4}) == f"no agent reads the recorder of rank 4 of trainer; traced: {there}"
+    assert said("trainr", {0}) == f"no agent reads the recorder of rank 0 of trainr; traced: {there}"
     assert hub.hosts_of_jobs() == {"trainer": {"a", "b"}, "": {"a"}}
     for agent in agents:
         agent.leave()

@@ -124,14 +124,14 @@ async def test_what_may_come_soon_is_waited_for_and_looked_for_again(
     assert clock.now_s() - 1000.0 == pytest.approx(LATE_TIMES * reconfiguration_s, abs=0.05)
     (result,) = journal.tail(9, (EntryKind.CIRCUITS_RESULT,))
     assert result.body["done"] is commanded
-    assert result.body["detail"].startswith("found carried out" if commanded else "was not begun")
+    assert result.body["detail"].startswith("was found carried out" if commanded else "was not begun")
 
 
 async def test_what_may_come_late_keeps_the_change_open_for_so_long(journal: Journal, clock: VirtualClock) -> None:
     driver, _ = late(clock, reconfiguration_s=120.0)
     executor = interrupted(driver, journal, clock)
     for left_s in (240.0, 140.0, 40.0):
-        words = f"nothing of circuits-0-1 is there, and for {left_s:.0f} s some of it may come yet"
+        words = f"no circuit of circuits-0-1 is listed yet; one may still appear within {left_s:.0f} s"
         with pytest.raises(DriverRetryable, match=words) as caught:
             await executor.change("late", CircuitChange((TWO,)), ChangeMode.SAFE)
         assert caught.value.after_s == left_s

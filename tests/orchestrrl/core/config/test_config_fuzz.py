@@ -118,7 +118,7 @@ def test_an_odd_id_of_a_switch_beside_a_fabric_is_named(document: Any, value: An
     assert f"ocs[{at}].id: should be a valid string, got {value!r}" in [
         fault.replace("Input ", "").replace("String ", "") for fault in faults
     ]
-    assert f"ocs: must have every switch of fabric.site, {switch!r} is missing" in faults
+    assert f"ocs: must list every switch of fabric.site, {switch!r} is missing" in faults
 
 
 def test_a_site_with_any_fault_is_refused_by_path() -> None:

@@ -1,1 +1,1 @@
-"""Which circuits each communication period gets, and when they may be changed. Pure; see docs/fabric.md."""
+"""Choose the circuits of each communication period, and when they may change. Pure; see docs/fabric.md."""

@@ -1,8 +1,7 @@
-"""How many circuits each pair of endpoints gets for a demand: never worse than Algorithm 3 (appendix D). Pure.
+"""Choose how many circuits each pair of endpoints gets for a demand; never worse than Algorithm 3 (appendix D). Pure.
 
-An allocation is judged by three things: pairs served, bytes served, and the seconds of the slowest pair served. It is
-worse where one of them is. A pair without a circuit is not slow but unserved: several hops or the packet side.
-"""
+An allocation is judged by the pairs served, the bytes served, and the seconds of the slowest pair served. It is worse
+if any of these is. A pair without a circuit is unserved, not slow: its packets take several hops or the packet side."""
 
 import math
 from collections.abc import Mapping
@@ -21,14 +20,14 @@ class AllocationProblem:
     ports: Mapping[EndpointId, int]
     demand: Mapping[tuple[EndpointId, EndpointId], float]  # bytes from one endpoint to another
     eligible: frozenset[Pair] | None = None  # None: every pair
-    failed_ports: Mapping[EndpointId, int] = field(default_factory=dict)  # more than there are: none is left
+    failed_ports: Mapping[EndpointId, int] = field(default_factory=dict)  # values above `ports` leave no port
 
     def __post_init__(self) -> None:
         if not (0 < self.link_gbps < math.inf):
             raise ValueError(f"link_gbps must be > 0, got {self.link_gbps}")
         for endpoint, count in (*self.ports.items(), *self.failed_ports.items()):
             if endpoint not in self.ports:
-                raise ValueError(f"failed_ports names an endpoint that does not exist, got {endpoint!r}")
+                raise ValueError(f"failed_ports must name existing endpoints, got {endpoint!r}")
             if count < 0:
                 raise ValueError(f"ports of {endpoint} must be >= 0, got {count}")
         for (source, destination), sent_bytes in self.demand.items():
@@ -36,16 +35,16 @@ class AllocationProblem:
             if not (0 <= sent_bytes < math.inf):
                 raise ValueError(f"demand of {source} to {destination} must be >= 0 bytes, got {sent_bytes}")
         if not math.isfinite(sum(self.demand.values())):
-            raise ValueError("demand adds up to more bytes than there are numbers for")
+            raise ValueError("demand must have a finite sum in bytes")
         for pair in self.eligible or ():
             if pair != pair_of(*pair):
-                raise ValueError(f"an eligible pair has the smaller endpoint first, got {pair}")
+                raise ValueError(f"an eligible pair must have the smaller endpoint first, got {pair}")
             self._check("eligible", pair)
 
     def _check(self, what: str, pair: Pair) -> None:
         for endpoint in pair:
             if endpoint not in self.ports:
-                raise ValueError(f"{what} names an endpoint that does not exist, got {endpoint!r}")
+                raise ValueError(f"{what} must name existing endpoints, got {endpoint!r}")
 
     def usable_ports(self, endpoint: EndpointId) -> int:
         return max(0, self.ports[endpoint] - self.failed_ports.get(endpoint, 0))
@@ -53,22 +52,21 @@ class AllocationProblem:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    circuits: Mapping[Pair, int]  # of each pair served, at least one; sorted by pair
-    completion_s: float  # of the slowest pair served, both directions at once; 0 where none is
+    circuits: Mapping[Pair, int]  # circuits per pair served, at least one; sorted by pair
+    completion_s: float  # of the slowest pair served, both directions at once; 0 if no pair is served
     unserved: tuple[Pair, ...]  # pairs with demand and no circuit, eligible or not; sorted
-    uniform_completion_s: float  # with ports dealt out in turn over the demanded pairs, in sorted order
+    uniform_completion_s: float  # the same if ports were assigned round-robin to the demanded pairs, in sorted order
 
 
 def allocate(problem: AllocationProblem, *, bipartite: bool = False) -> Allocation:
-    """At least as many pairs and bytes served as by Algorithm 3, the slowest pair no slower; of such allocations that
-    are found the one with the most pairs, then the fewest seconds, then the most bytes.
+    """Allocate circuits that serve at least as many pairs and bytes as Algorithm 3, with the slowest pair no slower.
 
-    `bipartite` is for demand between two sides with hot endpoints: it tries the utilisation-aware tie-break too, and
-    the most bytes count first. A fixed amount of work; no randomness.
-    """
+    Of the allocations found, the result has the most pairs, then the fewest seconds, then the most bytes. `bipartite`
+    is for demand between two sides with hot endpoints: it also tries the utilisation-aware tie-break, and ranks bytes
+    first. The amount of work is fixed; no randomness."""
     demanded, barred = _demanded(problem)
     circuits: Mapping[int, int] = by_bottleneck(demanded)
-    if 0 < len(circuits) < len(demanded.pairs):  # where all are served, nothing ends sooner
+    if 0 < len(circuits) < len(demanded.pairs):  # if all are served, no allocation ends sooner
         reference, circuits = circuits, reselect(demanded, circuits)
         if bipartite:
             circuits = most_bytes(demanded, reference, circuits)
@@ -76,13 +74,13 @@ def allocate(problem: AllocationProblem, *, bipartite: bool = False) -> Allocati
 
 
 def algorithm3(problem: AllocationProblem) -> Allocation:
-    """The paper's, its ties broken by the larger directional demand, then by the smaller pair."""
+    """Allocate by the paper's Algorithm 3. Ties go to the larger directional demand, then to the smaller pair."""
     demanded, barred = _demanded(problem)
     return _allocation(problem, demanded, barred, by_bottleneck(demanded))
 
 
 def _demanded(problem: AllocationProblem) -> tuple[Demanded, list[Pair]]:
-    """The pairs with something to send; those of them that are not eligible."""
+    """Return the eligible pairs with traffic, and the other pairs with traffic."""
     sent: dict[Pair, tuple[float, float]] = {}  # bytes of the larger direction, and of both
     for (source, destination), sent_bytes in problem.demand.items():
         if sent_bytes > 0:
@@ -125,5 +123,5 @@ def _completion_s(problem: AllocationProblem, demanded: Demanded, circuits: Mapp
 
 
 def seconds(circuit_bytes: float, link_gbps: float) -> float:
-    """Of one circuit, both directions at once."""
+    """Return the seconds to send the bytes over one circuit; both directions are used at once."""
     return circuit_bytes * BITS_PER_BYTE / (link_gbps * 1e9)

@@ -1,8 +1,7 @@
-"""Which cable is where it should not be: what ToRs see, held against what the site's file and the switches say. Pure.
+"""Find miswired cables: compare what ToRs observe with the site's file and the switches' cross-connects. Pure.
 
-A switch knows its mirrors, not what is plugged in. But light that it sends to the wrong fibre comes out somewhere: a
-ToR has a signal that nobody sent it, or another router than expected answers there.
-"""
+A switch controls its mirrors, but cannot detect which fibre is plugged in. Light on a wrong fibre arrives elsewhere: a
+ToR has an unexpected signal, or an unexpected router answers there."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ STRANGER = "stranger"
 
 @dataclass(frozen=True, slots=True, order=True)
 class CablingFault:
-    """One fault. `where` names a port as `SWITCH:PORT`, or an interface as `TOR/INTERFACE`."""
+    """One fault. `where` is a port as `SWITCH:PORT`, or an interface as `TOR/INTERFACE`."""
 
     kind: str
     where: str
@@ -34,8 +33,8 @@ class CablingFault:
 
 @dataclass(frozen=True, slots=True)
 class ObservedCables:
-    """By the ToRs: which interfaces have a signal, and who answers there. Interfaces of `silent` ToRs may have one or
-    not; and where switches are `unread`, light that was not expected may be theirs."""
+    """The ToRs' observations: the interfaces with a signal, and the routers that answer there. Interfaces of `silent`
+    ToRs may have a signal or not. If switches are `unread`, unexpected light may come from them."""
 
     signals: frozenset[Interface]
     answering: Mapping[Interface, frozenset[EndpointId]]
@@ -43,15 +42,15 @@ class ObservedCables:
     unread: frozenset[OcsId] = frozenset()
 
 
-# The ends of links that the switches make: the port of each, and the far end.
+# The ends of links that the switches form, with the port of each and the far end.
 _Ends = Mapping[Interface, tuple[Port, Interface]]
 
 
 def faults_seen(
     site: Site, interfaces: Mapping[Port, Interface], up: Iterable[PortPair], seen: ObservedCables
 ) -> tuple[CablingFault, ...]:
-    """From light that is there anyway. Two cables of one ToR whose light goes to one other ToR cannot be told apart
-    so; walking can (`traced`)."""
+    """Find faults by the light of existing circuits. Two cables of one ToR that lead to the same other ToR are
+    indistinguishable this way; a walk (`traced`) can tell them apart."""
     ends = _ends(links_up(site, up, interfaces), interfaces)
     dark = {here for here in ends.keys() - seen.signals if here[0] not in seen.silent}
     strays = (seen.signals & set(interfaces.values())) - ends.keys()
@@ -77,7 +76,7 @@ def faults_seen(
         CablingFault(
             STRAY,
             text(stray),
-            f"has a signal that no cross-connect of the switches sends it{_responders_text(seen, stray)}",
+            f"has a signal, but no cross-connect sends it one{_responders_text(seen, stray)}",
         )
         for stray in sorted(strays)
         if not seen.unread
@@ -86,12 +85,12 @@ def faults_seen(
 
 
 def _strangers(ends: _Ends, seen: ObservedCables, explained: set[Interface]) -> list[CablingFault]:
-    """Light arrives, and from somebody else."""
+    """Return faults of interfaces that receive light from an unexpected router."""
     return [
         CablingFault.at_port(
             STRANGER,
             port,
-            f"{far[0]} should be seen at {text(here)}{_responders_text(seen, here) or ': nobody answers'}",
+            f"{far[0]} should answer at {text(here)}{_responders_text(seen, here) or ': no router answers'}",
         )
         for here, (port, far) in sorted(ends.items())
         if here in seen.signals and here not in explained and far[0] not in seen.answering.get(here, ())
@@ -99,9 +98,10 @@ def _strangers(ends: _Ends, seen: ObservedCables, explained: set[Interface]) -> 
 
 
 def walk(interfaces: Mapping[Port, Interface], free: Iterable[Port]) -> tuple[PortPair, ...]:
-    """Cross-connects to light one after the other: on each switch a ring of the free fibres, so that each is lit with
-    two others, of other ToRs where there are any. Two cables that are mixed up show only where each is lit with a
-    third."""
+    """Return cross-connects to light one after the other: on each switch a ring of the free fibres.
+
+    Each fibre is lit with two others, of other ToRs if possible. Two swapped cables are only detected if each is lit
+    with a third."""
     by_switch: dict[OcsId, dict[EndpointId, list[Port]]] = {}
     for port in sorted(free):
         if port in interfaces:
@@ -118,8 +118,8 @@ def walk(interfaces: Mapping[Port, Interface], free: Iterable[Port]) -> tuple[Po
 def traced(
     lightings: Sequence[tuple[PortPair, frozenset[Interface]]], interfaces: Mapping[Port, Interface]
 ) -> tuple[frozenset[Port], tuple[CablingFault, ...]]:
-    """From each cross-connect of a walk and the interfaces that had a signal meanwhile: the ports whose fibre ends
-    where it should, and what is wrong with the others."""
+    """Evaluate a walk: each cross-connect with the interfaces that had a signal meanwhile. Returns the ports whose
+    fibre ends where it should, and faults of the others."""
     came: dict[Port, list[frozenset[Interface]]] = {}
     partners: dict[Port, list[Port]] = {}
     for pair, lit in lightings:
@@ -127,8 +127,8 @@ def traced(
             came.setdefault(port, []).append(lit)
             partners.setdefault(port, []).append(partner)
     found = _found(came, partners)
-    # Two that were lit with each other alone: which is which cannot be told. Where the site has one of the ends at one
-    # of them, it is taken to be there.
+    # Two fibres that were only lit with each other are indistinguishable. If one of the two ends is where the site
+    # places it, it is taken as correct.
     for pair, lit in lightings:
         ends = {port: interfaces[port] for port in pair.sides}
         if len(lit) == 2 and ends.keys().isdisjoint(found) and (as_should_be := lit & set(ends.values())):
@@ -139,17 +139,16 @@ def traced(
     faults = [wrong_cable(port, interfaces[port], found[port]) for port in sorted(found.keys() - good)]
     for port in sorted(came.keys() - found.keys()):
         seen_at = sorted(frozenset().union(*came[port]))
-        where = f"it comes out at {', '.join(map(text, seen_at))}" if seen_at else "it comes out nowhere"
-        faults.append(
-            CablingFault.at_port(DARK, port, f"light that it sends does not get to {text(interfaces[port])}: {where}")
-        )
+        where = f"it arrives at {', '.join(map(text, seen_at))}" if seen_at else "it arrives nowhere"
+        faults.append(CablingFault.at_port(DARK, port, f"its light does not reach {text(interfaces[port])}: {where}"))
     return good, tuple(faults)
 
 
 def _found(
     came: Mapping[Port, Sequence[frozenset[Interface]]], partners: Mapping[Port, Sequence[Port]]
 ) -> dict[Port, Interface]:
-    """What all lightings of a port have in common is its end; or what is left of one but for its partner's."""
+    """Locate the far end of each port: the interface common to all its lightings, or the one that remains without its
+    partner's."""
     found: dict[Port, Interface] = {}
     for port, lit in came.items():
         some = [each for each in lit if each]
@@ -170,7 +169,7 @@ def _found(
 
 def wrong_cable(port: Port, expected: Interface, found: Interface) -> CablingFault:
     return CablingFault.at_port(
-        WRONG_CABLE, port, f"its fibre ends at {text(found)}, by the site it ends at {text(expected)}"
+        WRONG_CABLE, port, f"its fibre ends at {text(found)}, but should end at {text(expected)}"
     )
 
 

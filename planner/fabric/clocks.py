@@ -1,21 +1,21 @@
-"""How far another host's clock is off, with a bound that holds whatever the way there and back take. Pure.
+"""Estimate the offset of another host's clock, with a bound that holds for any network delay. Pure.
 
-The four times of NTP (RFC 5905, section 8), but the bound is kept beside the estimate: an answer was given after the
-question was sent and before it arrived, so the offset lies within half of the time spent on the way. Of several
-exchanges what all of them allow is left, each of them wider by what two clocks may drift apart since.
-"""
+Uses the four timestamps of NTP (RFC 5905, section 8), but keeps the bound with the estimate: a reply is sent after the
+request left and before it arrived, so the offset lies within half of the round trip. Several exchanges are intersected,
+each widened by the drift that is possible since."""
 
 from collections import deque
 from dataclasses import dataclass, field
 
-DRIFT_PPM = 50.0  # between two clocks; quartz is within that, and NTP slews by up to 500
+DRIFT_PPM = 50.0  # between two clocks; quartz stays within it, NTP slews by up to 500
 EXCHANGES = 32
 MOST_AGE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class ClockExchange:
-    """`sent_s` and `back_s` in our clock, `received_s` and `answered_s` in the other's."""
+    """One request and its reply. `sent_s` and `back_s` are in our clock, `received_s` and `answered_s` in the
+    other's."""
 
     sent_s: float
     received_s: float
@@ -29,36 +29,38 @@ class ClockExchange:
 
     @property
     def least_s(self) -> float:
-        """The other's clock minus ours is at least this: the answer cannot have come back before it was given."""
+        """The lower bound of the other clock minus ours: the reply arrived after it was sent."""
         return self.answered_s - self.back_s
 
     @property
     def most_s(self) -> float:
-        """And at most this: the question cannot have been received before it was sent."""
+        """The upper bound of the other clock minus ours: the request was received after it was sent."""
         return self.received_s - self.sent_s
 
 
 @dataclass(frozen=True, slots=True)
 class ClockOffset:
-    """The other's clock minus ours is `offset_s`, more or less `bound_s`."""
+    """The other clock minus ours is `offset_s`, plus or minus `bound_s`."""
 
     offset_s: float
     bound_s: float
 
     def ours(self, theirs_s: float) -> tuple[float, float]:
-        """The earliest and the latest time in our clock that `theirs_s` may be."""
+        """Return the earliest and the latest time in our clock for `theirs_s`."""
         return theirs_s - self.offset_s - self.bound_s, theirs_s - self.offset_s + self.bound_s
 
 
 @dataclass(slots=True)
 class OffsetEstimator:
-    """Of one host. Where an exchange contradicts the earlier ones, a clock was set: those are forgotten."""
+    """Estimates the clock offset of one host. An exchange that contradicts earlier ones means that a clock was set:
+    earlier ones are dropped."""
 
     _recent: deque[ClockExchange] = field(default_factory=lambda: deque(maxlen=EXCHANGES))
-    _edges: tuple[float, float] | None = None  # what they allow together when the newest came back
+    _edges: tuple[float, float] | None = None  # their intersection when the newest reply arrived
 
     def add(self, exchange: ClockExchange) -> None:
-        """In order of time. More time spent there than in between is a clock that was set meanwhile: refused."""
+        """Add an exchange; call in order of time. Ignores one that contradicts itself, because a clock was set during
+        it."""
         if exchange.most_s < exchange.least_s - _drift_s(exchange.back_s - exchange.sent_s):
             return
         self._recent.append(exchange)
@@ -70,7 +72,7 @@ class OffsetEstimator:
             self._edges = None
 
     def offset(self, now_s: float) -> ClockOffset | None:
-        """At `now_s` in our clock; None before the first exchange, and when all are too old."""
+        """Return the offset at `now_s` in our clock; None before the first exchange, or if all are too old."""
         while self._recent and now_s - self._recent[0].back_s > MOST_AGE_S:
             self._recent.popleft()
             self._edges = None
@@ -80,8 +82,8 @@ class OffsetEstimator:
         return ClockOffset((least_s + most_s) / 2, max(0.0, most_s - least_s) / 2)
 
     def _allowed(self, now_s: float) -> tuple[float, float]:
-        """The least and the greatest offset that every exchange allows, its age considered. After the newest one all
-        widen alike, so what they allow together is worked out once."""
+        """Return the least and the greatest offset that all exchanges allow, widened by their age. After the newest
+        exchange all widen at the same rate, so their intersection is computed once."""
         newest_s = self._recent[-1].back_s
         if self._edges is None:
             drifts = [(each, _drift_s(max(0.0, newest_s - each.sent_s))) for each in self._recent]

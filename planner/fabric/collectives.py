@@ -1,7 +1,6 @@
-"""Who sends how many bytes to whom in a collective operation, rank by rank. Pure.
+"""Compute which rank sends how many bytes to which in a collective operation. Pure.
 
-Algorithms are those of NCCL: rings in the order in which a group lists its ranks, and its double binary tree.
-"""
+The algorithms are those of NCCL: rings in the order in which a group lists its ranks, and its double binary tree."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -15,7 +14,7 @@ from planner.fabric.intent import Primitive, Traffic
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-# So many transfers at once: an all-to-all among n ranks has n * (n - 1).
+# The number of transfers in one batch: an all-to-all among n ranks has n * (n - 1).
 TRANSFERS_AT_ONCE = 2_000_000
 
 
@@ -29,7 +28,7 @@ class RankTransfers:
 
 
 def transfers_of(traffic: Traffic) -> Iterator[RankTransfers]:
-    """Of all primitives but BROADCAST, which goes along a tree that knows the site.
+    """Yield the transfers of any primitive except BROADCAST, whose tree depends on the site.
 
     With n ranks in a group and S `bytes_per_rank`, each `times`:
     RING_ALL_REDUCE: S is the rank's buffer; 2(n-1)/n * S to the next.
@@ -38,10 +37,9 @@ def transfers_of(traffic: Traffic) -> Iterator[RankTransfers]:
     REDUCE_SCATTER: S is the rank's buffer, of which it keeps one n-th; (n-1)/n * S to the next.
     ALL_TO_ALL: S is the rank's buffer, one n-th for each rank, itself included; S/n to each other.
     PIPELINE: S to the next. RING_EXCHANGE: the same, and from the last to the first.
-    BIPARTITE: S is split evenly over the receivers; `both_ways` brings as much back.
-    """
+    BIPARTITE: S is split evenly over the receivers; with `both_ways` they send as much back."""
     if traffic.primitive is Primitive.BROADCAST:
-        raise ValueError("a broadcast goes along a tree of the site: see planner/fabric/demand.py")
+        raise ValueError("traffic must not be a broadcast, whose tree depends on the site: see broadcasts_of")
     message_bytes = traffic.bytes_per_rank * traffic.times
     if traffic.primitive is Primitive.BIPARTITE:
         yield from _bipartite(traffic, message_bytes)
@@ -70,8 +68,10 @@ def transfers_of(traffic: Traffic) -> Iterator[RankTransfers]:
 
 
 def double_tree(size: int) -> tuple[Ints, Ints]:
-    """Children and their parents in both trees, by place in the group: a binary tree in which every second rank is a
-    leaf, and its mirror image (shifted by one where `size` is odd), so that a leaf of one is inside the other."""
+    """Return children and their parents in both trees, by position in the group.
+
+    One is a binary tree in which every second rank is a leaf. The other is its mirror image (shifted by one if `size`
+    is odd), so that a leaf of one tree is inside the other."""
     ranks = np.arange(1, size, dtype=np.int64)
     lowest_bit = ranks & -ranks
     above = (ranks ^ lowest_bit) | (lowest_bit << 1)
@@ -83,7 +83,7 @@ def double_tree(size: int) -> tuple[Ints, Ints]:
 
 
 def _by_size(groups: Sequence[tuple[int, ...]]) -> Iterator[Ints]:
-    """Groups of one size together, as rows."""
+    """Yield the groups of each size as the rows of one array."""
     sizes: dict[int, list[tuple[int, ...]]] = defaultdict(list)
     for group in groups:
         sizes[len(group)].append(group)
@@ -100,7 +100,7 @@ def _sent(sources: Ints, destinations: Ints, sent_bytes: float) -> RankTransfers
 
 
 def _crosswise(sources: Ints, destinations: Ints, sent_bytes: float) -> Iterator[RankTransfers]:
-    """Each of a row of `sources` to each other of the same row of `destinations`."""
+    """Yield transfers from each rank in a row of `sources` to each other rank in the same row of `destinations`."""
     rows = max(1, TRANSFERS_AT_ONCE // (sources.shape[1] * destinations.shape[1]))
     for first in range(0, len(sources), rows):
         some, others = sources[first : first + rows], destinations[first : first + rows]

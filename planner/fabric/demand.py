@@ -1,9 +1,8 @@
-"""From an intent to bytes between ToRs. Pure; AggregateDemand of Algorithm 2 in the paper.
+"""Convert an intent into bytes between ToRs. Pure; AggregateDemand of Algorithm 2 in the paper.
 
-Rank -> GPU -> its NIC (or the one that stands in for it) -> ToR. What stays in a server goes over NVLink, what stays
-below one ToR over its packet switch. Where ToRs are rail-aligned, a message for another rail is handed over NVLink to
-the GPU of that rail first (NCCL calls it PXN), so that it stays on one rail's ToRs.
-"""
+A rank maps to its GPU, the GPU's NIC (or the NIC's stand-in) and the NIC's ToR. Traffic inside a server uses NVLink,
+traffic below one ToR its packet switch. If ToRs are rail-aligned, a message for another rail first crosses NVLink to
+the GPU of that rail (PXN in NCCL), so that it stays on the ToRs of one rail."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -18,14 +17,14 @@ from planner.fabric.plan import FabricFailures
 from planner.fabric.topology import RESPONSES, Server, ServerId, Site
 
 GENERAL = ""  # the purpose of lanes that are not reserved
-NAMED_AT_MOST = 5  # ranks in a note
+NAMED_AT_MOST = 5  # ranks listed in a note
 NONE = -1
 
 
 @dataclass(frozen=True, slots=True)
 class NicMask:
-    """`stand_in`: which NIC of the server carries the traffic of each of its NICs, itself where it is healthy; a server
-    that has none left is not there."""
+    """The NICs in use. `stand_in` maps each NIC of a server to the NIC that carries its traffic: itself if it is
+    healthy. A server without a healthy NIC is absent."""
 
     stand_in: Mapping[ServerId, tuple[int, ...]]
     failed_servers: frozenset[ServerId]
@@ -33,10 +32,10 @@ class NicMask:
 
 
 def mask_nics(site: Site, failures: FabricFailures) -> NicMask:
-    """Traffic of a failed NIC goes over NVLink to a healthy one: one on the same ToR if there is, else the next one.
+    """Replace failed NICs: their traffic crosses NVLink to a healthy NIC on the same ToR if there is one, otherwise to
+    the next one.
 
-    Several failed ones do not share a stand-in as long as there is another.
-    """
+    Failed NICs share a stand-in only if there is no other."""
     stand_in: dict[ServerId, tuple[int, ...]] = {}
     notes: list[str] = []
     for server in site.servers:
@@ -45,10 +44,10 @@ def mask_nics(site: Site, failures: FabricFailures) -> NicMask:
         failed = [nic for nic in range(len(server.tors)) if (server.id, nic) in failures.nics]
         found = _stand_ins(server, failed)
         if found is None:
-            notes.append(f"{server.id}: all {len(failed)} NICs have failed, it is cut off")
+            notes.append(f"{server.id}: all {len(failed)} NICs have failed, so the server is unreachable")
             continue
         stand_in[server.id] = found
-        notes += [f"{server.id}: NIC {nic} is relayed over NIC {found[nic]}" for nic in failed]
+        notes += [f"{server.id}: traffic of NIC {nic} uses NIC {found[nic]}" for nic in failed]
     return NicMask(stand_in, failures.servers, tuple(notes))
 
 
@@ -69,16 +68,16 @@ def _stand_ins(server: Server, failed: list[int]) -> tuple[int, ...] | None:
 
 @dataclass(frozen=True)
 class RankPlacement:
-    """`server` and `nic` of each rank are NONE where it has none; `nic` is the one that stands in for its own. NICs are
-    numbered over the site, those of a server in a row."""
+    """The server and NIC of each rank. `server` and `nic` are NONE if it has none; `nic` is the stand-in of its own
+    NIC. NICs are numbered over the site, server by server."""
 
     site: Site
     ranks: Ints  # sorted
-    server: Ints  # [rank's place in `ranks`]
-    nic: Ints  # [rank's place in `ranks`]
+    server: Ints  # [index in `ranks`]
+    nic: Ints  # [index in `ranks`]
     nic_tor: Ints  # [nic], number of its ToR
-    nic_rail: Ints  # [nic], of its ToR; NONE where it has none
-    on_rail: Ints  # [server, rail], a NIC of the server on that rail that carries traffic, NONE: there is none
+    nic_rail: Ints  # [nic], rail of its ToR or NONE
+    on_rail: Ints  # [server, rail], a working NIC of the server on that rail, or NONE
 
     @classmethod
     def of(cls, site: Site, intent: Intent, mask: NicMask) -> "RankPlacement":
@@ -87,7 +86,7 @@ class RankPlacement:
         rails = np.array([NONE if each.rail is None else each.rail for each in site.tors], dtype=np.int64)
         nic_rail = rails[nic_tor]
         on_rail = np.full((len(site.servers), int(rails.max(initial=NONE)) + 1), NONE, dtype=np.int64)
-        firsts: dict[ServerId, tuple[int, int]] = {}  # of each server its number and its first NIC
+        firsts: dict[ServerId, tuple[int, int]] = {}  # number and first NIC of each server
         first = 0
         for number, each in enumerate(site.servers):
             firsts[each.id] = number, first
@@ -113,7 +112,7 @@ class RankPlacement:
 
     @cached_property
     def tor(self) -> Ints:
-        """[rank's place], NONE without a NIC."""
+        """[index in `ranks`], the rank's ToR, or NONE without a NIC."""
         return np.where(self.nic == NONE, NONE, self.nic_tor[self.nic])
 
     @cached_property
@@ -122,7 +121,7 @@ class RankPlacement:
 
     @cached_property
     def pod(self) -> Ints:
-        """[rank's place], number of its PoD."""
+        """[index in `ranks`], number of its PoD."""
         return np.where(self.tor == NONE, NONE, self.tor_pod[self.tor])
 
     @cached_property
@@ -132,28 +131,29 @@ class RankPlacement:
         return np.array([numbers[tor.pod] for tor in self.site.tors], dtype=np.int64)
 
     def homeless(self) -> list[int]:
-        """Ranks that are nowhere."""
+        """Return the ranks without a server."""
         return [int(rank) for rank in self.ranks[self.server == NONE]]
 
     def pods(self) -> frozenset[EndpointId]:
-        """In which there are ranks."""
+        """Return the PoDs that have ranks."""
         return frozenset(self.site.pods[number].id for number in np.unique(self.pod).tolist() if number != NONE)
 
 
 @dataclass(frozen=True, slots=True)
 class IntentFlows:
-    """What an intent sends. ToRs of a pair may be of different PoDs."""
+    """The traffic of an intent. The ToRs of a pair may be in different PoDs."""
 
-    tors: Mapping[str, Mapping[tuple[EndpointId, EndpointId], float]]  # by purpose, bytes from ToR to another ToR
-    pods: frozenset[EndpointId]  # in which there are ranks
+    tors: Mapping[str, Mapping[tuple[EndpointId, EndpointId], float]]  # by purpose, bytes from a ToR to another
+    pods: frozenset[EndpointId]  # PoDs that have ranks
     nvlink_bytes: float
     below_tor_bytes: float
-    dropped_bytes: float  # no GPU or no NIC to send from or to
+    dropped_bytes: float  # no GPU or NIC at one end
     notes: tuple[str, ...]
 
 
 def flows_of(intent: Intent, site: Site, failures: FabricFailures) -> IntentFlows:
-    """Traffic for a reserved purpose is kept apart if the site reserves anything for it."""
+    """Return the traffic of an intent. Traffic for a purpose is counted separately if the site reserves lanes for
+    it."""
     mask = mask_nics(site, failures)
     placement = RankPlacement.of(site, intent, mask)
     reserved = {each.purpose for each in site.reservations}
@@ -180,7 +180,7 @@ def flows_of(intent: Intent, site: Site, failures: FabricFailures) -> IntentFlow
 
 
 class _Tally:
-    """Bytes as they are counted, transfer by transfer."""
+    """Counts bytes by the level that carries them."""
 
     def __init__(self, placement: RankPlacement) -> None:
         self._placement = placement
@@ -193,7 +193,7 @@ class _Tally:
         self._waiting_count = 0
 
     def add(self, transfers: RankTransfers) -> None:
-        """Many small ones are counted together: see `flush`."""
+        """Queue transfers; small batches are counted together in `flush`."""
         self._waiting.append(transfers)
         self._waiting_count += len(transfers.sources)
         if self._waiting_count >= TRANSFERS_AT_ONCE:
@@ -239,8 +239,8 @@ class _Tally:
 def _on_one_rail(
     placement: RankPlacement, source: Ints, destination: Ints, source_server: Ints, destination_server: Ints
 ) -> tuple[Ints, Ints]:
-    """The NICs that messages leave and arrive by: handed over before they leave, or, where the source has no NIC on
-    that rail, after they have arrived."""
+    """Return the NICs that messages leave and arrive by. A message changes rail before it leaves or, if the source has
+    no NIC on the destination's rail, after it has arrived."""
     on_rail = placement.on_rail
     if not on_rail.shape[1]:
         return source, destination
@@ -256,19 +256,19 @@ def _homeless(placement: RankPlacement, dropped_bytes: float) -> Iterator[str]:
     if ranks:
         named = ", ".join(map(str, ranks[:NAMED_AT_MOST])) + (", ..." if len(ranks) > NAMED_AT_MOST else "")
         are = "1 rank is" if len(ranks) == 1 else f"{len(ranks)} ranks are"
-        yield f"{are} on no server of the site that works ({named})"
+        yield f"{are} on no working server of the site ({named})"
     if dropped_bytes:
-        yield f"{dropped_bytes:.4g} bytes have no place to go from or to"
+        yield f"{dropped_bytes:.4g} bytes have no GPU or NIC at one end"
 
 
 def broadcasts_of(traffic: Traffic, placement: RankPlacement) -> RankTransfers:
-    """Of BROADCAST: the whole message from the first rank of each group to its receivers, or to the rest of it.
+    """Return the transfers of a BROADCAST: the whole message from the first rank of each group to its receivers, or to
+    the rest of the group.
 
-    Along a tree of two levels (section 5.2 and appendix E of the paper): phase A from a holder to a seed in every other
-    PoD, phase B from the seed to the rest of its PoD, from ToR to ToR, then below each ToR and in each server. A
-    message crosses into a PoD, to a ToR and to a server once each.
-    Seeds change from group to group, so that many shards make a forest over different ToRs.
-    """
+    It follows a tree of two levels (section 5.2 and appendix E of the paper). Phase A sends from the root to a seed in
+    every other PoD. Phase B sends from the seed to the rest of its PoD: from ToR to ToR, then below each ToR and in
+    each server. A message enters each PoD, ToR and server once. Seeds vary from group to group, so that many shards
+    form a forest over different ToRs."""
     sources: list[Ints] = [np.zeros(0, dtype=np.int64)]
     destinations: list[Ints] = [np.zeros(0, dtype=np.int64)]
     for number, group in enumerate(traffic.groups):
@@ -285,16 +285,16 @@ def broadcasts_of(traffic: Traffic, placement: RankPlacement) -> RankTransfers:
 
 
 def _edges(placement: RankPlacement, number: int, root: int, receivers: Ints) -> Iterator[tuple[Ints, Ints]]:
-    """Ranks and those that they hand the message on to."""
+    """Yield ranks and the ranks that they forward the message to."""
     root_place = int(placement.places(np.array([root]))[0])
     places = placement.places(receivers)
     beside = (placement.server[places] == placement.server[root_place]) & (placement.server[places] != NONE)
     lost = ~beside & ((placement.nic[places] == NONE) | (placement.nic[root_place] == NONE))
-    yield np.full(int(lost.sum()), root), receivers[lost]  # whoever counts finds that it cannot be sent
+    yield np.full(int(lost.sum()), root), receivers[lost]  # these are counted as dropped later
     receivers, places = receivers[~lost], places[~lost]
     if not len(receivers):
         return
-    # One head per server, on the rail of the root if there is one; the root is the head of its own.
+    # One head per server, on the rail of the root if possible; the root is the head of its own server.
     order = np.lexsort((receivers, placement.rail[places] != placement.rail[root_place], placement.server[places]))
     receivers, places = receivers[order], places[order]
     servers, first, member = np.unique(placement.server[places], return_index=True, return_inverse=True)
@@ -320,10 +320,11 @@ def _edges(placement: RankPlacement, number: int, root: int, receivers: Ints) ->
 
 
 def _fan_out(seed: int, seed_tor: int, heads: Ints, tors: Ints) -> Iterator[tuple[Ints, Ints]]:
-    """From the seed along a binary tree of ToRs, and from the first below each ToR to its others."""
+    """Yield a binary tree of ToRs that begins at the seed, then transfers from the first head below each ToR to its
+    others."""
     others, first = np.unique(tors, return_index=True)
     away = others != seed_tor
-    relays = np.concatenate([[seed], heads[first[away]]]).astype(np.int64)  # one per ToR, the seed's first
+    relays = np.concatenate([[seed], heads[first[away]]]).astype(np.int64)  # one per ToR, the seed first
     if len(relays) > 1:
         children = np.arange(1, len(relays))
         yield relays[(children - 1) // 2], relays[children]

@@ -1,8 +1,7 @@
-"""What the engines of a deployment will say to each other until the next one: the intent of a Gen period. Pure.
+"""Derive the traffic of deployed engines until the next redeployment: the intent of a Gen period. Pure.
 
-Volumes are those that `planner/cost/roofline.py` times: activations of every token that passes a layer. A rank is its
-GPU.
-"""
+The volumes are those that `planner/cost/roofline.py` times: activations of every token that passes a layer. A rank's
+number is its GPU's."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,7 +12,7 @@ from planner.cost.roofline import ACTIVATION_BYTES
 from planner.fabric.intent import Intent, Primitive, Stage, Traffic, TrafficOperation
 from planner.model import EngineId, GpuId, Parallelism
 
-RESPONSE_BYTES_PER_TOKEN = 8.0  # its id and its log-probability
+RESPONSE_BYTES_PER_TOKEN = 8.0  # the id and log-probability of a token
 GPUS_PER_NODE = 8
 
 Groups = tuple[tuple[int, ...], ...]
@@ -21,14 +20,14 @@ Groups = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class DeployedEngine:
-    """`gpus` in the order of ranks: attention replicas one after the other, in each its pipeline stages, in each its TP
-    ranks; under AFD the attention GPUs before the FFN GPUs."""
+    """An engine with its layout and volume. `gpus` are in the order of ranks: by attention replica, pipeline stage,
+    then TP rank. Under AFD, attention GPUs come before FFN GPUs."""
 
     id: EngineId
     gpus: tuple[GpuId, ...]
     parallelism: Parallelism
-    tokens: float  # that pass through the model in the period, those of prompts included
-    response_tokens: float = 0.0  # that are streamed to training
+    tokens: float  # through the model in the period, prompts included
+    response_tokens: float = 0.0  # streamed to training
 
     def __post_init__(self) -> None:
         if len(self.gpus) != self.parallelism.gpus:
@@ -46,7 +45,8 @@ def deployment_intent(
     trainers: Sequence[GpuId] = (),
     per_node: int = GPUS_PER_NODE,
 ) -> Intent:
-    """Engines of one layout and one volume share their traffic's entries; `trainers` take responses in turn."""
+    """Return the intent of the engines. Engines of equal layout and volume share traffic entries; responses are
+    assigned to `trainers` round-robin."""
     ordered = sorted(engines, key=lambda engine: engine.id)
     alike: dict[tuple[TrafficOperation, Primitive, float, float, bool], list[tuple[tuple[int, ...], tuple[int, ...]]]]
     alike = defaultdict(list)
@@ -87,11 +87,11 @@ def _engine_traffic(model: Model, engine: DeployedEngine, per_node: int) -> Iter
     stages = [gpus[first : first + layout.tp] for first in range(0, len(gpus), layout.tp)]  # [replica, stage]
     replica_bytes = engine.tokens / layout.dp * token_bytes
     exchanges = model.moe and layout.dp > 1
-    # With experts that take part in an all-to-all, only attention is summed up.
+    # With expert all-to-all, only attention has an all-reduce.
     yield from _all_reduce(tuple(stages), replica_bytes, layers * (1 if exchanges else 2), per_node)
     if exchanges:
         groups = tuple(tuple(gpu for each in stages[stage :: layout.pp] for gpu in each) for stage in range(layout.pp))
-        # To its experts and back; tokens of a replica are split over its TP ranks.
+        # To the experts and back; tokens of a replica are split over its TP ranks.
         sent_bytes = model.experts_per_token * replica_bytes / layout.tp
         yield Traffic(TrafficOperation.EP, Primitive.ALL_TO_ALL, groups, sent_bytes, 2 * layers)
     if layout.pp > 1:
@@ -106,8 +106,8 @@ def _engine_traffic(model: Model, engine: DeployedEngine, per_node: int) -> Iter
 def _afd_traffic(
     model: Model, layout: Parallelism, gpus: tuple[int, ...], all_bytes: float, per_node: int
 ) -> Iterator[Traffic]:
-    """In each layer every token goes from its attention GPU to those of its experts, and back. A dense FFN is split
-    over its GPUs, which sum up."""
+    """Yield the traffic of an AFD engine: in each layer every token goes from its attention GPU to its experts' GPUs
+    and back. A dense FFN is split over its GPUs, which all-reduce."""
     attention, ffn = gpus[: layout.attention_gpus], gpus[layout.attention_gpus :]
     copies = min(model.experts_per_token, len(ffn)) if model.moe else 1
     sent_bytes, layers = all_bytes * copies / len(attention), float(model.layers)
@@ -119,7 +119,8 @@ def _afd_traffic(
 
 
 def _all_reduce(groups: Groups, buffer_bytes: float, times: float, per_node: int) -> Iterator[Traffic]:
-    """Inside a node one ring; beyond it in two levels, where every NIC has its share of what its node has summed up."""
+    """Yield an all-reduce: one ring inside a node; beyond it two levels, in which every NIC carries its share of the
+    node's sum."""
     size = len(groups[0])
     if size == 1:
         return

@@ -1,8 +1,7 @@
-"""Regular sites from a few numbers: rail-aligned PoDs, fibres spread over the switches, a slice kept for responses.
+"""Generate regular sites from a few numbers: rail-aligned PoDs, fibres spread over the switches, a slice for responses.
 
-Each switch of a PoD is fibred to each of its ToRs and uplinks, and each of the core to each uplink, so that any two
-endpoints share every switch. Where a switch's ports do not suffice, more switches share the fibres.
-"""
+Each switch of a PoD has fibres to each of its ToRs and uplinks, and each core switch to each uplink, so that any two
+endpoints share every switch. If one switch has too few ports, more switches share the fibres."""
 
 import math
 from collections import Counter, defaultdict
@@ -29,15 +28,15 @@ from planner.fabric.topology import (
 )
 from planner.model import GpuId
 
-MOST_GPUS = 2**20  # beyond any site; what is more is a slip, and would take all memory
+MOST_GPUS = 2**20  # beyond any site; larger numbers are mistakes and would exhaust memory
 MOST_FIBRES = 2**22
 MOST_GBPS = 10_000.0
-_TOR_NICS = 32  # of a ToR with 64 ports, one half goes down
+_TOR_NICS = 32  # half of a ToR's 64 ports go to servers
 
 
 @dataclass(frozen=True, slots=True)
 class ShapeFault:
-    """What is wrong with a parameter, or what to change. `value`: what it is."""
+    """A fault of a parameter: what is wrong, or what to change. `value` is its current value."""
 
     parameter: str
     message: str
@@ -45,7 +44,7 @@ class ShapeFault:
 
 
 class ImpossibleSite(ValueError):
-    """No site has these parameters. With all faults."""
+    """Raised if no site has these parameters; lists all faults."""
 
     def __init__(self, faults: Iterable[ShapeFault]) -> None:
         self.faults = tuple(faults)
@@ -54,7 +53,7 @@ class ImpossibleSite(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class SiteNumber:
-    """What a number of a site's shape is, what it usually is where none is given, and the least that it may be."""
+    """The meaning of a number in a site's shape, its usual value and its minimum."""
 
     text: str
     usual: str = ""
@@ -63,43 +62,38 @@ class SiteNumber:
 
 @dataclass(frozen=True, slots=True)
 class SiteShape:
-    """What a regular site is made of; None: as it usually is. Raises ImpossibleSite.
+    """The parameters of a regular site; None means the usual value. Raises ImpossibleSite.
 
-    By default NICs, links and switches are those of the paper's simulations (section 7), ToRs have as much capacity up
-    as down, and half of that fits through a PoD's uplinks.
-    """
+    By default NICs, links and switches are those of the paper's simulations (section 7). ToRs have as much capacity up
+    as down, and half of that fits through a PoD's uplinks."""
 
     train_pods: Annotated[int, SiteNumber("PoDs that train.", least=0)] = 1
     gen_pods: Annotated[int, SiteNumber("PoDs that generate.", least=0)] = 1
-    servers_per_pod: Annotated[int, SiteNumber("Servers of each PoD.")] = 8
-    gpus_per_server: Annotated[int, SiteNumber("GPUs of each server.")] = 8
-    nics_per_server: Annotated[int, SiteNumber("NICs of each server.")] = 8
-    # With fewer than NICs, several NICs of a server are on one ToR.
-    rails: Annotated[int | None, SiteNumber("ToRs that the NICs of one server are on.", usual="one for each NIC")] = (
-        None
-    )
+    servers_per_pod: Annotated[int, SiteNumber("Servers per PoD.")] = 8
+    gpus_per_server: Annotated[int, SiteNumber("GPUs per server.")] = 8
+    nics_per_server: Annotated[int, SiteNumber("NICs per server.")] = 8
+    # If fewer than NICs, several NICs of a server are on one ToR.
+    rails: Annotated[int | None, SiteNumber("ToRs that one server's NICs connect to.", usual="one per NIC")] = None
     servers_per_tor: Annotated[
-        int | None, SiteNumber("Servers on one ToR, at most.", usual="as many as 32 ports take")
+        int | None, SiteNumber("Maximum servers per ToR.", usual="as many as fit on 32 ports")
     ] = None
-    tor_uplinks: Annotated[int | None, SiteNumber("Fibres of each ToR.", usual="for as much capacity up as down")] = (
-        None
-    )
-    uplinks_per_pod: Annotated[int, SiteNumber("Bundles that a PoD's lanes to the core are in.")] = 1
+    tor_uplinks: Annotated[int | None, SiteNumber("Fibres per ToR.", usual="capacity up equals capacity down")] = None
+    uplinks_per_pod: Annotated[int, SiteNumber("Bundles that a PoD's lanes to the core form.")] = 1
     core_lanes: Annotated[
-        int | None, SiteNumber("Lanes of each PoD to the core.", usual="half of its ToRs' fibres")
+        int | None, SiteNumber("Lanes from each PoD to the core.", usual="half of its ToRs' fibres")
     ] = None
     response_lanes: Annotated[
         int | None,
         SiteNumber(
-            "Lanes of each Gen PoD that are kept for responses.", "1 if Train PoDs keep half of theirs", least=0
+            "Lanes of each Gen PoD reserved for responses.", "1 if Train PoDs keep half of their lanes", least=0
         ),
     ] = None
-    link_gbps: Annotated[float, SiteNumber("Of a circuit, each way.")] = 200.0
-    nic_gbps: Annotated[float, SiteNumber("Of a NIC, each way.")] = 200.0
+    link_gbps: Annotated[float, SiteNumber("Gbps of a circuit, per direction.")] = 200.0
+    nic_gbps: Annotated[float, SiteNumber("Gbps of a NIC, per direction.")] = 200.0
     agg_device: SwitchModel = DEVICES["piezo_polatis"]
     core_device: SwitchModel = DEVICES["piezo_polatis"]
-    agg_switches: Annotated[int | None, SiteNumber("Switches of each PoD.", usual="as few as have the ports")] = None
-    core_switches: Annotated[int | None, SiteNumber("Switches of the core.", usual="as few as have the ports")] = None
+    agg_switches: Annotated[int | None, SiteNumber("Switches per PoD.", usual="the fewest with enough ports")] = None
+    core_switches: Annotated[int | None, SiteNumber("Core switches.", usual="the fewest with enough ports")] = None
 
     def __post_init__(self) -> None:
         faults = list(_out_of_bounds(self)) or list(_at_odds(self))
@@ -116,7 +110,7 @@ class SiteShape:
 
     @property
     def nics_per_rail(self) -> int:
-        """Of one server."""
+        """NICs of one server on each rail."""
         return self.nics_per_server // self.rail_count
 
     @property
@@ -132,18 +126,18 @@ class SiteShape:
 
     @property
     def uplinks(self) -> int:
-        """Of each PoD. One PoD alone has no core."""
+        """Uplinks per PoD. A single PoD has no core."""
         return self.uplinks_per_pod if self.pods > 1 else 0
 
     @property
     def uplink_lanes(self) -> int:
-        """Fibres of one uplink."""
+        """Fibres per uplink."""
         lanes = self.core_lanes or self.blocks * self.rail_count * self.tor_fibres // 2
         return max(1, lanes // self.uplinks_per_pod)
 
 
 def site_numbers() -> Mapping[str, tuple[Any, SiteNumber]]:
-    """The type of each number of a shape, and what it is."""
+    """Return the type and description of each number of a shape."""
     hints = get_type_hints(SiteShape, include_extras=True)
     return {
         name: (hint.__origin__, hint.__metadata__[0]) for name, hint in hints.items() if hasattr(hint, "__metadata__")
@@ -162,9 +156,11 @@ def _out_of_bounds(shape: SiteShape) -> Iterator[ShapeFault]:
 def _at_odds(shape: SiteShape) -> Iterator[ShapeFault]:
     gpus, nics = shape.gpus_per_server, shape.nics_per_server
     if not shape.pods:
-        yield ShapeFault("gen_pods", "there must be PoDs, of train_pods or gen_pods", shape.gen_pods)
+        yield ShapeFault("gen_pods", "must be >= 1 together with train_pods", shape.gen_pods)
     if gpus % nics and nics % gpus:
-        yield ShapeFault("nics_per_server", f"must share {gpus} GPUs of a server evenly", nics)
+        yield ShapeFault(
+            "nics_per_server", f"must divide a server's {gpus} GPUs evenly, or be a multiple of them", nics
+        )
     if nics % shape.rail_count:
         yield ShapeFault("rails", f"must divide the {nics} NICs of a server", shape.rail_count)
         return
@@ -174,17 +170,17 @@ def _at_odds(shape: SiteShape) -> Iterator[ShapeFault]:
     total = shape.pods * shape.servers_per_pod * max(gpus, nics)
     if total > MOST_GPUS:
         yield ShapeFault(
-            "servers_per_pod", f"all servers together have {total} GPUs or NICs, more than {MOST_GPUS}", total
+            "servers_per_pod", f"must give at most {MOST_GPUS} GPUs or NICs over all servers, not {total}", total
         )
     fibres = shape.blocks * shape.rail_count * shape.tor_fibres + 2 * shape.uplinks * shape.uplink_lanes
     if shape.pods * fibres > MOST_FIBRES:
         worst = "tor_uplinks" if shape.tor_uplinks else "core_lanes" if shape.core_lanes else "servers_per_pod"
-        message = f"all PoDs together have {shape.pods * fibres} fibres on switches, more than {MOST_FIBRES}"
+        message = f"must give at most {MOST_FIBRES} fibres over all PoDs, not {shape.pods * fibres}"
         yield ShapeFault(worst, message, getattr(shape, worst))
 
 
 def regular_site(shape: SiteShape) -> Site:
-    """Sound by `orchestrrl/fabric/site.py`. Raises ImpossibleSite."""
+    """Return the site of this shape, valid by `orchestrrl/fabric/site.py`. Raises ImpossibleSite."""
     faults: list[ShapeFault] = []
     agg = _fewest_switches(_agg_fibres(shape), shape.agg_device.ports, shape.agg_switches)
     core = _fewest_switches(_core_fibres(shape), shape.core_device.ports, shape.core_switches)
@@ -198,7 +194,7 @@ def regular_site(shape: SiteShape) -> Site:
 
 
 def _agg_fibres(shape: SiteShape) -> Counter[int]:
-    """How many endpoints of a PoD have how many fibres."""
+    """Return how many endpoints of a PoD have how many fibres."""
     return Counter({shape.tor_fibres: shape.blocks * shape.rail_count}) + Counter({shape.uplink_lanes: shape.uplinks})
 
 
@@ -207,8 +203,8 @@ def _core_fibres(shape: SiteShape) -> Counter[int]:
 
 
 def _fewest_switches(fibres: Counter[int], radix: int, wanted: int | None) -> int | None:
-    """Over which the fibres of all endpoints can be spread evenly, each endpoint on each; None: there is no such
-    number."""
+    """Return the fewest switches (or `wanted`) over which the fibres spread evenly, with each endpoint on each switch;
+    None if there is no such number."""
     if not +fibres:
         return 0
     for switches in range(1, min(fibres) + 1) if wanted is None else (wanted,):
@@ -218,7 +214,7 @@ def _fewest_switches(fibres: Counter[int], radix: int, wanted: int | None) -> in
 
 
 def _most_ports(fibres: Counter[int], switches: int) -> int:
-    """Of the fullest switch, if the fibres are spread over so many."""
+    """Return the ports used on the fullest switch if the fibres are spread over this many."""
     return sum(endpoints * -(-count // switches) for count, endpoints in fibres.items())
 
 
@@ -235,7 +231,7 @@ def _agg_too_small(shape: SiteShape) -> ShapeFault:
         change = f"raise tor_uplinks ({shape.tor_fibres}), lower core_lanes ({shape.uplink_lanes * shape.uplinks})"
     most = min(fibres)
     need = _most_ports(fibres, most)
-    message = f"has too few ports for the {endpoints}: even over {most} switches one needs {need}; {change}"
+    message = f"must have more ports for the {endpoints}: even over {most} switches one needs {need}; {change}"
     return ShapeFault("agg_device", message, f"{shape.agg_device.name} ({shape.agg_device.ports} ports)")
 
 
@@ -248,7 +244,7 @@ def _core_too_small(shape: SiteShape) -> ShapeFault:
     if shape.core_switches is not None:
         return _given("core", shape.core_switches, fibres, shape.core_device)
     message = (
-        f"has too few ports for one fibre of each of {fibres.total()} uplinks;"
+        f"must have a port for one fibre of each of {fibres.total()} uplinks;"
         " take fewer PoDs or uplinks_per_pod, or another device"
     )
     return ShapeFault("core_device", message, f"{shape.core_device.name} ({shape.core_device.ports} ports)")
@@ -256,7 +252,9 @@ def _core_too_small(shape: SiteShape) -> ShapeFault:
 
 def _given(tier: str, switches: int, fibres: Counter[int], device: SwitchModel) -> ShapeFault:
     if switches > min(fibres):
-        message = f"must be <= {min(fibres)}, as each endpoint has a fibre to each switch, and some have no more"
+        message = (
+            f"must be <= {min(fibres)}, as each endpoint needs a fibre to each switch, and some have only that many"
+        )
         return ShapeFault(f"{tier}_switches", message, switches)
     need = _most_ports(fibres, switches)
     return ShapeFault(
@@ -301,13 +299,13 @@ def _site(shape: SiteShape, agg: int, core: int) -> Site:
 
 
 def _names(stem: str, count: int) -> list[str]:
-    """Of one length, so that they sort as they count."""
+    """Return names of equal length, so that they sort in order of their numbers."""
     width = len(str(count - 1))
     return [f"{stem}{number:0{width}}" for number in range(count)]
 
 
 def _tors(shape: SiteShape, pod: EndpointId) -> list[Tor]:
-    """By block and rail. A ToR of several NICs of a server is of no rail."""
+    """Return a PoD's ToRs by block and rail. A ToR with several NICs of one server has no rail."""
     blocks = [f"{name}-" for name in _names(f"{pod}/b", shape.blocks)] if shape.blocks > 1 else [f"{pod}/"]
     return [
         Tor(EndpointId(name), pod, rail if shape.nics_per_rail == 1 else None)
@@ -317,7 +315,7 @@ def _tors(shape: SiteShape, pod: EndpointId) -> list[Tor]:
 
 
 def _servers(shape: SiteShape, pods: Iterable[Pod], tors: Mapping[EndpointId, list[Tor]]) -> Iterator[Server]:
-    """GPUs are numbered through the site; blocks differ by no more than one server."""
+    """Yield the servers. GPUs are numbered through the site; block sizes differ by at most one server."""
     gpu = 0
     for pod in pods:
         for number, name in enumerate(_names(f"{pod.id}/s", shape.servers_per_pod)):
@@ -331,8 +329,8 @@ def _servers(shape: SiteShape, pods: Iterable[Pod], tors: Mapping[EndpointId, li
 def _switches(
     name: str, count: int, fibres: Mapping[EndpointId, int], tier: Tier, pod: EndpointId | None, device: SwitchModel
 ) -> list[Switch]:
-    """Every endpoint on each of them, in ports side by side. What does not divide evenly goes to the first switches,
-    for all alike: so the ports of any two endpoints match."""
+    """Return switches with every endpoint on each, in adjacent ports. A remainder goes to the first switches, for all
+    endpoints alike, so that the ports of any two endpoints match."""
     switches = []
     for number, id in enumerate(_names(name, count)):
         ports: dict[EndpointId, tuple[int, ...]] = {}
@@ -346,18 +344,18 @@ def _switches(
 
 
 def _response_lanes(shape: SiteShape) -> int:
-    """Of each Gen PoD. Raises ImpossibleSite where nothing would be left."""
+    """Return the lanes reserved per Gen PoD. Raises ImpossibleSite if no other lane would remain."""
     train, gen = shape.train_pods, shape.gen_pods
     lanes = shape.uplink_lanes * shape.uplinks
     if not train or not gen or shape.response_lanes == 0:
         return 0
-    taken = -(-(shape.response_lanes or 1) * gen // min(train, gen))  # of the PoD that gives most
+    taken = -(-(shape.response_lanes or 1) * gen // min(train, gen))  # of the PoD that reserves most
     if shape.response_lanes is None:
         return 1 if 2 * taken <= lanes else 0
     if taken >= lanes:
         message = (
-            f"takes {taken} of the {lanes} lanes of a PoD, as {gen} Gen PoDs stream to {train} Train PoDs, and must"
-            " leave one; lower it (0: none are kept) or raise core_lanes"
+            f"must leave a lane free, but takes {taken} of the {lanes} lanes of a PoD, as {gen} Gen PoDs stream to"
+            f" {train} Train PoDs; lower it (0 reserves none) or raise core_lanes"
         )
         raise ImpossibleSite([ShapeFault("response_lanes", message, shape.response_lanes)])
     return shape.response_lanes
@@ -366,11 +364,11 @@ def _response_lanes(shape: SiteShape) -> int:
 def _responses(
     shape: SiteShape, pods: Iterable[Pod], uplinks: Mapping[EndpointId, list[Uplink]], core: Iterable[Switch]
 ) -> Iterator[Reservation]:
-    """Each lane of a Gen PoD with one of a Train PoD on the same switch: the last ports of each, the switches in turn.
+    """Pair each reserved lane of a Gen PoD with one of a Train PoD on the same switch: the last ports of each, over the
+    switches round-robin.
 
     PoDs are cabled alike, so the n-th lanes of any two end on one switch. Within a run of as many lanes as there are
-    PoDs of the rarer role, each PoD gives its n-th lane at most once.
-    """
+    PoDs of the rarer role, each PoD provides its n-th lane at most once."""
     of_role = {role: [pod.id for pod in pods if pod.role is role] for role in PodRole}
     train, gen = of_role[PodRole.TRAIN], of_role[PodRole.GEN]
     kept: dict[OcsId, set[int]] = defaultdict(set)

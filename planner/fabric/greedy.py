@@ -1,7 +1,6 @@
-"""Deal ports out to pairs one circuit at a time: to the bottleneck (Algorithm 3), evenly, or in turn. Pure.
+"""Assign ports to pairs one circuit at a time: to the bottleneck (Algorithm 3), evenly, or round-robin. Pure.
 
-Pairs and endpoints are numbers here: their places in the sorted lists of a `Demanded`.
-"""
+Pairs and endpoints are numbers here: indices into the sorted lists of a `Demanded`."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -9,27 +8,26 @@ from heapq import heapify, heappop, heapreplace
 
 from planner.fabric.model import Pair
 
-LEVELS = 32  # of utilisation that are told apart
+LEVELS = 32  # steps in which utilisation is measured
 
 
 @dataclass(frozen=True, slots=True)
 class Demanded:
-    """The pairs that may get circuits and have something to send, in sorted order."""
+    """The pairs that may get circuits and have traffic, in sorted order."""
 
     pairs: Sequence[Pair]
-    ends: Sequence[tuple[int, ...]]  # [pair], its endpoints, and what else a circuit of it takes one of
-    larger_bytes: Sequence[float]  # [pair], of its two directions: what its circuits take time for
-    total_bytes: Sequence[float]  # [pair], both directions: what it counts for
-    ports: Sequence[int]  # [endpoint], those that are usable
-    largest_first: Sequence[int]  # all pairs, by their larger direction; ties: the smaller pair
+    ends: Sequence[tuple[int, ...]]  # [pair], its endpoints, and any other resource that its circuits use
+    larger_bytes: Sequence[float]  # [pair], of its two directions: determines the time of its circuits
+    total_bytes: Sequence[float]  # [pair], both directions: determines its weight
+    ports: Sequence[int]  # [endpoint], usable ports
+    largest_first: Sequence[int]  # all pairs by their larger direction, descending; ties: the smaller pair
 
 
 def by_bottleneck(demanded: Demanded) -> dict[int, int]:
-    """Circuits of each pair that is served, by Algorithm 3 (appendix D).
+    """Return circuits per served pair by Algorithm 3 (appendix D).
 
-    A pair without a circuit has an infinite time. So each pair gets one, the largest first, as long as its ends have
-    ports; then the slowest gets another.
-    """
+    A pair without a circuit has an infinite time. So each pair gets one, the largest first, while its endpoints have
+    ports; then the slowest pair gets another, repeatedly."""
     free = list(demanded.ports)
     served = []
     for pair in demanded.largest_first:
@@ -42,15 +40,15 @@ def by_bottleneck(demanded: Demanded) -> dict[int, int]:
 
 
 def spend(demanded: Demanded, served: Iterable[int]) -> dict[int, int]:
-    """One circuit for each of `served`, which have to fit; then again and again one for the slowest pair whose ends
-    have ports. No other circuits for these pairs end sooner: see `planner/fabric/serve.py`."""
+    """Return one circuit for each of `served`, which must fit, plus one more for the slowest pair whose endpoints have
+    ports, repeatedly. No other circuits for these pairs end sooner: see `planner/fabric/serve.py`."""
     circuits = dict.fromkeys(served, 1)
     free = list(demanded.ports)
     for pair in circuits:
         for end in demanded.ends[pair]:
             free[end] -= 1
     larger = demanded.larger_bytes
-    slowest = []  # bytes a circuit, bytes, pair; ports never come back, so what lacks them now is left out
+    slowest = []  # bytes per circuit, bytes, pair; ports are never released, so a pair without ports is dropped
     for pair in circuits:
         if all(map(free.__getitem__, demanded.ends[pair])):
             slowest.append((-larger[pair], -larger[pair], pair))
@@ -69,9 +67,10 @@ def spend(demanded: Demanded, served: Iterable[int]) -> dict[int, int]:
 
 
 def evenly(demanded: Demanded) -> list[int]:
-    """The pairs served where, of those without a circuit, one whose ends are less used comes before a larger one
-    (appendix D: a tie-break by utilisation, so that hot endpoints do not take the ports that others depend on).
-    Utilisation counts in `LEVELS` steps."""
+    """Return the pairs served if, of those without a circuit, a pair with less used endpoints goes before a larger one.
+
+    This is the utilisation tie-break of appendix D: hot endpoints do not take the ports that others depend on.
+    Utilisation is measured in `LEVELS` steps."""
     used = [0] * len(demanded.ports)
     served, waiting = [], list(demanded.largest_first)
     for level in range(1, LEVELS + 1):
@@ -90,7 +89,7 @@ def evenly(demanded: Demanded) -> list[int]:
 
 
 def in_turn(demanded: Demanded) -> dict[int, int]:
-    """Circuits of each pair where ports are dealt out one at a time in turn over all pairs: what knows no demand."""
+    """Return circuits per pair if ports are assigned round-robin to all pairs, regardless of demand."""
     free = list(demanded.ports)
     circuits: dict[int, int] = {}
     waiting = list(range(len(demanded.pairs)))

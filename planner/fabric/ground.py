@@ -1,4 +1,4 @@
-"""What a plan has to work with: whose each port is, which have failed or are pinned, and what stays as it is. Pure."""
+"""The resources of a plan: who owns each port, which ports failed or are pinned, and which circuits stay. Pure."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
@@ -11,8 +11,8 @@ from planner.fabric.topology import RESPONSES, Lane, Site
 
 
 def failed_ports(site: Site, failures: FabricFailures) -> frozenset[Port]:
-    """All ports that nothing may end at, those of failed switches included. A cross-connect that failed takes both of
-    its ports, as it is not known at which end it did."""
+    """Return all ports that circuits must not use, including those of failed switches. A failed cross-connect excludes
+    both its ports, because it is unknown which end failed."""
     of_switches = {
         (switch.id, port)
         for switch in site.switches
@@ -26,7 +26,8 @@ def failed_ports(site: Site, failures: FabricFailures) -> frozenset[Port]:
 
 @dataclass(frozen=True)
 class PlanGround:
-    """`touched`: the PoDs whose circuits are decided anew; all others keep theirs."""
+    """The site, its state and the PoDs of a plan. `touched`: the PoDs whose circuits are planned anew; all others keep
+    theirs."""
 
     site: Site
     state: FabricState
@@ -42,12 +43,12 @@ class PlanGround:
 
     @cached_property
     def held(self) -> frozenset[Port]:
-        """That nothing new may end at."""
+        """Ports that new circuits must not use."""
         return self.failed | self.pinned_ports
 
     @cached_property
     def up(self) -> Mapping[OcsId, tuple[PortPair, ...]]:
-        """Healthy ones that are up and not in a pin's way, by switch."""
+        """Healthy circuits that are up and not blocked by a pin, by switch."""
         return _by_switch(
             each
             for each in self.state.current
@@ -56,8 +57,8 @@ class PlanGround:
 
     @cached_property
     def stays(self) -> Mapping[OcsId, tuple[PortPair, ...]]:
-        """By switch. Pins that can still carry something; and of what is up, that of PoDs that are not touched, that on
-        ports which are kept for another purpose than responses, and that of nobody here."""
+        """Circuits that stay, by switch: pins that can still carry light, circuits of untouched PoDs, circuits on ports
+        reserved for other purposes than responses, and circuits that belong to no endpoint of the site."""
         pinned = {each for each in self.state.pinned if self._healthy(each)}
         return _by_switch(
             pinned | {each for of_switch in self.up.values() for each in of_switch if self._is_left_alone(each)}
@@ -74,7 +75,7 @@ class PlanGround:
         return any(end in self.site.owner for end in cross_connect.sides)
 
     def lanes_for(self, purpose: str | None) -> Mapping[EndpointId, tuple[Lane, ...]]:
-        """Of each PoD: healthy ones that are reserved for this (None: for nothing) and that no pin is in the way of."""
+        """Return, by PoD, healthy lanes reserved for the purpose (None: not reserved) that no pin blocks."""
         found: dict[EndpointId, list[Lane]] = defaultdict(list)
         for lane in self.site.lanes:
             if self.site.reserved.get(lane.ends[1]) == purpose and self.held.isdisjoint(lane.ends):
@@ -86,7 +87,7 @@ class PlanGround:
 
 
 class AggRoom:
-    """The aggregation layer of one PoD while its ports are handed out. What stays has its ports already."""
+    """The aggregation layer of one PoD while its ports are assigned. Circuits that stay have their ports already."""
 
     def __init__(self, ground: PlanGround, pod: EndpointId) -> None:
         switches = ground.site.agg_switches_of[pod]
@@ -97,7 +98,7 @@ class AggRoom:
         self.stays = tuple(each for switch in switches for each in ground.stays.get(switch.id, ()))
         self._up_with = partners(self.up)
         self._stays_with = partners(self.stays)
-        # Ports that nothing is up at come first: taking them changes least.
+        # Unused ports come first, because they need the fewest changes.
         self._free: dict[OcsId, dict[EndpointId, list[int]]] = {
             switch.id: {
                 endpoint: self._usable(switch.id, ports)
@@ -112,11 +113,11 @@ class AggRoom:
         return sorted(free, key=lambda port: ((switch, port) in self._up_with, port))
 
     def lifted_to(self, lane: Lane) -> EndpointId | None:
-        """The ToR that the lane is joined to for good."""
+        """Return the ToR that the lane stays connected to."""
         return self._tor(lane, self._stays_with)
 
     def up_to(self, lane: Lane) -> EndpointId | None:
-        """The ToR that the lane is joined to now, if it may stay so."""
+        """Return the ToR that the lane is connected to now, if it may stay."""
         tor = self._tor(lane, self._up_with)
         return tor if tor is not None and self._up_with[lane.ends[0]][1] in self._free[lane.agg][tor] else None
 
@@ -126,30 +127,30 @@ class AggRoom:
         return owner if owner in self._tors else None
 
     def tors(self, lane: Lane) -> list[EndpointId]:
-        """That have a port left where the lane ends."""
+        """Return the ToRs that have a free port on the switch where the lane ends."""
         if lane.ends[0] in self._held or lane.ends[0] in self._stays_with:
             return []
         return [tor for tor, ports in self._free[lane.agg].items() if ports]
 
     def left(self, lane: Lane, tor: EndpointId) -> int:
-        """Ports of the ToR that are left where the lane ends."""
+        """Return the number of free ports of the ToR on the switch where the lane ends."""
         return len(self._free[lane.agg].get(tor, ()))
 
     def lift(self, lane: Lane, tor: EndpointId) -> PortPair:
-        """Takes the port that is up with the lane, else the first."""
+        """Connect the lane to the ToR, on its current port if possible, otherwise on the first free one."""
         ports = self._free[lane.agg][tor]
         port = self._up_with[lane.ends[0]][1] if self.up_to(lane) == tor else ports[0]
         ports.remove(port)
         return port_pair(lane.agg, lane.agg_port, port)
 
     def take(self, cross_connects: Iterable[PortPair]) -> None:
-        """Ports of ToRs that are used from now on."""
+        """Mark the ToR ports of these cross-connects as used."""
         for each in cross_connects:
             for end in each.sides:
                 self._free[each.switch][self._owner[end]].remove(end[1])
 
     def ports(self) -> Counter[EndpointId]:
-        """Left to each ToR."""
+        """Return the free ports of each ToR."""
         left: Counter[EndpointId] = Counter()
         for tors in self._free.values():
             for tor, ports in tors.items():
@@ -157,11 +158,11 @@ class AggRoom:
         return left
 
     def ports_on(self) -> Mapping[OcsId, int]:
-        """Left to all ToRs together, on each switch."""
+        """Return the free ports of all ToRs together, by switch."""
         return {switch: sum(map(len, tors.values())) for switch, tors in self._free.items()}
 
     def cabling(self) -> Cabling:
-        """Of the ports that are left."""
+        """Return the cabling of the free ports."""
         return Cabling(
             {
                 switch: {port: tor for tor, ports in tors.items() for port in ports}
@@ -170,20 +171,20 @@ class AggRoom:
         )
 
     def cabling_with(self, boundary: EndpointId, lanes: Iterable[Lane]) -> Cabling:
-        """The same, and the ends of these lanes as those of one more endpoint."""
+        """Return the cabling of the free ports, with the ends of these lanes as one more endpoint."""
         ports = {switch: dict(of_switch) for switch, of_switch in self.cabling().ports.items()}
         for lane in lanes:
             ports[lane.agg][lane.agg_port] = boundary
         return Cabling(ports)
 
     def up_between_tors(self) -> frozenset[PortPair]:
-        """What is up on two ports that are left."""
+        """Return the circuits between two ToRs that are up on free ports."""
         left = {(switch, port) for switch, tors in self._free.items() for ports in tors.values() for port in ports}
         inside = (each for each in self.up if left.issuperset(each.sides))
         return frozenset(each for each in inside if len({self._owner[end] for end in each.sides}) == 2)
 
     def tors_up(self) -> Counter[Pair]:
-        """Circuits of each pair that are up on ports that are left."""
+        """Return the circuits per pair of ToRs that are up on free ports."""
         return Counter(pair_of(*(self._owner[end] for end in each.sides)) for each in self.up_between_tors())
 
 

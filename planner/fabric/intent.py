@@ -1,8 +1,7 @@
-"""What a communication period is about to do: who speaks to whom, by which primitive, and how much.
+"""The announced traffic of a communication period: which ranks communicate, by which primitive, and how many bytes.
 
-A trainer announces it, or the daemon derives it from the deployment; `demand.py` turns it into bytes between endpoints.
-Section 5.3 of the paper ("intent descriptor"); the operations are those of its table 1.
-"""
+A trainer announces it, or the daemon derives it from the deployment; `demand.py` converts it into bytes between
+endpoints. Section 5.3 of the paper ("intent descriptor"); the operations are those of its table 1."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -35,17 +34,17 @@ class Primitive(StrEnum):
     REDUCE_SCATTER = "reduce_scatter"
     ALL_TO_ALL = "all_to_all"
     PIPELINE = "pipeline"  # each rank of a group to the next, once
-    RING_EXCHANGE = "ring_exchange"  # the same, and the last to the first: ring attention
-    BIPARTITE = "bipartite"  # M2N: each rank of a group to each of its receivers, an equal share each
-    BROADCAST = "broadcast"  # the whole from the first rank of a group to each receiver, or to the rest of the group
+    RING_EXCHANGE = "ring_exchange"  # as PIPELINE, plus the last to the first: ring attention
+    BIPARTITE = "bipartite"  # M2N: each rank of a group to each of its receivers, in equal shares
+    # the whole message from the first rank of a group to each receiver, or to the rest of the group
+    BROADCAST = "broadcast"
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """One operation of a period. `bytes_per_rank` is the message that a rank puts in, `times` how often.
+    """One operation of a period. `bytes_per_rank` is the message that a rank contributes, `times` how often.
 
-    `groups`: of ranks; `receivers`: of BIPARTITE and BROADCAST, one tuple for each group.
-    """
+    `groups` lists groups of ranks. `receivers` has one tuple per group, for BIPARTITE and BROADCAST."""
 
     operation: TrafficOperation
     primitive: Primitive
@@ -53,28 +52,28 @@ class Traffic:
     bytes_per_rank: float
     times: float = 1.0
     receivers: tuple[tuple[int, ...], ...] = ()
-    both_ways: bool = False  # BIPARTITE: receivers answer with as much, as under AFD
+    both_ways: bool = False  # BIPARTITE: receivers send as much back, as under AFD
 
     def __post_init__(self) -> None:
         for name in ("bytes_per_rank", "times"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
         if self.receivers and len(self.receivers) != len(self.groups):
-            raise ValueError(f"receivers must be one for each of {len(self.groups)} groups, got {len(self.receivers)}")
+            raise ValueError(f"receivers must have one entry per group, {len(self.groups)}, got {len(self.receivers)}")
         if self.primitive is Primitive.BIPARTITE and not self.receivers:
-            raise ValueError("bipartite traffic needs receivers")
+            raise ValueError("receivers must be set for bipartite traffic")
 
 
 @dataclass(frozen=True, slots=True)
 class Intent:
-    """A period by its recurring name, e.g. "gradients". `gpus`: where each rank is; a rank that is not there is the GPU
-    of that number."""
+    """The traffic of one period, by its recurring name, such as "gradients". `gpus` maps ranks to GPUs; a rank without
+    an entry uses the GPU of its own number."""
 
     period: str
     stage: Stage
     traffic: tuple[Traffic, ...]
     gpus: Mapping[int, GpuId] = field(default_factory=dict)
-    job: str = ""  # whose ranks these are, as their recorders name it
+    job: str = ""  # the job of these ranks, as their recorders name it
 
     def gpu(self, rank: int) -> GpuId:
         return self.gpus.get(rank, GpuId(rank))

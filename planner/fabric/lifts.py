@@ -1,10 +1,9 @@
-"""Which lanes carry the circuits of the core, which ToR each is lifted to, and the slice kept for responses. Pure.
+"""Choose the lanes that carry core circuits, the ToR that each lane is connected to, and the response slice. Pure.
 
-Nothing switches packets between two ToRs that a circuit of the core joins, so its two lanes are chosen together: for
-the pair of ToRs that has the most to say to each other and the least to say it over. ToRs keep to what the allocator
-gave them as long as that serves a pair; what is left goes to pairs whose ports allow it, and to any ToRs last of all.
-The slice for responses has the same circuits in every stage, whatever is announced.
-"""
+No packet switch lies between two ToRs that a core circuit connects, so its two lanes are chosen together: for the pair
+of ToRs with the most bytes per circuit. A lift is the cross-connect between a lane and a ToR. ToRs stay within the
+allocator's counts while that serves a pair; then pairs whose ports allow it are served, and finally any ToRs. The slice
+for responses has the same circuits in every stage, whatever is announced."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -23,7 +22,7 @@ Due = tuple[OcsId, EndpointId]  # a ToR on a switch
 def place_in_core(
     ground: PlanGround, lanes: Mapping[EndpointId, Iterable[Lane]], circuits: Mapping[Pair, int]
 ) -> PlacedCircuits:
-    """Between PoDs, on the ports at which these lanes end in the core."""
+    """Place circuits between PoDs on the ports at which these lanes end in the core."""
     ports: dict[OcsId, dict[int, EndpointId]] = defaultdict(dict)
     for pod, own in lanes.items():
         for lane in own:
@@ -36,9 +35,10 @@ def place_in_core(
 def evened_out(
     placed: PlacedCircuits, lanes: Mapping[EndpointId, Iterable[Lane]], rooms: Mapping[EndpointId, AggRoom]
 ) -> tuple[PortPair, ...]:
-    """As many circuits on the same switches of the core. New ones take the lanes whose far ends are where ToRs have
-    most ports left: two ToRs can only be joined where both have a port, so lifts must not use up one switch of a PoD.
-    """
+    """Return as many circuits on the same core switches, with new ones moved to the lanes whose far ends have the most
+    free ToR ports.
+
+    Two ToRs can only be connected on a switch where both have a port, so lifts must not exhaust one switch of a PoD."""
     kept = frozenset(placed.kept)
     taken = {port for each in kept for port in each.sides}
     left = {switch: count for room in rooms.values() for switch, count in room.ports_on().items()}
@@ -68,9 +68,10 @@ def evened_out(
 
 @dataclass(slots=True)
 class Lifted:
-    core: list[PortPair] = field(default_factory=list)  # that are carried at both ends
+    core: list[PortPair] = field(default_factory=list)  # carried at both ends
     lifts: list[PortPair] = field(default_factory=list)
-    not_carried: Counter[EndpointId] = field(default_factory=Counter)  # circuits of the core, by the PoD that cannot
+    # dropped core circuits, by the PoD that cannot carry them
+    not_carried: Counter[EndpointId] = field(default_factory=Counter)
     circuits: Counter[Tors] = field(default_factory=Counter)
 
 
@@ -83,8 +84,10 @@ def lift_all(
     between: Mapping[Pair, Mapping[Tors, float]],
     most: Mapping[Tors, int],
 ) -> Lifted:
-    """Takes ports of the rooms. `budget`: lifts due. `between`: what ToRs have to say, the smaller PoD's first. `most`:
-    circuits of these pairs; others have as many as come."""
+    """Connect the lanes of core circuits to ToRs, using ports of the rooms.
+
+    `budget`: planned lifts per ToR and switch. `between`: bytes between ToRs, the smaller PoD's ToR first. `most`: the
+    maximum of circuits for these pairs; other pairs are not limited."""
     work = _Lifting(rooms, dict(budget), between, most)
     todo = []
     for core in sorted(cross_connects):
@@ -100,7 +103,7 @@ def lift_all(
     return work.result
 
 
-_End = tuple[EndpointId, Lane]  # a PoD and the lane there
+_End = tuple[EndpointId, Lane]  # a PoD and its lane
 
 
 class _Lifting:
@@ -118,7 +121,7 @@ class _Lifting:
         self.result = Lifted()
 
     def keep(self, core: PortPair, one: _End, other: _End) -> bool:
-        """As it is up now, if that is still wanted."""
+        """Keep the lifts that are up now and return True, if they are still wanted."""
         tors = self._rooms[one[0]].up_to(one[1]), self._rooms[other[0]].up_to(other[1])
         if tors[0] is None or tors[1] is None or not (self._due(one, tors[0]) and self._due(other, tors[1])):
             return False
@@ -130,7 +133,7 @@ class _Lifting:
         return True
 
     def lift(self, core: PortPair, one: _End, other: _End, allowed: Callable[[_End, EndpointId], bool]) -> bool:
-        """To the ToRs that need it most, of those that are allowed."""
+        """Lift to the pair of allowed ToRs with the most bytes per circuit; return whether there is one."""
         best, most = None, (0.0, 0)
         for (first, second), sent_bytes in self._between.get(pair_of(one[0], other[0]), {}).items():
             share = sent_bytes / (self.result.circuits[first, second] + 1)
@@ -140,8 +143,8 @@ class _Lifting:
                 or not (allowed(one, first) and allowed(other, second))
             ):
                 continue
-            # Of those alike, the ToRs with the most ports on these switches: so that those of one ToR that are left are
-            # not all on one switch, and those of another on another.
+            # Ties go to the ToRs with the most ports on these switches, so that the free ports of different ToRs do not
+            # end up on different switches.
             left = self._rooms[one[0]].left(one[1], first) + self._rooms[other[0]].left(other[1], second)
             if (share, left) > most:
                 best, most = (first, second), (share, left)
@@ -161,7 +164,7 @@ class _Lifting:
         return tors in self._most and self.result.circuits[tors] >= self._most[tors]
 
     def _due(self, end: _End, tor: EndpointId) -> int:
-        """Lifts that the ToR is still to have on the switch where the lane ends."""
+        """Return the planned lifts that the ToR still needs on the switch where the lane ends."""
         return max(0, self._budget.get((end[1].agg, tor), 0))
 
     def may(self, end: _End, tor: EndpointId) -> bool:
@@ -171,7 +174,8 @@ class _Lifting:
         return self._rooms[end[0]].left(end[1], tor) > 0
 
     def _any(self, end: _End) -> EndpointId | None:
-        """The ToR that it is lifted to if that is due one, else the one with the most to go, else any with a port."""
+        """Return the current ToR of the lane if it still needs a lift, otherwise the ToR that needs most lifts,
+        otherwise any with a port."""
         room, lane = self._rooms[end[0]], end[1]
         up = room.up_to(lane)
         if up is not None and self._due(end, up) > 0:
@@ -187,13 +191,14 @@ class _Lifting:
         self.result.circuits[ends[0][1], ends[1][1]] += 1
 
 
-# Circuits of the core that can be carried, what lifts their lanes, and what cannot be carried.
+# Core circuits that can be carried, their lifts, and notes on those that cannot.
 Carried = tuple[tuple[PortPair, ...], tuple[PortPair, ...], tuple[str, ...]]
 
 
 def reserve(ground: PlanGround, rooms: Mapping[EndpointId, AggRoom]) -> Carried:
-    """Circuits between Gen and Train PoDs over the lanes kept for responses, each lane lifted to a ToR; takes ports of
-    the rooms. What is up stays. Every Gen PoD gets one first."""
+    """Return circuits between Gen and Train PoDs over the lanes reserved for responses, with each lane lifted to a ToR.
+    Uses ports of the rooms. Existing circuits stay, and every Gen PoD gets its first circuit before others get a
+    second."""
     lanes = ground.lanes_for(RESPONSES)
     wanted = _circuits(ground, {pod: len(own) for pod, own in lanes.items()})
     placed = place_in_core(ground, lanes, wanted)
@@ -201,18 +206,18 @@ def reserve(ground: PlanGround, rooms: Mapping[EndpointId, AggRoom]) -> Carried:
 
 
 def lift_any(ground: PlanGround, rooms: Mapping[EndpointId, AggRoom], cross_connects: Iterable[PortPair]) -> Carried:
-    """Lift the lanes of these, whichever ToRs have ports for them. ToRs take turns."""
+    """Lift the lanes of these core circuits to any ToRs that have ports, round-robin."""
     turns: Counter[EndpointId] = Counter()
     core, lifts, notes = [], [], []
     for each in sorted(cross_connects):
         ends = list(map(ground.site.lane_at.get, each.sides))
         lanes = [lane for lane in ends if lane is not None]
         chosen: list[EndpointId | None] = []
-        for lane in lanes:  # both may end in one PoD, if somebody pinned such a circuit: not at one ToR
+        for lane in lanes:  # a pinned circuit may have both ends in one PoD, but must not end at one ToR
             chosen.append(_tor(rooms[ground.site.pod_of[lane.uplink]], lane, turns, chosen))
         if len(lanes) < len(ends) or None in chosen:
             dark = [ground.site.pod_of[lane.uplink] for lane, tor in zip(lanes, chosen, strict=True) if tor is None]
-            notes.append(f"{each} leads nowhere, no ToR of {' or '.join(dark) or 'any PoD'} has a port for it")
+            notes.append(f"{each} carries nothing, as no ToR of {' or '.join(dark) or 'any PoD'} has a port for it")
             continue
         core.append(each)
         for lane, tor in zip(lanes, chosen, strict=True):
@@ -227,7 +232,7 @@ def lift_any(ground: PlanGround, rooms: Mapping[EndpointId, AggRoom], cross_conn
 def _tor(
     room: AggRoom, lane: Lane, turns: Counter[EndpointId], taken: Collection[EndpointId | None]
 ) -> EndpointId | None:
-    """What the lane is joined to; else the ToR with the fewest such lanes."""
+    """Return the ToR that the lane is connected to, otherwise the ToR with the fewest such lanes."""
     known = room.lifted_to(lane) or room.up_to(lane)
     if known is not None and known not in taken:
         return known
@@ -236,7 +241,7 @@ def _tor(
 
 
 def _circuits(ground: PlanGround, ports: Mapping[EndpointId, int]) -> Mapping[Pair, int]:
-    """As for a demand that is alike between all of them, but for the one that each Gen PoD is served first."""
+    """Allocate circuits as for equal demand between all PoDs, except for the Train PoD that each Gen PoD uses first."""
     gen, train = (
         sorted(pod.id for pod in ground.site.pods if pod.role is role and ports.get(pod.id))
         for role in (PodRole.GEN, PodRole.TRAIN)

@@ -1,9 +1,7 @@
-"""Follow the light from ToR to ToR: which links packets have, and over which cross-connects each goes. Pure.
+"""Trace light from ToR to ToR: find the links that packets can use, and the cross-connects of each. Pure.
 
-Inside a PoD one cross-connect is one link. Between PoDs light goes from a ToR over a lift to a lane, over the core to a
-lane of the other PoD, and over a drop to a ToR there: packets see one link, once all three cross-connects are up, and
-it is gone as soon as one of them is.
-"""
+Inside a PoD one cross-connect is one link. Between PoDs, light passes a lift from a ToR to a lane, the core, and a drop
+from the other PoD's lane to a ToR. The link exists only while all three cross-connects are up."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,28 +10,28 @@ from planner.fabric.model import EndpointId, Port, PortPair, partners, port_pair
 from planner.fabric.route_plan import RoutedLink
 from planner.fabric.topology import Site, Tier
 
-Interface = tuple[EndpointId, str]  # a ToR, and what it calls the interface
+Interface = tuple[EndpointId, str]  # a ToR and its name for the interface
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Lit:
-    """A link, and what carries its light."""
+    """A link and the cross-connects that carry its light."""
 
     link: RoutedLink
-    over: tuple[PortPair, ...]  # from its end `a` to its end `b`
+    over: tuple[PortPair, ...]  # from end `a` to end `b` of the link
 
     def goes_over(self, cross_connects: Iterable[PortPair]) -> bool:
         return not set(self.over).isdisjoint(cross_connects)
 
 
 def fibres_of(site: Site, tor: EndpointId) -> tuple[Port, ...]:
-    """The ports that a ToR is fibred to, by switch and as listed there."""
+    """Return the ports that a ToR has fibres to, by switch and in listed order."""
     return site.fibres[Tier.AGG].get(tor, ())
 
 
 def interfaces_at(site: Site, names: Mapping[EndpointId, Sequence[str]]) -> Mapping[Port, Interface]:
-    """What is behind each port that a ToR is fibred to. `names`: of each ToR's interfaces, in the order of its fibres.
-    Raises ValueError where there are not as many."""
+    """Return the interface behind each port that a ToR has a fibre to. `names` lists each ToR's interfaces in the order
+    of its fibres. Raises ValueError if the counts differ."""
     return {
         port: (tor, interface)
         for tor, listed in names.items()
@@ -42,12 +40,12 @@ def interfaces_at(site: Site, names: Mapping[EndpointId, Sequence[str]]) -> Mapp
 
 
 def links_up(site: Site, cross_connects: Iterable[PortPair], interfaces: Mapping[Port, Interface]) -> tuple[Lit, ...]:
-    """The links that these cross-connects make, in order. Light that ends in the dark, or at the ToR that it comes
-    from, makes none. Raises ValueError where two cross-connects share a port."""
+    """Return the links that these cross-connects form, sorted. A path that does not end at another ToR forms none.
+    Raises ValueError if two cross-connects share a port."""
     cross_connects = frozenset(cross_connects)
     joined = partners(cross_connects)
     if len(joined) < 2 * len(cross_connects):
-        raise ValueError(f"a port is used twice by {', '.join(map(str, sorted(cross_connects)))}")
+        raise ValueError(f"ports must not be shared, got {', '.join(map(str, sorted(cross_connects)))}")
     far_end = {one: other for lane in site.lanes for one, other in (lane.ends, lane.ends[::-1])}
     found: dict[RoutedLink, Lit] = {}
     for start, (tor, interface) in interfaces.items():
@@ -63,7 +61,7 @@ def links_up(site: Site, cross_connects: Iterable[PortPair], interfaces: Mapping
 def _follow(
     start: Port, joined: Mapping[Port, Port], far_end: Mapping[Port, Port]
 ) -> tuple[Port, tuple[PortPair, ...]]:
-    """The last port that light from a port gets to, and the cross-connects on its way."""
+    """Return the last port that light from a port reaches, and the cross-connects on its path."""
     over: list[PortPair] = []
     at = start
     while at in joined:

@@ -1,10 +1,9 @@
-"""From an intent to circuits on every switch, or to a reason for keeping those that are up. Pure; Algorithm 2 (section
-5.3) of the paper. Committing a plan is `orchestrrl/fabric/circuit_executor.py`.
+"""Convert an intent into circuits on every switch, or a reason to keep the existing ones. Pure; Algorithm 2 (section
+5.3) of the paper. `orchestrrl/fabric/circuit_executor.py` commits a plan.
 
-A plan is for the PoDs that its stage touches and that the intent has ranks in; all others keep what is up there, and
-circuits of the core between two of those stay as well. `FabricPlan.cross_connects` is the whole site's. Order of claims
-on ports: pins, the reserved slice, lanes of the core with their lifts, ToR to ToR, what is left over.
-"""
+A plan covers the PoDs that its stage touches and in which the intent has ranks. All other PoDs keep their circuits, and
+so do core circuits between two of those. `FabricPlan.cross_connects` covers the whole site. Ports are assigned in this
+order: pins, the reserved slice, core lanes with their lifts, ToR to ToR, spare ports."""
 
 import math
 from collections import Counter, defaultdict
@@ -40,8 +39,10 @@ def materialize(
     template: StageTemplate | None = None,
     bridges: frozenset[Pair] = frozenset(),
 ) -> FabricPlan | Hold:
-    """`template` None: that of the intent. `bridges`: pairs of ToRs that have a circuit even if they send nothing;
-    their PoDs are touched. Holds: `nobody_placed`, `infeasible`."""
+    """Return the plan of an intent, or a Hold: `nobody_placed` or `infeasible`.
+
+    `template` None uses that of the intent's stage. `bridges` are pairs of ToRs that get a circuit even without
+    traffic; their PoDs count as touched."""
     template = template or TEMPLATES[intent.stage]
     flows = flows_of(intent, site, state.failures)
     pods = flows.pods | {site.pod_of[tor] for pair in bridges for tor in pair}
@@ -49,7 +50,7 @@ def materialize(
     if not touched:
         return Hold("nobody_placed", f"{intent.period}: no rank is in a PoD that stage {intent.stage} touches")
     draft = _Draft(site, intent, state, template, flows, touched, bridges).plan(by_tors=True)
-    if draft.unserved_bytes > 0 or not draft.as_sized:  # where it is as sized and all are served, nothing is better
+    if draft.unserved_bytes > 0 or not draft.as_sized:  # if it is as sized and serves all, no other is better
         other = _Draft(site, intent, state, template, flows, touched, bridges).plan(by_tors=False)
         draft = min(draft, other, key=_Drafted.misses)
     plan = draft.plan
@@ -58,12 +59,13 @@ def materialize(
 
 
 def validate(site: Site, state: FabricState, cross_connects: Iterable[PortPair]) -> tuple[str, ...]:
-    """Why these cannot be committed under this state: the final check of section 5.3. Empty: they can."""
+    """Return why these cross-connects cannot be committed in this state (the final check of section 5.3); empty if they
+    can."""
     ground = PlanGround(site, state, frozenset(site.pod))
     wanted = frozenset(cross_connects)
     used = {port for each in wanted for port in each.sides}
     shared = shared_ports(wanted).items()
-    faults = [f"port {port} of {switch} is used {count} times" for (switch, port), count in shared]
+    faults = [f"port {port} of {switch} must be used once, got {count} times" for (switch, port), count in shared]
     faults += [f"port {port} of {switch} has failed" for switch, port in used & ground.failed]
     for each in wanted - state.current:
         faults += [f"{each}: port {port[1]} has no fibre" for port in each.sides if port not in site.owner]
@@ -71,16 +73,16 @@ def validate(site: Site, state: FabricState, cross_connects: Iterable[PortPair])
         faults += [f"{each}: port {port[1]} is pinned" for port in each.sides if port in ground.pinned_ports]
         purposes = sorted({site.reserved.get(port, "nothing") for port in each.sides})
         if len(purposes) > 1:
-            faults.append(f"{each}: its ports are kept for {' and for '.join(purposes)}")
+            faults.append(f"{each}: its ports are reserved for different purposes: {', '.join(purposes)}")
     return (*sorted(faults), *check_coupling(site, wanted))
 
 
 def check_coupling(site: Site, cross_connects: Iterable[PortPair]) -> tuple[str, ...]:
-    """The PoDs that cannot carry what the core brings them, with how much is wanted and there; none: all is carried.
+    """Return the PoDs that cannot carry their core circuits, with the counts needed and carried; empty if all are
+    carried.
 
-    An uplink switches nothing. A circuit of the core ends on one lane in each PoD, and light gets on from there only if
-    the PoD's own switch joins that very lane to a ToR. Appendix D ("Agg/Core relationship") of the paper.
-    """
+    An uplink switches nothing. A core circuit ends on one lane in each PoD, and its light gets further only if the
+    PoD's own switch connects that lane to a ToR. Appendix D ("Agg/Core relationship") of the paper."""
     cross_connects = frozenset(cross_connects)
     joined = partners(cross_connects)
     wanted: Counter[str] = Counter()
@@ -92,7 +94,7 @@ def check_coupling(site: Site, cross_connects: Iterable[PortPair]) -> tuple[str,
             end = joined.get(lane.ends[0])
             there[pod] += end is not None and site.owner.get(end) in site.tor
     return tuple(
-        f"{pod}: {wanted[pod]} circuits of the core end there, {there[pod]} are lifted to a ToR"
+        f"{pod}: {wanted[pod]} core circuits end there, but only {there[pod]} are lifted to a ToR"
         for pod in sorted(wanted)
         if there[pod] < wanted[pod]
     )
@@ -101,17 +103,18 @@ def check_coupling(site: Site, cross_connects: Iterable[PortPair]) -> tuple[str,
 @dataclass(frozen=True, slots=True)
 class _Drafted:
     plan: FabricPlan
-    as_sized: bool  # placed and lifted as it was meant
-    unserved_bytes: float  # between ToRs that no circuit joins
-    slowest_bytes: float  # of a pair of ToRs that some join, by circuit
+    as_sized: bool  # placed and lifted as sized
+    unserved_bytes: float  # between ToRs without a circuit
+    slowest_bytes: float  # per circuit, of a pair of ToRs with circuits
 
     def misses(self) -> tuple[int, float, float]:
-        """The fewer the better; first of all whom nothing serves in a PoD or in the core."""
+        """Return a key that is smaller for better drafts: unserved pairs of a tier first, then unserved bytes, then the
+        slowest pair."""
         return sum(len(tier.unserved) for tier in self.plan.tiers), self.unserved_bytes, self.slowest_bytes
 
 
 class _Draft:
-    """One plan in the making: each step takes ports from the rooms of the PoDs."""
+    """Builds one plan: each step takes ports from the rooms of the PoDs."""
 
     def __init__(
         self,
@@ -140,7 +143,7 @@ class _Draft:
         self._note_left_out(wanted)
         kept_core, kept_lifts = self._what_stays_in_core()
         responses, response_lifts, notes = reserve(ground, self._rooms)
-        self._notes += [f"the slice for responses: {note}" for note in notes]
+        self._notes += [f"response slice: {note}" for note in notes]
         lanes = {pod: own for pod, own in ground.lanes_for(None).items() if pod in self._touched}
         lanes_count = {pod: len(own) for pod, own in lanes.items()}
         ports = {pod: self._rooms[pod].ports() for pod in wanted.tors}
@@ -184,7 +187,7 @@ class _Draft:
         return math.fsum(larger_bytes.values()) - math.fsum(served.values()), slowest_bytes
 
     def _what_stays_in_core(self) -> tuple[list[PortPair], tuple[PortPair, ...]]:
-        """Of what stays there, that which both ends can carry, and its lifts."""
+        """Return the staying core circuits that both ends can carry, and their lifts."""
         in_core = [each for switch in self._site.core_switches for each in self._ground.stays.get(switch.id, ())]
         foreign = [each for each in in_core if not self._ground.of_somebody(each)]
         core, lifts, notes = lift_any(self._ground, self._rooms, filter(self._ground.of_somebody, in_core))
@@ -192,7 +195,7 @@ class _Draft:
         return [*foreign, *core], lifts
 
     def _in_pod(self, pod: EndpointId, sizes: CircuitSizes, carrying: Iterable[PortPair]) -> "_InPod":
-        """Circuits from ToR to ToR and lifts of the lanes that the core uses, placed together."""
+        """Place circuits between ToRs together with the lifts of the lanes that the core uses."""
         room, ground = self._rooms[pod], self._ground
         lanes = [ground.site.lane_at[port] for each in carrying for port in each.sides]
         cabling = room.cabling_with(pod, [lane for lane in lanes if self._site.pod_of[lane.uplink] == pod])
@@ -212,7 +215,7 @@ class _Draft:
         return found
 
     def _spare(self, pod: EndpointId) -> Iterable[PortPair]:
-        """What becomes of ports that are left over."""
+        """Use the spare ports: keep their circuits, or spread new ones over all pairs of ToRs."""
         room = self._rooms[pod]
         spare: Iterable[PortPair] = room.up_between_tors()
         if self._template.spreads_spare:
@@ -229,7 +232,7 @@ class _Draft:
         general_lifts: frozenset[PortPair],
         unplaced: Mapping[Pair, int],
     ) -> TierPlan:
-        """A ToR that nothing lifts, but should be, is unserved towards its PoD."""
+        """Describe one PoD's layer. A ToR without a needed lift is unserved towards its PoD."""
         owner = self._ground.site.owner
         circuits: Counter[Pair] = Counter()
         lifts: Counter[Pair] = Counter()
@@ -283,7 +286,7 @@ class _Draft:
         return dict(sorted(circuits.items()))
 
     def _served(self, demand: Directed, circuits: Mapping[Pair, int]) -> tuple[float, tuple[Pair, ...]]:
-        """Seconds of the slowest pair that has circuits, and the pairs that have none."""
+        """Return the seconds of the slowest pair that has circuits, and the pairs that have none."""
         slowest, unserved = 0.0, set()
         for ends, sent_bytes in demand.items():
             if sent_bytes > 0:
@@ -297,14 +300,18 @@ class _Draft:
     def _note_left_out(self, wanted: WantedBytes) -> None:
         stage = self._intent.stage
         if wanted.ineligible_bytes:
-            self._notes.append(f"{wanted.ineligible_bytes:.4g} bytes are between PoDs that {stage} gives no circuits")
+            self._notes.append(
+                f"{wanted.ineligible_bytes:.4g} bytes are between PoDs that get no circuits in stage {stage}"
+            )
         if wanted.elsewhere_bytes:
-            self._notes.append(f"{wanted.elsewhere_bytes:.4g} bytes are in or to PoDs that {stage} does not touch")
+            self._notes.append(
+                f"{wanted.elsewhere_bytes:.4g} bytes are in or to PoDs that stage {stage} does not touch"
+            )
 
     def _note_not_carried(self, lifted: Lifted) -> None:
         for pod, count in sorted(lifted.not_carried.items()):
             if count:
-                self._notes.append(f"{pod}: {count} circuits of the core dropped, no ToR has a port for their lane")
+                self._notes.append(f"{pod}: {count} core circuits dropped, as no ToR has a port for their lane")
 
 
 @dataclass(slots=True)

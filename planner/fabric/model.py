@@ -1,8 +1,7 @@
-"""The vocabulary of the fabric: what circuits end at, and what carries them. Frozen, self-checking values.
+"""The basic types of the fabric: endpoints, circuits and cross-connects. Immutable, self-validating values.
 
-A circuit is full duplex and joins two endpoints. In the aggregation layer of a PoD these are its ToRs and its uplinks;
-in the core layer they are PoDs. A cross-connect (`PortPair`) is what carries a circuit: two ports of one switch.
-"""
+A circuit is full duplex and connects two endpoints. In the aggregation layer of a PoD these are ToRs and uplinks; in
+the core layer they are PoDs. A cross-connect (`PortPair`) carries a circuit: it connects two ports of one switch."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -16,15 +15,15 @@ Port = tuple[OcsId, int]
 
 
 def pair_of(one: EndpointId, other: EndpointId) -> Pair:
-    """Raises ValueError where the two are one."""
+    """Return the two endpoints, the smaller id first. Raises ValueError if they are equal."""
     if one == other:
-        raise ValueError(f"a circuit joins two endpoints, got {one!r} twice")
+        raise ValueError(f"a circuit must connect two different endpoints, got {one!r} twice")
     return (one, other) if one < other else (other, one)
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class PortPair:
-    """One cross-connect: light goes both ways between two ports of a switch. The smaller port stands first."""
+    """One cross-connect: two ports of a switch with light in both directions. The smaller port comes first."""
 
     switch: OcsId
     port_a: int
@@ -40,7 +39,7 @@ class PortPair:
 
     @property
     def sides(self) -> tuple[Port, Port]:
-        """Its ports, each with its switch."""
+        """The two ports, each with the switch."""
         return (self.switch, self.port_a), (self.switch, self.port_b)
 
     def __str__(self) -> str:
@@ -48,30 +47,31 @@ class PortPair:
 
 
 def port_pair(switch: OcsId, one: int, other: int) -> PortPair:
-    """The same in whichever order the ports come."""
+    """Return a PortPair from two ports in any order."""
     return PortPair(switch, min(one, other), max(one, other))
 
 
 def shared_ports(cross_connects: Iterable[PortPair]) -> dict[Port, int]:
-    """The ports that several of these use, and how many do, in order."""
+    """Return the ports that several of these cross-connects use, each with the count, in order."""
     uses = Counter(port for each in cross_connects for port in each.sides)
     return {port: count for port, count in sorted(uses.items()) if count > 1}
 
 
 def partners(cross_connects: Iterable[PortPair]) -> Mapping[Port, Port]:
-    """For each port that is in use, the other one."""
+    """Return a map from each used port to the port it is connected to."""
     return {one: other for each in cross_connects for one, other in (each.sides, each.sides[::-1])}
 
 
 @dataclass(frozen=True, slots=True)
 class Cabling:
-    """Which endpoint each port of each switch is fibred to. An endpoint's fibres may end on several switches."""
+    """The endpoint that each port of each switch has a fibre to. An endpoint's fibres may end on several switches."""
 
     ports: Mapping[OcsId, Mapping[int, EndpointId]]
 
     @classmethod
     def of(cls, switches: Mapping[OcsId, Mapping[EndpointId, Iterable[int]]]) -> "Cabling":
-        """From each switch's endpoints with their ports. Raises ValueError where a port has two endpoints."""
+        """Build a cabling from each switch's endpoints with their ports. Raises ValueError if a port has two
+        endpoints."""
         ports: dict[OcsId, dict[int, EndpointId]] = {}
         for switch, endpoints in switches.items():
             owner = ports.setdefault(switch, {})
@@ -85,7 +85,7 @@ class Cabling:
         return self.ports.get(switch, {}).get(port)
 
     def ends(self, cross_connect: PortPair) -> Pair | None:
-        """The endpoints that it joins; None where a port has no fibre, or both are of one endpoint."""
+        """Return the two endpoints of a cross-connect; None if a port has no fibre, or both belong to one endpoint."""
         one = self.endpoint(cross_connect.switch, cross_connect.port_a)
         other = self.endpoint(cross_connect.switch, cross_connect.port_b)
         return None if one is None or other is None or one == other else pair_of(one, other)

@@ -1,11 +1,10 @@
-"""Which switch and which ports carry each circuit: as many circuits as can be, then as few changes as can be.
+"""Choose the switch and ports of each circuit: as many circuits as possible, then as few changes as possible.
 
-Both ends of a circuit lie on one switch. Independent parts are placed on their own (`_parts`): by chains of moves
-(place_chains.py); where these do not reach what is provably best, by an integer program (`_settle`) if the part is
-small, and by ruin and recreate if it is large: circuits that are missing, or are up and were given up, are put in by
-force; what stands in their way is taken off and finds room anew by chains of moves. What is no worse stays (Schrimpf et
-al., Record Breaking Optimization Results Using the Ruin and Recreate Principle, 2000).
-"""
+Both ends of a circuit are on one switch. Independent parts (`_parts`) are placed separately, by chains of moves
+(place_chains.py). If these do not reach a provable optimum, a small part is solved by an integer program (`_settle`). A
+large part uses ruin and recreate: circuits that are missing, or are up and were dropped, are inserted by force;
+circuits in their way are removed and placed again by chains of moves. A result that is no worse is kept (Schrimpf et
+al., Record Breaking Optimization Results Using the Ruin and Recreate Principle, 2000)."""
 
 import random
 from collections import defaultdict
@@ -20,17 +19,18 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-CHAIN_WORK = 300  # by circuit and switch, looks at a circuit that might move
-WORK = 600_000  # looks at a circuit that might move, for what is too large to be solved as a whole; about a second
-WHOLE = 2_000  # (pair, switch)s up to which a part is solved as a whole
+CHAIN_WORK = 300  # inspected circuits per circuit and switch
+WORK = 600_000  # inspected circuits, for parts too large to be solved as a whole; about a second
+WHOLE = 2_000  # (pair, switch) combinations up to which a part is solved as a whole
 SEED = 1
-WHOLE_NODES = 300  # of the search for each of the two aims
-MOST_FORCED = 8  # circuits put back at once
+WHOLE_NODES = 300  # of the search for each of the two goals
+MOST_FORCED = 8  # circuits inserted at once
 
 
 @dataclass(frozen=True, slots=True)
 class PlacingProblem:
-    """What is wanted on what is cabled. A current cross-connect of no wanted pair, or on a failed port, goes."""
+    """The wanted circuits and the cabling. A current cross-connect on a failed port, or of a pair that is not wanted,
+    is removed."""
 
     cabling: Cabling
     circuits: Mapping[Pair, int]
@@ -40,15 +40,15 @@ class PlacingProblem:
     def __post_init__(self) -> None:
         for (one, other), count in self.circuits.items():
             if one >= other:
-                raise ValueError(f"a pair is two endpoints, the smaller id first, got {one!r} and {other!r}")
+                raise ValueError(f"a pair must be two endpoints, the smaller id first, got {one!r} and {other!r}")
             if count < 1:
                 raise ValueError(f"circuits of {one} and {other} must be >= 1, got {count}")
         for cross_connect in self.current:
             for switch, port in cross_connect.sides:
                 if self.cabling.endpoint(switch, port) is None:
-                    raise ValueError(f"port {port} of {switch} has no fibre, got {cross_connect}")
+                    raise ValueError(f"current: port {port} of {switch} has no fibre, got {cross_connect}")
         if twice := [f"port {port} of {switch}" for switch, port in shared_ports(self.current)]:
-            raise ValueError(f"{', '.join(twice)} is used twice")
+            raise ValueError(f"current must use each port once, got {', '.join(twice)} twice")
 
     def healthy(self, switch: OcsId, port: int) -> bool:
         return port not in self.failed_ports.get(switch, ())
@@ -56,8 +56,8 @@ class PlacingProblem:
 
 @dataclass(frozen=True, slots=True)
 class PlacedCircuits:
-    """The cross-connects that shall be, in order. No placement has more than `bound_circuits`, and none with as many as
-    this one keeps more than `bound_kept`: where both are met, this is the best there is."""
+    """The cross-connects of a placement, sorted. No placement has more than `bound_circuits`, and none with as many as
+    this one keeps more than `bound_kept`. If it meets both bounds, it is optimal."""
 
     cross_connects: tuple[PortPair, ...]
     kept: tuple[PortPair, ...]  # those that are up already
@@ -71,7 +71,7 @@ class PlacedCircuits:
 
 
 def place(problem: PlacingProblem, work: int = WORK) -> PlacedCircuits:
-    """As many circuits as can be, then with the fewest cross-connects to remove and to add."""
+    """Place as many circuits as possible, then with the fewest cross-connects to remove and add."""
     ports = _healthy_ports(problem)
     up = _worth_keeping(problem)
     parts = list(_parts(problem, ports, up))
@@ -128,7 +128,7 @@ def _lay_out(counting: Counting, work: int) -> tuple[CircuitLayout, int, int]:
 
 
 def small(counting: Counting) -> bool:
-    """Whether an integer program solves it as a whole."""
+    """Return whether the part is small enough for an integer program."""
     return len(counting.ends) * counting.switches <= WHOLE
 
 
@@ -150,7 +150,7 @@ def _healthy_ports(problem: PlacingProblem) -> dict[tuple[EndpointId, OcsId], li
 
 
 def _worth_keeping(problem: PlacingProblem) -> dict[tuple[Pair, OcsId], list[PortPair]]:
-    """What is up for wanted pairs on healthy ports."""
+    """Return the circuits of wanted pairs that are up on healthy ports."""
     up: dict[tuple[Pair, OcsId], list[PortPair]] = defaultdict(list)
     for cross_connect in sorted(problem.current):
         pair, switch = problem.cabling.ends(cross_connect), cross_connect.switch
@@ -166,7 +166,7 @@ def _parts(
     ports: Mapping[tuple[EndpointId, OcsId], list[int]],
     up: Mapping[tuple[Pair, OcsId], list[PortPair]],
 ) -> Iterator[_Part]:
-    """In the order of their first pairs. Pairs without a switch in common are in none."""
+    """Yield the independent parts in the order of their first pairs. Pairs without a common switch are in none."""
     reach: dict[EndpointId, set[OcsId]] = defaultdict(set)
     for (endpoint, switch), healthy in ports.items():
         if healthy:
@@ -204,7 +204,7 @@ def _parts(
 
 
 def _ruin_and_recreate(layout: CircuitLayout, most_placed: int, most_kept: int, work: int) -> None:
-    """At least as many circuits, and of as many at least as many kept."""
+    """Improve the layout: never fewer circuits, and with equal circuits never fewer kept."""
     rng = random.Random(SEED)
     chains = CircuitChains(layout, work)
     while chains.work_left > 0 and (layout.total, layout.kept) < (most_placed, most_kept):
@@ -216,14 +216,14 @@ def _ruin_and_recreate(layout: CircuitLayout, most_placed: int, most_kept: int, 
         layout.moves = []
         for pair, switch in rng.sample(wanting, min(rng.randint(1, MOST_FORCED), len(wanting))):
             _force(layout, pair, switch, rng)
-        chains.work_left -= len(layout.counting.ends)  # for looking what was given up
+        chains.work_left -= len(layout.counting.ends)  # for finding dropped circuits
         chains.refill(sorted({pair for pair, _, _ in layout.moves}))
         if (layout.total, layout.kept) < before:
             layout.go_back()
 
 
 def _missing(layout: CircuitLayout) -> list[tuple[int, int]]:
-    """Pairs that miss a circuit, with the switches on which both ends have ports."""
+    """Return the pairs that lack a circuit, with the switches on which both ends have ports."""
     counting = layout.counting
     return [
         (pair, switch)
@@ -235,7 +235,7 @@ def _missing(layout: CircuitLayout) -> list[tuple[int, int]]:
 
 
 def _improvable(layout: CircuitLayout) -> list[tuple[int, int]]:
-    """Pairs that might keep more, with the switches on which they might."""
+    """Return the pairs that might keep more circuits, with the switches of those."""
     counting = layout.counting
     return [
         (pair, home)
@@ -247,7 +247,7 @@ def _improvable(layout: CircuitLayout) -> list[tuple[int, int]]:
 
 
 def _force(layout: CircuitLayout, pair: int, home: int, rng: random.Random) -> None:
-    """A circuit of the pair on `home`, whatever has to go for it."""
+    """Put a circuit of the pair on switch `home`, removing others as needed."""
     up = layout.counting.up
     away = [switch for switch, count in enumerate(layout.placed[pair]) if switch != home and count > up[pair][switch]]
     if not layout.missing[pair]:
@@ -263,12 +263,12 @@ def _force(layout: CircuitLayout, pair: int, home: int, rng: random.Random) -> N
 
 
 def _settle(layout: CircuitLayout, most_placed: int, most_kept: int) -> tuple[int, int]:
-    """The best layout by integer programs, first by circuits placed and then by those kept. Returns bounds on both.
+    """Find the best layout by integer programs, first by placed circuits, then by kept ones. Returns bounds on both.
 
-    Which switch carries which circuit is edge colouring once every endpoint has one port on each, so no fast way finds
-    every optimum. The search stops after work that is the same on every machine, never after a time.
-    """
-    # Imported here since most problems need none of it, and it takes longer to load than they to solve.
+    Choosing the switch of each circuit is edge colouring if every endpoint has one port on each switch, so no fast
+    method finds every optimum. The search is limited by nodes, not by time, so its result is the same on every
+    machine."""
+    # Imported here, since most problems do not need it and loading takes longer than solving.
     import numpy as np
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_array
@@ -278,7 +278,7 @@ def _settle(layout: CircuitLayout, most_placed: int, most_kept: int) -> tuple[in
     room = np.minimum(ports[ends].min(axis=1), wanted[:, None])  # [pair, switch]
     pair, switch = np.nonzero(room)
     count, places = len(pair), np.arange(len(pair))
-    # Variables: circuits placed of each (pair, switch), and circuits kept of them.
+    # Variables: circuits placed per (pair, switch), then circuits kept of them.
     sizes = np.concatenate([room[pair, switch], np.minimum(room, counting.up)[pair, switch]])
     at_ends = [len(wanted) + ends[pair, side] * counting.switches + switch for side in (0, 1)]
     rows = np.concatenate([pair, *at_ends, *[len(wanted) + ports.size + places] * 2])
@@ -289,7 +289,7 @@ def _settle(layout: CircuitLayout, most_placed: int, most_kept: int) -> tuple[in
     placed, kept = np.repeat([[1, 0], [0, 1]], count, axis=1)
 
     def solve(goal: "NDArray[np.int64]") -> int | None:
-        """The layout takes over what is found for the goal. Return a bound on it."""
+        """Apply the solution for the goal to the layout. Return a bound on the goal."""
         least = LinearConstraint(placed[None, :], lb=layout.total)
         found = milp(
             -goal,

@@ -1,14 +1,13 @@
-"""Circuits find room by making others move on: chains of moves, each into the port that the next one leaves.
+"""Make room for circuits by moving others: chains of moves, each into the port that the next one leaves.
 
-The healthy ports of one endpoint on one switch differ in nothing but the cross-connects that are up, and those use each
-port once: of the circuits that a pair has on a switch, as many are kept as are up there. So counts decide everything.
+The healthy ports of one endpoint on one switch differ only in the cross-connects that are up, and each port carries
+one. So of a pair's circuits on a switch, as many are kept as are up there, and counts suffice.
 
-A circuit is put on a switch where one of its ends has no port left; one of that end's other circuits moves to a switch
-where the end has a port, which may be one too many at its far end, and so on until a far end has room. With two
-switches these are the Kempe chains of edge colouring. Where these do not do, a chain may also leave a circuit out and
-put one that is missing in its place, an augmenting path of a matching if that is all it does. The chain that gives up
-fewest kept circuits is looked for first.
-"""
+A circuit is put on a switch where one of its endpoints has no free port. Another circuit of that endpoint moves to a
+switch where the endpoint has a port; that may exceed the ports at its far end, and so on until a far end has room. With
+two switches these are the Kempe chains of edge colouring. If these fail, a chain may also drop a circuit and put a
+missing one in its place, which alone is an augmenting path of a matching. The search prefers chains that drop the
+fewest kept circuits."""
 
 import heapq
 from collections.abc import Mapping, Sequence
@@ -16,21 +15,23 @@ from dataclasses import dataclass
 from itertools import product
 
 NOWHERE = -1
-BATCH = 8  # pairs that one search is for
-Move = tuple[int, int, int]  # pair, from switch, to switch; NOWHERE is a circuit that is not placed
-_State = tuple[int, int, int]  # an endpoint, the switch on which it is one port short, one that it has just left
+BATCH = 8  # pairs per search
+Move = tuple[int, int, int]  # pair, from switch, to switch; NOWHERE means not placed
+# an endpoint, the switch on which it is one port short, and the switch that it has just left
+_State = tuple[int, int, int]
 _Came = dict[_State, tuple[_State | None, tuple[Move, ...]]]
-LOSS = 1 << 12  # a kept circuit given up, in moves: always worse than a longer chain
-MOST_LOST = (0, 1, 2, 1 << 20)  # kept circuits that one chain may give up: as few as do, so tried in turn
+LOSS = 1 << 12  # cost of dropping a kept circuit, in moves: always more than a longer chain
+MOST_LOST = (0, 1, 2, 1 << 20)  # limits on kept circuits dropped per chain, tried in ascending order
 
 
 @dataclass(frozen=True, slots=True)
 class Counting:
-    """Pairs and switches by number. Pairs differ from each other; every circuit that is up lies on healthy ports."""
+    """Counts of one part, with pairs and switches as numbers. Pairs are distinct; every circuit that is up is on
+    healthy ports."""
 
-    ends: Sequence[tuple[int, int]]  # [pair], endpoints
+    ends: Sequence[tuple[int, int]]  # [pair], its endpoints
     wanted: Sequence[int]  # [pair], circuits
-    ports: Sequence[Sequence[int]]  # [endpoint][switch], healthy ones
+    ports: Sequence[Sequence[int]]  # [endpoint][switch], healthy ports
     up: Sequence[Sequence[int]]  # [pair][switch], circuits that are up
 
     @property
@@ -38,7 +39,7 @@ class Counting:
         return len(self.ports[0]) if self.ports else 0
 
     def most_placed(self) -> int:
-        """No more circuits than this can be placed: by pair, by endpoint, and by switch."""
+        """Return an upper bound on the circuits placed: by pair, by endpoint and by switch."""
         sums = [sum(row) for row in self.ports]
         by_pair = sum(map(self._room, range(len(self.ends))))
         asked = [0] * len(self.ports)
@@ -53,7 +54,7 @@ class Counting:
         return min(by_pair, by_endpoint, by_switch)
 
     def most_kept(self) -> int:
-        """No more circuits than this can be kept."""
+        """Return an upper bound on the circuits kept."""
         return sum(min(wanted, sum(up)) for wanted, up in zip(self.wanted, self.up, strict=True))
 
     def _room(self, pair: int) -> int:
@@ -62,22 +63,24 @@ class Counting:
 
 
 class CircuitLayout:
-    """Circuits of each pair on each switch, as they are being placed."""
+    """The circuits of each pair on each switch during placement."""
 
     def __init__(self, counting: Counting) -> None:
         self.counting = counting
         self.placed = [[0] * counting.switches for _ in counting.ends]  # [pair][switch], circuits
         self.missing = list(counting.wanted)  # [pair], circuits
-        self.free = [list(row) for row in counting.ports]  # [endpoint][switch], ports; below 0 while one is being made
-        # [endpoint][switch], the pairs there in the order in which they came
+        # [endpoint][switch], ports; below 0 while a port is being freed
+        self.free = [list(row) for row in counting.ports]
+        # [endpoint][switch], the pairs there in order of arrival
         self.there: list[list[dict[int, None]]] = [[{} for _ in row] for row in counting.ports]
-        self.short: list[dict[int, None]] = [{} for _ in counting.ports]  # [endpoint], pairs that miss a circuit
+        self.short: list[dict[int, None]] = [{} for _ in counting.ports]  # [endpoint], pairs that lack a circuit
         for pair, ends in enumerate(counting.ends):
             for endpoint in ends:
                 self.short[endpoint][pair] = None
         self.kept = 0
         self.total = 0
-        self.moves: list[tuple[int, int, bool]] = []  # pair, switch and whether it came, since somebody emptied it
+        # pair, switch and whether it was added, since the caller cleared it
+        self.moves: list[tuple[int, int, bool]] = []
 
     def go_back(self) -> None:
         """Undo `moves`."""
@@ -113,18 +116,18 @@ class CircuitLayout:
                 del self.there[endpoint][switch][pair]
 
     def lost(self, pair: int, source: int, target: int) -> int:
-        """Kept circuits fewer once one of the pair moves: -1, 0 or 1."""
+        """Return how many fewer circuits are kept if one of the pair moves: -1, 0 or 1."""
         row, up = self.placed[pair], self.counting.up[pair]
         return (row[source] <= up[source]) - (row[target] < up[target])
 
     def lost_by_swap(self, pair: int, other: int, switch: int) -> int:
-        """Kept circuits fewer once one of the pair gives its place to another: -1, 0 or 1."""
+        """Return how many fewer circuits are kept if one of the pair is replaced by one of another: -1, 0 or 1."""
         up = self.counting.up
         return (self.placed[pair][switch] <= up[pair][switch]) - (self.placed[other][switch] < up[other][switch])
 
 
 class CircuitChains:
-    """Puts circuits into a layout. `work_left` counts what it looked at, and is the same on every machine."""
+    """Adds circuits to a layout. `work_left` counts inspected circuits, so results are the same on every machine."""
 
     def __init__(self, layout: CircuitLayout, work: int) -> None:
         self.layout = layout
@@ -134,7 +137,7 @@ class CircuitChains:
         self._swapping = False
 
     def keep(self) -> None:
-        """What is up and wanted stays; where more is up than is wanted, the switches on which least else goes on."""
+        """Keep wanted circuits that are up. If more are up than wanted, prefer the switches where the pair has most."""
         layout = self.layout
         for pair, up in enumerate(layout.counting.up):
             if not any(up):
@@ -145,17 +148,18 @@ class CircuitChains:
                     layout.add(pair, switch)
 
     def fill(self, gently: bool = True) -> None:
-        """Every missing circuit that fits somewhere, at once or after a chain of moves; `gently`, first those that cost
-        nothing that is kept, which may leave less room for the others."""
+        """Place every missing circuit that fits, directly or after a chain of moves. `gently` first tries chains that
+        drop no kept circuit, which may leave less room for the others."""
         for pair in sorted(range(len(self.layout.missing)), key=self._narrowness):
             while self.layout.missing[pair] and self._put(pair):
                 pass
         self.refill(range(len(self.layout.missing)), MOST_LOST if gently else MOST_LOST[-1:])
 
     def refill(self, pairs: Sequence[int], most_lost: Sequence[int] = MOST_LOST) -> None:
-        """What these pairs miss, by chains that give up at most as many kept ones, tried in turn."""
+        """Place what these pairs lack by chains, with limits on dropped kept circuits tried in order."""
         for self._swapping, self._most_lost in product((False, True), most_lost):
-            between = not self._swapping or self._most_lost == most_lost[-1]  # which is much work then, for little
+            # otherwise this is much work for little gain
+            between = not self._swapping or self._most_lost == most_lost[-1]
             while self._insert_batches(pairs) or (between and self._insert_first_between(pairs)):
                 pass
 
@@ -168,7 +172,7 @@ class CircuitChains:
         return found
 
     def _insert_some(self, pairs: Sequence[int]) -> bool:
-        """The circuit with the cheapest chain."""
+        """Place the circuit with the cheapest chain; return whether there was one."""
         layout = self.layout
         if self.done:
             return False
@@ -200,7 +204,8 @@ class CircuitChains:
         return sum(map(min, free[one], free[other])), pair
 
     def _put(self, pair: int) -> bool:
-        """One circuit of the pair where both its ends have a port, preferably many."""
+        """Place one circuit of the pair on the switch where both ends have free ports, and most of them; return whether
+        there is one."""
         one, other = (self.layout.free[endpoint] for endpoint in self.layout.counting.ends[pair])
         best, most = NOWHERE, 0
         for switch, ports in enumerate(one):
@@ -212,13 +217,13 @@ class CircuitChains:
         return True
 
     def _insert_between(self, pair: int) -> bool:
-        """One circuit of the pair, on a switch where neither end has a port and both are given one."""
+        """Place one circuit of the pair on a switch where neither end has a free port, after freeing one for each."""
         one, other = self.layout.counting.ends[pair]
         both = map(min, self.layout.counting.ports[one], self.layout.counting.ports[other])
         return any(some and self._put_between(pair, switch) for switch, some in enumerate(both))
 
     def _put_between(self, pair: int, switch: int) -> bool:
-        """One circuit of the pair on the switch, where both ends are given a port. Undone if they cannot be."""
+        """Place one circuit of the pair on the switch and free a port for both ends; undo it if that fails."""
         done: list[Move] = []
         self._do((pair, NOWHERE, switch), done)
         ends = self.layout.counting.ends[pair]
@@ -233,7 +238,7 @@ class CircuitChains:
         return True
 
     def _chain(self, starts: Mapping[_State, Move | None]) -> list[Move] | None:
-        """The cheapest chain after one of these moves, each with the state that it leaves."""
+        """Return the cheapest chain that begins with one of these moves, each given with the state that it leaves."""
         layout = self.layout
         ends, free, there, ports = layout.counting.ends, layout.free, layout.there, layout.counting.ports
         queue: list[tuple[int, int, int, int, int]] = []
@@ -262,13 +267,13 @@ class CircuitChains:
                     if not ports[far][switch]:
                         continue
                     next_cost = spent + 1 + LOSS * max(0, layout.lost(pair, full, switch))
-                    # Solved where the far end has a port; otherwise it is one short on that switch.
+                    # Solved if the far end has a port; otherwise the far end is one port short on that switch.
                     then = (NOWHERE, pair, switch) if free[far][switch] > 0 else (far, switch, full)
                     if next_cost < min(cost.get(then, 1 << 60), LOSS * (self._most_lost + 1)):
                         cost[then], came[then] = next_cost, (state, ((pair, full, switch),))
                         heapq.heappush(queue, (next_cost, pushed, *then))
                         pushed += 1
-                # Or it stays out, and a circuit that its far end misses has its place.
+                # Or the circuit is dropped, and one that its far end lacks takes its place.
                 for other in layout.short[far] if self._swapping else ():
                     self.work_left -= 1
                     one, last = ends[other]
@@ -292,7 +297,8 @@ class CircuitChains:
         return moves[::-1]
 
     def _apply(self, moves: list[Move], done: list[Move] | None) -> bool:
-        """Make the moves. A chain that crosses itself may use a circuit or a port twice: then nothing is changed."""
+        """Apply the moves. A chain that crosses itself may use a circuit or a port twice: then nothing changes and
+        False is returned."""
         made: list[Move] = []
         for move in moves:
             if move[1] != NOWHERE and not self.layout.placed[move[0]][move[1]]:

@@ -1,4 +1,4 @@
-"""What a decision about circuits says, and what it is taken from. Values only; `materialize.py` decides."""
+"""The inputs and the result of a circuit plan. Values only; `materialize.py` decides."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -11,12 +11,12 @@ Directed = Mapping[tuple[EndpointId, EndpointId], float]  # bytes from one endpo
 
 @dataclass(frozen=True, slots=True)
 class FabricFailures:
-    """What is not to be used. A server that failed has its ranks replaced by whoever placed them."""
+    """Components that must not be used. The ranks of a failed server are placed elsewhere by the job."""
 
     ports: frozenset[tuple[OcsId, int]] = frozenset()
     switches: frozenset[OcsId] = frozenset()
     cross_connects: frozenset[PortPair] = frozenset()
-    nics: frozenset[tuple[ServerId, int]] = frozenset()  # their traffic is relayed over NVLink to a healthy one
+    nics: frozenset[tuple[ServerId, int]] = frozenset()  # their traffic crosses NVLink to a healthy NIC
     servers: frozenset[ServerId] = frozenset()
 
     def __or__(self, other: "FabricFailures") -> "FabricFailures":
@@ -25,30 +25,30 @@ class FabricFailures:
 
 @dataclass(frozen=True, slots=True)
 class FabricState:
-    """What is up, what is broken, and what an operator wants to stay."""
+    """The circuits that are up, the failures, and the circuits that an operator pinned."""
 
     current: frozenset[PortPair] = frozenset()
     failures: FabricFailures = field(default_factory=FabricFailures)
-    pinned: frozenset[PortPair] = frozenset()  # their ports are nobody else's
+    pinned: frozenset[PortPair] = frozenset()  # their ports cannot be used otherwise
 
 
 @dataclass(frozen=True, slots=True)
 class TierPlan:
-    """Circuits of one PoD's aggregation layer, or of the core (`pod` None). In a PoD, a ToR that has traffic for others
-    and no lift is unserved as a pair with its PoD."""
+    """Circuits of one PoD's aggregation layer, or of the core (`pod` None). In a PoD, a ToR that needs a lift and has
+    none counts as an unserved pair with its PoD."""
 
     pod: EndpointId | None
     circuits: Mapping[Pair, int]
-    completion_s: float  # of the slowest pair that is served
-    unserved: tuple[Pair, ...] = ()  # have demand and no circuit: several hops or the packet side
-    unplaced: Mapping[Pair, int] = field(default_factory=dict)  # allotted, but no switch had ports for both ends
+    completion_s: float  # of the slowest pair served
+    unserved: tuple[Pair, ...] = ()  # have demand but no circuit: several hops or the packet side
+    unplaced: Mapping[Pair, int] = field(default_factory=dict)  # allocated, but no switch had ports for both ends
 
 
 @dataclass(frozen=True, slots=True)
 class FabricPlan:
-    """Circuits of one period and the cross-connects that carry them, on every switch."""
+    """The circuits of one period, and the cross-connects on every switch that carry them."""
 
     tiers: tuple[TierPlan, ...]
     cross_connects: frozenset[PortPair]
     completion_s: float
-    notes: tuple[str, ...] = ()  # what failures cost, what could not be carried
+    notes: tuple[str, ...] = ()  # effects of failures, and circuits that could not be carried

@@ -1,9 +1,8 @@
-"""A bounded memory of measurements, the newest weighing most, and what it promises of the next one. Pure.
+"""Bounded history of measurements, weighted towards the newest, and bounds on the next value. Pure.
 
-A promise is distribution-free: if the next value is as likely as any remembered one to take any place in their order,
-it falls below the k-th smallest of n with probability k / (n + 1). With weights, the next one itself weighs 1, and is
-counted on the bad side (conformal prediction with weights, Barber et al., Annals of Statistics 2023).
-"""
+A bound is distribution-free: if the next value is equally likely to take any rank among n stored ones, it falls below
+the k-th smallest with probability k / (n + 1). With weights, the next value has weight 1 and counts on the bad side
+(conformal prediction with weights, Barber et al., Annals of Statistics 2023)."""
 
 from array import array
 from bisect import bisect_left
@@ -13,17 +12,17 @@ from functools import cache
 from math import inf, log
 
 MEMORY = 256
-HALF_LIFE = 64.0  # a value counts half after so many newer ones
-RUN = 8  # so many in a row beyond an outer tenth of those before them, and the older ones are forgotten
+HALF_LIFE = 64.0  # newer values after which a value counts half
+RUN = 8  # consecutive values beyond an outer tenth after which older values are dropped
 TENTH = 0.1
 ROUNDING = 1e-9  # of sums of weights
-MIN_SAMPLES = 4  # for a promise
-SHRINK = 0.5  # what is promised of the least value if it is as likely as not to be undercut
+MIN_SAMPLES = 4  # for a bound
+SHRINK = 0.5  # factor for the least value if it is undercut with probability 1/2
 
 
 @dataclass(frozen=True, slots=True)
 class QuantileBound:
-    """The next value lies beyond `value_s`, but for a probability of at most `risk`."""
+    """The next value lies beyond `value_s`, except with a probability of at most `risk`."""
 
     value_s: float
     risk: float
@@ -31,7 +30,8 @@ class QuantileBound:
 
 
 class RecentSamples:
-    """The last `memory` values. A run of values beyond most of the older ones is a new regime: the older ones go."""
+    """The last `memory` values. A run of values beyond most of the older ones is a new regime: older values are
+    dropped."""
 
     __slots__ = ("_added", "_asked", "_edges", "_half_life", "_least", "_memory", "_next", "_run", "_side", "_values")
 
@@ -43,17 +43,17 @@ class RecentSamples:
         self._memory, self._half_life = memory, half_life
         self._values = array("d")  # a ring once it is full
         self._added = 0
-        self._next = 0  # where the oldest of a full ring is
-        self._edges = (-inf, inf)  # a tenth of the values lies on either side, as of lately
+        self._next = 0  # position of the oldest value in a full ring
+        self._edges = (-inf, inf)  # a tenth of the values lies beyond each, updated periodically
         self._least: float | None = None  # of the values
-        self._asked: tuple[float, QuantileBound | None] | None = None  # a lower bound, by its q
-        self._side, self._run = 0, 0  # the newest `_run` values all lie on that side
+        self._asked: tuple[float, QuantileBound | None] | None = None  # the last lower bound, with its q
+        self._side, self._run = 0, 0  # the newest `_run` values lie on that side
 
     def __len__(self) -> int:
         return len(self._values)
 
     def add(self, value: float) -> bool:
-        """Whether the older values were forgotten over it."""
+        """Add a value, and return whether older values were dropped because of it."""
         values = self._values
         self._added += 1
         self._least = self._asked = None
@@ -76,12 +76,12 @@ class RecentSamples:
         return True
 
     def newest(self) -> Sequence[float]:
-        """Newest first."""
+        """Return the values, newest first."""
         values = self._values
         return (values[self._next :] + values[: self._next]).tolist()[::-1]
 
     def quantile(self, q: float) -> float | None:
-        """Of what is remembered, by weight; None while there is nothing."""
+        """Return the weighted quantile of the stored values; None if there are none."""
         pairs, total = self._sorted(-inf)
         passed = 0.0
         for value, weight in pairs:
@@ -91,10 +91,10 @@ class RecentSamples:
         return None
 
     def lower(self, q: float, above: float = -inf) -> QuantileBound | None:
-        """What the next value exceeds but for a probability of `q`, given that it exceeds `above`. None: too few.
+        """Return the value that the next one exceeds except with probability `q`, given that it exceeds `above`. None
+        if there are too few values.
 
-        The answer is kept until a value is added: asked before it is needed, it is there at once.
-        """
+        The result is cached until a value is added, so that it can be computed before it is needed."""
         if not self._values or above >= self._minimum():
             return _bound(*self._sorted(above), q)
         if self._asked is None or self._asked[0] != q:
@@ -102,20 +102,21 @@ class RecentSamples:
         return self._asked[1]
 
     def upper(self, q: float) -> QuantileBound | None:
-        """What the next value does not exceed but for a probability of `1 - q`. None: too few."""
+        """Return the value that the next one does not exceed except with probability `1 - q`. None if there are too few
+        values."""
         pairs, total = self._sorted(-inf)
         return _bound(pairs[::-1], total, 1 - q)
 
     def least(self, above: float = -inf) -> QuantileBound | None:
-        """The least remembered value, with the risk that the next one is less. None where some do not exceed `above`:
-        those that do say too little."""
+        """Return the least stored value, with the risk that the next one is less. None if some values do not exceed
+        `above`, as the rest are then too few."""
         if not self._values or self._minimum() <= above:
             return None
         return QuantileBound(self._minimum(), 1 / (_weight(self._half_life, len(self)) + 1), len(self))
 
     def promised(self, q: float, level: float, above: float = -inf) -> QuantileBound | None:
-        """What the next value exceeds but for a probability of `q`, given that it exceeds `above`; `level` is what is
-        aimed at for that. Where the values are too few, the least one, shrunk. None: too few for that, too."""
+        """Return a lower bound like `lower`, for probability `level`; with too few values for that, the least value
+        shrunk for probability `q`. None if there are too few values even for that."""
         if len(self) < MIN_SAMPLES:
             return None
         if (bound := self.lower(level, above)) is not None or (least := self.least(above)) is None:
@@ -129,7 +130,7 @@ class RecentSamples:
         return self._least
 
     def _sorted(self, above: float) -> tuple[Sequence[tuple[float, float]], float]:
-        """(value, weight) of those above, ascending, and the sum of their weights."""
+        """Return (value, weight) of the values above `above`, ascending, and the sum of their weights."""
         pairs = sorted(zip(self.newest(), _weights(self._half_life, len(self)), strict=True))
         if pairs and pairs[0][0] <= above:
             pairs = pairs[bisect_left(pairs, (above, inf)) :]
@@ -148,13 +149,14 @@ class RecentSamples:
 
 
 def shrunk(risk: float, q: float) -> float:
-    """Return the factor for a least value that is undercut with probability `risk`, where only `q` is wanted: 1 for
+    """Return the factor for a least value that is undercut with probability `risk`, if only `q` is allowed: 1 for
     `risk` = q, `SHRINK` for 1/2, and in between by the logarithm of `risk`."""
     return 1.0 if risk <= q or q >= 0.5 else float(SHRINK ** (log(risk / q) / log(0.5 / q)))
 
 
 def _bound(pairs: Sequence[tuple[float, float]], total: float, q: float) -> QuantileBound | None:
-    """The last value, in order of `pairs`, before which no more than q lies, the next one being counted there too."""
+    """Return the last value in the order of `pairs` before which at most a share q lies, with the next value counted
+    there too."""
     budget, passed = q * (total + 1) - 1 + ROUNDING, 0.0
     if budget < 0:
         return None

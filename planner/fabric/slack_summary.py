@@ -1,4 +1,4 @@
-"""What a rank's learner knows, as a value that can be sent as JSON and printed. Pure."""
+"""Summarize what a rank's learner has learned, as a value that can be sent as JSON and printed. Pure."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -7,25 +7,26 @@ from planner.fabric.sequence import IterationGap
 from planner.fabric.slack import Signature, SlackHistogram, SlackLearner
 from planner.model import Hold
 
-VANISHED = Signature("?", -1, -1)  # known by another number since its size was found to vary
+VANISHED = Signature("?", -1, -1)  # stored under another number since its size was found to vary
 
 
 @dataclass(frozen=True, slots=True)
 class PositionSummary:
-    """The quiet before one collective of an iteration. Seconds; None: never quiet there."""
+    """The quiet time before one collective of an iteration, in seconds; None: never quiet there."""
 
     position: int
     op: str
     group: int
-    size: int  # bytes; -1: they vary
-    mark: str  # of the trainer, before it
+    size: int  # bytes; -1 if they vary
+    mark: str  # the trainer's mark before it
     passed: int  # how often the collective began
-    samples: int  # how often it was quiet before, as far as it is remembered
-    offset_s: float | None  # of the opening in the iteration, median
+    samples: int  # remembered quiet times before it
+    offset_s: float | None  # median offset of the opening within the iteration
     p5_s: float | None
     p50_s: float | None
     p95_s: float | None
-    promised_s: float | None  # when it opens, but for the probability asked for; None: too few
+    # lower bound when it opens, at the requested probability; None if there are too few samples
+    promised_s: float | None
     risk: float | None
 
     def covers(self, need_s: float) -> bool:
@@ -34,13 +35,13 @@ class PositionSummary:
 
 @dataclass(frozen=True, slots=True)
 class SlackSummary:
-    """Of one rank, or of several whose histograms were added up (`positions` are then of the first)."""
+    """The summary of one rank, or of several with histograms added up (then `positions` are those of the first)."""
 
     ranks: tuple[int, ...]
     iterations: int
     relearned: int
     reason: str  # of the last change of the sequence
-    why_not: str  # nothing is promised at this place
+    why_not: str  # why no bound is given at this position
     q: float
     positions: tuple[PositionSummary, ...]
     histograms: Mapping[str, SlackHistogram]
@@ -66,7 +67,7 @@ def summarize(learner: SlackLearner, q: float) -> SlackSummary:
 
 
 def merged(summaries: Iterable[SlackSummary]) -> SlackSummary:
-    """Histograms added up; the rest is the first one's. Raises ValueError without any."""
+    """Add up the histograms; all other values are those of the first summary. Raises ValueError without summaries."""
     rest = list(summaries)
     if not rest:
         raise ValueError("summaries must be >= 1, got 0")

@@ -1,4 +1,4 @@
-"""What a site has: capacity at each level of each PoD, ports of each switch, and what is odd without being wrong."""
+"""Survey a site: capacity at each level of each PoD, ports of each switch, and warnings about unusual cabling."""
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping
@@ -11,7 +11,8 @@ from planner.fabric.topology import RESPONSES, Pod, PodRole, Site, Switch, Tier
 
 @dataclass(frozen=True, slots=True)
 class PodCapacity:
-    """Gbps each way. `hosts_gbps`: of NICs; `tors_gbps`: of ToRs upwards; `uplinks_gbps`: of lanes to the core."""
+    """Capacities in Gbps per direction. `hosts_gbps`: of NICs; `tors_gbps`: of ToR fibres upwards; `uplinks_gbps`: of
+    lanes to the core."""
 
     pod: Pod
     servers: int
@@ -22,17 +23,17 @@ class PodCapacity:
     hosts_gbps: float
     tors_gbps: float
     uplinks_gbps: float
-    worst_tor: EndpointId | None  # whose NICs exceed its fibres most
-    worst_tor_ratio: float  # of its NICs to its fibres
+    worst_tor: EndpointId | None  # the ToR whose NICs exceed its fibres most
+    worst_tor_ratio: float  # its NIC capacity over its fibre capacity
 
     @property
     def tor_ratio(self) -> float:
-        """1 or less: what hosts send fits through the ToRs' fibres."""
+        """Host capacity over ToR fibre capacity; up to 1, all host traffic fits."""
         return self.hosts_gbps / self.tors_gbps
 
     @property
     def uplink_ratio(self) -> float | None:
-        """None: no uplink."""
+        """Host capacity over uplink capacity; None without uplinks."""
         return self.hosts_gbps / self.uplinks_gbps if self.uplinks_gbps else None
 
 
@@ -90,7 +91,7 @@ def _oversubscribed(pods: tuple[PodCapacity, ...]) -> Iterator[str]:
     for each in pods:
         if each.worst_tor_ratio > 1:
             worst = f"{each.worst_tor} {each.worst_tor_ratio:.3g} times"
-            yield f"{each.pod.id}: ToRs have more capacity to hosts than upwards, {worst}"
+            yield f"{each.pod.id}: ToRs have more capacity to hosts than upwards; worst: {worst}"
 
 
 def _idle(site: Site, nics: Mapping[EndpointId, int]) -> Iterator[str]:
@@ -100,17 +101,18 @@ def _idle(site: Site, nics: Mapping[EndpointId, int]) -> Iterator[str]:
             continue
         bare = [tor.id for tor in site.tors_of[pod.id] if not nics.get(tor.id)]
         if bare:
-            yield f"{pod.id}: no server is on {_some(bare)}"
+            yield f"{pod.id}: no server is connected to {_some(bare)}"
     for switch in site.switches:
         if len(switch.ports) < 2:
-            yield f"{switch.id}: makes no circuit, it has fibres of {len(switch.ports)} endpoints"
+            yield f"{switch.id}: cannot form a circuit, as it has fibres of {len(switch.ports)} endpoints"
     for role in PodRole:
         if all(pod.role is not role for pod in site.pods):
-            yield f"there is no PoD of role {role}"
+            yield f"the site has no PoD of role {role}"
 
 
 def _strangers(site: Site) -> Iterator[str]:
-    """Endpoints that no circuit can join, as they share no switch. Uplinks of one PoD need not be joined."""
+    """Yield endpoints that no circuit can connect, because they share no switch. Uplinks of one PoD need no
+    connection."""
     uplinks = {uplink.id for uplink in site.uplinks}
     for layer, switches in (*site.agg_switches_of.items(), ("core", site.core_switches)):
         on: dict[EndpointId, set[OcsId]] = defaultdict(set)
@@ -118,13 +120,14 @@ def _strangers(site: Site) -> Iterator[str]:
             for endpoint in set(site.cabling.ports[switch.id].values()):
                 on[endpoint].add(switch.id)
         if apart := _apart(on, uplinks):
-            yield f"{layer}: no switch has fibres of both {apart[0]} and {apart[1]}: no circuit can join them"
+            yield f"{layer}: no switch has fibres of both {apart[0]} and {apart[1]}, so no circuit can connect them"
 
 
 def _apart(
     on: Mapping[EndpointId, set[OcsId]], uplinks: Collection[EndpointId]
 ) -> tuple[EndpointId, EndpointId] | None:
-    """The first two that are on no switch together. Endpoints of a kind on the same switches are looked at once."""
+    """Return the first two endpoints that share no switch. Endpoints of a kind on the same switches are checked
+    once."""
     alike: dict[tuple[bool, frozenset[OcsId]], EndpointId] = {}
     for endpoint in sorted(on):
         alike.setdefault((endpoint in uplinks, frozenset(on[endpoint])), endpoint)
@@ -143,7 +146,7 @@ def _without_responses(site: Site) -> Iterator[str]:
     }
     without = [pod.id for pod in site.pods if pod.role is PodRole.GEN and pod.id not in kept]
     if without:
-        yield f"no lane is kept for responses from {_some(without)}"
+        yield f"no lane is reserved for responses from {_some(without)}"
 
 
 def _some(names: list[EndpointId]) -> str:

@@ -1,14 +1,13 @@
-"""The topology that each stage asks for: which PoDs it may touch, which pairs may have circuits, what becomes of ports
-that no demand asks for. Section 5.2 of the paper. Pure.
+"""The topology of each stage: the PoDs it may change, the pairs that may have circuits, and the use of spare ports.
+Section 5.2 of the paper. Pure.
 
-| stage | touches | core | ports left over |
+| stage | touches | core | spare ports |
 |---|---|---|---|
 | Train: high bisection in a PoD, a mesh between PoDs | train PoDs | train to train | spread over all pairs of ToRs |
-| Gen: each PoD by itself | gen PoDs | none | spread over all pairs of ToRs |
-| weight sync: a tree, over the core to seeds and out from them | both | train to gen | what is up stays up |
+| Gen: each PoD separate | gen PoDs | none | spread over all pairs of ToRs |
+| weight sync: a tree, over the core to seeds and out from them | both | train to gen | existing circuits stay |
 
-The reserved slice of the core, which responses stream over, is part of every stage's plan and the same in all of them.
-"""
+The reserved slice of the core, which carries responses, is part of every stage's plan and identical in all of them."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -20,16 +19,16 @@ from planner.fabric.topology import Pod, PodRole
 
 @dataclass(frozen=True, slots=True)
 class StageTemplate:
-    """Topology and way of allocating of a period."""
+    """The topology and allocation rules of one stage."""
 
     touched: frozenset[PodRole]
-    core_roles: frozenset[tuple[PodRole, PodRole]]  # that the core may join, either way round
-    # Ports that demand leaves over go to all pairs of ToRs, as bisection for what nobody announced. Else circuits that
+    core_roles: frozenset[tuple[PodRole, PodRole]]  # that the core may connect, in either order
+    # True: spare ports are spread over all pairs of ToRs, as bisection for unannounced traffic. False: circuits that
     # are up there stay.
     spreads_spare: bool
 
     def core_pairs(self, pods: Iterable[Pod]) -> frozenset[Pair]:
-        """Pairs of PoDs that may have circuits."""
+        """Return the pairs of PoDs that may have circuits."""
         known = sorted(pods, key=lambda pod: pod.id)
         return frozenset(
             pair_of(one.id, other.id)

@@ -71,9 +71,9 @@ def test_what_is_odd_without_being_wrong(tmp_path: Path) -> None:
     done = fabric("check", file)
     assert done.exit_code == 0
     assert [line for line in done.stdout.splitlines() if "warning" in line] == [
-        "warning: gen0: ToRs have more capacity to hosts than upwards, gen0/r0 4 times",
-        "warning: core1: makes no circuit, it has fibres of 0 endpoints",
-        "warning: no lane is kept for responses from gen0, gen1",
+        "warning: gen0: ToRs have more capacity to hosts than upwards; worst: gen0/r0 4 times",
+        "warning: core1: cannot form a circuit, as it has fibres of 0 endpoints",
+        "warning: no lane is reserved for responses from gen0, gen1",
     ]
 
 
@@ -85,8 +85,8 @@ def test_endpoints_that_no_circuit_can_join(tmp_path: Path) -> None:
     file = tmp_path / "site.yaml"
     file.write_text(text)
     warnings = json.loads(fabric("check", file, "--json").stdout)["warnings"]
-    assert "train0: no switch has fibres of both train0/r0 and train0/r1: no circuit can join them" in warnings
-    assert "core: no switch has fibres of both gen0 and train0: no circuit can join them" in warnings
+    assert "train0: no switch has fibres of both train0/r0 and train0/r1, so no circuit can connect them" in warnings
+    assert "core: no switch has fibres of both gen0 and train0, so no circuit can connect them" in warnings
 
 
 def test_the_drawing_of_a_small_site() -> None:
@@ -207,8 +207,8 @@ def test_a_site_as_json_is_read_as_well(tmp_path: Path) -> None:
         (
             ["--device", "lab:8:1", "--core-device", "piezo_polatis"],
             [
-                "--device: has too few ports for the 8 ToRs and 1 uplink of a PoD: even over 8 switches one needs 12;"
-                " take fewer --servers-per-pod, more --servers-per-tor or another device, got lab (8 ports)"
+                "--device: must have more ports for the 8 ToRs and 1 uplink of a PoD: even over 8 switches one needs"
+                " 12; take fewer --servers-per-pod, more --servers-per-tor or another device, got lab (8 ports)"
             ],
         ),
         (

@@ -64,8 +64,11 @@ PART: dict[str, Any] = {
         ({"stage": "train", "traffic": [{**PART, "bytes_per_rank": 1e308}]}, "intent.traffic[0].bytes_per_rank"),
         ({"stage": "train", "traffic": [{**PART, "times": float("inf")}]}, "intent.traffic[0].times"),
         ({"stage": "train", "traffic": [{**PART, "times": 1e999}]}, "intent.traffic[0]"),
-        ({"stage": "train", "traffic": [PART, {**PART, "primitive": "bipartite"}]}, "intent.traffic[1]: bipartite"),
-        ({"stage": "train", "traffic": [{**PART, "receivers": [[1], [2]]}]}, "intent.traffic[0]: receivers must be"),
+        (
+            {"stage": "train", "traffic": [PART, {**PART, "primitive": "bipartite"}]},
+            "intent.traffic[1]: receivers must be set",
+        ),
+        ({"stage": "train", "traffic": [{**PART, "receivers": [[1], [2]]}]}, "intent.traffic[0]: receivers must have"),
         ([], "intent"),
         ("train", "intent"),
     ],

@@ -141,10 +141,10 @@ async def test_who_answers_in_place_of_another_is_named(harness: VerifiedHarness
     harness.light.swap((TRAIN, 5), (GEN, 5))
     found = await harness.verify()
     assert {fault.where: fault.what for fault in found.faults if fault.kind == STRANGER} == {
-        "train0/agg0:1": "train0/r1 should be seen at train0/r0/swp1: gen0/r1 answers there",
-        "train0/agg0:5": "train0/r0 should be seen at train0/r1/swp1: gen0/r0 answers there",
-        "gen0/agg0:2": "gen0/r1 should be seen at gen0/r0/swp2: train0/r1 answers there",
-        "gen0/agg0:5": "gen0/r0 should be seen at gen0/r1/swp1: train0/r0 answers there",
+        "train0/agg0:1": "train0/r1 should answer at train0/r0/swp1: gen0/r1 answers there",
+        "train0/agg0:5": "train0/r0 should answer at train0/r1/swp1: gen0/r0 answers there",
+        "gen0/agg0:2": "gen0/r1 should answer at gen0/r0/swp2: train0/r1 answers there",
+        "gen0/agg0:5": "gen0/r0 should answer at gen0/r1/swp1: train0/r0 answers there",
     }
 
 
@@ -154,7 +154,7 @@ async def test_light_that_does_not_come_is_waited_for_and_told(harness: Verified
     found = await harness.verify(walk=True)
     fibre, lane = found.faults
     assert (fibre.kind, fibre.where) == (DARK, "train0/agg0:3")
-    assert fibre.what.endswith("does not get to train0/r0/swp3: it comes out nowhere")
+    assert fibre.what.endswith("does not reach train0/r0/swp3: it arrives nowhere")
     assert (lane.kind, lane.where) == (DARK, "gen0/agg0:10")
     assert lane.what.startswith("no light gets from it over core0:6 and core0:2 to train0/agg0:10: ")
     assert found.not_seen == ("in use or broken: core0:2, core0:6, train0/agg0:10",)
@@ -204,7 +204,7 @@ async def test_light_that_nobody_sends_is_told_with_who_answers(harness: Verifie
     one.join("swp3", other, "swp4")
     harness.light.routers[EndpointId("gen0/r0")].device.set_signal("swp2", True)
     found = await harness.verify()
-    said = "has a signal that no cross-connect of the switches sends it"
+    said = "has a signal, but no cross-connect sends it one"
     assert [(fault.kind, fault.where, fault.what) for fault in found.faults] == [
         (STRAY, "gen0/r0/swp2", said),
         (STRAY, "train0/r0/swp3", f"{said}: train0/r1 answers there"),

@@ -254,7 +254,7 @@ def test_at_full_size_nearly_every_port_serves_a_pair() -> None:
         ({"demand": {ends("a", "a"): 1.0}}, "'a' twice"),
         ({"demand": {ends("a", "b"): -1.0}}, ">= 0 bytes"),
         ({"demand": {ends("a", "b"): math.inf}}, ">= 0 bytes"),
-        ({"demand": {ends("a", "b"): 1.7e308, ends("b", "a"): 1.7e308}}, "adds up"),
+        ({"demand": {ends("a", "b"): 1.7e308, ends("b", "a"): 1.7e308}}, "finite sum"),
         ({"eligible": frozenset({ends("b", "a")})}, "smaller endpoint first"),
         ({"eligible": frozenset({ends("a", "x")})}, "'x'"),
     ],

@@ -30,7 +30,7 @@ def test_both_pods_have_to_lift_the_very_lane() -> None:
     everything = {lifted(SITE, lane, number) for of_pod in (train, gen) for number, lane in enumerate(of_pod[:2])}
     assert check_coupling(SITE, core | everything) == ()
     assert check_coupling(SITE, core | everything - {lifted(SITE, gen[1], 1)}) == (
-        "gen0: 2 circuits of the core end there, 1 are lifted to a ToR",
+        "gen0: 2 core circuits end there, but only 1 are lifted to a ToR",
     )
     elsewhere = lifted(SITE, gen[2], 1)  # as many lifts, but of a lane that the core does not use
     assert len(check_coupling(SITE, (core | everything | {elsewhere}) - {lifted(SITE, gen[1], 1)})) == 1
@@ -42,7 +42,7 @@ def test_a_lane_that_is_joined_to_another_lane_is_not_lifted() -> None:
     core = joined(train[0], gen[0])
     looped = port_pair(gen[0].agg, gen[0].agg_port, gen[1].agg_port)
     assert check_coupling(SITE, {core, lifted(SITE, train[0], 0), looped}) == (
-        "gen0: 1 circuits of the core end there, 0 are lifted to a ToR",
+        "gen0: 1 core circuits end there, but only 0 are lifted to a ToR",
     )
 
 

@@ -130,7 +130,7 @@ def test_traffic_of_a_failed_nic_takes_another_and_is_told() -> None:
     intent = one(Primitive.PIPELINE, ((8, 0),))
     flows = flows_of(intent, site, broken)
     assert flows.tors[GENERAL] == {(site.tor_of(GpuId(9)), site.tor_of(GpuId(1))): GB}
-    assert flows.notes == (f"{server.id}: NIC 0 is relayed over NIC 1",)
+    assert flows.notes == (f"{server.id}: traffic of NIC 0 uses NIC 1",)
     both = flows_of(one(Primitive.PIPELINE, ((8, 0), (9, 1))), site, broken)
     assert both.tors[GENERAL] == {(site.tor_of(GpuId(9)), site.tor_of(GpuId(1))): 2 * GB}
 
@@ -141,8 +141,8 @@ def test_ranks_that_are_nowhere_are_told() -> None:
     flows = flows_of(one(Primitive.PIPELINE, ((0, 9), (1, 2000))), site, broken)
     assert flows.tors == {GENERAL: {}}
     assert flows.notes == (
-        "2 ranks are on no server of the site that works (9, 2000)",
-        "2e+09 bytes have no place to go from or to",
+        "2 ranks are on no working server of the site (9, 2000)",
+        "2e+09 bytes have no GPU or NIC at one end",
     )
 
 

@@ -201,5 +201,5 @@ def test_a_switch_too_small_says_what_to_change() -> None:
 
 
 def test_more_responses_than_the_core_has_lanes_for() -> None:
-    with pytest.raises(ImpossibleSite, match=r"lower it \(0: none are kept\) or raise core_lanes"):
+    with pytest.raises(ImpossibleSite, match=r"lower it \(0 reserves none\) or raise core_lanes"):
         regular_site(SiteShape(train_pods=1, gen_pods=4, servers_per_pod=1, core_lanes=4, response_lanes=1))

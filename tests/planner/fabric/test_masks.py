@@ -58,7 +58,7 @@ def test_failed_nics_have_healthy_stand_ins_that_they_share_evenly(failed: set[i
     mask = mask_nics(site, FabricFailures(nics=frozenset((server.id, nic) for nic in failed)))
     if len(failed) == 4:
         assert server.id not in mask.stand_in
-        assert mask.notes == (f"{server.id}: all 4 NICs have failed, it is cut off",)
+        assert mask.notes == (f"{server.id}: all 4 NICs have failed, so the server is unreachable",)
         return
     stand_in = mask.stand_in[server.id]
     assert all(stand_in[nic] == nic for nic in range(4) if nic not in failed)

@@ -271,7 +271,7 @@ def test_an_intent_of_nobody_is_held() -> None:
 def test_traffic_that_a_stage_gives_no_circuits_is_told() -> None:
     site = small_site()
     across = Intent("any", Stage.GEN, all_to_all(site, PodRole.GEN, Stage.GEN).traffic)
-    assert any("gives no circuits" in note for note in planned(site, across, FabricState()).notes)
+    assert any("get no circuits" in note for note in planned(site, across, FabricState()).notes)
 
 
 def test_more_volume_takes_longer_on_the_same_circuits() -> None:

@@ -279,7 +279,7 @@ def test_a_full_pod_with_a_few_failed_ports_places_nearly_all_that_is_left() -> 
         ({"circuits": {(tor(1), tor(0)): 1}}, "smaller id first"),
         ({"circuits": {(tor(0), tor(1)): 0}}, "must be >= 1, got 0"),
         ({"current": frozenset((PortPair(ocs(0), 0, 9),))}, "port 9 of ocs00 has no fibre"),
-        ({"current": frozenset((PortPair(ocs(0), 0, 1), PortPair(ocs(0), 1, 2)))}, "port 1 of ocs00 is used twice"),
+        ({"current": frozenset((PortPair(ocs(0), 0, 1), PortPair(ocs(0), 1, 2)))}, "got port 1 of ocs00 twice"),
     ],
 )
 def test_a_problem_checks_itself(change: dict[str, object], message: str) -> None:

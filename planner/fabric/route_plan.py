@@ -1,10 +1,9 @@
-"""Steer packets onto circuits: from the links that there are to every router's routes, and from routes to routes. Pure.
+"""Compute every router's routes from the links that are up, and the order of changes from old routes to new ones. Pure.
 
-A router forwards hop by hop, by its own table alone. So that no mixture of tables can loop, every table follows one
-metric: a circuit costs one, and the packet side, where a site has one, costs more than any way over circuits, or as
-much as `packet_hops` says. Every next hop is nearer to the destination than its router. Sending the routes to real
-routers is `orchestrrl/fabric/rerouting.py` and `orchestrrl/fabric/route_drivers/`.
-"""
+A router forwards hop by hop, by its own table alone. All tables follow one metric, so that no mixture of tables can
+loop: a circuit costs one, and the packet side, if a site has one, costs more than any path over circuits, or as much as
+`packet_hops`. Every next hop is nearer to the destination than its router. `orchestrrl/fabric/rerouting.py` and
+`orchestrrl/fabric/route_drivers/` send the routes to real routers."""
 
 import heapq
 import math
@@ -18,14 +17,14 @@ from typing import Self
 
 from planner.fabric.model import EndpointId
 
-# What Linux takes for a name, less what a shell or a router's own command line would read otherwise: to iproute2 an
-# `if7` that is not there is the interface of index 7.
+# Linux interface names, except those that a shell or a router's command line would misread: iproute2 takes a missing
+# `if7` as the interface of index 7.
 INTERFACE = re.compile(r"(?!if[0-9]+$)[A-Za-z0-9][A-Za-z0-9_.-]{0,14}")
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class NextHop:
-    """Where a share of the packets goes: out of `interface`, to the router that answers for `gateway` there."""
+    """The destination of a share of the packets: out of `interface`, to the router that answers for `gateway` there."""
 
     gateway: str
     interface: str
@@ -47,8 +46,8 @@ class NextHop:
 
 @dataclass(frozen=True, slots=True, order=True)
 class PacketRoute:
-    """One destination and its next hops, in order; their weights have no common divisor. `PacketRoute.of` makes them
-    so."""
+    """One destination prefix and its next hops, sorted, with weights reduced to lowest terms. `PacketRoute.of`
+    normalises them."""
 
     prefix: str
     next_hops: tuple[NextHop, ...]
@@ -56,7 +55,7 @@ class PacketRoute:
     def __post_init__(self) -> None:
         _check_prefix(self.prefix)
         if not self.next_hops:
-            raise ValueError(f"{self.prefix}: a route needs a next hop, got none")
+            raise ValueError(f"{self.prefix}: a route must have a next hop, got none")
         ways = [hop.way for hop in self.next_hops]
         if ways != sorted(set(ways)):
             raise ValueError(f"{self.prefix}: next hops must differ and be in order, got {_hops_text(self.next_hops)}")
@@ -65,7 +64,7 @@ class PacketRoute:
 
     @classmethod
     def of(cls, prefix: str, shares: Mapping[tuple[str, str], int]) -> Self:
-        """From each way's share, (gateway, interface) -> any whole number > 0."""
+        """Build a route from the share of each (gateway, interface), any integers > 0."""
         common = math.gcd(*shares.values()) or 1
         return cls(prefix, tuple(NextHop(*way, shares[way] // common) for way in sorted(shares)))
 
@@ -77,33 +76,33 @@ class PacketRoute:
         return f"{self.prefix} via {_hops_text(self.next_hops)}"
 
 
-RouteTable = Mapping[str, PacketRoute]  # the routes of one router that are ours, by prefix
+RouteTable = Mapping[str, PacketRoute]  # the routes of one router that its driver owns, by prefix
 
 
 def route_table(routes: Iterable[PacketRoute]) -> RouteTable:
-    """Raises ValueError where a prefix has two routes."""
+    """Return the routes by prefix. Raises ValueError if a prefix has two routes."""
     table: dict[str, PacketRoute] = {}
     for route in sorted(routes):
         if route.prefix in table:
-            raise ValueError(f"{route.prefix} has two routes: {table[route.prefix]} and {route}")
+            raise ValueError(f"{route.prefix} must have one route, got {table[route.prefix]} and {route}")
         table[route.prefix] = route
     return table
 
 
 @dataclass(frozen=True, slots=True)
 class RouteChange:
-    """What a prefix is to have: this route, or, with None, no route of ours."""
+    """The new route of a prefix; None removes the route that the driver owns."""
 
     prefix: str
     route: PacketRoute | None
 
     def __str__(self) -> str:
-        return str(self.route) if self.route else f"{self.prefix} gone"
+        return str(self.route) if self.route else f"{self.prefix} removed"
 
 
 @dataclass(frozen=True, slots=True)
 class PacketSide:
-    """A router's way to the always-on electrical network: its interface, and its own address there."""
+    """A router's connection to the always-on electrical network: its interface, and its own address there."""
 
     interface: str
     address: str
@@ -111,18 +110,20 @@ class PacketSide:
 
 @dataclass(frozen=True, slots=True)
 class TorRouter:
-    """A ToR as packets see it. `address` is its own, answered on every interface (a loopback's); circuits need none."""
+    """A ToR as a router. `address` is its own (a loopback's) and is answered on every interface; circuits need none."""
 
     address: str
-    prefixes: tuple[str, ...]  # of the hosts behind it
+    prefixes: tuple[str, ...]  # of the hosts below it
     packet_side: PacketSide | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingDomain:
-    """All routers that are rerouted. No address and no prefix is of two; `orchestrrl/fabric/config_checks.py` sees to
-    that. `packet_hops`: as how many circuits in a row the packet side counts; None: as more than there can be, so that
-    it is taken only where no circuits lead."""
+    """All routers that are rerouted.
+
+    Addresses and prefixes are unique; `orchestrrl/fabric/config_checks.py` checks this. `packet_hops` is the cost of
+    the packet side, in circuits; None makes it more expensive than any path over circuits, so that it is used only
+    without one."""
 
     routers: Mapping[EndpointId, TorRouter]
     packet_hops: int | None = None
@@ -132,19 +133,19 @@ class RoutingDomain:
         return self.packet_hops or len(self.routers)
 
     def by_address(self) -> dict[str, EndpointId]:
-        """Whose each gateway is."""
+        """Return the router that owns each gateway address."""
         owner = {router.address: name for name, router in self.routers.items()}
         return owner | {r.packet_side.address: name for name, r in self.routers.items() if r.packet_side}
 
     def owners(self) -> dict[str, EndpointId]:
-        """Behind which router each prefix is."""
+        """Return the router that each prefix is behind."""
         return {prefix: name for name, router in self.routers.items() for prefix in router.prefixes}
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class RoutedLink:
-    """A circuit as its routers know it: an interface of each. The smaller end stands first; `RoutedLink.of` sees to
-    it."""
+    """A circuit as its routers see it: one interface of each. The smaller end comes first; `RoutedLink.of` ensures
+    this."""
 
     a: EndpointId
     b: EndpointId
@@ -155,7 +156,7 @@ class RoutedLink:
         _check_interface(self.interface_a)
         _check_interface(self.interface_b)
         if not self.a < self.b:
-            raise ValueError(f"a circuit joins two routers, the smaller first, got {self.a!r} and {self.b!r}")
+            raise ValueError(f"a circuit must connect two routers, the smaller first, got {self.a!r} and {self.b!r}")
 
     @classmethod
     def of(cls, one: EndpointId, interface_one: str, other: EndpointId, interface_other: str) -> Self:
@@ -173,16 +174,18 @@ class RoutedLink:
 
 @dataclass(frozen=True, slots=True)
 class ReroutingPlan:
-    """What every router is to have. `unreachable`: (from, to) that neither circuits nor the packet side join."""
+    """The table of every router. `unreachable`: (from, to) pairs that neither circuits nor the packet side connect."""
 
     tables: Mapping[EndpointId, RouteTable]
     unreachable: tuple[tuple[EndpointId, EndpointId], ...]
-    on_packet_side: tuple[tuple[EndpointId, EndpointId], ...]  # (from, to) whose first hop is the packet side
+    on_packet_side: tuple[tuple[EndpointId, EndpointId], ...]  # (from, to) pairs whose first hop is the packet side
 
 
 def reroute(domain: RoutingDomain, links: Collection[RoutedLink]) -> ReroutingPlan:
-    """Routes over these links. A router with several nearest neighbours shares its packets out by how many circuits
-    lead on over each: no more than the fewest on the way, as wide as that way is for this router alone."""
+    """Compute routes over these links.
+
+    A router with several nearest neighbours splits its packets by the number of circuits that continue over each: at
+    most the fewest circuits on that path, counted as if the path served this router alone."""
     _check_links(domain, links)
     neighbours = _neighbours(domain, links)
     routes: dict[EndpointId, list[PacketRoute]] = {name: [] for name in domain.routers}
@@ -206,20 +209,20 @@ def reroute(domain: RoutingDomain, links: Collection[RoutedLink]) -> ReroutingPl
 
 
 def fit(table: RouteTable, max_next_hops: int, max_weight: int) -> RouteTable:
-    """The nearest that a router can hold. Rounding goes on from one next hop to the next, so that a neighbour that
-    is to get half as much over two interfaces keeps one of them."""
+    """Return the closest table that a router can hold. Rounding errors carry over from one next hop to the next, so
+    that a neighbour with half the share over two interfaces keeps one of them."""
     return route_table(_fit_route(route, max_next_hops, max_weight) for route in table.values())
 
 
 def changes(before: RouteTable, after: RouteTable) -> tuple[RouteChange, ...]:
-    """What makes `after` of `before`, by prefix."""
+    """Return the changes that turn `before` into `after`, by prefix."""
     prefixes = sorted({*before, *after})
     return tuple(
         RouteChange(prefix, after.get(prefix)) for prefix in prefixes if before.get(prefix) != after.get(prefix)
     )
 
 
-# Changes that may be made in any order, and all at once. The next stage waits until these are in place.
+# Changes that may be made in any order or concurrently. The next stage waits until they are in place.
 RouteStage = Mapping[EndpointId, tuple[RouteChange, ...]]
 
 
@@ -229,20 +232,19 @@ def update(
     after: Mapping[EndpointId, RouteTable],
     stuck: Collection[tuple[EndpointId, str]] = (),
 ) -> tuple[RouteStage, ...]:
-    """The order in which no packet loops and none is lost that has a way before and after. A packet under way meets old
-    routes, then new ones, and never turns back to old.
+    """Return stages in which no packet loops, and none is lost that has a path both before and after. A packet in
+    flight meets old routes, then new ones, and never returns to old ones.
 
-    A route is changed once all those that its packets will meet further on have been: what is changed then leads to
-    the destination over changed routers alone, and what is not yet changed leads as before until it meets one. Routes
-    that have no successor go last. This asks of `before` only that it does not loop. Tables that are not in `before`
-    are taken to be empty. `stuck`: (router, prefix) that cannot be changed; whoever needs them keeps its old route.
-    """
+    A route changes after all routes that its packets meet further on have changed. A changed route then leads to the
+    destination over changed routers only; an unchanged one leads as before until it meets a changed one. Routes without
+    a successor are removed last. `before` must only be free of loops. Tables missing from `before` count as empty.
+    `stuck` lists (router, prefix) that cannot be changed; routes that depend on them stay as they are."""
     stuck = frozenset(stuck)
     by_address, owners = domain.by_address(), domain.owners()
 
     @cache
     def level_of(name: EndpointId, prefix: str) -> int | None:
-        """How many changes it has to wait for, one after the other; None: it cannot be made."""
+        """Return how many changes must precede this one in sequence; None if it cannot be made."""
         if owners.get(prefix) == name:
             return 0
         route = after.get(name, {}).get(prefix)
@@ -252,7 +254,7 @@ def update(
         level = 0
         for gateway in {hop.gateway for hop in route.next_hops} if route else ():
             if gateway not in by_address:
-                raise ValueError(f"{name}: {prefix}: no router has the gateway {gateway}")
+                raise ValueError(f"{name}: {prefix}: gateway must be a router's address, got {gateway}")
             further = level_of(by_address[gateway], prefix)
             if further is None:
                 return None
@@ -264,7 +266,7 @@ def update(
     for name in sorted(after):
         for change in changes(before.get(name, {}), after[name]):
             level = level_of(name, change.prefix)
-            if level is None or (name, change.prefix) in stuck:  # a router may even have a route to its own prefix
+            if level is None or (name, change.prefix) in stuck:  # a router may have a route to its own prefix
                 continue
             if change.route is None:
                 last[name].append(change)
@@ -274,7 +276,7 @@ def update(
     return tuple({name: tuple(some) for name, some in stage.items()} for stage in ordered)
 
 
-# circuits[router][neighbour]: the router's interfaces that lead to it.
+# circuits[router][neighbour]: the router's interfaces that lead to the neighbour.
 _Neighbours = Mapping[EndpointId, Mapping[EndpointId, list[str]]]
 
 
@@ -287,7 +289,7 @@ def _neighbours(domain: RoutingDomain, links: Iterable[RoutedLink]) -> _Neighbou
 
 
 def _distances(domain: RoutingDomain, neighbours: _Neighbours, destination: EndpointId) -> dict[EndpointId, int]:
-    """Of every router that has a way to the destination."""
+    """Return the distance of every router that has a path to the destination."""
     distance = {destination: 0}
     done: set[EndpointId] = set()
     reached: list[tuple[int, EndpointId]] = [(0, destination)]
@@ -316,7 +318,7 @@ def _distances(domain: RoutingDomain, neighbours: _Neighbours, destination: Endp
 def _shares(
     domain: RoutingDomain, neighbours: _Neighbours, distance: Mapping[EndpointId, int], destination: EndpointId
 ) -> dict[EndpointId, dict[tuple[str, str], int]]:
-    """Per router, what each way, (gateway, interface), gets, in proportion to the circuits that lead on."""
+    """Return, by router, the weight of each (gateway, interface), in proportion to the circuits that continue there."""
     routers = domain.routers
     width: dict[EndpointId, int] = {}  # in circuits
     shares: dict[EndpointId, dict[tuple[str, str], int]] = {}
@@ -328,7 +330,7 @@ def _shares(
             continue
         nearer = distance[name] - 1
         onward = {other: some for other, some in neighbours[name].items() if distance.get(other) == nearer}
-        whole = math.lcm(*map(len, onward.values()))  # so that every share is a whole number
+        whole = math.lcm(*map(len, onward.values()))  # makes every share an integer
         mine: dict[tuple[str, str], int] = {}
         width[name] = 0
         for other, interfaces in onward.items():
@@ -356,7 +358,7 @@ def _fit_route(route: PacketRoute, max_next_hops: int, max_weight: int) -> Packe
     total, given = 0, 0
     for hop in hops:
         total += hop.weight * max_weight
-        weight = (2 * total + largest) // (2 * largest) - given  # what is due by now, rounded
+        weight = (2 * total + largest) // (2 * largest) - given  # the rounded total minus the weights assigned before
         given += weight
         if weight:
             fitted[hop.way] = weight
@@ -369,15 +371,15 @@ def _check_links(domain: RoutingDomain, links: Iterable[RoutedLink]) -> None:
         for end in link.ends:
             name, interface = end
             if name not in domain.routers:
-                raise ValueError(f"{link}: {name} is not a router that is rerouted")
+                raise ValueError(f"{link}: {name} must be a router of the domain")
             side = domain.routers[name].packet_side
             if side and side.interface == interface:
-                raise ValueError(f"{link}: {interface} is the packet side of {name}")
+                raise ValueError(f"{link}: must not use {interface}, the packet side of {name}")
             if used.setdefault(end, link) != link:
-                raise ValueError(f"{interface} of {name} is in two circuits: {used[end]} and {link}")
+                raise ValueError(f"{interface} of {name} must be in one circuit, got {used[end]} and {link}")
 
 
-@cache  # the same few stand in very many routes
+@cache  # the same few values occur in very many routes
 def _check_address(address: str) -> None:
     try:
         normal = str(IPv4Address(address))
@@ -387,17 +389,17 @@ def _check_address(address: str) -> None:
         raise ValueError(f"gateway must be written as {normal}, got {address!r}")
 
 
-@cache  # the same few stand in very many routes
+@cache  # the same few values occur in very many routes
 def _check_prefix(prefix: str) -> None:
     try:
         normal = str(IPv4Network(prefix))
     except ValueError as error:
-        raise ValueError(f"a prefix must be an IPv4 network, as 10.0.2.0/24, got {prefix!r}") from error
+        raise ValueError(f"a prefix must be an IPv4 network such as 10.0.2.0/24, got {prefix!r}") from error
     if normal != prefix:
         raise ValueError(f"a prefix must be written as {normal}, got {prefix!r}")
 
 
-@cache  # the same few stand in very many routes
+@cache  # the same few values occur in very many routes
 def _check_interface(interface: str) -> None:
     if not INTERFACE.fullmatch(interface):
         raise ValueError(f"an interface must match {INTERFACE.pattern}, got {interface!r}")

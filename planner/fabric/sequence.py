@@ -1,10 +1,9 @@
-"""Where in its iteration a rank is, from the order of its collectives alone. Pure.
+"""Find a rank's position within its iteration from the order of its collectives alone. Pure.
 
-An iteration is a sequence of collectives, by number (`slack.py` numbers signatures). A place is how many of them have
-begun; at each place is remembered how long it is quiet there. Either the trainer marks iterations (`MarkedIterations`),
-or their repetition is found (`RepetitionFinder`): then the end of an outer loop is a surprise until it has come round
-twice.
-"""
+An iteration is a sequence of collectives, by number (`slack.py` numbers signatures). A position is the number of
+collectives that have begun; each position stores how long it is quiet there. Either the trainer marks iterations
+(`MarkedIterations`), or their repetition is detected (`RepetitionFinder`); the end of an outer loop is then unexpected
+until it has occurred twice."""
 
 from array import array
 from collections.abc import Sequence
@@ -13,12 +12,12 @@ from dataclasses import dataclass, field
 from planner.fabric.recent import HALF_LIFE, MEMORY, RUN, RecentSamples
 from planner.model import Hold
 
-MOST_SAMPLES = 1 << 20  # of one rank, over all places: 8 MiB
-MOST_VARIANTS = 8  # iterations that differ, e.g. every fourth ends with the weights being sent
-MOST_COLLECTIVES = 1 << 15  # of one iteration; and of the history in which a repetition is sought
-LONGEST_LOOP = 128  # equal layers in an iteration: what has come round so often is no layer
+MOST_SAMPLES = 1 << 20  # of one rank, over all positions: 8 MiB
+MOST_VARIANTS = 8  # iterations that differ, for example if every fourth one ends with sending weights
+MOST_COLLECTIVES = 1 << 15  # in one iteration, and in the history searched for a repetition
+LONGEST_LOOP = 128  # equal layers in an iteration: more repetitions than this are no layers
 LEAST_COVERED = 8  # collectives that a repetition must cover
-DUE = 8  # a repetition is sought again when the history since has grown by one part in so many
+DUE = 8  # the search is repeated when the history has grown by one part in this many
 
 UNLEARNT = "unlearnt"
 PLACE_UNKNOWN = "place_unknown"
@@ -26,11 +25,11 @@ PLACE_UNKNOWN = "place_unknown"
 
 @dataclass(slots=True)
 class IterationGap:
-    """What is known of the quiet at one place: when it begins in its iteration, and how long it lasts."""
+    """Statistics of the quiet time at one position: its start within the iteration, and its length."""
 
     lengths_s: RecentSamples
     offsets_s: RecentSamples
-    passed: int = 0  # how often the next collective began, be it that it was quiet before or not
+    passed: int = 0  # how often the next collective began, after quiet time or not
     mark: str = ""  # the trainer's last mark before it
 
     def add(self, offset_s: float, length_s: float) -> None:
@@ -40,7 +39,8 @@ class IterationGap:
 
 @dataclass(slots=True)
 class KnownSequence:
-    """`gaps[k]` is before `ids[k]`, and the last one after all of them. Variants share those of a common beginning."""
+    """A known iteration. `gaps[k]` is before `ids[k]`, and the last gap after all of them. Variants share the gaps of a
+    common beginning."""
 
     ids: "array[int]"
     gaps: list[IterationGap]
@@ -48,10 +48,10 @@ class KnownSequence:
 
 @dataclass(frozen=True, slots=True)
 class QuietSpan:
-    """It was quiet before a collective: since when, and for how long."""
+    """The quiet time before a collective: its start and its length."""
 
     opened_s: float
-    offset_s: float  # of its opening in the iteration; before the first collective < 0
+    offset_s: float  # of the opening within the iteration; < 0 before the first collective
     length_s: float
 
 
@@ -63,24 +63,24 @@ def _gaps(count: int, places: int) -> list[IterationGap]:
 
 @dataclass(slots=True)
 class MarkedIterations:
-    """Iterations as the trainer marks them. One that is like none before is learned when it comes again, but the very
-    first at once; until the next mark its place is unknown from where it differs."""
+    """Follows iterations that the trainer marks. The first one is learned at once, later new ones when they occur a
+    second time. From the first difference to the next mark the position is unknown."""
 
-    known: list[KnownSequence] = field(default_factory=list)  # the last one seen first
+    known: list[KnownSequence] = field(default_factory=list)  # most recent first
     here: KnownSequence | None = None
     depth: int = 0  # collectives since the mark
     rounds: int = 0  # marks
     relearned: int = 0
     reason: str = ""
     _seen: "array[int]" = field(default_factory=lambda: array("l"))
-    _quiets: list[tuple[int, QuietSpan]] = field(default_factory=list)  # of the present iteration, by place
+    _quiets: list[tuple[int, QuietSpan]] = field(default_factory=list)  # of the current iteration, by position
     _trials: "list[array[int]]" = field(default_factory=list)  # seen once
     _before: "array[int] | None" = None
     _odd: Hold | None = None
-    _complete: bool = False  # the present iteration was seen from its mark on
+    _complete: bool = False  # the current iteration was seen from its mark on
 
     def begin(self) -> None:
-        """A mark: the iteration before it is over."""
+        """Handle a mark: the iteration before it has ended."""
         self.rounds += 1
         if self._complete and self._seen:
             self._end(self._seen)
@@ -88,7 +88,7 @@ class MarkedIterations:
         self.here, self._odd, self._complete = (self.known[0] if self.known else None), None, True
 
     def step(self, id: int, quiet: QuietSpan | None) -> IterationGap | None:
-        """A collective begins. The gap before it, where that is known."""
+        """Handle the start of a collective. Returns the gap before it if it is known."""
         if len(self._seen) >= MOST_COLLECTIVES:
             self.lose(f"more than {MOST_COLLECTIVES} collectives since the last mark of an iteration")
             return None
@@ -106,7 +106,7 @@ class MarkedIterations:
                 self.here = other
                 return other.gaps[depth]
         self.here = None
-        self._odd = Hold(PLACE_UNKNOWN, f"collective {depth} of the iteration is not one seen there before")
+        self._odd = Hold(PLACE_UNKNOWN, f"collective {depth} of the iteration was not seen there before")
         return here.gaps[depth]
 
     def lose(self, detail: str) -> None:
@@ -155,32 +155,34 @@ class MarkedIterations:
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many collectives two iterations begin with alike."""
+    """Return the number of leading collectives that two iterations share."""
     return next((k for k, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 @dataclass(slots=True)
 class RepetitionFinder:
-    """Iterations by their repetition. What breaks after r collectives, before it has come round more often than
-    layers do, may have been a loop inside an iteration: nothing is believed until it has held for longer than r."""
+    """Detects iterations by their repetition.
+
+    A repetition that breaks after r collectives, before it has occurred more often than layers do, may have been a loop
+    inside an iteration; nothing is trusted until a repetition has held for longer than r."""
 
     sequence: KnownSequence | None = None
-    depth: int | None = None  # None: the place is not certain
-    rounds: int = 0  # in which the sequence has come
+    depth: int | None = None  # None: the position is uncertain
+    rounds: int = 0  # full repetitions of the sequence
     relearned: int = 0
     reason: str = ""
     _ids: "array[int]" = field(default_factory=lambda: array("l"))  # history
     _quiets: list[QuietSpan | None] = field(default_factory=list)  # before each of them
-    _since: int = 0  # collectives since the last one that did not fit
-    _due: int = LEAST_COVERED  # of those, when a repetition is sought again
-    _tolerant: bool = False  # it has gone on after something that did not fit: that was no end of a loop
-    _run: int = 0  # collectives that fit, one after the other
-    _needed: int = 0  # of them before anything is believed
-    _maybe: list[int] = field(default_factory=list)  # places that fit the last `_run` collectives
+    _since: int = 0  # collectives since the last mismatch
+    _due: int = LEAST_COVERED  # value of `_since` for the next search
+    _tolerant: bool = False  # the sequence continued after a mismatch, so that was not the end of a loop
+    _run: int = 0  # consecutive collectives that match
+    _needed: int = 0  # matches required before the position is trusted
+    _maybe: list[int] = field(default_factory=list)  # positions that match the last `_run` collectives
     _why: str = ""
 
     def step(self, id: int, quiet: QuietSpan | None) -> IterationGap | None:
-        """A collective begins. The gap before it, where that is known."""
+        """Handle the start of a collective. Returns the gap before it if it is known."""
         self._ids.append(id)
         self._quiets.append(quiet)
         if len(self._ids) > 2 * MOST_COLLECTIVES:
@@ -193,7 +195,7 @@ class RepetitionFinder:
         return gap
 
     def lose(self, detail: str) -> None:
-        """Events were lost: what is still known of the sequence holds, but not the place."""
+        """Handle lost events: the sequence stays valid, but not the position."""
         self.depth, self._why, self._maybe, self._run = None, detail, [], 0
         self._ids, self._quiets = array("l"), []
         self._since, self._due = 0, LEAST_COVERED
@@ -202,9 +204,9 @@ class RepetitionFinder:
     @property
     def place(self) -> tuple[int, IterationGap] | Hold:
         if self.sequence is None:
-            return Hold(UNLEARNT, f"no repetition found in {len(self._ids)} collectives; mark iterations to say it")
+            return Hold(UNLEARNT, f"no repetition in {len(self._ids)} collectives; mark iterations in the trainer")
         if self.depth is None:
-            return Hold(PLACE_UNKNOWN, f"{self._why}; {self._run} of {self._needed} collectives have fitted since")
+            return Hold(PLACE_UNKNOWN, f"{self._why}; {self._run} of {self._needed} collectives have matched since")
         return self.depth, self.sequence.gaps[self.depth]
 
     def _follow(self, id: int) -> IterationGap | None:
@@ -223,13 +225,14 @@ class RepetitionFinder:
             return gap
         proven = self._tolerant or self._run > LONGEST_LOOP * length
         self._needed = length if proven else max(length, self._needed, self._run + self._run // 4 + 1)
-        self._why = f"after {self._run} collectives that repeated every {length}, one did not fit at {self.depth}"
+        self._why = f"after {self._run} collectives that repeated every {length}, one did not match at {self.depth}"
         self.depth, self._run, self._maybe = None, 0, []
         self._since, self._due = 0, LEAST_COVERED
         return gap
 
     def _narrow(self, id: int, ids: "array[int]") -> None:
-        """Which places of the sequence the last collectives may have led to. One that is sure for long enough is it."""
+        """Narrow the positions that match the last collectives. A single one that has matched for long enough is
+        accepted."""
         length = len(ids)
         if self._run:
             self._maybe = [(place + 1) % length for place in self._maybe if ids[place] == id]
@@ -246,7 +249,7 @@ class RepetitionFinder:
             return
         ids = self._ids[-length:]
         if self.sequence is not None and _is_rotation(ids, self.sequence.ids):
-            return  # it is the place that is sought: `_narrow` does
+            return  # only the position is unknown, which `_narrow` finds
         turn = self._longest_quiet(length)
         gaps = _gaps(length, length)
         start = len(self._ids) - covered
@@ -270,14 +273,16 @@ class RepetitionFinder:
         self._needed, self._tolerant, self.rounds = 0, False, covered // length
 
     def _longest_quiet(self, length: int) -> int:
-        """Where in the history an iteration begins: after the longest quiet of the last one."""
+        """Return where in the history an iteration begins: after the longest quiet time of the last one."""
         end = len(self._ids)
         return max(range(end - length, end), key=lambda index: getattr(self._quiets[index], "length_s", -1.0))
 
 
 def repetition(ids: Sequence[int]) -> tuple[int, int]:
-    """With which period `ids` ends, and how many of its last elements have it: as many as can be, at least two periods.
-    (0, 0) where there is none. Linear: the failure function of Knuth, Morris and Pratt, read from the end."""
+    """Return the period with which `ids` ends, and how many of its last elements repeat with it: the longest such run,
+    of at least two periods; (0, 0) if there is none.
+
+    Linear time: the failure function of Knuth, Morris and Pratt, read from the end."""
     backwards = ids[::-1]
     border = [0] * len(backwards)
     best, matched = (0, 0), 0
@@ -294,5 +299,5 @@ def repetition(ids: Sequence[int]) -> tuple[int, int]:
 
 
 def _is_rotation(one: "array[int]", other: "array[int]") -> bool:
-    """Whether one is the other, begun elsewhere."""
+    """Return whether one is a rotation of the other."""
     return len(one) == len(other) and "".join(map(chr, one)) in "".join(map(chr, other + other))

@@ -1,15 +1,14 @@
-"""Which pairs are served where ports do not suffice for all. Pure; numbers are those of `planner/fabric/greedy.py`.
+"""Choose the pairs to serve if ports do not suffice for all. Pure; numbers are those of `planner/fabric/greedy.py`.
 
-For given pairs, one circuit each and the next always to the slowest is already best: as long as that pair is slower
-than the best time, it has fewer circuits than it needs for that time, and the others at its ends have no more than they
-need: there is a port. So Algorithm 3 is only ever beaten by serving other pairs. Its own choice is greedy: the largest
-first, whatever they keep out. Here that choice is improved, under the limit of its slowest pair and under lower ones.
+For given pairs, one circuit each and the next always to the slowest is optimal: while that pair is slower than the best
+time, it has fewer circuits than it needs for that time, and the others at its ends have no more than they need, so a
+port is free. Algorithm 3 can thus only be beaten by serving other pairs. Its own choice is greedy: the largest first,
+whatever they exclude. This module improves that choice, under the limit of its slowest pair and under lower limits.
 
 Under a limit of bytes per circuit a pair needs a fixed number of ports at both ends, and better choices are found along
-chains as in matching. A chain puts a pair in; at each end that lacks the ports it takes one out, puts another one in at
-the end that this frees, and so on. What the best chains gain is found for all endpoints and all numbers of ports at
-once, layer by layer; each is then carried out on the choice as it is, and undone where it does not gain.
-"""
+chains as in matching. A chain inserts a pair; at each end without enough ports it removes a pair, inserts another at
+the end that this frees, and so on. The best gains are computed for all endpoints and port counts at once, layer by
+layer; each chain is then applied to the current choice, and undone if it gains nothing."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -25,16 +24,16 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
-LOWER = (0.5, 0.8, 0.95, 1.0)  # of the slowest pair's bytes per circuit: what is tried as a limit below it
-WORK = 6_000_000  # elements of arrays gone through, in all
-CIRCUIT_WORK = 200  # what dealing out one costs, in such elements
-LAYERS = 4  # of a chain: so many pairs are taken out, one after the other, on each side
-WIDEST = 8  # ports at one endpoint that a chain may ask for
-TRIED = 24  # insertions, the best first, before what chains gain is found anew
+LOWER = (0.5, 0.8, 0.95, 1.0)  # limits tried, as factors of the slowest pair's bytes per circuit
+WORK = 6_000_000  # array elements processed in total
+CIRCUIT_WORK = 200  # cost of assigning one circuit, in elements
+LAYERS = 4  # pairs that a chain removes in succession on each side
+WIDEST = 8  # ports at one endpoint that a chain may need
+TRIED = 24  # insertions, best first, before gains are recomputed
 LEAST_GAIN = 1e-12
-STEP_COST = 0.05  # what each step of a chain counts as, in values of pairs: short ones work out more often
-START_WORK = 60  # per pair: what beginning with a choice, and judging it in the end, costs in elements of arrays
-LOOK_WORK, STEP_WORK = 8_000, 4_000  # what calls cost apart from the elements that they go through, in elements
+STEP_COST = 0.05  # cost per step of a chain, in pair values: short chains succeed more often
+START_WORK = 60  # cost per pair of setting up a choice and evaluating it, in elements
+LOOK_WORK, STEP_WORK = 8_000, 4_000  # fixed cost of calls, in elements
 NEVER = -np.inf
 
 
@@ -66,13 +65,14 @@ class ServedScore:
 
 
 def reselect(demanded: Demanded, reference: Mapping[int, int]) -> Mapping[int, int]:
-    """Circuits of each pair that is served: those of `reference`, or better ones that are in no way worse: the most
-    pairs, then the fewest seconds, then the most bytes."""
+    """Return circuits per served pair: those of `reference`, or better ones that are worse in no respect. Better means
+    more pairs, then fewer seconds, then more bytes."""
     return _Search(demanded, reference, reference, bytes_first=False).searched()
 
 
 def most_bytes(demanded: Demanded, reference: Mapping[int, int], known: Mapping[int, int]) -> Mapping[int, int]:
-    """No fewer bytes than `known` has, and in no way worse than `reference`; so `known` has to be."""
+    """Return circuits that serve at least the bytes of `known` and are no worse than `reference` in any respect.
+    `known` must not be worse than `reference` either."""
     return _Search(demanded, reference, known, bytes_first=True).searched()
 
 
@@ -88,11 +88,11 @@ class _Search:
         self.sum_bytes = math.fsum(demanded.total_bytes)
         self.share = share = np.asarray(demanded.total_bytes) / self.sum_bytes
         few = 1.0 / max(1, len(share))
-        # What a pair counts for: pairs before bytes, both, bytes before pairs.
+        # The value of a pair: pairs before bytes, both, bytes before pairs.
         self.values = [1.0 + share, few + share, 1e-6 * few + share]
 
     def searched(self) -> Mapping[int, int]:
-        if self.least.slowest_bytes > 0:  # bytes may be too few to be divided
+        if self.least.slowest_bytes > 0:  # tiny byte counts cannot be divided
             self._try(self.least.slowest_bytes, list(self.best))
             if self.bytes_first:
                 self._try(self.least.slowest_bytes, evenly(self.demanded))
@@ -101,7 +101,7 @@ class _Search:
         return self.best
 
     def _below(self, limit: float) -> bool:
-        """Look for a choice under a limit that the best one does not keep."""
+        """Search for a choice under a lower limit than that of the best one."""
         limit = min(limit, math.nextafter(self.score.slowest_bytes, 0.0))
         if not self._possible(limit):
             return False
@@ -109,7 +109,7 @@ class _Search:
         return any(self._try(limit, start) for start in (largest_first, largest_first[::-1]))
 
     def _possible(self, limit_bytes: float) -> bool:
-        """Whether it is not plain that too few pairs or bytes fit under the limit."""
+        """Return False if clearly too few pairs or bytes fit under the limit."""
         if limit_bytes <= 0:
             return False
         pairs = self.least.pairs if self.bytes_first else self.score.pairs
@@ -120,7 +120,7 @@ class _Search:
         return most_pairs >= pairs - 1e-6 and most_bytes * self.sum_bytes >= total_bytes * (1 - 1e-6)
 
     def _try(self, limit_bytes: float, start: list[int]) -> bool:
-        """Improve the choice by one value after the other, and by each alone."""
+        """Improve the choice with one value function after another, and with each alone."""
         better = False
         refined = start
         for number, value in enumerate(self.values):
@@ -143,7 +143,7 @@ class _Search:
 
 
 class PairChains:
-    """Improves choices until its work is spent. All arrays of sides have each pair twice, as seen from either end."""
+    """Improves choices until its work budget is spent. Arrays indexed by side list each pair twice, once per end."""
 
     def __init__(self, demanded: Demanded, work: int) -> None:
         self.work = work
@@ -161,7 +161,8 @@ class PairChains:
         self.stops: Ints = np.append(self.starts[1:], len(self.tail))
 
     def improved(self, limit_bytes: float, start: Iterable[int], value: Floats) -> list[int]:
-        """The pairs served: those of `start` that fit in their order, improved. `value` is what each counts for."""
+        """Return an improved choice: the pairs of `start` that fit in their order, then improved by chains. `value` is
+        the value of each pair."""
         need = needs(self.larger, limit_bytes, int(self.ports.max()))
         served = self._fitting(start, need.tolist())
         choice = _Choice(self, need, value, served)
@@ -171,14 +172,15 @@ class PairChains:
         return np.flatnonzero(choice.served).tolist()
 
     def most(self, limit_bytes: float, value: Floats) -> float:
-        """No choice under the limit counts for more: what each endpoint could serve if it were for it alone, halved."""
+        """Return an upper bound on the value under the limit: the sum of what each endpoint could serve alone,
+        halved."""
         need = needs(self.larger, limit_bytes, int(self.ports.max()))[self.pair]
         ports, fits = self.ports[self.tail], need <= self.ports[self.tail]
         worth = np.where(fits, value[self.pair], 0.0)
         order = np.lexsort((-worth / need, self.tail))  # those that do not fit are last
         need, worth = need[order], worth[order]
         before = np.cumsum(need) - need
-        before -= before[self.starts][self.tail]  # [side], ports that better ones at the same endpoint take
+        before -= before[self.starts][self.tail]  # [side], ports that better sides of the same endpoint use
         part = np.clip((ports - before) / need, 0.0, 1.0)
         self.work -= START_WORK * len(self.ends)
         return float((part * worth).sum()) / 2
@@ -196,10 +198,11 @@ class PairChains:
 
 
 def needs(larger_bytes: Floats, limit_bytes: float, most: int) -> Ints:
-    """[pair] the fewest circuits, at least one, that each carry no more than the limit; `most` + 1: more than that."""
+    """Return [pair] the fewest circuits, at least one, that keep each within the limit; `most` + 1 if more are
+    needed."""
     with np.errstate(over="ignore"):
         need = np.clip(np.ceil(larger_bytes / limit_bytes), 1, most + 1)
-    need -= (need > 1) & (larger_bytes / np.maximum(need - 1, 1) <= limit_bytes)  # the quotient was rounded
+    need -= (need > 1) & (larger_bytes / np.maximum(need - 1, 1) <= limit_bytes)  # corrects rounding of the quotient
     need += (need <= most) & (larger_bytes / need > limit_bytes)
     return need.astype(np.int64)
 
@@ -211,16 +214,16 @@ class _Choice:
         self.value = value  # [pair]
         self.served: Bools = np.zeros(len(need), dtype=bool)  # [pair]
         self.served[served] = True
-        self.free: Ints = chains.ports.copy()  # [endpoint]; below 0 only while a chain is carried out
+        self.free: Ints = chains.ports.copy()  # [endpoint]; below 0 only while a chain is applied
         np.subtract.at(self.free, chains.ends[served], need[served, None])
-        self.wide = int(min(WIDEST, need.max() + 1))  # of the tables; who asks for more asks in vain
+        self.wide = int(min(WIDEST, need.max() + 1))  # width of the tables; larger needs cannot be met
         self.side_need: Ints = need[chains.pair]
         self.side_value: Floats = value[chains.pair]
-        self.touched: Bools = np.zeros(len(need), dtype=bool)  # [pair], by the chain that is carried out
+        self.touched: Bools = np.zeros(len(need), dtype=bool)  # [pair], changed by the chain being applied
         self.step_cost = STEP_COST * float(value.mean())
 
     def improve(self) -> bool:
-        """Carry out some of the chains that gain the most. False where none does."""
+        """Apply some of the chains with the highest gains. Returns False if none gains."""
         self._evaluate()
         chains = self.chains
         capped = np.minimum(self.need, self.wide + 1)
@@ -236,13 +239,15 @@ class _Choice:
         return better
 
     def _evaluate(self) -> None:
-        """`room` [endpoint, ports]: what it costs, as 0 or less, to come by so many ports; more than `wide`: never.
-        `refill` [endpoint, ports]: the most that can be gained with so many."""
+        """Compute the tables of costs and gains.
+
+        `room` [endpoint, ports]: the cost, 0 or less, of freeing this many ports; above `wide`: never.
+        `refill` [endpoint, ports]: the highest gain from this many ports."""
         chains, wide, need, value = self.chains, self.wide, self.side_need, self.side_value
         head, tail, starts = chains.head, chains.tail, chains.starts
         served = self.served[chains.pair]
         capped = np.minimum(need, wide + 1)
-        given = np.minimum(wide, self.free[head] + need)  # ports at the other end once the pair is taken out
+        given = np.minimum(wide, self.free[head] + need)  # ports at the other end after the pair is removed
         there = self.free[:, None] >= np.arange(wide + 2)
         there[:, wide + 1] = False
         room = np.where(there, 0.0, NEVER)
@@ -262,7 +267,7 @@ class _Choice:
         chains.work -= LOOK_WORK * wide + LAYERS * (wide + 2) * 2 * len(head)
 
     def _carry_out(self, pair: int) -> bool:
-        """Put the pair in along the best chain, if that gains."""
+        """Insert the pair along the best chain; undo it and return False if that gains nothing."""
         self.chain: list[int] = []
         self._put(pair, served=True)
         done = all(self._clear(end, LAYERS) for end in self.chains.end_list[pair])
@@ -286,8 +291,8 @@ class _Choice:
             self.free[end] -= need
 
     def _clear(self, end: int, layers: int) -> bool:
-        """Take pairs out until the endpoint uses no more ports than it has; put others in where that frees some.
-        False where that cannot be done."""
+        """Remove pairs until the endpoint is within its ports, and insert others where ports become free. Returns False
+        if that is impossible."""
         chains, most = self.chains, self.wide + 1
         sides = slice(chains.starts[end], chains.stops[end])
         pairs, heads, need = chains.pair[sides], chains.head[sides], self.side_need[sides]
@@ -310,7 +315,8 @@ class _Choice:
         return True
 
     def _put_now(self, freed: Ints, ports: Ints) -> Floats:
-        """[side] what putting its pair in gains as things are, once its tail, if `freed`, has so many more ports."""
+        """Return [side] the gain of inserting its pair now, after `freed` endpoints have regained `ports` ports
+        each."""
         chains = self.chains
         free = self.free.copy()
         free[freed] += ports

@@ -1,14 +1,13 @@
-"""How many circuits each pair gets, in the core and in every PoD at once, so that the PoDs can carry the core. Pure.
+"""Choose circuit counts for the core and all PoDs together, so that the PoDs can carry the core's circuits. Pure.
 
-To its PoD's allocator the boundary to the core is one more endpoint, with as many ports as the core has circuits there:
-all uplinks of a PoD are alike, and what a ToR needs is lanes. A PoD whose ToRs cannot lift as many as the core would
-like tells the core so, until both agree. Appendix D of the paper.
+To its PoD's allocator, the boundary to the core is one more endpoint, with as many ports as the core has circuits
+there: all uplinks of a PoD are equivalent, and a ToR only needs lanes. If the ToRs of a PoD cannot lift as many
+circuits as the core wants, the core's limit is lowered, until both agree. Appendix D of the paper.
 
-The other way is to look at pairs of ToRs alone, wherever they are (`direct`). Nothing switches packets between two ToRs
-that a circuit of the core joins. What PoDs send each other says too little, then: a PoD with little to send gets one
-circuit, though that is of one rail, and others are left without. There Algorithm 3 deals out ports of ToRs and lanes of
-PoDs at once.
-"""
+The alternative considers pairs of ToRs alone, wherever they are (`direct`). No packet switch lies between two ToRs
+that a core circuit connects, so the bytes between PoDs are not enough information: a PoD with little traffic gets
+one circuit, which belongs to one rail, and other rails get none. There Algorithm 3 assigns ToR ports and PoD lanes
+at once."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
@@ -21,20 +20,21 @@ from planner.fabric.plan import Directed
 from planner.fabric.templates import StageTemplate
 from planner.fabric.topology import Site
 
-Tors = tuple[EndpointId, EndpointId]  # that of the smaller PoD first
-ROUNDS = 16  # of the PoDs and the core coming to terms; each takes circuits away, two or three suffice
+Tors = tuple[EndpointId, EndpointId]  # the ToR in the smaller PoD first
+ROUNDS = 16  # of agreement between PoDs and core; each removes circuits, and two or three suffice
 
 
 @dataclass(frozen=True, slots=True)
 class WantedBytes:
-    """What the touched PoDs have to move. `lifts`: of each PoD, between its ToRs and the PoD itself as its boundary."""
+    """The bytes that the touched PoDs must move. `lifts`: by PoD, between its ToRs and the PoD itself as its
+    boundary."""
 
-    tors: Mapping[EndpointId, Directed]  # of each PoD, between its ToRs
+    tors: Mapping[EndpointId, Directed]  # by PoD, between its ToRs
     lifts: Mapping[EndpointId, Directed]
     core: Directed
-    between: Mapping[Pair, Mapping[Tors, float]]  # PoDs -> their ToRs
+    between: Mapping[Pair, Mapping[Tors, float]]  # pair of PoDs -> their ToRs
     larger_bytes: Mapping[Pair, float]  # of all these pairs of ToRs, the larger direction
-    ineligible_bytes: float  # between PoDs that this stage gives no circuits
+    ineligible_bytes: float  # between PoDs that get no circuits in this stage
     elsewhere_bytes: float  # in or to PoDs that this stage does not touch
 
 
@@ -71,10 +71,11 @@ def wanted_of(site: Site, touched: frozenset[EndpointId], eligible: frozenset[Pa
 @dataclass(frozen=True, slots=True)
 class CircuitSizes:
     core: Mapping[Pair, int]
-    lifts: Mapping[EndpointId, int]  # of each ToR
-    tors: Mapping[EndpointId, Mapping[Pair, int]]  # of each PoD
-    between: Mapping[Pair, Mapping[Tors, float]]  # PoDs -> their ToRs, which the core joins by these weights
-    most: Mapping[Tors, int]  # circuits that the core joins some of them by
+    lifts: Mapping[EndpointId, int]  # by ToR
+    tors: Mapping[EndpointId, Mapping[Pair, int]]  # by PoD
+    # pair of PoDs -> their ToRs, with the weights by which the core connects them
+    between: Mapping[Pair, Mapping[Tors, float]]
+    most: Mapping[Tors, int]  # maximum of core circuits for these pairs
 
 
 def size_with(
@@ -87,9 +88,10 @@ def size_with(
     *,
     by_tors: bool,
 ) -> CircuitSizes:
-    """`by_tors`: by what they send each other, or by what PoDs do. `lanes` of each PoD and `ports` of its ToRs are what
-    may be used. Of `bridges`, those that there is room for have a circuit before anything else, and no more unless they
-    send."""
+    """Choose circuit counts, by the traffic of pairs of ToRs (`by_tors`) or of pairs of PoDs.
+
+    `lanes` of each PoD and `ports` of its ToRs may be used. Each pair of `bridges` that fits gets one circuit first,
+    and more only for traffic."""
     left, lanes_left = {pod: dict(of_pod) for pod, of_pod in ports.items()}, dict(lanes)
     laid = []
     for pair in sorted(bridges):
@@ -130,7 +132,7 @@ def size_directly(
     lanes: Mapping[EndpointId, int],
     ports: Mapping[EndpointId, Mapping[EndpointId, int]],
 ) -> CircuitSizes:
-    """By what ToRs send each other."""
+    """Choose circuit counts by the traffic between ToRs."""
     room = {**lanes, **{tor: count for of_pod in ports.values() for tor, count in of_pod.items()}}
     circuits = direct(wanted.larger_bytes, site.pod_of, room)
     core: Counter[Pair] = Counter()
@@ -157,7 +159,7 @@ def size(
     lanes: Mapping[EndpointId, int],
     ports: Mapping[EndpointId, Mapping[EndpointId, int]],
 ) -> CircuitSizes:
-    """By what PoDs send each other, whichever ToRs do: the PoDs and the core come to terms by Algorithm 3."""
+    """Choose circuit counts by the traffic between PoDs: the PoDs and the core agree by Algorithm 3."""
     eligible = template.core_pairs(site.pod[pod] for pod in wanted.tors)
     limits = {pod: lanes.get(pod, 0) for pod in wanted.tors}
     boundary: dict[EndpointId, int] = {}
@@ -199,9 +201,10 @@ def _incident(circuits: Mapping[Pair, int]) -> Counter[EndpointId]:
 
 
 def spread(link_gbps: float, ports: Mapping[EndpointId, int], up: Mapping[Pair, int]) -> Mapping[Pair, int]:
-    """Left-over ports, evenly over all pairs. Where there are fewer ports than pairs, first those at a few distances in
-    a circle of the endpoints, near and far ones, so that it is few hops to anywhere. Of pairs alike, what is up first.
-    """
+    """Spread spare ports evenly over all pairs of endpoints.
+
+    If there are fewer ports than pairs, pairs at a few distances on a circle of the endpoints come first, near and far,
+    so that every endpoint is few hops away. Among equal pairs, existing circuits come first."""
     ends = sorted(end for end, count in ports.items() if count)
     if len(ends) < 2:
         return {}
@@ -215,8 +218,8 @@ def spread(link_gbps: float, ports: Mapping[EndpointId, int], up: Mapping[Pair, 
 
 
 def _circle(size: int, distances: int) -> list[int]:
-    """Rank of each distance, which is as far either way round. A step of each chosen one is as many steps of the one
-    before, so that all of them together reach everywhere."""
+    """Return the rank of each distance on the circle, equal in both directions. Each chosen distance is a fixed
+    multiple of the previous one, so that together they reach every endpoint."""
     chosen = [round(size ** (number / max(1, distances))) for number in range(max(1, distances))]
     shortest = [min(distance, size - distance) for distance in range(size)]
     return [chosen.index(each) if each in chosen else size + each for each in shortest]
@@ -225,7 +228,7 @@ def _circle(size: int, distances: int) -> list[int]:
 def direct(
     sent_bytes: Mapping[Pair, float], pod_of: Mapping[EndpointId, EndpointId], room: Mapping[EndpointId, int]
 ) -> Mapping[Pair, int]:
-    """Of each pair that is served. `sent_bytes`: of pairs of ToRs, the larger direction. `room`: ports of ToRs and
+    """Return circuits per served pair. `sent_bytes`: by pair of ToRs, the larger direction. `room`: ports of ToRs and
     lanes of PoDs."""
     ends = {
         pair: pair if pod_of[pair[0]] == pod_of[pair[1]] else (*pair, *(pod_of[tor] for tor in pair))
@@ -253,7 +256,7 @@ def _served(
     pod_of: Mapping[EndpointId, EndpointId],
     room: Mapping[EndpointId, int],
 ) -> list[Pair]:
-    """Those that send most come first, as long as there is room for one circuit."""
+    """Return the pairs served: largest traffic first, while there is room for one circuit."""
     left = dict(room)
     served = []
     for pair in _in_turn(ends, sent_bytes, pod_of):
@@ -267,8 +270,9 @@ def _served(
 def _in_turn(
     pairs: Iterable[Pair], sent_bytes: Mapping[Pair, float], pod_of: Mapping[EndpointId, EndpointId]
 ) -> list[Pair]:
-    """Of pairs alike each ToR's first, then each ToR's second, so that what there is no room for is not all of one ToR;
-    first among a ToR's are those to the same place of other PoDs, then one place on, and so on round."""
+    """Sort pairs by bytes; among equals, round-robin over ToRs, so that pairs without room are not all of one ToR.
+
+    Within a ToR, pairs to the same position in other PoDs come first, then one position on, and so on."""
     pairs = list(pairs)
     turn = _turns({tor for pair in pairs for tor in pair}, pod_of)
     size = 1 + max(turn.values(), default=0)
@@ -283,7 +287,7 @@ def _in_turn(
 
 
 def _turns(tors: Iterable[EndpointId], pod_of: Mapping[EndpointId, EndpointId]) -> Mapping[EndpointId, int]:
-    """The place of each in its PoD."""
+    """Return the position of each ToR in its PoD."""
     places: Counter[EndpointId] = Counter()
     turn = {}
     for tor in sorted(tors):

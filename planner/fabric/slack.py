@@ -1,8 +1,8 @@
-"""How long it stays quiet on the links of one rank: learned from its collectives, promised as a lower quantile. Pure.
+"""Predict how long the links of one rank stay quiet: learned from its collectives, given as a lower quantile. Pure.
 
-Figure 5 and section 5.3 of the paper. Fed in order of time, in the clock of the rank's host. It is quiet while no
-collective is in flight, asynchronous ones included; how long is remembered by the place in the iteration.
-"""
+Figure 5 and section 5.3 of the paper. Events arrive in order of time, in the clock of the rank's host. It is quiet
+while no collective is in flight, asynchronous ones included; quiet times are stored by the position in the
+iteration."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,16 +14,16 @@ from planner.fabric.recent import MIN_SAMPLES
 from planner.fabric.sequence import UNLEARNT, IterationGap, MarkedIterations, QuietSpan, RepetitionFinder
 from planner.model import Hold
 
-MOST_SIZES = 16  # of one operation in one group: beyond, its size says nothing, e.g. of an all-to-all of tokens
-CARE = 0.01  # how much one promise changes the level that is aimed at
-MOST_CARE = 10.0  # a level is at least this part of what was asked for
+MOST_SIZES = 16  # per operation and group: above this, sizes are not distinguished, e.g. for an all-to-all of tokens
+CARE = 0.01  # how much one prediction changes the target level
+MOST_CARE = 10.0  # the target level is at least the requested one divided by this
 LEAST_PACE = 0.1
 
 PER_DECADE = 10
-LEAST_S = 1e-6  # whatever is shorter, or begins while others are in flight, is no slack
+LEAST_S = 1e-6  # shorter quiet times, or starts while others are in flight, are not slack
 MOST_BINS = 10 * PER_DECADE  # up to 10,000 s
 
-# Codes of holds, beside those of sequence.py.
+# Codes of holds, in addition to those of sequence.py.
 TRAFFIC = "traffic"
 FEW_SAMPLES = "few_samples"
 OUTLASTED = "outlasted"
@@ -31,10 +31,10 @@ OUTLASTED = "outlasted"
 
 @dataclass(slots=True)
 class SlackHistogram:
-    """How long it was quiet before an operation, on a logarithmic scale: counts add up over ranks. The slack of a
-    collective is the time from the end of the one before to its own start (section 2.2 of the paper).
+    """Counts of the quiet time before an operation, on a logarithmic scale; histograms of several ranks can be added.
 
-    `bins[i]` counts slack from `edge_s(i)` to `edge_s(i + 1)`; `none` what had no slack."""
+    The slack of a collective is the time from the end of the previous one to its own start (section 2.2 of the paper).
+    `bins[i]` counts slack from `edge_s(i)` to `edge_s(i + 1)`; `none` counts starts without slack."""
 
     bins: dict[int, int] = field(default_factory=dict)
     none: int = 0
@@ -57,7 +57,8 @@ class SlackHistogram:
         )
 
     def quantile_s(self, q: float) -> float | None:
-        """Within a bin by its logarithm: exact to a quarter of itself. None while empty."""
+        """Return a quantile, interpolated logarithmically within a bin: accurate to a quarter of its value. None while
+        empty."""
         wanted, passed = q * self.total, float(self.none)
         if not self.total:
             return None
@@ -72,12 +73,12 @@ class SlackHistogram:
 
 
 def edge_s(index: float) -> float:
-    """Where a bin begins."""
+    """Return the lower edge of a bin in seconds."""
     return float(LEAST_S * 10 ** (index / PER_DECADE))
 
 
 class Signature(NamedTuple):
-    """What a collective is known by, iteration after iteration. `size`: bytes."""
+    """The identity of a collective across iterations. `size` is in bytes."""
 
     op: str
     group: int
@@ -86,7 +87,7 @@ class Signature(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RemainingQuiet:
-    """It is quiet and stays so until `until_s`, but for a probability of `risk`."""
+    """A prediction: it is quiet and stays so until `until_s`, except with probability `risk`."""
 
     position: int  # collectives since the iteration began
     opened_s: float
@@ -96,7 +97,7 @@ class RemainingQuiet:
 
 
 class _Asked(NamedTuple):
-    """A question, what was promised, and what would have been by the place alone."""
+    """A request, the prediction given, and the one by position alone."""
 
     q: float
     until_s: float
@@ -105,28 +106,28 @@ class _Asked(NamedTuple):
 
 @dataclass(slots=True)
 class SlackLearner:
-    """One rank. Its `follower` has the sequence of an iteration and the place in it."""
+    """Learns one rank. Its `follower` has the sequence of an iteration and the position in it."""
 
     rank: int
     histograms: dict[str, SlackHistogram] = field(default_factory=dict)  # by operation
     follower: MarkedIterations | RepetitionFinder = field(default_factory=RepetitionFinder)
     _numbers: dict[Signature, int] = field(default_factory=dict)
     _fresh: Iterator[int] = field(default_factory=count)
-    _sizes: dict[tuple[str, int], int] = field(default_factory=dict)  # distinct ones
+    _sizes: dict[tuple[str, int], int] = field(default_factory=dict)  # number of distinct sizes
     _flying: dict[int, Signature] = field(default_factory=dict)  # by handle
     _handles: int = 0
-    _opened_s: float | None = None  # since when it is quiet; None: nothing was ever in flight, or it is lost
+    _opened_s: float | None = None  # when it became quiet; None: nothing was ever in flight, or events were lost
     _ended_s: float | None = None  # the latest end
     _opened_at: IterationGap | None = None
     _opened_offset_s: float = 0.0
     _iteration_s: float = 0.0
     _mark: str = ""
-    _asked: "_Asked | None" = None  # first in this quiet
-    _pace: float = 1.0  # what is promised is this part of what the place alone would let expect
-    _levels: dict[float, float] = field(default_factory=dict)  # what is aimed at, by q
+    _asked: "_Asked | None" = None  # the first request in this quiet time
+    _pace: float = 1.0  # factor applied to the prediction by position alone
+    _levels: dict[float, float] = field(default_factory=dict)  # target levels, by q
 
     def started(self, signature: Signature, at_s: float) -> int:
-        """A collective begins; the handle is for its end."""
+        """Handle the start of a collective. Returns a handle for its end."""
         quiet = None
         if not self._flying and self._opened_s is not None:
             opened_s = self._opened_s
@@ -149,7 +150,7 @@ class SlackLearner:
         return self._handles
 
     def ended(self, handle: int, at_s: float) -> None:
-        """A collective ends; the end of one that is not in flight, or not any more, counts for nothing."""
+        """Handle the end of a collective; ignored if it is not in flight."""
         if self._flying.pop(handle, None) is None:
             return
         self._ended_s = at_s if self._ended_s is None else max(self._ended_s, at_s)
@@ -160,11 +161,11 @@ class SlackLearner:
             self._opened_at = None if isinstance(place, Hold) else place[1]
 
     def mark(self, name: str, _at_s: float) -> None:
-        """What the trainer does now, e.g. "backward": names the places that follow."""
+        """Set the trainer's current phase, such as "backward"; it names the positions that follow."""
         self._mark = name
 
     def iteration(self, _number: int, at_s: float) -> None:
-        """The trainer begins an iteration."""
+        """Handle the start of an iteration in the trainer."""
         if not isinstance(self.follower, MarkedIterations):
             self.follower = MarkedIterations()
             self._opened_at = None
@@ -172,20 +173,20 @@ class SlackLearner:
         self._iteration_s = at_s
 
     def lost(self, detail: str) -> None:
-        """Events are missing: nothing is known of what is in flight, nor of the place."""
+        """Handle lost events: collectives in flight and the position become unknown."""
         self._flying.clear()
         self._opened_s = self._ended_s = self._opened_at = self._asked = None
         self.follower.lose(detail)
 
     def prepare(self, q: float) -> None:
-        """Work out beforehand what `remaining` will be asked for when it becomes quiet: called while there is traffic,
-        it takes the arithmetic out of the window."""
+        """Compute the bound that `remaining` needs at the next quiet time. Called during traffic, so that the window is
+        not spent on arithmetic."""
         place = self.follower.place
         if not isinstance(place, Hold):
             place[1].lengths_s.lower(self._levels.get(q, q))
 
     def remaining(self, now_s: float, q: float) -> RemainingQuiet | Hold:
-        """Until when it stays quiet, but for a probability of `q`, given that it has lasted until now."""
+        """Return until when it stays quiet, except with probability `q`, given that it has lasted until now."""
         if self._flying:
             first = next(iter(self._flying.values()))
             return Hold(TRAFFIC, f"rank {self.rank}: {len(self._flying)} in flight, the oldest {first.op}")
@@ -202,13 +203,15 @@ class SlackLearner:
         if self._asked is None:
             self._asked = _Asked(q, max(now_s, until_s), said)
         if until_s <= now_s:
-            return Hold(OUTLASTED, f"rank {self.rank}, position {position}: windows have just become shorter")
+            return Hold(OUTLASTED, f"rank {self.rank}, position {position}: windows have recently become shorter")
         return RemainingQuiet(said.position, said.opened_s, until_s, said.samples, said.risk)
 
     def _grade(self, at_s: float) -> None:
-        """Promises that are broken more often than they may, e.g. while windows shrink, are made more carefully from
-        there on (adaptive conformal inference, Gibbs and Candes, 2021), never more boldly than asked for. And what cut
-        one window short, e.g. an iteration of few tokens, may cut the next ones: they are expected as much shorter."""
+        """Adapt predictions to how the last one held.
+
+        If predictions are broken more often than allowed, for example while windows shrink, later ones are more
+        cautious (adaptive conformal inference, Gibbs and Candes, 2021), but never bolder than requested. A window that
+        was cut short, for example in an iteration of few tokens, also shortens the next predictions in proportion."""
         if self._asked is None:
             return
         asked, self._asked = self._asked, None
@@ -224,15 +227,15 @@ class SlackLearner:
         lengths, lasted_s = gap.lengths_s, max(0.0, now_s - opened_s)
         where = f"rank {self.rank}, position {position}"
         if len(lengths) < MIN_SAMPLES:
-            return Hold(FEW_SAMPLES, f"{where}: seen {len(lengths)} times, {MIN_SAMPLES} needed")
+            return Hold(FEW_SAMPLES, f"{where}: seen {len(lengths)} times, must be seen {MIN_SAMPLES} times")
         bound = lengths.promised(q, self._levels.get(q, q), lasted_s)
         if bound is None:
-            return Hold(OUTLASTED, f"{where}: quiet for {lasted_s * 1e3:.1f} ms, too seldom longer to say how long")
+            return Hold(OUTLASTED, f"{where}: quiet for {lasted_s * 1e3:.1f} ms, rarely longer: cannot predict its end")
         return RemainingQuiet(position, opened_s, opened_s + bound.value_s, bound.samples, bound.risk)
 
     @property
     def signatures(self) -> dict[int, Signature]:
-        """What the numbers of the sequence stand for. Size -1: it varies."""
+        """The signatures by their number in the sequence. Size -1: it varies."""
         return {number: signature for signature, number in self._numbers.items()}
 
     @property

@@ -1,11 +1,10 @@
-"""A site: PoDs, servers, ToRs, uplinks, optical switches, and which fibre ends where.
+"""A site: PoDs, servers, ToRs, uplinks, optical switches, and the fibres between them.
 
     GPU - NIC - ToR ==(OCS-Agg of its PoD)== ToR           inside a PoD
     GPU - NIC - ToR ==(OCS-Agg)== uplink ==(OCS-Core)== uplink ==(OCS-Agg)== ToR     between PoDs
 
 An uplink is a bundle of fibres between the OCS-Agg switches of a PoD and the OCS-Core: a lane has a port at either end.
-Section 5.1 of the paper; ToRs switch packets, everything above them is optical.
-"""
+Section 5.1 of the paper; ToRs switch packets, everything above them is optical."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ class Tier(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SwitchModel:
-    """A model of optical switch: how long its mirrors take, and how many ports it has. Table 2 of the paper."""
+    """A model of optical switch: its reconfiguration time and number of ports. Table 2 of the paper."""
 
     name: str
     reconfiguration_s: float
@@ -66,7 +65,7 @@ class Pod:
 class Tor:
     id: EndpointId
     pod: EndpointId
-    rail: int | None = None  # the NICs of one index are on it; None: not rail-aligned
+    rail: int | None = None  # the index of the NICs connected to it; None: not rail-aligned
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +76,7 @@ class Uplink:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """`tors[i]` is where NIC i is cabled to. The GPUs share the NICs evenly, in order; NVLink joins all of them."""
+    """A server. NIC i is cabled to `tors[i]`. The GPUs share the NICs evenly, in order; NVLink connects all GPUs."""
 
     id: ServerId
     pod: EndpointId
@@ -85,31 +84,31 @@ class Server:
     tors: tuple[EndpointId, ...]
 
     def nic(self, gpu: GpuId) -> int:
-        """The index of the NIC that is this GPU's own."""
+        """Return the index of the GPU's own NIC."""
         return self.gpus.index(gpu) * len(self.tors) // len(self.gpus)
 
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """`ports`: of each ToR or uplink, in the order of its lanes."""
+    """An optical switch. `ports` lists those of each ToR or uplink, in the order of its lanes."""
 
     id: OcsId
     tier: Tier
-    pod: EndpointId | None  # None in the core
+    pod: EndpointId | None  # None for a core switch
     device: SwitchModel
     ports: Mapping[EndpointId, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Ports of the core that no period may have but the one named, e.g. the slice that responses stream over."""
+    """Core ports reserved for one purpose, such as the slice that carries responses."""
 
     purpose: str
     switch: OcsId
     ports: frozenset[int]
 
 
-RESPONSES = "responses"  # the purpose of what streams responses from Gen to Train
+RESPONSES = "responses"  # the purpose of lanes that stream responses from Gen to Train
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -124,15 +123,15 @@ class Lane:
 
     @property
     def ends(self) -> tuple[Port, Port]:
-        """In the PoD, and in the core."""
+        """The port in the PoD, and the port in the core."""
         return (self.agg, self.agg_port), (self.core, self.core_port)
 
 
 @dataclass(frozen=True)
 class Site:
-    """Sound: `orchestrrl/fabric/site.py` reads a file and finds its faults first."""
+    """A valid site; `orchestrrl/fabric/site.py` reads and checks its file."""
 
-    link_gbps: float  # of a circuit, each way
+    link_gbps: float  # of a circuit, per direction
     nic_gbps: float
     pods: tuple[Pod, ...]
     tors: tuple[Tor, ...]
@@ -159,32 +158,32 @@ class Site:
 
     @cached_property
     def pod_of(self) -> Mapping[EndpointId, EndpointId]:
-        """Of ToRs and uplinks."""
+        """The PoD of each ToR and uplink."""
         return {tor.id: tor.pod for tor in self.tors} | {uplink.id: uplink.pod for uplink in self.uplinks}
 
     def tor_of(self, gpu: GpuId) -> EndpointId:
-        """Where the GPU's own NIC is cabled to."""
+        """Return the ToR that the GPU's own NIC is cabled to."""
         server = self.server_of[gpu]
         return server.tors[server.nic(gpu)]
 
     @cached_property
     def tors_of(self) -> Mapping[EndpointId, tuple[Tor, ...]]:
-        """Of each PoD."""
+        """ToRs by PoD."""
         return _of_pods(self.pods, self.tors)
 
     @cached_property
     def uplinks_of(self) -> Mapping[EndpointId, tuple[Uplink, ...]]:
-        """Of each PoD."""
+        """Uplinks by PoD."""
         return _of_pods(self.pods, self.uplinks)
 
     @cached_property
     def servers_of(self) -> Mapping[EndpointId, tuple[Server, ...]]:
-        """Of each PoD."""
+        """Servers by PoD."""
         return _of_pods(self.pods, self.servers)
 
     @cached_property
     def agg_switches_of(self) -> Mapping[EndpointId, tuple[Switch, ...]]:
-        """Of each PoD."""
+        """Aggregation switches by PoD."""
         return _of_pods(self.pods, [switch for switch in self.switches if switch.tier is Tier.AGG])
 
     @cached_property
@@ -193,7 +192,8 @@ class Site:
 
     @cached_property
     def cabling(self) -> Cabling:
-        """ToRs and uplinks on switches of their PoD; on those of the core PoDs, with the ports of all their uplinks."""
+        """The cabling: ToRs and uplinks on the switches of their PoD; PoDs on core switches, with the ports of all
+        their uplinks."""
         ports: dict[OcsId, dict[int, EndpointId]] = {switch.id: {} for switch in self.switches}
         for (switch, port), endpoint in self.owner.items():
             in_core = self.switch[switch].tier is Tier.CORE
@@ -202,7 +202,7 @@ class Site:
 
     @cached_property
     def fibres(self) -> Mapping[Tier, Mapping[EndpointId, tuple[Port, ...]]]:
-        """The switches and ports where each ToR and uplink ends, by switch and as listed there."""
+        """The ports at which each ToR and uplink ends, by switch and in listed order."""
         found: dict[Tier, dict[EndpointId, list[Port]]] = {tier: {} for tier in Tier}
         for switch in sorted(self.switches, key=lambda each: each.id):
             for endpoint, numbers in switch.ports.items():
@@ -211,8 +211,8 @@ class Site:
 
     @cached_property
     def lanes(self) -> tuple[Lane, ...]:
-        """The k-th port of an uplink in its PoD, by switch and as listed there, is the other end of its k-th in the
-        core."""
+        """All lanes. The k-th port of an uplink in its PoD, by switch and in listed order, pairs with its k-th port in
+        the core."""
         inside, core = self.fibres[Tier.AGG], self.fibres[Tier.CORE]
         return tuple(
             Lane(uplink.id, agg, agg_port, core_switch, core_port)
@@ -224,12 +224,12 @@ class Site:
 
     @cached_property
     def lane_at(self) -> Mapping[Port, Lane]:
-        """By its port in the core."""
+        """Lanes by their port in the core."""
         return {lane.ends[1]: lane for lane in self.lanes}
 
     @cached_property
     def owner(self) -> Mapping[Port, EndpointId]:
-        """The ToR or uplink that each port of each switch is fibred to."""
+        """The ToR or uplink that each port of each switch has a fibre to."""
         return {
             (switch.id, port): endpoint
             for switch in self.switches
@@ -239,7 +239,7 @@ class Site:
 
     @cached_property
     def reserved(self) -> Mapping[Port, str]:
-        """Whom a port is kept for."""
+        """The purpose of each reserved port."""
         return {(each.switch, port): each.purpose for each in self.reservations for port in each.ports}
 
 

@@ -1,9 +1,8 @@
-"""From one set of cross-connects to another in stages, without a pair or an endpoint going without light. Pure.
+"""Change one set of cross-connects into another in stages, so that no pair or endpoint loses its light. Pure.
 
-A stage's removals come down before its additions go up. Cross-connects of both sets are never touched, and none that is
-in neither is used. What is least, in this order: pairs that go dark, endpoints that grow thin, stages. Carrying a stage
-out, drained and verified, is `orchestrrl/fabric/stage_commit.py`.
-"""
+A stage's removals come down before its additions go up. Cross-connects in both sets are never touched, and only
+cross-connects of the two sets are used. Minimised in this order: pairs that go dark, endpoints below their minimum
+("thin"), stages. `orchestrrl/fabric/stage_commit.py` carries out a stage, drained and verified."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,7 +20,8 @@ PointKind = Literal["start", "removed", "added"]
 
 @dataclass(frozen=True, slots=True)
 class TransitionProblem:
-    """`min_fraction` of an endpoint's circuits before or after, whichever are fewer, stays up: rounded down."""
+    """The current and target cross-connects with limits. Of an endpoint's circuits before or after, whichever are
+    fewer, the share `min_fraction` stays up, rounded down."""
 
     cabling: Cabling
     current: frozenset[PortPair]
@@ -37,12 +37,12 @@ class TransitionProblem:
         for name, cross_connects in (("current", self.current), ("target", self.target)):
             circuits(self.cabling, cross_connects)
             if twice := [f"port {port} of {switch}" for switch, port in shared_ports(cross_connects)]:
-                raise ValueError(f"{name} must use a port once, got {', '.join(twice)}")
+                raise ValueError(f"{name} must use each port once, got {', '.join(twice)} twice")
 
 
 @dataclass(frozen=True, slots=True)
 class TransitionStage:
-    """What comes down, then what goes up."""
+    """One stage: first the removals, then the additions."""
 
     remove: tuple[PortPair, ...]
     add: tuple[PortPair, ...]
@@ -54,12 +54,12 @@ class TransitionStage:
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """Stages, and whom they fail: `dark_pairs` have circuits before and after and none at some point between,
-    `thin_endpoints` have fewer than their floor at some point.
+    """The stages of a transition and their side effects.
 
-    No transition has fewer than `stages_at_least` stages, unless more suffer. `fewest_suffer`: it is proven that no
-    order makes fewer pairs dark, and with as few dark ones fewer endpoints thin.
-    """
+    `dark_pairs` have circuits before and after, but none at some point between; `thin_endpoints` are below their floor
+    at some point. No transition has fewer than `stages_at_least` stages, unless more pairs or endpoints suffer.
+    `fewest_suffer`: it is proven that no order makes fewer pairs dark, or, with as few dark pairs, fewer endpoints
+    thin."""
 
     stages: tuple[TransitionStage, ...]
     dark_pairs: tuple[Pair, ...]
@@ -70,7 +70,7 @@ class Transition:
 
 @dataclass(frozen=True, slots=True)
 class CircuitsUp:
-    """Circuits at one point, of the pairs and endpoints that have any before or after."""
+    """The circuits at one point, for the pairs and endpoints that have any before or after."""
 
     stage: int
     kind: PointKind
@@ -79,10 +79,8 @@ class CircuitsUp:
 
 
 def transition(problem: TransitionProblem) -> Transition:
-    """The fewest that suffer and the fewest stages, proven where the problem is small enough, else close to that.
-
-    The same problem has the same answer.
-    """
+    """Plan a transition with the fewest dark pairs and thin endpoints, then the fewest stages. This is proven for small
+    problems and nearly reached otherwise. The result is deterministic."""
     moves = moves_between(problem.cabling, problem.current, problem.target, problem.min_fraction)
     order, proven = fewest_missed(moves)
     spared = _not_to_count_on(moves, order)
@@ -91,10 +89,8 @@ def transition(problem: TransitionProblem) -> Transition:
 
 
 def _not_to_count_on(moves: TransitionMoves, order: RemovalOrder) -> frozenset[int]:
-    """The floors that another order with as few that suffer may miss.
-
-    The hopeless, and where other pairs or other endpoints are missed, all pairs or all endpoints.
-    """
+    """Return the floors that another order of equal cost may miss: those that every order misses and, if other pairs or
+    endpoints are missed, all pairs or all endpoints."""
     hopeless = doomed(moves)
     chosen = {moves.floors[number].is_pair for number in order.missed - hopeless}
     return hopeless | {number for number, floor in enumerate(moves.floors) if floor.is_pair in chosen}
@@ -133,7 +129,7 @@ def _transition(
 
 
 def circuits_up(problem: TransitionProblem, planned: Transition) -> tuple[CircuitsUp, ...]:
-    """The circuits that pairs and endpoints have at each point."""
+    """Return the circuits of pairs and endpoints at each point."""
     known = {*circuits(problem.cabling, problem.current), *circuits(problem.cabling, problem.target)}
     pairs = sorted(subject for subject in known if isinstance(subject, tuple))
     endpoints = sorted(subject for subject in known if isinstance(subject, str))
@@ -146,7 +142,8 @@ def circuits_up(problem: TransitionProblem, planned: Transition) -> tuple[Circui
 def _counted(
     problem: TransitionProblem, stages: tuple[TransitionStage, ...]
 ) -> Iterator[tuple[int, PointKind, Counter[Subject], Iterable[Subject]]]:
-    """At each point: how many circuits each has (the same object, kept up to date), and who has fewer than before."""
+    """Yield each point with its counts (one object, updated in place) and the subjects that have fewer circuits than
+    before."""
     up = Counter(circuits(problem.cabling, problem.current))
     yield 0, "start", up, ()
     for number, stage in enumerate(stages, start=1):
@@ -158,7 +155,7 @@ def _counted(
 
 
 def _suffer(problem: TransitionProblem, stages: tuple[TransitionStage, ...]) -> set[Subject]:
-    """Those that are below their floors at some point."""
+    """Return the subjects that are below their floors at some point."""
     fewest = lit_floors(problem.cabling, problem.current, problem.target, problem.min_fraction)
     points = _counted(problem, stages)
     return {subject for *_, up, lost in points for subject in lost if up[subject] < fewest.get(subject, 0)}

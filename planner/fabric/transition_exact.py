@@ -1,8 +1,7 @@
-"""The two questions of a transition put to CP-SAT: who has to suffer, and into how few stages the moves go. Pure.
+"""Solve two questions of a transition with CP-SAT: which floors must be missed, and how few stages suffice. Pure.
 
-One worker and a limit in its deterministic time: the same question has the same answer on every machine. It is loaded
-only when it is asked, as that takes longer than most transitions.
-"""
+One worker and a limit in deterministic time give the same result on every machine. The solver is loaded only when
+needed, as loading takes longer than most transitions."""
 
 import itertools
 from collections import defaultdict
@@ -25,18 +24,17 @@ from planner.fabric.transition_order import (
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model
 
-ORDER_WORK = 2.0  # deterministic seconds for all parts of a transition together, about as many of CPU
+ORDER_WORK = 2.0  # deterministic seconds for all parts of a transition together, about equal to CPU seconds
 STAGES_WORK = 2.0
 MOST_ORDER_VARIABLES = 8_000
-MOST_STAGE_VARIABLES = 12_000  # over all numbers of stages that are tried
+MOST_STAGE_VARIABLES = 12_000  # over all stage counts that are tried
 
 
 def fewest_missed(moves: TransitionMoves) -> tuple[RemovalOrder, bool]:
-    """An order that misses as few floors as can be, and whether that is proven.
+    """Return an order that misses as few floors as possible, and whether that is proven.
 
-    Pairs come before endpoints, so that they are asked about alone first: how many of them go dark is a bound that
-    holds with endpoints too, and an order that reaches it is where the search for the endpoints begins.
-    """
+    Pairs come before endpoints, so they are solved alone first. The number of dark pairs is then a bound that also
+    holds with endpoints, and an order that reaches it is the starting point for the endpoints."""
     hopeless = doomed(moves)
     pairs = moves.of_pairs_only()
     doomed_pairs = sum(moves.floors[number].is_pair for number in hopeless)
@@ -44,7 +42,7 @@ def fewest_missed(moves: TransitionMoves) -> tuple[RemovalOrder, bool]:
     if len(pairs.floors) == len(moves.floors):
         return order, proven
     at_least = (order.cost(pairs)[0] if proven else doomed_pairs, len(hopeless) - doomed_pairs)
-    # Pairs come first among the floors: they have the same numbers.
+    # Pairs come first among the floors, so their numbers are equal.
     known = min(
         short_order(moves, order.missed, order.removals), kept_order(moves, order), key=lambda order: order.cost(moves)
     )
@@ -52,12 +50,11 @@ def fewest_missed(moves: TransitionMoves) -> tuple[RemovalOrder, bool]:
 
 
 def _fewest(moves: TransitionMoves, known: RemovalOrder, at_least: tuple[int, int]) -> tuple[RemovalOrder, bool]:
-    """An order that is no worse than `known`; none costs less than `at_least`.
+    """Return an order that is no worse than `known`, and whether it is proven; no order costs less than `at_least`.
 
-    What is harmless comes first and what nobody waits for last; neither is asked about. The rest falls into parts that
-    have no floor, port or addition in common; of each, the removals are dealt to as many rounds as there are removals,
-    which no order exceeds.
-    """
+    Harmless removals come first, and removals that no floor waits for last; neither are part of the model. The rest
+    splits into parts that share no floor, port or addition. In each part, removals are assigned to as many rounds as
+    there are removals, which no order exceeds."""
     if known.cost(moves) == at_least:
         return known, True
     start = harmless(moves, doomed(moves))
@@ -76,7 +73,7 @@ def _fewest(moves: TransitionMoves, known: RemovalOrder, at_least: tuple[int, in
 
 
 def _parts(moves: TransitionMoves, start: TransitionReplay, asked: set[int]) -> Iterator[list[int]]:
-    """The removals in question, in groups that have nothing to do with each other, the smallest first."""
+    """Yield the open removals in independent groups, the smallest first."""
     parent = list(range(len(moves.removals)))
 
     def root(removal: int) -> int:
@@ -102,7 +99,7 @@ def _parts(moves: TransitionMoves, start: TransitionReplay, asked: set[int]) -> 
 def _order_of(
     moves: TransitionMoves, start: TransitionReplay, hint: list[int], work: float
 ) -> tuple[list[int], float, bool]:
-    """The best order of the removals in `hint`, the work that it took, and whether it is proven to be the best."""
+    """Return the best order of the removals in `hint`, the work used, and whether the order is proven optimal."""
     rounds = len(hint)
     if rounds == 1:
         return hint, 0.0, True
@@ -123,7 +120,7 @@ def _order_of(
     for addition in sorted({addition for removal in hint for addition in moves.opens[removal]}):
         pending = [removal for removal in moves.blockers[addition] if not start.is_down[removal]]
         if not down.keys() >= set(pending):
-            continue  # it waits for one that comes last, and no floor in question for it
+            continue  # it waits for a removal that comes last, and no open floor depends on it
         needed = [down[removal] for removal in pending]
         up[addition] = [_both(model, [each[number] for each in needed]) for number in range(rounds)]
     missed: list[tuple[int, Any]] = []
@@ -151,7 +148,7 @@ def _order_of(
 
 
 def _both(model: "cp_model.CpModel", needed: list[Any]) -> Any:
-    """True only where all of `needed` are."""
+    """Return a variable that is true only if all of `needed` are."""
     if len(needed) == 1:
         return needed[0]
     both = model.new_bool_var("")
@@ -163,14 +160,13 @@ def _both(model: "cp_model.CpModel", needed: list[Any]) -> Any:
 def fewest_stages(
     moves: TransitionMoves, max_moves: int, cost: tuple[int, int], at_least: int, known: Sequence[int], known_count: int
 ) -> tuple[list[int] | None, int]:
-    """Fewer stages than `known_count`, with no more pairs and endpoints missed than `cost`: the stage of each move from
-    0, removals first, or None where no such transition was found; and how many stages it takes at least, proven.
+    """Find fewer stages than `known_count` without missing more pairs and endpoints than `cost`.
 
-    `known` is a transition to begin from, in the same form.
-    """
+    Returns the stage of each move from 0, removals first, or None if none was found; and a proven lower bound on the
+    stages. `known` is a transition to start from, in the same form."""
     work, count, variables = STAGES_WORK, at_least, moves.count * at_least
     while count < known_count and variables <= MOST_STAGE_VARIABLES and work > 0:
-        # Half of what is left, so that more stages, which are easier to find, have their turn too.
+        # Half of the remaining work, so that larger stage counts, which are easier, are tried too.
         found, spent, sure = _in_stages(moves, max_moves, cost, count, known, work / 2)
         work -= spent
         if found is not None:
@@ -184,7 +180,7 @@ def fewest_stages(
 def _in_stages(
     moves: TransitionMoves, max_moves: int, cost: tuple[int, int], count: int, known: Sequence[int], work: float
 ) -> tuple[list[int] | None, float, bool]:
-    """A transition in `count` stages, the work that it took, and whether there is surely none."""
+    """Return a transition in `count` stages or None, the work used, and whether it is proven that there is none."""
     from ortools.sat.python import cp_model
 
     model = cp_model.CpModel()

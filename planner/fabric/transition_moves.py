@@ -1,9 +1,8 @@
-"""What a transition has to move: which removal frees the ports of which addition, and what has to stay lit. Pure.
+"""The moves of a transition: which removal frees the ports of which addition, and which circuits must stay lit. Pure.
 
-A cross-connect that comes down costs its pair and both endpoints a circuit, one that goes up gives them one. An
-addition waits for the at most two removals that hold its ports. Adding never harms: its ports belong to nothing else
-that is to come, and no count falls. So what can go wrong is decided by the order of the removals alone.
-"""
+A removal takes one circuit from its pair and from both endpoints; an addition gives each one. An addition waits for at
+most two removals, which hold its ports. Adding never harms: no other addition uses its ports, and no count falls.
+Therefore the order of the removals alone determines what can fail."""
 
 import math
 from collections import defaultdict
@@ -12,12 +11,12 @@ from dataclasses import dataclass, replace
 
 from planner.fabric.model import Cabling, EndpointId, Pair, PortPair
 
-Subject = Pair | EndpointId  # what suffers where too few circuits are left
+Subject = Pair | EndpointId  # suffers if too few circuits are left
 
 
 @dataclass(frozen=True, slots=True)
 class CircuitFloor:
-    """A pair or an endpoint that may lose no more than `room` circuits beyond those that it is given meanwhile."""
+    """A pair or an endpoint that may lose at most `room` circuits net of those that it gains meanwhile."""
 
     of: Subject
     room: int
@@ -31,12 +30,12 @@ class CircuitFloor:
 
 @dataclass(frozen=True, slots=True)
 class TransitionMoves:
-    """Removals and additions by number, in sorted order, and the floors that could be missed at all."""
+    """Removals and additions by number, in sorted order, and the floors that could be missed."""
 
     removals: tuple[PortPair, ...]
     additions: tuple[PortPair, ...]
-    blockers: tuple[tuple[int, ...], ...]  # of each addition: the removals that free its ports
-    opens: tuple[tuple[int, ...], ...]  # of each removal: the additions on its ports
+    blockers: tuple[tuple[int, ...], ...]  # per addition: the removals that free its ports
+    opens: tuple[tuple[int, ...], ...]  # per removal: the additions on its ports
     floors: tuple[CircuitFloor, ...]
     removal_floors: tuple[tuple[int, ...], ...]
     addition_floors: tuple[tuple[int, ...], ...]
@@ -46,7 +45,7 @@ class TransitionMoves:
         return len(self.removals) + len(self.additions)
 
     def of_pairs_only(self) -> "TransitionMoves":
-        """The same as though endpoints had no floors."""
+        """Return the same moves without the floors of endpoints."""
         return self.with_floors(tuple(floor for floor in self.floors if floor.is_pair))
 
     def with_floors(self, floors: tuple[CircuitFloor, ...]) -> "TransitionMoves":
@@ -61,7 +60,8 @@ class TransitionMoves:
 def lit_floors(
     cabling: Cabling, current: Iterable[PortPair], target: Iterable[PortPair], min_fraction: float
 ) -> dict[Subject, int]:
-    """The fewest circuits that each pair and endpoint keeps at every point; those that need none are left out."""
+    """Return the minimum of circuits that each pair and endpoint keeps at every point; subjects with minimum 0 are left
+    out."""
     before, after = circuits(cabling, current), circuits(cabling, target)
     floors: dict[Subject, int] = {}
     for subject in before.keys() & after.keys():
@@ -72,12 +72,14 @@ def lit_floors(
 
 
 def _share(fraction: float, of: int) -> int:
-    """Rounded down; but 0.29 of 100 is 29, though the product of the floats is a hair less."""
+    """Return the share rounded down, correcting float errors: 0.29 of 100 is 29, although the product is slightly
+    less."""
     return math.floor(fraction * of * (1 + 4 * math.ulp(1.0)))
 
 
 def circuits(cabling: Cabling, cross_connects: Iterable[PortPair]) -> dict[Subject, int]:
-    """How many circuits each pair and each endpoint has. Raises ValueError for what joins no two endpoints."""
+    """Return the circuits of each pair and endpoint. Raises ValueError if a cross-connect does not connect two
+    endpoints."""
     counts: dict[Subject, int] = defaultdict(int)
     for cross_connect in cross_connects:
         for subject in subjects(cabling, cross_connect):
@@ -86,10 +88,10 @@ def circuits(cabling: Cabling, cross_connects: Iterable[PortPair]) -> dict[Subje
 
 
 def subjects(cabling: Cabling, cross_connect: PortPair) -> tuple[Subject, Subject, Subject]:
-    """The pair that it joins, and its two endpoints."""
+    """Return the pair that the cross-connect connects, and its two endpoints."""
     pair = cabling.ends(cross_connect)
     if pair is None:
-        raise ValueError(f"{cross_connect} must join two endpoints")
+        raise ValueError(f"{cross_connect} must connect two endpoints")
     return (pair, *pair)
 
 
@@ -118,7 +120,7 @@ def _floors(
     additions: tuple[PortPair, ...],
     fewest: Mapping[Subject, int],
 ) -> Iterator[CircuitFloor]:
-    """Pairs first, both in sorted order; without those that could lose all that they ever lose at once."""
+    """Yield floors, pairs first, both sorted. Subjects that could lose all their removals at once are left out."""
     before = circuits(cabling, current)
     down, up = _by_subject(cabling, removals), _by_subject(cabling, additions)
     for subject in sorted(fewest, key=lambda subject: (isinstance(subject, str), subject)):
@@ -136,7 +138,7 @@ def _by_subject(cabling: Cabling, cross_connects: tuple[PortPair, ...]) -> dict[
 
 
 def _inverse(members: Iterable[tuple[int, ...]], count: int) -> tuple[tuple[int, ...], ...]:
-    """For each of `count` numbers, the places at which it is a member."""
+    """Return, for each of `count` numbers, the indices of the groups that contain it."""
     places: list[list[int]] = [[] for _ in range(count)]
     for place, numbers in enumerate(members):
         for number in numbers:

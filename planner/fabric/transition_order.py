@@ -1,8 +1,7 @@
-"""In which order cross-connects come down so that as few pairs and endpoints as can be fall below their floors. Pure.
+"""Order the removals of cross-connects so that as few pairs and endpoints as possible fall below their floors. Pure.
 
-How many moves a stage takes does not matter here: any stages are also one removal after the other, with every addition
-up as soon as its ports are free, and no point of that order is worse than the stages were.
-"""
+The number of moves per stage does not matter here: any stages can be serialised into single removals, with every
+addition up as soon as its ports are free, and no point of that order is worse than the stages were."""
 
 import heapq
 import random
@@ -12,29 +11,29 @@ from dataclasses import dataclass
 
 from planner.fabric.transition_moves import TransitionMoves
 
-TRIES_STEPS = 60_000  # removals that are put in order while looking for fewer that suffer
+TRIES_STEPS = 60_000  # removals ordered in total during the search for a cheaper order
 
 
 @dataclass(frozen=True, slots=True)
 class RemovalOrder:
-    """Every removal, and the floors that are missed on the way."""
+    """All removals in order, and the floors missed on the way."""
 
     removals: tuple[int, ...]
     missed: frozenset[int]
 
     def cost(self, moves: TransitionMoves) -> tuple[int, int]:
-        """Pairs that go dark, then endpoints that grow thin: what is to be least, in this order."""
+        """Return the pairs that go dark, then the endpoints that become thin: minimised in this order."""
         pairs = sum(moves.floors[floor].is_pair for floor in self.missed)
         return pairs, len(self.missed) - pairs
 
 
 class TransitionReplay:
-    """The cross-connects after some removals, each followed by the additions that it makes possible."""
+    """The state after some removals, each followed by the additions that it enables."""
 
     def __init__(self, moves: TransitionMoves) -> None:
         self.moves = moves
         self.room = [floor.room for floor in moves.floors]
-        self.left = [len(floor.removals) for floor in moves.floors]  # removals still to come
+        self.left = [len(floor.removals) for floor in moves.floors]  # remaining removals
         self.waiting = [len(needed) for needed in moves.blockers]
         self.down: list[int] = []
         self.is_down = bytearray(len(moves.removals))
@@ -44,7 +43,7 @@ class TransitionReplay:
                 self._add(addition)
 
     def remove(self, removal: int) -> list[int]:
-        """Returns the additions that go up."""
+        """Apply a removal, and return the additions that go up."""
         self.down.append(removal)
         self.is_down[removal] = 1
         for floor in self.moves.removal_floors[removal]:
@@ -65,11 +64,11 @@ class TransitionReplay:
             self.room[floor] += 1
 
     def opens(self, removal: int) -> list[int]:
-        """The additions that would go up at once."""
+        """Return the additions that would go up at once."""
         return [addition for addition in self.moves.opens[removal] if self.waiting[addition] == 1]
 
     def loses(self, removal: int) -> list[int]:
-        """The floors that would be nearer than before, of those that may yet be missed."""
+        """Return the floors whose room would shrink, among those that may still be missed."""
         given = {floor for addition in self.opens(removal) for floor in self.moves.addition_floors[addition]}
         return [
             floor
@@ -78,7 +77,7 @@ class TransitionReplay:
         ]
 
     def barred(self, removal: int) -> list[int]:
-        """The floors that it would miss."""
+        """Return the floors that the removal would miss."""
         return [floor for floor in self.moves.removal_floors[removal] if self.room[floor] < 1]
 
     def order(self) -> RemovalOrder:
@@ -93,8 +92,8 @@ def replayed(moves: TransitionMoves, removals: Iterable[int]) -> RemovalOrder:
 
 
 def doomed(moves: TransitionMoves) -> frozenset[int]:
-    """Floors that every order misses, whatever else may suffer: nothing may be lost before the first removal, and
-    nothing of theirs can be added before it."""
+    """Return the floors that every order misses: they have no room before the first removal, and none of their
+    additions can precede it."""
     missed = set()
     for number, floor in enumerate(moves.floors):
         own = set(floor.removals)
@@ -104,16 +103,16 @@ def doomed(moves: TransitionMoves) -> frozenset[int]:
 
 
 def harmless(moves: TransitionMoves, abandoned: frozenset[int]) -> TransitionReplay:
-    """As far as one gets by removals that leave every floor at least as far away as it was: no order is spoilt by
-    beginning with them. (Counts are supermodular in what is down: what has come down early opens no less later.)"""
+    """Apply removals while one leaves every floor at least as much room as before; no order gets worse by beginning
+    with them. (Counts are supermodular in the set of removals: an early removal enables additions no later.)"""
     return _Walk(moves, abandoned, range(len(moves.removals))).run(harmless_only=True)
 
 
 def postponed(moves: TransitionMoves, start: TransitionReplay) -> list[int]:
-    """Removals that may as well come last, in this order, once all others are down.
+    """Return the removals that may come last, in this order, after all others.
 
-    They open no addition of a floor that may yet be missed; and without them fewer floors may be, and so forth.
-    """
+    They enable no addition of a floor that may still be missed. Without them, fewer floors may be missed, so the rule
+    is applied repeatedly."""
     left, late = list(start.left), list[int]()
     pending = [removal for removal, down in enumerate(start.is_down) if not down]
     while True:
@@ -137,23 +136,20 @@ def postponed(moves: TransitionMoves, start: TransitionReplay) -> list[int]:
 def short_order(
     moves: TransitionMoves, abandoned: frozenset[int] = frozenset(), turn: Sequence[int] = ()
 ) -> RemovalOrder:
-    """A good order, quickly: by walks along chains of ports, each carried on as long as it can be.
+    """Find a good order quickly, by following chains of ports as far as possible.
 
-    It does without the floors `abandoned`, and takes the removals in `turn` where nothing else decides.
-    """
+    It ignores the floors `abandoned`. Ties are resolved by the order of removals in `turn`."""
     return _Walk(moves, doomed(moves) | abandoned, turn or range(len(moves.removals))).run().order()
 
 
 def kept_order(moves: TransitionMoves, known: RemovalOrder) -> RemovalOrder:
-    """The order of `known` as far as the floors allow it, and without those that it misses."""
+    """Follow the order of `known` as far as the floors allow, ignoring the floors that it misses."""
     return _Walk(moves, doomed(moves) | known.missed, known.removals, strict=True).run().order()
 
 
 def tried_again(moves: TransitionMoves, best: RemovalOrder, at_least: tuple[int, int]) -> RemovalOrder:
-    """A better order, if there is one among many: with all floors, and without those that the best one misses but one.
-
-    Stops at the cost `at_least`.
-    """
+    """Search many random orders for a better one: with all floors, and ignoring all but one of the floors that the best
+    one misses. Stops at the cost `at_least`."""
     hopeless, numbers = doomed(moves), list(range(len(moves.removals)))
     draw, steps = random.Random(0), 0
     while best.cost(moves) > at_least and steps < TRIES_STEPS:
@@ -170,20 +166,21 @@ def tried_again(moves: TransitionMoves, best: RemovalOrder, at_least: tuple[int,
 
 
 class _Walk:
-    """One removal after the other, the least harmful first; where each that is left misses a floor, some give way."""
+    """Applies one removal after another, the least harmful first. If every remaining removal misses a floor, some
+    floors are abandoned."""
 
     def __init__(
         self, moves: TransitionMoves, abandoned: frozenset[int], ties: Sequence[int], strict: bool = False
     ) -> None:
         self._moves = moves
-        self._strict = strict  # nothing but the turn decides
+        self._strict = strict  # only `ties` decides the order
         self._abandoned = set(abandoned)
         self._replay = TransitionReplay(moves)
         self._rank = [0] * len(moves.removals)
         for place, removal in enumerate(ties):
             self._rank[removal] = place
         self._heap: list[tuple[int, int, int, int, int]] = []
-        self._parked: dict[int, set[int]] = {}  # floor -> removals that it bars
+        self._parked: dict[int, set[int]] = {}  # floor -> removals that it blocks
 
     def run(self, harmless_only: bool = False) -> TransitionReplay:
         replay = self._replay
@@ -232,7 +229,7 @@ class _Walk:
 
     def _remove(self, removal: int) -> None:
         opened = self._replay.remove(removal)
-        for addition in self._moves.opens[removal]:  # the next in the chain may now open it
+        for addition in self._moves.opens[removal]:  # the next removal in the chain may now enable it
             for other in self._moves.blockers[addition]:
                 if not self._replay.is_down[other]:
                     self._push(other)
@@ -246,7 +243,7 @@ class _Walk:
                 self._push(removal)
 
     def _abandon_floors(self) -> None:
-        """The fewest floors that let a removal pass; of those the ones that let most pass."""
+        """Abandon the fewest floors that let a removal pass; among equals, the floors that let most removals pass."""
         barred = {
             removal: frozenset(self._barred(removal)) for removal, down in enumerate(self._replay.is_down) if not down
         }

@@ -1,4 +1,4 @@
-"""Into how few stages the moves of a transition go: list scheduling behind an order that is known to work. Pure."""
+"""Pack the moves of a transition into few stages: list scheduling that follows an order known to work. Pure."""
 
 import itertools
 import math
@@ -8,25 +8,24 @@ from collections.abc import Iterable
 from planner.fabric.transition_moves import TransitionMoves
 from planner.fabric.transition_order import RemovalOrder, TransitionReplay
 
-CHAIN = 100  # links of a chain of removals that are looked at
+CHAIN = 100  # length up to which chains of removals are followed
 
-StageOf = list[int]  # [move]: its stage from 0; removals first, additions after them
+StageOf = list[int]  # [move]: its stage from 0; removals first, then additions
 
 
 def packed(moves: TransitionMoves, order: RemovalOrder, max_moves: int, *, by_chains: bool) -> StageOf:
-    """Stage by stage: additions whose ports are free, then whatever may come down, in the order's turn, or with
-    `by_chains` those first for which the longest chain of others waits.
+    """Pack moves stage by stage: first additions whose ports are free, then removals that may come down, in the given
+    order. With `by_chains`, removals that the longest chains wait for come first.
 
-    What is left of the order stays a way to the end throughout, so that no stage can run into a dead end: a removal is
-    brought forward only where every floor bears it at each point that it overtakes.
-    """
+    The rest of the order stays feasible throughout, so no stage can reach a dead end: a removal is moved forward only
+    if every floor allows it at each point that it passes."""
     return _Packing(moves, order, max_moves, by_chains).run()
 
 
 class _Packing:
     def __init__(self, moves: TransitionMoves, order: RemovalOrder, max_moves: int, by_chains: bool) -> None:
         self._moves, self._order, self._max_moves = moves, order, max_moves
-        self._room = [floor.room for floor in moves.floors]  # with all that is taken so far
+        self._room = [floor.room for floor in moves.floors]  # with everything taken so far
         self._stage_room = list(self._room)  # without this stage's additions
         self._waiting = [len(needed) for needed in moves.blockers]
         self._ready = [addition for addition, count in enumerate(self._waiting) if count == 0]
@@ -49,7 +48,7 @@ class _Packing:
         return self._stage_of
 
     def _raise(self) -> None:
-        """What is ready goes up, as far as the stage has moves left."""
+        """Take ready additions, as far as the stage has moves left."""
         free = self._max_moves - self._taken
         for addition in self._ready[:free]:
             self._take(len(self._moves.removals) + addition)
@@ -87,7 +86,7 @@ class _Packing:
         )
 
     def _bears(self, floor: int, removal: int) -> bool:
-        """Whether all that stands before `removal` in the order can still take place after it."""
+        """Return whether all moves before `removal` in the order can still take place after it."""
         room = self._room[floor] - 1
         for move in self._events[floor]:
             if move == removal:
@@ -107,14 +106,15 @@ class _Packing:
 
 
 def _behind(moves: TransitionMoves, order: RemovalOrder) -> list[int]:
-    """How many stages have to follow each removal: an addition that it opens may be what others wait for, and so on."""
+    """Return how many stages must follow each removal, because an addition that it enables is required by others, and
+    so on."""
     behind = [0] * len(moves.removals)
     bare = [floor for number, floor in enumerate(moves.floors) if floor.room == 0 and number not in order.missed]
     for _ in range(CHAIN):
         changed = False
         for floor in bare:
             if len(floor.additions) > 1:
-                continue  # another may do
+                continue  # another addition may suffice
             waiting = 1 + max(behind[removal] for removal in floor.removals)
             for addition in floor.additions:
                 for removal in moves.blockers[addition]:
@@ -126,7 +126,7 @@ def _behind(moves: TransitionMoves, order: RemovalOrder) -> list[int]:
 
 
 def _events(moves: TransitionMoves, order: RemovalOrder) -> list[list[int]]:
-    """For each floor the moves that touch it, in turn, each addition as soon as its ports are free."""
+    """Return, for each floor, the moves that touch it in order, with each addition as soon as its ports are free."""
     events: list[list[int]] = [[] for _ in moves.floors]
     replay = TransitionReplay(moves)
     for addition, needed in enumerate(moves.blockers):
@@ -143,8 +143,8 @@ def _events(moves: TransitionMoves, order: RemovalOrder) -> list[list[int]]:
 
 
 def smoothed(moves: TransitionMoves, stage_of: StageOf, max_moves: int) -> StageOf:
-    """The same stages with more light: additions as early, removals as late as moves and ports allow. No count falls at
-    any point."""
+    """Return the same number of stages with more light: additions as early and removals as late as moves and ports
+    allow. No count falls at any point."""
     stage_of, removals = list(stage_of), len(moves.removals)
     load: dict[int, int] = defaultdict(int)
     for stage in stage_of:
@@ -169,8 +169,8 @@ def smoothed(moves: TransitionMoves, stage_of: StageOf, max_moves: int) -> Stage
 
 
 def stages_at_least(moves: TransitionMoves, max_moves: int, missed: frozenset[int]) -> int:
-    """No transition has fewer stages that keeps every floor but those `missed`: from the number of moves, from how many
-    circuits each floor can spare at once, and from chains of moves that wait for each other."""
+    """Return a lower bound on the stages of a transition that keeps every floor except `missed`: from the number of
+    moves, the circuits that each floor can spare at once, and chains of dependent moves."""
     floors = [number for number in range(len(moves.floors)) if number not in missed]
     down, up = _earliest(moves, floors)
     bound = max([math.ceil(moves.count / max_moves), *(_rounds(moves, number) for number in floors)])
@@ -181,18 +181,18 @@ def stages_at_least(moves: TransitionMoves, max_moves: int, missed: frozenset[in
 
 
 def _rounds(moves: TransitionMoves, number: int) -> int:
-    """Stages until a floor's removals are over, when each stage takes down all that it can spare, those first that make
-    room for most additions."""
+    """Return the stages until a floor's removals are over if each stage removes all it can spare, those that enable
+    most additions first."""
     floor = moves.floors[number]
     own, additions = set(floor.removals), set(floor.additions)
     free = sum(own.isdisjoint(moves.blockers[addition]) for addition in floor.additions)
     gains = sorted((len(additions.intersection(moves.opens[removal])) for removal in floor.removals), reverse=True)
-    opened = list(itertools.accumulate(gains, initial=free))  # [removals]: additions whose ports they free at most
+    opened = list(itertools.accumulate(gains, initial=free))  # [removals]: maximum of additions whose ports they free
     down, up, stages = 0, 0, 0
     while down < len(floor.removals):
         lower, stages = min(floor.room + up, len(floor.removals)), stages + 1
         if lower == down and stages > 1:
-            break  # stuck, whatever the others do
+            break  # no further progress is possible
         down, up = lower, min(len(floor.additions), opened[lower])
     return stages
 
@@ -204,10 +204,8 @@ def _last(moves: TransitionMoves, number: int, up: list[int]) -> int:
 
 
 def _earliest(moves: TransitionMoves, floors: list[int]) -> tuple[list[int], list[int]]:
-    """The first stage, from 0, of each removal and addition.
-
-    Where a floor can spare nothing, each of its removals waits for one of its additions.
-    """
+    """Return the first possible stage, from 0, of each removal and addition. If a floor can spare nothing, each of its
+    removals waits for one of its additions."""
     down, up = [0] * len(moves.removals), [0] * len(moves.additions)
     bare = [moves.floors[number] for number in floors if moves.floors[number].room == 0]
     for _ in range(moves.count):

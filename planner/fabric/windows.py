@@ -1,11 +1,11 @@
-"""Circuits may be changed while it is quiet on every rank that uses them, for as long as that takes. Pure.
+"""Decide when circuits may change: while all ranks that use them are quiet for as long as the change takes. Pure.
 
-How long a change takes until packets may use it is measured switch by switch: a device's own delay is often the least
-of it, as receivers lock to the light, links are debounced, and routes follow (section 2.3 of the paper). Until enough
-was measured, its stated delay is taken with an allowance.
+The time until packets may use a change is measured per switch: a device's own delay is often the smallest part, as
+receivers lock to the light, links are debounced, and routes follow (section 2.3 of the paper). Until there are enough
+measurements, the stated delay plus an allowance is used.
 
-Section 5.3 of the paper. Times are in the clock of whoever decides, but in `ReportedQuiet`, whose host has its own.
-"""
+Section 5.3 of the paper. Times are in the clock of the deciding host, except in `ReportedQuiet`, whose host has its
+own."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,41 +19,42 @@ from planner.fabric.recent import RecentSamples
 from planner.fabric.slack import RemainingQuiet
 from planner.model import Act, Hold, Verdict
 
-# Codes of holds, beside those that a rank gives itself.
+# Codes of holds, in addition to those that a rank reports.
 NO_RANKS = "no_ranks"
 CLOCK_UNKNOWN = "clock_unknown"
 STALE_WINDOW = "stale_window"
 CLOSED = "window_closed"
 TOO_SHORT = "window_too_short"
-SHORT = "short"  # the same, of one host's ranks
+SHORT = "short"  # as TOO_SHORT, for one host's ranks
 RISKY = "window_risky"
 NO_BOUNDARY = "no_boundary"
 
 MOST_AGE_S = 1.0
-COVERED = 0.95  # of commits last no longer than is expected
-# What is taken for what was not measured often enough yet.
-DEVICE_FACTOR, LINK_UP_S = 1.5, 0.005  # on the stated delay, and on top of it
+COVERED = 0.95  # share of commits that take no longer than expected
+# Used until there are enough measurements.
+DEVICE_FACTOR, LINK_UP_S = 1.5, 0.005  # factor on the stated delay, and addition to it
 ROUTE_S = CONTROL_S = 0.005
-BEYOND = 1.5  # on the worst seen, while too few were seen
-FADING = 0.9  # of that, for each period that it found no window for
+BEYOND = 1.5  # factor on the worst measurement while there are few
+FADING = 0.9  # factor on that per period without a fitting window
 
 Interval = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
 class ReportedQuiet:
-    """What a rank promises, reported at `reported_s` of its host's clock."""
+    """A rank's prediction, reported at `reported_s` of its host's clock."""
 
     host: str
     reported_s: float
     rank: int
     quiet: RemainingQuiet
-    clock: ClockOffset | None  # host minus ours; None: not known
+    clock: ClockOffset | None  # host minus ours; None: unknown
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """When it is quiet on all ranks. `limiting`: whose promise ends first. `risk`: at most, that any is broken."""
+    """A time in which all ranks are quiet. `limiting`: the rank whose prediction ends first. `risk`: upper bound on the
+    probability that a rank breaks it."""
 
     opened_s: float
     until_s: float
@@ -63,11 +64,11 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class CommitNeed:
-    """From the decision until packets may take the new circuits."""
+    """The time from the decision until packets may use the new circuits."""
 
-    device_s: float  # from the command at the switch to the link up
-    route_s: float  # from there until routes use it
-    control_s: float  # until the command is at the switch
+    device_s: float  # from the command at the switch until the link is up
+    route_s: float  # from the link until routes use it
+    control_s: float  # until the command reaches the switch
     margin_s: float
 
     def __post_init__(self) -> None:
@@ -87,56 +88,56 @@ class CommitNeed:
 
 
 def intersect(reports: Iterable[ReportedQuiet], now_s: float) -> Window | Hold:
-    """The window of all ranks together, which may be yet to open, or over. A Hold names the host whose report says
-    nothing of our time."""
+    """Return the window that all ranks share; it may not be open yet, or be over. A Hold names the host whose report
+    cannot be used."""
     opened_s, until_s, limiting, risk = -inf, inf, "", 0.0
     for each in reports:
         if each.clock is None:
-            return Hold(CLOCK_UNKNOWN, f"{each.host}: the offset of its clock is not known")
+            return Hold(CLOCK_UNKNOWN, f"{each.host}: the offset of its clock is unknown")
         age_s = now_s - each.clock.ours(each.reported_s)[0]
         if age_s > MOST_AGE_S:
-            return Hold(STALE_WINDOW, f"{each.host}: said {_ms(age_s)} ago, limit {_ms(MOST_AGE_S)}")
+            return Hold(STALE_WINDOW, f"{each.host}: reported {_ms(age_s)} ago, limit {_ms(MOST_AGE_S)}")
         opened_s = max(opened_s, each.clock.ours(each.quiet.opened_s)[1])
         risk += each.quiet.risk
         if (ends_s := each.clock.ours(each.quiet.until_s)[0]) < until_s:
             until_s, limiting = ends_s, f"{each.host}, rank {each.rank}"
     if not limiting:
-        return Hold(NO_RANKS, "no rank has said anything of the circuits that are to change")
+        return Hold(NO_RANKS, "no rank has reported about the circuits that change")
     return Window(opened_s, until_s, limiting, min(1.0, risk))
 
 
 def may_commit(
     stage: Stage, window: Window | Hold | None, need: CommitNeed, now_s: float, boundary: bool, most_risk: float = 1.0
 ) -> Verdict:
-    """`boundary`: Gen between two deployments; weight sync announced and not begun. Train needs none.
+    """Decide whether circuits may change now.
 
-    `window` None: nobody sends until told that the circuits are there. It never is in Train.
-    """
+    `boundary`: a gap between two deployments (Gen), or before an announced weight sync begins; Train needs none.
+    `window` None means that no rank sends until the circuits are reported ready, which never applies to Train."""
     if stage is not Stage.TRAIN and not boundary:
         when = "between two deployments" if stage is Stage.GEN else "once the broadcast is announced, before it begins"
-        return Hold(NO_BOUNDARY, f"{stage.value}: circuits are changed {when}")
+        return Hold(NO_BOUNDARY, f"{stage.value}: circuits change only {when}")
     if isinstance(window, Hold):
         return window
     if window is None:
         if stage is Stage.TRAIN:
-            return Hold(NO_RANKS, "train: changed inside a window only, and no rank has said anything of one")
-        return Act("at_boundary", f"{stage.value}: nobody sends until it is done; {need}")
+            return Hold(NO_RANKS, "train: circuits change only inside a window, and no rank has reported one")
+        return Act("at_boundary", f"{stage.value}: no rank sends until it is done; {need}")
     left_s = window.until_s - now_s
     if now_s < window.opened_s:
-        return Hold(CLOSED, f"opens in {_ms(window.opened_s - now_s)} at the latest, by the bounds of clocks")
+        return Hold(CLOSED, f"opens in at most {_ms(window.opened_s - now_s)}, given the clock bounds")
     if left_s <= 0:
-        return Hold(CLOSED, f"promised until {_ms(-left_s)} ago by {window.limiting}")
-    detail = f"{_ms(left_s)} remain by {window.limiting} (risk {window.risk:.1%}), {need}"
+        return Hold(CLOSED, f"ended {_ms(-left_s)} ago, as predicted by {window.limiting}")
+    detail = f"{_ms(left_s)} remain, limited by {window.limiting} (risk {window.risk:.1%}), {need}"
     if left_s < need.total_s:
         return Hold(TOO_SHORT, detail)
     if window.risk > most_risk:
-        return Hold(RISKY, f"{detail}; at most {most_risk:.1%} is risked")
+        return Hold(RISKY, f"{detail}; the limit is {most_risk:.1%}")
     return Act("in_window", detail)
 
 
 def common_quiet(ranks: Iterable[Sequence[Interval]]) -> list[Interval]:
-    """When it is quiet on all of them, while all are recorded: from the first to the last of a rank's busy intervals,
-    which may overlap and come in any order."""
+    """Return when all ranks are quiet, while all are recorded: from the first to the last of each rank's busy
+    intervals, which may overlap and be in any order."""
     busy: list[Interval] = []
     for each in ranks:
         busy += [*each, (-inf, min(start_s for start_s, _ in each)), (max(end_s for _, end_s in each), inf)]
@@ -155,7 +156,7 @@ def _ms(value_s: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SwitchTimes:
-    """How long one switch's part of a commit lasted: device and link, and what came before and after."""
+    """The measured times of one switch's part of a commit."""
 
     switch: OcsId
     control_s: float
@@ -169,15 +170,16 @@ class SwitchTimes:
 
 @dataclass(slots=True)
 class CommitTimes:
-    """`stated_s`: each switch's delay by its data sheet. `route_s`: of routes that were never measured."""
+    """Expected times of commits, from measurements. `stated_s`: each switch's delay by its data sheet. `route_s`: for
+    routes without measurements."""
 
     stated_s: Mapping[OcsId, float]
     route_s: float = ROUTE_S
     _measured: dict[tuple[OcsId, str], RecentSamples] = field(default_factory=dict)  # by part of a commit
-    _unfit: Counter[OcsId] = field(default_factory=Counter)  # periods without a window since the last commit
+    _unfit: Counter[OcsId] = field(default_factory=Counter)  # periods without a fitting window since the last commit
 
     def measured(self, took: SwitchTimes) -> None:
-        """One commit: decision to command at the switch, to link up, to routes that use it."""
+        """Record one commit: decision to command at the switch, to link up, to routes that use it."""
         for part, value_s in took.parts.items():
             if not value_s >= 0:
                 raise ValueError(f"times of a commit must be >= 0, got {value_s} on {took.switch}")
@@ -185,16 +187,18 @@ class CommitTimes:
         self._unfit.pop(took.switch, None)
 
     def unfit(self, switches: Iterable[OcsId]) -> None:
-        """No window was as long as they need. Only a commit tells how long one takes: were a single slow one believed
-        for good, there would never be another. Where few were measured it is believed a little less each time, but
-        never less than the fastest of them, nor than what is taken for what was not measured."""
+        """Record that no window was as long as these switches need.
+
+        Only a commit measures the time, so a single slow measurement could prevent all later commits. With few
+        measurements the expectation therefore shrinks each time, but never below the fastest measurement or the
+        unmeasured default."""
         self._unfit.update(set(switches))
 
     def samples(self, switch: OcsId) -> int:
         return len(self._measured.get((switch, "device_s"), ()))
 
     def need(self, switches: Iterable[OcsId], margin_s: float) -> CommitNeed:
-        """All of them changed side by side: of each part the slowest."""
+        """Return the time to change all these switches concurrently: the slowest per part."""
         slowest = dict.fromkeys(("device_s", "route_s", "control_s"), 0.0)
         for switch in set(switches):
             stated_s = self.stated_s.get(switch, 0.0) * DEVICE_FACTOR + LINK_UP_S

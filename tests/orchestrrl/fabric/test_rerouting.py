@@ -199,7 +199,7 @@ async def test_weights_are_what_each_router_can_hold(clock: VirtualClock) -> Non
 
 async def test_impossible_links_are_refused_before_anything_is_asked(clock: VirtualClock) -> None:
     harness = Harness(clock, 2)
-    with pytest.raises(ValueError, match="not a router that is rerouted"):
+    with pytest.raises(ValueError, match="must be a router of the domain"):
         await harness.rerouting.reroute([link(1, 1, 9, 1)])
     with pytest.raises(ValueError, match="routers must be those of the domain"):
         Rerouting({}, harness.domain, clock, SETTINGS)

@@ -201,9 +201,9 @@ def test_the_oracle_keeps_to_the_letter() -> None:
     [
         ({"max_moves_per_stage": 0}, "max_moves_per_stage must be >= 1, got 0"),
         ({"min_fraction": 1.5}, r"min_fraction must be in 0..1, got 1.5"),
-        ({"current": up((1, 2))}, "s:1-2 must join two endpoints"),
-        ({"target": up((1, 9))}, "s:1-9 must join two endpoints"),
-        ({"target": up((1, 3), (1, 4))}, "target must use a port once, got port 1 of s"),
+        ({"current": up((1, 2))}, "s:1-2 must connect two endpoints"),
+        ({"target": up((1, 9))}, "s:1-9 must connect two endpoints"),
+        ({"target": up((1, 3), (1, 4))}, "target must use each port once, got port 1 of s twice"),
     ],
 )
 def test_an_impossible_problem_says_why(changes: dict[str, object], message: str) -> None:

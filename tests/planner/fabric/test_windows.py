@@ -87,7 +87,7 @@ def test_whoever_has_no_window_is_named() -> None:
         (
             ReportedQuiet("node2", 97.0, 0, open_now, SAME_CLOCK),
             "stale_window",
-            "node2: said 3000.0 ms ago, limit 1000.0",
+            "node2: reported 3000.0 ms ago, limit 1000.0",
         ),
     ):
         said = intersect([report, quiet], 100.0)
@@ -116,7 +116,7 @@ def test_every_number_stands_in_the_reason() -> None:
     said = may_commit(Stage.TRAIN, window(0.0121), NEED, 100.0, boundary=False)
     assert said == Hold(
         "window_too_short",
-        "12.1 ms remain by node7, rank 3 (risk 5.0%), "
+        "12.1 ms remain, limited by node7, rank 3 (risk 5.0%), "
         "34.0 ms needed: device 25.0 ms, route 3.0 ms, control 4.0 ms, margin 2.0 ms",
     )
 
@@ -154,9 +154,9 @@ def test_train_changes_inside_a_window_alone() -> None:
     assert may_commit(Stage.TRAIN, held, NEED, 100.0, boundary=True) == held
     assert may_commit(Stage.TRAIN, window(0.035), NEED, 100.0, boundary=False).code == "in_window"
     late = may_commit(Stage.TRAIN, window(0.035, now_s=90.0), NEED, 100.0, boundary=False)
-    assert late == Hold("window_closed", "promised until 9965.0 ms ago by node7, rank 3")
+    assert late == Hold("window_closed", "ended 9965.0 ms ago, as predicted by node7, rank 3")
     early = may_commit(Stage.TRAIN, window(0.035, now_s=100.015), NEED, 100.0, boundary=False)
-    assert early == Hold("window_closed", "opens in 5.0 ms at the latest, by the bounds of clocks")
+    assert early == Hold("window_closed", "opens in at most 5.0 ms, given the clock bounds")
 
 
 def test_a_slow_device_never_fits_into_short_windows() -> None:

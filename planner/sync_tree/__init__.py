@@ -1,1 +1,1 @@
-"""How a weight version reaches every engine: circuit-scheduled trees of shards (appendix E of the paper). Pure."""
+"""Plan how a weight version reaches every engine: circuit-scheduled trees of shards (appendix E of the paper). Pure."""

@@ -1,9 +1,8 @@
-"""What no plan can beat, and what sending everything straight from its holders takes at best. Pure.
+"""Compute the time that no plan can beat, and the best time of sending directly from holders. Pure.
 
-Both are fluid: circuits and waves are not counted in wholes. The bound looks at what each part must carry whatever the
-plan: receivers' NICs; into each pod and ToR every shard that is needed and not held there, once; out of the holders
-every shard at least once, spread as well as can be (a linear program); circuits at both ends of every crossing.
-"""
+Both are fluid: circuits and waves may be fractional. The bound counts what each part must carry in any plan: receivers'
+NICs; into each pod and ToR every shard that is needed and not held there, once; out of the holders every shard at least
+once, spread optimally (a linear program); circuits at both ends of every crossing."""
 
 import math
 from collections import Counter, defaultdict
@@ -14,16 +13,16 @@ import numpy as np
 
 from planner.sync_tree.model import BITS, Floats, Ints, ShardPairs, SyncProblem, Unreachable
 
-_SOLVERS_ROUNDING = 1 - 1e-6  # it may miss its limits by 1e-7: a bound must not
+_SOLVERS_ROUNDING = 1 - 1e-6  # the solver may miss its limits by 1e-7, but a bound must not
 
 Ends = tuple[int, ...]
-Limit = tuple[str, int]  # what has a rate, and its number
+Limit = tuple[str, int]  # the kind of resource with a rate, and its number
 Way = tuple[Limit, ...]
 PodsOf = tuple[set[int], set[int], float]  # pods that hold, pods that need, and gigabits
 
 
 def lower_bound_s(problem: SyncProblem) -> float:
-    """Raises Unreachable where no plan exists."""
+    """Return a lower bound on the seconds of any plan. Raises Unreachable if no plan exists."""
     program = _Program(problem)
     needed = _needed(problem)
     pods_of: list[PodsOf] = []
@@ -36,8 +35,8 @@ def lower_bound_s(problem: SyncProblem) -> float:
             program.load(gigabits, ("pod", pod), ("pod_in", pod))
         for tor in tors_needed - tors_held:
             program.load(gigabits, ("tor_in", tor))
-        # What one pod or ToR alone has leaves it where another needs it; what several have leaves one of them, unless
-        # it is needed where it is.
+        # If one pod or ToR alone holds a shard, the shard leaves it when another needs it. If several hold it, it
+        # leaves one of them, unless it is needed there.
         if len(pods_held) == 1 and pods_needed - pods_held:
             program.load(gigabits, *(limit for pod in pods_held for limit in (("pod", pod), ("pod_out", pod))))
         if len(tors_held) == 1 and tors_needed - tors_held:
@@ -51,17 +50,17 @@ def lower_bound_s(problem: SyncProblem) -> float:
                 ways[-1] += [("pod", pod), ("pod_out", pod)]
         program.spread(gigabits, ways)
         pods_of.append((pods_held, pods_needed, gigabits))
-    spread_s = program.seconds()  # before the others: it raises Unreachable
+    spread_s = program.seconds()  # before the others, as it raises Unreachable
     return max(spread_s, _relayed_s(problem, needed), _crossing_s(problem, pods_of))
 
 
 def naive_s(problem: SyncProblem) -> float:
-    """Every receiver straight from a holder, within the same limits, with the best spreading over holders; infinite
-    where not all are joined directly."""
+    """Return the seconds if every receiver is served directly by a holder, within the same limits and with the best
+    spread over holders; infinite if some are not connected directly."""
     program = _Program(problem)
     for (holders, receivers), gigabits in _needed(problem).items():
         held = sorted(_places(problem.pod, holders))
-        remote: Counter[tuple[int, int]] = Counter()  # [pod, ToR], receivers to whom the way is the same from all
+        remote: Counter[tuple[int, int]] = Counter()  # [pod, ToR], receivers with the same path from all holders
         for receiver in receivers:
             program.load(gigabits, ("in", receiver))
             pod, tor = int(problem.pod[receiver]), int(problem.tor[receiver])
@@ -102,19 +101,21 @@ def _needed(problem: SyncProblem) -> Mapping[tuple[Ends, Ends], float]:
 
 
 def _places(of: Ints, ends: Ends) -> set[int]:
-    """Return the pods or ToRs of these."""
+    """Return the pods or ToRs of the endpoints."""
     return set(of[list(ends)].tolist())
 
 
 def _relayed_s(problem: SyncProblem, needed: Mapping[tuple[Ends, Ends], float]) -> float:
-    """Every delivery is sent by somebody who holds or receives something."""
+    """Return the seconds for all deliveries over the NICs of all possible senders: endpoints that hold or receive
+    something."""
     total = sum(gigabits * len(receivers) for (_, receivers), gigabits in needed.items())
     senders = {end for ends in needed for end in (*ends[0], *ends[1])}
     return total / float(problem.nic_gbps[sorted(senders)].sum()) if total else 0.0
 
 
 def _crossing_s(problem: SyncProblem, pods_of: Sequence[PodsOf]) -> float:
-    """Each crossing takes a circuit's worth at both of its ends, in two pods, wherever relays are put."""
+    """Return the seconds for crossings: each uses a circuit's capacity at both ends, in two pods, wherever relays are
+    placed."""
     crossing = sum(gigabits * len(needing - held) for held, needing, gigabits in pods_of)
     if not crossing:
         return 0.0
@@ -127,12 +128,14 @@ def _crossing_s(problem: SyncProblem, pods_of: Sequence[PodsOf]) -> float:
         return max(at_boundaries_s, crossing / float(between.sum()), _cuts_s(pods_of, between, useful))
     ends = problem.boundary_circuits[useful]
     at_once = min(int(ends.sum()) // 2, int(ends.sum() - ends.max()))
-    return crossing / (at_once * problem.link_gbps) if at_once else 0.0  # where there is none: told of the pod
+    # without circuits, an error is raised for the pod
+    return crossing / (at_once * problem.link_gbps) if at_once else 0.0
 
 
 def _cuts_s(pods_of: Sequence[PodsOf], capacity: Floats, among: Sequence[int]) -> float:
-    """Into each set of pods that are joined faster among themselves than with others, as sites are, what is needed and
-    not held there has to come once. `capacity`: [of `among`, of `among`], pods that have to do with any shard."""
+    """Return the seconds by cuts around sets of pods with faster links among themselves than to others, such as sites:
+    shards needed but not held inside enter once. `capacity` is [of `among`, of `among`] in Gbps; `among` lists pods
+    that hold or need shards."""
     from scipy.sparse.csgraph import connected_components
 
     longest_s = 0.0
@@ -152,14 +155,14 @@ def _cuts_s(pods_of: Sequence[PodsOf], capacity: Floats, among: Sequence[int]) -
 
 
 def _reach(problem: SyncProblem, pairs: ShardPairs, held: set[int], needed: set[int]) -> None:
-    """Raises Unreachable where something is needed that pods on the way do not need, nor have."""
+    """Raise Unreachable if a shard is needed beyond pods that neither need nor hold it."""
     reached, queue = set(held), sorted(held)
     while queue:
         near = set(np.flatnonzero(pairs.circuits[queue.pop()]).tolist()) & needed - reached
         reached |= near
         queue += sorted(near)
     for pod in sorted(needed - reached):
-        raise Unreachable(f"no circuits lead into PoD {problem.pods[pod]} from where shards are that it needs")
+        raise Unreachable(f"no circuits lead into PoD {problem.pods[pod]} from the holders of shards that it needs")
 
 
 def _boundary_gbps(problem: SyncProblem) -> Floats:
@@ -167,8 +170,9 @@ def _boundary_gbps(problem: SyncProblem) -> Floats:
 
 
 class _Program:
-    """The least time in which amounts pass limits, and others are spread over alternatives, each of which loads some.
-    Between pods that are not joined in pairs, `pod_in`, `pod_out` and `pair` are no limits."""
+    """A linear program for the least time in which amounts pass limits. Other amounts are spread over alternatives,
+    each of which loads some limits. If pods are not connected in pairs, `pod_in`, `pod_out` and `pair` are no
+    limits."""
 
     def __init__(self, problem: SyncProblem) -> None:
         self._problem = problem
@@ -185,20 +189,21 @@ class _Program:
             self._alone[limit] += gigabits
 
     def spread(self, gigabits: float, ways: Iterable[Iterable[Limit]]) -> None:
-        """Alternatives without capacity are no alternatives."""
+        """Spread an amount over alternatives; those without capacity are dropped."""
         open_ways = {tuple(way) for way in ways if all(self._capacity(limit) > 0 for limit in way)}
-        if len(open_ways) == 1:  # what has one way only needs no program
+        if len(open_ways) == 1:  # a single alternative needs no program
             self.load(gigabits, *open_ways.pop())
         else:
             self._spread[tuple(sorted(open_ways))] += gigabits
 
     def seconds(self, rounding: float = _SOLVERS_ROUNDING) -> float:
-        """Raises Unreachable where a limit lets nothing pass, or nothing is left to spread an amount over."""
+        """Return the least time. Raises Unreachable if a loaded limit has no capacity, or an amount has no alternative
+        left."""
         for limit in sorted(self._alone):
             if self._capacity(limit) <= 0:
                 is_tor = limit[0].startswith("tor")
                 name = f"ToR {self._problem.tors[limit[1]]}" if is_tor else f"PoD {self._problem.pods[limit[1]]}"
-                raise Unreachable(f"{name} has no circuits, and shards have to pass it")
+                raise Unreachable(f"{name} has no circuits, but shards must pass through it")
         if () in self._spread:
             raise Unreachable("a shard cannot leave its holders: they have no circuits")
         floor_s = max((load / self._capacity(limit) for limit, load in self._alone.items()), default=0.0)
@@ -226,7 +231,7 @@ class _Program:
         above = _sparse(rows, columns, values, (len(limits), column))
         of, places = zip(*sums, strict=True)
         whole = _sparse(of, places, [1.0] * len(sums), (len(self._spread), column))
-        from scipy.optimize import linprog  # takes longer to load than a daemon to start
+        from scipy.optimize import linprog  # takes longer to load than a daemon takes to start
 
         costs = np.zeros(column)
         costs[0] = 1.0

@@ -1,10 +1,9 @@
-"""A filled wave as edges: trees inside pods below the crossings (phase B below phase A), and all rates. Pure.
+"""Turn a filled wave into edges: trees inside pods (phase B) below the crossings (phase A), and all rates. Pure.
 
-All edges of a wave end together, but for what edges above them delay. Inside a pod each piece gets a tree. A tree
-enters each ToR once, at a head, and spreads below the ToR from there. An endpoint that has sent as much as the wave has
-time for gets no more children, so that the trees of one wave have different inner nodes, and what is sent is shared by
-all; within that, trees are as shallow as can be.
-"""
+All edges of a wave end together, except for delays from the edges above them. Inside a pod each piece gets a tree. A
+tree enters each ToR once, at a head, and spreads below the ToR from there. An endpoint that has used its sending time
+in the wave gets no more children, so that the trees of one wave have different inner nodes and all endpoints share the
+sending. Within that limit, trees are as shallow as possible."""
 
 import heapq
 from collections.abc import Sequence
@@ -17,12 +16,12 @@ import numpy as np
 from planner.sync_tree.model import BITS, Ints, SyncProblem, Wave, WaveEdges, edge_seconds, seconds_together
 from planner.sync_tree.pieces import PodCrossing, ShardPiece, WaveDraft, cut
 
-_LESS = 1 - 1e-6  # what rounding may cost
+_LESS = 1 - 1e-6  # tolerance for rounding
 
 
 @dataclass(frozen=True, slots=True)
 class LocalPiece:
-    """Endpoints are numbered inside the pod. Depth counts from the sources."""
+    """A piece inside one pod. Endpoints are numbered within the pod."""
 
     gigabits: float
     sources: tuple[int, ...]
@@ -31,7 +30,7 @@ class LocalPiece:
 
 @dataclass(frozen=True, slots=True)
 class LocalPod:
-    """One pod of a wave. Loads are seconds that phase A has taken already."""
+    """One pod of a wave. Loads are seconds that phase A has used already."""
 
     nic_gbps: tuple[float, ...]  # [endpoint]
     tor: tuple[int, ...]  # [endpoint]
@@ -39,13 +38,13 @@ class LocalPod:
     sent_s: tuple[float, ...]  # [endpoint]
     tor_sent_s: tuple[float, ...]  # [ToR]
     pieces: tuple[LocalPiece, ...]
-    floor_s: float  # what the wave takes anyhow: nobody is spared below that
+    floor_s: float  # duration of the wave in any case; sending less than this saves nothing
 
 
-@lru_cache(maxsize=4096)  # regular sites ask the same for every pod and wave
+@lru_cache(maxsize=4096)  # regular sites repeat the same input for every pod and wave
 def spread(pod: LocalPod) -> tuple[Ints, ...]:
-    """Return a tree for each piece, [3, edge]: parent, child, and the number of edges above. Receivers in ToRs that no
-    link enters are left out."""
+    """Return a tree for each piece as [3, edge]: the parent, the child, and the number of edges above. Receivers below
+    unreachable ToRs are left out."""
     budget, _ = _budgets(pod)
     only = [_only_ways(pod, piece, budget) for piece in pod.pieces]
     overrun_s, trees = _spread(pod, only)
@@ -63,8 +62,8 @@ def _budgets(pod: LocalPod) -> tuple[list[float], list[float]]:
 
 
 def _spread(pod: LocalPod, only: Sequence[tuple[set[int], set[int]]]) -> tuple[float, tuple[Ints, ...]]:
-    """Return the longest overrun of an endpoint or a ToR, in seconds, and the trees. Until a tree begins, the endpoints
-    and the ToRs that alone can begin it keep the time for one child."""
+    """Return the longest overrun of an endpoint or a ToR, in seconds, and the trees. `only` lists the endpoints and ToRs
+    that alone can start each tree: they reserve the time for one child until the tree starts."""
     budget, tor_budget = _budgets(pod)
     for piece, (ends, tors) in zip(pod.pieces, only, strict=True):
         _spend(budget, ends, piece.gigabits)
@@ -79,8 +78,8 @@ def _spread(pod: LocalPod, only: Sequence[tuple[set[int], set[int]]]) -> tuple[f
 
 
 def _only_ways(pod: LocalPod, piece: LocalPiece, budget: list[float]) -> tuple[set[int], set[int]]:
-    """Return the endpoint that alone has time to send the piece, and the ToR that alone it can leave upwards from. Each
-    set is empty where there is a choice or nothing to send."""
+    """Return the only endpoint with time to send the piece, and the only ToR that it can leave upwards from. A set is
+    empty if there is a choice or nothing to send."""
     able = {source for source in piece.sources if budget[source] >= piece.gigabits * _LESS and piece.receivers}
     here = {pod.tor[source] for source in piece.sources}
     leaves = any(pod.tor[receiver] not in here for receiver in piece.receivers)
@@ -94,20 +93,21 @@ def _spend(budget: list[float], places: set[int], gigabits: float) -> None:
 
 
 class _Tree:
-    """The tree of one piece as it grows. What it sends is taken from the budgets, which all trees of the pod share."""
+    """Grows the tree of one piece. Sending uses the budgets, which all trees of the pod share."""
 
     def __init__(self, pod: LocalPod, piece: LocalPiece, budget: list[float], tor_budget: list[float]) -> None:
         self._pod, self._gigabits = pod, piece.gigabits
         self._budget, self._tor_budget = budget, tor_budget
         self._missing: dict[int, list[int]] = {}  # [ToR]
-        self._depth: dict[int, int] = {}  # of who has it
+        self._depth: dict[int, int] = {}  # of endpoints that have the piece
         self._queue: list[tuple[int, float, int]] = []
         self._edges: list[tuple[int, int, int]] = []
         for receiver in sorted(piece.receivers, key=lambda each: (budget[each], -each)):
-            self._missing.setdefault(pod.tor[receiver], []).append(receiver)  # the freest last, and taken first
+            # the one with most budget is last, and taken first
+            self._missing.setdefault(pod.tor[receiver], []).append(receiver)
         there = {pod.tor[source] for source in piece.sources}
         away = [tor for tor in self._missing if tor not in there and pod.tor_gbps[tor] > 0]
-        # ToRs that it has not entered: the one whose receivers can send most on is entered first.
+        # ToRs not entered yet; the one whose receivers can send most is last, and entered first.
         self._away = sorted(away, key=lambda tor: (sum(budget[each] for each in self._missing[tor]), -tor))
         for source in piece.sources:
             self._enter(source, 0)
@@ -122,8 +122,8 @@ class _Tree:
         heapq.heappush(self._queue, (depth, -self._budget[endpoint], endpoint))
 
     def _next(self) -> tuple[int, int] | None:
-        """Return a parent that has time for a child, the highest first, and the ToR of the child: another one where
-        some are to be entered and the parent can serve its own beside it."""
+        """Return a parent with time for a child, the highest first, and the child's ToR. Another ToR comes first if
+        some are not entered yet and the parent can also serve its own."""
         size = self._gigabits * _LESS
         while self._queue:
             depth, _, parent = self._queue[0]
@@ -136,8 +136,8 @@ class _Tree:
         return None
 
     def _freest_leaving(self, depth: int) -> int | None:
-        """Return the endpoint at this depth that can send to another ToR, by the longest time that its ToR, then it,
-        has left; None: there is none."""
+        """Return the endpoint at this depth that can send to another ToR and has most time left, by its ToR, then by
+        itself; None if there is none."""
         pod, size, best = self._pod, self._gigabits * _LESS, None
         for _, _, end in (each for each in self._queue if each[0] == depth):
             tor, budget = pod.tor[end], self._budget[end]
@@ -147,7 +147,7 @@ class _Tree:
         return None if best is None else -best[2]
 
     def _over(self) -> tuple[int, int] | None:
-        """Return the parent that is over its time by least, and the ToR of the child; None: nothing more can be."""
+        """Return the parent that exceeds its time least, and the child's ToR; None if no receiver can be served."""
         pod, best = self._pod, None
         for tor in (tor for tor, missing in self._missing.items() if missing):
             for parent, depth in self._depth.items():
@@ -173,7 +173,8 @@ class _Tree:
 
 
 class EdgeLaying:
-    """Of one site. `stripes`: trees that each piece has inside a pod, for equal parts of it."""
+    """Builds the edges of a site's waves. `stripes` is the number of trees per piece inside a pod, each for an equal
+    part."""
 
     def __init__(self, problem: SyncProblem, stripes: int) -> None:
         self._problem = problem
@@ -184,7 +185,7 @@ class EdgeLaying:
             self._place[members] = np.arange(len(members))
 
     def wave(self, wave: WaveDraft) -> Wave:
-        """Phase A and phase B with their rates."""
+        """Return the edges of phase A and phase B with their rates."""
         crossings, filled = wave.crossings, wave.filled
         floor_s = float(max(wave.received_s.max(initial=0.0), wave.tor_in_s.max(initial=0.0)))
         for crossing in crossings:
@@ -214,7 +215,7 @@ class EdgeLaying:
     def _above(
         self, crossings: Sequence[PodCrossing], trees: dict[tuple[int, int], list[Ints]]
     ) -> dict[tuple[int, int], int]:
-        """Edges above the seed of each piece in each pod that it crosses into, its own one included."""
+        """Return, by piece and pod that it crosses into, the number of edges above the seed, including the crossing."""
         above: dict[tuple[int, int], int] = {}
         into = {(id(each.piece), self._pod(each.dst)): each for each in crossings}
 
@@ -222,7 +223,7 @@ class EdgeLaying:
             if key not in above:
                 crossing = into[key]
                 source = key[0], self._pod(crossing.src)
-                if source in into:  # it comes from a pod that has it in this wave: from the seed, or further down
+                if source in into:  # it comes from a pod that receives it in this wave: from the seed, or further down
                     place = self._place[crossing.src]
                     deep = max(int(depths[dst == place].max(initial=-1)) + 1 for _, dst, depths in trees[source])
                     above[key] = find(source) + deep + 1
@@ -235,7 +236,7 @@ class EdgeLaying:
         return above
 
     def _parts(self, piece: ShardPiece) -> list[tuple[int, int]]:
-        """Its stripes: offset in the shard, bytes."""
+        """Return the piece's stripes as (offset in the shard, bytes)."""
         stripes = cut(piece.bytes, min(self._stripes, piece.bytes))
         return [(piece.offset + offset, size) for offset, size in stripes]
 
@@ -266,12 +267,12 @@ class EdgeLaying:
 
 
 class EdgeRow(NamedTuple):
-    """Edges of one piece in a wave, or of a stripe of it."""
+    """Edges of one piece in a wave, or of one of its stripes."""
 
     shard: int
     offset: int
     bytes: int
-    piece: int  # its offset in the shard
+    piece: int  # offset of the whole piece in the shard
     circuits: int
     src: Ints
     dst: Ints
@@ -279,14 +280,14 @@ class EdgeRow(NamedTuple):
 
 
 def wave_of(problem: SyncProblem, rows: Sequence[EdgeRow]) -> Wave:
-    """Return the wave of these edges, each at the rate by which all of them end together."""
+    """Return the wave of these edges, with rates at which all of them end together."""
     same = np.array([row[:5] for row in rows], dtype=np.int64)
     shard, offset, size, whole, circuits = np.repeat(same, [len(row.src) for row in rows], axis=0).T
     src, dst = np.concatenate([row.src for row in rows]), np.concatenate([row.dst for row in rows])
     above = np.concatenate([row.above for row in rows])
     most = size
     if above.any():
-        # All edges that a piece runs over are given time for the chunks that the last one waits for: none gets slower.
+        # All edges of a piece are given time for the chunks that the last one waits for, so that none gets slower.
         _, piece = np.unique(np.stack([shard, whole]), axis=1, return_inverse=True)
         deepest = np.zeros(int(piece.max()) + 1, dtype=np.int64)
         np.maximum.at(deepest, piece, above)
@@ -298,8 +299,8 @@ def wave_of(problem: SyncProblem, rows: Sequence[EdgeRow]) -> Wave:
 
 
 def equalise(problem: SyncProblem, crossings: Sequence[PodCrossing], left: Ints, between: Ints | None) -> None:
-    """Circuits left over go one by one to the edge that would take longest, where both of its pods have one. `between`:
-    of those, where only some lead to each other."""
+    """Give spare circuits one by one to the edge that would take longest, if both of its pods have one. `between` has
+    the spare circuits of each pair of pods; None if any pods can be connected."""
     gbps = [problem.circuit_gbps(int(problem.pod[each.src]), int(problem.pod[each.dst])) for each in crossings]
     queue = [(-each.piece.gigabits / gbps[number], number) for number, each in enumerate(crossings)]
     heapq.heapify(queue)

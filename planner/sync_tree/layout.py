@@ -1,9 +1,8 @@
-"""Which part of each parameter a rank has: Megatron's layout (TP, PP, EP, replicas), and an engine's. Pure.
+"""Map each rank to its part of each parameter, in Megatron's layout (TP, PP, EP, replicas) and in an engine's. Pure.
 
-A rank's tensor is boxes of the whole one, stacked along one axis: so said once, both for who has what and for where it
-lies. Sources: Megatron-core's parallel_state (rank order tp-cp-ep-dp-pp; linear_qkv goes by KV groups), vLLM's
-parallel_state, QKVParallelLinear, VocabParallelEmbedding and FusedMoE.
-"""
+A rank's tensor consists of boxes of the whole one, stacked along one axis. This describes both the owners of elements
+and their place in memory. Sources: Megatron-core's parallel_state (rank order tp-cp-ep-dp-pp; linear_qkv is ordered by
+KV groups), vLLM's parallel_state, QKVParallelLinear, VocabParallelEmbedding and FusedMoE."""
 
 import itertools
 from collections.abc import Sequence
@@ -19,22 +18,24 @@ Range = tuple[int, int]
 class LocalShard:
     """A tensor of one rank."""
 
-    axis: int  # that the boxes are stacked along; all else of them is equal
+    axis: int  # the axis that the boxes are stacked along; they are equal on all others
     boxes: tuple[Box, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLayout:
-    """One vLLM engine. Rank is (dp * PP + stage) * TP + tp; experts are divided over all DP x TP ranks of a stage:
-    whole ones with `has_expert_parallel`, else the inside of each."""
+    """The layout of one vLLM engine. Rank is (dp * PP + stage) * TP + tp.
+
+    Experts are divided over all DP x TP ranks of a stage: whole experts with `has_expert_parallel`, otherwise the
+    inside of each."""
 
     endpoints: tuple[int, ...]  # [rank]
     tp: int = 1
     pp: int = 1
     dp: int = 1
     has_expert_parallel: bool = False
-    vocab_multiple: int = 64  # rows of the embedding are padded to a multiple of this
-    stage_of_layer: tuple[int, ...] = ()  # needed where PP > 1: `vllm_stages`
+    vocab_multiple: int = 64  # the embedding's rows are padded to a multiple of this
+    stage_of_layer: tuple[int, ...] = ()  # required if PP > 1: `vllm_stages`
 
     def __post_init__(self) -> None:
         _check_grid(self.endpoints, {"dp": self.dp, "pp": self.pp, "tp": self.tp})
@@ -44,7 +45,7 @@ class EngineLayout:
         return _stages(where, self.pp, self.stage_of_layer)
 
     def local(self, parameter: Parameter, rank: int) -> tuple[LocalShard, ...]:
-        """Raises ValueError where vLLM could not divide it."""
+        """Return the rank's shards of a parameter. Raises ValueError if vLLM could not divide it."""
         dp, stage, tp = rank // (self.pp * self.tp), rank // self.tp % self.pp, rank % self.tp
         if stage not in self.stages(parameter.where):
             return ()
@@ -61,10 +62,11 @@ class EngineLayout:
 
 @dataclass(frozen=True, slots=True)
 class TrainerLayout:
-    """Rank is (stage * replicas + replica) * TP + tp; context parallelism counts among the replicas. Experts have their
-    own grid inside a stage: (replica * EP + ep) * expert_tp + tp. Fused parameters are as Megatron keeps them: q, k and
-    v of one KV group after another; gate and up of each rank together.
-    """
+    """The layout of a Megatron trainer. Rank is (stage * replicas + replica) * TP + tp; context parallelism counts
+    among the replicas.
+
+    Experts have their own grid inside a stage: (replica * EP + ep) * expert_tp + tp. Fused parameters are in Megatron's
+    order: q, k and v of one KV group after another; gate and up of each rank together."""
 
     endpoints: tuple[int, ...]  # [rank]
     tp: int = 1
@@ -73,20 +75,20 @@ class TrainerLayout:
     ep: int = 1
     expert_tp: int = 1
     vocab_multiple: int = 1  # make_vocab_size_divisible_by times TP
-    stage_of_layer: tuple[int, ...] = ()  # needed where PP > 1: `megatron_stages`
+    stage_of_layer: tuple[int, ...] = ()  # required if PP > 1: `megatron_stages`
 
     def __post_init__(self) -> None:
         _check_grid(self.endpoints, {"pp": self.pp, "replicas": self.replicas, "tp": self.tp})
         _check_stages(self.stage_of_layer, self.pp)
         width, experts = len(self.endpoints) // self.pp, self.ep * self.expert_tp
         if width % experts:
-            raise ValueError(f"a stage of {width} ranks cannot hold experts over {experts}")
+            raise ValueError(f"a stage's {width} ranks must be a multiple of EP x expert TP, {experts}")
 
     def stages(self, where: Where) -> tuple[int, ...]:
         return _stages(where, self.pp, self.stage_of_layer)
 
     def local(self, parameter: Parameter, rank: int) -> tuple[LocalShard, ...]:
-        """Raises ValueError where Megatron could not divide it."""
+        """Return the rank's shards of a parameter. Raises ValueError if Megatron could not divide it."""
         stage, number = divmod(rank, len(self.endpoints) // self.pp)
         if stage not in self.stages(parameter.where):
             return ()
@@ -106,7 +108,7 @@ class TrainerLayout:
 
 
 def vllm_stages(layers: int, pp: int) -> tuple[int, ...]:
-    """Stage of each layer: where they are not even, the last stage but one has one more, and so on to the first."""
+    """Return the stage of each layer. A remainder goes to the last stage but one, then to earlier ones."""
     counts = [layers // pp] * pp
     for place in range(layers % pp):
         counts[-2 - place] += 1
@@ -114,7 +116,7 @@ def vllm_stages(layers: int, pp: int) -> tuple[int, ...]:
 
 
 def megatron_stages(layers: int, pp: int, chunks: int = 1) -> tuple[int, ...]:
-    """Stage of each layer; with `chunks` on each stage (virtual pipeline), they go round."""
+    """Return the stage of each layer; with `chunks` per stage (virtual pipeline), stages take chunks round-robin."""
     if layers % (pp * chunks):
         raise ValueError(f"{layers} layers cannot be divided by {pp} stages of {chunks} chunks")
     each = layers // (pp * chunks)
@@ -125,7 +127,7 @@ def megatron_stages(layers: int, pp: int, chunks: int = 1) -> tuple[int, ...]:
 def _blocks(
     shape: tuple[int, ...], split: ParameterSplit, rank: int, of: int, vocab_multiple: int
 ) -> tuple[LocalShard, ...]:
-    """Even shares of each part. Heads fewer than ranks are copied, to ranks side by side."""
+    """Return even shares of each part. Heads fewer than ranks are copied to adjacent ranks."""
     axis = split.axis
     if axis is None:
         return _local(shape, 0, [(0, shape[0])])
@@ -134,13 +136,13 @@ def _blocks(
         first, last = (min(shape[axis], each * number) for number in (rank, rank + 1))
         return _local(shape, axis, [(first, last)])
     if 0 < max((part.heads for part in split.parts), default=0) < of:
-        raise ValueError(f"TP {of} is more than there are query heads")
+        raise ValueError(f"TP must be at most the number of query heads, got {of}")
     ranges, start = [], 0
     for length, heads in [(part.length, part.heads) for part in split.parts] or [(shape[axis], 0)]:
         shares, own = of, rank
         if heads and heads < of:
             if of % heads:
-                raise ValueError(f"TP {of} is not a multiple of {heads} heads")
+                raise ValueError(f"TP must be a multiple of {heads} heads, got {of}")
             shares, own = heads, rank // (of // heads)
         if (heads or length) % shares:
             raise ValueError(f"{heads or length} rows or heads cannot be divided by TP {of}")
@@ -152,7 +154,7 @@ def _blocks(
 
 @lru_cache(maxsize=4096)
 def _by_groups(shape: tuple[int, ...], split: ParameterSplit, rank: int, of: int) -> tuple[LocalShard, ...]:
-    """An even share of the rows as Megatron has them: KV group by KV group."""
+    """Return an even share of the rows in Megatron's order: KV group by KV group."""
     axis = split.axis or 0
     if shape[axis] % of:
         raise ValueError(f"{shape[axis]} rows cannot be divided by TP {of}")
@@ -168,7 +170,7 @@ def _by_groups(shape: tuple[int, ...], split: ParameterSplit, rank: int, of: int
 
 
 def _padded(shape: tuple[int, ...], split: ParameterSplit, of: int, multiple: int) -> int:
-    """Rows of a vocabulary with those that are there to fill it up."""
+    """Return the rows of a vocabulary including padding."""
     rows = -(-shape[split.axis or 0] // multiple) * multiple
     if rows % of:
         raise ValueError(f"{rows} rows of a vocabulary cannot be divided by TP {of}")
@@ -182,20 +184,20 @@ def _local(shape: tuple[int, ...], axis: int, ranges: Sequence[Range]) -> tuple[
 
 
 def _within(whole: tuple[LocalShard, ...], first: int, last: int) -> tuple[LocalShard, ...]:
-    """Some of the experts."""
+    """Restrict the shards to experts [first, last)."""
     if first == last:
         return ()
     return tuple(LocalShard(each.axis, tuple(((first, last), *box[1:]) for box in each.boxes)) for each in whole)
 
 
 def chunk(length: int, part: int, of: int) -> Range:
-    """The part that torch.chunk gives: the last may be shorter, or empty."""
+    """Return the range of part `part` in torch.chunk: the last may be shorter or empty."""
     each = -(-length // of)
     return min(length, part * each), min(length, (part + 1) * each)
 
 
 def between(ranges: Sequence[Range], first: int, last: int) -> list[Range]:
-    """Of ranges one behind the other, what lies between two places."""
+    """Return what lies between two positions of consecutive ranges."""
     found, at = [], 0
     for start, end in ranges:
         a, b = max(start, start + first - at), min(end, start + last - at)
@@ -210,7 +212,7 @@ def _stages(where: Where, pp: int, stage_of_layer: tuple[int, ...]) -> tuple[int
         if pp == 1:
             return (0,)
         if not 0 <= where < len(stage_of_layer):
-            raise ValueError(f"layer {where} has no stage: there are {len(stage_of_layer)}")
+            raise ValueError(f"layer {where} must be below {len(stage_of_layer)}, the length of stage_of_layer")
         return (stage_of_layer[where],)
     return {"first": (0,), "last": (pp - 1,), "both": tuple(sorted({0, pp - 1}))}[where]
 
@@ -227,7 +229,7 @@ def _check_grid(endpoints: tuple[int, ...], sizes: dict[str, int]) -> None:
             f" got {len(endpoints)}"
         )
     if len(set(endpoints)) != ranks:
-        raise ValueError("every rank needs an endpoint of its own")
+        raise ValueError("every rank must have a different endpoint")
 
 
 def _check_stages(stage_of_layer: tuple[int, ...], pp: int) -> None:

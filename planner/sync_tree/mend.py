@@ -1,9 +1,8 @@
-"""New edges where some broke or a peer died, so that what was to come still comes, once. Pure.
+"""Plan new edges after some broke or a peer died, so that every missing byte still arrives, once. Pure.
 
-Whoever lacks bytes that no edge brings any more gets them from another peer: one that has them, or one that receives
-them by edges that still run, and so cannot be below it. Edges keep waves: none waits for one of a later wave, or peers
-that begin waves one after another could wait for each other.
-"""
+A peer that lacks bytes which no running edge brings gets them from another peer that has them, or that receives them by
+edges that still run and so is not below it. New edges keep their waves: none waits for an edge of a later wave.
+Otherwise peers that begin waves in order could wait for each other."""
 
 import itertools
 from collections import defaultdict
@@ -24,11 +23,11 @@ def mend(
     weight: Weight = lambda src, dst: 1.0,
     part_bytes: int = 2**28,
 ) -> tuple[list[PeerFlow], Missing]:
-    """Return new feeds, and the bytes that no peer has, or will have, that may send them.
+    """Return new flows, and the bytes that no available peer has or will have.
 
-    `running` bring more unless one of their ends has died; `ended` broke before they had brought everything. `missing`:
-    of each living peer and each shard that it has or is to have, what it lacks now. `weight`: how long a byte takes
-    from one to another against others; None: there is no way. Sources share what there is to send in parts of at most
+    `running` flows bring more unless one of their ends has died; `ended` ones broke before they were complete.
+    `missing`: for each living peer and each shard that it has or needs, the ranges that it lacks now. `weight`: the
+    relative time of a byte between two peers; None: no connection. Sources share the sending in parts of at most
     `part_bytes`."""
     runs: defaultdict[str, list[PeerFlow]] = defaultdict(list)
     over: defaultdict[str, list[PeerFlow]] = defaultdict(list)
@@ -56,7 +55,7 @@ def mend(
 
 
 class _Mending:
-    """Of bytes that are alike: each peer has all of them or none."""
+    """Mends one range of bytes in which each peer has all or none."""
 
     def __init__(
         self,
@@ -69,20 +68,21 @@ class _Mending:
     ) -> None:
         self._shard, self._first, self._size = shard, first, last - first
         lack = {peer for peer, ranges in lacking.items() if is_within(first, ranges)}
-        self._wave = {peer: -1 for peer in lacking if peer not in lack}  # of who has it, or is going to: since when
+        # since which wave each peer has the bytes, or will have them
+        self._wave = {peer: -1 for peer in lacking if peer not in lack}
         self._below: defaultdict[PeerId, list[PeerFlow]] = defaultdict(list)
         for each in running:
             if each.dst in lack and each.src in lacking and each.offset <= first < each.offset + each.bytes:
                 self._below[each.src].append(each)
         fed = {each.dst for below in self._below.values() for each in below}
-        self._tops = sorted(lack - fed)  # all others come with them
+        self._tops = sorted(lack - fed)  # all others receive through these
         self._was = {each.dst: each.wave for each in ended if each.offset <= first < each.offset + each.bytes}
         self._has = frozenset(self._wave)
         for peer in sorted(self._has):
             self._reach(peer)
 
     def new(self, sending: defaultdict[PeerId, float], weight: Weight) -> Iterator[PeerFlow]:
-        """One whom nobody may send to yet waits for the others."""
+        """Yield new flows. A peer that has no possible sender yet waits for the others."""
         waiting = self._tops
         while waiting:
             again = []
@@ -100,7 +100,7 @@ class _Mending:
             waiting = again
 
     def left(self) -> list[PeerId]:
-        """Who goes without."""
+        """Return the peers that cannot be served."""
         found, queue = [], [peer for peer in self._tops if peer not in self._wave]
         while queue:
             peer = queue.pop()
@@ -109,12 +109,13 @@ class _Mending:
         return sorted(found)
 
     def _from(self, dst: PeerId, sending: Mapping[PeerId, float], weight: Weight) -> tuple[PeerId, int] | None:
-        """Where it would be soonest: who only receives it must do that first."""
+        """Return the source that would be soonest, and the wave. A peer that is itself still receiving must receive
+        first."""
         was = self._was.get(dst, 0)
         best: tuple[tuple[float, bool, PeerId], int] | None = None
         for src, since in self._wave.items():
             each = weight(src, dst)
-            if each is None or (since > was and self._below[dst]):  # who is below it would wait for a later wave
+            if each is None or (since > was and self._below[dst]):  # peers below it would wait for a later wave
                 continue
             relays = src not in self._has
             rank = (sending.get(src, 0.0) + self._size * (1 + relays)) * each, relays, src
@@ -123,7 +124,7 @@ class _Mending:
         return None if best is None else (best[0][2], best[1])
 
     def _reach(self, peer: PeerId) -> None:
-        """Who is below it gets what it gets."""
+        """Mark all peers below this one as served."""
         queue = [peer]
         while queue:
             for each in self._below[queue.pop()]:
@@ -141,7 +142,7 @@ def _is_fed(peer: PeerId, ranges: Sequence[Range], running: Sequence[PeerFlow]) 
 
 
 def _parts(lacking: Mapping[PeerId, Sequence[Range]], feeds: Sequence[PeerFlow], most: int) -> Iterator[Range]:
-    """From and to: what somebody lacks, cut where anything changes."""
+    """Yield (first, last) of the ranges that some peer lacks, cut wherever the set of peers or flows changes."""
     points = {at for ranges in lacking.values() for first, size in ranges for at in (first, first + size)}
     least, greatest = min(points), max(points)
     points |= {at for each in feeds for at in (each.offset, each.offset + each.bytes) if least < at < greatest}
@@ -152,7 +153,7 @@ def _parts(lacking: Mapping[PeerId, Sequence[Range]], feeds: Sequence[PeerFlow],
 
 
 def _joined(found: Collection[PeerFlow]) -> list[PeerFlow]:
-    """Neighbours that go the same way are one."""
+    """Join adjacent ranges of the same source, destination and wave."""
 
     def way(each: PeerFlow) -> tuple[str, PeerId, PeerId, int]:
         return each.shard, each.dst, each.src, each.wave

@@ -1,7 +1,6 @@
-"""The vocabulary of weight sync: who holds which shards, who needs them, and the waves of edges that carry them.
+"""The types of weight sync: shards with their holders and receivers, and the waves of edges that carry them.
 
-Ids are kept once; everything else names pods, ToRs, endpoints and shards by their place in these tuples.
-"""
+Ids are stored once; pods, ToRs, endpoints and shards are referred to by their index in these tuples."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -11,12 +10,12 @@ import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
-BITS = 8e-9  # gigabits of a byte
+BITS = 8e-9  # gigabits per byte
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One part of the weights. A receiver that holds it already needs nothing."""
+    """One part of the weights. An endpoint that holds it already is not a receiver."""
 
     id: str
     bytes: int
@@ -27,17 +26,17 @@ class Shard:
         if self.bytes < 1:
             raise ValueError(f"bytes must be >= 1, got {self.bytes}")
         if self.receivers and not self.holders:
-            raise ValueError(f"shard {self.id} has receivers and no holder")
+            raise ValueError(f"shard {self.id} has receivers but no holder")
         if both := set(self.holders) & set(self.receivers):
-            raise ValueError(f"endpoints {sorted(both)} hold shard {self.id} and are to receive it")
+            raise ValueError(f"endpoints {sorted(both)} must not both hold and receive shard {self.id}")
 
 
 @dataclass(frozen=True, slots=True)
 class ShardPairs:
-    """What joins pods as they are: circuits that exist, or a network across sites. There is no way but these."""
+    """Fixed connections between pods: existing circuits, or a network across sites. There are no others."""
 
-    circuits: Ints  # [pod, pod], in each direction
-    gbps: Floats  # [pod, pod], of each circuit
+    circuits: Ints  # [pod, pod], per direction
+    gbps: Floats  # [pod, pod], per circuit
 
     def __post_init__(self) -> None:
         for name, values in (("circuits", self.circuits), ("gbps", self.gbps)):
@@ -50,7 +49,8 @@ class ShardPairs:
 
 
 def pairs_of(pods: Mapping[str, int], links: Iterable[tuple[str, str, int, float]]) -> ShardPairs:
-    """`pods`: the place of each; `links`: between which two, how many circuits each way, and the rate of each."""
+    """Build the connections between pods. `pods` maps each name to its index; `links` lists two pods, circuits per
+    direction, and Gbps per circuit."""
     circuits, gbps = np.zeros((len(pods), len(pods)), dtype=np.int64), np.zeros((len(pods), len(pods)))
     for a, b, count, rate_gbps in links:
         for one, other in ((pods[a], pods[b]), (pods[b], pods[a])):
@@ -60,15 +60,16 @@ def pairs_of(pods: Mapping[str, int], links: Iterable[tuple[str, str, int, float
 
 @dataclass(frozen=True, slots=True)
 class SyncProblem:
-    """A site at one moment. Circuits leaving a pod plus those arriving stay within `boundary_circuits`; what leaves a
-    ToR, and what enters it, each stay within `tor_gbps`; what an endpoint sends, and what it receives, within
-    `nic_gbps`."""
+    """A site at one moment, with its capacities.
+
+    Circuits that leave a pod plus those that arrive stay within `boundary_circuits`. Traffic out of a ToR and into it
+    each stay within `tor_gbps`, and traffic out of an endpoint and into it each within `nic_gbps`."""
 
     link_gbps: float
     pods: tuple[str, ...]
     boundary_circuits: Ints  # [pod]
     tors: tuple[str, ...]
-    tor_gbps: Floats  # [ToR], its circuits upwards times the link's rate
+    tor_gbps: Floats  # [ToR], circuits upwards times the link rate
     endpoints: tuple[str, ...]
     pod: Ints  # [endpoint]
     tor: Ints  # [endpoint]
@@ -76,7 +77,7 @@ class SyncProblem:
     shards: tuple[Shard, ...]
     chunk_bytes: int
     hop_latency_s: float
-    pairs: ShardPairs | None = None  # None: circuits between any two pods, at `link_gbps`, as boundaries allow
+    pairs: ShardPairs | None = None  # None: circuits between any two pods, at `link_gbps`, within the boundaries
 
     def __post_init__(self) -> None:
         if self.pairs is not None and len(self.pairs.circuits) != len(self.pods):
@@ -92,7 +93,7 @@ class SyncProblem:
 
     @property
     def fastest_gbps(self) -> Floats:
-        """[pod], of the fastest circuit that leads there."""
+        """[pod], the rate of the fastest circuit that leads there."""
         if self.pairs is None:
             return np.full(len(self.pods), self.link_gbps)
         fastest: Floats = np.where(self.pairs.circuits > 0, self.pairs.gbps, 0.0).max(axis=0, initial=0.0)
@@ -104,7 +105,7 @@ class SyncProblem:
 
 @dataclass(frozen=True, slots=True)
 class WaveEdges:
-    """What runs at once in one wave, one edge at each place of the columns."""
+    """The edges that run concurrently in one wave, one per index of the columns."""
 
     shard: Ints
     offset: Ints  # bytes into the shard
@@ -113,7 +114,7 @@ class WaveEdges:
     dst: Ints  # endpoint
     circuits: Ints  # 0 inside a pod (phase B), >= 1 between pods (phase A)
     rate_gbps: Floats
-    above: Ints  # edges above it in this wave: the chunks that it waits for
+    above: Ints  # edges above it in this wave: it waits for one chunk each
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +125,8 @@ class Wave:
 
 @dataclass(frozen=True, slots=True)
 class SyncPlan:
-    """`estimate_s` is the model's time of exactly these waves; no plan can take less than `lower_bound_s`; `naive_s` is
-    the best that every receiver straight from a holder could do."""
+    """The waves of a sync. `estimate_s` is the model's time of these waves; no plan takes less than `lower_bound_s`;
+    `naive_s` is the best time if every receiver is served directly by a holder."""
 
     waves: tuple[Wave, ...]
     estimate_s: float
@@ -134,17 +135,17 @@ class SyncPlan:
 
 
 class Unreachable(ValueError):
-    """No plan can carry what is asked for: there is no way into or out of a pod or a ToR that it has to pass."""
+    """Raised if no plan exists: a pod or ToR that shards must pass has no connection."""
 
 
 def edge_seconds(problem: SyncProblem, edges: WaveEdges) -> Floats:
-    """Each edge's time: its bytes at its rate, after one chunk and one hop for each edge above it."""
+    """Return each edge's seconds: its bytes at its rate, after one chunk and one hop for each edge above it."""
     chunk_s = problem.chunk_bytes * BITS / edges.rate_gbps
     return edges.bytes * BITS / edges.rate_gbps + edges.above * (chunk_s + problem.hop_latency_s)
 
 
 def seconds_together(problem: SyncProblem, src: Ints, dst: Ints, circuits: Ints, gigabits: Floats) -> float:
-    """The time in which all of this fits through NICs, ToRs and its own circuits."""
+    """Return the seconds in which all edges together fit through NICs, ToRs and their own circuits."""
 
     def slowest_s(keys: Ints, amounts: Floats, capacity_gbps: Floats) -> float:
         sums = np.bincount(keys, weights=amounts, minlength=len(capacity_gbps))

@@ -1,8 +1,8 @@
-"""The network that a sync goes over, the bytes that peers have and lack, the plan of their flows, and what these leave
-of hosts' NICs to moves of KV, which the balancer prices with it. Pure.
+"""State a sync as a problem in the network, plan the flows between peers, and compute what these leave for KV moves.
+Pure.
 
-All rates are shares of what is there; circuits and ToRs without a limit get one that is never felt.
-"""
+The balancer prices moves with the remaining share of hosts' NICs. All rates are shares of the total; circuits and ToRs
+without a limit get one that is never reached."""
 
 import itertools
 import math
@@ -19,13 +19,13 @@ from planner.sync_tree.plan import make_plan
 from planner.sync_tree.ranges import PeerFlow, Range, is_within
 
 _NO_LIMIT = 2**16  # circuits
-_WAVE_HOPS = 2  # that the edges of a wave take to be joined, and their first chunk to come
+_WAVE_HOPS = 2  # per wave: connecting its edges, and receiving the first chunk
 
-TimedFlow = tuple[PeerFlow, float]  # with the seconds that its plan gives it
+TimedFlow = tuple[PeerFlow, float]  # with its seconds in the plan
 
 
 class SyncSettings(Protocol):
-    """The values of the configuration's section `weights` that planning reads."""
+    """The settings of the configuration's section `weights` that planning reads."""
 
     rate_share: float
     chunk_bytes: int
@@ -34,7 +34,7 @@ class SyncSettings(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class NetworkStation:
-    """Where a peer is in the network."""
+    """The position of a peer in the network."""
 
     pod: str
     tor: str
@@ -43,7 +43,7 @@ class NetworkStation:
 
 @dataclass(frozen=True, slots=True)
 class PairLink:
-    """What joins two PoDs directly: so many circuits, each of this rate, in each direction."""
+    """A direct connection of two PoDs: its number of circuits and their rate, per direction."""
 
     circuits: int
     gbps: float
@@ -51,19 +51,19 @@ class PairLink:
 
 @dataclass(frozen=True, slots=True)
 class SyncNetwork:
-    """What a sync may use. Circuits of a pod or a ToR that is not named are no limit."""
+    """The network that a sync may use. Circuits of pods and ToRs without an entry are not limited."""
 
     link_gbps: float
     stations: Mapping[PeerId, NetworkStation]
-    boundary_circuits: Mapping[str, int] = field(default_factory=dict)  # by pod: that can cross its boundary
-    tor_circuits: Mapping[str, int] = field(default_factory=dict)  # by ToR: upwards
-    # Between pods, in order of their names, as they are; None: any that the boundaries allow can be made.
+    boundary_circuits: Mapping[str, int] = field(default_factory=dict)  # by pod, circuits that can cross its boundary
+    tor_circuits: Mapping[str, int] = field(default_factory=dict)  # by ToR, circuits upwards
+    # by pair of pods, sorted by name: fixed connections; None: any that the boundaries allow.
     pairs: Mapping[tuple[str, str], PairLink] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ShardSegment:
-    """Bytes of a shard that the same peers have, and the same lack."""
+    """A range of a shard with the same holders and receivers."""
 
     shard: str
     offset: int
@@ -82,12 +82,12 @@ def sync_problem(
     tors = sorted({(station.pod, station.tor) for station in stations})
     link_gbps = network.link_gbps * settings.rate_share
     nic_gbps = [station.nic_gbps * settings.rate_share for station in stations]
-    # Of a ToR that is not named: more than can ever come together below it.
+    # A ToR without an entry gets more than the NICs below it can use.
     tor_gbps = [
         network.tor_circuits[tor] * link_gbps if tor in network.tor_circuits else 2 * sum(nic_gbps) for _, tor in tors
     ]
     links = None
-    if network.pairs is not None:  # of those pods that have to do with it
+    if network.pairs is not None:  # only between pods that take part
         own = [(ends, each) for ends, each in sorted(network.pairs.items()) if {*ends} <= {*pods}]
         links = [(*ends, each.circuits, each.gbps * settings.rate_share) for ends, each in own]
     return SyncProblem(
@@ -120,8 +120,7 @@ def shard_segments(
 ) -> list[ShardSegment]:
     """Return the segments of a shard of `shard_bytes` bytes that peers lack.
 
-    `wanted` has the ranges that receivers lack; `there`, those that holders lack.
-    """
+    `wanted` has the ranges that receivers lack; `there`, those that holders lack."""
     points = {
         at for ranges in (*wanted.values(), *there.values()) for first, size in ranges for at in (first, first + size)
     }
@@ -138,7 +137,7 @@ def shard_segments(
 
 
 def summed_by(segments: Iterable[ShardSegment]) -> dict[str, PeerId]:
-    """Return for each shard the holder that has least to sum already."""
+    """Return, for each shard, the holder that computes its checksum: the one with the fewest bytes so far."""
     bytes_of: dict[PeerId, int] = defaultdict(int)
     found: dict[str, PeerId] = {}
     for each in segments:
@@ -151,7 +150,7 @@ def summed_by(segments: Iterable[ShardSegment]) -> dict[str, PeerId]:
 def plan_flows(
     segments: Sequence[ShardSegment], network: SyncNetwork, settings: SyncSettings
 ) -> tuple[list[TimedFlow], SyncPlan]:
-    """Return all flows in order of waves, and their plan. Raises Unreachable where no way leads to a receiver."""
+    """Return all flows in order of waves, and their plan. Raises Unreachable if a receiver cannot be reached."""
     ids = sorted({peer for each in segments for peer in (*each.holders, *each.receivers)})
     problem = sync_problem(segments, ids, network, settings)
     plan = make_plan(problem, wave_s=_WAVE_HOPS * settings.hop_latency_s)
@@ -161,7 +160,7 @@ def plan_flows(
 def _flows(
     problem: SyncProblem, plan: SyncPlan, segments: Sequence[ShardSegment], ids: Sequence[PeerId]
 ) -> list[TimedFlow]:
-    """Pieces of one shard that are next to each other and go the same way at once are one."""
+    """Convert edges into flows; adjacent pieces of a shard with the same ends in one wave are joined."""
     flows: list[TimedFlow] = []
     for number, wave in enumerate(plan.waves):
         edges = wave.edges
@@ -191,7 +190,7 @@ def _joined(way: list[TimedFlow]) -> Iterator[TimedFlow]:
 
 @dataclass(frozen=True, slots=True)
 class LeftForMoves:
-    """Of an engine host's NIC, where least is left: what a move of KV gets; and who has the rest."""
+    """The share of the most loaded NIC that remains for a KV move, and the activities that use the rest."""
 
     share: float = 1.0
     taken_by: tuple[str, ...] = ()
@@ -204,9 +203,8 @@ def left_for_moves(
 ) -> LeftForMoves:
     """Return what edges (source, destination, Gb/s) leave at the peers whose hosts KV moves between (`among`).
 
-    An edge of 0 Gb/s is not held back and wants all that both of its ends have. A NIC shares out evenly among those
-    that would fill it, in each direction by itself.
-    """
+    An edge of 0 Gb/s is not limited and can use all capacity of its ends. A NIC is shared evenly among flows that would
+    fill it, per direction."""
     wished: defaultdict[tuple[PeerId, str], float] = defaultdict(float)
     for src, dst, rate_gbps in running:
         ends = [stations[end].nic_gbps for end in (src, dst) if end in stations]

@@ -1,59 +1,59 @@
-"""The named parameters of a model, and how parallelism divides each. Pure.
+"""Name the parameters of a model, and describe how parallelism divides each. Pure.
 
-Coordinates are those of the whole tensor in vLLM's order, without padding: fused parameters are their parts one behind
-the other ([q; k; v], [gate; up]), and experts are the first axis. Trainers may keep them otherwise (`layout.py`).
-"""
+Coordinates are those of the whole tensor in vLLM's order, without padding: fused parameters are concatenated ([q; k;
+v], [gate; up]), and experts are the first axis. Trainers may use another order (`layout.py`)."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
 
-Box = tuple[tuple[int, int], ...]  # of each axis, from and to
-Where = int | Literal["first", "last", "both"]  # a layer's number, or the stages at the ends
+Box = tuple[tuple[int, int], ...]  # (from, to) of each axis
+Where = int | Literal["first", "last", "both"]  # a layer's number, or the first or last stage
 
 
 def overlap(one: Box, other: Box) -> Box | None:
-    """Return the elements that both boxes of a tensor have; None where there are none."""
+    """Return the elements that both boxes of a tensor share, or None."""
     box = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return box if all(first < last for first, last in box) else None
 
 
 @dataclass(frozen=True, slots=True)
 class FusedPart:
-    """One of a fused parameter's tensors; `heads` are not divided but copied where TP exceeds them. 0: it has none."""
+    """One tensor of a fused parameter. If TP exceeds its `heads`, they are copied, not divided. 0 means that it has no
+    heads."""
 
     name: str
-    length: int  # along the axis that is divided
+    length: int  # along the divided axis
     heads: int = 0
 
     def __post_init__(self) -> None:
         if self.length < 1 or self.heads < 0 or (self.heads and self.length % self.heads):
-            raise ValueError(f"{self.name}: {self.heads} heads cannot have {self.length} rows")
+            raise ValueError(f"{self.name}: length must be a multiple of {self.heads} heads, got {self.length}")
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterSplit:
-    """What TP divides, and whether the first axis is of experts. `axis` None: every rank has it whole."""
+    """How TP divides a parameter, and whether its first axis is experts. `axis` None: every rank has all of it."""
 
     axis: int | None
-    parts: tuple[FusedPart, ...] = ()  # fused along that axis; of any, each is divided on its own
-    is_vocab: bool = False  # its rows are padded before they are divided
+    parts: tuple[FusedPart, ...] = ()  # concatenated along that axis; each is divided separately
+    is_vocab: bool = False  # its rows are padded before division
     has_experts: bool = False
 
     def __post_init__(self) -> None:
         if self.parts and self.axis is None:
-            raise ValueError("a fused parameter needs the axis of its parts")
+            raise ValueError("axis must be set for a fused parameter")
 
 
 REPLICATED = ParameterSplit(None)
-COLUMN = ParameterSplit(0)  # [out, in]: outputs are divided; biases and all of one axis, too
+COLUMN = ParameterSplit(0)  # [out, in]: outputs are divided; also for biases and other 1-D parameters
 ROW = ParameterSplit(1)  # [out, in]: inputs are divided
 VOCAB = ParameterSplit(0, is_vocab=True)
 
 
 def qkv(heads: int, kv_heads: int, head_size: int) -> ParameterSplit:
-    """Grouped-query attention: `heads / kv_heads` query heads go with each KV head."""
+    """Return the split of grouped-query attention: `heads / kv_heads` query heads share each KV head."""
     if heads % kv_heads:
-        raise ValueError(f"{heads} query heads cannot share {kv_heads} KV heads evenly")
+        raise ValueError(f"query heads must be a multiple of {kv_heads} KV heads, got {heads}")
     kv = kv_heads * head_size
     query = FusedPart("q_proj", heads * head_size, heads)
     return ParameterSplit(0, (query, FusedPart("k_proj", kv, kv_heads), FusedPart("v_proj", kv, kv_heads)))
@@ -64,14 +64,14 @@ def gate_up(intermediate: int) -> ParameterSplit:
 
 
 def experts(split: ParameterSplit) -> ParameterSplit:
-    """The same for [experts, out, in]."""
+    """Return the split for [experts, out, in]."""
     return replace(split, axis=None if split.axis is None else split.axis + 1, has_experts=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    name: str  # as vLLM has it
-    shape: tuple[int, ...]  # elements, of the whole tensor without padding
+    name: str  # in vLLM
+    shape: tuple[int, ...]  # elements of the whole tensor, without padding
     dtype_bytes: int
     split: ParameterSplit
     where: Where
@@ -81,16 +81,16 @@ class Parameter:
         if self.dtype_bytes < 1:
             raise ValueError(f"{self.name}: dtype_bytes must be >= 1, got {self.dtype_bytes}")
         if not self.shape or min(self.shape) < 1:
-            raise ValueError(f"{self.name}: every axis must have elements, got {self.shape}")
+            raise ValueError(f"{self.name}: every axis must be >= 1, got {self.shape}")
         if axis is not None and axis >= len(self.shape):
-            raise ValueError(f"{self.name}: axis {axis} is to be divided, and there are {len(self.shape)}")
+            raise ValueError(f"{self.name}: axis must be below {len(self.shape)}, got {axis}")
         if axis is not None and self.split.parts and sum(part.length for part in self.split.parts) != self.shape[axis]:
-            raise ValueError(f"{self.name}: its parts do not add up to {self.shape[axis]}")
+            raise ValueError(f"{self.name}: lengths of parts must add up to {self.shape[axis]}")
 
 
 @dataclass(frozen=True, slots=True)
 class TransformerParameters:
-    """A decoder of Llama's and Qwen's kind, for its list of parameters."""
+    """The dimensions of a decoder such as Llama's or Qwen's, from which its parameters are derived."""
 
     layers: int
     hidden: int
@@ -101,7 +101,7 @@ class TransformerParameters:
     vocab: int
     experts: int = 0  # 0: dense
     dtype_bytes: int = 2
-    is_tied: bool = False  # the head is the embedding
+    is_tied: bool = False  # the output head shares the embedding
     has_qkv_bias: bool = False
     has_qk_norm: bool = False
 
@@ -164,7 +164,7 @@ _MEGATRON = {
 
 
 def megatron_name(name: str) -> str:
-    """Megatron-core's name of a parameter that vLLM calls `name`; of experts, without the expert's number at the end.
+    """Return Megatron-core's name of vLLM's parameter `name`; for experts, without the expert's number at the end.
     Raises KeyError."""
     prefix, within = "model.layers.", name
     if not name.startswith(prefix):

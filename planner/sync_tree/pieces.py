@@ -1,4 +1,4 @@
-"""What a wave is filled with: pieces of shards, their ways into pods, and what the wave has taken of everything."""
+"""The state of a wave while it is filled: pieces of shards, their crossings into pods, and the resources used."""
 
 import itertools
 from collections import Counter
@@ -11,18 +11,18 @@ from planner.sync_tree.model import BITS, Floats, Ints, SyncProblem
 
 
 def cut(size: int, parts: int) -> list[tuple[int, int]]:
-    """As equal as bytes allow: the offset of each part, and its bytes."""
+    """Return (offset, bytes) of each part, as equal as bytes allow."""
     ends = [size * part // parts for part in range(parts + 1)]
     return [(first, last - first) for first, last in itertools.pairwise(ends)]
 
 
 def cut_to(size: int, most: int) -> list[tuple[int, int]]:
-    """Into as few equal parts as are each of at most so many bytes."""
+    """Cut into the fewest equal parts of at most `most` bytes."""
     return cut(size, max(1, -(-size // most)))
 
 
 def by_pod(problem: SyncProblem, endpoints: Sequence[int]) -> dict[int, Ints]:
-    """Return the endpoints in order, by their pods."""
+    """Return the endpoints in order, by pod."""
     ends = np.array(sorted(endpoints), dtype=np.int64)
     pods = problem.pod[ends]
     return {pod: ends[pods == pod] for pod in np.unique(pods).tolist()}
@@ -33,10 +33,10 @@ class ShardPiece:
     shard: int
     offset: int
     bytes: int
-    missing: dict[int, Ints]  # [pod] -> the receivers there, which have nothing of it yet
+    missing: dict[int, Ints]  # [pod] -> the receivers there, which have none of it yet
     groups: dict[int, int]  # [pod] -> the group that misses it, or did
-    family: int  # of all that go to the same receivers
-    sources: dict[int, Ints]  # [pod] -> who has it there at the start of the wave
+    family: int  # shared by all pieces with the same receivers
+    sources: dict[int, Ints]  # [pod] -> endpoints that have it at the start of the wave
 
     @property
     def gigabits(self) -> float:
@@ -53,24 +53,26 @@ class PodCrossing:
 
 @dataclass(slots=True)
 class WaveDraft:
-    """A wave in the making: what it takes of everything, in seconds, the circuits that it leaves, and what is in it."""
+    """A wave while it is filled: seconds used per resource, remaining circuits, and its content."""
 
     sent_s: Floats  # [endpoint]
     received_s: Floats  # [endpoint]
-    seeded_s: Floats  # [endpoint], what it is the seed of: it will send that on
+    seeded_s: Floats  # [endpoint], pieces that it is the seed of and will send on
     group_sent: Floats  # [group], gigabits that its receivers send: inside the pod, and to others
     tor_out_s: Floats  # [ToR]
     tor_in_s: Floats  # [ToR]
-    circuits: Ints  # [pod], left
-    between: Ints | None  # [pod, pod], left, where only some lead to each other
-    relaying: Ints  # [pod], of these, may leave for other pods
-    least: dict[tuple[int, int], tuple[int, Ints]]  # [receivers or holders, bytes], who is least busy; as of changes
-    changes: list[int]  # [pod], how often what it sends has changed
-    floor_s: float = 0.0  # what it takes as far as is known
+    circuits: Ints  # [pod], remaining
+    between: Ints | None  # [pod, pod], remaining; None: any pods can be connected
+    relaying: Ints  # [pod], remaining circuits that may be used to leave for other pods
+    # [receivers or holders, bytes] -> the count in `changes` it was computed at, and the least busy endpoints
+    least: dict[tuple[int, int], tuple[int, Ints]]
+    changes: list[int]  # [pod], how often its sending has changed
+    floor_s: float = 0.0  # the known lower bound of its duration
     delivered: float = 0.0  # bytes
     crossings: list[PodCrossing] = field(default_factory=list)
     filled: dict[int, list[ShardPiece]] = field(default_factory=dict)  # [pod]
-    # Edges from pods that need nothing: their circuits are shared by families and pieces, which else spread by relays.
+    # Crossings from pods that need nothing: families and pieces share their circuits, and otherwise spread by relays.
     roots: Counter[int] = field(default_factory=Counter)  # [piece]
     family_roots: Counter[int] = field(default_factory=Counter)  # [family]
-    seeds: dict[int, dict[int, tuple[int, int]]] = field(default_factory=dict)  # [piece][pod], and the pods above it
+    # [piece][pod] -> the seed, and the number of pods above it
+    seeds: dict[int, dict[int, tuple[int, int]]] = field(default_factory=dict)

@@ -1,8 +1,7 @@
-"""The plan of a weight version: waves of pieces over trees, beside what nothing can beat and what is naive. Pure.
+"""Plan a weight version: waves of pieces over trees, with a lower bound and the naive time for comparison. Pure.
 
-Several ways to cut shards and to fill waves are planned in full, and the one whose model time is least is taken. Pieces
-that are small against a chunk wait longest below others: these go in rounds of their own, where nobody waits.
-"""
+Several ways to cut shards and fill waves are planned in full, and the one with the least model time is used. Pieces
+that are small compared with a chunk wait longest below others; they are sent in separate rounds without such waits."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,23 +14,24 @@ from planner.sync_tree.pieces import by_pod
 from planner.sync_tree.rounds import rounds
 from planner.sync_tree.waves import BroadcastStrategy, waves
 
-MOST_WORK = 230_000  # of all ways that are tried together: so long as a site of 2,048 endpoints takes for two or three
-MOST_ROUNDS_WORK = 60_000  # of rounds that are tried instead of the best of these
-_SMALL_CHUNKS = 8  # a shard of no more than these is small
-_MORE_PIECES = 192  # that shards may be cut into for rounds
-_CLEARLY = 0.9  # of the others' time: rounds are many waves, each with other circuits
-_MORE_PIECES_OF_PAIRS, _CLEARLY_OF_PAIRS = 384, 0.97  # where circuits stay as they are
-# Pieces that an endpoint receives at once, stripes of each, parts of the largest shard; the usual best ones first.
+MOST_WORK = 230_000  # limit over all strategies: two or three for a site of 2,048 endpoints
+MOST_ROUNDS_WORK = 60_000  # limit of rounds tried instead of the best strategy
+_SMALL_CHUNKS = 8  # a shard of at most this many chunks is small
+_MORE_PIECES = 192  # additional pieces that shards may be cut into for rounds
+_CLEARLY = 0.9  # required ratio to the other time: rounds are many waves, each with other circuits
+_MORE_PIECES_OF_PAIRS, _CLEARLY_OF_PAIRS = 384, 0.97  # for fixed circuits
+# Pieces that an endpoint receives at once, stripes of each, parts of the largest shard; usually best ones first.
 _TRIED = ((4, 1, 1), (1, 2, 1), (2, 1, 1), (1, 1, 1), (8, 1, 1), (1, 4, 1), (4, 1, 2), (1, 1, 4), (1, 2, 4), (4, 1, 4))
-_TRIED_SCARCE = ((1, 1, 1), (1, 2, 1), (1, 1, 4), (1, 2, 4), (2, 1, 1), (1, 1, 8), (4, 1, 1))  # one at once is all
+# an endpoint receives one piece at once
+_TRIED_SCARCE = ((1, 1, 1), (1, 2, 1), (1, 1, 4), (1, 2, 4), (2, 1, 1), (1, 1, 8), (4, 1, 1))
 
 Waves = tuple[Wave, ...]
 Cost = Callable[[Waves], float]  # seconds
 
 
 def make_plan(problem: SyncProblem, *, wave_s: float = 0.0) -> SyncPlan:
-    """`wave_s`: what carrying out takes for each wave beside the model's time: of the ways that are found, one with
-    fewer waves may be better then. Raises Unreachable where no plan exists."""
+    """Plan a sync. `wave_s`: overhead per wave beyond the model's time, which can favour plans with fewer waves. Raises
+    Unreachable if no plan exists."""
     problem = _with_boundaries(_with_islands(problem))
     bound_s = lower_bound_s(problem)
 
@@ -57,7 +57,7 @@ def _best(problem: SyncProblem, cost_s: Cost) -> Waves:
 
 
 def _or_rounds(problem: SyncProblem, best: Waves, cost_s: Cost) -> Waves:
-    """With the finest pieces that there is time for; instead of `best`, which is there already."""
+    """Return rounds with the finest pieces within the work limit if they are clearly better, otherwise `best`."""
     needed = [shard.bytes for shard in problem.shards if shard.receivers]
     more_pieces, clearly = _MORE_PIECES, _CLEARLY
     if problem.pairs is not None:
@@ -76,7 +76,7 @@ def _seconds(found: Waves) -> float:
 
 
 def _only(problem: SyncProblem, above: float, most: float) -> SyncProblem:
-    """The same with nothing to send of shards of other sizes, in bytes."""
+    """Return the problem restricted to shards with sizes in (above, most] bytes."""
     shards = (
         shard if above < shard.bytes <= most else replace(shard, holders=(), receivers=()) for shard in problem.shards
     )
@@ -84,13 +84,13 @@ def _only(problem: SyncProblem, above: float, most: float) -> SyncProblem:
 
 
 def _in_trees(problem: SyncProblem, most_work: int, cost_s: Cost, *, needs_one: bool = True) -> Waves:
-    """The best of what can be tried; `needs_one`: one way is tried, whatever it takes."""
+    """Return the best of the strategies within the work limit. `needs_one`: try at least one, whatever its work."""
     tried = (tuple(waves(problem, style)) for style in _styles(problem, most_work, needs_one))
     return min(tried, key=cost_s, default=())
 
 
 def _rounds_work(problem: SyncProblem, piece_bytes: int) -> int:
-    """In each pod a piece's copies double from wave to wave."""
+    """Return an estimate of the work of rounds. In each pod a piece's copies double from wave to wave."""
     work = 0
     for shard in problem.shards:
         if shard.receivers:
@@ -101,7 +101,7 @@ def _rounds_work(problem: SyncProblem, piece_bytes: int) -> int:
 
 
 def _with_islands(problem: SyncProblem) -> SyncProblem:
-    """A ToR without circuits is as a pod of its own that has none: nothing enters it, and nothing leaves it."""
+    """Model a ToR without circuits as a pod of its own without any, so that nothing enters or leaves it."""
     islands = np.flatnonzero(problem.tor_gbps <= 0)
     if not len(islands):
         return problem
@@ -118,7 +118,8 @@ def _with_islands(problem: SyncProblem) -> SyncProblem:
 
 
 def _with_boundaries(problem: SyncProblem) -> SyncProblem:
-    """No more circuits than lead anywhere, in both directions; and none between pods that may have none."""
+    """Limit boundary circuits to those that lead somewhere, in both directions, and drop pairs of pods without boundary
+    circuits."""
     if problem.pairs is None:
         return problem
     is_open = problem.boundary_circuits > 0
@@ -149,13 +150,14 @@ def _styles(problem: SyncProblem, most_work: int, needs_one: bool) -> Iterator[B
 
 
 def _work(problem: SyncProblem, shard: Shard, stripes: int) -> int:
-    """Of a piece: for each pod that it enters all others may be asked; and there are its edges."""
+    """Return an estimate of the work per piece: all other pods for each pod that it enters, plus its edges."""
     pods = len(np.unique(problem.pod[list(shard.receivers)]))
     return pods * (len(problem.pods) + 16) + len(shard.receivers) * stripes
 
 
 def _kinds(problem: SyncProblem) -> int:
-    """Most sets of receivers in one pod: as many pieces have to enter it at once if all of it is to receive."""
+    """Return the maximum number of distinct sets of receivers in one pod: this many pieces must enter it at once for
+    all of it to receive."""
     kinds: dict[int, set[tuple[int, ...]]] = {}
     for receivers in {shard.receivers for shard in problem.shards}:
         for pod, ends in by_pod(problem, receivers).items():
@@ -164,7 +166,7 @@ def _kinds(problem: SyncProblem) -> int:
 
 
 def _crossing(problem: SyncProblem) -> float:
-    """Pieces that can enter every pod at once, with all circuits in use at both ends of each way."""
+    """Return the number of pieces that can enter every pod at once, with all circuits used at both ends."""
     entered, useful = set(), set()
     for shard in problem.shards:
         pods = set(problem.pod[list(shard.receivers)].tolist())

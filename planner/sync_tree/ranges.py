@@ -1,4 +1,4 @@
-"""Ranges of bytes that are there, and flows of such ranges from one peer to another. Pure."""
+"""Byte ranges, and flows of byte ranges between peers. Pure."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
@@ -7,7 +7,7 @@ from typing import Literal
 
 from planner.model import PeerId
 
-Range = tuple[int, int]  # from, and how many
+Range = tuple[int, int]  # first byte and number of bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,16 +20,16 @@ class PeerFlow:
     src: PeerId
     dst: PeerId
     wave: int = 0
-    phase: Literal["A", "B"] = "B"  # A: from one pod into another
-    rate_gbps: float = 0.0  # most that it may take; 0: all there is
+    phase: Literal["A", "B"] = "B"  # A: between pods, B: inside one
+    rate_gbps: float = 0.0  # limit; 0: none
 
 
 class ByteRanges:
-    """Disjoint ranges in order, joined where they touch. Not for several threads at once."""
+    """Disjoint byte ranges in order; adjacent ones are joined. Not thread-safe."""
 
     def __init__(self, ranges: Iterable[Range] = ()) -> None:
         self._first: list[int] = []
-        self._last: list[int] = []  # behind each
+        self._last: list[int] = []  # exclusive end of each
         for offset, size in ranges:
             self.add(offset, size)
 
@@ -45,7 +45,7 @@ class ByteRanges:
         first, last = offset, offset + size
         if size <= 0:
             return
-        low = bisect_left(self._last, first)  # the first that it touches
+        low = bisect_left(self._last, first)  # the first range that it touches
         high = bisect_right(self._first, last)
         if low < high:
             first, last = min(first, self._first[low]), max(last, self._last[high - 1])

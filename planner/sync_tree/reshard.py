@@ -1,9 +1,7 @@
-"""From the trainer's layout to the engines': the least set of shards, and the order of bytes in each. Pure.
+"""Derive the minimal set of shards between the trainer's layout and the engines', and the byte order in each. Pure.
 
-All elements that the same endpoints have, and the same endpoints need, are one shard, whatever parameters they are of.
-Senders and receivers read a shard as its slices one behind the other, each a box in row-major order; `Local.places`
-says where its parts lie on either side.
-"""
+All elements with the same holders and the same receivers form one shard, across parameters. Senders and receivers read
+a shard as its slices in sequence, each a box in row-major order; `Local.places` locates them on either side."""
 
 import itertools
 import math
@@ -30,8 +28,8 @@ class ShardSlice:
 
 @dataclass(frozen=True, slots=True)
 class ReshardedVersion:
-    """A shard, and what it is made of. `at_home` are endpoints that need it and have it: nothing is sent to them, but
-    it has to be put in its new place there. A shard may be needed only so, and then has no receivers."""
+    """A shard and its slices. `at_home` lists endpoints that need it and have it: nothing is sent to them, but they
+    must copy it to its new place. A shard that only such endpoints need has no receivers."""
 
     shard: Shard
     at_home: Ends
@@ -41,13 +39,14 @@ class ReshardedVersion:
 def reshard(
     parameters: Sequence[Parameter], trainer: TrainerLayout, engines: Sequence[EngineLayout]
 ) -> tuple[ReshardedVersion, ...]:
-    """Raises ValueError where a layout cannot divide a parameter, or somebody needs what nobody has."""
+    """Return the shards for two layouts. Raises ValueError if a layout cannot divide a parameter, or an endpoint needs
+    elements that no trainer rank has."""
     parts: _Parts = {}
     known: dict[tuple[object, ...], list[_Cell]] = {}
     for parameter in sorted(parameters, key=lambda each: each.name):
         stages = trainer.stages(parameter.where), *(engine.stages(parameter.where) for engine in engines)
         key = parameter.shape, parameter.split, stages
-        if key not in known:  # layers are alike
+        if key not in known:  # layers repeat
             known[key] = _cells(parameter.name, _boxes(parameter, [trainer]), _boxes(parameter, engines))
         _add(parts, known[key], (parameter.name, parameter.dtype_bytes))
     return _numbered(parts)
@@ -58,9 +57,11 @@ def reshard_boxes(
     having: Mapping[int, Mapping[str, Sequence[Box]]],
     needing: Mapping[int, Mapping[str, Sequence[Box]]],
 ) -> tuple[ReshardedVersion, ...]:
-    """The same from boxes alone. `tensors`: shape, and the bytes of an element; `having` and `needing`: what each
-    endpoint has, and needs, of them. It is quick where endpoints that are alike have one mapping. Raises ValueError
-    where somebody needs what nobody has."""
+    """Return the shards for given boxes. `tensors`: shape and bytes per element; `having` and `needing`: the boxes of
+    each endpoint.
+
+    It is fast if equal endpoints share one mapping object. Raises ValueError if an endpoint needs elements that no
+    endpoint has."""
     groups = _alike(having), _alike(needing)
     parts: _Parts = {}
     known: dict[tuple[object, ...], list[_Cell]] = {}
@@ -75,7 +76,7 @@ def reshard_boxes(
 
 
 _Of = tuple[str, int]  # a parameter's name, and the bytes of an element
-_Cell = tuple[Ends, Ends, list[Box]]  # who has these, who needs them
+_Cell = tuple[Ends, Ends, list[Box]]  # holders, receivers and boxes
 _Parts = dict[tuple[Ends, Ends], list[tuple[_Of, Box]]]
 
 
@@ -105,7 +106,7 @@ def _resharded(name: str, holders: Ends, needing: Ends, pieces: Iterable[tuple[_
 
 
 def _alike(ends: Mapping[int, Mapping[str, Sequence[Box]]]) -> list[tuple[list[int], Mapping[str, Sequence[Box]]]]:
-    """Endpoints of one and the same mapping together."""
+    """Group endpoints that share one mapping object."""
     found: dict[int, tuple[list[int], Mapping[str, Sequence[Box]]]] = {}
     for end, boxes in sorted(ends.items()):
         found.setdefault(id(boxes), ([], boxes))[0].append(end)
@@ -113,7 +114,7 @@ def _alike(ends: Mapping[int, Mapping[str, Sequence[Box]]]) -> list[tuple[list[i
 
 
 def _owned(name: str, groups: Iterable[tuple[list[int], Mapping[str, Sequence[Box]]]]) -> dict[Box, Ends]:
-    """Whose the boxes of a tensor are."""
+    """Return the owners of each box of a tensor."""
     found: dict[Box, Ends] = {}
     for ends, boxes in groups:
         for box in boxes.get(name, ()):
@@ -122,11 +123,11 @@ def _owned(name: str, groups: Iterable[tuple[list[int], Mapping[str, Sequence[Bo
 
 
 def _cells(name: str, having: Mapping[Box, Sequence[int]], needing: Mapping[Box, Sequence[int]]) -> list[_Cell]:
-    """What is needed of a tensor, by who has it and who needs it, in as large boxes as can be."""
+    """Return the needed elements of a tensor by holders and receivers, in boxes as large as possible."""
     if not needing:
         return []
     everyone = (*having, *needing)
-    axes = len(everyone[0])  # none of a scalar
+    axes = len(everyone[0])  # none for a scalar
     cuts = [np.unique([each for box in everyone for each in box[axis]]) for axis in range(axes)]
     covers = [_covered(box, cuts) for box in everyone]
     kinds, kind_of = np.unique(np.stack(covers).reshape(len(covers), -1), axis=1, return_inverse=True)
@@ -142,13 +143,13 @@ def _cells(name: str, having: Mapping[Box, Sequence[int]], needing: Mapping[Box,
             continue
         boxes = _merged(places, cuts)
         if not holders:
-            raise ValueError(f"{name}: nobody has {boxes[0]}")
+            raise ValueError(f"{name}: no endpoint has {boxes[0]}, which is needed")
         found.append((holders, needed, boxes))
     return found
 
 
 def _boxes(parameter: Parameter, layouts: Iterable[TrainerLayout | EngineLayout]) -> dict[Box, list[int]]:
-    """Whose they are."""
+    """Return the owners of each box of a parameter."""
     found: dict[Box, list[int]] = {}
     for layout in layouts:
         for rank, end in enumerate(layout.endpoints):
@@ -166,7 +167,7 @@ def _covered(box: Box, cuts: Sequence[Ints]) -> npt.NDArray[np.bool_]:
 
 
 def _merged(cells: Sequence[Sequence[int]], cuts: Sequence[Ints]) -> list[Box]:
-    """Neighbours are one, along the last axis first: what is contiguous in memory stays so."""
+    """Merge adjacent cells into boxes, along the last axis first, so that contiguous memory stays contiguous."""
     boxes: list[Box] = [
         tuple((int(cut[at]), int(cut[at + 1])) for cut, at in zip(cuts, cell, strict=True)) for cell in cells
     ]

@@ -1,9 +1,8 @@
-"""Waves of depth 0 for small pieces: each is sent on in a later wave than the one it came in. Pure.
+"""Plan waves of depth 0 for small pieces: each is forwarded in a later wave than the one it arrived in. Pure.
 
-Below others in the same wave, a piece waits for a whole chunk at each edge; one that is no larger than a few chunks is
-there sooner when nobody waits. In each wave everybody who has a piece sends it to one who lacks it, the oldest first,
-so that those with few copies find their senders free; and of each kind one enters each pod, as the older are done with.
-"""
+Below others in the same wave, a piece waits for a whole chunk at each edge; a piece of a few chunks arrives sooner
+without such waits. In each wave every endpoint with a piece sends it to one that lacks it, the oldest piece first, so
+that rare pieces find free senders. Of each kind, one piece enters each pod as older ones finish."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from planner.sync_tree.edges import EdgeRow, wave_of
 from planner.sync_tree.model import BITS, Floats, Ints, SyncProblem, Unreachable, Wave
 from planner.sync_tree.pieces import by_pod, cut_to
 
-_LESS = 1 - 1e-9  # what rounding may cost
+_LESS = 1 - 1e-9  # tolerance for rounding
 _LOOK_AHEAD = 16  # pieces that a pod may choose from
 
 
@@ -33,29 +32,29 @@ class _Piece:
 
 @dataclass(slots=True)
 class _Group:
-    """Pieces that the same receivers of a pod miss and nobody in it has, in order."""
+    """Pieces in order that the same receivers of a pod miss and no endpoint in it has."""
 
     pod: int
     receivers: Ints
-    least_gbps: float  # of their NICs
+    least_gbps: float  # of the receivers' NICs
     waiting: list[_Piece] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class _Budget:
-    """What is left of a wave, in gigabits, and circuits."""
+    """The remaining capacity of a wave, in gigabits and circuits."""
 
     sent: Floats  # [endpoint]
     received: Floats  # [endpoint]
     tor_out: Floats  # [ToR]
     tor_in: Floats  # [ToR]
     circuits: Ints  # [pod]
-    between: Ints | None  # [pod, pod], where only some lead to each other
+    between: Ints | None  # [pod, pod]; None: any pods can be connected
 
 
 def rounds(problem: SyncProblem, piece_bytes: int) -> Iterator[Wave]:
-    """Shards are cut into equal pieces of at most `piece_bytes`. Raises Unreachable where something is missing that no
-    wave can bring."""
+    """Yield waves for shards cut into equal pieces of at most `piece_bytes`. Raises Unreachable if no wave can bring
+    what is missing."""
     making = _Rounds(problem, piece_bytes)
     while making.left:
         yield making.wave()
@@ -66,14 +65,15 @@ class _Rounds:
         self._problem = problem
         self._members = [np.flatnonzero(problem.pod == pod) for pod in range(len(problem.pods))]
         below = np.bincount(problem.tor, weights=problem.nic_gbps, minlength=len(problem.tors))
-        self._is_ample = bool((problem.tor_gbps >= below).all())  # no ToR can ever be in the way
+        self._is_ample = bool((problem.tor_gbps >= below).all())  # no ToR can be a bottleneck
         self._pieces = _pieces(problem, piece_bytes)
         self._has = np.zeros((len(self._pieces), len(problem.endpoints)), dtype=bool)  # at the start of the wave
         self._missing = np.zeros_like(self._has)
         self._sources: list[list[int]] = []  # [piece], pods
-        self._inside: dict[tuple[int, int], None] = {}  # [piece, pod], oldest first: some have it there, others not
+        # [piece, pod], oldest first: some endpoints there have it, others do not
+        self._inside: dict[tuple[int, int], None] = {}
         self._needing: list[set[int]] = []  # [piece], pods
-        # Of each endpoint the pieces that it has and others beside it lack.
+        # By endpoint, the pieces that it has and others in its pod lack.
         self._busy = np.zeros(len(problem.endpoints), dtype=np.int64)
         groups: dict[tuple[int, tuple[int, ...]], _Group] = {}
         for piece in self._pieces:
@@ -104,7 +104,7 @@ class _Rounds:
             float(problem.nic_gbps[used].min(initial=np.inf)),
             float(positive.min(initial=np.inf)),
         )
-        self._rows: list[tuple[_Piece, Ints, Ints, int]] = []  # sources, destinations, circuits of each
+        self._rows: list[tuple[_Piece, Ints, Ints, int]] = []  # per piece: sources, destinations, circuits
 
     @property
     def left(self) -> bool:
@@ -126,22 +126,22 @@ class _Rounds:
             between=None if problem.pairs is None else problem.pairs.circuits.copy(),
         )
         self._rows = []
-        # The smaller ones fill what those leave that the wave is as long as: else these would find nobody free.
+        # Largest first; smaller pieces fill the capacity that remains.
         for number, pod in sorted(self._inside, key=lambda each: -self._pieces[each[0]].bytes.bit_length()):
             self._spread(budget, self._pieces[number], self._members[pod])
         taken = [0.0] * len(self._groups)
         for least_bytes in (largest // 2, 0):
             self._enter(budget, seconds, least_bytes, taken)
         if not self._rows:
-            raise Unreachable("shards are missing in PoDs that no circuit leads to")
+            raise Unreachable("no circuit leads to PoDs that need shards")
         return self._finished()
 
     def _spread(self, budget: _Budget, piece: _Piece, ends: Ints) -> None:
-        """Inside a pod, everybody who has it and is free to one who lacks it and is."""
+        """Inside a pod, send the piece from free endpoints that have it to free endpoints that lack it."""
         size = piece.gigabits * _LESS
         sources = ends[self._has[piece.number, ends] & (budget.sent[ends] >= size)]
         missing = ends[self._missing[piece.number, ends] & (budget.received[ends] >= size)]
-        # To those first who have least to send on: whoever sends one piece cannot send another.
+        # Endpoints with the least to forward come first, because an endpoint that sends one piece cannot send another.
         missing = missing[np.argsort(self._busy[missing], kind="stable")]
         while len(sources) and len(missing):
             if self._is_ample:
@@ -156,7 +156,7 @@ class _Rounds:
             missing = missing[self._missing[piece.number, missing]]
 
     def _through_tors(self, budget: _Budget, size: float, sources: Ints, missing: Ints) -> tuple[Ints, Ints]:
-        """Pairs below the same ToR where there are, else as far as both ToRs have room."""
+        """Return pairs below the same ToR if possible, otherwise as far as both ToRs have capacity."""
         tor = self._problem.tor
         out, into = budget.tor_out.copy(), budget.tor_in.copy()
         lacking = missing.tolist()
@@ -177,7 +177,8 @@ class _Rounds:
         return columns[0], columns[1]
 
     def _enter(self, budget: _Budget, seconds: float, least_bytes: int, taken: list[float]) -> None:
-        """Into other pods, as many as one receiver of the group can take in a wave. `taken`: gigabits, by group."""
+        """Send pieces into other pods, as many as one receiver of the group can take in a wave. `taken`: gigabits, by
+        group."""
         order = sorted(
             (number for number, group in enumerate(self._groups) if group.waiting),
             key=lambda number: -sum(piece.bytes for piece in self._groups[number].waiting),
@@ -196,11 +197,13 @@ class _Rounds:
             order = again
 
     def _cross(self, budget: _Budget, group: _Group, least_bytes: int) -> _Piece | None:
-        """Rather from where it is not needed, and of that what no other pod has yet; then on from another pod: that
-        takes two of the circuits by which pods receive."""
+        """Send one piece into the group's pod and return it, or None.
+
+        Preferred sources are pods that do not need the piece, and preferred pieces those that no other pod has yet. A
+        pod that also needs the piece comes last, as this uses two of the circuits by which pods receive."""
         best: tuple[int, _Piece, int, int] | None = None
         seeds: dict[int, int | None] = {}  # [bytes]
-        least = 2 if not budget.circuits[self._roots].any() else 0 if self._unseen else 1  # rank that can be
+        least = 2 if not budget.circuits[self._roots].any() else 0 if self._unseen else 1  # lowest possible rank
         for piece in group.waiting[:_LOOK_AHEAD]:
             if piece.bytes < least_bytes:
                 break
@@ -242,7 +245,7 @@ class _Rounds:
         return int(free[np.argmin(self._busy[free])]) if len(free) else None
 
     def _send(self, budget: _Budget, piece: _Piece, src: Ints, dst: Ints, circuits: int) -> None:
-        """No endpoint twice in either."""
+        """Record transfers. `src` and `dst` must not contain an endpoint twice."""
         budget.sent[src] -= piece.gigabits
         budget.received[dst] -= piece.gigabits
         tor = self._problem.tor
@@ -272,7 +275,8 @@ class _Rounds:
 
 
 def _pieces(problem: SyncProblem, piece_bytes: int) -> list[_Piece]:
-    """Largest first, so that those of a wave are alike; of alike ones, with other holders or receivers in turn."""
+    """Return the pieces, largest first, so that those of a wave are similar; equal ones alternate between holders and
+    receivers."""
     counts: Counter[tuple[tuple[int, ...], tuple[int, ...]]] = Counter()
     order: list[tuple[int, int, int, int, int]] = []
     for number, shard in enumerate(problem.shards):

@@ -1,13 +1,12 @@
-"""What an engine's ranks load of each tensor of a checkpoint, by its Hugging Face name. Pure.
+"""Compute what an engine's ranks load of each tensor of a checkpoint, by its Hugging Face name. Pure.
 
-As vLLM divides decoders (`layout.py` has the sources). Too much costs bytes and too little costs the model, so whatever
-a name and shapes do not settle is needed whole: names that are not known here, divisions that do not come out even, KV
-heads of unknown size, shared experts, and the insides of experts that are one tensor. The embedding goes to the last
-stage, too: tied models load it there.
+Follows vLLM's division of decoders (`layout.py` lists the sources). Too much costs bytes, too little breaks the model,
+so a tensor is loaded whole if names and shapes do not settle its division: unknown names, uneven divisions, KV heads of
+unknown size, shared experts, and the insides of experts stored as one tensor. The embedding also goes to the last
+stage, because tied models load it there.
 
-Ranks are those of one replica: with data parallelism and no expert parallelism vLLM divides experts over DP x TP, and
-with experts that are moved about (EPLB) names say nothing; say TP and EP 1 there.
-"""
+Ranks are those of one replica. With data parallelism and no expert parallelism, vLLM divides experts over DP x TP, and
+with dynamic expert placement (EPLB) names do not determine the rank; set TP and EP to 1 there."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,7 +22,7 @@ from planner.sync_tree.ranges import ByteRanges
 Shapes = Mapping[str, tuple[int, ...]]
 
 _LAYER = re.compile(r"^(?:model\.|language_model\.model\.|model\.language_model\.)layers\.(\d+)\.")
-_DRAFT = re.compile(r"\.(?:eh_proj|enorm|hnorm)\.")  # of layers for multi-token prediction, which no stage counts
+_DRAFT = re.compile(r"\.(?:eh_proj|enorm|hnorm)\.")  # of layers for multi-token prediction, which belong to no stage
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _EXPERTS = re.compile(r"\.experts\.[a-z_]+(?:\.weight)?$")  # all in one tensor
 _EXPERTS_PART = re.compile(r"\.experts\.\d+\.(?P<part>gate_proj|up_proj|down_proj|w1|w2|w3)\.(?P<kind>weight)$")
@@ -37,15 +36,15 @@ _ROWS_ARE_OUTPUTS = frozenset({"q_proj", "gate_proj", "up_proj", "w1", "w3"})
 _COLUMNS_ARE_INPUTS = frozenset({"o_proj", "down_proj", "w2"})
 _VOCAB_MULTIPLE = 64  # vLLM pads a vocabulary's rows to a multiple of this
 
-# Bounds of what a process reports, for whoever validates it.
+# Limits for validating values that a process reports.
 RankCount = Annotated[int, Interval(ge=1, lt=2**31)]
 RankNumber = Annotated[int, Interval(ge=0, lt=2**31)]
 
 
 @dataclass(frozen=True, slots=True)
 class EngineShare:
-    """What an engine's peer needs of the weights: all, or what its ranks of TP, PP and EP load. Tensors whose names say
-    nothing of how they are divided are needed whole."""
+    """The part of the weights that an engine's peer needs: all, or what its ranks of TP, PP and EP load. Tensors with
+    undetermined division are needed whole."""
 
     tp: RankCount = 1
     tp_ranks: tuple[RankNumber, ...] = (0,)
@@ -62,7 +61,7 @@ class EngineShare:
 
 
 def needed_boxes(shapes: Shapes, share: EngineShare) -> dict[str, tuple[Box, ...]]:
-    """Of each tensor, what any of these ranks loads; tensors of which none loads anything are left out."""
+    """Return, for each tensor, the boxes that any of these ranks loads; unused tensors are left out."""
     tp, pp, ep = share.tp, share.pp, share.ep
     stage_of_layer = _stages(shapes, pp)
     expert_counts = _experts(shapes)
@@ -82,7 +81,7 @@ def needed_boxes(shapes: Shapes, share: EngineShare) -> dict[str, tuple[Box, ...
 
 
 def _stages(shapes: Shapes, pp: int) -> tuple[int, ...]:
-    """Stage of each layer; empty where layers cannot be counted."""
+    """Return the stage of each layer; empty if layers cannot be counted."""
     layers, drafts = set(), set()
     for name in shapes:
         if match := _LAYER.match(name):
@@ -103,7 +102,7 @@ def _is_on(name: str, stages: set[int], pp: int, stage_of_layer: tuple[int, ...]
 
 
 def _experts(shapes: Shapes) -> dict[str, int]:
-    """How many there are, by what comes before their number."""
+    """Return the number of experts, by the name's part before the expert's number."""
     counts: dict[str, int] = {}
     for name in shapes:
         if match := _EXPERT.search(name):
@@ -113,7 +112,8 @@ def _experts(shapes: Shapes) -> dict[str, int]:
 
 
 def _of_experts(name: str, whole: Box, counts: Mapping[str, int], ep: int, ranks: Iterable[int]) -> list[Box]:
-    """Experts go to ranks one after another, as evenly as can be; the first ranks have one more."""
+    """Return the ranks' part of a tensor of experts. Experts are divided evenly in order; the first ranks have one
+    more."""
     if match := _EXPERT.search(name):
         own = _even_experts(counts[name[: match.start()]], ep, ranks)
         return [whole] if any(first <= int(match[1]) < last for first, last in own) else []
@@ -131,7 +131,7 @@ def _even_experts(count: int, ep: int, ranks: Iterable[int]) -> list[Range]:
 def _divided(
     name: str, shape: tuple[int, ...], shapes: Shapes, tp: int, ranks: Sequence[int]
 ) -> tuple[int | None, list[Range]]:
-    """The axis that TP divides, and what these ranks have of it; None: they have all."""
+    """Return the axis that TP divides, and the ranks' ranges on it; None if they have all of it."""
     if tp == 1:
         return None, []
     if _VOCAB.match(name) and len(shape) == 2:
@@ -159,8 +159,10 @@ def _divided(
 
 
 def _kv_heads(name: str, shape: tuple[int, ...], shapes: Shapes) -> int:
-    """By the norm of one head; where there are as many as query heads, which TP divides, rows will do. 0: not known,
-    and they could be fewer than ranks, and copied."""
+    """Return the number of KV heads, or 0 if unknown.
+
+    It follows from the norm of one head. With as many KV heads as query heads, the rows suffice, because TP divides
+    those. Unknown heads could be fewer than ranks, and then copied."""
     before = name[: name.rindex(".self_attn.") + len(".self_attn.")]
     norm = shapes.get(f"{before}k_norm.weight")
     if norm is not None and len(norm) == 1 and shape[0] % norm[0] == 0:
@@ -170,6 +172,6 @@ def _kv_heads(name: str, shape: tuple[int, ...], shapes: Shapes) -> int:
 
 
 def _joined(ranges: Iterable[Range]) -> list[Range]:
-    """Neighbours as one, and nothing empty or twice."""
+    """Join adjacent ranges, without empty or duplicate ones."""
     found = ByteRanges((first, last - first) for first, last in ranges)
     return [(first, first + size) for first, size in found.ranges]

@@ -1,10 +1,10 @@
-"""Waves: which pieces run at once, and how they cross between pods (phase A). Pure; rates are of `edges.py`.
+"""Fill waves: choose the pieces that run at once, and their crossings between pods (phase A). Pure; `edges.py` sets
+rates.
 
-A wave is filled one piece and one pod at a time: whoever has least to receive in it yet and most left is next; as long
-as the wave delivers no less per second for it. A piece crosses into each pod once, to a seed; from a holder, or on from
-a pod that has it, so that a pod's circuits serve both ways. What finds no circuit, or only senders that would hold up
-the wave, waits for a later one.
-"""
+A wave is filled one piece and one pod at a time: the group with the least received in it and the most missing is next,
+while the wave's delivery rate does not drop. A piece crosses into each pod once, to a seed, from a holder or from
+another pod that has it, so that a pod's circuits are used in both directions. A piece without a circuit, or only with
+senders that would prolong the wave, waits for a later one."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -16,23 +16,23 @@ from planner.sync_tree.edges import EdgeLaying, equalise
 from planner.sync_tree.model import Ints, SyncProblem, Unreachable, Wave
 from planner.sync_tree.pieces import PodCrossing, ShardPiece, WaveDraft, by_pod, cut_to
 
-_LESS = 1 - 1e-9  # what rounding may cost
+_LESS = 1 - 1e-9  # tolerance for rounding
 _LOOK_AHEAD = 16  # pieces that a pod may choose from
 
 
 @dataclass(frozen=True, slots=True)
 class BroadcastStrategy:
-    """What is tried."""
+    """One way to cut shards and fill waves; the planner tries several and uses the fastest."""
 
-    piece_bytes: int  # shards are cut into equal pieces of at most this
-    crossing: float  # pieces that are to enter a pod at once, on average: circuits beyond them are for relaying
-    stripes: int  # trees that each piece has inside a pod, for equal parts of it
-    together: int  # pieces that an endpoint receives at once, where circuits suffice
+    piece_bytes: int  # maximum size of the equal pieces that shards are cut into
+    crossing: float  # average number of pieces that enter a pod at once; further circuits are for relaying
+    stripes: int  # trees per piece inside a pod, each for an equal part
+    together: int  # pieces that an endpoint receives at once, if circuits suffice
 
 
 @dataclass(slots=True)
 class PieceGroup:
-    """Pieces that the same receivers of a pod miss, in order."""
+    """Pieces in order that the same receivers of a pod miss."""
 
     pod: int
     receivers: Ints
@@ -41,7 +41,7 @@ class PieceGroup:
 
 
 def waves(problem: SyncProblem, style: BroadcastStrategy) -> Iterator[Wave]:
-    """Raises Unreachable where something is missing that no wave can bring."""
+    """Yield the waves. Raises Unreachable if no wave can bring what is missing."""
     filling = _Filling(problem, style)
     while filling.left:
         yield filling.wave()
@@ -57,7 +57,7 @@ class _Filling:
         self._starts = np.cumsum([0, *lengths[:-1]])
         self._everyone = np.concatenate([group.receivers for group in self._groups] or [np.zeros(0, dtype=np.int64)])
         self._group_gbps = [float(problem.nic_gbps[group.receivers].sum()) for group in self._groups]
-        # The fastest way into each pod.
+        # Gbps of the fastest circuit into each pod.
         self._into_gbps = problem.fastest_gbps.tolist()
         self._turn = 0
         self._waves = 0
@@ -69,12 +69,12 @@ class _Filling:
     def wave(self) -> Wave:
         making = self._draft(self._style.crossing)
         self._fill(making)
-        if not making.filled:  # each pod waits for something and keeps its circuits for that
+        if not making.filled:  # each pod waits for something and reserves its circuits for that
             making = self._draft(0.0)
             self._fill(making)
         self._waves += 1
         if not making.filled:
-            raise Unreachable("shards are missing in PoDs that no circuit leads to")
+            raise Unreachable("no circuit leads to PoDs that need shards")
         equalise(self._problem, making.crossings, making.circuits, making.between)
         wave = self._laying.wave(making)
         for pod, pieces in making.filled.items():
@@ -88,13 +88,13 @@ class _Filling:
         return wave
 
     def _draft(self, average: float) -> WaveDraft:
-        """`average`: circuits that a pod keeps for what it has to receive."""
+        """Return an empty wave. `average`: circuits that a pod reserves for receiving."""
         problem = self._problem
         wanting = np.zeros(len(problem.pods), dtype=np.int64)
         for group in self._groups:
             missing = sum(group.pod not in piece.sources for piece in group.pieces)
             wanting[group.pod] += min(missing, self._style.together)
-        # Pods take turns in having one more where the average is not whole.
+        # Pods alternate in reserving one more if the average is not an integer.
         turns = np.arange(len(wanting)) + self._waves
         kept = np.floor((turns + 1) * average) - np.floor(turns * average)
         reserved = np.minimum(wanting, kept.astype(np.int64))
@@ -131,7 +131,7 @@ class _Filling:
                 self._turn += 1
 
     def _most_roots(self, making: WaveDraft) -> tuple[int, int]:
-        """Of a piece, and of all pieces of a family, in one wave."""
+        """Return the maximum of roots in one wave per piece, and over all pieces of a family."""
         needed = {group.pod for group in self._groups if group.pieces}
         free = [pod for pod in range(len(self._problem.pods)) if pod not in needed]
         circuits = int(making.circuits[free].sum())
@@ -147,7 +147,7 @@ class _Filling:
     def _take(
         self, making: WaveDraft, group: PieceGroup, candidates: Sequence[ShardPiece], most_roots: tuple[int, int]
     ) -> ShardPiece | None:
-        """The one of the candidates that disturbs the wave least is in it then; None: none can be."""
+        """Add the candidate that delays the wave least and return it; None if none fits."""
         best: tuple[tuple[float, ...], ShardPiece, int, int, float] | None = None
         for order, piece in enumerate(candidates):
             floor_s = self._floor_s(making, group, piece)
@@ -177,12 +177,12 @@ class _Filling:
         own_s = float((making.received_s[group.receivers] + piece.gigabits / nic_gbps).max())
         if not making.delivered:
             own_s *= self._style.together
-        if group.pod not in piece.sources:  # over one circuit, where NICs are faster
+        if group.pod not in piece.sources:  # over one circuit, if NICs are faster
             own_s = max(own_s, piece.gigabits / self._into_gbps[group.pod])
         return max(making.floor_s, own_s)
 
     def _can_spread(self, making: WaveDraft, group: PieceGroup, piece: ShardPiece, floor_s: float) -> bool:
-        """Whether its receivers can send it to each other beside what they send already."""
+        """Return whether its receivers can send it to each other in addition to what they send already."""
         number = piece.groups[group.pod]
         inside = self._sent_inside(group, piece) * piece.gigabits
         return not inside or making.group_sent[number] + inside <= floor_s * self._group_gbps[number] / _LESS
@@ -206,7 +206,7 @@ class _Filling:
     def _ways(
         self, making: WaveDraft, piece: ShardPiece, into: int, floor_s: float, most_roots: tuple[int, int]
     ) -> Iterator[tuple[tuple[float, ...], int, int]]:
-        """Senders for a piece into another pod: how they rank, who they are, and the pods above."""
+        """Yield senders for a piece into another pod: rank, endpoint, and the number of pods above."""
         most, most_of_family = most_roots
         is_rooted = making.roots[id(piece)] >= most or making.family_roots[piece.family] >= most_of_family
         for pod, ends in piece.sources.items():
@@ -218,8 +218,8 @@ class _Filling:
             if self._may_send(making, pod, into):
                 yield self._rank(making, piece, seed, into, above, floor_s)
                 if self._style.stripes > 1:
-                    continue  # others have it in parts, none of which comes as fast as it would have to go
-                # Whoever has it from the seed: later, but the seed may have its hands full with its own pod.
+                    continue  # other endpoints receive it in parts, none of which arrives fast enough
+                # An endpoint that gets it from the seed is later, but the seed may be busy with its own pod.
                 other = self._least_busy(making, piece, piece.missing[pod], pod)
                 yield self._rank(making, piece, other, into, above + 1, floor_s)
 
@@ -262,7 +262,7 @@ class _Filling:
         making.seeds.setdefault(id(piece), {})[pod] = seed, above + 1
 
     def _least_busy(self, making: WaveDraft, piece: ShardPiece, ends: Ints, pod: int) -> int:
-        """Of these in a pod, by what they and their ToRs send; all else equal in turn, so that senders go round."""
+        """Return the least busy of these endpoints in a pod, by what they and their ToRs send; equal ones alternate."""
         key = id(ends), piece.bytes
         known = making.least.get(key)
         if known is None or known[0] != making.changes[pod]:
@@ -276,7 +276,7 @@ class _Filling:
         busy_s = np.maximum(sent_s, making.tor_out_s[tors])
         busy_s = np.where(problem.tor_gbps[tors] > 0, busy_s + piece.gigabits / problem.nic_gbps[ends], np.inf)
         least = np.flatnonzero(busy_s <= busy_s.min() / _LESS)
-        # Of equals, one whose neighbours below the same ToR send little: there a tree can go on.
+        # Among equals, prefer one whose neighbours below the same ToR send little, so that a tree can continue there.
         beside_s = np.bincount(tors, weights=sent_s)[tors[least]]
         freest: Ints = ends[least[beside_s <= beside_s.min() / _LESS]]
         return freest
@@ -302,7 +302,7 @@ def _grouped(problem: SyncProblem, style: BroadcastStrategy) -> list[PieceGroup]
     groups: list[PieceGroup] = []
     number_of: dict[tuple[int, tuple[int, ...]], int] = {}
     families: dict[tuple[int, ...], int] = {}
-    same: dict[tuple[int, ...], Ints] = {}  # one array for the same endpoints: what is known of it is known of all
+    same: dict[tuple[int, ...], Ints] = {}  # one array per set of endpoints, so that cached values are shared
     for number in _in_turn(problem):
         shard = problem.shards[number]
         missing, held = _by_pod(problem, shard.receivers, same), _by_pod(problem, shard.holders, same)
@@ -325,7 +325,7 @@ def _grouped(problem: SyncProblem, style: BroadcastStrategy) -> list[PieceGroup]
 
 
 def _in_turn(problem: SyncProblem) -> list[int]:
-    """Shards that are needed; those that are held in other pods alternate, so that all of these send all the time."""
+    """Return the needed shards. Those held in different pods alternate, so that all holders send all the time."""
     counts: Counter[frozenset[int]] = Counter()
     order: list[tuple[int, int]] = []
     for number, shard in enumerate(problem.shards):

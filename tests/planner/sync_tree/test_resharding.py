@@ -309,7 +309,7 @@ def _elements(shapes: dict[str, tuple[int, ...]], boxes: Any) -> dict[tuple[int,
 
 
 def test_what_nobody_has_is_said() -> None:
-    with pytest.raises(ValueError, match=r"w: nobody has \(\(2, 4\),\)"):
+    with pytest.raises(ValueError, match=r"w: no endpoint has \(\(2, 4\),\)"):
         reshard_boxes({"w": ((4,), 2)}, {0: {"w": [((0, 2),)]}}, {1: {"w": [((0, 4),)]}})
 
 
@@ -408,12 +408,12 @@ def test_names_are_known_on_both_sides() -> None:
     ("make", "told"),
     [
         (lambda: EngineLayout((1, 2), tp=4), "need 4 endpoints, got 2"),
-        (lambda: EngineLayout((1, 1), tp=2), "an endpoint of its own"),
+        (lambda: EngineLayout((1, 1), tp=2), "a different endpoint"),
         (lambda: EngineLayout((1, 2), pp=2), "stage_of_layer must be given"),
-        (lambda: TrainerLayout((1, 2), tp=2, ep=3), "a stage of 2 ranks cannot hold experts over 3"),
+        (lambda: TrainerLayout((1, 2), tp=2, ep=3), "a stage's 2 ranks must be a multiple of EP x expert TP, 3"),
         (lambda: megatron_stages(7, 2), "7 layers cannot be divided by 2 stages"),
         (lambda: reshard(QWEN3_32B.parameters(), TrainerLayout((0,)), engines(1, 1, 3)), "cannot be divided by TP 3"),
-        (lambda: Parameter("w", (4, 0), 2, ParameterSplit(0), 1), "w: every axis must have elements"),
+        (lambda: Parameter("w", (4, 0), 2, ParameterSplit(0), 1), "w: every axis must be >= 1"),
     ],
 )
 def test_what_cannot_be_is_said(make: Any, told: str) -> None:

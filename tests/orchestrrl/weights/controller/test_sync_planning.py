@@ -320,7 +320,7 @@ def test_what_does_not_fit_together_is_told_all_at_once() -> None:
 def test_what_no_trainer_has_is_told() -> None:
     source, one = trainer(0), peer("a")
     half = staged(0, source, {"model.norm.weight": (((0, 4),),)})
-    with pytest.raises(ProblemFaults, match=r"tensors.model.norm.weight: nobody has \(\(4, 8\),\)"):
+    with pytest.raises(ProblemFaults, match=r"tensors.model.norm.weight: no endpoint has \(\(4, 8\),\)"):
         plan_sync(3, [half], [source, one], network([source, one]), SETTINGS)
 
 

@@ -1,8 +1,7 @@
-"""A site's switches, agents and coordinator in virtual time: `async with harness(tmp_path) as harness: ...`.
+"""Run a site's switches, agents and coordinator in virtual time: `async with harness(tmp_path) as harness: ...`.
 
-Switches are virtual ones; agents say what a test has them say, each by a clock of its own; the journal is a real file.
-`kill` drops a daemon as the system does: nothing of it runs any more, and nothing is put in order.
-"""
+Switches are virtual; agents report what a test sets, each by its own clock; the journal is a real file. `kill` ends a
+daemon as the operating system does: none of its tasks runs on, and no cleanup takes place."""
 
 import asyncio
 from collections import deque
@@ -50,7 +49,7 @@ def train(
     return Intent(name, Stage.TRAIN, (traffic,), job=job)
 
 
-# Three periods that want different circuits: over the core, of one rail to the other in each PoD, and of one PoD alone.
+# Periods with different circuits: over the core, between the rails of each PoD, and inside one PoD.
 OVER_CORE = train("gradients", range(0, 16, 2), range(1, 16, 2))
 ACROSS_RAILS = train("experts", *((i, i + 3) for i in range(0, 16, 4)), operation=TrafficOperation.EP)
 GEN = Intent(
@@ -64,7 +63,7 @@ SYNC = Intent(
 
 
 class RestingClock(VirtualClock):
-    """Time goes on only when nothing is left to run at this instant."""
+    """Advances time only when no task is left to run at the current instant."""
 
     async def _settle(self) -> None:
         ready: deque[Any] = cast(Any, asyncio.get_running_loop())._ready
@@ -72,15 +71,15 @@ class RestingClock(VirtualClock):
             await asyncio.sleep(0)
             if not ready:
                 return
-        raise AssertionError("at this instant something runs for ever")
+        raise AssertionError("a task runs endlessly at this instant")
 
 
 class Killed(BaseException):
-    """The daemon is no more. Not an Exception: nothing in it may catch it."""
+    """Simulates the daemon's death. A BaseException, so that no handler in the daemon catches it."""
 
 
 class MortalJournal(Journal):
-    """Is full, or kills its daemon, at the n-th entry from now: before it is written or right after."""
+    """A journal that is full, or kills its daemon, at the n-th entry from now: before it is written or right after."""
 
     full_in: int | None = None
     kill_in: int | None = None
@@ -106,8 +105,8 @@ class MortalJournal(Journal):
 
 @dataclass
 class Agent:
-    """One host's, whose clock is `ahead_s` of the daemon's. Answers pings after `way_s` each way, and when it is armed
-    says again what it last found."""
+    """The agent of one host, whose clock is `ahead_s` ahead of the daemon's. Answers pings after `way_s` in each
+    direction, and repeats its last report when it is armed."""
 
     hub: WindowTracker
     clock: VirtualClock
@@ -136,7 +135,7 @@ class Agent:
         return self.clock.now_s() + self.ahead_s
 
     def quiet(self, length_s: float, job: str = "", since_s: float = 0.0) -> None:
-        """From `since_s` ago, for `length_s` from now."""
+        """Report quiet that began `since_s` ago and lasts `length_s` from now."""
         self._says(job, RemainingQuiet(3, self.now_s - since_s, self.now_s + length_s, 20, 0.01))
 
     def busy(self, job: str = "") -> None:
@@ -165,7 +164,8 @@ class Agent:
 
 @dataclass
 class Sent:
-    """A command at a switch. `window`: what the hub called one at that instant. `trains`: it needs one."""
+    """A command sent to a switch. `window`: the hub's window at that instant. `trains`: whether the change needs
+    one."""
 
     at_s: float
     switch: OcsId
@@ -174,7 +174,7 @@ class Sent:
 
 
 class Harness:
-    """`period`s are announced, `pass_time` lets them come about."""
+    """The parts of a site under test. Tests announce periods and let time pass."""
 
     def __init__(
         self,
@@ -217,7 +217,7 @@ class Harness:
     # --- the daemon
 
     def start(self) -> None:
-        """A daemon, with the journal of the one before."""
+        """Start a daemon on the journal of the previous one."""
         self.journal = MortalJournal(self._folder / "journal.sqlite", self.clock.now_s())
         self.journal.on_kill = self._die
         self.hub = WindowTracker(self.clock)
@@ -250,7 +250,7 @@ class Harness:
             task.cancel()
 
     async def kill(self) -> None:
-        """What it still does on its way out is not written down, and goes to no switch."""
+        """Kill the daemon: what it still does while it ends is not journalled and reaches no switch."""
         self.journal.kill_in = 0
         for agent in self.agents:
             agent.leave()
@@ -266,7 +266,7 @@ class Harness:
         self.journal.close()
 
     async def until_killed(self, life: Coroutine[Any, Any, None], entries: int) -> bool:
-        """Whether it was, before its life was over."""
+        """Run `life` and return whether the daemon was killed before it ended."""
         self.journal.kill_in = entries
         try:
             await life
@@ -282,13 +282,13 @@ class Harness:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self.journal.close()
 
-    # --- what is done in it
+    # --- actions
 
     async def pass_time(self, duration_s: float) -> None:
         await self.clock.advance(duration_s)
 
     async def during(self, work: Awaitable[T]) -> T:
-        """It needs time that passes."""
+        """Await work while time passes."""
         under_way = asyncio.ensure_future(work)
         while not under_way.done():
             await self.pass_time(0.005)
@@ -305,14 +305,14 @@ class Harness:
         return await self.over(self.coordinator.expect(intent, boundary=True))
 
     async def in_window(self, intent: Intent) -> PeriodReport:
-        """With all agents quiet for long."""
+        """Announce a period while all agents are quiet for long."""
         for agent in self.agents:
             for job in agent.jobs:
                 agent.quiet(60.0, job)
         period = self.coordinator.expect(intent)
         while not period.report.over:
             await self.pass_time(0.5)
-            for agent in self.agents:  # agents say it anew, as words grow old
+            for agent in self.agents:  # agents repeat their reports, which expire
                 for job in agent.jobs:
                     agent.quiet(60.0, job)
         return period.report
@@ -326,11 +326,10 @@ class Harness:
     def fail(self, switch: str, fault: DeviceFault) -> None:
         self.switches[OcsId(switch)].model.inject(fault)
 
-    # --- what is seen in it
+    # --- observations
 
     def up(self, lit: bool = False) -> frozenset[PortPair]:
-        """By the glass itself: all that is there, or that whose mirrors have come to rest. A cross-connect of which
-        one way is missing raises."""
+        """Return the cross-connects on the devices, or only tuned ones if `lit`. Raises if one direction is missing."""
         found: set[PortPair] = set()
         for id, switch in self.switches.items():
             facts = switch.model.facts
@@ -345,7 +344,7 @@ class Harness:
         return frozenset(found)
 
     def up_anyhow(self) -> frozenset[PortPair]:
-        """What is there, be it one way only."""
+        """Return the cross-connects on the devices, one-way ones included."""
         return frozenset(
             self._of_site(id, circuit.cross_connect)
             for id, switch in self.switches.items()
@@ -356,7 +355,7 @@ class Harness:
         return self.switches[OcsId(switch)].model
 
     def pairs(self) -> set[Pair]:
-        """That light can pass between now."""
+        """Return the pairs that light can pass between now."""
         ends = {self.coordinator.site.cabling.ends(each) for each in self.up(lit=True)}
         return {pair for pair in ends if pair is not None}
 
@@ -376,7 +375,7 @@ class Harness:
         return plan
 
     def _note_commands(self, id: OcsId, switch: VirtualSwitch) -> None:
-        """Of each commit the instant, with what hub and coordinator know then."""
+        """Record the instant of each commit, with the window and period at that time."""
         really = switch.commit
 
         async def commit(diff: Any, expect_revision: int) -> Any:
@@ -386,7 +385,7 @@ class Harness:
                 window = self.hub.window({now.intent.job: now.intent.ranks})
                 if isinstance(window, Window) and not window.opened_s <= self.clock.now_s() < window.until_s:
                     window = Hold("window_closed", str(window))
-            if expect_revision == diff.revision:  # else a change that was begun is brought to its end
+            if expect_revision == diff.revision:  # otherwise a change that had begun is completed
                 trains = now is not None and now.intent.stage is Stage.TRAIN
                 self.sent.append(Sent(self.clock.now_s(), id, window, trains))
             return await really(diff, expect_revision)

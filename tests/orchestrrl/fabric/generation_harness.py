@@ -1,5 +1,5 @@
-"""The harness of redeployments under an optical fabric of virtual switches: four servers of one GPU generate, each
-below a ToR of its own. Virtual time."""
+"""Run the redeployment harness with an optical fabric of virtual switches, in virtual time: four servers of one GPU
+generate, each below its own ToR."""
 
 import asyncio
 from collections import Counter
@@ -28,15 +28,15 @@ from planner.fabric.model import port_pair
 from planner.fabric.topology import SwitchModel
 from planner.fabric.windows import CommitTimes
 
-FIRST_GPU = 4  # those before are of the PoD that trains
+FIRST_GPU = 4  # earlier ones belong to the PoD that trains
 TORS = tuple(f"gen0/b{server}-r0" for server in range(4))
 MESH = {(a, b): 1 for n, a in enumerate(TORS) for b in TORS[n + 1 :]}
-PAIRS = {TORS[:2]: 3, TORS[2:]: 3}  # what two engines of two GPUs need
+PAIRS = {TORS[:2]: 3, TORS[2:]: 3}  # needed by two engines of two GPUs
 PORTS = 32
 
 
 class FabricHarness:
-    """`daemon()` is the harness's, with circuits that follow."""
+    """A redeployment harness whose circuits follow the deployment."""
 
     def __init__(
         self, harness: Harness, *, device_s: float = 0.025, within_s: float = 10.0, first_gpu: int = FIRST_GPU
@@ -53,7 +53,7 @@ class FabricHarness:
         self.agg = self.switches[next(each.id for each in self.site.switches if each.pod == "gen0")]
         self.within_s = within_s
         self.first_gpu = first_gpu
-        self.let_in_under: list[dict[tuple[str, str], int]] = []  # circuits, each time that requests were let in
+        self.let_in_under: list[dict[tuple[str, str], int]] = []  # circuits at each admission of an engine
         self.fabric: Any = None
         self.gen: Any = None
 
@@ -97,7 +97,7 @@ class FabricHarness:
                     await running
 
     def circuits(self) -> dict[tuple[str, str], int]:
-        """Between ToRs of the PoD that generates, as the glass has them."""
+        """Return the circuits between ToRs of the PoD that generates, as the devices show them."""
         found: Counter[tuple[str, str]] = Counter()
         for id, switch in self.switches.items():
             for each in switch.model.circuits():
@@ -108,6 +108,6 @@ class FabricHarness:
         return dict(found)
 
     def admitted(self) -> str:
-        """What the admit step of the last redeployment said."""
+        """Return the detail of the last redeployment's admit step."""
         steps = self.harness.redeployer.report().steps
         return str([each.detail for each in steps if each.step.kind is StepKind.ADMIT and each.detail][-1])

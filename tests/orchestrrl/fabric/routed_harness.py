@@ -1,4 +1,4 @@
-"""A site's harness whose coordinator has packets follow circuits, on virtual ToRs that light joins: `RoutedHarness`."""
+"""The site harness with packet routing, on virtual ToRs that light connects: `RoutedHarness`."""
 
 import asyncio
 from dataclasses import replace
@@ -26,8 +26,8 @@ async def inline(work: Any) -> Any:
 
 
 class Light:
-    """Joins the interfaces of virtual ToRs as the mirrors of virtual switches have it, and looks for packets that are
-    sent into the dark."""
+    """Connects the interfaces of virtual ToRs according to the mirrors of virtual switches, and detects packets sent
+    into the dark."""
 
     def __init__(self, harness: Harness) -> None:
         self.harness = harness
@@ -41,11 +41,11 @@ class Light:
         self.domain = RoutingDomain(
             {tor: TorRouter(f"192.0.2.{n}", (f"10.0.{n}.0/24",)) for n, tor in enumerate(tors, start=1)}
         )
-        self.dark: list[str] = []  # what was sent where nobody is
+        self.dark: list[str] = []  # packets sent to interfaces without a far end
         self.joined: dict[RoutedLink, Lit] = {}
-        self.cut: set[RoutedLink] = set()  # fibres that somebody has pulled
-        self.broken: set[Port] = set()  # ports whose fibre lets no light through
-        self.plugged = dict(self.interfaces)  # what is really behind each port
+        self.cut: set[RoutedLink] = set()  # fibres that were unplugged
+        self.broken: set[Port] = set()  # ports whose fibre blocks light
+        self.plugged = dict(self.interfaces)  # the fibre actually plugged in at each port
         self.own: set[Interface] = set()
         self._lit: tuple[frozenset[PortPair], tuple[Lit, ...]] = (frozenset(), ())
 
@@ -66,7 +66,7 @@ class Light:
         return self._lit[1]
 
     def back(self) -> set[Interface]:
-        """Where a ToR gets its own light."""
+        """Loop a ToR's light back to itself."""
         found: set[Interface] = set()
         for pair in self.up():
             one, other = ends = [(pair.switch, port) for port in pair.ports]
@@ -76,7 +76,7 @@ class Light:
         return found
 
     def swap(self, one: Port, other: Port) -> None:
-        """Plug each of two fibres in where the other belongs."""
+        """Swap two fibres."""
         self.plugged[one], self.plugged[other] = self.plugged[other], self.plugged[one]
         self._lit = (frozenset(), ())
 
@@ -108,7 +108,7 @@ class Light:
 
 
 class RoutedHarness(Harness):
-    """Whose coordinator has packets follow circuits."""
+    """A site harness whose coordinator routes packets over circuits."""
 
     def start(self) -> None:
         self.light = Light(self)

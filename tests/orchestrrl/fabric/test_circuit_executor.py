@@ -1,4 +1,4 @@
-"""Changes of circuits: done and verified, or undone; resumed by what the switch shows, from every interrupted point."""
+"""Circuit changes are done and verified, or undone; they resume by the switch's state from every interrupted point."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -81,7 +81,7 @@ async def connect(executor: CircuitExecutor, *pairs: CrossConnect, mode: ChangeM
     assert (await executor.change("ocs1", CircuitChange(pairs), mode)).done
 
 
-async def test_a_change_is_journalled_before_and_after(executor: CircuitExecutor, journal: Journal) -> None:
+async def test_change_is_journalled_before_and_after(executor: CircuitExecutor, journal: Journal) -> None:
     outcome = await executor.change("ocs1", CircuitChange(OLD), ChangeMode.SAFE)
     assert outcome.done
     assert written(journal) == [("circuits.intent", None), ("circuits.result", True)]
@@ -92,7 +92,7 @@ async def test_a_change_is_journalled_before_and_after(executor: CircuitExecutor
     assert executor.open == ()
 
 
-async def test_what_is_so_already_is_not_journalled(executor: CircuitExecutor, journal: Journal) -> None:
+async def test_unneeded_change_is_not_journalled(executor: CircuitExecutor, journal: Journal) -> None:
     await connect(executor, *OLD)
     outcome = await executor.change("ocs1", CircuitChange(OLD), ChangeMode.SAFE)
     assert outcome.done
@@ -100,13 +100,13 @@ async def test_what_is_so_already_is_not_journalled(executor: CircuitExecutor, j
     assert len(written(journal)) == 2
 
 
-async def test_evictions_are_told(executor: CircuitExecutor) -> None:
+async def test_outcome_lists_evictions(executor: CircuitExecutor) -> None:
     await connect(executor, *OLD, BYSTANDER)
     outcome = await executor.change("ocs1", CircuitChange(NEW[:1]), ChangeMode.UPDATE)
     assert outcome.evicted == OLD
 
 
-async def test_a_refused_change_leaves_no_trace_in_the_glass(
+async def test_refused_change_leaves_switch_unchanged(
     executor: CircuitExecutor, journal: Journal, switch: VirtualSwitch
 ) -> None:
     await connect(executor, *OLD)
@@ -118,7 +118,7 @@ async def test_a_refused_change_leaves_no_trace_in_the_glass(
     assert len(written(journal)) == 2
 
 
-async def test_a_partial_commit_is_completed(executor: CircuitExecutor, switch: VirtualSwitch) -> None:
+async def test_partial_commit_is_completed(executor: CircuitExecutor, switch: VirtualSwitch) -> None:
     for silent in (False, True):
         switch.model.inject(DeviceFault(DeviceFaultKind.PARTIAL_COMMIT, items=1, silent=silent))
         outcome = await executor.change("ocs1", CircuitChange(OLD), ChangeMode.OVERWRITE)
@@ -127,7 +127,7 @@ async def test_a_partial_commit_is_completed(executor: CircuitExecutor, switch: 
         await executor.change("ocs1", CircuitChange(disconnect=OLD), ChangeMode.SAFE)
 
 
-async def test_what_does_not_take_is_rolled_back_as_a_whole(
+async def test_failed_change_is_rolled_back_as_a_whole(
     executor: CircuitExecutor, journal: Journal, switch: VirtualSwitch
 ) -> None:
     await connect(executor, *OLD, BYSTANDER)
@@ -143,8 +143,8 @@ async def test_what_does_not_take_is_rolled_back_as_a_whole(
     assert written(journal)[-1] == ("circuits.result", False)
 
 
-async def test_a_change_that_cannot_be_undone_says_what_is_where(journal: Journal, clock: VirtualClock) -> None:
-    # Port 17 fails while the commit waits for the stuck mirror of port 2: there is no way on and no way back.
+async def test_change_that_cannot_be_undone_reports_switch_state(journal: Journal, clock: VirtualClock) -> None:
+    # Port 17 fails while the commit waits for the stuck mirror of port 2: neither completion nor rollback is possible.
     faults = [{"at_s": 0.0, "kind": "stick_mirror", "port": 2}, {"at_s": 0.5, "kind": "fail_port", "port": 17}]
     switch = VirtualSwitch("ocs1", clock=clock, faults=faults)
     executor = CircuitExecutor({"ocs1": switch}, journal, clock)
@@ -159,7 +159,7 @@ async def test_a_change_that_cannot_be_undone_says_what_is_where(journal: Journa
     assert executor.open == ()
 
 
-async def test_light_that_does_not_come_is_told_but_stays_connected(
+async def test_change_without_light_is_reported_but_stays_connected(
     executor: CircuitExecutor, switch: VirtualSwitch
 ) -> None:
     switch.model.inject(DeviceFault(DeviceFaultKind.UNPLUG, 17))
@@ -176,10 +176,10 @@ def operation(diff: CircuitDiff, valid_until_s: float) -> CircuitOperation:
 
 @pytest.mark.parametrize("expired", [False, True])
 @pytest.mark.parametrize("done", range(5))
-async def test_a_restarted_daemon_ends_a_change_from_every_point(
+async def test_restarted_daemon_ends_change_from_every_point(
     done: int, expired: bool, switch: VirtualSwitch, journal: Journal, clock: VirtualClock
 ) -> None:
-    """The order was written down, `done` of its four steps were carried out, and the daemon died."""
+    """The order was journalled, `done` of its four steps were carried out, and then the daemon died."""
     executor = CircuitExecutor({"ocs1": switch}, journal, clock)
     await connect(executor, *OLD, BYSTANDER)
     diff = await switch.plan(CircuitChange(NEW), ChangeMode.UPDATE)
@@ -206,11 +206,11 @@ async def test_a_restarted_daemon_ends_a_change_from_every_point(
 
 
 @pytest.mark.parametrize(("by", "ended"), [("settling", [True]), ("change", [True, True]), ("commit", [True, False])])
-async def test_an_unknown_outcome_stays_open_until_the_switch_is_read(
+async def test_unknown_outcome_stays_open_until_switch_is_read(
     journal: Journal, clock: VirtualClock, by: str, ended: list[bool]
 ) -> None:
     class Unreadable(VirtualSwitch):
-        """Takes a commit, and is out of reach afterwards."""
+        """Accepts a commit and is unreachable afterwards."""
 
         reachable = True
 
@@ -246,14 +246,14 @@ async def test_an_unknown_outcome_stays_open_until_the_switch_is_read(
         await executor.settle()
     elif by == "change":
         assert (await executor.change("ocs1", CircuitChange((BYSTANDER,)), ChangeMode.SAFE)).done
-    else:  # which finds the switch another than it was when it was prepared
+    else:  # the switch has changed since it was prepared
         with pytest.raises(CircuitConflict):
             await executor.commit(later)
     assert executor.open == ()
     assert [entry.body["done"] for entry in journal.tail(100, (EntryKind.CIRCUITS_RESULT,))] == [False, *ended]
 
 
-async def test_what_somebody_else_has_overtaken_is_left_alone(
+async def test_change_with_later_conflict_is_left_alone(
     switch: VirtualSwitch, journal: Journal, clock: VirtualClock
 ) -> None:
     executor = CircuitExecutor({"ocs1": switch}, journal, clock)
@@ -272,7 +272,7 @@ async def test_what_somebody_else_has_overtaken_is_left_alone(
     assert not result.body["done"]
 
 
-async def test_a_switch_that_is_no_longer_configured_is_closed_and_said(journal: Journal, clock: VirtualClock) -> None:
+async def test_change_on_removed_switch_is_closed_with_reason(journal: Journal, clock: VirtualClock) -> None:
     gone = operation(CircuitDiff(ChangeMode.SAFE, 1, frozenset(), (), OLD), clock.now_s() + VALID_S)
     journal.append(clock.now_s(), EntryKind.CIRCUITS_INTENT, gone.id, operation_to_json(gone))
     executor = CircuitExecutor({}, journal, clock)
@@ -281,7 +281,7 @@ async def test_a_switch_that_is_no_longer_configured_is_closed_and_said(journal:
     assert journal.tail(1)[0].body["detail"] == "the switch is no longer configured"
 
 
-async def test_changes_on_one_switch_take_turns(executor: CircuitExecutor, switch: VirtualSwitch) -> None:
+async def test_changes_on_one_switch_are_serialised(executor: CircuitExecutor, switch: VirtualSwitch) -> None:
     pairs = [CrossConnect(port, port + 16) for port in range(1, 9)]
     outcomes = await asyncio.gather(
         *(executor.change("ocs1", CircuitChange((pair,)), ChangeMode.SAFE) for pair in pairs)
@@ -290,14 +290,14 @@ async def test_changes_on_one_switch_take_turns(executor: CircuitExecutor, switc
     assert await shown(switch) == frozenset(pairs)
 
 
-def test_an_operation_survives_the_journal() -> None:
+def test_operation_round_trips_through_journal() -> None:
     diff = CircuitDiff(ChangeMode.UPDATE, 12345, frozenset({*OLD, BYSTANDER}), OLD, NEW, OLD[:1])
     original = operation(diff, 1060.5)
     assert operation_from_json(original.id, operation_to_json(original)) == original
 
 
 class ArmingSwitch(VirtualSwitch):
-    """Makes commits ready ahead, and notes what it is asked for and how many entries were in the journal then."""
+    """Prepares commits in advance, and records its calls with the number of journal entries at the time."""
 
     noted: list[tuple[str, int]]
     journal: Journal
@@ -332,7 +332,7 @@ def arming(journal: Journal, clock: VirtualClock) -> ArmingSwitch:
     return switch
 
 
-async def test_what_is_prepared_is_armed_before_it_is_written_down(
+async def test_prepared_change_is_armed_before_journalling(
     arming: ArmingSwitch, journal: Journal, clock: VirtualClock
 ) -> None:
     executor = CircuitExecutor({"ocs1": arming}, journal, clock)
@@ -352,7 +352,7 @@ async def test_what_is_prepared_is_armed_before_it_is_written_down(
     assert await shown(arming) == frozenset(OLD)
 
 
-async def test_what_cannot_be_armed_is_committed_all_the_same(
+async def test_change_that_cannot_be_armed_is_committed_anyway(
     arming: ArmingSwitch, journal: Journal, clock: VirtualClock
 ) -> None:
     executor = CircuitExecutor({"ocs1": arming}, journal, clock)
@@ -362,7 +362,7 @@ async def test_what_cannot_be_armed_is_committed_all_the_same(
     assert [what for what, _ in arming.noted] == ["arm"]
 
 
-async def test_a_change_that_cannot_be_written_down_is_not_armed_any_more(
+async def test_change_that_cannot_be_journalled_is_disarmed(
     arming: ArmingSwitch, journal: Journal, clock: VirtualClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     executor = CircuitExecutor({"ocs1": arming}, journal, clock)
@@ -377,9 +377,7 @@ async def test_a_change_that_cannot_be_written_down_is_not_armed_any_more(
     assert [what for what, _ in arming.noted] == ["arm", "disarm"]
 
 
-async def test_a_fault_of_ours_with_one_switch_is_counted_and_the_others_are_settled(
-    journal: Journal, clock: VirtualClock
-) -> None:
+async def test_defect_of_one_switch_is_counted_and_others_are_settled(journal: Journal, clock: VirtualClock) -> None:
     class Odd(VirtualSwitch):
         odd = False
 
@@ -390,7 +388,7 @@ async def test_a_fault_of_ours_with_one_switch_is_counted_and_the_others_are_set
 
     odd, sound = Odd("a", clock=clock), VirtualSwitch("b", clock=clock)
     before = CircuitExecutor({"a": odd, "b": sound}, journal, clock)
-    for switch in "ab":  # written down, and the daemon is gone
+    for switch in "ab":  # journalled before the daemon stopped
         await before.prepare(switch, CircuitChange(OLD), 60.0)
     odd.odd = True
     executor = CircuitExecutor({"a": odd, "b": sound}, journal, clock)
@@ -406,7 +404,7 @@ async def test_a_fault_of_ours_with_one_switch_is_counted_and_the_others_are_set
     running.cancel()
 
 
-async def test_settling_goes_on_after_a_full_journal_and_a_fault_of_ours(
+async def test_settling_continues_after_full_journal_and_defect(
     executor: CircuitExecutor, journal: Journal, clock: VirtualClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unwanted = await executor.prepare("ocs1", CircuitChange(OLD), 60.0)
@@ -434,7 +432,7 @@ async def test_settling_goes_on_after_a_full_journal_and_a_fault_of_ours(
 
 
 class Credulous(VirtualSwitch):
-    """It reports a rollback as done, and has sent and read nothing."""
+    """Reports a rollback as done without sending or reading anything."""
 
     async def rollback(self, diff: CircuitDiff) -> CommitResult:
         return CommitResult((), diff.revision, 0)
@@ -454,9 +452,7 @@ class LosesTheLineAfterRollback(VirtualSwitch):
         return await super().cross_connects()
 
 
-async def test_a_rollback_is_read_back_before_the_switch_is_said_to_be_as_it_was(
-    clock: VirtualClock, journal: Journal
-) -> None:
+async def test_rollback_is_read_back_before_success_is_reported(clock: VirtualClock, journal: Journal) -> None:
     switch = Credulous("ocs1", clock=clock, link_timeout_s=0.2)
     executor = CircuitExecutor({"ocs1": switch}, journal, clock)
     switch.model.inject(DeviceFault(DeviceFaultKind.STICK_MIRROR, OLD[0].ingress_port))
@@ -466,7 +462,7 @@ async def test_a_rollback_is_read_back_before_the_switch_is_said_to_be_as_it_was
     assert outcome.detail.endswith("rolled back, but the switch still differs: 1:17 is up; 2:18 is up")
 
 
-async def test_a_rollback_that_is_refused_ends_the_change_and_is_told(
+async def test_refused_rollback_ends_change_with_reason(
     executor: CircuitExecutor, switch: VirtualSwitch, journal: Journal
 ) -> None:
     async def refused(diff: CircuitDiff) -> CommitResult:
@@ -482,7 +478,7 @@ async def test_a_rollback_that_is_refused_ends_the_change_and_is_told(
     assert executor.open == ()
 
 
-async def test_a_rollback_that_cannot_be_read_back_stays_open(clock: VirtualClock, journal: Journal) -> None:
+async def test_rollback_that_cannot_be_read_back_stays_open(clock: VirtualClock, journal: Journal) -> None:
     switch = LosesTheLineAfterRollback("ocs1", clock=clock, link_timeout_s=0.2)
     executor = CircuitExecutor({"ocs1": switch}, journal, clock)
     switch.model.inject(DeviceFault(DeviceFaultKind.STICK_MIRROR, OLD[0].ingress_port))
@@ -504,7 +500,7 @@ def assert_rolled_back(journal: Journal) -> None:
     assert [item["detail"] for item in result.body["items"]] == ["the device shows it as tuning", "rolled back"]
 
 
-async def test_a_rollback_whose_outcome_its_driver_could_not_read_is_journalled_as_one(
+async def test_rollback_with_outcome_unknown_to_driver_is_journalled_as_rollback(
     switch: VirtualSwitch, executor: CircuitExecutor, journal: Journal
 ) -> None:
     switch.model.inject(DeviceFault(DeviceFaultKind.STICK_MIRROR, OLD[0].ingress_port))
@@ -522,7 +518,7 @@ async def test_a_rollback_whose_outcome_its_driver_could_not_read_is_journalled_
     assert_rolled_back(journal)
 
 
-async def test_what_was_rolled_back_and_is_there_again_is_no_rollback(clock: VirtualClock, journal: Journal) -> None:
+async def test_rolled_back_circuit_that_reappears_is_no_rollback(clock: VirtualClock, journal: Journal) -> None:
     switch = LosesTheLineAfterRollback("ocs1", clock=clock, link_timeout_s=0.2)
     executor = CircuitExecutor({"ocs1": switch}, journal, clock)
     switch.model.inject(DeviceFault(DeviceFaultKind.STICK_MIRROR, OLD[0].ingress_port))
@@ -537,12 +533,10 @@ async def test_what_was_rolled_back_and_is_there_again_is_no_rollback(clock: Vir
     assert (result.body["done"], result.body["rolled_back"]) == (True, False)
 
 
-async def test_an_answer_that_makes_no_sense_does_not_keep_a_change_from_being_undone(
-    switch: VirtualSwitch, executor: CircuitExecutor
-) -> None:
+async def test_malformed_answer_does_not_prevent_rollback(switch: VirtualSwitch, executor: CircuitExecutor) -> None:
     switch.model.inject(DeviceFault(DeviceFaultKind.STICK_MIRROR, OLD[0].ingress_port))
     rollback, read = switch.rollback, switch.wire.read_circuits
-    defects = iter([KeyError("circuits")] * 2)  # the driver asks again once
+    defects = iter([KeyError("circuits")] * 2)  # the driver retries once
 
     async def garbled() -> Sequence[DeviceCircuit]:
         if defect := next(defects, None):
@@ -562,9 +556,7 @@ async def test_an_answer_that_makes_no_sense_does_not_keep_a_change_from_being_u
     assert executor.open == ()
 
 
-async def test_what_others_changed_meanwhile_is_named_beside_a_rollback(
-    executor: CircuitExecutor, switch: VirtualSwitch
-) -> None:
+async def test_rollback_reports_changes_by_others(executor: CircuitExecutor, switch: VirtualSwitch) -> None:
     await connect(executor, BYSTANDER)
     switch.model.inject(DeviceFault(DeviceFaultKind.STICK_MIRROR, OLD[0].ingress_port))
     rollback = switch.rollback
@@ -587,7 +579,7 @@ STATES = st.dictionaries(st.sampled_from(PAIRS), st.sampled_from(CircuitState))
 
 
 @given(frozen=st.frozensets(st.sampled_from(PAIRS)), split=st.integers(0, 3), now=STATES)
-def test_a_switch_is_said_to_be_as_it_was_only_where_it_shows_that(
+def test_switch_is_reported_unchanged_only_if_it_shows_that(
     frozen: frozenset[CrossConnect], split: int, now: dict[CrossConnect, CircuitState]
 ) -> None:
     remove = tuple(sorted(frozen))[:split]

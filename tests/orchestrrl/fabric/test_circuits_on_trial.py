@@ -1,4 +1,4 @@
-"""Changes that the daemon makes on trial, and whose circuits it remembers: also when it dies in between."""
+"""Changes on trial, and the owners of circuits that the daemon stores, also across crashes."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -40,7 +40,7 @@ def switch(clock: VirtualClock) -> VirtualSwitch:
 
 
 def process_of(switch: VirtualSwitch, clock: VirtualClock) -> VirtualSwitch:
-    """A driver of the same device in a process that was started anew: it has forgotten all."""
+    """Return a driver of the same device in a restarted process, without the old state."""
     again = VirtualSwitch("ocs1", clock=clock, command_timeout_s=0.2, lock_timeout_s=0.5, link_timeout_s=0.2)
     again.wire._model = again.model = switch.model
     return again
@@ -73,7 +73,7 @@ async def on_trial(executor: CircuitExecutor, revert_in_s: float = 10.0) -> None
     assert outcome.revert_at_s is not None
 
 
-async def test_what_is_confirmed_stays(
+async def test_confirmed_change_stays(
     executor: CircuitExecutor, journal: Journal, switch: VirtualSwitch, clock: VirtualClock
 ) -> None:
     await on_trial(executor)
@@ -89,7 +89,7 @@ async def test_what_is_confirmed_stays(
     assert (again.done, again.detail) == (True, "was confirmed before")
 
 
-async def test_what_nobody_confirms_is_undone_and_written_down(
+async def test_unconfirmed_change_is_undone_and_journalled(
     executor: CircuitExecutor, journal: Journal, switch: VirtualSwitch, clock: VirtualClock
 ) -> None:
     await on_trial(executor)
@@ -104,7 +104,7 @@ async def test_what_nobody_confirms_is_undone_and_written_down(
     assert (await executor.change("ocs1", CircuitChange((THEIRS,)), ChangeMode.SAFE)).done
 
 
-async def test_a_revert_that_fails_is_told_and_waited_for(
+async def test_failed_revert_is_reported_and_awaited(
     executor: CircuitExecutor,
     journal: Journal,
     switch: VirtualSwitch,
@@ -130,7 +130,7 @@ async def test_a_revert_that_fails_is_told_and_waited_for(
     assert "not confirmed in time; rolled back" in results(journal)[-1][1]
 
 
-async def test_a_part_that_does_not_take_at_first_is_completed_on_trial(
+async def test_partial_change_is_completed_on_trial(
     executor: CircuitExecutor, switch: VirtualSwitch, clock: VirtualClock
 ) -> None:
     switch.model.inject(DeviceFault(DeviceFaultKind.PARTIAL_COMMIT, items=1))
@@ -139,9 +139,7 @@ async def test_a_part_that_does_not_take_at_first_is_completed_on_trial(
     assert shown(switch) == frozenset()
 
 
-async def test_what_does_not_take_at_all_leaves_nothing_on_trial(
-    executor: CircuitExecutor, switch: VirtualSwitch
-) -> None:
+async def test_failed_change_leaves_no_trial(executor: CircuitExecutor, switch: VirtualSwitch) -> None:
     switch.model.inject(DeviceFault(DeviceFaultKind.STICK_MIRROR, 1))
     outcome = await executor.change("ocs1", CircuitChange(OLD), ChangeMode.SAFE, revert_in_s=5.0)
     assert outcome.rolled_back
@@ -150,10 +148,10 @@ async def test_what_does_not_take_at_all_leaves_nothing_on_trial(
 
 
 @pytest.mark.parametrize("is_same_process", [False, True])
-async def test_a_restarted_daemon_undoes_what_it_finds_unconfirmed(
+async def test_restarted_daemon_undoes_unconfirmed_change(
     is_same_process: bool, executor: CircuitExecutor, journal: Journal, switch: VirtualSwitch, clock: VirtualClock
 ) -> None:
-    """`is_same_process`: the driver lives on in another process than the daemon's, as with `grpc`."""
+    """`is_same_process`: the driver's process survives the daemon's, as with `grpc`."""
     await on_trial(executor, 1000.0)
     driver = switch if is_same_process else process_of(switch, clock)
     restarted = CircuitExecutor({"ocs1": driver}, journal, clock)
@@ -165,13 +163,13 @@ async def test_a_restarted_daemon_undoes_what_it_finds_unconfirmed(
     assert (await restarted.change("ocs1", CircuitChange(disconnect=OLD), ChangeMode.SAFE)).done
 
 
-async def test_a_change_whose_driver_process_died_is_undone_by_the_daemon(
+async def test_daemon_undoes_change_whose_driver_process_died(
     journal: Journal, switch: VirtualSwitch, clock: VirtualClock
 ) -> None:
     switches = {"ocs1": switch}
     executor = CircuitExecutor(switches, journal, clock)
     await on_trial(executor, 10.0)
-    switch._stop_timer()  # nobody reverts it any more
+    switch._stop_timer()  # no driver process is left to revert it
     switches["ocs1"] = process_of(switch, clock)
     await clock.sleep(11.0)
     await executor.settle()
@@ -179,14 +177,14 @@ async def test_a_change_whose_driver_process_died_is_undone_by_the_daemon(
     assert results(journal)[-1][0] is False
 
 
-async def test_what_a_daemon_made_is_ours_after_a_restart_and_nothing_else(
+async def test_daemon_owns_its_circuits_after_restart_and_no_others(
     executor: CircuitExecutor, journal: Journal, switch: VirtualSwitch, clock: VirtualClock
 ) -> None:
     switch.model.add([THEIRS, CrossConnect(10, 31)])
     assert (await executor.change("ocs1", CircuitChange(OLD), ChangeMode.SAFE)).done
     assert (await executor.change("ocs1", CircuitChange(disconnect=OLD[1:]), ChangeMode.SAFE)).done
     assert (await executor.take_over("ocs1", [CrossConnect(10, 31)])).foreign == {THEIRS}
-    switch.model.add([OLD[1]])  # somebody else, now that it is free
+    switch.model.add([OLD[1]])  # another controller, now that the port is free
     driver = process_of(switch, clock)
     restarted = CircuitExecutor({"ocs1": driver}, journal, clock)
     restarted.recover()
@@ -201,7 +199,7 @@ async def test_what_a_daemon_made_is_ours_after_a_restart_and_nothing_else(
 
 
 @pytest.mark.parametrize("done", range(5))
-async def test_a_crash_between_intent_and_result_makes_no_stranger_of_ours(
+async def test_crash_between_intent_and_result_keeps_ownership(
     done: int, executor: CircuitExecutor, journal: Journal, switch: VirtualSwitch, clock: VirtualClock
 ) -> None:
     assert (await executor.change("ocs1", CircuitChange(OLD), ChangeMode.SAFE)).done
@@ -221,7 +219,7 @@ async def test_a_crash_between_intent_and_result_makes_no_stranger_of_ours(
     assert again.recover() == 0
 
 
-async def test_of_a_switch_that_only_we_use_every_circuit_is_ours(
+async def test_owns_all_switch_has_only_owned_circuits(
     journal: Journal, switch: VirtualSwitch, clock: VirtualClock
 ) -> None:
     switch.model.add([THEIRS])
@@ -230,13 +228,13 @@ async def test_of_a_switch_that_only_we_use_every_circuit_is_ours(
     assert (await executor.change("ocs1", CircuitChange(OLD), ChangeMode.OVERWRITE)).evicted == (THEIRS,)
 
 
-async def test_what_is_not_there_cannot_be_taken_over(executor: CircuitExecutor, journal: Journal) -> None:
+async def test_take_over_rejects_missing_circuit(executor: CircuitExecutor, journal: Journal) -> None:
     with pytest.raises(CircuitConflict, match="9:30: is not on the device"):
         await executor.take_over("ocs1", [THEIRS])
     assert journal.latest_by_subject(EntryKind.CIRCUITS_OWNED) == {}
 
 
-def test_whose_circuits_are_outlasts_the_oldest_entries(tmp_path: Path) -> None:
+def test_ownership_outlasts_oldest_journal_entries(tmp_path: Path) -> None:
     with Journal(tmp_path / "small.sqlite", 1.0, max_entries=10) as journal:
         for switch in ("ocs1", "ocs2"):
             journal.append(1.0, EntryKind.CIRCUITS_OWNED, switch, {"pairs": ["1:17"], "taken_over": []})

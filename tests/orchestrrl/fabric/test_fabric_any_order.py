@@ -1,8 +1,7 @@
-"""Announcements, windows, faults, an operator's words and restarts in any order: what must hold whatever happens.
+"""Announcements, windows, faults, operator overrides and restarts in random order, with invariants checked throughout.
 
-No port is used twice. No circuit stays half. No pair goes dark without a word. What is committed can be. No commit of
-training begins outside what was a window then. Each period ends once.
-"""
+No port is used twice. No circuit stays half up. Every pair that goes dark is reported. Every commit is feasible. No
+training commit begins outside a window of that time. Each period ends exactly once."""
 
 import asyncio
 import tempfile
@@ -77,11 +76,11 @@ Act = tuple[str, object, object]
 
 @dataclass
 class Life:
-    """Does what is drawn, and looks all the time."""
+    """Performs drawn actions and checks invariants after each."""
 
     site: Harness
     announced: list[AnnouncedPeriod] = field(default_factory=list)
-    broken: bool = False  # light went by a fault, of which the coordinator is not the cause
+    broken: bool = False  # pairs that lost light by a fault, not by the coordinator
 
     async def do(self, act: Act) -> None:
         site, (name, one, other) = self.site, act
@@ -147,7 +146,7 @@ class Life:
     async def _kill(self) -> None:
         self.broken = True
         self.check_ends()
-        self.announced.clear()  # those under way are lost with whom they were announced to
+        self.announced.clear()  # periods under way are lost with their daemon
         await self.site.kill()
         self.site.start()
 
@@ -164,14 +163,14 @@ class Life:
         if not self.broken:
             told = "".join("".join(report.notes) for report in self.site.coordinator.reports(3))
             for one, other in before - self.site.pairs():
-                # Dark for a moment, as told; or not wanted any more.
+                # Briefly dark, as reported, or no longer wanted.
                 wanted = {
                     self.site.coordinator.site.cabling.ends(each) for each in self.site.plans[-1][1].cross_connects
                 }
                 assert f"{one} - {other}" in told or (one, other) not in wanted, (one, other, told, now)
 
     def check_ends(self) -> None:
-        """Each period has ended once, or not yet."""
+        """Check that each period has ended at most once."""
         ids = Counter(report.id for report in self.site.coordinator.reports(1000))
         assert all(ids[period.report.id] == 1 for period in self.announced)
 
@@ -180,7 +179,7 @@ class Life:
             assert sent.window is None or isinstance(sent.window, Window), sent
 
     async def settle(self) -> None:
-        """Everything mended: what is open comes to its end, and the next period gets its circuits."""
+        """Repair all faults: open changes are completed, and the next period gets its circuits."""
         for switch in SWITCHES:
             for port in range(1, 33):
                 self.site.fail(switch, DeviceFault(DeviceFaultKind.MEND_PORT, port))
@@ -192,7 +191,7 @@ class Life:
         self.site.overrides.mask([], "")
         for agent in self.site.agents:
             agent.busy()
-        await self.site.pass_time(90.0)  # deadlines, and what was left out for a while
+        await self.site.pass_time(90.0)  # deadlines, and ports avoided for a while
 
 
 async def lived(acts: list[Act], moves: int, connectivity: Connectivity) -> None:
@@ -234,5 +233,5 @@ async def lived(acts: list[Act], moves: int, connectivity: Connectivity) -> None
     moves=st.sampled_from([2, 6, 1024]),
     connectivity=st.sampled_from(Connectivity),
 )
-def test_in_any_order(acts: list[Act], moves: int, connectivity: Connectivity) -> None:
+def test_invariants_hold_in_any_order(acts: list[Act], moves: int, connectivity: Connectivity) -> None:
     asyncio.run(lived(acts, moves, connectivity))

@@ -1,4 +1,4 @@
-"""Switches that tell of themselves are looked at at once, and what has failed is gone around, whoever noticed when."""
+"""Switches that send events are polled at once, and failures are avoided, however they are detected."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
@@ -32,14 +32,14 @@ def one(site: Harness, switch: str = "core0") -> PortPair:
 
 
 async def quiet(site: Harness, duration_s: float) -> None:
-    """Windows are open meanwhile."""
+    """Keep windows open."""
     for _ in range(round(duration_s / 0.5)):
         for agent in site.agents:
             agent.quiet(60.0)
         await site.pass_time(0.5)
 
 
-async def test_a_port_that_fails_is_gone_around_before_the_next_round(site: Harness) -> None:
+async def test_failed_port_is_avoided_before_next_poll(site: Harness) -> None:
     events = SwitchEvents(site.switches, site.clock, lambda _: site.coordinator.poll_soon())
     listening = asyncio.create_task(events.run())
     await quiet(site, 1.0)
@@ -51,8 +51,8 @@ async def test_a_port_that_fails_is_gone_around_before_the_next_round(site: Harn
     listening.cancel()
 
 
-async def test_a_port_that_fails_while_a_period_waits_is_not_tried_in_its_window(site: Harness) -> None:
-    """It is planned again, and the window is not spent on finding out."""
+async def test_port_failed_while_period_waits_is_not_tried_in_window(site: Harness) -> None:
+    """The period is planned again, so that the window is not spent on discovering the failure."""
     events = SwitchEvents(site.switches, site.clock, lambda _: site.coordinator.poll_soon())
     listening = asyncio.create_task(events.run())
     for agent in site.agents:
@@ -74,7 +74,7 @@ async def test_a_port_that_fails_while_a_period_waits_is_not_tried_in_its_window
     listening.cancel()
 
 
-async def test_a_port_that_failed_while_another_switch_was_silent_is_not_forgotten(site: Harness) -> None:
+async def test_port_failed_while_another_switch_was_silent_is_avoided(site: Harness) -> None:
     pair = one(site)
     silent = site.switches[next(id for id in site.switches if id != "core0")]
     ports = silent.ports
@@ -93,8 +93,8 @@ async def test_a_port_that_failed_while_another_switch_was_silent_is_not_forgott
 
 
 @pytest.mark.parametrize("connectivity", list(Connectivity))
-async def test_a_circuit_that_has_failed_carries_nothing(tmp_path: Path, connectivity: Connectivity) -> None:
-    """Its ports are well, by the switch's word."""
+async def test_failed_circuit_carries_nothing(tmp_path: Path, connectivity: Connectivity) -> None:
+    """The switch reports its ports as healthy."""
     async with harness(tmp_path, connectivity=connectivity) as site:
         site.agent("n0", range(16))
         await site.pass_time(0.1)
@@ -115,7 +115,7 @@ async def test_a_circuit_that_has_failed_carries_nothing(tmp_path: Path, connect
 
 
 class Telling(VirtualSwitch):
-    """Its events are those of a list; what is no event is raised."""
+    """Sends a list of events; raises entries that are exceptions."""
 
     words: Sequence[SwitchEvent | Exception] = ()
 
@@ -127,7 +127,7 @@ class Telling(VirtualSwitch):
         await asyncio.Event().wait()
 
 
-async def test_a_defect_of_one_driver_ends_nobodys_events(caplog: pytest.LogCaptureFixture) -> None:
+async def test_defect_of_one_driver_does_not_stop_events_of_others(caplog: pytest.LogCaptureFixture) -> None:
     clock = VirtualClock(1000.0)
     broken, sound = Telling("broken", clock=clock), Telling("sound", clock=clock)
     broken.words = [KeyError("port")]
@@ -137,7 +137,7 @@ async def test_a_defect_of_one_driver_ends_nobodys_events(caplog: pytest.LogCapt
     assert heard == []
     broken.words = [SwitchEvent(1.0, EventKind.PORT, "port 3 failed", port=3)]
     await clock.advance(LONGEST_PAUSE_S)
-    assert heard == ["broken", "broken"]  # it may have told something while nobody listened
+    assert heard == ["broken", "broken"]  # events may have been lost while the stream was down
     assert "switch broken reports: port: port 3 failed" in caplog.text
     assert caplog.text.count("its events are not received: KeyError") == 1
     listening.cancel()

@@ -1,4 +1,4 @@
-"""Circuits on the site's glass that somebody else made: they stay, the plan says so, and nothing is blocked by them."""
+"""Foreign circuits on the site's switches stay, are reported in plans, and block no plan."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -21,7 +21,7 @@ async def site(tmp_path: Path) -> AsyncIterator[Harness]:
 
 @pytest.fixture
 async def replaced(tmp_path: Path) -> PortPair:
-    """A circuit of one period that the next would take down."""
+    """Return a circuit of one period that the next would take down."""
     (tmp_path / "other").mkdir()
     async with harness(tmp_path / "other") as other:
         other.agent("n0", range(16))
@@ -38,9 +38,7 @@ def patch(site: Harness, pair: PortPair) -> CrossConnect:
     return device
 
 
-async def test_the_plan_goes_around_what_is_not_ours_and_says_how_it_would_be(
-    site: Harness, replaced: PortPair
-) -> None:
+async def test_plan_avoids_foreign_circuits_and_reports_remedy(site: Harness, replaced: PortPair) -> None:
     device = patch(site, replaced)
     await site.pass_time(0.1)
     report = await site.in_window(ACROSS_RAILS)
@@ -55,11 +53,11 @@ async def test_the_plan_goes_around_what_is_not_ours_and_says_how_it_would_be(
     assert replaced not in site.up()
 
 
-async def test_what_the_fabric_made_is_ours_when_the_driver_has_forgotten_it(site: Harness) -> None:
+async def test_fabric_owns_its_circuits_after_driver_restart(site: Harness) -> None:
     await site.pass_time(0.1)
     await site.in_window(OVER_CORE)
     for switch in site.switches.values():
-        switch._ownership.release(switch._ownership.pairs)  # as if its process had been started anew
+        switch._ownership.release(switch._ownership.pairs)  # as after a restart of its process
     report = await site.in_window(ACROSS_RAILS)
     assert report.state is PeriodState.COMMITTED, report
     assert not any(note.startswith("foreign circuits") for note in report.notes)

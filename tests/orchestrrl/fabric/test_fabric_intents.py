@@ -1,4 +1,4 @@
-"""Intents as JSON: there and back, and everything that may be wrong with them."""
+"""Intents as JSON: round trips, and all possible faults."""
 
 import json
 from typing import Any
@@ -38,7 +38,9 @@ def traffics(draw: st.DrawFn) -> Traffic:
     gpus=st.dictionaries(st.integers(0, 10**8), st.integers(0, 10**6).map(GpuId), max_size=5),
     job=st.text(st.characters(codec="utf-8"), max_size=20),
 )
-def test_there_and_back(stage: Stage, traffic: tuple[Traffic, ...], gpus: dict[int, GpuId], job: str) -> None:
+def test_intent_round_trips_through_json(
+    stage: Stage, traffic: tuple[Traffic, ...], gpus: dict[int, GpuId], job: str
+) -> None:
     intent = Intent("gradients", stage, traffic, gpus, job)
     assert parse_intent("gradients", intent_to_json(intent)) == intent
 
@@ -73,21 +75,21 @@ PART: dict[str, Any] = {
         ("train", "intent"),
     ],
 )
-def test_what_is_wrong_is_named(document: object, fault: str) -> None:
+def test_invalid_field_is_reported(document: object, fault: str) -> None:
     with pytest.raises(ProblemFaults) as wrong:
         parse_intent("gradients", json.dumps(document))
     assert any(each.startswith(fault) for each in wrong.value.faults), wrong.value.faults
 
 
 @pytest.mark.parametrize("text", ["", "{", "NaN", "x" * (MOST_BYTES + 1)])
-def test_what_is_no_intent_at_all(text: str) -> None:
+def test_non_intent_is_rejected(text: str) -> None:
     with pytest.raises(ProblemFaults) as wrong:
         parse_intent("", text)
     assert wrong.value.faults[0] == "period: must be a name, got ''"
     assert len(wrong.value.faults) == 2
 
 
-def test_a_job_of_16384_gpus_that_are_mapped_one_by_one_fits() -> None:
+def test_job_of_16384_mapped_gpus_fits() -> None:
     ranks = 16384
 
     def strided(size: int) -> tuple[tuple[int, ...], ...]:

@@ -1,4 +1,4 @@
-"""Where the parts of the fabric meet: callers that go, words that have grown void, switches that others keep busy."""
+"""Interactions between parts of the fabric: callers that disconnect, outdated reports, busy switches."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
@@ -27,7 +27,7 @@ from planner.model import Hold
 
 
 class Called:
-    """A call's context, of which only this is asked."""
+    """A call's context with the one method that is used."""
 
     async def send_initial_metadata(self, metadata: object) -> None:
         pass
@@ -48,8 +48,8 @@ def announced(site: Harness, *, boundary: bool) -> AsyncIterator[pb.PeriodReport
     return service(site).AnnouncePeriod(request, cast(Any, Called()))
 
 
-async def test_a_boundary_ends_with_its_caller(site: Harness) -> None:
-    """Who has gone may send again: nothing more is begun."""
+async def test_boundary_ends_with_its_caller(site: Harness) -> None:
+    """Ranks may send again once the caller is gone, so no more changes begin."""
     async with aclosing(cast(Any, announced(site, boundary=True))) as reports:
         assert (await anext(reports)).state == PeriodState.ANNOUNCED
         while not site.sent:
@@ -61,7 +61,7 @@ async def test_a_boundary_ends_with_its_caller(site: Harness) -> None:
     assert len({sent.at_s for sent in site.sent}) == 1
 
 
-async def test_who_listens_to_the_end_has_all_of_it(site: Harness) -> None:
+async def test_follower_receives_all_reports(site: Harness) -> None:
     states = []
 
     async def listen() -> None:
@@ -74,8 +74,8 @@ async def test_who_listens_to_the_end_has_all_of_it(site: Harness) -> None:
     assert states[-1] == PeriodState.COMMITTED
 
 
-async def test_a_window_is_of_the_ranks_that_are_traced_now(site: Harness) -> None:
-    """What was said before a rank came, was said without it."""
+async def test_window_covers_currently_traced_ranks(site: Harness) -> None:
+    """Reports from before a rank joined do not include it."""
     agent = site.agent("n0", range(16))
     await site.pass_time(0.2)
     watch = site.hub.watch({"": frozenset(range(8))}, 0.01)
@@ -92,7 +92,7 @@ async def test_a_window_is_of_the_ranks_that_are_traced_now(site: Harness) -> No
     watch.close()
 
 
-async def test_a_switch_that_others_keep_busy_is_not_changed_after_the_window(tmp_path: Path) -> None:
+async def test_busy_switch_is_not_changed_after_the_window(tmp_path: Path) -> None:
     async with harness(tmp_path) as site:
         agent = site.agent("n0", range(16))
         await site.pass_time(0.2)
@@ -119,7 +119,7 @@ async def test_a_switch_that_others_keep_busy_is_not_changed_after_the_window(tm
         assert core in {sent.switch for sent in site.sent}
 
 
-async def test_what_a_recorder_announces_is_of_its_job(site: Harness) -> None:
+async def test_recorder_announcement_belongs_to_its_job(site: Harness) -> None:
     message = pb.Announcement(rank=0, job="small", period="gradients", intent_json=intent_to_json(OVER_CORE))
     service(site)._announced(message)
     await site.pass_time(0.1)
@@ -129,7 +129,7 @@ async def test_what_a_recorder_announces_is_of_its_job(site: Harness) -> None:
 
 
 @pytest.mark.parametrize("volume", ["NaN", "Infinity", "1e999", "-1"])
-async def test_a_volume_that_is_none_is_refused(site: Harness, volume: str) -> None:
+async def test_invalid_volume_is_rejected(site: Harness, volume: str) -> None:
     text = intent_to_json(OVER_CORE).replace("4000000000.0", volume)
     assert volume in text
     with pytest.raises(ProblemFaults, match="bytes_per_rank"):
@@ -137,8 +137,8 @@ async def test_a_volume_that_is_none_is_refused(site: Harness, volume: str) -> N
     assert site.coordinator.reports(8) == []
 
 
-async def test_who_shares_a_pod_pauses_too(site: Harness) -> None:
-    """Circuits of one job's training carry another's, where both have ranks in a PoD."""
+async def test_jobs_that_share_a_pod_must_pause(site: Harness) -> None:
+    """Training jobs with ranks in one PoD share its circuits."""
     mine, other = site.agent("n0", range(16)), site.agent("n1", range(4), job="other")
     await site.pass_time(0.2)
     theirs = train("theirs", (0, 8), (1, 9), job="other")
@@ -167,8 +167,8 @@ async def test_who_shares_a_pod_pauses_too(site: Harness) -> None:
 
 
 @pytest.mark.parametrize("job", ["", "other"])
-async def test_a_sync_waits_for_others_that_train_there(tmp_path: Path, job: str) -> None:
-    """The caller stands still, and they do not; its own ranks need no window."""
+async def test_sync_waits_for_other_training_jobs(tmp_path: Path, job: str) -> None:
+    """The caller is paused, the other jobs are not; the caller's own ranks need no window."""
     async with harness(tmp_path) as site:
         agent = site.agent("n0", range(8), job=job)
         await site.pass_time(0.2)
@@ -183,7 +183,7 @@ async def test_a_sync_waits_for_others_that_train_there(tmp_path: Path, job: str
         assert (await site.over(period)).state is PeriodState.COMMITTED
 
 
-async def test_a_job_that_has_ended_keeps_nobody_waiting(tmp_path: Path) -> None:
+async def test_ended_job_delays_no_other(tmp_path: Path) -> None:
     async with harness(tmp_path) as site:
         other = site.agent("n1", range(4), job="other")
         await site.pass_time(0.1)
@@ -195,7 +195,7 @@ async def test_a_job_that_has_ended_keeps_nobody_waiting(tmp_path: Path) -> None
         assert (await site.at_boundary(SYNC)).state is PeriodState.COMMITTED
 
 
-async def test_other_pods_do_not_count(site: Harness) -> None:
+async def test_jobs_in_other_pods_are_ignored(site: Harness) -> None:
     elsewhere = train("theirs", (16, 18), job="other")
     assert neighbours(site.site, OVER_CORE, [elsewhere, OVER_CORE]) == frozenset()
     assert neighbours(site.site, SYNC, [elsewhere]) == {"other"}
@@ -203,7 +203,7 @@ async def test_other_pods_do_not_count(site: Harness) -> None:
 
 
 class Packets:
-    """The coordinator's `Routing`: on which cross-connects they are."""
+    """The coordinator's `Routing`: records the cross-connects that carry packets."""
 
     def __init__(self) -> None:
         self.on: frozenset[PortPair] = frozenset()
@@ -219,7 +219,7 @@ class Packets:
         return ""
 
 
-async def test_a_fault_that_nobody_foresaw_leaves_packets_on_what_is_up(tmp_path: Path) -> None:
+async def test_unexpected_exception_leaves_packets_on_existing_circuits(tmp_path: Path) -> None:
     async with harness(tmp_path) as site:
         site.agent("n0", range(16))
         await site.pass_time(0.2)
@@ -246,7 +246,7 @@ async def test_a_fault_that_nobody_foresaw_leaves_packets_on_what_is_up(tmp_path
         assert packets.on == site.up()
 
 
-async def test_looking_after_routes_outlasts_a_fault(site: Harness) -> None:
+async def test_route_maintenance_survives_exception(site: Harness) -> None:
     asked = 0
 
     async def look() -> Any:
@@ -264,7 +264,7 @@ async def test_looking_after_routes_outlasts_a_fault(site: Harness) -> None:
     tending.cancel()
 
 
-async def test_nobody_is_woken_for_a_clock_that_is_known(site: Harness) -> None:
+async def test_clock_update_wakes_watch_only_once(site: Harness) -> None:
     agent = site.agent("n0", range(16))
     watch = site.hub.watch({"": frozenset(range(16))}, 0.01)
     await site.pass_time(0.2)

@@ -1,4 +1,4 @@
-"""Periods of several jobs wait for their windows side by side; one at a time changes circuits."""
+"""Periods of several jobs wait for windows concurrently; one at a time changes circuits."""
 
 from collections.abc import AsyncIterator
 from itertools import pairwise
@@ -16,8 +16,8 @@ from orchestrrl.fabric.periods import PeriodState
 from planner.fabric.intent import TrafficOperation
 from planner.fabric.windows import Window
 
-FIRST = train("first", (0, 3), (4, 7), job="one", operation=TrafficOperation.EP)  # of train0 alone
-SECOND = train("second", (8, 11), (12, 15), job="other", operation=TrafficOperation.EP)  # of train1 alone
+FIRST = train("first", (0, 3), (4, 7), job="one", operation=TrafficOperation.EP)  # in train0 only
+SECOND = train("second", (8, 11), (12, 15), job="other", operation=TrafficOperation.EP)  # in train1 only
 FIRST_NEXT = train("next", (0, 2), (4, 6), job="one")
 SECOND_NEXT = train("next", (8, 10), (12, 14), job="other")
 
@@ -38,7 +38,7 @@ async def other(site: Harness) -> Agent:
     return site.agent("b", range(8, 16), "other")
 
 
-async def test_a_job_that_never_pauses_holds_up_no_other(site: Harness, one: Agent, other: Agent) -> None:
+async def test_busy_job_delays_no_other_job(site: Harness, one: Agent, other: Agent) -> None:
     await site.pass_time(0.5)
     one.busy("one")
     waits = site.coordinator.expect(FIRST)
@@ -52,15 +52,13 @@ async def test_a_job_that_never_pauses_holds_up_no_other(site: Harness, one: Age
     report = await site.over(comes, 1.0)
     assert report.state is PeriodState.COMMITTED
     assert not waits.report.over
-    # What was planned before the other changed circuits is planned again, and comes about in its own window.
+    # A plan made before the other job changed circuits is made again and committed in its own window.
     one.quiet(0.5, "one")
     assert (await site.over(waits, 1.0)).state is PeriodState.COMMITTED
     assert site.coordinator.active == ()
 
 
-async def test_windows_at_the_same_instant_are_taken_one_after_the_other(
-    site: Harness, one: Agent, other: Agent
-) -> None:
+async def test_simultaneous_windows_are_used_in_sequence(site: Harness, one: Agent, other: Agent) -> None:
     await site.pass_time(0.5)
     one.busy("one")
     other.busy("other")
@@ -74,7 +72,7 @@ async def test_windows_at_the_same_instant_are_taken_one_after_the_other(
     assert all(before[1] <= after[0] for before, after in pairwise(spans))
 
 
-async def test_who_stands_still_goes_first_and_alone(site: Harness, one: Agent, other: Agent) -> None:
+async def test_boundary_runs_first_and_alone(site: Harness, one: Agent, other: Agent) -> None:
     await site.pass_time(0.5)
     one.busy("one")
     other.busy("other")
@@ -89,9 +87,7 @@ async def test_who_stands_still_goes_first_and_alone(site: Harness, one: Agent, 
         assert (await site.over(each, 1.0)).state is PeriodState.COMMITTED
 
 
-async def test_one_that_is_superseded_ends_and_the_newer_takes_its_place(
-    site: Harness, one: Agent, other: Agent
-) -> None:
+async def test_superseded_period_ends_and_newer_one_replaces_it(site: Harness, one: Agent, other: Agent) -> None:
     await site.pass_time(0.5)
     one.busy("one")
     other.busy("other")
@@ -103,7 +99,7 @@ async def test_one_that_is_superseded_ends_and_the_newer_takes_its_place(
     assert set(site.coordinator.active) == {second, newer}
 
 
-async def test_when_the_daemon_stops_each_of_them_ends_once(site: Harness, one: Agent, other: Agent) -> None:
+async def test_daemon_stop_ends_each_period_once(site: Harness, one: Agent, other: Agent) -> None:
     await site.pass_time(0.5)
     one.busy("one")
     other.busy("other")
@@ -126,7 +122,7 @@ async def test_when_the_daemon_stops_each_of_them_ends_once(site: Harness, one: 
         max_size=25,
     )
 )
-async def test_whatever_two_jobs_do_one_changes_at_a_time_and_in_its_own_windows(
+async def test_jobs_change_circuits_one_at_a_time_in_their_own_windows(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, bool, float]]
 ) -> None:
     async with harness(tmp_path_factory.mktemp("site"), within_s=1.0, boundary_within_s=2.0) as site:
@@ -157,7 +153,7 @@ async def test_whatever_two_jobs_do_one_changes_at_a_time_and_in_its_own_windows
         assert len(ids) == len(set(ids))
 
 
-async def test_two_jobs_use_the_same_name_each_for_its_own(site: Harness, one: Agent, other: Agent) -> None:
+async def test_jobs_may_use_equal_period_names(site: Harness, one: Agent, other: Agent) -> None:
     fabric = site.coordinator
     await site.pass_time(0.5)
     for intent in (FIRST_NEXT, SECOND_NEXT):
@@ -166,14 +162,14 @@ async def test_two_jobs_use_the_same_name_each_for_its_own(site: Harness, one: A
     other.quiet(60.0, "other")
     await site.pass_time(0.5)
     for job, ranks in (("one", range(8)), ("other", range(8, 16))):
-        again = fabric.announce("next", job=job)  # as a recorder does, which knows the job and no intent
+        again = fabric.announce("next", job=job)  # as a recorder does, which sends the job but no intent
         assert again.intent.ranks <= set(ranks)
         assert (await site.over(again)).job == job
     with pytest.raises(Permanent, match="was announced by several jobs, name one: 'one', 'other'"):
         fabric.announce("next")
     with pytest.raises(Permanent, match="of job 'third' was never announced"):
         fabric.announce("next", job="third")
-    # An operator's word is on one of them.
+    # The operator's override names one of them.
     with pytest.raises(Permanent, match="several jobs"):
         fabric.override("next", "the test says so", 0.0)
     control = fabric.override("next", "the test says so", 0.0, "other")
@@ -182,7 +178,7 @@ async def test_two_jobs_use_the_same_name_each_for_its_own(site: Harness, one: A
     assert fabric._bound(FIRST) == FIRST
 
 
-async def test_what_two_jobs_call_by_one_name_outlasts_the_daemon(site: Harness, one: Agent, other: Agent) -> None:
+async def test_equal_period_names_survive_restart(site: Harness, one: Agent, other: Agent) -> None:
     for intent in (FIRST_NEXT, SECOND_NEXT):
         site.coordinator.expect(intent)
     await site.pass_time(0.1)
@@ -193,17 +189,16 @@ async def test_what_two_jobs_call_by_one_name_outlasts_the_daemon(site: Harness,
     assert site.coordinator._bound(FIRST) == FIRST_NEXT
 
 
-async def test_a_name_that_one_job_has_announced_needs_no_job(site: Harness, one: Agent) -> None:
+async def test_period_name_of_one_job_needs_no_job(site: Harness, one: Agent) -> None:
     site.coordinator.expect(FIRST)
     assert site.coordinator.announce("first").intent == FIRST
     nobodys = train("second", (8, 11), (12, 15))
     site.coordinator.expect(nobodys)
-    assert site.coordinator.announce("second", job="one").intent == nobodys  # what nobody has to himself is for all
+    # an unnamed job's period is available to all
+    assert site.coordinator.announce("second", job="one").intent == nobodys
 
 
-async def test_a_job_that_never_announced_is_waited_for_where_its_servers_say_where_it_sends(
-    site: Harness, one: Agent
-) -> None:
+async def test_unannounced_job_is_awaited_if_its_servers_are_known(site: Harness, one: Agent) -> None:
     silent = site.agent("train0/s3", range(2), "silent")  # a server of the PoD
     site.agent("away", range(2), "elsewhere")
     site.agent("gen0/s0", range(2), "engine")
@@ -220,7 +215,7 @@ async def test_a_job_that_never_announced_is_waited_for_where_its_servers_say_wh
     assert (await site.over(period, 1.0)).state is PeriodState.COMMITTED
 
 
-async def test_a_window_that_is_riskier_than_allowed_is_not_taken(tmp_path: Path) -> None:
+async def test_window_above_risk_limit_is_not_used(tmp_path: Path) -> None:
     for most_risk, code in ((0.005, "no_window"), (0.01, "committed")):
         folder = tmp_path / code
         folder.mkdir()

@@ -1,4 +1,4 @@
-"""A daemon that is killed at any entry of its journal, and one that follows it with the same journal and switches."""
+"""A daemon is killed at every journal entry, and another follows with the same journal and switches."""
 
 from pathlib import Path
 
@@ -14,11 +14,11 @@ from planner.fabric.materialize import validate
 from planner.fabric.model import OcsId, PortPair
 from planner.fabric.plan import FabricState
 
-STEPS = 26  # more entries than what follows writes
+STEPS = 26  # more entries than the scenario writes
 
 
 async def lives(site: Harness) -> None:
-    """A little of everything that is journalled; each part may be cut off."""
+    """Perform some of each journalled action; every part may be cut off."""
     site.pause_registry.pause(PauseScope.BALANCER, "stays")
     site.overrides.mask(["port core0:1"], "dirty")
     site.overrides.override("gradients", "as measured", 0.0)
@@ -36,7 +36,7 @@ async def lives(site: Harness) -> None:
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("entry", range(0, STEPS, 1))
-async def test_at_every_entry(tmp_path: Path, entry: int, after: bool) -> None:
+async def test_recovery_from_kill_at_every_entry(tmp_path: Path, entry: int, after: bool) -> None:
     async with harness(tmp_path, max_moves_per_stage=8, within_s=2.0, boundary_within_s=5.0) as site:
         site.agent("n0", range(16))
         await site.pass_time(0.1)
@@ -52,7 +52,7 @@ async def test_at_every_entry(tmp_path: Path, entry: int, after: bool) -> None:
         assert site.journal.open_operations(CIRCUIT_CHANGES) == []
         ports = [(each.switch, port) for each in site.up() for port in each.ports]
         assert len(ports) == len(set(ports))
-        # An operator's word is as it was written down, or not there.
+        # An operator's override is as journalled, or absent.
         assert site.overrides.masked in ((), ("port core0:1",))
         if site.overrides.control.state is OverrideState.OVERRIDDEN:
             assert site.overrides.masked == ("port core0:1",)
@@ -66,7 +66,7 @@ async def test_at_every_entry(tmp_path: Path, entry: int, after: bool) -> None:
         assert validate(site.site, FabricState(site.up(), state.failures), site.up()) == ()
 
 
-async def test_what_was_only_prepared_is_closed_as_not_begun(tmp_path: Path) -> None:
+async def test_prepared_change_is_closed_as_not_begun(tmp_path: Path) -> None:
     async with harness(tmp_path) as site:
         site.agent("n0", range(16)).busy()
         await site.pass_time(0.1)
@@ -85,8 +85,8 @@ async def test_what_was_only_prepared_is_closed_as_not_begun(tmp_path: Path) -> 
         assert site.coordinator.announce("gradients").intent == OVER_CORE
 
 
-async def test_a_change_that_a_switch_took_in_part_is_ended(tmp_path: Path) -> None:
-    """Killed while the mirrors move: half of the circuits had gone, half had come."""
+async def test_partly_applied_change_is_completed(tmp_path: Path) -> None:
+    """The daemon is killed while mirrors move: half of the circuits were removed, half were added."""
     async with harness(tmp_path) as site:
         site.agent("n0", range(16))
         await site.in_window(OVER_CORE)
@@ -107,8 +107,9 @@ async def test_a_change_that_a_switch_took_in_part_is_ended(tmp_path: Path) -> N
             assert of_switch in ({e for e in before if e.switch == switch}, {e for e in after if e.switch == switch})
 
 
-async def test_a_change_that_is_not_wanted_any_more_is_not_taken_up(tmp_path: Path) -> None:
-    """The journal was full when it was called off; once it is not, that is made good before anything can go wrong."""
+async def test_cancelled_change_is_not_resumed(tmp_path: Path) -> None:
+    """The journal was full when the change was cancelled; once it has space, this is recorded before any other
+    action."""
     async with harness(tmp_path) as site:
         core = OcsId("core0")
         change = await site.reader.change_of(core, (), [PortPair(core, 1, 5)])

@@ -1,4 +1,4 @@
-"""The fabric as Prometheus sees it."""
+"""The fabric's Prometheus metrics."""
 
 from collections import Counter
 from pathlib import Path
@@ -20,11 +20,11 @@ def samples(metrics: Any) -> dict[tuple[str, ...], float]:
     return {(sample.name, *sample.labels.values()): sample.value for metric in metrics for sample in metric.samples}
 
 
-def test_what_is_up_and_what_became_of_periods() -> None:
+def test_circuits_and_period_outcomes() -> None:
     site = read_site(ROOT / "deploy" / "examples" / "site.yaml")
     core, away = OcsId("core0"), OcsId("gen1/agg0")
     site_reading = SiteReading(
-        frozenset({port_pair(core, 1, 5), port_pair(core, 500, 501)}),  # the second is between no fibres of the site
+        frozenset({port_pair(core, 1, 5), port_pair(core, 500, 501)}),  # the second connects no fibres of the site
         FabricFailures(ports=frozenset({(core, 7)}), switches=frozenset({away})),
         unread={away: "no answer"},
         of_site=frozenset({port_pair(core, 1, 5)}),
@@ -39,7 +39,7 @@ def test_what_is_up_and_what_became_of_periods() -> None:
     assert seen["orchestrrl_fabric_periods_total", "committed", "committed"] == 3
     assert seen["orchestrrl_fabric_periods_total", "kept", "no_window"] == 2
     assert seen["orchestrrl_fabric_circuits", core] == 1
-    assert ("orchestrrl_fabric_circuits", away) not in seen  # nobody knows
+    assert ("orchestrrl_fabric_circuits", away) not in seen  # unknown
     assert seen["orchestrrl_fabric_switch_unreachable", away] == 1
     assert seen["orchestrrl_fabric_switch_unreachable", core] == 0
     assert seen["orchestrrl_fabric_failed_ports", core] == 1
@@ -55,7 +55,7 @@ def test_pauses() -> None:
     }
 
 
-def test_faults_of_our_own_are_counted_by_part() -> None:
+def test_internal_errors_are_counted_by_part() -> None:
     plane: Any = SimpleNamespace(
         circuits=SimpleNamespace(defects=2),
         weights=SimpleNamespace(syncs=SimpleNamespace(defects=1)),

@@ -1,4 +1,4 @@
-"""Periods come about in windows, at boundaries, or not at all, and say why."""
+"""Periods are committed in windows or at boundaries, or end with a reason."""
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
@@ -32,13 +32,13 @@ async def site(tmp_path: Path) -> AsyncIterator[Harness]:
 
 @pytest.fixture
 async def agents(site: Harness) -> tuple[Agent, Agent]:
-    """Of the two PoDs that train; the second host's clock is 7 s ahead."""
+    """Attach agents to the two PoDs that train; the second host's clock is 7 s ahead."""
     both = site.agent("n0", range(8)), site.agent("n1", range(8, 16), ahead_s=7.0, way_s=0.0002)
     await site.pass_time(0.2)
     return both
 
 
-async def test_a_period_is_prepared_ahead_and_committed_when_all_are_quiet(
+async def test_period_is_prepared_ahead_and_committed_when_all_ranks_are_quiet(
     site: Harness, agents: tuple[Agent, Agent]
 ) -> None:
     for agent in agents:
@@ -46,7 +46,7 @@ async def test_a_period_is_prepared_ahead_and_committed_when_all_are_quiet(
     period = site.coordinator.expect(OVER_CORE)
     await site.pass_time(0.3)
     assert period.report.state is PeriodState.WAITING
-    assert len(site.written(EntryKind.CIRCUITS_INTENT)) == 5  # written down, and nothing sent
+    assert len(site.written(EntryKind.CIRCUITS_INTENT)) == 5  # journalled, but nothing sent
     assert site.sent == []
     agents[0].quiet(0.2)
     await site.pass_time(0.01)
@@ -69,8 +69,8 @@ async def test_a_period_is_prepared_ahead_and_committed_when_all_are_quiet(
     assert site.coordinator.period == "gradients"
 
 
-async def test_the_bound_of_clocks_is_taken_off_a_window(site: Harness) -> None:
-    """What a commit needs is 52.5 ms; the host may be 3 ms early or late."""
+async def test_clock_bound_shortens_window(site: Harness) -> None:
+    """The commit needs 52.5 ms; the host's clock may be 3 ms early or late."""
     agent = site.agent("n0", range(16), ahead_s=-100.0, way_s=0.003)
     await site.pass_time(0.5)
     period = site.coordinator.expect(OVER_CORE)
@@ -86,12 +86,12 @@ async def test_the_bound_of_clocks_is_taken_off_a_window(site: Harness) -> None:
     assert report.state is PeriodState.COMMITTED
     opened_s = report.commits[0].window_opened_s
     assert opened_s is not None
-    # Opened by the latest that the host's clock allows, and taken at that very moment.
+    # Used at the latest opening that the host's clock allows.
     assert report.commits[0].commanded_s == pytest.approx(opened_s)
 
 
-async def test_windows_that_are_too_short_are_never_used(tmp_path: Path) -> None:
-    """A device of 100 ms and windows of 50 ms."""
+async def test_short_windows_are_never_used(tmp_path: Path) -> None:
+    """The device takes 100 ms and windows last 50 ms."""
     async with harness(tmp_path, reconfiguration_s=0.1, within_s=0.5, boundary_within_s=5.0) as site:
         for id in site.switches:
             site.coordinator.times.measured(SwitchTimes(id, 0.001, 0.1, 0.0))
@@ -114,8 +114,8 @@ async def test_windows_that_are_too_short_are_never_used(tmp_path: Path) -> None
         assert site.coordinator.counts["kept", "no_window"] == 1
 
 
-async def test_one_slow_commit_does_not_end_all_others(site: Harness, agents: tuple[Agent, Agent]) -> None:
-    """Windows of 90 ms would cover 52.5 ms, but the only commit there was took 100."""
+async def test_one_slow_commit_does_not_prevent_later_ones(site: Harness, agents: tuple[Agent, Agent]) -> None:
+    """Windows of 90 ms would cover 52.5 ms, but the only measured commit took 100 ms."""
     for id in site.switches:
         site.coordinator.times.measured(SwitchTimes(id, 0.001, 0.1, 0.0))
         site.coordinator.times.measured(SwitchTimes(id, 0.001, 0.03, 0.0))
@@ -140,7 +140,7 @@ async def test_one_slow_commit_does_not_end_all_others(site: Harness, agents: tu
     ("situation", "code"),
     [("nobody", "untraced"), ("one host only", "untraced"), ("gone", "host_gone"), ("silent", "host_silent")],
 )
-async def test_the_reason_names_who_is_missing(site: Harness, situation: str, code: str) -> None:
+async def test_reason_names_missing_rank_or_host(site: Harness, situation: str, code: str) -> None:
     if situation != "nobody":
         agent = site.agent("n0", range(8))
         agent.quiet(100.0)
@@ -157,7 +157,7 @@ async def test_the_reason_names_who_is_missing(site: Harness, situation: str, co
     assert site.up() == frozenset()
 
 
-async def test_ranks_of_another_job_do_not_count(site: Harness) -> None:
+async def test_ranks_of_other_job_are_ignored(site: Harness) -> None:
     site.agent("n0", range(16), job="other").quiet(100.0, "other")
     await site.pass_time(0.1)
     report = await site.over(site.coordinator.expect(OVER_CORE))
@@ -166,7 +166,7 @@ async def test_ranks_of_another_job_do_not_count(site: Harness) -> None:
     assert (await site.in_window(mine)).state is PeriodState.COMMITTED
 
 
-async def test_what_is_up_already_needs_no_window(site: Harness, agents: tuple[Agent, Agent]) -> None:
+async def test_existing_circuits_need_no_window(site: Harness, agents: tuple[Agent, Agent]) -> None:
     await site.in_window(OVER_CORE)
     for agent in agents:
         agent.busy()
@@ -174,7 +174,7 @@ async def test_what_is_up_already_needs_no_window(site: Harness, agents: tuple[A
     assert (again.state, again.code) == (PeriodState.COMMITTED, "was_so")
 
 
-async def test_a_newer_announcement_supersedes_with_the_reason_why_it_waited(
+async def test_newer_announcement_supersedes_with_reason_for_waiting(
     site: Harness, agents: tuple[Agent, Agent]
 ) -> None:
     agents[0].busy()
@@ -189,9 +189,7 @@ async def test_a_newer_announcement_supersedes_with_the_reason_why_it_waited(
     assert third.report.state is PeriodState.WAITING
 
 
-async def test_generation_goes_first_and_a_period_that_waits_goes_on_after_it(
-    site: Harness, agents: tuple[Agent, Agent]
-) -> None:
+async def test_generation_goes_first_and_waiting_period_continues(site: Harness, agents: tuple[Agent, Agent]) -> None:
     agents[0].busy()
     gradients = site.coordinator.expect(OVER_CORE)
     await site.pass_time(0.1)
@@ -204,9 +202,7 @@ async def test_generation_goes_first_and_a_period_that_waits_goes_on_after_it(
     assert (await site.over(gradients)).state is PeriodState.COMMITTED
 
 
-async def test_announcements_of_training_do_not_supersede_generation(
-    site: Harness, agents: tuple[Agent, Agent]
-) -> None:
+async def test_training_announcement_does_not_supersede_generation(site: Harness, agents: tuple[Agent, Agent]) -> None:
     generation = site.coordinator.expect(GEN, boundary=True)
     for _ in range(3):
         site.coordinator.expect(OVER_CORE)
@@ -215,7 +211,7 @@ async def test_announcements_of_training_do_not_supersede_generation(
 
 
 @pytest.mark.parametrize("chosen", [GEN, SYNC], ids=["generation", "sync"])
-async def test_generation_and_syncs_are_changed_at_boundaries_only(site: Harness, chosen: Intent) -> None:
+async def test_generation_and_syncs_change_only_at_boundaries(site: Harness, chosen: Intent) -> None:
     kept = await site.over(site.coordinator.expect(chosen))
     assert (kept.state, kept.code) == (PeriodState.KEPT, "no_boundary")
     assert site.sent == []
@@ -224,9 +220,7 @@ async def test_generation_and_syncs_are_changed_at_boundaries_only(site: Harness
     assert {commit.window_opened_s for commit in done.commits} == {None}
 
 
-async def test_training_is_changed_in_windows_even_where_the_caller_stands_still(
-    site: Harness, agents: tuple[Agent, Agent]
-) -> None:
+async def test_training_changes_in_windows_even_at_boundary(site: Harness, agents: tuple[Agent, Agent]) -> None:
     agents[0].busy()
     period = site.coordinator.expect(OVER_CORE, boundary=True)
     await site.pass_time(0.1)
@@ -236,7 +230,7 @@ async def test_training_is_changed_in_windows_even_where_the_caller_stands_still
     assert (await site.over(period)).commits[0].window_opened_s is not None
 
 
-async def test_a_boundary_that_is_over_changes_nothing(site: Harness) -> None:
+async def test_ended_boundary_changes_nothing(site: Harness) -> None:
     period = site.coordinator.announce("sync", intent_to_json(SYNC), within_s=0.001, boundary=True)
     site.coordinator.withdraw(period, "the broadcast began")
     assert (period.report.state, period.report.code) == (PeriodState.KEPT, "withdrawn")
@@ -246,7 +240,7 @@ async def test_a_boundary_that_is_over_changes_nothing(site: Harness) -> None:
     assert site.coordinator.counts["kept", "withdrawn"] == 1
 
 
-async def test_stages_that_are_left_when_the_caller_goes_on_stay_undone(tmp_path: Path) -> None:
+async def test_remaining_stages_stay_undone_after_withdrawal(tmp_path: Path) -> None:
     async with harness(tmp_path, max_moves_per_stage=2, boundary_within_s=5.0) as site:
         period = site.coordinator.expect(SYNC, boundary=True)
         while not site.sent:
@@ -259,7 +253,7 @@ async def test_stages_that_are_left_when_the_caller_goes_on_stay_undone(tmp_path
         assert (await site.at_boundary(SYNC)).state is PeriodState.COMMITTED
 
 
-async def test_stages_are_left_undone_for_a_newer_period_and_it_starts_from_there(tmp_path: Path) -> None:
+async def test_newer_period_starts_from_remaining_stages(tmp_path: Path) -> None:
     async with harness(tmp_path, max_moves_per_stage=4, within_s=5.0) as site:
         agent = site.agent("n0", range(16))
         await site.pass_time(0.1)
@@ -277,8 +271,8 @@ async def test_stages_are_left_undone_for_a_newer_period_and_it_starts_from_ther
         assert validate(site.site, state, site.up()) == ()
 
 
-async def test_a_pair_that_goes_dark_is_told_of_before(tmp_path: Path) -> None:
-    """One ToR has one port left, and its circuit is to end at another port of its neighbour."""
+async def test_dark_pair_is_reported_in_advance(tmp_path: Path) -> None:
+    """One ToR has one port left, and its circuit moves to another port of its neighbour."""
     async with harness(tmp_path, max_moves_per_stage=1, boundary_within_s=60.0) as site:
         spent = [f"port gen0/agg0:{port}" for port in (1, 2, 5, 6, 7, 9, 10, 11, 12)]
         site.coordinator.mask([*spent, "port gen0/agg0:3"], "")
@@ -298,7 +292,7 @@ async def test_a_pair_that_goes_dark_is_told_of_before(tmp_path: Path) -> None:
         assert dark == joined <= site.pairs()
 
 
-async def test_advice_shows_the_plan_and_changes_nothing(site: Harness, agents: tuple[Agent, Agent]) -> None:
+async def test_advise_mode_reports_plan_and_changes_nothing(site: Harness, agents: tuple[Agent, Agent]) -> None:
     site.mode = Mode.ADVISE
     report = await site.in_window(OVER_CORE)
     assert (report.state, report.code) == (PeriodState.KEPT, "advise")
@@ -310,7 +304,7 @@ async def test_advice_shows_the_plan_and_changes_nothing(site: Harness, agents: 
     assert (await site.in_window(OVER_CORE)).state is PeriodState.COMMITTED
 
 
-async def test_pauses_hold_the_fabric_or_syncs(site: Harness, agents: tuple[Agent, Agent]) -> None:
+async def test_pauses_hold_fabric_or_syncs(site: Harness, agents: tuple[Agent, Agent]) -> None:
     site.pause_registry.pause(PauseScope.SYNC, "bad weights")
     kept = await site.at_boundary(SYNC)
     assert (kept.state, kept.code) == (PeriodState.KEPT, "operator_paused")
@@ -324,7 +318,7 @@ async def test_pauses_hold_the_fabric_or_syncs(site: Harness, agents: tuple[Agen
     assert (await site.at_boundary(SYNC)).state is PeriodState.COMMITTED
 
 
-async def test_a_pause_during_the_wait_is_seen_before_the_command(site: Harness, agents: tuple[Agent, Agent]) -> None:
+async def test_pause_during_wait_prevents_command(site: Harness, agents: tuple[Agent, Agent]) -> None:
     agents[0].busy()
     period = site.coordinator.expect(OVER_CORE)
     await site.pass_time(0.1)
@@ -335,9 +329,7 @@ async def test_a_pause_during_the_wait_is_seen_before_the_command(site: Harness,
     assert site.sent == []
 
 
-async def test_a_switch_that_somebody_else_changed_is_looked_at_again(
-    site: Harness, agents: tuple[Agent, Agent]
-) -> None:
+async def test_foreign_change_of_switch_causes_new_plan(site: Harness, agents: tuple[Agent, Agent]) -> None:
     agents[0].busy()
     period = site.coordinator.expect(OVER_CORE)
     await site.pass_time(0.1)
@@ -350,8 +342,8 @@ async def test_a_switch_that_somebody_else_changed_is_looked_at_again(
     assert validate(site.site, FabricState(site.up()), site.up()) == ()
 
 
-async def test_who_changes_switches_all_the_time_is_given_way_to(site: Harness, agents: tuple[Agent, Agent]) -> None:
-    """Before each commit, core0 gets or loses a cross-connect that is none of the site's."""
+async def test_period_is_kept_if_switch_changes_before_every_commit(site: Harness, agents: tuple[Agent, Agent]) -> None:
+    """Before each commit, core0 gains or loses a cross-connect that does not belong to the site."""
     foreign, glass = CrossConnect(20, 21), site.switches[OcsId("core0")].model
     really = site.switches[OcsId("core0")].commit
 
@@ -372,7 +364,7 @@ async def _done(site: Harness, work: Coroutine[Any, Any, T]) -> T:
     return task.result()
 
 
-async def test_announcements_that_make_no_sense(site: Harness) -> None:
+async def test_invalid_announcements_are_rejected(site: Harness) -> None:
     with pytest.raises(Permanent, match="never announced"):
         site.coordinator.announce("gradients")
     for within_s in (-1.0, float("inf"), float("nan")):
@@ -382,7 +374,7 @@ async def test_announcements_that_make_no_sense(site: Harness) -> None:
     assert (nowhere.state, nowhere.code) == (PeriodState.KEPT, "nobody_placed")
 
 
-async def test_a_fault_of_a_planner_ends_one_period_only(
+async def test_planner_exception_ends_one_period_only(
     site: Harness, agents: tuple[Agent, Agent], caplog: pytest.LogCaptureFixture
 ) -> None:
     really = site.coordinator._materialise
@@ -393,7 +385,7 @@ async def test_a_fault_of_a_planner_ends_one_period_only(
     assert (await site.in_window(OVER_CORE)).state is PeriodState.COMMITTED
 
 
-async def test_a_daemon_that_stops_ends_its_periods(tmp_path: Path) -> None:
+async def test_daemon_stop_ends_periods(tmp_path: Path) -> None:
     async with harness(tmp_path) as site:
         site.agent("n0", range(16)).busy()
         waiting = site.coordinator.expect(OVER_CORE)
@@ -402,8 +394,8 @@ async def test_a_daemon_that_stops_ends_its_periods(tmp_path: Path) -> None:
     assert [each.report.code for each in (waiting, queued)] == ["stopped", "stopped"]
 
 
-async def test_endings_alike_are_counted_and_not_all_written(site: Harness) -> None:
-    """A trainer announces three times a second, and nobody is traced."""
+async def test_equal_endings_are_counted_and_not_all_journalled(site: Harness) -> None:
+    """A trainer announces three times a second, and no rank is traced."""
     for _ in range(60):
         period = site.coordinator.announce("gradients", intent_to_json(OVER_CORE), within_s=0.3)
         await site.over(period)

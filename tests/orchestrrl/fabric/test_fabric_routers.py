@@ -1,4 +1,4 @@
-"""The routers of a fabric in the configuration: what a good one becomes, and every fault of a bad one at once."""
+"""The routers of a fabric in the configuration: the result of a valid section, and all faults of an invalid one."""
 
 from pathlib import Path
 from typing import Any
@@ -84,7 +84,7 @@ def test_routers_become_a_domain(folder: Path) -> None:
     ("routers", "route_s", "reckoned_s"),
     [((), 0.25, 0.25), ((), 0.0, 0.0), ((router(0), router(1)), 0.0, 1.0), ((router(0), router(1)), 0.25, 0.25)],
 )
-async def test_what_routes_take_is_part_of_what_a_window_must_cover(
+async def test_route_time_is_part_of_window_need(
     folder: Path, routers: tuple[dict[str, Any], ...], route_s: float, reckoned_s: float
 ) -> None:
     config, clock = parse_config(document(*routers, route_s=route_s), folder), VirtualClock()
@@ -96,7 +96,7 @@ async def test_what_routes_take_is_part_of_what_a_window_must_cover(
         assert parts.fabric.coordinator.times.need([OcsId("agg0")], 0.0).route_s == reckoned_s
 
 
-def test_all_faults_at_once(folder: Path) -> None:
+def test_all_faults_are_reported_at_once(folder: Path) -> None:
     first = router(
         0,
         options={"prefix": "ssh", "colour": 1},
@@ -130,7 +130,7 @@ def test_all_faults_at_once(folder: Path) -> None:
     ]
 
 
-def test_what_a_driver_refuses_has_its_path(folder: Path) -> None:
+def test_driver_faults_have_paths(folder: Path) -> None:
     found = faults_of(document(router(0, options={"prefix": "ssh"}), router(1, options={"metric": 0})), folder)
     assert found == [
         "fabric.routers[0].options.prefix: must be a list of words such as [ssh, tor3], got 'ssh'",

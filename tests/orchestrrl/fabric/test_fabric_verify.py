@@ -1,4 +1,5 @@
-"""The fabric is held against its site, in virtual time: what `verify` says, what `walk` lights, and what it leaves."""
+"""The fabric is verified against its site in virtual time: reports of `verify`, light of `walk`, and what stays
+untouched."""
 
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -24,18 +25,18 @@ from orchestrrl.lab.box.run import SITE
 from planner.fabric.cables import DARK, STRANGER, STRAY, WRONG_CABLE
 from planner.fabric.model import EndpointId, OcsId, PortPair
 
-# Ports 1-4 and 5-8 of either PoD's switch are of its two ToRs, 9-12 are its lanes; the core has those of `train0` on
-# 1-4 and those of `gen0` on 5-8.
+# Ports 1-4 and 5-8 of each PoD's switch belong to its two ToRs, 9-12 are its lanes. The core has the lanes of `train0`
+# on 1-4 and those of `gen0` on 5-8.
 TRAIN, GEN, CORE = OcsId("train0/agg0"), OcsId("gen0/agg0"), OcsId("core0")
 R0, R1 = EndpointId("train0/r0"), EndpointId("train0/r1")
 INSIDE = PortPair(TRAIN, 1, 5)
 OVER_CORE = (PortPair(TRAIN, 2, 9), PortPair(CORE, 1, 5), PortPair(GEN, 1, 9))
 FIBRES = 32
-IN_USE = 8  # by those
+IN_USE = 8  # over those
 
 
 class VerifiedHarness(RoutedHarness):
-    """With the link `INSIDE` a PoD and one `OVER_CORE`."""
+    """A site with the link `INSIDE` a PoD and one `OVER_CORE`."""
 
     async def begin(self) -> None:
         rerouting = self.follower.rerouting
@@ -45,7 +46,7 @@ class VerifiedHarness(RoutedHarness):
         await self.during(self.follower.reroute(self.light.up()))
 
     async def signals(self) -> Any:
-        """By ToRs that notice at once when light comes or goes."""
+        """Return signals of ToRs that detect changes of light at once."""
         self.light.shine()
         return await self.late_signals()
 
@@ -60,7 +61,7 @@ class VerifiedHarness(RoutedHarness):
         return await self.during(verifier(self, self.follower).verify(walk))
 
     def lit_on(self, switch: OcsId, since: int = len(OVER_CORE) + 1) -> list[PortPair]:
-        """What was commanded there, in order, but for the first `since` changes."""
+        """Return the cross-connects commanded on the switch, in order, without the first `since` changes."""
         entries = self.journal.tail(1000, (EntryKind.CIRCUITS_INTENT,))[since:]
         return [
             PortPair(switch, *map(int, each.split(":")))
@@ -85,7 +86,7 @@ async def harness(tmp_path: Path) -> AsyncIterator[VerifiedHarness]:
 
 
 async def cut_off(harness: Harness, switch: OcsId) -> None:
-    """Nobody gets through to it any more."""
+    """Make the router unreachable."""
 
     async def open() -> None:
         raise DriverRetryable("no route to host")
@@ -98,7 +99,7 @@ def faults(found: VerificationReport) -> list[tuple[str, str]]:
     return [(fault.kind, fault.where) for fault in found.faults]
 
 
-async def test_a_look_at_a_sound_site_changes_nothing(harness: VerifiedHarness) -> None:
+async def test_verify_of_sound_site_changes_nothing(harness: VerifiedHarness) -> None:
     sent = len(harness.sent)
     found = await harness.verify()
     others = "core0:2, core0:3, core0:4, core0:6, core0:7, core0:8, and 18 more"
@@ -107,7 +108,7 @@ async def test_a_look_at_a_sound_site_changes_nothing(harness: VerifiedHarness) 
     assert len(harness.sent) == sent
 
 
-async def test_a_walk_lights_every_free_fibre_and_leaves_all_as_it_was(harness: VerifiedHarness) -> None:
+async def test_walk_lights_every_free_fibre_and_restores_state(harness: VerifiedHarness) -> None:
     up, owned, began_s = harness.up(), harness.circuits.owners.owned(TRAIN), harness.clock.now_s()
     routed, sends = harness.routed, [router.wire.sends for router in harness.light.routers.values()]
     assert await harness.verify(walk=True) == VerificationReport((), 4, 2, FIBRES, FIBRES)
@@ -116,9 +117,9 @@ async def test_a_walk_lights_every_free_fibre_and_leaves_all_as_it_was(harness: 
     assert {port for pair in lit[CORE] for port in pair.ports} == {*range(1, 9)} - {1, 5}
     assert (
         harness.clock.now_s() - began_s < LIGHT_WITHIN_S * sum(map(len, lit.values())) / 4
-    )  # none longer than it takes
+    )  # none lasts longer than needed
     assert (harness.up(), harness.circuits.owners.owned(TRAIN)) == (up, owned)
-    # Packets stayed where they are, and are seen to again from then on.
+    # Packets kept their routes, and maintenance continues afterwards.
     assert (harness.routed, harness.light.dark) == (routed, [])
     assert [router.wire.sends for router in harness.light.routers.values()] == sends
     harness.light.cut.add(min(routed))
@@ -126,7 +127,7 @@ async def test_a_walk_lights_every_free_fibre_and_leaves_all_as_it_was(harness: 
     assert harness.routed == routed - {min(routed)}
 
 
-async def test_a_cable_in_use_that_is_mixed_up_with_a_free_one_is_found(harness: VerifiedHarness) -> None:
+async def test_used_cable_swapped_with_free_one_is_found(harness: VerifiedHarness) -> None:
     harness.light.swap((TRAIN, 1), (TRAIN, 4))
     looked = await harness.verify()
     assert faults(looked) == [(WRONG_CABLE, "train0/agg0:1")]
@@ -136,7 +137,7 @@ async def test_a_cable_in_use_that_is_mixed_up_with_a_free_one_is_found(harness:
     assert (walked.fibres, walked.not_seen) == (FIBRES - 3, ("in use or broken: train0/agg0:5",))
 
 
-async def test_who_answers_in_place_of_another_is_named(harness: VerifiedHarness) -> None:
+async def test_unexpected_router_is_named(harness: VerifiedHarness) -> None:
     await harness.connect(PortPair(GEN, 2, 5))
     harness.light.swap((TRAIN, 5), (GEN, 5))
     found = await harness.verify()
@@ -148,7 +149,7 @@ async def test_who_answers_in_place_of_another_is_named(harness: VerifiedHarness
     }
 
 
-async def test_light_that_does_not_come_is_waited_for_and_told(harness: VerifiedHarness) -> None:
+async def test_missing_light_is_awaited_and_reported(harness: VerifiedHarness) -> None:
     harness.light.broken = {(TRAIN, 3), (CORE, 2)}
     began_s = harness.clock.now_s()
     found = await harness.verify(walk=True)
@@ -164,13 +165,13 @@ async def test_light_that_does_not_come_is_waited_for_and_told(harness: Verified
     assert harness.up() == {INSIDE, *OVER_CORE}
 
 
-async def test_a_walk_leaves_alone_what_has_failed_or_is_masked(harness: VerifiedHarness) -> None:
+async def test_walk_skips_failed_and_masked_ports(harness: VerifiedHarness) -> None:
     masked = ["core0:2", "gen0/agg0:3", "gen0/agg0:4", "gen0/agg0:7", "train0/agg0:3"]
     harness.overrides.mask([f"port {port}" for port in masked], "suspects")
     harness.fail(GEN, DeviceFault(DeviceFaultKind.FAIL_PORT, 6))
     found = await harness.verify(walk=True)
     assert faults(found) == [("failed_port", "gen0/agg0:6")]
-    # The lane behind port 2 is not lit; the one of the other PoD that is left over shares one that is lit already.
+    # The lane behind port 2 is not lit; the unpaired lane of the other PoD shares one that was lit before.
     assert found.not_seen == (f"in use or broken: {', '.join(masked)}, train0/agg0:10",)
     assert found.fibres == FIBRES - 7
     assert harness.lit_on(CORE) == [PortPair(CORE, 3, 6), PortPair(CORE, 4, 7), PortPair(CORE, 3, 8)]
@@ -179,19 +180,19 @@ async def test_a_walk_leaves_alone_what_has_failed_or_is_masked(harness: Verifie
 
 
 @pytest.mark.parametrize("masked", [True, False])
-async def test_a_walk_leaves_alone_a_switch_that_is_masked_or_silent(harness: VerifiedHarness, masked: bool) -> None:
+async def test_walk_skips_masked_and_silent_switches(harness: VerifiedHarness, masked: bool) -> None:
     if masked:
         harness.overrides.mask(["switch gen0/agg0"], "suspect")
     else:
         await cut_off(harness, GEN)
     found = await harness.verify(walk=True)
     assert ("silent_switch" in {fault.kind for fault in found.faults}) is not masked
-    # All ToRs' fibres of `train0`, whose lanes have nobody to be lit with; of what is in use, what is known to be up.
+    # All ToR fibres of `train0`, whose lanes have no partner, and the fibres of links that are up.
     assert harness.lit_on(GEN) == harness.lit_on(CORE) == []
     assert found.fibres == (8 + 5 if masked else 7)
 
 
-async def test_a_lane_without_a_good_fibre_beside_it_is_not_known(harness: VerifiedHarness) -> None:
+async def test_lane_without_verified_fibre_is_unproven(harness: VerifiedHarness) -> None:
     harness.overrides.mask([f"port gen0/agg0:{port}" for port in range(2, 9)], "no transceivers there")
     found = await harness.verify(walk=True)
     whys = [f"gen0/agg0:{port}: no verified ToR fibre on its switch is free" for port in (10, 11, 12)]
@@ -199,7 +200,7 @@ async def test_a_lane_without_a_good_fibre_beside_it_is_not_known(harness: Verif
     assert harness.lit_on(CORE) == []
 
 
-async def test_light_that_nobody_sends_is_told_with_who_answers(harness: VerifiedHarness) -> None:
+async def test_unexpected_light_is_reported_with_answering_router(harness: VerifiedHarness) -> None:
     one, other = harness.light.routers[R0].device, harness.light.routers[R1].device
     one.join("swp3", other, "swp4")
     harness.light.routers[EndpointId("gen0/r0")].device.set_signal("swp2", True)
@@ -212,7 +213,7 @@ async def test_light_that_nobody_sends_is_told_with_who_answers(harness: Verifie
     ]
 
 
-async def test_a_router_that_does_not_answer_is_told(harness: VerifiedHarness) -> None:
+async def test_silent_router_is_reported(harness: VerifiedHarness) -> None:
     harness.light.routers[R1].device.inject(virtual.RouterFault(virtual.RouterFaultKind.UNREACHABLE))
     found = await harness.verify()
     assert found.not_seen[0].startswith("train0/r1 does not answer: ")
@@ -220,8 +221,8 @@ async def test_a_router_that_does_not_answer_is_told(harness: VerifiedHarness) -
 
 
 @pytest.mark.parametrize("silent", [R1, GEN])
-async def test_nothing_is_said_of_light_that_nobody_can_know_of(harness: VerifiedHarness, silent: str) -> None:
-    """A router that does not answer is not dark; what a switch that does not answer has up may send light anywhere."""
+async def test_unknowable_light_is_not_reported(harness: VerifiedHarness, silent: str) -> None:
+    """A router that does not answer is not dark; circuits of a silent switch may send light anywhere."""
     if silent == GEN:
         await cut_off(harness, GEN)
     else:
@@ -229,7 +230,7 @@ async def test_nothing_is_said_of_light_that_nobody_can_know_of(harness: Verifie
     assert faults(await harness.verify()) == ([("silent_switch", GEN)] if silent == GEN else [])
 
 
-async def test_tors_that_notice_late_that_light_is_gone_do_not_confuse_a_walk(harness: VerifiedHarness) -> None:
+async def test_walk_waits_for_slow_loss_of_signal(harness: VerifiedHarness) -> None:
     harness.follower.rerouting.signals = harness.late_signals  # type: ignore[method-assign]
     harness.overrides.mask(["switch gen0/agg0", "port train0/agg0:7", "port train0/agg0:8"], "not of interest")
     assert (await harness.verify(walk=True)).faults == ()
@@ -242,8 +243,8 @@ async def test_tors_that_notice_late_that_light_is_gone_do_not_confuse_a_walk(ha
         pytest.param(DeviceFault(DeviceFaultKind.DROP_CONNECTION), id="out of reach"),
     ],
 )
-async def test_a_walk_that_fails_darkens_what_it_lit(harness: VerifiedHarness, fault: DeviceFault) -> None:
-    """At the switch at the end of a lane's way, when the other two have been lit."""
+async def test_failed_walk_darkens_lit_circuits(harness: VerifiedHarness, fault: DeviceFault) -> None:
+    """It fails at the switch at the end of a lane's path, after the other two were lit."""
     really = harness.circuits.change
 
     async def change(switch: str, change: CircuitChange, mode: ChangeMode) -> CircuitOutcome:
@@ -259,7 +260,7 @@ async def test_a_walk_that_fails_darkens_what_it_lit(harness: VerifiedHarness, f
     assert {pair for pair in harness.up() if pair.switch != TRAIN} == set(OVER_CORE[1:])
 
 
-async def test_what_may_not_be_walked_is_refused(harness: VerifiedHarness) -> None:
+async def test_walk_is_refused_without_pause_or_routers(harness: VerifiedHarness) -> None:
     sent = len(harness.sent)
     with pytest.raises(Permanent, match="run `orchestrrl fabric pause` first"):
         await harness.during(verifier(harness, harness.follower).verify(walk=True))
@@ -270,16 +271,16 @@ async def test_what_may_not_be_walked_is_refused(harness: VerifiedHarness) -> No
     assert (await harness.during(verifier(harness, None).verify(walk=False))).faults == ()
 
 
-async def test_what_switches_show_is_held_against_what_is_ours(tmp_path: Path) -> None:
+async def test_switch_readings_are_compared_with_owned_circuits(tmp_path: Path) -> None:
     site = Harness(tmp_path, parse_site(SITE), connectivity=Connectivity.INGRESS_EGRESS)
     site.start()
     for pair in (INSIDE, *OVER_CORE):
         change = await site.reader.change_of(pair.switch, [], [pair])
         await site.during(site.circuits.change(pair.switch, change, ChangeMode.SAFE))
     train, core = site.switches[TRAIN].model, site.switches[CORE].model
-    train.remove([CrossConnect(1, 37), CrossConnect(5, 33)])  # ours
-    train.add([CrossConnect(6, 35), CrossConnect(3, 38)])  # nobody's
-    train.add([CrossConnect(7, 36)])  # one way only
+    train.remove([CrossConnect(1, 37), CrossConnect(5, 33)])  # owned
+    train.add([CrossConnect(6, 35), CrossConnect(3, 38)])  # not owned
+    train.add([CrossConnect(7, 36)])  # one direction only
     core.add([CrossConnect(2, 35), CrossConnect(3, 34)])  # of one PoD
     core.inject(DeviceFault(DeviceFaultKind.FAIL_PORT, 8))
     await cut_off(site, GEN)

@@ -1,5 +1,4 @@
-"""Circuits follow the deployment, and whatever becomes of them, its redeployment goes on. Virtual time, virtual
-switches."""
+"""Circuits follow the deployment, and their failures do not stop a redeployment. Virtual time, virtual switches."""
 
 import asyncio
 from collections.abc import Awaitable, Sequence
@@ -33,7 +32,7 @@ TO_TP2 = RedeployRequest((("tp2", 0),), reason="the test says so")
 
 @pytest.fixture
 def narrow(tmp_path: Path) -> Harness:
-    """Four engines of one GPU, with requests."""
+    """Deploy four engines of one GPU, with requests."""
     harness = Harness(tmp_path)
     for gpu, name in enumerate("abcd"):
         harness.place(name, "tp1", gpu)
@@ -42,14 +41,14 @@ def narrow(tmp_path: Path) -> Harness:
 
 
 async def during(harness: FabricHarness, work: Awaitable[str], most_s: float = 10.0) -> str:
-    """Its outcome, while time goes on."""
+    """Return the outcome of a redeployment while time passes."""
     task = asyncio.ensure_future(work)
     await harness.clock.advance(most_s)
     assert task.done()
     return await task
 
 
-async def test_a_redeployment_changes_demand_and_circuits_before_requests_are_let_in(narrow: Harness) -> None:
+async def test_redeployment_changes_demand_and_circuits_before_admission(narrow: Harness) -> None:
     harness = FabricHarness(narrow)
     async with harness.daemon() as redeployer:
         redeployer.begin(TO_TP2)
@@ -65,7 +64,7 @@ async def test_a_redeployment_changes_demand_and_circuits_before_requests_are_le
         assert {str(view.engine)[:2] for view in narrow.gateway.requests.values()} == {"s2"}
 
 
-async def test_on_the_way_back_the_engines_of_before_get_their_circuits(narrow: Harness) -> None:
+async def test_rollback_restores_circuits_of_earlier_engines(narrow: Harness) -> None:
     harness = FabricHarness(narrow)
     narrow.machines.faults["probe", "tp2"] = Permanent("is broken")
     async with harness.daemon() as redeployer:
@@ -75,7 +74,7 @@ async def test_on_the_way_back_the_engines_of_before_get_their_circuits(narrow: 
         assert harness.circuits() == MESH
         assert harness.let_in_under == [MESH] * 4
         assert "circuits committed" in harness.admitted()
-        # Another one that fails finds them up.
+        # A second failing redeployment finds them up.
         redeployer.begin(TO_TP2)
         assert (await narrow.until_ended()).state is OperationState.ROLLED_BACK
         assert "circuits committed: 0 cross-connects changed (was_so" in harness.admitted()
@@ -99,7 +98,7 @@ def mask_all(harness: FabricHarness) -> None:
 
 
 def break_all(harness: FabricHarness) -> None:
-    """The connection goes with each command, as often as it is tried."""
+    """Break the connection at each command, on every attempt."""
     for switch in harness.switches.values():
         for _ in range(50):
             switch.model.inject(DeviceFault(DeviceFaultKind.DROP_COMMAND))
@@ -114,7 +113,7 @@ HELD = {
 
 
 @pytest.mark.parametrize("case", sorted(HELD))
-async def test_a_fabric_that_holds_holds_nobody_else(narrow: Harness, case: str) -> None:
+async def test_held_fabric_does_not_delay_serving(narrow: Harness, case: str) -> None:
     hold, words = HELD[case]
     harness = FabricHarness(narrow)
     async with harness.daemon() as redeployer:
@@ -126,8 +125,8 @@ async def test_a_fabric_that_holds_holds_nobody_else(narrow: Harness, case: str)
         assert not narrow.gateway.cut
 
 
-async def test_circuits_that_an_operator_prefers_stay(narrow: Harness) -> None:
-    """The deployment's are not forgotten: they come when he lets go."""
+async def test_operator_circuits_take_precedence(narrow: Harness) -> None:
+    """The deployment's circuits follow when the operator releases the fabric."""
     harness = FabricHarness(narrow)
     async with harness.daemon() as redeployer:
         redeployer.begin(TO_TP2)
@@ -144,7 +143,7 @@ async def test_circuits_that_an_operator_prefers_stay(narrow: Harness) -> None:
         assert harness.circuits() == MESH
 
 
-async def test_a_redeployment_that_takes_too_long_keeps_nobody_waiting(narrow: Harness) -> None:
+async def test_slow_circuit_change_does_not_delay_serving(narrow: Harness) -> None:
     harness = FabricHarness(narrow, device_s=100.0, within_s=2.0)
     async with harness.daemon() as redeployer:
         redeployer.begin(TO_TP2)
@@ -155,18 +154,18 @@ async def test_a_redeployment_that_takes_too_long_keeps_nobody_waiting(narrow: H
         assert elapsed_s == pytest.approx(2.0)
 
 
-async def test_a_redeployment_that_breaks_keeps_nobody_waiting(narrow: Harness) -> None:
+async def test_failed_circuit_change_does_not_delay_serving(narrow: Harness) -> None:
     harness = FabricHarness(narrow)
     async with harness.daemon() as redeployer:
         break_all(harness)
         redeployer.begin(TO_TP2)
         assert (await narrow.until_ended()).state is OperationState.DONE
         assert "; circuits failed: 0 cross-connects changed (switch_failed: " in harness.admitted()
-        assert len(harness.admitted()) < 300  # the period's report has all of it
+        assert len(harness.admitted()) < 300  # the period's report has all details
         assert harness.circuits() == {}
 
 
-async def test_gpus_that_the_site_does_not_know_have_no_circuits(narrow: Harness) -> None:
+async def test_gpus_outside_the_site_get_no_circuits(narrow: Harness) -> None:
     harness = FabricHarness(narrow, first_gpu=1000)
     async with harness.daemon() as redeployer:
         redeployer.begin(TO_TP2)
@@ -179,10 +178,10 @@ async def test_gpus_that_the_site_does_not_know_have_no_circuits(narrow: Harness
 
 @dataclass
 class Found:
-    """What it comes to know of them."""
+    """A starting fleet with scripted reports."""
 
     engines: Sequence[EngineSpec]
-    idle_after: Sequence[bool | None] = (True,)  # at each look; then as at the last
+    idle_after: Sequence[bool | None] = (True,)  # one per poll; then the last one repeats
     busy: bool = False
     looks: int = field(default=0)
 
@@ -201,7 +200,7 @@ def specs(harness: Harness) -> list[EngineSpec]:
     return [engine.spec for engine in harness.machines.engines.values()]
 
 
-async def test_engines_that_stand_still_get_their_circuits_when_the_daemon_starts(narrow: Harness) -> None:
+async def test_idle_engines_get_circuits_at_daemon_start(narrow: Harness) -> None:
     harness = FabricHarness(narrow)
     async with harness.daemon():
         found = Found(specs(narrow), (None, None, True))
@@ -213,7 +212,7 @@ async def test_engines_that_stand_still_get_their_circuits_when_the_daemon_start
         assert "was_so" in await during(harness, harness.gen.begin(found))
 
 
-async def test_engines_at_work_keep_what_is_up_until_they_stand_still(narrow: Harness) -> None:
+async def test_busy_engines_keep_circuits_until_idle(narrow: Harness) -> None:
     harness = FabricHarness(narrow)
     async with harness.daemon():
         found = Found(specs(narrow), (False,))
@@ -231,7 +230,7 @@ async def test_engines_at_work_keep_what_is_up_until_they_stand_still(narrow: Ha
         assert harness.circuits() == MESH
 
 
-async def test_engines_of_which_nobody_hears_are_not_taken_to_stand_still(narrow: Harness) -> None:
+async def test_unreported_engines_do_not_count_as_idle(narrow: Harness) -> None:
     harness = FabricHarness(narrow)
     async with harness.daemon():
         begun = asyncio.create_task(harness.gen.begin(Found(specs(narrow), (None,))))
@@ -239,21 +238,21 @@ async def test_engines_of_which_nobody_hears_are_not_taken_to_stand_still(narrow
         assert harness.fabric.reports(5) == []
         await harness.clock.advance(100.0)
         assert [report.code for report in harness.fabric.reports(5)] == ["no_boundary"]
-        # Whoever knows that nobody sends may have them by name.
+        # A caller that has paused its requests can announce the period by name.
         harness.fabric.announce(PERIOD, boundary=True)
         await harness.clock.advance(5.0)
         assert harness.circuits() == MESH
         begun.cancel()
 
 
-async def test_circuits_that_were_lost_among_requests_are_replaced_once_there_are_none(narrow: Harness) -> None:
+async def test_circuits_lost_during_requests_are_replaced_when_idle(narrow: Harness) -> None:
     harness = FabricHarness(narrow)
     async with harness.daemon():
         found = Found(specs(narrow))
         tending = asyncio.create_task(harness.gen.maintain(found))
         await harness.clock.advance(10.0)
         assert harness.circuits() == MESH
-        assert len(harness.fabric.reports(9)) == 1  # nothing more is asked for
+        assert len(harness.fabric.reports(9)) == 1  # no further request
         found.idle_after = (False,)
         lost = next(each.cross_connect for each in harness.agg.model.circuits())
         harness.agg.model.inject(DeviceFault(DeviceFaultKind.FAIL_PORT, lost.ingress_port))
@@ -277,7 +276,7 @@ SYNC = Intent(
 )
 
 
-async def test_a_fault_of_ours_is_counted_and_the_fleet_is_tended_on(narrow: Harness) -> None:
+async def test_internal_error_is_counted_and_maintenance_continues(narrow: Harness) -> None:
     harness = FabricHarness(narrow)
     async with harness.daemon():
 
@@ -295,17 +294,17 @@ async def test_a_fault_of_ours_is_counted_and_the_fleet_is_tended_on(narrow: Har
         assert not tending.done()
         assert harness.gen.defects == 1
         found.odd = False
-        harness.fabric.expect(harness.gen.intent(found.serving()))  # of which nobody has said that all stand still
+        harness.fabric.expect(harness.gen.intent(found.serving()))  # the engines were not all reported idle
         await harness.clock.advance(10.0)
         assert harness.circuits() == MESH
         tending.cancel()
 
 
-async def test_after_a_weight_sync_engines_get_their_circuits_back(narrow: Harness) -> None:
+async def test_engines_get_circuits_back_after_weight_sync(narrow: Harness) -> None:
     harness = FabricHarness(narrow)
     async with harness.daemon():
         found = Found(specs(narrow))
-        assert await during(harness, harness.gen.after_sync(found)) == ""  # there was none
+        assert await during(harness, harness.gen.after_sync(found)) == ""  # there was no sync
         await during(harness, harness.gen.begin(found))
         assert harness.circuits() == MESH
         assert await during(harness, harness.gen.after_sync(found)) == ""
@@ -321,7 +320,7 @@ async def test_after_a_weight_sync_engines_get_their_circuits_back(narrow: Harne
         assert await during(harness, harness.gen.after_sync(found)) == ""
 
 
-async def test_a_sync_is_not_disturbed_by_engines_that_stand_still(narrow: Harness) -> None:
+async def test_idle_engines_do_not_disturb_sync(narrow: Harness) -> None:
     harness = FabricHarness(narrow)
     async with harness.daemon():
         tending = asyncio.create_task(harness.gen.maintain(Found(specs(narrow))))
@@ -332,7 +331,7 @@ async def test_a_sync_is_not_disturbed_by_engines_that_stand_still(narrow: Harne
         tending.cancel()
 
 
-async def test_a_redeployment_goes_before_what_was_found(narrow: Harness) -> None:
+async def test_redeployment_precedes_found_engines(narrow: Harness) -> None:
     harness = FabricHarness(narrow)
     async with harness.daemon() as redeployer:
         assert await during(harness, harness.gen.begin(Found(specs(narrow), busy=True))) == ""
@@ -348,13 +347,13 @@ async def test_a_redeployment_goes_before_what_was_found(narrow: Harness) -> Non
         assert harness.circuits() == PAIRS
 
 
-async def test_a_fleet_is_idle_when_engines_and_gateways_say_so(narrow: Harness) -> None:
+async def test_fleet_is_idle_if_engines_and_gateways_report_it(narrow: Harness) -> None:
     async with narrow.daemon() as found:
         assert [spec.engine for spec in found.serving()] == ["a", "b", "c", "d"]
-        assert found.idle() is False  # as the gateway says
+        assert found.idle() is False  # as the gateway reports
         narrow.gateway.requests.clear()
         await narrow.clock.advance(1.0)
-        assert found.idle() is None  # engines have not been heard of
+        assert found.idle() is None  # engines have not reported yet
         for number, name in enumerate("abcd"):
             told = sample(narrow.clock.now_s(), running=0, waiting=0)
             narrow.plane.fleet.engine_reported(engine_report(name, sequence=number + 1, sample=told), 1)
@@ -383,7 +382,7 @@ def faults(folder: Path, **fabric: object) -> list[str]:
     return []
 
 
-def test_faults_of_the_configuration_come_all_at_once(tmp_path: Path) -> None:
+def test_configuration_faults_are_reported_at_once(tmp_path: Path) -> None:
     assert faults(tmp_path) == []
     unknown, nowhere, nobody = faults(tmp_path, model="gpt-0", first_fleet_gpu=6, deployer=None)
     assert unknown.startswith("fabric.model: ")

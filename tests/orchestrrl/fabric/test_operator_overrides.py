@@ -1,4 +1,4 @@
-"""An operator's word: pins, overrides and masks bind what comes, also what waits already, and outlast a daemon."""
+"""Pins, overrides and masks bind new and waiting periods, and survive a restart of the daemon."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -25,7 +25,7 @@ async def agent(site: Harness) -> Agent:
     return agent
 
 
-async def test_all_circuits_pinned_stay(site: Harness, agent: Agent) -> None:
+async def test_pin_of_all_circuits_keeps_them(site: Harness, agent: Agent) -> None:
     await site.in_window(OVER_CORE)
     up = site.up()
     site.overrides.pin([], "an experiment runs", 5.0)
@@ -38,7 +38,7 @@ async def test_all_circuits_pinned_stay(site: Harness, agent: Agent) -> None:
     assert (await site.in_window(ACROSS_RAILS)).state is PeriodState.COMMITTED
 
 
-async def test_pinned_circuits_stay_and_the_rest_goes_around(site: Harness, agent: Agent) -> None:
+async def test_pinned_circuits_stay_and_others_avoid_them(site: Harness, agent: Agent) -> None:
     await site.in_window(OVER_CORE)
     pins = {each for each in site.up() if each.switch == "core0" and 4 not in each.ports and 8 not in each.ports}
     site.overrides.pin([str(each) for each in sorted(pins)[:1]], "measured", 0.0)
@@ -48,7 +48,7 @@ async def test_pinned_circuits_stay_and_the_rest_goes_around(site: Harness, agen
     assert (await site.in_window(ACROSS_RAILS)).state is PeriodState.COMMITTED
 
 
-async def test_a_pin_on_what_was_about_to_go_is_kept(site: Harness, agent: Agent) -> None:
+async def test_pin_keeps_circuit_about_to_be_removed(site: Harness, agent: Agent) -> None:
     await site.in_window(OVER_CORE)
     agent.busy()
     period = site.coordinator.expect(ACROSS_RAILS)
@@ -62,7 +62,7 @@ async def test_a_pin_on_what_was_about_to_go_is_kept(site: Harness, agent: Agent
     assert going in site.up()
 
 
-async def test_an_override_binds_all_of_its_job_and_no_other(site: Harness, agent: Agent) -> None:
+async def test_override_binds_all_periods_of_its_job_only(site: Harness, agent: Agent) -> None:
     await site.in_window(OVER_CORE)
     await site.in_window(ACROSS_RAILS)
     agent.quiet(60.0)
@@ -87,7 +87,7 @@ async def test_an_override_binds_all_of_its_job_and_no_other(site: Harness, agen
         ("circuit train0/agg0:1-5", lambda each: each.switch == "train0/agg0" and {1, 5} & set(each.ports)),
     ],
 )
-async def test_circuits_go_around_what_is_masked(site: Harness, agent: Agent, mask: str, gone) -> None:  # type: ignore[no-untyped-def]
+async def test_circuits_avoid_masked_components(site: Harness, agent: Agent, mask: str, gone) -> None:  # type: ignore[no-untyped-def]
     await site.in_window(OVER_CORE)
     before = site.up()
     assert any(map(gone, before))
@@ -103,7 +103,7 @@ async def test_circuits_go_around_what_is_masked(site: Harness, agent: Agent, ma
     assert len(site.up()) == len(before)
 
 
-async def test_ports_that_fail_are_gone_around_in_the_next_window(site: Harness, agent: Agent) -> None:
+async def test_failed_ports_are_avoided_in_next_window(site: Harness, agent: Agent) -> None:
     await site.in_window(OVER_CORE)
     used = next(each for each in sorted(site.up()) if each.switch == "train0/agg0")
     site.fail("train0/agg0", DeviceFault(DeviceFaultKind.FAIL_PORT, used.port_a))
@@ -116,7 +116,7 @@ async def test_ports_that_fail_are_gone_around_in_the_next_window(site: Harness,
     assert (OcsId("train0/agg0"), used.port_a) in site.coordinator.site_reading.failures.ports
 
 
-async def test_circuits_of_a_switch_that_restarted_dark_come_back(site: Harness, agent: Agent) -> None:
+async def test_circuits_of_restarted_switch_are_restored(site: Harness, agent: Agent) -> None:
     await site.in_window(OVER_CORE)
     up = site.up()
     site.fail("core0", DeviceFault(DeviceFaultKind.RESTART))
@@ -127,8 +127,8 @@ async def test_circuits_of_a_switch_that_restarted_dark_come_back(site: Harness,
     assert site.up() == up
 
 
-async def test_what_joins_no_fibres_of_the_site_is_left_alone(site: Harness, agent: Agent) -> None:
-    """A patch of a port of the site to one that has no fibre: whoever did that wants it."""
+async def test_circuit_between_ports_without_fibres_is_left_alone(site: Harness, agent: Agent) -> None:
+    """A port of the site is connected to one without a fibre, by another controller."""
     from ocs_drivers.model import CrossConnect
 
     for pair in (CrossConnect(1, 30), CrossConnect(20, 21), CrossConnect(2, 3)):
@@ -138,7 +138,7 @@ async def test_what_joins_no_fibres_of_the_site_is_left_alone(site: Harness, age
     assert {(1, 30), (20, 21), (2, 3)} <= left
 
 
-async def test_it_outlasts_the_daemon(site: Harness, agent: Agent) -> None:
+async def test_overrides_survive_daemon_restart(site: Harness, agent: Agent) -> None:
     await site.in_window(OVER_CORE)
     site.overrides.pin(["core0:1-5"], "", 0.0)
     site.overrides.mask(["nic train0/s0:1", "server gen0/s0"], "")
@@ -155,7 +155,7 @@ async def test_it_outlasts_the_daemon(site: Harness, agent: Agent) -> None:
     assert site.coordinator.announce("gradients").intent == OVER_CORE
 
 
-def test_what_is_wrong_is_told_all_at_once(site: Harness) -> None:
+def test_all_faults_are_reported_at_once(site: Harness) -> None:
     with pytest.raises(ProblemFaults) as wrong:
         site.overrides.pin(["core0:1-99", "core9:1-2", "1-2", "core0:1-2", "core0:3-3"], "", -1.0)
     assert wrong.value.faults == [

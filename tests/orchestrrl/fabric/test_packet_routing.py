@@ -1,4 +1,4 @@
-"""Packets follow circuits, in virtual time: the coordinator, virtual switches, and virtual ToRs that light joins."""
+"""Packets follow circuits in virtual time: the coordinator, virtual switches, and virtual ToRs connected by light."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -27,7 +27,7 @@ async def routed_harness(folder: Path) -> AsyncIterator[RoutedHarness]:
         await made.stop()
 
 
-async def test_packets_are_off_circuits_before_they_go_and_on_them_once_they_are_there(tmp_path: Path) -> None:
+async def test_packets_leave_circuits_before_removal_and_use_new_ones(tmp_path: Path) -> None:
     async with routed_harness(tmp_path) as harness:
         lengths = set()
         for intent, boundary in ((OVER_CORE, False), (GEN, True), (ACROSS_RAILS, False), (SYNC, True)):
@@ -37,13 +37,13 @@ async def test_packets_are_off_circuits_before_they_go_and_on_them_once_they_are
             assert harness.follower.routed is not None
             assert harness.follower.routed.faults_text == ""
             lengths |= {len(lit.over) for lit in harness.light.joined.values()}
-            # What rerouting takes is part of what a window has to cover.
+            # The time of rerouting is part of the window's need.
             assert all(took.route_s > 0 for commit in report.commits for took in commit.switch_times)
         assert lengths == {1, 3}
         assert harness.light.dark == []
 
 
-async def test_what_cannot_be_drained_stays(tmp_path: Path) -> None:
+async def test_circuits_that_cannot_be_drained_stay(tmp_path: Path) -> None:
     async with routed_harness(tmp_path) as harness:
         await harness.in_window(OVER_CORE)
         before, routed, sent = harness.light.up(), harness.routed, len(harness.sent)
@@ -61,7 +61,7 @@ async def test_what_cannot_be_drained_stays(tmp_path: Path) -> None:
         assert harness.light.dark == []
 
 
-async def test_links_that_lose_their_light_are_left_out_until_it_is_back(tmp_path: Path) -> None:
+async def test_links_without_light_are_left_out_until_it_returns(tmp_path: Path) -> None:
     async with routed_harness(tmp_path) as harness:
         await harness.in_window(OVER_CORE)
         whole = harness.routed
@@ -78,7 +78,7 @@ async def test_links_that_lose_their_light_are_left_out_until_it_is_back(tmp_pat
         assert (harness.follower.routed.faults_text, harness.light.dark) == ("", [])
 
 
-async def test_what_somebody_else_takes_down_is_not_routed_over(tmp_path: Path) -> None:
+async def test_circuit_removed_by_others_is_not_routed_over(tmp_path: Path) -> None:
     async with routed_harness(tmp_path) as harness:
         await harness.in_window(OVER_CORE)
         assert any(len(lit.over) == 3 for lit in harness.light.joined.values())
@@ -90,11 +90,11 @@ async def test_what_somebody_else_takes_down_is_not_routed_over(tmp_path: Path) 
         assert all(len(lit.over) == 1 for lit in harness.light.joined.values())
 
 
-async def test_a_switch_that_does_not_answer_keeps_its_packets_over_a_restart(tmp_path: Path) -> None:
+async def test_silent_switch_keeps_its_packets_over_restart(tmp_path: Path) -> None:
     async with routed_harness(tmp_path) as harness:
         await harness.in_window(OVER_CORE)
         whole = harness.routed
-        await harness.pass_time(2 * POLL_AGAIN_S)  # it is written down
+        await harness.pass_time(2 * POLL_AGAIN_S)  # journalled
         again = harness.following(unread=frozenset({OcsId("core0")}))
         tending = asyncio.create_task(again.maintain())
         await harness.pass_time(2 * POLL_AGAIN_S)
@@ -105,9 +105,7 @@ async def test_a_switch_that_does_not_answer_keeps_its_packets_over_a_restart(tm
 
 
 @pytest.mark.parametrize("steps", range(5))
-async def test_a_daemon_that_died_at_any_point_of_a_change_leaves_no_packet_in_the_dark(
-    tmp_path: Path, steps: int
-) -> None:
+async def test_daemon_death_during_change_leaves_no_packet_in_the_dark(tmp_path: Path, steps: int) -> None:
     async with routed_harness(tmp_path) as harness:
         await harness.in_window(OVER_CORE)
         core = harness.switches[OcsId("core0")].model

@@ -1,4 +1,4 @@
-"""Rerouting on virtual routers: what fails is named, what depends on it waits, and packets are walked at each point."""
+"""Rerouting on virtual routers: failures are named, dependent changes wait, and packets are traced at each point."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -28,7 +28,7 @@ def link(a: int, interface_a: int, b: int, interface_b: int) -> RoutedLink:
 
 @pytest.fixture
 async def clock() -> AsyncIterator[VirtualClock]:
-    """Virtual time that runs by itself, as fast as the event loop turns."""
+    """Virtual time that advances as fast as the event loop runs."""
     clock = VirtualClock(1000.0)
 
     async def run() -> None:
@@ -68,7 +68,7 @@ class Harness:
             self.drivers[one.a].device.part(one.interface_a)
 
     def arrives(self, start: int, to: int) -> bool:
-        """Whichever next hops its routers pick, a packet gets there."""
+        """Return whether a packet arrives for every choice of next hops."""
         by_address = {driver.device.address: driver.device for driver in self.drivers.values()}
         on_way = [(self.device(start), frozenset[str]())]
         while on_way:
@@ -85,7 +85,7 @@ class Harness:
 RING = (link(1, 1, 2, 1), link(2, 2, 3, 1), link(3, 2, 1, 2))
 
 
-async def test_drain_switch_steer(clock: VirtualClock) -> None:
+async def test_drain_change_and_reroute(clock: VirtualClock) -> None:
     harness = Harness(clock, 3)
     harness.connect(*RING)
     assert (await harness.rerouting.reroute(RING)).faults_text == ""
@@ -106,7 +106,7 @@ async def test_drain_switch_steer(clock: VirtualClock) -> None:
     assert [driver.wire.sends for driver in harness.drivers.values()] == sends
 
 
-async def test_a_pair_that_loses_its_last_way_is_told(clock: VirtualClock) -> None:
+async def test_pair_that_loses_its_last_path_is_reported(clock: VirtualClock) -> None:
     harness = Harness(clock, 2)
     harness.connect(RING[0])
     await harness.rerouting.reroute(RING[:1])
@@ -115,7 +115,7 @@ async def test_a_pair_that_loses_its_last_way_is_told(clock: VirtualClock) -> No
     assert harness.device(1).routes == {}
 
 
-async def test_nothing_is_drained_before_it_is_known_what_there_is(clock: VirtualClock) -> None:
+async def test_drain_is_refused_before_first_reroute(clock: VirtualClock) -> None:
     harness = Harness(clock, 3)
     harness.connect(*RING)
     with pytest.raises(Permanent, match="reroute first"):
@@ -123,20 +123,20 @@ async def test_nothing_is_drained_before_it_is_known_what_there_is(clock: Virtua
     await harness.rerouting.reroute(RING)
     restarted, sends = harness.restarted(), [driver.wire.sends for driver in harness.drivers.values()]
     await restarted.reroute(RING)
-    assert [driver.wire.sends for driver in harness.drivers.values()] == sends  # found as it was left
+    assert [driver.wire.sends for driver in harness.drivers.values()] == sends  # found in the earlier state
     await restarted.drain(RING[:1])
     assert harness.device(1).ways("10.0.2.1")[0].interface == "swp2"
 
 
 @pytest.mark.parametrize("fault", [RouterFaultKind.UNREACHABLE, RouterFaultKind.DROP_COMMAND])
-async def test_a_router_that_cannot_be_drained_stops_the_commit(clock: VirtualClock, fault: RouterFaultKind) -> None:
+async def test_router_that_cannot_be_drained_stops_commit(clock: VirtualClock, fault: RouterFaultKind) -> None:
     harness = Harness(clock, 3)
     harness.connect(*RING)
     await harness.rerouting.reroute(RING)
     harness.device(2).inject(RouterFault(fault))
     with pytest.raises(NotDrained, match="tor2") as refusal:
         await harness.rerouting.drain(RING[:1])
-    # Without tor2's word nobody may count on it; tor1 would send to it what it sends back.
+    # Without tor2's confirmation no router may rely on it; tor1 would send it the packets that it sends back.
     assert tor(2) in refusal.value.routers
     assert harness.rerouting.routed is not None
     assert harness.rerouting.routed.links == tuple(sorted(RING))
@@ -147,7 +147,7 @@ async def test_a_router_that_cannot_be_drained_stops_the_commit(clock: VirtualCl
     await harness.rerouting.drain(RING[:1])
 
 
-async def test_a_router_whose_answer_got_lost_counts_by_what_it_shows(clock: VirtualClock) -> None:
+async def test_router_with_lost_answer_is_judged_by_its_state(clock: VirtualClock) -> None:
     harness = Harness(clock, 3)
     harness.connect(*RING)
     await harness.rerouting.reroute(RING)
@@ -155,7 +155,7 @@ async def test_a_router_whose_answer_got_lost_counts_by_what_it_shows(clock: Vir
     assert (await harness.rerouting.drain(RING[:1])).failed == {}
 
 
-async def test_a_router_that_does_not_matter_does_not_stop_a_drain(clock: VirtualClock) -> None:
+async def test_irrelevant_router_does_not_stop_drain(clock: VirtualClock) -> None:
     harness = Harness(clock, 4)
     links = (*RING, link(3, 3, 4, 1))
     harness.connect(*links)
@@ -165,8 +165,8 @@ async def test_a_router_that_does_not_matter_does_not_stop_a_drain(clock: Virtua
     assert set(drained.failed) == {tor(4)}
 
 
-async def test_routers_behind_one_that_failed_keep_their_routes(clock: VirtualClock) -> None:
-    # A chain is to become: 1-2-3-4. Without a route of 2, 1 must not send it what is for 3.
+async def test_routers_behind_failed_one_keep_their_routes(clock: VirtualClock) -> None:
+    # The new chain is 1-2-3-4. Until 2 has its route, 1 must not send it packets for 3.
     harness = Harness(clock, 4)
     chain = (link(1, 1, 2, 1), link(2, 2, 3, 1), link(3, 2, 4, 1))
     harness.connect(*chain)
@@ -179,16 +179,16 @@ async def test_routers_behind_one_that_failed_keep_their_routes(clock: VirtualCl
     assert all(harness.arrives(a, b) for a in (1, 2, 3, 4) for b in (1, 2, 3, 4) if a != b)
 
 
-async def test_circuits_without_light_or_with_a_stranger_are_left_out(clock: VirtualClock) -> None:
+async def test_circuits_without_light_or_with_wrong_router_are_left_out(clock: VirtualClock) -> None:
     harness = Harness(clock, 3)
-    harness.connect(RING[1], link(3, 2, 2, 3))  # the second is not what is believed: 3-1
+    harness.connect(RING[1], link(3, 2, 2, 3))  # the second is actually 3-1
     rerouted = await harness.rerouting.reroute(RING)
     assert set(rerouted.left_out) == {RING[0], RING[2]}
     assert rerouted.links == (RING[1],)
     assert harness.arrives(2, 3)
 
 
-async def test_weights_are_what_each_router_can_hold(clock: VirtualClock) -> None:
+async def test_weights_fit_router_limits(clock: VirtualClock) -> None:
     harness = Harness(clock, 4, max_weight=1)
     links = (link(1, 1, 2, 1), link(1, 2, 2, 2), link(1, 3, 3, 1), link(1, 4, 3, 2), link(2, 3, 4, 1), link(3, 3, 4, 2))
     more = (*links, link(3, 4, 4, 3))
@@ -197,7 +197,7 @@ async def test_weights_are_what_each_router_can_hold(clock: VirtualClock) -> Non
     assert [hop.interface for hop in harness.device(1).ways("10.0.4.1")] == ["swp1", "swp3", "swp4"]
 
 
-async def test_impossible_links_are_refused_before_anything_is_asked(clock: VirtualClock) -> None:
+async def test_impossible_links_are_rejected_before_any_request(clock: VirtualClock) -> None:
     harness = Harness(clock, 2)
     with pytest.raises(ValueError, match="must be a router of the domain"):
         await harness.rerouting.reroute([link(1, 1, 9, 1)])

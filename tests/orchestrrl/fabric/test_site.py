@@ -1,4 +1,4 @@
-"""A site's file: every fault at once, judged against an oracle that knows the rules but not the code."""
+"""A site's file: every fault at once, checked against an oracle that implements the rules independently."""
 
 import copy
 from collections import Counter
@@ -40,13 +40,13 @@ def switch(document: Document, name: str) -> Document:
     return next(each for each in document["switches"] if each["id"] == name)
 
 
-def test_the_example_is_sound() -> None:
+def test_example_site_is_valid() -> None:
     site = read_site(EXAMPLE)
     assert len(site.server_of) == 32
     assert len(site.lanes) == 16
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ProblemFaults, match="No such file"):
         read_site(tmp_path / "nowhere.yaml")
 
@@ -64,7 +64,7 @@ def edit(*path: str | int, value: Any) -> Callable[[Document], None]:
     return change
 
 
-CORE = 4  # the place of core0 among the switches
+CORE = 4  # the index of core0 among the switches
 FAULTS = {
     "a port of two endpoints": (
         edit("switches", 0, "ports", "train0/r1", value="4-7"),
@@ -222,10 +222,10 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_one_fault_is_told_once_with_its_place(name: str) -> None:
+def test_single_fault_is_reported_once_with_its_path(name: str) -> None:
     change, told = FAULTS[name]
     document = example()
-    for each in ("uplinks", "pods", "reserved"):  # a place one beyond the end is a new element
+    for each in ("uplinks", "pods", "reserved"):  # an index one beyond the end adds an element
         document[each].append(None)
     change(document)
     for each in ("uplinks", "pods", "reserved"):
@@ -233,7 +233,7 @@ def test_one_fault_is_told_once_with_its_place(name: str) -> None:
     assert faults(document) == told
 
 
-def test_all_faults_at_once_also_beside_values_that_cannot_be_read() -> None:
+def test_all_faults_are_reported_even_with_unreadable_values() -> None:
     document = example()
     edit("nic_gbps", value="fast")(document)
     edit("servers", 0, "gpus", value="none")(document)
@@ -253,14 +253,14 @@ def test_all_faults_at_once_also_beside_values_that_cannot_be_read() -> None:
 
 
 @pytest.mark.parametrize("field", ["pods", "tors", "servers", "switches"])
-def test_what_only_follows_from_a_list_that_cannot_be_read_is_not_told(field: str) -> None:
+def test_consequences_of_unreadable_list_are_not_reported(field: str) -> None:
     document = example()
     document[field] = "all of them"
     assert len(faults(document)) == 1
 
 
 @pytest.mark.parametrize("text", ["", "[]", "a: [", "link_gbps: 1\nlink_gbps: 2", "{1: 2}", "null", "[" * 3000])
-def test_what_is_no_site_at_all(text: str) -> None:
+def test_non_site_document_is_rejected(text: str) -> None:
     with pytest.raises(ProblemFaults):
         parse_site(text)
 
@@ -271,7 +271,7 @@ def test_one_pod_needs_no_core() -> None:
     assert parse_site(site_text(site)) == site
 
 
-# An oracle: is there any fault? By counting, on the document alone.
+# An oracle that determines whether there is any fault by counting, from the document alone.
 
 
 def is_sound(document: Document) -> bool:
@@ -354,7 +354,7 @@ EDITS = st.one_of(
 
 
 @given(st.lists(EDITS, max_size=3))
-def test_a_document_is_refused_exactly_where_a_rule_is_broken(changes: list[Callable[[Document], None]]) -> None:
+def test_document_is_rejected_exactly_if_a_rule_is_broken(changes: list[Callable[[Document], None]]) -> None:
     document = copy.deepcopy(SOUND)
     for change in changes:
         change(document)
@@ -366,7 +366,7 @@ ANY = st.none() | st.booleans() | st.integers(-2, 2**70) | st.floats() | st.text
 
 
 @given(st.data())
-def test_whatever_a_value_is_nothing_but_faults_comes_of_it(data: st.DataObject) -> None:
+def test_arbitrary_values_cause_only_faults(data: st.DataObject) -> None:
     document = copy.deepcopy(SOUND)
     for _ in range(data.draw(st.integers(1, 3))):
         at: Any = document
@@ -405,7 +405,7 @@ SHAPES = st.builds(
 
 
 @given(SHAPES)
-def test_generated_sites_are_sound_and_come_back_from_their_file(shape: dict[str, Any]) -> None:
+def test_generated_sites_are_valid_and_round_trip(shape: dict[str, Any]) -> None:
     try:
         site = regular_site(SiteShape(**shape))
     except ImpossibleSite:
@@ -415,11 +415,11 @@ def test_generated_sites_are_sound_and_come_back_from_their_file(shape: dict[str
 
 
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=12))
-def test_compact_ranges_keep_numbers_and_their_order(numbers: list[int]) -> None:
+def test_compact_ranges_keep_numbers_and_order(numbers: list[int]) -> None:
     assert list(numbers_in(numbers_text(numbers))) == numbers
 
 
 @pytest.mark.parametrize("text", ["", "a", "3-1", "1,,2", "-1", "1-2-3", "1.5", "٣", "1-99999999", "9" * 5000])
-def test_what_is_no_range(text: str) -> None:
+def test_invalid_ranges_are_rejected(text: str) -> None:
     with pytest.raises(ValueError, match="must be numbers"):
         numbers_in(text)

@@ -1,4 +1,4 @@
-"""Switches that do not do as they are told, packets that stay on circuits, a journal that is full."""
+"""Switches that disobey, packets that stay on circuits, and a full journal."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
@@ -34,7 +34,7 @@ async def site(tmp_path: Path) -> AsyncIterator[Harness]:
 
 
 def sound(site: Harness) -> bool:
-    """Nothing is open, and what is shown is what is."""
+    """Check that no change is open and that readings match the devices."""
     assert site.circuits.open == ()
     assert site.journal.open_operations(CIRCUIT_CHANGES) == []
     assert site.coordinator.site_reading.cross_connects == site.up()
@@ -57,7 +57,7 @@ def sound(site: Harness) -> bool:
     ids=lambda fault: f"{fault.kind}{'-silent' if fault.silent else ''}{fault.delay_s or ''}",
 )
 @pytest.mark.parametrize("connectivity", list(Connectivity))
-async def test_a_passing_fault_does_not_keep_a_period_from_its_circuits(
+async def test_transient_fault_does_not_prevent_circuits(
     tmp_path: Path, fault: DeviceFault, connectivity: Connectivity
 ) -> None:
     async with harness(tmp_path, connectivity=connectivity) as site:
@@ -70,8 +70,8 @@ async def test_a_passing_fault_does_not_keep_a_period_from_its_circuits(
         assert site.plans[-1][1].cross_connects == site.up()
 
 
-async def test_what_has_come_to_nothing_is_not_repeated_outside_a_window(site: Harness) -> None:
-    """The switch says yes and does nothing, which takes a while to be seen."""
+async def test_failed_stage_is_not_repeated_outside_a_window(site: Harness) -> None:
+    """The switch accepts and does nothing, which takes a while to detect."""
     await site.in_window(OVER_CORE)
     before, so_far = site.up(), len(site.sent)
     for switch in site.switches:
@@ -90,7 +90,7 @@ async def test_what_has_come_to_nothing_is_not_repeated_outside_a_window(site: H
     assert sound(site)
 
 
-async def test_a_mirror_that_sticks_is_rolled_back_told_and_gone_around(site: Harness) -> None:
+async def test_stuck_mirror_is_rolled_back_reported_and_avoided(site: Harness) -> None:
     site.fail("core0", DeviceFault(DeviceFaultKind.STICK_MIRROR, 1))
     report = await site.in_window(OVER_CORE)
     assert (report.state, report.code) == (PeriodState.COMMITTED, "committed")
@@ -108,7 +108,7 @@ async def test_a_mirror_that_sticks_is_rolled_back_told_and_gone_around(site: Ha
     assert any(1 in each.ports for each in site.up() if each.switch == CORE)
 
 
-async def test_a_switch_that_never_does_as_told_fails_the_period_and_what_was_up_is_up(site: Harness) -> None:
+async def test_disobedient_switch_fails_period_and_keeps_circuits(site: Harness) -> None:
     await site.in_window(OVER_CORE)
     glass = site.switches[CORE].model
     for port in range(1, 33):
@@ -118,10 +118,10 @@ async def test_a_switch_that_never_does_as_told_fails_the_period_and_what_was_up
     assert (report.state, report.code) == (PeriodState.FAILED, "switch_failed")
     assert {each for each in site.up() if each.switch == CORE} == before
     assert sound(site)
-    assert site.coordinator.period == ""  # neither the one nor the other
+    assert site.coordinator.period == ""  # neither state
 
 
-async def test_a_switch_that_is_out_of_reach_is_left_as_it_is(site: Harness) -> None:
+async def test_unreachable_switch_is_left_alone(site: Harness) -> None:
     await site.in_window(OVER_CORE)
     before = {each for each in site.up() if each.switch == CORE}
     wire = site.switches[CORE]._wire
@@ -143,7 +143,7 @@ async def test_a_switch_that_is_out_of_reach_is_left_as_it_is(site: Harness) -> 
     assert sound(site)
 
 
-async def test_where_one_switch_refuses_nothing_is_begun_on_the_others(site: Harness) -> None:
+async def test_refusal_of_one_switch_prevents_changes_on_others(site: Harness) -> None:
     async def plan(*_: object) -> CircuitDiff:
         raise CircuitConflict(["somebody has locked it"], device=CORE)
 
@@ -158,7 +158,7 @@ async def test_where_one_switch_refuses_nothing_is_begun_on_the_others(site: Har
     assert sound(site)
 
 
-async def test_a_switch_that_hangs_holds_up_one_look_only(site: Harness) -> None:
+async def test_hanging_switch_delays_only_one_scan(site: Harness) -> None:
     hangs = asyncio.Event()
     switch = site.switches[CORE]
     really = switch.cross_connects
@@ -182,7 +182,7 @@ async def test_a_switch_that_hangs_holds_up_one_look_only(site: Harness) -> None
     assert sound(site)
 
 
-async def test_a_switch_that_goes_away_while_a_period_waits_is_planned_around(site: Harness) -> None:
+async def test_switch_lost_while_period_waits_is_planned_around(site: Harness) -> None:
     site.agents[0].busy()
     period = site.coordinator.expect(OVER_CORE)
     await site.pass_time(0.1)
@@ -194,8 +194,8 @@ async def test_a_switch_that_goes_away_while_a_period_waits_is_planned_around(si
     assert not any(1 in each.ports for each in site.up() if each.switch == CORE)
 
 
-async def test_pairs_that_a_failure_leaves_dark_are_told(site: Harness) -> None:
-    """The switch cannot be brought back either: the port fails while the change waits for a mirror."""
+async def test_pairs_left_dark_by_failure_are_reported(site: Harness) -> None:
+    """Rollback fails too: the port fails while the change waits for a mirror."""
     await site.at_boundary(GEN)
     glass = site.switches[OcsId("gen0/agg0")].model
     for port in range(1, 13):
@@ -214,7 +214,7 @@ def _wanted(site: Harness) -> set[object]:
 
 @dataclass
 class Router:
-    """Takes packets off and onto circuits. `refuses` so often; takes `drain_s`."""
+    """Moves packets off and onto circuits. Refuses `refuses` times; takes `drain_s`."""
 
     clock: VirtualClock
     drain_s: float = 0.001
@@ -260,7 +260,7 @@ def router(site: Harness) -> Router:
     return site.routing
 
 
-async def test_packets_leave_before_circuits_go_and_come_when_they_are_up(routed: Harness) -> None:
+async def test_packets_leave_before_circuits_and_return_after(routed: Harness) -> None:
     await routed.in_window(OVER_CORE)
     assert router(routed).words == ["reroute"]
     report = await routed.in_window(ACROSS_RAILS)
@@ -270,7 +270,7 @@ async def test_packets_leave_before_circuits_go_and_come_when_they_are_up(routed
     assert router(routed).prepared == 2
 
 
-async def test_circuits_that_packets_stay_on_are_not_touched(routed: Harness) -> None:
+async def test_undrained_circuits_are_not_touched(routed: Harness) -> None:
     await routed.in_window(OVER_CORE)
     before, so_far = routed.up(), len(routed.sent)
     router(routed).refuses = 9
@@ -278,13 +278,13 @@ async def test_circuits_that_packets_stay_on_are_not_touched(routed: Harness) ->
     assert (report.state, report.code) == (PeriodState.KEPT, "not_drained")
     assert routed.up() == before
     assert len(routed.sent) == so_far
-    assert router(routed).on == before  # what was moved off them is brought back
+    assert router(routed).on == before  # the routes that were moved off them are restored
     assert routed.journal.open_operations(CIRCUIT_CHANGES) == []
     router(routed).refuses = 1
     assert (await routed.in_window(ACROSS_RAILS)).state is PeriodState.COMMITTED
 
 
-async def test_a_window_that_ends_while_packets_leave_is_not_used(routed: Harness) -> None:
+async def test_window_that_ends_during_drain_is_not_used(routed: Harness) -> None:
     await routed.in_window(OVER_CORE)
     before = routed.up()
     router(routed).drain_s = 0.3
@@ -299,7 +299,7 @@ async def test_a_window_that_ends_while_packets_leave_is_not_used(routed: Harnes
     assert routed.up() == before == router(routed).on
 
 
-async def test_routers_that_fail_are_told_of(routed: Harness) -> None:
+async def test_failed_routers_are_reported(routed: Harness) -> None:
     router(routed).breaks = 1
     report = await routed.in_window(OVER_CORE)
     assert report.state is PeriodState.COMMITTED
@@ -307,8 +307,8 @@ async def test_routers_that_fail_are_told_of(routed: Harness) -> None:
 
 
 @pytest.mark.parametrize("entries", range(17))
-async def test_a_full_journal_stops_what_is_not_begun(site: Harness, entries: int) -> None:
-    """Entries of a period: its intent, five changes, whose circuits are and the result of each, and how it ended."""
+async def test_full_journal_stops_new_changes(site: Harness, entries: int) -> None:
+    """Entries of a period: its intent, five changes, the owned circuits and the result of each, and its end."""
     site.journal.full_in = entries
     try:
         period = site.coordinator.expect(OVER_CORE)
@@ -322,14 +322,14 @@ async def test_a_full_journal_stops_what_is_not_begun(site: Harness, entries: in
             assert site.sent == []
             assert report.code == "not_recorded"
     site.journal.full_in = None
-    await site.pass_time(6.0)  # what stayed open is written off, or was found carried out
+    await site.pass_time(6.0)  # open changes are closed, or were found carried out
     assert site.circuits.open == ()
     assert site.journal.open_operations(CIRCUIT_CHANGES) == []
     assert (await site.in_window(OVER_CORE)).state is PeriodState.COMMITTED
     assert validate(site.site, FabricState(site.up()), site.up()) == ()
 
 
-async def test_nothing_is_written_between_a_window_and_its_command(site: Harness) -> None:
+async def test_journal_is_not_written_between_window_and_command(site: Harness) -> None:
     site.agents[0].busy()
     period = site.coordinator.expect(OVER_CORE)
     await site.pass_time(0.1)
@@ -341,7 +341,7 @@ async def test_nothing_is_written_between_a_window_and_its_command(site: Harness
     assert (report.state, report.code) == (PeriodState.FAILED, "not_recorded")
 
 
-async def test_a_prepared_change_is_committed_once(site: Harness) -> None:
+async def test_prepared_change_is_committed_once(site: Harness) -> None:
     executor: CircuitExecutor = site.circuits
     change = await site.reader.change_of(CORE, (), [PortPair(CORE, 1, 5)])
     operation = await executor.prepare(CORE, change, 60.0)

@@ -1,4 +1,4 @@
-"""Cross-connects of the site in the devices' terms, and back."""
+"""Conversion between cross-connects of the site and of the devices."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -26,7 +26,7 @@ def facts(connectivity: Connectivity, egress_from: int) -> SwitchFacts:
     return SwitchFacts("v", "m", "s", "1", connectivity, *sides, 0.025, BootBehaviour.DARK)
 
 
-# Polatis numbers the egress side after the ingress side, Calient both alike.
+# Polatis numbers the egress side after the ingress side; Calient numbers both alike.
 DEVICES = [
     facts(Connectivity.ANY_TO_ANY, 1),
     facts(Connectivity.INGRESS_EGRESS, 17),
@@ -43,7 +43,9 @@ def matchings(draw: st.DrawFn) -> frozenset[PortPair]:
 
 @pytest.mark.parametrize("device", DEVICES, ids=["any to any", "sides in turn", "sides alike"])
 @given(wanted=matchings(), data=st.data())
-def test_there_and_back(device: SwitchFacts, wanted: frozenset[PortPair], data: st.DataObject) -> None:
+def test_cross_connects_convert_both_ways(
+    device: SwitchFacts, wanted: frozenset[PortPair], data: st.DataObject
+) -> None:
     present = {pair for each in wanted for pair in device_pairs(device, each)}
     assert len(present) == len(wanted) * (1 if device.connectivity is Connectivity.ANY_TO_ANY else 2)
     assert site_pairs(SWITCH, device, present) == (set(wanted), set())
@@ -54,7 +56,7 @@ def test_there_and_back(device: SwitchFacts, wanted: frozenset[PortPair], data: 
         assert len(odd) == 1
 
 
-async def test_what_is_up_one_way_only_holds_its_ports(tmp_path: Path) -> None:
+async def test_one_way_circuit_blocks_its_ports(tmp_path: Path) -> None:
     async with harness(tmp_path, connectivity=Connectivity.INGRESS_EGRESS) as site:
         core = OcsId("core0")
         site.switches[core].model.add([CrossConnect(1, 37)])  # from the site's port 1 to its port 5
@@ -69,14 +71,14 @@ async def test_what_is_up_one_way_only_holds_its_ports(tmp_path: Path) -> None:
         assert {pair for pair in present if pair.ingress_port in (1, 5)} == {CrossConnect(1, 37)}
 
 
-async def test_ports_of_either_side_fail_for_both_ways(tmp_path: Path) -> None:
+async def test_failed_port_of_either_side_blocks_both_directions(tmp_path: Path) -> None:
     async with harness(tmp_path, connectivity=Connectivity.INGRESS_EGRESS) as site:
         site.fail("core0", DeviceFault(DeviceFaultKind.FAIL_PORT, 32 + 3))
         site.fail("core0", DeviceFault(DeviceFaultKind.DISABLE_PORT, 7))
         assert (await _looked(site)).failures.ports == {("core0", 3), ("core0", 7)}
 
 
-async def test_looks_that_overlap_go_on_when_a_silent_switch_answers(tmp_path: Path) -> None:
+async def test_overlapping_scans_end_when_silent_switch_answers(tmp_path: Path) -> None:
     async with harness(tmp_path) as site:
         core, agg = OcsId("core0"), OcsId("train0/agg0")
         answers = {switch: asyncio.Event() for switch in (core, agg)}
@@ -97,7 +99,7 @@ async def test_looks_that_overlap_go_on_when_a_silent_switch_answers(tmp_path: P
         await site.pass_time(ANSWER_WITHIN_S + 0.1)
         assert set((await first).unread) == {core}
         answers[agg].clear()
-        second = asyncio.ensure_future(site.reader.scan())  # does not ask the silent one again
+        second = asyncio.ensure_future(site.reader.scan())  # does not query the silent switch again
         await site.pass_time(0.01)
         answers[core].set()
         await site.pass_time(0.01)

@@ -1,4 +1,4 @@
-"""Windows of whole jobs from what agents tell, each by a clock of its own."""
+"""Windows of whole jobs, from agents' reports in different clocks."""
 
 import asyncio
 
@@ -32,7 +32,7 @@ def code(window: Window | Hold, clock: RestingClock) -> str:
     return "open" if window.opened_s <= clock.now_s() < window.until_s else "window_closed"
 
 
-async def test_a_window_is_what_all_hosts_have_in_common(hub: WindowTracker, clock: RestingClock) -> None:
+async def test_window_is_intersection_of_all_hosts(hub: WindowTracker, clock: RestingClock) -> None:
     ahead = Agent(hub, clock, "a", {"": frozenset({0, 1})}, ahead_s=50.0, way_s=0.001)
     behind = Agent(hub, clock, "b", {"": frozenset({2, 3})}, ahead_s=-3.0, way_s=0.001)
     ahead.attach()
@@ -47,7 +47,7 @@ async def test_a_window_is_what_all_hosts_have_in_common(hub: WindowTracker, clo
     assert watch.changed.is_set()
     window = watch.window()
     assert isinstance(window, Window)
-    # The bound is half of the 2 ms there and back, and what clocks may drift apart meanwhile.
+    # The bound is half of the 2 ms round trip, plus the possible drift since.
     assert window.limiting.startswith("b")
     assert clock.now_s() + 0.2 - window.until_s == pytest.approx(0.001, abs=1e-4)
     assert window.opened_s - (clock.now_s() - 0.05) == pytest.approx(0.001, abs=1e-4)
@@ -58,7 +58,7 @@ async def test_a_window_is_what_all_hosts_have_in_common(hub: WindowTracker, clo
     behind.leave()
 
 
-async def test_a_window_that_clocks_allow_to_open_later_is_looked_at_again_then(
+async def test_window_delayed_by_clock_bound_sets_changed_when_it_opens(
     hub: WindowTracker, clock: RestingClock
 ) -> None:
     agent = Agent(hub, clock, "a", {"": RANKS}, ahead_s=1.0, way_s=0.004)
@@ -66,7 +66,7 @@ async def test_a_window_that_clocks_allow_to_open_later_is_looked_at_again_then(
     await clock.advance(0.5)
     watch = hub.watch({"": RANKS}, 0.01)
     await clock.advance(0.0)
-    agent.quiet(0.5)  # since this very instant
+    agent.quiet(0.5)  # as of this instant
     assert code(watch.window(), clock) == "window_closed"
     watch.changed.clear()
     await clock.advance(0.0039)
@@ -78,7 +78,7 @@ async def test_a_window_that_clocks_allow_to_open_later_is_looked_at_again_then(
     agent.leave()
 
 
-async def test_who_is_missing_and_how(hub: WindowTracker, clock: RestingClock) -> None:
+async def test_missing_hosts_and_ranks_have_codes(hub: WindowTracker, clock: RestingClock) -> None:
     one = Agent(hub, clock, "a", {"": frozenset({0, 1})})
     other = Agent(hub, clock, "b", {"": frozenset({2, 3})})
     one.attach()
@@ -101,7 +101,7 @@ async def test_who_is_missing_and_how(hub: WindowTracker, clock: RestingClock) -
     one.leave()
 
 
-async def test_other_jobs_do_not_count(hub: WindowTracker, clock: RestingClock) -> None:
+async def test_other_jobs_are_ignored(hub: WindowTracker, clock: RestingClock) -> None:
     agent = Agent(hub, clock, "a", {"": RANKS, "other": frozenset({0, 1})})
     agent.attach()
     await clock.advance(0.1)
@@ -116,7 +116,7 @@ async def test_other_jobs_do_not_count(hub: WindowTracker, clock: RestingClock) 
     agent.leave()
 
 
-async def test_a_second_agent_takes_the_first_ones_place(hub: WindowTracker, clock: RestingClock) -> None:
+async def test_second_agent_replaces_the_first(hub: WindowTracker, clock: RestingClock) -> None:
     first = Agent(hub, clock, "a", {"": RANKS}, ahead_s=9.0)
     second = Agent(hub, clock, "a", {"": RANKS}, ahead_s=0.0)
     first.attach()
@@ -128,7 +128,7 @@ async def test_a_second_agent_takes_the_first_ones_place(hub: WindowTracker, clo
     second.attach()
     await clock.advance(0.1)
     assert code(watch.window(), clock) == "host_silent"
-    first.quiet(5.0, since_s=0.1)  # under way when it was replaced: void, and so are its clock and its end
+    first.quiet(5.0, since_s=0.1)  # under way when it was replaced: ignored, like its clock and its end
     assert code(watch.window(), clock) == "host_silent"
     first.leave()
     second.quiet(5.0, since_s=0.1)
@@ -137,7 +137,7 @@ async def test_a_second_agent_takes_the_first_ones_place(hub: WindowTracker, clo
     assert code(watch.window(), clock) == "host_gone"
 
 
-async def test_a_clock_that_is_known_a_moment_later_opens_the_window(hub: WindowTracker, clock: RestingClock) -> None:
+async def test_clock_known_later_opens_window(hub: WindowTracker, clock: RestingClock) -> None:
     agent = Agent(hub, clock, "a", {"": RANKS}, way_s=0.002)
     watch = hub.watch({"": RANKS}, 0.01)
     agent.attach()
@@ -151,7 +151,7 @@ async def test_a_clock_that_is_known_a_moment_later_opens_the_window(hub: Window
     agent.leave()
 
 
-async def test_what_was_said_to_an_earlier_watch_is_not_taken_for_news(hub: WindowTracker, clock: RestingClock) -> None:
+async def test_report_for_earlier_watch_is_discarded(hub: WindowTracker, clock: RestingClock) -> None:
     agent = Agent(hub, clock, "a", {"": RANKS})
     agent.attach()
     await clock.advance(0.1)
@@ -170,17 +170,17 @@ async def test_what_was_said_to_an_earlier_watch_is_not_taken_for_news(hub: Wind
     hosts=st.lists(
         st.tuples(
             st.floats(-100, 100),  # ahead
-            st.floats(0, 0.01),  # there
+            st.floats(0, 0.01),  # to the host
             st.floats(0, 0.01),  # and back
-            st.floats(-0.05, 0.2),  # quiet since so long ago
-            st.floats(0, 0.2),  # and for so long
+            st.floats(-0.05, 0.2),  # quiet since
+            st.floats(0, 0.2),  # and for
         ),
         min_size=1,
         max_size=4,
     )
 )
-def test_a_window_never_begins_before_all_are_quiet_nor_outlasts_one(hosts: list[tuple[float, ...]]) -> None:
-    """Whatever their clocks, and however unlike the ways there and back."""
+def test_window_begins_and_ends_within_quiet_of_all_ranks(hosts: list[tuple[float, ...]]) -> None:
+    """For all clock offsets and asymmetric delays."""
 
     async def scene() -> None:
         clock = RestingClock(1000.0)
@@ -211,7 +211,7 @@ def test_a_window_never_begins_before_all_are_quiet_nor_outlasts_one(hosts: list
     asyncio.run(scene())
 
 
-async def test_who_is_missing_is_told_with_who_is_there(hub: WindowTracker, clock: RestingClock) -> None:
+async def test_missing_ranks_are_reported_with_traced_ones(hub: WindowTracker, clock: RestingClock) -> None:
     def said(job: str, ranks: set[int]) -> str:
         window = hub.window({job: frozenset(ranks)})
         assert isinstance(window, Hold)

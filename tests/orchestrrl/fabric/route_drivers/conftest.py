@@ -1,4 +1,4 @@
-"""The suite's assertions are shown as those of tests are."""
+"""Show the conformance suite's assertions as those of tests."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A Linux router in a namespace that is as the conformance suite wants it, and connections to it that break."""
+"""A Linux router in a namespace, as the conformance suite requires it, with connections that can break."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from orchestrrl.fabric.route_drivers.virtual import RouterFault, RouterFaultKind
 
 INTERFACES = ("swp1", "swp2", "swp3")
 
-# Breaks once, before or after the next command that changes something, as ssh does.
+# Fails once, before or after the next command that changes something, as ssh does.
 FLAKY = """\
 folder=$1; shift
 case "$*" in
@@ -21,7 +21,7 @@ exec "$@"
 
 
 class LinuxRouter:
-    """A namespace with three interfaces to another, which answers for 192.0.2.2."""
+    """A namespace with three interfaces to another namespace, which answers for 192.0.2.2."""
 
     def __init__(self, lab: Lab, folder: Path) -> None:
         self.folder = folder

@@ -1,4 +1,4 @@
-"""The driver `frr` on a real zebra and staticd, in a network namespace and with a run directory of their own."""
+"""Test the driver `frr` on a real zebra and staticd, in their own network namespace and run directory."""
 
 import os
 import shutil
@@ -35,7 +35,7 @@ class TestFrr(RouteDriverConformance):
             try:
                 self.start("zebra", "-P", "0")
                 self.start("staticd", "-P", "0")
-                self.configure("ip route 192.0.2.0/24 Null0")  # see the driver
+                self.configure("ip route 192.0.2.0/24 Null0")  # required by the driver
                 self.wait(lambda: "192.0.2.0/24" in self.router.inside("ip", "route"), "staticd does not work")
                 yield
             finally:
@@ -43,7 +43,7 @@ class TestFrr(RouteDriverConformance):
                     os.kill(int(pid.read_text()), signal.SIGTERM)
 
     def start(self, daemon: str, *arguments: str) -> None:
-        """Returns once its terminal listens."""
+        """Start the daemon and return once its terminal listens."""
         folder = self.router.folder
         places = ("-z", folder / "zserv.api", "-i", folder / f"{daemon}.pid", "--vty_socket", folder, "-f", "/dev/null")
         log = ("--log", f"file:{folder / daemon}.log")
@@ -76,13 +76,13 @@ class TestFrr(RouteDriverConformance):
         lines = [line.split() for line in shown.splitlines() if line.startswith("ip route ")]
         return frozenset(words[2] for words in lines if "160" not in words)
 
-    async def test_the_kernel_forwards_by_it(self) -> None:
+    async def test_kernel_forwards_by_applied_routes(self) -> None:
         async with self.device() as driver:
             assert (await driver.apply([put(self.route(ONE, 1, 1))])).missing == ()
             shown = self.router.inside("ip", "route", "show", ONE)
             assert shown.count(f"via {self.peer} dev swp") == 2
 
-    async def test_its_distance_can_be_chosen(self) -> None:
+    async def test_distance_option_is_applied(self) -> None:
         self.options = {"distance": 18}
         async with self.device() as driver:
             for route in (self.route(ONE, 1, 1), self.route(ONE, 0, 1)):
@@ -91,14 +91,14 @@ class TestFrr(RouteDriverConformance):
             assert (await driver.apply([gone(ONE)])).missing == ()
             assert await self.others(driver) == {"192.0.2.0/24"}
 
-    async def test_a_route_over_a_link_that_went_down_can_be_changed(self) -> None:
+    async def test_route_over_failed_link_can_change(self) -> None:
         async with self.device() as driver:
             await driver.apply([put(self.route(ONE, 1, 1)), put(self.route(TWO, 1))])
             self.router.inside("ip", "link", "set", "swp1", "down")
             assert (await driver.apply([put(self.route(ONE, 0, 1)), put(self.route(TWO, 0, 1))])).missing == ()
             assert "swp1" not in self.router.inside("vtysh", *self.vtysh, "-c", "show running-config")
 
-    async def test_daemons_that_are_gone_can_be_tried_again(self) -> None:
+    async def test_requests_can_be_retried_after_daemons_stopped(self) -> None:
         async with self.device() as driver:
             pid = self.router.folder / "staticd.pid"
             os.kill(int(pid.read_text()), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The virtual router passes the suite of all drivers, whatever it can hold."""
+"""Run the conformance suite on the virtual router, with several capabilities."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -15,7 +15,7 @@ from orchestrrl.fabric.route_drivers.virtual import RouterFault, RouterFaultKind
 
 @pytest.fixture
 async def clock() -> AsyncIterator[VirtualClock]:
-    """Virtual time that runs by itself, as fast as the event loop turns."""
+    """Virtual time that advances as fast as the event loop runs."""
     clock = VirtualClock(1000.0)
 
     async def run() -> None:
@@ -55,7 +55,7 @@ class TestVirtualWithoutWeights(TestVirtualRouter):
     options: ClassVar = {"max_weight": 1, "max_next_hops": 3, "link_events": False}
 
 
-async def test_an_unreachable_router_says_so(clock: VirtualClock) -> None:
+async def test_unreachable_router_raises_retryable(clock: VirtualClock) -> None:
     suite = TestVirtualRouter()
     suite.clock = clock
     driver = await suite.make_driver()
@@ -66,7 +66,7 @@ async def test_an_unreachable_router_says_so(clock: VirtualClock) -> None:
     assert await driver.read() == {}
 
 
-async def test_if_the_router_cannot_be_read_afterwards_the_outcome_is_unknown(clock: VirtualClock) -> None:
+async def test_apply_raises_outcome_unknown_if_router_cannot_be_read_afterwards(clock: VirtualClock) -> None:
     suite = TestVirtualRouter()
     suite.clock = clock
     driver = await suite.make_driver()
@@ -82,7 +82,7 @@ async def test_if_the_router_cannot_be_read_afterwards_the_outcome_is_unknown(cl
         await driver.apply([put(suite.route(ONE, 1))])
 
 
-def test_options_are_checked_all_at_once() -> None:
+def test_all_invalid_options_are_reported_at_once() -> None:
     with pytest.raises(ProblemFaults) as faults:
         make_driver("virtual", "tor1", {"max_weight": 0, "interfaces": ["if7"], "max_next_hops": "many"})
     assert len(faults.value.faults) == 3

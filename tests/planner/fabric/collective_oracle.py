@@ -1,4 +1,4 @@
-"""What collectives send, found by carrying them out: each rank in turn, step by step, message by message."""
+"""Compute the transfers of collectives by executing them: each rank in turn, step by step, message by message."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -13,7 +13,7 @@ Message = tuple[int, int, float]  # from a rank, to a rank, bytes
 
 
 def messages(traffic: Traffic) -> Iterator[Message]:
-    """Of all but trees and broadcasts."""
+    """Yield the messages of all primitives except trees and broadcasts."""
     for group in traffic.groups:
         yield from _of_group(traffic, group)
 
@@ -22,7 +22,7 @@ def _of_group(traffic: Traffic, group: tuple[int, ...]) -> Iterator[Message]:
     size, whole = len(group), traffic.bytes_per_rank * traffic.times
     following = {rank: group[(place + 1) % size] for place, rank in enumerate(group)}
     match traffic.primitive:
-        case Primitive.RING_ALL_REDUCE:  # chunks are summed on their way round, then handed round
+        case Primitive.RING_ALL_REDUCE:  # chunks are summed on their way around the ring, then distributed around it
             for _ in range(2 * (size - 1)):
                 for rank in group:
                     yield rank, following[rank], whole / size
@@ -57,7 +57,7 @@ def _of_group(traffic: Traffic, group: tuple[int, ...]) -> Iterator[Message]:
 
 
 class Walk:
-    """Where a message goes: `hop` says over which two ToRs, or why over none."""
+    """The path of a message: `hop` names the two ToRs that it crosses, or why it crosses none."""
 
     def __init__(self, site: Site, failures: FabricFailures) -> None:
         self._site = site
@@ -90,7 +90,8 @@ class Walk:
         ]
 
     def _nic(self, server: Server, nic: int) -> int | None:
-        """The next healthy one, those on the same ToR first; used by tests with at most one failed NIC of a server."""
+        """Return the next healthy NIC, those on the same ToR first; for tests with at most one failed NIC per
+        server."""
         count = len(server.tors)
         healthy = [other for other in range(count) if (server.id, other) not in self._failures.nics]
         if nic in healthy or not healthy:

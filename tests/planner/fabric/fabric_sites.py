@@ -1,4 +1,4 @@
-"""Small sites, intents and failures to try decisions about circuits on: built, and drawn at random."""
+"""Small sites, intents and failures for tests of circuit plans: fixed and random."""
 
 from collections.abc import Iterable
 
@@ -24,7 +24,7 @@ def small_site(
     agg_switches: int | None = None,
     uplinks_per_pod: int = 2,
 ) -> Site:
-    """Of servers with four GPUs and as many NICs."""
+    """A site of servers with four GPUs and four NICs."""
     return regular_site(
         SiteShape(
             train_pods=train_pods,
@@ -64,7 +64,7 @@ def sites(draw: st.DrawFn) -> Site:
 
 @st.composite
 def traffic(draw: st.DrawFn, ranks: tuple[int, ...]) -> Traffic:
-    """Of random groups that share no rank."""
+    """Draw traffic of random disjoint groups."""
     primitive = draw(st.sampled_from(Primitive))
     order = draw(st.permutations(ranks))
     size = draw(st.integers(2, min(9, len(ranks))))

@@ -1,5 +1,5 @@
-"""Placements by the letter of the contract: the best of small problems, and whether any one is lawful. Knows nothing of
-how the planner goes about it."""
+"""Placements by the letter of the contract: the optimum of small problems, and a check of any placement. Independent of
+the planner's methods."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from planner.fabric.place import PlacedCircuits, PlacingProblem
 def draw_problem(
     rng: Random, endpoints: int, switches: int, most_ports: int, up: float, failed: float
 ) -> PlacingProblem:
-    """Uneven fibres, and more circuits than may fit; some of the cross-connects that are up join no wanted pair."""
+    """Draw uneven fibres and more circuits than may fit; some current cross-connects belong to no wanted pair."""
     names = [EndpointId(f"tor{number}") for number in range(endpoints)]
     ports: dict[OcsId, dict[int, EndpointId]] = {}
     for number in range(switches):
@@ -39,7 +39,7 @@ def draw_problem(
 
 
 def check(problem: PlacingProblem, placed: PlacedCircuits) -> None:
-    """All that any placement must hold to."""
+    """Check all rules of a placement."""
     used = Counter((each.switch, port) for each in placed.cross_connects for port in each.ports)
     assert all(count == 1 for count in used.values())
     assert all(port not in problem.failed_ports.get(switch, ()) for switch, port in used)
@@ -58,8 +58,8 @@ def check(problem: PlacingProblem, placed: PlacedCircuits) -> None:
 
 
 def best_of_all(problem: PlacingProblem) -> tuple[int, int]:
-    """Most circuits, and most of these kept, by trying every set of cross-connects."""
-    found = {(): 0}  # how many circuits of each pair are placed, to how many can be kept
+    """Return the most circuits, and the most of these kept, by trying every set of cross-connects."""
+    found = {(): 0}  # circuits placed per pair -> most that can be kept
     pairs = sorted(problem.circuits)
     found = {tuple(0 for _ in pairs): 0}
     for switch, owner in sorted(problem.cabling.ports.items()):
@@ -93,7 +93,7 @@ def _matchings(problem: PlacingProblem, switch: OcsId, ports: list[int]) -> Iter
 
 
 def best_by_program(problem: PlacingProblem) -> tuple[int, int]:
-    """Most circuits, and most of these kept: one binary for every two ports that might be joined."""
+    """Return the most circuits, and the most of these kept, by a program with one binary per pair of ports."""
     choices: list[tuple[PortPair, Pair]] = []
     for switch, owner in sorted(problem.cabling.ports.items()):
         healthy = sorted(set(owner) - set(problem.failed_ports.get(switch, ())))

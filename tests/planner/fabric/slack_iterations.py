@@ -1,8 +1,7 @@
 """Synthetic iterations of a rank, from which slack is learnt.
 
-A rank computes, communicates, computes: 12 layers forward and backward with two all-to-alls each, gradients, an
-optimizer step. Compute times vary as the arm says.
-"""
+A rank alternates computing and communicating: 12 layers forward and backward with two all-to-alls each, gradients, an
+optimizer step. The parameter `arm` selects how compute times vary."""
 
 import math
 import random
@@ -29,7 +28,7 @@ class SlackStep:
 
 
 def layout(layers: int = LAYERS) -> list[SlackStep]:
-    """An iteration of a mixture of experts."""
+    """An iteration of a mixture-of-experts model."""
     exchange = Signature("all_to_all", 1, 1 << 20)
     forward = [SlackStep(exchange, 0.012, 0.003, "forward"), SlackStep(exchange, 0.020, 0.003)] * layers
     backward = [SlackStep(exchange, 0.030, 0.003, "backward"), SlackStep(exchange, 0.040, 0.003)] * layers
@@ -38,7 +37,7 @@ def layout(layers: int = LAYERS) -> list[SlackStep]:
 
 
 def factor(arm: str, iteration: int, rng: random.Random) -> float:
-    """By which a compute time differs from its median."""
+    """Return the ratio of a compute time to its median."""
     jitter = rng.lognormvariate(0, 0.1)
     if arm == "heavy tail":
         return 0.8 + 0.2 * rng.paretovariate(1.5)
@@ -48,14 +47,14 @@ def factor(arm: str, iteration: int, rng: random.Random) -> float:
         return jitter * (0.5 if iteration // 60 % 2 else 1.0)
     if arm == "stragglers":
         return jitter * (rng.uniform(2, 10) if rng.random() < 0.05 else 1.0)
-    if arm == "bursts":  # now and then an iteration is short, e.g. of few tokens
+    if arm == "bursts":  # occasionally a short iteration, for example with few tokens
         return jitter * (0.6 if random.Random(iteration).random() < 0.02 else 1.0)
     return jitter
 
 
 @dataclass(frozen=True, slots=True)
 class TraceEvent:
-    """`kind`: iteration, mark, started or ended."""
+    """One event. `kind`: iteration, mark, started or ended."""
 
     at_s: float
     kind: str
@@ -65,7 +64,7 @@ class TraceEvent:
 
 
 def events(arm: str, seed: int, iterations: int = ITERATIONS, *, layers: int = LAYERS) -> Iterator[TraceEvent]:
-    """Of one rank, in order of time."""
+    """Return the events of one rank, in order of time."""
     rng, at_s, steps = random.Random(seed), 100.0, layout(layers)
     for iteration in range(iterations):
         yield TraceEvent(at_s, "iteration", number=iteration)

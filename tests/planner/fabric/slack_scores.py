@@ -1,8 +1,7 @@
-"""How often what is promised of a window is broken, on the synthetic iterations of slack_iterations.py.
+"""Measure how often predictions of windows are broken, on the synthetic iterations of slack_iterations.py.
 
-Every quiet is asked for when it opens and, had it lasted to its half, once more; a promise is broken if the next
-collective begins before its end.
-"""
+Every quiet time is predicted when it opens and again at half its length. A prediction is broken if the next collective
+begins before its end."""
 
 import math
 import random
@@ -21,7 +20,7 @@ CHECKED_FROM = 20  # iterations
 
 @dataclass(slots=True)
 class SlackScore:
-    """`promised_s` against `quiet_s`: what part of the quiet could be used."""
+    """Results of one run; `promised_s` over `quiet_s` is the usable part of the quiet time."""
 
     queries: int = 0
     promised: int = 0
@@ -47,7 +46,7 @@ def score(
     at_share: float = 0.0,
     asked: tuple[int, int] = (CHECKED_FROM, ITERATIONS),
 ) -> SlackScore:
-    """Asked when a quiet has lasted for `at_share` of what it will, in the iterations `asked`."""
+    """Score predictions made after `at_share` of each quiet time, in the iterations `asked`."""
     learner, result = SlackLearner(0), SlackScore()
     iteration, opened_s = 0, math.inf
     for event in events(arm, seed, asked[1]):
@@ -70,21 +69,21 @@ def score(
 
 NEED = CommitNeed(device_s=0.025, route_s=0.003, control_s=0.002, margin_s=0.002)
 RANKS = 8
-JOINT_RISK = 0.01  # that any of the ranks breaks its promise
+JOINT_RISK = 0.01  # risk that any of the ranks breaks its prediction
 
 
 @dataclass(slots=True)
 class Commits:
-    """Windows of all ranks together, each asked for when it opens."""
+    """Windows that all ranks share, each requested when it opens."""
 
     windows: int = 0
-    fitting: int = 0  # that were long enough, as seen afterwards
+    fitting: int = 0  # that were long enough in hindsight
     made: int = 0
-    outside: int = 0  # commits that a collective of any rank began before the end of
+    outside: int = 0  # commits that ended after a collective of some rank had begun
 
 
 def commits(arm: str, seed: int, iterations: int = ITERATIONS) -> Commits:
-    """Ranks that compute each at its own pace; a collective ends for all of them after the last has come."""
+    """Simulate ranks that compute at different speeds; a collective ends for all of them after the last has joined."""
     rng, result, now_s = random.Random(seed), Commits(), 0.0
     learners = [SlackLearner(rank) for rank in range(RANKS)]
     for iteration in range(iterations):

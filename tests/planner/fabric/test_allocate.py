@@ -1,5 +1,5 @@
-"""Circuits for a demand against the contract: Algorithm 3 written out literally, ports dealt out in turn, and the best
-that CP-SAT finds."""
+"""Circuits for a demand, against the contract: a literal Algorithm 3, round-robin assignment, and the optimum by
+CP-SAT."""
 
 import math
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ def ends(*names: str) -> tuple[EndpointId, ...]:
 
 @dataclass(frozen=True)
 class Facts:
-    """A problem as the contract tells it."""
+    """A problem in the contract's terms."""
 
     problem: AllocationProblem
 
@@ -96,7 +96,7 @@ def problems(draw: st.DrawFn) -> AllocationProblem:
 
 
 def check(problem: AllocationProblem, found: Allocation) -> None:
-    """All that the contract asks of an answer."""
+    """Check all requirements of the contract."""
     facts = Facts(problem)
     used = dict.fromkeys(problem.ports, 0)
     for (a, b), count in found.circuits.items():
@@ -122,14 +122,14 @@ def no_worse(problem: AllocationProblem, found: Mapping[Pair, int], than: Mappin
 
 
 @given(problems())
-def test_algorithm_3_is_the_papers(problem: AllocationProblem) -> None:
+def test_algorithm_3_matches_the_paper(problem: AllocationProblem) -> None:
     found = algorithm3(problem)
     check(problem, found)
     assert found.circuits == literal_algorithm3(Facts(problem))
 
 
 @given(problems(), st.booleans())
-def test_no_answer_is_worse_than_algorithm_3(problem: AllocationProblem, bipartite: bool) -> None:
+def test_allocation_is_never_worse_than_algorithm_3(problem: AllocationProblem, bipartite: bool) -> None:
     found = allocate(problem, bipartite=bipartite)
     check(problem, found)
     assert no_worse(problem, found.circuits, literal_algorithm3(Facts(problem)))
@@ -138,7 +138,7 @@ def test_no_answer_is_worse_than_algorithm_3(problem: AllocationProblem, biparti
 
 
 @given(st.integers(0, 2**32))
-def test_the_option_serves_no_fewer_bytes(seed: int) -> None:
+def test_bipartite_option_serves_no_fewer_bytes(seed: int) -> None:
     problem = small(seed, bipartite=True)
     with_it, without = (allocate(problem, bipartite=each) for each in (True, False))
     check(problem, with_it)
@@ -148,7 +148,7 @@ def test_the_option_serves_no_fewer_bytes(seed: int) -> None:
 
 
 @given(problems(), st.randoms(use_true_random=False))
-def test_neither_order_nor_direction_matters(problem: AllocationProblem, shuffle: Random) -> None:
+def test_order_and_direction_do_not_matter(problem: AllocationProblem, shuffle: Random) -> None:
     demand = list(problem.demand.items())
     ports = list(problem.ports.items())
     shuffle.shuffle(demand)
@@ -159,13 +159,13 @@ def test_neither_order_nor_direction_matters(problem: AllocationProblem, shuffle
 
 
 @given(problems())
-def test_failed_ports_are_as_ports_that_are_not_there(problem: AllocationProblem) -> None:
+def test_failed_ports_equal_missing_ports(problem: AllocationProblem) -> None:
     left = replace(problem, ports=Facts(problem).ports, failed_ports={})
     assert allocate(left) == allocate(problem)
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_it_is_close_to_the_best(seed: int) -> None:
+def test_allocation_is_close_to_optimum(seed: int) -> None:
     problem = small(seed)
     least = Judged.of(problem, algorithm3(problem))
     if not least.pairs:
@@ -176,7 +176,7 @@ def test_it_is_close_to_the_best(seed: int) -> None:
     assert best.completion_s * (1 - 1e-12) <= found.completion_s <= best.completion_s * 1.2
 
 
-def test_where_ports_suffice_for_all_the_bottleneck_is_the_best_there_is() -> None:
+def test_bottleneck_rule_is_optimal_if_ports_suffice() -> None:
     for problem in map(small, range(60)):
         found = algorithm3(problem)
         if not found.unserved and found.circuits:
@@ -184,7 +184,7 @@ def test_where_ports_suffice_for_all_the_bottleneck_is_the_best_there_is() -> No
             assert found.completion_s == pytest.approx(best.completion_s, rel=1e-12)
 
 
-def test_the_largest_pair_does_not_keep_two_others_out() -> None:
+def test_largest_pair_does_not_exclude_two_others() -> None:
     """a-b is the largest, and takes the ports that c-a and b-d need; together these have more bytes."""
     a, b, c, d = ends("a", "b", "c", "d")
     problem = AllocationProblem(
@@ -197,13 +197,13 @@ def test_the_largest_pair_does_not_keep_two_others_out() -> None:
     assert found.unserved == ((a, b),)
 
 
-def test_more_pairs_with_fewer_bytes_are_no_better() -> None:
+def test_more_pairs_with_fewer_bytes_are_not_preferred() -> None:
     a, b, c, d = ends("a", "b", "c", "d")
     problem = AllocationProblem(200.0, dict.fromkeys((a, b, c, d), 1), {(a, b): 10e9, (c, a): 4e9, (b, d): 5e9})
     assert allocate(problem) == algorithm3(problem)
 
 
-def test_pairs_that_may_not_be_joined_stay_unserved() -> None:
+def test_ineligible_pairs_stay_unserved() -> None:
     a, b, c = ends("a", "b", "c")
     problem = AllocationProblem(200.0, dict.fromkeys((a, b, c), 4), {(a, b): 5e9, (b, c): 1e9}, frozenset({(b, c)}))
     found = allocate(problem)
@@ -211,7 +211,7 @@ def test_pairs_that_may_not_be_joined_stay_unserved() -> None:
     assert found.completion_s == 1e9 * 8 / 4 / 200e9
 
 
-def test_without_demand_or_ports_nothing_is_served() -> None:
+def test_nothing_is_served_without_demand_or_ports() -> None:
     a, b = ends("a", "b")
     for problem in (AllocationProblem(200.0, {}, {}), AllocationProblem(200.0, {a: 3, b: 3}, {(a, b): 0.0})):
         assert allocate(problem) == Allocation({}, 0.0, (), 0.0)
@@ -219,7 +219,7 @@ def test_without_demand_or_ports_nothing_is_served() -> None:
 
 
 @pytest.mark.parametrize("size", [5e-324, 1e-300, 1e300])
-def test_sizes_at_the_ends_of_what_numbers_are_there_for(size: float) -> None:
+def test_extreme_byte_counts(size: float) -> None:
     ids = ends(*"abcdef")
     demand = {(a, b): size * (1 + place % 3) for place, a in enumerate(ids) for b in ids if a != b}
     problem = AllocationProblem(200.0, dict.fromkeys(ids, 3), demand)
@@ -234,7 +234,7 @@ def test_many_ports_and_few_pairs() -> None:
     assert found.circuits == {(a, b): 3999, (b, c): 1} or found.circuits == {(a, b): 4000}
 
 
-def test_at_full_size_nearly_every_port_serves_a_pair() -> None:
+def test_full_size_site_uses_nearly_all_ports() -> None:
     problem = dense(128, 32, seed=1)
     found, reference = allocate(problem), algorithm3(problem)
     assert no_worse(problem, found.circuits, reference.circuits)
@@ -259,7 +259,7 @@ def test_at_full_size_nearly_every_port_serves_a_pair() -> None:
         ({"eligible": frozenset({ends("a", "x")})}, "'x'"),
     ],
 )
-def test_what_makes_no_sense_is_refused(changed: dict[str, object], words: str) -> None:
+def test_invalid_problems_are_rejected(changed: dict[str, object], words: str) -> None:
     a, b = ends("a", "b")
     sound = AllocationProblem(200.0, {a: 2, b: 2}, {(a, b): 1.0})
     with pytest.raises(ValueError, match=words):

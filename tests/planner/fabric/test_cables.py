@@ -1,4 +1,4 @@
-"""Cables are mixed up and broken at random, light is followed by hand, and the faults must be those that were made."""
+"""Cables are swapped and broken at random, light is traced independently, and exactly these faults must be found."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,13 +28,14 @@ PORTS = sorted(port for port in CABLING if port[0] == SWITCH)  # 1-4 of gen0/r0,
 
 
 def light_of(pair: PortPair, ends: dict[tuple[OcsId, int], Interface | None]) -> frozenset[Interface]:
-    """Both get light, or neither: a transceiver that hears nothing is not heard either."""
+    """Return the interfaces with light: both ends or none, as a transceiver without received light does not report a
+    link."""
     one, other = (ends[pair.switch, number] for number in pair.ports)
     return frozenset() if one is None or other is None else frozenset((one, other))
 
 
 @given(st.permutations(PORTS), st.sets(st.sampled_from(PORTS)), st.sets(st.sampled_from(PORTS)))
-def test_a_walk_finds_what_is_plugged_in_elsewhere(
+def test_walk_finds_swapped_cables(
     plugged: list[tuple[OcsId, int]], broken: set[tuple[OcsId, int]], taken: set[tuple[OcsId, int]]
 ) -> None:
     ends = {port: None if port in broken else CABLING[there] for port, there in zip(PORTS, plugged, strict=True)}
@@ -43,7 +44,7 @@ def test_a_walk_finds_what_is_plugged_in_elsewhere(
     lit = {port for pair in pairs for port in ((pair.switch, number) for number in pair.ports)}
     assert lit == (set(free) if len(free) > 1 else set())
     good, faults = traced([(pair, light_of(pair, ends)) for pair in pairs], CABLING)
-    if len(free) > 2 and not broken.intersection(free):  # of two alone it cannot be told which is which
+    if len(free) > 2 and not broken.intersection(free):  # two lone fibres are indistinguishable
         assert all(ends[port] == CABLING[port] for port in good)
         for fault in faults:
             if fault.kind == WRONG_CABLE:
@@ -61,7 +62,7 @@ def test_a_walk_finds_what_is_plugged_in_elsewhere(
 
 
 def seen(ends: dict[tuple[OcsId, int], Interface], up: list[PortPair]) -> ObservedCables:
-    """What the ToRs would tell of these cross-connects."""
+    """Return the ToRs' observations of these cross-connects."""
     heard: dict[Interface, frozenset[str]] = {}
     for pair in up:
         one, other = (ends[pair.switch, number] for number in pair.ports)
@@ -69,8 +70,8 @@ def seen(ends: dict[tuple[OcsId, int], Interface], up: list[PortPair]) -> Observ
     return ObservedCables(frozenset(heard), heard)  # type: ignore[arg-type]  # ids
 
 
-def test_of_two_that_are_free_the_one_that_is_not_where_it_should_be_is_told() -> None:
-    """The other cable of the two that were mixed up is in use."""
+def test_misplaced_cable_of_two_free_ones_is_reported() -> None:
+    """The other one of the two swapped cables is in use."""
     pair = port_pair(SWITCH, 4, 8)
     good, (fault,) = traced([(pair, frozenset({CABLING[SWITCH, 1], CABLING[SWITCH, 8]}))], CABLING)
     assert good == {(SWITCH, 8)}
@@ -79,7 +80,7 @@ def test_of_two_that_are_free_the_one_that_is_not_where_it_should_be_is_told() -
 
 
 @given(st.sets(st.sampled_from([(a, b) for a in (1, 2, 3) for b in (5, 6, 7)])), st.sampled_from(PORTS))
-def test_light_that_is_there_tells_a_cable_in_use_from_one_that_is_not(
+def test_existing_light_finds_used_cable_swapped_with_free_one(
     wanted: set[tuple[int, int]], port: tuple[OcsId, int]
 ) -> None:
     up: list[PortPair] = []
@@ -96,7 +97,7 @@ def test_light_that_is_there_tells_a_cable_in_use_from_one_that_is_not(
     assert [(fault.kind, fault.where) for fault in faults] == ([(WRONG_CABLE, port_text(port))] if in_use else [])
 
 
-def test_two_ends_of_other_routers_are_strangers() -> None:
+def test_unexpected_routers_at_both_ends_are_reported() -> None:
     up = [port_pair(SWITCH, 1, 5), PortPair(OcsId("train0/agg0"), 1, 5)]
     ends = dict(CABLING)
     ends[SWITCH, 5], ends[OcsId("train0/agg0"), 5] = CABLING[OcsId("train0/agg0"), 5], CABLING[SWITCH, 5]
@@ -105,7 +106,7 @@ def test_two_ends_of_other_routers_are_strangers() -> None:
     assert "train0/r1 answers there" in next(fault.what for fault in faults if fault.where == "gen0/agg0:1")
 
 
-def test_a_signal_that_nobody_sends_is_told() -> None:
+def test_unexpected_signal_is_reported() -> None:
     stray = CABLING[SWITCH, 3]
     (fault,) = faults_seen(PLANT, CABLING, [], ObservedCables(frozenset({stray}), {}))
     assert (fault.kind, fault.where) == (STRAY, "gen0/r0/swp3")

@@ -1,4 +1,4 @@
-"""The bound on another host's clock holds, whatever the ways there and back take."""
+"""The bound on another host's clock holds for all network delays."""
 
 import random
 
@@ -10,14 +10,14 @@ from planner.fabric import clocks
 from planner.fabric.clocks import DRIFT_PPM, EXCHANGES, MOST_AGE_S, ClockExchange, ClockOffset, OffsetEstimator
 
 DELAYS = st.floats(0, 0.2)
-EXCHANGE = st.tuples(DELAYS, DELAYS, DELAYS, st.floats(0, 20))  # there, thinking, back, pause
+EXCHANGE = st.tuples(DELAYS, DELAYS, DELAYS, st.floats(0, 20))  # request, processing, reply, pause
 EPSILON = 1e-9
 
 
 def exchange(
     now_s: float, offset_s: float, rate: float, there_s: float, thinking_s: float, back_s: float
 ) -> ClockExchange:
-    """The other's clock shows `offset_s + rate * t` more at our time t."""
+    """Simulate an exchange; the other clock shows `offset_s + rate * t` more at our time t."""
 
     def theirs(ours_s: float) -> float:
         return ours_s * (1 + rate) + offset_s
@@ -33,7 +33,7 @@ def exchange(
     st.floats(-DRIFT_PPM, DRIFT_PPM),
     st.floats(0, 30),
 )
-def test_the_true_offset_lies_within_the_bound(
+def test_true_offset_lies_within_bound(
     exchanges: list[tuple[float, float, float, float]], offset_s: float, ppm: float, later_s: float
 ) -> None:
     estimator, now_s, rate, backs_s = OffsetEstimator(), 0.0, ppm * 1e-6, list[float]()
@@ -51,12 +51,12 @@ def test_the_true_offset_lies_within_the_bound(
     assert abs(truth_s - told.offset_s) <= told.bound_s + EPSILON
     earliest_s, latest_s = told.ours(100.0 + truth_s)
     assert earliest_s - EPSILON <= 100.0 <= latest_s + EPSILON
-    # No exchange was refused, nor taken for the sign of a clock that was set.
+    # No exchange was rejected or treated as a set clock.
     young = [at_s for at_s in backs_s[-EXCHANGES:] if now_s - pause_s + later_s - at_s <= MOST_AGE_S]
     assert [each.back_s for each in estimator._recent] == pytest.approx(young)
 
 
-def test_one_exchange_is_known_to_half_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_exchange_bounds_offset_by_half_its_round_trip(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clocks, "DRIFT_PPM", 0.0)
     estimator = OffsetEstimator()
     estimator.add(ClockExchange(10.0, 110.004, 110.104, 10.110))
@@ -66,8 +66,8 @@ def test_one_exchange_is_known_to_half_its_way(monkeypatch: pytest.MonkeyPatch) 
     assert told.bound_s == pytest.approx(0.005)
 
 
-def test_several_exchanges_allow_less_than_the_best_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One was fast there, another one fast back."""
+def test_several_exchanges_give_tighter_bound_than_best_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One exchange had a fast request, another a fast reply."""
     monkeypatch.setattr(clocks, "DRIFT_PPM", 0.0)
     estimator = OffsetEstimator()
     estimator.add(exchange(0.0, 5.0, 0.0, 0.0001, 0.0, 0.010))
@@ -78,7 +78,7 @@ def test_several_exchanges_allow_less_than_the_best_of_them(monkeypatch: pytest.
     assert told.bound_s == pytest.approx(0.0001)
 
 
-def test_a_bound_widens_with_age_until_nothing_is_known() -> None:
+def test_bound_widens_with_age_until_unknown() -> None:
     estimator = OffsetEstimator()
     estimator.add(exchange(0.0, 1.0, 0.0, 0.001, 0.0, 0.001))
     fresh, aged = estimator.offset(0.002), estimator.offset(40.002)
@@ -90,7 +90,7 @@ def test_a_bound_widens_with_age_until_nothing_is_known() -> None:
 
 
 @given(st.floats(0.3, 1e4), st.booleans())
-def test_a_clock_that_was_set_is_noticed_at_the_next_exchange(by_s: float, forwards: bool) -> None:
+def test_set_clock_is_detected_at_next_exchange(by_s: float, forwards: bool) -> None:
     rng, estimator = random.Random(1), OffsetEstimator()
     jump_s = by_s if forwards else -by_s
     for second in range(20):
@@ -102,18 +102,18 @@ def test_a_clock_that_was_set_is_noticed_at_the_next_exchange(by_s: float, forwa
     assert abs(told.offset_s - 3.0 - jump_s) <= told.bound_s
 
 
-def test_an_exchange_during_which_a_clock_was_set_is_refused() -> None:
+def test_exchange_spanning_a_set_clock_is_rejected() -> None:
     estimator = OffsetEstimator()
     estimator.add(ClockExchange(0.0, 5.0, 9.0, 0.1))
     assert estimator.offset(0.2) is None
 
 
-def test_impossible_times_say_which() -> None:
+def test_impossible_times_are_named() -> None:
     with pytest.raises(ValueError, match=r"back_s must be >= sent_s, got 0.5 < 1.0"):
         ClockExchange(1.0, 2.0, 3.0, 0.5)
     with pytest.raises(ValueError, match="answered_s must be >= received_s"):
         ClockExchange(1.0, 3.0, 2.0, 1.5)
 
 
-def test_times_of_the_other_in_ours() -> None:
+def test_other_clock_times_convert_to_ours() -> None:
     assert ClockOffset(10.0, 0.5).ours(15.0) == (4.5, 5.5)

@@ -1,4 +1,4 @@
-"""How long a commit takes: stated at first, measured then."""
+"""Expected times of commits: stated at first, then measured."""
 
 import random
 
@@ -12,7 +12,7 @@ FAST, SLOW = OcsId("ocs0"), OcsId("ocs1")
 STATED_S = {FAST: 0.010, SLOW: 0.025}
 
 
-def test_before_a_measurement_the_stated_delay_has_an_allowance() -> None:
+def test_stated_delay_has_allowance_before_measurements() -> None:
     times = CommitTimes(STATED_S, route_s=0.003)
     need = times.need([FAST, SLOW], 0.001)
     assert need.device_s == pytest.approx(0.025 * 1.5 + 0.005)
@@ -22,16 +22,16 @@ def test_before_a_measurement_the_stated_delay_has_an_allowance() -> None:
     assert times.need([], 0.001).total_s == pytest.approx(0.001)
 
 
-def test_few_measurements_never_promise_less_than_the_worst_of_them() -> None:
+def test_few_measurements_expect_at_least_their_worst() -> None:
     times = CommitTimes(STATED_S)
-    times.measured(SwitchTimes(SLOW, 0.001, 2.0, 0.001))  # a device that takes seconds to start again
+    times.measured(SwitchTimes(SLOW, 0.001, 2.0, 0.001))  # a device that takes seconds to restart
     assert times.need([SLOW], 0.0).device_s == pytest.approx(3.0)
     assert times.need([SLOW], 0.0).control_s == pytest.approx(CONTROL_S)
     assert times.samples(SLOW) == 1
     assert times.samples(FAST) == 0
 
 
-def test_one_slow_commit_does_not_end_all_others() -> None:
+def test_one_slow_commit_does_not_prevent_later_ones() -> None:
     times = CommitTimes(STATED_S)
     times.measured(SwitchTimes(SLOW, 0.001, 0.030, 0.001))
     times.measured(SwitchTimes(SLOW, 0.001, 0.200, 0.001))
@@ -43,7 +43,7 @@ def test_one_slow_commit_does_not_end_all_others() -> None:
     assert times.need([SLOW], 0.0).device_s == pytest.approx(0.300)
 
 
-def test_no_window_makes_a_device_faster_than_it_ever_was() -> None:
+def test_expectation_never_falls_below_fastest_measurement() -> None:
     times = CommitTimes(STATED_S)
     for device_s in (0.120, 0.100, 0.110):
         times.measured(SwitchTimes(SLOW, 0.001, device_s, 0.001))
@@ -53,7 +53,7 @@ def test_no_window_makes_a_device_faster_than_it_ever_was() -> None:
 
 
 @pytest.mark.parametrize("q", [0.9, 0.95])
-def test_a_commit_lasts_longer_than_expected_as_seldom_as_asked(q: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commits_exceed_expectation_as_rarely_as_configured(q: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(windows, "COVERED", q)
     rng, times, longer = random.Random(4), CommitTimes(STATED_S), 0
     for commit in range(3000):
@@ -65,7 +65,7 @@ def test_a_commit_lasts_longer_than_expected_as_seldom_as_asked(q: float, monkey
     assert times.need([SLOW], 0.0).device_s < 0.025 * 1.22 * 2.5
 
 
-def test_measured_parts_replace_allowances_once_there_are_enough() -> None:
+def test_enough_measurements_replace_allowances() -> None:
     times = CommitTimes(STATED_S)
     for _ in range(30):
         times.measured(SwitchTimes(SLOW, 0.0005, 0.026, 0.001))
@@ -73,6 +73,6 @@ def test_measured_parts_replace_allowances_once_there_are_enough() -> None:
     assert (need.control_s, need.device_s, need.route_s) == (0.0005, 0.026, 0.001)
 
 
-def test_bad_input_says_what_is_wrong() -> None:
+def test_invalid_times_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"must be >= 0, got -0\.1 on ocs1"):
         CommitTimes(STATED_S).measured(SwitchTimes(SLOW, 0.0, -0.1, 0.0))

@@ -1,4 +1,4 @@
-"""The check that names the PoD which cannot carry what the core brings it."""
+"""The check that names PoDs which cannot carry their core circuits."""
 
 from fabric_sites import small_site
 
@@ -19,12 +19,12 @@ def joined(one: Lane, other: Lane) -> PortPair:
 
 
 def lifted(site: Site, lane: Lane, number: int) -> PortPair:
-    """To the first port of a ToR there."""
+    """Lift a lane to the first port of a ToR."""
     tor = site.tors_of[site.pod_of[lane.uplink]][number].id
     return port_pair(lane.agg, lane.agg_port, site.switch[lane.agg].ports[tor][0])
 
 
-def test_both_pods_have_to_lift_the_very_lane() -> None:
+def test_both_pods_must_lift_the_same_lanes() -> None:
     train, gen = lanes("train0"), lanes("gen0")
     core = {joined(train[0], gen[0]), joined(train[1], gen[1])}
     everything = {lifted(SITE, lane, number) for of_pod in (train, gen) for number, lane in enumerate(of_pod[:2])}
@@ -37,7 +37,7 @@ def test_both_pods_have_to_lift_the_very_lane() -> None:
     assert len(check_coupling(SITE, core)) == 2
 
 
-def test_a_lane_that_is_joined_to_another_lane_is_not_lifted() -> None:
+def test_lane_connected_to_lane_is_not_lifted() -> None:
     train, gen = lanes("train0"), lanes("gen0")
     core = joined(train[0], gen[0])
     looped = port_pair(gen[0].agg, gen[0].agg_port, gen[1].agg_port)
@@ -46,6 +46,6 @@ def test_a_lane_that_is_joined_to_another_lane_is_not_lifted() -> None:
     )
 
 
-def test_lifts_without_the_core_are_no_fault() -> None:
+def test_lifts_without_core_circuits_are_valid() -> None:
     assert check_coupling(SITE, {lifted(SITE, lanes("gen0")[0], 0)}) == ()
     assert SITE.pod_of[lanes("gen0")[0].uplink] == EndpointId("gen0")

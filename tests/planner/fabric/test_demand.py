@@ -1,4 +1,4 @@
-"""Demand against collectives carried out message by message; what failures and placements do to it."""
+"""Demand against collectives executed message by message, with failures and various placements."""
 
 import math
 from collections import Counter, defaultdict
@@ -26,7 +26,7 @@ def one(primitive: Primitive, groups: tuple[tuple[int, ...], ...], **more: objec
 
 
 @given(st.data())
-def test_every_message_is_found_between_its_tors(data: st.DataObject) -> None:
+def test_every_message_counts_between_its_tors(data: st.DataObject) -> None:
     site = data.draw(sites())
     ranks = tuple(range(len(site.server_of)))
     some = data.draw(
@@ -50,7 +50,7 @@ def test_every_message_is_found_between_its_tors(data: st.DataObject) -> None:
 
 
 @given(st.integers(2, 70))
-def test_both_trees_reach_every_rank_and_no_rank_works_inside_both(size: int) -> None:
+def test_trees_reach_every_rank_with_disjoint_inner_ranks(size: int) -> None:
     children, parents = (each.tolist() for each in double_tree(size))
     inner = []
     for tree in range(2):
@@ -70,7 +70,7 @@ def test_both_trees_reach_every_rank_and_no_rank_works_inside_both(size: int) ->
     assert size <= 3 or not inner[0] & inner[1]
 
 
-def test_a_tree_sends_as_much_as_a_ring() -> None:
+def test_tree_sends_as_much_as_ring() -> None:
     for size in (2, 3, 8, 13):
         for primitive in (Primitive.RING_ALL_REDUCE, Primitive.TREE_ALL_REDUCE):
             (all_reduce,) = one(primitive, (tuple(range(size)),)).traffic
@@ -79,7 +79,7 @@ def test_a_tree_sends_as_much_as_a_ring() -> None:
 
 
 @given(st.data())
-def test_a_broadcast_enters_each_pod_tor_and_server_once(data: st.DataObject) -> None:
+def test_broadcast_enters_each_pod_tor_and_server_once(data: st.DataObject) -> None:
     site = data.draw(sites())
     ranks = tuple(range(len(site.server_of)))
     root, *receivers = data.draw(st.lists(st.sampled_from(ranks), min_size=2, unique=True))
@@ -109,13 +109,13 @@ def test_shards_are_seeded_at_different_tors() -> None:
 
 
 @pytest.mark.parametrize("primitive", Primitive)
-def test_an_empty_group_sends_nothing(primitive: Primitive) -> None:
+def test_empty_group_sends_nothing(primitive: Primitive) -> None:
     flows = flows_of(one(primitive, ((),), receivers=((0, 8),)), small_site(), NOTHING)
     assert not any(flows.tors.values())
     assert flows.nvlink_bytes == flows.below_tor_bytes == flows.dropped_bytes == 0
 
 
-def test_what_changes_rails_is_handed_over_inside_the_server_first() -> None:
+def test_rail_change_happens_inside_the_source_server() -> None:
     site = small_site(servers_per_tor=2)  # two blocks of two servers, four rails each
     below = flows_of(one(Primitive.PIPELINE, ((0, 5),)), site, NOTHING)  # another server of the block, another rail
     assert (below.below_tor_bytes, below.tors[GENERAL]) == (GB, {})
@@ -123,7 +123,7 @@ def test_what_changes_rails_is_handed_over_inside_the_server_first() -> None:
     assert apart.tors[GENERAL] == {(site.tor_of(GpuId(1)), site.tor_of(GpuId(9))): GB}
 
 
-def test_traffic_of_a_failed_nic_takes_another_and_is_told() -> None:
+def test_failed_nic_is_replaced_and_reported() -> None:
     site = small_site()
     server = site.servers[0]
     broken = FabricFailures(nics=frozenset({(server.id, 0)}))
@@ -135,7 +135,7 @@ def test_traffic_of_a_failed_nic_takes_another_and_is_told() -> None:
     assert both.tors[GENERAL] == {(site.tor_of(GpuId(9)), site.tor_of(GpuId(1))): 2 * GB}
 
 
-def test_ranks_that_are_nowhere_are_told() -> None:
+def test_ranks_without_server_are_reported() -> None:
     site = small_site()
     broken = FabricFailures(servers=frozenset({ServerId("train0/s2")}))
     flows = flows_of(one(Primitive.PIPELINE, ((0, 9), (1, 2000))), site, broken)
@@ -146,7 +146,7 @@ def test_ranks_that_are_nowhere_are_told() -> None:
     )
 
 
-def test_another_placement_changes_the_demand() -> None:
+def test_other_placement_changes_demand() -> None:
     site = small_site()
     groups = (tuple(range(8)),)
     together = flows_of(one(Primitive.ALL_TO_ALL, groups), site, NOTHING)
@@ -157,7 +157,7 @@ def test_another_placement_changes_the_demand() -> None:
 
 
 @given(st.data())
-def test_nothing_is_lost_by_failures_but_what_is_told(data: st.DataObject) -> None:
+def test_failures_lose_only_reported_bytes(data: st.DataObject) -> None:
     site = data.draw(sites())
     intent = data.draw(intents(site).filter(lambda each: all(t.primitive != "broadcast" for t in each.traffic)))
     broken = data.draw(failures(site))

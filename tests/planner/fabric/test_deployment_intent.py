@@ -1,4 +1,4 @@
-"""Volumes of a deployment against the model's sizes by hand; a redeployment changes the demand."""
+"""Traffic volumes of a deployment, against manual calculations; a redeployment changes the demand."""
 
 from collections import Counter
 
@@ -26,7 +26,7 @@ def engine(layout: Parallelism, first: int = 0, name: str = "e0", responses: flo
     return DeployedEngine(EngineId(name), gpus, layout, TOKENS, responses)
 
 
-def test_tp_sums_up_twice_a_layer() -> None:
+def test_tp_reduces_twice_per_layer() -> None:
     (found,) = deployment_intent(DENSE, [engine(Parallelism(tp=4))]).traffic
     assert (found.operation, found.primitive, found.groups) == (
         TrafficOperation.TP,
@@ -36,23 +36,23 @@ def test_tp_sums_up_twice_a_layer() -> None:
     assert found.bytes_per_rank * found.times == TOKENS * 5120 * 2 * 2 * 48
 
 
-def test_one_gpu_says_nothing() -> None:
+def test_single_gpu_has_no_traffic() -> None:
     assert deployment_intent(DENSE, [engine(Parallelism())]).traffic == ()
 
 
-def test_tp_beyond_a_node_crosses_on_every_rail() -> None:
+def test_tp_beyond_a_node_uses_every_rail() -> None:
     site = regular_site(SiteShape(1, 1, servers_per_pod=2, servers_per_tor=1))
     gen = gpus_of(site, PodRole.GEN)
     layout = Parallelism(tp=16)
     found = deployment_intent(DENSE, [DeployedEngine(EngineId("wide"), tuple(map(GpuId, gen)), layout, TOKENS)])
     flows = flows_of(found, site, NOTHING)
     buffer_bytes = TOKENS * 5120 * 2 * 2 * 48
-    assert len(flows.tors[GENERAL]) == 16  # eight rails, both ways
-    assert sum(flows.tors[GENERAL].values()) == pytest.approx(2 * buffer_bytes)  # 2 * (2 - 1) of what two nodes hold
+    assert len(flows.tors[GENERAL]) == 16  # eight rails, both directions
+    assert sum(flows.tors[GENERAL].values()) == pytest.approx(2 * buffer_bytes)  # 2 * (2 - 1) of the sums of two nodes
     assert len(set(flows.tors[GENERAL].values())) == 1
 
 
-def test_experts_are_reached_and_left_by_all_replicas() -> None:
+def test_expert_traffic_connects_all_replicas() -> None:
     both = deployment_intent(EXPERTS, [engine(Parallelism(tp=2, dp=4, ep=8))]).traffic
     found = {each.operation: each for each in both}
     exchange = found[TrafficOperation.EP]
@@ -63,12 +63,12 @@ def test_experts_are_reached_and_left_by_all_replicas() -> None:
     assert summed.bytes_per_rank * summed.times == pytest.approx(TOKENS / 4 * 4096 * 2 * 94)
 
 
-def test_experts_inside_one_tp_group_are_summed_up_instead() -> None:
+def test_experts_inside_one_tp_group_use_all_reduce() -> None:
     (found,) = deployment_intent(EXPERTS, [engine(Parallelism(tp=8, ep=8))]).traffic
     assert (found.operation, found.times) == (TrafficOperation.TP, 2 * 94)
 
 
-def test_pipeline_stages_hand_on_once() -> None:
+def test_pipeline_stages_forward_once() -> None:
     found = {each.operation: each for each in deployment_intent(DENSE, [engine(Parallelism(tp=2, pp=2))]).traffic}
     assert found[TrafficOperation.PP].groups == ((0, 2), (1, 3))
     assert found[TrafficOperation.PP].bytes_per_rank == TOKENS * 5120 * 2 / 2
@@ -76,7 +76,7 @@ def test_pipeline_stages_hand_on_once() -> None:
     assert found[TrafficOperation.TP].times == 48
 
 
-def test_attention_and_experts_exchange_both_ways() -> None:
+def test_attention_and_ffn_exchange_in_both_directions() -> None:
     layout = Parallelism(attention_gpus=16, ffn_gpus=8)
     (found,) = deployment_intent(EXPERTS, [engine(layout)]).traffic
     assert (found.operation, found.primitive, found.both_ways) == (TrafficOperation.AFD, Primitive.BIPARTITE, True)
@@ -84,7 +84,7 @@ def test_attention_and_experts_exchange_both_ways() -> None:
     assert found.bytes_per_rank * found.times * 16 == pytest.approx(TOKENS * 8 * 4096 * 2 * 94)
 
 
-def test_a_dense_ffn_of_its_own_is_summed_up() -> None:
+def test_dense_afd_ffn_has_all_reduce() -> None:
     layout = Parallelism(tp=2, attention_gpus=4, ffn_gpus=2)
     found = deployment_intent(DENSE, [engine(layout)]).traffic
     assert [(each.operation, each.groups) for each in found] == [
@@ -94,7 +94,7 @@ def test_a_dense_ffn_of_its_own_is_summed_up() -> None:
     ]
 
 
-def test_responses_go_to_trainers_in_turn_over_the_slice() -> None:
+def test_responses_go_to_trainers_round_robin_over_slice() -> None:
     site = small_site()
     gen, train = gpus_of(site, PodRole.GEN), gpus_of(site, PodRole.TRAIN)
     engines = [engine(Parallelism(tp=4), gen[0] + 4 * number, f"e{number}", 1000.0) for number in range(8)]
@@ -110,13 +110,13 @@ def test_responses_go_to_trainers_in_turn_over_the_slice() -> None:
     assert not [note for note in plan.notes if "bytes" in note]
 
 
-def test_engines_that_are_alike_share_an_entry() -> None:
+def test_equal_engines_share_an_entry() -> None:
     engines = [engine(Parallelism(tp=2), 2 * number, f"e{number}") for number in range(4)]
     (found,) = deployment_intent(DENSE, engines).traffic
     assert found.groups == ((0, 1), (2, 3), (4, 5), (6, 7))
 
 
-def test_a_switch_of_parallelism_changes_demand_and_circuits() -> None:
+def test_redeployment_changes_demand_and_circuits() -> None:
     site = regular_site(SiteShape(1, 1, servers_per_pod=4, servers_per_tor=1))
     gen = gpus_of(site, PodRole.GEN)
     narrow = [engine(Parallelism(tp=8), gen[0] + 8 * number, f"e{number}") for number in range(4)]
@@ -135,6 +135,6 @@ def test_a_switch_of_parallelism_changes_demand_and_circuits() -> None:
     assert len({circuits for _, circuits in seen}) == 3
 
 
-def test_an_engine_has_as_many_gpus_as_its_layout() -> None:
+def test_engine_must_have_gpus_of_its_layout() -> None:
     with pytest.raises(ValueError, match="e0: must have 4 GPUs, got 1"):
         DeployedEngine(EngineId("e0"), (GpuId(0),), Parallelism(tp=4), TOKENS)

@@ -1,4 +1,4 @@
-"""Circuits by what ToRs send each other: against every other way of dealing out ports and lanes, and in whole plans."""
+"""Circuits by traffic between ToRs: against every assignment of ports and lanes, and in whole plans."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -19,7 +19,7 @@ PODS = {EndpointId(f"{pod}{number}"): EndpointId(pod) for pod in "pq" for number
 
 
 def taken(circuits: Mapping[Pair, int]) -> Counter[EndpointId]:
-    """Ports of ToRs and lanes of PoDs."""
+    """Return the ToR ports and PoD lanes used."""
     used: Counter[EndpointId] = Counter()
     for pair, count in circuits.items():
         for tor in pair:
@@ -34,7 +34,7 @@ def fits(circuits: Mapping[Pair, int], room: Mapping[EndpointId, int]) -> bool:
 
 
 def ways(pairs: list[Pair], room: Mapping[EndpointId, int], so_far: dict[Pair, int]) -> Iterator[dict[Pair, int]]:
-    """Each that has a circuit for every pair."""
+    """Yield every assignment with a circuit for every pair."""
     if not pairs:
         yield dict(so_far)
         return
@@ -55,7 +55,7 @@ ROOMS = st.fixed_dictionaries({end: st.integers(1, 4) for end in sorted({*PODS, 
 
 
 @given(DEMANDS, ROOMS)
-def test_where_all_can_be_served_nothing_ends_sooner(demand: dict[Pair, float], room: dict[EndpointId, int]) -> None:
+def test_direct_sizing_is_optimal_if_all_pairs_fit(demand: dict[Pair, float], room: dict[EndpointId, int]) -> None:
     circuits = direct(demand, PODS, room)
     assert fits(circuits, room)
     best = min((slowest(demand, each) for each in ways(sorted(demand), room, {})), default=None)
@@ -66,8 +66,8 @@ def test_where_all_can_be_served_nothing_ends_sooner(demand: dict[Pair, float], 
 
 
 @given(DEMANDS, ROOMS)
-def test_by_volume_is_no_slower_than_evenly(demand: dict[Pair, float], room: dict[EndpointId, int]) -> None:
-    """By its own measure: bytes that are not served, then the slowest that is."""
+def test_sizing_by_volume_is_no_slower_than_even(demand: dict[Pair, float], room: dict[EndpointId, int]) -> None:
+    """The measure is unserved bytes, then the slowest served pair."""
     by_volume, evenly = direct(demand, PODS, room), direct(dict.fromkeys(demand, 1.0), PODS, room)
     if len(by_volume) == len(demand):
         assert len(evenly) == len(demand)
@@ -75,7 +75,7 @@ def test_by_volume_is_no_slower_than_evenly(demand: dict[Pair, float], room: dic
 
 
 @given(DEMANDS, ROOMS)
-def test_no_pair_is_left_out_that_there_is_room_for(demand: dict[Pair, float], room: dict[EndpointId, int]) -> None:
+def test_every_pair_with_room_is_served(demand: dict[Pair, float], room: dict[EndpointId, int]) -> None:
     circuits = direct(demand, PODS, room)
     left = Counter(room)
     left.subtract(taken(circuits))
@@ -84,15 +84,15 @@ def test_no_pair_is_left_out_that_there_is_room_for(demand: dict[Pair, float], r
         assert any(left[end] == 0 for end in ends)
 
 
-def test_pairs_alike_are_dealt_with_in_turn() -> None:
-    """Four ToRs of either PoD, each with one port: all are served, none of them twice."""
+def test_equal_pairs_are_served_round_robin() -> None:
+    """Four ToRs in each PoD with one port each: all are served, each once."""
     pods = {EndpointId(f"{pod}{number}"): EndpointId(pod) for pod in "pq" for number in range(4)}
     demand = {pair_of(one, other): MB for one in pods for other in pods if pods[one] < pods[other]}
     assert len(direct(demand, pods, {**dict.fromkeys(pods, 1), EndpointId("p"): 4, EndpointId("q"): 4})) == 4
 
 
 def joined(site: Site, cross_connects: frozenset[PortPair]) -> Counter[Pair]:
-    """Circuits of ToRs, over their PoD's switches or over the core."""
+    """Return the circuits between ToRs, over their PoD's switches or over the core."""
     lane_at, joins, owner = site.lane_at, partners(cross_connects), site.owner
     found: Counter[Pair] = Counter()
     for each in cross_connects:
@@ -126,7 +126,7 @@ def planned(site: Site, pairs: Mapping[Pair, float], bridges: frozenset[Pair] = 
 
 
 def small_tors() -> Site:
-    """Three PoDs of two blocks, of four rails each."""
+    """Three PoDs of two blocks, with four rails each."""
     return small_site(
         train_pods=3, gen_pods=0, servers_per_pod=4, servers_per_tor=2, tor_uplinks=4, core_lanes=32, response_lanes=0
     )
@@ -136,8 +136,8 @@ def tors_of(site: Site, pod: str) -> list[EndpointId]:
     return [tor.id for tor in site.tors if tor.pod == pod]
 
 
-def test_a_light_pair_of_pods_has_a_circuit_for_each_rail_that_sends() -> None:
-    """By what PoDs send, the second two would get one circuit, though eight pairs of ToRs want one."""
+def test_light_pair_of_pods_gets_circuit_per_sending_rail() -> None:
+    """By traffic between PoDs, the second pair of PoDs would get one circuit, although eight pairs of ToRs need one."""
     site = small_tors()
     one, two, three = (tors_of(site, pod) for pod in ("train0", "train1", "train2"))
     heavy = {pair_of(*ends): 100 * MB for ends in zip(one, two, strict=True)}
@@ -147,8 +147,8 @@ def test_a_light_pair_of_pods_has_a_circuit_for_each_rail_that_sends() -> None:
     assert {circuits[pair] for pair in light} == {1}
 
 
-def test_lanes_go_to_those_that_send() -> None:
-    """Pairs of ToRs that send unevenly: none of the core's circuits joins two that have nothing to say."""
+def test_lanes_go_to_sending_tors() -> None:
+    """Pairs of ToRs send unevenly; no core circuit connects two ToRs without traffic."""
     site = small_tors()
     one, two = tors_of(site, "train0"), tors_of(site, "train1")
     wanted = {pair_of(*ends): (1 + number % 3) * MB for number, ends in enumerate(zip(one, two, strict=True))}
@@ -159,7 +159,7 @@ def test_lanes_go_to_those_that_send() -> None:
     assert all(circuits[pair] for pair in inside)
 
 
-def test_a_bridge_is_one_circuit_however_much_room_there_is() -> None:
+def test_bridge_gets_one_circuit_regardless_of_room() -> None:
     site = small_tors()
     one, two, three = (tors_of(site, pod) for pod in ("train0", "train1", "train2"))
     wanted = {pair_of(*ends): MB for ends in zip(one, two, strict=True)}
@@ -167,4 +167,4 @@ def test_a_bridge_is_one_circuit_however_much_room_there_is() -> None:
     circuits = planned(site, wanted, frozenset({bridge}))
     assert circuits[bridge] == 1
     assert all(circuits[pair] for pair in wanted)
-    assert sum(circuits[pair] for pair in wanted) == 8 * 4 - 1  # of the ports of one PoD's ToRs, one is the bridge's
+    assert sum(circuits[pair] for pair in wanted) == 8 * 4 - 1  # one of these ToR ports is the bridge's

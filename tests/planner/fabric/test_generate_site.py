@@ -1,4 +1,4 @@
-"""Regular sites: every fibre spread over every switch, as few switches as have the ports, a slice for responses."""
+"""Regular sites: fibres spread over all switches, the fewest switches with enough ports, a slice for responses."""
 
 from collections import Counter
 from dataclasses import replace
@@ -47,7 +47,7 @@ def built(shape: SiteShape | ImpossibleSite) -> Site | ImpossibleSite:
 
 
 def least_switches(endpoints: list[int], radix: int) -> int | None:
-    """By trying: dealing every endpoint's fibres out one by one over so many switches."""
+    """Return the fewest switches, by assigning every endpoint's fibres one by one."""
     for count in range(1, min(endpoints, default=0) + 1):
         used = Counter[int]()
         for fibres in endpoints:
@@ -58,7 +58,7 @@ def least_switches(endpoints: list[int], radix: int) -> int | None:
 
 
 def tiers(site: Site) -> list[tuple[Tier, list[Switch], list[str]]]:
-    """Each PoD's switches and the core's, with the endpoints that are to be on all of them."""
+    """Yield each PoD's switches and the core's, with the endpoints that must be on all of them."""
     found = [
         (
             Tier.AGG,
@@ -88,7 +88,7 @@ def test_any_two_endpoints_share_every_switch_evenly(shape: SiteShape | Impossib
 
 
 @given(shapes())
-def test_no_switch_more_than_the_ports_need(shape: SiteShape | ImpossibleSite) -> None:
+def test_switch_count_is_minimal(shape: SiteShape | ImpossibleSite) -> None:
     site = built(shape)
     if isinstance(site, ImpossibleSite) or isinstance(shape, ImpossibleSite):
         return
@@ -118,7 +118,7 @@ def test_servers_are_rail_aligned(shape: SiteShape | ImpossibleSite) -> None:
 
 
 @given(shapes())
-def test_responses_have_lanes_in_pairs_and_leave_some(shape: SiteShape | ImpossibleSite) -> None:
+def test_response_lanes_are_paired_and_leave_others(shape: SiteShape | ImpossibleSite) -> None:
     site = built(shape)
     if isinstance(site, ImpossibleSite) or isinstance(shape, ImpossibleSite):
         return
@@ -140,7 +140,7 @@ def test_responses_have_lanes_in_pairs_and_leave_some(shape: SiteShape | Impossi
 
 
 @given(shapes())
-def test_what_cannot_be_names_parameters_and_their_values(shape: SiteShape | ImpossibleSite) -> None:
+def test_impossible_shape_names_parameters_and_values(shape: SiteShape | ImpossibleSite) -> None:
     site = built(shape)
     if isinstance(site, ImpossibleSite):
         assert site.faults
@@ -150,7 +150,7 @@ def test_what_cannot_be_names_parameters_and_their_values(shape: SiteShape | Imp
 
 
 @given(shapes())
-def test_a_radix_that_is_refused_does_not_suffice(shape: SiteShape | ImpossibleSite) -> None:
+def test_rejected_radix_is_insufficient(shape: SiteShape | ImpossibleSite) -> None:
     site = built(shape)
     if isinstance(shape, ImpossibleSite) or not isinstance(site, ImpossibleSite):
         return
@@ -163,7 +163,7 @@ def test_a_radix_that_is_refused_does_not_suffice(shape: SiteShape | ImpossibleS
             assert least_switches(uplinks * shape.pods, shape.core_device.ports) is None
 
 
-def test_by_default_tors_are_not_oversubscribed_and_half_of_their_capacity_leaves_the_pod() -> None:
+def test_default_tors_are_not_oversubscribed_and_half_of_capacity_leaves_pod() -> None:
     found = survey(regular_site(SiteShape(train_pods=2, gen_pods=4, servers_per_pod=8)))
     assert {each.tor_ratio for each in found.pods} == {1.0}
     assert {each.uplink_ratio for each in found.pods} == {2.0}
@@ -186,13 +186,13 @@ def test_large_sites(shape: SiteShape, gpus: int) -> None:
     assert survey(site).warnings == ()
 
 
-def test_all_faults_of_a_shape_at_once() -> None:
+def test_all_faults_of_a_shape_are_reported_at_once() -> None:
     with pytest.raises(ImpossibleSite) as raised:
         SiteShape(train_pods=-1, gen_pods=2, servers_per_pod=0, rails=0, link_gbps=float("nan"))
     assert {fault.parameter for fault in raised.value.faults} == {"train_pods", "servers_per_pod", "rails", "link_gbps"}
 
 
-def test_a_switch_too_small_says_what_to_change() -> None:
+def test_too_small_switch_suggests_changes() -> None:
     tiny = SwitchModel("tiny", 0.01, 8)
     shape = SiteShape(train_pods=1, gen_pods=1, servers_per_pod=8, agg_device=tiny)
     with pytest.raises(ImpossibleSite, match=r"needs 12; take fewer servers_per_pod, more servers_per_tor"):
@@ -200,6 +200,6 @@ def test_a_switch_too_small_says_what_to_change() -> None:
     assert regular_site(replace(shape, agg_device=SwitchModel("enough", 0.01, 16)))
 
 
-def test_more_responses_than_the_core_has_lanes_for() -> None:
+def test_too_many_response_lanes_are_rejected() -> None:
     with pytest.raises(ImpossibleSite, match=r"lower it \(0 reserves none\) or raise core_lanes"):
         regular_site(SiteShape(train_pods=1, gen_pods=4, servers_per_pod=1, core_lanes=4, response_lanes=1))

@@ -1,4 +1,4 @@
-"""Links against an oracle that knows no direction: ports that light joins, by merging sets."""
+"""Links against an oracle without directions, which merges sets of ports connected by light."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -23,7 +23,7 @@ def named(site: Site) -> Mapping[Port, Interface]:
 
 @st.composite
 def patched(draw: st.DrawFn, site: Site) -> frozenset[PortPair]:
-    """Any ports joined with any, as hands might: most of the light gets nowhere."""
+    """Draw arbitrary connections of ports; most light reaches no ToR."""
     found: set[PortPair] = set()
     for switch in site.switches:
         order = draw(st.permutations([port for ports in switch.ports.values() for port in ports]))
@@ -35,7 +35,7 @@ def patched(draw: st.DrawFn, site: Site) -> frozenset[PortPair]:
 def oracle(
     site: Site, up: Iterable[PortPair], interfaces: Mapping[Port, Interface]
 ) -> dict[RoutedLink, frozenset[PortPair]]:
-    """A set of joined ports with two ToRs in it is a link, over every cross-connect in it."""
+    """Return links: a set of connected ports with two ToRs is a link over every cross-connect in it."""
     up = frozenset(up)
     group: dict[Port, set[Port]] = {}
 
@@ -61,20 +61,20 @@ def told(lit: Iterable[Lit]) -> dict[RoutedLink, frozenset[PortPair]]:
 
 
 @given(st.data())
-def test_links_are_those_that_light_joins(data: st.DataObject) -> None:
+def test_links_match_connected_ports(data: st.DataObject) -> None:
     site = data.draw(sites())
     up = data.draw(patched(site))
     interfaces = named(site)
     lit = links_up(site, up, interfaces)
     assert told(lit) == oracle(site, up, interfaces)
     assert list(lit) == sorted(lit)
-    # Whichever part of it goes, a link goes, and no other does.
+    # Removing any part of a link removes this link and no other.
     going = data.draw(st.sets(st.sampled_from(sorted(up)))) if up else set()
     assert links_up(site, up - going, interfaces) == tuple(each for each in lit if not each.goes_over(going))
 
 
 @given(st.data())
-def test_every_circuit_of_a_plan_is_a_link_or_part_of_one(data: st.DataObject) -> None:
+def test_every_circuit_of_a_plan_is_part_of_a_link(data: st.DataObject) -> None:
     site = data.draw(sites())
     intent = data.draw(intents(site))
     plan = materialize(site, intent, FabricState())
@@ -89,7 +89,7 @@ def test_every_circuit_of_a_plan_is_a_link_or_part_of_one(data: st.DataObject) -
     assert by_length.items() <= {1: {True}, 3: {False}}.items()
 
 
-def test_faults() -> None:
+def test_invalid_cross_connects_are_rejected() -> None:
     site = small_site()
     tor = site.tors[0].id
     with pytest.raises(ValueError, match=r"shorter|longer"):

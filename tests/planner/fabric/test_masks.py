@@ -1,4 +1,4 @@
-"""What failures take away, and which NICs stand in."""
+"""Effects of failures on ports, and stand-ins of failed NICs."""
 
 from fabric_sites import GB, failures, gpus_of, sites, small_site
 from hypothesis import given, settings
@@ -18,7 +18,7 @@ def exchange(site: Site) -> Intent:
     return Intent("experts", Stage.TRAIN, (each,))
 
 
-def test_switches_and_circuits_take_their_ports_with_them() -> None:
+def test_failed_switches_and_circuits_exclude_their_ports() -> None:
     site = small_site()
     switch = site.core_switches[0]
     whole = failed_ports(site, FabricFailures(switches=frozenset({switch.id})))
@@ -52,7 +52,7 @@ def test_more_failures_never_leave_more(data: st.DataObject) -> None:
 
 
 @given(st.sets(st.integers(0, 3)))
-def test_failed_nics_have_healthy_stand_ins_that_they_share_evenly(failed: set[int]) -> None:
+def test_failed_nics_share_healthy_stand_ins_evenly(failed: set[int]) -> None:
     site = small_site()
     server = site.servers[1]
     mask = mask_nics(site, FabricFailures(nics=frozenset((server.id, nic) for nic in failed)))
@@ -67,7 +67,7 @@ def test_failed_nics_have_healthy_stand_ins_that_they_share_evenly(failed: set[i
     assert len(mask.notes) == len(failed)
 
 
-def test_a_stand_in_is_taken_from_the_same_tor_if_there_is_one() -> None:
+def test_stand_in_is_on_same_tor_if_possible() -> None:
     site = small_site(rails=2)  # two NICs of a server on each ToR
     server = site.servers[0]
     assert mask_nics(site, FabricFailures(nics=frozenset({(server.id, 1)}))).stand_in[server.id] == (0, 0, 2, 3)

@@ -1,4 +1,4 @@
-"""Plans of circuits: what may never be in one, whatever the site, the intent, the failures and what is up."""
+"""Invariants of circuit plans for any site, intent, failures and current circuits."""
 
 from collections import Counter
 from dataclasses import replace
@@ -57,7 +57,7 @@ def in_core(site: Site, plan: frozenset[PortPair]) -> list[PortPair]:
 
 @st.composite
 def states(draw: st.DrawFn, site: Site) -> FabricState:
-    """Anything may be up and pinned, each port once."""
+    """Draw states in which any circuits are up and pinned, each port once."""
     up = []
     for switch in site.switches:
         ports = draw(st.permutations([port for ports in switch.ports.values() for port in ports]))
@@ -68,7 +68,7 @@ def states(draw: st.DrawFn, site: Site) -> FabricState:
 
 
 @given(st.data())
-def test_no_port_is_used_that_may_not_be(data: st.DataObject) -> None:
+def test_forbidden_ports_are_not_used(data: st.DataObject) -> None:
     site = data.draw(sites())
     intent, state = data.draw(intents(site)), data.draw(states(site))
     plan = materialize(site, intent, state)
@@ -88,7 +88,7 @@ def test_no_port_is_used_that_may_not_be(data: st.DataObject) -> None:
             assert len({site.reserved.get(port) for port in ports}) == 1
     assert not validate(site, state, plan.cross_connects)
     assert materialize(site, intent, state) == plan
-    for lane in site.lanes:  # every lane that the core uses goes on to a ToR
+    for lane in site.lanes:  # every lane that the core uses continues to a ToR
         if used[lane.core, lane.core_port]:
             joined = [each for each in plan.cross_connects if each.switch == lane.agg and lane.agg_port in each.ports]
             owner = {port: end for end, ports in site.switch[lane.agg].ports.items() for port in ports}
@@ -98,7 +98,7 @@ def test_no_port_is_used_that_may_not_be(data: st.DataObject) -> None:
 
 @settings(max_examples=20)
 @given(st.data())
-def test_a_plan_leaves_others_alone(data: st.DataObject) -> None:
+def test_plan_leaves_other_circuits_alone(data: st.DataObject) -> None:
     site = data.draw(sites())
     before = planned(site, gradients(site), FabricState())
     before = planned(site, generation(site), FabricState(before.cross_connects))
@@ -112,7 +112,7 @@ def test_a_plan_leaves_others_alone(data: st.DataObject) -> None:
 
 @settings(max_examples=20)
 @given(st.data())
-def test_circuits_are_counted_as_they_are_placed(data: st.DataObject) -> None:
+def test_circuit_counts_match_placement(data: st.DataObject) -> None:
     site = data.draw(sites())
     plan = planned(site, data.draw(intents(site)), FabricState())
     owner = {
@@ -129,8 +129,8 @@ def test_circuits_are_counted_as_they_are_placed(data: st.DataObject) -> None:
 
 @settings(max_examples=20)
 @given(st.data())
-def test_the_same_period_again_changes_little(data: st.DataObject) -> None:
-    """A plan made on top of itself: other choices that are as good may be made once, then it rests."""
+def test_repeated_period_changes_little(data: st.DataObject) -> None:
+    """A plan on top of itself may switch once to equally good choices, then it is stable."""
     site = data.draw(sites())
     intent = data.draw(intents(site))
     state = FabricState()
@@ -140,7 +140,7 @@ def test_the_same_period_again_changes_little(data: st.DataObject) -> None:
     assert planned(site, intent, state).cross_connects == plan.cross_connects
 
 
-def test_gen_pods_are_by_themselves_but_for_the_slice() -> None:
+def test_gen_pods_are_connected_only_by_the_slice() -> None:
     site = small_site()
     up = planned(site, weights(site), FabricState())
     assert len(in_core(site, up.cross_connects)) > 2
@@ -151,7 +151,7 @@ def test_gen_pods_are_by_themselves_but_for_the_slice() -> None:
     assert {pod for each in core for pod in pods_of(site, each)} == set(site.pod)
 
 
-def test_the_slice_is_the_same_in_every_stage() -> None:
+def test_slice_is_equal_in_every_stage() -> None:
     site = small_site()
     state, slices = FabricState(), []
     for intent in (gradients(site), generation(site), weights(site), gradients(site)):
@@ -170,7 +170,7 @@ def test_the_slice_is_the_same_in_every_stage() -> None:
     assert slices == slices[:1] * 4
 
 
-def test_gradients_get_a_mesh_of_train_pods() -> None:
+def test_gradients_get_mesh_of_train_pods() -> None:
     site = small_site(train_pods=3)
     plan = planned(site, gradients(site), FabricState())
     core = plan.tiers[-1]
@@ -178,30 +178,31 @@ def test_gradients_get_a_mesh_of_train_pods() -> None:
     assert plan.completion_s > 0
 
 
-def test_weights_reach_gen_pods_over_the_core() -> None:
+def test_weights_reach_gen_pods_over_core() -> None:
     site = small_site()
     plan = planned(site, weights(site), FabricState())
     sent_to = {pair for pair, count in plan.tiers[-1].circuits.items() if count > 1}
     assert sent_to == {("gen0", "train0"), ("gen1", "train0")}
 
 
-def test_left_over_ports_raise_bisection() -> None:
+def test_spare_ports_raise_bisection() -> None:
     site = small_site(train_pods=1, response_lanes=0)
-    far = (0, 8)  # one rank on either block: a single pair of ToRs has demand
+    far = (0, 8)  # one rank in each block: a single pair of ToRs has demand
     intent = Intent("pair", Stage.TRAIN, (Traffic(TrafficOperation.DP, Primitive.RING_ALL_REDUCE, (far,), GB),))
     plan = planned(site, intent, FabricState())
     (tier, _) = plan.tiers
-    assert len(tier.circuits) == 1 + 6 * 5 // 2  # the pair has all ports of its two ToRs, the other six meet each other
+    # the pair uses all ports of its two ToRs, the other six connect each other
+    assert len(tier.circuits) == 1 + 6 * 5 // 2
     assert sum(tier.circuits.values()) == 8 * 8 // 2
 
 
 @given(st.integers(2, 40), st.integers(2, 12))
-def test_few_ports_join_all_tors_over_few_hops(size: int, ports: int) -> None:
+def test_few_spare_ports_connect_all_tors_over_few_hops(size: int, ports: int) -> None:
     tors = [EndpointId(f"tor{number:02}") for number in range(size)]
     circuits = spread(200.0, dict.fromkeys(tors, ports), {})
     used = Counter(end for pair, count in circuits.items() for end in pair for _ in range(count))
     assert max(used.values()) <= ports
-    assert sum(used.values()) >= size * ports - ports  # at most one ToR, or one port of some, is left alone
+    assert sum(used.values()) >= size * ports - ports  # at most one ToR, or one port of some ToRs, is unused
     reached, hops = {tors[0]}, 0
     while len(reached) < size:
         more = {end for pair in circuits if reached & set(pair) for end in pair}
@@ -210,7 +211,7 @@ def test_few_ports_join_all_tors_over_few_hops(size: int, ports: int) -> None:
     assert hops <= (size if ports < 4 else 8)
 
 
-def test_a_pod_that_cannot_lift_takes_circuits_from_the_core() -> None:
+def test_pod_that_cannot_lift_reduces_core_circuits() -> None:
     site = small_site(servers_per_pod=2, servers_per_tor=1, response_lanes=0, gen_pods=0)
     whole = planned(site, gradients(site), FabricState())
     switches = {switch.id for switch in site.agg_switches_of[EndpointId("train1")]}
@@ -228,7 +229,7 @@ def test_a_pod_that_cannot_lift_takes_circuits_from_the_core() -> None:
     assert not validate(site, state, left.cross_connects)
 
 
-def test_pinned_circuits_stay_and_nobody_else_has_their_ports() -> None:
+def test_pinned_circuits_stay_and_block_their_ports() -> None:
     site = small_site()
     up = planned(site, gradients(site), FabricState())
     kept = frozenset(sorted(up.cross_connects)[::7])
@@ -237,13 +238,13 @@ def test_pinned_circuits_stay_and_nobody_else_has_their_ports() -> None:
         assert kept <= planned(site, intent, state).cross_connects
 
 
-def test_circuits_on_ports_that_are_not_of_the_site_are_left_alone() -> None:
+def test_circuits_on_ports_outside_the_site_are_left_alone() -> None:
     site = small_site()
     foreign = PortPair(site.switches[0].id, 500, 501)
     assert foreign in planned(site, gradients(site), FabricState(frozenset({foreign}))).cross_connects
 
 
-def test_what_was_planned_is_checked_again_before_it_is_committed() -> None:
+def test_plan_is_validated_again_before_commit() -> None:
     site = small_site()
     plan = planned(site, gradients(site), FabricState())
     used = min(in_core(site, plan.cross_connects))
@@ -260,7 +261,7 @@ def test_what_was_planned_is_checked_again_before_it_is_committed() -> None:
     assert len(validate(site, FabricState(), {strange})) == 2
 
 
-def test_an_intent_of_nobody_is_held() -> None:
+def test_intent_without_placed_ranks_is_held() -> None:
     site = small_site()
     intent = replace(gradients(site), stage=Stage.GEN)
     held = materialize(site, intent, FabricState())
@@ -268,13 +269,13 @@ def test_an_intent_of_nobody_is_held() -> None:
     assert held.code == "nobody_placed"
 
 
-def test_traffic_that_a_stage_gives_no_circuits_is_told() -> None:
+def test_bytes_without_circuits_in_stage_are_reported() -> None:
     site = small_site()
     across = Intent("any", Stage.GEN, all_to_all(site, PodRole.GEN, Stage.GEN).traffic)
     assert any("get no circuits" in note for note in planned(site, across, FabricState()).notes)
 
 
-def test_more_volume_takes_longer_on_the_same_circuits() -> None:
+def test_more_volume_takes_longer_on_same_circuits() -> None:
     site = small_site()
     once = gradients(site)
     twice = replace(once, traffic=(replace(once.traffic[0], times=2.0),))
@@ -283,7 +284,7 @@ def test_more_volume_takes_longer_on_the_same_circuits() -> None:
     assert plans[1].completion_s == pytest.approx(2 * plans[0].completion_s)
 
 
-def test_a_site_of_one_pod_has_no_core() -> None:
+def test_site_of_one_pod_has_no_core() -> None:
     site = small_site(train_pods=1, gen_pods=0, response_lanes=0)
     plan = planned(site, gradients(site), FabricState())
     assert plan.tiers[-1].circuits == {}
@@ -291,8 +292,8 @@ def test_a_site_of_one_pod_has_no_core() -> None:
     assert not plan.tiers[0].unserved
 
 
-def test_lifts_leave_no_circuit_without_ports() -> None:
-    """Lifts that used up one switch of a PoD would leave ToRs ports that face none of each other's."""
+def test_lifts_leave_ports_for_other_circuits() -> None:
+    """If lifts exhausted one switch of a PoD, some ToR ports would have no peers on their switch."""
     site = small_site(servers_per_pod=4, servers_per_tor=1, rails=2, tor_uplinks=8, agg_switches=4, core_lanes=32)
     plan = planned(site, gradients(site), FabricState())
     assert [sum(tier.unplaced.values()) for tier in plan.tiers] == [0] * len(plan.tiers)

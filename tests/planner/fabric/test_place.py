@@ -1,4 +1,4 @@
-"""Circuits on switch ports: as many as there can be and as few changes, against two oracles that know only ports."""
+"""Circuits on switch ports: the most circuits with the fewest changes, against two oracles that only use ports."""
 
 from collections.abc import Mapping
 from itertools import combinations
@@ -22,7 +22,7 @@ def ocs(number: int) -> OcsId:
 
 
 def regular(tors: int, switches: int, ports: int) -> Cabling:
-    """Every ToR with as many ports on every switch; its ports follow each other."""
+    """A pod in which every ToR has equally many adjacent ports on every switch."""
     return Cabling(
         {
             ocs(switch): {number * ports + port: tor(number) for number in range(tors) for port in range(ports)}
@@ -39,7 +39,7 @@ def figures(placed: PlacedCircuits) -> tuple[int, int]:
     return len(placed.cross_connects), len(placed.kept)
 
 
-def test_every_circuit_has_both_ends_on_one_switch() -> None:
+def test_both_ends_of_circuit_are_on_one_switch() -> None:
     cabling = Cabling({ocs(0): {1: tor(0), 2: tor(1)}, ocs(1): {1: tor(1), 2: tor(2)}})
     placed = place(PlacingProblem(cabling, circuits((0, 1, 1), (0, 2, 1), (1, 2, 2))))
     assert placed.cross_connects == (PortPair(ocs(0), 1, 2), PortPair(ocs(1), 1, 2))
@@ -47,7 +47,7 @@ def test_every_circuit_has_both_ends_on_one_switch() -> None:
     assert placed.proven
 
 
-def test_what_is_up_and_wanted_stays_and_the_rest_goes() -> None:
+def test_wanted_circuits_stay_and_others_are_removed() -> None:
     wanted_up, unwanted_up, surplus_up = (PortPair(ocs(0), 0, 2), PortPair(ocs(0), 4, 6), PortPair(ocs(0), 1, 3))
     problem = PlacingProblem(
         regular(4, 1, 2), circuits((0, 1, 1), (1, 2, 1)), frozenset((wanted_up, unwanted_up, surplus_up))
@@ -58,7 +58,7 @@ def test_what_is_up_and_wanted_stays_and_the_rest_goes() -> None:
     assert placed.kept[0] in (wanted_up, surplus_up)
 
 
-def test_a_failed_port_is_not_used_and_what_is_up_on_it_goes() -> None:
+def test_failed_port_is_not_used_and_its_circuit_is_removed() -> None:
     problem = PlacingProblem(
         regular(2, 1, 2), circuits((0, 1, 2)), frozenset((PortPair(ocs(0), 0, 2),)), {ocs(0): frozenset((0,))}
     )
@@ -67,19 +67,19 @@ def test_a_failed_port_is_not_used_and_what_is_up_on_it_goes() -> None:
     assert (figures(placed), placed.unplaced) == ((1, 0), circuits((0, 1, 1)))
 
 
-def test_nothing_wanted_removes_everything() -> None:
+def test_empty_request_removes_everything() -> None:
     problem = PlacingProblem(regular(2, 1, 1), {}, frozenset((PortPair(ocs(0), 0, 1),)))
     assert place(problem) == PlacedCircuits((), (), {}, 0, 0)
 
 
-def test_an_endpoint_without_fibres_is_left_out() -> None:
+def test_endpoint_without_fibres_is_skipped() -> None:
     wanted = {pair_of(EndpointId("elsewhere"), tor(0)): 2}
     assert place(PlacingProblem(regular(2, 1, 1), wanted)).unplaced == wanted
 
 
 @pytest.mark.parametrize("switches", [1, 2, 3, 4])
-def test_a_triangle_puts_one_circuit_on_each_switch(switches: int) -> None:
-    """Three ports on a switch carry one circuit, though every ToR has a port there."""
+def test_triangle_puts_one_circuit_on_each_switch(switches: int) -> None:
+    """Three ports on a switch carry one circuit, although every ToR has a port there."""
     problem = PlacingProblem(regular(3, switches, 1), circuits((0, 1, 1), (0, 2, 1), (1, 2, 1)))
     placed = place(problem)
     check(problem, placed)
@@ -88,7 +88,7 @@ def test_a_triangle_puts_one_circuit_on_each_switch(switches: int) -> None:
 
 
 @pytest.mark.parametrize("tors", [5, 7])
-def test_an_odd_ring_needs_a_third_switch(tors: int) -> None:
+def test_odd_ring_needs_a_third_switch(tors: int) -> None:
     ring = circuits(*((number, (number + 1) % tors, 1) for number in range(tors)))
     for switches, most in ((2, tors - 1), (3, tors)):
         problem = PlacingProblem(regular(tors, switches, 1), ring)
@@ -99,8 +99,8 @@ def test_an_odd_ring_needs_a_third_switch(tors: int) -> None:
 
 
 @pytest.mark.parametrize(("switches", "most"), [(3, 13), (4, 15)])
-def test_the_petersen_graph_needs_a_fourth_switch(switches: int, most: int) -> None:
-    """Each ToR has three circuits, yet three switches with a port for each of them carry no more than 13 of the 15."""
+def test_petersen_graph_needs_a_fourth_switch(switches: int, most: int) -> None:
+    """Each ToR has three circuits, yet three switches with a port for each of them carry at most 13 of the 15."""
     outer = [(number, (number + 1) % 5, 1) for number in range(5)]
     spokes = [(number, number + 5, 1) for number in range(5)]
     inner = [(5 + number, 5 + (number + 2) % 5, 1) for number in range(5)]
@@ -112,14 +112,14 @@ def test_the_petersen_graph_needs_a_fourth_switch(switches: int, most: int) -> N
 
 
 @pytest.mark.parametrize("tors", [8, 16])
-def test_one_circuit_of_all_with_all_takes_a_port_on_each_of_as_many_switches(tors: int) -> None:
+def test_complete_graph_uses_one_port_on_each_of_as_many_switches(tors: int) -> None:
     everyone = circuits(*((one, other, 1) for one, other in combinations(range(tors), 2)))
     placed = place(PlacingProblem(regular(tors, tors - 1, 1), everyone))
     assert figures(placed) == (len(everyone), 0)
 
 
-def test_a_kept_circuit_gives_way_where_that_places_another() -> None:
-    """On two switches with a port each: 0-1 is up where 1-2 could be only if 2 had its port on the other one too."""
+def test_kept_circuit_gives_way_if_that_places_another() -> None:
+    """On two switches with a port each, 0-1 is up where 1-2 would fit only if 2 had its port on the other one too."""
     cabling = Cabling({ocs(0): {1: tor(0), 2: tor(1), 3: tor(2)}, ocs(1): {1: tor(0), 2: tor(1)}})
     problem = PlacingProblem(cabling, circuits((0, 1, 1), (1, 2, 1)), frozenset((PortPair(ocs(0), 1, 2),)))
     placed = place(problem)
@@ -130,7 +130,7 @@ def test_a_kept_circuit_gives_way_where_that_places_another() -> None:
 
 @pytest.mark.exact
 @given(st.integers(0, 2**32), st.sampled_from((0.0, 0.6, 0.95)), st.sampled_from((0.0, 0.15)))
-def test_the_best_of_all_sets_of_cross_connects(seed: int, up: float, failed: float) -> None:
+def test_matches_best_of_all_sets_of_cross_connects(seed: int, up: float, failed: float) -> None:
     rng = Random(seed)
     problem = draw_problem(rng, rng.randint(2, 5), rng.randint(1, 3), 2, up, failed)
     placed = place(problem)
@@ -141,7 +141,7 @@ def test_the_best_of_all_sets_of_cross_connects(seed: int, up: float, failed: fl
 
 @pytest.mark.exact
 @given(st.integers(0, 2**32), st.sampled_from((0.0, 0.5, 0.95)), st.sampled_from((0.0, 0.1)))
-def test_as_good_as_a_program_over_ports(seed: int, up: float, failed: float) -> None:
+def test_matches_program_over_ports(seed: int, up: float, failed: float) -> None:
     rng = Random(seed)
     problem = draw_problem(rng, rng.randint(4, 8), rng.randint(2, 5), rng.choice((1, 2)), up, failed)
     placed = place(problem)
@@ -151,7 +151,7 @@ def test_as_good_as_a_program_over_ports(seed: int, up: float, failed: float) ->
 
 @given(st.integers(0, 2**32))
 @settings(max_examples=20)
-def test_the_same_whichever_way_it_is_written(seed: int) -> None:
+def test_result_does_not_depend_on_input_order(seed: int) -> None:
     rng = Random(seed)
     problem = draw_problem(rng, 6, 3, 2, 0.8, 0.05)
     pairs = list(problem.circuits)
@@ -172,7 +172,7 @@ def test_the_same_whichever_way_it_is_written(seed: int) -> None:
 
 @given(st.integers(0, 2**32))
 @settings(max_examples=20)
-def test_placed_again_nothing_changes(seed: int) -> None:
+def test_repeated_placement_changes_nothing(seed: int) -> None:
     rng = Random(seed)
     problem = draw_problem(rng, 6, 3, 2, 0.5, 0.1)
     first = place(problem)
@@ -183,7 +183,7 @@ def test_placed_again_nothing_changes(seed: int) -> None:
 
 
 def full_pod(rng: Random, tors: int, switches: int, ports: int) -> frozenset[PortPair]:
-    """Every port of a pod in use, at random, but for a few whose neighbours are their own."""
+    """A pod with every port in use at random, except a few without possible peers."""
     cabling, found = regular(tors, switches, ports), set()
     for switch, owner in cabling.ports.items():
         free = sorted(owner)
@@ -204,7 +204,7 @@ def counted(cabling: Cabling, up: frozenset[PortPair]) -> dict[Pair, int]:
 
 
 @pytest.mark.parametrize(("tors", "switches", "ports"), [(64, 16, 2), (32, 4, 8)])
-def test_a_full_pod_is_placed_from_nothing(tors: int, switches: int, ports: int) -> None:
+def test_full_pod_is_placed_from_nothing(tors: int, switches: int, ports: int) -> None:
     cabling, up = regular(tors, switches, ports), full_pod(Random(1), tors, switches, ports)
     problem = PlacingProblem(cabling, counted(cabling, up))
     placed = place(problem)
@@ -213,8 +213,8 @@ def test_a_full_pod_is_placed_from_nothing(tors: int, switches: int, ports: int)
     assert placed.proven
 
 
-def test_a_full_pod_that_changes_keeps_most() -> None:
-    """What another period wants, of which a tenth differs; ports may be short by what stays where it is."""
+def test_changed_full_pod_keeps_most_circuits() -> None:
+    """The next period differs by a tenth; ports may be short because of circuits that stay."""
     cabling, up = regular(64, 16, 2), full_pod(Random(1), 64, 16, 2)
     wanted = counted(cabling, up)
     rng = Random(2)
@@ -239,7 +239,7 @@ def with_failed(cabling: Cabling, rng: Random, on_each: int) -> dict[OcsId, froz
 
 @pytest.mark.exact
 @given(st.integers(0, 2**32), st.sampled_from((0.0, 1.0)))
-def test_a_full_pod_with_failed_ports_is_as_good_as_a_program_over_ports(seed: int, stands: float) -> None:
+def test_full_pod_with_failed_ports_matches_program_over_ports(seed: int, stands: float) -> None:
     rng = Random(seed)
     tors, switches, ports = rng.choice(((8, 3, 2), (10, 5, 1), (6, 3, 3)))
     cabling, up = regular(tors, switches, ports), full_pod(rng, tors, switches, ports)
@@ -252,10 +252,10 @@ def test_a_full_pod_with_failed_ports_is_as_good_as_a_program_over_ports(seed: i
 
 @pytest.mark.parametrize(("tors", "switches", "ports", "failed"), [(64, 16, 2, 13), (64, 32, 1, 6)])
 @pytest.mark.parametrize("stands", [False, True])
-def test_a_pod_with_a_tenth_of_its_ports_failed_uses_all_but_one_port_of_each_switch(
+def test_pod_with_tenth_of_ports_failed_leaves_at_most_one_port_per_switch(
     tors: int, switches: int, ports: int, failed: int, stands: bool
 ) -> None:
-    """No more circuits than these: of what is left on a switch, a port stays over only where their number is odd."""
+    """The maximum: of the remaining ports on a switch, one is unused only if their number is odd."""
     cabling, up = regular(tors, switches, ports), full_pod(Random(1), tors, switches, ports)
     out = with_failed(cabling, Random(3), failed)
     problem = PlacingProblem(cabling, counted(cabling, up), up if stands else frozenset(), out)
@@ -264,7 +264,7 @@ def test_a_pod_with_a_tenth_of_its_ports_failed_uses_all_but_one_port_of_each_sw
     assert len(placed.cross_connects) == switches * ((tors * ports - failed) // 2) == placed.bound_circuits
 
 
-def test_a_full_pod_with_a_few_failed_ports_places_nearly_all_that_is_left() -> None:
+def test_full_pod_with_few_failed_ports_places_nearly_all() -> None:
     cabling, up = regular(64, 16, 2), full_pod(Random(1), 64, 16, 2)
     problem = PlacingProblem(cabling, counted(cabling, up), up, with_failed(cabling, Random(3), 4))
     quick, placed = (place(problem, work=work) for work in (0, 180_000))
@@ -282,7 +282,7 @@ def test_a_full_pod_with_a_few_failed_ports_places_nearly_all_that_is_left() -> 
         ({"current": frozenset((PortPair(ocs(0), 0, 1), PortPair(ocs(0), 1, 2)))}, "got port 1 of ocs00 twice"),
     ],
 )
-def test_a_problem_checks_itself(change: dict[str, object], message: str) -> None:
+def test_invalid_problems_are_rejected(change: dict[str, object], message: str) -> None:
     fields: dict[str, object] = {"cabling": regular(3, 1, 1), "circuits": circuits((0, 1, 1)), **change}
     with pytest.raises(ValueError, match=message):
         PlacingProblem(**fields)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Routes over circuits, judged by walking packets over them: none loops, and none is lost that has a way."""
+"""Routes over circuits, checked by tracing packets: none loops, and none with a path is lost."""
 
 import itertools
 import random
@@ -32,12 +32,12 @@ Tables = Mapping[EndpointId, RouteTable]
 
 
 def drain(domain: RoutingDomain, links: Collection[RoutedLink], going: Collection[RoutedLink]) -> ReroutingPlan:
-    """Routes without the circuits that are about to go."""
+    """Return the routes without the circuits that are to go down."""
     return reroute(domain, [link for link in links if link not in going])
 
 
 def lost(plan: Sequence[RouteStage]) -> set[tuple[EndpointId, str]]:
-    """Routes that go and have no successor, by router and prefix."""
+    """Return routes that are removed without a successor, by router and prefix."""
     moves = [move for stage in plan for move in stage.items()]
     return {(name, change.prefix) for name, some in moves for change in some if change.route is None}
 
@@ -59,7 +59,7 @@ def domain(count: int, with_packet_side: Collection[int] = (), packet_hops: int 
 
 
 def wire(counts: Mapping[tuple[int, int], int]) -> list[RoutedLink]:
-    """So many circuits between two routers each; interfaces are numbered from 1 at every router."""
+    """Create circuits between pairs of routers; interfaces are numbered from 1 at every router."""
     ports: defaultdict[int, Iterator[int]] = defaultdict(lambda: itertools.count(1))
     return [
         RoutedLink.of(tor(a), f"swp{next(ports[a])}", tor(b), f"swp{next(ports[b])}")
@@ -71,7 +71,7 @@ def wire(counts: Mapping[tuple[int, int], int]) -> list[RoutedLink]:
 def walks(
     where: RoutingDomain, links: Collection[RoutedLink], tables: Tables, start: EndpointId, to: EndpointId
 ) -> set[str]:
-    """How packets may end, whatever next hop each router picks: "there", "lost" or "loop"."""
+    """Return how packets may end for every choice of next hops: "there", "lost" or "loop"."""
     far_end = {(name, interface): other for link in links for (name, interface), (other, _) in _both(link)}
     prefix = where.routers[to].prefixes[0]
     ends = set()
@@ -120,7 +120,7 @@ def wired(draw: st.DrawFn, where: RoutingDomain) -> list[RoutedLink]:
 
 
 def hops_to(where: RoutingDomain, links: Collection[RoutedLink], to: EndpointId) -> dict[EndpointId, int]:
-    """By relaxing every edge again and again: nothing of the code under test."""
+    """Return hop counts by repeatedly relaxing every edge, independent of the code under test."""
     edges = {(link.a, link.b): 1 for link in links}
     for a, b in itertools.combinations(sorted(where.routers), 2):
         if where.routers[a].packet_side and where.routers[b].packet_side:
@@ -135,7 +135,7 @@ def hops_to(where: RoutingDomain, links: Collection[RoutedLink], to: EndpointId)
 
 
 @given(st.data())
-def test_packets_arrive_wherever_there_is_a_way_and_by_a_shortest_one(data: st.DataObject) -> None:
+def test_packets_arrive_on_a_shortest_path_if_one_exists(data: st.DataObject) -> None:
     where = data.draw(domains())
     links = data.draw(wired(where))
     found = reroute(where, links)
@@ -152,8 +152,8 @@ def test_packets_arrive_wherever_there_is_a_way_and_by_a_shortest_one(data: st.D
                 assert cost[further] + (where.packet_cost if is_side else 1) == cost[start]
 
 
-def test_weights_follow_the_number_of_circuits() -> None:
-    # From 1 to 4: over 2, which has one circuit onwards, and over 3, which has three; two circuits lead to each.
+def test_weights_follow_number_of_circuits() -> None:
+    # From 1 to 4: over 2, with one circuit onwards, and over 3, with three; two circuits lead to each.
     where = domain(4)
     links = wire({(1, 2): 2, (1, 3): 2, (2, 4): 1, (3, 4): 3})
     route = reroute(where, links).tables[tor(1)]["10.0.4.0/24"]
@@ -167,7 +167,7 @@ def test_weights_follow_the_number_of_circuits() -> None:
     assert [(hop.interface, hop.weight) for hop in direct.next_hops] == [("swp2", 1), ("swp3", 1), ("swp4", 1)]
 
 
-def test_the_packet_side_serves_who_has_no_circuit() -> None:
+def test_packet_side_serves_routers_without_circuits() -> None:
     where = domain(3, {1, 2, 3})
     found = reroute(where, wire({(1, 2): 1}))
     assert found.tables[tor(1)]["10.0.2.0/24"].next_hops == (NextHop("192.0.2.2", "swp1"),)
@@ -176,7 +176,7 @@ def test_the_packet_side_serves_who_has_no_circuit() -> None:
     assert found.unreachable == ()
 
 
-def test_circuits_beyond_the_limit_of_hops_give_way_to_the_packet_side() -> None:
+def test_circuits_beyond_hop_limit_yield_to_packet_side() -> None:
     chain = wire({(1, 2): 1, (2, 3): 1, (3, 4): 1})
     for packet_hops, interface in ((None, "swp1"), (2, "eth0")):
         route = reroute(domain(4, {1, 4}, packet_hops), chain).tables[tor(1)]["10.0.4.0/24"]
@@ -188,7 +188,7 @@ def test_no_point_of_an_update_loops_or_loses_packets(data: st.DataObject) -> No
     where = data.draw(domains())
     old, new = data.draw(wired(where)), data.draw(wired(where))
     shared = [link for link in old if link in new]
-    # As `drain` and `reroute` are used: circuits go after the routes have left them, and come before they are routed.
+    # As in `drain` and `reroute`: circuits are removed after their routes, and added before their routes.
     for before_links, after_links, live in ((old, shared, old), (shared, new, new)):
         before, after = reroute(where, before_links), reroute(where, after_links)
         plan = update(where, before.tables, after.tables)
@@ -205,7 +205,7 @@ def test_no_point_of_an_update_loops_or_loses_packets(data: st.DataObject) -> No
 
 
 @given(st.data())
-def test_routers_that_fail_never_make_packets_loop(data: st.DataObject) -> None:
+def test_failed_routers_never_cause_loops(data: st.DataObject) -> None:
     where = data.draw(domains())
     links = data.draw(wired(where))
     going = [link for link in links if data.draw(st.booleans())]
@@ -221,7 +221,7 @@ def test_routers_that_fail_never_make_packets_loop(data: st.DataObject) -> None:
     by_address, owners = where.by_address(), where.owners()
 
     def waits(name: EndpointId, prefix: str) -> bool:
-        """For a router that cannot be changed, further on its way."""
+        """Return whether a change waits for a stuck router on its path."""
         route = after.tables[name].get(prefix)
         if owners[prefix] == name:
             return False
@@ -241,7 +241,7 @@ def check_every_point(
     served: set[tuple[EndpointId, EndpointId]],
     rng: random.Random,
 ) -> Tables:
-    """Make the changes of each stage one by one, in any order, and walk all packets at each point."""
+    """Apply the changes of each stage one by one, in random order, and trace all packets at each point."""
     tables = dict(before)
     for stage in stages:
         steps = [(name, change) for name, some in stage.items() for change in some]
@@ -263,7 +263,7 @@ def changed_by(table: RouteTable, change: RouteChange) -> RouteTable:
     return route_table(routes.values())
 
 
-def test_an_update_changes_the_router_next_to_the_destination_first() -> None:
+def test_update_changes_router_next_to_destination_first() -> None:
     where = domain(3)
     before = reroute(where, wire({(1, 3): 1}))
     after = reroute(where, wire({(1, 3): 1, (2, 3): 1, (1, 2): 1}))
@@ -275,7 +275,7 @@ def test_an_update_changes_the_router_next_to_the_destination_first() -> None:
     assert to_3 == [[tor(2)], [tor(1)]]
 
 
-def test_draining_the_last_circuit_of_a_pair_says_who_has_no_way() -> None:
+def test_draining_last_circuit_reports_unreachable_pairs() -> None:
     where, links = domain(2), wire({(1, 2): 2})
     assert drain(where, links, links[:1]).unreachable == ()
     gone = drain(where, links, links)
@@ -290,7 +290,7 @@ def test_draining_the_last_circuit_of_a_pair_says_who_has_no_way() -> None:
     st.integers(1, 8),
     st.integers(1, 16),
 )
-def test_what_a_router_can_hold_is_near_to_what_is_wanted(
+def test_fitted_route_is_close_to_wanted_one(
     weights: Mapping[tuple[int, int], int], max_next_hops: int, max_weight: int
 ) -> None:
     route = PacketRoute.of("10.0.1.0/24", {(f"192.0.2.{a}", f"swp{b}"): weight for (a, b), weight in weights.items()})
@@ -303,14 +303,14 @@ def test_what_a_router_can_hold_is_near_to_what_is_wanted(
     assert fit(fit(table, max_next_hops, max_weight), max_next_hops, max_weight)["10.0.1.0/24"] == fitted
 
 
-def test_without_weights_a_neighbour_of_half_the_width_keeps_half_its_interfaces() -> None:
+def test_fit_without_weights_keeps_half_the_interfaces_of_half_share() -> None:
     where = domain(4)
     table = reroute(where, wire({(1, 2): 2, (1, 3): 2, (2, 4): 1, (3, 4): 2})).tables[tor(1)]
     (route,) = (fit(table, 64, 1)["10.0.4.0/24"],)
     assert [hop.gateway for hop in route.next_hops] == ["192.0.2.2", "192.0.2.3", "192.0.2.3"]
 
 
-def test_values_check_themselves() -> None:
+def test_invalid_values_are_rejected() -> None:
     for wrong in ("10.0.1.1/24", "10.0.1.0", "fd00::/64", "10.0.1.0/33"):
         with pytest.raises(ValueError, match="prefix"):
             PacketRoute.of(wrong, {("192.0.2.1", "swp1"): 1})

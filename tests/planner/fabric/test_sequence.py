@@ -1,4 +1,4 @@
-"""The repetition in a stream of collectives, and the place in it."""
+"""Detection of the repetition in a stream of collectives, and of the position in it."""
 
 import random
 
@@ -13,7 +13,7 @@ QUIET = QuietSpan(0.0, 0.0, 0.01)
 
 
 def tell(follower: RepetitionFinder | MarkedIterations, ids: list[int]) -> list[bool]:
-    """Whether each was expected: True where the place was certain and the collective was the one there."""
+    """Return whether each collective was expected: the position was certain, and the collective was the one there."""
     fitted = []
     for id in ids:
         place = follower.place
@@ -31,7 +31,7 @@ def certain(follower: RepetitionFinder | MarkedIterations) -> bool:
 
 
 @given(st.lists(st.integers(0, 2), max_size=40))
-def test_a_repetition_is_the_one_that_covers_most(ids: list[int]) -> None:
+def test_repetition_is_the_one_that_covers_most(ids: list[int]) -> None:
     best = (0, 0)
     for covered in range(2, len(ids) + 1):
         tail = ids[-covered:]
@@ -43,7 +43,7 @@ def test_a_repetition_is_the_one_that_covers_most(ids: list[int]) -> None:
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=12), st.lists(st.integers(6, 9), max_size=10))
-def test_a_repetition_is_found_behind_whatever_came_first(loop: list[int], before: list[int]) -> None:
+def test_repetition_is_found_after_any_prefix(loop: list[int], before: list[int]) -> None:
     follower = RepetitionFinder()
     tell(follower, before)
     tell(follower, loop * 12)
@@ -57,8 +57,8 @@ def test_a_repetition_is_found_behind_whatever_came_first(loop: list[int], befor
 
 
 @pytest.mark.parametrize(("layers", "per_layer"), [(48, [1, 2, 3, 2]), (94, [1, 1, 2]), (4, [1, 2])])
-def test_equal_layers_are_told_from_iterations(layers: int, per_layer: list[int]) -> None:
-    """A layer is taken for the iteration once; where the layers end is a surprise no more than that once."""
+def test_equal_layers_are_distinguished_from_iterations(layers: int, per_layer: list[int]) -> None:
+    """A layer is mistaken for the iteration once; the end of the layers is unexpected only that once."""
     iteration = per_layer * layers + [7, 8, 9] + per_layer[::-1] * layers + [5]
     follower, surprises = RepetitionFinder(), 0
     for _ in range(4):
@@ -73,12 +73,12 @@ def test_equal_layers_are_told_from_iterations(layers: int, per_layer: list[int]
     assert all(tell(follower, iteration * 2))
 
 
-def test_a_short_loop_that_never_ends_is_an_iteration() -> None:
+def test_endless_short_loop_is_an_iteration() -> None:
     follower = RepetitionFinder()
     tell(follower, [1, 2] * 200)
     assert follower.sequence is not None
     assert len(follower.sequence.ids) == 2
-    # What does not fit now is no end of a layer: the place is certain again after one more round.
+    # A mismatch now is no end of a layer: the position is certain again after one more round.
     tell(follower, [9])
     assert not certain(follower)
     assert follower.place.code == PLACE_UNKNOWN
@@ -87,7 +87,7 @@ def test_a_short_loop_that_never_ends_is_an_iteration() -> None:
     assert follower.relearned == 0
 
 
-def test_another_sequence_is_learned_anew() -> None:
+def test_new_sequence_is_learned() -> None:
     follower = RepetitionFinder()
     tell(follower, [1, 2, 3] * 200)
     tell(follower, [1, 4, 3, 5] * 20)
@@ -98,7 +98,7 @@ def test_another_sequence_is_learned_anew() -> None:
 
 
 @given(st.integers(0, 1000))
-def test_noise_is_believed_only_where_it_does_repeat(seed: int) -> None:
+def test_noise_is_trusted_only_if_it_repeats(seed: int) -> None:
     rng, follower, told = random.Random(seed), RepetitionFinder(), list[int]()
     for _ in range(300):
         id = rng.randrange(3)
@@ -116,7 +116,7 @@ def iterate(follower: MarkedIterations, iterations: list[list[int]]) -> list[lis
     return fitted
 
 
-def test_one_marked_iteration_is_enough() -> None:
+def test_one_marked_iteration_suffices() -> None:
     follower = MarkedIterations()
     assert isinstance(follower.place, Hold)
     assert follower.place.code == UNLEARNT
@@ -130,7 +130,7 @@ def test_one_marked_iteration_is_enough() -> None:
     st.data(),
     st.sampled_from(["skipped", "extra", "other"]),
 )
-def test_what_does_not_fit_ends_certainty_until_the_next_mark(ids: list[int], data: st.DataObject, how: str) -> None:
+def test_mismatch_makes_position_unknown_until_next_mark(ids: list[int], data: st.DataObject, how: str) -> None:
     at = data.draw(st.integers(0, len(ids) - 1))
     odd = {
         "skipped": ids[:at] + ids[at + 1 :],
@@ -151,8 +151,8 @@ def test_what_does_not_fit_ends_certainty_until_the_next_mark(ids: list[int], da
 
 
 def test_every_fourth_iteration_sends_the_weights() -> None:
-    """The place stays certain where two iterations differ, once both have been seen; what is known of the quiet there
-    is of both."""
+    """The position stays certain where two variants differ, once both were seen; their quiet times are stored
+    together."""
     follower = MarkedIterations()
     plain, sending = [1, 2, 3], [1, 2, 3, 9, 9]
     iterate(follower, ([plain] * 3 + [sending]) * 3)
@@ -166,7 +166,7 @@ def test_every_fourth_iteration_sends_the_weights() -> None:
     assert follower.relearned == 0
 
 
-def test_a_sequence_that_came_twice_in_a_row_is_a_change() -> None:
+def test_sequence_seen_twice_in_a_row_is_a_change() -> None:
     follower = MarkedIterations()
     iterate(follower, [[1, 2]] * 3 + [[1, 3, 4]] * 3)
     assert follower.relearned == 1
@@ -175,7 +175,7 @@ def test_a_sequence_that_came_twice_in_a_row_is_a_change() -> None:
     assert all(tell(follower, [1, 3, 4]))
 
 
-def test_lost_events_end_certainty_until_the_next_mark() -> None:
+def test_lost_events_make_position_unknown_until_next_mark() -> None:
     follower = MarkedIterations()
     iterate(follower, [[1, 2, 3]] * 3)
     follower.lose("ring overran")
@@ -188,7 +188,7 @@ def test_lost_events_end_certainty_until_the_next_mark() -> None:
     assert len(follower.known) == 1
 
 
-def test_lost_events_without_marks_end_certainty_until_one_round_has_come() -> None:
+def test_lost_events_without_marks_make_position_unknown_for_one_round() -> None:
     follower = RepetitionFinder()
     tell(follower, [1, 2, 3, 4] * 20)
     follower.lose("ring overran")

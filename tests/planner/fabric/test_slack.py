@@ -1,4 +1,4 @@
-"""A rank's slack: what is quiet, what is promised of it, and what keeps a promise from being made."""
+"""A rank's slack: its quiet times, their predictions, and reasons against a prediction."""
 
 import json
 import random
@@ -37,7 +37,8 @@ def code(said: RemainingQuiet | Hold) -> str:
 
 
 def told(iterations: int, *, compute_s: float = 0.050, learner: SlackLearner | None = None) -> SlackLearner:
-    """Iterations of 0.3 s: an exchange after `compute_s`, a reduction 0.1 s later, 10 ms each. One more has begun."""
+    """Return a learner after iterations of 0.3 s: an exchange after `compute_s`, a reduction 0.1 s later, 10 ms each.
+    One more iteration has begun."""
     learner = learner or SlackLearner(0)
     for number in range(iterations):
         began_s = 0.3 * number
@@ -49,13 +50,14 @@ def told(iterations: int, *, compute_s: float = 0.050, learner: SlackLearner | N
     return learner
 
 
-# Promises against what then happens.
+# Predictions against the following events.
 
 
 @pytest.mark.parametrize("arm", ARMS)
 @pytest.mark.parametrize("marked", [True, False], ids=["marked", "found"])
-def test_promises_are_broken_no_more_often_than_asked(arm: str, marked: bool) -> None:
-    """Asked when a quiet opens. 9,000 windows, but those of an iteration share its drift: a fifth is allowed on top."""
+def test_predictions_are_broken_no_more_often_than_requested(arm: str, marked: bool) -> None:
+    """Requested when a quiet time opens. 9,000 windows, but those of an iteration share its drift, so a fifth more is
+    allowed."""
     result = score(arm, 7, marked=marked)
     assert result.broken_share <= 1.2 * Q
     assert result.promised > 0.95 * result.queries
@@ -63,31 +65,31 @@ def test_promises_are_broken_no_more_often_than_asked(arm: str, marked: bool) ->
 
 
 @pytest.mark.parametrize("arm", ["jitter", "heavy tail", "regimes"])
-def test_promises_in_the_middle_of_a_quiet_are_kept_as_well(arm: str) -> None:
+def test_predictions_in_the_middle_of_a_quiet_time_hold_too(arm: str) -> None:
     result = score(arm, 8, at_share=0.6)
     assert result.broken_share <= 1.2 * Q
     assert result.use > 0.3
 
 
 @pytest.mark.parametrize("q", [0.01, 0.2])
-def test_the_probability_asked_for_is_the_one_that_is_kept(q: float) -> None:
+def test_requested_probability_is_met(q: float) -> None:
     careful = score("heavy tail", 9, q=q)
     assert careful.broken_share <= 1.3 * q
     assert careful.use > (0.3 if q < 0.05 else 0.6)
 
 
-def test_early_promises_are_shrunk_and_say_their_risk() -> None:
+def test_early_predictions_are_shrunk_and_report_their_risk() -> None:
     learner = told(6)
     said = learner.remaining(1.8, Q)
     assert isinstance(said, RemainingQuiet)
     assert said.risk > Q
-    # 0.120 s of quiet before the first collective have passed when the sixth iteration ends; 0.050 s are left.
+    # 0.120 s of quiet before the first collective have passed when the sixth iteration ends; 0.050 s remain.
     assert said.opened_s == pytest.approx(1.67)
     assert said.until_s == pytest.approx(1.8 + shrunk(said.risk, Q) * 0.05)
     assert 1.825 < said.until_s < 1.840
 
 
-def test_with_enough_iterations_the_whole_of_it_is_promised() -> None:
+def test_enough_iterations_predict_the_whole_quiet_time() -> None:
     said = told(30).remaining(9.0, Q)
     assert isinstance(said, RemainingQuiet)
     assert said.risk <= Q
@@ -97,14 +99,14 @@ def test_with_enough_iterations_the_whole_of_it_is_promised() -> None:
 
 @pytest.mark.parametrize("arm", ["jitter", "regimes"])
 def test_commits_of_many_ranks_lie_inside_their_windows(arm: str) -> None:
-    """Eight ranks, none of which may break its promise but in one window of a hundred."""
+    """Eight ranks, of which none may break its prediction in more than one of a hundred windows."""
     result = commits(arm, 2, iterations=80)
     assert result.outside <= 0.01 * result.made
     assert result.made > 60
 
 
 @given(st.integers(0, 2 * LAYERS), st.floats(0, 1))
-def test_what_is_prepared_is_what_would_have_been_answered(at: int, share: float) -> None:
+def test_prepare_does_not_change_the_prediction(at: int, share: float) -> None:
     prepared, plain, index = SlackLearner(0), SlackLearner(0), 0
     for event in events("jitter", 1, 9):
         for learner in (prepared, plain):
@@ -118,10 +120,10 @@ def test_what_is_prepared_is_what_would_have_been_answered(at: int, share: float
                 assert prepared.remaining(now_s, Q) == plain.remaining(now_s, Q)
 
 
-def test_gradients_that_are_sent_behind_the_backward_pass_are_traffic_to_promises_too() -> None:
-    """Buckets of one ring, one after the other, each begun while the one before may still be on its way: it is quiet
-    between them at times only. The optimizer's window is promised; the others hardly, but no promise is broken more
-    often than asked."""
+def test_overlapping_gradient_buckets_count_as_traffic() -> None:
+    """Buckets of one ring follow each other, each begun while the previous one may still be in flight, so it is quiet
+    between them only at times. The optimizer's window is predicted, the others rarely; no prediction is broken more
+    often than requested."""
     rng, learner, at_s = random.Random(3), SlackLearner(0), 0.0
     promised = broken = optimizer = 0
     for number in range(200):
@@ -156,7 +158,7 @@ def test_gradients_that_are_sent_behind_the_backward_pass_are_traffic_to_promise
     assert optimizer > 150
 
 
-# What is quiet: against arithmetic with intervals.
+# Quiet times, against interval arithmetic.
 
 SPANS = st.lists(
     st.tuples(st.integers(0, 400), st.integers(0, 60), st.sampled_from([REDUCE, EXCHANGE])), min_size=1, max_size=25
@@ -164,8 +166,8 @@ SPANS = st.lists(
 
 
 @given(SPANS)
-def test_it_is_quiet_while_no_collective_is_in_flight(spans: list[tuple[int, int, Signature]]) -> None:
-    """Overlapping asynchronous ones, ended in any order. Whole numbers of seconds; an end goes before a begin."""
+def test_quiet_means_no_collective_in_flight(spans: list[tuple[int, int, Signature]]) -> None:
+    """Overlapping asynchronous collectives end in any order. Whole seconds; an end comes before a start."""
     learner, handles = SlackLearner(0), dict[int, int]()
     moments = sorted(
         [(at, 1, index) for index, (at, _, _) in enumerate(spans)]
@@ -197,7 +199,7 @@ def test_it_is_quiet_while_no_collective_is_in_flight(spans: list[tuple[int, int
         assert histogram == wanted
 
 
-def test_collectives_that_overlap_are_traffic_until_the_last_has_ended() -> None:
+def test_overlapping_collectives_are_traffic_until_last_ends() -> None:
     learner = told(10)
     first = learner.started(EXCHANGE, 3.05)
     other = learner.started(REDUCE, 3.06)
@@ -209,7 +211,7 @@ def test_collectives_that_overlap_are_traffic_until_the_last_has_ended() -> None
     assert code(learner.remaining(3.1, Q)) == "promised"
 
 
-def test_two_of_a_kind_end_one_after_the_other() -> None:
+def test_two_equal_collectives_end_one_after_the_other() -> None:
     learner = told(10)
     handles = [learner.started(EXCHANGE, at_s) for at_s in (3.05, 3.06)]
     learner.ended(handles[0], 3.07)
@@ -220,7 +222,7 @@ def test_two_of_a_kind_end_one_after_the_other() -> None:
     assert code(learner.remaining(3.1, Q)) == PLACE_UNKNOWN
 
 
-# Why nothing is promised.
+# Reasons against a prediction.
 
 
 def test_every_reason_has_its_code() -> None:
@@ -235,8 +237,8 @@ def test_every_reason_has_its_code() -> None:
     assert "quiet for 330.0 ms" in outlasted.detail
 
 
-def test_a_quiet_that_outlasts_the_short_ones_is_promised_what_the_long_ones_lasted() -> None:
-    """Every other time long: once the short ones are over, it is one of the long ones."""
+def test_quiet_time_beyond_short_ones_is_predicted_from_long_ones() -> None:
+    """Every other quiet time is long: after the length of the short ones, it is a long one."""
     learner = SlackLearner(0)
     for number in range(100):
         at_s = 10.0 * number
@@ -255,11 +257,11 @@ def test_a_quiet_that_outlasts_the_short_ones_is_promised_what_the_long_ones_las
 
 
 @given(st.integers(0, 2 * LAYERS), st.sampled_from(["skipped", "extra"]), st.integers(0, 5))
-def test_an_iteration_that_differs_promises_nothing_from_there_on(at: int, how: str, seed: int) -> None:
-    """Skipped or extra: from the first collective that shows it to the next mark."""
+def test_deviating_iteration_has_no_predictions_from_there_on(at: int, how: str, seed: int) -> None:
+    """Skipped or extra collectives: from the first that shows the difference to the next mark."""
     learner, iteration, index = SlackLearner(0), -1, 0
     codes: list[str] = []
-    skipped = 0  # collectives of the odd iteration that nobody makes
+    skipped = 0  # positions that this iteration does not have
     for event in events("jitter", seed, 12, layers=LAYERS):
         if event.kind == "iteration":
             iteration, index = event.number, 0
@@ -281,7 +283,7 @@ def test_an_iteration_that_differs_promises_nothing_from_there_on(at: int, how: 
     assert code(learner.remaining(0.0, Q)) == "promised"  # a whole iteration later
 
 
-def test_lost_events_are_told_and_end_promises() -> None:
+def test_lost_events_are_reported_and_end_predictions() -> None:
     learner = told(30)
     learner.started(EXCHANGE, 9.05)
     learner.lost("ring overran by 12 events")
@@ -294,7 +296,7 @@ def test_lost_events_are_told_and_end_promises() -> None:
     assert code(learner.remaining(9.3, Q)) == "promised"
 
 
-def test_sizes_that_vary_are_no_part_of_the_sequence() -> None:
+def test_varying_sizes_are_not_part_of_the_sequence() -> None:
     """An all-to-all of tokens has another size each time."""
     learner, rng = SlackLearner(0), random.Random(1)
     for number in range(MOST_SIZES + 10):
@@ -306,15 +308,15 @@ def test_sizes_that_vary_are_no_part_of_the_sequence() -> None:
     assert [position.size for position in summarize(learner, Q).positions] == [-1, REDUCE.size]
 
 
-def test_a_longer_list_of_sizes_costs_no_memory() -> None:
+def test_many_sizes_use_no_more_memory() -> None:
     learner = SlackLearner(0)
     for size in range(10 * MOST_SIZES):
         learner.ended(learner.started(EXCHANGE._replace(size=size), float(size)), size + 0.5)
     assert len(learner.signatures) == 1
 
 
-def test_shrinking_windows_make_promises_careful() -> None:
-    """The level that is aimed at falls with each broken promise and recovers; it never exceeds what was asked for."""
+def test_shrinking_windows_make_predictions_cautious() -> None:
+    """The target level falls with each broken prediction and recovers; it never exceeds the requested one."""
     learner = SlackLearner(0)
     broken = promised = 0
     for number in range(300):
@@ -327,10 +329,10 @@ def test_shrinking_windows_make_promises_careful() -> None:
         learner.ended(learner.started(EXCHANGE, at_s + quiet_s), at_s + 0.9)
         learner.ended(learner.started(REDUCE, at_s + 0.91), at_s + 1.0)
     assert promised > 250
-    assert broken <= 0.5 * promised  # every window is shorter than all before it: without care, all are broken
+    assert broken <= 0.5 * promised  # every window is shorter than all before it: without adaptation, all are broken
 
 
-# What is told of it.
+# Summaries.
 
 
 def everything() -> Iterator[SlackLearner]:
@@ -341,7 +343,7 @@ def everything() -> Iterator[SlackLearner]:
         yield learner
 
 
-def test_a_summary_tells_the_windows_of_an_iteration() -> None:
+def test_summary_lists_windows_of_an_iteration() -> None:
     for learner in everything():
         summary = summarize(learner, Q)
         assert len(summary.positions) == 4 * LAYERS + 2
@@ -358,7 +360,7 @@ def test_a_summary_tells_the_windows_of_an_iteration() -> None:
         assert set(summary.histograms) == {"all_to_all", "all_reduce", "all_gather"}
 
 
-def test_a_summary_survives_the_way_as_json() -> None:
+def test_summary_round_trips_through_json() -> None:
     as_json = TypeAdapter(SlackSummary)
     for learner in everything():
         summary = summarize(learner, Q)
@@ -378,7 +380,7 @@ def test_summaries_of_ranks_add_up() -> None:
 @given(
     st.lists(st.just(0.0) | st.floats(2e-6, 9e3), max_size=80), st.integers(0, 80), st.sampled_from([0.05, 0.5, 0.95])
 )
-def test_histograms_add_up_and_tell_quantiles_to_a_bin(slack_s: list[float], cut: int, q: float) -> None:
+def test_histograms_add_up_with_quantiles_within_a_bin(slack_s: list[float], cut: int, q: float) -> None:
     parts = SlackHistogram(), SlackHistogram()
     for index, each in enumerate(slack_s):
         parts[index >= cut].add(each)

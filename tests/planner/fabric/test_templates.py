@@ -1,4 +1,4 @@
-"""Which topology a stage asks for."""
+"""The topology of each stage."""
 
 from planner.fabric.intent import Stage
 from planner.fabric.model import EndpointId
@@ -13,7 +13,7 @@ PODS = (
 )
 
 
-def test_who_may_meet_in_the_core() -> None:
+def test_pairs_of_pods_allowed_in_core() -> None:
     pairs = {stage: TEMPLATES[stage].core_pairs(PODS) for stage in Stage}
     assert pairs == {
         Stage.TRAIN: {("train0", "train1")},
@@ -22,7 +22,7 @@ def test_who_may_meet_in_the_core() -> None:
     }
 
 
-def test_only_weight_sync_leaves_spare_ports_as_they_are() -> None:
+def test_only_weight_sync_keeps_spare_ports_unchanged() -> None:
     assert {stage: TEMPLATES[stage].spreads_spare for stage in Stage} == {
         Stage.TRAIN: True,
         Stage.GEN: True,

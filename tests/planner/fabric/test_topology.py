@@ -1,4 +1,4 @@
-"""A site answers who is where, and which fibre ends where."""
+"""Lookups of a site: where parts are, and where fibres end."""
 
 import pytest
 
@@ -61,13 +61,13 @@ def small() -> Site:
     )
 
 
-def test_gpus_share_the_nics_of_their_server_evenly_and_in_order() -> None:
+def test_gpus_share_their_servers_nics_evenly_in_order() -> None:
     site = small()
     assert [site.tor_of(GpuId(gpu)) for gpu in (4, 5, 6, 7)] == ["train0/r0", "train0/r0", "train0/r1", "train0/r1"]
     assert site.server_of[GpuId(0)].nic(GpuId(0)) == 0  # more NICs than GPUs
 
 
-def test_the_ends_of_an_uplink_are_lanes_by_switch_and_as_listed() -> None:
+def test_uplink_ends_form_lanes_by_switch_in_listed_order() -> None:
     assert [(lane.agg, lane.agg_port, lane.core, lane.core_port) for lane in small().lanes] == [
         ("a", 6, "core0", 7),
         ("b", 9, "core0", 8),
@@ -77,14 +77,14 @@ def test_the_ends_of_an_uplink_are_lanes_by_switch_and_as_listed() -> None:
     ]
 
 
-def test_a_missing_far_end_is_never_made_up() -> None:
+def test_missing_far_end_is_an_error() -> None:
     site = small()
     short = Site(**{**vars(site), "switches": site.switches[:-1]})
     with pytest.raises(ValueError, match="zip"):
         _ = short.lanes
 
 
-def test_what_belongs_to_a_pod() -> None:
+def test_parts_are_grouped_by_pod() -> None:
     site = small()
     assert [tor.id for tor in site.tors_of[TRAIN]] == ["train0/r0", "train0/r1"]
     assert [uplink.id for uplink in site.uplinks_of[GEN]] == ["gen0/up"]
@@ -93,7 +93,7 @@ def test_what_belongs_to_a_pod() -> None:
     assert [switch.id for switch in site.core_switches] == ["core1", "core0"]
 
 
-def test_cabling_of_a_pod_and_of_the_core() -> None:
+def test_cabling_of_pod_and_core() -> None:
     site = small()
     inside = site.cabling
     assert inside.endpoint(OcsId("a"), 6) == "train0/up"
@@ -106,7 +106,7 @@ def test_cabling_of_a_pod_and_of_the_core() -> None:
     assert site.reserved == {("core1", 1): RESPONSES, ("core1", 2): RESPONSES}
 
 
-def test_the_devices_of_table_2() -> None:
+def test_devices_match_table_2() -> None:
     assert {name: (device.reconfiguration_s, device.ports) for name, device in DEVICES.items()} == {
         "rotornet_infocus": (1e-5, 128),
         "mems_3d_calient": (0.010, 320),
@@ -117,13 +117,13 @@ def test_the_devices_of_table_2() -> None:
 
 
 @pytest.mark.parametrize(("reconfiguration_s", "ports"), [(0.0, 4), (float("nan"), 4), (float("inf"), 4), (0.1, 1)])
-def test_a_device_that_cannot_be(reconfiguration_s: float, ports: int) -> None:
+def test_invalid_device_is_rejected(reconfiguration_s: float, ports: int) -> None:
     with pytest.raises(ValueError, match="must be"):
         SwitchModel("odd", reconfiguration_s, ports)
 
 
-def test_questions_about_a_large_site_look_at_each_part_once() -> None:
-    """16,384 GPUs: what is asked often is kept, so that asking again is looking up."""
+def test_lookups_of_large_site_scan_each_part_once() -> None:
+    """With 16,384 GPUs, frequent lookups are cached."""
     site = regular_site(SiteShape(train_pods=24, gen_pods=40, servers_per_pod=32))
     assert len(site.server_of) == 16_384
     assert len(site.lanes) == 64 * 128

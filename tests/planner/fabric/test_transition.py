@@ -1,4 +1,5 @@
-"""`planner.fabric.transition`: every stage followed move by move, and small ones held against all that can be done."""
+"""`planner.fabric.transition`: every stage is followed move by move, and small problems are compared with all
+alternatives."""
 
 from dataclasses import replace
 from random import Random
@@ -71,7 +72,7 @@ def test_no_transition_is_better(seed: int) -> None:
 
 @SLOW
 @given(SEEDS)
-def test_every_point_is_safe_and_whoever_suffers_is_told(seed: int) -> None:
+def test_every_point_is_safe_and_side_effects_are_reported(seed: int) -> None:
     problem = larger(seed)
     planned = transition(problem)
     check(problem, planned)
@@ -82,7 +83,7 @@ def test_every_point_is_safe_and_whoever_suffers_is_told(seed: int) -> None:
 
 @settings(suppress_health_check=[HealthCheck.too_slow])
 @given(SEEDS)
-def test_from_wherever_it_was_interrupted_the_target_is_reached(seed: int) -> None:
+def test_target_is_reached_after_any_interruption(seed: int) -> None:
     problem = small(seed)
     for point in points(problem, transition(problem).stages):
         rest = replace(problem, current=point.up)
@@ -94,7 +95,7 @@ def test_from_wherever_it_was_interrupted_the_target_is_reached(seed: int) -> No
 
 
 @given(SEEDS)
-def test_a_stage_carried_out_twice_changes_nothing_more(seed: int) -> None:
+def test_repeated_stage_changes_nothing(seed: int) -> None:
     problem = small(seed)
     for stage in transition(problem).stages:
         once = (problem.current - set(stage.remove)) | set(stage.add)
@@ -116,8 +117,8 @@ def test_circuits_are_counted_at_each_point(seed: int) -> None:
 
 
 @given(SEEDS, st.randoms(use_true_random=False))
-def test_the_check_finds_what_an_altered_transition_breaks(seed: int, rng: Random) -> None:
-    """Stages in another order, moves in another stage, moves left out: faulted exactly where the contract is broken."""
+def test_check_detects_altered_transitions(seed: int, rng: Random) -> None:
+    """Reordered stages, moves in other stages, and omitted moves are faults exactly if the contract is broken."""
     problem = small(seed)
     planned = transition(problem)
     moves = [(each, "remove") for stage in planned.stages for each in stage.remove]
@@ -147,9 +148,9 @@ def up(*ports: tuple[int, int]) -> frozenset[PortPair]:
     return frozenset(port_pair(OcsId("s"), *each) for each in ports)
 
 
-def test_of_two_pairs_that_swap_ports_one_goes_dark() -> None:
+def test_one_of_two_pairs_that_swap_ports_goes_dark() -> None:
     cabling = cabled(a=(1, 2), b=(3, 4), c=(5, 6))
-    # The new circuit of a-b needs the port that a-c holds, and the other way round.
+    # The new circuit of a-b needs the port that a-c holds, and vice versa.
     problem = TransitionProblem(cabling, up((1, 3), (2, 5)), up((2, 4), (1, 6)), 4, 0.0)
     planned = transition(problem)
     assert planned.fewest_suffer
@@ -157,7 +158,7 @@ def test_of_two_pairs_that_swap_ports_one_goes_dark() -> None:
     assert len(planned.stages) == planned.stages_at_least == 2
 
 
-def test_a_spare_port_keeps_the_pair_lit_at_the_price_of_a_stage() -> None:
+def test_spare_port_keeps_pair_lit_with_an_extra_stage() -> None:
     cabling = cabled(a=(1, 2), b=(3, 4), c=(5,))
     problem = TransitionProblem(cabling, up((1, 3)), up((2, 4), (1, 5)), 10, 0.0)
     planned = transition(problem)
@@ -168,7 +169,7 @@ def test_a_spare_port_keeps_the_pair_lit_at_the_price_of_a_stage() -> None:
     assert (planned.dark_pairs, planned.stages_at_least) == ((), 2)
 
 
-def test_everything_up_at_every_point_is_asked_in_vain() -> None:
+def test_full_fraction_cannot_always_be_met() -> None:
     cabling = cabled(a=(1, 2), b=(3, 4))
     problem = TransitionProblem(cabling, up((1, 3), (2, 4)), up((1, 4), (2, 3)), 4, 1.0)
     planned = transition(problem)
@@ -176,7 +177,7 @@ def test_everything_up_at_every_point_is_asked_in_vain() -> None:
     assert followed(problem, planned) == told(planned)
 
 
-def test_a_share_that_floats_miss_by_a_hair_is_kept_whole() -> None:
+def test_float_errors_do_not_reduce_minimum() -> None:
     cabling = cabled(a=tuple(range(100)), b=tuple(range(100, 200)))
     before, after = (up(*((port, 100 + (port + turn) % 100) for port in range(100))) for turn in (0, 1))
     problem = TransitionProblem(cabling, before, after, 400, 0.29)
@@ -185,12 +186,12 @@ def test_a_share_that_floats_miss_by_a_hair_is_kept_whole() -> None:
     assert min(light.endpoints[EndpointId("a")] for light in circuits_up(problem, planned)) == 29
 
 
-def test_nothing_to_do_is_no_stage() -> None:
+def test_no_change_has_no_stage() -> None:
     problem = TransitionProblem(cabled(a=(1,), b=(2,)), up((1, 2)), up((1, 2)), 1, 1.0)
     assert transition(problem) == Transition((), (), (), 0, True)
 
 
-def test_the_oracle_keeps_to_the_letter() -> None:
+def test_oracle_follows_the_contract() -> None:
     problem = TransitionProblem(cabled(a=(1, 2), b=(3, 4), c=(5,)), up((1, 3), (2, 4)), up((1, 3), (2, 5)), 1, 0.5)
     assert floors(problem) == {("a", "b"): 1, ("a",): 1, ("b",): 0}
     assert suffering(problem, frozenset()) == {("a", "b"), ("a",)}
@@ -206,13 +207,13 @@ def test_the_oracle_keeps_to_the_letter() -> None:
         ({"target": up((1, 3), (1, 4))}, "target must use each port once, got port 1 of s twice"),
     ],
 )
-def test_an_impossible_problem_says_why(changes: dict[str, object], message: str) -> None:
+def test_invalid_problem_is_rejected(changes: dict[str, object], message: str) -> None:
     problem = TransitionProblem(cabled(a=(1, 2), b=(3, 4)), up((1, 3)), up((2, 4)), 1, 0.5)
     with pytest.raises(ValueError, match=message):
         replace(problem, **changes)  # type: ignore[arg-type]
 
 
-def test_a_site_of_many_switches() -> None:
+def test_site_of_many_switches() -> None:
     problem = draw_problem(Random(5), switches=8, ports=160, endpoints=80, fill=1.0, same=0.1)
     problem = replace(problem, max_moves_per_stage=64, min_fraction=0.5)
     planned = transition(problem)
@@ -222,7 +223,7 @@ def test_a_site_of_many_switches() -> None:
 
 
 def followed_quickly(problem: TransitionProblem, planned: Transition) -> set[tuple[str, ...]]:
-    """As `followed`, looking only after the removals of each stage."""
+    """Follow the stages as `followed` does, checking only after the removals of each stage."""
     current, suffer = problem.current, set[tuple[str, ...]]()
     for stage in planned.stages:
         current = current - set(stage.remove)

@@ -28,8 +28,8 @@ def window(left_s: float, now_s: float = 100.0, risk: float = 0.05) -> Window:
 
 
 @given(st.lists(st.lists(WHOLE, min_size=1, max_size=8), min_size=1, max_size=4))
-def test_common_quiet_by_looking_at_every_moment(ranks: list[list[tuple[int, int]]]) -> None:
-    """Busy intervals with whole ends: each half between two of them is looked at."""
+def test_common_quiet_matches_check_of_every_moment(ranks: list[list[tuple[int, int]]]) -> None:
+    """Busy intervals have integer ends, so every half between two of them is checked."""
     moments = [number + 0.5 for number in range(-1, 70)]
 
     def quiet(busy: list[tuple[int, int]], at: float) -> bool:
@@ -51,10 +51,10 @@ CLOCKS = st.builds(ClockOffset, st.floats(-1000, 1000), st.floats(0, 5))
 @given(
     st.lists(st.tuples(CLOCKS, st.lists(PROMISES, min_size=1, max_size=3)), min_size=1, max_size=4), st.floats(0, 100)
 )
-def test_a_window_is_what_every_rank_promises_at_every_clock_that_is_possible(
+def test_window_lies_within_every_prediction_for_all_clock_errors(
     hosts: list[tuple[ClockOffset, list[tuple[float, float, float]]]], now_s: float
 ) -> None:
-    """Promises are written in our time first, then told in the host's, whose clock may be off by all of its bound."""
+    """Predictions are made in our time, then converted to the host's, whose clock may be off by its full bound."""
     reports, opened, until, risk = [], [], [], 0.0
     for number, (clock, promises) in enumerate(hosts):
         for rank, (opened_s, until_s, broken) in enumerate(promises):
@@ -79,7 +79,7 @@ def test_a_window_is_what_every_rank_promises_at_every_clock_that_is_possible(
         assert now_s < max(opened) + margin or now_s >= min(until) - margin
 
 
-def test_whoever_has_no_window_is_named() -> None:
+def test_host_without_window_is_named() -> None:
     open_now = RemainingQuiet(3, 99.0, 101.0, 20, 0.05)
     quiet = ReportedQuiet("node1", 100.0, 0, open_now, SAME_CLOCK)
     for report, code, words in (
@@ -99,7 +99,7 @@ def test_whoever_has_no_window_is_named() -> None:
     assert nobody.code == "no_ranks"
 
 
-def test_the_limiting_rank_is_the_one_whose_promise_ends_first() -> None:
+def test_limiting_rank_is_the_one_whose_prediction_ends_first() -> None:
     quiet = [RemainingQuiet(0, 99.0, 101.0 + 0.1 * ((rank - 5) % 8), 20, 0.01) for rank in range(8)]
     clock = ClockOffset(0.0, 0.002)
     said = intersect([ReportedQuiet("node1", 100.0, rank, each, clock) for rank, each in enumerate(quiet)], 100.0)
@@ -112,7 +112,7 @@ def test_the_limiting_rank_is_the_one_whose_promise_ends_first() -> None:
 # Whether a commit fits in.
 
 
-def test_every_number_stands_in_the_reason() -> None:
+def test_reason_contains_every_number() -> None:
     said = may_commit(Stage.TRAIN, window(0.0121), NEED, 100.0, boundary=False)
     assert said == Hold(
         "window_too_short",
@@ -128,7 +128,7 @@ def test_every_number_stands_in_the_reason() -> None:
     st.tuples(*[st.floats(0, 0.05)] * 4),
     st.booleans(),
 )
-def test_a_commit_fits_or_is_not_made(
+def test_commit_is_made_only_if_it_fits(
     stage: Stage, left_s: float, risk: float, parts: tuple[float, float, float, float], boundary: bool
 ) -> None:
     need, now_s = CommitNeed(*parts), 100.0
@@ -140,7 +140,7 @@ def test_a_commit_fits_or_is_not_made(
 
 
 @pytest.mark.parametrize("stage", [Stage.GEN, Stage.WEIGHT_SYNC])
-def test_gen_and_weight_sync_change_at_their_boundary_alone(stage: Stage) -> None:
+def test_gen_and_weight_sync_change_only_at_boundaries(stage: Stage) -> None:
     for offered in (window(10.0), None):
         assert may_commit(stage, offered, NEED, 100.0, boundary=False).code == "no_boundary"
         assert isinstance(may_commit(stage, offered, NEED, 100.0, boundary=True), Act)
@@ -148,7 +148,7 @@ def test_gen_and_weight_sync_change_at_their_boundary_alone(stage: Stage) -> Non
     assert may_commit(stage, held, NEED, 100.0, boundary=True) == held
 
 
-def test_train_changes_inside_a_window_alone() -> None:
+def test_train_changes_only_inside_a_window() -> None:
     assert may_commit(Stage.TRAIN, None, NEED, 100.0, boundary=True).code == "no_ranks"
     held = Hold("unlearnt", "rank 1")
     assert may_commit(Stage.TRAIN, held, NEED, 100.0, boundary=True) == held
@@ -159,7 +159,7 @@ def test_train_changes_inside_a_window_alone() -> None:
     assert early == Hold("window_closed", "opens in at most 5.0 ms, given the clock bounds")
 
 
-def test_a_slow_device_never_fits_into_short_windows() -> None:
+def test_slow_device_never_fits_into_short_windows() -> None:
     """A switch of 100 ms and windows of 50 ms."""
     need = CommitNeed(device_s=0.100, route_s=0.0, control_s=0.0, margin_s=0.0)
     for left_ms in range(51):
@@ -167,7 +167,7 @@ def test_a_slow_device_never_fits_into_short_windows() -> None:
         assert isinstance(said, Hold)
 
 
-def test_bad_needs_say_what_is_wrong() -> None:
+def test_invalid_needs_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"route_s must be >= 0, got -1"):
         CommitNeed(0.0, -1, 0.0, 0.0)
     with pytest.raises(ValueError, match=r"control_s must be >= 0, got nan"):

@@ -1,5 +1,5 @@
-"""Transitions by the letter of the contract: everything that small ones can do, and what any one does. Knows nothing of
-how the planner goes about it."""
+"""Transitions by the letter of the contract: all alternatives of small problems, and a check of any transition.
+Independent of the planner's methods."""
 
 import math
 from collections import Counter
@@ -24,7 +24,7 @@ def draw_problem(
     same: float = 0.2,
     most_differences: int = 1_000_000,
 ) -> TransitionProblem:
-    """Two random sets of cross-connects on random cabling, some of them in both."""
+    """Draw two random sets of cross-connects on random cabling, some of them in both."""
     names = [EndpointId(f"tor{number}") for number in range(endpoints)]
     cabling = Cabling(
         {OcsId(f"ocs{number}"): {port: rng.choice(names) for port in range(1, ports + 1)} for number in range(switches)}
@@ -36,7 +36,7 @@ def draw_problem(
             own = {(each.switch, port) for port in each.ports}
             target = {other for other in target if own.isdisjoint((other.switch, port) for port in other.ports)}
             target.add(each)
-    for different in (current - target, target - current):  # fewer moves where a search is to follow
+    for different in (current - target, target - current):  # fewer moves if a search follows
         for each in sorted(different)[max(1, most_differences // 2) :]:
             current, target = current - {each}, target - {each}
     assert all((each.switch, port) in held for each in current for port in each.ports)
@@ -88,11 +88,11 @@ def ports_clash(up: Up) -> bool:
 
 
 def followed(problem: TransitionProblem, planned: Transition) -> Sufferers:
-    """Walks through the stages move by move; asserts all but who suffers, which it returns."""
+    """Follow the stages move by move; assert all rules, and return the subjects that suffer."""
     up, suffer = problem.current, frozenset[tuple[str, ...]]()
     for stage in planned.stages:
         assert 1 <= len(stage.remove) + len(stage.add) <= problem.max_moves_per_stage
-        for each in stage.remove:  # interrupted here is as safe as afterwards
+        for each in stage.remove:  # an interruption here is as safe as afterwards
             assert each in up
             assert each not in problem.target
             up = up - {each}
@@ -112,13 +112,13 @@ def cost(suffer: Sufferers) -> tuple[int, int]:
 
 
 def least(problem: TransitionProblem) -> tuple[tuple[int, int], int]:
-    """The fewest dark pairs with the fewest thin endpoints, and the fewest stages with as few of both."""
+    """Return the fewest dark pairs with the fewest thin endpoints, and the fewest stages with as few of both."""
     fewest = _fewest_suffering(problem)
     return fewest, _fewest_stages(problem, fewest)
 
 
 def _fewest_suffering(problem: TransitionProblem) -> tuple[int, int]:
-    """Every order of single moves. States are reached with sets of sufferers, of which supersets of others are left."""
+    """Try every order of single moves. States are reached with sets of sufferers; supersets of others are dropped."""
     down, up = problem.current - problem.target, problem.target - problem.current
     labels: dict[Up, set[Sufferers]] = {problem.current: {frozenset()}}
     todo = {problem.current}
@@ -169,7 +169,7 @@ def _stages_from(problem: TransitionProblem, state: Up) -> Iterator[tuple[Up, Su
 
 
 class TransitionFault(ValueError):
-    """A transition that must not be carried out; all that is wrong with it."""
+    """A transition that must not be carried out, with all its faults."""
 
     def __init__(self, faults: list[str]) -> None:
         super().__init__("; ".join(faults))
@@ -178,7 +178,7 @@ class TransitionFault(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class TransitionPoint:
-    """What is up before the first stage, and after the removals and the additions of each; `stage` counts from 1."""
+    """The circuits before the first stage, and after the removals and the additions of each; `stage` counts from 1."""
 
     stage: int
     kind: PointKind
@@ -186,7 +186,7 @@ class TransitionPoint:
 
 
 def points(problem: TransitionProblem, stages: tuple[TransitionStage, ...]) -> Iterator[TransitionPoint]:
-    """What is up at each point, in turn. Between two points there is never less than at the one with less."""
+    """Yield the circuits at each point. Between two points there are never fewer than at the one with fewer."""
     up = problem.current
     yield TransitionPoint(0, "start", up)
     for number, stage in enumerate(stages, start=1):
@@ -197,8 +197,8 @@ def points(problem: TransitionProblem, stages: tuple[TransitionStage, ...]) -> I
 
 
 def check(problem: TransitionProblem, planned: Transition) -> None:
-    """Raises TransitionFault unless the stages lead from current to target, every point of them is safe, and all that
-    suffers is told."""
+    """Raise TransitionFault unless the stages lead from current to target, every point is safe, and all side effects
+    are reported."""
     faults = list(_wrong_moves(problem, planned)) or list(_wrong_points(problem, planned))
     if faults:
         raise TransitionFault(faults)
@@ -241,7 +241,7 @@ def _wrong_points(problem: TransitionProblem, planned: Transition) -> Iterator[s
 def _below(
     problem: TransitionProblem, stages: tuple[TransitionStage, ...]
 ) -> dict[tuple[str, ...], tuple[int, PointKind]]:
-    """Those that are below their floors at some point, with the first such point."""
+    """Return the subjects below their floors at some point, with the first such point."""
     found: dict[tuple[str, ...], tuple[int, PointKind]] = {}
     for point in points(problem, stages):
         for subject in sorted(suffering(problem, point.up)):

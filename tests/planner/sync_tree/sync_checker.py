@@ -1,16 +1,17 @@
-"""The contract of `sync plan`, clause by clause, over its JSON alone: what a plan does, and whether that is allowed."""
+"""Check the contract of `sync plan` clause by clause on its JSON alone: what a plan does, and whether that is
+allowed."""
 
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
 Document = dict[str, Any]
-Span = tuple[int, int]  # bytes of a shard, from and to
+Span = tuple[int, int]  # first and last byte of a shard's range
 ROUNDING = 1e-6
 
 
 def check(problem: Document, answer: Document) -> None:
-    """Raises AssertionError, saying which clause."""
+    """Raise AssertionError that names the violated clause."""
     checking = _Checking(problem)
     total_s = 0.0
     for number, wave in enumerate(answer["waves"]):
@@ -39,7 +40,7 @@ class _Checking:
                 self.held[shard["id"], holder].append((0, shard["bytes"]))
 
     def wave(self, edges: list[Document]) -> float:
-        """Its seconds."""
+        """Return the wave's seconds."""
         for edge in edges:
             self._edge(edge)
         self._capacities(edges)
@@ -55,7 +56,7 @@ class _Checking:
         return seconds
 
     def delivered(self) -> None:
-        """Each byte exactly once to every receiver, and from outside to few."""
+        """Check that every byte reaches every receiver exactly once, and few receivers from outside the pod."""
         for shard in self.shards.values():
             for receiver in set(shard["receivers"]) - set(shard["holders"]):
                 at = 0
@@ -82,7 +83,7 @@ class _Checking:
             assert edge["rate_gbps"] <= edge["circuits"] * self._circuit_gbps(edge) * (1 + ROUNDING)
 
     def _circuit_gbps(self, edge: Document) -> float:
-        """Where links are told, there are no others."""
+        """Return the rate of a circuit. If links are given, there are no others."""
         if self.problem.get("links") is None:
             return float(self.problem["link_gbps"])
         return float(self._link(edge)["gbps"])
@@ -127,7 +128,7 @@ class _Checking:
 
 
 class _Depths:
-    """How many edges are above each in its wave: none where the source had all of it before."""
+    """Computes the number of edges above each edge in its wave: none if the source had all of the piece before."""
 
     def __init__(self, held: dict[tuple[str, str], list[Span]], edges: list[Document]) -> None:
         self._held, self._edges = held, edges

@@ -1,4 +1,4 @@
-"""Sites for tests of weight sync: regular families, and irregular ones by chance, as the contract writes them."""
+"""Sites for tests of weight sync, in the contract's format: regular families, and random irregular ones."""
 
 import itertools
 import random
@@ -24,7 +24,7 @@ def regular(
     chunk_bytes: int = 16 << 20,
     nic_gbps: float = 200.0,
 ) -> Document:
-    """Engines of `tp` endpoints side by side: each shard goes to one endpoint of every engine."""
+    """A regular site with engines of `tp` adjacent endpoints: each shard goes to one endpoint of every engine."""
     names = [f"train{pod}" for pod in range(train)] + [f"gen{pod}" for pod in range(gen)]
     ends = [
         {"id": f"{pod}-{place:02}", "pod": pod, "tor": f"{pod}-tor{place // 8}", "nic_gbps": nic_gbps}
@@ -56,7 +56,7 @@ def regular(
 
 
 def irregular(rng: random.Random) -> Document:
-    """Anything may be uneven, or nothing: NICs, boundaries, ToRs, sizes, who holds and who receives."""
+    """A random site in which NICs, boundaries, ToRs, sizes, holders and receivers may all be uneven."""
     pods = [f"p{pod}" for pod in range(rng.randint(1, 4))]
     ends = [
         {
@@ -69,7 +69,7 @@ def irregular(rng: random.Random) -> Document:
         for place in range(rng.randint(1, 6))
     ]
     names = [str(end["id"]) for end in ends]
-    without = rng.choice([0.0, 0.0, 0.2])  # how often a pod or a ToR has no circuits
+    without = rng.choice([0.0, 0.0, 0.2])  # probability that a pod or a ToR has no circuits
     return {
         "link_gbps": rng.choice([100, 200]),
         "pods": [
@@ -133,7 +133,7 @@ def oversubscribed(rng: random.Random) -> Document:
 
 
 def linked(rng: random.Random) -> Document:
-    """An irregular site whose PoDs are joined as they are: some, by links of all kinds."""
+    """A random site in which some pairs of PoDs are connected by fixed links of all kinds."""
     site = irregular(rng)
     pods = [pod["id"] for pod in site["pods"]]
     site["links"] = [
@@ -141,7 +141,7 @@ def linked(rng: random.Random) -> Document:
         for a, b in itertools.combinations(pods, 2)
         if rng.random() < 0.7
     ]
-    if rng.random() < 0.7:  # rarely anything else in the way
+    if rng.random() < 0.7:  # rarely another bottleneck
         site["pods"] = [{**pod, "boundary_circuits": 100} for pod in site["pods"]]
         site["tor_circuits"] = {tor: max(1, each) for tor, each in site["tor_circuits"].items()}
     return site
@@ -187,7 +187,7 @@ def _pairs(pods: dict[str, int], links: list[Document]) -> ShardPairs:
 
 
 def answer_of(problem: SyncProblem, plan: SyncPlan) -> Document:
-    """As `orchestrrl sync plan --json` prints it."""
+    """Return the result as `orchestrrl sync plan --json` prints it."""
     waves = []
     for number, wave in enumerate(plan.waves):
         each = wave.edges

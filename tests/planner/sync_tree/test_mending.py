@@ -1,4 +1,5 @@
-"""Mending: edges break and peers die at any time; with a holder of each byte alive, everybody gets everything once."""
+"""Mending: edges break and peers die at any time; with a living holder of each byte, every peer gets every byte
+once."""
 
 import itertools
 import random
@@ -27,7 +28,7 @@ class Edge(PeerFlow):
 
 
 class World:
-    """Peers as they are: one byte at a time over an edge that has begun, waves by the rule of peers, in any order."""
+    """Simulated peers: one byte at a time over a started edge, waves by the peers' rule, in random order."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
@@ -62,7 +63,7 @@ class World:
         return found
 
     def step(self) -> bool:
-        """One byte moves; False: nothing can."""
+        """Move one byte; return False if none can move."""
         order = sorted(self.edges.values(), key=lambda edge: edge.id)
         self.rng.shuffle(order)
         for edge in order:
@@ -85,7 +86,7 @@ class World:
         return self.at.get(edge.id, edge.offset)
 
     def fail(self) -> None:
-        """An edge, several of one peer, or a peer without which each byte is still held."""
+        """Fail an edge, several edges of one peer, or a peer without which each byte is still held."""
         if self.rng.random() < 0.5 and self.edges:
             broken = set(self.rng.sample(sorted(self.edges), self.rng.randint(1, min(3, len(self.edges)))))
         else:
@@ -129,7 +130,7 @@ class World:
 
 
 @given(seeds)
-def test_whatever_fails_everybody_who_lives_gets_every_byte_once(seed: int) -> None:
+def test_living_peers_get_every_byte_once_after_any_failure(seed: int) -> None:
     rng = random.Random(seed)
     world = World(rng)
     held = {(peer, shard, at) for (peer, shard), has in world.has.items() for at in has}
@@ -147,8 +148,8 @@ def test_whatever_fails_everybody_who_lives_gets_every_byte_once(seed: int) -> N
     assert not held & set(world.came)
 
 
-def test_who_is_below_the_dead_one_gets_one_edge_and_passes_it_on() -> None:
-    """a -> b -> c -> d: b dies."""
+def test_peer_below_dead_one_gets_one_edge_and_forwards() -> None:
+    """In the chain a -> b -> c -> d, b dies."""
     feeds = [PeerFlow("s", 0, 9, B, C), PeerFlow("s", 0, 9, C, D)]
     assert mend(feeds, (), {A: {"s": []}, C: {"s": [(4, 5)]}, D: {"s": [(0, 9)]}}) == (
         [PeerFlow("s", 4, 5, A, C)],
@@ -156,7 +157,7 @@ def test_who_is_below_the_dead_one_gets_one_edge_and_passes_it_on() -> None:
     )
 
 
-def test_many_at_once_are_served_by_each_other_rather_than_by_one() -> None:
+def test_many_peers_serve_each_other_instead_of_one_source() -> None:
     missing: dict[PeerId, dict[str, list[Range]]] = {A: {"s": []}} | {
         PeerId(f"r{n}"): {"s": [(0, 8)]} for n in range(7)
     }
@@ -166,7 +167,7 @@ def test_many_at_once_are_served_by_each_other_rather_than_by_one() -> None:
     assert sent.count(A) <= 4
 
 
-def test_holders_share_what_is_to_be_sent_in_parts() -> None:
+def test_holders_share_sending_in_parts() -> None:
     missing: Missing = {A: {"s": []}, B: {"s": []}, C: {"s": [(0, 100)]}}
     feeds, _ = mend((), (), missing, part_bytes=25)
     assert sum(feed.bytes for feed in feeds) == 100
@@ -174,13 +175,13 @@ def test_holders_share_what_is_to_be_sent_in_parts() -> None:
         assert sum(feed.bytes for feed in feeds if feed.src == src) == 50
 
 
-def test_what_nobody_has_is_lost_and_the_rest_is_not() -> None:
+def test_unavailable_bytes_are_lost_and_others_are_not() -> None:
     running, broken = [PeerFlow("s", 0, 9, B, C)], [PeerFlow("s", 0, 9, A, B)]
     feeds, lost = mend(running, broken, {B: {"s": [(3, 6)]}, C: {"s": [(0, 9)]}})
     assert (feeds, lost) == ([], {B: {"s": ((3, 6),)}, C: {"s": ((3, 6),)}})
 
 
-def test_where_there_is_no_way_another_goes_first() -> None:
+def test_unreachable_peer_is_served_after_a_relay() -> None:
     """Only b reaches c, and a reaches b."""
     missing: Missing = {A: {"s": []}, B: {"s": [(0, 4)]}, C: {"s": [(0, 4)]}}
 

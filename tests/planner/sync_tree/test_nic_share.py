@@ -1,4 +1,4 @@
-"""What a sync leaves of NICs to moves of KV: against a count of wishes, NIC by NIC."""
+"""The NIC share that a sync leaves to KV moves, against a count of demands per NIC."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,13 +15,13 @@ def edge(src: str, dst: str, rate_gbps: float) -> tuple[PeerId, PeerId, float]:
     return PeerId(src), PeerId(dst), rate_gbps
 
 
-def test_without_edges_moves_have_all() -> None:
+def test_moves_get_full_share_without_edges() -> None:
     assert left_for_moves([], STATIONS, NAMES) == LeftForMoves(1.0, ())
 
 
-def test_an_edge_that_is_not_held_back_leaves_half() -> None:
+def test_unlimited_edge_leaves_half() -> None:
     assert left_for_moves([edge("a", "b", 0.0)], STATIONS, NAMES) == LeftForMoves(0.5, ("weight sync",))
-    # By the slower of both ends; and where nobody moves anything, nothing is taken.
+    # The slower end limits an edge; NICs of hosts without moves do not count.
     assert left_for_moves([edge("c", "d", 0.0)], STATIONS, [PeerId("d")]).share == 1 / (1 + 50 / 400)
     assert left_for_moves([edge("c", "d", 0.0)], STATIONS, [PeerId("b")]).share == 1.0
 
@@ -33,7 +33,7 @@ def test_an_edge_that_is_not_held_back_leaves_half() -> None:
     ),
     st.sets(st.sampled_from(NAMES)),
 )
-def test_the_fullest_nic_of_those_who_move_counts(edges: list[tuple[str, str, float]], among: set[PeerId]) -> None:
+def test_fullest_nic_of_moving_hosts_counts(edges: list[tuple[str, str, float]], among: set[PeerId]) -> None:
     left = left_for_moves([edge(*each) for each in edges], STATIONS, among)
     most = 0.0
     for name in among:

@@ -1,5 +1,5 @@
-"""Resharding against brute force: every tensor of every rank is built from numbers as Megatron and vLLM would
-build it, shards are carried as their slices say, and what arrives is compared element by element."""
+"""Test resharding against brute force: every rank's tensor is built from numbers as Megatron and vLLM would build it,
+shards are carried by their slices, and the result is compared element by element."""
 
 import math
 import random
@@ -62,7 +62,8 @@ def case(seed: int) -> Case:
         has_qk_norm=rng.random() < 0.5,
     )
     trainer = _trainer(rng, layers, bool(experts))
-    first = rng.choice([0, len(trainer.endpoints) // 2, len(trainer.endpoints)])  # engines beside it, or on its GPUs
+    # engines on other GPUs, or on the trainer's
+    first = rng.choice([0, len(trainer.endpoints) // 2, len(trainer.endpoints)])
     engines = []
     for _ in range(rng.randint(1, 3)):
         engines.append(_engine(rng, layers, bool(experts), first))
@@ -101,7 +102,7 @@ def _engine(rng: random.Random, layers: int, has_experts: bool, first: int) -> E
     )
 
 
-# The oracle: tensors as the frameworks make them, of numbers that say which element each is.
+# The oracle: tensors as the frameworks build them, from numbers that identify each element.
 
 
 def whole(parameter: Parameter) -> Array:
@@ -123,7 +124,7 @@ def _parts(tensor: Array, split: ParameterSplit) -> list[Array]:
 
 
 def in_engine(model: TransformerParameters, engine: EngineLayout, parameter: Parameter, rank: int) -> list[Array]:
-    """What vLLM's loaders would put there; -1 is padding."""
+    """Return what vLLM's loaders would place there; -1 is padding."""
     grid = np.arange(len(engine.endpoints)).reshape(engine.dp, engine.pp, engine.tp)
     dp, stage, tp = (int(each[0]) for each in np.nonzero(grid == rank))
     tensor, split, name = whole(parameter), parameter.split, parameter.name
@@ -183,7 +184,7 @@ def in_trainer(model: TransformerParameters, trainer: TrainerLayout, parameter: 
 
 
 def places(local: LocalShard, box: Box) -> Iterator[tuple[Box, Box]]:
-    """Where parts of a box of the whole tensor are: in this tensor, and in the box."""
+    """Return where parts of a box of the whole tensor are: in this tensor, and in the box."""
     at = 0
     for own in local.boxes:
         common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(own, box, strict=True))
@@ -203,7 +204,8 @@ def _at(box: Box) -> tuple[slice, ...]:
 
 
 def tensors(case: Case) -> Iterator[tuple[bool, Parameter, int, tuple[LocalShard, ...], list[Array]]]:
-    """Of every rank: whether it trains, the parameter, endpoint, what the layout says, what the oracle says."""
+    """Yield for every rank: whether it trains, the parameter, the endpoint, the layout's shards, and the oracle's
+    tensor."""
     for parameter in case.parameters:
         for rank, end in enumerate(case.trainer.endpoints):
             found = in_trainer(case.model, case.trainer, parameter, rank)
@@ -215,7 +217,7 @@ def tensors(case: Case) -> Iterator[tuple[bool, Parameter, int, tuple[LocalShard
 
 
 @given(seeds)
-def test_a_layout_says_what_the_frameworks_have_and_in_which_order(seed: int) -> None:
+def test_layout_matches_elements_and_order_of_frameworks(seed: int) -> None:
     for _, parameter, _, locals_, arrays in tensors(case(seed)):
         tensor = whole(parameter)
         expected = [array[array >= 0] for array in arrays if (array >= 0).any()]
@@ -223,7 +225,7 @@ def test_a_layout_says_what_the_frameworks_have_and_in_which_order(seed: int) ->
 
 
 @given(seeds)
-def test_every_element_arrives_once_where_it_is_needed_and_nothing_else(seed: int) -> None:
+def test_each_needed_element_arrives_exactly_once(seed: int) -> None:
     asked = case(seed)
     has: dict[tuple[int, str], set[int]] = defaultdict(set)
     needs: dict[tuple[int, str], set[int]] = defaultdict(set)
@@ -255,7 +257,7 @@ def test_every_element_arrives_once_where_it_is_needed_and_nothing_else(seed: in
 
 
 @given(seeds)
-def test_boxes_alone_say_the_same_as_layouts(seed: int) -> None:
+def test_reshard_boxes_matches_reshard(seed: int) -> None:
     asked = case(seed)
     has: dict[int, dict[str, list[Box]]] = defaultdict(lambda: defaultdict(list))
     needs: dict[int, dict[str, list[Box]]] = defaultdict(lambda: defaultdict(list))
@@ -266,7 +268,7 @@ def test_boxes_alone_say_the_same_as_layouts(seed: int) -> None:
 
 
 @given(seeds)
-def test_boxes_by_chance_are_carried_element_by_element_scalars_too(seed: int) -> None:
+def test_random_boxes_and_scalars_are_carried_element_by_element(seed: int) -> None:
     rng = random.Random(seed)
     shapes = {f"t{number}": tuple(rng.choice([1, 3, 5]) for _ in range(rng.randint(0, 3))) for number in range(3)}
     mappings = [
@@ -308,13 +310,13 @@ def _elements(shapes: dict[str, tuple[int, ...]], boxes: Any) -> dict[tuple[int,
     return found
 
 
-def test_what_nobody_has_is_said() -> None:
+def test_missing_elements_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"w: no endpoint has \(\(2, 4\),\)"):
         reshard_boxes({"w": ((4,), 2)}, {0: {"w": [((0, 2),)]}}, {1: {"w": [((0, 4),)]}})
 
 
 def kinds(has: dict[tuple[int, str], set[int]], needs: dict[tuple[int, str], set[int]]) -> set[tuple[Any, Any]]:
-    """Holders and those in need, of every element that is needed."""
+    """Return holders and receivers of every needed element."""
     found: dict[tuple[str, int], tuple[set[int], set[int]]] = defaultdict(lambda: (set(), set()))
     for side, of in enumerate((has, needs)):
         for (end, name), elements in of.items():
@@ -324,8 +326,8 @@ def kinds(has: dict[tuple[int, str], set[int]], needs: dict[tuple[int, str], set
 
 
 @given(seeds)
-def test_bytes_put_together_by_a_holder_come_apart_as_the_engine_has_them(seed: int) -> None:
-    """The executor's part: buffers filled from a holder's own tensors alone, and emptied into a receiver's."""
+def test_bytes_from_holder_arrive_in_engine_order(seed: int) -> None:
+    """The executor's part: buffers are filled from a holder's own tensors alone, and emptied into a receiver's."""
     asked = case(seed)
     sides: dict[bool, dict[tuple[int, str], list[tuple[LocalShard, Array]]]]
     sides = {True: defaultdict(list), False: defaultdict(list)}
@@ -357,21 +359,19 @@ def engines(first: int, count: int, tp: int) -> list[EngineLayout]:
     return [EngineLayout(tuple(range(first + tp * each, first + tp * (each + 1))), tp=tp) for each in range(count)]
 
 
-def test_shards_are_few_and_their_bytes_are_the_models() -> None:
+def test_shards_are_few_and_cover_model_bytes() -> None:
     trainer = TrainerLayout(
         tuple(range(64)), tp=8, pp=2, replicas=4, vocab_multiple=1024, stage_of_layer=megatron_stages(64, 2)
     )
     shards = reshard(QWEN3_32B.parameters(), trainer, engines(64, 32, 4))
-    assert (
-        len(shards) <= 2 * 8 + 2 + 8
-    )  # by stage and TP rank, what all have, and where vocabularies are padded otherwise
+    assert len(shards) <= 2 * 8 + 2 + 8  # by stage and TP rank, shared by all, and vocabularies with different padding
     total = sum(2 * math.prod(parameter.shape) for parameter in QWEN3_32B.parameters())
     assert sum(each.shard.bytes for each in shards) == total
     assert {end for each in shards for end in each.shard.receivers} == set(range(64, 192))
 
 
-def test_what_is_to_be_resharded_can_be_planned() -> None:
-    """Eight GPUs train with TP 4; two engines of TP 2 in another PoD."""
+def test_resharded_version_can_be_planned() -> None:
+    """Eight GPUs train with TP 4; two engines of TP 2 are in another PoD."""
     document = regular(1, 1, 8, shards=1, circuits=4)
     model = TransformerParameters(2, 1024, 8, 2, 128, 4096, 32000)
     trainer = TrainerLayout(tuple(range(8)), tp=4, replicas=2, vocab_multiple=512)
@@ -392,13 +392,13 @@ def test_what_is_to_be_resharded_can_be_planned() -> None:
     assert plan.estimate_s <= 1.1 * plan.lower_bound_s
 
 
-def test_stages_are_those_of_vllm_and_of_megatron() -> None:
+def test_stages_match_vllm_and_megatron() -> None:
     assert [vllm_stages(10, 4).count(stage) for stage in range(4)] == [2, 3, 3, 2]
     assert [vllm_stages(7, 4).count(stage) for stage in range(4)] == [2, 2, 2, 1]
     assert megatron_stages(8, 2, chunks=2) == (0, 0, 1, 1, 0, 0, 1, 1)
 
 
-def test_names_are_known_on_both_sides() -> None:
+def test_parameter_names_map_to_megatron() -> None:
     names = {megatron_name(parameter.name) for parameter in QWEN3_32B.parameters()}
     assert len(names) == len(QWEN3_32B.parameters())
     assert {"embedding.word_embeddings.weight", "decoder.layers.63.self_attention.linear_qkv.weight"} <= names
@@ -416,6 +416,6 @@ def test_names_are_known_on_both_sides() -> None:
         (lambda: Parameter("w", (4, 0), 2, ParameterSplit(0), 1), "w: every axis must be >= 1"),
     ],
 )
-def test_what_cannot_be_is_said(make: Any, told: str) -> None:
+def test_invalid_layouts_are_rejected(make: Any, told: str) -> None:
     with pytest.raises(ValueError, match=told.replace("(", r"\(")):
         make()

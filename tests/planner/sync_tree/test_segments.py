@@ -1,4 +1,5 @@
-"""Segments of a shard, byte by byte: who lacks it gets it from who has it, and neighbours of the same ends are one."""
+"""Segments of a shard, byte by byte: each is sent from its holders to its receivers, and adjacent equal ones are
+joined."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -22,7 +23,7 @@ def covers(found: Sequence[Range], byte: int) -> bool:
 
 
 @given(peers, peers)
-def test_each_byte_goes_from_who_has_it_to_who_lacks_it(
+def test_each_byte_goes_from_holders_to_receivers(
     wanted: Mapping[PeerId, Sequence[Range]], there: Mapping[PeerId, Sequence[Range]]
 ) -> None:
     segments = shard_segments("s", SIZE, wanted, there)
@@ -37,13 +38,13 @@ def test_each_byte_goes_from_who_has_it_to_who_lacks_it(
 
 
 @given(ranges)
-def test_what_is_present_is_all_that_is_not_missing(missing: Sequence[Range]) -> None:
+def test_present_bytes_are_those_not_missing(missing: Sequence[Range]) -> None:
     present = ByteRanges(missing).gaps(SIZE)
     assert [covers(present, byte) for byte in range(SIZE)] == [not covers(missing, byte) for byte in range(SIZE)]
     assert list(present) == sorted(present)
 
 
-def test_the_holder_with_the_least_to_sum_sums_a_shard() -> None:
+def test_least_loaded_holder_computes_checksum() -> None:
     a, b = PeerId("a"), PeerId("b")
     segments = [ShardSegment(name, 0, size, (a, b), ()) for name, size in (("s", 10), ("t", 4), ("u", 4), ("v", 4))]
     assert summed_by([*segments, ShardSegment("lost", 0, 1, (), (a,))]) == {"s": a, "t": b, "u": b, "v": b}

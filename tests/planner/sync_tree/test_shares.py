@@ -1,4 +1,4 @@
-"""What names say of how engines divide tensors, against the layouts that know the geometry."""
+"""Shares derived from tensor names, against layouts with full geometry."""
 
 import math
 import random
@@ -19,7 +19,8 @@ Elements = dict[str, set[int]]
 
 
 def checkpoint(parameter: Parameter) -> dict[str, Any]:
-    """A parameter as vLLM has it, as tensors with Hugging Face's names: of each element, its place in the parameter."""
+    """Split a vLLM parameter into tensors with Hugging Face names, and map each element to its index in the
+    parameter."""
     numbers = np.arange(math.prod(parameter.shape)).reshape(parameter.shape)
     name = parameter.name
     if "qkv_proj" in name:
@@ -49,7 +50,7 @@ def of(boxes: dict[str, tuple[Box, ...]], numbers: dict[str, Any], owner: dict[s
 
 
 @given(st.integers(0, 2**32))
-def test_ranks_need_what_their_layout_has_and_hardly_more(seed: int) -> None:
+def test_needed_boxes_cover_layout_with_little_excess(seed: int) -> None:
     rng = random.Random(seed)
     tp, pp = rng.choice([1, 2, 4]), rng.choice([1, 2, 3])
     kv_heads = rng.choice([1, 2, 4])
@@ -124,13 +125,13 @@ def test_ranks_need_what_their_layout_has_and_hardly_more(seed: int) -> None:
         ("model.scale", ()),
     ],
 )
-def test_what_a_name_does_not_settle_is_needed_whole(name: str, shape: tuple[int, ...]) -> None:
+def test_undetermined_tensors_are_needed_whole(name: str, shape: tuple[int, ...]) -> None:
     assert needed_boxes({name: shape}, EngineShare(tp=4, tp_ranks=(1,))) == {
         name: (tuple((0, each) for each in shape),)
     }
 
 
-def test_layers_that_draft_tokens_are_of_no_stage() -> None:
+def test_draft_layers_belong_to_no_stage() -> None:
     names = [f"model.layers.{layer}.input_layernorm.weight" for layer in range(5)]
     shapes: Shapes = dict.fromkeys([*names, "model.layers.4.eh_proj.weight"], (8,))
     assert set(needed_boxes(shapes, EngineShare(pp=2, pp_ranks=(0,)))) == {
@@ -140,12 +141,12 @@ def test_layers_that_draft_tokens_are_of_no_stage() -> None:
     }
 
 
-def test_layers_that_are_not_all_there_are_of_no_stage() -> None:
+def test_incomplete_layers_belong_to_no_stage() -> None:
     shapes: Shapes = {"model.layers.3.input_layernorm.weight": (8,), "model.layers.0.input_layernorm.weight": (8,)}
     assert set(needed_boxes(shapes, EngineShare(pp=2, pp_ranks=(1,)))) == set(shapes)
 
 
-def test_experts_in_one_tensor_go_by_its_first_axis() -> None:
+def test_experts_in_one_tensor_are_divided_by_first_axis() -> None:
     name = "model.layers.0.mlp.experts.down_proj"
     assert needed_boxes({name: (6, 4, 8)}, EngineShare(ep=4, ep_ranks=(0, 3))) == {
         name: (((0, 2), (0, 4), (0, 8)), ((5, 6), (0, 4), (0, 8)))

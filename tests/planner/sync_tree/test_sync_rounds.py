@@ -1,4 +1,4 @@
-"""Rounds: waves in which nobody waits for a chunk, for shards that are small against one."""
+"""Rounds: waves without waits for chunks, for shards that are small compared with a chunk."""
 
 import random
 from typing import Any
@@ -24,11 +24,11 @@ def in_rounds(document: Document, piece_bytes: int) -> tuple[SyncProblem, SyncPl
 
 
 @given(st.integers(0, 2**32))
-def test_rounds_do_what_the_contract_says_and_nobody_waits_below_others(seed: int) -> None:
+def test_rounds_satisfy_contract_without_waits(seed: int) -> None:
     rng = random.Random(seed)
     document = irregular(rng)
     largest = max((shard["bytes"] for shard in document["shards"]), default=1)
-    # Where a ToR has no circuits, `make_plan` makes it a pod: rounds know only of pods.
+    # `make_plan` turns a ToR without circuits into a pod; rounds only handle pods.
     document["tor_circuits"] = {tor: max(1, each) for tor, each in document["tor_circuits"].items()}
     try:
         lower_bound_s(problem_of(document))
@@ -52,7 +52,7 @@ def test_rounds_do_what_the_contract_says_and_nobody_waits_below_others(seed: in
     ],
     ids=str,
 )
-def test_shards_of_less_than_a_chunk_are_near_the_bound(site: Document, most: float) -> None:
+def test_shards_below_a_chunk_are_near_bound(site: Document, most: float) -> None:
     document = regular(total=5e6 * site["shards"], **site)
     problem = problem_of(document)
     plan = make_plan(problem)
@@ -61,7 +61,7 @@ def test_shards_of_less_than_a_chunk_are_near_the_bound(site: Document, most: fl
 
 
 @pytest.mark.parametrize("tp", [1, 4])
-def test_many_small_shards_are_near_the_bound_beside_a_large_one(tp: int) -> None:
+def test_many_small_shards_with_a_large_one_are_near_bound(tp: int) -> None:
     site = regular(tp=tp, shards=200, total=200 * 5e6)
     site["shards"].append({**site["shards"][0], "id": "embedding", "bytes": 2_000_000_000})
     problem = problem_of(site)
@@ -70,14 +70,14 @@ def test_many_small_shards_are_near_the_bound_beside_a_large_one(tp: int) -> Non
     assert plan.estimate_s <= 1.35 * plan.lower_bound_s
 
 
-def test_pieces_double_from_wave_to_wave() -> None:
-    """One shard to eight endpoints of one pod: one enters, then 2, 4, 8 have it."""
+def test_copies_double_from_wave_to_wave() -> None:
+    """One shard for eight endpoints of one pod: one copy enters, then 2, 4 and 8 endpoints have it."""
     site = regular(1, 1, 8, tp=1, shards=1, total=1e9)
     _, plan = in_rounds(site, 10**9)
     assert [len(wave.edges.src) for wave in plan.waves] == [1, 1, 2, 4]
 
 
-def test_what_no_circuit_leads_to_is_said() -> None:
+def test_pod_without_circuits_is_reported() -> None:
     site = regular(1, 1, 8, tp=1, shards=1, circuits=0)
     with pytest.raises(Unreachable, match="no circuit leads to"):
         list(rounds(problem_of(site), 10**12))

@@ -1,4 +1,4 @@
-"""Weight sync: whatever the site, the plan does what the contract says; on regular ones it is near what can be."""
+"""Weight sync: plans for any site satisfy the contract; on regular sites they are near the bound."""
 
 import itertools
 import random
@@ -28,7 +28,7 @@ def planned(document: Document) -> SyncPlan:
 
 
 @given(seeds)
-def test_any_plan_does_what_the_contract_says_and_there_is_one_where_there_is_a_way(seed: int) -> None:
+def test_plan_satisfies_contract_and_exists_if_possible(seed: int) -> None:
     document = irregular(random.Random(seed))
     if has_way(document):
         planned(document)
@@ -38,7 +38,7 @@ def test_any_plan_does_what_the_contract_says_and_there_is_one_where_there_is_a_
 
 
 @given(seeds)
-def test_plans_keep_to_links_as_they_are(seed: int) -> None:
+def test_plan_uses_only_given_links(seed: int) -> None:
     document = linked(random.Random(seed))
     if has_way(document):
         planned(document)
@@ -61,7 +61,8 @@ def test_oversubscribed_sites_are_near_the_bound(seed: int) -> None:
 
 
 def has_way(document: Document) -> bool:
-    """Copies spread step by step: each receiver is reached by somebody who has it and may send to it."""
+    """Return whether copies can spread step by step: each receiver is reached by an endpoint that has the shard and may
+    send to it."""
     circuits = {pod["id"]: pod["boundary_circuits"] for pod in document["pods"]}
     ends = {end["id"]: end for end in document["endpoints"]}
 
@@ -89,7 +90,7 @@ def has_way(document: Document) -> bool:
 
 @pytest.mark.exact
 @given(seeds)
-def test_naive_is_what_an_independent_linear_program_finds(seed: int) -> None:
+def test_naive_time_matches_independent_linear_program(seed: int) -> None:
     document = irregular(random.Random(seed))
     expected_s = directly_s(document)
     if expected_s is None:
@@ -100,7 +101,7 @@ def test_naive_is_what_an_independent_linear_program_finds(seed: int) -> None:
 
 @pytest.mark.exact
 @given(seeds)
-def test_naive_over_links_is_what_the_program_finds_too(seed: int) -> None:
+def test_naive_time_over_links_matches_linear_program(seed: int) -> None:
     document = linked(random.Random(seed))
     expected_s = directly_s(document)
     if expected_s is not None:
@@ -108,7 +109,7 @@ def test_naive_over_links_is_what_the_program_finds_too(seed: int) -> None:
 
 
 def directly_s(document: Document) -> float | None:
-    """One variable for each holder of each shard of each receiver, and the time. None: not every way is open."""
+    """Solve with one variable per holder, shard and receiver, plus the time. None: some receiver is unreachable."""
     ends = {end["id"]: end for end in document["endpoints"]}
     capacity: dict[tuple[str, str], float] = {}
     for end in document["endpoints"]:
@@ -124,7 +125,7 @@ def directly_s(document: Document) -> float | None:
             capacity["link", f"{one} {other}"] = link["circuits"] * link["gbps"]
     row = {limit: number for number, limit in enumerate(capacity)}
     columns: list[np.ndarray[Any, Any]] = []
-    sums: list[int] = []  # [column], the delivery that it is a part of
+    sums: list[int] = []  # [column], its delivery
     deliveries = 0
     for shard in document["shards"]:
         for receiver in sorted(set(shard["receivers"]) - set(shard["holders"])):
@@ -172,13 +173,13 @@ def directly_s(document: Document) -> float | None:
     ],
     ids=lambda value: "-".join(f"{name}={each}" for name, each in value.items()) if isinstance(value, dict) else None,
 )
-def test_regular_sites_are_near_the_bound(site: Document, most: float) -> None:
+def test_regular_sites_are_near_bound(site: Document, most: float) -> None:
     plan = planned(regular(**site))
     assert plan.estimate_s <= most * plan.lower_bound_s
 
 
 @pytest.mark.parametrize(("gbps", "circuits", "most"), [(200, 1, 1.2), (100, 2, 1.25)])
-def test_pods_that_are_all_joined_are_near_the_bound(gbps: int, circuits: int, most: float) -> None:
+def test_fully_connected_pods_are_near_bound(gbps: int, circuits: int, most: float) -> None:
     site = regular(2, 6, 16, tp=4, circuits=1000)
     pods = [pod["id"] for pod in site["pods"]]
     site["links"] = [{"a": a, "b": b, "circuits": circuits, "gbps": gbps} for a, b in itertools.combinations(pods, 2)]
@@ -186,7 +187,7 @@ def test_pods_that_are_all_joined_are_near_the_bound(gbps: int, circuits: int, m
     assert plan.estimate_s <= most * plan.lower_bound_s
 
 
-def test_what_crosses_a_slow_link_between_sites_crosses_it_once() -> None:
+def test_shard_crosses_slow_link_between_sites_once() -> None:
     site = regular(1, 4, 8, tp=1, circuits=1000, shards=8, holders=1)
     links = [("train0", "gen0", 200), ("train0", "gen1", 200), ("gen1", "gen2", 10), ("gen2", "gen3", 200)]
     site["links"] = [{"a": a, "b": b, "circuits": 2, "gbps": gbps} for a, b, gbps in links]
@@ -195,7 +196,7 @@ def test_what_crosses_a_slow_link_between_sites_crosses_it_once() -> None:
     assert plan.estimate_s <= 1.2 * plan.lower_bound_s
 
 
-def test_fewer_waves_are_taken_where_waves_cost() -> None:
+def test_fewer_waves_are_used_if_waves_cost() -> None:
     site = regular(1, 2, 4, tp=1, shards=1, total=200e6, circuits=2, holders=1, chunk_bytes=4 << 20)
     problem = problem_of(site)
     plain, costly = make_plan(problem), make_plan(problem, wave_s=0.01)
@@ -208,25 +209,25 @@ def test_fewer_waves_are_taken_where_waves_cost() -> None:
 @pytest.mark.parametrize(
     "site", [{"tp": 8, "shards": 64}, {"tp": 4, "shards": 64, "circuits": 16}, {"tp": 1, "shards": 32, "circuits": 16}]
 )
-def test_large_sites_are_near_the_bound(site: Document) -> None:
+def test_large_sites_are_near_bound(site: Document) -> None:
     plan = make_plan(problem_of(regular(8, 24, 64, holders=8, **site)))
     assert plan.estimate_s <= 1.35 * plan.lower_bound_s
 
 
-def test_nothing_to_send_is_no_wave() -> None:
+def test_empty_problem_has_no_wave() -> None:
     for shards in ([], [{"id": "s", "bytes": 9, "holders": ["gen0-00"], "receivers": ["gen0-00"]}]):
         plan = planned(regular(shards=1) | {"shards": shards})
         assert (plan.waves, plan.estimate_s, plan.lower_bound_s, plan.naive_s) == ((), 0.0, 0.0, 0.0)
 
 
-def test_what_a_pod_holds_needs_no_circuit() -> None:
+def test_shard_held_in_pod_needs_no_circuit() -> None:
     site = regular(1, 1, 8, shards=1, circuits=0)
     names = [end["id"] for end in site["endpoints"] if end["pod"] == "gen0"]
     site["shards"] = [{"id": "s", "bytes": 10**9, "holders": names[:1], "receivers": names}]
     assert not any(wave.edges.circuits.any() for wave in planned(site).waves)
 
 
-def test_many_small_shards_beside_a_large_one() -> None:
+def test_many_small_shards_with_a_large_one() -> None:
     site = regular(1, 2, 8, tp=2, shards=40, total=2e8)
     site["shards"].append({**site["shards"][0], "id": "embedding", "bytes": 2_000_000_000})
     planned(site)

@@ -263,7 +263,7 @@ class CircuitRun(Description[CircuitStep]):
         return None
 
     def _by_reading(self, failure: str) -> frozenset[int] | None:
-        """Decide from the last reading of the switch."""
+        """Return the steps that the last reading shows as done, or None if the change must not continue."""
         diff, now = self.operation.diff, self._now
         assert self._facts is not None
         self._undoes = False

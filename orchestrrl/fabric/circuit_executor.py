@@ -92,7 +92,7 @@ class CircuitExecutor:
             return await self._carry_out(run)
 
     async def _as_it_is(self, switch: str, change: CircuitChange) -> CircuitOutcome:
-        """Return the outcome of a change that needs no command. A cross-connect that is listed need not be tuned."""
+        """Return the outcome of a change that needs no command. It is done only if its circuits are tuned."""
         driver = self._switches[switch]
         facts, reading = await driver.facts(), await driver.cross_connects()
         states = {circuit.cross_connect: circuit.state for circuit in reading.circuits}

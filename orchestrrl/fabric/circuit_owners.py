@@ -38,7 +38,8 @@ class CircuitOwners:
                 self._written[switch] = pairs
 
     def begun(self, switch: str, diff: CircuitDiff) -> None:
-        """Record that a change is sent, or may have been. Not journalled: the journal has its intent."""
+        """Take ownership of the circuits of a change before it is sent. Not journalled, as the journal has its
+        intent."""
         self._ours[switch].take(diff.add)
 
     def ended(self, switch: str, gone: Iterable[CrossConnect], taken_over: Sequence[CrossConnect] = ()) -> None:

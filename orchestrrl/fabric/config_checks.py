@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # slow to import, and most configurations have no fabric
 
 
 def router_faults(listing: Any, site: "Site") -> list[str]:
-    """Return the faults of `fabric.routers`; entries of the wrong type are left to the schema."""
+    """Return the faults of `fabric.routers`. Entries of the wrong type are skipped, since the schema reports them."""
     if not isinstance(listing, list):
         return []
     entries = [(f"fabric.routers[{index}]", entry) for index, entry in enumerate(listing) if isinstance(entry, dict)]
@@ -154,7 +154,7 @@ def read_fabric_site(section: Any, folder: Path) -> tuple["Site | None", list[st
 
 
 def fabric_faults(document: dict[Any, Any], site: "Site | None") -> list[str]:
-    """Return the faults between the site and the rest of the configuration."""
+    """Check the site against the rest of the configuration, and return the faults."""
     if site is None:
         return []
     listing = document.get("ocs")

@@ -127,7 +127,7 @@ class CircuitCoordinator:
         return self.expect(intent, within_s, boundary=boundary)
 
     def expect(self, intent: Intent, within_s: float = 0.0, *, boundary: bool = False) -> AnnouncedPeriod:
-        """Queue a period whose intent is given. Otherwise like `announce`."""
+        """Queue a period with the given intent; otherwise like `announce`."""
         now_s = self._clock.now_s()
         self._book.record(intent, now_s)
         id = f"c{self._generation}-{next(self._numbers)}"
@@ -145,7 +145,7 @@ class CircuitCoordinator:
         return made
 
     def withdraw(self, period: AnnouncedPeriod, why: str) -> None:
-        """Stop waiting for a period: stages that have not begun are dropped. Harmless when it is over."""
+        """Withdraw a period: stages that have not begun are dropped. Harmless if it is over."""
         hold = Hold("withdrawn", why)
         if self._queue.remove(period):
             self._keep(period, hold)
@@ -526,8 +526,8 @@ class CircuitCoordinator:
             each.woken.set()
 
     def _reallocate(self) -> None:
-        """Announce the periods whose circuits are up again, under the current constraints, unless their lane has one
-        coming."""
+        """Announce again, under the current constraints, the periods whose circuits are up, unless their lane has a
+        newer one."""
         coming = {each.lane for each in (*self._queue, *self.active)}
         for (job, stage), period in list(self._up.items()):
             intent = self._book.get(period, job)

@@ -25,10 +25,10 @@ MASKS = "switch SWITCH, port SWITCH:PORT, circuit SWITCH:PORT-PORT, nic SERVER:I
 
 
 class OperatorOverrides:
-    """The current override and masks of one site. Construction recovers them from the journal."""
+    """The pins, override and masks that operators set for one site. Construction recovers them from the journal."""
 
     def __init__(self, site: Site, journal: Journal, clock: Clock, changed: Callable[[], None] = lambda: None) -> None:
-        """`changed` is called after each change."""
+        """Load the stored constraints. `changed` is called after each change."""
         self._site = site
         self._nics = {str(server.id): len(server.tors) for server in site.servers}
         self._journal = journal

@@ -66,7 +66,8 @@ class FabricRouting:
 
     @asynccontextmanager
     async def standing_still(self) -> AsyncIterator[None]:
-        """Keep packets where they are during the block, in light or not, while cables are checked."""
+        """Suspend rerouting during the block, while cables are checked. Packets keep their routes even if light
+        changes."""
         async with self._turn:
             was, self._is_changing = self._is_changing, True
             try:
@@ -107,8 +108,8 @@ class FabricRouting:
     async def reroute(self, usable: Iterable[PortPair]) -> str:
         """Route over all links that these cross-connects form, and return the remaining faults.
 
-        A cross-connect that went away undrained counts as up while its switch does not answer; the light on its link
-        decides."""
+        If a cross-connect disappears undrained and its switch does not answer, it still counts as up: the light on its
+        link decides."""
         async with self._turn:
             wanted = frozenset(usable)
             gone = self._over - wanted

@@ -35,7 +35,7 @@ KEPT = 64  # sets of circuits whose routes are cached
 
 
 class NotDrained(Retryable):
-    """Raised if routers still send packets to circuits that were to go down, or may do so. The circuits must stay up.
+    """Raised if routers still send, or may send, packets to circuits that were to go down. The circuits must stay up.
     `Rerouting.reroute` restores the routes that were moved off them."""
 
     def __init__(self, routers: Mapping[EndpointId, str]) -> None:
@@ -201,7 +201,7 @@ class Rerouting:
         return found
 
     async def _silent_ones(self, links: Collection[RoutedLink]) -> dict[RoutedLink, str]:
-        """Return the circuits whose far end is not the expected router. A light signal alone does not prove that."""
+        """Return the circuits whose far end is not the expected router. Light alone does not identify the far end."""
         hops: dict[EndpointId, dict[NextHop, RoutedLink]] = {}
         for link in links:
             (a, interface_a), (b, interface_b) = link.ends

@@ -21,8 +21,8 @@ def unannounced(
 ) -> tuple[frozenset[str], frozenset[str]]:
     """Return traced jobs that never announced their training, as two sets. `traced` maps a job to its hosts.
 
-    The first set has hosts in PoDs whose circuits the intent may change. The second has a host that is no server of the
-    site, so its circuits are unknown."""
+    Jobs of the first set have hosts in PoDs whose circuits the intent may change. Other jobs are in the second set if a
+    host is not a server of the site, because their circuits are unknown."""
     touched = _touched(site, intent)
     pod_of = {str(server.id): server.pod for server in site.servers}
     silent = {job: hosts for job, hosts in traced.items() if job != intent.job and job not in announced}

@@ -94,7 +94,7 @@ class ReservedPart(Section):
 
 
 class SitePart(Section):
-    """The whole document."""
+    """The document of a site, with all its parts."""
 
     link_gbps: Gbps
     nic_gbps: Gbps

@@ -140,8 +140,8 @@ class StageCommitter:
         return self.windows.watch(jobs, need.total_s, order.period.woken) if jobs else None
 
     def _boundary(self, order: StageOrder, need: CommitNeed) -> Hold | None:
-        """Return None if the stage may run at the boundary, or why not. No rank sends while the caller is paused, so no
-        window is needed."""
+        """Return why the stage may not run at the boundary, or None if it may. No rank sends while the caller is
+        paused, so no window is needed."""
         now_s = self.clock.now_s()
         verdict = self._verdict(order, None, need, now_s)
         if isinstance(verdict, Hold):

@@ -79,7 +79,7 @@ class SiteReading:
 
 
 class SwitchReader:
-    """Reads the site's switches. `drivers` must have all of them."""
+    """Reads the site's switches. `drivers` must contain a driver for each switch."""
 
     def __init__(self, site: Site, drivers: Mapping[OcsId, OcsDriver], clock: Clock, owners: CircuitOwners) -> None:
         self._site = site

@@ -216,7 +216,7 @@ class FabricVerifier:
 
 
 def reading_faults(book: frozenset[PortPair], site_reading: SiteReading) -> list[CablingFault]:
-    """Return the faults between the switches' readings and the owned circuits."""
+    """Compare the switches' readings with the owned circuits, and return the faults."""
     faults = [CablingFault("silent_switch", switch, why) for switch, why in sorted(site_reading.unread.items())]
     for pair in sorted(book - site_reading.of_site):
         if pair.switch not in site_reading.unread:

@@ -71,7 +71,7 @@ class SiteLayer:
 
 
 def views(site: Site) -> tuple[SiteLayer | None, tuple[SiteLayer, ...]]:
-    """Return the core's layer, or None without one, and the layer of every PoD."""
+    """Return the core's layer (None if the site has no core) and the layer of every PoD."""
     single = {pod.id for pod in site.pods if len(site.uplinks_of[pod.id]) == 1}
     roles = {pod.id: pod.role for pod in site.pods}
     ends = {

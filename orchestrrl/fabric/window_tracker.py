@@ -35,7 +35,7 @@ Jobs = Mapping[str, frozenset[int]]  # ranks by job
 
 @dataclass(frozen=True, slots=True)
 class WatchWindows:
-    """Report windows of this job that last `need_s`, as they open and close."""
+    """An order to report windows of this job that last `need_s`, as they open and close."""
 
     id: int
     job: str
@@ -55,7 +55,7 @@ class ClockPing:
 
 @dataclass(frozen=True, slots=True)
 class RequestSummary:
-    """Report a summary of the iterations of all ranks, once."""
+    """An order to report a summary of the iterations of all ranks, once."""
 
 
 Order = WatchWindows | StopWatching | ClockPing | RequestSummary
@@ -173,8 +173,8 @@ class TrafficWatch:
 
 
 class WindowTracker:
-    """Tracks every host whose agent reads recorders. `quantile` is the quantile of a window's predicted length that is
-    relied on."""
+    """Tracks every host whose agent reads recorders. `quantile`: the quantile of a window's predicted length to rely
+    on."""
 
     def __init__(self, clock: Clock, quantile: float = QUANTILE, most_hosts: int = 8192) -> None:
         self.quantile = quantile
@@ -252,8 +252,8 @@ class WindowTracker:
         return few(listed, MOST_LISTED, ", ") or "none"
 
     async def slack_json(self) -> str:
-        """Return the hosts' summaries of their ranks' iterations. They cost the agents work, so only operators request
-        them."""
+        """Return the hosts' summaries of their ranks' iterations. Collecting them is expensive for agents, so only
+        operator commands request it."""
         asked = [host for host in self.current_hosts() if host.stream is not None]
         for host in asked:
             host.slack_reported.clear()

@@ -50,7 +50,7 @@ def faults_seen(
     site: Site, interfaces: Mapping[Port, Interface], up: Iterable[PortPair], seen: ObservedCables
 ) -> tuple[CablingFault, ...]:
     """Find faults by the light of existing circuits. Two cables of one ToR that lead to the same other ToR are
-    indistinguishable this way; a walk (`traced`) can tell them apart."""
+    indistinguishable this way; a walk (`traced`) can distinguish them."""
     ends = _ends(links_up(site, up, interfaces), interfaces)
     dark = {here for here in ends.keys() - seen.signals if here[0] not in seen.silent}
     strays = (seen.signals & set(interfaces.values())) - ends.keys()

@@ -40,7 +40,7 @@ class ClockExchange:
 
 @dataclass(frozen=True, slots=True)
 class ClockOffset:
-    """The other clock minus ours is `offset_s`, plus or minus `bound_s`."""
+    """An estimated clock offset: the other clock minus ours is `offset_s`, plus or minus `bound_s`."""
 
     offset_s: float
     bound_s: float

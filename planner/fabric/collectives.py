@@ -20,7 +20,7 @@ TRANSFERS_AT_ONCE = 2_000_000
 
 @dataclass(frozen=True, slots=True)
 class RankTransfers:
-    """`sent_bytes[i]` go from rank `sources[i]` to rank `destinations[i]`."""
+    """Transfers between ranks: `sent_bytes[i]` go from rank `sources[i]` to rank `destinations[i]`."""
 
     sources: Ints
     destinations: Ints

@@ -112,7 +112,7 @@ class RankPlacement:
 
     @cached_property
     def tor(self) -> Ints:
-        """[index in `ranks`], the rank's ToR, or NONE without a NIC."""
+        """The ToR of each rank, [index in `ranks`], or NONE without a NIC."""
         return np.where(self.nic == NONE, NONE, self.nic_tor[self.nic])
 
     @cached_property
@@ -121,12 +121,12 @@ class RankPlacement:
 
     @cached_property
     def pod(self) -> Ints:
-        """[index in `ranks`], number of its PoD."""
+        """The number of each rank's PoD, [index in `ranks`]."""
         return np.where(self.tor == NONE, NONE, self.tor_pod[self.tor])
 
     @cached_property
     def tor_pod(self) -> Ints:
-        """[ToR], number of its PoD."""
+        """The number of each ToR's PoD, [ToR]."""
         numbers = {pod.id: number for number, pod in enumerate(self.site.pods)}
         return np.array([numbers[tor.pod] for tor in self.site.tors], dtype=np.int64)
 

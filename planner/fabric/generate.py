@@ -110,12 +110,12 @@ class SiteShape:
 
     @property
     def nics_per_rail(self) -> int:
-        """NICs of one server on each rail."""
+        """Number of NICs of one server on each rail."""
         return self.nics_per_server // self.rail_count
 
     @property
     def blocks(self) -> int:
-        """Groups of a PoD's servers that share ToRs."""
+        """Number of groups of a PoD's servers that share ToRs."""
         most = self.servers_per_tor or max(1, _TOR_NICS // self.nics_per_rail)
         return -(-self.servers_per_pod // most)
 
@@ -126,12 +126,12 @@ class SiteShape:
 
     @property
     def uplinks(self) -> int:
-        """Uplinks per PoD. A single PoD has no core."""
+        """Number of uplinks per PoD. A single PoD has no core."""
         return self.uplinks_per_pod if self.pods > 1 else 0
 
     @property
     def uplink_lanes(self) -> int:
-        """Fibres per uplink."""
+        """Number of fibres per uplink."""
         lanes = self.core_lanes or self.blocks * self.rail_count * self.tor_fibres // 2
         return max(1, lanes // self.uplinks_per_pod)
 

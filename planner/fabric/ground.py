@@ -11,8 +11,8 @@ from planner.fabric.topology import RESPONSES, Lane, Site
 
 
 def failed_ports(site: Site, failures: FabricFailures) -> frozenset[Port]:
-    """Return all ports that circuits must not use, including those of failed switches. A failed cross-connect excludes
-    both its ports, because it is unknown which end failed."""
+    """Return all ports that circuits must not use because of failures, including those of failed switches. A failed
+    cross-connect excludes both its ports, because it is unknown which end failed."""
     of_switches = {
         (switch.id, port)
         for switch in site.switches

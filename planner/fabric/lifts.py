@@ -35,8 +35,8 @@ def place_in_core(
 def evened_out(
     placed: PlacedCircuits, lanes: Mapping[EndpointId, Iterable[Lane]], rooms: Mapping[EndpointId, AggRoom]
 ) -> tuple[PortPair, ...]:
-    """Return as many circuits on the same core switches, with new ones moved to the lanes whose far ends have the most
-    free ToR ports.
+    """Move new circuits to the core lanes whose far ends have the most free ToR ports; their counts per core switch
+    stay.
 
     Two ToRs can only be connected on a switch where both have a port, so lifts must not exhaust one switch of a PoD."""
     kept = frozenset(placed.kept)

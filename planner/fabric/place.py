@@ -235,7 +235,7 @@ def _missing(layout: CircuitLayout) -> list[tuple[int, int]]:
 
 
 def _improvable(layout: CircuitLayout) -> list[tuple[int, int]]:
-    """Return the pairs that might keep more circuits, with the switches of those."""
+    """Return the pairs that might keep more circuits, each with a switch where it might."""
     counting = layout.counting
     return [
         (pair, home)

@@ -6,8 +6,8 @@ one. So of a pair's circuits on a switch, as many are kept as are up there, and 
 A circuit is put on a switch where one of its endpoints has no free port. Another circuit of that endpoint moves to a
 switch where the endpoint has a port; that may exceed the ports at its far end, and so on until a far end has room. With
 two switches these are the Kempe chains of edge colouring. If these fail, a chain may also drop a circuit and put a
-missing one in its place, which alone is an augmenting path of a matching. The search prefers chains that drop the
-fewest kept circuits."""
+missing one in its place, as an augmenting path of a matching does. The search prefers chains that drop the fewest kept
+circuits."""
 
 import heapq
 from collections.abc import Mapping, Sequence

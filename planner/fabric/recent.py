@@ -22,7 +22,7 @@ SHRINK = 0.5  # factor for the least value if it is undercut with probability 1/
 
 @dataclass(frozen=True, slots=True)
 class QuantileBound:
-    """The next value lies beyond `value_s`, except with a probability of at most `risk`."""
+    """A bound on the next value: it lies beyond `value_s`, except with a probability of at most `risk`."""
 
     value_s: float
     risk: float

@@ -198,8 +198,8 @@ class PairChains:
 
 
 def needs(larger_bytes: Floats, limit_bytes: float, most: int) -> Ints:
-    """Return [pair] the fewest circuits, at least one, that keep each within the limit; `most` + 1 if more are
-    needed."""
+    """Return the fewest circuits per pair, at least one, that keep each circuit within the limit; `most` + 1 if more
+    are needed."""
     with np.errstate(over="ignore"):
         need = np.clip(np.ceil(larger_bytes / limit_bytes), 1, most + 1)
     need -= (need > 1) & (larger_bytes / np.maximum(need - 1, 1) <= limit_bytes)  # corrects rounding of the quotient
@@ -315,8 +315,8 @@ class _Choice:
         return True
 
     def _put_now(self, freed: Ints, ports: Ints) -> Floats:
-        """Return [side] the gain of inserting its pair now, after `freed` endpoints have regained `ports` ports
-        each."""
+        """Return the gain of inserting each side's pair now, [side], after its `freed` endpoint has regained `ports`
+        ports."""
         chains = self.chains
         free = self.free.copy()
         free[freed] += ports

@@ -22,7 +22,8 @@ class RemovalOrder:
     missed: frozenset[int]
 
     def cost(self, moves: TransitionMoves) -> tuple[int, int]:
-        """Return the pairs that go dark, then the endpoints that become thin: minimised in this order."""
+        """Return the number of pairs that go dark and of endpoints that become thin, which are minimised in this
+        order."""
         pairs = sum(moves.floors[floor].is_pair for floor in self.missed)
         return pairs, len(self.missed) - pairs
 

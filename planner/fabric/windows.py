@@ -198,7 +198,8 @@ class CommitTimes:
         return len(self._measured.get((switch, "device_s"), ()))
 
     def need(self, switches: Iterable[OcsId], margin_s: float) -> CommitNeed:
-        """Return the time to change all these switches concurrently: the slowest per part."""
+        """Return the expected times of changing all these switches concurrently: per part, that of the slowest
+        switch."""
         slowest = dict.fromkeys(("device_s", "route_s", "control_s"), 0.0)
         for switch in set(switches):
             stated_s = self.stated_s.get(switch, 0.0) * DEVICE_FACTOR + LINK_UP_S

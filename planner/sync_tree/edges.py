@@ -78,7 +78,7 @@ def _spread(pod: LocalPod, only: Sequence[tuple[set[int], set[int]]]) -> tuple[f
 
 
 def _only_ways(pod: LocalPod, piece: LocalPiece, budget: list[float]) -> tuple[set[int], set[int]]:
-    """Return the only endpoint with time to send the piece, and the only ToR that it can leave upwards from. A set is
+    """Return the only endpoint with time to send the piece, and the only ToR from which it can leave upwards. A set is
     empty if there is a choice or nothing to send."""
     able = {source for source in piece.sources if budget[source] >= piece.gigabits * _LESS and piece.receivers}
     here = {pod.tor[source] for source in piece.sources}

@@ -16,7 +16,7 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class LocalShard:
-    """A tensor of one rank."""
+    """The part of a tensor that one rank stores."""
 
     axis: int  # the axis that the boxes are stacked along; they are equal on all others
     boxes: tuple[Box, ...]
@@ -197,7 +197,7 @@ def chunk(length: int, part: int, of: int) -> Range:
 
 
 def between(ranges: Sequence[Range], first: int, last: int) -> list[Range]:
-    """Return what lies between two positions of consecutive ranges."""
+    """Return the parts of consecutive ranges that lie between two positions of their concatenation."""
     found, at = [], 0
     for start, end in ranges:
         a, b = max(start, start + first - at), min(end, start + last - at)

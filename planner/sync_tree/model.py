@@ -93,7 +93,7 @@ class SyncProblem:
 
     @property
     def fastest_gbps(self) -> Floats:
-        """[pod], the rate of the fastest circuit that leads there."""
+        """The rate of the fastest circuit into each pod, [pod]."""
         if self.pairs is None:
             return np.full(len(self.pods), self.link_gbps)
         fastest: Floats = np.where(self.pairs.circuits > 0, self.pairs.gbps, 0.0).max(axis=0, initial=0.0)

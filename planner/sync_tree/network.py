@@ -201,7 +201,8 @@ def left_for_moves(
     stations: Mapping[PeerId, NetworkStation],
     among: Collection[PeerId],
 ) -> LeftForMoves:
-    """Return what edges (source, destination, Gb/s) leave at the peers whose hosts KV moves between (`among`).
+    """Return the NIC share that edges (source, destination, Gb/s) leave to KV moves between the hosts of the peers
+    `among`.
 
     An edge of 0 Gb/s is not limited and can use all capacity of its ends. A NIC is shared evenly among flows that would
     fill it, per direction."""

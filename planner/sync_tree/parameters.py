@@ -32,7 +32,8 @@ class FusedPart:
 
 @dataclass(frozen=True, slots=True)
 class ParameterSplit:
-    """How TP divides a parameter, and whether its first axis is experts. `axis` None: every rank has all of it."""
+    """The division of a parameter by TP, and whether its first axis is experts. `axis` None: every rank has all of
+    it."""
 
     axis: int | None
     parts: tuple[FusedPart, ...] = ()  # concatenated along that axis; each is divided separately

@@ -32,7 +32,7 @@ class _Piece:
 
 @dataclass(slots=True)
 class _Group:
-    """Pieces in order that the same receivers of a pod miss and no endpoint in it has."""
+    """Pieces, in order, that the same receivers of a pod miss and that no endpoint of the pod has."""
 
     pod: int
     receivers: Ints
@@ -137,7 +137,7 @@ class _Rounds:
         return self._finished()
 
     def _spread(self, budget: _Budget, piece: _Piece, ends: Ints) -> None:
-        """Inside a pod, send the piece from free endpoints that have it to free endpoints that lack it."""
+        """Send the piece inside a pod, from free endpoints that have it to free endpoints that lack it."""
         size = piece.gigabits * _LESS
         sources = ends[self._has[piece.number, ends] & (budget.sent[ends] >= size)]
         missing = ends[self._missing[piece.number, ends] & (budget.received[ends] >= size)]

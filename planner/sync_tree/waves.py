@@ -32,7 +32,7 @@ class BroadcastStrategy:
 
 @dataclass(slots=True)
 class PieceGroup:
-    """Pieces in order that the same receivers of a pod miss."""
+    """Pieces, in order, that the same receivers of a pod miss."""
 
     pod: int
     receivers: Ints

@@ -38,8 +38,8 @@ class AppliedRoutes:
 
 @dataclass(frozen=True, slots=True)
 class RouteReading:
-    """The driver's routes, and the prefixes of routes that others own where its routes would go. `idle`: the driver's
-    prefixes that the router does not forward by yet, or not over all of their next hops."""
+    """The routes that a driver owns, as read. `foreign`: prefixes of other routes that conflict with them. `idle`:
+    owned prefixes that the router does not forward by yet, or not over all of their next hops."""
 
     table: RouteTable
     foreign: frozenset[str] = frozenset()

@@ -130,4 +130,4 @@ def _default_vrf(configuration: str) -> list[str]:
 
 
 class FrrRouter(RouterDriver, options=FrrOptions, wire=FrrWire):
-    """The driver `frr`."""
+    """The route driver for routers that run FRRouting."""

@@ -82,4 +82,4 @@ def _shares(row: dict[str, Any]) -> dict[tuple[str, str], int]:
 
 
 class IprouteRouter(RouterDriver, options=IprouteOptions, wire=IprouteWire):
-    """The driver `iproute`."""
+    """The route driver for Linux routers, based on iproute2."""

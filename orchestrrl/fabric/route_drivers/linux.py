@@ -1,5 +1,5 @@
 """Run commands on a Linux router, local or remote (`ip ...`, `ip netns exec NAME ip ...`, `ssh tor3 ip ...`), and read
-its interfaces and neighbours by `ip -json`. Routes are handled by the products."""
+its interfaces and neighbours by `ip -json`. The modules of the products handle routes."""
 
 import asyncio
 import json
@@ -64,7 +64,7 @@ class RouterShell:
 
     @property
     def is_remote(self) -> bool:
-        """False for `ip netns exec`, which is no connection and uses status 255 for an unknown name."""
+        """True if commands run over a connection. `ip netns exec` is none, and uses status 255 for an unknown name."""
         return bool(self.prefix) and self.prefix[0] != "ip"
 
     @property

@@ -167,7 +167,7 @@ class VirtualRouterOptions(RouterOptions):
 
 
 class VirtualRouterDriver(RouterDriver, options=VirtualRouterOptions):
-    """The driver `virtual`: a router inside this process."""
+    """The route driver `virtual`, whose router runs inside this process."""
 
     def _make_wire(self, options: VirtualRouterOptions, clock: Clock) -> VirtualRouterWire:
         self.device = VirtualRouter(options.address, options.interfaces)

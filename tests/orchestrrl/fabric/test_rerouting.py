@@ -28,7 +28,7 @@ def link(a: int, interface_a: int, b: int, interface_b: int) -> RoutedLink:
 
 @pytest.fixture
 async def clock() -> AsyncIterator[VirtualClock]:
-    """Virtual time that advances as fast as the event loop runs."""
+    """Return virtual time that advances as fast as the event loop runs."""
     clock = VirtualClock(1000.0)
 
     async def run() -> None:

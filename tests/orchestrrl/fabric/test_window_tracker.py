@@ -180,7 +180,7 @@ async def test_report_for_earlier_watch_is_discarded(hub: WindowTracker, clock: 
     )
 )
 def test_window_begins_and_ends_within_quiet_of_all_ranks(hosts: list[tuple[float, ...]]) -> None:
-    """For all clock offsets and asymmetric delays."""
+    """Clock offsets and delays in each direction are random."""
 
     async def scene() -> None:
         clock = RestingClock(1000.0)

@@ -24,7 +24,7 @@ def small_site(
     agg_switches: int | None = None,
     uplinks_per_pod: int = 2,
 ) -> Site:
-    """A site of servers with four GPUs and four NICs."""
+    """Return a site of servers with four GPUs and four NICs."""
     return regular_site(
         SiteShape(
             train_pods=train_pods,

@@ -28,7 +28,7 @@ class SlackStep:
 
 
 def layout(layers: int = LAYERS) -> list[SlackStep]:
-    """An iteration of a mixture-of-experts model."""
+    """Return an iteration of a mixture-of-experts model."""
     exchange = Signature("all_to_all", 1, 1 << 20)
     forward = [SlackStep(exchange, 0.012, 0.003, "forward"), SlackStep(exchange, 0.020, 0.003)] * layers
     backward = [SlackStep(exchange, 0.030, 0.003, "backward"), SlackStep(exchange, 0.040, 0.003)] * layers

@@ -126,7 +126,7 @@ def planned(site: Site, pairs: Mapping[Pair, float], bridges: frozenset[Pair] = 
 
 
 def small_tors() -> Site:
-    """Three PoDs of two blocks, with four rails each."""
+    """Return a site of three PoDs of two blocks, with four rails each."""
     return small_site(
         train_pods=3, gen_pods=0, servers_per_pod=4, servers_per_tor=2, tor_uplinks=4, core_lanes=32, response_lanes=0
     )
@@ -137,7 +137,7 @@ def tors_of(site: Site, pod: str) -> list[EndpointId]:
 
 
 def test_light_pair_of_pods_gets_circuit_per_sending_rail() -> None:
-    """By traffic between PoDs, the second pair of PoDs would get one circuit, although eight pairs of ToRs need one."""
+    """Measured between PoDs, the second pair of PoDs would get one circuit, although eight pairs of ToRs need one."""
     site = small_tors()
     one, two, three = (tors_of(site, pod) for pod in ("train0", "train1", "train2"))
     heavy = {pair_of(*ends): 100 * MB for ends in zip(one, two, strict=True)}

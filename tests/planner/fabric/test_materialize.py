@@ -293,7 +293,7 @@ def test_site_of_one_pod_has_no_core() -> None:
 
 
 def test_lifts_leave_ports_for_other_circuits() -> None:
-    """If lifts exhausted one switch of a PoD, some ToR ports would have no peers on their switch."""
+    """Some ToR ports would have no peers on their switch if lifts exhausted one switch of a PoD."""
     site = small_site(servers_per_pod=4, servers_per_tor=1, rails=2, tor_uplinks=8, agg_switches=4, core_lanes=32)
     plan = planned(site, gradients(site), FabricState())
     assert [sum(tier.unplaced.values()) for tier in plan.tiers] == [0] * len(plan.tiers)

@@ -22,7 +22,7 @@ def ocs(number: int) -> OcsId:
 
 
 def regular(tors: int, switches: int, ports: int) -> Cabling:
-    """A pod in which every ToR has equally many adjacent ports on every switch."""
+    """Return a pod in which every ToR has equally many adjacent ports on every switch."""
     return Cabling(
         {
             ocs(switch): {number * ports + port: tor(number) for number in range(tors) for port in range(ports)}
@@ -119,7 +119,7 @@ def test_complete_graph_uses_one_port_on_each_of_as_many_switches(tors: int) -> 
 
 
 def test_kept_circuit_gives_way_if_that_places_another() -> None:
-    """On two switches with a port each, 0-1 is up where 1-2 would fit only if 2 had its port on the other one too."""
+    """Two switches have a port each; 0-1 is up where 1-2 would fit only if 2 had its port on the other one too."""
     cabling = Cabling({ocs(0): {1: tor(0), 2: tor(1), 3: tor(2)}, ocs(1): {1: tor(0), 2: tor(1)}})
     problem = PlacingProblem(cabling, circuits((0, 1, 1), (1, 2, 1)), frozenset((PortPair(ocs(0), 1, 2),)))
     placed = place(problem)
@@ -183,7 +183,7 @@ def test_repeated_placement_changes_nothing(seed: int) -> None:
 
 
 def full_pod(rng: Random, tors: int, switches: int, ports: int) -> frozenset[PortPair]:
-    """A pod with every port in use at random, except a few without possible peers."""
+    """Return a pod with every port in use at random, except a few without possible peers."""
     cabling, found = regular(tors, switches, ports), set()
     for switch, owner in cabling.ports.items():
         free = sorted(owner)

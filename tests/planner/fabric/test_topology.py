@@ -26,7 +26,7 @@ LAB = SwitchModel("lab", 0.012, 16)
 
 
 def small() -> Site:
-    """Two PoDs of a server each; the lanes of train0 end on two switches at either end."""
+    """Return two PoDs of a server each; the lanes of train0 end on two switches at either end."""
 
     def switch(name: str, tier: Tier, pod: EndpointId | None, **ports: tuple[int, ...]) -> Switch:
         return Switch(OcsId(name), tier, pod, LAB, {EndpointId(id.replace("_", "/")): own for id, own in ports.items()})
@@ -123,7 +123,7 @@ def test_invalid_device_is_rejected(reconfiguration_s: float, ports: int) -> Non
 
 
 def test_lookups_of_large_site_scan_each_part_once() -> None:
-    """With 16,384 GPUs, frequent lookups are cached."""
+    """The site has 16,384 GPUs; frequent lookups are cached."""
     site = regular_site(SiteShape(train_pods=24, gen_pods=40, servers_per_pod=32))
     assert len(site.server_of) == 16_384
     assert len(site.lanes) == 64 * 128

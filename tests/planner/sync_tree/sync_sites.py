@@ -24,7 +24,8 @@ def regular(
     chunk_bytes: int = 16 << 20,
     nic_gbps: float = 200.0,
 ) -> Document:
-    """A regular site with engines of `tp` adjacent endpoints: each shard goes to one endpoint of every engine."""
+    """Return a regular site with engines of `tp` adjacent endpoints: each shard goes to one endpoint of every
+    engine."""
     names = [f"train{pod}" for pod in range(train)] + [f"gen{pod}" for pod in range(gen)]
     ends = [
         {"id": f"{pod}-{place:02}", "pod": pod, "tor": f"{pod}-tor{place // 8}", "nic_gbps": nic_gbps}
@@ -56,7 +57,7 @@ def regular(
 
 
 def irregular(rng: random.Random) -> Document:
-    """A random site in which NICs, boundaries, ToRs, sizes, holders and receivers may all be uneven."""
+    """Return a random site in which NICs, boundaries, ToRs, sizes, holders and receivers may all be uneven."""
     pods = [f"p{pod}" for pod in range(rng.randint(1, 4))]
     ends = [
         {
@@ -133,7 +134,7 @@ def oversubscribed(rng: random.Random) -> Document:
 
 
 def linked(rng: random.Random) -> Document:
-    """A random site in which some pairs of PoDs are connected by fixed links of all kinds."""
+    """Return a random site in which some pairs of PoDs are connected by fixed links of all kinds."""
     site = irregular(rng)
     pods = [pod["id"] for pod in site["pods"]]
     site["links"] = [

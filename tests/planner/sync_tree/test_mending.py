@@ -149,7 +149,7 @@ def test_living_peers_get_every_byte_once_after_any_failure(seed: int) -> None:
 
 
 def test_peer_below_dead_one_gets_one_edge_and_forwards() -> None:
-    """In the chain a -> b -> c -> d, b dies."""
+    """Peer b of the chain a -> b -> c -> d dies."""
     feeds = [PeerFlow("s", 0, 9, B, C), PeerFlow("s", 0, 9, C, D)]
     assert mend(feeds, (), {A: {"s": []}, C: {"s": [(4, 5)]}, D: {"s": [(0, 9)]}}) == (
         [PeerFlow("s", 4, 5, A, C)],
@@ -182,7 +182,7 @@ def test_unavailable_bytes_are_lost_and_others_are_not() -> None:
 
 
 def test_unreachable_peer_is_served_after_a_relay() -> None:
-    """Only b reaches c, and a reaches b."""
+    """The only connections lead from b to c and from a to b."""
     missing: Missing = {A: {"s": []}, B: {"s": [(0, 4)]}, C: {"s": [(0, 4)]}}
 
     def past_b(src: PeerId, dst: PeerId) -> float | None:

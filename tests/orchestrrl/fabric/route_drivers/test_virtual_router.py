@@ -15,7 +15,7 @@ from orchestrrl.fabric.route_drivers.virtual import RouterFault, RouterFaultKind
 
 @pytest.fixture
 async def clock() -> AsyncIterator[VirtualClock]:
-    """Virtual time that advances as fast as the event loop runs."""
+    """Return virtual time that advances as fast as the event loop runs."""
     clock = VirtualClock(1000.0)
 
     async def run() -> None:

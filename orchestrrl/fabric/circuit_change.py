@@ -146,11 +146,11 @@ class CircuitRun(Description[CircuitStep]):
             return replace(outcome, detail=detail, evicted=evicted, revision=result.revision, revert_at_s=until_s)
         if self._undone is None:
             return outcome
-        if amiss := _not_undone(operation.diff, self._now):
+        if differences := _not_undone(operation.diff, self._now):
             how = (
                 f"not rolled back: {self._undone}"
                 if self._undone
-                else f"rolled back, but the switch still differs: {amiss}"
+                else f"rolled back, but the switch still differs: {differences}"
             )
             return replace(outcome, detail=f"{self._why}; {how}")
         items = tuple(replace(item, done=False, detail="rolled back" if item.done else item.detail) for item in items)
@@ -351,16 +351,16 @@ def _both(first: CommitResult, second: CommitResult, later_s: float) -> CommitRe
 def _not_undone(diff: CircuitDiff, now: CrossConnectReading) -> str:
     """Return how the circuits of a change differ from their state before it, or "" if they do not."""
     seen = compare(replace(diff, remove=diff.add, add=diff.remove), now)
-    amiss = [f"{pair} is up" for pair in seen.lingering] + [f"{pair} is not up" for pair in seen.missing]
+    differences = [f"{pair} is up" for pair in seen.lingering] + [f"{pair} is not up" for pair in seen.missing]
     states = {circuit.cross_connect: circuit.state for circuit in now.circuits}
-    return few([*amiss, *(f"{pair} is {states[pair]}" for pair in seen.untuned)])
+    return few([*differences, *(f"{pair} is {states[pair]}" for pair in seen.untuned)])
 
 
 def compared_with_before(diff: CircuitDiff, now: CrossConnectReading) -> str:
     """Return how a switch that shows nothing of a change compares with its state before the change."""
     lost, new = sorted(diff.before - now.cross_connects), sorted(now.cross_connects - diff.before)
-    if amiss := _not_undone(diff, now):
-        return f"its circuits are listed as they were, but {amiss}"
+    if differences := _not_undone(diff, now):
+        return f"its circuits are listed as they were, but {differences}"
     if not lost and not new:
         return "the switch is as it was"
     others = few([*(f"-{pair}" for pair in lost), *(f"+{pair}" for pair in new)], between=" ")

@@ -97,10 +97,10 @@ class CircuitExecutor:
         facts, reading = await driver.facts(), await driver.cross_connects()
         states = {circuit.cross_connect: circuit.state for circuit in reading.circuits}
         shown = [(pair, states.get(pair)) for pair in map(facts.normal, change.connect)]
-        amiss = [f"{pair} is listed as {state}" for pair, state in shown if state not in (None, CircuitState.TUNED)]
-        if not amiss:
+        untuned = [f"{pair} is listed as {state}" for pair, state in shown if state not in (None, CircuitState.TUNED)]
+        if not untuned:
             return CircuitOutcome("", switch, done=True, detail="was so already", revision=reading.revision)
-        detail = f"{'; '.join(amiss)}: nothing was sent; disconnect it, then connect it again"
+        detail = f"{'; '.join(untuned)}: nothing was sent; disconnect it, then connect it again"
         return CircuitOutcome("", switch, done=False, detail=detail, revision=reading.revision)
 
     async def confirm(self, switch: str) -> CircuitOutcome:

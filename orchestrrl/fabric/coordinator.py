@@ -312,7 +312,7 @@ class CircuitCoordinator:
 
     async def _attempt(self, period: AnnouncedPeriod) -> Hold | StageFailed | None:
         """Plan and commit the period once; return None if its circuits are up and it is over."""
-        said = self._constraints
+        constraints = self._constraints
         intent = self._bound(period.intent)
         if isinstance(intent, Hold):
             return intent
@@ -333,7 +333,7 @@ class CircuitCoordinator:
             return hold
         await self._think_ahead(site_reading, stages)
         for number, stage in enumerate(stages):
-            outcome = await self._carry_out(period, intent, stage, (said, changes + number), plan)
+            outcome = await self._carry_out(period, intent, stage, (constraints, changes + number), plan)
             if isinstance(outcome, Hold) and number:
                 rest = f"; stages {number + 1} to {len(stages)} were left undone"
                 return replace(outcome, detail=outcome.detail + rest)
@@ -465,8 +465,8 @@ class CircuitCoordinator:
             return period.stop
         if not period.boundary and self._queue.urgent:
             return PUT_OFF
-        said, changes = basis
-        if self._constraints != said or not self._circuits.as_at(changes):
+        constraints, changes = basis
+        if self._constraints != constraints or not self._circuits.as_at(changes):
             return RESTATED
         return self._restraint(intent)
 
@@ -558,9 +558,9 @@ class CircuitCoordinator:
 
     def _end(self, period: AnnouncedPeriod, state: PeriodState, code: str, detail: str) -> None:
         now_s = self._clock.now_s()
-        told = "; ".join(filter(None, (detail, period.report.detail if state is PeriodState.COMMITTED else "")))
-        period.update(state=state, code=code, detail=told, ended_s=now_s)
-        logger.info("period %s: %s %s %s", period.report.period, state, code, told)
+        full_detail = "; ".join(filter(None, (detail, period.report.detail if state is PeriodState.COMMITTED else "")))
+        period.update(state=state, code=code, detail=full_detail, ended_s=now_s)
+        logger.info("period %s: %s %s %s", period.report.period, state, code, full_detail)
         self._book.ended(period.report, now_s)
 
     def _recover(self) -> None:

@@ -24,11 +24,11 @@ from planner.model import EngineId, GpuId, Parallelism
 logger = logging.getLogger(__name__)
 
 PERIOD = "generation"
-HEARD_WITHIN_S = 30.0  # how long a starting daemon waits for a report of every engine that it found
+REPORTED_WITHIN_S = 30.0  # how long a starting daemon waits for a report of every engine that it found
 LOOK_S = 0.25
 RESTED_S = 2.0  # without requests: longer than the gap between two requests
 LOOKED_BACK = 64  # periods
-WORDS_CHARACTERS = 160
+SUMMARY_CHARACTERS = 160
 SYNC_OVER_WITHIN_S = 5.0  # limit on holding the pause barrier, besides its lease
 
 
@@ -121,17 +121,17 @@ class GenerationCircuits:
         """Bring up circuits for engines that run already, once no request is running, and return a summary.
 
         Until then the existing circuits stay, and the list of periods shows it. A redeployment takes precedence."""
-        limit_s = self._clock.now_s() + HEARD_WITHIN_S
+        limit_s = self._clock.now_s() + REPORTED_WITHIN_S
         while not fleet.redeploying() and fleet.idle() is None and self._clock.now_s() < limit_s:
             await self._clock.sleep(LOOK_S)
-        words, at_rest = "", fleet.idle() is True
+        summary, at_rest = "", fleet.idle() is True
         while not self._followed and not fleet.redeploying() and (engines := fleet.serving()):
-            words = await self._announce(engines, boundary=at_rest)
-            logger.info("engines were found running: %s", words)
+            summary = await self._announce(engines, boundary=at_rest)
+            logger.info("engines were found running: %s", summary)
             if at_rest or not await self._rest(fleet):
                 break
             at_rest = True
-        return words
+        return summary
 
     async def _rest(self, fleet: StartingFleet) -> bool:
         """Wait until no request has run for RESTED_S; return False if a redeployment comes first."""
@@ -173,8 +173,8 @@ class GenerationCircuits:
         if not report.over:
             return f"circuits are still changing after {limit_s:g} s: {report.state}"
         changed = sum(commit.moves for commit in report.commits if commit.done)  # may be fewer than planned
-        words = f"circuits {report.state}: {changed} cross-connects changed"
-        return f"{words} ({cut(f'{report.code}: {report.detail}', WORDS_CHARACTERS)})" if report.detail else words
+        summary = f"circuits {report.state}: {changed} cross-connects changed"
+        return f"{summary} ({cut(f'{report.code}: {report.detail}', SUMMARY_CHARACTERS)})" if report.detail else summary
 
     def intent(self, engines: Sequence[ServingEngine]) -> Intent:
         """Return the traffic of these engines among themselves and with the trainers. Raises ValueError for a layout

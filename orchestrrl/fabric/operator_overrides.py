@@ -36,9 +36,9 @@ class OperatorOverrides:
         self._control = FabricControl()
         self.masked: tuple[str, ...] = ()
         self._changed = changed
-        said = journal.newest(EntryKind.FABRIC_CONTROL, _constraints_in)
-        if said is not None:
-            self._control, masked = said
+        stored = journal.newest(EntryKind.FABRIC_CONTROL, _constraints_in)
+        if stored is not None:
+            self._control, masked = stored
             # Drop entries that the current site does not have.
             self.masked = tuple(each for each in masked if not isinstance(self._failure(each), str))
             pins = tuple(each for each in self._control.cross_connects if not self._pin_fault(each))

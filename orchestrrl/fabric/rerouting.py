@@ -58,8 +58,8 @@ class RoutedCircuits:
     def faults_text(self) -> str:
         """The faults in one line; empty if every link is used and every router has its routes. Unreachable pairs are
         left to the plan."""
-        told = (("not used", self.left_out), ("routers with wrong routes", self.failed))
-        return "; ".join(f"{what}: {_listed(some)}" for what, some in told if some)
+        reported = (("not used", self.left_out), ("routers with wrong routes", self.failed))
+        return "; ".join(f"{what}: {_listed(some)}" for what, some in reported if some)
 
 
 @dataclass
@@ -149,10 +149,10 @@ class Rerouting:
     async def signals(self) -> tuple[frozenset[tuple[EndpointId, str]], dict[EndpointId, str]]:
         """Return the interfaces of all routers that have a signal, and the routers that do not report, with the
         reason."""
-        told = await self._each({name: router.links() for name, router in self._routers.items()})
+        reported = await self._each({name: router.links() for name, router in self._routers.items()})
         up: set[tuple[EndpointId, str]] = set()
         silent: dict[EndpointId, str] = {}
-        for name, links in told.items():
+        for name, links in reported.items():
             if isinstance(links, OrchestrRLError):
                 silent[name] = str(links)
             else:
@@ -160,22 +160,22 @@ class Rerouting:
         return frozenset(up), silent
 
     async def answering_routers(
-        self, asked: Mapping[tuple[EndpointId, str], Collection[EndpointId]]
+        self, requested: Mapping[tuple[EndpointId, str], Collection[EndpointId]]
     ) -> dict[tuple[EndpointId, str], frozenset[EndpointId]]:
         """Return which of these routers answer on each interface."""
         hops: dict[EndpointId, dict[NextHop, tuple[str, EndpointId]]] = {}
-        for (name, interface), others in asked.items():
+        for (name, interface), others in requested.items():
             for other in others:
                 if other != name:
                     hop = NextHop(self.domain.routers[other].address, interface)
                     hops.setdefault(name, {})[hop] = (interface, other)
         found = await self._find(hops)
-        heard: dict[tuple[EndpointId, str], set[EndpointId]] = {}
+        answering: dict[tuple[EndpointId, str], set[EndpointId]] = {}
         for name, answered in found.items():
             for hop in () if isinstance(answered, OrchestrRLError) else answered:
                 interface, other = hops[name][hop]
-                heard.setdefault((name, interface), set()).add(other)
-        return {end: frozenset(some) for end, some in heard.items()}
+                answering.setdefault((name, interface), set()).add(other)
+        return {end: frozenset(some) for end, some in answering.items()}
 
     async def _dark_ones(self, links: Collection[RoutedLink]) -> dict[RoutedLink, str]:
         """Return the circuits that cannot carry packets, with the reason. Waits for the light of new circuits."""
@@ -252,14 +252,14 @@ class Rerouting:
         return True
 
     def _note(
-        self, name: EndpointId, asked: tuple[RouteChange, ...], applied: AppliedRoutes | OrchestrRLError, moved: _Moved
+        self, name: EndpointId, order: tuple[RouteChange, ...], applied: AppliedRoutes | OrchestrRLError, moved: _Moved
     ) -> set[tuple[EndpointId, str]]:
         """Record what a router has changed, and return the routes that it has not."""
         if isinstance(applied, OrchestrRLError):
             moved.failed[name] = str(applied)
             if not isinstance(applied, Permanent | Retryable):
                 moved.unread.add(name)
-            return {(name, change.prefix) for change in asked}
+            return {(name, change.prefix) for change in order}
         routes = dict(self._tables[name])
         for change in applied.done:
             routes.pop(change.prefix, None)

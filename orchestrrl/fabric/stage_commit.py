@@ -158,7 +158,7 @@ class StageCommitter:
         """Wait for a window that covers the need; return a Hold if none opens."""
         alarm = asyncio.ensure_future(self.clock.sleep(max(0.0, order.period.deadline_s - self.clock.now_s())))
         alarm.add_done_callback(lambda _: order.period.woken.set())
-        told: Hold | None = None
+        last_hold: Hold | None = None
         short = False  # a window opened, but was too short
         try:
             while True:
@@ -167,7 +167,7 @@ class StageCommitter:
                     if objection in (RESTATED, PUT_OFF):
                         return objection
                     self._unfit(order, short)
-                    return _with_last(objection, told)
+                    return _with_last(objection, last_hold)
                 window = watch.window()
                 now_s = self.clock.now_s()
                 verdict = self._verdict(order, window, need, now_s)
@@ -178,8 +178,8 @@ class StageCommitter:
                 if alarm.done():
                     self._unfit(order, short)
                     return Hold("no_window", f"none by the deadline: {verdict.code}: {verdict.detail}")
-                if isinstance(verdict, Hold) and told != verdict:
-                    told = verdict
+                if isinstance(verdict, Hold) and last_hold != verdict:
+                    last_hold = verdict
                     order.waiting(verdict)
                 await order.period.woken.wait()  # one event for all changes: setting it resumes this loop
         finally:
@@ -314,11 +314,11 @@ class StageCommitter:
         return frozenset(found)
 
 
-def _with_last(objection: Hold, told: Hold | None) -> Hold:
+def _with_last(objection: Hold, last_hold: Hold | None) -> Hold:
     """Return the objection, extended by the last reason for waiting."""
-    if told is None:
+    if last_hold is None:
         return objection
-    return replace(objection, detail=f"{objection.detail}; until then: {told.code}: {told.detail}")
+    return replace(objection, detail=f"{objection.detail}; until then: {last_hold.code}: {last_hold.detail}")
 
 
 def _failed(outcome: _Timed | BaseException) -> bool:

@@ -36,27 +36,27 @@ class SwitchEvents:
                 tasks.create_task(self._follow(switch))
 
     async def _follow(self, switch: str) -> None:
-        told, pause_s = "", FIRST_PAUSE_S
+        last_reason, pause_s = "", FIRST_PAUSE_S
         while True:
             try:
                 if not (await self._switches[switch].capabilities()).events:
                     return
-                if told:
+                if last_reason:
                     self._on_news(switch)
                 async with aclosing(self._switches[switch].watch()) as events:
                     async for event in events:
-                        told, pause_s = "", FIRST_PAUSE_S
+                        last_reason, pause_s = "", FIRST_PAUSE_S
                         _log(switch, event)
                         self._on_news(switch)
                 reason = "the stream ended"
             except DriverError as error:
                 reason = str(error)
             except Exception as error:  # a fault of one driver must not affect other switches
-                if (reason := f"{type(error).__name__}: {error}") != told:
+                if (reason := f"{type(error).__name__}: {error}") != last_reason:
                     logger.exception("events of switch %s cannot be received", switch)
-            if reason != told:  # each new reason once, since it may last
+            if reason != last_reason:  # each new reason once, since it may last
                 logger.warning("switch %s: its events are not received: %s", switch, reason)
-            told = reason
+            last_reason = reason
             await self._clock.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 

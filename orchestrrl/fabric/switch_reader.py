@@ -101,23 +101,23 @@ class SwitchReader:
         circuits stay.
 
         Later scans do not wait for it until it has answered or its driver has raised an error."""
-        self._silent = {switch: asked for switch, asked in self._silent.items() if not asked.done()}
-        asked = {
+        self._silent = {switch: reads for switch, reads in self._silent.items() if not reads.done()}
+        reads = {
             switch.id: asyncio.ensure_future(self._read_switch(switch.id))
             for switch in self._site.switches
             if switch.id not in self._silent
         }
         try:
-            if asked:
+            if reads:
                 with suppress(Permanent):  # raised for late ones
-                    await within(self._clock, ANSWER_WITHIN_S, asyncio.wait(asked.values()))
+                    await within(self._clock, ANSWER_WITHIN_S, asyncio.wait(reads.values()))
         except asyncio.CancelledError:
-            for each in asked.values():
+            for each in reads.values():
                 each.cancel()
             raise
-        self._silent |= {switch: each for switch, each in asked.items() if not each.done()}
+        self._silent |= {switch: each for switch, each in reads.items() if not each.done()}
         seen: dict[OcsId, _Seen] = dict.fromkeys(self._site.switch, f"did not answer within {ANSWER_WITHIN_S:g} s")
-        return self._site_reading(seen | {switch: each.result() for switch, each in asked.items() if each.done()})
+        return self._site_reading(seen | {switch: each.result() for switch, each in reads.items() if each.done()})
 
     def _site_reading(self, seen: Mapping[OcsId, "_Seen"]) -> SiteReading:
         cross_connects: set[PortPair] = set()

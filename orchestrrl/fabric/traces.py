@@ -241,12 +241,12 @@ def read_rings(rings: Path, job: str) -> RingTrace:
                 newest[header.rank] = header.created_ns, *reader.events()
     if not newest:
         raise Permanent(f"{rings}: has no ring of job {job!r}")
-    told: list[TraceEvent] = []
+    recorded: list[TraceEvent] = []
     for rank, (_, events, _) in sorted(newest.items()):
-        told += [each for event in events if (each := _traced_event(rank, event, ahead_s)) is not None]
+        recorded += [each for event in events if (each := _traced_event(rank, event, ahead_s)) is not None]
     return RingTrace(
         tuple(sorted(newest)),
-        tuple(told),
+        tuple(recorded),
         sum(lost for _, _, lost in newest.values()),
         sum(event.is_collective and event.end_ns is None for _, events, _ in newest.values() for event in events),
     )
@@ -267,8 +267,8 @@ def _traced_event(rank: int, event: RingEvent, ahead_s: float) -> TraceEvent | N
         if event.end_ns is None:
             return None
         end_s = max(start_s, event.end_ns * NANO + ahead_s)
-        told = {"rank": rank, "op": event.op, "group": event.group, "bytes": event.n_bytes, "async": event.asynchronous}
-        return TracedCollective.model_validate({**told, "start_s": start_s, "end_s": end_s})
+        call = {"rank": rank, "op": event.op, "group": event.group, "bytes": event.n_bytes, "async": event.asynchronous}
+        return TracedCollective.model_validate({**call, "start_s": start_s, "end_s": end_s})
     if event.op == ITERATION:
         return TracedIteration(rank=rank, iteration=event.value, at_s=start_s)
     return None if event.flags & PAYLOAD else TracedMark(rank=rank, mark=event.op, at_s=start_s)

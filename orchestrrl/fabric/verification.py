@@ -113,12 +113,12 @@ class FabricVerifier:
         findings.not_seen += [f"{tor} does not answer: {why}" for tor, why in sorted(silent.items())]
         expected = {end: far for lit in lits for end, far in (lit.link.ends, lit.link.ends[::-1])}
         wanted = {end: far[0] for end, far in expected.items() if end in signals}
-        heard = await routing.rerouting.answering_routers({end: (tor,) for end, tor in wanted.items()})
+        answering = await routing.rerouting.answering_routers({end: (tor,) for end, tor in wanted.items()})
         # Find which router answers instead, also where none should.
-        odd = [end for end in wanted if wanted[end] not in heard.get(end, ())]
+        odd = [end for end in wanted if wanted[end] not in answering.get(end, ())]
         odd += [end for end in set(routing.interfaces.values()) & signals if end not in expected]
-        heard |= await routing.rerouting.answering_routers({end: tuple(self._site.tor) for end in odd})
-        seen = ObservedCables(signals, heard, frozenset(silent), frozenset(site_reading.unread))
+        answering |= await routing.rerouting.answering_routers({end: tuple(self._site.tor) for end in odd})
+        seen = ObservedCables(signals, answering, frozenset(silent), frozenset(site_reading.unread))
         faults = cables.faults_seen(self._site, routing.interfaces, site_reading.of_site, seen)
         findings.faults += faults
         bad = {fault.port for fault in faults}
@@ -229,11 +229,11 @@ def reading_faults(book: frozenset[PortPair], site_reading: SiteReading) -> list
         faults.append(CablingFault("odd_circuit", str(pair), "is up between ports that the site does not connect"))
     for switch, pairs in sorted(site_reading.odd.items()):
         faults += [CablingFault("one_way", f"{switch}:{pair}", "is up in one direction only") for pair in sorted(pairs)]
-    told = {port for pair in site_reading.cross_connects - site_reading.of_site for port in pair.sides}
-    told |= {port for port in site_reading.failures.ports if port[0] in site_reading.odd}
+    explained = {port for pair in site_reading.cross_connects - site_reading.of_site for port in pair.sides}
+    explained |= {port for port in site_reading.failures.ports if port[0] in site_reading.odd}
     faults += [
         CablingFault.at_port("failed_port", port, "reported by its switch")
-        for port in sorted(site_reading.failures.ports - told)
+        for port in sorted(site_reading.failures.ports - explained)
     ]
     return faults
 

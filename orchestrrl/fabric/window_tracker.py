@@ -114,9 +114,9 @@ class AgentStream:
         logger.info("%s traces %s", self._host.name, {job: len(ranks) for job, ranks in jobs.items()})
         self._hub.news(None)
 
-    def on_remaining_quiet(self, job: str, reported_s: float, rank: int, word: RemainingQuiet | Hold) -> None:
+    def on_remaining_quiet(self, job: str, reported_s: float, rank: int, prediction: RemainingQuiet | Hold) -> None:
         if self._is_the_hosts and job in self._host.jobs:  # agents also receive orders for jobs that they do not trace
-            self._host.quiet_reports[job] = reported_s, rank, word
+            self._host.quiet_reports[job] = reported_s, rank, prediction
             self._hub.news(job)
 
     def answers(self, exchange: ClockExchange) -> None:
@@ -221,7 +221,7 @@ class WindowTracker:
     def window(self, jobs: Jobs) -> Window | Hold:
         """Return the window that the hosts of these jobs share. The given ranks must be traced."""
         now_s = self.clock.now_s()
-        told: list[tuple[TracedHost, tuple[float, int, RemainingQuiet]]] = []
+        predictions: list[tuple[TracedHost, tuple[float, int, RemainingQuiet]]] = []
         for job, ranks in jobs.items():
             hosts = [host for host in self.current_hosts() if job in host.jobs]
             traced = frozenset[int]().union(*(host.jobs[job] for host in hosts))
@@ -235,12 +235,12 @@ class WindowTracker:
                     return Hold("host_gone", f"{host.name}: its agent is disconnected for {now_s - host.gone_s:.1f} s")
                 if job not in host.quiet_reports:
                     return Hold("host_silent", f"{host.name}: has not reported yet")
-                said_s, rank, word = host.quiet_reports[job]
-                if isinstance(word, Hold):
-                    return Hold(word.code, f"{host.name}: {word.detail}")
-                told.append((host, (said_s, rank, word)))
+                at_s, rank, prediction = host.quiet_reports[job]
+                if isinstance(prediction, Hold):
+                    return Hold(prediction.code, f"{host.name}: {prediction.detail}")
+                predictions.append((host, (at_s, rank, prediction)))
         # Clock offsets take most of the time, so they are computed only if every host has a window.
-        reports = (ReportedQuiet(host.name, *said, host.clock.offset(now_s)) for host, said in told)
+        reports = (ReportedQuiet(host.name, *report, host.clock.offset(now_s)) for host, report in predictions)
         return intersect(reports, now_s)
 
     def _read_reports(self) -> str:
@@ -254,15 +254,15 @@ class WindowTracker:
     async def slack_json(self) -> str:
         """Return the hosts' summaries of their ranks' iterations. Collecting them is expensive for agents, so only
         operator commands request it."""
-        asked = [host for host in self.current_hosts() if host.stream is not None]
-        for host in asked:
+        attached = [host for host in self.current_hosts() if host.stream is not None]
+        for host in attached:
             host.slack_reported.clear()
             if host.stream is not None:
                 host.stream.put(RequestSummary())
-        answers = asyncio.gather(*(host.slack_reported.wait() for host in asked))
+        answers = asyncio.gather(*(host.slack_reported.wait() for host in attached))
         with suppress(Permanent):  # raised for late ones
             await within(self.clock, SLACK_WITHIN_S, answers)
-        return json.dumps([json.loads(host.slack_json) for host in asked if host.slack_json])
+        return json.dumps([json.loads(host.slack_json) for host in attached if host.slack_json])
 
     def attach(self, name: str, jobs: Jobs) -> AgentStream:
         """Begin the stream of a host's agent. It replaces an earlier agent of the same host. Raises LimitReached."""

@@ -187,5 +187,5 @@ def _ends(lits: Sequence[Lit], interfaces: Mapping[Port, Interface]) -> _Ends:
 
 
 def _responders_text(seen: ObservedCables, here: Interface) -> str:
-    heard = sorted(seen.answering.get(here, ()))
-    return f": {', '.join(heard)} answers there" if heard else ""
+    routers = sorted(seen.answering.get(here, ()))
+    return f": {', '.join(routers)} answers there" if routers else ""

@@ -71,7 +71,7 @@ class PlanGround:
         owners = [self.site.owner[end] for end in cross_connect.sides if end in self.site.owner]
         return self.touched.isdisjoint(self.site.pod_of[each] for each in owners)
 
-    def of_somebody(self, cross_connect: PortPair) -> bool:
+    def is_of_site(self, cross_connect: PortPair) -> bool:
         return any(end in self.site.owner for end in cross_connect.sides)
 
     def lanes_for(self, purpose: str | None) -> Mapping[EndpointId, tuple[Lane, ...]]:

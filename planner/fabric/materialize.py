@@ -189,8 +189,8 @@ class _Draft:
     def _what_stays_in_core(self) -> tuple[list[PortPair], tuple[PortPair, ...]]:
         """Return the staying core circuits that both ends can carry, and their lifts."""
         in_core = [each for switch in self._site.core_switches for each in self._ground.stays.get(switch.id, ())]
-        foreign = [each for each in in_core if not self._ground.of_somebody(each)]
-        core, lifts, notes = lift_any(self._ground, self._rooms, filter(self._ground.of_somebody, in_core))
+        foreign = [each for each in in_core if not self._ground.is_of_site(each)]
+        core, lifts, notes = lift_any(self._ground, self._rooms, filter(self._ground.is_of_site, in_core))
         self._notes += notes
         return [*foreign, *core], lifts
 

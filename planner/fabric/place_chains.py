@@ -42,13 +42,13 @@ class Counting:
         """Return an upper bound on the circuits placed: by pair, by endpoint and by switch."""
         sums = [sum(row) for row in self.ports]
         by_pair = sum(map(self._room, range(len(self.ends))))
-        asked = [0] * len(self.ports)
+        demand = [0] * len(self.ports)
         for pair, (one, other) in enumerate(self.ends):
-            asked[one] += self._room(pair)
-            asked[other] += self._room(pair)
-        by_endpoint = sum(map(min, asked, sums)) // 2
+            demand[one] += self._room(pair)
+            demand[other] += self._room(pair)
+        by_endpoint = sum(map(min, demand, sums)) // 2
         by_switch = sum(
-            sum(min(row[switch], asks) for row, asks in zip(self.ports, asked, strict=True)) // 2
+            sum(min(row[switch], need) for row, need in zip(self.ports, demand, strict=True)) // 2
             for switch in range(self.switches)
         )
         return min(by_pair, by_endpoint, by_switch)

@@ -33,7 +33,7 @@ class RecentSamples:
     """The last `memory` values. A run of values beyond most of the older ones is a new regime: older values are
     dropped."""
 
-    __slots__ = ("_added", "_asked", "_edges", "_half_life", "_least", "_memory", "_next", "_run", "_side", "_values")
+    __slots__ = ("_added", "_cached", "_edges", "_half_life", "_least", "_memory", "_next", "_run", "_side", "_values")
 
     def __init__(self, memory: int = MEMORY, half_life: float = HALF_LIFE) -> None:
         if memory < 2 * RUN:
@@ -46,7 +46,7 @@ class RecentSamples:
         self._next = 0  # position of the oldest value in a full ring
         self._edges = (-inf, inf)  # a tenth of the values lies beyond each, updated periodically
         self._least: float | None = None  # of the values
-        self._asked: tuple[float, QuantileBound | None] | None = None  # the last lower bound, with its q
+        self._cached: tuple[float, QuantileBound | None] | None = None  # the last lower bound, with its q
         self._side, self._run = 0, 0  # the newest `_run` values lie on that side
 
     def __len__(self) -> int:
@@ -56,7 +56,7 @@ class RecentSamples:
         """Add a value, and return whether older values were dropped because of it."""
         values = self._values
         self._added += 1
-        self._least = self._asked = None
+        self._least = self._cached = None
         if len(values) < self._memory:
             values.append(value)
         else:
@@ -97,9 +97,9 @@ class RecentSamples:
         The result is cached until a value is added, so that it can be computed before it is needed."""
         if not self._values or above >= self._minimum():
             return _bound(*self._sorted(above), q)
-        if self._asked is None or self._asked[0] != q:
-            self._asked = q, _bound(*self._sorted(-inf), q)
-        return self._asked[1]
+        if self._cached is None or self._cached[0] != q:
+            self._cached = q, _bound(*self._sorted(-inf), q)
+        return self._cached[1]
 
     def upper(self, q: float) -> QuantileBound | None:
         """Return the value that the next one does not exceed except with probability `1 - q`. None if there are too few
@@ -144,7 +144,7 @@ class RecentSamples:
     def _keep(self, newest: int) -> None:
         self._values = array("d", reversed(self.newest()[:newest]))
         self._next, self._side, self._run = 0, 0, 0
-        self._least = self._asked = None
+        self._least = self._cached = None
         self._set_edges()
 
 

@@ -166,14 +166,14 @@ def size(
     agg: dict[EndpointId, Mapping[Pair, int]] = {}
     for _ in range(ROUNDS):
         core = algorithm3(AllocationProblem(site.link_gbps, limits, wanted.core, eligible)).circuits
-        asked = dict.fromkeys(wanted.tors, 0) | _incident(core)
+        needed = dict.fromkeys(wanted.tors, 0) | _incident(core)
         for pod in wanted.tors:
-            if boundary.get(pod) != asked[pod]:
+            if boundary.get(pod) != needed[pod]:
                 demand = {**wanted.tors[pod], **wanted.lifts[pod]}
-                problem = AllocationProblem(site.link_gbps, {**ports[pod], pod: asked[pod]}, demand)
-                agg[pod], boundary[pod] = algorithm3(problem).circuits, asked[pod]
+                problem = AllocationProblem(site.link_gbps, {**ports[pod], pod: needed[pod]}, demand)
+                agg[pod], boundary[pod] = algorithm3(problem).circuits, needed[pod]
         lifted = {pod: _incident(agg[pod])[pod] for pod in wanted.tors}
-        if lifted == asked:
+        if lifted == needed:
             break
         limits = lifted
     return CircuitSizes(

@@ -96,7 +96,7 @@ class RemainingQuiet:
     risk: float
 
 
-class _Asked(NamedTuple):
+class _Request(NamedTuple):
     """A request, the prediction given, and the one by position alone."""
 
     q: float
@@ -122,7 +122,7 @@ class SlackLearner:
     _opened_offset_s: float = 0.0
     _iteration_s: float = 0.0
     _mark: str = ""
-    _asked: "_Asked | None" = None  # the first request in this quiet time
+    _request: "_Request | None" = None  # the first request in this quiet time
     _pace: float = 1.0  # factor applied to the prediction by position alone
     _levels: dict[float, float] = field(default_factory=dict)  # target levels, by q
 
@@ -175,7 +175,7 @@ class SlackLearner:
     def lost(self, detail: str) -> None:
         """Handle lost events: collectives in flight and the position become unknown."""
         self._flying.clear()
-        self._opened_s = self._ended_s = self._opened_at = self._asked = None
+        self._opened_s = self._ended_s = self._opened_at = self._request = None
         self.follower.lose(detail)
 
     def prepare(self, q: float) -> None:
@@ -196,15 +196,15 @@ class SlackLearner:
         if isinstance(place, Hold):
             return Hold(place.code, f"rank {self.rank}: {place.detail}")
         position, gap = place
-        said = self._promise(position, gap, self._opened_s, now_s, q)
-        if isinstance(said, Hold):
-            return said
-        until_s = said.opened_s + self._pace * (said.until_s - said.opened_s)
-        if self._asked is None:
-            self._asked = _Asked(q, max(now_s, until_s), said)
+        predicted = self._promise(position, gap, self._opened_s, now_s, q)
+        if isinstance(predicted, Hold):
+            return predicted
+        until_s = predicted.opened_s + self._pace * (predicted.until_s - predicted.opened_s)
+        if self._request is None:
+            self._request = _Request(q, max(now_s, until_s), predicted)
         if until_s <= now_s:
             return Hold(OUTLASTED, f"rank {self.rank}, position {position}: windows have recently become shorter")
-        return RemainingQuiet(said.position, said.opened_s, until_s, said.samples, said.risk)
+        return RemainingQuiet(predicted.position, predicted.opened_s, until_s, predicted.samples, predicted.risk)
 
     def _grade(self, at_s: float) -> None:
         """Adapt predictions to how the last one held.
@@ -212,12 +212,12 @@ class SlackLearner:
         If predictions are broken more often than allowed, for example while windows shrink, later ones are more
         cautious (adaptive conformal inference, Gibbs and Candes, 2021), but never bolder than requested. A window that
         was cut short, for example in an iteration of few tokens, also shortens the next predictions in proportion."""
-        if self._asked is None:
+        if self._request is None:
             return
-        asked, self._asked = self._asked, None
-        level = self._levels.get(asked.q, asked.q) + CARE * (asked.q - (asked.until_s > at_s))
-        self._levels[asked.q] = min(asked.q, max(asked.q / MOST_CARE, level))
-        opened_s, expected_s = asked.place.opened_s, asked.place.until_s
+        request, self._request = self._request, None
+        level = self._levels.get(request.q, request.q) + CARE * (request.q - (request.until_s > at_s))
+        self._levels[request.q] = min(request.q, max(request.q / MOST_CARE, level))
+        opened_s, expected_s = request.place.opened_s, request.place.until_s
         kept = (at_s - opened_s) / (expected_s - opened_s) if expected_s > opened_s else 1.0
         self._pace = min(self._pace, max(LEAST_PACE, kept)) if kept < 1 else (1 + self._pace) / 2
 

@@ -72,7 +72,7 @@ def _fewest(moves: TransitionMoves, known: RemovalOrder, at_least: tuple[int, in
     return best, proven or best.cost(moves) == at_least
 
 
-def _parts(moves: TransitionMoves, start: TransitionReplay, asked: set[int]) -> Iterator[list[int]]:
+def _parts(moves: TransitionMoves, start: TransitionReplay, undecided: set[int]) -> Iterator[list[int]]:
     """Yield the open removals in independent groups, the smallest first."""
     parent = list(range(len(moves.removals)))
 
@@ -83,15 +83,15 @@ def _parts(moves: TransitionMoves, start: TransitionReplay, asked: set[int]) -> 
 
     groups = [list(needed) for needed in moves.blockers]
     for floor, room in zip(moves.floors, start.room, strict=True):
-        if room < len(asked.intersection(floor.removals)):
+        if room < len(undecided.intersection(floor.removals)):
             needed = [removal for addition in floor.additions for removal in moves.blockers[addition]]
             groups.append([*floor.removals, *needed])
     for group in groups:
-        pending = [removal for removal in group if removal in asked]
+        pending = [removal for removal in group if removal in undecided]
         for one, other in itertools.pairwise(pending):
             parent[root(one)] = root(other)
     members: dict[int, list[int]] = defaultdict(list)
-    for removal in sorted(asked):
+    for removal in sorted(undecided):
         members[root(removal)].append(removal)
     return iter(sorted(members.values(), key=lambda part: (len(part), part)))
 

@@ -154,9 +154,9 @@ def tried_again(moves: TransitionMoves, best: RemovalOrder, at_least: tuple[int,
     hopeless, numbers = doomed(moves), list(range(len(moves.removals)))
     draw, steps = random.Random(0), 0
     while best.cost(moves) > at_least and steps < TRIES_STEPS:
-        for given_up in [*(best.missed - {spared} for spared in sorted(best.missed - hopeless)), hopeless]:
+        for dropped in [*(best.missed - {spared} for spared in sorted(best.missed - hopeless)), hopeless]:
             draw.shuffle(numbers)
-            tried = _Walk(moves, hopeless | given_up, numbers).run().order()
+            tried = _Walk(moves, hopeless | dropped, numbers).run().order()
             steps += len(numbers)
             if tried.cost(moves) < best.cost(moves):
                 best = tried

@@ -131,7 +131,7 @@ class RouteDriverConformance:
             await self.refused(driver, [put(self.route(ONE, 1)), gone(ONE)], "twice")
             assert await driver.read() == {}
 
-    async def refused(self, driver: RouterDriver, changes: list[RouteChange], *words: str) -> None:
+    async def refused(self, driver: RouterDriver, changes: list[RouteChange], *texts: str) -> None:
         table = await driver.read()
         refusal = ""
         try:
@@ -139,7 +139,7 @@ class RouteDriverConformance:
         except Permanent as error:
             refusal = str(error)
         assert refusal, "expected Permanent, nothing was raised"
-        unnamed = [word for word in (driver.router, *words) if word not in refusal]
+        unnamed = [text for text in (driver.router, *texts) if text not in refusal]
         assert not unnamed, f"{unnamed} missing in: {refusal}"
         assert await driver.read() == table
 

@@ -27,8 +27,8 @@ class CommandOutput:
     @property
     def error_text(self) -> str:
         """The error output on one line."""
-        said = " | ".join(line.strip() for line in (self.err or self.out).splitlines() if line.strip())
-        return said or f"exit status {self.status}"
+        message = " | ".join(line.strip() for line in (self.err or self.out).splitlines() if line.strip())
+        return message or f"exit status {self.status}"
 
 
 @dataclass(frozen=True, slots=True)

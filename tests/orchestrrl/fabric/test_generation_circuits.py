@@ -16,7 +16,7 @@ from orchestrrl.core.errors import Permanent, ProblemFaults
 from orchestrrl.core.operation import OperationState
 from orchestrrl.core.operator_pauses import PauseScope
 from orchestrrl.daemon.configuration import parse_config
-from orchestrrl.fabric.generation_circuits import HEARD_WITHIN_S, PERIOD
+from orchestrrl.fabric.generation_circuits import PERIOD, REPORTED_WITHIN_S
 from orchestrrl.fabric.periods import PeriodState
 from orchestrrl.fabric.site import site_text
 from orchestrrl.fleet.deployers.command_line import EngineSpec
@@ -234,7 +234,7 @@ async def test_unreported_engines_do_not_count_as_idle(narrow: Harness) -> None:
     harness = FabricHarness(narrow)
     async with harness.daemon():
         begun = asyncio.create_task(harness.gen.begin(Found(specs(narrow), (None,))))
-        await harness.clock.advance(HEARD_WITHIN_S - 5)
+        await harness.clock.advance(REPORTED_WITHIN_S - 5)
         assert harness.fabric.reports(5) == []
         await harness.clock.advance(100.0)
         assert [report.code for report in harness.fabric.reports(5)] == ["no_boundary"]

@@ -97,7 +97,7 @@ class RemainingQuiet:
 
 
 class _Request(NamedTuple):
-    """A request, the prediction given, and the one by position alone."""
+    """A request for a prediction, the answer, and the answer by position alone."""
 
     q: float
     until_s: float

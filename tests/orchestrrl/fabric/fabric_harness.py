@@ -136,15 +136,15 @@ class Agent:
 
     def quiet(self, length_s: float, job: str = "", since_s: float = 0.0) -> None:
         """Report quiet that began `since_s` ago and lasts `length_s` from now."""
-        self._says(job, RemainingQuiet(3, self.now_s - since_s, self.now_s + length_s, 20, 0.01))
+        self._report(job, RemainingQuiet(3, self.now_s - since_s, self.now_s + length_s, 20, 0.01))
 
     def busy(self, job: str = "") -> None:
-        self._says(job, Hold("traffic", "rank 0: DP is under way"))
+        self._report(job, Hold("traffic", "rank 0: DP is under way"))
 
-    def _says(self, job: str, word: RemainingQuiet | Hold) -> None:
-        self.found[job] = word
+    def _report(self, job: str, report: RemainingQuiet | Hold) -> None:
+        self.found[job] = report
         if self.stream is not None and any(arm.job == job for arm in self.armed.values()):
-            self.stream.on_remaining_quiet(job, self.now_s, min(self.jobs.get(job, {0})), word)
+            self.stream.on_remaining_quiet(job, self.now_s, min(self.jobs.get(job, {0})), report)
 
     async def _obey(self, stream: AgentStream) -> None:
         while (order := await stream.next_order()) is not None:
@@ -343,7 +343,7 @@ class Harness:
                     found.add(whole)
         return frozenset(found)
 
-    def up_anyhow(self) -> frozenset[PortPair]:
+    def all_up(self) -> frozenset[PortPair]:
         """Return the cross-connects on the devices, one-way ones included."""
         return frozenset(
             self._of_site(id, circuit.cross_connect)

@@ -585,8 +585,8 @@ def test_switch_is_reported_unchanged_only_if_it_shows_that(
     remove = tuple(sorted(frozen))[:split]
     add = tuple(pair for pair in PAIRS if pair not in frozen)[:split]
     diff = CircuitDiff(ChangeMode.SAFE, 0, frozen, remove, add)
-    words = compared_with_before(
+    expected = compared_with_before(
         diff, CrossConnectReading(tuple(DeviceCircuit(pair, now[pair]) for pair in sorted(now)), 0)
     )
     is_as_before = now.keys() == frozen and all(now[pair] is CircuitState.TUNED for pair in remove)
-    assert (words == "the switch is as it was") is is_as_before
+    assert (expected == "the switch is as it was") is is_as_before

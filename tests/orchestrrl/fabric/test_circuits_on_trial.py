@@ -118,9 +118,9 @@ async def test_failed_revert_is_reported_and_awaited(
     switch.model.inject(DeviceFault(DeviceFaultKind.FAIL_PORT, 17))
     await clock.sleep(2.0)
     await executor.settle()
-    (told,) = (record.message for record in caplog.records if record.name == "orchestrrl.fabric.circuit_executor")
-    assert told.startswith("switch ocs1: ")
-    assert "PORT 17 FAILED" in told
+    (logged,) = (record.message for record in caplog.records if record.name == "orchestrrl.fabric.circuit_executor")
+    assert logged.startswith("switch ocs1: ")
+    assert "PORT 17 FAILED" in logged
     with pytest.raises(CircuitConflict, match="waits to be confirmed"):
         await executor.change("ocs1", CircuitChange((THEIRS,)), ChangeMode.SAFE)
     switch.model.inject(DeviceFault(DeviceFaultKind.MEND_PORT, 17))

@@ -125,7 +125,7 @@ class Life:
                 site.mode = Mode(str(one))
             case "withdraw":
                 if self.announced:
-                    site.coordinator.withdraw(self.announced[-1], "the caller goes on")
+                    site.coordinator.withdraw(self.announced[-1], "the caller continues")
             case "kill":
                 await self._kill()
 
@@ -157,17 +157,17 @@ class Life:
             self.look(before)
 
     def look(self, before: set[Pair]) -> None:
-        ports = Counter((each.switch, port) for each in self.site.up_anyhow() for port in each.ports)
+        ports = Counter((each.switch, port) for each in self.site.all_up() for port in each.ports)
         assert max(ports.values(), default=0) <= 1, ports
         now = self.site.coordinator.active
         if not self.broken:
-            told = "".join("".join(report.notes) for report in self.site.coordinator.reports(3))
+            notes = "".join("".join(report.notes) for report in self.site.coordinator.reports(3))
             for one, other in before - self.site.pairs():
                 # Briefly dark, as reported, or no longer wanted.
                 wanted = {
                     self.site.coordinator.site.cabling.ends(each) for each in self.site.plans[-1][1].cross_connects
                 }
-                assert f"{one} - {other}" in told or (one, other) not in wanted, (one, other, told, now)
+                assert f"{one} - {other}" in notes or (one, other) not in wanted, (one, other, notes, now)
 
     def check_ends(self) -> None:
         """Check that each period has ended at most once."""

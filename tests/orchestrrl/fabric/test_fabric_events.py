@@ -114,30 +114,30 @@ async def test_failed_circuit_carries_nothing(tmp_path: Path, connectivity: Conn
         assert {(OcsId("core0"), port) for port in pair.ports} <= site_reading.failures.ports
 
 
-class Telling(VirtualSwitch):
+class EventSwitch(VirtualSwitch):
     """Sends a list of events; raises entries that are exceptions."""
 
-    words: Sequence[SwitchEvent | Exception] = ()
+    script: Sequence[SwitchEvent | Exception] = ()
 
     async def watch(self) -> AsyncGenerator[SwitchEvent, None]:
-        for word in self.words:
-            if isinstance(word, Exception):
-                raise word
-            yield word
+        for entry in self.script:
+            if isinstance(entry, Exception):
+                raise entry
+            yield entry
         await asyncio.Event().wait()
 
 
 async def test_defect_of_one_driver_does_not_stop_events_of_others(caplog: pytest.LogCaptureFixture) -> None:
     clock = VirtualClock(1000.0)
-    broken, sound = Telling("broken", clock=clock), Telling("sound", clock=clock)
-    broken.words = [KeyError("port")]
-    heard: list[str] = []
-    listening = asyncio.create_task(SwitchEvents({"broken": broken, "sound": sound}, clock, heard.append).run())
+    broken, sound = EventSwitch("broken", clock=clock), EventSwitch("sound", clock=clock)
+    broken.script = [KeyError("port")]
+    received: list[str] = []
+    listening = asyncio.create_task(SwitchEvents({"broken": broken, "sound": sound}, clock, received.append).run())
     await clock.advance(0.1)
-    assert heard == []
-    broken.words = [SwitchEvent(1.0, EventKind.PORT, "port 3 failed", port=3)]
+    assert received == []
+    broken.script = [SwitchEvent(1.0, EventKind.PORT, "port 3 failed", port=3)]
     await clock.advance(LONGEST_PAUSE_S)
-    assert heard == ["broken", "broken"]  # events may have been lost while the stream was down
+    assert received == ["broken", "broken"]  # events may have been lost while the stream was down
     assert "switch broken reports: port: port 3 failed" in caplog.text
     assert caplog.text.count("its events are not received: KeyError") == 1
     listening.cancel()

@@ -247,11 +247,11 @@ async def test_unexpected_exception_leaves_packets_on_existing_circuits(tmp_path
 
 
 async def test_route_maintenance_survives_exception(site: Harness) -> None:
-    asked = 0
+    requested = 0
 
     async def look() -> Any:
-        nonlocal asked
-        asked += 1
+        nonlocal requested
+        requested += 1
         raise KeyError("no such port")
 
     routing = FabricRouting(
@@ -259,7 +259,7 @@ async def test_route_maintenance_survives_exception(site: Harness) -> None:
     )
     tending = asyncio.ensure_future(routing.maintain())
     await site.pass_time(21.0)
-    assert asked == 5
+    assert requested == 5
     assert not tending.done()
     tending.cancel()
 

@@ -171,8 +171,8 @@ async def test_jobs_may_use_equal_period_names(site: Harness, one: Agent, other:
         fabric.announce("next", job="third")
     # The operator's override names one of them.
     with pytest.raises(Permanent, match="several jobs"):
-        fabric.override("next", "the test says so", 0.0)
-    control = fabric.override("next", "the test says so", 0.0, "other")
+        fabric.override("next", "test reason", 0.0)
+    control = fabric.override("next", "test reason", 0.0, "other")
     assert (control.period, control.job) == ("next", "other")
     assert fabric._bound(SECOND) == SECOND_NEXT
     assert fabric._bound(FIRST) == FIRST
@@ -182,7 +182,7 @@ async def test_equal_period_names_survive_restart(site: Harness, one: Agent, oth
     for intent in (FIRST_NEXT, SECOND_NEXT):
         site.coordinator.expect(intent)
     await site.pass_time(0.1)
-    site.coordinator.override("next", "the test says so", 0.0, "one")
+    site.coordinator.override("next", "test reason", 0.0, "one")
     await site.kill()
     site.start()
     assert site.coordinator.announce("next", job="other").intent == SECOND_NEXT

@@ -56,7 +56,7 @@ async def test_recovery_from_kill_at_every_entry(tmp_path: Path, entry: int, aft
         assert site.overrides.masked in ((), ("port core0:1",))
         if site.overrides.control.state is OverrideState.OVERRIDDEN:
             assert site.overrides.masked == ("port core0:1",)
-            site.overrides.release("go on")
+            site.overrides.release("continue")
         assert set(site.pause_registry.pauses) <= {PauseScope.BALANCER}
 
         report = await site.in_window(ACROSS_RAILS)

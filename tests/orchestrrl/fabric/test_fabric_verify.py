@@ -57,7 +57,7 @@ class VerifiedHarness(RoutedHarness):
 
     async def verify(self, walk: bool = False) -> VerificationReport:
         if walk:
-            self.pause_registry.pause(PauseScope.FABRIC, "fibres are looked at")
+            self.pause_registry.pause(PauseScope.FABRIC, "cables are checked")
         return await self.during(verifier(self, self.follower).verify(walk))
 
     def lit_on(self, switch: OcsId, since: int = len(OVER_CORE) + 1) -> list[PortPair]:
@@ -205,11 +205,11 @@ async def test_unexpected_light_is_reported_with_answering_router(harness: Verif
     one.join("swp3", other, "swp4")
     harness.light.routers[EndpointId("gen0/r0")].device.set_signal("swp2", True)
     found = await harness.verify()
-    said = "has a signal, but no cross-connect sends it one"
+    why = "has a signal, but no cross-connect sends it one"
     assert [(fault.kind, fault.where, fault.what) for fault in found.faults] == [
-        (STRAY, "gen0/r0/swp2", said),
-        (STRAY, "train0/r0/swp3", f"{said}: train0/r1 answers there"),
-        (STRAY, "train0/r1/swp4", f"{said}: train0/r0 answers there"),
+        (STRAY, "gen0/r0/swp2", why),
+        (STRAY, "train0/r0/swp3", f"{why}: train0/r1 answers there"),
+        (STRAY, "train0/r1/swp4", f"{why}: train0/r0 answers there"),
     ]
 
 
@@ -264,7 +264,7 @@ async def test_walk_is_refused_without_pause_or_routers(harness: VerifiedHarness
     sent = len(harness.sent)
     with pytest.raises(Permanent, match="run `orchestrrl fabric pause` first"):
         await harness.during(verifier(harness, harness.follower).verify(walk=True))
-    harness.pause_registry.pause(PauseScope.FABRIC, "fibres are looked at")
+    harness.pause_registry.pause(PauseScope.FABRIC, "cables are checked")
     with pytest.raises(Permanent, match=r"list them in fabric\.routers"):
         await harness.during(verifier(harness, None).verify(walk=True))
     assert len(harness.sent) == sent
@@ -293,6 +293,6 @@ async def test_switch_readings_are_compared_with_owned_circuits(tmp_path: Path) 
         ("one_way", "train0/agg0:7:36"),
         ("failed_port", "core0:8"),
     ]
-    nobody = "fabric.routers lists no ToRs, so it is unknown where light arrives"
-    assert replace(found, faults=()) == VerificationReport((), 3, 0, 0, 16, (nobody,))
+    no_tors = "fabric.routers lists no ToRs, so it is unknown where light arrives"
+    assert replace(found, faults=()) == VerificationReport((), 3, 0, 0, 16, (no_tors,))
     await site.stop()

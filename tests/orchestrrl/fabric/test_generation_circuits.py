@@ -26,8 +26,8 @@ from orchestrrl.fleet.redeployment.steps import (
 from planner.fabric.intent import Intent, Primitive, Stage, Traffic, TrafficOperation
 from planner.model import Mode
 
-TO_TP1 = RedeployRequest((("tp1", 0),), reason="the test says so")
-TO_TP2 = RedeployRequest((("tp2", 0),), reason="the test says so")
+TO_TP1 = RedeployRequest((("tp1", 0),), reason="test reason")
+TO_TP2 = RedeployRequest((("tp2", 0),), reason="test reason")
 
 
 @pytest.fixture
@@ -108,19 +108,19 @@ HELD = {
     "paused": (pause, "circuits kept: 0 cross-connects changed (operator_paused: "),
     "advise": (advise, "circuits kept: 0 cross-connects changed (advise: "),
     "pinned": (pin_all, "circuits kept: 0 cross-connects changed (pinned: "),
-    "nobody is there": (mask_all, "circuits kept: 0 cross-connects changed (nobody_placed: "),
+    "unreachable": (mask_all, "circuits kept: 0 cross-connects changed (nobody_placed: "),
 }
 
 
 @pytest.mark.parametrize("case", sorted(HELD))
 async def test_held_fabric_does_not_delay_serving(narrow: Harness, case: str) -> None:
-    hold, words = HELD[case]
+    hold, message = HELD[case]
     harness = FabricHarness(narrow)
     async with harness.daemon() as redeployer:
         hold(harness)
         redeployer.begin(TO_TP2)
         assert (await narrow.until_ended()).state is OperationState.DONE
-        assert words in harness.admitted()
+        assert message in harness.admitted()
         assert harness.circuits() == {}
         assert not narrow.gateway.cut
 
@@ -355,8 +355,8 @@ async def test_fleet_is_idle_if_engines_and_gateways_report_it(narrow: Harness) 
         await narrow.clock.advance(1.0)
         assert found.idle() is None  # engines have not reported yet
         for number, name in enumerate("abcd"):
-            told = sample(narrow.clock.now_s(), running=0, waiting=0)
-            narrow.plane.fleet.engine_reported(engine_report(name, sequence=number + 1, sample=told), 1)
+            report = sample(narrow.clock.now_s(), running=0, waiting=0)
+            narrow.plane.fleet.engine_reported(engine_report(name, sequence=number + 1, sample=report), 1)
         assert found.idle() is True
         busy = sample(narrow.clock.now_s(), running=0, waiting=1)
         narrow.plane.fleet.engine_reported(engine_report("b", sequence=9, sample=busy), 1)
@@ -384,9 +384,9 @@ def faults(folder: Path, **fabric: object) -> list[str]:
 
 def test_configuration_faults_are_reported_at_once(tmp_path: Path) -> None:
     assert faults(tmp_path) == []
-    unknown, nowhere, nobody = faults(tmp_path, model="gpt-0", first_fleet_gpu=6, deployer=None)
+    unknown, nowhere, outside = faults(tmp_path, model="gpt-0", first_fleet_gpu=6, deployer=None)
     assert unknown.startswith("fabric.model: ")
     assert unknown.endswith(", got 'gpt-0'")
     assert "must" in unknown or "known" in unknown
     assert nowhere == "fabric.model: requires fleet.deployer, whose redeployments the circuits follow, got 'gpt-0'"
-    assert nobody == "fabric.first_fleet_gpu: 2 of the fleet's 4 GPUs are not in fabric.site (8 is the first), got 6"
+    assert outside == "fabric.first_fleet_gpu: 2 of the fleet's 4 GPUs are not in fabric.site (8 is the first), got 6"

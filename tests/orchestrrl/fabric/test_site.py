@@ -98,7 +98,7 @@ FAULTS = {
         edit("switches", 0, "ports", "gen0/r0", value=20),
         ["switches[0].ports: must be in PoD train0, not in gen0, got 'gen0/r0'"],
     ),
-    "a device that nobody knows": (
+    "an unknown device": (
         edit("switches", 0, "device", value="mirrors"),
         [
             "switches[0].device: must be one of devices or a built-in device (known: liquid_crystal_coherent,"
@@ -210,7 +210,7 @@ FAULTS = {
         edit("reserved", 1, value={"purpose": "probes", "switch": "core0", "ports": "1,5,4"}),
         ["reserved[1].ports: port 4 is reserved already by reserved[0], got '1,5,4'"],
     ),
-    "a field that nobody knows": (
+    "an unknown field": (
         edit("switches", 0, "colour", value="red"),
         ["switches[0].colour: is not a known field, got 'red'"],
     ),
@@ -223,14 +223,14 @@ FAULTS = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_single_fault_is_reported_once_with_its_path(name: str) -> None:
-    change, told = FAULTS[name]
+    change, expected = FAULTS[name]
     document = example()
     for each in ("uplinks", "pods", "reserved"):  # an index one beyond the end adds an element
         document[each].append(None)
     change(document)
     for each in ("uplinks", "pods", "reserved"):
         document[each] = [part for part in document[each] if part is not None]
-    assert faults(document) == told
+    assert faults(document) == expected
 
 
 def test_all_faults_are_reported_even_with_unreadable_values() -> None:
@@ -241,8 +241,8 @@ def test_all_faults_are_reported_even_with_unreadable_values() -> None:
     edit("tors", 7, "rail", value=-1)(document)
     edit("switches", 0, "ports", "train0/r1", value="4-7")(document)
     edit("reserved", 0, "ports", value="4,8,12,17")(document)
-    told = faults(document)
-    assert [fault.partition(":")[0] for fault in told] == [
+    expected = faults(document)
+    assert [fault.partition(":")[0] for fault in expected] == [
         "nic_gbps",
         "tors[7].rail",
         "servers[0].gpus",

@@ -145,14 +145,14 @@ async def test_unreachable_switch_is_left_alone(site: Harness) -> None:
 
 async def test_refusal_of_one_switch_prevents_changes_on_others(site: Harness) -> None:
     async def plan(*_: object) -> CircuitDiff:
-        raise CircuitConflict(["somebody has locked it"], device=CORE)
+        raise CircuitConflict(["locked by another session"], device=CORE)
 
     site.switches[CORE].plan = plan  # type: ignore[assignment, method-assign]
     report = await site.in_window(OVER_CORE)
     assert (report.state, report.code) == (PeriodState.KEPT, "switch_refused")
-    assert report.detail == "core0: somebody has locked it"
+    assert report.detail == "core0: locked by another session"
     results = site.written(EntryKind.CIRCUITS_RESULT)
-    why = "was not begun: another switch could not be prepared: core0: somebody has locked it"
+    why = "was not begun: another switch could not be prepared: core0: locked by another session"
     assert {(body["done"], body["detail"]) for body in results} == {(False, why)}
     assert site.up() == set()
     assert sound(site)
@@ -202,9 +202,9 @@ async def test_pairs_left_dark_by_failure_are_reported(site: Harness) -> None:
         glass.inject(DeviceFault(DeviceFaultKind.STICK_MIRROR, port))
     before = site.pairs()
     report = await site.at_boundary(SYNC)
-    told = " ".join(report.notes) + report.detail
+    text = " ".join(report.notes) + report.detail
     dark = before - site.pairs()
-    assert all(f"{a} - {b}" in told or (a, b) not in _wanted(site) for a, b in dark)
+    assert all(f"{a} - {b}" in text or (a, b) not in _wanted(site) for a, b in dark)
     assert report.state in (PeriodState.FAILED, PeriodState.COMMITTED)
 
 
@@ -222,7 +222,7 @@ class Router:
     breaks: int = 0
     prepared: int = 0
     on: frozenset[PortPair] = frozenset()
-    words: list[str] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
 
     async def prepare(self, up: Iterable[PortPair], stages: Sequence[TransitionStage]) -> None:
         self.prepared += 1
@@ -230,14 +230,14 @@ class Router:
     async def drain(self, going: Iterable[PortPair]) -> None:
         await self.clock.sleep(self.drain_s)
         self.on -= frozenset(going)
-        self.words.append("drain")
+        self.texts.append("drain")
         if self.refuses:
             self.refuses -= 1
             raise Retryable("not drained: tor1", 1.0)
 
     async def reroute(self, usable: Iterable[PortPair]) -> str:
         await self.clock.sleep(0.002)
-        self.words.append("reroute")
+        self.texts.append("reroute")
         if self.breaks:
             self.breaks -= 1
             raise Permanent("no router answers")
@@ -262,9 +262,9 @@ def router(site: Harness) -> Router:
 
 async def test_packets_leave_before_circuits_and_return_after(routed: Harness) -> None:
     await routed.in_window(OVER_CORE)
-    assert router(routed).words == ["reroute"]
+    assert router(routed).texts == ["reroute"]
     report = await routed.in_window(ACROSS_RAILS)
-    assert router(routed).words == ["reroute", "drain", "reroute"]
+    assert router(routed).texts == ["reroute", "drain", "reroute"]
     assert router(routed).on == routed.up()
     assert report.commits[0].switch_times[0].route_s == pytest.approx(0.003)
     assert router(routed).prepared == 2

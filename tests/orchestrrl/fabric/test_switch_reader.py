@@ -41,7 +41,7 @@ def matchings(draw: st.DrawFn) -> frozenset[PortPair]:
     return frozenset(port_pair(SWITCH, ports[2 * i], ports[2 * i + 1]) for i in range(count))
 
 
-@pytest.mark.parametrize("device", DEVICES, ids=["any to any", "sides in turn", "sides alike"])
+@pytest.mark.parametrize("device", DEVICES, ids=["any to any", "interleaved sides", "sides alike"])
 @given(wanted=matchings(), data=st.data())
 def test_cross_connects_convert_both_ways(
     device: SwitchFacts, wanted: frozenset[PortPair], data: st.DataObject

@@ -212,12 +212,12 @@ def test_window_begins_and_ends_within_quiet_of_all_ranks(hosts: list[tuple[floa
 
 
 async def test_missing_ranks_are_reported_with_traced_ones(hub: WindowTracker, clock: RestingClock) -> None:
-    def said(job: str, ranks: set[int]) -> str:
+    def reason(job: str, ranks: set[int]) -> str:
         window = hub.window({job: frozenset(ranks)})
         assert isinstance(window, Hold)
         return window.detail
 
-    assert said("", {0, 1, 4}) == "no agent reads the recorder of rank 0-1, 4; traced: none"
+    assert reason("", {0, 1, 4}) == "no agent reads the recorder of rank 0-1, 4; traced: none"
     agents = [
         Agent(hub, clock, "a", {"trainer": frozenset(range(4)), "": frozenset({7})}),
         Agent(hub, clock, "b", {"trainer": frozenset({5})}),
@@ -225,8 +225,8 @@ async def test_missing_ranks_are_reported_with_traced_ones(hub: WindowTracker, c
     for agent in agents:
         agent.attach()
     there = "an unnamed job (rank 7), trainer (rank 0-3, 5)"
-    assert said("trainer", {3, 4}) == f"no agent reads the recorder of rank 4 of trainer; traced: {there}"
-    assert said("trainr", {0}) == f"no agent reads the recorder of rank 0 of trainr; traced: {there}"
+    assert reason("trainer", {3, 4}) == f"no agent reads the recorder of rank 4 of trainer; traced: {there}"
+    assert reason("trainr", {0}) == f"no agent reads the recorder of rank 0 of trainr; traced: {there}"
     assert hub.hosts_of_jobs() == {"trainer": {"a", "b"}, "": {"a"}}
     for agent in agents:
         agent.leave()

@@ -44,23 +44,23 @@ def score(
     q: float = Q,
     marked: bool = True,
     at_share: float = 0.0,
-    asked: tuple[int, int] = (CHECKED_FROM, ITERATIONS),
+    chosen: tuple[int, int] = (CHECKED_FROM, ITERATIONS),
 ) -> SlackScore:
-    """Score predictions made after `at_share` of each quiet time, in the iterations `asked`."""
+    """Score predictions made after `at_share` of each quiet time, in the iterations `chosen`."""
     learner, result = SlackLearner(0), SlackScore()
     iteration, opened_s = 0, math.inf
-    for event in events(arm, seed, asked[1]):
+    for event in events(arm, seed, chosen[1]):
         if event.kind == "iteration":
             iteration += 1
-        if event.kind == "started" and opened_s < event.at_s and iteration > asked[0]:
+        if event.kind == "started" and opened_s < event.at_s and iteration > chosen[0]:
             now_s = opened_s + at_share * (event.at_s - opened_s)
-            said = learner.remaining(now_s, q)
+            predicted = learner.remaining(now_s, q)
             result.queries += 1
             result.quiet_s += event.at_s - now_s
-            if isinstance(said, RemainingQuiet):
+            if isinstance(predicted, RemainingQuiet):
                 result.promised += 1
-                result.broken += said.until_s > event.at_s
-                result.promised_s += min(said.until_s, event.at_s) - now_s
+                result.broken += predicted.until_s > event.at_s
+                result.promised_s += min(predicted.until_s, event.at_s) - now_s
         feed(learner, event, marked=marked)
         if event.kind == "ended":
             opened_s = event.at_s
@@ -107,9 +107,9 @@ def commits(arm: str, seed: int, iterations: int = ITERATIONS) -> Commits:
 def _commits(learners: Sequence[SlackLearner], now_s: float) -> bool:
     reports, clock = [], ClockOffset(0.0, 0.0)
     for learner in learners:
-        said = learner.remaining(now_s, JOINT_RISK / RANKS)
-        if isinstance(said, Hold):
+        predicted = learner.remaining(now_s, JOINT_RISK / RANKS)
+        if isinstance(predicted, Hold):
             return False
-        reports.append(ReportedQuiet("host", now_s, learner.rank, said, clock))
+        reports.append(ReportedQuiet("host", now_s, learner.rank, predicted, clock))
     window = intersect(reports, now_s)
     return isinstance(may_commit(Stage.TRAIN, window, NEED, now_s, boundary=False), Act)

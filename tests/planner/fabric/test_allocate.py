@@ -243,7 +243,7 @@ def test_full_size_site_uses_nearly_all_ports() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "words"),
+    ("changed", "message"),
     [
         ({"link_gbps": 0.0}, "link_gbps"),
         ({"link_gbps": math.nan}, "link_gbps"),
@@ -259,8 +259,8 @@ def test_full_size_site_uses_nearly_all_ports() -> None:
         ({"eligible": frozenset({ends("a", "x")})}, "'x'"),
     ],
 )
-def test_invalid_problems_are_rejected(changed: dict[str, object], words: str) -> None:
+def test_invalid_problems_are_rejected(changed: dict[str, object], message: str) -> None:
     a, b = ends("a", "b")
     sound = AllocationProblem(200.0, {a: 2, b: 2}, {(a, b): 1.0})
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=message):
         replace(sound, **changed)  # type: ignore[arg-type]

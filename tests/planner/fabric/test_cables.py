@@ -63,11 +63,11 @@ def test_walk_finds_swapped_cables(
 
 def seen(ends: dict[tuple[OcsId, int], Interface], up: list[PortPair]) -> ObservedCables:
     """Return the ToRs' observations of these cross-connects."""
-    heard: dict[Interface, frozenset[str]] = {}
+    answering: dict[Interface, frozenset[str]] = {}
     for pair in up:
         one, other = (ends[pair.switch, number] for number in pair.ports)
-        heard |= {one: frozenset({other[0]} - {one[0]}), other: frozenset({one[0]} - {other[0]})}
-    return ObservedCables(frozenset(heard), heard)  # type: ignore[arg-type]  # ids
+        answering |= {one: frozenset({other[0]} - {one[0]}), other: frozenset({one[0]} - {other[0]})}
+    return ObservedCables(frozenset(answering), answering)  # type: ignore[arg-type]  # ids
 
 
 def test_misplaced_cable_of_two_free_ones_is_reported() -> None:

@@ -41,15 +41,15 @@ def test_true_offset_lies_within_bound(
         estimator.add(exchange(now_s, offset_s, rate, there_s, thinking_s, back_s))
         now_s += there_s + thinking_s + back_s
         backs_s.append(now_s)
-        told = estimator.offset(now_s)
-        assert told is not None
-        assert abs(offset_s + rate * now_s - told.offset_s) <= told.bound_s + EPSILON
+        estimate = estimator.offset(now_s)
+        assert estimate is not None
+        assert abs(offset_s + rate * now_s - estimate.offset_s) <= estimate.bound_s + EPSILON
         now_s += pause_s
-    told = estimator.offset(now_s - pause_s + later_s)
-    assert told is not None
+    estimate = estimator.offset(now_s - pause_s + later_s)
+    assert estimate is not None
     truth_s = offset_s + rate * (now_s - pause_s + later_s)
-    assert abs(truth_s - told.offset_s) <= told.bound_s + EPSILON
-    earliest_s, latest_s = told.ours(100.0 + truth_s)
+    assert abs(truth_s - estimate.offset_s) <= estimate.bound_s + EPSILON
+    earliest_s, latest_s = estimate.ours(100.0 + truth_s)
     assert earliest_s - EPSILON <= 100.0 <= latest_s + EPSILON
     # No exchange was rejected or treated as a set clock.
     young = [at_s for at_s in backs_s[-EXCHANGES:] if now_s - pause_s + later_s - at_s <= MOST_AGE_S]
@@ -60,10 +60,10 @@ def test_one_exchange_bounds_offset_by_half_its_round_trip(monkeypatch: pytest.M
     monkeypatch.setattr(clocks, "DRIFT_PPM", 0.0)
     estimator = OffsetEstimator()
     estimator.add(ClockExchange(10.0, 110.004, 110.104, 10.110))
-    told = estimator.offset(10.110)
-    assert told is not None
-    assert told.offset_s == pytest.approx(99.999)
-    assert told.bound_s == pytest.approx(0.005)
+    estimate = estimator.offset(10.110)
+    assert estimate is not None
+    assert estimate.offset_s == pytest.approx(99.999)
+    assert estimate.bound_s == pytest.approx(0.005)
 
 
 def test_several_exchanges_give_tighter_bound_than_best_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,10 +72,10 @@ def test_several_exchanges_give_tighter_bound_than_best_one(monkeypatch: pytest.
     estimator = OffsetEstimator()
     estimator.add(exchange(0.0, 5.0, 0.0, 0.0001, 0.0, 0.010))
     estimator.add(exchange(1.0, 5.0, 0.0, 0.010, 0.0, 0.0001))
-    told = estimator.offset(1.1)
-    assert told is not None
-    assert told.offset_s == pytest.approx(5.0, abs=1e-9)
-    assert told.bound_s == pytest.approx(0.0001)
+    estimate = estimator.offset(1.1)
+    assert estimate is not None
+    assert estimate.offset_s == pytest.approx(5.0, abs=1e-9)
+    assert estimate.bound_s == pytest.approx(0.0001)
 
 
 def test_bound_widens_with_age_until_unknown() -> None:
@@ -97,9 +97,9 @@ def test_set_clock_is_detected_at_next_exchange(by_s: float, forwards: bool) -> 
         offset_s = 3.0 + (jump_s if second >= 10 else 0.0)
         estimator.add(exchange(float(second), offset_s, 0.0, rng.uniform(0, 0.05), 0.0, rng.uniform(0, 0.05)))
     assert len(estimator._recent) == 10  # those since
-    told = estimator.offset(20.0)
-    assert told is not None
-    assert abs(told.offset_s - 3.0 - jump_s) <= told.bound_s
+    estimate = estimator.offset(20.0)
+    assert estimate is not None
+    assert abs(estimate.offset_s - 3.0 - jump_s) <= estimate.bound_s
 
 
 def test_exchange_spanning_a_set_clock_is_rejected() -> None:

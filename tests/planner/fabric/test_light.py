@@ -56,7 +56,7 @@ def oracle(
     return found
 
 
-def told(lit: Iterable[Lit]) -> dict[RoutedLink, frozenset[PortPair]]:
+def over_links(lit: Iterable[Lit]) -> dict[RoutedLink, frozenset[PortPair]]:
     return {each.link: frozenset(each.over) for each in lit}
 
 
@@ -66,7 +66,7 @@ def test_links_match_connected_ports(data: st.DataObject) -> None:
     up = data.draw(patched(site))
     interfaces = named(site)
     lit = links_up(site, up, interfaces)
-    assert told(lit) == oracle(site, up, interfaces)
+    assert over_links(lit) == oracle(site, up, interfaces)
     assert list(lit) == sorted(lit)
     # Removing any part of a link removes this link and no other.
     going = data.draw(st.sets(st.sampled_from(sorted(up)))) if up else set()

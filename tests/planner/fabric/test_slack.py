@@ -32,11 +32,11 @@ REDUCE = Signature("all_reduce", 0, 1024)
 EXCHANGE = Signature("all_to_all", 1, 4096)
 
 
-def code(said: RemainingQuiet | Hold) -> str:
-    return said.code if isinstance(said, Hold) else "promised"
+def code(predicted: RemainingQuiet | Hold) -> str:
+    return predicted.code if isinstance(predicted, Hold) else "promised"
 
 
-def told(iterations: int, *, compute_s: float = 0.050, learner: SlackLearner | None = None) -> SlackLearner:
+def trained(iterations: int, *, compute_s: float = 0.050, learner: SlackLearner | None = None) -> SlackLearner:
     """Return a learner after iterations of 0.3 s: an exchange after `compute_s`, a reduction 0.1 s later, 10 ms each.
     One more iteration has begun."""
     learner = learner or SlackLearner(0)
@@ -79,22 +79,22 @@ def test_requested_probability_is_met(q: float) -> None:
 
 
 def test_early_predictions_are_shrunk_and_report_their_risk() -> None:
-    learner = told(6)
-    said = learner.remaining(1.8, Q)
-    assert isinstance(said, RemainingQuiet)
-    assert said.risk > Q
+    learner = trained(6)
+    predicted = learner.remaining(1.8, Q)
+    assert isinstance(predicted, RemainingQuiet)
+    assert predicted.risk > Q
     # 0.120 s of quiet before the first collective have passed when the sixth iteration ends; 0.050 s remain.
-    assert said.opened_s == pytest.approx(1.67)
-    assert said.until_s == pytest.approx(1.8 + shrunk(said.risk, Q) * 0.05)
-    assert 1.825 < said.until_s < 1.840
+    assert predicted.opened_s == pytest.approx(1.67)
+    assert predicted.until_s == pytest.approx(1.8 + shrunk(predicted.risk, Q) * 0.05)
+    assert 1.825 < predicted.until_s < 1.840
 
 
 def test_enough_iterations_predict_the_whole_quiet_time() -> None:
-    said = told(30).remaining(9.0, Q)
-    assert isinstance(said, RemainingQuiet)
-    assert said.risk <= Q
-    assert said.until_s == pytest.approx(9.05)
-    assert said.position == 0
+    predicted = trained(30).remaining(9.0, Q)
+    assert isinstance(predicted, RemainingQuiet)
+    assert predicted.risk <= Q
+    assert predicted.until_s == pytest.approx(9.05)
+    assert predicted.position == 0
 
 
 @pytest.mark.parametrize("arm", ["jitter", "regimes"])
@@ -143,11 +143,11 @@ def test_overlapping_gradient_buckets_count_as_traffic() -> None:
         for now_s, begins, signature in moments:
             if not begins:
                 learner.ended(handles[signature], now_s)
-                said = learner.remaining(now_s, Q)
-                if isinstance(said, RemainingQuiet):
+                predicted = learner.remaining(now_s, Q)
+                if isinstance(predicted, RemainingQuiet):
                     promised += 1
-                    until_s = said.until_s
-                    optimizer += said.position == 6 and said.until_s - now_s > 0.040
+                    until_s = predicted.until_s
+                    optimizer += predicted.position == 6 and predicted.until_s - now_s > 0.040
                 continue
             broken += until_s is not None and until_s > now_s
             until_s = None
@@ -200,19 +200,19 @@ def test_quiet_means_no_collective_in_flight(spans: list[tuple[int, int, Signatu
 
 
 def test_overlapping_collectives_are_traffic_until_last_ends() -> None:
-    learner = told(10)
+    learner = trained(10)
     first = learner.started(EXCHANGE, 3.05)
     other = learner.started(REDUCE, 3.06)
     learner.ended(first, 3.07)
-    said = learner.remaining(3.08, Q)
-    assert isinstance(said, Hold)
-    assert (said.code, said.detail) == (TRAFFIC, "rank 0: 1 in flight, the oldest all_reduce")
+    predicted = learner.remaining(3.08, Q)
+    assert isinstance(predicted, Hold)
+    assert (predicted.code, predicted.detail) == (TRAFFIC, "rank 0: 1 in flight, the oldest all_reduce")
     learner.ended(other, 3.09)
     assert code(learner.remaining(3.1, Q)) == "promised"
 
 
 def test_two_equal_collectives_end_one_after_the_other() -> None:
-    learner = told(10)
+    learner = trained(10)
     handles = [learner.started(EXCHANGE, at_s) for at_s in (3.05, 3.06)]
     learner.ended(handles[0], 3.07)
     assert code(learner.remaining(3.08, Q)) == TRAFFIC
@@ -227,9 +227,9 @@ def test_two_equal_collectives_end_one_after_the_other() -> None:
 
 def test_every_reason_has_its_code() -> None:
     assert code(SlackLearner(3).remaining(0.0, Q)) == UNLEARNT
-    assert code(told(0).remaining(0.0, Q)) == UNLEARNT
-    assert code(told(2).remaining(0.6, Q)) == FEW_SAMPLES
-    learner = told(30)
+    assert code(trained(0).remaining(0.0, Q)) == UNLEARNT
+    assert code(trained(2).remaining(0.6, Q)) == FEW_SAMPLES
+    learner = trained(30)
     assert code(learner.remaining(9.0, Q)) == "promised"
     outlasted = learner.remaining(9.2, Q)
     assert isinstance(outlasted, Hold)
@@ -284,14 +284,14 @@ def test_deviating_iteration_has_no_predictions_from_there_on(at: int, how: str,
 
 
 def test_lost_events_are_reported_and_end_predictions() -> None:
-    learner = told(30)
+    learner = trained(30)
     learner.started(EXCHANGE, 9.05)
     learner.lost("ring overran by 12 events")
     assert code(learner.remaining(9.06, Q)) == UNLEARNT
     learner.ended(learner.started(REDUCE, 9.16), 9.17)
-    said = learner.remaining(9.18, Q)
-    assert isinstance(said, Hold)
-    assert "overran" in said.detail
+    predicted = learner.remaining(9.18, Q)
+    assert isinstance(predicted, Hold)
+    assert "overran" in predicted.detail
     learner.iteration(31, 9.3)
     assert code(learner.remaining(9.3, Q)) == "promised"
 
@@ -322,10 +322,10 @@ def test_shrinking_windows_make_predictions_cautious() -> None:
     for number in range(300):
         at_s, quiet_s = 1.0 * number, 0.5 * 0.995**number
         learner.iteration(number, at_s)
-        said = learner.remaining(at_s, Q)
-        if isinstance(said, RemainingQuiet):
+        predicted = learner.remaining(at_s, Q)
+        if isinstance(predicted, RemainingQuiet):
             promised += 1
-            broken += said.until_s > at_s + quiet_s
+            broken += predicted.until_s > at_s + quiet_s
         learner.ended(learner.started(EXCHANGE, at_s + quiet_s), at_s + 0.9)
         learner.ended(learner.started(REDUCE, at_s + 0.91), at_s + 1.0)
     assert promised > 250

@@ -33,7 +33,7 @@ SEEDS = st.integers(min_value=0, max_value=2**32)
 SLOW = settings(suppress_health_check=[HealthCheck.too_slow])
 
 
-def told(planned: Transition) -> set[tuple[str, ...]]:
+def reported(planned: Transition) -> set[tuple[str, ...]]:
     return {tuple(pair) for pair in planned.dark_pairs} | {(endpoint,) for endpoint in planned.thin_endpoints}
 
 
@@ -63,7 +63,7 @@ def test_no_transition_is_better(seed: int) -> None:
     planned = transition(problem)
     check(problem, planned)
     suffer = followed(problem, planned)
-    assert suffer == told(planned)
+    assert suffer == reported(planned)
     fewest, stages = least(problem)
     assert (cost(suffer), len(planned.stages)) == (fewest, stages)
     assert planned.fewest_suffer
@@ -76,7 +76,7 @@ def test_every_point_is_safe_and_side_effects_are_reported(seed: int) -> None:
     problem = larger(seed)
     planned = transition(problem)
     check(problem, planned)
-    assert followed(problem, planned) == told(planned)
+    assert followed(problem, planned) == reported(planned)
     assert planned.stages_at_least <= len(planned.stages)
     assert planned == transition(problem)
 
@@ -130,7 +130,7 @@ def test_check_detects_altered_transitions(seed: int, rng: Random) -> None:
             dealt[rng.randrange(count)][kind == "add"].append(each)
     altered = replace(planned, stages=tuple(TransitionStage(tuple(down), tuple(up)) for down, up in dealt))
     try:
-        safe = followed(problem, altered) <= told(altered)
+        safe = followed(problem, altered) <= reported(altered)
     except AssertionError:
         safe = False
     if safe:
@@ -174,7 +174,7 @@ def test_full_fraction_cannot_always_be_met() -> None:
     problem = TransitionProblem(cabling, up((1, 3), (2, 4)), up((1, 4), (2, 3)), 4, 1.0)
     planned = transition(problem)
     assert planned.thin_endpoints == ("a", "b")
-    assert followed(problem, planned) == told(planned)
+    assert followed(problem, planned) == reported(planned)
 
 
 def test_float_errors_do_not_reduce_minimum() -> None:
@@ -218,7 +218,7 @@ def test_site_of_many_switches() -> None:
     problem = replace(problem, max_moves_per_stage=64, min_fraction=0.5)
     planned = transition(problem)
     check(problem, planned)
-    assert followed_quickly(problem, planned) == told(planned)
+    assert followed_quickly(problem, planned) == reported(planned)
     assert len(planned.stages) <= 1.1 * planned.stages_at_least
 
 

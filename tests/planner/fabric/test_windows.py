@@ -65,13 +65,13 @@ def test_window_lies_within_every_prediction_for_all_clock_errors(
                 opened.append(opened_s + off_s)
                 until.append(until_s + off_s)
             risk += broken
-    said = intersect(reports, now_s)
-    assert isinstance(said, Window)
-    assert said.opened_s == pytest.approx(max(opened))
-    assert said.until_s == pytest.approx(min(until))
-    assert said.risk == pytest.approx(min(1.0, risk))
-    assert said.limiting.startswith("node")
-    margin, verdict = 1e-9, may_commit(Stage.TRAIN, said, NOTHING, now_s, boundary=False)
+    found = intersect(reports, now_s)
+    assert isinstance(found, Window)
+    assert found.opened_s == pytest.approx(max(opened))
+    assert found.until_s == pytest.approx(min(until))
+    assert found.risk == pytest.approx(min(1.0, risk))
+    assert found.limiting.startswith("node")
+    margin, verdict = 1e-9, may_commit(Stage.TRAIN, found, NOTHING, now_s, boundary=False)
     if isinstance(verdict, Act):
         assert max(opened) - margin <= now_s < min(until) + margin
     else:
@@ -82,7 +82,7 @@ def test_window_lies_within_every_prediction_for_all_clock_errors(
 def test_host_without_window_is_named() -> None:
     open_now = RemainingQuiet(3, 99.0, 101.0, 20, 0.05)
     quiet = ReportedQuiet("node1", 100.0, 0, open_now, SAME_CLOCK)
-    for report, code, words in (
+    for report, code, detail in (
         (ReportedQuiet("node2", 100.0, 0, open_now, None), "clock_unknown", "node2: the offset of its clock"),
         (
             ReportedQuiet("node2", 97.0, 0, open_now, SAME_CLOCK),
@@ -90,31 +90,31 @@ def test_host_without_window_is_named() -> None:
             "node2: reported 3000.0 ms ago, limit 1000.0",
         ),
     ):
-        said = intersect([report, quiet], 100.0)
-        assert isinstance(said, Hold)
-        assert said.code == code
-        assert words in said.detail
-    nobody = intersect([], 100.0)
-    assert isinstance(nobody, Hold)
-    assert nobody.code == "no_ranks"
+        found = intersect([report, quiet], 100.0)
+        assert isinstance(found, Hold)
+        assert found.code == code
+        assert detail in found.detail
+    no_window = intersect([], 100.0)
+    assert isinstance(no_window, Hold)
+    assert no_window.code == "no_ranks"
 
 
 def test_limiting_rank_is_the_one_whose_prediction_ends_first() -> None:
     quiet = [RemainingQuiet(0, 99.0, 101.0 + 0.1 * ((rank - 5) % 8), 20, 0.01) for rank in range(8)]
     clock = ClockOffset(0.0, 0.002)
-    said = intersect([ReportedQuiet("node1", 100.0, rank, each, clock) for rank, each in enumerate(quiet)], 100.0)
-    assert isinstance(said, Window)
-    assert said.limiting == "node1, rank 5"
-    assert said.until_s - 100.0 == pytest.approx(0.998)
-    assert said.risk == pytest.approx(0.08)
+    found = intersect([ReportedQuiet("node1", 100.0, rank, each, clock) for rank, each in enumerate(quiet)], 100.0)
+    assert isinstance(found, Window)
+    assert found.limiting == "node1, rank 5"
+    assert found.until_s - 100.0 == pytest.approx(0.998)
+    assert found.risk == pytest.approx(0.08)
 
 
 # Whether a commit fits in.
 
 
 def test_reason_contains_every_number() -> None:
-    said = may_commit(Stage.TRAIN, window(0.0121), NEED, 100.0, boundary=False)
-    assert said == Hold(
+    found = may_commit(Stage.TRAIN, window(0.0121), NEED, 100.0, boundary=False)
+    assert found == Hold(
         "window_too_short",
         "12.1 ms remain, limited by node7, rank 3 (risk 5.0%), "
         "34.0 ms needed: device 25.0 ms, route 3.0 ms, control 4.0 ms, margin 2.0 ms",
@@ -133,10 +133,10 @@ def test_commit_is_made_only_if_it_fits(
 ) -> None:
     need, now_s = CommitNeed(*parts), 100.0
     given_window = Window(now_s - 0.010, now_s + left_s, "node7, rank 3", risk)
-    said = may_commit(stage, given_window, need, now_s, boundary, most_risk=0.1)
+    found = may_commit(stage, given_window, need, now_s, boundary, most_risk=0.1)
     left = given_window.until_s - now_s
     fits = left > 0 and left >= need.total_s and risk <= 0.1 and (boundary or stage is Stage.TRAIN)
-    assert isinstance(said, Act) == fits
+    assert isinstance(found, Act) == fits
 
 
 @pytest.mark.parametrize("stage", [Stage.GEN, Stage.WEIGHT_SYNC])
@@ -163,8 +163,8 @@ def test_slow_device_never_fits_into_short_windows() -> None:
     """A switch of 100 ms and windows of 50 ms."""
     need = CommitNeed(device_s=0.100, route_s=0.0, control_s=0.0, margin_s=0.0)
     for left_ms in range(51):
-        said = may_commit(Stage.TRAIN, window(left_ms * 1e-3, risk=0.0), need, 100.0, boundary=True)
-        assert isinstance(said, Hold)
+        found = may_commit(Stage.TRAIN, window(left_ms * 1e-3, risk=0.0), need, 100.0, boundary=True)
+        assert isinstance(found, Hold)
 
 
 def test_invalid_needs_are_rejected() -> None:

@@ -232,10 +232,10 @@ def _wrong_points(problem: TransitionProblem, planned: Transition) -> Iterator[s
                 if (each.switch, port) in used:
                     yield f"stage {number}, added: port {port} of {each.switch} is used twice"
                 used.add((each.switch, port))
-    told = {*planned.dark_pairs, *((endpoint,) for endpoint in planned.thin_endpoints)}
+    reported = {*planned.dark_pairs, *((endpoint,) for endpoint in planned.thin_endpoints)}
     for subject, (stage, kind) in _below(problem, planned.stages).items():
-        if subject not in told:
-            yield f"stage {stage}, {kind}: {'-'.join(subject)} has fewer circuits than its floor, and is not said to"
+        if subject not in reported:
+            yield f"stage {stage}, {kind}: {'-'.join(subject)} has fewer circuits than its floor, which is not reported"
 
 
 def _below(

@@ -64,7 +64,7 @@ class _Checking:
                     assert start == at, f"{receiver} gets {shard['id']} twice or not at {at}"
                     at = end
                 assert at == shard["bytes"], f"{receiver} lacks {shard['id']} from {at}"
-        assert not self.received, f"nobody asked for {list(self.received)}"
+        assert not self.received, f"unwanted bytes received: {list(self.received)}"
         for key, seeds in self.seeded.items():
             for (start, _), _ in seeds:
                 there = {dst for span, dst in seeds if span[0] <= start < span[1]}

@@ -73,7 +73,7 @@ class World:
             there, wanted = self.has[edge.src, edge.shard], self.has[edge.dst, edge.shard]
             left = [at for at in range(edge.offset, edge.end) if self.progress(edge) <= at]
             if left[0] in there:
-                assert left[0] not in wanted, "it is sent what it has"
+                assert left[0] not in wanted, "it receives bytes that it has"
                 wanted.add(left[0])
                 self.came[edge.dst, edge.shard, left[0]] += 1
                 self.at[edge.id] = left[0] + 1

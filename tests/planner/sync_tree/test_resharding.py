@@ -226,15 +226,15 @@ def test_layout_matches_elements_and_order_of_frameworks(seed: int) -> None:
 
 @given(seeds)
 def test_each_needed_element_arrives_exactly_once(seed: int) -> None:
-    asked = case(seed)
+    requested = case(seed)
     has: dict[tuple[int, str], set[int]] = defaultdict(set)
     needs: dict[tuple[int, str], set[int]] = defaultdict(set)
-    for trains, parameter, end, _, arrays in tensors(asked):
+    for trains, parameter, end, _, arrays in tensors(requested):
         for array in arrays:
             (has if trains else needs)[end, parameter.name] |= set(array[array >= 0].ravel().tolist())
-    parameters = {parameter.name: parameter for parameter in asked.parameters}
+    parameters = {parameter.name: parameter for parameter in requested.parameters}
     came: Counter[tuple[int, str, int]] = Counter()
-    shards = reshard(asked.parameters, asked.trainer, asked.engines)
+    shards = reshard(requested.parameters, requested.trainer, requested.engines)
     for each in shards:
         at = 0
         assert not set(each.shard.holders) & set(each.shard.receivers)
@@ -252,19 +252,19 @@ def test_each_needed_element_arrives_exactly_once(seed: int) -> None:
     assert came == Counter((*key, element) for key, elements in needs.items() for element in elements)
     missing = {key: elements - has[key] for key, elements in needs.items()}
     sent = sum(each.shard.bytes * len(each.shard.receivers) for each in shards)
-    assert sent == sum(len(elements) for elements in missing.values()) * asked.model.dtype_bytes
+    assert sent == sum(len(elements) for elements in missing.values()) * requested.model.dtype_bytes
     assert len(shards) == len(kinds(has, needs)), "no fewer shards could do"
 
 
 @given(seeds)
 def test_reshard_boxes_matches_reshard(seed: int) -> None:
-    asked = case(seed)
+    requested = case(seed)
     has: dict[int, dict[str, list[Box]]] = defaultdict(lambda: defaultdict(list))
     needs: dict[int, dict[str, list[Box]]] = defaultdict(lambda: defaultdict(list))
-    for trains, parameter, end, locals_, _ in tensors(asked):
+    for trains, parameter, end, locals_, _ in tensors(requested):
         (has if trains else needs)[end][parameter.name] += [box for local in locals_ for box in local.boxes]
-    shapes = {each.name: (each.shape, each.dtype_bytes) for each in asked.parameters}
-    assert reshard_boxes(shapes, has, needs) == reshard(asked.parameters, asked.trainer, asked.engines)
+    shapes = {each.name: (each.shape, each.dtype_bytes) for each in requested.parameters}
+    assert reshard_boxes(shapes, has, needs) == reshard(requested.parameters, requested.trainer, requested.engines)
 
 
 @given(seeds)
@@ -328,14 +328,14 @@ def kinds(has: dict[tuple[int, str], set[int]], needs: dict[tuple[int, str], set
 @given(seeds)
 def test_bytes_from_holder_arrive_in_engine_order(seed: int) -> None:
     """The executor's part: buffers are filled from a holder's own tensors alone, and emptied into a receiver's."""
-    asked = case(seed)
+    requested = case(seed)
     sides: dict[bool, dict[tuple[int, str], list[tuple[LocalShard, Array]]]]
     sides = {True: defaultdict(list), False: defaultdict(list)}
-    for trains, parameter, end, locals_, arrays in tensors(asked):
+    for trains, parameter, end, locals_, arrays in tensors(requested):
         solid = [array for array in arrays if (array >= 0).any()]
         sides[trains][end, parameter.name] += list(zip(locals_, solid, strict=True))
     got = {key: [np.full_like(array, -1) for _, array in each] for key, each in sides[False].items()}
-    for each in reshard(asked.parameters, asked.trainer, asked.engines):
+    for each in reshard(requested.parameters, requested.trainer, requested.engines):
         sender = each.shard.holders[len(each.slices) % len(each.shard.holders)]
         for piece in each.slices:
             buffer = np.full([last - first for first, last in piece.box], -1)
@@ -405,7 +405,7 @@ def test_parameter_names_map_to_megatron() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "told"),
+    ("make", "message"),
     [
         (lambda: EngineLayout((1, 2), tp=4), "need 4 endpoints, got 2"),
         (lambda: EngineLayout((1, 1), tp=2), "a different endpoint"),
@@ -416,6 +416,6 @@ def test_parameter_names_map_to_megatron() -> None:
         (lambda: Parameter("w", (4, 0), 2, ParameterSplit(0), 1), "w: every axis must be >= 1"),
     ],
 )
-def test_invalid_layouts_are_rejected(make: Any, told: str) -> None:
-    with pytest.raises(ValueError, match=told.replace("(", r"\(")):
+def test_invalid_layouts_are_rejected(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
         make()

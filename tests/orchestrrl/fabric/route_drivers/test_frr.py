@@ -47,8 +47,8 @@ class TestFrr(RouteDriverConformance):
         folder = self.router.folder
         places = ("-z", folder / "zserv.api", "-i", folder / f"{daemon}.pid", "--vty_socket", folder, "-f", "/dev/null")
         log = ("--log", f"file:{folder / daemon}.log")
-        words = ("-d", *arguments, "--user", "root", "--group", "frrvty", *map(str, places), *log)
-        self.router.inside(str(DAEMONS / daemon), *words)
+        arguments = ("-d", *arguments, "--user", "root", "--group", "frrvty", *map(str, places), *log)
+        self.router.inside(str(DAEMONS / daemon), *arguments)
         self.wait((folder / f"{daemon}.vty").exists, f"{daemon} does not start")
 
     def wait(self, until: Callable[[], bool], fault: str) -> None:
@@ -62,8 +62,8 @@ class TestFrr(RouteDriverConformance):
         return make_driver("frr", "tor1", options)
 
     def configure(self, *lines: str) -> str:
-        words = [word for line in ("configure terminal", *lines) for word in ("-c", line)]
-        return self.router.inside("vtysh", *self.vtysh, *words)
+        arguments = [argument for line in ("configure terminal", *lines) for argument in ("-c", line)]
+        return self.router.inside("vtysh", *self.vtysh, *arguments)
 
     async def inject(self, driver: RouterDriver, fault: RouterFault) -> None:
         if fault.kind is RouterFaultKind.FOREIGN_ROUTE:
@@ -74,7 +74,7 @@ class TestFrr(RouteDriverConformance):
     async def others(self, driver: RouterDriver) -> frozenset[str]:
         shown = self.router.inside("vtysh", *self.vtysh, "-c", "show running-config")
         lines = [line.split() for line in shown.splitlines() if line.startswith("ip route ")]
-        return frozenset(words[2] for words in lines if "160" not in words)
+        return frozenset(arguments[2] for arguments in lines if "160" not in arguments)
 
     async def test_kernel_forwards_by_applied_routes(self) -> None:
         async with self.device() as driver:

@@ -1,4 +1,4 @@
-"""Optical circuit switches: the contract (`base`), one module per device family, the suite that all of them pass.
+"""Drivers for optical circuit switches: the contract (`base`), one module per device family, and the conformance suite.
 
-Nothing here imports the rest of the project: a driver can be written, tested and shipped on its own.
+The package imports nothing from the rest of the project, so that a driver can be written, tested and shipped alone.
 """

@@ -1,9 +1,9 @@
-"""The driver contract: what the control plane asks of any optical circuit switch.
+"""The driver contract: the operations that the control plane requires of any optical circuit switch.
 
-A plug point: one module per device family, registered in the entry-point group `orchestrrl.ocs_drivers`, looked up by
-`registry.py`. Every driver passes `conformance.py`. A family need not implement all of `OcsDriver`: it writes a
-`SwitchWire`, the few verbs that its protocol has, and `driver.py` makes the contract of it. Errors are those of
-`errors.py`.
+This is a plug point: one module per device family, registered in the entry-point group `orchestrrl.ocs_drivers` and
+looked up by `registry.py`. Every driver must pass `conformance.py`. A family need not implement all of `OcsDriver`: it
+implements a `SwitchWire`, the few verbs of its protocol, and `driver.py` builds the contract on top. Errors are those
+of `errors.py`.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from ocs_drivers.model import (
 
 
 class DeviceClock(Protocol):
-    """Seconds since the Unix epoch, and sleeping in the same seconds."""
+    """A clock that returns seconds since the Unix epoch and sleeps for a duration in seconds."""
 
     def now_s(self) -> float: ...
 
@@ -39,7 +39,7 @@ class DeviceClock(Protocol):
 
 
 class SystemClock:
-    """Real time: follows the system's clock once, then the monotonic one, so it never jumps back."""
+    """The wall-clock time at construction, advanced by the monotonic clock, so that it never jumps back."""
 
     def __init__(self) -> None:
         self._offset_s = time.time() - time.monotonic()
@@ -52,119 +52,126 @@ class SystemClock:
 
 
 class OcsDriver(Protocol):
-    """One device. Construction opens nothing; the first call connects. Calls may come concurrently: the driver lets
-    one writer through at a time, and bounds every command and every wait in time."""
+    """The driver of one device. Construction opens no connection; the first call connects. Calls may be concurrent: the
+    driver admits one writer at a time, and limits the duration of every command and every wait."""
 
-    device: str  # the name it goes by in errors and journals
+    device: str  # name of the device in errors and journals
 
     async def facts(self) -> SwitchFacts: ...
 
     async def capabilities(self) -> SwitchCapabilities: ...
 
     async def ports(self) -> tuple[PortState, ...]:
-        """Every port, by number."""
+        """Return the state of every port, ordered by port number."""
         ...
 
     async def cross_connects(self) -> CrossConnectReading:
-        """Every cross-connect, and whether it is ours: made by this driver, or taken over, until it was taken down or
-        others used its ports. What somebody else made never becomes ours by being named in a change."""
+        """Return every cross-connect, and whether this driver owns it. The driver owns a cross-connect that it made or
+        took over, until the cross-connect is removed or its ports carry another one. Naming a foreign cross-connect in
+        a change does not transfer its ownership."""
         ...
 
     async def plan(self, change: CircuitChange, mode: ChangeMode = ChangeMode.SAFE) -> CircuitDiff:
-        """What the change would do, evictions included. Reads the device and sends nothing.
+        """Return the steps of a change, evictions included. Read the device; send no setter.
 
-        Raises InvalidChange for what can never work on this device, Conflict for what cannot work on it now: a port in
-        use or failed, a circuit in the way that is not ours.
+        Raises InvalidChange if the change can never work on this device, and CircuitConflict if it cannot work now: a
+        port is in use or failed, or a circuit of another owner occupies a port.
         """
         ...
 
     async def commit(self, diff: CircuitDiff, expect_revision: int, revert_in_s: float | None = None) -> CommitResult:
-        """Carry out what of the diff is not yet so, then read back what took.
+        """Carry out the part of the diff that is not yet in effect, then read the device to find what took effect.
 
-        Refuses with Conflict, before anything is sent, when the device is not at `expect_revision`, or a circuit that
-        is to go is not ours. Sends no command twice: a part that did not take is reported, not repeated. Raises
-        OutcomeUnknown only if the device could not be read afterwards either.
+        Raises CircuitConflict, before any command is sent, if the device is not at `expect_revision`, or if a circuit
+        to be removed is not owned by this driver. No command is sent twice: a part that did not take effect is
+        reported, not repeated. Raises DriverOutcomeUnknown only if the device could not be read after the commands.
 
-        With `revert_in_s` the change is on trial: what this commit sent reverts itself that long after the commit is
-        over, however it ended, unless it is confirmed. Until then every other commit is refused with Conflict; the same
-        diff may be committed again, with `revert_in_s`, to complete it, and its time begins anew. It reverts in the
-        process that owns the device, whoever asked for it. A revert that fails is repeated, told as an alarm, and shown
-        by `cross_connects` and `verify`.
+        With `revert_in_s` the change is on trial: unless it is confirmed, the commands of this commit are reverted that
+        many seconds after the commit has ended, successfully or not. Until then every other commit raises
+        CircuitConflict. The same diff may be committed again, with `revert_in_s`, to complete it; its time then starts
+        again. The process that owns the device performs the revert, for local and remote callers. A failed revert is
+        retried, reported as an alarm, and included in the results of `cross_connects` and `verify`.
         """
         ...
 
     async def confirm(self, revision: int) -> None:
-        """Keep what is on trial. `revision` is that of the commit's result, or of the device as it is now, where the
-        result was lost or the revert fails. To confirm twice is harmless. Raises Conflict where nothing is on trial,
-        it has been reverted, or the revision is another."""
+        """Keep the change on trial. `revision` is the one in the commit's result, or the device's present one if that
+        result was lost or the revert fails. Confirming twice is harmless. Raises CircuitConflict if no change is on
+        trial, if it was reverted, or if the revision differs."""
         ...
 
     async def take_over(self, pairs: Sequence[CrossConnect]) -> CrossConnectReading:
-        """From now on these are ours, whoever made them; the device is only read. All must be on it, else Conflict,
-        with all that are not, and none is taken over."""
+        """Mark these cross-connects as owned by this driver, regardless of their present owner. The device is only
+        read. Raises CircuitConflict, listing all that are missing, unless every one is on the device; then none is
+        taken over."""
         ...
 
     async def verify(self, diff: CircuitDiff) -> Verification:
-        """Compare the device with what the diff wants of it; other circuits are not looked at."""
+        """Compare the device with the state that the diff requires. Other circuits are ignored."""
         ...
 
     async def rollback(self, diff: CircuitDiff) -> CommitResult:
-        """From any point of the diff, bring back what it removed and take down what it added. Raises Conflict where
-        somebody else has meanwhile taken the ports, or another change is on trial. Ends the trial of this diff."""
+        """Restore the circuits that the diff removed and remove those that it added, from any stage of the diff. Raises
+        CircuitConflict if another owner has taken the ports since, or another change is on trial. Ends the trial of
+        this diff."""
         ...
 
     def watch(self) -> AsyncGenerator[SwitchEvent, None]:
-        """Events from now on, until closed; raises Permanent when iterated if the capability is not declared."""
+        """Yield events from now on, until closed. Raises DriverPermanent on iteration if the `events` capability is not
+        declared."""
         ...
 
     async def close(self) -> None:
-        """Drop the session. Who owns the device reverts what is on trial first: nobody would later."""
+        """Close the session. In the process that owns the device, revert any change on trial first, because no process
+        could revert it later."""
         ...
 
 
 class Armed(Protocol):
-    """One commit that waits for its word. It is begun at most once."""
+    """A prepared commit that starts on a signal, at most once."""
 
     async def begin(self) -> CommitResult:
-        """As `OcsDriver.commit` from here on: the device is asked whether it still is at the expected revision."""
+        """Start the commit. The device is read, and must still be at the expected revision, as in
+        `OcsDriver.commit`."""
         ...
 
     def disarm(self) -> None:
-        """It is not wanted any more; harmless where it is over. What has begun is carried on with."""
+        """Discard the prepared commit; harmless if it has ended. A commit that has begun continues."""
         ...
 
 
 @runtime_checkable
 class Arming(Protocol):
-    """What a driver may offer beyond the contract: a commit made ready ahead, and begun at a word.
+    """An optional interface of a driver: a commit that is prepared ahead and started by a signal.
 
-    Between a word and a command at a device nothing is to be built, connected or read that could have been before.
-    Where a driver has nothing to gain from it, its `commit` is called at the word instead.
+    Everything that can be built, connected or read before the signal is done before it, so that the command reaches the
+    device without delay. If a driver gains nothing from preparation, the caller calls `commit` at the signal.
     """
 
     async def arm(self, diff: CircuitDiff, expect_revision: int, revert_in_s: float | None = None) -> Armed:
-        """All of `OcsDriver.commit` that does not touch the device. Raises DriverError as that does."""
+        """Perform every part of `OcsDriver.commit` that does not access the device. Raises DriverError as `commit`
+        does."""
         ...
 
 
 class SwitchWire(Protocol):
-    """The verbs of one device protocol, without policy. `driver.SwitchDriver` calls one at a time, inside a time limit,
-    and opens again after an error. A verb raises
+    """The verbs of one device protocol, without policy. `driver.SwitchDriver` calls one verb at a time, inside a time
+    limit, and opens the session again after an error. A verb raises
 
-    - Retryable: the device cannot be reached, or is busy; a setter did certainly not take
-    - Permanent: the device refused, with its own words
-    - OutcomeUnknown: the connection broke after a setter was sent
-    - ValueError: the answer makes no sense.
+    - DriverRetryable: the device cannot be reached or is busy; a setter certainly did not take effect
+    - DriverPermanent: the device refused; the error contains the device's answer
+    - DriverOutcomeUnknown: the connection broke after a setter was sent
+    - ValueError: the answer is invalid.
     """
 
-    # What this protocol can do with any of its kind, before the device is known; what only the device can tell is added
-    # by `open`, and its driver's `capabilities` asks for it first.
+    # The capabilities of this protocol on any device of the family. `open` adds those that only a connected device can
+    # report; the driver's `capabilities` connects first for that reason.
     capabilities: SwitchCapabilities
 
     async def open(self) -> None: ...
 
     async def close(self) -> None:
-        """Drop the session; also called on a session that is broken already."""
+        """Close the session; also called on a session that is already broken."""
         ...
 
     async def read_facts(self) -> SwitchFacts: ...
@@ -175,10 +182,10 @@ class SwitchWire(Protocol):
 
     @abstractmethod
     async def set(self, action: Action, pairs: Sequence[CrossConnect]) -> None:
-        """Command these up, or down, and nothing else. Never called with an empty list, nor with more than one where
-        `bulk` is not declared or, to remove them, the device `removes_one_by_one`."""
+        """Connect, or disconnect, exactly these pairs. Never called with an empty list, nor with more than one pair
+        where `bulk` is not declared or, for removals, where the device `removes_one_by_one`."""
         ...
 
     def events(self) -> AsyncGenerator[SwitchEvent, None]:
-        """Asked for only where `events` is declared."""
+        """Yield the device's events. Called only if `events` is declared."""
         raise DriverPermanent("this device reports no events", command="watch")

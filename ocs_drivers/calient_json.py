@@ -1,7 +1,7 @@
-"""What a Calient switch's REST interface answers, as values. Pure.
+"""Parse the JSON answers of a Calient switch's REST interface. Pure.
 
-Every function takes parsed JSON of whatever kind and raises ValueError with what is wrong with it. Ports have names,
-`SHELF.MODULE.PORT`; they are numbered from 1 in the order of these names.
+Every function takes parsed JSON of any type and raises ValueError, stating the fault. Ports have names,
+`SHELF.MODULE.PORT`, and are numbered from 1 in the order of these names.
 """
 
 import re
@@ -21,7 +21,7 @@ _BROKEN = ("FAIL", "FLT", "FAULT")
 
 @dataclass(frozen=True, slots=True)
 class CalientHalf:
-    """Light in one direction."""
+    """One direction of a connection."""
 
     source: str  # names of ports
     target: str
@@ -30,19 +30,19 @@ class CalientHalf:
 
 @dataclass(frozen=True, slots=True)
 class CalientConnection:
-    """One row of `crossconnects/?id=list`: one direction, or both."""
+    """One row of `crossconnects/?id=list`: a connection in one direction, or both."""
 
     halves: tuple[CalientHalf, ...]
     group: str = ""
 
     @property
     def conn(self) -> str:
-        """By which it is deleted."""
+        """The name that a delete request uses for this connection."""
         return f"{self.halves[0].source}{'-' if len(self.halves) == 2 else '>'}{self.halves[0].target}"
 
 
 class PortNames:
-    """Numbers from 1 for the names of a switch's ports, by the numbers in the names."""
+    """Maps port names to numbers from 1, ordered by the numbers in the names."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self.names = tuple(sorted(set(names), key=lambda name: tuple(map(int, name.split(".")))))
@@ -60,9 +60,9 @@ class PortNames:
 
 
 def ports(body: object) -> dict[str, tuple[PortStatus, float | None]]:
-    """Return status and power in dBm by name, of rows of `ports/?id=summary` or `?id=detail`. States only come with the
-    latter: `as` the administrator's (IS, or OOS-MA, OOS-MT and the like; OOS-NP: not provisioned, so free), `os` and
-    `oc` the hardware's."""
+    """Return status and power in dBm by port name, from rows of `ports/?id=summary` or `?id=detail`. Only the latter
+    has states: `as` is the administrative state (IS; OOS-MA, OOS-MT and similar; OOS-NP: not provisioned, so free),
+    `os` and `oc` are the hardware's."""
     found: dict[str, tuple[PortStatus, float | None]] = {}
     for row in _rows(body, "port"):
         name = _name(row.get("port"))
@@ -79,33 +79,33 @@ def connections(body: object) -> list[CalientConnection]:
     for row in _rows(body, "half1"):
         halves = [_half(row[name]) for name in ("half1", "half2") if row.get(name)]
         if len(halves) == 2 and (halves[1].source, halves[1].target) != (halves[0].target, halves[0].source):
-            raise ValueError(f"half2 is not half1 the other way round: {shown(row)}")
+            raise ValueError(f"half2 must be the reverse of half1, got {shown(row)}")
         group = row.get("group")
         found.append(CalientConnection(tuple(halves), group if isinstance(group, str) else ""))
     return found
 
 
 def failures(body: object, count: int) -> list[str]:
-    """Why each of `count` items failed, in order; "" for one that is done. A single answer may stand for a single item,
-    or for all."""
+    """Return why each of `count` items failed, in order; "" for an item that succeeded. A single answer may cover a
+    single item, or all of them."""
     items = body if isinstance(body, list) else [body]
     found = [_failure(item) for item in items]
     if len(found) == 1 and (count == 1 or found[0]):
         return found * count
     if len(found) != count:
-        raise ValueError(f"must tell of {count} items, got {len(found)}")
+        raise ValueError(f"must cover {count} items, got {len(found)}")
     return found
 
 
 def text(body: object, name: str) -> str:
-    """A member of an object, or of a list's first; "" where it is not told."""
+    """Return a member of an object, or of a list's first object; "" if it is absent."""
     item = body[0] if isinstance(body, list) and body else body
     value = item.get(name) if isinstance(item, Mapping) else None
     return value[:SHOWN_CHARACTERS] if isinstance(value, str) else ""
 
 
 def _rows(body: object, key: str) -> Iterator[Mapping[str, object]]:
-    """The objects of a list, which must have `key`; a failure may stand in their place."""
+    """Yield the objects of a list, each of which must have `key`. A failure may appear in their place."""
     for row in body if isinstance(body, list) else [body]:
         if not isinstance(row, Mapping):
             raise ValueError(f"must be a list of objects, got {shown(row)}")
@@ -133,7 +133,7 @@ def _half(value: object) -> CalientHalf:
     conn = value.get("conn") if isinstance(value, Mapping) else None
     source, arrow, target = conn.partition(">") if isinstance(conn, str) else ("", "", "")
     if not isinstance(value, Mapping) or not arrow:
-        raise ValueError(f"must have conn as 1.1.1>1.2.1, got {shown(value)}")
+        raise ValueError(f"must have conn of the form 1.1.1>1.2.1, got {shown(value)}")
     return CalientHalf(
         _name(source.strip()), _name(target.strip()), _is_broken(value.get(key) for key in ("os", "oc", "state"))
     )
@@ -152,12 +152,12 @@ def _is_broken(words: Iterable[object]) -> bool:
 
 
 def _power(value: object) -> float | None:
-    """None for what is not a number: a port without light may say so in words."""
+    """Return the power in dBm; None if the value is not a number. A port without light may report text instead."""
     told = str(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else ""
     return float(told) if _POWER.fullmatch(told) else None
 
 
 def _name(value: object) -> str:
     if not isinstance(value, str) or not value.isascii() or not _NAME.fullmatch(value):
-        raise ValueError(f"a port's name must be as 1.2.3, got {shown(value)}")
+        raise ValueError(f"a port name must have the form 1.2.3, got {shown(value)}")
     return value

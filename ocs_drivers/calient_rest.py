@@ -1,20 +1,21 @@
 """The driver `calient_rest`: Calient S-series switches over their REST interface, TCP 80 or 443.
 
-Known from clients that work, none from a manual: everything is under `/rest`; the first request carries Basic
-authentication, its answer a cookie that takes its place; `crossconnects/?id=list` answers rows with `half1` and, for
-both directions, `half2`; `badd` and `bdel` take lists and answer item by item, `{"response": {"status": "0", ...}}`;
-all with HTTP 200, so that a failure is only in the body: status "1" is success, "0" is not. A bulk set may take 200 ms
-and, where the switch resolves conflicts, 500 ms, by the manual; the mirrors themselves about 10 ms.
+The protocol is known from working clients, not from a manual. All paths are below `/rest`. The first request carries
+Basic authentication, and its answer a cookie that replaces it. `crossconnects/?id=list` returns rows with `half1` and,
+for both directions, `half2`. `badd` and `bdel` take lists and answer item by item, `{"response": {"status": "0",
+...}}`. Every answer has HTTP 200, so a failure is visible only in the body: status "1" is success, "0" is failure.
+According to the manual, a bulk set may take 200 ms, or 500 ms if the switch resolves conflicts; the mirrors take about
+10 ms.
 
-Ports have names, `SHELF.MODULE.PORT`; they are numbered from 1 in the order of these names, and if the switch begins
-to list others, or not as many as option `ports` says, nothing is done any more: numbers would mean other fibres. With
-`dir: uni` a cross-connect is one direction, and a number means a port's ingress on one side and its egress on the
-other; with `dir: bi` it is both, and the switch counts as any-to-any. There, a connection that others made in one
-direction only is shown as failed.
+Ports have names, `SHELF.MODULE.PORT`, and are numbered from 1 in the order of these names. If the switch later lists
+other names, or not as many as option `ports` requires, every call fails, because numbers would refer to other fibres.
+With `dir: uni` a cross-connect is one direction, and a number is a port's ingress on one side and its egress on the
+other. With `dir: bi` it is both directions, and the switch counts as any-to-any; a connection that another client made
+in one direction only is then shown as failed.
 
-Unknown: whether `ports/?id=detail` answers for all ports at once (`port_source: summary` does without, and then no
-port is ever shown as failed); all words of the states `as`, `os` and `oc` (FAIL, FLT and FAULT count as failed, OOS
-other than OOS-NP as disabled); how an expired cookie is answered (401 is taken for it). `deleteall` is not in here.
+Unknown: whether `ports/?id=detail` covers all ports at once (`port_source: summary` avoids it, and then no port is ever
+shown as failed); the full set of values of the states `as`, `os` and `oc` (FAIL, FLT and FAULT count as failed, OOS
+other than OOS-NP as disabled); the answer to an expired cookie (401 is assumed). The driver never uses `deleteall`.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -69,7 +70,7 @@ class CalientOptions(HttpOptions):
 
 
 class CalientRestWire(SwitchWire):
-    """The verbs of `base.SwitchWire` as requests."""
+    """Implements the verbs of `base.SwitchWire` as HTTP requests."""
 
     def __init__(self, options: CalientOptions, clock: DeviceClock, session: HttpSession | None = None) -> None:
         self.capabilities = SwitchCapabilities(bulk=True, port_power=options.port_source is PortSource.DETAIL)
@@ -77,7 +78,7 @@ class CalientRestWire(SwitchWire):
         self._session = session or HttpSession(options, clock, cookies=True)
         self._settling = Settling(clock, options.reconfiguration_s)
         self._names: parse.PortNames | None = None
-        self._listed: dict[CrossConnect, parse.CalientConnection] = {}  # as last read
+        self._listed: dict[CrossConnect, parse.CalientConnection] = {}  # from the last reading
 
     async def open(self) -> None:
         await self._session.open()
@@ -155,11 +156,11 @@ class CalientRestWire(SwitchWire):
         for pair in going:
             row = self._listed.get(pair)
             if row is None:
-                continue  # not there when last read, or the other direction, which is in the same row
+                continue  # absent in the last reading, or the other direction, which is in the same row
             for half in row.halves:
                 if (other := self._pair(half)) not in going:
                     raise DriverPermanent(
-                        f"{pair} is one direction of {row.conn}, which only goes as a whole: name {other} too"
+                        f"{pair} is one direction of {row.conn}, which can only be removed as a whole: name {other} too"
                     )
             items[row.conn] = {"conn": row.conn} | ({"group": row.group} if row.group else {})
         if not items:
@@ -176,18 +177,18 @@ class CalientRestWire(SwitchWire):
         return self._names
 
     def _accept_port_names(self, names: Iterable[str]) -> parse.PortNames:
-        """What is listed now, which must be what was listed first."""
+        """Return the names listed now. Raises DriverPermanent if they differ from those listed first."""
         listed = parse.PortNames(names)
         if self._options.ports not in (None, len(listed.names)):
             raise DriverPermanent(
-                f"the switch lists {len(listed.names)} ports, option ports says {self._options.ports}"
+                f"the switch lists {len(listed.names)} ports, but option ports is {self._options.ports}"
             )
         if self._names is None:
             self._names = listed
         if changed := sorted({*listed.names} ^ {*self._names.names}):
             raise DriverPermanent(
                 f"the switch lists other ports than before ({len(changed)} differ, {changed[0]} first), so numbers "
-                "would mean other fibres: look at it, then restart what drives it"
+                "would refer to other fibres: check the switch, then restart the daemon"
             )
         return self._names
 
@@ -196,7 +197,7 @@ class CalientRestWire(SwitchWire):
         return read_answer(answer, f"GET {ROOT}{path}?id={query['id']}", parse_body)
 
     async def _set(self, verb: str, items: Sequence[dict[str, str]], shown: Sequence[str]) -> None:
-        """Raises Permanent if any item failed, with the words for each that did."""
+        """Send a bulk request. Raises DriverPermanent if any item failed, with the device's message for each."""
         command = f"POST {ROOT}crossconnects/?id={verb}"
         answer = await self._session.request(
             "POST",
@@ -214,9 +215,9 @@ class CalientRestWire(SwitchWire):
 
 
 class CalientRestSwitch(ConfiguredSwitch, options=CalientOptions, wire=CalientRestWire):
-    """A Calient switch at `address`, HOST or HOST:PORT.
+    """The driver of a Calient switch at `address`, HOST or HOST:PORT.
 
-    `scheme` http or https, with `tls_verify` and `tls_ca_file` (PEM, in the place of the system's); `user` and
-    `password`; `dir` uni or bi, `group` of new connections, `port_source` detail or summary and how many `ports` there
-    must be, see the module.
+    Options: `scheme` http or https, with `tls_verify` and `tls_ca_file` (PEM, replaces the system's authorities);
+    `user` and `password`; `dir` uni or bi; `group` of new connections; `port_source` detail or summary; `ports`, the
+    required number of ports. The module's documentation explains them.
     """

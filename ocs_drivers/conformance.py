@@ -1,4 +1,4 @@
-"""The suite that every driver passes. Subclass it, say how to make a driver, and run pytest (asyncio mode auto):
+"""The conformance suite for drivers. Subclass it, define how to make a driver, and run pytest (asyncio mode auto):
 
     class TestMySwitch(DriverConformance):
         async def make_driver(self) -> OcsDriver:
@@ -7,10 +7,10 @@
         async def inject(self, driver: OcsDriver, fault: Fault) -> None:
             await my_emulator.inject(fault)
 
-Each test gets a driver of its own. A capability that is declared is tested; one that is not declared must be absent in
-fact: its fields stay None and its calls say so. What a harness cannot do with its device (nobody breaks a mirror of a
-lab switch) is named in `cannot` with the reason, and its tests skip with it. A hook that is neither written nor excused
-fails. Outside pytest: conformance_run.py.
+Each test gets its own driver. A declared capability is tested; an undeclared one must be absent: its fields stay None
+and its calls raise an error. `cannot` names what a harness cannot do with its device, such as breaking a mirror of a
+lab switch, with the reason; the tests concerned are skipped. A hook that is neither implemented nor in `cannot` fails.
+conformance_run.py runs the suite without pytest.
 """
 
 import asyncio
@@ -43,12 +43,12 @@ from ocs_drivers.model import (
 E = TypeVar("E", bound=DriverError)
 Suite = TypeVar("Suite", bound="DriverConformance")
 
-# A trial that no test waits for, and one that is over soon.
+# A trial longer than any test, and one that ends soon.
 LONG_S = 50.0
 SHORT_S = 0.05
-FIRST_PAUSE_S = 0.005  # between two readings while something has to come about; longer each time
+FIRST_PAUSE_S = 0.005  # between two readings while waiting for a state; increases each time
 LONGEST_PAUSE_S = 1.0
-PATIENCE_S = 60.0  # at the end of which what had to come about has not
+PATIENCE_S = 60.0  # after which an expected state counts as missing
 
 
 async def connected(driver: OcsDriver) -> frozenset[CrossConnect]:
@@ -66,21 +66,22 @@ async def carry_out(
 
 
 def undone(result: CommitResult) -> str:
-    """Return what a commit did not bring about, item by item, with the device's words."""
+    """Return the items that a commit did not carry out, with the device's messages."""
     return "; ".join(
         f"{item.action} {item.cross_connect}: {item.detail or 'not done'}" for item in result.items if not item.done
     )
 
 
 def all_done(result: CommitResult) -> CommitResult:
-    """The result; AssertionError unless everything was brought about."""
+    """Return the result. Raises AssertionError unless every item was carried out."""
     assert result.done, undone(result)[:1000]
     return result
 
 
 @asynccontextmanager
 async def refusal(kind: type[E], *words: str) -> AsyncIterator[list[E]]:
-    """The block must raise `kind`, naming all of `words`; the list holds the error afterwards."""
+    """Require that the block raises `kind` with all of `words` in its message. The yielded list then holds the
+    error."""
     caught: list[E] = []
     try:
         yield caught
@@ -92,7 +93,7 @@ async def refusal(kind: type[E], *words: str) -> AsyncIterator[list[E]]:
 
 
 async def until(driver: OcsDriver, is_so: Callable[[CrossConnectReading], bool], what: str) -> CrossConnectReading:
-    """The first reading that is so; AssertionError where none comes."""
+    """Return the first reading that satisfies `is_so`. Raises AssertionError if none does within `PATIENCE_S`."""
     pause_s, left_s = FIRST_PAUSE_S, PATIENCE_S
     while True:
         reading = await driver.cross_connects()
@@ -107,7 +108,7 @@ async def until(driver: OcsDriver, is_so: Callable[[CrossConnectReading], bool],
 
 
 async def next_event(events: AsyncGenerator[SwitchEvent, None], kind: EventKind) -> SwitchEvent:
-    """The next event of this kind."""
+    """Return the next event of this kind."""
     async for event in events:
         if event.kind is kind:
             return event
@@ -115,7 +116,8 @@ async def next_event(events: AsyncGenerator[SwitchEvent, None], kind: EventKind)
 
 
 def _on_a_device(test: Callable[["DriverConformance", OcsDriver], Awaitable[None]]) -> object:
-    """Return the test with a driver of its own, which is closed afterwards; pytest is not to look for a fixture."""
+    """Wrap the test so that it gets its own driver, which is closed afterwards. The wrapper hides the parameter from
+    pytest, which would look for a fixture."""
 
     @functools.wraps(test)
     async def run(self: "DriverConformance") -> None:
@@ -135,34 +137,38 @@ def _each_on_a_device(suite: type[Suite]) -> type[Suite]:
 
 @_each_on_a_device
 class DriverConformance:
-    """See the module."""
+    """The suite; the module's documentation describes its use."""
 
-    cannot: Mapping[str, str] = MappingProxyType({})  # by the hook, make_foreign, setters or make_big, or by the fault
+    # reason by key: the hook make_foreign, setters or make_big, or a fault
+    cannot: Mapping[str, str] = MappingProxyType({})
 
-    splits_bulk: str = ""  # why a bulk command is several for this device, e.g. its lines are short
+    splits_bulk: str = ""  # why a bulk command is split for this device, e.g. because its lines are short
 
     async def make_driver(self) -> OcsDriver:
-        """A driver for a device with nothing connected. Override it."""
-        raise AssertionError("this harness does not say how to make a driver")
+        """Return a driver for a device with nothing connected. Must be overridden."""
+        raise AssertionError("make_driver must be overridden")
 
     async def inject(self, driver: OcsDriver, fault: DeviceFault) -> None:
-        """Make the device behind the driver misbehave. Override it, or fill `cannot`."""
-        raise AssertionError(f"this harness neither injects {fault.kind} nor says why it cannot")
+        """Inject the fault into the device behind the driver. Override this hook, or add the fault to `cannot`."""
+        raise AssertionError(f"override inject, or add {fault.kind} to cannot with the reason")
 
     async def make_foreign(self, driver: OcsDriver, pairs: Sequence[CrossConnect]) -> None:
-        """Let somebody else put these up on the driver's device, e.g. by another session. Override it."""
-        raise AssertionError("this harness neither makes circuits of somebody else nor says why it cannot")
+        """Connect these pairs on the driver's device as another client, e.g. in another session. Override this hook, or
+        add it to `cannot`."""
+        raise AssertionError("override make_foreign, or add it to cannot with the reason")
 
     async def setters(self, driver: OcsDriver) -> Sequence[str]:
-        """All setters that have reached the driver's device so far, in its own words. Override it."""
-        raise AssertionError("this harness neither counts what reaches the device nor says why it cannot")
+        """Return all setters that have reached the driver's device so far, verbatim. Override this hook, or add it to
+        `cannot`."""
+        raise AssertionError("override setters, or add it to cannot with the reason")
 
     async def make_big(self, ports: int) -> OcsDriver:
-        """As `make_driver`, for a device with so many ports (of each side where it has two). Override it."""
-        raise AssertionError("this harness neither makes a device of another size nor says why it cannot")
+        """Return a driver as `make_driver` does, for a device with this many ports, on each side if it has two.
+        Override this hook, or add it to `cannot`."""
+        raise AssertionError("override make_big, or add it to cannot with the reason")
 
     async def pairs(self, driver: OcsDriver, count: int) -> tuple[CrossConnect, ...]:
-        """Cross-connects that the suite may make, no port twice. Override it to stay within some ports."""
+        """Return cross-connects that the suite may make, no port twice. Override this hook to restrict the ports."""
         facts = await driver.facts()
         if facts.connectivity is Connectivity.ANY_TO_ANY:
             ports = list(facts.ingress_ports)
@@ -171,7 +177,7 @@ class DriverConformance:
         return tuple(CrossConnect(a, b) for a, b in pairs)[:count]
 
     async def crossed(self, driver: OcsDriver) -> tuple[tuple[CrossConnect, CrossConnect], ...]:
-        """Two pairs of cross-connects on the same four ports: the second pair needs all ports of the first."""
+        """Return two sets of cross-connects on the same four ports. The second set needs all ports of the first."""
         one, two = await self.pairs(driver, 2)
         normal = (await driver.facts()).normal
         return (one, two), (
@@ -180,7 +186,7 @@ class DriverConformance:
         )
 
     async def crossed_up(self, driver: OcsDriver) -> tuple[tuple[CrossConnect, ...], tuple[CrossConnect, ...]]:
-        """As `crossed`, with the first pair up."""
+        """Return the sets of `crossed`, with the first one connected."""
         now, wanted = await self.crossed(driver)
         await carry_out(driver, now)
         return now, wanted
@@ -196,13 +202,13 @@ class DriverConformance:
             await driver.close()
 
     async def foreign(self, driver: OcsDriver, pairs: Sequence[CrossConnect]) -> None:
-        """Somebody else's circuits, once the driver sees them."""
+        """Connect pairs as another client, and wait until the driver sees them."""
         self._need("make_foreign")
         await self.make_foreign(driver, pairs)
         await until(driver, lambda reading: reading.cross_connects.issuperset(pairs), f"shows {pairs}")
 
     async def received(self, driver: OcsDriver) -> int:
-        """How many setters have reached the device."""
+        """Return how many setters have reached the device."""
         self._need("setters")
         return len(await self.setters(driver))
 
@@ -214,7 +220,7 @@ class DriverConformance:
         self._need(fault.kind)
         await self.inject(driver, fault)
 
-    # What the device is.
+    # Facts, ports and events.
 
     async def test_facts_and_ports_agree(self, driver: OcsDriver) -> None:
         facts, ports = await driver.facts(), await driver.ports()
@@ -224,7 +230,7 @@ class DriverConformance:
         assert numbers == sorted({*facts.ingress_ports, *facts.egress_ports})
         assert len(numbers) == facts.ports
 
-    async def test_capabilities_are_what_is_declared(self, driver: OcsDriver) -> None:
+    async def test_capabilities_match_declaration(self, driver: OcsDriver) -> None:
         declared = await driver.capabilities()
         (pair,) = await self.pairs(driver, 1)
         (item,) = (await carry_out(driver, (pair,))).items
@@ -238,7 +244,7 @@ class DriverConformance:
         async with aclosing(driver.watch()) as events:
             assert await self._streams_events(driver, events) is (await driver.capabilities()).events
 
-    async def test_a_port_that_fails_is_told_as_an_event(self, driver: OcsDriver) -> None:
+    async def test_port_failure_is_reported_as_event(self, driver: OcsDriver) -> None:
         async with aclosing(driver.watch()) as events:
             if not await self._streams_events(driver, events):
                 return
@@ -247,7 +253,7 @@ class DriverConformance:
             event = await asyncio.wait_for(next_event(events, EventKind.PORT), PATIENCE_S)
             assert event.port == pair.ingress_port
 
-    async def test_a_change_that_reverts_itself_is_told_as_an_alarm(self, driver: OcsDriver) -> None:
+    async def test_automatic_revert_is_reported_as_alarm(self, driver: OcsDriver) -> None:
         async with aclosing(driver.watch()) as events:
             if not await self._streams_events(driver, events):
                 return
@@ -258,14 +264,15 @@ class DriverConformance:
             assert "revert" in event.text
 
     async def _streams_events(self, driver: OcsDriver, events: AsyncGenerator[SwitchEvent, None]) -> bool:
-        """True once the stream is known to work; False where events are not declared, and refused as they must be."""
+        """Return True once the stream works; False if events are not declared and `watch` refuses as
+        required."""
         first = asyncio.ensure_future(anext(events))
         try:
             if not (await driver.capabilities()).events:
                 async with refusal(DriverPermanent, "events"):
                     await first
                 return False
-            # Listening begins at some moment: give it something to hear until it does.
+            # Listening begins at an unknown moment: produce events until then.
             pairs = list(await self.pairs(driver, 20))
             while not first.done() and pairs:
                 await carry_out(driver, (pairs.pop(),))
@@ -285,13 +292,13 @@ class DriverConformance:
         assert diff.revision == before.revision
         assert await driver.cross_connects() == before
 
-    async def test_safe_refuses_ports_in_use_and_names_who_holds_them(self, driver: OcsDriver) -> None:
+    async def test_safe_refuses_ports_in_use_and_names_their_circuits(self, driver: OcsDriver) -> None:
         now, wanted = await self.crossed_up(driver)
         async with refusal(CircuitConflict, str(now[0]), str(now[1]), "connect[0]", "connect[1]"):
             await driver.plan(CircuitChange(wanted))
         assert await connected(driver) == frozenset(now)
 
-    async def test_update_evicts_exactly_who_is_in_the_way(self, driver: OcsDriver) -> None:
+    async def test_update_evicts_exactly_the_conflicting_circuits(self, driver: OcsDriver) -> None:
         now, wanted = await self.crossed(driver)
         bystander = (await self.pairs(driver, 3))[2]
         await carry_out(driver, (*now, bystander))
@@ -302,7 +309,7 @@ class DriverConformance:
         assert result.done
         assert await connected(driver) == {wanted[0], bystander}
 
-    async def test_overwrite_leaves_only_what_is_named(self, driver: OcsDriver) -> None:
+    async def test_overwrite_leaves_only_named_circuits(self, driver: OcsDriver) -> None:
         one, two, three = await self.pairs(driver, 3)
         await carry_out(driver, (one, two))
         diff = await driver.plan(CircuitChange((two, three)), ChangeMode.OVERWRITE)
@@ -310,7 +317,7 @@ class DriverConformance:
         assert (await driver.commit(diff, diff.revision)).done
         assert await connected(driver) == {two, three}
 
-    async def test_nothing_wipes_with_an_empty_list(self, driver: OcsDriver) -> None:
+    async def test_empty_change_removes_no_circuit(self, driver: OcsDriver) -> None:
         pairs = await self.pairs(driver, 2)
         await carry_out(driver, pairs)
         async with refusal(InvalidChange, "connect"):
@@ -320,7 +327,7 @@ class DriverConformance:
             assert (result.items, result.commands_sent) == ((), 0)
         assert await connected(driver) == frozenset(pairs)
 
-    async def test_nothing_reaches_the_device_for_an_empty_list(self, driver: OcsDriver) -> None:
+    async def test_empty_diff_sends_no_setter(self, driver: OcsDriver) -> None:
         """On some devices a setter with an empty list means every circuit."""
         pairs = await self.pairs(driver, 2)
         await carry_out(driver, pairs)
@@ -335,7 +342,7 @@ class DriverConformance:
         assert await self.received(driver) == before
         assert await connected(driver) == frozenset(pairs)
 
-    async def test_ports_out_of_range_are_refused(self, driver: OcsDriver) -> None:
+    async def test_plan_refuses_ports_out_of_range(self, driver: OcsDriver) -> None:
         facts = await driver.facts()
         (one,) = await self.pairs(driver, 1)
         for wrong in (0, max(facts.ingress_ports[-1], facts.egress_ports[-1]) + 1, 2**40, -1):
@@ -345,7 +352,7 @@ class DriverConformance:
                         await driver.plan(change)
         assert await connected(driver) == frozenset()
 
-    async def test_a_port_named_twice_is_refused(self, driver: OcsDriver) -> None:
+    async def test_plan_refuses_port_named_twice(self, driver: OcsDriver) -> None:
         one, two = await self.pairs(driver, 2)
         for other in (
             one,
@@ -360,7 +367,7 @@ class DriverConformance:
             await driver.plan(CircuitChange((one,), (one,)))
         assert await connected(driver) == frozenset()
 
-    async def test_every_fault_of_a_change_is_named_at_once(self, driver: OcsDriver) -> None:
+    async def test_plan_reports_every_fault_at_once(self, driver: OcsDriver) -> None:
         facts = await driver.facts()
         one, two = await self.pairs(driver, 2)
         beyond = max(facts.ingress_ports[-1], facts.egress_ports[-1]) + 1
@@ -371,7 +378,7 @@ class DriverConformance:
         assert refused[0].device == driver.device
         assert await connected(driver) == frozenset()
 
-    async def test_disconnect_must_name_the_circuit_as_it_is(self, driver: OcsDriver) -> None:
+    async def test_disconnect_refuses_wrong_partner_port(self, driver: OcsDriver) -> None:
         now, other = await self.crossed_up(driver)
         async with refusal(CircuitConflict, "disconnect[0]", str(now[0])):
             await driver.plan(CircuitChange(disconnect=other[:1]))
@@ -394,7 +401,7 @@ class DriverConformance:
         all_done(result)
         assert await connected(driver) == frozenset(wanted)
 
-    async def test_committing_again_does_nothing(self, driver: OcsDriver) -> None:
+    async def test_repeated_commit_sends_nothing(self, driver: OcsDriver) -> None:
         diff = await driver.plan(CircuitChange(await self.pairs(driver, 2)))
         first = await driver.commit(diff, diff.revision)
         again = await driver.commit(diff, first.revision)
@@ -402,7 +409,7 @@ class DriverConformance:
         assert again.commands_sent == 0
         assert again.revision == first.revision
 
-    async def test_the_three_times_are_in_order(self, driver: OcsDriver) -> None:
+    async def test_commit_times_are_in_order(self, driver: OcsDriver) -> None:
         declared = await driver.capabilities()
         result = await carry_out(driver, await self.pairs(driver, 2))
         for item in result.items:
@@ -413,7 +420,7 @@ class DriverConformance:
                 assert item.link_up_s is not None
                 assert item.tuned_s <= item.link_up_s
 
-    async def test_a_stale_revision_is_refused(self, driver: OcsDriver) -> None:
+    async def test_commit_refuses_stale_revision(self, driver: OcsDriver) -> None:
         one, two = await self.pairs(driver, 2)
         stale = await driver.plan(CircuitChange((one,)))
         await carry_out(driver, (two,))
@@ -421,7 +428,7 @@ class DriverConformance:
             await driver.commit(stale, stale.revision)
         assert await connected(driver) == {two}
 
-    async def test_of_two_writers_one_wins(self, driver: OcsDriver) -> None:
+    async def test_one_of_two_concurrent_writers_succeeds(self, driver: OcsDriver) -> None:
         one, two = await self.pairs(driver, 2)
         diffs = [await driver.plan(CircuitChange((pair,))) for pair in (one, two)]
         results = await asyncio.gather(*(driver.commit(diff, diff.revision) for diff in diffs), return_exceptions=True)
@@ -430,9 +437,9 @@ class DriverConformance:
         assert sum(isinstance(result, CircuitConflict) for result in results) == 1
         assert await connected(driver) == {winners[0].items[0].cross_connect}
 
-    async def test_many_writers_get_through_one_at_a_time(self, driver: OcsDriver) -> None:
+    async def test_concurrent_writers_all_succeed_with_retries(self, driver: OcsDriver) -> None:
         async def insist(driver: OcsDriver, pair: CrossConnect, writers: int) -> None:
-            attempts = 2 * writers  # each conflict is the commit of another writer, or of somebody else
+            attempts = 2 * writers  # each conflict is a commit by another writer or another client
             for _ in range(attempts):
                 with suppress(CircuitConflict):
                     all_done(await carry_out(driver, (pair,)))
@@ -441,19 +448,19 @@ class DriverConformance:
 
         pairs = await self.pairs(driver, 8)
         writers = [insist(driver, pair, len(pairs)) for pair in pairs]
-        # Every writer ends before the device is closed, also where one fails.
+        # Wait until every writer has ended before the device is closed, even if one fails.
         for ended in await asyncio.gather(*writers, return_exceptions=True):
             if isinstance(ended, BaseException):
                 raise ended
         assert await connected(driver) == frozenset(pairs)
 
-    async def test_a_whole_device_in_bulk(self) -> None:
+    async def test_whole_device_connects_and_disconnects(self) -> None:
         await self._whole_device()
 
-    async def test_a_device_of_320_ports_in_bulk(self) -> None:
+    async def test_device_with_320_ports_connects_and_disconnects(self) -> None:
         await self._whole_device(320)
 
-    async def test_a_device_of_1008_ports_in_bulk(self) -> None:
+    async def test_device_with_1008_ports_connects_and_disconnects(self) -> None:
         await self._whole_device(1008)
 
     async def _whole_device(self, big: int | None = None) -> None:
@@ -474,7 +481,7 @@ class DriverConformance:
                     most = len(pairs) if self.splits_bulk else result.commands_sent
                     assert result.commands_sent <= reached <= most, f"{reached} setters reached the device"
 
-    # Going back.
+    # Rollback.
 
     async def test_rollback_restores_from_every_prefix(self) -> None:
         for done in range(5):
@@ -491,7 +498,7 @@ class DriverConformance:
                 assert again.done
                 assert again.commands_sent == 0
 
-    async def test_rollback_leaves_ports_that_others_took(self, driver: OcsDriver) -> None:
+    async def test_rollback_refuses_ports_used_since(self, driver: OcsDriver) -> None:
         now, other = await self.crossed_up(driver)
         diff = await driver.plan(CircuitChange(disconnect=now))
         await driver.commit(diff, diff.revision)
@@ -500,16 +507,16 @@ class DriverConformance:
             await driver.rollback(diff)
         assert await connected(driver) == {other[0]}
 
-    async def test_verify_tells_missing_from_lingering(self, driver: OcsDriver) -> None:
+    async def test_verify_distinguishes_missing_from_lingering(self, driver: OcsDriver) -> None:
         now, wanted = await self.crossed_up(driver)
         diff = await driver.plan(CircuitChange(wanted, now))
         seen = await driver.verify(diff)
         assert not seen.ok
         assert (seen.missing, seen.lingering) == (diff.add, diff.remove)
 
-    # On trial.
+    # Changes on trial.
 
-    async def test_a_change_on_trial_stays_once_it_is_confirmed(self, driver: OcsDriver) -> None:
+    async def test_confirmed_trial_stays(self, driver: OcsDriver) -> None:
         one, two = await self.pairs(driver, 2)
         diff = await driver.plan(CircuitChange((one,)))
         result = all_done(await driver.commit(diff, diff.revision, LONG_S))
@@ -525,7 +532,7 @@ class DriverConformance:
         assert (await carry_out(driver, (two,))).done
         assert await connected(driver) == {one, two}
 
-    async def test_a_change_that_nobody_confirms_reverts_itself(self, driver: OcsDriver) -> None:
+    async def test_unconfirmed_trial_reverts(self, driver: OcsDriver) -> None:
         now, wanted = await self.crossed_up(driver)
         diff = await driver.plan(CircuitChange(wanted), ChangeMode.UPDATE)
         result = await driver.commit(diff, diff.revision, SHORT_S)
@@ -535,7 +542,7 @@ class DriverConformance:
             await driver.confirm(result.revision)
         assert (await carry_out(driver, disconnect=now)).done
 
-    async def test_other_changes_wait_for_the_one_on_trial(self, driver: OcsDriver) -> None:
+    async def test_other_changes_are_refused_during_trial(self, driver: OcsDriver) -> None:
         one, two = await self.pairs(driver, 2)
         other = await driver.plan(CircuitChange((two,)))
         diff = await driver.plan(CircuitChange((one,)))
@@ -557,7 +564,7 @@ class DriverConformance:
             await driver.confirm(result.revision)
         assert (await carry_out(driver, (two,))).done
 
-    async def test_nothing_waits_to_be_confirmed_where_nothing_was_changed(self, driver: OcsDriver) -> None:
+    async def test_commit_without_changes_starts_no_trial(self, driver: OcsDriver) -> None:
         pairs = await self.pairs(driver, 1)
         async with refusal(CircuitConflict):
             await driver.confirm((await driver.cross_connects()).revision)
@@ -569,7 +576,7 @@ class DriverConformance:
             async with refusal(InvalidChange, "revert_in_s"):
                 await driver.commit(diff, diff.revision, wrong)
 
-    async def test_a_change_on_trial_can_be_completed_and_reverts_as_a_whole(self, driver: OcsDriver) -> None:
+    async def test_completed_trial_reverts_as_a_whole(self, driver: OcsDriver) -> None:
         diff = await driver.plan(CircuitChange(await self.pairs(driver, 3)))
         await self.break_it(driver, DeviceFault(DeviceFaultKind.PARTIAL_COMMIT, items=1))
         first = await driver.commit(diff, diff.revision, LONG_S)
@@ -578,36 +585,36 @@ class DriverConformance:
         await until(driver, lambda reading: reading.unconfirmed is None, "reverted")
         assert await connected(driver) == frozenset()
 
-    # Whose circuits are.
+    # Ownership of circuits.
 
-    async def test_circuits_of_others_are_told_from_ours(self, driver: OcsDriver) -> None:
+    async def test_reading_distinguishes_foreign_circuits(self, driver: OcsDriver) -> None:
         one, two = await self.pairs(driver, 2)
         await self.foreign(driver, (one,))
-        await carry_out(driver, (one, two))  # to name it does not make it ours
+        await carry_out(driver, (one, two))  # naming a circuit does not change its owner
         reading = await driver.cross_connects()
         assert reading.foreign == {one}
         assert reading.cross_connects == {one, two}
 
-    async def test_circuits_of_others_are_never_taken_down(self, driver: OcsDriver) -> None:
+    async def test_foreign_circuits_are_never_removed(self, driver: OcsDriver) -> None:
         theirs, wanted = await self.crossed(driver)
         third, fourth = (await self.pairs(driver, 4))[2:4]
         await self.foreign(driver, theirs)
         await carry_out(driver, (third,))
         for mode in ChangeMode:
-            async with refusal(CircuitConflict, str(theirs[0]), str(theirs[1]), "is not ours", "take-over"):
+            async with refusal(CircuitConflict, str(theirs[0]), str(theirs[1]), "is not owned", "take-over"):
                 await driver.plan(CircuitChange(wanted), mode)
-        async with refusal(CircuitConflict, str(theirs[0]), "is not ours", "take-over"):
+        async with refusal(CircuitConflict, str(theirs[0]), "is not owned", "take-over"):
             await driver.plan(CircuitChange(disconnect=theirs[:1]))
         diff = await driver.plan(CircuitChange((fourth,)), ChangeMode.OVERWRITE)
         assert (diff.remove, diff.add) == ((third,), (fourth,))
         assert (await driver.commit(diff, diff.revision)).done
         assert await connected(driver) == {*theirs, fourth}
         forced = CircuitDiff(ChangeMode.UPDATE, 0, frozenset(theirs), tuple(sorted(theirs)), ())
-        async with refusal(CircuitConflict, str(theirs[0]), "is not ours"):
+        async with refusal(CircuitConflict, str(theirs[0]), "is not owned"):
             await driver.commit(forced, (await driver.cross_connects()).revision)
         assert await connected(driver) == {*theirs, fourth}
 
-    async def test_circuits_of_others_are_ours_once_taken_over(self, driver: OcsDriver) -> None:
+    async def test_take_over_makes_foreign_circuits_owned(self, driver: OcsDriver) -> None:
         theirs, wanted = await self.crossed(driver)
         await self.foreign(driver, theirs)
         async with refusal(CircuitConflict, str(wanted[0])):
@@ -618,7 +625,7 @@ class DriverConformance:
         assert await connected(driver) == frozenset(wanted)
         assert (await driver.cross_connects()).foreign == frozenset()
 
-    async def test_rollback_leaves_what_others_put_there(self, driver: OcsDriver) -> None:
+    async def test_rollback_leaves_foreign_circuits(self, driver: OcsDriver) -> None:
         now, other = await self.crossed_up(driver)
         diff = await driver.plan(CircuitChange(disconnect=now))
         assert (await driver.commit(diff, diff.revision)).done
@@ -627,9 +634,9 @@ class DriverConformance:
             await driver.rollback(diff)
         assert await connected(driver) == {other[0]}
 
-    # When things go wrong.
+    # Faults.
 
-    async def test_a_failed_port_is_refused_before_anything_is_sent(self, driver: OcsDriver) -> None:
+    async def test_plan_refuses_failed_port(self, driver: OcsDriver) -> None:
         one, two = await self.pairs(driver, 2)
         await self.break_it(driver, DeviceFault(DeviceFaultKind.FAIL_PORT, two.egress_port))
         states = {port.port: port.status for port in await driver.ports()}
@@ -638,7 +645,7 @@ class DriverConformance:
             await driver.plan(CircuitChange((one, two)))
         assert await connected(driver) == frozenset()
 
-    async def test_a_port_that_fails_after_planning_is_reported(self, driver: OcsDriver) -> None:
+    async def test_commit_reports_port_that_failed_after_planning(self, driver: OcsDriver) -> None:
         diff = await driver.plan(CircuitChange(await self.pairs(driver, 3)))
         await self.break_it(driver, DeviceFault(DeviceFaultKind.FAIL_PORT, diff.add[1].ingress_port))
         result = await driver.commit(diff, diff.revision)
@@ -648,7 +655,7 @@ class DriverConformance:
         assert (await driver.rollback(diff)).done
         assert await connected(driver) == frozenset()
 
-    async def test_a_stuck_mirror_is_never_reported_as_tuned(self, driver: OcsDriver) -> None:
+    async def test_stuck_mirror_is_never_reported_as_tuned(self, driver: OcsDriver) -> None:
         diff = await driver.plan(CircuitChange(await self.pairs(driver, 2)))
         await self.break_it(driver, DeviceFault(DeviceFaultKind.STICK_MIRROR, diff.add[0].ingress_port))
         result = await driver.commit(diff, diff.revision)
@@ -659,7 +666,7 @@ class DriverConformance:
         if diff.add[0] in circuits:
             assert circuits[diff.add[0]].state is not CircuitState.TUNED
 
-    async def test_a_mirror_that_will_not_let_go_is_reported(self, driver: OcsDriver) -> None:
+    async def test_disconnect_reports_stuck_mirror(self, driver: OcsDriver) -> None:
         pairs = await self.pairs(driver, 1)
         await carry_out(driver, pairs)
         await self.break_it(driver, DeviceFault(DeviceFaultKind.STICK_MIRROR, pairs[0].ingress_port))
@@ -667,14 +674,14 @@ class DriverConformance:
         assert not result.done
         assert await connected(driver) == frozenset(pairs)
 
-    async def test_a_partial_commit_is_seen_and_rolled_back(self) -> None:
+    async def test_partial_commit_is_reported_and_rolled_back(self) -> None:
         for silent in (False, True):
             async with self.device() as driver:
                 _, wanted = await self.crossed_up(driver)
                 diff = await driver.plan(CircuitChange(wanted), ChangeMode.UPDATE)
                 await self.break_it(driver, DeviceFault(DeviceFaultKind.PARTIAL_COMMIT, items=1, silent=silent))
                 if not (await driver.capabilities()).bulk:
-                    assert (await driver.commit(diff, diff.revision)).done  # nothing to take in part
+                    assert (await driver.commit(diff, diff.revision)).done  # a single command cannot be applied in part
                     continue
                 result = await driver.commit(diff, diff.revision)
                 assert not result.done
@@ -682,7 +689,7 @@ class DriverConformance:
                 assert (await driver.rollback(diff)).done
                 assert await connected(driver) == diff.before
 
-    async def test_a_partial_commit_can_be_completed(self, driver: OcsDriver) -> None:
+    async def test_partial_commit_can_be_completed(self, driver: OcsDriver) -> None:
         diff = await driver.plan(CircuitChange(await self.pairs(driver, 3)))
         await self.break_it(driver, DeviceFault(DeviceFaultKind.PARTIAL_COMMIT, items=1))
         first = await driver.commit(diff, diff.revision)
@@ -690,14 +697,14 @@ class DriverConformance:
         assert second.done
         assert await connected(driver) == frozenset(diff.add)
 
-    async def test_a_connection_lost_after_the_command_is_read_back_as_done(self, driver: OcsDriver) -> None:
+    async def test_connection_lost_after_command_reads_back_as_done(self, driver: OcsDriver) -> None:
         diff = await driver.plan(CircuitChange(await self.pairs(driver, 2)))
         await self.break_it(driver, DeviceFault(DeviceFaultKind.DROP_CONNECTION))
         result = await driver.commit(diff, diff.revision)
         assert result.done or not (await driver.capabilities()).bulk
         assert frozenset(i.cross_connect for i in result.items if i.done) == await connected(driver)
 
-    async def test_a_connection_lost_before_the_command_is_read_back_as_not_done(self, driver: OcsDriver) -> None:
+    async def test_connection_lost_before_command_reads_back_as_not_done(self, driver: OcsDriver) -> None:
         diff = await driver.plan(CircuitChange(await self.pairs(driver, 2)))
         await self.break_it(driver, DeviceFault(DeviceFaultKind.DROP_COMMAND))
         result = await driver.commit(diff, diff.revision)
@@ -706,14 +713,14 @@ class DriverConformance:
         assert await connected(driver) == frozenset()
         assert (await driver.commit(diff, result.revision)).done
 
-    async def test_an_answer_that_comes_too_late_is_read_back(self, driver: OcsDriver) -> None:
+    async def test_late_answer_is_read_back(self, driver: OcsDriver) -> None:
         diff = await driver.plan(CircuitChange(await self.pairs(driver, 1)))
         await self.break_it(driver, DeviceFault(DeviceFaultKind.SLOW_ANSWER, delay_s=86400.0))
         result = await driver.commit(diff, diff.revision)
         assert result.done
         assert await connected(driver) == frozenset(diff.add)
 
-    async def test_a_restarted_device_is_found_again(self, driver: OcsDriver) -> None:
+    async def test_driver_reconnects_after_device_restart(self, driver: OcsDriver) -> None:
         one, two = await self.pairs(driver, 2)
         await carry_out(driver, (one,))
         await self.break_it(driver, DeviceFault(DeviceFaultKind.RESTART))

@@ -1,9 +1,9 @@
-"""The conformance suite without pytest: against a switch in a lab, on ports that its owner names.
+"""Run the conformance suite without pytest, on a switch in a lab and on ports that its owner names.
 
-Only circuits between those ports are made and taken down: every change is looked at before it is sent. The ports must
-be free to begin with, and are free again after each test and when the run is left, in whichever way; what cannot be
-freed is named. Each test has a budget of calls and of time. What nobody can do with a lab switch, such as breaking one
-of its mirrors, is skipped with the reason.
+Only circuits between those ports are made and removed: every change is checked before it is sent. The ports must be
+free at the start. They are freed after each test and at the end of the run, even on an error or a cancellation;
+circuits that cannot be removed are reported. Each test has a budget of calls and of time. Steps that are impossible
+with a lab switch, such as breaking one of its mirrors, are skipped with the reason.
 """
 
 import asyncio
@@ -35,19 +35,19 @@ from ocs_drivers.model import (
     Verification,
 )
 
-# The suite takes four circuits that share no port.
+# The suite uses four circuits that share no port.
 FEWEST_PAIRS = 4
-# The budget of one test: calls of its driver, and seconds. The longest test moves about thirty circuits one after the
-# other; robotic patch panels take minutes for each.
+# The budget of one test: calls of its driver, and seconds. The longest test moves about thirty circuits one by one;
+# robotic patch panels take minutes for each.
 MOST_CALLS = 400
 TEST_S = 120.0
 TEST_CIRCUITS = 30
 LONGEST_TEST_S = 1800.0
-# Freeing the ports is tried again for so long, with pauses that grow, where the switch does not answer or obey.
+# Freeing the ports is retried for this long, with growing pauses, if the switch does not answer or does not obey.
 RESTORE_S = 30.0
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 8.0
-LATE_S = 0.2  # a command whose outcome is open may take effect so much later, or twice the vendor's stated time
+LATE_S = 0.2  # a command with an unknown outcome may take effect this much later, or twice the vendor's stated time
 
 
 class LabTestState(StrEnum):
@@ -58,7 +58,7 @@ class LabTestState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LabTestOutcome:
-    """Of one test. `detail`: what failed, or why it was skipped."""
+    """The outcome of one test. `detail` is the failure, or the reason why it was skipped."""
 
     name: str
     state: LabTestState
@@ -67,18 +67,18 @@ class LabTestOutcome:
 
 
 def parse_ports(text: str) -> tuple[CrossConnect, ...]:
-    """`1-3,7:17-19,23` as pairs in order; ValueError with what is wrong."""
+    """Parse `1-3,7:17-19,23` into pairs, in order. Raises ValueError, stating the fault."""
     sides = text.split(":")
     if len(sides) != 2:
         raise ValueError("must be INGRESS:EGRESS, each a list of ports such as 1,2,5-7")
     ingress, egress = (_numbers(side) for side in sides)
     if len(ingress) != len(egress):
-        raise ValueError(f"must have as many ports on either side, not {len(ingress)} and {len(egress)}")
+        raise ValueError(f"must have the same number of ports on both sides, got {len(ingress)} and {len(egress)}")
     if len(ingress) < FEWEST_PAIRS:
-        raise ValueError(f"must have at least {FEWEST_PAIRS} ports on either side, not {len(ingress)}")
+        raise ValueError(f"must have at least {FEWEST_PAIRS} ports on each side, got {len(ingress)}")
     for side in (ingress, egress):
         if twice := sorted({port for port in side if side.count(port) > 1}):
-            raise ValueError(f"names {', '.join(map(str, twice))} twice")
+            raise ValueError(f"must name each port once, got {', '.join(map(str, twice))} twice")
     return tuple(CrossConnect(one, other) for one, other in zip(ingress, egress, strict=True))
 
 
@@ -89,17 +89,18 @@ def _numbers(text: str) -> list[int]:
         if not first.isdecimal() or (dash and not last.isdecimal()):
             raise ValueError("must be INGRESS:EGRESS, each a list of ports such as 1,2,5-7")
         if len(first) > len(str(MOST_PORTS)) or len(last) > len(str(MOST_PORTS)):
-            raise ValueError(f"must name ports up to {MOST_PORTS}")
+            raise ValueError(f"must name ports <= {MOST_PORTS}")
         found += range(int(first), int(last or first) + 1)
     return found
 
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """How the ports differ from what they were before the run. `is_read`: as the switch shows it."""
+    """A difference between the ports' state now and before the run. `is_read` is False if the switch could not be
+    read."""
 
     up: tuple[CrossConnect, ...] = ()
-    gone: tuple[CrossConnect, ...] = ()  # circuits of others
+    gone: tuple[CrossConnect, ...] = ()  # foreign circuits
     why: str = ""
     is_read: bool = True
 
@@ -109,18 +110,18 @@ class Leftover:
     def __str__(self) -> str:
         parts = []
         if not self.is_read and not self.up:
-            parts.append(f"nothing was left up, as far as is known; the switch could not be read: {self.why}")
+            parts.append(f"no circuit is known to be left; the switch could not be read: {self.why}")
         if self.up:
             pairs = _listed(self.up)
             parts.append(
                 f"{'still up' if self.is_read else 'may still be up, the switch could not be read'}: {pairs}"
-                f"{f' ({self.why})' if self.why else ''}; take them down at the switch, or through a daemon that "
-                f"drives it: orchestrrl ocs take-over SWITCH {pairs}, then orchestrrl ocs disconnect SWITCH {pairs}"
+                f"{f' ({self.why})' if self.why else ''}; remove them at the switch, or through its "
+                f"daemon: orchestrrl ocs take-over SWITCH {pairs}, then orchestrrl ocs disconnect SWITCH {pairs}"
             )
         if self.gone:
             pairs = _listed(self.gone)
             parts.append(
-                f"up before and not any more, though no command named them: {pairs}; to bring them back: "
+                f"removed since the start, though not by a command of this run: {pairs}; to restore them: "
                 f"orchestrrl ocs connect SWITCH {pairs}"
             )
         return "; ".join(parts)
@@ -131,14 +132,14 @@ def _listed(pairs: Collection[CrossConnect]) -> str:
 
 
 class PortFence:
-    """The ports that may be touched, and what the run has done there."""
+    """The ports that the run may use, and the changes it made there."""
 
     def __init__(self, facts: SwitchFacts, pairs: Sequence[CrossConnect]) -> None:
         self._facts = facts
         self._ends = {end for pair in pairs for end in facts.ends(pair)}
-        self.calls = 0  # of one test
-        self.may_be_up = set[CrossConnect]()  # that the run may have left up
-        self.outcome_is_open = False  # of the last command: it was cut off, or its answer was lost
+        self.calls = 0  # in the present test
+        self.may_be_up = set[CrossConnect]()  # circuits that the run may have left
+        self.outcome_is_open = False  # of the last command: it was cancelled, or its answer was lost
 
     def has(self, pair: CrossConnect) -> bool:
         return self._ends.issuperset(self._facts.ends(pair))
@@ -150,12 +151,12 @@ class PortFence:
         return [pair for pair in (*diff.remove, *diff.add) if not self.has(pair)]
 
     def count_call(self) -> None:
-        assert self.calls < MOST_CALLS, f"the test has made {MOST_CALLS} calls of its driver; it is not let do more"
+        assert self.calls < MOST_CALLS, f"the test exceeded its budget of {MOST_CALLS} driver calls"
         self.calls += 1
 
 
 class FencedDriver:
-    """An OcsDriver that sees and changes nothing but circuits between the ports of its fence."""
+    """An OcsDriver that shows and changes only circuits between the ports of its fence."""
 
     def __init__(self, driver: OcsDriver, fence: PortFence) -> None:
         self.device = driver.device
@@ -180,7 +181,7 @@ class FencedDriver:
         self._fence.count_call()
         diff = await self._driver.plan(change, mode)
         if mode is ChangeMode.OVERWRITE and self._fence.beyond(diff):
-            raise SkipTest("the device has other circuits that its driver owns: mode overwrite would take them down")
+            raise SkipTest("the driver owns other circuits on the device, which mode overwrite would remove")
         return replace(diff, before=frozenset(filter(self._fence.has, diff.before)))
 
     async def commit(self, diff: CircuitDiff, expect_revision: int, revert_in_s: float | None = None) -> CommitResult:
@@ -193,7 +194,7 @@ class FencedDriver:
 
     async def take_over(self, pairs: Sequence[CrossConnect]) -> CrossConnectReading:
         assert all(map(self._fence.has, pairs)), (
-            f"the suite wants to take over {pairs}, beyond the ports that were named"
+            f"the suite must only take over circuits on the named ports, got {pairs}"
         )
         return self._within(await self._driver.take_over(pairs))
 
@@ -231,33 +232,32 @@ class FencedDriver:
     def _check(self, diff: CircuitDiff) -> None:
         self._fence.count_call()
         beyond = self._fence.beyond(diff)
-        assert not beyond, f"the suite wants to change {beyond}, beyond the ports that were named; nothing was sent"
+        assert not beyond, f"the suite must only change circuits on the named ports, got {beyond}; nothing was sent"
 
 
 class LabConformance(DriverConformance):
-    """The suite on one device that is there already. `make` gives another driver of it each time; `cannot` says what
-    else is not to be had."""
+    """The suite on one existing device. `make` returns a new driver for it on each call; `cannot` adds restrictions."""
 
     def __init__(
         self, make: Callable[[], OcsDriver], pairs: Sequence[CrossConnect], cannot: dict[str, str] | None = None
     ) -> None:
         self._make = make
         self._pairs = tuple(pairs)
-        self._fence: PortFence  # from `prepare` on
-        self._before: frozenset[CrossConnect] = frozenset()  # the whole device
-        self.leftover = Leftover()  # what the last `restore` could not bring back
+        self._fence: PortFence  # set by `prepare`
+        self._before: frozenset[CrossConnect] = frozenset()  # of the whole device
+        self.leftover = Leftover()  # the differences that the last `restore` could not undo
         self.test_s = LONGEST_TEST_S
         self.cannot = {
-            **{kind.value: "nobody breaks a switch in a lab" for kind in DeviceFaultKind},
-            "setters": "a switch in a lab does not tell what reached it",
-            "make_big": "a switch in a lab has the size that it has",
+            **{kind.value: "faults cannot be injected into a lab switch" for kind in DeviceFaultKind},
+            "setters": "a lab switch does not report the commands it received",
+            "make_big": "the size of a lab switch is fixed",
             **(cannot or {}),
         }
 
     async def make_driver(self) -> OcsDriver:
-        if self._fence.may_be_up:  # a test may ask for a device several times, each time with nothing connected
+        if self._fence.may_be_up:  # a test may request several devices, each with nothing connected
             left = await self._free()
-            assert not left.up, f"not free again, {left}"
+            assert not left.up, f"the ports could not be freed: {left}"
         return FencedDriver(self._make(), self._fence)
 
     async def pairs(self, driver: OcsDriver, count: int) -> tuple[CrossConnect, ...]:
@@ -265,7 +265,7 @@ class LabConformance(DriverConformance):
         return tuple(normal(pair) for pair in self._pairs[:count])
 
     async def make_foreign(self, driver: OcsDriver, pairs: Sequence[CrossConnect]) -> None:
-        await driver.close()  # the device may allow one session; it connects again when it is needed
+        await driver.close()  # the device may allow only one session; the driver reconnects when needed
         other = FencedDriver(self._make(), self._fence)
         try:
             result = await conformance.carry_out(other, tuple(pairs))
@@ -274,13 +274,14 @@ class LabConformance(DriverConformance):
             await other.close()
 
     async def prepare(self) -> None:
-        """Raises InvalidOptions where the ports are not this device's, and Conflict where they are not free."""
+        """Check the ports. Raises InvalidOptions if they do not exist on this device, and CircuitConflict if they are
+        not free."""
         driver = self._make()
         try:
             facts, reading = await driver.facts(), await driver.cross_connects()
             self._fence = fence = PortFence(facts, self._pairs)
             busy = [
-                f"{each.cross_connect}: is up on ports that were named; free them first"
+                f"{each.cross_connect}: uses a named port; disconnect it first"
                 for each in reading.circuits
                 if fence.meets(each.cross_connect)
             ]
@@ -301,24 +302,24 @@ class LabConformance(DriverConformance):
             await driver.close()
 
     def begin(self) -> None:
-        """Give the next test its budget."""
+        """Reset the budget for the next test."""
         self._fence.calls = 0
 
     async def restore(self) -> Leftover:
-        """Free the ports, as they were before the run, and return what could not be brought back. The attempt is
-        repeated for `RESTORE_S`. Where this is cancelled, `leftover` has what may be up."""
+        """Restore the ports to their state before the run, and return the remaining differences. Attempts are repeated
+        for `RESTORE_S`. If this is cancelled, `leftover` has the circuits that may be up."""
         until_s = time.monotonic() + RESTORE_S
         pause_s = FIRST_PAUSE_S
-        cancelled = _cancelled()  # where a run is stopped, this is its clean-up
+        cancelled = _cancelled()  # for a cancelled run, this is its clean-up
         while True:
             try:
                 self.leftover = await asyncio.wait_for(self._free(), self.test_s)
             except asyncio.CancelledError as error:
                 if _cancelled() > cancelled:
-                    self.leftover = self._unread("stopped before that")
+                    self.leftover = self._unread("cancelled")
                     raise
                 self.leftover = self._unread(_failure_text(error))
-            except Exception as error:  # noqa: BLE001  # a driver may raise anything: that is what is tested
+            except Exception as error:  # noqa: BLE001  # a driver under test may raise any exception
                 self.leftover = self._unread(_failure_text(error))
             is_free = self.leftover.is_read and not self.leftover.up
             if is_free or time.monotonic() + pause_s > until_s:
@@ -330,7 +331,7 @@ class LabConformance(DriverConformance):
         return Leftover(tuple(sorted(self._fence.may_be_up)), why=why, is_read=False)
 
     async def _free(self) -> Leftover:
-        """Take down what is up between the ports, and compare the switch with what it was before the run."""
+        """Remove the circuits between the ports, and compare the switch with its state before the run."""
         driver = self._make()
         try:
             facts, reading = await driver.facts(), await driver.cross_connects()
@@ -357,17 +358,17 @@ class LabConformance(DriverConformance):
 
 
 def tests_of(suite: type[DriverConformance]) -> list[str]:
-    """In the order in which they are written."""
+    """Return the names of the tests in the order of their definition."""
     found = {name: member for name, member in inspect.getmembers(suite) if name.startswith("test_")}
     return sorted(found, key=lambda name: inspect.unwrap(found[name]).__code__.co_firstlineno)
 
 
 async def run_suite(suite: LabConformance, only: Collection[str] = ()) -> AsyncGenerator[LabTestOutcome]:
-    """One outcome after the other. Ends early, with that as its last outcome, where the ports cannot be freed again.
-    However it is left, also by an exception or a cancellation, the ports are freed first; `suite.leftover` names what
-    could not be brought back."""
+    """Run the tests and yield their outcomes one by one. If the ports cannot be freed, the run ends early with that as
+    its last outcome. The ports are freed even on an exception or a cancellation; `suite.leftover` has the remaining
+    differences."""
     if not __debug__:
-        raise InvalidOptions(["this runs on assertions: start Python without -O"])
+        raise InvalidOptions(["the conformance suite needs assertions: start Python without -O"])
     cancelled = _cancelled()
     try:
         await suite.prepare()
@@ -407,30 +408,30 @@ async def _tried(suite: LabConformance, name: str) -> tuple[LabTestState, str]:
         if _cancelled() > cancelled:
             raise
         return LabTestState.FAILED, _failure_text(error)
-    except Exception as error:  # noqa: BLE001  # a driver may raise anything: that is what is tested
+    except Exception as error:  # noqa: BLE001  # a driver under test may raise any exception
         if limit.expired():
-            return LabTestState.FAILED, f"was stopped after {suite.test_s:g} s, its budget"
+            return LabTestState.FAILED, f"exceeded its time budget of {suite.test_s:g} s"
         return LabTestState.FAILED, _failure_text(error)
     return LabTestState.PASSED, ""
 
 
 def _cancelled() -> int:
-    """Return how often this task was cancelled. A CancelledError that does not add to it is the driver's own: it has
-    waited, say, for a future that it cancelled when its session was lost."""
+    """Return how often this task was cancelled. A CancelledError that does not increase the count comes from the
+    driver: it waited, for example, for a future that it cancelled when its session was lost."""
     task = asyncio.current_task()
     assert task is not None
     return task.cancelling()
 
 
 def _failure_text(error: BaseException) -> str:
-    """What failed, and where in the suite."""
+    """Return the failure and its place in the suite."""
     frames = traceback.extract_tb(error.__traceback__)
     where = [each for each in frames if each.filename == conformance.__file__ and each.name not in vars(conformance)]
     match error:
         case AssertionError():
             what = str(error)
         case asyncio.CancelledError():
-            what = ": ".join(filter(None, ("the driver was cancelled from within", str(error))))
+            what = ": ".join(filter(None, ("the driver raised CancelledError", str(error))))
         case _:
             what = f"{type(error).__name__}: {error}"
     line = f"line {where[-1].lineno} of conformance.py: {where[-1].line}" if where else ""

@@ -1,4 +1,4 @@
-"""What a change comes to: evictions, steps, what is left to do, the way back. Pure; sending it is driver.py."""
+"""Turn a change into a diff: evictions, steps, remaining steps and the reverse. Pure; driver.py sends the steps."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,11 +39,11 @@ def plan(
     mode: ChangeMode = ChangeMode.SAFE,
     device: str = "SWITCH",
 ) -> CircuitDiff:
-    """The diff that makes `change` true on a device that shows `reading`.
+    """Return the diff that applies `change` to a device that shows `reading`.
 
-    `safe` refuses where a port is in use by a circuit that the change does not itself take down; `update` evicts that
-    circuit; `overwrite` evicts every circuit of ours that the change does not name. None takes down what is not ours.
-    Raises InvalidChange or Conflict, each with every fault; `device` is named in the way out.
+    Mode `safe` refuses a port that is in use by a circuit that the change does not itself remove; `update` evicts that
+    circuit; `overwrite` evicts every owned circuit that the change does not name. No mode removes a foreign circuit.
+    Raises InvalidChange or CircuitConflict, each with every fault. `device` is used in the suggested command.
     """
     connect = tuple(facts.normal(pair) for pair in change.connect)
     disconnect = tuple(facts.normal(pair) for pair in change.disconnect)
@@ -53,12 +53,12 @@ def plan(
     add = frozenset(connect) - present
     holders = occupants(facts, present)
     in_the_way = {holders[end] for pair in add for end in facts.ends(pair) if end in holders}
-    # Whoever shares the device with us keeps what is theirs, so `overwrite` clears ours only.
+    # Circuits of other owners on the same device stay, so `overwrite` clears owned circuits only.
     unnamed = present - frozenset(connect) - reading.foreign if mode is ChangeMode.OVERWRITE else frozenset()
     evicted = (in_the_way | unnamed) - frozenset(disconnect)
     faults = _unusable_ports(ports, connect, add)
-    # To disconnect what is gone already is no fault, nor if its ports carry what this change put there; to name a
-    # port's partner wrongly is a mistake that must be reported.
+    # Disconnecting an absent circuit is no fault, even if this change connects its ports. Naming a port's partner
+    # wrongly is a mistake that must be reported.
     faults += [
         f"disconnect{where}: port carries {holder}, got {pair}"
         for where, holder, pair in _held_otherwise(facts, holders, disconnect)
@@ -80,20 +80,21 @@ def plan(
 
 
 def not_ours(foreign: Iterable[CrossConnect], device: str) -> list[str]:
-    """What to say of circuits of somebody else that a change would take down."""
+    """Return the faults for foreign circuits that a change would remove."""
     return [
-        f"{pair}: is not ours and stays as it is; take it over first: orchestrrl ocs take-over {device} {pair}"
+        f"{pair}: is not owned by this driver; take it over first: orchestrrl ocs take-over {device} {pair}"
         for pair in sorted(foreign)
     ]
 
 
 def occupants(facts: SwitchFacts, present: Iterable[CrossConnect]) -> dict[tuple[str, int], CrossConnect]:
-    """Which cross-connect holds each port: answers "where does port 3 go?"."""
+    """Return the cross-connect in each occupied (kind, port) slot."""
     return {end: pair for pair in present for end in facts.ends(pair)}
 
 
 def absent_ports(facts: SwitchFacts, diff: CircuitDiff) -> list[str]:
-    """Return the faults of a diff that was not planned on this device: ports that it does not have."""
+    """Return the faults of a diff that names ports this device does not have, because it was planned on another
+    device."""
     return [
         fault
         for name, pairs in (("remove", diff.remove), ("add", diff.add))
@@ -103,7 +104,7 @@ def absent_ports(facts: SwitchFacts, diff: CircuitDiff) -> list[str]:
 
 
 def remaining(facts: SwitchFacts, diff: CircuitDiff, present: frozenset[CrossConnect]) -> CommandSteps:
-    """What of the diff is not yet so on a device that shows `present`; empty when it is all done."""
+    """Return the part of the diff that is not in effect on a device that shows `present`; empty if all of it is."""
     steps = CommandSteps(
         remove=tuple(pair for pair in diff.remove if pair in present),
         add=tuple(pair for pair in diff.add if pair not in present),
@@ -115,8 +116,8 @@ def remaining(facts: SwitchFacts, diff: CircuitDiff, present: frozenset[CrossCon
 def revert_steps(
     facts: SwitchFacts, trial: Unconfirmed, reading: CrossConnectReading
 ) -> tuple[CommandSteps, tuple[str, ...]]:
-    """The steps that take back what is on trial as far as others let us, and what cannot come back, each with who is
-    in the way."""
+    """Return the steps that revert the change on trial without touching foreign circuits, and a text per removed
+    circuit that cannot be restored, naming the circuits on its ports."""
     mine = reading.cross_connects - reading.foreign
     remove = tuple(pair for pair in trial.added if pair in mine)
     holders = occupants(facts, reading.cross_connects - frozenset(remove))
@@ -134,7 +135,7 @@ def revert_steps(
 
 
 def compare(diff: CircuitDiff, reading: CrossConnectReading) -> Verification:
-    """A device's reading against what the diff wants of it."""
+    """Compare a device's reading with the state that the diff requires."""
     seen = {circuit.cross_connect: circuit for circuit in reading.circuits}
     wanted = [pair for pair in diff.add if pair in seen]
     return Verification(
@@ -200,7 +201,7 @@ def _unusable_ports(
 def _held_otherwise(
     facts: SwitchFacts, holders: Mapping[tuple[str, int], CrossConnect], pairs: Sequence[CrossConnect]
 ) -> Iterator[tuple[str, CrossConnect, CrossConnect]]:
-    """Where in the list, by whom, and for which pair a port is held by another circuit."""
+    """Yield the place in the list, the holding circuit and the pair for each port held by another circuit."""
     for index, pair in enumerate(pairs):
         for end in facts.ends(pair):
             if end in holders and holders[end] != pair:

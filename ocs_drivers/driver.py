@@ -1,10 +1,10 @@
-"""The contract of `base.OcsDriver` made of a family's `base.SwitchWire`: one writer, time limits, reading back.
+"""The implementation of `base.OcsDriver` on top of a `base.SwitchWire`: one writer, time limits, and reading back.
 
-Every commit begins by reading the device and ends by reading it. So an outcome that was unknown, a setter that answers
-nothing and a bulk command that took in part are one case: what counts is what the device shows.
+Every commit begins and ends by reading the device. Unknown outcomes, setters without an answer and bulk commands that
+took effect in part are therefore one case: the state that the device shows decides.
 
-Circuits that are not ours are read, and never sent a command; see ownership.py. A change on trial reverts itself by a
-task of this driver.
+Circuits that the driver does not own are read, and never receive a command; see ownership.py. A task of this driver
+reverts a change on trial.
 """
 
 import asyncio
@@ -52,14 +52,15 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Pauses between attempts to revert a change on trial, longer each time.
+# Pauses between attempts to revert a change on trial, doubled after each attempt.
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class DriverTimeouts:
-    """How long to wait. `tune_s` None: ten times what the device states for one circuit, at least a second."""
+    """Time limits in seconds. If `tune_s` is None, it is ten times the device's stated time for one circuit, but at
+    least 1 s."""
 
     command_s: float = 5.0
     lock_s: float = 10.0
@@ -74,7 +75,7 @@ class DriverTimeouts:
 
 
 async def within(clock: DeviceClock, limit_s: float, work: Awaitable[T]) -> T:
-    """The result of `work`, or TimeoutError after `limit_s` by the clock; `work` is then cancelled."""
+    """Return the result of `work`. After `limit_s` by the clock, cancel it and raise TimeoutError."""
     task = asyncio.ensure_future(work)
     alarm = asyncio.ensure_future(clock.sleep(limit_s))
     try:
@@ -94,19 +95,19 @@ async def take_turn(clock: DeviceClock, lock: asyncio.Lock, limit_s: float) -> N
     try:
         await within(clock, limit_s, turn)
     except asyncio.CancelledError:
-        if not turn.cancelled():  # our turn came at the very moment
+        if not turn.cancelled():  # the lock was acquired at this very moment
             lock.release()
         raise
 
 
 def poll_pause_s(reconfiguration_s: float, waited_s: float) -> float:
-    """Return the pause until the next reading, a sixteenth of the wait so far or more: a circuit that does not come up
-    is not asked about hundreds of times."""
+    """Return the pause until the next reading: at least a sixteenth of the wait so far, so that a circuit that does not
+    come up is not polled hundreds of times."""
     return max(min(1.0, max(0.001, reconfiguration_s / 4)), waited_s / 16)
 
 
 class SwitchDriver:
-    """An OcsDriver over one wire. See `base.OcsDriver` for what each call promises."""
+    """Implements `base.OcsDriver` over one wire; that protocol documents each call."""
 
     def __init__(
         self, device: str, wire: SwitchWire, *, clock: DeviceClock | None = None, limits: DriverTimeouts | None = None
@@ -120,11 +121,11 @@ class SwitchDriver:
         self._is_open = False
         self._facts: SwitchFacts | None = None
         self._ownership = Ownership()
-        self._trial: Unconfirmed | None = None  # what commits of its diff had to do: only that is taken back
+        self._trial: Unconfirmed | None = None  # lists what commits of its diff had to do; only that is reverted
         self._trial_diff: CircuitDiff | None = None
-        self._timer: asyncio.Task[None] | None = None  # takes back what is on trial
-        self._last_trial = ""  # what became of it, for who confirms it too late
-        self._confirmed: int | None = None  # the revision of the last trial, where it was confirmed
+        self._timer: asyncio.Task[None] | None = None  # reverts the change on trial
+        self._last_trial = ""  # its outcome, for a confirmation that comes too late
+        self._confirmed: int | None = None  # the revision of the last trial, if it was confirmed
         self._listeners: list[asyncio.Queue[SwitchEvent | None]] = []
 
     async def facts(self) -> SwitchFacts:
@@ -162,7 +163,7 @@ class SwitchDriver:
             now = await self.cross_connects()
             if now.revision != expect_revision:
                 raise CircuitConflict(
-                    [f"device is at revision {now.revision}, expected {expect_revision}: look at it and plan again"],
+                    [f"device is at revision {now.revision}, expected {expect_revision}: read it and plan again"],
                     device=self.device,
                 )
             steps = await self._steps(diff, diff, now)
@@ -176,14 +177,14 @@ class SwitchDriver:
             if trial is None:
                 if revision == self._confirmed:
                     return
-                raise CircuitConflict([self._last_trial or "nothing waits to be confirmed"], device=self.device)
+                raise CircuitConflict([self._last_trial or "no change is on trial"], device=self.device)
             if not trial.failure and trial.until_s is not None and self._clock.now_s() >= trial.until_s:
-                raise CircuitConflict([f"too late, it is being reverted: {trial}"], device=self.device)
+                raise CircuitConflict([f"too late, the change is being reverted: {trial}"], device=self.device)
             if trial.failure or revision != trial.revision:
                 now = await self.cross_connects()
                 if revision != now.revision:
                     raise CircuitConflict(
-                        [f"device is at revision {now.revision}, got {revision}: look at it and confirm what is there"],
+                        [f"device is at revision {now.revision}, got {revision}: read it and confirm that state"],
                         device=self.device,
                     )
             self._end_trial("confirmed")
@@ -194,7 +195,7 @@ class SwitchDriver:
             facts, now = await self.facts(), await self.cross_connects()
             wanted = [facts.normal(pair) for pair in pairs]
             if absent := [pair for pair in wanted if pair not in now.cross_connects]:
-                faults = [f"{pair}: is not on the device, so it cannot be taken over" for pair in absent]
+                faults = [f"{pair}: is not on the device, cannot take it over" for pair in absent]
                 raise CircuitConflict(faults, device=self.device)
             self._ownership.take(wanted)
             return replace(now, circuits=self._ownership.marked(facts, now.circuits))
@@ -226,7 +227,7 @@ class SwitchDriver:
             finally:
                 queue.put_nowait(None)
 
-        self._listeners.append(queue)  # our own alarms come in between
+        self._listeners.append(queue)  # alarms of this driver are inserted into the stream
         forwarding = asyncio.create_task(forward())
         try:
             while (event := await queue.get()) is not None:
@@ -250,7 +251,7 @@ class SwitchDriver:
                 await self._drop_session()
 
     async def _steps(self, diff: CircuitDiff, wanted: CircuitDiff, now: CrossConnectReading) -> diffs.CommandSteps:
-        """Return what is left to do of the diff, or of its way back."""
+        """Return the steps that remain of the diff, or of its reverse."""
         facts = await self.facts()
         if faults := diffs.absent_ports(facts, diff):
             raise InvalidChange(faults, device=self.device)
@@ -261,14 +262,14 @@ class SwitchDriver:
         return steps
 
     async def _carry_out(self, wanted: CircuitDiff | diffs.CommandSteps, steps: diffs.CommandSteps) -> CommitResult:
-        """Send the steps, those of what is wanted that are not yet so; wait for the mirrors and, where the device can
-        tell, for the light; report what the device shows of everything wanted."""
+        """Send the steps. Wait for the mirrors and, if the device measures it, for light. Report the state that the
+        device shows of every wanted item, including those that were in effect before."""
         progress = CommitProgress(steps, self._clock.now_s())
         progress.also_watch(wanted.add)
         is_clear = True
         if steps.remove:
             await self._send(Action.REMOVE, steps.remove, progress)
-            # Seen to be gone, not assumed: a port that is still held would be taken from its circuit without a word.
+            # Read back, not assumed: connecting a port that is still in use would silently break its circuit.
             is_clear = (await self._settle(progress)).cross_connects.isdisjoint(steps.remove)
         if is_clear:
             await self._send(Action.ADD, steps.add, progress)
@@ -283,7 +284,7 @@ class SwitchDriver:
         return CommitResult(results, reading.revision, progress.commands_sent)
 
     async def _send(self, action: Action, pairs: Sequence[CrossConnect], progress: CommitProgress) -> None:
-        """Command these, in bulk where the device can, up to the first command that goes wrong."""
+        """Send these commands, in bulk if the device can, and stop after the first that fails."""
         can = self._wire.capabilities
         is_bulk = can.bulk and not (action is Action.REMOVE and can.removes_one_by_one)
         batches = [tuple(pairs)] if is_bulk else [(pair,) for pair in pairs]
@@ -296,7 +297,7 @@ class SwitchDriver:
                 await self._command(command, partial(self._wire.set, action, batch), is_setter=True)
             except DriverError as error:
                 progress.went_wrong(batch, str(error))
-                if isinstance(error, DriverRetryable):  # nothing of it took
+                if isinstance(error, DriverRetryable):  # nothing took effect
                     return
                 if not await self._took_effect(action, batch) or not isinstance(error, DriverOutcomeUnknown):
                     return
@@ -305,9 +306,10 @@ class SwitchDriver:
     async def _carry_out_on_trial(
         self, diff: CircuitDiff, steps: diffs.CommandSteps, revert_in_s: float
     ) -> CommitResult:
-        """The trial stands before the first command, and its time begins when the commit is over, however it ends."""
+        """Commit with the trial recorded before the first command. Its time starts when the commit has ended,
+        successfully or not."""
         self._stop_timer()
-        before = self._trial or Unconfirmed(None, None)  # the diff is committed again, to complete it
+        before = self._trial or Unconfirmed(None, None)  # the same diff is committed again, to complete it
         removed, added = {*before.removed, *steps.remove}, {*before.added, *steps.add}
         trial = Unconfirmed(None, None, tuple(sorted(removed)), tuple(sorted(added)))
         self._trial, self._trial_diff, self._confirmed = trial, diff, None
@@ -333,25 +335,25 @@ class SwitchDriver:
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     async def _revert_now(self) -> None:
-        """Raises Retryable where that fails: the device keeps what was on trial."""
+        """Revert the change on trial. Raises DriverRetryable if that fails; the change then stays on the device."""
         self._stop_timer()
         async with self._writing():
             if self._trial is not None and not await self._revert(self._trial):
                 raise DriverRetryable(str(self._trial), device=self.device, command="revert")
 
     async def _revert(self, trial: Unconfirmed) -> bool:
-        """Whether the trial is over. What fails is told once for each new reason."""
+        """Revert the trial and return whether it has ended. A failure is reported once per new reason."""
         try:
             steps, lost = diffs.revert_steps(await self.facts(), trial, await self.cross_connects())
             result = await self._carry_out(steps, steps)
             failure = "; ".join(f"{i.action} {i.cross_connect}: {i.detail}" for i in result.items if not i.done)
         except DriverError as error:
             failure = str(error)
-        except Exception as error:  # of the wire: the trial must not be lost with this task
+        except Exception as error:  # from the wire: the trial must not be lost with this task
             logger.exception("%s: a change on trial cannot be reverted", self.device)
             failure = f"{type(error).__name__}: {error}"
         if not failure:
-            self._end_trial("reverted, nobody confirmed it in time")
+            self._end_trial("reverted, it was not confirmed in time")
             self._alarm("; ".join((self._last_trial, *lost)))
             return True
         if failure != trial.failure:
@@ -383,9 +385,10 @@ class SwitchDriver:
             queue.put_nowait(SwitchEvent(self._clock.now_s(), EventKind.ALARM, text))
 
     async def _took_effect(self, action: Action, pairs: Sequence[CrossConnect]) -> bool:
-        """After an unknown outcome, or a refusal that a part may have escaped: read the device, over a new session,
-        before anything else is sent. A device that does not tell tuning from tuned may list a circuit only once it is
-        in place: what is not listed yet is given its time, as it would else be sent again, or come after all."""
+        """Read the device in a new session, after an unknown outcome or after a refusal that may have taken effect in
+        part, and return whether the command took effect. A device that does not distinguish tuning from tuned may list
+        a circuit only once it is in place. A circuit that is not listed yet is therefore given its tuning time;
+        otherwise it would be sent again, or appear later."""
         is_late = action is Action.ADD and not self._wire.capabilities.tuned_state
         rest_s = min(self._limits.tune_s or inf, 10 * (await self.facts()).reconfiguration_s)
         began_s = self._clock.now_s()
@@ -400,7 +403,7 @@ class SwitchDriver:
             await self._clock.sleep(min(pause_s, until_s - now_s))
 
     async def _settle(self, progress: CommitProgress) -> CrossConnectReading:
-        """Read until every commanded circuit is in place, or its time is up."""
+        """Read the device until every commanded circuit is in place or the time limit is reached."""
         facts = await self.facts()
         tune_s = self._limits.tune_s or max(1.0, 10 * facts.reconfiguration_s)
         began_s = self._clock.now_s()
@@ -445,18 +448,18 @@ class SwitchDriver:
         try:
             return await self._command(command, verb)
         except DriverRetryable:
-            # The session may have died since its last use: once more over a new one.
+            # The session may have died since its last use: retry once over a new one.
             return await self._command(command, verb)
 
     async def _command(self, command: str, verb: Callable[[], Awaitable[T]], is_setter: bool = False) -> T:
         is_sent = False
 
         def unclear(otherwise: type[DriverError]) -> type[DriverError]:
-            """After a setter was sent it may have taken."""
+            """Return the error class, considering that a setter that was sent may have taken effect."""
             return DriverOutcomeUnknown if is_setter and is_sent else otherwise
 
         async with self._session:
-            is_sound = False  # whatever else ends a command leaves the session in the middle of something
+            is_sound = False  # any other end leaves the session in the middle of an exchange
             try:
                 if not self._is_open:
                     await within(self._clock, self._limits.command_s, self._wire.open())
@@ -468,18 +471,18 @@ class SwitchDriver:
             except TimeoutError as error:
                 raise unclear(DriverRetryable)(str(error), device=self.device, command=command) from None
             except DriverError as error:
-                is_sound = self._is_open and isinstance(error, DriverPermanent)  # not of a login that was refused
+                is_sound = self._is_open and isinstance(error, DriverPermanent)  # not a refused login
                 error.device, error.command = error.device or self.device, error.command or command
                 raise
             except AssertionError:
-                raise  # a test's own
+                raise  # raised by a test
             except ValueError as error:
-                wrong = f"the answer makes no sense: {error}"
+                wrong = f"invalid answer: {error}"
                 raise unclear(DriverPermanent)(wrong, device=self.device, command=command) from None
-            except Exception as error:  # a defect of the wire, mostly in how it reads an answer that it did not expect
+            except Exception as error:  # a defect of the wire, mostly in parsing an unexpected answer
                 logger.exception("%s: the driver failed at %s", self.device, command)
-                wrong = f"the driver failed, maybe at an answer that makes no sense: {type(error).__name__}: {error}"
-                # The next answer may make sense.
+                wrong = f"the driver failed, possibly on an invalid answer: {type(error).__name__}: {error}"
+                # The next answer may be valid.
                 raise unclear(DriverRetryable)(wrong, device=self.device, command=command) from error
             finally:
                 if not is_sound:

@@ -1,10 +1,11 @@
-"""What a driver raises: each error names the device, the command and the device's own words, and says what to do."""
+"""The errors that a driver raises. Each names the device and the command, quotes the device's answer, and implies the
+caller's next step."""
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-SHOWN_CHARACTERS = 80  # of what a device answered, in a message
+SHOWN_CHARACTERS = 80  # limit for a quoted device answer in a message
 
 
 def shown(value: object) -> str:
@@ -12,14 +13,15 @@ def shown(value: object) -> str:
 
 
 def reason_of(error: OSError) -> str:
-    """What the system says: `Connection refused`, not which of its calls failed."""
-    if error.errno is not None and error.errno > 0:  # those of name resolution are less
+    """Return the system's reason, such as `Connection refused`, without the name of the call that failed."""
+    if error.errno is not None and error.errno > 0:  # name-resolution errors are negative
         return os.strerror(error.errno)
     return error.strerror or str(error)
 
 
 class DriverError(Exception):
-    """Base of the tree; never raised itself. `answer` is what the device said, word for word; "" when it was silent."""
+    """Base class of driver errors; never raised itself. `answer` is the device's answer, verbatim; "" if there was
+    none."""
 
     def __init__(self, message: str, *, device: str = "", command: str = "", answer: str = "") -> None:
         super().__init__(message)
@@ -33,12 +35,12 @@ class DriverError(Exception):
         if self.command:
             text += f"; command: {self.command}"
         if self.answer:
-            text += f"; the device said: {self.answer}"
+            text += f"; device answered: {self.answer}"
         return text
 
 
 class DriverRetryable(DriverError):
-    """Nothing happened; the same call may succeed after `after_s` seconds."""
+    """The call had no effect; the same call may succeed after `after_s` seconds."""
 
     def __init__(self, message: str, *, after_s: float = 1.0, **told: str) -> None:
         super().__init__(message, **told)
@@ -46,15 +48,15 @@ class DriverRetryable(DriverError):
 
 
 class DriverPermanent(DriverError):
-    """Nothing happened, and repeating the call will not help."""
+    """The call had no effect, and repeating it will not help."""
 
 
 class DriverOutcomeUnknown(DriverError):
-    """The command may or may not have taken: read the device before sending anything again."""
+    """The command may or may not have taken effect: read the device before sending another command."""
 
 
 class DriverFaults(DriverPermanent):
-    """Several things wrong with one call, all named at once: `path: what is wrong, got VALUE`."""
+    """All faults of one call, each as `path: what is wrong, got VALUE`."""
 
     def __init__(self, faults: list[str], *, device: str = "") -> None:
         super().__init__("\n".join(faults), device=device)
@@ -65,21 +67,21 @@ class DriverFaults(DriverPermanent):
 
 
 class InvalidChange(DriverFaults):
-    """The change is malformed for this device: a port that does not exist, a port named twice."""
+    """The change is malformed for this device, for example a port that does not exist or is named twice."""
 
 
 class InvalidOptions(DriverFaults):
-    """A driver cannot be made from these options."""
+    """The driver cannot be made from these options."""
 
 
 class CircuitConflict(DriverFaults):
-    """The change is well formed, but the device is not as it assumes: a port in use or failed, a revision that moved.
-    Nothing was sent. Look at the device and plan again."""
+    """The change is well formed, but the device is not in the state it assumes: a port is in use or failed, or the
+    revision has changed. Nothing was sent. Read the device and plan again."""
 
 
 @contextmanager
 def naming(device: str) -> Iterator[None]:
-    """Name the device in errors of the block that name none."""
+    """Add the device's name to driver errors raised in the block that name none."""
     try:
         yield
     except DriverError as error:

@@ -1,4 +1,4 @@
-"""What can go wrong with a device, and when: `FaultSchedule().at(12.0, DeviceFault(DeviceFaultKind.FAIL_PORT, 7))`."""
+"""Device faults and their schedule: `FaultSchedule().at(12.0, DeviceFault(DeviceFaultKind.FAIL_PORT, 7))`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,16 +11,16 @@ from ocs_drivers.options import CheckedOptions, Flag, SecondsOr0, whole
 
 
 class DeviceFaultKind(StrEnum):
-    FAIL_PORT = "fail_port"  # the port reports failed; circuits through it fail; new ones are refused
+    FAIL_PORT = "fail_port"  # the port reports failed; its circuits fail; new ones are refused
     DISABLE_PORT = "disable_port"
-    MEND_PORT = "mend_port"  # enabled again, its mirror free, its fibre plugged in
-    STICK_MIRROR = "stick_mirror"  # the port's mirror stays where it points, whatever is commanded
-    UNPLUG = "unplug"  # the mirror moves, but no light comes
-    PARTIAL_COMMIT = "partial_commit"  # the next setter takes only its first `items`
-    DROP_CONNECTION = "drop_connection"  # the next setter is taken, then the connection breaks
-    DROP_COMMAND = "drop_command"  # the connection breaks before the next setter is taken
-    SLOW_ANSWER = "slow_answer"  # the next setter is taken, its answer comes `delay_s` later
-    RESTART = "restart"  # the device restarts: dark, or with its circuits restored
+    MEND_PORT = "mend_port"  # the port is enabled, its mirror is free and its fibre is plugged in
+    STICK_MIRROR = "stick_mirror"  # the port's mirror keeps its position, regardless of commands
+    UNPLUG = "unplug"  # the mirror moves, but no light arrives
+    PARTIAL_COMMIT = "partial_commit"  # the next setter applies only its first `items`
+    DROP_CONNECTION = "drop_connection"  # the next setter is applied, then the connection breaks
+    DROP_COMMAND = "drop_command"  # the connection breaks before the next setter is applied
+    SLOW_ANSWER = "slow_answer"  # the next setter is applied, but answered `delay_s` later
+    RESTART = "restart"  # the device restarts, dark or with its circuits restored
 
 
 OF_A_PORT = frozenset(
@@ -38,8 +38,8 @@ OF_A_PORT = frozenset(
 class DeviceFault:
     kind: DeviceFaultKind
     port: int | None = None
-    items: int = 0  # partial_commit: how many are taken
-    silent: bool = False  # partial_commit: the device answers as if all were well
+    items: int = 0  # partial_commit: how many items are applied
+    silent: bool = False  # partial_commit: the device answers as if it had succeeded
     delay_s: float = 0.0  # slow_answer
 
     def __post_init__(self) -> None:
@@ -54,7 +54,7 @@ class DeviceFault:
 
 @dataclass(frozen=True, slots=True)
 class FaultSchedule:
-    """Faults with their times, seconds since the device was switched on. Each call returns a longer schedule."""
+    """Faults with their times in seconds since the device was switched on. Each call returns a longer schedule."""
 
     due: tuple[tuple[float, DeviceFault], ...] = ()
 
@@ -74,7 +74,8 @@ class ScheduledFault(CheckedOptions):
 
 
 def parse_schedule(items: object) -> tuple[FaultSchedule, list[str]]:
-    """A schedule from plain data, `[{"at_s": 12, "kind": "fail_port", "port": 7}]`, and every fault in that data."""
+    """Return the schedule in plain data, such as `[{"at_s": 12, "kind": "fail_port", "port": 7}]`, and every fault in
+    that data."""
     if not isinstance(items, list | tuple):
         return FaultSchedule(), [f"faults: must be a list, got {items!r}"]
     schedule, wrong = FaultSchedule(), []

@@ -1,7 +1,7 @@
-"""What gNMI carries, as plain data: paths, and trees put together from updates. Pure.
+"""Convert gNMI messages to plain data: paths, and trees assembled from updates. Pure.
 
-A path is a tuple of elements; an element is a name and its keys. A tree is what JSON would be: mappings, lists of
-mappings that have their keys among their members, and leaves.
+A path is a tuple of elements; an element is a name and its keys. A tree has the structure of JSON: mappings, lists of
+mappings that include their keys as members, and leaves.
 """
 
 import json
@@ -37,7 +37,8 @@ def path_to_pb(elems: Path, origin: str = "") -> Any:
 
 
 def path_from_pb(message: Any, prefix: Any = None) -> Path:
-    """Module names (`openconfig-optical-switch:port`) are dropped. Old servers fill `element` instead of `elem`."""
+    """Convert a path message. Module names (`openconfig-optical-switch:port`) are dropped. Old servers fill `element`
+    instead of `elem`."""
     elems = [*(prefix.elem if prefix is not None else ()), *message.elem]
     if not elems:
         return path(*(_bare(name) for name in (*(prefix.element if prefix is not None else ()), *message.element)))
@@ -49,8 +50,8 @@ def value_to_pb(value: object) -> Any:
 
 
 def value_from_pb(message: Any) -> Any:
-    """ValueError for what is not JSON. Values of other kinds stay as they are: no leaf that is read has them but as
-    text or numbers."""
+    """Convert a value. Raises ValueError if JSON is malformed. Values of other kinds are returned as they are: every
+    leaf that the drivers read then has text or a number."""
     kind = message.WhichOneof("value")
     value = getattr(message, kind) if kind else None
     if kind in ("json_val", "json_ietf_val"):
@@ -59,7 +60,7 @@ def value_from_pb(message: Any) -> Any:
 
 
 def tree(updates: Iterable[tuple[Path, Any]]) -> dict[str, Any]:
-    """One tree of all updates, whether they come as a whole, by list entry or by leaf."""
+    """Merge all updates into one tree, whether they arrive as a whole, by list entry or by leaf."""
     root: dict[str, Any] = {}
     for elems, value in updates:
         graft(root, elems, value)
@@ -72,19 +73,19 @@ def graft(root: dict[str, Any], elems: Path, value: Any) -> None:
             value = [{**dict(elem.keys), **value}] if isinstance(value, Mapping) else [dict(elem.keys)]
         value = {elem.name: value}
     if not isinstance(value, Mapping):
-        raise ValueError(f"a value without a path, got {value!r}")
+        raise ValueError(f"the value must have a path, got {value!r}")
     _merge(root, value, {elem.name: frozenset(name for name, _ in elem.keys) for elem in elems if elem.keys})
 
 
 def member(data: Any, *names: str) -> Any:
-    """What is there in a tree; None if nothing is."""
+    """Return the value at this path in a tree; None if absent."""
     for name in names:
         data = data.get(name) if isinstance(data, Mapping) else None
     return data
 
 
 def mapping(data: Any) -> Mapping[str, Any]:
-    """A container of a tree; empty where there is none. ValueError for anything else."""
+    """Return a container of a tree; empty if it is absent. Raises ValueError for anything else."""
     if data is None:
         return {}
     if not isinstance(data, Mapping):
@@ -93,7 +94,7 @@ def mapping(data: Any) -> Mapping[str, Any]:
 
 
 def entries(data: Any) -> list[Mapping[str, Any]]:
-    """The entries of a list of a tree."""
+    """Return the entries of a list in a tree."""
     if data is None:
         return []
     if not isinstance(data, list):

@@ -1,15 +1,16 @@
-"""The optical switch model proposed to OpenConfig (openconfig/public, pull request 1187) on gNMI.
+"""The optical switch model proposed to OpenConfig (openconfig/public, pull request 1187), over gNMI.
 
-`/optical-switch/optical-switch-topology/state` says what the device is: `port-connectivity` (`INGRESS_EGRESS` or
+`/optical-switch/optical-switch-topology/state` describes the device: `port-connectivity` (`INGRESS_EGRESS` or
 `ANY_TO_ANY`), port counts and first indices. `/optical-switch/port-connections/port-connection[slot][port]` has the
-order in `config/{peer-slot,peer-port}` and what came of it in `state`. `/optical-switch/port-statuses/port-status` has
-the state of ports. One slot is one switch here: its ports are those of one optical module, by the device's numbers.
+order in `config/{peer-slot,peer-port}` and its effect in `state`. `/optical-switch/port-statuses/port-status` has the
+state of ports. The driver treats one slot as one switch: its ports are those of one optical module, by the device's
+numbers.
 
-Relied on: a connection is listed under its ingress port (or, on an any-to-any device, under either); `state` follows
-the mirrors, as applied state does in OpenConfig; the update of several entries in one SetRequest is one transaction, of
-which the hardware may take a part. Unknown: the words of `port-status` (DISABLED and FAILED are understood; no other
-keeps a port from being used), and whether counts are by module or in all: with several modules they are taken as by
-module. The proposal was not merged: devices may differ from it.
+Assumed: a connection is listed under its ingress port (or, on an any-to-any device, under either); `state` follows the
+mirrors, as applied state does in OpenConfig; the update of several entries in one SetRequest is one transaction, of
+which the hardware may apply a part. Unknown: the values of `port-status` (DISABLED and FAILED are understood; no other
+value makes a port unusable), and whether counts are per module or in total: with several modules, per module is
+assumed. The proposal was not merged, so devices may differ from it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -51,20 +52,20 @@ class OpenConfigTopology:
     egress_ports: range
 
     def normal(self, port: int, peer: int) -> CrossConnect:
-        """A connection as we write it, under whichever of its ports it is listed."""
+        """Return a connection in this project's form, regardless of which of its ports lists it."""
         is_turned = port > peer if self.connectivity is Connectivity.ANY_TO_ANY else port not in self.ingress_ports
         return CrossConnect(peer, port) if is_turned else CrossConnect(port, peer)
 
 
 def topology(data: Any, slot: str) -> OpenConfigTopology:
-    """Of the container `state`; ValueError with what is wrong."""
+    """Parse the container `state`. Raises ValueError, stating the fault."""
     state = mapping(data)
     kind = str(state.get("port-connectivity", "")).rpartition(":")[2]
     if kind not in CONNECTIVITY:
         raise ValueError(f"port-connectivity must be one of {', '.join(CONNECTIVITY)}, got {kind!r}")
     modules = _number(state.get("total-optical-module-count", 1), "total-optical-module-count")
     if slot.isdecimal() and not 1 <= int(slot) <= modules:
-        raise ValueError(f"there are {modules} optical modules, and option slot is {slot!r}")
+        raise ValueError(f"option slot must be within 1..{modules}, the optical modules of the device, got {slot!r}")
     if CONNECTIVITY[kind] is Connectivity.ANY_TO_ANY:
         first = _number(state.get("ingress-start-index", 1), "ingress-start-index")
         ports = range(first, first + _number(state.get("total-port-count"), "total-port-count"))
@@ -77,13 +78,14 @@ def topology(data: Any, slot: str) -> OpenConfigTopology:
 
 
 def connection_path(topology: OpenConfigTopology, port: int) -> Path:
-    """Of one entry: never of the list."""
+    """Return the path of one entry, never of the whole list."""
     keys = (("port", str(_port(topology, port))), ("slot", topology.slot))
     return (*CONNECTIONS, Elem("port-connection", keys))
 
 
 def circuits(topology: OpenConfigTopology, data: Any) -> dict[DeviceCircuit, set[int]]:
-    """Those of this slot, and the ports under which they are listed. What is ordered and not applied is tuning."""
+    """Return the circuits of this slot, and the ports under which each is listed. A circuit that is ordered but not
+    applied is tuning."""
     ordered: dict[CrossConnect, set[int]] = {}
     applied: dict[CrossConnect, set[int]] = {}
     for entry in entries(member(data, "port-connection")):
@@ -101,7 +103,7 @@ def circuits(topology: OpenConfigTopology, data: Any) -> dict[DeviceCircuit, set
 
 
 def port_states(topology: OpenConfigTopology, data: Any) -> list[PortState]:
-    """Every port of the slot; a port of which nothing is told is enabled."""
+    """Return the state of every port of the slot; a port without a reported status is enabled."""
     told = {}
     for entry in entries(member(data, "port-status")):
         state = {**entry, **mapping(entry.get("state"))}
@@ -116,14 +118,14 @@ def _peer(topology: OpenConfigTopology, told: Mapping[str, Any]) -> int | None:
     if not told.get("peer-port"):
         return None
     if str(told.get("peer-slot") or topology.slot) != topology.slot:
-        raise ValueError(f"port {told.get('port')} goes to another optical module, {told.get('peer-slot')!r}")
+        raise ValueError(f"port {told.get('port')} must stay within its module, got {told.get('peer-slot')!r}")
     return _port(topology, told["peer-port"])
 
 
 def _port(topology: OpenConfigTopology, value: Any) -> int:
     port = _number(value, "port")
     if port not in topology.ingress_ports and port not in topology.egress_ports:
-        raise ValueError(f"there is no port {port} in slot {topology.slot}")
+        raise ValueError(f"port {port} does not exist in slot {topology.slot}")
     return port
 
 
@@ -135,14 +137,14 @@ def _number(value: Any, name: str) -> int:
 
 
 class OpenConfigWire(GnmiWire):
-    """The model `openconfig`."""
+    """Implements the verbs for the model `openconfig`."""
 
     async def attach(self, models: Mapping[str, str]) -> None:
         self._software = models.get(MODEL, "")
-        self._listed_under: dict[CrossConnect, set[int]] = {}  # as last read
+        self._listed_under: dict[CrossConnect, set[int]] = {}  # from the last reading
         data = await self.tree(TOPOLOGY)
         if not data:
-            raise DriverPermanent("the device has no optical-switch-topology: does it have this model?")
+            raise DriverPermanent("the device has no optical-switch-topology: check option model")
         self._topology = topology(data, self._options.slot)
 
     async def read_facts(self) -> SwitchFacts:
@@ -183,7 +185,7 @@ class OpenConfigWire(GnmiWire):
         return [CONNECTIONS, STATUSES]
 
     async def _chassis(self) -> Mapping[str, Any]:
-        """What openconfig-platform says of the chassis; nothing if the device does not tell."""
+        """Return the chassis state of openconfig-platform; empty if the device does not report it."""
         try:
             components = entries(member(await self.tree(COMPONENTS), "component"))
         except DriverPermanent:

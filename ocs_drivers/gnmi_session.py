@@ -1,9 +1,9 @@
-"""A connection to a gNMI server: Capabilities, Get, Set, Subscribe, with errors as ours; and
-what the wires of all data models have in common. What a device keeps where is a subclass of `GnmiWire`.
+"""A connection to a gNMI server: Capabilities, Get, Set, Subscribe, with driver errors, and the base class of the wires
+of all data models. A subclass of `GnmiWire` contains the paths of one model.
 
-Why pygnmi's generated messages and not its client: the client blocks, knows no time limits for Get and Set, logs to
-standard output once it is imported, and without a CA file trusts whatever certificate the server shows. grpc.aio runs
-in the event loop beside every other channel of the process; it needs no threads, and nothing here forks.
+The driver uses pygnmi's generated messages but not its client: the client blocks, has no time limits for Get and Set,
+logs to standard output once it is imported, and without a CA file trusts any certificate. grpc.aio runs in the event
+loop like every other channel of the process; it needs no threads, and this module never forks.
 """
 
 import asyncio
@@ -36,9 +36,9 @@ from ocs_drivers.options import Address, DriverOptions, FilledText, Flag, Passwo
 T = TypeVar("T")
 
 MESSAGE_OPTIONS = tuple((f"grpc.max_{way}_message_length", 64 * 1024 * 1024) for way in ("receive", "send"))
-# A channel is used for one session and never reconnects by itself: who opens it anew must know. gRPC would otherwise
-# share connections, and their pauses after a failure, between all channels of a process, repeat calls by itself, and
-# follow the environment's proxy.
+# A channel serves one session and never reconnects on its own, because the caller must notice a reconnection. By
+# default gRPC would share connections, and their pauses after a failure, between all channels of a process, retry
+# calls, and use the environment's proxy.
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
@@ -46,8 +46,8 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     *MESSAGE_OPTIONS,
 )
 
-# Answers to a Set by which the server says that it took nothing. All others leave that open: servers are known to
-# report failures (UNKNOWN) of what they have in fact done.
+# Answers to a Set that mean nothing was applied. All others leave that open: servers are known to report failures
+# (UNKNOWN) of changes that they applied.
 REFUSALS = frozenset(
     {
         grpc.StatusCode.INVALID_ARGUMENT,
@@ -88,16 +88,16 @@ class GnmiOptions(DriverOptions):
         wrong = []
         if not self.tls:
             named = [(name, text) for name, text in dict(self).items() if name.startswith("tls_") and text]
-            wrong += [f"{name}: has no meaning without tls, got {text!r}" for name, text in named]
+            wrong += [f"{name}: must be empty without tls, got {text!r}" for name, text in named]
         if bool(self.tls_cert_file) != bool(self.tls_key_file):
             wrong.append(f"tls_cert_file: must be set together with tls_key_file, got {self.tls_cert_file!r}")
         if self.password and not self.user:
-            wrong.append("user: is missing, and a password is given")
+            wrong.append("user: must be set when password is given, got ''")
         return wrong
 
 
 class NotThere(DriverPermanent):
-    """The server knows no data at this path."""
+    """The server has no data at this path."""
 
 
 async def _content(file: str) -> bytes | None:
@@ -116,24 +116,24 @@ def _subscription(paths: Sequence[Path], origin: str) -> Any:
 
 
 async def _translated(command: str, call: Awaitable[T], *, is_setter: bool = False) -> T:
-    """The result of a call, or its error as one of ours."""
+    """Return the result of a call, or raise its error as a driver error."""
     try:
         return await call
     except grpc.aio.AioRpcError as error:
-        code, answer = error.code(), f"{error.code().name}: {error.details() or 'without a word'}"
-    except grpc.aio.UsageError as error:  # the channel was closed under the call
+        code, answer = error.code(), f"{error.code().name}: {error.details() or 'no details'}"
+    except grpc.aio.UsageError as error:  # the channel was closed during the call
         code, answer = grpc.StatusCode.CANCELLED, f"CANCELLED: {error}"
     if code is grpc.StatusCode.NOT_FOUND:
-        raise NotThere("nothing is there", command=command, answer=answer)
+        raise NotThere("no data at this path", command=command, answer=answer)
     if code in REFUSALS:
         raise DriverPermanent("refused", command=command, answer=answer)
     if is_setter:
-        raise DriverOutcomeUnknown("nobody knows whether it was done", command=command, answer=answer)
+        raise DriverOutcomeUnknown("it is not known whether the change was applied", command=command, answer=answer)
     raise DriverRetryable("no answer", command=command, answer=answer)
 
 
 class GnmiWire(SwitchWire):
-    """The `base.SwitchWire` of one switch: a session with its server, which is opened anew after an error."""
+    """The `base.SwitchWire` of one switch: a session with its server, which is opened again after an error."""
 
     capabilities = SwitchCapabilities(bulk=True, tuned_state=True, events=True)
 
@@ -147,12 +147,12 @@ class GnmiWire(SwitchWire):
 
     @abstractmethod
     async def attach(self, models: Mapping[str, str]) -> None:
-        """Read what must be known before any other verb, from a device that supports these models, given with their
+        """Read the data that the other verbs need. `models` are the models that the device supports, with their
         versions."""
 
     @abstractmethod
     def watched(self) -> Sequence[Path]:
-        """Return the paths below which ports and circuits are, once they have been read."""
+        """Return the paths below which ports and circuits are found. Called after both have been read."""
 
     async def open(self) -> None:
         self._channel = await self._new_channel()
@@ -167,7 +167,7 @@ class GnmiWire(SwitchWire):
             await channel.close()
 
     async def tree(self, where: Path) -> Mapping[str, Any]:
-        """The container at a path, put together from whatever updates come; empty if nothing is there."""
+        """Return the container at a path, assembled from all updates in the answer; empty if there is no data."""
         command = f"Get {self._origin}:{shown(where)}" if self._origin else f"Get {shown(where)}"
         request = gnmi_pb2.GetRequest(path=[path_to_pb(where, self._origin)], encoding=gnmi_pb2.JSON_IETF)
         try:
@@ -181,12 +181,12 @@ class GnmiWire(SwitchWire):
                 for update in notification.update
             ]
         except ValueError as error:
-            raise DriverPermanent(f"the answer makes no sense: {error}", command=command) from None
+            raise DriverPermanent(f"invalid answer: {error}", command=command) from None
         rooted = [(elems if elems[: len(where)] == where else (*where, *elems), value) for elems, value in updates]
         return mapping(member(tree(rooted), *(elem.name for elem in where)))
 
     async def transact(self, *, delete: Sequence[Path] = (), update: Sequence[tuple[Path, object]] = ()) -> None:
-        """One SetRequest. Whoever deletes must name what: a path without a key is a whole table."""
+        """Send one SetRequest. A path to delete must have its keys: without a key it denotes a whole table."""
         request = gnmi_pb2.SetRequest(
             delete=[path_to_pb(elems, self._origin) for elems in delete],
             update=[
@@ -198,8 +198,8 @@ class GnmiWire(SwitchWire):
         await _translated(f"Set {' '.join(told)}", call, is_setter=True)
 
     async def changes(self, paths: Sequence[Path]) -> AsyncGenerator[None, None]:
-        """Yield once the subscription is in force, and from then on after changes at and below the paths: once for all
-        that came while the caller was busy."""
+        """Yield once the subscription is in force, and then after changes at and below the paths: once for all changes
+        that arrived while the caller was busy."""
         command = f"Subscribe {' '.join(shown(elems) for elems in paths)}"
         call = self._live().Subscribe(metadata=self._metadata)
         has_changed = asyncio.Event()
@@ -228,13 +228,13 @@ class GnmiWire(SwitchWire):
             await asyncio.gather(listening, return_exceptions=True)
 
     async def events(self) -> AsyncGenerator[SwitchEvent, None]:
-        # A connection of its own: that of commands may be dropped at any time.
+        # Use a separate connection, because the one for commands may be dropped at any time.
         watcher = type(self)(self._options, self._clock)
         try:
             await watcher.open()
             known = await watcher._states()
             async with aclosing(watcher.changes(watcher.watched())) as changes:
-                # Servers report a list, an entry or a leaf of one: whichever it is, the device is read again.
+                # Servers report a list, an entry or a leaf of one. In each case the device is read again.
                 async for _ in changes:
                     now = await watcher._states()
                     for each in {**known, **now}:
@@ -247,12 +247,12 @@ class GnmiWire(SwitchWire):
                             yield SwitchEvent(at_s, EventKind.CIRCUIT, f"{each} {state}", cross_connect=each)
                     known = now
         except ValueError as error:
-            raise DriverPermanent(f"the answer makes no sense: {error}") from None
+            raise DriverPermanent(f"invalid answer: {error}") from None
         finally:
             await watcher.close()
 
     async def _states(self) -> dict[int | CrossConnect, str]:
-        """The status of every port, by its number, and the state of every circuit."""
+        """Return the status of every port, by its number, and the state of every circuit."""
         ports, circuits = await self.read_ports(), await self.read_circuits()
         return {
             **{port.port: port.status for port in ports},
@@ -261,7 +261,7 @@ class GnmiWire(SwitchWire):
 
     def _live(self) -> Any:
         if self._stub is None:
-            raise DriverRetryable("there is no session", after_s=0.0)
+            raise DriverRetryable("no session is open", after_s=0.0)
         return self._stub
 
     async def _new_channel(self) -> grpc.aio.Channel:

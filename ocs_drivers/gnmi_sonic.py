@@ -1,16 +1,16 @@
-"""SONiC-OCS on gNMI: what its tables mean. Names and reading are pure; `Sonic` asks a session.
+"""SONiC-OCS over gNMI: its tables and their meaning. Naming and parsing are pure; `SonicWire` uses a session.
 
 Sources: the OCS design of sonic-net/SONiC (doc/ocs/ocs_hld.md) and the image `ocs-kvm` of sonic-ocs/sonic-buildimage,
 which differ. CONFIG_DB, where circuits are ordered: `OCS_PORT[1A]{label,state}` (image: `config_status`), with state
-`normal|force_blocked` (image: also `powered_off`), and `OCS_CROSS_CONNECT[1A-2B]{a_side,b_side}`. STATE_DB, what came
-of it: `OCS_PORT{status}` with `blocked|tuning|tuned|failed`, and `OCS_CROSS_CONNECT{a_side_status,b_side_status}`;
-in the image tables end in `_TABLE`, ports have `oper_status` (`connected` for tuned) and circuits a `status` of their
-own. Both are read. A circuit of A side port 1 and B side port 2 is 1:(N+2) here, with N ports on the A side: the two
-ports called 2 have a state each.
+`normal|force_blocked` (image: also `powered_off`), and `OCS_CROSS_CONNECT[1A-2B]{a_side,b_side}`. STATE_DB, with the
+effect: `OCS_PORT{status}` with `blocked|tuning|tuned|failed`, and `OCS_CROSS_CONNECT{a_side_status,b_side_status}`; in
+the image, tables end in `_TABLE`, ports have `oper_status` (`connected` for tuned) and circuits have their own
+`status`. Both forms are read. With N ports on the A side, a circuit of A side port 1 and B side port 2 is 1:(N+2) here,
+because the two ports called 2 each have a state.
 
-Relied on: deleting and updating keys of OCS_CROSS_CONNECT in one SetRequest is one transaction of the database. It says
-nothing of the mirrors: the hardware may commit in part, and what it rejects may stay ordered. Such a circuit is neither
-free nor tuned here. Unknown: whether what is ordered survives a restart (only once the configuration is saved).
+Assumed: deleting and updating keys of OCS_CROSS_CONNECT in one SetRequest is one transaction of the database. It does
+not cover the mirrors: the hardware may apply part of it, and rejected circuits may stay ordered. Such a circuit is
+neither free nor tuned here. Unknown: whether orders survive a restart (only once the configuration is saved).
 """
 
 import re
@@ -34,14 +34,15 @@ from ocs_drivers.model import (
 
 CONFIG, STATE, HOST = "CONFIG_DB", "STATE_DB", "localhost"
 PORTS, CROSS_CONNECTS, METADATA = "OCS_PORT", "OCS_CROSS_CONNECT", "DEVICE_METADATA"
-# The server calls its origin `sonic-db` and names it among its models; other texts write `sonic_db`.
+# The server calls its origin `sonic-db` and lists it among its models; other texts write `sonic_db`.
 ORIGINS = ("sonic-db", "sonic_db")
 SUFFIXES = ("", "_TABLE")
 
 _PORT = re.compile(r"([1-9][0-9]{0,4})([AB])")
 _CROSS_CONNECT = re.compile(r"([1-9][0-9]{0,4}A)-([1-9][0-9]{0,4}B)")
 
-# Of a side, and of a circuit of the image. `blocked` is a mirror that is not in place, for now or for good.
+# The states of a side, and of a circuit of the image. `blocked` is a mirror that is not in place, temporarily or
+# permanently.
 _STATES = {
     "tuned": CircuitState.TUNED,
     "connected": CircuitState.TUNED,
@@ -53,13 +54,13 @@ _STATES = {
 
 @dataclass(frozen=True, slots=True)
 class SonicPorts:
-    """How many simplex ports there are, `1A`..`NA` and `1B`..`MB`."""
+    """The number of simplex ports on each side, named `1A`..`NA` and `1B`..`MB`."""
 
     a_ports: int
     b_ports: int
 
     def port(self, name: str) -> int:
-        """ValueError for what is no port of this device."""
+        """Return the number of a named port. Raises ValueError if this device has no such port."""
         found = _PORT.fullmatch(name)
         if found is None or int(found[1]) > (self.a_ports if found[2] == "A" else self.b_ports):
             raise ValueError(f"a port must be within 1A..{self.a_ports}A or 1B..{self.b_ports}B, got {name!r}")
@@ -71,7 +72,7 @@ class SonicPorts:
         return f"{port}A" if port <= self.a_ports else f"{port - self.a_ports}B"
 
     def key(self, pair: CrossConnect) -> str:
-        """The name of a cross-connect; ValueError unless it goes from the A side to the B side."""
+        """Return the table key of a cross-connect. Raises ValueError unless it goes from the A side to the B side."""
         if not 1 <= pair.ingress_port <= self.a_ports < pair.egress_port <= self.a_ports + self.b_ports:
             raise ValueError(f"a cross-connect must go from the A side to the B side, got {pair}")
         return f"{self.name(pair.ingress_port)}-{self.name(pair.egress_port)}"
@@ -79,12 +80,12 @@ class SonicPorts:
     def cross_connect(self, key: str) -> CrossConnect:
         found = _CROSS_CONNECT.fullmatch(key)
         if found is None:
-            raise ValueError(f"a cross-connect must be as 1A-2B, got {key!r}")
+            raise ValueError(f"a cross-connect must have the form 1A-2B, got {key!r}")
         return CrossConnect(self.port(found[1]), self.port(found[2]))
 
 
 def sides_of(names: Iterable[str]) -> SonicPorts:
-    """Of the ports that the device lists; ValueError unless they are numbered without gaps on both sides."""
+    """Return the sides formed by the listed ports. Raises ValueError unless both sides are numbered without gaps."""
     listed = set(names)
     strange = sorted(name for name in listed if not _PORT.fullmatch(name))
     sides = SonicPorts(sum(name.endswith("A") for name in listed), sum(name.endswith("B") for name in listed))
@@ -96,13 +97,13 @@ def sides_of(names: Iterable[str]) -> SonicPorts:
 
 
 def circuits(sides: SonicPorts, ordered: Mapping[str, Any], shown: Mapping[str, Any]) -> list[DeviceCircuit]:
-    """Of the two tables of cross-connects: what is ordered, what has come of it, or both."""
+    """Return the circuits in the two tables of cross-connects: those ordered, those in effect, or both."""
     found = []
     for key in sorted({*ordered, *shown}):
         entry, state = mapping(ordered.get(key)), mapping(shown.get(key))
         said = {side: entry.get(side) or state.get(side) for side in ("a_side", "b_side")}
         if any(name and name not in key.split("-") for name in said.values()):
-            raise ValueError(f"cross-connect {key} says that its sides are {said}")
+            raise ValueError(f"cross-connect {key} must have the sides in its name, got {said}")
         found.append(DeviceCircuit(sides.cross_connect(key), _state(state)))
     return found
 
@@ -129,7 +130,7 @@ def _port_status(ordered: Mapping[str, Any], shown: Mapping[str, Any]) -> PortSt
 
 
 class SonicWire(GnmiWire):
-    """The model `sonic`."""
+    """Implements the verbs for the model `sonic`."""
 
     async def attach(self, models: Mapping[str, str]) -> None:
         if not self._options.origin:
@@ -138,7 +139,7 @@ class SonicWire(GnmiWire):
         self._suffix: str | None = None  # of the tables in STATE_DB, once known
         listed = await self._table(CONFIG, PORTS)
         if not listed:
-            raise DriverPermanent(f"{CONFIG} has no ports in {PORTS}: is it an OCS, and {self._origin!r} its origin?")
+            raise DriverPermanent(f"{CONFIG} has no ports in {PORTS}: check option origin ({self._origin!r})")
         self._sides = sides_of(listed)
 
     async def read_facts(self) -> SwitchFacts:
@@ -160,7 +161,7 @@ class SonicWire(GnmiWire):
         return port_states(self._sides, ordered, await self._shown(PORTS))
 
     async def read_circuits(self) -> Sequence[DeviceCircuit]:
-        # In this order: what leaves the first table in between is still in the second.
+        # Read in this order: a row that leaves the first table in between is still in the second.
         ordered = await self._table(CONFIG, CROSS_CONNECTS)
         return circuits(self._sides, ordered, await self._shown(CROSS_CONNECTS))
 
@@ -176,12 +177,12 @@ class SonicWire(GnmiWire):
         await self.transact(update=update)
 
     def watched(self) -> Sequence[Path]:
-        suffix = self._suffix or ""  # known by now, if the tables are there
+        suffix = self._suffix or ""  # known by now, if the tables exist
         tables = [path(STATE, HOST, table + suffix) for table in (CROSS_CONNECTS, PORTS)]
         return [*tables, path(CONFIG, HOST, PORTS)]
 
     async def _shown(self, table: str) -> Mapping[str, Any]:
-        """A table of STATE_DB, under whichever name; empty where there is none yet."""
+        """Return a table of STATE_DB under either of its names; empty if it does not exist yet."""
         for suffix in SUFFIXES if self._suffix is None else (self._suffix,):
             rows = await self._table(STATE, table + suffix)
             if rows:
@@ -190,12 +191,12 @@ class SonicWire(GnmiWire):
         return {}
 
     async def _table(self, database: str, table: str) -> Mapping[str, Any]:
-        """All rows; a table without rows does not exist."""
+        """Return all rows of a table; a table without rows does not exist."""
         return await self.tree(path(database, HOST, table))
 
 
 def cross_connect_path(key: str) -> Path:
-    """Of one row: never of the table."""
+    """Return the path of one row, never of the whole table."""
     if not _CROSS_CONNECT.fullmatch(key):
-        raise ValueError(f"a cross-connect must be as 1A-2B, got {key!r}")
+        raise ValueError(f"a cross-connect must have the form 1A-2B, got {key!r}")
     return path(CONFIG, HOST, CROSS_CONNECTS, key)

@@ -1,8 +1,8 @@
-"""HTTP with a device: one request at a time, each on a connection of its own, and never an open question about what it
-may have done.
+"""HTTP with a device: one request at a time, each on its own connection, so that the outcome of a request is
+classified.
 
-A connection is not used twice: where a device has meanwhile closed an idle one, a setter would be lost without anybody
-knowing whether it was taken. Nothing is repeated, no redirect is followed, answers are bounded, certificates checked.
+Connections are not reused: if a device closed an idle one, a setter would be lost and its outcome unknown. Requests are
+not retried, redirects are not followed, answers are limited in size, and certificates are verified.
 """
 
 import base64
@@ -35,7 +35,7 @@ from ocs_drivers.options import (
 
 T = TypeVar("T")
 
-MAX_BODY_BYTES = 4 * 1024 * 1024  # a list of 65,535 cross-connects is half of it
+MAX_BODY_BYTES = 4 * 1024 * 1024  # a list of 65,535 cross-connects takes half of it
 MAX_HEADER_BYTES = 8 * 1024
 SHOWN_CHARACTERS = 300
 MAX_RETRY_AFTER_S = 60.0
@@ -54,14 +54,14 @@ class DeviceResponse:
 
     @property
     def excerpt(self) -> str:
-        """The beginning of the body, fit to be shown."""
+        """The beginning of the body as printable text."""
         text = " ".join(self.body[: 4 * SHOWN_CHARACTERS].decode("utf-8", "replace").split())
         shown = "".join(sign if sign.isprintable() else "?" for sign in text)
         return f"HTTP {self.status}" + (f": {shown[:SHOWN_CHARACTERS]}" if shown else "")
 
 
 class HttpOptions(DriverOptions):
-    """What every driver over HTTP lets its users set. `tls_ca_file` (PEM) stands in the place of the system's."""
+    """The options of every driver over HTTP. `tls_ca_file` (PEM) replaces the system's authorities."""
 
     default_ports: ClassVar[Mapping[Scheme, int]]
 
@@ -69,13 +69,13 @@ class HttpOptions(DriverOptions):
     scheme: Scheme = Scheme.HTTP
     tls_verify: Flag = True
     tls_ca_file: FilledText | None = None
-    # Basic authentication ends the name at a colon.
+    # Basic authentication ends the user name at a colon.
     user: Annotated[str, must_be("without a colon", lambda value: ":" not in value), must_be("text", is_text)] = ""
     password: Password = ""
     reconfiguration_s: SecondsOr0
 
     def conflicts(self) -> list[str]:
-        wrong = ["user: is missing, and a password is given"] if self.password and not self.user else []
+        wrong = ["user: must be set when password is given, got ''"] if self.password and not self.user else []
         if self.tls_ca_file is not None:
             if self.scheme != Scheme.HTTPS or not self.tls_verify:
                 wrong.append(f"tls_ca_file: needs scheme https and tls_verify, got {self.tls_ca_file!r}")
@@ -87,7 +87,7 @@ class HttpOptions(DriverOptions):
 
     @property
     def url(self) -> str:
-        """Without a path."""
+        """The URL without a path."""
         host, port = split_address(self.address, self.default_ports[self.scheme])
         return f"{self.scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
@@ -97,8 +97,8 @@ class HttpOptions(DriverOptions):
 
 
 class HttpSession:
-    """Requests to one device. With `cookies` a session cookie takes the place of the password once it is given, and
-    when the device does not know it any more, the password is sent again."""
+    """Sends requests to one device. With `cookies`, a session cookie replaces the password once the device has sent
+    one. When the device no longer accepts the cookie, the password is sent again."""
 
     def __init__(self, options: HttpOptions, clock: DeviceClock, *, cookies: bool = False) -> None:
         self._options = options
@@ -116,7 +116,7 @@ class HttpSession:
         self._client = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(force_close=True, ssl=self._tls),
             cookie_jar=aiohttp.DummyCookieJar(),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),  # ours, by the clock
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),  # the driver limits time by its own clock
             trace_configs=[trace],
             auto_decompress=False,
             max_line_size=MAX_HEADER_BYTES,
@@ -140,16 +140,16 @@ class HttpSession:
         headers: Mapping[str, str] | None = None,
         is_setter: bool = False,
     ) -> DeviceResponse:
-        """The answer, whatever its status. `content` goes out as JSON.
+        """Send a request and return the answer, regardless of its status. `content` is sent as JSON.
 
-        Raises Retryable if nothing can have happened, OutcomeUnknown if a setter went out and no answer came back,
-        Permanent if what answers is not the device: an untrusted certificate, no HTTP.
+        Raises DriverRetryable if the request certainly had no effect, DriverOutcomeUnknown if a setter was sent and not
+        answered, and DriverPermanent if the peer is not the device: an untrusted certificate, or no HTTP.
         """
         target = path + ("?" + "&".join(f"{quote(k)}={quote(v, safe='')}" for k, v in query.items()) if query else "")
         body = None if content is None else json.dumps(content, separators=(",", ":")).encode()
         answer = await self._bounded(method, target, body, headers or {}, is_setter)
         if answer.status == 401 and self._cookie:
-            # Refused before anything was done: the session has expired, or another took its place.
+            # Refused before anything was done: the session has expired or was replaced.
             self._cookie = ""
             answer = await self._bounded(method, target, body, headers or {}, is_setter)
         if self._with_cookies and answer.status < 300:
@@ -166,17 +166,17 @@ class HttpSession:
                 self._clock, self._options.command_timeout_s, self._exchange(method, target, body, headers, noted)
             )
         except aiohttp.ClientConnectorCertificateError as error:
-            wrong = f"its certificate is not trusted ({error.certificate_error}): set tls_ca_file"
+            wrong = f"the certificate is not trusted ({error.certificate_error}): set tls_ca_file"
             raise DriverPermanent(wrong, command=command) from None
         except aiohttp.ClientConnectorSSLError as error:
-            raise DriverPermanent(f"no TLS session comes about ({error})", command=command) from None
+            raise DriverPermanent(f"the TLS handshake failed ({error})", command=command) from None
         except _TooLong:
-            wrong = f"its answer is longer than {MAX_BODY_BYTES} bytes"
+            wrong = f"the answer is longer than {MAX_BODY_BYTES} bytes"
         except TimeoutError as error:
             wrong = str(error)
         except (aiohttp.ClientError, OSError, ValueError) as error:
             is_http = not isinstance(error, aiohttp.ClientResponseError | aiohttp.ClientPayloadError | ValueError)
-            what = "the connection failed" if is_http else "its answer is not HTTP"
+            what = "the connection failed" if is_http else "the answer is not HTTP"
             wrong = f"{what} ({str(error) or type(error).__name__})"
             if not is_http and not is_setter:
                 raise DriverPermanent(wrong, command=command) from None
@@ -217,27 +217,28 @@ async def _note_sent(session: aiohttp.ClientSession, context: SimpleNamespace, p
 
 
 def check_status(answer: DeviceResponse, command: str, is_setter: bool, text: str = "") -> None:
-    """Raises what a status other than 2xx means; `text` is the device's own, found in the body."""
+    """Raise the driver error for a status other than 2xx. `text` is the device's message, if one was found in the
+    body."""
     text = text or answer.excerpt
     match answer.status:
         case status if 200 <= status < 300:
             return
         case 401:
-            raise DriverPermanent("not let in: check user and password", command=command, answer=text)
+            raise DriverPermanent("authentication failed: check user and password", command=command, answer=text)
         case 403:
-            raise DriverPermanent("the user may not do that", command=command, answer=text)
+            raise DriverPermanent("the user lacks the permission for this request", command=command, answer=text)
         case status if 300 <= status < 400:
             to = answer.headers.get("Location", "nowhere")[:SHOWN_CHARACTERS]
-            wrong = f"it redirects to {to!r}, which is not followed: set address and scheme to what answers itself"
+            wrong = f"the device redirects to {to!r}, which is not followed: set address and scheme to the final URL"
             raise DriverPermanent(wrong, command=command, answer=text)
         case 429:
             raise DriverRetryable("too many requests", after_s=_after_s(answer), command=command, answer=text)
         case status if (status < 500 and status != 408) or status == 501:
             raise DriverPermanent("refused", command=command, answer=text)
         case _ if is_setter:
-            raise DriverOutcomeUnknown("it failed while it carried this out", command=command, answer=text)
+            raise DriverOutcomeUnknown("the device failed during the change", command=command, answer=text)
         case _:
-            raise DriverRetryable("it cannot answer now", after_s=_after_s(answer), command=command, answer=text)
+            raise DriverRetryable("the device is unavailable", after_s=_after_s(answer), command=command, answer=text)
 
 
 def _after_s(answer: DeviceResponse) -> float:
@@ -246,7 +247,7 @@ def _after_s(answer: DeviceResponse) -> float:
 
 
 def parse_json(body: bytes) -> object:
-    """ValueError with what is wrong, whatever the bytes are."""
+    """Parse any bytes as JSON. Raises ValueError, stating the fault."""
     try:
         value: object = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
@@ -255,17 +256,17 @@ def parse_json(body: bytes) -> object:
 
 
 def _refuse_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no JSON value")
+    raise ValueError(f"{text} is not a JSON value")
 
 
 def read_answer(
     answer: DeviceResponse, command: str, parse: Callable[[object], T], *, is_setter: bool = False, text: str = ""
 ) -> T:
-    """Return what `parse` makes of an answer's JSON; no body is an empty list. Raises as `check_status` does, and where
-    the answer makes no sense: after a setter its outcome is then not known."""
+    """Return the result of `parse` on an answer's JSON; an empty body is an empty list. Raises as `check_status` does.
+    Raises DriverPermanent if the answer is invalid, or DriverOutcomeUnknown if it answers a setter."""
     check_status(answer, command, is_setter, text)
     try:
         return parse(parse_json(answer.body) if answer.body.strip() else [])
     except ValueError as error:
         kind = DriverOutcomeUnknown if is_setter else DriverPermanent
-        raise kind(f"it answered nonsense: {error}", command=command, answer=answer.excerpt) from None
+        raise kind(f"invalid answer: {error}", command=command, answer=answer.excerpt) from None

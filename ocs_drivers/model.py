@@ -1,4 +1,4 @@
-"""The vocabulary of optical circuit switches: ports, cross-connects, changes and their results. Frozen values.
+"""The data model of optical circuit switches: ports, cross-connects, changes and their results. Values are frozen.
 
 Ports are numbered as the device numbers them. An `ingress_egress` device may use one number on both sides (Calient) or
 number the egress side after the ingress side (Polatis); both are the two ranges of `SwitchFacts`.
@@ -14,14 +14,14 @@ from typing import Self
 
 
 class Connectivity(StrEnum):
-    """Which ports may meet: one of each side, or any two."""
+    """The pairs of ports that a device can connect: one ingress with one egress port, or any two ports."""
 
     INGRESS_EGRESS = "ingress_egress"
     ANY_TO_ANY = "any_to_any"
 
 
 class BootBehaviour(StrEnum):
-    """What becomes of cross-connects when the device restarts."""
+    """The state of cross-connects after the device restarts."""
 
     DARK = "dark"
     RESTORE = "restore"
@@ -29,8 +29,8 @@ class BootBehaviour(StrEnum):
 
 
 class ChangeMode(StrEnum):
-    """What "connect" means for a port that is in use: refuse, evict who holds it, or clear the whole device first. Only
-    circuits of ours are ever evicted."""
+    """The treatment of a port that is in use and is to be connected: refuse, evict its circuit, or clear the whole
+    device first. Only circuits owned by this driver are ever evicted."""
 
     SAFE = "safe"
     UPDATE = "update"
@@ -44,7 +44,7 @@ class PortStatus(StrEnum):
 
 
 class CircuitState(StrEnum):
-    """Where the mirrors of one cross-connect stand, by the device's own word."""
+    """The position of the mirrors of one cross-connect, as the device reports it."""
 
     TUNING = "tuning"
     TUNED = "tuned"
@@ -58,13 +58,14 @@ class Action(StrEnum):
 
 class EventKind(StrEnum):
     PORT = "port"  # a port changed its status
-    CIRCUIT = "circuit"  # a cross-connect came, went or changed its state
-    ALARM = "alarm"  # the device complains
+    CIRCUIT = "circuit"  # a cross-connect appeared, disappeared or changed its state
+    ALARM = "alarm"  # the device raised an alarm
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class CrossConnect:
-    """Light from one port to another. On an any-to-any device the smaller number is the ingress, by convention."""
+    """A light path from one port to another. On an any-to-any device the smaller number is the ingress, by
+    convention."""
 
     ingress_port: int
     egress_port: int
@@ -78,24 +79,25 @@ class CrossConnect:
 
     @property
     def turned(self) -> "CrossConnect":
-        """The other direction."""
+        """The same ports with ingress and egress exchanged."""
         return CrossConnect(self.egress_port, self.ingress_port)
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The reverse of `str`; ValueError with what is wrong."""
+        """Parse the output of `str`. Raises ValueError, stating the fault."""
         ingress, colon, egress = text.partition(":")
         if not (colon and ingress.isdecimal() and egress.isdecimal()):
             raise ValueError("must be INGRESS:EGRESS, two port numbers")
         return cls(int(ingress), int(egress))
 
 
-MOST_PORTS = 99_999  # of one side: what states more is no switch
+MOST_PORTS = 99_999  # per side; a device that reports more is not a switch
 
 
 @dataclass(frozen=True, slots=True)
 class SwitchFacts:
-    """What a device is. `reconfiguration_s` is what the vendor states for moving one circuit."""
+    """The identity and fixed properties of a device. `reconfiguration_s` is the vendor's stated time to move one
+    circuit."""
 
     vendor: str
     model: str
@@ -120,17 +122,17 @@ class SwitchFacts:
 
     @property
     def ports(self) -> int:
-        """Number of distinct port numbers."""
+        """The number of distinct port numbers."""
         return len({*self.ingress_ports, *self.egress_ports})
 
     def normal(self, pair: CrossConnect) -> CrossConnect:
-        """The one way to write this cross-connect on this device."""
+        """Return the canonical form of this cross-connect on this device."""
         if self.connectivity is Connectivity.ANY_TO_ANY and pair.ingress_port > pair.egress_port:
             return pair.turned
         return pair
 
     def ends(self, pair: CrossConnect) -> tuple[tuple[str, int], tuple[str, int]]:
-        """The two things that a cross-connect occupies; no two cross-connects may share one."""
+        """Return the two (kind, port) slots that a cross-connect occupies. No two cross-connects may share a slot."""
         if self.connectivity is Connectivity.ANY_TO_ANY:
             return ("port", pair.ingress_port), ("port", pair.egress_port)
         return ("ingress_port", pair.ingress_port), ("egress_port", pair.egress_port)
@@ -138,14 +140,15 @@ class SwitchFacts:
 
 @dataclass(frozen=True, slots=True)
 class SwitchCapabilities:
-    """What a driver and its device can do. What is not declared is not promised; what is declared is tested."""
+    """The capabilities of a driver with its device. Undeclared capabilities are not promised; declared ones are
+    tested."""
 
     bulk: bool = False  # one command carries many cross-connects
-    tuned_state: bool = False  # tells tuning from tuned; otherwise a listed circuit counts as tuned
-    link_state: bool = False  # knows when light arrives at the far end
+    tuned_state: bool = False  # distinguishes tuning from tuned; otherwise every listed circuit counts as tuned
+    link_state: bool = False  # detects light at the far end
     port_power: bool = False  # measures optical power
     events: bool = False  # `watch` reports ports and alarms
-    removes_one_by_one: bool = False  # `bulk` is for additions only
+    removes_one_by_one: bool = False  # `bulk` covers additions only
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,25 +164,26 @@ class DeviceCircuit:
 
     cross_connect: CrossConnect
     state: CircuitState = CircuitState.TUNED
-    link_up: bool | None = None  # None: nobody measures it
-    ours: bool = False  # made by this driver, or taken over; filled in by the driver, a wire leaves it alone
+    link_up: bool | None = None  # None: not measured
+    ours: bool = False  # made or taken over by this driver; set by the driver, not by a wire
 
 
 @dataclass(frozen=True, slots=True)
 class Unconfirmed:
-    """A change that is up on trial: it reverts itself unless it is confirmed in time."""
+    """A change on trial: it is reverted unless it is confirmed in time."""
 
-    revision: int | None  # that a confirmation has to name; None: nobody knows how the device came out of it
-    until_s: float | None  # by the driver's clock, seconds since the Unix epoch; None: still being carried out
-    removed: tuple[CrossConnect, ...] = ()  # come back when it reverts
-    added: tuple[CrossConnect, ...] = ()  # go when it reverts
-    failure: str = ""  # its time is over and it could not be reverted, why; that is tried again and again
+    # the revision a confirmation must name; None: the device's state after the commit is not known
+    revision: int | None
+    until_s: float | None  # by the driver's clock, seconds since the Unix epoch; None: the commit is still running
+    removed: tuple[CrossConnect, ...] = ()  # restored by the revert
+    added: tuple[CrossConnect, ...] = ()  # removed by the revert
+    failure: str = ""  # why the revert failed after the time was over; the revert is retried
 
     def __str__(self) -> str:
         if self.failure:
             return f"a change was not confirmed and cannot be reverted ({self.change}): {self.failure}"
-        until = "it is carried out and its time is over" if self.until_s is None else utc(self.until_s)
-        return f"a change waits to be confirmed until {until} ({self.change})"
+        until = "its commit and its trial time are over" if self.until_s is None else utc(self.until_s)
+        return f"a change is on trial until {until} ({self.change})"
 
     @property
     def change(self) -> str:
@@ -187,14 +191,14 @@ class Unconfirmed:
 
 
 def utc(at_s: float) -> str:
-    """A time of the driver's clock, for people."""
+    """Format a time of the driver's clock for display."""
     return datetime.fromtimestamp(at_s, UTC).isoformat(sep=" ", timespec="seconds").removesuffix("+00:00") + " UTC"
 
 
 @dataclass(frozen=True, slots=True)
 class CrossConnectReading:
-    """All cross-connects of a device at one instant, sorted. The revision moves whenever the set of them does, whoever
-    moved it; a device without revisions of its own is given the fingerprint of the set."""
+    """All cross-connects of a device at one instant, sorted. The revision changes whenever the set of cross-connects
+    changes, through this driver or not. For a device without revisions of its own, it is the fingerprint of the set."""
 
     circuits: tuple[DeviceCircuit, ...]
     revision: int
@@ -206,19 +210,21 @@ class CrossConnectReading:
 
     @property
     def foreign(self) -> frozenset[CrossConnect]:
-        """Those that are not ours: never touched unless somebody takes them over by name."""
+        """The cross-connects that this driver does not own. They are never changed unless they are taken over by
+        name."""
         return frozenset(circuit.cross_connect for circuit in self.circuits if not circuit.ours)
 
 
 def fingerprint(cross_connects: Iterable[CrossConnect]) -> int:
-    """The same for equal sets, on any machine and after any restart. 52 bits, which JSON's doubles hold exactly."""
+    """Return a hash that is the same for equal sets, on any machine and after any restart. It has 52 bits, which JSON's
+    doubles represent exactly."""
     text = ",".join(str(pair) for pair in sorted(set(cross_connects)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 12
 
 
 @dataclass(frozen=True, slots=True)
 class CircuitChange:
-    """What somebody wants: these circuits up, those down. The rest of the device is none of its business."""
+    """A request to connect and disconnect the named circuits. Other circuits of the device are not affected."""
 
     connect: tuple[CrossConnect, ...] = ()
     disconnect: tuple[CrossConnect, ...] = ()
@@ -226,14 +232,14 @@ class CircuitChange:
 
 @dataclass(frozen=True, slots=True)
 class CircuitDiff:
-    """What a change comes to on a device in the state `before`. Removals come down before additions go up."""
+    """The steps of a change on a device in the state `before`. Removals precede additions."""
 
     mode: ChangeMode
-    revision: int  # of the device when this was planned
+    revision: int  # of the device at the time of planning
     before: frozenset[CrossConnect]
-    remove: tuple[CrossConnect, ...]  # sorted; the evicted ones among them
+    remove: tuple[CrossConnect, ...]  # sorted; includes `evicted`
     add: tuple[CrossConnect, ...]  # sorted
-    evicted: tuple[CrossConnect, ...] = ()  # removed without having been named: they were in the way
+    evicted: tuple[CrossConnect, ...] = ()  # removed without being named, because they occupied a needed port
 
     @property
     def after(self) -> frozenset[CrossConnect]:
@@ -245,16 +251,16 @@ class CircuitDiff:
 
     @property
     def way_back(self) -> "CircuitDiff":
-        """The diff that undoes this one; what was there before and was not removed is not touched."""
+        """The diff that undoes this one. Circuits that were there before and were not removed are not touched."""
         return replace(self, remove=self.add, add=self.remove)
 
 
 @dataclass(frozen=True, slots=True)
 class CrossConnectResult:
-    """What became of one addition or removal. Times are seconds since the commit began; None: not reached, or unknown.
+    """The outcome of one addition or removal. Times are seconds since the commit began; None: not reached, or unknown.
 
-    "Accepted" is not "light passes": commanded (the device took the command), tuned (the device shows it in place),
-    link up (light at the far end).
+    An accepted command does not imply that light passes: commanded (the device accepted the command), tuned (the device
+    shows it in place), link up (light at the far end).
     """
 
     cross_connect: CrossConnect
@@ -268,12 +274,12 @@ class CrossConnectResult:
 
 @dataclass(frozen=True, slots=True)
 class CommitResult:
-    """Read back from the device, never inferred from an acknowledgement."""
+    """The result of a commit, read back from the device and never inferred from an acknowledgement."""
 
     items: tuple[CrossConnectResult, ...]
-    revision: int  # of the device afterwards
+    revision: int  # of the device after the commit
     commands_sent: int
-    revert_at_s: float | None = None  # by the driver's clock, unless confirmed before; None: nothing to be confirmed
+    revert_at_s: float | None = None  # by the driver's clock, unless confirmed before; None: nothing is on trial
 
     @property
     def done(self) -> bool:
@@ -282,18 +288,19 @@ class CommitResult:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """How a device compares with what a diff wants of it."""
+    """The differences between a device and the state that a diff requires."""
 
     revision: int
-    missing: tuple[CrossConnect, ...] = ()  # should be there and is not
-    lingering: tuple[CrossConnect, ...] = ()  # should be gone and is not
-    untuned: tuple[CrossConnect, ...] = ()  # there, but the mirrors are not in place
-    dark: tuple[CrossConnect, ...] = ()  # in place, but no light arrives; empty where nobody measures it
-    unconfirmed: Unconfirmed | None = None  # what will revert itself, or could not be reverted
+    missing: tuple[CrossConnect, ...] = ()  # required, but not on the device
+    lingering: tuple[CrossConnect, ...] = ()  # to be removed, but still on the device
+    untuned: tuple[CrossConnect, ...] = ()  # on the device, but the mirrors are not in place
+    dark: tuple[CrossConnect, ...] = ()  # in place, but no light arrives; empty if light is not measured
+    unconfirmed: Unconfirmed | None = None  # a change on trial, or one whose revert failed
 
     @property
     def ok(self) -> bool:
-        """Glass in place. Light depends on both hosts too, so `dark` is reported and does not fail it."""
+        """True if the required circuits are in place. Light also depends on both hosts, so `dark` circuits do not make
+        it False."""
         return not (self.missing or self.lingering or self.untuned)
 
 

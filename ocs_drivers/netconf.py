@@ -1,19 +1,18 @@
 """The driver `netconf`: Polatis switches by their YANG model over NETCONF (RFC 6241), SSH port 830, with ncclient.
 
-Relied on, besides what polatis_yang.py says: the <hello> names the revision of module `optical-switch`; cross-connects
-are edited in `running` (what working clients do), or in `candidate`, under a lock and followed by a commit, where only
-that can be written; one <edit-config> carries many pairs. Each pair is marked `merge` or `delete` and the default
-operation is `none`: nothing that is not named can be touched, and no request replaces or deletes the collection.
+Assumed, in addition to polatis_yang.py: the <hello> contains the revision of module `optical-switch`; cross-connects
+are edited in `running` (as working clients do), or, if only `candidate` is writable, there, under a lock and followed
+by a commit; one <edit-config> carries many pairs. Each pair is marked `merge` or `delete` and the default operation is
+`none`: only named pairs can change, and no request replaces or deletes the collection.
 
 Unknown, and not relied upon: whether an edit is atomic (it is read back), whether the mirrors are in place when a pair
-is listed (`tuned_state` is not declared; a pair counts as tuned when the stated time has passed), whether
-`:confirmed-commit` works. Events are not declared either: there is a notification stream (RFC 5277), but it carries
-power and system alarms; of cross-connects it tells only in the free text of an activity log, where an administrator has
-switched that on.
+is listed (`tuned_state` is not declared; a pair counts as tuned when the stated time has passed), and whether
+`:confirmed-commit` works. Events are not declared: there is a notification stream (RFC 5277), but it carries power and
+system alarms; cross-connects appear only in the free text of an activity log that an administrator must enable.
 
-The session runs in a thread of its own: ncclient is synchronous, and the event loop must not wait. A caller that gives
-up leaves the thread waiting. `close` then cuts the connection under it, so that it ends; it never touches another
-session, because each session has a thread, a socket and a manager of its own and is never used again.
+Each session runs in its own thread, because ncclient is synchronous and must not block the event loop. A cancelled
+caller leaves the thread waiting. `close` then shuts down its connection, so that the thread ends. No other session is
+affected, because each session has its own thread, socket and manager and is never reused.
 """
 
 import asyncio
@@ -52,18 +51,19 @@ from ocs_drivers.options import (
 T = TypeVar("T")
 
 DEFAULT_PORT = 830
-POLITE_S = 1.0  # how long a device may take to answer <close-session>
+POLITE_S = 1.0  # time limit for the answer to <close-session>
 BASE = "urn:ietf:params:xml:ns:netconf:base:1.0"
 CAPABILITY = "urn:ietf:params:netconf:capability:"
 NAMESPACES = {yang.MODULE: yang.NAMESPACE, yang.POLATIS_MODULE: yang.POLATIS_NAMESPACE}
 OPERATION = {Action.ADD: "merge", Action.REMOVE: "delete"}
-# The device is asked to wait for somebody else: nothing was done.
+# Errors that make the client wait for another client. Nothing was done.
 BUSY_TAGS = frozenset({"lock-denied", "in-use", "resource-denied"})
 
 
 class NetconfOptions(DriverOptions):
-    """`revision` "": as the device announces it. `size` "": as in the model name. The device proves its identity by
-    `host_key` (base64), or else by `known_hosts` (a file, by default the user's own)."""
+    """Options of the driver `netconf`. An empty `revision` means the announced one, an empty `size` the one in the
+    model name. The device is authenticated by `host_key` (base64), or otherwise by `known_hosts` (a file, by default
+    the user's own)."""
 
     address: Address
     user: FilledText = "admin"
@@ -82,8 +82,8 @@ class NetconfOptions(DriverOptions):
 
 
 class PromptSession(SSHSession):  # type: ignore[misc]  # ncclient is not typed
-    """ncclient's own, but for two things: what is to be sent is sent at once (ncclient's reader looks for it every
-    0.1 s, four times what a piezo switch takes to move), and known hosts come from one file."""
+    """ncclient's session with two differences. Messages are sent at once; ncclient's reader looks for them every 0.1 s,
+    four times the time a piezo switch takes to move. Known hosts come from one file."""
 
     def __init__(self, known_hosts: str) -> None:
         super().__init__(make_device_handler(None))
@@ -105,12 +105,13 @@ class PromptSession(SSHSession):  # type: ignore[misc]  # ncclient is not typed
 
 
 class NetconfSession:
-    """One session with the device of the options, which is never used again."""
+    """One session with the device, which is never reused."""
 
     def __init__(self, options: NetconfOptions) -> None:
         self._options = options
         self._host, self._port = split_address(options.address, DEFAULT_PORT)
-        # For each wait of the thread. The driver's own limit comes first; this one is for a thread that nothing cuts.
+        # Limit for each wait of the thread. The driver's own limit is shorter; this one ends a thread that is not shut
+        # down.
         self._limit_s = 2 * options.command_timeout_s
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"netconf-{self._host}")
         self._work: Future[Any] | None = None
@@ -119,26 +120,27 @@ class NetconfSession:
         self._is_cut = False
 
     async def open(self) -> frozenset[str]:
-        """The capabilities that the device announces, as they are written."""
+        """Connect, and return the capabilities that the device announces, verbatim."""
         return await self._run(self._connect)
 
     async def call(self, work: Callable[[Any], T]) -> T:
-        """What `work` makes of the ncclient manager, in the thread. Its errors are ncclient's, paramiko's and
-        OSError; replies with <rpc-error> are not raised but returned."""
+        """Return the result of `work(manager)`, run in the thread with the ncclient manager. Raises errors of ncclient
+        and paramiko, and OSError; replies with <rpc-error> are returned."""
         return await self._run(lambda: work(self._manager))
 
     async def close(self) -> None:
-        """Say goodbye where that is possible; in any case the connection is gone and the thread ends."""
+        """Send <close-session> if the session is idle, then shut down the connection in any case, which ends the
+        thread."""
         is_idle = self._work is None or self._work.done()
         try:
             if is_idle and self._manager is not None:
-                # The goodbye is a courtesy: whatever goes wrong with it, the connection is cut next.
+                # The message is a courtesy: if it fails, the connection is shut down anyway.
                 with suppress(Exception):
                     await self._run(self._send_close)
         finally:
             self._is_cut = True
             if self._socket is not None:
-                with suppress(OSError):  # the device has cut it already
+                with suppress(OSError):  # already shut down by the device
                     self._socket.shutdown(socket.SHUT_RDWR)
             self._thread.shutdown(wait=False)
 
@@ -149,7 +151,7 @@ class NetconfSession:
 
     def _connect(self) -> frozenset[str]:
         options = self._options
-        # Of a connection that broke, paramiko logs a traceback; the error that is raised says the same in a line.
+        # When a connection breaks, paramiko logs a traceback; the raised error has the same information in one line.
         logging.getLogger("ncclient.transport.ssh").setLevel(logging.CRITICAL)
         connection = socket.create_connection((self._host, self._port), timeout=self._limit_s)
         self._socket = connection
@@ -185,7 +187,7 @@ class NetconfSession:
 
 
 class RpcRefused(Exception):
-    """The device answered with <rpc-error>."""
+    """Raised when the device answers with <rpc-error>."""
 
     def __init__(self, errors: Sequence[Any]) -> None:
         super().__init__("; ".join(_rpc_error_text(error) for error in errors))
@@ -210,7 +212,7 @@ class NetconfWire(yang.PolatisWire):
         if not self._revision:
             what = "the revision of module" if told == "" else "module"
             raise DriverPermanent(
-                f"the device does not announce {what} {yang.MODULE}: set option revision, as 2018-03-22",
+                f"the device does not announce {what} {yang.MODULE}: set option revision, such as 2018-03-22",
                 answer=" ".join(sorted(self._announced)),
             )
 
@@ -230,14 +232,14 @@ class NetconfWire(yang.PolatisWire):
 
         data = await _translated("read", self._live().call(ask))
         if data is None:
-            raise DriverPermanent("the answer has no <data>")
+            raise DriverPermanent("invalid answer: <data> is missing")
         return plain(data)
 
     async def set(self, action: Action, pairs: Sequence[CrossConnect]) -> None:
         config = edit(self._revision, action, self.as_listed(action, pairs))
         is_direct = self._can("writable-running:1.0")
         if not is_direct and not self._can("candidate:1.0"):
-            raise DriverPermanent("the device announces neither :writable-running nor :candidate: it cannot be changed")
+            raise DriverPermanent("the device is read-only: it announces neither :writable-running nor :candidate")
         how = {"default_operation": "none"}
         if self._can("rollback-on-error:1.0"):
             how["error_option"] = "rollback-on-error"
@@ -256,13 +258,14 @@ class NetconfWire(yang.PolatisWire):
 
     def _live(self) -> NetconfSession:
         if self._session is None:
-            raise DriverRetryable("there is no session", after_s=0.0)
+            raise DriverRetryable("no session is open", after_s=0.0)
         return self._session
 
 
 def subtree(container: str, leaves: Sequence[str] = ()) -> str:
-    """A filter's criterion: the named leaves of each port of a container, or all of it. A path's parts may name their
-    module, as `system-config/polatis-switch:startup-mode`, and a leaf may be a path, as `opm/power`."""
+    """Return a subtree filter for the named leaves of each port of a container, or for all of the container. Parts of a
+    path may name their module, as in `system-config/polatis-switch:startup-mode`, and a leaf may be a path, as in
+    `opm/power`."""
     inner = "".join(_nested(leaf.split("/")) for leaf in leaves)
     return _nested(f"{yang.MODULE}:{container}".split("/"), f"<port>{inner}</port>" if inner else "")
 
@@ -276,19 +279,19 @@ def _nested(path: Sequence[str], content: str = "") -> str:
 
 
 def plain(element: Any) -> dict[str, object]:
-    """The children of an element of lxml or the standard library as JSON would have them, without namespaces."""
+    """Convert the children of an lxml or ElementTree element to the structure of JSON, without namespaces."""
     found: dict[str, list[object]] = {}
     for child in element:
-        if isinstance(child.tag, str):  # no comment
+        if isinstance(child.tag, str):  # not a comment
             value = plain(child) if len(child) else (child.text or "").strip()
             found.setdefault(child.tag.rpartition("}")[2], []).append(value)
     return {name: values if len(values) > 1 else values[0] for name, values in found.items()}
 
 
 def edit(revision: str, action: Action, pairs: Sequence[CrossConnect]) -> str:
-    """The <config> that does this to these pairs and, with default operation `none`, nothing to others."""
+    """Return the <config> that applies this action to these pairs and, with default operation `none`, to no others."""
     if not pairs:
-        raise ValueError("a setter with an empty list: on some devices that means every circuit")
+        raise ValueError("the list must not be empty: some devices take an empty list as every circuit")
     name, operation = yang.pair_list(revision), OPERATION[action]
     entries = "".join(
         f'<{name} nc:operation="{operation}"><ingress>{pair.ingress_port}</ingress>'
@@ -300,8 +303,8 @@ def edit(revision: str, action: Action, pairs: Sequence[CrossConnect]) -> str:
 
 
 def module_revision(capabilities: Collection[str], namespace: str, module: str) -> str | None:
-    """The revision of a module as a <hello> announces it: `NAMESPACE?module=NAME&revision=DATE` (RFC 6020, 5.6.4).
-    "" if it has none, None if the module is not announced."""
+    """Return the revision of a module as announced in a <hello>: `NAMESPACE?module=NAME&revision=DATE` (RFC 6020,
+    5.6.4). "" if it has none, None if the module is not announced."""
     for capability in sorted(capabilities, reverse=True):
         address, _, query = capability.strip().partition("?")
         announced = parse_qs(urlsplit(f"?{query}").query)
@@ -312,15 +315,15 @@ def module_revision(capabilities: Collection[str], namespace: str, module: str) 
 
 
 def _checked(reply: Any) -> Any:
-    """The reply, unless it has an <rpc-error> that is more than a warning."""
+    """Return the reply. Raises RpcRefused if it has an <rpc-error> above a warning."""
     if errors := [error for error in reply.errors if error.severity != "warning"]:
         raise RpcRefused(errors)
     return reply
 
 
 def _edit_candidate(manager: Any, config: str, how: dict[str, str]) -> None:
-    # A candidate is shared, and whoever commits it commits what everybody has left in it. The lock keeps others out; it
-    # ends with the session, and what was edited under it is then discarded (RFC 6241, 8.3.5.2).
+    # A candidate is shared, and a commit includes the edits of every client. The lock excludes others. It ends with the
+    # session, and edits made under it are then discarded (RFC 6241, 8.3.5.2).
     _checked(manager.lock("candidate"))
     try:
         _checked(manager.discard_changes())
@@ -334,28 +337,28 @@ def _edit_candidate(manager: Any, config: str, how: dict[str, str]) -> None:
 
 
 async def _translated(command: str, work: Awaitable[T], *, is_setter: bool = False) -> T:
-    """The work's result, or its error as one of ours."""
+    """Return the result of `work`, or raise its error as a driver error."""
     try:
         return await work
     except RpcRefused as error:
         kind = DriverRetryable if error.is_busy else DriverPermanent
         raise kind("refused", command=command, answer=str(error)) from None
     except AuthenticationError as error:
-        wrong = "not let in: check user, password and key_file"
+        wrong = "authentication failed: check user, password and key_file"
         raise DriverPermanent(wrong, command=command, answer=str(error)) from None
     except SSHUnknownHostError as error:
-        wrong = f"its host key is not the one that is known: give host_key, or put it into known_hosts ({error})"
+        wrong = f"the host key is not trusted: set option host_key, or add it to known_hosts ({error})"
         raise DriverPermanent(wrong, command=command) from None
-    except (SyntaxError, ValueError) as error:  # the former: of XML
+    except (SyntaxError, ValueError) as error:  # the former from the XML parser
         nonsense = DriverOutcomeUnknown if is_setter else DriverPermanent
-        raise nonsense(f"the answer makes no sense: {error}", command=command) from None
+        raise nonsense(f"invalid answer: {error}", command=command) from None
     except (NCClientError, paramiko.SSHException, OSError, EOFError) as error:
         broken = DriverOutcomeUnknown if is_setter else DriverRetryable
         raise broken(f"the session broke: {error or type(error).__name__}", command=command) from None
 
 
 def _rpc_error_text(error: Any) -> str:
-    """An <rpc-error>, as the device put it."""
+    """Format an <rpc-error>, as the device sent it."""
     parts = (error.tag, error.app_tag, error.message, error.path and f"at {error.path}")
     return ": ".join(" ".join(str(part).split()) for part in parts if part) or "rpc-error"
 
@@ -363,8 +366,8 @@ def _rpc_error_text(error: Any) -> str:
 class NetconfSwitch(ConfiguredSwitch, options=NetconfOptions, wire=NetconfWire):
     """The driver `netconf`. `address` is `HOST` or `HOST:PORT`.
 
-    The device must prove who it is by a host key in `known_hosts` (a file; by default the user's own) or by `host_key`
-    (base64, as in a known_hosts line), unless `verify_host_key` is false. `size`, as 16x16 or 32xCC, is for switches
-    whose model name does not tell; `revision` of module optical-switch for those that do not announce it; `power`
-    for those with power monitors.
+    The device is authenticated by a host key in `known_hosts` (a file; by default the user's own) or by `host_key`
+    (base64, as in a known_hosts line), unless `verify_host_key` is false. `size`, such as 16x16 or 32xCC, is for
+    switches whose model name does not contain it; `revision` of module optical-switch for those that do not announce
+    it; `power` for those with power monitors.
     """

@@ -16,7 +16,7 @@ from ocs_drivers.errors import InvalidOptions, naming
 
 
 def must_be(what: str, is_right: Callable[[Any], object]) -> BeforeValidator:
-    """Return a validator that takes values as they are, and refuses those that are not right as `must be WHAT`."""
+    """Return a validator that passes valid values unchanged and refuses others with the message `must be WHAT`."""
 
     def check(value: Any) -> Any:
         if not is_right(value):
@@ -43,14 +43,14 @@ def as_text(value: object) -> object:
 
 
 def whole(at_least: int, at_most: int | None = None) -> BeforeValidator:
-    """Return the validator of a whole number within these limits."""
+    """Return a validator for a whole number within these limits."""
     limits = f">= {at_least}" if at_most is None else f"within {at_least}..{at_most}"
     most = math.inf if at_most is None else at_most
     return must_be(f"a whole number {limits}", lambda value: is_whole(value) and at_least <= value <= most)
 
 
 def split_address(address: str, default_port: int) -> tuple[str, int]:
-    """Return host and port of `HOST`, `HOST:PORT` or `[IPV6]:PORT`; ValueError for anything else."""
+    """Return host and port of `HOST`, `HOST:PORT` or `[IPV6]:PORT`. Raises ValueError for any other text."""
     is_bare = ":" not in address or (address.startswith("[") and address.endswith("]"))
     host, digits = (address, str(default_port)) if is_bare else address.rsplit(":", 1)
     host = host.removeprefix("[").removesuffix("]")
@@ -71,7 +71,7 @@ Address = Annotated[str, must_be("HOST or HOST:PORT", _is_address)]
 Flag = Annotated[bool, must_be("true or false", lambda value: isinstance(value, bool))]
 Text = Annotated[str, must_be("text", is_text)]
 Password = Annotated[str, Field(repr=False), must_be("text", is_text)]
-# YAML makes of 1.1 a number and of 2018-03-22 a date, where text is meant.
+# YAML parses 1.1 as a number and 2018-03-22 as a date, though text is intended.
 YamlText = Annotated[str, must_be("text", is_text), BeforeValidator(as_text)]
 Number = Annotated[float, must_be("a number", is_number)]
 FilledText = Annotated[str, must_be("text", lambda value: isinstance(value, str) and value)]
@@ -80,18 +80,18 @@ SecondsOr0 = Annotated[float, must_be("a number >= 0", lambda value: is_number(v
 
 
 class CheckedOptions(BaseModel):
-    """Options of any kind of device. Values come from a configuration file and may be of any type."""
+    """Base class of device options. Values come from a configuration file and may be of any type."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     def conflicts(self) -> list[str]:
-        """Return what is wrong with options together, each as `NAME: WHAT`. Options that are wrong by themselves have
-        their defaults here, and values are as they were given."""
+        """Return the faults of option combinations, each as `NAME: WHAT`. An option that failed its own check has its
+        default here; the others have the values given."""
         return []
 
     @classmethod
     def read(cls, given: Mapping[str, Any], prefix: str = "options.") -> Self:
-        """Return the options that were given, checked. Raises InvalidOptions with every fault."""
+        """Validate the given options and return them. Raises InvalidOptions with every fault."""
         faults: list[str] = []
         try:
             options = cls.model_validate(given)
@@ -106,9 +106,9 @@ class CheckedOptions(BaseModel):
 
 
 class DriverOptions(CheckedOptions):
-    """What every driver lets its users set."""
+    """The options common to all drivers."""
 
-    requests: ClassVar[int] = 1  # at most, in one verb of the wire, each with its own limit
+    requests: ClassVar[int] = 1  # most requests in one verb of the wire; each has its own time limit
 
     command_timeout_s: Seconds = 5.0
     lock_timeout_s: Seconds = 10.0
@@ -122,8 +122,8 @@ class DriverOptions(CheckedOptions):
 
 
 class FromOptions:
-    """A mix-in for drivers that are made from options: `class MySwitch(ConfiguredSwitch, options=MyOptions,
-    wire=MyWire)`. The fields of the options are keyword-only parameters of the class, and `wire` makes the wire of the
+    """Mix-in for drivers that are made from options: `class MySwitch(ConfiguredSwitch, options=MyOptions,
+    wire=MyWire)`. The fields of the options are keyword-only parameters of the class. `wire` makes the wire from the
     options and the clock."""
 
     _options_type: ClassVar[type[Any]]
@@ -134,12 +134,12 @@ class FromOptions:
     ) -> None:
         if wire is not None:
             cls._make_wire = staticmethod(wire)
-        if options is not None:  # otherwise a variation of a driver that has its options
+        if options is not None:  # otherwise the class is a variant of a driver that declares its options
             cls._options_type = options
 
 
 class ConfiguredSwitch(FromOptions, SwitchDriver):
-    """A SwitchDriver made from options."""
+    """A SwitchDriver that is made from options."""
 
     def __init__(self, device: str, *, clock: DeviceClock | None = None, **given: Any) -> None:
         self.device = device

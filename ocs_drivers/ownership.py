@@ -1,4 +1,4 @@
-"""Which cross-connects of a device are ours: made by this driver, or taken over by name. Pure."""
+"""Record which cross-connects of a device this driver owns: those it made or took over by name. Pure."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -8,9 +8,9 @@ from ocs_drivers.model import CrossConnect, DeviceCircuit, SwitchFacts
 
 
 class Ownership:
-    """A circuit is ours from the moment it is commanded: one that comes late, after an unknown outcome, is no
-    stranger. It stays ours when it is not shown for a while, e.g. while the device restarts and restores, until it
-    was taken down by us or its ports carry something else."""
+    """The set of owned cross-connects. A circuit is owned from the moment it is commanded, so one that appears late,
+    after an unknown outcome, is not foreign. It stays owned while it is not shown, e.g. while the device restarts and
+    restores, until this driver removes it or its ports carry another circuit."""
 
     def __init__(self) -> None:
         self._ours: set[CrossConnect] = set()
@@ -19,11 +19,12 @@ class Ownership:
         self._ours.update(pairs)
 
     def release(self, pairs: Iterable[CrossConnect]) -> None:
-        """Taken down, or never came about."""
+        """Drop ownership of circuits that were removed or never came up."""
         self._ours.difference_update(pairs)
 
     def marked(self, facts: SwitchFacts, circuits: Iterable[DeviceCircuit]) -> tuple[DeviceCircuit, ...]:
-        """The circuits of a reading, sorted and each with whose it is."""
+        """Return the circuits of a reading, sorted, each with its ownership. Owned pairs whose ports now carry another
+        circuit are dropped."""
         shown = sorted(circuits, key=lambda circuit: circuit.cross_connect)
         holders = occupants(facts, (circuit.cross_connect for circuit in shown))
         self._ours = {pair for pair in self._ours if all(holders.get(end, pair) == pair for end in facts.ends(pair))}

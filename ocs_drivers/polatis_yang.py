@@ -1,13 +1,13 @@
-"""Polatis switches in YANG, over RESTCONF and over NETCONF alike: names, statuses, port numbers, and the reading verbs.
+"""Polatis switches in YANG, for RESTCONF and NETCONF alike: names, statuses, port numbers, and the reading verbs.
 
-Data has the shape of RFC 7951's JSON, whichever encoding carries it. Every function that reads data takes any parsed
-JSON and raises ValueError with what is wrong with it.
+Data has the structure of RFC 7951's JSON for either encoding. Every function that reads data takes any parsed JSON and
+raises ValueError, stating the fault.
 
 Modules `optical-switch` and `polatis-switch`, as published in opennetworkinglab/onos under models/polatis (revisions
-2017-08-04 and 2018-03-22, 2018-01-19). Relied on: the list of cross-connects is called `pairs` before revision
-2017-08-04 (as in onos' driver), which also has no `port-config`; ports are numbered 1..N on the ingress side and
-N+1..N+M on the egress side. Unknown: how a switch tells N from M. No leaf holds it, so it is read from the model name
-(`I-OST-24x24-LU1-DMHNS`; `..576xCC..` for any-to-any), and where that does not fit the ports, the user must give it.
+2017-08-04 and 2018-03-22, 2018-01-19). Assumed: the list of cross-connects is called `pairs` before revision 2017-08-04
+(as in onos' driver), which also has no `port-config`; ports are numbered 1..N on the ingress side and N+1..N+M on the
+egress side. Unknown: how a switch reports N and M. No leaf holds them, so they are read from the model name
+(`I-OST-24x24-LU1-DMHNS`; `..576xCC..` for any-to-any). If that does not fit the ports, the user must set them.
 """
 
 import re
@@ -64,12 +64,13 @@ Sides = tuple[Connectivity, range, range]  # an any-to-any switch has one range 
 
 
 def pair_list(revision: str) -> str:
-    """Name of the list in `cross-connects` at this revision of `optical-switch`; ISO dates compare as text."""
+    """Return the name of the list in `cross-connects` at this revision of `optical-switch`; ISO dates compare as
+    text."""
     return "pair" if revision >= PAIR_REVISION else "pairs"
 
 
 def has_port_config(revision: str) -> bool:
-    """Whether ports are in `port-config`; before, in `ports`."""
+    """Return whether this revision has ports in `port-config`; older ones have them in `ports`."""
     return revision >= PAIR_REVISION
 
 
@@ -78,7 +79,7 @@ def is_revision(text: str) -> bool:
 
 
 def parse_size(text: str) -> Sides | None:
-    """Sides of a size as in model names, `24x24` or `576xCC`, wherever in the text it stands; None: there is none."""
+    """Return the sides of a size such as `24x24` or `576xCC`, found anywhere in the text; None if there is no size."""
     found = _SIZE.search(text)
     if found is None:
         return None
@@ -92,42 +93,42 @@ def parse_size(text: str) -> Sides | None:
 
 
 def sides(model_name: str, ports: Collection[int], size: str | None = None) -> Sides:
-    """Which of the ports are ingress and which egress: by the user's `size` if given, or by the model name.
+    """Return the ingress and egress ports, by the user's `size` if given, or by the model name.
 
-    Raises Permanent where that does not fit the ports that the switch lists.
+    Raises DriverPermanent if that does not fit the ports that the switch lists.
     """
     found = parse_size(size or model_name)
     source = f"option size, {size!r}" if size else f"the model name {model_name!r}"
     if found is None:
         raise DriverPermanent(
-            f"{source} does not tell ingress from egress ports: set option size, as 16x16, or 32xCC for any-to-any"
+            f"{source} does not contain the size: set option size, such as 16x16, or 32xCC for any-to-any"
         )
     _, ingress, egress = found
     if {*ingress, *egress} != set(ports):
         listed = f"{len(ports)} ports from {min(ports)} to {max(ports)}" if ports else "no ports"
         raise DriverPermanent(
-            f"{source} means ports {ingress[0]}..{egress[-1]}, but the switch lists {listed}: "
-            "set option size, as 16x16, or 32xCC for any-to-any"
+            f"{source} implies ports {ingress[0]}..{egress[-1]}, but the switch lists {listed}: "
+            "set option size, such as 16x16, or 32xCC for any-to-any"
         )
     return found
 
 
-# Options; "" is as good as none.
+# Options; "" means not set.
 Size = Annotated[
     str,
     must_be(
-        "as 16x16, or 32xCC for any-to-any", lambda value: isinstance(value, str) and (not value or parse_size(value))
+        "16x16, or 32xCC for any-to-any", lambda value: isinstance(value, str) and (not value or parse_size(value))
     ),
 ]
 Revision = Annotated[
     str,
-    must_be("a date as 2017-08-04", lambda value: isinstance(value, str) and (not value or is_revision(value))),
+    must_be("a date such as 2017-08-04", lambda value: isinstance(value, str) and (not value or is_revision(value))),
     BeforeValidator(as_text),
 ]
 
 
 def parse_port(value: object) -> int:
-    """A `portFormat` as JSON number or as text; ValueError with what is wrong."""
+    """Parse a `portFormat` given as JSON number or text. Raises ValueError, stating the fault."""
     if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) <= 5:
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or value not in PORT_NUMBERS:
@@ -136,7 +137,7 @@ def parse_port(value: object) -> int:
 
 
 def parse_status(value: object) -> PortStatus:
-    """Of either revision; ValueError with what is wrong."""
+    """Parse a port status of either revision. Raises ValueError, stating the fault."""
     status = {**PORT_STATUS, **OLD_PORT_STATUS}.get(value) if isinstance(value, str) else None
     if status is None:
         raise ValueError(f"a port's status must be one of {', '.join(PORT_STATUS)}, got {str(value)[:40]!r}")
@@ -144,7 +145,7 @@ def parse_status(value: object) -> PortStatus:
 
 
 def parse_power(value: object) -> float:
-    """A `floatFormat2d`, dBm: decimal64 is text in JSON (RFC 7951); ValueError with what is wrong."""
+    """Parse a `floatFormat2d` in dBm; JSON has decimal64 as text (RFC 7951). Raises ValueError, stating the fault."""
     if (
         isinstance(value, bool)
         or not isinstance(value, int | float | str)
@@ -155,7 +156,7 @@ def parse_power(value: object) -> float:
 
 
 def information(data: object) -> dict[str, str] | None:
-    """The leaves of `product-information`, "" for what is not told; None where there is no such container."""
+    """Return the leaves of `product-information`, "" for missing ones; None if there is no such container."""
     container = found(data, "product-information")
     if container is None:
         return None
@@ -163,7 +164,7 @@ def information(data: object) -> dict[str, str] | None:
 
 
 def cross_connects(data: object) -> list[CrossConnect]:
-    """Of either name of the list."""
+    """Return the cross-connects listed under either name of the list."""
     container = mapping(found(data, CROSS_CONNECTS), CROSS_CONNECTS)
     listed: dict[int, CrossConnect] = {}
     for name in ("pair", "pairs"):
@@ -175,7 +176,7 @@ def cross_connects(data: object) -> list[CrossConnect]:
 
 
 def port_entries(data: object) -> dict[int, Mapping[str, object]]:
-    """The entries of `port-config`, or of `ports` of older revisions, by port number."""
+    """Return the entries of `port-config`, or of `ports` in older revisions, by port number."""
     listed: dict[int, Mapping[str, object]] = {}
     for container in ("port-config", "ports"):
         for entry in entries(mapping(found(data, container), container), "port"):
@@ -187,7 +188,8 @@ def port_entries(data: object) -> dict[int, Mapping[str, object]]:
 
 
 def ports(data: object) -> list[PortState]:
-    """Of `port-config`, whose power stands in `opm-power`, or of `ports` of older revisions, which has both."""
+    """Return the ports of `port-config`, whose power is in `opm-power`, or of `ports` in older revisions, which has
+    both."""
     powers = {
         parse_port(entry.get("port-id")): parse_power(entry["power"])
         for entry in entries(mapping(found(data, "opm-power"), "opm-power"), "port")
@@ -208,7 +210,7 @@ def boot(data: object) -> BootBehaviour:
 
 
 def found(data: object, name: str) -> object:
-    """The member of this name, with or without its module in front."""
+    """Return the member of this name, with or without a module prefix."""
     if isinstance(data, Mapping):
         for key, value in data.items():
             if key.rpartition(":")[2] == name:
@@ -217,7 +219,7 @@ def found(data: object, name: str) -> object:
 
 
 def mapping(container: object, name: str) -> Mapping[str, object]:
-    """The content of a container; empty where it is absent or, in XML, has no children."""
+    """Return the content of a container; empty if it is absent or, in XML, has no children."""
     if container is None or container == "":
         return {}
     if not isinstance(container, Mapping):
@@ -226,7 +228,7 @@ def mapping(container: object, name: str) -> Mapping[str, object]:
 
 
 def entries(container: Mapping[str, object], name: str) -> Iterator[Mapping[str, object]]:
-    """A list's entries; none where there is no list. A list of one may come without its brackets."""
+    """Yield the entries of a list; none if it is absent. A list with one entry may lack its brackets."""
     value = found(container, name)
     for entry in value if isinstance(value, list) else [] if value is None else [value]:
         if not isinstance(entry, Mapping):
@@ -241,7 +243,8 @@ def text_of(value: object, name: str) -> str:
 
 
 class PolatisWire(SwitchWire):
-    """The reading verbs, whatever carries the model. `hint` says what to do where the switch has no such model."""
+    """The reading verbs, independent of the protocol. `hint` is appended to the error for a switch without this
+    model."""
 
     hint = ""
 
@@ -249,20 +252,20 @@ class PolatisWire(SwitchWire):
         self._size = size
         self._reconfiguration_s = reconfiguration_s
         self._has_power = has_power
-        self._revision = ""  # of `optical-switch`, once a session is open
+        self._revision = ""  # revision of `optical-switch`, once a session is open
         self._settling = Settling(clock, reconfiguration_s)
-        self._listed: dict[frozenset[int], CrossConnect] = {}  # as last read, by their ports
+        self._listed: dict[frozenset[int], CrossConnect] = {}  # from the last reading, by the pair's ports
 
     @abstractmethod
     async def read(self, containers: Mapping[str, Sequence[str]]) -> Mapping[str, object]:
-        """Return these containers of `optical-switch`, of which the named leaves of ports are needed. One that the
-        switch does not have is left out."""
+        """Return these containers of `optical-switch`, with the named leaves of each port. A container that the switch
+        does not have is omitted."""
 
     async def read_facts(self) -> SwitchFacts:
         data = await self.read({"product-information": (), STARTUP_MODE: (), **self._ports()})
         product = information(data)
         if product is None:
-            raise DriverPermanent(f"there is no {MODULE} model{self.hint}")
+            raise DriverPermanent(f"the switch has no {MODULE} model{self.hint}")
         connectivity, ingress, egress = sides(product["model-name"], port_entries(data), self._size)
         return SwitchFacts(
             vendor=product["manufacturer"] or "Polatis",
@@ -290,11 +293,12 @@ class PolatisWire(SwitchWire):
         return self._settling.circuits(listed, moving)
 
     def as_listed(self, action: Action, pairs: Sequence[CrossConnect]) -> Sequence[CrossConnect]:
-        """An any-to-any switch lists a pair under the port that was named first when it was made, and removes it so."""
+        """Return pairs in the orientation that the switch lists. An any-to-any switch lists a pair under the port that
+        was named first when it was made, and removes it only by that port."""
         return pairs if action is Action.ADD else [self._listed.get(pair.ports, pair) for pair in pairs]
 
     def _ports(self) -> dict[str, Sequence[str]]:
-        """The container of ports at this revision, and what is read of each."""
+        """Return the container of ports at this revision, and the leaves to read of each port."""
         if has_port_config(self._revision):
             return {"port-config": ("port-id", "status")}
         return {"ports": ("port-id", "port-status", *(["opm/power"] if self._has_power else []))}

@@ -1,4 +1,4 @@
-"""One commit on its way: what was sent, what has arrived, what to report of it. Pure; sending it is driver.py."""
+"""The progress of one commit: commands sent, circuits in place, and the report. Pure; driver.py sends the commands."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -9,18 +9,18 @@ from ocs_drivers.model import Action, CircuitState, CrossConnect, CrossConnectRe
 
 @dataclass
 class CommitProgress:
-    """Times are seconds since the commit began."""
+    """Tracks the circuits of one commit. Times are seconds since the commit began."""
 
-    steps: CommandSteps  # what has to be sent
+    steps: CommandSteps  # the commands to be sent
     started_s: float
-    watched: list[CrossConnect] = field(default_factory=list)  # sent, or on their way already
+    watched: list[CrossConnect] = field(default_factory=list)  # sent, or already being tuned
     commands_sent: int = 0
     _commanded_s: dict[CrossConnect, float] = field(default_factory=dict)
     _tuned_s: dict[CrossConnect, float] = field(default_factory=dict)
     _link_up_s: dict[CrossConnect, float] = field(default_factory=dict)
-    _errors: dict[CrossConnect, str] = field(default_factory=dict)  # what went wrong with it, as the device put it
+    _errors: dict[CrossConnect, str] = field(default_factory=dict)  # the error of a pair, as the device reported it
     _sent: set[CrossConnect] = field(default_factory=set)
-    _remove: frozenset[CrossConnect] = frozenset()  # the steps again: a thousand are looked up in each reading
+    _remove: frozenset[CrossConnect] = frozenset()  # the steps as sets: each reading looks up about a thousand pairs
     _all: frozenset[CrossConnect] = frozenset()
 
     def __post_init__(self) -> None:
@@ -28,7 +28,7 @@ class CommitProgress:
         self._all = self._remove | frozenset(self.steps.add)
 
     def also_watch(self, pairs: Iterable[CrossConnect]) -> None:
-        """Those of them that are on their way already, by somebody's earlier command."""
+        """Watch those of the pairs that the steps do not contain, as an earlier command may still be tuning them."""
         self.watched.extend(pair for pair in pairs if pair not in self._all)
 
     def sent(self, pairs: Iterable[CrossConnect]) -> None:
@@ -38,15 +38,15 @@ class CommitProgress:
         self._sent.update(batch)
 
     def commanded(self, pairs: Iterable[CrossConnect], now_s: float) -> None:
-        """The device took the command, by its answer or as read back."""
+        """Record that the device accepted the command, by its answer or as read back."""
         self._commanded_s.update(dict.fromkeys(pairs, now_s - self.started_s))
 
     def went_wrong(self, pairs: Iterable[CrossConnect], text: str) -> None:
         self._errors.update(dict.fromkeys(pairs, text))
 
     def note(self, reading: CrossConnectReading, now_s: float) -> tuple[bool, bool]:
-        """Write down what has come into place. Whether something is still waited for, and whether something is in
-        place without light."""
+        """Record the circuits that are now in place. Return whether the commit must still wait for a circuit, and
+        whether a circuit is in place without light."""
         seen = {circuit.cross_connect: circuit for circuit in reading.circuits}
         at_s = now_s - self.started_s
         waiting = dark = False
@@ -57,7 +57,7 @@ class CommitProgress:
                 if circuit is None:
                     self._tuned_s.setdefault(pair, at_s)
             elif circuit is None:
-                # Taken by the device's word and not listed yet; where the word is missing it was refused.
+                # The device accepted it but does not list it yet. A command that was not accepted was refused.
                 waiting |= pair in self._commanded_s
             else:
                 waiting |= circuit.state is CircuitState.TUNING
@@ -65,21 +65,22 @@ class CommitProgress:
         return waiting, dark
 
     def gone(self, seen: Iterable[CrossConnect]) -> frozenset[CrossConnect]:
-        """What is not shown and will not come late: it was taken down, or the device has not taken the command."""
+        """Return the pairs that are not shown and will not appear late: they were removed, or the device did not accept
+        the command."""
         refused = (pair for pair in self.steps.add if pair not in self._commanded_s)
         return frozenset((*self.steps.remove, *refused)).difference(seen)
 
     def result(self, action: Action, pair: CrossConnect, circuit: DeviceCircuit | None) -> CrossConnectResult:
-        """What became of one item that the device now shows as `circuit`; None: not at all."""
+        """Return the outcome of one item that the device now shows as `circuit`, or does not show (None)."""
         if action is Action.REMOVE:
             done, shown = circuit is None, "the device still shows it"
         else:
             done = circuit is not None and circuit.state is CircuitState.TUNED
             shown = "the device does not show it" if circuit is None else f"the device shows it as {circuit.state}"
         if pair not in self._all:
-            return CrossConnectResult(pair, action, done, "was so already" if done else shown)
+            return CrossConnectResult(pair, action, done, "already in effect" if done else shown)
         if pair not in self._sent:
-            shown = "not sent, because of the others"
+            shown = "not sent, because an earlier command failed"
         return CrossConnectResult(
             pair,
             action,
@@ -91,7 +92,7 @@ class CommitProgress:
         )
 
     def _note_circuit(self, circuit: DeviceCircuit, at_s: float) -> bool:
-        """Whether the circuit is in place without light."""
+        """Record the circuit's times and return whether it is in place without light."""
         if circuit.state is not CircuitState.TUNED:
             return False
         self._tuned_s.setdefault(circuit.cross_connect, at_s)

@@ -1,6 +1,6 @@
-"""Drivers by name: the entry-point group `orchestrrl.ocs_drivers`, where ours and third parties' are registered alike.
+"""Drivers by name: the entry-point group `orchestrrl.ocs_drivers`, for built-in and third-party drivers alike.
 
-An entry point names a factory `(device, *, clock, **options) -> OcsDriver`, usually the driver's class. The rest of its
+An entry point names a factory `(device, *, clock, **options) -> OcsDriver`, usually the driver's class. Its other
 keyword-only parameters are the options that users may set.
 """
 
@@ -18,9 +18,9 @@ ENTRY_POINT_GROUP = "orchestrrl.ocs_drivers"
 def make_driver(
     name: str, device: str, options: Mapping[str, Any] | None = None, clock: DeviceClock | None = None
 ) -> OcsDriver:
-    """A driver `name` for the device that will go by the name `device`; opens nothing.
+    """Return a driver of type `name` for the device called `device`. No connection is opened.
 
-    Raises InvalidOptions with every fault: an unknown driver (listing the known ones), unknown or missing options,
+    Raises InvalidOptions with every fault: an unknown driver (listing the known ones), unknown or missing options, or
     values that the driver refuses.
     """
     with naming(device):
@@ -29,7 +29,7 @@ def make_driver(
 
 
 def make_from_group(group: str, name: str, device: str, options: Mapping[str, Any], clock: object) -> Any:
-    """The driver that the entry point `name` of the group makes. Raises InvalidOptions as `make_driver` does."""
+    """Return the driver made by the entry point `name` of the group. Raises InvalidOptions as `make_driver` does."""
     factory = load_named("driver", name, {entry.name: entry for entry in entry_points(group=group)})
     try:
         inspect.signature(factory).bind(device, clock=clock, **options)
@@ -39,8 +39,8 @@ def make_from_group(group: str, name: str, device: str, options: Mapping[str, An
 
 
 def load_named(what: str, name: str, entries: Mapping[str, EntryPoint]) -> Any:
-    """The factory that an entry `FAMILY` or `FAMILY-DIALECT` refers to. Raises InvalidOptions for a name that is not
-    known, listing the known ones, or whose library is not installed."""
+    """Load the factory of an entry named `FAMILY` or `FAMILY-DIALECT`. Raises InvalidOptions for an unknown name,
+    listing the known ones, or if the entry's library is not installed."""
     if name not in entries:
         raise InvalidOptions([f"{what}: must be one of {', '.join(sorted(entries))}, got {name!r}"])
     try:

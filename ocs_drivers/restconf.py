@@ -1,25 +1,29 @@
 """The driver `restconf`: Polatis switches by their YANG model over RESTCONF (RFC 8040), TCP 8008.
 
-Known from clients that work, none from a manual: `/api/data/optical-switch:cross-connects[/pair=<ingress>]`, Basic
-authentication, `application/yang-data+json`; no cross-connects at all is answered 204; POST of a pair whose port is in
-use 409, of one that is not 201; DELETE of a pair 204, or 404 where there is none.
+The protocol is known from working clients, not from a manual:
+`/api/data/optical-switch:cross-connects[/pair=<ingress>]`, Basic authentication, `application/yang-data+json`. If there
+are no cross-connects, the answer is 204. POST of a pair whose port is in use returns 409, of another pair 201; DELETE
+of a pair returns 204, or 404 if it does not exist.
 
-How circuits are set (`change_with`):
+Methods to set circuits (`change_with`):
 
-- `yang_patch`: one request for however many, YANG Patch (RFC 8072), whose `create` is refused where an ingress port is
-  in use and whose edits take together or not at all. `auto`, the default, takes this if the server says it can.
-- `patch`: all are added by one plain PATCH of the collection, which by RFC 8040, 4.6.1, creates and updates children
-  and deletes none: what others connected stays. But it asks nobody: an ingress port that somebody else connected after
-  our last reading is re-routed. As it cannot delete, each removal is a request. `auto` takes this otherwise.
-- `single`: a POST or DELETE for each circuit. A POST creates, so it too is refused where the ingress port is in use; by
+- `yang_patch`: one request for any number of pairs, YANG Patch (RFC 8072). Its `create` is refused if an ingress port
+  is in use, and its edits take effect all together or not at all. `auto`, the default, uses it if the server announces
+  it.
+- `patch`: all pairs are added by one plain PATCH of the collection, which by RFC 8040, 4.6.1, creates and updates
+  children and deletes none, so circuits of other clients stay. It has no conflict check: an ingress port that another
+  client connected after the last reading is re-routed. It cannot delete, so each removal is a request. `auto` uses it
+  otherwise.
+- `single`: a POST or DELETE for each circuit. A POST creates, so it too is refused if the ingress port is in use; by
   RFC 8040, 4.4.1, it creates one child only, so there is no bulk POST.
 
-A PUT of the collection replaces it, and takes down whatever somebody else connected since we last read it: it is not in
-this file. Neither is DELETE of the collection. A pair is deleted by its ingress port.
+The driver never uses PUT of the collection, which replaces it and removes circuits that other clients connected since
+the last reading, nor DELETE of the collection. A pair is deleted by its ingress port.
 
-Unknown: whether these switches have YANG Patch, and what becomes of a patch when mirrors fail; whether a pair is listed
-before its mirrors are in place (it counts as tuned after the stated time at the earliest); whether `yang-library` is at
-this path (`yang_revision` says it otherwise). A public lab tool says that what is set by POST vanishes after seconds.
+Unknown: whether these switches support YANG Patch, and the result of a patch when mirrors fail; whether a pair is
+listed before its mirrors are in place (it counts as tuned after the stated time at the earliest); whether
+`yang-library` is at this path (`yang_revision` replaces it). A public lab tool reports that circuits set by POST vanish
+after seconds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -76,7 +80,8 @@ class RestconfOptions(HttpOptions):
 
 
 class RestconfWire(yang.PolatisWire):
-    """The verbs of `base.SwitchWire` as requests. It needs the revision of the model before it can set anything."""
+    """Implements the verbs of `base.SwitchWire` as HTTP requests. It needs the model's revision before it can set
+    circuits."""
 
     def __init__(self, options: RestconfOptions, clock: DeviceClock, session: HttpSession | None = None) -> None:
         super().__init__(clock, options.size, options.reconfiguration_s, has_power=options.power)
@@ -134,7 +139,8 @@ class RestconfWire(yang.PolatisWire):
         return yang.pair_list(self._revision)
 
     async def _yang_patch(self, action: Action, pairs: Sequence[CrossConnect]) -> None:
-        """`remove`, unlike `delete`, does not mind what is gone already."""
+        """Send the pairs as one YANG Patch. Operation `remove`, unlike `delete`, accepts a pair that is already
+        gone."""
         is_add, edits = action is Action.ADD, []
         for number, pair in enumerate(pairs, start=1):
             edit: dict[str, object] = {"edit-id": str(number), "target": f"/{self._list_name}={pair.ingress_port}"}
@@ -146,14 +152,15 @@ class RestconfWire(yang.PolatisWire):
         await self._set("PATCH", COLLECTION, content, YANG_PATCH_TYPE)
 
     async def _get(self, path: str) -> dict[str, object]:
-        """Empty where the switch has no such data. An answer without the container that was asked for is nonsense."""
+        """Return a resource; empty if the switch does not have it. Raises a driver error if the answer lacks the
+        container."""
         answer = await self._session.request("GET", self._root + path, headers={"Accept": MEDIA_TYPE})
         if answer.status == 204 or (answer.status == 404 and _errors(answer)):
             return {}
 
         def read(body: object) -> dict[str, object]:
             name = path.rpartition("/")[2].rpartition(":")[2]
-            is_leaf = path.endswith(yang.STARTUP_MODE)  # facts can do without it
+            is_leaf = path.endswith(yang.STARTUP_MODE)  # optional among the facts
             if not isinstance(body, dict) or not (is_leaf or isinstance(yang.found(body, name), Mapping)):
                 raise ValueError(f"must hold an object {name}, got {shown(body)}")
             return body
@@ -166,7 +173,7 @@ class RestconfWire(yang.PolatisWire):
             method, self._root + path, content=content, headers=headers, is_setter=True
         )
         if method == "DELETE" and answer.status == 404 and _errors(answer):
-            return  # gone already
+            return  # already gone
         check_status(answer, f"{method} {self._root}{path}", is_setter=True, text=_errors(answer))
 
 
@@ -175,7 +182,7 @@ def _entry(pair: CrossConnect) -> dict[str, int]:
 
 
 def _errors(answer: DeviceResponse) -> str:
-    """The device's words in an `ietf-restconf:errors` body; "" where there is none."""
+    """Return the device's message in an `ietf-restconf:errors` body; "" if there is none."""
     try:
         return errors(parse_json(answer.body))
     except ValueError:
@@ -183,7 +190,7 @@ def _errors(answer: DeviceResponse) -> str:
 
 
 def revision(body: object) -> str:
-    """Of module `optical-switch` in the yang-library (RFC 7895); "" where it does not name it."""
+    """Return the revision of module `optical-switch` in the yang-library (RFC 7895); "" if it is not listed."""
     library = yang.mapping(yang.found(body, "modules-state"), "modules-state")
     revisions = [
         yang.text_of(entry.get("revision", ""), "revision")
@@ -194,7 +201,7 @@ def revision(body: object) -> str:
 
 
 def errors(body: object) -> str:
-    """All errors of an `ietf-restconf:errors` body, or of a `yang-patch-status`, as `tag: message`."""
+    """Return all errors of an `ietf-restconf:errors` body, or of a `yang-patch-status`, as `tag: message`."""
     status = yang.found(body, "yang-patch-status")
     edits = yang.found(status, "edit-status")
     holders = [*yang.entries(edits, "edit"), status] if isinstance(edits, Mapping) else [status or body]
@@ -204,20 +211,20 @@ def errors(body: object) -> str:
         parts = [entry.get(name) for name in ("error-tag", "error-message", "error-path")]
         told.append(": ".join(part[:SHOWN_CHARACTERS] for part in parts if isinstance(part, str) and part))
     if not any(told):
-        raise ValueError("no error is told")
+        raise ValueError("the answer contains no error")
     return "; ".join(told[:10])
 
 
 class RestconfSwitch(ConfiguredSwitch, options=RestconfOptions, wire=RestconfWire):
-    """A Polatis switch at `address`, HOST or HOST:PORT.
+    """The driver of a Polatis switch at `address`, HOST or HOST:PORT.
 
-    `scheme` http or https, with `tls_verify` and `tls_ca_file` (PEM, in the place of the system's); `user` and
-    `password` for Basic authentication; `root` of the RESTCONF server; `size` as 16x16, or 32xCC for any-to-any, where
-    the model name does not tell; `yang_revision` of `optical-switch` where the switch does not tell; `change_with`, see
-    the module; `power`: the switch measures optical power.
+    Options: `scheme` http or https, with `tls_verify` and `tls_ca_file` (PEM, replaces the system's authorities);
+    `user` and `password` for Basic authentication; `root` of the RESTCONF server; `size` as 16x16, or 32xCC for
+    any-to-any, if the model name does not contain it; `yang_revision` of `optical-switch` if the switch does not report
+    it; `change_with`, explained in the module; `power`, for switches that measure optical power.
     """
 
     async def capabilities(self) -> SwitchCapabilities:
-        """Whether there is a bulk command is known once the switch has been asked."""
+        """Return the capabilities. Connect first, because support for bulk commands depends on the switch."""
         await self.facts()
         return await super().capabilities()

@@ -1,26 +1,26 @@
 """The driver `scpi`: switches of HUBER+SUHNER Polatis, and DiCon's GP750 and MXS with the profile `dicon`, on TCP 5025.
 
-What it relies on, as working client code sends it: the lines of scpi_text.py; ingress ports 1..N and egress ports
-N+1..N+M, from `size?`; setters that answer nothing and leave their errors in a queue; `conn:add` with lists, which
-leaves other connections; a listed connection is one that is made.
+Assumed, from working client code: the lines of scpi_text.py; ingress ports 1..N and egress ports N+1..N+M, from
+`size?`; setters that return no answer and put their errors into a queue; `conn:add` with lists, which leaves other
+connections unchanged; a listed connection is in place.
 
-What is not verified, and how it is met:
+Not verified, and how the driver handles it:
 
-- what `conn:add` does with a port in use (probably it re-routes the port without a word): the ports are made free by
-  `conn:sub`, and seen to be free, before
+- the effect of `conn:add` on a port in use (probably it silently re-routes the port): `conn:sub` frees the ports first,
+  and the driver reads that they are free
 - whether a list takes effect as a whole: every commit is read back
-- when the mirrors are in place: the device does not tell, so a circuit counts as tuned once it is listed and the stated
-  reconfiguration time has passed since it was commanded, and as failed where one of its ports is
-- how compound queries are answered: there is one query to a line, and none is sent before the last was answered
-- when a connection is listed, as it is commanded or as it is made: after a setter that was refused, or whose outcome is
-  not known, ten times the stated reconfiguration time passes before the connections are read
-- how long a line may be: the option `longest_line_chars` cuts lists into several lines
-- how long the error queue is on a Polatis, and whether sessions share it: it is cleared before each setter, and read to
-  its end afterwards
-- whether cross-connects survive a restart: no query for it is known, the option `boot` says it
-- how a DiCon numbers its ports, and how fast it is: the options `ingress_ports`, `egress_ports`, `reconfiguration_s`.
+- when the mirrors are in place: the device does not report it, so a circuit counts as tuned once it is listed and the
+  stated reconfiguration time has passed since the command, and as failed if one of its ports has failed
+- the answer to compound queries: each line has one query, sent after the previous one was answered
+- when a connection is listed, on the command or on completion: after a setter that was refused, or whose outcome is
+  unknown, ten times the stated reconfiguration time passes before the connections are read
+- the longest accepted line: the option `longest_line_chars` splits lists into several lines
+- the length of a Polatis error queue, and whether sessions share it: it is cleared before each setter, and read to its
+  end afterwards
+- whether cross-connects survive a restart: no query for it is known, so the option `boot` states it
+- a DiCon's port numbers and speed: the options `ingress_ports`, `egress_ports`, `reconfiguration_s`.
 
-`only` and `disc:all`, which wipe a switch, are never sent.
+The driver never sends `only` and `disc:all`, which clear a switch.
 """
 
 import asyncio
@@ -57,7 +57,7 @@ T = TypeVar("T")
 DEFAULT_PORT = 5025
 POLATIS_RECONFIGURATION_S = 0.025  # the paper's table 2, piezo; it has no figure for DiCon
 LONGEST_ANSWER_BYTES = 1 << 20
-SHOWN_CHARS = 200  # of a line, in an error
+SHOWN_CHARS = 200  # limit for a line quoted in an error
 
 
 class ScpiProfile(StrEnum):
@@ -72,21 +72,21 @@ class LineEnd(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ScpiDialect:
-    """What the makers do differently."""
+    """The differences between vendors."""
 
     error_query: str
-    error_queue: int  # entries to read at most, its end not counted
+    error_queue: int  # most entries to read, without the end mark
 
 
 DIALECTS = {
-    # Nobody states how many errors a Polatis keeps: so many that an end is certain.
+    # Polatis does not document the length of its queue; this is large enough to reach its end.
     ScpiProfile.POLATIS: ScpiDialect(":syst:err?", 1024),
     ScpiProfile.DICON: ScpiDialect(":SYSTem:ERRor?", 8),
 }
 
 
 class ScpiOptions(DriverOptions):
-    """Without `ingress_ports` and `egress_ports` the device is asked for them."""
+    """Options of the driver `scpi`. Without `ingress_ports` and `egress_ports`, the device is queried for its size."""
 
     address: Address
     profile: ScpiProfile = ScpiProfile.POLATIS
@@ -112,7 +112,7 @@ class ScpiOptions(DriverOptions):
 
 
 class ScpiWire(SwitchWire):
-    """One session: the `base.SwitchWire` of SCPI."""
+    """One SCPI session, as a `base.SwitchWire`."""
 
     capabilities = SwitchCapabilities(bulk=True)
 
@@ -121,13 +121,13 @@ class ScpiWire(SwitchWire):
         self._clock = clock
         self._dialect = DIALECTS[options.profile]
         self._line_end = b"\n" if options.line_end is LineEnd.LF else b"\r\n"
-        # To let mirrors come to rest before looking what became of a setter.
+        # Time for mirrors to come to rest before the effect of a setter is read.
         self._unclear_s = min(10 * options.reconfiguration_s, options.command_timeout_s / 4)
-        # To wait for an answer before the error queue is asked why there is none.
+        # Time to wait for an answer before the error queue is queried for the reason.
         self._answer_s = options.command_timeout_s / 2
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._settling = Settling(clock, options.reconfiguration_s)
-        self._unclear_since_s: float | None = None  # since when a setter may have taken in part
+        self._unclear_since_s: float | None = None  # since when the effect of a setter may be partial
 
     async def open(self) -> None:
         host, port = split_address(self._options.address, DEFAULT_PORT)
@@ -140,7 +140,7 @@ class ScpiWire(SwitchWire):
         if self._streams is None:
             return
         (_, writer), self._streams = self._streams, None
-        writer.transport.abort()  # waits for nothing, also where the device takes no more bytes
+        writer.transport.abort()  # does not wait, even if the device reads no more bytes
         with suppress(OSError):
             await writer.wait_closed()
 
@@ -192,9 +192,9 @@ class ScpiWire(SwitchWire):
                     self._unclear_since_s = None if is_clear else self._clock.now_s()
 
     async def _set_line(self, line: str) -> None:
-        """Send the setter, then ask for its errors: it answers nothing itself."""
+        """Send the setter, then query its errors, because a setter has no answer."""
         try:
-            # What is in the queue already is another's, or an alarm's: it would be taken for this setter's.
+            # Earlier errors or alarms in the queue would be attributed to this setter.
             await self._send(text.CLEAR_ERRORS, line, self._dialect.error_query)
             complaints = await self._complaints()
         except DriverRetryable as error:
@@ -203,43 +203,43 @@ class ScpiWire(SwitchWire):
             raise DriverPermanent("refused", command=_short(line), answer=_complaints_text(complaints))
 
     async def _query(self, query: str, understand: Callable[[str], T]) -> T:
-        """What the device says to a query. SCPI leaves a query that it does not know without an answer, and the reason
-        in the error queue: that is asked for before anybody gives up."""
+        """Send a query and return its parsed answer. SCPI leaves an unknown query unanswered and puts the reason into
+        the error queue, which is read before the query fails."""
         await self._send(query)
         try:
             line = await within(self._clock, self._answer_s, self._line())
         except TimeoutError as error:
             await self._send(self._dialect.error_query)
             if complaints := await self._complaints():
-                await self.close()  # an answer that comes yet must not be taken for that to the next question
+                await self.close()  # a late answer must not be taken for the next query's
                 answer = _complaints_text(complaints)
                 raise DriverPermanent("the query was refused", command=_short(query), answer=answer) from None
             raise DriverRetryable(str(error), command=_short(query)) from None
         try:
             return understand(line)
         except ValueError as error:
-            await self.close()  # it may be the answer to another question
-            wrong = f"an answer that makes no sense: {error}"
+            await self.close()  # it may be the answer to another query
+            wrong = f"invalid answer: {error}"
             raise DriverPermanent(wrong, command=_short(query), answer=_short(line)) from error
 
     async def _complaints(self) -> list[str]:
-        """The error queue, its query having been sent, read to its end."""
+        """Read the error queue to its end. The first query must have been sent."""
         complaints: list[str] = []
         for _ in range(self._dialect.error_queue + 1):
             line = await self._line()
             try:
                 complaint = text.read_complaint(line)
             except ValueError as error:
-                raise DriverRetryable(f"an answer that makes no sense: {error}", answer=_short(line)) from error
+                raise DriverRetryable(f"invalid answer: {error}", answer=_short(line)) from error
             if not complaint:
                 return complaints
             complaints.append(complaint)
             await self._send(self._dialect.error_query)
-        raise DriverRetryable("the error queue has no end", answer=_complaints_text(complaints[-1:]))
+        raise DriverRetryable("the error queue is longer than its maximum", answer=_complaints_text(complaints[-1:]))
 
     def _session(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         if self._streams is None or self._streams[0].at_eof():
-            raise DriverRetryable("the device has closed the session", after_s=0.0)
+            raise DriverRetryable("the device closed the session", after_s=0.0)
         return self._streams
 
     async def _send(self, *lines: str) -> None:
@@ -251,7 +251,8 @@ class ScpiWire(SwitchWire):
             raise DriverRetryable(f"the connection broke: {reason_of(error)}") from error
 
     async def _line(self) -> str:
-        """The next line, without its end. What is no line is not skipped: the session is out of step then."""
+        """Return the next line, without its end. Invalid data is not skipped, because the session is then out of
+        step."""
         reader, _ = self._session()
         try:
             line = await reader.readuntil(b"\n")
@@ -259,23 +260,23 @@ class ScpiWire(SwitchWire):
             raise DriverRetryable("the device closed the connection", answer=_shown(error.partial)) from None
         except asyncio.LimitOverrunError as error:
             begin = await reader.read(SHOWN_CHARS)
-            wrong = f"an answer longer than {LONGEST_ANSWER_BYTES} bytes"
+            wrong = f"the answer is longer than {LONGEST_ANSWER_BYTES} bytes"
             raise DriverRetryable(wrong, answer=_shown(begin)) from error
         except OSError as error:
             raise DriverRetryable(f"the connection broke: {reason_of(error)}") from error
         try:
             return line.decode("ascii").rstrip("\r\n")
         except UnicodeDecodeError as error:
-            raise DriverRetryable("an answer that is not text", answer=_shown(line)) from error
+            raise DriverRetryable("the answer is not ASCII text", answer=_shown(line)) from error
 
 
 class ScpiSwitch(ConfiguredSwitch, options=ScpiOptions, wire=ScpiWire):
-    """The driver `scpi`. `ingress_ports` and `egress_ports`, `FIRST..LAST`, are for devices that do not answer `size?`;
-    `port_states` false for those that do not answer `port:stat?`: their ports are then taken to be enabled."""
+    """The driver `scpi`. `ingress_ports` and `egress_ports`, `FIRST..LAST`, are for devices that do not answer `size?`.
+    `port_states` false is for those that do not answer `port:stat?`: their ports are then assumed to be enabled."""
 
 
 def _port_range(value: object) -> range:
-    """The ports of `FIRST..LAST`; empty for anything else."""
+    """Return the ports of `FIRST..LAST`; empty for anything else."""
     bounds = re.fullmatch(r"(\d{1,5})\.\.(\d{1,5})", value, re.ASCII) if isinstance(value, str) else None
     return range(int(bounds[1]), int(bounds[2]) + 1) if bounds else range(0)
 
@@ -285,7 +286,7 @@ def _complaints_text(complaints: Sequence[str]) -> str:
 
 
 def _short(line: str) -> str:
-    """For people: signs that a terminal would obey are escaped."""
+    """Shorten a line for display and escape control characters."""
     shown = "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in line[:SHOWN_CHARS])
     return shown if len(line) <= SHOWN_CHARS else f"{shown}... ({len(line)} characters)"
 

@@ -1,6 +1,6 @@
-"""SCPI as optical switches write it: the lines to send, and what their answers say. Pure; the session is scpi.py.
+"""SCPI for optical switches: commands to send, and parsers for their answers. Pure; scpi.py has the session.
 
-Every function that reads an answer raises ValueError with what is wrong with it.
+Every function that parses an answer raises ValueError, stating the fault.
 """
 
 import re
@@ -24,10 +24,10 @@ _NUMBER = re.compile(r"\d{1,5}", re.ASCII)
 
 
 def setter(action: Action, pairs: Sequence[CrossConnect]) -> str:
-    """The line that commands these, both ends of each named. With an empty list `sub` means every egress port, and the
-    verbs that wipe a switch, `only` and `disc:all`, are not written by anything here."""
+    """Return the line that commands these pairs, with both ports of each. With an empty list `sub` would remove every
+    circuit. The verbs that clear a switch, `only` and `disc:all`, are never written."""
     if not pairs:
-        raise ValueError("a setter with an empty list: on some devices that means every circuit")
+        raise ValueError("the list must not be empty: some devices take an empty list as every circuit")
     ingress = port_list([pair.ingress_port for pair in pairs])
     egress = port_list([pair.egress_port for pair in pairs])
     return f"{_SETTERS[action]}{ingress},{egress}"
@@ -38,14 +38,14 @@ def port_states(ports: Sequence[int]) -> str:
 
 
 def port_list(ports: Sequence[int]) -> str:
-    """`(@1,2,3)`. Raises ValueError for an empty list, which means all ports to some verbs."""
+    """Format a port list, `(@1,2,3)`. Raises ValueError for an empty list, which some verbs take as all ports."""
     if not ports:
-        raise ValueError("a list of no ports")
+        raise ValueError("the list of ports must not be empty")
     return f"(@{','.join(map(str, ports))})"
 
 
 def read_ports(text: str) -> tuple[int, ...]:
-    """`(@1,2,3)`, also with ranges as SCPI's channel lists have them: `(@1:3)`."""
+    """Parse a port list, `(@1,2,3)`, also with the ranges of SCPI channel lists: `(@1:3)`."""
     listed = _LIST.fullmatch(text.strip())
     if not listed:
         raise ValueError("must be a list of ports, (@1,2,3)")
@@ -59,7 +59,7 @@ def read_ports(text: str) -> tuple[int, ...]:
 
 
 def read_connections(line: str) -> list[CrossConnect]:
-    """`(@1,2,3),(@19,18,22)`; with nothing connected `(@),(@)`."""
+    """Parse connections, `(@1,2,3),(@19,18,22)`; without connections `(@),(@)`."""
     lists = _PAIR_OF_LISTS.fullmatch(line)
     if not lists:
         raise ValueError("must be two lists of ports, (@1,2,3),(@19,18,22)")
@@ -73,7 +73,7 @@ def read_connections(line: str) -> list[CrossConnect]:
 
 
 def read_size(line: str) -> tuple[range, range]:
-    """`16,16`: ingress ports 1..16, egress ports 17..32."""
+    """Parse a size: `16,16` means ingress ports 1..16, egress ports 17..32."""
     numbers = [_number(part.strip()) for part in line.split(",")]
     if len(numbers) != 2 or 0 in numbers:
         raise ValueError("must be two numbers of ports >= 1")
@@ -82,7 +82,7 @@ def read_size(line: str) -> tuple[range, range]:
 
 
 def read_identity(line: str) -> tuple[str, str, str, str]:
-    """Vendor, model, serial and software of `Polatis,I-OST-24x24-LU1-DMHNS,002414,6.5.2.18`."""
+    """Return vendor, model, serial and software of `Polatis,I-OST-24x24-LU1-DMHNS,002414,6.5.2.18`."""
     parts = [part.strip() for part in line.split(",", 3)]
     if len(parts) != 4 or not (parts[0] and parts[1]):
         raise ValueError("must be vendor,model,serial,software")
@@ -91,20 +91,21 @@ def read_identity(line: str) -> tuple[str, str, str, str]:
 
 
 def read_port_states(line: str, count: int) -> list[PortStatus]:
-    """`(D,E,F)`, one letter for each port that was asked for."""
+    """Parse port states, `(D,E,F)`, one letter for each of `count` queried ports."""
     inner = line.strip()
     if not (inner.startswith("(") and inner.endswith(")")):
         raise ValueError("must be a list of E, D and F, (D,E,F)")
     letters = [letter.strip().upper() for letter in inner[1:-1].split(",")]
     if wrong := sorted({letter for letter in letters if letter not in _STATES}):
-        raise ValueError(f"a port is E, D or F, got {wrong[0]!r}")
+        raise ValueError(f"a port must be E, D or F, got {wrong[0]!r}")
     if len(letters) != count:
-        raise ValueError(f"must be of {count} ports, got {len(letters)}")
+        raise ValueError(f"must have {count} ports, got {len(letters)}")
     return [_STATES[letter] for letter in letters]
 
 
 def read_complaint(line: str) -> str:
-    """`-113 Undefined header` of `-113,"Undefined header"`; empty at the end of the queue, `0,"No error"`."""
+    """Return an entry of the error queue, `-113 Undefined header` for `-113,"Undefined header"`; empty at the end of
+    the queue, `0,"No error"`."""
     parts = _ERROR.fullmatch(line)
     if not parts:
         raise ValueError('must be an entry of the error queue, 0,"No error"')

@@ -1,6 +1,6 @@
-"""Circuits of a device that lists a cross-connect as soon as it is commanded, and says no more: tuned by the clock.
+"""Derive tuned circuits from the clock, for devices that list a cross-connect as soon as it is commanded.
 
-Until the vendor's stated time has passed since the command, mirrors are taken to be moving still.
+Until the vendor's stated time has passed since the command, the mirrors are considered to be moving.
 """
 
 from collections.abc import Iterable, Iterator
@@ -11,7 +11,8 @@ from ocs_drivers.model import Action, CircuitState, CrossConnect, DeviceCircuit
 
 
 class Settling:
-    """What was commanded, and when. Directions are not told apart: a device may list a pair the other way round."""
+    """Records the time of each command. Directions are ignored, because a device may list a pair with its ports
+    exchanged."""
 
     def __init__(self, clock: DeviceClock, reconfiguration_s: float) -> None:
         self._clock = clock
@@ -20,7 +21,7 @@ class Settling:
 
     @contextmanager
     def commanding(self, action: Action, pairs: Iterable[CrossConnect]) -> Iterator[None]:
-        """Note what is added once the block, which sends the setter, is over, however it ends."""
+        """Record the added pairs when the block, which sends the setter, has ended, successfully or not."""
         try:
             yield
         finally:
@@ -29,13 +30,14 @@ class Settling:
                 self._due_s.update({pair.ports: due_s for pair in pairs})
 
     def moving(self) -> frozenset[frozenset[int]]:
-        """Ask before the device is read: what it lists was so no earlier than this."""
+        """Return the pairs still moving. Call it before the device is read, because the listing is no older than this
+        instant."""
         now_s = self._clock.now_s()
         self._due_s = {key: due_s for key, due_s in self._due_s.items() if due_s > now_s}
         return frozenset(self._due_s)
 
     def circuits(self, listed: Iterable[CrossConnect], moving: frozenset[frozenset[int]]) -> list[DeviceCircuit]:
-        """The circuits of a reading before which `moving` was asked."""
+        """Return the circuits of a reading, given the result of `moving` from before that reading."""
         return [
             DeviceCircuit(pair, CircuitState.TUNING if pair.ports in moving else CircuitState.TUNED) for pair in listed
         ]

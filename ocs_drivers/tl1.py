@@ -1,7 +1,7 @@
-"""The driver `tl1`: optical circuit switches that speak TL1, in the dialects of three vendors.
+"""The driver `tl1`: optical circuit switches with a TL1 interface, in the dialects of three vendors.
 
-What all have in common is in tl1_wire.py. The verbs are those of a dialect, each in its own file: tl1_polatis.py,
-tl1_calient.py, tl1_glimmerglass.py, which also say what of them is known and what is assumed.
+tl1_wire.py has the parts that all dialects share. Each dialect's verbs are in its own file: tl1_polatis.py,
+tl1_calient.py, tl1_glimmerglass.py, which also state what is known and what is assumed.
 """
 
 from ocs_drivers.base import DeviceClock
@@ -23,11 +23,12 @@ def _wire(options: Tl1Options, clock: DeviceClock) -> Tl1Wire:
 
 
 class Tl1Switch(ConfiguredSwitch, options=Tl1Options, wire=_wire):
-    """The driver `tl1`. `dialect` is `polatis`, `calient` or `glimmerglass`; where the address has no port, it is 3082,
-    3082 and 10034. Calient's 3083 shows the prompt `agent>`, which is then awaited before the login.
+    """The driver `tl1`. `dialect` is `polatis`, `calient` or `glimmerglass`; the default ports are 3082, 3082 and
+    10034. Calient's 3083 shows the prompt `agent>`, which the driver awaits before the login.
 
-    `group` (Calient) is what our connections are filed under. `port_names` (Calient) pins which port is 1, 2, ...; left
-    out, the device's own list in its natural order. `boot` and `reconfiguration_s` state what the device does not tell.
-    `port_power` (Polatis) says that it has power meters. `line_limit` cuts bulk commands into lines of at most so many
-    characters, for devices that take no longer ones. `messages`: see `Tl1Messages`.
+    `group` (Calient) is the group of connections that this driver makes. `port_names` (Calient) fixes which port is 1,
+    2, ...; the default is the device's own list in natural order. `boot` and `reconfiguration_s` state properties that
+    the device does not report. `port_power` (Polatis) declares that the device has power meters. `line_limit` splits
+    bulk commands into lines of at most that many characters, for devices that accept no longer ones. `messages`: see
+    `Tl1Messages`.
     """

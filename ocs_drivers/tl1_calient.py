@@ -1,18 +1,20 @@
 """Calient's S-series in TL1: one-way connections from any port's input to any port's output, one command each.
 
-Known from working clients: `ENT-CRS::<src>,<dst>:<ctag>::<group>,1WAY` provisions a connection and `ACT-CRS` lights it,
-`CANC-CRS` darkens and `DLT-CRS` forgets it, by its name `<src>><dst>`. RTRV-CRS tells AS=UMA,OS=RDY of one that is
-provisioned, AS=IS,OS=IS,OC=OK of one that works, OC=FAIL of one that does not. Ports are named by slots as `1.1.1`, on
-some releases by numbers. RTRV-PORT-SUM tells power, RTRV-PORT the state of each side, both of all ports for port 0.
+Known from working clients: `ENT-CRS::<src>,<dst>:<ctag>::<group>,1WAY` provisions a connection and `ACT-CRS` activates
+it; `CANC-CRS` deactivates and `DLT-CRS` deletes it, by its name `<src>><dst>`. RTRV-CRS reports AS=UMA,OS=RDY for a
+provisioned connection, AS=IS,OS=IS,OC=OK for a working one, OC=FAIL for a failed one. Ports are named by slots as
+`1.1.1`, on some releases by numbers. RTRV-PORT-SUM reports power, RTRV-PORT the state of each side, both of all ports
+for port 0.
 
-Unverified: what OS says while mirrors move (anything but IS is taken for moving); that OOS-MA means switched off by
-hand; that ALW-MSG undoes INH-MSG; reports on connections (a line with a connection's name is taken for one); and that
-the natural order of the port names never changes: it is what numbers the ports, so a change of the list is an error.
-Pin it by the option `port_names`.
+Unverified: the value of OS while mirrors move (anything but IS is treated as moving); that OOS-MA means disabled by an
+operator; that ALW-MSG reverses INH-MSG; reports on connections (a line with a connection's name is treated as one); and
+that the natural order of the port names never changes: it determines the port numbers, so a change of the list is an
+error. The option `port_names` fixes the numbers.
 
-A connection that is provisioned and not lit is none: no light passes. If it is ours and in the way, it is deleted: that
-is one that we provisioned, or any of the group that option `group` says is ours. SYSTEM, the default, is everybody's.
-A 2WAY connection is shown as the two one-way ones that it is made of, and cannot be removed by halves.
+A connection that is provisioned but not activated does not count, because no light passes. If this driver owns it and
+it occupies a needed port, it is deleted. It is owned if this driver provisioned it, or if it is in the group set by
+option `group`, unless that is SYSTEM, the default, which all clients share. A 2WAY connection is shown as its two
+one-way connections, and cannot be removed by halves.
 """
 
 import re
@@ -37,7 +39,7 @@ from ocs_drivers.tl1_framing import fields, measured, quote, whole_number
 from ocs_drivers.tl1_session import Tl1Denied
 from ocs_drivers.tl1_wire import Tl1Options, Tl1Wire, partly_done
 
-# What Calient's own REST interface files connections under.
+# The group of connections made by Calient's own REST interface.
 SHARED_GROUP = "SYSTEM"
 
 
@@ -70,7 +72,7 @@ class _Connection:
 
 
 class CalientTl1Wire(Tl1Wire):
-    """The verbs of a Calient. Option `group` "": the group that all share."""
+    """Implements the verbs for a Calient. An empty option `group` means the group that all clients share."""
 
     default_port = 3082
     default_reconfiguration_s = 0.010  # the paper's table 2
@@ -79,24 +81,24 @@ class CalientTl1Wire(Tl1Wire):
     def __init__(self, options: Tl1Options, clock: DeviceClock) -> None:
         super().__init__(options, clock)
         self._group = options.group or SHARED_GROUP
-        self._provisioned: set[str] = set()  # by us, and not seen to be gone
+        self._provisioned: set[str] = set()  # by this driver, and not known to be gone
         self._pinned = options.port_names
         self._names: dict[int, str] = dict(enumerate(options.port_names, 1))
         self._numbers: dict[str, int] = {name: number for number, name in self._names.items()}
-        self._shown: dict[CrossConnect, _Connection] = {}  # as last read
+        self._shown: dict[CrossConnect, _Connection] = {}  # from the last reading
 
     async def attach(self) -> None:
-        """Which ports there are, and by which numbers we know them."""
+        """Read the list of ports and assign their numbers."""
         there = [fields(line).get("", "") for line in await self.ask("RTRV-PORT-SUM::0:<ctag>;")]
         names = dict(enumerate(self._pinned or sorted(there, key=_natural), 1))
         if all(whole_number(name) for name in names.values()) and not self._pinned:
             names = {whole_number(name): name for name in names.values()}
         if not names or min(names) != 1 or max(names) != len(names):
-            raise DriverPermanent("its ports cannot be numbered: say port_names", answer=" ".join(there[:8]))
+            raise DriverPermanent("the ports cannot be numbered: set option port_names", answer=" ".join(there[:8]))
         if absent := sorted({*names.values()} - {*there}, key=_natural):
-            raise DriverPermanent(f"the device has no ports {', '.join(absent)}: look at port_names")
+            raise DriverPermanent(f"the device has no ports {', '.join(absent)}: check option port_names")
         if self._names and names != self._names:
-            raise DriverPermanent("the device has other ports than before: pin them by port_names, and start anew")
+            raise DriverPermanent("the device's list of ports has changed: set option port_names and restart")
         self.ingress = self.egress = range(1, len(names) + 1)
         self._names, self._numbers = names, {name: number for number, name in names.items()}
 
@@ -143,28 +145,28 @@ class CalientTl1Wire(Tl1Wire):
         try:
             await self.order(f"ACT-CRS::{ports}:<ctag>::{name},{quote(self._group)};")
         except Tl1Denied:
-            with suppress(DriverError):  # the refusal itself is what counts
+            with suppress(DriverError):  # only the refusal is reported
                 await self.order(f"DLT-CRS:::<ctag>::{name};")
             raise
         except DriverRetryable as error:
-            raise partly_done("one of two commands was carried out before", error) from error
+            raise partly_done("only the first of two commands was carried out", error) from error
 
     async def _disconnect(self, pair: CrossConnect) -> None:
         if pair not in self._shown:
             await self.read_circuits()
         connection = self._shown.get(pair)
         if connection is None:
-            raise DriverPermanent(f"there is no connection {pair}")
+            raise DriverPermanent(f"connection {pair} does not exist")
         if connection.is_two_way:
-            raise DriverPermanent(f"{pair} is half of the two-way connection {connection.name}")
+            raise DriverPermanent(f"{pair} is half of a two-way connection, remove both halves of {connection.name}")
         for verb in ("CANC-CRS", "DLT-CRS"):
             try:
-                # Never without a name, which would not say what to delete.
+                # A command without a name would not identify the connection to delete.
                 await self.order(f"{verb}:::<ctag>::{quote_name(connection.name)};")
             except DriverRetryable as error:
                 if verb == "CANC-CRS":
                     raise
-                raise partly_done("one of two commands was carried out before", error) from error
+                raise partly_done("only the first of two commands was carried out", error) from error
 
     def meaning(self, verb: str, line: str) -> tuple[EventKind, int | None, CrossConnect | None]:
         for found in re.finditer(r"([\w.]+)[>-]([\w.]+)", line):
@@ -193,14 +195,14 @@ class CalientTl1Wire(Tl1Wire):
 
     def _pairs(self, connection: _Connection) -> list[CrossConnect]:
         source, destination = self._numbers.get(connection.source), self._numbers.get(connection.destination)
-        if source is None or destination is None:  # of ports that port_names leaves out
+        if source is None or destination is None:  # on ports that port_names omits
             return []
         there = CrossConnect(source, destination)
         return [there, CrossConnect(destination, source)] if connection.is_two_way else [there]
 
     async def _make_way(self, source: str, destination: str) -> bool:
-        """Delete what of ours is provisioned and dark on these ports: left over from a change that was cut off. Whether
-        there was any."""
+        """Delete owned connections on these ports that are provisioned but not activated, left over from an interrupted
+        change. Return whether there were any."""
         stale = [
             connection
             for connection in await self._connections()
@@ -220,24 +222,24 @@ def _name(source: str, destination: str) -> str:
 
 
 def quote_name(name: str) -> str:
-    """A connection's name as a parameter: `>` and `-` are part of many, and clients send them bare."""
+    """Return a connection's name as a parameter. `>` and `-` are part of many names, and clients send them unquoted."""
     if not name:
-        raise ValueError("a connection without a name cannot be named in a command")
+        raise ValueError("the connection's name must not be empty")
     return name if re.fullmatch(r"[\w.>-]+", name) else quote(name)
 
 
 def _natural(name: str) -> list[tuple[bool, int, str]]:
-    """`2` before `10`, `1.2.1` before `1.10.1`."""
+    """Return a sort key that orders `2` before `10` and `1.2.1` before `1.10.1`."""
     return [(not part.isdecimal(), whole_number(part), part) for part in re.findall(r"\d+|\D+", name)]
 
 
 def _by_name(lines: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Fields by port; of `1.1.1:WX,NONE,NONE:INAS=IS,...` those after the last colon."""
+    """Return the fields of each port; in `1.1.1:WX,NONE,NONE:INAS=IS,...` those after the last colon."""
     return {line.partition(":")[0]: fields(line) for line in lines}
 
 
 def _status(found: dict[str, str]) -> PortStatus:
-    """Of both sides together: they share a number."""
+    """Return the status of both sides together, because they share a number."""
     if any(found.get(side, "OK") != "OK" for side in ("INOC", "OUTOC")):
         return PortStatus.FAILED
     if any(found.get(side, "").startswith("OOS-MA") for side in ("INAS", "OUTAS")):

@@ -1,9 +1,9 @@
-"""TL1 on the wire: bytes in, messages out. Pure; the sockets are in tl1_session.py.
+"""Parse a TL1 byte stream into messages. Pure; tl1_session.py has the sockets.
 
-A message is a line of identification, lines of text, and a terminator that stands first on a line: `;` ends it, `>` or
-`<` ends a part of it. Around messages there may be anything: prompts, echoed commands, banners, terminal control
-sequences. Autonomous messages come between the parts of a reply; even between its lines they are taken for what they
-are.
+A message is a line of identification, lines of text, and a terminator at the start of a line: `;` ends it, `>` or `<`
+ends a part of it. Other data may surround messages: prompts, echoed commands, banners, terminal control sequences.
+Autonomous messages may come between the parts of a reply, and even between its lines; they are recognized in both
+places.
 """
 
 import re
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 REPLY = "M"
 COMPLETED = "COMPLD"
-# A peer that never ends its line is not speaking TL1.
+# A peer that never ends its line is not a TL1 device.
 LONGEST_LINE = 1 << 20
 
 _PROMPT = r"[ \t]*(?:[\w.-]*[<>][ \t]*)?"
@@ -26,16 +26,16 @@ _LINE_END = re.compile(r"[\r\n]")
 
 @dataclass(slots=True)
 class Tl1Message:
-    """A reply to one command, its parts joined; an autonomous message; or an acknowledgement, after which the reply
-    itself is still to come (IP in progress, PF printout follows, OK begun) or never will (NA it is not known whether
-    the command was carried out, NG no good, RL repeat later)."""
+    """A reply to one command, its parts joined; an autonomous message; or an acknowledgement. After some
+    acknowledgements the reply follows (IP in progress, PF printout follows, OK begun), after others it does not (NA it
+    is not known whether the command was carried out, NG no good, RL repeat later)."""
 
     kind: str  # REPLY; A or an alarm (*C critical, ** major, *^ minor) of a report; the code of an acknowledgement
-    tag: str  # the CTAG of the command; of a report, its own
-    head: str = ""  # COMPLD, DENY, ... of a reply; the verb of a report, such as "REPT ALM CRS"
+    tag: str  # the CTAG of the command; for a report, its own tag
+    head: str = ""  # for a reply: COMPLD, DENY, ...; for a report: its verb, such as "REPT ALM CRS"
     lines: list[str] = field(default_factory=list)  # without the quotes around them
     code: str = ""  # of a refusal: four letters
-    text: str = ""  # what stood in comments
+    text: str = ""  # the text of comments
     in_comment: bool = field(default=False, compare=False)  # the last line left a comment open
 
     @property
@@ -48,7 +48,7 @@ class Tl1Message:
 
     @property
     def summary(self) -> str:
-        """What the device said, in one line."""
+        """The device's message, in one line."""
         comment = f"/* {self.text} */" if self.text else ""
         return " ".join(filter(None, (self.head, self.code, comment, *self.lines)))
 
@@ -66,17 +66,17 @@ class Tl1Message:
 
 
 class Tl1Framer:
-    """Feed it what arrives, in whatever pieces; it gives the messages that are complete."""
+    """Assembles messages from a byte stream that arrives in pieces of any size."""
 
     def __init__(self) -> None:
         self._terminal = Terminal()
-        self._rest = ""  # a line that has begun
+        self._rest = ""  # an unfinished line
         self._open: list[Tl1Message] = []  # innermost last: a report can come within a reply
         self._parts: dict[tuple[str, str], Tl1Message] = {}  # ended by a continuation mark
 
     @property
     def line_so_far(self) -> str:
-        """What stands after the last line end: a prompt, if the device waits for a command."""
+        """The text after the last line end: a prompt, if the device waits for a command."""
         return self._rest
 
     def feed(self, data: bytes) -> list[Tl1Message]:
@@ -99,7 +99,7 @@ class Tl1Framer:
         return messages
 
     def refusals(self) -> bytes:
-        """What to answer to the telnet options that the peer has asked for."""
+        """Return the answers to the telnet options that the peer requested."""
         return self._terminal.refusals()
 
     def _line(self, line: str, messages: list[Tl1Message]) -> None:
@@ -116,7 +116,7 @@ class Tl1Framer:
 
     def _begin(self, kind: str, tag: str, head: str) -> None:
         if self._open and (self._open[-1].kind, self._open[-1].tag) == (kind, tag):
-            return  # a device that repeats the identification on every page
+            return  # the device repeats the identification on every page
         begun = self._parts.pop((kind, tag)) if (kind, tag) in self._parts else Tl1Message(kind, tag, head)
         self._open.append(begun)
 
@@ -130,7 +130,7 @@ class Tl1Framer:
 
 _IAC, _DO, _DONT, _WONT = 255, 253, 254, 252
 _CONTROLS = bytes(set(range(0x20)) - set(b"\t\r\n"))
-# Telnet commands begin with 0xFF, a WILL or DO among them asks for an option; ANSI sequences begin with an escape.
+# Telnet commands begin with 0xFF; WILL and DO request an option. ANSI sequences begin with an escape.
 _TOKEN = re.compile(
     rb"""
     (?P<plain>[^\xff\x1b]+)
@@ -143,10 +143,10 @@ _TOKEN = re.compile(
 
 
 class Terminal:
-    """Takes from a stream what is for a terminal: telnet commands, escape sequences, control characters."""
+    """Removes terminal data from a stream: telnet commands, escape sequences, control characters."""
 
     def __init__(self) -> None:
-        self._rest = b""  # a command or sequence that is not complete
+        self._rest = b""  # an incomplete command or sequence
         self._refusals = bytearray()
 
     def feed(self, data: bytes) -> str:
@@ -169,8 +169,8 @@ def unescape(quoted: str) -> str:
 
 
 def fields(text: str) -> dict[str, str]:
-    """The values of `NAME=value,NAME="a, b"`; names in capitals. What precedes the first name, as the address in
-    `1.1.1:ALIAS=x`, is under ""."""
+    """Return the values of `NAME=value,NAME="a, b"`; names in capitals. Text before the first name, such as the address
+    in `1.1.1:ALIAS=x`, is under ""."""
     address = re.match(r"([^=:,]*):", text)
     found = {"": address[1]} if address else {}
     for match in re.finditer(r'(\w+)=("(?:[^"\\]|\\.)*"|[^,]*)', text[address.end() :] if address else text):
@@ -180,17 +180,17 @@ def fields(text: str) -> dict[str, str]:
 
 
 def quote(value: str) -> str:
-    """As a parameter of a command: in quotes where it holds what the grammar would take for itself."""
+    """Return a command parameter, in quotes if it contains characters of the grammar."""
     if re.fullmatch(r"[\w.@%+/-]*", value):
         return value
     return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 def whole_number(text: str) -> int:
-    """A number of at most nine digits; 0 for anything else."""
+    """Parse a number of at most nine digits; return 0 for anything else."""
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 0
 
 
 def measured(text: str) -> float | None:
-    """A measured value; None for NONE and the like."""
+    """Parse a measured value; return None for NONE and similar texts."""
     return float(text) if re.fullmatch(r"[+-]?\d{1,6}(?:\.\d{1,12})?", text) else None

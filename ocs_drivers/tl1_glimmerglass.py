@@ -1,13 +1,13 @@
 """Glimmerglass in TL1: connections from input n (10000 + n on the wire) to output m (20000 + m), in bulk.
 
-Known from working clients: ent-crs-fiber and dlt-crs-fiber with `&` lists, rtrv-crs-fiber of all, which lists every
-input with OPORTID=0 where it leads nowhere, CONNSTATE=steady of a connection that works and fault of one that does not,
-RTRV-CFG-FIBER with PORTHEALTH good or bad and PORTPRIV 0x0 of a port that must not be used, rtrv-port-power with
-PORTPOWER, and rtrv-system-info with LicensedPortMatrix, SerialNumber, ChassisType and SoftwareActiveVersion.
+Known from working clients: ent-crs-fiber and dlt-crs-fiber with `&` lists; rtrv-crs-fiber of all, which lists every
+input, with OPORTID=0 if it is not connected, and CONNSTATE=steady for a working connection, fault for a failed one;
+RTRV-CFG-FIBER with PORTHEALTH good or bad and PORTPRIV 0x0 for a port that must not be used; rtrv-port-power with
+PORTPOWER; and rtrv-system-info with LicensedPortMatrix, SerialNumber, ChassisType and SoftwareActiveVersion.
 
-Unverified: what CONNSTATE says while mirrors move (anything but steady, single and fault is taken for moving); any
-report at all (a line with IPORTID and OPORTID is taken for one on a connection); how long mirrors move; what becomes of
-connections at a restart; whether the list of dlt-crs-fiber has a limit.
+Unverified: the value of CONNSTATE while mirrors move (anything but steady and fault is treated as moving); all reports
+(a line with IPORTID and OPORTID is treated as one on a connection); how long mirrors move; the state of connections
+after a restart; whether the list of dlt-crs-fiber has a limit.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ _STATES = {"steady": CircuitState.TUNED, "fault": CircuitState.FAILED}
 
 
 class GlimmerglassTl1Wire(Tl1Wire):
-    """The verbs of a Glimmerglass."""
+    """Implements the verbs for a Glimmerglass."""
 
     default_port = 10034
     default_reconfiguration_s = 0.020  # unverified
@@ -48,7 +48,7 @@ class GlimmerglassTl1Wire(Tl1Wire):
         sides = parse_size(self._system.get("LICENSEDPORTMATRIX", ""))
         if sides is None:
             raise DriverPermanent(
-                "the device does not tell its size", command="rtrv-system-info", answer=str(self._system)
+                "the device does not report its size", command="rtrv-system-info", answer=str(self._system)
             )
         self.ingress, self.egress = sides[1], range(1, len(sides[2]) + 1)
 
@@ -61,7 +61,8 @@ class GlimmerglassTl1Wire(Tl1Wire):
         )
 
     async def read_ports(self) -> Sequence[PortState]:
-        """An input and an output of one number are one port: as bad as the worse side, with the power of the input."""
+        """Return the ports. An input and an output with the same number are one port, with the worse status of the two
+        and the power of the input."""
         sides = [fields(line) for line in await self.ask("RTRV-CFG-FIBER::all:<ctag>;")]
         powers = [fields(line) for line in await self.ask("rtrv-port-power::all:<ctag>;")]
         dbm = {_port(found, "PORTID"): measured(found.get("PORTPOWER", "")) for found in powers}
@@ -86,7 +87,7 @@ class GlimmerglassTl1Wire(Tl1Wire):
         return circuits
 
     async def set(self, action: Action, pairs: Sequence[CrossConnect]) -> None:
-        # To dlt-crs-fiber `all` means every connection: numbers never spell it, and `port_list` refuses a list of none.
+        # For dlt-crs-fiber `all` means every connection. Numbers never spell it, and `port_list` refuses an empty list.
         await self.order_in_lines(pairs, _SETTERS[action], INPUT, OUTPUT)
 
     def meaning(self, verb: str, line: str) -> tuple[EventKind, int | None, CrossConnect | None]:
@@ -99,7 +100,7 @@ class GlimmerglassTl1Wire(Tl1Wire):
 
 
 def _port(found: dict[str, str], name: str) -> int:
-    """0: none."""
+    """Return a port number; 0 if there is none."""
     return whole_number(found.get(name, ""))
 
 
@@ -116,6 +117,6 @@ def _status(found: dict[str, str]) -> PortStatus:
 
 
 def _worse(*sides: PortStatus | None) -> PortStatus:
-    """Of an input and an output; None: there is none of this number."""
+    """Return the worse status of an input and an output; None means that the side does not exist."""
     order = (PortStatus.FAILED, PortStatus.DISABLED, PortStatus.ENABLED)
     return next((status for status in order if status in sides), PortStatus.FAILED)

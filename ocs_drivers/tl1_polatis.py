@@ -1,13 +1,13 @@
 """Polatis (HUBER+SUHNER) in TL1: patches from ingress 1..N to egress N+1..N+M, in bulk.
 
 Known from working clients: ENT-PATCH with `&` lists, DLT-PATCH by ingress port, RTRV-PATCH lines `11,28`,
-RTRV-PORT-SHUTTER lines `1:OPEN` and `1:CLOSED`, RTRV-NETYPE `vendor,model,type,version`, RTRV-EQPT of SYSTEM's SIZE and
-of BOOT's MODE, RTRV-INV of OCS for the serial number, RTRV-PORT-POWER lines `1:-3.2`, RLS-ARC-EQPT and OPR-ARC-EQPT of
-REPMGR to let reports through and to hold them back, and a report that says `Port 1 disabled`.
+RTRV-PORT-SHUTTER lines `1:OPEN` and `1:CLOSED`, RTRV-NETYPE `vendor,model,type,version`, RTRV-EQPT for SIZE of SYSTEM
+and MODE of BOOT, RTRV-INV of OCS for the serial number, RTRV-PORT-POWER lines `1:-3.2`, RLS-ARC-EQPT and OPR-ARC-EQPT
+of REPMGR to enable and suppress reports, and a report that reads `Port 1 disabled`.
 
-Unverified: the size of any-to-any devices (read as `32xCC`); a shutter state other than OPEN and CLOSED (taken for a
-failed port); the form of RTRV-INV's line (its last field is taken); reports on patches (a line with `11,28` is taken
-for one); how long a line may be; whether RTRV-PATCH lists a patch while it moves (it is taken to be in place).
+Unverified: the size of any-to-any devices (read as `32xCC`); a shutter state other than OPEN and CLOSED (treated as a
+failed port); the form of RTRV-INV's line (its last field is used); reports on patches (a line with `11,28` is treated
+as one); the longest accepted line; whether RTRV-PATCH lists a patch while it moves (it is assumed to be in place).
 """
 
 import re
@@ -37,7 +37,7 @@ _STATUS = {"OPEN": PortStatus.ENABLED, "CLOSED": PortStatus.DISABLED}
 
 
 class PolatisTl1Wire(Tl1Wire):
-    """The verbs of a Polatis."""
+    """Implements the verbs for a Polatis."""
 
     default_port = 3082
     default_reconfiguration_s = 0.025  # the paper's table 2
@@ -48,11 +48,11 @@ class PolatisTl1Wire(Tl1Wire):
         self._connectivity = Connectivity.INGRESS_EGRESS
 
     async def attach(self) -> None:
-        """Its size, and whether patches survive a restart."""
+        """Read the size of the switch, and whether patches survive a restart."""
         told = " ".join(await self.ask("RTRV-EQPT::SYSTEM:<ctag>:::PARAMETER=SIZE;"))
         size = re.search(r"SIZE=(\w+)", told, re.IGNORECASE)
         if size is None or (sides := parse_size(size[1])) is None:
-            raise DriverPermanent("the device does not tell its size", command="RTRV-EQPT::SYSTEM", answer=told)
+            raise DriverPermanent("the device does not report its size", command="RTRV-EQPT::SYSTEM", answer=told)
         self._connectivity, self.ingress, self.egress = sides
         mode = await self._if_known("RTRV-EQPT::BOOT:<ctag>:::PARAMETER=MODE;")
         if said := re.search(r"MODE=(DARK|RESTORE)", mode, re.IGNORECASE):
@@ -90,8 +90,8 @@ class PolatisTl1Wire(Tl1Wire):
         return [DeviceCircuit(pair) for pair in sorted(pairs)]
 
     async def set(self, action: Action, pairs: Sequence[CrossConnect]) -> None:
-        # To DLT-PATCH no list at all, and ALL, mean every patch: `port_list` refuses the one, numbers never spell the
-        # other.
+        # For DLT-PATCH an empty list, and ALL, mean every patch: `port_list` refuses the former, numbers never spell
+        # the latter.
         await self.order_in_lines(pairs, _SETTERS[action])
 
     def meaning(self, verb: str, line: str) -> tuple[EventKind, int | None, CrossConnect | None]:
@@ -102,14 +102,14 @@ class PolatisTl1Wire(Tl1Wire):
         return EventKind.ALARM, None, None
 
     async def _if_known(self, command: str) -> str:
-        """The first line of the answer; empty where the device does not know the command."""
+        """Return the first line of the answer; empty if the device does not support the command."""
         try:
             return next(iter(await self.ask(command)), "")
         except Tl1Denied:
             return ""
 
     def _in_order(self, one: int, other: int) -> CrossConnect:
-        """Ingress first, however it is listed."""
+        """Return the pair with the ingress port first, in whichever order it is listed."""
         if self.ingress != self.egress and one in self.egress and other in self.ingress:
             return CrossConnect(other, one)
         return CrossConnect(one, other)

@@ -1,4 +1,4 @@
-"""One TCP connection that speaks TL1: commands out, their replies matched by CTAG, reports handed on."""
+"""One TCP connection with a TL1 device: sends commands, matches replies by CTAG, and forwards reports."""
 
 import asyncio
 import logging
@@ -10,12 +10,12 @@ from ocs_drivers.tl1_framing import REPLY, Tl1Framer, Tl1Message
 
 logger = logging.getLogger(__name__)
 
-# TL1 gives a CTAG six characters.
+# A TL1 CTAG has at most six characters.
 LAST_CTAG = 999_999
 
 
 class Tl1Denied(DriverPermanent):
-    """The device refused. The reply is kept: dialects look at its words."""
+    """Raised when the device refuses a command. Dialects inspect the reply."""
 
     def __init__(self, reply: Tl1Message, command: str) -> None:
         super().__init__("the device refused", command=command, answer=reply.summary)
@@ -23,13 +23,13 @@ class Tl1Denied(DriverPermanent):
 
 
 def ctags() -> Iterator[str]:
-    """No number twice while a reply to it may still be on its way."""
+    """Yield CTAGs; a number is not repeated while a reply to it may still arrive."""
     while True:
         yield from (str(number) for number in range(1, LAST_CTAG + 1))
 
 
 class Tl1Session:
-    """Opened once. Several commands may be under way, though the driver sends one at a time."""
+    """One connection, opened once. It supports several concurrent commands, though the driver sends one at a time."""
 
     def __init__(
         self, ctag: Iterator[str], on_report: Callable[[Tl1Message], None], on_loss: Callable[[], None]
@@ -39,8 +39,8 @@ class Tl1Session:
         self._on_loss = on_loss
         self._waiting: dict[str, asyncio.Future[Tl1Message]] = {}
         self._framer = Tl1Framer()
-        self._has_received = asyncio.Event()  # more, or the end
-        self.lost = ""  # why there is no connection any more
+        self._has_received = asyncio.Event()  # set on new data and at the end
+        self.lost = ""  # why the connection ended
 
     async def open(self, host: str, port: int) -> None:
         try:
@@ -58,8 +58,9 @@ class Tl1Session:
             await self._has_received.wait()
 
     async def execute(self, command: str, *, is_setter: bool = False, shown: str = "") -> Tl1Message:
-        """Send a command, `<ctag>` in it replaced, and await its reply. Raises Denied, Retryable where it was certainly
-        not carried out or only asked a question, and OutcomeUnknown. `shown` replaces it in errors."""
+        """Send a command, with `<ctag>` replaced, and return its reply. Raises Tl1Denied on a refusal, DriverRetryable
+        for a query or a setter that was certainly not carried out, and DriverOutcomeUnknown otherwise. `shown` replaces
+        the command in errors."""
         ctag = next(self._ctag)
         line = command.replace("<ctag>", ctag, 1)
         shown = shown or line
@@ -77,7 +78,7 @@ class Tl1Session:
         finally:
             self._waiting.pop(ctag, None)
             if reply.done() and not reply.cancelled():
-                reply.exception()  # seen, even where drain failed first
+                reply.exception()  # mark it as retrieved, even if drain failed first
         match answer.kind:
             case "RL":
                 raise DriverRetryable("the device is busy: repeat later", command=shown, answer=answer.kind)
@@ -85,7 +86,7 @@ class Tl1Session:
                 wrong = "the device cannot carry this out in its state"
                 raise DriverPermanent(wrong, command=shown, answer=answer.kind)
             case "NA":
-                raise unclear("the device does not know what became of it", command=shown, answer=answer.kind)
+                raise unclear("the device reports an unknown outcome", command=shown, answer=answer.kind)
         if not answer.done:
             raise Tl1Denied(answer, shown)
         return answer
@@ -112,9 +113,9 @@ class Tl1Session:
                 self._has_received.set()
         except OSError as error:
             reason = reason_of(error)
-        except Exception as error:  # a defect in how its messages are read
-            logger.exception("a TL1 session ends, its messages cannot be read")
-            reason = f"its messages cannot be read: {error}"
+        except Exception as error:  # a defect in the parsing of its messages
+            logger.exception("TL1 session closed: its messages cannot be parsed")
+            reason = f"its messages cannot be parsed: {error}"
         self._lose(reason)
         self._writer.close()
         self._on_loss()
@@ -125,8 +126,8 @@ class Tl1Session:
             return
         waiting = self._waiting.get(message.tag)
         if waiting is None or waiting.done():
-            return  # to a command that nobody waits for any more
-        if message.kind in (REPLY, "NA", "NG", "RL"):  # after the other acknowledgements a reply comes
+            return  # the command's caller no longer waits
+        if message.kind in (REPLY, "NA", "NG", "RL"):  # the other acknowledgements are followed by a reply
             waiting.set_result(message)
 
     def _lose(self, reason: str) -> None:

@@ -1,6 +1,6 @@
-"""What all TL1 switches have in common: options, sessions, login, reports, bulk commands cut into lines.
+"""The common parts of all TL1 switches: options, sessions, login, reports, and bulk commands split into lines.
 
-A vendor's verbs are a subclass of `Tl1Wire`, each in its own file, which also states what of them is known and what is
+A subclass of `Tl1Wire` has the verbs of a vendor. Each is in its own file, which also states what is known and what is
 assumed.
 """
 
@@ -41,7 +41,7 @@ from ocs_drivers.tl1_session import Tl1Denied, Tl1Session, ctags
 
 AGENT_PORT = 3083  # of Calient: telnet, with a prompt
 AGENT_PROMPT = "agent>"
-# A session of ours that broke may count for a while on a device that allows few.
+# A broken session may still count on a device that allows few.
 LOGIN_ATTEMPTS = 6
 LOGIN_PAUSE_S = 0.05
 
@@ -56,11 +56,11 @@ class DialectName(StrEnum):
 
 
 class Tl1Messages(StrEnum):
-    """What to do about autonomous messages. They never disturb a reply."""
+    """The treatment of autonomous messages. They never disturb a reply."""
 
-    AS_IS = "as_is"  # leave the device's setting as it is, and drop them
-    SILENCE = "silence"  # ask the device to send none
-    WATCH = "watch"  # ask the device to send them, and report them as events
+    AS_IS = "as_is"  # keep the device's setting, and discard the messages
+    SILENCE = "silence"  # request that the device sends none
+    WATCH = "watch"  # request that the device sends them, and report them as events
 
 
 def _is_names(value: object) -> bool:
@@ -91,14 +91,14 @@ class Tl1Options(DriverOptions):
         elif len(set(self.port_names)) < len(self.port_names):
             wrong.append(f"port_names: must not name a port twice, got {list(self.port_names)}")
         if self.port_power is True and self.dialect != DialectName.POLATIS:
-            wrong.append("port_power: is an option of dialect polatis, the others tell, got True")
+            wrong.append("port_power: is an option of dialect polatis; other dialects report power, got True")
         return wrong
 
 
 class Tl1Wire(SwitchWire):
-    """The `base.SwitchWire` of one device: a session at a time, and a dialect that lasts."""
+    """The `base.SwitchWire` of one device: one session at a time, and a dialect that is fixed."""
 
-    capabilities: SwitchCapabilities  # of the dialect; those of the device once it is made
+    capabilities: SwitchCapabilities  # class attribute: of the dialect; instance attribute: of the device
     default_port: ClassVar[int]
     default_reconfiguration_s: ClassVar[float]
 
@@ -107,7 +107,7 @@ class Tl1Wire(SwitchWire):
         self._options = options
         self.host, self.port = split_address(options.address, self.default_port)
         is_agent = (options.dialect, self.port) == (DialectName.CALIENT, AGENT_PORT)
-        self.prompt = options.prompt or (AGENT_PROMPT if is_agent else "")  # to wait for before the login
+        self.prompt = options.prompt or (AGENT_PROMPT if is_agent else "")  # awaited before the login
         self._clock = clock
         self._ctags = ctags()
         self._open_session: Tl1Session | None = None
@@ -117,14 +117,14 @@ class Tl1Wire(SwitchWire):
 
     @abstractmethod
     async def attach(self) -> None:
-        """Read what must be known before any other verb, the ranges of ports included."""
+        """Read the data that the other verbs need, including the ranges of ports."""
 
     async def let_report(self, is_wanted: bool) -> None:
-        """Ask the device to send reports, or to send none."""
+        """Request that the device sends reports, or stops sending them."""
 
     @abstractmethod
     def meaning(self, verb: str, line: str) -> tuple[EventKind, int | None, CrossConnect | None]:
-        """What one line of a report is about."""
+        """Return the subject of one line of a report."""
 
     async def open(self) -> None:
         for attempt in range(LOGIN_ATTEMPTS):
@@ -137,7 +137,7 @@ class Tl1Wire(SwitchWire):
                 await self.close()
                 if attempt + 1 == LOGIN_ATTEMPTS:
                     raise DriverRetryable(
-                        "the device has no session left", command=refusal.command, answer=refusal.answer
+                        "the device allows no more sessions", command=refusal.command, answer=refusal.answer
                     ) from refusal
         await self.attach()
         if self._options.messages is not Tl1Messages.AS_IS:
@@ -160,7 +160,7 @@ class Tl1Wire(SwitchWire):
             self._listeners.remove(queue)
 
     async def ask(self, command: str) -> list[str]:
-        """Return the lines of the answer to a question."""
+        """Send a query and return the lines of its answer."""
         return (await self._session.execute(command)).lines
 
     async def order(self, command: str) -> None:
@@ -169,8 +169,8 @@ class Tl1Wire(SwitchWire):
     async def order_in_lines(
         self, pairs: Sequence[CrossConnect], form: str, ingress_offset: int = 0, egress_offset: int = 0
     ) -> None:
-        """Send a bulk command of the form, `{0}` the ingress ports and `{1}` the egress ports, in as many lines as the
-        option `line_limit` asks for."""
+        """Send a bulk command of this form, with `{0}` for the ingress ports and `{1}` for the egress ports, in as many
+        lines as the option `line_limit` requires."""
 
         def line(pairs: Sequence[CrossConnect]) -> str:
             ingress = port_list([pair.ingress_port + ingress_offset for pair in pairs])
@@ -183,7 +183,7 @@ class Tl1Wire(SwitchWire):
             except DriverRetryable as error:
                 if not index:
                     raise
-                raise partly_done(f"{index} of {len(lines)} parts were sent before", error) from error
+                raise partly_done(f"{index} of {len(lines)} lines were carried out before the error", error) from error
 
     def facts(
         self, *, vendor: str, model: str, serial: str, software: str, connectivity: Connectivity | None = None
@@ -231,7 +231,7 @@ class Tl1Wire(SwitchWire):
             self._publish(kind, " ".join(filter(None, (report.head, line))), port, pair)
 
     def _on_loss(self) -> None:
-        self._publish(EventKind.ALARM, "the session with the device ended: events are lost until it is used again")
+        self._publish(EventKind.ALARM, "the session with the device ended: events are lost until its next use")
 
     def _publish(self, kind: EventKind, text: str, port: int | None = None, pair: CrossConnect | None = None) -> None:
         event = SwitchEvent(self._clock.now_s(), kind, text, port, pair)
@@ -240,16 +240,17 @@ class Tl1Wire(SwitchWire):
 
 
 class _NoPlace(Tl1Denied):
-    """Login refused because of other sessions."""
+    """Raised when a login is refused because of other sessions."""
 
 
 def partly_done(what: str, error: DriverRetryable) -> DriverOutcomeUnknown:
-    """Return what to raise where a later part of a setter failed: after the first, nothing can be called untouched."""
+    """Return the error to raise when a later part of a setter failed. The outcome is unknown, because earlier parts
+    took effect."""
     return DriverOutcomeUnknown(f"{what}: {error.message}", command=error.command, answer=error.answer)
 
 
 def port_list(ports: Sequence[int]) -> str:
-    """`1&2&3`; raises ValueError where there are none, for an empty list means all of them on some devices."""
+    """Format a port list, `1&2&3`. Raises ValueError for an empty list, which some devices take as all ports."""
     if not ports:
-        raise ValueError("a setter with an empty list: on some devices that means every circuit")
+        raise ValueError("the list must not be empty: some devices take an empty list as every circuit")
     return "&".join(map(str, ports))

@@ -1,4 +1,4 @@
-"""The driver `virtual`: a switch in this very process that behaves like one, see emulators/base.py.
+"""The driver `virtual`: an emulated switch in the driver's own process; see emulators/base.py.
 
 `VirtualSwitchWire` is a session with an `EmulatedDevice`, which outlives every session and every driver.
 """
@@ -26,7 +26,7 @@ from ocs_drivers.options import ConfiguredSwitch, DriverOptions, Flag, SecondsOr
 
 
 class VirtualSwitchWire(SwitchWire):
-    """A session with an `EmulatedDevice`: the `base.SwitchWire` of it."""
+    """A `base.SwitchWire` over a session with an `EmulatedDevice`."""
 
     def __init__(self, model: EmulatedDevice, *, bulk: bool = True) -> None:
         self.capabilities = SwitchCapabilities(
@@ -56,7 +56,7 @@ class VirtualSwitchWire(SwitchWire):
     async def set(self, action: Action, pairs: Sequence[CrossConnect]) -> None:
         self._check_session()
         if not pairs:
-            raise ValueError("a setter with an empty list: on some devices that means every circuit")
+            raise ValueError("the list must not be empty: some devices take an empty list as every circuit")
         command = f"{'connect' if action is Action.ADD else 'disconnect'} {' '.join(map(str, pairs))}"
         try:
             await self._model.set(action, pairs, command)
@@ -71,7 +71,7 @@ class VirtualSwitchWire(SwitchWire):
         try:
             while True:
                 try:
-                    # What the schedule has due comes about even if nobody else is asking.
+                    # Scheduled faults take effect on time even without other calls.
                     yield await within(self._model.clock, min(self._model.advance(), 3600.0), queue.get())
                 except TimeoutError:
                     continue
@@ -80,7 +80,7 @@ class VirtualSwitchWire(SwitchWire):
 
     def _check_session(self) -> None:
         if not self._model.is_alive(self._session):
-            raise DriverRetryable("the session is dead", after_s=0.0)
+            raise DriverRetryable("the session is closed", after_s=0.0)
 
 
 def _is_even(value: object) -> bool:
@@ -104,8 +104,8 @@ class VirtualOptions(DriverOptions):
 
 
 class VirtualSwitch(ConfiguredSwitch, options=VirtualOptions):
-    """The driver `virtual`: a device in this very process. `ports` are numbered from 1; an ingress_egress device has
-    the first half on the ingress side and the second half on the egress side."""
+    """The driver `virtual`: a device in the driver's own process. `ports` are numbered from 1. An ingress_egress device
+    has the first half on the ingress side and the second half on the egress side."""
 
     def _make_wire(self, options: VirtualOptions, clock: DeviceClock) -> VirtualSwitchWire:
         any_to_any = options.connectivity is Connectivity.ANY_TO_ANY

@@ -1,1 +1,2 @@
-"""Servers that speak the protocols of real switches on real sockets, quirks included: to develop and test against."""
+"""Emulators of real switches: servers of their protocols on real sockets, quirks included, for development and
+tests."""

@@ -1,9 +1,9 @@
-"""What all emulators share: the device behind the protocol, its servers, and what goes wrong between the two.
+"""The common parts of all emulators: the device behind the protocol, its servers, and injected faults.
 
-An emulator is a server of one protocol in front of an `EmulatedDevice`, which behaves like glass: mirrors take time,
-stick and fail, restarts forget. It speaks as the protocol's manual says, and hands setters to `set`, which plays the
-faults that a schedule or a test has injected: refusals, bulk commands taken in part, answers held back, connections
-broken before or after a command. Time comes from the clock, randomness from the seed.
+An emulator is a server of one protocol in front of an `EmulatedDevice`, which models the optics: mirrors take time,
+stick and fail, and restarts clear circuits. The emulator implements the protocol's manual and passes setters to `set`,
+which applies the faults that a schedule or a test has injected: refusals, bulk commands applied in part, delayed
+answers, connections broken before or after a command. Time comes from the clock, randomness from the seed.
 """
 
 import asyncio
@@ -33,18 +33,18 @@ from ocs_drivers.model import (
     SwitchFacts,
 )
 
-LONGEST_INPUT_BYTES = 1 << 20  # of a line
+LONGEST_INPUT_BYTES = 1 << 20  # per line
 LIT_DBM = -2.0
 DARK_DBM = -40.0
 
 
 class ConnectionBroken(Exception):
-    """The connection that a command came by must break now, without an answer."""
+    """Raised when the connection of a command must be closed now, without an answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class DevicePanel:
-    """The device to emulate. Each family numbers its ports as it does, see `Emulator.facts`."""
+    """The parameters of the device to emulate. Each family has its own port numbering, see `Emulator.facts`."""
 
     ingress_ports: int = 32
     egress_ports: int = 32
@@ -57,8 +57,8 @@ class DevicePanel:
     def facts(
         self, vendor: str, model: str, serial: str, software: str, *, any_to_any: bool = False, first: int = 1
     ) -> SwitchFacts:
-        """A device with these ports, its egress side numbered after its ingress side; or any to any, with as many ports
-        as it has on the ingress side."""
+        """Return the facts of a device with these ports. The egress side is numbered after the ingress side; an
+        any-to-any device has as many ports as the ingress side."""
         ingress = range(first, first + self.ingress_ports)
         return SwitchFacts(
             vendor=vendor,
@@ -73,27 +73,29 @@ class DevicePanel:
         )
 
     def mirrored_facts(self, vendor: str, model: str, serial: str, software: str) -> SwitchFacts:
-        """As `facts`, of a device that uses the same numbers on both sides: as many as the longer side has."""
+        """Return facts as `facts` does, for a device that uses the same numbers on both sides: as many as the longer
+        side has."""
         side = range(1, max(self.ingress_ports, self.egress_ports) + 1)
         return replace(self.facts(vendor, model, serial, software), ingress_ports=side, egress_ports=side)
 
 
 def calient_port(port: int) -> str:
-    """The name of a port of a Calient, eight to a row, eight rows to a shelf: 1 is `1.1.1`, 9 `1.2.1`, 65 `2.1.1`."""
+    """Return the name of a Calient port, with eight ports per row and eight rows per shelf: 1 is `1.1.1`, 9 `1.2.1`, 65
+    `2.1.1`."""
     return f"{(port - 1) // 64 + 1}.{(port - 1) // 8 % 8 + 1}.{(port - 1) % 8 + 1}"
 
 
 class EmulatedDevice:
-    """Ports, mirrors and fibres, and a record of the setters that reached them. Like many real devices it re-routes a
-    port in use without a word."""
+    """The emulated ports, mirrors and fibres, with a record of the received setters. Like many real devices, it
+    silently re-routes a port in use."""
 
     def __init__(self, facts: SwitchFacts, panel: DevicePanel, clock: DeviceClock | None = None) -> None:
         self.facts = facts
         self.clock = clock or SystemClock()
         self.switched_on_s = self.clock.now_s()
-        self.setters: list[str] = []  # as received: what a driver sends is counted here
-        self.on_setter: Callable[[str], None] | None = None  # is told of each, as it is received
-        self.holding_back = asyncio.Event()  # set once an answer is being held back
+        self.setters: list[str] = []  # as received, so that tests can count them
+        self.on_setter: Callable[[str], None] | None = None  # called with each setter on receipt
+        self.holding_back = asyncio.Event()  # set once an answer is being delayed
         self._rng = random.Random(panel.seed)
         self._jitter_s = panel.jitter_s
         self._due = list(panel.schedule.due)
@@ -104,16 +106,16 @@ class EmulatedDevice:
         self._unplugged: set[int] = set()
         self._next_setter: list[DeviceFault] = []
         self._listeners: list[asyncio.Queue[SwitchEvent]] = []
-        self._session = 0  # counts up; a session with an older number is dead
+        self._session = 0  # increases; a session with an older number is closed
 
     @property
     def present(self) -> set[CrossConnect]:
-        """The circuits that are there, in place or moving."""
+        """The present circuits, in place or moving."""
         return set(self._tuned_at_s)
 
     def session(self) -> int:
-        """The number of a session that begins now. It is dead, and its connection to be closed, once `is_alive` says
-        so: the device has restarted."""
+        """Return the number of a new session. Once `is_alive` returns False for it, the device has restarted and the
+        session's connection must be closed."""
         self.advance()
         return self._session
 
@@ -122,22 +124,22 @@ class EmulatedDevice:
         return session == self._session
 
     async def set(self, action: Action, pairs: Sequence[CrossConnect], command: str) -> None:
-        """Carry out one setter that came as `command`. Raises Permanent, with the device's words as `answer`, where the
-        glass refuses (what came before it in the list is taken), and ConnectionBroken as the faults say."""
+        """Carry out one setter, received as `command`. Raises DriverPermanent, with the device's message as `answer`,
+        if the device refuses (earlier items of the list are applied), and ConnectionBroken as injected."""
         await self._carry_out(command, partial(self.add if action is Action.ADD else self.remove, pairs))
 
     async def replace(self, pairs: Sequence[CrossConnect], command: str) -> None:
-        """As `set`, for a setter that leaves these cross-connects and no others."""
+        """Carry out a setter that leaves exactly these cross-connects. Raises as `set` does."""
         gone = sorted(self.present.difference(pairs))
         new = [pair for pair in pairs if pair not in self.present]
         await self._carry_out(command, partial(self.remove, gone), partial(self.add, new))
 
     async def enable(self, ports: Sequence[int], is_enabled: bool, command: str) -> None:
-        """As `set`, for a setter that enables or disables ports. A port that has failed stays so."""
+        """Carry out a setter that enables or disables ports. A failed port stays failed. Raises as `set` does."""
         await self._carry_out(command, partial(self._enable, ports, is_enabled))
 
     def where_does(self, port: int) -> int | None:
-        """The port that light from `port` goes to, once the mirrors are in place; None: nowhere."""
+        """Return the port that light from `port` reaches, once the mirrors are in place; None if it reaches none."""
         for pair, at_s in self._tuned_at_s.items():
             if at_s <= self.clock.now_s() and port in pair.ports:
                 return pair.egress_port if port == pair.ingress_port else pair.ingress_port
@@ -147,9 +149,9 @@ class EmulatedDevice:
         return [DeviceCircuit(pair, self._state(pair), self._lit(pair)) for pair in sorted(self._tuned_at_s)]
 
     def listed(self, *, late: bool = False) -> list[DeviceCircuit]:
-        """The circuits as a switch lists them that has no word for moving mirrors: at once when commanded, and no more
-        when they are not in place after the stated time, jitter included, until they are. With `late`, only once they
-        are in place."""
+        """Return the circuits as a switch without a state for moving mirrors lists them. A circuit is listed as soon as
+        it is commanded. One that is not in place after the stated time, jitter included, is not listed until it is.
+        With `late`, a circuit is listed only once it is in place."""
         self.advance()
         since_s = self.clock.now_s() - self.facts.reconfiguration_s - self._jitter_s
         return [
@@ -164,7 +166,8 @@ class EmulatedDevice:
         return [PortState(port, status, LIT_DBM if port in lit else DARK_DBM) for port, status in self._status.items()]
 
     def add(self, pairs: Sequence[CrossConnect]) -> None:
-        """Take the pairs in order, up to the first that is refused; raises Permanent with the device's words for it."""
+        """Connect the pairs in order, up to the first that is refused. Raises DriverPermanent with the device's message
+        for it."""
         for pair in self._taken_part(pairs):
             for port in (pair.ingress_port, pair.egress_port):
                 if self._status.get(port) is not PortStatus.ENABLED:
@@ -181,7 +184,7 @@ class EmulatedDevice:
         self._complain_about_rest(pairs)
 
     def inject(self, fault: DeviceFault) -> None:
-        """Let this go wrong now, or with the next setter."""
+        """Inject a fault that takes effect now or with the next setter."""
         port = fault.port
         if port is not None and port not in self._status:
             raise ValueError(f"port must be one of the device's, got {port}")
@@ -198,19 +201,19 @@ class EmulatedDevice:
             self._set_status(port, fault.kind)
 
     def advance(self) -> float:
-        """Let everything happen that the schedule has due by now; seconds until the next, inf if there is none."""
+        """Apply all scheduled faults that are due. Return the seconds until the next; inf if there is none."""
         age_s = self.clock.now_s() - self.switched_on_s
         while self._due and self._due[0][0] <= age_s:
             self.inject(self._due.pop(0)[1])
         return self._due[0][0] - age_s if self._due else math.inf
 
     def moving_s(self) -> float:
-        """Seconds until the next mirror that moves is in place; inf if none will be."""
+        """Return the seconds until the next moving mirror is in place; inf if none will be."""
         now_s = self.clock.now_s()
         return min((at_s - now_s for at_s in self._tuned_at_s.values() if at_s > now_s), default=math.inf)
 
     def taken(self, *kinds: DeviceFaultKind) -> DeviceFault | None:
-        """The first pending fault of these kinds, which is then spent."""
+        """Return and consume the first pending fault of these kinds."""
         for fault in self._next_setter:
             if fault.kind in kinds:
                 self._next_setter.remove(fault)
@@ -226,7 +229,7 @@ class EmulatedDevice:
         self._listeners.remove(queue)
 
     async def _carry_out(self, command: str, *steps: Callable[[], None]) -> None:
-        """Take the steps of one setter, with the faults that wait for a setter."""
+        """Carry out the steps of one setter, applying the faults injected for the next setter."""
         self.setters.append(command)
         if self.on_setter is not None:
             self.on_setter(command)
@@ -317,12 +320,13 @@ def address_text(host: str, port: int) -> str:
 
 
 def address_of(server: asyncio.Server) -> str:
-    """Return where a server listens, as `HOST:PORT`."""
+    """Return the address where a server listens, as `HOST:PORT`."""
     return address_text(*server.sockets[0].getsockname()[:2])
 
 
 class EmulatedTcpServer(ABC):
-    """Serves every connection in a task of its own, until its client has gone, the faults break it or it is stopped."""
+    """A TCP server with one task per connection, which runs until the client disconnects, a fault breaks it or it is
+    stopped."""
 
     def __init__(self) -> None:
         self._server: asyncio.Server | None = None
@@ -330,7 +334,7 @@ class EmulatedTcpServer(ABC):
 
     @abstractmethod
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one connection. Raises ConnectionBroken where it is to break without another byte."""
+        """Serve one connection. Raises ConnectionBroken to close it without another byte."""
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
         self._server = await asyncio.start_server(self._accept, host, port, limit=LONGEST_INPUT_BYTES)
@@ -357,12 +361,12 @@ class EmulatedTcpServer(ABC):
 
 
 class Emulator(Protocol):
-    """One server. Made as `SomeEmulator(panel, clock=None, **quirks)`; construction opens nothing."""
+    """One emulated server, made as `SomeEmulator(panel, clock=None, **quirks)`. Construction opens no socket."""
 
     device: EmulatedDevice
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
-        """Listen; the address to give to a driver, `HOST:PORT`. Port 0: one that is free."""
+        """Listen, and return the address for a driver as `HOST:PORT`. Port 0 selects a free port."""
         ...
 
     async def stop(self) -> None:

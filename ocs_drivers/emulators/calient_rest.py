@@ -1,4 +1,4 @@
-"""The emulator `calient_rest`: a Calient S-series switch's REST interface, as far as cross-connects and ports go.
+"""The emulator `calient_rest`: the REST interface of a Calient S-series switch, limited to cross-connects and ports.
 
 Answers have the members that clients of real switches read (see ocs_drivers/calient_rest.py). Failures are in bodies
 with HTTP 200.
@@ -28,13 +28,14 @@ Item = Mapping[str, object]
 
 
 class ItemFailed(Exception):
-    """One item failed; the answer is HTTP 200 all the same."""
+    """Raised when one item fails; the answer still has HTTP 200."""
 
 
 class CalientQuirks(CheckedOptions):
-    """`bulk_s` and `conflict_s`, how long a set takes, and one for which the switch takes down what is in the way
-    (up to 0.2 and 0.5 s by the manual); `chunked` answers; `user` and `password`: Basic authentication and then a
-    cookie, which is good for `cookie_uses` requests (0: for ever); of `sessions` cookies at most, the oldest goes."""
+    """Quirks. `bulk_s` and `conflict_s` are the times for a set without and with circuits that the switch must remove
+    (up to 0.2 and 0.5 s by the manual). `chunked` selects chunked answers. `user` and `password` require Basic
+    authentication and then a cookie, valid for `cookie_uses` requests (0: unlimited); of more than `sessions` cookies
+    the oldest expires."""
 
     bulk_s: Number = 0.2
     conflict_s: Number = 0.5
@@ -46,16 +47,17 @@ class CalientQuirks(CheckedOptions):
 
 
 class CalientRestEmulator(EmulatedHttpServer):
-    """A switch with `CalientQuirks`."""
+    """A Calient switch with `CalientQuirks`."""
 
     def __init__(self, panel: DevicePanel, clock: DeviceClock | None = None, **quirks: Any) -> None:
         self._quirks = CalientQuirks.read(quirks, prefix="")
         super().__init__("application/json", chunked=self._quirks.chunked)
         self.device = EmulatedDevice(_facts(panel), panel, clock)
         self._names = PortNames(map(calient_port, self.device.facts.ingress_ports))
-        self._cookies: dict[str, tuple[int, int]] = {}  # by value: the device's session, and requests so far
+        # by value: the device's session, and the number of requests so far
+        self._cookies: dict[str, tuple[int, int]] = {}
         self._given = 0
-        self._both_ways: set[frozenset[int]] = set()  # pairs that were made as one connection
+        self._both_ways: set[frozenset[int]] = set()  # pairs made as one two-way connection
         self._groups: dict[str, str] = {}
 
     async def answer(self, request: web.Request, body: bytes) -> EmulatedReply:
@@ -150,12 +152,13 @@ class CalientRestEmulator(EmulatedHttpServer):
         ]
 
     def _count_whole(self, connections: Sequence[Sequence[CrossConnect]]) -> None:
-        """A set that is taken in part takes whole connections: a fault counts these, the glass counts directions."""
+        """Convert a partial-commit fault from whole connections to the device's directions: a partial set applies whole
+        ones."""
         if partial := self.device.taken(DeviceFaultKind.PARTIAL_COMMIT):
             self.device.inject(replace(partial, items=sum(map(len, connections[: partial.items]))))
 
     async def _carry_out(self, setter: Awaitable[None]) -> str:
-        """What the switch says against it; "" if nothing."""
+        """Carry out the setter and return the switch's refusal; "" if there is none."""
         try:
             await setter
         except DriverPermanent as refusal:
@@ -210,7 +213,7 @@ class CalientRestEmulator(EmulatedHttpServer):
         return [pair, pair.turned] if is_both else [pair]
 
     def _pairs(self, item: Item) -> list[CrossConnect]:
-        """None for ports that are not there."""
+        """Return the cross-connects of an item; empty if a port does not exist."""
         direction = str(item.get("dir", "bi")).lower()
         if direction not in ("uni", "bi"):
             raise ItemFailed("dir must be uni or bi")
@@ -222,14 +225,13 @@ class CalientRestEmulator(EmulatedHttpServer):
 
 def _facts(panel: DevicePanel) -> SwitchFacts:
     if panel.ingress_ports != panel.egress_ports:
-        raise ValueError(
-            f"a Calient switch has as many ports out as in, got {panel.ingress_ports}x{panel.egress_ports}"
-        )
+        raise ValueError(f"a Calient switch must have equal sides, got {panel.ingress_ports}x{panel.egress_ports}")
     return panel.mirrored_facts("Calient", f"S{panel.ingress_ports}", "S-0042", "8.3.1.4")
 
 
 def _states(port: PortState, comes: str, goes: str) -> dict[str, str]:
-    """As a switch told them of a port with light in and nothing out: `inas` IS, `outas` OOS-NP."""
+    """Return states as reported by a real switch, where a port with light in and nothing out has `inas` IS and `outas`
+    OOS-NP."""
     is_shut, hardware = port.status is PortStatus.DISABLED, "FAIL" if port.status is PortStatus.FAILED else "OK"
     return {
         "inas": "OOS-MA" if is_shut else "IS" if comes else "OOS-NP",

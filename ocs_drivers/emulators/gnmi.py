@@ -1,8 +1,8 @@
-"""gNMI servers in front of glass: SONiC-OCS and OpenConfig's proposal (gnmi_targets.py).
+"""gNMI servers for emulated devices: SONiC-OCS and OpenConfig's proposed model (gnmi_targets.py).
 
-Capabilities, Get, Set and Subscribe (once, stream), with the generated servicer of pygnmi under grpc.aio. A
-SetRequest is looked at as a whole before anything is done, and carried out in the order delete, replace, update; what
-the glass then takes in part stays so. Clients connect through a relay, by which connections really break.
+They implement Capabilities, Get, Set and Subscribe (once, stream), with pygnmi's generated servicer on grpc.aio. A
+SetRequest is validated as a whole before any change, and carried out in the order delete, replace, update; a change
+that the device applies in part stays partial. Clients connect through a relay, which can break connections.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ LONGEST_WAIT_S = 3600.0
 
 
 class GnmiQuirks(CheckedOptions):
-    """`user` and `password`: metadata must name them; `tls_..`: PEM files."""
+    """Quirks. `user` and `password` are required in the metadata if set; `tls_..` are PEM files."""
 
     user: YamlText = ""
     password: YamlText = ""
@@ -45,8 +45,8 @@ class GnmiQuirks(CheckedOptions):
 
 
 class SonicQuirks(GnmiQuirks):
-    """`tables` of the "design" or of the "image"; `origin` of paths; `leftovers`: what the hardware did not take stays
-    ordered."""
+    """Quirks of SONiC-OCS. `tables` selects those of the "design" or of the "image"; `origin` is the origin of paths;
+    with `leftovers`, circuits that the hardware refused stay ordered."""
 
     tables: YamlText = "design"
     origin: YamlText = "sonic-db"
@@ -54,7 +54,8 @@ class SonicQuirks(GnmiQuirks):
 
 
 class OpenConfigQuirks(GnmiQuirks):
-    """`any_to_any`: one range of ports; `mirrored`: connections are listed under both ports; `first_index` of ports."""
+    """Quirks of the OpenConfig model. `any_to_any` selects one range of ports; with `mirrored`, connections are listed
+    under both ports; `first_index` is the lowest port."""
 
     any_to_any: Flag = False
     mirrored: Flag = False
@@ -74,7 +75,7 @@ def openconfig(panel: DevicePanel, clock: DeviceClock | None = None, **given: An
 
 @dataclass(frozen=True, slots=True)
 class RelayedConnection:
-    session: int  # of the device: dead once that has restarted
+    session: int  # of the device: closed once it has restarted
     writers: tuple[asyncio.StreamWriter, asyncio.StreamWriter]
 
     def abort(self) -> None:
@@ -83,21 +84,21 @@ class RelayedConnection:
 
 
 class TcpRelay(EmulatedTcpServer):
-    """TCP in front of a gRPC server, so that an emulator can break the connection of a call.
+    """A TCP relay in front of a gRPC server, so that an emulator can break the connection of a call.
 
-    grpc.aio ends calls, not connections. The relay moves bytes, TLS or not, between a client's connection and one of
-    its own to the server, and finds a call's connection by the peer that the server sees. `new_session` returns the
-    number of the session that begins with a connection.
+    grpc.aio ends calls, not connections. The relay forwards bytes, TLS or not, between a client's connection and its
+    own connection to the server, and finds a call's connection by the peer that the server sees. `new_session` returns
+    the number of the session that begins with a connection.
     """
 
     def __init__(self, new_session: Callable[[], int]) -> None:
         super().__init__()
-        self.server_port = 0  # to be set before it is started
+        self.server_port = 0  # must be set before start
         self._new_session = new_session
-        self._connections: dict[int, RelayedConnection] = {}  # by our port towards the server
+        self._connections: dict[int, RelayedConnection] = {}  # by the relay's port towards the server
 
     def connection(self, peer: str) -> RelayedConnection | None:
-        """By the peer of a call, `ipv4:127.0.0.1:PORT`; None if it is gone already."""
+        """Return the connection of a call's peer, `ipv4:127.0.0.1:PORT`; None if it is closed."""
         port = peer.rpartition(":")[2]
         return self._connections.get(int(port)) if port.isdecimal() else None
 
@@ -118,14 +119,14 @@ class TcpRelay(EmulatedTcpServer):
 
 
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with suppress(OSError):  # the connection broke: so does the other
+    with suppress(OSError):  # one connection broke; the other is then closed
         while data := await reader.read(65536):
             writer.write(data)
             await writer.drain()
 
 
 class GnmiEmulator(gnmi_pb2_grpc.gNMIServicer):  # type: ignore[misc]  # pygnmi is not typed
-    """The service gnmi.gNMI in front of a target."""
+    """The service gnmi.gNMI for a target."""
 
     def __init__(self, target: GnmiTarget, quirks: GnmiQuirks) -> None:
         self.device: EmulatedDevice = target.device
@@ -204,7 +205,7 @@ class GnmiEmulator(gnmi_pb2_grpc.gNMIServicer):  # type: ignore[misc]  # pygnmi 
             self.device.unlisten(queue)
 
     async def _news(self, wanted: list[Path], before: dict[Path, Row]) -> AsyncIterator[Any]:
-        """What is not as it was told before, which is brought up to date."""
+        """Yield the differences from `before`, the rows reported last, and update `before`."""
         now: dict[Path, Row] = {}
         for below in wanted:
             now |= self._target.rows(below)
@@ -219,7 +220,7 @@ class GnmiEmulator(gnmi_pb2_grpc.gNMIServicer):  # type: ignore[misc]  # pygnmi 
             yield gnmi_pb2.SubscribeResponse(update=notification)
 
     async def _change(self, queue: asyncio.Queue[Any]) -> None:
-        """Wait until something may have changed: the glass says so, or mirrors come into place."""
+        """Wait until something may have changed: an event of the device, or mirrors in place."""
         device = self.device
         wait_s = min(device.advance(), device.moving_s(), LONGEST_WAIT_S)
         try:
@@ -259,14 +260,14 @@ class GnmiEmulator(gnmi_pb2_grpc.gNMIServicer):  # type: ignore[misc]  # pygnmi 
         return changes
 
     def _supported_path(self, request: Any, message: Any) -> Path:
-        """The path, if its origin is one of ours."""
+        """Return the path. Raises GnmiRefusal if its origin is not supported."""
         origin = message.origin or request.prefix.origin
         if origin not in self._target.origins:
             raise GnmiRefusal(f"origin {origin!r} is not supported", grpc.StatusCode.UNIMPLEMENTED)
         return path_from_pb(message, request.prefix)
 
     async def _admit(self, context: Any) -> RelayedConnection:
-        """The connection that the call came by, if it is alive and who calls may."""
+        """Return the call's connection. Aborts the call if the connection is closed or the login is wrong."""
         connection = self._relay.connection(context.peer())
         if connection is None or not self.device.is_alive(connection.session):
             await _break(connection, context)
@@ -283,7 +284,7 @@ class GnmiEmulator(gnmi_pb2_grpc.gNMIServicer):  # type: ignore[misc]  # pygnmi 
 async def _break(connection: RelayedConnection | None, context: Any) -> NoReturn:
     if connection is not None:
         connection.abort()
-    await context.abort(grpc.StatusCode.UNAVAILABLE, "the connection is gone")
+    await context.abort(grpc.StatusCode.UNAVAILABLE, "the connection is closed")
     raise AssertionError("abort raises")
 
 

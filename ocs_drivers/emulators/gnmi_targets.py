@@ -1,7 +1,7 @@
-"""What an emulated gNMI target is to its server: a tree to read, rows to watch, a transaction to carry out.
+"""The targets of emulated gNMI servers: a tree to read, rows to watch, and transactions to carry out.
 
-There are two: SONiC-OCS, with what is ordered in CONFIG_DB and what the glass makes of it in STATE_DB, and the model
-proposed to OpenConfig.
+There are two: SONiC-OCS, with orders in CONFIG_DB and their effect on the device in STATE_DB, and the model proposed to
+OpenConfig.
 """
 
 from abc import ABC, abstractmethod
@@ -32,7 +32,7 @@ class GnmiChange:
 
 
 class GnmiRefusal(Exception):
-    """A call to end with this status."""
+    """Raised to end a call with this status."""
 
     def __init__(self, text: str, code: grpc.StatusCode = grpc.StatusCode.INVALID_ARGUMENT) -> None:
         super().__init__(text)
@@ -40,12 +40,12 @@ class GnmiRefusal(Exception):
 
 
 class GnmiTarget(ABC):
-    """An emulated device whose circuits are ordered in one place and appear in another."""
+    """An emulated device whose circuits are ordered in one subtree and shown in another."""
 
-    models: dict[str, str]  # with their versions
+    models: dict[str, str]  # by name, with their versions
     origins: frozenset[str]  # of paths
-    keeps_leftovers = False  # what the hardware did not take stays ordered
-    refused_as = grpc.StatusCode.ABORTED  # of what the hardware refuses
+    keeps_leftovers = False  # circuits that the hardware refused stay ordered
+    refused_as = grpc.StatusCode.ABORTED  # status for refusals by the hardware
 
     def __init__(self, facts: SwitchFacts, panel: DevicePanel, clock: DeviceClock | None) -> None:
         self.device = EmulatedDevice(facts, panel, clock)
@@ -60,12 +60,12 @@ class GnmiTarget(ABC):
         """Yield the rows or entries of lists."""
 
     def rows(self, below: Path) -> dict[Path, Row]:
-        """Return those at or below a path, which a subscription to it receives."""
+        """Return the rows at or below a path, which a subscription to it receives."""
         return {elems: row for elems, row in self.entries() if elems[: len(below)] == below}
 
     @abstractmethod
     async def transact(self, changes: Sequence[GnmiChange]) -> None:
-        """One SetRequest, in the order in which it is to be carried out. All of it is looked at before any is done."""
+        """Carry out the changes of one SetRequest in the given order. All of them are validated before the first."""
 
     def notice_restart(self) -> None:
         if not self.device.is_alive(self._session):
@@ -75,7 +75,8 @@ class GnmiTarget(ABC):
     async def carry_out(
         self, changes: Sequence[GnmiChange], wanted: set[CrossConnect], gone: set[CrossConnect], new: set[CrossConnect]
     ) -> None:
-        """Let the glass follow: `wanted` is to be ordered afterwards; what of it the glass does not take is not."""
+        """Apply the changes to the device. Afterwards, `wanted` is ordered, without the circuits that the device did
+        not apply."""
         command = " ".join(f"{Operation.Name(change.op).lower()} {shown(change.path)}" for change in changes)
         is_broken = False
         try:
@@ -97,9 +98,9 @@ NAMES = {"design": ("", "state", "status"), "image": ("_TABLE", "config_status",
 
 
 class SonicTarget(GnmiTarget):
-    """`tables` "design" are those of SONiC's OCS design, "image" those of the image `ocs-kvm`. What the hardware does
-    not take disappears from CONFIG_DB, as the image cleans up invalid circuits; with `leftovers` it stays ordered, and
-    blocked."""
+    """A SONiC-OCS target. `tables` "design" are those of SONiC's OCS design, "image" those of the image `ocs-kvm`.
+    Circuits that the hardware refuses disappear from CONFIG_DB, as the image removes invalid circuits; with `leftovers`
+    they stay ordered, and blocked."""
 
     refused_as = grpc.StatusCode.UNKNOWN
 
@@ -195,8 +196,8 @@ SLOT = "1"
 
 
 class OpenConfigTarget(GnmiTarget):
-    """`config` is what was ordered, `state` follows the mirrors. `mirrored`: a connection is listed under both of its
-    ports."""
+    """An OpenConfig target. `config` has the order, `state` follows the mirrors. With `mirrored`, a connection is
+    listed under both of its ports."""
 
     origins = frozenset({"", "openconfig"})
 
@@ -276,16 +277,16 @@ class OpenConfigTarget(GnmiTarget):
         return (pair.ingress_port, pair.egress_port) if self._mirrored else (pair.ingress_port,)
 
     def _port_of(self, change: GnmiChange) -> int:
-        """The port whose connection is meant: connections are set one by one."""
+        """Return the port of a change. Connections can only be set one by one."""
         if change.path[: len(CONNECTIONS)] != CONNECTIONS or len(change.path) == len(CONNECTIONS):
             raise GnmiRefusal(f"{shown(change.path)} cannot be set")
         keys = dict(change.path[len(CONNECTIONS)].keys)
         if keys.get("slot") != SLOT:
-            raise GnmiRefusal(f"there is no slot {keys.get('slot')}")
+            raise GnmiRefusal(f"slot {keys.get('slot')} does not exist")
         return self._known_port(keys.get("port", ""))
 
     def _peer_of(self, change: GnmiChange) -> int:
-        """Of the update of an entry, or of its `config`."""
+        """Return the peer port in the update of an entry, or of its `config`."""
         value = change.value
         if len(change.path) == len(CONNECTIONS) + 1 and isinstance(value, dict):
             value = value.get("config")

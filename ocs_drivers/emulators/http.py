@@ -1,4 +1,4 @@
-"""What the HTTP emulators share: a server that can break connections, and Basic authentication."""
+"""The common parts of the HTTP emulators: a server that can break connections, and Basic authentication."""
 
 import base64
 import json
@@ -13,13 +13,13 @@ from ocs_drivers.emulators.base import ConnectionBroken, address_text
 @dataclass(frozen=True, slots=True)
 class EmulatedReply:
     status: int = 200
-    content: object = None  # goes out as JSON
+    content: object = None  # sent as JSON
     headers: dict[str, str] = field(default_factory=dict)
 
 
 class EmulatedHttpServer(ABC):
-    """Hands each request with its body to `answer`. Where `answer` raises ConnectionBroken, the TCP connection is cut
-    without a byte. With `chunked`, answers come without a length, in pieces."""
+    """An HTTP server that passes each request with its body to `answer`. If `answer` raises ConnectionBroken, the TCP
+    connection is closed without a byte. With `chunked`, answers are sent in pieces without a length."""
 
     def __init__(self, media_type: str, *, chunked: bool = False) -> None:
         self._media_type = media_type
@@ -32,7 +32,7 @@ class EmulatedHttpServer(ABC):
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
         app = web.Application(client_max_size=16 * 1024 * 1024)
         app.router.add_route("*", "/{path:.*}", self._serve)
-        # A client that goes away takes its request with it: an answer may be held back for a day.
+        # Cancel a request when its client disconnects, because an answer may be delayed for a day.
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
         await self._runner.setup()
         await web.TCPSite(self._runner, host, port).start()
@@ -49,7 +49,7 @@ class EmulatedHttpServer(ABC):
         except ConnectionBroken:
             if request.transport is not None:
                 request.transport.abort()
-            return web.Response()  # into the void
+            return web.Response()  # never received
         headers = {"Content-Type": self._media_type, **reply.headers}
         body = b"" if reply.content is None else json.dumps(reply.content).encode()
         if not body:
@@ -66,6 +66,6 @@ class EmulatedHttpServer(ABC):
 
 
 def is_let_in(request: web.Request, user: str, password: str) -> bool:
-    """Whether the request has these words as Basic authentication; nobody asks for any if `user` is empty."""
+    """Return whether the request has this login as Basic authentication; always True if `user` is empty."""
     words = base64.b64encode(f"{user}:{password}".encode()).decode()
     return not user or request.headers.get("Authorization", "") == f"Basic {words}"

@@ -1,7 +1,7 @@
-"""A Polatis switch on NETCONF, over real SSH: the server of the tree in netconf_store.py.
+"""An emulated Polatis switch with NETCONF over real SSH; netconf_store.py has its datastores.
 
-SSH is paramiko's, which is made of threads. They only move bytes: each message is handed to the event loop, where the
-glass lives, and its thread waits for the answer. The host key is made at start.
+SSH is provided by paramiko, which uses threads. They only move bytes: each message is passed to the event loop, which
+owns the emulated device, and its thread waits for the answer. The host key is generated at start.
 """
 
 import asyncio
@@ -34,23 +34,24 @@ ESTABLISHED = 1  # a TCP state of Linux
 
 @dataclass
 class NetconfServerSession:
-    """One SSH connection, and what the loop knows of its NETCONF session."""
+    """One SSH connection with its NETCONF session, as the event loop sees it."""
 
     id: int
-    number: int  # of the device: dead once that has restarted
+    number: int  # of the device: closed once it has restarted
     connection: socket.socket
     transport: paramiko.Transport
-    answers: set[Any] = field(default_factory=set)  # futures that its thread waits for
+    answers: set[Any] = field(default_factory=set)  # futures for which its thread waits
 
     def is_open(self) -> bool:
-        """Asked of the kernel, which knows of a goodbye before any thread has run."""
+        """Return whether the connection is open, according to the kernel, which registers a close before any thread
+        runs."""
         try:
             return self.connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == ESTABLISHED
         except OSError:
             return False
 
     def abort(self) -> None:
-        """Break the connection as a crash does: no goodbye of any layer."""
+        """Reset the connection as a crash does, without a close message at any layer."""
         with contextlib.suppress(OSError):
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.transport.close()
@@ -59,8 +60,8 @@ class NetconfServerSession:
 
 
 class NetconfQuirks(CheckedOptions):
-    """`revision` of module optical-switch ("" announces none); `base` 1.0 or 1.1, which is the framing; `candidate`:
-    only that can be edited; `one_session`: further connections are refused; `any_to_any`: one range of ports;
+    """Quirks. `revision` of module optical-switch ("": not announced); `base`, the framing, 1.0 or 1.1; `candidate`:
+    only the candidate can be edited; `one_session`: further connections are refused; `any_to_any`: one range of ports;
     `lists_late`: pairs are listed once their mirrors are in place; `power`: every port has a monitor."""
 
     revision: yang.Revision = "2018-03-22"
@@ -76,12 +77,12 @@ class NetconfQuirks(CheckedOptions):
 
 
 class NetconfEmulator:
-    """A switch with `NetconfQuirks`."""
+    """A Polatis switch with `NetconfQuirks`."""
 
     def __init__(self, panel: DevicePanel, clock: DeviceClock | None = None, **quirks: Any) -> None:
         self.quirks = NetconfQuirks.read(quirks, prefix="")
         self.device = EmulatedDevice(polatis_facts(panel, self.quirks.any_to_any), panel, clock)
-        self.host_key = ""  # base64, as in a known_hosts line; once started
+        self.host_key = ""  # base64, as in a known_hosts line; set by `start`
         revision = self.quirks.revision or yang.PAIR_REVISION
         self._store = NetconfDatastores(
             PolatisStore(self.device, revision, lists_late=self.quirks.lists_late),
@@ -141,7 +142,8 @@ class NetconfEmulator:
             self._greet(connection)
 
     def _greet(self, connection: socket.socket) -> None:
-        """Let paramiko's threads have it: from here on they call `serve`, and `answer` through the loop."""
+        """Start the SSH transport of a connection. Its threads then call `serve`, and `answer` through the event
+        loop."""
         self._last_id += 1
         connection.setblocking(True)
         transport = paramiko.Transport(connection)
@@ -153,7 +155,7 @@ class NetconfEmulator:
         transport.start_server(event=threading.Event(), server=SshAccess(self))
 
     def serve(self, session: NetconfServerSession, channel: Any) -> None:
-        """A NETCONF session, in a thread of paramiko's."""
+        """Serve a NETCONF session. Runs in a thread of paramiko."""
         framing = Framing()
         channel.sendall(framing.frame(text.write(text.hello(self.capabilities(), session.id))))
         if (greeting := _received(framing, channel)) is None:
@@ -167,7 +169,7 @@ class NetconfEmulator:
                 return
 
     async def answer(self, session: NetconfServerSession, message: bytes) -> tuple[bytes, bool]:
-        """The reply, and whether it is the last of this session."""
+        """Return the reply, and whether it is the last of this session."""
         if not self.device.is_alive(session.number):
             raise ConnectionBroken
         reply = Element(f"{NC}rpc-reply")
@@ -216,7 +218,7 @@ class NetconfEmulator:
         elif wanted.get("type", "subtree") != "subtree":
             raise YangRefusal("bad-attribute", "only subtree filters are supported", kind="protocol")
         else:
-            # Whole containers: of a subtree filter, servers may answer more than the criteria below them name.
+            # Return whole containers: servers may answer a subtree filter with more than its criteria select.
             names = {local(criterion) for criterion in wanted}
             data.extend(tree for tree in trees if local(tree) in names)
         return data
@@ -236,9 +238,9 @@ class NetconfEmulator:
             session.answers.discard(future)
 
     def finish(self, session: NetconfServerSession) -> None:
-        """From a thread: its session is over."""
+        """End a session. Called from its thread."""
         assert self._loop is not None
-        with contextlib.suppress(RuntimeError):  # the loop is closed: so is everything
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so there is nothing to end
             self._loop.call_soon_threadsafe(self._end, session)
 
 
@@ -253,14 +255,14 @@ class NetconfSubsystem(paramiko.SubsystemHandler):  # type: ignore[misc]  # para
         self._session = session
 
     def start_subsystem(self, name: str, transport: Any, channel: Any) -> None:
-        # Each of these ends a session, and none of them the server.
+        # Each of these ends the session, but not the server.
         with contextlib.suppress(ConnectionBroken, CancelledError, FramingError, YangRefusal, OSError, EOFError):
             self._emulator.serve(self._session, channel)
         self._emulator.finish(self._session)
 
 
 class SshAccess(paramiko.ServerInterface):  # type: ignore[misc]  # paramiko is not typed
-    """Who may come in, and to what."""
+    """The access rules of the SSH server."""
 
     def __init__(self, emulator: NetconfEmulator) -> None:
         self._emulator = emulator
@@ -287,7 +289,7 @@ class SshAccess(paramiko.ServerInterface):  # type: ignore[misc]  # paramiko is 
 
 
 def _received(framing: Framing, channel: Any) -> bytes | None:
-    """The next message; None once the other side has gone."""
+    """Return the next message; None if the peer has closed the connection."""
     while (message := framing.next()) is None:
         if not (data := channel.recv(65536)):
             return None

@@ -1,6 +1,6 @@
-"""NETCONF without its sockets: framing (RFC 6242), errors, and the datastores of an emulated Polatis switch.
+"""NETCONF without sockets: framing (RFC 6242), errors, and the datastores of an emulated Polatis switch.
 
-Its YANG tree as XML is made from the glass whenever a client asks.
+The YANG tree is generated as XML from the device's state at each request.
 """
 
 import re
@@ -27,12 +27,12 @@ _HEADER_SO_FAR = re.compile(rb"(\n(#(#|[1-9][0-9]{0,9})?)?)?")
 
 
 class FramingError(ValueError):
-    """What came is not NETCONF: the session must end (RFC 6242, 4.1)."""
+    """Raised if the received data is not NETCONF. The session must end (RFC 6242, 4.1)."""
 
 
 class Framing:
-    """Bytes to messages. Begins with the end-of-message framing of base 1.0; `is_chunked` is set once both sides have
-    said that they speak base 1.1."""
+    """Splits bytes into messages. It begins with the end-of-message framing of base 1.0; `is_chunked` is set once both
+    peers have announced base 1.1."""
 
     def __init__(self) -> None:
         self.is_chunked = False
@@ -44,7 +44,7 @@ class Framing:
             raise FramingError(f"a message of more than {MAX_MESSAGE_BYTES} bytes")
 
     def next(self) -> bytes | None:
-        """A whole message, or None if more has to come."""
+        """Return a complete message, or None if more data is needed."""
         if self.is_chunked:
             return self._next_chunked()
         message, end, rest = self._received.partition(END_OF_MESSAGE)
@@ -62,7 +62,7 @@ class Framing:
             at = header.end() + int(header[1] or 0)
             if header[2]:
                 if not message:
-                    raise FramingError("an end of chunks without a chunk")
+                    raise FramingError("the end of chunks must follow a chunk")
                 self._received = self._received[at:]
                 return message
             if len(self._received) < at:
@@ -80,7 +80,7 @@ def error_element(refusal: YangRefusal) -> Element:
 
 
 def child(parent: Element, name: str, text: object = None) -> Element:
-    """A new child in its parent's namespace."""
+    """Add a child in its parent's namespace, and return it."""
     namespace = parent.tag.rpartition("}")[0]
     element = SubElement(parent, f"{namespace}}}{name}" if namespace else name)
     if text is not None:
@@ -89,7 +89,7 @@ def child(parent: Element, name: str, text: object = None) -> Element:
 
 
 def trees(containers: Mapping[str, Any], namespace: str) -> list[Element]:
-    """Return plain data as elements of a namespace: a mapping has children, a list has entries of one name."""
+    """Convert plain data to elements of a namespace: a mapping has children, a list has entries of one name."""
     root = Element(f"{{{namespace}}}data")
     _fill(root, containers)
     return list(root)
@@ -114,7 +114,7 @@ def write(element: Element) -> bytes:
 
 
 def parse(message: bytes) -> Element:
-    """Raises YangRefusal for what is not XML."""
+    """Parse a message. Raises YangRefusal if it is not XML."""
     try:
         return ElementTree.fromstring(message.strip())
     except ElementTree.ParseError as error:
@@ -131,23 +131,24 @@ OPERATION = f"{NC}operation"
 
 
 class NetconfDatastores:
-    """`candidate` is None where there is none, and follows `running` until somebody edits it."""
+    """The datastores `running` and, if supported, `candidate`. `_candidate` is None while the candidate is unedited,
+    and then equals `running`."""
 
     def __init__(self, store: PolatisStore, *, has_candidate: bool, has_monitors: bool) -> None:
         self._store = store
         self._has_candidate = has_candidate
         self._has_monitors = has_monitors
         self._candidate: dict[int, int] | None = None
-        self.locks: dict[str, int] = {}  # datastore: session that holds it
+        self.locks: dict[str, int] = {}  # session that holds the lock, by datastore
 
     def config(self, source: str) -> list[Element]:
-        """The tree of a datastore."""
+        """Return the tree of a datastore."""
         self._check_datastore(source)
         pairs = self._candidate if source == "candidate" else None
         return [*trees(self._store.container(pairs), yang.NAMESPACE), self._system()]
 
     def state(self) -> list[Element]:
-        """Everything, as <get> shows it."""
+        """Return the whole state, as <get> shows it."""
         containers = state_containers(self._store.device, self._store.revision, has_monitors=self._has_monitors)
         return [*self.config("running"), *trees(containers, yang.NAMESPACE)]
 
@@ -196,7 +197,7 @@ class NetconfDatastores:
         self._candidate = None
 
     async def set_ports(self, request: Element, command: str) -> None:
-        """The RPC port-set-state."""
+        """Carry out the RPC port-set-state."""
         asked: dict[str, list[object]] = {}
         for leaf in request:
             asked.setdefault(local(leaf), []).append((leaf.text or "").strip())
@@ -204,7 +205,7 @@ class NetconfDatastores:
 
     def _check_datastore(self, name: str) -> None:
         if name != "running" and not (name == "candidate" and self._has_candidate):
-            raise YangRefusal("invalid-value", f"there is no datastore {name or 'without a name'}", kind="protocol")
+            raise YangRefusal("invalid-value", f"datastore {name or '(unnamed)'} does not exist", kind="protocol")
 
     def _refuse_locked(self, target: str, session: int) -> None:
         if self.locks.get(target, session) != session:

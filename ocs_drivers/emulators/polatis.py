@@ -1,4 +1,4 @@
-"""What an emulated Polatis says of itself in YANG, whatever carries it: containers as plain data, without modules."""
+"""The YANG data of an emulated Polatis, for every protocol: containers as plain data, without module names."""
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ def polatis_facts(panel: DevicePanel, any_to_any: bool) -> SwitchFacts:
 
 
 def state_containers(device: EmulatedDevice, revision: str, *, has_monitors: bool) -> dict[str, Any]:
-    """Return the containers of module `optical-switch` at this revision, but for the cross-connects."""
+    """Return the containers of module `optical-switch` at this revision, without the cross-connects."""
     facts, ports, is_new = device.facts, device.ports(), yang.has_port_config(revision)
     product = {"manufacturer": facts.vendor, "serial-number": facts.serial, "model-name": facts.model}
     found: dict[str, Any] = {"product-information": {**product, "software-version": facts.software}}
@@ -32,7 +32,7 @@ def state_containers(device: EmulatedDevice, revision: str, *, has_monitors: boo
 
 
 class YangRefusal(Exception):
-    """An operation that the switch refuses, with the error-tag that RFC 6241 and RFC 8040 have for it."""
+    """An operation that the switch refuses, with the error-tag of RFC 6241 or RFC 8040."""
 
     def __init__(self, tag: str, message: str, path: str = "", kind: str = "application") -> None:
         super().__init__(message)
@@ -43,7 +43,7 @@ class YangRefusal(Exception):
 
 
 class PolatisStore:
-    """The cross-connects of an emulated Polatis by their ingress port, as its model lists and edits them."""
+    """The cross-connects of an emulated Polatis by ingress port, as its model lists and edits them."""
 
     def __init__(self, device: EmulatedDevice, revision: str, *, lists_late: bool) -> None:
         self.device = device
@@ -56,19 +56,19 @@ class PolatisStore:
         return _by_ingress(self.device.circuits())
 
     def container(self, pairs: Mapping[int, int] | None = None) -> dict[str, Any]:
-        """The container `cross-connects` of these pairs; None: of those that the switch lists."""
+        """Return the container `cross-connects` with these pairs, or, for None, with those that the switch lists."""
         listed = _by_ingress(self.device.listed(late=self._lists_late)) if pairs is None else pairs
         entries = [{"ingress": ingress, "egress": egress} for ingress, egress in sorted(listed.items())]
         return {"cross-connects": {self.list_name: entries}}
 
     def edit(self, wanted: dict[int, int], operation: str, ingress: object, egress: object = None) -> None:
-        """Apply one operation of RFC 6241 or RFC 8072 to the pairs that are wanted."""
+        """Apply one operation of RFC 6241 or RFC 8072 to the wanted pairs."""
         facts = self.device.facts
         port = self._port(ingress, "ingress", facts.ingress_ports)
         path = f"/cross-connects/{self.list_name}[ingress='{port}']"
         match operation:
             case "delete" if port not in wanted:
-                raise YangRefusal("data-missing", "the data to delete is not there", path)
+                raise YangRefusal("data-missing", "the data to delete does not exist", path)
             case "delete" | "remove":
                 wanted.pop(port, None)
             case "create" if port in wanted:
@@ -77,7 +77,7 @@ class PolatisStore:
                 pair = CrossConnect(port, self._port(egress, "egress", facts.egress_ports))
                 for other in [*wanted.items()]:
                     if not set(facts.ends(pair)).isdisjoint(facts.ends(CrossConnect(*other))):
-                        del wanted[other[0]]  # re-routed without a word
+                        del wanted[other[0]]  # silently re-routed
                 wanted[port] = pair.egress_port
             case "none":
                 pass
@@ -85,11 +85,11 @@ class PolatisStore:
                 raise YangRefusal("bad-attribute", f"unknown operation {operation}", path, kind="protocol")
 
     async def carry_out(self, before: Mapping[int, int], wanted: Mapping[int, int], command: str) -> None:
-        """Let the glass follow. Raises Permanent as it refuses."""
+        """Apply the difference to the device. Raises DriverPermanent if the device refuses."""
         facts = self.device.facts
         new = [CrossConnect(*pair) for pair in wanted.items() if before.get(pair[0]) != pair[1]]
         taken = {end for pair in new for end in facts.ends(pair)}
-        # What is re-routed goes by itself: to remove it as well would be a second command to the glass.
+        # Re-routed circuits disappear on their own: removing them explicitly would be a second command to the device.
         gone = [CrossConnect(*pair) for pair in before.items() if wanted.get(pair[0]) != pair[1]]
         gone = [pair for pair in gone if taken.isdisjoint(facts.ends(pair))]
         if gone:
@@ -98,7 +98,7 @@ class PolatisStore:
             await self.device.set(Action.ADD, new, command)
 
     async def set_ports(self, asked: Mapping[str, Sequence[object]], command: str) -> None:
-        """The RPC port-set-state, by the names of its leaves."""
+        """Carry out the RPC port-set-state, given the ports by leaf name."""
         facts = self.device.facts
         for leaf, is_enabled in (("port-enab", True), ("port-disab", False)):
             known = {*facts.ingress_ports, *facts.egress_ports}
@@ -111,7 +111,7 @@ class PolatisStore:
         except ValueError as error:
             raise YangRefusal("invalid-value", str(error), name) from None
         if port not in valid:
-            raise YangRefusal("invalid-value", f"there is no {name} port {port}", name)
+            raise YangRefusal("invalid-value", f"{name} port {port} does not exist", name)
         return port
 
 

@@ -1,12 +1,12 @@
-"""Emulators by the name of their protocol. A name is `FAMILY` or `FAMILY-DIALECT`."""
+"""Emulators by protocol name, `FAMILY` or `FAMILY-DIALECT`."""
 
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # the help of the command line reads the names
+if TYPE_CHECKING:  # the command line's help imports this module for the names only
     from ocs_drivers.base import DeviceClock
     from ocs_drivers.emulators.base import DevicePanel, Emulator
 
-# Each a class or function `(panel, clock=None, **quirks) -> Emulator`. Its libraries are loaded with it.
+# Each entry is a class or function `(panel, clock=None, **quirks) -> Emulator`. Its libraries are imported with it.
 EMULATORS = {
     "calient_rest": "ocs_drivers.emulators.calient_rest:CalientRestEmulator",
     "gnmi": "ocs_drivers.emulators.gnmi:sonic",
@@ -20,7 +20,7 @@ EMULATORS = {
     "tl1-polatis": "ocs_drivers.emulators.tl1:polatis",
 }
 
-# What the driver of the family has to be told, besides the address, to speak with the emulator as it is made here.
+# Options that the family's driver needs, besides the address, to connect to the emulator with its defaults.
 DRIVER_OPTIONS: dict[str, dict[str, Any]] = {
     "gnmi": {"tls": False},
     "gnmi-openconfig": {"tls": False, "model": "openconfig"},
@@ -32,8 +32,8 @@ DRIVER_OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def make_emulator(protocol: str, panel: "DevicePanel", clock: "DeviceClock | None" = None, **quirks: Any) -> "Emulator":
-    """Raises InvalidOptions with every fault: a protocol that is not known (listing the known ones) or whose library is
-    not installed, quirks that it does not have (listing those that it has), values that it refuses."""
+    """Return an emulator of this protocol. Raises InvalidOptions with every fault: an unknown protocol (listing the
+    known ones) or one whose library is not installed, unknown quirks (listing the known ones), invalid values."""
     from importlib.metadata import EntryPoint
 
     from ocs_drivers.errors import InvalidOptions

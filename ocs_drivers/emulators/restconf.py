@@ -1,8 +1,8 @@
-"""The emulator `restconf`: a Polatis switch's RESTCONF server, as far as cross-connects and ports go.
+"""The emulator `restconf`: the RESTCONF server of a Polatis switch, limited to cross-connects and ports.
 
-Statuses are those that clients of real switches report (see ocs_drivers/restconf.py); what RFC 8040 says and no client
-has reported is done as the RFC says. PUT of the whole collection is here though our driver has it not: others may use
-it beside it.
+Status codes are those that clients of real switches report (see ocs_drivers/restconf.py), and otherwise those of RFC
+8040. PUT of the whole collection is supported, though the driver does not use it, because other clients of the same
+switch may.
 """
 
 import json
@@ -27,13 +27,13 @@ ROOT = "/api"
 COLLECTION = f"{ROOT}/data/{yang.MODULE}:cross-connects"
 
 
-STATUS = {"data-exists": 409, "data-missing": 409}  # of error-tags; of others 400
+STATUS = {"data-exists": 409, "data-missing": 409}  # by error-tag; the others are 400
 
 Edit = tuple[str, Any, Any]  # operation, ingress, egress
 
 
 class RestconfRefusal(YangRefusal):
-    """A refusal with a status of its own."""
+    """A refusal with its own HTTP status."""
 
     def __init__(self, status: int, tag: str, message: str) -> None:
         super().__init__(tag, message)
@@ -41,10 +41,10 @@ class RestconfRefusal(YangRefusal):
 
 
 class RestconfQuirks(CheckedOptions):
-    """`revision` of the model (before 2017-08-04 lists are `pairs` and ports are elsewhere); `yang_library` False: the
-    switch does not tell it; `yang_patch` False: it has none; `any_to_any`: one range of ports; `power`: measures light;
-    `chunked` answers; `lists_late`: pairs are listed once their mirrors are in place; `one_request`: a second one at
-    the same time is answered 503; `user` and `password`: Basic authentication."""
+    """Quirks. `revision` of the model (before 2017-08-04 lists are called `pairs` and ports are in another container);
+    `yang_library` False: the switch has no yang-library; `yang_patch` False: no YANG Patch; `any_to_any`: one range of
+    ports; `power`: measures optical power; `chunked` answers; `lists_late`: pairs are listed once their mirrors are in
+    place; `one_request`: a concurrent request is answered 503; `user` and `password`: Basic authentication."""
 
     revision: YamlText = "2018-03-22"
     yang_library: Flag = True
@@ -59,7 +59,7 @@ class RestconfQuirks(CheckedOptions):
 
 
 class RestconfEmulator(EmulatedHttpServer):
-    """A switch with `RestconfQuirks`."""
+    """A Polatis switch with `RestconfQuirks`."""
 
     def __init__(self, panel: DevicePanel, clock: DeviceClock | None = None, **quirks: Any) -> None:
         self._quirks = RestconfQuirks.read(quirks, prefix="")
@@ -121,7 +121,7 @@ class RestconfEmulator(EmulatedHttpServer):
         raise RestconfRefusal(405, "operation-not-supported", f"{method} is not for this resource")
 
     async def _patched(self, method: str, path: str, body: bytes) -> EmulatedReply:
-        """RFC 8072: all edits or none, as far as the mirrors go along."""
+        """Carry out a YANG Patch (RFC 8072): all edits or none, unless mirrors fail."""
         if (method, path) != ("PATCH", COLLECTION):
             raise RestconfRefusal(405, "operation-not-supported", "a YANG Patch is for the collection here")
         value = _json(body)
@@ -147,7 +147,7 @@ class RestconfEmulator(EmulatedHttpServer):
         if (egress := self._store.running().get(ingress)) is None:
             raise RestconfRefusal(404, "invalid-value", f"port {ingress} is not connected")
         if method == "DELETE":
-            # One circuit cannot be taken in part: that fault waits for a command of several.
+            # A single circuit cannot be applied in part: keep that fault for a command with several.
             partial = self.device.taken(DeviceFaultKind.PARTIAL_COMMIT)
             try:
                 await self._edit(method, [("delete", ingress, None)])
@@ -200,7 +200,7 @@ class RestconfEmulator(EmulatedHttpServer):
             raise RestconfRefusal(500 if is_partial else 409, tag, refusal.answer) from None
 
     def _parsed(self, value: object, name: str) -> list[tuple[object, object]]:
-        """The ends of the pairs of a body that holds the collection or entries of it."""
+        """Return the ports of the pairs in a body that contains the collection or entries of it."""
         content = value.get(f"{yang.MODULE}:{name}", value.get(name)) if isinstance(value, dict) else None
         if name == "cross-connects" and isinstance(content, dict):
             content = content.get(self._pairs, [])

@@ -1,10 +1,10 @@
-"""A switch that speaks SCPI over TCP, with the quirks of its makers: Polatis, and DiCon's GP750 and MXS.
+"""Emulated SCPI switches over TCP, with the quirks of their vendors: Polatis, and DiCon's GP750 and MXS.
 
-Read from the tables of the protocol and from SCPI's own rules, not from the driver: headers in short and long form, any
-case, relative to the one before in a compound line; setters that answer nothing; errors in a bounded queue.
+They follow the protocol's tables and the rules of SCPI, not the driver: headers in short and long form, in any case,
+relative to the previous one in a compound line; setters without an answer; errors in a bounded queue.
 
-Assumed, since nobody states it: a setter with a wrong port takes nothing; sessions share the error queue; what does not
-fit into the queue is lost behind `-350`; after a wrong header the rest of its line is not looked at.
+Assumed, because no source states it: a setter with a wrong port has no effect; sessions share the error queue; errors
+beyond its capacity are replaced by `-350`; after a wrong header the rest of its line is ignored.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ QUEUE_OVERFLOW = '-350,"Queue overflow"'
 
 LETTERS = {PortStatus.ENABLED: "E", PortStatus.DISABLED: "D", PortStatus.FAILED: "F"}
 
-# Headers in their long forms, capitals being the short one.
+# Headers in long form; the capitals are the short form.
 HEADERS = (
     *("*IDN?", "*CLS", "*OPC?", "*STB?", "SYSTem:ERRor?", "SYSTem:ERRor:NEXT?", "SYSTem:ERRor:ALL?"),
     *(f"OXC:SWITch:{name}" for name in ("SIZE?", "DISConnect:ALL", "PORT:DISable", "PORT:ENABle", "PORT:STATe?")),
@@ -33,14 +33,14 @@ HEADERS = (
 
 
 class ScpiError(Exception):
-    """What goes into the error queue instead of an answer."""
+    """Put into the error queue instead of an answer."""
 
     def __init__(self, code: int, text: str) -> None:
         super().__init__(f'{code},"{text}"')
 
 
 class UnknownScpiHeader(ScpiError):
-    """The rest of the line is not looked at."""
+    """An unknown header; the rest of the line is ignored."""
 
     def __init__(self, header: str) -> None:
         super().__init__(-113, f"Undefined header;{header[:40]}")
@@ -51,9 +51,9 @@ def _are_headers(value: object) -> bool:
 
 
 class ScpiQuirks(CheckedOptions):
-    """What is peculiar about a device: one session at a time; lines that end in `\\r\\n`; connections that are listed
-    as soon as they are commanded; the answers to a compound line on lines of their own; an input buffer of so many
-    characters; headers that it does not know, as the module writes them (`OXC:SWITch:PORT:STATe?`)."""
+    """Quirks: one session at a time; lines that end in `\\r\\n`; connections that are listed as soon as they are
+    commanded; each answer to a compound line on its own line; an input buffer of this many characters; unknown headers,
+    in the form of this module (`OXC:SWITch:PORT:STATe?`)."""
 
     one_session: Flag = False
     crlf: Flag = False
@@ -70,18 +70,18 @@ class DiconQuirks(ScpiQuirks):
 
 
 class ScpiEmulator(EmulatedTcpServer):
-    """See the module; made by `polatis` and `dicon`."""
+    """An SCPI switch, made by `polatis` and `dicon`."""
 
     def __init__(self, facts: SwitchFacts, panel: DevicePanel, clock: DeviceClock | None, quirks: ScpiQuirks) -> None:
         super().__init__()
         self.device = EmulatedDevice(facts, panel, clock)
         self.quirks = quirks
         self.errors: list[str] = []
-        self._clients: list[asyncio.StreamReader] = []  # in the order in which they came
+        self._clients: list[asyncio.StreamReader] = []  # in order of connection
         self._headers = {header: _pattern(header) for header in HEADERS if header not in quirks.unknown}
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Lines are taken in while one is worked on, so that a client that goes away is noticed."""
+        """Serve one connection. Lines are read while one is processed, so that a disconnect is noticed."""
         self._clients.append(reader)
         lines: asyncio.Queue[bytes] = asyncio.Queue()
         work = asyncio.create_task(self._work_off(lines, reader, writer))
@@ -89,7 +89,7 @@ class ScpiEmulator(EmulatedTcpServer):
             while line := await reader.readuntil(b"\n"):
                 lines.put_nowait(line)
         except asyncio.IncompleteReadError:
-            lines.put_nowait(b"")  # what came before is still worked off and answered
+            lines.put_nowait(b"")  # earlier lines are still processed and answered
         except BaseException:
             work.cancel()
             raise
@@ -115,7 +115,8 @@ class ScpiEmulator(EmulatedTcpServer):
             writer.close()
 
     async def _is_seat_free(self, client: asyncio.StreamReader) -> bool:
-        """A client that hung up just before may not have been noticed yet: the next turns of the event loop tell."""
+        """Return whether this client has the only session. A client that has just disconnected may not be noticed yet,
+        so a few turns of the event loop are awaited."""
         for _ in range(5):
             if self._clients[0] is client:
                 return True
@@ -123,7 +124,7 @@ class ScpiEmulator(EmulatedTcpServer):
         return False
 
     async def line(self, line: str) -> list[str]:
-        """The answers to one line of commands."""
+        """Return the answers to one line of commands."""
         if self.quirks.longest_line_chars is not None and len(line) > self.quirks.longest_line_chars:
             self._complain(ScpiError(-363, "Input buffer overrun"))
             return []
@@ -160,7 +161,7 @@ class ScpiEmulator(EmulatedTcpServer):
             self.errors[-1] = QUEUE_OVERFLOW
 
     async def _answer(self, header: str, parameters: str, command: str) -> str | None:
-        """Answer a command, given what follows its header and the whole of it; None: in silence."""
+        """Return the answer to a command, given its parameters and its full text; None if it has no answer."""
         device, facts = self.device, self.device.facts
         match header.removeprefix("OXC:SWITch:"):
             case "*IDN?":
@@ -182,7 +183,7 @@ class ScpiEmulator(EmulatedTcpServer):
                 await device.set(Action.ADD, _paired(*self._sides(parameters)), command)
             case "CONNect:ONLY":
                 await device.replace(_paired(*self._sides(parameters)), command)
-            case "CONNect:SUB":  # also `(@1,2,3),(@)`: wherever these are connected to
+            case "CONNect:SUB":  # also `(@1,2,3),(@)`: disconnects these ports from any partner
                 ingress, egress = self._sides(parameters)
                 held = [pair for pair in self._present() if pair.ingress_port in ingress]
                 await device.set(Action.REMOVE, held if ingress and not egress else _paired(ingress, egress), command)
@@ -202,7 +203,7 @@ class ScpiEmulator(EmulatedTcpServer):
                 states = {state.port: LETTERS[state.status] for state in device.ports()}
                 return f"({','.join(states[port] for port in self._check_ports(_ports(parameters)))})"
             case _:
-                raise AssertionError(f"no answer is written for {header}")
+                raise AssertionError(f"no handler for {header}")
         return None
 
     def _present(self) -> list[CrossConnect]:
@@ -229,18 +230,19 @@ class ScpiEmulator(EmulatedTcpServer):
 
 
 def polatis(panel: DevicePanel, clock: DeviceClock | None = None, **quirks: Any) -> ScpiEmulator:
-    """A Polatis, with `ScpiQuirks`."""
+    """Return a Polatis with `ScpiQuirks`."""
     return ScpiEmulator(polatis_facts(panel, any_to_any=False), panel, clock, ScpiQuirks.read(quirks, prefix=""))
 
 
 def dicon(panel: DevicePanel, clock: DeviceClock | None = None, **quirks: Any) -> ScpiEmulator:
-    """A DiCon GP750: the same tree, and an error queue of 8. Its identity is made up."""
+    """Return a DiCon GP750: the same commands, and an error queue of 8. Its identity is fictitious."""
     facts = panel.facts("DiCon", "GP750", "000001", "1.0")
     return ScpiEmulator(facts, panel, clock, DiconQuirks.read(quirks, prefix=""))
 
 
 def _pattern(form: str) -> re.Pattern[str]:
-    """`SWITch:SIZE?` in short and long form, in any case: the capitals are the short form."""
+    """Return a pattern for the short and long form of a header such as `SWITch:SIZE?`, in any case. The capitals are
+    the short form."""
     words = []
     for word in form.removesuffix("?").split(":"):
         short = "".join(sign for sign in word if not sign.islower())
@@ -249,7 +251,7 @@ def _pattern(form: str) -> re.Pattern[str]:
 
 
 def _ports(text: str) -> list[int]:
-    """`(@1, 2, 3)`, `(@1:3)` and `(@)`."""
+    """Parse `(@1, 2, 3)`, `(@1:3)` and `(@)`."""
     listed = re.fullmatch(r"\(@([^()]*)\)", text)
     if not listed:
         raise ScpiError(-102, "Syntax error;a list of ports is (@1,2,3)")

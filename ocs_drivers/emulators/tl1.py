@@ -1,7 +1,7 @@
-"""Emulated switches that speak TL1: the server, the framing of what it says, and its quirks.
+"""Emulated TL1 switches: the server, the framing of its messages, and its quirks.
 
-What a vendor's commands mean is in tl1_devices.py and tl1_calient.py. Nothing of the driver is used here, so that a
-misreading would have to be made twice.
+tl1_devices.py and tl1_calient.py have the vendors' commands. The emulators use no code of the driver, so that a
+misreading of the protocol does not hide in both.
 """
 
 import asyncio
@@ -38,34 +38,34 @@ _NOISE = (
 
 
 class Tl1Quirks(CheckedOptions):
-    """How the device differs from a plain one."""
+    """The differences from a plain device."""
 
     user: Text = "root"
     password: Text = "root"
-    reports_before: Count = 0  # autonomous messages of no interest before every reply
-    reports_between: Flag = False  # one between any two parts of a reply
-    lines_per_part: Count = 0  # after so many lines a reply is continued in another part; 0: never
-    part_mark: Annotated[str, must_be("> or <", lambda value: value in (">", "<"))] = ">"  # what ends a part
+    reports_before: Count = 0  # irrelevant autonomous messages before every reply
+    reports_between: Flag = False  # an autonomous message between any two parts of a reply
+    lines_per_part: Count = 0  # maximum lines in a part of a reply; 0: unlimited
+    part_mark: Annotated[str, must_be("> or <", lambda value: value in (">", "<"))] = ">"  # the mark that ends a part
     semicolons: Flag = False  # labels and comments hold `;` and quotes
     prompt: Text = ""  # shown on connect and after every reply, as on Calient's port 3083
-    echo: Flag = False  # repeats what it is sent
+    echo: Flag = False  # echoes its input
     garbage: Flag = False  # terminal sequences on connect
     acknowledge: Flag = False  # IP before every reply
-    single_session: Flag = False  # refuses the login of a second
-    logged_in_already: Flag = False  # refuses every login as superfluous
+    single_session: Flag = False  # refuses a second login
+    logged_in_already: Flag = False  # refuses every login because the user is logged in
     newline: Text = "\r\n"
-    line_limit: Count = 0  # refuses longer commands; 0: takes any
+    line_limit: Count = 0  # refuses longer commands; 0: unlimited
 
 
 class Tl1Emulator(EmulatedTcpServer):
-    """See `base.Emulator`."""
+    """A TL1 server, as a `base.Emulator`."""
 
     def __init__(self, device: EmulatedDevice, box: Tl1Device, quirks: Tl1Quirks) -> None:
         super().__init__()
         self.device = device
         self.box = box
         self.quirks = quirks
-        self.commands: list[str] = []  # every command as received, questions too
+        self.commands: list[str] = []  # every command as received, queries included
         self.connections: set[_Connection] = set()
         self.tags = itertools.count(1)
 
@@ -79,7 +79,7 @@ class Tl1Emulator(EmulatedTcpServer):
 
 
 class _Connection:
-    """One client."""
+    """The connection of one client."""
 
     def __init__(self, emulator: Tl1Emulator, writer: asyncio.StreamWriter) -> None:
         self._emulator = emulator
@@ -177,7 +177,7 @@ class _Connection:
         return [f'"{quirks.user}:{quirks.user},2"']
 
     async def _reply(self, ctag: str, completion: str, lines: Sequence[str], comment: str = "") -> None:
-        """In as many parts as the quirks say."""
+        """Send a reply in as many parts as the quirks require."""
         size = self._quirks.lines_per_part or max(1, len(lines))
         parts = [lines[at : at + size] for at in range(0, len(lines), size)] or [[]]
         for index, part in enumerate(parts):
@@ -211,7 +211,7 @@ class _Connection:
     def _write(self, body: str, mark: str, header: bool = True) -> None:
         newline = self._quirks.newline
         head = f"   {self._emulator.box.name} 26-11-22 02:30:00{newline}" if header else ""
-        with suppress(OSError):  # the client may be gone already
+        with suppress(OSError):  # the client may have disconnected
             self._writer.write(f"{newline}\n{head}{body}{newline}{mark}".encode("latin-1"))
 
     def _show_prompt(self) -> None:

@@ -1,4 +1,4 @@
-"""What a Calient does with TL1 commands. The server is tl1.py."""
+"""The TL1 commands of an emulated Calient. tl1.py has the server."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from ocs_drivers.model import Action, CircuitState, CrossConnect, EventKind, Por
 
 
 class CalientTl1Device(Tl1Device):
-    """A Calient: connections are provisioned by name, then lit."""
+    """A Calient: connections are provisioned by name, then activated."""
 
     name = "CALIENT01TS"
     reports_at_first = True
@@ -16,8 +16,8 @@ class CalientTl1Device(Tl1Device):
 
     def __init__(self, device: EmulatedDevice, semicolons: bool) -> None:
         super().__init__(device, semicolons)
-        self._groups: dict[CrossConnect, str] = {}  # provisioned, lit or not
-        self._held: dict[tuple[str, int], CrossConnect] = {}  # by either end
+        self._groups: dict[CrossConnect, str] = {}  # provisioned connections, active or not
+        self._held: dict[tuple[str, int], CrossConnect] = {}  # by either port
         self._ports = {calient_port(port): port for port in device.facts.ingress_ports}
         self._session = device.session()
         self._alias = '\\"row B; rack 3, unit 5\\"' if semicolons else "NONE"
@@ -52,14 +52,14 @@ class CalientTl1Device(Tl1Device):
         return "A", "REPT DBCHG CRS", f'"{_name(event.cross_connect)}:{event.text}"'
 
     def _forget_after_restart(self) -> None:
-        """What the glass has lost is not provisioned any more."""
+        """Delete the provisioned connections whose circuits the device has lost in a restart."""
         if not self.device.is_alive(self._session):
             self._session = self.device.session()
             for pair in self._groups.keys() - self.device.present:
                 self._forget(pair)
 
     def _take_over(self) -> None:
-        """Circuits that came to the glass by other ways than by our commands are connections too."""
+        """Add connections for circuits that were made without this protocol's commands."""
         for pair in sorted(self.device.present - self._groups.keys()):
             for held in {self._held[end] for end in self.device.facts.ends(pair) if end in self._held}:
                 self._forget(held)
@@ -86,7 +86,7 @@ class CalientTl1Device(Tl1Device):
         source, _, destination = command.aid.partition(",")
         pair = CrossConnect(self._port(source), self._port(destination))
         if command.block(1).upper() != "1WAY":
-            raise Tl1Refusal("IDNV", "Input, Data Not Valid: this emulator knows 1WAY only")
+            raise Tl1Refusal("IDNV", "Input, Data Not Valid: this emulator supports 1WAY only")
         for end in self.device.facts.ends(pair):
             if end in self._held:
                 raise Tl1Refusal("SROF", f"Invalid Connection: port already in connection {_name(self._held[end])}")
@@ -94,7 +94,8 @@ class CalientTl1Device(Tl1Device):
         return []
 
     def _named(self, command: Tl1Command) -> CrossConnect:
-        """By name: first in ACT-CRS, and first or third in the others, as clients put it."""
+        """Return the connection named in a command: first in ACT-CRS, first or third in the others, as clients send
+        it."""
         for index in (0, 2):
             source, arrow, destination = command.block(index).partition(">")
             if arrow and source in self._ports and destination in self._ports:

@@ -1,5 +1,5 @@
-"""TL1 commands as an emulated device takes them apart, what the devices of all vendors have in common, and what a
-Polatis and a Glimmerglass do with them; a Calient is in tl1_calient.py. The server is tl1.py."""
+"""The parsing of TL1 commands, the common parts of all vendors' devices, and the commands of a Polatis and a
+Glimmerglass. tl1_calient.py has a Calient, tl1.py the server."""
 
 import math
 import re
@@ -24,7 +24,7 @@ from ocs_drivers.model import (
 
 
 class Tl1Refusal(Exception):
-    """DENY, with a code of four letters and words."""
+    """A refusal (DENY), with a code of four letters and a text."""
 
     def __init__(self, code: str, text: str) -> None:
         super().__init__(text)
@@ -59,13 +59,13 @@ class Tl1Command:
         return self.parts[index].strip() if index < len(self.parts) else ""
 
     def block(self, index: int) -> str:
-        """A parameter by position, of those after the general block."""
+        """Return a parameter by position, of those after the general block."""
         values = _split(self.part(5), ",")
         return _plain(values[index].strip()) if index < len(values) else ""
 
 
 def _split(text: str, mark: str) -> list[str]:
-    """At marks outside of quotes."""
+    """Split at marks outside quotes."""
     return re.split(rf'{mark}(?=(?:[^"\\]|\\.|"(?:[^"\\]|\\.)*")*$)', text)
 
 
@@ -74,7 +74,7 @@ def _plain(value: str) -> str:
 
 
 def ports_of(text: str) -> list[int]:
-    """`1&2&3` and `1&&4`, also mixed."""
+    """Parse `1&2&3` and `1&&4`, also mixed."""
     ports: list[int] = []
     for run in re.split(r"(?<!&)&(?!&)", text):
         first, _, last = run.partition("&&")
@@ -85,11 +85,11 @@ def ports_of(text: str) -> list[int]:
 
 
 class Tl1Device(ABC):
-    """A vendor's commands, in front of a device. `semicolons`: labels hold `;` and quotes."""
+    """The commands of one vendor, for an emulated device. With `semicolons`, labels contain `;` and quotes."""
 
     name: ClassVar[str]  # before the date in every reply
     reports_at_first: ClassVar[bool]
-    reports_on = reports_off = ""  # the verbs that switch reports on and off, where there are any
+    reports_on = reports_off = ""  # the verbs that enable and disable reports, if any
 
     def __init__(self, device: EmulatedDevice, semicolons: bool) -> None:
         self.device = device
@@ -105,11 +105,11 @@ class Tl1Device(ABC):
 
     @abstractmethod
     def report(self, event: SwitchEvent) -> tuple[str, str, str]:
-        """Return severity, verb and line of the report of an event on a port or a circuit. There is none on a restart,
-        which ends every session."""
+        """Return severity, verb and line of the report on a port or circuit event. A restart has none, because it ends
+        every session."""
 
     async def set(self, action: Action, pairs: Sequence[CrossConnect], command: Tl1Command) -> None:
-        """Hand a change to the device, and turn what it says against it into a refusal."""
+        """Pass a change to the device. Raises Tl1Refusal if the device refuses."""
         try:
             await self.device.set(action, pairs, command.text)
         except DriverPermanent as refusal:
@@ -125,13 +125,13 @@ class Tl1Device(ABC):
         return [CrossConnect(one, other) for one, other in zip(ingress, egress, strict=True)]
 
     def held_by(self, ingress: Sequence[int]) -> list[CrossConnect]:
-        """What is connected to these ingress ports, in the order of the list."""
+        """Return the connections of these ingress ports, in the order of the list."""
         present = {circuit.cross_connect.ingress_port: circuit.cross_connect for circuit in self.device.circuits()}
         return [present[port] for port in ingress if port in present]
 
 
 class PolatisTl1Device(Tl1Device):
-    """A Polatis. While its mirrors move, other commands wait: RTRV-PATCH lists what is in place."""
+    """A Polatis. RTRV-PATCH waits until moving mirrors are in place, and lists circuits in place."""
 
     name = "Polatis"
     reports_at_first = False
@@ -206,7 +206,7 @@ class PolatisTl1Device(Tl1Device):
 
 
 class GlimmerglassTl1Device(Tl1Device):
-    """A Glimmerglass: numbers of five figures, the first of which tells the side."""
+    """A Glimmerglass. Port numbers have five digits, the first of which is the side."""
 
     name = "GGN"
     reports_at_first = True
@@ -273,7 +273,7 @@ class GlimmerglassTl1Device(Tl1Device):
         )
 
     def _connections(self, aid: str) -> Sequence[str]:
-        """Every input, and every output that is not connected; or those on the ports that are asked for."""
+        """Return every input, and every output that is not connected, or only those on the requested ports."""
         ports = self.device.facts.ingress_ports
         names = {CircuitState.TUNED: "steady", CircuitState.FAILED: "fault", CircuitState.TUNING: "pending"}
         circuits = {circuit.cross_connect.ingress_port: circuit for circuit in self.device.circuits()}

@@ -1,4 +1,4 @@
-"""The conformance suite asserts on pytest's behalf: let it explain its asserts."""
+"""Enable pytest's assertion introspection in the conformance suite."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""curl as a client that has never seen our code."""
+"""Run curl as an independent HTTP client."""
 
 import asyncio
 import json
@@ -9,7 +9,7 @@ import pytest
 
 
 async def curl(*words: str) -> tuple[int, Any]:
-    """Status, and JSON or None. Skips the test where curl is not installed."""
+    """Return the status, and the JSON body or None. Skip the test if curl is not installed."""
     if shutil.which("curl") is None:
         pytest.skip("curl is not installed")
     process = await asyncio.create_subprocess_exec(

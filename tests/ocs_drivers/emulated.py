@@ -1,4 +1,4 @@
-"""The suite of all drivers against an emulator: real sockets, real time, and no test that waits for a time limit."""
+"""The conformance suite against an emulator, over real sockets and in real time. No test waits for a time limit."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -20,8 +20,8 @@ PATIENCE_S = 60.0
 
 
 class ImpatientClock(SteadyClock):
-    """Real time; but who would wait `PATIENCE_S` or longer for an answer gives up as soon as the device is known to
-    hold one back. So limits are generous, and no test waits for one."""
+    """Real time, except that a sleep of `PATIENCE_S` or longer ends as soon as a device holds back an answer. Time
+    limits can thus be generous without any test waiting for one."""
 
     def __init__(self, devices: list[EmulatedDevice]) -> None:
         super().__init__()
@@ -38,11 +38,11 @@ class ImpatientClock(SteadyClock):
             for task in stalled:
                 task.cancel()
             for device in self._devices:
-                device.holding_back.clear()  # the next command is another matter
+                device.holding_back.clear()  # do not shorten the next command's limit
 
 
 class EmulatedConformance(DriverConformance):
-    """Subclass it as `class TestScpi(EmulatedConformance)` with the names below."""
+    """Base class for suites such as `class TestScpi(EmulatedConformance)`, which set the attributes below."""
 
     driver: ClassVar[str]
     protocol: ClassVar[str]

@@ -1,4 +1,4 @@
-"""Replies of emulated devices, garbled on their way to a driver: cut, flipped, with other numbers, of another kind."""
+"""Garble the replies of emulated devices on their way to a driver: truncated, altered, with other numbers or types."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ NUMBER = re.compile(r"\d+")
 
 
 def garbled_text(rng: random.Random, text: str) -> str:
-    """The text with one to three faults."""
+    """Return the text with one to three faults."""
     for _ in range(rng.randint(1, 3)):
         text = rng.choice(_TEXT_FAULTS)(rng, text)
     return text
@@ -72,7 +72,7 @@ _TEXT_FAULTS = (
 
 
 def garbled_bytes(rng: random.Random, data: bytes) -> bytes:
-    """As `garbled_text`; of an HTTP response mostly the body, its length put right."""
+    """Garble bytes as `garbled_text` does; for an HTTP response mostly the body, with a corrected length."""
     text = data.decode("latin-1")
     head, mark, body = text.partition("\r\n\r\n")
     if not (text.startswith("HTTP/") and mark and rng.random() < 0.8):
@@ -84,7 +84,7 @@ def garbled_bytes(rng: random.Random, data: bytes) -> bytes:
 
 
 def garbled_json(rng: random.Random, text: str) -> str:
-    """JSON of which one value, or the name of one, is another."""
+    """Return JSON in which one value, or the name of one, is changed."""
     try:
         return json.dumps(_spoilt(rng, json.loads(text)))
     except ValueError:
@@ -104,7 +104,7 @@ def _spoilt(rng: random.Random, value: Any) -> Any:
 
 
 def garble_message(rng: random.Random, message: Any) -> None:
-    """Spoil one to three fields of a protobuf message, at any depth."""
+    """Change one to three fields of a protobuf message, at any depth."""
     for _ in range(rng.randint(1, 3)):
         _spoil_field(rng, message)
 
@@ -153,7 +153,7 @@ def _odd_value(rng: random.Random, field: Any) -> Any:
 
 
 class Garbler:
-    """TCP between a driver and an emulator: about one reply in four is garbled, some connections break."""
+    """A TCP proxy between a driver and an emulator. It garbles about one reply in four and breaks some connections."""
 
     def __init__(self, rng: random.Random, upstream: str) -> None:
         host, _, port = upstream.rpartition(":")

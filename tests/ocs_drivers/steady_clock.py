@@ -1,14 +1,14 @@
-"""A clock for tests over real sockets, on a machine with much else to do."""
+"""A clock for tests over real sockets on a loaded machine."""
 
 from ocs_drivers.base import SystemClock
 
-# Longer than that between two looks at the clock is the machine's doing.
+# A longer gap between two readings of the clock is attributed to the machine.
 STALL_S = 0.02
 
 
 class SteadyClock(SystemClock):
-    """Real time without the stalls: a limit runs out after so much of what this process did or slept, so a process that
-    did not get its turn is not late."""
+    """Real time without the machine's stalls. A limit expires after the time in which this process ran or slept, so a
+    process that was not scheduled is not late."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""An emulated switch that takes some commands and does nothing, or lets some circuits never go."""
+"""An emulated switch that accepts some commands without effect, or never removes some circuits."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,8 @@ from ocs_drivers.model import CrossConnect, DeviceCircuit
 
 
 class StubbornSwitch:
-    """`ignores`: an ingress port whose circuits never come up. `keeps`: one whose circuits never go."""
+    """A switch whose circuits from ingress port `ignores` never come up, and whose circuits from port `keeps` never go
+    down."""
 
     def __init__(self, protocol: str = "scpi", *, ignores: int = 0, keeps: int = 0) -> None:
         self.emulator = make_emulator(protocol, DevicePanel(reconfiguration_s=0.005))

@@ -1,8 +1,8 @@
-"""A process that serves an emulated SCPI switch with faults of its own, and reports on its glass.
+"""Serve a `StubbornSwitch` over SCPI in a process of its own, and report its state.
 
-First line of output: its address. For each line of input, one line with the circuits that are up, and the number of
-setters. `--ignores PORT`: setters that name the port are taken, and change nothing. `--keeps PORT`: its circuits cannot
-be taken down.
+The first line of output is the address. For each line of input, one line is printed, with the circuits that are up and
+the number of setters. With `--ignores PORT`, setters for that port are accepted without effect. With `--keeps PORT`,
+the circuits of that port cannot be removed.
 """
 
 import argparse

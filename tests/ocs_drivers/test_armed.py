@@ -1,4 +1,4 @@
-"""Commits that are made ready ahead, over gRPC: the same promises, and nothing is done before the word."""
+"""Commits prepared ahead over gRPC: they meet the same contract, and nothing is done before the signal."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -22,7 +22,7 @@ ONE, OTHER = CrossConnect(1, 17), CrossConnect(2, 18)
 
 
 class ArmedSwitch(GrpcSwitch):
-    """Every commit of it is made ready first."""
+    """A switch whose commits are all armed first."""
 
     async def commit(self, diff: CircuitDiff, expect_revision: int, revert_in_s: float | None = None) -> CommitResult:
         armed = await self.arm(diff, expect_revision, revert_in_s)
@@ -71,7 +71,7 @@ class TestArmed(DriverConformance):
 
 
 class Switch(VirtualSwitch):
-    """Counts what it is asked for."""
+    """Counts commits."""
 
     commits = 0
 
@@ -94,7 +94,7 @@ def switch() -> Switch:
     return Switch("served", reconfiguration_s=0.002)
 
 
-async def test_nothing_is_done_before_the_word_nor_without_it(switch: Switch) -> None:
+async def test_armed_commit_runs_only_when_begun(switch: Switch) -> None:
     async with served(switch) as (driver, _):
         assert isinstance(driver, Arming)
         diff = await driver.plan(CircuitChange((ONE,)))
@@ -107,7 +107,7 @@ async def test_nothing_is_done_before_the_word_nor_without_it(switch: Switch) ->
         wanted.disarm()  # harmless
 
 
-async def test_a_switch_that_has_changed_meanwhile_refuses_at_the_word(switch: Switch) -> None:
+async def test_begin_refuses_changed_revision(switch: Switch) -> None:
     async with served(switch) as (driver, _):
         diff = await driver.plan(CircuitChange((ONE,)))
         armed = await driver.arm(diff, diff.revision)
@@ -118,9 +118,9 @@ async def test_a_switch_that_has_changed_meanwhile_refuses_at_the_word(switch: S
         assert (await driver.cross_connects()).cross_connects == {OTHER}
 
 
-async def test_a_process_that_does_not_know_it_is_asked_to_commit(switch: Switch) -> None:
+async def test_begin_falls_back_to_commit_without_server_support(switch: Switch) -> None:
     class Plain(OcsDriverService):
-        CommitArmed = ocs_pb2_grpc.OcsDriverServicer.CommitArmed  # as a server that implements it not
+        CommitArmed = ocs_pb2_grpc.OcsDriverServicer.CommitArmed  # as in a server that does not implement it
 
     server = grpc.aio.server()
     ocs_pb2_grpc.add_OcsDriverServicer_to_server(Plain(switch), server)
@@ -134,7 +134,7 @@ async def test_a_process_that_does_not_know_it_is_asked_to_commit(switch: Switch
     await server.stop(None)
 
 
-async def test_a_process_that_was_started_anew_is_asked_to_commit(switch: Switch) -> None:
+async def test_begin_falls_back_to_commit_after_server_restart(switch: Switch) -> None:
     server, port = await serve_driver(switch, "127.0.0.1:0")
     driver = GrpcSwitch("lab1", target=f"127.0.0.1:{port}", command_timeout_s=30.0)
     diff = await driver.plan(CircuitChange((ONE,)))
@@ -142,7 +142,8 @@ async def test_a_process_that_was_started_anew_is_asked_to_commit(switch: Switch
     await server.stop(None)
     server, _ = await serve_driver(switch, f"127.0.0.1:{port}")
     async with asyncio.timeout(30):
-        while not armed.call.done():  # before that, a commit would be sent to the process that ended, and be unknown
+        # until then, a commit would go to the ended process, and its outcome would be unknown
+        while not armed.call.done():
             await asyncio.sleep(0.01)
     assert (await armed.begin()).done
     assert switch.commits == 1
@@ -150,7 +151,7 @@ async def test_a_process_that_was_started_anew_is_asked_to_commit(switch: Switch
     await server.stop(None)
 
 
-async def test_one_that_dies_in_the_middle_is_unknown_not_failed() -> None:
+async def test_server_death_during_commit_is_outcome_unknown() -> None:
     switch = Switch("served", reconfiguration_s=0.5)
     async with served(switch) as (driver, server):
         diff = await driver.plan(CircuitChange((ONE,)))
@@ -163,7 +164,7 @@ async def test_one_that_dies_in_the_middle_is_unknown_not_failed() -> None:
             await commit
 
 
-async def test_what_has_begun_is_carried_on_with(switch: Switch) -> None:
+async def test_disarm_does_not_stop_begun_commit(switch: Switch) -> None:
     async with served(switch) as (driver, _):
         diff = await driver.plan(CircuitChange((ONE,)))
         armed = await driver.arm(diff, diff.revision)
@@ -176,7 +177,7 @@ async def test_what_has_begun_is_carried_on_with(switch: Switch) -> None:
         assert (await driver.cross_connects()).cross_connects == {ONE}
 
 
-async def test_a_process_that_is_not_there_is_retryable() -> None:
+async def test_arm_without_server_is_retryable() -> None:
     driver = GrpcSwitch("lab1", target="127.0.0.1:1")
     async with refusal(DriverRetryable, "lab1"):
         await driver.arm(CircuitDiff("safe", 0, frozenset(), (), (ONE,)), 0)  # type: ignore[arg-type]

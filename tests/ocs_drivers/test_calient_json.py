@@ -1,4 +1,5 @@
-"""What a Calient switch's REST interface answers: as clients of real switches report it, and whatever else may come."""
+"""The parsers of a Calient switch's REST answers, on answers reported by clients of real switches and on arbitrary
+data."""
 
 from contextlib import suppress
 from typing import Any
@@ -20,7 +21,7 @@ JSON: st.SearchStrategy[Any] = st.recursive(
 )
 
 
-def test_a_port_as_a_switch_has_told_it() -> None:
+def test_ports_parse_documented_row() -> None:
     row = {
         "port": "3.3.1", "inas": "IS", "inos": "OOS", "inoc": "NOHW", "inpower": "-3.4", "incircuit": "3.3.1>3.3.2",
         "outas": "OOS-NP", "outos": "OOS", "outoc": "NOHW", "outpower": "-4.8", "outcircuit": "", "inowner": "TRANSIT",
@@ -31,7 +32,7 @@ def test_a_port_as_a_switch_has_told_it() -> None:
     }
 
 
-def test_connections_of_one_and_of_both_directions() -> None:
+def test_connections_parse_one_and_both_directions() -> None:
     uni, bi = parse.connections(
         [
             {"half1": {"conn": "1.1.1>1.2.1", "oc": "OK"}, "group": "SYSTEM"},
@@ -42,7 +43,7 @@ def test_connections_of_one_and_of_both_directions() -> None:
     assert (bi.conn, [half.is_broken for half in bi.halves]) == ("1.1.2-1.2.2", [False, True])
 
 
-def test_status_0_is_failure_whatever_http_says() -> None:
+def test_status_0_is_failure() -> None:
     single = [{"status": "0", "msg": "Failure", "description": "port in use"}]
     assert parse.failures(single, 1) == ["Failure: port in use"]
     assert parse.failures(single, 3) == ["Failure: port in use"] * 3
@@ -53,13 +54,13 @@ def test_status_0_is_failure_whatever_http_says() -> None:
             parse.failures(wrong, 2)
 
 
-def test_a_failure_in_the_place_of_a_list_is_told() -> None:
+def test_failure_in_place_of_list_is_reported() -> None:
     with pytest.raises(ValueError, match="busy"):
         parse.connections([{"status": "0", "msg": "busy"}])
 
 
 @given(names=st.sets(NAMES, min_size=2))
-def test_names_are_numbered_in_their_order(names: set[str]) -> None:
+def test_port_names_are_numbered_in_order(names: set[str]) -> None:
     known = parse.PortNames(names)
     assert [known.number(name) for name in known.names] == list(range(1, len(names) + 1))
     assert all(known.name(known.number(name)) == name for name in names)
@@ -70,7 +71,7 @@ def test_names_are_numbered_in_their_order(names: set[str]) -> None:
 
 
 @given(body=JSON, count=st.integers(1, 3))
-def test_whatever_comes_is_read_or_refused(body: object, count: int) -> None:
+def test_parsers_raise_only_value_error(body: object, count: int) -> None:
     for parser in (parse.ports, parse.connections):
         with suppress(ValueError):
             parser(body)

@@ -1,4 +1,4 @@
-"""The driver `calient_rest` and its emulator: the suite, requests counted, curl beside us, failures as they are."""
+"""The driver `calient_rest` and its emulator: the conformance suite, request counts, and failures."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -30,7 +30,7 @@ class TestCalientUni(EmulatedConformance):
 
 
 class TestCalientBi(EmulatedConformance):
-    """Both directions, sets that take time, jitter, chunks, a password, and a cookie that is good for 5 requests."""
+    """Both directions, slow sets, jitter, chunked answers, a password, and a cookie that is valid for 5 requests."""
 
     driver = "calient_rest"
     protocol = "calient_rest"
@@ -65,7 +65,7 @@ async def switch(
         await emulator.stop()
 
 
-async def test_320_ports_are_one_badd_and_one_bdel() -> None:
+async def test_320_ports_need_one_badd_and_one_bdel() -> None:
     async with switch(panel=DevicePanel(320, 320, reconfiguration_s=0.001)) as (driver, emulator, _):
         pairs = tuple(CrossConnect(port, 321 - port) for port in range(1, 321))
         assert (await carry_out(driver, pairs)).commands_sent == 1
@@ -74,7 +74,7 @@ async def test_320_ports_are_one_badd_and_one_bdel() -> None:
         assert await connected(driver) == {pairs[0]}
 
 
-async def test_a_failure_inside_http_200_is_told_per_item() -> None:
+async def test_failure_inside_http_200_is_reported_per_item() -> None:
     async with switch() as (driver, emulator, _):
         diff = await driver.plan(CircuitChange((ONE, TWO)))
         emulator.device.inject(DeviceFault(DeviceFaultKind.FAIL_PORT, 10))
@@ -90,14 +90,14 @@ async def test_a_failure_inside_http_200_is_told_per_item() -> None:
         assert states[10] is PortStatus.DISABLED
 
 
-async def test_a_wrong_password_is_permanent_and_not_told() -> None:
+async def test_wrong_password_is_permanent_and_not_shown() -> None:
     async with switch({"user": "admin", "password": "pxc***"}, user="admin", password="guess") as (driver, _, _address):
         async with refusal(DriverPermanent, "user and password") as refused:
             await driver.ports()
         assert "guess" not in str(refused[0])
 
 
-async def test_a_switch_that_lists_other_ports_is_not_touched() -> None:
+async def test_changed_port_list_is_refused() -> None:
     async with switch() as (driver, emulator, _):
         await carry_out(driver, (ONE,))
         emulator._names = type(emulator._names)([*emulator._names.names, "1.0.1"])
@@ -105,13 +105,13 @@ async def test_a_switch_that_lists_other_ports_is_not_touched() -> None:
             await driver.ports()
 
 
-async def test_numbers_hold_only_for_as_many_ports_as_expected() -> None:
+async def test_unexpected_port_count_is_refused() -> None:
     async with switch(ports=320) as (driver, _, _address):
-        async with refusal(DriverPermanent, "lists 32 ports, option ports says 320"):
+        async with refusal(DriverPermanent, "lists 32 ports, but option ports is 320"):
             await driver.facts()
 
 
-async def test_without_details_no_power_is_claimed() -> None:
+async def test_summary_source_reports_no_power() -> None:
     async with switch(port_source="summary") as (driver, _, _address):
         assert not (await driver.capabilities()).port_power
         assert {port.power_dbm for port in await driver.ports()} == {None}
@@ -127,7 +127,7 @@ async def test_without_details_no_power_is_claimed() -> None:
         ({"tls_verify": "no"}, "options.tls_verify: must be true or false, got 'no'"),
     ],
 )
-def test_options_are_refused_by_name(options: dict[str, Any], fault: str) -> None:
+def test_invalid_options_are_reported_by_name(options: dict[str, Any], fault: str) -> None:
     with pytest.raises(InvalidOptions) as refused:
         make_driver("calient_rest", "ocs1", {"address": "lab", **options})
     assert fault in str(refused.value)

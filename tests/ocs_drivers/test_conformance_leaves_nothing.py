@@ -1,4 +1,5 @@
-"""A run of the suite outside pytest has a budget, and leaves the switch as it was, or names what it could not free."""
+"""A run of the suite without pytest has a budget. It restores the switch, or reports the circuits it could not
+remove."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -25,7 +26,7 @@ from ocs_drivers.errors import DriverPermanent
 from ocs_drivers.model import CrossConnect
 from ocs_drivers.registry import make_driver
 
-MANY_WRITERS = "test_many_writers_get_through_one_at_a_time"
+MANY_WRITERS = "test_concurrent_writers_all_succeed_with_retries"
 
 
 @asynccontextmanager
@@ -52,7 +53,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("protocol", ["scpi", "tl1-polatis", "tl1-calient", "calient_rest"])
-async def test_a_circuit_that_never_comes_up_costs_few_commands_and_leaves_none(protocol: str) -> None:
+async def test_missing_circuit_costs_few_commands_and_leaves_no_circuit(protocol: str) -> None:
     switch = StubbornSwitch(protocol, ignores=1)
     async with lab(switch, protocol) as suite:
         (outcome,) = await outcomes(suite, MANY_WRITERS)
@@ -84,33 +85,33 @@ class Hanging(LabConformance):
             await asyncio.Event().wait()
 
 
-async def test_a_test_has_a_budget_of_calls() -> None:
+async def test_test_fails_beyond_budget_of_calls() -> None:
     switch = StubbornSwitch()
     async with lab(switch, kind=Greedy) as suite:
         (outcome,) = await outcomes(suite, "test_plan_sends_nothing")
-    assert f"made {MOST_CALLS} calls" in outcome.detail
+    assert f"budget of {MOST_CALLS} driver calls" in outcome.detail
     assert switch.up() == []
 
 
-async def test_a_test_has_a_budget_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_test_fails_beyond_budget_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conformance_run, "TEST_S", 0.2)
     monkeypatch.setattr(conformance_run, "TEST_CIRCUITS", 0)
     switch = StubbornSwitch()
     async with lab(switch, kind=Hanging) as suite:
         (outcome,) = await outcomes(suite, "test_plan_sends_nothing")
-    assert outcome.detail == "was stopped after 0.2 s, its budget"
+    assert outcome.detail == "exceeded its time budget of 0.2 s"
     assert switch.up() == []
 
 
 async def lose_a_session() -> None:
-    """Wait for a future that somebody else has cancelled, as a driver does whose session is lost."""
+    """Wait for a future that is cancelled elsewhere, as a driver does whose session is lost."""
     answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     answer.cancel("the session is lost")
     await answer
 
 
 class LosingSessions(LabConformance):
-    """`loses`: in how many attempts to free the ports the driver is cancelled from within."""
+    """The suite with a driver that raises CancelledError in the first `loses` attempts to free the ports."""
 
     loses = 0
 
@@ -126,7 +127,7 @@ class LosingSessions(LabConformance):
         return await super()._free()
 
 
-async def test_a_driver_that_is_cancelled_from_within_fails_its_test() -> None:
+async def test_cancelled_error_of_driver_fails_its_test() -> None:
     switch = StubbornSwitch()
     async with lab(switch, kind=LosingSessions) as suite:
         found = await outcomes(suite, "test_plan_sends_nothing", "test_diff_is_empty_after_commit")
@@ -135,12 +136,12 @@ async def test_a_driver_that_is_cancelled_from_within_fails_its_test() -> None:
         "test_diff_is_empty_after_commit": LabTestState.PASSED,
     }
     (failed,) = (outcome for outcome in found if outcome.state is LabTestState.FAILED)
-    assert failed.detail.startswith("the driver was cancelled from within: the session is lost")
+    assert failed.detail.startswith("the driver raised CancelledError: the session is lost")
     assert switch.up() == []
 
 
 @pytest.mark.usefixtures("impatient")
-async def test_a_driver_that_is_cancelled_from_within_is_tried_again_to_free_the_ports() -> None:
+async def test_freeing_ports_is_retried_after_cancelled_error_of_driver() -> None:
     switch = StubbornSwitch()
     async with lab(switch, kind=LosingSessions) as suite:
         assert isinstance(suite, LosingSessions)
@@ -151,20 +152,20 @@ async def test_a_driver_that_is_cancelled_from_within_is_tried_again_to_free_the
         suite.loses = 1000
         found = await outcomes(suite, "test_plan_sends_nothing")
     assert found[-1].name == "clean up after test_plan_sends_nothing"
-    assert "1:33 (the driver was cancelled from within: the session is lost)" in found[-1].detail
+    assert "1:33 (the driver raised CancelledError: the session is lost)" in found[-1].detail
 
 
-async def test_a_driver_that_is_cancelled_from_within_at_the_first_look_is_an_error() -> None:
+async def test_cancelled_error_of_driver_in_prepare_is_permanent() -> None:
     class LosingTheFirst(LabConformance):
         async def prepare(self) -> None:
             await lose_a_session()
 
     async with lab(StubbornSwitch(), kind=LosingTheFirst) as suite:
-        with pytest.raises(DriverPermanent, match="the driver was cancelled from within: the session is lost"):
+        with pytest.raises(DriverPermanent, match="the driver raised CancelledError: the session is lost"):
             await outcomes(suite, "test_plan_sends_nothing")
 
 
-async def test_clean_up_of_a_run_that_is_cancelled_outlasts_a_driver_that_is_cancelled_from_within() -> None:
+async def test_clean_up_of_cancelled_run_survives_cancelled_error_of_driver() -> None:
     class HangingThenLosing(Hanging, LosingSessions):
         loses = 1
 
@@ -181,7 +182,7 @@ async def test_clean_up_of_a_run_that_is_cancelled_outlasts_a_driver_that_is_can
     assert not suite.leftover
 
 
-async def test_a_run_that_is_cancelled_frees_the_ports() -> None:
+async def test_cancelled_run_frees_ports() -> None:
     switch = StubbornSwitch()
     async with lab(switch, kind=Hanging) as suite:
         assert isinstance(suite, Hanging)
@@ -195,7 +196,7 @@ async def test_a_run_that_is_cancelled_frees_the_ports() -> None:
     assert not suite.leftover
 
 
-async def test_a_run_that_its_caller_gives_up_frees_the_ports() -> None:
+async def test_abandoned_run_frees_ports() -> None:
     class Leaving(LabConformance):
         async def test_plan_sends_nothing(self) -> None:
             driver = await self.make_driver()
@@ -211,7 +212,7 @@ async def test_a_run_that_its_caller_gives_up_frees_the_ports() -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-async def test_circuits_that_do_not_go_are_named_with_the_way_to_free_them() -> None:
+async def test_remaining_circuits_are_reported_with_commands_to_remove_them() -> None:
     switch = StubbornSwitch(keeps=2)
     async with lab(switch) as suite:
         found = await outcomes(suite, "test_plan_sends_nothing", "test_diff_is_empty_after_commit")
@@ -223,7 +224,7 @@ async def test_circuits_that_do_not_go_are_named_with_the_way_to_free_them() -> 
 
 
 @pytest.mark.usefixtures("impatient")
-async def test_a_switch_that_dies_midway_is_not_said_to_be_free() -> None:
+async def test_unreachable_switch_is_not_reported_as_free() -> None:
     switch = StubbornSwitch()
     async with lab(switch, kind=Hanging) as suite:
         assert isinstance(suite, Hanging)
@@ -237,7 +238,7 @@ async def test_a_switch_that_dies_midway_is_not_said_to_be_free() -> None:
     assert str(suite.leftover).startswith("may still be up, the switch could not be read: 1:33 (DriverRetryable:")
 
 
-async def test_a_second_cancellation_names_what_may_be_up() -> None:
+async def test_second_cancellation_reports_possible_circuits() -> None:
     switch = StubbornSwitch(keeps=1)
     async with lab(switch, kind=Hanging) as suite:
         assert isinstance(suite, Hanging)
@@ -254,7 +255,7 @@ async def test_a_second_cancellation_names_what_may_be_up() -> None:
     assert "1:33" in str(suite.leftover)
 
 
-async def test_circuits_of_others_that_vanish_are_named() -> None:
+async def test_removed_foreign_circuits_are_reported() -> None:
     theirs = CrossConnect(9, 41)
 
     class Wiping(LabConformance):
@@ -263,7 +264,7 @@ async def test_circuits_of_others_that_vanish_are_named() -> None:
 
     switch = StubbornSwitch()
     switch.model.add([theirs])
-    while switch.model.where_does(theirs.ingress_port) is None:  # it lists what is in place
+    while switch.model.where_does(theirs.ingress_port) is None:  # the switch lists a circuit once it is in place
         await asyncio.sleep(0.001)
     async with lab(switch, kind=Wiping) as suite:
         (outcome,) = await outcomes(suite, "test_plan_sends_nothing")
@@ -273,6 +274,6 @@ async def test_circuits_of_others_that_vanish_are_named() -> None:
 
 
 @pytest.mark.parametrize("text", ["1-999999999999:5-8", "1,2,3,4:99999999-100000002"])
-def test_ports_beyond_any_device_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="up to 99999"):
+def test_parse_ports_refuses_numbers_above_limit(text: str) -> None:
+    with pytest.raises(ValueError, match="ports <= 99999"):
         parse_ports(text)

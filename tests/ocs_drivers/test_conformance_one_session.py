@@ -1,4 +1,4 @@
-"""The suite on a lab switch that allows one session: somebody else's part is played in the driver's place."""
+"""The suite on a lab switch with a single session: foreign circuits are made while the driver is closed."""
 
 from functools import partial
 
@@ -8,14 +8,14 @@ from ocs_drivers.emulators.registry import make_emulator
 from ocs_drivers.registry import make_driver
 
 NAMES = (
-    "test_circuits_of_others_are_told_from_ours",
-    "test_circuits_of_others_are_never_taken_down",
-    "test_circuits_of_others_are_ours_once_taken_over",
-    "test_rollback_leaves_what_others_put_there",
+    "test_reading_distinguishes_foreign_circuits",
+    "test_foreign_circuits_are_never_removed",
+    "test_take_over_makes_foreign_circuits_owned",
+    "test_rollback_leaves_foreign_circuits",
 )
 
 
-async def test_circuits_of_others_can_be_made_there() -> None:
+async def test_suite_makes_foreign_circuits_with_one_session() -> None:
     emulator = make_emulator("scpi", DevicePanel(reconfiguration_s=0.002), one_session=True)
     options = {"address": await emulator.start(), "reconfiguration_s": 0.002, "command_timeout_s": 30.0}
     suite = LabConformance(partial(make_driver, "scpi", "lab", options), parse_ports("1-4:33-36"))

@@ -1,4 +1,4 @@
-"""The suite outside pytest: on a switch that is shared with others, between the ports that were named and no others."""
+"""The suite without pytest, on a shared switch and only between named ports."""
 
 import json
 from collections.abc import AsyncIterator
@@ -26,7 +26,7 @@ OF_THE_PROCESS = {"make_foreign": "the process owns what its clients make"}
 
 @asynccontextmanager
 async def lab(switch: VirtualSwitch) -> AsyncIterator[LabConformance]:
-    """One device, whoever asks for a driver of it."""
+    """Serve one device to every driver that the suite makes."""
     server, port = await serve_driver(switch, "127.0.0.1:0")
     yield LabConformance(partial(make_driver, "grpc", "lab", {"target": f"127.0.0.1:{port}"}), PORTS, OF_THE_PROCESS)
     await server.stop(None)
@@ -40,7 +40,7 @@ async def outcomes(suite: LabConformance, *only: str) -> dict[str, LabTestOutcom
     return {outcome.name: outcome async for outcome in run_suite(suite, only)}
 
 
-async def test_a_switch_that_others_use_is_left_to_them() -> None:
+async def test_shared_switch_keeps_other_circuits() -> None:
     switch = virtual()
     switch.model.add([THEIRS])
     await carry_out(switch, (OWN,))
@@ -48,9 +48,9 @@ async def test_a_switch_that_others_use_is_left_to_them() -> None:
         found = await outcomes(suite)
     failed = {name: outcome.detail for name, outcome in found.items() if outcome.state is LabTestState.FAILED}
     assert failed == {}
-    assert found["test_overwrite_leaves_only_what_is_named"].detail.startswith("the device has other circuits")
-    assert found["test_a_failed_port_is_refused_before_anything_is_sent"].state is LabTestState.SKIPPED
-    assert found["test_other_changes_wait_for_the_one_on_trial"].state is LabTestState.PASSED
+    assert found["test_overwrite_leaves_only_named_circuits"].detail.startswith("the driver owns other circuits")
+    assert found["test_plan_refuses_failed_port"].state is LabTestState.SKIPPED
+    assert found["test_other_changes_are_refused_during_trial"].state is LabTestState.PASSED
     assert found["test_rollback_restores_from_every_prefix"].state is LabTestState.PASSED
     assert len([outcome for outcome in found.values() if outcome.state is LabTestState.PASSED]) >= 20
     assert (await switch.cross_connects()).cross_connects == {THEIRS, OWN}
@@ -60,16 +60,16 @@ async def test_a_switch_that_others_use_is_left_to_them() -> None:
     assert ports == {1, 2, 3, 4, 17, 18, 19, 20}
 
 
-async def test_ports_in_use_are_refused_before_anything_is_sent() -> None:
+async def test_ports_in_use_are_refused_before_the_first_command() -> None:
     switch = virtual()
     switch.model.add([CrossConnect(2, 30)])
     async with lab(switch) as suite:
-        async with refusal(CircuitConflict, "2:30", "free them first"):
+        async with refusal(CircuitConflict, "2:30", "disconnect it first"):
             await outcomes(suite)
     assert switch.model.setters == []
 
 
-async def test_ports_that_the_device_has_not_are_named_at_once() -> None:
+async def test_missing_ports_are_all_reported() -> None:
     async with lab(virtual()) as suite:
         suite._pairs = parse_ports("1,2,40,41:17,18,19,3")
         async with refusal(
@@ -83,15 +83,15 @@ async def test_ports_that_the_device_has_not_are_named_at_once() -> None:
 
 
 class Liar(VirtualSwitch):
-    """Its word is taken for what happened."""
+    """A switch whose `rollback` reports success without doing anything."""
 
     async def rollback(self, diff: CircuitDiff) -> CommitResult:
         return CommitResult((), 0, 0)
 
 
-async def test_a_driver_that_lies_fails_by_name_and_its_ports_are_freed() -> None:
+async def test_wrong_result_of_driver_fails_test_and_ports_are_freed() -> None:
     switch = virtual(Liar)
-    name = "test_verify_tells_missing_from_lingering"
+    name = "test_verify_distinguishes_missing_from_lingering"
     async with lab(switch) as suite:
         found = await outcomes(suite, "test_rollback_restores_from_every_prefix", name)
     assert found["test_rollback_restores_from_every_prefix"].state is LabTestState.FAILED
@@ -100,7 +100,7 @@ async def test_a_driver_that_lies_fails_by_name_and_its_ports_are_freed() -> Non
     assert (await switch.cross_connects()).circuits == ()
 
 
-async def test_a_change_beyond_the_named_ports_is_not_sent() -> None:
+async def test_change_outside_named_ports_is_not_sent() -> None:
     class Astray(LabConformance):
         async def pairs(self, driver: OcsDriver, count: int) -> tuple[CrossConnect, ...]:
             return (*PORTS[: count - 1], CrossConnect(16, 32))[:count]
@@ -108,7 +108,7 @@ async def test_a_change_beyond_the_named_ports_is_not_sent() -> None:
     switch = virtual()
     async with lab(switch) as suite:
         found = await outcomes(Astray(suite._make, PORTS, OF_THE_PROCESS), "test_diff_is_empty_after_commit")
-    assert "beyond the ports that were named; nothing was sent" in found["test_diff_is_empty_after_commit"].detail
+    assert "must only change circuits on the named ports, got" in found["test_diff_is_empty_after_commit"].detail
     assert switch.model.setters == []
 
 
@@ -117,12 +117,12 @@ async def test_a_change_beyond_the_named_ports_is_not_sent() -> None:
     [
         ("1,2,3", "must be INGRESS:EGRESS"),
         ("1,2,x,4:5-8", "each a list of ports"),
-        ("1-4:5-7", "as many ports on either side, not 4 and 3"),
+        ("1-4:5-7", "same number of ports on both sides, got 4 and 3"),
         ("1-3:5-7", "at least 4 ports"),
-        ("1,1,2,3:5-8", "names 1 twice"),
+        ("1,1,2,3:5-8", "must name each port once, got 1 twice"),
     ],
 )
-def test_malformed_ports_are_told(text: str, fault: str) -> None:
+def test_parse_ports_refuses_malformed_text(text: str, fault: str) -> None:
     with pytest.raises(ValueError, match=fault):
         parse_ports(text)
 
@@ -131,7 +131,7 @@ def conformance(*arguments: str) -> Any:
     return CliRunner().invoke(application(), ["ocs", "conformance", *arguments])
 
 
-def test_the_command_prints_a_table_and_json() -> None:
+def test_command_prints_table_and_json() -> None:
     arguments = ("--driver", "virtual", "--ports", "1-4:17-20", "--only", "test_plan_sends_nothing")
     result = conformance(*arguments)
     assert result.exit_code == 0, result.output
@@ -140,7 +140,7 @@ def test_the_command_prints_a_table_and_json() -> None:
     assert (report["passed"], report["failed"], report["tests"][0]["name"]) == (1, 0, "test_plan_sends_nothing")
 
 
-def test_the_command_names_every_fault_of_its_input() -> None:
+def test_command_reports_every_fault_of_its_input() -> None:
     result = conformance("--driver", "grpc", "--ports", "1:2", "--option", "x", "--only", "test_all")
     assert result.exit_code == 2
     for fault in (
@@ -155,7 +155,7 @@ def test_the_command_names_every_fault_of_its_input() -> None:
     assert [fault.partition(":")[0] for fault in unknown.stderr.splitlines()] == ["--address", "--option adress"]
 
 
-def test_a_test_goes_by_the_name_that_the_table_shows() -> None:
+def test_only_accepts_names_shown_in_table() -> None:
     result = conformance("--driver", "virtual", "--ports", "1-4:17-20", "--only", "plan_sends_nothing")
     assert result.exit_code == 0, result.output
     assert "virtual: 1 passed" in result.stdout

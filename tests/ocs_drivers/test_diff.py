@@ -1,4 +1,4 @@
-"""The pure half: diffs against a model of the device so simple that it is right by inspection."""
+"""Property tests of diffs, against a model of the device that is simple enough to verify by reading."""
 
 import itertools
 
@@ -34,7 +34,7 @@ def reading(pairs: Pairs) -> CrossConnectReading:
 
 
 def clash(facts: SwitchFacts, one: CrossConnect, two: CrossConnect) -> bool:
-    """Whether two different cross-connects need one and the same port, said without `SwitchFacts.ends`."""
+    """Return whether two different cross-connects need the same port, without using `SwitchFacts.ends`."""
     if facts.connectivity is Connectivity.ANY_TO_ANY:
         return bool({one.ingress_port, one.egress_port} & {two.ingress_port, two.egress_port})
     return one.ingress_port == two.ingress_port or one.egress_port == two.egress_port
@@ -46,7 +46,7 @@ def no_port_twice(facts: SwitchFacts, pairs: Pairs) -> bool:
 
 @st.composite
 def matchings(draw: st.DrawFn, facts: SwitchFacts) -> Pairs:
-    """Some cross-connects, no port twice."""
+    """Draw cross-connects that share no port."""
     count = draw(st.integers(0, 4))
     if facts.connectivity is Connectivity.ANY_TO_ANY:
         ports = draw(st.permutations(list(facts.ingress_ports)))
@@ -58,7 +58,7 @@ def matchings(draw: st.DrawFn, facts: SwitchFacts) -> Pairs:
 
 @st.composite
 def planned(draw: st.DrawFn) -> tuple[SwitchFacts, Pairs, CircuitChange, CircuitDiff]:
-    """A device, what it shows, a change in a mode that may evict, and its diff."""
+    """Draw a device, its circuits, a change in a mode that may evict, and the resulting diff."""
     facts = draw(st.sampled_from([SIDES, SHARED, ANY]))
     present = draw(matchings(facts))
     connect = draw(matchings(facts))
@@ -69,7 +69,7 @@ def planned(draw: st.DrawFn) -> tuple[SwitchFacts, Pairs, CircuitChange, Circuit
 
 
 def prefixes(diff: CircuitDiff) -> list[Pairs]:
-    """What the device shows after each step of the diff, before the first included."""
+    """Return the circuits on the device before the first step of the diff and after each step."""
     shown = [diff.before]
     for pair in diff.remove:
         shown.append(shown[-1] - {pair})
@@ -79,14 +79,14 @@ def prefixes(diff: CircuitDiff) -> list[Pairs]:
 
 
 @given(planned())
-def test_no_port_is_used_twice_at_any_step(case: tuple[SwitchFacts, Pairs, CircuitChange, CircuitDiff]) -> None:
+def test_no_step_uses_a_port_twice(case: tuple[SwitchFacts, Pairs, CircuitChange, CircuitDiff]) -> None:
     facts, _, _, diff = case
     assert all(no_port_twice(facts, shown) for shown in prefixes(diff))
     assert prefixes(diff)[-1] == diff.after
 
 
 @given(planned())
-def test_the_change_is_true_afterwards_and_then_asks_for_nothing(
+def test_applied_change_leaves_empty_diff(
     case: tuple[SwitchFacts, Pairs, CircuitChange, CircuitDiff],
 ) -> None:
     facts, _, change, diff = case
@@ -97,7 +97,9 @@ def test_the_change_is_true_afterwards_and_then_asks_for_nothing(
 
 
 @given(planned())
-def test_evictions_are_exactly_those_in_the_way(case: tuple[SwitchFacts, Pairs, CircuitChange, CircuitDiff]) -> None:
+def test_evictions_are_exactly_the_conflicting_circuits(
+    case: tuple[SwitchFacts, Pairs, CircuitChange, CircuitDiff],
+) -> None:
     facts, present, change, diff = case
     unnamed = present - frozenset(change.connect) - frozenset(change.disconnect)
     if diff.mode is ChangeMode.OVERWRITE:
@@ -109,7 +111,7 @@ def test_evictions_are_exactly_those_in_the_way(case: tuple[SwitchFacts, Pairs, 
 
 
 @given(planned())
-def test_from_every_prefix_the_rest_completes_and_the_way_back_restores(
+def test_every_prefix_can_be_completed_and_reversed(
     case: tuple[SwitchFacts, Pairs, CircuitChange, CircuitDiff],
 ) -> None:
     facts, _, _, diff = case
@@ -122,7 +124,7 @@ def test_from_every_prefix_the_rest_completes_and_the_way_back_restores(
 
 
 @given(planned(), st.sets(st.integers(0, 3)))
-def test_what_is_not_ours_is_refused_exactly_where_it_would_go(
+def test_plan_refuses_exactly_the_removal_of_foreign_circuits(
     case: tuple[SwitchFacts, Pairs, CircuitChange, CircuitDiff], theirs: set[int]
 ) -> None:
     facts, present, change, diff = case
@@ -141,13 +143,13 @@ def test_what_is_not_ours_is_refused_exactly_where_it_would_go(
     with pytest.raises(CircuitConflict) as refused:
         diffs.plan(facts, (), seen, change, diff.mode, "ocs1")
     assert refused.value.faults == [
-        f"{pair}: is not ours and stays as it is; take it over first: orchestrrl ocs take-over ocs1 {pair}"
+        f"{pair}: is not owned by this driver; take it over first: orchestrrl ocs take-over ocs1 {pair}"
         for pair in sorted(in_the_way)
     ]
 
 
 @given(planned())
-def test_safe_refuses_exactly_when_somebody_would_be_evicted(
+def test_safe_refuses_exactly_when_update_would_evict(
     case: tuple[SwitchFacts, Pairs, CircuitChange, CircuitDiff],
 ) -> None:
     facts, present, change, diff = case
@@ -162,9 +164,7 @@ def test_safe_refuses_exactly_when_somebody_would_be_evicted(
 
 
 @given(matchings(SIDES), st.lists(st.builds(CrossConnect, st.integers(-1, 12), st.integers(-1, 12)), max_size=4))
-def test_a_change_is_malformed_exactly_when_it_could_not_stand_alone(
-    present: Pairs, wanted: list[CrossConnect]
-) -> None:
+def test_change_is_invalid_exactly_when_ports_are_missing_or_shared(present: Pairs, wanted: list[CrossConnect]) -> None:
     well_formed = all(
         pair.ingress_port in SIDES.ingress_ports and pair.egress_port in SIDES.egress_ports for pair in wanted
     ) and not any(clash(SIDES, one, two) for one, two in itertools.combinations(wanted, 2))
@@ -176,7 +176,7 @@ def test_a_change_is_malformed_exactly_when_it_could_not_stand_alone(
             diffs.plan(SIDES, (), reading(present), change, ChangeMode.UPDATE)
 
 
-def test_unusable_ports_are_refused_only_where_something_is_to_be_added() -> None:
+def test_unusable_ports_are_refused_only_for_additions() -> None:
     ports = [PortState(1, PortStatus.FAILED), PortState(7, PortStatus.DISABLED)]
     there = frozenset({CrossConnect(1, 6)})
     assert diffs.plan(SIDES, ports, reading(there), CircuitChange((CrossConnect(1, 6),))).empty
@@ -188,14 +188,14 @@ def test_unusable_ports_are_refused_only_where_something_is_to_be_added() -> Non
     ]
 
 
-def test_one_number_may_serve_on_both_sides_where_the_device_numbers_so() -> None:
+def test_same_number_on_both_sides_is_allowed_with_shared_numbering() -> None:
     loop, crossing = CrossConnect(3, 3), CrossConnect(2, 1)
     assert diffs.plan(SHARED, (), reading(frozenset()), CircuitChange((loop, crossing))).add == (crossing, loop)
     with pytest.raises(InvalidChange, match="connected to itself"):
         diffs.plan(ANY, (), reading(frozenset()), CircuitChange((loop,)))
 
 
-def test_any_to_any_has_one_way_to_write_a_circuit() -> None:
+def test_any_to_any_pairs_are_normalized() -> None:
     there = frozenset({CrossConnect(2, 5)})
     assert diffs.plan(ANY, (), reading(there), CircuitChange((CrossConnect(5, 2),))).empty
     assert diffs.plan(ANY, (), reading(there), CircuitChange(disconnect=(CrossConnect(5, 2),))).remove == (
@@ -203,7 +203,7 @@ def test_any_to_any_has_one_way_to_write_a_circuit() -> None:
     )
 
 
-def test_what_others_hold_is_not_overrun_by_either_way() -> None:
+def test_diff_and_reverse_refuse_ports_of_other_circuits() -> None:
     diff = diffs.plan(
         SIDES, (), reading(frozenset({CrossConnect(1, 6)})), CircuitChange(disconnect=(CrossConnect(1, 6),))
     )

@@ -1,4 +1,4 @@
-"""The driver over a wire: the writer's lock, broken sessions, cancelled commits."""
+"""SwitchDriver over a wire: the writer's lock, broken sessions, cancelled commits."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -30,7 +30,7 @@ async def clock() -> AsyncIterator[VirtualClock]:
 
 
 class RecordingWire(VirtualSwitchWire):
-    """Notes what is asked of it; can be made unreadable once a setter was sent."""
+    """Records the calls it receives; can be made unreadable once a setter was sent."""
 
     def __init__(self, switch: VirtualSwitch, *, bulk: bool = True) -> None:
         super().__init__(switch.model, bulk=bulk)
@@ -76,18 +76,18 @@ def driver(wire: RecordingWire, clock: VirtualClock) -> SwitchDriver:
     return SwitchDriver("ocs1", wire, clock=clock, limits=DriverTimeouts(command_s=0.5, lock_s=0.5))
 
 
-async def test_nothing_is_opened_before_the_first_call(driver: SwitchDriver, wire: RecordingWire) -> None:
+async def test_driver_connects_at_first_call(driver: SwitchDriver, wire: RecordingWire) -> None:
     assert wire.calls == []
     await driver.facts()
     await driver.cross_connects()
     assert wire.calls == ["open"]
 
 
-async def test_one_session_carries_one_command_at_a_time(driver: SwitchDriver) -> None:
+async def test_session_carries_one_command_at_a_time(driver: SwitchDriver) -> None:
     await asyncio.gather(*(driver.cross_connects() for _ in range(5)), carry_out(driver, (ONE,)))
 
 
-async def test_a_writer_waits_for_the_other_and_then_says_so(driver: SwitchDriver, wire: RecordingWire) -> None:
+async def test_second_writer_waits_and_raises_retryable(driver: SwitchDriver, wire: RecordingWire) -> None:
     diff = await driver.plan(CircuitChange((ONE,)))
     wire._model.inject(DeviceFault(DeviceFaultKind.STICK_MIRROR, 1))  # the first commit waits a second for the mirror
     first = asyncio.ensure_future(driver.commit(diff, diff.revision))
@@ -98,9 +98,7 @@ async def test_a_writer_waits_for_the_other_and_then_says_so(driver: SwitchDrive
     assert (await driver.rollback(diff)).done
 
 
-async def test_if_the_device_cannot_be_read_afterwards_the_outcome_is_unknown(
-    driver: SwitchDriver, wire: RecordingWire
-) -> None:
+async def test_unreadable_device_after_commit_is_outcome_unknown(driver: SwitchDriver, wire: RecordingWire) -> None:
     diff = await driver.plan(CircuitChange((ONE,)))
     wire.goes_silent = True
     with pytest.raises(DriverOutcomeUnknown) as unknown:
@@ -111,17 +109,13 @@ async def test_if_the_device_cannot_be_read_afterwards_the_outcome_is_unknown(
 
 
 @pytest.mark.parametrize("command", ["open", "read"])
-async def test_one_answer_that_nobody_expected_is_asked_for_again(
-    command: str, driver: SwitchDriver, wire: RecordingWire
-) -> None:
+async def test_read_is_retried_after_unexpected_answer(command: str, driver: SwitchDriver, wire: RecordingWire) -> None:
     wire.defects = {command: KeyError("circuits")}
     assert (await driver.cross_connects()).circuits == ()
-    assert wire.calls == ["open", "open"]  # the session in the middle of something was not used again
+    assert wire.calls == ["open", "open"]  # the session with an interrupted exchange was not reused
 
 
-async def test_an_answer_to_a_setter_that_nobody_expected_leaves_its_outcome_unknown(
-    driver: SwitchDriver, wire: RecordingWire
-) -> None:
+async def test_unexpected_answer_to_setter_is_outcome_unknown(driver: SwitchDriver, wire: RecordingWire) -> None:
     diff = await driver.plan(CircuitChange((ONE,)))
     wire.defects = {"add": KeyError("status")}
     wire.goes_silent = True
@@ -130,7 +124,7 @@ async def test_an_answer_to_a_setter_that_nobody_expected_leaves_its_outcome_unk
 
 
 @pytest.mark.parametrize("command", ["read", "add"])
-async def test_what_a_test_asserts_in_a_wire_gets_out_of_the_driver(
+async def test_assertion_error_of_wire_is_not_translated(
     command: str, driver: SwitchDriver, wire: RecordingWire
 ) -> None:
     wire.defects = {command: AssertionError("two commands share a session")}
@@ -138,7 +132,7 @@ async def test_what_a_test_asserts_in_a_wire_gets_out_of_the_driver(
         await carry_out(driver, (ONE,))
 
 
-async def test_a_cancelled_commit_frees_the_device_for_the_next(driver: SwitchDriver, wire: RecordingWire) -> None:
+async def test_cancelled_commit_releases_writer_lock(driver: SwitchDriver, wire: RecordingWire) -> None:
     diff = await driver.plan(CircuitChange((ONE,)))
     wire._model.inject(DeviceFault(DeviceFaultKind.SLOW_ANSWER, delay_s=0.4))
     commit = asyncio.ensure_future(driver.commit(diff, diff.revision))
@@ -148,10 +142,10 @@ async def test_a_cancelled_commit_frees_the_device_for_the_next(driver: SwitchDr
     with pytest.raises(asyncio.CancelledError):
         await commit
     assert (await carry_out(driver, (ONE, TWO))).done
-    assert wire.calls.count("open") == 2  # the session in the middle of an answer was not used again
+    assert wire.calls.count("open") == 2  # the session with an interrupted exchange was not reused
 
 
-async def test_without_bulk_the_first_refusal_ends_the_sending(clock: VirtualClock) -> None:
+async def test_first_refusal_ends_commit_without_bulk(clock: VirtualClock) -> None:
     wire = RecordingWire(VirtualSwitch("ocs1", clock=clock), bulk=False)
     driver = SwitchDriver("ocs1", wire, clock=clock)
     diff = await driver.plan(CircuitChange((ONE, TWO, CrossConnect(3, 19))))
@@ -159,22 +153,22 @@ async def test_without_bulk_the_first_refusal_ends_the_sending(clock: VirtualClo
     result = await driver.commit(diff, diff.revision)
     assert [item.done for item in result.items] == [True, False, False]
     assert "PORT 18 FAILED" in result.items[1].detail
-    assert result.items[2].detail == "not sent, because of the others"
+    assert result.items[2].detail == "not sent, because an earlier command failed"
     assert result.commands_sent == 2
 
 
-async def test_the_wire_itself_refuses_an_empty_list(clock: VirtualClock, wire: RecordingWire) -> None:
+async def test_wire_refuses_empty_list(clock: VirtualClock, wire: RecordingWire) -> None:
     await wire.open()
     for action in Action:
-        with pytest.raises(ValueError, match="empty list"):
+        with pytest.raises(ValueError, match="must not be empty"):
             await wire.set(action, [])
 
 
-def test_errors_name_device_command_and_the_devices_words() -> None:
+def test_error_text_has_device_command_and_answer() -> None:
     error = DriverPermanent("refused", device="ocs1", command="connect 1:17", answer="PORT 17 FAILED")
-    assert str(error) == "ocs1: refused; command: connect 1:17; the device said: PORT 17 FAILED"
+    assert str(error) == "ocs1: refused; command: connect 1:17; device answered: PORT 17 FAILED"
 
 
-def test_limits_check_themselves() -> None:
+def test_timeouts_are_validated() -> None:
     with pytest.raises(ValueError, match="lock_s must be > 0, got 0"):
         DriverTimeouts(lock_s=0)

@@ -1,6 +1,6 @@
-"""Whatever a device answers, a driver returns what was asked or raises an error of ours, and its process lives.
+"""For any reply of a device, a driver returns a result or raises a driver error, and its process survives.
 
-More rounds, with other seeds: ORCHESTRRL_FUZZ_ROUNDS=100 ORCHESTRRL_FUZZ_SEED=7.
+More rounds with another seed: ORCHESTRRL_FUZZ_ROUNDS=100 ORCHESTRRL_FUZZ_SEED=7.
 """
 
 import asyncio
@@ -35,14 +35,14 @@ TCP = ("scpi", "scpi-dicon", "tl1-polatis", "tl1-calient", "tl1-glimmerglass", "
 
 
 class HastyClock(SystemClock):
-    """Waits no longer than this, however long it is asked to: replies that are cut are many."""
+    """Limits every sleep to 0.03 s, because truncated replies are frequent."""
 
     async def sleep(self, duration_s: float) -> None:
         await asyncio.sleep(min(max(duration_s, 0.0), 0.03))
 
 
 class Attempts:
-    """Calls of a driver, with what came out of them that is no error of drivers."""
+    """Calls of a driver, with a count of the errors that are not driver errors."""
 
     def __init__(self) -> None:
         self.strays: Counter[str] = Counter()
@@ -52,14 +52,14 @@ class Attempts:
             return await call
         except DriverError:
             pass
-        except Exception as error:  # noqa: BLE001  # all of them are looked at in the end
+        except Exception as error:  # noqa: BLE001  # all of them are reported at the end
             where = traceback.extract_tb(error.__traceback__)[-1]
             self.strays[f"{Path(where.filename).name}:{where.lineno} {where.name}: {error!r}"[:200]] += 1
         return None
 
 
 async def use(driver: OcsDriver, rng: random.Random, attempt: Attempts) -> None:
-    """Everything that the contract has, in any order, as far as the device lets it."""
+    """Call every method of the contract, several times, continuing after errors."""
     for _ in range(4):
         facts = await attempt(driver.facts())
         await attempt(driver.capabilities())
@@ -101,13 +101,13 @@ async def rounds(driver_name: str, options: dict[str, Any], rng: random.Random, 
         finally:
             await attempt(driver.close())
     assert not attempt.strays, "\n".join(f"{count} x {stray}" for stray, count in attempt.strays.items())
-    # An error that a wire did not translate itself is logged, and so is a task that nobody looked after.
+    # An error that a wire did not translate is logged, and so is an unhandled error of a task.
     ours = ("ocs_drivers.driver", "ocs_drivers.tl1_session", "asyncio")
     assert [f"{each.getMessage()} {each.exc_info}" for each in caplog.records if each.name in ours] == []
 
 
 @pytest.mark.parametrize("protocol", TCP)
-async def test_over_tcp(protocol: str, defects: pytest.LogCaptureFixture) -> None:
+async def test_tcp_drivers_survive_garbled_replies(protocol: str, defects: pytest.LogCaptureFixture) -> None:
     rng = random.Random(f"{protocol} {SEED}")
     emulator = make_emulator(protocol, PANEL)
     garbler = Garbler(rng, await emulator.start())
@@ -122,7 +122,9 @@ async def test_over_tcp(protocol: str, defects: pytest.LogCaptureFixture) -> Non
 
 
 @pytest.mark.parametrize("protocol", ["gnmi", "gnmi-openconfig"])
-async def test_over_gnmi(protocol: str, monkeypatch: pytest.MonkeyPatch, defects: pytest.LogCaptureFixture) -> None:
+async def test_gnmi_driver_survives_garbled_replies(
+    protocol: str, monkeypatch: pytest.MonkeyPatch, defects: pytest.LogCaptureFixture
+) -> None:
     rng = random.Random(f"{protocol} {SEED}")
 
     class Service(gnmi_emulator.GnmiEmulator):
@@ -151,7 +153,7 @@ async def test_over_gnmi(protocol: str, monkeypatch: pytest.MonkeyPatch, defects
 
 
 def spoil_values(rng: random.Random, message: Any) -> None:
-    """Of gNMI: mostly the JSON in it."""
+    """Garble a gNMI message, mostly the JSON in it."""
     notifications = list(getattr(message, "notification", ())) or [getattr(message, "update", None)]
     values = [update.val for each in notifications if each is not None for update in each.update]
     if not values or rng.random() < 0.3:
@@ -162,7 +164,9 @@ def spoil_values(rng: random.Random, message: Any) -> None:
     value.json_ietf_val = (garbled_json(rng, text) if rng.random() < 0.8 else garbled_text(rng, text)).encode()
 
 
-async def test_over_netconf(monkeypatch: pytest.MonkeyPatch, defects: pytest.LogCaptureFixture) -> None:
+async def test_netconf_driver_survives_garbled_replies(
+    monkeypatch: pytest.MonkeyPatch, defects: pytest.LogCaptureFixture
+) -> None:
     rng = random.Random(f"netconf {SEED}")
 
     class Emulator(netconf_emulator.NetconfEmulator):
@@ -187,7 +191,7 @@ METHODS = ("GetFacts", "ListPorts", "ListCrossConnects", "Plan", "Commit", "Take
 
 
 def garbling_service(rng: random.Random) -> type[ocs_server.OcsDriverService]:
-    """`OcsDriverService`, whose answers and errors are garbled."""
+    """Return an `OcsDriverService` whose answers and errors are garbled."""
 
     def garbling(method: str) -> Any:
         async def answer(self: Any, request: Any, context: Any) -> Any:
@@ -213,7 +217,9 @@ async def garbling_process(rng: random.Random, monkeypatch: pytest.MonkeyPatch) 
     await server.stop(None)
 
 
-async def test_over_grpc(monkeypatch: pytest.MonkeyPatch, defects: pytest.LogCaptureFixture) -> None:
+async def test_grpc_driver_survives_garbled_replies(
+    monkeypatch: pytest.MonkeyPatch, defects: pytest.LogCaptureFixture
+) -> None:
     rng = random.Random(f"grpc {SEED}")
     async with garbling_process(rng, monkeypatch) as target:
         await rounds("grpc", {"target": target}, rng, defects)

@@ -1,4 +1,4 @@
-"""The driver `gnmi` passes the suite of all drivers, with the tables of SONiC-OCS and with OpenConfig's proposal."""
+"""Run the conformance suite on the driver `gnmi`, with the tables of SONiC-OCS and with OpenConfig's proposal."""
 
 from typing import Any, ClassVar
 
@@ -17,7 +17,7 @@ class TestSonic(EmulatedConformance):
 
 @pytest.mark.slow
 class TestSonicImage(EmulatedConformance):
-    """As the image `ocs-kvm` names its tables, and with sides of different size."""
+    """The table names of the image `ocs-kvm`, and sides of different size."""
 
     driver = "gnmi"
     protocol = "gnmi"
@@ -39,7 +39,7 @@ class TestOpenConfig(EmulatedConformance):
 
 @pytest.mark.slow
 class TestOpenConfigAnyToAny(EmulatedConformance):
-    """One range of ports from 10, connections listed under both of theirs."""
+    """One range of ports from 10; connections are listed under both of their ports."""
 
     driver = "gnmi"
     protocol = "gnmi-openconfig"

@@ -1,4 +1,4 @@
-"""gNMI as others write it: documented rows read, pygnmi's own client at the emulators, TLS, and what goes wrong."""
+"""gNMI interoperability: documented rows, pygnmi's client against the emulators, TLS, and failures."""
 
 import asyncio
 import datetime
@@ -64,7 +64,7 @@ async def at(emulator: GnmiEmulator, use: Callable[[str], Awaitable[None]], host
 
 
 @given(st.integers(1, 1024), st.integers(1, 1024), st.data())
-def test_ports_and_their_names_are_one_to_one(a_ports: int, b_ports: int, data: st.DataObject) -> None:
+def test_port_names_are_bijective(a_ports: int, b_ports: int, data: st.DataObject) -> None:
     sides = SonicPorts(a_ports, b_ports)
     a, b = data.draw(st.integers(1, a_ports)), data.draw(st.integers(1, b_ports))
     pair = CrossConnect(a, a_ports + b)
@@ -74,7 +74,7 @@ def test_ports_and_their_names_are_one_to_one(a_ports: int, b_ports: int, data: 
 
 
 @given(st.text(max_size=12) | st.from_regex(r"[0-9]{0,3}[ABab]?-?[0-9]{0,3}[ABab]?", fullmatch=True))
-def test_whatever_is_not_a_cross_connect_is_refused(text: str) -> None:
+def test_malformed_cross_connect_is_refused(text: str) -> None:
     a, _, b = text.partition("-")
     is_one = (
         all(name[:-1].isdecimal() and name[:-1].isascii() and not name.startswith("0") for name in (a, b))
@@ -84,12 +84,12 @@ def test_whatever_is_not_a_cross_connect_is_refused(text: str) -> None:
     if is_one:
         assert SonicPorts(64, 64).key(SonicPorts(64, 64).cross_connect(text)) == text
         return
-    with pytest.raises(ValueError, match="must be"):
+    with pytest.raises(ValueError, match="must"):
         SonicPorts(64, 64).cross_connect(text)
 
 
 @pytest.mark.parametrize("names", [["1A", "2A"], ["1A", "3A", "1B"], ["1A", "1B", "1-1A"], ["01A", "1B"], []])
-def test_ports_must_be_numbered_without_gaps(names: list[str]) -> None:
+def test_ports_with_gaps_are_refused(names: list[str]) -> None:
     with pytest.raises(ValueError, match="port"):
         gnmi_sonic.sides_of(names)
 
@@ -105,25 +105,25 @@ def test_ports_must_be_numbered_without_gaps(names: list[str]) -> None:
         ({"physical_path": "", "status": "enabled", "insertion_loss_dB": "N/A"}, CircuitState.TUNED),
         ({"physical_path": "", "status": "disabled", "insertion_loss_dB": "N/A"}, CircuitState.TUNING),
         ({"physical_path": "", "status": "invalid", "insertion_loss_dB": "N/A"}, CircuitState.FAILED),
-        ({"status": "a word of tomorrow"}, CircuitState.TUNING),
+        ({"status": "an unknown state"}, CircuitState.TUNING),
         ({}, CircuitState.TUNING),
     ],
 )
-def test_a_circuit_is_tuned_only_if_both_sides_are(row: dict[str, str], state: CircuitState) -> None:
+def test_circuit_is_tuned_only_if_both_sides_are(row: dict[str, str], state: CircuitState) -> None:
     ordered = {"1A-2B": {"a_side": "1A", "b_side": "2B"}}
     shown = {"1A-2B": row} if row else {}
     assert gnmi_sonic.circuits(SonicPorts(16, 16), ordered, shown) == [DeviceCircuit(CrossConnect(1, 18), state)]
 
 
-def test_what_is_ordered_or_shown_alone_is_there() -> None:
+def test_circuits_include_rows_of_either_table() -> None:
     shown = {"2A-1B": {"a_side_status": "tuned", "b_side_status": "tuned"}}
     found = gnmi_sonic.circuits(SonicPorts(16, 16), {"1A-16B": {"a_side": "1A", "b_side": "16B"}}, shown)
     assert [str(circuit.cross_connect) for circuit in found] == ["1:32", "2:17"]
-    with pytest.raises(ValueError, match="1A-16B says"):
+    with pytest.raises(ValueError, match="1A-16B must have"):
         gnmi_sonic.circuits(SonicPorts(16, 16), {"1A-16B": {"a_side": "1A", "b_side": "2B"}}, {})
 
 
-def test_ports_of_both_designs() -> None:
+def test_port_states_parse_both_table_designs() -> None:
     ordered = {"1A": {"label": "router1_port1", "state": "force_blocked"}, "1B": {"config_status": "normal"}}
     ordered |= {"2A": {"config_status": "powered_off"}, "2B": {"state": "normal"}, "3A": {}, "3B": {}}
     shown = {"2B": {"oper_status": "failed"}, "3A": {"status": "failed"}, "1B": {"oper_status": "connected"}}
@@ -137,7 +137,7 @@ ELEMS = st.builds(Elem, NAMES, st.dictionaries(NAMES, NAMES, max_size=2).map(lam
 
 
 @given(st.lists(ELEMS, min_size=1, max_size=6).map(tuple), st.sampled_from(["", "sonic-db", "openconfig"]))
-def test_paths_are_what_pygnmi_makes_of_them(elems: tuple[Elem, ...], origin: str) -> None:
+def test_paths_match_pygnmi(elems: tuple[Elem, ...], origin: str) -> None:
     message = path_to_pb(elems, origin)
     assert path_from_pb(message) == elems
     written = shown(elems) if not origin else f"{origin}:{shown(elems).removeprefix('/')}"
@@ -145,7 +145,7 @@ def test_paths_are_what_pygnmi_makes_of_them(elems: tuple[Elem, ...], origin: st
 
 
 @given(st.integers(1, 64), st.integers(1, 64))
-def test_a_deletion_names_one_circuit(a: int, b: int) -> None:
+def test_deletion_path_names_one_circuit(a: int, b: int) -> None:
     where = gnmi_sonic.cross_connect_path(f"{a}A-{b}B")
     assert shown(where) == f"/CONFIG_DB/localhost/OCS_CROSS_CONNECT/{a}A-{b}B"
     known = OpenConfigTopology("1", Connectivity.INGRESS_EGRESS, range(1, 65), range(65, 129))
@@ -156,7 +156,7 @@ def test_a_deletion_names_one_circuit(a: int, b: int) -> None:
             gnmi_sonic.cross_connect_path(nothing)
 
 
-def test_trees_grow_from_whole_rows_or_leaves() -> None:
+def test_tree_merges_rows_and_leaves() -> None:
     whole = tree([(path("CONFIG_DB", "localhost"), {"OCS_CROSS_CONNECT": {"1A-2B": {"a_side": "1A", "b_side": "2B"}}})])
     row = path("CONFIG_DB", "localhost", "OCS_CROSS_CONNECT", "1A-2B")
     leaves = tree([((*row, Elem("a_side")), "1A"), ((*row, Elem("b_side")), "2B")])
@@ -167,7 +167,7 @@ def test_trees_grow_from_whole_rows_or_leaves() -> None:
     assert one == {"port-connections": {"port-connection": [entry]}}
 
 
-def test_a_connection_listed_under_both_ports_is_one() -> None:
+def test_connection_listed_under_both_ports_is_one_circuit() -> None:
     known = OpenConfigTopology("1", Connectivity.ANY_TO_ANY, range(1, 33), range(1, 33))
     ends = [("7", "3", "config"), ("7", "3", "state"), ("3", "7", "config"), ("4", "5", "config"), ("9", "", "config")]
     listed = [{"slot": "1", "port": port, kind: {"peer-slot": "1", "peer-port": peer}} for port, peer, kind in ends]
@@ -177,11 +177,11 @@ def test_a_connection_listed_under_both_ports_is_one() -> None:
         DeviceCircuit(CrossConnect(4, 5), CircuitState.TUNING): {4},
     }
     wrong = {"slot": "1", "port": "4", "config": {"peer-slot": "2", "peer-port": "6"}}
-    with pytest.raises(ValueError, match="another optical module"):
+    with pytest.raises(ValueError, match="must stay within its module"):
         gnmi_openconfig.circuits(known, {"port-connection": [wrong]})
 
 
-def test_the_topology_that_the_model_describes() -> None:
+def test_topology_parses_documented_state() -> None:
     state = {"port-connectivity": "INGRESS_EGRESS", "total-port-count": 272, "total-optical-module-count": 2}
     state |= {"ingress-port-count": 136, "egress-port-count": 136, "ingress-start-index": 1, "egress-start-index": 1}
     known = gnmi_openconfig.topology(state, "2")
@@ -190,11 +190,11 @@ def test_the_topology_that_the_model_describes() -> None:
     for wrong in ({"port-connectivity": "SOME"}, {"egress-start-index": "one"}, {"ingress-port-count": None}):
         with pytest.raises(ValueError, match="got"):
             gnmi_openconfig.topology({**state, **wrong}, "1")
-    with pytest.raises(ValueError, match="option slot is '3'"):
+    with pytest.raises(ValueError, match="got '3'"):
         gnmi_openconfig.topology(state, "3")
 
 
-# A client of somebody else's at the emulators: pygnmi's own, which blocks, in a thread beside the server's loop.
+# An independent client against the emulators: pygnmi's, which blocks and runs in a thread.
 
 
 def client(address: str, **options: Any) -> gNMIclient:
@@ -202,7 +202,7 @@ def client(address: str, **options: Any) -> gNMIclient:
     return gNMIclient(target=(host, int(port)), gnmi_timeout=60, **{"insecure": True, **options})
 
 
-async def test_pygnmi_drives_sonic() -> None:
+async def test_pygnmi_sets_and_reads_sonic_rows() -> None:
     emulator = sonic(FAST)
 
     def drive(address: str) -> None:
@@ -214,13 +214,13 @@ async def test_pygnmi_drives_sonic() -> None:
             assert answer["response"][0]["op"] == "UPDATE"
             got = session.get(path=[ROW.format("1A-2B")], encoding="json_ietf")
             assert got["notification"][0]["update"][0]["val"] == row
-            # Delete, replace, update: what is deleted and set in one request is there afterwards.
+            # Delete, replace, update: a row that is deleted and set in one request exists afterwards.
             other = {"a_side": "3A", "b_side": "2B"}
             session.set(delete=[ROW.format("1A-2B")], replace=[(ROW.format("3A-2B"), other)], encoding="json_ietf")
             table = session.get(path=[ROW.format("")], encoding="json_ietf")["notification"][0]["update"][0]["val"]
             assert table == {"3A-2B": other}
             for wrong in ("9A-1B", "1B-1A"):
-                with pytest.raises(gNMIException, match="must be"):
+                with pytest.raises(gNMIException, match="must"):
                     session.set(update=[(ROW.format(wrong), row)], encoding="json_ietf")
             with pytest.raises(gNMIException, match="No valid entry"):
                 session.get(path=[ROW.format("1A-2B")], encoding="json_ietf")
@@ -231,9 +231,9 @@ async def test_pygnmi_drives_sonic() -> None:
     await at(emulator, use)
 
 
-# Its thread for subscriptions does not expect its channel to be closed.
+# pygnmi's subscription thread raises when its channel is closed.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-async def test_pygnmi_drives_openconfig_and_is_told_of_changes() -> None:
+async def test_pygnmi_sets_openconfig_and_receives_updates() -> None:
     emulator = openconfig(FAST)
 
     def drive(address: str) -> None:
@@ -258,11 +258,11 @@ async def test_pygnmi_drives_openconfig_and_is_told_of_changes() -> None:
     await at(emulator, use)
 
 
-# The driver at the emulators, beyond the suite.
+# The driver against the emulators, beyond the suite.
 
 
 @pytest.mark.parametrize("make", [sonic, openconfig])
-async def test_320_ports_are_one_transaction(make: Callable[..., GnmiEmulator]) -> None:
+async def test_320_ports_need_one_transaction(make: Callable[..., GnmiEmulator]) -> None:
     emulator = make(DevicePanel(320, 320, reconfiguration_s=0.002))
     pairs = tuple(CrossConnect(port, 641 - port) for port in range(1, 321))
     model = "sonic" if make is sonic else "openconfig"
@@ -281,7 +281,7 @@ async def test_320_ports_are_one_transaction(make: Callable[..., GnmiEmulator]) 
 
 
 @pytest.mark.parametrize("origin", ["sonic-db", "sonic_db"])
-async def test_the_origin_is_the_one_that_the_device_announces(origin: str) -> None:
+async def test_origin_defaults_to_announced_one(origin: str) -> None:
     emulator = sonic(FAST, origin=origin)
 
     async def use(address: str) -> None:
@@ -297,7 +297,7 @@ async def test_the_origin_is_the_one_that_the_device_announces(origin: str) -> N
     await at(emulator, use)
 
 
-async def test_what_the_hardware_did_not_take_is_neither_free_nor_tuned() -> None:
+async def test_leftover_order_is_neither_free_nor_tuned() -> None:
     emulator = sonic(FAST, leftovers=True)
     pairs = (CrossConnect(1, 9), CrossConnect(2, 10))
 
@@ -335,15 +335,15 @@ async def test_events_end_when_the_connection_breaks() -> None:
             async with refusal(DriverRetryable, "ocs1", "UNAVAILABLE"):
                 while True:
                     await asyncio.wait_for(anext(events), 60)
-        assert await connected(driver) == frozenset()  # over a new connection, to a device that forgot
+        assert await connected(driver) == frozenset()  # over a new connection, to a device that lost its circuits
         await driver.close()
 
     await at(emulator, use)
 
 
 @pytest.mark.parametrize("make", [sonic, openconfig])
-async def test_a_port_is_told_of_when_its_status_changes(make: Callable[..., GnmiEmulator]) -> None:
-    """A port whose mirror moves has not changed its status: that is told of its circuit."""
+async def test_port_event_follows_status_change(make: Callable[..., GnmiEmulator]) -> None:
+    """Check port events. A moving mirror does not change a port's status; it is an event of its circuit."""
     emulator = make(FAST)
     pair = CrossConnect(2, 12)
 
@@ -357,7 +357,7 @@ async def test_a_port_is_told_of_when_its_status_changes(make: Callable[..., Gnm
 
         async with aclosing(driver.watch()) as events:
             first = asyncio.ensure_future(anext(events))
-            while not first.done():  # listening begins at some moment
+            while not first.done():  # listening begins at an unknown moment
                 await carry_out(driver, (CrossConnect(1, 9),))
                 await carry_out(driver, disconnect=(CrossConnect(1, 9),))
             await first
@@ -378,7 +378,7 @@ async def test_a_port_is_told_of_when_its_status_changes(make: Callable[..., Gnm
 
 
 @pytest.mark.parametrize("code", list(grpc.StatusCode))
-async def test_only_a_refusal_says_that_a_setter_did_nothing(code: grpc.StatusCode) -> None:
+async def test_only_refusal_codes_are_permanent_for_setters(code: grpc.StatusCode) -> None:
     async def fail() -> None:
         raise grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details="its words")
 
@@ -390,7 +390,7 @@ async def test_only_a_refusal_says_that_a_setter_did_nothing(code: grpc.StatusCo
         assert raised.value.answer == f"{code.name}: its words"
 
 
-async def test_who_may_not_come_in_is_told_so() -> None:
+async def test_wrong_password_is_permanent() -> None:
     emulator = openconfig(FAST, user="admin", password="secret")
 
     async def use(address: str) -> None:
@@ -402,7 +402,7 @@ async def test_who_may_not_come_in_is_told_so() -> None:
     await at(emulator, use)
 
 
-async def test_a_switch_of_another_kind_is_told_by_name() -> None:
+async def test_wrong_model_is_permanent() -> None:
     async def use(address: str) -> None:
         driver = driver_for(address)
         async with refusal(DriverPermanent, "ocs1"):
@@ -412,13 +412,13 @@ async def test_a_switch_of_another_kind_is_told_by_name() -> None:
     await at(openconfig(FAST), use)
 
 
-async def test_a_switch_that_is_not_there_is_retryable() -> None:
+async def test_unreachable_switch_is_retryable() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     driver = driver_for(f"127.0.0.1:{port}")
     async with refusal(DriverRetryable, "ocs1", "UNAVAILABLE"):
         await driver.facts()
-    # Not remembered against the address: when the switch is there, it is found at once.
+    # The failure is not cached for the address: once the switch is up, it is reachable at once.
     emulator = sonic(FAST)
     await emulator.start(port=port)
     assert await connected(driver) == frozenset()
@@ -427,7 +427,7 @@ async def test_a_switch_that_is_not_there_is_retryable() -> None:
 
 
 def _certificate(folder: Path, name: str, issuer: str | None = None) -> None:
-    """NAME.crt and NAME.key in the folder, signed by ISSUER there or by itself."""
+    """Write NAME.crt and NAME.key to the folder, signed by ISSUER's key there or self-signed."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     signer, signed_by = key, subject
@@ -446,7 +446,7 @@ def _certificate(folder: Path, name: str, issuer: str | None = None) -> None:
     (folder / f"{name}.key").write_bytes(key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain))
 
 
-async def test_tls_proves_both_sides(tmp_path: Path) -> None:
+async def test_tls_authenticates_both_sides(tmp_path: Path) -> None:
     for name, issuer in (("ca", None), ("switch", "ca"), ("ours", "ca"), ("stranger", None)):
         _certificate(tmp_path, name, issuer)
     files = {name: str(tmp_path / name) for name in ("ca.crt", "switch.crt", "switch.key", "ours.crt", "ours.key")}
@@ -474,7 +474,7 @@ async def test_tls_proves_both_sides(tmp_path: Path) -> None:
     await at(emulator, use)
 
 
-def test_options_are_refused_all_at_once() -> None:
+def test_invalid_options_are_all_reported() -> None:
     wrong = {"address": "", "model": "cli", "tls": False, "tls_ca_file": "ca.crt", "tls_cert_file": "c", "slot": ""}
     with pytest.raises(InvalidOptions) as refused:
         make_driver("gnmi", "ocs1", {**wrong, "password": "x", "reconfiguration_s": "fast"})

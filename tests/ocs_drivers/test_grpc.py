@@ -1,4 +1,4 @@
-"""A device in another process, behind the service OcsDriver, passes the same suite; and the connection may break."""
+"""Run the conformance suite on a device in another process, behind the service OcsDriver, and break its connection."""
 
 import asyncio
 from typing import Any
@@ -15,14 +15,14 @@ from orchestrrl.rpc.ocs_server import OcsDriverService, serve_driver
 from orchestrrl.rpc.pb import ocs_pb2, ocs_pb2_grpc
 
 
-async def test_a_process_that_is_not_there_is_retryable() -> None:
+async def test_missing_process_is_retryable() -> None:
     driver = make_driver("grpc", "lab1", {"target": "127.0.0.1:1"})
     async with refusal(DriverRetryable, "lab1", "127.0.0.1:1"):
         await driver.cross_connects()
     await driver.close()
 
 
-async def test_an_answer_that_makes_no_sense_is_not_believed() -> None:
+async def test_invalid_answers_are_refused() -> None:
     class Confused(OcsDriverService):
         async def ListPorts(self, request: object, context: object) -> ocs_pb2.ListPortsResponse:
             return ocs_pb2.ListPortsResponse(ports=[ocs_pb2.PortState(port=1, status=99)])
@@ -46,14 +46,14 @@ async def test_an_answer_that_makes_no_sense_is_not_believed() -> None:
     await server.stop(None)
 
 
-async def test_a_commit_that_reaches_no_process_has_done_nothing() -> None:
+async def test_commit_without_process_is_retryable() -> None:
     driver = make_driver("grpc", "lab1", {"target": "127.0.0.1:1", "command_timeout_s": 0.1})
     async with refusal(DriverRetryable, "nothing was sent"):
         await driver.commit(CircuitDiff(ChangeMode.SAFE, 0, frozenset(), (), (CrossConnect(1, 17),)), 0)
     await driver.close()
 
 
-async def test_a_commit_whose_process_dies_is_unknown_not_failed() -> None:
+async def test_process_death_during_commit_is_outcome_unknown() -> None:
     switch = VirtualSwitch("served", reconfiguration_s=0.5)
     server, port = await serve_driver(switch, "127.0.0.1:0")
     driver = make_driver("grpc", "lab1", {"target": f"127.0.0.1:{port}"})
@@ -68,7 +68,7 @@ async def test_a_commit_whose_process_dies_is_unknown_not_failed() -> None:
 
 
 async def _restarted(switch: VirtualSwitch, port: int) -> tuple[grpc.aio.Server, VirtualSwitch]:
-    """Another process of the same device: it knows nothing of what was made before."""
+    """Serve the same device from another process, which has no record of earlier circuits."""
     again = VirtualSwitch("served", reconfiguration_s=0.002)
     again.wire._model = switch.model
     again.model = switch.model
@@ -76,7 +76,7 @@ async def _restarted(switch: VirtualSwitch, port: int) -> tuple[grpc.aio.Server,
     return server, again
 
 
-async def test_a_process_that_was_started_anew_is_told_what_is_ours() -> None:
+async def test_restarted_process_gets_ownership_back() -> None:
     switch = VirtualSwitch("served", reconfiguration_s=0.002)
     one, two, theirs = CrossConnect(1, 17), CrossConnect(2, 18), CrossConnect(3, 19)
     switch.model.add([theirs])
@@ -87,9 +87,9 @@ async def test_a_process_that_was_started_anew_is_told_what_is_ours() -> None:
     await server.stop(None)
     server, again = await _restarted(switch, port)
     assert (await again.cross_connects()).foreign == {one, two, theirs}
-    assert (await driver.commit(diff, diff.revision)).done  # refused at first, and given back
+    assert (await driver.commit(diff, diff.revision)).done  # refused at first, then ownership is restored
     assert (await again.cross_connects()).foreign == {theirs}
-    async with refusal(CircuitConflict, "3:19", "is not ours"):
+    async with refusal(CircuitConflict, "3:19", "is not owned"):
         await driver.plan(CircuitChange(disconnect=(theirs,)))
     await server.stop(None)
     server, again = await _restarted(switch, port)
@@ -98,7 +98,7 @@ async def test_a_process_that_was_started_anew_is_told_what_is_ours() -> None:
     await server.stop(None)
 
 
-async def test_the_serving_process_reverts_when_nobody_is_left_to_confirm() -> None:
+async def test_serving_process_reverts_unconfirmed_trial() -> None:
     switch = VirtualSwitch("served", reconfiguration_s=0.002)
     server, port = await serve_driver(switch, "127.0.0.1:0")
     driver = make_driver("grpc", "lab1", {"target": f"127.0.0.1:{port}"})
@@ -110,7 +110,7 @@ async def test_the_serving_process_reverts_when_nobody_is_left_to_confirm() -> N
     await server.stop(None)
 
 
-async def test_a_commit_on_trial_whose_answer_is_lost_says_until_when() -> None:
+async def test_trial_time_is_readable_after_lost_answer() -> None:
     switch = VirtualSwitch("served", reconfiguration_s=0.2)
     server, port = await serve_driver(switch, "127.0.0.1:0")
     driver = make_driver("grpc", "lab1", {"target": f"127.0.0.1:{port}", "commit_timeout_s": 0.05})
@@ -123,7 +123,7 @@ async def test_a_commit_on_trial_whose_answer_is_lost_says_until_when() -> None:
     await server.stop(None)
 
 
-async def test_a_commit_whose_answer_is_lost_is_read_back() -> None:
+async def test_commit_with_lost_answer_is_read_back() -> None:
     switch = VirtualSwitch("served", reconfiguration_s=0.2)
     server, port = await serve_driver(switch, "127.0.0.1:0")
     driver = make_driver("grpc", "lab1", {"target": f"127.0.0.1:{port}", "commit_timeout_s": 0.05})
@@ -151,13 +151,13 @@ async def test_a_commit_whose_answer_is_lost_is_read_back() -> None:
         ("virtual", {"faults": [{"kind": "fail_port", "port": 99}]}, "port must be within 1..32, got 99"),
     ],
 )
-def test_options_are_refused_by_name(name: str, options: dict[str, Any], fault: str) -> None:
+def test_invalid_options_are_reported_by_name(name: str, options: dict[str, Any], fault: str) -> None:
     with pytest.raises(InvalidOptions) as refused:
         make_driver(name, "ocs1", options)
     assert fault in str(refused.value)
 
 
-async def test_bytes_that_are_no_message_and_defects_end_one_call_of_a_driver_process(
+async def test_malformed_requests_and_defects_fail_only_their_call(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver = VirtualSwitch("served", ports=8)

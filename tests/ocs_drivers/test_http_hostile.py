@@ -1,5 +1,5 @@
-"""Whatever a device answers over HTTP, the verbs of both wires return what was asked or raise an error that says what
-to do; after a setter nobody claims more than is known."""
+"""For any HTTP answer of a device, the verbs of both wires return a result or raise a driver error. After a setter they
+do not assume more than is known."""
 
 import asyncio
 import json
@@ -42,7 +42,7 @@ ANSWERS = st.builds(
 
 
 class Scripted:
-    """In the place of a session: the same answers again and again."""
+    """A session that repeats the same answers."""
 
     def __init__(self, answers: list[DeviceResponse]) -> None:
         self._answers = answers
@@ -75,7 +75,7 @@ async def drive(wire: SwitchWire) -> None:
 
 
 @given(answers=st.lists(ANSWERS, min_size=1, max_size=6), change_with=st.sampled_from(ChangeWith))
-def test_restconf(answers: list[DeviceResponse], change_with: ChangeWith) -> None:
+def test_restconf_verbs_survive_any_answer(answers: list[DeviceResponse], change_with: ChangeWith) -> None:
     session: Any = Scripted(answers)
     options = RestconfOptions(address="192.0.2.7", reconfiguration_s=0.0, power=True, change_with=change_with)
     wire = RestconfWire(options, SystemClock(), session)
@@ -83,7 +83,7 @@ def test_restconf(answers: list[DeviceResponse], change_with: ChangeWith) -> Non
 
 
 @given(answers=st.lists(ANSWERS, min_size=1, max_size=6), direction=st.sampled_from(CrossConnectDirection))
-def test_calient(answers: list[DeviceResponse], direction: CrossConnectDirection) -> None:
+def test_calient_verbs_survive_any_answer(answers: list[DeviceResponse], direction: CrossConnectDirection) -> None:
     session: Any = Scripted(answers)
     options = CalientOptions(address="192.0.2.7", dir=direction, group="", reconfiguration_s=0.0)
     wire = CalientRestWire(options, SystemClock(), session)

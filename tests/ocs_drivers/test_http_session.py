@@ -1,4 +1,4 @@
-"""Requests to servers that behave badly: what is raised says whether anything can have happened."""
+"""Requests to misbehaving servers: the raised error states whether the request may have had an effect."""
 
 import asyncio
 import contextlib
@@ -29,11 +29,11 @@ OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]"
 
 @asynccontextmanager
 async def server(answer: bytes, tls: ssl.SSLContext | None = None) -> AsyncIterator[str]:
-    """Says the same to everybody, then closes the connection; reads the head of the request first."""
+    """Serve the same answer on every connection after the head of the request, then close the connection."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, asyncio.IncompleteReadError):
-            if (await reader.readexactly(1)).isalpha():  # else this is no HTTP
+            if (await reader.readexactly(1)).isalpha():  # otherwise it is not HTTP
                 await reader.readuntil(b"\r\n\r\n")
             writer.write(answer)
             await writer.drain()
@@ -56,8 +56,9 @@ async def session(address: str, limit_s: float = PATIENCE_S) -> AsyncIterator[Ht
 @pytest.mark.parametrize(
     ("answer", "read", "setter"),
     [
-        (b"", DriverRetryable, DriverOutcomeUnknown),  # taken or not, the connection is gone
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 20\r\n\r\n[]", DriverPermanent, DriverOutcomeUnknown),  # cut short
+        # the connection is closed, before or after the request was carried out
+        (b"", DriverRetryable, DriverOutcomeUnknown),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 20\r\n\r\n[]", DriverPermanent, DriverOutcomeUnknown),  # truncated
         (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n[]", DriverPermanent, DriverOutcomeUnknown),
         (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", DriverPermanent, DriverOutcomeUnknown),
         (b"SSH-2.0-OpenSSH_9.2\r\n\r\n", DriverPermanent, DriverOutcomeUnknown),
@@ -66,14 +67,16 @@ async def session(address: str, limit_s: float = PATIENCE_S) -> AsyncIterator[Ht
         (b"HTTP/1.1 200 OK\r\n\r\n" + b" " * (MAX_BODY_BYTES + 1), DriverRetryable, DriverOutcomeUnknown),
     ],
 )
-async def test_an_answer_that_is_none(answer: bytes, read: type[DriverError], setter: type[DriverError]) -> None:
+async def test_invalid_answers_are_classified(
+    answer: bytes, read: type[DriverError], setter: type[DriverError]
+) -> None:
     async with server(answer) as address, session(address) as http:
         for is_setter, kind in ((False, read), (True, setter)):
             async with refusal(kind, "POST /x"):
                 await http.request("POST", "/x", content=[], is_setter=is_setter)
 
 
-async def test_a_setter_that_could_not_be_sent_has_done_nothing() -> None:
+async def test_unsent_setter_is_retryable() -> None:
     async with session("127.0.0.1:1") as http:
         async with refusal(DriverRetryable, "the connection failed"):
             await http.request("POST", "/x", is_setter=True)
@@ -81,7 +84,7 @@ async def test_a_setter_that_could_not_be_sent_has_done_nothing() -> None:
         await http.request("POST", "/x", is_setter=True)
 
 
-async def test_silence_is_bounded_in_time() -> None:
+async def test_missing_answer_raises_after_time_limit() -> None:
     silent = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
     async with silent:
         host, port = silent.sockets[0].getsockname()[:2]
@@ -111,7 +114,9 @@ async def test_silence_is_bounded_in_time() -> None:
         (999, DriverRetryable, DriverOutcomeUnknown),
     ],
 )
-def test_what_a_status_means(status: int, read: type[DriverError] | None, setter: type[DriverError] | None) -> None:
+def test_status_codes_map_to_driver_errors(
+    status: int, read: type[DriverError] | None, setter: type[DriverError] | None
+) -> None:
     answer = DeviceResponse(status, {"Location": "http://elsewhere/", "Retry-After": "7"}, b"no \x1b[31m way")
     for is_setter, kind in ((False, read), (True, setter)):
         if kind is None:
@@ -137,19 +142,19 @@ async def test_redirects_are_not_followed() -> None:
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "9" * 5000, "NaN", "-Infinity", "{", "", "\ud800", '{"a":1}x'])
-def test_what_is_no_json(text: str) -> None:
+def test_parse_json_refuses_invalid_json(text: str) -> None:
     with pytest.raises(ValueError, match=r"not JSON|."):
         parse_json(text.encode("utf-8", "surrogatepass"))
 
 
 @given(st.binary(max_size=200))
-def test_bytes_are_json_or_a_value_error(body: bytes) -> None:
+def test_parse_json_raises_only_value_error(body: bytes) -> None:
     with contextlib.suppress(ValueError):
         parse_json(body)
 
 
 @given(body=st.binary(max_size=60), status=st.integers(100, 999))
-def test_words_can_be_shown(body: bytes, status: int) -> None:
+def test_excerpt_is_printable_and_short(body: bytes, status: int) -> None:
     shown = DeviceResponse(status, {}, body).excerpt
     assert shown.isprintable()
     assert len(shown) < 400

@@ -1,6 +1,6 @@
-"""The driver `netconf` passes the suite of all drivers, over real SSH, in both framings and both revisions.
+"""Run the conformance suite on the driver `netconf`, over real SSH, in both framings and with both revisions.
 
-The older one is in test_netconf_exchange.py too, for every run.
+Some tests with the older revision are in test_netconf_exchange.py, which is not marked slow.
 """
 
 from typing import Any, ClassVar
@@ -22,7 +22,7 @@ class TestNetconf(EmulatedConformance):
 
 @pytest.mark.slow
 class TestNetconfOld(EmulatedConformance):
-    """Before 2017-08-04, in the framing of base 1.0, with power monitors, one session, and a startup configuration."""
+    """A revision before 2017-08-04, base 1.0 framing, power monitors, a single session, and a startup configuration."""
 
     driver = "netconf"
     protocol = "netconf"
@@ -33,7 +33,7 @@ class TestNetconfOld(EmulatedConformance):
 
 @pytest.mark.slow
 class TestNetconfCandidate(EmulatedConformance):
-    """A device whose running configuration changes by commit alone; any two ports meet, and pairs are listed late."""
+    """A device whose running configuration changes only by commit; any two ports connect, and pairs are listed late."""
 
     driver = "netconf"
     protocol = "netconf"

@@ -1,4 +1,4 @@
-"""NETCONF as others write it: documented lines read, an independent client at the emulator, and who may come in."""
+"""NETCONF interoperability: documented messages, ncclient against the emulator, and authentication."""
 
 import asyncio
 import re
@@ -45,10 +45,10 @@ async def at(emulator: NetconfEmulator, use: Callable[[str], Awaitable[None]]) -
         await emulator.stop()
 
 
-# What is written and read.
+# Writing and parsing.
 
 
-def test_an_edit_names_pairs_and_nothing_else() -> None:
+def test_edit_contains_only_the_pairs() -> None:
     pairs = (CrossConnect(1, 13), CrossConnect(2, 14))
     assert netconf.edit("2017-08-04", Action.ADD, pairs) == (
         '<nc:config xmlns:nc="urn:ietf:params:xml:ns:netconf:base:1.0">'
@@ -69,9 +69,7 @@ def test_an_edit_names_pairs_and_nothing_else() -> None:
     st.sampled_from(list(Action)),
     st.lists(st.builds(CrossConnect, st.integers(1, 65535), st.integers(1, 65535)), min_size=1, max_size=20),
 )
-def test_an_edit_marks_each_pair_and_never_the_collection(
-    revision: str, action: Action, pairs: list[CrossConnect]
-) -> None:
+def test_edit_marks_each_pair_but_not_the_collection(revision: str, action: Action, pairs: list[CrossConnect]) -> None:
     config = ElementTree.fromstring(netconf.edit(revision, action, pairs))
     (tree,) = config
     operation = "{urn:ietf:params:xml:ns:netconf:base:1.0}operation"
@@ -79,11 +77,11 @@ def test_an_edit_marks_each_pair_and_never_the_collection(
     assert tree.attrib == {}
     assert {entry.get(operation) for entry in tree} == {"merge" if action is Action.ADD else "delete"}
     assert {entry.tag.rpartition("}")[2] for entry in tree} == {yang.pair_list(revision)}
-    if len({pair.ingress_port for pair in pairs}) == len(pairs):  # as a switch lists them
+    if len({pair.ingress_port for pair in pairs}) == len(pairs):  # as switches list them
         assert yang.cross_connects(netconf.plain(config)) == pairs
 
 
-def test_ports_as_the_model_has_them() -> None:
+def test_ports_parse_both_model_revisions() -> None:
     new = ElementTree.fromstring(
         f"<data><port-config {NS}><port><port-id>1</port-id><status>ENABLED</status></port>"
         "<port><port-id>2</port-id><status>DISABLED</status></port>"
@@ -118,12 +116,12 @@ def test_ports_as_the_model_has_them() -> None:
         (["urn:ietf:params:netconf:base:1.0"], None),
     ],
 )
-def test_the_revision_is_what_the_hello_says(capabilities: list[str], revision: str | None) -> None:
+def test_module_revision_parses_hello(capabilities: list[str], revision: str | None) -> None:
     assert netconf.module_revision(capabilities, yang.NAMESPACE, yang.MODULE) == revision
 
 
 @given(st.lists(st.binary(min_size=1, max_size=300), min_size=1, max_size=5), st.integers(1, 50), st.booleans())
-def test_messages_come_through_any_framing_in_any_pieces(messages: list[bytes], size: int, is_chunked: bool) -> None:
+def test_framing_reassembles_messages_from_pieces(messages: list[bytes], size: int, is_chunked: bool) -> None:
     if not is_chunked:
         messages = [message.replace(b"]", b"") for message in messages]
     sender, receiver = text.Framing(), text.Framing()
@@ -137,7 +135,7 @@ def test_messages_come_through_any_framing_in_any_pieces(messages: list[bytes], 
     assert got == messages
 
 
-def test_the_chunks_of_rfc_6242() -> None:
+def test_framing_parses_rfc_6242_example() -> None:
     framing = text.Framing()
     framing.is_chunked = True
     framing.feed(b'\n#4\n<rpc\n#18\n message-id="102"\n\n#79\n     xmlns="urn:ietf:params:xml:ns:netconf:base:1.0">\n')
@@ -153,11 +151,11 @@ def test_the_chunks_of_rfc_6242() -> None:
             framing.next()
 
 
-# A client of somebody else's at the emulator: ncclient as its users call it.
+# An independent client against the emulator: ncclient with its public API.
 
 
 @pytest.mark.parametrize("base", ["1.0", "1.1"])
-async def test_ncclient_drives_the_emulator(base: str) -> None:
+async def test_ncclient_edits_and_reads_emulator(base: str) -> None:
     emulator = NetconfEmulator(FAST, base=base)
 
     def drive(port: int) -> None:
@@ -169,11 +167,11 @@ async def test_ncclient_drives_the_emulator(base: str) -> None:
             assert manager.edit_config(config.format(pair.format(13)), target="running").ok
             shown = manager.get_config("running", filter=("subtree", f"<cross-connects {NS}/>")).data_xml
             assert re.search("<ingress>1</ingress>.*<egress>13</egress>", re.sub(r"\w+:|\s", "", shown))
-            # Whoever sets a pair in use re-routes it without a word.
+            # Setting a pair in use re-routes it silently.
             assert manager.edit_config(config.format(pair.format(14)), target="running").ok
-            with pytest.raises(RPCError, match="there is no egress port 99"):
+            with pytest.raises(RPCError, match="egress port 99 does not exist"):
                 manager.edit_config(config.format(pair.format(99)), target="running")
-            with pytest.raises(RPCError, match="data to delete is not there"):
+            with pytest.raises(RPCError, match="data to delete does not exist"):
                 manager.edit_config(
                     config.format('<pair operation="delete"><ingress>2</ingress></pair>').replace(
                         "pair operation", f'pair xmlns:nc="{text.BASE}" nc:operation'
@@ -191,13 +189,13 @@ async def test_ncclient_drives_the_emulator(base: str) -> None:
 
     async def use(address: str) -> None:
         await asyncio.to_thread(drive, int(address.rpartition(":")[2]))
-        assert emulator.device.where_does(1) in (14, None)  # the mirrors may still be on their way
+        assert emulator.device.where_does(1) in (14, None)  # the mirrors may still be moving
         assert len(emulator.device.setters) == 3
 
     await at(emulator, use)
 
 
-async def test_another_client_that_holds_the_lock_is_waited_for() -> None:
+async def test_commit_fails_while_another_client_holds_lock() -> None:
     emulator = NetconfEmulator(FAST)
 
     def lock(port: int) -> Any:
@@ -219,10 +217,10 @@ async def test_another_client_that_holds_the_lock_is_waited_for() -> None:
     await at(emulator, use)
 
 
-# The driver at the emulator, beyond the suite.
+# The driver against the emulator, beyond the suite.
 
 
-async def test_facts_of_a_switch() -> None:
+async def test_facts_are_read_from_product_information() -> None:
     emulator = NetconfEmulator(DevicePanel(24, 24, boot=BootBehaviour.RESTORE))
 
     async def use(address: str) -> None:
@@ -237,7 +235,7 @@ async def test_facts_of_a_switch() -> None:
 
 
 @pytest.mark.parametrize("quirks", [{}, {"candidate": True}, {"revision": "2016-04-22", "base": "1.0"}])
-async def test_320_ports_are_one_edit(quirks: dict[str, Any]) -> None:
+async def test_320_ports_need_one_edit(quirks: dict[str, Any]) -> None:
     emulator = NetconfEmulator(DevicePanel(320, 320, reconfiguration_s=0.002), **quirks)
     pairs = tuple(CrossConnect(port, 641 - port) for port in range(1, 321))
 
@@ -254,7 +252,7 @@ async def test_320_ports_are_one_edit(quirks: dict[str, Any]) -> None:
     await at(emulator, use)
 
 
-async def test_a_part_that_the_device_refuses_is_told_in_its_words() -> None:
+async def test_partial_refusal_reports_device_message() -> None:
     emulator = NetconfEmulator(FAST)
 
     async def use(address: str) -> None:
@@ -270,7 +268,7 @@ async def test_a_part_that_the_device_refuses_is_told_in_its_words() -> None:
     await at(emulator, use)
 
 
-async def test_a_second_session_is_refused_where_there_is_one_only() -> None:
+async def test_second_session_is_retryable_with_one_session() -> None:
     emulator = NetconfEmulator(FAST, one_session=True)
 
     async def use(address: str) -> None:
@@ -308,7 +306,7 @@ async def test_threads_end_with_their_sessions() -> None:
     await at(emulator, use)
 
 
-async def test_the_revision_may_be_told_by_the_user_alone() -> None:
+async def test_option_revision_replaces_announced_one() -> None:
     emulator = NetconfEmulator(FAST, revision="")
 
     async def use(address: str) -> None:
@@ -323,7 +321,7 @@ async def test_the_revision_may_be_told_by_the_user_alone() -> None:
     await at(emulator, use)
 
 
-async def test_a_device_proves_who_it_is(tmp_path: Path) -> None:
+async def test_host_key_is_verified(tmp_path: Path) -> None:
     emulator, other = NetconfEmulator(FAST), NetconfEmulator(FAST)
 
     async def use(address: str) -> None:
@@ -347,14 +345,14 @@ async def test_a_device_proves_who_it_is(tmp_path: Path) -> None:
     await at(emulator, use)
 
 
-async def test_a_key_opens_what_a_password_does_not(tmp_path: Path) -> None:
+async def test_login_with_key_file(tmp_path: Path) -> None:
     key = paramiko.ECDSAKey.generate()
     key.write_private_key_file(str(tmp_path / "key"))
     emulator = NetconfEmulator(FAST, authorized_key=key.get_base64())
 
     async def use(address: str) -> None:
         driver = driver_for(emulator, address, password="wrong")
-        async with refusal(DriverPermanent, "not let in"):
+        async with refusal(DriverPermanent, "authentication failed"):
             await driver.cross_connects()
         await driver.close()
         driver = driver_for(emulator, address, password="", key_file=str(tmp_path / "key"))
@@ -364,7 +362,7 @@ async def test_a_key_opens_what_a_password_does_not(tmp_path: Path) -> None:
     await at(emulator, use)
 
 
-async def test_a_switch_that_is_not_there_is_retryable() -> None:
+async def test_unreachable_switch_is_retryable() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     driver = make_driver("netconf", "ocs1", {"address": f"127.0.0.1:{port}", "password": "x", **PATIENCE})
@@ -373,7 +371,7 @@ async def test_a_switch_that_is_not_there_is_retryable() -> None:
     await driver.close()
 
 
-def test_options_are_refused_all_at_once() -> None:
+def test_invalid_options_are_all_reported() -> None:
     wrong = {"address": "a b", "user": "", "revision": "newest", "size": "big", "power": 1, "reconfiguration_s": -1}
     with pytest.raises(InvalidOptions) as refused:
         make_driver("netconf", "ocs1", wrong)

@@ -1,4 +1,4 @@
-"""docs/ocs.md says of drivers what they say of themselves: names, options with their defaults, capabilities."""
+"""Check docs/ocs.md against the drivers: names, options with their defaults, capabilities."""
 
 import re
 from dataclasses import asdict
@@ -20,7 +20,7 @@ REQUIRED = "required"
 
 
 def rows(text: str) -> list[list[str]]:
-    """The cells of a table's rows, without its head."""
+    """Return the cells of a table's rows, without the header."""
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.strip().splitlines()[2:]]
 
 
@@ -34,7 +34,7 @@ def names(cell: str) -> list[str]:
 
 
 def told(name: str) -> dict[str, Any]:
-    """Each option with the default that the page gives it."""
+    """Return each option with its default on the page."""
     options: dict[str, Any] = {}
     for cell, defaults, _ in rows(table(name)):
         several = [None if text == "-" else yaml.safe_load(text) for text in defaults.split(", ")]
@@ -49,7 +49,7 @@ def parameters(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_options_and_their_defaults_are_those_of_the_code(name: str) -> None:
+def test_documented_options_match_code(name: str) -> None:
     common = {} if name == "grpc" else told("all")
     actual = {option: [] if default == () else default for option, default in parameters(name).items()}
     assert {**common, **told(name)} == actual
@@ -59,15 +59,15 @@ def heads() -> list[list[str]]:
     return rows(PAGE[PAGE.index("| driver |") :].partition("\n\n")[0])
 
 
-def test_every_driver_is_listed() -> None:
+def test_page_lists_every_driver() -> None:
     assert sorted({names(row[0])[0] for row in heads()}) == OURS
 
 
 @pytest.mark.parametrize("row", heads(), ids=lambda row: row[0])
-async def test_what_a_driver_declares_is_what_the_page_says(row: list[str]) -> None:
+async def test_documented_capabilities_match_driver(row: list[str]) -> None:
     name, *variation = names(row[0])
     if name in ("grpc", "restconf"):
-        pytest.skip("what it declares is known once its device was asked")
+        pytest.skip("its capabilities depend on the device")
     options: dict[str, Any] = {"address": "192.0.2.1"} if "address" in parameters(name) else {}
     options |= {"password": "secret"} if name == "netconf" else {}
     options |= yaml.safe_load(variation[0]) if variation else {}
@@ -79,14 +79,14 @@ async def test_what_a_driver_declares_is_what_the_page_says(row: list[str]) -> N
     await driver.close()
 
 
-def test_the_example_has_every_driver_and_is_sound() -> None:
+def test_example_has_every_driver_and_loads() -> None:
     switches = load_config(ROOT / "deploy" / "examples" / "ocs.yaml").ocs
     assert sorted({switch.driver for switch in switches}) == OURS
     for switch in switches:
         make_driver(switch.driver, switch.id, switch.options)
 
 
-def test_a_date_as_yaml_reads_it_is_a_revision() -> None:
+def test_yaml_date_is_accepted_as_revision() -> None:
     options = yaml.safe_load("{address: 192.0.2.1, yang_revision: 2017-08-04}")
     make_driver("restconf", "one", options)
     make_driver("netconf", "one", yaml.safe_load("{address: 192.0.2.1, password: x, revision: 2017-08-04}"))

@@ -1,4 +1,4 @@
-"""What Polatis switches say in YANG, over RESTCONF's JSON: the documented answers, and whatever else may come."""
+"""The parsers of Polatis YANG data in RESTCONF's JSON, on documented answers and on arbitrary data."""
 
 import json
 from contextlib import suppress
@@ -31,7 +31,7 @@ JSON: st.SearchStrategy[Any] = st.recursive(
 )
 
 
-def test_the_documented_body() -> None:
+def test_cross_connects_parse_documented_body() -> None:
     body = json.loads('{"optical-switch:cross-connects":{"pair":[{"ingress":1,"egress":13}]}}')
     assert yang.cross_connects(body) == [CrossConnect(1, 13)]
     assert yang.cross_connects({"optical-switch:cross-connects": {"pairs": [{"ingress": "1", "egress": "13"}]}}) == [
@@ -40,7 +40,7 @@ def test_the_documented_body() -> None:
     assert yang.cross_connects({"optical-switch:cross-connects": {}}) == []
 
 
-def test_ports_of_both_models() -> None:
+def test_ports_parse_both_models() -> None:
     new = {
         "optical-switch:port-config": {
             "port": [{"port-id": 1, "status": "ENABLED"}, {"port-id": 2, "status": "FAILED"}]
@@ -53,7 +53,7 @@ def test_ports_of_both_models() -> None:
     assert yang.ports(new | powers)[1] == PortState(2, PortStatus.FAILED, -3.41)
 
 
-def test_the_list_is_called_pairs_before_2017_08_04() -> None:
+def test_list_is_called_pairs_before_2017_08_04() -> None:
     assert [yang.pair_list(day) for day in ("2017-06-13", "2017-08-03", "2017-08-04", "2018-03-22")] == [
         "pairs",
         "pairs",
@@ -62,7 +62,7 @@ def test_the_list_is_called_pairs_before_2017_08_04() -> None:
     ]
 
 
-def test_boot_and_revision() -> None:
+def test_boot_and_revision_are_parsed() -> None:
     assert yang.boot({"polatis-switch:startup-mode": "MODE_PRESERVE"}) is BootBehaviour.RESTORE
     assert yang.boot({"polatis-switch:startup-mode": "MODE_VOLATILE"}) is BootBehaviour.DARK
     assert yang.boot({}) is BootBehaviour.UNKNOWN
@@ -79,35 +79,35 @@ def test_boot_and_revision() -> None:
         ("I-OST-576xCC-LA1", range(1, 577), range(1, 577)),
     ],
 )
-def test_the_model_name_tells_the_sides(text: str, ingress: range, egress: range) -> None:
+def test_model_name_determines_sides(text: str, ingress: range, egress: range) -> None:
     connectivity, *sides = yang.sides(text, {*ingress, *egress})
     assert sides == [ingress, egress]
     assert (connectivity is Connectivity.ANY_TO_ANY) is (ingress == egress)
 
 
 @pytest.mark.parametrize(("model", "size"), [("I-OST-LU1", None), ("8x8", None), ("16x16", "8x8"), ("0x32", None)])
-def test_where_it_does_not_the_user_must(model: str, size: str | None) -> None:
+def test_ambiguous_model_name_needs_option_size(model: str, size: str | None) -> None:
     with pytest.raises(DriverPermanent, match="set option size"):
         yang.sides(model, range(1, 33), size)
 
 
 @given(body=JSON)
-def test_whatever_comes_is_read_or_refused(body: object) -> None:
+def test_parsers_raise_only_value_error(body: object) -> None:
     for parser in PARSERS:
         with suppress(ValueError):
             parser(body)
 
 
 @given(entries=st.lists(st.fixed_dictionaries({"ingress": SCALARS, "egress": SCALARS}), max_size=4))
-def test_only_ports_of_the_model_are_read(entries: list[dict[str, Any]]) -> None:
+def test_cross_connects_contain_only_valid_ports(entries: list[dict[str, Any]]) -> None:
     with suppress(ValueError):
         for pair in yang.cross_connects({"optical-switch:cross-connects": {"pair": entries}}):
             assert pair.ingress_port in yang.PORT_NUMBERS
             assert pair.egress_port in yang.PORT_NUMBERS
 
 
-def test_errors_are_told_in_the_servers_words() -> None:
-    """An error body as RFC 8040 has them, section 7.1."""
+def test_errors_have_server_messages() -> None:
+    """Parse an error body from RFC 8040, section 7.1."""
     body = {
         "ietf-restconf:errors": {
             "error": [
@@ -119,8 +119,8 @@ def test_errors_are_told_in_the_servers_words() -> None:
     assert restconf.errors(body) == "data-exists: Data already exists; lock-denied"
 
 
-def test_errors_of_a_yang_patch() -> None:
-    """As RFC 8072 has them, appendix A.1.1: of the edit that failed."""
+def test_errors_of_yang_patch_are_parsed() -> None:
+    """Parse the error of a failed edit, from RFC 8072, appendix A.1.1."""
     error = {"error-type": "application", "error-tag": "data-exists", "error-message": "Data already exists"}
     edits = {"edit-status": {"edit": [{"edit-id": "edit1", "errors": {"error": [error]}}]}}
     body = {"ietf-yang-patch:yang-patch-status": {"patch-id": "add-songs-patch", **edits}}

@@ -1,4 +1,4 @@
-"""The driver `restconf` and its emulator: the suite, requests counted, curl beside us, failures told as they are."""
+"""The driver `restconf` and its emulator: the conformance suite, request counts, and failures."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -23,7 +23,7 @@ ONE, TWO = CrossConnect(1, 17), CrossConnect(2, 18)
 
 
 class TestRestconf(EmulatedConformance):
-    """YANG Patch, as the server says that it has it; jitter, pairs listed late, chunks; restarts restore."""
+    """YANG Patch, which the server announces; jitter, pairs listed late, chunked answers; circuits survive restarts."""
 
     driver = "restconf"
     protocol = "restconf"
@@ -33,11 +33,11 @@ class TestRestconf(EmulatedConformance):
 
 
 class TestRestconfOld(EmulatedConformance):
-    """An old model: plain PATCH and one DELETE each, with power and a password."""
+    """An old model: plain PATCH and one DELETE for each pair, with power monitors and a password."""
 
     driver = "restconf"
     protocol = "restconf"
-    cannot = MappingProxyType({"make_big": "a thousand requests, one by one, say nothing that 32 do not"})
+    cannot = MappingProxyType({"make_big": "a thousand single requests test no more than 32 do"})
     options: ClassVar[dict[str, Any]] = {
         "reconfiguration_s": 0.002,
         "user": "admin",
@@ -75,7 +75,7 @@ async def switch(
         ({"change_with": "single"}, {}, ["POST"] * 160, ["DELETE"] * 159),
     ],
 )
-async def test_requests_for_320_ports(
+async def test_number_of_requests_for_320_ports(
     options: dict[str, Any], quirks: dict[str, Any], first: list[str], then: list[str]
 ) -> None:
     async with switch(quirks, DevicePanel(160, 160, reconfiguration_s=0.001), **options) as (driver, emulator, _):
@@ -87,7 +87,7 @@ async def test_requests_for_320_ports(
         assert await connected(driver) == {pairs[0]}
 
 
-async def test_even_overwrite_never_replaces_the_collection() -> None:
+async def test_overwrite_does_not_replace_collection() -> None:
     async with switch() as (driver, emulator, _):
         await carry_out(driver, (ONE, TWO))
         assert (await carry_out(driver, (ONE,), mode=ChangeMode.OVERWRITE)).done
@@ -95,8 +95,8 @@ async def test_even_overwrite_never_replaces_the_collection() -> None:
 
 
 @pytest.mark.parametrize(("way", "refused"), [("yang_patch", [ONE, TWO]), ("single", [TWO]), ("patch", [])])
-async def test_a_port_that_somebody_took_after_our_reading(way: str, refused: list[CrossConnect]) -> None:
-    """Refused by the switch itself, but for a plain patch: that one re-routes, as its documentation says."""
+async def test_port_connected_by_another_client_after_reading(way: str, refused: list[CrossConnect]) -> None:
+    """Check that the switch refuses the port. A plain patch re-routes it instead, as documented."""
     theirs = CrossConnect(2, 20)
     async with switch(change_with=way) as (driver, emulator, _):
         diff = await driver.plan(CircuitChange((ONE, TWO)))
@@ -106,7 +106,7 @@ async def test_a_port_that_somebody_took_after_our_reading(way: str, refused: li
             if method == "GET" and path.endswith("cross-connects"):
                 times.append(path)
                 reply = await answer(method, path, body)
-                if len(times) == 1:  # the commit has looked; now somebody else is quicker
+                if len(times) == 1:  # the commit has read the device; another client now connects first
                     emulator.device.add((theirs,))
                 return reply
             return await answer(method, path, body)
@@ -129,7 +129,7 @@ async def test_facts_are_read_from_the_model() -> None:
             await driver.facts()
 
 
-async def test_refusals_are_told_in_the_switchs_words() -> None:
+async def test_refusals_report_switch_message() -> None:
     async with switch() as (driver, emulator, _):
         diff = await driver.plan(CircuitChange((ONE, TWO)))
         emulator.device.inject(DeviceFault(DeviceFaultKind.FAIL_PORT, 18))
@@ -145,7 +145,7 @@ async def test_refusals_are_told_in_the_switchs_words() -> None:
 
 
 def answering(emulator: RestconfEmulator, told: dict[str, object]) -> None:
-    """A GET of what is named so is answered with this."""
+    """Answer a GET of each named resource with the given body."""
     dispatch = emulator._dispatch
 
     async def answer(method: str, path: str, body: bytes) -> EmulatedReply:
@@ -170,22 +170,22 @@ STARTING: dict[str, object] = {"status": {"state": "starting"}}
         ("restconf-state/capabilities", "facts"),
     ],
 )
-async def test_an_answer_without_what_was_asked_is_nonsense(name: str, verb: str, body: dict[str, object]) -> None:
-    """It must not read as if no circuits, ports or features were there."""
+async def test_answer_without_requested_container_is_refused(name: str, verb: str, body: dict[str, object]) -> None:
+    """Check that a body without the requested container is not read as an empty one."""
     told = {key.replace("NAME", name): value for key, value in body.items()}
     async with switch({"power": True}, power=True) as (driver, emulator, _):
         answering(emulator, {name: told})
-        async with refusal(DriverPermanent, "answered nonsense", f"must hold an object {name.rpartition('/')[2]}"):
+        async with refusal(DriverPermanent, "invalid answer", f"must hold an object {name.rpartition('/')[2]}"):
             await getattr(driver, verb)()
 
 
-async def test_facts_do_without_a_startup_mode() -> None:
+async def test_facts_do_not_need_startup_mode() -> None:
     async with switch() as (driver, emulator, _):
         answering(emulator, {"startup-mode": {}})
         assert (await driver.facts()).boot is BootBehaviour.UNKNOWN
 
 
-async def test_a_status_that_is_not_understood_hides_no_circuits() -> None:
+async def test_unknown_port_status_fails_only_ports() -> None:
     async with switch() as (driver, emulator, _):
         emulator.device.add((ONE,))
         ports = [{"port-id": port, "status": "WARMING" if port == 3 else "ENABLED"} for port in range(1, 33)]
@@ -196,7 +196,7 @@ async def test_a_status_that_is_not_understood_hides_no_circuits() -> None:
             await driver.ports()
 
 
-async def test_nobody_there_is_retryable_and_nothing_was_sent() -> None:
+async def test_unreachable_switch_is_retryable() -> None:
     driver = make_driver("restconf", "ocs1", {"address": "127.0.0.1:1"})
     async with refusal(DriverRetryable, "ocs1", "the connection failed"):
         await driver.cross_connects()
@@ -210,9 +210,9 @@ async def test_nobody_there_is_retryable_and_nothing_was_sent() -> None:
         ({"address": "lab", "tls_ca_file": "/nowhere"}, "options.tls_ca_file: needs scheme https and tls_verify"),
         ({"address": "lab", "scheme": "https", "tls_ca_file": "/nowhere"}, "options.tls_ca_file: cannot be used"),
         ({"address": "lab", "user": "a:b"}, "options.user: must be without a colon, got 'a:b'"),
-        ({"address": "lab", "password": "x"}, "options.user: is missing, and a password is given"),
-        ({"address": "lab", "size": "big"}, "options.size: must be as 16x16, or 32xCC for any-to-any, got 'big'"),
-        ({"address": "lab", "yang_revision": "new"}, "options.yang_revision: must be a date as 2017-08-04, got 'new'"),
+        ({"address": "lab", "password": "x"}, "options.user: must be set when password is given, got ''"),
+        ({"address": "lab", "size": "big"}, "options.size: must be 16x16, or 32xCC for any-to-any, got 'big'"),
+        ({"address": "lab", "yang_revision": "new"}, "yang_revision: must be a date such as 2017-08-04, got 'new'"),
         (
             {"address": "lab", "change_with": "put"},
             "options.change_with: must be one of auto, yang_patch, patch, single, got 'put'",
@@ -220,7 +220,7 @@ async def test_nobody_there_is_retryable_and_nothing_was_sent() -> None:
         ({"address": "lab", "root": "api"}, "options.root: must be a path from /, got 'api'"),
     ],
 )
-def test_options_are_refused_by_name(options: dict[str, Any], fault: str) -> None:
+def test_invalid_options_are_reported_by_name(options: dict[str, Any], fault: str) -> None:
     with pytest.raises(InvalidOptions) as refused:
         make_driver("restconf", "ocs1", options)
     assert fault in str(refused.value)

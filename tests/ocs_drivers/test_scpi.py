@@ -1,4 +1,4 @@
-"""The driver `scpi` passes the suite of all drivers against switches that speak SCPI, each with quirks of its own."""
+"""Run the conformance suite on the driver `scpi`, against emulated switches with different quirks."""
 
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -18,14 +18,15 @@ FAST = DevicePanel(reconfiguration_s=0.002)
 
 
 class TestScpi(EmulatedConformance):
-    """A Polatis that lists a connection once it is made."""
+    """A Polatis that lists a connection once it is in place."""
 
     driver = "scpi"
     protocol = "scpi"
 
 
 class TestScpiDicon(EmulatedConformance):
-    """With all that makes it hard: one session, other line ends, slow mirrors, short lines, memory over a restart."""
+    """A DiCon with difficult quirks: a single session, CRLF, slow mirrors, short lines, circuits that survive a
+    restart."""
 
     splits_bulk = "lines of 64 characters"
     driver = "scpi"
@@ -42,11 +43,11 @@ class TestScpiDicon(EmulatedConformance):
     )
     quirks: ClassVar[dict[str, Any]] = {"one_session": True, "longest_line_chars": 2000, "lists_at_once": True}
     cannot = MappingProxyType(
-        {DeviceFaultKind.STICK_MIRROR: "this switch lists a connection as it is commanded, wherever the mirrors are"}
+        {DeviceFaultKind.STICK_MIRROR: "this switch lists a connection on command, regardless of its mirrors"}
     )
 
 
-async def test_a_whole_device_is_one_line_however_long() -> None:
+async def test_whole_device_is_one_line() -> None:
     ports = 160
     emulator = polatis(DevicePanel(ports, ports, reconfiguration_s=0.002))
     driver = make_driver("scpi", "ocs1", {"address": await emulator.start()})
@@ -63,7 +64,7 @@ async def test_a_whole_device_is_one_line_however_long() -> None:
     await emulator.stop()
 
 
-async def test_an_input_buffer_that_is_too_short_is_told_and_can_be_configured() -> None:
+async def test_short_input_buffer_is_reported_and_configurable() -> None:
     emulator = polatis(DevicePanel(64, 64, reconfiguration_s=0.002), longest_line_chars=100)
     address = await emulator.start()
     pairs = tuple(CrossConnect(port, port + 64) for port in range(1, 65))
@@ -102,7 +103,7 @@ async def test_an_input_buffer_that_is_too_short_is_told_and_can_be_configured()
         ),
     ],
 )
-def test_options_are_refused_by_name(options: dict[str, Any], wrong: str) -> None:
+def test_invalid_options_are_reported_by_name(options: dict[str, Any], wrong: str) -> None:
     with pytest.raises(InvalidOptions) as refused:
         make_driver("scpi", "ocs1", {"address": "192.0.2.7", **options})
     assert refused.value.faults == [wrong]
@@ -117,6 +118,6 @@ def test_options_are_refused_by_name(options: dict[str, Any], wrong: str) -> Non
         ({"unknown": "*IDN?"}, "unknown: must be a list out of [*]IDN[?], .*, got '[*]IDN[?]'"),
     ],
 )
-def test_quirks_check_themselves(quirks: dict[str, Any], wrong: str) -> None:
+def test_invalid_quirks_are_refused(quirks: dict[str, Any], wrong: str) -> None:
     with pytest.raises(InvalidOptions, match=wrong.replace("?", "[?]") if "[" not in wrong else wrong):
         polatis(FAST, **quirks)

@@ -1,5 +1,4 @@
-"""What is said on the wire, line by line: the documented exchanges, to the emulator and by the driver, and what a
-device may answer that makes no sense."""
+"""SCPI exchanges line by line: the documented ones, with the emulator and with the driver, and invalid answers."""
 
 import asyncio
 import re
@@ -24,8 +23,8 @@ PROTOCOLS = Path(__file__).parents[3] / "shared" / "reference" / "ocs-protocols.
 IDENTITY = "Polatis,I-OST-24x24-LU1-DMHNS,002414,6.5.2.18"
 ONE = CrossConnect(1, 17)
 
-# Commands with their answers as they are documented, on a switch of 16 and 16 ports; None: silence. Each part begins
-# where the one before ended.
+# Documented commands with their answers, on a switch with 16 and 16 ports; None: no answer. Each part begins in the
+# state in which the previous one ended.
 DOCUMENTED: list[tuple[str, str | None]] = [
     (":oxc:swit:size?", "16,16"),
     (":oxc:swit:conn:stat?", "(@),(@)"),
@@ -52,7 +51,7 @@ DOCUMENTED: list[tuple[str, str | None]] = [
 
 
 class Client:
-    """A plain socket."""
+    """A plain TCP client."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -63,7 +62,7 @@ class Client:
         await self._writer.drain()
 
     async def hear(self) -> str:
-        """The next line with its end; "" if there will be none."""
+        """Return the next line with its end; "" if the connection is closed."""
         return (await self._reader.readline()).decode()
 
     def hang_up(self) -> None:
@@ -79,10 +78,10 @@ async def client_of(emulator: ScpiEmulator) -> AsyncIterator[Client]:
     await emulator.stop()
 
 
-# The emulator, spoken to as it is documented.
+# The emulator, driven with the documented commands.
 
 
-async def test_the_emulator_answers_as_it_is_documented() -> None:
+async def test_emulator_answers_as_documented() -> None:
     async with client_of(polatis(DevicePanel(16, 16, reconfiguration_s=0.0))) as client:
         for command, answer in DOCUMENTED:
             await client.say(command)
@@ -91,9 +90,9 @@ async def test_the_emulator_answers_as_it_is_documented() -> None:
 
 
 @pytest.mark.shared
-def test_the_lines_are_those_of_the_tables() -> None:
+def test_documented_lines_match_reference() -> None:
     if not PROTOCOLS.exists():
-        pytest.skip(f"{PROTOCOLS} is not there")
+        pytest.skip(f"{PROTOCOLS} does not exist")
     page = PROTOCOLS.read_text()
     assert IDENTITY in page
     for line in (
@@ -110,8 +109,9 @@ def test_the_lines_are_those_of_the_tables() -> None:
         assert f"`{line}`" in page, line
 
 
-async def test_headers_are_those_of_scpi() -> None:
-    """Either form, any case, relative to the header before; what is neither is an error and ends the line."""
+async def test_emulator_accepts_scpi_header_forms() -> None:
+    """Check both forms, any case, and headers relative to the previous one. Another header is an error and ends the
+    line."""
     async with client_of(polatis(DevicePanel(4, 4, reconfiguration_s=0.0))) as client:
         await client.say(
             "*IDN?",
@@ -126,12 +126,12 @@ async def test_headers_are_those_of_scpi() -> None:
         )
         assert await client.hear() == "Polatis,I-OST-4x4-LU1-DMHNS,002414,6.5.2.18\n"
         assert await client.hear() == "4,4\n"
-        # `( @5,6)` is no list.
+        # `( @5,6)` is not a list.
         assert await client.hear() == '(@),(@);"";-109,"Missing parameter";1\n'
         assert await client.hear() == '-113,"Undefined header;oxc:swi:size?";-113,"Undefined header;oxc:swit:siz?"\n'
 
 
-async def test_the_error_queue_of_a_dicon_holds_8() -> None:
+async def test_dicon_error_queue_holds_8() -> None:
     async with client_of(dicon(DevicePanel(4, 4))) as client:
         await client.say(*["nonsense"] * 12, *["SYSTem:ERRor?"] * 9)
         errors = [await client.hear() for _ in range(9)]
@@ -152,14 +152,14 @@ async def test_the_error_queue_of_a_dicon_holds_8() -> None:
         (":oxc:swit:port:stat? (@0)", '-222,"Data out of range;0"'),
     ],
 )
-async def test_what_is_wrong_takes_nothing_and_is_in_the_queue(command: str, error: str) -> None:
+async def test_invalid_command_has_no_effect_and_queues_error(command: str, error: str) -> None:
     async with client_of(polatis(DevicePanel(4, 4, reconfiguration_s=0.0))) as client:
         await client.say(command, ":syst:err?", ":oxc:swit:conn:stat?")
         assert await client.hear() == f"{error}\n"
         assert await client.hear() == "(@),(@)\n"
 
 
-async def test_a_second_session_is_refused_until_the_first_is_over() -> None:
+async def test_second_session_is_refused_until_first_ends() -> None:
     async with client_of(polatis(DevicePanel(4, 4), one_session=True)) as client:
         await client.say("*opc?")
         assert await client.hear() == "1\n"
@@ -173,18 +173,18 @@ async def test_a_second_session_is_refused_until_the_first_is_over() -> None:
         third.hang_up()
 
 
-async def test_answers_to_one_line_can_come_apart() -> None:
+async def test_answers_to_one_line_can_be_separate_lines() -> None:
     async with client_of(polatis(DevicePanel(4, 4), answers_apart=True, crlf=True)) as client:
         await client.say(":oxc:swit:size?;*opc?")
         assert [await client.hear(), await client.hear()] == ["4,4\r\n", "1\r\n"]
 
 
-# The driver, against a device that goes by the book.
+# The driver, against a scripted device.
 
 
 class Peer:
-    """Hears lines and answers by the script: the line, and what is sent back, as it is. A line that is not the next of
-    the script ends the connection and is kept."""
+    """A scripted server. Each item of the script is an expected line and the bytes to send back. A line that differs
+    from the script ends the connection and is recorded."""
 
     def __init__(self, script: Sequence[tuple[str, bytes]], piece_bytes: int = 0) -> None:
         self.script = list(script)
@@ -225,7 +225,7 @@ async def driver_of(peer: Peer, **options: Any) -> AsyncIterator[ScpiSwitch]:
 
 @asynccontextmanager
 async def wire_to(peer: Peer, **options: Any) -> AsyncIterator[ScpiWire]:
-    """The verbs alone, in a session."""
+    """Open a session, and yield the wire without the driver."""
     async with driver_of(peer, **options) as driver:
         wire = driver._wire
         assert isinstance(wire, ScpiWire)
@@ -238,13 +238,13 @@ NO_ERROR = b'0,"No error"\n'
 
 
 def commanded(line: str, *errors: bytes) -> list[tuple[str, bytes]]:
-    """The setter, which answers nothing, and its errors."""
+    """Return the exchange of a setter, which has no answer, and of its errors."""
     return [("*cls", b""), (line, b""), *((":syst:err?", error) for error in (*errors, NO_ERROR))]
 
 
 @pytest.mark.parametrize("end", [b"\n", b"\r\n"])
 @pytest.mark.parametrize("piece_bytes", [0, 1])
-async def test_the_driver_speaks_as_it_is_documented(end: bytes, piece_bytes: int) -> None:
+async def test_driver_sends_documented_lines(end: bytes, piece_bytes: int) -> None:
     every = ",".join(str(port) for port in range(1, 7))
     script = [
         ("*idn?", f"{IDENTITY}\n".encode()),
@@ -274,7 +274,7 @@ async def test_the_driver_speaks_as_it_is_documented(end: bytes, piece_bytes: in
     assert peer.script == []
 
 
-async def test_what_a_device_cannot_tell_is_taken_from_the_options() -> None:
+async def test_options_replace_unreported_facts() -> None:
     peer = Peer([("*idn?", b"DiCon,MXS,1,2,3\n"), (":oxc:swit:conn:stat?", b"(@5),(@9)\n")])
     options = {"profile": "dicon", "ingress_ports": "5..8", "egress_ports": "9..12", "port_states": False}
     async with driver_of(peer, **options, boot="dark") as driver:
@@ -288,7 +288,7 @@ async def test_what_a_device_cannot_tell_is_taken_from_the_options() -> None:
     assert peer.script == []
 
 
-async def test_until_the_stated_time_has_passed_a_listed_connection_may_still_move() -> None:
+async def test_listed_connection_is_tuning_until_stated_time() -> None:
     clock = VirtualClock()
     listed = [(":oxc:swit:conn:stat?", b"(@1),(@17)\n"), (":oxc:swit:port:stat? (@1,17)", b"(E,E)\n")]
     peer = Peer([*commanded(":oxc:swit:conn:add (@1),(@17)"), *listed, *listed])
@@ -300,7 +300,7 @@ async def test_until_the_stated_time_has_passed_a_listed_connection_may_still_mo
         assert await wire.read_circuits() == [DeviceCircuit(ONE, CircuitState.TUNED)]
 
 
-async def test_errors_are_told_in_the_words_of_the_device() -> None:
+async def test_errors_have_device_messages() -> None:
     errors = (b'-222,"Data out of range;99"\n', b'-200,"Mirror 3"\r\n', b'-350,"Queue overflow"\n')
     peer = Peer(commanded(":oxc:swit:conn:add (@1),(@17)", *errors))
     async with wire_to(peer) as wire:
@@ -313,17 +313,17 @@ async def test_errors_are_told_in_the_words_of_the_device() -> None:
 @pytest.mark.parametrize(
     ("profile", "query", "queue"), [("polatis", ":syst:err?", 1024), ("dicon", ":SYSTem:ERRor?", 8)]
 )
-async def test_an_error_queue_without_an_end_is_not_read_forever(profile: str, query: str, queue: int) -> None:
+async def test_endless_error_queue_is_outcome_unknown(profile: str, query: str, queue: int) -> None:
     begin = [("*cls", b""), (":oxc:swit:conn:add (@1),(@17)", b"")]
     peer = Peer([*begin, *[(query, b'-310,"System error"\n')] * (queue + 2)])
     async with wire_to(peer, profile=profile) as wire:
-        async with refusal(DriverOutcomeUnknown, "no end", "-310 System error"):
+        async with refusal(DriverOutcomeUnknown, "longer than its maximum", "-310 System error"):
             await wire.set(Action.ADD, [ONE])
     assert len(peer.script) <= 1
 
 
-async def test_a_query_that_is_not_known_is_told_with_the_reason() -> None:
-    """SCPI answers it with silence; the reason is in the error queue."""
+async def test_unknown_query_reports_reason_from_error_queue() -> None:
+    """Check that the reason is read from the error queue, because SCPI leaves an unknown query unanswered."""
     clock = VirtualClock()
     emulator = polatis(DevicePanel(4, 4), unknown=["OXC:SWITch:PORT:STATe?"])
     address = await emulator.start()
@@ -341,7 +341,7 @@ async def test_a_query_that_is_not_known_is_told_with_the_reason() -> None:
     await emulator.stop()
 
 
-async def test_a_device_that_says_nothing_at_all_is_given_up() -> None:
+async def test_silent_device_is_retryable_after_time_limit() -> None:
     clock = VirtualClock()
     peer = Peer([("*idn?", b""), (":syst:err?", b""), ("*idn?", b""), (":syst:err?", b"")])
     async with driver_of(peer, clock=clock) as driver:
@@ -360,13 +360,13 @@ async def test_a_device_that_says_nothing_at_all_is_given_up() -> None:
     [
         (b"Welcome\n", DriverPermanent, ("vendor,model,serial,software", "Welcome")),
         (b"\n", DriverPermanent, ("vendor,model,serial,software",)),
-        (b"\xff\xfb\x01\n", DriverRetryable, ("not text", "\\xff\\xfb\\x01")),
+        (b"\xff\xfb\x01\n", DriverRetryable, ("not ASCII text", "\\xff\\xfb\\x01")),
         (b"Polatis,half a li", DriverRetryable, ("closed the connection", "Polatis,half a li")),
         (b"x" * ((1 << 20) + 70_000), DriverRetryable, ("longer than 1048576 bytes", "xxx")),
     ],
     ids=["words", "nothing", "bytes", "broken off", "endless"],
 )
-async def test_an_answer_that_makes_no_sense_is_a_typed_error(
+async def test_invalid_answer_raises_driver_error(
     answer: bytes, kind: type[DriverPermanent | DriverRetryable], words: tuple[str, ...]
 ) -> None:
     class Rude(Peer):
@@ -383,7 +383,7 @@ async def test_an_answer_that_makes_no_sense_is_a_typed_error(
             await driver.facts()
         async with refusal(kind):
             await driver.facts()
-    # Not one more question on a session that is out of step.
+    # No further query is sent in a session that is out of step.
     assert peer.sessions == (2 if kind is DriverPermanent else 4)
 
 
@@ -399,7 +399,7 @@ async def test_an_answer_that_makes_no_sense_is_a_typed_error(
         (":oxc:swit:conn:stat?", b"(@1,),(@17,18)\n", "a number of at most 5 digits"),
     ],
 )
-async def test_lists_that_make_no_sense_are_not_believed(question: str, answer: bytes, words: str) -> None:
+async def test_invalid_lists_are_refused(question: str, answer: bytes, words: str) -> None:
     async with wire_to(Peer([(question, answer)])) as wire:
         async with refusal(DriverPermanent, words, question):
             await (wire.read_circuits() if "conn" in question else wire.read_ports())
@@ -408,14 +408,14 @@ async def test_lists_that_make_no_sense_are_not_believed(question: str, answer: 
 
 
 @pytest.mark.parametrize("letters", [b"(E)\n", b"(E,E,E)\n", b"(E,X)\n", b"E,E\n", b"()\n"])
-async def test_states_of_other_ports_are_not_believed(letters: bytes) -> None:
+async def test_port_states_of_wrong_length_are_refused(letters: bytes) -> None:
     script = [(":oxc:swit:size?", b"1,1\n"), (":oxc:swit:port:stat? (@1,2)", letters)]
     async with wire_to(Peer(script)) as wire:
         async with refusal(DriverPermanent, "port:stat? (@1,2)"):
             await wire.read_ports()
 
 
-async def test_a_setter_whose_errors_cannot_be_read_is_unknown_not_done() -> None:
+async def test_setter_with_unreadable_errors_is_outcome_unknown() -> None:
     for answer in (b"garbage\n", b"\xff\n", b'0,"No er'):
         script = [("*cls", b""), (":oxc:swit:conn:sub (@1),(@17)", b""), (":syst:err?", answer)]
         peer = Peer([*script, ("the end of the session", b"")])
@@ -429,23 +429,23 @@ async def test_a_setter_whose_errors_cannot_be_read_is_unknown_not_done() -> Non
                 await remove
 
 
-async def test_the_wire_itself_refuses_an_empty_list() -> None:
+async def test_wire_refuses_empty_list() -> None:
     peer = Peer([])
     async with wire_to(peer) as wire:
         for action in Action:
-            with pytest.raises(ValueError, match="empty list"):
+            with pytest.raises(ValueError, match="must not be empty"):
                 await wire.set(action, [])
 
 
-async def test_nobody_at_the_address_is_retryable() -> None:
+async def test_unreachable_switch_is_retryable() -> None:
     driver = make_driver("scpi", "ocs1", {"address": "127.0.0.1:1"})
     async with refusal(DriverRetryable, "ocs1", "127.0.0.1:1"):
         await driver.facts()
     await driver.close()
 
 
-async def test_whatever_is_changed_no_command_can_wipe() -> None:
-    """Also where everything else goes: never `only`, `disc:all` or an empty list."""
+async def test_no_change_sends_clearing_commands() -> None:
+    """Check that `only`, `disc:all` and empty lists are never sent, even if every circuit is removed."""
     emulator = polatis(DevicePanel(4, 4, reconfiguration_s=0.0))
     driver = make_driver("scpi", "ocs1", {"address": await emulator.start(), "reconfiguration_s": 0.0})
     pairs = tuple(CrossConnect(port, port + 4) for port in range(1, 5))

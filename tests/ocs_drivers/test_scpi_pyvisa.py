@@ -1,4 +1,4 @@
-"""A client that is not ours, pyvisa, drives the emulators: so that driver and emulator do not share one misreading."""
+"""An independent client, pyvisa, drives the emulators, so that driver and emulator do not share a misreading."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -22,7 +22,7 @@ async def emulator(request: pytest.FixtureRequest) -> AsyncIterator[ScpiEmulator
     await emulator.stop()
 
 
-async def test_a_session_of_an_engineer(emulator: ScpiEmulator) -> None:
+async def test_pyvisa_session(emulator: ScpiEmulator) -> None:
     address = await emulator.start()
     await asyncio.to_thread(_session, address, emulator)
 
@@ -41,13 +41,13 @@ def _session(address: str, emulator: ScpiEmulator) -> None:
         assert switch.query(":oxc:swit:conn:port? 2") == '"18"'
         assert switch.query(":OXC:SWITch:CONNect:PORT? 18") == '"2"'
         assert switch.query(":oxc:swit:conn:port? 4") == '""'
-        switch.write(":oxc:swit:conn:add (@1),(@20)")  # re-routed without a word
+        switch.write(":oxc:swit:conn:add (@1),(@20)")  # silently re-routed
         assert switch.query(":oxc:swit:conn:only (@2),(@18); stat?") == "(@2),(@18)"
         assert switch.query("SYSTem:ERRor?") == '0,"No error"'
         emulator.device.inject(DeviceFault(DeviceFaultKind.FAIL_PORT, 17))
         assert switch.query(":oxc:swit:port:stat? (@1,2,17)") == "(E,E,F)"
         switch.write(":oxc:swit:conn:add (@1),(@17)")
-        switch.write("*rst")  # it has none
+        switch.write("*rst")  # not supported
         assert switch.query(":syst:err:all?") == '-200,"Execution error;PORT 17 FAILED",-113,"Undefined header;*rst"'
         switch.write(":oxc:swit:disc:all")
         assert switch.query(":oxc:swit:conn:stat?;*opc?").replace(end, ";") == "(@),(@);1"

@@ -1,4 +1,4 @@
-"""Lines of SCPI as they are written and read: round trips, any order of bytes, nothing but ValueError."""
+"""SCPI lines: round trips between writer and parser, and arbitrary input, which raises only ValueError."""
 
 import asyncio
 import re
@@ -29,7 +29,7 @@ def cross_connects(draw: st.DrawFn) -> list[CrossConnect]:
 
 
 @given(lists_of_ports)
-def test_a_list_of_ports_is_read_as_it_was_written_by_both_sides(ports: list[int]) -> None:
+def test_port_lists_round_trip_in_driver_and_emulator(ports: list[int]) -> None:
     written = text.port_list(ports)
     assert text.read_ports(written) == tuple(ports)
     assert emulated._ports(written) == ports
@@ -37,20 +37,20 @@ def test_a_list_of_ports_is_read_as_it_was_written_by_both_sides(ports: list[int
 
 
 @given(cross_connects(), st.data())
-def test_connections_are_read_whatever_the_spaces(pairs: list[CrossConnect], data: st.DataObject) -> None:
+def test_read_connections_ignores_spaces(pairs: list[CrossConnect], data: st.DataObject) -> None:
     line = text.setter(Action.ADD, pairs).removeprefix(":oxc:swit:conn:add ")
     spaced = "".join(sign + (data.draw(spaces) if sign in "@,)" else "") for sign in line)
     assert text.read_connections(spaced) == pairs
 
 
 @given(st.integers(1, 99_000), st.integers(0, 900))
-def test_a_range_is_all_that_is_in_it(first: int, more: int) -> None:
+def test_port_ranges_are_expanded(first: int, more: int) -> None:
     assert text.read_ports(f"(@{first}:{first + more})") == tuple(range(first, first + more + 1))
     assert emulated._ports(f"(@{first}:{first + more})") == list(range(first, first + more + 1))
 
 
 @given(cross_connects(), st.sampled_from(Action), st.integers(64, 400))
-def test_lines_that_are_cut_say_the_same_and_fit(pairs: list[CrossConnect], action: Action, longest: int) -> None:
+def test_split_lines_cover_all_pairs_and_fit(pairs: list[CrossConnect], action: Action, longest: int) -> None:
     lines = fitting(pairs, lambda batch: text.setter(action, batch), longest)
     assert [pair for batch, _ in lines for pair in batch] == pairs
     for batch, line in lines:
@@ -61,22 +61,22 @@ def test_lines_that_are_cut_say_the_same_and_fit(pairs: list[CrossConnect], acti
 
 
 @pytest.mark.parametrize("action", Action)
-def test_no_list_is_written_empty(action: Action) -> None:
-    with pytest.raises(ValueError, match="empty list"):
+def test_empty_lists_are_refused(action: Action) -> None:
+    with pytest.raises(ValueError, match="must not be empty"):
         text.setter(action, [])
-    with pytest.raises(ValueError, match="no ports"):
+    with pytest.raises(ValueError, match="must not be empty"):
         text.port_states([])
 
 
 @given(st.lists(st.sampled_from(PortStatus), min_size=1))
-def test_states_of_ports_are_read_as_the_emulator_writes_them(states: list[PortStatus]) -> None:
+def test_port_states_of_emulator_are_parsed(states: list[PortStatus]) -> None:
     line = f"({','.join(emulated.LETTERS[state] for state in states)})"
     assert text.read_port_states(line, len(states)) == states
     assert text.read_port_states(line.lower().replace(",", ", "), len(states)) == states
 
 
 @given(st.integers(-999, 999), st.text(st.characters(min_codepoint=32, max_codepoint=126, exclude_characters='"')))
-def test_errors_are_read_in_every_way_they_are_written(code: int, words: str) -> None:
+def test_error_entries_parse_in_all_forms(code: int, words: str) -> None:
     def told(words: str) -> str:
         return f"{code} {words}".rstrip() if code else ""
 
@@ -87,7 +87,7 @@ def test_errors_are_read_in_every_way_they_are_written(code: int, words: str) ->
 
 
 @given(st.one_of(st.text(), st.text("(@),:0123456789 EDF\"'-;", max_size=40)))
-def test_nothing_that_is_said_gives_another_error_than_a_typed_one(line: str) -> None:
+def test_parsers_raise_only_value_error(line: str) -> None:
     for read in (
         text.read_ports,
         text.read_connections,
@@ -101,7 +101,7 @@ def test_nothing_that_is_said_gives_another_error_than_a_typed_one(line: str) ->
 
 
 @given(st.text(st.characters(min_codepoint=1, max_codepoint=126), max_size=60))
-def test_nothing_that_is_heard_upsets_the_emulator(line: str) -> None:
+def test_emulator_survives_any_line(line: str) -> None:
     async def hear() -> None:
         emulator = emulated.polatis(DevicePanel(4, 4))
         await emulator.line(line)
@@ -111,12 +111,12 @@ def test_nothing_that_is_heard_upsets_the_emulator(line: str) -> None:
 
 
 @given(lists_of_ports, st.lists(st.integers(1, 60), max_size=30), st.sampled_from(["\n", "\r\n"]))
-def test_lines_arrive_in_whatever_pieces(ports: list[int], cuts: Sequence[int], end: str) -> None:
-    """A setter's errors, then an answer: cut anywhere, also within the end of a line, each is read as one."""
+def test_lines_are_reassembled_from_pieces(ports: list[int], cuts: Sequence[int], end: str) -> None:
+    """Check a setter's errors and an answer that arrive in pieces, cut anywhere, also within a line end."""
     said = f'-222,"Data out of range"{end}0,"No error"{end}{text.port_list(ports)}{end}'.encode()
 
     async def read() -> tuple[list[str], str]:
-        wire = ScpiWire(OPTIONS, clock=None)  # type: ignore[arg-type]  # it never looks at the time
+        wire = ScpiWire(OPTIONS, clock=None)  # type: ignore[arg-type]  # the clock is not used
         reader = asyncio.StreamReader()
         wire._streams = (reader, _Mute())  # type: ignore[assignment]
 
@@ -138,7 +138,7 @@ def test_lines_arrive_in_whatever_pieces(ports: list[int], cuts: Sequence[int], 
 
 
 class _Mute:
-    """Takes what is written and says nothing."""
+    """A writer that discards its input."""
 
     def write(self, data: bytes) -> None: ...
 

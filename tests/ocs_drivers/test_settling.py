@@ -1,4 +1,4 @@
-"""Tuned by the clock: not before the stated time, and not by an answer that may be older than it."""
+"""Circuits are tuned by the clock: not before the stated time, and not by an answer that may be older."""
 
 from ocs_drivers.model import Action, CircuitState, CrossConnect
 from ocs_drivers.settling import Settling
@@ -7,14 +7,14 @@ from orchestrrl.core.clock import VirtualClock
 ONE, TWO = CrossConnect(1, 9), CrossConnect(2, 10)
 
 
-async def test_a_circuit_counts_as_tuned_when_it_was_read_after_the_stated_time() -> None:
+async def test_circuit_is_tuned_when_read_after_stated_time() -> None:
     clock = VirtualClock(1000.0)
     settling = Settling(clock, 0.025)
     with settling.commanding(Action.ADD, [ONE]):
         pass
     before = settling.moving()
     await clock.advance(0.025)
-    # The answer came after that time, but may have been written before it.
+    # The answer arrived after that time, but may have been written before it.
     assert [circuit.state for circuit in settling.circuits([ONE, TWO], before)] == [
         CircuitState.TUNING,
         CircuitState.TUNED,
@@ -22,7 +22,7 @@ async def test_a_circuit_counts_as_tuned_when_it_was_read_after_the_stated_time(
     assert [circuit.state for circuit in settling.circuits([ONE, TWO], settling.moving())] == [CircuitState.TUNED] * 2
 
 
-async def test_the_other_way_round_is_the_same_circuit() -> None:
+async def test_reversed_pair_is_the_same_circuit() -> None:
     settling = Settling(VirtualClock(1000.0), 0.025)
     with settling.commanding(Action.ADD, [ONE]):
         pass

@@ -1,4 +1,4 @@
-"""The driver `tl1` passes the suite of all drivers against each vendor's emulator, plain and with every quirk."""
+"""Run the conformance suite on the driver `tl1`, against each vendor's emulator, plain and with every quirk."""
 
 from typing import Any, ClassVar
 
@@ -18,8 +18,8 @@ QUIRKS: dict[str, Any] = {
     "acknowledge": True,
     "single_session": True,
 }
-BIG = "the plain device shows it, in a fraction of the time"
-# Restarts with its circuits, and no two mirrors take the same time.
+BIG = "covered by the plain device in a fraction of the time"
+# Circuits survive a restart, and mirrors take different times.
 UNEVEN = DevicePanel(reconfiguration_s=0.004, jitter_s=0.004, boot=BootBehaviour.RESTORE, seed=7)
 
 
@@ -42,8 +42,8 @@ class TestCalient(EmulatedConformance):
     options: ClassVar = {"dialect": "calient"}
 
     @pytest.mark.slow  # four commands for each circuit
-    async def test_a_device_of_1008_ports_in_bulk(self) -> None:
-        await super().test_a_device_of_1008_ports_in_bulk()
+    async def test_device_with_1008_ports_connects_and_disconnects(self) -> None:
+        await super().test_device_with_1008_ports_connects_and_disconnects()
 
 
 class TestCalientQuirks(TestCalient):

@@ -1,4 +1,4 @@
-"""The driver `tl1` beyond the suite of all drivers: events, sessions, prompts, long lines, options."""
+"""The driver `tl1` beyond the conformance suite: events, sessions, prompts, long lines, options."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -40,13 +40,13 @@ async def emulated(
 
 
 def pairs_of(dialect: str, count: int, ports: int) -> tuple[CrossConnect, ...]:
-    """Crossed, so that no list is a plain run."""
+    """Return crossed pairs, so that no list of ports is a consecutive range."""
     offset = ports if dialect == "polatis" else 0
     return tuple(CrossConnect(port, offset + ports + 1 - port) for port in range(1, count + 1))
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_reports_are_events_where_they_are_watched(dialect: str) -> None:
+async def test_watched_reports_become_events(dialect: str) -> None:
     async with emulated(dialect, messages="watch") as (emulator, driver):
         assert (await driver.capabilities()).events
         seen: list[SwitchEvent] = []
@@ -75,7 +75,7 @@ async def test_reports_are_events_where_they_are_watched(dialect: str) -> None:
         assert event.port == 5
         assert "REPT" in event.text
         emulator.device.inject(DeviceFault(DeviceFaultKind.RESTART))
-        assert "lost" in (await until(EventKind.ALARM)).text  # said, instead of silence
+        assert "lost" in (await until(EventKind.ALARM)).text  # reported instead of silence
         listening.cancel()
         await asyncio.gather(listening, return_exceptions=True)
 
@@ -89,7 +89,7 @@ async def test_reports_are_events_where_they_are_watched(dialect: str) -> None:
         ("calient", "watch", "ALW-MSG:::"),
     ],
 )
-async def test_reports_are_asked_for_or_silenced_only_on_request(dialect: str, messages: str, verb: str) -> None:
+async def test_report_setting_changes_only_with_option_messages(dialect: str, messages: str, verb: str) -> None:
     async with emulated(dialect, messages=messages) as (emulator, driver):
         await driver.facts()
         assert any(command.startswith(verb) for command in emulator.commands)
@@ -101,7 +101,7 @@ async def test_reports_are_asked_for_or_silenced_only_on_request(dialect: str, m
 
 
 @pytest.mark.parametrize("dialect", ["polatis", "glimmerglass"])
-async def test_a_whole_switch_is_one_line_and_as_many_as_a_device_takes(dialect: str) -> None:
+async def test_whole_switch_is_one_line_or_split_by_limit(dialect: str) -> None:
     pairs, panel = pairs_of(dialect, 320, 320), DevicePanel(320, 320, reconfiguration_s=0.001)
     length = {"polatis": 2466, "glimmerglass": 3857}[dialect]
     async with emulated(dialect, panel) as (emulator, driver):
@@ -120,7 +120,7 @@ async def test_a_whole_switch_is_one_line_and_as_many_as_a_device_takes(dialect:
         assert "line longer than 1024" in result.items[0].detail
 
 
-async def test_a_second_part_that_fails_leaves_the_first_in_place_and_says_so() -> None:
+async def test_failed_second_line_leaves_first_in_place() -> None:
     pairs = pairs_of("polatis", 16, 16)
     async with emulated("polatis", line_limit=60) as (emulator, driver):
         diff = await driver.plan(CircuitChange(pairs))
@@ -132,7 +132,7 @@ async def test_a_second_part_that_fails_leaves_the_first_in_place_and_says_so() 
 
 
 @pytest.mark.parametrize("boot", [BootBehaviour.DARK, BootBehaviour.RESTORE])
-async def test_polatis_tells_what_becomes_of_patches_at_a_restart(boot: BootBehaviour) -> None:
+async def test_polatis_reports_boot_behaviour(boot: BootBehaviour) -> None:
     async with emulated("polatis", DevicePanel(4, 4, reconfiguration_s=0.001, boot=boot)) as (emulator, driver):
         assert (await driver.facts()).boot is boot
         await carry_out(driver, (CrossConnect(1, 5),))
@@ -140,25 +140,25 @@ async def test_polatis_tells_what_becomes_of_patches_at_a_restart(boot: BootBeha
         assert bool((await driver.cross_connects()).circuits) is (boot is BootBehaviour.RESTORE)
 
 
-async def test_a_device_with_one_session_is_shared_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_second_session_is_retryable_with_single_session(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ocs_drivers.tl1_wire.LOGIN_PAUSE_S", 0.002)
     async with emulated("polatis", quirks={"single_session": True}) as (_, driver):
         await driver.facts()
         access = driver._wire
         other = Tl1Switch("ocs1", address=f"{access.host}:{access.port}")
-        with pytest.raises(DriverRetryable, match="no session left"):
+        with pytest.raises(DriverRetryable, match="allows no more sessions"):
             await other.facts()
         await driver.close()
         assert (await other.facts()).ports == 32  # free again
         await other.close()
 
 
-async def test_a_device_that_counts_the_login_as_done_serves_us() -> None:
+async def test_refused_login_as_already_active_is_accepted() -> None:
     async with emulated("glimmerglass", quirks={"logged_in_already": True}) as (_, driver):
         assert (await carry_out(driver, (CrossConnect(1, 2),))).done
 
 
-async def test_the_prompt_is_awaited_before_the_login() -> None:
+async def test_prompt_is_awaited_before_login() -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         for piece in (b"\xff\xfb\x01Welcome\r\n", b"age", b"nt> "):
             assert not reader._buffer
@@ -177,7 +177,7 @@ async def test_the_prompt_is_awaited_before_the_login() -> None:
     server.close()
 
 
-async def test_ports_and_prompt_follow_from_dialect_and_address() -> None:
+async def test_default_port_and_prompt_follow_dialect_and_address() -> None:
     access = [
         Tl1Switch("ocs1", address=address, dialect=dialect)._wire
         for address, dialect in (
@@ -195,7 +195,7 @@ async def test_ports_and_prompt_follow_from_dialect_and_address() -> None:
     ]
 
 
-def test_every_faulty_option_is_named_at_once() -> None:
+def test_invalid_options_are_all_reported() -> None:
     with pytest.raises(InvalidOptions) as refused:
         Tl1Switch(
             "ocs1",
@@ -220,13 +220,13 @@ def test_every_faulty_option_is_named_at_once() -> None:
         Tl1Switch("ocs1", address="192.0.2.7", dialect="calient", port_names=["1.1.1", "1.1.1"])
 
 
-def test_every_faulty_quirk_is_named_at_once() -> None:
+def test_invalid_quirks_are_all_reported() -> None:
     with pytest.raises(InvalidOptions) as refused:
         make_emulator("tl1-polatis", FAST, echoes=True, echo=1, part_mark="|")
     assert len(refused.value.faults) == 3
     assert any(fault.startswith("echoes: is not known (known: acknowledge, echo") for fault in refused.value.faults)
 
 
-def test_limits_are_those_that_are_set() -> None:
+def test_timeouts_are_taken_from_options() -> None:
     driver = Tl1Switch("ocs1", address="192.0.2.7", command_timeout_s=1.5, lock_timeout_s=2, link_timeout_s=3)
     assert driver._limits == DriverTimeouts(1.5, 2, None, 3)

@@ -1,5 +1,5 @@
-"""TL1 word for word: what the driver sends and how it takes documented answers, and how the emulators answer a client
-that knows nothing of either."""
+"""TL1 exchanges word for word: the driver's commands and its reading of documented answers, and the emulators' answers
+to an independent client."""
 
 import asyncio
 import socket
@@ -19,7 +19,7 @@ from ocs_drivers.tl1_session import Tl1Session, ctags
 
 REFERENCE = Path(__file__).parents[2].parent / "shared" / "reference" / "ocs-protocols.md"
 
-# Commands as the reference documents them, with what they are answered by an emulator with 16 ports a side.
+# Documented commands, and the answers of an emulator with 16 ports on each side.
 POLATIS = (
     ("ACT-USER::root:1::root;", "M  1 COMPLD"),
     ("ENT-PATCH::11,28:2:;", "M  2 COMPLD"),
@@ -67,7 +67,7 @@ TABLES = {"tl1-polatis": POLATIS, "tl1-calient": CALIENT, "tl1-glimmerglass": GL
 
 
 def talk(address: str, commands: bytes, ends: int) -> str:
-    """As `nc` would: send it all, read until so many messages have ended."""
+    """Send all commands at once, as `nc` does, and read until `ends` messages have ended."""
     host, _, port = address.rpartition(":")
     with socket.create_connection((host, int(port)), timeout=60) as connection:
         connection.sendall(commands)
@@ -81,12 +81,12 @@ def talk(address: str, commands: bytes, ends: int) -> str:
 
 
 @pytest.mark.parametrize("protocol", TABLES)
-async def test_a_client_that_knows_only_the_table_is_served(protocol: str) -> None:
+async def test_emulator_answers_documented_commands(protocol: str) -> None:
     emulator = make_emulator(protocol, DevicePanel(16, 16, reconfiguration_s=0.0))
     address = await emulator.start()
     try:
         table = TABLES[protocol]
-        # No reports: they would come in between.
+        # Disable reports, which would be inserted between replies.
         quiet = "" if protocol == "tl1-polatis" else table[0][0] + "INH-MSG;" * (protocol == "tl1-calient")
         sent = quiet + "\n".join(command for command, _ in table)
         answer = await asyncio.to_thread(talk, address, sent.encode(), len(table) + quiet.count(";"))
@@ -97,9 +97,9 @@ async def test_a_client_that_knows_only_the_table_is_served(protocol: str) -> No
 
 
 @pytest.mark.shared
-def test_the_tables_are_those_of_the_reference() -> None:
+def test_documented_commands_match_reference() -> None:
     if not REFERENCE.exists():
-        pytest.skip("the reference material is not beside the repository")
+        pytest.skip("the reference material is missing")
     documented = REFERENCE.read_text()
     for command in (
         "ENT-PATCH::11,28:<ctag>:;",
@@ -119,8 +119,8 @@ def test_the_tables_are_those_of_the_reference() -> None:
 
 
 class Script:
-    """A device that only repeats: answers by the beginning of the command, and keeps what it was sent. An answer of
-    None breaks the connection, one that begins with `!` is sent as it is, `DENY ...` refuses."""
+    """A scripted device. It answers by the beginning of the command and records the commands. An answer of None closes
+    the connection, one that begins with `!` is sent unchanged, `DENY ...` is a refusal."""
 
     def __init__(self, answers: dict[str, str | None]) -> None:
         self.answers = answers
@@ -150,7 +150,7 @@ class Script:
         return f"{head}COMPLD\r\n" + "".join(f"   {line}\r\n" for line in answer.splitlines()) + ";"
 
     def asked(self) -> list[str]:
-        """What was sent, CTAGs left out, the login too."""
+        """Return the commands sent, without CTAGs and login."""
         return [":".join(["*" if i == 3 else part for i, part in enumerate(c.split(":"))]) for c in self.received[1:]]
 
 
@@ -177,7 +177,7 @@ POLATIS_SAYS: dict[str, str | None] = {
 }
 
 
-async def test_polatis_word_for_word() -> None:
+async def test_polatis_exchange_matches_documentation() -> None:
     async with scripted(POLATIS_SAYS) as (script, driver):
         facts = await driver.facts()
         assert (facts.vendor, facts.model, facts.serial, facts.software) == (
@@ -195,7 +195,7 @@ async def test_polatis_word_for_word() -> None:
         assert seen == (
             DeviceCircuit(CrossConnect(1, 17)),
             DeviceCircuit(CrossConnect(11, 28)),
-        )  # whichever side is listed first
+        )  # in either order of the ports
         assert [port.status for port in await driver.ports()] == [
             PortStatus.ENABLED,
             PortStatus.DISABLED,
@@ -219,7 +219,7 @@ async def test_polatis_word_for_word() -> None:
     assert len(set(ctags_sent)) == len(ctags_sent)
 
 
-async def test_an_any_to_any_polatis_without_a_boot_mode() -> None:
+async def test_any_to_any_polatis_without_boot_mode() -> None:
     answers = {**POLATIS_SAYS, "RTRV-EQPT::SYSTEM": '"SYSTEM:SIZE=32xCC"', "RTRV-EQPT::BOOT": "DENY IIAC no such"}
     async with scripted(answers, boot="dark") as (_, driver):
         facts = await driver.facts()
@@ -250,7 +250,7 @@ CALIENT_SAYS: dict[str, str | None] = {
 }
 
 
-async def test_calient_word_for_word() -> None:
+async def test_calient_exchange_matches_documentation() -> None:
     async with scripted(CALIENT_SAYS, dialect="calient", group="LAB") as (script, driver):
         facts = await driver.facts()
         assert (facts.model, facts.serial, facts.software) == ("S162", "C00002227", "6.0-3")
@@ -266,7 +266,7 @@ async def test_calient_word_for_word() -> None:
         )
         wire = driver._wire
         del script.received[1:]
-        with pytest.raises(DriverPermanent, match="half of the two-way connection"):
+        with pytest.raises(DriverPermanent, match="half of a two-way connection"):
             await wire.set(Action.REMOVE, [CrossConnect(1, 2)])
         await wire.set(Action.REMOVE, [CrossConnect(3, 4)])
         await wire.set(Action.ADD, [CrossConnect(1, 4)])
@@ -278,7 +278,7 @@ async def test_calient_word_for_word() -> None:
         ]
 
 
-async def test_calient_what_a_cut_off_change_left_provisioned_is_cleared_away() -> None:
+async def test_calient_deletes_owned_provisioned_connection_in_the_way() -> None:
     async with scripted(
         {**CALIENT_SAYS, "ENT-CRS": "DENY SROF Invalid Connection"}, dialect="calient", group="LAB"
     ) as (
@@ -293,8 +293,8 @@ async def test_calient_what_a_cut_off_change_left_provisioned_is_cleared_away() 
         assert script.received[2].endswith('::"old; one";')
 
 
-async def test_calient_what_others_have_provisioned_stays() -> None:
-    """The group that is there from the start is everybody's: it does not say that a connection is ours."""
+async def test_calient_keeps_foreign_provisioned_connection() -> None:
+    """Check that the default group, which all clients share, does not establish ownership."""
     says = {**CALIENT_SAYS, "ENT-CRS": "DENY SROF Invalid Connection"}
     says["RTRV-CRS"] = str(says["RTRV-CRS"]).replace("LAB", "SYSTEM")
     async with scripted(says, dialect="calient") as (script, driver):
@@ -305,16 +305,16 @@ async def test_calient_what_others_have_provisioned_stays() -> None:
         assert [command.split(":")[0] for command in script.received] == ["ENT-CRS", "RTRV-CRS"]
 
 
-async def test_calient_other_ports_than_before_are_an_error() -> None:
+async def test_calient_refuses_changed_port_list() -> None:
     async with scripted(dict(CALIENT_SAYS), dialect="calient") as (script, driver):
         await driver.facts()
         await driver.close()
         script.answers["RTRV-PORT-SUM"] = str(CALIENT_SAYS["RTRV-PORT-SUM"]) + '\n"1.1.1:ALIAS=NONE"'
-        with pytest.raises(DriverPermanent, match="other ports than before"):
+        with pytest.raises(DriverPermanent, match="list of ports has changed"):
             await driver.ports()
 
 
-async def test_calient_ports_can_be_pinned() -> None:
+async def test_calient_port_names_fix_numbers() -> None:
     async with scripted(CALIENT_SAYS, dialect="calient", port_names=["10.1.1", "2.2.1"]) as (_, driver):
         assert (await driver.facts()).ingress_ports == range(1, 3)
         assert [port.power_dbm for port in await driver.ports()] == [-3.0, -12.5]
@@ -343,7 +343,7 @@ GLIMMERGLASS_SAYS: dict[str, str | None] = {
 }
 
 
-async def test_glimmerglass_word_for_word() -> None:
+async def test_glimmerglass_exchange_matches_documentation() -> None:
     async with scripted(GLIMMERGLASS_SAYS, dialect="glimmerglass") as (script, driver):
         facts = await driver.facts()
         assert (facts.model, facts.serial, facts.software, facts.ports) == ("System-300", "300-117", "3.4.1", 4)
@@ -364,12 +364,12 @@ async def test_glimmerglass_word_for_word() -> None:
 @pytest.mark.parametrize(
     "words", ["DENY SAIS Already logged in", "DENY PLNA User root is already logged on, logged in"]
 )
-async def test_already_logged_in_is_a_success(words: str) -> None:
+async def test_already_logged_in_is_accepted(words: str) -> None:
     async with scripted({**POLATIS_SAYS, "ACT-USER": words}) as (_, driver):
         assert (await driver.facts()).ports == 32
 
 
-async def test_a_wrong_password_is_permanent_and_not_repeated_to_anybody() -> None:
+async def test_wrong_password_is_permanent_and_not_shown() -> None:
     async with scripted({"ACT-USER": "DENY PICC wrong password"}, password="s3cr;et") as (script, driver):
         with pytest.raises(DriverPermanent, match="wrong password") as refused:
             await driver.facts()
@@ -390,7 +390,9 @@ async def test_a_wrong_password_is_permanent_and_not_repeated_to_anybody() -> No
         ("DENY SROF no", True, DriverPermanent),
     ],
 )
-async def test_how_each_bad_end_is_told(answer: str | None, is_setter: bool, kind: type[DriverError]) -> None:
+async def test_failed_commands_map_to_driver_errors(
+    answer: str | None, is_setter: bool, kind: type[DriverError]
+) -> None:
     async with scripted({**POLATIS_SAYS, "ENT-PATCH": answer, "RTRV-PORT-SHUTTER": answer}) as (_, driver):
         await driver.facts()
         with pytest.raises(kind) as told:
@@ -399,15 +401,15 @@ async def test_how_each_bad_end_is_told(answer: str | None, is_setter: bool, kin
         assert told.value.command
 
 
-async def test_in_progress_is_waited_out() -> None:
+async def test_in_progress_acknowledgement_is_awaited() -> None:
     reply = "!\r\n\nIP <ctag>\r\n<\r\n\n   OXC 26-11-22 02:30:00\r\nM  <ctag> COMPLD\r\n;"
     async with scripted({**POLATIS_SAYS, "ENT-PATCH": reply}) as (_, driver):
         await driver.facts()
         await driver._wire.set(Action.ADD, [CrossConnect(1, 17)])
 
 
-async def test_a_late_reply_is_not_taken_for_another() -> None:
-    """The reply to a command that nobody waits for any more comes just before that to the next."""
+async def test_late_reply_is_not_matched_to_next_command() -> None:
+    """Send the reply to an abandoned command just before the reply to the next."""
     first_is_sent = asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -433,12 +435,12 @@ async def test_a_late_reply_is_not_taken_for_another() -> None:
 
 
 @pytest.mark.parametrize("dialect", ["polatis", "calient", "glimmerglass"])
-async def test_an_empty_list_never_reaches_the_device(dialect: str) -> None:
+async def test_empty_list_is_never_sent(dialect: str) -> None:
     says = {"polatis": POLATIS_SAYS, "calient": CALIENT_SAYS, "glimmerglass": GLIMMERGLASS_SAYS}[dialect]
     async with scripted(says, dialect=dialect) as (script, driver):
         await driver.facts()
         before = len(script.received)
         for action in Action:
-            with pytest.raises(ValueError, match=r"empty list|not enough values"):
+            with pytest.raises(ValueError, match=r"must not be empty|not enough values"):
                 await driver._wire.set(action, [])
         assert len(script.received) == before

@@ -1,4 +1,4 @@
-"""The framing of TL1: whatever is said, wherever reports come in, however the bytes are cut, the same is read."""
+"""TL1 framing: the same messages are read wherever reports are inserted and however the bytes are split."""
 
 import itertools
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ line_text = st.text(st.characters(min_codepoint=0x20, max_codepoint=0x7E), max_s
     ["a; b", ";", 'say "no"', "M  5 COMPLD", "A  1 REPT ALM", "IP 5", "back\\slash", ">", "<", "/* not one */"]
 )
 comment_text = st.sampled_from(["", "NOTICE This is a private system; go", 'a "quoted" word', "M  9 COMPLD inside"])
-# None of these is of any meaning where it stands: around messages.
+# Meaningless bytes between messages.
 NOISE = [
     b"agent> ",
     b"< ",
@@ -31,7 +31,8 @@ NOISE = [
 
 @dataclass(frozen=True)
 class Told:
-    """What a device says: its bytes, in pieces between which others may come, and what a reader must make of it."""
+    """A message as sent by a device: its bytes, in pieces between which others may be inserted, and the expected
+    result."""
 
     pieces: tuple[bytes, ...]
     message: Tl1Message
@@ -64,7 +65,7 @@ def reports(draw: st.DrawFn, tag: int) -> Told:
 
 @st.composite
 def rendered(draw: st.DrawFn, first: str, body: list[str], comment: str) -> tuple[bytes, ...]:
-    """Lines with their ends, in one part or in several."""
+    """Draw lines with their ends, in one part or in several."""
     newline = draw(st.sampled_from(["\r\n", "\n", "\r", "\r\n\n"]))
     body = [*body, *([f"/* {comment} */"] if comment else [])]
     head = [newline, HEADER + newline, first + newline]
@@ -82,7 +83,7 @@ def quoted(line: str) -> str:
 
 @st.composite
 def conversations(draw: st.DrawFn) -> tuple[bytes, list[Tl1Message]]:
-    """All that a device sends on a connection, and the messages in the order in which they end."""
+    """Draw all bytes that a device sends on a connection, and the messages in the order in which they end."""
     stream, expected = bytearray(), []
     for number in range(draw(st.integers(0, 4))):
         for _ in range(draw(st.integers(0, 2))):
@@ -103,9 +104,7 @@ def conversations(draw: st.DrawFn) -> tuple[bytes, list[Tl1Message]]:
 
 
 @given(conversations(), st.lists(st.integers(0, 2000), max_size=12))
-def test_whatever_is_said_is_read_the_same_however_it_is_cut(
-    said: tuple[bytes, list[Tl1Message]], cuts: list[int]
-) -> None:
+def test_messages_are_independent_of_splitting(said: tuple[bytes, list[Tl1Message]], cuts: list[int]) -> None:
     stream, expected = said
     framer, read = Tl1Framer(), []
     places = sorted({0, len(stream), *(cut for cut in cuts if cut < len(stream))})
@@ -115,14 +114,14 @@ def test_whatever_is_said_is_read_the_same_however_it_is_cut(
 
 
 @given(conversations())
-def test_byte_by_byte_is_no_different(said: tuple[bytes, list[Tl1Message]]) -> None:
+def test_messages_are_read_byte_by_byte(said: tuple[bytes, list[Tl1Message]]) -> None:
     stream, expected = said
     framer = Tl1Framer()
     assert [message for byte in stream for message in framer.feed(bytes((byte,)))] == expected
 
 
 @given(st.binary(max_size=200), st.lists(st.integers(0, 200), max_size=4))
-def test_no_garbage_brings_it_down_nor_depends_on_the_cut(garbage: bytes, cuts: list[int]) -> None:
+def test_garbage_is_read_independent_of_splitting(garbage: bytes, cuts: list[int]) -> None:
     whole = Tl1Framer().feed(garbage)
     framer, read = Tl1Framer(), []
     places = sorted({0, len(garbage), *(cut for cut in cuts if cut < len(garbage))})
@@ -131,7 +130,7 @@ def test_no_garbage_brings_it_down_nor_depends_on_the_cut(garbage: bytes, cuts: 
     assert read == whole
 
 
-def test_a_report_between_two_parts_of_a_reply() -> None:
+def test_report_between_two_parts_of_reply() -> None:
     stream = (
         b'\r\n\n   OXC 26-11-22 02:30:00\r\nM  7 COMPLD\r\n   "1,17"\r\n>'
         b'\r\n\n   OXC 26-11-22 02:30:00\r\n*C  12 REPT ALM CRS\r\n   "2,18:CR,LOS"\r\n;'
@@ -143,14 +142,14 @@ def test_a_report_between_two_parts_of_a_reply() -> None:
     ]
 
 
-def test_a_comment_may_go_over_lines_that_look_like_ends() -> None:
+def test_comment_may_contain_terminators() -> None:
     stream = (
         b'\r\n   OXC 26-11-22 02:30:00\r\nM  1 COMPLD\r\n   /* NOTICE private\r\n; go away\r\n> now */\r\n   "x"\r\n;'
     )
     assert Tl1Framer().feed(stream) == [Tl1Message("M", "1", "COMPLD", ["x"], text="NOTICE private ; go away > now")]
 
 
-def test_a_refusal_keeps_code_and_words() -> None:
+def test_refusal_has_code_and_text() -> None:
     stream = (
         b"\r\n\n   OXC 26-11-22 02:30:00\r\nM  2 DENY\r\n   SROF\r\n   /* Status, Requested Operation Failed */\r\n;"
     )
@@ -168,7 +167,7 @@ def test_telnet_options_are_refused_once() -> None:
     assert framer.refusals() == b""
 
 
-def test_lines_without_quotes_are_kept_and_the_prompt_is_seen() -> None:
+def test_unquoted_lines_and_prompt_are_read() -> None:
     framer = Tl1Framer()
     assert framer.feed(b"\r\n   OXC 26-11-22 02:30:00\r\nM  1 COMPLD\r\n   16x16\r\n;\r\nagent> ") == [
         Tl1Message("M", "1", "COMPLD", ["16x16"])
@@ -176,7 +175,7 @@ def test_lines_without_quotes_are_kept_and_the_prompt_is_seen() -> None:
     assert framer.line_so_far == "agent> "
 
 
-def test_a_peer_that_never_ends_its_line_is_not_kept() -> None:
+def test_endless_line_is_discarded() -> None:
     framer = Tl1Framer()
     for _ in range(3):
         assert framer.feed(b"x" * 700_000) == []
@@ -195,10 +194,10 @@ def test_a_peer_that_never_ends_its_line_is_not_kept() -> None:
         ("SRCPORT=1,OPORTNAME=", {"SRCPORT": "1", "OPORTNAME": ""}),
     ],
 )
-def test_fields_of_a_line(line: str, wanted: dict[str, str]) -> None:
+def test_fields_are_parsed(line: str, wanted: dict[str, str]) -> None:
     assert fields(line) == wanted
 
 
-def test_what_the_grammar_would_take_for_itself_is_quoted() -> None:
+def test_quote_quotes_grammar_characters() -> None:
     assert quote("root") == "root"
     assert quote('p;a:s"s') == '"p;a:s\\"s"'

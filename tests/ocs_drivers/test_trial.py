@@ -1,4 +1,4 @@
-"""Changes on trial, by a clock that jumps: when they revert, what keeps them from it, and what ends them."""
+"""Changes on trial, with a virtual clock: when they revert, what prevents it, and what ends them."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -62,7 +62,7 @@ async def trial_of(switch: OcsDriver) -> Unconfirmed | None:
     return (await switch.cross_connects()).unconfirmed
 
 
-async def test_its_time_begins_when_the_commit_is_over(switch: VirtualSwitch, clock: VirtualClock) -> None:
+async def test_trial_time_starts_after_commit(switch: VirtualSwitch, clock: VirtualClock) -> None:
     await carry_out(switch, NOW)
     diff = await switch.plan(CircuitChange(WANTED), ChangeMode.UPDATE)
     result = await switch.commit(diff, diff.revision, 10.0)
@@ -74,9 +74,7 @@ async def test_its_time_begins_when_the_commit_is_over(switch: VirtualSwitch, cl
     assert await trial_of(switch) is None
 
 
-async def test_a_confirmation_that_comes_too_late_is_told_what_happened(
-    switch: VirtualSwitch, clock: VirtualClock
-) -> None:
+async def test_late_confirmation_reports_revert(switch: VirtualSwitch, clock: VirtualClock) -> None:
     await on_trial(switch)
     revision = (await switch.cross_connects()).revision
     await clock.sleep(11.0)
@@ -84,14 +82,14 @@ async def test_a_confirmation_that_comes_too_late_is_told_what_happened(
         await switch.confirm(revision)
 
 
-async def test_it_is_confirmed_by_what_the_device_shows_where_the_result_was_lost(switch: VirtualSwitch) -> None:
+async def test_trial_is_confirmed_with_present_revision(switch: VirtualSwitch) -> None:
     diff = await on_trial(switch)
     await switch.confirm((await switch.cross_connects()).revision)
     assert await trial_of(switch) is None
     assert (await switch.verify(diff)).unconfirmed is None
 
 
-async def test_a_commit_that_is_cut_off_is_on_trial_all_the_same(switch: VirtualSwitch, clock: VirtualClock) -> None:
+async def test_cancelled_commit_is_on_trial(switch: VirtualSwitch, clock: VirtualClock) -> None:
     await carry_out(switch, NOW)
     diff = await switch.plan(CircuitChange(WANTED), ChangeMode.UPDATE)
     switch.model.inject(DeviceFault(DeviceFaultKind.SLOW_ANSWER, delay_s=0.4))
@@ -108,13 +106,13 @@ async def test_a_commit_that_is_cut_off_is_on_trial_all_the_same(switch: Virtual
     assert await connected(switch) == frozenset(NOW)
 
 
-async def test_a_revert_that_fails_is_shown_told_and_repeated(switch: VirtualSwitch, clock: VirtualClock) -> None:
+async def test_failed_revert_is_shown_reported_and_retried(switch: VirtualSwitch, clock: VirtualClock) -> None:
     diff = await on_trial(switch)
     events = switch.watch()
     alarm = asyncio.ensure_future(next_event(events, EventKind.ALARM))
     await asyncio.sleep(0)
     for port in (17, 18):
-        switch.model.inject(DeviceFault(DeviceFaultKind.DISABLE_PORT, port))  # what it evicted cannot come back
+        switch.model.inject(DeviceFault(DeviceFaultKind.DISABLE_PORT, port))  # the evicted circuits cannot be restored
     await clock.sleep(12.0)
     assert "cannot be reverted" in (await alarm).text
     await events.aclose()
@@ -131,14 +129,14 @@ async def test_a_revert_that_fails_is_shown_told_and_repeated(switch: VirtualSwi
     assert await connected(switch) == frozenset(NOW)
 
 
-async def test_a_revert_that_fails_can_be_ended_by_naming_what_is_there(
+async def test_failed_revert_ends_on_confirmation_of_present_revision(
     switch: VirtualSwitch, clock: VirtualClock
 ) -> None:
     await on_trial(switch)
     result_revision = (await switch.cross_connects()).revision
     switch.model.inject(DeviceFault(DeviceFaultKind.DISABLE_PORT, 17))
     await clock.sleep(12.0)
-    async with refusal(CircuitConflict, "look at it and confirm what is there"):
+    async with refusal(CircuitConflict, "read it and confirm that state"):
         await switch.confirm(result_revision)
     await switch.confirm((await switch.cross_connects()).revision)
     assert await trial_of(switch) is None
@@ -146,9 +144,7 @@ async def test_a_revert_that_fails_can_be_ended_by_naming_what_is_there(
     assert (await carry_out(switch, NOW[1:])).done
 
 
-async def test_what_others_have_put_on_the_ports_meanwhile_stays_and_is_told(
-    switch: VirtualSwitch, clock: VirtualClock
-) -> None:
+async def test_revert_keeps_and_reports_foreign_circuits(switch: VirtualSwitch, clock: VirtualClock) -> None:
     await on_trial(switch)
     theirs = CrossConnect(1, 30)  # takes port 1 from 1:18
     switch.model.add([theirs])
@@ -161,7 +157,7 @@ async def test_what_others_have_put_on_the_ports_meanwhile_stays_and_is_told(
     assert await trial_of(switch) is None
 
 
-async def test_only_what_the_commit_sent_is_taken_back(switch: VirtualSwitch, clock: VirtualClock) -> None:
+async def test_revert_covers_only_sent_commands(switch: VirtualSwitch, clock: VirtualClock) -> None:
     diff = await switch.plan(CircuitChange((*NOW, OTHER)))
     await carry_out(switch, NOW)
     revision = (await switch.cross_connects()).revision
@@ -170,20 +166,20 @@ async def test_only_what_the_commit_sent_is_taken_back(switch: VirtualSwitch, cl
     assert await connected(switch) == frozenset(NOW)
 
 
-async def test_who_closes_the_driver_has_the_change_reverted(switch: VirtualSwitch) -> None:
+async def test_close_reverts_trial(switch: VirtualSwitch) -> None:
     await on_trial(switch)
     await switch.close()
     assert await connected(switch) == frozenset(NOW)
 
 
-async def test_who_closes_the_driver_is_told_what_could_not_be_reverted(switch: VirtualSwitch) -> None:
+async def test_close_raises_if_revert_fails(switch: VirtualSwitch) -> None:
     await on_trial(switch)
     switch.model.inject(DeviceFault(DeviceFaultKind.DISABLE_PORT, 17))
     with pytest.raises(DriverRetryable, match="cannot be reverted"):
         await switch.close()
 
 
-async def test_a_device_that_cannot_be_read_is_reverted_once_it_can(clock: VirtualClock) -> None:
+async def test_revert_waits_until_device_is_readable(clock: VirtualClock) -> None:
     class Unreadable(VirtualSwitch):
         reachable = True
 
@@ -209,7 +205,7 @@ PAIRS = [CrossConnect(a, b) for a in FACTS.ingress_ports for b in FACTS.egress_p
 
 
 def matching(pairs: Sequence[CrossConnect]) -> frozenset[CrossConnect]:
-    """Those of them that share no port with one before them."""
+    """Return the pairs that share no port with an earlier one."""
     chosen: list[CrossConnect] = []
     for pair in pairs:
         if not any(set(FACTS.ends(pair)) & set(FACTS.ends(other)) for other in chosen):
@@ -223,7 +219,7 @@ def matching(pairs: Sequence[CrossConnect]) -> frozenset[CrossConnect]:
     st.lists(st.sampled_from(PAIRS), max_size=6).map(matching),
     st.sets(st.sampled_from(PAIRS)),
 )
-def test_a_revert_never_touches_what_is_not_ours_and_never_shares_a_port(
+def test_revert_steps_keep_foreign_circuits_and_share_no_port(
     before: frozenset[CrossConnect],
     after: frozenset[CrossConnect],
     shown: frozenset[CrossConnect],

@@ -1,4 +1,4 @@
-"""The virtual switch passes the suite of all drivers, small and large, and behaves as its schedule says."""
+"""Run the conformance suite on the virtual switch, small and large, and check its fault schedule."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -18,7 +18,7 @@ from orchestrrl.core.clock import VirtualClock
 
 @pytest.fixture
 async def clock() -> AsyncIterator[VirtualClock]:
-    """Virtual time that runs by itself, as fast as the event loop turns."""
+    """A virtual clock that advances continuously, as fast as the event loop runs."""
     clock = VirtualClock(1000.0)
 
     running = asyncio.create_task(_run(clock))
@@ -78,7 +78,7 @@ def switch(clock: VirtualClock, **options: Any) -> VirtualSwitch:
     return VirtualSwitch("ocs1", clock=clock, **options)
 
 
-async def test_light_goes_where_the_mirrors_point_once_they_have_moved() -> None:
+async def test_light_follows_mirrors_after_reconfiguration() -> None:
     clock = VirtualClock()
     model = switch(clock).model
     model.add([CrossConnect(3, 17)])
@@ -86,12 +86,12 @@ async def test_light_goes_where_the_mirrors_point_once_they_have_moved() -> None
     await clock.advance(0.025)
     assert model.where_does(3) == 17
     assert model.where_does(17) == 3
-    model.add([CrossConnect(3, 20)])  # re-routed without a word, as many devices do
+    model.add([CrossConnect(3, 20)])  # silently re-routed, as by many devices
     await clock.advance(0.025)
     assert (model.where_does(3), model.where_does(17)) == (20, None)
 
 
-async def test_faults_come_about_on_schedule_and_are_reported(clock: VirtualClock) -> None:
+async def test_scheduled_faults_occur_and_are_reported(clock: VirtualClock) -> None:
     faults = [{"at_s": 12, "kind": "fail_port", "port": 7}, {"at_s": 20, "kind": "mend_port", "port": 7}]
     driver = switch(clock, faults=faults)
     events = [event async for event in _first(2, driver)]
@@ -109,7 +109,7 @@ async def _first(count: int, driver: VirtualSwitch) -> AsyncIterator[SwitchEvent
                 return
 
 
-async def test_a_failed_port_takes_its_circuit_down(clock: VirtualClock) -> None:
+async def test_failed_port_fails_its_circuit(clock: VirtualClock) -> None:
     driver = switch(clock, faults=[{"at_s": 5, "kind": "fail_port", "port": 17}])
     await carry_out(driver, (CrossConnect(3, 17),))
     await clock.sleep(5)
@@ -117,7 +117,7 @@ async def test_a_failed_port_takes_its_circuit_down(clock: VirtualClock) -> None
     assert (circuit.state, circuit.link_up) == (CircuitState.FAILED, False)
 
 
-async def test_the_same_seed_gives_the_same_times() -> None:
+async def test_same_seed_gives_same_times() -> None:
     async def times(seed: int) -> list[float | None]:
         clock = VirtualClock()
         running = asyncio.create_task(_run(clock))
@@ -130,7 +130,7 @@ async def test_the_same_seed_gives_the_same_times() -> None:
     assert await times(1) == await times(1) != await times(2)
 
 
-def test_a_schedule_reads_as_it_is_written() -> None:
+def test_schedule_is_parsed_from_plain_data() -> None:
     dropped = DeviceFault(DeviceFaultKind.DROP_CONNECTION)
     slow = DeviceFault(DeviceFaultKind.SLOW_ANSWER, delay_s=2.0)
     schedule = FaultSchedule().at(12.0, DeviceFault(DeviceFaultKind.FAIL_PORT, 7)).at(3.0, dropped, slow)

@@ -1,6 +1,6 @@
-"""docs/write-a-driver.md, followed word for word: the code that it shows is the example's, its commands run in order.
+"""Check docs/write-a-driver.md: the code it shows is the example's, and its commands run in order.
 
-`pip install -e` would change the environment that the tests run in: here the package goes into a folder beside it.
+`pip install -e` would change the environment of the tests, so the package is installed into a separate folder.
 """
 
 import re
@@ -11,7 +11,7 @@ PAGE = (ROOT / "docs" / "write-a-driver.md").read_text()
 EXAMPLE = ROOT / "docs" / "examples" / "line-switch"
 
 
-def test_the_code_shown_is_that_of_the_example() -> None:
+def test_page_shows_code_of_example() -> None:
     shown = re.findall(r"^<!-- (\S+) -->\n```\w+\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
     assert [name for name, _ in shown] == [
         "line_switch.py",
@@ -23,6 +23,6 @@ def test_the_code_shown_is_that_of_the_example() -> None:
         assert code.strip() in (EXAMPLE / name).read_text(), name
 
 
-def test_the_driver_is_short() -> None:
+def test_example_driver_is_short() -> None:
     lines = (EXAMPLE / "line_switch.py").read_text().splitlines()
     assert sum(bool(line.strip()) for line in lines) <= 120

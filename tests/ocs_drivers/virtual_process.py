@@ -1,8 +1,8 @@
-"""A process that serves one virtual switch as OcsDriver: `python virtual_process.py '{"ports": 32}'`.
+"""Serve one virtual switch as OcsDriver in a process of its own: `python virtual_process.py '{"ports": 32}'`.
 
-Prints its port. Each line on standard input is one fault for the device, as JSON, answered with a line when it is in
-force; or `{"foreign": [[1, 17]]}`, circuits that somebody else makes; or `{"setters": true}`, answered with those that
-reached the device. Ends when standard input does.
+The process prints its port. Each line on standard input is JSON: a fault for the device, answered with a line once it
+is injected; `{"foreign": [[1, 17]]}`, circuits to be made by another client; or `{"setters": true}`, answered with the
+setters that reached the device. The process ends when standard input is closed.
 """
 
 import asyncio

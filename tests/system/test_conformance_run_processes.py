@@ -20,11 +20,11 @@ def test_the_command_runs_against_a_process_and_fails_by_its_exit_status() -> No
     try:
         arguments = ("--driver", "grpc", "--address", f"127.0.0.1:{int(process.stdout.readline())}")
         named = (*arguments, "--ports", "1-4:17-20", "--only")
-        assert conformance(*named, "test_committing_again_does_nothing").exit_code == 0
+        assert conformance(*named, "test_repeated_commit_sends_nothing").exit_code == 0
         process.stdin.write('{"foreign": [[1, 17]]}\n')
         process.stdin.flush()
         process.stdout.readline()
-        refused = conformance(*named, "test_committing_again_does_nothing")
+        refused = conformance(*named, "test_repeated_commit_sends_nothing")
         assert refused.exit_code == 1
         assert "1:17" in refused.stderr
     finally:

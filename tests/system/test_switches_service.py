@@ -301,7 +301,7 @@ def test_a_change_on_trial_is_confirmed_or_undone(far: tuple[subprocess.Popen[st
         assert change["done"]
         assert change["revert_at_unix_s"] > time.time() + 500
         assert answer(daemon, "show", "far")["unconfirmed"]["added"] == ["3:17"]
-        assert "waits to be confirmed until" in ocs(daemon, "show", "far").stdout
+        assert "is on trial until" in ocs(daemon, "show", "far").stdout
         meanwhile = ocs(daemon, "connect", "far", "5:19")
         assert meanwhile.exit_code == 1
         assert "waits to be confirmed until" in meanwhile.stderr

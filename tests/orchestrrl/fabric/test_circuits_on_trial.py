@@ -188,9 +188,9 @@ async def test_daemon_owns_its_circuits_after_restart_and_no_others(
     driver = process_of(switch, clock)
     restarted = CircuitExecutor({"ocs1": driver}, journal, clock)
     restarted.recover()
-    with pytest.raises(CircuitConflict, match=r"9:30: is not ours.*take-over ocs1 9:30"):
+    with pytest.raises(CircuitConflict, match=r"9:30: is not owned.*take-over ocs1 9:30"):
         await restarted.change("ocs1", CircuitChange(disconnect=(THEIRS,)), ChangeMode.SAFE)
-    with pytest.raises(CircuitConflict, match="2:18: is not ours"):
+    with pytest.raises(CircuitConflict, match="2:18: is not owned"):
         await restarted.change("ocs1", CircuitChange(NEW), ChangeMode.UPDATE)
     assert (await driver.cross_connects()).foreign == {THEIRS, OLD[1]}
     gone = CircuitChange(disconnect=(OLD[0], CrossConnect(10, 31)))

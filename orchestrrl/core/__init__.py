@@ -1,1 +1,1 @@
-"""What every room uses: time, errors, the journal, operations, documents, the configuration."""
+"""The modules that all packages share: time, errors, the journal, operations, documents, the configuration."""

@@ -1,4 +1,5 @@
-"""Addresses as they are written. Apart from the configuration, which commands that only ask a daemon need not load."""
+"""Parse and compare addresses. Separate from the configuration, so that commands that only query a daemon load
+quickly."""
 
 import ipaddress
 import os
@@ -8,17 +9,17 @@ from functools import lru_cache
 from pathlib import Path
 from urllib.parse import urlsplit
 
-DEFAULT_TARGET = "127.0.0.1:7070"  # where a daemon listens
+DEFAULT_TARGET = "127.0.0.1:7070"  # the daemon's default address
 
-# localhost and 127.0.0.1. Servers on IPv6's may be others, on one port.
+# The canonical form of localhost and 127.0.0.1. On IPv6's loopback address, other servers may use the same port.
 LOOPBACK = "127.0.0.1"
 LOOPBACK_IPV6 = "::1"
-_ANY = {"0.0.0.0": LOOPBACK, "::": LOOPBACK_IPV6}  # as an address to connect to
+_ANY = {"0.0.0.0": LOOPBACK, "::": LOOPBACK_IPV6}  # for connecting
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 def parse_address(address: str) -> tuple[str, int]:
-    """`127.0.0.1:7070` or `[::1]:7070` as host and port; ValueError with what is wrong."""
+    """Split `127.0.0.1:7070` or `[::1]:7070` into host and port. Raises ValueError, stating the fault."""
     host, colon, port = address.rpartition(":")
     if not colon or not host or not port.isdecimal() or int(port) > 65535:
         raise ValueError("must be HOST:PORT with a port of 0 to 65535")
@@ -30,14 +31,15 @@ def http_url(host: str, port: int | str) -> str:
 
 
 def remote_fault(host: str, allow: str) -> str:
-    """Return what is wrong with listening there; empty for loopback. `allow`: what permits other addresses."""
+    """Return the fault of listening on `host`; empty for loopback. `allow` is the setting that permits other
+    addresses."""
     if is_loopback(host):
         return ""
     return f"is not a loopback address; {allow} to serve other machines"
 
 
 def ip_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """Return the address; None for a name."""
+    """Return the IP address in `host`; None for a name."""
     try:
         return ipaddress.ip_address(host)
     except ValueError:
@@ -52,7 +54,7 @@ def is_loopback(host: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
-    """The address in a URL, so that two spellings of one address are equal."""
+    """An address from a URL, normalized so that two spellings of one address are equal."""
 
     host: str
     port: int
@@ -60,22 +62,22 @@ class ServerAddress:
 
     @property
     def local(self) -> bool:
-        """Whether the address means another server on each host."""
+        """Whether the address denotes a different server on each host."""
         return is_loopback(self.host)
 
     @property
     def by_ipv4(self) -> "ServerAddress":
-        """With the usual loopback address in place of IPv6's."""
+        """The same address with 127.0.0.1 in place of IPv6's loopback address."""
         return replace(self, host=LOOPBACK) if self.host == LOOPBACK_IPV6 else self
 
 
-@lru_cache(maxsize=16384)  # of a fleet's URLs, which are compared again and again
+@lru_cache(maxsize=16384)  # a fleet's URLs are compared repeatedly
 def server_address(url: str) -> ServerAddress | None:
-    """Return the address in an http or https URL, or None where it is no such URL."""
+    """Return the address in an http or https URL; None if it is not such a URL."""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
-    except ValueError:  # a bracket that is not closed, a port that is no number
+    except ValueError:  # a bracket that is not closed, or a port that is not a number
         return None
     if parts.scheme not in _DEFAULT_PORTS or not host or port == 0:
         return None
@@ -83,14 +85,14 @@ def server_address(url: str) -> ServerAddress | None:
 
 
 def without_login(url: str) -> str:
-    """The URL for a message or another process: without a user's name and password."""
+    """Return the URL without user name and password, for a message or another process."""
     before, mark, rest = url.rpartition("://")
     authority, slash, path = rest.partition("/")
     return f"{before}{mark}{authority.rpartition('@')[2]}{slash}{path}"
 
 
 def same_address(one: str, other: str) -> bool:
-    """Whether two URLs, used from one host, lead to one address."""
+    """Return whether two URLs, used from one host, refer to the same address."""
     address = server_address(one)
     return address is not None and address == server_address(other)
 
@@ -101,7 +103,7 @@ def _host(host: str) -> str:
         return LOOPBACK
     ip = ip_of(name.partition("%")[0])
     if ip is None:
-        try:  # the short forms that resolvers take, e.g. 127.1
+        try:  # short forms that resolvers accept, e.g. 127.1
             ip = ipaddress.ip_address(socket.inet_ntoa(socket.inet_aton(name)))
         except (OSError, ValueError):
             return name
@@ -111,10 +113,11 @@ def _host(host: str) -> str:
 
 
 def host_id() -> str:
-    """Identify the network stack of this process: where it is equal, loopback addresses mean the same servers.
+    """Return an id of this process's network stack. Processes with equal ids reach the same servers on loopback
+    addresses.
 
-    It is the host's name, its boot and the network namespace: containers of one machine have loopback addresses of
-    their own, and machines that were cloned may share the rest. Empty where the system does not tell.
+    The id consists of the host's name, its boot id and the network namespace: containers on one machine have separate
+    loopback addresses, and cloned machines may share the other parts. Empty if the system does not provide them.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -125,10 +128,10 @@ def host_id() -> str:
 
 
 def check_url(url: str) -> str:
-    """The URL of an engine. Raises ValueError with what is wrong."""
+    """Return the URL of an engine unchanged. Raises ValueError, stating the fault."""
     address = server_address(url)
     if address is None:
         raise ValueError("must be an http:// or https:// URL")
     if address.path.endswith("/v1"):
-        raise ValueError("must be the server's URL without /v1, which is added to it")
+        raise ValueError("must be the server's URL without /v1, which is appended automatically")
     return url

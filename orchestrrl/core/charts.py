@@ -1,4 +1,4 @@
-"""Charts and their files: lines, bars over a range, lanes of time, numbers at crossings. The same data gives the same
+"""Draw charts and write them to files: lines, bars over a range, time lanes, numbers in a grid. Equal data gives equal
 bytes. Matplotlib draws without a display, and is imported with the first figure."""
 
 import re
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LINE_STYLES = ("-", "--", ":", "-.", (0, (9, 2, 2, 2)), (0, (12, 4)), (0, (1, 3)), (0, (6, 2, 1, 2, 1, 2)))
-SHORTEST = 0.002  # of a chart's range: a shorter bar is widened, so that it stays visible
-NAME_LETTERS = 40  # a longer name of a row is wrapped
+SHORTEST = 0.002  # of a chart's range: shorter bars are widened, so that they stay visible
+NAME_LETTERS = 40  # longer row names are wrapped
 EDGE = "#8896a3"
-LEGEND_LETTERS = 110  # in one row of a legend
+LEGEND_LETTERS = 110  # per row of a legend
 _NO_DATES = {"svg": {"Date": None, "Creator": None}, "pdf": {"CreationDate": None}}
 _XLINK_HREF = "{http://www.w3.org/1999/xlink}href"
 
 
 @dataclass(frozen=True, slots=True)
 class ChartBar:
-    """A horizontal bar. `row` is its middle; `label` stands behind its end."""
+    """A horizontal bar. `row` is its middle; `label` is written behind its end."""
 
     row: float
     begin: float
@@ -38,7 +38,7 @@ class ChartBar:
 
 @dataclass(frozen=True, slots=True)
 class ChartLine:
-    """Values that hold until the next point."""
+    """A named step function: each value holds until the next point."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -60,7 +60,8 @@ def empty_figure(width: float, height: float) -> "Figure":
 
 
 def literal(text: str) -> str:
-    """Return a text that is shown as it is: matplotlib reads what stands between dollar signs as mathematics."""
+    """Escape a text so that matplotlib shows it unchanged; text between dollar signs would be rendered as
+    mathematics."""
     return text.replace("$", r"\$")
 
 
@@ -74,7 +75,7 @@ def save(figure: "Figure", target: Path, *, kind: str = "") -> None:
 
 
 def inline_svg(figure: "Figure", title: str) -> str:
-    """Return the figure as an element for an HTML page, in which the id of an artist has become its tooltip."""
+    """Return the figure as an element for an HTML page, with the ids of artists converted to tooltips."""
     from matplotlib import rc_context
 
     text = StringIO()
@@ -102,7 +103,7 @@ def inline_svg(figure: "Figure", title: str) -> str:
 def bar_chart(
     bars: Sequence[ChartBar], names: Mapping[float, str], x_label: str, *, until: float | None = None
 ) -> "Figure":
-    """Draw bars from above, with the names of their rows. The axis ends at `until`, or behind the longest bar."""
+    """Draw bars from the top, with the names of their rows. The axis ends at `until`, or behind the longest bar."""
     rows = max([*names, *(bar.row for bar in bars)]) + 1
     shortest = SHORTEST * max((bar.end for bar in bars), default=0.0)
     figure, [[axis]] = axes(height=1.2 + 0.3 * rows)
@@ -127,7 +128,7 @@ def bar_chart(
 
 
 def add_stairs(axis: "Axes", lines: Iterable[ChartLine]) -> None:
-    """Draw each line in a colour and a style of its own. A line without points is left out, and keeps its colour."""
+    """Draw each line in its own colour and style. A line without points is omitted, but keeps its colour."""
     for place, line in enumerate(lines):
         if line.points:
             axis.step(
@@ -141,7 +142,7 @@ def add_stairs(axis: "Axes", lines: Iterable[ChartLine]) -> None:
 
 
 def add_legend(figure: "Figure", colours: Mapping[str, str] | None = None) -> None:
-    """Write the legend into room of its own above the axes: by name and colour, or of what has a label."""
+    """Add a legend in its own space above the axes: from `colours` by name, or from the labels of the lines."""
     from matplotlib.patches import Patch
 
     if colours is None:

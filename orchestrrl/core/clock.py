@@ -1,4 +1,4 @@
-"""Time as an argument: the wall clock in the shell, a virtual one in simulations and tests."""
+"""Time as an argument: the wall clock in production, a virtual clock in simulations and tests."""
 
 import asyncio
 import heapq
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Clock(Protocol):
-    """Seconds since the Unix epoch, and sleeping in the same seconds."""
+    """A clock that returns seconds since the Unix epoch and sleeps for a duration in seconds."""
 
     def now_s(self) -> float: ...
 
@@ -22,7 +22,7 @@ class Clock(Protocol):
 
 
 class WallClock:
-    """Real time: follows the system's clock once, then the monotonic one, so it never jumps back."""
+    """The wall-clock time at construction, advanced by the monotonic clock, so that it never jumps back."""
 
     def __init__(self) -> None:
         self._offset_s = time.time() - time.monotonic()
@@ -35,7 +35,8 @@ class WallClock:
 
 
 class VirtualClock:
-    """Time that moves only when told to: `await clock.advance(seconds)` wakes every sleeper on the way, in order."""
+    """A clock that advances only on request: `await clock.advance(seconds)` wakes every sleeper due in that time, in
+    order."""
 
     def __init__(self, start_s: float = 0.0) -> None:
         self._now_s = start_s
@@ -51,9 +52,9 @@ class VirtualClock:
         await future
 
     async def advance(self, duration_s: float) -> None:
-        """Move time forward by `duration_s`, letting woken tasks run (and sleep again) before time goes on."""
+        """Advance time by `duration_s`. Woken tasks run, and may sleep again, before time continues."""
         if duration_s < 0:
-            raise ValueError(f"time does not run backwards: duration_s must be >= 0, got {duration_s}")
+            raise ValueError(f"duration_s must be >= 0, got {duration_s}")
         end_s = self._now_s + duration_s
         await self._settle()
         while self._sleepers and self._sleepers[0][0] <= end_s:
@@ -65,13 +66,13 @@ class VirtualClock:
         self._now_s = end_s
 
     async def _settle(self) -> None:
-        # Enough turns of the event loop for chains of awaits to come to rest.
+        # This many turns of the event loop let chains of awaits come to rest.
         for _ in range(10):
             await asyncio.sleep(0)
 
 
 async def within(clock: Clock, limit_s: float, work: Awaitable[T]) -> T:
-    """Return what the work returns, like asyncio.timeout on `clock`. Raises Permanent past `limit_s`."""
+    """Return the result of `work`, limited like asyncio.timeout but by `clock`. Raises Permanent after `limit_s`."""
     if limit_s == inf:
         return await work
     task, expired = asyncio.current_task(), False
@@ -106,7 +107,7 @@ async def until_set(clock: Clock, event: asyncio.Event, within_s: float, *also: 
 
 
 async def stop(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel the tasks and wait until they are over."""
+    """Cancel the tasks and wait until they have ended."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,6 +1,6 @@
-"""Exceptions that no part of the daemon expects: counted, logged when they change, and kept for `orchestrrl status`.
+"""Unexpected exceptions in parts of the daemon: counted, logged when they change, and kept for `orchestrrl status`.
 
-A part is a loop or a long-running task. Its turn is set aside by the exception, and the next turn begins as usual.
+A part is a loop or a long-running task. The exception ends its present turn, and the next turn begins as usual.
 """
 
 import asyncio
@@ -20,58 +20,59 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Parts that change the fleet by themselves: the two loops, and what these begin.
+# Parts that change the fleet on their own: the two loops, and the tasks they start.
 FAST_LOOP, SLOW_LOOP, MOVES, PLANS = "fast_loop", "slow_loop", "moves", "plans"
 ACTING = frozenset({FAST_LOOP, SLOW_LOOP, MOVES, PLANS})
-# After so many turns running that ended by the same exception, the daemon stops acting.
+# After this many consecutive turns that ended with the same exception, the daemon stops acting.
 REPEATED = 10
-# Pauses before a task that ended by an exception is started again, longer each time.
+# Pauses before a task that ended with an exception is restarted, doubled each time.
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 30.0
 MESSAGE_CHARACTERS = 300
 
 _LIBRARIES = (*(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")), "<frozen")
-# Installed, these stand among the libraries.
+# When installed, these packages are among the libraries.
 _PACKAGES = ("orchestrrl", "planner", "balancer", "ocs_drivers")
 _OURS = tuple(f"{Path(__file__).parents[2] / package}/" for package in _PACKAGES)
 
 
 @dataclass(frozen=True, slots=True)
 class Defect:
-    """The latest exception of a part. Two are the same where type and place are; their messages may differ."""
+    """The latest exception of a part. Two defects are the same if type and place are equal; their messages may
+    differ."""
 
     part: str
     type: str
-    place: str  # FILE:LINE, of no library where the traceback goes through other code
+    place: str  # FILE:LINE, outside libraries if the traceback contains such code
     message: str
     first_s: float
     last_s: float
-    running: int = 1  # turns that ended by it one after the other; 0: the turns since went well
+    running: int = 1  # consecutive turns that ended with it; 0: a later turn succeeded
 
     def __str__(self) -> str:
         return f"{self.type} at {self.place}: {self.message}"
 
 
 class Defects:
-    """Every exception since the start, by part. `on_repeated` is called with each that ended `REPEATED` turns running;
-    it must not raise."""
+    """The exceptions since the start, by part. `on_repeated` is called with each defect that ended `REPEATED`
+    consecutive turns; it must not raise."""
 
     def __init__(self, clock: Clock, on_repeated: Callable[[Defect], None]) -> None:
         self.counts: Counter[str] = Counter()
-        self.errors: list[BaseException] = []  # the first of each kind, for a caller that wants them raised
-        self.tasks: dict[asyncio.Task[Any], str] = {}  # turns that were begun as tasks and run, with their parts
+        self.errors: list[BaseException] = []  # the first of each kind, for callers that re-raise them
+        self.tasks: dict[asyncio.Task[Any], str] = {}  # running turns that were started as tasks, with their parts
         self._clock = clock
         self._on_repeated = on_repeated
         self._latest: dict[str, Defect] = {}
-        self._traced: set[tuple[str, str, str]] = set()  # part, type and place whose traceback was logged
+        self._traced: set[tuple[str, str, str]] = set()  # part, type and place of logged tracebacks
 
     @property
     def latest(self) -> tuple[Defect, ...]:
-        """The latest of each part, oldest first."""
+        """The latest defect of each part, oldest first."""
         return tuple(sorted(self._latest.values(), key=lambda defect: defect.last_s))
 
     def met(self, part: str, error: BaseException) -> None:
-        """Record that a turn of the part ended by this exception."""
+        """Record that a turn of the part ended with this exception."""
         now_s, before = self._clock.now_s(), self._latest.get(part)
         message = cut(_printable(error), MESSAGE_CHARACTERS)
         defect = Defect(part, type(error).__qualname__, _place(error), message, now_s, now_s)
@@ -85,13 +86,13 @@ class Defects:
             self._on_repeated(defect)
 
     def passed(self, part: str) -> None:
-        """Record that a turn of the part went well."""
+        """Record that a turn of the part succeeded."""
         defect = self._latest.get(part)
         if defect is not None and defect.running:
             self._latest[part] = replace(defect, running=0)
 
     def begin(self, part: str, turn: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
-        """Run one turn of the part as a task. A failure of the world, which the next turn may not meet, is only
+        """Run one turn of the part as a task. An expected failure, which need not recur in the next turn, is only
         logged."""
         task = asyncio.create_task(turn)
         self.tasks[task] = part
@@ -111,29 +112,29 @@ class Defects:
             self.met(part, error)
 
     def start_anew(self) -> None:
-        """Count the turns that end by the same exception from none again."""
+        """Reset the count of consecutive equal exceptions for every part."""
         for part in list(self._latest):
             self.passed(part)
 
     def _log(self, defect: Defect, error: BaseException) -> None:
-        """One line, and the traceback where it is the first of its kind and says more than the message."""
+        """Log one line, with the traceback if it is the first of its kind and adds information to the message."""
         key = (defect.part, defect.type, defect.place)
         traced = key in self._traced or isinstance(error, OrchestrRLError)
         if not traced:
             self._traced.add(key)
             self.errors.append(error)
-        logger.error("%s: a turn was set aside: %s", defect.part, defect, exc_info=None if traced else error)
+        logger.error("%s: a turn ended with an exception: %s", defect.part, defect, exc_info=None if traced else error)
 
 
 def is_cancelled() -> bool:
-    """Whether the current task was asked to end. A CancelledError without that comes from within its own work."""
+    """Return whether the current task was cancelled. Otherwise a CancelledError originates in the task's own work."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 async def keep_running(part: str, work: Callable[[], Awaitable[None]], defects: Defects, clock: Clock) -> None:
-    """Run a task until it returns or is cancelled. One that ends by an exception is started again after a pause: a
-    defect in one must not end the daemon."""
+    """Run a task until it returns or is cancelled. After an exception it is restarted after a pause, because a defect
+    in one part must not end the daemon."""
     pause_s = FIRST_PAUSE_S
     while True:
         began_s = clock.now_s()
@@ -151,7 +152,8 @@ async def keep_running(part: str, work: Callable[[], Awaitable[None]], defects: 
 
 
 def _place(error: BaseException) -> str:
-    """Where it was raised. Of a library's exception, where our own code called the library."""
+    """Return the place where the exception was raised; for an exception of a library, the call from this project's
+    code."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = [frame for frame in frames if frame.filename.startswith(_OURS) or not frame.filename.startswith(_LIBRARIES)]
     if not frames:
@@ -164,6 +166,6 @@ def _place(error: BaseException) -> str:
 def _printable(error: BaseException) -> str:
     try:
         text = str(error)
-    except Exception:  # noqa: BLE001  # a message that cannot be made must not hide the exception
-        return "(its message cannot be shown)"
+    except Exception:  # noqa: BLE001  # a message that cannot be formatted must not hide the exception
+        return "(the message cannot be formatted)"
     return text.encode(errors="backslashreplace").decode()

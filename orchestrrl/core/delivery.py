@@ -1,7 +1,8 @@
-"""Delivery of orders: each has an effect at most once and one result, whatever is lost, doubled, late or reordered.
+"""Delivery of orders: each takes effect at most once and has one result, even if messages are lost, repeated, late or
+reordered.
 
 The sender keeps an order until its first result, and sends it again when its destination attaches again. The receiver
-carries an order out once per id, and answers a repeated one with the stored result.
+carries an order out once per id, and answers a repetition with the stored result.
 """
 
 import asyncio
@@ -17,12 +18,12 @@ from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, ProblemFault
 
 logger = logging.getLogger(__name__)
 
-REATTACH_S = 1.0  # how soon a destination that went away is expected back
-FAULTS_TOLD = 20  # of an order that is malformed
+REATTACH_S = 1.0  # expected time until a detached destination attaches again
+FAULTS_TOLD = 20  # most faults reported of a malformed order
 
 
 class DatedOrder(Protocol):
-    """What delivery reads of an order. `valid_until_s` None: it does not expire."""
+    """The part of an order that delivery reads. An order with `valid_until_s` None does not expire."""
 
     @property
     def id(self) -> str: ...
@@ -41,7 +42,7 @@ Result = TypeVar("Result")
 
 
 class OrderStream(Generic[Item]):
-    """The orders to a destination, from when it attaches until it attaches anew or has gone."""
+    """The stream of orders to a destination, from its attachment until it attaches again or detaches."""
 
     def __init__(self, waiting: Iterable[Item] = ()) -> None:
         self._waiting = deque(waiting)
@@ -54,12 +55,12 @@ class OrderStream(Generic[Item]):
         self._changed.set()
 
     def end(self) -> None:
-        """Let the stream end; what waits in it is not sent."""
+        """End the stream; waiting orders are not sent."""
         self.ended = True
         self._changed.set()
 
     async def orders(self) -> AsyncIterator[Item]:
-        """Each order as it comes, until the stream ends."""
+        """Yield each order as it arrives, until the stream ends."""
         while True:
             await self._changed.wait()
             self._changed.clear()
@@ -70,8 +71,8 @@ class OrderStream(Generic[Item]):
 
 
 class Outbox(Generic[Item]):
-    """What is to be written to a stream: what could not be written waits for the next stream. Of more than `most` the
-    oldest are dropped."""
+    """A queue of items to be written to a stream. Items that could not be written wait for the next stream. Beyond
+    `most` items, the oldest are dropped."""
 
     def __init__(self, most: int | None = None) -> None:
         self.items: deque[Item] = deque(maxlen=most)
@@ -82,7 +83,7 @@ class Outbox(Generic[Item]):
         self._filled.set()
 
     async def write_all(self, write: Callable[[Item], Awaitable[None]]) -> None:
-        """Write each as it comes, until cancelled."""
+        """Write each item as it arrives, until cancelled."""
         while True:
             while self.items:
                 item = self.items[0]
@@ -95,13 +96,13 @@ class Outbox(Generic[Item]):
 
 @dataclass(slots=True, eq=False)
 class OpenOrder(Generic[Destination, Given, Result]):
-    """An order without a result. `over_s`: from then on, no effect of it is to be expected that there is not yet."""
+    """An order without a result. After `over_s`, it will have no further effect."""
 
     destination: Destination
     order: Given
     over_s: float
-    result: "asyncio.Future[Result] | None"  # None: given by an earlier daemon, and awaited by nothing here
-    sends: int = 0  # 0: it has certainly had no effect
+    result: "asyncio.Future[Result] | None"  # None: sent by an earlier daemon, and not awaited here
+    sends: int = 0  # 0: it certainly had no effect
 
     @property
     def is_awaited(self) -> bool:
@@ -118,7 +119,7 @@ class OpenOrders(Generic[Destination, Given, Result]):
         return (opened for there in tuple(self._to.values()) for opened in tuple(there.values()))
 
     def to(self, destination: Destination) -> tuple[OpenOrder[Destination, Given, Result], ...]:
-        """Return those to send again when the destination attaches again, in order of creation."""
+        """Return the orders to repeat when the destination attaches again, in order of creation."""
         return tuple(self._to.get(destination, {}).values())
 
     def find(self, destination: Destination, id: str) -> OpenOrder[Destination, Given, Result] | None:
@@ -128,7 +129,7 @@ class OpenOrders(Generic[Destination, Given, Result]):
         self._to.setdefault(opened.destination, {})[opened.order.id] = opened
 
     def close(self, opened: OpenOrder[Destination, Given, Result], result: Result | None = None) -> None:
-        """End it by its first result, or by None where it is withdrawn; later ones change nothing."""
+        """Close the order with its first result, or with None if it is withdrawn. Later results are ignored."""
         there = self._to.get(opened.destination, {})
         if there.pop(opened.order.id, None) is None:
             return
@@ -143,20 +144,20 @@ class OpenOrders(Generic[Destination, Given, Result]):
 
 
 class NotDone(StrEnum):
-    """Why an order has no result of its own."""
+    """The reason why an order has no result of its own."""
 
-    REFUSED = "refused"  # nothing was begun
+    REFUSED = "refused"  # nothing was started
     FAILED = "failed"
     UNKNOWN = "unknown"  # it may have had an effect
 
 
 class ReceivedOrders(Generic[Given, Result]):
-    """Carries each order out once per id, and returns its one result however often it is delivered.
+    """Carries each order out once per id, and returns its one result on every delivery.
 
-    A result is kept at least until its order has expired, so a late repetition is either answered with it or refused as
-    expired. With `capacity` unexpired orders remembered, further ones that expire are refused. Orders of an older
-    generation than the newest are refused: a daemon that has been replaced commands nothing. `not_done` makes the
-    result of an order that was refused or raised an error, from the reason and the time of its arrival.
+    A result is kept at least until its order has expired, so a late repetition is answered with it or refused as
+    expired. Once `capacity` unexpired orders are stored, further orders that expire are refused. Orders of an older
+    generation than the newest are refused, so that a replaced daemon has no control. `not_done` makes the result of an
+    order that was refused or raised an error, from the reason and the time of its arrival.
     """
 
     def __init__(
@@ -181,7 +182,8 @@ class ReceivedOrders(Generic[Given, Result]):
         return len(self._received)
 
     async def result(self, order: Given) -> Result:
-        """Return the stored result, that of the delivery under way, a refusal, or what `perform` returns now."""
+        """Return the stored result, the result of a delivery in progress, a refusal, or the result of a new call of
+        `perform`."""
         now_s = self._clock.now_s()
         if order.id not in self._received:
             if refusal := self._refusal(order, now_s):
@@ -194,23 +196,23 @@ class ReceivedOrders(Generic[Given, Result]):
         return task.result()
 
     async def close(self) -> None:
-        """Cancel what still runs."""
+        """Cancel all running orders."""
         await stop(*(task for task, _ in self._received.values()))
 
     def _refusal(self, order: Given, now_s: float) -> str:
-        """Return why the order must not be carried out; empty where it may be."""
+        """Return why the order must not be carried out; empty if it may be."""
         newest = self._newest = max(self._newest, order.generation)
         if order.generation < newest:
-            return f"generation {order.generation} is over: generation {newest} has given orders since"
+            return f"generation {order.generation} is superseded by generation {newest}"
         if order.valid_until_s is not None and now_s > order.valid_until_s:
-            return f"expired {now_s - order.valid_until_s:.3g} s ago" if order.valid_until_s else "carries no expiry"
+            return f"expired {now_s - order.valid_until_s:.3g} s ago" if order.valid_until_s else "has no expiry"
         self._make_room(now_s)
         if order.valid_until_s is not None and len(self) >= self._capacity:
-            return f"{len(self)} unexpired orders are remembered already, the limit is {self._capacity}"
+            return f"{len(self)} unexpired orders are stored, the limit is {self._capacity}"
         return ""
 
     def _make_room(self, now_s: float) -> None:
-        """Forget finished and expired orders, oldest first, and no more than needed for one more."""
+        """Drop finished and expired orders, oldest first, and only as many as needed for one more."""
         if len(self) < self._capacity:
             return
         for id, (task, valid_until_s) in list(self._received.items()):
@@ -230,5 +232,5 @@ class ReceivedOrders(Generic[Given, Result]):
         except OrchestrRLError as error:
             return self._not_done(order, NotDone.FAILED, str(error), began_s)
         except Exception as error:
-            logger.error("order %s ended in a defect", order.id, exc_info=error)
-            return self._not_done(order, NotDone.UNKNOWN, f"a defect ended it: {error!r}", began_s)
+            logger.error("order %s failed with an unexpected exception", order.id, exc_info=error)
+            return self._not_done(order, NotDone.UNKNOWN, f"unexpected exception: {error!r}", began_s)

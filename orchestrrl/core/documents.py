@@ -1,4 +1,5 @@
-"""Documents that people write: YAML without its traps, and numbers within bounds. Faults carry their path and value."""
+"""Documents written by users: YAML without its pitfalls, and numbers within bounds. Faults have their path and
+value."""
 
 import logging
 import math
@@ -18,7 +19,8 @@ _Number = TypeVar("_Number", int, float)
 
 
 def require(condition: Callable[[Any], bool], wish: str) -> Callable[[_Number], _Number]:
-    """A pydantic check that a number is finite and as wished."""
+    """Return a pydantic check that a number is finite and satisfies the condition; `wish` describes it in the
+    message."""
 
     def check(value: _Number) -> _Number:
         if not math.isfinite(value) or not condition(value):
@@ -36,15 +38,16 @@ Name = Annotated[str, Field(min_length=1)]
 
 
 class Section(BaseModel):
-    """Base of every object in a document: known fields only, no coercion, frozen."""
+    """Base class of every object in a document: known fields only, no coercion, frozen."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 class SectionWithFormer(Section):
-    """Base of a section from which fields without effect were removed. Documents that have them are accepted.
+    """Base class of a section from which fields without effect were removed. Documents that still have them are
+    accepted.
 
-    Not part of `Section`: a validator before the others would have JSON read as if it were Python values.
+    This is not part of `Section`, because a validator in mode `before` makes pydantic validate JSON like Python values.
     """
 
     former: ClassVar[tuple[str, ...]]
@@ -55,12 +58,12 @@ class SectionWithFormer(Section):
         former = [name for name in cls.former if isinstance(written, dict) and name in written]
         if not former:
             return written
-        logger.warning("settings without effect are ignored; remove them: %s", ", ".join(former))
+        logger.warning("ignored settings without effect, remove them: %s", ", ".join(former))
         return {name: value for name, value in written.items() if name not in former}
 
 
 def read_text(path: Path | str) -> str:
-    """The file's text. Raises ProblemFaults."""
+    """Return the file's text. Raises ProblemFaults if it cannot be read."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -69,7 +72,7 @@ def read_text(path: Path | str) -> str:
 
 
 def parse_yaml(text: str) -> Any:
-    """The document in the text; JSON is YAML too. Raises ProblemFaults."""
+    """Parse a YAML document; JSON is valid YAML. Raises ProblemFaults if the text is invalid."""
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
@@ -79,12 +82,13 @@ def parse_yaml(text: str) -> Any:
 
 
 def dump_yaml(document: Any) -> str:
-    """The document as YAML that `parse_yaml` reads back, its keys in their order."""
+    """Format a document as YAML that `parse_yaml` can read, with its keys in order."""
     return yaml.dump(document, Dumper=YamlDumper, sort_keys=False)
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 without two of its traps: of two equal keys it silently keeps the last, and `1e-8` is a string to it."""
+    """YAML 1.1 loader without two pitfalls: duplicate keys, of which YAML silently keeps the last, and `1e-8` read as
+    text."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -101,7 +105,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class YamlDumper(yaml.SafeDumper):
-    """Writes what `parse_yaml` reads back as it was: text that the loader would take for a number is quoted."""
+    """Writes YAML that `parse_yaml` reads back unchanged: text that the loader would parse as a number is quoted."""
 
 
 for _class in (_Loader, YamlDumper):

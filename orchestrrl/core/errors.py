@@ -1,20 +1,20 @@
-"""Errors that say what to do next. Every failure of the world is one of three."""
+"""Errors that imply the caller's next step. Every external failure is Retryable, Permanent or OutcomeUnknown."""
 
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # every process raises errors, few check models
+if TYPE_CHECKING:  # most processes raise errors, but few validate models
     from pydantic import BaseModel, ValidationError
 
 
 class OrchestrRLError(Exception):
-    """Base of the tree; never raised itself."""
+    """Base class of OrchestrRL's errors; never raised itself."""
 
 
 class Retryable(OrchestrRLError):
-    """Nothing happened; the same call may succeed after `after_s` seconds."""
+    """The call had no effect; the same call may succeed after `after_s` seconds."""
 
     def __init__(self, message: str, after_s: float) -> None:
         super().__init__(message)
@@ -22,19 +22,19 @@ class Retryable(OrchestrRLError):
 
 
 class Permanent(OrchestrRLError):
-    """Nothing happened, and repeating the call will not help."""
+    """The call had no effect, and repeating it will not help."""
 
 
 class LimitReached(Permanent):
-    """More than the configuration allows: the message names the limit, its key and what came."""
+    """The input exceeds a configured limit. The message has the limit, its key and the value."""
 
 
 class OutcomeUnknown(OrchestrRLError):
-    """It may or may not have happened: observe before acting again."""
+    """The call may or may not have taken effect: observe before acting again."""
 
 
 class ProblemFaults(OrchestrRLError):
-    """Malformed input, with every fault at once, each `path.to.field: what is wrong, got VALUE`."""
+    """Malformed input, with all of its faults, each `path.to.field: what is wrong, got VALUE`."""
 
     def __init__(self, faults: list[str]) -> None:
         super().__init__("\n".join(faults))
@@ -42,20 +42,21 @@ class ProblemFaults(OrchestrRLError):
 
 
 def path_of(location: tuple[int | str, ...]) -> str:
-    """`("ocs", 1, "timeout_s")` as `ocs[1].timeout_s`; the document itself as `(document)`."""
+    """Format a location such as `("ocs", 1, "timeout_s")` as `ocs[1].timeout_s`; the document itself is
+    `(document)`."""
     path = ""
     for part in location:
         if isinstance(part, int):
             path += f"[{part}]"
-        else:  # a name that somebody made up may break the line
+        else:  # a user-defined name may contain line breaks
             name = part if part.isprintable() else part.encode("unicode_escape").decode()
             path += f".{name}" if path else name
     return path or "(document)"
 
 
 def faults_of(error: "ValidationError", model: "type[BaseModel] | None" = None) -> list[str]:
-    """One line per fault of a pydantic validation, as `path.to.field: what is wrong, got VALUE`. With the `model` that
-    was validated, an unknown field names the known one that it resembles."""
+    """Return one line per fault of a pydantic validation, as `path.to.field: what is wrong, got VALUE`. With the
+    validated `model`, an unknown field is reported with the most similar known field."""
     faults = []
     for item in error.errors(include_url=False):
         if item["type"] == "missing":
@@ -72,13 +73,13 @@ def faults_of(error: "ValidationError", model: "type[BaseModel] | None" = None) 
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """Return `; did you mean X?` for the known name that this one resembles most, "" where it resembles none."""
+    """Return `; did you mean X?` for the most similar known name; "" if none is similar."""
     close = get_close_matches(name, list(known), n=1, cutoff=0.7) if isinstance(name, str) and len(name) < 100 else []
     return f"; did you mean {close[0]}?" if close else ""
 
 
 def _fields_beside(model: "type[BaseModel] | None", location: tuple[int | str, ...]) -> Iterable[str]:
-    """Return the names of the known fields where a fault of a model lies, by the model's JSON schema."""
+    """Return the names of the known fields at the location of a fault, from the model's JSON schema."""
     whole = {} if model is None else _schema(model)
 
     def objects(node: dict[str, Any]) -> list[dict[str, Any]]:
@@ -102,12 +103,12 @@ def _schema(model: "type[BaseModel]") -> dict[str, Any]:
 
     try:
         return model.model_json_schema()
-    except PydanticUserError:  # of a plug-in, with a type that has none
+    except PydanticUserError:  # the model, of a plug-in, has a type without a JSON schema
         return {}
 
 
 def number_runs(numbers: Iterable[int]) -> list[str]:
-    """`1-4` and `9`; the order stays."""
+    """Format numbers as runs such as `1-4` and `9`, in the given order."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:
@@ -118,8 +119,8 @@ def number_runs(numbers: Iterable[int]) -> list[str]:
 
 
 def few(arguments: Sequence[str], most: int = 8, between: str = "; ") -> str:
-    """The first of them, cut, and how many more there are: a fleet has hundreds of engines, a model thousands of
-    tensors."""
+    """Join the first `most` items, each cut, and state how many more there are. A fleet has hundreds of engines, a
+    model thousands of tensors."""
     more = [f"and {len(arguments) - most} more"] if len(arguments) > most else []
     return between.join([*(cut(word) for word in arguments[:most]), *more])
 
@@ -129,5 +130,5 @@ def cut(text: str, limit: int = 300) -> str:
 
 
 def shorten(value: object, limit: int = 80) -> str:
-    """A value as JSON-like text for a message, cut at `limit` characters."""
+    """Format a value as JSON-like text for a message, cut at `limit` characters."""
     return cut(repr(value), limit)

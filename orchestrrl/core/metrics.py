@@ -1,4 +1,4 @@
-"""Prometheus metrics as one expression each."""
+"""Helpers that build Prometheus metric families in one expression."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
@@ -13,14 +13,14 @@ MetricValue = float | None | Mapping[Any, float | None]
 def labelled_gauge(
     name: str, text: str, labels: Labels, values: Iterable[tuple[Labels, float | None]]
 ) -> GaugeMetricFamily:
-    """Return a gauge with these values, each after those of its labels; None is left out."""
+    """Return a gauge with one sample per (label values, value) pair; a value of None is omitted."""
     return _filled(GaugeMetricFamily(name, text, labels=_several(labels)), values)
 
 
 def labelled_counter(
     name: str, text: str, labels: Labels, values: Iterable[tuple[Labels, float | None]]
 ) -> CounterMetricFamily:
-    """As `labelled_gauge`, for a counter."""
+    """Return a counter with one sample per (label values, value) pair; a value of None is omitted."""
     return _filled(CounterMetricFamily(name, text, labels=_several(labels)), values)
 
 
@@ -36,8 +36,8 @@ def _several(labels: Labels) -> tuple[str, ...]:
 
 
 class MetricFamilies(list[Metric]):
-    """Metrics that are collected together; each has the `prefix` before its name and its labels' names in braces after
-    it. A value is one number, or several by the values of the labels; what is None is absent."""
+    """A list of metrics that are collected together. Names get the `prefix`; label names follow the name in braces. A
+    value is one number, or a mapping from label values to numbers; None is omitted."""
 
     def __init__(self, prefix: str) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""The nodes that are attached, and the orders on their way to each.
+"""The attached nodes, and the orders on their way to each.
 
-A node that attaches again under the same id replaces its old stream. Two nodes that are there at once under one id are
-two: the second is listed under an id with its incarnation. Of standing orders (routes) only the newest one waits: each
-replaces the one before.
+A node that attaches again under the same id replaces its old stream. Two processes attached under one id at the same
+time are different nodes: the second is listed under an id with its incarnation. Among waiting standing orders (routes),
+only the newest is kept, because each replaces the previous one.
 """
 
 from dataclasses import dataclass, field, replace
@@ -22,31 +22,31 @@ class NodeKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GatewayEngine:
-    """An engine under the name that a gateway's own command line gives it."""
+    """An engine under the name that a gateway's own command line assigns."""
 
     engine: EngineId
     url: str
-    server: str = ""  # identifies the server process, as read from it; empty: unknown
-    known_as: EngineId | None = None  # the daemon's id of the same engine, once the gateway uses that
+    server: str = ""  # id of the server process, as read from it; empty: unknown
+    known_as: EngineId | None = None  # the daemon's id of the same engine, once the gateway uses it
 
 
 @dataclass(frozen=True, slots=True)
 class NodeHello:
-    """A node's first word when it attaches."""
+    """The first message of a node when it attaches."""
 
     node: NodeId
     kind: NodeKind
-    engines: tuple[EngineId, ...]  # an agent's own, or those a gateway routes to
+    engines: tuple[EngineId, ...]  # an agent's own engines, or those a gateway routes to
     version: str
-    url: str = ""  # where the node itself listens
-    incarnation: str = ""  # one process of the node; empty: not given
+    url: str = ""  # the node's own address
+    incarnation: str = ""  # id of one process of the node; empty: not given
     addresses: tuple[GatewayEngine, ...] = ()  # a gateway's engines with their URLs
-    host: str = ""  # whose loopback addresses the node uses; empty: unknown
+    host: str = ""  # id of the host whose loopback addresses the node uses; empty: unknown
 
 
 class Attachment(OrderStream[Operation]):
-    """One node's stream of orders, from its hello to its end. Standing orders go first: they also tell a node which
-    generation now commands."""
+    """One node's stream of orders, from its hello to its end. Standing orders are sent first, because they also
+    announce the commanding generation to the node."""
 
     def __init__(self, hello: NodeHello) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Attachment(OrderStream[Operation]):
 
 @dataclass(slots=True)
 class NodeState:
-    """A node that is or was attached."""
+    """The state of a node that is or was attached."""
 
     attachment: Attachment  # the latest
     attached: bool
@@ -75,12 +75,12 @@ class NodeState:
 class _Process:
     """One process of a node, while it has a stream."""
 
-    id: NodeId  # by which it is listed
+    id: NodeId  # the id under which it is listed
     streams: set[object] = field(default_factory=set)  # of reports by number, of orders by attachment
 
 
 class NodeRegistry:
-    """Who is attached, and since when others are missed; at most `most_nodes` are remembered."""
+    """The attached nodes, and the time of the last report of detached ones. At most `most_nodes` are stored."""
 
     def __init__(self, most_nodes: int = 8192) -> None:
         self._most_nodes = most_nodes
@@ -88,13 +88,13 @@ class NodeRegistry:
         self._processes: dict[tuple[NodeId, str], _Process] = {}  # by id and incarnation
 
     def id_of(self, node: NodeId, incarnation: str, stream: object) -> NodeId:
-        """The id by which a node is listed that uses a stream: its own, unless another process that is there has it.
-        One without an incarnation cannot be told from others."""
+        """Return the id under which the node using a stream is listed: its own, unless another attached process has it.
+        Processes without an incarnation cannot be distinguished."""
         if not incarnation:
             return node
         process = self._processes.get((node, incarnation))
         if process is None:
-            self.stream_ended(stream)  # of another process until now
+            self.stream_ended(stream)  # it belonged to another process
             taken = any(other.id == node for other in self._processes.values())
             digest = blake2b(incarnation.encode(), digest_size=4).hexdigest()
             id = NodeId(f"{node}~{digest}") if taken else node
@@ -103,20 +103,20 @@ class NodeRegistry:
         return process.id
 
     def stream_ended(self, stream: object) -> None:
-        """A process whose last stream has ended is there no longer."""
+        """Remove the stream from its process, and the process with its last stream."""
         for key, process in list(self._processes.items()):
             process.streams.discard(stream)
             if not process.streams:
                 del self._processes[key]
 
     def doubles(self) -> dict[NodeId, NodeId]:
-        """Nodes that are listed by another id, with the id that another node has that is there."""
+        """Return nodes listed under another id, with their own id, which another attached node has."""
         there = {process.id for process in self._processes.values()}
         listed = {process.id: node for (node, _), process in self._processes.items() if process.id != node}
         return {id: node for id, node in listed.items() if node in there}
 
     def attach(self, hello: NodeHello, now_s: float) -> Attachment:
-        """Raises LimitReached where too many other nodes are attached."""
+        """Attach a node and return its stream of orders. Raises LimitReached if too many other nodes are attached."""
         attachment = Attachment(hello)
         attachment.hello = hello = replace(hello, node=self.id_of(hello.node, hello.incarnation, attachment))
         try:
@@ -132,7 +132,7 @@ class NodeRegistry:
         return attachment
 
     def detach(self, attachment: Attachment, now_s: float) -> bool:
-        """The stream has ended. False: a newer one of the same node had replaced it already."""
+        """Record that the stream has ended. Return False if a newer stream of the same node had replaced it."""
         attachment.end()
         node = attachment.hello.node
         is_double = any(process.id == node != own for (own, _), process in self._processes.items())
@@ -141,7 +141,7 @@ class NodeRegistry:
         if known is None or known.attachment is not attachment or not known.attached:
             return False
         known.attached, known.last_report_s = False, now_s
-        if is_double:  # it comes back under another id, or as the only one
+        if is_double:  # it will attach again under another id, or as the only one
             del self._known[node]
         return True
 
@@ -151,29 +151,29 @@ class NodeRegistry:
             known.last_report_s = now_s
 
     def send(self, node: NodeId, operation: Operation) -> None:
-        """Raises Retryable when the node is not attached."""
+        """Send an operation to a node. Raises Retryable if the node is not attached."""
         known = self._known.get(node)
         if known is None or not known.attached:
             raise Retryable(f"node {node} is not attached", REATTACH_S)
         known.attachment.put(operation)
 
     def gateways(self) -> tuple[NodeId, ...]:
-        """The attached gateways, by id."""
+        """Return the attached gateways, by id."""
         nodes = self._known.items()
         return tuple(sorted(n for n, at in nodes if at.attached and at.attachment.hello.kind is NodeKind.GATEWAY))
 
     def states(self) -> tuple[NodeState, ...]:
-        """Every node that ever attached, by id."""
+        """Return the states of all stored nodes, attached or not, by id."""
         return tuple(self._known[node] for node in sorted(self._known))
 
     def _make_room(self, node: NodeId) -> None:
-        """Forget the node that has been away for longest, if this is one too many."""
+        """Drop the node that has been detached for the longest time, if the limit is reached."""
         if node in self._known or len(self._known) < self._most_nodes:
             return
         away = [known for known in self._known.values() if not known.attached]
         if not away:
             limit = f"at most {self._most_nodes} nodes can be attached at a time (limits.nodes)"
-            raise LimitReached(f"node_id: {limit}, got {shorten(node)} as one more")
+            raise LimitReached(f"node_id: {limit}, got {shorten(node)} in addition")
         del self._known[min(away, key=lambda known: known.last_report_s).attachment.hello.node]
 
     def end_all(self) -> None:

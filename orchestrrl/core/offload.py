@@ -1,4 +1,4 @@
-"""Where long computations run: in a thread in the daemon, in place in simulations."""
+"""The execution of long computations: in a thread in the daemon, inline in simulations."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any

@@ -1,10 +1,10 @@
-"""Run a journalled operation to its end: forward by its steps, or back where one fails.
+"""Run a journalled operation to its end: forward by its steps, or back if one fails.
 
-A description says what the steps are and what each does to the world; this module decides what is done next. The steps
-of a chain follow one another, the chains of a stage run in parallel, stages follow one another. Each step is written to
-the journal before and after it, unless the kind of operation has no entries for steps. After a failure, and when a
-restarted daemon resumes an open operation, the world is observed; then the description decides whether the operation is
-finished, or plans the steps that lead back. Doing a step twice must be harmless.
+A description defines the steps and their effects; this module decides the order of execution. The steps of a chain run
+one after another, the chains of a stage in parallel, the stages one after another. Each step is written to the journal
+before and after it, unless the kind of operation has no entries for steps. After a failure, and when a restarted daemon
+resumes an open operation, the present state is observed; then the description decides whether the operation is
+finished, or plans the rollback. Every step must be idempotent.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from orchestrrl.core.operation_journal import OperationJournal
 logger = logging.getLogger(__name__)
 
 OBSERVE_AGAIN_S = 2.0
-BACK_ATTEMPTS = 2  # for a chain on the way back: what its first attempt needs may be freed late
+BACK_ATTEMPTS = 2  # for a chain of the rollback: a resource that its first attempt needs may be freed late
 
 
 class StepDirection(StrEnum):
@@ -42,19 +42,19 @@ class StepState(StrEnum):
 class OperationState(StrEnum):
     RUNNING = "running"
     DONE = "done"
-    ROLLED_BACK = "rolled_back"  # the world is as it was before
-    DEGRADED = "degraded"  # some of the way back failed
+    ROLLED_BACK = "rolled_back"  # the state before the operation is restored
+    DEGRADED = "degraded"  # a part of the rollback failed
 
 
 class Step(Protocol):
-    """One step. `number` counts from 1 over a direction."""
+    """One step of an operation. `number` counts from 1 within a direction."""
 
     @property
     def number(self) -> int: ...
 
     @property
     def within_s(self) -> float | None:
-        """How long it may take; None for a step whose own actions are limited each."""
+        """The step's time limit in seconds; None if the step's own actions have limits."""
         ...
 
 
@@ -75,7 +75,7 @@ class StepReport(Generic[S]):
 
 @dataclass(frozen=True, slots=True)
 class StepEntry:
-    """One entry of a step; records are kept in the order in which they were written."""
+    """A journal entry of one step. Entries are kept in the order in which they were written."""
 
     direction: StepDirection
     number: int
@@ -85,12 +85,13 @@ class StepEntry:
 
 
 class Description(Protocol[S]):
-    """What one kind of operation is. A description derives from this; the methods with a body have a usual answer."""
+    """Defines one kind of operation. Descriptions derive from this class; methods with a body have a default."""
 
-    valid_until_s: float = inf  # an operation that would begin later is refused, with nothing done
-    errors: tuple[type[Exception], ...] = (OrchestrRLError,)  # that its methods raise; any other is a defect
-    # Those of them that leave the operation open: `carry_out` and `resume` raise the error, and `resume` takes it up
-    # again. Where there are any, so do defects and observations that fail; otherwise observations are repeated.
+    valid_until_s: float = inf  # an operation that would begin later is refused
+    errors: tuple[type[Exception], ...] = (OrchestrRLError,)  # errors that the methods raise; any other is a defect
+    # The subset that leaves the operation open: `carry_out` and `resume` raise the error, and a later `resume`
+    # continues it. If the subset is not empty, defects and failed observations also leave it open; otherwise
+    # observations are repeated.
     leaves_open: tuple[type[Exception], ...] = ()
 
     @property
@@ -103,68 +104,70 @@ class Description(Protocol[S]):
         ...
 
     def record(self, step: S) -> Mapping[str, Any]:
-        """Return what the entries of a step hold besides its state: enough to plan the way back from them."""
+        """Return the fields of a step's entries besides its state: enough to plan the rollback from them."""
         return {}
 
     async def do(self, step: S) -> str:
-        """Do a step; return a remark for the report. Raises one of `errors`."""
+        """Carry out a step and return a remark for the report. Raises one of `errors`."""
         ...
 
     async def undo(self, step: S) -> str:
-        """Do a step of the way back."""
+        """Carry out a step of the rollback."""
         ...
 
     async def observe(self) -> None:
-        """Read what there is now. Raises one of `errors` where that cannot be read yet."""
+        """Read the present state. Raises one of `errors` if it cannot be read yet."""
         ...
 
     def back(self, records: Sequence[StepEntry]) -> Sequence[Stage[S]]:
-        """Plan the way back from what was observed and written."""
+        """Plan the rollback from the observed state and the journal entries."""
         ...
 
     def restored(self) -> bool:
-        """Return whether what was observed last is what was there before the operation."""
+        """Return whether the last observed state equals the one before the operation."""
         ...
 
     def resume_from(self, records: Sequence[StepEntry]) -> frozenset[int] | None:
-        """Return the numbers of the steps that need not be done again, or None where the operation is to be undone."""
+        """Return the numbers of the steps that need not be repeated, or None to roll the operation back."""
         return None
 
     def goes_on_after(self, failure: "OperationFailure[S]") -> frozenset[int] | None:
-        """Return the same as `resume_from`, after a failure of this daemon. The description bounds the attempts."""
+        """Decide as `resume_from` does, after a failure in this daemon. The description limits the attempts."""
         return None
 
     def is_final(self, step: S) -> bool:
-        """Return whether the operation can no longer be called off once this step has begun."""
+        """Return whether the operation can no longer be cancelled once this step has begun."""
         return False
 
     def is_optional(self, step: S) -> bool:
-        """Return whether the operation stands although this step failed."""
+        """Return whether the operation continues if this step fails."""
         return False
 
     def is_committed(self) -> bool:
-        """Return whether nothing leads back any more: what fails from now on is reported, and the rest is done."""
+        """Return whether the operation can no longer be rolled back: later failures are reported, and the other steps
+        are done."""
         return False
 
     def retry(self, failure: "OperationFailure[S]") -> bool:
-        """Return whether to begin again from the first step, after a way back that has restored the world."""
+        """Return whether to begin again from the first step, after a rollback that restored the previous state."""
         return False
 
     def hold(self, step: S) -> Coroutine[Any, Any, None] | None:
-        """Return work that renews what a step has taken, such as a lease, for as long as the operation goes forward."""
+        """Return work that renews what a step acquired, such as a lease, for as long as the operation goes forward."""
         return None
 
     async def again(self, chain: Chain[S], failed: S) -> Chain[S]:
-        """Clean up after a step that failed on the way back; return the chain to try again."""
+        """Clean up after a step that failed during the rollback; return the chain to try again."""
         return chain
 
     def waits_for(self, step: S) -> str:
-        """Return what a step that takes long is waiting for; empty where that is unknown."""
+        """Return what a long step is waiting for; empty if unknown."""
         return ""
 
 
 class OperationFailure(Exception, Generic[S]):
-    """Why an operation goes back. `step` is None where it was called off; `error` is what the step raised."""
+    """The reason for a rollback. `step` is None if the operation was cancelled; `error` is the exception of the
+    step."""
 
     def __init__(self, step: S | None, why: str, error: Exception | None = None) -> None:
         super().__init__(why if step is None else f"{step}: {why}")
@@ -174,14 +177,14 @@ class OperationFailure(Exception, Generic[S]):
 
 
 class OperationRun(Generic[S]):
-    """One operation under way. `changed` is called whenever what is reported of it changes."""
+    """One running operation. `changed` is called whenever its report changes."""
 
     def __init__(
         self, description: Description[S], log: OperationJournal, clock: Clock, changed: Callable[[], None]
     ) -> None:
         self.state = OperationState.RUNNING
         self.detail = ""
-        self.failure: OperationFailure[S] | None = None  # why it goes back, or was not begun
+        self.failure: OperationFailure[S] | None = None  # why it is rolled back, or was not begun
         self.ended_s: float | None = None
         self.going_back = False
         self.attempt = 1
@@ -191,8 +194,8 @@ class OperationRun(Generic[S]):
         self._changed = changed
         self._forward_stages = tuple(description.forward())
         self._reports: dict[tuple[StepDirection, int], StepReport[S]] = {}
-        self.records: list[StepEntry] = []  # of its steps, also those of earlier daemons
-        self._going: asyncio.Task[None] | None = None  # forward
+        self.records: list[StepEntry] = []  # of its steps, including those written by earlier daemons
+        self._going: asyncio.Task[None] | None = None  # the forward steps
         self._holding: list[asyncio.Task[None]] = []
         self._called_off = ""
         self._is_begun = False
@@ -201,38 +204,38 @@ class OperationRun(Generic[S]):
 
     @property
     def steps(self) -> tuple[StepReport[S], ...]:
-        """The steps forward, then those back where the operation goes back."""
+        """The forward steps, followed by those of a rollback."""
         return tuple(self._reports.values())
 
     def call_off(self, because: str) -> None:
-        """Go back. Raises Permanent where that is no longer possible."""
-        going = self._going  # None: it is yet to begin
+        """Cancel the operation and roll it back. Raises Permanent if that is no longer possible."""
+        going = self._going  # None: not yet begun
         over = self.going_back or self.state is not OperationState.RUNNING or (going is not None and going.done())
         if over or self._is_final:
-            raise Permanent(f"{self._description} can no longer be called off")
+            raise Permanent(f"{self._description} can no longer be cancelled")
         self._called_off = because
         if going is not None:
             going.cancel()
 
     async def run(self) -> None:
-        """Run it from the beginning to its end."""
+        """Run the operation from its beginning to its end."""
         try:
             self.begin()
         except OrchestrRLError as error:
-            self.detail = f"nothing was begun, since it cannot be written down: {error}"
+            self.detail = f"not begun, because the intent cannot be journalled: {error}"
             self.failure = OperationFailure(None, self.detail, error)
             self._set_end(OperationState.ROLLED_BACK)
         else:
             await self.carry_out()
 
     def begin(self) -> None:
-        """Write the intent. Raises OrchestrRLError where the journal takes nothing."""
+        """Write the intent. Raises OrchestrRLError if the journal cannot write it."""
         self._log.begin(self._description.id, self._description.intent())
 
     async def carry_out(self) -> None:
-        """Run an operation whose intent is written. Raises Permanent where that was called before."""
+        """Run an operation whose intent is written. Raises Permanent on a second call."""
         if self._is_begun:
-            raise Permanent(f"{self._description} was begun before")
+            raise Permanent(f"{self._description} has already begun")
         self._is_begun = True
         is_late = self._clock.now_s() > self._description.valid_until_s
         why_not = self._called_off or ("the order has expired" if is_late else "")
@@ -241,8 +244,8 @@ class OperationRun(Generic[S]):
     async def resume(
         self, entries: Sequence[JournalEntry], because: str = "the daemon ended in the middle of it"
     ) -> None:
-        """End an operation that was left open, here or by an earlier daemon; `entries` are those of its steps. Where it
-        goes back, it reports `because`."""
+        """Finish an operation that this daemon or an earlier one left open. `entries` are those of its steps. A
+        rollback reports `because`."""
         self._is_begun, self.state, self.going_back = True, OperationState.RUNNING, False
         self._recall(entries)
         await self._observe()
@@ -251,7 +254,7 @@ class OperationRun(Generic[S]):
         done = None if went_back or self._called_off else self._description.resume_from(self.records)
         if done is None:
             return await self._go_back(OperationFailure(None, self._called_off or because))
-        logger.warning("%s had come far enough and is finished", self._description)
+        logger.warning("%s is resumed and completed", self._description)
         return await self._end(await self._go(done))
 
     async def _go(self, done: frozenset[int]) -> OperationFailure[S] | None:
@@ -261,7 +264,7 @@ class OperationRun(Generic[S]):
         except OperationFailure as failure:
             return failure
         except asyncio.CancelledError:
-            if not self._called_off:  # the daemon ends: the next one resumes it
+            if not self._called_off:  # the daemon is stopping: the next one resumes the operation
                 self._going.cancel()
                 await asyncio.wait({self._going})
                 raise
@@ -273,8 +276,8 @@ class OperationRun(Generic[S]):
         return None
 
     async def _end(self, failure: OperationFailure[S] | None) -> None:
-        """End it: after a failure the description decides, by what it observes, whether it goes on or back, and after a
-        way back, whether it begins again."""
+        """Run until the operation has ended. After a failure, the description decides from an observation whether it
+        continues or rolls back, and after a rollback, whether it begins again."""
         while failure is not None:
             self.failure, self.detail = failure, str(failure)
             self._changed()
@@ -291,7 +294,7 @@ class OperationRun(Generic[S]):
         self._set_end(OperationState.DONE)
 
     def _begin_again(self) -> None:
-        logger.warning("%s begins again", self._description)
+        logger.warning("%s starts again", self._description)
         self.state, self.ended_s = OperationState.RUNNING, None
         self.attempt += 1
         self.going_back = self._is_final = False
@@ -308,13 +311,13 @@ class OperationRun(Generic[S]):
         stages = self._description.back(self.records)
         self._list_steps(StepDirection.BACK, stages)
         if stages:
-            logger.warning("%s goes back: %s", self._description, failure)
+            logger.warning("%s is rolled back: %s", self._description, failure)
         self._changed()
         failed: list[str] = []
         for stage in stages:
             outcomes = await asyncio.gather(*(self._chain_back(chain) for chain in stage))
             failed += [outcome for outcome in outcomes if outcome]
-        if stages:  # what failed on the way may have come right in the end
+        if stages:  # steps that failed during the rollback may have taken effect
             await self._observe()
         self.detail = "; ".join([str(failure), *dict.fromkeys(failed)])
         self._set_end(OperationState.ROLLED_BACK if self._description.restored() else OperationState.DEGRADED)
@@ -323,14 +326,15 @@ class OperationRun(Generic[S]):
         self.state, self.ended_s = state, self._clock.now_s()
 
     async def _observe(self) -> None:
-        """Without an observation nothing can be decided, so it is repeated until there is one, or the error raised."""
+        """Observe the present state, on which every decision depends. Repeat after an error, unless errors leave the
+        operation open."""
         while True:
             try:
                 return await self._description.observe()
             except self._description.errors as error:
                 if self._description.leaves_open:
                     raise
-                logger.error("%s waits to go on or back: %s", self._description, error)
+                logger.error("%s waits for an observation: %s", self._description, error)
                 await self._clock.sleep(OBSERVE_AGAIN_S)
 
     async def _run_stages(self, done: frozenset[int]) -> None:
@@ -339,7 +343,7 @@ class OperationRun(Generic[S]):
             try:
                 await asyncio.wait(chains, return_when=asyncio.FIRST_EXCEPTION)
             finally:
-                for chain in chains:  # where one fails, the others are not waited for: all go back
+                for chain in chains:  # after a failure the other chains are cancelled, because all are rolled back
                     chain.cancel()
                 outcomes = await asyncio.gather(*chains, return_exceptions=True)
             errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
@@ -360,14 +364,14 @@ class OperationRun(Generic[S]):
                 self.detail = "; ".join(filter(None, [self.detail, str(failure)]))
 
     async def _chain_back(self, chain: Chain[S]) -> str:
-        """Return why it failed, if it did; the other chains go on."""
+        """Roll back one chain and return why it failed; empty on success. The other chains continue."""
         why = ""
         for _ in range(BACK_ATTEMPTS):
             try:
                 for step in chain:
                     await self._do(StepDirection.BACK, step, self._description.undo)
             except OperationFailure as failure:
-                logger.error("%s, on its way back: %s", self._description, failure)
+                logger.error("%s, during rollback: %s", self._description, failure)
                 why = str(failure)
                 if failure.step is not None:
                     chain = await self._description.again(chain, failure.step)
@@ -390,13 +394,13 @@ class OperationRun(Generic[S]):
             waits = self._description.waits_for(step)
             why = f"{error}: {waits}" if waits and waits not in str(error) else str(error)
             failure = OperationFailure(step, why, error)
-        except Exception as error:  # a defect must not leave the world between the two
+        except Exception as error:  # a defect must not leave the operation half done
             if self._description.leaves_open:
                 raise
             logger.exception("%s: %s", self._description, step)
-            failure = OperationFailure(step, f"a defect: {error!r}")
-        except asyncio.CancelledError:  # the world is observed before anything else is done
-            cut_short = self._over(direction, step, StepState.FAILED, "cut short", began_s)
+            failure = OperationFailure(step, f"unexpected exception: {error!r}")
+        except asyncio.CancelledError:  # the present state is observed before the next step
+            cut_short = self._over(direction, step, StepState.FAILED, "interrupted", began_s)
             self._reports[direction, step.number] = cut_short
             raise
         if failure is not None:
@@ -432,14 +436,15 @@ class OperationRun(Generic[S]):
             self._log.step(self._description.id, entry)
         except OrchestrRLError as error:
             if report.direction is StepDirection.FORWARD and not self._description.is_committed():
-                raise OperationFailure(None, f"it cannot be written down: {error}", error) from error
-            # A full disk must not keep the world from being whole again.
+                raise OperationFailure(None, f"it cannot be journalled: {error}", error) from error
+            # A full disk must not prevent the rollback.
             logger.error("%s: %s", self._description, error)
         logger.info("%s: %s %s %s", self._description, step, report.state, report.detail)
         self._changed()
 
     def _recall(self, entries: Sequence[JournalEntry]) -> None:
-        """Take over what an earlier daemon wrote. A step that had begun may have been done or not."""
+        """Restore reports and records from the entries of an earlier daemon. A step that had begun may or may not be
+        done."""
         forward = {step.number: step for step in steps_in(self._forward_stages)}
         for entry in entries:
             body = entry.body
@@ -461,7 +466,7 @@ class OperationRun(Generic[S]):
                 )
         for key, report in self._reports.items():
             if report.state is StepState.RUNNING:
-                self._reports[key] = replace(report, state=StepState.FAILED, detail="the daemon ended")
+                self._reports[key] = replace(report, state=StepState.FAILED, detail="the daemon stopped")
 
     def _list_steps(self, direction: StepDirection, stages: Sequence[Stage[S]]) -> None:
         for step in steps_in(stages):
@@ -469,7 +474,7 @@ class OperationRun(Generic[S]):
 
 
 def check_record(entry: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the body of a step's entry. Raises ValueError where it lacks what `resume` reads."""
+    """Return the body of a step's entry. Raises ValueError if a field that `resume` reads is missing."""
     missing = {"attempt", "number", "direction", "state", "detail", "began_s", "elapsed_s"} - entry.keys()
     if missing:
         raise ValueError(f"has no {min(missing)}")
@@ -478,5 +483,5 @@ def check_record(entry: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def steps_in(stages: Sequence[Stage[S]]) -> Iterator[S]:
-    """Iterate over the steps in the order of their numbers."""
+    """Return the steps in the order of their numbers."""
     return (step for stage in stages for chain in stage for step in chain)

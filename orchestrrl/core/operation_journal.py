@@ -9,7 +9,7 @@ from orchestrrl.core.journal.kinds import OperationEntries
 from orchestrrl.core.journal.store import Journal, JournalEntry, JournalReader
 
 T = TypeVar("T")
-MOST_STEPS = 1_000_000  # entries of one operation that are read
+MOST_STEPS = 1_000_000  # most entries of one operation that are read
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class OpenIntent(Generic[T]):
 
 
 class OperationJournal:
-    """Writes the entries of one kind of operation. Each method raises Permanent where the journal takes nothing."""
+    """Writes the entries of one kind of operation. Each method raises Permanent if the journal cannot write."""
 
     def __init__(self, journal: Journal, clock: Clock, entries: OperationEntries) -> None:
         self._journal = journal
@@ -39,7 +39,7 @@ class OperationJournal:
         return self._entries.step is not None
 
     def begin(self, id: str, body: Mapping[str, Any]) -> None:
-        """Write the intent, before anything is done."""
+        """Write the intent, before any step is carried out."""
         self._journal.append(self._clock.now_s(), self._entries.intent, id, body)
 
     def step(self, id: str, body: Mapping[str, Any]) -> None:

@@ -1,8 +1,8 @@
-"""The life of an operation: intent journalled -> sent -> observed -> result journalled.
+"""The life cycle of an operation: intent journalled -> sent -> observed -> result journalled.
 
-An operation whose result did not arrive is open. It is sent again when its node attaches again (see delivery.py) and
-otherwise settled from telemetry; its outcome is never assumed. Open operations of an earlier generation come back from
-the journal and go the same way.
+An operation whose result has not arrived is open. It is sent again when its node attaches again (see delivery.py), and
+otherwise settled from telemetry; its outcome is never assumed. Open operations of an earlier generation are recovered
+from the journal and handled in the same way.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 _OPERATION = TypeAdapter(Operation)
 _RESULT = TypeAdapter(OperationResult)
 
-# How long after its end an operation waits for evidence before it is closed as unknown.
+# Time after its end for which an operation waits for evidence before it is closed as unknown.
 GIVE_UP_AFTER_S = 60.0
 
 
@@ -49,7 +49,7 @@ OpenOperation = OpenOrder[NodeId, Operation, OperationResult]
 
 
 class OperationRunner:
-    """Sends operations to nodes and sees every one of them closed, once."""
+    """Sends operations to nodes and ensures that each is closed exactly once."""
 
     def __init__(self, journal: Journal, nodes: NodeRegistry, clock: Clock, on_closed: Closed) -> None:
         self._log = OperationJournal(journal, clock, NODE_OPERATIONS)
@@ -64,11 +64,11 @@ class OperationRunner:
         return tuple(self._open)
 
     def open_on(self, node: NodeId) -> tuple[OpenOperation, ...]:
-        """In order of creation."""
+        """Return the node's open operations, in order of creation."""
         return self._open.to(node)
 
     def recover(self) -> int:
-        """Take up the open operations of earlier generations; their number."""
+        """Recover the open operations of earlier generations, and return their number."""
         for left in self._log.left_open(_written):
             operation, node = left.intent
             # It may have been sent, so it counts as sent.
@@ -76,14 +76,14 @@ class OperationRunner:
         return len(self.open)
 
     def next_operation(self, action: Action, valid_for_s: float) -> Operation:
-        """An operation of this generation that nobody has yet. Standing orders such as routes are sent as such,
-        without a life of their own: the next one supersedes them."""
+        """Return a new operation of this generation, without sending it. Standing orders such as routes are sent in
+        this form and are not tracked, because the next one supersedes them."""
         generation = self._log.generation
         id = OperationId(f"{generation}-{next(self._count)}")
         return Operation(id, generation, self._clock.now_s() + valid_for_s, action)
 
     async def run(self, node: NodeId, action: Action, valid_for_s: float) -> OperationResult:
-        """Have the node do it, and wait for the outcome."""
+        """Send the action to the node and wait for the outcome."""
         operation = self.next_operation(action, valid_for_s)
         future: asyncio.Future[OperationResult] = asyncio.get_running_loop().create_future()
         opened = OpenOperation(node, operation, operation.valid_until_s, future)
@@ -93,19 +93,19 @@ class OperationRunner:
         try:
             self._send(opened)
         except Retryable as error:
-            self._end(opened, OperationStatus.FAILED, f"nothing was sent: {error}")
+            self._end(opened, OperationStatus.FAILED, f"not sent: {error}")
         return await future
 
     async def run_moves(
         self, moves: Sequence[RequestMove], gateway_of: Callable[[RequestId], NodeId | None], valid_for_s: float
     ) -> MovesOutcome:
-        """Have every gateway move its own requests, all gateways at once. A request occurs at most once."""
+        """Move the requests through their gateways, all gateways in parallel. A request must occur at most once."""
         by_gateway: dict[NodeId, list[RequestMove]] = {}
         outcome: dict[RequestId, OperationItemResult] = {}
         for move in moves:
             gateway = gateway_of(move.request)
             if gateway is None:
-                detail = "no gateway has it in flight"
+                detail = "the request is not in flight on any gateway"
                 outcome[move.request] = OperationItemResult(move.request, done=False, detail=detail)
             else:
                 by_gateway.setdefault(gateway, []).append(move)
@@ -122,11 +122,11 @@ class OperationRunner:
         return MovesOutcome(tuple(outcome[move.request] for move in moves), tuple(results))
 
     def receive(self, result: OperationResult) -> None:
-        """A node's word. A repeated one, or one about a closed operation, changes nothing."""
+        """Accept a node's result. A repeated result, or one for a closed operation, is ignored."""
         opened = self._open.find(result.node, result.operation)
         if opened is None:
             return
-        # A refusal after an earlier delivery does not say what became of that one; it says that nothing follows.
+        # A refusal after an earlier delivery leaves that delivery's outcome open, but it ends the operation.
         refused_again = result.status is OperationStatus.REFUSED and opened.sends > 1
         if result.status is OperationStatus.UNKNOWN or refused_again:
             opened.over_s = min(opened.over_s, self._clock.now_s())
@@ -134,30 +134,31 @@ class OperationRunner:
         self._close(opened, result)
 
     def attached(self, node: NodeId) -> None:
-        """Deliver the node's open operations again, to learn their results."""
+        """Send the node's open operations again, to obtain their results."""
         for opened in self._open.to(node):
             self._send(opened)
 
     def withdraw(self, opened: OpenOperation, why: str) -> None:
-        """It is not sent again, and its result means nothing to anybody any more."""
+        """Close the operation as UNKNOWN: it is never sent again, and late results are ignored."""
         if self._open.find(opened.destination, opened.order.id) is not None:
             self._end(opened, OperationStatus.UNKNOWN, f"withdrawn: {why}")
 
     def settle(self, evidence_of: Callable[[NodeId], OperationEvidence]) -> None:
-        """Close what telemetry shows, and give up on what nothing will show any more."""
+        """Close the operations whose outcome telemetry shows, and expire those whose outcome can no longer be
+        determined."""
         now_s = self._clock.now_s()
         for opened in self._open:
             node = opened.destination
             if opened.result is not None and now_s <= opened.over_s:
-                continue  # its result is still to be expected
+                continue  # its result is still expected
             result = settle(opened.order, node, opened.over_s, evidence_of(node))
             if result is not None:
                 self._close(opened, result)
             elif now_s > opened.over_s + GIVE_UP_AFTER_S:
-                self._end(opened, OperationStatus.UNKNOWN, f"node {node} has not been heard since")
+                self._end(opened, OperationStatus.UNKNOWN, f"node {node} has sent no report since")
 
     async def drain(self, timeout_s: float) -> int:
-        """Wait for results that are on their way; the number of operations left open, for the next generation."""
+        """Wait for results that are on their way. Return the number of operations left open for the next generation."""
         waiting = [opened.result for opened in self._open if opened.result is not None]
         if waiting:
             await asyncio.wait(waiting, timeout=timeout_s)
@@ -186,7 +187,8 @@ def _written(intent: JournalEntry) -> tuple[Operation, NodeId]:
 async def answers(
     orders: Mapping[NodeId, "asyncio.Task[OperationResult]"], clock: Clock, within_s: float
 ) -> dict[NodeId, OperationResult | None]:
-    """What came of orders to several nodes; None where no answer came in time. The orders stand."""
+    """Return the results of orders to several nodes; None for one without an answer in time. The orders remain in
+    effect."""
     over = asyncio.ensure_future(clock.sleep(within_s))
     try:
         while (waiting := [task for task in orders.values() if not task.done()]) and not over.done():

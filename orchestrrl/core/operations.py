@@ -1,7 +1,7 @@
-"""What the daemon orders on a node, as values: an operation has an id, a generation and an expiry, and one result.
+"""The daemon's orders to nodes, as values: an operation has an id, a generation and an expiry, and one result.
 
-A node carries an operation out once per id; a repeated one is answered with the stored result. `kind` names an
-action in the journal. `settle` finds out from telemetry what became of an operation without a result.
+A node carries an operation out once per id, and answers a repetition with the stored result. `kind` names an action in
+the journal. `settle` determines from telemetry the outcome of an operation without a result.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ OperationId = NewType("OperationId", str)
 
 
 class PauseMode(StrEnum):
-    """What becomes of running requests: frozen where they are, finished first, or ended with what they have."""
+    """The treatment of running requests: frozen in place, finished first, or ended with the tokens they have."""
 
     KEEP = "keep"
     WAIT = "wait"
@@ -25,12 +25,12 @@ class PauseMode(StrEnum):
 class EngineRoute:
     """One engine that a gateway may route to.
 
-    `health` None: no agent has reported the engine yet, so the gateway goes by what it sees itself. An empty `url`:
-    the gateway knows better than the daemon where the engine is, and keeps its own.
+    If `health` is None, no agent has reported the engine yet, and the gateway uses its own observation. If `url` is
+    empty, the gateway keeps the address it has.
 
-    `kv_version` names what KV depends on, configuration and weights: engines that have the same can hand the KV of
-    requests over to each other, as long as it is the one under which the request began. Empty: such moves are none. The
-    policy version belongs to it, too, and is added by the gateway, which is the first to know of it.
+    `kv_version` identifies the configuration and the weights on which KV depends. Engines with the same one can hand
+    over the KV of requests to each other, as long as it is the one under which the request began. If empty, such moves
+    are not made. The policy version is also part of it; the gateway adds it, because the gateway learns it first.
     """
 
     engine: EngineId
@@ -42,18 +42,19 @@ class EngineRoute:
     max_sequences: int = 0  # 0: unknown
     draining: bool = False
     kv_version: str = ""
-    pool: str = ""  # engines of a kind, which requests' tags may prefer; empty: none
-    policy_version: int | None = None  # of its weights; None: not known here
-    waiting: int | None = None  # requests that wait on the engine, whoever sent them; None: not known
-    newest_policy_version: int | None = None  # the fleet's
+    pool: str = ""  # name of a group of similar engines, which requests' tags may prefer; empty: none
+    policy_version: int | None = None  # of its weights; None: unknown
+    waiting: int | None = None  # requests waiting on the engine, from all senders; None: unknown
+    newest_policy_version: int | None = None  # of the fleet
 
 
 @dataclass(frozen=True, slots=True)
 class SetRoutes:
-    """Replaces the set that a gateway routes to; requests on an engine that left the set stay where they are.
+    """Replaces the set of engines that a gateway routes to. Requests on an engine that left the set stay on it.
 
-    `expected` engines are being started: a request is kept for one of them, whatever its `hold_s`, and nobody gives up
-    for want of an engine, until it is among the routes, is no longer expected, or `expected_until_s` has passed.
+    `expected` engines are being started. A request is kept for one of them regardless of its `hold_s`, and no request
+    fails for lack of an engine, until the engine is among the routes, is no longer expected, or `expected_until_s` has
+    passed.
     """
 
     routes: tuple[EngineRoute, ...]
@@ -69,28 +70,31 @@ class MoveRequests:
 
 
 class FrozenRequests(StrEnum):
-    """How requests go on that were frozen while the weights changed."""
+    """How requests that were frozen during a change of weights continue."""
 
-    RECOMPUTE = "recompute"  # their KV is computed again, by the weights that are there then
-    CONTINUE = "continue"  # with the KV that they have, of the weights before
-    RESTART = "restart"  # from the beginning, but for those whose clients have had some of the answer
-    TAKEN_BACK = "taken_back"  # gateways have them, engines are empty; as with recompute they go on from their tokens
+    RECOMPUTE = "recompute"  # their KV is recomputed with the new weights
+    CONTINUE = "continue"  # with their present KV, computed with the previous weights
+    RESTART = "restart"  # from the beginning, except for those whose clients have received a part of the answer
+    # requests are in gateways and engines are empty; as with recompute, they continue from their tokens
+    TAKEN_BACK = "taken_back"
 
 
 @dataclass(frozen=True, slots=True)
 class CloseBarrier:
-    """Take nothing new to the engines and bring them to rest: one item of the result for each. Where that is not done
-    by `quiet_by_s`, the pause barrier opens again and the operation has failed. The same lease again renews it.
+    """Stop sending requests to the engines and bring the engines to rest; the result has one item per engine. If that
+    is not done by `quiet_by_s`, the pause barrier opens again and the operation has failed. The same operation with the
+    same lease renews the lease.
 
-    `engines_run`: no engine is paused yet, since what other gateways have there is to finish, and the result is of this
-    gateway's own requests. The same lease again without it pauses them. `weights_change`: if the lease ends by itself
-    nobody knows which weights engines have, and answers say so."""
+    With `engines_run`, engines are not paused yet, because requests of other gateways must finish; the result covers
+    this gateway's own requests. A later operation with the same lease and without `engines_run` pauses them. With
+    `weights_change`, engines have unknown weights if the lease expires, and answers state that.
+    """
 
     lease: str
     holder: str
     mode: PauseMode
     frozen: FrozenRequests
-    lease_until_s: float  # the pause barrier opens by itself then
+    lease_until_s: float  # the pause barrier then opens automatically
     quiet_by_s: float
     engines_run: bool = False
     weights_change: bool = False
@@ -99,8 +103,8 @@ class CloseBarrier:
 
 @dataclass(frozen=True, slots=True)
 class OpenBarrier:
-    """Engines run again, but for those `without` the new weights, and requests go to them. `policy_version` None: the
-    weights are those from before."""
+    """Resume the engines, except those `without` the new weights, and send requests to them. If `policy_version` is
+    None, the weights are unchanged."""
 
     lease: str
     policy_version: int | None = None
@@ -110,7 +114,7 @@ class OpenBarrier:
 
 @dataclass(frozen=True, slots=True)
 class CancelRequests:
-    """All the named requests, and all of the named groups, end where they are."""
+    """End all named requests, and all requests of the named groups."""
 
     requests: tuple[RequestId, ...]
     groups: tuple[str, ...]
@@ -131,25 +135,25 @@ class Operation:
 
 class OperationStatus(StrEnum):
     DONE = "done"
-    PARTIAL = "partial"  # the items say which took
+    PARTIAL = "partial"  # the items state which took effect
     FAILED = "failed"
-    REFUSED = "refused"  # past its expiry, or of an older generation
-    UNKNOWN = "unknown"  # observe before acting again; as a final word: it could not be found out
+    REFUSED = "refused"  # expired, or of an older generation
+    UNKNOWN = "unknown"  # observe before acting again; as a final status: the outcome could not be determined
 
 
 @dataclass(frozen=True, slots=True)
 class OperationItemResult:
-    """Of a move: `duration_s` until its next token, less a decode step; 0 where that was not seen. `method` is the one
-    that it went by in the end, None where that is not known, or nothing was to be brought."""
+    """The result of one item. For a move, `duration_s` is the time until the next token, less one decode step; 0 if it
+    was not observed. `method` is the method finally used; None if unknown, or if there was no context to bring."""
 
     id: str
     done: bool
-    detail: str = ""  # why not
+    detail: str = ""  # why it is not done
     recomputed_tokens: int = 0
     duration_s: float = 0.0
     method: MoveMethod | None = None
-    loaded_tokens: int = 0  # whose KV was handed over
-    predicted_s: float = 0.0  # as it was ordered
+    loaded_tokens: int = 0  # tokens whose KV was handed over
+    predicted_s: float = 0.0  # as ordered
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +167,7 @@ class OperationResult:
 
 
 def status_of(items: tuple[OperationItemResult, ...]) -> OperationStatus:
-    """DONE, PARTIAL or FAILED, as the items say."""
+    """Return DONE, PARTIAL or FAILED, according to the items."""
     done = sum(item.done for item in items)
     if done == len(items):
         return OperationStatus.DONE
@@ -172,7 +176,7 @@ def status_of(items: tuple[OperationItemResult, ...]) -> OperationStatus:
 
 @dataclass(frozen=True, slots=True)
 class MovesOutcome:
-    """What became of each move, in the order in which they were asked for, and the operations behind them."""
+    """The outcome of each move, in the order of the request, and the operations that carried them out."""
 
     items: tuple[OperationItemResult, ...]
     operations: tuple[OperationResult, ...]
@@ -180,17 +184,18 @@ class MovesOutcome:
 
 @dataclass(frozen=True, slots=True)
 class OperationEvidence:
-    """The fleet as last reported, and when the operation's node was last heard (None: not since we know of it)."""
+    """The last reported state of the fleet, and the time of the last report of the operation's node (None: no report
+    yet)."""
 
     snapshot: Snapshot
     last_report_s: float | None
 
 
 def settle(operation: Operation, node: NodeId, over_s: float, evidence: OperationEvidence) -> OperationResult | None:
-    """The outcome as far as the node's reports show it; None while they cannot show it yet.
+    """Return the outcome that the node's reports show; None while they cannot show it yet.
 
-    After `over_s` the node does nothing more about the operation, so only what it reported later counts as "it did not
-    happen". That it did happen may be seen earlier.
+    After `over_s` the node does nothing more for the operation, so only a later report proves that a move did not
+    happen. That it did happen may be visible earlier.
     """
     if evidence.last_report_s is None:
         return None
@@ -205,7 +210,7 @@ def settle(operation: Operation, node: NodeId, over_s: float, evidence: Operatio
         case action:
             if not over:
                 return None
-            detail = f"no result came, and telemetry does not show the outcome of {action.kind}"
+            detail = f"no result was received, and telemetry does not show the outcome of {action.kind}"
             return OperationResult(operation.id, node, OperationStatus.UNKNOWN, detail)
 
 

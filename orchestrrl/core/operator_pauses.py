@@ -1,6 +1,6 @@
-"""What an operator has told to stand still: the balancer, the fabric, weight syncs. Journalled; lasts over restarts.
+"""Pauses set by an operator: of the balancer, the fabric, or weight syncs. They are journalled and survive restarts.
 
-Plans have a control of their own in daemon/plan_book.py, which says more than yes and no.
+Plans have their own control in daemon/plan_book.py, which has more states than on and off.
 """
 
 import logging
@@ -19,14 +19,14 @@ logger = logging.getLogger(__name__)
 
 
 class PauseScope(StrEnum):
-    BALANCER = "balancer"  # moves of the fast loop; an operator's own go on
-    FABRIC = "fabric"  # all changes of circuits that periods ask for
+    BALANCER = "balancer"  # moves of the fast loop; moves ordered by an operator continue
+    FABRIC = "fabric"  # all changes of circuits for periods
     SYNC = "sync"  # weight syncs: none begins, and no circuits are changed for one
 
 
 @dataclass(frozen=True, slots=True)
 class OperatorPause:
-    """`expires_s` None: until it is taken back."""
+    """One pause. If `expires_s` is None, it lasts until it is resumed."""
 
     since_s: float
     reason: str = ""
@@ -37,7 +37,7 @@ _PAUSES = TypeAdapter(dict[PauseScope, OperatorPause])
 
 
 class PauseRegistry:
-    """Construction recovers what the journal holds."""
+    """The operator's pauses. The constructor recovers them from the journal."""
 
     def __init__(self, journal: Journal, clock: Clock) -> None:
         self._journal = journal
@@ -46,7 +46,7 @@ class PauseRegistry:
 
     @property
     def pauses(self) -> dict[PauseScope, OperatorPause]:
-        """Those in force."""
+        """The pauses in force."""
         now_s = self._clock.now_s()
         return {
             part: pause
@@ -55,7 +55,7 @@ class PauseRegistry:
         }
 
     def hold(self, part: PauseScope) -> Hold | None:
-        """Why nothing of this part is to change now."""
+        """Return why this part must not be changed now; None if it is not paused."""
         pause = self.pauses.get(part)
         if pause is None:
             return None
@@ -63,7 +63,8 @@ class PauseRegistry:
         return Hold("operator_paused", f"an operator paused the {part}{until}: {pause.reason or 'no reason given'}")
 
     def pause(self, part: PauseScope, reason: str, ttl_s: float = 0.0) -> OperatorPause:
-        """`ttl_s` 0: until it is taken back. Raises ProblemFaults."""
+        """Pause a part for `ttl_s` seconds; with 0, until it is resumed. Raises ProblemFaults for an invalid
+        `ttl_s`."""
         if faults := lifetime_faults(ttl_s, until="resumed"):
             raise ProblemFaults(faults)
         now_s = self._clock.now_s()
@@ -73,7 +74,7 @@ class PauseRegistry:
         return pause
 
     def resume(self, part: PauseScope, reason: str) -> bool:
-        """Whether it was paused."""
+        """Resume a part, and return whether it was paused."""
         before = self.pauses
         if part not in before:
             return False

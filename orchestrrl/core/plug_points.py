@@ -13,8 +13,8 @@ from orchestrrl.core.errors import Permanent
 class PlugPoint:
     """One kind of implementation, such as engines. `kind` appears in errors.
 
-    `built_in` maps a name to `module:attribute`, and works where the package is only on the path, as in a trainer's
-    environment. `group` names the entry points of other packages. A built-in name takes precedence.
+    `built_in` maps a name to `module:attribute`, and works even if the package is not installed but only on the path,
+    as in a trainer's environment. `group` is the entry-point group of other packages. A built-in name takes precedence.
     """
 
     kind: str
@@ -28,19 +28,19 @@ class PlugPoint:
         return tuple(sorted({*self.built_in, *_registered(self.group)}))
 
     def check(self, name: str) -> None:
-        """Raises Permanent for an unknown name, listing the known ones."""
+        """Raise Permanent for an unknown name, listing the known ones."""
         if name not in self:
             raise Permanent(f"unknown {self.kind} {name!r}; known: {', '.join(self.names())}")
 
     def load(self, name: str) -> Any:
-        """Import an implementation. Raises Permanent for an unknown name, and where what it needs is not installed."""
+        """Import an implementation. Raises Permanent for an unknown name, and if a dependency is not installed."""
         self.check(name)
         try:
             return EntryPoint(name, self.built_in.get(name) or _registered(self.group)[name], self.group).load()
         except ImportError as error:
-            raise Permanent(f"{self.kind} {name!r} needs what is not installed here: {error}") from error
+            raise Permanent(f"{self.kind} {name!r} has a missing dependency: {error}") from error
 
 
-@cache  # it reads a file of every installed package
+@cache  # reads a file of every installed package
 def _registered(group: str) -> Mapping[str, str]:
     return {entry.name: entry.value for entry in entry_points(group=group)}

@@ -1,12 +1,12 @@
-"""How long an operator's word holds: `ttl_s` seconds from now, 0 until it is taken back. One rule for all of them."""
+"""The lifetime of an operator's order: `ttl_s` seconds from now, 0 until it is withdrawn. All orders use this rule."""
 
 import math
 
-MOST_S = 1e9  # about 30 years: later times may be none that a date can show
+MOST_S = 1e9  # about 30 years: a later time may not be a valid date
 
 
 def lifetime_faults(ttl_s: float, field: str = "ttl_s", until: str = "released") -> list[str]:
-    """What is wrong with it, told of `field`; `until`: what ends a word that has no end of its own."""
+    """Return the faults of `ttl_s`, reported for `field`. `until` describes what ends an order without an expiry."""
     if 0 <= ttl_s <= MOST_S:
         return []
     most = f" and <= {MOST_S:.0f}" if MOST_S < ttl_s < math.inf else ""
@@ -14,5 +14,5 @@ def lifetime_faults(ttl_s: float, field: str = "ttl_s", until: str = "released")
 
 
 def expiry_s(now_s: float, ttl_s: float) -> float | None:
-    """None: it has no end of its own."""
+    """Return the time of expiry; None if it does not expire."""
     return now_s + ttl_s if ttl_s else None

@@ -191,7 +191,7 @@ async def test_orders_are_done_once_and_daemons_that_are_no_more_have_no_say(tmp
             assert (await daemon.ask("gen0", CheckVersion(1))).outcome is OrderOutcome.DONE
             stale = await daemon.ask("gen0", KeepVersions(()), generation=2)
             assert stale.outcome is OrderOutcome.FAILED
-            assert stale.detail == "generation 2 is over: generation 3 has given orders since"
+            assert stale.detail == "generation 2 is superseded by generation 3"
             assert (peer.folder / "v1").exists()
     # The daemon comes back elsewhere in time, at the same place: it is told everything anew.
     peer = PeerProcess("gen0", port, tmp_path / "gen0")

@@ -1,1 +1,1 @@
-"""The daemon's configuration: its schema, and how a file becomes one."""
+"""The daemon's configuration: its schema, and sections of it."""

@@ -1,4 +1,4 @@
-"""How engines are started and stopped, as people write it: `fleet.launch`, `fleet.deployer` and layouts."""
+"""How engines are started and stopped, in the configuration: `fleet.launch`, `fleet.deployer` and layouts."""
 
 from enum import StrEnum
 from typing import Annotated, Any, Self
@@ -16,14 +16,14 @@ class EngineProduct(StrEnum):
 
 class EngineDevice(StrEnum):
     CUDA = "cuda"
-    CPU = "cpu"  # vLLM's CPU build; a GPU's id stands for some cores
+    CPU = "cpu"  # vLLM's CPU build; a GPU's id stands for a number of cores
 
 
 Words = Annotated[tuple[str, ...], Field(strict=False)]
 
 
 class ParallelismSection(Section):
-    """A layout. Without `attention_gpus` and `ffn_gpus` it is not AFD."""
+    """A parallel layout. Without `attention_gpus` and `ffn_gpus` it is not AFD."""
 
     tp: PositiveInt = 1
     dp: PositiveInt = 1
@@ -43,30 +43,32 @@ class ParallelismSection(Section):
 
 
 class ConfigurationLaunch(Section):
-    """What is for the engines of one configuration alone."""
+    """Settings for the engines of one configuration only."""
 
     arguments: Words = ()
     environment: dict[str, str] = Field(default_factory=dict)
 
 
 class LaunchSettings(Section):
-    """How engines are started. Paths are those on the engines' machines."""
+    """Settings for starting engines. Paths are those on the engines' machines."""
 
     engine: Annotated[EngineProduct, Field(strict=False)] = EngineProduct.VLLM
-    python: Name | None = None  # of the engines' own environment; by default python3, and ours for simulated ones
-    model: Name | None = None  # a name or a folder; simulated engines need none
-    served_model_name: Name | None = None  # by default the model's
+    # of the engines' own environment; default: python3, and the daemon's Python for simulated engines
+    python: Name | None = None
+    model: Name | None = None  # a name or a folder; not needed for simulated engines
+    served_model_name: Name | None = None  # default: the model's name
     device: Annotated[EngineDevice, Field(strict=False)] = EngineDevice.CUDA
-    cores_per_gpu: NonNegativeInt = 0  # CPU alone: what a GPU's id stands for; 0: not bound
+    cores_per_gpu: NonNegativeInt = 0  # CPU only: cores per GPU id; 0: not bound
     host: Name = "127.0.0.1"
-    # First and last. Each GPU of a node has its own four of them; an engine uses those of its lowest GPU.
+    # First and last port. Each GPU of a node has four ports; an engine uses those of its lowest GPU.
     ports: Annotated[tuple[PositiveInt, PositiveInt], Field(strict=False)] = (8100, 8199)
     nodes: Words = ()  # addresses, in the order of GPUs
     arguments: Words = ()
     environment: dict[str, str] = Field(default_factory=dict)
-    configurations: dict[Name, ConfigurationLaunch] = Field(default_factory=dict)  # by id: more, or otherwise
-    kv_directory: Name | None = None  # for kv_transfer.connector: a folder in it for each configuration
-    weight_backend: bool = False  # vLLM: versions of the weights are checked as they are loaded, and read back
+    # by id: additional or different settings
+    configurations: dict[Name, ConfigurationLaunch] = Field(default_factory=dict)
+    kv_directory: Name | None = None  # for kv_transfer.connector: has a folder for each configuration
+    weight_backend: bool = False  # vLLM: weight versions are verified while loading, and can be read back
 
     @field_validator("ports")
     @classmethod
@@ -77,18 +79,18 @@ class LaunchSettings(Section):
 
 
 class Standby(StrEnum):
-    """What becomes of engines that a redeployment replaces and that can sleep."""
+    """The treatment of engines that a redeployment replaces and that can sleep."""
 
     STOP = "stop"
-    KEEP = "keep"  # asleep, for a later redeployment to wake
+    KEEP = "keep"  # asleep, so that a later redeployment can wake them
 
 
 class DeployerSettings(Section):
-    """Who starts and stops engines, and how long each step of a redeployment may take."""
+    """The component that starts and stops engines, and the time limits of a redeployment's steps."""
 
     product: Name = "local"
-    options: dict[str, Any] = Field(default_factory=dict)  # the product's own
-    name: Name = "orchestrrl"  # of the fleet: whose engines are whose, on machines that fleets share
+    options: dict[str, Any] = Field(default_factory=dict)  # specific to the product
+    name: Name = "orchestrrl"  # name of the fleet, which marks its engines on machines shared between fleets
     folder: Name = "orchestrrl-engines"  # for records and logs
     standby: Annotated[Standby, Field(strict=False)] = Standby.STOP
     drain_within_s: NonNegativeFloat = 30.0  # for requests that cannot move to finish
@@ -97,6 +99,7 @@ class DeployerSettings(Section):
     ready_within_s: PositiveFloat = 600.0  # from its start until an engine answers
     load_within_s: PositiveFloat = 300.0  # weights
     check_within_s: PositiveFloat = 120.0  # warm-up, verification
-    # A new engine must find likely what the old ones answer: mean difference of log-probabilities over so many tokens
+    # A new engine must assign similar probabilities to the old ones' answer: mean difference of log-probabilities over
+    # this many tokens.
     compare_tokens: PositiveInt = 16
     compare_nats: PositiveFloat = 0.1

@@ -1,4 +1,4 @@
-"""The daemon's configuration: its sections, their defaults, and what each value must be. Frozen values."""
+"""The daemon's configuration: its sections, their defaults, and the constraints on each value. Values are frozen."""
 
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any, Self
@@ -35,9 +35,10 @@ Url = Annotated[str, AfterValidator(check_url)]
 
 
 class LoopbackListener(Section):
-    """Where a server listens. No authentication yet, so anything but loopback must be asked for."""
+    """The address of a server. There is no authentication yet, so addresses other than loopback must be enabled
+    explicitly."""
 
-    # allow_remote stands first because the check of the address reads it.
+    # allow_remote is declared first because the check of the address reads it.
     allow_remote: bool = False
     address: Address
 
@@ -46,19 +47,19 @@ class LoopbackListener(Section):
     def _local_unless_allowed(cls, address: str, info: ValidationInfo) -> str:
         section = cls.__name__.removesuffix("Settings").lower()
         fault = remote_fault(parse_address(address)[0], f"set {section}.allow_remote: true")
-        if fault and not info.data.get("allow_remote", True):  # which is there, unless it is faulty itself
+        if fault and not info.data.get("allow_remote", True):  # present, unless it is invalid itself
             raise ValueError(fault)
         return address
 
 
 class ListenSettings(LoopbackListener):
     address: Address = "127.0.0.1:7070"
-    socket: Name | None = None  # path of a Unix socket, beside the address
+    socket: Name | None = None  # path of a Unix socket, in addition to the address
 
 
 class JournalSettings(Section):
     path: Name = "orchestrrl-journal.sqlite"
-    # The oldest entries beyond this are dropped; those of open operations and live overrides stay.
+    # The oldest entries beyond this are dropped, except those of open operations and live overrides.
     max_entries: Annotated[int, AfterValidator(require(lambda value: value >= 1000, ">= 1000"))] = 1_000_000
 
 
@@ -67,19 +68,19 @@ class MetricsSettings(LoopbackListener):
 
 
 class FastSettings(SectionWithFormer):
-    """The fast loop: which requests move."""
+    """The fast loop, which moves requests."""
 
     former = ("settle_share", "min_gain_share", "crowded_ratio", "keep_groups_together", "preemption_risk")
     interval_s: PositiveFloat = 1.0
     policy: Annotated[FastPolicy, Field(strict=False)] = FastPolicy.PACKING
-    # packing: ends that differ by no more than this share of the time until the last are left alone
+    # packing: end times that differ by at most this share of the time until the last are left unchanged
     tolerance: Annotated[float, AfterValidator(require(lambda value: 0 <= value < 1, ">= 0 and < 1"))] = 0.05
-    theta: NonNegativeFloat = 0.0002  # spread of the load index (equation 5) that is left alone
-    max_moves_per_tick: PositiveInt = 8  # at a time, in all: the next ones wait for the results of these
-    max_moves_to_engine: PositiveInt = 4  # at a time, of running requests, to one engine
+    theta: NonNegativeFloat = 0.0002  # spread of the load index (equation 5) that is left unchanged
+    max_moves_per_tick: PositiveInt = 8  # concurrent, in total: further moves wait for their results
+    max_moves_to_engine: PositiveInt = 4  # concurrent moves of running requests to one engine
     max_moves_per_request: NonNegativeInt = 4
-    rest_after_move_s: NonNegativeFloat = 10.0  # a request that has moved stays so long, unless its engine stalls
-    # Where no lengths are known: of free KV, kept for each running request to grow into
+    rest_after_move_s: NonNegativeFloat = 10.0  # time for which a moved request stays, unless its engine stalls
+    # without known lengths: free KV reserved for each running request to grow
     headroom_tokens: NonNegativeInt = 128
     stale_after_s: PositiveFloat = 5.0
     operation_expiry_s: PositiveFloat = 10.0
@@ -87,18 +88,19 @@ class FastSettings(SectionWithFormer):
 
 
 class SlowSettings(Section):
-    """The slow loop: which configuration the fleet should have."""
+    """The slow loop, which selects the fleet's configuration."""
 
     interval_s: PositiveFloat = 30.0
-    epsilon_s: NonNegativeFloat = 10.0  # gain that a reconfiguration must bring beyond its cost
+    epsilon_s: NonNegativeFloat = 10.0  # minimum gain of a reconfiguration beyond its cost
     cooldown_s: NonNegativeFloat = 120.0
     bin_tokens: PositiveInt = 512
     max_output_tokens: PositiveInt = 32768
     stale_after_s: PositiveFloat = 10.0
-    scenarios: PositiveInt = 8  # samples of the lengths that plans are judged on
-    work_budget: PositiveInt | None = 100_000  # bounds the solver's search; null: as much as it thinks fit
-    knowledge: Annotated[Knowledge, Field(strict=False)] = Knowledge.FORECAST  # of lengths; others serve comparisons
-    correct_predictions: bool = True  # by how earlier steps came out
+    scenarios: PositiveInt = 8  # samples of the lengths on which plans are evaluated
+    work_budget: PositiveInt | None = 100_000  # limit of the solver's search; null: chosen by the solver
+    # of lengths; other values serve comparisons
+    knowledge: Annotated[Knowledge, Field(strict=False)] = Knowledge.FORECAST
+    correct_predictions: bool = True  # by the outcomes of earlier steps
 
 
 class GpuSettings(Section):
@@ -123,7 +125,7 @@ class ConfigurationSettings(Section):
     @model_validator(mode="after")
     def _takes_its_gpus(self) -> Self:
         if self.layout().gpus != self.gpus:
-            raise ValueError(f"parallelism must take the {self.gpus} GPUs, takes {self.layout().gpus}")
+            raise ValueError(f"parallelism must use {self.gpus} GPUs, uses {self.layout().gpus}")
         return self
 
     def layout(self) -> Parallelism:
@@ -134,12 +136,12 @@ class ConfigurationSettings(Section):
 
 
 class EngineSettings(Section):
-    """What is known about an engine beforehand; agents and gateways may bring more engines."""
+    """An engine known in advance; agents and gateways may add more engines."""
 
     id: Name
     url: Url
     configuration: Name | None = None
-    pool: str = ""  # engines of a kind, which requests' tags may prefer; empty: none
+    pool: str = ""  # name of a group of similar engines, which requests' tags may prefer; empty: none
     gpus: tuple[NonNegativeInt, ...] = Field(default=(), strict=False)
     max_sequences: PositiveInt | None = None
     kv_capacity_tokens: PositiveInt | None = None
@@ -154,22 +156,24 @@ class EngineSettings(Section):
 
 
 class KvConnector(StrEnum):
-    """What the engines were started with to hand KV over, as far as gateways know how to use it."""
+    """The KV connector of the engines that gateways support."""
 
     KV_HANDOVER = "kv_handover"  # OrchestrRL's own, see docs/kv-handover.md
 
 
 class KvTransfer(Section):
-    """Engines can hand the KV of a running request over to each other. What is left out here, the profile's `moves` has
-    to say."""
+    """Enables engines to hand over the KV of running requests to each other. Values not set here must be in the
+    profile's `moves`."""
 
-    # All engines have it, those of a configuration with a directory in common. None: KV is only priced in plans.
+    # All engines have it, those of one configuration with a common directory. None: KV transfer is only priced in
+    # plans.
     connector: Annotated[KvConnector, Field(strict=False)] | None = None
-    # Names the weights that all engines have. KV of another name is never used: it must change with the weights.
+    # Name of the weights that all engines have. KV of another name is never used: the name must change with the
+    # weights.
     weights: Name = "initial"
 
     inter_node_gbps_per_gpu: PositiveFloat | None = None
-    intra_node_gbps_per_gpu: PositiveFloat | None = None  # by default as between nodes
+    intra_node_gbps_per_gpu: PositiveFloat | None = None  # default: as between nodes
     latency_s: NonNegativeFloat | None = None
     kv_bytes_per_token: PositiveFloat | None = None
 
@@ -177,19 +181,19 @@ class KvTransfer(Section):
 class FleetSettings(Section):
     gpus: GpuSettings | None = None
     kv_transfer: KvTransfer | None = None  # None: moved requests are prefilled again
-    profile: Name | None = None  # path of a profile file, from the configuration's own folder
-    configurations: tuple[ConfigurationSettings, ...] = Field(default=(), strict=False)  # beside the profile's
+    profile: Name | None = None  # path of a profile file, relative to the configuration's folder
+    configurations: tuple[ConfigurationSettings, ...] = Field(default=(), strict=False)  # in addition to the profile's
     engines: tuple[EngineSettings, ...] = Field(default=(), strict=False)
-    launch: LaunchSettings | None = None  # None: engines are started by somebody else
-    deployer: DeployerSettings | None = None  # None: and nobody changes them
-    _profile: "Profile | None" = None  # what the file said when the configuration was read
+    launch: LaunchSettings | None = None  # None: engines are started externally
+    deployer: DeployerSettings | None = None  # None: engines are never changed
+    _profile: "Profile | None" = None  # content of the file when the configuration was read
 
     def profile_value(self) -> "Profile | None":
-        """The profile that `profile` names, with its curves."""
+        """Return the profile named by `profile`, with its curves."""
         return self._profile
 
     def configuration_values(self) -> tuple[Configuration, ...]:
-        """Those written out, then the profile's in their affine form."""
+        """Return the configurations in this section, followed by the profile's in their affine form."""
         profiled = self._profile.configurations if self._profile is not None else ()
         return (
             *(configuration.value() for configuration in self.configurations),
@@ -197,26 +201,26 @@ class FleetSettings(Section):
         )
 
     def layouts(self) -> dict[ConfigurationId, Parallelism]:
-        """How each of `configuration_values` lies over its GPUs."""
+        """Return the layout over GPUs of each of `configuration_values`."""
         profiled = self._profile.configurations if self._profile is not None else ()
         own = {ConfigurationId(configuration.id): configuration.layout() for configuration in self.configurations}
         return own | {engine.id: engine.parallelism for engine in profiled}
 
 
 class PacketSideSettings(Section):
-    """A ToR's interface to the electrical network that is always there, and its own address on it."""
+    """A ToR's interface to the permanent electrical network, and its address there."""
 
     interface: Name
     address: Name
 
 
 class RouterSettings(Section):
-    """One ToR as packets see it; `options` are its driver's."""
+    """The router of one ToR; `options` are its driver's."""
 
     tor: Name
     driver: Name
     options: dict[str, Any] = Field(default_factory=dict)
-    address: Name  # its own, answered on every interface
+    address: Name  # the router's own, answered on every interface
     prefixes: tuple[Name, ...] = Field(default=(), strict=False)  # of the hosts behind it
     interfaces: tuple[Name, ...] = Field(strict=False)  # of its fibres, in the order of the site's file
     packet_side: PacketSideSettings | None = None
@@ -225,11 +229,11 @@ class RouterSettings(Section):
 class ReroutingSettings(Section):
     """How routers are changed."""
 
-    link_up_s: NonNegativeFloat = 2.0  # how long light is waited for, once switches are done
-    neighbour_s: NonNegativeFloat = 1.0  # and then for the ToR at the far end to answer
-    settle_s: NonNegativeFloat = 0.002  # for packets that are under way on a circuit whose routes have gone
-    poll_s: PositiveFloat = 5.0  # between two looks for links that went dark, and routers that failed
-    # As how many circuits in a row the packet side counts; null: packets take it only where no circuits lead.
+    link_up_s: NonNegativeFloat = 2.0  # how long to wait for light, once switches are done
+    neighbour_s: NonNegativeFloat = 1.0  # then, for the ToR at the far end to answer
+    settle_s: NonNegativeFloat = 0.002  # for packets in transit on a circuit whose routes were removed
+    poll_s: PositiveFloat = 5.0  # between checks for dark links and failed routers
+    # The cost of the packet side as a number of circuits in a row; null: packets use it only without circuits.
     packet_hops: PositiveInt | None = None
 
 
@@ -237,34 +241,34 @@ Share = Annotated[float, Field(strict=False, ge=0, le=1)]
 
 
 class FabricSettings(Section):
-    """When circuits are changed, and how carefully."""
+    """When circuits are changed, and the safety margins."""
 
-    site: Name  # path of a site's file, from the configuration's own folder
-    # A window counts if its length, but for this share of cases, has covered what a commit takes and this margin.
+    site: Name  # path of a site file, relative to the configuration's folder
+    # A window is used if its length, except in this share of cases, has covered the time of a commit and this margin.
     quantile: Annotated[float, Field(gt=0, lt=0.5)] = 0.05
-    # By adding up the ranks': a rank's is never below 0.5 %, so that of many ranks `quantile` is not what is promised.
+    # Sum over the ranks. A rank's risk is never below 0.5 %, so with many ranks `quantile` is not guaranteed.
     most_risk: Annotated[float, Field(gt=0, le=1)] = 1.0
     margin_s: NonNegativeFloat = 0.005
     within_s: PositiveFloat = 30.0  # how long a period waits for its windows
-    boundary_within_s: PositiveFloat = 60.0  # the same, where the job stands still for it
-    min_fraction: Share = 0.5  # of its circuits, that an endpoint keeps at every point of a change
+    boundary_within_s: PositiveFloat = 60.0  # the same, if the job is idle in the meantime
+    min_fraction: Share = 0.5  # of its circuits that an endpoint keeps at every point of a change
     max_moves_per_stage: PositiveInt = 1024
-    # From link up until packets take it: what is reckoned with where routers follow links by themselves (none listed
-    # here), and else before it was measured.
+    # From link up until packets use it: used if routers follow links on their own (none listed here), and otherwise
+    # until it is measured.
     route_s: NonNegativeFloat = 0.0
     routers: tuple[RouterSettings, ...] = Field(default=(), strict=False)
     rerouting: ReroutingSettings = ReroutingSettings()
-    # Where this names a model (see planner/cost/models.py), circuits of Gen follow each redeployment.
+    # If this names a model (see planner/cost/models.py), Gen's circuits follow each redeployment.
     model: Name | None = None
     first_fleet_gpu: NonNegativeInt = 0  # the site's number of the fleet's GPU 0
     tokens_per_period: PositiveFloat = 1e6  # that an engine decodes between them
 
 
 class CircuitOwnership(StrEnum):
-    """Which circuits of a switch may be taken down."""
+    """The circuits of a switch that may be removed."""
 
-    MADE = "made"  # what we made, and what an operator took over by name
-    ALL = "all"  # every one: nobody else uses the switch
+    MADE = "made"  # those that this daemon made or an operator took over
+    ALL = "all"  # all: the switch has no other users
 
 
 class SwitchSettings(Section):
@@ -277,7 +281,7 @@ class SwitchSettings(Section):
 
 
 class LimitSettings(Section):
-    """What the daemon takes in and remembers at most. Whatever is beyond is refused, with the setting's name."""
+    """Limits on what the daemon accepts and stores. Input beyond a limit is refused with the setting's name."""
 
     message_bytes: Annotated[
         int, AfterValidator(require(lambda value: 65536 <= value < 2**31, ">= 65536 and < 2**31"))
@@ -286,9 +290,10 @@ class LimitSettings(Section):
     calls: PositiveInt = 16_384  # open at a time, streams included
     requests_per_report: PositiveInt = 262_144  # in flight, or finished, and items of a node's result
     requests: PositiveInt = 1_048_576  # in flight, over all gateways
-    engines: PositiveInt = 8192  # known at a time, whoever named them
+    engines: PositiveInt = 8192  # known at a time, from all sources
     gateways: PositiveInt = 256  # known at a time
-    nodes: PositiveInt = 8192  # attached lately: agents with gateways, and so many weight peers and traced hosts
+    # attached recently: agents and gateways together; the same limit applies to weight peers and to traced hosts
+    nodes: PositiveInt = 8192
 
 
 class Config(Section):
@@ -301,10 +306,10 @@ class Config(Section):
     slow: SlowSettings = SlowSettings()
     fleet: FleetSettings = FleetSettings()
     ocs: tuple[SwitchSettings, ...] = Field(default=(), strict=False)
-    fabric: FabricSettings | None = None  # None: circuits are changed by hand alone
+    fabric: FabricSettings | None = None  # None: circuits are only changed manually
     weights: WeightSettings = WeightSettings()
-    _site: "Site | None" = None  # what its file said when the configuration was read
+    _site: "Site | None" = None  # content of its file when the configuration was read
 
     def site_value(self) -> "Site | None":
-        """The site that `fabric.site` names."""
+        """Return the site named by `fabric.site`."""
         return self._site

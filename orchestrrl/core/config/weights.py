@@ -1,4 +1,4 @@
-"""`weights` of the daemon's configuration: how new weights reach the engines."""
+"""The section `weights` of the daemon's configuration: how new weights reach the engines."""
 
 from enum import StrEnum
 from typing import Annotated, Self
@@ -19,13 +19,13 @@ _Share = Annotated[float, AfterValidator(require(lambda value: 0 < value <= 1, "
 
 
 class InstallWhen(StrEnum):
-    AT_ONCE = "at_once"  # the pause barrier is closed for it as soon as all bytes are everywhere
-    NEXT_PAUSE = "next_pause"  # engines take it when the pause barrier is closed next
+    AT_ONCE = "at_once"  # the pause barrier is closed for it as soon as all peers have all bytes
+    NEXT_PAUSE = "next_pause"  # engines install it when the pause barrier closes next
 
 
 class ProbeSettings(Section):
-    """A prompt that every engine goes on from, greedily, before a version counts. All of one configuration must answer
-    the same."""
+    """A prompt that every engine continues, greedily, before a version is committed. All engines of one configuration
+    must return the same answer."""
 
     prompt_ids: Annotated[tuple[NonNegativeInt, ...], Field(strict=False, min_length=1)] = (1, 2, 3, 4, 5, 6, 7, 8)
     max_tokens: PositiveInt = 8
@@ -42,11 +42,11 @@ class TorCircuits(Section):
 
 
 class NetworkSettings(Section):
-    """Where there is no `fabric`: the packet network between peers, for plans and their rate budgets. Peers say in
-    which PoD and ToR they are; those not named here have no limit but their NICs."""
+    """The packet network between peers, for plans and their rate limits, without `fabric`. Peers report their PoD and
+    ToR; those not listed here are only limited by their NICs."""
 
     link_gbps: PositiveFloat = 100.0
-    nic_gbps: PositiveFloat = 100.0  # of a peer that does not say
+    nic_gbps: PositiveFloat = 100.0  # of a peer that does not report it
     pods: Annotated[tuple[PodCircuits, ...], Field(strict=False)] = ()
     tors: Annotated[tuple[TorCircuits, ...], Field(strict=False)] = ()
 
@@ -55,30 +55,30 @@ class NetworkSettings(Section):
         for name in ("pods", "tors"):
             ids = [each.id for each in getattr(self, name)]
             if twice := sorted({each for each in ids if ids.count(each) > 1}):
-                raise ValueError(f"{name} must be named once each, twice are {', '.join(twice)}")
+                raise ValueError(f"{name} must have unique ids, got {', '.join(twice)} twice")
         return self
 
 
 class WeightSettings(SectionWithFormer):
     former = ("seeds_per_pod",)
-    # In order of preference: the first that both ends of an edge have. Between CPUs our TCP takes 0.84 to 0.93 of the
-    # time of torch's broadcast of the same bytes, point to point over gloo 0.98 to 1.17.
+    # In order of preference: the first that both ends of an edge support. Between CPUs the TCP transport takes 0.84 to
+    # 0.93 of the time of torch's broadcast of the same bytes; point to point over gloo it takes 0.98 to 1.17.
     transports: Annotated[tuple[Name, ...], Field(strict=False, min_length=1)] = ("nccl", "tcp", "gloo")
     chunk_bytes: PositiveInt = 4 * 1024 * 1024
     hop_latency_s: PositiveFloat = 0.001
-    # Of NICs and links that a sync takes at most; 1.0: it is not held back, the network shares out by itself.
+    # The largest share of NICs and links that a sync uses; 1.0: no limit, the network shares its bandwidth itself.
     rate_share: _Share = 1.0
     network: NetworkSettings = NetworkSettings()
-    install: Annotated[InstallWhen, Field(strict=False)] = InstallWhen.AT_ONCE  # where the trainer does not say
+    install: Annotated[InstallWhen, Field(strict=False)] = InstallWhen.AT_ONCE  # unless the trainer specifies it
     probe: ProbeSettings | None = ProbeSettings()
-    publish_within_s: PositiveFloat = 120.0  # from the first rank's word to the last one's
-    stall_s: PositiveFloat = 10.0  # an edge on which nothing moves for so long is broken
-    patience_s: PositiveFloat = 30.0  # for a peer that has gone, before the sync goes on without it or is given up
+    publish_within_s: PositiveFloat = 120.0  # from the first rank's publication to the last one's
+    stall_s: PositiveFloat = 10.0  # an edge without progress for this long is broken
+    patience_s: PositiveFloat = 30.0  # for a disconnected peer, before the sync continues without it or is aborted
     fence_within_s: PositiveFloat = 60.0
     install_within_s: PositiveFloat = 300.0
     probe_within_s: PositiveFloat = 60.0
-    # The pause barrier's lease while engines are being changed. If the daemon dies then, requests wait for it to come
-    # back, at most so long: engines could have different weights until it does.
+    # The pause barrier's lease during a change of engines. If the daemon dies in the meantime, requests wait at most
+    # this long for its return, because engines could have different weights until then.
     lease_s: PositiveFloat = 3600.0
-    attempts: PositiveInt = 2  # of one version: a failed one begins again with the bytes that are there
-    slowest_edges: PositiveInt = 16  # that a report names
+    attempts: PositiveInt = 2  # for one version: a retry reuses the bytes already received
+    slowest_edges: PositiveInt = 16  # in a report

@@ -1,9 +1,9 @@
-"""Detect damage of a journal, and replace a damaged one by what can still be read of it.
+"""Detect damage of a journal, and replace a damaged one by its readable entries.
 
-Every entry carries a checksum. Beside the journal, `<journal>.tail` holds the number of the last entry that was
-acknowledged and the sum of the checksums of all entries ever written. The tail is written after each entry: a process
-that is killed between the two leaves an entry more than the tail has, never one fewer. So a journal with fewer entries
-than its tail has lost some, however consistent the file itself is.
+Every entry has a checksum. Next to the journal, `<journal>.tail` contains the number of the last acknowledged entry and
+the sum of the checksums of all entries ever written. The tail is written after each entry, so a process that is killed
+in between leaves one entry more than the tail has, never one less. A journal with fewer entries than its tail has
+therefore lost some, even if the file itself is consistent.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from orchestrrl.core.errors import Permanent, few
 
 APPLICATION_ID = 0x4F52_4C31  # "ORL1"
 SCHEMA_VERSION = 2
-UNGUARDED = 1  # the format before there were checksums and a tail
+UNGUARDED = 1  # the format without checksums and tail
 MASK = 2**64 - 1
 
 _TAIL = struct.Struct(">8sIQQQ")  # magic, format, generation, sequence, sum
@@ -37,29 +37,29 @@ Row = tuple[Any, ...]
 
 
 def checksum(sequence: int, at_s: float, generation: int, kind: bytes, subject: bytes, body: bytes) -> int:
-    """Return the checksum of an entry, as SQLite stores integers: signed, of 64 bits."""
+    """Return the checksum of an entry as SQLite stores integers: signed, 64 bits."""
     head = _ENTRY.pack(sequence, at_s, generation, len(kind), len(subject), len(body))
     digest = hashlib.blake2b(b"".join((head, kind, subject, body)), digest_size=8).digest()
     return int.from_bytes(digest, "big", signed=True)
 
 
 def is_intact(row: Row) -> bool:
-    """Whether a row of the entries, `COLUMNS` and the checksum, is as it was written. Read with texts as bytearray, so
-    that a text that has become a blob is not taken for one."""
+    """Return whether a row of entries, `COLUMNS` and the checksum, is unchanged since it was written. Texts must be
+    read as bytearray, so that a text that was turned into a blob is detected."""
     if any(type(text) is not bytearray for text in row[3:6]):
         return False
     try:
         return bool(checksum(row[0], row[1], row[2], row[3], row[4], row[5]) == row[6])
-    except struct.error:  # a number has become something else
+    except struct.error:  # a number was turned into another type
         return False
 
 
-# --- the tail
+# --- Tail file
 
 
 @dataclass(frozen=True, slots=True)
 class JournalTail:
-    """What the writer of a journal has acknowledged."""
+    """The state that the writer of a journal has acknowledged."""
 
     generation: int = 0
     sequence: int = 0
@@ -72,12 +72,12 @@ class JournalTail:
 
 
 class TailFile:
-    """The open tail of one writer."""
+    """The open tail file of one writer."""
 
     def __init__(self, journal: Path, tail: JournalTail) -> None:
-        """Write `tail` so that it outlasts a power cut. Raises OSError."""
+        """Write `tail` so that it survives a power failure. Raises OSError."""
         self.path = tail_path(journal)
-        if not self.path.exists():  # there is never one without its record
+        if not self.path.exists():  # the file never exists without its record
             half = beside(journal, ".tail.half")
             half.write_bytes(tail.encoded())
             os.replace(half, self.path)
@@ -91,8 +91,8 @@ class TailFile:
             raise
 
     def write(self, tail: JournalTail, *, durable: bool = False) -> None:
-        """Replace the record. A process that is killed meanwhile leaves the one before or this one; one that is
-        `durable` outlasts a power cut. Raises OSError."""
+        """Replace the record. A process that is killed in the meantime leaves the previous record or this one. A
+        `durable` record survives a power failure. Raises OSError."""
         os.pwrite(self._descriptor, tail.encoded(), 0)
         if durable:
             os.fsync(self._descriptor)
@@ -118,7 +118,7 @@ def sync_folder(journal: Path) -> None:
 
 
 def read_tail(journal: Path) -> JournalTail | None:
-    """None where there is none. Raises ValueError where it is damaged."""
+    """Read the tail file; None if there is none. Raises ValueError if it is damaged."""
     try:
         data = tail_path(journal).read_bytes()
     except FileNotFoundError:
@@ -126,21 +126,21 @@ def read_tail(journal: Path) -> JournalTail | None:
     record, digest = data[: _TAIL.size], data[_TAIL.size :]
     is_whole = len(data) == _TAIL.size + 8 and hashlib.blake2b(record, digest_size=8).digest() == digest
     if not is_whole or not record.startswith(_MAGIC):
-        raise ValueError("its tail file is damaged")
+        raise ValueError("the tail file is damaged")
     _, format, generation, sequence, total = _TAIL.unpack(record)
     return JournalTail(generation, sequence, total, format)
 
 
-# --- examine
+# --- Examination
 
 
 @dataclass(slots=True)
 class JournalExamination:
-    """What a journal's files hold. `faults`: empty where nothing is lost."""
+    """The content of a journal's files. `faults` is empty if nothing is lost."""
 
     faults: list[str] = field(default_factory=list)
     version: int = 0  # of the format; 0: there is no journal yet
-    tail: JournalTail = field(default_factory=JournalTail)  # as the entries that are there make it
+    tail: JournalTail = field(default_factory=JournalTail)  # as computed from the entries
 
     def fault(self, text: str) -> None:
         if text not in self.faults:
@@ -148,8 +148,8 @@ class JournalExamination:
 
 
 def examine(path: Path) -> JournalExamination:
-    """Compare a journal with its checksums and its tail. Changes nothing. Raises Permanent for a file that is no
-    journal, or one of a later format."""
+    """Compare a journal with its checksums and its tail, without changes. Raises Permanent if the file is not a
+    journal, or has a later format."""
     found = JournalExamination()
     tail: JournalTail | None = None
     try:
@@ -164,11 +164,11 @@ def examine(path: Path) -> JournalExamination:
         with closing(open_read_only(path)) as db:
             db.execute("BEGIN")
             (tables,) = db.execute("SELECT count(*) FROM sqlite_schema").fetchone()
-            if tables or (is_ours and (tail is None or tail.generation)):  # else its first start was cut short
+            if tables or (is_ours and (tail is None or tail.generation)):  # otherwise its first start was interrupted
                 version = identify(path, db, tail, is_ours)
                 columns = [bytes(name) for (name,) in db.execute("SELECT name FROM pragma_table_info('entries')")]
                 if version == UNGUARDED and b"checksum" in columns:
-                    raise ValueError("its header is damaged")
+                    raise ValueError("the header is damaged")
                 found.version = version
             with path.open("rb") as file:
                 versions = tuple(file.read(20)[18:])
@@ -176,22 +176,22 @@ def examine(path: Path) -> JournalExamination:
     except sqlite3.DatabaseError as error:
         if not is_ours or not _is_damage(error):
             raise
-        found.fault(f"it cannot be read: {error}")
+        found.fault(f"the file cannot be read: {error}")
     except ValueError as error:
         found.fault(str(error))
     if found.version == SCHEMA_VERSION and not is_ours:
-        found.fault(f"{tail_path(path).name} is missing, so nobody can tell whether the newest entries are lost")
+        found.fault(f"{tail_path(path).name} is missing, so the newest entries may be lost")
     return found
 
 
 def _is_damage(error: sqlite3.DatabaseError) -> bool:
-    """Whether it is the file's content that is wrong, and not that it cannot be opened or read now."""
+    """Return whether the file's content is wrong, as opposed to a file that cannot be opened or read now."""
     code = getattr(error, "sqlite_errorcode", None)
     return code is None or code & 0xFF in _WRONG_CONTENT
 
 
 def open_read_only(path: Path) -> sqlite3.Connection:
-    """Neither the file nor its write-ahead log is changed. Texts are read as bytearray."""
+    """Open a journal without changing the file or its write-ahead log. Texts are read as bytearray."""
     db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None)
     db.text_factory = bytearray
     return db
@@ -201,25 +201,26 @@ def _examine_absence(path: Path, tail: JournalTail | None, found: JournalExamina
     log = beside(path, "-wal")
     how = "is empty" if path.exists() else "is missing"
     if tail is not None and tail.generation:
-        found.fault(f"the file {how}, and {tail.sequence} entries were written to it")
+        found.fault(f"the file {how}, but {tail.sequence} entries were written to it")
     elif log.exists() and log.stat().st_size:
-        found.fault(f"the file {how}, and its write-ahead log is there")
+        found.fault(f"the file {how}, but its write-ahead log exists")
     elif found.faults:
         found.fault(f"the file {how}")
 
 
 def identify(path: Path, db: sqlite3.Connection, tail: JournalTail | None = None, is_ours: bool = False) -> int:
-    """The format's version. Raises Permanent for what is no damage, ValueError for what is."""
+    """Return the version of the format. Raises Permanent for a file that is not damaged but unsuitable, ValueError for
+    damage."""
     (identity,) = db.execute("PRAGMA application_id").fetchone()
     (version,) = db.execute("PRAGMA user_version").fetchone()
     if identity != APPLICATION_ID:
         if is_ours:
-            raise ValueError("its header is damaged")
-        raise Permanent(f"{path}: is not a journal of OrchestrRL")
+            raise ValueError("the header is damaged")
+        raise Permanent(f"{path}: is not an OrchestrRL journal")
     if version not in (UNGUARDED, SCHEMA_VERSION):
         if tail is not None and tail.format != version:
-            raise ValueError("its header is damaged")
-        raise Permanent(f"{path}: has journal format {version}, this version reads {SCHEMA_VERSION}")
+            raise ValueError("the header is damaged")
+        raise Permanent(f"{path}: has journal format {version}, this version supports {SCHEMA_VERSION}")
     return int(version)
 
 
@@ -230,13 +231,13 @@ def _examine_database(
         return
     guarded = found.version == SCHEMA_VERSION
     if versions not in _VERSIONS:
-        found.fault("its header is damaged")
+        found.fault("the header is damaged")
     meta = meta_of(db)
     if guarded and (meta.get("schema") != schema_sum(db) or meta.get("generation_sum") != number_sum(meta)):
-        found.fault("its table of contents is damaged")
+        found.fault("the table of contents is damaged")
     for (text,) in db.execute(f"PRAGMA integrity_check({FAULTS_NAMED})").fetchall():
         if text != b"ok":
-            found.fault(f"it is damaged: {bytes(text).decode(errors='replace')}")
+            found.fault(f"the database is damaged: {bytes(text).decode(errors='replace')}")
     total, last, broken = meta.get("pruned", 0), 0, []
     later = 0  # the checksums of entries after the tail, which a killed process may leave
     for row in rows_of(db, guarded):
@@ -257,49 +258,49 @@ def _examine_database(
 def _compare(
     db: sqlite3.Connection, tail: JournalTail | None, found: JournalExamination, total: int, last: int
 ) -> None:
-    """With the tail, and with the number that SQLite gave out last."""
+    """Compare the entries with the tail, and with the last number that SQLite assigned."""
     numbered = db.execute("SELECT seq FROM sqlite_sequence WHERE name = 'entries'").fetchone()
     if (numbered[0] if numbered else 0) != last:
-        found.fault(f"its last entry is {last}, and {numbered[0] if numbered else 0} were written")
+        found.fault(f"the last entry is {last}, but {numbered[0] if numbered else 0} were written")
     if tail is None:
         return
     if last < tail.sequence:
-        found.fault(f"its newest entries are lost: the last is {last}, and {tail.sequence} were written")
+        found.fault(f"the newest entries are lost: the last is {last}, but {tail.sequence} were written")
     elif total != tail.total:
         found.fault("entries were lost or changed: their checksums do not add up")
     if meta_of(db).get("generation", 0) < tail.generation:
-        found.fault("it is older than its tail file")
+        found.fault("the journal is older than its tail file")
 
 
 def meta_of(db: sqlite3.Connection) -> dict[str, int]:
-    """The journal's own numbers, by name. Raises ValueError where one is none."""
+    """Return the journal's own numbers, by name. Raises ValueError if one is not a number."""
     rows = db.execute("SELECT key, value FROM meta").fetchall()
     if any(type(key) is not bytearray or type(value) is not int for key, value in rows):
-        raise ValueError("its table of contents is damaged")
+        raise ValueError("the table of contents is damaged")
     return {key.decode(errors="replace"): value for key, value in rows}
 
 
 def number_sum(meta: Mapping[str, int]) -> int:
-    """The checksum of the generation."""
+    """Return the checksum of the generation."""
     return checksum(0, 0.0, meta.get("generation", 0), b"generation", b"", b"")
 
 
 def schema_sum(db: sqlite3.Connection) -> int:
-    """The checksum of the definitions of all tables and indices. The connection reads texts as bytearray."""
+    """Return the checksum of the definitions of all tables and indices. The connection must read texts as bytearray."""
     rows = db.execute("SELECT type, name, tbl_name, sql FROM sqlite_schema ORDER BY name").fetchall()
     text = b"\n".join(each for row in rows for each in row if isinstance(each, bytearray))
     return checksum(0, 0.0, 0, b"schema", b"", text)
 
 
 def rows_of(db: sqlite3.Connection, guarded: bool, order: str = "ASC") -> Iterator[Row]:
-    """All entries, each with its checksum; of a journal from before there were any, with the one it should have."""
+    """Yield all entries, each with its checksum; for a journal without checksums, with the computed one."""
     column = ", checksum" if guarded else ""
     for row in db.execute(f"SELECT {COLUMNS}{column} FROM entries NOT INDEXED ORDER BY sequence {order}"):
         yield row if guarded else (*row, _checksum_of(row))
 
 
 def _checksum_of(row: Row) -> int | None:
-    """None of what no version has written."""
+    """Return the checksum of a row; None if no version can have written the row."""
     try:
         for text in row[3:6]:
             bytes(text).decode()
@@ -308,13 +309,13 @@ def _checksum_of(row: Row) -> int | None:
         return None
 
 
-# --- replace
+# --- Replacement
 
 
 def replace_damaged(path: Path, found: JournalExamination, schema: str, kind: str, at_s: float) -> None:
-    """Put a journal with everything that can still be read in the place of a damaged one, which is kept beside it; the
-    entry that records the damage is of that `kind`. The files are exchanged at the end: a process that is killed before
-    leaves them as they were, and one that is killed meanwhile leaves the rest to `finish`. Raises OSError and
+    """Replace a damaged journal by one with all readable entries, and keep the damaged one next to it. The entry that
+    records the damage has the given `kind`. The files are exchanged at the end: a process that is killed before leaves
+    the old files, and one that is killed during the exchange leaves the rest to `finish`. Raises OSError and
     sqlite3.Error."""
     with suppress(ValueError):
         told, read = read_tail(path) or JournalTail(), found.tail
@@ -364,7 +365,7 @@ def replace_damaged(path: Path, found: JournalExamination, schema: str, kind: st
 
 
 def finish(path: Path) -> None:
-    """Exchange the files of a replacement that is ready, where there is one. Harmless when done twice."""
+    """Complete the exchange of files of a prepared replacement, if there is one. Idempotent."""
     draft, tail = beside(path, ".new"), beside(path, ".tail.new")
     if not tail.exists():
         _remove_draft(draft)
@@ -382,7 +383,7 @@ def finish(path: Path) -> None:
 
 
 def roll_back(path: Path) -> None:
-    """Undo what a start that was killed had half written: SQLite does so for a connection that may write. Raises
+    """Undo the half-finished write of a killed start: SQLite does so for a connection that may write. Raises
     OSError."""
     if path.exists() and beside(path, "-journal").exists():
         with suppress(sqlite3.DatabaseError), closing(sqlite3.connect(path)) as db:
@@ -390,7 +391,7 @@ def roll_back(path: Path) -> None:
 
 
 def write_meta(db: sqlite3.Connection, numbers: Mapping[str, int]) -> None:
-    """Write the journal's own numbers, with their checksums. The connection reads texts as bytearray."""
+    """Write the journal's own numbers, with their checksums. The connection must read texts as bytearray."""
     sums = {"generation_sum": number_sum(numbers), "schema": schema_sum(db)}
     db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", {**numbers, **sums}.items())
 
@@ -401,11 +402,11 @@ def _remove_draft(draft: Path) -> None:
 
 
 def _readable(path: Path, guarded: bool) -> Iterator[Row]:
-    """What can still be read, up to where the file is damaged from both ends. Entries may come twice."""
-    if not path.exists() or not path.stat().st_size:  # SQLite would drop the log of an empty one
+    """Yield all readable entries, from both ends up to the damage. Entries may be repeated."""
+    if not path.exists() or not path.stat().st_size:  # SQLite would delete the log of an empty file
         return
     for order in ("ASC", "DESC"):
-        # Of a damaged name, sqlite3 cannot even make the error's message.
+        # If a name is damaged, sqlite3 cannot even format the error's message.
         with suppress(sqlite3.Error, UnicodeDecodeError), closing(open_read_only(path)) as db:
             for row in rows_of(db, guarded, order):
                 if is_intact(row) and _is_entry(row):

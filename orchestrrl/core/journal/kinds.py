@@ -1,25 +1,27 @@
-"""Kinds of entries of the journal. Apart from it, so that a command which only names them need not load SQLite."""
+"""The kinds of journal entries. Separate from the journal, so that a command that only uses their names need not load
+SQLite."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 
 
 class EntryKind(StrEnum):
-    """What an entry tells. Operations have an intent before anything is sent and a result when it is known."""
+    """The kind of a journal entry. An operation has an intent, written before anything is sent, and a result once it is
+    known."""
 
     DAEMON_STARTED = "daemon.started"
     DAEMON_STOPPED = "daemon.stopped"
     CONFIG_RELOADED = "config.reloaded"
     MODE = "mode"
     JOURNAL_DAMAGED = "journal.damaged"  # entries before this one were lost, or may have been
-    JOURNAL_CONFIRMED = "journal.confirmed"  # an operator has confirmed it
+    JOURNAL_CONFIRMED = "journal.confirmed"  # an operator has confirmed the damage
     NODE_ATTACHED = "node.attached"
     NODE_DETACHED = "node.detached"
-    NODE_DOUBLE = "node.double"  # a node came whose id another one has that is there
+    NODE_DOUBLE = "node.double"  # a node attached with the id of another attached node
     ENGINE_HEALTH = "engine.health"
-    ENGINE_FAILOVERS = "engine.failovers"  # requests went on after their engine failed, as one gateway reported
-    ENGINE_REMARKS = "engine.remarks"  # several agents report it, or it has several names; none: no longer
-    ENGINES = "engines"  # an operator added, drained or removed one; who stands how since
+    ENGINE_FAILOVERS = "engine.failovers"  # requests continued after their engine failed, as one gateway reported
+    ENGINE_REMARKS = "engine.remarks"  # several agents report the engine, or it has several names; empty: resolved
+    ENGINES = "engines"  # an operator added, drained or removed an engine; has the resulting state of all
     STEP_ENDED = "step.ended"
     PLAN = "plan"
     PLAN_ACTED = "plan.acted"
@@ -35,30 +37,30 @@ class EntryKind(StrEnum):
     PROFILE_REFITTED = "profile.refitted"
     BALANCE = "balance"
     BARRIER = "barrier"
-    PAUSE_BEGAN = "pause.began"  # the fleet is being brought to rest
+    PAUSE_BEGAN = "pause.began"  # the fleet is being paused
     PAUSE_STEP = "pause.step"
-    PAUSE_ENDED = "pause.ended"  # it is at rest, or goes on as before
+    PAUSE_ENDED = "pause.ended"  # the fleet is paused, or continues as before
     ROUTES = "routes"
     OPERATION_INTENT = "operation.intent"
     OPERATION_SENT = "operation.sent"
     OPERATION_RESULT = "operation.result"
     CIRCUITS_INTENT = "circuits.intent"
     CIRCUITS_RESULT = "circuits.result"
-    CIRCUITS_OWNED = "circuits.owned"  # of a switch: which of its circuits are ours since
-    PERIOD_INTENT = "period.intent"  # of a name, as it was announced last
+    CIRCUITS_OWNED = "circuits.owned"  # for a switch: the circuits that are owned from then on
+    PERIOD_INTENT = "period.intent"  # for a name, as announced last
     PERIOD = "period"  # a period has ended: committed, kept, superseded or failed
     FABRIC_CONTROL = "fabric.control"  # an operator's pins, override and masks
-    REROUTED = "fabric.rerouted"  # over which cross-connects packets are routed
-    PAUSES = "pauses"  # what an operator has paused
+    REROUTED = "fabric.rerouted"  # the cross-connects over which packets are routed
+    PAUSES = "pauses"  # the operator's pauses
     SYNC_BEGAN = "sync.began"  # a weight version was published
-    SYNC_STEP = "sync.step"  # how it stands; what it is about to do is written down before
+    SYNC_STEP = "sync.step"  # its state; each action is recorded before it begins
     SYNC_ENDED = "sync.ended"
-    WEIGHTS = "weights"  # the version that the fleet is committed to, and engines that have not got it
+    WEIGHTS = "weights"  # the fleet's committed version, and the engines without it
 
 
 @dataclass(frozen=True, slots=True)
 class OperationEntries:
-    """The entries of one kind of operation, written by core/operation_journal.py alone. An operation is open from its
+    """The entries of one kind of operation, written only by core/operation_journal.py. An operation is open from its
     intent until its result."""
 
     intent: EntryKind

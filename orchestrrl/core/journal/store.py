@@ -1,17 +1,18 @@
 """The append-only record of inputs, decisions and outcomes, in SQLite; recovery and replay read it.
 
-One process writes (a lock file beside the journal sees to it), any number read meanwhile. An entry is on disk for good
-once `append` returns, as far as a killed process goes; a power cut may take the last few, never a generation.
+One process writes, which a lock file next to the journal enforces; any number of processes read. An entry is on disk
+once `append` returns and survives a killed process; a power failure may take the last few entries, but never a
+generation.
 
-What is missing or damaged at the next start is reported (damage.py): the damaged files are kept aside, what can
-be read of them goes on in a new file, and `damage` names it until an operator confirms it. Of what was so in the fleet
-before (open operations, the pause barrier, its weights, its engines) nothing is recovered then, since lost entries may
-have changed it. An operator's words are recovered as they can be read.
+At the next start, missing or damaged data is reported (damage.py): the damaged files are kept, their readable entries
+continue in a new file, and `damage` describes it until an operator confirms it. In that case, earlier state of the
+fleet (open operations, the pause barrier, weights, engines) is not recovered, because lost entries may have changed it.
+An operator's orders are recovered as far as they are readable.
 
-The oldest entries beyond `max_entries` are dropped, except what recovery needs: open operations, redeployments and
-weight syncs, and the latest control, calibration, change of the deployment, mode, routes, barrier, roster of engines,
-word on the fabric, pauses, way of its packets, weights and damage, and of each switch the latest word on whose its
-circuits are.
+The oldest entries beyond `max_entries` are dropped, except those needed for recovery: open operations, redeployments
+and weight syncs, and the latest entry of each of these: plan control, calibration, end of a deployment, mode, routes,
+barrier, engines, fabric control, pauses, packet routes, weights and damage, and per switch the latest ownership of
+circuits.
 """
 
 import asyncio
@@ -58,13 +59,13 @@ logger = logging.getLogger(__name__)
 
 _Value = TypeVar("_Value")
 
-# How many appends pass between two removals of old entries.
+# Number of appends between two removals of old entries.
 PRUNE_EVERY = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class JournalEntry:
-    """One line of the journal. `subject` is the id of what it is about: an operation, a plan, an engine."""
+    """One entry of the journal. `subject` is the id of its operation, plan or engine."""
 
     sequence: int
     at_s: float
@@ -91,12 +92,12 @@ PRAGMA user_version = {SCHEMA_VERSION};
 """
 
 _READ = f"{COLUMNS}, checksum"
-# How many entries of a kind are tried where the newest cannot be read.
+# How many entries of a kind are tried if the newest cannot be read.
 TRIED = 8
 
-# What was so in the fleet. After damage it has to be observed anew.
+# State of the fleet. After damage it must be observed again.
 _OF_THE_FLEET = (EntryKind.BARRIER, EntryKind.WEIGHTS, EntryKind.REDEPLOYMENT_ENDED)
-# An operator's words, which a power cut does not take either: they are few.
+# An operator's orders, which also survive a power failure, because they are few.
 _DURABLE = frozenset(
     {
         EntryKind.MODE,
@@ -135,35 +136,35 @@ _RECOVERED_FROM_LATEST = (
 
 
 class JournalReader:
-    """Reading, also while another process writes."""
+    """Reads a journal, also while another process writes it."""
 
     def __init__(self, path: Path) -> None:
         path = Path(os.path.realpath(path))
         if not path.exists():
-            raise Permanent(f"{path}: there is no journal")
+            raise Permanent(f"{path}: the journal does not exist")
         self.path = path
-        self.set_aside: dict[int, str] = {}  # entries that this version cannot read, by number, and why
+        self.set_aside: dict[int, str] = {}  # entries that this version cannot read, by number, with the reason
         with _naming(path):
             self._db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None)
             self._db.text_factory = bytearray
             if identify(path, self._db) == UNGUARDED:
-                raise Permanent(f"{path}: has journal format 1; a daemon started on it brings it to {SCHEMA_VERSION}")
+                raise Permanent(f"{path}: has journal format 1; start a daemon on it to convert it to {SCHEMA_VERSION}")
 
     def tail(self, count: int, kinds: Sequence[str] = ()) -> list[JournalEntry]:
-        """The newest `count` entries, oldest first."""
+        """Return the newest `count` entries, oldest first."""
         where, values = _of_kinds(kinds)
         query = f"SELECT {_READ} FROM entries WHERE {where} ORDER BY sequence DESC LIMIT ?"
         return self._read(query, *values, count)[::-1]
 
     def since(self, sequence: int, kinds: Sequence[str] = (), limit: int = 1000) -> list[JournalEntry]:
-        """Entries after `sequence`, oldest first, at most `limit`."""
+        """Return entries after `sequence`, oldest first, at most `limit`."""
         where, values = _of_kinds(kinds)
         query = f"SELECT {_READ} FROM entries WHERE {where} AND sequence > ? ORDER BY sequence LIMIT ?"
         return self._read(query, *values, sequence, limit)
 
     @property
     def last_sequence(self) -> int:
-        """Of the newest entry; 0: there is none."""
+        """The number of the newest entry; 0 if there is none."""
         newest = self.tail(1)
         return newest[0].sequence if newest else 0
 
@@ -172,34 +173,34 @@ class JournalReader:
         return entries[0] if entries else None
 
     def latest_by_subject(self, kind: EntryKind) -> dict[str, JournalEntry]:
-        """The newest entry of this kind of every subject that has one."""
+        """Return the newest entry of this kind for each subject."""
         newest = "SELECT max(sequence) FROM entries WHERE kind = ? GROUP BY subject"
         query = f"SELECT {_READ} FROM entries WHERE sequence IN ({newest}) ORDER BY sequence"
         return {entry.subject: entry for entry in self._read(query, kind)}
 
     def open_operations(self, entries: OperationEntries = NODE_OPERATIONS) -> list[JournalEntry]:
-        """Return the intents of this kind without a result, oldest first: what a restarted daemon has to settle."""
+        """Return the intents of this kind without a result, oldest first, which a restarted daemon must settle."""
         return self._read(f"SELECT {_READ} FROM entries WHERE {_open(entries)} ORDER BY sequence")
 
     def interpret(self, entry: JournalEntry, parse: Callable[[Mapping[str, Any]], _Value]) -> _Value | None:
-        """What `parse` makes of the entry's body. None for what this version cannot read: the entry is named in
-        `set_aside`, and in the log."""
+        """Return the result of `parse` on the entry's body; None if this version cannot read it. Such an entry is
+        logged and recorded in `set_aside`."""
         try:
             if faults := body_faults(entry.body):
                 raise ValueError(faults[0])
             return parse(entry.body)
-        except Exception as error:  # noqa: BLE001  # whatever another version wrote
+        except Exception as error:  # noqa: BLE001  # any error from a body that another version wrote
             if entry.sequence not in self.set_aside:
                 why = cut(few(faults_of(error), 2) if isinstance(error, ValidationError) else repr(error))
                 self.set_aside[entry.sequence] = f"{entry.kind} {entry.subject}: {why}"
                 logger.warning(
-                    "%s: entry %d: %s %s is left out: another version wrote it, or it is spoilt: %s",
+                    "%s: entry %d: %s %s is skipped: written by another version, or damaged: %s",
                     *(self.path, entry.sequence, entry.kind, entry.subject, why),
                 )
             return None
 
     def newest(self, kind: EntryKind, parse: Callable[[Mapping[str, Any]], _Value]) -> _Value | None:
-        """The same of the newest entry of this kind that can be read; None where there is none."""
+        """Return the interpretation of the newest readable entry of this kind; None if there is none."""
         newest = self.latest(kind)
         if newest is None or (value := self.interpret(newest, parse)) is not None:
             return None if newest is None else value
@@ -217,7 +218,7 @@ class JournalReader:
         return [entry for row in rows if (entry := self._entry(row)) is not None]
 
     def _entry(self, row: Row) -> JournalEntry | None:
-        """None of a damaged one, where the reader goes on without it."""
+        """Return the entry; None if it is damaged and the reader continues without it."""
         if not is_intact(row):
             self._damaged(f"entry {row[0]} is damaged")
             return None
@@ -233,16 +234,16 @@ class JournalReader:
 
 
 class Journal(JournalReader):
-    """The writer. Opening it starts a new generation, greater than every one before.
+    """The writer of a journal. Opening it starts a new generation, greater than all previous ones.
 
-    Generations follow the clock where that is ahead: nodes refuse orders of an older generation than they have seen, so
-    a daemon whose journal was lost must not begin at 1 again.
+    The generation is at least the time in seconds: nodes refuse orders of an older generation than the newest they
+    received, so a daemon whose journal was lost must not start at 1 again.
     """
 
     def __init__(self, path: Path, at_s: float, max_entries: int = 1_000_000) -> None:
-        self.path = path = Path(os.path.realpath(path))  # SQLite's own files stand beside what a link leads to
+        self.path = path = Path(os.path.realpath(path))  # SQLite's own files are next to the target of a link
         self.set_aside = {}
-        self.damage: tuple[str, ...] = ()  # what was found, until an operator has confirmed it; empty: nothing
+        self.damage: tuple[str, ...] = ()  # faults found, until an operator has confirmed them; empty: none
         self._damaged_at = 0  # the entry that records it
         self._confirmed: set[str] = set()
         self._max_entries = max_entries
@@ -261,7 +262,7 @@ class Journal(JournalReader):
         self._until_prune = PRUNE_EVERY
 
     def _examined(self, at_s: float) -> JournalExamination:
-        """The journal as it is found, or as it is after a damaged one was replaced."""
+        """Examine the journal, and replace it if it is damaged. Return the final examination."""
         try:
             finish(self.path)
             roll_back(self.path)
@@ -270,7 +271,7 @@ class Journal(JournalReader):
                 replace_damaged(self.path, found, _SCHEMA, EntryKind.JOURNAL_DAMAGED, at_s)
                 found = self._examine()
         except OSError as error:
-            raise Permanent(f"{self.path}: is damaged, and cannot be moved aside: {error.strerror or error}") from error
+            raise Permanent(f"{self.path}: is damaged and cannot be moved: {error.strerror or error}") from error
         if found.faults:
             raise Permanent(f"{self.path}: is damaged: {'; '.join(found.faults)}; move it away to start a new one")
         return found
@@ -282,12 +283,13 @@ class Journal(JournalReader):
             raise Permanent(f"{error.filename or self.path}: cannot be read: {error.strerror or error}") from error
 
     def _begin(self, first_generation: int, found: JournalExamination) -> None:
-        """The tail is written before a first entry can be, and again after the generation is on disk."""
+        """Start a generation. The tail is written before the first entry is possible, and again after the generation is
+        on disk."""
         with _naming_tail(self.path):
             if found.version != SCHEMA_VERSION:
                 TailFile(self.path, found.tail).close()
         self._db.execute("PRAGMA journal_mode = WAL")
-        self._db.execute("PRAGMA synchronous = FULL")  # a generation must never be given out twice
+        self._db.execute("PRAGMA synchronous = FULL")  # a generation must never be used twice
         self._db.execute("BEGIN IMMEDIATE")
         if found.version == UNGUARDED:
             sums = [(row[6], row[0]) for row in rows_of(self._db, guarded=False)]
@@ -300,7 +302,7 @@ class Journal(JournalReader):
         write_meta(self._db, {"generation": self.generation, "pruned": meta.get("pruned", 0)})
         self._db.execute("COMMIT")
         self._db.execute("PRAGMA synchronous = NORMAL")
-        # What is in the file itself no damage of its log can take.
+        # Damage of the log cannot affect data in the file itself.
         self._db.execute("PRAGMA wal_checkpoint(PASSIVE)")
         self._sequence, self._total = found.tail.sequence, found.tail.total
         with _naming_tail(self.path):
@@ -310,7 +312,7 @@ class Journal(JournalReader):
         return JournalTail(self.generation, self._sequence, self._total)
 
     def _find_damage(self) -> None:
-        """What an earlier start or this one has found, and no operator has confirmed."""
+        """Collect the damage found by this start and earlier ones that no operator has confirmed."""
         marks, confirmed = self.tail(TRIED, (EntryKind.JOURNAL_DAMAGED,)), super().latest(EntryKind.JOURNAL_CONFIRMED)
         if not marks:
             return
@@ -321,10 +323,10 @@ class Journal(JournalReader):
             return
         for text in self.damage:
             logger.error("%s is damaged: %s", self.path, text)
-        logger.error("%s: nothing is changed in the fleet until `orchestrrl mode act` confirms the damage", self.path)
+        logger.error("%s: the fleet is not changed until the damage is confirmed by `orchestrrl mode act`", self.path)
 
     def confirm_damage(self, at_s: float, reason: str) -> None:
-        """An operator has seen what is damaged. Raises Permanent as `append` does."""
+        """Record that an operator has confirmed the damage. Raises Permanent as `append` does."""
         if self.damage:
             self.append(at_s, EntryKind.JOURNAL_CONFIRMED, "", {"damage": list(self.damage), "reason": reason})
             self._confirmed.update(self.damage)
@@ -347,8 +349,8 @@ class Journal(JournalReader):
         return [entry for entry in super().open_operations(entries) if entry.sequence > self._damaged_at]
 
     def append(self, at_s: float, kind: EntryKind, subject: str, body: Mapping[str, Any]) -> int:
-        """Write one entry; its sequence number. Raises Permanent when the file cannot take it, and for what could not
-        be read back."""
+        """Write one entry and return its sequence number. Raises Permanent if the file cannot be written, or if the
+        entry could not be read back."""
         try:
             if not isinstance(body, dict) or not can_be_written(body) or not EARLIEST_S <= at_s <= LATEST_S:
                 raise ValueError
@@ -373,13 +375,13 @@ class Journal(JournalReader):
         if self._until_prune <= 0:
             try:
                 self._prune(number)
-            except Permanent as error:  # the entry is written; the next removal is PRUNE_EVERY entries away
+            except Permanent as error:  # the entry is written; the next removal follows PRUNE_EVERY entries later
                 logger.error("old entries cannot be removed: %s", error)
         return number
 
     @contextmanager
     def _synchronous(self, durable: bool) -> Iterator[None]:
-        """A durable entry is on disk once it is written, as far as a power cut goes, too."""
+        """Make a durable entry survive a power failure once it is written."""
         if not durable:
             yield
             return
@@ -390,7 +392,7 @@ class Journal(JournalReader):
             self._db.execute("PRAGMA synchronous = NORMAL")
 
     async def follow(self, sequence: int, kinds: Sequence[str] = ()) -> AsyncIterator[JournalEntry]:
-        """Entries after `sequence`, then each new one as it is written; never ends by itself."""
+        """Yield the entries after `sequence`, then each new one when it is written; never ends."""
         news = asyncio.Event()
         self._followers.add(news)
         try:
@@ -399,7 +401,7 @@ class Journal(JournalReader):
                 for entry in self.since(sequence, kinds):
                     sequence = entry.sequence
                     yield entry
-                    news.set()  # there may be more than one read gives
+                    news.set()  # one read may not return all of them
                 await news.wait()
         finally:
             self._followers.discard(news)
@@ -419,7 +421,7 @@ class Journal(JournalReader):
         self._until_prune = PRUNE_EVERY
         kept = ", ".join("?" * len(_RECOVERED_FROM_LATEST))
         still_open = " OR ".join(map(_open, OPERATIONS))
-        for each in OPERATIONS:  # what an open one has changed so far
+        for each in OPERATIONS:  # the steps of open operations
             subjects = f"SELECT subject FROM entries WHERE {_open(each)}"
             still_open += f" OR (kind = '{each.step}' AND subject IN ({subjects}))"
         with _naming(self.path, self._damaged), self._db:
@@ -443,7 +445,7 @@ class Journal(JournalReader):
 
 def _damage_in(mark: Mapping[str, Any]) -> tuple[str, ...]:
     kept_as, kept = mark["kept_as"], mark["entries_kept"]
-    went_on = f"{kept} entries could be read and go on in a new file; the damaged one is kept as {kept_as}"
+    went_on = f"{kept} readable entries continue in a new file; the damaged one is kept as {kept_as}"
     return (*mark["faults"], went_on)
 
 
@@ -452,7 +454,7 @@ def _of_kinds(kinds: Sequence[str]) -> tuple[str, tuple[str, ...]]:
 
 
 def _locked(path: Path) -> int:
-    """A descriptor that holds the writer's lock for as long as it is open; the system frees it with the process."""
+    """Return a descriptor that holds the writer's lock while it is open; the system releases it with the process."""
     lock = path.with_name(path.name + ".lock")
     try:
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
@@ -462,14 +464,12 @@ def _locked(path: Path) -> int:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
-        raise Permanent(
-            f"{path}: another daemon writes this journal; give this one a journal.path of its own"
-        ) from None
+        raise Permanent(f"{path}: another daemon writes this journal; set a different journal.path") from None
     return descriptor
 
 
 def _why_not(at_s: float, subject: str, body: Mapping[str, Any], error: Exception) -> str:
-    """Every fault of what cannot be written."""
+    """Return every fault of an entry that cannot be written."""
     faults = body_faults({"body": body, "subject": subject})
     if not isinstance(body, dict):
         faults.append(f"body: must be an object, got {shorten(body)}")
@@ -480,7 +480,7 @@ def _why_not(at_s: float, subject: str, body: Mapping[str, Any], error: Exceptio
 
 @contextmanager
 def _naming(path: Path, on_damage: Callable[[str], None] = lambda why: None) -> Iterator[None]:
-    """Turn SQLite's errors into ours, with the file's name and what to do."""
+    """Translate SQLite's errors into Permanent, with the file's name and what to do."""
     try:
         yield
     except sqlite3.OperationalError as error:
@@ -495,4 +495,4 @@ def _naming_tail(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise Permanent(f"{path}: its tail file cannot be written: {error.strerror}") from error
+        raise Permanent(f"{path}: the tail file cannot be written: {error.strerror}") from error

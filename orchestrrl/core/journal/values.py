@@ -1,4 +1,4 @@
-"""Which values the journal can give back as they were written, and every view can show."""
+"""Check that the journal can return a value unchanged, and that every view can show it."""
 
 from collections.abc import Iterator
 from math import isfinite
@@ -6,7 +6,7 @@ from typing import Any
 
 from orchestrrl.core.errors import few, shorten
 
-# Of the integers of protobuf and of SQLite.
+# The range of protobuf's integers, signed and unsigned.
 LEAST, MOST = -(2**63), 2**64 - 1
 # The years 1 to 9999.
 EARLIEST_S, LATEST_S = -62_135_596_800.0, 253_402_300_799.0
@@ -16,8 +16,8 @@ _PLAIN = frozenset({str, float, bool, type(None)})
 
 
 def can_be_written(value: Any, depth: int = DEEPEST) -> bool:
-    """Whether keys are texts, integers in range and nothing is nested too deeply; `value` is an object or an array. The
-    JSON encoder finds the rest."""
+    """Return whether keys are texts, integers are in range and nesting is limited. `value` is an object or an array.
+    The JSON encoder detects all other faults."""
     if not depth:
         return False
     if isinstance(value, dict):
@@ -38,7 +38,8 @@ def can_be_written(value: Any, depth: int = DEEPEST) -> bool:
 
 
 def body_faults(body: object) -> list[str]:
-    """What of a body could not be given back or shown, each `path: must be ..., got VALUE`."""
+    """Return the faults of a body that could not be returned unchanged or shown, each `path: must be ..., got
+    VALUE`."""
     faults = list(_faults("", body, DEEPEST + 1))
     return [few(faults, FAULTS_NAMED)] if len(faults) > FAULTS_NAMED else faults
 

@@ -212,7 +212,7 @@ def test_a_model_is_needed_by_engines_that_are_none_simulated() -> None:
 
 def test_a_layout_takes_as_many_gpus_as_its_configuration() -> None:
     (fault,) = faults_in(fleet(LAUNCH).replace("parallelism: {dp: 8, ep: 8}", "parallelism: {tp: 2, pp: 2}"))
-    assert fault.startswith("fleet.configurations[2]: parallelism must take the 8 GPUs, takes 4")
+    assert fault.startswith("fleet.configurations[2]: parallelism must use 8 GPUs, uses 4")
 
 
 def test_layouts_come_from_the_file_and_from_the_profile(tmp_path: Path) -> None:

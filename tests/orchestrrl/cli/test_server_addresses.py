@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from orchestrrl.cli.main import application
 from orchestrrl.core.addresses import check_url
 
-WITH_V1 = "must be the server's URL without /v1, which is added to it, got "
+WITH_V1 = "must be the server's URL without /v1, which is appended automatically, got "
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ class TestReceivedOrders:
         late = await received.result(Order("b", valid_until_s=101.0))
         assert (late.status, late.detail, late.began_s) == (NotDone.REFUSED, "expired 4 s ago", 105.0)
         never = await received.result(Order("c", valid_until_s=0.0))
-        assert (never.status, never.detail) == (NotDone.REFUSED, "carries no expiry")
+        assert (never.status, never.detail) == (NotDone.REFUSED, "has no expiry")
         assert worker.calls == ["a"]
 
     async def test_an_older_generation_is_refused(self) -> None:
@@ -97,7 +97,7 @@ class TestReceivedOrders:
         assert (await received.result(Order("a", generation=3))).status == DONE
         stale = await received.result(Order("b", generation=2))
         assert stale.status == NotDone.REFUSED
-        assert stale.detail == "generation 2 is over: generation 3 has given orders since"
+        assert stale.detail == "generation 2 is superseded by generation 3"
         assert (await received.result(Order("c", generation=3))).status == DONE
         assert (await received.result(Order("a", generation=2))).status == DONE  # its result, whoever asks
 
@@ -126,7 +126,7 @@ class TestReceivedOrders:
         for name in "ab":
             assert (await received.result(Order(name, valid_until_s=110.0))).status == DONE
         full = await received.result(Order("c", valid_until_s=130.0))
-        assert full.detail == "2 unexpired orders are remembered already, the limit is 2"
+        assert full.detail == "2 unexpired orders are stored, the limit is 2"
         await clock.advance(11.0)
         assert (await received.result(Order("c", valid_until_s=130.0))).status == DONE
 
@@ -149,7 +149,7 @@ class TestReceivedOrders:
         [
             (Permanent("no engine e9 here"), NotDone.FAILED, "no engine e9 here"),
             (OutcomeUnknown("connection broke"), NotDone.UNKNOWN, "connection broke"),
-            (KeyError("defect"), NotDone.UNKNOWN, "a defect ended it: KeyError('defect')"),
+            (KeyError("defect"), NotDone.UNKNOWN, "unexpected exception: KeyError('defect')"),
             (
                 ProblemFaults([f"f{n}: is wrong" for n in range(22)]),
                 NotDone.FAILED,

@@ -157,7 +157,7 @@ async def test_a_journal_that_is_full_leads_back_and_does_not_stop_the_way_back(
 ) -> None:
     async with begun(world, tmp_path, full_after=entries) as run:
         if entries == 0:
-            assert run.detail == "nothing was begun, since it cannot be written down: the disk is full"
+            assert run.detail == "not begun, because the intent cannot be journalled: the disk is full"
             assert run.steps == run.steps[:5]
         agrees(run, world)
         assert run.state is OperationState.ROLLED_BACK
@@ -173,7 +173,7 @@ async def test_it_can_be_called_off_until_its_final_step_begins(world: ToyWorld,
         if at_s < 2.0:
             run.call_off("an operator said so")
         else:
-            with pytest.raises(Permanent, match="can no longer be called off"):
+            with pytest.raises(Permanent, match="can no longer be cancelled"):
                 run.call_off("too late")
         await world.clock.advance(20.0)
         await task
@@ -193,13 +193,13 @@ async def test_a_defect_in_a_step_leads_back_like_a_failure(world: ToyWorld, tmp
     change._effect = lambda step, value: broken() if (str(step), value) == ("set c", "new") else effect(step, value)
     await until_over(world, run, run.run())
     assert (run.state, world.state()) == (OperationState.ROLLED_BACK, "old")
-    assert run.detail == "set c: a defect: ZeroDivisionError('of ours')"
+    assert run.detail == "set c: unexpected exception: ZeroDivisionError('of ours')"
     journal.close()
 
 
 async def test_an_operation_is_carried_out_once_and_not_after_it_has_expired(world: ToyWorld, tmp_path: Path) -> None:
     async with begun(world, tmp_path) as run:
-        with pytest.raises(Permanent, match="was begun before"):
+        with pytest.raises(Permanent, match="has already begun"):
             await run.carry_out()
     journal = Journal(tmp_path / "late.sqlite", 0.0)
     late = run_of(world, journal, world.clock.now_s() - 1.0)

@@ -179,7 +179,7 @@ async def test_nothing_is_sent_to_a_node_that_is_away(harness: Harness) -> None:
     harness.gateway.attached = False
     result = await harness.runner.run(GATEWAY, MOVE, VALID_S)
     assert result.status is OperationStatus.FAILED
-    assert result.detail == "nothing was sent: node gw is not attached"
+    assert result.detail == "not sent: node gw is not attached"
     assert harness.runner.open == ()
 
 
@@ -247,7 +247,7 @@ async def test_what_telemetry_cannot_show_is_unknown_and_said_so(harness: Harnes
     result = await asyncio.wait_for(task, 60)
     assert (result.status, result.detail) == (
         OperationStatus.UNKNOWN,
-        "no result came, and telemetry does not show the outcome of cancel_requests",
+        "no result was received, and telemetry does not show the outcome of cancel_requests",
     )
 
 
@@ -374,12 +374,10 @@ class TestMoves:
         assert [(item.id, item.done) for item in outcome.items] == [
             ("a", True), ("b", True), ("c", False), ("x", False),
         ]  # fmt: skip
-        assert outcome.items[3].detail == "no gateway has it in flight"
+        assert outcome.items[3].detail == "the request is not in flight on any gateway"
         assert [result.node for result in outcome.operations] == [GATEWAY, other]
 
     async def test_an_operation_without_items_fails_each_of_its_moves(self, harness: Harness) -> None:
         harness.gateway.attached = False
         outcome = await harness.runner.run_moves([move("a")], lambda _: GATEWAY, VALID_S)
-        assert outcome.items == (
-            OperationItemResult(RequestId("a"), False, "nothing was sent: node gw is not attached"),
-        )
+        assert outcome.items == (OperationItemResult(RequestId("a"), False, "not sent: node gw is not attached"),)

@@ -44,5 +44,5 @@ def test_others_are_found_by_their_entry_points_in_one_look(looks: list[str]) ->
 def test_an_unknown_name_and_one_that_is_not_installed(looks: list[str]) -> None:
     with pytest.raises(Permanent, match="unknown colour 'pink'; known: blue, grey, red"):
         COLOURS.load("pink")
-    with pytest.raises(Permanent, match=r"colour 'grey' needs what is not installed here: .*no_such_module"):
+    with pytest.raises(Permanent, match=r"colour 'grey' has a missing dependency: .*no_such_module"):
         COLOURS.load("grey")

@@ -151,7 +151,7 @@ def test_a_plan_that_cannot_be_read_is_left_out_and_said(
     shelf.write(EntryKind.PLAN_ACTUAL, "broken", {"actual_makespan_s": 3.0})
     book.add(PLAN, "digest")
     assert [plan.id for plan in shelf.open().newest(0)] == ["p1"]
-    assert "plan broken is left out: another version wrote it" in caplog.text
+    assert "plan broken is skipped: written by another version" in caplog.text
 
 
 def test_a_plan_from_before_acts_were_written_counts_as_held(shelf: Shelf) -> None:

@@ -170,7 +170,7 @@ class TestNodeLink:
         [
             (Permanent("no engine e9 here"), FAILED, "no engine e9 here"),
             (OutcomeUnknown("connection broke"), UNKNOWN, "connection broke"),
-            (KeyError("defect"), UNKNOWN, "a defect ended it: KeyError('defect')"),
+            (KeyError("defect"), UNKNOWN, "unexpected exception: KeyError('defect')"),
         ],
     )
     async def test_errors_become_results_and_the_link_stays_up(

@@ -85,7 +85,7 @@ def test_another_programs_database_is_refused(path: Path) -> None:
     database = sqlite3.connect(path)
     database.execute("CREATE TABLE theirs (x)")
     database.close()
-    with pytest.raises(Permanent, match="is not a journal of OrchestrRL"):
+    with pytest.raises(Permanent, match="is not an OrchestrRL journal"):
         Journal(path, 0.0)
 
 
@@ -95,17 +95,17 @@ def test_a_later_format_is_refused(path: Path) -> None:
     database.execute("PRAGMA user_version = 99")
     database.close()
     tail_path(path).write_bytes(JournalTail(generation=1, format=99).encoded())  # a later version writes its own
-    with pytest.raises(Permanent, match="has journal format 99, this version reads 2"):
+    with pytest.raises(Permanent, match="has journal format 99, this version supports 2"):
         Journal(path, 0.0)
     tail_path(path).unlink()
-    with pytest.raises(Permanent, match="has journal format 99, this version reads 2"):
+    with pytest.raises(Permanent, match="has journal format 99, this version supports 2"):
         Journal(path, 0.0)
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(Permanent, match="No such file or directory"):
         Journal(tmp_path / "absent" / "journal.sqlite", 0.0)
-    with pytest.raises(Permanent, match="there is no journal"):
+    with pytest.raises(Permanent, match="the journal does not exist"):
         JournalReader(tmp_path / "absent.sqlite")
 
 

@@ -256,7 +256,7 @@ def test_an_older_copy_is_found(tmp_path: Path) -> None:
     path.write_bytes(old)
     with Journal(path, 0.0) as journal:
         assert journal.generation == 3  # none is given out twice
-        assert "its newest entries are lost: the last is 1, and 2 were written" in journal.damage
+        assert "the newest entries are lost: the last is 1, but 2 were written" in journal.damage
         assert [entry.kind for entry in journal.since(0)] == [EntryKind.MODE, EntryKind.JOURNAL_DAMAGED]
         assert journal.append(0.0, EntryKind.MODE, "", {}) == 4  # nor is the number of a lost entry
 
@@ -465,7 +465,7 @@ def write_old_format(path: Path, count: int) -> None:
 def test_a_journal_of_the_format_before_is_taken_over(tmp_path: Path) -> None:
     path = tmp_path / OURS
     write_old_format(path, 5)
-    with pytest.raises(Permanent, match="has journal format 1; a daemon started on it brings it to 2"):
+    with pytest.raises(Permanent, match="has journal format 1; start a daemon on it to convert it to 2"):
         JournalReader(path)
     with Journal(path, 0.0) as journal:
         assert not journal.damage
@@ -522,7 +522,7 @@ def test_a_damaged_journal_that_cannot_be_moved_is_left_alone(tmp_path: Path, mo
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(os, "replace", refuse)
-    with pytest.raises(Permanent, match="is damaged, and cannot be moved aside: Permission denied"):
+    with pytest.raises(Permanent, match="is damaged and cannot be moved: Permission denied"):
         Journal(path, 0.0)
     assert {name: bits(tmp_path)[name] for name in before} == before
 

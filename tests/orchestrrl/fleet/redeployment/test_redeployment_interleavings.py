@@ -592,7 +592,7 @@ async def test_a_redeployment_that_cannot_be_written_down_is_not_begun(harness: 
         redeployer.begin(TO_TP2)
         report = await harness.until_ended()
         assert report.state is OperationState.ROLLED_BACK
-        assert report.detail == "nothing was begun, since it cannot be written down: disk full"
+        assert report.detail == "not begun, because the intent cannot be journalled: disk full"
         check_whole(harness, "a", "b", "w")
 
 

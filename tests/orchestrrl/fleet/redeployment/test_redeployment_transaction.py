@@ -308,7 +308,7 @@ async def test_an_operator_may_call_it_off(harness: Harness, after_s: float) -> 
             return
         report = await harness.until_ended()
         assert (report.state, report.detail) == (OperationState.ROLLED_BACK, "called off: changed my mind")
-        assert {told.detail for told in report.steps if told.state is StepState.FAILED} <= {"cut short"}
+        assert {told.detail for told in report.steps if told.state is StepState.FAILED} <= {"interrupted"}
         check_whole(harness, {"a", "b", "w"})
         with pytest.raises(Permanent, match="not under way"):
             redeployer.cancel(id, "")
@@ -324,7 +324,7 @@ async def test_it_cannot_be_called_off_once_requests_are_let_in(harness: Harness
         id = redeployer.begin(TO_TP2)
         while next(told for told in redeployer.report().steps if told.step.kind is StepKind.ADMIT).began_s is None:
             await harness.clock.advance(0.1)
-        with pytest.raises(Permanent, match="can no longer be called off"):
+        with pytest.raises(Permanent, match="can no longer be cancelled"):
             redeployer.cancel(id, "")
         assert (await harness.until_ended()).state is OperationState.DONE
 

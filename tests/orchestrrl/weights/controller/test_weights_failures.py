@@ -549,7 +549,7 @@ def test_a_defect_before_the_commit_is_not_met_again_and_leaves_the_version_from
         monkeypatch.setattr("orchestrrl.weights.controller.installing.Installing.install", wrong)
         report = await harness.report(harness.publish(2))
         assert (report.state, report.code, report.attempt) == (SyncState.ABORTED, "internal", 1)
-        assert "a defect: KeyError" in report.detail
+        assert "unexpected exception: KeyError" in report.detail
         harness.check_one_version(1)
 
     played(tmp_path, scene)

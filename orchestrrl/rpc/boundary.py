@@ -1,8 +1,8 @@
-"""The boundary before every method of a gRPC server: it decodes and checks messages, and ends calls that fail.
+"""The interceptor in front of every method of a gRPC server: it decodes and checks messages, and ends failed calls.
 
-A message that does not decode or has values out of range is answered with INVALID_ARGUMENT, what is beyond a limit with
-RESOURCE_EXHAUSTED, each with one line in the log; ranges.py has the rules. An exception that no handler expected is a
-defect: counted, logged once, answered with INTERNAL, and the server goes on.
+A message that does not decode or has values out of range is answered with INVALID_ARGUMENT, one beyond a limit with
+RESOURCE_EXHAUSTED, each with one line in the log; ranges.py has the rules. An unexpected exception is a defect: it is
+counted, logged once and answered with INTERNAL, and the server continues.
 """
 
 import asyncio
@@ -23,16 +23,16 @@ from orchestrrl.rpc.refusals import Context, refuse
 
 logger = logging.getLogger(__name__)
 
-DEFECT = "a defect of the server's, which its log names"
+DEFECT = "internal error, see the server's log"
 
 
 class BoundaryInterceptor(grpc.aio.ServerInterceptor):
-    """One server's. `defects` counts the exceptions that no handler expected."""
+    """The interceptor of one server. `defects` counts the unexpected exceptions."""
 
     def __init__(self, limits: LimitSettings, defects: Defects) -> None:
         self._limits = limits
         self._defects = defects
-        self._open = 0  # calls
+        self._open = 0  # number of calls
         logging.getLogger("grpc._cython.cygrpc").addFilter(_is_no_lost_answer)
 
     async def intercept_service(
@@ -41,7 +41,7 @@ class BoundaryInterceptor(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> "grpc.RpcMethodHandler[Any, Any] | None":
         handler: Any = await continuation(handler_call_details)
-        if handler is None:  # no such method, which gRPC answers
+        if handler is None:  # unknown method, which gRPC answers
             return None
         call = _Call(self, str(handler_call_details.method), handler)
         make: Any = getattr(grpc, f"{call.kind}_rpc_method_handler")
@@ -51,7 +51,7 @@ class BoundaryInterceptor(grpc.aio.ServerInterceptor):
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Raises LimitReached where too many calls are open."""
+        """Count a call as open. Raises LimitReached if too many calls are open."""
         if self._open >= self._limits.calls:
             raise LimitReached(f"(call): at most {self._limits.calls} calls can be open (limits.calls), got one more")
         self._open += 1
@@ -61,15 +61,15 @@ class BoundaryInterceptor(grpc.aio.ServerInterceptor):
             self._open -= 1
 
     async def read(self, raw: bytes, deserialize: Callable[[bytes], Any]) -> Any:
-        """The message. A large one is checked in steps, between which other calls go on. Raises LimitReached and
-        ProblemFaults."""
+        """Decode and check a message. A large one is checked in steps, between which other calls continue. Raises
+        LimitReached and ProblemFaults."""
         if len(raw) > self._limits.message_bytes:
             most = self._limits.message_bytes
             raise LimitReached(f"(message): must be at most {most} bytes (limits.message_bytes), got {len(raw)}")
         try:
             message = deserialize(raw)
         except DecodeError:
-            raise ProblemFaults([f"(message): is not the method's message, got {len(raw)} bytes"]) from None
+            raise ProblemFaults([f"(message): must be a message of the method's type, got {len(raw)} bytes"]) from None
         for _ in checking(message, self._limits):
             await asyncio.sleep(0)
         return message
@@ -78,7 +78,7 @@ class BoundaryInterceptor(grpc.aio.ServerInterceptor):
         """End the call with the error's status."""
         if isinstance(error, OrchestrRLError | DriverError):
             if isinstance(error, ProblemFaults | LimitReached):
-                logger.warning("%s of %s is refused: %s", method, context.peer(), few(str(error).splitlines(), 3))
+                logger.warning("refused call %s of %s: %s", method, context.peer(), few(str(error).splitlines(), 3))
             await refuse(context, error)
         self._defects.met(method.removeprefix("/"), error)
         await context.abort(grpc.StatusCode.INTERNAL, DEFECT)
@@ -103,37 +103,37 @@ class _Call:
 
     async def stream(self, raw: Any, context: Context) -> AsyncIterator[Any]:
         async with self._ending(context):
-            await context.send_initial_metadata(())  # tells the client that it is connected
+            await context.send_initial_metadata(())  # informs the client that it is connected
             answers = self._behaviour(await self._request(raw), context)
             if hasattr(answers, "__aiter__"):
                 async with aclosing(answers):
                     async for answer in answers:
                         yield answer
-            else:  # it writes them itself
+            else:  # the handler writes the answers itself
                 await answers
 
     @asynccontextmanager
     async def _ending(self, context: Context) -> AsyncIterator[None]:
-        """Count the call as open, and end it with the status of what is raised or refused."""
+        """Count the call as open, and end it with the status of a raised exception or a refusal."""
         try:
             try:
                 with self._boundary.opened():
                     yield
                 if self._refused is not None:
                     raise self._refused
-            except grpc.aio.BaseError:  # it has been ended
+            except grpc.aio.BaseError:  # the call has been ended
                 raise
             except Exception as error:  # noqa: BLE001 (counted and logged there)
                 await self._boundary.end(self._method, context, error)
-        except grpc.aio.InternalError:  # the client has gone: there is nobody to send a status to
+        except grpc.aio.InternalError:  # the client has disconnected: no status can be sent
             raise asyncio.CancelledError from None
 
     async def _request(self, raw: Any) -> Any:
         return self._messages(raw) if self._streams_in else await self._boundary.read(raw, self._deserialize)
 
     async def _messages(self, raws: AsyncIterator[bytes]) -> AsyncIterator[Any]:
-        """The stream's messages, up to one that is refused. The call ends with the refusal once its handler has ended:
-        a handler may read in a task of its own, which must not be the one to end it."""
+        """Yield the stream's messages, up to one that is refused. The call ends with the refusal once its handler has
+        ended. A handler may read in a separate task, which must not end the call."""
         async for raw in raws:
             try:
                 message = await self._boundary.read(raw, self._deserialize)
@@ -144,9 +144,9 @@ class _Call:
 
 
 def _is_no_lost_answer(record: logging.LogRecord) -> bool:
-    """False for gRPC's error with a traceback about an answer whose client has gone, as after its deadline."""
+    """Return False for gRPC's logged traceback about an answer to a disconnected client, as after its deadline."""
     error = record.exc_info[1] if record.exc_info else None
     if not isinstance(error, grpc.aio.InternalError):
         return True
-    logger.debug("an answer could not be sent: its client has gone")
+    logger.debug("an answer could not be sent: the client has disconnected")
     return False

@@ -1,4 +1,4 @@
-"""How every client of the daemon connects: channel options, backoff, and staying connected across its restarts."""
+"""Client connections to the daemon: channel options, backoff, and reconnection after restarts of the daemon."""
 
 import asyncio
 import logging
@@ -15,10 +15,10 @@ logger = logging.getLogger(__name__)
 
 _RNG = random.Random()
 KEEPALIVE_S = 3
-MESSAGE_BYTES = 64 * 1024 * 1024  # at most
+MESSAGE_BYTES = 64 * 1024 * 1024  # limit for one message
 
-# A connection that has silently died is noticed after KEEPALIVE_S and as long again. Reconnecting is paced by Backoff
-# alone, so gRPC's own pacing (20 s to connect, minutes between attempts, shared by the whole process) is switched off.
+# A dead connection is detected after KEEPALIVE_S plus the same time again. Reconnection is paced only by Backoff, so
+# gRPC's own pacing (20 s to connect, minutes between attempts, shared by the whole process) is disabled.
 _BOTH_SIDES: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", KEEPALIVE_S * 1000),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_S * 1000),
@@ -35,7 +35,8 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.enable_http_proxy", 0),
 )
 
-# What a server needs to bear such clients: by default it hangs up on one that pings more than once in five minutes.
+# Server settings that such clients need: by default a server disconnects clients that ping more than once in five
+# minutes.
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     *_BOTH_SIDES,
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
@@ -45,7 +46,7 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Backoff:
-    """Delays between attempts: doubling from `first_s` to `cap_s`, each jittered into its upper half."""
+    """Delays between attempts: doubled from `first_s` to `cap_s`, each with jitter within its upper half."""
 
     first_s: float = 0.1
     cap_s: float = 1.0
@@ -55,8 +56,8 @@ class Backoff:
             raise ValueError(f"first_s must be > 0 and <= cap_s, got {self.first_s} and {self.cap_s}")
 
     def delay_s(self, failures: int, rng: random.Random = _RNG) -> float:
-        """Seconds to wait after `failures` attempts in a row that came to nothing (at least 1)."""
-        doublings = min(failures - 1, 30)  # 2**30 times any sensible first_s is past any cap
+        """Return the seconds to wait after `failures` consecutive failed attempts (at least 1)."""
+        doublings = min(failures - 1, 30)  # 2**30 times any sensible first_s exceeds any cap
         return min(self.cap_s, self.first_s * 2.0**doublings) * rng.uniform(0.5, 1.0)
 
 
@@ -70,11 +71,11 @@ async def stay_connected(
     clock: Clock,
     name: str,
 ) -> None:
-    """Hold one conversation after the other with the server at `target`, for ever; each on a channel of its own.
+    """Hold one conversation after another with the server at `target`, forever, each on its own channel.
 
-    Whatever ends a conversation, a defect in it included, leads to the next one: a node outlives its daemon. `converse`
-    calls its second argument once it is connected; if that lasted longer than the longest delay, the backoff starts
-    anew, and its loss is worth a line in the log.
+    The next conversation follows any end of the previous one, including a defect, because a node outlives its daemon.
+    `converse` must call its second argument once it is connected. If the connection lasted longer than the longest
+    delay, the backoff is reset and the loss is logged.
     """
     failures, backoff = 0, Backoff()
     connected_s: list[float] = []
@@ -86,14 +87,14 @@ async def stay_connected(
             failures = 0
         failures += 1
         if isinstance(ending, BaseException):
-            logger.error("%s: a defect ended the stream to %s", name, target, exc_info=ending)
+            logger.error("%s: unexpected exception in the stream to %s", name, target, exc_info=ending)
         elif failures == 1:
-            logger.warning("%s: not connected to %s (%s); will keep trying", name, target, ending)
+            logger.warning("%s: not connected to %s (%s); retrying", name, target, ending)
         await clock.sleep(backoff.delay_s(failures))
 
 
 async def _ending(conversation: Coroutine[Any, Any, None]) -> str | BaseException:
-    """Why it ended: in words, or the defect of ours that ended it."""
+    """Return why the conversation ended: a text, or the unexpected exception."""
     task = asyncio.create_task(conversation)
     try:
         await asyncio.wait({task})
@@ -106,14 +107,14 @@ async def _ending(conversation: Coroutine[Any, Any, None]) -> str | BaseExceptio
         return "the server ended the stream"
     if isinstance(error, grpc.aio.AioRpcError):
         return f"{error.code().name}: {error.details()}"
-    # A write on a call that has just ended.
+    # A write to a call that has just ended.
     if isinstance(error, asyncio.InvalidStateError | grpc.aio.UsageError):
         return str(error)
     return error
 
 
 async def first_of(*sides: Awaitable[None]) -> None:
-    """Run the sides of a stream until one of them ends, stop the others, and raise what it raised."""
+    """Run the sides of a stream until one of them ends, stop the others, and raise its exception."""
     tasks = [asyncio.ensure_future(side) for side in sides]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

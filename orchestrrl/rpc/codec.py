@@ -1,10 +1,10 @@
 """Convert frozen dataclasses to protobuf messages and back, by their types.
 
-A field and its counterpart share a name, or differ as the two sides usually do: `engine` and `engine_id`, `requests`
-and `request_ids`, `sampled_s` and `sampled_unix_s`. A `Codec` states what differs beyond that. Enum members go by their
-names in the .proto, None is an absent or empty field, nested dataclasses are messages. Both sides must be covered: what
-has no counterpart is a TypeError at the first conversion. A function is compiled for each direction, which takes no
-longer than one written by hand.
+A field and its counterpart share a name, or differ in the usual ways: `engine` and `engine_id`, `requests` and
+`request_ids`, `sampled_s` and `sampled_unix_s`. A `Codec` states all other differences. Enum members are matched by
+their names in the .proto, None is an absent or empty field, nested dataclasses are messages. Both sides must be
+covered: a field without a counterpart raises TypeError at the first conversion. A function is compiled for each
+direction, as fast as one written by hand.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -26,18 +26,18 @@ Pb = TypeVar("Pb", bound=Message)
 Member = TypeVar("Member", bound=Enum)
 Convert = Callable[[Any], Any]
 
-# Descriptors have a class per implementation of protobuf; their attributes are the same.
+# Descriptors have a class per implementation of protobuf, with the same attributes.
 _Descriptor = Any
 _Field = Any
 
 
-# What converts a value to that of its field and back; a function that is None leaves it unchanged.
+# Converts a value to that of its field and back; a function that is None leaves it unchanged.
 Converter = Union["Via", "EnumCodec[Any]", "Codec[Any, Any]", "_Items"]
 
 
 @dataclass(frozen=True, slots=True)
 class Via:
-    """A converter of two functions. `from_message` reads the value from the message around the field instead."""
+    """A converter of two functions. `from_message` reads the value from the enclosing message instead."""
 
     to_pb: Convert | None = None
     from_pb: Convert | None = None
@@ -46,14 +46,14 @@ class Via:
 
 @dataclass(frozen=True, slots=True)
 class Whole(Via):
-    """The same of a repeated field, whose functions take all of its items at once."""
+    """A converter of a repeated field, whose functions convert all of its items at once."""
 
 
 class EnumCodec(Generic[Member]):
-    """Converts the members of `kind` to the values of a .proto's enum that have their names.
+    """Converts the members of `kind` to the values with the same names in an enum of the .proto.
 
-    `unspecified` is read for 0 and for values of a newer protocol, and is sent for members that the .proto lacks.
-    Without it such a value raises ValueError.
+    `unspecified` is read for 0 and for values of a newer protocol, and is sent for members missing in the .proto.
+    Without it, such a value raises ValueError.
     """
 
     def __init__(self, kind: type[Member], enum: Any, unspecified: Member | None = None) -> None:
@@ -70,7 +70,8 @@ class EnumCodec(Generic[Member]):
         self.from_pb: Callable[[int], Member] = self.reader(enum.name)
 
     def reader(self, name: str, is_optional: bool = False) -> Callable[[int], Any]:
-        """The function that reads the field `name`; where it is optional, None is read for what is unspecified."""
+        """Return the function that reads the field `name`; if the field is optional, unspecified values are read as
+        None."""
 
         def read(number: int) -> Member | None:
             member = self._members.get(number, self._unspecified)
@@ -82,8 +83,8 @@ class EnumCodec(Generic[Member]):
 
 
 class Codec(Generic[Value, Pb]):
-    """Converts a dataclass to a message and back. `specs` has the fields that do not go by the rules, by their names in
-    the dataclass; a property named there is converted in one direction only. `beside`: fields of the message without a
+    """Converts a dataclass to a message and back. `specs` has the fields that do not follow the rules, by their names
+    in the dataclass; a property named there is only written. `beside` names fields of the message without a
     counterpart, which the caller fills."""
 
     def __init__(self, kind: type[Value], message: type[Pb], /, beside: str = "", **specs: "Spec") -> None:
@@ -98,25 +99,28 @@ class Codec(Generic[Value, Pb]):
 
     @cached_property
     def from_pb(self) -> Callable[[Pb], Value]:
-        """Raises ValueError with the name of a field that makes no sense."""
+        """The function that reads a message. It raises ValueError, naming the field, for an invalid value."""
         return self.mapping.compiled_reader()
 
     @cached_property
     def mapping(self) -> "FieldMapping":
         mapping = FieldMapping(self.kind, self.message.DESCRIPTOR, self._specs)
         if lacking := {field.name for field in self.message.DESCRIPTOR.fields} - mapping.names - self._beside:
-            raise TypeError(f"{self.kind.__name__} has nothing for {sorted(lacking)} of {self.message.DESCRIPTOR.name}")
+            raise TypeError(
+                f"{self.kind.__name__} lacks counterparts of {sorted(lacking)} in {self.message.DESCRIPTOR.name}"
+            )
         return mapping
 
 
 class Flat:
-    """A dataclass whose fields lie in the message around it."""
+    """A dataclass whose fields are in the enclosing message."""
 
     def __init__(self, **specs: "Spec") -> None:
         self._specs = specs
 
     def mapping(self, kind: Any, message: _Descriptor) -> "FieldMapping":
-        """Of a union the first: its classes have the same fields, and can be written but not read."""
+        """Return the mapping; for a union that of its first class. The classes of a union have the same fields, and can
+        be written but not read."""
         classes = [*filter(is_dataclass, (kind, *get_args(kind)))]
         return FieldMapping(
             classes[0], message, self._specs, is_writable_only=len(classes) > 1 or classes[0] is not kind
@@ -136,36 +140,36 @@ class OneOf:
         return {name: codec.to_pb(value)}
 
     def from_message(self, message: Message) -> Any:
-        """Raises ValueError where it has none of the fields."""
+        """Read the field that is set. Raises ValueError if none of the known fields is set."""
         name = message.WhichOneof(self.name)
         if name not in self.codecs:
-            raise ValueError(f"{self.name} must be one that this version knows")
+            raise ValueError(f"{self.name} must be set to a field that this version supports")
         return self.codecs[name].from_pb(getattr(message, name))
 
 
 class _Local:
-    """A field that stays in its process, and is read as its default."""
+    """Marks a field that is not sent, and is read as its default."""
 
 
 LOCAL = _Local()
-# A field's counterpart, how it is converted, or both.
+# A field's counterpart, its converter, or both.
 Spec = str | Converter | tuple[str, Converter] | Flat | OneOf | _Local
 
 
 def rows_to_pb(message: type[Pb], rows: Iterable[Iterable[Any]]) -> list[Pb]:
-    """One message for each row, whose values are the message's fields in their order."""
+    """Return one message for each row, whose values are the message's fields in order."""
     names = [field.name for field in message.DESCRIPTOR.fields]
     return [message(**dict(zip(names, row, strict=True))) for row in rows]
 
 
 def optional(message: Message, name: str) -> Any:
-    """The field's value, or None where it is absent."""
+    """Return the field's value, or None if it is absent."""
     return getattr(message, name) if message.HasField(name) else None
 
 
 @dataclass(frozen=True, slots=True)
 class _Items:
-    """A repeated field as a tuple or a set."""
+    """Converts a repeated field to a tuple or a set."""
 
     item: Converter | None
     container: type
@@ -184,7 +188,7 @@ class _Items:
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """One field of a dataclass, or one property, and its counterpart."""
+    """A field or property of a dataclass, and its counterpart."""
 
     attribute: str
     field: _Field
@@ -193,16 +197,16 @@ class _Pair:
     is_property: bool = False
 
     def written(self, names: dict[str, Any]) -> str:
-        """The expression of the field's value. What it uses is added to `names`."""
+        """Return the expression of the field's value. Functions that it uses are added to `names`."""
         value = f"value.{self.attribute}"
         if self.converter is None or self.converter.to_pb is None:
-            # Protobuf takes None for an absent field; where a value is never None, its 0 is absent.
+            # Protobuf takes None for an absent field; if a value is never None, its 0 is absent.
             return value if self.is_optional or not self.field.has_presence else f"{value} or None"
         names[convert := f"to_{self.attribute}"] = self.converter.to_pb
         return f"None if {value} is None else {convert}({value})" if self.is_optional else f"{convert}({value})"
 
     def read(self, names: dict[str, Any], is_needed: bool) -> str:
-        """The expression of the attribute's value. What it uses is added to `names`."""
+        """Return the expression of the attribute's value. Functions that it uses are added to `names`."""
         name, convert = self.field.name, f"from_{self.attribute}"
         value = f'needed("{name}", message.{name})' if is_needed else f"message.{name}"
         if (from_message := getattr(self.converter, "from_message", None)) is not None:
@@ -240,12 +244,12 @@ class FieldMapping:
                 self.flat[name] = spec.mapping(hint, message)
             elif isinstance(spec, OneOf):
                 self.unions[name] = spec
-            elif spec is not LOCAL and get_origin(hint) is not Literal:  # the tag of a union goes without saying
+            elif spec is not LOCAL and get_origin(hint) is not Literal:  # a union's tag is implied by its class
                 self.pairs.append(_pair(kind, name, hint, message, spec))
 
     @property
     def names(self) -> set[str]:
-        """Of the message's fields."""
+        """The names of the message's fields."""
         inner = [*(mapping.names for mapping in self.flat.values()), *(union.codecs for union in self.unions.values())]
         return {pair.field.name for pair in self.pairs}.union(*inner)
 
@@ -277,18 +281,18 @@ class FieldMapping:
         own = {pair.attribute for pair in self.pairs}.union(inner)
         bare = [each.name for each in fields(self.kind) if each.default is each.default_factory is MISSING]
         if lacking := [name for name in bare if name not in own]:
-            raise TypeError(f"{self.message.name} has nothing for {lacking} of {self.kind.__name__}")
+            raise TypeError(f"{self.message.name} lacks counterparts of {lacking} in {self.kind.__name__}")
         return _compiled("message", read, names)
 
 
 def _compiled(argument: str, values: Iterable[str], names: dict[str, Any]) -> Convert:
-    """The function that makes its result of these keyword arguments."""
+    """Return the function that makes its result from these keyword arguments."""
     compiled: Convert = eval(f"lambda {argument}: make({', '.join(values)})", names)
     return compiled
 
 
 def needed(name: str, value: str) -> str:
-    """Return the text. Raises ValueError where it is empty."""
+    """Return the text. Raises ValueError if it is empty."""
     if not value:
         raise ValueError(f"{name} must not be empty")
     return value
@@ -322,9 +326,9 @@ _SCALARS: Mapping[int, type] = {
 
 
 def _converter(kind: Any, field: _Field, is_optional: bool = False) -> Converter | None:
-    """The converter of one value by its type, None where it goes unchanged. Raises TypeError where the two do not
-    fit."""
-    kind = getattr(kind, "__supertype__", kind)  # of a NewType
+    """Return the converter of one value by its type; None if it is unchanged. Raises TypeError if the types do not
+    match."""
+    kind = getattr(kind, "__supertype__", kind)  # for a NewType
     if field.message_type is not None:
         if is_dataclass(kind):
             return Codec(kind, GetMessageClass(field.message_type))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A client of the daemon's Control, Switches, Fabric and Weights services, with our errors in place of gRPC's."""
+"""A client of the daemon's Control, Switches, Fabric and Weights services, which raises this project's errors."""
 
 from collections.abc import AsyncGenerator
 from types import TracebackType
@@ -14,8 +14,8 @@ _Request = TypeVar("_Request")
 _Response = TypeVar("_Response")
 
 CALL_TIMEOUT_S = 30.0
-OUT_OF_TIME = "Deadline Exceeded"  # gRPC's own words where a call took longer than its caller waits
-# gRPC's words where what listens answers the connection with something else than HTTP/2.
+OUT_OF_TIME = "Deadline Exceeded"  # gRPC's text for a call that exceeded its deadline
+# gRPC's text if the server answers with a protocol other than HTTP/2.
 NOT_GRPC = "Failed parsing HTTP/2"
 
 
@@ -25,8 +25,8 @@ class ControlClient:
         async with ControlClient("127.0.0.1:7070") as client:
             status = await client.call(client.control.GetStatus, control_pb2.GetStatusRequest())
 
-    Every call raises Retryable when there is no daemon, ProblemFaults when it finds the request malformed, Permanent
-    when it declines, and OutcomeUnknown when its answer was lost.
+    Every call raises Retryable if there is no daemon, ProblemFaults if the request is malformed, Permanent if the
+    daemon declines it, and OutcomeUnknown if the answer was lost.
     """
 
     def __init__(self, address: str) -> None:
@@ -51,7 +51,7 @@ class ControlClient:
         request: _Request,
         timeout_s: float | None = None,
     ) -> _Response:
-        """One request, one answer, within CALL_TIMEOUT_S where nothing else is given."""
+        """Send one request and return the answer, within CALL_TIMEOUT_S by default."""
         call = method(request, timeout=CALL_TIMEOUT_S if timeout_s is None else timeout_s)
         connected = False
         try:
@@ -64,7 +64,7 @@ class ControlClient:
     async def watch(
         self, method: grpc.aio.UnaryStreamMultiCallable[_Request, _Response], request: _Request
     ) -> AsyncGenerator[_Response, None]:
-        """One request, answers until the daemon ends the stream or the caller stops iterating."""
+        """Send one request and yield answers until the daemon ends the stream or the caller stops iterating."""
         call = method(request)
         connected = False
         try:
@@ -82,25 +82,25 @@ class ControlClient:
         match error.code():
             case grpc.StatusCode.UNAVAILABLE if not connected and NOT_GRPC in details:
                 return Permanent(
-                    f"something answers at {self.address}, but it is no OrchestrRL daemon; an HTTP server, such as a "
-                    "gateway, an engine or the daemon's own metrics? --daemon takes listen.address of its configuration"
+                    f"the server at {self.address} is not an OrchestrRL daemon, but perhaps an HTTP server such as a "
+                    "gateway, an engine or the daemon's metrics; set --daemon to the daemon's listen.address"
                 )
             case grpc.StatusCode.UNAVAILABLE if not connected:
-                advice = "start one with `orchestrrl daemon -c FILE`, or name it with --daemon"
+                advice = "start one with `orchestrrl daemon -c FILE`, or set --daemon"
                 return Retryable(f"no daemon at {self.address}: {advice}", after_s=1.0)
             case grpc.StatusCode.UNAVAILABLE:
                 return OutcomeUnknown(f"the connection to the daemon at {self.address} broke: {details}")
             case grpc.StatusCode.RESOURCE_EXHAUSTED | grpc.StatusCode.ABORTED:
-                return Retryable(f"the daemon at {self.address} declined for now: {details}", after_s=1.0)
+                return Retryable(f"the daemon at {self.address} declined temporarily: {details}", after_s=1.0)
             case grpc.StatusCode.INVALID_ARGUMENT:
                 return ProblemFaults(details.splitlines())
             case grpc.StatusCode.NOT_FOUND | grpc.StatusCode.FAILED_PRECONDITION | grpc.StatusCode.ALREADY_EXISTS:
                 return Permanent(details)
             case grpc.StatusCode.UNIMPLEMENTED:
-                return Permanent(f"what listens at {self.address} does not know this call ({details}): is it a daemon?")
+                return Permanent(f"the server at {self.address} does not support this call ({details}): check --daemon")
             case grpc.StatusCode.DEADLINE_EXCEEDED if details != OUT_OF_TIME:
-                return OutcomeUnknown(f"the daemon at {self.address} cannot tell how it ended: {details}")
+                return OutcomeUnknown(f"the daemon at {self.address} reports an unknown outcome: {details}")
             case grpc.StatusCode.DEADLINE_EXCEEDED:
-                return OutcomeUnknown(f"the daemon at {self.address} gave no answer in time")
+                return OutcomeUnknown(f"the daemon at {self.address} did not answer in time")
             case _:
                 return OutcomeUnknown(f"the daemon at {self.address} failed: {details}")

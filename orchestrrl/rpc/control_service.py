@@ -1,4 +1,4 @@
-"""The Control service: what operators and trainers ask. It translates and nothing more; the control plane answers."""
+"""The Control service, for operators and trainers. It only translates messages; the control plane does the work."""
 
 import logging
 from collections.abc import AsyncIterator
@@ -25,11 +25,11 @@ from planner.model import ConfigurationId, EngineId, GpuId, PlanId, RequestId
 
 logger = logging.getLogger(__name__)
 
-# Reports of a redeployment follow each other no faster: that of a large fleet has thousands of steps, and all change.
+# Minimum interval between reports of a redeployment. The report of a large fleet has thousands of steps.
 TOLD_EVERY_S = 0.1
 NO_DEPLOYER = (
-    "nothing can start engines here: name what shall in fleet.deployer of the daemon's configuration, and how they are "
-    "started in fleet.launch"
+    "no deployer is configured: set fleet.deployer in the daemon's configuration, and how engines are started in "
+    "fleet.launch"
 )
 
 
@@ -48,7 +48,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         return pb.ListWorkersResponse(workers=control_codec.workers_to_pb(self.control_plane, snapshot))
 
     def _engine(self, name: str) -> EngineId:
-        """The engine that is meant, also by a name that only nodes use."""
+        """Return the engine with this name, also if only nodes use that name."""
         return self.fleet.state.engine_called(EngineId(name), self.now_s())
 
     async def ListRequests(self, request: pb.ListRequestsRequest, context: Context) -> pb.ListRequestsResponse:
@@ -92,13 +92,13 @@ class ControlService(control_pb2_grpc.ControlServicer):
 
     async def GetBalance(self, request: pb.GetBalanceRequest, context: Context) -> pb.Balance:
         if self.control_plane.balance is None:
-            await context.abort(grpc.StatusCode.NOT_FOUND, "the fast loop has not decided anything yet")
+            await context.abort(grpc.StatusCode.NOT_FOUND, "the fast loop has not made a decision yet")
         return control_codec.balance_to_pb(self.control_plane.balance, self.fleet.latest_moves)
 
     async def SetMode(self, request: pb.SetModeRequest, context: Context) -> pb.SetModeResponse:
         mode = control_codec.MODE.from_pb(request.mode)
         previous = self.control_plane.mode.set(mode, request.reason)
-        if request.reason:  # who gives one has seen what the mode was for
+        if request.reason:  # a reason implies that the operator has seen why the mode was set
             self.journal.confirm_damage(self.now_s(), request.reason)
         return pb.SetModeResponse(mode=control_codec.MODE.to_pb(mode), previous=control_codec.MODE.to_pb(previous))
 
@@ -123,7 +123,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
     async def DrainEngine(self, request: pb.DrainEngineRequest, context: Context) -> pb.Worker:
         engine = self._engine(request.engine_id)
         if request.undo and request.move_requests:
-            raise ProblemFaults(["move_requests: cannot go with undo, got both"])
+            raise ProblemFaults(["move_requests: must not be combined with undo, got both"])
         if request.undo:
             self.fleet.membership_changes.undrain(engine, request.reason)
         else:
@@ -161,7 +161,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
             async for entry in journal.follow(last, kinds):
                 yield control_codec.ENTRY.to_pb(entry)
 
-    # The pause barrier, policy versions and cancelling: what trainers ask.
+    # The pause barrier, policy versions and cancelling, for trainers.
 
     async def PauseFleet(self, request: pb.PauseFleetRequest, context: Context) -> pb.PauseBarrier:
         await self.fleet.barrier.pause(control_codec.PAUSE_REQUEST.from_pb(request))
@@ -183,22 +183,24 @@ class ControlService(control_pb2_grpc.ControlServicer):
         return self._barrier()
 
     async def _waiting_weights(self, lease_id: str, told: int | None) -> tuple[int | None, tuple[EngineId, ...]]:
-        """Those that wait for a closed barrier are installed before it opens: their version, and who has not got it.
-        Where another is told it is that one. Without a lease: of whoever holds the pause barrier."""
+        """Install a weight version that waits for a closed barrier, before the barrier opens. Return its version and
+        the engines without it; `told`, if given, is the version instead. Without a lease id, this applies to the
+        present holder of the pause barrier."""
         lease, weights = self.fleet.barrier.state.lease, self.daemon.weights.syncs
         if lease is None or lease_id not in ("", lease.id):
             return told, ()
         return await weights.before_resume(lease.until_s, told)
 
     def _restarted(self, version: int | None) -> list[EngineId]:
-        """Of a version that we brought: who has lost it since."""
+        """Return the engines that have lost a version that this daemon installed."""
         weights = self.daemon.weights.syncs
         if version is None or weights.book.fleet.version != version:
             return []
         return weights.restarted()
 
     async def _prepare(self, lease_id: str) -> None:
-        """Whoever resumes again, or too late, finds requests going on."""
+        """Prepare circuits before the barrier opens. After the lease has ended, requests are running already and
+        nothing is prepared."""
         lease, prepare = self.fleet.barrier.state.lease, self.daemon.before_resume
         if (
             prepare is not None
@@ -227,7 +229,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
     def _barrier(self) -> pb.PauseBarrier:
         return control_codec.barrier_to_pb(self.fleet.barrier)
 
-    # Redeployments: which engines there are, changed in steps, watched, taken back.
+    # Redeployments, which change the set of engines in steps: started, watched, cancelled.
 
     async def Redeploy(self, request: pb.RedeployRequest, context: Context) -> AsyncIterator[pb.RedeploymentReport]:
         redeployer, wish = self._redeploying(), control_codec.redeploy_from_pb(request)
@@ -279,7 +281,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         return control_codec.redeployment_to_pb(redeployer.cancel(request.redeployment_id, request.reason))
 
     def _recorded(self) -> list[RedeploymentReport]:
-        """Of daemons that had a deployer, newest first."""
+        """Return the reports of earlier daemons that had a deployer, newest first."""
         return list(reversed(read_history(self.journal).values()))
 
     def _redeploying(self) -> RedeploymentController:

@@ -1,4 +1,4 @@
-"""The service Fabric: agents tell of windows; trainers announce periods; operators look, pin and mask."""
+"""The service Fabric: agents report windows; trainers announce periods; operators inspect, pin and mask."""
 
 import asyncio
 import json
@@ -30,11 +30,11 @@ from planner.model import Hold
 
 logger = logging.getLogger(__name__)
 
-NO_FABRIC = "there is no optical fabric here: name its site in fabric.site of the daemon's configuration"
+NO_FABRIC = "no optical fabric is configured: set fabric.site in the daemon's configuration"
 
 
 class FabricService(fabric_pb2_grpc.FabricServicer):
-    """Agents tell of windows whether there is a fabric or not: `orchestrrl fabric slack` shows them all the same."""
+    """The servicer of Fabric. Agents report windows even without a fabric, for `orchestrrl fabric slack`."""
 
     def __init__(self, fabric: FabricParts, hub: WindowTracker, clock: Clock) -> None:
         self._fabric = fabric
@@ -55,7 +55,7 @@ class FabricService(fabric_pb2_grpc.FabricServicer):
             while (order := await stream.next_order()) is not None:
                 yield order_to_pb(order)
             if tasks[0].done():
-                tasks[0].result()  # what ended it ends the call
+                tasks[0].result()  # its error ends the call
         finally:
             await stop(*tasks)
             stream.end()
@@ -66,7 +66,7 @@ class FabricService(fabric_pb2_grpc.FabricServicer):
                 try:
                     self._take(message, stream)
                 except (ValueError, RecursionError) as error:
-                    logger.warning("an agent told what makes no sense: %s", error)
+                    logger.warning("invalid message from an agent: %s", error)
         finally:
             stream.end()
 
@@ -103,8 +103,8 @@ class FabricService(fabric_pb2_grpc.FabricServicer):
             async for report in period.follow():
                 yield PERIOD.to_pb(report)
         finally:
-            if request.boundary:  # harmless where it is over
-                fabric.withdraw(period, "its caller has gone, and may stand still no longer")
+            if request.boundary:  # harmless if it has ended
+                fabric.withdraw(period, "the caller disconnected and may no longer be idle")
 
     async def GetFabric(self, request: pb.GetFabricRequest, context: Context) -> pb.FabricStatus:
         if self._fabric.coordinator is None:
@@ -138,13 +138,13 @@ class FabricService(fabric_pb2_grpc.FabricServicer):
         return VERIFICATION.to_pb(await self._fabric.verifier.verify(request.walk))
 
     def _announced(self, message: pb.Announcement) -> None:
-        """By a traced process, which waits for no answer."""
+        """Accept an announcement from a traced process, which expects no answer."""
         if self._fabric.coordinator is None:
             return
         try:
             self._fabric.coordinator.announce(message.period, message.intent_json, job=message.job)
         except OrchestrRLError as error:
-            logger.warning("rank %d announced a period that makes no sense: %s", message.rank, error)
+            logger.warning("invalid period announced by rank %d: %s", message.rank, error)
 
     def _coordinator(self) -> CircuitCoordinator:
         if self._fabric.coordinator is None:
@@ -153,5 +153,5 @@ class FabricService(fabric_pb2_grpc.FabricServicer):
 
 
 def _no_number(constant: str) -> None:
-    """JSON has neither NaN nor infinities, though Python reads them."""
+    """Refuse NaN and infinities, which Python parses though JSON lacks them."""
     raise ValueError(f"summary_json: numbers must be finite, got {constant}")

@@ -1,8 +1,8 @@
 """Generate orchestrrl/rpc/pb from proto/, or check that it is up to date (--check).
 
-Run as `python -m orchestrrl.rpc.generate`; needs the development environment. protoc places files and imports by the
-proto package, which would shadow our own package `orchestrrl`; so the files are moved flat into rpc/pb and their
-imports rewritten.
+Run as `python -m orchestrrl.rpc.generate`; this needs the development environment. protoc places files and imports by
+the proto package, which would shadow the Python package `orchestrrl`. The files are therefore moved flat into rpc/pb
+and their imports rewritten.
 """
 
 import argparse
@@ -19,7 +19,7 @@ TARGET = ROOT / "orchestrrl" / "rpc" / "pb"
 
 
 def generate(target: Path) -> None:
-    """Write the generated modules into target."""
+    """Write the generated modules into the folder `target`."""
     from grpc_tools import protoc  # type: ignore[import-untyped]
 
     sources = sorted(str(p.relative_to(PROTO)) for p in PROTO.glob("orchestrrl/v1/*.proto"))
@@ -49,7 +49,11 @@ def _flatten(source: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if rpc/pb is not what proto/ gives")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="write nothing; exit with status 1 if rpc/pb differs from the code generated from proto/",
+    )
     is_check = parser.parse_args().check
     with tempfile.TemporaryDirectory() as fresh_dir:
         generate(Path(fresh_dir))

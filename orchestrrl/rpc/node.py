@@ -1,4 +1,5 @@
-"""What agents and gateways share to talk to the daemon: carry out its operations once per id, and report to it."""
+"""The common client of agents and gateways: carries out the daemon's operations once per id, and reports to the
+daemon."""
 
 import asyncio
 import logging
@@ -21,14 +22,14 @@ logger = logging.getLogger(__name__)
 
 Perform = Callable[[Operation], Awaitable[OperationResult]]
 
-REMEMBERED = 4096  # operations and their results
+REMEMBERED = 4096  # stored operations and their results
 
 
 class NodeLink:
     """A node's attachment to the daemon: `run()` receives operations and returns results until cancelled.
 
-    Operations run concurrently and outlive a broken stream; results that could not be sent go out after re-attaching.
-    Errors of ours that `perform` raises become FAILED or UNKNOWN results.
+    Operations run concurrently and outlive a broken stream; results that could not be sent are sent after the next
+    attachment. OrchestrRLErrors raised by `perform` become FAILED or UNKNOWN results.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class NodeLink:
         self.connected = False
 
     async def run(self) -> None:
-        """Attach, and attach again whenever the daemon went away. Ends only by cancellation."""
+        """Attach, and attach again whenever the daemon disconnects. Ends only by cancellation."""
         try:
             name = f"{self._hello.node_id} operations"
             await stay_connected(self._target, self._converse, clock=self._clock, name=name)
@@ -81,7 +82,7 @@ class NodeLink:
         try:
             operation = OPERATION.from_pb(message)
         except ValueError as error:
-            detail = f"not an operation: {error}"
+            detail = f"invalid operation: {error}"
             result = OperationResult(OperationId(message.operation_id), self._node, OperationStatus.FAILED, detail)
         else:
             result = await self._operations.result(operation)
@@ -99,10 +100,10 @@ class NodeLink:
 
 
 class ReportStream:
-    """A stream of reports to the daemon, one each `interval_s`, until cancelled; reopened whenever it breaks.
+    """A stream of reports to the daemon, one every `interval_s`, until cancelled; reopened whenever it breaks.
 
-    `make_report` is awaited for each report, which is stamped as it is sent; `on_open` is called as a stream begins,
-    before its first report; `on_ack` with each acknowledgement.
+    `make_report` is awaited for each report, which is stamped as it is sent. `on_open` is called when a stream begins,
+    before its first report, and `on_ack` with each acknowledgement.
     """
 
     def __init__(
@@ -124,10 +125,10 @@ class ReportStream:
         self._on_ack = on_ack
         self._on_open = on_open
         self.connected = False
-        self._acked = 0.0, 0.0  # the daemon's time in its latest acknowledgement, and when that arrived
+        self._acked = 0.0, 0.0  # the daemon's time in its latest acknowledgement, and the time of its arrival
 
     async def run(self) -> None:
-        """Report, and open the stream again whenever the daemon went away. Ends only by cancellation."""
+        """Send reports, and reopen the stream whenever the daemon disconnects. Ends only by cancellation."""
         await stay_connected(self._target, self._converse, clock=self._clock, name=self._method_name)
 
     async def _converse(self, channel: grpc.aio.Channel, established: Established) -> None:
@@ -138,7 +139,7 @@ class ReportStream:
             established()
             if self._on_open:
                 self._on_open()
-            self._acked = 0.0, 0.0  # what an earlier daemon sent is by its clock
+            self._acked = 0.0, 0.0  # an earlier daemon's time is by another clock
             await first_of(self._receive(call), self._send(call))
         finally:
             self.connected = False

@@ -1,8 +1,8 @@
 """The driver `grpc`: a device behind any process that serves `OcsDriver`, in any language.
 
-The other process owns the device: its lock, its limits, its reading back. What is added here is the connection to that
-process, which can break too: then nobody knows whether a commit took, and it is read back before anything else is sent.
-A process that was started anew does not know what it made before. This side does, and gives it back.
+The other process owns the device: its lock, its time limits, reading back. This driver adds the connection to that
+process, which can break too. The outcome of a commit is then unknown, and the device is read before anything else is
+sent. A restarted process has no record of the circuits it made before. This driver has, and restores the ownership.
 """
 
 import asyncio
@@ -65,7 +65,7 @@ class GrpcOptions(CheckedOptions):
 
 
 class GrpcSwitch(FromOptions, options=GrpcOptions):
-    """An OcsDriver whose work is done by the process at `target`, `HOST:PORT` or `unix:PATH`."""
+    """An OcsDriver that forwards every call to the process at `target`, `HOST:PORT` or `unix:PATH`."""
 
     def __init__(self, device: str, *, clock: DeviceClock | None = None, **given: Any) -> None:
         try:
@@ -78,10 +78,10 @@ class GrpcSwitch(FromOptions, options=GrpcOptions):
         self._clock = clock or SystemClock()
         self._command_timeout_s = options.command_timeout_s
         self._commit_timeout_s = options.commit_timeout_s
-        # A channel belongs to an event loop, so it is opened at the first call and not here.
+        # A channel belongs to an event loop, so it is opened at the first call.
         self._session: tuple[grpc.aio.Channel, ocs_pb2_grpc.OcsDriverAsyncStub] | None = None
-        self._ownership = Ownership()  # as far as it is known here
-        self._facts: SwitchFacts | None = None  # as last read
+        self._ownership = Ownership()  # as known to this client
+        self._facts: SwitchFacts | None = None  # from the last reading
 
     async def facts(self) -> SwitchFacts:
         self._facts = self._sense(convert.FACTS.from_pb, await self._read_facts())
@@ -112,7 +112,7 @@ class GrpcSwitch(FromOptions, options=GrpcOptions):
 
     async def confirm(self, revision: int) -> None:
         request = ocs_pb2.ConfirmRequest(revision=revision)
-        # To confirm twice is harmless, so a lost answer is no riddle.
+        # Confirming twice is harmless, so a lost answer needs no special handling.
         await self._call("Confirm", request, self._commit_timeout_s)
 
     async def take_over(self, pairs: Sequence[CrossConnect]) -> CrossConnectReading:
@@ -136,14 +136,14 @@ class GrpcSwitch(FromOptions, options=GrpcOptions):
                 raise self._translated(error, "CommitArmed", is_setter=False) from None
         except TimeoutError:
             call.cancel()
-            message = f"the driver process at {self._target} does not make ready; nothing was sent"
+            message = f"the driver process at {self._target} did not prepare the commit in time; nothing was sent"
             raise DriverRetryable(message, device=self.device, command="CommitArmed") from None
         except BaseException:
             call.cancel()
             raise
 
         def begin() -> Awaitable[ocs_pb2.CommitResult]:
-            # Over already: not known there, ended with its process, or refused, when it is begun a second time.
+            # The call has ended: the process does not support it, died, or refused a second start.
             return self._set("Commit", request) if call.done() else self._begin_commit(call)
 
         return _ArmedCommit(call, lambda: self._owning(begin, CommandSteps(diff.remove, diff.add)))
@@ -176,7 +176,7 @@ class GrpcSwitch(FromOptions, options=GrpcOptions):
         return facts
 
     async def _read_circuits(self) -> tuple[CrossConnectReading, bool]:
-        """The reading, and whether something of ours had to be given back to the process first."""
+        """Read the circuits. Return the reading, and whether ownership had to be restored in the process first."""
         response = await self._call("ListCrossConnects", ocs_pb2.ListCrossConnectsRequest())
         reading = self._sense(convert.READING.from_pb, response)
         marked = self._ownership.marked(self._facts or await self.facts(), reading.circuits)
@@ -188,11 +188,12 @@ class GrpcSwitch(FromOptions, options=GrpcOptions):
             return reading, False
         try:
             return await self.take_over(unknown_there), True
-        except CircuitConflict:  # gone meanwhile
+        except CircuitConflict:  # removed meanwhile
             return reading, False
 
     async def _as_owner(self, call: Callable[[], Awaitable[Response]]) -> Response:
-        """The answer; where it was refused, once more if the process did not know what is ours."""
+        """Return the answer. If the call was refused because the process had lost the ownership of circuits, repeat it
+        once."""
         try:
             return await call()
         except CircuitConflict:
@@ -201,7 +202,8 @@ class GrpcSwitch(FromOptions, options=GrpcOptions):
             return await call()
 
     async def _owning(self, call: Callable[[], Awaitable[ocs_pb2.CommitResult]], wanted: CommandSteps) -> CommitResult:
-        """Carry it out, and know afterwards what is ours; what nobody knows of may come late, and is then ours."""
+        """Carry out a change and update the ownership. Circuits with an unknown outcome may still appear, and count as
+        owned."""
         claimed = frozenset(wanted.add) - self._ownership.pairs
         self._ownership.take(claimed)
         try:
@@ -211,17 +213,17 @@ class GrpcSwitch(FromOptions, options=GrpcOptions):
             raise
 
     async def _settled(self, call: Awaitable[ocs_pb2.CommitResult], wanted: CommandSteps) -> CommitResult:
-        """The answer, or, where the answer was lost, what the device shows once it has come to rest."""
+        """Return the answer; if it was lost, return the state that the device shows once it has come to rest."""
         try:
             result = convert.RESULT.from_pb(await call)
             if [item.cross_connect for item in result.items] == [*wanted.remove, *wanted.add]:
                 self._ownership.release(_not_here(result.items))
                 return result
-            words = "the driver process did not answer for every circuit of the change, in order"
+            words = "the driver process must return a result for every circuit of the change, in order"
         except DriverOutcomeUnknown as error:
             words = str(error)
         except ValueError as error:
-            words = f"the driver process answered nonsense: {error}"
+            words = f"invalid answer from the driver process: {error}"
         reconfiguration_s = (await self._after_setting(self.facts())).reconfiguration_s
         began_s = self._clock.now_s()
         deadline_s = began_s + max(1.0, 10 * reconfiguration_s)
@@ -237,7 +239,7 @@ class GrpcSwitch(FromOptions, options=GrpcOptions):
     async def _set(
         self, command: str, request: ocs_pb2.CommitRequest | ocs_pb2.RollbackRequest
     ) -> ocs_pb2.CommitResult:
-        await self._connect(command)  # so that what fails from here on may have taken
+        await self._connect(command)  # later failures may leave the change in effect
         result: ocs_pb2.CommitResult = await self._call(command, request, self._commit_timeout_s, is_setter=True)
         return result
 
@@ -248,9 +250,9 @@ class GrpcSwitch(FromOptions, options=GrpcOptions):
                 answer = await call.read()
         except grpc.aio.AioRpcError as error:
             raise self._translated(error, "CommitArmed", is_setter=True) from None
-        except (TimeoutError, asyncio.InvalidStateError) as error:  # the latter: it ended at this very moment
+        except (TimeoutError, asyncio.InvalidStateError) as error:  # the latter: the call ended at this very moment
             call.cancel()
-            message = f"the driver process at {self._target} gave no result"
+            message = f"the driver process at {self._target} did not return a result"
             raise DriverOutcomeUnknown(message, device=self.device, command="CommitArmed", answer=str(error)) from None
         if not isinstance(answer, ocs_pb2.CommitAnswer) or not answer.HasField("result"):
             message = f"the driver process at {self._target} ended without a result"
@@ -272,7 +274,7 @@ class GrpcSwitch(FromOptions, options=GrpcOptions):
         try:
             return read(response)
         except ValueError as error:
-            raise DriverPermanent(f"the driver process answered nonsense: {error}", device=self.device) from None
+            raise DriverPermanent(f"invalid answer from the driver process: {error}", device=self.device) from None
 
     def _opened(self) -> "tuple[grpc.aio.Channel, ocs_pb2_grpc.OcsDriverAsyncStub]":
         if self._session is None:
@@ -283,7 +285,7 @@ class GrpcSwitch(FromOptions, options=GrpcOptions):
     async def _call(
         self, command: str, request: Message, timeout_s: float | None = None, *, is_setter: bool = False
     ) -> Any:
-        """Return the answer to the method of that name."""
+        """Call the method `command` and return its answer."""
         try:
             return await getattr(self._opened()[1], command)(request, timeout=timeout_s or self._command_timeout_s)
         except grpc.aio.AioRpcError as error:
@@ -292,7 +294,7 @@ class GrpcSwitch(FromOptions, options=GrpcOptions):
     async def _connect(self, command: str) -> None:
         channel, _ = self._opened()
         if channel.get_state() is grpc.ChannelConnectivity.READY:
-            return  # without a turn of the loop: a window may be open
+            return  # without yielding to the event loop: a window may be open
         try:
             await asyncio.wait_for(channel.channel_ready(), self._command_timeout_s)
         except TimeoutError:
@@ -302,7 +304,7 @@ class GrpcSwitch(FromOptions, options=GrpcOptions):
     def _translated(self, error: grpc.aio.AioRpcError, command: str, *, is_setter: bool) -> DriverError:
         for key, value in error.trailing_metadata() or ():
             if key == ERROR_METADATA and isinstance(value, bytes):
-                with suppress(DecodeError):  # then the status has to do
+                with suppress(DecodeError):  # then only the status is used
                     return convert.error_from_pb(ocs_pb2.DriverError.FromString(value), self.device)
         words = error.details() or error.code().name
         match error.code():
@@ -312,10 +314,10 @@ class GrpcSwitch(FromOptions, options=GrpcOptions):
                 return CircuitConflict(words.splitlines(), device=self.device)
             case grpc.StatusCode.UNIMPLEMENTED:
                 return DriverPermanent(
-                    "the driver process does not know this call", device=self.device, command=command
+                    "the driver process does not support this call", device=self.device, command=command
                 )
             case code if is_setter:
-                message = f"the driver process at {self._target} gave no result ({code.name})"
+                message = f"the driver process at {self._target} did not return a result ({code.name})"
                 return DriverOutcomeUnknown(message, device=self.device, command=command, answer=words)
             case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.DEADLINE_EXCEEDED as code:
                 message = f"the driver process at {self._target} cannot be reached ({code.name})"
@@ -327,7 +329,7 @@ class GrpcSwitch(FromOptions, options=GrpcOptions):
 
 @dataclass(frozen=True, slots=True)
 class _ArmedCommit:
-    """A call that has said what to commit, and waits for its word."""
+    """A call that has sent the commit and waits for the signal to start it."""
 
     call: "_CommitCall"
     carry_out: Callable[[], Awaitable[CommitResult]]
@@ -346,7 +348,7 @@ def _commit_request(diff: CircuitDiff, expect_revision: int, revert_in_s: float 
 
 
 def _unfit_ports(named: Mapping[str, Iterable[CrossConnect]]) -> list[str]:
-    """Those that would not fit into the message."""
+    """Return the faults of port numbers that do not fit into the message."""
     return [
         f"{name}[{index}].{side}: must be within 0..{LARGEST_PORT}, got {port}"
         for name, pairs in named.items()
@@ -357,7 +359,7 @@ def _unfit_ports(named: Mapping[str, Iterable[CrossConnect]]) -> list[str]:
 
 
 def _not_here(items: Iterable[CrossConnectResult]) -> list[CrossConnect]:
-    """What was taken down, and what was refused: neither comes late."""
+    """Return the circuits that were removed or refused, and will not appear late."""
     return [
         item.cross_connect
         for item in items
@@ -366,7 +368,7 @@ def _not_here(items: Iterable[CrossConnectResult]) -> list[CrossConnect]:
 
 
 def _as_shown(wanted: CommandSteps, reading: CrossConnectReading, text: str) -> tuple[CrossConnectResult, ...]:
-    """One result per item by what the device shows; `text` says why no more is known."""
+    """Return one result per item from the state that the device shows; `text` is the reason why no more is known."""
     tuned = {circuit.cross_connect for circuit in reading.circuits if circuit.state is CircuitState.TUNED}
     gone = [CrossConnectResult(pair, Action.REMOVE, pair not in reading.cross_connects, text) for pair in wanted.remove]
     return (*gone, *(CrossConnectResult(pair, Action.ADD, pair in tuned, text) for pair in wanted.add))

@@ -1,4 +1,4 @@
-"""Serve any driver as `OcsDriver`, so that a device can be driven from a process of its own."""
+"""Serve any driver as `OcsDriver`, so that a separate process can drive a device."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -23,8 +23,8 @@ ERROR_METADATA = "ocs-driver-error-bin"
 
 
 class OcsDriverService(ocs_pb2_grpc.OcsDriverServicer):
-    """The servicer over one driver. A commit is carried to its end even if the client goes away: glass that is half
-    moved helps nobody."""
+    """The servicer for one driver. A commit is completed even if the client disconnects, because a half-finished change
+    must not remain."""
 
     def __init__(self, driver: OcsDriver) -> None:
         self._driver = driver
@@ -90,8 +90,8 @@ class OcsDriverService(ocs_pb2_grpc.OcsDriverServicer):
 
 
 class DriverBoundary(BoundaryInterceptor):
-    """The boundary of a driver's server: errors of the driver are answered with all they know in the trailing metadata.
-    A defect of the driver is answered INTERNAL: it may have sent something."""
+    """The interceptor of a driver's server. Driver errors are returned with all of their fields in the trailing
+    metadata. A defect of the driver is answered with INTERNAL, because the driver may have sent a command."""
 
     async def end(self, method: str, context: Context, error: Exception) -> None:
         if isinstance(error, DriverError):
@@ -115,7 +115,7 @@ def status_of(error: DriverError) -> grpc.StatusCode:
 
 
 async def serve_driver(driver: OcsDriver, address: str) -> tuple[grpc.aio.Server, int]:
-    """A started server for one device at `address` (port 0: any free one), and its port."""
+    """Start a server for one device at `address` (port 0: any free port). Return the server and its port."""
     boundary = DriverBoundary(LimitSettings(), Defects(WallClock(), lambda _: None))
     server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=(boundary,))
     ocs_pb2_grpc.add_OcsDriverServicer_to_server(OcsDriverService(driver), server)

@@ -1,4 +1,4 @@
-"""A peer's order as messages: what is larger than a message holds comes in pieces, one behind the other."""
+"""A peer's order as messages: an order that exceeds the size of a message is sent in consecutive pieces."""
 
 import json
 from collections.abc import Iterator
@@ -10,12 +10,13 @@ from orchestrrl.rpc.channel import MESSAGE_BYTES
 from orchestrrl.rpc.pb import weights_pb2 as pb
 from orchestrrl.weights.orders import ORDER, Order, PeerOrder
 
-PIECE_CHARACTERS = MESSAGE_BYTES // 8  # a character takes four bytes at most: there is room for what is around them
+# a character takes at most four bytes, which leaves space for the rest of the message
+PIECE_CHARACTERS = MESSAGE_BYTES // 8
 _KINDS = {kind: TypeAdapter(kind) for kind in get_args(Order)}
 
 
 def pieces_of(order: PeerOrder) -> Iterator[pb.PeerOrder]:
-    """At least one; all but the last say that it continues."""
+    """Yield the messages of an order, at least one; all but the last have `continues` set."""
     text = _text(order)
     for first in range(0, len(text), PIECE_CHARACTERS):
         last = first + PIECE_CHARACTERS
@@ -23,19 +24,21 @@ def pieces_of(order: PeerOrder) -> Iterator[pb.PeerOrder]:
 
 
 def _text(order: PeerOrder) -> str:
-    """As ORDER has it. A kind by itself is written several times faster than one of a union."""
+    """Serialize the order as ORDER does. Serializing a concrete kind is several times faster than serializing the
+    union."""
     inner = _KINDS[type(order.order)].dump_json(order.order).decode()
     return f'{{"id":{json.dumps(order.id)},"generation":{order.generation},"order":{inner}}}'
 
 
 class OrderAssembler:
-    """Pieces of one stream: a stream that breaks takes the beginning of an order with it, and it is given again."""
+    """Assembles orders from the pieces of one stream. If a stream breaks, an incomplete order is dropped and sent
+    again."""
 
     def __init__(self) -> None:
         self._texts: list[str] = []
 
     def add(self, piece: pb.PeerOrder) -> PeerOrder | None:
-        """The order, where this was its last piece. Raises ValidationError where that cannot be read."""
+        """Return the order if this was its last piece, otherwise None. Raises ValidationError if it is invalid."""
         self._texts.append(piece.order_json)
         if piece.continues:
             return None

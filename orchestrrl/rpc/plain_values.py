@@ -1,4 +1,5 @@
-"""A protobuf message as plain JSON values: numbers stay numbers, enums are plain words, what is unknown is null."""
+"""Convert a protobuf message to plain JSON values: numbers stay numbers, enums become lower-case names, unknown values
+null."""
 
 import math
 from typing import TYPE_CHECKING, Any
@@ -6,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from google.protobuf.message import Message
 
-# Descriptors have a class per implementation of protobuf; their attributes are the same.
+# Descriptors have a class per implementation of protobuf, with the same attributes.
 _FieldDescriptor = Any
 _EnumDescriptor = Any
 
 
 def plain(message: "Message") -> dict[str, Any]:
-    """Every field by its name in the .proto, in its order. Absent optional fields, unspecified enums, absent messages
-    and numbers that JSON cannot write (infinite, not a number) are None."""
+    """Return every field by its name in the .proto, in order. Absent optional fields, unspecified enums, absent
+    messages and numbers without a JSON form (infinite, not a number) are None."""
     return {field.name: _field(message, field) for field in message.DESCRIPTOR.fields}
 
 
@@ -37,7 +38,7 @@ def _value(value: Any, field: _FieldDescriptor) -> Any:
 
 
 def _enum_name(number: int, enum: _EnumDescriptor) -> str | None:
-    """`ENGINE_HEALTH_OK` of EngineHealth as `ok`. A number of a newer protocol stays a number."""
+    """Return `ok` for `ENGINE_HEALTH_OK` of EngineHealth. A number from a newer protocol stays a number."""
     known = enum.values_by_number.get(number)
     if known is None:
         return str(number)
@@ -46,5 +47,5 @@ def _enum_name(number: int, enum: _EnumDescriptor) -> str | None:
 
 
 def enum_prefix(name: str) -> str:
-    """What the values' names of an enum begin with: `ENGINE_HEALTH_` of EngineHealth."""
+    """Return the prefix of an enum's value names: `ENGINE_HEALTH_` for EngineHealth."""
     return "".join(f"_{letter}" if letter.isupper() else letter.upper() for letter in name).lstrip("_") + "_"

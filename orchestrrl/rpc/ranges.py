@@ -1,8 +1,8 @@
-"""Which values of messages are taken where they enter a server: numbers in range, text and lists of bounded size.
+"""The values that servers accept in messages: numbers in range, text and lists of bounded size.
 
-The rules go by a field's kind: numbers of seconds, rates and shares are finite, >= 0 and <= `MOST_NUMBER`, whole
-numbers fit into 64 bits with a sign, enums are known, text is bounded. `_NAMED` and `_RULES` have the fields that need
-more. A text whose name ends in `_json` is bounded by its message's size alone; the code that parses it checks the rest.
+The rules follow a field's type: numbers of seconds, rates and shares are finite, >= 0 and <= `MOST_NUMBER`, integers
+fit into 64 bits with a sign, enums are known, text is bounded. `_NAMED` and `_RULES` have the fields with other rules.
+A text whose name ends in `_json` is only bounded by the size of its message; the code that parses it checks the rest.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -16,38 +16,38 @@ from orchestrrl.core.addresses import check_url
 from orchestrrl.core.errors import LimitReached, ProblemFaults, shorten
 from orchestrrl.engines.serving import MOST_RANKS, MOST_SIZE
 
-if TYPE_CHECKING:  # processes without a configuration file check their messages, too
+if TYPE_CHECKING:  # processes without a configuration file check their messages too
     from orchestrrl.core.config.schema import LimitSettings
 
-# Descriptors have a class per implementation of protobuf; their attributes are the same.
+# Descriptors have a class per implementation of protobuf, with the same attributes.
 _Descriptor = Any
 _Field = Any
-_Check = Callable[[Any], str]  # the fault of a value; "" where there is none
+_Check = Callable[[Any], str]  # the fault of a value; "" if there is none
 
-MOST_NUMBER = 253402300799.0  # the last second of the year 9999, which dates can show
+MOST_NUMBER = 253402300799.0  # the last second of the year 9999, the limit of dates
 MOST_TOKENS_PER_S = 1e9
 MOST_WHOLE = 2**63 - 1
-MOST_FAILOVER_TOKENS = 1 << 40  # in one report: totals stay far below what a status can carry
+MOST_FAILOVER_TOKENS = 1 << 40  # in one report: totals stay far below the limit of a status
 MOST_NAME_CHARACTERS = 1024
 MOST_TEXT_CHARACTERS = 4096
-MOST_SUMMARY_CHARACTERS = 4 * 1024 * 1024  # the daemon keeps one for each host
-MOST_ITEMS = 65_536  # of a list that no configuration key limits
-MOST_FAULTS = 20  # that one refusal names
-LEAST_BITS, MOST_BITS = 0.01, 64.0  # of a weight or a KV cache's element
+MOST_SUMMARY_CHARACTERS = 4 * 1024 * 1024  # the daemon stores one for each host
+MOST_ITEMS = 65_536  # of a list without a configured limit
+MOST_FAULTS = 20  # in one refusal
+LEAST_BITS, MOST_BITS = 0.01, 64.0  # of an element of a weight or a KV cache
 STEP_ITEMS = 1000  # messages of a list that are checked at a time
 
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """`most`: the largest number, the longest text or, for a list, the most items; None means the kind's own limit.
-    `key`: the setting in the section `limits` that has the most items of a list."""
+    """The rule of one field. `most` is the largest number, the longest text or, for a list, the most items; None means
+    the type's own limit. `key` is the setting in the section `limits` with the most items of a list."""
 
     most: float | None = None
     least: float = 0
-    is_url: bool = False  # of an engine, unless it is empty
+    is_url: bool = False  # of an engine; may be empty
     needed: bool = False  # a text must not be empty, an enum must be specified
     key: str = ""
-    by_handler: bool = False  # the method's own code checks it, together with what depends on the fleet
+    by_handler: bool = False  # checked by the method's own code, together with conditions that depend on the fleet
 
 
 _NEEDED = _Rule(needed=True)
@@ -60,9 +60,9 @@ _REQUESTS, _ENGINES = _Rule(key="requests_per_report"), _Rule(key="engines")
 _NAMED: Mapping[str, _Rule] = {
     **dict.fromkeys(("ttl_s", "lease_s", "deadline_s", "within_s", "revert_in_s"), _HANDLERS),
     **dict.fromkeys(("period", "host", "configuration", "pool", "tag"), _Rule(MOST_NAME_CHARACTERS)),
-    "job": _Rule(200),  # as fabric/intents.py has it
+    "job": _Rule(200),  # as in fabric/intents.py
     "summary_json": _Rule(MOST_SUMMARY_CHARACTERS),
-    "finish_reason": _Rule(256),  # thousands of these are remembered
+    "finish_reason": _Rule(256),  # thousands of these are stored
     "models": _Rule(256),
     "engine_ids": _ENGINES,
     "without_engine_ids": _ENGINES,
@@ -105,20 +105,20 @@ _RULES: Mapping[str, Mapping[str, _Rule]] = {
 
 
 def checking(message: Message, limits: "LimitSettings") -> Iterator[None]:
-    """Check the message; yields after each `STEP_ITEMS` messages of a list, so that a caller can do other work.
+    """Check the message; yields after each `STEP_ITEMS` messages of a list, so that the caller can do other work.
 
-    Raises LimitReached with the configuration key where a list has too many items, else ProblemFaults with every fault,
-    `MOST_FAULTS` at most.
+    Raises LimitReached with the configuration key if a list has too many items, otherwise ProblemFaults with every
+    fault, at most `MOST_FAULTS`.
     """
     faults: list[str] = []
     yield from _checks_of(message.DESCRIPTOR).check(message, "", limits, faults)
     if faults:
-        more = ["(message): has more faults than these"] if len(faults) > MOST_FAULTS else []
+        more = ["(message): has further faults"] if len(faults) > MOST_FAULTS else []
         raise ProblemFaults([*faults[:MOST_FAULTS], *more])
 
 
 def needed_fields(descriptor: _Descriptor) -> frozenset[str]:
-    """Texts of a message that must not be empty."""
+    """Return the text fields of a message that must not be empty."""
     rules = _RULES.get(descriptor.name, {})
     return frozenset(
         name for name, rule in rules.items() if rule.needed and descriptor.fields_by_name[name].enum_type is None
@@ -126,13 +126,13 @@ def needed_fields(descriptor: _Descriptor) -> frozenset[str]:
 
 
 class _Checks:
-    """What is checked of one type of message. Fields that are absent have their kind's 0, which passes unless a rule
-    has a larger `least`."""
+    """The checks of one message type. Absent fields have their type's 0, which passes unless a rule has a larger
+    `least`."""
 
     def __init__(self, descriptor: _Descriptor) -> None:
         self._numbers: list[tuple[str, float, float]] = []  # field, least, most
         self._may_lack: set[str] = set()
-        self._texts: list[tuple[str, int, float, _Check]] = []  # field, characters that need no further check
+        self._texts: list[tuple[str, int, float, _Check]] = []  # field, number of characters that need no further check
         self._enums: list[tuple[str, _Check]] = []
         self._lists: list[tuple[str, _Descriptor | None, _Check, _Rule]] = []
         self._messages: list[tuple[str, _Descriptor]] = []
@@ -180,10 +180,10 @@ class _Checks:
                 yield from _checks_of(inner).check(getattr(message, name), f"{path}{name}.", limits, faults)
 
     def _faults(self, message: Any) -> list[str]:
-        """Of the fields that are neither lists nor messages."""
+        """Return the faults of the fields that are neither lists nor messages."""
         faults = []
         for name, least, most in self._numbers:
-            if not least <= (value := getattr(message, name)) <= most:  # NaN is not, either
+            if not least <= (value := getattr(message, name)) <= most:  # also False for NaN
                 if name in self._may_lack and not message.HasField(name):
                     continue
                 faults.append(f"{name}: {_beyond(value, least, most)}")
@@ -203,7 +203,7 @@ def _checks_of(descriptor: _Descriptor) -> _Checks:
 
 
 def _range_of(field: _Field, rule: _Rule) -> tuple[float, float] | None:
-    """None for what is no number, and where every number that the field can have is taken."""
+    """Return the range of a number; None for other types, and if every value of the type is accepted."""
     if field.type in (field.TYPE_DOUBLE, field.TYPE_FLOAT):
         return rule.least, MOST_NUMBER if rule.most is None else rule.most
     if field.type in (field.TYPE_UINT64, field.TYPE_FIXED64):
@@ -218,7 +218,7 @@ def _beyond(value: float, least: float, most: float) -> str:
 
 
 def _check_of(field: _Field, rule: _Rule) -> _Check:
-    """The check of one value of a field that is no message."""
+    """Return the check of one value of a field that is not a message."""
     if field.enum_type is not None:
         known = {value.number: value.name for value in field.enum_type.values if value.number or not rule.needed}
         return lambda value: "" if value in known else f"must be one of {', '.join(known.values())}, got {value}"
@@ -254,7 +254,7 @@ def _characters(name: str, rule: _Rule) -> float:
 
 
 def _check_count(path: str, count: int, rule: _Rule, limits: "LimitSettings", faults: list[str]) -> None:
-    """Raises LimitReached."""
+    """Check the number of items of a list. Raises LimitReached for a configured limit."""
     if rule.key and count > (most := getattr(limits, rule.key)):
         raise LimitReached(f"{path}: must have at most {most} items (limits.{rule.key}), got {count}")
     most = MOST_ITEMS if rule.most is None else rule.most

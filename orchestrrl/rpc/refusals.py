@@ -1,4 +1,4 @@
-"""How calls that cannot be answered end: our errors as gRPC statuses, which say what to do next."""
+"""End calls that cannot be answered: errors become gRPC statuses that imply the caller's next step."""
 
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
@@ -17,7 +17,7 @@ from orchestrrl.core.errors import (
 )
 
 Context = grpc.aio.ServicerContext[Any, Any]
-STATUS_BYTES = 6000  # of a header; all of a call's together must stay below 8 KiB
+STATUS_BYTES = 6000  # of a header; all headers of a call together must stay below 8 KiB
 LEAST_CHARACTERS = 40
 
 _Message = TypeVar("_Message")
@@ -25,7 +25,7 @@ _Value = TypeVar("_Value")
 
 
 async def refuse(context: Context, error: OrchestrRLError | DriverError | ValueError) -> NoReturn:
-    """End the call with the status that says what to do next."""
+    """End the call with the status for this error."""
     code = grpc.StatusCode.INTERNAL
     match error:
         case ProblemFaults() | InvalidChange() | ValueError():
@@ -42,8 +42,8 @@ async def refuse(context: Context, error: OrchestrRLError | DriverError | ValueE
 
 
 def status_text(error: Exception | str) -> str:
-    """The error's lines, as many as a status can hold: it travels in a header, where most bytes of a text that is not
-    ASCII take three."""
+    """Return the error's lines, as many as a status can hold. A status is sent in a header, in which most bytes of
+    non-ASCII text take three bytes."""
     lines = str(error).encode(errors="replace").decode().splitlines() or [type(error).__name__]
     words: list[str] = []
     room = STATUS_BYTES

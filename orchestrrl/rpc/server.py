@@ -1,6 +1,6 @@
-"""The daemon's gRPC side: every service of proto/, with health and reflection, on TCP and a Unix socket.
+"""The daemon's gRPC server: every service of proto/, with health and reflection, on TCP and a Unix socket.
 
-The servicers translate and nothing more; what is asked is answered by the control plane.
+The servicers only translate messages; the control plane does the work.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ from orchestrrl.rpc.weights_service import WeightsService
 _Message = TypeVar("_Message")
 _Value = TypeVar("_Value")
 
-MOST_RECEIVED_BYTES = 2**31 - 1  # that gRPC can be told
+MOST_RECEIVED_BYTES = 2**31 - 1  # the largest value that gRPC accepts
 
 SERVICES = tuple(
     service.full_name
@@ -87,7 +87,7 @@ class TelemetryService(telemetry_pb2_grpc.TelemetryServicer):
 
 
 async def _in_steps(convert: Callable[[_Message], _Value], messages: Sequence[_Message]) -> tuple[_Value, ...]:
-    """Convert the messages, some at a time: other calls go on in between."""
+    """Convert the messages in steps, between which other calls continue."""
     values: list[_Value] = []
     for first in range(0, len(messages), STEP_ITEMS):
         if first:
@@ -115,7 +115,7 @@ class NodeService(agent_pb2_grpc.NodeServicer):
             async for operation in attachment.orders():
                 yield node_codec.OPERATION.to_pb(operation)
             if results.done():
-                results.result()  # what ended it ends the call
+                results.result()  # its error ends the call
         finally:
             results.cancel()
             self._fleet.detach(attachment)
@@ -131,7 +131,7 @@ class NodeService(agent_pb2_grpc.NodeServicer):
 
 
 class DaemonServer:
-    """The bound server. `address` has the port that was taken where the configured one was 0."""
+    """The bound server. `address` has the chosen port if the configured port was 0."""
 
     def __init__(self, server: grpc.aio.Server, status: "health.aio.HealthServicer", address: str) -> None:
         self._server = server
@@ -142,15 +142,15 @@ class DaemonServer:
     async def start(
         cls, daemon: Daemon, listen: ListenSettings, switches: control_pb2_grpc.SwitchesServicer
     ) -> "DaemonServer":
-        """Bind and serve. Raises Permanent when an address cannot be had."""
+        """Bind and serve. Raises Permanent if an address cannot be bound."""
         fleet, weights, clock = daemon.fleet, daemon.weights, daemon.fleet.clock
-        # Without this, Linux lets two daemons share a port, and each gets some of the nodes.
+        # Otherwise Linux lets two daemons share a port, and each would receive some of the nodes.
         limits = fleet.config.limits
         options = {
             **dict(SERVER_OPTIONS),
             "grpc.so_reuseport": 0,
             "grpc.max_allowed_incoming_connections": limits.connections,
-            # Beyond this gRPC itself refuses a message, without the setting's name.
+            # Beyond this size gRPC itself refuses a message, without naming the setting.
             "grpc.max_receive_message_length": min(2 * limits.message_bytes, MOST_RECEIVED_BYTES),
         }
         server = grpc.aio.server(options=[*options.items()], interceptors=(BoundaryInterceptor(limits, fleet.defects),))
@@ -175,7 +175,7 @@ class DaemonServer:
         return cls(server, status, f"{listen.address.rpartition(':')[0]}:{port}")
 
     async def stop(self, grace_s: float) -> None:
-        """Say that the service ends, let calls end within `grace_s`, then end them."""
+        """Announce the shutdown, let calls end within `grace_s`, then cancel them."""
         await self._status.enter_graceful_shutdown()
         await self._server.stop(grace_s)
 
@@ -184,4 +184,4 @@ def _bind(server: grpc.aio.Server, address: str) -> int:
     try:
         return server.add_insecure_port(address)
     except RuntimeError:
-        raise Permanent(f"cannot listen on {address}: it is in use, or may not be used by this user") from None
+        raise Permanent(f"cannot listen on {address}: it is in use, or this user lacks the permission") from None

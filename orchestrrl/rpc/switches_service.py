@@ -1,6 +1,6 @@
 """The service Switches: the optical circuit switches that the daemon drives, for operators and tools.
 
-An order given here is carried out in both modes: `advise` binds the daemon's own decisions, not its operators.
+Orders through this service are carried out in both modes: `advise` only restricts the daemon's own decisions.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ from orchestrrl.rpc.refusals import Context, status_text
 
 logger = logging.getLogger(__name__)
 
-# How long a stop waits for changes under way.
+# How long a shutdown waits for running changes.
 DRAIN_S = 5.0
 
 _OUTCOME = Codec(CircuitOutcome, pb.SwitchChange, beside="dry_run", items=("results", convert.ITEM))
@@ -53,7 +53,7 @@ _FACTS = Codec(
 
 
 def drivers_of(settings: Iterable[SwitchSettings], clock: Clock) -> dict[str, OcsDriver]:
-    """A driver for every entry of the section `ocs`. Raises ProblemFaults with every fault of all of them."""
+    """Make a driver for every entry of the section `ocs`. Raises ProblemFaults with every fault of all entries."""
     drivers: dict[str, OcsDriver] = {}
     faults: list[str] = []
     for index, entry in enumerate(settings):
@@ -67,7 +67,8 @@ def drivers_of(settings: Iterable[SwitchSettings], clock: Clock) -> dict[str, Oc
 
 
 class SwitchesService(control_pb2_grpc.SwitchesServicer):
-    """Serves the given switches. `settings` say what they were made from. The daemon calls `close` at the end."""
+    """Serves the given switches. `settings` are the configuration they were made from. The daemon calls `close` at the
+    end."""
 
     def __init__(
         self, switches: Mapping[str, OcsDriver], executor: CircuitExecutor, settings: Sequence[SwitchSettings] = ()
@@ -78,7 +79,7 @@ class SwitchesService(control_pb2_grpc.SwitchesServicer):
         self._under_way: set[asyncio.Future[CircuitOutcome]] = set()
 
     async def close(self) -> None:
-        """Give the changes under way a moment to end; the others stay open in the journal, for the next daemon."""
+        """Wait briefly for running changes; the others stay open in the journal for the next daemon."""
         if self._under_way:
             await asyncio.wait(self._under_way, timeout=DRAIN_S)
         for change in self._under_way:
@@ -87,10 +88,10 @@ class SwitchesService(control_pb2_grpc.SwitchesServicer):
         for switch, driver in self._switches.items():
             try:
                 await driver.close()
-            except DriverError as error:  # a change on trial that could not be undone: the next daemon will
-                logger.error("switch %s is left as it is: %s", switch, error)
-            except Exception:  # of one driver: what is on trial at the others is to be undone all the same
-                logger.exception("switch %s is left as it is", switch)
+            except DriverError as error:  # a trial that could not be reverted: the next daemon reverts it
+                logger.error("switch %s is left unchanged: %s", switch, error)
+            except Exception:  # from one driver: trials of the others must still be reverted
+                logger.exception("switch %s is left unchanged", switch)
 
     async def ListSwitches(self, request: pb.ListSwitchesRequest, context: Context) -> pb.ListSwitchesResponse:
         switches = await asyncio.gather(*(self._read(switch) for switch in self._switches))
@@ -127,7 +128,7 @@ class SwitchesService(control_pb2_grpc.SwitchesServicer):
             raise InvalidChange(["cross_connects: must name at least one, got []"])
         pairs = convert.pairs_from_pb(request.cross_connects)
         reading = await self._executor.take_over(request.switch_id, pairs)
-        detail = f"ours from now on: {' '.join(str(pair) for pair in pairs)}"
+        detail = f"owned from now on: {' '.join(str(pair) for pair in pairs)}"
         return pb.SwitchChange(switch_id=request.switch_id, done=True, revision=reading.revision, detail=detail)
 
     async def _change(
@@ -147,26 +148,26 @@ class SwitchesService(control_pb2_grpc.SwitchesServicer):
         task = asyncio.ensure_future(work)
         self._under_way.add(task)
         task.add_done_callback(self._ended)
-        # Carried to its end even if the operator hangs up: glass that is half moved helps nobody.
+        # Completed even if the operator disconnects, because a half-finished change must not remain.
         return _OUTCOME.to_pb(await asyncio.shield(task))
 
     def _ended(self, task: "asyncio.Future[CircuitOutcome]") -> None:
         self._under_way.discard(task)
-        error = None if task.cancelled() else task.exception()  # its caller may have hung up
+        error = None if task.cancelled() else task.exception()  # its caller may have disconnected
         if isinstance(error, DriverError):
             logger.info("a change was refused or failed: %s", cut(str(error)))
         elif error is not None:
-            logger.error("a change ended in a defect", exc_info=error)
+            logger.error("unexpected exception in a change", exc_info=error)
 
     async def _require(self, switch: str, context: Context) -> None:
-        await context.send_initial_metadata(())  # tells the client that it is connected
+        await context.send_initial_metadata(())  # informs the client that it is connected
         if switch not in self._switches:
             known = ", ".join(sorted(self._switches)) or "none is configured"
-            words = status_text(f"there is no switch {switch!r} (known: {known})")
+            words = status_text(f"unknown switch {switch!r} (known: {known})")
             await context.abort(grpc.StatusCode.NOT_FOUND, words)
 
     async def _read(self, switch: str) -> pb.Switch:
-        """A switch as it is now; one that cannot be read says why."""
+        """Return the present state of a switch; if it cannot be read, `detail` has the reason."""
         driver = self._switches[switch]
         message = pb.Switch(switch_id=switch, driver=self._driver_names.get(switch, ""))
         try:
@@ -175,7 +176,7 @@ class SwitchesService(control_pb2_grpc.SwitchesServicer):
         except DriverError as error:
             message.detail = str(error)
             return message
-        except Exception as error:  # of one driver: the other switches are shown all the same
+        except Exception as error:  # from one driver: the other switches are still shown
             logger.exception("switch %s cannot be read", switch)
             message.detail = f"{type(error).__name__}: {error}"
             return message
@@ -201,6 +202,6 @@ def _planned(switch: str, diff: CircuitDiff) -> pb.SwitchChange:
         results=map(convert.ITEM.to_pb, results),
         evicted=convert.pairs_to_pb(diff.evicted),
         revision=diff.revision,
-        detail="was so already" if diff.empty else "",
+        detail="already in effect" if diff.empty else "",
         dry_run=True,
     )

@@ -1,4 +1,4 @@
-"""The service Weights: peers are given orders; trainers publish versions; operators look, abort and install."""
+"""The service Weights: sends orders to peers; trainers publish versions; operators inspect, abort and install."""
 
 import asyncio
 import logging
@@ -26,10 +26,10 @@ from orchestrrl.weights.publication import PUBLICATION
 
 logger = logging.getLogger(__name__)
 
-# How often it is told that more bytes have arrived; what else happens is told at once.
+# Interval of reports while bytes arrive; other changes are reported at once.
 TOLD_EVERY_S = 0.1
-ENVELOPE_BYTES = 1024  # what gRPC and protobuf put around a text, at most
-FIELD_BYTES = 16  # what a message inside another takes beside itself, at most
+ENVELOPE_BYTES = 1024  # most bytes that gRPC and protobuf add to a text
+FIELD_BYTES = 16  # most bytes that a nested message adds to its own
 _BODY: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[str, Any])
 
 
@@ -50,7 +50,7 @@ class WeightsService(weights_pb2_grpc.WeightsServicer):
         except ValidationError as error:
             raise ProblemFaults(news_faults(error)) from None
         if not isinstance(peer, Peer):
-            raise ProblemFaults(["the first message must be a peer that says who it is"])
+            raise ProblemFaults(["the first message must describe the peer"])
         line = self._peers.attach(peer)
         _stamp(line, first)
         receiving = asyncio.ensure_future(self._receive(request_iterator, peer, line))
@@ -59,7 +59,7 @@ class WeightsService(weights_pb2_grpc.WeightsServicer):
                 for piece in pieces_of(order):
                     yield piece
             if receiving.done():
-                receiving.result()  # what ended it ends the call
+                receiving.result()  # its error ends the call
         finally:
             await stop(receiving)
             line.end()
@@ -72,7 +72,7 @@ class WeightsService(weights_pb2_grpc.WeightsServicer):
                     if message.news_json:
                         line.on_news(NEWS.validate_json(message.news_json))
                 except ValidationError as error:
-                    logger.warning("peer %s told what makes no sense: %s", peer.id, "; ".join(news_faults(error)))
+                    logger.warning("invalid message from peer %s: %s", peer.id, "; ".join(news_faults(error)))
         finally:
             line.end()
 
@@ -94,7 +94,7 @@ class WeightsService(weights_pb2_grpc.WeightsServicer):
             yield message
 
     async def ListSyncs(self, request: pb.ListSyncsRequest, context: Context) -> pb.ListSyncsResponse:
-        """As many as a message holds: of a large fleet not all that are remembered."""
+        """Return as many syncs as fit into a message, which for a large fleet may be fewer than are stored."""
         listed: list[pb.SyncReport] = []
         size = ENVELOPE_BYTES
         for report in self._syncs.history(request.limit):
@@ -130,8 +130,8 @@ class WeightsService(weights_pb2_grpc.WeightsServicer):
             await context.abort(grpc.StatusCode.NOT_FOUND, status_text(error))
 
     async def _follow(self, sync_id: str, context: Context) -> AsyncIterator[pb.SyncReport]:
-        """Whatever is a step at once, bytes and engines that follow each other a few times a second: a large fleet's
-        report is not small."""
+        """Yield a report for each new step at once, and for bytes and engines at most a few times per second, because
+        the report of a large fleet is large."""
         seen: SyncReport | None = None
         told_s = 0.0
         async for report in self._syncs.follow(sync_id):
@@ -146,7 +146,8 @@ def _stamp(line: PeerStream, message: pb.PeerMessage) -> None:
 
 
 def _publication_faults(error: ValidationError) -> list[str]:
-    """A publication says by itself, with their paths, what does not go together in it."""
+    """Return the faults of a publication. Contradictions between its fields are reported by the publication itself,
+    with their paths."""
     together = [each["msg"] for each in error.errors() if each["type"] == "value_error" and not each["loc"]]
     if together:
         return together[0].removeprefix("Value error, ").split("; ")
@@ -154,8 +155,8 @@ def _publication_faults(error: ValidationError) -> list[str]:
 
 
 def news_faults(error: ValidationError) -> list[str]:
-    """Of a text that could be several kinds of news, for each what it would need to be one: the kind with the fewest
-    faults is the one that was meant."""
+    """Return the faults of an invalid message from a peer. The text could be of several kinds; the kind with the fewest
+    faults is assumed."""
     kinds: dict[str, list[str]] = {}
     for fault in faults_of(error):
         kinds.setdefault(fault.partition(".")[0].partition(":")[0], []).append(fault)

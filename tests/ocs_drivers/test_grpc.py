@@ -41,7 +41,7 @@ async def test_invalid_answers_are_refused() -> None:
         await driver.ports()
     result = await carry_out(driver, (CrossConnect(1, 17),))
     assert result.done
-    assert "did not answer for every circuit" in result.items[0].detail
+    assert "must return a result for every circuit" in result.items[0].detail
     await driver.close()
     await server.stop(None)
 

@@ -276,7 +276,7 @@ def test_circuits_of_others_are_taken_over_by_name(far: tuple[subprocess.Popen[s
         absent = ocs(daemon, "take-over", "far", "9:25", "9:26")
         assert absent.exit_code == 1
         assert "9:26: is not on the device" in absent.stderr
-        assert answer(daemon, "take-over", "far", "9:25")["detail"] == "ours from now on: 9:25"
+        assert answer(daemon, "take-over", "far", "9:25")["detail"] == "owned from now on: 9:25"
         assert {c["cross_connect"]: c["ours"] for c in answer(daemon, "show", "far")["circuits"]} == {
             "9:25": True,
             "10:26": False,

@@ -1,1 +1,1 @@
-"""Between protobuf messages and the values of the model, both ways."""
+"""Conversions between protobuf messages and the values of the model."""

@@ -1,4 +1,4 @@
-"""How the daemon's state and its decisions are written as messages of the Control service. Nodes do not need them."""
+"""Write the daemon's state and decisions as messages of the Control service. Nodes do not use this module."""
 
 import json
 from collections import Counter
@@ -104,7 +104,7 @@ _MOVED = Codec(
 )
 PAUSE_REQUEST = Codec(PauseRequest, pb.PauseFleetRequest, mode=PAUSE_MODE, frozen=FROZEN, weights_change=LOCAL)
 _AT_REST = Codec(EngineAtRest, pb.EngineAtRest)
-# How an engine is started stays in the daemon.
+# Launch settings of an engine are not sent.
 _LAUNCHED = Via(
     to_pb=lambda spec: pb.RedeployEngine(engine_id=spec.engine, configuration=spec.configuration, gpus=spec.gpus)
 )
@@ -193,7 +193,7 @@ def workers_to_pb(control_plane: ControlPlane, snapshot: Snapshot) -> list[pb.Wo
 
 
 def worker_to_pb(control_plane: ControlPlane, engine: EngineId) -> pb.Worker:
-    """The one engine; little more than its name where it was drained and is not seen any more."""
+    """Return one engine; an engine that was drained and is no longer reported has little more than its name."""
     snapshot = control_plane.fleet.state.snapshot(control_plane.clock.now_s())
     found = next((worker for worker in workers_to_pb(control_plane, snapshot) if worker.engine_id == engine), None)
     return found or pb.Worker(
@@ -223,13 +223,13 @@ def balance_to_pb(decision: BalanceDecision, ended_moves: Iterable[MovedRequest]
 
 
 def _with(message: _Message, **fields: Any) -> _Message:
-    """The message, with these fields as well."""
+    """Merge these fields into the message, and return it."""
     message.MergeFrom(type(message)(**fields))
     return message
 
 
 def barrier_to_pb(keeper: PauseBarrier) -> pb.PauseBarrier:
-    """As it stands now. A lease's own fields are there while it lasts."""
+    """Return the present state of the barrier. Fields of the lease are set while there is one."""
     state, lease = keeper.state, keeper.state.lease
     barrier = pb.PauseBarrier(
         phase=state.phase,
@@ -257,7 +257,7 @@ def redeploy_from_pb(message: pb.RedeployRequest) -> RedeployRequest:
 
 
 def draft_to_pb(redeployment: Redeployment, stages: Sequence[Stage[RedeployStep]]) -> pb.RedeploymentReport:
-    """What would be done. It has no id, and nothing can be asked of it later."""
+    """Return the report of a planned redeployment. It has no id, so it cannot be queried later."""
     report = RedeploymentReport(
         RedeploymentId(""),
         redeployment.plan,
@@ -275,12 +275,13 @@ def draft_to_pb(redeployment: Redeployment, stages: Sequence[Stage[RedeployStep]
 
 
 def redeployment_to_pb(report: RedeploymentReport, *, steps: bool = True) -> pb.RedeploymentReport:
-    """`steps` False: without them, where many are listed: a large fleet's are thousands."""
+    """Convert a report. With `steps` False, steps are omitted, because a large fleet's report has thousands."""
     return REDEPLOYMENT.to_pb(report if steps else replace(report, steps=()))
 
 
 def notable_to_pb(report: RedeploymentReport | None) -> pb.RedeploymentReport | None:
-    """The report where the fleet's status has to tell of it: it is under way, or has left engines missing."""
+    """Return the report if the fleet's status must show it: if it is running, or has left engines missing. Otherwise
+    None."""
     if report is None or report.state not in (OperationState.RUNNING, OperationState.DEGRADED):
         return None
     return redeployment_to_pb(report)

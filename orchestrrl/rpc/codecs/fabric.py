@@ -1,4 +1,4 @@
-"""How reports of the fabric, its windows and its orders are written as messages."""
+"""Write reports of the fabric, its windows and orders as messages."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from orchestrrl.fabric.coordinator import CircuitCoordinator
     from orchestrrl.fabric.packet_routing import FabricRouting
 
-PAIRS_TOLD = 256  # of ToRs: on a large site all of them are more than a message holds
+PAIRS_TOLD = 256  # pairs of ToRs: those of a large site exceed the size of a message
 
 PERIOD = Codec(PeriodReport, pb.PeriodReport, commits=Codec(CommitReport, pb.CommitReport, switch_times=LOCAL))
 CONTROL = Codec(FabricControl, pb.FabricControl)
@@ -81,7 +81,7 @@ def fabric_to_pb(fabric: "CircuitCoordinator", limit: int, routing: "FabricRouti
 
 
 def _circuits_of(fabric: "CircuitCoordinator") -> Mapping[tuple[str, Pair], int]:
-    """How many circuits join two endpoints, by PoD; the core's have none."""
+    """Return the number of circuits between two endpoints, by PoD; the core's circuits have no PoD."""
     found: Counter[tuple[str, Pair]] = Counter()
     for pair in fabric.site_reading.cross_connects:
         ends = fabric.site.cabling.ends(pair)
@@ -91,9 +91,9 @@ def _circuits_of(fabric: "CircuitCoordinator") -> Mapping[tuple[str, Pair], int]
 
 
 def _broken(site_reading: SiteReading) -> list[str]:
-    """What switches report of themselves."""
+    """Return the failures that switches report."""
     ports = sorted(site_reading.failures.ports)
-    told = [f"port {switch}:{port} (by the switch)" for switch, port in ports]
+    told = [f"port {switch}:{port} (reported by the switch)" for switch, port in ports]
     return [
         *told,
         *(f"switch {switch} (does not answer: {why})" for switch, why in sorted(site_reading.unread.items())),
@@ -127,7 +127,8 @@ def _host_to_pb(host: TracedHost, now_s: float) -> pb.HostTrace:
     words = [
         f"{job or 'trainer'}: {word.detail}"
         for job, (_, _, word) in host.quiet_reports.items()
-        if isinstance(word, Hold) and job in host.jobs  # it is asked for jobs that it has not, too
+        # windows are also requested for jobs that the host does not have
+        if isinstance(word, Hold) and job in host.jobs
     ]
     return pb.HostTrace(
         host=host.name,
@@ -135,5 +136,5 @@ def _host_to_pb(host: TracedHost, now_s: float) -> pb.HostTrace:
         attached=host.stream is not None,
         offset_s=0.0 if offset is None else offset.offset_s,
         bound_s=0.0 if offset is None else offset.bound_s,
-        detail="; ".join(words) if offset is not None else "the offset of its clock is not known",
+        detail="; ".join(words) if offset is not None else "the offset of its clock is unknown",
     )

@@ -1,4 +1,4 @@
-"""How nodes, the orders that they are given and the results of these are written as messages."""
+"""Write nodes, their orders and the results as messages."""
 
 from orchestrrl.core.nodes import NodeHello
 from orchestrrl.core.operations import (

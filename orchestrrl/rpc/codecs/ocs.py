@@ -1,5 +1,5 @@
-"""How the vocabulary of optical switches is written as messages. A message that makes no sense raises ValueError with
-the field's name."""
+"""Write the data model of optical switches as messages. Reading an invalid message raises ValueError, naming the
+field."""
 
 from collections.abc import Iterable
 
@@ -111,12 +111,12 @@ def error_to_pb(error: DriverError) -> ocs_pb2.DriverError:
 
 
 def error_from_pb(pb: ocs_pb2.DriverError, device: str) -> DriverError:
-    """The error as our side knows the device: the other process may call it by another name, which is then kept in
-    the message."""
+    """Return the error with this client's name of the device. If the other process uses another name, the message has
+    it."""
     theirs = f"{pb.device}: " if pb.device and pb.device != device else ""
     kind = _ERRORS.get(pb.kind, DriverPermanent)
     if issubclass(kind, DriverFaults):
-        # The way out that a fault names is a command of ours, so it needs the name that we know the device by.
+        # The suggested command must use the device's name in this daemon.
         faults = [fault.replace(f"ocs take-over {pb.device} ", f"ocs take-over {device} ") for fault in pb.faults]
         return kind([theirs + fault for fault in faults or [pb.message]], device=device)
     error = kind(theirs + pb.message, device=device, command=pb.command, answer=pb.answer)

@@ -1,5 +1,4 @@
-"""How reports of agents and gateways are written as messages. What engines, clients and errors wrote is cut to what a
-message holds."""
+"""Write reports of agents and gateways as messages. Texts from engines, clients and errors are cut to fit a message."""
 
 from orchestrrl.core.errors import cut
 from orchestrrl.core.nodes import GatewayEngine
@@ -25,17 +24,17 @@ MOST_MODELS = 256  # names that one engine serves
 
 
 def outside_text(text: str, most: int = MOST_OUTSIDE_CHARACTERS) -> str:
-    """What an engine, a client or an error wrote, as a message can hold it and the daemon takes it."""
+    """Return a text from an engine, a client or an error in a form that fits a message and that the daemon accepts."""
     return cut(text.encode(errors="replace").decode(), most)
 
 
 def _outside_name(text: str) -> str:
-    """The same for a name, which the daemon takes where it is printable."""
+    """Return a name in the same form, without unprintable characters, which the daemon refuses."""
     return "".join(each if each.isprintable() else "?" for each in outside_text(text, MOST_NAME_CHARACTERS))
 
 
 def _state_of(message: pb.RequestProgress) -> RequestState:
-    """A request without a state counts as waiting while it has no token."""
+    """Return the state of a request. A request without a state counts as waiting while it has no token."""
     if message.state == pb.REQUEST_STATE_UNSPECIFIED and message.generated_tokens > 0:
         return RequestState.RUNNING
     return _STATE.from_pb(message.state)
@@ -71,7 +70,7 @@ FINISHED = Codec(FinishedRequest, pb.FinishedRequest, id="request_id", finish_re
 BARRIER = Codec(
     BarrierReport,
     pb.BarrierReport,
-    # Gateways that know of no barrier have none.
+    # Gateways without a barrier do not send it.
     phase=EnumCodec(BarrierPhase, pb.BarrierPhase.DESCRIPTOR, unspecified=BarrierPhase.OPEN),
 )
 GATEWAY_REPORT = Codec(
@@ -82,7 +81,7 @@ GATEWAY_REPORT = Codec(
     barrier=BARRIER,
     failovers=Codec(EngineFailovers, pb.EngineFailovers, counts=Flat()),
     times=Flat(),
-    # A message of its own: an empty list differs from none.
+    # A separate message, because an empty list differs from an absent one.
     engines=Via(
         to_pb=lambda engines: pb.GatewayEngines(engines=map(GATEWAY_ENGINE.to_pb, engines)),
         from_pb=lambda message: tuple(map(GATEWAY_ENGINE.from_pb, message.engines)),

@@ -1,5 +1,4 @@
-"""How reports of weight syncs are written as messages. Reading a state or a phase of a newer daemon raises
-ValueError."""
+"""Write reports of weight syncs as messages. Reading a state or a phase of a newer daemon raises ValueError."""
 
 from dataclasses import replace
 
@@ -24,5 +23,5 @@ STATUS = Codec(
 
 
 def report_to_pb(report: SyncReport, *, edges: bool = True) -> pb.SyncReport:
-    """`edges` False: without the slowest ones, where many syncs are listed."""
+    """Convert a report. With `edges` False, the slowest edges are omitted, for lists of many syncs."""
     return SYNC.to_pb(report if edges else replace(report, slowest=()))

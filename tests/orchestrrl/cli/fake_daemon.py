@@ -274,7 +274,7 @@ class FakeDaemon(control_pb2_grpc.ControlServicer):
 
     async def GetBalance(self, request: pb.GetBalanceRequest, context: Context) -> pb.Balance:  # type: ignore[override]
         if self.empty:
-            await refuse(context, grpc.StatusCode.NOT_FOUND, "the fast loop has not decided anything yet")
+            await refuse(context, grpc.StatusCode.NOT_FOUND, "the fast loop has not made a decision yet")
         return BALANCE
 
     async def SetMode(self, request: pb.SetModeRequest, context: Context) -> pb.SetModeResponse:  # type: ignore[override]

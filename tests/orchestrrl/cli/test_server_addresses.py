@@ -67,5 +67,5 @@ def test_an_http_server_in_the_daemons_place_is_named() -> None:
     with http_server() as address:
         result = CliRunner().invoke(application(), ("status", "--daemon", address))
     assert result.exit_code == 1
-    assert f"something answers at {address}, but it is no OrchestrRL daemon" in result.stderr
+    assert f"the server at {address} is not an OrchestrRL daemon" in result.stderr
     assert "start one" not in result.stderr

@@ -125,7 +125,7 @@ async def test_bytes_that_are_no_message_are_an_invalid_argument_of_every_method
     for method in methods:
         caplog.clear()
         code, words = await _raw_ending(harness, method, b"\x0a\xff\xff\xff\xff\x0f")
-        assert (code, words) == (INVALID, "(message): is not the method's message, got 6 bytes"), method.path
+        assert (code, words) == (INVALID, "(message): must be a message of the method's type, got 6 bytes"), method.path
         assert len(caplog.records) == 1, method.path
         assert caplog.records[0].exc_info is None
         assert method.path in caplog.records[0].getMessage()
@@ -135,7 +135,7 @@ async def test_bytes_that_are_no_message_are_an_invalid_argument_of_every_method
 async def test_text_that_is_not_utf8_is_no_message(harness: Harness) -> None:
     call = harness.channel.unary_unary("/orchestrrl.v1.Control/SetMode", None, None)
     code, words = await ending(call(b"\x08\x01\x12\x03\xed\xa0\x80"))
-    assert (code, words) == (INVALID, "(message): is not the method's message, got 7 bytes")
+    assert (code, words) == (INVALID, "(message): must be a message of the method's type, got 7 bytes")
 
 
 # --- ranges
@@ -206,7 +206,7 @@ async def test_a_message_with_very_many_faults_names_the_first(harness: Harness)
         request.quiet_s = math.nan
     code, words, _ = await harness.reports("ReportRequests", report)
     assert code is INVALID
-    assert words.splitlines()[-1] == "(message): has more faults than these"
+    assert words.splitlines()[-1] == "(message): has further faults"
 
 
 async def test_a_nodes_result_with_a_bad_number_ends_its_attachment(harness: Harness) -> None:
@@ -337,7 +337,7 @@ async def test_a_defect_ends_one_call_is_counted_and_logged_once(
     monkeypatch.setattr(harness.plane.fleet.state, "snapshot", fails)
     for _ in range(3):
         code, words = await ending(harness.control.ListRequests(control_pb2.ListRequestsRequest()))
-        assert (code, words) == (grpc.StatusCode.INTERNAL, "a defect of the server's, which its log names")
+        assert (code, words) == (grpc.StatusCode.INTERNAL, "internal error, see the server's log")
     assert [record.levelname for record in caplog.records if record.exc_info] == ["ERROR"]
     monkeypatch.undo()
     registry = CollectorRegistry()

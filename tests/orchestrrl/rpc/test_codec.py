@@ -161,8 +161,8 @@ class TextAck(Ack):
     ("kind", "specs", "complaint"),
     [
         (WordyAck, {}, "WordyAck.words has no counterpart in ReportAck"),
-        (WordyAck, {"words": LOCAL}, r"ReportAck has nothing for \['words'\] of WordyAck"),
-        (ShortAck, {}, r"ShortAck has nothing for \['generation', 'sent_unix_s'\] of ReportAck"),
+        (WordyAck, {"words": LOCAL}, r"ReportAck lacks counterparts of \['words'\] in WordyAck"),
+        (ShortAck, {}, r"ShortAck lacks counterparts of \['generation', 'sent_unix_s'\] in ReportAck"),
         (TextAck, {}, "<class 'str'> does not fit orchestrrl.v1.ReportAck.sequence"),
     ],
 )
@@ -191,7 +191,7 @@ def test_an_enum_of_other_members_is_an_error_of_the_code_unless_one_stands_for_
         (telemetry.ENGINE_REPORT, telemetry_pb2.EngineReport(health=1), "agent_id must not be empty"),
         (telemetry.GATEWAY_REPORT, telemetry_pb2.GatewayReport(), "gateway_id must not be empty"),
         (node.HELLO, agent_pb2.NodeHello(node_id="n"), "kind must be specified, got 0"),
-        (node.OPERATION, agent_pb2.Operation(operation_id="1"), "action must be one that"),
+        (node.OPERATION, agent_pb2.Operation(operation_id="1"), "action must be set to a field"),
         (node.OPERATION, agent_pb2.Operation(), "operation_id must not be empty"),
         (control.MODE, 0, "Mode must be specified, got 0"),
         (ocs.DIFF, ocs_pb2.ChangeDiff(), "mode must be specified, got 0"),

@@ -188,7 +188,7 @@ class TestNodeLink:
             assert results["a"] == results["b"] == (status, detail)
             assert results["c"][0] == REFUSED
             assert results["d"][0] == FAILED
-            assert results["d"][1].startswith("not an operation")
+            assert results["d"][1].startswith("invalid operation")
             assert {result.node_id for result in daemon.results} == {"n0"}
             assert len(daemon.hellos) == 1
         await daemon.die()

@@ -184,7 +184,7 @@ async def test_news_that_make_no_sense_do_not_end_the_stream(
 @pytest.mark.parametrize(
     ("first", "code", "words"),
     [
-        (news(ArrivedBytes(8, 1)), grpc.StatusCode.INVALID_ARGUMENT, "says who it is"),
+        (news(ArrivedBytes(8, 1)), grpc.StatusCode.INVALID_ARGUMENT, "must describe the peer"),
         (pb.PeerMessage(news_json="{"), grpc.StatusCode.INVALID_ARGUMENT, "Invalid JSON"),
         (
             pb.PeerMessage(news_json='{"id": "x", "role": "spare", "host": "h", "place": {}, "transports": {}}'),

@@ -193,7 +193,7 @@ class ControlServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetPlan(self, request, context):
-        """The plan in force, or the one with the given id.
+        """Return the plan in force, or the one with the given id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -206,7 +206,7 @@ class ControlServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchPlans(self, request, context):
-        """Plans as the slow loop makes them, starting with the latest.
+        """Stream plans as the slow loop makes them, starting with the latest.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -220,7 +220,7 @@ class ControlServicer:
         raise NotImplementedError('Method not implemented!')
 
     def PinPlan(self, request, context):
-        """Keep the deployment as it is until released or expired.
+        """Keep the deployment unchanged until released or expired.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -245,31 +245,32 @@ class ControlServicer:
         raise NotImplementedError('Method not implemented!')
 
     def MoveRequest(self, request, context):
-        """An operator's own moves, by the same path as the balancer's.
+        """Move a request on an operator's order, in the same way as the balancer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PauseFleet(self, request, context):
-        """Stop admitting, bring every engine to rest, and answer when all is quiet. Where it is not by the deadline, all goes
-        on as before and the call fails with ABORTED. The lease that is answered has to be renewed: when it ends, all goes on
-        by itself. FAILED_PRECONDITION while another holds the pause barrier, and where no gateway is attached.
+        """Stop admitting requests, pause every engine, and answer once all are paused. If they are not by the deadline,
+        everything continues as before and the call fails with ABORTED. The returned lease must be renewed: when it
+        expires, requests continue automatically. FAILED_PRECONDITION while another holder has the pause barrier, or if no
+        gateway is attached.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RenewPause(self, request, context):
-        """Refused with FAILED_PRECONDITION when the lease has ended, ABORTED when not every gateway could be told.
+        """Renew the lease. FAILED_PRECONDITION if the lease has ended, ABORTED if not every gateway could be reached.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ResumeFleet(self, request, context):
-        """Refused with FAILED_PRECONDITION when the lease has ended: requests have gone on meanwhile. The same again is answered
-        again.
+        """Open the pause barrier. FAILED_PRECONDITION if the lease has ended, because requests have continued since.
+        Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -282,79 +283,81 @@ class ControlServicer:
         raise NotImplementedError('Method not implemented!')
 
     def SetPolicyVersion(self, request, context):
-        """Engines whose weights were brought otherwise, e.g. one that was left out when the pause barrier opened.
+        """Set the version of engines whose weights were installed in another way, e.g. one that was left out when the pause
+        barrier opened.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CancelRequests(self, request, context):
-        """End answers where they are.
+        """End answers with the tokens they have.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AddEngine(self, request, context):
-        """An engine that is there is named to every gateway; one that is named already is an error.
+        """Announce a running engine to every gateway. Fails if the engine is already announced.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DrainEngine(self, request, context):
-        """Nothing new goes there; what runs there finishes, or is moved elsewhere.
+        """Send no new requests to an engine; its running requests finish, or are moved elsewhere.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RemoveEngine(self, request, context):
-        """It is no longer named to gateways. Refused while requests are there, unless forced: these go on elsewhere.
+        """Withdraw an engine from the gateways. Refused while it has requests, unless forced: these then continue elsewhere.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Redeploy(self, request, context):
-        """Change which engines there are. The answer streams the redeployment as it stands whenever it changes, until it has ended;
-        whoever leaves before does not end it. With dry_run: once, what would be done. FAILED_PRECONDITION while another
-        redeployment is under way, the pause barrier is closed, or nothing can start engines.
+        """Change the set of engines. Streams the redeployment's report on every change, until it has ended; a client that
+        disconnects does not end it. With dry_run: one report of the planned changes. FAILED_PRECONDITION while another
+        redeployment is running, the pause barrier is closed, or no deployer is configured.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetRedeployment(self, request, context):
-        """The one under way, or that was last, or the one with the given id.
+        """Return the running redeployment, or the last one, or the one with the given id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListRedeployments(self, request, context):
-        """Newest first, without their steps: GetRedeployment has these.
+        """List redeployments, newest first, without their steps; GetRedeployment returns these.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CancelRedeployment(self, request, context):
-        """Go back to the engines from before. FAILED_PRECONDITION where it has ended or can no longer go back.
+        """Roll back to the previous engines. FAILED_PRECONDITION if the redeployment has ended or can no longer be rolled
+        back.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetPause(self, request, context):
-        """Let a part of the control plane stand still, or go on: the balancer's moves, changes of circuits, weight syncs.
+        """Pause or resume a part of the control plane: the balancer's moves, changes of circuits, weight syncs.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchJournal(self, request, context):
-        """The journal's newest entries, then, when asked to follow, each new one.
+        """Stream the journal's newest entries, then, with `follow`, each new one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -1310,14 +1313,14 @@ class SwitchesServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ConfirmPorts(self, request, context):
-        """Keep the change that is on trial there.
+        """Keep the change that is on trial.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def TakeOverPorts(self, request, context):
-        """From now on these circuits are ours, also after a restart.
+        """Mark these circuits as owned by the daemon, also after a restart.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

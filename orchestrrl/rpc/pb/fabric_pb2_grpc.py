@@ -85,16 +85,16 @@ class FabricServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Trace(self, request_iterator, context):
-        """An agent that reads the recorders of its host. What it tells comes at once: a window may be short.
+        """Attach an agent that reads the recorders of its host. It sends reports at once, because a window may be short.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AnnouncePeriod(self, request, context):
-        """A period that is about to come. The answer streams what becomes of it whenever that changes, until it is over;
-        whoever leaves before does not end it, but at a boundary, which ends with its caller. NOT_FOUND for a name without
-        an intent that was never announced with one.
+        """Announce a period that is about to begin. Streams the period's report on every change, until it has ended. A client
+        that disconnects does not end it, except at a boundary, which ends with its caller. NOT_FOUND for a name without an
+        intent that was never announced with one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -113,14 +113,14 @@ class FabricServicer:
         raise NotImplementedError('Method not implemented!')
 
     def PinFabric(self, request, context):
-        """Keep circuits as they are until released or expired: those named, or all.
+        """Keep circuits unchanged until released or expired: the named ones, or all.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def OverrideFabric(self, request, context):
-        """Circuits of this period, whatever is announced, until released or expired.
+        """Use the circuits of this period, regardless of announcements, until released or expired.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -133,14 +133,15 @@ class FabricServicer:
         raise NotImplementedError('Method not implemented!')
 
     def MaskFabric(self, request, context):
-        """What is not to be used, beside what devices report. The whole list: what is not named is as good as mended.
+        """Set the parts that must not be used, in addition to failures reported by devices. The list is complete: parts not
+        listed count as repaired.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def VerifyFabric(self, request, context):
-        """Hold switches and ToRs against the site. To walk, the fabric must be paused.
+        """Compare switches and ToRs with the site. With `walk`, the fabric must be paused.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

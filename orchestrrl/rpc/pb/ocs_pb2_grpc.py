@@ -113,38 +113,39 @@ class OcsDriverServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Plan(self, request, context):
-        """What a change would do, evictions included. Sends nothing to the device.
+        """Return the steps of a change, evictions included. Sends nothing to the device.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Commit(self, request, context):
-        """Refused with FAILED_PRECONDITION when the device is not at expect_revision, while another change is on trial, and
-        where a circuit would go that is not ours.
+        """Carry out a change. FAILED_PRECONDITION if the device is not at expect_revision, while another change is on trial,
+        or if a circuit to be removed is not owned by this process.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CommitArmed(self, request_iterator, context):
-        """The same, made ready ahead: `arm` says what to commit, and is answered once nothing is left but to begin; `begin`
-        begins it, and the result ends the call. A call that ends before `begin` leaves nothing behind. May be left
-        unimplemented: Commit is called then.
+        """Carry out a change that is prepared ahead: `arm` contains the commit, and is answered once everything is prepared;
+        `begin` starts the commit, and the result ends the call. A call that ends before `begin` has no effect. Optional:
+        if it is not implemented, Commit is called instead.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Confirm(self, request, context):
-        """Keep what is on trial. FAILED_PRECONDITION: nothing is, it has been reverted, or the revision is another.
+        """Keep the change on trial. FAILED_PRECONDITION if there is none, if it has been reverted, or if the revision
+        differs.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def TakeOver(self, request, context):
-        """From now on these circuits are ours. FAILED_PRECONDITION, and none is, when one is not on the device.
+        """Mark these circuits as owned by this process. FAILED_PRECONDITION, without effect, if one is not on the device.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -157,14 +158,14 @@ class OcsDriverServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Rollback(self, request, context):
-        """From any point of the diff, back to what was before it.
+        """Restore the state before the diff, from any stage of it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """Events from now on.
+        """Stream events from now on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

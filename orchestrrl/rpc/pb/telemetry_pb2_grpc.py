@@ -57,7 +57,7 @@ class TelemetryServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ReportRequests(self, request_iterator, context):
-        """One stream per gateway. Each report names every request that is in flight.
+        """One stream per gateway. Each report contains every request in flight.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -85,36 +85,36 @@ class WeightsServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Attach(self, request_iterator, context):
-        """A process that holds weights on its host, for a trainer or for engines. It is told what to do.
+        """Attach a process that stores weights on its host, for a trainer or for engines. It receives orders.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Publish(self, request, context):
-        """One trainer rank's word about a version that it has staged. The answer streams the sync as it stands whenever that
-        changes, until it is over; whoever leaves before does not end it. The same again is answered again.
+        """Publish a version that one trainer rank has staged. Streams the sync's report on every change, until it has ended;
+        a client that disconnects does not end it. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetSync(self, request, context):
-        """The one with the given id or version, or the one under way, or the last.
+        """Return the sync with the given id or version, or the running one, or the last.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchSync(self, request, context):
-        """The same, whenever it changes, until it is over.
+        """Stream the same report on every change, until the sync has ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListSyncs(self, request, context):
-        """Newest first, without their edges.
+        """List syncs, newest first, without their edges.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -127,7 +127,7 @@ class WeightsServicer:
         raise NotImplementedError('Method not implemented!')
 
     def AbortSync(self, request, context):
-        """End it before it is committed; the fleet keeps the version that it has. FAILED_PRECONDITION where it is over or
+        """End a sync before it is committed; the fleet keeps its version. FAILED_PRECONDITION if it has ended or is
         committed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -135,15 +135,15 @@ class WeightsServicer:
         raise NotImplementedError('Method not implemented!')
 
     def InstallSync(self, request, context):
-        """Install what is prepared now, instead of when the pause barrier is closed next. FAILED_PRECONDITION where nothing is.
+        """Install a prepared version now, instead of at the next pause. FAILED_PRECONDITION if none is prepared.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RelayToBackend(self, request, context):
-        """From a trainer rank that does what trainer_step_json of the report asks, on a backend by which trainers send themselves.
-        Answered when what it tells has been done. FAILED_PRECONDITION where that is not asked any more.
+        """Carry out a step of trainer_step_json in the report, called by a trainer rank, for a backend in which trainers send
+        the weights themselves. Answered once the step is done. FAILED_PRECONDITION if the step is no longer requested.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -139,7 +139,7 @@ async def test_an_agent_of_two_engines_reports_both_and_refuses_orders(daemon: t
     sequences = [report.sequence for report in servicer.reports]
     assert sequences == sorted(set(sequences))
     malformed, refused, again = servicer.results
-    assert malformed.detail.startswith("not an operation")
+    assert malformed.detail.startswith("invalid operation")
     assert refused == again
     assert refused.detail == "a0 is an agent: move_requests is for gateways"
     assert {result.status for result in servicer.results} == {agent_pb2.OPERATION_STATUS_FAILED}

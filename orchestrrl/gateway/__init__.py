@@ -1,1 +1,1 @@
-"""The gateway: an OpenAI-compatible, token-in/token-out router in front of the engines that holds every token."""
+"""The gateway: an OpenAI-compatible router in front of the engines, which stores every token of every request."""

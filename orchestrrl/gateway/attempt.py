@@ -1,4 +1,4 @@
-"""One attempt at a request on one engine: what the engine is asked, and its answer, chunk by chunk, into the record."""
+"""One attempt at a request on one engine: builds the engine's request and appends its answer to the record."""
 
 import asyncio
 import logging
@@ -21,21 +21,21 @@ logger = logging.getLogger(__name__)
 
 
 class EngineAttempt:
-    """The record's present attempt, on `slot`, which the record has entered."""
+    """The record's current attempt, on `backend`, which the record has entered."""
 
     def __init__(self, record: RequestRecord, backend: EngineBackend, fleet: EngineBackends) -> None:
         self._record = record
         self._backend = backend
         self._fleet = fleet
-        self._began: tuple[float, int] | None = None  # when its first token came, and how many there were then
-        self._version = backend.policy_version  # of the policy that its last tokens came from
+        self._began: tuple[float, int] | None = None  # time of its first token, and the number of tokens then
+        self._version = backend.policy_version  # policy version of the latest tokens
         self._continues = bool(record.generated_ids)
-        self.joinable = True  # the engine's fields describe the whole answer
-        self._gathered = False  # the engine keeps tokens back until there are some for a chunk
-        self.left = left_by(record, backend, fleet)  # when it is cut
+        self.joinable = True  # False: the engine's fields describe only the last part of the answer
+        self._gathered = False  # the engine collects several tokens per chunk
+        self.left = left_by(record, backend, fleet)  # the KV that remains when the attempt is cut
 
     async def decide_form(self) -> None:
-        """Decide whether the engine is sent the body unchanged, and whether the request has to stay there."""
+        """Decide whether to send the engine the unchanged body, and whether the request must stay on this engine."""
         record, backend = self._record, self._backend
         may_be_whole = not record.streaming and not record.delivered
         if may_be_whole and not record.relayed_because and backend.capabilities is None:
@@ -43,7 +43,7 @@ class EngineAttempt:
         whole_field = _whole_field(backend) if may_be_whole else ""
         if self._continues and whole_field:
             logger.warning(
-                "request %s begins anew: %s would return %s of its last part", record.id, backend.id, whole_field
+                "request %s starts over: %s would return %s for the last part alone", record.id, backend.id, whole_field
             )
             context_before = record.context_tokens
             record.forget_answer()
@@ -65,8 +65,8 @@ class EngineAttempt:
                 backend.run_whole(record)
 
     def request(self, coalesce_tokens: int, move: MoveInProgress | None) -> GenerationRequest:
-        """What the engine is asked: from the beginning, or from the tokens that are there. `move`: the one that brought
-        the request here."""
+        """Return the request for the engine: the original one, or one that continues after the generated tokens.
+        `move` is the move that brought the request to this engine."""
         record = self._record
         self._gathered = coalesce_tokens > 1
         if record.relayed:
@@ -84,23 +84,24 @@ class EngineAttempt:
         )
 
     def _kv_fields(self, move: MoveInProgress | None) -> Mapping[str, Any]:
-        """What the body says of KV: what to leave, and what to load."""
+        """Return the body fields that name the KV entry to save and the one to load."""
         left, load = self.left, None if move is None else move.load
         if move is None or load is None or left is None or load.version != left.version:
             return saving(left.version, left.entry) if left is not None else {}
         return loading(left.version, load.entry, left.entry, wait_s(move.order))
 
     async def run(self, request: GenerationRequest, on_chunk: Callable[[Chunk], None]) -> bool:
-        """Take chunks until the answer ends; `on_chunk` gets each. False: the engine gave the request up, unfinished.
+        """Append chunks to the record until the answer ends; `on_chunk` receives each. Returns False if the engine
+        aborted the request.
 
-        Raises as engines do, OutcomeUnknown too where the stream ends without a word.
+        Raises the engine's errors, and OutcomeUnknown if the stream ends without a finish_reason.
         """
         record, backend = self._record, self._backend
         if record.max_tokens is None and not record.immovable_because:
             await self._learn_context_length()
-        # The protocol has it that the iterator can be closed.
+        # The Engine protocol guarantees that the iterator has aclose().
         stream = cast("AsyncGenerator[Chunk, None]", backend.engine.generate(request))
-        # The engine computes the context meanwhile.
+        # The engine prefills the context at the same time.
         opening = asyncio.create_task(text_after_cut(record, backend, self._fleet)) if record.generated_ids else None
         splice = None
         try:
@@ -122,7 +123,7 @@ class EngineAttempt:
                 on_chunk(chunk)
                 if splice is not None:
                     record.text_complete = not splice.open
-                    # Once closed it has no say: the answer may be cut inside a character again.
+                    # A closed splice is dropped: the answer may be cut inside a character again.
                     splice = splice if splice.open else None
                 if finished or given_up:
                     return finished
@@ -137,7 +138,7 @@ class EngineAttempt:
         raise OutcomeUnknown(f"{backend.id}: the stream of {request.request_id} ended without a finish_reason")
 
     def step_s(self) -> float:
-        """A decode step, as its tokens came; 0 where few have."""
+        """Return the mean seconds per token after the first chunk; 0 if there are no later tokens."""
         if self._began is None:
             return 0.0
         began_s, tokens_then = self._began
@@ -145,20 +146,20 @@ class EngineAttempt:
         return (self._record.progressed_s - began_s) / made if made > 0 else 0.0
 
     def _joined(self, chunk: Chunk) -> Chunk:
-        """Return the chunk without fields that describe the last part of a continued answer alone."""
+        """Return the chunk without the fields that describe only the last part of a continued answer."""
         record, backend = self._record, self._backend
         tying = next((name for name in chunk.choice_fields or () if name not in UNTIED_FIELDS), "")
         tying = tying or next((name for name in chunk.answer_fields or () if name not in UNTIED_FIELDS), "")
         if tying:
-            if not record.immovable_because:  # else it may be due to what this one client asks for
+            if not record.immovable_because:  # otherwise an option of this request may cause the field
                 backend.tying_field = tying
             record.immovable_because = record.immovable_because or f"{tying}: it describes one undivided answer"
         if not self._continues:
             return chunk
         if tying:
-            lost = "begins anew" if not record.delivered else "loses it"
+            lost = "the answer starts over" if not record.delivered else "the field is dropped"
             logger.warning(
-                "request %s was moved, and %s returns %s for its last part: it %s", record.id, backend.id, tying, lost
+                "request %s was moved, and %s returns %s for its last part: %s", record.id, backend.id, tying, lost
             )
             self.joinable = record.delivered
         fields = {name: value for name, value in (chunk.choice_fields or {}).items() if name in PORTABLE_FIELDS}
@@ -166,7 +167,7 @@ class EngineAttempt:
         return replace(chunk, choice_fields=fields or None, answer_fields=kept or None, usage=None)
 
     def _relay(self, chunk: Chunk) -> None:
-        """Record an event or a whole answer that is passed on unchanged."""
+        """Record an event or a whole answer that is forwarded unchanged."""
         record, backend = self._record, self._backend
         was, context_before = record.state, record.context_tokens
         passed_on = chunk.answer or chunk.event or {"choices": ()}
@@ -181,7 +182,7 @@ class EngineAttempt:
         version = backend.policy_version if chunk.event else self._version
         record.relay(chunk, _added_tokens(passed_on, record.relayed_tokens), self._fleet.clock.now_s(), version)
         if chunk.answer is not None and backend.policy_version != self._version:
-            record.versions.add(None, 0)  # some of its tokens are of the one, and some of the other
+            record.versions.add(None, 0)  # the weights changed while the answer was generated
         backend.advance(record, context_before, was, self._fleet.clock.now_s())
         if was is not record.state or chunk.answer is not None:
             self._fleet.trust(backend)
@@ -193,7 +194,7 @@ class EngineAttempt:
         extra = _parsed_fields(chunk) if endpoint is CompletionEndpoint.CHAT else None
         version = backend.policy_version
         if version != self._version:
-            # Of tokens that an engine gathered for a chunk some may be older than the change: all count as such.
+            # Some tokens of a multi-token chunk may predate the change, so all of them count as older.
             gathered = self._gathered and len(chunk.token_ids) > 1
             version, self._version = (self._version if gathered else version), version
         self._gathered = self._gathered or len(chunk.token_ids) > 1
@@ -201,7 +202,7 @@ class EngineAttempt:
         record.usage = chunk.usage if chunk.usage is not None else record.usage
         backend.advance(record, context_before, was, now_s)
         if chunk.token_ids:
-            # An engine that shows text after a single token holds nothing back.
+            # An engine that returns text with a single token withholds none.
             record.text_complete = bool(text) and len(chunk.token_ids) == 1
         if extra:
             record.immovable_because = record.immovable_because or "the engine parses the answer"
@@ -209,31 +210,32 @@ class EngineAttempt:
             self._first_token()
 
     def _first_token(self) -> None:
-        """The attempt has begun to generate."""
+        """Note that the attempt generates, and whether its answer can be continued on another engine."""
         record, backend = self._record, self._backend
         self._began = record.progressed_s, len(record.generated_ids)
         self._fleet.trust(backend)
         if record.prompt_ids is None:
-            record.immovable_because = record.immovable_because or "the engine does not tell the prompt's tokens"
+            record.immovable_because = record.immovable_because or "the engine does not return the prompt's token ids"
         elif record.max_tokens is None and backend.capabilities is not None:
             longest = backend.capabilities.max_model_len_tokens
             if longest is None:
-                record.immovable_because = record.immovable_because or "its engine's context length is not known"
+                record.immovable_because = record.immovable_because or "the engine's context length is unknown"
             else:
                 record.max_tokens = longest - len(record.prompt_ids)
 
     async def _learn_context_length(self) -> None:
-        """Without max_tokens an answer may fill the context, and a continued one must be told how much is left."""
+        """Read the engine's context length. Without max_tokens an answer may fill the context, and a continued request
+        needs the remaining number of tokens."""
         try:
             await self._fleet.capabilities(self._backend)
         except OrchestrRLError as error:
             logger.debug("capabilities of %s: %s", self._backend.id, error)
-            self._record.immovable_because = "its engine's context length is not known"
+            self._record.immovable_because = "the engine's context length is unknown"
 
 
 def _added_tokens(passed_on: Mapping[str, Any], before: int) -> int:
-    """Return the tokens that an event or a whole answer adds to those counted before; negative where these were too
-    many. A choice without token ids counts as one token."""
+    """Return the number of tokens that an event or a whole answer adds to `before`; negative if `before` was too high.
+    A choice without token ids counts as one token."""
     usage = passed_on.get("usage")
     if isinstance(usage, Mapping):
         return _count(usage, "completion_tokens", before) - before
@@ -246,7 +248,7 @@ def _count(usage: Mapping[str, Any], name: str, otherwise: int) -> int:
 
 
 def _whole_field(backend: EngineBackend) -> str:
-    """Return the field that the engine's whole answers have and its streams lack; empty where none is known."""
+    """Return the field that the engine's non-streamed answers have and its streams lack, or "" if none is known."""
     if backend.capabilities is not None and backend.capabilities.routed_experts:
         return "routed_experts"
     return backend.whole_field
@@ -257,7 +259,7 @@ def _unfinished(chunk: Chunk) -> Chunk:
 
 
 def _parsed_fields(chunk: Chunk) -> Mapping[str, Any] | None:
-    """What a chat engine parsed out of the answer (reasoning, tool calls) instead of leaving it in the text."""
+    """Return the fields that a chat engine parsed out of the text, such as reasoning and tool calls."""
     delta = chunk.raw.get("delta") if chunk.raw is not None else None
     if not delta:
         return None

@@ -1,9 +1,9 @@
-"""For trainers: ask through the gateway, and around it while it is gone.
+"""A client for trainers that sends requests through the gateway, and directly to engines while the gateway is down.
 
-The gateway is on the path of every request, so a client must do without it: one that cannot be reached, breaks off or
-is shutting down has its requests asked again from their start on the engines directly, in turn, until it is back. One
-that keeps a ledger is waited for first, for a while: asked by the same id, it goes on from what was generated.
-Each call of `complete` returns exactly one answer. What is lost without the gateway is balancing, not work to come.
+The gateway is on the path of every request, so a client must work without it. If the gateway is unreachable, breaks
+off or shuts down, the client sends the requests again from their start to the engines, round-robin, until the gateway
+is back. A gateway with a ledger gets some time to restart first: for the same request id it continues from the tokens
+it has stored. Each call of `complete` returns exactly one answer. Without the gateway, requests are not balanced.
 """
 
 import asyncio
@@ -22,26 +22,26 @@ from orchestrrl.engines.base import CompletionEndpoint, RequestRefused
 logger = logging.getLogger(__name__)
 
 _PATHS = {CompletionEndpoint.COMPLETIONS: "/v1/completions", CompletionEndpoint.CHAT: "/v1/chat/completions"}
-# Says nothing about the request: the same one may succeed elsewhere, or later.
+# These statuses do not blame the request: the same one may succeed elsewhere, or later.
 _BUSY_STATUSES = frozenset({408, 425, 429})
 CONFLICT = 409
 
 
 @dataclass(frozen=True, slots=True)
 class ClientPatience:
-    """How the client probes and waits."""
+    """Timeouts and probe intervals of the client."""
 
     connect_s: float = 5.0
-    probe_first_s: float = 0.25  # between probes of something that is gone, doubling ...
+    probe_first_s: float = 0.25  # first interval between probes of a server that is down; doubles ...
     probe_cap_s: float = 5.0  # ... up to this
-    watch_s: float = 2.0  # between looks at a gateway that is there
-    silent_probes: int = 3  # a gateway that misses this many in a row hangs
-    nobody_s: float = 60.0  # without gateway and engines
-    restart_s: float = 10.0  # for a gateway that keeps a ledger, with a request that it had
+    watch_s: float = 2.0  # interval between probes of a gateway that is up
+    silent_probes: int = 3  # consecutive missed probes after which a gateway counts as down
+    nobody_s: float = 60.0  # the longest wait while neither the gateway nor an engine answers
+    restart_s: float = 10.0  # the longest wait for a gateway with a ledger to restart and resume a request
 
 
 class _Gone(Exception):
-    """The server cannot take the request, or broke off; it may be asked again elsewhere."""
+    """The server cannot accept the request, or broke off; another server may accept it."""
 
     def __init__(self, message: str, *, answered: bool = False) -> None:
         super().__init__(message)
@@ -52,12 +52,12 @@ class _Gone(Exception):
 class _Server:
     url: str
     up: bool = True
-    ledger: bool = False  # it keeps what it has of a request, by the request's name
-    lost: asyncio.Event = field(default_factory=asyncio.Event)  # set once nobody should wait for it any longer
+    ledger: bool = False  # it stores the tokens of each request by request id
+    lost: asyncio.Event = field(default_factory=asyncio.Event)  # set when pending requests should leave it
 
 
 class GatewayClient:
-    """Opens its connections at the first call; use as `async with`, or call `close`."""
+    """A client that opens its connections at the first call. Use it as `async with`, or call `close`."""
 
     def __init__(
         self, gateway_url: str, engines: Sequence[str] = (), *, patience: ClientPatience | None = None
@@ -72,7 +72,7 @@ class GatewayClient:
 
     @property
     def through_gateway(self) -> bool:
-        """Whether the next request goes through the gateway."""
+        """Return whether the next request goes through the gateway."""
         return self._gateway.up
 
     async def __aenter__(self) -> "GatewayClient":
@@ -90,11 +90,12 @@ class GatewayClient:
         group: str = "",
         tag: str = "",
     ) -> dict[str, Any]:
-        """The whole answer. Raises Refused when the request is wrong, Retryable when nobody answered for `nobody_s`."""
+        """Return the whole answer. Raises RequestRefused if the request is invalid, Retryable if neither the gateway
+        nor an engine answers for `nobody_s`."""
         name = request_id or uuid.uuid4().hex
         headers = {"X-Request-Id": name} | ({"X-Group-Id": group} if group else {}) | ({"X-Tag": tag} if tag else {})
         body = {key: value for key, value in body.items() if key not in ("stream", "stream_options")}
-        spurned = False  # the gateway answered, and could not serve this request
+        spurned = False  # the gateway answered that it could not serve this request
         waited_s, delay_s = 0.0, self._patience.probe_first_s
         tries = failures = 0
         while True:
@@ -106,10 +107,10 @@ class GatewayClient:
                 waited_s, delay_s = waited_s + delay_s, min(self._patience.probe_cap_s, delay_s * 2)
                 spurned, failures = False, 0
                 continue
-            # A new name for each attempt, since the last one may still be known by its own where it was; but a ledger
-            # gives what it has to the same name.
+            # Each attempt has a new id, since the previous one may still be in flight under its own. A ledger returns
+            # its tokens only for the same id.
             headers["X-Request-Id"] = f"{name}.{tries}" if tries and not server.ledger else name
-            # A gateway with a ledger may not have noticed yet that the last attempt's connection is gone.
+            # A gateway with a ledger may not yet have noticed that the previous attempt's connection is closed.
             busy = _BUSY_STATUSES | {CONFLICT} if server.ledger and tries else _BUSY_STATUSES
             tries += 1
             try:
@@ -157,7 +158,7 @@ class GatewayClient:
     async def _attempt(
         self, server: _Server, path: str, body: Mapping[str, Any], headers: Mapping[str, str], busy: Set[int]
     ) -> dict[str, Any]:
-        """One attempt, given up when the server is found to be lost. Raises _Gone or Refused."""
+        """Make one attempt; cancel it when the server is lost. Raises _Gone or RequestRefused."""
         asking = asyncio.create_task(self._post(server, path, body, headers, busy))
         losing = asyncio.create_task(server.lost.wait())
         try:
@@ -184,7 +185,7 @@ class GatewayClient:
         raise RequestRefused(f"{server.url}{path}: {response.status}: {message}", response.status, answer)
 
     async def _wait_for(self, gateway: _Server) -> None:
-        """Until it is back, for a while."""
+        """Wait up to `restart_s` for the gateway to come back."""
         waited_s = 0.0
         while not gateway.up and waited_s < self._patience.restart_s:
             await asyncio.sleep(self._patience.probe_first_s)
@@ -199,9 +200,9 @@ class GatewayClient:
                 self._watching.append(asyncio.create_task(self._until_back(server)))
 
     async def _watch(self, gateway: _Server) -> None:
-        """Know when the gateway is back, and when one that keeps its connections open does not answer any longer."""
+        """Detect when the gateway is back, and when it stops answering while its connections stay open."""
         silent = 0
-        await self._health(gateway)  # whether it keeps a ledger
+        await self._health(gateway)  # reads whether it has a ledger
         while True:
             if not gateway.up:
                 await self._until_back(gateway)
@@ -222,7 +223,7 @@ class GatewayClient:
         server.up = True
 
     async def _health(self, server: _Server) -> int | None:
-        """The status of the server's health page; None when it does not answer."""
+        """Return the HTTP status of the server's health endpoint, or None if it does not answer."""
         timeout = aiohttp.ClientTimeout(total=self._patience.connect_s)
         try:
             async with self._open().get(server.url + "/health", timeout=timeout) as response:

@@ -1,4 +1,4 @@
-"""The gateway without its sockets: takes asks, relays them, carries out moves, and tells how everything stands."""
+"""The gateway without its sockets: accepts requests, relays them to engines, carries out moves, and reports state."""
 
 import asyncio
 import logging
@@ -25,11 +25,11 @@ from planner.model import EngineId, NodeId, RequestId, RequestMove
 logger = logging.getLogger(__name__)
 
 COUNTED_REASONS = frozenset({"redundant", "cancelled"})
-WATCH_FRACTION = 0.25  # hanging engines are looked for this often, as a part of `stall_s`
+WATCH_FRACTION = 0.25  # the interval between checks for stalled requests, as a fraction of `stall_s`
 
 
 class RequestGroup:
-    """The records of one request. Cancelling `run` stops what still runs."""
+    """The records of one HTTP request. Cancelling `run` stops the records that still run."""
 
     def __init__(
         self, request: CompletionRequest, gateway: "Gateway", named_body: Mapping[str, Any] | None = None
@@ -39,7 +39,7 @@ class RequestGroup:
         self._named_body = named_body
         self._entry: LedgerEntry | None = None
         self._listener: Callable[[RequestRecord], None] | None = None
-        self._counted: set[RequestId] = set()  # records whose answer, or lack of one, is counted
+        self._counted: set[RequestId] = set()  # ended records that the metrics include
 
     @property
     def records(self) -> Sequence[RequestRecord]:
@@ -50,8 +50,8 @@ class RequestGroup:
         return next((record.failure for record in self.records if record.failure is not None), None)
 
     async def run(self, listener: Callable[[RequestRecord], None] | None = None) -> None:
-        """Return when all answers are there, or one of them never will be. `listener` gets each record that has ended,
-        or has grown and is streamed. Raises DuplicateRequest when one of the ids is in flight already."""
+        """Run the records until all have ended or one has failed. `listener` receives each record that ends, and each
+        streamed record that grows. Raises DuplicateRequest if one of the ids is already in flight."""
         self._listener = listener
         await self._enter()
         try:
@@ -64,7 +64,7 @@ class RequestGroup:
             self.close()
 
     async def _answer_all(self, answers: Sequence[Coroutine[Any, Any, None]]) -> None:
-        """Once one of them has failed the others are not needed."""
+        """Run all answers concurrently; cancel the others when one fails."""
 
         async def failed(record: RequestRecord, answer: Coroutine[Any, Any, None]) -> bool:
             await answer
@@ -82,11 +82,11 @@ class RequestGroup:
         store = self._gateway.store
         if store is not None and self._named_body is not None:
             self._entry = await store.enter(self.request, self._named_body)
-            if self._entry is not None:  # an answer that was begun before keeps its time
+            if self._entry is not None:  # an answer that was begun earlier keeps its creation time
                 form = replace(self.request.form, created_unix_s=int(self._entry.created_s))
                 self.request = replace(self.request, form=form)
         try:
-            # What was complete has been counted and reported by whoever generated it.
+            # The process that generated a complete answer has counted and reported it.
             self._gateway.ledger.add(*(record for record in self.records if not record.done))
         except DuplicateRequest:
             self._leave()
@@ -98,27 +98,28 @@ class RequestGroup:
             self._gateway.store.leave(entry)
 
     def close(self) -> None:
-        """The records are over, or nobody waits for them any longer. May be called again."""
+        """Close all records, because they have ended or their client has left. Idempotent."""
         try:
             self._leave()
         finally:
-            self._listener = None  # it leads back here
+            self._listener = None  # breaks a reference cycle
             for record in self.records:
                 self._gateway.close(record)
 
     def _answer(self, record: RequestRecord) -> Coroutine[Any, Any, None]:
-        """The record is looked after from now on; what is returned is to be run."""
+        """Return the coroutine that answers the record. Its relay is registered at once, before the coroutine runs."""
         return self._give_again(record) if record.done else self._gateway.relay(record, self._grown).run()
 
     async def _give_again(self, record: RequestRecord) -> None:
-        """The record had its answer when it came, and has been counted; its group may have been forgotten since."""
+        """Return a stored answer to the client once more. It was counted when it was generated. Its group may have been
+        forgotten since."""
         self._counted.add(record.id)
         self._gateway.groups.enter(record)
         self._gateway.cancel_redundant(record)
         self._grown(record)
 
     def _grown(self, record: RequestRecord) -> None:
-        if record.done and record.id not in self._counted:  # the relay calls again when it is over
+        if record.done and record.id not in self._counted:  # the relay calls once more when it ends
             self._counted.add(record.id)
             self._gateway.answered(record)
         if self._listener is not None:
@@ -126,12 +127,12 @@ class RequestGroup:
 
 
 class Gateway:
-    """Owns the ledger and the fleet. `run` watches for hanging engines; `close` stops everything."""
+    """Owns the ledger, the relays and the pause barrier of one gateway. `watch` moves requests off stalled engines."""
 
     def __init__(
         self, node: NodeId, fleet: EngineBackends, *, limits: RelayLimits, store: LedgerStore | None = None
     ) -> None:
-        """`store` has what outlives this process."""
+        """Create a gateway. `store` keeps answers beyond the life of this process."""
         self.node = node
         self.url = ""
         self.fleet = fleet
@@ -142,7 +143,7 @@ class Gateway:
         self.relays: dict[RequestId, RequestRelay] = {}
         self.groups = InFlightGroups()
         self.barrier = GatewayPause(fleet, self.relays)
-        self.version_lags: Counter[int] = Counter()  # answers that ended, by how old their oldest token was
+        self.version_lags: Counter[int] = Counter()  # ended answers, by the version lag of their oldest token
         self.cancelled_total: Counter[str] = Counter()  # by reason
         self.moves_done = 0
         self.moves_refused = 0
@@ -150,42 +151,44 @@ class Gateway:
         self.tokens_loaded = 0
 
     def request_group(self, request: CompletionRequest, named_body: Mapping[str, Any] | None = None) -> RequestGroup:
-        """`named_body`: what the client sent, where it gave the request its name and may come back for the answer."""
+        """Return the group that runs this request. `named_body` is the body that the client sent, if the client named
+        the request and may reconnect for its answer."""
         return RequestGroup(request, self, named_body)
 
     def relay(self, record: RequestRecord, grown: Callable[[RequestRecord], None]) -> RequestRelay:
-        """The record begins to be relayed."""
+        """Register a relay for the record and return it. `grown` receives the record when it grows or ends."""
         relay = RequestRelay(record, self.fleet, self.limits, grown)
         self.relays[record.id] = relay
         self.groups.enter(record)
-        self.barrier.park_to_bound(relay)  # it may have tokens from before
+        self.barrier.park_to_bound(relay)  # tokens from an earlier process may exceed the version lag
         if self.groups.redundant(record):
             self._cancel(record, "redundant")
         return relay
 
     def answered(self, record: RequestRecord) -> None:
-        """The record has its answer, or none; its client may not have it yet."""
+        """Count a record that has ended. Its client may not have received the answer yet."""
         if record.versions.oldest is not None and record.generated_tokens:
             self.version_lags[record.versions.lag(self.fleet.policy_version)] += 1
         self.cancel_redundant(record)
 
     def cancel_redundant(self, record: RequestRecord) -> None:
-        """End the answers of its group that are redundant now that this one has ended."""
+        """End the answers that are redundant in the record's group now that the record has ended."""
         for other in self.groups.ended(record):
             self._cancel(other, "redundant")
 
     def close(self, record: RequestRecord) -> None:
-        """A job is over: forget the record, and remember that it was there."""
+        """Close the record in the ledger, which keeps a summary of it. Ends the record if it has not ended."""
         if not record.done:
             record.finish("abort", None, self.clock.now_s())
         relay = self.relays.get(record.id)
-        if relay is not None and relay.record is record:  # an answer that is given again has none
+        if relay is not None and relay.record is record:  # a stored answer has no relay
             del self.relays[record.id]
         self.groups.leave(record)
         self.ledger.close(record)
 
     def cancel(self, requests: Iterable[RequestId], groups: Iterable[str], reason: str) -> tuple[RequestId, ...]:
-        """End these answers where they are. Returns those that had not ended yet."""
+        """End the answers of these requests and groups with the tokens they have. Returns the ids that were still
+        running."""
         named = [record for name in requests if (record := self.ledger.get(name)) is not None]
         named += [record for group in groups for record in self.groups.members(group)]
         return tuple(record.id for record in named if self._cancel(record, reason or "cancelled"))
@@ -194,7 +197,7 @@ class Gateway:
         relay = self.relays.get(record.id)
         if relay is None or not relay.end("abort", reason):
             return False
-        # Clients name reasons as they like: a metric can have only so many labels.
+        # Clients choose reasons freely, and the number of metric labels must stay bounded.
         self.cancelled_total[reason if reason in COUNTED_REASONS else "other"] += 1
         return True
 
@@ -214,7 +217,7 @@ class Gateway:
         return faults
 
     async def move(self, moves: Sequence[RequestMove]) -> tuple[OperationItemResult, ...]:
-        """Carry out all of them at once; one result for each, in order."""
+        """Carry out the moves concurrently. Returns one result per move, in the same order."""
         results = await asyncio.gather(*(self._move(move) for move in moves))
         for result in results:
             self.moves_done += result.done
@@ -224,7 +227,7 @@ class Gateway:
         return tuple(results)
 
     def has_request(self, request: RequestId) -> bool:
-        """It is in flight here, or has lately been."""
+        """Return whether the request is in flight here or ended here recently."""
         return request in self.relays or any(summary.id == request for summary in reversed(self.ledger.finished))
 
     async def _move(self, move: RequestMove) -> OperationItemResult:
@@ -234,7 +237,7 @@ class Gateway:
             return OperationItemResult(move.request, done=False, detail=str(refusal))
 
     async def _carry_out(self, move: RequestMove) -> OperationItemResult:
-        """Raises MoveRefused."""
+        """Carry out one move. Raises MoveRefused."""
         relay = self.relays.get(move.request)
         target = self.fleet.get(move.to_engine)
         if not self.fleet.barrier_open:
@@ -246,7 +249,7 @@ class Gateway:
         if target is None and not held:
             raise MoveRefused(f"engine {move.to_engine!r} is not in the routes")
         if (relay.record.engine or "") not in (move.from_engine, self.fleet.id_of(move.from_engine)):
-            raise MoveRefused(f"is on {relay.record.engine or 'no engine'} by now")
+            raise MoveRefused(f"is now on {relay.record.engine or 'no engine'}")
         if not move.from_engine:
             return relay.redirect(move.to_engine, move.hold_s)
         if held:
@@ -255,7 +258,7 @@ class Gateway:
         return await relay.move(target, move)
 
     def report(self) -> GatewayReport:
-        """Every request in flight, for the daemon."""
+        """Return the report for the daemon, which lists every request in flight."""
         now_s = self.clock.now_s()
         sequence, finished = self.ledger.report()
         in_flight = tuple(record.view(now_s) for record in self.ledger)
@@ -264,13 +267,13 @@ class Gateway:
         return GatewayReport(self.node, sequence, now_s, self.url, in_flight, finished, barrier, failovers, start)
 
     def acknowledge(self, sequence: int) -> None:
-        """The daemon holds every report up to this one."""
+        """Forget the entries of all reports up to `sequence`, which the daemon has stored."""
         self.ledger.acknowledge(sequence)
         self.fleet.failovers.acknowledge(sequence)
 
     async def identify_engines(self) -> None:
-        """Read which servers are behind the gateway's own ids. Where the daemon has left one of these out of its
-        routes, one of the routes may lead to the same server by another address: then that is its id."""
+        """Read the server identities of the engines that the gateway was started with. If the daemon's routes lack one
+        of these engines but reach the same server by another address, the engine takes that route's id."""
         fleet = self.fleet
         slots = {engine: fleet.get(engine) for engine in fleet.own}
         lost = [engine for engine, backend in slots.items() if backend is None or not backend.routed]
@@ -292,19 +295,19 @@ class Gateway:
             logger.debug("metrics of %s: %s", backend.id, error)
 
     async def watch(self) -> None:
-        """Leave engines that hang, until cancelled."""
+        """Move stalled requests off their engines, until cancelled."""
         while True:
             await self.clock.sleep(self.limits.stall_s * WATCH_FRACTION)
             now_s = self.clock.now_s()
             stalled = [relay for relay in self.relays.values() if relay.stalled(now_s)]
             await asyncio.gather(*(relay.leave_stalled() for relay in stalled))
-            # Engines that were not up yet when they were met.
+            # Engines that were not yet up at the first attempt.
             for backend in self.fleet:
                 backend.unlearnable = False
             await asyncio.gather(*(self.fleet.learn(backend) for backend in self.fleet if backend.usable))
 
     async def models(self) -> dict[str, int | None]:
-        """Longest context of each model by its name, over the engines that answer."""
+        """Return the context length of each model by name, in tokens, as reported by the engines that respond."""
         slots = [backend for backend in self.fleet if backend.usable]
         answers = await asyncio.gather(*(self.fleet.capabilities(backend) for backend in slots), return_exceptions=True)
         models: dict[str, int | None] = {}
@@ -316,6 +319,6 @@ class Gateway:
         return models
 
     def default_model(self) -> str:
-        """What to call the model when the client did not: as an engine does that has been asked."""
+        """Return the model name for requests without one: the first name that an engine reported, or ""."""
         known = (backend.capabilities.models for backend in self.fleet if backend.capabilities is not None)
         return next((models[0] for models in known if models), "")

@@ -1,4 +1,4 @@
-"""Requests that went on after their engine failed: counted, reported to the daemon, and as Prometheus metrics."""
+"""Count requests that continued after their engine failed, for reports to the daemon and Prometheus metrics."""
 
 from collections.abc import Iterator, Mapping
 
@@ -12,17 +12,17 @@ UNREPORTED_KEPT = 2048
 
 
 class FailoverCounter:
-    """Counted when the request goes on, by the engine that failed."""
+    """Failover counts per failed engine. A failover is counted when the request continues."""
 
     def __init__(self) -> None:
         self.totals: dict[EngineId, FailoverCounts] = {}
-        # By the sequence of the first report that has them, and by engine; the oldest first.
+        # By sequence number of the first report that contains them, and by engine; oldest first.
         self._unacknowledged: dict[tuple[int, EngineId], EngineFailovers] = {}
-        self._reported = 0  # the newest report's sequence
+        self._reported = 0  # sequence number of the newest report
 
     def count(self, engine: EngineId, recomputed_tokens: int | None, now_s: float) -> None:
-        """`recomputed_tokens`: the context that the next engine had to prefill again; None: the failed one had computed
-        nothing of the request."""
+        """Count one failover from `engine`. `recomputed_tokens` is the context that the next engine prefilled again;
+        None if the failed engine had computed nothing of the request."""
         one = FailoverCounts(1, int(recomputed_tokens is not None), recomputed_tokens or 0)
         self.totals[engine] = self.totals.get(engine, FailoverCounts()) + one
         sequence = self._reported + 1
@@ -33,25 +33,25 @@ class FailoverCounter:
             del self._unacknowledged[next(iter(self._unacknowledged))]
 
     def report(self, sequence: int) -> tuple[EngineFailovers, ...]:
-        """What no acknowledged report had, for the report with this sequence number, which follows the last one's."""
+        """Return the unacknowledged counts, for the report with this sequence number. Numbers must increase by one."""
         self._reported = sequence
         return tuple(self._unacknowledged.values())
 
     def acknowledge(self, sequence: int) -> None:
-        """The daemon holds everything up to this report. A number that was never sent is ignored."""
+        """Forget the counts of all reports up to `sequence`. A number that was never sent is ignored."""
         if sequence <= self._reported:
             left = {key: each for key, each in self._unacknowledged.items() if each.sequence > sequence}
             self._unacknowledged = left
 
 
 def failover_metrics(prefix: str, totals: Mapping[EngineId, FailoverCounts]) -> Iterator[Metric]:
-    """On the page of the gateway and of the daemon. `totals`: by the engine that failed."""
+    """Yield the failover counters for the metrics pages of the gateway and the daemon. `totals` is by failed engine."""
     counts = sorted(totals.items())
-    help_text = "Requests that went on after this engine failed, hung or gave them up."
+    help_text = "Requests that continued after this engine failed, stalled or aborted them."
     yield labelled_counter(f"{prefix}_failovers", help_text, "engine", [(id, each.failovers) for id, each in counts])
-    help_text, recomputed = "Of these, requests that this engine had computed in part.", "failover_requests_recomputed"
+    help_text, recomputed = "Failovers of requests that this engine had partly run.", "failover_requests_recomputed"
     requests = [(id, each.requests_recomputed) for id, each in counts]
     yield labelled_counter(f"{prefix}_{recomputed}", help_text, "engine", requests)
-    help_text = "Tokens of their contexts, prefilled again where they went on."
+    help_text = "Context tokens prefilled again after failovers from this engine."
     tokens = [(id, each.tokens_recomputed) for id, each in counts]
     yield labelled_counter(f"{prefix}_failover_recomputed_tokens", help_text, "engine", tokens)

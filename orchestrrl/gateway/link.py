@@ -1,7 +1,7 @@
-"""The gateway's connections to the daemon: it takes routes and moves from it and reports every request to it. What
-clients ask of the pause barrier is passed on, since the daemon orders all gateways.
+"""The gateway's connections to the daemon: receive routes and moves, and report every request. Pause barrier calls of
+clients are forwarded, since the daemon commands all gateways.
 
-Without the daemon the gateway goes on by its last orders; nothing here is in the way of a request.
+Without the daemon, the gateway continues with its last routes. No request waits for this module.
 """
 
 import asyncio
@@ -38,30 +38,30 @@ from orchestrrl.rpc.pb import control_pb2, control_pb2_grpc, telemetry_pb2
 from orchestrrl.rpc.plain_values import plain
 from planner.model import EngineId, RequestId
 
-# Which servers are behind the engines' ids is read this often; at first sooner, since engines may still be starting.
+# The interval between reads of the engines' server identities; shorter at first, while engines may be starting.
 IDENTIFY_EVERY_S = 30.0
 IDENTIFY_AT_FIRST_S = 1.0
-MOVE_ANSWER_S = 30.0  # of the daemon, which waits for the gateway that has the request
+MOVE_ANSWER_S = 30.0  # timeout of the daemon's call, which waits for the gateway that has the request
 
 
 async def move_elsewhere(target: str, request: RequestId, to_engine: EngineId) -> OperationItemResult:
-    """Have the daemon at `target` move a request that another gateway holds."""
+    """Request a move from the daemon at `target`, for a request that another gateway holds."""
     try:
         move = {"request_id": request, "to_engine_id": to_engine}
         answer = await _call(target, "MoveRequest", move, MOVE_ANSWER_S)
     except grpc.aio.AioRpcError as error:
-        return OperationItemResult(request, done=False, detail=f"is not here, and the daemon says: {error.details()}")
+        return OperationItemResult(request, done=False, detail=f"is not here; the daemon's error: {error.details()}")
     return OperationItemResult(request, answer.done, answer.detail)
 
 
 class GatewayLink:
-    """`run` stays attached and reports each `report_interval_s`, until cancelled."""
+    """The connection of one gateway to the daemon. `run` stays attached and reports every `report_interval_s`."""
 
     def __init__(self, gateway: Gateway, target: str, *, report_interval_s: float) -> None:
         self._gateway = gateway
         self._clock = clock = gateway.clock
         gateway.fleet.keep_ids()
-        self._sent_engines: tuple[GatewayEngine, ...] | None = None  # on this stream
+        self._sent_engines: tuple[GatewayEngine, ...] | None = None  # engines already sent on this stream
         self._hello = HELLO.to_pb(
             NodeHello(
                 node=gateway.node,
@@ -89,7 +89,7 @@ class GatewayLink:
         await asyncio.gather(self._node.run(), self._reports.run(), self._identify())
 
     async def perform(self, operation: Operation) -> OperationResult:
-        """Carry out one operation of the daemon."""
+        """Carry out one operation from the daemon."""
         match operation.action:
             case SetRoutes(routes, expected, expected_until_s):
                 faults = self._gateway.set_routes(routes, expected, expected_until_s)
@@ -109,7 +109,7 @@ class GatewayLink:
         return OperationResult(operation.id, self._gateway.node, status_of(items), items=items)
 
     async def _identify(self) -> None:
-        """Keep the identities of engines that the gateway was started with, for as long as it runs."""
+        """Refresh the server identities of the engines that the gateway was started with, until cancelled."""
         wait_s = IDENTIFY_AT_FIRST_S
         while self._gateway.fleet.own:
             await self._gateway.identify_engines()
@@ -124,14 +124,14 @@ class GatewayLink:
         if engines == self._sent_engines:
             return GATEWAY_REPORT.to_pb(self._gateway.report())
         self._sent_engines = engines
-        # The next hello has them as well.
+        # The next hello must contain them as well.
         del self._hello.engine_ids[:], self._hello.engines[:]
         self._hello.engine_ids.extend(self._gateway.fleet.id_of(engine.engine) for engine in engines)
         self._hello.engines.extend(map(GATEWAY_ENGINE.to_pb, engines))
         return GATEWAY_REPORT.to_pb(replace(self._gateway.report(), engines=engines))
 
 
-ANSWER_S = 30.0  # beyond what is waited for
+ANSWER_S = 30.0  # timeout beyond the caller's own deadline
 
 _STATUSES = {
     grpc.StatusCode.INVALID_ARGUMENT: 400,
@@ -143,8 +143,8 @@ _STATUSES = {
 
 
 async def ask_daemon(target: str, method: str, body: RequestBody | None) -> Mapping[str, Any]:
-    """Pass a call of the pause barrier on to the daemon at `target`, which orders all gateways. Returns its answer as
-    plain values. Raises HttpRefusal."""
+    """Forward a pause barrier call to the daemon at `target`, which commands all gateways. Returns the answer as plain
+    values. Raises HttpRefusal."""
     patience_s = ANSWER_S
     fields = {} if body is None else body.model_dump(exclude_none=True)
     if isinstance(body, PauseBody):
@@ -155,7 +155,7 @@ async def ask_daemon(target: str, method: str, body: RequestBody | None) -> Mapp
         return plain(await _call(target, method, fields, patience_s))
     except grpc.aio.AioRpcError as error:
         status = _STATUSES.get(error.code(), 503)
-        where = "" if error.code() in _STATUSES else "the daemon, which orders all gateways, cannot be asked: "
+        where = "" if error.code() in _STATUSES else "the daemon, which commands all gateways, is unavailable: "
         raise HttpRefusal(f"{where}{error.details()}", status=status) from error
 
 

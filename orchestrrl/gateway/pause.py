@@ -1,12 +1,11 @@
-"""The pause barrier between requests and engines: closed while weights change, open again when they have, or the lease
-ends.
+"""The gateway's side of the pause barrier between requests and engines. It is closed while weights change.
 
-Closed, the gateway sends nothing to engines and brings them to rest: what runs is frozen, finished or ended, as
-ordered, and every engine that can be paused is, so that nobody else's requests run either. An engine that cannot be
-paused has its requests taken back; they go on from their tokens later.
+While it is closed, the gateway sends nothing to engines and quiesces them: running requests are frozen, finished or
+ended, as ordered. Every engine that supports pausing is paused, so that requests of other clients stop too. Requests
+are withdrawn from an engine that cannot be paused, and continue from their tokens later.
 
-Whoever closed it holds a lease. The pause barrier opens by itself when that ends: a trainer that died, or a daemon,
-leaves no fleet frozen.
+The holder of a lease closes the barrier. The barrier opens when the lease ends, so a trainer or a daemon that dies does
+not leave the fleet frozen.
 """
 
 import asyncio
@@ -28,39 +27,39 @@ from planner.model import EngineId, RequestId
 logger = logging.getLogger(__name__)
 
 REST_POLL_S = 0.02
-# An engine that cannot be paused now, e.g. while it loads KV, may be in a moment.
+# An engine that cannot be paused now, for example while it loads KV, may accept a pause shortly after.
 PAUSE_TRIES = 5
 PAUSE_AGAIN_S = 0.2
-# One that cannot be resumed would stand still for ever: it is asked until it is there or gone.
+# A failed resume would leave the engine paused forever, so it is retried until it succeeds or the engine is gone.
 RESUME_AGAIN_S = 0.5
 RESUME_AGAIN_CAP_S = 5.0
-LEASE_LOOK_S = 1.0  # a renewal may make a lease shorter
+LEASE_LOOK_S = 1.0  # the longest interval between checks of the lease, which a renewal may shorten
 LEASES_REMEMBERED = 64
-# For so long an engine that was paused when the gateway met it may be somebody's who comes back for it.
+# An engine that another client paused before the gateway connected is left paused for this long.
 ORPHANED_AFTER_S = 60.0
-NAMED_MOST = 5  # requests in a message
+NAMED_MOST = 5  # the most requests listed in a message
 
 
 class GatewayPause:
-    """Of one gateway. `close` and `open` carry out the orders of those names."""
+    """The pause barrier of one gateway. `close` and `open` carry out CloseBarrier and OpenBarrier."""
 
     def __init__(self, fleet: EngineBackends, relays: Mapping[RequestId, RequestRelay]) -> None:
         self._fleet = fleet
         self._relays = relays
         self._clock = fleet.clock
-        self.closed: CloseBarrier | None = None  # the order that it is closed by; None: it is open
+        self.closed: CloseBarrier | None = None  # the order that closed it; None: it is open
         self._since_s = 0.0
-        self._own_at_rest = asyncio.Event()  # what was to finish or to end here has
-        self._may_pause = asyncio.Event()  # no other gateway has anything that is to finish
+        self._own_at_rest = asyncio.Event()  # set when the requests of this gateway have finished or ended, as ordered
+        self._may_pause = asyncio.Event()  # set when no other gateway has requests left to finish
         self._quiet = asyncio.Event()
-        self.rest: dict[EngineId, OperationItemResult] = {}  # what became of engines when it last closed
-        self._opened = asyncio.Event()  # since it was last closed
+        self.rest: dict[EngineId, OperationItemResult] = {}  # each engine's result of the last closing
+        self._opened = asyncio.Event()  # set when it opens; replaced when it closes
         self._engines_free = asyncio.Lock()  # a pause and a resume of one engine must not overtake each other
-        self._ended: deque[str] = deque(maxlen=LEASES_REMEMBERED)  # leases that are over
+        self._ended: deque[str] = deque(maxlen=LEASES_REMEMBERED)  # ended leases
         self.opened_because = ""
         self.expired_total = 0
         self._closed_total_s = 0.0
-        self.stale_total: Counter[OnStale] = Counter()  # requests, by what became of them
+        self.stale_total: Counter[OnStale] = Counter()  # requests that exceeded their version lag, by action
 
     @property
     def closed_total_s(self) -> float:
@@ -87,11 +86,11 @@ class GatewayPause:
     # --- closing -----------------------------------------------------------------------------------------------------
 
     async def close(self, order: CloseBarrier) -> tuple[OperationItemResult, ...]:
-        """Return when all is quiet: an item for each engine; or, where these are to run on, when all that is here is.
-        The lease that holds the pause barrier already is renewed.
+        """Close the barrier and wait until all engines are quiet. Returns one item per engine. If `order.engines_run`,
+        waits only for the requests of this gateway and returns no items. Renews a lease that already holds the barrier.
 
-        Raises Permanent where another lease holds it, where this one is over, and, the pause barrier open again, where
-        not all was quiet in time.
+        Raises Permanent if another lease holds the barrier, if this lease has ended, or if the deadline passes first;
+        in the last case the barrier opens again.
         """
         self._take(order)
         at_rest = self._own_at_rest if order.engines_run else self._quiet
@@ -113,19 +112,19 @@ class GatewayPause:
         held = self.closed
         if held is not None and held.lease != order.lease:
             left_s = held.lease_until_s - now_s
-            raise Permanent(f"the pause barrier is closed by {held.holder or 'somebody'} for {left_s:.3g} s more")
+            raise Permanent(f"{held.holder or 'another client'} keeps the pause barrier closed for {left_s:.3g} s more")
         if order.lease in self._ended:
-            raise Permanent("this lease is over: requests have gone on since, and weights may be mixed")
+            raise Permanent("this lease has ended: requests have continued since, and weights may be mixed")
         if order.lease_until_s <= now_s:
             raise Permanent(f"the lease ended {now_s - order.lease_until_s:.3g} s ago")
         if held is not None:
             self.renew(order.lease, order.lease_until_s)
         else:
-            logger.warning("the pause barrier closes for %s (%s)", order.holder or "somebody", order.mode)
+            logger.warning("the pause barrier closes for %s (%s)", order.holder or "a client", order.mode)
             self.closed = order
             self._since_s = now_s
             self._fleet.barrier_open = False
-            # Ones that wait for an earlier closing are not told of this one.
+            # Callers that wait for an earlier closing must not wake for this one.
             self._own_at_rest, self._may_pause, self._quiet = asyncio.Event(), asyncio.Event(), asyncio.Event()
             self._opened = asyncio.Event()
             self.rest = {}
@@ -135,9 +134,9 @@ class GatewayPause:
             self._may_pause.set()
 
     def renew(self, lease: str, until_s: float) -> None:
-        """Raises Permanent where the pause barrier is not closed under this lease."""
+        """Set the end of the lease. Raises Permanent if the pause barrier is not closed under this lease."""
         if self.closed is None or self.closed.lease != lease:
-            because = self.opened_because or "it never was closed"
+            because = self.opened_because or "it was never closed"
             raise Permanent(f"the pause barrier is not closed under this lease: {because}")
         self.closed = replace(self.closed, lease_until_s=until_s)
 
@@ -158,10 +157,10 @@ class GatewayPause:
         await self._drained(order)
         if self._held_by(order):
             self._quiet.set()
-            logger.info("the pause barrier is closed, all is quiet")
+            logger.info("the pause barrier is closed and all engines are quiet")
 
     async def _drained(self, order: CloseBarrier) -> None:
-        """Return when no request runs but on engines that are paused, or the pause barrier is open again."""
+        """Wait until requests run only on paused engines, or the order no longer holds the barrier."""
         while self._held_by(order) and any(self._runs(relay) for relay in self._relays.values()):
             await self._clock.sleep(REST_POLL_S)
 
@@ -169,18 +168,18 @@ class GatewayPause:
         return self.closed is not None and self.closed.lease == order.lease
 
     async def _bring_to_rest(self, backend: EngineBackend, order: CloseBarrier) -> None:
-        """Pause the engine. Where that cannot be done, its requests are taken back."""
+        """Pause the engine; withdraw its requests if it cannot be paused."""
         try:
             can_be_paused = (await self._fleet.capabilities(backend)).pause
-            if not self._fleet.contains(backend):  # it has gone meanwhile, and would never be resumed
+            if not self._fleet.contains(backend):  # it has left the fleet and would never be resumed
                 return
             if can_be_paused:
                 await self._pause(backend, drop_kv=order.frozen is not FrozenRequests.CONTINUE)
                 stay = await self._take_back(backend, order) if order.frozen is FrozenRequests.TAKEN_BACK else 0
-                detail = f"{stay} requests can only go on where they are, and stay" if stay else ""
+                detail = f"{stay} requests cannot leave this engine and stay on it" if stay else ""
                 self._rests(backend, done=True, detail=detail)
                 return
-            self._rests(backend, done=True, detail="cannot be paused: its requests were taken back")
+            self._rests(backend, done=True, detail="cannot be paused: its requests were withdrawn")
         except OrchestrRLError as error:
             self._rests(backend, done=False, detail=str(error))
             self._fleet.suspect(backend, str(error))
@@ -189,7 +188,8 @@ class GatewayPause:
                 relay.withdraw()
 
     async def _take_back(self, backend: EngineBackend, order: CloseBarrier) -> int:
-        """Return when what can be taken from a paused engine is here; how many stay."""
+        """Withdraw the requests from a paused engine, and wait until they have left it. Returns the number of requests
+        that cannot leave."""
         here = [relay for relay in self._relays.values() if relay.backend is backend]
         taken = [relay for relay in here if relay.withdraw()]
         while self._held_by(order) and any(relay.backend is backend for relay in taken):
@@ -197,12 +197,12 @@ class GatewayPause:
         return len(here) - len(taken)
 
     def _rests(self, backend: EngineBackend, *, done: bool, detail: str) -> None:
-        if self._fleet.get(backend.id) is backend:  # nobody asks about an engine's old house
+        if self._fleet.get(backend.id) is backend:  # a retired backend of the same id has no item
             self.rest[backend.id] = OperationItemResult(backend.id, done, detail)
 
     async def _pause(self, backend: EngineBackend, *, drop_kv: bool) -> None:
         for tries_left in reversed(range(PAUSE_TRIES)):
-            backend.paused = True  # whatever comes of it: it is resumed later
+            backend.paused = True  # set even if the call fails, so that the engine is resumed later
             try:
                 await backend.engine.pause(PauseMode.KEEP, drop_kv=drop_kv)
                 backend.still = True
@@ -213,33 +213,34 @@ class GatewayPause:
             await self._clock.sleep(PAUSE_AGAIN_S)
 
     async def _expire(self, order: CloseBarrier) -> None:
-        """Open when the lease ends; it may be renewed until then."""
+        """Open the barrier when the lease ends. The lease may be renewed until then."""
         while self.closed is not None and self._held_by(order):
             left_s = self.closed.lease_until_s - self._clock.now_s()
             if left_s <= 0:
                 self.expired_total += 1
                 missed = "" if self._quiet.is_set() else f", and {self._still_running()}"
                 if order.weights_change and self._quiet.is_set():
-                    # Answers are without a version until one is reported.
+                    # Tokens have no version until one is reported.
                     self._fleet.policy_version = None
                     for backend in self._fleet.with_retired():
                         backend.policy_version, backend.mixed = None, True
-                    missed = " while weights were being changed: nobody knows which engines have which"
-                await self._open(None, (), f"the lease of {order.holder or 'somebody'} ended{missed}")
+                    missed = " while weights were being changed: the version of each engine is unknown"
+                await self._open(None, (), f"the lease of {order.holder or 'a client'} ended{missed}")
                 return
             await self._clock.sleep(min(left_s, LEASE_LOOK_S))
 
     # --- opening -----------------------------------------------------------------------------------------------------
 
     async def open(self, order: OpenBarrier) -> tuple[OperationItemResult, ...]:
-        """Return when engines run again: an item for each. Without a lease: whoever closed it, and engines are resumed
-        even where it is open, e.g. those that an earlier gateway had paused.
+        """Open the barrier and resume the engines. Returns one item per resumed engine. Without a lease, the barrier
+        opens for any holder, and engines are resumed even if it is open, such as those that an earlier gateway paused.
 
-        Raises Permanent where the lease is not the pause barrier's, and for engines that are unknown.
+        Raises Permanent if the barrier is not closed under the lease, or if an engine is unknown.
         """
         self._named(order.without, "without: ")
         if order.lease and order.lease in self._ended:
-            raise Permanent(f"this lease is over ({self.opened_because}): requests have gone on, weights may be mixed")
+            ended = f"this lease has ended ({self.opened_because})"
+            raise Permanent(f"{ended}: requests have continued since, and weights may be mixed")
         if order.lease and (self.closed is None or self.closed.lease != order.lease):
             raise Permanent("the pause barrier is not closed under this lease")
         if self.closed is None:
@@ -250,27 +251,27 @@ class GatewayPause:
     async def _open(
         self, version: int | None, without: tuple[EngineId, ...], because: str
     ) -> tuple[OperationItemResult, ...]:
-        closed, opened = self.closed, self._opened  # it may be closed again before engines run
+        closed, opened = self.closed, self._opened  # the barrier may close again before the engines run
         self.opened_because = because
         if closed is not None:
             self.closed = None
             self._closed_total_s += self._clock.now_s() - self._since_s
             self._ended.append(closed.lease)
-            self._may_pause.set()  # whoever waits for it sees that there is nothing to pause any more
+            self._may_pause.set()  # wakes the closing task, which then finds nothing to pause
         if version is not None:
             self._on_new_weights(version, without, self.rest if closed is not None else {})
             if closed is not None and closed.frozen is FrozenRequests.RESTART:
                 for relay in list(self._relays.values()):
                     relay.restart()
         for relay in list(self._relays.values()):
-            relay.record.progressed_s = self._clock.now_s()  # it stood still by order
+            relay.record.progressed_s = self._clock.now_s()  # the pause must not count as a stall
             if relay.backend is not None and relay.backend.outdated:
                 relay.withdraw()
         async with self._engines_free:
             backends = self._fleet.with_retired()
             paused = [backend for backend in backends if backend.paused and not self._left_out(backend)]
             items = await asyncio.gather(*(self._resume_as_ordered(backend) for backend in paused))
-        if self.closed is None:  # it may have been closed again
+        if self.closed is None:  # the barrier may have closed again
             self._fleet.barrier_open = True
             self._fleet.announce()
         opened.set()
@@ -280,8 +281,8 @@ class GatewayPause:
     def _on_new_weights(
         self, version: int, without: tuple[EngineId, ...], rests: Mapping[EngineId, OperationItemResult]
     ) -> None:
-        """The engines have new weights, but for those that were left out, or could not be brought to rest, and for old
-        houses."""
+        """Set the policy version of the fleet and its engines. Engines in `without`, engines that failed to pause and
+        retired backends become outdated."""
         self._fleet.policy_version = version
         for backend in self._fleet.with_retired():
             if self._fleet.get(backend.id) is not backend:
@@ -295,7 +296,7 @@ class GatewayPause:
             self.park_to_bound(relay)
 
     def park_to_bound(self, relay: RequestRelay) -> None:
-        """An answer that is older than its client wants it begins anew, or ends."""
+        """Restart or end an answer whose version lag exceeds the client's limit."""
         record = relay.record
         too_old = record.versions.lag(self._fleet.policy_version)
         if record.max_version_lag is None or too_old <= record.max_version_lag:
@@ -306,8 +307,7 @@ class GatewayPause:
             self.stale_total[OnStale.ABORT] += 1
 
     def learn(self, newest: int | None) -> None:
-        """The fleet's version as the daemon has it: a gateway may not have been there when the pause barrier was
-        opened."""
+        """Adopt the daemon's policy version of the fleet. A gateway may have missed the opening of the barrier."""
         if newest is None or newest == self._fleet.policy_version:
             return
         self._fleet.policy_version = newest
@@ -322,7 +322,7 @@ class GatewayPause:
         return OperationItemResult(backend.id, done=False, detail=str(error))
 
     async def _resume(self, backend: EngineBackend) -> OrchestrRLError | None:
-        """Return why the engine does not run again; None where it does."""
+        """Resume the engine. Returns the error if that fails, else None."""
         try:
             if backend.capabilities is None or backend.capabilities.pause:
                 await backend.engine.resume()
@@ -351,25 +351,26 @@ class GatewayPause:
                     return
                 gone = not backend.routed and self._clock.now_s() - since_s > ORPHANED_AFTER_S
                 if isinstance(error, Permanent) or gone:
-                    logger.error("%s cannot be resumed, and is left to itself: %s", backend.id, error)
+                    logger.error("%s cannot be resumed and is no longer retried: %s", backend.id, error)
                     self._runs_again(backend)
                     return
-                logger.debug("%s is not resumed yet: %s", backend.id, error)
+                logger.debug("%s is not yet resumed: %s", backend.id, error)
                 await self._clock.sleep(delay_s)
                 delay_s = min(RESUME_AGAIN_CAP_S, 2 * delay_s)
         finally:
             backend.resuming = False
 
     def _is_to_run(self, backend: EngineBackend) -> bool:
-        """It stands still, and no order says that it should."""
+        """Return whether the engine is paused although no order requires it."""
         return backend.paused and not self._left_out(backend) and self.closed is None and self._fleet.contains(backend)
 
     def _left_out(self, backend: EngineBackend) -> bool:
-        """It waits for new weights. Nobody brings them to one that has left the routes."""
+        """Return whether the engine stays paused until it has new weights. An engine outside the routes receives none,
+        so it is resumed."""
         return backend.outdated and backend.routed
 
     async def set_version(self, engines: tuple[EngineId, ...], version: int) -> None:
-        """These engines have weights of this version now. Raises Permanent for unknown ones."""
+        """Record that these engines now have weights of this version. Raises Permanent if an engine is unknown."""
         for backend in self._named(engines):
             backend.has(version)
         newest = self._fleet.policy_version
@@ -379,17 +380,17 @@ class GatewayPause:
         self.wake_engines()
 
     def wake_engines(self) -> None:
-        """Resume engines that were left out when the pause barrier opened and have the fleet's weights by now."""
+        """Resume engines that stayed paused when the barrier opened and now have the fleet's weights."""
         for backend in self._fleet.with_retired():
             if self._is_to_run(backend):
                 self._resume_later(backend)
         self._fleet.announce()
 
     async def meet(self, backend: EngineBackend) -> None:
-        """An engine that is new here may have been paused by a gateway that is no more: nobody else would resume it."""
+        """Resume a new engine that an earlier gateway left paused, after `ORPHANED_AFTER_S`."""
         if not await self._is_paused_by_others(backend):
             return
-        logger.warning("%s was paused before: it is resumed in %g s", backend.id, ORPHANED_AFTER_S)
+        logger.warning("%s was found paused and will be resumed in %g s", backend.id, ORPHANED_AFTER_S)
         await self._clock.sleep(ORPHANED_AFTER_S)
         if await self._is_paused_by_others(backend):
             backend.paused = True
@@ -399,16 +400,16 @@ class GatewayPause:
         try:
             paused = await backend.engine.is_paused()
         except OrchestrRLError as error:
-            logger.debug("%s does not say whether it is paused: %s", backend.id, error)
+            logger.debug("%s does not report whether it is paused: %s", backend.id, error)
             return False
         return paused and self.closed is None and not backend.paused and self._fleet.get(backend.id) is backend
 
     def _named(self, engines: Sequence[EngineId], path: str = "") -> list[EngineBackend]:
-        """Return the engines of these ids. Raises Permanent for unknown ones, which stand at `path`."""
+        """Return the engines with these ids. Raises Permanent, with the prefix `path`, if one is unknown."""
         found = {engine: backend for engine in engines if (backend := self._fleet.get(engine)) is not None}
         if unknown := [engine for engine in engines if engine not in found]:
             known = ", ".join(backend.id for backend in self._fleet) or "none"
-            raise Permanent(f"{path}no engine {', '.join(map(repr, unknown))}; known: {known}")
+            raise Permanent(f"{path}unknown engine {', '.join(map(repr, unknown))}; known: {known}")
         return list(found.values())
 
     # --- inside ------------------------------------------------------------------------------------------------------
@@ -424,6 +425,6 @@ class GatewayPause:
         return f"{len(names)} requests still run: {', '.join(names[:NAMED_MOST])}{more}"
 
     async def stop(self) -> None:
-        """Engines that were paused here are resumed: nobody else would."""
+        """Open the barrier, so that engines paused by this gateway do not stay paused after it ends."""
         if self.closed is not None:
-            await self._open(None, (), "the gateway ends")
+            await self._open(None, (), "the gateway is shutting down")

@@ -1,7 +1,7 @@
-"""One request's life: attempt after attempt on one engine after the other, until its record has an answer.
+"""Relay one request: make attempts on one engine after another until its record has an answer.
 
-An attempt ends because it finished, because it was cut (a move, an engine that hangs) or because its engine failed.
-Whatever it ended by, the record keeps every token, and the next attempt goes on from them.
+An attempt ends because it finished, because it was cut (a move, or a stalled engine) or because its engine failed.
+In each case the record keeps every token, and the next attempt continues from them.
 """
 
 import asyncio
@@ -28,29 +28,29 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RelayLimits:
-    """How patient the gateway is with engines, and what it asks of them."""
+    """Timeouts and retry limits of a relay."""
 
-    engine_wait_s: float = 30.0  # for any engine to be there at all
-    stall_s: float = 120.0  # without a token
-    failures: int = 5  # attempts in a row that failed without a token: a request that kills engines kills few
+    engine_wait_s: float = 30.0  # the longest wait for any usable engine
+    stall_s: float = 120.0  # the longest time without a token
+    failures: int = 5  # consecutive failed attempts without a token; bounds the engines that one request can crash
     retry_first_s: float = 0.05
     retry_cap_s: float = 2.0
-    move_answer_s: float = 2.0  # a move is reported as done by then, unless it was refused
-    slow_move_answer_s: float = 8.0  # the same for one that is predicted to take long, to see what it takes
-    coalesce_tokens: int = 1  # in each chunk of an answer that is not streamed; a cut loses less than so many
+    move_answer_s: float = 2.0  # a move that was not refused is reported as done after this time
+    slow_move_answer_s: float = 8.0  # the same for a move with a long predicted time, so that its time is measured
+    coalesce_tokens: int = 1  # tokens per chunk of an answer that is not streamed; a cut loses fewer than this
 
 
 @dataclass(frozen=True, slots=True)
 class AwaitedEvent:
-    """The engine that a request on none is to go to, which may be yet to come."""
+    """The engine for which a parked request waits; the engine may not have started yet."""
 
     engine: EngineId
-    until_s: float  # for so long it is waited for where it is not expected
-    expected: bool  # it was, when this was ordered
+    until_s: float  # the end of the wait if the engine is not expected
+    expected: bool  # the engine was expected at the time of the order
 
 
 class RequestRelay:
-    """Runs one record. `grown` is called when the record has ended, and when one that is streamed has grown."""
+    """Runs one record. `grown` is called when the record ends, and when a streamed record grows."""
 
     def __init__(
         self, record: RequestRecord, fleet: EngineBackends, limits: RelayLimits, grown: Callable[[RequestRecord], None]
@@ -60,26 +60,26 @@ class RequestRelay:
         self._limits = limits
         self._clock = fleet.clock
         self._grown = grown
-        self.backend: EngineBackend | None = None  # that runs it; None: it is on no engine
-        self._attempted: EngineAttempt | None = None  # the present attempt
+        self.backend: EngineBackend | None = None  # the engine that runs the request; None: no engine does
+        self._attempted: EngineAttempt | None = None  # the current attempt
         self._pump_task: asyncio.Task[bool] | None = None
         self._move: MoveInProgress | None = None
-        self._back_to: EngineBackend | None = None  # where a refused move came from
+        self._back_to: EngineBackend | None = None  # the source of a refused move
         self._awaited: AwaitedEvent | None = None
         self._seeker: asyncio.Task[Any] | None = None  # waits for the engine of the next attempt
-        self._interruptions = 0  # of the seeker, by us, that it has not seen yet
-        self._restarting = False  # the answer so far is to be forgotten
+        self._interruptions = 0  # cancellations of the seeker by this relay that the seeker has not handled yet
+        self._restarting = False  # discard the answer so far
         self._refused_by: set[EngineId] = set()
         self._hung_on: set[EngineId] = set()
-        self._stalled = False  # the present attempt is left because it made no token
+        self._stalled = False  # the current attempt was cancelled because it produced no token
         self._failures = 0
-        self._failed: list[tuple[EngineId, bool]] = []  # since its last token: engine, and whether it had computed
-        self._sent_tokens = 0  # context of the present attempt
+        self._failed: list[tuple[EngineId, bool]] = []  # failures since the last token: engine, had it computed any
+        self._sent_tokens = 0  # context of the current attempt
         self._delay_s = 0.0
-        self._computed_before: int | None = None  # tokens by the engine, when the request seemed stalled
+        self._computed_before: int | None = None  # the engine's token total when the request last seemed stalled
 
     async def run(self) -> None:
-        """Until the record is done. Cancelled: the attempt is stopped on its engine."""
+        """Make attempts until the record is done. Cancelling stops the attempt on its engine."""
         try:
             while not self.record.done:
                 backend = await self._next_slot()
@@ -88,19 +88,19 @@ class RequestRelay:
                 await self._attempt(backend)
         finally:
             self._answer_move(
-                done=False, detail="finished before the move" if self.record.done else "the client has gone"
+                done=False, detail="finished before the move" if self.record.done else "the client disconnected"
             )
             self._grown(self.record)
 
-    # --- orders but for moves ----------------------------------------------------------------------------------------
+    # --- orders other than moves -------------------------------------------------------------------------------------
 
     @property
     def kept_for(self) -> EngineId | None:
-        """The engine that it waits for, by order, on none."""
+        """The engine for which the request is parked, or None."""
         return self._awaited.engine if self._awaited is not None and self.backend is None else None
 
     def end(self, finish_reason: str, stop_reason: str) -> bool:
-        """The answer ends here, with what it has. False: it has ended already."""
+        """End the answer with the tokens it has. Returns False if it has already ended."""
         if self.record.done:
             return False
         self.record.finish(finish_reason, stop_reason, self._clock.now_s())
@@ -110,19 +110,19 @@ class RequestRelay:
         return True
 
     def withdraw(self) -> bool:
-        """Stop the request where it runs; it goes on from its tokens once there is an engine for it. False: it is on
-        none, or can only go on where it is."""
+        """Stop the request on its engine; it continues from its tokens when an engine is available. Returns False if it
+        is on no engine or cannot leave its engine."""
         if self._pump_task is None or self._pump_task.done() or self.backend is None or self.record.fixed_because:
             return False
-        self._answer_move(done=False, detail="it was taken back from the engines")
+        self._answer_move(done=False, detail="the request was withdrawn from its engine")
         self._pump_task.cancel()
         return True
 
     def restart(self) -> bool:
-        """Begin the answer anew. False: its client has had some of it, or it has ended."""
+        """Start the answer over. Returns False if the answer has ended or the client has received a part of it."""
         if self.record.done or self.record.delivered:
             return False
-        self._answer_move(done=False, detail="it begins anew")
+        self._answer_move(done=False, detail="the answer starts over")
         if self._pump_task is None or self.backend is None:
             self.record.forget_answer()
         elif self.record.generated_ids or self.record.relayed:
@@ -133,11 +133,11 @@ class RequestRelay:
     # --- moves -------------------------------------------------------------------------------------------------------
 
     async def move(self, target: EngineBackend, order: RequestMove) -> OperationItemResult:
-        """Stop the request where it runs and continue it on `target`. Answers within about `move_answer_s`, or twice
-        the time predicted. Raises MoveRefused."""
+        """Stop the request on its engine and continue it on `target`. Returns within about `move_answer_s`, or twice
+        the predicted time if that is longer, up to `slow_move_answer_s`. Raises MoveRefused."""
         self._check_movable()
         if target is self.backend:
-            raise MoveRefused(f"is on {target.id} already")
+            raise MoveRefused(f"is already on {target.id}")
         self._check_takes_requests(target.id, target)
         self._check_long_enough(target)
         assert self.backend is not None
@@ -150,13 +150,13 @@ class RequestRelay:
         predicted_s = min(2 * order.predicted_s, self._limits.slow_move_answer_s)
         patience_s = max(self._limits.move_answer_s, predicted_s)
         await until_set(self._clock, asyncio.Event(), patience_s, move.result)
-        if self._move is move:  # it has been taken, and waits there for its turn
+        if self._move is move:  # the target has accepted the request and queued it
             self._answer_move(done=True)
         return await move.result
 
     def park_for(self, engine: EngineId, hold_s: float) -> OperationItemResult:
-        """Stop the request where it runs and keep it until it can go on at an engine that is yet to come: for as long
-        as that is expected, or for `hold_s` where it is not. Any other will do then. Raises MoveRefused."""
+        """Stop the request on its engine and hold it for an engine that has yet to start: while that engine is
+        expected, or for `hold_s` if it is not. After that, any engine may run it. Raises MoveRefused."""
         self._check_movable()
         self._check_long_enough(self._fleet.get(engine))
         assert self._pump_task is not None
@@ -173,8 +173,8 @@ class RequestRelay:
         )
 
     def redirect(self, engine: EngineId, hold_s: float) -> OperationItemResult:
-        """A request that is on no engine, whatever it waits for, goes to this one: at once where that takes requests,
-        else it is kept for it as by `park_for`. Raises MoveRefused."""
+        """Send a request that is on no engine to this one: at once if the engine is usable, otherwise after a wait as
+        in `park_for`. Raises MoveRefused."""
         target = self._fleet.get(engine)
         if self.record.done:
             raise MoveRefused("finished before the move")
@@ -192,14 +192,14 @@ class RequestRelay:
 
     @property
     def _computed_tokens(self) -> int:
-        """The context that the present engine has computed."""
+        """The context that the current engine has computed, in tokens."""
         return self.record.context_tokens if self.record.state is RequestState.RUNNING else 0
 
     def _await(self, engine: EngineId, hold_s: float) -> None:
         self._awaited = AwaitedEvent(engine, self._clock.now_s() + hold_s, engine in self._fleet.expected)
 
     def _interrupt(self) -> None:
-        """Have the seeker look again."""
+        """Make the seeker search again."""
         if self._seeker is not None:
             self._interruptions += 1
             self._seeker.cancel()
@@ -207,20 +207,20 @@ class RequestRelay:
     def _check_takes_requests(self, engine: EngineId, target: EngineBackend | None) -> None:
         if target is None or not target.usable:
             suspected = "" if target is None else target.suspect_because
-            raise MoveRefused(f"{engine} takes no requests: {suspected or 'it is draining or not in the routes'}")
+            raise MoveRefused(f"{engine} accepts no requests: {suspected or 'it is draining or not in the routes'}")
 
     def _check_long_enough(self, target: EngineBackend | None) -> None:
         if target is not None and self._ends_early_on(target):
-            longest = f"the {target.context_limit_tokens:g} tokens of context at {target.id}"
-            raise MoveRefused(f"may become longer than {longest}")
+            longest = f"the context length of {target.id}, {target.context_limit_tokens:g} tokens"
+            raise MoveRefused(f"may exceed {longest}")
 
     def _ends_early_on(self, target: EngineBackend) -> bool:
-        """Whether the answer might end there before it would where it is."""
+        """Return whether the target's context limit might end the answer earlier than the current engine's."""
         here_tokens = float("inf") if self.backend is None else self.backend.context_limit_tokens
         return target.id in self._too_short() and target.context_limit_tokens < here_tokens
 
     def _too_short(self) -> frozenset[EngineId]:
-        """Engines that might end the answer before others would."""
+        """Return the engines whose context limit might end the answer earlier than another engine's."""
         return self._fleet.too_short_for(self.record.prompt_tokens + (self.record.max_tokens or 0))
 
     def _check_movable(self) -> None:
@@ -228,14 +228,14 @@ class RequestRelay:
         if record.done:
             raise MoveRefused("finished before the move")
         if self._move is not None:
-            raise MoveRefused(f"is being moved to {self._move.target.id} already")
+            raise MoveRefused(f"is already being moved to {self._move.target.id}")
         if self.backend is None or self._pump_task is None or self._pump_task.done():
             raise MoveRefused("is between two engines")
         if record.fixed_because:
             raise MoveRefused(f"cannot be continued elsewhere: {record.fixed_because}")
 
     def _answer_move(self, done: bool, detail: str = "") -> None:
-        """The move has failed, or nobody waits any longer to see how it ends."""
+        """Report the outcome of the current move, if there is one, and forget the move."""
         move, self._move = self._move, None
         if move is None:
             return
@@ -246,7 +246,7 @@ class RequestRelay:
             move.failed(detail, self._clock.now_s())
 
     def _arrived(self) -> None:
-        """The request goes on where it was moved to."""
+        """Report that the moved request has continued on its target."""
         move, self._move = self._move, None
         assert move is not None
         self.record.moves += 1
@@ -255,7 +255,7 @@ class RequestRelay:
     # --- attempts ----------------------------------------------------------------------------------------------------
 
     async def _next_slot(self) -> EngineBackend | None:
-        """The engine for the next attempt; None when the record is done without one."""
+        """Return the engine for the next attempt, or None if the record is done."""
         if self._complete():
             return None
         task = asyncio.current_task()
@@ -267,7 +267,7 @@ class RequestRelay:
                 try:
                     return await self._seek_slot()
                 except asyncio.CancelledError:
-                    # Interrupted by us, and by nobody else: as asyncio's own timeouts tell it.
+                    # As in asyncio.timeout: continue only if every cancellation came from this relay.
                     ours, self._interruptions = self._interruptions, 0
                     for _ in range(ours):
                         task.uncancel()
@@ -289,7 +289,7 @@ class RequestRelay:
             return self._move.target
         if self._awaited is not None:
             backend = await self._wait_for(self._awaited)
-            self._awaited = None  # not where this was interrupted: there is a newer one
+            self._awaited = None  # not reached after an interruption, which has set a newer one
             if backend is not None:
                 return backend
         back, self._back_to = self._back_to, None
@@ -298,13 +298,14 @@ class RequestRelay:
         return await self._wait_for_slot()
 
     async def _wait_for(self, awaited: AwaitedEvent) -> EngineBackend | None:
-        """The engine that the request is held for; None where it did not come in time, or is of no use."""
+        """Return the engine for which the request is held; None if it did not start in time or its context is too
+        short."""
         was_expected = awaited.expected
         while True:
             backend = self._fleet.get(awaited.engine)
             expected = awaited.engine in self._fleet.expected
             left_s = awaited.until_s - self._clock.now_s()
-            if backend is not None and backend.usable:  # a pause barrier that is closed opens again
+            if backend is not None and backend.usable:  # a closed pause barrier does not end the wait
                 if self._fleet.barrier_open or self._ends_early_on(backend):
                     return None if self._ends_early_on(backend) else backend
             elif not expected and (was_expected or left_s <= 0):
@@ -330,7 +331,7 @@ class RequestRelay:
             return None
 
     async def _attempt(self, backend: EngineBackend) -> None:
-        """One attempt, and what follows from how it ended."""
+        """Make one attempt, and decide how the request continues after it."""
         record = self.record
         self._sent_tokens = record.context_tokens
         backend.enter(record, self._clock.now_s())
@@ -343,14 +344,14 @@ class RequestRelay:
         over = asyncio.Event()  # cheaper than asyncio.wait
         task.add_done_callback(partial(_see_end, attempt_id, over))
         try:
-            await over.wait()  # not the task, which may be cancelled without this being so
+            await over.wait()  # awaiting the task would not separate its cancellation from this coroutine's
         finally:
             try:
                 if not task.done():
                     task.cancel()
                     await asyncio.wait({task})
-            finally:  # a second cancellation may come while the first is being seen to
-                # A task keeps its error, whose frames lead back here: a circle that held bodies of 64 MB for long.
+            finally:  # a second cancellation may arrive while the first is handled
+                # A task keeps its error, whose frames refer to this relay: a cycle that kept 64 MB bodies in memory.
                 self.backend = self._pump_task = self._attempted = None
                 self._fleet.release(backend, record)
                 if task.cancelled() or not record.done:
@@ -365,7 +366,7 @@ class RequestRelay:
         return await attempt.run(attempt.request(coalesce_tokens, move), self._on_chunk)
 
     def _on_chunk(self, chunk: Chunk) -> None:
-        """The record has what the chunk brought."""
+        """Count failovers, complete the move and notify the client, after the record has appended the chunk."""
         if self._failed and (chunk.token_ids or self.record.done):
             self._count_failovers()
         if self._move is not None and self._move.target is self.backend and (chunk.token_ids or chunk.finish_reason):
@@ -374,13 +375,13 @@ class RequestRelay:
             self._grown(self.record)
 
     def _count_failovers(self) -> None:
-        """The request goes on after its engine failed."""
+        """Count a failover for each failed engine, now that the request has continued."""
         failed, self._failed = self._failed, []
         for engine, computed in failed:
             self._fleet.failovers.count(engine, self._sent_tokens if computed else None, self._clock.now_s())
 
     def _settle(self, backend: EngineBackend, task: "asyncio.Task[bool]", attempt: EngineAttempt) -> None:
-        """Decide how an attempt that did not finish goes on."""
+        """Decide how the request continues after an attempt that did not finish."""
         restarting, self._restarting = self._restarting, False
         stalled, self._stalled = self._stalled, False
         error = None if task.cancelled() else task.exception()
@@ -393,13 +394,13 @@ class RequestRelay:
         elif error is not None:
             raise error
         elif stalled:
-            self._back_off(backend, f"it made no token for {self._limits.stall_s:g} s", 0.0)
-        elif not task.cancelled() and attempt.joinable:  # else it begins anew, and the engine is not to blame
-            # Stopped on the engine by somebody else, whose business it may have been; but not our client's.
-            self._back_off(backend, "it gave the request up", 0.0)
+            self._back_off(backend, f"it produced no token for {self._limits.stall_s:g} s", 0.0)
+        elif not task.cancelled() and attempt.joinable:  # otherwise the answer starts over; the engine did not fail
+            # Another client of the engine aborted the request; the client of this gateway still needs its answer.
+            self._back_off(backend, "it aborted the request", 0.0)
         if self.record.done:
             return
-        if restarting and not self.record.delivered:  # its client may have had some of it since
+        if restarting and not self.record.delivered:  # the client may have received a part in the meantime
             self.record.forget_answer()
         elif (self.record.generated_ids or self.record.relayed) and (because := self.record.immovable_because):
             if self.record.delivered:
@@ -409,8 +410,7 @@ class RequestRelay:
                 self.record.forget_answer()
 
     def _after_refusal(self, backend: EngineBackend, refusal: RequestRefused) -> None:
-        """The engine says that the request is wrong: the client's fault, unless it runs elsewhere, or was to run there
-        before it was moved."""
+        """Handle an engine's refusal. The request fails, unless it was moved here or has tokens from another engine."""
         self._refused_by.add(backend.id)
         others = any(other.routed and other.id not in self._refused_by for other in self._fleet)
         if self._move is not None and self._move.target is backend:
@@ -420,7 +420,7 @@ class RequestRelay:
             self.record.fail(RequestFailure(refusal.status, refusal.body), self._clock.now_s())
 
     def _after_failure(self, backend: EngineBackend, error: OrchestrRLError) -> None:
-        """The engine could not be reached, or broke off."""
+        """Suspect an engine that was unreachable or broke off, and schedule the next attempt."""
         self._fleet.suspect(backend, str(error))
         if self._move is not None and self._move.target is backend:
             self._back_to = self._move.source
@@ -428,19 +428,20 @@ class RequestRelay:
         self._back_off(backend, str(error), error.after_s if isinstance(error, Retryable) else 0.0)
 
     def _after_shortage(self, shortage: NoConnection) -> None:
-        """The engine is not to blame, and the request waits: connections come back as others end."""
+        """Wait for a connection. The engine is not suspected: connections become free when other requests end."""
         if self._move is not None and self._move.submitted:
             self._back_to = self._move.source
             self._answer_move(done=False, detail=str(shortage))
         self._delay_s = shortage.after_s
 
     def _back_off(self, backend: EngineBackend, because: str, asked_s: float) -> None:
-        """Count an attempt that failed. The first in a row costs no time: there are other engines."""
+        """Count a failed attempt, and delay the next one. The first failure in a row causes no delay, because another
+        engine may be usable."""
         self._failures += 1
-        shown = self.record.relayed_tokens or not self.record.relayed  # a whole answer runs from the start
+        shown = self.record.relayed_tokens or not self.record.relayed  # a whole answer counts as running from the start
         self._failed.append((backend.id, bool(shown) and self.record.state is RequestState.RUNNING))
         if self._failures > self._limits.failures:
-            self._fail(503, f"{self._failures} attempts in a row failed, the last on {backend.id}: {because}")
+            self._fail(503, f"{self._failures} consecutive attempts failed, the last on {backend.id}: {because}")
         elif self._failures > 1:
             doubled_s = self._limits.retry_first_s * 2.0 ** (self._failures - 2)
             self._delay_s = min(self._limits.retry_cap_s, max(doubled_s, asked_s))
@@ -450,7 +451,8 @@ class RequestRelay:
         self.record.fail(RequestFailure(status, error_body(message, status)), self._clock.now_s())
 
     def _complete(self) -> bool:
-        """Whether the answer was complete at the cut, though its engine had not said so yet."""
+        """Return whether the record is done. First finishes an answer that was complete when it was cut, although its
+        engine had not reported the end."""
         record = self.record
         if record.done:
             return True
@@ -464,11 +466,11 @@ class RequestRelay:
             record.finish("stop", ids[-1], now_s)
         return record.done
 
-    # --- hanging engines ---------------------------------------------------------------------------------------------
+    # --- stalled engines ---------------------------------------------------------------------------------------------
 
     def stalled(self, now_s: float) -> bool:
-        """No token for too long, although the engine makes some for others where that could explain it: a waiting
-        request waits for its turn, one that cannot be continued is better left alone."""
+        """Return whether the request has had no token for `stall_s`. A waiting request, or one that cannot be continued
+        elsewhere, is stalled only if its engine produces no token for other requests either."""
         backend, record = self.backend, self.record
         if backend is None or self._pump_task is None or self._pump_task.done() or self._move is not None:
             return False
@@ -480,7 +482,7 @@ class RequestRelay:
         return now_s - last_s > self._limits.stall_s
 
     async def leave_stalled(self) -> None:
-        """Give the engine up for this request, unless it is paused, or computes an answer that comes as a whole."""
+        """Cancel the attempt on a stalled engine, unless the engine is paused or computes a non-streamed answer."""
         backend, task = self.backend, self._pump_task
         if backend is None or task is None:
             return
@@ -488,7 +490,7 @@ class RequestRelay:
         try:
             excused = (self.record.relayed and await self._computes(backend)) or await backend.engine.is_paused()
         except Permanent as error:
-            logger.debug("%s does not say whether it is paused: %s", backend.id, error)
+            logger.debug("%s does not report whether it is paused: %s", backend.id, error)
         except (Retryable, OutcomeUnknown) as error:
             self._fleet.suspect(backend, str(error))
         if self._pump_task is not task or task.done() or self._move is not None:
@@ -496,13 +498,14 @@ class RequestRelay:
         if excused:
             self.record.progressed_s = self._clock.now_s()
             return
-        logger.warning("request %s: %s made no token for %g s", self.record.id, backend.id, self._limits.stall_s)
+        logger.warning("request %s: %s produced no token for %g s", self.record.id, backend.id, self._limits.stall_s)
         self._hung_on.add(backend.id)
         self._stalled = True
         task.cancel()
 
     async def _computes(self, backend: EngineBackend) -> bool:
-        """Return whether the engine has computed tokens since the last call: a whole answer shows none before."""
+        """Return whether the engine has computed tokens since the last call. A non-streamed answer shows no progress of
+        its own."""
         metrics = await backend.engine.metrics()
         before, computed = self._computed_before, metrics.generation_tokens_total + metrics.prompt_tokens_total
         self._computed_before = computed
@@ -511,7 +514,7 @@ class RequestRelay:
 
 def _see_end(attempt_id: str, over: asyncio.Event, task: "asyncio.Task[bool]") -> None:
     over.set()
-    # The relay may have been ended or cancelled in the same moment, and does not look at the error then.
+    # The relay may have been ended or cancelled at the same moment, and then does not read the error.
     error = None if task.cancelled() else task.exception()
     if error is not None and not isinstance(error, OrchestrRLError):
-        logger.error("attempt %s broke", attempt_id, exc_info=error)
+        logger.error("attempt %s failed with an unexpected error", attempt_id, exc_info=error)

@@ -1,8 +1,8 @@
-"""A gateway as a process: its parts wired together, from its first line of output to its end; and several on one port.
+"""Run the gateway as one process, or as several processes that share a port.
 
-Each of several processes is a gateway of its own, and the daemon sees them all as its nodes. The kernel spreads
-trainers' connections over them (SO_REUSEPORT). Each has an operator API of its own, which shows its own requests. A
-process that dies takes its requests with it and is started again; when the first one dies, they end too.
+Each of several processes is a gateway of its own and a node of the daemon. The kernel distributes trainers' connections
+over them (SO_REUSEPORT). Each has its own operator API, which shows the requests of that process. A process that dies
+loses its requests and is restarted. When the parent process dies, the others end too.
 """
 
 import asyncio
@@ -38,15 +38,15 @@ from planner.model import NodeId
 logger = logging.getLogger(__name__)
 
 RESTART_AFTER_S = 1.0
-END_WITHIN_S = 10.0  # beyond what draining takes
+END_WITHIN_S = 10.0  # beyond the drain time
 
-# A fork would take threads and sockets along.
+# A fork would copy threads and sockets.
 _CONTEXT = multiprocessing.get_context("spawn")
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessPlace:
-    """Where one of several processes belongs: which it is, and the port that all of them listen on."""
+    """The index of one of several processes, and the port on which all of them listen."""
 
     index: int
     shared_port: int
@@ -54,12 +54,12 @@ class ProcessPlace:
 
 @dataclass(frozen=True, slots=True)
 class GatewayOptions:
-    """The flags, understood."""
+    """The parsed command-line flags."""
 
     host: str
     port: int
     operator_host: str
-    operator_port: int  # with several processes, of the first; 0: a free one for each
+    operator_port: int  # the port of the first process, if there are several; 0: a free port for each
     node: NodeId
     engines: tuple[EngineRoute, ...]
     engine_kind: str
@@ -70,10 +70,10 @@ class GatewayOptions:
     drain_s: float
     processes: int
     log_level: str
-    keep: RetentionPolicy | None = None  # what is generated for requests that their clients named
+    keep: RetentionPolicy | None = None  # for answers to requests with a client's id; None: they are not stored
 
     def operator_port_at(self, place: ProcessPlace | None) -> int:
-        """Return the process's own: a shared port would lead to the ledger of any of them."""
+        """Return the operator port of one process. A shared port would lead to the ledger of an arbitrary process."""
         return self.operator_port + place.index if place is not None and self.operator_port else self.operator_port
 
 
@@ -94,10 +94,10 @@ async def serve(
     place: ProcessPlace | None = None,
     stop_on: int | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT, or until the file descriptor `stop_on` can be read, then drain. `ready` is given
-    the URLs of the trainers' listener and of the operator API. With a `place` they are of this process alone, which
-    listens on the shared port too."""
-    # A request has two connections, and the usual limit of 1,024 is only a default.
+    """Serve until SIGTERM or SIGINT, or until the file descriptor `stop_on` is readable, then drain. `ready` receives
+    the URLs of the trainers' listener and of the operator API. With a `place`, these URLs reach this process alone,
+    which also listens on the shared port."""
+    # A request needs two connections, and the usual soft limit of 1,024 descriptors is too low.
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
     clock = WallClock()
@@ -134,7 +134,7 @@ async def serve(
         loop.add_reader(stop_on, stopping.set)
     ready(core.url, operator_url)
     ending = asyncio.create_task(stopping.wait())
-    # A task that ends is a defect: nothing here ends by itself.
+    # These tasks run until they are cancelled: one that ends is a defect.
     await asyncio.wait({ending, *tasks}, return_when=asyncio.FIRST_COMPLETED)
     if stop_on is not None:
         loop.remove_reader(stop_on)
@@ -155,7 +155,7 @@ async def serve(
 
 @contextmanager
 def listening(flag: str, host: str, port: int) -> Iterator[None]:
-    """Raise Permanent, with the flag, where the block cannot listen at its address."""
+    """Convert an OSError of the block into Permanent with the flag and the address."""
     try:
         yield
     except OSError as error:
@@ -174,13 +174,13 @@ def _node(options: GatewayOptions, url: str, place: ProcessPlace | None) -> Node
 @dataclass(frozen=True, slots=True)
 class _Child:
     process: SpawnProcess
-    line: Connection  # it writes its URLs; it ends when our end is closed
+    line: Connection  # the child sends its URLs; it exits when the parent closes its end
     place: ProcessPlace
 
 
 def serve_many(options: GatewayOptions) -> None:
-    """Serve until SIGTERM or SIGINT. The shared URL is the first line of output, once all listen, then that of each
-    process's operator API. Raises Permanent when one of them cannot."""
+    """Serve with several processes until SIGTERM or SIGINT. Once all listen, prints the shared URL and then the URL of
+    each process's operator API. Raises Permanent if a process cannot listen."""
     with _reserved(options.host, options.port) as port, _signals() as told:
         places = [ProcessPlace(index, port) for index in range(options.processes)]
         for place in places:
@@ -197,14 +197,14 @@ def serve_many(options: GatewayOptions) -> None:
 
 
 def _keep_running(options: GatewayOptions, children: list[_Child], told: int) -> None:
-    """Start processes again that end, until a signal comes."""
+    """Restart processes that end, until a signal arrives."""
     while True:
         ready = wait([told, *(child.process.sentinel for child in children)])
         if told in ready:
             return
         for index, child in enumerate(children):
             if child.process.sentinel in ready:
-                logger.error("gateway process %d ended with %s and is started again", index, child.process.exitcode)
+                logger.error("gateway process %d exited with code %s, restarting it", index, child.process.exitcode)
                 child.line.close()
                 if wait([told], RESTART_AFTER_S):
                     return
@@ -220,7 +220,7 @@ def _started(options: GatewayOptions, place: ProcessPlace) -> _Child:
 
 
 def _run(options: GatewayOptions, place: ProcessPlace, line: Connection) -> None:
-    """Serve as one of the processes."""
+    """Serve in a child process."""
     log_to_stderr(options.log_level)
     try:
         asyncio.run(serve(options, lambda *urls: line.send(urls), place, line.fileno()))
@@ -232,13 +232,14 @@ def _run(options: GatewayOptions, place: ProcessPlace, line: Connection) -> None
 def _await_operator_url(child: _Child) -> str:
     wait([child.line, child.process.sentinel])
     if not child.line.poll():
-        raise Permanent(f"gateway process {child.place.index} ended with {child.process.exitcode} before it listened")
+        code = child.process.exitcode
+        raise Permanent(f"gateway process {child.place.index} exited with code {code} before it listened")
     try:
         url, operator_url = child.line.recv()
-        logger.info("gateway process %d listens on %s too", child.place.index, url)
+        logger.info("gateway process %d also listens on %s", child.place.index, url)
         return str(operator_url)
     except EOFError as error:
-        raise Permanent(f"gateway process {child.place.index} ended before it listened") from error
+        raise Permanent(f"gateway process {child.place.index} exited before it listened") from error
 
 
 def _end(children: list[_Child], drain_s: float) -> None:
@@ -257,10 +258,10 @@ def _end(children: list[_Child], drain_s: float) -> None:
 
 @contextmanager
 def _reserved(host: str, port: int) -> Iterator[int]:
-    """Keep the port from others' use, so that one that is taken is found before anything starts. Raises Permanent."""
+    """Reserve the port before any process starts, and yield it. Raises Permanent if the port is in use."""
     with socket.socket(_family(host)) as holder:
         with listening("listen", host, port):
-            # Other processes of ours would let us share their port: one that does not share finds them.
+            # With SO_REUSEPORT, the bind would succeed on another gateway's port, so check without it first.
             _check_free(host, port)
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             holder.bind((host, port))
@@ -269,7 +270,7 @@ def _reserved(host: str, port: int) -> Iterator[int]:
 
 
 def _check_free(host: str, port: int) -> None:
-    """Raise OSError where another process listens there."""
+    """Raise OSError if another process listens on the address."""
     with socket.socket(_family(host)) as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind((host, port))
@@ -281,7 +282,7 @@ def _family(host: str) -> socket.AddressFamily:
 
 @contextmanager
 def _signals() -> Iterator[int]:
-    """Give a file descriptor that can be read once SIGTERM or SIGINT has come."""
+    """Yield a file descriptor that becomes readable when SIGTERM or SIGINT arrives."""
     told, tell = os.pipe()
     os.set_blocking(tell, False)
     handlers = {name: signal.signal(name, lambda *_: None) for name in (signal.SIGTERM, signal.SIGINT)}

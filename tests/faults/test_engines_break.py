@@ -142,7 +142,7 @@ async def test_with_no_other_engine_there_is_a_clear_error(alone: Front) -> None
     for question, (status, error) in zip(asked, refusals, strict=True):
         assert status == 503, (question.more, error)
         assert error["code"] == 503
-        assert "attempts in a row failed" in error["message"]
+        assert "consecutive attempts failed" in error["message"]
     for fault in faults:
         assert 0 < await seen(alone, "asked", fault) - before[fault] <= 2 * 6
     assert {item["finish_reason"] for item in await alone.finished(*asked)} == {"error"}

@@ -270,7 +270,7 @@ async def test_a_full_disk_stops_nothing(engines: list[LocalEngine], tmp_path: P
         assert await front.generated() == before
         await gateway.stop()
         log = (tmp_path / "gateway.log").read_text()
-        assert log.count("answers are not kept for now") == 1
+        assert log.count("answers cannot be stored") == 1
 
 
 async def test_the_trainers_client_gets_its_answers_from_the_restarted_gateway(front: Restarts) -> None:

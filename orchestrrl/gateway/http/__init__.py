@@ -1,1 +1,1 @@
-"""The gateway's HTTP: connections, bodies, OpenAI's objects, the operator API."""
+"""The gateway's HTTP: connections, request bodies, OpenAI's objects and the operator API."""

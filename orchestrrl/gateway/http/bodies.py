@@ -9,12 +9,12 @@ from orchestrrl.core.errors import cut, faults_of
 from orchestrrl.gateway.http.connections import MOST_BODY_BYTES, HttpRequest
 from orchestrrl.gateway.http.field_types import HttpRefusal, read_json
 
-MOST_MEMBERS = 16  # of a gzip body: each costs a copy of what follows it
+MOST_MEMBERS = 16  # members of a gzip body; each costs a copy of the data after it
 _CODINGS = {"gzip": zlib.MAX_WBITS | 16, "x-gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
 
 
 class RequestBody(BaseModel):
-    """The body of a POST. Fields have the names of the daemon's messages; an alias is the name in the body."""
+    """The body of a POST request. Fields have the names of the daemon's messages; an alias is the name in the body."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -23,7 +23,7 @@ B = TypeVar("B", bound=BaseModel)
 
 
 def read_as(kind: type[B], request: HttpRequest) -> B:
-    """Return the validated body; one that is left out is an empty object. Raises HttpRefusal with all faults."""
+    """Return the validated body. A missing body counts as an empty object. Raises HttpRefusal with all faults."""
     try:
         return kind.model_validate(read_json(read_body(request, empty=b"{}")))
     except ValidationError as error:
@@ -32,9 +32,9 @@ def read_as(kind: type[B], request: HttpRequest) -> B:
 
 
 def read_body(request: HttpRequest, *, empty: bytes | None = None) -> bytes:
-    """Return the body, decompressed; `empty` replaces one that is left out. Raises HttpRefusal."""
+    """Return the decompressed body, or `empty` if there is none. Raises HttpRefusal."""
     if empty is None and request.fields.keys().isdisjoint(("content-length", "transfer-encoding")):
-        raise HttpRefusal("Content-Length: must be given, got nothing", "Content-Length", status=411)
+        raise HttpRefusal("Content-Length: is required", "Content-Length", status=411)
     data = request.body
     for coding in reversed(_codings(request)):
         data = decompressed(data, coding)
@@ -47,15 +47,15 @@ def _codings(request: HttpRequest) -> list[str]:
     named = ",".join(value for name, value in request.headers if name.lower() == "content-encoding")
     codings = [coding for part in named.split(",") if (coding := part.strip().lower()) not in ("", "identity")]
     if any(coding not in _CODINGS for coding in codings) or len(codings) > 2:
-        wrong = f"Content-Encoding: must be gzip or deflate, or left out, got {cut(repr(named), 80)}"
+        wrong = f"Content-Encoding: must be gzip, deflate or absent, got {cut(repr(named), 80)}"
         accepted = {"Accept-Encoding": "gzip, deflate"}
         raise HttpRefusal(wrong, "Content-Encoding", status=415, headers=accepted)
     return codings
 
 
 def decompressed(data: bytes, coding: str) -> bytes:
-    """Return the data without its coding. Raises HttpRefusal where it is not of that coding, ends early or grows too
-    large. Some clients omit the zlib frame of `deflate`."""
+    """Return the decompressed data. Raises HttpRefusal if the data has another coding, ends early or grows too large.
+    Raw deflate data is accepted, since some clients omit the zlib frame of `deflate`."""
     try:
         return _decompressed(data, _CODINGS[coding])
     except zlib.error as error:
@@ -64,7 +64,7 @@ def decompressed(data: bytes, coding: str) -> bytes:
                 return _decompressed(data, -zlib.MAX_WBITS)
             except zlib.error:
                 pass
-        wrong = f"Content-Encoding: must be that of the body, got {coding!r}: {error}"
+        wrong = f"Content-Encoding: must match the body, got {coding!r}: {error}"
         raise HttpRefusal(wrong, "Content-Encoding") from error
 
 
@@ -74,10 +74,10 @@ def _decompressed(data: bytes, wbits: int) -> bytes:
         stream = zlib.decompressobj(wbits)
         whole += stream.decompress(data, MOST_BODY_BYTES + 1 - len(whole))
         if len(whole) > MOST_BODY_BYTES:
-            wrong = f"the body must have at most {MOST_BODY_BYTES} bytes when it is decompressed"
+            wrong = f"the decompressed body must have at most {MOST_BODY_BYTES} bytes"
             raise HttpRefusal(wrong, status=413)
         if not stream.eof:
-            raise zlib.error("it ends early")
+            raise zlib.error("the data ends early")
         data = stream.unused_data  # gzip's next member
         if not data:
             return whole

@@ -1,6 +1,7 @@
-"""Read what a client asks: one body becomes one record per answer, since `n` and lists of prompts are split. Pure.
+"""Parse completion requests. `n` and lists of prompts are split, so one body becomes one record per answer. Pure.
 
-Types of known fields are checked (field_types.py), and what the gateway itself relies on. The engine judges the rest.
+The types of known fields (field_types.py) and the values that the gateway relies on are checked. The engine checks the
+rest.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -15,12 +16,12 @@ from orchestrrl.gateway.ledger.ledger import OnStale, RequestRecord
 from orchestrrl.gateway.moves.movable import immovable_because, max_answer_tokens, relayed_because
 from planner.model import RequestId
 
-MAX_ANSWERS = 4096  # of one body
-MAX_NAME_LENGTH = 256  # of a request, a group and a tag
-# Text is about this many characters per token: only for routing, until the engine has told the prompt's tokens.
+MAX_ANSWERS = 4096  # answers to one body
+MAX_NAME_LENGTH = 256  # length of a request id, a group and a tag
+# Estimate of a prompt's length for routing, until the engine reports the prompt's tokens.
 CHARACTERS_PER_TOKEN = 4
 
-# The gateway answers these itself, or sets them for each attempt.
+# The gateway handles these fields itself, or sets them for each attempt.
 _OWN_FIELDS = name_set(
     """
     stream stream_options n return_token_ids request_id return_policy_versions max_version_lag on_stale group_enough
@@ -28,18 +29,18 @@ _OWN_FIELDS = name_set(
 )
 
 
-# Fields about the form of the answer, which an engine needs where it is sent the body unchanged.
+# Fields that shape the answer. An engine needs them if the body is sent unchanged.
 _FORM_FIELDS = ("stream", "stream_options", "return_token_ids")
-# Below this vLLM decodes greedily.
+# vLLM decodes greedily at temperatures below this.
 GREEDY_BELOW = 1e-5
-MOST_WHOLE = 2**31 - 1  # what reports carry
-MOST_ID = 2**32  # of a token; no vocabulary has as many
+MOST_WHOLE = 2**31 - 1  # the largest integer in reports to the daemon
+MOST_ID = 2**32  # token ids are below this
 _RANK_HEADER = "x-data-parallel-rank"
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """One body, understood. Records come in order of their index: the answers to the first prompt, then the next's."""
+    """One parsed body. Records are in order of their index: the answers to the first prompt, then those to the next."""
 
     form: ResponseForm
     records: tuple[RequestRecord, ...]
@@ -58,7 +59,8 @@ def read_completion_request(
     now_s: float,
     headers: tuple[tuple[str, str], ...] = (),
 ) -> CompletionRequest:
-    """Raises HttpRefusal. `headers` are the client's, for engines."""
+    """Return the records of one body. `headers` are the client's headers for engines. Raises HttpRefusal with all
+    faults."""
     if not isinstance(body, dict):
         raise HttpRefusal(f"the body must be a JSON object, got {shown(body)}")
     prompts = _prompts(body) if endpoint is CompletionEndpoint.COMPLETIONS else [None]
@@ -89,7 +91,7 @@ def read_completion_request(
                 arrived_s=now_s,
                 progressed_s=now_s,
                 max_tokens=max_tokens,
-                # The samples of one body are a group, if they have to be one.
+                # With `group_enough`, the samples of one body form a group even without a group name.
                 group=group or (request_id if enough else ""),
                 tag=tag,
                 group_enough=enough,
@@ -111,7 +113,7 @@ def _header_faults(request_id: str, group: str, tag: str) -> Iterator[tuple[str,
     if not 0 < len(request_id) <= MAX_NAME_LENGTH or not request_id.isascii() or not request_id.isprintable():
         yield "X-Request-Id", f"must be 1 to {MAX_NAME_LENGTH} printable ASCII characters, got {shown(request_id)}"
     for header, label in (("X-Group-Id", group), ("X-Tag", tag)):
-        # Bytes that are no text would break every report to the daemon that carries them.
+        # Bytes that are not text would break the reports to the daemon.
         if len(label) > MAX_NAME_LENGTH or not label.isprintable():
             yield header, f"must be at most {MAX_NAME_LENGTH} printable characters, got {shown(label)}"
 
@@ -137,13 +139,13 @@ def _body_faults(endpoint: CompletionEndpoint, body: Mapping[str, Any], prompts:
 
 
 def _several_faults(body: Mapping[str, Any], prompts: int, faulty: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Where there is more than one answer to a prompt."""
+    """Yield the faults of a body with more than one answer per prompt."""
     answers = body["n"]
     temperature = None if "temperature" in faulty else body.get("temperature")
     if body.get("use_beam_search"):
-        yield "n", f"must be 1 with use_beam_search, whose beams are not offered here, got {answers}"
+        yield "n", f"must be 1 with use_beam_search, got {answers}: several beams are not supported"
     elif temperature is not None and 0 <= temperature < GREEDY_BELOW:
-        yield "n", f"must be 1 where temperature is {temperature:g} (greedy decoding), got {answers}"
+        yield "n", f"must be 1 if temperature is {temperature:g} (greedy decoding), got {answers}"
     if prompts * answers > MAX_ANSWERS >= prompts > 0:
         yield "n", f"must be at most {MAX_ANSWERS // prompts} with {prompts} prompts, got {shown(answers)}"
 
@@ -151,7 +153,7 @@ def _several_faults(body: Mapping[str, Any], prompts: int, faulty: Collection[st
 def _stream_faults(body: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     options = body.get("stream_options") or {}
     if options and not body.get("stream"):
-        yield "stream_options", f"can only be given with stream, got {shown(options)}"
+        yield "stream_options", f"requires stream, got {shown(options)}"
     for name in ("include_usage", "continuous_usage_stats"):
         if type(options.get(name)) not in (bool, NoneType):
             yield f"stream_options.{name}", f"must be true or false, got {shown(options[name])}"
@@ -166,7 +168,7 @@ def _prompt_faults(prompt: object, prompts: int) -> Iterator[tuple[str, str]]:
 
 
 def _prompts(body: Mapping[str, Any]) -> Sequence[str | list[int] | None]:
-    """The prompts, each text or token ids; none where they are neither."""
+    """Return the prompts, each as text or token ids; an empty list if the field is invalid."""
     prompt = body.get("prompt")
     if prompt is None and body.get("prompt_embeds") is not None:
         return [None]
@@ -181,12 +183,12 @@ def _prompts(body: Mapping[str, Any]) -> Sequence[str | list[int] | None]:
 
 
 def _is_ids(items: list[Any]) -> bool:
-    # Ids are looked at once more by the engine; here it only matters that they are numbers that an array can hold.
+    # The engine checks the ids; the gateway only needs integers that an array can hold.
     return set(map(type, items)) == {int} and min(items) >= 0 and max(items) < MOST_ID
 
 
 def _own_body(shared: Mapping[str, Any], prompt: str | list[int] | None, sample: int | None) -> Mapping[str, Any]:
-    """The body of one answer. Each of `n` samples has its own seed, as vLLM derives them."""
+    """Return the body for one answer. Each of `n` samples has its own seed, derived as in vLLM."""
     body = dict(shared)
     if prompt is not None:
         body["prompt"] = prompt
@@ -229,7 +231,7 @@ def _form(
 
 
 def _role(body: Mapping[str, Any]) -> str:
-    """Without a generation prompt the answer goes on in the last message's role."""
+    """Return the role of the answer: without a generation prompt, the answer continues the last message in its role."""
     messages = body.get("messages")
     if body.get("add_generation_prompt", True) or not isinstance(messages, list) or not messages:
         return "assistant"

@@ -1,8 +1,8 @@
-"""The gateway's HTTP server: reads requests by httptools and writes their answers, one connection at a time.
+"""The gateway's HTTP server, which parses requests with httptools and writes their answers.
 
-A general HTTP server costs more for each request and each piece of an answer than all that the gateway does for them.
-It accepts and refuses the same requests as aiohttp's server (tests/orchestrrl/gateway/test_http_connection_oracle.py
-sends the same bytes to both). As there, a client that closes its side of the connection, or only half of it, has left.
+A general HTTP server would cost more per request and per piece of an answer than the gateway's own work. This server
+accepts and refuses the same requests as aiohttp's (tests/orchestrrl/gateway/test_http_connection_oracle.py sends the
+same bytes to both). As in aiohttp, a client that closes its side of the connection, even only half of it, has left.
 """
 
 import asyncio
@@ -26,15 +26,15 @@ from orchestrrl.gateway.http.responses import error_body
 
 logger = logging.getLogger(__name__)
 
-DEFECT = "a defect of the gateway"  # the message of a 500
-MOST_FIELD_BYTES = 8190  # of the request line's URL, and of each header
+DEFECT = "internal error of the gateway"  # the message of a 500 response
+MOST_FIELD_BYTES = 8190  # size of the request line's URL, and of each header
 MOST_HEADERS = 128
-MOST_FRAMING_BYTES = 65_536  # in a row: of a head, of chunk sizes, of trailers
+MOST_FRAMING_BYTES = 65_536  # consecutive bytes of a request head, chunk sizes or trailers
 MOST_BODY_BYTES = 64 << 20
-MOST_AHEAD_BYTES = 1 << 16  # of requests that a client sends before it has its answer
+MOST_AHEAD_BYTES = 1 << 16  # size of pipelined requests, sent before the current answer is complete
 REQUEST_WITHIN_S = 120.0  # from a request's first byte to its last
-LINGER_S = 5.0  # a client that is refused reads its answer, and stops sending, within this time
-# A client whose machine is gone is found out after two minutes.
+LINGER_S = 5.0  # a refused client has this long to read its answer and stop sending
+# Detects a client whose machine is unreachable after two minutes.
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 20), (socket.TCP_KEEPCNT, 3))
 # The parser does not name the header at fault.
 _FAULTY_HEADER = re.compile(rb"^([A-Za-z0-9-]+):[^\n]*?[\0-\x08\x0b\x0c\x0e-\x1f\x7f]", re.MULTILINE)
@@ -43,23 +43,23 @@ _JSON = "application/json; charset=utf-8"
 
 @dataclass(frozen=True)
 class HttpRequest:
-    """One request. Header values are UTF-8; bytes that are not are surrogate escapes."""
+    """One HTTP request. Header values are decoded as UTF-8 with surrogate escapes for invalid bytes."""
 
     method: str
     url: str
-    headers: tuple[tuple[str, str], ...] = field(repr=False)  # credentials among them
-    body: bytes = field(repr=False)  # as it was sent: perhaps compressed
-    version: str = "1.1"  # of HTTP
-    keep_alive: bool = True  # the connection is to serve further requests after it
+    headers: tuple[tuple[str, str], ...] = field(repr=False)  # may include credentials
+    body: bytes = field(repr=False)  # as received, possibly compressed
+    version: str = "1.1"  # HTTP version
+    keep_alive: bool = True  # the connection stays open after this request
 
     @cached_property
     def fields(self) -> Mapping[str, str]:
-        """Headers by their names in lower case, the first one of each name."""
+        """The headers by lower-case name. The first header of each name wins."""
         return {name.lower(): value for name, value in reversed(self.headers)}
 
 
 class HttpAnswer(NamedTuple):
-    """A whole answer."""
+    """A complete HTTP response."""
 
     body: bytes
     status: int = 200
@@ -77,33 +77,33 @@ class HttpAnswer(NamedTuple):
 
 
 def log_refusal(asked: str, peer: object, status: int, message: str) -> None:
-    """Log a client's fault in one line, whatever characters its input has; other failures are logged where they
-    happen."""
+    """Log a client error (a status below 500) in one line, without unprintable characters. Other failures are logged
+    where they happen."""
     if status >= 500:
         return
     text = "".join(character if character.isprintable() else " " for character in f"{asked}: {status}: {message}")
-    logger.warning("refused to %s: %s", peer or "a client that has left", cut(text, 500))
+    logger.warning("refused a request of %s: %s", peer or "a client that has left", cut(text, 500))
 
 
 class HttpConnection(asyncio.Protocol):
-    """One connection. The handler of a request writes to it, and is cancelled when the client leaves."""
+    """One HTTP connection. A request's handler writes its response here, and is cancelled when the client leaves."""
 
     def __init__(self, server: "HttpServer") -> None:
         self._server = server
         self._transport: asyncio.Transport
         self._parser = HttpRequestParser(self)
         self._framing_bytes = 0  # received since the last piece of a body
-        self._begun = False  # a request is there in part
-        self._timer: asyncio.TimerHandle | None = None  # refuses it where the rest does not come
+        self._begun = False  # a part of a request has been received
+        self._timer: asyncio.TimerHandle | None = None  # refuses a request that stays incomplete
         self._begin_request()
         self._requests: deque[HttpRequest | HttpRefusal] = deque()
         self._ahead_bytes = 0  # received while a request is answered
-        self._refusing = False  # what comes is not read any more
+        self._refusing = False  # further input is discarded
         self._task: asyncio.Task[None] | None = None
-        self._keep = True  # the connection serves further requests after the present one
-        self._version = "1.1"  # of the present request
-        self._bodiless = False  # it is a HEAD
-        self.answered = False  # the head of an answer has been written
+        self._keep = True  # the connection stays open after the current request
+        self._version = "1.1"  # HTTP version of the current request
+        self._bodiless = False  # the current request is a HEAD
+        self.answered = False  # the head of the response has been written
         self._paused = False
         self.writable = True
         self._drained: asyncio.Future[None] | None = None
@@ -113,19 +113,19 @@ class HttpConnection(asyncio.Protocol):
         self._url = b""
         self._headers: list[tuple[bytes, bytes]] = []
         self._head_bytes = 0
-        self._has_head = False  # what comes as a header is a trailer, which is left out
+        self._has_head = False  # True: further headers are trailers, which are ignored
         self._continue_due = False
         self._body = bytearray()
 
     @property
     def peer(self) -> object:
-        """The client's address."""
+        """The client's IP address, or None if the connection is closed."""
         address = self._transport.get_extra_info("peername")
         return address[0] if address else None
 
     @property
     def busy(self) -> bool:
-        """A request is being answered, or the client has yet to read the answer."""
+        """Return whether a request is being answered, or the client has not yet read the response."""
         return self._task is not None or self._transport.get_write_buffer_size() > 0
 
     # --- answers -----------------------------------------------------------------------------------------------------
@@ -140,9 +140,9 @@ class HttpConnection(asyncio.Protocol):
         self._transport.write(head.encode() + (b"" if self._bodiless else answer.body))
 
     def piece(self, data: bytes, *, last: bool = False) -> None:
-        """Write a piece of a streamed answer; the first one brings the head."""
+        """Write a piece of a streamed response. The first piece is preceded by the head."""
         end = b"0\r\n\r\n" if last else b""
-        chunked = self._version == "1.1"  # before that, the connection's end is the answer's
+        chunked = self._version == "1.1"  # in HTTP/1.0, the response ends with the connection
         head = b""
         if not self.answered:
             self.answered = True
@@ -160,13 +160,13 @@ class HttpConnection(asyncio.Protocol):
         return "Connection: keep-alive\r\n" if self._version == "1.0" else ""
 
     async def drain(self) -> None:
-        """Return when the client has read enough for more to be written."""
+        """Wait until the client has read enough for more to be written."""
         if not self.writable:
             self._drained = self._drained or asyncio.get_running_loop().create_future()
             await self._drained
 
     async def close(self) -> None:
-        """Cut whatever is under way."""
+        """Close the connection and cancel the current request."""
         task = self._task
         self._transport.close()
         if task is not None:
@@ -174,13 +174,13 @@ class HttpConnection(asyncio.Protocol):
             await asyncio.wait({task})
 
     def refuse(self, refusal: HttpRefusal) -> None:
-        """Answer with an error of the gateway's. The connection ends: what follows on it is not read."""
+        """Respond with an error and close the connection. Further input is discarded."""
         self._refusing, self._keep = True, False
         self._stop_timer()
         self._requests.clear()
         self.whole(HttpAnswer.of_refusal(refusal))
         if self._transport.can_write_eof():
-            # A connection that is closed with data unread is reset, and its client may lose the answer.
+            # Closing with unread data would reset the connection, and the client might lose the response.
             self._transport.write_eof()
             self._resume_reading()
             asyncio.get_running_loop().call_later(LINGER_S, self._transport.close)
@@ -188,18 +188,18 @@ class HttpConnection(asyncio.Protocol):
             self._transport.close()
 
     def _cut(self, task: "asyncio.Task[None]") -> None:
-        """Cancel once: a second cancellation would break off what the first one has to clean up."""
+        """Cancel the task once. A second cancellation would interrupt the cleanup after the first."""
         if not task.cancelling():
             task.cancel()
 
     # --- asyncio -----------------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's transports are asyncio's by their methods only. Both set TCP_NODELAY.
+        # uvloop's transports have asyncio's methods but not its class. Both set TCP_NODELAY.
         self._transport = cast(asyncio.Transport, transport)
         self._server.connections.add(self)
         peer: socket.socket | None = transport.get_extra_info("socket")
-        if peer is not None:  # a client that is gone without a word is found out
+        if peer is not None:  # detects a client that vanished without closing
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in _KEEPALIVE:
                 peer.setsockopt(socket.IPPROTO_TCP, option, value)
@@ -227,7 +227,7 @@ class HttpConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._refusing:
             return
-        is_ahead = self._task is not None or bool(self._requests)  # and not the request that is answered next
+        is_ahead = self._task is not None or bool(self._requests)  # the data belongs to a pipelined request
         self._feed(data)
         self._advance()
         if is_ahead and (self._task is not None or self._requests):
@@ -248,18 +248,19 @@ class HttpConnection(asyncio.Protocol):
             if self._framing_bytes > MOST_FRAMING_BYTES:
                 raise _endless()
         except (HttpParserError, HttpRefusal) as error:
-            # What has begun is refused after the answers to what came before it.
+            # The faulty request is refused after the earlier requests have been answered.
             cause = error.__context__ if isinstance(error, HttpParserError) else error
             refusal = cause if isinstance(cause, HttpRefusal) else _parser_refusal(error, data)
             if isinstance(error, HttpParserCallbackError) and refusal is not cause:
-                logger.error("a request could not be read", exc_info=cause)
+                logger.error("failed to parse a request", exc_info=cause)
                 refusal = HttpRefusal(DEFECT, status=500)
             self._refusing = True
             self._ended()
             self._requests.append(refusal)
 
     def _without_upgrade(self) -> bytes:
-        """Return the head of a request that asks for another protocol without that: the parser leaves out its body."""
+        """Return the head of an upgrade request without its Upgrade header, because the parser skips the body of such a
+        request."""
         headers = [b"%b: %b\r\n" % header for header in self._headers if header[0].lower() != b"upgrade"]
         line = b"%b %b HTTP/%b" % (self._parser.get_method(), self._url, self._parser.get_http_version().encode())
         head = b"%b\r\n%b\r\n" % (line, b"".join(headers))
@@ -316,7 +317,7 @@ class HttpConnection(asyncio.Protocol):
         if self._parser.should_upgrade():
             if self._parser.get_method() == b"CONNECT":
                 raise HttpRefusal("CONNECT: Method Not Allowed", status=405)
-            return  # it is read again, without
+            return  # it is parsed again without the Upgrade header
         headers = tuple(
             (name.decode("latin-1"), value.strip(b" \t").decode("utf-8", "surrogateescape"))
             for name, value in self._headers
@@ -336,13 +337,13 @@ class HttpConnection(asyncio.Protocol):
             self._timer.cancel()
             self._timer = None
 
-    # --- one request after the other ---------------------------------------------------------------------------------
+    # --- requests in order -------------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
-        """Answer the next request, if there is one and the client has read the answers before."""
+        """Start the next request, if there is one and the client has read the earlier responses."""
         if self._task is not None or not self.writable or self._transport.is_closing():
             return
-        if self._refusing and not self._requests:  # it has been refused
+        if self._refusing and not self._requests:  # already refused
             return
         if self._requests:
             request = self._requests.popleft()
@@ -364,7 +365,7 @@ class HttpConnection(asyncio.Protocol):
             self._continue_due = False
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         if self._begun and self._timer is None:
-            slow = HttpRefusal(f"the request was not all there after {REQUEST_WITHIN_S:g} s", status=408)
+            slow = HttpRefusal(f"the request was not complete after {REQUEST_WITHIN_S:g} s", status=408)
             self._timer = asyncio.get_running_loop().call_later(REQUEST_WITHIN_S, self.refuse, slow)
 
     def _over(self, task: "asyncio.Task[None]") -> None:
@@ -372,7 +373,7 @@ class HttpConnection(asyncio.Protocol):
         self._bodiless = False
         failed = not task.cancelled() and task.exception() is not None
         if failed:
-            logger.error("a request could not be served", exc_info=task.exception())
+            logger.error("failed to serve a request", exc_info=task.exception())
         if failed and not self.answered:
             self.refuse(HttpRefusal(DEFECT, status=500))
         elif failed or task.cancelled() or not self._keep:
@@ -387,7 +388,9 @@ class HttpConnection(asyncio.Protocol):
 
 
 def _endless() -> HttpRefusal:
-    return HttpRefusal("a head, a chunk size or a trailer has no end", status=431)
+    return HttpRefusal(
+        f"a request head, chunk sizes and trailers must each have at most {MOST_FRAMING_BYTES} bytes", status=431
+    )
 
 
 def _too_large() -> HttpRefusal:
@@ -395,16 +398,16 @@ def _too_large() -> HttpRefusal:
 
 
 def _parser_refusal(error: Exception, data: bytes) -> HttpRefusal:
-    """Return the parser's reason, without quotations of the request, which may hold a credential."""
+    """Return a refusal with the parser's error. It quotes nothing of the request, which may contain a credential."""
     if data.startswith(b"\x16\x03"):
-        return HttpRefusal("the request is HTTPS, and HTTP is served here")
+        return HttpRefusal("the request is HTTPS, but this port serves HTTP")
     named = _FAULTY_HEADER.search(data)
     name = None if named is None else named[1].decode()
     return HttpRefusal(f"{name}: {error}" if name else f"the request is not HTTP: {error}", name)
 
 
 class HttpServer:
-    """All connections, and the handler of their requests."""
+    """The listeners and connections of one HTTP server, and the handler of their requests."""
 
     def __init__(self, answer: Callable[[HttpRequest, HttpConnection], Coroutine[Any, Any, None]]) -> None:
         self.answer = answer
@@ -412,7 +415,8 @@ class HttpServer:
         self._listeners: list[asyncio.Server] = []
 
     async def listen(self, host: str, port: int, *, shared: bool = False) -> int:
-        """Listen on a port and return it: a free one for 0. `shared`: other processes may listen on it, too."""
+        """Listen on a port and return it. Port 0 selects a free port. If `shared`, other processes may listen on the
+        same port."""
         loop = asyncio.get_running_loop()
         server = await loop.create_server(
             lambda: HttpConnection(self), host, port, backlog=4096, reuse_port=shared or None

@@ -1,7 +1,7 @@
-"""Read a request's body: JSON as the standard has it, and known fields of the type that engines expect. Pure.
+"""Parse the JSON of a request's body, and check that known fields have the types that engines expect. Pure.
 
-What passes here can be sent to any engine without breaking it: text that is Unicode, numbers that are finite, nesting
-that can be written again. Ranges and combinations are the engine's to judge, in its own words.
+A body that passes can be sent to any engine: its text is valid Unicode, its numbers are finite and its nesting can be
+serialised again. The engine checks ranges and combinations, and reports them itself.
 """
 
 import json
@@ -14,8 +14,8 @@ from typing import Any
 from orchestrrl.core.errors import cut, few, path_of
 from orchestrrl.engines.base import CompletionEndpoint
 
-MOST_DEPTH = 128  # of objects and lists within each other
-MOST_FAULTS = 64  # are looked for
+MOST_DEPTH = 128  # nesting depth of objects and lists
+MOST_FAULTS = 64  # faults reported at most
 
 
 _values = reprlib.Repr()
@@ -23,7 +23,7 @@ _values.maxstring = _values.maxother = _values.maxlong = 60
 
 
 class HttpRefusal(ValueError):
-    """The request is refused with `status`; `param` names the field or the header at fault."""
+    """The request is refused with HTTP status `status`; `param` names the field or header at fault."""
 
     def __init__(
         self, message: str, param: str | None = None, status: int = 400, headers: Mapping[str, str] | None = None
@@ -31,21 +31,21 @@ class HttpRefusal(ValueError):
         super().__init__(message)
         self.param = param
         self.status = status
-        self.headers = headers or {}  # of the answer
+        self.headers = headers or {}  # headers of the response
 
 
 def name_set(names: str) -> frozenset[str]:
-    """Return the names that spaces separate, as a set."""
+    """Return the whitespace-separated names as a set."""
     return frozenset(names.split())
 
 
 def read_json(data: bytes) -> Any:
-    """Return the document. Raises HttpRefusal for what is none, or cannot be passed on."""
+    """Return the parsed JSON document. Raises HttpRefusal if it is not JSON, or cannot be forwarded to an engine."""
     try:
         text = data.decode(json.detect_encoding(data))
         value = json.loads(text)
     except RecursionError as error:
-        wrong = f"the body is not JSON that can be read: it must be nested at most {MOST_DEPTH} deep"
+        wrong = f"the body cannot be parsed: it must be nested at most {MOST_DEPTH} levels deep"
         raise HttpRefusal(wrong) from error
     except ValueError as error:
         raise HttpRefusal(f"the body is not JSON: {error}") from error
@@ -54,22 +54,22 @@ def read_json(data: bytes) -> Any:
 
 
 def shown(value: object) -> str:
-    """A value for a message, however long or deep it is."""
+    """Return a short representation of a value for messages."""
     return cut(_values.repr(value), 80)
 
 
 def raise_faults(faults: Iterable[tuple[str, str]]) -> None:
-    """Raise HttpRefusal with all of these faults, each a path and what is wrong there, if there are any."""
+    """Raise HttpRefusal with all faults if there are any. Each fault is a path and a message."""
     if found := list(islice(faults, MOST_FAULTS)):
         raise HttpRefusal(few([f"{path}: {wrong}" for path, wrong in found]), found[0][0])
 
 
 def _unfit(value: Any, path: tuple[int | str, ...], *, escapes: bool) -> Iterator[tuple[str, str]]:
-    """What no engine can be sent. `escapes`: the text has some that may be no characters."""
+    """Yield the faults that make a value unfit for any engine. `escapes`: the text may contain lone surrogates."""
     kind = type(value)
     if kind is dict or kind is list:
         if len(path) >= MOST_DEPTH:
-            yield path_of(path[:1]), f"must be nested at most {MOST_DEPTH} deep, got {shown(value)}"
+            yield path_of(path[:1]), f"must be nested at most {MOST_DEPTH} levels deep, got {shown(value)}"
         elif kind is dict:
             for name, item in value.items():
                 if escapes and not _is_unicode(name):
@@ -122,7 +122,7 @@ def _is_messages(value: object) -> bool:
 
 def _is_message(message: Mapping[str, Any]) -> bool:
     content = message.get("content")
-    parts = type(content) is list and all(type(part) in (dict, str) for part in content)  # vLLM takes texts, too
+    parts = type(content) is list and all(type(part) in (dict, str) for part in content)  # vLLM also accepts texts
     return type(message.get("role")) is str and (content is None or type(content) is str or parts)
 
 
@@ -191,8 +191,8 @@ TYPED_FIELDS = frozenset().union(*_TYPES.values())
 
 
 def type_faults(endpoint: CompletionEndpoint, body: Mapping[str, Any]) -> dict[str, str]:
-    """What is wrong with known fields that are of another type than engines expect, by name. Null is as good as absent,
-    and fields that are not known are left alone."""
+    """Return a message for each known field whose type differs from what engines expect, by name. Null counts as
+    absent, and unknown fields are ignored."""
     faults = {}
     for name, value in body.items():
         expected = _TYPES[endpoint].get(name)
@@ -202,7 +202,7 @@ def type_faults(endpoint: CompletionEndpoint, body: Mapping[str, Any]) -> dict[s
 
 
 def with_types(endpoint: CompletionEndpoint, body: Mapping[str, Any]) -> dict[str, Any]:
-    """A body without faults, with whole numbers and flags written as such: engines take 16.0 and 1 for them, too."""
+    """Return a valid body with its integer fields as int and its flags as bool: engines also accept 16.0 and 1."""
     read = dict(body)
     for name, value in body.items():
         expected = _TYPES[endpoint].get(name)

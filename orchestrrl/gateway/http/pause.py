@@ -1,6 +1,6 @@
-"""The pause barrier over HTTP, for trainers: pause, renew, resume, and whose weights are which; and the end of answers.
+"""The pause barrier over HTTP, for trainers: pause, renew, resume, set policy versions, and cancel requests.
 
-A gateway with a daemon passes all of it on, since there may be other gateways. One without answers for itself alone.
+A gateway with a daemon forwards these calls, since there may be other gateways. Without a daemon it handles them alone.
 """
 
 import uuid
@@ -25,39 +25,39 @@ _Version = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
 class PauseBody(RequestBody):
-    """Of POST /orchestrrl/pause."""
+    """The body of POST /orchestrrl/pause."""
 
     mode: Annotated[PauseMode, Field(strict=False)] = PauseMode.KEEP
     frozen: Annotated[FrozenRequests, Field(strict=False)] = FrozenRequests.RECOMPUTE
     holder: str = ""
     lease_s: _Seconds = DEFAULT_LEASE_S
-    deadline_s: _Seconds | None = None  # None: as long as the lease
+    deadline_s: _Seconds | None = None  # None: the same as the lease
 
     @property
     def within_s(self) -> float:
-        """All has to be quiet by then."""
+        """Seconds within which all engines must be quiet."""
         return self.lease_s if self.deadline_s is None else self.deadline_s
 
 
 class RenewBody(RequestBody):
-    """Of POST /orchestrrl/renew."""
+    """The body of POST /orchestrrl/renew."""
 
     lease_id: Annotated[str, Field(min_length=1)]
     lease_s: _Seconds = DEFAULT_LEASE_S
 
 
 class ResumeBody(RequestBody):
-    """Of POST /orchestrrl/resume. Without a lease: whoever holds it."""
+    """The body of POST /orchestrrl/resume. Without a lease id, it resumes for any holder."""
 
     lease_id: str = ""
     policy_version: _Version | None = None
-    weights_source: str = ""  # a folder with the weights that engines have now
+    weights_source: str = ""  # folder of the weights that engines now have
     without_engine_ids: list[str] = Field(default_factory=list, alias="without_engines")
     reason: str = ""
 
 
 class SetVersionBody(RequestBody):
-    """Of POST /orchestrrl/set-version."""
+    """The body of POST /orchestrrl/set-version."""
 
     engine_ids: Annotated[list[str], Field(min_length=1, alias="engines")]
     policy_version: _Version
@@ -66,27 +66,29 @@ class SetVersionBody(RequestBody):
 
 
 class CancelBody(RequestBody):
-    """Of POST /orchestrrl/cancel."""
+    """The body of POST /orchestrrl/cancel."""
 
     request_ids: list[str] = Field(default_factory=list, alias="requests")
     group_ids: list[str] = Field(default_factory=list, alias="groups")
     reason: str = ""
 
 
-# The daemon's answer to one of its methods, as plain values. Raises HttpRefusal.
+# Calls a method of the daemon and returns its answer as plain values. Raises HttpRefusal.
 Daemon = Callable[[str, RequestBody | None], Awaitable[Mapping[str, Any]]]
 _Handler = Callable[[HttpRequest, HttpConnection], Awaitable[HttpAnswer]]
 
 
 class PauseEndpoints:
-    """The routes. `daemon`: the one that answers for all gateways; None: this gateway is the only one."""
+    """The HTTP endpoints of the pause barrier. `daemon` calls the daemon, which commands all gateways; None if this
+    gateway is the only one."""
 
     def __init__(self, gateway: Gateway, daemon: Daemon | None = None, *, alone: bool = True) -> None:
-        """Not `alone`, without a daemon: others serve the same port, and nobody could order them."""
+        """Create the endpoints. `alone` is False if other processes serve the same port; these endpoints then need a
+        daemon."""
         self._gateway = gateway
         self._daemon = daemon
         self._alone = alone
-        self._set_source: tuple[int | None, str] = (None, "")  # version and folder; of a gateway that is alone
+        self._set_source: tuple[int | None, str] = (None, "")  # version and folder; used without a daemon
 
     def routes(self) -> Mapping[tuple[str, str], _Handler]:
         """Return the handlers by path and method."""
@@ -102,14 +104,14 @@ class PauseEndpoints:
     def _handler(
         self, method: str, kind: type[RequestBody] | None, act: Callable[[Any], Awaitable[Mapping[str, Any]]]
     ) -> _Handler:
-        """`method`: the daemon's. `act`: of a gateway that is alone."""
+        """Return a handler that calls the daemon's `method`, or `act` without a daemon."""
 
         async def handle(request: HttpRequest, _: HttpConnection) -> HttpAnswer:
             body = None if kind is None else read_as(kind, request)
             if self._daemon is not None:
                 return HttpAnswer.of_json(self._with_urls(await self._daemon(method, body)))
             if not self._alone:
-                wrong = "other processes serve this port: give them a daemon, which can order all of them"
+                wrong = "several processes serve this port; start them with --daemon to command all of them"
                 raise HttpRefusal(wrong, status=503)
             try:
                 return HttpAnswer.of_json(await act(body))
@@ -119,13 +121,14 @@ class PauseEndpoints:
         return handle
 
     def _with_urls(self, answer: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Where each engine is: whoever brings weights wants to know. A daemon leaves that to gateways."""
+        """Add each engine's URL to the daemon's answer, for clients that transfer weights. The daemon leaves that to
+        gateways."""
         for engine in answer.get("engines", ()):
             backend = self._gateway.fleet.get(EngineId(engine["engine_id"]))
             engine["url"] = "" if backend is None else backend.engine.url
         return answer
 
-    # --- a gateway that is alone -------------------------------------------------------------------------------------
+    # --- a gateway without a daemon ----------------------------------------------------------------------------------
 
     async def _pause(self, body: PauseBody) -> Mapping[str, Any]:
         now_s = self._gateway.clock.now_s()
@@ -155,7 +158,7 @@ class PauseEndpoints:
         return await self._shown()
 
     def _remember(self, version: int | None, source: str) -> None:
-        """Where weights are is remembered of the newest alone, until they are others."""
+        """Store the folder of the newest version's weights. A newer version without a folder clears it."""
         newest = self._gateway.barrier.report().policy_version
         known_version, known = self._set_source
         told = source if version in (None, newest) else ""
@@ -166,7 +169,8 @@ class PauseEndpoints:
         return {"cancelled_ids": list(cancelled)}
 
     async def _shown(self, items: tuple[OperationItemResult, ...] = ()) -> Mapping[str, Any]:
-        """As the daemon shows it."""
+        """Return the state of the barrier in the daemon's format."""
+
         barrier = self._gateway.barrier
         report, closed = barrier.report(), barrier.closed
         told = {item.id: item for item in items or barrier.rest.values()}

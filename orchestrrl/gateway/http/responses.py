@@ -1,6 +1,6 @@
-"""What clients read: OpenAI's responses, stream chunks and error objects, with vLLM's additions. Pure.
+"""Build OpenAI's responses, stream chunks and error objects, with vLLM's extensions. Pure.
 
-Chunks are put together as text around the few parts that change, since one is made for every token.
+Chunks are assembled as text around the few parts that change, because each token needs one.
 """
 
 import json
@@ -16,7 +16,7 @@ from orchestrrl.gateway.moves.movable import UNTIED_FIELDS
 
 DONE = b"data: [DONE]\n\n"
 _CHAT_CHUNK = "chat.completion.chunk"
-# Of an answer or an event, what the gateway writes itself.
+# The fields of an answer or event that the gateway writes itself.
 _WRITTEN_FIELDS = frozenset({"id", "object", "created", "model", "choices", "usage"})
 
 _ERROR_TYPES = {
@@ -38,13 +38,13 @@ def error_body(message: str, status: int, param: str | None = None) -> dict[str,
 
 
 def event(value: Mapping[str, Any]) -> bytes:
-    """One server-sent event."""
+    """Return one server-sent event."""
     return b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n"
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseForm:
-    """How the client wants its answer written."""
+    """The format in which the client requested its answer."""
 
     endpoint: CompletionEndpoint
     request_id: str
@@ -52,11 +52,11 @@ class ResponseForm:
     created_unix_s: int
     role: str = "assistant"
     token_ids: bool = False
-    policy_versions: bool = False  # which policy generated which tokens
+    policy_versions: bool = False  # include the policy version of each token
     logprobs: bool = False
     top_logprobs: int = 0
-    usage: bool = False  # a last chunk with the usage
-    continuous_usage: bool = False  # and one with every chunk
+    usage: bool = False  # end a stream with a usage chunk
+    continuous_usage: bool = False  # include the usage in every chunk
 
     @property
     def chat(self) -> bool:
@@ -67,7 +67,7 @@ class ResponseForm:
         return f"{'chatcmpl' if self.chat else 'cmpl'}-{self.request_id}"
 
     def head(self, chat_object: str) -> dict[str, Any]:
-        """Return the fields that come before the choices. `chat_object` is the type of a chat's object."""
+        """Return the fields before the choices. `chat_object` is the value of `object` for the chat endpoint."""
         return {
             "id": self.answer_id,
             "object": chat_object if self.chat else "text_completion",
@@ -77,8 +77,8 @@ class ResponseForm:
 
 
 def usage(records: Sequence[RequestRecord], prompts: Sequence[RequestRecord]) -> dict[str, Any]:
-    """Tokens of all answers; `prompts` are the records whose prompts count, one for each distinct prompt. The engines'
-    further counts are added up where no answer has moved."""
+    """Return the usage object of all answers. `prompts` are the records whose prompts count, one per distinct prompt.
+    The engines' further counts are added up if no answer has moved."""
     prompt_tokens = sum(record.prompt_tokens for record in prompts)
     completion_tokens = sum(record.generated_tokens for record in records)
     counts = {
@@ -93,7 +93,7 @@ def usage(records: Sequence[RequestRecord], prompts: Sequence[RequestRecord]) ->
 
 
 def _sum(parts: Sequence[Any]) -> Any:
-    """Add up counts of several answers, or objects of such counts; None where they cannot be added."""
+    """Return the sum of the counts of several answers, or of objects of counts; None if they cannot be added."""
     if len(parts) == 1:
         return parts[0]
     if all(isinstance(part, Mapping) for part in parts):
@@ -102,7 +102,7 @@ def _sum(parts: Sequence[Any]) -> Any:
 
 
 def response(form: ResponseForm, records: Sequence[RequestRecord], answers_per_prompt: int) -> dict[str, Any]:
-    """The whole answer. Records are in order of their index."""
+    """Return the complete response object. Records are in order of their index."""
     body = {
         **form.head("chat.completion"),
         "choices": _choices(form, records),
@@ -121,7 +121,7 @@ def _choices(form: ResponseForm, records: Sequence[RequestRecord]) -> list[dict[
     common = _common_fields(records)
     choices: list[dict[str, Any]] = []
     for record in records:
-        # Fields that differ between answers stand with each choice.
+        # Fields that differ between answers are written in each choice.
         fields = {name: value for name, value in _engine_fields(record).items() if name not in common}
         if record.relayed_answer is None:
             choices.append({**_choice(form, len(choices), record), **record.choice_fields, **fields})
@@ -136,14 +136,14 @@ def _choices(form: ResponseForm, records: Sequence[RequestRecord]) -> list[dict[
 
 
 def _engine_fields(record: RequestRecord) -> Mapping[str, Any]:
-    """Return the engine's fields beside the choices."""
+    """Return the engine's additional fields of the whole answer."""
     if record.relayed_answer is None:
         return record.answer_fields
     return {name: value for name, value in record.relayed_answer.items() if name not in _WRITTEN_FIELDS}
 
 
 def _common_fields(records: Sequence[RequestRecord]) -> dict[str, Any]:
-    """Return the fields beside the choices that are equal in all answers."""
+    """Return the engines' additional fields that are equal in all answers."""
     first, *others = [_engine_fields(record) for record in records]
     return {
         name: value
@@ -187,7 +187,7 @@ def _prompt_ids(record: RequestRecord) -> list[int] | None:
 
 
 def _merge_extra(message: dict[str, Any], extra: Mapping[str, Any]) -> None:
-    """Join a streamed delta to what came before it, as OpenAI's clients do: text grows, tool calls grow by index."""
+    """Merge a streamed delta into the message as OpenAI's clients do: texts are concatenated, tool calls by index."""
     for name, value in extra.items():
         before = message.get(name)
         if isinstance(value, str) and isinstance(before, str):
@@ -212,7 +212,8 @@ def _merge_tool_call(calls: list[dict[str, Any]], call: Mapping[str, Any]) -> No
 
 
 def _logprobs(form: ResponseForm, logprobs: Sequence[TokenLogprob], first_offset: int) -> dict[str, Any]:
-    """Return an answer's logprobs. A completion has characters before each token, from `first_offset` on."""
+    """Return an answer's logprobs object. For completions it includes each token's character offset, starting at
+    `first_offset`."""
     if form.chat:
         return {"content": _chat_logprobs(logprobs, form.top_logprobs)}
     lengths = [len(item.token) for item in logprobs]
@@ -225,7 +226,7 @@ def _logprobs(form: ResponseForm, logprobs: Sequence[TokenLogprob], first_offset
 
 
 def _chat_logprobs(logprobs: Sequence[TokenLogprob], top: int) -> list[dict[str, Any]]:
-    # An attempt that was continued as a completion has the sampled token among its alternatives, and one too many.
+    # An attempt continued as a completion lists the sampled token among its alternatives, so it has one too many.
     return [
         {
             **_chat_logprob(item.token, item.logprob),
@@ -240,7 +241,7 @@ def _chat_logprob(token: str, logprob: float) -> dict[str, Any]:
 
 
 class ChunkWriter:
-    """Writes the stream of one answer (one index) as the client asked for it."""
+    """Writes the stream chunks of one answer (one index) in the client's format."""
 
     def __init__(self, form: ResponseForm, index: int, record: RequestRecord) -> None:
         self._form = form
@@ -255,7 +256,7 @@ class ChunkWriter:
         self._tokens = 0
 
     def news(self) -> bytes:
-        """Return as events what the client has not been sent yet; the finish_reason goes with the last one."""
+        """Return the undelivered part of the answer as events. The last event contains the finish_reason."""
         parts = []
         deltas, ends = self._record.take_undelivered(), self._record.finish_reason
         for number, delta in enumerate(deltas, 1):
@@ -270,7 +271,8 @@ class ChunkWriter:
         return "".join(parts).encode()
 
     def _passed_on(self, event: Mapping[str, Any], version: int | None) -> str:
-        """Return an event unchanged but for the answer's name. The usage of all answers comes at the end."""
+        """Return an engine's event with the gateway's id, creation time and index, or "" for an event without choices.
+        The usage of all answers is written at the end of the stream."""
         if not event["choices"]:
             return ""
         self._begun = True
@@ -282,7 +284,7 @@ class ChunkWriter:
         return f"data: {json.dumps({**event, **named}, separators=(',', ':'))}\n\n"
 
     def _begin(self) -> str:
-        """A chat stream opens with the role."""
+        """Return the first chunk of a chat stream, which contains the role, or "" if it is not needed."""
         if self._begun or not self._chat:
             return ""
         self._begun = True
@@ -339,12 +341,12 @@ class ChunkWriter:
 
 
 def _written(fields: Mapping[str, Any] | None) -> str:
-    """Return the JSON of fields that follow others within an object."""
+    """Return the JSON of fields to append within an object, or "" if there are none."""
     return f",{json.dumps(fields, separators=(',', ':'))[1:-1]}" if fields else ""
 
 
 def usage_chunk(form: ResponseForm, records: Sequence[RequestRecord], answers_per_prompt: int) -> bytes:
-    """The last chunk of a stream that was asked for its usage."""
+    """Return the last chunk of a stream whose client requested the usage."""
     return event(
         {
             **form.head(_CHAT_CHUNK),

@@ -1,7 +1,7 @@
 """The gateway's two HTTP listeners: OpenAI's endpoints for trainers, and the operator API.
 
-The operator API shows every request's text, moves and cancels requests and closes the pause barrier, so trainers'
-clients do not reach it at their port, and it stays on loopback unless it is told otherwise.
+The operator API shows every request's text, moves and cancels requests and closes the pause barrier. It therefore has
+its own port, and listens on loopback unless configured otherwise.
 """
 
 import asyncio
@@ -32,25 +32,25 @@ from orchestrrl.gateway.metrics import GatewayCollector
 from planner.model import EngineId, MoveMethod, RequestId, RequestMove
 
 DRAIN_POLL_S = 0.05
-OPERATORS_WITHIN_S = 1.0  # for the answers to operators, at the end
+OPERATORS_WITHIN_S = 1.0  # time for pending operator responses at shutdown
 
 ENDPOINTS = {"/v1/completions": CompletionEndpoint.COMPLETIONS, "/v1/chat/completions": CompletionEndpoint.CHAT}
 OPERATOR_PREFIX = "/orchestrrl/"
 WILDCARDS = ("0.0.0.0", "::")
 
-# What the operator API shows of a request in flight, of one that has ended, and of a move.
+# The fields that the operator API shows of a request in flight, an ended request, and a move.
 _RECORD_FIELDS = ("id", "engine", "attempt", "endpoint", "state", "prompt_tokens", "generated_tokens", "max_tokens")
 _VIEW_FIELDS = ("group", "tag", "movable", "movable_detail", "moves", "age_s")
 _FINISHED_FIELDS = ("id", "engine", "prompt_tokens", "generated_tokens", "finish_reason", "moves", "tag", "duration_s")
 _MOVE_FIELDS = ("id", "done", "detail", "recomputed_tokens", "duration_s", "method", "loaded_tokens")
 
-# Of the client's connection alone (RFC 9110, 7.6.1).
+# Headers of the client's connection alone (RFC 9110, 7.6.1).
 _HOP_BY_HOP = name_set(
     """
     connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding upgrade
     """
 )
-# The gateway sets these for each attempt, reads them itself, or they describe a body or an answer that it rewrites.
+# Headers that the gateway sets for each attempt, reads itself, or that describe a body or an answer that it rewrites.
 _OWN = name_set(
     """
     accept accept-charset accept-encoding expect host if-match if-modified-since if-none-match if-range
@@ -66,7 +66,7 @@ Routes = Mapping[tuple[str, str], Handler]  # by path and method
 
 
 class MoveBody(BaseModel):
-    """One move. Without `from_engine_id`, the request moves from the engine that it is on."""
+    """One requested move. Without `from_engine_id`, the request moves from its current engine."""
 
     model_config = ConfigDict(strict=True)
 
@@ -87,19 +87,19 @@ def url_of(host: str, port: int) -> str:
 
 
 class GatewayServer:
-    """Serves one gateway. Call `start` and `start_operator`, then `drain` and `close`."""
+    """The HTTP server of one gateway. Call `start` and `start_operator`, then `drain` and `close`."""
 
     def __init__(
         self, gateway: Gateway, *, barrier: PauseEndpoints | None = None, elsewhere: Elsewhere | None = None
     ) -> None:
-        """`elsewhere` has a request moved that another gateway holds."""
+        """Create the server. `elsewhere` requests the move of a request that another gateway holds."""
         self._gateway = gateway
         self._draining = False
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(GatewayCollector(gateway))
         self._operator_at: tuple[str, int] | None = None  # host and port; None: the operator API is not served
         self._elsewhere = elsewhere
-        # Nothing of a single request is in these: both listeners have them.
+        # These show no single request, so both listeners serve them.
         common: dict[tuple[str, str], Handler] = {
             ("/health", "GET"): self._health,
             ("/metrics", "GET"): self._metrics,
@@ -120,19 +120,20 @@ class GatewayServer:
         self._operators = HttpServer(partial(self._answer, self.operator_routes))
 
     async def start(self, host: str, port: int) -> str:
-        """Listen for trainers; returns the URL, with the port that was chosen where 0 was asked for."""
+        """Listen for trainers and return the URL. Port 0 selects a free port."""
         return url_of(host, await self.trainers.listen(host, port))
 
     async def start_operator(self, host: str, port: int) -> str:
-        """Serve the operator API; returns its URL, as `start` does."""
+        """Listen for operators and return the URL. Port 0 selects a free port."""
         self._operator_at = host, await self._operators.listen(host, port)
         return url_of(*self._operator_at)
 
     async def drain(self, limit_s: float) -> int:
-        """Take nothing new and wait for what runs, up to `limit_s`. Returns how many requests are left."""
+        """Refuse new requests and wait up to `limit_s` for the running ones. Returns the number of requests that still
+        run."""
         self._draining = True
         deadline_s = self._gateway.clock.now_s() + limit_s
-        # A request runs, or its answer is still being written.
+        # A request still runs, or its response is still being written.
         while (len(self._gateway.ledger) or self.trainers.busy) and self._gateway.clock.now_s() < deadline_s:
             await self._gateway.clock.sleep(DRAIN_POLL_S)
         return len(self._gateway.ledger)
@@ -154,7 +155,7 @@ class GatewayServer:
             connection.whole(answer)
 
     def _handler(self, routes: Routes, request: HttpRequest) -> Handler:
-        """Raises HttpRefusal where there is none."""
+        """Return the handler of the request's path and method. Raises HttpRefusal if there is none."""
         method = "GET" if request.method == "HEAD" else request.method
         if (handler := routes.get((request.url, method))) is not None:
             return handler
@@ -191,7 +192,7 @@ class GatewayServer:
         return HttpAnswer.of_json(job.failure.error, job.failure.status)
 
     def _job(self, endpoint: CompletionEndpoint, request: HttpRequest) -> RequestGroup:
-        """Return the requests that the body asks for. Raises HttpRefusal."""
+        """Return the group of requests in the body. Raises HttpRefusal."""
         if self._draining:
             raise HttpRefusal("the gateway is shutting down", status=503)
         body = read_json(read_body(request))
@@ -213,7 +214,7 @@ class GatewayServer:
     async def _models(self, request: HttpRequest, _: HttpConnection) -> HttpAnswer:
         models = await self._gateway.models()
         if not models:
-            raise HttpRefusal("no engine has told its models", status=503)
+            raise HttpRefusal("no engine has reported its models", status=503)
         data = [
             {"id": name, "object": "model", "created": 0, "owned_by": "orchestrrl", "max_model_len": longest}
             for name, longest in models.items()
@@ -223,14 +224,14 @@ class GatewayServer:
     # --- operation ---------------------------------------------------------------------------------------------------
 
     async def _health(self, request: HttpRequest, _: HttpConnection) -> HttpAnswer:
-        """200 while a request would find an engine, or waits for one that is being started."""
+        """Return 200 while an engine is usable or expected and the gateway is not draining, else 503."""
         fleet = self._gateway.fleet
         engines, expected = [backend.id for backend in fleet if backend.usable], sorted(fleet.expected)
         status = 200 if (engines or expected) and not self._draining else 503
         told: dict[str, Any] = {"engines": engines, "draining": self._draining}
         if expected:
             told["expected"] = expected
-        if self._gateway.store is not None:  # a client that finds it gone may wait for its answer to come back with it
+        if self._gateway.store is not None:  # tells clients to wait for a restart, since answers are stored
             told["ledger"] = True
         return HttpAnswer.of_json(told, status)
 
@@ -241,12 +242,12 @@ class GatewayServer:
         return HttpAnswer.of_json(told)
 
     def _operator_url(self, request: HttpRequest) -> str | None:
-        """Where the client finds the operator API; None where it is not served."""
+        """Return the URL of the operator API as seen by the client; None if it is not served."""
         if self._operator_at is None:
             return None
         host, port = self._operator_at
         if host in WILDCARDS:
-            with suppress(ValueError):  # a Host header that names none
+            with suppress(ValueError):  # an invalid Host header
                 host = urlsplit(f"//{request.fields.get('host', '')}").hostname or host
         return url_of(host, port)
 
@@ -255,7 +256,7 @@ class GatewayServer:
         return HttpAnswer(text, content_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _requests(self, request: HttpRequest, _: HttpConnection) -> HttpAnswer:
-        """The ledger: everything in flight and what ended last. `?id=R` gives the tokens of R too."""
+        """Return the requests in flight and the last ended ones. With `?id=R`, return request R with its tokens."""
         wanted = next(iter(parse_qs(_target(request)[1], keep_blank_values=True).get("id", ())), None)
         now_s = self._gateway.clock.now_s()
         if wanted is not None:
@@ -299,15 +300,15 @@ def _target(request: HttpRequest) -> tuple[str, str]:
 
 
 def _asked(request: HttpRequest) -> str:
-    """Return the request for a message: without the query and the login of its URL, which may be secrets."""
+    """Return the method and path for messages, without the URL's query and login, which may be secrets."""
     with suppress(HttpRefusal):
         return f"{request.method} {cut(_target(request)[0], 100)}"
     return request.method
 
 
 def end_to_end(headers: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
-    """Return the headers that are meant for the engine, in their order: `Authorization`, `X-Session-ID`, `traceparent`
-    and whatever else is neither the connection's nor the gateway's own."""
+    """Return the headers to forward to the engine, in order: all except those of the connection and of the gateway.
+    Examples are `Authorization`, `X-Session-ID` and `traceparent`."""
     passed_on = [
         (name, value) for name, value in headers if name.lower() not in _OWN and not name.lower().startswith("content-")
     ]
@@ -318,8 +319,8 @@ def end_to_end(headers: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...
 
 
 def _named(body: Mapping[str, Any], headers: Iterable[tuple[str, str]]) -> Mapping[str, Any]:
-    """Return what identifies a named request in the ledger: its body and a digest of its credential, so that the answer
-    is returned for that credential alone."""
+    """Return the body that identifies a named request in the ledger. It includes a digest of the credential, so that a
+    stored answer is returned only for the same credential."""
     credentials = [value for name, value in headers if name.lower() == "authorization"]
     if not credentials:
         return body
@@ -327,9 +328,10 @@ def _named(body: Mapping[str, Any], headers: Iterable[tuple[str, str]]) -> Mappi
 
 
 async def _stream(connection: HttpConnection, job: RequestGroup) -> None:
-    """Server-sent events, written as the tokens come. What a slow client has not read waits in the records."""
+    """Run the request and write its answers as server-sent events. The records hold the text that a slow client has not
+    read."""
     indices = {record.id: index for index, record in enumerate(job.records)}
-    writers: dict[RequestId, ChunkWriter] = {}  # made once the answer's time is known
+    writers: dict[RequestId, ChunkWriter] = {}  # created once the answer's creation time is known
 
     def write(record: RequestRecord) -> None:
         # Nothing is written before the first token, so that an engine's refusal keeps its status.

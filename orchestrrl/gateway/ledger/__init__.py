@@ -1,1 +1,1 @@
-"""Every token generated so far for every request, in memory and on disk."""
+"""The ledger: the generated tokens of every request, in memory and on disk."""

@@ -1,13 +1,13 @@
-"""The gateway's ledger on disk: pieces of answers in SQLite, which all gateway processes of a machine share.
+"""The gateway's ledger on disk: pieces of answers in SQLite, shared by all gateway processes of a machine.
 
-Rows are only ever added, at the end, and found by their request's key; the oldest go first. Nothing is waited for on
-its way to the disk (`synchronous = NORMAL`: SQLite calls fsync when it moves its log into the file, and not for each
-transaction): what a power cut takes was delivered or is generated again, and the file stays sound. A killed process
-takes nothing that it had committed.
+Rows are only appended, and found by their request's key; the oldest are removed first. Writes are not synchronous
+(`synchronous = NORMAL`: SQLite calls fsync at a checkpoint, not for each transaction). A power cut may lose recent
+pieces, which were delivered or are generated again, and the file stays consistent. A killed process loses nothing that
+it has committed.
 
-Claims show which process has a request in hand. A claim is a lock on one byte of a file, taken and freed by a system
-call each, without a disk, and gone with the process that holds it, however it ends. (Locks of open file descriptions,
-fcntl(2): another RequestClaims of the same process is kept out as well.)
+Claims show which process serves a request. A claim is a lock on one byte of a file. Taking and releasing it needs one
+system call each and no disk access, and the lock ends with its process. (Open file description locks, fcntl(2): they
+also exclude another RequestClaims of the same process.)
 """
 
 import errno
@@ -27,11 +27,11 @@ from orchestrrl.gateway.ledger.pieces import AnswerPiece
 
 APPLICATION_ID = 0x4F52_4C32  # "ORL2"
 FORMAT = 1
-BUSY_WITHIN_S = 5.0  # the other processes' writing takes milliseconds
-MOST_LOG_BYTES = 16 << 20  # what SQLite's log keeps on disk between two moves into the file
-ROWS_AT_ONCE = 256  # are looked at in one step of pruning
-FREE_PAGES_AT_ONCE = 4096  # are given back to the file system in one step
-SHRINK_TO = 0.9  # of the most bytes, so that not every write removes something
+BUSY_WITHIN_S = 5.0  # timeout of SQLite's lock; other processes' writes take milliseconds
+MOST_LOG_BYTES = 16 << 20  # size limit of SQLite's write-ahead log after a checkpoint
+ROWS_AT_ONCE = 256  # rows read in one step of pruning
+FREE_PAGES_AT_ONCE = 4096  # pages returned to the file system in one step
+SHRINK_TO = 0.9  # pruning shrinks the file to this fraction of its limit, so that not every write prunes
 
 _SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS pieces (
@@ -48,12 +48,12 @@ PRAGMA user_version = {FORMAT};
 _COLUMNS = "answer, number, ids, text, prompt_ids, prompt_tokens, max_tokens, attempt, version, finish_reason, more"
 _INSERT = f"INSERT INTO pieces (key, written_s, name, digest, created_s, {_COLUMNS}) VALUES "
 _VALUES = f"({', '.join('?' * 16)})"
-# So many rows with one statement: each call into SQLite hands the interpreter over to the requests and takes it back.
+# Rows per statement: each call into SQLite releases and reacquires the interpreter lock.
 ROWS_OF_A_STATEMENT = 64
 
 
 class NamedRequest(NamedTuple):
-    """What a client asked under a name. `created_s` is what its answer gives as its time."""
+    """A request that its client named. `created_s` is the creation time given in its answer."""
 
     name: str
     digest: bytes
@@ -63,15 +63,16 @@ class NamedRequest(NamedTuple):
 class AnswerRow(NamedTuple):
     key: int
     written_s: float
-    named_request: NamedRequest | None  # with an answer's first piece
+    named_request: NamedRequest | None  # set for an answer's first piece
     piece: AnswerPiece
 
 
 class AnswerFile:
-    """One connection. Of one thread at a time. Everything raises sqlite3.Error when the disk fails."""
+    """One connection to the ledger's file, used by one thread at a time. All methods raise sqlite3.Error if the disk
+    fails."""
 
     def __init__(self, path: Path, busy_within_s: float = BUSY_WITHIN_S) -> None:
-        """Opens the file, or makes it. Raises sqlite3.Error, and Permanent for a file of something else."""
+        """Open or create the file. Raises sqlite3.Error, and Permanent if the file is not a ledger of this format."""
         self._db = sqlite3.connect(
             path, timeout=busy_within_s, isolation_level=None, check_same_thread=False, cached_statements=128
         )
@@ -90,7 +91,7 @@ class AnswerFile:
         if tables and identity != APPLICATION_ID:
             raise Permanent(f"{path}: is not a gateway's ledger")
         if tables and version != FORMAT:
-            raise Permanent(f"{path}: has ledger format {version}, this version reads {FORMAT}; move it away")
+            raise Permanent(f"{path}: has ledger format {version}, this version reads {FORMAT}; move the file away")
         if not tables:
             self._db.execute("PRAGMA auto_vacuum = INCREMENTAL")
             self._db.execute("PRAGMA journal_mode = WAL")
@@ -100,7 +101,7 @@ class AnswerFile:
             self._db.executescript(_SCHEMA)
 
     def write(self, rows: Iterable[AnswerRow]) -> None:
-        """All of them, or none."""
+        """Write the rows in one transaction."""
         nothing = (None, None, None)
         values = [(row.key, row.written_s, *(row.named_request or nothing), *row.piece) for row in rows]
         with self._db:
@@ -114,7 +115,7 @@ class AnswerFile:
         return self._lookup.execute("SELECT 1 FROM pieces WHERE key = ? LIMIT 1", (key,)).fetchall() != []
 
     def read(self, key: int, name: str) -> tuple[NamedRequest | None, list[AnswerPiece]]:
-        """Return what was asked under this name, None where nothing was, and the pieces of its answers."""
+        """Return the request of this name, or None if there is none, and the pieces of its answers."""
         query = f"SELECT name, digest, created_s, {_COLUMNS} FROM pieces WHERE key = ? ORDER BY row"
         rows = self._db.execute(query, (key,)).fetchall()
         asked = next((NamedRequest(*row[:3]) for row in reversed(rows) if row[0] == name), None)
@@ -127,8 +128,9 @@ class AnswerFile:
         return int(used_bytes)
 
     def prune(self, before_s: float, most_bytes: int, take: Callable[[int], bool], free: Callable[[int], None]) -> int:
-        """Remove requests of which nothing was written since `before_s`, and the oldest where the file holds more than
-        `most_bytes`; none that cannot be taken because it is in hand. Returns how many went."""
+        """Remove requests without a piece since `before_s`, and the oldest ones if the file exceeds `most_bytes`.
+        `take` claims a request and returns False if it is being served, which keeps it; `free` releases the claim.
+        Returns the number of removed requests."""
         removed = 0
         row = 0
         too_large = self.used_bytes > most_bytes
@@ -162,27 +164,27 @@ class AnswerFile:
 
 
 def check(path: Path) -> None:
-    """Make the file where it is not there. Raises Permanent when there can be no ledger at this path."""
+    """Create the file if it does not exist. Raises Permanent if the path cannot hold a ledger."""
     try:
         with closing(AnswerFile(path)) as file:
             file.has(0)
     except sqlite3.OperationalError as error:
         raise Permanent(f"{path}: {error}") from error
     except sqlite3.DatabaseError as error:
-        raise Permanent(f"{path}: is damaged or no ledger ({error}); move it away to start a new one") from error
+        raise Permanent(f"{path}: is damaged or not a ledger ({error}); move it away to start a new one") from error
 
 
-# The kernel walks a file's locks one by one: with so many files, ten thousand requests are short walks.
+# The kernel scans a file's locks linearly. With this many files, the scans stay short for ten thousand requests.
 FILES = 64
 _LOCK = struct.Struct("hhqqi4x")  # struct flock: type, whence, start, length, pid
 _POSITION = (1 << 62) - 1
 
 
 class RequestClaims:
-    """Claims of requests by their keys, whole numbers below 2**63. Any thread may call."""
+    """Claims on requests by their keys, which are integers below 2**63. Thread-safe."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises OSError."""
+        """Open the lock files in `folder`, and create them if necessary. Raises OSError."""
         folder.mkdir(mode=0o700, exist_ok=True)
         self._files: list[int] = []
         try:
@@ -195,7 +197,8 @@ class RequestClaims:
         self._guard = threading.Lock()
 
     def take(self, key: int) -> bool:
-        """False: it is held, here or by another process. Raises OSError where the file system has no locks."""
+        """Claim the key. Returns False if it is already claimed, here or by another process. Raises OSError if the file
+        system has no locks."""
         with self._guard:
             if key in self._held:
                 return False

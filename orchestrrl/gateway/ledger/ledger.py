@@ -1,7 +1,7 @@
-"""The record of every request: what was asked, every token generated so far, where it runs and where it has been. Pure.
+"""The record of every request: its body, every token generated so far, its engine and its history. Pure.
 
-The record is the truth about a request; the engines and the client's connection come and go around it. What the client
-is sent is read from here, so a request that changes engines shows no gap, no repetition and no reordering.
+The record is the authoritative state of a request; engines and client connections may change. All output to the client
+is read from the record, so a request that changes engines shows no gap, no repetition and no reordering.
 """
 
 import io
@@ -18,19 +18,19 @@ from orchestrrl.fleet.reports import FinishedRequest
 from orchestrrl.gateway.http.field_types import HttpRefusal
 from planner.model import EngineId, RequestId, RequestState, RequestView
 
-# Reported of a request in flight and of one that has ended.
+# Fields reported for requests in flight and for ended requests.
 _REPORTED = ("id", "engine", "prompt_tokens", "generated_tokens", "group", "tag", "moves", "group_enough")
 _reported_values = attrgetter(*_REPORTED)
 
 
 # --- policy versions -------------------------------------------------------------------------------------------------
-# A version is the trainer's name of the weights, a number. It usually grows; a trainer that goes back to a checkpoint
-# takes it back. An answer's lag is how far the fleet's version is ahead of the one that its oldest token came from, the
-# gap that bounds off-policy data in asynchronous training (ROLL Flash's asynchronous ratio).
+# A version is the trainer's number for its weights. It usually grows; it decreases when a trainer returns to a
+# checkpoint. An answer's lag is the difference between the fleet's version and that of the answer's oldest token. It
+# bounds off-policy data in asynchronous training (ROLL Flash's asynchronous ratio).
 
 
 class VersionSpan(NamedTuple):
-    """Tokens `start` to `end`, without the latter, and the policy that they are from; None: nobody told its version."""
+    """The tokens in [start, end) and the policy version that generated them; None if the version is unknown."""
 
     version: int | None
     start: int
@@ -38,24 +38,24 @@ class VersionSpan(NamedTuple):
 
 
 class OnStale(StrEnum):
-    """What becomes of an answer that is older than its bound."""
+    """The action for an answer that exceeds its version lag."""
 
-    ABORT = "abort"  # it ends with what it has
-    RESTART = "restart"  # it begins anew, unless its client has had some of it
+    ABORT = "abort"  # end it with the tokens it has
+    RESTART = "restart"  # start it over, unless the client has received a part of it
 
 
 class PolicyVersions:
-    """Records at which token of an answer the policy version changed."""
+    """The policy versions of an answer's tokens, stored as the tokens at which the version changed."""
 
     __slots__ = ("_starts", "newest", "oldest")
 
     def __init__(self) -> None:
         self._starts: list[tuple[int, int | None]] = []
         self.newest: int | None = None
-        self.oldest: int | None = None  # the least that is known
+        self.oldest: int | None = None  # the lowest known version
 
     def add(self, version: int | None, start: int) -> None:
-        """Record that tokens from `start` on are of this version. Calls come in order."""
+        """Record that the tokens from `start` on have this version. `start` must not decrease between calls."""
         if self._starts and version == self.newest:
             return
         self._starts.append((start, version))
@@ -64,13 +64,13 @@ class PolicyVersions:
             self.oldest = version
 
     def changes(self, start: int) -> list[tuple[int, int | None]]:
-        """The version of token `start`, and the changes after it, each with the first token that it holds for."""
+        """Return (token, version) pairs: the version at token `start`, then each later change with its first token."""
         if not self._starts or self._starts[-1][0] <= start:
             return [(start, self.newest)]
         return [(span.start, span.version) for span in self.spans(self._starts[-1][0] + 1) if span.end > start]
 
     def spans(self, tokens: int) -> tuple[VersionSpan, ...]:
-        """Return the spans of an answer of so many tokens."""
+        """Return the version spans of an answer with this number of tokens."""
         ends = [*(start for start, _ in self._starts[1:]), tokens][: len(self._starts)]
         return tuple(
             VersionSpan(version, start, end)
@@ -79,7 +79,7 @@ class PolicyVersions:
         )
 
     def lag(self, newest: int | None) -> int:
-        """Return how many versions the answer is behind; 0 where either is not known, or the trainer went back."""
+        """Return how many versions the oldest token is behind `newest`; 0 if either is unknown or `newest` is lower."""
         return 0 if self.oldest is None or newest is None else max(0, newest - self.oldest)
 
 
@@ -88,18 +88,18 @@ class PolicyVersions:
 
 @dataclass(frozen=True, slots=True)
 class AnswerDelta:
-    """A chunk that was added to a record, or whose event is to be passed on unchanged; `extra` holds chat fields that
-    the engine parsed out of it."""
+    """A chunk that was appended to a record, or whose event is forwarded unchanged. `extra` holds the chat fields that
+    the engine parsed out of the text."""
 
     chunk: Chunk
-    text: str = ""  # that it adds: not always the chunk's own
+    text: str = ""  # the added text, which may differ from the chunk's own
     extra: Mapping[str, Any] | None = None
-    version: int | None = None  # of the policy that generated its tokens
+    version: int | None = None  # policy version of the tokens
 
 
 @dataclass(frozen=True, slots=True)
 class RequestFailure:
-    """Why a request has no answer, as the client is told: an HTTP status and an OpenAI error object."""
+    """The error response of a request without an answer: an HTTP status and an OpenAI error object."""
 
     status: int
     error: Mapping[str, Any]
@@ -107,24 +107,24 @@ class RequestFailure:
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request: one prompt, one answer. The engine knows attempt k of it as `id~k`."""
+    """One request: one prompt and one answer. Attempt k has the id `id~k` on the engine."""
 
     id: RequestId
     endpoint: CompletionEndpoint
-    body: Mapping[str, Any]  # as the client sent it, less what the gateway itself answers (stream, n, ...)
+    body: Mapping[str, Any]  # the client's body without the fields that the gateway handles (stream, n, ...)
     streaming: bool
     arrived_s: float
     max_tokens: int | None  # None: up to the engine's context length
     group: str = ""
     tag: str = ""
-    group_enough: int = 0  # complete answers of its group that suffice; 0: all are wanted
-    max_version_lag: int | None = None  # None: it may become as old as it likes
+    group_enough: int = 0  # number of complete answers that its group needs; 0: all
+    max_version_lag: int | None = None  # None: no limit
     on_stale: OnStale = OnStale.ABORT
-    immovable_because: str = ""  # why it may not be continued elsewhere once it has tokens; empty: it may
-    relayed_because: str = ""  # why the engine is sent the body unchanged and its answer relayed; empty: it is not
+    immovable_because: str = ""  # why it may not continue on another engine once it has tokens; empty: it may
+    relayed_because: str = ""  # why the body is sent unchanged and the engine's answer relayed; empty: it is not
     pinned_because: str = ""  # why it may not leave its engine even before the first token; empty: it may
-    form_fields: Mapping[str, Any] = field(default_factory=dict)  # of the body, about the form of the answer
-    headers: tuple[tuple[str, str], ...] = field(default=(), repr=False)  # for engines; credentials among them
+    form_fields: Mapping[str, Any] = field(default_factory=dict)  # fields of the body that shape the answer
+    headers: tuple[tuple[str, str], ...] = field(default=(), repr=False)  # for engines; may include credentials
     prompt_ids: tuple[int, ...] | None = None  # None: not tokenised yet
     prompt_tokens_estimate: int = 1
 
@@ -138,17 +138,17 @@ class RequestRecord:
     versions: PolicyVersions = field(default_factory=PolicyVersions)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    choice_fields: dict[str, Any] = field(default_factory=dict)  # of the engine's own, for the whole answer
-    answer_fields: dict[str, Any] = field(default_factory=dict)
-    usage: Mapping[str, Any] | None = None  # the engine's own, of an answer that it made alone
-    relayed: bool = False  # the present attempt relays the engine's own answer
-    relayed_answer: Mapping[str, Any] | None = None  # that answer, where it is not streamed
-    relayed_tokens: int = 0  # generated in it
+    choice_fields: dict[str, Any] = field(default_factory=dict)  # the engine's further fields of the choice
+    answer_fields: dict[str, Any] = field(default_factory=dict)  # the engine's further fields of the whole answer
+    usage: Mapping[str, Any] | None = None  # the engine's own counts, if one engine generated the whole answer
+    relayed: bool = False  # the current attempt relays the engine's own answer
+    relayed_answer: Mapping[str, Any] | None = None  # that answer, if it is not streamed
+    relayed_tokens: int = 0  # tokens generated in it
     failure: RequestFailure | None = None
-    delivered: bool = False  # something of the answer has been sent to the client
-    text_complete: bool = True  # False: the last tokens may end inside a character whose text is still to come
-    started_s: float | None = None  # first token
-    progressed_s: float = 0.0  # last token, or the start of the attempt
+    delivered: bool = False  # a part of the answer has been sent to the client
+    text_complete: bool = True  # False: the tokens may end inside a character whose text is missing
+    started_s: float | None = None  # time of the first token
+    progressed_s: float = 0.0  # time of the last token, or of the attempt's start
     finished_s: float | None = None
 
     _text: io.StringIO = field(default_factory=io.StringIO)
@@ -167,13 +167,13 @@ class RequestRecord:
         return self._text.getvalue()
 
     def text_from(self, start: int) -> str:
-        """The text from a character on."""
+        """Return the text from character `start` on."""
         self._text.seek(start)
-        return self._text.read()  # and what is written next goes to the end again
+        return self._text.read()  # leaves the position at the end for the next write
 
     @property
     def prompt_tokens(self) -> int:
-        """Exact once the prompt was tokenised, before that an estimate."""
+        """The number of prompt tokens: an estimate until the prompt is tokenised."""
         return self.prompt_tokens_estimate if self.prompt_ids is None else len(self.prompt_ids)
 
     @property
@@ -186,8 +186,8 @@ class RequestRecord:
 
     @property
     def fixed_because(self) -> str:
-        """Why the request may not leave its engine now; empty where it may. Without a token it starts anew elsewhere,
-        unless its answer is relayed, which does not show how far it has come."""
+        """Return why the request may not leave its engine now; empty if it may. A request without a token can start
+        over on another engine, unless its answer is relayed, since its progress is then unknown."""
         if self.engine is not None and self.pinned_because:
             return self.pinned_because
         return self.immovable_because if self.generated_ids or (self.relayed and self.engine is not None) else ""
@@ -202,8 +202,8 @@ class RequestRecord:
     def append(
         self, chunk: Chunk, text: str, extra: Mapping[str, Any] | None, now_s: float, version: int | None = None
     ) -> None:
-        """Take what an engine generated. `text` is what they add to the text: not always what the chunk says. `version`
-        is that of the policy that generated them."""
+        """Append a chunk. `text` is the text that it adds, which may differ from the chunk's own. `version` is the
+        policy version of its tokens."""
         if self.prompt_ids is None and chunk.prompt_token_ids is not None:
             self.prompt_ids = chunk.prompt_token_ids
         self.progressed_s = now_s
@@ -232,7 +232,8 @@ class RequestRecord:
             self.finish(chunk.finish_reason, chunk.stop_reason, now_s)
 
     def relay(self, chunk: Chunk, tokens: int, now_s: float, version: int | None = None) -> None:
-        """Take what is passed on unchanged: an event, a whole answer, or a stream's end. `tokens`: generated in it."""
+        """Append an event, a whole answer or a stream's end that is forwarded unchanged and contains `tokens`
+        tokens."""
         self.progressed_s = now_s
         if chunk.event is not None or chunk.answer is not None:
             if chunk.event != {}:  # the end of a stream has no tokens
@@ -258,15 +259,15 @@ class RequestRecord:
         self.finished_s = now_s
 
     def detach(self) -> None:
-        """The gateway itself holds the request: it is on no engine."""
+        """Mark the request as held by the gateway, on no engine."""
         self.engine = None
         self.relayed = False
         self.state = RequestState.WAITING
 
     def forget_answer(self) -> None:
-        """Start over: for an answer that cannot be continued, and of which the client has seen nothing."""
+        """Discard the answer so far. Raises ValueError if the client has received a part of it."""
         if self.delivered:
-            raise ValueError(f"request {self.id} has been answered in part and cannot start over")
+            raise ValueError(f"request {self.id}: a part of the answer was delivered, so it cannot start over")
         self.generated_ids = array("I")
         self.logprobs = None
         self.choice_fields.clear()
@@ -280,7 +281,7 @@ class RequestRecord:
         self.text_complete = True
 
     def take_undelivered(self) -> list[AnswerDelta]:
-        """What the client has not been sent yet. The caller sends it."""
+        """Return the deltas that the client has not received, and mark them as delivered. The caller sends them."""
         deltas = self._undelivered
         if deltas:
             self._undelivered = []
@@ -321,15 +322,14 @@ COMPLETE = frozenset({"stop", "length"})
 @dataclass(slots=True)
 class _Group:
     in_flight: list[RequestRecord] = field(default_factory=list)
-    complete: set[RequestId] = field(default_factory=set)  # an answer may be given again
+    complete: set[RequestId] = field(default_factory=set)  # a set, since a stored answer may be returned again
 
 
 class InFlightGroups:
-    """Groups of the requests in flight: several samples of one prompt, of which only some may be needed.
+    """The groups of the requests in flight. A group is several samples of one prompt, of which only some may be needed.
 
-    A trainer that wants k samples may ask for a few more and take those that end first. Once k answers of a group are
-    complete, the others are redundant. A group is forgotten with its last request in flight: its name may be used
-    again.
+    A trainer that needs k samples may request a few more and use those that end first. Once k answers of a group are
+    complete, the others are redundant. A group is forgotten with its last request in flight, so its name can be reused.
     """
 
     def __init__(self) -> None:
@@ -340,17 +340,17 @@ class InFlightGroups:
             self._groups.setdefault(record.group, _Group()).in_flight.append(record)
 
     def redundant(self, record: RequestRecord) -> bool:
-        """Return whether its group has enough complete answers without it."""
+        """Return whether the record's group has enough complete answers without the record."""
         group = self._groups.get(record.group)
         return group is not None and 0 < record.group_enough <= len(group.complete - {record.id})
 
     def members(self, group: str) -> tuple[RequestRecord, ...]:
-        """Return the records in flight, in order of arrival."""
+        """Return the group's records in flight, in order of arrival."""
         found = self._groups.get(group)
         return () if found is None else tuple(found.in_flight)
 
     def ended(self, record: RequestRecord) -> tuple[RequestRecord, ...]:
-        """Note that the record has its answer, or none. Return the others that are redundant now."""
+        """Record that the record has ended. Returns the records of its group that are now redundant."""
         group = self._groups.get(record.group)
         if group is None:
             return ()
@@ -360,7 +360,7 @@ class InFlightGroups:
         return tuple(other for other in group.in_flight if not other.done and 0 < other.group_enough <= complete)
 
     def leave(self, record: RequestRecord) -> None:
-        """Forget the record."""
+        """Remove the record from its group."""
         group = self._groups.get(record.group)
         if group is None:
             return
@@ -371,14 +371,14 @@ class InFlightGroups:
 
 
 class DuplicateRequest(HttpRefusal):
-    """A request of this id is in flight already."""
+    """The request id is already in flight, or is stored with another body. HTTP status 409."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, status=409)
 
 
 class Ledger:
-    """Every request in flight, and the last `keep_finished` that ended, without their tokens."""
+    """The records of the requests in flight, and summaries of the last `keep_finished` ended requests."""
 
     def __init__(self, *, keep_finished: int = 2048) -> None:
         self._in_flight: dict[RequestId, RequestRecord] = {}
@@ -398,16 +398,16 @@ class Ledger:
         return self._in_flight.get(request_id)
 
     def add(self, *records: RequestRecord) -> None:
-        """Take all of them, or none: raises DuplicateRequest when an id is in flight already."""
+        """Add all records, or none: raises DuplicateRequest if one of the ids is already in flight."""
         for record in records:
             if record.id in self._in_flight:
-                raise DuplicateRequest(f"request {record.id!r} is in flight already")
+                raise DuplicateRequest(f"request {record.id!r} is already in flight")
         for record in records:
             self._in_flight[record.id] = record
 
     def close(self, record: RequestRecord) -> None:
-        """The request has ended, however it ended."""
-        if self._in_flight.get(record.id) is not record:  # it is closed, or never was here
+        """Move the ended record from the requests in flight to the summaries. Idempotent."""
+        if self._in_flight.get(record.id) is not record:  # already closed, or never added
             return
         del self._in_flight[record.id]
         summary = record.summary()
@@ -417,12 +417,12 @@ class Ledger:
         self._unreported.append((self._sequence + 1, summary))
 
     def report(self) -> tuple[int, tuple[FinishedRequest, ...]]:
-        """A new report's sequence number, and what ended since the last report that was acknowledged."""
+        """Return a new sequence number, and the requests that ended since the last acknowledged report."""
         self._sequence += 1
         return self._sequence, tuple(summary for _, summary in self._unreported)
 
     def acknowledge(self, sequence: int) -> None:
-        """The daemon holds everything up to this report. A number that was never sent is ignored."""
+        """Forget the summaries of all reports up to `sequence`. A number that was never sent is ignored."""
         if sequence > self._sequence:
             return
         while self._unreported and self._unreported[0][0] <= sequence:

@@ -1,8 +1,8 @@
-"""An answer in pieces, as they go to the disk, and put together again from those that arrived there. Pure.
+"""Split answers into pieces for the disk, and reassemble them from the pieces that were written. Pure.
 
-A piece holds what a record has grown by since the one before. Pieces are numbered: a first one (0) replaces all that
-came before it, and after a gap nothing counts until the next first one. So whatever is lost, what is put together is
-the beginning of the answer, and never has another's tokens in it.
+A piece holds the growth of a record since the previous piece. Pieces are numbered. Piece 0 replaces all earlier ones,
+and after a gap, pieces are ignored until the next piece 0. If pieces are lost, the reassembled answer is therefore a
+prefix of the real one and never contains tokens of another attempt.
 """
 
 import hashlib
@@ -16,26 +16,26 @@ from orchestrrl.engines.base import Chunk, CompletionEndpoint, TokenLogprob
 from orchestrrl.gateway.ledger.ledger import RequestRecord
 
 _FINAL_FIELDS = ("stop_reason", "choice_fields", "answer_fields", "usage")
-# How an answer is written is no part of what was asked.
+# Fields that shape the response but do not identify the request.
 _FORM = frozenset({"stream", "stream_options", "return_policy_versions", "request_id"})
 _canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 _compact = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class AnswerPiece(NamedTuple):
-    """What an answer has grown by. Ids are 4 bytes each, text is UTF-8."""
+    """The growth of an answer since its previous piece. Token ids have 4 bytes each; text is UTF-8."""
 
-    answer: int  # which of the answers to one body
+    answer: int  # index of the answer within the request
     number: int
     ids: bytes
     text: bytes
-    prompt_ids: bytes | None  # in one piece, where the engine told them and they will be needed
+    prompt_ids: bytes | None  # in one piece only, if the engine returned them and they will be needed
     prompt_tokens: int
     max_tokens: int | None
     attempt: int
-    version: int | None  # of the policy that generated the tokens, or the first of them
+    version: int | None  # policy version of the first token
     finish_reason: str | None
-    more: str | None  # JSON, of what most pieces have not
+    more: str | None  # JSON of the fields that most pieces lack
 
     @property
     def memory_bytes(self) -> int:
@@ -43,21 +43,22 @@ class AnswerPiece(NamedTuple):
 
     @property
     def others(self) -> dict[str, Any]:
-        """What `more` has."""
+        """The decoded fields of `more`."""
         found: dict[str, Any] = json.loads(self.more) if self.more is not None else {}
         return found
 
 
 def key_of(name: str) -> int:
-    """A number below 2**63 that stands for the name."""
+    """Return a hash of the name, below 2**63."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def digest_of(endpoint: CompletionEndpoint, body: Mapping[str, Any]) -> bytes:
-    """The same for bodies that ask the same, however they are written."""
+    """Return a digest of the endpoint and the body. Fields that only shape the response, and the order of fields, do
+    not count."""
     rest = {name: value for name, value in body.items() if name not in _FORM}
     digest = hashlib.blake2b(endpoint.encode(), digest_size=16)
-    # Prompts are long, and numbers are slow to write.
+    # Prompts are long, and JSON encoding of numbers is slow.
     prompt = rest.get("prompt")
     if isinstance(prompt, str):
         rest["prompt"] = "text"
@@ -74,23 +75,23 @@ class RecordCutter:
     """Cuts a record into pieces as it grows."""
 
     def __init__(self, answer: int, record: RequestRecord, *, prompt_wanted: bool) -> None:
-        """`prompt_wanted`: the answer, once it is complete, has the prompt's tokens too."""
+        """Start with the record's next piece. `prompt_wanted`: the complete answer includes the prompt's token ids."""
         self.record = record
         self._prompt_wanted = prompt_wanted
         self._answer = answer
-        # By the client, which will give it again.
+        # The client sent token ids, and will send them again.
         self._prompt_given = isinstance(record.body.get("prompt"), list)
         self.restart()
 
     def restart(self) -> None:
-        """The next piece is a first one."""
+        """Make the next piece number 0, with the whole answer so far."""
         self._ids = self.record.generated_ids
         self._number = self._tokens = self._chars = self._logprobs = self._extras = 0
         self._prompt_logged = self._prompt_given
         self._ended = False
 
     def resume(self, pieces: Sequence[AnswerPiece]) -> None:
-        """The record has been put together from these pieces, and goes on."""
+        """Continue after these pieces, from which the record was reassembled."""
         record = self.record
         self._ids = record.generated_ids
         self._number = len(pieces)
@@ -102,15 +103,15 @@ class RecordCutter:
         self._ended = record.finish_reason is not None
 
     def cut(self) -> AnswerPiece | None:
-        """What is new; None where nothing is."""
+        """Return the next piece, or None if the record has not grown."""
         record = self.record
-        if record.failure is not None and record.failure.status < 500:  # it would fail again from there
+        if record.failure is not None and record.failure.status < 500:  # continued, it would fail again
             return self.forget() if self._number else None
-        if record.relayed:  # what the engine wrote is not kept
+        if record.relayed:  # relayed answers are not stored
             return self.forget() if self._tokens else None
         tokens = len(record.generated_ids)
         ends = record.finish_reason if not self._ended else None
-        if record.generated_ids is not self._ids:  # the answer began anew
+        if record.generated_ids is not self._ids:  # the answer started over
             if self._number and not tokens and ends is None:
                 return self.forget()
             self.restart()
@@ -143,7 +144,7 @@ class RecordCutter:
         return piece
 
     def forget(self) -> AnswerPiece:
-        """What takes back all that was cut: the answer is not to be gone on with."""
+        """Return an empty piece 0, which invalidates all earlier pieces: the answer must not be continued from them."""
         self.restart()
         self._number = 1
         return AnswerPiece(self._answer, 0, b"", b"", None, 0, None, self.record.attempt, None, None, None)
@@ -170,7 +171,7 @@ class RecordCutter:
 
 @dataclass(slots=True)
 class KeptAnswer:
-    """As much of an answer as the disk has: its pieces up to the first that is missing."""
+    """The stored part of an answer: its pieces up to the first missing one."""
 
     attempt: int = 0
     pieces: list[AnswerPiece] = field(default_factory=list)
@@ -181,20 +182,21 @@ class KeptAnswer:
 
 
 def put_together(pieces: Iterable[AnswerPiece]) -> dict[int, KeptAnswer]:
-    """By answer, from the pieces in the order in which they were written."""
+    """Return the stored answers by index, from pieces in the order in which they were written."""
     kept: dict[int, KeptAnswer] = {}
     for piece in pieces:
         answer = kept.get(piece.answer)
         if piece.number == 0 or answer is None:
             answer = kept[piece.answer] = KeptAnswer(answer.attempt if answer is not None else 0)
-        answer.attempt = max(answer.attempt, piece.attempt)  # an attempt's name is never used again
+        answer.attempt = max(answer.attempt, piece.attempt)  # attempt ids are never reused
         if piece.number == len(answer.pieces):
             answer.pieces.append(piece)
     return kept
 
 
 def give_back(record: RequestRecord, kept: KeptAnswer, now_s: float) -> bool:
-    """Put what was kept into a record that is asked for again. False: it could not be gone on with, and begins anew."""
+    """Restore a stored answer into the record of a repeated request. Returns False if it cannot be continued and must
+    start over."""
     record.attempt = kept.attempt
     if not kept.pieces:
         return False
@@ -212,7 +214,7 @@ def give_back(record: RequestRecord, kept: KeptAnswer, now_s: float) -> bool:
     record.immovable_because = immovable_because
     for piece in kept.pieces:
         _append(record, piece, now_s)
-    record.text_complete = False  # as far as is known
+    record.text_complete = False  # unknown; False is the safe value
     if last.finish_reason is not None:
         record.usage = more.get("usage")
         record.finish(last.finish_reason, more.get("stop_reason"), now_s)
@@ -222,7 +224,7 @@ def give_back(record: RequestRecord, kept: KeptAnswer, now_s: float) -> bool:
 
 
 def _append(record: RequestRecord, piece: AnswerPiece, now_s: float) -> None:
-    """Add the piece's tokens, those of each policy version as one chunk; the last one has the text."""
+    """Append the piece's tokens to the record, one chunk per policy version. The last chunk contains the text."""
     more = piece.others
     for extra in more.get("extras", ()):
         record.append(Chunk(), "", extra, now_s)
@@ -231,7 +233,7 @@ def _append(record: RequestRecord, piece: AnswerPiece, now_s: float) -> None:
     begins = [(start, piece.version), *more.get("changes", ())]
     ends = [begin for begin, _ in begins[1:]] + [start + len(ids)]
     logprobs = [TokenLogprob(token, value, tuple(map(tuple, top))) for token, value, top in more.get("logprobs", ())]
-    by_token = len(logprobs) == len(ids)  # else the engine has its own way: all come with the last tokens
+    by_token = len(logprobs) == len(ids)  # otherwise all logprobs go with the last tokens
     for (begin, version), end in zip(begins, ends, strict=True):
         last = end == start + len(ids)
         found = logprobs[begin - start : end - start] if by_token else logprobs if last else ()

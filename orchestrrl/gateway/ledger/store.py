@@ -1,13 +1,13 @@
-"""Keeps what is generated for requests that their client named, so that one that comes back finds its answer.
+"""Store the answers of requests that have a client's id, so that a client that reconnects finds its answer.
 
-A client that lost its connection, or its gateway, asks again with the same request id and the same body. An answer that
-was complete is given to it once more; one that was not goes on from its tokens. Nothing is generated for clients that
-do not come back, and requests without a name are not kept: nobody could come back for them.
+A client that lost its connection, or its gateway, repeats the request with the same id and body. A complete answer is
+returned again; an incomplete one continues from its tokens. Nothing is generated for clients that do not return.
+Requests without an id are not stored, because no client could return for them.
 
-Requests do not wait for the disk. What they add is taken up every `PROGRESS_S` and at their end, and written by a
-thread in batches: a killed gateway loses no more than the last moments, which are generated again. Where the disk is
-full or fails, requests go on without: that is logged once, and counted. What can be read of the file's index is read
-at once, by key, as each request arrives; an answer that is there is read by a thread.
+Requests do not wait for the disk. Their growth is collected every `PROGRESS_S` and at their end, and a thread writes it
+in batches. A killed gateway loses only the last moments, which are generated again. If the disk is full or fails,
+requests continue without it; that is logged once and counted. The file's index is read synchronously, by key, as each
+request arrives; a thread reads a stored answer.
 """
 
 import asyncio
@@ -32,27 +32,27 @@ from orchestrrl.gateway.ledger.pieces import AnswerPiece, RecordCutter, digest_o
 
 logger = logging.getLogger(__name__)
 
-PROGRESS_S = 0.5  # between two looks at what an answer has grown by
-ENTRIES_AT_ONCE = 64  # are looked at before other things have their turn
-BATCH_S = 0.2  # is gathered before it is written
+PROGRESS_S = 0.5  # interval between collections of the answers' growth
+ENTRIES_AT_ONCE = 64  # entries collected before the event loop runs other tasks
+BATCH_S = 0.2  # duration for which pieces are gathered into one write
 PRUNE_EVERY_S = 5.0
-RETRY_AFTER_S = 1.0  # a disk that failed
-MOST_QUEUED_BYTES = 64 << 20  # where the disk is slower than the engines, what is beyond is not kept
-READ_WITHIN_S = 0.05  # the event loop waits; readers wait for nobody but one who mends the file after a crash
-# The last connection of a client that comes back may not have been given up yet.
+RETRY_AFTER_S = 1.0  # after a disk error
+MOST_QUEUED_BYTES = 64 << 20  # if the disk is slower than the engines, pieces beyond this are dropped
+READ_WITHIN_S = 0.05  # blocks the event loop; a reader waits only while another process repairs the file after a crash
+# The previous connection of a returning client may not be closed yet.
 CLAIM_WITHIN_S = 1.0
 CLAIM_POLL_S = 0.02
-ORDER_BYTES = 500  # in memory, beside what a piece holds
-PRUNER = 0  # the claim of the process that removes what is old
+ORDER_BYTES = 500  # memory of a queued order without its pieces
+PRUNER = 0  # key of the claim of the process that prunes
 
-# What a disk that is full, broken, locked or gone may raise, and text that is none.
+# Errors of a disk that is full, broken, locked or missing, and of text that cannot be encoded.
 _FAILURES = (sqlite3.Error, OSError, UnicodeError, OverflowError, Permanent)
 
 
 @dataclass(frozen=True, slots=True)
 class RetentionPolicy:
-    """Where, for how long and how much. What took less than `from_s` is as soon generated again, and costs no row; a
-    killed gateway loses as much of what it has not written yet."""
+    """The path of the ledger and the limits of what it stores. Requests shorter than `from_s` are not stored, since
+    they are quickly generated again. A killed gateway loses about as much unwritten work."""
 
     path: Path
     from_s: float = BATCH_S
@@ -62,18 +62,18 @@ class RetentionPolicy:
 
 @dataclass(slots=True)
 class StoreCounts:
-    """For metrics."""
+    """Counters for the metrics page."""
 
-    replayed: int = 0  # requests that were answered with what was kept
-    resumed: int = 0  # requests that went on from tokens that were kept
+    replayed: int = 0  # requests answered with a stored answer
+    resumed: int = 0  # requests continued from stored tokens
     resumed_tokens: int = 0
-    unwritten: int = 0  # pieces that the disk did not take
+    unwritten: int = 0  # pieces that could not be written
     pruned: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class LedgerEntry:
-    """A named request in hand. The event loop's, but for `lost`."""
+    """A named request that is being served. Only the event loop uses it, except for `lost`."""
 
     key: int
     form: ResponseForm
@@ -81,13 +81,13 @@ class LedgerEntry:
     created_s: float
     records: Sequence[RequestRecord]
     opened_s: float
-    cutters: Sequence[RecordCutter] = ()  # once something is written, or was
+    cutters: Sequence[RecordCutter] = ()  # set when the first piece is written or restored
     named_request: NamedRequest | None = None  # likewise
-    queued: bool = False  # something of it may be on its way to the disk
-    lost: bool = False  # something of it did not get there: set by the writer
+    queued: bool = False  # pieces may be queued for the writer
+    lost: bool = False  # set by the writer when pieces could not be written
 
     def begin(self) -> None:
-        """Something is to be written."""
+        """Create the cutters and the stored name before the first piece. Idempotent."""
         if not self.cutters:
             wanted = bool(self.body.get("return_token_ids"))
             self.cutters = [
@@ -100,44 +100,44 @@ class LedgerEntry:
 
 @dataclass(slots=True)
 class _Order:
-    """For the writer."""
+    """An order to the writer thread."""
 
     entry: LedgerEntry
     pieces: Sequence[AnswerPiece]
     written_s: float
-    leaves: bool  # the request may be asked again once this is written
+    leaves: bool  # release the claim after the write, so that the request may be repeated
     memory_bytes: int
 
 
 class LedgerStore:
-    """`start`, then `enter` and `leave` for each named request, and `close` once they have all left."""
+    """Stores the answers of named requests. Call `start`, then `enter` and `leave` for each request, then `close`."""
 
     def __init__(self, keep: RetentionPolicy, clock: Clock) -> None:
         self.keep = keep
         self.counts = StoreCounts()
-        self.failing = ""  # why nothing is written at the moment
+        self.failing = ""  # why writes currently fail; empty: they succeed
         self._clock = clock
         self._claims: RequestClaims | None = None
         self._reader: AnswerFile | None = None
         self._entries: dict[int, LedgerEntry] = {}
         self._progress: asyncio.TimerHandle | None = None
         self._orders: deque[_Order] = deque()
-        self._queued_bytes = 0  # ever, as the event loop counts
-        self._written_bytes = 0  # of these, as the writer counts
+        self._queued_bytes = 0  # total queued so far; only the event loop writes it
+        self._written_bytes = 0  # total handled so far; only the writer writes it
         self._news = threading.Event()
         self._closing = threading.Event()
         self._writer = threading.Thread(target=self._write_all, name="ledger", daemon=True)
 
     @property
     def used_bytes(self) -> int | None:
-        """Of the file; None while it cannot be read."""
+        """The used size of the file; None while it cannot be read."""
         try:
             return self._reader.used_bytes if self._reader is not None else None
         except sqlite3.Error:
             return None
 
     def start(self) -> None:
-        """A disk that fails is tried again and again."""
+        """Open the file and start the writer. If the disk fails, the writer retries."""
         try:
             self._open_for_requests()
         except _FAILURES as error:
@@ -145,7 +145,7 @@ class LedgerStore:
         self._writer.start()
 
     async def close(self) -> None:
-        """Write what is left."""
+        """Write the queued pieces and close the file."""
         if self._progress is not None:
             self._progress.cancel()
         self._closing.set()
@@ -159,8 +159,9 @@ class LedgerStore:
     # --- requests ----------------------------------------------------------------------------------------------------
 
     async def enter(self, request: CompletionRequest, body: Mapping[str, Any]) -> LedgerEntry | None:
-        """Take a request in hand, and give its records what is kept of their answers; None where nothing can be kept.
-        The entry tells the time that its answer has. Raises DuplicateRequest where the name is another's, or in use."""
+        """Claim a request and restore the stored part of its answers into its records. Returns None if the ledger
+        cannot be used. The entry holds the creation time of the answer. Raises DuplicateRequest if the id is in use, or
+        is stored with another body or credential."""
         claims = self._claims
         if claims is None:
             return None
@@ -168,17 +169,16 @@ class LedgerStore:
         key = key_of(name)
         try:
             if not claims.take(key) and not await self._claimed(claims, key):
-                raise DuplicateRequest(f"request {name!r} is in flight already")
+                raise DuplicateRequest(f"request {name!r} is already in flight")
         except OSError as error:
-            logger.error("%s: answers are not kept any longer: there are no locks: %s", self.keep.path, error)
+            logger.error("%s: answers are no longer stored, since file locks fail: %s", self.keep.path, error)
             self._claims = None
             return None
         try:
             asked, pieces = await self._read(key, name) if self._may_have(key) else (None, [])
             if asked is not None and asked.digest != digest_of(form.endpoint, body):
                 raise DuplicateRequest(
-                    f"request {name!r} has been asked with another body or credential, and that answer is kept; "
-                    "take another id"
+                    f"request {name!r} has a stored answer for another body or credential; use another id"
                 )
             entry = LedgerEntry(key, form, body, form.created_unix_s, request.records, self._clock.now_s())
             if asked is not None:
@@ -194,14 +194,15 @@ class LedgerStore:
         return entry
 
     def leave(self, entry: LedgerEntry) -> None:
-        """Its records have ended, or nobody waits for them any longer; before they are marked as such for that."""
+        """Queue the rest of the entry and release its claim. Call when its records have ended, or when its client has
+        left and before the records are marked as ended for that reason."""
         del self._entries[entry.key]
         if entry.named_request is None and self._clock.now_s() - entry.opened_s < self.keep.from_s:
             if self._claims is not None:
                 self._claims.free(entry.key)
             return
         self._queue(entry, leaves=True)
-        # Nobody's any longer, and the entry may have to wait for the disk.
+        # Free the memory now, since the entry may have to wait for the disk.
         entry.records, entry.cutters, entry.body = (), (), {}
 
     async def _claimed(self, claims: RequestClaims, key: int) -> bool:
@@ -215,7 +216,7 @@ class LedgerStore:
         try:
             return self._reader is not None and not self.failing and self._reader.has(key)
         except sqlite3.Error as error:
-            logger.warning("what may be kept of a request cannot be looked for: %s", error)
+            logger.warning("cannot look up a stored answer: %s", error)
             return False
 
     async def _read(self, key: int, name: str) -> tuple[NamedRequest | None, list[AnswerPiece]]:
@@ -226,7 +227,7 @@ class LedgerStore:
         try:
             return await asyncio.to_thread(read)
         except sqlite3.Error as error:
-            logger.warning("request %s: what is kept of it cannot be read: %s", name, error)
+            logger.warning("request %s: cannot read its stored answer: %s", name, error)
             return None, []
 
     def _give_back(self, entry: LedgerEntry, pieces: Sequence[AnswerPiece]) -> None:
@@ -242,11 +243,11 @@ class LedgerStore:
             self.counts.resumed += 1
             self.counts.resumed_tokens += tokens
 
-    # --- what they add -----------------------------------------------------------------------------------------------
+    # --- growth of the answers ---------------------------------------------------------------------------------------
 
     def _collect_progress(self, after: Sequence[LedgerEntry] = ()) -> None:
-        """Take up what requests have grown by that have been here for a while. Young ones may have ended before it
-        would be worth it."""
+        """Queue the growth of requests older than `PROGRESS_S`, or of the entries in `after`. Younger requests may end
+        before a write is worthwhile."""
         before_s = self._clock.now_s() - PROGRESS_S
         entries = after or [entry for entry in self._entries.values() if entry.opened_s <= before_s]
         for entry in entries[:ENTRIES_AT_ONCE]:
@@ -288,7 +289,7 @@ class LedgerStore:
         pruner = False
         while True:
             self._news.wait(PRUNE_EVERY_S)
-            closing_now = self._closing.wait(BATCH_S)  # at once, where it is set
+            closing_now = self._closing.wait(BATCH_S)  # returns at once when set
             self._news.clear()
             orders = [self._orders.popleft() for _ in range(len(self._orders))]
             now_s = time.monotonic()
@@ -303,7 +304,7 @@ class LedgerStore:
                     if pruner and now_s - pruned_s > PRUNE_EVERY_S:
                         pruned_s = now_s
                         self._prune(file)
-                    if written:  # a file that can be opened may still take no more
+                    if written:  # a file that can be opened may still reject writes
                         self._set_failing("")
             except _FAILURES as error:
                 self._lose(orders)
@@ -332,7 +333,7 @@ class LedgerStore:
             self._claims = RequestClaims(self.keep.path.with_name(self.keep.path.name + ".claims"))
 
     def _write(self, file: AnswerFile, orders: Sequence[_Order]) -> bool:
-        """Whether there was anything to write."""
+        """Write the orders' pieces. Returns whether there were any."""
         rows = [
             AnswerRow(order.entry.key, order.written_s, order.entry.named_request if piece.number == 0 else None, piece)
             for order in orders
@@ -355,10 +356,10 @@ class LedgerStore:
         self.counts.pruned += file.prune(before_s, self.keep.answers_bytes, self._claims.take, self._claims.free)
 
     def _set_failing(self, failing: str) -> None:
-        """Log it when it changes."""
+        """Set the reason why writes fail, and log a change between failing and working."""
         if bool(failing) != bool(self.failing):
             if failing:
-                logger.error("%s: answers are not kept for now: %s", self.keep.path, failing)
+                logger.error("%s: answers cannot be stored: %s", self.keep.path, failing)
             else:
-                logger.warning("%s: answers are kept again", self.keep.path)
+                logger.warning("%s: answers are stored again", self.keep.path)
         self.failing = failing

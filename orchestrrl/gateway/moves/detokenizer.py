@@ -1,11 +1,11 @@
-"""Text after a cut between two engines, from any engine of the model that decodes tokens, or without one.
+"""Produce the text after a cut between two engines, with the help of any engine of the model that decodes tokens.
 
-With byte-level tokenizers a character can take several tokens, and engines hold its text back until it is whole. An
-engine that begins in the middle of a character does not know what the client has seen (vLLM's then repeats the whole
-prompt as text), so until the character is whole the text is made here, from the tokens on both sides of the cut.
+With byte-level tokenizers a character can need several tokens, and engines withhold its text until it is complete. An
+engine that continues inside a character lacks the earlier tokens' text (vLLM then repeats the whole prompt as text).
+Until the character is complete, this module therefore decodes the tokens on both sides of the cut.
 
-Generation needs tokens alone, so a detokenizer that fails costs no request: another engine of the model is asked, and
-where none answers, the continuing engine's own text is used.
+Generation needs only tokens, so no request fails because of a detokenizer: another engine of the model is tried, and if
+none answers, the continuing engine's own text is used.
 """
 
 import asyncio
@@ -22,11 +22,11 @@ from orchestrrl.gateway.routing.backends import EngineBackends
 
 logger = logging.getLogger(__name__)
 
-ANSWER_WITHIN_S = 2.0  # of one engine, before another one is asked
-AVOID_FOR_S = 10.0  # an engine that failed to decode is asked last for this long
-MOST_ASKED = 3  # engines for one text
-INCOMPLETE = "\ufffd"  # what decoders show for bytes that are no character, or not one yet
-# Tokens before the cut that are decoded with it: more than any character has, with some context for the decoder.
+ANSWER_WITHIN_S = 2.0  # timeout per engine
+AVOID_FOR_S = 10.0  # an engine that failed to decode is tried last for this long
+MOST_ASKED = 3  # engines tried for one text
+INCOMPLETE = "\ufffd"  # decoders show it for bytes that are not, or not yet, a character
+# Tokens before the cut that are decoded too: more than any character needs, plus some context for the decoder.
 WINDOW_TOKENS = 32
 
 
@@ -34,8 +34,9 @@ Decode = Callable[[Sequence[int]], Awaitable[str]]
 
 
 async def detokenize(fleet: EngineBackends, first: EngineBackend, token_ids: Sequence[int]) -> str:
-    """Have tokens decoded on the engine of an attempt, or on another engine of its model where that one fails: those
-    behind it in the routes, and last those that failed lately. Raises Permanent when no engine has answered."""
+    """Return the text of the tokens, decoded by engine `first` or, if that fails, by other engines of its model. These
+    are tried in the order of the routes after `first`; engines that failed recently are tried last. Raises Permanent if
+    no engine answers."""
     slots = [backend for backend in fleet if backend is first or _may_stand_in(backend, first)]
     at = next((index for index, backend in enumerate(slots) if backend is first), None)
     ordered = [first, *slots] if at is None else slots[at:] + slots[:at]
@@ -56,7 +57,7 @@ async def detokenize(fleet: EngineBackends, first: EngineBackend, token_ids: Seq
 
 
 def _may_stand_in(backend: EngineBackend, first: EngineBackend) -> bool:
-    """Whether the engine is alive and, as far as is known, has the same model."""
+    """Return whether the engine is usable and, as far as is known, serves the same model as `first`."""
     if not backend.usable:
         return False
     if backend.capabilities is None or first.capabilities is None:
@@ -65,11 +66,11 @@ def _may_stand_in(backend: EngineBackend, first: EngineBackend) -> bool:
 
 
 class TextAfterCut:
-    """Text of the tokens after a cut in the middle of a character: what an engine decodes them to, or the continuing
-    engine's own text less what was sent. `open` until the text is that of the engine's chunks."""
+    """The text of the tokens after a cut inside a character. An engine decodes the tokens, or else the continuing
+    engine's own text is used, less the text already sent. `open` is True until the chunks' own text is correct."""
 
     def __init__(self, record: RequestRecord, decode: Decode, tokens: list[int], text: str | None) -> None:
-        """`text`: of the `tokens` before the cut; None where no engine decodes them."""
+        """Start after a cut. `text` is the text of the `tokens` before it; None if no engine decodes them."""
         self._record = record
         self._decode = None if text is None else decode
         self._tokens = tokens
@@ -77,7 +78,7 @@ class TextAfterCut:
         self.open = True
 
     async def text(self, chunk: Chunk) -> str:
-        """Return what the chunk adds to the text."""
+        """Return the text that the chunk adds to the answer."""
         if not self.open:
             return chunk.text
         if self._decode is None:
@@ -89,7 +90,7 @@ class TextAfterCut:
         try:
             text = await self._decode(self._tokens if shows_stop else self._tokens[:-1])
         except Permanent as error:
-            logger.warning("request %s: text after a cut is not decoded: %s", self._record.id, error)
+            logger.warning("request %s: cannot decode the text after a move: %s", self._record.id, error)
             self._decode = None
             return self._undecoded(chunk)
         self.open = text.endswith(INCOMPLETE)
@@ -104,7 +105,7 @@ class TextAfterCut:
 
 
 async def text_after_cut(record: RequestRecord, backend: EngineBackend, fleet: EngineBackends) -> TextAfterCut | None:
-    """Return the text after the record's tokens; None where they end on a whole character."""
+    """Return the splice for the text after the record's tokens; None if they end on a complete character."""
     if record.text_complete or not record.generated_ids:
         return None
     window = [*(record.prompt_ids or ())[-WINDOW_TOKENS:], *record.generated_ids[-WINDOW_TOKENS:]][-WINDOW_TOKENS:]
@@ -118,17 +119,17 @@ async def text_after_cut(record: RequestRecord, backend: EngineBackend, fleet: E
 
 
 def unsent(chunk: Chunk, record: RequestRecord) -> str:
-    """Return what the first text after a cut adds to the record's text. Pure.
+    """Return the part of the first text after a cut that the record's text lacks. Pure.
 
-    vLLM's decoder, begun inside a character, shows its whole context as new text: prompt, answer so far, new text.
+    vLLM's decoder, started inside a character, returns its whole context as new text: prompt, answer so far, new text.
     """
     text, sent = chunk.text, record.text
-    if not sent:  # all tokens so far are the beginning of one character
+    if not sent:  # all tokens so far belong to one incomplete character
         prompt = record.body.get("prompt")
         if isinstance(prompt, str) and text.startswith(prompt):
             return text[len(prompt) :]
         return text[-max(1, len(chunk.token_ids)) :]
-    # A prompt has more characters than a quarter of its tokens, and new text at least one.
+    # A prompt has more characters than a quarter of its number of tokens, and new text has at least one.
     at = text.rfind(sent, 0, len(text) - 1)
     if at < 0 or len(text) <= len(sent) + record.prompt_tokens // 4:
         return text

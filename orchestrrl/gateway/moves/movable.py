@@ -1,7 +1,7 @@
-"""Which requests may be continued on another engine without changing their answer, why not the others, and how. Pure.
+"""Decide whether a request may continue on another engine without changing its answer, and build its new body. Pure.
 
-A continued request is a completion whose prompt is the original prompt plus every token generated so far. That gives
-the undisturbed answer where the next token depends on the whole context alone, and not on where the answer began.
+A continued request is a completion whose prompt is the original prompt plus every token generated so far. The answer
+stays the same if the next token depends only on the whole context, and not on the position where the answer began.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,13 +13,13 @@ from orchestrrl.gateway.http.field_types import TYPED_FIELDS, name_set
 
 # OpenAI's default for completions, which vLLM follows. A chat answer may fill the engine's context.
 DEFAULT_COMPLETION_TOKENS = 16
-# The largest number that reports to the daemon carry. No context is as long.
+# The largest number that reports to the daemon can contain. Every context is shorter.
 MOST_TOKENS = 2**32 - 1
 
-# Fields that, with any value that switches them on, tie an answer to the place where it began.
+# Fields that, when enabled, make an answer depend on the position where it began.
 _TIED: Mapping[str, str] = {
     # vLLM counts these over generated tokens only; after a move the earlier ones would count as prompt. (A repetition
-    # penalty looks at prompt and answer alike, so it stays what it was.)
+    # penalty counts prompt and answer alike, so it does not change.)
     **dict.fromkeys(("presence_penalty", "frequency_penalty"), "counts generated tokens only"),
     # The automaton of a grammar starts at the first generated token.
     **dict.fromkeys(
@@ -29,38 +29,37 @@ _TIED: Mapping[str, str] = {
     # Parsers of tool calls and of reasoning read the answer from its beginning, and only for chat.
     "tools": "tool calls are parsed from the answer's beginning",
     "thinking_token_budget": "the budget counts from where the answer began",
-    # A stop string may lie across the cut, and its beginning may have been held back by the first engine.
+    # A stop string may span the cut, and the first engine may have withheld its beginning.
     "stop": "a stop string may span the cut",
-    # Words of several tokens are matched against generated tokens only.
+    # Bad words of several tokens are matched against generated tokens only.
     "bad_words": "a bad word may span the cut",
-    "repetition_detection": "looks at generated tokens only",
-    # Code of the user's own, with state that is not known here.
+    "repetition_detection": "counts generated tokens only",
+    # The user's own code may keep state that the gateway cannot read.
     **dict.fromkeys(("logits_processors", "vllm_xargs"), "custom code may keep state"),
     "watermarking": "the watermark depends on where the answer began",
     # The prompt is not a list of token ids.
-    "prompt_embeds": "the prompt is not made of tokens",
+    "prompt_embeds": "the prompt does not consist of tokens",
 }
 _CONDITIONAL = frozenset({"seed", "best_of", "response_format"})
 _LOOKED_AT = frozenset(_TIED) | _CONDITIONAL
 
-# Fields that need the engine's own answer: it is sent the body unchanged, and its answer is relayed.
+# Fields that need the engine's own answer: the body is sent unchanged, and the answer is relayed.
 _RELAYED: Mapping[str, str] = {
     "echo": "the answer begins with the prompt",
-    "prompt_logprobs": "only the engine's own whole answer has those of the prompt",
-    "routed_experts_prompt_start": "only the engine's own whole answer has routed experts",
-    "logprob_token_ids": "the engine's own answer has them for these tokens",
-    # Several hypotheses are alive at once, and which one is chosen is known at the end.
+    "prompt_logprobs": "only the engine's own whole answer contains the prompt's logprobs",
+    "routed_experts_prompt_start": "only the engine's own whole answer contains routed experts",
+    "logprob_token_ids": "only the engine's own answer contains logprobs of these tokens",
+    # Several hypotheses are alive at once, and one is chosen at the end.
     "use_beam_search": "a beam has no single sequence of tokens to continue",
-    # The KV of this request is being handed from engine to engine by another program, which reads what it needs for
-    # that in the answer.
+    # Another program transfers this request's KV between engines, and reads the transfer's parameters in the answer.
     "kv_transfer_params": "the engine's own answer describes its KV",
     "ec_transfer_params": "the engine's own answer describes its encoder cache",
 }
 _ASKED_BY_ZERO = frozenset({"prompt_logprobs", "routed_experts_prompt_start"})
 _ASKS_FOR_MORE = "return_"  # the prefix of fields that request data in the answer
 
-# Fields that engines are known to read: those whose type is checked, and those that may be of any type. Every other may
-# tie an answer to the place where it began.
+# Fields that engines are known to read: those whose type is checked, and those of any type. Any other field may make
+# an answer depend on the position where it began.
 _OF_ANY_TYPE = name_set(
     """
     metadata mm_payload on_stale prompt reasoning_effort return_mm_kwargs safety_identifier service_tier store
@@ -69,12 +68,12 @@ _OF_ANY_TYPE = name_set(
 )
 KNOWN_FIELDS = _LOOKED_AT | frozenset(_RELAYED) | TYPED_FIELDS | _OF_ANY_TYPE
 
-# Fields of an engine's answer that do not tie it to that engine: the last value holds for all of it, ...
+# Answer fields that do not bind the answer to its engine. The last value of these is valid for the whole answer ...
 PORTABLE_FIELDS = frozenset({"system_fingerprint", "service_tier", "matched_stop"})
-# ... or it describes one attempt and is left out of an answer that took several.
+# ... and the others describe one attempt, so they are omitted from an answer of several attempts.
 UNTIED_FIELDS = PORTABLE_FIELDS | {"metrics", "prompt_text"}
 
-# Of the chat endpoint only: the prompt's tokens already contain what they did, and logprobs are asked otherwise.
+# Fields of the chat endpoint only. The prompt's tokens already contain their effect, and logprobs have another form.
 _CHAT_ONLY = name_set(
     """
     messages max_completion_tokens logprobs top_logprobs tools tool_choice parallel_tool_calls reasoning_effort
@@ -82,12 +81,12 @@ _CHAT_ONLY = name_set(
     media_io_kwargs mm_processor_kwargs return_prompt_text
     """
 )
-# The prompt has been cut and completed by the first engine; doing it again would change it.
+# The first engine has already truncated and completed the prompt; a second time would change it.
 _PROMPT_SHAPING = name_set("prompt suffix truncate_prompt_tokens truncation_side add_special_tokens")
 
 
 def immovable_because(endpoint: CompletionEndpoint, body: Mapping[str, Any]) -> str:
-    """Why a running request may not be continued elsewhere; empty when it may."""
+    """Return why a running request may not continue on another engine; empty if it may."""
     if relayed := relayed_because(endpoint, body):
         return relayed
     for name in sorted(body.keys() & _LOOKED_AT):
@@ -100,28 +99,26 @@ def immovable_because(endpoint: CompletionEndpoint, body: Mapping[str, Any]) -> 
         elif name == "response_format" and isinstance(value, Mapping) and value.get("type") != "text":
             return "response_format: a grammar starts where the answer began"
         elif name == "seed" and value is not None and body.get("temperature") != 0:
-            # The engine's generator is seeded when a request arrives: the continued one would draw the first tokens'
-            # numbers again. Greedy decoding draws none.
+            # The engine seeds its generator when a request arrives, so a continued request would repeat the first
+            # tokens' random numbers. Greedy decoding uses none.
             return "seed: the seeded draws would start over"
     if endpoint is CompletionEndpoint.CHAT and _has_media(body.get("messages")):
-        return "messages: images, audio and video are not made of tokens"
+        return "messages: images, audio and video do not consist of tokens"
     unknown = min((name for name in body if name not in KNOWN_FIELDS and body[name] is not None), default=None)
-    return (
-        "" if unknown is None else f"{cut(path_of((unknown,)))}: is not known, and may depend on where the answer began"
-    )
+    return "" if unknown is None else f"{cut(path_of((unknown,)))}: is unknown and may depend on where the answer began"
 
 
 def relayed_because(endpoint: CompletionEndpoint, body: Mapping[str, Any]) -> str:
-    """Why an engine has to be sent the body unchanged and its answer relayed; empty when it does not. Such a
-    request stays where it began."""
+    """Return why the body must be sent unchanged and the engine's answer relayed; empty if that is not necessary. Such
+    a request stays on its engine."""
     for name, value in body.items():
         if name in _RELAYED:
             if value is not None if name in _ASKED_BY_ZERO else value:
                 return f"{name}: {_RELAYED[name]}"
         elif name.startswith(_ASKS_FOR_MORE) and name not in KNOWN_FIELDS and value:
-            return f"{cut(path_of((name,)))}: is not known, and may ask for what only the engine's own answer has"
+            return f"{cut(path_of((name,)))}: is unknown and may request data of the engine's own answer"
     if endpoint is CompletionEndpoint.CHAT and body.get("return_tokens_as_token_ids") and body.get("logprobs"):
-        return "return_tokens_as_token_ids: only the engine's own answer has the bytes of these tokens"
+        return "return_tokens_as_token_ids: only the engine's own answer contains the bytes of these tokens"
     return ""
 
 
@@ -137,8 +134,8 @@ def _has_media(messages: object) -> bool:
 
 
 def max_answer_tokens(endpoint: CompletionEndpoint, body: Mapping[str, Any]) -> int | None:
-    """The most tokens that the answer may have; None where the engine's context is the only limit, or what was asked
-    is no such number, which is the engine's to judge."""
+    """Return the most tokens that the answer may have. None if only the engine's context limits it, or if the field's
+    value is invalid, which the engine then reports."""
     asked = body.get("max_tokens")
     if endpoint is CompletionEndpoint.CHAT and body.get("max_completion_tokens") is not None:
         asked = body["max_completion_tokens"]
@@ -154,11 +151,12 @@ def continued(
     generated_ids: Sequence[int],
     max_tokens: int,
 ) -> dict[str, Any]:
-    """The body of a completion that goes on after `generated_ids`, of `max_tokens` in all (more than are there)."""
+    """Return the body of a completion that continues after `generated_ids`. `max_tokens` is the limit of the whole
+    answer and exceeds the number of generated tokens."""
     dropped = _PROMPT_SHAPING | _CHAT_ONLY if endpoint is CompletionEndpoint.CHAT else _PROMPT_SHAPING
     new = {name: value for name, value in body.items() if name not in dropped}
     new["prompt"] = [*prompt_ids, *generated_ids]
-    # A chat template has written the special tokens that a prompt begins with; ids are taken as they are.
+    # The ids already contain the special tokens at the start of the prompt.
     new["add_special_tokens"] = False
     new["max_tokens"] = max_tokens - len(generated_ids)
     if isinstance(body.get("min_tokens"), int):

@@ -1,7 +1,7 @@
-"""One move of one request: what was ordered, what is reported of it, and the KV that goes with it.
+"""One move of one request: the order, its result, and the KV that is transferred with it.
 
-KV belongs to a version, of configuration and weights. It is loaded only where the request began, the engine that it
-leaves and the one that it goes to are all of the same one; else, and whatever goes wrong, it is computed again.
+KV belongs to a version of configuration and weights. It is loaded only if the version at the start of the attempt, the
+source's version and the target's version are equal. Otherwise, or after any error, the context is computed again.
 """
 
 import asyncio
@@ -18,21 +18,21 @@ from orchestrrl.gateway.routing.backends import EngineBackends
 from orchestrrl.integrations.instrument.kv_scheduler import DEFAULT_WAIT_S, MAX_WAIT_S
 from planner.model import MoveMethod, RequestMove
 
-# Of what recomputing would take: so long a destination waits for KV that is still being written.
+# A destination waits for KV that is still being written for this fraction of the predicted recomputation time.
 WAIT_SHARE = 0.5
-COUNTED_WITHIN_S = 5.0  # a busy engine answers late, and the next moves wait for it
+COUNTED_WITHIN_S = 5.0  # timeout of the engine's metrics; a busy engine answers late
 
 
 @dataclass(frozen=True, slots=True)
 class LeftKv:
-    """The KV that an attempt leaves where it is cut: an entry of the engines' connector."""
+    """The KV that an attempt leaves when it is cut: an entry of the engines' KV connector."""
 
-    version: str  # under which the attempt began
+    version: str  # the KV version at the start of the attempt
     entry: str
 
 
 def left_by(record: RequestRecord, backend: EngineBackend, fleet: EngineBackends) -> LeftKv | None:
-    """What the record's present attempt will leave on this engine; None where nobody could use it."""
+    """Return the KV entry that the record's current attempt will leave on this engine; None if no engine can use it."""
     version = backend.kv_version
     if not version or record.immovable_because or fleet.kv_versions[version] < 2:
         return None
@@ -40,14 +40,13 @@ def left_by(record: RequestRecord, backend: EngineBackend, fleet: EngineBackends
 
 
 def wait_s(order: RequestMove) -> float:
-    """How long the destination should wait for KV before it recomputes."""
+    """Return how long the destination waits for KV before it recomputes, in seconds."""
     return min(MAX_WAIT_S, WAIT_SHARE * order.other_s) if order.other_s > 0 else DEFAULT_WAIT_S
 
 
 class KvLoadCount:
-    """How many tokens an engine loads for one request: what its total grows by, less what was found to be those of
-    others that load in the same while. Where some of these fail, or other gateways have requests load there, one may be
-    taken for the other."""
+    """Counts the tokens that an engine loads for one request: the growth of the engine's total, less the tokens counted
+    for concurrent loads. The count may be wrong if a concurrent load fails or other gateways load on the engine."""
 
     def __init__(self, backend: EngineBackend) -> None:
         self._backend = backend
@@ -57,7 +56,8 @@ class KvLoadCount:
         backend.loads_open += 1
 
     async def tokens(self, most: int) -> int | None:
-        """To be asked once, when the request goes on. None: the engine does not say."""
+        """Return the loaded tokens, at most `most`; None if the engine does not report its total. Call once, when the
+        request has continued."""
         backend = self._backend
         try:
             async with asyncio.timeout(COUNTED_WITHIN_S):
@@ -74,7 +74,7 @@ class KvLoadCount:
             backend.loads_open -= 1
 
     def forget(self) -> None:
-        """Instead: nobody wants to know any longer."""
+        """Discard the count. Call instead of `tokens`."""
         self._backend.loads_open -= 1
 
 
@@ -82,40 +82,40 @@ async def _loaded_total(backend: EngineBackend) -> int | None:
     try:
         return (await backend.engine.metrics()).loaded_tokens_total
     except OrchestrRLError:
-        return None  # it answers requests, or the move will fail by that
+        return None  # if the engine is down, the move itself will fail
 
 
 class MoveRefused(Exception):
-    """The move is not begun, and the request stays as it is."""
+    """The move was not started, and the request is unchanged."""
 
 
 @dataclass(eq=False)
 class MoveInProgress:
-    """From the order until the request goes on at `target`, or does not. `result` is set once."""
+    """A move between its order and its outcome. `result` is set once."""
 
     order: RequestMove
     source: EngineBackend
     target: EngineBackend
-    context_tokens: int  # that the source had computed
-    step_s: float  # a decode step at the source
+    context_tokens: int  # computed by the source
+    step_s: float  # duration of a decode step at the source
     cut_s: float
-    left: LeftKv | None  # at the source
+    left: LeftKv | None  # the KV left at the source
     submitted: bool = False
 
     def __post_init__(self) -> None:
-        # An engine whose version has changed since the attempt began has computed on with other weights.
+        # If the source's version has changed since the attempt began, part of the KV comes from other weights.
         goes_by_kv = (
             self.order.method is MoveMethod.TRANSFER
             and self.context_tokens > 0
             and self.left is not None
             and self.left.version == self.source.kv_version == self.target.kv_version
         )
-        self.load = self.left if goes_by_kv else None  # the KV to be loaded; None: the context is computed again
+        self.load = self.left if goes_by_kv else None  # the KV to load; None: the context is computed again
         self.result: asyncio.Future[OperationItemResult] = asyncio.get_running_loop().create_future()
         self._count = None if self.load is None else KvLoadCount(self.target)
 
     def taken(self) -> None:
-        """The target has the request; nobody waits any longer to see it go on."""
+        """Report the move as done before the target's first token, when the caller's patience ends."""
         self._forget_count()
         self.result.set_result(self._outcome(0.0, None if self.load is not None else 0))
 
@@ -125,8 +125,8 @@ class MoveInProgress:
         self.result.set_result(outcome)
 
     def arrived(self, now_s: float, in_background: Callable[[Coroutine[Any, Any, None]], object]) -> None:
-        """The target has made a token for it, or ended it."""
-        # What is loaded or computed again yields the next token, which a step would have made anyway.
+        """Report the move as done, after the target's first token or the end of the answer."""
+        # Loading or recomputing also yields the next token, which a decode step would have produced anyway.
         duration_s = max(0.0, now_s - self.cut_s - self.step_s)
         if self._count is None:
             self.result.set_result(self._outcome(duration_s, 0))
@@ -134,12 +134,12 @@ class MoveInProgress:
             in_background(self._report_loaded(self._count, duration_s))
 
     async def _report_loaded(self, count: KvLoadCount, duration_s: float) -> None:
-        """Find out whether the KV came, and say so."""
+        """Count the tokens whose KV the target loaded, and set the result."""
         loaded: int | None = None
         try:
             loaded = await count.tokens(self.context_tokens - 1)
         finally:
-            if not self.result.done():  # who waited for it may have left
+            if not self.result.done():  # a cancelled caller cancels the future
                 self.result.set_result(self._outcome(duration_s, loaded))
 
     def _forget_count(self) -> None:
@@ -147,7 +147,8 @@ class MoveInProgress:
             self._count.forget()
 
     def _outcome(self, duration_s: float, loaded_tokens: int | None) -> OperationItemResult:
-        """Of a move that is done. `loaded_tokens` None: KV was sent for, and nobody knows whether it came."""
+        """Return the result of a completed move. `loaded_tokens` is None if KV was requested and it is unknown whether
+        the target loaded it."""
         if loaded_tokens:
             method, recomputed = MoveMethod.TRANSFER, self.context_tokens - loaded_tokens
         else:

@@ -1,1 +1,1 @@
-"""Which engine a request goes to: the engines as a gateway has them, its queue, and the policies that choose."""
+"""Route requests to engines: the gateway's view of the engines, its queue, and the routing strategies."""

@@ -1,4 +1,4 @@
-"""One engine as a gateway has it: its route, the requests on it, and whether it may take more. Pure."""
+"""One engine as seen by a gateway: its route, the requests on it, and whether it may accept more. Pure."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -12,41 +12,42 @@ from planner.model import EngineHealth, RequestId, RequestState
 
 @dataclass(slots=True, kw_only=True)
 class EngineBackend(EngineLoad):
-    """One engine, and the gateway's requests on it. It is its own load, since a choice reads those of every engine."""
+    """One engine and the gateway's requests on it. It extends EngineLoad because routing reads every engine's load."""
 
     engine: Engine
     route: EngineRoute
-    routed: bool = True  # False: left the routes, and only finishes what it has
-    suspect_because: str = ""  # empty: believed alive
-    rechecking: bool = False  # it is being asked whether it lives
+    routed: bool = True  # False: it left the routes and only finishes its requests
+    suspect_because: str = ""  # why the engine is suspected dead; empty: it counts as alive
+    rechecking: bool = False  # a task probes its health
     capabilities: EngineCapabilities | None = None
-    learning: "asyncio.Task[None] | None" = None  # asks for these; the last one, which may have ended
-    unlearnable: bool = False  # it answered that it does not tell them
-    tying_field: str = ""  # of its answers, which a continued one would lack in part; empty: none has been seen
-    whole_field: str = ""  # of its whole answers, which its streams lack; empty: none has been seen
-    server: str = ""  # identifies the server's process, as it was last read; empty: unknown
+    learning: "asyncio.Task[None] | None" = None  # the latest task that reads the capabilities; may have ended
+    unlearnable: bool = False  # it does not report its capabilities
+    tying_field: str = ""  # an answer field that a continued answer would have only in part; empty: none seen
+    whole_field: str = ""  # a field of non-streamed answers that its streams lack; empty: none seen
+    server: str = ""  # identity of the server process when last read; empty: unknown
     records: dict[RequestId, RequestRecord] = field(default_factory=dict)
-    reserved: dict[RequestId, int] = field(default_factory=dict)  # context tokens of those who are about to enter
-    waiting_of_others: int = 0  # requests that others have waiting there
-    waited_most: int = 0  # of ours, since the last route, and before
-    waited_most_before: int = 0
-    progressed_s: float = 0.0  # last token of any request
+    reserved: dict[RequestId, int] = field(default_factory=dict)  # context tokens of requests with a reserved place
+    waiting_of_others: int = 0  # waiting requests of other clients
+    waited_most: int = 0  # the most waiting requests of this gateway since the last route ...
+    waited_most_before: int = 0  # ... and in the interval before
+    progressed_s: float = 0.0  # time of the last token of any request
     failures_total: int = 0
-    detokenize_failed_s: float | None = None  # None: its last call succeeded, or there was none
-    own_pool: str = ""  # where the daemon names none
-    policy_version: int | None = None  # of its weights; None: nobody has told
-    mixed: bool = False  # a lease ended by itself while weights were being changed: nobody knows which it has
-    outdated: bool = False  # it did not get the fleet's weights, and gets no requests until its version is told
-    paused: bool = False  # by us, or it was tried: it is to be resumed
-    resuming: bool = False  # it did not resume at once, and is asked again
-    still: bool = False  # it has been paused, and what it has stands still
-    loads_open: int = 0  # requests of ours that load KV there and whose tokens were not counted yet
-    loads_before: "asyncio.Task[int | None] | None" = None  # tokens that it had loaded before the first of these
-    loads_found_tokens: int = 0  # since then, by requests that were counted
+    detokenize_failed_s: float | None = None  # time of the last failed call; None: the last call succeeded, or no call
+    own_pool: str = ""  # the pool if the daemon assigns none
+    policy_version: int | None = None  # version of its weights; None: unknown
+    mixed: bool = False  # a lease expired during a weight change, so the version is uncertain
+    outdated: bool = False  # it lacks the fleet's weights and receives no requests until its version is reported
+    paused: bool = False  # this gateway paused it, or tried to, and must resume it
+    resuming: bool = False  # a task retries the resume
+    still: bool = False  # the pause succeeded: its requests make no progress
+    loads_open: int = 0  # this gateway's requests that load KV there and are not yet counted
+    loads_before: "asyncio.Task[int | None] | None" = None  # the engine's loaded tokens before the first of these
+    loads_found_tokens: int = 0  # tokens loaded since then by counted requests
 
     @property
     def usable(self) -> bool:
-        """May take a request that is new to it. Whoever lets it become so announces it to the fleet."""
+        """Return whether the engine accepts new requests. A caller that makes it usable must call the fleet's
+        `announce`."""
         return (
             self.routed
             and not self.route.draining
@@ -57,27 +58,27 @@ class EngineBackend(EngineLoad):
 
     @property
     def in_use(self) -> bool:
-        """It has something of ours, or stands still for us."""
+        """Return whether the engine has requests of this gateway or is paused by it."""
         return bool(self.records or self.reserved or self.paused)
 
     @property
     def context_limit_tokens(self) -> float:
-        """Of one request, prompt and answer; inf where it is not known."""
+        """The most tokens of one request, prompt and answer; inf if unknown."""
         known = None if self.capabilities is None else self.capabilities.max_model_len_tokens
         return float("inf") if known is None else known
 
     @property
     def kv_version(self) -> str:
-        """What KV on it depends on; empty: it hands none over."""
+        """The version of configuration and weights that its KV belongs to; empty if it transfers no KV."""
         version = "" if self.mixed else self.route.kv_version
         return version if not version or self.policy_version is None else f"{version}@{self.policy_version}"
 
     def has(self, policy_version: int) -> None:
-        """Weights of this version, as somebody who knows tells."""
+        """Record that the engine has weights of this version."""
         self.policy_version, self.mixed = policy_version, False
 
     def forget_offers(self) -> None:
-        """The server may be another one from now on."""
+        """Forget everything read from the server, which may have been replaced."""
         if self.learning is not None:
             self.learning.cancel()
         self.capabilities = self.learning = None
@@ -85,9 +86,9 @@ class EngineBackend(EngineLoad):
         self.tying_field = self.whole_field = ""
 
     def follow(self, route: EngineRoute) -> None:
-        """Take the daemon's newer word on this engine."""
+        """Apply the daemon's newer route of this engine."""
         if route.health is EngineHealth.GONE and self.route.health is not EngineHealth.GONE:
-            self.suspect_because = self.suspect_because or "the daemon says that it is gone"
+            self.suspect_because = self.suspect_because or "the daemon reports it as gone"
         self.route = route
         self.routed = True
         if route.policy_version is not None:
@@ -100,21 +101,21 @@ class EngineBackend(EngineLoad):
         self.pool = route.pool or self.own_pool
         self.seconds_per_token = None
         if route.load_index and self.records:
-            # The daemon's index holds the rate; our own counts at this moment stand in for those behind it.
+            # The daemon's index implies the decode rate. The gateway's present counts approximate the daemon's.
             mean_tokens = max(1.0, (self.running_tokens + self.waiting_tokens) / len(self.records))
             cap = concurrency_cap(self, mean_tokens)
             self.seconds_per_token = route.load_index * cap / len(self.records)
 
-        # What waited when the daemon's word was sampled may run by now. The most of ours that waited lately is taken
-        # off, so that ours are never taken for others'.
+        # Requests that waited when the daemon sampled the engine may run now. Subtract the recent maximum of this
+        # gateway's waiting requests, so that none of them counts as another client's.
         ours = max(self.waited_most, self.waited_most_before)
         self.waiting_of_others = max(0, (route.waiting or 0) - ours)
         self.waited_most_before, self.waited_most = self.waited_most, self.waiting
 
     def has_room(self, queue_depth: int, context_tokens: int) -> bool:
-        """Whether one more may be sent there. `queue_depth` is of those who have to wait: where seats and KV are known
-        to be free for all who were sent, nobody does for longer than prefill takes."""
-        # One of ours always may wait: others who fill the engine would keep us out.
+        """Return whether the engine may accept one more request. Up to `queue_depth` requests may wait on it; more are
+        accepted if it is known to have seats and KV for all waiting requests."""
+        # One request may always wait, so that other clients cannot lock this gateway out.
         return self.waiting < max(1, queue_depth - self.waiting_of_others) or (
             self.running + self.waiting < self.max_sequences
             and context_tokens + self.waiting_tokens <= self.kv_free_tokens
@@ -122,7 +123,7 @@ class EngineBackend(EngineLoad):
         )
 
     def reserve(self, record: RequestRecord) -> None:
-        """The record will enter; until then it counts as waiting."""
+        """Reserve a place for the record, which counts as waiting until it enters."""
         self.reserved[record.id] = record.context_tokens
         self._await(record.context_tokens)
 
@@ -147,7 +148,7 @@ class EngineBackend(EngineLoad):
             self.waited_most = self.waiting
 
     def advance(self, record: RequestRecord, context_before: int, was: RequestState, now_s: float) -> None:
-        """The record has grown from `context_before`, and was in state `was`."""
+        """Update the counts after the record has grown from `context_before` tokens and state `was`."""
         self.progressed_s = now_s
         if was is RequestState.RUNNING:
             self._run(record.context_tokens - context_before)
@@ -160,8 +161,8 @@ class EngineBackend(EngineLoad):
             self.waiting_tokens += record.context_tokens - context_before
 
     def run_whole(self, record: RequestRecord) -> None:
-        """The record is sent for an answer that comes as a whole and shows no first token. It counts as running, where
-        the engine is known to have a seat for it."""
+        """Count the record as running if the engine is known to have a seat for it. A non-streamed answer shows no
+        first token."""
         seats = self.max_sequences or (self.capabilities.max_sequences if self.capabilities is not None else 0) or 0
         if record.state is RequestState.WAITING and self.running < seats:
             record.state = RequestState.RUNNING

@@ -1,4 +1,4 @@
-"""The engines that a gateway talks to: their routes, what it has on each, and whether it believes them alive."""
+"""A gateway's engines: the routing table, the queue before it, and the health of each engine."""
 
 import asyncio
 import logging
@@ -27,59 +27,59 @@ logger = logging.getLogger(__name__)
 
 Connect = Callable[[str], Engine]
 
-# A suspect is asked again after this long, doubling up to the cap.
+# First interval between health probes of a suspected engine; it doubles up to the cap.
 RECHECK_FIRST_S = 0.25
 RECHECK_CAP_S = 5.0
 WAIT_BOUNDS_S = (0.0, 0.01, 0.1, 1.0, 5.0, 15.0, 60.0, 300.0, 1800.0, 7200.0)
-LEARN_S = 2.0  # a request waits no longer for what its engine offers
+LEARN_S = 2.0  # the longest that a request waits for its engine's capabilities
 
 
 class NoBackend(Exception):
-    """None was there that the request could ever go to, for as long as it had patience."""
+    """No engine that may run the request was available within its patience."""
 
 
 class EngineBackends:
-    """Holds the routing table, and the queue before the engines. Connections are opened when used; `close` releases
-    them."""
+    """Holds the routing table and the queue before the engines. Connections are opened on use and released by
+    `close`."""
 
     def __init__(self, connect: Connect, *, clock: Clock, routing: RoutingPolicy | None = None) -> None:
         self._connect = connect
         self.clock = clock
-        self.incarnation = uuid.uuid4().hex  # makes names of ours differ from those of every other gateway and start
+        self.incarnation = uuid.uuid4().hex  # makes this gateway's names unique among all gateways and starts
         self.routing = routing or RoutingPolicy()
         self.queue = RequestQueue()
         self.waits = Histogram(
             "orchestrrl_gateway_queue_seconds",
-            "How long requests waited here before they were sent to an engine, each time.",
+            "Seconds that a request waited in the gateway before each attempt.",
             buckets=WAIT_BOUNDS_S,
             registry=None,
         )
         self.failovers = FailoverCounter()
-        self._giving_up = False  # those who are alone too long are looked for
-        self._usable_slots: list[EngineBackend] | None = None  # None: to be looked up again
-        self._last: EngineId | None = None  # chosen
+        self._giving_up = False  # a task expires requests without an engine
+        self._usable_slots: list[EngineBackend] | None = None  # cache; None: it must be computed again
+        self._last: EngineId | None = None  # the engine chosen last
         self._backends: dict[EngineId, EngineBackend] = {}
         self.own: dict[EngineId, GatewayEngine] = {}  # engines that the gateway was started with
-        self.kv_versions: Counter[str] = Counter()  # how many engines have each
-        self._contexts: set[float] = set()  # tokens that the contexts of engines in the routes hold
-        self._expected: frozenset[EngineId] = frozenset()  # as last told ...
-        self._expected_until_s = 0.0  # ... and for how long, so that a daemon that dies leaves nobody waiting
-        self._unexpecting: asyncio.Task[None] | None = None  # waits for the end of that
-        self._retired: list[EngineBackend] = []  # old houses of engines, with what still runs there
+        self.kv_versions: Counter[str] = Counter()  # number of routed engines per KV version
+        self._contexts: set[float] = set()  # context lengths of the routed engines, in tokens
+        self._expected: frozenset[EngineId] = frozenset()  # from the daemon's last order ...
+        self._expected_until_s = 0.0  # ... and their deadline, so that no request waits forever if the daemon dies
+        self._unexpecting: asyncio.Task[None] | None = None  # waits for that deadline
+        self._retired: list[EngineBackend] = []  # backends whose id now names another server, until they are empty
         self._barrier_open = True
-        self.policy_version: int | None = None  # newest that was told
-        self.changed = asyncio.Event()  # set, and replaced, when an engine may have become usable
+        self.policy_version: int | None = None  # newest reported version
+        self.changed = asyncio.Event()  # set and replaced when an engine may have become usable
         self._tasks: set[asyncio.Task[None]] = set()
 
     def __iter__(self) -> Iterator[EngineBackend]:
         return iter(self._backends.values())
 
     def with_retired(self) -> list[EngineBackend]:
-        """Those in the table, and those whose id names another by now."""
+        """Return the backends in the table and the retired ones, whose ids now name other servers."""
         return [*self._backends.values(), *self._retired]
 
     def contains(self, backend: EngineBackend) -> bool:
-        """It is one of these."""
+        """Return whether the backend is in the table or retired."""
         return self._backends.get(backend.id) is backend or any(other is backend for other in self._retired)
 
     def get(self, engine: EngineId | None) -> EngineBackend | None:
@@ -88,22 +88,22 @@ class EngineBackends:
         return self._backends.get(engine) or self._backends.get(self.id_of(engine))
 
     def id_of(self, engine: EngineId) -> EngineId:
-        """The daemon's id of an engine, where the gateway was started with another one."""
+        """Return the daemon's id of an engine that the gateway was started with, else the id itself."""
         own = self.own.get(engine)
         return engine if own is None else own.known_as or engine
 
     @property
     def expected(self) -> frozenset[EngineId]:
-        """Engines that are being started and cannot be used yet."""
-        if not self._expected or self.clock.now_s() >= self._expected_until_s:  # the usual case
+        """The engines that are being started and are not usable yet."""
+        if not self._expected or self.clock.now_s() >= self._expected_until_s:  # the common case
             return frozenset()
         return self._expected.difference(backend.id for backend in self if backend.usable)
 
     def set_routes(
         self, routes: Iterable[EngineRoute], expected: Iterable[EngineId] = (), expected_until_s: float = 0.0
     ) -> list[str]:
-        """Replace the routing table. Returns what was wrong with it, entry by entry; the rest is taken. `expected`:
-        engines that are being started."""
+        """Replace the routing table. Returns one message per invalid route; the valid routes are applied. `expected`
+        names the engines that are being started."""
         faults = []
         named = set()
         came = self._expect(frozenset(expected), expected_until_s)
@@ -116,7 +116,7 @@ class EngineBackends:
                 backend = None
             if backend is None:
                 if not route.url:
-                    faults.append(f"{route.engine}: no URL is known")
+                    faults.append(f"{route.engine}: the URL is unknown")
                     continue
                 backend = EngineBackend(
                     route.engine, engine=self._connect(route.url), route=EngineRoute(route.engine, route.url)
@@ -126,7 +126,7 @@ class EngineBackends:
             backend.follow(route)
             named.add(route.engine)
             if backend.id in came and route.health is not EngineHealth.GONE:
-                # Whatever it was before, the daemon has seen it start.
+                # The daemon has seen it start, so an earlier suspicion no longer holds.
                 backend.suspect_because = ""
                 backend.forget_offers()
                 self.in_background(self.learn(backend))
@@ -140,11 +140,11 @@ class EngineBackends:
         return faults
 
     def _rename(self, routes: Iterable[EngineRoute]) -> None:
-        """The gateway's own engines that the routes name by other ids are the same ones, with all that is on them.
-        Another engine at an address that a daemon's engine had is a new one."""
+        """Rename the gateway's own engines that the routes name by other ids; their requests stay. An engine at the
+        former address of one of the daemon's engines counts as new."""
         urls = {route.engine: route.url for route in routes}
         ours = {name for own in self.own.values() for name in (own.engine, own.known_as)}
-        for engine in self.own.keys() & urls.keys():  # the daemon uses it itself
+        for engine in self.own.keys() & urls.keys():  # the daemon uses this id as well
             self.own[engine] = replace(self.own[engine], known_as=None)
         strays = {
             server_address(backend.engine.url): backend
@@ -155,7 +155,7 @@ class EngineBackends:
             backend = strays.get(server_address(url)) if url and engine not in self._backends else None
             if backend is None:
                 continue
-            logger.info("engine %s is %s to the daemon", backend.id, engine)
+            logger.info("the daemon's id of engine %s is %s", backend.id, engine)
             self.use_id(backend.id, engine)
             self._backends[engine] = self._backends.pop(backend.id)
             for record in backend.records.values():
@@ -170,17 +170,17 @@ class EngineBackends:
                 self.use_id(engine, same)
 
     def keep_ids(self) -> None:
-        """Remember the present engines, by these ids, as those that the gateway was started with."""
+        """Store the current engines and their ids as those that the gateway was started with."""
         self.own = {backend.id: GatewayEngine(backend.id, without_login(backend.engine.url)) for backend in self}
 
     def use_id(self, name: EngineId, engine: EngineId) -> None:
-        """An id of one of the gateway's own engines gives way to the daemon's."""
+        """Map the gateway's own engine `name` to the daemon's id `engine`."""
         for first, own in self.own.items():
             if name in (first, own.known_as):
                 self.own[first] = replace(own, known_as=None if first == engine else engine)
 
     def _expect(self, expected: frozenset[EngineId], until_s: float) -> frozenset[EngineId]:
-        """Returns those that are not expected any longer: they have come, or never will."""
+        """Replace the expected engines. Returns those no longer expected: they have started, or never will."""
         before = self._expected, self._expected_until_s
         self._expected, self._expected_until_s = expected, until_s
         if before != (expected, until_s):
@@ -192,17 +192,16 @@ class EngineBackends:
         return before[0] - expected
 
     async def _unexpect(self, expected: frozenset[EngineId], until_s: float) -> None:
-        """Their time is over, and nobody came to say how it ended."""
+        """Wait until the deadline of the expected engines, then wake the requests that wait for them."""
         while (left_s := until_s - self.clock.now_s()) > 0:
             await self.clock.sleep(left_s)
         late = sorted(expected.difference(backend.id for backend in self if backend.usable))
         if late:
-            logger.warning("nobody waits any longer for %s, to be started by now", ", ".join(late))
+            logger.warning("engines did not start in time, requests no longer wait for them: %s", ", ".join(late))
         self.announce()
 
     def announce(self) -> None:
-        """An engine may have become usable. Everybody who waits now wakes; whoever comes later waits for the next
-        change."""
+        """Wake all tasks that wait for a change, and dispatch queued requests: an engine may have become usable."""
         self.kv_versions = Counter(backend.kv_version for backend in self._backends.values() if backend.routed)
         self._note_contexts()
         self.changed.set()
@@ -212,7 +211,7 @@ class EngineBackends:
 
     @property
     def barrier_open(self) -> bool:
-        """False: nothing goes to engines, and nobody is at fault for it."""
+        """Return whether requests may be sent to engines."""
         return self._barrier_open
 
     @barrier_open.setter
@@ -232,13 +231,14 @@ class EngineBackends:
         again: bool = False,
         patience_s: float = float("inf"),
     ) -> EngineBackend:
-        """Wait for an engine with room, and reserve the place until `EngineBackend.enter`; who does not enter gives it
-        back (`give_back`). `avoiding`: only where there is no other engine. `again`: before those who are new.
+        """Wait for an engine with room and reserve a place on it. The caller must call `EngineBackend.enter` or
+        `give_back`. Engines in `without` are excluded; those in `avoiding` are used only if there is no other. A
+        request with `again` precedes new ones.
 
-        Raises NoBackend after `patience_s` without an engine that it could go to; time in a queue does not count, nor
-        while the pause barrier is closed, nor while an engine is expected that it could go to.
+        Raises NoBackend after `patience_s` without an eligible engine. Time in the queue of an eligible engine does not
+        count, nor time while the pause barrier is closed or an eligible engine is expected.
         """
-        if self._barrier_open and not self.queue and not avoiding:  # the usual case, without what waiting takes
+        if self._barrier_open and not self.queue and not avoiding:  # the common case, without the cost of waiting
             found = self.choose(self._newcomer(record), without)
             if found is not None:
                 found.reserve(record)
@@ -257,7 +257,7 @@ class EngineBackends:
         try:
             if not backend.done():
                 record.detach()
-                await asyncio.wait({backend})  # a cancellation leaves it as it is
+                await asyncio.wait({backend})  # unlike `await backend`, does not cancel the future
             return backend.result()
         except asyncio.CancelledError:
             if backend.done() and backend.exception() is None:
@@ -267,7 +267,7 @@ class EngineBackends:
             self.queue.leave(waiter)
 
     def enqueue(self, waiter: QueuedRequest) -> None:
-        """`place` for those who do not wait themselves: `placed` is called once, perhaps at once."""
+        """Queue a request without waiting. `waiter.placed` is called once, possibly before this call returns."""
         waiter.newcomer, waiter.since_s = self._newcomer(waiter.record), self.clock.now_s()
         self.queue.join(waiter)
         self.dispatch()
@@ -278,13 +278,13 @@ class EngineBackends:
                 self.in_background(self._expire_those_alone())
 
     def give_back(self, backend: EngineBackend, record: RequestRecord) -> None:
-        """A place that was reserved is not needed. Harmless where none is."""
+        """Release a reserved place. Does nothing if none is reserved."""
         if backend.unreserve(record):
             self.forget_if_empty(backend)
             self.dispatch()
 
     def dispatch(self) -> None:
-        """Give places to those who wait, as far as there is room. Whoever is told of his place may call this again."""
+        """Place queued requests while engines have room. A `placed` callback may call this method again."""
         while self._barrier_open and (found := self.queue.next(self._place_for)) is not None:
             waiter, backend = found
             backend.reserve(waiter.record)
@@ -295,7 +295,7 @@ class EngineBackends:
         if waiter.avoiding:
             shunned = waiter.without | waiter.avoiding
             if any(backend.id not in shunned for backend in self._usable()):
-                # Better to wait for a good one than to go to one that hung.
+                # Waiting for another engine is better than returning to one that stalled.
                 return self.choose(waiter.newcomer, shunned)
         return self.choose(waiter.newcomer, waiter.without)
 
@@ -304,7 +304,7 @@ class EngineBackends:
         return RoutedRequest(record.context_tokens, prefix, record.tag)
 
     def choose(self, newcomer: RoutedRequest, without: Iterable[EngineId] = ()) -> EngineBackend | None:
-        """The engine that a request should go to, None where none may take it now."""
+        """Return the engine for a request, or None if no engine may accept it now."""
         able = self._usable()
         if depth := self.routing.queue_depth:
             able = [backend for backend in able if backend.has_room(depth, newcomer.context_tokens)]
@@ -313,7 +313,7 @@ class EngineBackends:
         backend = self.routing.choose(able, newcomer, self._last)
         if backend is None:
             return None
-        if not backend.usable:  # since the last announcement
+        if not backend.usable:  # it became unusable after the last announcement
             self._usable_slots = None
             return self.choose(newcomer, without)
         self._last = backend.id
@@ -327,7 +327,7 @@ class EngineBackends:
     # --- patience ----------------------------------------------------------------------------------------------------
 
     def _usability_changed(self) -> None:
-        """An engine may have become usable, or is no longer: who has one to wait for, and who has none?"""
+        """Recompute the usable engines, and note which queued requests have no eligible engine."""
         self._usable_slots = None
         now_s, expected = self.clock.now_s(), self.expected
         for waiter in self.queue:
@@ -341,8 +341,8 @@ class EngineBackends:
             waiter.alone_since_s = now_s
 
     async def _expire_those_alone(self) -> None:
-        """One task for all of them, and only while somebody waits: a burst of thousands needs no thousands of timers.
-        Nobody waits longer than their patience and a hundredth."""
+        """Fail queued requests whose patience has ended without an eligible engine. One task serves all of them, so a
+        burst of thousands needs no timer each. No request waits longer than its patience plus one percent."""
         try:
             while waiters := [waiter for waiter in self.queue if waiter.patience_s < float("inf")]:
                 now_s = self.clock.now_s()
@@ -354,7 +354,7 @@ class EngineBackends:
                         next_s = min(next_s, max(left_s, waiter.patience_s * 0.01))
                         continue
                     self.queue.leave(waiter)
-                    waiter.placed(NoBackend(f"no engine was there for {waiter.patience_s:g} s"))
+                    waiter.placed(NoBackend(f"no engine was available for {waiter.patience_s:g} s"))
                 if next_s < float("inf"):
                     await self.clock.sleep(next_s)
         finally:
@@ -363,16 +363,16 @@ class EngineBackends:
     # --- health ------------------------------------------------------------------------------------------------------
 
     def suspect(self, backend: EngineBackend, because: str) -> None:
-        """Believe an engine dead until it says otherwise."""
+        """Send an engine no new requests until a health probe or a token shows that it is alive."""
         backend.failures_total += 1
         if not backend.suspect_because:
-            logger.warning("engine %s is suspect: %s", backend.id, because)
+            logger.warning("engine %s is suspected dead: %s", backend.id, because)
             backend.suspect_because = because
             self._usability_changed()
             self._recheck(backend)
 
     def trust(self, backend: EngineBackend) -> None:
-        """The engine has shown that it lives."""
+        """Clear the suspicion of an engine that has shown that it is alive."""
         if backend.suspect_because:
             logger.info("engine %s is back", backend.id)
             backend.suspect_because = ""
@@ -381,21 +381,21 @@ class EngineBackends:
             self.dispatch()
 
     def release(self, backend: EngineBackend, record: RequestRecord) -> None:
-        """The request is no longer on this engine."""
+        """Remove the request from this engine, and dispatch queued requests to the free place."""
         backend.leave(record)
         self.forget_if_empty(backend)
         if self.queue:
             self.dispatch()
 
     async def capabilities(self, backend: EngineBackend) -> EngineCapabilities:
-        """What the engine offers, asked once; raises what the engine raises."""
+        """Return the engine's capabilities, which are read once. Raises the engine's errors."""
         if backend.capabilities is None:
             backend.capabilities = await backend.engine.capabilities()
             self._note_contexts()
         return backend.capabilities
 
     async def learn(self, backend: EngineBackend) -> None:
-        """Return once it is known what the engine offers, or cannot be known soon."""
+        """Read the engine's capabilities if they are unknown, for up to `LEARN_S`. Never raises the engine's errors."""
         if backend.capabilities is not None or backend.unlearnable:
             return
         if backend.learning is None or backend.learning.done():
@@ -415,22 +415,22 @@ class EngineBackends:
         self._contexts = {backend.context_limit_tokens for backend in self._backends.values() if backend.routed}
 
     def too_short_for(self, tokens: int) -> frozenset[EngineId]:
-        """Engines whose context is known to hold fewer, where another's holds more: an answer would end early there, as
-        if it had been asked for no more."""
+        """Return the engines whose context is too short for `tokens` while another engine's context is longer. An
+        answer would end early on them, as if max_tokens had been smaller."""
         if len(self._contexts) < 2:
             return frozenset()
         wanted = min(tokens, max(self._contexts))
         return frozenset(backend.id for backend in self if backend.context_limit_tokens < wanted)
 
     def in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run something that nobody waits for; it is cancelled by `close`."""
+        """Run a coroutine as a task that `close` cancels."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
     async def abort(self, backend: EngineBackend, attempt_id: str) -> None:
-        """Stop an attempt, best effort: its connection is closed already, which stops it too."""
+        """Abort an attempt on its engine. Best effort: its connection is already closed, which also stops it."""
         try:
             await backend.engine.abort([attempt_id])
         except OrchestrRLError as error:
@@ -439,7 +439,7 @@ class EngineBackends:
             await self._close_if_gone(backend)
 
     async def detokenize(self, backend: EngineBackend, token_ids: Sequence[int]) -> str:
-        """Raises what the engine raises."""
+        """Return the text of the tokens. Raises the engine's errors."""
         try:
             return await backend.engine.detokenize(token_ids)
         finally:
@@ -464,7 +464,7 @@ class EngineBackends:
                 await self.clock.sleep(delay_s)
                 delay_s = min(RECHECK_CAP_S, delay_s * 2)
                 if await backend.engine.healthy():
-                    backend.forget_offers()  # it may have been started again, with other options
+                    backend.forget_offers()  # it may have been restarted with other options
                     await self.learn(backend)
                     self.trust(backend)
         finally:
@@ -472,7 +472,7 @@ class EngineBackends:
             await self._close_if_gone(backend)
 
     def forget_if_empty(self, backend: EngineBackend) -> None:
-        """An engine that left the routes goes once it has nothing of ours, and does not stand still for us."""
+        """Forget an engine that left the routes, once it has no requests of this gateway and is not paused by it."""
         if backend.routed or backend.in_use or not self.contains(backend):
             return
         if self._backends.get(backend.id) is backend:
@@ -482,12 +482,12 @@ class EngineBackends:
         self.in_background(backend.engine.close())
 
     async def _close_if_gone(self, backend: EngineBackend) -> None:
-        """Who asks an engine that has been forgotten meanwhile has opened a connection anew."""
+        """Close the engine's client if the engine was forgotten during a call, which may have opened a connection."""
         if not self.contains(backend):
             await backend.engine.close()
 
     def _retire(self, backend: EngineBackend) -> None:
-        """The id now names an engine elsewhere. What runs on the old one stays there until it is over."""
+        """Retire a backend whose id now names another server. Its running requests stay on it until they end."""
         del self._backends[backend.id]
         backend.routed = False
         self._retired.append(backend)
@@ -495,7 +495,8 @@ class EngineBackends:
 
 
 def _leads_to(url: str, backend: EngineBackend) -> bool:
-    """Whether the URL is the engine's, if perhaps in other words: then those that have worked are kept."""
+    """Return whether the URL leads to the engine. A different URL of the same address counts unless the engine is
+    suspected: its present URL works."""
     if url.rstrip("/") == backend.engine.url.rstrip("/"):
         return True
     return same_address(url, backend.engine.url) and not backend.suspect_because

@@ -1,7 +1,7 @@
-"""Requests that wait in the gateway for an engine with room: who is next. Pure.
+"""The queue of requests that wait in the gateway for an engine with room. Pure.
 
-Two lines: who has been on an engine before (cut, moved, or left by one that failed) goes before who is new; within a
-line it is first come, first served. Somebody whom every engine with room refuses is passed by.
+Requests that have been on an engine before (cut, moved, or their engine failed) precede new ones. Each of the two lines
+is first come, first served. A request that may not go to any of the engines with room is skipped.
 """
 
 from collections import OrderedDict
@@ -19,21 +19,21 @@ T = TypeVar("T")
 
 @dataclass(eq=False, slots=True)
 class QueuedRequest:
-    """One request in the queue. `placed` is called once, with its engine or with the reason why there is none."""
+    """One request in the queue. `placed` is called once, with its engine or with a NoBackend error."""
 
     record: RequestRecord
     placed: Callable[[Any], None]
-    without: frozenset[EngineId] = frozenset()  # engines that it may not go to
-    avoiding: frozenset[EngineId] = frozenset()  # those that it goes to only where there is no other
+    without: frozenset[EngineId] = frozenset()  # excluded engines
+    avoiding: frozenset[EngineId] = frozenset()  # engines to use only if there is no other
     again: bool = False  # it has been on an engine before
-    patience_s: float = float("inf")  # without an engine that it could ever go to
+    patience_s: float = float("inf")  # the longest time without an eligible engine
     newcomer: RoutedRequest = field(init=False)
     since_s: float = 0.0
-    alone_since_s: float | None = None  # since when there has been no such engine; None: there is one
+    alone_since_s: float | None = None  # start of the time without an eligible engine; None: there is one
 
 
 class RequestQueue:
-    """Holds the waiters. `next` offers places in order."""
+    """The waiting requests, in two first-come, first-served lines. `next` offers places in order."""
 
     def __init__(self) -> None:
         self._again: OrderedDict[QueuedRequest, None] = OrderedDict()
@@ -52,15 +52,15 @@ class RequestQueue:
         self._line(waiter)[waiter] = None
 
     def leave(self, waiter: QueuedRequest) -> None:
-        """Harmless for one that has left."""
+        """Remove the request. Does nothing if it has left."""
         self._line(waiter).pop(waiter, None)
 
     def _line(self, waiter: QueuedRequest) -> OrderedDict[QueuedRequest, None]:
         return self._again if waiter.again else self._new
 
     def next(self, place_for: Callable[[QueuedRequest], T | None]) -> tuple[QueuedRequest, T] | None:
-        """The first who finds a place, with it; that one leaves the queue. None: nobody does. The search ends at the
-        first who finds none although any engine would do: nobody behind would find one."""
+        """Remove and return the first request for which `place_for` returns a place, with that place; None if there is
+        none. The search ends at the first unrestricted request without a place: none behind it would find one."""
         for waiter in self:
             place = place_for(waiter)
             if place is not None:

@@ -1,8 +1,8 @@
-"""Choose the engine for a request: a strategy by its name, among the engines that the request's tag prefers. Pure.
+"""Choose the engine for a request with a named strategy, among the engines that the request's tag prefers. Pure.
 
-A strategy is a function of a snapshot. Between the daemon's orders the gateway has only its own counts, so equation 5
-is taken with these: `(running + waiting) / concurrency cap / decode rate`, the newcomer counted in. The decode rate is
-the one that lies in the daemon's load index; where there is none, engines count as equally fast.
+A strategy is a function of a snapshot. Between the daemon's orders the gateway has only its own counts, so it evaluates
+equation 5 with them: `(running + waiting) / concurrency cap / decode rate`, including the new request. The decode rate
+is derived from the daemon's load index. Engines without a known rate count as typical.
 """
 
 from array import array
@@ -14,25 +14,25 @@ from typing import Any, Generic, TypeVar
 
 from planner.model import EngineId
 
-# So much of a prompt tells prefixes apart. What is longer in common, as a long system prompt, makes one prefix of all.
+# The length of the prompt prefix that is hashed. Prompts that share more, such as a long system prompt, share a prefix.
 PREFIX_TOKENS = 256
 PREFIX_CHARACTERS = 1024
-AFFINITY_SLACK = 0.25  # of its share, that an engine may have beyond that where it is preferred
+AFFINITY_SLACK = 0.25  # a preferred engine may exceed its share of requests by this fraction
 
 _MASK = (1 << 64) - 1
 
 
 @dataclass(slots=True)
 class EngineLoad:
-    """One engine that may take a request, now. Counts are the gateway's own; 0 capacity or sequences: unknown."""
+    """The current load of one engine. Counts are the gateway's own. A capacity or sequence limit of 0 means unknown."""
 
     id: EngineId
     running: int = 0
-    waiting: int = 0  # without a token yet; those for whom a place is reserved count
+    waiting: int = 0  # requests without a token, including those with a reserved place
     running_tokens: int = 0  # context of the running requests
-    waiting_tokens: int = 0  # context that the waiting ones will need
+    waiting_tokens: int = 0  # context that the waiting requests will need
     kv_capacity_tokens: int = 0
-    kv_free_tokens: int = 0  # as last told, less what we have running since; waiting requests not yet taken off
+    kv_free_tokens: int = 0  # last report, less tokens of this gateway's requests since; waiting ones not subtracted
     max_sequences: int = 0
     seconds_per_token: float | None = None  # 1 / decode rate; None: unknown
     pool: str = ""
@@ -43,30 +43,31 @@ L = TypeVar("L", bound=EngineLoad)
 
 @dataclass(frozen=True, slots=True)
 class RoutedRequest:
-    """The request to be placed."""
+    """The request that needs an engine."""
 
     context_tokens: int
-    prefix: int = 0  # 64 bits: requests with equal ones begin alike; 0: not known
+    prefix: int = 0  # 64-bit hash, equal for requests that begin alike; 0: unknown
     tag: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingSnapshot(Generic[L]):
-    """All that a strategy goes by."""
+    """The input of a routing strategy."""
 
-    loads: Sequence[L]  # of engines that may take the newcomer; at least one
+    loads: Sequence[L]  # engines that may accept the new request; at least one
     newcomer: RoutedRequest
-    last: EngineId | None  # the engine that was chosen last; None: none yet
+    last: EngineId | None  # the engine chosen last; None: none yet
     slack: int  # requests
 
 
 def fits(load: EngineLoad, context_tokens: int) -> bool:
-    """Whether the context fits beside what runs and what waits; an unknown capacity is no obstacle."""
+    """Return whether the KV cache has room for the context in addition to running and waiting requests. True if the
+    capacity is unknown."""
     return load.kv_capacity_tokens == 0 or load.kv_free_tokens - load.waiting_tokens >= context_tokens
 
 
 def concurrency_cap(load: EngineLoad, mean_tokens: float) -> int:
-    """How many requests the engine can run at once with its present KV margin; 1 where nothing is known of it."""
+    """Return the number of requests that the engine can run at once with its free KV; 1 if its limits are unknown."""
     cap = load.max_sequences
     if load.kv_capacity_tokens:
         free = load.kv_free_tokens
@@ -77,7 +78,8 @@ def concurrency_cap(load: EngineLoad, mean_tokens: float) -> int:
 
 
 def scale(loads: Sequence[EngineLoad], context_tokens: int) -> tuple[float, float]:
-    """Mean context of a request, the newcomer's counted in, and seconds per token of engines whose own are unknown."""
+    """Return the mean context of a request in tokens, including the new one, and the median of the known seconds per
+    token, which stands for engines without a known rate."""
     held, requests = context_tokens, 1
     known: list[float] = []
     for load in loads:
@@ -94,11 +96,12 @@ def scale(loads: Sequence[EngineLoad], context_tokens: int) -> tuple[float, floa
 
 
 def ranks(loads: Sequence[EngineLoad], context_tokens: int) -> list[tuple[bool, float, int]]:
-    """For each load: whether it has no KV room for the newcomer, equation 5 with the newcomer, and its requests."""
+    """Return for each load: whether KV lacks room for the new request, equation 5 with the new request, and its number
+    of requests."""
     mean_tokens, typical_s = scale(loads, context_tokens)
     found = []
     for load in loads:
-        # `fits` and `concurrency_cap`, written out: this runs for every engine at every request.
+        # `fits` and `concurrency_cap` are inlined because this runs for every engine at every request.
         running, cap, full = load.running, load.max_sequences, False
         requests = running + load.waiting
         if load.kv_capacity_tokens:
@@ -113,7 +116,8 @@ def ranks(loads: Sequence[EngineLoad], context_tokens: int) -> list[tuple[bool, 
 
 
 def within(snapshot: RoutingSnapshot[L]) -> list[L]:
-    """Return those with KV room, if any has it, that exceed their share of requests by a quarter and the slack at most.
+    """Return the engines that exceed their share of requests by at most `AFFINITY_SLACK` and `slack` requests. If any
+    engine has KV room, only engines with KV room are returned.
 
     An engine's share is the number of requests with which it would be as loaded as the least loaded engine.
     """
@@ -131,19 +135,19 @@ def within(snapshot: RoutingSnapshot[L]) -> list[L]:
 
 
 def load_index(snapshot: RoutingSnapshot[L]) -> L:
-    """The least loaded engine by equation 5, among those with KV room; among all where none has room. Ties go to fewer
-    requests, then to the smaller id."""
+    """Return the least loaded engine by equation 5, among those with KV room, or among all if none has room. Ties go to
+    fewer requests, then to the smaller id."""
     loads = snapshot.loads
     ids = [load.id for load in loads]
     return min(zip(ranks(loads, snapshot.newcomer.context_tokens), ids, loads, strict=True))[2]  # no two ids are equal
 
 
 def least_tokens(snapshot: RoutingSnapshot[L]) -> L:
-    """The engine that holds the fewest tokens of context, among those with KV room; among all where none has room. Ties
+    """Return the engine with the fewest context tokens, among those with KV room, or among all if none has room. Ties
     go to fewer requests, then to the smaller id.
 
-    Attention and KV grow with tokens, not with requests, so prompts of very different lengths count as what they are.
-    An engine's size and speed do not count: for fleets of equal engines.
+    Attention and KV grow with tokens, so this suits prompts of very different lengths. It ignores the size and speed
+    of engines, so it suits fleets of equal engines.
     """
     tokens = snapshot.newcomer.context_tokens
 
@@ -155,19 +159,20 @@ def least_tokens(snapshot: RoutingSnapshot[L]) -> L:
 
 
 def round_robin(snapshot: RoutingSnapshot[L]) -> L:
-    """The next id after the one that was chosen last: what most frameworks do, for comparison."""
+    """Return the engine with the next id after the one chosen last. Most frameworks route this way; it serves for
+    comparison."""
     later = [load for load in snapshot.loads if snapshot.last is not None and load.id > snapshot.last]
     return min(later or snapshot.loads, key=lambda load: load.id)
 
 
 def prefix_affinity(snapshot: RoutingSnapshot[L]) -> L:
-    """The engine that the prefix ranks highest among those within the slack; by load index without a prefix. Requests
-    that begin alike go to the same engine, which has their prefix cached.
+    """Return the engine that the prefix ranks highest among those of `within`, so that requests that begin alike go to
+    the engine that has their prefix cached. Without a prefix, return the choice of `load_index`.
 
-    Engines are ranked for each prefix by rendezvous hashing (Thaler and Ravishankar, 1998), which depends on nothing
-    but the ids: every gateway, and one that was started again, ranks them the same, and when an engine goes only its
-    own prefixes go elsewhere. The first engine is taken that is not loaded too far beyond the least loaded one, as in
-    consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam, 2016).
+    Engines are ranked for each prefix by rendezvous hashing (Thaler and Ravishankar, 1998). The ranking depends only on
+    the ids, so it is the same in every gateway and after a restart. When an engine leaves, only its own prefixes move.
+    Engines loaded too far beyond the least loaded one are skipped, as in consistent hashing with bounded loads
+    (Mirrokni, Thorup and Zadimoghaddam, 2016).
     """
     prefix = snapshot.newcomer.prefix
     if not prefix:
@@ -176,15 +181,15 @@ def prefix_affinity(snapshot: RoutingSnapshot[L]) -> L:
 
 
 def prefix_of(group: str, body: Mapping[str, Any]) -> int:
-    """64 bits that are equal for requests which begin alike: of the group if there is one, else of the prompt's first
-    tokens or characters. 0: neither is there."""
+    """Return a 64-bit hash that is equal for requests that begin alike: of the group if there is one, else of the
+    prompt's first tokens or characters. 0 if there is neither."""
     if group:
         return _digest(b"group", group.encode())
     prompt = body.get("prompt")
     if isinstance(prompt, str):
         return _digest(b"text", prompt[:PREFIX_CHARACTERS].encode(errors="surrogatepass"))
     if isinstance(prompt, list | tuple):
-        # Ids were checked to fit an array when the body was read.
+        # Parsing of the body has checked that the ids fit an array.
         return _digest(b"tokens", array("I", prompt[:PREFIX_TOKENS]).tobytes())
     messages = body.get("messages")
     if not isinstance(messages, list):
@@ -200,8 +205,8 @@ def prefix_of(group: str, body: Mapping[str, Any]) -> int:
 
 
 def score(prefix: int, engine: str) -> int:
-    """How much a prefix prefers an engine: the finaliser of splitmix64 over both, a permutation, so no two tie whose
-    ids differ in their digest."""
+    """Return the prefix's preference for an engine: the finaliser of splitmix64 over both. It is a permutation, so
+    engines whose digests differ never tie."""
     mixed = prefix ^ _engine_digest(engine)
     mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
     mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB & _MASK
@@ -218,9 +223,9 @@ def _digest(kind: bytes, data: bytes) -> int:
 
 
 def narrow(snapshot: RoutingSnapshot[L], pool: str) -> Sequence[L]:
-    """The engines of the pool that are not loaded too far beyond the least loaded of all. Where there is none, all: to
-    wait for the right hardware costs more than the wrong one. So requests of a tag go to the engines of a pool, such as
-    decode-heavy tasks to those with much memory bandwidth (RollArt)."""
+    """Return the pool's engines that are not loaded too far beyond the least loaded engine of all. If there are none,
+    return all engines, since waiting for the preferred hardware costs more. A tag can thus prefer a pool, such as
+    decode-heavy tasks one with high memory bandwidth (RollArt)."""
     inside = sum(load.pool == pool for load in snapshot.loads)
     if not inside or inside == len(snapshot.loads):
         return snapshot.loads
@@ -240,15 +245,15 @@ STRATEGIES: Mapping[str, Callable[[RoutingSnapshot[Any]], Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class RoutingPolicy:
-    """How a gateway chooses."""
+    """The routing settings of a gateway."""
 
     policy: str = DEFAULT_POLICY
     affinity: Mapping[str, str] = field(default_factory=dict)  # tag -> pool
-    slack: int = DEFAULT_SLACK  # requests that a preferred engine may have beyond its share and a quarter
-    # So many requests at most are sent to an engine to wait for their first token, beside those for whom it is known to
-    # have seats and KV; the others wait in the gateway. 0: all wait there.
+    slack: int = DEFAULT_SLACK  # requests that a preferred engine may have beyond its share and AFFINITY_SLACK
+    # The most requests that wait on an engine for their first token, beyond those for which it is known to have seats
+    # and KV. Further requests wait in the gateway. 0: no limit, all requests wait on engines.
     queue_depth: int = 0
-    pools: Mapping[EngineId, str] = field(default_factory=dict)  # of engines for which the daemon names none
+    pools: Mapping[EngineId, str] = field(default_factory=dict)  # pools of engines for which the daemon names none
 
     def __post_init__(self) -> None:
         if self.policy not in STRATEGIES:
@@ -258,11 +263,11 @@ class RoutingPolicy:
 
     @property
     def by_prefix(self) -> bool:
-        """Whether it needs to know newcomers' prefixes."""
+        """Return whether the strategy uses the prefixes of requests."""
         return self.policy == "prefix_affinity"
 
     def choose(self, loads: Sequence[L], newcomer: RoutedRequest, last: EngineId | None = None) -> L | None:
-        """One of the loads; None without any. `last` is the one that was chosen last."""
+        """Return one of the loads, or None if there are none. `last` is the engine chosen last."""
         if not loads:
             return None
         if len(loads) == 1:

@@ -72,7 +72,7 @@ async def test_what_can_only_go_on_where_it_is_stays_there_frozen() -> None:
         await w.clock.advance(1.0)
         (item,) = closing.result()
         assert item.done
-        assert "1 requests can only go on where they are" in item.detail
+        assert "1 requests cannot leave this engine" in item.detail
         await open_barrier(w)
         await finish(w, job)
         assert_undisturbed(job, PROMPT, 6)
@@ -200,7 +200,7 @@ async def test_an_engine_that_cannot_be_paused_has_its_requests_taken_back() -> 
         await w.clock.advance(1.0)
         (item,) = closing.result()
         assert item.done
-        assert "taken back" in item.detail
+        assert "withdrawn" in item.detail
         assert w.gateway.barrier.report().held == 1
         await w.step()
         assert tokens_of(job) == 1
@@ -243,7 +243,7 @@ async def test_a_lease_that_is_not_renewed_ends_and_all_goes_on() -> None:
         await finish(w, job)
         assert_undisturbed(job, PROMPT, 30)
     for late in (w.gateway.barrier.close(order(w)), w.gateway.barrier.open(OpenBarrier("l", 1))):
-        with pytest.raises(Permanent, match="this lease is over"):
+        with pytest.raises(Permanent, match="this lease has ended"):
             await late
     with pytest.raises(Permanent, match="not closed under this lease"):
         w.gateway.barrier.renew("l", w.clock.now_s() + 1)
@@ -252,7 +252,7 @@ async def test_a_lease_that_is_not_renewed_ends_and_all_goes_on() -> None:
 async def test_one_lease_at_a_time() -> None:
     w = world()
     await (await close(w))
-    with pytest.raises(Permanent, match="closed by trainer for 60 s more"):
+    with pytest.raises(Permanent, match="trainer keeps the pause barrier closed for 60 s more"):
         await w.gateway.barrier.close(order(w, lease="other"))
     with pytest.raises(Permanent, match="not closed under this lease"):
         await w.gateway.barrier.open(OpenBarrier("other"))
@@ -335,10 +335,10 @@ async def test_an_engine_left_out_stays_paused_until_its_version_is_told() -> No
         await w.gateway.barrier.set_version((EngineId("e0"),), 3)
         await w.clock.advance(1.0)
         assert not w.engines["e0"].paused
-    with pytest.raises(Permanent, match="no engine 'e7'"):
+    with pytest.raises(Permanent, match="unknown engine 'e7'"):
         await w.gateway.barrier.set_version((EngineId("e7"),), 3)
     await (await close(w, lease="m"))
-    with pytest.raises(Permanent, match="without: no engine 'e7'; known: e0, e1"):
+    with pytest.raises(Permanent, match="without: unknown engine 'e7'; known: e0, e1"):
         await open_barrier(w, 4, ("e7",), lease="m")
     assert w.gateway.barrier.closed is not None
 
@@ -443,7 +443,7 @@ async def test_a_move_that_is_under_way_is_told_when_the_request_is_taken_back()
         await w.clock.advance(1.0)
         await closing
         (result,) = await moving
-        assert (result.done, result.detail) == (False, "it was taken back from the engines")
+        assert (result.done, result.detail) == (False, "the request was withdrawn from its engine")
         await open_barrier(w)
         await finish(w, job)
         assert_undisturbed(job, PROMPT, 12)

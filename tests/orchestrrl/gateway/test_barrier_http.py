@@ -88,7 +88,7 @@ async def test_a_barrier_says_no_in_words(harness: Harness) -> None:
     _, barrier = await harness.post("/orchestrrl/pause", {"holder": "one"})
     status, told = await harness.post("/orchestrrl/pause", {"holder": "two"})
     assert status == 409
-    assert "closed by one for" in told["error"]["message"]
+    assert "one keeps the pause barrier closed for" in told["error"]["message"]
     for path in ("renew", "resume"):
         status, told = await harness.post(f"/orchestrrl/{path}", {"lease_id": "another"})
         assert status == 409, path
@@ -97,11 +97,11 @@ async def test_a_barrier_says_no_in_words(harness: Harness) -> None:
         "/orchestrrl/resume", {"lease_id": barrier["lease_id"], "without_engines": ["e9"]}
     )
     assert status == 409
-    assert "no engine 'e9'; known: e0, e1" in told["error"]["message"]
+    assert "unknown engine 'e9'; known: e0, e1" in told["error"]["message"]
     assert (await harness.post("/orchestrrl/resume", {"lease_id": barrier["lease_id"]}))[0] == 200
     status, told = await harness.post("/orchestrrl/resume", {"lease_id": barrier["lease_id"]})
     assert status == 409
-    assert "this lease is over" in told["error"]["message"]
+    assert "this lease has ended" in told["error"]["message"]
 
 
 @pytest.mark.parametrize(

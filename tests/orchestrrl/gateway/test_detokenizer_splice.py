@@ -356,7 +356,7 @@ async def test_nobody_is_held_for_an_engine_whose_context_is_too_short() -> None
         await w.step()
         (result,) = await w.gateway.move([RequestMove(RequestId("r"), EngineId("e1"), EngineId("e0"), 5.0)])
         assert not result.done
-        assert "may become longer" in result.detail
+        assert "may exceed" in result.detail
         await finish(w, job)
 
 

@@ -155,7 +155,7 @@ async def test_one_that_is_expected_but_refused_the_request_is_nothing_to_wait_f
     place = asyncio.create_task(w.fleet.place(record, without=[EngineId("e0")], patience_s=PATIENCE_S))
     await w.clock.advance(PATIENCE_S + 1.0)
     assert place.done()
-    with pytest.raises(Exception, match="no engine was there"):
+    with pytest.raises(Exception, match="no engine was available"):
         place.result()
 
 
@@ -177,7 +177,7 @@ async def test_a_held_request_can_be_sent_elsewhere() -> None:
         assert (result.done, result.recomputed_tokens) == (True, 0)  # what it takes was told when it was held
         assert record.engine == "e1"
         # By now it is somewhere.
-        assert (await move(w, "", "e2")).detail == "is on e1 by now"
+        assert (await move(w, "", "e2")).detail == "is now on e1"
         await finish(w, job)
         assert_undisturbed(job, PROMPT, 30)
         assert record.moves == 1
@@ -189,7 +189,7 @@ async def test_one_in_the_queue_can_be_sent_somewhere_and_not_just_anywhere() ->
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=5)) as job:
         await w.settle()
         assert len(w.fleet.queue) == 1
-        assert (await move(w, "", "e0")).detail == "e0 takes no requests: it is draining or not in the routes"
+        assert (await move(w, "", "e0")).detail == "e0 accepts no requests: it is draining or not in the routes"
         assert (await move(w, "", "e1")).detail == "engine 'e1' is not in the routes"
         assert len(w.fleet.queue) == 1
         assert (await move(w, "", "e1", hold_s=10.0)).done

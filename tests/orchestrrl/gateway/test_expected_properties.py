@@ -242,7 +242,7 @@ class Story:
         tokens, text, finish_reason = undisturbed(client.prompt, client.max_tokens)
         made = list(record.generated_ids)
         if record.failure is not None:
-            assert "no engine was there" in str(record.failure.error)
+            assert "no engine was available" in str(record.failure.error)
             assert self.alone_since_s is not None
             assert self.now_s - self.alone_since_s >= PATIENCE_S - QUANTUM_S
             client.seen = True  # when it happened

@@ -58,7 +58,7 @@ def test_nesting_is_bounded(depth: int, kind: str) -> None:
     if depth <= 128:
         assert json.dumps(read_json(text))
     else:
-        with pytest.raises(HttpRefusal, match="128 deep"):
+        with pytest.raises(HttpRefusal, match="128 levels deep"):
             read_json(text)
 
 

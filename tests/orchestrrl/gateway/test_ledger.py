@@ -42,7 +42,7 @@ def test_what_was_delivered_cannot_be_forgotten() -> None:
     assert (list(r.generated_ids), r.text, r.take_undelivered(), r.fixed_because) == ([], "", [], "")
     r.append(Chunk((5,), "a"), "a", None, 1.0)
     r.take_undelivered()
-    with pytest.raises(ValueError, match="in part"):
+    with pytest.raises(ValueError, match="a part of the answer was delivered"):
         r.forget_answer()
 
 

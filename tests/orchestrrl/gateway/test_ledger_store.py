@@ -210,7 +210,7 @@ async def test_a_disk_that_fails_stops_nothing(
         store.leave(long)
         assert list((await entered(store, "long")).records[0].generated_ids) == [1, 2, 3]
         assert store.counts.unwritten > 0
-    told = [record.getMessage() for record in caplog.records if "kept" in record.getMessage()]
+    told = [record.getMessage() for record in caplog.records if "stored" in record.getMessage()]
     assert len(told) == 2
     assert "full" in told[0]
 
@@ -372,7 +372,7 @@ def test_after_a_crash_at_any_batch_each_answer_is_as_it_was(tmp_path: Path, see
 
 def test_what_is_no_ledger_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("dear diary, " * 1000)
-    with pytest.raises(Permanent, match="no ledger"):
+    with pytest.raises(Permanent, match="not a ledger"):
         check(tmp_path / "text")
     with closing(sqlite3.connect(tmp_path / "other")) as other:
         other.execute("CREATE TABLE t (x)")

@@ -328,7 +328,7 @@ async def test_patience_counts_only_while_no_engine_is_there() -> None:
     await clock.advance(9.8)
     assert not waiting.done()
     await clock.advance(0.4)
-    with pytest.raises(NoBackend, match="no engine was there for 10 s"):
+    with pytest.raises(NoBackend, match="no engine was available for 10 s"):
         await waiting
     assert len(fleet.queue) == 0
     await fleet.close()

@@ -292,7 +292,7 @@ async def test_a_move_to_where_it_is_to_a_draining_engine_or_to_none() -> None:
         await w.step()
         assert "already" in (await move(w, "e0")).detail
         assert "not in the routes" in (await move(w, "e7")).detail
-        assert "by now" in (await move(w, "e0", source="e1")).detail
+        assert "is now on" in (await move(w, "e0", source="e1")).detail
         assert job.records[0].attempt == 1
 
 
@@ -387,7 +387,7 @@ async def test_a_request_that_kills_engines_kills_few() -> None:
                     engine.die()
             await w.clock.advance(1.0)
         assert job.failure is not None
-        assert "attempts in a row" in job.failure.error["error"]["message"]
+        assert "consecutive attempts failed" in job.failure.error["error"]["message"]
         assert sum(engine.dead for engine in w.engines.values()) == 4
 
 
@@ -552,7 +552,7 @@ async def test_an_answer_does_not_go_where_it_would_end_early() -> None:
         assert job.records[0].engine == "e1"
         await w.step()
         result = await move(w, "e2")
-        assert (result.done, result.detail) == (False, "may become longer than the 40 tokens of context at e2")
+        assert (result.done, result.detail) == (False, "may exceed the context length of e2, 40 tokens")
         await finish(w, job)
         assert_undisturbed(job, PROMPT, 30)
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=20)) as job:

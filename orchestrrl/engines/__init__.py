@@ -1,1 +1,1 @@
-"""Inference engines: the protocol (`base`), vLLM over HTTP (`vllm`), a server that behaves like it (`simulated`)."""
+"""Inference engines: the engine protocol (`base`), the vLLM client (`vllm`), engine profiles and conformance suites."""

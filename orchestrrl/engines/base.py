@@ -1,8 +1,8 @@
-"""What OrchestrRL asks of an inference engine, over whatever protocol the engine speaks.
+"""The protocols that clients of inference engines implement.
 
-A plug point: one module per engine, registered in the entry-point group `orchestrrl.engines`. Every implementation
-passes `orchestrrl/engines/conformance.py`. Implementations raise `Retryable` (refused, busy), `Permanent` (the engine
-says the request is wrong) and `OutcomeUnknown` (the connection broke after the request had been sent).
+A plug point: one module per engine product, registered in the entry-point group `orchestrrl.engines`. Every
+implementation passes `orchestrrl/engines/conformance.py`. Implementations raise `Retryable` (unreachable or busy),
+`Permanent` (the engine rejects the request) and `OutcomeUnknown` (the connection broke after the request was sent).
 """
 
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -18,7 +18,7 @@ from orchestrrl.engines.serving import UNKNOWN_SERVING, ServingFacts
 
 
 class CompletionEndpoint(StrEnum):
-    """OpenAI's two ways to ask for tokens."""
+    """OpenAI's two completion endpoints."""
 
     COMPLETIONS = "completions"
     CHAT = "chat"
@@ -26,7 +26,7 @@ class CompletionEndpoint(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class EngineCapabilities:
-    """What an engine was found to offer; asked, never assumed from a version."""
+    """The features and limits that an engine reports. They are queried, never inferred from a version."""
 
     engine: str
     version: str
@@ -36,7 +36,7 @@ class EngineCapabilities:
     pause: bool = False
     sleep: bool = False
     scale_elastic_ep: bool = False
-    routed_experts: bool = False  # whole answers have each token's experts, and streamed ones do not
+    routed_experts: bool = False  # non-streamed answers include each token's experts; streamed ones do not
     max_model_len_tokens: int | None = None
     max_sequences: int | None = None
     serving: ServingFacts = UNKNOWN_SERVING
@@ -44,26 +44,26 @@ class EngineCapabilities:
 
 @dataclass(frozen=True, slots=True)
 class EngineSample:
-    """One reading of an engine's metrics. Totals are counters since the engine's start; prompt tokens that were loaded
-    do not count as such. The agent that takes it adds the times and the rate (agent/watch.py)."""
+    """One sample of an engine's metrics. Totals are counters since the engine's start. Prompt tokens whose KV was
+    loaded are not part of `prompt_tokens_total`. The agent adds the times and the decode rate (agent/watch.py)."""
 
     running: int
     waiting: int
     kv_usage_fraction: float  # 0..1
-    kv_capacity_tokens: int  # 0: the engine does not tell
+    kv_capacity_tokens: int  # 0: unknown
     generation_tokens_total: int
     prompt_tokens_total: int
     preemptions_total: int
-    loaded_tokens_total: int | None = None  # prompt tokens whose KV came from elsewhere; None: it does not say
-    server: str = ""  # identifies the server's process among those of all hosts; empty: nothing does
-    sampled_s: float = 0.0  # when it was asked for, by the agent's clock
-    scrape_s: float = 0.0  # that the answer took
-    decode_tokens_per_s: float | None = None  # None: first scrape, a counter went back, nothing was to be decoded
+    loaded_tokens_total: int | None = None  # prompt tokens whose KV was loaded; None: not reported
+    server: str = ""  # globally unique identity of the server process; empty: unknown
+    sampled_s: float = 0.0  # time of the scrape, by the agent's clock
+    scrape_s: float = 0.0  # duration of the scrape
+    decode_tokens_per_s: float | None = None  # None: first scrape, a counter decreased, or nothing was decoded
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Log-probability of one generated token, with the alternatives that were asked for."""
+    """The log-probability of one generated token, and of the requested alternatives."""
 
     token: str
     logprob: float
@@ -75,35 +75,35 @@ class GenerationRequest:
     """One attempt at a request on one engine. `body` is the OpenAI body without `stream` and `return_token_ids`,
     which the engine client sets itself; `n` in it is absent or 1."""
 
-    request_id: str  # unique per attempt: names it for `abort`
+    request_id: str  # unique per attempt; `abort` takes it
     endpoint: CompletionEndpoint
     body: Mapping[str, Any]
-    coalesce_tokens: int = 1  # this many tokens in a chunk, but for the first and the last, where the engine can
-    headers: tuple[tuple[str, str], ...] = field(default=(), repr=False)  # of the client, credentials among them
-    verbatim: bool = False  # send the body unchanged; the answer comes in `Chunk.answer` or `Chunk.event`
+    coalesce_tokens: int = 1  # tokens per chunk, except the first and last, if the engine supports it
+    headers: tuple[tuple[str, str], ...] = field(default=(), repr=False)  # the client's; may include credentials
+    verbatim: bool = False  # send the body unchanged; the answer arrives in `Chunk.answer` or `Chunk.event`
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Some newly generated tokens. The last chunk of a stream has a finish_reason; a stream that ends without one
-    was cut (the implementation raises OutcomeUnknown instead of ending silently)."""
+    """A part of an answer. The last chunk of a stream has a finish_reason. If a stream ends without one, the
+    implementation raises OutcomeUnknown."""
 
     token_ids: tuple[int, ...] = ()
     text: str = ""
-    prompt_token_ids: tuple[int, ...] | None = None  # with the first chunk
-    logprobs: tuple[TokenLogprob, ...] | None = None  # one per token id, when asked for
+    prompt_token_ids: tuple[int, ...] | None = None  # in the first chunk
+    logprobs: tuple[TokenLogprob, ...] | None = None  # one per token id, if requested
     finish_reason: str | None = None  # stop | length | abort | ...
     stop_reason: int | str | None = None
-    raw: Mapping[str, Any] | None = None  # the engine's own choice object, for fields that are only passed on
-    choice_fields: Mapping[str, Any] | None = None  # other fields of its choice object
-    answer_fields: Mapping[str, Any] | None = None  # other fields of the object around the choice
-    usage: Mapping[str, Any] | None = None  # the engine's own, with the last chunk
+    raw: Mapping[str, Any] | None = None  # the engine's choice object, for fields that are only forwarded
+    choice_fields: Mapping[str, Any] | None = None  # further fields of the choice object
+    answer_fields: Mapping[str, Any] | None = None  # further fields of the object around the choice
+    usage: Mapping[str, Any] | None = None  # the engine's usage object, in the last chunk
     answer: Mapping[str, Any] | None = None  # the whole answer to a verbatim request
-    event: Mapping[str, Any] | None = None  # an event of the streamed answer to one; empty with the last
+    event: Mapping[str, Any] | None = None  # an event of the streamed answer to a verbatim request; {} in the last
 
 
 class RequestRefused(Permanent):
-    """The engine answered that the request is wrong: its HTTP status, and its own error object to pass on."""
+    """The engine rejected the request. `status` is its HTTP status, and `body` its error object for the client."""
 
     def __init__(self, message: str, status: int, body: Mapping[str, Any]) -> None:
         super().__init__(message)
@@ -112,46 +112,47 @@ class RequestRefused(Permanent):
 
 
 class NoConnection(Retryable):
-    """Nothing was sent, for want of connections on this side: files or memory have run out. The engine is as it was."""
+    """No connection could be opened because this process lacks file descriptors or memory. Nothing was sent."""
 
 
 class ObservedEngine(Protocol):
-    """A client of one engine that reads how it is. Construction opens nothing; `close` releases connections."""
+    """A client that reads the state of one engine. Construction opens nothing; `close` releases connections."""
 
     url: str
 
     async def capabilities(self) -> EngineCapabilities: ...
 
     async def metrics(self) -> EngineSample:
-        """Raises Retryable when the engine cannot be reached, Permanent when it answers something else than metrics."""
+        """Return a sample of the engine's metrics. Raises Retryable if the engine is unreachable, Permanent if its
+        answer is not a metrics page."""
         ...
 
     async def healthy(self) -> bool:
-        """The engine's own word; see `probe` for the proof."""
+        """Return the engine's own health report. `probe` tests it with a completion."""
         ...
 
     async def probe(self) -> float:
-        """Seconds that a real completion of one token took; raises when it failed."""
+        """Run a completion of one token and return its duration in seconds. Raises if it fails."""
         ...
 
     async def close(self) -> None: ...
 
 
 class Engine(ObservedEngine, Protocol):
-    """A client of one engine that sends it requests."""
+    """A client that sends requests to one engine."""
 
     def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
-        """Stream one request. Closing the iterator before a chunk with a finish_reason closes the connection, which
-        aborts it on the engine."""
+        """Send one request and stream its chunks. Closing the iterator before a chunk with a finish_reason closes the
+        connection, which aborts the request on the engine."""
         ...
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Stop these attempts, named as in GenerationRequest; unknown ones are ignored."""
+        """Abort these attempts by their GenerationRequest ids. Unknown ids are ignored."""
         ...
 
     async def pause(self, mode: PauseMode, *, drop_kv: bool = False) -> None:
-        """`drop_kv`: what it keeps loses its KV, cached prefixes included, and has it computed again later, as is due
-        where the weights change meanwhile. The other modes drop what is left in any case."""
+        """Pause the engine. `drop_kv` with mode KEEP discards all KV, including cached prefixes, so that it is computed
+        again later; this is necessary if the weights change. The other modes always discard the KV."""
         ...
 
     async def resume(self) -> None: ...
@@ -163,81 +164,82 @@ class Engine(ObservedEngine, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoadedWeights:
-    """The weights that an engine has. `sum` names its algorithm before a colon, and is equal wherever an engine of one
-    layout took the same bytes in the same way; empty where nobody took it."""
+    """The weights that an engine has. `sum` is a checksum with its algorithm before a colon; empty if none was taken.
+    It is equal for engines of one layout that loaded the same bytes by the same method."""
 
     version: int
     sum: str = ""
-    is_read_back: bool = False  # the sum is of what the engine holds, not of what it was given
+    is_read_back: bool = False  # the checksum covers the weights in the engine's memory, not the loaded bytes
 
 
 class WeightsEngine(Protocol):
-    """The weights of one engine, over the connections of its client. The engine has no requests meanwhile, or they are
-    frozen; its KV is dropped with the weights that it was computed under."""
+    """Loads weights into one engine over its client's connections. During a load the engine must have no running
+    requests; frozen ones are allowed. A load discards the KV of the old weights."""
 
     async def load_weights(self, folder: Path | str, version: int, known_sum: str | None = "") -> LoadedWeights:
-        """Have it load a checkpoint, in a folder of its machine, drop all KV, and name the weights after the version.
-        Afterwards it is paused where it was before. `known_sum`: of what is in the folder, where that was taken before;
-        None: no sum is needed, nor that the engine remembers the version. Raises Retryable and Permanent where it has
-        the weights from before, and OutcomeUnknown where it may have others, or some of each: then it stays paused
-        until a load succeeds."""
+        """Load a checkpoint from a folder on the engine's host, discard all KV, and set the version. Afterwards the
+        engine is paused only if it was paused before. `known_sum` is the folder's checksum if it is already known; with
+        None, neither a checksum nor a stored version is required.
+
+        Raises Retryable or Permanent if the engine still has its old weights. Raises OutcomeUnknown if it may have
+        others or a mixture; it then stays paused until a load succeeds."""
         ...
 
     async def takes_sums(self) -> bool:
-        """Whether a load sums its folder on this side, while requests stand still, unless the sum is known. Whatever
-        else a load would have to ask is learnt with it. Changes nothing."""
+        """Return whether a load computes the folder's checksum in this process while requests are frozen, unless it is
+        known. Also caches everything else that a load would query. Changes nothing on the engine."""
         ...
 
     async def loaded(self) -> LoadedWeights | None:
-        """What it says that it has; None: it does not know, as one that was started anew."""
+        """Return the weights that the engine reports. None if it has no version, for example after a restart."""
         ...
 
     async def continue_greedily(self, prompt_ids: Sequence[int], max_tokens: int) -> tuple[int, ...]:
-        """At most so many tokens, going on beyond end-of-text. One that is paused runs for so long, and is paused
-        again afterwards, also where that fails."""
+        """Return up to `max_tokens` greedy tokens after the prompt, ignoring end-of-text. A paused engine runs for this
+        request and is paused again afterwards, even if the request fails."""
         ...
 
 
 def weights_engine(engine: ObservedEngine) -> WeightsEngine:
-    """Return the client's `weights`. Raises Permanent for a product that cannot load weights while it runs."""
+    """Return the client's `weights`. Raises Permanent if the product cannot load weights while running."""
     weights: WeightsEngine | None = getattr(engine, "weights", None)
     if weights is None:
-        raise Permanent(f"{engine.url}: engines of {type(engine).__name__} cannot load weights while they run")
+        raise Permanent(f"{engine.url}: {type(engine).__name__} does not support loading weights while running")
     return weights
 
 
 @dataclass(frozen=True, slots=True)
 class TransferEnds:
-    """What a trainer would reach that sends weights straight into an engine: by which backend, and how many workers."""
+    """The receiving side of a direct weight transfer from a trainer: the engine's backend and its number of workers."""
 
-    backend: str  # empty: it was started without one
+    backend: str  # empty: the engine was started without one
     workers: int
 
 
 class TransferEngine(Protocol):
-    """Weights of one engine from a trainer's process, over what the engine's own product has for that. The engine is at
-    rest from `start` on, and stays so. From then until `finish` it names no version. Errors from `start` on: Permanent
-    and Retryable where it is as it was, OutcomeUnknown where it may not be."""
+    """Transfers weights from a trainer's process into one engine with the product's own mechanism. The engine must be
+    paused from `start` on, and stays paused. It reports no version between `start` and `finish`. From `start` on,
+    methods raise Permanent or Retryable if the engine is unchanged, OutcomeUnknown if it may have changed."""
 
     async def ends(self) -> TransferEnds: ...
 
     async def join(self, init_info: Mapping[str, Any], within_s: float) -> None:
-        """Let its workers meet the trainer, who comes at the same time."""
+        """Connect the engine's workers to the trainer, which connects at the same time."""
         ...
 
     async def start(self) -> None: ...
 
     async def update(self, update_info: Mapping[str, Any] | Sequence[Any], within_s: float) -> None:
-        """Take what the trainer sends meanwhile."""
+        """Receive the weights that the trainer sends during this call."""
         ...
 
     async def finish(self, version: int, within_s: float) -> None:
-        """It has the version, and says so."""
+        """End the transfer and set the engine's version."""
         ...
 
     async def begin(self) -> None:
-        """As `start`, where something else than the product's own transfer brings the weights: then `call_workers`,
-        a method of all its workers, and `end`."""
+        """Begin a transfer by a mechanism other than the product's own: `call_workers` then calls a method of all
+        workers, and `end` replaces `finish`."""
         ...
 
     async def call_workers(self, method: str, arguments: Sequence[Any], within_s: float) -> None: ...
@@ -246,10 +248,10 @@ class TransferEngine(Protocol):
 
 
 def transfer_engine(engine: Engine) -> TransferEngine:
-    """Return the client's `transfers`. Raises Permanent for a product that has nothing of the kind."""
+    """Return the client's `transfers`. Raises Permanent if the product does not support such transfers."""
     transfers: TransferEngine | None = getattr(engine, "transfers", None)
     if transfers is None:
-        raise Permanent(f"{engine.url}: engines of {type(engine).__name__} take no weights from a trainer's process")
+        raise Permanent(f"{engine.url}: {type(engine).__name__} does not support weight transfers from a trainer")
     return transfers
 
 
@@ -264,14 +266,14 @@ ENGINES = PlugPoint(
 
 
 def connect(name: str, url: str, **options: Any) -> Engine:
-    """A client for the engine product `name` at `url`. Raises Permanent for an unknown name, listing the known ones."""
+    """Return a client of engine product `name` at `url`. Raises Permanent, with the known names, if it is unknown."""
     engine: Engine = ENGINES.load(name)(url, **options)
     return engine
 
 
 @dataclass(frozen=True, slots=True)
 class ReportedLayout:
-    """How the engine says that it is laid out. None: it does not say."""
+    """The parallel layout that the engine reports. None means not reported."""
 
     tp: int | None = None
     pp: int | None = None
@@ -280,13 +282,13 @@ class ReportedLayout:
 
     def __str__(self) -> str:
         said = {"TP": self.tp, "PP": self.pp, "DP": self.dp, "EP": self.ep}
-        return " ".join(f"{name}={value}" for name, value in said.items() if value is not None) or "not told"
+        return " ".join(f"{name}={value}" for name, value in said.items() if value is not None) or "unknown"
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerExcerpt:
-    """A piece of greedy text as an engine sees it: log-probabilities (natural, one per token of `token_ids`) that it
-    gives to the tokens after `prompt_ids`."""
+    """A greedy continuation of `prompt_ids` by one engine, with the natural log-probability of each token of
+    `token_ids`."""
 
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
@@ -294,45 +296,46 @@ class AnswerExcerpt:
 
 
 class ManagedEngine(ObservedEngine, Protocol):
-    """What a redeployment asks of an engine that it has started, beyond what the gateway and agents ask: how it is laid
-    out, which weights it has, whether it answers as its predecessors did, and to sleep and wake. Its client can load
-    weights, too (`weights_engine`). What an engine cannot do is found out with `capabilities`; asking for it all the
-    same raises Permanent. `managed_conformance.py` covers it."""
+    """A client for the engines that a redeployment starts. It reads the layout and the weight version, compares answers
+    with those of earlier engines, and puts the engine to sleep. It can also load weights (`weights_engine`).
+    `capabilities` reports which features the engine supports; calls of others raise Permanent. The contract is
+    `managed_conformance.py`."""
 
     async def layout(self) -> ReportedLayout: ...
 
     async def weight_version(self) -> int | None:
-        """The policy version that it was last told its weights to be; None: it has none, or cannot tell."""
+        """Return the policy version that was last set for its weights; None if there is none or it is unsupported."""
         ...
 
     async def name_weights(self, policy_version: int | None) -> None:
-        """Tell it what its weights are called; they stay. None: they have no version."""
+        """Set the policy version of its weights, without a change of the weights. None clears the version."""
         ...
 
     async def excerpt(self, prompt_ids: Sequence[int], tokens: int) -> AnswerExcerpt:
-        """Its own greedy continuation of at most `tokens`, going on beyond end-of-text."""
+        """Return the engine's greedy continuation of up to `tokens` tokens, ignoring end-of-text."""
         ...
 
     async def score(self, excerpt: AnswerExcerpt) -> tuple[float, ...]:
-        """The log-probabilities that this engine gives to another's excerpt, token by token."""
+        """Return the log-probabilities that this engine assigns to the tokens of another engine's excerpt."""
         ...
 
     async def sleep(self) -> None:
-        """Free its GPUs' memory, weights kept aside so that `wake` is quick. It must have no requests."""
+        """Free the GPU memory, keeping the weights in host memory for a quick `wake`. The engine must have no
+        requests."""
         ...
 
     async def wake(self) -> None:
-        """With the weights from before, and no KV."""
+        """Load the weights back into GPU memory. The KV cache is empty afterwards."""
         ...
 
     async def asleep(self) -> bool: ...
 
     async def scale(self, dp: int) -> None:
-        """Elastic expert parallelism: go on with so many data-parallel replicas, on GPUs that it finds itself."""
+        """Scale to `dp` data-parallel replicas (elastic expert parallelism). The engine selects the GPUs itself."""
         ...
 
 
 def connect_managed(product: str, url: str, timeout_s: float = 10.0) -> ManagedEngine:
-    """Raises Permanent for an unknown product."""
+    """Return a client of the engine product at `url`. Raises Permanent if the product is unknown."""
     engine: ManagedEngine = ENGINES.load(product)(url, timeout_s=timeout_s)
     return engine

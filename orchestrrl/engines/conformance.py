@@ -1,4 +1,4 @@
-"""The contract of an engine, as tests: subclass `EngineConformance` in a test module and give it an `engine` fixture.
+"""Conformance tests of the Engine protocol. Subclass `EngineConformance` in a test module with an `engine` fixture:
 
     class TestMine(EngineConformance):
         @pytest.fixture
@@ -7,9 +7,9 @@
             yield engine
             await engine.close()
 
-The engine must be otherwise idle, with few seats (4, say), a longest context of 16,384 tokens and hardly more KV than
-that. Where it gives more than 50 tokens/s to a request for 1,000 or more, tests that step in may come too late. It
-speaks vLLM's HTTP surface; where the simulated engine and vLLM differ, vLLM is right.
+The engine must be idle and have few seats (for example 4), a context length of 16,384 tokens and little more KV than
+that. If it generates more than 50 tokens/s for requests of 1,000 tokens or more, tests that intervene may be too late.
+It must implement vLLM's HTTP API; if the simulated engine and vLLM differ, vLLM is the reference.
 """
 
 import asyncio
@@ -39,9 +39,9 @@ DEADLINE_S = 120.0
 POLL_S = 0.05
 LOOKS_WHILE_FROZEN = 10
 ATTEMPTS = 5
-LONG_TOKENS = 16_000  # never gets to its end: whatever is done to it comes first
-OVERLAPPING_TOKENS = 1_000  # takes so long that what is sent together runs together
-ENOUGH_TOKENS = 1_500  # gets to its end, but takes long enough for something to be done to it
+LONG_TOKENS = 16_000  # long enough that the test intervenes before the end
+OVERLAPPING_TOKENS = 1_000  # long enough that requests sent together run together
+ENOUGH_TOKENS = 1_500  # reaches its end, but takes long enough for the test to intervene
 PROMPT = (84, 111, 100, 97, 121)
 TEXT = "bado kuli"
 
@@ -50,7 +50,7 @@ _numbers = count()
 
 @dataclass
 class ConformanceRequest:
-    """One request and what has come of it so far."""
+    """One request and the chunks received so far."""
 
     id: str
     chunks: list[Chunk] = field(default_factory=list)
@@ -73,7 +73,7 @@ class ConformanceRequest:
         return self.chunks[-1].finish_reason if self.chunks else None
 
     async def done(self) -> "ConformanceRequest":
-        """Wait for the end; an engine's refusal is raised here."""
+        """Wait for the end of the request. Raises the engine's refusal."""
         assert self.task is not None
         async with asyncio.timeout(DEADLINE_S):
             await self.task
@@ -81,7 +81,7 @@ class ConformanceRequest:
 
 
 class EngineUnderTest:
-    """An engine with what tests need around it."""
+    """An engine with helpers that start, await and clean up requests."""
 
     def __init__(self, engine: Engine, capabilities: EngineCapabilities) -> None:
         self.engine = engine
@@ -96,7 +96,7 @@ class EngineUnderTest:
     def start(
         self, prompt: Any = PROMPT, *, chat: bool = False, verbatim: bool = False, **body: Any
     ) -> ConformanceRequest:
-        """Send a request: greedy, and without an end of its own, unless `body` overrides it. `verbatim`: as it is."""
+        """Send a request, by default greedy and ignoring end-of-text. `verbatim` sends the body unchanged."""
         asked = {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
         defaults = {"model": self.capabilities.models[0], "temperature": 0, "ignore_eos": True}
         endpoint = CompletionEndpoint.CHAT if chat else CompletionEndpoint.COMPLETIONS
@@ -110,7 +110,7 @@ class EngineUnderTest:
         return await self.start(prompt, **asked).done()
 
     async def abort(self, *runs: ConformanceRequest) -> list[str | None]:
-        """Abort the requests and return how each of them ended."""
+        """Abort the requests and return their finish reasons."""
         await self.engine.abort([run.id for run in runs])
         return [(await run.done()).finish_reason for run in runs]
 
@@ -119,7 +119,7 @@ class EngineUnderTest:
             run.chunks.append(chunk)
 
     async def until(self, condition: Callable[[EngineSample], bool]) -> EngineSample:
-        """Poll the metrics until they are as wanted. An engine may be too busy to answer for a while."""
+        """Poll the metrics until the condition holds. An engine may be too busy to answer for a while."""
         async with asyncio.timeout(DEADLINE_S):
             while True:
                 with suppress(Retryable):
@@ -129,7 +129,7 @@ class EngineUnderTest:
                 await asyncio.sleep(POLL_S)
 
     async def until_all_answer(self, *runs: ConformanceRequest, tokens: int = 1) -> None:
-        """Wait until each of the requests has so many tokens."""
+        """Wait until each of the requests has at least `tokens` tokens."""
         async with asyncio.timeout(DEADLINE_S):
             while not all(len(run.token_ids) >= tokens for run in runs):
                 await asyncio.sleep(POLL_S)
@@ -138,7 +138,8 @@ class EngineUnderTest:
         return await self.until(lambda m: m.running == 0 and m.waiting == 0 and m.kv_usage_fraction == 0)
 
     async def fill(self, tokens: int = LONG_TOKENS) -> tuple[list[ConformanceRequest], list[ConformanceRequest]]:
-        """Take every seat for so many tokens, and queue two short requests more: those running and those waiting."""
+        """Fill every seat with a request of `tokens` tokens, and queue two more short requests. Returns the running and
+        the waiting requests."""
         running = [self.start([*PROMPT, seat], max_tokens=tokens) for seat in range(self.seats)]
         await self.until_all_answer(*running)
         waiting = [self.start([*PROMPT, 100 + seat], max_tokens=50) for seat in range(2)]
@@ -146,7 +147,7 @@ class EngineUnderTest:
         return running, waiting
 
     async def clear(self) -> None:
-        """Leave the engine as it was found."""
+        """Resume the engine, cancel all requests, and wait until it is idle."""
         await self.engine.resume()
         tasks = [run.task for run in self._started if run.task is not None]
         for task in tasks:
@@ -157,7 +158,7 @@ class EngineUnderTest:
 
 @asynccontextmanager
 async def at(engine: Engine) -> AsyncIterator[EngineUnderTest]:
-    """A bench for one test on an idle engine."""
+    """Yield the helpers for one test on an idle engine, and clean up afterwards."""
     bench = EngineUnderTest(engine, await engine.capabilities())
     await bench.until_idle()
     try:
@@ -167,13 +168,13 @@ async def at(engine: Engine) -> AsyncIterator[EngineUnderTest]:
 
 
 async def post(engine: Engine, path: str, body: Any) -> tuple[int, Any]:
-    """One exchange over plain HTTP, for what the protocol does not cover."""
+    """Send one plain HTTP request, for endpoints outside the Engine protocol. Returns the status and JSON answer."""
     async with aiohttp.ClientSession() as session:
         async with session.post(engine.url + path, json=body) as response:
             return response.status, await response.json()
 
 
-# Values of fields that a request earns status 400 by.
+# Field values that make a request invalid (status 400).
 WRONG_VALUES: dict[str, tuple[Any, ...]] = {
     "max_tokens": (0, -1, "many"),
     "prompt": ([], "", None, [-1], [10_000_000]),
@@ -185,7 +186,7 @@ WRONG_VALUES: dict[str, tuple[Any, ...]] = {
 
 
 class EngineConformance:
-    """Each test finds the engine idle and leaves it idle."""
+    """Conformance tests of the Engine protocol. Each test finds the engine idle and leaves it idle."""
 
     @pytest.fixture
     async def bench(self, engine: Engine) -> AsyncIterator[EngineUnderTest]:
@@ -214,30 +215,30 @@ class EngineConformance:
         assert run.text
         assert [chunk.finish_reason for chunk in run.chunks if chunk.finish_reason] == ["length"]
 
-    async def test_text_is_tokenized_and_its_ids_do_as_well(self, engine: Engine, bench: EngineUnderTest) -> None:
+    async def test_text_and_its_token_ids_give_the_same_answer(self, engine: Engine, bench: EngineUnderTest) -> None:
         by_text = await bench.run(TEXT, max_tokens=30)
         assert by_text.prompt_token_ids is not None
         assert await engine.detokenize(by_text.prompt_token_ids) == TEXT
         by_ids = await bench.run(list(by_text.prompt_token_ids), max_tokens=30)
         assert by_ids.token_ids == by_text.token_ids
 
-    async def test_greedy_is_deterministic_alone_and_in_a_batch(self, bench: EngineUnderTest) -> None:
+    async def test_greedy_decoding_is_deterministic_alone_and_in_a_batch(self, bench: EngineUnderTest) -> None:
         alone = await bench.run(max_tokens=200)
         together = [bench.start(max_tokens=200)] + [bench.start([9, 8, 7 + n], max_tokens=150) for n in range(3)]
         assert [(await run.done()).finish_reason for run in together] == ["length"] * 4
         assert together[0].token_ids == alone.token_ids
 
-    async def test_greedy_ignores_the_seed(self, bench: EngineUnderTest) -> None:
+    async def test_greedy_decoding_ignores_the_seed(self, bench: EngineUnderTest) -> None:
         runs = [await bench.run(max_tokens=50, seed=seed) for seed in (1, 2)]
         assert runs[0].token_ids == runs[1].token_ids
 
-    async def test_prompt_and_partial_answer_continue_as_the_undisturbed_answer(self, bench: EngineUnderTest) -> None:
+    async def test_prompt_with_partial_answer_continues_the_answer(self, bench: EngineUnderTest) -> None:
         whole = (await bench.run(max_tokens=300)).token_ids
         for cut in (1, 17, 128, 299):
             rest = await bench.run([*PROMPT, *whole[:cut]], max_tokens=300 - cut)
             assert rest.token_ids == whole[cut:]
 
-    async def test_streaming_equals_not_streaming(self, engine: Engine, bench: EngineUnderTest) -> None:
+    async def test_streamed_answer_equals_non_streamed_answer(self, engine: Engine, bench: EngineUnderTest) -> None:
         streamed = await bench.run(max_tokens=60)
         body = {"model": bench.capabilities.models[0], "prompt": list(PROMPT), "max_tokens": 60}
         body |= {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
@@ -250,12 +251,12 @@ class EngineConformance:
         assert choice["prompt_token_ids"] == list(PROMPT)
         assert answer["usage"] == answer["usage"] | {"prompt_tokens": 5, "completion_tokens": 60}
 
-    async def test_the_last_chunk_has_the_usage(self, bench: EngineUnderTest) -> None:
+    async def test_last_chunk_has_the_usage(self, bench: EngineUnderTest) -> None:
         *_, last = (await bench.run(max_tokens=7)).chunks
         assert last.usage is not None
         assert (last.usage["prompt_tokens"], last.usage["completion_tokens"]) == (len(PROMPT), 7)
 
-    async def test_a_body_that_is_sent_as_it_is_gets_the_engines_own_answer(self, bench: EngineUnderTest) -> None:
+    async def test_verbatim_request_returns_the_engines_own_answer(self, bench: EngineUnderTest) -> None:
         parsed = await bench.run(max_tokens=20)
         whole = await bench.run(max_tokens=20, verbatim=True, prompt_logprobs=0)
         (chunk,) = whole.chunks
@@ -270,7 +271,7 @@ class EngineConformance:
         parts = [each.event["choices"][0]["text"] for each in events if each.event]
         assert "".join(parts) == parsed.text
 
-    async def test_max_tokens_is_cut_to_the_room_in_the_context(self, bench: EngineUnderTest) -> None:
+    async def test_max_tokens_is_capped_by_the_context_length(self, bench: EngineUnderTest) -> None:
         longest = bench.capabilities.max_model_len_tokens or 0
         run = await bench.run([5] * (longest - 3), max_tokens=100)
         assert len(run.token_ids) == 3
@@ -279,7 +280,7 @@ class EngineConformance:
     async def test_completions_have_16_tokens_by_default(self, bench: EngineUnderTest) -> None:
         assert len((await bench.run()).token_ids) == 16
 
-    async def test_a_stop_token_ends_the_answer_and_belongs_to_it(self, bench: EngineUnderTest) -> None:
+    async def test_stop_token_ends_the_answer_and_is_included(self, bench: EngineUnderTest) -> None:
         whole = (await bench.run(max_tokens=40)).token_ids
         stop = whole[20]
         end = whole.index(stop) + 1
@@ -300,7 +301,7 @@ class EngineConformance:
     async def test_logprobs_of_chats(self, bench: EngineUnderTest) -> None:
         _check_logprobs(await bench.run(TEXT, chat=True, max_tokens=20, logprobs=True, top_logprobs=2), 2)
 
-    async def test_a_chat_goes_on_as_a_completion_of_its_tokens(self, bench: EngineUnderTest) -> None:
+    async def test_chat_continues_as_a_completion_of_its_tokens(self, bench: EngineUnderTest) -> None:
         chat = await bench.run(TEXT, chat=True, max_tokens=60)
         assert chat.prompt_token_ids
         assert len(chat.token_ids) == 60
@@ -308,7 +309,7 @@ class EngineConformance:
         rest = await bench.run([*chat.prompt_token_ids, *chat.token_ids[:25]], max_tokens=35)
         assert rest.token_ids == chat.token_ids[25:]
 
-    async def test_metrics_move(self, engine: Engine, bench: EngineUnderTest) -> None:
+    async def test_metrics_count_requests_and_tokens(self, engine: Engine, bench: EngineUnderTest) -> None:
         before = await bench.until_idle()
         run = bench.start(max_tokens=LONG_TOKENS)
         busy = await bench.until(lambda m: m.running == 1 and m.kv_usage_fraction > 0)
@@ -319,7 +320,7 @@ class EngineConformance:
         after = await bench.until_idle()
         made = len(run.token_ids) + len(short.token_ids)
         assert after.prompt_tokens_total - before.prompt_tokens_total == 2 * len(PROMPT)
-        # A token may be made between the abort's order and its effect.
+        # Tokens may be generated between the abort call and its effect.
         assert 0 <= after.generation_tokens_total - before.generation_tokens_total - made <= 8
 
     async def test_abort_ends_a_request_and_frees_its_kv(self, engine: Engine, bench: EngineUnderTest) -> None:
@@ -336,10 +337,10 @@ class EngineConformance:
             again = await bench.run(TEXT, chat=chat, max_tokens=len(partial))
             assert again.token_ids == partial
 
-    async def test_abort_of_unknown_or_no_requests_harms_nobody(self, engine: Engine, bench: EngineUnderTest) -> None:
+    async def test_abort_of_unknown_or_no_requests_has_no_effect(self, engine: Engine, bench: EngineUnderTest) -> None:
         run = bench.start(max_tokens=300)
         await bench.until_all_answer(run)
-        await engine.abort(["never-heard-of"])
+        await engine.abort(["unknown"])
         await engine.abort([])
         assert (await run.done()).finish_reason == "length"
 
@@ -356,14 +357,14 @@ class EngineConformance:
         assert await bench.abort(*runs) == ["abort"] * 4
         await bench.until_idle()
 
-    async def test_a_client_that_leaves_has_its_request_aborted(self, bench: EngineUnderTest) -> None:
+    async def test_closed_connection_aborts_its_request(self, bench: EngineUnderTest) -> None:
         running, waiting = await bench.fill()
         for run in (*waiting, *running):
             assert run.task is not None
             run.task.cancel()
         await bench.until_idle()
 
-    async def test_pause_keep_freezes_and_goes_on(self, engine: Engine, bench: EngineUnderTest) -> None:
+    async def test_pause_keep_freezes_requests_until_resume(self, engine: Engine, bench: EngineUnderTest) -> None:
         run = bench.start(max_tokens=LONG_TOKENS)
         await bench.until_all_answer(run)
         await engine.pause(PauseMode.KEEP)
@@ -401,9 +402,7 @@ class EngineConformance:
         await engine.resume()
         await _check_undisturbed(bench, run, frozen_at + 50)
 
-    async def test_pause_abort_ends_running_and_waiting_with_what_they_have(
-        self, engine: Engine, bench: EngineUnderTest
-    ) -> None:
+    async def test_pause_abort_ends_running_and_waiting_requests(self, engine: Engine, bench: EngineUnderTest) -> None:
         running, waiting = await bench.fill()
         await engine.pause(PauseMode.ABORT)
         assert await engine.is_paused()
@@ -427,12 +426,12 @@ class EngineConformance:
         await engine.resume()
         assert [len((await run.done()).token_ids) for run in waiting] == [50, 50]
 
-    async def test_preempted_requests_go_on_with_the_same_tokens(self, engine: Engine, bench: EngineUnderTest) -> None:
+    async def test_preempted_requests_keep_their_tokens(self, engine: Engine, bench: EngineUnderTest) -> None:
         before = await engine.metrics()
         share = before.kv_capacity_tokens // bench.seats
         assert share + 300 < (bench.capabilities.max_model_len_tokens or 0), "the KV cache is too large to be filled"
         prompts = [[*PROMPT, *[seat] * (share - 300)] for seat in range(bench.seats)]
-        for _ in range(5):  # on a busy machine the first may be done before the last is sent
+        for _ in range(5):  # on a busy host, the first request may end before the last is sent
             runs = [bench.start(prompt, max_tokens=OVERLAPPING_TOKENS) for prompt in prompts]
             together = [(await run.done()).token_ids for run in runs]
             if preempted := (await engine.metrics()).preemptions_total > before.preemptions_total:
@@ -441,7 +440,7 @@ class EngineConformance:
         tokens = OVERLAPPING_TOKENS - 1
         assert together[-1][:tokens] == (await bench.run(prompts[-1], max_tokens=tokens)).token_ids
 
-    async def test_wrong_requests_are_refused_with_an_error_object(self, bench: EngineUnderTest) -> None:
+    async def test_invalid_requests_are_refused_with_an_error_object(self, bench: EngineUnderTest) -> None:
         too_long = [5] * ((bench.capabilities.max_model_len_tokens or 0) + 1)
         wrong = [{name: value} for name, values in WRONG_VALUES.items() for value in values]
         for body in [*wrong, {"prompt": too_long}, {"min_tokens": 50, "max_tokens": 10}]:
@@ -458,19 +457,19 @@ class EngineConformance:
         assert await engine.detokenize(answer["tokens"]) == TEXT
         assert (await post(engine, "/detokenize", {}))[0] == 400
 
-    async def test_chats_are_tokenized_as_they_are_generated_from(self, engine: Engine, bench: EngineUnderTest) -> None:
+    async def test_tokenized_chat_equals_its_prompt_tokens(self, engine: Engine, bench: EngineUnderTest) -> None:
         body = {"messages": [{"role": "user", "content": TEXT}]}
         _, answer = await post(engine, "/tokenize", body)
         assert (await bench.run(TEXT, chat=True, max_tokens=1)).prompt_token_ids == tuple(answer["tokens"])
 
-    async def test_abort_counts_names_and_everything_when_none_is_named(
+    async def test_abort_endpoint_counts_ids_and_aborts_all_without_ids(
         self, engine: Engine, bench: EngineUnderTest
     ) -> None:
         assert await post(engine, "/abort_requests", {"request_ids": ["no", "body"]}) == (
             200,
             {"status": "aborted", "aborted": 2},
         )
-        # A starved engine may answer only when it has made all of LONG_TOKENS: then there was nothing to abort.
+        # A starved engine may answer only after it has generated all LONG_TOKENS; then nothing was aborted.
         for _ in range(ATTEMPTS):
             run = bench.start(max_tokens=LONG_TOKENS)
             await bench.until_all_answer(run)
@@ -486,7 +485,7 @@ class EngineConformance:
 
 
 async def _check_undisturbed(bench: EngineUnderTest, run: ConformanceRequest, tokens: int) -> None:
-    """The request goes on to so many tokens, and they are those of the same request when it is alone."""
+    """Check that the request reaches `tokens` tokens, and that they equal those of the same request when run alone."""
     await bench.until_all_answer(run, tokens=tokens)
     await bench.abort(run)
     partial = run.token_ids
@@ -499,7 +498,7 @@ def _check_logprobs(run: ConformanceRequest, alternatives: int) -> None:
         for item in chunk.logprobs or ():
             assert item.logprob <= 0
             assert 1 <= len(item.top) <= alternatives
-            assert item.token in dict(item.top)  # greedy: the chosen one is among the likeliest
+            assert item.token in dict(item.top)  # greedy: the chosen token is among the likeliest
 
 
 async def _check_refused(run: ConformanceRequest, status: int) -> None:

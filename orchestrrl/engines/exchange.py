@@ -1,8 +1,7 @@
-"""Send requests to an engine and read each answer as it comes: HTTP/1.1 for answers of many small pieces.
+"""An HTTP/1.1 client for engines, optimised for answers that arrive in many small pieces.
 
-httptools parses the answers. A connection whose answer was read to its end serves the next request; one that was left
-before that is closed, which makes the engine stop. A general client costs several times as much for each request and
-each piece.
+httptools parses the answers. A connection is reused after its answer was read to the end. Leaving an answer earlier
+closes the connection, which makes the engine stop. A general client costs several times as much per request and piece.
 """
 
 import asyncio
@@ -22,19 +21,19 @@ from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, R
 from orchestrrl.engines.base import NoConnection
 
 RETRY_AFTER_S = 1.0
-# uvicorn, which serves vLLM, closes a kept connection after 5 s. Where its event loop lags it does so before it reads
-# what was just sent, so kept ones are given up well before.
+# uvicorn, which serves vLLM, closes an idle connection after 5 s. If its event loop lags, it may do so before it reads
+# a new request, so idle connections are closed here well before that.
 KEEP_IDLE_S = 2.0
-STREAM_END_S = 5.0  # between what the reader wanted of an answer and the answer's end
-MOST_FRAMING_BYTES = 65_536  # in a row: of a head, of chunk sizes, of trailers
+STREAM_END_S = 5.0  # the longest wait for an answer's end after the reader has left it
+MOST_FRAMING_BYTES = 65_536  # consecutive bytes of a response head, chunk sizes or trailers
 _OWN_SHORTAGE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _NAME = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")  # a token of RFC 9110
 _FRAMING = frozenset({"content-length", "transfer-encoding"})
-MOST_PENDING_BYTES = 1 << 20  # of an answer that nobody reads; then the engine has to wait
+MOST_PENDING_BYTES = 1 << 20  # unread bytes of an answer at which reading from the socket pauses
 
 
 class EngineConnection(asyncio.Protocol):
-    """One connection, and the answer that comes over it."""
+    """One connection to an engine, and the answer that is read from it."""
 
     def __init__(self, pool: "ConnectionPool") -> None:
         self._pool = pool
@@ -52,11 +51,11 @@ class EngineConnection(asyncio.Protocol):
         self._pending_bytes = 0
         self._paused = False
         self._keep = False
-        self._left = False  # the reader has what it wanted
+        self._left = False  # the reader needs no more of the answer
         self._end_timer: asyncio.TimerHandle | None = None
-        self.answered = False  # a byte of the answer has come
-        self.ended = False  # all of it has
-        self.status = 0  # until the head has been read
+        self.answered = False  # a byte of the answer has arrived
+        self.ended = False  # the whole answer has arrived
+        self.status = 0  # 0 until the head has been read
         self.headers: dict[str, str] = {}
 
     @property
@@ -68,13 +67,13 @@ class EngineConnection(asyncio.Protocol):
         self._transport.write(request)
 
     async def read_head(self) -> None:
-        """Wait for `status` and `headers`. Raises OutcomeUnknown when the connection breaks, Permanent when the answer
-        is not HTTP."""
+        """Wait for `status` and `headers`. Raises OutcomeUnknown if the connection breaks, Permanent if the answer is
+        not HTTP."""
         while not self.status:
             await self._wait()
 
     async def read(self) -> bytes:
-        """What has come of the body since the last call; empty at its end. Raises as `read_head`."""
+        """Wait for the next bytes of the body and return them; b"" at its end. Raises as `read_head`."""
         while not self._pieces:
             if self.ended:
                 return b""
@@ -93,7 +92,7 @@ class EngineConnection(asyncio.Protocol):
         return b"".join(parts)
 
     def leave(self) -> None:
-        """The reader has what it wanted: the rest is read and dropped, and the connection kept for the next request."""
+        """Discard the rest of the answer and keep the connection for the next request."""
         if self.ended:
             self._finish()
         elif self.open:
@@ -103,14 +102,14 @@ class EngineConnection(asyncio.Protocol):
             self._resume_reading()
 
     def close(self) -> None:
-        """Break it off; whoever reads gets OutcomeUnknown."""
+        """Abort the connection. A pending read raises OutcomeUnknown."""
         self._transport.abort()
-        self._break(OutcomeUnknown(f"{self._pool.where}: the connection was closed here"))
+        self._break(OutcomeUnknown(f"{self._pool.where}: the connection was closed by this client"))
 
     # --- asyncio -----------------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's transports are asyncio's by their methods only.
+        # uvloop's transports have asyncio's methods but not its class.
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
@@ -122,13 +121,13 @@ class EngineConnection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
             if self._framing_bytes > MOST_FRAMING_BYTES:
-                raise ValueError("a head, a chunk size or a trailer has no end")
+                raise ValueError(f"a response head, chunk sizes or trailers exceed {MOST_FRAMING_BYTES} bytes")
         except (HttpParserError, HttpParserUpgrade, ValueError) as error:
             if not self.ended:
                 self._break(Permanent(f"{self._pool.where}: the answer is not HTTP: {error.__context__ or error}"))
                 self.close()
                 return
-            self._keep = False  # the answer is whole; nothing that follows can be trusted
+            self._keep = False  # the answer is complete, but further input cannot be trusted
         if self._pending_bytes > MOST_PENDING_BYTES and not self._paused:
             self._paused = True
             self._transport.pause_reading()
@@ -143,7 +142,7 @@ class EngineConnection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._pool.forget(self)
         if self.status and self.headers.keys().isdisjoint(_FRAMING) and error is None:
-            self._end()  # its end is the body's
+            self._end()  # the end of the connection marks the end of the body
         else:
             self._break(OutcomeUnknown(f"{self._pool.where}: the connection broke: {error or 'closed by the engine'}"))
 
@@ -154,8 +153,8 @@ class EngineConnection(asyncio.Protocol):
             raise ValueError("bytes after the answer")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self.status:  # trailers are left out
-            # Spaces alone, as httptools judges the coding of a body by what is left.
+        if not self.status:  # trailers are ignored
+            # Strip spaces only, so that the transfer coding is read as in httptools.
             key, text = name.decode("latin-1").lower(), value.decode("latin-1").strip(" ")
             self.headers[key] = f"{self.headers[key]}, {text}" if key in self.headers else text
 
@@ -164,7 +163,7 @@ class EngineConnection(asyncio.Protocol):
         status, version = self._parser.get_status_code(), self._parser.get_http_version()
         if version not in ("1.0", "1.1") or status < 100:
             raise ValueError(f"HTTP/{version} {status}")
-        if status < 200:  # the answer proper is still to come
+        if status < 200:  # an interim response; the final one follows
             self.headers.clear()
             return
         coding = self.headers.get("transfer-encoding", "chunked")
@@ -229,21 +228,21 @@ class EngineConnection(asyncio.Protocol):
 
 
 class EngineExchange:
-    """One request and its answer. `close` may be called at any time."""
+    """One request to an engine and its answer. `close` may be called at any time."""
 
     def __init__(self, pool: "ConnectionPool", request: bytes, *, alone: bool) -> None:
-        """`alone`: on a connection of its own."""
+        """Prepare an exchange. If `alone`, it uses a new connection of its own."""
         self._pool = pool
         self._request = request
         self._alone = alone
         self._connection: EngineConnection | None = None
         self.sent = False
-        self.closed = False  # broken off here
-        self.answered = False  # the reader has had some of the answer, so the engine has the request
+        self.closed = False  # `close` was called
+        self.answered = False  # the reader has received a part of the answer, so the engine has the request
 
     async def begin(self) -> EngineConnection:
-        """Send, and wait for the answer's head. Raises Retryable when the engine cannot be reached, OutcomeUnknown when
-        the connection breaks, Permanent when the answer is not HTTP."""
+        """Send the request and wait for the answer's head. Raises Retryable if the engine is unreachable,
+        OutcomeUnknown if the connection breaks, Permanent if the answer is not HTTP."""
         loop = asyncio.get_running_loop()
         sent_s = 0.0
         while True:
@@ -260,8 +259,8 @@ class EngineExchange:
                 sent_s = loop.time()
                 await connection.read_head()
             except OutcomeUnknown:
-                # The engine had given the kept connection up before it read what was sent, which shows soon: one that
-                # breaks later may have generated meanwhile.
+                # The engine closed the idle connection before it read the request. That shows soon; if the connection
+                # breaks later, the engine may have generated tokens.
                 soon = loop.time() < sent_s + KEEP_IDLE_S
                 if kept and soon and not connection.answered and not self.closed:
                     continue
@@ -269,26 +268,26 @@ class EngineExchange:
             return connection
 
     def leave(self) -> None:
-        """The reader has what it wanted of the answer: its end is read and dropped."""
+        """Discard the rest of the answer and keep the connection."""
         if self._connection is not None:
             self._connection.leave()
             self._connection = None
 
     def close(self) -> None:
-        """Break it off, unless it has ended; whoever reads gets OutcomeUnknown."""
+        """Abort the exchange unless it has ended. A pending read raises OutcomeUnknown."""
         self.closed = True
         if self._connection is not None:
             self._connection.close()
 
 
-NEXT_ADDRESS_AFTER_S = 0.25  # of a name with several addresses, as RFC 8305 recommends
+NEXT_ADDRESS_AFTER_S = 0.25  # delay between connection attempts to the addresses of a name (RFC 8305)
 
 
 class ConnectionPool:
-    """Connections to one engine, opened when they are needed, without limit. `close` releases them."""
+    """The connections to one engine. They are opened when needed, without a limit, and released by `close`."""
 
     def __init__(self, url: str, *, connect_timeout_s: float) -> None:
-        """Raises Permanent for what is no URL."""
+        """Parse the engine's URL. Raises Permanent if it is invalid."""
         try:
             parts = urlsplit(url)
             port = parts.port
@@ -298,7 +297,7 @@ class ConnectionPool:
             raise Permanent(f"{without_login(url)}: not a URL")
         self.where = without_login(url)
         self._host = parts.hostname
-        # An address needs no race of several, which costs every connection.
+        # A literal address needs no race of several attempts, which would slow every connection.
         self._next_address_after_s = NEXT_ADDRESS_AFTER_S if ip_of(parts.hostname) is None else None
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._port = port or (443 if self._tls else 80)
@@ -310,7 +309,7 @@ class ConnectionPool:
             own["Authorization"] = f"Basic {b64encode(login.encode()).decode()}"
         self._own_names = frozenset(name.lower() for name in own)
         self._head = written(own.items())
-        self._idle: deque[EngineConnection] = deque()  # the last used is the last
+        self._idle: deque[EngineConnection] = deque()  # in order of last use
         self._open: set[EngineConnection] = set()
         self._sweep_timer: asyncio.TimerHandle | None = None
 
@@ -323,11 +322,10 @@ class ConnectionPool:
         method: str = "POST",
         alone: bool = False,
     ) -> EngineExchange:
-        """Return the exchange of a request, which is not sent yet. A header that this pool itself sends wins over one
-        of the same name.
+        """Return an exchange whose request is not yet sent. The pool's own headers override those of the same name.
 
-        `alone`: it gets a connection of its own. vLLM closes kept ones after 5 s, and where its event loop lags, as it
-        does on a busy machine, it does so before reading what was just sent, and an order is lost."""
+        If `alone`, the exchange uses a new connection. vLLM closes idle connections after 5 s. If its event loop lags,
+        as on a busy host, it may do so before it reads a new request, and a control call would be lost."""
         line = f"{method} {self._path}{path} HTTP/1.1\r\n".encode()
         head = written(pair for pair in headers if pair[0].lower() not in self._own_names)
         if alone:
@@ -355,16 +353,16 @@ class ConnectionPool:
                     ssl=self._tls,
                     happy_eyeballs_delay=self._next_address_after_s,
                 )
-        except (OSError, UnicodeError) as error:  # TimeoutError is an OSError; a host's name may be none
+        except (OSError, UnicodeError) as error:  # TimeoutError is an OSError; UnicodeError: an invalid host name
             if isinstance(error, OSError) and error.errno in _OWN_SHORTAGE:
-                raise NoConnection(f"{self.where}: no connection can be opened: {error}", RETRY_AFTER_S) from error
+                raise NoConnection(f"{self.where}: cannot open a connection: {error}", RETRY_AFTER_S) from error
             reason = str(error) or f"no connection within {self._connect_timeout_s:g} s"
             raise Retryable(f"{self.where}: cannot be reached: {reason}", RETRY_AFTER_S) from error
         self._open.add(connection)
         return connection
 
     def keep(self, connection: EngineConnection) -> None:
-        """Its answer has ended well."""
+        """Keep a connection for the next request after its answer has ended."""
         loop = asyncio.get_running_loop()
         connection.idle_since_s = loop.time()
         self._idle.append(connection)
@@ -372,7 +370,7 @@ class ConnectionPool:
             self._sweep_timer = loop.call_later(KEEP_IDLE_S, self._sweep)
 
     def forget(self, connection: EngineConnection) -> None:
-        """It is closed."""
+        """Remove a closed connection."""
         self._open.discard(connection)
 
     def close(self) -> None:
@@ -384,7 +382,7 @@ class ConnectionPool:
             connection.close()
 
     def _sweep(self) -> None:
-        """Close what nobody has used for long."""
+        """Close the connections that have been idle for `KEEP_IDLE_S`."""
         loop = asyncio.get_running_loop()
         while self._idle and self._idle[0].idle_since_s + KEEP_IDLE_S <= loop.time():
             self._idle.popleft().close()
@@ -392,11 +390,11 @@ class ConnectionPool:
 
 
 def written(headers: Iterable[tuple[str, str]]) -> bytes:
-    """As HTTP has them. Bytes of a value that are no UTF-8 are those that a surrogate escape stands for. Raises
-    ValueError for a name or a value that would break out of its line."""
+    """Return the headers as bytes in HTTP's format. Surrogate escapes in a value become the bytes they stand for.
+    Raises ValueError if a name is invalid or a value contains a line break or NUL."""
     lines = []
     for name, value in headers:
         if "\r" in value or "\n" in value or "\0" in value or _NAME.fullmatch(name) is None:
-            raise ValueError(f"header {name}: {value!r} does not fit in a line")
+            raise ValueError(f"header {name}: must have a valid name and a value on one line, got {value!r}")
         lines.append(f"{name}: {value}\r\n")
     return "".join(lines).encode(errors="surrogateescape")

@@ -1,15 +1,14 @@
-"""Moving a running request between two vLLM servers with its KV: what goes on their command lines and into the bodies.
+"""The command-line flags and body fields for moving a running request between two vLLM servers with its KV.
 
-Pure. The servers' side is `orchestrrl/integrations/instrument`. A move by KV takes three steps of whoever routes the
-requests:
+Pure. The server side is `orchestrrl/integrations/instrument`. A move by KV transfer takes three steps of the router:
 
-1. every attempt that may be moved is sent with `saving(...)` in its body, under an entry id of its own;
-2. the source aborts it, and saves the KV of all its tokens, prompt and generated, beside its other requests' steps;
-3. the destination is sent prompt and generated ids as one prompt, with `loading(...)` the attempt's entry.
+1. Send every attempt that may move with `saving(...)` in its body, under a unique entry id.
+2. Abort the attempt. The source saves the KV of all its tokens, prompt and generated, while other requests run.
+3. Send the destination the prompt and generated ids as one prompt, with `loading(...)` of the attempt's entry.
 
-Whatever goes wrong, the destination recomputes: the answer is the same and only time is lost. `weights` names the
-version that an attempt's first token was computed under (and the model, where a shared directory serves several). A
-request that was running while its engine's weights changed has KV of both: move it without `loading`.
+If a step fails, the destination recomputes: the answer is the same and only time is lost. `weights` names the version
+that computed the attempt's first token (and the model, if a shared directory serves several). A request that ran while
+its engine's weights changed has KV of both versions: move it without `loading`.
 """
 
 import hashlib
@@ -30,13 +29,14 @@ from orchestrrl.integrations.instrument.kv_scheduler import (
 )
 
 BODY_FIELD = "kv_transfer_params"
-MODULE_FOLDER = Path(instrument.__file__).parent  # for PYTHONPATH of the server
-EXTERNAL_SOURCE = "external_kv_transfer"  # label of vllm:prompt_tokens_by_source_total: prompt tokens that were loaded
+MODULE_FOLDER = Path(instrument.__file__).parent  # must be on the server's PYTHONPATH
+EXTERNAL_SOURCE = "external_kv_transfer"  # label of loaded prompt tokens in vllm:prompt_tokens_by_source_total
 
 
 def vllm_arguments(shared: Path, *, max_age_s: float | None = None, max_bytes: int | None = None) -> tuple[str, str]:
-    """Arguments for a vLLM server that hands requests over through the directory `shared`; it needs MODULE_FOLDER on
-    its PYTHONPATH. Entries go after `max_age_s` or beyond `max_bytes` (of all servers), by default 300 s and 16 GiB."""
+    """Return the arguments for a vLLM server that transfers KV through the directory `shared`. The server needs
+    MODULE_FOLDER on its PYTHONPATH. Entries are removed after `max_age_s` (default 300 s), or if all servers' entries
+    exceed `max_bytes` (default 16 GiB)."""
     extra = {"shared_storage_path": str(shared), "max_age_s": max_age_s, "max_bytes": max_bytes}
     config = {
         "kv_connector": "KvHandover",
@@ -49,23 +49,23 @@ def vllm_arguments(shared: Path, *, max_age_s: float | None = None, max_bytes: i
 
 
 def entry_id(*names: object) -> str:
-    """An entry's id out of what makes it unique: who routes (with its start), the request, the attempt."""
+    """Return an entry id, a hash of the names that make it unique: the router's start, the request and the attempt."""
     return hashlib.sha256(json.dumps([str(name) for name in names]).encode()).hexdigest()[:32]
 
 
 def saving(weights: str, save: str) -> Mapping[str, Any]:
-    """For the body of an attempt that may be moved later: when it is aborted, its KV becomes the entry `save`."""
+    """Return the body field for an attempt that may move later: when it is aborted, its KV becomes entry `save`."""
     return _checked({WEIGHTS: weights, SAVE: save})
 
 
 def loading(weights: str, load: str, save: str | None = None, wait_s: float = DEFAULT_WAIT_S) -> Mapping[str, Any]:
-    """For the body of the continued request: use the entry `load`, which may still be written for `wait_s`; after that
-    it is no longer waited for. With `save` it may be moved once more."""
+    """Return the body field for a continued request that loads entry `load`. The engine waits up to `wait_s` for an
+    entry that is still being written. With `save`, the request may move once more."""
     return _checked({WEIGHTS: weights, LOAD: load, WAIT_S: wait_s} | ({} if save is None else {SAVE: save}))
 
 
 def _checked(wish: dict[str, Any]) -> Mapping[str, Any]:
-    """Raises ValueError here for what the engine would only write into its log."""
+    """Return the body field. Raises ValueError for invalid parameters, which the engine would only log."""
     params = {PARAMETER: wish}
     read_transfer_params(params)
     return {BODY_FIELD: params}

@@ -1,28 +1,28 @@
-"""The contracts of an engine that is started for us and of one that takes new weights while it runs, as tests: subclass
-`ManagedConformance` and `WeightsConformance` in a test module.
+"""Conformance tests of the ManagedEngine and WeightsEngine protocols. Subclass `ManagedConformance` and
+`WeightsConformance` in a test module:
 
     class TestMine(ManagedConformance):
         layout = EngineLayout(tp=1, pp=1, dp=1, ep=False)
 
         @pytest.fixture
-        async def engine(self): ...  # as EngineConformance has it
+        async def engine(self): ...  # as in EngineConformance
 
         @pytest.fixture
-        def weights(self): ...  # a folder with the weights that it was started with, and one with others
+        def weights(self): ...  # a folder with the engine's initial weights, and one with others
 
     class TestItsWeights(WeightsConformance):
         @pytest.fixture
         async def engine(self): ...
 
         @pytest.fixture
-        def versions(self): ...  # folders of three versions, the first of them what the engine was started with
+        def versions(self): ...  # folders of three versions; the first has the engine's initial weights
 
         @pytest.fixture
         def broken(self, versions, tmp_path):
             return broken_of(versions[1], tmp_path)
 
-The engine is otherwise idle, not paused, and has the weights that it was started with; each test leaves them in it.
-What an engine cannot do it declares in its capabilities, and refuses.
+The engine must be idle, not paused, and have its initial weights; each test restores them. An engine must declare
+unsupported features in its capabilities, and refuse calls of them.
 """
 
 import asyncio
@@ -54,25 +54,25 @@ from orchestrrl.integrations.instrument.checkpoint_files import MODEL_FILE
 PROMPT = tuple(range(65, 81))
 TOKENS = 48
 CACHED_TOKENS = 700  # several blocks
-# Other numbers of ranks and batches sum in another order. Nats, as a mean over the tokens of an excerpt.
+# Tolerances in nats, mean over the tokens of an excerpt. Other numbers of ranks and batches sum in another order.
 SAME_NATS = 1e-3
 OTHER_NATS = 0.5
 DEADLINE_S = 120.0
 
 
 def mean_nats(excerpt: AnswerExcerpt, scores: tuple[float, ...]) -> float:
-    """Mean |difference| of what two engines make of a text."""
+    """Return the mean absolute difference between the log-probabilities of two engines for an excerpt."""
     pairs = zip(excerpt.logprobs, scores, strict=True)
     return math.fsum(abs(one - other) for one, other in pairs) / len(scores)
 
 
 class EngineOfBothKinds(Engine, ManagedEngine, Protocol):
-    """Both protocols, as clients that can be deployed have them."""
+    """An engine client with both protocols, as a deployable product needs."""
 
 
 @asynccontextmanager
 async def as_it_was(engine: EngineOfBothKinds, own: Path) -> AsyncIterator[WeightsEngine]:
-    """Give the engine its own weights back, without a version and not paused, after a test that loads others."""
+    """Restore the engine's own weights, without a version and not paused, after the block has loaded others."""
     weights = weights_engine(engine)
     try:
         yield weights
@@ -86,10 +86,10 @@ async def as_it_was(engine: EngineOfBothKinds, own: Path) -> AsyncIterator[Weigh
 class ManagedConformance:
     layout: ReportedLayout
 
-    async def test_layout_is_what_it_was_started_with(self, engine: EngineOfBothKinds) -> None:
+    async def test_layout_equals_the_started_one(self, engine: EngineOfBothKinds) -> None:
         assert await engine.layout() == self.layout
 
-    async def test_an_excerpt_goes_on_to_its_length_and_is_the_same_again(self, engine: EngineOfBothKinds) -> None:
+    async def test_excerpt_has_full_length_and_is_repeatable(self, engine: EngineOfBothKinds) -> None:
         excerpt = await engine.excerpt(PROMPT, TOKENS)
         assert excerpt.prompt_ids == PROMPT
         assert len(excerpt.token_ids) == len(excerpt.logprobs) == TOKENS
@@ -98,30 +98,30 @@ class ManagedConformance:
         assert again.token_ids == excerpt.token_ids
         assert mean_nats(excerpt, again.logprobs) < SAME_NATS
 
-    async def test_an_excerpt_is_what_a_request_would_get(self, engine: EngineOfBothKinds) -> None:
+    async def test_excerpt_equals_the_answer_to_a_request(self, engine: EngineOfBothKinds) -> None:
         async with at(engine) as bench:
             run = await bench.run(PROMPT, max_tokens=TOKENS)
         assert tuple(run.token_ids) == (await engine.excerpt(PROMPT, TOKENS)).token_ids
 
-    async def test_its_own_excerpt_scores_as_it_was_made(self, engine: EngineOfBothKinds) -> None:
+    async def test_score_of_own_excerpt_equals_its_logprobs(self, engine: EngineOfBothKinds) -> None:
         excerpt = await engine.excerpt(PROMPT, TOKENS)
-        for _ in range(2):  # also where the prompt is cached by now
+        for _ in range(2):  # the second time with a cached prompt
             scores = await engine.score(excerpt)
             assert len(scores) == TOKENS
             assert max(abs(a - b) for a, b in zip(scores, excerpt.logprobs, strict=True)) < SAME_NATS
 
-    async def test_a_text_that_it_would_not_write_scores_lower(self, engine: EngineOfBothKinds) -> None:
+    async def test_unlikely_text_scores_lower(self, engine: EngineOfBothKinds) -> None:
         excerpt = await engine.excerpt(PROMPT, TOKENS)
         turned = AnswerExcerpt(PROMPT, tuple(reversed(excerpt.token_ids)), excerpt.logprobs)
         assert sum(await engine.score(turned)) < sum(excerpt.logprobs) - OTHER_NATS * TOKENS
 
-    async def test_what_does_not_fit_is_refused(self, engine: EngineOfBothKinds) -> None:
+    async def test_prompt_beyond_the_context_length_is_refused(self, engine: EngineOfBothKinds) -> None:
         longest = (await engine.capabilities()).max_model_len_tokens
         assert longest is not None
         with pytest.raises(Permanent):
             await engine.excerpt([PROMPT[0]] * (longest + 1), 1)
 
-    async def test_other_weights_are_seen_and_named(
+    async def test_other_weights_change_the_answers_and_the_version(
         self, engine: EngineOfBothKinds, weights: tuple[Path, Path]
     ) -> None:
         own, other = weights
@@ -131,11 +131,11 @@ class ManagedConformance:
             assert await engine.weight_version() == 7
             assert mean_nats(before, await engine.score(before)) > OTHER_NATS
             assert (await engine.excerpt(PROMPT, TOKENS)).token_ids != before.token_ids
-        assert await engine.weight_version() is None  # nobody has told what these are called
+        assert await engine.weight_version() is None  # no version was set for these
         assert mean_nats(before, await engine.score(before)) < SAME_NATS
         assert not await engine.is_paused()
 
-    async def test_weights_that_are_there_already_can_be_named(
+    async def test_version_can_be_set_without_a_load(
         self, engine: EngineOfBothKinds, weights: tuple[Path, Path]
     ) -> None:
         async with as_it_was(engine, weights[0]):
@@ -143,7 +143,7 @@ class ManagedConformance:
                 await engine.name_weights(version)
                 assert await engine.weight_version() == version
 
-    async def test_sleep_and_wake_or_a_clear_no(self, engine: EngineOfBothKinds) -> None:
+    async def test_sleep_and_wake_work_or_are_refused(self, engine: EngineOfBothKinds) -> None:
         excerpt = await engine.excerpt(PROMPT, TOKENS)
         assert not await engine.asleep()
         if not (await engine.capabilities()).sleep:
@@ -164,7 +164,7 @@ class ManagedConformance:
         async with asyncio.timeout(DEADLINE_S):
             assert mean_nats(excerpt, await engine.score(excerpt)) < SAME_NATS
 
-    async def test_scale_or_a_clear_no(self, engine: EngineOfBothKinds) -> None:
+    async def test_scale_works_or_is_refused(self, engine: EngineOfBothKinds) -> None:
         replicas = (await engine.layout()).dp or 1
         if not (await engine.capabilities()).scale_elastic_ep:
             with pytest.raises(Permanent, match="scaled"):
@@ -182,12 +182,12 @@ class ManagedConformance:
 
 
 NOWHERE = Path("/nowhere")
-# Of versions for engines that take any.
+# Shapes of test versions, for engines that accept any.
 SHAPES = {"lm_head.weight": (6, 4), "model.layers.0.mlp.up_proj.weight": (8, 4), "model.norm.weight": (4,)}
 
 
 def write_version(folder: Path, seed: int, shapes: Mapping[str, Sequence[int]] = SHAPES) -> Path:
-    """A checkpoint of random float32 of these shapes."""
+    """Write a checkpoint of random float32 tensors with these shapes. Returns the folder."""
     header, data, chance = {}, b"", Random(seed)
     for name, shape in sorted(shapes.items()):
         items = math.prod(shape)
@@ -199,7 +199,7 @@ def write_version(folder: Path, seed: int, shapes: Mapping[str, Sequence[int]] =
 
 
 def broken_of(whole: Path, into: Path) -> dict[str, Path]:
-    """Folders with something wrong in each, made of a whole checkpoint in one file."""
+    """Write broken variants of a complete one-file checkpoint. Returns their folders by fault."""
     raw = (whole / MODEL_FILE).read_bytes()
     length = struct.unpack("<Q", raw[:8])[0]
     header, data = json.loads(raw[8 : 8 + length]), raw[8 + length :]
@@ -228,7 +228,7 @@ def _file(header: Mapping[str, Any], data: bytes) -> bytes:
 
 
 class WeightsConformance:
-    async def test_versions_in_a_row_and_back(self, engine: EngineOfBothKinds, versions: Sequence[Path]) -> None:
+    async def test_versions_load_forward_and_back(self, engine: EngineOfBothKinds, versions: Sequence[Path]) -> None:
         async with as_it_was(engine, versions[0]) as weights:
             assert await weights.loaded() is None
             at_start = await weights.continue_greedily(PROMPT, TOKENS)
@@ -236,7 +236,7 @@ class WeightsConformance:
             for version in (1, 2, 3, 3, 2, 1):
                 told = await weights.load_weights(versions[version - 1], version)
                 assert told.version == version
-                assert await weights.loaded() in (told, LoadedWeights(version))  # one that does not sum says less later
+                assert await weights.loaded() in (told, LoadedWeights(version))  # without a checksum if not supported
                 assert not await engine.is_paused()
                 tokens = await weights.continue_greedily(PROMPT, TOKENS)
                 assert len(tokens) == TOKENS
@@ -245,7 +245,7 @@ class WeightsConformance:
             assert len({told.sum for told, _ in found.values()}) == 3
             assert len({tokens for _, tokens in found.values()}) == 3
 
-    async def test_what_is_not_whole_changes_nothing(
+    async def test_broken_checkpoints_change_nothing(
         self, engine: EngineOfBothKinds, versions: Sequence[Path], broken: Mapping[str, Path]
     ) -> None:
         async with as_it_was(engine, versions[0]) as weights:
@@ -254,7 +254,7 @@ class WeightsConformance:
             for name, folder in broken.items():
                 with pytest.raises((Permanent, OutcomeUnknown)) as error:
                     await weights.load_weights(folder, 9)
-                if error.errisinstance(OutcomeUnknown):  # it did not see it coming
+                if error.errisinstance(OutcomeUnknown):  # the fault was not detected before the load
                     assert folder == NOWHERE, f"{name}: {error.value}"
                     assert await engine.is_paused()
                     assert await weights.loaded() is None
@@ -264,7 +264,7 @@ class WeightsConformance:
                 assert not await engine.is_paused()
                 assert await weights.continue_greedily(PROMPT, TOKENS) == tokens
 
-    async def test_a_pause_is_found_again(self, engine: EngineOfBothKinds, versions: Sequence[Path]) -> None:
+    async def test_load_keeps_the_engine_paused(self, engine: EngineOfBothKinds, versions: Sequence[Path]) -> None:
         async with as_it_was(engine, versions[0]) as weights:
             at_start = await weights.continue_greedily(PROMPT, TOKENS)
             await engine.pause(PauseMode.ABORT)
@@ -281,7 +281,7 @@ class WeightsConformance:
             assert await weights.continue_greedily(PROMPT, TOKENS) == other
             assert not await engine.is_paused()
 
-    async def test_requests_that_are_frozen_do_not_go_on_with_a_probe(
+    async def test_frozen_requests_do_not_continue_during_a_probe(
         self, engine: EngineOfBothKinds, versions: Sequence[Path]
     ) -> None:
         async with as_it_was(engine, versions[0]) as weights, at(engine) as bench:
@@ -294,7 +294,7 @@ class WeightsConformance:
             await engine.resume()
             await bench.abort(run)
 
-    async def test_requests_that_run_go_on_under_the_new_weights(
+    async def test_running_requests_continue_under_the_new_weights(
         self, engine: EngineOfBothKinds, versions: Sequence[Path]
     ) -> None:
         async with as_it_was(engine, versions[0]) as weights, at(engine) as bench:
@@ -310,7 +310,7 @@ class WeightsConformance:
             assert await weights.continue_greedily(PROMPT, 1) == (partial[0],)
             assert await weights.continue_greedily([*PROMPT, *rest[0]], TOKENS) != tuple(rest[1])
 
-    async def test_a_prompt_that_is_cached_is_computed_anew(
+    async def test_cached_prompt_is_computed_again_after_a_load(
         self, engine: EngineOfBothKinds, versions: Sequence[Path]
     ) -> None:
         prompt = [20 + 7 * place % 400 for place in range(CACHED_TOKENS)]
@@ -325,6 +325,6 @@ class WeightsConformance:
                 if paused:
                     await engine.resume()
                 after = await engine.excerpt(prompt, TOKENS)
-                # A score reads no cached prefix: where the old weights' KV was used, it is another.
+                # A score uses no cached prefix, so it differs if the excerpt used KV of the old weights.
                 assert mean_nats(after, await engine.score(after)) < SAME_NATS
                 assert math.isfinite(sum(after.logprobs))

@@ -1,7 +1,7 @@
-"""Read what OpenAI-compatible engines stream: server-sent events, as Chunks. Pure.
+"""Parse the server-sent events of OpenAI-compatible engines into Chunks. Pure.
 
-The events of one stream are alike but for a text and its tokens. Once one has been parsed, those that equal it around
-these two are read by their place, at a third of the price; whatever looks different is parsed.
+The events of one stream usually differ only in their text and tokens. After one event has been parsed as JSON, events
+that match it outside these two fields are read by position, at a third of the cost. All others are parsed.
 """
 
 import json
@@ -11,27 +11,28 @@ from typing import Any
 from orchestrrl.engines.base import Chunk, TokenLogprob
 
 _TEXTS = (b'"text":"', b'"text": "', b'"content":"', b'"content": "')
-# Fields that Chunk or the writer of the answer has a place for.
+# Fields that Chunk represents or that the writer of the answer produces.
 _CHOICE_FIELDS = frozenset(
     {"index", "text", "delta", "message", "logprobs", "finish_reason", "stop_reason", "token_ids", "prompt_token_ids"}
 )
 _ANSWER_FIELDS = frozenset({"id", "object", "created", "model", "choices", "usage", "prompt_token_ids"})
 _TOKENS = (b'"token_ids":[', b'"token_ids": [')
 DONE = b"[DONE]"
-MOST_LINE_BYTES = 128 << 20  # the ids of a prompt of ten million tokens; whatever has no end has to have one
+MOST_LINE_BYTES = 128 << 20  # fits the ids of a prompt of ten million tokens; bounds a line without an end
 
 
 class ServerSentEvents:
-    """The content of each `data:` line, however the network cut the lines up; comments (keep-alives) and other fields
-    are left out. A line may be long: the one that carries a long prompt's ids has hundreds of kilobytes. An unfinished
-    last line is never given out. Pure."""
+    """Splits a byte stream into the contents of its `data:` lines. Comments (keep-alives) and other fields are skipped.
+    A line may be long: a long prompt's ids take hundreds of kilobytes. An incomplete last line is never returned.
+    Pure."""
 
     def __init__(self) -> None:
-        self._pending: list[bytes] = []  # of a line that is not all there
+        self._pending: list[bytes] = []  # parts of an incomplete line
         self._pending_bytes = 0
 
     def feed(self, read: bytes) -> list[bytes]:
-        """Raises ValueError for a line that is longer than any should be."""
+        """Return the contents of the lines that `read` completes. Raises ValueError if a line exceeds
+        `MOST_LINE_BYTES`."""
         *lines, rest = read.split(b"\n")
         if lines and self._pending:
             lines[0] = b"".join((*self._pending, lines[0]))
@@ -41,12 +42,12 @@ class ServerSentEvents:
             self._pending.append(rest)
             self._pending_bytes += len(rest)
             if self._pending_bytes > MOST_LINE_BYTES:
-                raise ValueError(f"a line of more than {MOST_LINE_BYTES >> 20} MiB")
+                raise ValueError(f"a line has more than {MOST_LINE_BYTES >> 20} MiB")
         return [line[len(b"data:") :].strip() for line in lines if line.startswith(b"data:")]
 
 
 class StreamError(Exception):
-    """The event is an error object: `event`, and within it `error`."""
+    """The engine sent an error event. `event` is the whole object, `error` its error field."""
 
     def __init__(self, event: Mapping[str, Any]) -> None:
         super().__init__(event["error"])
@@ -55,17 +56,17 @@ class StreamError(Exception):
 
 
 class ChunkReader:
-    """Reads one stream's events, in order."""
+    """Reads the events of one stream in order."""
 
     def __init__(self) -> None:
-        # What stands before the text, between it and the tokens, and after them.
+        # The bytes of an event before its text, between text and tokens, and after the tokens.
         self._frame: tuple[bytes, bytes, bytes] | None = None
-        self._tries = 8  # to find a frame: the first event may hold more than the rest
+        self._tries = 8  # attempts to find a frame; the first event may have more fields than the others
 
     def read_on(self, events: Sequence[bytes], at: int) -> tuple[Chunk | None, int]:
-        """The chunk at `at`, and the place after it. Plain events that came together are one chunk, as vLLM makes of
-        those that its own sender is behind with. As `parse_chunk`, but for `raw`, which is left out where it would tell
-        nothing more. Raises StreamError, and what `parse_chunk` raises."""
+        """Return the chunk that starts at `events[at]`, and the index after it. Consecutive plain events become one
+        chunk, as in vLLM when its sender lags. The chunk equals that of `parse_chunk`, except that `raw` is omitted for
+        plain events. Raises StreamError, and the errors of `parse_chunk`."""
         first = self._framed(events[at])
         if first is None:
             return self._parsed(events[at]), at + 1
@@ -82,7 +83,7 @@ class ChunkReader:
         return Chunk(tuple(ids), "".join(texts)), at
 
     def _framed(self, data: bytes) -> tuple[tuple[int, ...], str] | None:
-        """The tokens and the text of an event that looks as the last parsed one did around them."""
+        """Return the tokens and text of an event that matches the frame; None if it does not match."""
         if self._frame is None:
             return None
         head, middle, tail = self._frame
@@ -99,7 +100,7 @@ class ChunkReader:
             text = data[text_at:text_stop].decode()
         except UnicodeDecodeError:
             return None
-        # Escapes and control characters are for the parser.
+        # Events with escapes or control characters go to the JSON parser.
         return None if "\\" in text or not text.isprintable() else (tuple(map(int, listed)), text)
 
     def _parsed(self, data: bytes) -> Chunk | None:
@@ -111,8 +112,7 @@ class ChunkReader:
 
 
 def _frame(data: bytes) -> tuple[bytes, bytes, bytes] | None:
-    """How an event is written around its text and its tokens; None where it does not become a plain event when both are
-    replaced."""
+    """Return the bytes of an event around its text and tokens. None if replacing both does not give a plain event."""
     text_at = next((at + len(name) for name in _TEXTS if (at := data.find(name)) >= 0), -1)
     text_stop = data.find(b'"', text_at)
     ids_at = next((at + len(name) for name in _TOKENS if (at := data.find(name, text_stop)) >= 0), -1)
@@ -131,7 +131,7 @@ def _frame(data: bytes) -> tuple[bytes, bytes, bytes] | None:
 
 
 def plain(chunk: Chunk) -> bool:
-    """Whether it tells of a text and its tokens, and of nothing else."""
+    """Return whether the chunk contains only a text and its tokens."""
     parsed = (chunk.raw or {}).get("delta") or {}
     told = (chunk.prompt_token_ids, chunk.logprobs, chunk.finish_reason, chunk.stop_reason)
     more = (chunk.choice_fields, chunk.answer_fields, chunk.usage)
@@ -143,7 +143,7 @@ def plain(chunk: Chunk) -> bool:
 
 
 def parse_event(data: bytes) -> dict[str, Any]:
-    """One event of a stream. Raises StreamError for an error object, and ValueError and others for no event at all."""
+    """Parse one event. Raises StreamError for an error object, and ValueError or other errors if it is malformed."""
     try:
         event: dict[str, Any] = json.loads(data)
     except RecursionError as error:
@@ -154,8 +154,8 @@ def parse_event(data: bytes) -> dict[str, Any]:
 
 
 def parse_chunk(event: Mapping[str, Any]) -> Chunk | None:
-    """A `/v1/completions` or `/v1/chat/completions` stream event as a Chunk. One without a choice has the usage of the
-    whole answer; None for one that has none."""
+    """Convert a `/v1/completions` or `/v1/chat/completions` stream event into a Chunk. An event without choices gives a
+    Chunk with the usage of the whole answer, or None if it has no usage."""
     if not event["choices"]:
         usage, fields = event.get("usage"), _others(event, _ANSWER_FIELDS)
         return Chunk(usage=usage, answer_fields=fields) if usage or fields else None
@@ -176,19 +176,20 @@ def parse_chunk(event: Mapping[str, Any]) -> Chunk | None:
 
 
 def _others(found: Mapping[str, Any], known: frozenset[str]) -> Mapping[str, Any] | None:
-    """Return the fields that are neither known nor null; None where there are none."""
+    """Return the fields that are neither known nor null; None if there are none."""
     if found.keys() <= known:
         return None
     return {name: value for name, value in found.items() if name not in known and value is not None} or None
 
 
 def other_answer_fields(event: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the fields of an answer, or of an event of one, beside its choices, its name and its usage."""
+    """Return the further fields of an answer or event: all except its choices, identification and usage."""
     return _others(event, _ANSWER_FIELDS) or {}
 
 
 def parse_logprobs(logprobs: Mapping[str, Any] | None, tokens: int) -> tuple[TokenLogprob, ...] | None:
-    """Both formats as one; the last `tokens` entries, since `echo` puts the prompt's before them."""
+    """Parse the logprobs of either endpoint. Only the last `tokens` entries are returned, since `echo` prepends those
+    of the prompt."""
     if logprobs is None:
         return None
     if "content" in logprobs:

@@ -1,4 +1,4 @@
-"""What an engine serves and on which hardware, as far as it can be found out, to predict its step times. Pure."""
+"""The model, precision, parallel layout and hardware of an engine, which determine its step times. Pure."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -9,22 +9,22 @@ from planner.cost.models import BF16_BITS, Model
 
 CPU, CUDA = "cpu", "cuda"
 
-# Bits per weight by vLLM's name of the quantization. Formats of four bits store a scale for every few weights.
+# Bits per weight by vLLM's name of the quantization. Four-bit formats also store a scale per group of weights.
 QUANTIZED_BITS = {"fp8": 8.0, "int8": 8.0, "w8a8": 8.0, "awq": 4.5, "gptq": 4.5, "int4": 4.5, "w4a16": 4.5, "fp4": 4.5}
-MOST_SIZE = 1 << 24  # of any layer, and of the vocabulary
+MOST_SIZE = 1 << 24  # limit of each layer size and of the vocabulary
 MOST_RANKS = 1 << 16
 MOST_NAME = 512  # characters
 
 DTYPE_BITS = {"float32": 32.0, "float": 32.0, "bfloat16": 16.0, "float16": 16.0, "half": 16.0}
 
 
-# In the config.json of models whose attention the cost model does not describe: latent, linear, state spaces.
+# Keys in the config.json of models whose attention the cost model does not support: latent, linear, state space.
 OTHER_ATTENTION = frozenset({"kv_lora_rank", "linear_num_key_heads", "mamba_d_state", "ssm_state_size"})
 
 
 @dataclass(frozen=True, slots=True)
 class ServingFacts:
-    """Facts that step times depend on. Empty strings and None mean unknown."""
+    """The facts about an engine that determine its step times. Empty strings and None mean unknown."""
 
     model: str = ""  # published name, or folder on the engine's host
     sizes: Model | None = None  # read from the model's config.json
@@ -43,7 +43,8 @@ UNKNOWN_SERVING = ServingFacts()
 
 
 def model_from_config(name: str, document: object) -> Model | None:
-    """The sizes in a Hugging Face `config.json`; None where one is missing or out of range, or attention is unusual."""
+    """Return the model sizes from a Hugging Face `config.json`. None if a size is missing or out of range, or if the
+    kind of attention is not supported."""
     if not isinstance(document, dict):
         return None
     nested = document.get("text_config")  # multimodal models keep the language model's sizes there
@@ -80,31 +81,31 @@ def model_from_config(name: str, document: object) -> Model | None:
 
 
 def named(text: object) -> str:
-    """A name as an engine reports it, fit to be sent on; empty where it is none."""
+    """Return a name from an engine's report as valid Unicode of limited length; "" if it is not a string."""
     return text.encode(errors="replace").decode()[:MOST_NAME] if isinstance(text, str) else ""
 
 
 def ranks(count: object) -> int | None:
-    """A number of ranks as an engine reports it; None where it cannot be one."""
+    """Return a number of ranks from an engine's report; None if it is not an integer in 1..MOST_RANKS."""
     return count if type(count) is int and 1 <= count <= MOST_RANKS else None
 
 
 def weight_bits(dtype: object, quantization: object = None) -> float | None:
-    """Bits per weight by vLLM's or Hugging Face's names of dtype and quantization; None where neither is known."""
+    """Return the bits per weight for vLLM's or Hugging Face's names of dtype and quantization; None if unknown."""
     if isinstance(quantization, str) and quantization:
         return next((bits for word, bits in QUANTIZED_BITS.items() if word in quantization.lower()), None)
     return DTYPE_BITS.get(str(dtype).removeprefix("torch.")) if dtype else None
 
 
 def kv_bits(cache_dtype: object) -> float | None:
-    """Bits per KV cache element by vLLM's `cache_dtype`; `auto` is the model's own 16."""
+    """Return the bits per KV cache element for vLLM's `cache_dtype`; 16 for `auto`. None if it is missing."""
     if not isinstance(cache_dtype, str) or not cache_dtype:
         return None
     return 8.0 if cache_dtype.startswith(("fp8", "int8")) else 16.0
 
 
 def gpu_of(names: Iterable[str]) -> tuple[str, str]:
-    """The product name that all GPUs of a host share, and why there is none."""
+    """Return the product name that all GPUs of a host share, and the reason if there is none. One of them is empty."""
     found = sorted({named(name).strip() for name in names if name.strip()})
     if not found:
         return "", "the engine's host reports no GPU"
@@ -114,7 +115,8 @@ def gpu_of(names: Iterable[str]) -> tuple[str, str]:
 
 
 def listed_gpus(listing: object) -> list[str]:
-    """Product names in `nvidia-smi -L`'s form, which vLLM's /server_info repeats: `GPU 0: NVIDIA H100 80GB HBM3`."""
+    """Return the product names in `nvidia-smi -L` output, which vLLM's /server_info includes. A line has the form
+    `GPU 0: NVIDIA H100 80GB HBM3`."""
     if not isinstance(listing, str):
         return []
     lines = (re.match(r"GPU \d+: (.+?)(?: \(UUID.*)?$", line.strip()) for line in listing.splitlines())

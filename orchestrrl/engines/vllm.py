@@ -1,7 +1,7 @@
 """The client of a vLLM server: tokens over its OpenAI endpoints, control over its development endpoints.
 
-Features are found in `/openapi.json`, never inferred from a version. `/pause`, `/abort_requests` and `/server_info`
-exist with VLLM_SERVER_DEV_MODE=1 only; without them an attempt is still stopped, by closing its connection.
+Features are detected from `/openapi.json`, never inferred from a version. `/pause`, `/abort_requests` and
+`/server_info` exist only with VLLM_SERVER_DEV_MODE=1. Without them, closing its connection still aborts an attempt.
 """
 
 import asyncio
@@ -21,14 +21,14 @@ from orchestrrl.engines.serving import named
 from orchestrrl.engines.vllm_managed import BUSY_STATUSES, NOT_OF_VLLM, ManagedVllm, failure
 from orchestrrl.engines.vllm_weights import VllmWeights
 
-# What vLLM makes of `X-Request-Id: x`. It ignores ids that it does not know, so both are named.
+# The ids that vLLM derives from `X-Request-Id: x`. It ignores unknown ids, so both forms are sent.
 ENGINE_ID_FORMS = ("cmpl-{}-0", "chatcmpl-{}")
 
 USAGE_WITHIN_S = 1.0  # after an answer's last token
 
 
 class VllmEngine(ManagedVllm):
-    """A client of the vLLM server at `url`. `timeout_s` bounds connecting and every control call, never a stream."""
+    """A client of the vLLM server at `url`. `timeout_s` bounds connecting and control calls, but not streams."""
 
     def __init__(self, url: str, *, timeout_s: float = 10.0) -> None:
         super().__init__(url, timeout_s=timeout_s)
@@ -105,7 +105,7 @@ class VllmEngine(ManagedVllm):
                 exchange.close()
 
     async def _chunks(self, path: str, connection: EngineConnection) -> AsyncGenerator[Chunk]:
-        """Read a streamed answer. The finishing chunk waits for the engine's usage, which follows at once."""
+        """Read a streamed answer. The last chunk waits for the engine's usage, which follows immediately."""
         events, reader = ServerSentEvents(), ChunkReader()
         begun, last = False, None
         while data := await _read(connection, within_s=None if last is None else USAGE_WITHIN_S):
@@ -114,7 +114,7 @@ class VllmEngine(ManagedVllm):
             while at < len(received):
                 if received[at] == DONE:
                     at += 1
-                    # vLLM leaves out the last chunk of a request that was aborted before its first token.
+                    # vLLM omits the last chunk of a request that was aborted before its first token.
                     if last is None and not begun:
                         last = Chunk(finish_reason="abort")
                     if last is not None:
@@ -136,7 +136,7 @@ class VllmEngine(ManagedVllm):
             yield last
 
     async def _whole(self, path: str, connection: EngineConnection) -> AsyncGenerator[Chunk]:
-        """Read an answer that comes as one JSON document."""
+        """Read an answer that is one JSON document."""
         text = await connection.read_all()
         with self.reading(path):
             answer = json.loads(text)
@@ -144,7 +144,7 @@ class VllmEngine(ManagedVllm):
         yield Chunk(finish_reason="abort" if "abort" in reasons else (reasons or [None])[-1] or "stop", answer=answer)
 
     async def _events(self, path: str, connection: EngineConnection) -> AsyncGenerator[Chunk]:
-        """Read a streamed answer event by event, each as the engine wrote it."""
+        """Read a streamed answer event by event, without changing the events."""
         events, finish_reason = ServerSentEvents(), None
         while data := await connection.read():
             with self.reading(path):
@@ -163,7 +163,7 @@ class VllmEngine(ManagedVllm):
             yield Chunk(finish_reason=finish_reason, event={})
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        # An attempt that we have not heard of yet may not be known to the engine either, and would slip through.
+        # An attempt without an answer may still be unknown to the engine, so abort_requests might miss it.
         known = []
         for request_id in request_ids:
             attempt = self._attempts.get(request_id)
@@ -184,9 +184,9 @@ class VllmEngine(ManagedVllm):
                     self._attempts[request_id].close()
 
     async def pause(self, mode: PauseMode, *, drop_kv: bool = False) -> None:
-        # Waiting for the running requests takes as long as they do.
+        # WAIT returns when the running requests have finished, which has no bound.
         timeout_s = math.inf if mode is PauseMode.WAIT else None
-        # By default vLLM drops the KV of what it keeps, to prefill it again later.
+        # By default vLLM discards the KV of frozen requests and prefills it again later.
         clear = "&clear_cache=false" if mode is PauseMode.KEEP and not drop_kv else ""
         await self.ask("POST", f"/pause?mode={mode.value}{clear}", timeout_s=timeout_s)
 
@@ -200,31 +200,31 @@ class VllmEngine(ManagedVllm):
 
     @contextmanager
     def _raising(self, path: str) -> Iterator[None]:
-        """Raise errors that the engine sends as events, and malformed events, as errors of ours."""
+        """Convert error events of the engine, and malformed events, into OrchestrRL's errors."""
         try:
             yield
         except StreamError as told:
             status, message = told.error.get("code"), told.error.get("message")
             if isinstance(status, int) and 400 <= status < 500 and status not in BUSY_STATUSES:
                 raise RequestRefused(f"{self.where}{path}: {message}", status, told.event) from told
-            # The engine gave up midway, often because it is dying: as good as a cut stream.
+            # The engine failed during the stream, often because it is dying: treated as a broken stream.
             raise OutcomeUnknown(f"{self.where}{path}: the stream ended with an error: {message}") from told
         except NOT_OF_VLLM as error:
             raise self.nonsense(path, error) from error
 
 
 def _request_body(request: GenerationRequest) -> dict[str, Any]:
-    """The body of an attempt."""
+    """Return the body of an attempt: streamed, with usage and token ids."""
     options = {"include_usage": True}
     body = {**request.body, "stream": True, "stream_options": options, "return_token_ids": True}
     if request.coalesce_tokens > 1:
-        # Servers that do not know it ignore it.
+        # Servers without this field ignore it.
         body.setdefault("stream_interval", request.coalesce_tokens)
     return body
 
 
 async def _read(connection: EngineConnection, *, within_s: float | None) -> bytes:
-    """Return the next bytes of the answer; none where it has ended or nothing comes within `within_s`."""
+    """Return the next bytes of the answer; b"" if it has ended or nothing arrives within `within_s`."""
     if within_s is None:
         return await connection.read()
     try:
@@ -235,6 +235,6 @@ async def _read(connection: EngineConnection, *, within_s: float | None) -> byte
 
 
 def _completed(last: Chunk, closing: Chunk) -> Chunk:
-    """Return the finishing chunk with the fields of the events after it."""
+    """Return the last chunk with the usage and the fields of the events after it."""
     fields = {**(last.answer_fields or {}), **(closing.answer_fields or {})}
     return replace(last, usage=closing.usage or last.usage, answer_fields=fields or None)

@@ -1,7 +1,7 @@
-"""Read what a vLLM server tells of itself, in `/server_info?config_format=json` and in its metrics. Pure.
+"""Parse a vLLM server's `/server_info?config_format=json` and its metrics page. Pure.
 
-Its endpoints do not tell: `/sleep` and `/scale_elastic_ep` are there also where the engine cannot do either. On CPU,
-`/sleep` even answers 200, and frees nothing.
+The presence of an endpoint does not show that a feature works: `/sleep` and `/scale_elastic_ep` exist even if the
+engine supports neither. On CPU, `/sleep` returns 200 and frees nothing.
 """
 
 import math
@@ -20,7 +20,7 @@ MOST_IDENTITY = 256  # characters
 BEGAN_AT = "process_start_time_seconds "
 COUNTED_SINCE = "vllm:generation_tokens_created{"
 SLEEP_STATE = "vllm:engine_sleep_state"
-TIMEOUT_S = 60.0  # the first answer collects facts about the machine, which takes seconds
+TIMEOUT_S = 60.0  # for the first answer, the server collects facts about its host, which takes seconds
 
 RUNNING = "vllm:num_requests_running"
 WAITING = "vllm:num_requests_waiting"
@@ -29,41 +29,42 @@ GENERATED = "vllm:generation_tokens_total"
 PROMPT = "vllm:prompt_tokens_total"
 PREEMPTIONS = "vllm:num_preemptions_total"
 CACHE_CONFIG = "vllm:cache_config_info"
-BY_SOURCE = "vllm:prompt_tokens_by_source_total"  # not every version has it
+BY_SOURCE = "vllm:prompt_tokens_by_source_total"  # absent in some versions
 _NAMES = (RUNNING, WAITING, KV_USAGE, GENERATED, PROMPT, PREEMPTIONS, CACHE_CONFIG, BY_SOURCE)
 _SAMPLES = tuple(f"{name}{{" for name in _NAMES)
 
 
 @dataclass(frozen=True, slots=True)
 class VllmServerInfo:
-    """What is None or False was not told, or is not so. All but the layout stays while the server runs."""
+    """The configuration of a vLLM server. None and False also mean not reported. Only the layout can change while the
+    server runs."""
 
-    max_sequences: int | None = None  # of the whole server
-    replicas: int | None = None  # data-parallel ones, those of other servers included: `serving` has its own
+    max_sequences: int | None = None  # sum over the server's replicas
+    replicas: int | None = None  # data-parallel replicas including those of other servers; `serving` has its own
     sleep: bool = False  # --enable-sleep-mode
     elastic_ep: bool = False  # --enable-elastic-ep
     weight_backend: str | None = None  # --weight-transfer-config
     serving: ServingFacts = field(default_factory=ServingFacts)
     routed_experts: bool = False  # --enable-return-routed-experts
-    paths: frozenset[str] = frozenset()  # of its API
-    token_ids: bool = False  # requests may ask for those of answers
+    paths: frozenset[str] = frozenset()  # paths of its API
+    token_ids: bool = False  # requests may set return_token_ids
 
 
 def read_server_info(answer: Mapping[str, Any]) -> VllmServerInfo:
-    """Raises ValueError, KeyError, TypeError or AttributeError for what is no such answer."""
+    """Parse an answer of /server_info. Raises ValueError, KeyError, TypeError or AttributeError if it is malformed."""
     config = answer["vllm_config"]
-    if not isinstance(config, dict):  # versions that know no JSON here
+    if not isinstance(config, dict):  # some versions do not return JSON here
         return VllmServerInfo()
     parallel = config.get("parallel_config", {})
     seats = config["scheduler_config"]["max_num_seqs"]
     return VllmServerInfo(
-        max_sequences=int(seats) * _replicas_served(parallel),  # vLLM counts them for each replica
+        max_sequences=int(seats) * _replicas_served(parallel),  # vLLM's limit is per replica
         replicas=ranks(parallel.get("data_parallel_size")),
         sleep=config.get("model_config", {}).get("enable_sleep_mode") is True,
         elastic_ep=parallel.get("enable_elastic_ep") is True,
         weight_backend=(config.get("weight_transfer_config") or {}).get("backend"),
         serving=_serving(config, answer.get("system_env")),
-        # Versions have it in the one or the other.
+        # The section depends on the version.
         routed_experts=any(
             (config.get(part) or {}).get("enable_return_routed_experts") is True
             for part in ("aux_output_config", "model_config")
@@ -72,7 +73,7 @@ def read_server_info(answer: Mapping[str, Any]) -> VllmServerInfo:
 
 
 def _serving(config: Mapping[str, Any], system: object) -> ServingFacts:
-    """`system`: what vLLM collected of its host, absent in some versions."""
+    """Return the facts for step times. `system` holds vLLM's facts about its host; some versions lack it."""
     model, parallel, cache = (_section(config, name) for name in ("model_config", "parallel_config", "cache_config"))
     device = named(_section(config, "device_config").get("device"))
     gpu, why = "", ""
@@ -100,20 +101,20 @@ def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def began_at(metrics_page: str) -> str:
-    """When the server's process was started, as its metrics tell it: two that have one URL in turn differ in it. Empty
-    where it is not told, as by several processes that answer as one server."""
+    """Return the start time of the server process from its metrics page. It differs between successive processes at one
+    URL. Empty if it is not reported, as when several processes act as one server."""
     return min(_after(metrics_page, BEGAN_AT), default="")
 
 
 def server_identity(metrics_page: str) -> str:
-    """Identify the server's process: by when it was started, which is told to 10 ms, and when it began to count tokens,
-    which is told to a microsecond. Whoever reads the page of one process reads the same, by whatever address.
+    """Return an identity of the server process: its start time (10 ms resolution) and the creation time of its token
+    counter (1 us resolution). All readers of one process get the same identity, at any address.
 
-    Empty where either is missing, as where several processes answer as one server, or where its environment
-    switches such series off: the first alone does not tell apart servers that were started together.
+    Empty if either is missing, as when several processes act as one server, or when its environment disables such
+    series: the start time alone does not distinguish servers that were started together.
     """
     began = began_at(metrics_page)
-    created = min(_after(metrics_page, COUNTED_SINCE), default="")  # of the replicas in the process
+    created = min(_after(metrics_page, COUNTED_SINCE), default="")  # minimum over the replicas in the process
     identity = f"{began}/{created}"
     return identity if began and created and len(identity) <= MOST_IDENTITY and identity.isprintable() else ""
 
@@ -123,11 +124,11 @@ def _after(metrics_page: str, series: str) -> list[str]:
 
 
 def parse_metrics(text: str) -> EngineSample:
-    """vLLM's `/metrics`, summed over the engines of one server (data parallelism), with the mean of their KV usage.
+    """Parse vLLM's `/metrics`. Values are sums over the engines of one server (data parallelism); KV usage is the mean.
 
-    Raises ValueError or KeyError for a page that lacks any of them, or has what is no count.
+    Raises ValueError or KeyError if a series is missing or has an invalid value.
     """
-    # Most of the page is histograms, which cost much to parse and say nothing here.
+    # Most of the page consists of histograms, which are expensive to parse and not needed.
     wanted = "\n".join(line for line in text.splitlines() if line.startswith(_SAMPLES))
     values: dict[str, list[float]] = {}
     capacity_tokens, loaded_tokens = 0, None
@@ -137,7 +138,7 @@ def parse_metrics(text: str) -> EngineSample:
                 raise ValueError(f"{sample.name}: must be a finite number >= 0, got {sample.value}")
             values.setdefault(sample.name, []).append(sample.value)
             if sample.name == CACHE_CONFIG:
-                # Each of a server's engines has a line, and in each line are the blocks of them all.
+                # Each engine of a server has a line, and each line counts the blocks of all engines.
                 told_tokens = int(sample.labels["block_size"]) * int(sample.labels["num_gpu_blocks"])
                 capacity_tokens = max(capacity_tokens, told_tokens)
             elif sample.name == BY_SOURCE and sample.labels["source"] == EXTERNAL_SOURCE:
@@ -156,13 +157,13 @@ def parse_metrics(text: str) -> EngineSample:
 
 
 def is_asleep(metrics_page: str) -> bool:
-    """Whether any replica is; so where the page does not tell, since `/is_sleeping` did."""
+    """Return whether any replica is asleep. True if the page lacks the series, since `/is_sleeping` has reported it."""
     lines = [line for line in metrics_page.splitlines() if line.startswith(f"{SLEEP_STATE}{{")]
     awake = [float(line.rpartition(" ")[2]) for line in lines if 'sleep_state="awake"' in line]
     return min(awake, default=0.0) == 0
 
 
 def _replicas_served(parallel: Mapping[str, Any]) -> int:
-    """By this server: all of them, unless a balancer before several servers knows of the others."""
+    """Return the number of replicas of this server: all, unless a load balancer distributes over several servers."""
     outside = parallel.get("data_parallel_external_lb") or parallel.get("data_parallel_hybrid_lb")
     return int(parallel.get("data_parallel_size_local" if outside else "data_parallel_size") or 1)

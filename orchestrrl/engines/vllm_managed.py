@@ -1,7 +1,7 @@
-"""What a redeployment asks of a vLLM server: its layout, its weights, what it makes of a text, sleep, and elastic EP.
+"""The vLLM client for redeployments: layout, weights, comparison of answers, sleep, and elastic expert parallelism.
 
-Each call to a control endpoint is one exchange, and every failure one of our errors. Orders that change the engine are
-OutcomeUnknown where it failed at them: vLLM does not go back by itself.
+Each call to a control endpoint is one exchange, and each failure is raised as one of OrchestrRL's errors. If a call
+that changes the engine fails, it raises OutcomeUnknown, because vLLM does not roll back.
 """
 
 import asyncio
@@ -21,44 +21,44 @@ from orchestrrl.engines.base import AnswerExcerpt, EngineSample, ReportedLayout,
 from orchestrrl.engines.exchange import RETRY_AFTER_S, ConnectionPool
 from orchestrrl.engines.vllm_info import VllmServerInfo
 
-# Big models take minutes. Whoever waits less cancels.
+# Large models take minutes. A caller with a shorter deadline cancels.
 LOAD_TIMEOUT_S = 1_800.0
-SLEEP_TIMEOUT_S = 300.0  # weights to CPU memory and back
+SLEEP_TIMEOUT_S = 300.0  # time to move the weights to CPU memory or back
 SCALE_TIMEOUT_S = 1_800.0
 SCALE_DRAIN_S = 120  # vLLM's own default
 LOAD_NEEDS = frozenset({"/pause", "/resume", "/is_paused", "/is_sleeping", "/collective_rpc"})
-LOADING = "loading"  # what weights are called from the begin of a load until it has succeeded
-UNNAMED = "default"  # what vLLM calls weights that nobody has named
-NOT_BEGUN = frozenset({425, 429, 503})  # 503 while it is being scaled, to whatever is asked
+LOADING = "loading"  # name of the weights from the start of a load until it has succeeded
+UNNAMED = "default"  # vLLM's name of weights without a set version
+NOT_BEGUN = frozenset({425, 429, 503})  # statuses of rejected calls; 503 to every call while the server is scaled
 
 
 BUSY_STATUSES = frozenset({408, 425, 429})
-# What reading a document of another form raises.
+# Errors from reading a document of an unexpected form.
 NOT_OF_VLLM = (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError)
 
 
 class ManagedVllm:
-    """A client of the server at `url`, as far as redeployments and weights need it. `timeout_s` bounds connecting, and
-    each call that brings no time of its own. Connections are opened when they are used; `close` releases them."""
+    """The part of the vLLM client that redeployments and weight loads need. `timeout_s` bounds connecting, and each
+    call without its own timeout. Connections are opened on use and released by `close`."""
 
-    name = "vllm"  # of the product
+    name = "vllm"  # product name
 
     def __init__(self, url: str, *, timeout_s: float = 10.0) -> None:
         self.url = url.rstrip("/")
         self.where = without_login(self.url)  # for messages
         self.timeout_s = timeout_s
-        self._known: tuple[str, VllmServerInfo] | None = None  # when the process was started that told it
+        self._known: tuple[str, VllmServerInfo] | None = None  # cached info, with the process's start time
 
     @cached_property
     def pool(self) -> ConnectionPool:
-        """Connections to the server. Raises Permanent where the URL is none."""
+        """The connections to the server. Raises Permanent if the URL is invalid."""
         return ConnectionPool(self.url, connect_timeout_s=self.timeout_s)
 
     async def ask(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = None
     ) -> Any:
-        """The answer. Raises Retryable, Permanent (Refused where the server says no) and, where what was sent may have
-        had its effect, OutcomeUnknown."""
+        """Return the JSON answer. Raises Retryable, Permanent (RequestRefused if the server rejects the call), or
+        OutcomeUnknown if the call may have taken effect."""
         status, text = await self.exchange(method, path, body, timeout_s)
         if status != 200:
             raise failure(self.where + path, status, text, None)
@@ -68,7 +68,8 @@ class ManagedVllm:
     async def exchange(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = None
     ) -> tuple[int, str]:
-        """Status and text, whatever they are."""
+        """Return the status and the text of the answer. Raises Retryable, OutcomeUnknown, or Permanent if it is not
+        HTTP."""
         data = b"" if body is None else json.dumps(body).encode()
         exchange = self.pool.exchange(path, data, method=method, alone=True)
         total_s = self.timeout_s if timeout_s is None else timeout_s
@@ -91,24 +92,24 @@ class ManagedVllm:
 
     @contextmanager
     def reading(self, path: str) -> Iterator[None]:
-        """An answer that does not look like vLLM's is Permanent."""
+        """Convert errors from reading an answer of `path` into Permanent."""
         try:
             yield
         except NOT_OF_VLLM as error:
             raise self.nonsense(path, error) from error
 
     def nonsense(self, path: str, error: Exception) -> Permanent:
-        return Permanent(f"{self.where}{path}: not an answer of {self.name}: {error!r}")
+        return Permanent(f"{self.where}{path}: the answer is not one of {self.name}: {error!r}")
 
     async def as_started(self, page: str | None = None) -> VllmServerInfo:
-        """`page`: its metrics, where they have just been read. It takes seconds to be told, so that each process is
-        asked once; one of which nobody knows whether it still is the same is asked again."""
+        """Return the server's description, cached per process because it takes seconds to read. If the process cannot
+        be identified, it is read again. `page` is the metrics page if it has just been read."""
         began = vllm_info.began_at(await self.metrics_page() if page is None else page)
         if began and self._known is not None and self._known[0] == began:
             return self._known[1]
         self._known = None
         told = await self.description()
-        if began and began == vllm_info.began_at(await self.metrics_page()):  # else another one may have answered
+        if began and began == vllm_info.began_at(await self.metrics_page()):  # else a new process may have answered
             self._known = began, told
         return told
 
@@ -116,7 +117,7 @@ class ManagedVllm:
         return next((str(model["id"]) for model in await self.served()), "")
 
     async def served(self) -> list[dict[str, Any]]:
-        """The entries of /v1/models, each with an `id`, the served model first."""
+        """Return the entries of /v1/models, each with an `id`; the served model is the first."""
         answer = await self.ask("GET", "/v1/models")
         with self.reading("/v1/models"):
             return [{**model, "id": str(model["id"])} for model in answer["data"]]
@@ -138,13 +139,13 @@ class ManagedVllm:
             return vllm_info.read_server_info(answer)
 
     async def description(self) -> VllmServerInfo:
-        """Return the server's configuration and what its API offers; without /server_info the latter alone."""
+        """Return the server's configuration and API features; only the features if it lacks /server_info."""
         paths, token_ids = await self._api()
         info = await self._info() if "/server_info" in paths else VllmServerInfo()
         return replace(info, paths=paths, token_ids=token_ids)
 
     async def _api(self) -> tuple[frozenset[str], bool]:
-        """Return the paths of its API, and whether requests may ask for token ids."""
+        """Return the paths of its API, and whether requests may set return_token_ids."""
         api = await self.ask("GET", "/openapi.json")
         with self.reading("/openapi.json"):
             completion = api.get("components", {}).get("schemas", {}).get("CompletionRequest", {})
@@ -166,19 +167,20 @@ class ManagedVllm:
             return UNNAMED if answer is None else str(answer["weight_version"])
 
     async def name_weights(self, policy_version: int | None) -> None:
-        """A server that takes no names goes on without."""
+        """Set the policy version of the weights. Does nothing if the server does not support it."""
         if "/update_weight_version" in (await self._api())[0]:
             await self.set_weight_name(UNNAMED if policy_version is None else str(policy_version))
 
     @asynccontextmanager
     async def loading(self, source: object, name: str, *, takes_names: bool) -> AsyncIterator[str]:
-        """Pause it and drop its KV for a load of `source` in the block, which gets the name of the weights from before;
-        afterwards give it the new name, and let it run if it ran. After Retryable and Permanent it is as it was."""
+        """Pause the engine and discard its KV for a load of `source` in the block. Yields the name of the old weights.
+        Afterwards sets the new name, and resumes the engine if it ran before. If the block raises Retryable or
+        Permanent, restores the old name and state."""
         was_paused, renamed = await self.is_paused(), False
         before = await self.weight_name() if takes_names else UNNAMED
         try:
             await self.pause_without_kv()
-            if takes_names:  # until it has the new ones, no reader shall take them for those that were named last
+            if takes_names:  # during the load, the old name would be wrong
                 await self.set_weight_name(LOADING)
                 renamed = True
             yield before
@@ -186,12 +188,12 @@ class ManagedVllm:
             try:
                 await self._leave(before if renamed else None, was_paused)
             except OrchestrRLError as another:
-                raise OutcomeUnknown(f"{error}; it may be left paused: {another}") from error
+                raise OutcomeUnknown(f"{error}; the engine may still be paused: {another}") from error
             raise
         try:
             await self._leave(name if renamed else None, was_paused)
         except OrchestrRLError as error:
-            raise OutcomeUnknown(f"{self.where}: loaded {source}, but then: {error}") from error
+            raise OutcomeUnknown(f"{self.where}: loaded {source}, but a later step failed: {error}") from error
 
     async def _leave(self, name: str | None, stays_paused: bool) -> None:
         if name is not None:
@@ -199,28 +201,28 @@ class ManagedVllm:
         await self.resume_if(not stays_paused)
 
     async def pause_without_kv(self) -> None:
-        """Paused so, vLLM drops all KV, cached prefixes included, also where it was paused before."""
+        """Pause the engine so that vLLM discards all KV, including cached prefixes, even if it was already paused."""
         await self.order("/pause?mode=keep")
 
     async def check_load(self, needed: Set[str], paths: Set[str], page: str | None = None) -> None:
-        """Raises Permanent where no weights can be loaded. `page`: its metrics, where they have just been read."""
+        """Raise Permanent if no weights can be loaded. `page` is the metrics page if it has just been read."""
         if missing := needed - paths:
             raise Permanent(
-                f"{self.where}: cannot load weights without {', '.join(sorted(missing))}, which VLLM_SERVER_DEV_MODE=1"
-                " offers"
+                f"{self.where}: cannot load weights without {', '.join(sorted(missing))}; start the server with"
+                " VLLM_SERVER_DEV_MODE=1"
             )
         if await self.asleep(page):
-            raise Permanent(f"{self.where}: is asleep: weights can be loaded once it is awake")
+            raise Permanent(f"{self.where}: is asleep; wake it before loading weights")
 
     async def reload(self, source: str) -> None:
-        """Have it load by vLLM's own `reload_weights`. Raises OutcomeUnknown where that failed: the server dies at its
-        next step then, or answers out of torn weights."""
+        """Load weights with vLLM's own `reload_weights`. Raises OutcomeUnknown if that fails: the server then dies at
+        its next step, or answers with partly loaded weights."""
         path, order = "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": source}}
         status, text = await self.exchange("POST", path, order, timeout_s=LOAD_TIMEOUT_S)
         if status != 200:
             raise OutcomeUnknown(
-                f"{self.where}: failed to load {source}, which it must see under this path; it is paused, and may have"
-                f" half of it: {failure(path, status, text, None)}"
+                f"{self.where}: failed to load {source}, which must be readable at this path; the engine is paused and"
+                f" may have a part of it: {failure(path, status, text, None)}"
             )
 
     async def set_weight_name(self, name: str) -> None:
@@ -235,28 +237,28 @@ class ManagedVllm:
         if wanted:
             await self.order("/resume")
 
-    # --- what it makes of a text
+    # --- comparison of answers
 
     async def excerpt(self, prompt_ids: Sequence[int], tokens: int) -> AnswerExcerpt:
         choice = await self._greedy(prompt_ids, {**_going_on(tokens), "logprobs": 0})
         with self.reading("/v1/completions"):
             ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
             if len(ids) != len(logprobs) or not 0 < len(ids) <= tokens:
-                raise ValueError(f"{len(logprobs)} log-probabilities of {len(ids)} tokens, {tokens} asked for")
+                raise ValueError(f"{len(logprobs)} log-probabilities of {len(ids)} tokens, {tokens} requested")
             return AnswerExcerpt(tuple(prompt_ids), tuple(map(int, ids)), tuple(map(float, logprobs)))
 
     async def go_on(self, prompt_ids: Sequence[int], tokens: int) -> tuple[int, ...]:
-        """An excerpt's tokens alone: log-probabilities have vLLM compile code for several seconds at the first."""
+        """Return an excerpt's tokens without log-probabilities, whose first use makes vLLM compile code for seconds."""
         choice = await self._greedy(prompt_ids, _going_on(tokens))
         with self.reading("/v1/completions"):
             ids = tuple(map(int, choice["token_ids"]))
             if not 0 < len(ids) <= tokens:
-                raise ValueError(f"{len(ids)} tokens, {tokens} asked for")
+                raise ValueError(f"{len(ids)} tokens, {tokens} requested")
             return ids
 
     async def score(self, excerpt: AnswerExcerpt) -> tuple[float, ...]:
         read = [*excerpt.prompt_ids, *excerpt.token_ids]
-        # vLLM does not read cached prefixes for a request that asks for this.
+        # vLLM does not use cached prefixes for a request with prompt_logprobs.
         choice = await self._greedy(read, {"max_tokens": 1, "prompt_logprobs": 0})
         with self.reading("/v1/completions"):
             told = choice["prompt_logprobs"]
@@ -273,7 +275,8 @@ class ManagedVllm:
         return time.monotonic() - started_s
 
     async def _greedy(self, prompt_ids: Sequence[int], asked: Mapping[str, Any]) -> dict[str, Any]:
-        """The one choice of a completion. It changes nothing, so that it may be asked again."""
+        """Return the single choice of a completion. It may be repeated, so an unknown outcome is raised as
+        Retryable."""
         path = "/v1/completions"
         body = {"model": await self.model(), "prompt": list(prompt_ids), "temperature": 0, **asked}
         try:
@@ -283,7 +286,7 @@ class ManagedVllm:
         with self.reading(path):
             (choice,) = answer["choices"]
             if choice["finish_reason"] not in ("length", "stop"):
-                raise Retryable(f"{self.where}{path}: it was broken off: {choice['finish_reason']}", RETRY_AFTER_S)
+                raise Retryable(f"{self.where}{path}: the answer broke off: {choice['finish_reason']}", RETRY_AFTER_S)
             found: dict[str, Any] = choice
             return found
 
@@ -294,7 +297,7 @@ class ManagedVllm:
         if await self.asleep():
             return
         if (now := await self.metrics()).running or now.waiting:
-            raise Permanent(f"{self.where}: has {now.running + now.waiting} requests, which it would lose in its sleep")
+            raise Permanent(f"{self.where}: has {now.running + now.waiting} requests, which sleep would lose")
         await self.order("/sleep?level=1", timeout_s=SLEEP_TIMEOUT_S)
 
     async def wake(self) -> None:
@@ -303,37 +306,37 @@ class ManagedVllm:
         with self.reading("/wake_up"):
             answer = json.loads(text or "{}")
             if answer.get("status") == "sleeping":
-                raise OutcomeUnknown(f"{self.where}: is awake in part only: {shorten(answer)}")
+                raise OutcomeUnknown(f"{self.where}: is only partly awake: {shorten(answer)}")
 
     async def asleep(self, page: str | None = None) -> bool:
-        """`page`: its metrics, where they have just been read."""
+        """Return whether the engine is asleep. `page` is the metrics page if it has just been read."""
         answer = await self._if_offered("/is_sleeping")
         with self.reading("/is_sleeping"):
             if answer is None or not answer["is_sleeping"]:
                 return False
-        # vLLM says so of an engine that is only paused, too.
+        # vLLM also reports a paused engine as sleeping.
         page = await self.metrics_page() if page is None else page
         with self.reading("/metrics"):
             return vllm_info.is_asleep(page)
 
     async def check_sleep(self) -> None:
-        """Raises Permanent where it cannot."""
+        """Raise Permanent if the engine cannot sleep."""
         if not (await self.description()).sleep:
-            raise Permanent(f"{self.where}: cannot sleep: it was not started with --enable-sleep-mode")
+            raise Permanent(f"{self.where}: cannot sleep: start it with --enable-sleep-mode")
 
     # --- elastic expert parallelism
 
     async def scale(self, dp: int) -> None:
-        """Replicas that go are drained first, for so long as vLLM does it by itself."""
+        """Scale to `dp` replicas. Removed replicas are drained first, for vLLM's default drain time."""
         if not (await self.description()).elastic_ep:
-            raise Permanent(f"{self.where}: cannot be scaled: it was not started with --enable-elastic-ep")
+            raise Permanent(f"{self.where}: cannot be scaled: start it with --enable-elastic-ep")
         order = {"new_data_parallel_size": dp, "drain_timeout": SCALE_DRAIN_S}
         await self.order("/scale_elastic_ep", order, timeout_s=SCALE_TIMEOUT_S)
         if (has := (await self.layout()).dp) != dp:
-            raise OutcomeUnknown(f"{self.where}: was scaled to DP={dp}, and says DP={has}")
+            raise OutcomeUnknown(f"{self.where}: was scaled to DP={dp}, but reports DP={has}")
 
     async def _if_offered(self, path: str) -> Any | None:
-        """Return the answer to a GET; None where the server has no such path."""
+        """Return the answer to a GET, or None if the server lacks the path."""
         try:
             return await self.ask("GET", path)
         except RequestRefused as refusal:
@@ -342,7 +345,7 @@ class ManagedVllm:
             raise
 
     async def order(self, path: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = None) -> str:
-        """Something that changes the engine. What it failed at may be half done."""
+        """Send a call that changes the engine. Raises OutcomeUnknown if it failed and may be partly done."""
         status, text = await self.exchange("POST", path, body, timeout_s)
         if status == 200:
             return text
@@ -353,12 +356,12 @@ class ManagedVllm:
 
 
 def _going_on(tokens: int) -> dict[str, Any]:
-    # Penalties may come with the model's own generation_config.json.
+    # The model's generation_config.json may set a penalty.
     return {"max_tokens": tokens, "ignore_eos": True, "repetition_penalty": 1.0, "return_token_ids": True}
 
 
 def failure(where: str, status: int, text: str, retry_after: str | None) -> OrchestrRLError:
-    """An HTTP status that is not 200 as an error of ours, with the engine's own words."""
+    """Convert an HTTP status other than 200 into an OrchestrRL error with the engine's message."""
     try:
         body = json.loads(text)
     except (ValueError, RecursionError):

@@ -1,21 +1,21 @@
-"""What goes on a vLLM server's command line for it to take versions of the weights from folders, checked, and what its
-workers report of them.
+"""The command-line flags for a vLLM server that loads verified weight versions from folders, and its workers' reports.
 
-Pure. The servers' side is `orchestrrl/integrations/instrument/vllm_weights.py`: vLLM finds a plugin there, with
-handover.py's MODULE_FOLDER on its PYTHONPATH. Without it versions go through `reload_weights`.
+Pure. The server side is the plugin in `orchestrrl/integrations/instrument/vllm_weights.py`. vLLM finds it if
+handover.py's MODULE_FOLDER is on its PYTHONPATH. Without it, versions are loaded through `reload_weights`.
 """
 
 import json
 from dataclasses import dataclass
 
 BACKEND = "orchestrrl"  # as integrations/instrument/vllm_weights.py registers it
-METHOD = "orchestrrl_weights"  # of its workers, for /collective_rpc
+METHOD = "orchestrrl_weights"  # the workers' method for /collective_rpc
 VLLM_ARGUMENTS = ("--weight-transfer-config", json.dumps({"backend": BACKEND}))
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
-    """As `Told` in integrations/instrument/vllm_weights.py, and whether a load was begun that was never ended."""
+    """A worker's report of its weights: the fields of `Told` in integrations/instrument/vllm_weights.py, and
+    `is_updating`, which is True if a load was started and not finished."""
 
     version: int | None
     sum: str

@@ -1,12 +1,13 @@
-"""New weights for a vLLM server that runs: from a folder of its machine, by either of two ways, and what it then has.
+"""Load new weights into a running vLLM server, from a folder on its host or from a trainer's process.
 
-With our backend in its workers (`--weight-transfer-config '{"backend": "orchestrrl"}'`,
-integrations/instrument/vllm_weights.py) a version goes through vLLM's weight-transfer endpoints, and each worker says
-what it was given, and whether it holds it. Else through `reload_weights`, which needs nothing but
-VLLM_SERVER_DEV_MODE=1: what was given is then summed here, where the folder can be seen, and nobody says what it holds.
+With OrchestrRL's backend in its workers (`--weight-transfer-config '{"backend": "orchestrrl"}'`,
+integrations/instrument/vllm_weights.py), a version is loaded through vLLM's weight-transfer endpoints. Each worker then
+reports a checksum of the loaded bytes, and whether its memory matches. Otherwise it is loaded through `reload_weights`,
+which needs only VLLM_SERVER_DEV_MODE=1. The checksum is then computed here, if the folder is visible, and the engine's
+memory is not verified.
 
-A trainer's bytes go into the workers by the backend that the server was started with (`--weight-transfer-config
-'{"backend": NAME}'`).
+A trainer's weights are transferred to the workers by the backend that the server was started with
+(`--weight-transfer-config '{"backend": NAME}'`).
 """
 
 import asyncio
@@ -33,16 +34,16 @@ TRANSFER_NEEDS = frozenset(
         *("/pause", "/is_paused", "/server_info", NAMING, "/weight_info"),
     }
 )
-EMPTY_WITHIN_S = 2.0  # requests that have ended are counted for a moment longer
+EMPTY_WITHIN_S = 2.0  # the metrics count ended requests for a moment longer
 POLL_S = 0.1
-RECHECK_S = 1.0  # whether an engine that answers a probe still runs
+RECHECK_S = 1.0  # interval of checks that an engine is not paused while it answers a probe
 
 
 _WORKERS: TypeAdapter[list[WorkerReport]] = TypeAdapter(list[WorkerReport])
 
 
 class VllmWeights:
-    """The weights of one server, from a folder or from a trainer's process."""
+    """Loads weights into one server, from a folder or from a trainer's process."""
 
     def __init__(self, server: ManagedVllm) -> None:
         self._server = server
@@ -55,13 +56,13 @@ class VllmWeights:
         has_backend = _has_backend(started)
         given = ""
         if not has_backend and known_sum is not None:
-            # vLLM itself loads what it finds: of a folder without some tensors it keeps the old ones, and says nothing.
+            # vLLM does not check the folder: if tensors are missing, it silently keeps the old ones.
             given = await asyncio.to_thread(_checked_sum, Path(folder), started.serving.model, known_sum)
         async with self._server.loading(folder, str(version), takes_names=NAMING in started.paths) as before:
             if has_backend:
                 return await self._transfer(folder, version)
-            # Where a load before this one did not succeed, vLLM's layers may wait for the rest of its weights. They
-            # take those of the next load for it, and only the one after that finds every layer at its beginning.
+            # After a failed load, vLLM's layers may wait for the rest of its weights and take them from the next load.
+            # Only the load after that starts every layer at its beginning.
             for _ in range(2 if before == LOADING else 1):
                 await self._server.reload(str(folder))
             return LoadedWeights(version, given)
@@ -76,14 +77,15 @@ class VllmWeights:
                 return None
             if (told := self._agreed(workers, version)) is not None:
                 return told
-        # It was named so by a load that it knows nothing of, or for the weights that it began with.
+        # The version was set by a load through `reload_weights`, or for the initial weights.
         return LoadedWeights(version)
 
     async def takes_sums(self) -> bool:
         return not await self.has_backend()
 
     async def has_backend(self) -> bool:
-        """From its configuration: a call of a method that its workers lack may unsettle vLLM."""
+        """Return whether the server has OrchestrRL's backend, according to its configuration. Calling a method that the
+        workers lack could disturb vLLM."""
         return _has_backend(await self._server.as_started())
 
     async def continue_greedily(self, prompt_ids: Sequence[int], max_tokens: int) -> tuple[int, ...]:
@@ -100,8 +102,8 @@ class VllmWeights:
                     await self._server.order("/pause?mode=keep&clear_cache=false")
 
     async def _kept_running(self, asked: Coroutine[Any, Any, tuple[int, ...]]) -> tuple[int, ...]:
-        """Await an answer of an engine that was paused before, and resume the engine where it is paused meanwhile: a
-        gateway that attaches behind a closed pause barrier pauses every engine, and the answer would never come."""
+        """Await the answer of an engine that was paused before, and resume the engine if it is paused again. A gateway
+        that attaches while the pause barrier is closed pauses every engine, and the answer would never arrive."""
         task = asyncio.create_task(asked)
         try:
             while not (await asyncio.wait({task}, timeout=RECHECK_S))[0]:
@@ -113,7 +115,7 @@ class VllmWeights:
                 await asyncio.wait({task})
 
     async def _transfer(self, folder: Path | str, version: int) -> LoadedWeights:
-        if any(worker.is_updating for worker in await self._workers()):  # whoever began it has gone
+        if any(worker.is_updating for worker in await self._workers()):  # an earlier update was not finished
             await self._server.order("/finish_weight_update")
         failed: OrchestrRLError | None = None
         try:
@@ -123,28 +125,29 @@ class VllmWeights:
             await self._server.order("/finish_weight_update")
         except OrchestrRLError as error:
             failed = error
-        with self._open_outcome(f"{failed or 'loaded something'}, and says no more"):
+        with self._open_outcome(f"{failed or 'loaded weights'}, but its workers do not report"):
             workers = await self._workers()
         faults = [worker.fault for worker in workers if worker.fault]
         because = "; ".join(dict.fromkeys(faults))
         if len(faults) == len(workers) and not any(worker.is_torn for worker in workers):
             raise Permanent(f"{self._url}: refused {because}") from failed
         if faults:
-            raise OutcomeUnknown(f"{self._url}: may have half of the weights: {because}") from failed
+            raise OutcomeUnknown(f"{self._url}: may have a part of the weights: {because}") from failed
         if failed is not None:
             raise OutcomeUnknown(f"{self._url}: failed to load {folder}: {failed}") from failed
         if (told := self._agreed(workers, version)) is None:
-            raise OutcomeUnknown(f"{self._url}: loaded {folder}, but its workers say {workers}")
+            raise OutcomeUnknown(f"{self._url}: loaded {folder}, but its workers report {workers}")
         return told
 
     async def _until_empty(self) -> None:
-        """Requests that are frozen would go on. Raises Permanent where there are any."""
+        """Wait until the engine has no requests, because frozen ones would continue. Raises Permanent if it has some
+        after `EMPTY_WITHIN_S`."""
         for _ in range(round(EMPTY_WITHIN_S / POLL_S)):
             now = await self._server.metrics()
             if not now.running + now.waiting:
                 return
             await asyncio.sleep(POLL_S)
-        raise Permanent(f"{self._url}: has {now.running + now.waiting} requests, which would go on with it")
+        raise Permanent(f"{self._url}: has {now.running + now.waiting} frozen requests, which would continue")
 
     async def _workers(self) -> list[WorkerReport]:
         answer = await self._server.ask("POST", "/collective_rpc", {"method": METHOD})
@@ -152,16 +155,16 @@ class VllmWeights:
             try:
                 workers = _WORKERS.validate_python(answer["results"])
             except ValidationError as error:
-                raise ValueError(f"not what our workers say: {error}") from error
+                raise ValueError(f"the workers' reports are malformed: {error}") from error
             if not workers:
-                raise ValueError("no worker says anything")
+                raise ValueError("no worker reports")
             return workers
 
     def _agreed(self, workers: Sequence[WorkerReport], version: int) -> LoadedWeights | None:
-        """What they all have; None where that is not this version, or not the same."""
+        """Return the weights that all workers have; None if the workers differ or have another version."""
         if {(worker.version, worker.is_torn) for worker in workers} != {(version, False)}:
             return None
-        sums = list(dict.fromkeys(worker.sum for worker in workers))  # hosts that hold other parts say others
+        sums = list(dict.fromkeys(worker.sum for worker in workers))  # hosts with other parts have other sums
         return LoadedWeights(version, "+".join(sums), all(worker.is_read_back for worker in workers))
 
     # --- from a trainer's process, over vLLM's weight-transfer endpoints
@@ -169,54 +172,55 @@ class VllmWeights:
     async def ends(self) -> TransferEnds:
         info = await self._server.description()
         if missing := TRANSFER_NEEDS - info.paths:
-            raise Permanent(f"{self._url}: has not {', '.join(sorted(missing))}, which VLLM_SERVER_DEV_MODE=1 offers")
+            absent = ", ".join(sorted(missing))
+            raise Permanent(f"{self._url}: lacks {absent}; start the server with VLLM_SERVER_DEV_MODE=1")
         facts = info.serving
         return TransferEnds(info.weight_backend or "", (facts.tp or 1) * (facts.pp or 1) * (info.replicas or 1))
 
     async def join(self, init_info: Mapping[str, Any], within_s: float) -> None:
-        """Workers wait for the trainer, and do nothing else meanwhile."""
+        """Connect the workers to the trainer. They wait for it and do nothing else in that time."""
         if "/shutdown_weight_transfer_engine" in (await self._server.as_started()).paths:
-            with suppress(OrchestrRLError):  # one that has no connection, or whose last update was broken off
+            with suppress(OrchestrRLError):  # it fails without a connection, or after an interrupted update
                 await self._server.order("/shutdown_weight_transfer_engine")
         await self._server.order("/init_weight_transfer_engine", {"init_info": init_info}, within_s)
 
     async def start(self) -> None:
         await self._at_rest()
         if await self._server.weight_name() == LOADING:
-            # An update before was broken off: vLLM may wait for the rest of it.
+            # An earlier update was interrupted: vLLM may wait for the rest of it.
             with suppress(OrchestrRLError):
                 await self._server.order("/finish_weight_update")
         await self.begin()
-        with self._open_outcome("did not begin to take weights"):
+        with self._open_outcome("did not start the weight update"):
             await self._server.order("/start_weight_update")
 
     async def begin(self) -> None:
         await self._at_rest()
         await self._server.pause_without_kv()
-        # Until it has the new ones nobody shall take them for those that were named last.
+        # During the transfer, the old name would be wrong.
         await self._server.set_weight_name(LOADING)
 
     async def call_workers(self, method: str, arguments: Sequence[Any], within_s: float) -> None:
         order = {"method": method, "args": list(arguments), "timeout": within_s}
-        with self._open_outcome("may have half of the weights"):
+        with self._open_outcome("may have a part of the weights"):
             await self._server.order("/collective_rpc", order, within_s)
 
     async def end(self, version: int) -> None:
-        with self._open_outcome("is not named after its weights"):
+        with self._open_outcome("has new weights, but setting their version failed"):
             await self._server.set_weight_name(str(version))
 
     async def update(self, update_info: Mapping[str, Any] | Sequence[Any], within_s: float) -> None:
-        with self._open_outcome("may have half of the weights"):
+        with self._open_outcome("may have a part of the weights"):
             await self._server.order("/update_weights", {"update_info": update_info}, within_s)
 
     async def finish(self, version: int, within_s: float) -> None:
-        with self._open_outcome("may have half of the weights"):
+        with self._open_outcome("may have a part of the weights"):
             await self._server.order("/finish_weight_update", timeout_s=within_s)
         await self.end(version)
 
     @contextmanager
     def _open_outcome(self, what: str) -> Iterator[None]:
-        """Raise every error as OutcomeUnknown."""
+        """Convert every error of the block into OutcomeUnknown, with the prefix `what`."""
         try:
             yield
         except OrchestrRLError as error:
@@ -224,7 +228,7 @@ class VllmWeights:
 
     async def _at_rest(self) -> None:
         if not await self._server.is_paused():
-            raise Permanent(f"{self._url}: is not at rest")
+            raise Permanent(f"{self._url}: is not paused")
 
 
 def _has_backend(started: VllmServerInfo) -> bool:
@@ -232,13 +236,13 @@ def _has_backend(started: VllmServerInfo) -> bool:
 
 
 def _checked_sum(folder: Path, model: str, known_sum: str) -> str:
-    """Of a checkpoint that can be seen here, taken unless it is known; of a folder of another machine nothing is known.
-    Where the model that the server was started with can be seen, too, it must be of that form. Raises Permanent."""
+    """Return the checkpoint's checksum, computed unless it is known; "" if the folder is not visible on this host. If
+    the server's initial model is visible too, the checkpoint must have its tensor shapes. Raises Permanent."""
     if not folder.exists():
         return ""
     wanted = None
     if model and Path(model).is_dir():
-        with suppress(BrokenCheckpoint):  # it began with weights of another format, or with none
+        with suppress(BrokenCheckpoint):  # the initial weights may have another format, or be absent
             wanted = checkpoint_files.shapes_of(checkpoint_files.read_checkpoint(Path(model)))
     try:
         tensors = checkpoint_files.read_checkpoint(folder)
@@ -246,4 +250,4 @@ def _checked_sum(folder: Path, model: str, known_sum: str) -> str:
             checkpoint_files.check_same_model(checkpoint_files.shapes_of(tensors), wanted)
         return known_sum or checkpoint_files.content_sum(tensors, checkpoint_files.mapped(tensors))
     except BrokenCheckpoint as fault:
-        raise Permanent(f"{folder} is not loaded: {fault}") from fault
+        raise Permanent(f"{folder} cannot be loaded: {fault}") from fault

@@ -181,5 +181,5 @@ def test_a_product_that_cannot_is_refused() -> None:
     class Another:
         url = "http://another"
 
-    with pytest.raises(Permanent, match="engines of Another cannot"):
+    with pytest.raises(Permanent, match="Another does not support loading weights"):
         weights_engine(cast("Engine", Another()))

@@ -36,7 +36,7 @@ async def no_such_path(_: Sequence[int]) -> str:
 
 
 async def nonsense(_: Sequence[int]) -> str:
-    raise Permanent("/detokenize: not an answer of vllm: KeyError('prompt')")
+    raise Permanent("/detokenize: the answer is not one of vllm: KeyError('prompt')")
 
 
 async def hanging(_: Sequence[int]) -> str:

@@ -61,7 +61,7 @@ WRONG: dict[str, tuple[bytes, int, str]] = {
     "an unknown coding": (request(BODY, headers=b"Content-Encoding: foo\r\n"), 415, "got 'foo'"),
     "no json": (request(b"{"), 400, "JSON"),
     "no utf-8": (request(b'{"prompt": "\xed\xa0\x80"}'), 400, "JSON"),
-    "deep": (request(b"[" * 100_000), 400, "128 deep"),
+    "deep": (request(b"[" * 100_000), 400, "128 levels deep"),
     "deep field": (asking(logit_bias=json.loads("[" * 200 + "]" * 200)), 400, "logit_bias: must be nested"),
     "no object": (request(b"[]"), 400, "must be a JSON object, got []"),
     "surrogate": (asking(prompt="a\ud800"), 400, "prompt: must be text without lone surrogates, got 'a\\ud800'"),
@@ -80,7 +80,7 @@ WRONG: dict[str, tuple[bytes, int, str]] = {
     "no messages": (request(b"{}", path=CHAT_PATH.encode()), 400, "messages: must be a list of objects"),
     "messages": (chatting([1]), 400, "messages: must be a list of objects with a role and a content, got [1]"),
     "label": (request(BODY, headers=b"X-Tag: \xff\r\n"), 400, "X-Tag: must be at most 256 printable characters"),
-    "moves": (request(b"[" * 100_000, path=b"/orchestrrl/move"), 400, "128 deep"),
+    "moves": (request(b"[" * 100_000, path=b"/orchestrrl/move"), 400, "128 levels deep"),
     "a move": (request(b'{"moves": [7]}', path=b"/orchestrrl/move"), 400, "moves[0]: should be an object, got 7"),
     "barrier": (request(b'{"holder": "\\ud800"}', path=b"/orchestrrl/pause"), 400, "holder: must be text without"),
 }

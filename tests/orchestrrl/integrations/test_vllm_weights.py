@@ -165,7 +165,7 @@ async def test_another_who_holds_the_barrier_is_named(weights: Path) -> None:
         now_s = gateway.clock.now_s()
         held = CloseBarrier("l", "somebody else", PauseMode.KEEP, FrozenRequests.RECOMPUTE, now_s + 600, now_s + 600)
         await gateway.barrier.close(held)
-        with pytest.raises(Permanent, match=r"no weights were changed.*closed by somebody else"):
+        with pytest.raises(Permanent, match=r"no weights were changed.*somebody else keeps the pause barrier closed"):
             await asyncio.to_thread(reload_weights, [engine.url], weights, gateway_url=url)
 
 

@@ -230,7 +230,7 @@ class FakePeer:
                 if not engine.alive:
                     return PeerResult("", OrderOutcome.FAILED, "does not answer")
                 if engine.stray:
-                    return PeerResult("", OrderOutcome.FAILED, "has 1 requests, which would go on with it")
+                    return PeerResult("", OrderOutcome.FAILED, "has 1 frozen requests, which would continue")
                 said = (engine.weights or 0) + (1000 if engine.odd else 0)
                 return PeerResult("", OrderOutcome.DONE, tokens=(said,) * order.max_tokens)
             case InstallVersion():

@@ -1,1 +1,1 @@
-"""Profiles of engines: kept in files, measured, imported, re-fitted."""
+"""Engine profiles: their files, measurement, import and fits."""

@@ -1,7 +1,8 @@
-"""Profiles from NVIDIA's measured kernel data, through the optional package `aiconfigurator-core`.
+"""Import profiles from NVIDIA's measured kernel data, through the optional package `aiconfigurator-core`.
 
-It answers for one batch at a time and never says whether a batch fits; here are the grid within the KV cache that its
-memory model leaves, the fits, and the names of layouts. Its times are kernels': what an engine does besides is missing.
+The package predicts one batch at a time and does not report whether a batch fits. This module adds the grid of batches
+within the KV cache of its memory model, the fits, and the names of layouts. The package's times cover kernels only; an
+engine's other overheads are missing.
 """
 
 import importlib
@@ -21,30 +22,30 @@ from planner.cost.predict import identifier
 from planner.cost.profile import EngineProfile, MoveCosts, Parallelism, Profile, ProfileSource, Provenance
 
 PACKAGE = "aiconfigurator-core"
-INSTALL = f"{PACKAGE} is not installed here; it comes with `pip install 'orchestrrl[aiconfigurator]'`"
+INSTALL = f"{PACKAGE} is not installed; install it with `pip install 'orchestrrl[aiconfigurator]'`"
 
 BACKENDS = ("vllm", "sglang", "trtllm")
-# Of a GPU's memory, what the engine may use by default: all of it, or what is free after the weights.
+# The fraction of a GPU's memory that the engine may use by default: of the total, or of what the weights leave free.
 MEMORY_FRACTION = 0.9
-PREFILL_BATCH_TOKENS = 8192  # activations are sized for this many
+PREFILL_BATCH_TOKENS = 8192  # activation memory is sized for this batch
 CONTEXTS = (128, 512, 2048, 4096, 8192, 16384, 32768)
 PREFILL_TOKENS = (256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 class ImportHandle(Protocol):
-    """`aiconfigurator_core.sdk.engine.EngineHandle`, as far as it is used. Batches are per data-parallel rank."""
+    """The used part of `aiconfigurator_core.sdk.engine.EngineHandle`. Batches are per data-parallel rank."""
 
     def decode_step_latency(self, gen_tokens: int, isl: int, osl: int) -> float:
-        """Milliseconds of the decode step that makes the last of `osl` tokens after `isl`."""
+        """Return the milliseconds of the decode step for the last of `osl` tokens after a prompt of `isl` tokens."""
         ...
 
     def predict_prefill_latency(self, bs: int, isl: int) -> float:
-        """Milliseconds."""
+        """Return the milliseconds of a prefill of `bs` prompts with `isl` tokens each."""
         ...
 
 
 class ImportInputs(NamedTuple):
-    """What kernel data cannot tell, and where the figures come from."""
+    """The figures that kernel data lacks, with their sources."""
 
     max_sequences: int
     switch_s: float
@@ -57,7 +58,8 @@ _LAYOUT = re.compile(r"(?:tp(\d+))?(?:dp(\d+))?(?:ep(\d+))?")
 
 
 def layout_named(name: str) -> Parallelism:
-    """`tp8`, `tp8ep8`, `tp1dp8ep8`, `dp8ep8`. Raises ValueError."""
+    """Parse the name of a layout, such as `tp8`, `tp8ep8`, `tp1dp8ep8` or `dp8ep8`. Raises ValueError if it is
+    invalid."""
     match = _LAYOUT.fullmatch(name)
     if not name or match is None:
         raise ValueError("must be a layout such as tp2, tp8ep8 or tp1dp8ep8")
@@ -75,7 +77,8 @@ def import_profile(
     given: ImportInputs,
     on_layout: Callable[[str], None] = lambda name: None,
 ) -> tuple[Profile, list[str]]:
-    """A profile of all layouts that fit, and the others with their reasons. Raises Permanent where none fits."""
+    """Return a profile of all layouts that fit, and the reasons for the others. `on_layout` receives each layout's name
+    before its import. Raises Permanent if none fits."""
     engines, left_out, moves = [], [], None
     provenance = Provenance(ProfileSource.IMPORTED, given.date, vendor.detail)
     for layout in layouts:
@@ -95,11 +98,11 @@ def import_profile(
 def engine_profile(
     handle: ImportHandle, layout: Parallelism, rank_tokens: int, given: ImportInputs, provenance: Provenance
 ) -> EngineProfile:
-    """Fits over the batches that fit into the KV cache of `rank_tokens` for each data-parallel rank. Raises ValueError
-    where hardly any does."""
+    """Return the profile of one layout, fitted over the batches that fit in the KV cache of `rank_tokens` per
+    data-parallel rank. Raises ValueError if too few batches fit."""
     fitted = fit_step(step_table(handle, layout, rank_tokens, given.max_sequences), robust=False)
     rate, prefill_error = fit_rate(_prefill_table(handle))
-    estimate = f"{provenance.detail}: its memory model, {MEMORY_FRACTION:.0%} of the GPU's memory"
+    estimate = f"{provenance.detail}: memory model, {MEMORY_FRACTION:.0%} of the GPU's memory"
     return EngineProfile(
         id=identifier(layout),
         parallelism=layout,
@@ -119,7 +122,8 @@ def engine_profile(
 
 
 def step_table(handle: ImportHandle, layout: Parallelism, rank_tokens: int, max_sequences: int) -> list[StepSample]:
-    """The decode step over batches (doubling, and once between) and contexts that fit, of the whole engine."""
+    """Return decode steps of the whole engine over the batches and contexts that fit. Batches double, with one value in
+    between. Raises ValueError if none fits."""
     samples = []
     for batch in _batches(max(1, max_sequences // layout.dp)):
         for context in CONTEXTS:
@@ -127,7 +131,7 @@ def step_table(handle: ImportHandle, layout: Parallelism, rank_tokens: int, max_
                 step_s = handle.decode_step_latency(batch, context, 2) / 1e3
                 samples.append(StepSample(batch * layout.dp, batch * context * layout.dp, step_s))
     if not samples:
-        raise ValueError(f"its KV cache of {rank_tokens} tokens holds no batch of the grid")
+        raise ValueError(f"no batch of the grid fits in its KV cache of {rank_tokens} tokens")
     return samples
 
 
@@ -141,7 +145,8 @@ def _prefill_table(handle: ImportHandle) -> list[TimedSample]:
 
 
 def _moves(vendor: "Aiconfigurator", handle: ImportHandle, provenance: Provenance) -> MoveCosts | None:
-    """The first layout's prefill, and one GPU's rate between nodes; None where the package does not know the link."""
+    """Return the move costs: recomputation at the first layout's prefill speed, transfer at one GPU's rate between
+    nodes. None if the package has no data for the link."""
     link = vendor.link()
     if link is None:
         return None
@@ -151,7 +156,8 @@ def _moves(vendor: "Aiconfigurator", handle: ImportHandle, provenance: Provenanc
 
 
 class Aiconfigurator:
-    """The package itself. Raises ProblemFaults where it is missing or does not know the system or backend."""
+    """The `aiconfigurator-core` package for one model, system and backend. Construction raises ProblemFaults if the
+    package is missing or has no data for the system or backend."""
 
     def __init__(self, model: str, system: str, backend: str, *, precision: str = "") -> None:
         try:
@@ -161,7 +167,7 @@ class Aiconfigurator:
             self._utils = importlib.import_module("aiconfigurator_core.sdk.utils")
         except ModuleNotFoundError as error:
             raise ProblemFaults([INSTALL]) from error
-        # It warns of each table that it reads from another version; the profile names the version.
+        # The package warns about each table read from another version; the profile already names the version.
         logging.getLogger("aiconfigurator_core").setLevel(logging.ERROR)
         if backend not in BACKENDS:
             raise ProblemFaults([f"--backend: must be one of {', '.join(BACKENDS)}, got {backend!r}"])
@@ -175,7 +181,7 @@ class Aiconfigurator:
         self.detail = f"{PACKAGE} {package}, {system}, {backend} {self._version}" + f", {precision}" * bool(precision)
 
     def compile(self, layout: Parallelism) -> ImportHandle:
-        """Raises ValueError in the package's words, as `room` does."""
+        """Return a handle that predicts this layout's latencies. Raises ValueError with the package's message."""
         with self._in_our_terms():
             handle: ImportHandle = self._engine.EngineHandle.compile(
                 self.model, self.system, self.backend, backend_version=self._version, **self._sizes(layout)
@@ -183,15 +189,15 @@ class Aiconfigurator:
             return handle
 
     def room(self, layout: Parallelism, sequences: int) -> int:
-        """Return the tokens that the KV cache of one data-parallel rank holds."""
+        """Return the KV capacity of one data-parallel rank in tokens. Raises ValueError with the package's message."""
         return int(self._kv(layout, max(1, sequences // layout.dp))["total_kv_size_tokens"])
 
     def kv_bytes_per_token(self) -> float:
-        """Of the whole model: what one GPU would hold, had it room for all."""
+        """Return the KV bytes per token of the whole model, as if one GPU held all of it."""
         return float(self._kv(Parallelism(), 1, gpu_memory_capacity_bytes_override=1 << 50)["kv_size_per_token_bytes"])
 
     def link(self) -> tuple[float, float] | None:
-        """Bytes/s of one GPU between nodes, and seconds of latency."""
+        """Return one GPU's rate between nodes in bytes/s, and the latency in seconds; None if unknown."""
         node = self._database.load_system_spec(self.system).get("node", {})
         if not {"inter_node_bw", "p2p_latency"} <= node.keys():
             return None
@@ -199,15 +205,15 @@ class Aiconfigurator:
 
     @contextmanager
     def _in_our_terms(self) -> Iterator[None]:
-        """The package's ways to refuse, as one. A model that it neither bundles nor finds in a folder is one of them:
-        it would have been fetched."""
+        """Convert the package's errors into ValueError. They include HuggingFaceDownloadError for a model that is
+        neither bundled nor found in a folder."""
         try:
             yield
         except (ValueError, LookupError, RuntimeError, self._utils.HuggingFaceDownloadError) as error:
             raise ValueError(" ".join(str(error).split())) from error
 
     def _sizes(self, layout: Parallelism) -> dict[str, Any]:
-        # Where experts are not spread, each is cut over all GPUs. Dense models take no notice.
+        # Without expert parallelism, each expert is split over all GPUs. Dense models ignore these sizes.
         spread = {"moe_ep_size": layout.ep, "moe_tp_size": layout.gpus // layout.ep}
         return {"tp_size": layout.tp, "attention_dp_size": layout.dp, **spread, **self._precision}
 

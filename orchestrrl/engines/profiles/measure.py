@@ -1,9 +1,9 @@
-"""Measure a running engine: batches over a grid of (sequences, context), prefill, and the engine's own word on room.
+"""Measure a running engine: decode over a grid of (sequences, context), prefill, and the limits that it reports.
 
-A point is a batch of unique prompts that decodes while the arrival of every token is noted; its step time is the slope
-of tokens over time while the whole batch ran, the median over its streams. Unique, so that no prefix cache helps;
-sampled at temperature 1, as rollouts are. Whatever ends a measurement, its requests are aborted. The shell of
-planner/cost/fit.py.
+A point is a batch of unique prompts that decodes while the arrival time of every token is recorded. Its step time is
+the slope of time over tokens while the whole batch ran, as the median over its streams. Prompts are unique, so that
+prefix caching has no effect, and sampled at temperature 1, like rollouts. A measurement aborts its requests in every
+case. planner/cost/fit.py fits the samples.
 """
 
 import asyncio
@@ -27,27 +27,27 @@ from planner.model import ConfigurationId
 
 LEAST_STEPS = 16  # per stream, for a slope
 MOST_STEPS = 256
-POINT_S = 2.0  # of decoding, where steps are short
-KV_FILL = 0.85  # of the KV cache, at most, prompts and what they grow by
-PREFILL_SHARE = 0.25  # of the budget
+POINT_S = 2.0  # decode time of a point with short steps
+KV_FILL = 0.85  # the most of the KV cache that prompts and their growth use, as a fraction
+PREFILL_SHARE = 0.25  # fraction of the budget for prefill
 PREFILL_ROUNDS = 3
-POINT_SHARE = 0.25  # of the time that is left; a point that takes more waits until the smaller ones are done
-ENOUGH_POINTS = 6  # for a rough fit: what an error about the budget reckons with
+POINT_SHARE = 0.25  # a point that needs more than this fraction of the remaining time waits for the smaller ones
+ENOUGH_POINTS = 6  # points of a rough fit, for the budget that an error message suggests
 LONGEST_PREFILL_TOKENS = 16384
 LONGEST_CONTEXT_TOKENS = 16384
 FIRST_CONTEXT_TOKENS = 32
-LONGEST_UNKNOWN_TOKENS = 4096  # where the engine does not tell its longest context
+LONGEST_UNKNOWN_TOKENS = 4096  # context length if the engine does not report one
 QUIET_WITHIN_S = 30.0
-PATIENCE = 1.5  # times what prefill should take, until a batch beyond the KV cache all runs, or never will
-LARGE_BYTES = 1e10  # a line of transfer times is drawn through this size
+PATIENCE = 1.5  # a batch beyond the KV cache must run within this multiple of its expected prefill time
+LARGE_BYTES = 1e10  # second point of the line of transfer times
 POLL_S = 0.05
 NO_SPILL = Spill(0.0, 0, FitError(0, 0.0, 0.0))
-# Token ids that are tried in turn, to learn how large a vocabulary is: prompts of a few ids would load few experts.
+# Vocabulary sizes to try, largest first. Prompts of only a few distinct ids would activate few experts.
 VOCABULARIES = (100_000, 30_000, 8_000, 1_000, 400, 100)
 
 
 class MeasurementInputs(NamedTuple):
-    """What to call the configuration, and what an engine cannot tell of itself; None: ask the engine."""
+    """The configuration's id, and the figures that an engine cannot report. None means that the engine reports it."""
 
     id: ConfigurationId
     parallelism: Parallelism
@@ -62,7 +62,7 @@ class MeasurementInputs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EngineCapacity:
-    """What the engine can hold."""
+    """The model and the limits of an engine."""
 
     model: str
     max_sequences: int
@@ -71,14 +71,14 @@ class EngineCapacity:
 
 
 class MoveLink(NamedTuple):
-    """The link that KV crosses between two engines, which an engine cannot tell."""
+    """The network link for KV transfers between two engines, which an engine cannot report."""
 
     kv_bytes_per_token: float
     transfer_gbps: float
     latency_s: float = 0.0
 
 
-# How far a measurement is, for a progress bar: steps done, steps in all, and what is done now.
+# Progress callback: steps done, total steps, and the name of the current step.
 OnStep = Callable[[int, int, str], None]
 
 
@@ -95,15 +95,16 @@ class MeasuredProfile:
 async def measure(
     engine: Engine, wanted: MeasurementInputs, clock: Clock, on_step: OnStep = lambda done, total, doing: None
 ) -> MeasuredProfile:
-    """The engine's profile. Raises ProblemFaults where the engine does not tell its limits and nobody else does,
-    Permanent where it is busy or the budget was too short for a fit."""
+    """Measure the engine and return its profile. Raises ProblemFaults if neither the engine nor `wanted` gives a limit,
+    Permanent if the engine is busy or the budget was too short for a fit."""
     capabilities = await engine.capabilities()
     limits = await _limits(engine, capabilities, wanted)
     return await _Run(engine, limits, clock, wanted).measure(capabilities, on_step)
 
 
 def move_costs(prefill: Sequence[TimedSample], link: MoveLink, provenance: Provenance) -> MoveCosts:
-    """Recomputing as measured, transfer along a line. A measurement has always several prompt lengths."""
+    """Return the move costs: recomputation from the measured prefill samples, transfer linear in bytes. `prefill` must
+    contain several prompt lengths."""
     recompute = fit_curve(prefill)
     large_s = link.latency_s + LARGE_BYTES * 8 / (link.transfer_gbps * 1e9)
     transfer_s = Curve((0.0, LARGE_BYTES), (link.latency_s, large_s))
@@ -111,9 +112,9 @@ def move_costs(prefill: Sequence[TimedSample], link: MoveLink, provenance: Prove
 
 
 def grid(limits: EngineCapacity) -> list[GridPoint]:
-    """Points that fit, the corners first: whatever the budget cuts off, what came before spans the range.
+    """Return the points that fit in the KV cache, corners first, so that a prefix of the list spans the range.
 
-    Batches double up to the most sequences; contexts quadruple up to what fits beside room to grow.
+    Batches double up to the maximum number of sequences. Contexts quadruple up to the longest that leaves room to grow.
     """
     batches = sorted({*(2**k for k in range(limits.max_sequences.bit_length())), limits.max_sequences})
     batches = [batch for batch in batches if batch <= limits.max_sequences]
@@ -146,12 +147,12 @@ async def _limits(engine: Engine, capabilities: EngineCapabilities, wanted: Meas
     metrics = await engine.metrics()
     if metrics.running or metrics.waiting:
         raise Permanent(
-            f"{engine.url} is busy ({metrics.running} running, {metrics.waiting} waiting): measuring needs it idle"
+            f"{engine.url} is busy ({metrics.running} running, {metrics.waiting} waiting); measure an idle engine"
         )
     sequences = wanted.max_sequences or capabilities.max_sequences
     capacity_tokens = wanted.kv_capacity_tokens or metrics.kv_capacity_tokens
     faults = [
-        f"{option}: is missing, and {engine.url} does not tell it, got nothing"
+        f"{option}: is required, because {engine.url} does not report it"
         for option, known in (("--max-sequences", sequences), ("--kv-capacity-tokens", capacity_tokens))
         if not known
     ]
@@ -165,13 +166,13 @@ async def _limits(engine: Engine, capabilities: EngineCapabilities, wanted: Meas
 
 @dataclass(slots=True)
 class _Stream:
-    """One request: when how many of its tokens had arrived."""
+    """One request and the arrival times of its tokens."""
 
     id: str
-    task: asyncio.Task[None] | None = None  # reads it
+    task: asyncio.Task[None] | None = None  # reads the answer
     arrived: list[tuple[float, int]] = field(default_factory=list)  # (time, tokens so far)
     ended: bool = False
-    failed: str = ""  # why
+    failed: str = ""  # the error, if the request failed
 
     @property
     def tokens(self) -> int:
@@ -179,7 +180,7 @@ class _Stream:
 
 
 class _Run:
-    """One measurement, and the requests that it has on the engine."""
+    """One measurement and its requests on the engine."""
 
     def __init__(self, engine: Engine, limits: EngineCapacity, clock: Clock, wanted: MeasurementInputs) -> None:
         self._engine = engine
@@ -188,8 +189,8 @@ class _Run:
         self._wanted = wanted
         self._random = random.Random(wanted.seed)
         self._numbers = itertools.count()
-        self._decode_s = 0.0  # of a point, prefill apart, as the longest so far took
-        self._vocabulary = 0  # token ids below this are known to the model
+        self._decode_s = 0.0  # longest duration of a point so far, without prefill
+        self._vocabulary = 0  # token ids below this are in the model's vocabulary
         self._started_s = clock.now_s()
         self._end_s = self._started_s + wanted.budget_s
 
@@ -208,7 +209,7 @@ class _Run:
         samples: list[StepSample] = []
         skipped = []
         number = 0
-        # One large point of a short budget would leave no time for the others, and one sample is no fit.
+        # With a short budget, one large point could leave no time for the others, and one sample gives no fit.
         waiting: list[GridPoint] = []
         for point, may_wait in itertools.chain(((each, True) for each in points), ((each, False) for each in waiting)):
             needed_s, left_s = _work(point) / rate + self._decode_s, self._end_s - self._clock.now_s()
@@ -248,10 +249,11 @@ class _Run:
             fitted = fit_step(samples)
         except TooFewSamples as error:
             left_out = f"; left out: {'; '.join(skipped)}" if skipped else ""
-            point_s = self._decode_s if samples else max(self._decode_s, wanted.budget_s)  # else it took all of it
+            # Without a sample, the first point took the whole budget.
+            point_s = self._decode_s if samples else max(self._decode_s, wanted.budget_s)
             enough_s = math.ceil(2 * wanted.budget_s + ENOUGH_POINTS * point_s)
             raise Permanent(
-                f"{error}; more of them need a longer --budget-s than {wanted.budget_s:g}, about {enough_s}{left_out}"
+                f"{error}; raise --budget-s from {wanted.budget_s:g} to about {enough_s}{left_out}"
             ) from None
         rate, prefill_error = fit_rate(prefill)
         detail = f"{self._engine.url}, {capabilities.engine} {capabilities.version}".rstrip()
@@ -259,7 +261,7 @@ class _Run:
         others = [("prefill_tokens_per_s", of_fit(seen, prefill_error))]
         for name, told in (("kv_capacity_tokens", wanted.kv_capacity_tokens), ("max_sequences", wanted.max_sequences)):
             word = Provenance(ProfileSource.GIVEN, wanted.date, "command line")
-            others.append((name, word if told else replace(seen, detail=f"{detail}, its own word")))
+            others.append((name, word if told else replace(seen, detail=f"{detail}, as reported")))
         others.append(("switch_s", Provenance(ProfileSource.GIVEN, wanted.date, wanted.switch_detail)))
         spill = spill_of(beyond, fitted.step, limits.kv_capacity_tokens) or NO_SPILL
         if spill is not NO_SPILL:
@@ -286,10 +288,11 @@ class _Run:
                 continue
             self._vocabulary = size
             return
-        raise Permanent(f"{self._engine.url} refuses every prompt of one token that was tried")
+        raise Permanent(f"{self._engine.url} refused every one-token prompt that was tried")
 
     async def _prefill(self) -> list[TimedSample]:
-        """Seconds to the first token over prompt lengths; each has a fixed part, which a fit sets apart."""
+        """Measure the time to the first token over prompt lengths. The times include a fixed part, which the fit
+        separates."""
         longest = min(LONGEST_PREFILL_TOKENS, self._limits.max_model_len_tokens - 2)
         lengths = sorted({max(1, longest // 2**halvings) for halvings in range(5)})
         end_s = self._started_s + PREFILL_SHARE * self._wanted.budget_s
@@ -306,8 +309,8 @@ class _Run:
         return seen
 
     async def _beyond(self, rate: float, point_s: float) -> list[StepSample]:
-        """Batches that hold more KV than there is room for; none from the first on that the engine does not run whole,
-        or that the budget has no time for."""
+        """Measure batches that exceed the KV cache. Stops at the first batch that the engine does not run as a whole,
+        or for which the budget is too short."""
         limits, samples = self._limits, []
         capacity_tokens, longest = limits.kv_capacity_tokens, limits.max_model_len_tokens
         for point in overfills(capacity_tokens, limits.max_sequences, longest, MOST_STEPS):
@@ -321,7 +324,8 @@ class _Run:
         return samples
 
     async def _point(self, point: GridPoint, point_s: float, patience_s: float | None = None) -> StepSample | str:
-        """The step time of this batch, or why there is none. `patience_s`: for a batch that may never run whole."""
+        """Measure a batch. Returns its step time, or the reason if there is none. `patience_s` bounds the wait for a
+        batch that may never run as a whole."""
         most_tokens = self._limits.max_model_len_tokens - point.context_tokens
         if patience_s is None:
             room = int(self._limits.kv_capacity_tokens / point.sequences) - point.context_tokens
@@ -350,10 +354,14 @@ class _Run:
         failed = next((stream.failed for stream in streams if stream.failed), "")
         if failed:
             return failed
-        return "not all sequences ran at once for long enough" if self._clock.now_s() < self._end_s else "budget over"
+        return (
+            "not all sequences ran at once for long enough"
+            if self._clock.now_s() < self._end_s
+            else "the budget is exhausted"
+        )
 
     async def _until(self, condition: Callable[[], bool], streams: Sequence[_Stream], give_up_s: float) -> bool:
-        """Wait while all streams go on; whether the condition came true."""
+        """Wait for the condition while all streams run. Returns whether it became true before `give_up_s`."""
         while not condition():
             if any(stream.ended for stream in streams) or self._clock.now_s() > give_up_s:
                 return False
@@ -381,7 +389,7 @@ class _Run:
             "prompt": prompt,
             "max_tokens": most_tokens,
             "ignore_eos": True,
-            "temperature": 1.0,  # and no seed: an engine samples seeded requests one by one
+            "temperature": 1.0,  # without a seed, since engines sample seeded requests one by one
         }
         async for chunk in self._engine.generate(GenerationRequest(stream.id, CompletionEndpoint.COMPLETIONS, body)):
             if chunk.token_ids:
@@ -390,9 +398,9 @@ class _Run:
             raise Permanent(f"{self._engine.url}: a request ended without a token")
 
     async def _stop(self, streams: Sequence[_Stream]) -> None:
-        """End these requests, on our side and on the engine, and see it idle."""
+        """Stop these requests here and on the engine, and wait up to `QUIET_WITHIN_S` until the engine is idle."""
         await stop(*(stream.task for stream in streams if stream.task is not None))
-        # Their connections are closed, which ends them too, if later; an engine that has gone has nothing to end.
+        # The closed connections also end the requests, if later. An unreachable engine has nothing to abort.
         with suppress(OrchestrRLError):
             await self._engine.abort([stream.id for stream in streams])
         give_up_s = self._clock.now_s() + QUIET_WITHIN_S
@@ -411,9 +419,9 @@ class _Run:
 
 
 def sample_of(point: GridPoint, arrivals: Sequence[Sequence[tuple[float, int]]]) -> StepSample | None:
-    """The batch's step time: over the time in which all of it ran, the median of its streams' slopes.
+    """Return the batch's step time: the median of its streams' slopes over the time in which the whole batch ran.
 
-    `arrivals`: per stream, when how many tokens had arrived. None where too few did for a slope.
+    `arrivals` has (time, tokens so far) per stream. Returns None if too few tokens arrived for a slope.
     """
     begin_s = max(stream[0][0] for stream in arrivals)
     end_s = min(stream[-1][0] for stream in arrivals)

@@ -1,10 +1,10 @@
 """Fit the engine constants of the roofline to measured deployments, and predict deployments with them.
 
-Least squares on the logarithm of TPOT, made robust (Cauchy), with every constant held by its prior. Constants that only
-models with experts show are fitted second, on those alone, so that a poor fit there does not spoil the dense models.
-For each model in the file there is a set that was fitted without any of its rows: it is the one that scores the model.
-Two checkpoints of one architecture (bf16 and fp8) are one model. What no fit can leave out is the form of the roofline
-and its priors: they were chosen once, for all models and engines alike, with this file at hand.
+The fit is robust least squares (Cauchy loss) on the logarithm of TPOT, with a prior on every constant. Constants that
+only affect models with experts are fitted second, on those models alone, so that a poor fit does not affect dense
+models. For each model, another set is fitted without its rows, and only that set scores the model. Two checkpoints of
+one architecture (bf16 and fp8) count as one model. The form of the roofline and its priors are not cross-validated:
+they were chosen once, for all models and engines, with the whole file available.
 """
 
 import json
@@ -23,17 +23,17 @@ from planner.cost.roofline import IterationWork, attended_tokens, stacked, tpot_
 
 # Relative errors beyond this count as outliers.
 USUAL_ERROR = 0.06
-# Rows of one sweep err alike: the priors weigh as if there were fewer rows, by this squared.
+# The rows of one sweep have correlated errors, so the priors weigh as if there were fewer rows, by this factor squared.
 PRIOR_WEIGHT = 3.0
 
-ALL_MODELS = ""  # the set that was fitted on every model
+ALL_MODELS = ""  # key of the set fitted on all models
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class DeploymentColumns:
-    """Deployments in columns, as the roofline takes them."""
+    """The deployments as columns [row], the form that the roofline evaluates."""
 
     work: IterationWork
     backends: tuple[str, ...]
@@ -60,21 +60,21 @@ def rows_of(deployments: Sequence[MeasuredDeployment]) -> DeploymentColumns:
 
 
 def predicted_s(rows: DeploymentColumns, values: Mapping[str, float]) -> Floats:
-    """TPOT of every row, with one set of constants."""
+    """Return the predicted TPOT of every row, in seconds, with one set of constants."""
     by_backend = {backend: constants_of(values, backend) for backend in sorted(set(rows.backends))}
     constants = stacked([by_backend[backend] for backend in rows.backends])
     return tpot_s(rows.work, constants, rows.context_tokens, rows.prompt_tokens, rows.output_tokens)
 
 
 def fit(deployments: Sequence[MeasuredDeployment]) -> dict[str, dict[str, float]]:
-    """Constants by the model that was left out, and those of all models under `ALL_MODELS`."""
+    """Return the fitted constants by the model that was left out; those fitted on all models under `ALL_MODELS`."""
     rows = rows_of(deployments)
     models = np.array(rows.models)
     return {left_out: fit_one(rows, models != left_out) for left_out in (ALL_MODELS, *sorted(set(rows.models)))}
 
 
 def fit_one(rows: DeploymentColumns, used: NDArray[np.bool_]) -> dict[str, float]:
-    """The constants that explain the `used` rows best, near their priors."""
+    """Return the constants that fit the `used` rows best under their priors."""
     values = prior_values()
     dense = [name for name in values if name not in MOE_ONLY]
     for free, which in ((dense, used & ~rows.moe), (list(MOE_ONLY), used & rows.moe)):
@@ -103,8 +103,8 @@ def _fitted(
 
 
 def left_out_s(rows: DeploymentColumns, sets: Mapping[str, Mapping[str, float]]) -> Floats:
-    """TPOT of every row, predicted by the set that was fitted without its model; where there is none, by that of all
-    models."""
+    """Return the TPOT of every row, predicted by the set fitted without its model, or by that of all models if there is
+    no such set."""
     models = np.array(rows.models)
     predicted = predicted_s(rows, sets[ALL_MODELS])
     for left_out in set(rows.models) & sets.keys():
@@ -113,13 +113,13 @@ def left_out_s(rows: DeploymentColumns, sets: Mapping[str, Mapping[str, float]])
 
 
 def left_out_errors(deployments: Sequence[MeasuredDeployment], sets: Mapping[str, Mapping[str, float]]) -> Floats:
-    """Relative error of every deployment [row], as `left_out_s` predicts it."""
+    """Return the absolute relative error of the prediction by `left_out_s` for every deployment [row]."""
     rows = rows_of(deployments)
     return np.asarray(np.abs(left_out_s(rows, sets) / rows.measured_s - 1))
 
 
 def write_fitted(path: Path, sets: Mapping[str, Mapping[str, float]], errors: Floats, source: str, today: date) -> None:
-    """As a Python module of literals, for the pure planner to import. `errors` are those of models left out [row]."""
+    """Write the sets as a Python module of literals, which the planner imports. `errors` are from `left_out_errors`."""
     rows = [(name, ", ".join(f"{values[name]:.4g}" for values in sets.values())) for name in sets[ALL_MODELS]]
     lines = [
         '"""Fitted engine constants. Written by `orchestrrl profile fit`, do not edit. The names are documented in',

@@ -1,12 +1,11 @@
-"""How well predicted TPOT and its ratios between TPs match measured deployments.
+"""Score predicted TPOT, and its ratios between TPs, against measured deployments.
 
-A planner chooses between configurations, so it lives on ratios: over rows that are equal but for TP, the error of
-`predicted(tp a) / predicted(tp b)` against the measured one counts, beside the error of each prediction.
+A planner chooses between configurations, so ratios matter. For rows that differ only in TP, the score includes the
+error of `predicted(tp a) / predicted(tp b)` against the measured ratio, in addition to the error of each prediction.
 
-Predictions are the roofline's (`roofline`), or those of a profile that was measured on the engine
-(`score_measured`): each row is then predicted by a profile fitted to the rows of the same engine that have other prompt
-and output lengths, a curve over sequences, a time for each KV token and one for each prompt token, as `profile measure`
-finds them.
+Predictions come from the roofline (`roofline`) or from a profile measured on the engine (`score_measured`). In the
+second case, a profile fitted to the engine's rows with other prompt and output lengths predicts each row. It has a
+curve over sequences, a time per KV token and a time per prompt token, as from `profile measure`.
 """
 
 from collections import defaultdict
@@ -29,22 +28,22 @@ class ScoredPrediction:
     deployment: MeasuredDeployment
     tpot_s: float  # predicted
     source: ProfileSource
-    detail: str  # which figures stood behind it
+    detail: str  # the figures that it is based on
 
     @property
     def error(self) -> float:
-        """Relative to what was measured; above 0 where the prediction is too slow."""
+        """The relative error of the prediction; above 0 if the prediction is too slow."""
         return self.tpot_s / self.deployment.tpot_s - 1
 
 
 def roofline(deployments: Sequence[MeasuredDeployment]) -> list[ScoredPrediction]:
-    """One prediction for each deployment, in order, with the constants that were fitted without the model at hand; a
-    model that was in no fit takes those of all."""
+    """Return one prediction per deployment, in order, with the constants fitted without its model. For a model that was
+    in no fit, use the constants of all models."""
     if not deployments:
         return []
     rows = rows_of(deployments)
     constants = f"constants fitted to {FITTED_TO}"
-    details = [f"without {model}" if model in FITTED else "none of them of this model" for model in rows.models]
+    details = [f"without {model}" if model in FITTED else "which has no rows of this model" for model in rows.models]
     return [
         ScoredPrediction(deployment, predicted, ProfileSource.ROOFLINE, f"{constants}, {detail}")
         for deployment, predicted, detail in zip(deployments, left_out_s(rows, FITTED).tolist(), details, strict=True)
@@ -52,8 +51,8 @@ def roofline(deployments: Sequence[MeasuredDeployment]) -> list[ScoredPrediction
 
 
 def ratio_errors(scored: Iterable[ScoredPrediction]) -> list[tuple[tuple[int, int], float]]:
-    """Return, for every two deployments equal but for TP, their TPs and the error of TPOT at the smaller TP over TPOT
-    at the larger."""
+    """Return the TPs of every two deployments that differ only in TP, and the relative error of the predicted ratio of
+    TPOT at the smaller TP to TPOT at the larger."""
     groups: dict[object, list[ScoredPrediction]] = defaultdict(list)
     for row in sorted(scored, key=lambda row: row.deployment.tp):
         groups[row.deployment.but_for_tp()].append(row)
@@ -66,7 +65,7 @@ def ratio_errors(scored: Iterable[ScoredPrediction]) -> list[tuple[tuple[int, in
 
 
 def report(scored: Sequence[ScoredPrediction], unpredicted: Sequence[UnpredictedRow]) -> dict[str, Any]:
-    """What `orchestrrl profile score --json` prints. Errors are fractions; null where nothing was compared."""
+    """Return the document that `orchestrrl profile score --json` prints. Errors are fractions; null without rows."""
     kinds = {
         "dense": [row for row in scored if not row.deployment.model.moe],
         "moe": [row for row in scored if row.deployment.model.moe],
@@ -131,13 +130,14 @@ def _prediction(row: ScoredPrediction) -> dict[str, Any]:
     }
 
 
-LEAST_ROWS = 8  # that a profile is fitted to
-# Below, another knot in the curve would follow the spread of single deployments.
+LEAST_ROWS = 8  # the fewest rows for a fit
+# At errors below this, another knot in the curve would overfit single deployments.
 LINE_IS_ENOUGH = 0.03
 
 
 def score_measured(silicon: SiliconData) -> tuple[list[ScoredPrediction], list[UnpredictedRow]]:
-    """What can be scored so, and the rest: rows whose engine was measured on too few other loads are among it."""
+    """Return the rows scored by measured profiles, and the others with their reasons. The others include rows whose
+    engine was measured under too few other loads."""
     scored: list[ScoredPrediction] = []
     missing: list[UnpredictedRow] = list(silicon.unpredicted)
     for engine in _engines(silicon.deployments):
@@ -154,7 +154,7 @@ def score_measured(silicon: SiliconData) -> tuple[list[ScoredPrediction], list[U
 
 
 def _engines(deployments: Sequence[MeasuredDeployment]) -> list[list[MeasuredDeployment]]:
-    """Rows of one engine: same model, system, software and layout."""
+    """Group the rows by engine: the same model, system, software and layout."""
     engines: dict[object, list[MeasuredDeployment]] = defaultdict(list)
     for row in deployments:
         engines[(*(row.texts[name] for name in TEXTS), row.parallelism)].append(row)
@@ -162,7 +162,7 @@ def _engines(deployments: Sequence[MeasuredDeployment]) -> list[list[MeasuredDep
 
 
 def _folds(engine: Sequence[MeasuredDeployment]) -> Iterator[tuple[list[MeasuredDeployment], list[MeasuredDeployment]]]:
-    """Each pair of lengths in turn: the rows that have it, and the others."""
+    """Yield, for each pair of prompt and output lengths, the rows with these lengths and the other rows."""
     for lengths in sorted({_lengths(row) for row in engine}):
         held_out = [row for row in engine if _lengths(row) == lengths]
         yield held_out, [row for row in engine if _lengths(row) != lengths]
@@ -174,7 +174,7 @@ def _lengths(row: MeasuredDeployment) -> tuple[float, float]:
 
 def _fit(rows: Sequence[MeasuredDeployment]) -> StepFit:
     if len(rows) < LEAST_ROWS:
-        raise TooFewSamples(f"{len(rows)} rows at other lengths, {LEAST_ROWS} are needed")
+        raise TooFewSamples(f"{len(rows)} rows at other lengths, at least {LEAST_ROWS} are needed")
     prefilled_tokens = [_prefilled_tokens(row) for row in rows]
     return fit_step([_sample(row) for row in rows], LINE_IS_ENOUGH, prefilled_tokens=prefilled_tokens)
 
@@ -184,7 +184,8 @@ def _sample(row: MeasuredDeployment) -> StepSample:
 
 
 def _prefilled_tokens(row: MeasuredDeployment) -> float:
-    """In a step of a closed loop: over its output, a request meets one prompt of every other."""
+    """Return the prompt tokens prefilled per step of a closed loop: during its output, a request coincides with one
+    prefill of every other request."""
     return max(0.0, row.sequences - 1) * row.load.prompt_tokens / row.load.output_tokens
 
 

@@ -1,8 +1,8 @@
-"""Measured deployments as a CSV file: TPOT of whole engines under concurrency. Reads it, finding every fault at once.
+"""Read measured deployments from a CSV file: the TPOT of whole engines under concurrency. Reports all faults at once.
 
-The columns are those of NVIDIA AIConfigurator's `silicon_sample.csv`; others are passed over. `batch_size` is the
-concurrency. What is missing or cannot be modelled makes a row unpredicted, with its reason; what makes no sense at all
-(text for a number, a negative time) is a fault of the file.
+The columns are those of NVIDIA AIConfigurator's `silicon_sample.csv`; others are ignored. `batch_size` is the
+concurrency. A row with missing or unsupported values is unpredicted, with a reason. An invalid value (text for a
+number, a negative time) is a fault of the file.
 """
 
 import csv
@@ -39,11 +39,11 @@ WEIGHT_BITS: dict[str, float | None] = {
 
 @dataclass(frozen=True, slots=True)
 class MeasuredDeployment:
-    """A row that can be predicted."""
+    """A row that the cost model can predict."""
 
-    row: int  # 1 is the first below the header
+    row: int  # 1 is the first row below the header
     texts: dict[str, str]
-    numbers: dict[str, float]  # those given
+    numbers: dict[str, float]  # the given ones only
     model: Model
     gpu: GpuModel
     parallelism: Parallelism
@@ -61,11 +61,11 @@ class MeasuredDeployment:
 
     @property
     def sequences(self) -> float:
-        """Return how many requests run at once."""
+        """The number of requests that run at once."""
         return running_sequences(self.load, kv_capacity_tokens(self.model, self.gpu, self.parallelism, self.precision))
 
     def but_for_tp(self) -> tuple[str | float | None, ...]:
-        """Rows that agree in this differ in TP only, and in how experts are then split."""
+        """Return a key that is equal for rows that differ only in TP and in the resulting split of experts."""
         same = ("isl", "osl", "batch_size", "pp_size", "attention_dp_size")
         return (*(self.texts[name] for name in TEXTS), *(self.numbers.get(name) for name in same))
 
@@ -84,11 +84,11 @@ class SiliconData:
 
 
 class NotModelled(ValueError):
-    """A well-formed row that the cost model has no answer for."""
+    """The row is well-formed, but the cost model does not support it."""
 
 
 def read_silicon(path: Path) -> SiliconData:
-    """Raises ProblemFaults with every fault of the file."""
+    """Read the file. Raises ProblemFaults with every fault."""
     return parse_silicon(read_text(path).removeprefix("\ufeff"))
 
 
@@ -123,14 +123,14 @@ def _header_faults(header: list[str]) -> Iterator[str]:
 
 
 def _row_faults(number: int, row: dict[str, str]) -> Iterator[str]:
-    extra = row.get(None)  # type: ignore[call-overload]  # where csv puts cells beyond the header
+    extra = row.get(None)  # type: ignore[call-overload]  # csv stores cells beyond the header here
     if extra:
         yield f"{path_of(('row', number))}: has cells beyond the header, got {shorten(extra)}"
     for column in COLUMNS:
         text = row[column]
         where = path_of(("row", number, column))
         if text is None:
-            yield f"{where}: is missing, got a row that ends before"
+            yield f"{where}: is missing, got a row that ends before it"
         elif column not in TEXTS and text.strip() and (fault := _number_fault(column, text)):
             yield f"{where}: {fault}, got {shorten(text)}"
 
@@ -157,9 +157,9 @@ def _deployment(number: int, row: dict[str, str]) -> MeasuredDeployment:
     texts = {name: row[name].strip() for name in TEXTS}
     numbers = {name: float(row[name]) for name in COLUMNS if name not in TEXTS and row[name].strip()}
     if numbers.get("pp_size", 1) > 1:
-        raise NotModelled(f"pipeline parallelism is not modelled, pp_size is {numbers['pp_size']:g}")
+        raise NotModelled(f"pipeline parallelism is not supported, pp_size is {numbers['pp_size']:g}")
     model = model_named(texts["model_path"])
-    constants_of(prior_values(), texts["backend"])  # raises for an unknown one
+    constants_of(prior_values(), texts["backend"])  # raises if the backend is unknown
     return MeasuredDeployment(
         row=number,
         texts=texts,
@@ -179,7 +179,8 @@ def _parallelism(model: Model, numbers: dict[str, float]) -> Parallelism:
 
 
 def _precision(model: Model, texts: dict[str, str]) -> Precision:
-    """Experts that are published in 4 bits stay so, and the rest of such a model in 16."""
+    """Return the precision of a row. If a model's experts are published in 4 bits, they keep 4 bits, and the rest of
+    the model keeps its published precision."""
     mode = (texts["gemm_quant_mode"] or texts["precision"]).lower()
     if mode not in WEIGHT_BITS:
         raise NotModelled(f"unknown quantisation {mode!r}, known: {', '.join(filter(None, WEIGHT_BITS))}")
@@ -188,6 +189,6 @@ def _precision(model: Model, texts: dict[str, str]) -> Precision:
         bits = 8.0 if "fp8" in texts["model_path"].lower() else model.weight_bits
     if model.expert_bits < 8:
         return Precision(model.weight_bits, model.expert_bits)
-    # TensorRT-LLM's checkpoints with static FP8 scales hold scales of the KV cache as well, and it uses them.
+    # TensorRT-LLM's checkpoints with static FP8 scales also contain scales of the KV cache, which it uses.
     kv_bits = 8.0 if texts["backend"] == "trtllm" and mode in ("fp8", "fp8_static") else BF16_BITS
     return Precision(bits, bits, kv_bits)

@@ -1,7 +1,7 @@
-"""What decoding takes with more KV than the GPU holds, where an engine goes on all the same. Pure; measure.py asks it.
+"""Derive the step times of batches whose KV exceeds GPU memory, for engines that run them. Pure; used by measure.py.
 
-Such an engine keeps the rest in CPU memory and reads it in each step. One that cannot lets requests wait or preempts
-them, and then there is nothing to tell.
+Such an engine keeps the excess KV in CPU memory and reads it in each step. Other engines queue or preempt requests, and
+have no such step time.
 """
 
 from collections.abc import Sequence
@@ -11,19 +11,19 @@ from typing import NamedTuple
 from planner.cost.fit import FitError, StepSample
 from planner.cost.profile import StepTime
 
-# KV of a batch over the capacity, tried in turn for as long as all of it runs at once.
+# Ratios of a batch's KV to the capacity. They are tried in order while the whole batch runs at once.
 OVERFILLS = (1.15, 1.3, 1.6, 2.0, 3.0)
 
 
 class GridPoint(NamedTuple):
-    """One batch: how many sequences, and the prompt tokens of each."""
+    """One batch of the grid: the number of sequences, and the prompt tokens of each."""
 
     sequences: int
     context_tokens: int
 
 
 class Spill(NamedTuple):
-    """Seconds for each token beyond the capacity and step, and how many such tokens were seen at least."""
+    """The cost of KV beyond the capacity: seconds per token and step, and the most such tokens that were measured."""
 
     s_per_token: float
     capacity_tokens: int
@@ -33,8 +33,8 @@ class Spill(NamedTuple):
 def overfills(
     capacity_tokens: int, max_sequences: int, longest_context_tokens: int, growth_tokens: int
 ) -> list[GridPoint]:
-    """Batches that hold more than the capacity when decoding begins; the fewest sequences that do. Each is to be free
-    to grow by `growth_tokens`."""
+    """Return batches whose KV exceeds the capacity when decoding begins, each with as few sequences as possible. Every
+    sequence can still grow by `growth_tokens`."""
     most_context = longest_context_tokens - growth_tokens
     if most_context < 1:
         return []
@@ -49,8 +49,8 @@ def overfills(
 
 
 def spill_of(samples: Sequence[StepSample], step: StepTime, capacity_tokens: int) -> Spill | None:
-    """From batches beyond the capacity, and the step time within it. None without any, or where they take no longer:
-    the capacity is larger than it was said to be."""
+    """Return the spill cost from the samples beyond the capacity and the step time within it. None if there are no such
+    samples, or if they take no longer, which shows that the real capacity is larger."""
     beyond = [sample for sample in samples if sample.kv_tokens > capacity_tokens]
     if not beyond:
         return None

@@ -1,7 +1,7 @@
-"""Profiles as files: one YAML document per model, GPU and engine, made for people to read and correct.
+"""Read and write profiles: one YAML document per model, GPU and engine, which operators can read and edit.
 
-Every figure names its source, date and fit error: a configuration's `provenance` holds for all of its figures but those
-that `others` lists. A faulty file is reported with every fault at once; a file is replaced in one go, or not at all.
+Every figure has a source, a date and a fit error. A configuration's `provenance` applies to all of its figures except
+those in `others`. All faults of a file are reported at once. Files are replaced atomically.
 """
 
 import os
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 V = TypeVar("V")
 
-# Figures of a configuration that may have a source of their own.
+# Figures of a configuration that may have their own provenance.
 FIGURES = (
     "step_s",
     "spill_s_per_token",
@@ -49,7 +49,7 @@ FIGURES = (
 
 def _increasing(xs: tuple[float, ...]) -> tuple[float, ...]:
     if not xs or any(later <= sooner for sooner, later in pairwise(xs)):
-        raise ValueError("must increase, and have one entry at least")
+        raise ValueError("must increase and have at least one entry")
     return xs
 
 
@@ -68,7 +68,7 @@ class ProvenanceSection(Section):
     @field_validator("date", mode="before")
     @classmethod
     def _as_text(cls, date: Any) -> Any:
-        """YAML reads an unquoted 2026-01-31 as a date of its own."""
+        """Convert a date to text: YAML parses an unquoted 2026-01-31 as a date."""
         return date.isoformat() if hasattr(date, "isoformat") else date
 
     def value(self) -> Provenance:
@@ -76,7 +76,7 @@ class ProvenanceSection(Section):
 
 
 class _CurveSection(Section):
-    """Seconds over sizes, which have a name of their own in each kind of curve."""
+    """A curve of seconds over sizes. Each kind of curve has its own name for the sizes."""
 
     seconds: Seconds
     sizes: Increasing
@@ -84,7 +84,7 @@ class _CurveSection(Section):
     @model_validator(mode="after")
     def _one_each(self) -> Self:
         if len(self.sizes) != len(self.seconds):
-            raise ValueError(f"must have as many seconds as sizes, got {len(self.seconds)} and {len(self.sizes)}")
+            raise ValueError(f"must have equally many seconds and sizes, got {len(self.seconds)} and {len(self.sizes)}")
         return self
 
     def value(self) -> Curve:
@@ -100,7 +100,7 @@ class ByBytes(_CurveSection):
 
 
 class BySequences(_CurveSection):
-    """A decode iteration: seconds at each number of sequences, without and per KV token."""
+    """The time of a decode step: seconds at each number of sequences without KV, and seconds per KV token."""
 
     sizes: Increasing = Field(alias="sequences")
     per_kv_token: NonNegativeFloat
@@ -127,7 +127,7 @@ class ProfileEngineSection(Section):
     def _of_figures(cls, others: dict[str, ProvenanceSection]) -> dict[str, ProvenanceSection]:
         unknown = sorted(set(others) - set(FIGURES))
         if unknown:
-            raise ValueError(f"has no such figure as {', '.join(unknown)} (known: {', '.join(FIGURES)})")
+            raise ValueError(f"unknown figure {', '.join(unknown)} (known: {', '.join(FIGURES)})")
         return others
 
     def value(self) -> EngineProfile:
@@ -161,12 +161,12 @@ class ProfileSection(Section):
 
 
 def read_profile(path: Path | str) -> Profile:
-    """The profile in the file. Raises ProblemFaults with every fault."""
+    """Read the profile in the file. Raises ProblemFaults with every fault."""
     return parse_profile(read_text(path))
 
 
 def parse_profile(text: str) -> Profile:
-    """As read_profile, from text; JSON is YAML too."""
+    """Parse a profile from YAML or JSON text. Raises ProblemFaults with every fault."""
     document = parse_yaml(text)
     if not isinstance(document, dict):
         raise ProblemFaults([f"(document): must be a mapping, got {shorten(document)}"])
@@ -182,7 +182,7 @@ def parse_profile(text: str) -> Profile:
 
 
 def write_profile(path: Path, profile: Profile) -> None:
-    """Replace the file in one go: who reads it meanwhile finds the old one or the new one. Raises OSError."""
+    """Replace the file atomically: concurrent readers see the old or the new profile. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -198,12 +198,12 @@ def write_profile(path: Path, profile: Profile) -> None:
 
 
 def as_text(profile: Profile) -> str:
-    """What `parse_profile` reads back, figure for figure."""
+    """Return the profile as YAML text, which `parse_profile` reads back without loss."""
     return yaml.dump(as_document(profile), Dumper=_Dumper, sort_keys=False, width=120)
 
 
 def as_document(profile: Profile) -> dict[str, Any]:
-    """The profile as plain values, in the file's shape: what has its default value is left out."""
+    """Return the profile as plain values in the structure of the file. Fields with default values are omitted."""
     moves = profile.moves
     document: dict[str, Any] = {"model": profile.model, "gpu": profile.gpu, "engine": profile.engine}
     if moves is not None:
@@ -213,14 +213,14 @@ def as_document(profile: Profile) -> dict[str, Any]:
 
 
 def with_engine(profile: Profile, engine: EngineProfile) -> Profile:
-    """The profile with this configuration in the place of its namesake, or at the end."""
+    """Return the profile with this configuration, which replaces the one with the same id or is appended."""
     by_id = {each.id: each for each in (*profile.configurations, engine)}
     return replace(profile, configurations=tuple(by_id.values()))
 
 
 def tidy(value: V, digits: int = 6) -> V:
-    """Return the value with its figures at six digits, far more than fits deserve, and fit errors at three. Whole
-    numbers, such as sizes, stay as they are."""
+    """Return the value with its figures rounded to `digits` significant digits, and fit errors to three. Six digits
+    exceed the accuracy of fits. Integral values, such as sizes, are not rounded."""
     if isinstance(value, float):
         return value if value.is_integer() else cast("V", float(f"{value:.{digits}g}"))
     if isinstance(value, tuple):
@@ -232,7 +232,7 @@ def tidy(value: V, digits: int = 6) -> V:
 
 
 def of_fit(provenance: Provenance, error: "FitError") -> Provenance:
-    """The provenance of a figure that was fitted with this error."""
+    """Return the provenance with the samples and errors of a fit."""
     return replace(provenance, samples=error.samples, fit_error_mean=error.mean, fit_error_max=error.max)
 
 
@@ -269,11 +269,11 @@ def _double_ids(entries: Any) -> Iterator[str]:
         found = entry.get("id") if isinstance(entry, Mapping) else None
         if isinstance(found, str) and first.setdefault(found, index) != index:
             where = path_of(("configurations", index, "id"))
-            yield f"{where}: is the id of configurations[{first[found]}] already, got {found!r}"
+            yield f"{where}: is already the id of configurations[{first[found]}], got {found!r}"
 
 
 class _Dumper(YamlDumper):
-    """Lists of numbers on one line, everything else in blocks."""
+    """A YAML dumper that writes lists of numbers on one line and all else in block style."""
 
 
 def _list(dumper: yaml.SafeDumper, values: Iterable[Any]) -> yaml.Node:

@@ -80,7 +80,7 @@ def test_a_line_comes_out_as_a_line() -> None:
     assert (engine.provenance.date, engine.provenance.detail) == ("2026-01-31", "tables 1.0")
     others = dict(engine.others)
     assert others["switch_s"].source is ProfileSource.GIVEN
-    assert others["kv_capacity_tokens"].detail.startswith("tables 1.0: its memory model")
+    assert others["kv_capacity_tokens"].detail.startswith("tables 1.0: memory model")
 
 
 def test_a_mixture_of_experts_gets_a_curve() -> None:

@@ -87,7 +87,7 @@ def test_no_model_is_scored_with_constants_fitted_on_it() -> None:
     silicon = parse_silicon(csv_of({}, {"model_path": "meta-llama/Llama-3.1-70B-Instruct", "tp_size": "8"}))
     known, unknown = roofline(silicon.deployments)
     assert known.detail.endswith("without qwen3-32b")
-    assert unknown.detail.endswith("none of them of this model")
+    assert unknown.detail.endswith("which has no rows of this model")
     rows = rows_of(silicon.deployments)
     assert known.tpot_s == pytest.approx(predicted_s(rows, FITTED["qwen3-32b"])[0])
     assert unknown.tpot_s == pytest.approx(predicted_s(rows, FITTED[""])[1])

@@ -50,7 +50,7 @@ def test_engines_are_kept_apart_and_too_few_rows_are_named() -> None:
     scored, unpredicted = score_measured(parse_silicon(csv_of(*rows)))
     assert len(scored) == 12
     assert [each.row for each in unpredicted] == [13, 14, 15, 16]
-    assert unpredicted[0].reason == "too little measured: 0 rows at other lengths, 8 are needed"
+    assert unpredicted[0].reason == "too little measured: 0 rows at other lengths, at least 8 are needed"
 
 
 def test_a_fit_needs_kv_tokens_that_vary_apart_from_sequences() -> None:

@@ -45,7 +45,7 @@ def test_experts_are_split_as_given() -> None:
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ({"pp_size": "2"}, "pipeline parallelism is not modelled, pp_size is 2"),
+        ({"pp_size": "2"}, "pipeline parallelism is not supported, pp_size is 2"),
         ({"model_path": "made/up-7b"}, "unknown model 'made/up-7b', known: "),
         ({"system": "tpu_v5"}, "unknown GPU 'tpu_v5', known: "),
         ({"backend": "tgi"}, "unknown backend 'tgi', known: trtllm, vllm, sglang"),

@@ -281,8 +281,8 @@ class ReportedLayout:
     ep: bool | None = None  # experts are spread over its ranks
 
     def __str__(self) -> str:
-        said = {"TP": self.tp, "PP": self.pp, "DP": self.dp, "EP": self.ep}
-        return " ".join(f"{name}={value}" for name, value in said.items() if value is not None) or "unknown"
+        sizes = {"TP": self.tp, "PP": self.pp, "DP": self.dp, "EP": self.ep}
+        return " ".join(f"{name}={value}" for name, value in sizes.items() if value is not None) or "unknown"
 
 
 @dataclass(frozen=True, slots=True)

@@ -204,13 +204,13 @@ def broken_of(whole: Path, into: Path) -> dict[str, Path]:
     length = struct.unpack("<Q", raw[:8])[0]
     header, data = json.loads(raw[8 : 8 + length]), raw[8 + length :]
     header.pop("__metadata__", None)
-    matrix = sorted(name for name, told in header.items() if len(told["shape"]) == 2)[-1]
+    matrix = sorted(name for name, entry in header.items() if len(entry["shape"]) == 2)[-1]
     rows, columns = header[matrix]["shape"]
     turned = {**header[matrix], "shape": [rows // 2, columns * 2]}
     contents = {
         "cut": raw[: -len(data) // 2],
         "cut in the header": raw[: 8 + length // 2],
-        "missing": _file({name: told for name, told in header.items() if name != matrix}, data),
+        "missing": _file({name: entry for name, entry in header.items() if name != matrix}, data),
         "another shape": _file({**header, matrix: turned}, data),
         "one too many": _file({**header, "model.layers.99.mlp.up_proj.weight": header[matrix]}, data),
         "no header": b"\xff" * 64,
@@ -234,15 +234,15 @@ class WeightsConformance:
             at_start = await weights.continue_greedily(PROMPT, TOKENS)
             found: dict[int, tuple[LoadedWeights, tuple[int, ...]]] = {}
             for version in (1, 2, 3, 3, 2, 1):
-                told = await weights.load_weights(versions[version - 1], version)
-                assert told.version == version
-                assert await weights.loaded() in (told, LoadedWeights(version))  # without a checksum if not supported
+                loaded = await weights.load_weights(versions[version - 1], version)
+                assert loaded.version == version
+                assert await weights.loaded() in (loaded, LoadedWeights(version))  # without a checksum if not supported
                 assert not await engine.is_paused()
                 tokens = await weights.continue_greedily(PROMPT, TOKENS)
                 assert len(tokens) == TOKENS
-                assert found.setdefault(version, (told, tokens)) == (told, tokens)
+                assert found.setdefault(version, (loaded, tokens)) == (loaded, tokens)
             assert found[1][1] == at_start
-            assert len({told.sum for told, _ in found.values()}) == 3
+            assert len({loaded.sum for loaded, _ in found.values()}) == 3
             assert len({tokens for _, tokens in found.values()}) == 3
 
     async def test_broken_checkpoints_change_nothing(

@@ -133,10 +133,10 @@ def _frame(data: bytes) -> tuple[bytes, bytes, bytes] | None:
 def plain(chunk: Chunk) -> bool:
     """Return whether the chunk contains only a text and its tokens."""
     parsed = (chunk.raw or {}).get("delta") or {}
-    told = (chunk.prompt_token_ids, chunk.logprobs, chunk.finish_reason, chunk.stop_reason)
+    single = (chunk.prompt_token_ids, chunk.logprobs, chunk.finish_reason, chunk.stop_reason)
     more = (chunk.choice_fields, chunk.answer_fields, chunk.usage)
     return (
-        told == (None,) * 4
+        single == (None,) * 4
         and more == (None,) * 3
         and not any(parsed[name] for name in parsed.keys() - {"role", "content"})
     )

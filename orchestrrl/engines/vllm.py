@@ -203,12 +203,12 @@ class VllmEngine(ManagedVllm):
         """Convert error events of the engine, and malformed events, into OrchestrRL's errors."""
         try:
             yield
-        except StreamError as told:
-            status, message = told.error.get("code"), told.error.get("message")
+        except StreamError as failed:
+            status, message = failed.error.get("code"), failed.error.get("message")
             if isinstance(status, int) and 400 <= status < 500 and status not in BUSY_STATUSES:
-                raise RequestRefused(f"{self.where}{path}: {message}", status, told.event) from told
+                raise RequestRefused(f"{self.where}{path}: {message}", status, failed.event) from failed
             # The engine failed during the stream, often because it is dying: treated as a broken stream.
-            raise OutcomeUnknown(f"{self.where}{path}: the stream ended with an error: {message}") from told
+            raise OutcomeUnknown(f"{self.where}{path}: the stream ended with an error: {message}") from failed
         except NOT_OF_VLLM as error:
             raise self.nonsense(path, error) from error
 

@@ -139,8 +139,8 @@ def parse_metrics(text: str) -> EngineSample:
             values.setdefault(sample.name, []).append(sample.value)
             if sample.name == CACHE_CONFIG:
                 # Each engine of a server has a line, and each line counts the blocks of all engines.
-                told_tokens = int(sample.labels["block_size"]) * int(sample.labels["num_gpu_blocks"])
-                capacity_tokens = max(capacity_tokens, told_tokens)
+                line_tokens = int(sample.labels["block_size"]) * int(sample.labels["num_gpu_blocks"])
+                capacity_tokens = max(capacity_tokens, line_tokens)
             elif sample.name == BY_SOURCE and sample.labels["source"] == EXTERNAL_SOURCE:
                 loaded_tokens = (loaded_tokens or 0) + int(sample.value)
     return EngineSample(

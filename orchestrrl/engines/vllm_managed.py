@@ -108,10 +108,10 @@ class ManagedVllm:
         if began and self._known is not None and self._known[0] == began:
             return self._known[1]
         self._known = None
-        told = await self.description()
+        description = await self.description()
         if began and began == vllm_info.began_at(await self.metrics_page()):  # else a new process may have answered
-            self._known = began, told
-        return told
+            self._known = began, description
+        return description
 
     async def model(self) -> str:
         return next((str(model["id"]) for model in await self.served()), "")
@@ -261,12 +261,12 @@ class ManagedVllm:
         # vLLM does not use cached prefixes for a request with prompt_logprobs.
         choice = await self._greedy(read, {"max_tokens": 1, "prompt_logprobs": 0})
         with self.reading("/v1/completions"):
-            told = choice["prompt_logprobs"]
-            if len(told) != len(read):
-                raise ValueError(f"{len(told)} prompt_logprobs of {len(read)} tokens")
+            listed = choice["prompt_logprobs"]
+            if len(listed) != len(read):
+                raise ValueError(f"{len(listed)} prompt_logprobs of {len(read)} tokens")
             first = len(excerpt.prompt_ids)
             return tuple(
-                float(told[place][str(token)]["logprob"]) for place, token in enumerate(excerpt.token_ids, first)
+                float(listed[place][str(token)]["logprob"]) for place, token in enumerate(excerpt.token_ids, first)
             )
 
     async def probe(self) -> float:

@@ -75,8 +75,8 @@ class VllmWeights:
             workers = await self._workers()
             if any(worker.is_torn for worker in workers):
                 return None
-            if (told := self._agreed(workers, version)) is not None:
-                return told
+            if (agreed := self._agreed(workers, version)) is not None:
+                return agreed
         # The version was set by a load through `reload_weights`, or for the initial weights.
         return LoadedWeights(version)
 
@@ -135,9 +135,9 @@ class VllmWeights:
             raise OutcomeUnknown(f"{self._url}: may have a part of the weights: {because}") from failed
         if failed is not None:
             raise OutcomeUnknown(f"{self._url}: failed to load {folder}: {failed}") from failed
-        if (told := self._agreed(workers, version)) is None:
+        if (agreed := self._agreed(workers, version)) is None:
             raise OutcomeUnknown(f"{self._url}: loaded {folder}, but its workers report {workers}")
-        return told
+        return agreed
 
     async def _until_empty(self) -> None:
         """Wait until the engine has no requests, because frozen ones would continue. Raises Permanent if it has some

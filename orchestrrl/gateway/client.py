@@ -193,7 +193,7 @@ class GatewayClient:
 
     def _lose(self, server: _Server, because: str) -> None:
         if server.up:
-            logger.warning("%s is gone: %s", server.url, because)
+            logger.warning("%s is down: %s", server.url, because)
             server.up = False
             if server is not self._gateway:
                 self._watching = [task for task in self._watching if not task.done()]
@@ -228,8 +228,8 @@ class GatewayClient:
         try:
             async with self._open().get(server.url + "/health", timeout=timeout) as response:
                 if server is self._gateway and response.content_type == "application/json":
-                    told = await response.json()
-                    server.ledger = isinstance(told, dict) and told.get("ledger") is True
+                    health = await response.json()
+                    server.ledger = isinstance(health, dict) and health.get("ledger") is True
                 return response.status
         except (aiohttp.ClientError, TimeoutError, ValueError):
             return None

@@ -30,7 +30,7 @@ REST_POLL_S = 0.02
 # An engine that cannot be paused now, for example while it loads KV, may accept a pause shortly after.
 PAUSE_TRIES = 5
 PAUSE_AGAIN_S = 0.2
-# A failed resume would leave the engine paused forever, so it is retried until it succeeds or the engine is gone.
+# A failed resume would leave the engine paused forever, so it is retried until it succeeds or the engine has left.
 RESUME_AGAIN_S = 0.5
 RESUME_AGAIN_CAP_S = 5.0
 LEASE_LOOK_S = 1.0  # the longest interval between checks of the lease, which a renewal may shorten

@@ -181,7 +181,7 @@ class _Child:
 def serve_many(options: GatewayOptions) -> None:
     """Serve with several processes until SIGTERM or SIGINT. Once all listen, prints the shared URL and then the URL of
     each process's operator API. Raises Permanent if a process cannot listen."""
-    with _reserved(options.host, options.port) as port, _signals() as told:
+    with _reserved(options.host, options.port) as port, _signals() as signalled:
         places = [ProcessPlace(index, port) for index in range(options.processes)]
         for place in places:
             operator_port = options.operator_port_at(place)
@@ -191,22 +191,22 @@ def serve_many(options: GatewayOptions) -> None:
         try:
             operator_urls = [_await_operator_url(child) for child in children]
             print_urls(url_of(options.host, port), *operator_urls)
-            _keep_running(options, children, told)
+            _keep_running(options, children, signalled)
         finally:
             _end(children, options.drain_s)
 
 
-def _keep_running(options: GatewayOptions, children: list[_Child], told: int) -> None:
+def _keep_running(options: GatewayOptions, children: list[_Child], signalled: int) -> None:
     """Restart processes that end, until a signal arrives."""
     while True:
-        ready = wait([told, *(child.process.sentinel for child in children)])
-        if told in ready:
+        ready = wait([signalled, *(child.process.sentinel for child in children)])
+        if signalled in ready:
             return
         for index, child in enumerate(children):
             if child.process.sentinel in ready:
                 logger.error("gateway process %d exited with code %s, restarting it", index, child.process.exitcode)
                 child.line.close()
-                if wait([told], RESTART_AFTER_S):
+                if wait([signalled], RESTART_AFTER_S):
                     return
                 children[index] = _started(options, child.place)
 
@@ -283,15 +283,15 @@ def _family(host: str) -> socket.AddressFamily:
 @contextmanager
 def _signals() -> Iterator[int]:
     """Yield a file descriptor that becomes readable when SIGTERM or SIGINT arrives."""
-    told, tell = os.pipe()
-    os.set_blocking(tell, False)
+    readable, writable = os.pipe()
+    os.set_blocking(writable, False)
     handlers = {name: signal.signal(name, lambda *_: None) for name in (signal.SIGTERM, signal.SIGINT)}
-    before = signal.set_wakeup_fd(tell)
+    before = signal.set_wakeup_fd(writable)
     try:
-        yield told
+        yield readable
     finally:
         signal.set_wakeup_fd(before)
         for name, handler in handlers.items():
             signal.signal(name, handler)
-        os.close(told)
-        os.close(tell)
+        os.close(readable)
+        os.close(writable)

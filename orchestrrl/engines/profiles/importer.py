@@ -219,7 +219,7 @@ class Aiconfigurator:
 
     def _kv(self, layout: Parallelism, sequences: int, **more: Any) -> dict[str, Any]:
         with self._in_our_terms():
-            told: dict[str, Any] = self._memory.estimate_kv_cache(
+            estimate: dict[str, Any] = self._memory.estimate_kv_cache(
                 self.model,
                 self.system,
                 self.backend,
@@ -231,4 +231,4 @@ class Aiconfigurator:
                 **self._sizes(layout),
                 **more,
             )
-            return told
+            return estimate

@@ -259,9 +259,9 @@ class _Run:
         detail = f"{self._engine.url}, {capabilities.engine} {capabilities.version}".rstrip()
         seen = Provenance(ProfileSource.MEASURED, wanted.date, detail)
         others = [("prefill_tokens_per_s", of_fit(seen, prefill_error))]
-        for name, told in (("kv_capacity_tokens", wanted.kv_capacity_tokens), ("max_sequences", wanted.max_sequences)):
+        for name, given in (("kv_capacity_tokens", wanted.kv_capacity_tokens), ("max_sequences", wanted.max_sequences)):
             word = Provenance(ProfileSource.GIVEN, wanted.date, "command line")
-            others.append((name, word if told else replace(seen, detail=f"{detail}, as reported")))
+            others.append((name, word if given else replace(seen, detail=f"{detail}, as reported")))
         others.append(("switch_s", Provenance(ProfileSource.GIVEN, wanted.date, wanted.switch_detail)))
         spill = spill_of(beyond, fitted.step, limits.kv_capacity_tokens) or NO_SPILL
         if spill is not NO_SPILL:

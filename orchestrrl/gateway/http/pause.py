@@ -161,8 +161,8 @@ class PauseEndpoints:
         """Store the folder of the newest version's weights. A newer version without a folder clears it."""
         newest = self._gateway.barrier.report().policy_version
         known_version, known = self._set_source
-        told = source if version in (None, newest) else ""
-        self._set_source = (newest, told or (known if newest == known_version else ""))
+        given = source if version in (None, newest) else ""
+        self._set_source = (newest, given or (known if newest == known_version else ""))
 
     async def _cancel(self, body: CancelBody) -> Mapping[str, Any]:
         cancelled = self._gateway.cancel(map(RequestId, body.request_ids), body.group_ids, body.reason)
@@ -173,7 +173,7 @@ class PauseEndpoints:
 
         barrier = self._gateway.barrier
         report, closed = barrier.report(), barrier.closed
-        told = {item.id: item for item in items or barrier.rest.values()}
+        results = {item.id: item for item in items or barrier.rest.values()}
         return {
             "phase": report.phase,
             "lease_id": report.lease,
@@ -187,8 +187,8 @@ class PauseEndpoints:
             "engines": [
                 {
                     "engine_id": backend.id,
-                    "done": backend.id not in told or told[backend.id].done,
-                    "detail": told[backend.id].detail if backend.id in told else "",
+                    "done": backend.id not in results or results[backend.id].done,
+                    "detail": results[backend.id].detail if backend.id in results else "",
                     "policy_version": backend.policy_version,
                     "url": backend.engine.url,
                     "paused": backend.paused,

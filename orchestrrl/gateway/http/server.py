@@ -228,18 +228,18 @@ class GatewayServer:
         fleet = self._gateway.fleet
         engines, expected = [backend.id for backend in fleet if backend.usable], sorted(fleet.expected)
         status = 200 if (engines or expected) and not self._draining else 503
-        told: dict[str, Any] = {"engines": engines, "draining": self._draining}
+        health: dict[str, Any] = {"engines": engines, "draining": self._draining}
         if expected:
-            told["expected"] = expected
-        if self._gateway.store is not None:  # tells clients to wait for a restart, since answers are stored
-            told["ledger"] = True
-        return HttpAnswer.of_json(told, status)
+            health["expected"] = expected
+        if self._gateway.store is not None:  # clients may wait for a restart, since answers are stored
+            health["ledger"] = True
+        return HttpAnswer.of_json(health, status)
 
     async def _version(self, request: HttpRequest, _: HttpConnection) -> HttpAnswer:
-        told = {"version": __version__, "gateway": self._gateway.node}
+        info = {"version": __version__, "gateway": self._gateway.node}
         if (url := self._operator_url(request)) is not None:
-            told["operator_url"] = url
-        return HttpAnswer.of_json(told)
+            info["operator_url"] = url
+        return HttpAnswer.of_json(info)
 
     def _operator_url(self, request: HttpRequest) -> str | None:
         """Return the URL of the operator API as seen by the client; None if it is not served."""

@@ -1,4 +1,4 @@
-"""The streaming HTTP client: every cut of the network gives the same answer, and connections are kept with care."""
+"""The streaming HTTP client reads answers cut anywhere, and reuses connections only when that is safe."""
 
 import asyncio
 import itertools
@@ -18,7 +18,7 @@ DEADLINE_S = 120.0
 
 
 class NoTransport(asyncio.Transport):
-    """Of a connection that tests feed by hand."""
+    """The transport of a connection whose input the test supplies."""
 
     def abort(self) -> None: ...
 
@@ -33,7 +33,7 @@ class NoTransport(asyncio.Transport):
 
 
 def fed(*pieces: bytes) -> EngineConnection:
-    """A connection that has received these as the answer to its request."""
+    """Return a connection that has received these pieces as the answer to its request."""
     connection = EngineConnection(ConnectionPool("http://h", connect_timeout_s=1))
     connection.connection_made(NoTransport())
     for piece in pieces:
@@ -42,7 +42,7 @@ def fed(*pieces: bytes) -> EngineConnection:
 
 
 @given(st.lists(st.binary(min_size=1, max_size=40)), st.booleans(), st.lists(st.integers(0, 400)))
-def test_a_chunked_body_is_the_same_however_it_is_cut(pieces: list[bytes], trailers: bool, cuts: list[int]) -> None:
+def test_chunked_body_may_be_cut_anywhere(pieces: list[bytes], trailers: bool, cuts: list[int]) -> None:
     end = b"0;x=y\r\nTrailer: x\r\n\r\n" if trailers else b"0\r\n\r\n"
     written_body = b"".join(b"%X\r\n%b\r\n" % (len(piece), piece) for piece in pieces) + end
     edges = sorted({0, len(written_body), *(cut for cut in cuts if cut < len(written_body))})
@@ -56,12 +56,12 @@ def test_a_chunked_body_is_the_same_however_it_is_cut(pieces: list[bytes], trail
 
 
 @pytest.mark.parametrize("body", [b"-1\r\n", b"1_0\r\n", b"\r\n", b"x\r\n", b"1\r\nab\r\n", b"f" * 17 + b"\r\n"])
-def test_what_is_no_chunked_body_is_refused(body: bytes) -> None:
+def test_malformed_chunked_body_is_refused(body: bytes) -> None:
     with pytest.raises(Permanent, match=r"is not HTTP: .*[Cc]hunk"):
         asyncio.run(fed(CHUNKED, body).read_all())
 
 
-def test_heads() -> None:
+def test_head_is_parsed() -> None:
     connection = fed(b"HTTP/1.1 503 Too Busy\r\nRetry-After: 7\r\nX: a:b\r\nEmpty:\r\nx:  c \r\n\r\n")
     assert connection.status == 503
     assert connection.headers == {"retry-after": "7", "x": "a:b, c", "empty": ""}
@@ -90,31 +90,31 @@ def test_heads() -> None:
         b"HTTP/1.1 101 Switching\r\nConnection: upgrade\r\nUpgrade: x\r\n\r\n",
     ],
 )
-def test_what_is_no_head_is_refused(nonsense: bytes) -> None:
+def test_malformed_head_is_refused(nonsense: bytes) -> None:
     with pytest.raises(Permanent, match="is not HTTP: "):
         asyncio.run(fed(nonsense).read_all())
 
 
 @pytest.mark.parametrize("begun", [OK + b"X: ", CHUNKED + b"1;", CHUNKED + b"1\r\na\r\n0\r\nX: "])
-def test_what_has_no_end_is_refused(begun: bytes) -> None:
+def test_unbounded_framing_is_refused(begun: bytes) -> None:
     endless = [b"a" * 1000] * (MOST_FRAMING_BYTES // 1000 + 2)
     with pytest.raises(Permanent, match="exceed 65536 bytes"):
         asyncio.run(fed(begun, *endless).read_all())
 
 
-def test_a_header_stays_in_its_line() -> None:
+def test_header_with_line_break_is_refused() -> None:
     assert written([("A", "b")]) == b"A: b\r\n"
     with pytest.raises(ValueError, match="line"):
         written([("A", "b\r\nEvil: c")])
 
 
 @pytest.mark.parametrize("url", ["", "h:1", "http://", "ftp://h", "http://h:x", "http://[::1"])
-def test_what_is_no_url(url: str) -> None:
+def test_invalid_url_is_permanent(url: str) -> None:
     with pytest.raises(Permanent):
         ConnectionPool(url, connect_timeout_s=1)
 
 
-# --- against a server that does what it is told ---
+# --- with a scripted server ---
 
 Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 Serve = Callable[[Script], Awaitable[ConnectionPool]]
@@ -159,7 +159,7 @@ async def answer(pool: ConnectionPool) -> tuple[int, bytes]:
     return connection.status, body
 
 
-async def test_one_connection_serves_what_ends_well(serve: Serve) -> None:
+async def test_connection_is_reused_after_complete_answers(serve: Serve) -> None:
     seen: list[bytes] = []
     connections: list[object] = []
 
@@ -187,7 +187,7 @@ async def test_one_connection_serves_what_ends_well(serve: Serve) -> None:
         OK + b"\r\nx",
     ],
 )
-async def test_connections_that_the_engine_ends_are_not_kept(serve: Serve, reply: bytes) -> None:
+async def test_connections_closed_by_the_engine_are_not_kept(serve: Serve, reply: bytes) -> None:
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await request(reader)
         writer.write(reply)
@@ -197,13 +197,13 @@ async def test_connections_that_the_engine_ends_are_not_kept(serve: Serve, reply
     assert await answer(pool) == (200, b"x")
 
 
-async def test_a_kept_connection_that_the_engine_gave_up_is_tried_anew(serve: Serve) -> None:
+async def test_request_on_connection_closed_by_engine_is_retried(serve: Serve) -> None:
     served: list[bytes] = []
 
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         served.append(await request(reader))
         writer.write(OK + b"Content-Length: 1\r\n\r\nx")
-        await request(reader)  # read, and never answered: it had been given up
+        await request(reader)  # read, but never answered: the server had closed the connection
 
     pool = await serve(script)
     assert await answer(pool) == (200, b"x")
@@ -211,8 +211,10 @@ async def test_a_kept_connection_that_the_engine_gave_up_is_tried_anew(serve: Se
     assert len(served) == 2
 
 
-async def test_a_kept_connection_that_breaks_late_is_not(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine may have generated meanwhile."""
+async def test_request_on_kept_connection_that_breaks_late_is_not_retried(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine may have generated tokens in that time."""
     served: list[bytes] = []
 
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -236,7 +238,7 @@ async def test_a_kept_connection_that_breaks_late_is_not(serve: Serve, monkeypat
     assert len(served) == 2
 
 
-async def test_a_fresh_connection_that_breaks_is_not(serve: Serve) -> None:
+async def test_request_on_new_connection_is_not_retried(serve: Serve) -> None:
     served: list[bytes] = []
 
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -248,7 +250,7 @@ async def test_a_fresh_connection_that_breaks_is_not(serve: Serve) -> None:
 
 
 @pytest.mark.parametrize("partial", [CHUNKED + b"5\r\nab", OK + b"Content-Length: 5\r\n\r\nab", OK[:-4]])
-async def test_an_answer_that_breaks_off_has_an_unknown_outcome(serve: Serve, partial: bytes) -> None:
+async def test_broken_answer_has_an_unknown_outcome(serve: Serve, partial: bytes) -> None:
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await request(reader)
         writer.write(partial)
@@ -258,7 +260,7 @@ async def test_an_answer_that_breaks_off_has_an_unknown_outcome(serve: Serve, pa
 
 
 @pytest.mark.parametrize("nonsense", [b"220 mail\r\n", CHUNKED + b"zz\r\n", OK + b"Content-Length: x\r\n\r\n"])
-async def test_what_is_not_http_is_permanent(serve: Serve, nonsense: bytes) -> None:
+async def test_answer_that_is_not_http_is_permanent(serve: Serve, nonsense: bytes) -> None:
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await request(reader)
         writer.write(nonsense)
@@ -268,7 +270,7 @@ async def test_what_is_not_http_is_permanent(serve: Serve, nonsense: bytes) -> N
         await answer(await serve(script))
 
 
-async def test_closing_before_the_end_tells_the_engine(serve: Serve) -> None:
+async def test_closing_early_closes_the_connection_to_the_engine(serve: Serve) -> None:
     gone = asyncio.Event()
 
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -290,7 +292,7 @@ async def test_closing_before_the_end_tells_the_engine(serve: Serve) -> None:
         await gone.wait()
 
 
-async def test_closing_before_it_is_sent_or_answered(serve: Serve) -> None:
+async def test_closing_before_send_or_answer_has_an_unknown_outcome(serve: Serve) -> None:
     asked_for = asyncio.Event()
 
     async def script(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
@@ -311,7 +313,7 @@ async def test_closing_before_it_is_sent_or_answered(serve: Serve) -> None:
         await beginning
 
 
-async def test_the_end_of_an_answer_that_was_left_is_read_and_its_connection_kept(serve: Serve) -> None:
+async def test_rest_of_a_left_answer_is_read_and_its_connection_kept(serve: Serve) -> None:
     connections: list[object] = []
     left = asyncio.Event()
 
@@ -337,9 +339,7 @@ async def test_the_end_of_an_answer_that_was_left_is_read_and_its_connection_kep
     assert len(connections) == 1
 
 
-async def test_an_answer_that_was_left_and_does_not_end_is_closed(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_left_answer_without_an_end_is_closed(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange, "STREAM_END_S", 0.01)
     gone = asyncio.Event()
 
@@ -357,7 +357,7 @@ async def test_an_answer_that_was_left_and_does_not_end_is_closed(
         await gone.wait()
 
 
-async def test_connections_that_nobody_uses_are_closed(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_idle_connections_are_closed(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange, "KEEP_IDLE_S", 0.01)
     gone = asyncio.Event()
 
@@ -372,7 +372,7 @@ async def test_connections_that_nobody_uses_are_closed(serve: Serve, monkeypatch
         await gone.wait()
 
 
-async def test_an_engine_is_held_back_while_nobody_reads(serve: Serve) -> None:
+async def test_engine_is_blocked_while_its_answer_is_not_read(serve: Serve) -> None:
     megabytes = 64
     wrote: list[int] = []
 
@@ -389,7 +389,7 @@ async def test_an_engine_is_held_back_while_nobody_reads(serve: Serve) -> None:
     asked = pool.exchange("/p", b"{}", ())
     connection: EngineConnection = await asked.begin()
     before = -1
-    while len(wrote) != before:  # until it cannot write any more
+    while len(wrote) != before:  # until its writes block
         before = len(wrote)
         await asyncio.sleep(0.2)
     assert len(wrote) < megabytes
@@ -397,7 +397,7 @@ async def test_an_engine_is_held_back_while_nobody_reads(serve: Serve) -> None:
     asked.leave()
 
 
-async def test_nobody_there_is_retryable(unused_tcp_port: int) -> None:
+async def test_unreachable_engine_is_retryable(unused_tcp_port: int) -> None:
     pool = ConnectionPool(f"http://127.0.0.1:{unused_tcp_port}", connect_timeout_s=5)
     with pytest.raises(Retryable):
         await pool.exchange("/p", b"{}", ()).begin()

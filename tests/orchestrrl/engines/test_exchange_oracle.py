@@ -1,4 +1,4 @@
-"""The streaming client against aiohttp's: the same bytes of an engine, cut anywhere, are the same answer, or none."""
+"""The streaming client against aiohttp's: the same bytes, cut anywhere, give the same answer, or none."""
 
 import asyncio
 import itertools
@@ -17,7 +17,7 @@ OK = b"HTTP/1.1 200 OK\r\n"
 CHUNKED = OK + b"Transfer-Encoding: chunked\r\n"
 CHUNKS = b"5\r\ndata:\r\n3;a=b\r\n 1\n\r\n0\r\n\r\n"
 
-# Whole answers, after which the engine closes.
+# Complete answers, after which the engine closes the connection.
 ANSWERS = {
     "chunked": CHUNKED + b"\r\n" + CHUNKS,
     "chunked, in capitals": OK + b"TRANSFER-ENCODING: Chunked\r\n\r\nA\r\n0123456789\r\n0\r\n\r\n",
@@ -54,10 +54,10 @@ ANSWERS = {
     "header without a colon": OK + b"Content-Length 4\r\n\r\nabcd",
     "long head": OK + b"X: %b\r\nContent-Length: 1\r\n\r\na" % (b"a" * 8000),
 }
-# aiohttp refuses these, or not, as the network cuts them. Here the answer counts, and its connection is not kept.
+# aiohttp refuses some of these depending on the cuts. This client reads the answer and does not keep the connection.
 LENIENT = {"bytes after the length", "bytes after the chunks"}
-# It waits for ever for the rest of some. Who answers is in the same event loop, and has its turns also where a machine
-# stands still for a while.
+# It waits forever for the rest of some. The server runs in the same event loop, so it gets its turns even if the host
+# stalls for a while.
 AIOHTTP_TURNS = 100
 TURN_S = 0.01
 
@@ -68,7 +68,7 @@ def cut(data: bytes, cuts: Sequence[int]) -> list[bytes]:
 
 
 async def answers_by_both(pieces: list[bytes]) -> tuple[tuple[int, bytes] | None, tuple[int, bytes] | None]:
-    """Status and body; None for what is no answer."""
+    """Return the status and body that each client reads; None if it reads no answer."""
 
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
@@ -121,7 +121,7 @@ async def _aiohttps(url: str) -> tuple[int, bytes] | None:
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-async def test_every_answer_is_what_aiohttp_makes_of_it(name: str) -> None:
+async def test_every_answer_is_read_like_aiohttp(name: str) -> None:
     everywhere = range(min(len(ANSWERS[name]), 500))
     whole, theirs = await answers_by_both([ANSWERS[name]])
     assert whole == theirs or (theirs is None and name in LENIENT)
@@ -131,6 +131,6 @@ async def test_every_answer_is_what_aiohttp_makes_of_it(name: str) -> None:
 
 
 @given(st.sampled_from(sorted(ANSWERS)), st.lists(st.integers(0, 120), max_size=10))
-def test_wherever_it_is_cut(name: str, cuts: list[int]) -> None:
+def test_answer_cut_anywhere_is_read_like_aiohttp(name: str, cuts: list[int]) -> None:
     ours, theirs = asyncio.run(answers_by_both(cut(ANSWERS[name], cuts)))
     assert ours == theirs or (theirs is None and name in LENIENT)

@@ -1,4 +1,4 @@
-"""What the gateway writes into a body is what the engine's side reads, and it can be loaded where OrchestrRL is not."""
+"""The engine side reads the body fields that the gateway writes, and it can be loaded without OrchestrRL."""
 
 import ast
 import json
@@ -11,7 +11,7 @@ from orchestrrl.integrations.instrument.kv_entries import is_entry_id
 from orchestrrl.integrations.instrument.kv_scheduler import TransferParams, read_transfer_params
 
 
-def test_what_is_written_is_what_is_read() -> None:
+def test_transfer_parameters_survive_a_round_trip() -> None:
     entry, next_entry = handover.entry_id("gateway", "r", 1), handover.entry_id("gateway", "r", 2)
     assert read_transfer_params(handover.saving("v1", entry)["kv_transfer_params"]) == TransferParams("v1", save=entry)
     body = handover.loading("v1", entry, next_entry, wait_s=0.5)
@@ -22,14 +22,14 @@ def test_what_is_written_is_what_is_read() -> None:
         handover.saving("", entry)
 
 
-def test_entry_ids_are_plain_and_unique() -> None:
+def test_entry_ids_are_hexadecimal_and_unique() -> None:
     names = [("a", "b/..", 1), ("a", "b/..", 2), ("ab", "/..", 1), ("a/b", "..", 1)]
     ids = {handover.entry_id(*name) for name in names}
     assert len(ids) == len(names)
     assert all(is_entry_id(entry) for entry in ids)
 
 
-def test_the_command_line_names_a_module_that_is_there(tmp_path: Path) -> None:
+def test_command_line_names_an_existing_module(tmp_path: Path) -> None:
     option, text = handover.vllm_arguments(tmp_path, max_age_s=5.0)
     config = json.loads(text)
     assert option == "--kv-transfer-config"

@@ -1,4 +1,4 @@
-"""Reading events by their place gives what parsing them gives."""
+"""Reading events by position gives the same chunks as parsing them."""
 
 import json
 from dataclasses import replace
@@ -17,7 +17,7 @@ IDS = st.lists(st.integers(0, 2**32 - 1), max_size=3)
 
 @st.composite
 def choices(draw: st.DrawFn, chat: bool) -> dict[str, Any]:
-    """A choice as vLLM writes one: most are plain, the first and the last tell more, others may."""
+    """Return a choice as written by vLLM: most are plain; the first and last, and possibly others, have more fields."""
     content: dict[str, Any] = {"delta": {"content": draw(TEXTS)}} if chat else {"text": draw(TEXTS)}
     if chat and draw(st.integers(0, 5)) == 0:
         content["delta"] |= draw(
@@ -52,7 +52,7 @@ def streams(draw: st.DrawFn) -> list[bytes]:
 def parsed(event: bytes) -> Chunk | type[Exception] | None:
     try:
         chunk = parse_chunk(json.loads(event))
-    except ValueError:  # text that is no UTF-8
+    except ValueError:  # text that is not UTF-8
         return ValueError
     return None if chunk is None else replace(chunk, raw=None)
 
@@ -70,7 +70,7 @@ def read(reader: ChunkReader, event: bytes) -> Chunk | type[Exception] | None:
 
 
 @given(streams())
-def test_every_event_of_a_stream_reads_as_it_parses(events: list[bytes]) -> None:
+def test_framed_reading_equals_parsing(events: list[bytes]) -> None:
     reader = ChunkReader()
     assert [read(reader, event) for event in events] == [parsed(event) for event in events]
 
@@ -81,7 +81,7 @@ PLAIN = b'{"choices":[{"index":0,"text":"a","finish_reason":null,"token_ids":[5]
 @given(st.binary(max_size=12), st.integers(0, len(PLAIN)), st.integers(0, 12))
 @example(b"07", PLAIN.index(b"5"), 1)
 @example(b"b\x01", PLAIN.index(b'a"'), 1)
-def test_nothing_that_the_parser_refuses_or_reads_otherwise_slips_through(junk: bytes, at: int, dropped: int) -> None:
+def test_framed_reading_of_mutated_events_equals_parsing(junk: bytes, at: int, dropped: int) -> None:
     reader = ChunkReader()
     read_one(reader, PLAIN)
     event = PLAIN[:at] + junk + PLAIN[at + dropped :]
@@ -96,7 +96,7 @@ def test_nothing_that_the_parser_refuses_or_reads_otherwise_slips_through(junk: 
 
 
 @given(streams(), st.integers(1, 5))
-def test_events_that_come_together_tell_the_same(events: list[bytes], together: int) -> None:
+def test_merged_events_have_the_same_content(events: list[bytes], together: int) -> None:
     reader = ChunkReader()
     one_by_one, merged = [parsed(event) for event in events], []
     assume(ValueError not in one_by_one)
@@ -109,7 +109,7 @@ def test_events_that_come_together_tell_the_same(events: list[bytes], together: 
 
 
 def joined(chunks: list[Any]) -> list[Any]:
-    """Everything that is said, in order, however it is cut."""
+    """Return the whole content in order, independent of the cuts."""
     said: list[Any] = []
     for chunk in chunks:
         said += [*chunk.token_ids]
@@ -117,7 +117,7 @@ def joined(chunks: list[Any]) -> list[Any]:
     return [item for item in said if item is not None] + ["".join(chunk.text for chunk in chunks)]
 
 
-def test_fields_that_are_only_passed_on_are_kept() -> None:
+def test_forwarded_fields_are_kept() -> None:
     reader = ChunkReader()
     for delta in ({"content": "a"}, {"content": "a"}, {"content": "a", "reasoning": "b"}):
         choice = {"index": 0, "delta": delta, "finish_reason": None, "token_ids": [5]}
@@ -126,7 +126,7 @@ def test_fields_that_are_only_passed_on_are_kept() -> None:
         assert "reasoning" not in delta or chunk.raw == choice
 
 
-def test_an_error_is_told_as_one() -> None:
+def test_error_event_raises_stream_error() -> None:
     event = {"error": {"message": "dying", "code": 500}}
     with pytest.raises(StreamError) as raised:
         read_one(ChunkReader(), json.dumps(event).encode())

@@ -1,4 +1,4 @@
-"""What is read out of a model's config.json, of dtypes, and of GPU listings; whatever a file or a server has in it."""
+"""Parsing of a model's config.json, of dtypes and of GPU listings, including malformed ones."""
 
 from typing import Any
 
@@ -52,7 +52,7 @@ SERVER_INFO = {
 }
 
 
-def test_published_sizes_come_out_of_published_configurations() -> None:
+def test_published_configurations_give_published_sizes() -> None:
     assert model_from_config("qwen2.5-14b", QWEN) == MODELS["qwen2.5-14b"]
     assert model_from_config("qwen3-30b-a3b", QWEN_MOE) == MODELS["qwen3-30b-a3b"]
     nested = {"architectures": ["some vision model"], "text_config": QWEN}
@@ -77,7 +77,7 @@ def test_quantised_checkpoints_have_fewer_bits() -> None:
         {"kv_lora_rank": 512},
     ],
 )
-def test_no_sizes_are_made_up(changes: dict[str, Any]) -> None:
+def test_missing_sizes_give_no_model(changes: dict[str, Any]) -> None:
     assert model_from_config("m", {**QWEN, **changes}) is None
 
 
@@ -89,7 +89,7 @@ json_values = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from([*sorted({*QWEN, *QWEN_MOE}), "text_config"]), json_values) | json_values)
-def test_any_document_is_sizes_in_range_or_none(document: object) -> None:
+def test_any_document_gives_sizes_in_range_or_none(document: object) -> None:
     model = model_from_config("\ud800name", document)
     if model is not None:
         assert isinstance(model, Model)
@@ -117,7 +117,7 @@ def test_bits_of_kv() -> None:
     assert [kv_bits(name) for name in ("auto", "bfloat16", "fp8_e5m2", "", None)] == [16.0, 16.0, 8.0, None, None]
 
 
-def test_gpus_of_one_kind_have_a_name_and_others_a_reason() -> None:
+def test_mixed_gpus_have_a_reason_instead_of_a_name() -> None:
     listing = "GPU 0: NVIDIA H200 (UUID: GPU-1234)\nGPU 1: NVIDIA H200 (UUID: GPU-5678)"
     assert gpu_of(listed_gpus(listing)) == ("NVIDIA H200", "")
     assert gpu_of(["NVIDIA H200", "NVIDIA L40S"]) == (
@@ -127,7 +127,7 @@ def test_gpus_of_one_kind_have_a_name_and_others_a_reason() -> None:
     assert gpu_of(listed_gpus(None)) == ("", "the engine's host reports no GPU")
 
 
-def test_a_vllm_server_reports_its_model_layout_and_gpu() -> None:
+def test_vllm_server_info_has_model_layout_and_gpu() -> None:
     assert read_server_info(SERVER_INFO).serving == ServingFacts(
         model="Qwen/Qwen2.5-14B",
         weight_bits=16.0,
@@ -140,14 +140,14 @@ def test_a_vllm_server_reports_its_model_layout_and_gpu() -> None:
     )
 
 
-def test_a_cpu_server_says_so_whatever_gpus_the_host_has() -> None:
+def test_cpu_server_has_no_gpu() -> None:
     info = {**SERVER_INFO, "vllm_config": {**SERVER_INFO["vllm_config"], "device_config": {"device": "cpu"}}}
     serving = read_server_info(info).serving
     assert (serving.gpu, serving.gpu_detail) == ("", "the engine runs on CPUs")
 
 
 @given(json_values, st.dictionaries(st.sampled_from(["nvidia_gpu_models", "x"]), json_values) | json_values)
-def test_odd_sections_of_server_info_leave_facts_unknown(section: object, system: object) -> None:
+def test_malformed_sections_of_server_info_leave_facts_unknown(section: object, system: object) -> None:
     names = ("model_config", "cache_config", "device_config")
     told = {
         **dict.fromkeys(names, section if isinstance(section, dict) else {}),
@@ -158,7 +158,7 @@ def test_odd_sections_of_server_info_leave_facts_unknown(section: object, system
     serving.model.encode()
 
 
-def test_names_are_fit_to_be_sent() -> None:
+def test_names_are_valid_unicode_of_limited_length() -> None:
     assert named("a\ud800b") == "a?b"
     assert named(7) == ""
     assert len(named("x" * 10_000)) < 1000

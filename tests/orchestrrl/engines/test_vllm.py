@@ -1,4 +1,4 @@
-"""The client against servers that answer badly. How it does with good ones is the conformance suite's matter."""
+"""The vLLM client with faulty servers. The conformance suite covers correct ones."""
 
 import asyncio
 import json
@@ -26,7 +26,8 @@ DEADLINE_S = 120.0
 
 @pytest.fixture
 async def serve() -> AsyncIterator[Serve]:
-    """A client of a server with the given handlers: `serve(completions=handler)`, or any path by `routes`."""
+    """Yield a function that starts a server and returns its client: `serve(completions=handler)`, or `routes` by
+    path."""
     servers: list[TestServer] = []
     engines: list[VllmEngine] = []
 
@@ -47,7 +48,7 @@ async def serve() -> AsyncIterator[Serve]:
 
 
 def streaming(*events: Any, cut: bool = False) -> Handler:
-    """A handler that streams these events, and may then break the connection."""
+    """Return a handler that streams these events, and may then break the connection."""
 
     async def handler(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()
@@ -82,7 +83,7 @@ async def chunks_of(engine: VllmEngine, *, into: list[Chunk] | None = None) -> l
     return chunks
 
 
-async def test_asks_for_a_stream_with_token_ids_under_its_own_request_id(serve: Serve) -> None:
+async def test_request_is_streamed_with_token_ids_and_own_request_id(serve: Serve) -> None:
     seen: list[Any] = []
 
     async def handler(asked: web.Request) -> web.StreamResponse:
@@ -101,14 +102,14 @@ async def test_asks_for_a_stream_with_token_ids_under_its_own_request_id(serve: 
 USAGE = {"prompt_tokens": 2, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 1}}
 
 
-async def test_the_last_chunk_has_what_follows_it(serve: Serve) -> None:
+async def test_last_chunk_includes_the_fields_after_it(serve: Serve) -> None:
     closing = {"choices": [], "usage": USAGE, "system_fingerprint": "f"}
     *_, last = await chunks_of(await serve(streaming(FIRST, LAST, closing, "[DONE]")))
     assert (last.finish_reason, last.usage, last.answer_fields) == ("length", USAGE, {"system_fingerprint": "f"})
 
 
-async def test_an_answer_is_complete_though_nothing_follows_its_last_chunk(serve: Serve) -> None:
-    """An engine that falls silent, or whose connection breaks, once the last token is out."""
+async def test_answer_is_complete_without_events_after_its_last_chunk(serve: Serve) -> None:
+    """An engine becomes silent, or its connection breaks, after the last token."""
     released = asyncio.Event()
 
     async def silent(asked: web.Request) -> web.StreamResponse:
@@ -122,7 +123,7 @@ async def test_an_answer_is_complete_though_nothing_follows_its_last_chunk(serve
         released.set()
 
 
-async def test_headers_go_with_a_request_but_for_those_of_the_client_itself(serve: Serve) -> None:
+async def test_request_headers_are_sent_except_the_clients_own(serve: Serve) -> None:
     seen: list[Any] = []
 
     async def handler(asked: web.Request) -> web.StreamResponse:
@@ -142,7 +143,7 @@ async def test_headers_go_with_a_request_but_for_those_of_the_client_itself(serv
     assert "theirs" not in repr(asked)
 
 
-async def test_what_is_sent_as_it_is_may_be_answered_as_a_whole_or_as_events(serve: Serve) -> None:
+async def test_verbatim_request_returns_a_whole_answer_or_events(serve: Serve) -> None:
     whole = {"choices": [{"text": "a", "finish_reason": "stop"}], "usage": USAGE, "odd": 1}
     asked = replace(request(), verbatim=True)
     engine = await serve(answering(200, whole, {"Content-Type": "application/json"}))
@@ -154,7 +155,7 @@ async def test_what_is_sent_as_it_is_may_be_answered_as_a_whole_or_as_events(ser
             [chunk async for chunk in engine.generate(asked)]
 
 
-async def test_chunks_of_several_tokens_are_asked_for_unless_the_client_says_otherwise(serve: Serve) -> None:
+async def test_stream_interval_is_set_unless_the_client_set_it(serve: Serve) -> None:
     seen: list[Any] = []
 
     async def handler(asked: web.Request) -> web.StreamResponse:
@@ -168,7 +169,7 @@ async def test_chunks_of_several_tokens_are_asked_for_unless_the_client_says_oth
     assert seen == [None, 8, 2]
 
 
-async def test_requests_that_end_well_share_a_connection_and_one_that_is_cut_ends_its_own(serve: Serve) -> None:
+async def test_complete_requests_share_a_connection_and_a_cut_one_closes_its_own(serve: Serve) -> None:
     peers: list[Any] = []
 
     async def handler(asked: web.Request) -> web.StreamResponse:
@@ -188,7 +189,7 @@ async def test_requests_that_end_well_share_a_connection_and_one_that_is_cut_end
 
 
 @pytest.mark.parametrize("cut", [False, True])
-async def test_a_stream_without_a_finish_reason_has_an_unknown_outcome(serve: Serve, cut: bool) -> None:
+async def test_stream_without_finish_reason_has_an_unknown_outcome(serve: Serve, cut: bool) -> None:
     engine = await serve(streaming(FIRST, cut=cut))
     chunks: list[Chunk] = []
     with pytest.raises(OutcomeUnknown):
@@ -196,7 +197,7 @@ async def test_a_stream_without_a_finish_reason_has_an_unknown_outcome(serve: Se
     assert [chunk.token_ids for chunk in chunks] == [(7,)]
 
 
-async def test_nobody_there_is_retryable() -> None:
+async def test_unreachable_engine_is_retryable() -> None:
     engine = VllmEngine(f"http://127.0.0.1:{unused_port()}")
     for call in (chunks_of(engine), engine.metrics(), engine.probe(), engine.pause(PauseMode.KEEP)):
         with pytest.raises(Retryable):
@@ -206,28 +207,28 @@ async def test_nobody_there_is_retryable() -> None:
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
-async def test_a_busy_or_broken_engine_is_retryable(serve: Serve, status: int) -> None:
+async def test_busy_or_broken_engine_is_retryable(serve: Serve, status: int) -> None:
     engine = await serve(answering(status, {"error": {"message": "busy"}}, {"Retry-After": "7"}))
     with pytest.raises(Retryable, match="busy") as raised:
         await chunks_of(engine)
     assert raised.value.after_s == 7
 
 
-async def test_a_refusal_carries_the_engines_own_words(serve: Serve) -> None:
+async def test_refusal_has_the_engines_message(serve: Serve) -> None:
     body = {"error": {"message": "no such thing", "type": "BadRequestError", "param": "prompt", "code": 400}}
     with pytest.raises(RequestRefused, match="no such thing") as raised:
         await chunks_of(await serve(answering(400, body)))
     assert (raised.value.status, raised.value.body) == (400, body)
 
 
-async def test_a_refusal_in_other_words_becomes_an_error_object(serve: Serve) -> None:
+async def test_refusal_without_json_becomes_an_error_object(serve: Serve) -> None:
     with pytest.raises(RequestRefused) as raised:
         await chunks_of(await serve(answering(404, "<html>nothing here</html>")))
     assert raised.value.status == 404
     assert "nothing here" in raised.value.body["error"]["message"]
 
 
-async def test_an_error_in_the_stream_is_a_refusal_or_the_end_of_the_engine(serve: Serve) -> None:
+async def test_error_event_is_a_refusal_or_an_unknown_outcome(serve: Serve) -> None:
     wrong = {"error": {"message": "out of vocabulary", "type": "BadRequestError", "param": None, "code": 400}}
     with pytest.raises(RequestRefused, match="out of vocabulary") as raised:
         await chunks_of(await serve(streaming(wrong, "[DONE]")))
@@ -238,12 +239,12 @@ async def test_an_error_in_the_stream_is_a_refusal_or_the_end_of_the_engine(serv
 
 
 @pytest.mark.parametrize("event", ["not json", "[]", '{"choices": 3}', '{"choices": [{"index": 0}]}', "{}"])
-async def test_nonsense_in_the_stream_is_permanent(serve: Serve, event: str) -> None:
+async def test_malformed_event_is_permanent(serve: Serve, event: str) -> None:
     with pytest.raises(Permanent):
         await chunks_of(await serve(streaming(event)))
 
 
-async def test_abort_names_both_forms_and_never_sends_an_empty_list(serve: Serve) -> None:
+async def test_abort_sends_both_id_forms_and_never_an_empty_list(serve: Serve) -> None:
     bodies: list[Any] = []
 
     async def handler(asked: web.Request) -> web.StreamResponse:
@@ -257,7 +258,7 @@ async def test_abort_names_both_forms_and_never_sends_an_empty_list(serve: Serve
 
 
 @pytest.mark.parametrize("events", [(FIRST,), ()], ids=["after its first token", "before its first token"])
-async def test_abort_closes_the_connection_where_the_engine_has_no_abort(serve: Serve, events: tuple[Any, ...]) -> None:
+async def test_abort_closes_the_connection_without_the_abort_endpoint(serve: Serve, events: tuple[Any, ...]) -> None:
     gone = asyncio.Event()
     open_streams: list[web.Request] = []
 
@@ -267,7 +268,7 @@ async def test_abort_closes_the_connection_where_the_engine_has_no_abort(serve: 
         for event in events:
             await response.write(f"data: {json.dumps(event)}\n\n".encode())
         open_streams.append(asked)
-        try:  # the test server cancels a handler whose client has left
+        try:  # the test server cancels the handler of a client that has disconnected
             await asyncio.Event().wait()
         finally:
             gone.set()
@@ -286,7 +287,7 @@ async def test_abort_closes_the_connection_where_the_engine_has_no_abort(serve: 
     assert len(chunks) == len(events) + 1
 
 
-async def test_without_development_mode_there_is_less_to_offer(serve: Serve) -> None:
+async def test_capabilities_are_reduced_without_development_mode(serve: Serve) -> None:
     api = {"paths": {"/version": {}, "/v1/completions": {}}, "components": {"schemas": {}}}
     routes = {
         "/openapi.json": answering(200, api),
@@ -302,12 +303,12 @@ async def test_without_development_mode_there_is_less_to_offer(serve: Serve) -> 
 @pytest.mark.parametrize(
     "body", ["", "<html>", "vllm:num_requests_running 1", 'vllm:num_requests_running{engine="0"} x']
 )
-async def test_metrics_that_are_none_are_permanent(serve: Serve, body: str) -> None:
+async def test_malformed_metrics_are_permanent(serve: Serve, body: str) -> None:
     with pytest.raises(Permanent):
         await (await serve(routes={"/metrics": answering(200, body)})).metrics()
 
 
-async def test_a_server_that_does_not_speak_http_is_permanent() -> None:
+async def test_server_without_http_is_permanent() -> None:
     async def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"220 mail.example ESMTP\r\n")
         await writer.drain()
@@ -345,11 +346,11 @@ def identity(began: str, *created: str) -> str:
     return server_identity("\n".join(["# HELP x", *page, "x 1.0"]) + "\n")
 
 
-def test_a_servers_metrics_identify_its_process() -> None:
+def test_metrics_identify_the_server_process() -> None:
     began, created = "1.79546163365e+09", "1.795461634687782e+09"
     assert identity(began, created) == identity(began, created) != ""
     assert identity(began, created) != identity(began, "1.795461634687783e+09")  # started together, on two hosts
     assert identity(began, created) != identity("1.79546163366e+09", created)
     assert identity(began, created, "1.8e+09") == identity(began, "1.8e+09", created)  # replicas in any order
-    # Several processes behind one address give no start, and an environment may switch the other off.
+    # Several processes behind one address report no start time, and the environment may disable the other series.
     assert identity("", created) == identity(began) == identity("") == ""

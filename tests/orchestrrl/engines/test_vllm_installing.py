@@ -1,4 +1,4 @@
-"""New weights for servers that answer badly while they are installed. Good ones: the conformance suite."""
+"""Weight loads with servers that fail during the load. The conformance suite covers correct ones."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -21,7 +21,7 @@ PROMPT = tuple(range(65, 81))
 
 
 class Meddled(SimulatedServer):
-    """Some of its answers are others. `after` an order was carried out its connection is cut."""
+    """A server with some replaced answers. The connection is cut after the orders in `after` were carried out."""
 
     def __init__(self, options: SimulatedOptions) -> None:
         super().__init__(options)
@@ -66,7 +66,7 @@ async def engine(server: Meddled) -> AsyncIterator[SimulatedEngine]:
     await engine.close()
 
 
-async def test_a_lost_answer_leaves_it_paused_and_the_next_load_ends_what_was_begun(
+async def test_lost_answer_keeps_engine_paused_until_the_next_load(
     engine: SimulatedEngine, server: Meddled, versions: tuple[Path, Path]
 ) -> None:
     server.cut_after = {"/update_weights"}
@@ -80,7 +80,7 @@ async def test_a_lost_answer_leaves_it_paused_and_the_next_load_ends_what_was_be
 
 
 @pytest.mark.parametrize("field", ["version", "is_torn"])
-async def test_workers_that_do_not_agree_have_not_loaded_it(
+async def test_disagreeing_workers_are_an_unknown_outcome(
     field: str, engine: SimulatedEngine, server: Meddled, versions: tuple[Path, Path]
 ) -> None:
     told = {"version": 1, "sum": "s", "is_read_back": True, "not_read_back": "", "fault": "", "is_torn": False}
@@ -91,11 +91,11 @@ async def test_workers_that_do_not_agree_have_not_loaded_it(
         await engine.weights.load_weights(versions[1], 1)
     assert await engine.is_paused()
     server.answers["/collective_rpc"] = (200, {"results": [good, {**good, "sum": "t", "is_read_back": False}]})
-    # On hosts that hold other parts of a version.
+    # Hosts hold different parts of a version.
     assert await engine.weights.load_weights(versions[1], 1) == LoadedWeights(1, "s+t", is_read_back=False)
 
 
-async def test_what_cannot_be_named_is_not_resumed(
+async def test_engine_is_not_resumed_if_its_version_cannot_be_set(
     engine: SimulatedEngine, server: Meddled, versions: tuple[Path, Path]
 ) -> None:
     server.cut_after = {"/update_weight_version"}
@@ -105,7 +105,7 @@ async def test_what_cannot_be_named_is_not_resumed(
     assert await engine.weights.loaded() is None
 
 
-async def test_a_server_that_is_busy_keeps_what_it_has(
+async def test_busy_server_keeps_its_weights(
     engine: SimulatedEngine, server: Meddled, versions: tuple[Path, Path]
 ) -> None:
     first = await engine.weights.load_weights(versions[0], 1)
@@ -116,7 +116,7 @@ async def test_a_server_that_is_busy_keeps_what_it_has(
     assert not await engine.is_paused()
 
 
-async def test_one_that_is_asleep_or_lacks_endpoints_is_refused(
+async def test_load_is_refused_if_asleep_or_endpoints_are_missing(
     engine: SimulatedEngine, server: Meddled, versions: tuple[Path, Path]
 ) -> None:
     await engine.sleep()
@@ -124,19 +124,19 @@ async def test_one_that_is_asleep_or_lacks_endpoints_is_refused(
         await engine.weights.load_weights(versions[1], 2)
     await engine.wake()
     server.answers["/openapi.json"] = (200, {"paths": {"/v1/completions": {}}})
-    server.runtime.began_s += 1.0  # it was started anew: while it runs it loses none
+    server.runtime.began_s += 1.0  # a restart: a running server loses no endpoints
     with pytest.raises(Permanent, match="VLLM_SERVER_DEV_MODE"):
         await engine.weights.load_weights(versions[1], 2)
 
 
-async def test_what_cannot_be_paused_again_after_a_probe_is_told(engine: SimulatedEngine, server: Meddled) -> None:
+async def test_failed_pause_after_a_probe_is_an_unknown_outcome(engine: SimulatedEngine, server: Meddled) -> None:
     await engine.pause(PauseMode.ABORT)
     server.answers["/pause"] = (500, {"error": {"message": "no"}})
     with pytest.raises(OutcomeUnknown, match="may run"):
         await engine.weights.continue_greedily(PROMPT, 4)
 
 
-async def test_a_probe_that_is_given_up_leaves_it_paused(engine: SimulatedEngine, server: Meddled) -> None:
+async def test_cancelled_probe_leaves_the_engine_paused(engine: SimulatedEngine, server: Meddled) -> None:
     await engine.pause(PauseMode.ABORT)
     probe = asyncio.create_task(engine.weights.continue_greedily(PROMPT, 30_000))
     while "/v1/completions" not in server.heard:
@@ -147,10 +147,8 @@ async def test_a_probe_that_is_given_up_leaves_it_paused(engine: SimulatedEngine
     assert await engine.is_paused()
 
 
-async def test_a_probe_ends_where_another_client_pauses_the_engine_meanwhile(
-    engine: SimulatedEngine, server: Meddled
-) -> None:
-    """As a gateway does that attaches behind a closed pause barrier."""
+async def test_probe_completes_if_another_client_pauses_the_engine(engine: SimulatedEngine, server: Meddled) -> None:
+    """A gateway that attaches while the pause barrier is closed pauses all engines."""
     await engine.pause(PauseMode.ABORT)
     probe = asyncio.create_task(engine.weights.continue_greedily(PROMPT, 30_000))
     while "/v1/completions" not in server.heard:
@@ -161,9 +159,7 @@ async def test_a_probe_ends_where_another_client_pauses_the_engine_meanwhile(
     assert await engine.is_paused()
 
 
-async def test_after_a_reload_that_failed_every_layer_is_loaded_from_its_beginning(
-    versions: tuple[Path, Path], tmp_path: Path
-) -> None:
+async def test_load_after_a_failed_reload_is_done_twice(versions: tuple[Path, Path], tmp_path: Path) -> None:
     async with Meddled(SimulatedOptions(weight_transfer=False)) as server:
         engine = SimulatedEngine(server.url)
         with pytest.raises(OutcomeUnknown):
@@ -177,7 +173,7 @@ async def test_after_a_reload_that_failed_every_layer_is_loaded_from_its_beginni
         await engine.close()
 
 
-def test_a_product_that_cannot_is_refused() -> None:
+def test_product_without_weight_loads_is_refused() -> None:
     class Another:
         url = "http://another"
 

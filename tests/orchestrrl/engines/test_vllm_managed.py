@@ -1,4 +1,4 @@
-"""What a switch asks of vLLM servers that answer badly, or not all of it. Good ones: the conformance suite."""
+"""The managed vLLM client with servers that fail or lack features. The conformance suite covers correct ones."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -31,15 +31,15 @@ LOGPROBS = {"token_logprobs": [-0.5, -1.0]}
 
 
 class FakeServer:
-    """Does what it is told, and answers some paths with another status or body."""
+    """A fake vLLM server that carries out orders, and answers some paths with another status or body."""
 
     def __init__(self) -> None:
         self.heard: list[str] = []
         self.asked: list[str] = []
-        self.began: list[str] = []  # what its metrics tell in turn, the last for ever; nothing: they do not tell
+        self.began: list[str] = []  # start times that its metrics report in order, the last one repeatedly; empty: none
         self.backend: str | None = None
         self.answers: dict[str, tuple[int, Any]] = {}
-        self.without: set[str] = set()  # paths that it has not
+        self.without: set[str] = set()  # paths that it lacks
         self.paused = False
         self.sleeping = False
         self.awake = 1
@@ -129,9 +129,7 @@ async def engine(fake: FakeServer) -> AsyncIterator[VllmEngine]:
         await engine.close()
 
 
-async def test_layout_seats_and_talents_are_those_that_the_server_was_started_with(
-    engine: VllmEngine, fake: FakeServer
-) -> None:
+async def test_layout_seats_and_features_come_from_server_info(engine: VllmEngine, fake: FakeServer) -> None:
     assert await engine.layout() == ReportedLayout(tp=2, pp=1, dp=4, ep=True)
     found = await engine.capabilities()
     assert (found.max_sequences, found.sleep, found.scale_elastic_ep) == (32, True, True)
@@ -182,13 +180,11 @@ async def test_layout_seats_and_talents_are_those_that_the_server_was_started_wi
         ),
     ],
 )
-def test_what_a_server_does_not_tell_is_not_made_up(info: dict[str, Any], found: VllmServerInfo) -> None:
+def test_missing_server_info_fields_stay_unknown(info: dict[str, Any], found: VllmServerInfo) -> None:
     assert read_server_info(info) == found
 
 
-async def test_what_a_process_was_started_with_is_asked_once_and_anew_of_the_next(
-    engine: VllmEngine, fake: FakeServer
-) -> None:
+async def test_server_info_is_cached_per_process(engine: VllmEngine, fake: FakeServer) -> None:
     fake.began, fake.backend = ["1.5e+09"], BACKEND
     assert not await engine.weights.takes_sums()
     assert [await engine.weights.has_backend() for _ in range(2)] == [True, True]
@@ -201,8 +197,8 @@ async def test_what_a_process_was_started_with_is_asked_once_and_anew_of_the_nex
     assert [fake.asked.count(path) for path in ("/openapi.json", "/server_info")] == [3, 3]
 
 
-@pytest.mark.parametrize("began", [[], ["1.5e+09", "1.6e+09"]], ids=["does not tell", "is followed by another"])
-async def test_what_may_be_of_another_process_is_not_remembered(
+@pytest.mark.parametrize("began", [[], ["1.5e+09", "1.6e+09"]], ids=["not reported", "is followed by another"])
+async def test_server_info_of_uncertain_process_is_not_cached(
     engine: VllmEngine, fake: FakeServer, began: list[str]
 ) -> None:
     fake.began, fake.backend = began, BACKEND
@@ -211,7 +207,7 @@ async def test_what_may_be_of_another_process_is_not_remembered(
     assert not await engine.weights.has_backend()
 
 
-async def test_a_failure_to_tell_is_not_remembered(engine: VllmEngine, fake: FakeServer) -> None:
+async def test_failed_server_info_is_not_cached(engine: VllmEngine, fake: FakeServer) -> None:
     fake.began, fake.backend = ["1.5e+09"], BACKEND
     fake.answers["/server_info"] = (500, ERROR)
     with pytest.raises(Retryable):
@@ -220,7 +216,7 @@ async def test_a_failure_to_tell_is_not_remembered(engine: VllmEngine, fake: Fak
     assert await engine.weights.has_backend()
 
 
-async def test_weights_are_loaded_behind_a_pause_that_drops_kv(engine: VllmEngine, fake: FakeServer) -> None:
+async def test_load_pauses_the_engine_and_discards_its_kv(engine: VllmEngine, fake: FakeServer) -> None:
     await engine.weights.load_weights(Path("/shared/7"), 7, None)
     assert fake.heard == [
         "/pause?mode=keep",
@@ -233,7 +229,7 @@ async def test_weights_are_loaded_behind_a_pause_that_drops_kv(engine: VllmEngin
     assert not fake.paused
 
 
-async def test_a_folder_whose_sum_is_known_is_looked_at_and_not_summed(
+async def test_folder_with_known_sum_is_checked_but_not_summed(
     engine: VllmEngine, fake: FakeServer, tmp_path: Path
 ) -> None:
     assert await engine.weights.takes_sums()
@@ -246,7 +242,7 @@ async def test_a_folder_whose_sum_is_known_is_looked_at_and_not_summed(
     assert fake.name == "8"
 
 
-async def test_a_server_that_takes_no_names_gets_its_weights_and_tells_no_version(
+async def test_server_without_version_endpoint_loads_weights_without_a_version(
     engine: VllmEngine, fake: FakeServer
 ) -> None:
     fake.without = {"/update_weight_version", "/weight_info"}
@@ -257,12 +253,12 @@ async def test_a_server_that_takes_no_names_gets_its_weights_and_tells_no_versio
 
 
 @pytest.mark.parametrize("name", ["default", "", "step-7", "7.5", "-7", None])
-async def test_a_name_that_is_no_version_is_none(engine: VllmEngine, fake: FakeServer, name: Any) -> None:
+async def test_weight_name_that_is_not_a_number_is_no_version(engine: VllmEngine, fake: FakeServer, name: Any) -> None:
     fake.name = name
     assert await engine.weight_version() is None
 
 
-# What answers badly, the error, whether the engine is left paused, and whether it still has the old version's name.
+# The failing path, the error, whether the engine stays paused, and whether it still has the old version's name.
 LOADS: list[tuple[str, int, type[OrchestrRLError], bool, bool]] = [
     ("/pause", 503, Retryable, False, True),
     ("/pause", 500, OutcomeUnknown, False, True),
@@ -276,7 +272,7 @@ LOADS: list[tuple[str, int, type[OrchestrRLError], bool, bool]] = [
 
 
 @pytest.mark.parametrize(("path", "status", "error", "paused", "named"), LOADS)
-async def test_what_becomes_of_an_engine_whose_loading_fails(
+async def test_failed_load_restores_or_keeps_the_engine_paused(
     engine: VllmEngine,
     fake: FakeServer,
     path: str,
@@ -293,9 +289,7 @@ async def test_what_becomes_of_an_engine_whose_loading_fails(
     assert (fake.name == "6") is named, "weights that may be half new must not have the old ones' name"
 
 
-async def test_a_server_without_its_development_endpoints_says_what_is_missing(
-    engine: VllmEngine, fake: FakeServer
-) -> None:
+async def test_load_without_development_endpoints_lists_the_missing_ones(engine: VllmEngine, fake: FakeServer) -> None:
     fake.without = {"/collective_rpc", "/pause"}
     with pytest.raises(Permanent, match="/collective_rpc, /pause; start the server with VLLM_SERVER_DEV_MODE=1"):
         await engine.weights.load_weights(Path("/shared/7"), 7, None)
@@ -312,9 +306,7 @@ CHOICES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("choice", CHOICES)
-async def test_an_excerpt_of_another_form_is_permanent(
-    engine: VllmEngine, fake: FakeServer, choice: dict[str, Any]
-) -> None:
+async def test_malformed_excerpt_is_permanent(engine: VllmEngine, fake: FakeServer, choice: dict[str, Any]) -> None:
     fake.choice = choice
     with pytest.raises(Permanent, match="the answer is not one of vllm"):
         await engine.excerpt([1, 2], 2)
@@ -333,7 +325,7 @@ SCORES: list[tuple[Any, tuple[float, ...] | None]] = [
 
 
 @pytest.mark.parametrize(("told", "scores"), SCORES)
-async def test_scores_are_those_of_the_texts_own_tokens(
+async def test_scores_belong_to_the_excerpts_tokens(
     engine: VllmEngine, fake: FakeServer, told: Any, scores: tuple[float, ...] | None
 ) -> None:
     fake.choice = {"prompt_logprobs": told, "finish_reason": "length"}
@@ -345,7 +337,7 @@ async def test_scores_are_those_of_the_texts_own_tokens(
 
 
 @pytest.mark.parametrize("ask", [lambda e: e.excerpt([1], 2), lambda e: e.score(TEXT)], ids=["excerpt", "score"])
-async def test_asking_changes_nothing_and_can_be_repeated(
+async def test_interrupted_queries_are_retryable(
     engine: VllmEngine, fake: FakeServer, ask: Callable[[VllmEngine], Awaitable[object]]
 ) -> None:
     fake.choice["finish_reason"] = "abort"
@@ -360,7 +352,7 @@ async def test_asking_changes_nothing_and_can_be_repeated(
     await gone.close()
 
 
-async def test_an_engine_that_is_only_paused_is_not_asleep(engine: VllmEngine, fake: FakeServer) -> None:
+async def test_paused_engine_is_not_asleep(engine: VllmEngine, fake: FakeServer) -> None:
     fake.paused = True
     assert not await engine.asleep()
     await engine.sleep()
@@ -390,7 +382,7 @@ ORDERS: list[tuple[str, int, Any, type[OrchestrRLError]]] = [
 
 
 @pytest.mark.parametrize(("path", "status", "body", "error"), ORDERS)
-async def test_an_order_that_fails_may_be_half_done_unless_the_engine_says_that_it_did_not_begin(
+async def test_failed_order_has_an_unknown_outcome_unless_rejected(
     engine: VllmEngine, fake: FakeServer, path: str, status: int, body: Any, error: type[OrchestrRLError]
 ) -> None:
     fake.answers[path] = (status, body)
@@ -400,7 +392,7 @@ async def test_an_order_that_fails_may_be_half_done_unless_the_engine_says_that_
     assert engine.url in str(raised.value)
 
 
-async def test_replicas_as_ordered(engine: VllmEngine, fake: FakeServer) -> None:
+async def test_scale_reaches_the_ordered_replicas(engine: VllmEngine, fake: FakeServer) -> None:
     await engine.scale(8)
     assert (await engine.layout()).dp == 8
     assert fake.heard == ["/scale_elastic_ep"]

@@ -1,4 +1,4 @@
-"""A pause barrier that is closed and opened in the fake world."""
+"""Helpers that close and open the pause barrier of a fake world."""
 
 import asyncio
 from typing import Any

@@ -1,4 +1,4 @@
-"""Engines that behave, without sockets: deterministic tokens, characters of several tokens, every way to go wrong."""
+"""Fake engines without sockets: deterministic tokens, characters of several tokens, and many kinds of failure."""
 
 import asyncio
 import hashlib
@@ -24,14 +24,14 @@ from orchestrrl.gateway.relay import RelayLimits
 from orchestrrl.gateway.routing.backends import EngineBackends
 from planner.model import EngineId, NodeId
 
-# A token is a byte, so most characters take several; EOS ends an answer.
+# A token is a byte, so a character may need several; EOS ends an answer.
 CHARACTERS = [character.encode() for character in "ab é€漢😀"]
 EOS = 256
 MODEL_LENGTH = 4096
 
 
 def next_token(context: Sequence[int], *, may_stop: bool) -> int:
-    """A deterministic function of the whole context, which yields whole characters one byte after the other."""
+    """Return the next token, a deterministic function of the whole context. Tokens form valid characters."""
     digest = hashlib.blake2b(b"".join(token.to_bytes(2, "big") for token in context), digest_size=8).digest()
     number = int.from_bytes(digest, "big")
     begun = _begun_character(context)
@@ -44,7 +44,7 @@ def next_token(context: Sequence[int], *, may_stop: bool) -> int:
 
 
 def _begun_character(context: Sequence[int]) -> bytes:
-    """The bytes at the end that are the beginning of a character, and not yet all of it."""
+    """Return the trailing bytes that start a character without completing it."""
     for length in (3, 2, 1):
         tail = context[-length:]
         if len(tail) == length and all(token < 256 for token in tail):
@@ -59,8 +59,8 @@ def decode(tokens: Sequence[int]) -> str:
 
 
 class DecodeStream:
-    """As the tokenizers library has it: text is held back while a character is incomplete, and a stream that begins
-    inside a character shows everything before it as new."""
+    """A decoder with the behaviour of the tokenizers library. It withholds text while a character is incomplete. If it
+    starts inside a character, it returns everything before as new text."""
 
     def __init__(self, prompt: Sequence[int]) -> None:
         self._tokens = list(prompt)
@@ -77,7 +77,7 @@ class DecodeStream:
 
 
 def undisturbed(prompt: Sequence[int], max_tokens: int, *, min_tokens: int = 0) -> tuple[list[int], str, str]:
-    """Tokens, text and finish_reason of an answer that nothing happened to."""
+    """Return the tokens, text and finish_reason of an undisturbed answer."""
     tokens: list[int] = []
     stream = DecodeStream(prompt)
     text = ""
@@ -109,7 +109,7 @@ class Attempt:
 
 @dataclass
 class FakeEngine:
-    """Makes `tokens_per_step` tokens for each of its requests whenever the test says `step`."""
+    """A fake engine that generates `tokens_per_step` tokens for each of its requests at each call of `step`."""
 
     url: str = "fake"
     max_sequences: int = 1000
@@ -117,17 +117,17 @@ class FakeEngine:
     dead: bool = False
     paused: bool = False
     can_pause: bool = True
-    stuck: bool = False  # once paused it stays so
-    pauses: list[bool] = field(default_factory=list)  # of each, whether KV was dropped
+    stuck: bool = False  # a resume fails
+    pauses: list[bool] = field(default_factory=list)  # of each pause, whether KV was discarded
     hangs: bool = False
     refuses: RequestRefused | None = None
     aborted: list[str] = field(default_factory=list)
     seen: list[GenerationRequest] = field(default_factory=list)
     attempts: dict[str, Attempt] = field(default_factory=dict)
     model_length: int | None = MODEL_LENGTH
-    routed_experts: bool = False  # only its whole answers have them
+    routed_experts: bool = False  # only its non-streamed answers include them
 
-    # --- what a test does to it ---
+    # --- controls for tests ---
 
     def step(self) -> None:
         if self.dead or self.paused or self.hangs:
@@ -144,7 +144,7 @@ class FakeEngine:
         self.paused = False  # a new process
 
     def give_up_all(self) -> None:
-        """As a pause that aborts does."""
+        """Abort all requests, as a pause with mode ABORT does."""
         for attempt in self.attempts.values():
             attempt.chunks.put_nowait(Chunk(finish_reason="abort"))
         self.attempts.clear()
@@ -176,7 +176,7 @@ class FakeEngine:
             prompt = tuple(attempt.context[: len(attempt.context) - len(tokens)])
             attempt.told_prompt = True
         wanted = body.get("logprobs")
-        asked = wanted is not None and wanted is not False  # 0 asks for the tokens' own
+        asked = wanted is not None and wanted is not False  # 0 requests those of the sampled tokens
         attempt.chunks.put_nowait(
             Chunk(
                 token_ids=tuple(tokens),
@@ -189,7 +189,7 @@ class FakeEngine:
         if finish_reason is not None:
             del self.attempts[attempt.request.request_id]
 
-    # --- what the gateway asks of it ---
+    # --- the Engine protocol ---
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
         self.seen.append(request)
@@ -286,14 +286,14 @@ def chat_prompt(messages: Sequence[dict[str, Any]]) -> list[int]:
 
 
 class RunningGroup(RequestGroup):
-    """Runs in the background while it is entered; leaving it stops what still runs."""
+    """A request group that runs in the background inside its `async with` block. Leaving the block cancels it."""
 
     _entered: asyncio.Event
     _running: "asyncio.Task[None]"
 
     @property
     def done(self) -> bool:
-        """All answers are there, or one of them never will be."""
+        """Return whether all answers have ended or one has failed."""
         return all(record.done for record in self.records) or self.failure is not None
 
     async def __aenter__(self) -> "RunningGroup":
@@ -324,7 +324,7 @@ class GatewayUnderTest(Gateway):
 
 @dataclass
 class World:
-    """A gateway over fake engines e0, e1, ... in virtual time."""
+    """A gateway before fake engines e0, e1, ... in virtual time."""
 
     gateway: GatewayUnderTest
     engines: dict[str, FakeEngine]
@@ -342,7 +342,7 @@ class World:
         )
 
     async def settle(self) -> None:
-        """Let every task come to rest, without time passing."""
+        """Run all ready tasks without advancing the clock."""
         await self.clock.advance(0.0)
         await self.clock.advance(0.0)
 
@@ -353,7 +353,7 @@ class World:
 
 
 def beside(w: World) -> World:
-    """Another gateway over the same engines."""
+    """Return another gateway before the same engines."""
     by_url = {fake.url: fake for fake in w.engines.values()}
     fleet = EngineBackends(lambda url: by_url[url], clock=w.clock)
     fleet.set_routes([EngineRoute(EngineId(name), fake.url) for name, fake in w.engines.items()])

@@ -1,4 +1,4 @@
-"""Send a gateway requests that are spoilt at random, and check that each is refused as the client's own fault.
+"""Send a gateway randomly mutated requests, and check that each is refused as a client error.
 
 `python -m tests.orchestrrl.gateway.http_fuzz --inputs 20000 --seed 1` runs more of them than the tests do.
 """
@@ -15,8 +15,8 @@ from typing import Any
 
 from tests.orchestrrl.gateway.http_harness import CHAT_PATH, PATH, SANE, HttpHarness, http_harness, request
 
-BATCH = 25  # inputs between two sane requests
-PATIENCE_S = 2.0  # with an input that is not all there, and will not be answered
+BATCH = 25  # inputs between two valid requests
+PATIENCE_S = 2.0  # for an incomplete input, which is not answered
 SURROGATE = "\ud800"
 
 COMPLETION: dict[str, Any] = {
@@ -61,7 +61,7 @@ def nested(depth: int, seed: random.Random) -> Any:
 
 
 def odd_value(seed: random.Random) -> Any:
-    """What no field takes, or few do."""
+    """Return a value that is invalid for most fields."""
     odd: list[Callable[[], Any]] = [
         lambda: seed.choice([None, True, False, 0, -1, 2**31, 2**32, 2**63, 2**64, -(2**64), 10**40]),
         lambda: seed.choice([0.5, -0.0, 1e308, -1e308, 5e-324, 16.0, float("nan"), float("inf"), float("-inf")]),
@@ -75,7 +75,7 @@ def odd_value(seed: random.Random) -> Any:
 
 
 def spoilt_body(seed: random.Random) -> tuple[bytes, bytes]:
-    """The path, and a sane body with one to three fields spoilt or added."""
+    """Return a path, and a valid body with one to three fields mutated or added."""
     path, sane = seed.choice([(PATH, COMPLETION), (CHAT_PATH, CHAT)])
     needed = {"prompt": "text"} if path == PATH else {"messages": MESSAGES}
     body = {**needed, "max_tokens": 3}
@@ -87,7 +87,7 @@ def spoilt_body(seed: random.Random) -> tuple[bytes, bytes]:
     if seed.random() < 0.1:
         body.pop(seed.choice(sorted(needed)), None)
     text = json.dumps(body, ensure_ascii=seed.random() < 0.8)
-    if seed.random() < 0.1:  # one name twice
+    if seed.random() < 0.1:  # a duplicate name
         text = text[:-1] + ',"max_tokens":2,"prompt":"again"}'
     return path.encode(), text.encode(errors="surrogatepass")
 
@@ -111,7 +111,7 @@ def no_json(seed: random.Random) -> bytes:
 
 
 def encoded(body: bytes, seed: random.Random) -> tuple[bytes, bytes]:
-    """Return a header that names the coding of a body, and the body, which may have another one."""
+    """Return a Content-Encoding header and a body, which may have another encoding."""
     coding = seed.choice(
         ["gzip", "x-gzip", "deflate", "br", "zstd", "identity", "GZIP", "gzip, gzip", "\x80", "a" * 99]
     )
@@ -151,7 +151,7 @@ def odd_headers(seed: random.Random) -> bytes:
 
 
 def odd_framing(seed: random.Random) -> bytes:
-    """No request at all, or one whose parts do not fit each other."""
+    """Return bytes that are not a request, or a request with inconsistent parts."""
     body = json.dumps(SANE).encode()
     line = seed.choice(
         [
@@ -193,7 +193,7 @@ def odd_framing(seed: random.Random) -> bytes:
 
 
 def spoilt(seed: random.Random) -> bytes:
-    """One input, as a client would write it on its connection."""
+    """Return the bytes of one input."""
     kind = seed.random()
     if kind < 0.5:
         path, body = spoilt_body(seed)
@@ -207,13 +207,13 @@ def spoilt(seed: random.Random) -> bytes:
         data = request(json.dumps(SANE).encode(), headers=odd_headers(seed))
     else:
         data = odd_framing(seed)
-    if seed.random() < 0.1:  # a sane one was sent ahead on the connection
+    if seed.random() < 0.1:  # a valid request was pipelined before it
         data += request(json.dumps(SANE).encode())
     return data
 
 
 async def fuzz(harness: HttpHarness, inputs: int, seed: random.Random) -> Counter[int]:
-    """Returns how many inputs were answered with each status (0: the connection was closed). Raises AssertionError."""
+    """Send the inputs. Returns the number of inputs by status (0: the connection was closed). Raises AssertionError."""
     statuses: Counter[int] = Counter()
     for number in range(inputs):
         data = spoilt(seed)
@@ -231,7 +231,7 @@ async def fuzz(harness: HttpHarness, inputs: int, seed: random.Random) -> Counte
         log = harness.log.take()
         assert not any("Traceback" in line for line in log), f"{case}; log: {log}"
         assert all("\n" not in line for line in log), f"{case}; log: {log}"
-        assert len(log) <= 2, f"{case}; log: {log}"  # two requests may have come together
+        assert len(log) <= 2, f"{case}; log: {log}"  # two requests may have arrived together
         asked = harness.engine.asked[tries:]
         attempts = Counter(tuple(each.values("X-Request-Id")) for each in asked)
         assert all(count == 1 for count in attempts.values()), f"{case}; {attempts}"
@@ -245,7 +245,7 @@ async def fuzz(harness: HttpHarness, inputs: int, seed: random.Random) -> Counte
 
 
 async def settled(harness: HttpHarness) -> None:
-    """Return when nothing of the last client's is in flight."""
+    """Wait until no request of the last client is in flight."""
     async with asyncio.timeout(60):
         while len(harness.gateway.ledger) or harness.gateway.relays:
             await asyncio.sleep(0.001)

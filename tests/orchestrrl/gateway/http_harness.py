@@ -1,4 +1,4 @@
-"""A gateway before one scripted engine, whose log is read."""
+"""A gateway with one scripted engine, and its captured log."""
 
 import asyncio
 import json
@@ -28,7 +28,7 @@ SANE = {"prompt": "sane", "max_tokens": 3}
 
 @dataclass
 class Asked:
-    """A request as the engine had it."""
+    """A request as received by the engine."""
 
     headers: list[tuple[str, str]]
     body: dict[str, Any]
@@ -39,14 +39,14 @@ class Asked:
 
 @dataclass
 class UpstreamEngine:
-    """Answers with three tokens, streamed or whole as it is asked. `choice_fields` and `answer_fields` stand beside
-    them: with each event, with the last one, or with whole answers only."""
+    """An engine that answers with three tokens, streamed or whole as requested. `choice_fields` and `answer_fields` are
+    added to each event, to the last one, or to whole answers only."""
 
     choice_fields: dict[str, Any] = field(default_factory=dict)
     answer_fields: dict[str, Any] = field(default_factory=dict)
-    placed: str = "each"  # last, whole
+    placed: str = "each"  # every, last or whole
     refuses: Callable[[dict[str, Any]], web.Response | None] = lambda body: None
-    hold_after: int | None = None  # tokens of a stream, until released; a whole answer has none before that
+    hold_after: int | None = None  # tokens of a stream before it waits for release; a whole answer waits at the start
     released: asyncio.Event = field(default_factory=asyncio.Event)
     asked: list[Asked] = field(default_factory=list)
     url: str = ""
@@ -115,7 +115,7 @@ def usage_of(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
 
 
 class LogLines(logging.Handler):
-    """Each record of the gateway's, as the lines that a log file would have of it."""
+    """A handler that stores each log record of the gateway as formatted lines."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -148,8 +148,8 @@ class HttpHarness:
         return sum(len(engine.asked) for engine in self.engines)
 
     async def send(self, data: bytes, *, pieces: int = 1, patience_s: float = DEADLINE_S) -> tuple[int, bytes]:
-        """Status and body of the first answer; status 0 where the connection was closed without one, or where none had
-        come in time and the client left. Requests of the operator API go to its own port."""
+        """Send the data and return the status and body of the first answer. The status is 0 if the connection was
+        closed without an answer, or none arrived in time. Requests of the operator API go to its own port."""
         port = self.operator_port if OPERATOR_PREFIX.encode() in data.partition(b"\r\n")[0] else self.port
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         try:
@@ -160,7 +160,7 @@ class HttpHarness:
                         writer.write(data[start : start + size])
                         await writer.drain()
                 except ConnectionError:
-                    pass  # it was answered before it was all there
+                    pass  # it was answered before it was complete
                 try:
                     async with asyncio.timeout(patience_s):
                         return await _read_answer(reader)

@@ -1,4 +1,4 @@
-"""An engine client that stops reading where a test wants to step in, however fast the server is."""
+"""An engine client that stops reading at a given number of tokens, so that a test can intervene."""
 
 import asyncio
 from collections import deque
@@ -10,8 +10,8 @@ from orchestrrl.engines.vllm import VllmEngine
 
 
 class InterruptibleEngine(VllmEngine):
-    """Reads an attempt up to a number of tokens (`holds`, for the next attempts in their order) and no further until
-    released. What the server goes on to send is not read, as after any cut."""
+    """An engine client that reads an attempt up to a number of tokens and then waits for `released`. `holds` has the
+    numbers for the next attempts in order. Further tokens from the server are not read, as after a cut."""
 
     def __init__(self, url: str, holds: deque[int], released: asyncio.Event) -> None:
         super().__init__(url)

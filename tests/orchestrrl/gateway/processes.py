@@ -1,4 +1,4 @@
-"""A gateway as a process of its own, as operators run it."""
+"""Helpers that run a gateway as a process, like an operator."""
 
 import functools
 import itertools
@@ -14,7 +14,7 @@ from orchestrrl.lab.testbed.processes import LabProcess, command_of
 
 
 async def operator_url(http: aiohttp.ClientSession, url: str) -> str:
-    """Where a gateway has its operator API."""
+    """Return the URL of a gateway's operator API."""
     async with http.get(url + "/version") as response:
         return str((await response.json())["operator_url"])
 
@@ -28,14 +28,14 @@ class GatewayProcess(LabProcess):
         return await super().stop(grace_s)
 
 
-# Below those that the kernel gives to whoever asks for any: nobody is given one of these before it is bound.
+# Below the kernel's ephemeral ports, so that the kernel does not assign these before they are bound.
 PORTS = range(31_000, 32_700)
-BLOCK = 100  # a process's own: tests run side by side
+BLOCK = 100  # one block per process, since tests run in parallel
 
 
 @functools.cache
 def _block() -> tuple[socket.socket, Iterator[int]]:
-    """The first port of a block, which this process holds as long as it lives, and the others in turn."""
+    """Return the first port of a block, which this process reserves for its lifetime, and a cycle of the others."""
     for first in PORTS[::BLOCK]:
         holder = socket.socket()
         try:
@@ -48,7 +48,7 @@ def _block() -> tuple[socket.socket, Iterator[int]]:
 
 
 def free_port() -> int:
-    """One that nobody has. It may be bound later, and is another each time."""
+    """Return a free port, a different one at each call. It may be bound later."""
     _, ports = _block()
     for port in itertools.islice(ports, BLOCK):
         with socket.socket() as holder:
@@ -62,7 +62,7 @@ def free_port() -> int:
 
 @asynccontextmanager
 async def two_engines(log_dir: Path, *arguments: str) -> AsyncIterator[list[LocalEngine]]:
-    """Simulated ones, e0 and e1."""
+    """Start the simulated engines e0 and e1."""
     starting = [start_simulated(name, log_dir=log_dir, arguments=arguments) for name in ("e0", "e1")]
     async with all_started(starting) as engines:
         yield engines

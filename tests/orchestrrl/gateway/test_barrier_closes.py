@@ -1,5 +1,5 @@
-"""The pause barrier: what runs comes to rest and goes on, whoever closed it is alive or not, and no answer is
-harmed."""
+"""The pause barrier quiesces requests and lets them continue, whether its holder survives or not, and answers stay
+correct."""
 
 import asyncio
 
@@ -20,7 +20,7 @@ from tests.orchestrrl.gateway.test_relay import PROMPT, assert_undisturbed, fini
 
 
 @pytest.mark.parametrize("frozen", [FrozenRequests.RECOMPUTE, FrozenRequests.CONTINUE])
-async def test_what_is_frozen_stands_still_and_goes_on(frozen: FrozenRequests) -> None:
+async def test_frozen_requests_stop_and_continue_after_opening(frozen: FrozenRequests) -> None:
     w = world()
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30)) as job:
         await w.settle()
@@ -42,7 +42,7 @@ async def test_what_is_frozen_stands_still_and_goes_on(frozen: FrozenRequests) -
         assert job.records[0].attempt == 1
 
 
-async def test_what_is_taken_back_leaves_engines_empty_and_goes_on_anywhere() -> None:
+async def test_withdrawn_requests_leave_engines_and_continue_anywhere() -> None:
     w = world()
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30)) as job:
         await w.settle()
@@ -62,7 +62,7 @@ async def test_what_is_taken_back_leaves_engines_empty_and_goes_on_anywhere() ->
         assert [span.version for span in job.records[0].versions.spans(30)] == [None, 1]
 
 
-async def test_what_can_only_go_on_where_it_is_stays_there_frozen() -> None:
+async def test_immovable_request_stays_frozen_on_its_engine() -> None:
     w = world(1)
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=6)) as job:
         await w.settle()
@@ -79,7 +79,7 @@ async def test_what_can_only_go_on_where_it_is_stays_there_frozen() -> None:
 
 
 @pytest.mark.parametrize("weights_change", [False, True])
-async def test_a_lease_that_ends_while_weights_change_leaves_nobody_with_a_version(weights_change: bool) -> None:
+async def test_lease_that_ends_during_weight_change_clears_all_versions(weights_change: bool) -> None:
     w = world()
     await (await close(w, lease="1"))
     await open_barrier(w, 1, lease="1")
@@ -96,7 +96,7 @@ async def test_a_lease_that_ends_while_weights_change_leaves_nobody_with_a_versi
         assert not any(backend.mixed for backend in w.gateway.fleet)
 
 
-async def test_what_comes_while_it_is_closed_waits_here_and_longer_than_for_engines() -> None:
+async def test_new_requests_wait_while_barrier_is_closed_beyond_engine_wait() -> None:
     w = world(engine_wait_s=5.0)
     await (await close(w))
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=5)) as job:
@@ -109,7 +109,7 @@ async def test_what_comes_while_it_is_closed_waits_here_and_longer_than_for_engi
         assert_undisturbed(job, PROMPT, 5)
 
 
-async def test_wait_lets_running_requests_finish_and_takes_waiting_ones_back() -> None:
+async def test_wait_mode_finishes_running_and_withdraws_waiting_requests() -> None:
     w = world(1)
     w.engines["e0"].max_sequences = 1
     async with w.gateway.request_group(w.ask(request_id="runs", prompt=PROMPT, max_tokens=6)) as runs:
@@ -133,7 +133,7 @@ async def test_wait_lets_running_requests_finish_and_takes_waiting_ones_back() -
             assert_undisturbed(waits, PROMPT, 6)
 
 
-async def test_who_has_nothing_left_lets_the_others_requests_finish() -> None:
+async def test_drained_gateway_does_not_pause_engines_of_draining_gateway() -> None:
     w = world(1)
     other = beside(w)
     async with other.gateway.request_group(other.ask(prompt=PROMPT, max_tokens=6)) as runs:
@@ -158,7 +158,7 @@ async def test_who_has_nothing_left_lets_the_others_requests_finish() -> None:
         assert not w.engines["e0"].paused
 
 
-async def test_who_waits_for_others_opens_when_the_lease_ends_or_when_told() -> None:
+async def test_drained_gateway_opens_when_lease_ends_or_on_order() -> None:
     w = world()
     assert await (await close(w, PauseMode.WAIT, engines_run=True)) == ()
     await w.clock.advance(LEASE_S)
@@ -169,7 +169,7 @@ async def test_who_waits_for_others_opens_when_the_lease_ends_or_when_told() -> 
     assert [engine.pauses for engine in w.engines.values()] == [[], []]
 
 
-async def test_abort_ends_what_runs_with_what_it_has_and_loses_nothing_that_waits() -> None:
+async def test_abort_mode_ends_running_and_keeps_waiting_requests() -> None:
     w = world(1)
     w.engines["e0"].max_sequences = 1
     async with w.gateway.request_group(w.ask(request_id="runs", prompt=PROMPT, max_tokens=30)) as runs:
@@ -190,7 +190,7 @@ async def test_abort_ends_what_runs_with_what_it_has_and_loses_nothing_that_wait
             assert_undisturbed(waits, PROMPT, 6)
 
 
-async def test_an_engine_that_cannot_be_paused_has_its_requests_taken_back() -> None:
+async def test_requests_are_withdrawn_from_engine_without_pause() -> None:
     w = world(1)
     w.engines["e0"].can_pause = False
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30)) as job:
@@ -210,7 +210,7 @@ async def test_an_engine_that_cannot_be_paused_has_its_requests_taken_back() -> 
         assert job.records[0].attempt == 2
 
 
-async def test_what_cannot_be_continued_is_waited_for_on_an_engine_that_cannot_be_paused() -> None:
+async def test_immovable_request_finishes_on_engine_without_pause() -> None:
     w = world(1)
     w.engines["e0"].can_pause = False
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=8, presence_penalty=0.5)) as job:
@@ -225,7 +225,7 @@ async def test_what_cannot_be_continued_is_waited_for_on_an_engine_that_cannot_b
         assert closing.done()
 
 
-async def test_a_lease_that_is_not_renewed_ends_and_all_goes_on() -> None:
+async def test_expired_lease_opens_the_barrier() -> None:
     w = world()
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30)) as job:
         await w.settle()
@@ -249,7 +249,7 @@ async def test_a_lease_that_is_not_renewed_ends_and_all_goes_on() -> None:
         w.gateway.barrier.renew("l", w.clock.now_s() + 1)
 
 
-async def test_one_lease_at_a_time() -> None:
+async def test_second_lease_is_refused_while_barrier_is_closed() -> None:
     w = world()
     await (await close(w))
     with pytest.raises(Permanent, match="trainer keeps the pause barrier closed for 60 s more"):
@@ -261,7 +261,7 @@ async def test_one_lease_at_a_time() -> None:
     await open_barrier(w, lease="other")
 
 
-async def test_the_same_lease_again_renews_it_and_answers_as_before() -> None:
+async def test_repeated_close_renews_the_lease() -> None:
     w = world()
     first = await (await close(w))
     await w.clock.advance(30.0)
@@ -271,7 +271,7 @@ async def test_the_same_lease_again_renews_it_and_answers_as_before() -> None:
     assert w.gateway.barrier.report().lease_until_s == w.clock.now_s() + LEASE_S
 
 
-async def test_not_quiet_in_time_is_open_again() -> None:
+async def test_barrier_opens_if_not_quiet_by_the_deadline() -> None:
     w = world(1)
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30)) as job:
         await w.settle()
@@ -286,7 +286,7 @@ async def test_not_quiet_in_time_is_open_again() -> None:
         assert_undisturbed(job, PROMPT, 30)
 
 
-async def test_an_engine_that_dies_while_paused_loses_nothing() -> None:
+async def test_requests_survive_death_of_a_paused_engine() -> None:
     w = world()
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30)) as job:
         await w.settle()
@@ -302,7 +302,7 @@ async def test_an_engine_that_dies_while_paused_loses_nothing() -> None:
         assert job.records[0].engine == "e1"
 
 
-async def test_an_engine_that_was_not_there_has_not_got_the_weights() -> None:
+async def test_unreachable_engine_is_outdated_until_its_version_is_set() -> None:
     w = world()
     w.engines["e1"].die()
     closing = await close(w)
@@ -320,7 +320,7 @@ async def test_an_engine_that_was_not_there_has_not_got_the_weights() -> None:
     assert e1.usable
 
 
-async def test_an_engine_left_out_stays_paused_until_its_version_is_told() -> None:
+async def test_excluded_engine_stays_paused_until_its_version_is_set() -> None:
     w = world()
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30)) as job:
         await w.settle()
@@ -343,7 +343,7 @@ async def test_an_engine_left_out_stays_paused_until_its_version_is_told() -> No
     assert w.gateway.barrier.closed is not None
 
 
-async def test_routes_tell_versions_and_wake_engines() -> None:
+async def test_versions_in_routes_wake_excluded_engines() -> None:
     w = world()
     await (await close(w))
     await open_barrier(w, 3, ("e0",))
@@ -355,12 +355,12 @@ async def test_routes_tell_versions_and_wake_engines() -> None:
     await w.clock.advance(1.0)
     assert not w.engines["e0"].paused
     assert [backend.usable for backend in w.fleet] == [True, True]
-    # A newcomer that nobody has given the weights.
+    # A new engine without the fleet's weights.
     w.gateway.set_routes([*routes[:1], EngineRoute(EngineId("e1"), w.engines["e1"].url, None, newest_policy_version=4)])
     assert [backend.usable for backend in w.fleet] == [True, False]
 
 
-async def test_an_engine_that_does_not_resume_is_asked_again() -> None:
+async def test_failed_resume_is_retried() -> None:
     w = world()
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=12)) as job:
         await w.settle()
@@ -377,7 +377,7 @@ async def test_an_engine_that_does_not_resume_is_asked_again() -> None:
         assert_undisturbed(job, PROMPT, 12)
 
 
-async def test_without_a_lease_engines_that_an_earlier_gateway_paused_are_resumed() -> None:
+async def test_open_without_lease_resumes_engines_paused_by_earlier_gateway() -> None:
     w = world()
     for engine in w.engines.values():
         engine.paused = True
@@ -385,7 +385,7 @@ async def test_without_a_lease_engines_that_an_earlier_gateway_paused_are_resume
     assert not any(engine.paused for engine in w.engines.values())
 
 
-async def test_engines_that_a_dead_gateway_left_paused_are_resumed_after_a_while() -> None:
+async def test_engines_left_paused_by_dead_gateway_are_resumed() -> None:
     w = world()
     w.engines["e0"].paused = True
     routes = [EngineRoute(EngineId(name), engine.url) for name, engine in w.engines.items()]
@@ -402,7 +402,7 @@ async def test_engines_that_a_dead_gateway_left_paused_are_resumed_after_a_while
         assert_undisturbed(job, PROMPT, 12)
 
 
-async def test_but_not_while_the_barrier_is_closed() -> None:
+async def test_engine_found_paused_stays_paused_while_barrier_is_closed() -> None:
     w = world()
     w.engines["e0"].paused = True
     routes = [EngineRoute(EngineId(name), engine.url) for name, engine in w.engines.items()]
@@ -416,7 +416,7 @@ async def test_but_not_while_the_barrier_is_closed() -> None:
     assert not w.engines["e0"].paused
 
 
-async def test_a_move_waits_for_no_barrier() -> None:
+async def test_move_is_refused_while_barrier_is_closed() -> None:
     w = world()
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=12)) as job:
         await w.settle()
@@ -429,7 +429,7 @@ async def test_a_move_waits_for_no_barrier() -> None:
         assert_undisturbed(job, PROMPT, 12)
 
 
-async def test_a_move_that_is_under_way_is_told_when_the_request_is_taken_back() -> None:
+async def test_move_in_progress_fails_when_request_is_withdrawn() -> None:
     w = world()
     for engine in w.engines.values():
         engine.can_pause = False
@@ -449,7 +449,7 @@ async def test_a_move_that_is_under_way_is_told_when_the_request_is_taken_back()
         assert_undisturbed(job, PROMPT, 12)
 
 
-async def test_the_client_may_leave_while_it_is_closed() -> None:
+async def test_client_may_disconnect_while_barrier_is_closed() -> None:
     w = world()
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=12)):
         await w.step()
@@ -460,7 +460,7 @@ async def test_the_client_may_leave_while_it_is_closed() -> None:
     await open_barrier(w)
 
 
-async def test_standing_still_by_order_is_no_stall() -> None:
+async def test_pause_does_not_count_as_stall() -> None:
     w = world(stall_s=10.0)
     watching = asyncio.create_task(w.gateway.watch())
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=12)) as job:

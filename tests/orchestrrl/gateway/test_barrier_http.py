@@ -1,4 +1,4 @@
-"""The pause barrier and the end of answers over HTTP, for a gateway that is alone, before simulated engines."""
+"""The pause barrier and cancellation over HTTP, for a gateway without a daemon, with simulated engines."""
 
 import asyncio
 from typing import Any
@@ -13,7 +13,7 @@ BODY = {"model": "simulated", "prompt": PROMPT, "max_tokens": 300, "ignore_eos":
 
 
 async def made(harness: Harness) -> int:
-    """Tokens that the engines have made."""
+    """Return the number of tokens that the engines have generated."""
     total = 0
     for url in harness.engine_urls:
         async with harness.http.get(url + "/metrics") as answer:
@@ -22,7 +22,7 @@ async def made(harness: Harness) -> int:
     return total
 
 
-async def test_the_folder_of_the_weights_is_told_with_them(harness: Harness) -> None:
+async def test_weights_folder_is_reported_with_its_version(harness: Harness) -> None:
     _, barrier = await harness.post("/orchestrrl/pause", {"holder": "trainer"})
     asked = {"lease_id": barrier["lease_id"], "policy_version": 7, "weights_source": "/shared/7"}
     _, barrier = await harness.post("/orchestrrl/resume", asked)
@@ -34,7 +34,7 @@ async def test_the_folder_of_the_weights_is_told_with_them(harness: Harness) -> 
     assert barrier["weights_source"] == ""
 
 
-async def test_weights_change_between_the_tokens_of_an_answer(harness: Harness) -> None:
+async def test_weights_change_between_tokens_of_an_answer(harness: Harness) -> None:
     _, undisturbed = await harness.post("/v1/completions", BODY)
     _, first = await harness.post("/orchestrrl/pause", {"holder": "trainer"})
     status, barrier = await harness.post("/orchestrrl/resume", {"lease_id": first["lease_id"], "policy_version": 7})
@@ -75,7 +75,7 @@ async def test_weights_change_between_the_tokens_of_an_answer(harness: Harness) 
     assert "orchestrrl_gateway_barrier_closed 0.0" in text
 
 
-async def test_streams_tell_the_version_of_every_chunk(harness: Harness) -> None:
+async def test_stream_chunks_have_policy_versions(harness: Harness) -> None:
     _, barrier = await harness.post("/orchestrrl/pause", {})
     await harness.post("/orchestrrl/resume", {"lease_id": barrier["lease_id"], "policy_version": 3})
     body = {**BODY, "max_tokens": 5, "return_policy_versions": True}
@@ -84,7 +84,7 @@ async def test_streams_tell_the_version_of_every_chunk(harness: Harness) -> None
     assert {version for version, tokens in told if tokens} == {3}
 
 
-async def test_a_barrier_says_no_in_words(harness: Harness) -> None:
+async def test_refused_barrier_calls_explain_why(harness: Harness) -> None:
     _, barrier = await harness.post("/orchestrrl/pause", {"holder": "one"})
     status, told = await harness.post("/orchestrrl/pause", {"holder": "two"})
     assert status == 409
@@ -117,7 +117,9 @@ async def test_a_barrier_says_no_in_words(harness: Harness) -> None:
         ("cancel", [], ("(document): ",)),
     ],
 )
-async def test_every_fault_at_once(harness: Harness, path: str, body: Any, words: tuple[str, ...]) -> None:
+async def test_all_body_faults_are_reported_at_once(
+    harness: Harness, path: str, body: Any, words: tuple[str, ...]
+) -> None:
     status, told = await harness.post(f"/orchestrrl/{path}", body)
     assert status == 400
     for word in words:
@@ -125,7 +127,7 @@ async def test_every_fault_at_once(harness: Harness, path: str, body: Any, words
     assert (await harness.get("/orchestrrl/barrier"))[1]["phase"] == "open"
 
 
-async def test_a_request_says_how_old_it_may_become(harness: Harness) -> None:
+async def test_answer_beyond_max_version_lag_is_aborted(harness: Harness) -> None:
     _, barrier = await harness.post("/orchestrrl/pause", {})
     await harness.post("/orchestrrl/resume", {"lease_id": barrier["lease_id"], "policy_version": 1})
     harness.pause_registry.append(9)
@@ -145,13 +147,13 @@ async def test_a_request_says_how_old_it_may_become(harness: Harness) -> None:
     ("field", "value"),
     [("max_version_lag", -1), ("max_version_lag", "1"), ("on_stale", "burn"), ("group_enough", 0)],
 )
-async def test_bad_fields_are_named(harness: Harness, field: str, value: Any) -> None:
+async def test_invalid_fields_are_named_in_the_error(harness: Harness, field: str, value: Any) -> None:
     status, told = await harness.post("/v1/completions", {**BODY, field: value})
     assert (status, told["error"]["param"]) == (400, field)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_answers_are_ended_by_group(harness: Harness, stream: bool) -> None:
+async def test_cancel_ends_answers_by_group(harness: Harness, stream: bool) -> None:
     harness.pause_registry.extend([9, 9])
     asking = [
         asyncio.create_task(

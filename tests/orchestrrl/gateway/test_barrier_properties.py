@@ -1,4 +1,4 @@
-"""Whatever order barriers, engines and moves come in: answers stay right, quiet is quiet, and nothing stays frozen."""
+"""Answers stay correct and no request stays frozen, in any order of barriers, engine failures and moves."""
 
 import asyncio
 from contextlib import AsyncExitStack
@@ -38,7 +38,7 @@ acts = st.one_of(
 
 
 class Story:
-    """One sequence of acts, and what must hold in between."""
+    """Runs one sequence of acts and checks the invariants between them."""
 
     def __init__(self) -> None:
         self.w: World = world(ENGINES, engine_wait_s=10_000.0, failures=10_000)
@@ -87,7 +87,7 @@ class Story:
         await w.settle()
 
     async def _step(self) -> None:
-        """Quiet is quiet: no engine makes a token, however often it steps."""
+        """Check that no engine generates a token while the barrier is quiet."""
         quiet = self.w.gateway.barrier.report().phase is BarrierPhase.QUIET
         before = [bytes(record.generated_ids) for record in self.w.gateway.ledger]
         await self.w.step()
@@ -99,14 +99,14 @@ class Story:
         self.tasks.add(task)
 
     async def end(self) -> None:
-        """Nobody does anything any more: all goes on by itself."""
+        """End all interventions, and check that all requests complete."""
         w = self.w
         for engine in w.engines.values():
             if engine.dead:
                 engine.revive()
         await w.clock.advance(2 * LEASE_S)
         assert w.gateway.barrier.closed is None
-        # Engines that missed new weights wait to be told theirs.
+        # Engines that missed new weights wait until their version is set.
         newest = w.fleet.policy_version
         if newest is not None:
             await w.gateway.barrier.set_version(tuple(backend.id for backend in w.fleet), newest)
@@ -130,7 +130,7 @@ class Story:
 
 
 @given(st.lists(acts, max_size=25))
-def test_any_order_of_events(story: list[tuple[object, ...]]) -> None:
+def test_answers_survive_any_order_of_events(story: list[tuple[object, ...]]) -> None:
     async def run() -> None:
         told = Story()
         async with told.stack:

@@ -1,4 +1,4 @@
-"""Answers that nobody needs any longer: of groups that have enough, and by order."""
+"""Cancellation of answers: redundant ones of a group, and by order."""
 
 from planner.model import RequestId, RequestState
 from tests.orchestrrl.gateway.barriers import close, open_barrier
@@ -6,7 +6,7 @@ from tests.orchestrrl.gateway.fakes import RunningGroup, undisturbed, world
 from tests.orchestrrl.gateway.test_relay import PROMPT, finish
 
 
-async def test_once_enough_of_a_group_have_finished_the_others_are_ended() -> None:
+async def test_redundant_answers_of_a_group_are_ended() -> None:
     w = world()
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30, n=4, group_enough=2)) as job:
         await w.settle()
@@ -24,7 +24,7 @@ async def test_once_enough_of_a_group_have_finished_the_others_are_ended() -> No
     assert w.gateway.groups.members("r") == ()
 
 
-async def test_who_comes_when_there_are_enough_is_ended_at_once() -> None:
+async def test_late_request_of_a_complete_group_is_ended_at_once() -> None:
     w = world(1)
     async with w.gateway.request_group(
         w.ask(request_id="g", prompt=PROMPT, max_tokens=30, n=2, group_enough=2)
@@ -46,7 +46,7 @@ def assert_undisturbed_tokens(job: RunningGroup, index: int) -> None:
     assert list(job.records[index].generated_ids) == undisturbed(PROMPT, 30)[0]
 
 
-async def test_requests_and_groups_are_cancelled_wherever_they_are() -> None:
+async def test_cancel_ends_requests_in_every_state() -> None:
     w = world(1)
     w.engines["e0"].max_sequences = 1
     async with w.gateway.request_group(w.ask(request_id="runs", prompt=PROMPT, max_tokens=30)) as runs:

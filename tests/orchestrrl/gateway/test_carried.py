@@ -1,4 +1,4 @@
-"""Headers reach engines, and fields of engines beside the answer reach clients, or the request stays where it is."""
+"""Request headers reach engines, and additional engine fields reach clients, or the request stays on its engine."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -35,7 +35,7 @@ async def harness() -> AsyncIterator[HttpHarness]:
 
 
 async def until_tokens(harness: HttpHarness, tokens: int) -> None:
-    """Request `r` has so many tokens, or waits on an engine without any."""
+    """Wait until request `r` has this many tokens, or waits on an engine without any."""
     async with asyncio.timeout(60):
         while True:
             record = harness.gateway.ledger.get(RequestId("r"))
@@ -82,7 +82,7 @@ SENT = (
 
 @pytest.mark.parametrize("path", [PATH, CHAT_PATH])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_headers_of_the_request_reach_the_engine(harness: HttpHarness, path: str, stream: bool) -> None:
+async def test_request_headers_reach_the_engine(harness: HttpHarness, path: str, stream: bool) -> None:
     more = b"X-Request-Id: r\r\nX-Tag: t\r\nX-Group-Id: g\r\nKeep-Alive: timeout=5\r\nTE: trailers\r\n"
     more += b"Proxy-Authorization: p\r\n"
     more += b"Connection: close, X-Named\r\nX-Named: n\r\nAccept-Encoding: gzip\r\nContent-Language: en\r\n"
@@ -106,7 +106,7 @@ async def test_headers_of_the_request_reach_the_engine(harness: HttpHarness, pat
     assert not any("s3cret" in line for line in harness.log.take())
 
 
-async def test_a_moved_request_takes_its_headers_with_it(harness: HttpHarness) -> None:
+async def test_moved_request_keeps_its_headers(harness: HttpHarness) -> None:
     hold(harness, 2)
     asking = asyncio.create_task(harness.post({**SANE, "return_token_ids": True}, PATH, SENT + NAMED))
     await until_tokens(harness, 2)
@@ -117,8 +117,8 @@ async def test_a_moved_request_takes_its_headers_with_it(harness: HttpHarness) -
     assert [asked.values("Authorization") for asked in asked_of(harness)] == [["Bearer s3cret"]] * 2
 
 
-async def test_a_request_for_a_rank_stays_on_its_engine_and_says_why(harness: HttpHarness) -> None:
-    """Also before its first token: the rank is one of that engine's."""
+async def test_request_for_a_rank_stays_on_its_engine(harness: HttpHarness) -> None:
+    """Even before its first token, since the rank belongs to that engine."""
     for engine in harness.engines:
         engine.hold_after = 1
     asking = asyncio.create_task(harness.post(SANE, PATH, b"X-data-parallel-rank: 1\r\n" + NAMED))
@@ -138,7 +138,7 @@ async def test_a_request_for_a_rank_stays_on_its_engine_and_says_why(harness: Ht
         st.tuples(st.sampled_from([*sorted(KEPT_HERE), "X-A", "x-b", "Cookie", "content-md5"]), st.text(max_size=4))
     )
 )
-def test_what_is_passed_on_is_neither_the_connections_nor_the_gateways(headers: list[tuple[str, str]]) -> None:
+def test_connection_and_gateway_headers_are_not_forwarded(headers: list[tuple[str, str]]) -> None:
     passed_on = end_to_end(headers)
     assert set(passed_on) <= set(headers)
     assert not {name.lower() for name, _ in passed_on} & (KEPT_HERE | {"content-md5"})
@@ -147,7 +147,7 @@ def test_what_is_passed_on_is_neither_the_connections_nor_the_gateways(headers: 
     assert list(passed_on) == others
 
 
-def test_a_records_text_has_no_credential() -> None:
+def test_repr_of_record_has_no_credential() -> None:
     headers = (("Authorization", "Bearer s3cret"),)
     ask = read_completion_request(
         CompletionEndpoint.COMPLETIONS,
@@ -168,7 +168,7 @@ def test_a_records_text_has_no_credential() -> None:
 
 @pytest.mark.parametrize("path", [PATH, CHAT_PATH])
 @pytest.mark.parametrize("placed", ["each", "last"])
-async def test_fields_beside_the_answer_are_carried(harness: HttpHarness, path: str, placed: str) -> None:
+async def test_engine_fields_are_included_in_the_response(harness: HttpHarness, path: str, placed: str) -> None:
     for engine in harness.engines:
         engine.placed = placed
         engine.choice_fields = {**EXPERTS, "nothing": None, "weight_versions": [{"version": 3}]}
@@ -186,7 +186,7 @@ async def test_fields_beside_the_answer_are_carried(harness: HttpHarness, path: 
     assert events[-1]["system_fingerprint"] == "f"
 
 
-def test_several_answers_keep_what_is_each_ones_own() -> None:
+def test_several_answers_keep_their_own_fields() -> None:
     ask = read_completion_request(
         CompletionEndpoint.COMPLETIONS,
         {**SANE, "prompt": ["a", "b"]},
@@ -209,7 +209,7 @@ def test_several_answers_keep_what_is_each_ones_own() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_answer_with_data_of_its_tokens_does_not_move_and_says_why(harness: HttpHarness, stream: bool) -> None:
+async def test_answer_with_per_token_data_does_not_move(harness: HttpHarness, stream: bool) -> None:
     hold(harness, 2)
     for engine in harness.engines:
         engine.choice_fields = EXPERTS
@@ -226,7 +226,7 @@ async def test_an_answer_with_data_of_its_tokens_does_not_move_and_says_why(harn
     await asking
 
 
-async def test_what_does_not_tie_an_answer_lets_it_move(harness: HttpHarness) -> None:
+async def test_answer_with_portable_fields_may_move(harness: HttpHarness) -> None:
     hold(harness, 2)
     for engine in harness.engines:
         engine.answer_fields = {"system_fingerprint": "f", "service_tier": "flex"}
@@ -237,11 +237,11 @@ async def test_what_does_not_tie_an_answer_lets_it_move(harness: HttpHarness) ->
     assert result.done, result.detail
     _, answer = await asking
     assert answer["system_fingerprint"] == "f"
-    assert "prompt_tokens_details" not in answer["usage"]  # the second engine's are of the continued prompt
+    assert "prompt_tokens_details" not in answer["usage"]  # the second engine's fields describe the continued prompt
 
 
-async def test_data_of_the_last_part_alone_is_never_given_as_that_of_all(harness: HttpHarness) -> None:
-    """The engine had not shown this field before, so the request moved: it begins anew, and the next one stays."""
+async def test_moved_answer_with_new_engine_field_starts_over(harness: HttpHarness) -> None:
+    """The engine had not returned this field before, so the request moved. It starts over, and the next one stays."""
     hold(harness, 2)
     for engine in harness.engines:
         engine.choice_fields, engine.placed = EXPERTS, "last"
@@ -267,7 +267,7 @@ async def test_data_of_the_last_part_alone_is_never_given_as_that_of_all(harness
     assert (await asking)[0] == 200
 
 
-async def test_a_field_that_one_client_asked_for_ties_no_other_request(harness: HttpHarness) -> None:
+async def test_field_requested_by_one_client_binds_no_other_request(harness: HttpHarness) -> None:
     for engine in harness.engines:
         engine.choice_fields = {"odd": 1}
     assert (await harness.post({**SANE, "not_known": 1}))[0] == 200
@@ -277,8 +277,8 @@ async def test_a_field_that_one_client_asked_for_ties_no_other_request(harness: 
 
 
 @pytest.mark.parametrize("known", ["capabilities", "asked for"])
-async def test_data_of_whole_answers_alone_comes_with_a_whole_answer(harness: HttpHarness, known: str) -> None:
-    """As vLLM has it: streams are without. The engine is asked for a whole answer, which does not move."""
+async def test_field_of_whole_answers_needs_a_whole_answer(harness: HttpHarness, known: str) -> None:
+    """Streams lack the field, as in vLLM. The gateway requests a whole answer, which does not move."""
     for engine in harness.engines:
         engine.choice_fields, engine.placed = EXPERTS, "whole"
     body = dict(SANE)
@@ -304,7 +304,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("fast")
-async def test_the_ledger_keeps_fields_but_no_credential_and_gives_them_to_its_bearer_alone(tmp_path: Path) -> None:
+async def test_ledger_stores_fields_without_credential_for_same_credential_only(tmp_path: Path) -> None:
     async def asked(credential: bytes) -> tuple[int, Any]:
         store = LedgerStore(RetentionPolicy(tmp_path / "ledger.db", from_s=0.0), WallClock())
         store.start()

@@ -1,4 +1,4 @@
-"""Requests go on from their tokens when an engine dies, whatever becomes of the calls that decode tokens."""
+"""Requests continue from their tokens when an engine dies, even if detokenization calls fail."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -18,7 +18,7 @@ from tests.orchestrrl.gateway.fakes import FakeEngine, RunningGroup, World, chat
 
 REQUESTS = 500
 MAX_TOKENS = 30
-STEPS_BEFORE = 5  # enough for cuts after whole characters and inside characters of two, three and four bytes
+STEPS_BEFORE = 5  # includes cuts after complete characters, and inside characters of two, three and four bytes
 
 Decode = Callable[[Sequence[int]], Awaitable[str]]
 
@@ -59,7 +59,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def decode_by(engine: FakeEngine, decode: Decode) -> list[int]:
-    """Have the engine's calls answered by `decode`; returns a list that counts them."""
+    """Replace the engine's detokenization by `decode`. Returns a list that grows with each call."""
     calls: list[int] = []
 
     async def counted(token_ids: Sequence[int]) -> str:
@@ -77,7 +77,7 @@ async def ended(w: World, jobs: list[RunningGroup]) -> None:
         await w.step()
         await w.clock.advance(0.1)
         if not any(engine.attempts for engine in w.engines.values()):
-            await asyncio.sleep(0.005)  # calls that hang end by the wall clock
+            await asyncio.sleep(0.005)  # calls that hang end by wall clock
     raise AssertionError("not done")
 
 
@@ -86,7 +86,7 @@ def prompt_of(index: int) -> list[int]:
 
 
 def form_of(index: int) -> tuple[CompletionEndpoint, list[int], dict[str, Any]]:
-    """Streams and whole answers, by text and by token ids, completions and chats, in turn."""
+    """Return a request form: stream or whole answer, text or token ids, completion or chat, alternating."""
     streamed = {"stream": index % 2 == 1, "return_token_ids": index % 3 == 0}
     if index % 5 == 4:
         messages = [{"role": "user", "content": f"question {index}"}]
@@ -97,7 +97,7 @@ def form_of(index: int) -> tuple[CompletionEndpoint, list[int], dict[str, Any]]:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-async def test_no_request_fails_when_no_engine_decodes_tokens(fault: str) -> None:
+async def test_no_request_fails_if_no_engine_detokenizes(fault: str) -> None:
     w = world(engines=3)
     for engine in w.engines.values():
         decode_by(engine, FAULTS[fault])
@@ -123,12 +123,12 @@ async def test_no_request_fails_when_no_engine_decodes_tokens(fault: str) -> Non
         await job.__aexit__()
     assert not w.engines["e1"].dead
     usable = [backend.id for backend in w.fleet if backend.usable]
-    assert usable == ["e1", "e2"]  # a detokenizer that fails says nothing of an engine's health
+    assert usable == ["e1", "e2"]  # a failing detokenizer does not affect an engine's health
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("cut", range(1, 9))
-async def test_another_engine_decodes_what_the_continuing_one_does_not(fault: str, cut: int) -> None:
+async def test_another_engine_detokenizes_if_the_continuing_one_fails(fault: str, cut: int) -> None:
     w = world(engines=3)
     refused = decode_by(w.engines["e1"], FAULTS[fault])
     jobs = []
@@ -146,11 +146,11 @@ async def test_another_engine_decodes_what_the_continuing_one_does_not(fault: st
         tokens, text, _ = undisturbed(prompt_of(index), MAX_TOKENS)
         assert (list(job.records[0].generated_ids), job.records[0].text) == (tokens, text)
         await job.__aexit__()
-    assert len(refused) <= 24  # and is asked last for a while
+    assert len(refused) <= 24  # and is tried last for a while
 
 
-async def test_a_detokenizer_that_fails_inside_a_character_costs_nothing() -> None:
-    """Each decodes the cut, and nothing after it."""
+async def test_detokenizer_failure_inside_a_character_loses_no_text() -> None:
+    """Each engine decodes the text at the cut, and then fails."""
     asked = failed = 0
 
     async def once(token_ids: Sequence[int]) -> str:
@@ -177,7 +177,7 @@ async def test_a_detokenizer_that_fails_inside_a_character_costs_nothing() -> No
     assert failed
 
 
-async def test_an_engine_of_another_model_decodes_nothing() -> None:
+async def test_engine_of_another_model_is_not_used_to_detokenize() -> None:
     w = world(engines=3)
     strangers = decode_by(w.engines["e1"], nonsense)
     decode_by(w.engines["e0"], dropped)
@@ -188,7 +188,7 @@ async def test_an_engine_of_another_model_decodes_nothing() -> None:
     assert not strangers
 
 
-async def test_an_engine_that_failed_to_decode_is_asked_first_again_after_a_while() -> None:
+async def test_engine_that_failed_to_detokenize_is_preferred_again_later() -> None:
     w = world()
     first, second = (decode_by(w.engines[name], dropped) for name in ("e0", "e1"))
     backend = next(iter(w.fleet))
@@ -199,7 +199,7 @@ async def test_an_engine_that_failed_to_decode_is_asked_first_again_after_a_whil
     second_decodes = decode_by(w.engines["e1"], FakeEngine().detokenize)
     assert await detokenize(w.fleet, backend, [65]) == "A"
     assert await detokenize(w.fleet, backend, [65]) == "A"
-    assert len(first) == 5  # once more before the other answered, then not
+    assert len(first) == 5  # once more before the other answered, and not after that
     await w.clock.advance(decoding.AVOID_FOR_S + 1.0)
     assert await detokenize(w.fleet, backend, [65]) == "A"
     assert (len(first), len(second_decodes)) == (6, 3)
@@ -209,7 +209,7 @@ WORDS = st.text(st.characters(codec="utf-8", exclude_characters="\ufffd"), max_s
 
 
 @given(WORDS, WORDS, st.characters(codec="utf-8"))
-def test_a_repeated_context_is_taken_off_the_text(prompt: str, sent: str, character: str) -> None:
+def test_repeated_context_is_removed_from_the_text(prompt: str, sent: str, character: str) -> None:
     record = RequestRecord(
         RequestId("r"), CompletionEndpoint.COMPLETIONS, {"prompt": prompt}, streaming=False, arrived_s=0.0, max_tokens=9
     )
@@ -219,7 +219,7 @@ def test_a_repeated_context_is_taken_off_the_text(prompt: str, sent: str, charac
 
 
 @given(st.text("abc ", min_size=12, max_size=40), st.text("xyz ", min_size=1, max_size=60), st.integers(1, 8))
-def test_new_text_alone_is_kept_whole(sent: str, new: str, tokens: int) -> None:
+def test_new_text_without_context_is_kept(sent: str, new: str, tokens: int) -> None:
     record = RequestRecord(
         RequestId("r"), CompletionEndpoint.COMPLETIONS, {"prompt": [1]}, False, arrived_s=0.0, max_tokens=9
     )

@@ -1,5 +1,5 @@
-"""Where the gateway's parts meet: the ledger on disk with groups, versions and restarts; routes with the pause barrier;
-contexts that are too short with engines that go."""
+"""Interactions of the gateway's parts: the ledger on disk with groups, versions and restarts; routes with the pause
+barrier; short contexts with engines that leave."""
 
 import asyncio
 from collections.abc import Callable
@@ -50,7 +50,7 @@ def named(w: World, request_id: str = "r", **body: Any) -> RunningGroup:
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    """The ledger's threads take their own time."""
+    """Wait until the condition holds, since the ledger's threads run asynchronously."""
     for _ in range(2000):
         if holds():
             return
@@ -65,7 +65,7 @@ def routes(w: World, *names: str, **fields: Any) -> list[EngineRoute]:
 # --- the ledger on disk -----------------------------------------------------------------------------------------------
 
 
-async def test_an_answer_that_is_given_again_is_no_second_answer_of_its_group(tmp_path: Path) -> None:
+async def test_stored_answer_counts_once_in_its_group(tmp_path: Path) -> None:
     w = begun(tmp_path / "ledger")
     asked = {"prompt": PROMPT, "group": "g", "group_enough": 2}
     async with named(w, "long", max_tokens=40, **asked) as long:
@@ -83,7 +83,7 @@ async def test_an_answer_that_is_given_again_is_no_second_answer_of_its_group(tm
     await ended(w)
 
 
-async def test_the_age_of_an_answer_that_is_given_again_is_counted_once(tmp_path: Path) -> None:
+async def test_version_lag_of_a_stored_answer_is_counted_once(tmp_path: Path) -> None:
     w = begun(tmp_path / "ledger")
     await w.gateway.barrier.set_version((EngineId("e0"), EngineId("e1")), 3)
     for _ in range(2):
@@ -94,8 +94,8 @@ async def test_the_age_of_an_answer_that_is_given_again_is_counted_once(tmp_path
     await ended(w)
 
 
-async def test_an_answer_that_is_given_again_ends_no_other_request_of_its_id(tmp_path: Path) -> None:
-    """Of n answers to `r` the first is `r-0`."""
+async def test_stored_answer_ends_no_other_request_of_its_id(tmp_path: Path) -> None:
+    """The first of n answers to `r` has the id `r-0`."""
     w = begun(tmp_path / "ledger")
     async with named(w, "r-0", prompt=PROMPT, max_tokens=2) as job:
         await w.settle()
@@ -112,7 +112,7 @@ async def test_an_answer_that_is_given_again_ends_no_other_request_of_its_id(tmp
 
 
 @pytest.mark.parametrize("on_stale", ["abort", "restart"])
-async def test_a_client_comes_back_for_what_has_become_too_old(tmp_path: Path, on_stale: str) -> None:
+async def test_returning_client_with_stale_answer_gets_abort_or_restart(tmp_path: Path, on_stale: str) -> None:
     asked = {"prompt": PROMPT, "max_tokens": 20, "max_version_lag": 1, "on_stale": on_stale}
     first = begun(tmp_path / "ledger")
     first.gateway.set_routes(routes(first, "e0", "e1", policy_version=3, newest_policy_version=3))
@@ -139,7 +139,7 @@ async def test_a_client_comes_back_for_what_has_become_too_old(tmp_path: Path, o
     await ended(then)
 
 
-async def test_what_was_ordered_to_begin_anew_is_not_gone_on_with(tmp_path: Path) -> None:
+async def test_restarted_answer_is_not_continued_from_the_ledger(tmp_path: Path) -> None:
     first = begun(tmp_path / "ledger")
     async with named(first, prompt=PROMPT, max_tokens=20) as job:
         await first.settle()
@@ -164,7 +164,7 @@ async def test_what_was_ordered_to_begin_anew_is_not_gone_on_with(tmp_path: Path
     await ended(again)
 
 
-async def test_an_answer_that_was_ended_by_order_is_given_again_as_it_ended(tmp_path: Path) -> None:
+async def test_cancelled_answer_is_returned_again_as_it_ended(tmp_path: Path) -> None:
     w = begun(tmp_path / "ledger")
     async with named(w, prompt=PROMPT, max_tokens=20) as job:
         await w.settle()
@@ -182,7 +182,7 @@ async def test_an_answer_that_was_ended_by_order_is_given_again_as_it_ended(tmp_
 # ---------------------------------------------------------------------------------------------------------
 
 
-async def test_a_barrier_that_is_still_opening_can_be_closed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_barrier_can_be_closed_again_while_opening(monkeypatch: pytest.MonkeyPatch) -> None:
     w = world()
     resume = FakeEngine.resume
 
@@ -205,7 +205,7 @@ async def test_a_barrier_that_is_still_opening_can_be_closed_again(monkeypatch: 
     await opening
 
 
-async def test_an_engine_that_leaves_the_routes_while_it_is_paused_is_resumed() -> None:
+async def test_paused_engine_that_leaves_the_routes_is_resumed() -> None:
     w = world()
     await (await close(w))
     w.gateway.set_routes(routes(w, "e0"))
@@ -216,7 +216,7 @@ async def test_an_engine_that_leaves_the_routes_while_it_is_paused_is_resumed() 
     assert [backend.id for backend in w.fleet] == ["e0"]
 
 
-async def test_an_engine_that_was_left_out_and_leaves_the_routes_is_resumed() -> None:
+async def test_excluded_engine_that_leaves_the_routes_is_resumed() -> None:
     w = world()
     await (await close(w))
     await open_barrier(w, 1, without=("e1",))
@@ -229,8 +229,8 @@ async def test_an_engine_that_was_left_out_and_leaves_the_routes_is_resumed() ->
 
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("mode", list(PauseMode))
-async def test_an_engine_that_moves_house_while_the_barrier_is_closed(mode: PauseMode, first: bool) -> None:
-    """What it had does not stay frozen at the old one, and does not run there either."""
+async def test_engine_changes_its_address_while_barrier_is_closed(mode: PauseMode, first: bool) -> None:
+    """Its requests neither stay frozen on the old server nor run there."""
     w = world(1)
     old = w.engines["e0"]
     w.engines["e0"] = new = FakeEngine(url="http://new")
@@ -266,7 +266,7 @@ async def test_an_engine_that_moves_house_while_the_barrier_is_closed(mode: Paus
         assert not new.paused
 
 
-async def test_who_is_given_a_place_as_the_barrier_closes_is_taken_back() -> None:
+async def test_request_placed_as_the_barrier_closes_is_withdrawn() -> None:
     w = world(1)
     w.fleet.routing = replace(w.fleet.routing, queue_depth=1)
     w.engines["e0"].can_pause = False
@@ -279,7 +279,7 @@ async def test_who_is_given_a_place_as_the_barrier_closes_is_taken_back() -> Non
             assert behind.records[0].engine is None
             backend = w.fleet.get(EngineId("e0"))
             assert backend is not None
-            w.fleet.release(backend, ahead.records[0])  # its place is given on, and who waited for it is not awake yet
+            w.fleet.release(backend, ahead.records[0])  # its place has gone to the next waiter, which has not run yet
             closing = asyncio.create_task(w.gateway.barrier.close(order(w, PauseMode.ABORT)))
             await w.settle()
             assert behind.records[0].engine is None
@@ -289,7 +289,7 @@ async def test_who_is_given_a_place_as_the_barrier_closes_is_taken_back() -> Non
             await w.settle()
 
 
-async def test_a_version_that_is_told_while_the_barrier_is_open_holds_for_all_engines() -> None:
+async def test_version_set_while_barrier_is_open_applies_to_all_engines() -> None:
     w = world()
     w.engines["e1"].die()
     await (await close(w))
@@ -307,7 +307,7 @@ async def test_a_version_that_is_told_while_the_barrier_is_open_holds_for_all_en
 # --- contexts that are too short --------------------------------------------------------------------------------------
 
 
-async def test_an_engine_with_a_longer_context_that_is_gone_keeps_nobody_from_moving() -> None:
+async def test_removed_engine_with_longer_context_does_not_block_moves() -> None:
     w = world(3)
     for name in ("e0", "e1"):
         w.engines[name].model_length = 40
@@ -325,7 +325,7 @@ async def test_an_engine_with_a_longer_context_that_is_gone_keeps_nobody_from_mo
         await finish(w, job)
 
 
-async def test_a_request_moves_between_engines_that_are_both_too_short() -> None:
+async def test_request_moves_between_engines_with_equally_short_context() -> None:
     w = world(3)
     for name in ("e0", "e1"):
         w.engines[name].model_length = 40
@@ -344,7 +344,7 @@ async def test_a_request_moves_between_engines_that_are_both_too_short() -> None
         await finish(w, job)
 
 
-async def test_nobody_is_held_for_an_engine_whose_context_is_too_short() -> None:
+async def test_request_is_not_held_for_engine_with_too_short_context() -> None:
     w = world(2)
     w.engines["e0"].model_length = 40
     w.gateway.set_routes([])
@@ -363,7 +363,7 @@ async def test_nobody_is_held_for_an_engine_whose_context_is_too_short() -> None
 # --- tasks ------------------------------------------------------------------------------------------------------------
 
 
-async def test_who_is_held_and_leaves_leaves_no_task_behind() -> None:
+async def test_cancelled_held_request_leaves_no_task() -> None:
     w = world(1)
     before = asyncio.all_tasks()
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30)):
@@ -376,7 +376,7 @@ async def test_who_is_held_and_leaves_leaves_no_task_behind() -> None:
     assert asyncio.all_tasks() == before
 
 
-async def test_a_place_that_comes_free_as_its_waiter_leaves_goes_to_the_next() -> None:
+async def test_place_of_leaving_waiter_goes_to_the_next() -> None:
     w = world(1)
     w.fleet.routing = replace(w.fleet.routing, queue_depth=1)
     running = {}
@@ -398,7 +398,7 @@ async def test_a_place_that_comes_free_as_its_waiter_leaves_goes_to_the_next() -
     assert backend.waiting == 0
 
 
-async def test_an_engine_that_goes_before_it_could_be_paused_is_not_paused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_engine_that_leaves_before_its_pause_is_not_paused(monkeypatch: pytest.MonkeyPatch) -> None:
     w = world()
     e1 = w.fleet.get(EngineId("e1"))
     assert e1 is not None

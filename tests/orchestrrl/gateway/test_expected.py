@@ -1,4 +1,4 @@
-"""Engines that are being started: requests wait for them, and for no longer than they are expected."""
+"""Requests wait for engines that are being started, but no longer than these are expected."""
 
 import asyncio
 
@@ -24,7 +24,7 @@ PATIENCE_S = 5.0
 
 
 def tell(w: World, *names: str, draining: str = "", expected: str = "", for_s: float = 0.0) -> None:
-    """The routes, and which engines are expected for how long yet; names apart by blanks."""
+    """Set the routes and the expected engines with their remaining time. Names are separated by spaces."""
     routes = [
         EngineRoute(EngineId(name), f"http://{name}", EngineHealth.OK, draining=name in draining) for name in names
     ]
@@ -42,7 +42,7 @@ async def move(w: World, source: str, target: str, hold_s: float = 0.0, request:
 
 
 async def park(w: World, for_s: float = 60.0) -> None:
-    """Request `r`, on e0, waits for e1, which is expected."""
+    """Park request `r`, on e0, for e1, which is expected."""
     await begun(w, 5)
     tell(w, "e0", draining="e0", expected="e1", for_s=for_s)
     assert (await move(w, "e0", "e1")).done
@@ -55,7 +55,7 @@ def kept(w: World) -> str:
     return "".join(line for line in text.splitlines() if line.startswith("orchestrrl_gateway_requests_kept{"))
 
 
-async def test_it_is_kept_beyond_its_hold_and_goes_on_when_the_engine_comes() -> None:
+async def test_parked_request_continues_when_expected_engine_starts() -> None:
     w = world(2, stall_s=20.0)
     tell(w, "e0")
     watching = asyncio.create_task(w.gateway.watch())
@@ -64,7 +64,7 @@ async def test_it_is_kept_beyond_its_hold_and_goes_on_when_the_engine_comes() ->
         tell(w, "e0", draining="e0", expected="e1", for_s=60.0)
         assert (await move(w, "e0", "e1", hold_s=2.0)).done
         (record,) = job.records
-        await w.clock.advance(55.0)  # also beyond `stall_s`
+        await w.clock.advance(55.0)  # longer than `stall_s`
         assert record.engine is None
         (view,) = w.gateway.report().in_flight
         assert (view.engine, view.state, view.generated_tokens) == (None, RequestState.WAITING, 5)
@@ -81,7 +81,7 @@ async def test_it_is_kept_beyond_its_hold_and_goes_on_when_the_engine_comes() ->
     watching.cancel()
 
 
-async def test_an_engine_that_was_suspect_is_believed_once_it_has_been_started_again() -> None:
+async def test_suspected_engine_is_trusted_after_its_restart() -> None:
     w = world(2)
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30)) as job:
         await begun(w, 5)
@@ -101,7 +101,7 @@ async def test_an_engine_that_was_suspect_is_believed_once_it_has_been_started_a
         assert_undisturbed(job, PROMPT, 30)
 
 
-async def test_rolled_back_it_is_released_at_once_to_whoever_is_there() -> None:
+async def test_parked_request_is_released_when_engine_is_no_longer_expected() -> None:
     w = world(2)
     tell(w, "e0")
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30)) as job:
@@ -115,7 +115,7 @@ async def test_rolled_back_it_is_released_at_once_to_whoever_is_there() -> None:
         assert_undisturbed(job, PROMPT, 30)
 
 
-async def test_a_daemon_that_dies_leaves_nobody_waiting_for_longer() -> None:
+async def test_requests_stop_waiting_at_the_deadline_if_the_daemon_dies() -> None:
     w = world(2, engine_wait_s=PATIENCE_S)
     tell(w, "e0")
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30)) as job:
@@ -124,7 +124,7 @@ async def test_a_daemon_that_dies_leaves_nobody_waiting_for_longer() -> None:
             await w.clock.advance(59.9)
             assert not job.done
             assert not new.done
-            assert len(w.fleet.queue) == 1  # the other is kept
+            assert len(w.fleet.queue) == 1  # the other stays parked
             await w.clock.advance(0.2)
             assert len(w.fleet.queue) == 2
             assert not w.fleet.expected
@@ -134,7 +134,7 @@ async def test_a_daemon_that_dies_leaves_nobody_waiting_for_longer() -> None:
                 assert failed.failure.status == 503
 
 
-async def test_who_arrives_while_none_can_be_used_is_served_in_order() -> None:
+async def test_requests_without_usable_engine_are_served_in_order() -> None:
     w = world(1, engine_wait_s=PATIENCE_S)
     tell(w, expected="e0", for_s=60.0)
     async with w.gateway.request_group(w.ask(prompt=PROMPT, n=6, max_tokens=3)) as job:
@@ -148,7 +148,7 @@ async def test_who_arrives_while_none_can_be_used_is_served_in_order() -> None:
         assert job.failure is None
 
 
-async def test_one_that_is_expected_but_refused_the_request_is_nothing_to_wait_for() -> None:
+async def test_request_does_not_wait_for_expected_engine_that_refused_it() -> None:
     w = world(1, engine_wait_s=PATIENCE_S)
     tell(w, expected="e0", for_s=60.0)
     record = w.ask(prompt=PROMPT, max_tokens=3).records[0]
@@ -159,13 +159,13 @@ async def test_one_that_is_expected_but_refused_the_request_is_nothing_to_wait_f
         place.result()
 
 
-async def test_a_held_request_can_be_sent_elsewhere() -> None:
+async def test_held_request_can_be_redirected() -> None:
     w = world(3)
     tell(w, "e0")
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30)) as job:
         await park(w)
         (record,) = job.records
-        # To another that is expected, and then to one that is there.
+        # First to another expected engine, then to a usable one.
         tell(w, "e0", draining="e0", expected="e1 e2", for_s=60.0)
         assert (await move(w, "", "e2")).done
         await w.settle()
@@ -174,16 +174,16 @@ async def test_a_held_request_can_be_sent_elsewhere() -> None:
         await w.settle()
         assert record.engine is None
         result = await move(w, "", "e1")
-        assert (result.done, result.recomputed_tokens) == (True, 0)  # what it takes was told when it was held
+        assert (result.done, result.recomputed_tokens) == (True, 0)  # its tokens were reported when it was parked
         assert record.engine == "e1"
-        # By now it is somewhere.
+        # The request now runs on an engine.
         assert (await move(w, "", "e2")).detail == "is now on e1"
         await finish(w, job)
         assert_undisturbed(job, PROMPT, 30)
         assert record.moves == 1
 
 
-async def test_one_in_the_queue_can_be_sent_somewhere_and_not_just_anywhere() -> None:
+async def test_queued_request_can_be_redirected_to_a_usable_engine() -> None:
     w = world(2)
     tell(w, "e0", draining="e0")
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=5)) as job:
@@ -204,7 +204,7 @@ async def test_one_in_the_queue_can_be_sent_somewhere_and_not_just_anywhere() ->
         assert_undisturbed(job, PROMPT, 5)
 
 
-async def test_a_client_that_leaves_while_its_request_is_kept_leaves_nothing() -> None:
+async def test_client_disconnect_removes_a_parked_request() -> None:
     w = world(2)
     tell(w, "e0")
     job = w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30))
@@ -220,7 +220,7 @@ async def test_a_client_that_leaves_while_its_request_is_kept_leaves_nothing() -
     assert not w.engines["e1"].seen
 
 
-async def test_a_kept_request_can_be_cancelled_also_right_after_it_was_sent_elsewhere() -> None:
+async def test_parked_request_can_be_cancelled_after_redirect() -> None:
     w = world(3)
     tell(w, "e0")
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30)) as job:
@@ -234,7 +234,7 @@ async def test_a_kept_request_can_be_cancelled_also_right_after_it_was_sent_else
         assert not (await move(w, "", "e1")).done
 
 
-async def test_the_engine_comes_while_the_barrier_is_closed() -> None:
+async def test_expected_engine_starts_while_barrier_is_closed() -> None:
     w = world(2)
     tell(w, "e0", "e1", draining="e1")
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30)) as job:
@@ -259,7 +259,7 @@ async def test_the_engine_comes_while_the_barrier_is_closed() -> None:
         assert_undisturbed(job, PROMPT, 30)
 
 
-async def test_a_stream_just_pauses() -> None:
+async def test_stream_pauses_while_its_request_is_parked() -> None:
     w = world(2)
     tell(w, "e0")
     read: list[int] = []

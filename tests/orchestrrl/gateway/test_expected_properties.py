@@ -1,5 +1,5 @@
-"""Engines that are being started, come, do not come, and are no longer expected, in any order: who waits has a reason
-to, who gives up had none, nothing is lost and nothing comes twice."""
+"""Engines are expected, start, fail to start and are no longer expected, in any order. Requests wait only with a
+reason, expire only without one, and no token is lost or duplicated."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -31,15 +31,15 @@ acts = st.one_of(
     st.tuples(st.just("ask"), st.integers(1, 20), st.booleans()),
     st.tuples(st.just("step"), st.integers(1, 3)),
     st.tuples(st.just("advance"), st.sampled_from((1, 5, 25))),  # quanta
-    # The routes, and which engines are expected for how many quanta.
+    # The routes, and the expected engines with their remaining quanta.
     st.tuples(
         st.just("routes"),
         st.tuples(*[st.sampled_from(("in", "out", "draining"))] * ENGINES),
         st.frozensets(engines),
         st.sampled_from((0, 3, 20, 60)),
     ),
-    st.tuples(st.just("arrive")),  # all that are expected have started
-    st.tuples(st.just("silence"), st.frozensets(engines), st.sampled_from((3, 20))),  # out, expected, and then nothing
+    st.tuples(st.just("arrive")),  # all expected engines have started
+    st.tuples(st.just("silence"), st.frozensets(engines), st.sampled_from((3, 20))),  # out, expected, then forgotten
     st.tuples(st.just("move"), st.integers(0, 5), engines, st.sampled_from((0.0, 0.0, 3.0, 15.0))),
     st.tuples(st.just("move_all"), engines),
     st.tuples(st.just("restart"), engines),  # the engine's process
@@ -52,7 +52,7 @@ acts = st.one_of(
 
 @dataclass(eq=False)
 class Order:
-    """What the test told the gateway of one request, and has seen of it since."""
+    """The test's orders for one request, and the observed state of the request."""
 
     engine: str
     until_s: float
@@ -68,7 +68,7 @@ class Client:
     read: list[int] = field(default_factory=list)
     order: Order | None = None
     left: bool = False
-    seen: bool = False  # it was given up, and that was looked at
+    seen: bool = False  # it failed, and the failure was checked
 
     @property
     def record(self) -> RequestRecord:
@@ -95,7 +95,7 @@ class Story:
     def now_s(self) -> float:
         return self.w.clock.now_s()
 
-    # --- what is so, as the test has it ---
+    # --- the expected state ---
 
     def usable(self, name: str) -> bool:
         backend = self.w.fleet.get(EngineId(name))
@@ -197,7 +197,7 @@ class Story:
             else:
                 self.orders.add(moving)
 
-    # --- what must hold ---
+    # --- invariants ---
 
     async def check(self) -> None:
         await self.w.settle()
@@ -229,7 +229,7 @@ class Story:
             waiting_since_s = {waiter.record.id: waiter.since_s for waiter in self.w.fleet.queue}
             if client.record.id in waiting_since_s:
                 assert not any(map(self.usable, NAMES))
-                # Nobody waits for ever.
+                # No request waits forever.
                 if self.alone_since_s is not None:
                     since_s = max(self.alone_since_s, waiting_since_s[client.record.id])
                     assert self.now_s - since_s <= PATIENCE_S + 2 * QUANTUM_S
@@ -257,7 +257,7 @@ class Story:
             assert client.read == made
 
     async def end(self) -> None:
-        """Nobody says anything any more, as when the daemon has died: all ends by itself."""
+        """Stop all orders, as if the daemon had died, and check that all requests end."""
         for _ in range(300):
             await self.w.step()
             await self.w.clock.advance(QUANTUM_S)
@@ -277,7 +277,7 @@ class Story:
 
 
 @given(st.lists(acts, min_size=3, max_size=25))
-def test_any_order_of_engines_that_are_expected(story: list[tuple[object, ...]]) -> None:
+def test_requests_survive_any_order_of_expected_engines(story: list[tuple[object, ...]]) -> None:
     async def run() -> None:
         before = asyncio.all_tasks()
         told = Story()

@@ -1,4 +1,4 @@
-"""What is counted when requests go on after their engine failed, and that it reaches the daemon once."""
+"""The failover counters, and that each failover is reported to the daemon once."""
 
 import asyncio
 from collections.abc import Sequence
@@ -38,20 +38,20 @@ async def ended(w: World, jobs: Sequence[RunningGroup]) -> None:
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 5])
-async def test_the_requests_of_a_dead_engine_count_with_their_contexts(tokens: int) -> None:
+async def test_failovers_of_a_dead_engine_count_recomputed_contexts(tokens: int) -> None:
     w = world()
     jobs = await begun(w, 6, tokens)
     victims = [job for job in jobs if job.records[0].engine == E0]
     assert len(victims) == 3
     w.engines[E0].die()
     await w.settle()
-    assert not w.fleet.failovers.totals  # they have not gone on yet
+    assert not w.fleet.failovers.totals  # they have not continued yet
     await ended(w, jobs)
     computed = 3 if tokens else 0
     assert w.fleet.failovers.totals == {E0: FailoverCounts(3, computed, computed * (len(PROMPT) + tokens))}
 
 
-async def test_an_engine_that_gives_its_requests_up_counts_as_failed() -> None:
+async def test_engine_that_aborts_requests_counts_as_failed() -> None:
     w = world()
     jobs = await begun(w, 1, 2)
     w.engines[E0].give_up_all()
@@ -60,7 +60,7 @@ async def test_an_engine_that_gives_its_requests_up_counts_as_failed() -> None:
     assert w.fleet.failovers.totals == {E0: FailoverCounts(1, 1, len(PROMPT) + 2)}
 
 
-async def test_an_engine_that_hangs_counts_as_failed() -> None:
+async def test_stalled_engine_counts_as_failed() -> None:
     w = world(stall_s=10.0)
     watching = asyncio.create_task(w.gateway.watch())
     jobs = await begun(w, 1, 2)
@@ -71,7 +71,7 @@ async def test_an_engine_that_hangs_counts_as_failed() -> None:
     assert w.fleet.failovers.totals == {E0: FailoverCounts(1, 1, len(PROMPT) + 2)}
 
 
-async def test_a_request_whose_engines_die_one_after_the_other_is_recomputed_once() -> None:
+async def test_request_on_successively_dying_engines_is_recomputed_once() -> None:
     w = world(engines=3)
     jobs = await begun(w, 1, 4)
     w.engines[E0].die()
@@ -84,7 +84,7 @@ async def test_a_request_whose_engines_die_one_after_the_other_is_recomputed_onc
     assert w.fleet.failovers.totals == {E0: FailoverCounts(1, 1, context), E1: FailoverCounts(1, 0, 0)}
 
 
-async def test_what_does_not_go_on_is_no_failover() -> None:
+async def test_request_that_does_not_continue_is_no_failover() -> None:
     w = world(engine_wait_s=5.0, failures=2)
     complete, failing = await begun(w, 2, 3, max_tokens=4)
     w.engines[str(complete.records[0].engine)].step()  # its last token is there, unread
@@ -98,7 +98,7 @@ async def test_what_does_not_go_on_is_no_failover() -> None:
         await job.__aexit__()
 
 
-async def test_a_move_is_no_failover() -> None:
+async def test_move_is_no_failover() -> None:
     w = world()
     jobs = await begun(w, 1, 3)
     moving = move(w, E1, "r0", source=E0)
@@ -109,7 +109,7 @@ async def test_a_move_is_no_failover() -> None:
     assert not w.fleet.failovers.totals
 
 
-async def test_an_answer_that_begins_anew_has_its_prompt_recomputed() -> None:
+async def test_restarted_answer_counts_its_prompt_as_recomputed() -> None:
     w = world()
     jobs = await begun(w, 1, 5, presence_penalty=0.5)
     w.engines[str(jobs[0].records[0].engine)].die()
@@ -117,7 +117,7 @@ async def test_an_answer_that_begins_anew_has_its_prompt_recomputed() -> None:
     assert w.fleet.failovers.totals == {E0: FailoverCounts(1, 1, len(PROMPT))}
 
 
-async def test_the_metrics_page_has_them_by_engine() -> None:
+async def test_metrics_page_has_failovers_by_engine() -> None:
     w = world()
     registry = CollectorRegistry()
     registry.register(GatewayCollector(w.gateway))
@@ -131,7 +131,7 @@ async def test_the_metrics_page_has_them_by_engine() -> None:
     assert tokens == 2 * (len(PROMPT) + 3)
 
 
-async def test_a_report_carries_them_until_it_is_acknowledged() -> None:
+async def test_failovers_are_reported_until_acknowledged() -> None:
     w = world()
     jobs = await begun(w, 2, 3)
     w.engines[E0].die()
@@ -154,12 +154,12 @@ events = st.lists(
 
 
 @given(events)
-def test_each_failover_counts_once_whatever_is_lost_and_repeated(history: list[tuple[object, ...]]) -> None:
-    """A daemon's totals are of the failovers that came since its start, or were not acknowledged before."""
+def test_each_failover_counts_once_despite_lost_and_repeated_reports(history: list[tuple[object, ...]]) -> None:
+    """A daemon's totals include the failovers since its start, and those that were not acknowledged before."""
     gateway, state, sequence, expected = FailoverCounter(), FleetState(), 0, FailoverCounts()
     unknown: list[FailoverCounts] = []  # counted, and not acknowledged
-    told: list[FailoverCounts] = []  # as new, by the present daemon
-    known = 0  # of these, that the present daemon has been sent
+    told: list[FailoverCounts] = []  # as new, by the current daemon
+    known = 0  # of these, the ones sent to the current daemon
     for at, event in enumerate(history):
         match event:
             case ("count", str() as engine, tokens):
@@ -186,7 +186,7 @@ def test_each_failover_counts_once_whatever_is_lost_and_repeated(history: list[t
     assert sum(told, FailoverCounts()) == expected
 
 
-def test_what_was_never_reported_cannot_be_acknowledged() -> None:
+def test_acknowledgement_of_unsent_report_is_ignored() -> None:
     failovers = FailoverCounter()
     failovers.count(E0, 5, 1.0)
     failovers.acknowledge(7)

@@ -1,4 +1,4 @@
-"""Any JSON is read or refused by name, and what is read can be sent on, continued and looked at without harm."""
+"""Any JSON is accepted or refused with a path, and accepted bodies can be forwarded and continued."""
 
 import json
 from typing import Any
@@ -13,7 +13,7 @@ from orchestrrl.gateway.http.field_types import HttpRefusal, read_json, type_fau
 from orchestrrl.gateway.ledger.pieces import digest_of
 from orchestrrl.gateway.moves.movable import KNOWN_FIELDS, continued
 
-TEXT = st.text(st.characters(categories=None), max_size=6)  # lone surrogates as well
+TEXT = st.text(st.characters(categories=None), max_size=6)  # includes lone surrogates
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | TEXT
 JSON = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3))
 NAMES = st.sampled_from([*sorted(KNOWN_FIELDS), "return_nothing", "not_known"])
@@ -21,7 +21,7 @@ BODIES = st.dictionaries(NAMES, JSON, max_size=4)
 
 
 def fits(value: Any) -> bool:
-    """Can be sent to any engine."""
+    """Return whether the value can be sent to any engine."""
     try:
         json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
     except ValueError:
@@ -30,7 +30,7 @@ def fits(value: Any) -> bool:
 
 
 @given(JSON)
-def test_what_can_be_sent_on_is_read_and_nothing_else(value: Any) -> None:
+def test_read_json_accepts_only_documents_that_can_be_forwarded(value: Any) -> None:
     text = json.dumps(value).encode()
     if fits(value):
         assert read_json(text) == value
@@ -38,11 +38,11 @@ def test_what_can_be_sent_on_is_read_and_nothing_else(value: Any) -> None:
         with pytest.raises(HttpRefusal, match=r"must (be|have)") as raised:
             read_json(text)
         assert raised.value.param is not None
-        raised.value.args[0].encode()  # the message is text, too
+        raised.value.args[0].encode()  # the message must be valid text as well
 
 
 @given(st.binary(max_size=40))
-def test_bytes_that_are_no_json_are_refused(data: bytes) -> None:
+def test_invalid_json_is_refused(data: bytes) -> None:
     try:
         value = read_json(data)
     except HttpRefusal:
@@ -52,7 +52,7 @@ def test_bytes_that_are_no_json_are_refused(data: bytes) -> None:
 
 @pytest.mark.parametrize("depth", [1, 127, 128, 129, 500])
 @pytest.mark.parametrize("kind", ["list", "object"])
-def test_nesting_is_bounded(depth: int, kind: str) -> None:
+def test_nesting_depth_is_bounded(depth: int, kind: str) -> None:
     opening, closing = ("[", "]") if kind == "list" else ('{"a":', "}")
     text = (opening * depth + "1" + closing * depth).encode()
     if depth <= 128:
@@ -63,7 +63,7 @@ def test_nesting_is_bounded(depth: int, kind: str) -> None:
 
 
 @given(st.sampled_from(CompletionEndpoint), BODIES)
-def test_any_body_is_read_or_refused_by_name(endpoint: CompletionEndpoint, fields: dict[str, Any]) -> None:
+def test_any_body_is_accepted_or_refused_with_a_path(endpoint: CompletionEndpoint, fields: dict[str, Any]) -> None:
     needed = {"prompt": "a"} if endpoint is CompletionEndpoint.COMPLETIONS else {"messages": [{"role": "user"}]}
     refused_for = ""
     try:
@@ -85,7 +85,7 @@ def test_any_body_is_read_or_refused_by_name(endpoint: CompletionEndpoint, field
 
 
 @given(st.sampled_from(CompletionEndpoint), BODIES)
-def test_types_are_settled_once(endpoint: CompletionEndpoint, body: dict[str, Any]) -> None:
+def test_known_fields_have_one_type(endpoint: CompletionEndpoint, body: dict[str, Any]) -> None:
     if type_faults(endpoint, body):
         return
     settled = with_types(endpoint, body)
@@ -95,7 +95,7 @@ def test_types_are_settled_once(endpoint: CompletionEndpoint, body: dict[str, An
     assert all(settled[name] == value or value != value for name, value in body.items())
 
 
-def test_whole_numbers_and_flags_may_be_written_as_engines_allow() -> None:
+def test_integral_floats_and_numeric_flags_are_accepted() -> None:
     body = {"max_tokens": 16.0, "stream": 1, "echo": None, "temperature": 1, "logprobs": 2.0}
     assert with_types(CompletionEndpoint.COMPLETIONS, body) == {**body, "max_tokens": 16, "stream": True, "logprobs": 2}
     assert type_faults(CompletionEndpoint.CHAT, {"logprobs": 2}) == {"logprobs": "must be true or false, got 2"}
@@ -104,8 +104,8 @@ def test_whole_numbers_and_flags_may_be_written_as_engines_allow() -> None:
     }
 
 
-def test_a_messages_content_may_have_texts_among_its_parts() -> None:
-    """As vLLM takes them."""
+def test_message_content_may_contain_plain_texts() -> None:
+    """vLLM accepts the same."""
     parts = ["a", {"type": "text", "text": "b"}]
     assert type_faults(CompletionEndpoint.CHAT, {"messages": [{"role": "user", "content": parts}]}) == {}
     assert type_faults(CompletionEndpoint.CHAT, {"messages": [{"role": "user", "content": [1]}]})

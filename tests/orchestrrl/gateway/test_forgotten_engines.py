@@ -1,4 +1,4 @@
-"""An engine that has left the routes keeps no connection, whoever still had something to ask it."""
+"""A forgotten engine keeps no connection, even if a call was still in progress."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ URL = "http://e0"
 
 
 class Line:
-    """Opened by whatever is asked, as those of real engines are."""
+    """An engine client whose connection is opened by any call, as in real clients."""
 
     def __init__(self) -> None:
         self.url = URL
@@ -38,7 +38,7 @@ class Line:
 
 def harness() -> tuple[VirtualClock, EngineBackends, EngineBackend, Line]:
     clock, line = VirtualClock(), Line()
-    engine: Any = line  # what else an engine can do is not asked here
+    engine: Any = line  # these tests call no other methods
     fleet = EngineBackends(lambda url: engine, clock=clock)
     fleet.set_routes([EngineRoute(ENGINE, URL)])
     backend = fleet.get(ENGINE)
@@ -46,8 +46,8 @@ def harness() -> tuple[VirtualClock, EngineBackends, EngineBackend, Line]:
     return clock, fleet, backend, line
 
 
-async def test_a_request_that_is_ended_there_afterwards() -> None:
-    """A moved request's old engine is told so when its last one has left, and it with it."""
+async def test_late_abort_on_forgotten_engine_closes_its_connection() -> None:
+    """The abort of a moved request reaches its old engine after that engine has been forgotten."""
     clock, fleet, backend, line = harness()
     fleet.set_routes([])
     fleet.in_background(fleet.abort(backend, "r"))
@@ -55,7 +55,7 @@ async def test_a_request_that_is_ended_there_afterwards() -> None:
     assert (line.opened, line.is_open) == (1, False)
 
 
-async def test_one_that_was_believed_dead() -> None:
+async def test_recheck_of_forgotten_engine_closes_its_connection() -> None:
     clock, fleet, backend, line = harness()
     fleet.suspect(backend, "it does not answer")
     await clock.advance(0.1)
@@ -64,7 +64,7 @@ async def test_one_that_was_believed_dead() -> None:
     assert (line.opened, line.is_open) == (1, False)
 
 
-async def test_one_that_stays_keeps_its_connection() -> None:
+async def test_routed_engine_keeps_its_connection() -> None:
     _, fleet, backend, line = harness()
     await fleet.abort(backend, "r")
     assert line.is_open

@@ -1,6 +1,6 @@
-"""All parts of the gateway at once, in any order: asks, clients that leave and come back, engines, moves, routes,
-engines that are expected, barriers, policy versions, groups, queue and ledger, and a gateway that ends and is started
-again on the same ledger."""
+"""All parts of the gateway together, in any order: requests, clients that leave and return, engines, moves, routes,
+expected engines, barriers, policy versions, groups, queue and ledger, and a gateway that is restarted on the same
+ledger."""
 
 import asyncio
 import gc
@@ -43,15 +43,15 @@ from tests.orchestrrl.gateway.fakes import FakeEngine, RunningGroup, logprob_of,
 ENGINES = ("e0", "e1", "e2")
 LEASE_S = 20.0
 LONGER_THAN_ANY_S = 1e6
-HANGS_AFTER_S = 60.0  # a test that hangs tells nothing
+HANGS_AFTER_S = 60.0  # bounds a test that hangs
 
 engines = st.sampled_from(ENGINES)
-some = st.integers(0, 5)  # of those who are there
+some = st.integers(0, 5)  # among the connected clients
 
 
 @dataclass(frozen=True)
 class Want:
-    """What one client asks."""
+    """The request of one client."""
 
     n: int
     stream: bool
@@ -94,7 +94,7 @@ acts = st.one_of(
     st.tuples(st.just("ask"), wants),
     st.tuples(st.just("step"), st.integers(1, 4)),
     st.tuples(st.just("step"), st.integers(1, 4)),
-    st.tuples(st.just("make"), engines),  # tokens are on their way, and not yet read
+    st.tuples(st.just("make"), engines),  # tokens have been sent but not yet read
     st.tuples(st.just("advance"), st.sampled_from((0.1, 1.0, 12.0, 50.0))),
     st.tuples(st.just("leave"), some),
     st.tuples(st.just("again"), some),
@@ -121,7 +121,7 @@ class Client:
     want: Want
     job: RunningGroup | None = None
     task: "asyncio.Task[None] | None" = None
-    read: dict[RequestId, tuple[list[int], list[str]]] = field(default_factory=dict)  # by this connection
+    read: dict[RequestId, tuple[list[int], list[str]]] = field(default_factory=dict)  # over this connection
     ends: int = 0
 
     @property
@@ -136,7 +136,7 @@ class Client:
 
 
 class Story:
-    """One sequence of acts, and what must hold in between."""
+    """Runs one sequence of acts and checks the invariants between them."""
 
     def __init__(self, path: Path | None, depth: int, policy: str) -> None:
         self.clock = VirtualClock(1000.0)
@@ -147,15 +147,15 @@ class Story:
         self.urls: dict[str, str] = {}
         self.draining: set[str] = set()
         self.out: set[str] = set()
-        self.expected: tuple[list[EngineId], float] = [], 0.0  # which engines, and until when
+        self.expected: tuple[list[EngineId], float] = [], 0.0  # the expected engines and their deadline
         for name in ENGINES:
             self.build(name)
         self.clients: list[Client] = []
         self.tasks: set[asyncio.Task[Any]] = set()
         self.leases = 0
         self.refused = False
-        self.orphans: set[str] = set()  # paused by a gateway that is no more; the next one sees to those that it has
-        self.versions: dict[tuple[RequestId, int], int | None] = {}  # of each token, as its engine had it
+        self.orphans: set[str] = set()  # paused by an ended gateway; the next one resumes those in its routes
+        self.versions: dict[tuple[RequestId, int], int | None] = {}  # the version of each token, as on its engine
         self.gateway: Gateway
         self.watching: asyncio.Task[None]
 
@@ -190,7 +190,7 @@ class Story:
         await self.settle()
 
     async def finish(self) -> None:
-        """As the service does it: the pause barrier, the clients, the ledger, the rest."""
+        """Shut down in the order of the service: the pause barrier, the clients, the ledger, and the other parts."""
         await self.driven(self.gateway.barrier.stop())
         for client in self.clients:
             if client.task is not None:
@@ -228,7 +228,7 @@ class Story:
     async def act(self, act: tuple[Any, ...]) -> None:
         kind, *about = act
         if kind in ("open", "tell", "restart", "routes"):
-            await self.settle()  # tokens that are on their way are read before versions change
+            await self.settle()  # sent tokens are read before versions change
         await getattr(self, f"act_{kind}")(*about)
         if kind != "make":
             await self.settle()
@@ -265,7 +265,7 @@ class Story:
             client.task.cancel()
 
     async def act_again(self, number: int) -> None:
-        """With the ledger it is the same request, else a new one under an old name."""
+        """Repeat a request id. With the ledger it is the same request, otherwise a new one."""
         gone = [client for client in self.clients if not client.there]
         if gone:
             await self.settle()
@@ -286,7 +286,7 @@ class Story:
         self.make(self.engine(name))
 
     def make(self, harness: FakeEngine) -> None:
-        """A token each, under the version that the gateway takes the engine to have."""
+        """Generate one token per request, with the engine's version according to the gateway."""
         before = {name: len(attempt.context) for name, attempt in harness.attempts.items()}
         on = {
             record.attempt_id: (record, relay.backend)
@@ -365,7 +365,7 @@ class Story:
             self.gateway.barrier.renew(closed.lease, self.clock.now_s() + LEASE_S)
 
     async def act_tell(self) -> None:
-        """Engines that missed new weights have them by now."""
+        """Set the version of engines that missed new weights."""
         newest = self.fleet.policy_version
         if newest is not None:
             await self.gateway.barrier.set_version(tuple(backend.id for backend in self.fleet), newest)
@@ -380,7 +380,7 @@ class Story:
         assert all(record.done for record in self.gateway.groups.members(group))
 
     async def act_write(self) -> None:
-        """The ledger's look at what answers have grown by."""
+        """Collect the growth of the answers into the ledger."""
         if self.gateway.store is not None:
             if self.gateway.store._progress is not None:
                 self.gateway.store._progress.cancel()
@@ -391,7 +391,7 @@ class Story:
         known = {backend.id: backend.policy_version for backend in self.fleet}
         outdated = {backend.id for backend in self.fleet if backend.outdated}
         await self.finish()
-        for harness in self.harnesses.values():  # and what the engines had paused for it, its successor finds
+        for harness in self.harnesses.values():  # and its successor finds the engines that it had paused
             harness.attempts.clear()
         self.orphans |= {harness.url for harness in self.harnesses.values() if harness.paused}
         if newest is not None:
@@ -401,10 +401,10 @@ class Story:
     def begin_task(self, work: Any) -> None:
         self.tasks.add(asyncio.create_task(work))
 
-    # --- what must hold ---
+    # --- invariants ---
 
     async def driven(self, work: Awaitable[Any]) -> Any:
-        """Its outcome, in whatever time that takes, but not for ever."""
+        """Drive the world until the awaitable is done, and return its result."""
         task = asyncio.ensure_future(work)
         for _ in range(1000):
             await self.settle()
@@ -442,7 +442,7 @@ class Story:
             return
         assert task.exception() is None or isinstance(task.exception(), DuplicateRequest), task.exception()
         if task.exception() is not None:
-            raise AssertionError("nobody else has this name") from task.exception()
+            raise AssertionError("the id is not in use") from task.exception()
         if job.failure is not None:
             statuses = {400} if self.refused else set()
             statuses |= {502} if client.want.immovable and client.want.stream else set()
@@ -481,7 +481,7 @@ class Story:
             assert_counts(backend)
 
     async def end(self) -> None:
-        """Nobody does anything any more: all goes on by itself."""
+        """End all interventions, and check that all requests complete."""
         for harness in self.harnesses.values():
             self.mend(harness)
         self.out = set()
@@ -508,7 +508,7 @@ class Story:
 
 
 def assert_counts(backend: EngineBackend) -> None:
-    """The running totals are what counting says."""
+    """Check the running totals against a fresh count."""
     running = [record for record in backend.records.values() if record.state is RequestState.RUNNING]
     waiting = [record for record in backend.records.values() if record.state is RequestState.WAITING]
     assert backend.running == len(running)
@@ -552,6 +552,8 @@ def play(story: list[tuple[Any, ...]], path: Path | None, depth: int, policy: st
     depth=st.sampled_from((0, 1, 3)),
     policy=st.sampled_from(sorted(STRATEGIES)),
 )
-def test_any_order_of_everything(story: list[tuple[Any, ...]], kept: bool, depth: int, policy: str) -> None:
+def test_gateway_survives_any_order_of_all_events(
+    story: list[tuple[Any, ...]], kept: bool, depth: int, policy: str
+) -> None:
     with ledger(kept) as path:
         play(story, path, depth, policy)

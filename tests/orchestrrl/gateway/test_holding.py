@@ -1,4 +1,4 @@
-"""A request that is moved to an engine that is yet to come waits for it at the gateway, and loses nothing."""
+"""A request that is moved to an engine that has not started waits for it in the gateway, and loses no tokens."""
 
 import asyncio
 
@@ -15,7 +15,7 @@ async def hold(w: World, source: str, target: str, hold_s: float) -> OperationIt
     move = RequestMove(RequestId("r"), EngineId(source), EngineId(target), hold_s)
     moving = asyncio.create_task(w.gateway.move([move]))
     await w.settle()
-    if not moving.done():  # its destination answers with its next token
+    if not moving.done():  # the move completes with the next token on its destination
         await w.step()
     (result,) = await moving
     return result
@@ -27,9 +27,9 @@ async def begun(w: World, tokens: int) -> None:
         await w.step()
 
 
-async def test_it_goes_on_at_the_engine_it_waited_for() -> None:
+async def test_held_request_continues_on_the_awaited_engine() -> None:
     w = world(2)
-    # e1 is known to the test's connections, but not routed to yet.
+    # The test can connect to e1, but no route leads to it yet.
     w.fleet.set_routes([EngineRoute(EngineId("e0"), "http://e0")])
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30)) as job:
         await begun(w, 5)
@@ -48,7 +48,7 @@ async def test_it_goes_on_at_the_engine_it_waited_for() -> None:
         assert record.moves == 1
 
 
-async def test_an_engine_that_never_comes_leaves_it_to_the_others() -> None:
+async def test_held_request_goes_to_another_engine_after_the_hold() -> None:
     w = world(2)
     w.fleet.set_routes([EngineRoute(EngineId("e0"), "http://e0")])
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30)) as job:
@@ -62,7 +62,7 @@ async def test_an_engine_that_never_comes_leaves_it_to_the_others() -> None:
         assert_undisturbed(job, PROMPT, 30)
 
 
-async def test_an_engine_that_is_there_already_takes_it_at_once() -> None:
+async def test_usable_engine_accepts_the_move_at_once() -> None:
     w = world(2)
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30)) as job:
         await begun(w, 3)
@@ -74,7 +74,7 @@ async def test_an_engine_that_is_there_already_takes_it_at_once() -> None:
         assert_undisturbed(job, PROMPT, 30)
 
 
-async def test_without_holding_it_stays() -> None:
+async def test_request_stays_without_hold_time() -> None:
     w = world(1)
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30)) as job:
         await begun(w, 3)
@@ -82,7 +82,7 @@ async def test_without_holding_it_stays() -> None:
         assert job.records[0].engine == "e0"
 
 
-async def test_an_answer_that_was_complete_is_not_waited_for() -> None:
+async def test_complete_answer_does_not_wait_for_the_engine() -> None:
     w = world(1)
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=5)) as job:
         await begun(w, 4)

@@ -1,4 +1,4 @@
-"""Clients that mean harm or fare badly: too much, too slow, gone half-way. Memory and waits are bound."""
+"""Malicious or failing clients: too much data, too slow, disconnected half-way. Memory and waits are bounded."""
 
 import asyncio
 import socket
@@ -20,7 +20,7 @@ def usual(body: bytes) -> bytes:
 
 @dataclass
 class Served:
-    """What a body asks for: `wait` for ever, `tidy` up after that, `large` answers; any other is said back."""
+    """A server that acts on the body: `wait` forever, `tidy` up after that, `large` answers; others are echoed."""
 
     harness: HttpServer
     port: int
@@ -34,7 +34,7 @@ class Served:
 
     @property
     def unread_bytes(self) -> int:
-        """Written for all clients, and still in this process."""
+        """Return the bytes written for all clients that are still in this process."""
         return sum(
             connection._transport.get_write_buffer_size()
             for connection in self.harness.connections
@@ -50,7 +50,7 @@ class Served:
         return await asyncio.open_connection(sock=client)
 
     async def until_quiet(self) -> None:
-        """Until nothing has been asked for a while."""
+        """Wait until no request has arrived for a while."""
         before = -1
         while before != len(self.seen):
             before = len(self.seen)
@@ -82,8 +82,8 @@ async def read_large(reader: asyncio.StreamReader, answers: int) -> None:
         left_bytes -= (await reader.read(1 << 20)).count(b"~")
 
 
-async def test_answers_that_nobody_reads_are_not_piled_up(served: Served) -> None:
-    """A client sends one request after the other and reads nothing: it is held back, and gets all once it reads."""
+async def test_unread_answers_do_not_accumulate(served: Served) -> None:
+    """A client that pipelines requests without reading is blocked, and receives all answers once it reads."""
     reader, writer = await served.connect(receive_bytes=4096)
     requests = 40
     writer.write(usual(b"large") * requests)
@@ -96,21 +96,21 @@ async def test_answers_that_nobody_reads_are_not_piled_up(served: Served) -> Non
     writer.close()
 
 
-async def test_requests_sent_ahead_are_not_piled_up(served: Served) -> None:
+async def test_pipelined_requests_do_not_accumulate(served: Served) -> None:
     _, writer = await served.connect()
     writer.write(usual(b"wait") + usual(b"x" * 1000) * 60_000)
     async with asyncio.timeout(DEADLINE_S):
         while not served.seen:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.2)
-        assert served.connection._ahead_bytes <= MOST_AHEAD_BYTES + (1 << 18)  # asyncio reads so much at once
+        assert served.connection._ahead_bytes <= MOST_AHEAD_BYTES + (1 << 18)  # asyncio reads this much at once
         writer.transport.abort()
 
 
 @pytest.mark.parametrize(
     "part", [b"P", LINE, b"GET /metrics HTTP/1.1\r\n", b"SEARC", LINE + b"Content-Length: 5\r\n\r\nabcd"]
 )
-async def test_a_request_that_does_not_end_is_refused(
+async def test_incomplete_request_is_refused_after_the_timeout(
     served: Served, part: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "REQUEST_WITHIN_S", 0.2)
@@ -127,7 +127,7 @@ async def test_a_request_that_does_not_end_is_refused(
             await asyncio.sleep(0.01)
 
 
-async def test_a_connection_between_requests_is_in_no_hurry(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_idle_connection_has_no_timeout(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "REQUEST_WITHIN_S", 0.05)
     reader, writer = await served.connect()
     async with asyncio.timeout(DEADLINE_S):
@@ -144,7 +144,7 @@ async def test_a_connection_between_requests_is_in_no_hurry(served: Served, monk
 @pytest.mark.parametrize("size", [4, 70_000, 1_000_000])
 @pytest.mark.parametrize("is_followed", [False, True])
 @pytest.mark.parametrize("half", [True, False])
-async def test_a_client_that_closes_either_side_has_left(
+async def test_half_closed_connection_cancels_its_request(
     served: Served, half: bool, is_followed: bool, size: int
 ) -> None:
     asked = b"tidy".ljust(size)
@@ -160,12 +160,12 @@ async def test_a_client_that_closes_either_side_has_left(
         while not served.tidied or served.harness.connections:
             await asyncio.sleep(0.01)
     assert not served.harness.busy
-    assert served.seen == [asked]  # what it sent ahead is not begun for nobody
+    assert served.seen == [asked]  # its pipelined requests are not started
     writer.close()
 
 
-async def test_what_is_cut_at_the_end_can_tidy_up(served: Served) -> None:
-    """The connection is lost while its request is being cancelled: that must not cancel it a second time."""
+async def test_request_cancelled_at_close_can_clean_up(served: Served) -> None:
+    """The loss of a connection must not cancel its request a second time while the request is being cancelled."""
     _, writer = await served.connect()
     writer.write(usual(b"tidy"))
     async with asyncio.timeout(DEADLINE_S):
@@ -176,7 +176,7 @@ async def test_what_is_cut_at_the_end_can_tidy_up(served: Served) -> None:
     writer.close()
 
 
-async def test_an_answer_that_is_still_being_read_keeps_the_harness_busy(served: Served) -> None:
+async def test_server_is_busy_while_an_answer_is_being_read(served: Served) -> None:
     reader, writer = await served.connect(receive_bytes=4096)
     async with asyncio.timeout(DEADLINE_S):
         writer.write(usual(b"large") * 10)
@@ -190,7 +190,7 @@ async def test_an_answer_that_is_still_being_read_keeps_the_harness_busy(served:
     writer.close()
 
 
-async def test_a_client_that_reads_nothing_of_its_refusal_is_not_waited_for_long(
+async def test_refused_client_that_reads_nothing_is_disconnected(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "LINGER_S", 0.1)
@@ -202,7 +202,7 @@ async def test_a_client_that_reads_nothing_of_its_refusal_is_not_waited_for_long
             await asyncio.sleep(0.01)
 
 
-async def test_the_last_answers_of_a_connection_are_whole_while_it_is_full(served: Served) -> None:
+async def test_last_answers_on_a_full_connection_are_complete(served: Served) -> None:
     reader, writer = await served.connect(receive_bytes=4096)
     async with asyncio.timeout(DEADLINE_S):
         writer.write(usual(b"large") * 8 + b"GET /x HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n")
@@ -214,7 +214,7 @@ async def test_the_last_answers_of_a_connection_are_whole_while_it_is_full(serve
     assert answer.endswith(b"<>")
 
 
-async def test_a_body_of_many_small_pieces(served: Served) -> None:
+async def test_body_of_many_small_pieces_is_accepted(served: Served) -> None:
     reader, writer = await served.connect()
     body = bytes(range(256)) * 8
     async with asyncio.timeout(DEADLINE_S):

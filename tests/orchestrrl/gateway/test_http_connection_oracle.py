@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from orchestrrl.gateway.http.connections import HttpAnswer, HttpConnection, HttpRequest, HttpServer
 
-# An answer that has not come after so many turns of the event loop waits for more of its request: not after a time, in
-# which a machine may have stood still. Who answers is in the same loop.
+# An answer that has not arrived after this many turns of the event loop waits for more of its request. Turns are
+# counted instead of time, since the host may stall; the servers run in the same loop.
 QUIET_TURNS = 30
 TURN_S = 0.01
 PATHS = ("/v1/completions", "/v1/chat/completions")
@@ -24,7 +24,7 @@ LAST = b"GET /last HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n"
 
 @dataclass(frozen=True)
 class Both:
-    """Two ports that answer alike: the gateway's server, and aiohttp's."""
+    """Two servers with the same handler: the gateway's, and aiohttp's."""
 
     door_port: int
     plain_port: int
@@ -69,7 +69,7 @@ async def both() -> Both:
 
 
 async def answers(port: int, pieces: list[bytes], *, one_by_one: bool = False) -> list[tuple[int, bytes]]:
-    """Status and body of each answer; that of a refusal is not compared, and neither is what stands after one."""
+    """Return the status and body of each answer. Bodies of refusals, and anything after a refusal, are not compared."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     found: list[tuple[int, bytes]] = []
 
@@ -101,7 +101,7 @@ async def answers(port: int, pieces: list[bytes], *, one_by_one: bool = False) -
 
 
 async def _quiet(reading: "asyncio.Task[None]", found: list[tuple[int, bytes]], but_for: int | None = None) -> None:
-    """Until it has ended, or nothing more is found, or, where that is told, more than so many are."""
+    """Wait until the connection has ended, no more answers arrive, or, if given, `more_than` answers have arrived."""
     before, turns = len(found), 0
     while not reading.done() and turns < QUIET_TURNS and (but_for is None or len(found) <= but_for):
         await asyncio.sleep(TURN_S)
@@ -115,7 +115,7 @@ async def _answer(reader: asyncio.StreamReader) -> tuple[int, bytes] | None:
     except (asyncio.IncompleteReadError, ConnectionError):
         return None
     status = int(head.split(b" ")[1])
-    status = 400 if status == 431 else status  # aiohttp's parser has one status for all faults of a head
+    status = 400 if status == 431 else status  # aiohttp's parser returns one status for all faults of a head
     length = next((int(line[15:]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")), 0)
     return status, await reader.readexactly(length) if status == 200 else b""
 
@@ -126,7 +126,8 @@ def cut(data: bytes, cuts: list[int]) -> list[bytes]:
 
 
 async def by_both(requests: list[bytes], cuts: list[int]) -> tuple[list[tuple[int, bytes]], list[tuple[int, bytes]]]:
-    """aiohttp is given one request at a time: it drops good ones that come together with a bad one."""
+    """Compare both servers. aiohttp receives one request at a time, since it drops valid ones together with a bad
+    one."""
     served = await both()
     try:
         return await asyncio.gather(
@@ -200,19 +201,19 @@ SHAPES = {
     "tls": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
     "too long a body": request(b"abc" + SMUGGLED, length=b"3"),
 }
-# What follows on these in one piece spoils them for aiohttp, too.
+# aiohttp also refuses these if further data follows in one piece.
 ENDING = {"http 1.0", "close", "closed twice", "upgrade"}
 
 
 @pytest.mark.parametrize("name", SHAPES)
-async def test_every_shape_is_answered_as_aiohttp_does(name: str) -> None:
+async def test_every_request_shape_is_answered_like_aiohttp(name: str) -> None:
     after = [] if name in ENDING else [LAST]
     for requests in ([SHAPES[name], *after], [request(b"before"), SHAPES[name], *after]):
         ours, theirs = await by_both(requests, [])
         assert ours == theirs
 
 
-async def test_a_body_that_is_to_be_too_large_is_refused_before_it_comes() -> None:
+async def test_too_large_content_length_is_refused_before_the_body() -> None:
     ours, theirs = await by_both([request(b"abc", length=b"99999999")], [])
     assert (ours, theirs) == ([(413, b"")], [])  # aiohttp waits for it
 
@@ -221,13 +222,13 @@ async def test_a_body_that_is_to_be_too_large_is_refused_before_it_comes() -> No
     st.lists(st.sampled_from(sorted(SHAPES.keys() - ENDING)), min_size=1, max_size=4),
     st.lists(st.integers(0, 800), max_size=12),
 )
-def test_any_requests_one_after_the_other_cut_anywhere(names: list[str], cuts: list[int]) -> None:
+def test_pipelined_requests_cut_anywhere_match_aiohttp(names: list[str], cuts: list[int]) -> None:
     ours, theirs = asyncio.run(by_both([*(SHAPES[name] for name in names), LAST], cuts))
-    # What was handed over may be dropped by aiohttp for a bad one that came with it, as above.
+    # aiohttp may drop requests that arrive together with a bad one, as above.
     assert ours == theirs or (ours[-1][0] == 400 and ours[:-1] == theirs[: len(ours) - 1])
 
 
-async def test_a_request_may_be_cut_at_every_byte() -> None:
+async def test_request_may_be_cut_at_every_byte() -> None:
     requests = [SHAPES["usual"], SHAPES["chunked"], LAST]
     ours, theirs = await by_both(requests, list(range(sum(map(len, requests)))))
     assert ours == theirs

@@ -1,4 +1,4 @@
-"""Requests that are wrong as HTTP or as JSON: refused in one line of the gateway's log."""
+"""Requests with invalid HTTP or JSON are refused, with one line in the gateway's log."""
 
 import asyncio
 import gzip
@@ -32,7 +32,7 @@ def chatting(messages: Any) -> bytes:
     return request(json.dumps({"messages": messages}).encode(), path=CHAT_PATH.encode())
 
 
-# By what is wrong: the bytes, the status, and what the message names.
+# By fault: the bytes, the status, and a part of the message.
 WRONG: dict[str, tuple[bytes, int, str]] = {
     "version": (b"POST /v1/completions HTTP/9.9\r\nHost: h\r\n\r\n", 400, "version"),
     "header": (b"GET / HTTP/1.1\r\nHost h\r\n\r\n", 400, "header"),
@@ -87,7 +87,7 @@ WRONG: dict[str, tuple[bytes, int, str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-async def test_what_is_wrong_is_named_in_the_answer_and_in_one_line_of_the_log(harness: HttpHarness, name: str) -> None:
+async def test_fault_is_named_in_the_response_and_in_one_log_line(harness: HttpHarness, name: str) -> None:
     data, wanted, message = WRONG[name]
     status, answer = await harness.send(data)
     error = json.loads(answer)["error"]
@@ -100,7 +100,7 @@ async def test_what_is_wrong_is_named_in_the_answer_and_in_one_line_of_the_log(h
     assert (await harness.post(SANE))[0] == 200
 
 
-async def test_all_faults_are_told_at_once(harness: HttpHarness) -> None:
+async def test_all_faults_are_reported_at_once(harness: HttpHarness) -> None:
     _, answer = await harness.send(asking(stop=5, n=0, on_stale="no", min_tokens="a", stream_options={"a": 1}))
     message = json.loads(answer)["error"]["message"]
     assert [part.split(":")[0] for part in message.split("; ")] == [
@@ -112,7 +112,7 @@ async def test_all_faults_are_told_at_once(harness: HttpHarness) -> None:
     ]
 
 
-async def test_what_a_client_breaks_off_is_no_error(harness: HttpHarness) -> None:
+async def test_request_broken_off_by_client_is_no_error(harness: HttpHarness) -> None:
     whole = request(BODY, headers=b"Content-Type: application/json\r\n")
     for stop in range(1, len(whole), 17):
         assert await harness.send(whole[:stop], patience_s=0.01) == (0, b"")
@@ -120,8 +120,8 @@ async def test_what_a_client_breaks_off_is_no_error(harness: HttpHarness) -> Non
     assert (await harness.post(SANE))[0] == 200
 
 
-async def test_requests_that_are_sent_ahead_are_answered_one_by_one(harness: HttpHarness) -> None:
-    """A wrong one between two others: what was right is answered first."""
+async def test_pipelined_requests_are_answered_in_order(harness: HttpHarness) -> None:
+    """An invalid request follows a valid one, which is answered first."""
     wrong, _, _ = WRONG["min_tokens"]
     reader, writer = await asyncio.open_connection("127.0.0.1", harness.port)
     writer.write(request(BODY) + wrong + request(BODY, headers=b"Connection: close\r\n"))
@@ -131,10 +131,10 @@ async def test_requests_that_are_sent_ahead_are_answered_one_by_one(harness: Htt
 
 
 @pytest.mark.parametrize("coding", ["gzip", "x-gzip", "deflate", "raw deflate", "gzip, gzip", "identity"])
-async def test_a_compressed_body_is_read(harness: HttpHarness, coding: str) -> None:
+async def test_compressed_body_is_decompressed(harness: HttpHarness, coding: str) -> None:
     raw = zlib.compressobj(wbits=-zlib.MAX_WBITS)
     bodies = {
-        "gzip": gzip.compress(BODY[:9]) + gzip.compress(BODY[9:]),  # of two members
+        "gzip": gzip.compress(BODY[:9]) + gzip.compress(BODY[9:]),  # with two members
         "x-gzip": gzip.compress(BODY),
         "deflate": zlib.compress(BODY),
         "raw deflate": raw.compress(BODY) + raw.flush(),
@@ -148,15 +148,15 @@ async def test_a_compressed_body_is_read(harness: HttpHarness, coding: str) -> N
     assert harness.engine.asked[0].values("Content-Encoding") == []
 
 
-def test_a_body_that_grows_without_end_is_cut_off() -> None:
+def test_decompressed_body_is_bounded() -> None:
     with pytest.raises(HttpRefusal) as raised:
         decompressed(gzip.compress(b" " * (MOST_BODY_BYTES + 1)), "gzip")
     assert raised.value.status == 413
 
 
 @pytest.mark.parametrize("coding", ["gzip", "deflate"])
-def test_a_body_of_many_members_is_refused(coding: str) -> None:
-    """Each member costs a copy of all that follows it."""
+def test_gzip_body_of_many_members_is_refused(coding: str) -> None:
+    """Each member costs a copy of the data after it."""
     member = gzip.compress(b"") if coding == "gzip" else zlib.compress(b"")
     assert decompressed(member * MOST_MEMBERS, coding) == b""
     with pytest.raises(HttpRefusal, match=r"Content-Encoding: .* at most 16 .*members") as raised:
@@ -164,7 +164,7 @@ def test_a_body_of_many_members_is_refused(coding: str) -> None:
     assert (raised.value.status, raised.value.param) == (400, "Content-Encoding")
 
 
-async def test_no_credential_gets_into_the_log_or_an_answer(harness: HttpHarness) -> None:
+async def test_credentials_appear_in_no_log_or_response(harness: HttpHarness) -> None:
     long = b"Authorization: Bearer " + b"s3cret" * 2_000 + b"\r\n"
     for headers in (SECRET, long, b"Authorization: Bearer s3cret\0\r\n", b"Authorization: Bearer s3cret\r\nbroken\r\n"):
         _, answer = await harness.send(request(BODY, headers=headers))
@@ -184,7 +184,9 @@ async def test_no_credential_gets_into_the_log_or_an_answer(harness: HttpHarness
         (b"GET /%6frchestrrl/requests", 404, "the operator API"),
     ],
 )
-async def test_a_path_is_what_it_is_written_as(harness: HttpHarness, asked: bytes, status: int, words: str) -> None:
+async def test_path_is_matched_after_percent_decoding(
+    harness: HttpHarness, asked: bytes, status: int, words: str
+) -> None:
     got, answer = await harness.send(asked + b" HTTP/1.1\r\nHost: h\r\n\r\n")
     assert (got, words in json.loads(answer)["error"]["message"]) == (status, True)
 
@@ -194,7 +196,7 @@ async def test_a_path_is_what_it_is_written_as(harness: HttpHarness, asked: byte
     "body",
     [{"error": {"message": "no", "type": "t", "param": "p", "code": 422}}, {"detail": "not so"}, {"error": "no"}],
 )
-async def test_an_engines_own_refusal_goes_through_as_it_is_and_at_once(
+async def test_engine_refusal_is_forwarded_unchanged_without_retry(
     harness: HttpHarness, stream: bool, body: dict[str, Any]
 ) -> None:
     harness.engine.refuses = lambda _: web.json_response(body, status=422)

@@ -1,4 +1,4 @@
-"""Requests that are spoilt at random, from seeds that stay the same; `http_fuzz.py` runs more of them by hand."""
+"""Randomly mutated requests from fixed seeds. Run `http_fuzz.py` for more of them."""
 
 import random
 
@@ -11,9 +11,9 @@ INPUTS = 300
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-async def test_whatever_clients_send_is_answered_or_refused_and_breaks_nothing(seed: int) -> None:
+async def test_random_requests_are_answered_or_refused(seed: int) -> None:
     async with http_harness() as harness:
         statuses = await fuzz(harness, INPUTS, random.Random(seed))
-    assert statuses[200] > INPUTS // 50  # some of what is odd is lawful
+    assert statuses[200] > INPUTS // 50  # some mutations give valid requests
     assert statuses[400] > INPUTS // 3
     assert statuses[415]

@@ -1,4 +1,4 @@
-"""The record of a request, and what is kept and told of those that ended."""
+"""The record of a request, and the summaries and reports of ended requests."""
 
 import pytest
 
@@ -11,7 +11,7 @@ def record(name: str = "r", *, streaming: bool = True, **more: object) -> Reques
     return RequestRecord(RequestId(name), CompletionEndpoint.COMPLETIONS, {}, streaming, 100.0, 16, **more)  # type: ignore[arg-type]
 
 
-def test_a_record_grows_and_hands_out_each_delta_once() -> None:
+def test_record_returns_each_delta_once() -> None:
     r = record()
     r.begin_attempt(EngineId("e0"), 101.0)
     assert (r.attempt_id, r.state, r.prompt_tokens) == ("r~1", RequestState.WAITING, 1)
@@ -27,14 +27,14 @@ def test_a_record_grows_and_hands_out_each_delta_once() -> None:
     assert (summary.generated_tokens, summary.finish_reason, summary.duration_s) == (4, "length", 4.0)
 
 
-def test_prompt_ids_are_those_of_the_first_attempt() -> None:
+def test_prompt_ids_are_kept_from_the_first_attempt() -> None:
     r = record()
     r.append(Chunk((5,), "a", prompt_token_ids=(1, 2)), "a", None, 1.0)
     r.append(Chunk((6,), "b", prompt_token_ids=(1, 2, 5)), "b", None, 2.0)
     assert r.prompt_ids == (1, 2)
 
 
-def test_what_was_delivered_cannot_be_forgotten() -> None:
+def test_delivered_answer_cannot_start_over() -> None:
     r = record(immovable_because="stop: x")
     r.append(Chunk((5,), "a"), "a", None, 1.0)
     assert r.fixed_because
@@ -47,7 +47,7 @@ def test_what_was_delivered_cannot_be_forgotten() -> None:
 
 
 @pytest.mark.parametrize("relayed", [False, True])
-def test_an_answer_that_starts_over_leaves_nothing(relayed: bool) -> None:
+def test_answer_that_starts_over_is_empty(relayed: bool) -> None:
     def answer(r: RequestRecord) -> list[object]:
         names = "choice_fields answer_fields extras logprobs relayed_answer relayed_tokens text text_complete usage"
         return [list(r.generated_ids), r.versions.spans(1), *(getattr(r, name) for name in names.split())]
@@ -67,7 +67,7 @@ def test_an_answer_that_starts_over_leaves_nothing(relayed: bool) -> None:
     assert (r.text, r.versions.spans(1)) == ("b", (VersionSpan(4, 0, 1),))
 
 
-def test_a_ledger_takes_all_of_an_ask_or_nothing() -> None:
+def test_ledger_adds_all_records_of_a_request_or_none() -> None:
     ledger = Ledger()
     ledger.add(record("a"))
     with pytest.raises(DuplicateRequest):
@@ -75,7 +75,7 @@ def test_a_ledger_takes_all_of_an_ask_or_nothing() -> None:
     assert [r.id for r in ledger] == ["a"]
 
 
-def test_an_ended_request_is_reported_until_it_is_acknowledged() -> None:
+def test_ended_request_is_reported_until_acknowledged() -> None:
     ledger = Ledger()
     names = ["a", "b", "c"]
     records = {name: record(name) for name in names}
@@ -89,14 +89,14 @@ def test_an_ended_request_is_reported_until_it_is_acknowledged() -> None:
     ledger.acknowledge(first)
     _, finished = ledger.report()
     assert [summary.id for summary in finished] == ["b"]
-    ledger.close(records["b"])  # twice is once
-    ledger.acknowledge(second + 100)  # of another life
+    ledger.close(records["b"])  # a repeated acknowledgement has no effect
+    ledger.acknowledge(second + 100)  # from an earlier process
     assert [summary.id for summary in ledger.report()[1]] == ["b"]
     ledger.acknowledge(second)
     assert ledger.report()[1] == ()
 
 
-def test_what_ended_is_bounded() -> None:
+def test_number_of_summaries_is_bounded() -> None:
     ledger = Ledger(keep_finished=3)
     for index in range(10):
         r = record(str(index))

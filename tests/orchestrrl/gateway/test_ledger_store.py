@@ -1,4 +1,4 @@
-"""The ledger on disk: who comes back finds an answer, whatever became of the process that had the request."""
+"""The ledger on disk: a returning client finds its answer, even if the process that served it has died."""
 
 import asyncio
 import random
@@ -63,7 +63,7 @@ async def until_written(path: Path, entry: LedgerEntry) -> None:
         await until(lambda: reader.has(entry.key))
 
 
-async def test_an_answer_is_there_for_who_comes_back(tmp_path: Path) -> None:
+async def test_returning_client_receives_its_complete_answer(tmp_path: Path) -> None:
     async with running(tmp_path / "ledger") as store:
         entry = await entered(store)
         grow(entry.records[0], 1, 2, 3)
@@ -81,7 +81,7 @@ async def test_an_answer_is_there_for_who_comes_back(tmp_path: Path) -> None:
         assert (await entered(store)).records[0].done
 
 
-async def test_an_answer_that_was_not_complete_goes_on(tmp_path: Path) -> None:
+async def test_incomplete_answer_continues(tmp_path: Path) -> None:
     async with running(tmp_path / "ledger") as store:
         for tokens in ((1, 2), (3,), (4, 5)):
             entry = await entered(store)
@@ -94,7 +94,7 @@ async def test_an_answer_that_was_not_complete_goes_on(tmp_path: Path) -> None:
         store.leave(entry)
 
 
-async def test_of_several_answers_each_is_kept(tmp_path: Path) -> None:
+async def test_each_of_several_answers_is_stored(tmp_path: Path) -> None:
     body = {**BODY, "n": 3}
     async with running(tmp_path / "ledger") as store:
         entry = await entered(store, body=body)
@@ -108,7 +108,7 @@ async def test_of_several_answers_each_is_kept(tmp_path: Path) -> None:
         store.leave(again)
 
 
-async def test_a_name_stands_for_one_question(tmp_path: Path) -> None:
+async def test_request_id_is_bound_to_one_body(tmp_path: Path) -> None:
     async with running(tmp_path / "ledger") as store:
         entry = await entered(store)
         grow(entry.records[0], 1)
@@ -118,7 +118,7 @@ async def test_a_name_stands_for_one_question(tmp_path: Path) -> None:
         store.leave(await entered(store))
 
 
-async def test_one_in_flight_is_refused_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_id_in_flight_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "CLAIM_WITHIN_S", 0.7)
     async with running(tmp_path / "ledger") as store, running(tmp_path / "ledger") as other:
         entry = await entered(store)
@@ -134,7 +134,7 @@ async def test_one_in_flight_is_refused_to_others(tmp_path: Path, monkeypatch: p
         other.leave(taken)
 
 
-async def test_what_failed_for_good_is_not_gone_on_with(tmp_path: Path) -> None:
+async def test_request_refused_with_4xx_is_not_continued(tmp_path: Path) -> None:
     async with running(tmp_path / "ledger") as store:
         for status, kept in ((503, [1]), (500, [1]), (400, [])):
             entry = await entered(store)
@@ -147,7 +147,7 @@ async def test_what_failed_for_good_is_not_gone_on_with(tmp_path: Path) -> None:
             store.leave(again)
 
 
-async def test_progress_is_there_before_the_end(tmp_path: Path) -> None:
+async def test_progress_is_stored_before_the_end(tmp_path: Path) -> None:
     async with running(tmp_path / "ledger") as store:
         entry = await entered(store)
         grow(entry.records[0], 1)
@@ -163,7 +163,7 @@ async def test_progress_is_there_before_the_end(tmp_path: Path) -> None:
         store.leave(entry)
 
 
-async def test_what_was_done_in_no_time_is_not_kept_and_its_name_is_free(tmp_path: Path) -> None:
+async def test_short_request_is_not_stored_and_its_id_is_free(tmp_path: Path) -> None:
     async with running(tmp_path / "ledger", from_s=60.0) as store:
         entry = await entered(store)
         grow(entry.records[0], 1)
@@ -172,17 +172,17 @@ async def test_what_was_done_in_no_time_is_not_kept_and_its_name_is_free(tmp_pat
         other = await entered(store, body={**BODY, "temperature": 0.5})
         assert not other.records[0].generated_ids
         grow(other.records[0], 7)
-        await until(lambda: other.named_request is not None)  # what takes longer is
+        await until(lambda: other.named_request is not None)  # longer requests are stored
         store.leave(other)
         with pytest.raises(DuplicateRequest, match="another body"):
             await entered(store)
 
 
-async def test_a_disk_that_fails_stops_nothing(
+async def test_failing_disk_does_not_stop_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(store_module, "RETRY_AFTER_S", 0.05)
-    monkeypatch.setattr(store_module, "PRUNE_EVERY_S", 0.02)  # how long the writer waits for news
+    monkeypatch.setattr(store_module, "PRUNE_EVERY_S", 0.02)  # how long the writer waits for orders
     full = True
     write = AnswerFile.write
 
@@ -198,7 +198,7 @@ async def test_a_disk_that_fails_stops_nothing(
         grow(short.records[0], 1)
         store.leave(short)
         await until(lambda: store.failing != "")
-        await asyncio.sleep(0.3)  # with nothing to write, as with what a full disk takes, it goes on failing
+        await asyncio.sleep(0.3)  # without a successful write, the store stays failing
         assert store.failing
         again = await entered(store, "short")
         assert not again.records[0].generated_ids
@@ -215,7 +215,7 @@ async def test_a_disk_that_fails_stops_nothing(
     assert "full" in told[0]
 
 
-async def test_a_failed_write_opens_the_file_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_file_is_reopened_after_a_failed_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "RETRY_AFTER_S", 0.05)
     write, close = AnswerFile.write, AnswerFile.close
     closed: list[AnswerFile] = []
@@ -243,7 +243,7 @@ async def test_a_failed_write_opens_the_file_again(tmp_path: Path, monkeypatch: 
     assert written[-1] in closed
 
 
-async def test_a_folder_that_comes_later_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_folder_created_later_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "RETRY_AFTER_S", 0.05)
     monkeypatch.setattr(store_module, "PRUNE_EVERY_S", 0.02)
     opened = LedgerStore._opened
@@ -264,9 +264,9 @@ async def test_a_folder_that_comes_later_is_used(tmp_path: Path, monkeypatch: py
         store.leave(entry)
 
 
-async def test_a_writer_without_work_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_idle_writer_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "BATCH_S", 0.01)
-    monkeypatch.setattr(store_module, "PRUNE_EVERY_S", 3600.0)  # only news and the end wake it
+    monkeypatch.setattr(store_module, "PRUNE_EVERY_S", 3600.0)  # only orders and the shutdown wake it
     rounds: list[int] = []
     write = LedgerStore._write
 
@@ -284,7 +284,7 @@ async def test_a_writer_without_work_waits(tmp_path: Path, monkeypatch: pytest.M
         assert len(rounds) < 10
 
 
-async def test_no_ledger_at_all_stops_nothing(tmp_path: Path) -> None:
+async def test_requests_run_without_a_usable_ledger(tmp_path: Path) -> None:
     async with running(tmp_path / "nowhere" / "ledger") as store:
         assert store.failing
         ask = read_completion_request(
@@ -304,12 +304,12 @@ def row(name: str, written_s: float, size: int = 100) -> AnswerRow:
     return AnswerRow(key_of(name), written_s, NamedRequest(name, b"", 0.0), piece)
 
 
-def test_what_is_old_goes_and_what_is_in_hand_stays(tmp_path: Path) -> None:
+def test_pruning_removes_old_but_not_claimed_requests(tmp_path: Path) -> None:
     claims = RequestClaims(tmp_path / "claims")
     in_hand = RequestClaims(tmp_path / "claims")
     with closing(AnswerFile(tmp_path / "ledger")) as file:
         file.write(row(f"r{index}", written_s=float(index)) for index in range(1000))
-        file.write([row("r3", written_s=999.0)])  # it has grown since
+        file.write([row("r3", written_s=999.0)])  # it has grown since then
         assert in_hand.take(key_of("r5"))
         assert file.prune(700.0, 1 << 30, claims.take, claims.free) == 698
         kept = [index for index in range(1000) if file.has(key_of(f"r{index}"))]
@@ -320,7 +320,7 @@ def test_what_is_old_goes_and_what_is_in_hand_stays(tmp_path: Path) -> None:
     in_hand.close()
 
 
-def test_the_file_stays_within_its_bytes_and_gives_space_back(tmp_path: Path) -> None:
+def test_file_stays_within_its_size_and_frees_space(tmp_path: Path) -> None:
     claims = RequestClaims(tmp_path / "claims")
     most_bytes = 2 << 20
     with closing(AnswerFile(tmp_path / "ledger")) as file:
@@ -335,8 +335,8 @@ def test_the_file_stays_within_its_bytes_and_gives_space_back(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_after_a_crash_at_any_batch_each_answer_is_as_it_was(tmp_path: Path, seed: int) -> None:
-    """A crash: the files as they are between two batches, without a word of goodbye."""
+def test_answers_are_intact_after_a_crash_at_any_batch(tmp_path: Path, seed: int) -> None:
+    """A crash is simulated by a copy of the files between two batches."""
     chance = random.Random(seed)
     records = {}
     for name in "abcd":
@@ -370,7 +370,7 @@ def test_after_a_crash_at_any_batch_each_answer_is_as_it_was(tmp_path: Path, see
                     assert len(ids) == written[name]
 
 
-def test_what_is_no_ledger_is_left_alone(tmp_path: Path) -> None:
+def test_file_that_is_not_a_ledger_is_not_changed(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("dear diary, " * 1000)
     with pytest.raises(Permanent, match="not a ledger"):
         check(tmp_path / "text")
@@ -384,7 +384,7 @@ def test_what_is_no_ledger_is_left_alone(tmp_path: Path) -> None:
     check(tmp_path / "new")
 
 
-def test_a_claim_is_held_by_one(tmp_path: Path) -> None:
+def test_claim_has_one_holder(tmp_path: Path) -> None:
     one, other = RequestClaims(tmp_path / "claims"), RequestClaims(tmp_path / "claims")
     keys = [key_of(str(number)) for number in range(2000)] + [2**63 - 1, 0]
     assert all(one.take(key) for key in keys)
@@ -397,7 +397,7 @@ def test_a_claim_is_held_by_one(tmp_path: Path) -> None:
     one.close()
 
 
-def test_flags_that_cannot_be_are_all_told_at_once(tmp_path: Path) -> None:
+def test_all_invalid_flags_are_reported_at_once(tmp_path: Path) -> None:
     flags = ["--engine", "e0=http://127.0.0.1:1", "--ledger", str(tmp_path / "nowhere" / "ledger")]
     result = CliRunner().invoke(application(), ["gateway", *flags])
     assert result.exit_code == 2

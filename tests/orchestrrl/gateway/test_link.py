@@ -1,4 +1,4 @@
-"""The gateway under a daemon's orders, and without the daemon."""
+"""The gateway with a daemon, and after the daemon has gone."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -36,7 +36,7 @@ FAR_S = 1e12
 
 
 class Daemon(agent_pb2_grpc.NodeServicer, telemetry_pb2_grpc.TelemetryServicer):
-    """Keeps what it hears, and sends what the test puts into `orders`."""
+    """A fake daemon that stores the received reports, and sends the operations that the test puts into `orders`."""
 
     def __init__(self) -> None:
         self.hellos: list[agent_pb2.NodeHello] = []
@@ -132,7 +132,7 @@ async def step(harness: Harness, times: int) -> None:
         await asyncio.sleep(0.001)
 
 
-async def test_orders_are_carried_out_and_requests_reported(harness: Harness) -> None:
+async def test_link_carries_out_orders_and_reports_requests(harness: Harness) -> None:
     daemon = harness.daemon
     await eventually(lambda: bool(daemon.hellos))
     assert (daemon.hellos[0].node_id, daemon.hellos[0].kind) == ("g", agent_pb2.NODE_KIND_GATEWAY)
@@ -178,7 +178,7 @@ async def test_orders_are_carried_out_and_requests_reported(harness: Harness) ->
     await eventually(lambda: not daemon.reports[-1].finished and not daemon.reports[-1].in_flight)
 
 
-async def test_engines_that_are_being_started_are_waited_for(harness: Harness) -> None:
+async def test_requests_wait_for_engines_that_are_being_started(harness: Harness) -> None:
     harness.daemon.order("routes", SetRoutes((), (EngineId("e0"),), FAR_S))
     await eventually(lambda: "routes" in harness.daemon.results)
     assert harness.fleet.expected == {"e0"}
@@ -189,7 +189,7 @@ async def test_engines_that_are_being_started_are_waited_for(harness: Harness) -
         assert not harness.fleet.expected
         await step(harness, 60)
         await eventually(lambda: job.done)
-    # One that the gateway holds goes where it is sent: there is no engine that it comes from.
+    # A request that the gateway holds has no source engine.
     harness.daemon.order("none", SetRoutes((), (EngineId("e0"), EngineId("e1")), FAR_S))
     await eventually(lambda: "none" in harness.daemon.results)
     async with harness.gateway.request_group(ask(harness, "s")):
@@ -201,14 +201,14 @@ async def test_engines_that_are_being_started_are_waited_for(harness: Harness) -
         await eventually(lambda: bool(harness.engines["e1"].attempts))
 
 
-async def test_what_gateways_do_not_do_is_said(harness: Harness) -> None:
+async def test_unsupported_orders_are_refused(harness: Harness) -> None:
     harness.daemon.order("nowhere", SetRoutes((EngineRoute(EngineId("e5"), ""),)))
     await eventually(lambda: "nowhere" in harness.daemon.results)
     assert harness.daemon.results["nowhere"].status is OperationStatus.PARTIAL
     assert "e5" in harness.daemon.results["nowhere"].detail
 
 
-async def test_without_the_daemon_its_last_orders_hold(tmp_path: Path) -> None:
+async def test_last_routes_apply_without_the_daemon(tmp_path: Path) -> None:
     harness = Harness(f"unix:{tmp_path}/daemon.sock")
     server = await harness.daemon.serve(harness.address)
     running = asyncio.create_task(harness.link.run())

@@ -1,4 +1,4 @@
-"""Which requests may be continued elsewhere, and the body that continues them."""
+"""The decision whether a request may continue on another engine, and the body that continues it."""
 
 from typing import Any
 
@@ -46,7 +46,7 @@ COMPLETIONS, CHAT = CompletionEndpoint.COMPLETIONS, CompletionEndpoint.CHAT
         {"seed": 7, "temperature": 0.6},
     ],
 )
-def test_what_is_tied_to_where_the_answer_began_stays_and_says_why(body: dict[str, Any]) -> None:
+def test_requests_bound_to_the_answer_start_are_immovable_with_a_reason(body: dict[str, Any]) -> None:
     because = immovable_because(COMPLETIONS, body)
     assert because.split(":")[0] in body
 
@@ -66,7 +66,7 @@ def test_what_is_tied_to_where_the_answer_began_stays_and_says_why(body: dict[st
         {"return_token_ids": True, "return_tokens_as_token_ids": True, "return_prompt_text": True, "user": "u"},
     ],
 )
-def test_what_depends_on_the_context_alone_may_move(body: dict[str, Any]) -> None:
+def test_requests_that_depend_only_on_context_are_movable(body: dict[str, Any]) -> None:
     assert immovable_because(COMPLETIONS, body) == ""
 
 
@@ -85,13 +85,13 @@ def test_what_depends_on_the_context_alone_may_move(body: dict[str, Any]) -> Non
         (COMPLETIONS, {"return_nothing_known": False}, ""),
     ],
 )
-def test_what_only_the_engine_can_answer_is_left_to_it(
+def test_requests_for_engine_only_data_are_relayed(
     endpoint: CompletionEndpoint, body: dict[str, Any], name: str
 ) -> None:
     assert relayed_because(endpoint, body).split(":")[0] == name
 
 
-def test_media_are_not_made_of_tokens() -> None:
+def test_requests_with_media_are_immovable() -> None:
     text = {"role": "user", "content": [{"type": "text", "text": "x"}]}
     image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
     assert immovable_because(CHAT, {"messages": [text, {"role": "assistant", "content": None}]}) == ""
@@ -113,11 +113,11 @@ def test_media_are_not_made_of_tokens() -> None:
         (COMPLETIONS, {"max_tokens": 2**32}, None),
     ],
 )
-def test_how_long_an_answer_may_get(endpoint: CompletionEndpoint, body: dict[str, Any], tokens: int | None) -> None:
+def test_max_answer_tokens(endpoint: CompletionEndpoint, body: dict[str, Any], tokens: int | None) -> None:
     assert max_answer_tokens(endpoint, body) == tokens
 
 
-def test_a_completion_goes_on_with_the_same_parameters() -> None:
+def test_completion_continues_with_the_same_parameters() -> None:
     body = {"model": "m", "prompt": "hi", "temperature": 0.5, "max_tokens": 10, "min_tokens": 2, "logprobs": 1}
     new = continued(COMPLETIONS, {**body, "truncate_prompt_tokens": 5, "suffix": "x"}, [1, 2], [3, 4, 5], 10)
     assert new == {
@@ -131,7 +131,7 @@ def test_a_completion_goes_on_with_the_same_parameters() -> None:
     }
 
 
-def test_a_chat_goes_on_as_a_completion() -> None:
+def test_chat_continues_as_a_completion() -> None:
     body = {"messages": [], "max_completion_tokens": 10, "logprobs": True, "chat_template_kwargs": {}, "top_p": 0.5}
     assert continued(CHAT, body, [1], [2], 10) == {
         "prompt": [1, 2],

@@ -1,4 +1,4 @@
-"""Moves by KV: what engines are told, when KV is not used, and what is said of how a move went."""
+"""Moves by KV transfer: the parameters for engines, the conditions for KV, and the reported results."""
 
 import asyncio
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ R = RequestId("r")
 
 @dataclass
 class Loading:
-    """What the engines' metrics say was loaded, by engine."""
+    """The loaded tokens that the engines' metrics report, by engine."""
 
     w: World
     tokens: dict[str, int | None]
@@ -41,7 +41,7 @@ class Loading:
 
 
 def handing_world(**versions: str) -> tuple[World, Loading]:
-    """Engines e0 and e1 that hand KV of version `c/v1` over, unless told otherwise."""
+    """Return a world whose engines e0 and e1 transfer KV, by default of version `c/v1`."""
     w = world()
     set_versions(w, **{"e0": "c/v1", "e1": "c/v1", **versions})
     return w, Loading(w, {"e0": 0, "e1": 0})
@@ -54,7 +54,7 @@ def set_versions(w: World, **versions: str) -> None:
 
 
 def source_of(w: World) -> tuple[FakeEngine, EngineBackend, FakeEngine, EngineBackend]:
-    """The request's engine, and the other."""
+    """Return the request's engine and the other one."""
     record = w.gateway.ledger.get(R)
     assert record is not None
     assert record.engine is not None
@@ -66,7 +66,7 @@ def source_of(w: World) -> tuple[FakeEngine, EngineBackend, FakeEngine, EngineBa
 
 
 def told(engine: FakeEngine) -> Any:
-    """What the last request to the engine says of KV."""
+    """Return the KV parameters of the engine's last request."""
     params = engine.seen[-1].body.get("kv_transfer_params")
     return None if params is None else params["handover"]
 
@@ -82,7 +82,7 @@ def ordered(source: EngineBackend, target: EngineBackend, method: MoveMethod = M
 
 
 async def carry_out(w: World, order: RequestMove, loading: Loading, loaded: int | None) -> OperationItemResult:
-    """Move; the destination loads so many tokens on the way."""
+    """Carry out a move in which the destination loads this many tokens."""
     moving = asyncio.create_task(w.gateway.move([order]))
     await w.settle()
     before = loading.tokens[order.to_engine]
@@ -101,7 +101,7 @@ async def finish(w: World, job: RunningGroup) -> None:
     assert list(record.generated_ids) == undisturbed(PROMPT, MAX_TOKENS)[0]
 
 
-async def test_a_move_by_kv_names_what_its_source_leaves() -> None:
+async def test_move_by_kv_names_the_entry_of_its_source() -> None:
     w, loading = handing_world()
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=MAX_TOKENS)) as job:
         await begun(w, job)
@@ -114,11 +114,11 @@ async def test_a_move_by_kv_names_what_its_source_leaves() -> None:
         wish = told(there)
         assert (wish["weights"], wish["load"]) == (left["weights"], left["save"])
         assert wish["save"] not in (None, left["save"])
-        assert wish["wait_s"] == 1.5  # half of what recomputing would take
+        assert wish["wait_s"] == 1.5  # half of the predicted recomputation time
         assert (result.done, result.method, result.predicted_s) == (True, MoveMethod.TRANSFER, 0.5)
         assert (result.loaded_tokens, result.recomputed_tokens) == (context - 1, 1)
         assert result.duration_s == pytest.approx(0.4 - 0.1)  # a step took 0.1 s
-        # And back, with what it leaves there.
+        # And back, with the entry that it leaves there.
         context = record.context_tokens
         again = await carry_out(w, ordered(target, source), loading, context - 1)
         assert again.method is MoveMethod.TRANSFER
@@ -127,7 +127,7 @@ async def test_a_move_by_kv_names_what_its_source_leaves() -> None:
 
 
 @pytest.mark.parametrize(("predicted_s", "seen"), [(0.5, False), (2.5, True), (100.0, True)])
-async def test_a_move_that_should_take_long_is_seen_to_its_end(predicted_s: float, seen: bool) -> None:
+async def test_slow_predicted_move_is_awaited_until_it_is_done(predicted_s: float, seen: bool) -> None:
     w, loading = handing_world()
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=MAX_TOKENS)) as job:
         await begun(w, job)
@@ -147,7 +147,7 @@ async def test_a_move_that_should_take_long_is_seen_to_its_end(predicted_s: floa
 @pytest.mark.parametrize(
     ("loaded", "method", "recomputes"), [(0, MoveMethod.RECOMPUTE, True), (None, None, False)], ids=["not", "unknown"]
 )
-async def test_kv_that_did_not_come_is_not_taken_for_a_transfer(
+async def test_missing_kv_is_reported_as_recompute(
     loaded: int | None, method: MoveMethod | None, recomputes: bool
 ) -> None:
     w, loading = handing_world()
@@ -161,8 +161,8 @@ async def test_kv_that_did_not_come_is_not_taken_for_a_transfer(
         await finish(w, job)
 
 
-async def test_kv_of_old_weights_is_never_sent_for() -> None:
-    """Neither where both engines have new ones since the attempt began, nor where one of them has."""
+async def test_kv_of_old_weights_is_not_loaded() -> None:
+    """Neither if both engines have new weights since the attempt began, nor if only one of them has."""
     for changed in (("e0", "e1"), ("e0",), ("e1",)):
         w, loading = handing_world()
         async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=MAX_TOKENS)) as job:
@@ -172,11 +172,11 @@ async def test_kv_of_old_weights_is_never_sent_for() -> None:
             result = await carry_out(w, ordered(source, target), loading, 0)
             assert result.method is MoveMethod.RECOMPUTE
             saves = {"weights": target.route.kv_version, "save": ANY}
-            assert told(there) == (saves if len(changed) == 2 else None)  # with other weights each, neither can take it
+            assert told(there) == (saves if len(changed) == 2 else None)  # with different weights, neither can load it
             await finish(w, job)
 
 
-async def test_weights_that_change_on_the_way_stop_the_load() -> None:
+async def test_weight_change_during_a_move_prevents_the_load() -> None:
     w, _ = handing_world()
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=MAX_TOKENS)) as job:
         await begun(w, job)
@@ -193,7 +193,7 @@ async def test_weights_that_change_on_the_way_stop_the_load() -> None:
         await finish(w, job)
 
 
-async def test_a_request_that_was_ordered_to_recompute_does() -> None:
+async def test_move_by_recompute_loads_no_kv() -> None:
     w, loading = handing_world()
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=MAX_TOKENS)) as job:
         await begun(w, job)
@@ -205,7 +205,7 @@ async def test_a_request_that_was_ordered_to_recompute_does() -> None:
 
 
 @pytest.mark.parametrize("other", ["", "d/v1"])
-async def test_engines_that_nobody_can_take_kv_from_are_told_nothing(other: str) -> None:
+async def test_engine_saves_no_kv_if_no_other_engine_can_load_it(other: str) -> None:
     w, _ = handing_world(e0=other, e1="" if not other else "c/v1")
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=MAX_TOKENS)) as job:
         await begun(w, job)
@@ -214,7 +214,7 @@ async def test_engines_that_nobody_can_take_kv_from_are_told_nothing(other: str)
         await finish(w, job)
 
 
-async def test_a_request_that_cannot_be_continued_leaves_no_kv() -> None:
+async def test_immovable_request_saves_no_kv() -> None:
     w, _ = handing_world()
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=MAX_TOKENS, stop=["never"])) as job:
         await begun(w, job)
@@ -224,8 +224,8 @@ async def test_a_request_that_cannot_be_continued_leaves_no_kv() -> None:
             await w.step()
 
 
-async def test_an_attempt_that_fails_there_is_not_taken_up_with_its_kv_again() -> None:
-    """The entry may be used up."""
+async def test_failed_move_does_not_reuse_the_kv_entry() -> None:
+    """The entry may have been consumed."""
     w, _ = handing_world()
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=MAX_TOKENS)) as job:
         await begun(w, job)
@@ -239,7 +239,7 @@ async def test_an_attempt_that_fails_there_is_not_taken_up_with_its_kv_again() -
         await finish(w, job)
 
 
-async def test_several_that_load_at_once_are_told_apart() -> None:
+async def test_concurrent_loads_are_counted_separately() -> None:
     w, loading = handing_world()
     set_versions(w)
     asks = [w.ask(request_id=f"q{index}", prompt=PROMPT[index:], max_tokens=MAX_TOKENS) for index in range(3)]
@@ -264,8 +264,8 @@ async def test_several_that_load_at_once_are_told_apart() -> None:
         assert [result.loaded_tokens for result in results] == [context - 1 for context in contexts]
 
 
-async def test_a_load_that_is_counted_late_is_not_taken_from_the_next() -> None:
-    """The second request's count begins when the first one's KV has come, and nobody has said so yet."""
+async def test_late_counted_load_is_not_attributed_to_the_next() -> None:
+    """The second request's count begins when the first one's KV has been loaded but not yet counted."""
     w, loading = handing_world()
     backend = w.fleet.get(EngineId("e1"))
     assert backend is not None
@@ -278,13 +278,13 @@ async def test_a_load_that_is_counted_late_is_not_taken_from_the_next() -> None:
     loading.tokens["e1"] = 130
     assert await second.tokens(1000) == 30
     assert backend.loads_open == 0
-    loading.tokens["e1"] = 500  # by another gateway's
+    loading.tokens["e1"] = 500  # by another gateway's request
     third = KvLoadCount(backend)
     await w.settle()
     assert await third.tokens(1000) == 0
 
 
-async def test_an_engine_whose_metrics_cannot_be_read_says_nothing() -> None:
+async def test_load_is_unknown_if_engine_metrics_cannot_be_read() -> None:
     w, loading = handing_world()
 
     async def metrics() -> EngineSample:

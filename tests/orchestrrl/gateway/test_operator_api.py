@@ -1,4 +1,4 @@
-"""The operator API has a listener of its own, and nothing listens off loopback without being told to."""
+"""The operator API has its own listener, and nothing listens beyond loopback without a flag."""
 
 import asyncio
 from pathlib import Path
@@ -36,7 +36,7 @@ REMOTE = ["0.0.0.0:8000", "[::]:8000", "192.0.2.1:8000", "gpu7.example:8000", "[
 LOOPBACK = ["127.0.0.1:8000", "localhost:8000", "[::1]:8000", "127.9.9.9:8000"]
 
 
-def test_the_table_has_every_operator_route() -> None:
+def test_all_operator_routes_are_listed() -> None:
     server = GatewayServer(world().gateway)
     trainers, operator = (
         {(method, path) for path, method in routes} for routes in (server.routes, server.operator_routes)
@@ -48,7 +48,7 @@ def test_the_table_has_every_operator_route() -> None:
 
 
 @pytest.mark.parametrize(("method", "path"), [*OPERATOR, ("GET", "/orchestrrl/"), ("PUT", "/orchestrrl/anything")])
-async def test_the_trainers_port_has_no_operator_route(harness: Harness, method: str, path: str) -> None:
+async def test_trainer_port_has_no_operator_route(harness: Harness, method: str, path: str) -> None:
     async with harness.http.request(method, harness.url + path, json={}) as answer:
         assert answer.status == 404
         message = (await answer.json())["error"]["message"]
@@ -57,7 +57,7 @@ async def test_the_trainers_port_has_no_operator_route(harness: Harness, method:
         assert (await answer.json())["phase"] == "open"
 
 
-async def test_the_operator_api_serves_no_completions(harness: Harness) -> None:
+async def test_operator_api_serves_no_completions(harness: Harness) -> None:
     for path in ("/v1/completions", "/v1/chat/completions"):
         async with harness.http.post(harness.operator_url + path, json={"prompt": PROMPT}) as answer:
             assert answer.status == 404
@@ -70,15 +70,13 @@ async def test_the_operator_api_serves_no_completions(harness: Harness) -> None:
         assert path == "/metrics" or pages[0] == pages[1]
 
 
-async def test_the_version_names_the_operator_api(harness: Harness) -> None:
+async def test_version_endpoint_returns_the_operator_url(harness: Harness) -> None:
     _, told = await harness.get("/version")
     assert told["operator_url"] == harness.operator_url
 
 
 @pytest.mark.parametrize(("host", "asked"), [("0.0.0.0", "127.0.0.1"), ("0.0.0.0", "localhost"), ("::", "[::1]")])
-async def test_an_operator_api_on_all_addresses_is_named_by_that_of_the_asker(
-    harness: Harness, host: str, asked: str
-) -> None:
+async def test_operator_url_on_wildcard_uses_the_clients_host(harness: Harness, host: str, asked: str) -> None:
     server = GatewayServer(harness.gateway)
     try:
         await server.start("127.0.0.1", 0)
@@ -103,7 +101,7 @@ def options(**flags: Any) -> GatewayOptions:
 
 @pytest.mark.parametrize("flag", ["listen", "operator"])
 @pytest.mark.parametrize("address", REMOTE)
-def test_other_machines_are_served_when_that_is_asked_for(flag: str, address: str) -> None:
+def test_non_loopback_address_requires_allow_remote(flag: str, address: str) -> None:
     with pytest.raises(ProblemFaults) as caught:
         options(**{flag: address})
     fault = f"--{flag}: is not a loopback address; add --allow-remote to serve other machines, got {address!r}"
@@ -113,11 +111,11 @@ def test_other_machines_are_served_when_that_is_asked_for(flag: str, address: st
 
 @pytest.mark.parametrize("flag", ["listen", "operator"])
 @pytest.mark.parametrize("address", LOOPBACK)
-def test_loopback_needs_no_permission(flag: str, address: str) -> None:
+def test_loopback_address_needs_no_flag(flag: str, address: str) -> None:
     options(**{flag: address})
 
 
-def test_the_operator_api_is_on_loopback_where_trainers_are_remote() -> None:
+def test_operator_api_stays_on_loopback_with_remote_trainers() -> None:
     found = options(listen="0.0.0.0:8000", allow_remote=True)
     assert (found.host, found.operator_host, found.operator_port) == ("0.0.0.0", "127.0.0.1", 0)
 
@@ -130,23 +128,23 @@ def test_the_operator_api_is_on_loopback_where_trainers_are_remote() -> None:
         ("127.0.0.1:65534", "--operator: must leave ports for --processes 3, got '127.0.0.1:65534'"),
     ],
 )
-def test_an_operator_address_that_is_none_is_refused(operator: str, fault: str) -> None:
+def test_invalid_operator_address_is_refused(operator: str, fault: str) -> None:
     with pytest.raises(ProblemFaults) as caught:
         options(operator=operator, processes=3)
     assert caught.value.faults == [fault]
 
 
-def test_each_process_has_an_operator_port_of_its_own() -> None:
+def test_each_process_has_its_own_operator_port() -> None:
     places = [None, ProcessPlace(0, 8000), ProcessPlace(2, 8000)]
     assert [options(operator="127.0.0.1:9000").operator_port_at(place) for place in places] == [9000, 9000, 9002]
     assert [options().operator_port_at(place) for place in places] == [0, 0, 0]
 
 
-# --- trainers that close the pause barrier
+# --- trainers that use the pause barrier
 
 
-async def test_a_gateway_whose_operator_api_is_out_of_reach_is_no_reason_to_go_without_it(tmp_path: Path) -> None:
-    """Its requests would run while weights change."""
+async def test_weights_are_not_changed_if_operator_api_is_unreachable(tmp_path: Path) -> None:
+    """Otherwise the gateway's requests would run while weights change."""
 
     async def version(_: web.Request) -> web.Response:
         return web.json_response({"operator_url": f"http://127.0.0.1:{free_port()}"})
@@ -159,7 +157,7 @@ async def test_a_gateway_whose_operator_api_is_out_of_reach_is_no_reason_to_go_w
         assert not engine.log
 
 
-async def test_what_is_no_gateway_is_told(tmp_path: Path) -> None:
+async def test_weights_are_not_changed_if_url_is_not_a_gateway(tmp_path: Path) -> None:
     async with servers(2) as (engine, other):
         with pytest.raises(Permanent, match="no weights were changed"):
             await asyncio.to_thread(reload_weights, [engine.url], tmp_path, gateway_url=other.url)

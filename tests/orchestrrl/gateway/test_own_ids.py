@@ -1,4 +1,4 @@
-"""A gateway whose command line calls engines otherwise than the daemon does: one engine, whichever id is used."""
+"""A gateway whose command line uses other engine ids than the daemon: both ids name the same engine."""
 
 import asyncio
 from dataclasses import replace
@@ -21,7 +21,7 @@ LOCAL = "http://127.0.0.1:8001"
 
 
 class Line:
-    """An engine behind a URL, as far as it is asked here."""
+    """A fake engine client with the methods that these tests use."""
 
     def __init__(self, url: str, server: str) -> None:
         self.url = url
@@ -74,7 +74,7 @@ class Harness:
         return record
 
 
-async def test_the_daemons_id_replaces_the_own_one_and_all_that_is_there_stays() -> None:
+async def test_daemon_id_replaces_own_id_and_keeps_requests() -> None:
     harness = Harness(a="http://localhost:8001", b="http://localhost:8002")
     record = harness.put("r", A)
     assert harness.route(e0=LOCAL, b="") == []
@@ -90,13 +90,13 @@ async def test_the_daemons_id_replaces_the_own_one_and_all_that_is_there_stays()
         GatewayEngine(B, "http://localhost:8002"),
     )
     assert not any(line.closed for line in harness.lines[:2])
-    # Again, and from then on, it is the same.
+    # Later routes keep the same backend.
     harness.route(e0=LOCAL, b="")
     assert sorted(backend.id for backend in harness.fleet) == ["b", "e0"]
     await harness.fleet.close()
 
 
-async def test_a_route_to_another_server_leaves_the_own_engine_to_its_requests() -> None:
+async def test_route_to_another_server_keeps_own_engine_until_it_is_empty() -> None:
     harness = Harness(a="http://localhost:8001")
     record = harness.put("r", A)
     harness.route(e0="http://127.0.0.1:8002")
@@ -106,8 +106,8 @@ async def test_a_route_to_another_server_leaves_the_own_engine_to_its_requests()
     await harness.fleet.close()
 
 
-async def test_two_routes_to_one_server_are_not_made_one() -> None:
-    """The daemon's word on what is one engine goes before the gateway's."""
+async def test_two_routes_to_one_server_stay_separate() -> None:
+    """The daemon decides which routes are the same engine."""
     harness = Harness(a="http://localhost:8001")
     harness.route(a="", e0=LOCAL)
     assert sorted(backend.id for backend in harness.fleet) == ["a", "e0"]
@@ -115,7 +115,7 @@ async def test_two_routes_to_one_server_are_not_made_one() -> None:
     await harness.fleet.close()
 
 
-async def test_moves_work_by_both_ids() -> None:
+async def test_moves_accept_both_ids() -> None:
     harness = Harness(a="http://localhost:8001", b="http://localhost:8002")
     harness.route(e0=LOCAL, e1="http://127.0.0.1:8002")
     asked: list[tuple[str, str]] = []
@@ -136,7 +136,7 @@ async def test_moves_work_by_both_ids() -> None:
     await harness.fleet.close()
 
 
-async def test_what_a_server_says_of_itself_finds_the_daemons_id_by_another_address() -> None:
+async def test_server_identity_finds_daemon_id_at_another_address() -> None:
     harness = Harness(a="http://gpu7:8001", b="http://gpu7:8002")
     for backend, server in zip(harness.fleet, ("s1", "s2"), strict=True):
         backend.engine.server = server  # type: ignore[attr-defined]
@@ -152,7 +152,7 @@ async def test_what_a_server_says_of_itself_finds_the_daemons_id_by_another_addr
     await harness.fleet.close()
 
 
-async def test_an_engine_that_cannot_be_read_is_asked_again() -> None:
+async def test_unreadable_engine_is_identified_later() -> None:
     harness = Harness(a="http://gpu7:8001")
     (backend,) = harness.fleet
     backend.engine.server = ""  # type: ignore[attr-defined]
@@ -164,7 +164,7 @@ async def test_an_engine_that_cannot_be_read_is_asked_again() -> None:
     await harness.fleet.close()
 
 
-async def test_a_new_engine_at_an_old_address_is_not_taken_for_the_one_before() -> None:
+async def test_new_engine_at_old_address_is_not_the_previous_one() -> None:
     harness = Harness()
     harness.route(e0=LOCAL)
     record = harness.put("r", E0)
@@ -180,7 +180,7 @@ async def test_a_new_engine_at_an_old_address_is_not_taken_for_the_one_before() 
     await harness.fleet.close()
 
 
-async def test_the_daemons_id_may_change_again() -> None:
+async def test_daemon_id_may_change_again() -> None:
     harness = Harness(a="http://localhost:8001")
     (backend,) = harness.fleet
     harness.put("r", A)
@@ -195,7 +195,7 @@ async def test_the_daemons_id_may_change_again() -> None:
     await harness.fleet.close()
 
 
-async def test_no_login_of_an_engine_goes_to_the_daemon() -> None:
+async def test_engine_credentials_are_not_reported_to_the_daemon() -> None:
     harness = Harness(a="http://user:s3cret@localhost:8001")
     assert harness.own == (GatewayEngine(A, "http://localhost:8001"),)
     await harness.fleet.close()

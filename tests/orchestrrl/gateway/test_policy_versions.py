@@ -1,4 +1,4 @@
-"""Every token tells its policy, and what has become too old is not gone on with."""
+"""Every token has a policy version, and answers beyond their version lag do not continue."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from tests.orchestrrl.gateway.fakes import world
 from tests.orchestrrl.gateway.test_relay import PROMPT, assert_undisturbed, finish
 
 
-async def test_every_token_tells_its_policy() -> None:
+async def test_every_token_has_a_policy_version() -> None:
     w = world()
     await (await close(w, lease="1"))
     await open_barrier(w, 7, lease="1")
@@ -31,7 +31,7 @@ async def test_every_token_tells_its_policy() -> None:
     assert w.gateway.version_lags == {1: 1}
 
 
-async def test_tokens_that_an_engine_gathered_for_a_chunk_count_as_the_older_policys() -> None:
+async def test_tokens_of_a_coalesced_chunk_count_as_the_older_version() -> None:
     w = world(1, coalesce_tokens=3)
     w.engines["e0"].tokens_per_step = 3
     await (await close(w, lease="1"))
@@ -47,7 +47,7 @@ async def test_tokens_that_an_engine_gathered_for_a_chunk_count_as_the_older_pol
         assert record.versions.spans(9) == (VersionSpan(1, 0, 6), VersionSpan(2, 6, 9))
 
 
-async def test_an_engine_that_gathers_none_has_none_from_before_the_change() -> None:
+async def test_tokens_of_single_token_chunks_count_as_the_newer_version() -> None:
     w = world(1)
     await (await close(w, lease="1"))
     await open_barrier(w, 1, lease="1")
@@ -56,13 +56,13 @@ async def test_an_engine_that_gathers_none_has_none_from_before_the_change() -> 
         await w.step()
         await (await close(w, lease="2"))
         await open_barrier(w, 2, lease="2")
-        w.engines["e0"].tokens_per_step = 3  # it was read late: each of these is newer than the change
+        w.engines["e0"].tokens_per_step = 3  # read late, but each of these tokens is newer than the change
         await w.step()
         (record,) = job.records
         assert record.versions.spans(4) == (VersionSpan(1, 0, 1), VersionSpan(2, 1, 4))
 
 
-async def test_a_request_that_would_become_too_old_is_ended_before_it_goes_on() -> None:
+async def test_answer_beyond_its_version_lag_is_ended() -> None:
     w = world()
     await (await close(w, lease="1"))
     await open_barrier(w, 1, lease="1")
@@ -79,7 +79,7 @@ async def test_a_request_that_would_become_too_old_is_ended_before_it_goes_on() 
     assert w.gateway.barrier.stale_total == {OnStale.ABORT: 1}
 
 
-async def test_or_begins_anew() -> None:
+async def test_answer_beyond_its_version_lag_is_restarted() -> None:
     w = world()
     await (await close(w, lease="1"))
     await open_barrier(w, 1, lease="1")
@@ -99,7 +99,7 @@ async def test_or_begins_anew() -> None:
     assert w.gateway.barrier.stale_total == {OnStale.RESTART: 1}
 
 
-async def test_what_the_client_has_had_some_of_cannot_begin_anew() -> None:
+async def test_delivered_answer_beyond_its_version_lag_is_ended() -> None:
     w = world()
     await (await close(w, lease="1"))
     await open_barrier(w, 1, lease="1")
@@ -113,7 +113,7 @@ async def test_what_the_client_has_had_some_of_cannot_begin_anew() -> None:
         assert job.records[0].stop_reason == "max_version_lag"
 
 
-async def test_frozen_requests_may_all_begin_anew_with_new_weights_only() -> None:
+async def test_frozen_requests_restart_only_with_new_weights() -> None:
     w = world()
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30)) as job:
         await w.settle()
@@ -129,7 +129,7 @@ async def test_frozen_requests_may_all_begin_anew_with_new_weights_only() -> Non
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_each_answer_is_counted_once(stream: bool) -> None:
+async def test_version_lag_is_counted_once_per_answer(stream: bool) -> None:
     w = world()
     await (await close(w, lease="1"))
     await open_barrier(w, 9, lease="1")
@@ -138,7 +138,7 @@ async def test_each_answer_is_counted_once(stream: bool) -> None:
     assert w.gateway.version_lags == {0: 1}
 
 
-async def test_a_trainer_may_go_back_to_a_checkpoint() -> None:
+async def test_trainer_may_return_to_an_earlier_version() -> None:
     w = world()
     await (await close(w, lease="1"))
     await open_barrier(w, 9, lease="1")

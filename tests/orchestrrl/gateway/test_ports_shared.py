@@ -1,4 +1,4 @@
-"""A port that several gateway processes share is theirs alone."""
+"""A port shared by several gateway processes is not shared with other gateways."""
 
 import socket
 
@@ -8,7 +8,7 @@ from orchestrrl.core.errors import Permanent
 from orchestrrl.gateway.service import _reserved
 
 
-def test_another_gateways_port_is_not_shared() -> None:
+def test_port_of_another_gateway_is_not_shared() -> None:
     with _reserved("127.0.0.1", 0) as port:
         with socket.socket() as listening:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)

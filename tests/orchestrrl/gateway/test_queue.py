@@ -1,5 +1,5 @@
-"""The queue before the engines: whatever comes and goes, it is first come, first served, nobody is lost, no engine has
-more waiting than it may, and nobody waits while there is room."""
+"""The queue before the engines is first come, first served, and loses no request. No engine has more waiting requests
+than allowed, and no request waits while there is room."""
 
 import asyncio
 import dataclasses
@@ -58,7 +58,7 @@ def slot_of(fleet: EngineBackends, name: str) -> EngineBackend:
 
 
 class World:
-    """Clients, and engines that do what they are told. Keeps its own books of who waits and who has been placed."""
+    """Clients and scripted engines. Keeps its own record of the waiting and the placed requests."""
 
     def __init__(self, depth: int, policy: str) -> None:
         self.clock = VirtualClock()
@@ -67,7 +67,7 @@ class World:
         self.tasks: dict[str, asyncio.Task[None]] = {}
         self.records: dict[str, RequestRecord] = {}
         self.without: dict[str, frozenset[str]] = {}
-        self.lines: tuple[list[str], list[str]] = ([], [])  # again, new: who is not placed yet, in order
+        self.lines: tuple[list[str], list[str]] = ([], [])  # again, new: requests not yet placed, in order
         self.on: dict[str, EngineBackend] = {}
         self.draining: set[str] = set()
         self.placed_in_all = 0
@@ -112,7 +112,7 @@ class World:
         await self.settle()
 
     async def cancel(self, number: int, *, at_once: bool) -> None:
-        """A client leaves, perhaps in the moment in which its place comes free."""
+        """Cancel a client's request, possibly at the moment when its place becomes free."""
         waiting = [*self.lines[0], *self.lines[1]]
         if not waiting:
             return
@@ -121,7 +121,7 @@ class World:
             leaving = next(iter(self.on))
             self.fleet.release(self.on.pop(leaving), self.records[leaving])
         if any(name in backend.reserved for backend in self.fleet):
-            self.placed_in_all += 1  # its wait was over, and counted, before it left
+            self.placed_in_all += 1  # its wait had ended and was counted before it left
         self.tasks[name].cancel()
         for line in self.lines:
             if name in line:
@@ -179,7 +179,7 @@ steps = st.lists(
 
 
 @given(steps=steps, depth=st.integers(1, 3), policy=st.sampled_from(sorted(STRATEGIES)))
-def test_first_come_first_served_and_nobody_is_lost(steps: list[Any], depth: int, policy: str) -> None:
+def test_queue_is_first_come_first_served_and_loses_no_request(steps: list[Any], depth: int, policy: str) -> None:
     async def run() -> None:
         world = World(depth, policy)
         for what, *how in steps:
@@ -196,7 +196,7 @@ def test_first_come_first_served_and_nobody_is_lost(steps: list[Any], depth: int
                     await world.toggle(how[0])
                 case "barrier":
                     await world.barrier()
-        # In the end everybody who stayed has had a place.
+        # In the end, every request that stayed has been placed.
         world.draining = {ENGINES[0]}
         await world.toggle(0)
         if not world.fleet.barrier_open:
@@ -216,8 +216,8 @@ def test_first_come_first_served_and_nobody_is_lost(steps: list[Any], depth: int
     depth=st.integers(1, 4),
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=60),
 )
-def test_on_a_virtual_clock_no_engine_idles_while_somebody_waits(seats: int, depth: int, lengths: list[int]) -> None:
-    """Engines of some seats: a request gets its first token a second after its seat, and holds it for its length."""
+def test_no_engine_idles_while_a_request_waits(seats: int, depth: int, lengths: list[int]) -> None:
+    """Engines with few seats: a request gets its first token one second after its seat, and keeps it for its length."""
 
     async def run() -> None:
         clock = VirtualClock()
@@ -266,21 +266,21 @@ def test_on_a_virtual_clock_no_engine_idles_while_somebody_waits(seats: int, dep
 
 
 def waited(fleet: EngineBackends) -> dict[str, float]:
-    """How many waited no longer than each bound."""
+    """Return the number of requests that waited no longer than each bound."""
     (metric,) = fleet.waits.collect()
     return {sample.labels["le"]: sample.value for sample in metric.samples if "le" in sample.labels}
 
 
-async def test_without_a_depth_nobody_waits_here() -> None:
+async def test_no_request_waits_without_a_queue_depth() -> None:
     fleet = fleet_of(VirtualClock(), depth=0)
     for number in range(100):
         one = record(f"r{number}")
         (await fleet.place(one)).enter(one, 0.0)
     assert [backend.waiting for backend in fleet] == [34, 33, 33]
-    assert set(waited(fleet).values()) == {100}  # for no time
+    assert set(waited(fleet).values()) == {100}  # zero wait
 
 
-async def test_what_others_have_waiting_counts_but_one_place_is_ours() -> None:
+async def test_waiting_requests_of_others_count_except_for_one_place() -> None:
     fleet = fleet_of(VirtualClock(), depth=4, engines=("e0",))
     backend = slot_of(fleet, "e0")
 
@@ -294,10 +294,10 @@ async def test_what_others_have_waiting_counts_but_one_place_is_ours() -> None:
 
     fleet.set_routes(routes(("e0",), waiting=3))
     assert await fill() == 1
-    fleet.set_routes(routes(("e0",), waiting=4))  # ours among them
+    fleet.set_routes(routes(("e0",), waiting=4))  # including this gateway's
     assert backend.waiting_of_others == 3
     assert await fill() == 0
-    # Ours runs by now, but had not yet when the daemon's word was sampled.
+    # This gateway's request runs now, but did not when the daemon sampled the engine.
     one = next(iter(backend.records.values()))
     one.append(Chunk(token_ids=(7,)), "", None, 0.0)
     backend.advance(one, 5, type(one.state).WAITING, 0.0)
@@ -308,7 +308,7 @@ async def test_what_others_have_waiting_counts_but_one_place_is_ours() -> None:
     await fleet.close()
 
 
-async def test_patience_counts_only_while_no_engine_is_there() -> None:
+async def test_patience_counts_only_without_an_eligible_engine() -> None:
     clock = VirtualClock()
     fleet = fleet_of(clock, depth=1, engines=("e0",))
     first, second = record("r0"), record("r1")
@@ -319,7 +319,7 @@ async def test_patience_counts_only_while_no_engine_is_there() -> None:
     fleet.set_routes([])
     await clock.advance(9.0)
     fleet.barrier_open = False
-    await clock.advance(100.0)  # nobody is at fault
+    await clock.advance(100.0)  # the closed barrier does not count
     fleet.barrier_open = True
     await clock.advance(9.0)
     fleet.set_routes(routes(("e0",)))
@@ -334,7 +334,7 @@ async def test_patience_counts_only_while_no_engine_is_there() -> None:
     await fleet.close()
 
 
-async def test_who_leaves_in_the_moment_its_place_comes_free_gives_it_to_the_next() -> None:
+async def test_cancelled_waiter_passes_its_place_to_the_next() -> None:
     fleet = fleet_of(VirtualClock(), depth=1, engines=("e0",))
     backend, first = slot_of(fleet, "e0"), record("r0")
     (await fleet.place(first)).enter(first, 0.0)
@@ -349,7 +349,7 @@ async def test_who_leaves_in_the_moment_its_place_comes_free_gives_it_to_the_nex
     await fleet.close()
 
 
-async def test_an_engine_that_is_no_longer_usable_is_not_chosen_before_that_is_announced() -> None:
+async def test_unusable_engine_is_not_chosen_before_the_announcement() -> None:
     fleet = fleet_of(VirtualClock(), depth=0, engines=("e0", "e1"))
     assert (await fleet.place(record("r0"))).id == "e0"
     slot_of(fleet, "e1").outdated = True
@@ -363,7 +363,7 @@ async def test_an_engine_that_is_no_longer_usable_is_not_chosen_before_that_is_a
     await fleet.close()
 
 
-async def test_who_is_refused_by_all_that_are_there_gives_up_and_holds_up_nobody() -> None:
+async def test_request_without_eligible_engine_expires_and_blocks_no_other() -> None:
     clock = VirtualClock()
     fleet = fleet_of(clock, depth=2, engines=("e0",))
     refused = asyncio.create_task(fleet.place(record("r0", again=True), without=[EngineId("e0")], patience_s=5.0))
@@ -376,7 +376,7 @@ async def test_who_is_refused_by_all_that_are_there_gives_up_and_holds_up_nobody
     await fleet.close()
 
 
-async def test_who_avoids_an_engine_takes_it_only_where_there_is_no_other() -> None:
+async def test_avoided_engine_is_used_only_if_there_is_no_other() -> None:
     fleet = fleet_of(VirtualClock(), depth=1, engines=("e0", "e1"))
     for number in (0, 1):
         one = record(f"r{number}")
@@ -386,7 +386,7 @@ async def test_who_avoids_an_engine_takes_it_only_where_there_is_no_other() -> N
     fleet.release(slot_of(fleet, "e0"), slot_of(fleet, "e0").records[RequestId("r0")])
     await asyncio.sleep(0)
     assert not avoiding.done()
-    assert (await fleet.place(record("r3"))).id == "e0"  # passes it by
+    assert (await fleet.place(record("r3"))).id == "e0"  # it is skipped
     fleet.set_routes(routes(("e0",)))
     assert not avoiding.done()
     fleet.give_back(slot_of(fleet, "e0"), record("r3"))
@@ -394,7 +394,7 @@ async def test_who_avoids_an_engine_takes_it_only_where_there_is_no_other() -> N
     await fleet.close()
 
 
-def test_a_queue_of_thousands_is_looked_through_no_further_than_needed() -> None:
+def test_dispatch_scans_a_long_queue_no_further_than_needed() -> None:
     queue = RequestQueue()
     waiters = [QueuedRequest(record(f"r{number}"), lambda outcome: None) for number in range(10_000)]
     for waiter in waiters:
@@ -415,8 +415,8 @@ def test_a_queue_of_thousands_is_looked_through_no_further_than_needed() -> None
     assert len(queue) == 9_997
 
 
-async def test_whoever_is_placed_may_make_room_at_once() -> None:
-    """As a simulated engine does, which is brought up to date when a request comes."""
+async def test_placed_callback_may_make_room_at_once() -> None:
+    """A simulated engine does so when it updates its state for an arriving request."""
     fleet = fleet_of(VirtualClock(), depth=1, engines=("e0",))
     backend, placed = slot_of(fleet, "e0"), []
 

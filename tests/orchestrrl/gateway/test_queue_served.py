@@ -1,4 +1,4 @@
-"""The queue in front of engines that generate: nothing is lost, who was cut goes first, and everybody can see it."""
+"""The queue in front of generating engines: no request is lost, cut requests go first, and the queue is reported."""
 
 import asyncio
 from contextlib import AsyncExitStack
@@ -25,7 +25,7 @@ PROMPT = list(b"Once upon a time")
 
 
 def queued_world(depth: int, **known: int) -> World:
-    """Two engines of two seats."""
+    """Return a world of engines with two seats each."""
     engines = {f"e{index}": FakeEngine(url=f"http://e{index}", max_sequences=2) for index in range(2)}
     by_url = {engine.url: engine for engine in engines.values()}
     clock = VirtualClock(1000.0)
@@ -34,7 +34,7 @@ def queued_world(depth: int, **known: int) -> World:
     return World(GatewayUnderTest(NodeId("gateway"), fleet, limits=RelayLimits()), engines, clock)
 
 
-async def test_many_requests_through_few_places_and_an_engine_that_dies_meanwhile() -> None:
+async def test_many_requests_survive_few_seats_and_a_dying_engine() -> None:
     w = queued_world(1)
     expected = undisturbed(PROMPT, 10, min_tokens=10)[0]
     async with AsyncExitStack() as stack:
@@ -61,7 +61,7 @@ async def test_many_requests_through_few_places_and_an_engine_that_dies_meanwhil
     assert all(not backend.records and not backend.reserved for backend in w.fleet)
 
 
-async def test_who_was_cut_goes_before_who_is_new() -> None:
+async def test_cut_requests_precede_new_ones() -> None:
     w = queued_world(1)
     async with AsyncExitStack() as stack:
         for number in range(6):
@@ -80,7 +80,7 @@ async def test_who_was_cut_goes_before_who_is_new() -> None:
         assert w.gateway.ledger.get(RequestId("r1")).engine == "e0"  # type: ignore[union-attr]
 
 
-async def test_requests_in_the_queue_are_on_no_engine_and_are_counted() -> None:
+async def test_queued_requests_are_on_no_engine_and_are_counted() -> None:
     w = queued_world(1)
     async with AsyncExitStack() as stack:
         for number in range(5):
@@ -104,7 +104,7 @@ async def test_requests_in_the_queue_are_on_no_engine_and_are_counted() -> None:
         assert 'orchestrrl_gateway_queue_seconds_bucket{le="5.0"} 4.0' in text
 
 
-async def test_where_seats_and_kv_are_known_the_depth_is_of_those_without() -> None:
+async def test_queue_depth_excludes_requests_with_known_seats_and_kv() -> None:
     w = queued_world(1, max_sequences=2, kv_capacity_tokens=10_000, kv_free_tokens=10_000)
     async with AsyncExitStack() as stack:
         for number in range(9):
@@ -114,7 +114,7 @@ async def test_where_seats_and_kv_are_known_the_depth_is_of_those_without() -> N
         assert [backend.waiting for backend in w.fleet] == [
             2,
             2,
-        ]  # they have seats: nobody waits for longer than prefill
+        ]  # they have seats, so none waits longer than a prefill
         await w.step()
         assert [(backend.running, backend.waiting) for backend in w.fleet] == [(2, 1), (2, 1)]
         for _ in range(3):
@@ -123,7 +123,7 @@ async def test_where_seats_and_kv_are_known_the_depth_is_of_those_without() -> N
         assert len(w.fleet.queue) == 3
 
 
-async def test_a_burst_that_leaves_again_leaves_nothing() -> None:
+async def test_cancelled_burst_leaves_no_state() -> None:
     w = queued_world(2)
     jobs = [
         w.gateway.request_group(w.ask(request_id=f"r{number}", prompt=PROMPT, max_tokens=50)) for number in range(500)
@@ -153,7 +153,7 @@ FLAGS = {
 }
 
 
-def test_flags_become_a_routing() -> None:
+def test_flags_set_the_routing_policy() -> None:
     flags = GatewayFlags(
         **FLAGS,  # type: ignore[arg-type]
         engines=["a=http://x", "b=http://y"],
@@ -168,7 +168,7 @@ def test_flags_become_a_routing() -> None:
     assert options.routing == RoutingPolicy("least_tokens", tags, slack=3, queue_depth=5, pools={EngineId("a"): "h20"})
 
 
-def test_bad_flags_are_named_all_at_once() -> None:
+def test_all_invalid_flags_are_reported_at_once() -> None:
     given = GatewayFlags(
         **FLAGS,  # type: ignore[arg-type]
         engines=["a=http://x"],
@@ -186,7 +186,7 @@ def test_bad_flags_are_named_all_at_once() -> None:
     )
 
 
-async def test_an_engines_own_pool_holds_where_the_daemon_names_none() -> None:
+async def test_own_pool_applies_if_the_daemon_names_none() -> None:
     engine = FakeEngine(url="http://e0")
     routing = RoutingPolicy(pools={EngineId("e0"): "h20"})
     fleet = EngineBackends(lambda url: engine, clock=VirtualClock(), routing=routing)

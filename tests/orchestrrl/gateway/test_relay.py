@@ -1,4 +1,4 @@
-"""One request's life: what its client gets, whatever happens to the engines."""
+"""One request's client receives the correct answer, despite engine failures and moves."""
 
 import asyncio
 from collections.abc import Sequence
@@ -46,9 +46,7 @@ def assert_undisturbed(job: RunningGroup, prompt: list[int], max_tokens: int) ->
 
 
 @pytest.mark.parametrize(("stream", "coalesce_tokens"), [(False, 8), (True, 1)])
-async def test_only_what_is_not_streamed_is_asked_for_in_chunks_of_several_tokens(
-    stream: bool, coalesce_tokens: int
-) -> None:
+async def test_only_non_streamed_requests_use_coalesced_chunks(stream: bool, coalesce_tokens: int) -> None:
     w = world(coalesce_tokens=8)
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30, stream=stream)):
         await w.step()
@@ -63,7 +61,7 @@ async def test_only_what_is_not_streamed_is_asked_for_in_chunks_of_several_token
         assert seen == [coalesce_tokens] * 2
 
 
-async def test_a_request_that_nothing_happens_to() -> None:
+async def test_undisturbed_request() -> None:
     w = world()
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30)) as job:
         await finish(w, job)
@@ -73,7 +71,7 @@ async def test_a_request_that_nothing_happens_to() -> None:
 
 
 @pytest.mark.parametrize("tokens_before", range(12))
-async def test_a_move_after_any_token_leaves_no_trace_in_tokens_text_and_logprobs(tokens_before: int) -> None:
+async def test_move_after_any_token_keeps_tokens_text_and_logprobs(tokens_before: int) -> None:
     w = world()
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30, logprobs=1)) as job:
         await w.settle()
@@ -99,7 +97,7 @@ async def test_a_move_after_any_token_leaves_no_trace_in_tokens_text_and_logprob
 
 @pytest.mark.parametrize("first", range(1, 7))
 @pytest.mark.parametrize("further", range(1, 9))
-async def test_two_moves_may_both_fall_inside_a_character(first: int, further: int) -> None:
+async def test_two_moves_inside_one_character_keep_the_text(first: int, further: int) -> None:
     w = world()
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30)) as job:
         await w.settle()
@@ -114,7 +112,7 @@ async def test_two_moves_may_both_fall_inside_a_character(first: int, further: i
         assert_undisturbed(job, PROMPT, 30)
 
 
-async def test_min_tokens_and_several_tokens_a_step_across_two_moves() -> None:
+async def test_two_moves_keep_min_tokens_with_several_tokens_per_step() -> None:
     w = world()
     for engine in w.engines.values():
         engine.tokens_per_step = 3
@@ -133,7 +131,7 @@ async def test_min_tokens_and_several_tokens_a_step_across_two_moves() -> None:
         assert record.text == text
 
 
-async def test_a_chat_request_goes_on_as_a_completion() -> None:
+async def test_moved_chat_continues_as_a_completion() -> None:
     w = world()
     messages = [{"role": "user", "content": "hello"}]
     body = {"messages": messages, "max_completion_tokens": 25, "logprobs": True, "top_logprobs": 2, "temperature": 0.0}
@@ -155,7 +153,7 @@ async def test_a_chat_request_goes_on_as_a_completion() -> None:
         assert_undisturbed(job, chat_prompt(messages), 25)
 
 
-async def test_chat_without_max_tokens_may_fill_the_context_wherever_it_runs() -> None:
+async def test_moved_chat_without_max_tokens_may_fill_the_context() -> None:
     w = world()
     messages = [{"role": "user", "content": "hello"}]
     async with w.gateway.request_group(w.ask(CompletionEndpoint.CHAT, messages=messages)) as job:
@@ -169,7 +167,7 @@ async def test_chat_without_max_tokens_may_fill_the_context_wherever_it_runs() -
         assert w.engines["e1"].seen[-1].body["max_tokens"] == 4096 - len(chat_prompt(messages)) - 1
 
 
-async def test_chat_without_max_tokens_stays_where_the_context_length_is_unknown() -> None:
+async def test_chat_without_max_tokens_stays_if_context_length_is_unknown() -> None:
     w = world()
     for engine in w.engines.values():
         engine.model_length = None
@@ -184,7 +182,7 @@ async def test_chat_without_max_tokens_stays_where_the_context_length_is_unknown
         assert job.records[0].fixed_because
 
 
-async def test_a_waiting_request_is_asked_again_as_it_was() -> None:
+async def test_moved_waiting_request_is_sent_unchanged() -> None:
     w = world()
     w.engines["e0"].max_sequences = 0
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=20, presence_penalty=0.5)) as job:
@@ -200,7 +198,7 @@ async def test_a_waiting_request_is_asked_again_as_it_was() -> None:
         assert_undisturbed(job, PROMPT, 20)
 
 
-async def test_a_running_request_that_would_change_its_answer_stays() -> None:
+async def test_running_request_whose_answer_would_change_stays() -> None:
     w = world()
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=20, presence_penalty=0.5)) as job:
         await w.settle()
@@ -212,7 +210,7 @@ async def test_a_running_request_that_would_change_its_answer_stays() -> None:
         assert job.records[0].attempt == 1
 
 
-async def test_finished_before_the_move() -> None:
+async def test_move_of_a_finished_request_is_refused() -> None:
     w = world()
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=2)) as job:
         await finish(w, job)
@@ -223,7 +221,7 @@ async def test_finished_before_the_move() -> None:
     assert (await move(w, "e1", request_id="never", source="e0")).detail == "no such request"
 
 
-async def test_the_second_of_two_moves_at_once_is_refused() -> None:
+async def test_second_of_two_concurrent_moves_is_refused() -> None:
     w = world(3)
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=20)) as job:
         await w.settle()
@@ -238,7 +236,7 @@ async def test_the_second_of_two_moves_at_once_is_refused() -> None:
         assert_undisturbed(job, PROMPT, 20)
 
 
-async def test_a_destination_that_refuses_sends_the_request_back() -> None:
+async def test_request_returns_if_destination_refuses_it() -> None:
     w = world()
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=20)) as job:
         await w.settle()
@@ -256,7 +254,7 @@ async def test_a_destination_that_refuses_sends_the_request_back() -> None:
         assert_undisturbed(job, PROMPT, 20)
 
 
-async def test_a_waiting_request_that_its_destination_refuses_late_goes_on_elsewhere() -> None:
+async def test_waiting_request_refused_late_continues_elsewhere() -> None:
     w = world()
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=20)) as job:
         await w.settle()
@@ -271,7 +269,7 @@ async def test_a_waiting_request_that_its_destination_refuses_late_goes_on_elsew
         assert_undisturbed(job, PROMPT, 20)
 
 
-async def test_a_destination_that_is_dead_sends_the_request_back() -> None:
+async def test_request_returns_if_destination_is_dead() -> None:
     w = world()
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=20)) as job:
         await w.settle()
@@ -285,7 +283,7 @@ async def test_a_destination_that_is_dead_sends_the_request_back() -> None:
         assert_undisturbed(job, PROMPT, 20)
 
 
-async def test_a_move_to_where_it_is_to_a_draining_engine_or_to_none() -> None:
+async def test_move_to_same_draining_or_unknown_engine_is_refused() -> None:
     w = world()
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=20)) as job:
         await w.settle()
@@ -296,13 +294,13 @@ async def test_a_move_to_where_it_is_to_a_draining_engine_or_to_none() -> None:
         assert job.records[0].attempt == 1
 
 
-async def test_max_tokens_reached_at_the_cut() -> None:
+async def test_answer_complete_at_the_cut_ends_without_another_attempt() -> None:
     w = world()
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=5)) as job:
         await w.settle()
         for _ in range(4):
             await w.step()
-        # The engine has made the last token, and dies before it says that this was all.
+        # The engine has generated the last token, and dies before it sends the finish_reason.
         (attempt,) = w.engines["e0"].attempts.values()
         attempt.left = 100
         w.engines["e0"].step()
@@ -314,7 +312,7 @@ async def test_max_tokens_reached_at_the_cut() -> None:
         assert not w.engines["e1"].seen
 
 
-async def test_an_engine_that_dies_has_its_requests_continued() -> None:
+async def test_requests_of_a_dead_engine_continue() -> None:
     w = world()
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=40)) as job:
         await w.settle()
@@ -331,7 +329,7 @@ async def test_an_engine_that_dies_has_its_requests_continued() -> None:
         assert [backend.id for backend in w.fleet if backend.usable] == ["e0", "e1"]
 
 
-async def test_without_any_engine_the_gateway_holds_the_request_for_a_while() -> None:
+async def test_gateway_holds_a_request_while_no_engine_is_usable() -> None:
     w = world(1, engine_wait_s=30.0)
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=40)) as job:
         await w.settle()
@@ -348,7 +346,7 @@ async def test_without_any_engine_the_gateway_holds_the_request_for_a_while() ->
         assert_undisturbed(job, PROMPT, 40)
 
 
-async def test_without_any_engine_for_too_long_the_client_is_told() -> None:
+async def test_request_fails_after_too_long_without_an_engine() -> None:
     w = world(1, engine_wait_s=30.0)
     w.engines["e0"].dead = True
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=40)) as job:
@@ -359,7 +357,7 @@ async def test_without_any_engine_for_too_long_the_client_is_told() -> None:
         assert job.failure.error["error"]["code"] == 503
 
 
-async def test_attempts_that_fail_in_a_row_are_further_and_further_apart() -> None:
+async def test_consecutive_failed_attempts_back_off() -> None:
     w = world(9, failures=9, retry_first_s=1.0, retry_cap_s=5.0)
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=40)):
         await w.settle()
@@ -377,7 +375,7 @@ async def test_attempts_that_fail_in_a_row_are_further_and_further_apart() -> No
         assert waited_s == [0, 1, 2, 4, 5, 5]
 
 
-async def test_a_request_that_kills_engines_kills_few() -> None:
+async def test_request_that_kills_engines_fails_after_few_attempts() -> None:
     w = world(9, failures=3)
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=40)) as job:
         for _ in range(9):
@@ -391,7 +389,7 @@ async def test_a_request_that_kills_engines_kills_few() -> None:
         assert sum(engine.dead for engine in w.engines.values()) == 4
 
 
-async def test_a_refusal_is_passed_on_as_it_is() -> None:
+async def test_engine_refusal_is_forwarded_unchanged() -> None:
     w = world()
     body = {"error": {"message": "no such model", "type": "NotFoundError", "param": "model", "code": 404}}
     for engine in w.engines.values():
@@ -403,7 +401,7 @@ async def test_a_refusal_is_passed_on_as_it_is() -> None:
         assert job.failure.error == body
 
 
-async def test_an_answer_that_cannot_be_continued_starts_over_while_the_client_has_seen_nothing() -> None:
+async def test_immovable_undelivered_answer_starts_over() -> None:
     w = world()
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=20, stop=["zzz"])) as job:
         await w.settle()
@@ -416,7 +414,7 @@ async def test_an_answer_that_cannot_be_continued_starts_over_while_the_client_h
         assert_undisturbed(job, PROMPT, 20)
 
 
-async def test_an_answer_that_cannot_be_continued_and_was_delivered_in_part_is_an_error() -> None:
+async def test_immovable_partly_delivered_answer_is_an_error() -> None:
     w = world()
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=20, stop=["zzz"], stream=True)) as job:
         await w.settle()
@@ -429,7 +427,7 @@ async def test_an_answer_that_cannot_be_continued_and_was_delivered_in_part_is_a
         assert "stop string" in job.failure.error["error"]["message"]
 
 
-async def test_what_somebody_else_aborts_on_the_engine_goes_on() -> None:
+async def test_request_aborted_by_another_client_continues() -> None:
     w = world(1)
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=20)) as job:
         await w.settle()
@@ -440,7 +438,7 @@ async def test_what_somebody_else_aborts_on_the_engine_goes_on() -> None:
         assert_undisturbed(job, PROMPT, 20)
 
 
-async def test_an_engine_that_moved_house_while_its_old_one_was_rechecked_is_rechecked_too() -> None:
+async def test_engine_with_new_address_is_rechecked_while_old_one_is() -> None:
     w = world(3)
     old = w.fleet.get(EngineId("e0"))
     assert old is not None
@@ -453,7 +451,7 @@ async def test_an_engine_that_moved_house_while_its_old_one_was_rechecked_is_rec
     assert (new.engine.url, new.suspect_because) == ("http://e2", "")
 
 
-async def test_an_engine_that_hangs_is_left() -> None:
+async def test_request_leaves_a_stalled_engine() -> None:
     w = world(stall_s=40.0)
     watching = asyncio.create_task(w.gateway.watch())
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=20)) as job:
@@ -469,7 +467,7 @@ async def test_an_engine_that_hangs_is_left() -> None:
     watching.cancel()
 
 
-async def test_a_paused_engine_does_not_hang() -> None:
+async def test_paused_engine_is_not_stalled() -> None:
     w = world(stall_s=40.0)
     watching = asyncio.create_task(w.gateway.watch())
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=20)) as job:
@@ -484,7 +482,7 @@ async def test_a_paused_engine_does_not_hang() -> None:
     watching.cancel()
 
 
-async def test_a_request_that_waits_its_turn_is_not_taken_for_hanging() -> None:
+async def test_waiting_request_is_not_stalled() -> None:
     w = world(1, stall_s=40.0)
     w.engines["e0"].max_sequences = 1
     watching = asyncio.create_task(w.gateway.watch())
@@ -498,7 +496,7 @@ async def test_a_request_that_waits_its_turn_is_not_taken_for_hanging() -> None:
     watching.cancel()
 
 
-async def test_a_client_that_leaves_frees_the_engine() -> None:
+async def test_client_disconnect_frees_the_engine() -> None:
     w = world()
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=20)) as job:
         await w.settle()
@@ -511,7 +509,7 @@ async def test_a_client_that_leaves_frees_the_engine() -> None:
     assert all(backend.running == 0 and backend.waiting == 0 and backend.running_tokens == 0 for backend in w.fleet)
 
 
-async def test_n_answers_have_their_own_seeds_and_ids() -> None:
+async def test_n_answers_have_distinct_seeds_and_ids() -> None:
     w = world()
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=4, n=3, seed=10)) as job:
         await finish(w, job)
@@ -521,7 +519,7 @@ async def test_n_answers_have_their_own_seeds_and_ids() -> None:
     assert all("n" not in request.body for engine in w.engines.values() for request in engine.seen)
 
 
-async def test_who_is_cancelled_twice_leaves_nothing_behind() -> None:
+async def test_request_cancelled_twice_leaves_no_state() -> None:
     w = world()
 
     async def asked() -> None:
@@ -531,7 +529,7 @@ async def test_who_is_cancelled_twice_leaves_nothing_behind() -> None:
     await w.settle()
     await w.step()
     asking.cancel()
-    await asyncio.sleep(0)  # it has begun to leave, and is cancelled again
+    await asyncio.sleep(0)  # it is being cancelled, and is cancelled again
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asking
@@ -541,7 +539,7 @@ async def test_who_is_cancelled_twice_leaves_nothing_behind() -> None:
     assert "r~1" in w.engines["e0"].aborted
 
 
-async def test_an_answer_does_not_go_where_it_would_end_early() -> None:
+async def test_request_avoids_engines_with_too_short_context() -> None:
     w = world(3)
     w.engines["e0"].model_length = w.engines["e2"].model_length = 40
     w.gateway.set_routes([])
@@ -558,7 +556,7 @@ async def test_an_answer_does_not_go_where_it_would_end_early() -> None:
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=20)) as job:
         await w.settle()
         assert job.records[0].engine == "e0"
-    # Better there than nowhere.
+    # It is still used if there is no other engine.
     w.engines["e1"].die()
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30)) as job:
         await w.settle()
@@ -566,7 +564,7 @@ async def test_an_answer_does_not_go_where_it_would_end_early() -> None:
         assert job.records[0].engine in ("e0", "e2")
 
 
-async def test_a_request_goes_to_its_new_engine_before_the_text_at_the_cut_is_known(
+async def test_moved_request_is_sent_before_the_text_at_the_cut_is_decoded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     w = world()
@@ -578,7 +576,7 @@ async def test_a_request_goes_to_its_new_engine_before_the_text_at_the_cut_is_kn
 
     monkeypatch.setattr(w.engines["e1"], "detokenize", slow)
     for engine in w.engines.values():
-        engine.tokens_per_step = 3  # whether a chunk of several ends on a whole character has to be asked
+        engine.tokens_per_step = 3  # for a chunk of several tokens, detokenize decides
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30)) as job:
         await w.settle()
         await w.step()
@@ -596,7 +594,7 @@ async def test_a_request_goes_to_its_new_engine_before_the_text_at_the_cut_is_kn
         assert_undisturbed(job, PROMPT, 30)
 
 
-async def test_a_client_that_leaves_while_the_text_at_the_cut_is_asked_for_leaves_nothing_behind(
+async def test_client_disconnect_while_decoding_the_cut_leaves_no_state(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     w = world()

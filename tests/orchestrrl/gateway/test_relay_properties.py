@@ -1,4 +1,4 @@
-"""Whatever is moved, killed, hung or refused, and in whatever order: each client gets the undisturbed answer, once."""
+"""Each client receives the undisturbed answer once, in any order of moves, kills, stalls and refusals."""
 
 import asyncio
 from contextlib import AsyncExitStack
@@ -23,7 +23,7 @@ requests = st.integers(0, REQUESTS - 1)
 events = st.one_of(
     st.tuples(st.just("step"), engines),
     st.tuples(st.just("step"), engines),
-    st.tuples(st.just("make"), engines),  # tokens are on their way, and not yet read
+    st.tuples(st.just("make"), engines),  # tokens have been sent but not yet read
     st.tuples(st.just("move"), requests, engines),
     st.tuples(st.just("move"), requests, engines),
     st.tuples(st.just("die"), engines),
@@ -40,7 +40,7 @@ events = st.one_of(
 
 
 class Schedule:
-    """Plays events on a world with three requests: one whole, one streamed, one chat."""
+    """Runs events on a world with three requests: one non-streamed, one streamed, one chat."""
 
     def __init__(self, tokens_per_step: int, max_tokens: int) -> None:
         self.w: World = world(len(ENGINES), stall_s=40.0, engine_wait_s=1e6, failures=10**6)
@@ -101,7 +101,7 @@ class Schedule:
             case "revive", engine if engine:
                 engine.revive()
             case "refuse", engine if engine:
-                # Refusing a request that never ran is its answer; so only those that run elsewhere meet this.
+                # A refusal would end a request that never ran, so it is applied only if all requests ran.
                 if all(job.records[0].generated_ids for job in self.jobs):
                     engine.refuses = RequestRefused("no", 400, {"error": {"message": "no"}})
             case "accept", engine if engine:
@@ -129,7 +129,7 @@ class Schedule:
                 await self.w.clock.advance(float(about[0]))  # type: ignore[arg-type]
 
     async def recover(self) -> None:
-        """Everything works again; the answers must come."""
+        """Repair all engines and wait for the answers."""
         for engine in self.w.engines.values():
             engine.revive()
             engine.refuses = None
@@ -162,7 +162,7 @@ class Schedule:
                 assert "".join(delta.text for delta in deltas) == text
 
     def check_counts(self) -> None:
-        """The fleet's running totals are what counting says."""
+        """Check the fleet's running totals against a fresh count."""
         for backend in self.w.fleet:
             assert_counts(backend)
 
@@ -177,7 +177,7 @@ def assert_counts(backend: EngineBackend) -> None:
 
 
 @given(schedule=st.lists(events, max_size=60), tokens_per_step=st.integers(1, 4), max_tokens=st.integers(1, 40))
-def test_every_client_gets_the_undisturbed_answer_once(
+def test_every_client_receives_the_undisturbed_answer_once(
     schedule: list[tuple],  # type: ignore[type-arg]
     tokens_per_step: int,
     max_tokens: int,

@@ -1,4 +1,4 @@
-"""Requests that need the engine's own answer: it is sent the body unchanged, and its answer is relayed."""
+"""Requests that need the engine's own answer: the body is sent unchanged, and the answer is relayed."""
 
 import asyncio
 import json
@@ -48,7 +48,7 @@ async def until_asked(harness: HttpHarness) -> None:
             await asyncio.sleep(0.002)
 
 
-async def test_the_body_goes_as_it_is_and_the_answer_comes_as_it_is(harness: HttpHarness) -> None:
+async def test_body_and_answer_are_relayed_unchanged(harness: HttpHarness) -> None:
     for engine in harness.engines:
         engine.choice_fields = {"prompt_logprobs": [None, {"7": {"logprob": -1.0}}], "logprobs": {"tokens": ["x"]}}
         engine.answer_fields = {"kv_transfer_params": {"a": 1}, "metrics": None}
@@ -80,7 +80,7 @@ async def test_routed_experts_in_a_whole_answer_mark_the_engine(harness: HttpHar
 
 
 @pytest.mark.parametrize("usage", [False, True])
-async def test_a_stream_is_passed_on_event_by_event(harness: HttpHarness, usage: bool) -> None:
+async def test_stream_is_relayed_event_by_event(harness: HttpHarness, usage: bool) -> None:
     options = {"stream_options": {"include_usage": True}} if usage else {}
     events = await harness.stream({**ECHO, **options}, headers=NAMED)
     assert asked_of(harness) == [{**ECHO, **options, "stream": True}]
@@ -95,7 +95,7 @@ async def test_a_stream_is_passed_on_event_by_event(harness: HttpHarness, usage:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_each_sample_is_relayed_on_its_own(harness: HttpHarness, stream: bool) -> None:
+async def test_each_sample_is_relayed_separately(harness: HttpHarness, stream: bool) -> None:
     body = {**ECHO, "n": 2, "temperature": 1, "seed": 5}
     if stream:
         events = await harness.stream({**body, "stream_options": {"include_usage": True}})
@@ -116,7 +116,7 @@ async def test_each_sample_is_relayed_on_its_own(harness: HttpHarness, stream: b
 
 @pytest.mark.parametrize(("path", "more"), [(PATH, {"prompt": "a"}), (CHAT_PATH, {"messages": [{"role": "user"}]})])
 @pytest.mark.parametrize("temperature", [0, 0.0, 1e-6])
-async def test_several_greedy_answers_are_refused_as_engines_refuse_them(
+async def test_several_greedy_answers_are_refused(
     harness: HttpHarness, path: str, more: dict[str, Any], temperature: float
 ) -> None:
     status, answer = await harness.post({**more, "n": 2, "temperature": temperature}, path)
@@ -126,7 +126,7 @@ async def test_several_greedy_answers_are_refused_as_engines_refuse_them(
     assert (await harness.post({**more, "n": 2, "temperature": 0.1, "max_tokens": 3}, path))[0] == 200
 
 
-async def test_one_that_runs_does_not_move_and_says_why(harness: HttpHarness) -> None:
+async def test_running_relayed_request_does_not_move(harness: HttpHarness) -> None:
     for engine in harness.engines:
         engine.hold_after = 1
     asking = asyncio.create_task(harness.stream(ECHO, headers=NAMED))
@@ -144,7 +144,7 @@ async def test_one_that_runs_does_not_move_and_says_why(harness: HttpHarness) ->
     await asking
 
 
-async def test_one_that_its_engine_gave_up_is_asked_again_elsewhere(harness: HttpHarness) -> None:
+async def test_aborted_relayed_request_is_sent_to_another_engine(harness: HttpHarness) -> None:
     broken = iter([True, False])
 
     def refuse(body: dict[str, Any]) -> web.Response | None:
@@ -157,7 +157,7 @@ async def test_one_that_its_engine_gave_up_is_asked_again_elsewhere(harness: Htt
     assert asked_of(harness) == [ECHO, ECHO]
 
 
-async def test_a_stream_that_has_begun_and_breaks_off_ends_with_an_error_and_the_reason(harness: HttpHarness) -> None:
+async def test_broken_relayed_stream_ends_with_an_error(harness: HttpHarness) -> None:
     for engine in harness.engines:
         engine.hold_after = 1
     data = json.dumps({**ECHO, "stream": True}).encode()
@@ -178,7 +178,7 @@ async def test_a_stream_that_has_begun_and_breaks_off_ends_with_an_error_and_the
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_one_that_is_cancelled_ends_as_any_other(harness: HttpHarness, stream: bool) -> None:
+async def test_relayed_request_can_be_cancelled(harness: HttpHarness, stream: bool) -> None:
     for engine in harness.engines:
         engine.hold_after = 1
     ask = harness.stream if stream else harness.post
@@ -192,7 +192,7 @@ async def test_one_that_is_cancelled_ends_as_any_other(harness: HttpHarness, str
         engine.released.set()
 
 
-async def test_the_versions_of_its_tokens_are_told(harness: HttpHarness) -> None:
+async def test_relayed_answer_has_policy_versions(harness: HttpHarness) -> None:
     for backend in harness.gateway.fleet:
         backend.policy_version = 7
     _, answer = await harness.post({**ECHO, "return_policy_versions": True})
@@ -202,7 +202,7 @@ async def test_the_versions_of_its_tokens_are_told(harness: HttpHarness) -> None
     assert not any("return_policy_versions" in body for body in asked_of(harness))
 
 
-async def test_a_stream_tells_the_version_of_each_event(harness: HttpHarness) -> None:
+async def test_relayed_events_have_policy_versions(harness: HttpHarness) -> None:
     for engine in harness.engines:
         engine.hold_after = 1
     for backend in harness.gateway.fleet:
@@ -219,7 +219,7 @@ async def test_a_stream_tells_the_version_of_each_event(harness: HttpHarness) ->
     assert record.versions.spans(3) == (VersionSpan(7, 0, 1), VersionSpan(8, 1, 3))
 
 
-async def test_nothing_of_it_is_kept_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_relayed_answer_is_not_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "BATCH_S", 0.001)
     store = LedgerStore(RetentionPolicy(tmp_path / "ledger.db", from_s=0.0), WallClock())
     store.start()
@@ -233,8 +233,8 @@ async def test_nothing_of_it_is_kept_on_disk(tmp_path: Path, monkeypatch: pytest
 # --- without sockets ---
 
 
-async def test_an_engine_that_computes_is_given_time() -> None:
-    """An answer that comes as a whole shows no token before its end: the engine's counters show that it works."""
+async def test_engine_that_computes_a_whole_answer_is_not_stalled() -> None:
+    """A non-streamed answer shows no token before its end, but the engine's counters show progress."""
     there = world(1, stall_s=10.0)
     engine = there.engines["e0"]
     engine.hangs = True
@@ -255,10 +255,10 @@ async def test_an_engine_that_computes_is_given_time() -> None:
         await there.settle()
     assert len(engine.seen) == 1
     engine.paused = False
-    for _ in range(4):  # no more: it hangs
+    for _ in range(4):  # no further tokens: it has stalled
         await there.clock.advance(12.0)
         await there.settle()
-    assert len(engine.seen) > 1  # it is asked again
+    assert len(engine.seen) > 1  # the capabilities are read again
     running.cancel()
     watching.cancel()
     await asyncio.gather(running, watching, return_exceptions=True)
@@ -266,7 +266,7 @@ async def test_an_engine_that_computes_is_given_time() -> None:
 
 
 @pytest.mark.parametrize("mode", [PauseMode.WAIT, PauseMode.ABORT])
-async def test_a_barrier_that_closes_waits_for_it_or_ends_it(mode: PauseMode) -> None:
+async def test_closing_barrier_waits_for_or_ends_relayed_request(mode: PauseMode) -> None:
     there = world(1)
     job = there.gateway.request_group(there.ask(**ECHO))
     running = asyncio.create_task(job.run())
@@ -289,7 +289,7 @@ async def test_a_barrier_that_closes_waits_for_it_or_ends_it(mode: PauseMode) ->
     await there.fleet.close()
 
 
-def test_what_the_engine_is_sent_has_nothing_of_the_gateways_own() -> None:
+def test_engine_body_has_no_gateway_fields() -> None:
     there = world(1)
     ask = there.ask(
         CompletionEndpoint.COMPLETIONS, **ECHO, group_enough=1, max_version_lag=2, on_stale="abort", request_id="r"
@@ -297,7 +297,7 @@ def test_what_the_engine_is_sent_has_nothing_of_the_gateways_own() -> None:
     assert {**ask.records[0].body, **ask.records[0].form_fields} == ECHO
 
 
-async def test_what_an_engine_offers_is_known_before_it_is_asked_for_a_whole_answer() -> None:
+async def test_capabilities_are_read_before_a_whole_answer_is_requested() -> None:
     there = world(1)
     there.engines["e0"].routed_experts = True
     async with there.gateway.request_group(there.ask(prompt=PROMPT, max_tokens=3)):
@@ -307,7 +307,7 @@ async def test_what_an_engine_offers_is_known_before_it_is_asked_for_a_whole_ans
     await there.fleet.close()
 
 
-async def test_an_engine_that_was_started_again_may_offer_something_else() -> None:
+async def test_capabilities_are_read_again_after_a_restart() -> None:
     there = world(1)
     engine = there.engines["e0"]
     (backend,) = there.fleet
@@ -326,12 +326,12 @@ async def test_an_engine_that_was_started_again_may_offer_something_else() -> No
     await there.fleet.close()
 
 
-async def test_an_answer_that_goes_on_where_whole_ones_have_more_begins_anew() -> None:
+async def test_answer_restarts_on_engine_whose_whole_answers_have_more_fields() -> None:
     there = world(2)
     there.engines["e1"].routed_experts = True
     other = there.fleet.get(EngineId("e1"))
     assert other is not None
-    other.outdated = True  # the first attempt goes to the other one
+    other.outdated = True  # so that the first attempt goes to e0
     there.fleet.announce()
     async with there.gateway.request_group(there.ask(prompt=PROMPT, max_tokens=9)) as job:
         await there.settle()
@@ -352,8 +352,8 @@ async def test_an_answer_that_goes_on_where_whole_ones_have_more_begins_anew() -
     await there.fleet.close()
 
 
-async def test_a_whole_answer_has_its_version_from_the_start_and_counts_as_running() -> None:
-    """The engine shows nothing of it before its end."""
+async def test_whole_answer_has_its_version_from_the_start_and_counts_as_running() -> None:
+    """The engine shows no token before its end."""
     there = world(1)
     (backend,) = there.fleet
     backend.policy_version = 7
@@ -368,7 +368,7 @@ async def test_a_whole_answer_has_its_version_from_the_start_and_counts_as_runni
     await there.fleet.close()
 
 
-async def test_whole_answers_beyond_an_engines_seats_wait_there() -> None:
+async def test_whole_answers_beyond_the_seats_count_as_waiting() -> None:
     there = world(1)
     there.engines["e0"].max_sequences = 2
     (backend,) = there.fleet

@@ -1,4 +1,4 @@
-"""Choosing an engine: every strategy by rules that are written down twice, and what all of them have in common."""
+"""The routing strategies, each checked against an independent implementation, and their common properties."""
 
 import dataclasses
 from collections import Counter
@@ -73,11 +73,11 @@ routings = st.builds(
 )
 
 
-# --- what all have in common ---
+# --- common properties ---
 
 
 @given(routing=routings, loads=many_loads(least=0), newcomer=newcomers, last=st.sampled_from([None, "a", "d"]))
-def test_one_of_the_loads_whatever_their_order(
+def test_choice_does_not_depend_on_the_order_of_loads(
     routing: RoutingPolicy, loads: list[EngineLoad], newcomer: RoutedRequest, last: EngineId | None
 ) -> None:
     choice = routing.choose(loads, newcomer, last)
@@ -90,19 +90,19 @@ def test_one_of_the_loads_whatever_their_order(
     loads=many_loads(),
     newcomer=newcomers,
 )
-def test_an_engine_without_room_is_taken_only_where_none_has_room(
+def test_engine_without_kv_room_is_chosen_only_if_none_has_room(
     policy: str, loads: list[EngineLoad], newcomer: RoutedRequest
 ) -> None:
     choice = chosen(RoutingPolicy(policy), loads, newcomer)
     assert fits(choice, newcomer.context_tokens) == any(fits(load, newcomer.context_tokens) for load in loads)
 
 
-def test_a_policy_that_is_not_there_lists_those_that_are() -> None:
+def test_unknown_policy_lists_the_known_ones() -> None:
     with pytest.raises(ValueError, match="one of load_index, least_tokens, prefix_affinity, round_robin, got 'best'"):
         RoutingPolicy("best")
 
 
-def test_a_slack_is_not_negative() -> None:
+def test_negative_slack_is_refused() -> None:
     with pytest.raises(ValueError, match="must be >= 0"):
         RoutingPolicy(slack=-1)
 
@@ -110,12 +110,12 @@ def test_a_slack_is_not_negative() -> None:
 # --- load_index ---
 
 
-def test_without_any_knowledge_the_fewest_requests_then_the_smallest_id() -> None:
+def test_unknown_loads_choose_fewest_requests_then_smallest_id() -> None:
     loads = [load("b", 2), load("a", 2), load("c", 1, 1), load("d", 3)]
     assert chosen(RoutingPolicy(), loads, 10).id == "a"
 
 
-def test_more_seats_and_more_speed_draw_more() -> None:
+def test_more_seats_and_more_speed_attract_more_requests() -> None:
     wide, narrow = load("wide", 4, max_sequences=48), load("narrow", 3, max_sequences=8)
     assert chosen(RoutingPolicy(), [narrow, wide], 10) is wide
     slow = dataclasses.replace(wide, seconds_per_token=0.1)
@@ -123,7 +123,7 @@ def test_more_seats_and_more_speed_draw_more() -> None:
     assert chosen(RoutingPolicy(), [slow, fast], 10) is fast
 
 
-def test_what_waits_has_a_claim_on_the_room() -> None:
+def test_waiting_tokens_count_against_the_room() -> None:
     assert fits(load("a", kv_capacity_tokens=1000, kv_free_tokens=300), 250)
     assert not fits(load("a", waiting=1, kv_capacity_tokens=1000, kv_free_tokens=300), 250)
 
@@ -136,7 +136,7 @@ def mean_and_typical(loads: list[EngineLoad], context_tokens: int) -> tuple[floa
 
 
 @given(loads=many_loads(), context_tokens=st.integers(1, 50_000))
-def test_nothing_is_better_than_the_choice(loads: list[EngineLoad], context_tokens: int) -> None:
+def test_load_index_choice_is_minimal(loads: list[EngineLoad], context_tokens: int) -> None:
     mean, typical_s = mean_and_typical(loads, context_tokens)
 
     def key(load: EngineLoad) -> tuple[bool, float, int, str]:
@@ -147,7 +147,7 @@ def test_nothing_is_better_than_the_choice(loads: list[EngineLoad], context_toke
 
 
 @given(loads=many_loads())
-def test_a_cap_is_at_least_one_and_within_its_limits(loads: list[EngineLoad]) -> None:
+def test_concurrency_cap_is_at_least_one_and_bounded(loads: list[EngineLoad]) -> None:
     for load in loads:
         cap = concurrency_cap(load, 100.0)
         assert cap >= 1
@@ -178,7 +178,7 @@ def test_round_robin_takes_turns_and_survives_changes() -> None:
 
 
 def allowed(loads: list[EngineLoad], context_tokens: int, slack: int) -> list[EngineLoad] | None:
-    """Who is not too loaded, as the bound is described; None where somebody stands on its edge and rounding decides."""
+    """Return the ids of engines within the load bound; None if an engine is at its edge, where rounding decides."""
     mean, typical_s = mean_and_typical(loads, context_tokens)
     candidates = [load for load in loads if fits(load, context_tokens)] or loads
 
@@ -198,14 +198,16 @@ def allowed(loads: list[EngineLoad], context_tokens: int, slack: int) -> list[En
 
 
 @given(loads=many_loads(least=2), newcomer=newcomers)
-def test_the_best_ranked_within_the_bound(loads: list[EngineLoad], newcomer: RoutedRequest) -> None:
+def test_prefix_affinity_chooses_the_best_ranked_within_the_bound(
+    loads: list[EngineLoad], newcomer: RoutedRequest
+) -> None:
     expected = allowed(loads, newcomer.context_tokens, slack=4)
     if newcomer.prefix and expected is not None:
         choice = chosen(RoutingPolicy("prefix_affinity", slack=4), loads, newcomer)
         assert choice == max(expected, key=lambda load: score(newcomer.prefix, load.id))
 
 
-def test_the_same_prefix_stays_together_until_the_bound_and_then_spills_to_the_same_second(
+def test_prefix_spills_to_the_same_second_engine_at_the_bound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(strategies, "AFFINITY_SLACK", 0.0)
@@ -215,13 +217,13 @@ def test_the_same_prefix_stays_together_until_the_bound_and_then_spills_to_the_s
         loads = [load(name, counts[EngineId(name)]) for name in "abcd"]
         counts[chosen(routing, loads, RoutedRequest(100, prefix=12345)).id] += 1
     ranked = sorted("abcd", key=lambda name: score(12345, name), reverse=True)
-    # Each is filled up to 8 beyond the least loaded, the newcomer counted in with both. The last one's first request
+    # Each is filled up to 8 beyond the least loaded, counting the new request for both. The last one's first request
     # lets the others take one more each.
     assert [counts[EngineId(name)] for name in ranked] == [10, 10, 9, 1]
 
 
 @given(prefixes=st.lists(st.integers(1, 2**64 - 1), min_size=1, max_size=50), gone=st.sampled_from("abcdefgh"))
-def test_when_an_engine_goes_only_its_own_prefixes_go_elsewhere(prefixes: list[int], gone: str) -> None:
+def test_removed_engine_moves_only_its_own_prefixes(prefixes: list[int], gone: str) -> None:
     routing = RoutingPolicy("prefix_affinity")
     before = [load(name) for name in "abcdefgh"]
     after = [one for one in before if one.id != gone]
@@ -235,19 +237,19 @@ def test_prefixes_are_spread_evenly() -> None:
     prefixes = [prefix_of(f"group-{number}", {}) for number in range(4000)]
     homes = Counter(max("abcdefgh", key=lambda name: score(prefix, name)) for prefix in prefixes)
     assert set(homes) == set("abcdefgh")
-    # Each has 500 expected, with a standard deviation of 21.
+    # The expected number is 500 each, with a standard deviation of 21.
     assert all(400 < count < 600 for count in homes.values())
 
 
-def test_the_ranking_is_for_ever_the_same() -> None:
-    """Gateways of other versions, and those that were started again, have to agree: these numbers never change."""
+def test_prefix_ranking_never_changes() -> None:
+    """Gateways of other versions and after restarts must agree, so these numbers must never change."""
     assert prefix_of("g1", {}) == 14934111651356031682
     assert prefix_of("", {"prompt": "What is 2 + 2?"}) == 10153235702229683630
     assert prefix_of("", {"prompt": [1, 2, 3]}) == 7295133460052662141
     assert score(1, "e0") == 10913826579868761931
 
 
-def test_a_prefix_is_the_group_or_else_the_beginning_of_the_prompt() -> None:
+def test_prefix_is_the_group_or_the_start_of_the_prompt() -> None:
     long = "x" * PREFIX_CHARACTERS
     ids = list(range(PREFIX_TOKENS))
     same = [
@@ -269,7 +271,7 @@ def test_a_prefix_is_the_group_or_else_the_beginning_of_the_prompt() -> None:
 AFFINE = RoutingPolicy(affinity={"math": "h20"}, slack=2)
 
 
-def test_a_tag_goes_to_its_pool_until_that_is_loaded_beyond_the_bound() -> None:
+def test_tag_goes_to_its_pool_up_to_the_bound() -> None:
     other, inside = load("a", 0, pool="h800"), load("b", 1, pool="h20")
     assert chosen(AFFINE, [other, inside], RoutedRequest(10, tag="math")) is inside
     assert chosen(AFFINE, [other, inside], RoutedRequest(10, tag="chat")) is other
@@ -279,10 +281,10 @@ def test_a_tag_goes_to_its_pool_until_that_is_loaded_beyond_the_bound() -> None:
 
 
 @given(routing=routings, loads=many_loads(), newcomer=newcomers)
-def test_affinity_narrows_and_the_strategy_chooses(
+def test_strategy_chooses_among_the_engines_of_the_pool(
     routing: RoutingPolicy, loads: list[EngineLoad], newcomer: RoutedRequest
 ) -> None:
-    """Among those of the pool that are not too loaded, or among all where there is none."""
+    """Among the pool's engines within the load bound, or among all if there are none."""
     pool = routing.affinity.get(newcomer.tag)
     plain = dataclasses.replace(routing, affinity={})
     candidates = allowed(loads, newcomer.context_tokens, routing.slack)

@@ -1,4 +1,4 @@
-"""`n` answers of one body spread over engines, come back in order, and stand or fall together."""
+"""The `n` answers to one body run on several engines, return in order, and fail together."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ SAMPLES = 6
 
 
 class Picky(FakeEngine):
-    """Refuses the sample of one seed."""
+    """An engine that refuses the sample with one seed."""
 
     refused_seed = -1
 
@@ -47,7 +47,7 @@ def picky_world() -> World:
 
 @asynccontextmanager
 async def served() -> AsyncIterator[tuple[World, str, aiohttp.ClientSession]]:
-    """A gateway on a socket before three engines that step by themselves."""
+    """Yield a gateway on a socket, with three engines that step continuously."""
     w = picky_world()
     server = GatewayServer(w.gateway)
     url = await server.start("127.0.0.1", 0)
@@ -78,11 +78,11 @@ def body(**more: Any) -> dict[str, Any]:
 
 
 def engines_of(w: World) -> dict[str, set[str]]:
-    """By engine, the requests that it has seen."""
+    """Return the requests that each engine has received."""
     return {name: {request.request_id for request in engine.seen} for name, engine in w.engines.items()}
 
 
-async def test_samples_run_on_all_engines_and_come_back_in_order() -> None:
+async def test_samples_run_on_all_engines_and_return_in_order() -> None:
     async with served() as (w, url, http):
         async with http.post(f"{url}/v1/completions", json=body(), headers={"X-Request-Id": "r"}) as answer:
             whole = await answer.json()
@@ -95,7 +95,7 @@ async def test_samples_run_on_all_engines_and_come_back_in_order() -> None:
     assert whole["usage"]["prompt_tokens"] == len(PROMPT)
 
 
-async def test_each_sample_of_a_stream_is_whole_though_they_run_on_different_engines() -> None:
+async def test_streamed_samples_on_different_engines_are_complete() -> None:
     async with served() as (w, url, http):
         async with http.post(f"{url}/v1/completions", json=body(stream=True)) as answer:
             events = await events_of(answer)
@@ -106,12 +106,12 @@ async def test_each_sample_of_a_stream_is_whole_though_they_run_on_different_eng
         assert [token for choice in mine for token in choice["token_ids"]] == tokens
         assert "".join(choice["text"] for choice in mine) == text
         assert [choice["finish_reason"] for choice in mine if choice["finish_reason"]] == ["length"]
-    # They run side by side: before the first has ended, every one has begun.
+    # They run concurrently: every one has begun before the first has ended.
     first_end = next(place for place, event in enumerate(events) if event["choices"][0]["finish_reason"])
     assert {event["choices"][0]["index"] for event in events[:first_end]} == set(range(SAMPLES))
 
 
-async def test_samples_that_their_engine_loses_go_on_elsewhere() -> None:
+async def test_samples_of_a_dead_engine_continue_elsewhere() -> None:
     async with served() as (w, url, http):
 
         async def kill() -> None:
@@ -130,7 +130,7 @@ async def test_samples_that_their_engine_loses_go_on_elsewhere() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_one_sample_that_is_refused_is_the_answer_of_all_and_the_others_are_stopped(stream: bool) -> None:
+async def test_refused_sample_fails_and_stops_all_samples(stream: bool) -> None:
     async with served() as (w, url, http):
         for engine in w.engines.values():
             assert isinstance(engine, Picky)
@@ -138,7 +138,7 @@ async def test_one_sample_that_is_refused_is_the_answer_of_all_and_the_others_ar
         async with http.post(f"{url}/v1/completions", json=body(seed=10, temperature=1, stream=stream)) as answer:
             if answer.status == 400:
                 refusal = await answer.json()
-            else:  # a stream whose other samples had begun before the refusal came
+            else:  # a stream whose other samples had begun before the refusal
                 assert stream
                 refusal = (await events_of(answer))[-1]
             assert refusal["error"]["message"] == "no such seed"
@@ -149,8 +149,8 @@ async def test_one_sample_that_is_refused_is_the_answer_of_all_and_the_others_ar
         assert all(not backend.records and not backend.waiting for backend in w.fleet)
 
 
-async def test_a_sample_lost_after_its_client_had_some_of_it_ends_the_stream_with_an_error() -> None:
-    """Seeded draws cannot be continued elsewhere: the other samples are stopped, and nothing looks complete."""
+async def test_lost_delivered_sample_ends_the_stream_with_an_error() -> None:
+    """Seeded sampling cannot continue elsewhere, so the other samples are stopped and none looks complete."""
     async with served() as (w, url, http):
 
         async def kill() -> None:

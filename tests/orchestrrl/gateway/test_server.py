@@ -1,4 +1,4 @@
-"""The gateway over real sockets, before simulated engines: what clients read is what the engine itself would say."""
+"""The gateway over real sockets with simulated engines: clients receive what the engine itself would return."""
 
 import asyncio
 import json
@@ -38,7 +38,7 @@ class Harness:
     operator_url: str
 
     def at(self, path: str) -> str:
-        """The listener that has it."""
+        """Return the URL of the listener that serves the path."""
         return (self.operator_url if path.startswith("/orchestrrl/") else self.url) + path
 
     async def post(self, path: str, body: Any, url: str | None = None, **headers: str) -> tuple[int, Any]:
@@ -60,7 +60,7 @@ class Harness:
         return events
 
     async def until_running(self, request_id: str) -> str:
-        """The engine of a request that makes tokens."""
+        """Wait until a request generates tokens, and return its engine."""
         async with asyncio.timeout(DEADLINE_S):
             while True:
                 status, shown = await self.get(f"/orchestrrl/requests?id={request_id}")
@@ -100,7 +100,7 @@ async def harness() -> AsyncIterator[Harness]:
 
 
 def same(answer: dict[str, Any], other: dict[str, Any]) -> None:
-    """Equal but for what names the answer, and for fields that say nothing."""
+    """Return whether two responses are equal except for ids, times and empty fields."""
     assert said(answer) == said(other)
 
 
@@ -123,7 +123,7 @@ def said(value: Any) -> Any:
         ),
     ],
 )
-async def test_an_answer_is_the_engines_own(harness: Harness, path: str, body: dict[str, Any]) -> None:
+async def test_answer_equals_the_engines_own(harness: Harness, path: str, body: dict[str, Any]) -> None:
     body = {"model": "simulated", "temperature": 0, **body}
     status, answer = await harness.post(path, body)
     assert status == 200, answer
@@ -139,7 +139,7 @@ async def test_an_answer_is_the_engines_own(harness: Harness, path: str, body: d
     ],
 )
 @pytest.mark.parametrize("moves", [0, 1, 3])
-async def test_a_stream_is_the_engines_own_however_often_it_is_moved(
+async def test_stream_equals_the_engines_own_after_any_moves(
     harness: Harness, path: str, body: dict[str, Any], moves: int
 ) -> None:
     body = {"model": "simulated", "temperature": 0, "max_tokens": 300, "ignore_eos": True, **body}
@@ -160,7 +160,7 @@ async def test_a_stream_is_the_engines_own_however_often_it_is_moved(
 
 
 def joined(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """What a stream says, however it is cut into chunks."""
+    """Return the content of a stream, independent of its division into chunks."""
     whole: dict[str, Any] = {"text": "", "token_ids": [], "logprobs": [], "prompt_token_ids": None, "roles": []}
     for event in events:
         whole["prompt_token_ids"] = event.get("prompt_token_ids") or whole["prompt_token_ids"]
@@ -176,7 +176,7 @@ def joined(events: list[dict[str, Any]]) -> dict[str, Any]:
     return whole
 
 
-async def test_a_moved_answer_as_a_whole(harness: Harness) -> None:
+async def test_moved_non_streamed_answer_equals_the_engines_own(harness: Harness) -> None:
     body = {"model": "simulated", "prompt": PROMPT, "temperature": 0, "max_tokens": 300, "ignore_eos": True}
     body |= {"return_token_ids": True, "logprobs": 1}
     harness.pause_registry.append(7)
@@ -191,7 +191,7 @@ async def test_a_moved_answer_as_a_whole(harness: Harness) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-async def test_n_answers_are_those_of_n_seeds_in_order(harness: Harness, path: str) -> None:
+async def test_n_answers_are_in_order_of_their_seeds(harness: Harness, path: str) -> None:
     asked: dict[str, Any] = {"prompt": PROMPT} if path == "/v1/completions" else {"messages": MESSAGES}
     body = {"model": "simulated", "temperature": 1, "max_tokens": 9, "return_token_ids": True, **asked}
     status, answer = await harness.post(path, {**body, "n": 3, "seed": 5})
@@ -203,7 +203,7 @@ async def test_n_answers_are_those_of_n_seeds_in_order(harness: Harness, path: s
     assert answer["usage"]["completion_tokens"] == sum(len(choice["token_ids"]) for choice in answer["choices"])
 
 
-async def test_prompts_come_back_in_their_order(harness: Harness) -> None:
+async def test_answers_are_in_order_of_their_prompts(harness: Harness) -> None:
     body = {"model": "simulated", "temperature": 1, "max_tokens": 5, "return_token_ids": True}
     prompts = [PROMPT, PROMPT[:3], [7]]
     _, answer = await harness.post("/v1/completions", {**body, "prompt": prompts, "n": 2})
@@ -212,7 +212,7 @@ async def test_prompts_come_back_in_their_order(harness: Harness) -> None:
     assert answer["usage"]["prompt_tokens"] == sum(map(len, prompts))
 
 
-async def test_a_stream_of_several_answers(harness: Harness) -> None:
+async def test_stream_of_several_answers(harness: Harness) -> None:
     body = {"model": "simulated", "prompt": PROMPT, "temperature": 1, "max_tokens": 30, "n": 3, "seed": 1}
     events = await harness.stream("/v1/completions", {**body, "return_token_ids": True})
     _, whole = await harness.post("/v1/completions", {**body, "return_token_ids": True})
@@ -223,7 +223,7 @@ async def test_a_stream_of_several_answers(harness: Harness) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_the_engines_refusal_is_the_gateways(harness: Harness, stream: bool) -> None:
+async def test_engine_refusal_equals_the_gateways(harness: Harness, stream: bool) -> None:
     body = {"model": "simulated", "prompt": PROMPT, "max_tokens": -3}
     status, answer = await harness.post("/v1/completions", {**body, "stream": stream})
     direct_status, direct = await harness.post("/v1/completions", body, harness.engine_urls[0])
@@ -245,7 +245,7 @@ async def test_the_engines_refusal_is_the_gateways(harness: Harness, stream: boo
         ({"prompt": "x", "use_beam_search": True, "n": 2}, "n"),
     ],
 )
-async def test_bad_asks_are_openai_errors(harness: Harness, body: Any, param: str | None) -> None:
+async def test_invalid_requests_return_openai_errors(harness: Harness, body: Any, param: str | None) -> None:
     status, answer = await harness.post("/v1/completions", body)
     assert status == 400
     assert answer["error"]["param"] == param
@@ -254,7 +254,7 @@ async def test_bad_asks_are_openai_errors(harness: Harness, body: Any, param: st
 
 @pytest.mark.parametrize("header", ["X-Request-Id", "X-Group-Id", "X-Tag"])
 @pytest.mark.parametrize("value", [b"\xff", b"a\tb", b"x" * 257])
-async def test_labels_that_no_report_can_carry_are_refused(harness: Harness, header: str, value: bytes) -> None:
+async def test_unprintable_labels_are_refused(harness: Harness, header: str, value: bytes) -> None:
     body = json.dumps({"model": "simulated", "prompt": PROMPT, "max_tokens": 3}).encode()
     host, port = harness.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
@@ -266,7 +266,7 @@ async def test_labels_that_no_report_can_carry_are_refused(harness: Harness, hea
     assert header.encode() in answer
 
 
-async def test_what_is_not_json_not_there_or_too_large(harness: Harness) -> None:
+async def test_invalid_json_unknown_path_and_large_body_are_refused(harness: Harness) -> None:
     async with harness.http.post(harness.url + "/v1/completions", data=b"{") as answer:
         assert answer.status == 400
         assert "JSON" in (await answer.json())["error"]["message"]
@@ -277,7 +277,7 @@ async def test_what_is_not_json_not_there_or_too_large(harness: Harness) -> None
         assert answer.status == 413
 
 
-async def test_an_id_in_flight_is_not_taken_twice(harness: Harness) -> None:
+async def test_id_in_flight_is_refused(harness: Harness) -> None:
     body = {"model": "simulated", "prompt": PROMPT, "max_tokens": 300, "ignore_eos": True}
     harness.pause_registry.append(7)
     first = asyncio.create_task(harness.post("/v1/completions", body, **{"X-Request-Id": "same"}))
@@ -292,7 +292,7 @@ async def test_an_id_in_flight_is_not_taken_twice(harness: Harness) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_leaves_frees_the_engine(harness: Harness, stream: bool) -> None:
+async def test_client_disconnect_frees_the_engine(harness: Harness, stream: bool) -> None:
     body = {"model": "simulated", "prompt": PROMPT, "max_tokens": 300, "ignore_eos": True, "stream": stream}
     harness.pause_registry.append(7)
     asking = asyncio.create_task(harness.post("/v1/completions", body, **{"X-Request-Id": "r"}))
@@ -313,7 +313,7 @@ async def engine_load(harness: Harness) -> int:
     return total
 
 
-async def test_the_pages_for_operators(harness: Harness) -> None:
+async def test_operator_pages(harness: Harness) -> None:
     headers = {"X-Request-Id": "r", "X-Group-Id": "g", "X-Tag": "step7"}
     body = {"model": "simulated", "prompt": PROMPT, "max_tokens": 300, "ignore_eos": True, "presence_penalty": 1.0}
     harness.pause_registry.append(7)
@@ -340,7 +340,7 @@ async def test_the_pages_for_operators(harness: Harness) -> None:
 
 
 @pytest.mark.parametrize("body", [[], {"moves": 3}, {"moves": [{"request_id": "r"}]}, {"moves": [7]}])
-async def test_bad_moves_are_named(harness: Harness, body: Any) -> None:
+async def test_invalid_moves_are_named(harness: Harness, body: Any) -> None:
     status, answer = await harness.post("/orchestrrl/move", body)
     assert status == 400
     assert answer["error"]["message"].startswith(

@@ -1,4 +1,4 @@
-"""The whole gateway under attack: nothing lost, nothing twice, and an end to all."""
+"""The whole gateway under attack: no token is lost or duplicated, and every request ends."""
 
 import asyncio
 import json
@@ -42,13 +42,13 @@ WHOLE = STREAM + chunk(ANSWER) + b"0\r\n\r\n"
 
 @dataclass
 class ScriptedEngine:
-    """An HTTP server that answers requests as the test says, is healthy, and knows nothing else."""
+    """An HTTP server that answers completions with the test's script, and reports that it is healthy."""
 
     script: Callable[["ScriptedEngine", bytes, asyncio.StreamWriter], Any]
     bodies: list[dict[str, Any]] = field(default_factory=list)
     heads: list[bytes] = field(default_factory=list)
     running: int = 0
-    left: int = 0  # requests whose client went before the end
+    left: int = 0  # requests whose client disconnected before the end
     url: str = ""
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -160,7 +160,7 @@ def stream_request(more: bytes = b"", **body: Any) -> bytes:
         b'{"prompt": "a", "request_id": {"a": 1}, "n": true}',
     ],
 )
-async def test_a_senseless_body_is_the_clients_fault(harness: Harness, body: bytes) -> None:
+async def test_nonsensical_body_is_a_client_error(harness: Harness, body: bytes) -> None:
     status, answer = await harness.post(body)
     assert status == 400, answer
     assert answer["error"]["code"] == 400
@@ -170,8 +170,8 @@ async def test_a_senseless_body_is_the_clients_fault(harness: Harness, body: byt
 @pytest.mark.parametrize(
     "more", [b"", b"Expect: 100-continue\r\n", b"Connection: close\r\n", b"Expect: 100-Continue\r\n"]
 )
-async def test_a_body_that_waits_for_a_word(harness: Harness, more: bytes) -> None:
-    """With `Expect` the client sends its body only once it has been asked to."""
+async def test_body_may_wait_for_100_continue(harness: Harness, more: bytes) -> None:
+    """A client with `Expect` sends its body only after 100 Continue."""
     reader, writer = await harness.connect()
     head, body = stream_request(more).split(b"\r\n\r\n")
     writer.write(head + b"\r\n\r\n")
@@ -183,8 +183,8 @@ async def test_a_body_that_waits_for_a_word(harness: Harness, more: bytes) -> No
     writer.close()
 
 
-async def test_large_bodies(harness: Harness) -> None:
-    """Up to 64 MB they are taken, beyond that refused; either way the next request is served."""
+async def test_bodies_up_to_the_limit_are_accepted(harness: Harness) -> None:
+    """Bodies up to 64 MB are accepted, larger ones refused. In both cases the next request is served."""
     prompt = "x" * (MOST_BODY_BYTES - 100)
     status, _ = await harness.post({"prompt": prompt, "max_tokens": 3})
     assert status == 200
@@ -198,7 +198,7 @@ async def test_large_bodies(harness: Harness) -> None:
 @pytest.mark.parametrize("script", [answer_for_ever, hang])
 @pytest.mark.parametrize("leave", ["close", "abort", "half"])
 @pytest.mark.parametrize("more", [b"", b"Connection: close\r\n"])
-async def test_a_client_that_leaves_frees_the_engine(
+async def test_client_disconnect_frees_the_engine(
     harness: Harness, stream: bool, script: Any, leave: str, more: bytes
 ) -> None:
     harness.engine.script = script
@@ -219,7 +219,7 @@ async def test_a_client_that_leaves_frees_the_engine(
 
 
 @pytest.mark.parametrize("more", [b"", b"Connection: close\r\n"])
-async def test_streams_that_run_at_the_end_are_cut_soon(harness: Harness, more: bytes) -> None:
+async def test_running_streams_are_cut_at_shutdown(harness: Harness, more: bytes) -> None:
     harness.engine.script = answer_for_ever
     reader, writer = await harness.connect()
     writer.write(stream_request(more))
@@ -228,12 +228,12 @@ async def test_streams_that_run_at_the_end_are_cut_soon(harness: Harness, more: 
         assert await harness.server.drain(0.1) == 1
         await harness.server.close()
         rest = await reader.read()
-    assert not rest.endswith(b"0\r\n\r\n")  # a client can tell that it is not whole
+    assert not rest.endswith(b"0\r\n\r\n")  # the client can detect that it is incomplete
     await harness.until(lambda: harness.engine.left == 1 and len(harness.gateway.ledger) == 0)
     writer.close()
 
 
-async def test_ids_in_flight_are_not_taken_twice_however_they_come(harness: Harness) -> None:
+async def test_ids_in_flight_are_refused_in_headers_and_bodies(harness: Harness) -> None:
     harness.engine.script = hang
     _, writer = await harness.connect()
     writer.write(stream_request(b"X-Request-Id: r\r\n"))
@@ -245,7 +245,7 @@ async def test_ids_in_flight_are_not_taken_twice_however_they_come(harness: Harn
     ):
         assert (await harness.post({"prompt": "x", **body}, **headers))[0] == 409
     reader, other = await harness.connect()
-    for _ in range(2):  # the connection goes on after a refusal
+    for _ in range(2):  # the connection stays open after a refusal
         other.write(stream_request(b"X-Request-Id: r\r\n"))
         async with asyncio.timeout(DEADLINE_S):
             assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 409 ")
@@ -256,7 +256,7 @@ async def test_ids_in_flight_are_not_taken_twice_however_they_come(harness: Harn
     assert len(harness.engine.bodies) == 1
 
 
-async def test_a_burst_is_answered_whole(harness: Harness) -> None:
+async def test_burst_is_answered_completely(harness: Harness) -> None:
     requests = 600
 
     async def one(number: int) -> None:
@@ -279,8 +279,8 @@ async def test_a_burst_is_answered_whole(harness: Harness) -> None:
 
 @pytest.mark.parametrize("cut", [1, 2, 3, 7, 50])
 @pytest.mark.parametrize("end", [b"\n", b"\r\n"])
-async def test_events_cut_anywhere(harness: Harness, cut: int, end: bytes) -> None:
-    """Characters of several bytes, comments, either line end, and no word at the end."""
+async def test_events_may_be_cut_anywhere(harness: Harness, cut: int, end: bytes) -> None:
+    """Characters of several bytes, comments, both line ends, and no [DONE] at the end."""
     told = b": a comment\n\n" + event("é", [1], prompt_token_ids=[7]) + event("漢😀", [2]) + b"event: x\nid: 3\n\n"
     told += event("\\ud83d", [3], "length")
     told = told.replace(b"\\u00e9", "é".encode()).replace(b"\n", end)
@@ -316,15 +316,13 @@ BROKEN = {
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("name", BROKEN)
-async def test_an_engine_that_breaks_is_asked_again_and_nothing_comes_twice(
-    harness: Harness, name: str, stream: bool
-) -> None:
+async def test_broken_engine_is_retried_without_duplicate_tokens(harness: Harness, name: str, stream: bool) -> None:
     async def script(engine: ScriptedEngine, body: bytes, writer: asyncio.StreamWriter) -> None:
         asked = json.loads(body)
         if len(engine.bodies) == 1:
             writer.write(BROKEN[name])
             writer.close()
-        else:  # what is left of the answer
+        else:  # the rest of the answer
             told = [event("b", [2], prompt_token_ids=[7, 1]), event("", [3], "length"), b"data: [DONE]\n\n"]
             first = [] if asked["prompt"] == [7, 1] else [event("a", [1], prompt_token_ids=[7])]
             writer.write(STREAM + chunk(b"".join(first + told)) + b"0\r\n\r\n")
@@ -342,9 +340,9 @@ async def test_an_engine_that_breaks_is_asked_again_and_nothing_comes_twice(
     writer.close()
 
 
-async def test_a_kept_connection_that_breaks_asks_once_more_and_answers_once(harness: Harness) -> None:
-    """The engine reads the second request and closes: whether it had begun cannot be known. What is asked once more has
-    the same id, and one answer is delivered."""
+async def test_broken_idle_connection_is_retried_and_answers_once(harness: Harness) -> None:
+    """The engine reads the second request and closes the connection, so it may have begun. The retry has the same id,
+    and one answer is delivered."""
 
     async def script(engine: ScriptedEngine, body: bytes, writer: asyncio.StreamWriter) -> None:
         if len(engine.bodies) == 2:
@@ -363,11 +361,11 @@ async def test_a_kept_connection_that_breaks_asks_once_more_and_answers_once(har
     assert ids[1] == ids[2] != ids[0]
 
 
-# --- a client that reads slowly, whatever the sizes of buffers ---
+# --- a client that reads slowly, with any buffer sizes ---
 
 
 class OnePieceDoor:
-    """A door that is full after every piece until somebody waits for it."""
+    """A connection that is full after every piece until a writer waits for it."""
 
     def __init__(self) -> None:
         self.pieces: list[bytes] = []
@@ -389,7 +387,7 @@ class OnePieceDoor:
 
 
 @pytest.mark.parametrize("answers", [1, 3])
-async def test_a_slow_reader_gets_every_answer_whole(answers: int) -> None:
+async def test_slow_reader_receives_complete_answers(answers: int) -> None:
     clock = WallClock()
     engine = FakeEngine()
     fleet = EngineBackends(lambda url: engine, clock=clock)

@@ -1,5 +1,6 @@
-"""Requests that are cut after any number of tokens and asked again of another gateway on the same ledger: the answer is
-the undisturbed one, and what was generated is not generated again."""
+"""Requests that are cut after any number of tokens and repeated at another gateway on the same ledger. The answer is
+the
+undisturbed one, and stored tokens are not generated again."""
 
 import asyncio
 from pathlib import Path
@@ -74,8 +75,10 @@ def check(record: RequestRecord, endpoint: CompletionEndpoint) -> None:
 
 @pytest.mark.parametrize("endpoint", list(CompletionEndpoint))
 @pytest.mark.parametrize("stream", [False, True])
-async def test_cut_after_any_number_of_tokens(tmp_path: Path, endpoint: CompletionEndpoint, stream: bool) -> None:
-    """Also in the middle of a character, which takes several tokens here."""
+async def test_answer_cut_after_any_number_of_tokens_is_resumed(
+    tmp_path: Path, endpoint: CompletionEndpoint, stream: bool
+) -> None:
+    """Including cuts inside a character, which has several tokens here."""
     for cut in range(1, MAX_TOKENS - 1):
         first = await begun(tmp_path / f"ledger{cut}")
         job = job_of(first, endpoint, stream=stream)
@@ -102,7 +105,7 @@ async def test_cut_after_any_number_of_tokens(tmp_path: Path, endpoint: Completi
         await ended(then)
 
 
-async def test_a_whole_answer_asks_no_engine_and_keeps_its_time(tmp_path: Path) -> None:
+async def test_stored_answer_needs_no_engine_and_keeps_its_creation_time(tmp_path: Path) -> None:
     first = await begun(tmp_path / "ledger")
     await answered(first, job_of(first, CompletionEndpoint.COMPLETIONS))
     await ended(first)
@@ -118,7 +121,7 @@ async def test_a_whole_answer_asks_no_engine_and_keeps_its_time(tmp_path: Path) 
     await ended(then)
 
 
-async def test_of_two_samples_one_was_done(tmp_path: Path) -> None:
+async def test_request_with_one_finished_sample_is_resumed(tmp_path: Path) -> None:
     first = await begun(tmp_path / "ledger")
     job = job_of(first, CompletionEndpoint.COMPLETIONS, n=2, seed=None)
     async with job:

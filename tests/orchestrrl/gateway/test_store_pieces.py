@@ -1,4 +1,4 @@
-"""Answers in pieces: whatever is lost, what is put together is what the record once was, and never another."""
+"""Answers in pieces: after any loss, the reassembled answer is an earlier state of the record, never another answer."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +25,7 @@ def record_of(*, streaming: bool = False, **body: Any) -> RequestRecord:
 
 
 def shown(record: RequestRecord) -> tuple[Any, ...]:
-    """All of an answer that a client could see."""
+    """Return all parts of an answer that a client can receive."""
     ids = tuple(record.generated_ids)
     logprobs = tuple(record.logprobs) if record.logprobs is not None else None
     spans = record.versions.spans(len(ids))
@@ -35,12 +35,12 @@ def shown(record: RequestRecord) -> tuple[Any, ...]:
 
 @dataclass
 class Disk:
-    """Pieces on their way to the disk and there, as the store brings them: a batch arrives as a whole or is lost."""
+    """A fake disk with queued and written pieces. As in the store, a batch arrives as a whole or is lost."""
 
     record: RequestRecord = field(default_factory=record_of)
     queued: list[AnswerPiece] = field(default_factory=list)
     arrived: list[AnswerPiece] = field(default_factory=list)
-    once: list[tuple[Any, ...]] = field(default_factory=list)  # what the record was whenever it was looked at
+    once: list[tuple[Any, ...]] = field(default_factory=list)  # the states of the record at each collection
     lost: bool = False
 
     def __post_init__(self) -> None:
@@ -90,7 +90,7 @@ STEPS = st.lists(
 
 
 @given(STEPS, st.sampled_from([None, ("stop", "\ud800"), ("stop", 7), ("length", None)]), st.booleans(), st.booleans())
-def test_what_is_put_together_is_what_the_record_once_was(
+def test_reassembled_answer_is_a_past_state_of_the_record(
     steps: list[tuple[Any, ...]], ends: tuple[str, Any] | None, last_arrives: bool, streaming: bool
 ) -> None:
     disk = Disk()
@@ -110,7 +110,7 @@ def test_what_is_put_together_is_what_the_record_once_was(
         disk.record.finish(*ends, 2.0)
     disk.look()
     disk.write(arrives=last_arrives)
-    # The gateway was killed. Another has the same request.
+    # The gateway was killed, and another serves the same request.
     again = record_of(streaming=streaming)
     kept = put_together(disk.arrived).get(0)
     if kept is None:
@@ -129,7 +129,7 @@ def test_what_is_put_together_is_what_the_record_once_was(
 
 
 @given(st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=3), min_size=1, max_size=6), st.data())
-def test_killed_again_and_again_it_goes_on_from_where_it_was(chunks: list[list[int]], data: st.DataObject) -> None:
+def test_answer_continues_after_repeated_kills(chunks: list[list[int]], data: st.DataObject) -> None:
     arrived: list[AnswerPiece] = []
     expected: list[int] = []
     for ids in chunks:
@@ -149,7 +149,7 @@ def test_killed_again_and_again_it_goes_on_from_where_it_was(chunks: list[list[i
         assert cutter.cut() is None
 
 
-def test_one_that_cannot_be_continued_begins_anew_but_its_whole_answer_is_kept() -> None:
+def test_immovable_answer_is_restored_only_when_complete() -> None:
     disk = Disk(record_of(seed=7, temperature=1.0))
     disk.record.append(Chunk((1, 2), "ab", (5,)), "ab", None, 0.0)
     disk.look()
@@ -164,7 +164,7 @@ def test_one_that_cannot_be_continued_begins_anew_but_its_whole_answer_is_kept()
     assert (list(again.generated_ids), again.text, again.done) == ([1, 2], "ab", True)
 
 
-def test_a_whole_answer_that_is_given_again_as_a_stream_has_its_other_fields() -> None:
+def test_stored_answer_as_a_stream_has_its_other_fields() -> None:
     disk = Disk(record_of())
     last = Chunk((1, 2), "ab", (5,), finish_reason="stop", choice_fields={"odd": [1]}, answer_fields={"f": "x"})
     disk.record.append(last, "ab", None, 0.0)
@@ -177,7 +177,7 @@ def test_a_whole_answer_that_is_given_again_as_a_stream_has_its_other_fields() -
     assert (delta.chunk.choice_fields, delta.chunk.answer_fields) == ({"odd": [1]}, {"f": "x"})
 
 
-def test_what_an_answer_would_fail_from_again_is_forgotten() -> None:
+def test_forgotten_answer_is_not_restored() -> None:
     disk = Disk()
     disk.record.append(Chunk((1, 2), "ab", (5,)), "ab", None, 0.0)
     disk.look()
@@ -185,7 +185,7 @@ def test_what_an_answer_would_fail_from_again_is_forgotten() -> None:
     assert not give_back(record_of(), put_together([*disk.arrived, disk.cutter.forget()])[0], 0.0)
 
 
-def test_an_answer_that_begins_anew_is_kept_from_its_beginning() -> None:
+def test_restarted_answer_is_stored_from_its_beginning() -> None:
     disk = Disk()
     for token in (1, 2, 3):
         if token < 3:
@@ -197,7 +197,7 @@ def test_an_answer_that_begins_anew_is_kept_from_its_beginning() -> None:
     assert list(put_together(disk.arrived)[0].ids) == [2, 3]
 
 
-def test_an_attempts_name_is_not_used_twice() -> None:
+def test_attempt_ids_are_not_reused() -> None:
     record = record_of()
     record.attempt = 3
     cutter = RecordCutter(0, record, prompt_wanted=True)
@@ -222,7 +222,7 @@ def test_an_attempts_name_is_not_used_twice() -> None:
         ({"n": 2}, False),
     ],
 )
-def test_what_is_the_same_question(other: dict[str, Any], same: bool) -> None:
+def test_digest_ignores_the_form_of_the_response(other: dict[str, Any], same: bool) -> None:
     body = {"prompt": PROMPT, "max_tokens": 1000}
     assert (
         digest_of(CompletionEndpoint.COMPLETIONS, body)
@@ -232,7 +232,7 @@ def test_what_is_the_same_question(other: dict[str, Any], same: bool) -> None:
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=1), st.lists(st.integers(0, 2**32 - 1), min_size=1))
-def test_prompts_of_ids_differ_where_they_do(one: list[int], other: list[int]) -> None:
+def test_digests_of_different_token_prompts_differ(one: list[int], other: list[int]) -> None:
     bodies = [{"prompt": one}, {"prompt": other}]
     assert (
         digest_of(CompletionEndpoint.COMPLETIONS, bodies[0]) == digest_of(CompletionEndpoint.COMPLETIONS, bodies[1])
@@ -240,5 +240,5 @@ def test_prompts_of_ids_differ_where_they_do(one: list[int], other: list[int]) -
 
 
 @given(st.text(alphabet=st.characters(min_codepoint=32, max_codepoint=126), min_size=1))
-def test_keys_fit_into_a_row(name: str) -> None:
+def test_keys_fit_in_a_row(name: str) -> None:
     assert 0 <= key_of(name) < 2**63

@@ -1,4 +1,4 @@
-"""Measured deployments as CSV text, with sensible values for what a test leaves out."""
+"""Builds measured deployments as CSV text, with defaults for columns that a test omits."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""Kernel tables become profiles: whole-engine batches within the KV cache, and what was assumed is said."""
+"""Kernel tables become profiles: whole-engine batches within the KV cache, with the provenance of assumed figures."""
 
 import importlib.util
 from dataclasses import dataclass, field
@@ -27,10 +27,10 @@ GIVEN = ImportInputs(256, 45.0, "default", "command line", "2026-01-31")
 
 @dataclass
 class Table:
-    """A handle with the package's calls: milliseconds, batches of one rank."""
+    """A fake handle with the package's methods: milliseconds, batches of one rank."""
 
     layout: Parallelism
-    bend: float = 0.0  # of a mixture of experts: quick to rise, then flat
+    bend: float = 0.0  # like a mixture of experts: rises steeply, then flattens
     asked: list[tuple[int, int]] = field(default_factory=list)
 
     def decode_step_latency(self, gen_tokens: int, isl: int, osl: int) -> float:
@@ -70,7 +70,7 @@ def imported(*names: str, bend: float = 0.0) -> tuple[Profile, list[str]]:
     return import_profile(FakeVendor(bend), layouts, GIVEN)
 
 
-def test_a_line_comes_out_as_a_line() -> None:
+def test_linear_table_gives_a_linear_fit() -> None:
     (engine,) = imported("tp2")[0].configurations
     affine = engine.configuration()
     assert (affine.alpha_s, affine.beta_s, affine.gamma_s) == pytest.approx((0.013, 3e-5, 1e-7), rel=1e-3)
@@ -83,7 +83,7 @@ def test_a_line_comes_out_as_a_line() -> None:
     assert others["kv_capacity_tokens"].detail.startswith("tables 1.0: memory model")
 
 
-def test_a_mixture_of_experts_gets_a_curve() -> None:
+def test_mixture_of_experts_gives_a_curve() -> None:
     (engine,) = imported("tp8ep8", bend=0.5)[0].configurations
     assert len(engine.step.base_s.xs) > 2
     assert engine.provenance.fit_error_mean is not None
@@ -94,7 +94,7 @@ def test_a_mixture_of_experts_gets_a_curve() -> None:
         assert engine.step.at(batch, 1000 * batch) == pytest.approx(expected_s, rel=0.05)
 
 
-def test_ranks_are_counted_together() -> None:
+def test_data_parallel_ranks_are_summed() -> None:
     (engine,) = imported("dp8ep8")[0].configurations
     assert engine.id == "tp1dp8ep8"
     assert engine.parallelism.gpus == 8
@@ -104,7 +104,7 @@ def test_ranks_are_counted_together() -> None:
     assert engine.step.at(8 * 16, 8 * 16 * 2000) == pytest.approx(expected_s, rel=1e-3)
 
 
-def test_only_what_fits_is_asked() -> None:
+def test_only_batches_that_fit_are_queried() -> None:
     table = Table(Parallelism(tp=2))
     samples = step_table(table, Parallelism(tp=2), rank_tokens=10_000, max_sequences=100)
     assert table.asked
@@ -113,7 +113,7 @@ def test_only_what_fits_is_asked() -> None:
     assert any(batch == 1 for batch, _ in table.asked)
 
 
-def test_moves_know_the_link_and_the_prefill() -> None:
+def test_move_costs_use_the_link_and_the_prefill() -> None:
     moves = imported("tp4")[0].moves
     assert moves is not None
     assert moves.kv_bytes_per_token == 131_072
@@ -121,7 +121,7 @@ def test_moves_know_the_link_and_the_prefill() -> None:
     assert moves.recompute_s.at(4000) == pytest.approx(0.21, rel=0.02)
 
 
-def test_what_does_not_fit_is_left_out_with_its_reason() -> None:
+def test_layout_that_does_not_fit_is_omitted_with_a_reason() -> None:
     found = imported("tp1", "tp2")
     assert [engine.id for engine in found[0].configurations] == ["tp2"]
     assert found[1] == ["tp1: no KV budget"]
@@ -129,23 +129,23 @@ def test_what_does_not_fit_is_left_out_with_its_reason() -> None:
         imported("tp1")
 
 
-def test_its_file_says_the_same() -> None:
+def test_imported_profile_survives_a_round_trip() -> None:
     profile = imported("tp2", "tp8")[0]
     assert parse_profile(as_text(profile)) == profile
 
 
 @pytest.mark.parametrize("name", ["tp2", "tp8ep8", "tp1dp8ep8", "tp2dp4"])
-def test_a_layout_has_one_name(name: str) -> None:
+def test_layout_name_round_trip(name: str) -> None:
     assert identifier(layout_named(name)) == name
 
 
 @pytest.mark.parametrize("name", ["", "8", "tp", "tp0", "pp2", "tp8ep4"])
-def test_what_is_no_layout_is_refused(name: str) -> None:
+def test_invalid_layout_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=r"must|experts"):
         layout_named(name)
 
 
-def test_without_the_package_it_says_how_to_get_it() -> None:
+def test_missing_package_error_has_the_install_command() -> None:
     try:
         import aiconfigurator_core  # noqa: F401
     except ModuleNotFoundError:
@@ -156,14 +156,14 @@ def test_without_the_package_it_says_how_to_get_it() -> None:
 
 
 def documented() -> list[list[str]]:
-    """The import commands of docs/profiles.md."""
+    """Return the import commands in docs/profiles.md."""
     page = (Path(__file__).parents[4] / "docs" / "profiles.md").read_text()
     return [line.split()[1:] for line in page.splitlines() if line.startswith("orchestrrl profile import")]
 
 
 @pytest.mark.parametrize("words", documented(), ids=lambda words: words[words.index("--model") + 1])
-def test_what_the_page_says_works(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the package is missing, all but the package is there."""
+def test_documented_commands_work(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the package, the commands fail only because of it."""
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(application(), words)
     if importlib.util.find_spec("aiconfigurator_core") is None:
@@ -173,20 +173,20 @@ def test_what_the_page_says_works(words: list[str], tmp_path: Path, monkeypatch:
         assert read_profile(words[words.index("--out") + 1]).configurations
 
 
-def test_the_file_that_the_page_shows_is_one() -> None:
+def test_documented_file_is_valid() -> None:
     page = (Path(__file__).parents[4] / "docs" / "profiles.md").read_text()
     shown = page.partition("## The file")[2].partition("```yaml\n")[2].partition("```")[0]
     assert parse_profile(shown).configurations[0].others
 
 
 class TestPackage:
-    """Against the package itself, where the optional extra is installed."""
+    """Tests against the package itself, if the optional extra is installed."""
 
     @pytest.fixture(autouse=True)
     def _installed(self) -> None:
         pytest.importorskip("aiconfigurator_core", reason="the extra `aiconfigurator` is not installed")
 
-    def test_a_dense_model_is_nearly_a_line(self) -> None:
+    def test_dense_model_is_nearly_linear(self) -> None:
         vendor = Aiconfigurator("Qwen/Qwen3-32B", "h100_sxm", "vllm")
         layouts = [layout_named(name) for name in ("tp2", "tp4", "tp8")]
         found = import_profile(vendor, layouts, GIVEN)
@@ -198,7 +198,7 @@ class TestPackage:
         assert found[0].moves is not None
         assert found[0].moves.kv_bytes_per_token == 2 * 2 * 64 * 8 * 128  # bf16, layers, KV heads, head size
 
-    def test_a_mixture_of_experts_is_not(self) -> None:
+    def test_mixture_of_experts_is_not_linear(self) -> None:
         vendor = Aiconfigurator("Qwen/Qwen3-235B-A22B", "h200_sxm", "vllm")
         layouts = [layout_named(name) for name in ("tp8", "tp8ep8")]
         found = import_profile(vendor, layouts, GIVEN)
@@ -207,7 +207,7 @@ class TestPackage:
             assert engine.provenance.fit_error_mean is not None
             assert engine.provenance.fit_error_mean < 0.03
 
-    def test_what_it_does_not_know_is_a_fault(self) -> None:
+    def test_unknown_model_system_or_backend_is_a_fault(self) -> None:
         with pytest.raises(ProblemFaults, match="--system: has no data"):
             Aiconfigurator("Qwen/Qwen3-32B", "h999", "vllm")
         with pytest.raises(ProblemFaults, match="--backend: must be one of"):

@@ -1,4 +1,4 @@
-"""Measuring finds the constants that an engine was made of, within its limits and its budget, and leaves it idle."""
+"""A measurement finds the engine's constants within its limits and its budget, and leaves the engine idle."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -65,7 +65,7 @@ async def measured(
     return await in_virtual_time(clock, measure(engine, asked, clock, lambda *step: steps.append(step))), steps
 
 
-async def test_it_finds_what_the_engine_is_made_of(engine: VirtualEngine, clock: VirtualClock) -> None:
+async def test_measurement_finds_the_engine_constants(engine: VirtualEngine, clock: VirtualClock) -> None:
     found, steps = await measured(engine, clock, wanted())
     profile = found.engine
     for sequences, kv_tokens in ((1, 100), (12, 400), (6, 20_000), (12, 60_000)):
@@ -86,7 +86,7 @@ async def test_it_finds_what_the_engine_is_made_of(engine: VirtualEngine, clock:
 
 
 class Spilling(SimulatedOptions):
-    """An engine that keeps KV in CPU memory beyond what its GPU holds."""
+    """An engine that stores the KV beyond its GPU memory in CPU memory."""
 
     spill_tokens: int
     spill_s_per_token: float
@@ -98,10 +98,10 @@ class Spilling(SimulatedOptions):
 
 
 @pytest.mark.parametrize(("spill_tokens", "seen_least"), [(20_000, 15_000), (65_536, 29_000), (10**6, 29_000)])
-async def test_what_spilling_takes_is_measured_where_the_engine_goes_on(
+async def test_spill_cost_is_measured_if_the_engine_spills(
     clock: VirtualClock, spill_tokens: int, seen_least: int
 ) -> None:
-    """Twelve sequences of 8,192 tokens come to one and a half times its KV cache."""
+    """Twelve sequences of 8,192 tokens need one and a half times its KV cache."""
     price_s = 5e-6
     engine = VirtualEngine(
         Spilling(**OPTIONS.model_dump(), spill_tokens=spill_tokens, spill_s_per_token=price_s), clock
@@ -118,7 +118,7 @@ async def test_what_spilling_takes_is_measured_where_the_engine_goes_on(
     await engine.close()
 
 
-async def test_of_an_engine_that_lets_requests_wait_nothing_is_said(engine: VirtualEngine, clock: VirtualClock) -> None:
+async def test_engine_that_queues_requests_has_no_spill_cost(engine: VirtualEngine, clock: VirtualClock) -> None:
     found, _ = await measured(engine, clock, wanted())
     assert (found.engine.step.spill_s_per_token, found.engine.spill_capacity_tokens) == (0.0, 0)
     assert not [name for name, _ in found.engine.others if name.startswith("spill")]
@@ -127,21 +127,23 @@ async def test_of_an_engine_that_lets_requests_wait_nothing_is_said(engine: Virt
 
 
 @given(st.integers(64, 10**7), st.integers(1, 1024), st.integers(32, 131_072))
-def test_batches_beyond_the_cache_are_beyond_it_and_fit_the_engine(capacity: int, slots: int, longest: int) -> None:
+def test_overfilling_batches_exceed_the_cache_and_fit_the_engine(capacity: int, slots: int, longest: int) -> None:
     for sequences, context in overfills(capacity, slots, longest, 256):
         assert 1 <= sequences <= slots
         assert sequences * context >= int(1.15 * capacity)
         assert context + 256 <= longest
 
 
-async def test_it_leaves_the_engine_idle_and_repeats_no_prompt(engine: VirtualEngine, clock: VirtualClock) -> None:
+async def test_measurement_leaves_the_engine_idle_and_repeats_no_prompt(
+    engine: VirtualEngine, clock: VirtualClock
+) -> None:
     await measured(engine, clock, wanted(budget_s=60))
     assert engine.runtime.running == engine.runtime.waiting == 0
     long = [prompt for prompt in engine.prompts if len(prompt) > 1]
     assert len({prompt[:16] for prompt in long}) == len(long)
 
 
-async def test_the_budget_is_kept(engine: VirtualEngine, clock: VirtualClock) -> None:
+async def test_measurement_stays_within_the_budget(engine: VirtualEngine, clock: VirtualClock) -> None:
     began_s = clock.now_s()
     found, _ = await measured(engine, clock, wanted(budget_s=25))
     assert clock.now_s() - began_s < 27
@@ -149,13 +151,13 @@ async def test_the_budget_is_kept(engine: VirtualEngine, clock: VirtualClock) ->
     assert found.engine.step.at(6, 20_000) == pytest.approx(0.0184 + 6 * 0.00081 + 20_000 * 4.1e-7, rel=0.05)
 
 
-async def test_too_little_time_is_said(engine: VirtualEngine, clock: VirtualClock) -> None:
+async def test_too_short_budget_is_an_error(engine: VirtualEngine, clock: VirtualClock) -> None:
     with pytest.raises(Permanent, match="raise --budget-s from 1 to about"):
         await measured(engine, clock, wanted(budget_s=1))
     assert engine.runtime.running == engine.runtime.waiting == 0
 
 
-async def test_a_busy_engine_is_left_alone(engine: VirtualEngine, clock: VirtualClock) -> None:
+async def test_busy_engine_is_not_measured(engine: VirtualEngine, clock: VirtualClock) -> None:
     body = {"model": "simulated", "prompt": [1, 2, 3], "max_tokens": 5000, "ignore_eos": True}
     other = asyncio.ensure_future(
         anext(aiter(engine.generate(GenerationRequest("theirs", CompletionEndpoint.COMPLETIONS, body))))
@@ -167,7 +169,7 @@ async def test_a_busy_engine_is_left_alone(engine: VirtualEngine, clock: Virtual
     other.cancel()
 
 
-async def test_what_nobody_tells_is_asked_for_at_once(clock: VirtualClock) -> None:
+async def test_all_missing_limits_are_reported_at_once(clock: VirtualClock) -> None:
     silent = VirtualEngine(
         OPTIONS, clock, EngineCapabilities("virtual", "1", ("simulated",), max_model_len_tokens=1024)
     )
@@ -179,7 +181,7 @@ async def test_what_nobody_tells_is_asked_for_at_once(clock: VirtualClock) -> No
     await silent.close()
 
 
-async def test_stopped_midway_it_leaves_the_engine_idle(engine: VirtualEngine, clock: VirtualClock) -> None:
+async def test_cancelled_measurement_leaves_the_engine_idle(engine: VirtualEngine, clock: VirtualClock) -> None:
     task = asyncio.ensure_future(measure(engine, wanted(), clock))
     while engine.runtime.running < 12:
         await clock.advance(0.02)
@@ -193,8 +195,8 @@ async def task_of(task: "asyncio.Task[MeasuredProfile]") -> MeasuredProfile:
     return await task
 
 
-async def test_over_http_it_comes_near_too() -> None:
-    """Generous, since a busy machine delays what is read."""
+async def test_measurement_over_http_is_close() -> None:
+    """The tolerance is large, since a busy host delays the reading of tokens."""
     options = OPTIONS.model_copy(update={"max_num_seqs": 4, "max_model_len_tokens": 4096, "speed": 2.0})
     async with SimulatedServer(options) as server:
         engine = SimulatedEngine(server.url)
@@ -212,7 +214,7 @@ async def test_over_http_it_comes_near_too() -> None:
     st.integers(min_value=64, max_value=5_000_000),
     st.integers(min_value=64, max_value=200_000),
 )
-def test_every_point_of_the_grid_fits(sequences: int, capacity_tokens: int, longest: int) -> None:
+def test_every_grid_point_fits(sequences: int, capacity_tokens: int, longest: int) -> None:
     limits = EngineCapacity("m", sequences, capacity_tokens, min(longest, capacity_tokens))
     points = grid(limits)
     assert len(set(points)) == len(points)
@@ -222,10 +224,10 @@ def test_every_point_of_the_grid_fits(sequences: int, capacity_tokens: int, long
         assert point.sequences * point.context_tokens <= KV_FILL * capacity_tokens
 
 
-def test_a_step_is_the_slope_while_all_ran() -> None:
+def test_step_time_is_the_slope_while_all_streams_ran() -> None:
     from orchestrrl.engines.profiles.measure import GridPoint
 
-    early = [(0.01 * n, n) for n in range(1, 60)]  # alone and quicker at first: not counted
+    early = [(0.01 * n, n) for n in range(1, 60)]  # alone and faster at first: not counted
     both = [(0.6 + 0.02 * n, 59 + n) for n in range(40)]
     late = [(0.6 + 0.02 * n, 1 + n) for n in range(40)]
     sample = sample_of(GridPoint(2, 100), [[*early, *both], late])
@@ -235,8 +237,8 @@ def test_a_step_is_the_slope_while_all_ran() -> None:
     assert sample_of(GridPoint(2, 100), [early, late]) is None
 
 
-async def test_a_short_budget_on_a_slow_engine_is_enough_for_a_profile(clock: VirtualClock) -> None:
-    """No large point takes the time of all the others."""
+async def test_short_budget_on_a_slow_engine_gives_a_profile(clock: VirtualClock) -> None:
+    """No large point uses the time of the others."""
     made = {"max_num_seqs": 256, "kv_capacity_tokens": 262_144, "max_model_len_tokens": 32_768}
     engine = VirtualEngine(SLOW.model_copy(update=made), clock)
     found, _ = await measured(engine, clock, wanted(budget_s=20))
@@ -245,7 +247,7 @@ async def test_a_short_budget_on_a_slow_engine_is_enough_for_a_profile(clock: Vi
     assert found.engine.step.at(4, 200) == pytest.approx(0.1 + 4 * 0.00081, rel=0.05)
 
 
-async def test_too_short_a_budget_names_one_that_is_enough(clock: VirtualClock) -> None:
+async def test_too_short_budget_error_suggests_a_sufficient_one(clock: VirtualClock) -> None:
     engine = VirtualEngine(SLOW, clock)
     with pytest.raises(Permanent, match=r"raise --budget-s from 2 to about \d+") as caught:
         await measured(engine, clock, wanted(budget_s=2))

@@ -1,4 +1,4 @@
-"""Errors of predictions against numbers worked out by hand, and the roofline against what was measured."""
+"""Prediction errors against hand-computed values, and the roofline against measurements."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,7 +21,7 @@ def always_10_ms(deployments: Sequence[MeasuredDeployment]) -> list[ScoredPredic
     return [ScoredPrediction(each, 0.010, ProfileSource.IMPORTED, "by hand") for each in deployments]
 
 
-def test_errors_and_ratios_are_those_worked_out_by_hand() -> None:
+def test_errors_and_ratios_match_hand_computed_values() -> None:
     """Measured 8, 10 and 20 ms, predicted 10: errors 25 %, 0, 50 %; ratios 1 for 8:10, 8:20 and 10:20."""
     experts = {"model_path": "Qwen/Qwen3-235B-A22B-FP8"}
     silicon = parse_silicon(
@@ -29,7 +29,7 @@ def test_errors_and_ratios_are_those_worked_out_by_hand() -> None:
             {"tp_size": "1", "silicon_tpot_ms": "20"},
             {"tp_size": "4", "silicon_tpot_ms": "8"},
             {"tp_size": "2", "silicon_tpot_ms": "10"},
-            {"tp_size": "4", "silicon_tpot_ms": "40", "isl": "2048"},  # equal to none but for TP
+            {"tp_size": "4", "silicon_tpot_ms": "40", "isl": "2048"},  # has no counterpart at another TP
             experts | {"tp_size": "8", "silicon_tpot_ms": "10", "pp_size": "1"},
             experts | {"tp_size": "8", "silicon_tpot_ms": "10", "pp_size": "2"},  # not predicted
         )
@@ -70,7 +70,7 @@ def test_errors_and_ratios_are_those_worked_out_by_hand() -> None:
 
 
 @pytest.mark.parametrize("column", ["model_path", "system", "backend", "backend_version", "precision", "osl"])
-def test_only_rows_equal_but_for_tp_are_compared(column: str) -> None:
+def test_only_rows_that_differ_in_tp_are_compared(column: str) -> None:
     others = {
         "model_path": "meta-llama/Llama-3.1-8B",
         "system": "h200_sxm",
@@ -83,7 +83,7 @@ def test_only_rows_equal_but_for_tp_are_compared(column: str) -> None:
     assert [tps for tps, _ in ratio_errors(roofline(silicon.deployments))] == [(1, 2)]
 
 
-def test_no_model_is_scored_with_constants_fitted_on_it() -> None:
+def test_no_model_is_scored_with_constants_fitted_to_it() -> None:
     silicon = parse_silicon(csv_of({}, {"model_path": "meta-llama/Llama-3.1-70B-Instruct", "tp_size": "8"}))
     known, unknown = roofline(silicon.deployments)
     assert known.detail.endswith("without qwen3-32b")
@@ -94,8 +94,8 @@ def test_no_model_is_scored_with_constants_fitted_on_it() -> None:
     assert roofline([]) == []
 
 
-def test_a_fit_finds_constants_that_made_the_measurements() -> None:
-    """Step times made up with other constants: predictions come far closer than the priors do."""
+def test_fit_recovers_the_constants_of_generated_measurements() -> None:
+    """Step times are generated with other constants. Fitted predictions are far closer than those of the priors."""
     shapes = [
         (tp, batch, isl) for tp in ("1", "2", "4", "8") for batch in ("8", "32", "128") for isl in ("512", "4096")
     ]
@@ -115,8 +115,8 @@ def test_a_fit_finds_constants_that_made_the_measurements() -> None:
 
 
 @pytest.mark.shared
-def test_the_fitted_constants_meet_what_they_were_fitted_for() -> None:
-    """Less than 10 % median error and 7 % median error of ratios for dense models, with the model left out."""
+def test_fitted_constants_meet_their_error_targets() -> None:
+    """The median error for dense models left out of the fit is below 10 %, and that of ratios below 7 %."""
     if not SILICON.exists():
         pytest.skip(f"there is no {SILICON}")
     silicon = read_silicon(SILICON)
@@ -131,7 +131,7 @@ def test_the_fitted_constants_meet_what_they_were_fitted_for() -> None:
 
 
 @pytest.mark.shared
-def test_fitting_without_a_model_again_gives_its_constants() -> None:
+def test_refit_without_a_model_reproduces_its_constants() -> None:
     if not SILICON.exists():
         pytest.skip(f"there is no {SILICON}")
     rows = rows_of(read_silicon(SILICON).deployments)

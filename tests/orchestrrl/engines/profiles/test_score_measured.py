@@ -1,4 +1,4 @@
-"""Profiles fitted to some lengths, scored on others: rows made up by a known step time are found again."""
+"""Profiles fitted to some lengths predict rows at other lengths that were generated from a known step time."""
 
 import pytest
 from silicon_rows import csv_of
@@ -13,7 +13,7 @@ BATCHES = (4, 8, 16, 32)
 
 
 def tpot_ms(batch: int, prompt: int, output: int) -> float:
-    """2 ms + 50 us a sequence + 20 ns a KV token + 30 us a prefilled token."""
+    """Return 2 ms + 50 us per sequence + 20 ns per KV token + 30 us per prefilled token, in milliseconds."""
     kv_tokens = batch * (prompt + output / 2)
     return 2.0 + 0.05 * batch + 2e-5 * kv_tokens + 0.03 * (batch - 1) * prompt / output
 
@@ -27,7 +27,7 @@ def measured(**others: str) -> SiliconData:
     return parse_silicon(csv_of(*(row(batch, *lengths, **others) for lengths in LENGTHS for batch in BATCHES)))
 
 
-def test_other_lengths_are_predicted_by_the_step_time_behind_them() -> None:
+def test_rows_at_other_lengths_are_predicted_exactly() -> None:
     scored, unpredicted = score_measured(measured())
     assert [each.deployment.row for each in scored] == list(range(1, 13))
     assert {each.source for each in scored} == {ProfileSource.MEASURED}
@@ -35,8 +35,9 @@ def test_other_lengths_are_predicted_by_the_step_time_behind_them() -> None:
     assert unpredicted == []
 
 
-def test_no_row_of_the_lengths_that_are_scored_is_fitted_to() -> None:
-    """One pair of lengths is measured twice as slow: its own rows are off by half. Had they counted, they were not."""
+def test_scored_lengths_are_excluded_from_the_fit() -> None:
+    """The rows of one pair of lengths are twice as slow. If they were part of the fit, their error would not be 50
+    %."""
     rows = [row(batch, *lengths) for lengths in LENGTHS for batch in BATCHES]
     for each in rows[:4]:
         each["silicon_tpot_ms"] = str(2 * float(each["silicon_tpot_ms"]))
@@ -44,7 +45,7 @@ def test_no_row_of_the_lengths_that_are_scored_is_fitted_to() -> None:
     assert [each.error for each in scored[:4]] == pytest.approx([-0.5] * 4, abs=1e-3)
 
 
-def test_engines_are_kept_apart_and_too_few_rows_are_named() -> None:
+def test_engines_are_fitted_separately_and_too_few_rows_are_reported() -> None:
     rows = [row(batch, *lengths) for lengths in LENGTHS for batch in BATCHES]
     rows += [row(batch, 1024, 256, backend_version="2.0") for batch in BATCHES]
     scored, unpredicted = score_measured(parse_silicon(csv_of(*rows)))
@@ -53,7 +54,7 @@ def test_engines_are_kept_apart_and_too_few_rows_are_named() -> None:
     assert unpredicted[0].reason == "too little measured: 0 rows at other lengths, at least 8 are needed"
 
 
-def test_a_fit_needs_kv_tokens_that_vary_apart_from_sequences() -> None:
+def test_fit_needs_kv_tokens_that_vary_independently_of_sequences() -> None:
     samples = [StepSample(batch, 100.0 * batch, 0.01) for batch in BATCHES]
     with pytest.raises(TooFewSamples, match="4 samples"):
         fit_step(samples, prefilled_tokens=[1.0, 2.0, 3.0, 4.0])

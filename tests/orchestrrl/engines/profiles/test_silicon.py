@@ -1,4 +1,4 @@
-"""Measured deployments are read as they are meant, and a faulty file names all its faults."""
+"""Measured deployments are read correctly, and all faults of a file are reported."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from planner.cost.profile import Parallelism
 from planner.cost.roofline import ClosedLoop, Precision
 
 
-def test_a_row_becomes_a_deployment() -> None:
+def test_row_becomes_a_deployment() -> None:
     (row,) = parse_silicon(csv_of({})).deployments
     assert (row.row, row.model.name, row.gpu.name, row.backend) == (1, "qwen3-32b", "h100", "trtllm")
     assert row.parallelism == Parallelism(tp=2)
@@ -23,7 +23,7 @@ def test_a_row_becomes_a_deployment() -> None:
 @pytest.mark.parametrize(
     ("given", "precision"),
     [
-        ({"gemm_quant_mode": "fp8"}, Precision(8.0, 8.0, 8.0)),  # static scales, with those of the KV cache
+        ({"gemm_quant_mode": "fp8"}, Precision(8.0, 8.0, 8.0)),  # static scales, including those of the KV cache
         ({"gemm_quant_mode": "fp8_block"}, Precision(8.0, 8.0, 16.0)),
         ({"precision": "fp8", "backend": "vllm"}, Precision(8.0, 8.0, 16.0)),
         ({"precision": "FP8", "backend": "vllm"}, Precision(8.0, 8.0, 16.0)),
@@ -32,7 +32,7 @@ def test_a_row_becomes_a_deployment() -> None:
         ({"model_path": "openai/gpt-oss-120b", "precision": "fp4"}, Precision(16.0, 4.25, 16.0)),
     ],
 )
-def test_precision_is_what_the_row_or_the_checkpoint_says(given: dict[str, str], precision: Precision) -> None:
+def test_precision_comes_from_the_row_or_the_checkpoint(given: dict[str, str], precision: Precision) -> None:
     assert parse_silicon(csv_of(given)).deployments[0].precision == precision
 
 
@@ -53,7 +53,7 @@ def test_experts_are_split_as_given() -> None:
         ({"osl": "", "silicon_tpot_ms": " "}, "missing: osl, silicon_tpot_ms"),
     ],
 )
-def test_what_is_not_modelled_is_kept_with_its_reason(given: dict[str, str], reason: str) -> None:
+def test_unsupported_row_is_unpredicted_with_a_reason(given: dict[str, str], reason: str) -> None:
     silicon = parse_silicon(csv_of({}, given))
     assert [row.row for row in silicon.deployments] == [1]
     (left_out,) = silicon.unpredicted
@@ -61,7 +61,7 @@ def test_what_is_not_modelled_is_kept_with_its_reason(given: dict[str, str], rea
     assert left_out.reason.startswith(reason)
 
 
-def test_every_fault_is_named_by_row_and_column() -> None:
+def test_every_fault_names_its_row_and_column() -> None:
     with pytest.raises(ProblemFaults) as caught:
         parse_silicon(
             csv_of(
@@ -91,7 +91,7 @@ def test_every_fault_is_named_by_row_and_column() -> None:
         (csv_of({}).rsplit(",", 2)[0] + "\n", ["row[1].moe_ep_size: is missing", "row[1].silicon_tpot_ms: is missing"]),
     ],
 )
-def test_a_file_of_another_shape_is_refused(text: str, faults: list[str]) -> None:
+def test_file_with_wrong_structure_is_refused(text: str, faults: list[str]) -> None:
     with pytest.raises(ProblemFaults) as caught:
         parse_silicon(text)
     found = sorted(caught.value.faults)
@@ -99,7 +99,7 @@ def test_a_file_of_another_shape_is_refused(text: str, faults: list[str]) -> Non
     assert all(fault.startswith(start) for fault, start in zip(found, sorted(faults), strict=True))
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_unreadable_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ProblemFaults, match=r"missing\.csv: No such file"):
         read_silicon(tmp_path / "missing.csv")
     (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00")

@@ -1,4 +1,4 @@
-"""A profile goes into its file and comes back, figure for figure; a faulty file names all its faults."""
+"""A profile survives a round trip through its file without loss, and all faults of a file are reported."""
 
 import json
 from dataclasses import replace
@@ -83,16 +83,16 @@ def profiles(draw: st.DrawFn) -> Profile:
 
 
 @given(profiles())
-def test_what_is_written_is_read_back(profile: Profile) -> None:
+def test_written_profile_is_read_back(profile: Profile) -> None:
     assert parse_profile(as_text(profile)) == profile
 
 
-def test_a_profile_may_be_json() -> None:
+def test_profile_may_be_json() -> None:
     profile = parse_profile(GOOD)
     assert parse_profile(json.dumps(as_document(profile), indent=1)) == profile
 
 
-def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
+def test_file_is_replaced_atomically(tmp_path: Path) -> None:
     path, profile = tmp_path / "deep" / "p.yaml", parse_profile(GOOD)
     write_profile(path, replace(profile, gpu="another"))
     write_profile(path, profile)
@@ -118,7 +118,7 @@ configurations:
 """
 
 
-def test_what_people_write_is_read() -> None:
+def test_hand_written_profile_is_read() -> None:
     (engine,) = parse_profile(GOOD).configurations
     assert engine.provenance == Provenance(ProfileSource.MEASURED, "2026-01-31", samples=3, fit_error_mean=0.01)
     assert engine.step == StepTime(Curve((1, 64), (0.018, 0.023)), 4e-8)
@@ -126,7 +126,7 @@ def test_what_people_write_is_read() -> None:
     assert engine.configuration().gpus == 2
 
 
-def test_every_fault_comes_at_once_with_its_path_and_value() -> None:
+def test_all_faults_are_reported_with_path_and_value() -> None:
     with pytest.raises(ProblemFaults) as caught:
         parse_profile(
             """
@@ -174,12 +174,12 @@ def test_every_fault_comes_at_once_with_its_path_and_value() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", "a: [", "configurations: 3", "? {a: 1}\n: 1", "configurations: [3]"])
-def test_what_is_no_profile_is_a_fault_and_no_crash(text: str) -> None:
+def test_document_that_is_not_a_profile_is_a_fault(text: str) -> None:
     with pytest.raises(ProblemFaults):
         parse_profile(text)
 
 
-def test_a_configuration_takes_the_place_of_its_namesake() -> None:
+def test_configuration_replaces_the_one_with_the_same_id() -> None:
     profile = parse_profile(GOOD)
     (engine,) = profile.configurations
     other = replace(engine, id=ConfigurationId("tp4"))
@@ -189,7 +189,7 @@ def test_a_configuration_takes_the_place_of_its_namesake() -> None:
     assert with_engine(both, quicker).configurations == (quicker, other)
 
 
-def test_a_tidy_configuration_says_the_same_in_fewer_digits() -> None:
+def test_tidy_configuration_is_equal_within_its_digits() -> None:
     (engine,) = parse_profile(GOOD.replace("0.018,", "0.018123456789,")).configurations
     clean = tidy(engine)
     assert clean.step.base_s.ys[0] == 0.0181235
@@ -197,5 +197,5 @@ def test_a_tidy_configuration_says_the_same_in_fewer_digits() -> None:
     assert replace(clean, step=engine.step) == engine
 
 
-def test_figures_are_rounded_and_sizes_are_not() -> None:
+def test_tidy_rounds_figures_but_not_sizes() -> None:
     assert tidy((0.123456789, 1_234_567.0, 1_234_567.8)) == (0.123457, 1_234_567.0, 1_234_570.0)

@@ -1,5 +1,5 @@
-"""A simulated engine in this process and in virtual time: what it is made of is known, and nothing depends on the
-machine."""
+"""A simulated engine in this process and in virtual time. Its constants are known, and results do not depend on the
+host."""
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine, Sequence
@@ -18,7 +18,7 @@ TICK_S = 0.02
 
 
 class VirtualEngine:
-    """Speaks the Engine protocol. `aborted` and `started` are the request ids that it has seen."""
+    """A simulated engine with the Engine protocol. `aborted` and `started` are the ids of requests it has received."""
 
     url = "virtual://engine"
 
@@ -93,7 +93,7 @@ class VirtualEngine:
 
 
 async def in_virtual_time(clock: VirtualClock, work: Coroutine[Any, Any, _Result]) -> _Result:
-    """Move the clock until the work is done."""
+    """Advance the clock until the work is done, and return its result."""
     task = asyncio.ensure_future(work)
     while not task.done():
         await clock.advance(TICK_S)

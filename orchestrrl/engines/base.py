@@ -304,11 +304,11 @@ class ManagedEngine(ObservedEngine, Protocol):
     async def layout(self) -> ReportedLayout: ...
 
     async def weight_version(self) -> int | None:
-        """Return the policy version that was last set for its weights; None if there is none or it is unsupported."""
+        """Return the policy version that was last set for the weights; None if there is none or it is unsupported."""
         ...
 
     async def name_weights(self, policy_version: int | None) -> None:
-        """Set the policy version of its weights, without a change of the weights. None clears the version."""
+        """Set the policy version of the weights without changing the weights. None clears the version."""
         ...
 
     async def excerpt(self, prompt_ids: Sequence[int], tokens: int) -> AnswerExcerpt:

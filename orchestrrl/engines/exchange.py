@@ -1,7 +1,8 @@
 """An HTTP/1.1 client for engines, optimised for answers that arrive in many small pieces.
 
-httptools parses the answers. A connection is reused after its answer was read to the end. Leaving an answer earlier
-closes the connection, which makes the engine stop. A general client costs several times as much per request and piece.
+httptools parses the answers. A connection is reused after its answer was read to the end. Closing an exchange earlier
+closes its connection, which makes the engine stop. A general-purpose client costs several times more per request and
+per piece.
 """
 
 import asyncio
@@ -92,7 +93,8 @@ class EngineConnection(asyncio.Protocol):
         return b"".join(parts)
 
     def leave(self) -> None:
-        """Discard the rest of the answer and keep the connection for the next request."""
+        """Discard the rest of the answer, and keep the connection for the next request if the answer ends within
+        `STREAM_END_S`."""
         if self.ended:
             self._finish()
         elif self.open:
@@ -150,7 +152,7 @@ class EngineConnection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         if self.ended:
-            raise ValueError("bytes after the answer")
+            raise ValueError("unexpected bytes after the answer")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self.status:  # trailers are ignored

@@ -147,7 +147,7 @@ def parse_event(data: bytes) -> dict[str, Any]:
     try:
         event: dict[str, Any] = json.loads(data)
     except RecursionError as error:
-        raise ValueError("nested too deeply") from error
+        raise ValueError("the JSON is nested too deeply") from error
     if event.get("error") is not None:
         raise StreamError(event)
     return event

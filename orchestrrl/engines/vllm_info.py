@@ -73,7 +73,7 @@ def read_server_info(answer: Mapping[str, Any]) -> VllmServerInfo:
 
 
 def _serving(config: Mapping[str, Any], system: object) -> ServingFacts:
-    """Return the facts for step times. `system` holds vLLM's facts about its host; some versions lack it."""
+    """Return the facts that determine step times. `system` has vLLM's facts about its host; some versions lack it."""
     model, parallel, cache = (_section(config, name) for name in ("model_config", "parallel_config", "cache_config"))
     device = named(_section(config, "device_config").get("device"))
     gpu, why = "", ""

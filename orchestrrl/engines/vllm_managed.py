@@ -145,7 +145,7 @@ class ManagedVllm:
         return replace(info, paths=paths, token_ids=token_ids)
 
     async def _api(self) -> tuple[frozenset[str], bool]:
-        """Return the paths of its API, and whether requests may set return_token_ids."""
+        """Return the paths of the server's API, and whether requests may set return_token_ids."""
         api = await self.ask("GET", "/openapi.json")
         with self.reading("/openapi.json"):
             completion = api.get("components", {}).get("schemas", {}).get("CompletionRequest", {})

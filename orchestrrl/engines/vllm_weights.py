@@ -98,7 +98,7 @@ class VllmWeights:
             return await (self._kept_running(asked) if was_paused else asked)
         finally:
             if was_paused:
-                with self._open_outcome("may run, which was paused"):
+                with self._open_outcome("was paused before a probe and may now run"):
                     await self._server.order("/pause?mode=keep&clear_cache=false")
 
     async def _kept_running(self, asked: Coroutine[Any, Any, tuple[int, ...]]) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""One attempt at a request on one engine: builds the engine's request and appends its answer to the record."""
+"""Run one attempt of a request on one engine: build the engine's request and append its answer to the record."""
 
 import asyncio
 import logging
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineAttempt:
-    """The record's current attempt, on `backend`, which the record has entered."""
+    """One attempt of a request on one engine. The record must have entered `backend` before."""
 
     def __init__(self, record: RequestRecord, backend: EngineBackend, fleet: EngineBackends) -> None:
         self._record = record
@@ -210,7 +210,7 @@ class EngineAttempt:
             self._first_token()
 
     def _first_token(self) -> None:
-        """Note that the attempt generates, and whether its answer can be continued on another engine."""
+        """Handle the first token of the attempt: decide whether its answer can continue on another engine."""
         record, backend = self._record, self._backend
         self._began = record.progressed_s, len(record.generated_ids)
         self._fleet.trust(backend)

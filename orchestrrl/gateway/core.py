@@ -1,4 +1,4 @@
-"""The gateway without its sockets: accepts requests, relays them to engines, carries out moves, and reports state."""
+"""The gateway without sockets: it accepts requests, relays them to engines, carries out moves, and reports state."""
 
 import asyncio
 import logging
@@ -29,7 +29,7 @@ WATCH_FRACTION = 0.25  # the interval between checks for stalled requests, as a 
 
 
 class RequestGroup:
-    """The records of one HTTP request. Cancelling `run` stops the records that still run."""
+    """The records of one HTTP request, one per answer. Cancelling `run` stops the answers that are not complete."""
 
     def __init__(
         self, request: CompletionRequest, gateway: "Gateway", named_body: Mapping[str, Any] | None = None
@@ -50,8 +50,8 @@ class RequestGroup:
         return next((record.failure for record in self.records if record.failure is not None), None)
 
     async def run(self, listener: Callable[[RequestRecord], None] | None = None) -> None:
-        """Run the records until all have ended or one has failed. `listener` receives each record that ends, and each
-        streamed record that grows. Raises DuplicateRequest if one of the ids is already in flight."""
+        """Generate all answers; return when all have ended or one has failed. `listener` receives each record that
+        ends, and each streamed record that grows. Raises DuplicateRequest if an id is already in flight."""
         self._listener = listener
         await self._enter()
         try:
@@ -243,13 +243,14 @@ class Gateway:
         if not self.fleet.barrier_open:
             raise MoveRefused("the pause barrier is closed")
         if relay is None:
-            raise MoveRefused("finished before the move" if self.has_request(move.request) else "no such request")
+            ended = self.has_request(move.request)
+            raise MoveRefused("the request finished before the move" if ended else "no such request")
         to_come = target is None or not target.usable
         held = to_come and (move.hold_s > 0 or move.to_engine in self.fleet.expected)
         if target is None and not held:
             raise MoveRefused(f"engine {move.to_engine!r} is not in the routes")
         if (relay.record.engine or "") not in (move.from_engine, self.fleet.id_of(move.from_engine)):
-            raise MoveRefused(f"is now on {relay.record.engine or 'no engine'}")
+            raise MoveRefused(f"the request is now on {relay.record.engine or 'no engine'}")
         if not move.from_engine:
             return relay.redirect(move.to_engine, move.hold_s)
         if held:

@@ -45,7 +45,7 @@ class FailoverCounter:
 
 
 def failover_metrics(prefix: str, totals: Mapping[EngineId, FailoverCounts]) -> Iterator[Metric]:
-    """Yield the failover counters for the metrics pages of the gateway and the daemon. `totals` is by failed engine."""
+    """Yield the failover metrics of the gateway or the daemon. `totals` maps each failed engine to its counts."""
     counts = sorted(totals.items())
     help_text = "Requests that continued after this engine failed, stalled or aborted them."
     yield labelled_counter(f"{prefix}_failovers", help_text, "engine", [(id, each.failovers) for id, each in counts])

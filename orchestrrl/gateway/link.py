@@ -50,7 +50,7 @@ async def move_elsewhere(target: str, request: RequestId, to_engine: EngineId) -
         move = {"request_id": request, "to_engine_id": to_engine}
         answer = await _call(target, "MoveRequest", move, MOVE_ANSWER_S)
     except grpc.aio.AioRpcError as error:
-        return OperationItemResult(request, done=False, detail=f"is not here; the daemon's error: {error.details()}")
+        return OperationItemResult(request, done=False, detail=f"no such request here; daemon: {error.details()}")
     return OperationItemResult(request, answer.done, answer.detail)
 
 

@@ -100,9 +100,9 @@ class GatewayPause:
         finally:
             opened.cancel()
         if not self._held_by(order):
-            raise Permanent(f"the pause barrier opened again before all was quiet: {self.opened_because}")
+            raise Permanent(f"the pause barrier opened again before all engines were quiet: {self.opened_because}")
         if not at_rest.is_set():
-            because = f"not quiet by the deadline: {self._still_running()}"
+            because = f"the engines were not quiet by the deadline: {self._still_running()}"
             await self._open(None, (), because)
             raise Permanent(because)
         return () if order.engines_run else tuple(self.rest.values())
@@ -179,7 +179,7 @@ class GatewayPause:
                 detail = f"{stay} requests cannot leave this engine and stay on it" if stay else ""
                 self._rests(backend, done=True, detail=detail)
                 return
-            self._rests(backend, done=True, detail="cannot be paused: its requests were withdrawn")
+            self._rests(backend, done=True, detail="the engine cannot be paused; its requests were withdrawn")
         except OrchestrRLError as error:
             self._rests(backend, done=False, detail=str(error))
             self._fleet.suspect(backend, str(error))

@@ -50,7 +50,7 @@ class AwaitedEvent:
 
 
 class RequestRelay:
-    """Runs one record. `grown` is called when the record ends, and when a streamed record grows."""
+    """Runs the attempts of one request. `grown` is called when the record ends, and when a streamed record grows."""
 
     def __init__(
         self, record: RequestRecord, fleet: EngineBackends, limits: RelayLimits, grown: Callable[[RequestRecord], None]
@@ -87,9 +87,8 @@ class RequestRelay:
                     break
                 await self._attempt(backend)
         finally:
-            self._answer_move(
-                done=False, detail="finished before the move" if self.record.done else "the client disconnected"
-            )
+            ended = "the request finished before the move" if self.record.done else "the client disconnected"
+            self._answer_move(done=False, detail=ended)
             self._grown(self.record)
 
     # --- orders other than moves -------------------------------------------------------------------------------------
@@ -137,7 +136,7 @@ class RequestRelay:
         the predicted time if that is longer, up to `slow_move_answer_s`. Raises MoveRefused."""
         self._check_movable()
         if target is self.backend:
-            raise MoveRefused(f"is already on {target.id}")
+            raise MoveRefused(f"the request is already on {target.id}")
         self._check_takes_requests(target.id, target)
         self._check_long_enough(target)
         assert self.backend is not None
@@ -177,11 +176,11 @@ class RequestRelay:
         in `park_for`. Raises MoveRefused."""
         target = self._fleet.get(engine)
         if self.record.done:
-            raise MoveRefused("finished before the move")
+            raise MoveRefused("the request finished before the move")
         if self.backend is not None or self._move is not None:
-            raise MoveRefused("is between two engines")
+            raise MoveRefused("the request is between two engines")
         if engine in self._refused_by:
-            raise MoveRefused(f"was refused by {engine}")
+            raise MoveRefused(f"{engine} refused the request")
         self._check_long_enough(target)
         if hold_s <= 0 and engine not in self._fleet.expected:
             self._check_takes_requests(engine, target)
@@ -199,7 +198,7 @@ class RequestRelay:
         self._awaited = AwaitedEvent(engine, self._clock.now_s() + hold_s, engine in self._fleet.expected)
 
     def _interrupt(self) -> None:
-        """Make the seeker search again."""
+        """Make the task that waits for an engine search again."""
         if self._seeker is not None:
             self._interruptions += 1
             self._seeker.cancel()
@@ -212,7 +211,7 @@ class RequestRelay:
     def _check_long_enough(self, target: EngineBackend | None) -> None:
         if target is not None and self._ends_early_on(target):
             longest = f"the context length of {target.id}, {target.context_limit_tokens:g} tokens"
-            raise MoveRefused(f"may exceed {longest}")
+            raise MoveRefused(f"the request may exceed {longest}")
 
     def _ends_early_on(self, target: EngineBackend) -> bool:
         """Return whether the target's context limit might end the answer earlier than the current engine's."""
@@ -226,13 +225,13 @@ class RequestRelay:
     def _check_movable(self) -> None:
         record = self.record
         if record.done:
-            raise MoveRefused("finished before the move")
+            raise MoveRefused("the request finished before the move")
         if self._move is not None:
-            raise MoveRefused(f"is already being moved to {self._move.target.id}")
+            raise MoveRefused(f"the request is already being moved to {self._move.target.id}")
         if self.backend is None or self._pump_task is None or self._pump_task.done():
-            raise MoveRefused("is between two engines")
+            raise MoveRefused("the request is between two engines")
         if record.fixed_because:
-            raise MoveRefused(f"cannot be continued elsewhere: {record.fixed_because}")
+            raise MoveRefused(f"the request cannot continue on another engine: {record.fixed_because}")
 
     def _answer_move(self, done: bool, detail: str = "") -> None:
         """Report the outcome of the current move, if there is one, and forget the move."""
@@ -404,13 +403,14 @@ class RequestRelay:
             self.record.forget_answer()
         elif (self.record.generated_ids or self.record.relayed) and (because := self.record.immovable_because):
             if self.record.delivered:
-                lost = "broke off the answer, which cannot be continued elsewhere"
+                lost = "broke off the answer, which cannot continue on another engine"
                 self._fail(502, f"engine {self.record.engine} {lost}: {because}")
             else:
                 self.record.forget_answer()
 
     def _after_refusal(self, backend: EngineBackend, refusal: RequestRefused) -> None:
-        """Handle an engine's refusal. The request fails, unless it was moved here or has tokens from another engine."""
+        """Handle an engine's refusal. The request fails, unless a move brought it here, or it has already run elsewhere
+        and another engine may accept it."""
         self._refused_by.add(backend.id)
         others = any(other.routed and other.id not in self._refused_by for other in self._fleet)
         if self._move is not None and self._move.target is backend:
@@ -420,7 +420,7 @@ class RequestRelay:
             self.record.fail(RequestFailure(refusal.status, refusal.body), self._clock.now_s())
 
     def _after_failure(self, backend: EngineBackend, error: OrchestrRLError) -> None:
-        """Suspect an engine that was unreachable or broke off, and schedule the next attempt."""
+        """Mark an engine that was unreachable or broke off as suspected dead, and schedule the next attempt."""
         self._fleet.suspect(backend, str(error))
         if self._move is not None and self._move.target is backend:
             self._back_to = self._move.source

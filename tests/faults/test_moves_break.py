@@ -170,7 +170,10 @@ async def test_of_two_moves_at_once_one_is_carried_out(start: Start, together: b
     (taken,) = (("e1", "e2")[index] for index, result in enumerate(results) if result["done"])
     (refused,) = (result for result in results if not result["done"])
     # Of two orders, one may be on its way for as long as the other's move takes.
-    said = (f"is already being moved to {taken}", *([] if together else [f"is now on {taken}"]))
+    said = (
+        f"the request is already being moved to {taken}",
+        *([] if together else [f"the request is now on {taken}"]),
+    )
     assert refused["detail"].endswith(said)
     waiting = [(await front.metrics(engine)).waiting for engine in (1, 2)]
     assert waiting == [taken == "e1", taken == "e2"]  # on one engine, once
@@ -257,7 +260,7 @@ async def test_what_can_never_fit_where_it_is_moved_to_stays(start: Start) -> No
     await front.pause(0)
     (result,) = await front.move((asked, "e1"))
     assert not result["done"]
-    assert result["detail"] == "may exceed the context length of e1, 4096 tokens"
+    assert result["detail"] == "the request may exceed the context length of e1, 4096 tokens"
     await front.resume(0)
     check(asked, await answering)
     (ended,) = await front.finished(asked)

@@ -113,7 +113,7 @@ async def moved_at(
         if not moving.done():
             moving.cancel()
             break
-        if moving.result().detail == "finished before the move":
+        if moving.result().detail == "the request finished before the move":
             break
         results.append(moving.result())
     return results

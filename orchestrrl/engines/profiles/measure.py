@@ -112,7 +112,7 @@ def move_costs(prefill: Sequence[TimedSample], link: MoveLink, provenance: Prove
 
 
 def grid(limits: EngineCapacity) -> list[GridPoint]:
-    """Return the points that fit in the KV cache, corners first, so that a prefix of the list spans the range.
+    """Return the points that fit in the KV cache, corners first, so that the range is covered even if the budget ends.
 
     Batches double up to the maximum number of sequences. Contexts quadruple up to the longest that leaves room to grow.
     """

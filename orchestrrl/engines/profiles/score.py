@@ -145,7 +145,7 @@ def score_measured(silicon: SiliconData) -> tuple[list[ScoredPrediction], list[U
             try:
                 fit = _fit(others)
             except TooFewSamples as why:
-                reason = f"too little measured: {why}"
+                reason = f"too few measurements: {why}"
                 missing += [UnpredictedRow(row.row, row.texts["model_path"], reason) for row in held_out]
                 continue
             detail = f"fitted to {len(others)} rows of the engine at other prompt and output lengths"

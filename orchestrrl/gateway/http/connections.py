@@ -1,8 +1,9 @@
 """The gateway's HTTP server, which parses requests with httptools and writes their answers.
 
-A general HTTP server would cost more per request and per piece of an answer than the gateway's own work. This server
-accepts and refuses the same requests as aiohttp's (tests/orchestrrl/gateway/test_http_connection_oracle.py sends the
-same bytes to both). As in aiohttp, a client that closes its side of the connection, even only half of it, has left.
+A general-purpose HTTP server would cost more per request and per piece of an answer than the gateway's own work. This
+server accepts and refuses the same requests as aiohttp's (tests/orchestrrl/gateway/test_http_connection_oracle.py sends
+the same bytes to both). As in aiohttp, a client that closes its side of the connection counts as disconnected, even if
+it can still read.
 """
 
 import asyncio
@@ -86,7 +87,7 @@ def log_refusal(asked: str, peer: object, status: int, message: str) -> None:
 
 
 class HttpConnection(asyncio.Protocol):
-    """One HTTP connection. A request's handler writes its response here, and is cancelled when the client leaves."""
+    """One HTTP connection. A request's handler writes its response here, and is cancelled if the client disconnects."""
 
     def __init__(self, server: "HttpServer") -> None:
         self._server = server

@@ -111,7 +111,7 @@ class PauseEndpoints:
             if self._daemon is not None:
                 return HttpAnswer.of_json(self._with_urls(await self._daemon(method, body)))
             if not self._alone:
-                wrong = "several processes serve this port; start them with --daemon to command all of them"
+                wrong = "several gateway processes serve this port; restart them with --daemon"
                 raise HttpRefusal(wrong, status=503)
             try:
                 return HttpAnswer.of_json(await act(body))

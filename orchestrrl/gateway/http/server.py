@@ -192,7 +192,7 @@ class GatewayServer:
         return HttpAnswer.of_json(job.failure.error, job.failure.status)
 
     def _job(self, endpoint: CompletionEndpoint, request: HttpRequest) -> RequestGroup:
-        """Return the group of requests in the body. Raises HttpRefusal."""
+        """Parse the body and return the group of its requests. Raises HttpRefusal."""
         if self._draining:
             raise HttpRefusal("the gateway is shutting down", status=503)
         body = read_json(read_body(request))

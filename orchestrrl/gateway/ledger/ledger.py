@@ -350,7 +350,7 @@ class InFlightGroups:
         return () if found is None else tuple(found.in_flight)
 
     def ended(self, record: RequestRecord) -> tuple[RequestRecord, ...]:
-        """Record that the record has ended. Returns the records of its group that are now redundant."""
+        """Register the end of the record. Returns the records of its group that are now redundant."""
         group = self._groups.get(record.group)
         if group is None:
             return ()
@@ -398,7 +398,7 @@ class Ledger:
         return self._in_flight.get(request_id)
 
     def add(self, *records: RequestRecord) -> None:
-        """Add all records, or none: raises DuplicateRequest if one of the ids is already in flight."""
+        """Add all records. Raises DuplicateRequest, and adds none, if one of the ids is already in flight."""
         for record in records:
             if record.id in self._in_flight:
                 raise DuplicateRequest(f"request {record.id!r} is already in flight")

@@ -72,10 +72,10 @@ def digest_of(endpoint: CompletionEndpoint, body: Mapping[str, Any]) -> bytes:
 
 
 class RecordCutter:
-    """Cuts a record into pieces as it grows."""
+    """Cuts the growth of a record into pieces."""
 
     def __init__(self, answer: int, record: RequestRecord, *, prompt_wanted: bool) -> None:
-        """Start with the record's next piece. `prompt_wanted`: the complete answer includes the prompt's token ids."""
+        """Create the cutter of one answer. `prompt_wanted` is True if the response includes the prompt's token ids."""
         self.record = record
         self._prompt_wanted = prompt_wanted
         self._answer = answer
@@ -84,7 +84,7 @@ class RecordCutter:
         self.restart()
 
     def restart(self) -> None:
-        """Make the next piece number 0, with the whole answer so far."""
+        """Start over: the next piece has number 0 and contains the whole answer so far."""
         self._ids = self.record.generated_ids
         self._number = self._tokens = self._chars = self._logprobs = self._extras = 0
         self._prompt_logged = self._prompt_given

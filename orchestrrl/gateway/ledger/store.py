@@ -52,7 +52,7 @@ _FAILURES = (sqlite3.Error, OSError, UnicodeError, OverflowError, Permanent)
 @dataclass(frozen=True, slots=True)
 class RetentionPolicy:
     """The path of the ledger and the limits of what it stores. Requests shorter than `from_s` are not stored, since
-    they are quickly generated again. A killed gateway loses about as much unwritten work."""
+    they are quickly generated again. The unwritten work that a killed gateway loses is of about the same length."""
 
     path: Path
     from_s: float = BATCH_S
@@ -333,7 +333,7 @@ class LedgerStore:
             self._claims = RequestClaims(self.keep.path.with_name(self.keep.path.name + ".claims"))
 
     def _write(self, file: AnswerFile, orders: Sequence[_Order]) -> bool:
-        """Write the orders' pieces. Returns whether there were any."""
+        """Write the pieces of the orders. Returns whether there were any."""
         rows = [
             AnswerRow(order.entry.key, order.written_s, order.entry.named_request if piece.number == 0 else None, piece)
             for order in orders

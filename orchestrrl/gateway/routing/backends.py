@@ -140,8 +140,8 @@ class EngineBackends:
         return faults
 
     def _rename(self, routes: Iterable[EngineRoute]) -> None:
-        """Rename the gateway's own engines that the routes name by other ids; their requests stay. An engine at the
-        former address of one of the daemon's engines counts as new."""
+        """Rename engines that the gateway was started with to the ids used in the routes; their requests stay. An
+        engine at the former address of one of the daemon's engines counts as new."""
         urls = {route.engine: route.url for route in routes}
         ours = {name for own in self.own.values() for name in (own.engine, own.known_as)}
         for engine in self.own.keys() & urls.keys():  # the daemon uses this id as well
@@ -174,7 +174,7 @@ class EngineBackends:
         self.own = {backend.id: GatewayEngine(backend.id, without_login(backend.engine.url)) for backend in self}
 
     def use_id(self, name: EngineId, engine: EngineId) -> None:
-        """Map the gateway's own engine `name` to the daemon's id `engine`."""
+        """Map engine `name`, with which the gateway was started, to the daemon's id `engine`."""
         for first, own in self.own.items():
             if name in (first, own.known_as):
                 self.own[first] = replace(own, known_as=None if first == engine else engine)
@@ -363,7 +363,8 @@ class EngineBackends:
     # --- health ------------------------------------------------------------------------------------------------------
 
     def suspect(self, backend: EngineBackend, because: str) -> None:
-        """Send an engine no new requests until a health probe or a token shows that it is alive."""
+        """Mark the engine as suspected dead: it receives no new requests until a health probe or a token shows that it
+        is alive."""
         backend.failures_total += 1
         if not backend.suspect_because:
             logger.warning("engine %s is suspected dead: %s", backend.id, because)
@@ -495,8 +496,8 @@ class EngineBackends:
 
 
 def _leads_to(url: str, backend: EngineBackend) -> bool:
-    """Return whether the URL leads to the engine. A different URL of the same address counts unless the engine is
-    suspected: its present URL works."""
+    """Return whether the URL leads to the engine's server. A different URL of the same address counts too, unless the
+    engine is suspected dead."""
     if url.rstrip("/") == backend.engine.url.rstrip("/"):
         return True
     return same_address(url, backend.engine.url) and not backend.suspect_because

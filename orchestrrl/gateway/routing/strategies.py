@@ -1,8 +1,8 @@
 """Choose the engine for a request with a named strategy, among the engines that the request's tag prefers. Pure.
 
-A strategy is a function of a snapshot. Between the daemon's orders the gateway has only its own counts, so it evaluates
-equation 5 with them: `(running + waiting) / concurrency cap / decode rate`, including the new request. The decode rate
-is derived from the daemon's load index. Engines without a known rate count as typical.
+A strategy is a function of a snapshot. The load index is equation 5 of the OrchestrRL paper: `(running + waiting) /
+concurrency cap / decode rate`. The gateway evaluates it with its own counts, including the new request. The decode rate
+is derived from the daemon's load index; engines without a known rate count as typical.
 """
 
 from array import array
@@ -79,7 +79,7 @@ def concurrency_cap(load: EngineLoad, mean_tokens: float) -> int:
 
 def scale(loads: Sequence[EngineLoad], context_tokens: int) -> tuple[float, float]:
     """Return the mean context of a request in tokens, including the new one, and the median of the known seconds per
-    token, which stands for engines without a known rate."""
+    token, which is used for engines without a known rate."""
     held, requests = context_tokens, 1
     known: list[float] = []
     for load in loads:
@@ -96,8 +96,8 @@ def scale(loads: Sequence[EngineLoad], context_tokens: int) -> tuple[float, floa
 
 
 def ranks(loads: Sequence[EngineLoad], context_tokens: int) -> list[tuple[bool, float, int]]:
-    """Return for each load: whether KV lacks room for the new request, equation 5 with the new request, and its number
-    of requests."""
+    """Return for each load: whether KV lacks room for the new request, the load index with the new request, and the
+    number of requests."""
     mean_tokens, typical_s = scale(loads, context_tokens)
     found = []
     for load in loads:
@@ -135,7 +135,7 @@ def within(snapshot: RoutingSnapshot[L]) -> list[L]:
 
 
 def load_index(snapshot: RoutingSnapshot[L]) -> L:
-    """Return the least loaded engine by equation 5, among those with KV room, or among all if none has room. Ties go to
+    """Return the engine with the lowest load index, among those with KV room, or among all if none has room. Ties go to
     fewer requests, then to the smaller id."""
     loads = snapshot.loads
     ids = [load.id for load in loads]

@@ -54,7 +54,7 @@ def test_the_source_is_said_and_faults_of_both_come_together(measured: Path) -> 
     told = CliRunner().invoke(application(), ["profile", "score", str(measured), "--source", "measured"])
     assert told.exit_code == 0, told.output
     assert "TPOT of 0 of 3 rows" in told.stdout
-    assert "too little measured: 0 rows at other lengths, at least 8 are needed" in told.stdout
+    assert "too few measurements: 0 rows at other lengths, at least 8 are needed" in told.stdout
     measured.write_text(measured.read_text().replace("12.5", "fast"))
     wrong = CliRunner().invoke(application(), ["profile", "score", str(measured), "--source", "guess"])
     assert (wrong.exit_code, wrong.stdout) == (2, "")

@@ -132,7 +132,7 @@ async def test_load_is_refused_if_asleep_or_endpoints_are_missing(
 async def test_failed_pause_after_a_probe_is_an_unknown_outcome(engine: SimulatedEngine, server: Meddled) -> None:
     await engine.pause(PauseMode.ABORT)
     server.answers["/pause"] = (500, {"error": {"message": "no"}})
-    with pytest.raises(OutcomeUnknown, match="may run"):
+    with pytest.raises(OutcomeUnknown, match="may now run"):
         await engine.weights.continue_greedily(PROMPT, 4)
 
 

@@ -278,7 +278,7 @@ async def test_barrier_opens_if_not_quiet_by_the_deadline() -> None:
         await w.step()
         closing = await close(w, PauseMode.WAIT, quiet_by_s=w.clock.now_s() + 5.0)
         await w.clock.advance(5.0)
-        with pytest.raises(Permanent, match="not quiet by the deadline: 1 requests still run: r"):
+        with pytest.raises(Permanent, match="the engines were not quiet by the deadline: 1 requests still run: r"):
             await closing
         assert w.gateway.barrier.closed is None
         assert not w.engines["e0"].paused

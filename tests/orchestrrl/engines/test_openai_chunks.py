@@ -25,10 +25,10 @@ def choices(draw: st.DrawFn, chat: bool) -> dict[str, Any]:
         )
     choice = {"index": 0, **content, "logprobs": None, "finish_reason": None, "stop_reason": None}
     choice |= {"prompt_token_ids": None, "token_ids": draw(IDS)}
-    told: dict[str, Any] = {"finish_reason": "stop", "stop_reason": 7, "prompt_token_ids": [1, 2]}
+    further: dict[str, Any] = {"finish_reason": "stop", "stop_reason": 7, "prompt_token_ids": [1, 2]}
     if draw(st.integers(0, 5)) == 0:
-        name = draw(st.sampled_from(sorted(told)))
-        choice[name] = told[name]
+        name = draw(st.sampled_from(sorted(further)))
+        choice[name] = further[name]
     for name in draw(st.sets(st.sampled_from(["logprobs", "prompt_token_ids", "stop_reason"]))):
         if choice[name] is None:
             del choice[name]
@@ -110,11 +110,11 @@ def test_merged_events_have_the_same_content(events: list[bytes], together: int)
 
 def joined(chunks: list[Any]) -> list[Any]:
     """Return the whole content in order, independent of the cuts."""
-    said: list[Any] = []
+    content: list[Any] = []
     for chunk in chunks:
-        said += [*chunk.token_ids]
-        said += [chunk.prompt_token_ids, chunk.finish_reason, chunk.stop_reason]
-    return [item for item in said if item is not None] + ["".join(chunk.text for chunk in chunks)]
+        content += [*chunk.token_ids]
+        content += [chunk.prompt_token_ids, chunk.finish_reason, chunk.stop_reason]
+    return [item for item in content if item is not None] + ["".join(chunk.text for chunk in chunks)]
 
 
 def test_forwarded_fields_are_kept() -> None:

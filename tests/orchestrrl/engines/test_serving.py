@@ -149,11 +149,11 @@ def test_cpu_server_has_no_gpu() -> None:
 @given(json_values, st.dictionaries(st.sampled_from(["nvidia_gpu_models", "x"]), json_values) | json_values)
 def test_malformed_sections_of_server_info_leave_facts_unknown(section: object, system: object) -> None:
     names = ("model_config", "cache_config", "device_config")
-    told = {
+    config = {
         **dict.fromkeys(names, section if isinstance(section, dict) else {}),
         "scheduler_config": {"max_num_seqs": 8},
     }
-    serving = read_server_info({"vllm_config": told, "system_env": system}).serving
+    serving = read_server_info({"vllm_config": config, "system_env": system}).serving
     assert serving.tp is None
     serving.model.encode()
 

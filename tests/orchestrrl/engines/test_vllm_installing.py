@@ -25,7 +25,7 @@ class Meddled(SimulatedServer):
 
     def __init__(self, options: SimulatedOptions) -> None:
         super().__init__(options)
-        self.heard: list[str] = []
+        self.received: list[str] = []
         self.answers: dict[str, tuple[int, Any]] = {}
         self.cut_after: set[str] = set()
 
@@ -33,7 +33,7 @@ class Meddled(SimulatedServer):
         @web.middleware
         async def meddle(request: web.Request, handler: Handler) -> web.StreamResponse:
             if request.method == "POST":
-                self.heard.append(request.path)
+                self.received.append(request.path)
             if request.path in self.answers:
                 status, body = self.answers[request.path]
                 return web.json_response(body, status=status)
@@ -83,8 +83,8 @@ async def test_lost_answer_keeps_engine_paused_until_the_next_load(
 async def test_disagreeing_workers_are_an_unknown_outcome(
     field: str, engine: SimulatedEngine, server: Meddled, versions: tuple[Path, Path]
 ) -> None:
-    told = {"version": 1, "sum": "s", "is_read_back": True, "not_read_back": "", "fault": "", "is_torn": False}
-    good = {**told, "is_updating": False}
+    report = {"version": 1, "sum": "s", "is_read_back": True, "not_read_back": "", "fault": "", "is_torn": False}
+    good = {**report, "is_updating": False}
     bad = {**good, **({"version": 0} if field == "version" else {"version": None, "is_torn": True, "fault": "no"})}
     server.answers["/collective_rpc"] = (200, {"results": [good, bad]})
     with pytest.raises(OutcomeUnknown):
@@ -139,7 +139,7 @@ async def test_failed_pause_after_a_probe_is_an_unknown_outcome(engine: Simulate
 async def test_cancelled_probe_leaves_the_engine_paused(engine: SimulatedEngine, server: Meddled) -> None:
     await engine.pause(PauseMode.ABORT)
     probe = asyncio.create_task(engine.weights.continue_greedily(PROMPT, 30_000))
-    while "/v1/completions" not in server.heard:
+    while "/v1/completions" not in server.received:
         await asyncio.sleep(0.005)
     probe.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -151,7 +151,7 @@ async def test_probe_completes_if_another_client_pauses_the_engine(engine: Simul
     """A gateway that attaches while the pause barrier is closed pauses all engines."""
     await engine.pause(PauseMode.ABORT)
     probe = asyncio.create_task(engine.weights.continue_greedily(PROMPT, 30_000))
-    while "/v1/completions" not in server.heard:
+    while "/v1/completions" not in server.received:
         await asyncio.sleep(0.005)
     await engine.pause(PauseMode.KEEP)
     assert not probe.done()
@@ -164,12 +164,12 @@ async def test_load_after_a_failed_reload_is_done_twice(versions: tuple[Path, Pa
         engine = SimulatedEngine(server.url)
         with pytest.raises(OutcomeUnknown):
             await engine.weights.load_weights(tmp_path / "nowhere", 1)
-        server.heard.clear()
+        server.received.clear()
         assert await engine.weights.load_weights(versions[1], 1) == LoadedWeights(1, folder_sum(versions[1]))
-        assert server.heard.count("/collective_rpc") == 2
-        server.heard.clear()
+        assert server.received.count("/collective_rpc") == 2
+        server.received.clear()
         await engine.weights.load_weights(versions[0], 2)
-        assert server.heard.count("/collective_rpc") == 1
+        assert server.received.count("/collective_rpc") == 1
         await engine.close()
 
 

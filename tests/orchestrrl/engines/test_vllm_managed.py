@@ -34,7 +34,7 @@ class FakeServer:
     """A fake vLLM server that carries out orders, and answers some paths with another status or body."""
 
     def __init__(self) -> None:
-        self.heard: list[str] = []
+        self.received: list[str] = []
         self.asked: list[str] = []
         self.began: list[str] = []  # start times that its metrics report in order, the last one repeatedly; empty: none
         self.backend: str | None = None
@@ -52,7 +52,7 @@ class FakeServer:
     async def answer(self, request: web.Request) -> web.StreamResponse:
         path = request.path
         if request.method == "POST":
-            self.heard.append(request.path_qs)
+            self.received.append(request.path_qs)
         else:
             self.asked.append(path)
         if path == self.hangs:
@@ -89,7 +89,7 @@ class FakeServer:
             "weight_transfer_config": {"backend": self.backend},
             "scheduler_config": {"max_num_seqs": 8},
         }
-        told: dict[str, Any] = {
+        found: dict[str, Any] = {
             "/openapi.json": {"paths": dict.fromkeys(offered - self.without), "components": {"schemas": {}}},
             "/server_info": {"vllm_config": config},
             "/is_paused": {"is_paused": self.paused},
@@ -98,7 +98,7 @@ class FakeServer:
             "/v1/models": {"data": [{"id": "m", "max_model_len": 100}]},
             "/v1/completions": {"choices": [self.choice]},
         }
-        return told.get(path, {})
+        return found.get(path, {})
 
 
 IDLE = "".join(
@@ -145,7 +145,7 @@ async def test_layout_seats_and_features_come_from_server_info(engine: VllmEngin
             await order()
     with pytest.raises(Permanent, match="--enable-elastic-ep"):
         await engine.scale(2)
-    assert fake.heard == []
+    assert fake.received == []
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ async def test_failed_server_info_is_not_cached(engine: VllmEngine, fake: FakeSe
 
 async def test_load_pauses_the_engine_and_discards_its_kv(engine: VllmEngine, fake: FakeServer) -> None:
     await engine.weights.load_weights(Path("/shared/7"), 7, None)
-    assert fake.heard == [
+    assert fake.received == [
         "/pause?mode=keep",
         "/update_weight_version",
         "/collective_rpc",
@@ -248,7 +248,7 @@ async def test_server_without_version_endpoint_loads_weights_without_a_version(
     fake.without = {"/update_weight_version", "/weight_info"}
     await engine.weights.load_weights(Path("/shared/7"), 7, None)
     await engine.name_weights(7)
-    assert fake.heard == ["/pause?mode=keep", "/collective_rpc", "/resume"]
+    assert fake.received == ["/pause?mode=keep", "/collective_rpc", "/resume"]
     assert await engine.weight_version() is None
 
 
@@ -293,7 +293,7 @@ async def test_load_without_development_endpoints_lists_the_missing_ones(engine:
     fake.without = {"/collective_rpc", "/pause"}
     with pytest.raises(Permanent, match="/collective_rpc, /pause; start the server with VLLM_SERVER_DEV_MODE=1"):
         await engine.weights.load_weights(Path("/shared/7"), 7, None)
-    assert fake.heard == []
+    assert fake.received == []
 
 
 CHOICES: list[dict[str, Any]] = [
@@ -324,11 +324,11 @@ SCORES: list[tuple[Any, tuple[float, ...] | None]] = [
 ]
 
 
-@pytest.mark.parametrize(("told", "scores"), SCORES)
+@pytest.mark.parametrize(("listed", "scores"), SCORES)
 async def test_scores_belong_to_the_excerpts_tokens(
-    engine: VllmEngine, fake: FakeServer, told: Any, scores: tuple[float, ...] | None
+    engine: VllmEngine, fake: FakeServer, listed: Any, scores: tuple[float, ...] | None
 ) -> None:
-    fake.choice = {"prompt_logprobs": told, "finish_reason": "length"}
+    fake.choice = {"prompt_logprobs": listed, "finish_reason": "length"}
     if scores is not None:
         assert await engine.score(TEXT) == scores
         return
@@ -357,7 +357,7 @@ async def test_paused_engine_is_not_asleep(engine: VllmEngine, fake: FakeServer)
     assert not await engine.asleep()
     await engine.sleep()
     await engine.sleep()
-    assert fake.heard == ["/sleep?level=1"]
+    assert fake.received == ["/sleep?level=1"]
     assert await engine.asleep()
     with pytest.raises(Permanent, match="is asleep"):
         await engine.weights.load_weights(Path("/shared/7"), 7, None)
@@ -395,4 +395,4 @@ async def test_failed_order_has_an_unknown_outcome_unless_rejected(
 async def test_scale_reaches_the_ordered_replicas(engine: VllmEngine, fake: FakeServer) -> None:
     await engine.scale(8)
     assert (await engine.layout()).dp == 8
-    assert fake.heard == ["/scale_elastic_ep"]
+    assert fake.received == ["/scale_elastic_ep"]

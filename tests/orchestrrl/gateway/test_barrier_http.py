@@ -80,28 +80,28 @@ async def test_stream_chunks_have_policy_versions(harness: Harness) -> None:
     await harness.post("/orchestrrl/resume", {"lease_id": barrier["lease_id"], "policy_version": 3})
     body = {**BODY, "max_tokens": 5, "return_policy_versions": True}
     events = await harness.stream("/v1/completions", body)
-    told = [(choice["policy_version"], len(choice["token_ids"])) for event in events for choice in event["choices"]]
-    assert {version for version, tokens in told if tokens} == {3}
+    reply = [(choice["policy_version"], len(choice["token_ids"])) for event in events for choice in event["choices"]]
+    assert {version for version, tokens in reply if tokens} == {3}
 
 
 async def test_refused_barrier_calls_explain_why(harness: Harness) -> None:
     _, barrier = await harness.post("/orchestrrl/pause", {"holder": "one"})
-    status, told = await harness.post("/orchestrrl/pause", {"holder": "two"})
+    status, reply = await harness.post("/orchestrrl/pause", {"holder": "two"})
     assert status == 409
-    assert "one keeps the pause barrier closed for" in told["error"]["message"]
+    assert "one keeps the pause barrier closed for" in reply["error"]["message"]
     for path in ("renew", "resume"):
-        status, told = await harness.post(f"/orchestrrl/{path}", {"lease_id": "another"})
+        status, reply = await harness.post(f"/orchestrrl/{path}", {"lease_id": "another"})
         assert status == 409, path
-        assert "not closed under this lease" in told["error"]["message"]
-    status, told = await harness.post(
+        assert "not closed under this lease" in reply["error"]["message"]
+    status, reply = await harness.post(
         "/orchestrrl/resume", {"lease_id": barrier["lease_id"], "without_engines": ["e9"]}
     )
     assert status == 409
-    assert "unknown engine 'e9'; known: e0, e1" in told["error"]["message"]
+    assert "unknown engine 'e9'; known: e0, e1" in reply["error"]["message"]
     assert (await harness.post("/orchestrrl/resume", {"lease_id": barrier["lease_id"]}))[0] == 200
-    status, told = await harness.post("/orchestrrl/resume", {"lease_id": barrier["lease_id"]})
+    status, reply = await harness.post("/orchestrrl/resume", {"lease_id": barrier["lease_id"]})
     assert status == 409
-    assert "this lease has ended" in told["error"]["message"]
+    assert "this lease has ended" in reply["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -120,10 +120,10 @@ async def test_refused_barrier_calls_explain_why(harness: Harness) -> None:
 async def test_all_body_faults_are_reported_at_once(
     harness: Harness, path: str, body: Any, words: tuple[str, ...]
 ) -> None:
-    status, told = await harness.post(f"/orchestrrl/{path}", body)
+    status, reply = await harness.post(f"/orchestrrl/{path}", body)
     assert status == 400
     for word in words:
-        assert word in told["error"]["message"]
+        assert word in reply["error"]["message"]
     assert (await harness.get("/orchestrrl/barrier"))[1]["phase"] == "open"
 
 
@@ -148,8 +148,8 @@ async def test_answer_beyond_max_version_lag_is_aborted(harness: Harness) -> Non
     [("max_version_lag", -1), ("max_version_lag", "1"), ("on_stale", "burn"), ("group_enough", 0)],
 )
 async def test_invalid_fields_are_named_in_the_error(harness: Harness, field: str, value: Any) -> None:
-    status, told = await harness.post("/v1/completions", {**BODY, field: value})
-    assert (status, told["error"]["param"]) == (400, field)
+    status, reply = await harness.post("/v1/completions", {**BODY, field: value})
+    assert (status, reply["error"]["param"]) == (400, field)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -165,8 +165,8 @@ async def test_cancel_ends_answers_by_group(harness: Harness, stream: bool) -> N
     ]
     for k in range(2):
         await harness.until_running(f"r{k}")
-    status, told = await harness.post("/orchestrrl/cancel", {"groups": ["g"], "reason": "no longer wanted"})
-    assert (status, sorted(told["cancelled_ids"])) == (200, ["r0", "r1"])
+    status, reply = await harness.post("/orchestrrl/cancel", {"groups": ["g"], "reason": "no longer wanted"})
+    assert (status, sorted(reply["cancelled_ids"])) == (200, ["r0", "r1"])
     for answer in await asyncio.gather(*asking):
         choice = answer[-1]["choices"][0] if stream else answer[1]["choices"][0]
         assert (choice["finish_reason"], choice["stop_reason"]) == ("abort", "no longer wanted")

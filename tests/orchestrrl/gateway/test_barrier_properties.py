@@ -132,13 +132,13 @@ class Story:
 @given(st.lists(acts, max_size=25))
 def test_answers_survive_any_order_of_events(story: list[tuple[object, ...]]) -> None:
     async def run() -> None:
-        told = Story()
-        async with told.stack:
+        played = Story()
+        async with played.stack:
             for act in story:
-                await told.act(act)
-            await told.end()
-        assert len(told.w.gateway.ledger) == 0
-        assert isinstance(told.w.clock, VirtualClock)
-        await told.w.fleet.close()
+                await played.act(act)
+            await played.end()
+        assert len(played.w.gateway.ledger) == 0
+        assert isinstance(played.w.clock, VirtualClock)
+        await played.w.fleet.close()
 
     asyncio.run(run())

@@ -23,7 +23,7 @@ from tests.orchestrrl.gateway.test_relay import PROMPT, assert_undisturbed, fini
 PATIENCE_S = 5.0
 
 
-def tell(w: World, *names: str, draining: str = "", expected: str = "", for_s: float = 0.0) -> None:
+def send_routes(w: World, *names: str, draining: str = "", expected: str = "", for_s: float = 0.0) -> None:
     """Set the routes and the expected engines with their remaining time. Names are separated by spaces."""
     routes = [
         EngineRoute(EngineId(name), f"http://{name}", EngineHealth.OK, draining=name in draining) for name in names
@@ -44,7 +44,7 @@ async def move(w: World, source: str, target: str, hold_s: float = 0.0, request:
 async def park(w: World, for_s: float = 60.0) -> None:
     """Park request `r`, on e0, for e1, which is expected."""
     await begun(w, 5)
-    tell(w, "e0", draining="e0", expected="e1", for_s=for_s)
+    send_routes(w, "e0", draining="e0", expected="e1", for_s=for_s)
     assert (await move(w, "e0", "e1")).done
 
 
@@ -57,11 +57,11 @@ def kept(w: World) -> str:
 
 async def test_parked_request_continues_when_expected_engine_starts() -> None:
     w = world(2, stall_s=20.0)
-    tell(w, "e0")
+    send_routes(w, "e0")
     watching = asyncio.create_task(w.gateway.watch())
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30, stream=True)) as job:
         await begun(w, 5)
-        tell(w, "e0", draining="e0", expected="e1", for_s=60.0)
+        send_routes(w, "e0", draining="e0", expected="e1", for_s=60.0)
         assert (await move(w, "e0", "e1", hold_s=2.0)).done
         (record,) = job.records
         await w.clock.advance(55.0)  # longer than `stall_s`
@@ -70,7 +70,7 @@ async def test_parked_request_continues_when_expected_engine_starts() -> None:
         assert (view.engine, view.state, view.generated_tokens) == (None, RequestState.WAITING, 5)
         assert kept(w) == 'orchestrrl_gateway_requests_kept{engine="e1"} 1.0'
         assert not w.engines["e0"].attempts
-        tell(w, "e1")
+        send_routes(w, "e1")
         await w.settle()
         assert record.engine == "e1"
         assert record.progressed_s == w.clock.now_s()  # it has not stalled
@@ -90,11 +90,11 @@ async def test_suspected_engine_is_trusted_after_its_restart() -> None:
         other = {"e0": "e1", "e1": "e0"}[source]
         w.engines[other].die()
         w.fleet.suspect(w.fleet._backends[EngineId(other)], "connection reset")
-        tell(w, source, draining=source, expected=other, for_s=60.0)
+        send_routes(w, source, draining=source, expected=other, for_s=60.0)
         assert (await move(w, source, other)).done
         await w.clock.advance(20.0)
         w.engines[other].revive()
-        tell(w, other)
+        send_routes(w, other)
         await w.settle()
         assert record.engine == other
         await finish(w, job)
@@ -103,12 +103,12 @@ async def test_suspected_engine_is_trusted_after_its_restart() -> None:
 
 async def test_parked_request_is_released_when_engine_is_no_longer_expected() -> None:
     w = world(2)
-    tell(w, "e0")
+    send_routes(w, "e0")
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30)) as job:
         await park(w)
         await w.clock.advance(10.0)
         assert job.records[0].engine is None
-        tell(w, "e0")
+        send_routes(w, "e0")
         await w.settle()
         assert job.records[0].engine == "e0"
         await finish(w, job)
@@ -117,7 +117,7 @@ async def test_parked_request_is_released_when_engine_is_no_longer_expected() ->
 
 async def test_requests_stop_waiting_at_the_deadline_if_the_daemon_dies() -> None:
     w = world(2, engine_wait_s=PATIENCE_S)
-    tell(w, "e0")
+    send_routes(w, "e0")
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30)) as job:
         await park(w, for_s=60.0)
         async with w.gateway.request_group(w.ask(request_id="new", prompt=PROMPT, max_tokens=30)) as new:
@@ -136,12 +136,12 @@ async def test_requests_stop_waiting_at_the_deadline_if_the_daemon_dies() -> Non
 
 async def test_requests_without_usable_engine_are_served_in_order() -> None:
     w = world(1, engine_wait_s=PATIENCE_S)
-    tell(w, expected="e0", for_s=60.0)
+    send_routes(w, expected="e0", for_s=60.0)
     async with w.gateway.request_group(w.ask(prompt=PROMPT, n=6, max_tokens=3)) as job:
         await w.clock.advance(30.0)
         assert not job.done
         assert len(w.fleet.queue) == 6
-        tell(w, "e0")
+        send_routes(w, "e0")
         await w.settle()
         assert [request.request_id for request in w.engines["e0"].seen] == [f"r-{index}~1" for index in range(6)]
         await finish(w, job)
@@ -150,7 +150,7 @@ async def test_requests_without_usable_engine_are_served_in_order() -> None:
 
 async def test_request_does_not_wait_for_expected_engine_that_refused_it() -> None:
     w = world(1, engine_wait_s=PATIENCE_S)
-    tell(w, expected="e0", for_s=60.0)
+    send_routes(w, expected="e0", for_s=60.0)
     record = w.ask(prompt=PROMPT, max_tokens=3).records[0]
     place = asyncio.create_task(w.fleet.place(record, without=[EngineId("e0")], patience_s=PATIENCE_S))
     await w.clock.advance(PATIENCE_S + 1.0)
@@ -161,16 +161,16 @@ async def test_request_does_not_wait_for_expected_engine_that_refused_it() -> No
 
 async def test_held_request_can_be_redirected() -> None:
     w = world(3)
-    tell(w, "e0")
+    send_routes(w, "e0")
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30)) as job:
         await park(w)
         (record,) = job.records
         # First to another expected engine, then to a usable one.
-        tell(w, "e0", draining="e0", expected="e1 e2", for_s=60.0)
+        send_routes(w, "e0", draining="e0", expected="e1 e2", for_s=60.0)
         assert (await move(w, "", "e2")).done
         await w.settle()
         assert kept(w).endswith('{engine="e1"} 0.0orchestrrl_gateway_requests_kept{engine="e2"} 1.0')
-        tell(w, "e0", "e1", draining="e0", expected="e2", for_s=60.0)
+        send_routes(w, "e0", "e1", draining="e0", expected="e2", for_s=60.0)
         await w.settle()
         assert record.engine is None
         result = await move(w, "", "e1")
@@ -185,7 +185,7 @@ async def test_held_request_can_be_redirected() -> None:
 
 async def test_queued_request_can_be_redirected_to_a_usable_engine() -> None:
     w = world(2)
-    tell(w, "e0", draining="e0")
+    send_routes(w, "e0", draining="e0")
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=5)) as job:
         await w.settle()
         assert len(w.fleet.queue) == 1
@@ -195,7 +195,7 @@ async def test_queued_request_can_be_redirected_to_a_usable_engine() -> None:
         assert (await move(w, "", "e1", hold_s=10.0)).done
         await w.settle()
         assert len(w.fleet.queue) == 0
-        tell(w, "e0")
+        send_routes(w, "e0")
         await w.clock.advance(1.0)
         assert job.records[0].engine is None
         await w.clock.advance(10.0)
@@ -206,7 +206,7 @@ async def test_queued_request_can_be_redirected_to_a_usable_engine() -> None:
 
 async def test_client_disconnect_removes_a_parked_request() -> None:
     w = world(2)
-    tell(w, "e0")
+    send_routes(w, "e0")
     job = w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30))
     task = asyncio.create_task(job.run())
     await park(w)
@@ -215,14 +215,14 @@ async def test_client_disconnect_removes_a_parked_request() -> None:
     await w.settle()
     assert len(w.gateway.ledger) == 0
     assert not w.gateway.relays
-    tell(w, "e1")
+    send_routes(w, "e1")
     await w.settle()
     assert not w.engines["e1"].seen
 
 
 async def test_parked_request_can_be_cancelled_after_redirect() -> None:
     w = world(3)
-    tell(w, "e0")
+    send_routes(w, "e0")
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30)) as job:
         await park(w)
         w.gateway.relays[RequestId("r")].redirect(EngineId("e2"), 10.0)
@@ -236,10 +236,10 @@ async def test_parked_request_can_be_cancelled_after_redirect() -> None:
 
 async def test_expected_engine_starts_while_barrier_is_closed() -> None:
     w = world(2)
-    tell(w, "e0", "e1", draining="e1")
+    send_routes(w, "e0", "e1", draining="e1")
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30)) as job:
         await begun(w, 5)
-        tell(w, "e0", expected="e1", for_s=60.0)
+        send_routes(w, "e0", expected="e1", for_s=60.0)
         assert (await move(w, "e0", "e1", hold_s=1.0)).done
         now_s = w.clock.now_s()
         order = CloseBarrier("l", "", PauseMode.KEEP, FrozenRequests.RECOMPUTE, now_s + 30.0, now_s + 10.0)
@@ -247,7 +247,7 @@ async def test_expected_engine_starts_while_barrier_is_closed() -> None:
         await w.clock.advance(5.0)
         await closing
         assert w.gateway.barrier.report().held == 1
-        tell(w, "e0", "e1")
+        send_routes(w, "e0", "e1")
         await w.clock.advance(5.0)
         (record,) = job.records
         assert record.engine is None
@@ -261,7 +261,7 @@ async def test_expected_engine_starts_while_barrier_is_closed() -> None:
 
 async def test_stream_pauses_while_its_request_is_parked() -> None:
     w = world(2)
-    tell(w, "e0")
+    send_routes(w, "e0")
     read: list[int] = []
 
     def grown(record: RequestRecord) -> None:
@@ -273,7 +273,7 @@ async def test_stream_pauses_while_its_request_is_parked() -> None:
     assert len(read) == 5
     await w.clock.advance(30.0)
     assert len(read) == 5
-    tell(w, "e1")
+    send_routes(w, "e1")
     await w.settle()
     for _ in range(30):
         await w.step()

@@ -124,7 +124,7 @@ class Story:
             case ("arrive",):
                 self.routed |= dict.fromkeys(self.expected, "in")
                 self.expected = frozenset()
-                self.tell()
+                self.send_routes()
             case ("silence", frozenset(names), int(quanta)):
                 self.routed |= dict.fromkeys(names, "out")
                 self.expect(names, quanta)
@@ -168,9 +168,9 @@ class Story:
 
     def expect(self, names: frozenset[str], quanta: int) -> None:
         self.expected, self.expected_until_s = names, self.now_s + quanta * QUANTUM_S
-        self.tell()
+        self.send_routes()
 
-    def tell(self) -> None:
+    def send_routes(self) -> None:
         routes = [
             EngineRoute(EngineId(name), f"http://{name}", EngineHealth.OK, draining=state == "draining")
             for name, state in self.routed.items()
@@ -202,8 +202,8 @@ class Story:
     async def check(self) -> None:
         await self.w.settle()
         w, now_s = self.w, self.now_s
-        anybody = any(map(self.usable, NAMES)) or any(map(self.is_expected, NAMES))
-        if anybody or not w.fleet.barrier_open:
+        any_engine = any(map(self.usable, NAMES)) or any(map(self.is_expected, NAMES))
+        if any_engine or not w.fleet.barrier_open:
             self.alone_since_s = None
         elif self.alone_since_s is None:
             self.alone_since_s = now_s
@@ -280,11 +280,11 @@ class Story:
 def test_requests_survive_any_order_of_expected_engines(story: list[tuple[object, ...]]) -> None:
     async def run() -> None:
         before = asyncio.all_tasks()
-        told = Story()
+        played = Story()
         for act in story:
-            await told.act(act)
-        await told.end()
-        await told.w.settle()
+            await played.act(act)
+        await played.end()
+        await played.w.settle()
         assert not asyncio.all_tasks() - before
 
     asyncio.run(asyncio.wait_for(run(), 60.0))

@@ -158,7 +158,7 @@ def test_each_failover_counts_once_despite_lost_and_repeated_reports(history: li
     """A daemon's totals include the failovers since its start, and those that were not acknowledged before."""
     gateway, state, sequence, expected = FailoverCounter(), FleetState(), 0, FailoverCounts()
     unknown: list[FailoverCounts] = []  # counted, and not acknowledged
-    told: list[FailoverCounts] = []  # as new, by the current daemon
+    received: list[FailoverCounts] = []  # as new, by the current daemon
     known = 0  # of these, the ones sent to the current daemon
     for at, event in enumerate(history):
         match event:
@@ -172,25 +172,25 @@ def test_each_failover_counts_once_despite_lost_and_repeated_reports(history: li
                 if delivered:
                     for _ in range(2):  # twice
                         report = gateway_report(sequence=sequence, failovers=failovers)
-                        told += [new.counts for new in state.fold_gateway(report, float(at))]
+                        received += [new.counts for new in state.fold_gateway(report, float(at))]
                     expected = sum(unknown[known:], expected)
                     known = len(unknown)
                     if acknowledged:
                         gateway.acknowledge(sequence)
                         unknown, known = [], 0
             case ("daemon restarts",):
-                state, expected, known, told = FleetState(), FailoverCounts(), 0, []
+                state, expected, known, received = FleetState(), FailoverCounts(), 0, []
             case ("gateway restarts",):
                 gateway, unknown, known, sequence = FailoverCounter(), [], 0, 0
     assert sum(state.failovers.values(), FailoverCounts()) == expected
-    assert sum(told, FailoverCounts()) == expected
+    assert sum(received, FailoverCounts()) == expected
 
 
 def test_acknowledgement_of_unsent_report_is_ignored() -> None:
     failovers = FailoverCounter()
     failovers.count(E0, 5, 1.0)
     failovers.acknowledge(7)
-    (told,) = failovers.report(1)
-    assert told == EngineFailovers(E0, 1, 1.0, FailoverCounts(1, 1, 5))
+    (received,) = failovers.report(1)
+    assert received == EngineFailovers(E0, 1, 1.0, FailoverCounts(1, 1, 5))
     failovers.acknowledge(2)
-    assert failovers.report(2) == (told,)
+    assert failovers.report(2) == (received,)

@@ -106,7 +106,7 @@ acts = st.one_of(
     st.tuples(st.just("close"), st.sampled_from(PauseMode), st.sampled_from(FrozenRequests)),
     st.tuples(st.just("open"), st.none() | st.integers(0, 4), st.sampled_from(((), (), ("e0",))), st.booleans()),
     st.tuples(st.just("renew")),
-    st.tuples(st.just("tell")),
+    st.tuples(st.just("name_versions")),
     st.tuples(st.just("cancel"), some),
     st.tuples(st.just("cancel_group"), st.sampled_from(("g", "h"))),
     st.tuples(st.just("write")),
@@ -210,7 +210,7 @@ class Story:
         await self.fleet.close()
 
     def route(self, *, newest: int | None = None, known: dict[EngineId, int | None] | None = None) -> None:
-        told = [
+        new_routes = [
             EngineRoute(
                 EngineId(name),
                 self.urls[name],
@@ -221,13 +221,13 @@ class Story:
             for name in ENGINES
             if name not in self.out
         ]
-        assert not self.gateway.set_routes(told, *self.expected)
+        assert not self.gateway.set_routes(new_routes, *self.expected)
 
     # --- acts ---
 
     async def act(self, act: tuple[Any, ...]) -> None:
         kind, *about = act
-        if kind in ("open", "tell", "restart", "routes"):
+        if kind in ("open", "name_versions", "restart", "routes"):
             await self.settle()  # sent tokens are read before versions change
         await getattr(self, f"act_{kind}")(*about)
         if kind != "make":
@@ -364,7 +364,7 @@ class Story:
         if (closed := self.gateway.barrier.closed) is not None:
             self.gateway.barrier.renew(closed.lease, self.clock.now_s() + LEASE_S)
 
-    async def act_tell(self) -> None:
+    async def act_name_versions(self) -> None:
         """Set the version of engines that missed new weights."""
         newest = self.fleet.policy_version
         if newest is not None:
@@ -428,8 +428,8 @@ class Story:
             if record.done:
                 continue
             spans = record.versions.spans(len(record.generated_ids))
-            told = {at: span.version for span in spans for at in range(span.start, span.end)}
-            assert told == {at: self.versions[record.id, at] for at in range(len(record.generated_ids))}
+            versions = {at: span.version for span in spans for at in range(span.start, span.end)}
+            assert versions == {at: self.versions[record.id, at] for at in range(len(record.generated_ids))}
             if record.max_version_lag is not None and relay.backend is not None and not relay.backend.paused:
                 assert record.versions.lag(self.fleet.policy_version) <= record.max_version_lag, record
         for client in self.clients:
@@ -489,7 +489,7 @@ class Story:
         self.route()
         await self.clock.advance(3 * LEASE_S)
         assert self.gateway.barrier.closed is None
-        await self.act_tell()
+        await self.act_name_versions()
         await self.clock.advance(100.0)
         for _ in range(60):
             if not any(client.there for client in self.clients):
@@ -531,12 +531,12 @@ def play(story: list[tuple[Any, ...]], path: Path | None, depth: int, policy: st
     async def run() -> None:
         before = asyncio.all_tasks()
         asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
-        told = Story(path, depth, policy)
-        await told.begin()
+        played = Story(path, depth, policy)
+        await played.begin()
         for act in story:
-            await told.act(act)
-        await told.end()
-        await told.settle()
+            await played.act(act)
+        await played.end()
+        await played.settle()
         left = asyncio.all_tasks() - before
         assert not left
 

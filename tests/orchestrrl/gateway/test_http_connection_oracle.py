@@ -38,7 +38,7 @@ class Both:
         await self.runner.cleanup()
 
 
-def told(path: str, labels: list[str], body: bytes) -> bytes:
+def echo(path: str, labels: list[str], body: bytes) -> bytes:
     return json.dumps([path, labels, body.hex()]).encode()
 
 
@@ -50,11 +50,11 @@ async def both() -> Both:
             connection.whole(HttpAnswer(b"{}", 405 if path in PATHS else 404))
             return
         labels = [request.fields.get(name.lower(), "") for name in LABELS]
-        connection.whole(HttpAnswer(told(path, labels, request.body)))
+        connection.whole(HttpAnswer(echo(path, labels, request.body)))
 
     async def general(request: web.Request) -> web.Response:
         labels = [request.headers.get(name, "") for name in LABELS]
-        return web.Response(body=told(request.path, labels, await request.read()), content_type="application/json")
+        return web.Response(body=echo(request.path, labels, await request.read()), content_type="application/json")
 
     application = web.Application()
     for path in PATHS:

@@ -210,9 +210,9 @@ async def test_failing_disk_does_not_stop_requests(
         store.leave(long)
         assert list((await entered(store, "long")).records[0].generated_ids) == [1, 2, 3]
         assert store.counts.unwritten > 0
-    told = [record.getMessage() for record in caplog.records if "stored" in record.getMessage()]
-    assert len(told) == 2
-    assert "full" in told[0]
+    logged = [record.getMessage() for record in caplog.records if "stored" in record.getMessage()]
+    assert len(logged) == 2
+    assert "full" in logged[0]
 
 
 async def test_file_is_reopened_after_a_failed_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

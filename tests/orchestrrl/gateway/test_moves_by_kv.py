@@ -65,7 +65,7 @@ def source_of(w: World) -> tuple[FakeEngine, EngineBackend, FakeEngine, EngineBa
     return here, source, there, target
 
 
-def told(engine: FakeEngine) -> Any:
+def kv_parameters(engine: FakeEngine) -> Any:
     """Return the KV parameters of the engine's last request."""
     params = engine.seen[-1].body.get("kv_transfer_params")
     return None if params is None else params["handover"]
@@ -106,12 +106,12 @@ async def test_move_by_kv_names_the_entry_of_its_source() -> None:
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=MAX_TOKENS)) as job:
         await begun(w, job)
         here, source, there, target = source_of(w)
-        left = told(here)
+        left = kv_parameters(here)
         assert set(left) == {"weights", "save"}
         (record,) = job.records
         context = record.context_tokens
         result = await carry_out(w, ordered(source, target), loading, context - 1)
-        wish = told(there)
+        wish = kv_parameters(there)
         assert (wish["weights"], wish["load"]) == (left["weights"], left["save"])
         assert wish["save"] not in (None, left["save"])
         assert wish["wait_s"] == 1.5  # half of the predicted recomputation time
@@ -122,7 +122,7 @@ async def test_move_by_kv_names_the_entry_of_its_source() -> None:
         context = record.context_tokens
         again = await carry_out(w, ordered(target, source), loading, context - 1)
         assert again.method is MoveMethod.TRANSFER
-        assert told(here)["load"] == wish["save"]
+        assert kv_parameters(here)["load"] == wish["save"]
         await finish(w, job)
 
 
@@ -172,7 +172,9 @@ async def test_kv_of_old_weights_is_not_loaded() -> None:
             result = await carry_out(w, ordered(source, target), loading, 0)
             assert result.method is MoveMethod.RECOMPUTE
             saves = {"weights": target.route.kv_version, "save": ANY}
-            assert told(there) == (saves if len(changed) == 2 else None)  # with different weights, neither can load it
+            assert kv_parameters(there) == (
+                saves if len(changed) == 2 else None
+            )  # with different weights, neither can load it
             await finish(w, job)
 
 
@@ -186,8 +188,8 @@ async def test_weight_change_during_a_move_prevents_the_load() -> None:
         await asyncio.sleep(0)
         set_versions(w, e0="c/v2", e1="c/v2")
         await w.settle()
-        assert set(told(there)) == {"weights", "save"}
-        assert told(there)["weights"] == "c/v2"
+        assert set(kv_parameters(there)) == {"weights", "save"}
+        assert kv_parameters(there)["weights"] == "c/v2"
         await w.step()
         assert (await moving)[0].done
         await finish(w, job)
@@ -200,7 +202,7 @@ async def test_move_by_recompute_loads_no_kv() -> None:
         _, source, there, target = source_of(w)
         result = await carry_out(w, ordered(source, target, MoveMethod.RECOMPUTE), loading, 0)
         assert (result.method, result.recomputed_tokens > 0) == (MoveMethod.RECOMPUTE, True)
-        assert set(told(there)) == {"weights", "save"}
+        assert set(kv_parameters(there)) == {"weights", "save"}
         await finish(w, job)
 
 
@@ -210,7 +212,7 @@ async def test_engine_saves_no_kv_if_no_other_engine_can_load_it(other: str) -> 
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=MAX_TOKENS)) as job:
         await begun(w, job)
         here, *_ = source_of(w)
-        assert told(here) is None
+        assert kv_parameters(here) is None
         await finish(w, job)
 
 
@@ -219,7 +221,7 @@ async def test_immovable_request_saves_no_kv() -> None:
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=MAX_TOKENS, stop=["never"])) as job:
         await begun(w, job)
         here, *_ = source_of(w)
-        assert told(here) is None
+        assert kv_parameters(here) is None
         while not job.done:
             await w.step()
 
@@ -235,7 +237,7 @@ async def test_failed_move_does_not_reuse_the_kv_entry() -> None:
         await w.settle()
         (result,) = await moving
         assert not result.done
-        assert set(told(here)) == {"weights", "save"}
+        assert set(kv_parameters(here)) == {"weights", "save"}
         await finish(w, job)
 
 

@@ -71,8 +71,8 @@ async def test_operator_api_serves_no_completions(harness: Harness) -> None:
 
 
 async def test_version_endpoint_returns_the_operator_url(harness: Harness) -> None:
-    _, told = await harness.get("/version")
-    assert told["operator_url"] == harness.operator_url
+    _, info = await harness.get("/version")
+    assert info["operator_url"] == harness.operator_url
 
 
 @pytest.mark.parametrize(("host", "asked"), [("0.0.0.0", "127.0.0.1"), ("0.0.0.0", "localhost"), ("::", "[::1]")])

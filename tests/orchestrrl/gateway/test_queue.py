@@ -130,8 +130,8 @@ class World:
 
     async def toggle(self, number: int) -> None:
         self.draining ^= {ENGINES[number % len(ENGINES)]}
-        told = [dataclasses.replace(route, draining=route.engine in self.draining) for route in routes(ENGINES)]
-        self.fleet.set_routes(told)
+        changed = [dataclasses.replace(route, draining=route.engine in self.draining) for route in routes(ENGINES)]
+        self.fleet.set_routes(changed)
         await self.settle()
 
     async def barrier(self) -> None:
@@ -421,14 +421,14 @@ async def test_placed_callback_may_make_room_at_once() -> None:
     backend, placed = slot_of(fleet, "e0"), []
 
     def ends_at_once(name: str) -> Callable[[EngineBackend | NoBackend], None]:
-        def told(outcome: EngineBackend | NoBackend) -> None:
+        def on_placed(outcome: EngineBackend | NoBackend) -> None:
             assert outcome is backend
             one = records[name]
             backend.enter(one, 0.0)
             placed.append(name)
             fleet.release(backend, one)
 
-        return told
+        return on_placed
 
     fleet.barrier_open = False
     records = {f"r{number}": record(f"r{number}") for number in range(50)}

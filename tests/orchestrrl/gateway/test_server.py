@@ -101,13 +101,15 @@ async def harness() -> AsyncIterator[Harness]:
 
 def same(answer: dict[str, Any], other: dict[str, Any]) -> None:
     """Return whether two responses are equal except for ids, times and empty fields."""
-    assert said(answer) == said(other)
+    assert comparable(answer) == comparable(other)
 
 
-def said(value: Any) -> Any:
+def comparable(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: said(item) for name, item in value.items() if item is not None and name not in ("id", "created")}
-    return [said(item) for item in value] if isinstance(value, list) else value
+        return {
+            name: comparable(item) for name, item in value.items() if item is not None and name not in ("id", "created")
+        }
+    return [comparable(item) for item in value] if isinstance(value, list) else value
 
 
 @pytest.mark.parametrize(
@@ -198,7 +200,7 @@ async def test_n_answers_are_in_order_of_their_seeds(harness: Harness, path: str
     assert status == 200
     for index, choice in enumerate(answer["choices"]):
         _, direct = await harness.post(path, {**body, "seed": 5 + index}, harness.engine_urls[0])
-        assert said({**choice, "index": 0}) == said(direct["choices"][0])
+        assert comparable({**choice, "index": 0}) == comparable(direct["choices"][0])
     assert answer["usage"]["prompt_tokens"] == direct["usage"]["prompt_tokens"]
     assert answer["usage"]["completion_tokens"] == sum(len(choice["token_ids"]) for choice in answer["choices"])
 

@@ -281,12 +281,12 @@ async def test_burst_is_answered_completely(harness: Harness) -> None:
 @pytest.mark.parametrize("end", [b"\n", b"\r\n"])
 async def test_events_may_be_cut_anywhere(harness: Harness, cut: int, end: bytes) -> None:
     """Characters of several bytes, comments, both line ends, and no [DONE] at the end."""
-    told = b": a comment\n\n" + event("é", [1], prompt_token_ids=[7]) + event("漢😀", [2]) + b"event: x\nid: 3\n\n"
-    told += event("\\ud83d", [3], "length")
-    told = told.replace(b"\\u00e9", "é".encode()).replace(b"\n", end)
+    content = b": a comment\n\n" + event("é", [1], prompt_token_ids=[7]) + event("漢😀", [2]) + b"event: x\nid: 3\n\n"
+    content += event("\\ud83d", [3], "length")
+    content = content.replace(b"\\u00e9", "é".encode()).replace(b"\n", end)
 
     async def script(engine: ScriptedEngine, body: bytes, writer: asyncio.StreamWriter) -> None:
-        data = STREAM + chunk(told) + b"0\r\n\r\n"
+        data = STREAM + chunk(content) + b"0\r\n\r\n"
         for at in range(0, len(data), cut):
             writer.write(data[at : at + cut])
             await asyncio.sleep(0)
@@ -323,9 +323,9 @@ async def test_broken_engine_is_retried_without_duplicate_tokens(harness: Harnes
             writer.write(BROKEN[name])
             writer.close()
         else:  # the rest of the answer
-            told = [event("b", [2], prompt_token_ids=[7, 1]), event("", [3], "length"), b"data: [DONE]\n\n"]
+            rest = [event("b", [2], prompt_token_ids=[7, 1]), event("", [3], "length"), b"data: [DONE]\n\n"]
             first = [] if asked["prompt"] == [7, 1] else [event("a", [1], prompt_token_ids=[7])]
-            writer.write(STREAM + chunk(b"".join(first + told)) + b"0\r\n\r\n")
+            writer.write(STREAM + chunk(b"".join(first + rest)) + b"0\r\n\r\n")
 
     harness.engine.script = script
     reader, writer = await harness.connect()

@@ -112,10 +112,10 @@ async def test_stored_answer_needs_no_engine_and_keeps_its_creation_time(tmp_pat
     then = await begun(tmp_path / "ledger")
     await then.clock.advance(500.0)
     again = job_of(then, CompletionEndpoint.COMPLETIONS, stream=True)
-    told: list[RequestRecord] = []
-    await again.run(told.append)
+    received: list[RequestRecord] = []
+    await again.run(received.append)
     check(again.records[0], CompletionEndpoint.COMPLETIONS)
-    assert told
+    assert received
     assert not any(engine.seen for engine in then.engines.values())
     assert again.request.form.created_unix_s == 1000
     await ended(then)

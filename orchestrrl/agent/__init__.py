@@ -1,1 +1,1 @@
-"""The sidecar beside an engine: scrapes it and streams its load to the daemon."""
+"""The agent: a process on the engines' host that scrapes them and streams their load to the daemon."""

@@ -1,6 +1,6 @@
-"""Facts about an engine that its HTTP surface leaves out and its host has: GPUs, process arguments, model sizes.
+"""Add facts that an engine's HTTP API omits but its host provides: GPUs, process arguments, model sizes.
 
-Only of engines on the agent's own host. What the engine itself reports is never overruled.
+Only for engines on the agent's own host. Values that the engine itself reports are never overridden.
 """
 
 import asyncio
@@ -25,16 +25,16 @@ from planner.cost.models import Model
 
 SMI_TIMEOUT_S = 10.0  # the first call initialises the driver
 MOST_CONFIG_BYTES = 1 << 20
-PARENTS = 4  # a server's front ends, engine cores and workers are children of the one that was given the arguments
+PARENTS = 4  # a server's front ends, engine cores and workers are descendants of the process with the arguments
 
 
 async def with_host_facts(capabilities: EngineCapabilities, url: str) -> EngineCapabilities:
-    """Return the capabilities with unknown serving facts filled in from this host, where the engine is on it."""
+    """Return the capabilities with unknown serving facts filled in from this host, if the engine runs on it."""
     return replace(capabilities, serving=await asyncio.to_thread(host_facts, capabilities.serving, url))
 
 
 def host_facts(facts: ServingFacts, url: str) -> ServingFacts:
-    """As `with_host_facts`; blocks on files and on nvidia-smi."""
+    """Return the facts, completed as in `with_host_facts`. Blocks on files and on nvidia-smi."""
     if not is_local(url):
         missing = not facts.gpu and not facts.gpu_detail
         elsewhere = "the engine does not report its GPU, and its agent is on another host"
@@ -48,7 +48,8 @@ def host_facts(facts: ServingFacts, url: str) -> ServingFacts:
 
 
 def is_local(url: str) -> bool:
-    """Whether the URL names this host: loopback, one of its addresses, or its own name. Asks no name server."""
+    """Return whether the URL is on this host: loopback, one of its addresses, or its own name. Queries no name
+    server."""
     name = urlsplit(url).hostname or ""
     if name in ("localhost", socket.gethostname()):
         return True
@@ -66,13 +67,13 @@ def is_local(url: str) -> bool:
 
 
 def server_arguments(port: int) -> tuple[str, ...]:
-    """The command line of the vLLM server that listens on `port`; empty where it cannot be found or read."""
-    with suppress(psutil.Error, OSError, RuntimeError):  # where the system's tables cannot be read
+    """Return the command line of the vLLM server that listens on `port`; empty if it cannot be found or read."""
+    with suppress(psutil.Error, OSError, RuntimeError):  # the system's tables cannot be read
         for connection in psutil.net_connections("tcp"):
             if connection.status != psutil.CONN_LISTEN or connection.laddr[1:] != (port,) or connection.pid is None:
                 continue
             with suppress(psutil.Error):  # it has ended, or belongs to another user
-                # A process that inherited the socket is a child of the one that was given the arguments.
+                # A process that inherited the socket is a descendant of the one with the arguments.
                 holder = psutil.Process(connection.pid)
                 for process in (holder, *holder.parents()[:PARENTS]):
                     arguments = tuple(process.cmdline())
@@ -82,12 +83,12 @@ def server_arguments(port: int) -> tuple[str, ...]:
 
 
 def with_arguments(facts: ServingFacts, arguments: Sequence[str]) -> ServingFacts:
-    """Return the facts with those of a vLLM command line; flags that it leaves out have vLLM's defaults."""
+    """Return the facts completed from a vLLM command line. Missing flags have vLLM's defaults."""
     if not arguments:
         return facts
     # The model's name may follow a flag's value.
     flags = {each.flag: each.value.partition(" ")[0] for each in read_arguments("", arguments)[0]}
-    if "--config" in flags:  # a file with more of them
+    if "--config" in flags:  # a file with further arguments
         return facts
     return replace(
         facts,
@@ -109,7 +110,7 @@ def _count(flags: Mapping[str, str], name: str) -> int | None:
 
 
 def _gpu() -> tuple[str, str]:
-    """The product name of this host's GPUs, and why there is none."""
+    """Return the product name of this host's GPUs, or an empty name and the reason."""
     if shutil.which("nvidia-smi") is None:
         return "", "the engine's host has no GPU (nvidia-smi is not installed)"
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
@@ -118,13 +119,14 @@ def _gpu() -> tuple[str, str]:
     except (OSError, subprocess.TimeoutExpired) as error:
         return "", f"nvidia-smi on the engine's host failed: {error}"
     if done.returncode != 0:
-        said = (done.stdout + done.stderr).strip().partition("\n")[0]
-        return "", named(f"nvidia-smi on the engine's host failed: {said or f'exit status {done.returncode}'}")
+        message = (done.stdout + done.stderr).strip().partition("\n")[0]
+        return "", named(f"nvidia-smi on the engine's host failed: {message or f'exit status {done.returncode}'}")
     return gpu_of(done.stdout.splitlines())
 
 
 def _sizes(model: str) -> Model | None:
-    """From the config.json of the model's folder, or of the newest snapshot in Hugging Face's cache."""
+    """Return the sizes from the config.json of the model's folder, or of the newest snapshot in Hugging Face's
+    cache."""
     if not model:
         return None
     if model.startswith("/"):
@@ -140,7 +142,8 @@ def _sizes(model: str) -> Model | None:
 
 
 def _read_config(path: Path, name: str = "") -> Model | None:
-    """Sizes from the first MOST_CONFIG_BYTES of the file. None where it cannot be read, or is no model's."""
+    """Return the sizes from the first MOST_CONFIG_BYTES of the file. None if it cannot be read or describes no
+    model."""
     try:
         with path.open("rb") as file:
             text = file.read(MOST_CONFIG_BYTES).decode(errors="replace")

@@ -1,7 +1,7 @@
-"""The agent's side of windows: a stream to the daemon, told of quiet and of traffic the moment it is known.
+"""Report windows to the daemon: a stream of messages about quiet periods and traffic, each sent as soon as it is known.
 
-While nothing is armed, rings are read now and then. While something is, their processes ring a doorbell whenever they
-go quiet or communicate again: nothing polls, and what is told was seen less than a millisecond before.
+Without an armed window, rings are read periodically. With one, the traced processes ring a doorbell when they go quiet
+or communicate again: no polling is needed, and a report is less than a millisecond old.
 """
 
 import asyncio
@@ -25,9 +25,9 @@ from orchestrrl.rpc.pb import fabric_pb2, fabric_pb2_grpc
 from planner.fabric.windows import SHORT
 from planner.model import Hold
 
-READ_EVERY_S = 0.1  # while nobody rings
-POLL_EVERY_S = 0.5  # for processes that have come or gone
-AGAIN_AFTER_S = 0.4  # a window that lasts is told again, so that it does not look forgotten
+READ_EVERY_S = 0.1  # while no process rings
+POLL_EVERY_S = 0.5  # for new and ended processes
+AGAIN_AFTER_S = 0.4  # an unchanged window is reported again, as a sign of life
 CATCH_UP_AFTER_S = 0.001
 SUMMARY_QUANTILE = 0.05
 LOCK = "agent.lock"
@@ -35,17 +35,17 @@ LOCK = "agent.lock"
 
 @dataclass(slots=True)
 class _Watched:
-    """What the daemon waits for, and what it was told last."""
+    """A window that the daemon waits for, with what was last reported about it."""
 
     arm: fabric_pb2.Arm
-    reported: fabric_pb2.Quiet | str | None = None  # a hold by its code; None: nothing yet
+    reported: fabric_pb2.Quiet | str | None = None  # the code of a hold; None: nothing yet
     reported_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
 class WindowReports:
-    """Reports each change of a window once, the moment it is known. No asyncio: `put` takes the messages; `clock_s` is
-    the monotonic clock of this host."""
+    """Reports each change of a window once, as soon as it is known. Free of asyncio: `put` receives the messages;
+    `clock_s` is the monotonic clock of this host."""
 
     _traces: HostTraces
     _put: Callable[[fabric_pb2.TraceMessage], None]
@@ -66,25 +66,26 @@ class WindowReports:
         self._arm()
 
     def report_all_again(self) -> None:
-        """What was told is not known any more where it is heard."""
+        """Report every window again: the daemon no longer has the earlier reports."""
         for watched in self._watched.values():
             watched.reported = None
 
     def rung(self) -> bool:
-        """Somebody has gone quiet or communicates again. Whether there is traffic, so that `catch_up` has time."""
+        """Handle the doorbell: a rank has gone quiet or communicates again. Return whether there is traffic, in which
+        case `catch_up` has time to run."""
         jobs = {watched.arm.job for watched in self._watched.values()}
-        # A rank alone does not make a window: the others are looked at before anything is read.
+        # One quiet rank is no window: check the others before reading anything.
         busy = {job for job in jobs if self._traces.busy(job)}
-        if len(busy) < len(jobs) or not jobs:  # something was announced
+        if len(busy) < len(jobs) or not jobs:  # an announcement rang the doorbell
             self.read()
         else:
             self._assess(busy)
-            # While the last is waited for, so that there is as little as possible to read when it goes quiet.
+            # Read while the last rank is still busy, so that little is left to read when it goes quiet.
             self._pass_on(self._traces.read(quiet_only=True))
         return bool(busy)
 
     def catch_up(self) -> None:
-        """What has begun is read, and what the next windows will ask is worked out before they open."""
+        """Read new events, and prepare the answers for the next windows before they open."""
         self.read()
         self._traces.prepare()
 
@@ -104,14 +105,13 @@ class WindowReports:
                 self._report(watched, self._traces.assess(watched.arm.job, watched.arm.quantile))
 
     def _report(self, watched: _Watched, found: fabric_pb2.Quiet | Hold) -> None:
-        """Only what is news: a window that is long enough, its end, or another reason why there is none."""
-        now_s, told = self._clock_s(), watched.reported
-        # It may have become shorter by the time that has passed, which whoever was told knows; but no promise may end
-        # earlier than was told.
+        """Report only changes: a window that is long enough, its end, or a new reason why there is none."""
+        now_s, earlier = self._clock_s(), watched.reported
+        # The time that has passed shortens a window for the receiver too; but no window may end earlier than reported.
         same = (
             isinstance(found, fabric_pb2.Quiet)
-            and isinstance(told, fabric_pb2.Quiet)
-            and (told.since_s == found.since_s and told.until_s <= found.until_s)
+            and isinstance(earlier, fabric_pb2.Quiet)
+            and (earlier.since_s == found.since_s and earlier.until_s <= found.until_s)
         )
         if same and now_s < watched.reported_s + AGAIN_AFTER_S:
             return
@@ -119,7 +119,7 @@ class WindowReports:
             left_ms = (found.until_s - now_s) * 1e3
             found = Hold(
                 SHORT,
-                f"quiet at position {found.position} for {left_ms:.1f} ms more, by what rank {found.rank} did before",
+                f"quiet at position {found.position} for another {left_ms:.1f} ms, by the history of rank {found.rank}",
             )
         if isinstance(found, fabric_pb2.Quiet):
             watched.reported, watched.reported_s = found, now_s
@@ -140,7 +140,7 @@ class WindowReports:
 
 
 class WindowReporter:
-    """Runs until cancelled, through losses of the daemon."""
+    """Reports this host's windows until cancelled, and reconnects to the daemon when it is lost."""
 
     def __init__(self, directory: Path, host: str, daemon: str, *, clock: Clock) -> None:
         self._traces = HostTraces(directory)
@@ -154,7 +154,7 @@ class WindowReporter:
         self._summarising: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
-        """Raises Permanent where the rings cannot be had."""
+        """Run until cancelled. Raises Permanent if the rings cannot be read."""
         with _alone(self._directory):
             await self._run()
 
@@ -162,7 +162,7 @@ class WindowReporter:
         try:
             doorbell = RingDoorbell(self._directory)
         except OSError as error:  # e.g. a path too long for a socket
-            raise Permanent(f"{self._directory}: no doorbell can be put there: {error}") from error
+            raise Permanent(f"{self._directory}: cannot create a doorbell there: {error}") from error
         loop = asyncio.get_running_loop()
         loop.add_reader(doorbell.fileno(), self._rung, doorbell)
         try:
@@ -183,7 +183,7 @@ class WindowReporter:
         while doorbell.rung():
             pass
         if not self._reports.rung():
-            if self._catching_up is not None:  # all is read
+            if self._catching_up is not None:  # everything is read
                 self._catching_up.cancel()
                 self._catching_up = None
         elif self._catching_up is None:
@@ -196,8 +196,8 @@ class WindowReporter:
     def _poll(self) -> None:
         if self._traces.poll():
             self._put(self._hello())
-            self._reports.report_all_again()  # what was told of a job's other ranks is void there
-        self._reports.read()  # of a process that has come, before anything is made of the others
+            self._reports.report_all_again()  # the daemon drops its reports of a job whose ranks changed
+        self._reports.read()  # include new processes before any assessment
 
     async def _converse(self, channel: grpc.aio.Channel, established: Established) -> None:
         outgoing: asyncio.Queue[fabric_pb2.TraceMessage] = asyncio.Queue()
@@ -231,16 +231,16 @@ class WindowReporter:
         ranks = []
         for summary in self._traces.summaries(SUMMARY_QUANTILE):
             ranks.append(summary)
-            await asyncio.sleep(0)  # whoever rings goes first
-        told = json.dumps({"host": self._host, "ranks": ranks})
-        self._put(fabric_pb2.TraceMessage(slack=fabric_pb2.Slack(summary_json=told)))
+            await asyncio.sleep(0)  # let doorbells run first
+        summary_json = json.dumps({"host": self._host, "ranks": ranks})
+        self._put(fabric_pb2.TraceMessage(slack=fabric_pb2.Slack(summary_json=summary_json)))
 
     def _hello(self) -> fabric_pb2.TraceMessage:
         jobs = [fabric_pb2.JobRanks(job=job, ranks=ranks) for job, ranks in sorted(self._traces.jobs().items())]
         return fabric_pb2.TraceMessage(hello=fabric_pb2.TraceHello(host=self._host, jobs=jobs))
 
     def _put(self, message: fabric_pb2.TraceMessage) -> None:
-        """While there is no daemon, nothing is kept: what is late about windows is wrong."""
+        """Send the message, or drop it without a daemon: a late report about a window is wrong."""
         if self._outgoing is not None:
             self._outgoing.put_nowait(message)
 
@@ -252,17 +252,18 @@ class WindowReporter:
 
 @contextlib.contextmanager
 def _alone(directory: Path) -> Iterator[None]:
-    """Two agents of one host would take the doorbell, and each other's place at the daemon, in turns."""
+    """Lock the directory. Two agents on one host would alternately take the doorbell and each other's place at the
+    daemon."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         opened = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise Permanent(f"{directory}: rings cannot be read there: {error.strerror}") from error
+        raise Permanent(f"{directory}: cannot read rings there: {error.strerror}") from error
     try:
         try:
             fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise Permanent(f"{directory}: another agent reads the rings there already") from None
+            raise Permanent(f"{directory}: another agent already reads the rings there") from None
         yield
     finally:
         os.close(opened)

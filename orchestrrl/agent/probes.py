@@ -1,7 +1,7 @@
-"""Reads the collective boundaries of this host's traced processes, and says when it is quiet and for how long.
+"""Read the collective boundaries of this host's traced processes, and predict how long the host stays quiet.
 
-Every process's ring (integrations/instrument/rings.py) feeds a learner (planner/fabric/slack.py). Of a job it is quiet
-where no rank of it on this host has a collective in flight; it stays so until the first of them is expected to begin
+Every process's ring (integrations/instrument/rings.py) feeds a learner (planner/fabric/slack.py). A job is quiet while
+none of its ranks on this host has a collective in flight; it is expected to stay quiet until the first of them starts
 one.
 """
 
@@ -30,20 +30,20 @@ from planner.model import Hold
 logger = logging.getLogger(__name__)
 
 NANO = 1e-9
-MOST_INTENTS = 256  # that are remembered, of all jobs
-ITERATION = "iteration"  # the recorder's name for the mark that numbers iterations
+MOST_INTENTS = 256  # remembered, over all jobs
+ITERATION = "iteration"  # the recorder's mark that numbers iterations
 
 
 @dataclass(eq=False)
 class TracedProcess:
-    """One process. `header` is as of the last look for new processes."""
+    """One traced process. `header` is from the last scan for new processes."""
 
     reader: RingReader
     header: RingHeader
     learner: SlackLearner
-    handles: dict[int, int] = field(default_factory=dict)  # the learner's, by the ring's sequence
-    newest: int = -1  # sequence that was read
-    seen: int = -1  # of the ring's changes
+    handles: dict[int, int] = field(default_factory=dict)  # learner's handles, by the ring's sequence
+    newest: int = -1  # latest sequence read
+    seen: int = -1  # the ring's change counter at the last read
 
     @property
     def rank(self) -> int:
@@ -54,17 +54,17 @@ class TracedProcess:
         return self.header.job
 
     def read(self) -> Iterator[RingEvent]:
-        """Feed the learner; marks that announce something are passed on."""
+        """Feed new events to the learner and yield marks that contain an announcement."""
         if self.reader.changes == self.seen:
             return
-        self.seen = self.reader.changes  # what happens from here on is read again
+        self.seen = self.reader.changes  # later changes are read next time
         events, lost = self.reader.events()
         if lost:
             self.learner.lost(f"{lost} events were overwritten before they were read")
             self.handles.clear()
         points: list[tuple[int, int, RingEvent]] = []
         for event in events:
-            if event.sequence > self.newest:  # one that runs is given out again when it has ended
+            if event.sequence > self.newest:  # a running event is returned again once it has ended
                 self.newest = event.sequence
                 points.append((event.start_ns, 1, event))
             if event.is_collective and event.end_ns is not None:
@@ -78,7 +78,7 @@ class TracedProcess:
         if not event.is_collective:
             if event.op == ITERATION:
                 self.learner.iteration(event.value, at_s)
-            elif not event.flags & PAYLOAD:  # what is announced is no phase of the iteration
+            elif not event.flags & PAYLOAD:  # an announcement is not a phase of the iteration
                 self.learner.mark(event.op, at_s)
         elif which == 1:
             self.handles[event.sequence] = self.learner.started(Signature(event.op, event.group, event.n_bytes), at_s)
@@ -93,14 +93,14 @@ class HostTraces:
         self._directory = directory
         self._clock_s = clock_s
         self._traced: dict[Path, TracedProcess] = {}
-        self._by_job: dict[str, list[TracedProcess]] = {}  # by rank; those without one first
+        self._by_job: dict[str, list[TracedProcess]] = {}  # sorted by rank; those without a rank first
         self._unreadable: set[Path] = set()
-        self._intents: dict[tuple[str, str], str] = {}  # by job and period, as announced last
+        self._intents: dict[tuple[str, str], str] = {}  # last announced, by job and period
         self._armed: Mapping[str, frozenset[float]] = {}
 
     @property
     def traced(self) -> list[TracedProcess]:
-        """Those that have a rank, by job and rank."""
+        """Return the processes that have a rank, sorted by job and rank."""
         return [each for _, ranks in sorted(self._by_job.items()) for each in ranks if each.rank != UNKNOWN]
 
     def jobs(self) -> dict[str, tuple[int, ...]]:
@@ -110,7 +110,7 @@ class HostTraces:
         return found
 
     def poll(self) -> bool:
-        """Take up processes that have come and let go those that have ended; whether the jobs' ranks changed."""
+        """Add new processes and remove ended ones. Return whether the jobs' ranks changed."""
         before = self.jobs()
         found = list_rings(self._directory)
         for path in found:
@@ -133,20 +133,20 @@ class HostTraces:
         return self.jobs() != before
 
     def arm(self, quantiles: Mapping[str, frozenset[float]]) -> None:
-        """The processes of these jobs ring the doorbell, and no others; `assess` will be asked with these quantiles."""
+        """Let only processes of these jobs ring the doorbell. Later calls of `assess` use these quantiles."""
         self._armed = quantiles
         for each in self._traced.values():
             each.reader.arm(each.job in quantiles)
 
     def prepare(self) -> None:
-        """Do beforehand what `assess` would have to do in the windows that come next."""
+        """Compute in advance what `assess` needs in the next windows."""
         for job, quantiles in self._armed.items():
             for each in self._by_job.get(job, ()):
                 for q in quantiles:
                     each.learner.prepare(q)
 
     def read(self, quiet_only: bool = False) -> list[fabric_pb2.Announcement]:
-        """Let all learners know what has happened, or those of ranks that are quiet; what was announced meanwhile."""
+        """Feed new events to all learners, or only to those of quiet ranks. Return the announcements among them."""
         announced: list[fabric_pb2.Announcement] = []
         for each in list(self._traced.values()):
             if quiet_only and each.reader.communicates:
@@ -159,11 +159,12 @@ class HostTraces:
         return announced
 
     def busy(self, job: str) -> bool:
-        """Whether some rank of the job has a collective in flight. A look at a few words of memory."""
+        """Return whether any rank of the job has a collective in flight. Reads only a few words of memory."""
         return any(each.reader.communicates for each in self._by_job.get(job, ()))
 
     def assess(self, job: str, q: float) -> fabric_pb2.Quiet | Hold:
-        """Of what has been read: how long it stays quiet, but for a probability of `q`, by this host's clock."""
+        """Return how long the job stays quiet except with probability `q`, by this host's clock and the events read so
+        far, or why it is not quiet."""
         now_s = self._clock_s()
         first: tuple[RemainingQuiet, int] | None = None
         since_s = risk = 0.0
@@ -172,7 +173,7 @@ class HostTraces:
             if each.reader.communicates:
                 return Hold("traffic", f"rank {each.rank} has a collective in flight")
         for each in ranks:
-            if each.rank == UNKNOWN:  # not in its job yet: it has communicated with nobody
+            if each.rank == UNKNOWN:  # not yet in its job, so it has not communicated
                 continue
             remaining = each.learner.remaining(now_s, q)
             if isinstance(remaining, Hold):
@@ -188,8 +189,8 @@ class HostTraces:
         return quiet
 
     def summaries(self, q: float) -> Iterable[dict[str, Any]]:
-        """What is known of each rank's iterations: a `SlackSummary` with its job. Much work for long iterations, done
-        as it is asked for, rank by rank."""
+        """Yield a `SlackSummary` with its job for each rank. Expensive for long iterations, so computed lazily, rank by
+        rank."""
         for each in self.traced:
             yield {"job": each.job, "summary": asdict(summarize(each.learner, q))}
 
@@ -201,7 +202,7 @@ class HostTraces:
         self._by_job.clear()
 
     def _complete(self, announced: fabric_pb2.Announcement) -> None:
-        """Add an intent that was announced before: the daemon may not have been there then."""
+        """Fill in an intent that was announced earlier: the daemon may not have been running then."""
         key = announced.job, announced.period
         if announced.intent_json:
             self._intents.pop(key, None)
@@ -226,14 +227,15 @@ class HostTraces:
 
 
 def _announced(each: TracedProcess, event: RingEvent) -> fabric_pb2.Announcement | None:
-    """`{"period": NAME, "body": INTENT}`, as recorder.announce writes it; an empty body: as announced last."""
+    """Return the announcement in a mark, `{"period": NAME, "body": INTENT}`, as recorder.announce writes it; an empty
+    body repeats the last intent. None if it is invalid."""
     try:
-        told = json.loads(event.payload or b"")
-        period, intent = told["period"], told["body"]
+        parsed = json.loads(event.payload or b"")
+        period, intent = parsed["period"], parsed["body"]
         if not isinstance(period, str) or not isinstance(intent, dict):
-            raise ValueError(f"must be a name and an object, got {period!r} and {intent!r}")
+            raise ValueError(f"period must be a string and body an object, got {period!r} and {intent!r}")
     except (ValueError, KeyError, TypeError) as error:
-        logger.warning("rank %d announced what cannot be read: %s", each.rank, error)
+        logger.warning("rank %d sent an invalid announcement: %s", each.rank, error)
         return None
     intent_json = json.dumps(intent) if intent else ""
     return fabric_pb2.Announcement(job=each.job, rank=each.rank, period=period, intent_json=intent_json)

@@ -1,4 +1,4 @@
-"""One agent: watches its engines and reports them on one stream."""
+"""Watch the engines of one agent and report them on one stream."""
 
 import asyncio
 import uuid
@@ -23,7 +23,7 @@ from planner.model import EngineId, NodeId
 
 
 class UnsentReports:
-    """The newest report of each engine that is still to be sent. An unsent older one is dropped: late, it lies."""
+    """A queue of the newest unsent report of each engine. Older unsent reports are dropped, since they are outdated."""
 
     def __init__(self, incarnation: str = "") -> None:
         self._incarnation = incarnation
@@ -38,7 +38,7 @@ class UnsentReports:
         self._filled.set()
 
     def start_stream(self) -> None:
-        """A new stream knows nothing: what the engines offer is said again."""
+        """Begin a new stream, on which all capabilities are sent again."""
         self._sent_capabilities.clear()
 
     async def next_report(self) -> EngineReport:
@@ -54,7 +54,7 @@ class UnsentReports:
 
 
 class Agent:
-    """Runs until cancelled. The engines are the caller's to close."""
+    """Watches engines and reports them to the daemon until cancelled. The caller closes the engines."""
 
     def __init__(
         self,

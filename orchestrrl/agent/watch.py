@@ -1,4 +1,4 @@
-"""Scrape one engine: its load at each interval with its health and decode rate, its features whenever it appears."""
+"""Scrape one engine: its load, health and decode rate at each interval, its capabilities whenever it (re)starts."""
 
 import asyncio
 import logging
@@ -15,25 +15,23 @@ from planner.model import EngineHealth, EngineId, NodeId
 
 logger = logging.getLogger(__name__)
 
-# What an engine offers is asked again this long after it did not say.
+# Delay before capabilities are read again after a failure.
 ASK_AGAIN_S = 2.0
 
 Describe = Callable[[EngineCapabilities, str], Awaitable[EngineCapabilities]]
 
 _Answer = TypeVar("_Answer")
 
-# The widest that the daemon takes.
+# The largest values that the daemon accepts.
 _MAX_COUNT = 2**32 - 1
 _MAX_TOTAL = 2**63 - 1
-_MAX_TOKENS_PER_S = 1e9  # that the daemon takes; a counter that has jumped looks faster
+_MAX_TOKENS_PER_S = 1e9  # the largest rate that the daemon accepts; a jump of the counter exceeds it
 
 
 @dataclass(frozen=True, slots=True)
 class HealthLimits:
-    """An answer later than `slow_after_s` is slow; none within `gone_after_s`, and the engine counts as gone.
-
-    The decode rate is taken over the scrapes of the last `rate_window_s`.
-    """
+    """Limits for an engine's health. An answer later than `slow_after_s` is slow; an engine without an answer for
+    `gone_after_s` is gone. The decode rate is measured over the scrapes of the last `rate_window_s`."""
 
     slow_after_s: float = 1.0
     gone_after_s: float = 5.0
@@ -53,7 +51,7 @@ def judge(
 ) -> tuple[EngineHealth, str]:
     """Return the engine's health after `waited_s`, and the reason for it.
 
-    `answer` None: nothing yet; an exception: what the scrape raised.
+    `answer` is None if there is none yet, or the exception that the scrape raised.
     """
     if answer is None:
         gone = waited_s >= limits.gone_after_s
@@ -73,7 +71,7 @@ def judge(
 
 
 def metric_faults(metrics: EngineSample) -> list[str]:
-    """What cannot be true of any engine, one sentence each."""
+    """Return the impossible values in an engine's metrics, one sentence each."""
     most = dict.fromkeys(("running", "waiting"), _MAX_COUNT)
     totals = ("kv_capacity_tokens", "generation_tokens_total", "prompt_tokens_total", "preemptions_total")
     most |= dict.fromkeys(totals, _MAX_TOTAL)
@@ -86,7 +84,8 @@ def metric_faults(metrics: EngineSample) -> list[str]:
 
 
 def capability_faults(capabilities: EngineCapabilities) -> list[str]:
-    """What cannot be true of any engine, one sentence each: it is the engine's own JSON."""
+    """Return the impossible values in an engine's capabilities, one sentence each. They come from the engine's own
+    JSON."""
     faults = []
     for name in ("max_model_len_tokens", "max_sequences"):
         value = getattr(capabilities, name)
@@ -99,27 +98,29 @@ def capability_faults(capabilities: EngineCapabilities) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class EngineTrack:
-    """What earlier scrapes left behind for the decode rate: (sampled_s, generation_tokens_total), oldest first.
+    """Earlier scrapes for the decode rate: (sampled_s, generation_tokens_total), oldest first.
 
-    It reaches back without a break in which the engine could not be read, had nothing to decode, or started anew.
+    It covers the time since the engine last could not be read, had nothing to decode, or restarted.
     """
 
     points: tuple[tuple[float, int], ...] = ()
     last_total: int = 0  # generation_tokens_total of the last reading; 0 after a break
 
     def restarted(self, metrics: EngineSample) -> bool:
-        """A counter that went back: another process answers now."""
+        """Return whether the token counter decreased, so that another process answers now."""
         return metrics.generation_tokens_total < self.last_total
 
 
 def fold(
     track: EngineTrack, sample: EngineSample | None, limits: HealthLimits
 ) -> tuple[EngineTrack, EngineSample | None]:
-    """Add the decode rate to a sample, and return it with the track for the next one. None: it could not be read.
+    """Return the updated track, and the sample with its decode rate. A None sample means that the engine could not be
+    read.
 
-    The decode rate is the mean over the last `rate_window_s` of scrapes in which the engine was decoding (over the
-    last two where scrapes are rarer). It is unknown at the first scrape, after a counter reset, while nothing runs, and
-    while no token has come in less than a window: the first ones may still be in prefill. 0 is a stalled engine.
+    The decode rate is the mean over the last `rate_window_s` of scrapes in which the engine was decoding (over the last
+    two if scrapes are rarer). It is unknown at the first scrape, after a counter reset, while nothing runs, and while
+    no token has arrived in less than a window, since the first tokens may still be in prefill. 0 means a stalled
+    engine.
     """
     if sample is None:
         return EngineTrack(), None
@@ -137,7 +138,7 @@ def fold(
 
 
 def _within_window(points: tuple[tuple[float, int], ...], window_s: float) -> tuple[tuple[float, int], ...]:
-    """From the newest point that is a whole window old; from the oldest if none is."""
+    """Return the points from the newest one that is at least a window old, or all points if none is."""
     newest_s = points[-1][0]
     whole = [index for index, (at_s, _) in enumerate(points) if newest_s - at_s >= window_s]
     return points[whole[-1] :] if whole else points
@@ -155,8 +156,8 @@ def _rate(points: tuple[tuple[float, int], ...], window_s: float) -> float | Non
 
 @dataclass(slots=True, eq=False)
 class EngineWatch:
-    """Watches one engine for `agent`; `publish` is called with each report, which is numbered when it is sent. Whatever
-    the engine does, watching goes on."""
+    """Watches one engine for `agent`. `publish` is called with each report, which is numbered when it is sent. The
+    watch continues after any failure of the engine."""
 
     engine_id: EngineId
     engine: Engine
@@ -166,13 +167,13 @@ class EngineWatch:
     clock: Clock
     interval_s: float = 0.25
     limits: HealthLimits = field(default_factory=HealthLimits)
-    describe: Describe | None = None  # adds what the engine's host tells of it, from its capabilities and URL
+    describe: Describe | None = None  # adds facts from the engine's host, by capabilities and URL
     _track: EngineTrack = field(default_factory=EngineTrack, init=False)
     _capabilities: EngineCapabilities | None = field(default=None, init=False)
     _finding: asyncio.Task[None] | None = field(default=None, init=False)
     _server: str = field(default="", init=False)
     _health: EngineHealth | None = field(default=None, init=False)
-    # When the oldest scrape without an answer began.
+    # The start of the oldest scrape without an answer.
     _silent_since_s: float | None = field(default=None, init=False)
 
     async def run(self) -> None:
@@ -200,7 +201,7 @@ class EngineWatch:
         health, detail = judge(answer, waited_s, self.limits)
         reading = None
         if isinstance(answer, EngineSample) and health is not EngineHealth.NONSENSE:
-            # The time of a sample is when it was asked for: it is never older than it says.
+            # A sample's time is that of its request, so that it is never older than its timestamp.
             reading = replace(answer, sampled_s=started_s, scrape_s=waited_s)
         if reading is None or self._track.restarted(reading):
             await self._forget_capabilities()
@@ -211,8 +212,8 @@ class EngineWatch:
         self._report(health, detail, sample)
 
     async def _be_patient(self, scrape: asyncio.Task[Any], started_s: float) -> None:
-        """Wait for the answer up to `gone_after_s`; while the engine has been silent for too long, also since earlier
-        scrapes, say so at each interval."""
+        """Wait for the answer up to `gone_after_s`. While the engine has been silent for too long, including earlier
+        scrapes, report that at each interval."""
         end_s = started_s + self.limits.gone_after_s
         while not scrape.done() and (now_s := self.clock.now_s()) < end_s:
             late_s = self._silent_for_s(now_s) - self.limits.slow_after_s
@@ -225,7 +226,7 @@ class EngineWatch:
         return 0.0 if self._silent_since_s is None else now_s - self._silent_since_s
 
     async def _asked(self, work: Awaitable[_Answer]) -> _Answer | Exception:
-        """What the engine answers or raises. A defect is logged with its traceback."""
+        """Return the engine's answer, or the exception. A defect is logged with its traceback."""
         try:
             return await work
         except OrchestrRLError as error:
@@ -243,22 +244,22 @@ class EngineWatch:
         self.publish(EngineReport(self.agent, 0, self.engine_id, self.engine.url, *found, server=self._server))
 
     async def _find_capabilities(self) -> None:
-        """Find out what the engine offers, however often it takes: a server may answer metrics first."""
+        """Read the engine's capabilities, and retry until that succeeds: a server may serve metrics first."""
         while True:
             answer = await self._asked(within(self.clock, self.limits.gone_after_s, self.engine.capabilities()))
             faults = capability_faults(answer) if isinstance(answer, EngineCapabilities) else [str(answer)]
             if isinstance(answer, EngineCapabilities) and not faults:
                 self._capabilities = answer
-                if self.describe is not None:  # what the engine offers is reported meanwhile
+                if self.describe is not None:  # the engine's own capabilities are reported meanwhile
                     described = await self._asked(self.describe(answer, self.engine.url))
                     if isinstance(described, EngineCapabilities):
                         self._capabilities = described
                 return
-            logger.warning("%s: does not say what it offers: %s", self.engine_id, "; ".join(faults))
+            logger.warning("%s: cannot read its capabilities: %s", self.engine_id, "; ".join(faults))
             await self.clock.sleep(ASK_AGAIN_S)
 
     async def _forget_capabilities(self) -> None:
-        """Another process may answer the next time, with other features."""
+        """Drop the capabilities: another process with other features may answer next."""
         self._capabilities = None
         if self._finding is not None:
             await stop(self._finding)

@@ -1,1 +1,1 @@
-"""The daemon: its parts constructed, its control plane, its loops, and what it publishes of itself."""
+"""The daemon: the construction of its parts, its control plane, its loops, and its metrics."""

@@ -1,6 +1,6 @@
-"""The daemon's configuration: one YAML file, or every fault in it at once.
+"""Load the daemon's configuration from one YAML file, or report every fault in it at once.
 
-`ReloadableConfig` keeps the last good one when the file has become faulty.
+`ReloadableConfig` keeps the last valid configuration if the file becomes invalid.
 """
 
 from collections.abc import Callable
@@ -19,24 +19,24 @@ from orchestrrl.core.errors import ProblemFaults, faults_of, shorten
 from orchestrrl.fabric.config_checks import fabric_faults, read_fabric_site
 from orchestrrl.fleet.launch import deployer_faults, deployer_of, launch_faults, start_faults
 
-if TYPE_CHECKING:  # its curves bring numpy: loaded where a configuration names a profile, and nowhere else
+if TYPE_CHECKING:  # imports numpy, so loaded only if a configuration names a profile
     from planner.cost.profile import Profile
 
 
 def load_config(path: Path | str, *, with_parts: bool = False) -> Config:
-    """The configuration in the file. Raises ProblemFaults with every fault; `with_parts` includes those that switch
-    drivers and the deployer find in their options, for which their libraries are loaded. Nothing is opened."""
+    """Return the configuration in the file. Raises ProblemFaults with every fault. `with_parts` includes faults that
+    switch drivers and the deployer find in their options, which loads their libraries. Opens no connection."""
     return parse_config(read_text(path), Path(path).parent, with_parts=with_parts)
 
 
 def parse_config(
     text: str, folder: Path = Path(), *, profile: "Profile | None" = None, with_parts: bool = False
 ) -> Config:
-    """As load_config, from text; files that it names are found from `folder`. An empty document is the default
-    configuration. A `profile` that is there already stands in for one that the document names."""
+    """Return the configuration in a text, as load_config does; files that it names are relative to `folder`. An empty
+    document is the default configuration. A given `profile` replaces the one that the document names."""
     document = document_of(text)
     config, faults = validated(document)
-    # Sections are checked against each other even when other sections are faulty, so nothing waits for a second run.
+    # Sections are checked against each other even if other sections have faults, so that all are reported at once.
     if profile is None:
         profile, profile_faults = _read_profile(document.get("fleet"), folder)
         faults += profile_faults
@@ -55,7 +55,7 @@ def parse_config(
 
 
 def _read_profile(fleet: Any, folder: Path) -> tuple["Profile | None", list[str]]:
-    """The profile that the section names, or what is wrong with it."""
+    """Return the profile that the section names, or its faults."""
     path = fleet.get("profile") if isinstance(fleet, dict) else None
     if not isinstance(path, str) or not path:
         return None, []
@@ -64,18 +64,18 @@ def _read_profile(fleet: Any, folder: Path) -> tuple["Profile | None", list[str]
     try:
         return read_profile(folder / path), []
     except ProblemFaults as error:
-        # A file that cannot be read names itself.
+        # The error of an unreadable file contains its path.
         named = (fault if fault.startswith(str(folder / path)) else f"{path}: {fault}" for fault in error.faults)
         return None, [f"fleet.profile: {fault}" for fault in named]
 
 
 def _switch_faults(document: dict[Any, Any]) -> list[str]:
-    """Faults that the drivers of the section `ocs` find in their options."""
+    """Return the faults that the drivers of the section `ocs` find in their options."""
     faults = []
     for index, entry in entries(document, "ocs"):
         id, driver, options = entry.get("id"), entry.get("driver"), entry.get("options", {})
         if not isinstance(driver, str) or not driver or not isinstance(options, dict):
-            continue  # the section's own check has said so
+            continue  # the section's own check reports this
         named = {name: value for name, value in options.items() if isinstance(name, str)}
         try:
             make_driver(driver, str(id), named)
@@ -85,8 +85,8 @@ def _switch_faults(document: dict[Any, Any]) -> list[str]:
 
 
 def _start_faults(document: dict[Any, Any], profile: "Profile | None") -> list[str]:
-    """Faults that the deployer finds in its options, and those of engines that it could never start, where the section
-    `fleet` is sound."""
+    """Return the faults that the deployer finds in its options, and those of engines that it could never start. Returns
+    none if the section `fleet` is invalid."""
     only, _ = validated({"fleet": document.get("fleet", {})})
     if only is None:
         return []
@@ -101,7 +101,8 @@ def _start_faults(document: dict[Any, Any], profile: "Profile | None") -> list[s
 
 
 class ReloadableConfig:
-    """The configuration in force. `reload` takes the file's, or keeps the old one and raises with the reason."""
+    """The current configuration. `reload` applies the file, or keeps the present configuration and raises the
+    faults."""
 
     def __init__(self, path: Path, config: Config) -> None:
         self._path = path
@@ -112,7 +113,7 @@ class ReloadableConfig:
         return cls(path, load_config(path, with_parts=True))
 
     def reload(self) -> Config:
-        """The new configuration. Raises ProblemFaults and keeps the old one when the file is faulty."""
+        """Return the new configuration. Raises ProblemFaults and keeps the old one if the file is invalid."""
         fresh = load_config(self._path, with_parts=True)
         fixed = [f"{name}: cannot change while the daemon runs" for name in _fixed_changes(self.config, fresh)]
         if fixed:
@@ -122,7 +123,8 @@ class ReloadableConfig:
 
 
 def _fixed_changes(old: Config, new: Config) -> list[str]:
-    """Sections that are bound to sockets, files and devices, or to what is on its way, where the two differ."""
+    """Return the changed sections that cannot change at run time: those bound to sockets, files, devices or operations
+    in progress."""
     fixed = [
         name
         for name in ("listen", "limits", "journal", "metrics", "ocs", "fabric", "weights")
@@ -130,7 +132,7 @@ def _fixed_changes(old: Config, new: Config) -> list[str]:
     ]
     if old.fleet.deployer != new.fleet.deployer:
         fixed.append("fleet.deployer")
-    if old.fleet.deployer is not None:  # it starts engines by these
+    if old.fleet.deployer is not None:  # the deployer starts engines by these
         fixed += [
             f"fleet.{name}" for name in ("launch", "gpus") if getattr(old.fleet, name) != getattr(new.fleet, name)
         ]
@@ -138,7 +140,7 @@ def _fixed_changes(old: Config, new: Config) -> list[str]:
 
 
 def document_of(text: str) -> dict[Any, Any]:
-    """Return the document's sections, without empty ones (`fleet:` and no more). Raises ProblemFaults."""
+    """Return the document's sections, without empty ones (a bare `fleet:`). Raises ProblemFaults."""
     document = parse_yaml(text)
     if document is None:
         return {}
@@ -156,7 +158,8 @@ def validated(document: dict[Any, Any]) -> tuple[Config | None, list[str]]:
 
 
 def cross_faults(document: dict[Any, Any], profile: "Profile | None") -> list[str]:
-    """Faults between entries: double ids, unknown configurations, GPUs that do not exist or serve two engines."""
+    """Return the faults between entries: duplicate ids, unknown configurations, GPUs that do not exist or serve two
+    engines."""
     fleet = document.get("fleet")
     fleet = fleet if isinstance(fleet, dict) else {}
     configurations, engines = entries(fleet, "configurations"), entries(fleet, "engines")
@@ -168,7 +171,7 @@ def cross_faults(document: dict[Any, Any], profile: "Profile | None") -> list[st
     for index, entry in configurations:
         if entry.get("id") in profiled:
             path = f"fleet.configurations[{index}].id"
-            faults.append(f"{path}: is the id of a configuration of fleet.profile already, got {entry['id']!r}")
+            faults.append(f"{path}: must not be the id of a configuration of fleet.profile, got {entry['id']!r}")
     faults += _transfer_faults(fleet, profile)
     known = known_configurations(fleet, profile)
     for index, engine in engines:
@@ -181,7 +184,7 @@ def cross_faults(document: dict[Any, Any], profile: "Profile | None") -> list[st
 
 
 def known_configurations(fleet: dict[Any, Any], profile: "Profile | None") -> list[str]:
-    """Return the ids of the configurations that the section and the profile have, sorted."""
+    """Return the ids of the configurations in the section and the profile, sorted."""
     profiled = [str(engine.id) for engine in profile.configurations] if profile is not None else []
     return sorted({str(entry["id"]) for _, entry in entries(fleet, "configurations") if "id" in entry}.union(profiled))
 
@@ -191,7 +194,7 @@ def _transfer_faults(fleet: dict[Any, Any], profile: "Profile | None") -> list[s
     if not isinstance(section, dict) or (profile is not None and profile.moves is not None):
         return []
     missing = [name for name in ("inter_node_gbps_per_gpu", "kv_bytes_per_token") if section.get(name) is None]
-    without = "must be given where fleet.profile says nothing of moves, got nothing"
+    without = "must be given if fleet.profile has no costs of moves, got nothing"
     return [f"fleet.kv_transfer.{name}: {without}" for name in missing]
 
 
@@ -206,7 +209,7 @@ def _doubles(
     path: str,
     entries: list[tuple[int, dict[Any, Any]]],
     field: str = "id",
-    meaning: Callable[[str], object] = str,  # None: of nothing that could be double
+    meaning: Callable[[str], object] = str,  # None: the entry has nothing to compare
     words: str = "the id of",
 ) -> list[str]:
     first: dict[object, int] = {}
@@ -215,7 +218,7 @@ def _doubles(
         value = entry.get(field)
         means = meaning(value) if isinstance(value, str) else None
         if means is not None and first.setdefault(means, index) != index:
-            faults.append(f"{path}[{index}].{field}: is {words} {path}[{first[means]}] already, got {value!r}")
+            faults.append(f"{path}[{index}].{field}: must not be {words} {path}[{first[means]}], got {value!r}")
     return faults
 
 
@@ -233,6 +236,6 @@ def _gpu_faults(fleet: dict[Any, Any], engines: list[tuple[int, dict[Any, Any]]]
             if isinstance(count, int) and gpu >= count:
                 faults.append(f"{path}: must be less than fleet.gpus.count ({count}), got {gpu}")
             if gpu in owner:
-                faults.append(f"{path}: is in use by {owner[gpu]} already, got {gpu}")
+                faults.append(f"{path}: must not be in use by {owner[gpu]}, got {gpu}")
             owner.setdefault(gpu, f"fleet.engines[{index}]")
     return faults

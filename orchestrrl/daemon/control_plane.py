@@ -1,7 +1,7 @@
-"""What the daemon decides: ticks take a snapshot of the fleet, request a decision, and begin what it wants done.
+"""The daemon's decisions: each tick takes a snapshot of the fleet, requests a decision, and starts what it requires.
 
 observe -> state -> decide -> admit -> journal -> act -> observe. `run_loops` calls `fast_tick` and `slow_tick` on any
-clock; a simulation runs the same. Reports and orders are fleet_coordinator.py's.
+clock; a simulation runs the same code. fleet_coordinator.py handles reports and orders.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ QUIET_POLL_S = 0.25
 
 
 class ControlPlane:
-    """Both loops' decisions over one fleet."""
+    """Runs the decisions of both loops over one fleet."""
 
     def __init__(
         self,
@@ -51,8 +51,8 @@ class ControlPlane:
         offload: Offload = inline,
         stopwatch: Callable[[], float] = perf_counter,
     ) -> None:
-        """Without a `redeployer`, plans that change engines are held. `stopwatch` tells how long decisions take; a
-        simulation brings its own, so that its journal is the same."""
+        """Without a `redeployer`, plans that change engines are held. `stopwatch` measures how long decisions take; a
+        simulation passes its own, so that its journal is reproducible."""
         self.fleet = fleet
         self.mode = mode
         self.pause_registry = pause_registry
@@ -61,15 +61,15 @@ class ControlPlane:
         self.plans, self.planning, self.defects = fleet.plans, fleet.planning, mode.defects
         self.started_s = self.clock.now_s()
         self.balance: BalanceDecision | None = None
-        self.fast_tick_s = self.slow_tick_s = 0.0  # seconds that the latest ticks took
+        self.fast_tick_s = self.slow_tick_s = 0.0  # duration of the latest ticks
         self._turn = turn
         self._left_for_moves = left_for_moves
         self._offload = offload
         self._stopwatch = stopwatch
-        self._planning = False  # the slow loop waits for a quiet fleet, or decides
+        self._planning = False  # the slow loop waits for a quiet fleet, or decides now
 
     def fast_tick(self) -> BalanceDecision:
-        """One turn of the fast loop."""
+        """Run one tick of the fast loop."""
         began = self._stopwatch()
         self.mode.check_journal()
         self.planning.share_nics(self._left_for_moves())
@@ -107,8 +107,8 @@ class ControlPlane:
         return decision
 
     async def slow_tick(self) -> Plan:
-        """One turn of the slow loop, and the beginning of what its plan wants done. A plan made while nothing is in
-        flight is kept only when its verdict is new."""
+        """Run one tick of the slow loop, and start carrying out its plan. A plan made while no request is in flight is
+        recorded only if its verdict has changed."""
         self._planning = self.mode.current is Mode.ACT
         try:
             plan, snapshot = await self._plan()
@@ -141,8 +141,8 @@ class ControlPlane:
         return plan, snapshot
 
     async def _quiet(self) -> None:
-        """Let moves of the fast loop end, and their effect be reported. It moves something most of the time: a plan
-        that waited for it to have nothing to do would never come."""
+        """Wait until the fast loop's moves have ended and their effect is reported, up to a limit. The fast loop moves
+        requests most of the time, so waiting for it to become idle could last forever."""
         until_s = self.clock.now_s() + self.config.fast.operation_expiry_s
         while self.clock.now_s() < until_s:
             hold = self._underway(self.fleet.state.snapshot(self.clock.now_s()))
@@ -151,7 +151,7 @@ class ControlPlane:
             await self.clock.sleep(QUIET_POLL_S)
 
     def reconfigure(self, config: Config) -> None:
-        """Take over a reloaded configuration, as far as it may change while running."""
+        """Apply the parts of a reloaded configuration that may change at run time."""
         self.config, now_s = config, self.clock.now_s()
         self.fleet.reconfigure(config)
         if self.redeployer is not None:
@@ -163,7 +163,7 @@ class ControlPlane:
 
     @property
     def changes_open(self) -> int:
-        """Operations that move requests and have no result yet, those included that are about to be sent."""
+        """Return the number of operations that move requests and have no result, including those about to be sent."""
         return max(self.fleet.moves_open, len(self.defects.tasks))
 
     def _history(self, snapshot: Snapshot) -> History:
@@ -176,7 +176,7 @@ class ControlPlane:
         )
 
     def _underway(self, snapshot: Snapshot) -> Hold | None:
-        """What changes the fleet already: first let it end, then look again."""
+        """Return a hold if the fleet is being changed already: the change must end and be observed first."""
         still = self._standing_still(snapshot)
         if still is not None:
             return still
@@ -193,9 +193,9 @@ class ControlPlane:
         return self.fleet.barrier.state.hold(snapshot.now_s, self.config.fast.stall_grace_s)
 
     async def _act_on(self, plan: Plan, snapshot: Snapshot) -> None:
-        """Carry a plan out, and write down what became of it."""
+        """Carry out a plan and record the result."""
         if self.fleet.barrier.state.lease is not None:
-            self.plans.acted(plan.id, done=False, detail="requests were brought to rest before anything was done")
+            self.plans.acted(plan.id, done=False, detail="the fleet was paused before anything was done")
             return
         if plan.decision == "rebalance":
             moves = [RequestMove(move.request, move.source, move.destination) for move in plan.moves]
@@ -206,7 +206,7 @@ class ControlPlane:
         assert self.redeployer is not None, "plan admission holds what no deployer can carry out"
         try:
             outcome = await self.redeployer.carry_out(plan)
-        except OrchestrRLError as error:  # nothing was begun
+        except OrchestrRLError as error:  # nothing was changed
             outcome = RedeploymentOutcome(done=False, detail=str(error), ended_s=self.clock.now_s())
         self.planning.costs.started(outcome.starts)
         self.plans.deployment_ended(plan.id, outcome)
@@ -228,14 +228,14 @@ class ControlPlane:
 
 
 def _digest(inputs: object) -> str:
-    """Names the inputs of a decision, so that a replay can tell whether it has the same. `repr` of frozen values is
-    canonical."""
+    """Return a digest that identifies a decision's inputs, so that a replay can compare them. `repr` of frozen values
+    is canonical."""
     return hashlib.sha256(repr(inputs).encode()).hexdigest()[:16]
 
 
 async def run_loops(control_plane: ControlPlane, clock: Clock, *, goes_on: bool = False) -> None:
-    """Run both loops until cancelled. Where it `goes_on`, a defect sets the work of one tick aside, and the next tick
-    comes. Otherwise, as in simulations and tests, a defect is raised."""
+    """Run both loops until cancelled. With `goes_on`, a defect ends only the current tick. Otherwise, as in simulations
+    and tests, it is raised."""
     await control_plane.fleet.barrier.settle()
     tick = partial(_repeat, control_plane.defects, goes_on)
     async with asyncio.TaskGroup() as loops:
@@ -246,7 +246,8 @@ async def run_loops(control_plane: ControlPlane, clock: Clock, *, goes_on: bool 
 
 
 async def _interval_or_step(control_plane: ControlPlane, clock: Clock) -> None:
-    """Until the slow loop's next turn: an interval, or a fast one into a new step, when its requests are there."""
+    """Wait for the slow loop's next tick: an interval, or one fast interval after a new step begins, when its requests
+    have arrived."""
     began = control_plane.fleet.step_began
     await until_set(clock, began, control_plane.config.slow.interval_s)
     if began.is_set():

@@ -1,6 +1,6 @@
-"""The fleet as the daemon has it: reports and results come in, orders go out to attached nodes.
+"""Connect the daemon to its fleet: receive reports and results, and send orders to attached nodes.
 
-What is to be done is control_plane.py's to decide.
+control_plane.py makes the decisions.
 """
 
 import asyncio
@@ -35,11 +35,12 @@ from planner.move_methods import choose_move_methods
 
 logger = logging.getLogger(__name__)
 
-MOVES_SHOWN = 64  # of those that ended last
+MOVES_SHOWN = 64  # the latest
 
 
 class FleetCoordinator:
-    """Engines, gateways, their requests, routes and pauses. Construction recovers what the journal holds."""
+    """Manages engines, gateways, their requests, routes and pauses. The constructor recovers their state from the
+    journal."""
 
     def __init__(
         self,
@@ -52,7 +53,7 @@ class FleetCoordinator:
         planning: Planning,
         restarted: Callable[[EngineId], None],
     ) -> None:
-        """`restarted` is called with an engine whose weights are gone."""
+        """`restarted` is called with an engine that has lost its weights."""
         self.config = config
         self.journal = journal
         self.clock = clock
@@ -73,12 +74,12 @@ class FleetCoordinator:
         self.latest_moves: deque[MovedRequest] = deque(maxlen=MOVES_SHOWN)
         self.last_moves = LastMoves()
         self.moves_ended_s: float | None = None
-        self.step_began = asyncio.Event()  # set with each new step, for who waits for one
+        self.step_began = asyncio.Event()  # set with each new step; the slow loop waits for it
         self._began_step: GenerationStep | None = None
-        self._ended_step: GenerationStep | None = None  # the last one whose end is written down
+        self._ended_step: GenerationStep | None = None  # the last step whose end is journalled
         self._health: dict[EngineId, EngineHealth] = {}
-        self._remarks: dict[EngineId, tuple[str, ...]] = {}  # on how engines are named and reported, as written down
-        self._doubles: dict[NodeId, NodeId] = {}  # nodes that have one id with another node, as written down
+        self._remarks: dict[EngineId, tuple[str, ...]] = {}  # on engine names and reports, as last journalled
+        self._doubles: dict[NodeId, NodeId] = {}  # nodes that share an id with another node, as last journalled
         plans.recover()
         planning.recover(journal)
         self.routes.recover()
@@ -87,13 +88,13 @@ class FleetCoordinator:
         self.note(EntryKind.DAEMON_STARTED, "", {"mode": mode.current, "open_operations": operations})
 
     def reconfigure(self, config: Config) -> None:
-        """Take over a reloaded configuration, as far as it may change while running."""
+        """Apply the parts of a reloaded configuration that may change at run time."""
         self.config = config
         self.routes.reconfigure(config)
         self.membership_changes.reconfigure(config)
 
     async def close(self, drain_s: float) -> None:
-        """Let results that are on their way come in; what stays open is the next generation's to settle."""
+        """Wait up to `drain_s` for open results. Operations that remain open are settled by the next generation."""
         left = await self.runner.drain(drain_s)
         self.routes.close()
         await stop(*self.defects.tasks, *self.barrier.waiting, *self.canceller.waiting)
@@ -104,7 +105,7 @@ class FleetCoordinator:
     # --- observe
 
     def engine_reported(self, report: EngineReport, stream: int) -> ReportAck:
-        """Raises LimitReached."""
+        """Fold an agent's report and acknowledge it. Raises LimitReached."""
         now_s = self.clock.now_s()
         report = replace(report, agent=self.nodes.id_of(report.agent, report.incarnation, stream))
         self.state.check_engine_report(report, now_s)
@@ -113,7 +114,7 @@ class FleetCoordinator:
         if taken:
             if report.sample is not None:
                 self.barrier.sampled(report.engine, report.sample)
-            # An engine that stands still teaches nothing.
+            # A paused engine yields no measurements.
             closed = self.barrier.state.lease is not None
             if self.state.configuration_of(report.engine) is None:
                 self.planning.offered(report.engine, self.state.capabilities(report.engine))
@@ -121,7 +122,7 @@ class FleetCoordinator:
         if taken and self._health.get(report.engine) is not report.health:
             before = self._health.get(report.engine)
             self._health[report.engine] = report.health
-            if len(self._health) > 2 * self.config.limits.engines:  # most are of engines that are forgotten
+            if len(self._health) > 2 * self.config.limits.engines:  # drop engines that are forgotten
                 self._health = {e: health for e, health in self._health.items() if self.state.reported(e)}
             detail = {"health": report.health, "before": before, "detail": report.health_detail, "url": report.url}
             self.note(EntryKind.ENGINE_HEALTH, report.engine, detail)
@@ -132,7 +133,7 @@ class FleetCoordinator:
         return ReportAck(report.sequence, self.journal.generation, now_s)
 
     def gateway_reported(self, report: GatewayReport, stream: int) -> ReportAck:
-        """Raises LimitReached."""
+        """Fold a gateway's report and acknowledge it. Raises LimitReached."""
         now_s = self.clock.now_s()
         report = replace(report, gateway=self.nodes.id_of(report.gateway, report.incarnation, stream))
         self.state.check_gateway_report(report, now_s)
@@ -149,25 +150,25 @@ class FleetCoordinator:
         return ReportAck(report.sequence, self.journal.generation, now_s)
 
     def stream_ended(self, stream: int) -> None:
-        """No report will come on this stream any more."""
+        """Record that no more reports will arrive on this stream."""
         self.state.stream_ended(stream)
         self.nodes.stream_ended(stream)
 
     def attach(self, hello: NodeHello) -> Attachment:
-        """A node's stream of orders begins. Its routes come first, then what is still open with it. Raises
+        """Attach a node to its stream of orders. Its routes are sent first, then its open operations. Raises
         LimitReached."""
         now_s = self.clock.now_s()
         self.state.check_hello(hello, now_s)
         attachment = self.nodes.attach(hello, now_s)
         try:
             self._attach(attachment.hello, now_s)
-        except BaseException:  # e.g. the journal cannot be written: the node is not there
+        except BaseException:  # e.g. the journal cannot be written: undo
             self.nodes.detach(attachment, now_s)
             raise
         return attachment
 
     def _attach(self, hello: NodeHello, now_s: float) -> None:
-        """Take in a node that is attached, and send it what it needs first."""
+        """Fold the hello of an attached node, and send its first orders."""
         self.state.fold_hello(hello, now_s)
         self.note(EntryKind.NODE_ATTACHED, hello.node, {"kind": hello.kind, "version": hello.version, "url": hello.url})
         logger.info("%s %s attached", hello.kind, hello.node)
@@ -193,7 +194,8 @@ class FleetCoordinator:
     # --- act
 
     async def move(self, request: RequestId, to_engine: EngineId) -> MovesOutcome:
-        """An operator's own move. Raises ProblemFaults for what does not exist, Permanent for what must not move."""
+        """Carry out a move that an operator orders. Raises ProblemFaults for unknown ids, Permanent if the request must
+        not move."""
         self.barrier.check_open()
         snapshot = self.state.snapshot(self.clock.now_s())
         to_engine = self.state.engine_called(to_engine, snapshot.now_s)
@@ -210,7 +212,7 @@ class FleetCoordinator:
 
     @property
     def moves_open(self) -> int:
-        """Operations that move requests and have no result yet."""
+        """Return the number of operations that move requests and have no result."""
         return sum(isinstance(opened.order.action, MoveRequests) for opened in self.runner.open)
 
     def _closed(self, operation: Operation, result: OperationResult) -> None:
@@ -225,7 +227,7 @@ class FleetCoordinator:
     # --- names
 
     def remarks(self, engines: Iterable[EngineId]) -> dict[EngineId, tuple[str, ...]]:
-        """What is wrong with how these engines are named and reported, one sentence each."""
+        """Return the faults in how these engines are named and reported, one sentence each."""
         now_s = self.clock.now_s()
         others, found = self.state.names(now_s).others, {}
         for engine in engines:
@@ -238,14 +240,14 @@ class FleetCoordinator:
         return found
 
     def node_remarks(self) -> tuple[str, ...]:
-        """Nodes that share an id, one sentence each."""
+        """Return a sentence for each pair of nodes that share an id."""
         return tuple(
             f"two nodes have the id {node}: the second is listed as {listed}"
             for listed, node in sorted(self.nodes.doubles().items())
         )
 
     def note_remarks(self, snapshot: Snapshot) -> None:
-        """Write down when a fault in how engines are named and reported begins and ends."""
+        """Journal and log when a fault in how engines are named and reported begins or ends."""
         remarks = self.remarks(engine.id for engine in snapshot.engines)
         for engine in sorted(remarks.keys() | self._remarks.keys()):
             now, before = remarks.get(engine, ()), self._remarks.get(engine, ())
@@ -256,7 +258,7 @@ class FleetCoordinator:
                     logger.warning("%s", remark)
             for remark in before:
                 if remark not in now:
-                    logger.info("no longer: %s", remark)
+                    logger.info("resolved: %s", remark)
         self._remarks = remarks
         doubles = self.nodes.doubles()
         for listed, node in doubles.items():
@@ -271,7 +273,7 @@ class FleetCoordinator:
         self.routes.send(self.state.engines(self.clock.now_s()))
 
     def _configuration_of(self, engine: EngineId) -> ConfigurationId | None:
-        """The configured one, else what the engine's own facts stand for."""
+        """Return the engine's configuration, or else its implicit one."""
         return self.state.configuration_of(engine) or self.planning.implicit_configuration(engine)
 
     def _note_step_end(self) -> None:

@@ -1,8 +1,8 @@
-"""What the fleet's engines cost, as the control plane believes it: the configured profile, re-fitted while they work.
+"""Estimate the costs of the fleet's engines: the configured profile, re-fitted to measurements while they run.
 
-Holds values and does no input or output; it is fed by reports and results, and read at each tick. A re-fit stands in
-for what was believed only where it says something notably different, so that plans do not waver with noise. A restarted
-daemon begins with the configured profile and learns again; what starts took, it is told from the journal.
+Performs no I/O: reports and results are passed in, and each tick reads the estimates. A re-fit replaces an estimate
+only if it differs notably, so that plans do not fluctuate with noise. A restarted daemon begins with the configured
+profile and learns again; only the durations of starts are recovered from the journal.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -41,23 +41,23 @@ from planner.move_methods import FIXED_PRIOR_S, FixedMoveCost
 from planner.solver.phases import line_ahead
 from planner.solver.problem import KvTransferCost
 
-# A batch is watched until it has made so many steps: scrapes fall anywhere within one. And for so long: a scrape takes
-# its time, and an engine may count in bursts.
+# A batch is watched for at least this many steps, since a scrape falls anywhere within a step, and for at least this
+# time, since a scrape takes time and an engine may count in bursts.
 LEAST_STEPS = 8
 LEAST_S = 0.5
-MOVE_FIXED = "move_fixed_s"  # names that figure in the journal
+MOVE_FIXED = "move_fixed_s"  # the figure's name in the journal
 
 
 @dataclass(frozen=True, slots=True)
 class _Watched:
-    """An engine's batch, and the sample from which on it stayed the same."""
+    """A watched engine's configuration, and the sample since which its batch has not changed."""
 
     configuration: ConfigurationId
     since: EngineSample
 
 
 def given_profile(configuration: Configuration, date: str) -> EngineProfile:
-    """Return a configuration that somebody wrote out, as a profile to begin with."""
+    """Return a configuration from the configuration file as an initial profile."""
     alpha_s, most = configuration.alpha_s, configuration.max_sequences
     base_s = Curve((0.0, float(most)), (alpha_s, alpha_s + configuration.beta_s * most))
     return EngineProfile(
@@ -74,14 +74,14 @@ def given_profile(configuration: Configuration, date: str) -> EngineProfile:
 
 @dataclass(frozen=True, slots=True)
 class CostEstimates:
-    """Every configuration, with what is believed of it."""
+    """The current estimates of all configurations."""
 
     profiles: tuple[EngineProfile, ...]
-    as_written: Mapping[ConfigurationId, Configuration]  # where step times are as somebody wrote them
+    as_written: Mapping[ConfigurationId, Configuration]  # those with the step times of the configuration file
 
     @property
     def straight(self) -> bool:
-        """Whether each step time is a line anyway, whatever batches are to come."""
+        """Return whether each step time is linear in the batch, so that the coming batches do not matter."""
         return all(
             profile.id in self.as_written or (len(profile.step.base_s.xs) <= 2 and not profile.spill_capacity_tokens)
             for profile in self.profiles
@@ -90,8 +90,8 @@ class CostEstimates:
     def lines(
         self, snapshot: Snapshot, gpus_count: int, remaining_tokens: Sequence[float] = ()
     ) -> tuple[Configuration, ...]:
-        """Each step time as a line over the batches to come. `remaining_tokens`: of the requests in flight, by which
-        curves that bend go."""
+        """Return each configuration with its step time as a line over the coming batches. `remaining_tokens` are those
+        of the requests in flight, which determine the line for curves that bend."""
         count = max(1, len(snapshot.requests))
         context = sum(request.context_tokens for request in snapshot.requests) / count
         return tuple(
@@ -101,7 +101,8 @@ class CostEstimates:
 
 
 class LiveProfile:
-    """`note` is told of each belief that changes, with figures; `today` gives the date of a re-fit, ISO 8601."""
+    """The cost estimates of all configurations. `note` is called with each estimate that changes; `today` returns the
+    date of a re-fit, ISO 8601."""
 
     def __init__(self, fleet: FleetSettings, note: Note, today: Callable[[], str]) -> None:
         self._note = note
@@ -115,13 +116,13 @@ class LiveProfile:
         self._begin(fleet)
 
     def assume(self, assumed: AssumedProfile) -> None:
-        """Take in an implicit configuration, unless it is known. Without a prior it is believed from LEAST_SAMPLES
+        """Add an implicit configuration, unless it exists. Without a prior its estimate is used from LEAST_SAMPLES
         observed batches on."""
         if assumed.profile.id not in self._known:
             self._known[assumed.profile.id] = ConfigurationEstimate(assumed.profile, self._today, assumed=assumed)
 
     def forget_implicit(self, used: Collection[ConfigurationId]) -> None:
-        """Let go of implicit configurations but those that engines are still of."""
+        """Drop all implicit configurations except those in `used`."""
         self._known = {id: known for id, known in self._known.items() if known.assumed is None or id in used}
 
     def batches_taken(self, configuration: ConfigurationId) -> int:
@@ -129,7 +130,8 @@ class LiveProfile:
         return 0 if known is None else known.taken
 
     def configured(self, fleet: FleetSettings) -> None:
-        """Take over a reloaded configuration. What was learnt stays, unless what it rests on has changed."""
+        """Apply a reloaded configuration. Learned estimates are kept, unless the configured costs that they rest on
+        have changed."""
         if (fleet.configurations, fleet.profile_value()) != self._costs:
             self._begin(fleet)
         elif _rates_of(fleet.kv_transfer) != _rates_of(self._links):
@@ -140,8 +142,8 @@ class LiveProfile:
     def observe(
         self, report: EngineReport, configuration: ConfigurationId | None, *, crowded_links: bool = False
     ) -> None:
-        """A report that was taken in, of an engine of that configuration. With `crowded_links` its steps may take
-        longer by what others send: passing, and so not the engine's own."""
+        """Learn from a report of an engine of this configuration. With `crowded_links` the report is ignored: other
+        traffic may slow its steps temporarily."""
         sample, watched = report.sample, self._watched.get(report.engine)
         if configuration is None or configuration not in self._known or sample is None or crowded_links:
             self._watched.pop(report.engine, None)
@@ -152,7 +154,7 @@ class LiveProfile:
         known, since = self._known[configuration], watched.since
         steps = (sample.generation_tokens_total - since.generation_tokens_total) / max(1, sample.running)
         enough = steps >= LEAST_STEPS and sample.sampled_s - since.sampled_s >= LEAST_S
-        # A guess may be far off: it is corrected by batches that change a little, too.
+        # An assumed profile may be far off, so batches that change slightly are used too.
         unchanged = same_batch if known.assumed is None else steady_batch
         if unchanged(since, sample) and not enough:
             return
@@ -167,8 +169,8 @@ class LiveProfile:
     def moved(
         self, moves: Sequence[MovedRequest], configuration_of: Callable[[EngineId], ConfigurationId | None]
     ) -> None:
-        """The finished moves of one operation. Those to one engine are prefilled together: their tokens took as long as
-        the last of them. KV comes for each by itself."""
+        """Learn from the finished moves of one operation. Moves to one engine are prefilled together: their total
+        tokens took as long as the last of them. KV transfers are independent of each other."""
         self._learn_fixed(moves)
         tokens: dict[EngineId, list[int]] = {}
         seconds: dict[EngineId, float] = {}
@@ -189,7 +191,7 @@ class LiveProfile:
                 self._known[configuration].observe_recompute(contexts, seconds[engine])
 
     def _learn_fixed(self, moves: Sequence[MovedRequest]) -> None:
-        """Moves of one operation met the same stall, if there was one: they count as one."""
+        """Learn the fixed part of moves. Moves of one operation share any stall, so they count as one sample."""
         found = fixed_parts(moves)
         for method in MoveMethod:
             seconds = [seconds for by, seconds in found if by is method]
@@ -203,26 +205,27 @@ class LiveProfile:
                 self._note(ConfigurationId(""), {**body, "samples": len(part.measured_s)})
 
     def begin_fixed(self, method: MoveMethod, seconds: float) -> None:
-        """Believe in this fixed part of moves by `method`, until some were measured."""
+        """Use this fixed part of moves by `method` until some are measured."""
         self._fixed[method] = FixedMoveCost(seconds)
         self._fixed_noted_s[method] = seconds
 
     def _loaded(self, configuration: ConfigurationId | None, item: OperationItemResult) -> None:
-        """Each GPU of an engine has its part of the KV, and they send at once."""
+        """Learn from a KV transfer. Each GPU of an engine holds a part of the KV, and all parts are sent in
+        parallel."""
         if configuration in self._known and self._transfers is not None:
             tokens = max(1, round(item.loaded_tokens / self._known[configuration].profile.parallelism.gpus))
             self._transfers.observe(tokens * self._priced.kv_bytes_per_token, item.duration_s)
 
     def started(self, starts: Iterable[EngineStart]) -> None:
-        """Engines that a change of the deployment brought up. Those that began under another `switch_s` were started by
-        other means, or elsewhere: the configuration has been corrected since."""
+        """Learn from engines that a change of the deployment started. Starts with another expected `switch_s` are
+        skipped: the configuration has been corrected since, so they were started by other means or elsewhere."""
         for start in starts:
             known = self._known.get(start.configuration)
             if known is not None and start.expected_s == known.given.switch_s:
                 known.observe_start(start.elapsed_s)
 
     def refit(self, engines: Iterable[EngineId]) -> None:
-        """Take up what the samples say, where it is notable. `engines`: those that there are."""
+        """Re-fit all estimates and apply notable changes. Watched engines that are not in `engines` are dropped."""
         there = set(engines)
         self._watched = {engine: watched for engine, watched in self._watched.items() if engine in there}
         for known in self._known.values():
@@ -231,7 +234,7 @@ class LiveProfile:
     # --- answer
 
     def cost_estimates(self) -> CostEstimates:
-        """All of it as of now, to decide with elsewhere while reports come in."""
+        """Return the current estimates as a value, which another thread can use while reports arrive."""
         estimates = self.estimates()
         written = {known.given.id: known.as_written for known in estimates}
         return CostEstimates(
@@ -242,7 +245,7 @@ class LiveProfile:
         return tuple(known for known in self._known.values() if known.scaled)
 
     def moves(self) -> MoveCosts | None:
-        """What moving is now believed to cost; None where no profile says anything of it."""
+        """Return the estimated costs of moves; None if no profile contains any."""
         fitted = None if self._recompute is None else self._recompute.fitted()
         if self._moves is None or fitted is None:
             return self._moves
@@ -250,8 +253,8 @@ class LiveProfile:
         return replace(self._moves, recompute_s=fitted.curve, provenance=provenance)
 
     def moving(self, nic_share: float = 1.0) -> KvTransferCost:
-        """The same for a plan. KV is handed over only where the configuration says that engines can; between nodes with
-        that share of the NICs."""
+        """Return the costs of moves for a plan. KV transfer is possible only if configured; between nodes it gets that
+        share of the NICs."""
         moves, links = self.moves(), self._links
         rebuilt_tokens = moves.rebuilt_tokens() if moves is not None else None
         recompute_s = self.recompute_fixed_s
@@ -262,7 +265,7 @@ class LiveProfile:
         inside_gbps = links.intra_node_gbps_per_gpu or across_gbps
         kv_bytes = links.kv_bytes_per_token or (moves.kv_bytes_per_token if moves is not None else 0.0)
         fitted = None if self._transfers is None else self._transfers.fitted()
-        if fitted is not None:  # moves by KV were measured, whatever way they went
+        if fitted is not None:  # KV transfers were measured, inside or between nodes
             learnt = replace(self._priced, transfer_s=fitted.curve)
             transfer_s, across_gbps = max(0.0, learnt.transfer_s.at(0.0)), learnt.transfer_gbps or across_gbps
             inside_gbps = learnt.transfer_gbps or inside_gbps
@@ -278,13 +281,13 @@ class LiveProfile:
 
     @property
     def recompute_fixed_s(self) -> float:
-        """What a running request stands still for when it moves, beside the prefill of its context."""
+        """Return the seconds that a moved running request stands still in addition to the prefill of its context."""
         return self._fixed[MoveMethod.RECOMPUTE].seconds
 
     def notes(self) -> tuple[str, ...]:
-        """For a plan's reader."""
+        """Return notes on the estimates for readers of a plan."""
         fixed = (
-            f"moving a running request by {method}: {part.seconds:.3g} s beside its context, by the latest"
+            f"moving a running request by {method}: {part.seconds:.3g} s plus its context, by the latest"
             f" {len(part.measured_s)} orders to move"
             for method, part in self._fixed.items()
             if part.measured_s
@@ -305,12 +308,12 @@ class LiveProfile:
             engine.id: ConfigurationEstimate(engine, self._today, rebuilt_tokens, lines.get(engine.id))
             for engine in (*given, *(profile.configurations if profile is not None else ()))
         }
-        # What engines report of themselves does not rest on the configuration.
+        # Implicit configurations do not depend on the configuration file.
         implicit = {id: known for id, known in self._known.items() if known.assumed is not None}
-        self._known = {**configured, **implicit, **configured}  # configured ones come first, and count
+        self._known = {**configured, **implicit, **configured}  # configured ones come first and take precedence
 
     def _begin_transfers(self, links: KvTransfer | None) -> None:
-        """Believe what is configured of handing KV over, until moves were measured."""
+        """Reset the estimates of KV transfer to the configured values, until moves are measured."""
         self._links = links
         self._transfers: CurveRefitter | None = None
         if links is not None:

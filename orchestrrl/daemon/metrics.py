@@ -1,6 +1,6 @@
-"""Every Prometheus metric that the daemon exports, with its help text, and the page that serves them.
+"""Define every Prometheus metric of the daemon, with its help text, and serve the page.
 
-Values are read from the control plane when the page is asked for, in the daemon's own event loop.
+Values are read from the control plane at each scrape, in the daemon's event loop.
 """
 
 from collections import Counter
@@ -28,7 +28,7 @@ _CONTENT_TYPE = "text/plain; version=0.0.4"
 
 
 class DaemonCollector(Collector):
-    """The control plane as Prometheus sees it."""
+    """Collects the metrics of the control plane for Prometheus."""
 
     def __init__(self, daemon: Daemon) -> None:
         self._daemon = daemon
@@ -64,7 +64,7 @@ class DaemonCollector(Collector):
         busy = sum(engine in held for engine in draining)
         found.gauge(
             "engines{state}",
-            "Engines by what operators let them do; draining: requests are still there; removed: ever, and not added "
+            "Engines by operator state; draining: with requests; drained: without requests; removed: and not added "
             "again.",
             {
                 "serving": len(engines) - len(draining),
@@ -80,12 +80,12 @@ class DaemonCollector(Collector):
             balance.load_index if balance else {},
         )
         for name, text, attribute in (
-            ("decode_tokens_per_second", "Decode rate of an engine as last measured.", "decode_tokens_per_s"),
-            ("kv_free_tokens", "Free room in an engine's KV cache.", "kv_free_tokens"),
-            ("sample_age_seconds", "Age of an engine's latest sample.", "age_s"),
+            ("decode_tokens_per_second", "Latest decode rate of an engine, tokens per second.", "decode_tokens_per_s"),
+            ("kv_free_tokens", "Free tokens in an engine's KV cache.", "kv_free_tokens"),
+            ("sample_age_seconds", "Age of an engine's latest sample in seconds.", "age_s"),
             (
                 "policy_version",
-                "Of an engine's weights; with one other than the fleet's it gets no requests; absent where not known.",
+                "Policy version of an engine's weights; if not the fleet's, no requests; absent if unknown.",
                 "policy_version",
             ),
         ):
@@ -101,36 +101,36 @@ class DaemonCollector(Collector):
         moved = {"done": totals.moves_done, "failed": totals.moves_failed}
         found.counter("moves{result}", "Requests moved, by result.", moved)
         found.counter("requests_finished", "Requests that finished.", totals.finished)
-        text = "Tokens that destinations of moves had to prefill again."
+        text = "Tokens that destinations of moves prefilled again."
         found.counter("recomputed_tokens", text, totals.tokens_recomputed)
         found.extend(failover_metrics("orchestrrl", plane.fleet.state.failovers))
-        found.counter("loaded_tokens", "Tokens whose KV moves handed over between engines.", totals.tokens_loaded)
+        found.counter("loaded_tokens", "Tokens whose KV was transferred by moves.", totals.tokens_loaded)
         nodes = Counter(node.attachment.hello.kind for node in plane.fleet.nodes.states() if node.attached)
         found.gauge("nodes_attached{kind}", "Agents and gateways attached.", dict(sorted(nodes.items())))
         found.gauge("operations_open", "Operations without a result.", len(plane.fleet.runner.open))
         found.counter("journal_entries", "Entries ever written to the journal.", plane.journal.last_sequence)
-        text = "1 while damage of the journal was found that no operator has confirmed: the daemon does not act."
+        text = "1 while the journal has damage that no operator has confirmed: the daemon does not act."
         found.gauge("journal_damaged", text, float(bool(plane.journal.damage)))
-        text = "Entries of the journal that this version cannot read, and that recovery left out."
+        text = "Entries of the journal that this version cannot read and recovery skipped."
         found.gauge("journal_set_aside", text, len(plane.journal.set_aside))
-        found.gauge("generation", "Generation of the daemon: grows at each of its starts.", plane.journal.generation)
+        found.gauge("generation", "Generation of the daemon, which grows at each start.", plane.journal.generation)
         modes = {mode: float(mode is plane.mode.current) for mode in Mode}
-        found.gauge("mode{mode}", "1 for the mode that is in force.", modes)
+        found.gauge("mode{mode}", "1 for the current mode.", modes)
 
     def _add_barrier(self, found: MetricFamilies) -> None:
         keeper, ended = self._control_plane.fleet.barrier, self._control_plane.fleet.canceller.totals
-        text = "1 for how the pause barrier for weight updates stands; quiet: all engines are at rest."
+        text = "1 for the current phase of the pause barrier; quiet: all engines are at rest."
         found.gauge("barrier{phase}", text, {phase: float(phase is keeper.state.phase) for phase in BarrierPhase})
-        text = "Seconds for which somebody held the pause barrier, since the daemon's start."
+        text = "Seconds for which leases held the pause barrier, since the daemon's start."
         found.counter("barrier_held_seconds", text, keeper.paused_s)
         text = "Leases of the pause barrier that ended without a resume: weights may be mixed."
         found.counter("barrier_leases_expired", text, keeper.expired)
-        text = "The policy version of the fleet's weights; absent until somebody has told it."
+        text = "Policy version of the fleet's weights; absent until it is set."
         found.gauge("policy_version", text, keeper.state.newest)
         found.counter(
             "requests_cancelled{reason}",
-            "Requests that the daemon had gateways end: somebody asked for it, or their group had enough over all "
-            "gateways. Those that gateways ended by themselves are their metrics.",
+            "Requests that gateways cancelled by the daemon's order: on request, or because their group has enough "
+            "answers over all gateways. Gateways count their own cancellations.",
             ended,
         )
 
@@ -142,28 +142,28 @@ class DaemonCollector(Collector):
         }
         if plane.balance:
             policies = {name: float(name == plane.balance.policy.name) for name in ("packing", "load_index", "none")}
-            found.gauge("balance_policy{policy}", "1 for how the fast loop chooses moves.", policies)
-        found.gauge("decision_age_seconds{loop}", "Since the latest decision of a loop.", ages)
+            found.gauge("balance_policy{policy}", "1 for the policy by which the fast loop chooses moves.", policies)
+        found.gauge("decision_age_seconds{loop}", "Seconds since the latest decision of a loop.", ages)
         seconds = {"fast": plane.fast_tick_s, "slow": plane.slow_tick_s}
-        found.gauge("loop_seconds{loop}", "What the latest turn of a loop took.", seconds)
+        found.gauge("loop_seconds{loop}", "Duration of the latest tick of a loop in seconds.", seconds)
 
     def _add_plans(self, found: MetricFamilies, now_s: float) -> None:
         plans = self._control_plane.plans
         calibration, latest = plans.calibration, plans.latest
         text = "Running mean of |predicted - actual| / actual seconds to a step's end."
         found.gauge("plan_calibration_error_ratio", text, calibration.error)
-        text = "Running mean of (predicted - actual) / actual: above 0 where steps end sooner than predicted."
+        text = "Running mean of (predicted - actual) / actual: above 0 if steps end sooner than predicted."
         found.gauge("plan_calibration_bias_ratio", text, calibration.bias)
-        found.counter("plan_calibration_steps", "Ended steps that the calibration rests on.", calibration.steps)
-        text = "What predicted decoding seconds are multiplied with, from how earlier steps came out."
+        found.counter("plan_calibration_steps", "Ended steps in the calibration.", calibration.steps)
+        text = "Factor applied to predicted decoding seconds, from the results of earlier steps."
         found.gauge("plan_correction_ratio", text, calibration.correction)
         age_s = None if plans.last_redeploy_s is None else now_s - plans.last_redeploy_s
-        found.gauge("deployment_age_seconds", "Since engines were last changed by a plan.", age_s)
+        found.gauge("deployment_age_seconds", "Seconds since a plan last changed engines.", age_s)
         if latest is not None:
             found.gauge(
                 "plan_seconds{of}",
-                "Seconds to the step's end by the latest plan: as it stands and as proposed, costs included; what the "
-                "costs are; and before which it cannot end.",
+                "Seconds to the step's end by the latest plan: for the current and the proposed deployment, including "
+                "costs; the costs; and the lower bound.",
                 {
                     "current": latest.current_makespan_s,
                     "proposed": latest.proposed_total_s,
@@ -174,38 +174,38 @@ class DaemonCollector(Collector):
             )
         done = next((plan for plan in plans.newest(0) if plan.actual_makespan_s is not None), None)
         if done is not None:
-            text = "Seconds to the step's end, as the latest plan with a known outcome had predicted them."
+            text = "Predicted seconds to the step's end, by the latest plan with a known result."
             found.gauge("plan_predicted_makespan_seconds", text, done.predicted_s)
-            text = "Seconds from that plan to the step's end, as they really were."
+            text = "Actual seconds from that plan to the step's end."
             found.gauge("plan_actual_makespan_seconds", text, done.actual_makespan_s)
 
     def _add_profile(self, found: MetricFamilies, snapshot: Snapshot) -> None:
         planning = self._control_plane.planning
-        sources = Counter(told.source or "unknown" for told in planning.step_times(snapshot).values())
-        text = "Engines by where their step times come from; observed: learnt from batches, without a prior."
+        sources = Counter(times.source or "unknown" for times in planning.step_times(snapshot).values())
+        text = "Engines by the source of their step times; observed: learned from batches, without a prior."
         known = {source: sources[source] for source in ("configured", "prior", "observed", "unknown")}
         found.gauge("workers_by_step_times{source}", text, known)
         estimates = {estimate.profile.id: estimate for estimate in planning.costs.estimates()}
         found.gauge(
             "profile_predicted_step_ratio{configuration}",
-            "Predicted over measured seconds of a decode step, running mean; absent until something was measured.",
+            "Running mean of predicted over measured decode step seconds; absent until one is measured.",
             {id: estimate.predicted_ratio for id, estimate in estimates.items()},
         )
-        text = "Step times as they are now believed, against the configured ones, at the loads seen last."
+        text = "Estimated over configured step times, at the latest observed loads."
         factors = {id: estimate.factor for id, estimate in estimates.items()}
         found.gauge("profile_step_time_factor{configuration}", text, factors)
-        text = "Mean relative error of the curves in use against what they were fitted to; absent where nothing was."
+        text = "Mean relative error of the curves in use against their samples; absent without samples."
         errors = {id: estimate.profile.provenance.fit_error_mean for id, estimate in estimates.items()}
         found.gauge("profile_fit_error_ratio{configuration}", text, errors)
         found.counter(
             "profile_batches{configuration,result}",
-            "Batches of engines whose step time was measured; refused: no engine of the configuration could be so.",
+            "Batches whose step time was measured; refused: implausible for the configuration.",
             {(id, name): getattr(each, name) for id, each in estimates.items() for name in ("taken", "refused")},
         )
 
 
 async def serve_metrics(daemon: Daemon, address: str) -> web.AppRunner:
-    """Serve /metrics until the runner is cleaned up. Raises Permanent when the address is taken."""
+    """Serve /metrics until the runner is cleaned up. Raises Permanent if the address is in use."""
     registry = CollectorRegistry()
     registry.register(DaemonCollector(daemon))
 
@@ -227,7 +227,7 @@ async def serve_metrics(daemon: Daemon, address: str) -> web.AppRunner:
 
 def pause_metrics(paused: Iterable[PauseScope]) -> MetricFamilies:
     found, there = MetricFamilies("orchestrrl_"), set(paused)
-    text = "1 while an operator has paused this part."
+    text = "1 while an operator has paused this part, otherwise 0."
     found.gauge("paused{part}", text, {part: float(part in there) for part in PauseScope})
     return found
 
@@ -244,8 +244,8 @@ def defect_metrics(daemon: Daemon) -> MetricFamilies:
     of_parts = {name: part.defects for name, part in parts.items() if part is not None}
     found.counter(
         "defects{part}",
-        "Exceptions that ended one turn of a loop or task, or one call. Its work was set aside; the log has their "
-        "tracebacks.",
+        "Exceptions that ended one tick of a loop or task, or one call. The work of that tick is skipped; the log has "
+        "the tracebacks.",
         of_parts | {name: counts[name] for name in sorted({*ACTING, *counts})},
     )
     return found

@@ -1,4 +1,4 @@
-"""The daemon's mode, and why it is what it is. An operator's word on it lasts over restarts."""
+"""Manage the daemon's mode and its reason. A mode set by an operator persists over restarts."""
 
 import logging
 
@@ -12,19 +12,20 @@ logger = logging.getLogger(__name__)
 
 
 class ModeSwitch:
-    """Falls back to `advise` where the journal is damaged, or the same exception ends a part's turns one after the
-    other. Construction recovers what the journal holds."""
+    """The daemon's mode. Falls back to `advise` if the journal is damaged, or if the same exception ends consecutive
+    ticks of a part. The constructor recovers the mode from the journal."""
 
     def __init__(self, configured: Mode, journal: Journal, clock: Clock) -> None:
         self.defects = Defects(clock, self._stop_acting)
-        self.reason = ""  # empty: it is the configured one
+        self.reason = ""  # empty: the mode is the configured one
         self._configured = configured
         self._journal = journal
         self._clock = clock
         self.current = self._recovered()
 
     def set(self, mode: Mode, reason: str) -> Mode:
-        """The mode from now on, also after a restart while the configured one stays the same; returns the previous."""
+        """Set the mode and return the previous one. It persists over restarts while the configured mode stays the
+        same."""
         previous = self.current
         body = {"mode": mode, "previous": previous, "reason": reason, "configured": self._configured}
         if mode is Mode.ACT:
@@ -37,7 +38,7 @@ class ModeSwitch:
         return previous
 
     def reconfigure(self, mode: Mode) -> None:
-        """Take over a reloaded configuration's mode, where it differs from the one before."""
+        """Apply the mode of a reloaded configuration if it differs from the previous one."""
         before, self._configured = self._configured, mode
         if mode is Mode.ACT and self._journal.damage:
             logger.warning("mode stays advise: %s", self.reason)
@@ -45,27 +46,27 @@ class ModeSwitch:
             self.set(mode, "configuration reloaded")
 
     def check_journal(self) -> None:
-        """Stop acting on a journal that has become damaged."""
+        """Switch to `advise` if the journal has become damaged."""
         if self.current is Mode.ACT and self._journal.damage:
             self._only_advise(_damage_of(self._journal))
 
     def _stop_acting(self, defect: Defect) -> None:
-        """The same exception has ended a part's turn time and again: decide and explain, and change nothing more."""
+        """Switch to `advise` after the same exception has ended ticks of an acting part repeatedly."""
         if self.current is not Mode.ACT or defect.part not in ACTING:
             return
-        self._only_advise(f"{defect.part} ended {REPEATED} times running by {defect}")
+        self._only_advise(f"{defect.part} failed {REPEATED} times in a row: {defect}")
 
     def _only_advise(self, reason: str) -> None:
-        """Until an operator sets the mode back. Does not raise."""
+        """Switch to `advise` until an operator sets the mode. Does not raise."""
         logger.error("mode is advise from now on: %s; `orchestrrl mode act` sets it back", reason)
         try:
             self.set(Mode.ADVISE, reason)
-        except Exception as error:  # noqa: BLE001  # perhaps it is the journal that fails
+        except Exception as error:  # noqa: BLE001  # the journal itself may be the cause
             self.current = Mode.ADVISE
-            self.reason = f"{reason} (not written down: {error})"
+            self.reason = f"{reason} (not journalled: {error})"
 
     def _recovered(self) -> Mode:
-        """The configured mode, unless an operator set another since it was configured so."""
+        """Return the configured mode, unless an operator has set another since it was configured."""
         journal, configured = self._journal, self._configured
         if journal.damage:
             self.reason = _damage_of(journal)
@@ -82,7 +83,7 @@ class ModeSwitch:
         mode, _, self.reason = written
         if mode is not configured:
             words = (mode, self.reason or "no reason given", configured)
-            logger.warning("mode is %s, as it was set (%s); configured is %s", *words)
+            logger.warning("mode is %s, as set earlier (%s); the configured mode is %s", *words)
         return mode
 
 

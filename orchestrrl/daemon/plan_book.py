@@ -1,6 +1,6 @@
-"""The plans that were made, who watches them, and how an operator has bound the planner.
+"""Store plans and their results, notify their watchers, and apply an operator's controls of the planner.
 
-Plans and controls are journalled as they come and come back from the journal after a restart.
+Plans and controls are journalled, and recovered from the journal after a restart.
 """
 
 import asyncio
@@ -33,14 +33,14 @@ REMEMBERED = 256
 
 @dataclass(frozen=True, slots=True)
 class PlanEvent:
-    """A plan, and the operator's word when it was made or changed."""
+    """A plan that was made or changed, with the operator's control at that time."""
 
-    plan: Plan | None  # None: there was none yet when the operator spoke
+    plan: Plan | None  # None: there was no plan yet when the control was set
     control: OperatorControl
 
 
 class PlanBook:
-    """Every recent plan, newest last, how they came out, and the operator's word in force."""
+    """The recent plans, newest last, with their results, and the operator's current control."""
 
     def __init__(self, journal: Journal, clock: Clock) -> None:
         self._journal = journal
@@ -52,7 +52,7 @@ class PlanBook:
         self._watchers: set[asyncio.Queue[PlanEvent | None]] = set()
 
     def recover(self) -> None:
-        """What earlier generations left: the latest plans with their outcomes, and the operator's word."""
+        """Recover from the journal: the latest plans with their results, and the operator's control."""
         for entry in self._journal.tail(REMEMBERED, (EntryKind.PLAN,)):
             if (plan := self._journal.interpret(entry, _plan_from)) is not None:
                 self._plans[plan.id] = plan
@@ -80,18 +80,18 @@ class PlanBook:
         return next(reversed(self._plans.values()), None)
 
     def get(self, plan: PlanId) -> Plan:
-        """Raises Permanent for a plan that is not remembered."""
+        """Return the plan. Raises Permanent if it is not remembered."""
         if plan not in self._plans:
             raise Permanent(f"plan {plan!r} is not among the {REMEMBERED} newest")
         return self._plans[plan]
 
     def newest(self, limit: int) -> list[Plan]:
-        """Newest first; 0: all that are remembered."""
+        """Return the newest plans first; limit 0 returns all that are remembered."""
         plans = list(reversed(self._plans.values()))
         return plans[:limit] if limit else plans
 
     def add(self, plan: Plan, inputs_digest: str) -> None:
-        # Act and Hold have the same fields, so which of them it is must be said.
+        # Act and Hold have the same fields, so the type is stored too.
         acts = isinstance(plan.verdict, Act)
         body = {**_PLAN.dump_python(plan, mode="json"), "acts": acts, "inputs_digest": inputs_digest}
         self._journal.append(plan.created_s, EntryKind.PLAN, plan.id, body)
@@ -101,14 +101,14 @@ class PlanBook:
         self._notify_watchers(plan)
 
     def acted(self, plan: PlanId, done: bool, detail: str) -> None:
-        """The plan was carried out, as far as `detail` says; `done` False: nothing came of it."""
+        """Record that a plan was carried out as `detail` describes; `done` is False if it had no effect."""
         self._journal.append(self._clock.now_s(), EntryKind.PLAN_ACTED, plan, {"done": done, "detail": detail})
         if plan in self._plans:
             self._plans[plan] = replace(self._plans[plan], acted=done, acted_detail=detail)
             self._notify_watchers(self._plans[plan])
 
     def deployment_ended(self, plan: PlanId, outcome: RedeploymentOutcome) -> None:
-        """Engines were changed, or it was tried: both begin the cooldown."""
+        """Record that a change of engines ended. A failed change starts the cooldown too."""
         body = {"done": outcome.done, "detail": outcome.detail, "ended_s": outcome.ended_s}
         self._journal.append(self._clock.now_s(), EntryKind.DEPLOYMENT_ENDED, plan, body)
         self.last_redeploy_s = outcome.ended_s
@@ -118,8 +118,8 @@ class PlanBook:
     def step_ended(
         self, step: GenerationStep, still_s: Callable[[float, float], float] = lambda from_s, to_s: 0.0
     ) -> None:
-        """Fill in what really happened: seconds from each of the step's plans to the step's end, less those in which
-        the fleet was held at rest, which no plan foresees. `still_s`: of the time from, to."""
+        """Record the actual makespan of each of the step's plans: seconds from the plan to the step's end, without the
+        time in which the fleet was paused, which no plan predicts. `still_s(from_s, to_s)` returns that time."""
         assert step.ended_s is not None
         ended_s = step.ended_s
         outcomes = [
@@ -135,7 +135,8 @@ class PlanBook:
         self._calibrate(ended_s, outcomes)
 
     def _calibrate(self, ended_s: float, plans: Sequence[tuple[Plan, float]]) -> None:
-        """What a plan foresaw holds until the next one is acted on, so those before that are not counted."""
+        """Update the calibration. A prediction holds until the next plan is acted on, so plans before the last act are
+        skipped."""
         last_act = max((place for place, (plan, _) in enumerate(plans) if plan.acted), default=0)
         outcomes = [
             (plan.predicted_s / plan.correction, actual_s)
@@ -150,11 +151,11 @@ class PlanBook:
     def override(
         self, configuration: ConfigurationId, known: Collection[ConfigurationId], reason: str, ttl_s: float
     ) -> OperatorControl:
-        """Bind the planner to a configuration. Raises ProblemFaults for one that is not known."""
+        """Restrict the planner to a configuration. Raises ProblemFaults if it is unknown."""
         faults = lifetime_faults(ttl_s)
         if configuration not in known:
-            listing = ", ".join(sorted(known)) or "none; fleet.configurations lists them"
-            faults.append(f"configuration: is not a known one (known: {listing}), got {configuration!r}")
+            listing = ", ".join(sorted(known)) or "none; add it to fleet.configurations"
+            faults.append(f"configuration: is not a known configuration (known: {listing}), got {configuration!r}")
         if faults:
             raise ProblemFaults(faults)
         return self._set(
@@ -162,7 +163,7 @@ class PlanBook:
         )
 
     def pin(self, reason: str, ttl_s: float) -> OperatorControl:
-        """Keep the deployment as it is."""
+        """Keep the present deployment. Raises ProblemFaults."""
         if faults := lifetime_faults(ttl_s):
             raise ProblemFaults(faults)
         return self._set(OperatorControl(ControlState.PINNED, None, reason, expiry_s(self._clock.now_s(), ttl_s)))
@@ -171,7 +172,7 @@ class PlanBook:
         return self._set(OperatorControl(reason=reason))
 
     async def watch(self) -> AsyncIterator[PlanEvent]:
-        """The latest plan, if there is one, then each as it is made or changed, until the book is closed."""
+        """Yield the latest plan, if any, then each new or changed plan, until the book is closed."""
         queue: asyncio.Queue[PlanEvent | None] = asyncio.Queue()
         if self.latest is not None:
             queue.put_nowait(PlanEvent(self.latest, self.control))

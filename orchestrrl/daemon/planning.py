@@ -1,7 +1,7 @@
-"""What both loops expect: what engines and moves cost, how long outputs become, who else uses the links. With it, the
-question that the slow loop puts to the planner.
+"""Collect the expectations of both loops: costs of engines and moves, output lengths, the use of links by others. Build
+from them the planning problem of the slow loop.
 
-Telemetry comes in on the event loop; a question, once put, may be answered in a thread: it holds all it needs.
+Telemetry arrives on the event loop; a problem, once built, is self-contained and can be solved in a thread.
 """
 
 import logging
@@ -49,17 +49,18 @@ logger = logging.getLogger(__name__)
 
 STARTS_REMEMBERED = 256
 REFITS_REMEMBERED = 256
-# Of the time until the end, that a plan's moves must gain where the fast loop does not pack.
+# The share of the remaining time that a plan's moves must save if the fast loop does not pack.
 REBALANCE_SHARE = 0.05
 NICS_ALL_BUT_FREE = 0.995
-# A move that could fill a node's NICs has less of them than this only where others want more than there is.
+# A move that could fill a node's NICs gets a smaller share than this only if others need more than exists.
 NICS_CROWDED = 0.5
 LIKE_OTHERS = ", of engines with the same model"
 
 
 class Planning:
-    """`note` and `today` as LiveProfile wants them. `unstartable` gives the configurations of which no engine can be
-    started, and why; `known_output_tokens` are a simulation's, for an oracle's plans."""
+    """The inputs of both loops. `note` and `today` are as for LiveProfile. `unstartable` returns the configurations of
+    which no engine can be started, with the reasons. `known_output_tokens` are a simulation's, for an oracle's plans.
+    """
 
     def __init__(
         self,
@@ -72,7 +73,7 @@ class Planning:
     ) -> None:
         self.costs = LiveProfile(config.fleet, note, today)
         self.lengths = StepLengths(config.slow.bin_tokens, config.slow.max_output_tokens)
-        self.lines = config.fleet.configuration_values()  # of all configurations, as of the latest plan
+        self.lines = config.fleet.configuration_values()  # all configurations, as of the latest plan
         self.known_output_tokens = known_output_tokens
         self._nics = LeftForMoves()
         self._unstartable = unstartable
@@ -80,16 +81,16 @@ class Planning:
         self._config = config
         self._assumed: dict[
             EngineId, tuple[EngineCapabilities, AssumedProfile]
-        ] = {}  # with the capabilities that it rests on
+        ] = {}  # with the capabilities that it was derived from
         self._remaining = RemainingTokensEstimator()
-        self._expected: StepForecast | None = None  # of this step, as the slow loop last forecast it
+        self._expected: StepForecast | None = None  # the slow loop's latest forecast of this step
 
     # --- learn
 
     def recover(self, journal: Journal) -> None:
-        """Take up what earlier generations wrote down."""
+        """Recover from what earlier generations journalled."""
         self.lengths.recover(journal)
-        # Engines are started seldom: what starts take is not learnt anew by every daemon.
+        # Engine starts are rare, so their durations are recovered instead of learned again.
         for entry in journal.tail(STARTS_REMEMBERED, (EntryKind.ENGINE_STARTED,)):
             starts = journal.interpret(entry, _starts)
             if starts is not None:
@@ -100,7 +101,7 @@ class Planning:
                 self.costs.begin_fixed(*fixed)
 
     def reconfigure(self, config: Config, snapshot: Snapshot, journal: Journal) -> None:
-        """Take over a reloaded configuration."""
+        """Apply a reloaded configuration."""
         before, self._config = self._config.slow, config
         self._not_startable = self._unstartable(config.fleet)
         if (before.bin_tokens, before.max_output_tokens) != (config.slow.bin_tokens, config.slow.max_output_tokens):
@@ -111,15 +112,15 @@ class Planning:
         self.lines = cost_estimates.lines(snapshot, gpus_count(config, snapshot, cost_estimates.profiles))
 
     def share_nics(self, left: LeftForMoves) -> None:
-        """Price moves of KV with what is left for them from now on."""
+        """Use this remaining bandwidth to price KV moves from now on."""
         self._nics = left
 
     def observe(self, report: EngineReport, configuration: ConfigurationId | None) -> None:
-        """A report that was taken in. Steps on crowded links say nothing of the engine."""
+        """Learn from a folded report. Steps on crowded links carry no information about the engine."""
         self.costs.observe(report, configuration, crowded_links=self._nics.share < NICS_CROWDED)
 
     def offered(self, engine: EngineId, capabilities: EngineCapabilities | None) -> None:
-        """Take in what an engine without a configuration reports of itself: its implicit one."""
+        """Derive the implicit configuration of an engine without a configured one from its capabilities."""
         before = self._assumed.get(engine)
         if capabilities is not None and (before is None or before[0] != capabilities):
             assumed = assumed_of(engine, capabilities)
@@ -130,12 +131,14 @@ class Planning:
     # --- implicit configurations
 
     def implicit_configuration(self, engine: EngineId) -> ConfigurationId | None:
-        """What stands in for a configured one, also while its step times are still to be learnt."""
+        """Return the engine's implicit configuration, even if its step times are not learned yet; None if it has
+        none."""
         held = self._assumed.get(engine)
         return None if held is None else held[1].profile.id
 
     def identified(self, snapshot: Snapshot) -> Snapshot:
-        """The snapshot, with implicit configurations where none is configured and step times are known."""
+        """Return the snapshot with implicit configurations for engines without a configured one, if their step times
+        are known."""
         cost_estimates = {profile.id for profile in self.costs.cost_estimates().profiles}
         stand_ins = self._stand_ins(cost_estimates)
 
@@ -149,8 +152,8 @@ class Planning:
         return replace(snapshot, engines=tuple(map(identified, snapshot.engines)))
 
     def _stand_ins(self, cost_estimates: Collection[ConfigurationId]) -> dict[str, ConfigurationId]:
-        """By model, the implicit configuration that rests on the most batches: an engine that has been idle is expected
-        to be as fast as others that serve the same model."""
+        """Return, per model, the implicit configuration with the most observed batches. An engine that has been idle is
+        assumed to be as fast as others that serve the same model."""
         best: dict[str, tuple[int, ConfigurationId]] = {}
         for capabilities, assumed in self._assumed.values():
             model, name = capabilities.serving.model, assumed.profile.id
@@ -159,7 +162,7 @@ class Planning:
         return {model: name for model, (_, name) in best.items()}
 
     def step_times(self, snapshot: Snapshot) -> Mapping[EngineId, StepTimeEstimates]:
-        """Where the step times of each engine come from, or why there are none."""
+        """Return the source of each engine's step times, or why there are none."""
         estimates = {estimate.profile.id: estimate for estimate in self.costs.estimates()}
         identified = self.identified(snapshot)
         return {engine.id: self._step_times(engine, estimates) for engine in identified.engines}
@@ -167,22 +170,22 @@ class Planning:
     def _step_times(
         self, engine: EngineView, estimates: Mapping[ConfigurationId, ConfigurationEstimate]
     ) -> StepTimeEstimates:
-        """Of an engine of an identified snapshot."""
+        """Return the source of the step times of an engine of an identified snapshot."""
         own = self.implicit_configuration(engine.id)
         estimate = estimates.get(engine.configuration) if engine.configuration is not None else None
         if estimate is not None:
             like = "" if estimate.assumed is None or own == estimate.profile.id else LIKE_OTHERS
             return StepTimeEstimates(estimate.source, f"{estimate.source_detail}{like}")
         if engine.configuration is not None:
-            return StepTimeEstimates("", f"{engine.configuration} is not among the configured configurations")
+            return StepTimeEstimates("", f"configuration {engine.configuration} is not configured")
         if own is None:
             return StepTimeEstimates("", "no agent has reported what the engine serves")
         taken = self.costs.batches_taken(own)
-        learnt = f"learnt from {LEAST_SAMPLES} observed batches, {taken} so far"
+        learnt = f"will be learned from {LEAST_SAMPLES} observed batches, {taken} so far"
         return StepTimeEstimates("", f"{self._assumed[engine.id][1].unknown}; {learnt}")
 
     def configurations(self) -> tuple[Configuration, ...]:
-        """What the fast loop goes by: as of the latest plan, and implicit ones that have come since."""
+        """Return the configurations for the fast loop: those of the latest plan, and implicit ones added since."""
         planned = {line.id for line in self.lines}
         since = (profile for profile in self.costs.cost_estimates().profiles if profile.id not in planned)
         return (*self.lines, *(profile.configuration() for profile in since))
@@ -190,7 +193,7 @@ class Planning:
     # --- answer
 
     def remaining_tokens(self, snapshot: Snapshot) -> Mapping[RequestId, float]:
-        """What the fast loop expects of the requests in flight."""
+        """Return the expected remaining tokens of the requests in flight, for the fast loop."""
         if self._config.fast.policy is FastPolicy.NONE:
             return {}
         slow, known = self._config.slow, self.known_output_tokens
@@ -203,7 +206,8 @@ class Planning:
         return self._remaining.remaining_tokens(snapshot, slow.bin_tokens, slow.max_output_tokens, self._expected)
 
     def distributions(self, snapshot: Snapshot) -> LengthDistributions | None:
-        """How long the requests in flight may go on, as of the latest `remaining_tokens`; None: nobody knows."""
+        """Return the length distributions of the requests in flight, as of the latest `remaining_tokens`; None if
+        unknown."""
         known = self.known_output_tokens
         if self._config.fast.policy is FastPolicy.NONE:
             return None
@@ -221,7 +225,8 @@ class Planning:
         control: OperatorControl,
         can_deploy: bool,
     ) -> Callable[[], Plan]:
-        """What is to be asked now; calling it makes the plan, notes on what it rests on included."""
+        """Build the planning problem from the present state. Calling the result makes the plan, with notes on its
+        inputs."""
         there = {engine.id for engine in snapshot.engines}
         unconfigured = {engine.id for engine in snapshot.engines if engine.configuration is None}
         self._assumed = {engine: held for engine, held in self._assumed.items() if engine in unconfigured}
@@ -236,11 +241,11 @@ class Planning:
         notes = (*self.costs.notes(), *self._nic_notes())
         running = {engine.configuration for engine in snapshot.engines}
         barred = {id: why for id, why in self._not_startable.items() if id not in running}
-        # Engines of implicit configurations are what they are: none is started, and the configured fleet comes first.
+        # Engines of implicit configurations cannot be started; configured ones take precedence.
         usable = configured or running
-        worth = worth_evaluating(costs.profiles, snapshot, gpus, overriding)  # of many, those for the step's phase
+        worth = worth_evaluating(costs.profiles, snapshot, gpus, overriding)  # those for the phase
         worth = tuple(id for id in worth if id not in barred and id in usable)
-        notes = (*notes, *(f"{id} is left out: {why}" for id, why in sorted(barred.items())))
+        notes = (*notes, *(f"{id} is excluded: {why}" for id, why in sorted(barred.items())))
         unknown = self._unknown(snapshot)
         notes = (*notes, unknown) if unknown and worth else notes
         settings = replace(
@@ -253,25 +258,25 @@ class Planning:
 
         def decide() -> Plan:
             self._expected = lengths.expected()
-            told = replace(history, before=self._expected)
-            remaining = () if costs.straight else remaining_of(snapshot, settings, told)
+            updated = replace(history, before=self._expected)
+            remaining = () if costs.straight else remaining_of(snapshot, settings, updated)
             self.lines = costs.lines(snapshot, gpus, remaining)
             choices = replace(settings, configurations=tuple(line for line in self.lines if line.id in worth))
-            plan = make_plan(plan_id, snapshot, choices, mode=mode, control=control, history=told)
+            plan = make_plan(plan_id, snapshot, choices, mode=mode, control=control, history=updated)
             return replace(plan, notes=(*plan.notes, *notes))
 
         return decide
 
     def move_costing(self, kv_versions: Mapping[EngineId, str]) -> MovePricing:
-        """What single moves are priced by, now."""
+        """Return the present costs of single moves."""
         gpus = self._config.fleet.gpus
         profiles = {profile.id: profile for profile in self.costs.cost_estimates().profiles}
         return MovePricing(profiles, self.costs.moving(self._nics.share), gpus.per_node if gpus else 8, kv_versions)
 
     def _unknown(self, snapshot: Snapshot) -> str:
-        """Why step times of engines are not known; empty where all are."""
+        """Return why step times of engines are unknown; empty if all are known."""
         return unknown_step_times(
-            {engine: told.detail for engine, told in self.step_times(snapshot).items() if not told.source}
+            {engine: times.detail for engine, times in self.step_times(snapshot).items() if not times.source}
         )
 
     def _nic_notes(self) -> Sequence[str]:
@@ -285,7 +290,7 @@ class Planning:
 
 
 def _move_fixed(body: Mapping[str, Any]) -> tuple[MoveMethod, float] | None:
-    """The learnt fixed part of moves by a method. None for other figures of a profile."""
+    """Return the learned fixed part of moves by a method. None for other figures of a profile."""
     if body.get("figure") != MOVE_FIXED:
         return None
     return MoveMethod(body["method"]), float(body["value"])
@@ -298,7 +303,8 @@ def _starts(body: Mapping[str, Any]) -> tuple[EngineStart, ...]:
 
 
 def gpus_count(config: Config, snapshot: Snapshot, profiles: Sequence[EngineProfile]) -> int:
-    """Those that may serve. Without fleet.gpus, the ones that the engines have, by their configurations' `profiles`."""
+    """Return the number of GPUs that may serve. Without fleet.gpus, count those of the engines, by their
+    configurations' `profiles`."""
     if config.fleet.gpus is not None:
         return config.fleet.gpus.count
     needed = {profile.id: profile.parallelism.gpus for profile in profiles}
@@ -306,9 +312,9 @@ def gpus_count(config: Config, snapshot: Snapshot, profiles: Sequence[EngineProf
 
 
 def planner_config(config: Config, gpus: int, *, can_deploy: bool) -> PlannerConfig:
-    """The planner's settings, with no configuration to choose from yet."""
-    # The fast loop packs every second by the same lengths: a plan that moves requests as well undoes what that has
-    # settled, unless it knows the lengths (which waives the share).
+    """Return the planner's settings, without configurations to choose from."""
+    # The fast loop packs every second by the same length estimates: a plan's own moves would undo its packing, unless
+    # lengths are known exactly (which waives the share).
     moves_itself = config.fast.policy is not FastPolicy.PACKING
     return PlannerConfig(
         configurations=(),
@@ -322,11 +328,12 @@ def planner_config(config: Config, gpus: int, *, can_deploy: bool) -> PlannerCon
 
 
 class StepLengths:
-    """What recent steps tell of output lengths: written down as steps end, recovered after a restart, and folded into
-    the forecast of the next step when somebody asks for it.
+    """The output lengths of recent steps: journalled as steps end, recovered after a restart, and folded into the
+    forecast of the next step on demand.
 
-    Folding takes a tenth of a second, and a second where statsmodels has still to be imported. So `step_ended` only
-    queues the step, from the event loop, and `expected` folds, from the thread that decides: one of each at a time.
+    Folding takes a tenth of a second, or a second if statsmodels must be imported first. Therefore `step_ended` only
+    queues the step, on the event loop, and `expected` folds, in the deciding thread. Neither is called concurrently
+    with itself.
     """
 
     def __init__(self, bin_tokens: int, max_output_tokens: int) -> None:
@@ -334,14 +341,14 @@ class StepLengths:
         self._waiting: deque[StepStatistics] = deque(maxlen=STEPS_REMEMBERED)
 
     def recover(self, journal: Journal) -> None:
-        """Take up the steps that earlier generations wrote down, as far as they were counted in the same bins."""
+        """Recover the steps that earlier generations journalled, if they were counted in the same bins."""
         for entry in journal.tail(STEPS_REMEMBERED, (EntryKind.STEP_ENDED,)):
             step = journal.interpret(entry, self._written)
             if step is not None:
                 self._waiting += step
 
     def step_ended(self, finished: Sequence[FinishedLength]) -> dict[str, Any]:
-        """Queue an ended step; what the journal is to keep of it."""
+        """Queue an ended step, and return its journal entry."""
         bin_tokens, max_output_tokens = self._series.bin_tokens, self._series.max_output_tokens
         step = StepStatistics.of(finished, bin_tokens, max_output_tokens)
         self._waiting.append(step)
@@ -353,13 +360,13 @@ class StepLengths:
         }
 
     def expected(self) -> StepForecast | None:
-        """The forecast of the next step, or of the one that runs. None: no step has ended yet."""
+        """Return the forecast of the next step, or of the running one. None if no step has ended yet."""
         while self._waiting:
             self._series = self._series.fold(self._waiting.popleft())
         return self._series.next
 
     def _written(self, body: Mapping[str, Any]) -> tuple[StepStatistics, ...]:
-        """None where it was counted in other bins, or not at all."""
+        """Return the step of a journal entry, or an empty tuple if it was counted in other bins or not at all."""
         written, bins = body.get("lengths"), (self._series.bin_tokens, self._series.max_output_tokens)
         if written is None or (written["bin_tokens"], written["max_output_tokens"]) != bins:
             return ()
@@ -367,7 +374,7 @@ class StepLengths:
 
 
 def _sparse(counts: LengthCounts) -> dict[str, Any]:
-    """Most of a hundred bins are empty, and the journal is read by people too."""
+    """Return the counts without empty bins, which most of a hundred are: people read the journal too."""
     return {
         name: {str(place): round(count) for place, count in enumerate(values) if count}
         for name, values in (("ended", counts.ended), ("outlived", counts.outlived))

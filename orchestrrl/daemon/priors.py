@@ -1,7 +1,7 @@
-"""Step times to begin with for engines that no configuration describes, from the model and GPU that they report. Pure.
+"""Predict initial step times for engines without a configuration, from the model and GPU that they report. Pure.
 
-A prior is a prediction of the cost model (planner/cost/predict.py). Where the model or the GPU is not known to it, the
-shape of a typical engine's step times is assumed instead, and its scale is learnt from observed batches
+A prior is a prediction of the cost model (planner/cost/predict.py). If the cost model does not contain the model or the
+GPU, the shape of a typical engine's step times is assumed, and its scale is learned from observed batches
 (live_profile.py).
 """
 
@@ -24,13 +24,13 @@ from planner.cost.profile import EngineProfile
 from planner.cost.roofline import Precision
 from planner.model import ConfigurationId, EngineId, Parallelism
 
-PREFIX = "auto:"  # of implicit configurations' ids; none of fleet.configurations is meant by them
+PREFIX = "auto:"  # prefix of implicit ids; these are not in fleet.configurations
 USUAL_ENGINE = "vllm"
-# The engine whose shape of step times stands in where nothing is known: only its scale is learnt at first.
+# The engine whose shape of step times is assumed if nothing is known: only the scale is learned at first.
 TYPICAL = "qwen2.5-14b", "NVIDIA H100"
-TP_TRIED = (1, 2, 4, 8)  # where the engine does not report its own: the first that has room
+TP_TRIED = (1, 2, 4, 8)  # used if the engine does not report its own: the first that fits
 USUAL_CONTEXT_TOKENS = 4096
-SAME_SIZE = 1.25  # a dense model stands for another one whose parameters differ by this factor at most
+SAME_SIZE = 1.25  # a dense model can represent another one whose size differs by at most this factor
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +38,16 @@ class AssumedProfile:
     """An implicit configuration. Engines that report the same facts share one."""
 
     profile: EngineProfile
-    prior: str = ""  # what was predicted, e.g. `qwen2.5-14b on H100, TP=2`; empty: the shape alone is assumed
+    prior: str = ""  # e.g. `qwen2.5-14b on H100, TP=2`; empty: only the shape is assumed
     unknown: str = ""  # why there is no prior
 
 
 class NoPrior(ValueError):
-    """The facts do not suffice for a prediction; the message says which is missing."""
+    """The facts do not suffice for a prediction; the message names the missing one."""
 
 
 def assumed_of(engine: EngineId, capabilities: EngineCapabilities) -> AssumedProfile:
-    """Return the prior for what the engine reports, or a typical shape with the reason."""
+    """Return the prior for the engine's reported facts, or a typical shape with the reason."""
     facts = capabilities.serving
     try:
         return _prior(facts, capabilities.engine, capabilities.max_model_len_tokens or USUAL_CONTEXT_TOKENS)
@@ -56,7 +56,7 @@ def assumed_of(engine: EngineId, capabilities: EngineCapabilities) -> AssumedPro
 
 
 def model_of(facts: ServingFacts) -> tuple[Model, str]:
-    """The model to predict with, and how it was found. Raises NoPrior."""
+    """Return the model to predict with, and how it was identified. Raises NoPrior."""
     if facts.sizes is not None:
         return facts.sizes, f"{facts.sizes.name} (sizes of its config.json)"
     try:
@@ -64,17 +64,17 @@ def model_of(facts: ServingFacts) -> tuple[Model, str]:
     except UnknownModel:
         similar = similar_model(facts.model)
         if similar is None:
-            told = f"its model is not known: {facts.model}" if facts.model else "the engine does not report its model"
-            raise NoPrior(f"{told}, and its config.json cannot be read") from None
+            reason = f"its model is unknown: {facts.model}" if facts.model else "the engine does not report its model"
+            raise NoPrior(f"{reason}, and its config.json cannot be read") from None
         return similar, f"like {similar.name} (by its name)"
     return model, model.name
 
 
 def similar_model(name: str) -> Model | None:
-    """The known model closest to a name that is not in the table: one of its size, of its family if there is one.
+    """Return the known model closest to an unknown name: one of the same size, preferably of the same family.
 
-    `DeepSeek-R1-Distill-Qwen-14B` is like qwen2.5-14b; `Mistral-7B-v0.3`, like the 7B that is known. None where the
-    name has no size, or no model of about that size is known.
+    For example, `DeepSeek-R1-Distill-Qwen-14B` maps to qwen2.5-14b; `Mistral-7B-v0.3`, to the known 7B model. None if
+    the name contains no size, or no model of about that size is known.
     """
     words = re.split(r"[-_/ ]+", name.strip().lower())
     sizes = {word for word in words if re.fullmatch(r"a?\d+(\.\d+)?b", word)}
@@ -108,9 +108,9 @@ def _prior(facts: ServingFacts, product: str, longest_tokens: int) -> AssumedPro
     precision = _precision(facts, model)
     profile = _predicted(facts, model, gpu, engine, precision, longest_tokens)
     layout = profile.parallelism
-    said = f"{words} on {gpu.name.upper()}, {_layout(layout)}{'' if facts.tp else ' assumed'}"
+    prior = f"{words} on {gpu.name.upper()}, {_layout(layout)}{'' if facts.tp else ' assumed'}"
     name = _implicit_id(model, gpu, profile, precision)
-    return AssumedProfile(replace(profile, id=name), prior=said)
+    return AssumedProfile(replace(profile, id=name), prior=prior)
 
 
 def _gpu(facts: ServingFacts) -> GpuModel:
@@ -119,21 +119,21 @@ def _gpu(facts: ServingFacts) -> GpuModel:
     try:
         return gpu_of_product(facts.gpu)
     except UnknownGpu:
-        raise NoPrior(f"its GPU is not known to the cost model: {facts.gpu}") from None
+        raise NoPrior(f"its GPU is not in the cost model: {facts.gpu}") from None
 
 
 def _predicted(
     facts: ServingFacts, model: Model, gpu: GpuModel, engine: EngineModel, precision: Precision, longest_tokens: int
 ) -> EngineProfile:
-    """Of the reported layout; else of the first with room for a request of `longest_tokens`: an engine without does not
-    start."""
+    """Return the prediction for the reported layout, or else for the first layout with room for a request of
+    `longest_tokens`, since an engine without that room does not start."""
     if (facts.pp or 1) > 1:
         raise NoPrior(f"step times of pipeline stages are not modelled: PP={facts.pp}")
     for tp in (facts.tp,) if facts.tp else TP_TRIED:
         dp = facts.dp or 1
         layout = Parallelism(tp=tp, dp=dp, ep=tp * dp if facts.ep and model.moe else 1)
         try:
-            with np.errstate(all="ignore"):  # of sizes that no model has; what comes out is checked
+            with np.errstate(all="ignore"):  # for absurd sizes; the result is checked
                 profile = predict(model, gpu, layout, engine, precision)
         except DoesNotFit:
             continue
@@ -148,7 +148,7 @@ def _predicted(
 
 
 def _sound(profile: EngineProfile) -> bool:
-    """Whether step times are finite, positive, and never fall with load."""
+    """Return whether step times are finite, positive, and never fall with load."""
     step = profile.step
     ys = step.base_s.ys
     finite = all(math.isfinite(y) and y > 0 for y in ys) and 0 <= step.kv_s_per_token < math.inf
@@ -157,7 +157,8 @@ def _sound(profile: EngineProfile) -> bool:
 
 
 def _precision(facts: ServingFacts, model: Model) -> Precision:
-    """As the engine reports it, else by the checkpoint's name, else as it was published."""
+    """Return the precision that the engine reports, or else that of the checkpoint's name, or of the published
+    model."""
     words = re.split(r"[-_/. ]+", facts.model.lower())
     named = next((QUANTIZED_BITS[word] for word in words if word in QUANTIZED_BITS), None)
     bits = facts.weight_bits or named
@@ -172,7 +173,8 @@ def _typical() -> EngineProfile:
 
 
 def _implicit_id(model: Model, gpu: GpuModel, profile: EngineProfile, precision: Precision) -> ConfigurationId:
-    """Unique to what was predicted: sizes that are not of the table, and unusual precisions, are part of it."""
+    """Return an id that is unique to the prediction: it includes sizes that are not in the table, and unusual
+    precisions."""
     parts = [_slug(model.name), gpu.name, identifier(profile.parallelism)]
     if precision != Precision(model.weight_bits, model.expert_bits):
         parts.append(f"w{precision.weight_bits:g}kv{precision.kv_bits:g}")
@@ -182,7 +184,8 @@ def _implicit_id(model: Model, gpu: GpuModel, profile: EngineProfile, precision:
 
 
 def _shape_id(engine: EngineId, facts: ServingFacts) -> ConfigurationId:
-    """Engines that report the same model and the same facts learn together; one without a model, by itself."""
+    """Return an id shared by engines that report the same model and facts, which then learn together. An engine without
+    a model gets its own."""
     if not facts.model:
         return ConfigurationId(f"{PREFIX}{engine}")
     digest = hashlib.sha256(repr(replace(facts, sizes=None)).encode()).hexdigest()[:6]

@@ -1,9 +1,9 @@
-"""Follow what engines really take: step times and prefill from telemetry, what moves and starts take from their ends;
-and what is believed of each configuration, as plans, people and metrics take it.
+"""Re-fit cost estimates to measurements: step times and prefill from telemetry, moves and starts from their durations.
+Provide the estimate of each configuration to plans, people and metrics.
 
-No input or output; bounded in memory. Samples are kept by the load at which they
-were seen, the newest few of each, so that an hour at one load does not wash out what is known of the others; older ones
-fade. The profile that it began with pulls a little everywhere, and stays what it was wherever nothing has been seen.
+Performs no I/O; bounded in memory. The newest few samples are kept for each load, so that an hour at one load does not
+displace the samples of others; older ones fade. The initial profile keeps a small weight everywhere, and determines the
+estimate at loads that were never observed.
 """
 
 import logging
@@ -27,30 +27,30 @@ logger = logging.getLogger(__name__)
 Sample = TypeVar("Sample")
 
 PER_CELL = 8  # newest samples of one load
-MOST_CELLS = 512  # the load that has not been seen for longest is forgotten
-HALF_LIFE = 2000  # samples after which one counts half
-# Weight of the beginning's profile, in samples: the square of how far samples scatter (5 %, say) over how far that
-# profile may be off (by half).
+MOST_CELLS = 512  # the least recently seen load is dropped
+HALF_LIFE = 2000  # number of later samples that halves a sample's weight
+# Weight of the initial profile, in samples: the square of the samples' scatter (about 5 %) over the profile's possible
+# error (about half).
 TRUST = 0.01
 LEAST_SAMPLES = 8
-# What a step can be, against what is believed. Beyond is a fault of measuring, not of the profile.
+# The largest plausible ratio of a measured step to its estimate. Beyond it the measurement is wrong.
 PLAUSIBLE = 20.0
-# Of the time between two scrapes, what prefill must have taken by the profile's rate: less drowns in decoding.
+# The least share of the time between two scrapes that prefill must take: less is lost in decoding.
 PREFILL_SHARE = 0.2
-# A batch is steady while its sequences stay within this factor, and prompts are at most this share of its tokens.
+# A batch is steady if its sequences stay within this factor, and prompts are at most this share of its tokens.
 STEADY = 1.25
 STEADY_PROMPTS = 0.25
-# Prefill is told from other time only where it grows with the context by this many times what samples scatter.
+# Prefill is separable only if its growth with the context exceeds the samples' scatter by this factor.
 GROWS_OVER_SCATTER = 2.0
-# Starts take long and come seldom: the median of the newest few, once there are some.
+# Starts are long and rare: use the median of the newest few, once there are at least LEAST_STARTS.
 LEAST_STARTS = 3
 MOST_STARTS = 16
-LOADS_REMEMBERED = 64  # loads seen last, over which step times are compared
-# A re-fit that moves step times by less than this share, over the loads seen last, is not taken up.
+LOADS_REMEMBERED = 64  # latest loads, at which step times are compared
+# A re-fit that changes step times by less than this share, over the latest loads, is not applied.
 NOTABLE = 0.03
 # The same for prefill rates and starts, which scatter more and weigh less in a plan.
 NOTABLE_FIGURE = 0.1
-# Step times this many times off the configured ones are taken up with a warning: they may well be of another engine.
+# Step times that differ from the configured ones by this factor cause a warning: they may be another engine's.
 SUSPECT = 3.0
 # Weight of the latest batch in the running ratio of predicted to measured step times.
 WEIGHT = 0.05
@@ -59,17 +59,17 @@ Note = Callable[[ConfigurationId, dict[str, Any]], object]
 
 
 class ObservedPrefill(NamedTuple):
-    """What an engine did between two scrapes in which it prefilled beside decoding, and never stood idle."""
+    """An interval between two scrapes in which an engine prefilled while decoding and was never idle."""
 
     tokens: int  # prefilled
     elapsed_s: float
     decoded_tokens: int
-    fewest: int  # sequences, at either end
+    fewest: int  # the lesser number of sequences at both ends
     most: int
     kv_tokens: float
 
     def prefill_s(self, step: StepTime) -> float | None:
-        """What decoding does not account for; None where that is too vague, or nothing."""
+        """Return the seconds that decoding does not account for; None if that is too uncertain or not positive."""
         fewest_s, most_s = (
             self.decoded_tokens / batch * step.at(batch, self.kv_tokens) for batch in (self.fewest, self.most)
         )
@@ -79,7 +79,7 @@ class ObservedPrefill(NamedTuple):
 
 
 class RefittedFigure(NamedTuple):
-    """A figure of a configuration, as it is now believed to be."""
+    """The current estimate of one figure of a configuration."""
 
     value: float
     by: str  # the kind of samples: telemetry, moves or starts
@@ -87,7 +87,7 @@ class RefittedFigure(NamedTuple):
 
 
 def same_batch(earlier: EngineSample, later: EngineSample) -> bool:
-    """Whether nothing was prefilled, preempted or finished between two scrapes of an engine."""
+    """Return whether nothing was prefilled, preempted or finished between two scrapes of an engine."""
     return (
         later.running == earlier.running
         and later.waiting >= earlier.waiting
@@ -99,8 +99,8 @@ def same_batch(earlier: EngineSample, later: EngineSample) -> bool:
 
 
 def steady_batch(earlier: EngineSample, later: EngineSample) -> bool:
-    """Whether the batch hardly changed between two scrapes. Weaker than `same_batch`, since no batch stays the same for
-    long while requests come and go."""
+    """Return whether the batch hardly changed between two scrapes. Weaker than `same_batch`, since no batch stays the
+    same for long while requests arrive and end."""
     fewest, most = sorted((earlier.running, later.running))
     decoded = later.generation_tokens_total - earlier.generation_tokens_total
     prompts = later.prompt_tokens_total - earlier.prompt_tokens_total
@@ -115,9 +115,9 @@ def steady_batch(earlier: EngineSample, later: EngineSample) -> bool:
 def batch_between(
     earlier: EngineSample, later: EngineSample, unchanged: Callable[[EngineSample, EngineSample], bool] = same_batch
 ) -> StepSample | None:
-    """Return the mean decode step between two scrapes of an engine; None where they do not determine it.
+    """Return the mean decode step between two scrapes of an engine; None if they do not determine it.
 
-    Of a `steady_batch` it is right to about a tenth.
+    For a `steady_batch` it is accurate to about a tenth.
     """
     elapsed_s = later.sampled_s - earlier.sampled_s
     made = later.generation_tokens_total - earlier.generation_tokens_total
@@ -130,9 +130,9 @@ def batch_between(
 
 
 def prefilled_between(earlier: EngineSample, later: EngineSample) -> ObservedPrefill | None:
-    """What was prefilled between two scrapes of an engine; None where its time cannot be told from other time.
+    """Return what an engine prefilled between two scrapes; None if its time cannot be separated.
 
-    While requests wait, engines differ in when they count a prompt.
+    While requests wait, engines differ in when they count a prompt, so such intervals are skipped.
     """
     elapsed_s = later.sampled_s - earlier.sampled_s
     tokens = later.prompt_tokens_total - earlier.prompt_tokens_total
@@ -147,10 +147,10 @@ def prefilled_between(earlier: EngineSample, later: EngineSample) -> ObservedPre
 
 
 class ConfigurationEstimate:
-    """One configuration: what it began with, what is believed of it now, and the samples behind that.
+    """One configuration: its initial profile, the present estimate, and the samples behind it.
 
-    `date` gives the day of a re-fit, ISO 8601; `rebuilt_tokens` the tokens of usual prompts that take as long to
-    prefill as a context. Of an assumed configuration without a prior only the shape of its step times means anything
+    `date` returns the day of a re-fit, ISO 8601. `rebuilt_tokens` maps a context to the number of prompt tokens that
+    take as long to prefill. For an assumed configuration without a prior only the shape of its step times is valid
     until it is `scaled`.
     """
 
@@ -162,15 +162,16 @@ class ConfigurationEstimate:
         written: Configuration | None = None,
         assumed: AssumedProfile | None = None,
     ) -> None:
-        """`written`: as the configuration file has it, to the last digit. `assumed` None: it is configured."""
-        self.given = self.profile = given  # as it was configured or assumed; as it is believed to be
+        """`written` is the entry of the configuration file, exact to the last digit. `assumed` is None if it is
+        configured."""
+        self.given = self.profile = given  # the initial profile; the present estimate
         self.assumed = assumed
         self.scaled = assumed is None or bool(assumed.prior)
-        self.figures: dict[str, RefittedFigure] = {}  # learnt beside step times, by name
-        self.predicted_ratio: float | None = None  # predicted over measured step time, running; None: none was measured
-        self.taken = 0  # samples
-        self.refused = 0  # of steps that no engine of this configuration can take
-        self._fresh = False  # samples have come since the latest re-fit
+        self.figures: dict[str, RefittedFigure] = {}  # learned figures other than step times, by name
+        self.predicted_ratio: float | None = None  # running mean, predicted over measured step time; None: no data
+        self.taken = 0  # accepted samples
+        self.refused = 0  # samples with implausible steps
+        self._fresh = False  # new samples since the latest re-fit
         self._date = date
         self._rebuilt_tokens = rebuilt_tokens
         self._written = written
@@ -184,15 +185,15 @@ class ConfigurationEstimate:
     # --- learn
 
     def observe(self, sequences: float, kv_tokens: float, step_s: float) -> None:
-        """Take a batch in; one of an impossible step is only counted."""
+        """Add a batch. A batch with an implausible step time is only counted."""
         seen, given_s = StepSample(sequences, kv_tokens, step_s), self.given.step.at(sequences, kv_tokens)
         possible = all(map(math.isfinite, seen)) and sequences >= 1 and kv_tokens >= 0 and step_s > 0
         if not possible or (given_s > 0 and not 1 / self._plausible < step_s / given_s < self._plausible):
             self.refused += 1
             if self.refused == 1:
                 logger.warning(
-                    "%s: a step of %.3g s at %g sequences, where its profile says %.3g s: not believed (is it an engine"
-                    " of this configuration?); further ones are only counted",
+                    "%s: ignoring a step of %.3g s at %g sequences, where its profile has %.3g s (is it an engine of"
+                    " this configuration?); further ones are only counted",
                     *(self.given.id, step_s, sequences, given_s),
                 )
             return
@@ -206,26 +207,27 @@ class ConfigurationEstimate:
             self._scale()
 
     def observe_recompute(self, context_tokens: Sequence[int], seconds: float) -> None:
-        """Take in requests that moved to an engine at once, and what it took until the last had its context again."""
+        """Add the moves of requests to one engine at once, and the seconds until the last context was computed
+        again."""
         rebuilt = self._rebuilt_tokens
         tokens = sum(map(rebuilt.at, context_tokens) if rebuilt is not None else context_tokens)
         if tokens >= 1 and 0 < seconds < math.inf:
             self._add(self._recomputed, TimedSample(tokens, seconds), tokens)
 
     def observe_prefill(self, seen: ObservedPrefill) -> None:
-        """Take in prefill beside decoding, where it is enough to be seen."""
+        """Add a prefill during decoding if it is large enough to measure."""
         takes_s = seen.tokens / self.given.prefill_tokens_per_s
         if self.scaled and all(map(math.isfinite, seen)) and takes_s >= PREFILL_SHARE * seen.elapsed_s:
             self._add(self._prefilled, seen, seen.tokens)
 
     def observe_start(self, seconds: float) -> None:
-        """Take in an engine that was started."""
+        """Add the duration of an engine's start."""
         if 0 <= seconds < math.inf:
             self._starts_s.append(seconds)
             self._fresh = True
 
     def refit(self, note: Note) -> None:
-        """Take up what the samples say, where it is notable. `note` is called with each belief that changes."""
+        """Re-fit to the samples and apply notable changes. `note` is called with each changed estimate."""
         if self._fresh and self.scaled:
             self._fresh = False
             self._accept_step(self.fitted(), note)
@@ -233,7 +235,7 @@ class ConfigurationEstimate:
             self._accept_figure("switch_s", self._switch_s(), note)
 
     def fitted(self) -> EngineProfile:
-        """The configuration by its samples; the one of the beginning while these are few."""
+        """Return the profile fitted to the samples, or the initial one while there are few."""
         given, window = self.given, self._steps
         if len(window) < LEAST_SAMPLES:
             return given
@@ -244,7 +246,7 @@ class ConfigurationEstimate:
 
     @property
     def as_written(self) -> Configuration | None:
-        """None once other step times were learnt, or where nobody wrote it out."""
+        """Return the configuration as written in the file; None if there is none or step times were learned since."""
         if self._written is None or self.refitted:
             return None
         learnt = self.profile
@@ -252,32 +254,32 @@ class ConfigurationEstimate:
 
     @property
     def refitted(self) -> bool:
-        """Whether its step times were learnt."""
+        """Return whether step times were learned."""
         return self.profile.step is not self.given.step
 
     @property
     def factor(self) -> float:
-        """Step times against the configured ones, over the loads seen last."""
+        """Return the mean ratio of estimated to configured step times, over the latest loads."""
         return fmean(self._step_ratios(self.profile, self.given) or [1.0])
 
     @property
     def source(self) -> str:
-        """configured | prior | observed"""
+        """Return the source of step times: configured, prior or observed."""
         if self.assumed is None:
             return "configured"
         return "prior" if self.assumed.prior else "observed"
 
     @property
     def source_detail(self) -> str:
-        """Where step times come from, e.g. `prior: qwen2.5-14b on H100, TP=2; refined by 12 observed batches`."""
+        """Return the source with details, e.g. `prior: qwen2.5-14b on H100, TP=2; refined by 12 observed batches`."""
         if self.source == "observed":
             return f"observed: {self.taken} batches"
         detail = f"{self.source}: {self.assumed.prior if self.assumed is not None else self.profile.id}"
         return f"{detail}; refined by {self.profile.provenance.samples} observed batches" if self.refitted else detail
 
     def notes(self) -> Iterator[str]:
-        """For a plan's reader: where step times come from, unless they are as somebody wrote them, and what else was
-        learnt."""
+        """Yield notes for readers of a plan: the source of step times, unless they are as configured, and other learned
+        figures."""
         id, provenance = self.profile.id, self.profile.provenance
         error = "" if provenance.fit_error_mean is None else f", error {provenance.fit_error_mean:.1%}"
         if self.assumed is not None and (self.refitted or provenance.source is not ProfileSource.GIVEN):
@@ -306,20 +308,20 @@ class ConfigurationEstimate:
         self._fresh = True
 
     def _scale(self) -> None:
-        """Believe the shape from now on, at the scale of the batches seen so far; prefill is scaled with it."""
+        """Use the shape from now on, scaled to the batches seen so far. Prefill is scaled with it."""
         shape = self.given
         factor = median(load.step_s / shape.step.at(load.sequences, load.kv_tokens) for load in self._loads)
         base_s = Curve(shape.step.base_s.xs, tuple(factor * y for y in shape.step.base_s.ys))
         step = StepTime(base_s, factor * shape.step.kv_s_per_token)
         self.given = replace(shape, step=step, prefill_tokens_per_s=shape.prefill_tokens_per_s / factor)
         self.profile, self.scaled, self.predicted_ratio = self.given, True, None
-        logger.info("%s: step times are known from %d observed batches", shape.id, len(self._loads))
+        logger.info("%s: step times learned from %d observed batches", shape.id, len(self._loads))
 
     def _prefill_tokens_per_s(self) -> RefittedFigure | None:
-        """The prefill rate by its samples; None while little was seen.
+        """Return the prefill rate by its samples; None while there are few.
 
-        Moves say more than prompts do, part of which a prefix cache may have had: once there are enough, they alone
-        count.
+        Moves are more reliable than prompts, part of which a prefix cache may have served: once there are enough moves,
+        only they count.
         """
         given, moved = self.given, self._recomputed
         if len(moved) >= LEAST_SAMPLES:
@@ -333,16 +335,16 @@ class ConfigurationEstimate:
             return None
         fitted = refit_curve(Curve.line(0.0, 1 / given.prefill_tokens_per_s), seen, weights, TRUST)
         largest = max(item.size for item in seen)
-        grown_s = fitted.curve.at(largest) - fitted.curve.at(0.0)  # beside what each of them waits
+        grown_s = fitted.curve.at(largest) - fitted.curve.at(0.0)  # without the fixed wait of each
         if grown_s < GROWS_OVER_SCATTER * fitted.error.mean * median(item.seconds for item in seen):
-            return None  # what each waits scatters more than that
+            return None  # the fixed wait scatters more than that
         slope_s = grown_s / largest
         if not 1 / self._plausible < slope_s * given.prefill_tokens_per_s < self._plausible:
             return None
         return self._figure(1 / slope_s, "prefill_tokens_per_s", fitted.error, by)
 
     def _switch_s(self) -> RefittedFigure | None:
-        """What starting an engine takes by its samples; None while few were started."""
+        """Return the duration of an engine's start by its samples; None while there are few."""
         starts_s = self._starts_s
         if len(starts_s) < LEAST_STARTS:
             return None
@@ -360,7 +362,7 @@ class ConfigurationEstimate:
         if found.step is self.profile.step or change < NOTABLE:
             return
         self.profile = replace(self.profile, step=found.step, provenance=found.provenance)
-        self.predicted_ratio = None  # of another prediction
+        self.predicted_ratio = None  # it belonged to the previous estimate
         factor = self.factor
         body = {
             "figure": "step_s",
@@ -376,7 +378,7 @@ class ConfigurationEstimate:
         why = "; is it an engine of this configuration?" if suspect else ""
         logger.log(
             logging.WARNING if suspect else logging.INFO,
-            "%s: steps take %.3g times what its profile says, by %d samples%s",
+            "%s: step times are %.3g times the profile's, by %d samples%s",
             *(self.given.id, factor, found.provenance.samples, why),
         )
 
@@ -398,7 +400,7 @@ class ConfigurationEstimate:
         logger.info("%s: %s is %.3g, was %.3g (%s)", self.given.id, name, found.value, before, found.provenance.detail)
 
     def _step_ratios(self, found: EngineProfile, base: EngineProfile) -> list[float]:
-        """Step times of one profile over those of another, at the loads seen last."""
+        """Return the step times of one profile over those of another, at the latest loads."""
         times = ((found.step.at(*load[:2]), base.step.at(*load[:2])) for load in self._loads)
         return [found_s / base_s for found_s, base_s in times if base_s > 0]
 
@@ -408,7 +410,7 @@ def _fit_of(provenance: Provenance) -> dict[str, Any]:
 
 
 class CurveRefitter:
-    """Believes `prior`, seconds over sizes, until samples say otherwise."""
+    """Fits a curve of seconds over sizes to samples, starting from `prior`."""
 
     def __init__(self, prior: Curve) -> None:
         self._prior = prior
@@ -419,7 +421,7 @@ class CurveRefitter:
             self._window.add(TimedSample(size, seconds), size)
 
     def fitted(self) -> CurveFit | None:
-        """The curve as it is now believed to be; None while samples are few."""
+        """Return the fitted curve; None while there are few samples."""
         if len(self._window) < LEAST_SAMPLES:
             return None
         return refit_curve(self._prior, list(self._window), self._window.weights(), TRUST)
@@ -432,13 +434,13 @@ def measured(date: str, error: FitError, prior: Provenance | None, by: str = "te
 
 @dataclass(slots=True)
 class _Window(Generic[Sample]):
-    """The newest samples of each load, with when they came, counted in samples."""
+    """The newest samples of each load, with their order of arrival."""
 
     _cells: OrderedDict[tuple[int, ...], deque[tuple[Sample, int]]] = field(default_factory=OrderedDict)
     _count: int = 0
 
     def add(self, seen: Sample, *load: float) -> None:
-        """Loads within about a fifth of each other share a cell."""
+        """Add a sample. Loads within about a fifth of each other share a cell."""
         cell = tuple(round(math.log(max(size, 1.0)) / math.log(1.2)) for size in load)
         self._count += 1
         self._cells.setdefault(cell, deque(maxlen=PER_CELL)).append((seen, self._count))
@@ -450,7 +452,7 @@ class _Window(Generic[Sample]):
         return (seen for cell in self._cells.values() for seen, _ in cell)
 
     def weights(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-        """[sample], in their order: 1 for the newest, halved every HALF_LIFE."""
+        """Return the weights [sample], in iteration order: 1 for the newest, halved every HALF_LIFE samples."""
         ages = np.array([self._count - came for cell in self._cells.values() for _, came in cell], dtype=float)
         return np.asarray(0.5 ** (ages / HALF_LIFE))
 

@@ -1,7 +1,7 @@
-"""How redeployments reach the fleet, and what carries them out, from `fleet.deployer` of the configuration.
+"""Connect redeployments to the fleet, and construct what carries them out from `fleet.deployer` of the configuration.
 
-Engines that a deployer started are watched here, as an agent would: there may be none beside them. Where an agent
-reports such an engine, its reports count; the watcher reports it again once the agent has been silent for long.
+The daemon watches engines that a deployer started, as an agent would, since they may have no agent. While an agent
+reports such an engine, only its reports count; the watcher resumes after the agent has been silent for some time.
 """
 
 import asyncio
@@ -34,12 +34,12 @@ from planner.model import EngineId, NodeId, Plan, PlanId
 
 logger = logging.getLogger(__name__)
 
-# A single question to an engine; what takes long, such as loading weights, has the limits of its step.
+# For a single request to an engine; long ones, such as loading weights, have their step's limit.
 ASK_TIMEOUT_S = 120.0
 WATCHER = NodeId("daemon")
-INTERVAL_S = 0.25  # as agents scrape
-SILENT_AFTER_S = 3.0  # an agent that has said nothing for so long is stood in for
-LOOK_S = 1.0  # whether that is so is asked this often
+INTERVAL_S = 0.25  # the agents' scrape interval
+SILENT_AFTER_S = 3.0  # the watcher replaces an agent after this silence
+LOOK_S = 1.0  # how often that is checked
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class _Watched:
 
 
 class DeployedEngineWatcher:
-    """Watches the engines that it was last told to follow. `close` ends it."""
+    """Watches the engines passed to the latest call of `follow`. `close` ends it."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class DeployedEngineWatcher:
         make_engine: Callable[[str, str], Engine] = connect,
         interval_s: float = INTERVAL_S,
     ) -> None:
-        """`make_engine`: a client, from product and URL."""
+        """`make_engine` returns a client for a product and URL."""
         self._fleet = fleet
         self._make_engine = make_engine
         self._interval_s = interval_s
@@ -69,8 +69,8 @@ class DeployedEngineWatcher:
         self._sequence = 0
 
     def follow(self, engines: Mapping[EngineId, tuple[str, str]]) -> None:
-        """Watch these, (URL, product) of each, and no others. Raises Permanent for an unknown product, and changes
-        nothing then."""
+        """Watch exactly these engines, given as (URL, product). Raises Permanent for an unknown product, without any
+        change."""
         known = {engine: (watched.url, watched.product) for engine, watched in self._watched.items()}
         fresh = {
             engine: self._make_engine(product, url)
@@ -91,7 +91,7 @@ class DeployedEngineWatcher:
         await stop(*self._tasks)
 
     async def _stand_in(self, engine: EngineId, client: Engine) -> None:
-        """For as long as nobody else speaks for the engine; for ever."""
+        """Watch the engine whenever no agent reports it, until cancelled."""
         watch: asyncio.Task[None] | None = None
         try:
             while True:
@@ -121,7 +121,7 @@ class DeployedEngineWatcher:
     async def _end(self, engine: EngineId, watch: asyncio.Task[None]) -> None:
         await stop(watch)
         if not watch.cancelled() and watch.exception() is not None:
-            logger.error("%s: a defect ended its watch, which begins anew", engine, exc_info=watch.exception())
+            logger.error("%s: a defect ended its watch, which is restarted", engine, exc_info=watch.exception())
 
     def _publish(self, client: Engine, report: EngineReport) -> None:
         watched = self._watched.get(report.engine)
@@ -131,14 +131,14 @@ class DeployedEngineWatcher:
         self._fleet.engine_reported(replace(report, sequence=self._sequence), STAND_IN)
 
     def _spoken_for(self, engine: EngineId) -> bool:
-        """By an agent that has been heard of late."""
+        """Return whether an agent that lists the engine has reported recently."""
         since_s = self._fleet.clock.now_s() - SILENT_AFTER_S
         hellos = (state.attachment.hello for state in self._fleet.nodes.states() if state.last_report_s >= since_s)
         return any(hello.kind is NodeKind.AGENT and engine in hello.engines for hello in hellos)
 
 
 class RedeployedFleet:
-    """The fleet as redeployments change it: its moves, weights, circuits and watches."""
+    """The view of the fleet that redeployments use: its moves, weights, circuits and watches."""
 
     def __init__(
         self,
@@ -168,7 +168,7 @@ class RedeployedFleet:
         )  # a peer's folder has a version's tensors
 
     def redeployment_hold(self) -> str:
-        """Why engines must not be changed now; empty: they may be."""
+        """Return why engines must not be changed now; empty if a change is allowed."""
         lease = self._fleet.barrier.state.lease
         return "" if lease is None else f"the pause barrier is closed: {lease}"
 
@@ -179,13 +179,13 @@ class RedeployedFleet:
                 self._fleet.barrier.set_version(there, weights.version, "brought by a redeployment")
 
     def engine_stopped(self, engine: EngineId) -> None:
-        """It is none any more, nor are its weights any of the fleet's."""
+        """Remove the engine from the fleet, and drop its weight version."""
         self.state.remove_engine(engine)
         with _although_unwritten():
             self._fleet.barrier.gone([engine])
 
     def engines_deployed(self, running: Mapping[EngineId, DeployedInstance]) -> None:
-        """The engines that a deployer has started have changed."""
+        """Watch the deployer's running engines, and update the gateways' routes."""
         if self._watch is not None:
             serving = {id: (up.url, self._product) for id, up in running.items() if up.url and not up.lent}
             self._watch.follow(serving)
@@ -201,15 +201,16 @@ class RedeployedFleet:
 
 @contextmanager
 def _although_unwritten() -> Iterator[None]:
-    """What is so of engines is so where the journal cannot take it, too: a redeployment has to go on."""
+    """Log a failed journal write instead of raising it: a redeployment must proceed, and the engines' state is as it
+    is."""
     try:
         yield
     except OrchestrRLError as error:
-        logger.error("the weights of engines cannot be written down: %s", error)
+        logger.error("cannot write the engines' weight versions to the journal: %s", error)
 
 
 def deployment_of(config: Config, clock: Clock) -> FleetDeployment | None:
-    """For the daemon. None where the configuration has no deployer. Raises ProblemFaults."""
+    """Return the daemon's deployment, or None if no deployer is configured. Raises ProblemFaults."""
     deployer = deployer_of(config, clock)
     settings, launch, gpus = config.fleet.deployer, config.fleet.launch, config.fleet.gpus
     if deployer is None or settings is None:

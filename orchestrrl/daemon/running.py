@@ -1,4 +1,4 @@
-"""The daemon's process: its parts behind a server and metrics, its tasks, and an orderly end."""
+"""Run the daemon's process: its parts behind a server and metrics, its tasks, and an orderly shutdown."""
 
 import asyncio
 import logging
@@ -25,7 +25,7 @@ from planner.model import Mode
 
 logger = logging.getLogger(__name__)
 
-# How long a stop waits for results that are on their way, and then for calls to end.
+# How long a stop waits for open results, and then for calls to end.
 DRAIN_S = 2.0
 GRACE_S = 0.5
 
@@ -35,8 +35,8 @@ async def run_daemon(
 ) -> None:
     """Serve until cancelled, then stop in order.
 
-    `announce` gets the address once it is bound; `mode` stands in for the configured one. Raises ProblemFaults for what
-    a switch's driver finds wrong, and Permanent when the journal or an address cannot be had.
+    `announce` receives the address once it is bound; `mode` overrides the configured one. Raises ProblemFaults for
+    faults that a switch's driver finds, and Permanent if the journal cannot be opened or an address cannot be bound.
     """
     config = _with_mode(file.config, mode)
     edges = DaemonEdges(
@@ -63,7 +63,7 @@ async def run_daemon(
         server = await DaemonServer.start(daemon, config.listen, switches)
         stack.push_async_callback(server.stop, GRACE_S)
         stack.callback(daemon.weights.hub.close)  # peers attach to the next daemon at once
-        # Undone in reverse: results come in while the server still serves.
+        # Undone in reverse: results are received while the server still serves.
         stack.push_async_callback(plane.fleet.close, DRAIN_S)
         if config.metrics is not None:
             stack.push_async_callback((await serve_metrics(daemon, config.metrics.address)).cleanup)
@@ -104,9 +104,9 @@ def _reload_on_hangup(
             control_plane.reconfigure(_with_mode(file.reload(), mode))
             logger.warning("configuration reloaded")
         except ProblemFaults as error:
-            logger.error("configuration not reloaded, the old one stays in force:\n%s", error)
+            logger.error("configuration not reloaded, keeping the old one:\n%s", error)
         except OrchestrRLError as error:
-            logger.error("configuration reloaded, and not written down: %s", error)
+            logger.error("configuration reloaded, but not journalled: %s", error)
 
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGHUP, reload)

@@ -1,9 +1,10 @@
-"""Circuits for weight syncs: what a sync could have, circuits for the edges of its plan, and those from before again.
+"""Provide circuits for weight syncs: the possible network, circuits for the edges of a plan, and the previous circuits
+afterwards.
 
-The coordinator of circuits (fabric/coordinator.py) decides when and whether: this announces what the edges of a plan
-send, waits for what becomes of it, and says which circuits there are then. Whatever comes of it, the sync runs over
-what there is. Without an optical fabric the network is as the configuration says, and stays so. Section 5.2 and
-appendix E of the paper: circuits of both phases come up before the broadcast, and are torn down after it.
+The coordinator of circuits (fabric/coordinator.py) decides whether and when circuits change: this module announces the
+traffic of a plan's edges, waits for the result, and returns the present network. A sync runs in every case, over the
+circuits that are up. Without an optical fabric the network is the configured one. Section 5.2 and appendix E of the
+paper: circuits of both phases come up before the broadcast, and are torn down after it.
 """
 
 import asyncio
@@ -39,17 +40,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PERIOD = "weight-sync"
-# Not the trainer's: what it announces meanwhile supersedes nothing, and where it runs on, its pauses are waited for.
+# A job of its own: the trainer's announcements do not supersede it, and the trainer's pauses are waited for.
 JOB = "weights"
 LOOKED_BACK = 64  # periods
-# For a pause of training: nobody is held up by it, and a trainer that announces supersedes it.
+# Wait for a pause of training: it delays nothing, and an announcement of the trainer supersedes it.
 TRAINING_WITHIN_S = 600.0
 ROUNDING = 1 + 1e-6
 Peers = Callable[[], Mapping[PeerId, Peer]]
 
 
 class PacketNetwork:
-    """Without an optical fabric: `weights.network` of the configuration, and where peers say they are."""
+    """The network without an optical fabric: `weights.network` of the configuration, and the places that peers
+    report."""
 
     def __init__(self, settings: NetworkSettings, peers: Peers) -> None:
         self._settings = settings
@@ -74,8 +76,8 @@ class PacketNetwork:
 
 
 class CircuitsForSyncs:
-    """Over the coordinator of circuits. `packet_tors`: ToRs that an electrical network joins beside the circuits, each
-    at `packet_gbps`."""
+    """Provides a sync's circuits through the coordinator. `packet_tors` are ToRs that an electrical network also
+    connects, each at `packet_gbps`."""
 
     def __init__(
         self,
@@ -88,10 +90,10 @@ class CircuitsForSyncs:
         self._fabric = fabric
         self._peers = peers
         self._packets = packet_tors, packet_gbps
-        self._partly: set[str] = set()  # syncs that have changed circuits, and not got all of theirs
+        self._partly: set[str] = set()  # syncs that changed circuits but did not get all of theirs
 
     def network(self) -> SyncNetwork:
-        """Return the network of all lanes and fibres that are sound and free; no switch is read for it."""
+        """Return the network of all lanes and fibres that are healthy and free, without reading a switch."""
         fabric, site = self._fabric, self._fabric.site
         site_reading, word = fabric.site_reading, fabric.overrides
         state = FabricState(
@@ -107,8 +109,8 @@ class CircuitsForSyncs:
     async def bring_up(
         self, sync_id: str, planned: PlannedSync, on_phase: OnPhase, *, still: bool = False
     ) -> BroughtUp:
-        """Circuits for what the plan's edges send. Where nobody says that the trainer stands still, its pauses are
-        waited for, if it is traced. Where this is cancelled, nothing more is changed."""
+        """Bring up circuits for the traffic of the plan's edges and return the network. Unless the trainer is known to
+        stand `still`, its pauses are waited for, if it is traced. If cancelled, no further circuit is changed."""
         peers = self._peers()
         job = self._trainer(peers[edge.src] for edge in planned.edges if edge.src in peers) if still else JOB
         intent, notes = intent_of(planned.edges, self._fabric.site, peers, job)
@@ -119,21 +121,24 @@ class CircuitsForSyncs:
             period = self._fabric.expect(intent, boundary=True)
         except OrchestrRLError as error:
             logger.error("no circuits for weight sync %s: %s", sync_id, error)
-            return BroughtUp(await self._present(), (*notes, f"circuits stay as they are: {error}"))
+            return BroughtUp(await self._present(), (*notes, f"circuits remain unchanged: {error}"))
         try:
             report = await self._follow(period, on_phase)
         finally:
             if period.begun.is_set() and period.report.state is not PeriodState.COMMITTED:
                 self._partly.add(sync_id)
             if not period.report.over:
-                self._fabric.withdraw(period, f"weight sync {sync_id} was given up")
+                self._fabric.withdraw(period, f"weight sync {sync_id} was abandoned")
         network = await self._present()
         return BroughtUp(network, (*notes, *_what_became(report), *_not_joined(planned.edges, network)))
 
     async def tear_down(self, sync_id: str) -> tuple[str, ...]:
-        """Who had circuits before, and has not asked for others since, is given them again: generation at once;
-        training in a pause of its own, which is not waited for here, since the trainer may wait for the sync's end.
-        Harmless where nothing was changed, and after a restart: the journal knows what came up, in which order."""
+        """Restore the circuits from before the sync, unless their jobs have requested others since, and return notes.
+
+        Generation gets its circuits at once; training gets them in a pause of its own, which is not waited for, since
+        the trainer may be waiting for the sync's end. Idempotent, also after a restart: the journal contains the order
+        in which circuits came up.
+        """
         periods: list[AnnouncedPeriod] = []
         words: list[str] = []
         before = self._before(sync_id in self._partly)
@@ -142,11 +147,11 @@ class CircuitsForSyncs:
             try:
                 if stage is Stage.TRAIN:
                     self._fabric.announce(name, within_s=TRAINING_WITHIN_S, job=job)
-                    words.append(f"{name}: has its circuits again in a pause of training")
-                else:  # no broadcast runs any more; where packets are rerouted they leave a circuit before it goes
+                    words.append(f"{name}: circuits are restored in a pause of training")
+                else:  # the broadcast is over; rerouting drains packets from a circuit before it goes down
                     periods.append(self._fabric.announce(name, boundary=True, job=job))
             except OrchestrRLError as error:
-                words.append(f"{name}: circuits stay as they are: {error}")
+                words.append(f"{name}: circuits remain unchanged: {error}")
         for period in periods:
             report = await self._fabric.until_over(period)
             words.append(f"{report.period}: {report.state}{_why(report)}")
@@ -170,8 +175,8 @@ class CircuitsForSyncs:
             begun.cancel()
 
     def _before(self, partly: bool) -> list[tuple[str, Stage, str]]:
-        """Periods whose circuits a sync took: those that came up before it and have not since. `partly`: the last one
-        has come to nothing, but has changed something on its way."""
+        """Return the periods whose circuits a sync replaced: those that came up before it and have not come up again.
+        `partly`: the last sync failed, but changed circuits before that."""
         up = [(job, stage, name) for (job, stage), name in self._fabric.up.items()]
         syncs = [place for place, (_, stage, _) in enumerate(up) if stage is Stage.WEIGHT_SYNC]
         last = len(up) if partly else max(syncs, default=0)
@@ -191,8 +196,8 @@ class CircuitsForSyncs:
 
 
 def circuits_of(config: "Config", fabric: CircuitCoordinator | None, peers: Peers) -> SyncCircuits:
-    """For the daemon. The electrical network joins the ToRs whose routers say so; where nobody here reroutes packets,
-    it is taken to join all, since peers do reach the daemon over something."""
+    """Return the sync circuits of the daemon. The electrical network connects the ToRs whose routers have a packet
+    side; without configured routers it is assumed to connect all ToRs, since peers do reach the daemon."""
     network = config.weights.network
     if fabric is None or config.fabric is None:
         return PacketNetwork(network, peers)
@@ -209,7 +214,7 @@ def network_of(
     packet_tors: Collection[EndpointId] = (),
     packet_gbps: float = 0.0,
 ) -> SyncNetwork:
-    """Return the network that these circuits and the packet side make. Ports reserved for responses are left out."""
+    """Return the network of these circuits and the packet side, without ports reserved for responses."""
     ours = [each for each in cross_connects if not any((each.switch, port) in site.reserved for port in each.ports)]
     boundary: Counter[EndpointId] = Counter()
     tors: Counter[EndpointId] = Counter()
@@ -234,8 +239,8 @@ def _network(
     packet_tors: Collection[EndpointId],
     packet_gbps: float,
 ) -> SyncNetwork:
-    """Return the network of circuits, counted by PoD, ToR and pair of PoDs, and the packet side where there are none:
-    one way to each other PoD, so that by their number none is in another's way."""
+    """Return the network of circuits, counted by PoD, ToR and pair of PoDs. The packet side connects PoDs without
+    circuits, with one link to each other PoD, so that the number of links does not limit it."""
     joined = set(packet_tors) if packet_gbps > 0 else set()
     pods = sorted(pod.id for pod in site.pods if any(tor.id in joined for tor in site.tors_of[pod.id]))
     by_packets: dict[tuple[str, str], PairLink] = {pair: PairLink(1, packet_gbps) for pair in combinations(pods, 2)}
@@ -251,11 +256,11 @@ def _network(
 
 
 def station_of(peer: Peer, site: Site) -> NetworkStation:
-    """Return the station of a peer by its GPU's NIC, else by the names of its place."""
+    """Return the station of a peer, by its GPU's NIC or else by the names of its place."""
     place = peer.place
     if place.gpu is None or GpuId(place.gpu) not in site.server_of:
         if place.gpu is not None:
-            logger.warning("peer %s is at GPU %d, which is none of the site's: by name, then", peer.id, place.gpu)
+            logger.warning("peer %s has GPU %d, which is not in the site: placing it by its names", peer.id, place.gpu)
         return named_station(peer, site.nic_gbps)
     gpu = GpuId(place.gpu)
     return NetworkStation(site.server_of[gpu].pod, site.tor_of(gpu), place.nic_gbps or site.nic_gbps)
@@ -268,8 +273,8 @@ def named_station(peer: Peer, nic_gbps: float) -> NetworkStation:
 def intent_of(
     edges: Iterable[CarryEdge], site: Site, peers: Mapping[PeerId, Peer], job: str = JOB
 ) -> tuple[Intent, tuple[str, ...]]:
-    """Return the traffic of edges, GPU by GPU, and notes on peers that are not in it. An edge has sent all
-    of it once it is over, so both phases have their circuits at once."""
+    """Return the traffic of edges, per pair of GPUs, and notes on peers without a known GPU. All bytes of an edge
+    count, so that both phases get their circuits at once."""
     sent: Counter[tuple[int, int]] = Counter()
     nowhere: set[str] = set()
     for edge in edges:
@@ -285,12 +290,12 @@ def intent_of(
         Traffic(TrafficOperation.WEIGHT_SYNC, Primitive.PIPELINE, tuple(pairs), float(count))
         for count, pairs in sorted(by_bytes.items())
     )
-    notes = [f"no circuits for {', '.join(sorted(nowhere))}: no place of the site is known of them"] if nowhere else []
+    notes = [f"no circuits for {', '.join(sorted(nowhere))}: their place in the site is unknown"] if nowhere else []
     return Intent(PERIOD, Stage.WEIGHT_SYNC, traffic, job=job), tuple(notes)
 
 
 def _gpu_of(peer: Peer, site: Site) -> int | None:
-    """Its own, or some GPU below the same ToR."""
+    """Return the peer's own GPU, or any GPU under the same ToR, or None."""
     if peer.place.gpu is not None and GpuId(peer.place.gpu) in site.server_of:
         return peer.place.gpu
     below = (gpu for gpu in sorted(site.server_of) if site.tor_of(gpu) == peer.place.tor)
@@ -299,7 +304,7 @@ def _gpu_of(peer: Peer, site: Site) -> int | None:
 
 def _what_became(report: PeriodReport) -> tuple[str, ...]:
     if report.state is PeriodState.COMMITTED:
-        return ()  # what else there is to say of the period is told with it
+        return ()  # further notes are reported with the period
     partly = f" ({report.stages_done} of {report.stages} stages were done)" if report.stages_done else ""
     return (f"circuits of the sync are not up{partly}, {report.state}{_why(report)}", *report.notes)
 
@@ -309,7 +314,7 @@ def _why(report: PeriodReport) -> str:
 
 
 def _not_joined(edges: Iterable[CarryEdge], network: SyncNetwork) -> tuple[str, ...]:
-    """Return notes on PoDs between which edges of one wave have less than was planned."""
+    """Return notes on pairs of PoDs between which edges of one wave have less bandwidth than planned."""
     assert network.pairs is not None
     asked: defaultdict[tuple[tuple[str, str], int], dict[str, float]] = defaultdict(dict)
     for edge in edges:
@@ -317,15 +322,15 @@ def _not_joined(edges: Iterable[CarryEdge], network: SyncNetwork) -> tuple[str, 
         if len(set(ends)) == 2:
             one, other = sorted(ends)
             ways = asked[(one, other), edge.wave]
-            ways[ends[0]] = ways.get(ends[0], 0.0) + edge.rate_gbps  # each way by itself
+            ways[ends[0]] = ways.get(ends[0], 0.0) + edge.rate_gbps  # per direction
     found: dict[str, None] = {}
     for ((one, other), _), gbps in sorted(asked.items()):
         link, most_gbps = network.pairs.get((one, other)), max(gbps.values())
         if link is None:
-            found[f"nothing joins {one} and {other}"] = None
+            found[f"no link joins {one} and {other}"] = None
         elif link.gbps < network.link_gbps:
-            found[f"{one} and {other} are joined by the packet side alone, at {link.gbps:g} Gbps"] = None
+            found[f"{one} and {other} are joined only by the packet side, at {link.gbps:g} Gbps"] = None
         elif most_gbps > link.circuits * link.gbps * ROUNDING:
             has_gbps = link.circuits * link.gbps
-            found[f"{one} and {other} have circuits for {has_gbps:g} Gbps, the plan fills {most_gbps:g}"] = None
+            found[f"{one} and {other} have circuits for {has_gbps:g} Gbps, the plan uses {most_gbps:g}"] = None
     return tuple(found)

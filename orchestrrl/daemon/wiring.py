@@ -1,4 +1,5 @@
-"""Construct the daemon's parts, each from those before it. The simulator and tests build the same with other edges."""
+"""Construct the daemon's parts, each from the previous ones. The simulator and tests construct the same with other
+edges."""
 
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -48,18 +49,18 @@ from planner.fabric.windows import CommitTimes
 from planner.model import EngineHealth, EngineId, RequestId
 from planner.sync_tree.network import LeftForMoves
 
-FIRST_ROUTE_S = 1.0  # that routers are taken to need, before one change of theirs was measured
+FIRST_ROUTE_S = 1.0  # assumed duration of a route change before one was measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DaemonEdges:
-    """What a daemon acts on and reads beside its nodes, and how it computes. The defaults have no devices and compute
-    in place."""
+    """The external dependencies of a daemon apart from its nodes, and how it computes. The defaults have no devices and
+    compute inline."""
 
-    drivers: Mapping[str, OcsDriver] = field(default_factory=dict)  # by switch
+    drivers: Mapping[str, OcsDriver] = field(default_factory=dict)  # by switch id
     deployment: FleetDeployment | None = None
-    watch: Callable[[FleetCoordinator], DeployedEngineWatcher] | None = None  # of deployed engines
-    left_for_moves: Callable[[], LeftForMoves] | None = None  # None: what weight syncs leave
+    watch: Callable[[FleetCoordinator], DeployedEngineWatcher] | None = None  # watches deployed engines
+    left_for_moves: Callable[[], LeftForMoves] | None = None  # None: the bandwidth that weight syncs leave
     known_output_tokens: Mapping[RequestId, int] | None = None  # for an oracle's plans
     offload: Offload = inline
     stopwatch: Callable[[], float] = perf_counter
@@ -67,17 +68,17 @@ class DaemonEdges:
 
 @dataclass(frozen=True, slots=True)
 class FabricParts:
-    """The parts that serve the fabric. The daemon keeps `coordinator.run` and `routing.maintain` as tasks."""
+    """The parts that serve the fabric. The daemon runs `coordinator.run` and `routing.maintain` as tasks."""
 
     coordinator: CircuitCoordinator | None = None  # None: the configuration has no fabric
-    routing: FabricRouting | None = None  # None: it has no routers
+    routing: FabricRouting | None = None  # None: the configuration has no routers
     verifier: FabricVerifier | None = None
     gen_circuits: GenerationCircuits | None = None  # None: circuits do not follow the deployment
 
 
 @dataclass(frozen=True, slots=True)
 class WeightSyncParts:
-    """`syncs` is kept running as a task; `hub` is whom peers attach to."""
+    """The parts that serve weight syncs. `syncs` runs as a task; peers attach to `hub`."""
 
     hub: PeerHub
     syncs: WeightSync
@@ -95,12 +96,12 @@ class Daemon:
     weights: WeightSyncParts
     watch: DeployedEngineWatcher | None
     redeployer: RedeploymentController | None
-    # To be done before the pause barrier opens; given when it opens by itself.
+    # To run before the pause barrier opens; its argument is the time at which the lease expires.
     before_resume: Callable[[float], Awaitable[str]] | None
 
 
 def build_daemon(config: Config, journal: Journal, clock: Clock, edges: DaemonEdges | None = None) -> Daemon:
-    """Construction recovers what the journal holds."""
+    """Construct a daemon. Its parts recover their state from the journal."""
     edges = edges or DaemonEdges()
     mode = ModeSwitch(config.mode, journal, clock)
     turn = DeploymentTurn()
@@ -188,7 +189,7 @@ def _gen_circuits(
     if settings.model is None:
         return None
     deployer = config.fleet.deployer
-    # A switch that is past its point of no return must not fail over its circuits.
+    # A redeployment past its point of no return must not fail because of its circuits.
     within_s = settings.boundary_within_s if deployer is None else deployer.check_within_s / 2
     within_s = min(within_s, settings.boundary_within_s)
     return GenerationCircuits(fabric, model_named(settings.model), settings, clock, within_s)
@@ -235,7 +236,7 @@ def weights_of(
     pause_registry: PauseRegistry,
     offload: Offload,
 ) -> WeightSyncParts:
-    """For the daemon."""
+    """Construct the parts for weight syncs."""
     settings, clock, journal = config.weights, fleet.clock, fleet.journal
     hub = PeerHub(clock, journal.generation, settings.patience_s, config.limits.nodes)
 
@@ -264,8 +265,8 @@ def weights_of(
 
 
 def source_of(version: int, hub: PeerHub) -> str:
-    """The folder of a version that engines which are started later load it from: where every peer of engines has it
-    under the same path. On one machine one peer is enough for that."""
+    """Return the folder from which engines started later can load a version: every peer of engines must have the
+    complete version under the same path. Empty if there is none. On one machine one peer suffices."""
     peers = [peer for peer in hub.attached().values() if peer.engines or peer.serves or peer.ranks_of]
     folders = {peer.folder for peer in peers}
     if len(folders) != 1 or "" in folders:
@@ -275,8 +276,8 @@ def source_of(version: int, hub: PeerHub) -> str:
 
 
 class BarrierFence:
-    """Over the fleet's barrier. `source` tells the folder that has a version wherever engines are started later; empty:
-    there is none that all of them could read."""
+    """The fleet's pause barrier as weight syncs use it. `source` returns the folder of a version that engines started
+    later can read, or an empty string."""
 
     def __init__(self, barrier: PauseBarrier, nodes: NodeRegistry, source: Callable[[int], str]) -> None:
         self._barrier = barrier

@@ -1,1 +1,1 @@
-"""Which engines there are: state, membership, routes, moves, the pause barrier, redeployments, deployers."""
+"""The fleet of engines: state, membership, routes, moves, the pause barrier, redeployments and deployers."""

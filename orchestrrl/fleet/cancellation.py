@@ -1,4 +1,5 @@
-"""End answers where they are: those that somebody names, and those that are redundant: their group has enough."""
+"""Cancel requests on their engines: those that a caller names, and those that are redundant because their group has
+enough answers."""
 
 import asyncio
 import logging
@@ -16,19 +17,20 @@ from planner.model import NodeId, RequestId
 logger = logging.getLogger(__name__)
 
 ANSWER_S = 5.0
-ASKED = "cancelled"  # the stop_reason of answers that somebody ended who gave no reason
+ASKED = "cancelled"  # the stop_reason of answers cancelled without a reason
 REDUNDANT = "redundant"
 
 
 @dataclass(frozen=True, slots=True)
 class CancelOutcome:
     requests: tuple[RequestId, ...]
-    silent: tuple[NodeId, ...]  # gateways that have not said what they ended
+    silent: tuple[NodeId, ...]  # gateways that have not reported what they cancelled
 
 
 @dataclass(slots=True, eq=False)
 class Canceller:
-    """Orders it of gateways. `totals`: requests ended so, by whether somebody asked for it or they were redundant."""
+    """Sends cancellation orders to gateways. `totals` counts the requests cancelled, by reason: on request or
+    redundant."""
 
     _runner: OperationRunner
     _nodes: NodeRegistry
@@ -37,7 +39,8 @@ class Canceller:
     totals: Counter[str] = field(default_factory=lambda: Counter({ASKED: 0, REDUNDANT: 0}))
 
     async def cancel(self, requests: Iterable[RequestId], groups: Iterable[str], reason: str) -> CancelOutcome:
-        """Wherever they are. Raises ProblemFaults where nothing is named, Permanent where there is no gateway."""
+        """Cancel the named requests and groups on every gateway. Raises ProblemFaults if none is named, Permanent if no
+        gateway is attached."""
         action = CancelRequests(tuple(requests), tuple(groups), reason or ASKED)
         named = (*action.requests, *action.groups)
         if not named or not all(named):
@@ -45,14 +48,15 @@ class Canceller:
         orders = {node: self._order(node, action, ASKED) for node in self._nodes.gateways()}
         if not orders:
             raise Permanent("no gateway is attached: see `orchestrrl status`")
-        told = await answers(orders, self._clock, ANSWER_S)
-        results = {node: result for node, result in told.items() if result is not None}
+        collected = await answers(orders, self._clock, ANSWER_S)
+        results = {node: result for node, result in collected.items() if result is not None}
         ended = [RequestId(item.id) for result in results.values() for item in result.items if item.done]
         silent = [node for node in orders if node not in results or results[node].status is not OperationStatus.DONE]
         return CancelOutcome(tuple(sorted(ended)), tuple(silent))
 
     def redundant(self, groups: Mapping[NodeId, tuple[str, ...]]) -> None:
-        """The groups of each gateway have enough. A gateway alone knows that by itself."""
+        """Cancel the rest of groups that have enough answers, per gateway. A single gateway does this without an
+        order."""
         attached = self._nodes.gateways()
         for node in attached if len(attached) > 1 else ():
             if groups.get(node):

@@ -1,7 +1,7 @@
-"""What each engine is started with, and by which deployer: from `fleet.launch`, `fleet.deployer` and the layouts of the
-configuration, and their faults.
+"""Derive what each engine is started with, and the deployer, from `fleet.launch`, `fleet.deployer` and the layouts of
+the configuration; report their faults.
 
-The command lines themselves are made in `fleet/deployers/command_line.py`.
+The command lines themselves are rendered in `fleet/deployers/command_line.py`.
 """
 
 import sys
@@ -22,7 +22,7 @@ from planner.model import ConfigurationId, EngineId, GpuId
 
 
 def launch_of(fleet: FleetSettings) -> EngineLaunch:
-    """What all engines have in common. Raises ProblemFaults where nothing is said of it."""
+    """Return the launch settings that all engines share. Raises ProblemFaults if `fleet.launch` is missing."""
     settings = fleet.launch
     if settings is None:
         raise ProblemFaults(
@@ -51,7 +51,7 @@ def spec_of(
     gpus: Sequence[GpuId],
     port: int | None = None,
 ) -> EngineSpec:
-    """What one engine is started with. Raises ProblemFaults for a configuration that nobody knows."""
+    """Return what one engine is started with. Raises ProblemFaults if the configuration is unknown."""
     layouts = fleet.layouts()
     if configuration not in layouts:
         known = ", ".join(sorted(layouts)) or "none"
@@ -75,7 +75,7 @@ def spec_of(
 
 
 def configured_engines(fleet: FleetSettings) -> list[EngineSpec]:
-    """The engines that the configuration lists, each on the port of its URL. Raises ProblemFaults."""
+    """Return a spec for each engine that the configuration lists, on the port of its URL. Raises ProblemFaults."""
     specs, faults = [], []
     for place, engine in enumerate(fleet.engines):
         if engine.configuration is None:
@@ -96,7 +96,7 @@ def configured_engines(fleet: FleetSettings) -> list[EngineSpec]:
 def filled(
     fleet: FleetSettings, configuration: ConfigurationId, gpus: Iterable[GpuId] | None = None
 ) -> list[EngineSpec]:
-    """As many engines of one configuration as the fleet's GPUs make, or one of them on the GPUs named. Raises
+    """Return as many engines of one configuration as fit on the fleet's GPUs, or one engine on the given GPUs. Raises
     ProblemFaults."""
     layout = fleet.layouts().get(configuration)
     if gpus is not None or layout is None:
@@ -114,7 +114,7 @@ def filled(
 
 
 def launch_faults(fleet: Mapping[Any, Any], known: Iterable[str]) -> list[str]:
-    """Faults between `fleet.launch` and the rest of the section, as written."""
+    """Return the faults between `fleet.launch` and the rest of the fleet section. Takes the section as written."""
     section = fleet.get("launch")
     if not isinstance(section, dict):
         return []
@@ -129,7 +129,7 @@ def launch_faults(fleet: Mapping[Any, Any], known: Iterable[str]) -> list[str]:
             faults.append(f"{path}: is not one of fleet.configurations (known: {listing}), got {name!r}")
     transfer = fleet.get("kv_transfer")
     if isinstance(transfer, dict) and transfer.get("connector") and section.get("kv_directory") is None:
-        faults.append("fleet.launch.kv_directory: must be given where fleet.kv_transfer has a connector, got nothing")
+        faults.append("fleet.launch.kv_directory: must be given if fleet.kv_transfer has a connector, got nothing")
     gpus = fleet.get("gpus")
     per_node = gpus.get("per_node", 8) if isinstance(gpus, dict) else 8
     ports = section.get("ports", [8100, 8199])
@@ -138,12 +138,12 @@ def launch_faults(fleet: Mapping[Any, Any], known: Iterable[str]) -> list[str]:
         wish = f"must have {PORTS_PER_GPU} ports for each of a node's {per_node} GPUs"
         faults.append(f"fleet.launch.ports: {wish}, got {ports}")
     if section.get("cores_per_gpu") and section.get("device") != EngineDevice.CPU:
-        faults.append(f"fleet.launch.cores_per_gpu: is for device cpu alone, got {section['cores_per_gpu']!r}")
+        faults.append(f"fleet.launch.cores_per_gpu: is only for device cpu, got {section['cores_per_gpu']!r}")
     return faults
 
 
 def deployer_faults(fleet: dict[Any, Any]) -> list[str]:
-    """Faults between `fleet.deployer` and the rest of the section, as written."""
+    """Return the faults between `fleet.deployer` and the rest of the fleet section. Takes the section as written."""
     section = fleet.get("deployer")
     if not isinstance(section, dict):
         return []
@@ -154,14 +154,15 @@ def deployer_faults(fleet: dict[Any, Any]) -> list[str]:
         listing = f"fleet.deployer.product: must be one of {', '.join(known)}, got {shorten(product)}"
         faults.append(listing + did_you_mean(product, known))
     return faults + [
-        f"{path}: must be given where fleet.deployer is, got nothing"
+        f"{path}: must be given if fleet.deployer is given, got nothing"
         for path, name in (("fleet.launch", "launch"), ("fleet.gpus", "gpus"))
         if not isinstance(fleet.get(name), dict)
     ]
 
 
 def deployer_of(config: Config, clock: Clock) -> Deployer | None:
-    """None where the configuration has none. Raises ProblemFaults for what is wrong with it."""
+    """Return the configured deployer, or None if none is configured. Raises ProblemFaults if its settings are
+    invalid."""
     settings = config.fleet.deployer
     if settings is None:
         return None
@@ -177,7 +178,8 @@ def deployer_of(config: Config, clock: Clock) -> Deployer | None:
 
 
 def start_faults(config: Config) -> list[str]:
-    """What could never start of the configurations that are written out; a profile's may be more than are ever used."""
+    """Return the faults that prevent the listed configurations from starting. Configurations from a profile are not
+    checked: not all of them need to be startable."""
     fleet = config.fleet
     if fleet.deployer is None or fleet.launch is None:
         return []

@@ -1,8 +1,8 @@
-"""Engines come and go while the daemon runs: an operator adds, drains and removes them.
+"""Add, drain and remove engines on an operator's order while the daemon runs.
 
-Each word is checked, journalled, and told to the gateways at once. Who leaves is emptied in rounds, by the same path as
-any other move, until nothing is there that can move: also what a gateway sent before it heard, and what an earlier
-daemon had begun.
+Each change is checked, written to the journal, and sent to the gateways at once. The requests of a leaving engine are
+moved in rounds, by the same path as any other move, until none that can move is left. This includes requests that a
+gateway sent before it received the change, and drains that an earlier daemon began.
 """
 
 import asyncio
@@ -28,28 +28,30 @@ from planner.model import ConfigurationId, EngineId, EngineView, RequestId, Requ
 logger = logging.getLogger(__name__)
 
 MOVES_A_ROUND = 64
-# How long a request that was moved is left alone, until its gateway has told of it.
+# A moved request is not moved again for this long: its gateway has reported the move by then.
 TOLD_WITHIN_S = 2.0
 # A request whose move was refused is tried again after this long, doubling up to the cap.
 RETRY_FIRST_S = 1.0
 RETRY_CAP_S = 30.0
-# An agent that was forgotten somewhere may go on to report an engine for long; but names are not kept for ever.
+# Removed engines that are remembered: an agent may still report one long after its removal.
 REMOVED_REMEMBERED = 4096
 
 StartMoves = Callable[[Sequence[RequestMove], Snapshot], "asyncio.Task[MovesOutcome]"]
-_EngineIds = Annotated[frozenset[EngineId], PlainSerializer(sorted)]  # in the journal in order
+_EngineIds = Annotated[frozenset[EngineId], PlainSerializer(sorted)]  # sorted in the journal
 
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """What operators said of engines, over restarts and reloads. Each transition is a new roster; done twice, it is the
-    same one. An engine stands in at most one of `added` and `removed`, and is never removed and draining.
+    """The engines that operators added, drained or removed, kept across restarts and reloads.
+
+    Each transition returns a new value and is idempotent. An engine is in at most one of `added` and `removed`, and is
+    never both removed and draining.
     """
 
-    added: tuple[EngineFacts, ...] = ()  # by id; they stand before the configuration's
-    draining: _EngineIds = frozenset()  # nothing new goes there
-    leaving: _EngineIds = frozenset()  # of these, whose requests are moved elsewhere
-    removed: tuple[EngineId, ...] = ()  # in this order; none of ours until added again, whoever reports them
+    added: tuple[EngineFacts, ...] = ()  # by id; these override the configuration's
+    draining: _EngineIds = frozenset()  # no new requests are sent to these
+    leaving: _EngineIds = frozenset()  # the draining engines whose requests are moved elsewhere
+    removed: tuple[EngineId, ...] = ()  # oldest first; ignored until added again
 
     def __post_init__(self) -> None:
         added = [facts.id for facts in self.added]
@@ -61,17 +63,18 @@ class Membership:
             raise ValueError(f"leaving engines must be draining, got {sorted(self.leaving - self.draining)}")
 
     def with_added(self, facts: EngineFacts) -> "Membership":
-        """It is there, and takes requests."""
+        """Add the engine and let it accept requests."""
         others = [other for other in self.added if other.id != facts.id]
         taking = self.with_undrained(facts.id).with_readmitted(facts.id)
         return replace(taking, added=tuple(sorted([*others, facts], key=lambda one: one.id)))
 
     def with_readmitted(self, engine: EngineId) -> "Membership":
-        """It is there by the configuration's word again."""
+        """Undo a removal: the configuration's entry for the engine applies again."""
         return replace(self, removed=tuple(other for other in self.removed if other != engine))
 
     def with_drained(self, engine: EngineId, move: bool = False) -> "Membership":
-        """It takes nothing new; `move`: what is there goes elsewhere. Draining it again does not call moves back."""
+        """Stop new requests to the engine. With `move`, also move its requests to other engines. A later drain without
+        `move` does not cancel these moves."""
         leaving = self.leaving | {engine} if move else self.leaving
         return replace(self, draining=self.draining | {engine}, leaving=leaving)
 
@@ -88,7 +91,7 @@ MEMBERSHIP = TypeAdapter(Membership)
 
 
 def engine_facts(config: Config) -> list[EngineFacts]:
-    """What the configuration says of each engine."""
+    """Return the facts that the configuration gives for each engine."""
     known = {configuration.id: configuration for configuration in config.fleet.configuration_values()}
     return [
         EngineFacts(
@@ -104,19 +107,19 @@ def engine_facts(config: Config) -> list[EngineFacts]:
 
 
 def recovered_roster(journal: Journal) -> Membership:
-    """The roster as the daemon before left it."""
+    """Return the last membership in the journal, or an empty one."""
     return journal.newest(EntryKind.ENGINES, lambda body: MEMBERSHIP.validate_python(body["roster"])) or Membership()
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRemoval:
     requests_moved: int
-    requests_left: int  # that could not move, and finish there
+    requests_left: int  # these could not move and finish on the engine
 
 
 @dataclass(frozen=True, slots=True)
 class _Rest:
-    """A request that was ordered elsewhere is not ordered again before `until_s`."""
+    """A pause in the moves of one request: no further move is ordered before `until_s`."""
 
     until_s: float
     refusals: int = 0
@@ -129,15 +132,16 @@ class _Rest:
 
 @dataclass(slots=True, eq=False)
 class MembershipChanges:
-    """The roster in force. Construction recovers it from the journal; `tick` moves what is to leave."""
+    """The current membership. The constructor recovers it from the journal; `tick` moves requests off leaving
+    engines."""
 
     _config: Config
     _state: FleetState
     _routes: RoutingTable
     _journal: Journal
     _clock: Clock
-    _start_moves: StartMoves  # begins moves by the normal path, whatever the mode
-    _check_movable: Callable[[], None]  # raises Permanent while all requests stand still
+    _start_moves: StartMoves  # starts moves by the normal path, in any daemon mode
+    _check_movable: Callable[[], None]  # raises Permanent while the pause barrier is closed
     membership: Membership = field(init=False)
     _round: "asyncio.Task[MovesOutcome] | None" = field(default=None, init=False)
     _rests: dict[RequestId, _Rest] = field(default_factory=dict, init=False)
@@ -147,15 +151,15 @@ class MembershipChanges:
         self._report_state()
 
     def reconfigure(self, config: Config) -> None:
-        """Take over a reloaded configuration."""
+        """Apply a reloaded configuration."""
         self._config = config
         self._report_state()
 
-    # --- an operator's words
+    # --- an operator's changes
 
     def add(self, new: EngineFacts, reason: str = "") -> None:
-        """Name it to every gateway, as an operator described it. A removed one that the configuration names needs no
-        more than its id. Raises ProblemFaults with all that is wrong with it."""
+        """Add an engine and send it to every gateway. To readmit a removed engine that the configuration lists, its id
+        is enough. Raises ProblemFaults with all faults."""
         configured = any(facts.id == new.id for facts in engine_facts(self._config))
         if configured and new.id in self.membership.removed and new == EngineFacts(new.id, ""):
             self._change("add", new.id, self.membership.with_readmitted(new.id), reason)
@@ -169,27 +173,29 @@ class MembershipChanges:
         self._change("add", new.id, self.membership.with_added(facts), reason)
 
     def drain(self, engine: EngineId, move: bool = False, reason: str = "") -> None:
-        """Nothing new goes there; `move`: what is there goes elsewhere, round by round. Raises ProblemFaults for an
-        engine that is not known."""
+        """Stop new requests to the engine. With `move`, also move its requests elsewhere, round by round. Raises
+        ProblemFaults if the engine is unknown."""
         self._require_known(engine)
         self._change_names("drain", engine, lambda membership, name: membership.with_drained(name, move), reason)
 
     def undrain(self, engine: EngineId, reason: str = "") -> None:
-        """It takes requests again."""
+        """Let a draining engine accept requests again. Raises ProblemFaults if the engine is unknown."""
         self._require_known(engine)
         self._change_names("undrain", engine, Membership.with_undrained, reason)
 
     async def remove(self, engine: EngineId, force: bool = False, reason: str = "") -> EngineRemoval:
-        """It is none of ours from now on, whoever reports it. What still runs there finishes: its gateway keeps the
-        connection. Raises Permanent while requests are there, unless forced: then those that can go on elsewhere do,
-        but for while all stand still.
+        """Remove an engine from the fleet, even if agents still report it. Requests that still run there finish, since
+        their gateway keeps the connection.
+
+        Raises Permanent if the engine has requests, unless forced. If forced, requests that can move are moved first;
+        this raises Permanent while the pause barrier is closed.
         """
         self._require_known(engine)
         there = self._requests_on(engine)
         if there and not force:
             raise Permanent(
-                f"{len(there)} requests are on {engine}: `orchestrrl engines drain {engine} --move --wait` empties it;"
-                " --force moves those that can go on elsewhere, and lets the others finish"
+                f"engine {engine} has {len(there)} requests: empty it with `orchestrrl engines drain {engine} --move"
+                " --wait`, or use --force to move the requests that can move and let the others finish"
             )
         if there:
             self._check_movable()
@@ -200,18 +206,18 @@ class MembershipChanges:
     def _change_names(
         self, change: str, engine: EngineId, step: Callable[[Membership, EngineId], Membership], reason: str
     ) -> None:
-        """Change the engine's id, and those that only nodes use for it: they would be its id once nothing else names
-        it."""
+        """Apply the change to the engine's id and to its aliases, which only nodes use. An alias becomes an id of its
+        own once no other name refers to the engine."""
         names, membership = self._state.names(self._clock.now_s()), self.membership
         others = {id for _, id in names.others.get(engine, ())}
         for name in [engine, *sorted(id for id in others if names.is_other(id) and id not in membership.removed)]:
             membership = step(membership, name)
         self._change(change, engine, membership, reason)
 
-    # --- moving what leaves
+    # --- moves off leaving engines
 
     def tick(self, snapshot: Snapshot) -> None:
-        """Begin a round of moves off the engines that are to be empty, unless one is under way."""
+        """Start a round of moves off the leaving engines, unless one is running."""
         leaving = self.membership.leaving
         if self._round is not None:
             return
@@ -242,7 +248,7 @@ class MembershipChanges:
 
     def _round_ended(self, moves: Sequence[RequestMove], task: "asyncio.Task[MovesOutcome]") -> None:
         self._round = None
-        if task.cancelled() or task.exception() is not None:  # who started it tells of it
+        if task.cancelled() or task.exception() is not None:  # logged by the code that started the task
             return
         now_s = self._clock.now_s()
         for move, item in zip(moves, task.result().items, strict=True):
@@ -254,7 +260,7 @@ class MembershipChanges:
                 self._rests[move.request] = earlier.refused(move.to_engine, now_s)
 
     async def _empty(self, engine: EngineId, reason: str) -> set[RequestId]:
-        """Drain it and have all that is there tried once; those that were moved."""
+        """Drain the engine, try to move each of its requests once, and return those that moved."""
         self._change("drain", engine, self.membership.with_drained(engine), reason)
         snapshot = self._state.snapshot(self._clock.now_s())
         moved: set[RequestId] = set()
@@ -286,22 +292,22 @@ class MembershipChanges:
         return {request.id for request in snapshot.requests if request.engine == engine}
 
     def _require_known(self, engine: EngineId) -> None:
-        # One that was drained and then forgotten can still be spoken of.
+        # An engine that was drained and then forgotten is still accepted.
         known = {view.id for view in self._state.engines(self._clock.now_s())} | self.membership.draining
         if engine not in known:
             listing = ", ".join(sorted(known)) or "none"
             raise ProblemFaults([f"engine_id: is not a known engine (known: {listing}), got {engine!r}"])
 
     def _place_faults(self, new: EngineFacts, views: Sequence[EngineView]) -> list[str]:
-        """Of configuration and GPUs."""
+        """Return the faults of the new engine's configuration and GPUs."""
         fleet, faults = self._config.fleet, []
         known = {configuration.id: configuration for configuration in fleet.configuration_values()}
         configuration = known.get(new.configuration) if new.configuration is not None else None
         if new.configuration is not None and configuration is None:
-            listing = ", ".join(sorted(known)) or "none; fleet.configurations lists them"
-            faults.append(f"configuration: is not a known one (known: {listing}), got {new.configuration!r}")
+            listing = ", ".join(sorted(known)) or "none; add it to fleet.configurations"
+            faults.append(f"configuration: is not a known configuration (known: {listing}), got {new.configuration!r}")
         if configuration is not None and new.gpus and len(new.gpus) != configuration.gpus:
-            wish = f"must be as many as {configuration.id} takes, {configuration.gpus}"
+            wish = f"must have the {configuration.gpus} GPUs of {configuration.id}"
             faults.append(f"gpus: {wish}, got {shorten(list(new.gpus))}")
         owner = {gpu: view.id for view in views for gpu in view.gpus if view.id != new.id}
         for place, gpu in enumerate(new.gpus):
@@ -312,7 +318,7 @@ class MembershipChanges:
             if gpu in owner:
                 faults.append(f"gpus[{place}]: is in use by {owner[gpu]}, got {gpu}")
             if gpu in new.gpus[:place]:
-                faults.append(f"gpus[{place}]: is named twice, got {gpu}")
+                faults.append(f"gpus[{place}]: must not be repeated, got {gpu}")
         return faults
 
     def _identity_faults(self, new: EngineFacts, views: Sequence[EngineView]) -> list[str]:
@@ -321,16 +327,16 @@ class MembershipChanges:
             faults.append(f"engine_id: must not be empty, got {new.id!r}")
         here = next((view for view in views if view.id == new.id), None)
         if here is not None:
-            where = f"is the id of an engine already, at {here.url or 'an unknown URL'}; remove that one first"
+            where = f"is in use by the engine at {here.url or 'an unknown URL'}; remove that engine first"
             faults.append(f"engine_id: {where}, got {new.id!r}")
         called = self._state.engine_called(new.id, now_s)
         if called != new.id:
-            faults.append(f"engine_id: is what nodes call {called}, got {new.id!r}")
+            faults.append(f"engine_id: is an alias of engine {called}, got {new.id!r}")
         try:
             check_url(new.url)
         except ValueError as error:
             faults.append(f"url: {error}, got {new.url!r}")
         twin = self._state.engine_at(new.url, now_s)
         if twin is not None and twin != new.id:
-            faults.append(f"url: is that of {twin} already, got {new.url!r}")
+            faults.append(f"url: is in use by engine {twin}, got {new.url!r}")
         return faults

@@ -1,4 +1,4 @@
-"""Moves of requests: the check of an operator's own, and predicted against actual of those that were carried out."""
+"""Check a move that an operator orders, and compare completed moves with their predictions."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from planner.model import EngineHealth, EngineId, MoveMethod, RequestId, Request
 
 @dataclass(frozen=True, slots=True)
 class MovedRequest:
-    """A move and what became of it, for people: predicted against actual."""
+    """A completed move and its result, for display."""
 
     ended_s: float
     move: RequestMove
@@ -18,7 +18,8 @@ class MovedRequest:
 
 
 def checked_move(snapshot: Snapshot, request: RequestId, to_engine: EngineId) -> RequestMove:
-    """An operator's own move. Raises ProblemFaults for what does not exist, Permanent for what must not move."""
+    """Return the move that an operator orders. Raises ProblemFaults for unknown ids, Permanent if the request must not
+    move."""
     found = next((view for view in snapshot.requests if view.id == request), None)
     engines = {engine.id: engine for engine in snapshot.engines}
     faults = []
@@ -30,23 +31,23 @@ def checked_move(snapshot: Snapshot, request: RequestId, to_engine: EngineId) ->
     if found is None or faults:
         raise ProblemFaults(faults)
     if not found.movable:
-        raise Permanent(f"request {request} cannot move: {found.movable_detail or 'its gateway says so'}")
+        raise Permanent(f"request {request} cannot move: {found.movable_detail or 'its gateway does not allow it'}")
     if found.engine is None or found.engine == to_engine:
         where = "held by its gateway" if found.engine is None else f"on {to_engine} already"
-        raise Permanent(f"request {request} is {where}")
+        raise Permanent(f"request {request} is {where}; nothing was moved")
     if engines[to_engine].health is not EngineHealth.OK:
         raise Permanent(f"engine {to_engine} is {engines[to_engine].health}: {engines[to_engine].health_detail}")
     if engines[to_engine].draining:
-        raise Permanent(f"engine {to_engine} is draining: `orchestrrl engines drain {to_engine} --undo` first")
+        raise Permanent(f"engine {to_engine} is draining: run `orchestrrl engines drain {to_engine} --undo` first")
     if engines[to_engine].outdated:
-        raise Permanent(f"engine {to_engine} has not the fleet's weights: see `orchestrrl barrier`")
+        raise Permanent(f"engine {to_engine} does not have the fleet's weights: see `orchestrrl barrier`")
     return RequestMove(request, found.engine, to_engine, state=found.state)
 
 
 def moved_requests(
     at_s: float, moves: Iterable[RequestMove], items: Iterable[OperationItemResult]
 ) -> list[MovedRequest]:
-    """Those moves that were carried out."""
+    """Return the moves that were carried out, with their results."""
     by_id = {item.id: item for item in items}
     return [
         MovedRequest(at_s, move, by_id[move.request])
@@ -56,8 +57,8 @@ def moved_requests(
 
 
 def fixed_parts(moved: Iterable[MovedRequest]) -> list[tuple[MoveMethod, float]]:
-    """What moves took beside the part that grows with the context: of those that were predicted, went by the method
-    ordered, and were seen to their end."""
+    """Return (method, seconds) of the fixed part of each move: its duration without the part that grows with the
+    context. Covers moves that had a prediction, used the ordered method, and completed."""
     return [
         (each.move.method, each.item.duration_s - (each.move.predicted_s - each.move.fixed_s))
         for each in moved

@@ -1,7 +1,7 @@
-"""Close and open every gateway's barrier: intent -> all at rest, or all as before. What a lease is and means is
-pause_lease.py's.
+"""Close and open the pause barrier of every gateway: either all engines come to rest, or all requests continue as
+before. pause_lease.py defines leases.
 
-Gateways keep the time of a lease themselves, so what the daemon does not get to tell them happens without it.
+Gateways enforce the end of a lease themselves, so they open in time even if an order of the daemon is lost.
 """
 
 import asyncio
@@ -31,30 +31,31 @@ from planner.model import EngineId, NodeId
 
 logger = logging.getLogger(__name__)
 
-LEASE_S = 60.0  # where none is asked for
-LEASE_LEAST_S = 0.001  # less is lost when it is added to the time of day
-LEASE_MAX_S = 24 * 3600.0  # whoever dies with a lease keeps the fleet for so long
-# Gateways that say that a pause barrier is closed which was opened so long ago have not heard of it.
+LEASE_S = 60.0  # the default
+LEASE_LEAST_S = 0.001  # less is lost to rounding when it is added to the time of day
+LEASE_MAX_S = 24 * 3600.0  # a holder that dies keeps the fleet paused at most this long
+# A gateway that still reports the barrier closed this long after it opened has missed the order.
 MISSED_S = 2.0
-UNHEARD_S = 600.0  # a daemon that was away for so long need not hurry
+UNHEARD_S = 600.0  # after a longer outage of the daemon the last release is not sent again
 LEASES_REMEMBERED = 256
 NAMES_TOLD = 32
-OUTDATED = "has not the fleet's weights, as far as anybody told: gets no requests until its version is told"
+OUTDATED = "is not known to have the fleet's weights: gets no requests until `orchestrrl engines set-version`"
 
 
 @dataclass(frozen=True, slots=True)
 class PauseRequest:
-    """What somebody asks for who wants to pause. 0 seconds: the usual."""
+    """A request to pause the fleet. 0 seconds means the default."""
 
     mode: PauseMode = PauseMode.KEEP
     frozen: FrozenRequests = FrozenRequests.RECOMPUTE
     holder: str = ""
     lease_s: float = 0.0
     deadline_s: float = 0.0
-    weights_change: bool = False  # by us, who would otherwise say which weights engines have when the lease is over
+    weights_change: bool = False  # the holder changes weights: if the lease expires, versions are unknown
 
     def lease(self, id: str, now_s: float) -> PauseLease:
-        """It lasts at least until the deadline. Raises ProblemFaults."""
+        """Return the lease, which lasts at least until the deadline. Raises ProblemFaults if a duration is out of
+        range."""
         faults = _seconds_faults("lease_s", self.lease_s) + _seconds_faults("deadline_s", self.deadline_s)
         if faults:
             raise ProblemFaults(faults)
@@ -66,17 +67,17 @@ class PauseRequest:
 
 @dataclass(frozen=True, slots=True)
 class EngineAtRest:
-    """What became of an engine when the pause barrier closed or opened last."""
+    """The result for one engine of the latest closing or opening of the pause barrier."""
 
     engine: EngineId
     done: bool
     detail: str
-    policy_version: int | None  # of its weights
+    policy_version: int | None  # of the engine's weights
 
 
 class PauseBarrier:
-    """One fleet's barrier. `changed` is called when routes have another version or may be used again, `restarted` with
-    an engine whose weights are gone."""
+    """The fleet's pause barrier. It calls `changed` when the versions in routes change or engines may be used again,
+    and `restarted` for an engine that has lost its weights."""
 
     def __init__(
         self,
@@ -99,28 +100,28 @@ class PauseBarrier:
         self._restarted = restarted
         self._leases = itertools.count(1)
         self._orders = PauseOrders(runner, nodes, clock)
-        self._pausing: FleetPause | None = None  # the fleet on its way to rest, for the lease that lasts
-        self._running: set[asyncio.Task[None]] = set()  # pauses, also those that go back
-        self._rests: dict[EngineId, OperationItemResult] = {}  # of each engine, when it was closed or opened last
-        self._generated: dict[EngineId, int] = {}  # tokens, as each engine last counted
+        self._pausing: FleetPause | None = None  # the pause in progress, for the current lease
+        self._running: set[asyncio.Task[None]] = set()  # pauses in progress, including those being undone
+        self._rests: dict[EngineId, OperationItemResult] = {}  # per engine, of the latest close or open
+        self._generated: dict[EngineId, int] = {}  # tokens generated, per engine, as last sampled
         self._still_since_s: float | None = None
         self._still: deque[tuple[float, float]] = deque(maxlen=LEASES_REMEMBERED)  # from quiet to open
-        self._over: dict[str, LastRelease] = {}  # how leases ended, the latest last: a gateway may have missed any
-        self._unheard: LastRelease | None = None  # of which gateways may not have heard, as the daemon before died
-        self._ordered: set[NodeId] = set()  # of that
-        self.expired = 0  # leases since the daemon's start
-        self._paused_s = 0.0  # the same, of leases that have ended
+        self._over: dict[str, LastRelease] = {}  # how leases ended, oldest first
+        self._unheard: LastRelease | None = None  # of the previous daemon; gateways may have missed it
+        self._ordered: set[NodeId] = set()  # gateways that `_unheard` was sent to
+        self.expired = 0  # leases expired since the daemon's start
+        self._paused_s = 0.0  # since the daemon's start, over leases that have ended
 
-    # --- ask
+    # --- queries
 
     @property
     def state(self) -> PauseState:
-        """As of now. A lease that has run out is written down by who looks first."""
+        """Return the current state. The first read after a lease expires records the expiry."""
         now = self._fleet.weights.at(self._clock.now_s())
         if now is not self._fleet.weights:
             logger.warning("barrier: %s", now.opened.detail if now.opened else "")
             self._take(now, "expired")
-            self._break_off("the lease has run out")
+            self._break_off("the lease has expired")
         return self._fleet.weights
 
     @property
@@ -129,19 +130,19 @@ class PauseBarrier:
         return self._paused_s + (self._clock.now_s() - lease.began_s if lease else 0.0)
 
     def still_s(self, from_s: float, to_s: float) -> float:
-        """For how much of a time of late everything was at rest by order."""
+        """Return for how many seconds between `from_s` and `to_s` the fleet was at rest, over the leases remembered."""
         spans = [*self._still]
         if self._still_since_s is not None:
             spans.append((self._still_since_s, to_s))
         return sum(max(0.0, min(to_s, ended_s) - max(from_s, began_s)) for began_s, ended_s in spans)
 
     def gateways(self) -> dict[NodeId, BarrierReport | None]:
-        """The attached ones, by id, each with its latest word."""
+        """Return the latest report of each attached gateway, by id; None if it has not reported."""
         reports = self.reports
         return {node: reports.get(node) for node in self._nodes.gateways()}
 
     def rests(self) -> list[EngineAtRest]:
-        """Every engine, by id."""
+        """Return the state of every engine, sorted by id."""
         state = self.state
         rests = []
         for engine in sorted(self._engines()):
@@ -154,22 +155,22 @@ class PauseBarrier:
 
     @property
     def reports(self) -> Mapping[NodeId, BarrierReport]:
-        """The latest of every gateway, also of those that are not attached."""
+        """Return the latest report of every gateway, including gateways that are not attached."""
         return self._fleet.barriers
 
     def check_open(self) -> None:
-        """Raises Permanent while requests stand still."""
+        """Raise Permanent if the barrier is closed."""
         state = self.state
         if state.lease is not None:
             raise Permanent(
-                f"requests stand still while weights change: the pause barrier is {state.phase}, {state.lease}"
+                f"requests are paused while weights change: the pause barrier is {state.phase}, {state.lease}"
             )
 
-    # --- act
+    # --- actions
 
     def recover(self) -> None:
-        """Take up the pause barrier as the daemon before left it. Nobody waits any more for a fleet that was to come to
-        rest."""
+        """Restore the barrier from the journal. A pause that had not completed is abandoned, since its caller is
+        gone."""
         state = self._journal.newest(EntryKind.BARRIER, lambda body: PAUSE_STATE.validate_python(body["state"]))
         if state is not None:
             self._fleet.weights = state
@@ -182,22 +183,25 @@ class PauseBarrier:
             detail = "the daemon was restarted while the fleet was coming to rest"
             self._take(self._fleet.weights.abandoned(lease.id, self._clock.now_s(), detail), "gave_up")
         opened = self._fleet.weights.opened
-        # It is written down before gateways are told, who refuse what they have done. Older ones tell what they missed.
+        # The release is journalled before it is sent; gateways refuse one that they have carried out.
         if opened is not None and self._fleet.weights.lease is None and self._clock.now_s() - opened.at_s < UNHEARD_S:
             self._unheard = opened
 
     async def settle(self) -> None:
-        """End the pauses that an earlier daemon left open."""
+        """Finish the pauses that an earlier daemon left open."""
         for left in self._log.left_open(lambda entry: LEASE.validate_python(entry.body["lease"])):
             await FleetPause(left.intent, self, self._log, self._clock).resume(left.steps)
 
     async def pause(self, wish: PauseRequest) -> PauseState:
-        """Answers when every gateway's engines are at rest. Raises ProblemFaults; Permanent where another holds the
-        barrier or no gateway is attached; Retryable when it did not come to that, and all goes on as before."""
+        """Close the barrier and return when the engines of every gateway are at rest.
+
+        Raises ProblemFaults; Permanent if another lease holds the barrier or no gateway is attached; Retryable if the
+        fleet does not come to rest, in which case requests continue as before.
+        """
         state = self.state
         lease = wish.lease(f"g{self._journal.generation}-{next(self._leases)}", self._clock.now_s())
         if not self._nodes.gateways() and state.lease is None:
-            raise Permanent("no gateway is attached, so nothing can be brought to rest: see `orchestrrl status`")
+            raise Permanent("no gateway is attached, so the fleet cannot be paused: see `orchestrrl status`")
         self._take(state.paused(lease), "pause")
         self._rests = {}
         pausing = self._pausing = FleetPause(lease, self, self._log, self._clock)
@@ -207,16 +211,16 @@ class PauseBarrier:
         try:
             await asyncio.shield(running)
         except asyncio.CancelledError:
-            self._break_off("nobody waits any more for the fleet to come to rest")
+            self._break_off("the caller stopped waiting for the fleet to come to rest")
             raise
         finally:
-            if self._pausing is pausing:  # by now another may have begun
+            if self._pausing is pausing:  # another pause may have begun meanwhile
                 self._pausing = None
         return self._fleet.weights
 
     async def renew(self, lease_id: str, lease_s: float) -> PauseState:
-        """From now, everywhere. Raises Permanent when the lease has ended, Retryable when a gateway has not been told,
-        which opens when the lease was to end before."""
+        """Extend the lease on every gateway, counted from now. Raises Permanent if the lease has ended, and Retryable
+        if a gateway did not confirm; such a gateway opens when the lease would have ended before."""
         faults = _seconds_faults("lease_s", lease_s)
         if not lease_id:
             faults.append(f"lease_id: must not be empty, got {lease_id!r}")
@@ -226,14 +230,14 @@ class PauseBarrier:
         self._take(self._fleet.weights.renewed(lease_id, self._clock.now_s() + (lease_s or LEASE_S)), "renew")
         orders = self.close_all()
         if not self._fleet.weights.quiet:
-            return self._fleet.weights  # who waits for the fleet to come to rest hears of failures
+            return self._fleet.weights  # the pause in progress reports failures
         results = await answers(orders, self._clock, ANSWER_S)
         late = [f"{node}: {why(result)}" for node, result in results.items() if not rested(result)]
         late += [f"{node}: is not attached" for node in self._away(lease_id)]
         if late:
             until = time_of_day(before.until_s)
             words = "; ".join(late)
-            raise Retryable(f"not every gateway has extended the lease, some may open at {until}: {words}", AGAIN_S)
+            raise Retryable(f"not every gateway has extended the lease; some may open at {until}: {words}", AGAIN_S)
         self.state.require_lease(lease_id)
         return self._fleet.weights
 
@@ -245,21 +249,22 @@ class PauseBarrier:
         reason: str = "",
         weights_source: str = "",
     ) -> PauseState:
-        """Raises ProblemFaults for unknown engines, Permanent when the lease has ended. The same again is answered
-        again. A gateway that does not answer opens by itself, and is named in how the pause barrier opened."""
+        """Open the barrier. Raises ProblemFaults for unknown engines, Permanent if the lease has ended. An identical
+        repeat returns the same state. A gateway that does not answer opens later and is named in the release's detail.
+        """
         state, engines = self.state, self._engines()
         if faults := _engine_faults("without_engine_ids", without, engines):
             raise ProblemFaults(faults)
         if state.lease is None and (over := state.opened) is not None and lease_id == over.lease:
             was = (over.how, over.policy_version, over.weights_source, set(without) & set(over.without))
             if was == (LeaseEnd.RESUMED, policy_version, weights_source, set(without)):
-                return state  # it was resumed in these words already, and the answer got lost
-        if policy_version is not None:  # an engine that was not brought to rest had nothing done to it
+                return state  # a repeat: the first answer was lost
+        if policy_version is not None:  # an engine that was not at rest got no new weights
             without = {*without, *(engine for engine, item in self._rests.items() if not item.done)}
         now_s = self._clock.now_s()
         resumed = state.resumed(lease_id, now_s, engines, policy_version, without, reason, weights_source)
         self._take(resumed, "resume")
-        self._break_off("somebody has opened the pause barrier")
+        self._break_off("the pause barrier was opened")
         self._changed()
         opened = self._fleet.weights.opened
         assert opened is not None
@@ -267,20 +272,21 @@ class PauseBarrier:
         self._rest(results.values())
         silent = [f"gateway {node}: {why(result)}" for node, result in results.items() if not rested(result)]
         if silent and self._fleet.weights.opened is opened:
-            detail = f"{opened.detail}; not opened yet, which they do by themselves: {'; '.join(silent)}"
+            detail = f"{opened.detail}; not opened yet, will open later: {'; '.join(silent)}"
             self._take(replace(self._fleet.weights, opened=replace(opened, detail=detail)), "resume")
         return self._fleet.weights
 
     def set_version(
         self, engines: Collection[EngineId], policy_version: int, reason: str = "", weights_source: str = ""
     ) -> int:
-        """The fleet's newest. Raises ProblemFaults."""
+        """Set the policy version of these engines' weights and return the fleet's newest version. Raises
+        ProblemFaults."""
         faults = _engine_faults("engine_ids", engines, self._engines())
         if not engines:
-            faults.append("engine_ids: names no engine, got []")
+            faults.append("engine_ids: must name at least one engine, got []")
         if faults:
             raise ProblemFaults(faults)
-        for engine in engines:  # of one that was restarted before, only what it generates from now on counts
+        for engine in engines:  # a restart before this must not be detected later
             self._generated.pop(engine, None)
         self._take(self.state.with_versions(engines, policy_version, weights_source), "version", reason)
         self._changed()
@@ -288,16 +294,16 @@ class PauseBarrier:
         return self._fleet.weights.newest
 
     def attaching(self, node: NodeId) -> None:
-        """Before a gateway is told again what it has not answered: an order to close for a lease that is over by now
-        would keep it closed. It opens where it has closed for one, unless weights are being changed."""
+        """Withdraw a gateway's unanswered orders to close for leases that are over, before they are sent to it again:
+        they would keep it closed. Order the gateway to open for those leases, unless the barrier is quiet."""
         state = self.state
         for lease in self._orders.withdraw_closes(node, but=state.lease):
             if not state.quiet:
                 self._orders.open(node, self._end(lease))
 
     def attached(self, node: NodeId) -> None:
-        """A gateway that has come while requests stand still must not send any to engines at rest. One that stands
-        still for a lease that was given up goes on, and can be closed again."""
+        """Order a newly attached gateway to close while a lease lasts, so that it sends no requests to engines at rest.
+        A gateway that is still closed for an abandoned lease is ordered to open first, and can then close again."""
         if self._unheard is not None and node not in self._ordered:
             self._ordered.add(node)
             self._orders.open(node, self._unheard)
@@ -307,11 +313,11 @@ class PauseBarrier:
                 self._pausing.attached(node, order)
 
     def detached(self, node: NodeId) -> None:
-        """A gateway that goes while the fleet comes to rest leaves nobody to say so."""
-        self._break_off(f"gateway {node} has gone away")
+        """Abort a pause in progress: a detached gateway cannot report that its engines are at rest."""
+        self._break_off(f"gateway {node} detached")
 
     def reported(self, node: NodeId, report: BarrierReport) -> None:
-        """A gateway that has not heard of the end of a lease is told again."""
+        """Order a gateway again to open if it still reports a lease that has ended."""
         if report.phase is BarrierPhase.OPEN or self._fleet.weights.lease is not None or report.lease not in self._over:
             return
         opened = self._end(report.lease)
@@ -320,7 +326,7 @@ class PauseBarrier:
             self._orders.open(node, opened)
 
     def sampled(self, engine: EngineId, sample: EngineSample) -> None:
-        """An engine whose count goes back was restarted, and has not the weights any more that were told."""
+        """Forget the weights of an engine whose token counter decreased: the engine was restarted and has lost them."""
         before = self._generated.get(engine, 0)
         self._generated[engine] = sample.generation_tokens_total
         if sample.generation_tokens_total >= before:
@@ -329,40 +335,41 @@ class PauseBarrier:
         self.forget([engine], "was restarted")
 
     def forget(self, engines: Iterable[EngineId], why: str) -> None:
-        """What is known of their weights holds no longer."""
-        told = sorted(engine for engine in engines if engine in self._fleet.weights.versions)
-        if told:
-            reason = f"{', '.join(told)} {why}"
-            logger.warning("barrier: %s: no requests go there until a policy version is told", reason)
-            self._take(self.state.forgotten(told), "forgotten", reason)
+        """Mark the weights of these engines as unknown, so that they get no requests."""
+        known = sorted(engine for engine in engines if engine in self._fleet.weights.versions)
+        if known:
+            reason = f"{', '.join(known)} {why}"
+            logger.warning("barrier: %s: no requests until a policy version is set", reason)
+            self._take(self.state.forgotten(known), "forgotten", reason)
             self._changed()
 
     def gone(self, engines: Iterable[EngineId]) -> None:
-        """They were stopped, or sleep: what they had is no weights of the fleet's any longer."""
-        told = sorted(engine for engine in engines if engine in self._fleet.weights.versions)
-        for engine in told:
+        """Drop the weight versions of engines that were stopped or put to sleep."""
+        known = sorted(engine for engine in engines if engine in self._fleet.weights.versions)
+        for engine in known:
             self._generated.pop(engine, None)
             self._restarted(engine)
-        if told:
-            self._take(self.state.forgotten(told), "forgotten", f"{', '.join(told)} stopped")
+        if known:
+            self._take(self.state.forgotten(known), "forgotten", f"{', '.join(known)} stopped")
 
     @property
     def waiting(self) -> list[asyncio.Task[Any]]:
-        """Tasks that wait for gateways, which do what they were told all the same."""
+        """Return the tasks that wait for gateways. Gateways carry out their orders even if these tasks are
+        cancelled."""
         return [*self._running, *self._orders.waiting]
 
-    # --- what fleet/pause_operation.py asks of it
+    # --- called by fleet/pause_operation.py
 
     def close_all(self) -> dict[NodeId, Order]:
         return {node: self._order_close(node) for node in self._nodes.gateways()}
 
     def at_rest(self, lease: PauseLease, results: Iterable[OperationResult]) -> None:
-        """Raises Permanent where the lease has ended."""
+        """Record that the fleet is at rest. Raises Permanent if the lease has ended."""
         self._rest(results)
         self._take(self.state.at_rest(lease.id), "quiet")
 
     async def abandon(self, lease: PauseLease, because: str) -> None:
-        """Have all go on as before, unless the lease has ended otherwise, and wait for the gateways' answers."""
+        """End the lease, unless it has ended already, and wait until gateways have resumed requests."""
         if self._fleet.weights.lease is not None and self._fleet.weights.lease.id == lease.id:
             logger.warning("barrier: %s: %s", lease, because)
             self._take(self._fleet.weights.abandoned(lease.id, self._clock.now_s(), because), "gave_up")
@@ -375,7 +382,7 @@ class PauseBarrier:
         return [engine.id for engine in self._fleet.engines(self._clock.now_s())]
 
     def _away(self, lease_id: str) -> list[NodeId]:
-        """Gateways that have closed for this lease, and of which nobody knows whether they are still there."""
+        """Return gateways that closed for this lease and are not attached, so that their state is unknown."""
         now_s, attached = self._clock.now_s(), self._nodes.gateways()
         return [
             node
@@ -384,8 +391,8 @@ class PauseBarrier:
         ]
 
     def _end(self, lease: str) -> LastRelease:
-        """What is to be said of it now. Which weights engines had at the end of an older one is no news."""
-        opened = self._over.get(lease) or LastRelease(lease, 0.0, LeaseEnd.GAVE_UP, "ended under a daemon before")
+        """Return how the lease ended, for an order to open. Only the latest release carries the weight version."""
+        opened = self._over.get(lease) or LastRelease(lease, 0.0, LeaseEnd.GAVE_UP, "ended under an earlier daemon")
         return opened if opened is self._fleet.weights.opened else replace(opened, policy_version=None, without=())
 
     def _order_close(self, node: NodeId) -> Order:
@@ -396,7 +403,7 @@ class PauseBarrier:
         return self._orders.close(node, lease, quiet_by_s, engines_run=running)
 
     def _rest(self, results: Iterable[OperationResult | None]) -> None:
-        """An engine is at rest where it is so for every gateway."""
+        """Record the result of each engine. An engine is at rest only if every gateway reports it so."""
         for item in (item for result in results if result is not None for item in result.items):
             known = self._rests.get(EngineId(item.id))
             if known is None or known.done:
@@ -404,7 +411,7 @@ class PauseBarrier:
 
     def _break_off(self, because: str) -> None:
         if self._pausing is not None:
-            with suppress(Permanent):  # it goes back already
+            with suppress(Permanent):  # the pause is being undone already
                 self._pausing.call_off(because)
 
     def _ended(self, opened: LastRelease) -> None:
@@ -434,8 +441,8 @@ def _seconds_faults(name: str, value: float) -> list[str]:
     if value == 0 or LEASE_LEAST_S <= value <= LEASE_MAX_S:
         return []
     if 0 < value < LEASE_LEAST_S:
-        return [f"{name}: must be 0 (the usual) or >= {LEASE_LEAST_S:g}, got {value}"]
-    return [f"{name}: must be from 0 (the usual) to {LEASE_MAX_S:g}, got {value}"]
+        return [f"{name}: must be 0 (the default) or >= {LEASE_LEAST_S:g}, got {value}"]
+    return [f"{name}: must be from 0 (the default) to {LEASE_MAX_S:g}, got {value}"]
 
 
 def _engine_faults(name: str, engines: Iterable[EngineId], known: Collection[EngineId]) -> list[str]:

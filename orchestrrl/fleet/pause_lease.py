@@ -1,8 +1,8 @@
-"""The pause barrier for weight updates as the daemon knows it: one lease at a time, and which weights engines have.
-Pure.
+"""The daemon's state of the pause barrier for weight updates: one lease at a time, and the weight version of each
+engine. Pure.
 
-While a lease lasts, requests stand still. It ends when its holder resumes, or by itself. Ordering that of gateways is
-fleet/pause_barrier.py.
+Requests are paused while a lease lasts. A lease ends when its holder resumes, or when it expires.
+fleet/pause_barrier.py sends the orders to gateways.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -20,7 +20,8 @@ from planner.model import EngineId, Hold
 
 @dataclass(frozen=True, slots=True)
 class PauseLease:
-    """Somebody's right to have the fleet stand still. All must be at rest by `quiet_by_s`; at `until_s` all goes on."""
+    """A holder's right to keep the fleet paused. All engines must be at rest by `quiet_by_s`; requests resume at
+    `until_s`."""
 
     id: str
     holder: str
@@ -29,7 +30,7 @@ class PauseLease:
     began_s: float
     until_s: float
     quiet_by_s: float
-    weights_change: bool = False  # if it ends by itself nobody knows which weights engines have
+    weights_change: bool = False  # if it expires, the engines' weights are unknown
 
     def __post_init__(self) -> None:
         if not self.id:
@@ -41,11 +42,11 @@ class PauseLease:
             )
 
     def __str__(self) -> str:
-        return f"lease {self.id} of {self.holder or 'somebody without a name'}, until {time_of_day(self.until_s)}"
+        return f"lease {self.id} of {self.holder or 'an unnamed holder'}, until {time_of_day(self.until_s)}"
 
 
 class LeaseEnd(StrEnum):
-    """How a lease ended."""
+    """The way in which a lease ended."""
 
     RESUMED = "resumed"
     EXPIRED = "expired"
@@ -54,7 +55,7 @@ class LeaseEnd(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LastRelease:
-    """The end of the lease before: what gateways are told that have not heard of it."""
+    """The end of the latest lease, which is sent to gateways that have missed it."""
 
     lease: str
     at_s: float
@@ -62,20 +63,20 @@ class LastRelease:
     detail: str
     policy_version: int | None = None
     without: tuple[EngineId, ...] = ()
-    weights_source: str = ""  # as it was told with the resume
+    weights_source: str = ""  # as given with the resume
 
 
 @dataclass(frozen=True, slots=True)
 class PauseState:
-    """Each transition is a new state, or Permanent and no change."""
+    """The state of the pause barrier. Each transition returns a new state, or raises Permanent and changes nothing."""
 
     lease: PauseLease | None = None
-    quiet: bool = False  # every gateway has said so
-    opened: LastRelease | None = None  # None: it was never closed
-    versions: Mapping[EngineId, int] = field(default_factory=dict)  # of engines' weights, as far as they were told
-    newest: int | None = None  # the fleet's; None: nobody has told one
-    newest_source: str = ""  # a folder with these weights that engines can read; empty: nobody has told one
-    left_out: tuple[EngineId, ...] = ()  # did not get the newest weights: nothing goes there until a version is told
+    quiet: bool = False  # every gateway has reported its engines at rest
+    opened: LastRelease | None = None  # None: the barrier was never closed
+    versions: Mapping[EngineId, int] = field(default_factory=dict)  # of engines' weights, where known
+    newest: int | None = None  # the fleet's version; None: not set yet
+    newest_source: str = ""  # a folder with these weights that engines can read; empty: unknown
+    left_out: tuple[EngineId, ...] = ()  # these lack the newest weights: no requests until a version is set
 
     def __post_init__(self) -> None:
         if self.quiet and self.lease is None:
@@ -94,17 +95,17 @@ class PauseState:
 
     @property
     def weights_changing(self) -> bool:
-        """Return whether engines may be getting other weights now: no version is known until the lease ends."""
+        """Return whether engines may be receiving other weights now: no version is known until the lease ends."""
         return self.lease is not None and self.lease.weights_change and self.quiet
 
     def at(self, now_s: float) -> "PauseState":
-        """The state as of now: itself, unless the lease has run out. If weights were being changed then, nobody knows
-        which engine has which any longer."""
+        """Return the state at `now_s`: the same, unless the lease has expired. If weights were being changed, no
+        engine's version is known any longer."""
         if self.lease is None or now_s < self.lease.until_s:
             return self
         detail = (
-            f"{self.lease} ended without a resume; requests have gone on since, and weights that were being changed may"
-            " be mixed"
+            f"{self.lease} ended without a resume; requests have continued since, and weights that were being changed"
+            " may be mixed"
         )
         state = self._open(LastRelease(self.lease.id, self.lease.until_s, LeaseEnd.EXPIRED, detail))
         if self.weights_changing:
@@ -121,7 +122,7 @@ class PauseState:
         return replace(self, quiet=True)
 
     def renewed(self, lease_id: str, until_s: float) -> "PauseState":
-        """It never becomes shorter."""
+        """Return the state with a lease until `until_s`. A lease never becomes shorter."""
         lease = self.require_lease(lease_id)
         return replace(self, lease=replace(lease, until_s=max(lease.until_s, until_s)))
 
@@ -135,14 +136,17 @@ class PauseState:
         reason: str = "",
         weights_source: str = "",
     ) -> "PauseState":
-        """`engines` are all there are; the version, where one is told, is that of all but `without`. Where none is
-        told nobody got other weights, so who was left out before still is. `weights_source` is where the weights are
-        that engines have now, whatever they are called."""
+        """Return the state after the holder resumed.
+
+        `engines` are all engines of the fleet. `policy_version` is the version of all engines except `without`. If it
+        is None, no engine received other weights, and engines that were left out before remain so. `weights_source` is
+        where the engines' present weights are, with or without a new version.
+        """
         lease = self.require_lease(lease_id)
         before = self.left_out if policy_version is None else ()
         left_out = tuple(sorted({*before, *without}))
         holder = lease.holder or "its holder"
-        words = f"resumed by {holder}" if lease_id else f"opened by another than {holder}"
+        words = f"resumed by {holder}" if lease_id else f"opened by a caller other than {holder}"
         words += f": {reason}" if reason else ""
         opened = LastRelease(lease.id, now_s, LeaseEnd.RESUMED, words, policy_version, left_out, weights_source)
         newest = self.newest if policy_version is None else policy_version
@@ -158,8 +162,9 @@ class PauseState:
         return self._open(LastRelease(lease.id, now_s, LeaseEnd.GAVE_UP, detail))
 
     def with_versions(self, engines: Iterable[EngineId], policy_version: int, weights_source: str = "") -> "PauseState":
-        """These have weights of that version, however they got them. It becomes the fleet's when none is left that has
-        the fleet's: those with others wait. Where the weights are is remembered of the fleet's alone."""
+        """Return the state after these engines got weights of this version. It becomes the fleet's version if no
+        serving engine has the present one; engines with other versions then get no requests. A source is kept only for
+        the fleet's version."""
         now = frozenset(engines)
         versions = dict(sorted({**self.versions, **dict.fromkeys(now, policy_version)}.items()))
         left_out = tuple(engine for engine in self.left_out if engine not in now)
@@ -169,18 +174,18 @@ class PauseState:
         return replace(self, versions=versions, left_out=left_out, newest=newest, newest_source=source)
 
     def forgotten(self, engines: Collection[EngineId]) -> "PauseState":
-        """Nobody knows any longer what they have: they were restarted, and have the weights that they were started
-        with, or are others than they were."""
+        """Return the state without the versions of these engines, which were restarted or replaced: their weights are
+        unknown."""
         versions = {engine: version for engine, version in self.versions.items() if engine not in engines}
         left_out = tuple(engine for engine in self.left_out if engine not in engines or self.newest is None)
         return replace(self, versions=versions, left_out=left_out)
 
     def serves(self, engine: EngineId) -> bool:
-        """Whether it has the fleet's weights, so that requests may go there."""
+        """Return whether the engine has the fleet's weights and may get requests."""
         return engine not in self.left_out and self.versions.get(engine) == self.newest
 
     def require_lease(self, lease_id: str) -> PauseLease:
-        """The lease, if it is this one; an empty id means whichever there is."""
+        """Return the current lease if it has this id; an empty id matches any lease. Raises Permanent otherwise."""
         if self.lease is not None and lease_id in ("", self.lease.id):
             return self.lease
         if not lease_id:
@@ -188,24 +193,26 @@ class PauseState:
         if self.opened is not None and self.opened.lease == lease_id:
             how, since = self.opened.how.replace("_", " "), time_of_day(self.opened.at_s)
             raise Permanent(
-                f"lease {lease_id} has ended ({how}): requests have gone on since {since}; weights that were changed"
+                f"lease {lease_id} has ended ({how}): requests have continued since {since}; weights that were changed"
                 " since then may be mixed"
             )
         now = f"the pause barrier is held by another: {self.lease}" if self.lease else "the pause barrier is open"
-        raise Permanent(f"lease {lease_id} is not known, or ended long ago: {now}")
+        raise Permanent(f"lease {lease_id} is unknown or ended long ago: {now}")
 
     def hold(self, now_s: float, settle_s: float = 0.0) -> Hold | None:
-        """Why nothing is to be moved: engines that stood still tell nothing of their speed until `settle_s` later."""
+        """Return why no request may be moved, or None. After the barrier opens, engines' speeds are not representative
+        until `settle_s` later."""
         if self.lease is not None:
             return Hold("barrier_closed", f"the pause barrier is {self.phase}: {self.lease}")
         if self.opened is not None and now_s - self.opened.at_s < settle_s:
             since_s = now_s - self.opened.at_s
-            return Hold("barrier_opened", f"engines have run again for {since_s:.1f} s, limit {settle_s:g} s")
+            return Hold("barrier_opened", f"engines resumed {since_s:.1f} s ago, moves resume after {settle_s:g} s")
         return None
 
-    def _source(self, newest: int | None, told: str) -> str:
-        """Where the weights of version `newest` are: where it is told, or where they were if they are the same."""
-        return told or (self.newest_source if newest == self.newest else "")
+    def _source(self, newest: int | None, given: str) -> str:
+        """Return where the weights of version `newest` are: `given`, or the present source if the version is
+        unchanged."""
+        return given or (self.newest_source if newest == self.newest else "")
 
     def _open(self, opened: LastRelease) -> "PauseState":
         return replace(self, lease=None, quiet=False, opened=opened)

@@ -1,7 +1,7 @@
-"""Bringing the fleet to rest as an operation: what each of its steps does, and how it goes back.
+"""Pause the fleet as an operation: its steps, and how they are undone.
 
-It ends with every gateway's engines at rest, for a lease, or with requests going on as before. Running the steps,
-journalling them and resuming after a restart is core/operation.py; what a lease is and means is pause_lease.py's.
+It ends with every gateway's engines at rest, for a lease, or with requests continuing as before. core/operation.py
+runs, journals and resumes the steps; pause_lease.py defines the lease.
 """
 
 import asyncio
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# How long gateways have for an answer beyond the time that it takes by itself.
+# Seconds for a gateway's answer beyond the duration of the order itself.
 ANSWER_S = 5.0
-AGAIN_S = 1.0  # when it may be tried again, as far as anybody can tell
+AGAIN_S = 1.0  # suggested delay before another attempt
 
 BUSY_POLL_S = 0.25
 
@@ -38,7 +38,7 @@ Order = asyncio.Task[OperationResult]
 
 @dataclass(slots=True, eq=False)
 class PauseOrders:
-    """What was ordered of gateways; nobody has to wait for the answers."""
+    """Sends orders of the pause barrier to gateways. Callers need not wait for the answers."""
 
     _runner: OperationRunner
     _nodes: NodeRegistry
@@ -57,7 +57,7 @@ class PauseOrders:
         return {node: self.open(node, opened) for node in self._nodes.gateways()}
 
     def withdraw_closes(self, node: NodeId, *, but: PauseLease | None) -> list[str]:
-        """Leases for which it was to close and has not answered, other than this one. It is not told so again."""
+        """Withdraw a gateway's unanswered orders to close for leases other than `but`, and return those leases."""
         leases = []
         for each in self._runner.open_on(node):
             action = each.order.action
@@ -67,7 +67,7 @@ class PauseOrders:
         return leases
 
     def opening(self, node: NodeId) -> bool:
-        """Whether an order to open has no answer yet."""
+        """Return whether an order to open has no answer yet."""
         return any(isinstance(each.order.action, OpenBarrier) for each in self._runner.open_on(node))
 
     def _order(self, node: NodeId, action: Action, valid_for_s: float) -> Order:
@@ -81,21 +81,21 @@ class PauseStepKind(StrEnum):
     ENGINES = "engines"  # wait until no engine is being started or stopped
     FINISH = "finish"  # requests run to their end
     REST = "rest"
-    OPEN = "open"  # the way back
+    OPEN = "open"  # the undo step
 
 
 @dataclass(frozen=True, slots=True)
 class PauseStep:
     number: int
     kind: PauseStepKind
-    within_s: None = None  # the lease's deadline comes first, and says what is missing
+    within_s: None = None  # the lease's deadline comes first, with a better message
 
     def __str__(self) -> str:
         return self.kind
 
 
 class FleetPause(Description[PauseStep]):
-    """One fleet on its way to rest. Gateways that attach meanwhile belong to it."""
+    """An operation that brings the fleet to rest. Gateways that attach meanwhile take part."""
 
     def __init__(self, lease: PauseLease, acts: "PauseBarrier", log: OperationJournal, clock: Clock) -> None:
         self.lease = lease
@@ -112,10 +112,10 @@ class FleetPause(Description[PauseStep]):
         return f"pause {self.lease.id} of {self.lease.holder or 'an unnamed holder'}"
 
     async def run(self) -> None:
-        """Raises Retryable where the fleet did not come to rest, and requests go on."""
+        """Bring the fleet to rest. Raises Retryable if it does not come to rest; requests then continue."""
         await self._operation.run()
         failure = self._operation.failure
-        if failure is not None and self._is_held():  # it was not begun, since that could not be written down
+        if failure is not None and self._is_held():  # it did not begin: the journal write failed
             await self._acts.abandon(self.lease, failure.why)
         self._end()
         if failure is not None and failure.step is not None:
@@ -124,16 +124,16 @@ class FleetPause(Description[PauseStep]):
             raise self._not_at_rest(failure.why)
 
     async def resume(self, steps: Sequence[JournalEntry]) -> None:
-        """End what an earlier daemon left; nobody waits for it any longer."""
+        """Finish a pause that an earlier daemon left open; no caller waits for it."""
         await self._operation.resume(steps)
         self._end()
 
     def attached(self, node: NodeId, order: Order) -> None:
-        """A gateway that has attached was ordered to close."""
+        """Add the order to close of a gateway that attached meanwhile."""
         self._orders[node] = order
         self._late.set()
 
-    # --- what core/operation.py asks of it
+    # --- called by core/operation.py
 
     @property
     def id(self) -> str:
@@ -152,12 +152,12 @@ class FleetPause(Description[PauseStep]):
 
     async def do(self, step: PauseStep) -> str:
         match step.kind:
-            case PauseStepKind.ENGINES:  # the next changes of the deployment wait for the pause barrier
+            case PauseStepKind.ENGINES:  # later changes of the deployment wait for the pause barrier
                 while self._acts.turn.busy:
                     if self._clock.now_s() >= self.lease.quiet_by_s:
                         raise Retryable("engines are being started or stopped", ANSWER_S)
                     await self._clock.sleep(BUSY_POLL_S)
-            case PauseStepKind.FINISH:  # a gateway that has nothing left would freeze what another has to finish
+            case PauseStepKind.FINISH:  # an idle gateway must not freeze engines on which another's requests finish
                 await self._all_closed()
                 self.engines_run = False
             case PauseStepKind.REST:
@@ -170,7 +170,7 @@ class FleetPause(Description[PauseStep]):
         return ""
 
     async def observe(self) -> None:
-        """The state of the pause barrier is the daemon's own."""
+        """Do nothing: the state of the pause barrier is the daemon's own."""
 
     def back(self, records: Sequence[StepEntry]) -> Sequence[Stage[PauseStep]]:
         return (((PauseStep(1, PauseStepKind.OPEN),),),)
@@ -189,13 +189,13 @@ class FleetPause(Description[PauseStep]):
         return lease is not None and lease.id == self.lease.id
 
     async def _all_closed(self) -> list[OperationResult]:
-        """Return the answers of all. Raises Retryable as soon as it is clear that they will not be at rest."""
+        """Return the results of all gateways. Raises Retryable as soon as one cannot come to rest."""
         self._orders.update(self._acts.close_all())
         left_s = self.lease.quiet_by_s + ANSWER_S - self._clock.now_s()
         try:
             await within(self._clock, left_s, self._closed())
         except Permanent:
-            raise self._not_at_rest("not in time") from None
+            raise self._not_at_rest("deadline exceeded") from None
         return [order.result() for order in self._orders.values()]
 
     async def _closed(self) -> None:
@@ -221,18 +221,18 @@ class FleetPause(Description[PauseStep]):
     def _end(self) -> None:
         try:
             self._log.end(self.id, {"state": self._operation.state, "detail": self._operation.detail})
-        except OrchestrRLError as error:  # then the next daemon finds it open, and how it ended
-            logger.error("the end of the %s cannot be written down: %s", self, error)
+        except OrchestrRLError as error:  # the next daemon finds the pause open and resumes it
+            logger.error("cannot write the end of the %s to the journal: %s", self, error)
 
 
 def rested(result: OperationResult | None) -> bool:
-    """Whether the gateway has done as it was told; its items tell of engines that could not be reached."""
+    """Return whether the gateway carried out its order. Items of the result are engines that could not be reached."""
     return result is not None and result.status in (OperationStatus.DONE, OperationStatus.PARTIAL)
 
 
 def why(result: OperationResult | None) -> str:
-    """Why it has not."""
+    """Return why the gateway did not carry out its order."""
     if result is None:
-        return "has not answered in time"
+        return "did not answer in time"
     items = "; ".join(f"{item.id}: {item.detail}" for item in result.items if not item.done)
-    return result.detail or items or f"{result.status}, without a reason"
+    return result.detail or items or f"{result.status}, no reason given"

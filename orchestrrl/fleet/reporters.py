@@ -1,12 +1,12 @@
-"""Decide which of several senders is believed that report one thing, e.g. two agents with one engine. Pure.
+"""Decide which of several senders counts when they report the same thing, e.g. two agents that report one engine. Pure.
 
-One sender at a time leads, and its reports count. It loses the lead when its stream ends, when it has been silent for
-TAKEOVER_S, or when it could read nothing for so long and another can. So whoever comes and goes, reports that count
-come within seconds of each other.
+One sender at a time leads, and only its reports count. It loses the lead when its stream ends, when it has sent nothing
+for TAKEOVER_S, or when it could not read its subject for that long and another sender can. Reports that count therefore
+arrive within seconds of each other, whichever senders start or stop.
 
-A sender is one process, by its incarnation, and its reports are ordered by (stream, sequence). Senders that name no
-incarnation cannot be told from one that has attached again: each stream is a sender of its own then, a newer one leads
-at once, and late reports of an older one, of which there are few, do not take the lead back.
+A sender is one process, identified by its incarnation, and its reports are ordered by (stream, sequence). Senders
+without an incarnation cannot be distinguished from one that has attached again: each stream then counts as a sender of
+its own, a newer one leads at once, and late reports of an older one, of which there are few, do not regain the lead.
 """
 
 from collections.abc import Hashable
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 TAKEOVER_S = 3.0
 LATE_MOST = 4  # reports of an older stream that may still arrive, those of one burst counted once
 BURST_S = 0.1
-# Two senders that report side by side for so long are two; less is one that was replaced.
+# Two senders that overlap for this long are two; with a shorter overlap, one replaced the other.
 OVERLAP_S = 1.0
 REPORTING_S = 5.0
 FORGET_S = 60.0
@@ -24,18 +24,18 @@ FORGET_S = 60.0
 @dataclass(slots=True)
 class _Sender:
     name: str
-    named: bool  # it has an incarnation
+    named: bool  # whether it has an incarnation
     first_s: float
     order: tuple[int, int] = (-1, -1)  # (stream, sequence)
     last_report_s: float = 0.0
-    read_s: float = 0.0  # when it could last read what it reports
+    read_s: float = 0.0  # when it could last read its subject
     unheeded: int = 0  # reports since the leader's last one
     ended: bool = False
 
 
 @dataclass(slots=True)
 class Reporters:
-    """The senders of one thing, and which of them leads."""
+    """The senders that report one subject, with the current leader."""
 
     _senders: dict[Hashable, _Sender] = field(default_factory=dict)
     _lead: _Sender | None = None
@@ -43,7 +43,7 @@ class Reporters:
     def admit(
         self, name: str, incarnation: str, stream: int, sequence: int, now_s: float, readable: bool = True
     ) -> bool:
-        """Whether a report counts: it is its sender's newest, and the sender leads, perhaps from now on."""
+        """Return whether a report counts: it is its sender's newest, and the sender leads or takes the lead now."""
         key = (name, incarnation or stream)
         sender = self._senders.get(key)
         if sender is None:
@@ -51,7 +51,7 @@ class Reporters:
             self._forget(now_s)
         if (stream, sequence) <= sender.order:
             return False
-        if sender.ended:  # it has attached again
+        if sender.ended:  # the sender has attached again
             sender.ended, sender.first_s = False, now_s
         is_burst = sender.unheeded > 0 and now_s - sender.last_report_s < BURST_S
         sender.order, sender.last_report_s = (stream, sequence), now_s
@@ -66,7 +66,7 @@ class Reporters:
         return True
 
     def stand_in(self) -> None:
-        """Nobody leads: another source has taken over, until a sender reports again."""
+        """Clear the leader: another source reports the subject until a sender reports again."""
         self._lead = None
 
     def stream_ended(self, stream: int) -> None:
@@ -75,13 +75,14 @@ class Reporters:
                 sender.ended = True
 
     def side_by_side(self, now_s: float) -> tuple[str, ...]:
-        """The names of senders that report this at the same time, the leader first; empty unless there are several."""
+        """Return the names of the senders that report at the same time, the leader first; empty if fewer than two
+        do."""
         if len(self._senders) < 2:
             return ()
         there = [s for s in self._senders.values() if not s.ended and now_s - s.last_report_s <= REPORTING_S]
         there.sort(key=lambda sender: (sender is not self._lead, sender.first_s))
-        beside = [other for other in there[1:] if _overlap_s(there[0], other) >= OVERLAP_S]
-        return (there[0].name, *(other.name for other in beside)) if beside else ()
+        others = [other for other in there[1:] if _overlap_s(there[0], other) >= OVERLAP_S]
+        return (there[0].name, *(other.name for other in others)) if others else ()
 
     def _leads(self, sender: _Sender, now_s: float, readable: bool) -> bool:
         lead = self._lead

@@ -1,5 +1,5 @@
-"""What agents and gateways tell the daemon, as values. rpc/codecs/telemetry.py puts them on the wire; state.py folds
-them."""
+"""The reports that agents and gateways send to the daemon, as values. rpc/codecs/telemetry.py encodes them; state.py
+folds them."""
 
 from dataclasses import astuple, dataclass
 from enum import StrEnum
@@ -12,16 +12,16 @@ from planner.model import EngineHealth, EngineId, NodeId, RequestId, RequestView
 
 @dataclass(frozen=True, slots=True)
 class SendTimes:
-    """Timestamps of one report, from which its age is estimated (sender_clocks.py). 0: not given."""
+    """Timestamps of one report, from which its age is estimated (sender_clocks.py). 0 means not given."""
 
     sent_s: float = 0.0  # by the sender's clock
-    ack_sent_s: float = 0.0  # of the latest acknowledgement that the sender had, by the daemon's clock
-    ack_received_s: float = 0.0  # when that arrived, by the sender's clock
+    ack_sent_s: float = 0.0  # when the sender's latest acknowledgement was sent, by the daemon's clock
+    ack_received_s: float = 0.0  # when that acknowledgement arrived, by the sender's clock
 
 
 @dataclass(frozen=True, slots=True)
 class EngineReport:
-    """An agent's word on one engine. `sequence` grows within a stream; 0: it has not been sent."""
+    """An agent's report on one engine. `sequence` grows within a stream; 0 means not sent yet."""
 
     agent: NodeId
     sequence: int
@@ -29,19 +29,19 @@ class EngineReport:
     url: str
     health: EngineHealth
     health_detail: str = ""
-    sample: EngineSample | None = None  # None: could not be read
-    capabilities: EngineCapabilities | None = None  # with a stream's first report and when they change
-    incarnation: str = ""  # one process of the agent, over all its streams; empty: not given
+    sample: EngineSample | None = None  # None: the engine could not be read
+    capabilities: EngineCapabilities | None = None  # in a stream's first report and after a change
+    incarnation: str = ""  # identifies the agent's process, over all its streams; empty: not given
     times: SendTimes = SendTimes()
-    server: str = ""  # identifies the process behind the URL, as read from it; empty: it gives nothing that does
+    server: str = ""  # the server's own process identity; empty: it has none
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedRequest:
-    """A request that ended, however it ended."""
+    """A request that has ended, for any reason."""
 
     id: RequestId
-    engine: EngineId | None  # None: ended before it reached one
+    engine: EngineId | None  # None: ended before it reached an engine
     prompt_tokens: int
     generated_tokens: int
     finish_reason: str
@@ -54,11 +54,11 @@ class FinishedRequest:
 
 @dataclass(frozen=True, slots=True)
 class FailoverCounts:
-    """Requests that went on after their engine failed. One that does so twice counts twice."""
+    """Requests that continued after their engine failed. A request that does so twice counts twice."""
 
     failovers: int = 0
-    requests_recomputed: int = 0  # of these, that had been computed in part on the failed engine
-    tokens_recomputed: int = 0  # of their contexts, prefilled again where they went on
+    requests_recomputed: int = 0  # those partly computed on the failed engine
+    tokens_recomputed: int = 0  # their contexts, prefilled again on the new engine
 
     def __add__(self, other: "FailoverCounts") -> "FailoverCounts":
         return FailoverCounts(*map(add, astuple(self), astuple(other)))
@@ -66,36 +66,36 @@ class FailoverCounts:
 
 @dataclass(frozen=True, slots=True)
 class EngineFailovers:
-    """Failovers of one engine's requests between two reports of a gateway."""
+    """The failovers of one engine's requests between two reports of a gateway."""
 
     engine: EngineId
-    sequence: int  # of the first report that had them
-    last_s: float  # the newest of them, by the gateway's clock
+    sequence: int  # of the first report that contained them
+    last_s: float  # the newest failover, by the gateway's clock
     counts: FailoverCounts
 
 
 class BarrierPhase(StrEnum):
     OPEN = "open"
-    CLOSING = "closing"  # nothing new goes to engines, some still run
-    QUIET = "quiet"  # they are at rest
+    CLOSING = "closing"  # no new requests go to engines; some still run
+    QUIET = "quiet"  # all engines are at rest
 
 
 @dataclass(frozen=True, slots=True)
 class BarrierReport:
-    """How one gateway's barrier stands."""
+    """The state of one gateway's pause barrier."""
 
     phase: BarrierPhase = BarrierPhase.OPEN
     lease: str = ""
     lease_until_s: float = 0.0
     running: int = 0  # requests that still run on engines that are not paused
-    frozen: int = 0  # that stand still on paused engines
-    held: int = 0  # that the gateway holds
-    policy_version: int | None = None  # newest that it was told of
+    frozen: int = 0  # requests that are frozen on paused engines
+    held: int = 0  # requests that the gateway holds back
+    policy_version: int | None = None  # the newest that the gateway has received
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayReport:
-    """Every request that a gateway has in flight. `sequence` grows within a stream."""
+    """A gateway's report of every request that it has in flight. `sequence` grows within a stream."""
 
     gateway: NodeId
     sequence: int
@@ -107,12 +107,12 @@ class GatewayReport:
     failovers: tuple[EngineFailovers, ...] = ()  # since the last report that was acknowledged
     incarnation: str = ""
     times: SendTimes = SendTimes()
-    engines: tuple[GatewayEngine, ...] | None = None  # that it was started with; None: as it last reported
+    engines: tuple[GatewayEngine, ...] | None = None  # engines of its command line; None: as last reported
 
 
 @dataclass(frozen=True, slots=True)
 class ReportAck:
-    """The daemon has folded everything of this stream up to `sequence`."""
+    """An acknowledgement: the daemon has folded every report of this stream up to `sequence`."""
 
     sequence: int
     generation: int  # of the daemon: grows at each of its starts

@@ -1,7 +1,6 @@
-"""Which groups have enough finished answers, over all gateways. Values only.
+"""Count the finished answers of each request group over all gateways. Values only.
 
-Each gateway cancels what is redundant among its own requests; only the daemon sees a group whose samples are spread
-over several.
+Each gateway cancels redundant requests of its own; only the daemon sees a group whose samples are spread over several.
 """
 
 from collections.abc import Iterable
@@ -10,21 +9,21 @@ from typing import Any
 
 from orchestrrl.fleet.reports import FinishedRequest
 
-# Endings that make an answer one that a trainer can use.
+# The finish reasons of answers that a trainer can use.
 USABLE = frozenset({"stop", "length"})
-# Far more than a step has; those that were heard of last are kept.
+# Far more than a step has; the latest are kept.
 GROUPS_REMEMBERED = 65536
 
 
 class FinishedGroups:
-    """Counts finished answers. A group's id may be used again in a later step, never within one."""
+    """Counts finished answers per group. A group id may be reused in a later step, but not within one."""
 
     def __init__(self) -> None:
         self._finished: dict[str, int] = {}
         self._enough: dict[str, None] = {}
 
     def count(self, finished: Iterable[FinishedRequest]) -> None:
-        """Each answer once, by the caller's care."""
+        """Count finished answers. The caller must pass each answer only once."""
         for answer in finished:
             if not answer.group or not answer.group_enough or answer.finish_reason not in USABLE:
                 continue
@@ -35,18 +34,18 @@ class FinishedGroups:
         keep_newest(self._finished, GROUPS_REMEMBERED)
 
     def take(self) -> frozenset[str]:
-        """Groups of which an answer came since the last call, and that have enough."""
+        """Return the groups that have enough answers and received one since the last call."""
         taken, self._enough = frozenset(self._enough), {}
         return taken
 
     def forget(self) -> None:
-        """A new step begins."""
+        """Clear all counts at the start of a new step."""
         self._finished.clear()
         self._enough.clear()
 
 
 def keep_newest(entries: dict[Any, Any], most: int) -> None:
-    """Delete the oldest entries beyond so many, together: the first key of a dictionary is searched for behind all that
-    were deleted before it."""
+    """Delete the oldest entries beyond `most`, in one batch: finding the first key of a dictionary walks over every key
+    deleted before it."""
     for key in list(islice(entries, max(0, len(entries) - most))):
         del entries[key]

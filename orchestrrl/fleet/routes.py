@@ -1,4 +1,4 @@
-"""Tell gateways which engines there are, how loaded each is, and whether anything new may go there."""
+"""Send gateways the list of engines, with each engine's load and whether it accepts new requests."""
 
 import asyncio
 import logging
@@ -19,14 +19,14 @@ from planner.model import EngineHealth, EngineId, EngineView, NodeId
 logger = logging.getLogger(__name__)
 
 # A change is sent at once. While changes keep coming, as when a fleet starts, the time between two messages doubles
-# from the first to the last of these: each message has all routes, and one for each change would be N^2 of them.
+# from the first of these to the last: each message has all routes, and one message per change would send N^2 routes.
 SPACING_FIRST_S = 0.05
 SPACING_LAST_S = 1.0
 
 
 @dataclass(slots=True)
 class _Pace:
-    """How soon changes are sent: see SPACING_FIRST_S."""
+    """Spaces the messages that send changes: see SPACING_FIRST_S."""
 
     spacing_s: float = 0.0
     sent_s: float = float("-inf")
@@ -43,7 +43,7 @@ class _Pace:
 
 @dataclass(slots=True, eq=False)
 class RoutingTable:
-    """The routes as they stand. They are written down when they change in more than load."""
+    """The current routes. They are written to the journal when anything but the load changes."""
 
     _config: Config
     _state: FleetState
@@ -51,14 +51,14 @@ class RoutingTable:
     _runner: OperationRunner
     _journal: Journal
     _clock: Clock
-    draining: set[EngineId] = field(default_factory=set)  # about to be stopped: gateways send them nothing new
-    # Engines that are being started, and until when that is believed: gateways keep requests for them, and send them
-    # there once they are no longer named here, whoever reports them well before.
+    draining: set[EngineId] = field(default_factory=set)  # about to be stopped: gateways send them no new requests
+    # Engines that are being started, and until when they are expected. Gateways keep requests for an engine while it is
+    # listed here, even if an agent already reports it healthy.
     expected: dict[EngineId, float] = field(default_factory=dict)
-    _load_index: Mapping[EngineId, float | None] = field(default_factory=dict)  # as the fast loop last found it
+    _load_index: Mapping[EngineId, float | None] = field(default_factory=dict)  # from the fast loop
     _journalled: dict[str, Any] = field(default_factory=lambda: {"routes": [], "expected": {}})
-    _expected_before: dict[EngineId, float] = field(default_factory=dict)  # as written down
-    _sent: dict[NodeId, tuple[SetRoutes, float]] = field(default_factory=dict)  # to each gateway, and when
+    _expected_before: dict[EngineId, float] = field(default_factory=dict)  # as last journalled
+    _sent: dict[NodeId, tuple[SetRoutes, float]] = field(default_factory=dict)  # last sent to each gateway, and when
     _changes: _Pace = field(default_factory=_Pace)
     _losses: _Pace = field(default_factory=_Pace)
 
@@ -66,12 +66,12 @@ class RoutingTable:
         self._config = config
 
     def reweigh(self, load_index: Mapping[EngineId, float | None]) -> None:
-        """Send these with the routes from now on."""
+        """Send these load indexes with the routes from now on."""
         self._load_index = load_index
 
     def recover(self) -> None:
-        """Engines that were routed to, or expected: a gateway that attaches before their agents do must not lose
-        them, nor send elsewhere what it keeps for them."""
+        """Restore the engines that were routed to or expected. A gateway that attaches before their agents do must not
+        lose them, nor send requests that it keeps for them elsewhere."""
         written = self._journal.newest(EntryKind.ROUTES, _written)
         if written is None:
             return
@@ -82,19 +82,19 @@ class RoutingTable:
         self.expected.update(self._still_expected(self._expected_before, now_s))
 
     def attached(self, gateway: NodeId) -> None:
-        """A gateway has attached, and has nothing yet."""
+        """Mark a newly attached gateway as having no routes yet."""
         self._sent.pop(gateway, None)
 
     def changed(self, *, lost: bool = False) -> None:
-        """Send the routes with the next turn of the event loop, or as soon as the pace allows. An engine that was
-        `lost` does not wait behind those that come."""
+        """Send the routes in the next iteration of the event loop, or as soon as the pace allows. The loss of an engine
+        (`lost`) has a pace of its own, so that it does not wait behind engines that are added."""
         pace = self._losses if lost else self._changes
         if pace.sending is not None and not pace.sending.done():
             return
         try:
             pace.sending = asyncio.get_running_loop().create_task(self._send_changes(pace))
             pace.sending.add_done_callback(_report_failure)
-        except RuntimeError:  # no event loop: the fast loop's next turn sends them
+        except RuntimeError:  # no event loop: the fast loop's next tick sends them
             pace.sending = None
 
     async def _send_changes(self, pace: "_Pace") -> None:
@@ -105,7 +105,8 @@ class RoutingTable:
         self.send(self._state.engines(now_s))
 
     def accepts(self, engine: EngineView) -> bool:
-        """Return whether requests may go there. Of one without an agent only its gateways know whether it is well."""
+        """Return whether requests may go to the engine. The health of an engine without an agent is left to its
+        gateways."""
         well = engine.health is EngineHealth.OK or not self._state.reported(engine.id)
         changing = engine.id in self.draining or engine.id in self.expected
         return well and not (engine.draining or engine.outdated or changing)
@@ -116,8 +117,8 @@ class RoutingTable:
                 pace.sending.cancel()
 
     def send(self, engines: Sequence[EngineView]) -> None:
-        """To every attached gateway that has others. They are repeated before they could be missed for long: a gateway
-        that was busy refuses orders that have expired."""
+        """Send the routes to every attached gateway whose routes differ. Repeat unchanged routes twice per expiry,
+        since a busy gateway refuses expired orders."""
         gateways = self._nodes.gateways()
         now_s = self._clock.now_s()
         expected = self._still_expected(self.expected, now_s)
@@ -139,8 +140,8 @@ class RoutingTable:
             self._journalled, self._expected_before = body, expected
             try:
                 self._journal.append(now_s, EntryKind.ROUTES, "", body)
-            except OrchestrRLError as error:  # gateways have them all the same
-                logger.error("routes cannot be written down: %s", error)
+            except OrchestrRLError as error:  # gateways have received the routes even so
+                logger.error("cannot write the routes to the journal: %s", error)
 
     def _as_reached_by(self, gateway: NodeId, engines: Sequence[EngineView], action: SetRoutes) -> SetRoutes:
         urls = self._state.urls_for(gateway, engines)
@@ -154,21 +155,23 @@ class RoutingTable:
         return {engine: until_s for engine, until_s in expected.items() if until_s > now_s}
 
     def kv_versions(self, engines: Iterable[EngineView]) -> dict[EngineId, str]:
-        """Engines of the same one can hand KV over to each other; with the policy version, as gateways have it."""
+        """Return a KV version per engine, including its policy version. Engines of equal version can transfer KV to
+        each other."""
         return {
             engine.id: f"{kv}@{engine.policy_version}" if (kv := self._kv_version(engine)) else "" for engine in engines
         }
 
     def _kv_version(self, engine: EngineView) -> str:
-        """Engines hand KV over to those of the same configuration and weights; empty: to none."""
+        """Return the key that engines of the same configuration and weights share, which can transfer KV to each other;
+        empty if the engine cannot transfer KV."""
         links = self._config.fleet.kv_transfer
         if links is None or links.connector is None or engine.configuration is None:
             return ""
         return f"{engine.configuration}/{links.weights}"
 
     def _route(self, engine: EngineView, starting: bool) -> EngineRoute:
-        # A gateway that attaches while weights are being changed must not take the version from before for that of the
-        # tokens that it gets meanwhile.
+        # A gateway that attaches while weights are being changed must not record the previous version for the tokens
+        # that it receives meanwhile.
         changing = self._state.weights.weights_changing
         fresh = engine.age_s is not None and engine.age_s <= self._config.fast.stale_after_s
         return EngineRoute(
@@ -176,7 +179,7 @@ class RoutingTable:
             url=engine.url,
             health=engine.health if self._state.reported(engine.id) else None,
             load_index=self._load_index.get(engine.id),
-            # How much of it is free is not known before the first sample: better none than one that is always full.
+            # Before the first sample the free part is unknown: report no capacity rather than a full cache.
             kv_capacity_tokens=0 if engine.age_s is None else engine.kv_capacity_tokens,
             kv_free_tokens=engine.kv_free_tokens,
             max_sequences=engine.max_sequences,
@@ -190,12 +193,12 @@ class RoutingTable:
 
 
 def _written(body: Mapping[str, Any]) -> tuple[dict[EngineId, str], dict[EngineId, float]]:
-    """Each engine's URL, and until when each is expected that is being started."""
+    """Return each engine's URL, and until when each starting engine is expected."""
     urls = {EngineId(route["engine"]): str(route["url"]) for route in body["routes"]}
     return urls, {EngineId(engine): float(until_s) for engine, until_s in body.get("expected", {}).items()}
 
 
 def _report_failure(sending: asyncio.Task[None]) -> None:
-    """The fast loop's next turn sends the same, and sets its work aside if that fails again."""
+    """Log a failed send. The fast loop's next tick sends the same routes, and handles a repeated failure."""
     if not sending.cancelled() and (error := sending.exception()) is not None:
-        logger.error("routes were not sent: %s", error)
+        logger.error("cannot send the routes: %s", error)

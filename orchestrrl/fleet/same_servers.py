@@ -1,13 +1,13 @@
-"""Find engines that have several names: which ids of nodes name one server. Pure.
+"""Find engines that have several names: group the ids that nodes use by the server they refer to. Pure.
 
-The configuration, agents and gateways each name engines by ids of their own. An id means one engine wherever it is
-used. Two ids are one engine where their servers are the same, by either of:
+The configuration, agents and gateways each name engines by ids of their own. An id refers to one engine wherever it is
+used. Two ids refer to the same engine if their servers are the same, by either of:
 
 - the server's own identity, which agents and gateways read from it (engines/vllm_info.py);
-- the address in their URLs, where both are of one host or the address means the same on every host, and no identities
-  contradict it. A loopback address alone proves nothing: two hosts have one each.
+- the address in their URLs, if both belong to one host or the address means the same on every host, and no identities
+  contradict it. A loopback address alone proves nothing, since every host has one.
 
-Where it is uncertain, two ids stay two engines.
+If it is uncertain, two ids remain two engines.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,34 +17,34 @@ from orchestrrl.core.addresses import ServerAddress, server_address
 from orchestrrl.engines.base import EngineCapabilities
 from planner.model import EngineId, NodeId
 
-CONFIGURATION = NodeId("")  # the source of what the configuration and operators name
-# A server that was started anew has another identity, which its nodes read at different times.
+CONFIGURATION = NodeId("")  # the source of engines named by the configuration and by operators
+# A restarted server has a new identity, which its nodes read at different times.
 SETTLE_S = 120.0
 
 
 @dataclass(slots=True)
 class ServerClaim:
-    """One id that a source uses, and what it reports of the server behind it."""
+    """One id that a source uses, and what the source reports about the server behind it."""
 
     source: NodeId
     engine: EngineId
-    rank: int  # whose id is kept: 0 configuration, 1 agents, 2 gateways
+    rank: int  # the lowest rank's id is kept: 0 configuration, 1 agents, 2 gateways
     url: str
-    host: str = ""  # whose loopback addresses the URL means; empty: unknown
+    host: str = ""  # the host of a loopback URL; empty: unknown
     server: str = ""  # the server's identity; empty: unknown
     server_before: str = ""
     server_since_s: float = 0.0
-    known_as: EngineId | None = None  # the id under which the source has the engine by now
+    known_as: EngineId | None = None  # the id that the source uses for the engine now
     last_report_s: float = 0.0
-    capabilities: EngineCapabilities | None = None  # as an agent reported them last
+    capabilities: EngineCapabilities | None = None  # as last reported by an agent
 
     @property
     def id(self) -> EngineId:
         return self.known_as or self.engine
 
     def follow(self, url: str, host: str, server: str, known_as: EngineId | None, now_s: float) -> bool:
-        """Take over what the source reports now. Returns whether anything changed. An identity that cannot be read for
-        once stays."""
+        """Apply what the source reports now and return whether anything changed. If no identity could be read and the
+        URL is the same, the previous identity is kept."""
         server = server or (self.server if url == self.url else "")
         if (url, host, server, known_as) == (self.url, self.host, self.server, self.known_as):
             return False
@@ -60,10 +60,10 @@ class ServerClaim:
 
 @dataclass(frozen=True, slots=True)
 class ServerNames:
-    """The engine that each source means by each of its ids."""
+    """A mapping from each id that a source uses to its engine."""
 
     engines: frozenset[EngineId] = frozenset()  # ids that are kept
-    # Where it is another id than the source's own.
+    # Only ids that differ from the source's own.
     of: Mapping[NodeId, Mapping[EngineId, EngineId]] = field(default_factory=dict)
 
     def engine(self, source: NodeId, id: EngineId) -> EngineId:
@@ -71,7 +71,7 @@ class ServerNames:
 
     @property
     def others(self) -> dict[EngineId, list[tuple[NodeId, EngineId]]]:
-        """(source, id) of the other ids of engines that have any."""
+        """Return the (source, id) pairs of each engine's aliases, for engines that have any."""
         found: dict[EngineId, list[tuple[NodeId, EngineId]]] = {}
         for source, ids in self.of.items():
             for id, engine in ids.items():
@@ -79,11 +79,11 @@ class ServerNames:
         return found
 
     def is_other(self, id: EngineId) -> bool:
-        """Whether the id is only another name of engines."""
+        """Return whether the id is only an alias of engines."""
         return id not in self.engines and any(id in ids for ids in self.of.values())
 
     def by_other_name(self, id: EngineId) -> EngineId | None:
-        """The engine that nodes call so; None: there is none, or several are called so."""
+        """Return the engine with this alias; None if no engine or several have it."""
         found = {ids[id] for ids in self.of.values() if id in ids}
         return found.pop() if len(found) == 1 and id not in self.engines else None
 
@@ -97,7 +97,7 @@ class _Engine:
 
 
 def find_names(claims: Iterable[ServerClaim], now_s: float) -> ServerNames:
-    """Group the claims by server. The id of the lowest rank is kept, of several the one that was claimed first."""
+    """Group the claims by server. The id of the lowest rank is kept; within a rank, the one claimed first."""
     engines: dict[EngineId, _Engine] = {}
     at: dict[tuple[ServerAddress, str], _Engine] = {}
     by_identity: dict[str, _Engine] = {}
@@ -109,7 +109,7 @@ def find_names(claims: Iterable[ServerClaim], now_s: float) -> ServerNames:
         if engine is None:
             engine = linked or engines.setdefault(claim.id, _Engine(claim.id))
         elif linked is not engine and not _extends(engine, claim, identities):
-            place, identities = None, frozenset()  # an id that may be used for two servers: nothing follows for others
+            place, identities = None, frozenset()  # the id may mean two servers: infer nothing from it
         if engine.id != claim.engine:
             of.setdefault(claim.source, {})[claim.engine] = engine.id
         if place is not None and place not in at:
@@ -123,7 +123,8 @@ def find_names(claims: Iterable[ServerClaim], now_s: float) -> ServerNames:
 
 
 def _place(claim: ServerClaim) -> tuple[ServerAddress, str] | None:
-    """The address, and the host that it is of where it means another server on each."""
+    """Return the address and its host; the host is empty unless the address means another server on each host. None if
+    the place is unknown."""
     address = server_address(claim.url)
     if address is None or (address.local and not claim.host):
         return None
@@ -136,7 +137,7 @@ def _linked(
     at: Mapping[tuple[ServerAddress, str], _Engine],
     by_identity: Mapping[str, _Engine],
 ) -> _Engine | None:
-    """The engine whose server is the same."""
+    """Return the engine with the same server, or None."""
     for identity in sorted(identities):
         engine = by_identity.get(identity)
         if engine is not None and not _apart(place, engine):
@@ -148,15 +149,17 @@ def _linked(
 
 
 def _apart(place: tuple[ServerAddress, str] | None, engine: _Engine) -> bool:
-    """One host has two servers on two ports of its loopback addresses, whatever they say of themselves."""
+    """Return whether the place is a loopback address of the engine's host with another port. These are two servers,
+    even if their identities are equal."""
     if place is None or not place[1]:
         return False
-    beside = [address for address, host in engine.addresses if host == place[1]]
-    return bool(beside) and all(address.port != place[0].port for address in beside)
+    others = [address for address, host in engine.addresses if host == place[1]]
+    return bool(others) and all(address.port != place[0].port for address in others)
 
 
 def _extends(engine: _Engine, claim: ServerClaim, identities: frozenset[str]) -> bool:
-    """Whether a claim that shares no more than the engine's id may say more of its server: the first agent may."""
+    """Return whether a claim that shares only the engine's id may add facts about its server. The first agent's claim
+    may."""
     if engine.identities and identities:
         return False
     return not engine.addresses or (claim.rank == 1 and not engine.has_agent)

@@ -1,22 +1,22 @@
 """Estimate when a report was made, in the daemon's time, from the sender's own timestamps. Pure.
 
-The receipt of a report says only that it is not younger: it may have waited in a connection, or in a daemon that was
-busy. The sender's clock says more, but may be off by any amount. Let `offset` be the sender's clock minus ours.
+The time of receipt is only an upper bound: the report may have waited in a connection, or in a busy daemon. The
+sender's timestamps add information, but its clock may be off by any amount. Let `offset` be the sender's clock minus
+the daemon's.
 
-A report that was sent at `sent` (its clock) and received at `received` (ours) bounds the offset from below:
-`offset >= sent - received`, since it was not received before it was sent. An acknowledgement that we sent at
-`ack_sent` (ours) and that arrived at `ack_received` (its clock) bounds it from above: `offset <= ack_received -
-ack_sent`. Both hold whatever time the ways took, and each widens with the drift of two clocks.
+A report that was sent at `sent` (its clock) and received at `received` (ours) bounds the offset from below: `offset >=
+sent - received`, since it was not received before it was sent. An acknowledgement that the daemon sent at `ack_sent`
+(ours) and that arrived at `ack_received` (its clock) bounds it from above: `offset <= ack_received - ack_sent`. Both
+hold for any network delay, and each widens with the drift of the two clocks.
 
-Where acknowledgements are echoed, the upper bound is used: the age is then never too small, and too large by no more
-than the quickest acknowledgement and the quickest report took together. The first report of such a sender, which may
-have been queued, cannot be dated: it waits for the next one, which has an echo. A sender that echoes nothing for
-UNDATED_S, or does not stamp its reports, is judged by the lower bound alone, i.e. by its quickest report: the age is
-too small by what that one took, and a first report that was queued counts as fresh until a quicker one has come.
+If acknowledgements are echoed, the upper bound is used: the age is then never too small, and too large by at most the
+delays of the quickest acknowledgement and the quickest report. The first report of such a sender may have been queued
+and cannot be dated; it waits for the next report, which has an echo. For a sender that echoes nothing for UNDATED_S, or
+does not stamp its reports, only the lower bound is used, i.e. its quickest report: the age is too small by that
+report's delay, and a first report that was queued counts as fresh until a quicker one arrives.
 
-A clock that is set makes the bounds contradict each other: the earlier ones are forgotten. Of a sender that echoes
-nothing a clock that was set back looks like a queue; its bounds are forgotten after it has reported for
-BUCKETS * BUCKET_S.
+If a clock is set, the bounds contradict each other and the earlier ones are dropped. For a sender that echoes nothing,
+a clock that is set back looks like a queue; its bounds are dropped after it has reported for BUCKETS * BUCKET_S.
 """
 
 import math
@@ -24,18 +24,18 @@ from dataclasses import dataclass, field
 
 from orchestrrl.fleet.reports import SendTimes
 
-# Quartz drifts by less than 50, and NTP slews by up to 500.
+# Quartz drifts by less than 50 ppm, and NTP slews by up to 500 ppm.
 DRIFT_PPM = 500.0
-# Bounds are kept for each stretch of time in which the sender reported: a silence forgets none.
+# Bounds are kept per bucket of time in which the sender reported; silence drops none.
 BUCKET_S = 5.0
 BUCKETS = 6
-# A sender that stamps its reports should have had an acknowledgement by then.
+# A sender that stamps its reports should have received an acknowledgement by then.
 UNDATED_S = 2.0
 
 
 @dataclass(slots=True)
 class _Bounds:
-    """The offset lies in [least_s, most_s] at `at_s`."""
+    """An interval for the clock offset: [least_s, most_s] at `at_s`."""
 
     began_s: float
     at_s: float
@@ -49,17 +49,17 @@ class _Bounds:
 
 @dataclass(slots=True)
 class SenderClock:
-    """The clock of one sender, as its reports show it."""
+    """An estimate of one sender's clock, from its reports."""
 
     _buckets: list[_Bounds] = field(default_factory=list)
-    first_s: float | None = None  # its first and its latest report, in our time
+    first_s: float | None = None  # its first and its latest report, in the daemon's time
     last_report_s: float = 0.0
 
     def taken_s(self, sampled_s: float, times: SendTimes, received_s: float) -> float | None:
-        """Return when a sample was taken, in our time and at most `received_s`, and learn from its report.
+        """Return when a sample was taken, in the daemon's time and at most `received_s`, and update the estimate.
 
-        `sampled_s` is by the sender's clock; 0 or no number: it has none, and the receipt counts. None: this cannot be
-        known before the next report.
+        `sampled_s` is by the sender's clock; if it is 0 or not finite, the time of receipt is returned. None means that
+        the time cannot be determined before the next report.
         """
         self.last_report_s = received_s
         self.first_s = received_s if self.first_s is None else self.first_s
@@ -77,7 +77,7 @@ class SenderClock:
         return min(received_s, sampled_s - least_s)
 
     def _learn(self, least_s: float, most_s: float, now_s: float) -> tuple[float, float]:
-        """Add the bounds of one report, and return those of all."""
+        """Add the bounds of one report, and return the combined bounds of all."""
         if not self._buckets or now_s - self._buckets[-1].began_s >= BUCKET_S:
             self._buckets = [*self._buckets[-BUCKETS + 1 :], _Bounds(now_s, now_s, least_s, most_s)]
         else:

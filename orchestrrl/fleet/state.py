@@ -1,9 +1,9 @@
-"""Fold what agents and gateways report into immutable snapshots that know how old everything is.
+"""Fold the reports of agents and gateways into immutable snapshots in which every value has an age.
 
-Holds values and nothing else: no clock, no socket. Ages run from when a sample was taken, as its sender's clock shows
-it (sender_clocks.py), and at least from its receipt. Reports of one sender are ordered by (stream, sequence): a late or
-repeated one changes nothing. Of several senders that report one thing one counts (reporters.py). An engine that nodes
-call by several ids is one engine here (same_servers.py).
+Contains values only: no clock, no socket. Ages run from when a sample was taken, by its sender's clock
+(sender_clocks.py), and at least from its receipt. Reports of one sender are ordered by (stream, sequence): a late or
+repeated report changes nothing. If several senders report one subject, one of them counts (reporters.py). An engine
+that has several ids on nodes is one engine here (same_servers.py).
 """
 
 from collections import Counter, deque
@@ -44,28 +44,28 @@ from planner.model import (
     Snapshot,
 )
 
-# Finished requests remembered per gateway, to count a repeated one once. A gateway repeats only what was not
-# acknowledged, which is far less.
+# Finished requests remembered per gateway, to count a repeated one once. A gateway repeats only unacknowledged ones,
+# which are far fewer.
 FINISHED_REMEMBERED = 65536
-# The newest responses of a step that tell how long responses are. Some jobs never go idle, so their step never ends.
+# Response lengths kept per step, the newest. Some jobs are never idle, so their step never ends.
 LENGTHS_REMEMBERED = 65536
-# The stream of who reports an engine while its agent does not: such reports are ordered as they come, and those of an
-# agent among themselves, whatever was reported in its stead.
+# The stream of a source that reports an engine while its agent does not. Such reports count in order of arrival; the
+# order of an agent's own reports does not depend on them.
 STAND_IN = -1
-# Endings that say nothing about how long responses are.
+# Finish reasons that carry no information about response lengths.
 CUT_SHORT = frozenset({"abort", "error"})
-# The ending of an output that `max_tokens` cut: it only tells that it would have been longer.
+# The finish reason of an output cut by `max_tokens`: its length is only a lower bound.
 CENSORED = "length"
-# The ids of engines are compared again after so long, also where none has changed: nodes come and go.
+# Engine ids are compared again after this time even if none has changed, since nodes attach and detach.
 NAMES_LAST_S = 30.0
-HOSTS_REMEMBERED = 65_536  # of nodes that have attached, and clocks of senders
-CLAIMS_PER_ENGINE = 4  # nodes may name each engine by ids of their own
-CLOCKS_REMEMBERED_S = 600.0  # of senders that fell silent
+HOSTS_REMEMBERED = 65_536  # also the limit for senders' clocks
+CLAIMS_PER_ENGINE = 4  # nodes may use ids of their own for each engine
+CLOCKS_REMEMBERED_S = 600.0  # of senders that have stopped reporting
 
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What the configuration or an operator says of an engine; it stands where the engine itself does not tell."""
+    """Facts about an engine from the configuration or an operator. The engine's own reports take precedence."""
 
     id: EngineId
     url: str
@@ -76,7 +76,7 @@ class EngineFacts:
     pool: str = ""
 
     def of(self, configuration: Configuration | None) -> "EngineFacts":
-        """Return them for an engine of that configuration: its limits stand where the engine's own are not given."""
+        """Return the facts with the configuration's id, and with its limits as defaults for the engine's own."""
         if configuration is None:
             return self
         sequences = self.max_sequences or configuration.max_sequences
@@ -86,7 +86,7 @@ class EngineFacts:
 
 @dataclass(frozen=True, slots=True)
 class GenerationStep:
-    """One generation step: from the fleet's going busy to its going idle."""
+    """One generation step: the time from when the fleet becomes busy until it is idle."""
 
     started_s: float
     ended_s: float | None = None
@@ -94,7 +94,7 @@ class GenerationStep:
 
 @dataclass(slots=True)
 class TokenTotals:
-    """Since the daemon's start."""
+    """Counts of finished and moved requests and their tokens since the daemon's start."""
 
     finished: int = 0
     moves_done: int = 0
@@ -109,7 +109,7 @@ class _EngineRecord:
     remembered_url: str = ""
     report: EngineReport | None = None
     received_s: float = 0.0
-    sample: EngineSample | None = None  # the latest, also while the engine cannot be read
+    sample: EngineSample | None = None  # the latest; kept while the engine cannot be read
     sample_taken_s: float = 0.0
     capabilities: EngineCapabilities | None = None
 
@@ -117,20 +117,20 @@ class _EngineRecord:
 @dataclass(slots=True)
 class _GatewayRecord:
     reporters: Reporters = field(default_factory=Reporters)
-    received_s: float = 0.0  # its latest word of any kind
+    received_s: float = 0.0  # its latest message of any kind
     engines: tuple[EngineId, ...] = ()  # from its hello
     in_flight: tuple[RequestView, ...] = ()
     in_flight_ids: frozenset[RequestId] = frozenset()
-    on_engines: frozenset[EngineId] = frozenset()  # that requests in flight are on
-    reported_s: float | None = None  # when that was so; None: it has not reported
+    on_engines: frozenset[EngineId] = frozenset()  # engines of the requests in flight
+    reported_s: float | None = None  # the time of these; None: no report yet
     barrier: BarrierReport = field(default_factory=BarrierReport)
-    finished: dict[FinishedRequest, None] = field(default_factory=dict)  # as values: an id may be used again
+    finished: dict[FinishedRequest, None] = field(default_factory=dict)  # keyed by value, since an id may be reused
     failovers: dict[EngineFailovers, None] = field(default_factory=dict)
 
 
 class FleetState:
-    """The fleet as reported. Whoever has not reported for `forget_after_s` is left out of snapshots, or counts as gone
-    where something else names it."""
+    """The reported state of the fleet. A node or engine that has not reported for `forget_after_s` is left out of
+    snapshots; an engine that another source names has health GONE instead."""
 
     def __init__(
         self,
@@ -139,28 +139,28 @@ class FleetState:
         capacity: LimitSettings | None = None,
         host: str = "",
     ) -> None:
-        """`host`: whose loopback addresses the configuration means, as addresses.host_id gives it."""
+        """`host` is the host of loopback addresses in the configuration, as addresses.host_id returns it."""
         self._capacity = capacity or LimitSettings()
         self._facts = {fact.id: fact for fact in facts}
         self._host = host
-        self._deployed: dict[EngineId, EngineFacts] = {}  # since the start, by us
+        self._deployed: dict[EngineId, EngineFacts] = {}  # deployed since the daemon's start
         self._removed: set[EngineId] = set()
-        self._back_again: set[EngineId] = set()  # removed, and reported well since, by nobody's word but their agent's
-        self._barred: frozenset[EngineId] = frozenset()  # by an operator: whoever reports them, they are none
-        self._draining: frozenset[EngineId] = frozenset()  # by an operator
+        self._back_again: set[EngineId] = set()  # removed, then reported healthy by an agent only
+        self._barred: frozenset[EngineId] = frozenset()  # removed by an operator; reports are ignored
+        self._draining: frozenset[EngineId] = frozenset()  # drained by an operator
         self._forget_after_s = forget_after_s
         self._engines: dict[EngineId, _EngineRecord] = {}
         self._gateways: dict[NodeId, _GatewayRecord] = {}
-        self._clocks: dict[tuple[NodeId, str | int], SenderClock] = {}  # of each sender
-        self._hosts: dict[NodeId, str] = {}  # of nodes that attached
-        self._claims: dict[tuple[NodeId, EngineId], ServerClaim] = {}  # the ids that nodes use for engines
-        self._names = ServerNames()  # what followed from them
-        self._named_s = float("-inf")  # when; -inf: it is to be found anew
+        self._clocks: dict[tuple[NodeId, str | int], SenderClock] = {}  # by sender
+        self._hosts: dict[NodeId, str] = {}  # of attached nodes
+        self._claims: dict[tuple[NodeId, EngineId], ServerClaim] = {}  # ids that nodes use for engines
+        self._names = ServerNames()  # derived from the claims
+        self._named_s = float("-inf")  # when they were derived; -inf: derive them again
         self._finished: deque[FinishedLength] = deque(maxlen=LENGTHS_REMEMBERED)
-        self.earlier_output_tokens: tuple[int, ...] = ()  # of the step before
-        self.step: GenerationStep | None = None  # the current or the last one
-        self.weights = PauseState()  # kept by the pause barrier: which versions engines have
-        self.groups = FinishedGroups()  # how many answers of each have finished, over all gateways
+        self.earlier_output_tokens: tuple[int, ...] = ()  # of the previous step
+        self.step: GenerationStep | None = None  # the current or the last step
+        self.weights = PauseState()  # weight versions of engines; written by the pause barrier
+        self.groups = FinishedGroups()  # finished answers per group, over all gateways
         self.totals = TokenTotals()
         self.failovers: dict[EngineId, FailoverCounts] = {}  # since the daemon's start, by the engine that failed
 
@@ -171,12 +171,12 @@ class FleetState:
         draining: Iterable[EngineId] = (),
         removed: Iterable[EngineId] = (),
     ) -> None:
-        """Take over the configuration's engines, which deployed ones replace, and what operators have added, drained
-        and removed. A removed engine is not part of the fleet, even while an agent reports it well."""
+        """Apply the configured engines, which deployed engines override, and the engines that operators added, drained
+        and removed. A removed engine is not part of the fleet, even if an agent reports it healthy."""
         self._draining, self._barred = frozenset(draining), frozenset(removed)
         for engine in self._barred:
             self._deployed.pop(engine, None)
-            if engine in self._engines:  # what it offers is told once
+            if engine in self._engines:  # capabilities are reported only once
                 self._engines[engine] = _EngineRecord(capabilities=self._engines[engine].capabilities)
         by_operators = {facts.id: facts for facts in added}
         self._removed.difference_update(by_operators)
@@ -186,7 +186,7 @@ class FleetState:
         self._named_s = float("-inf")
 
     def add_engine(self, facts: EngineFacts) -> None:
-        """An engine that was deployed, unless an operator has removed it since."""
+        """Add a deployed engine, unless an operator has removed it."""
         if facts.id in self._barred:
             return
         self._removed.discard(facts.id)
@@ -195,11 +195,11 @@ class FleetState:
         self._named_s = float("-inf")
 
     def barred(self, engine: EngineId) -> bool:
-        """An operator has removed it: it is none of the fleet's, also while it runs."""
+        """Return whether an operator has removed the engine, so that it is not part of the fleet even while it runs."""
         return engine in self._barred
 
     def remove_engine(self, engine: EngineId) -> None:
-        """An engine that was stopped: it is none any more, unless an agent reports it well again."""
+        """Remove a stopped engine. It returns if an agent reports it healthy again."""
         self._removed.add(engine)
         self._deployed.pop(engine, None)
         self._facts.pop(engine, None)
@@ -207,12 +207,12 @@ class FleetState:
         self._named_s = float("-inf")
 
     def remember_engine(self, engine: EngineId, url: str, at_s: float) -> None:
-        """An engine that an earlier daemon routed to, until its agent reports it again or it is forgotten."""
+        """Keep an engine to which an earlier daemon sent requests, until its agent reports it or it is forgotten."""
         record = self._engines.setdefault(engine, _EngineRecord())
         record.remembered_url, record.received_s = url, max(record.received_s, at_s)
 
     def fold_hello(self, hello: NodeHello, received_s: float) -> None:
-        """A gateway names the engines that it routes to, before it has reported anything."""
+        """Fold the hello of a node. A gateway's hello lists its engines before its first report."""
         self._hosts[hello.node] = hello.host
         keep_newest(self._hosts, HOSTS_REMEMBERED)
         if hello.kind is not NodeKind.GATEWAY:
@@ -223,16 +223,16 @@ class FleetState:
         self._claim_all(hello.node, hello.addresses, received_s)
 
     def stream_ended(self, stream: int) -> None:
-        """No report will come on this stream: another one may be in its place."""
+        """Mark the stream as ended, so that another sender can take over."""
         for engine in self._engines.values():
             engine.reporters.stream_ended(stream)
         for gateway in self._gateways.values():
             gateway.reporters.stream_ended(stream)
 
     def fold_engine(self, report: EngineReport, received_s: float, stream: int = 0) -> bool:
-        """Take a report in, unless one at least as new is held, or another agent's counts. True: it was taken.
+        """Fold a report, unless one at least as new is held or another agent's counts. Return whether it was folded.
 
-        The report's engine is as `named` gives it.
+        The report's engine id is as returned by `named`.
         """
         if report.engine in self._barred:
             if report.capabilities is not None:
@@ -256,7 +256,7 @@ class FleetState:
                 record.capabilities = report.capabilities
             return False
         if report.engine in self._back_again and report.health is EngineHealth.GONE:
-            # Its agent's word from before it was stopped came late, or it was somebody's for a while.
+            # A late report from before the stop, or a process outside the fleet used the address for a while.
             self._back_again.discard(report.engine)
             self.remove_engine(report.engine)
             return False
@@ -269,9 +269,9 @@ class FleetState:
         return True
 
     def fold_gateway(self, report: GatewayReport, received_s: float, stream: int = 0) -> list[EngineFailovers]:
-        """Take a report in, unless one at least as new is held. Returns the failovers that were not counted before.
+        """Fold a report, unless one at least as new is held. Return the failovers that were not counted before.
 
-        Finished requests and failovers count once per gateway, also those of a report that came late.
+        Finished requests and failovers count once per gateway, including those of a late report.
         """
         record = self._gateways.setdefault(report.gateway, _GatewayRecord())
         fresh = [finished for finished in report.finished if finished not in record.finished]
@@ -289,7 +289,7 @@ class FleetState:
             record.on_engines = engines_of(report)
         failovers = self._count_failovers(record, report.gateway, report.failovers)
         if fresh:
-            # They were in flight, if only between two reports.
+            # They were in flight between two reports.
             self._start_step(received_s)
             self._count_finished(record, fresh)
         if newer or fresh:
@@ -305,7 +305,7 @@ class FleetState:
         self.totals.tokens_loaded += sum(item.loaded_tokens for item in result.items)
 
     def engines(self, now_s: float) -> tuple[EngineView, ...]:
-        """Every engine that is known, by id; the part of a snapshot that is cheap."""
+        """Return every known engine, sorted by id. Cheaper than a snapshot."""
         return tuple(self._view(engine, now_s) for engine in sorted(self._known_engines(now_s)))
 
     def snapshot(self, now_s: float) -> Snapshot:
@@ -323,11 +323,12 @@ class FleetState:
 
     @property
     def finished(self) -> tuple[FinishedLength, ...]:
-        """Lengths of the current step, or of the last one until the next begins, in order of finishing."""
+        """Return the response lengths of the current step, or of the last step until the next begins, in order of
+        finishing."""
         return tuple(self._finished)
 
     def gateway_of(self, request: RequestId) -> NodeId | None:
-        """The gateway that last reported the request in flight; with several, the newest report's."""
+        """Return the gateway that has the request in flight, by the newest report; None if no gateway has it."""
         holders = [
             (record.reported_s, node)
             for node, record in self._gateways.items()
@@ -336,7 +337,8 @@ class FleetState:
         return max(holders)[1] if holders else None
 
     def gateways_of_groups(self, groups: frozenset[str]) -> dict[NodeId, tuple[str, ...]]:
-        """Which gateways have requests of these groups in flight, as they last said."""
+        """Return the gateways that have requests of these groups in flight, with those groups, by their last
+        reports."""
         found: dict[NodeId, tuple[str, ...]] = {}
         for node, record in self._gateways.items():
             there = {request.group for request in record.in_flight} & groups
@@ -346,11 +348,11 @@ class FleetState:
 
     @property
     def barriers(self) -> dict[NodeId, BarrierReport]:
-        """How the pause barrier of each gateway stood when it reported last, however long ago."""
+        """Return the last reported state of each gateway's pause barrier, regardless of its age."""
         return {node: record.barrier for node, record in self._gateways.items() if record.reported_s is not None}
 
     def last_report_s(self, node: NodeId) -> float | None:
-        """As of when the node has reported; None: it has not."""
+        """Return the time of the node's latest report, or None if it has not reported."""
         gateway = self._gateways.get(node)
         if gateway and gateway.reported_s is not None:
             return gateway.reported_s
@@ -366,44 +368,45 @@ class FleetState:
         return record.capabilities if record else None
 
     def reported(self, engine: EngineId) -> bool:
-        """Whether an agent has ever reported the engine: without that its health is only a presumption."""
+        """Return whether an agent has ever reported the engine. If not, its health is an assumption."""
         record = self._engines.get(engine)
         return record is not None and record.report is not None
 
-    # --- room
+    # --- limits
 
     def check_engine_report(self, report: EngineReport, now_s: float) -> None:
-        """Raises LimitReached where the report names one engine, or one name of an engine, more than are remembered."""
+        """Raise LimitReached if the report adds an engine, or a name of an engine, beyond the limit."""
         most = CLAIMS_PER_ENGINE * self._capacity.engines
         is_new = (report.agent, report.engine) not in self._claims
         if is_new and sum(claim.rank == 1 for claim in self._claims.values()) >= most:
-            limit = f"at most {most} names of engines by agents can be known ({CLAIMS_PER_ENGINE} times limits.engines)"
-            raise LimitReached(f"engine_id: {limit}, got {shorten(report.engine)} as one more")
+            limit = f"agents can use at most {most} names for engines ({CLAIMS_PER_ENGINE} times limits.engines)"
+            raise LimitReached(f"engine_id: {limit}, got {shorten(report.engine)} in addition")
         self._make_room(frozenset({self._names.engine(report.agent, report.engine)}), None, now_s)
 
     def check_gateway_report(self, report: GatewayReport, now_s: float) -> None:
-        """Raises LimitReached where the report brings a gateway, engines or requests beyond what is remembered."""
+        """Raise LimitReached if the report adds a gateway, engines or requests beyond the limits."""
         others = [record for node, record in self._live_gateways(now_s).items() if node != report.gateway]
         count = sum(len(record.in_flight) for record in others) + len(report.in_flight)
         if count > self._capacity.requests:
-            limit = f"at most {self._capacity.requests} over all gateways can be known (limits.requests)"
-            raise LimitReached(f"in_flight: {limit}, got {len(report.in_flight)}, {count} with the others'")
+            limit = f"must be <= {self._capacity.requests} requests over all gateways (limits.requests)"
+            raise LimitReached(f"in_flight: {limit}, got {len(report.in_flight)}, {count} in total")
         self._make_room(self._meant(report.gateway, engines_of(report), report.engines or ()), report.gateway, now_s)
 
     def check_hello(self, hello: NodeHello, now_s: float) -> None:
-        """Raises LimitReached where a gateway's hello brings a gateway or engines beyond what is remembered."""
+        """Raise LimitReached if a gateway's hello adds a gateway or engines beyond the limits."""
         if hello.kind is NodeKind.GATEWAY:
             self._make_room(self._meant(hello.node, hello.engines, hello.addresses), hello.node, now_s)
 
     def _meant(
         self, gateway: NodeId, engines: Iterable[EngineId], own: Iterable[GatewayEngine] = ()
     ) -> frozenset[EngineId]:
-        """The engines that a gateway means by these ids."""
+        """Return the engines that a gateway refers to by these ids."""
         names = {*engines, *(engine.known_as or engine.engine for engine in own)}
         return frozenset(self._names.engine(gateway, name) for name in names)
 
     def _make_room(self, engines: frozenset[EngineId], gateway: NodeId | None, now_s: float) -> None:
-        """Forget what nobody has reported for long, if these are too many otherwise."""
+        """Forget nodes and engines that have not reported for long, if the limits would be exceeded otherwise. Raises
+        LimitReached if that is not enough."""
         record = None if gateway is None else self._gateways.get(gateway)
         new = frozenset(engine for engine in engines if engine not in self._facts and engine not in self._engines)
         if new and gateway is not None and record is not None:
@@ -416,16 +419,16 @@ class FleetState:
             raise LimitReached(fault)
 
     def _overfull(self, new: frozenset[EngineId], gateway: NodeId | None) -> str:
-        """Which capacity is exceeded with these."""
+        """Return which limit these additions exceed, as an error text; empty if none."""
         capacity = self._capacity
         if gateway is not None and len(self._gateways.keys() | {gateway}) > capacity.gateways:
-            limit = f"at most {capacity.gateways} gateways can be known at a time (limits.gateways)"
-            return f"gateway_id: {limit}, got {shorten(gateway)} as one more"
+            limit = f"at most {capacity.gateways} gateways can be registered (limits.gateways)"
+            return f"gateway_id: {limit}, got {shorten(gateway)} in addition"
         known = set(new).union(self._facts, self._engines)
         for node, record in self._gateways.items():
             known |= self._meant(node, record.on_engines.union(record.engines))
         if new and len(known) > capacity.engines:
-            limit = f"at most {capacity.engines} engines can be known at a time (limits.engines)"
+            limit = f"at most {capacity.engines} engines can be registered (limits.engines)"
             return f"engine_id: {limit}, got {len(known)} with {shorten(min(new))}"
         return ""
 
@@ -440,7 +443,7 @@ class FleetState:
     # --- names and senders
 
     def names(self, now_s: float) -> ServerNames:
-        """The engine that each node means by each of its ids."""
+        """Return the mapping from each node's ids to engines."""
         if now_s - self._named_s > NAMES_LAST_S:
             self._named_s = now_s
             live = self._live_gateways(now_s)
@@ -457,11 +460,11 @@ class FleetState:
         return self._names
 
     def named(self, report: EngineReport, received_s: float) -> EngineReport:
-        """Return the report under the engine's own id, as its agent may call it otherwise, and with what the engine
-        offers: an agent reports that once, perhaps before the engine's other names were known.
+        """Return the report with the engine's canonical id and its capabilities. An agent reports capabilities once,
+        perhaps before the engine's other names were known.
 
-        An id that is new counts as its own engine until `names` is asked next, so that a fleet that starts does not
-        compare all with all for each of its reports.
+        A new id counts as an engine of its own until the next call of `names`, so that a starting fleet does not
+        compare all ids with each other for each report.
         """
         claim = self._claim(report.agent, report.engine, 1)
         claim.last_report_s = received_s
@@ -472,12 +475,13 @@ class FleetState:
         return replace(report, engine=engine, capabilities=claim.capabilities)
 
     def engine_called(self, name: EngineId, now_s: float) -> EngineId:
-        """The engine that an operator means: by its id, or by another one that only nodes use."""
+        """Return the canonical id of the engine that an operator names, by its id or by an alias that only nodes
+        use."""
         return self.names(now_s).by_other_name(name) or name
 
     def engine_at(self, url: str, now_s: float) -> EngineId | None:
-        """The engine that the URL leads to from the daemon's host, as far as addresses show it. A server is taken to
-        listen on both kinds of loopback address."""
+        """Return the engine at this URL as seen from the daemon's host, or None if addresses do not show it. A server
+        is assumed to listen on both IPv4 and IPv6 loopback addresses."""
         address, names = server_address(url), self.names(now_s)
         if address is None:
             return None
@@ -495,7 +499,7 @@ class FleetState:
         return None
 
     def own_name(self, request: RequestId, engine: EngineId) -> EngineId:
-        """The id by which the request's gateway calls the engine that it is on; `engine` where that is the same."""
+        """Return the id that the request's gateway uses for the engine; `engine` if they are equal."""
         gateway = self.gateway_of(request)
         if gateway is None or gateway not in self._names.of:
             return engine
@@ -504,8 +508,8 @@ class FleetState:
         return own if own is not None and self._names.engine(gateway, own) == engine else engine
 
     def urls_for(self, gateway: NodeId, engines: Iterable[EngineView]) -> dict[EngineId, str]:
-        """URLs by which a gateway reaches engines where those that agents report are of no use to it: loopback
-        addresses of another host. Its own command line has them."""
+        """Return the URLs from the gateway's own command line, for engines whose reported URL is a loopback address of
+        another host and therefore useless to the gateway."""
         own = {
             self._names.engine(gateway, claim.engine): claim
             for claim in self._claims.values()
@@ -525,12 +529,13 @@ class FleetState:
         return urls
 
     def reported_by(self, engine: EngineId, now_s: float) -> tuple[str, ...]:
-        """The agents that report the engine at the same time, the one that counts first; empty unless several do."""
+        """Return the agents that report the engine at the same time, the one that counts first; empty unless several
+        do."""
         record = self._engines.get(engine)
         return () if record is None else record.reporters.side_by_side(now_s)
 
     def _claim_all(self, gateway: NodeId, engines: Iterable[GatewayEngine], now_s: float) -> None:
-        """The ids that a gateway uses, and no others."""
+        """Replace the ids that a gateway uses for engines."""
         named = {engine.engine: engine for engine in engines}
         for key in [key for key in self._claims if key[0] == gateway and key[1] not in named]:
             del self._claims[key]
@@ -548,7 +553,7 @@ class FleetState:
     def _taken_s(
         self, node: NodeId, report: EngineReport | GatewayReport, stream: int, sampled_s: float, received_s: float
     ) -> float | None:
-        """When a sample was taken, in our time; None: that is not known yet."""
+        """Return when a sample was taken, in the daemon's time; None if that is not known yet."""
         sender = (node, report.incarnation or stream)
         clock = self._clocks.get(sender)
         if clock is None:
@@ -572,7 +577,7 @@ class FleetState:
             self.groups.forget()
 
     def _busy(self, now_s: float) -> bool:
-        """Gateways know; without any, what engines say must do."""
+        """Return whether any request is in flight, by gateways; if none has reported, by the engines' own samples."""
         gateways = [record for record in self._live_gateways(now_s).values() if record.reported_s is not None]
         if gateways:
             return any(record.in_flight for record in gateways)
@@ -597,7 +602,7 @@ class FleetState:
             record.failovers[failovers] = None
             engine = self._names.engine(gateway, failovers.engine)
             if engine not in self.failovers and len(self.failovers) >= self._capacity.engines:
-                engine = EngineId("")  # the rest together
+                engine = EngineId("")  # all further engines together
             self.failovers[engine] = self.failovers.get(engine, FailoverCounts()) + failovers.counts
         keep_newest(record.failovers, FINISHED_REMEMBERED)
         return fresh
@@ -612,7 +617,7 @@ class FleetState:
     def _known_engines(self, now_s: float) -> set[EngineId]:
         names = self.names(now_s)
         known = {e for e, record in self._engines.items() if now_s - record.received_s <= self._forget_after_s}
-        # What was folded under an id before it turned out to be another engine's.
+        # Exclude reports folded under an id that turned out to be an alias.
         known = {engine for engine in known if not names.is_other(engine)} | set(self._facts)
         for node, record in self._live_gateways(now_s).items():
             there = record.on_engines.union(record.engines)
@@ -637,11 +642,11 @@ class FleetState:
         return self._with_preempted(tuple(reported), now_s)
 
     def _with_preempted(self, requests: tuple[RequestView, ...], now_s: float) -> tuple[RequestView, ...]:
-        """Put requests that their engine has preempted back among the waiting.
+        """Return the requests, with those that their engine has preempted set to WAITING.
 
-        To its gateway a preempted request looks like a slow running one; the engine counts it as waiting. Where an
-        engine counts more than the gateways do, the requests that have been quiet for longest are meant: none of those
-        that made a token since the engine was last read.
+        To its gateway a preempted request looks like a slow running one; the engine counts it as waiting. If an engine
+        counts more waiting requests than the gateways do, the excess is assigned to the requests that have been quiet
+        for longest, excluding those that produced a token since the engine was last sampled.
         """
         excess = Counter(
             {e: r.sample.waiting for e, r in self._engines.items() if r.sample is not None and r.sample.waiting}
@@ -676,7 +681,7 @@ class FleetState:
             kv_capacity_tokens=capacity_tokens,
             kv_free_tokens=round(capacity_tokens * (1.0 - sample.kv_usage_fraction)) if sample else 0,
             max_sequences=told_sequences or facts.max_sequences or 0,
-            # Of the newest report alone: where it has no rate, there is none, e.g. while a first prefill lasts.
+            # From the newest report only: it has no rate e.g. during a first prefill.
             decode_tokens_per_s=report.sample.decode_tokens_per_s if report and report.sample else None,
             age_s=now_s - record.sample_taken_s if sample else None,
             gpus=facts.gpus,
@@ -689,15 +694,15 @@ class FleetState:
         )
 
     def _health(self, record: _EngineRecord, now_s: float) -> tuple[EngineHealth, str]:
-        """The agent's word, unless it has been silent for long: a machine that died would else be well for ever, and
-        what is decided for the others would wait for its telemetry."""
+        """Return the health from the agent's latest report, or GONE if that is too old: a failed host must not count as
+        healthy forever, or decisions for other engines would wait for its telemetry."""
         if record.report is None:
-            return EngineHealth.GONE, "no agent has reported it yet"
+            return EngineHealth.GONE, "no agent has reported the engine yet"
         if now_s - record.received_s > self._forget_after_s:
-            return EngineHealth.GONE, f"its agent has not reported it for {now_s - record.received_s:.0f} s"
+            return EngineHealth.GONE, f"no report from its agent for {now_s - record.received_s:.0f} s"
         return record.report.health, record.report.health_detail
 
 
 def engines_of(report: GatewayReport) -> frozenset[EngineId]:
-    """The engines that the report's requests in flight are on."""
+    """Return the engines of the report's requests in flight."""
     return frozenset(request.engine for request in report.in_flight if request.engine is not None)

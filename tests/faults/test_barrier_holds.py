@@ -297,7 +297,7 @@ async def test_a_killed_trainer_does_not_leave_the_fleet_frozen(
     async with pair.endless():
         assert await pair.answers_despite(update_weights) == pair.fleet.expected
     detail = (await pair.barrier()).detail
-    expected = "ended without a resume" if mode == agent_pb2.PAUSE_MODE_KEEP else "nobody waits any more"
+    expected = "ended without a resume" if mode == agent_pb2.PAUSE_MODE_KEEP else "the caller stopped waiting"
     assert expected in detail
 
 
@@ -308,7 +308,7 @@ async def test_a_killed_daemon_does_not_leave_the_fleet_frozen(pair: Pair) -> No
         await pair.stands_still()
         await pair.open_again()
         await pair.fleet.stack.daemon.start()
-        with pytest.raises(Permanent, match="requests have gone on since"):
+        with pytest.raises(Permanent, match="requests have continued since"):
             await pair.resume(barrier, 1)
 
     assert await pair.answers_despite(update_weights) == pair.fleet.expected

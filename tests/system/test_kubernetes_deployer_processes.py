@@ -407,7 +407,7 @@ async def test_without_the_right_to_logs_an_end_is_told_from_the_pods_status(pla
     await deployer.start(spec(behaviour=EngineBehaviour.EXITS))
     ended = await until(deployer, ONE, EngineLife.ENDED)
     assert LAST_WORDS in ended.detail
-    assert "its log cannot be had" in ended.detail
+    assert "its log cannot be read" in ended.detail
 
 
 async def test_without_the_right_to_nodes_one_can_do_without(place: Harness) -> None:

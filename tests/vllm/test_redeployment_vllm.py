@@ -130,7 +130,7 @@ async def test_a_new_engine_that_answers_wrongly_is_taken_back(harness: Harness)
     """Its GPU was free: the others serve on."""
     report, failed = await rolled_back(harness, "tp1=2", "untrained=1")
     assert failed["kind"] == "verify"
-    assert "answers otherwise than the engines before" in failed["detail"]
+    assert "differs from the previous engines' answers" in failed["detail"]
     assert (report["requests_parked"], report["requests_moved"], report["closed_s"]) == (0, 0, None)
 
 
@@ -139,7 +139,7 @@ async def test_a_new_engine_that_writes_wrongly_is_taken_back(harness: Harness) 
     """Alone in what it chooses: how it reads is as it was."""
     report, failed = await rolled_back(harness, "tp1=1", "bent=1")
     assert failed["kind"] == "verify"
-    assert "answers otherwise than the engines before: its token 1 is another" in failed["detail"]
+    assert "differs from the previous engines' answers: token 1 is another" in failed["detail"]
     assert report["requests_parked"] > 0
 
 

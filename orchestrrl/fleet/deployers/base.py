@@ -1,10 +1,10 @@
-"""What OrchestrRL asks of whatever starts and stops engines: processes, Ray, Kubernetes, a simulator.
+"""The contract between OrchestrRL and deployers, which start and stop engines: processes, Ray, Kubernetes, a simulator.
 
-A plug point: one module per product, registered in the entry-point group `orchestrrl.deployers`; every one passes
-`orchestrrl/fleet/deployers/conformance.py`. Starting and stopping may be repeated: an engine's id names it for good, so
-starting what runs as wanted and stopping what is gone change nothing. Engines outlive the daemon: a deployer that is
-made anew finds the engines of its fleet again, also those whose start was cut short. Implementations raise `Retryable`
-(not now), `Permanent` (not like this) and `OutcomeUnknown`; after the last, `status` tells.
+A plug point: one module per product, registered in the entry-point group `orchestrrl.deployers`; each must pass
+`orchestrrl/fleet/deployers/conformance.py`. Start and stop are idempotent: an engine's id identifies it permanently, so
+starting an engine that runs as wanted, or stopping one that is gone, changes nothing. Engines outlive the daemon: a new
+deployer finds the engines of its fleet, including those whose start was interrupted. Implementations raise `Retryable`
+(not now), `Permanent` (never with this spec) and `OutcomeUnknown`; after the last, read `status`.
 """
 
 from collections.abc import Collection, Mapping
@@ -24,72 +24,74 @@ Options = TypeVar("Options", bound=Section)
 
 
 class EngineLife(StrEnum):
-    """Of an engine's processes. Whether they answer is to be asked of the engine itself."""
+    """The state of an engine's processes. It does not include whether the engine answers requests."""
 
     ALIVE = "alive"
-    ENDED = "ended"  # they went by themselves; what is left of them, GPUs included, goes with `stop`
-    UNKNOWN = "unknown"  # its machine does not answer: the GPUs count as taken
+    ENDED = "ended"  # they exited; `stop` releases their GPUs and other remains
+    UNKNOWN = "unknown"  # its machine does not answer: the GPUs count as in use
 
 
 @dataclass(frozen=True, slots=True)
 class DeployedInstance:
-    """One engine of the fleet that holds GPUs. An empty `url`: its place is not known yet. `spec` is what it was
-    started with, None where that was lost: such an engine can be stopped, and not started again."""
+    """One engine of the fleet that holds GPUs. An empty `url` means that its place is not known yet. `spec` is what it
+    was started with; None if that was lost: such an engine can be stopped, but not started again."""
 
     engine: EngineId
     configuration: ConfigurationId
     gpus: tuple[GpuId, ...]
     url: str = ""
     life: EngineLife = EngineLife.ALIVE
-    detail: str = ""  # of an end: how, with the end of its log
+    detail: str = ""  # how the engine ended, with the end of its log
     spec: EngineSpec | None = None
-    lent: bool = False  # it sleeps, and its GPUs may serve another
+    lent: bool = False  # it sleeps, and another engine may use its GPUs
 
 
 class Deployer(Protocol):
-    """Starts and stops engines. A GPU serves one engine at a time. Construction touches nothing."""
+    """Starts and stops engines. A GPU serves one engine at a time. Construction has no side effects."""
 
-    can_lend: bool  # whether the GPUs of an engine that sleeps can serve another
-    can_scale: bool  # whether an engine that runs can be given more GPUs, or fewer
+    can_lend: bool  # whether another engine can use the GPUs of a sleeping one
+    can_scale: bool  # whether a running engine can get more or fewer GPUs
 
     def check(self, spec: EngineSpec) -> None:
-        """What can be told of a start beforehand, at once and from files alone. Raises ProblemFaults, or Permanent, for
-        what could never start so: a redeployment asks before it stops anybody."""
+        """Check a start in advance, without waiting and from files only. Raises ProblemFaults or Permanent if it can
+        never succeed. A redeployment calls this before it stops any engine."""
 
     async def start(self, spec: EngineSpec) -> DeployedInstance:
-        """Begin to start an engine; returns when its processes are there and its URL is known, which is before it
-        answers. Raises Permanent when a GPU is taken, when the id runs with another spec, or when it can never start
-        so; ProblemFaults for what cannot be put into command lines. Retryable while room may come."""
+        """Begin to start an engine. Returns when its processes exist and its URL is known, which is before it answers.
+
+        Raises Permanent if a GPU is in use, the id runs with another spec, or the start can never succeed;
+        ProblemFaults for what cannot be put into command lines; Retryable if resources may become free.
+        """
 
     async def stop(self, engine: EngineId) -> None:
-        """Returns once the engine's processes are gone and its GPUs are free, by force after a grace. An engine that is
-        not there is none."""
+        """Stop an engine and return once its processes are gone and its GPUs are free, by force after a grace period.
+        Does nothing if the engine does not exist."""
 
     async def status(self, engine: EngineId) -> DeployedInstance | None:
-        """How it is now; None: nothing of it is left."""
+        """Return the engine as it is now; None if nothing of it is left."""
 
     async def list_engines(self) -> tuple[DeployedInstance, ...]:
-        """All of this fleet, by id, whoever started them: what holds GPUs now, ended ones and lost ones included."""
+        """Return all engines of this fleet that hold GPUs, by id, including ended and lost ones and those of earlier
+        daemons."""
 
     async def lend(self, engine: EngineId, lent: bool) -> None:
-        """The engine sleeps, and others may have its GPUs; or it takes them back. Raises Permanent where `can_lend` is
-        False, where there is no such engine, and when one that is to have its GPUs back shares them with another."""
+        """Release the GPUs of a sleeping engine for other engines, or reclaim them. Raises Permanent if `can_lend` is
+        False, the engine does not exist, or a GPU to reclaim is in use by another engine."""
 
     async def scale(self, spec: EngineSpec) -> DeployedInstance:
-        """An engine that runs has the GPUs of `spec` from now on, and counts as started so; its processes are scaled by
-        whoever asks. Raises Permanent where `can_scale` is False, where there is no such engine, and for a GPU that is
-        taken."""
+        """Record that a running engine has the GPUs of `spec` from now on, as if started so; the caller scales its
+        processes. Raises Permanent if `can_scale` is False, the engine does not exist, or a GPU is in use."""
 
     async def close(self) -> None:
-        """Release connections. Engines go on."""
+        """Release connections. Engines continue to run."""
 
 
 class FixedGpusDeployer:
-    """A base for deployers whose engines keep their GPUs for as long as they live."""
+    """A base for deployers whose engines keep their GPUs for their lifetime."""
 
     can_lend = False
     can_scale = False
-    keeps_gpus: ClassVar[str]  # why, for messages
+    keeps_gpus: ClassVar[str]  # the reason, for messages
 
     async def lend(self, engine: EngineId, lent: bool) -> None:
         raise Permanent(f"the GPUs of {engine} cannot be lent: {self.keeps_gpus}")
@@ -100,19 +102,19 @@ class FixedGpusDeployer:
 
 @dataclass(frozen=True, slots=True)
 class FleetIdentity:
-    """Whose engines are whose: two daemons that share a machine or a cluster leave each other's alone."""
+    """The identity of a fleet. Two daemons that share a machine or a cluster ignore each other's engines."""
 
     name: str
-    folder: str  # of the daemon's own, for records and logs
+    folder: str  # the daemon's own, for records and logs
 
 
-# Each is called with an EngineLaunch, a FleetIdentity, its options and a Clock. It raises Permanent where what it needs
-# is not installed, and ProblemFaults for what is wrong with the options, with paths that begin with `options.`
+# Each is called with an EngineLaunch, a FleetIdentity, its options and a Clock. It raises Permanent if a dependency is
+# not installed, and ProblemFaults for invalid options, with paths that begin with `options.`
 DEPLOYERS = PlugPoint("deployer", "orchestrrl.deployers", {})
 
 
 def read_options(kind: type[Options], options: Mapping[str, Any]) -> Options:
-    """Return a deployer's options, checked. Raises ProblemFaults with every fault, its path beginning with
+    """Return a deployer's options, validated. Raises ProblemFaults with every fault; each path begins with
     `options.`"""
     try:
         return kind.model_validate(dict(options))
@@ -121,15 +123,15 @@ def read_options(kind: type[Options], options: Mapping[str, Any]) -> Options:
 
 
 def check_free(engine: EngineId, gpus: Collection[GpuId], held: Mapping[EngineId, Collection[GpuId]]) -> None:
-    """Raise Permanent where others hold some of the GPUs that the engine is to have."""
+    """Raise Permanent if other engines hold any of these GPUs."""
     owners = {gpu: other for other, theirs in held.items() if other != engine for gpu in theirs}
     if taken := ", ".join(f"{gpu} by {owners[gpu]}" for gpu in sorted(gpus) if gpu in owners):
-        raise Permanent(f"engine {engine} cannot have GPUs that are in use: {taken}")
+        raise Permanent(f"engine {engine} needs GPUs that are in use: {taken}")
 
 
 def check_same(spec: EngineSpec, there: DeployedInstance) -> DeployedInstance:
-    """Return the engine that has the id of `spec`. Raises Permanent where it was started with another spec."""
+    """Return the engine that has the id of `spec`. Raises Permanent if it was started with another spec."""
     if there.spec != spec:
-        held = f"as {there.configuration or 'nobody knows what'} on GPUs {list(there.gpus)}"
-        raise Permanent(f"engine {spec.engine} is there already, {held}, and was started with another spec")
+        held = f"{there.configuration or 'an unknown configuration'} on GPUs {list(there.gpus)}"
+        raise Permanent(f"engine {spec.engine} exists already with another spec: {held}")
     return there

@@ -1,7 +1,7 @@
-"""The command lines of an engine: from its layout, its GPUs and the user's own words to processes. Pure.
+"""Render the command lines of an engine from its layout, its GPUs and the user's arguments. Pure.
 
-One place for every deployer. `layout_flags.py` says which processes a layout takes and what makes each its part;
-`user_arguments.py`, what a user may say beside it.
+All deployers use it. `layout_flags.py` determines the processes and flags of a layout; `user_arguments.py`, the
+arguments that a user may add.
 """
 
 import re
@@ -25,44 +25,44 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 @dataclass(frozen=True, slots=True)
 class EngineLaunch:
-    """What engines have in common. Paths are those on the engines' machines."""
+    """The launch settings that all engines share. Paths are those on the engines' machines."""
 
-    python: str  # of the engines' own environment
+    python: str  # the interpreter of the engines' own environment
     model: str  # a name or a folder
     engine: EngineProduct = EngineProduct.VLLM
     device: EngineDevice = EngineDevice.CUDA
-    host: str = "127.0.0.1"  # that they listen on
-    served_model_name: str = ""  # by default the model's
+    host: str = "127.0.0.1"  # the address to listen on
+    served_model_name: str = ""  # default: the model's name
     nodes: tuple[str, ...] = ()  # addresses; node n has the GPUs from n * per_node
     per_node: int = 8
-    first_port: int = 8100  # each GPU of a node has its own four from there: an engine uses those of its lowest GPU
-    last_port: int = 0  # those that are left up to here are spare; 0: any port is
-    cores_per_gpu: int = 0  # CPU alone: GPU g stands for so many cores from g * cores_per_gpu; 0: not bound
+    first_port: int = 8100  # four ports per GPU of a node; an engine uses those of its lowest GPU
+    last_port: int = 0  # remaining ports up to this one are spare; 0: any port is spare
+    cores_per_gpu: int = 0  # for CPU: GPU g means this many cores from g * cores_per_gpu; 0: not bound
     arguments: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
-    kv_directory: str = ""  # through which engines of one configuration hand over KV; empty: they do not
-    weight_backend: bool = False  # vLLM takes versions of the weights through OrchestrRL's own
+    kv_directory: str = ""  # where engines of one configuration exchange KV; empty: no exchange
+    weight_backend: bool = False  # vLLM receives weight versions from OrchestrRL's weight backend
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """One engine to start. What is said of its configuration goes before what all have in common."""
+    """One engine to start. Settings of its configuration override the shared ones."""
 
     engine: EngineId
     configuration: ConfigurationId
     parallelism: Parallelism
-    gpus: tuple[GpuId, ...]  # empty: not bound to any; then it is one process
-    port: int | None = None  # for HTTP, instead of that of its lowest GPU
+    gpus: tuple[GpuId, ...]  # empty: bound to none, in one process
+    port: int | None = None  # for HTTP; None: that of its lowest GPU
     max_sequences: int | None = None  # of the whole engine
-    weights: str = ""  # folder of a checkpoint to begin with; empty: the model's own
+    weights: str = ""  # folder of the initial checkpoint; empty: the model's own
     arguments: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
-    usual: Mapping[str, str] = field(default_factory=dict)  # flags of its own that a user may say otherwise
+    usual: Mapping[str, str] = field(default_factory=dict)  # default flags that a user's arguments may replace
 
 
 @dataclass(frozen=True, slots=True)
 class CommandLine:
-    """One process: what it is started with, and on which node."""
+    """One process: its program and arguments, and the node that it runs on."""
 
     role: ProcessRole
     node: int
@@ -76,7 +76,7 @@ class CommandLine:
         return self.program + self.arguments
 
     def shell(self) -> str:
-        """To be pasted into a shell: a line for each variable and each flag."""
+        """Return the command to paste into a shell, with a line per variable and per flag."""
         lines = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
         lines.append(shlex.join(self.program))
         for word in self.arguments:
@@ -88,13 +88,13 @@ class CommandLine:
 
 
 def render(spec: EngineSpec, launch: EngineLaunch) -> tuple[CommandLine, ...]:
-    """The processes of one engine, the one that answers requests first. Raises ProblemFaults with every fault."""
+    """Return the processes of one engine; the first one serves requests. Raises ProblemFaults with every fault."""
     if launch.engine is EngineProduct.SIMULATED:
         return (_render_simulated(spec, launch),)
     misplaced = _layout_faults(spec, launch)
     given, faults = _given(spec, launch)
     faults += _environment_faults(spec, launch)
-    # Arguments are checked against the layout even where it cannot be placed, so that nothing waits for a second run.
+    # Arguments are checked against the layout even if it cannot be placed, so that all faults are reported at once.
     placed = replace(spec, gpus=()) if misplaced else spec
     lines = []
     for group in () if misplaced and spec.parallelism.afd else _groups(placed, launch):
@@ -108,7 +108,7 @@ def render(spec: EngineSpec, launch: EngineLaunch) -> tuple[CommandLine, ...]:
 
 
 def url_of(spec: EngineSpec, launch: EngineLaunch) -> str:
-    """Where the engine will answer requests."""
+    """Return the URL at which the engine will serve requests."""
     group = _groups(spec, launch)[0]
     host, node = launch.host, group.parts[0].node
     if host in ("0.0.0.0", "::"):
@@ -117,8 +117,8 @@ def url_of(spec: EngineSpec, launch: EngineLaunch) -> str:
 
 
 def ports_to_try(spec: EngineSpec, launch: EngineLaunch) -> list[tuple[int, bool]]:
-    """Return the ports for `hold_port`: the engine's own, insisted on where the spec names it, then those of the range
-    that belong to no GPU, or any where there is no range."""
+    """Return the ports for `hold_port`: the engine's own, with address reuse if the spec gives it, then the spare ports
+    of the range, or any port if no range is given."""
     own = urlsplit(url_of(spec, launch)).port or 0
     first_spare = launch.first_port + layout_flags.PORTS_PER_GPU * launch.per_node
     spare = range(first_spare, launch.last_port + 1) if launch.last_port else (0,)
@@ -126,7 +126,7 @@ def ports_to_try(spec: EngineSpec, launch: EngineLaunch) -> list[tuple[int, bool
 
 
 def _render_simulated(spec: EngineSpec, launch: EngineLaunch) -> CommandLine:
-    """One process, whatever the layout, and no GPU in fact. Raises ProblemFaults."""
+    """Return the one process of a simulated engine, which uses no real GPU, for any layout. Raises ProblemFaults."""
     given, faults = _given(spec, launch)
     group = _groups(spec, launch)[0]
     values = {"--host": launch.host, "--port": str(_http_port(spec, group))}
@@ -157,21 +157,21 @@ def _layout_faults(spec: EngineSpec, launch: EngineLaunch) -> list[str]:
     faults = []
     ranks = p.tp * p.dp
     if p.ep not in (1, ranks) and not p.afd:
-        faults.append(f"{name}.ep: must be 1 or tp x dp ({ranks}), as vLLM spreads experts, got {p.ep}")
+        faults.append(f"{name}.ep: must be 1 or tp x dp ({ranks}), since vLLM spreads experts so, got {p.ep}")
     if p.afd:
         if p.attention_gpus % p.tp:
             faults.append(f"{name}.attention_gpus: must be a multiple of tp ({p.tp}), got {p.attention_gpus}")
         if p.attention_gpus < p.ffn_gpus:
             faults.append(f"{name}.ffn_gpus: must be <= attention_gpus ({p.attention_gpus}), got {p.ffn_gpus}")
         if p.micro_batches not in layout_flags.AFD_MICRO_BATCHES:
-            faults.append(f"{name}.micro_batches: afd-plugin overlaps two at most, got {p.micro_batches}")
+            faults.append(f"{name}.micro_batches: must be 1 or 2 (afd-plugin), got {p.micro_batches}")
         if p.pp > 1:
             faults.append(f"{name}.pp: must be 1 under AFD, got {p.pp}")
         if launch.device is EngineDevice.CPU:
-            faults.append(f"fleet.launch.device: must be cuda for {name}, which is AFD, got 'cpu'")
+            faults.append(f"fleet.launch.device: must be cuda for {name}, which uses AFD, got 'cpu'")
     faults += _gpu_faults(spec)
     if not spec.gpus and p.afd:
-        faults.append(f"{spec.engine}.gpus: must be named for {name}, which is AFD, got none")
+        faults.append(f"{spec.engine}.gpus: must be given for {name}, which uses AFD, got none")
     return faults if faults or not spec.gpus else _placement_faults(spec, launch)
 
 
@@ -186,22 +186,23 @@ def _gpu_faults(spec: EngineSpec) -> list[str]:
 
 
 def _placement_faults(spec: EngineSpec, launch: EngineLaunch) -> list[str]:
-    """Where the GPUs lie: in equal shares, so that replicas fit on nodes or nodes into replicas."""
+    """Return the faults of the GPUs' placement. Nodes need equal shares: whole replicas per node, or whole nodes per
+    replica."""
     faults = []
     for group in _groups(spec, launch):
         sizes = {len(part.gpus) for part in group.parts}
         replica, share = group.parallelism.tp * group.parallelism.pp, min(sizes)
         if len(group.parts) > 1 and (len(sizes) > 1 or (share % replica and replica % share)):
             lie = ", ".join(f"{len(part.gpus)} on node {part.node}" for part in group.parts)
-            wish = f"must lie in equal shares of whole replicas ({replica} GPUs each), or replicas be of whole nodes"
+            wish = f"must be equal shares: whole replicas ({replica} GPUs each) per node, or whole nodes per replica"
             faults.append(f"{spec.engine}.gpus: {wish}, got {lie}")
     nodes = {part.node for part in layout_flags.shares(spec.gpus, launch.per_node)}
     unknown = sorted(node for node in nodes if node >= len(launch.nodes))
     if len(nodes) > 1 and unknown:
         missing = ", ".join(map(str, unknown))
-        faults.append(f"fleet.launch.nodes: must have the addresses of nodes {missing} too, got {list(launch.nodes)}")
+        faults.append(f"fleet.launch.nodes: must include the addresses of nodes {missing}, got {list(launch.nodes)}")
     if launch.device is EngineDevice.CPU and len(nodes) > 1:
-        faults.append(f"{spec.engine}.gpus: must lie on one node where device is cpu, got nodes {sorted(nodes)}")
+        faults.append(f"{spec.engine}.gpus: must be on one node if device is cpu, got nodes {sorted(nodes)}")
     return faults
 
 
@@ -217,7 +218,7 @@ def _environment_faults(spec: EngineSpec, launch: EngineLaunch) -> list[str]:
     for path, variables in (("fleet.launch.environment", launch.environment), (own, spec.environment)):
         for name, value in variables.items():
             if not _VARIABLE.fullmatch(name):
-                faults.append(f"{path}: must have names that a shell takes, got {name!r}")
+                faults.append(f"{path}: must have valid names of shell variables, got {name!r}")
             if name in pinned and (spec.parallelism.afd or pinned[name] != value):
                 theirs = f"`{name}={pinned[name]}` of {spec.engine}'s GPUs"
                 faults.append(f"{path}.{name}: contradicts {theirs}, got {value!r}")
@@ -234,7 +235,7 @@ def _command_line(
 ) -> tuple[CommandLine, list[str]]:
     part = group.parts[place]
     model, serving = spec.weights or launch.model, place == 0
-    # The CPU build's own `vllm serve` does not start: it asks for a distribution of another name.
+    # `vllm serve` of the CPU build does not start: it requires a distribution of another name.
     if launch.device is EngineDevice.CPU:
         program = [launch.python, "-m", "vllm.entrypoints.openai.api_server"]
         values = {"--model": model}
@@ -276,21 +277,21 @@ def _http_port(spec: EngineSpec, group: VllmProcesses) -> int:
 
 
 def _usual(spec: EngineSpec, launch: EngineLaunch) -> dict[str, str]:
-    """What a user may say otherwise."""
+    """Return the flags that a user's arguments may replace."""
     usual = dict(spec.usual)
     if spec.weights:
         usual |= {"--tokenizer": launch.model, "--served-model-name": launch.model}
     if launch.served_model_name:
         usual["--served-model-name"] = launch.served_model_name
     if spec.max_sequences is not None:
-        # vLLM counts them for each replica.
+        # vLLM counts sequences per replica.
         replicas = spec.parallelism.attention_gpus // spec.parallelism.tp or spec.parallelism.dp
         usual["--max-num-seqs"] = str(max(1, spec.max_sequences // replicas))
     return usual
 
 
 def _pinned(gpus: Sequence[GpuId], launch: EngineLaunch) -> dict[str, str]:
-    """What binds a process to its GPUs, numbered as its node does."""
+    """Return the environment that binds a process to its GPUs, by their numbers on the node."""
     local = [gpu % launch.per_node for gpu in sorted(gpus)]
     n = launch.cores_per_gpu
     if not local or launch.engine is EngineProduct.SIMULATED:
@@ -306,9 +307,9 @@ def _pinned(gpus: Sequence[GpuId], launch: EngineLaunch) -> dict[str, str]:
 def _environment(spec: EngineSpec, launch: EngineLaunch, group: VllmProcesses, part: NodeProcesses) -> dict[str, str]:
     ours = {"VLLM_SERVER_DEV_MODE": "1"}  # /pause, /abort_requests and the other control endpoints
     if launch.device is EngineDevice.CPU:
-        ours["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # by itself each server binds to the same core as the others
+        ours["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # by default all servers bind to the same core
     if group.afd is not None:
-        ours["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # as the plugin's examples have it
+        ours["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # as in the plugin's examples
     pinned = _pinned(part.gpus, launch)
     made = {**pinned, **ours, **launch.environment, **spec.environment, **pinned}
     if (launch.kv_directory or launch.weight_backend) and group.roles[0] is ProcessRole.SERVER:

@@ -1,4 +1,4 @@
-"""The suite that every deployer passes. Subclass it, say how to make a deployer, and run pytest (asyncio mode auto):
+"""The conformance suite for deployers. Subclass it, implement `make_deployer`, and run pytest (asyncio mode auto):
 
     class TestMine(DeployerConformance):
         @pytest.fixture(autouse=True)
@@ -6,12 +6,12 @@
             self.folder = tmp_path
 
         async def make_deployer(self, fleet: str) -> Deployer:
-            # made anew at every call; a name stands for one FleetIdentity, and is a DNS label
+            # called once per deployer; a name identifies one FleetIdentity, and is a DNS label
             return MyDeployer(stub_launch(self.folder), FleetIdentity(fleet, str(self.folder / fleet)), {}, WallClock())
 
-Four GPUs, 0 to 3, must be free. Engines are what `spec` says: by default the stub below, which is no engine and answers
-every request with 200; how it behaves is said in its environment. What a harness cannot do (a container that nobody
-runs exits by nobody's will) is named in `cannot` with the reason, and its tests skip with it.
+Four GPUs, 0 to 3, must be free. `spec` returns the engines: by default the stub below, which is no engine, answers
+every request with 200, and reads its behaviour from its environment. List what a harness cannot do in `cannot`, with
+the reason (e.g. a fake container that never exits); those tests are skipped with it.
 """
 
 import asyncio
@@ -41,24 +41,24 @@ from planner.model import ConfigurationId, EngineId, GpuId, Parallelism
 
 DEADLINE_S = 60.0
 POLL_S = 0.05
-LAST_WORDS = "the stub has had enough"
+LAST_WORDS = "the stub exits on purpose"
 BEHAVIOUR = "STUB_BEHAVIOUR"
-NO = (Permanent, Retryable)  # nothing happened
+NO = (Permanent, Retryable)  # nothing was changed
 ONE, TWO = EngineId("e-one"), EngineId("e-two")
 
-# Below those that the kernel gives to whoever asks for any. Whoever holds the lock of a range has its ports.
+# Below the kernel's ephemeral ports. The process that holds the lock of a range owns its ports.
 PORTS, RANGE, RANGES = 20_000, 100, 100
 LOCKS = PORTS + RANGE * RANGES
-_locks: deque[socket.socket] = deque(maxlen=10)  # of this process's latest ranges
+_locks: deque[socket.socket] = deque(maxlen=10)  # locks of this process's latest ranges
 
 
 class EngineBehaviour(StrEnum):
-    """Of the stub, and of what the conformance suite asks for."""
+    """The behaviour of the stub, and of the engines that the suite requires."""
 
     SERVES = "serves"
-    EXITS = "exits"  # says LAST_WORDS and ends with status 3
+    EXITS = "exits"  # prints LAST_WORDS and exits with status 3
     IGNORES_SIGTERM = "ignores_sigterm"
-    HANGS = "hangs"  # in its start-up: it never answers
+    HANGS = "hangs"  # during start-up: it never answers
 
 
 STUB = """\
@@ -68,7 +68,7 @@ if behaviour == "ignores_sigterm":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print("the stub", os.getpid(), behaviour, flush=True)
 if behaviour == "exits":
-    print("the stub has had enough", flush=True)
+    print("the stub exits on purpose", flush=True)
     sys.exit(3)
 if behaviour == "hangs" or "--port" not in sys.argv:
     time.sleep(600)
@@ -88,7 +88,7 @@ while True:
 
 
 def stub_launch(folder: Path, first_port: int = 0) -> EngineLaunch:
-    """A launch whose `python` is the stub, written to `folder`. By default its ports are nobody's now."""
+    """Return a launch whose `python` is the stub, written to `folder`. The default ports are free."""
     program = folder / "stub"
     program.write_text(f"#!{sys.executable} -IS\n{STUB}")
     program.chmod(0o755)
@@ -98,7 +98,7 @@ def stub_launch(folder: Path, first_port: int = 0) -> EngineLaunch:
 
 
 def free_range() -> int:
-    """The first of RANGE ports that are nobody's now. Test processes beside this one are not given them either."""
+    """Return the first of RANGE free ports. Concurrent test processes get other ranges."""
     while True:
         number = secrets.randbelow(RANGES)
         first = PORTS + RANGE * number
@@ -113,7 +113,7 @@ def free_range() -> int:
 
 
 class DeployersUnderTest:
-    """The deployers of one test, by name of their fleet."""
+    """The deployers of one test, by the name of their fleet."""
 
     def __init__(self, harness: "DeployerConformance") -> None:
         self._harness = harness
@@ -126,7 +126,7 @@ class DeployersUnderTest:
         return self._open[fleet]
 
     async def anew(self, fleet: str = "a") -> Deployer:
-        """As a daemon that was started again."""
+        """Close the fleet's deployer and return a new one, as a restarted daemon creates it."""
         await (await self.deployer(fleet)).close()
         del self._open[fleet]
         return await self.deployer(fleet)
@@ -139,12 +139,12 @@ class DeployersUnderTest:
 
 
 def naming(*words: str) -> str:
-    """Return the pattern of a message that has all of these words."""
+    """Return the pattern of a message that contains all of these words."""
     return "(?s)" + "".join(f"(?=.*{re.escape(word)})" for word in words)
 
 
 async def until(deployer: Deployer, engine: EngineId, life: EngineLife) -> DeployedInstance:
-    """Poll its status until it lives so."""
+    """Poll the engine's status until it has this state, and return it."""
     async with asyncio.timeout(DEADLINE_S):
         while True:
             found = await deployer.status(engine)
@@ -154,7 +154,7 @@ async def until(deployer: Deployer, engine: EngineId, life: EngineLife) -> Deplo
 
 
 def replicas(spec: EngineSpec, gpus: Sequence[int]) -> EngineSpec:
-    """The same engine with a replica on each of these GPUs."""
+    """Return the spec with a replica on each of these GPUs."""
     return replace(spec, gpus=tuple(map(GpuId, gpus)), parallelism=Parallelism(dp=len(gpus), ep=len(gpus)))
 
 
@@ -163,13 +163,13 @@ def names(engines: Iterable[DeployedInstance]) -> list[str]:
 
 
 class DeployerConformance:
-    """See the module."""
+    """The tests that every deployer passes; see the module docstring."""
 
     cannot: Mapping[EngineBehaviour | str, str] = MappingProxyType({})
 
     async def make_deployer(self, fleet: str) -> Deployer:
-        """A deployer for the fleet of this name. Override it."""
-        raise AssertionError("this harness does not say how to make a deployer")
+        """Return a new deployer for the fleet of this name. Override it."""
+        raise AssertionError("this harness does not override make_deployer")
 
     def spec(
         self,
@@ -178,7 +178,7 @@ class DeployerConformance:
         behaviour: EngineBehaviour = EngineBehaviour.SERVES,
         tp: int = 0,
     ) -> EngineSpec:
-        """An engine that behaves so. Override it where the stub cannot be started."""
+        """Return the spec of an engine with this behaviour. Override it if the stub cannot be started."""
         parallelism = Parallelism(tp=tp or len(gpus))
         return EngineSpec(
             engine=engine,
@@ -189,7 +189,7 @@ class DeployerConformance:
         )
 
     async def answers(self, url: str) -> bool:
-        """Whether anybody answers there. Override it where engines are not to be reached from here."""
+        """Return whether a server answers at the URL. Override it if engines cannot be reached from the test."""
         try:
             async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
                 async with session.get(url + "/health") as response:
@@ -210,7 +210,7 @@ class DeployerConformance:
         return await bench.deployer()
 
     def need(self, behaviour: EngineBehaviour | str) -> None:
-        """Skip the test where the harness has no engine that behaves so."""
+        """Skip the test if the harness has no engine with this behaviour."""
         if behaviour in self.cannot:
             raise SkipTest(f"{behaviour}: {self.cannot[behaviour]}")
 
@@ -226,11 +226,11 @@ class DeployerConformance:
 
     # Start and stop.
 
-    async def test_a_fleet_begins_empty(self, deployer: Deployer) -> None:
+    async def test_new_fleet_is_empty(self, deployer: Deployer) -> None:
         assert await deployer.list_engines() == ()
         assert await deployer.status(ONE) is None
 
-    async def test_an_engine_starts_answers_and_is_gone_once_stopped(self, deployer: Deployer) -> None:
+    async def test_engine_answers_after_start_and_is_gone_after_stop(self, deployer: Deployer) -> None:
         spec = self.spec(ONE, (0, 1))
         started = await deployer.start(spec)
         assert started.life is not EngineLife.ENDED, started.detail
@@ -248,7 +248,7 @@ class DeployerConformance:
         assert await deployer.status(ONE) is None
         assert await deployer.list_engines() == ()
 
-    async def test_engines_side_by_side_have_places_of_their_own(self, deployer: Deployer) -> None:
+    async def test_two_engines_have_different_urls(self, deployer: Deployer) -> None:
         started = [await deployer.start(self.spec(engine, (gpu,))) for gpu, engine in enumerate((TWO, ONE))]
         assert len({each.url for each in started}) == 2
         for engine in (ONE, TWO):
@@ -258,7 +258,7 @@ class DeployerConformance:
         assert names(await deployer.list_engines()) == [ONE]
         await self.until_it_answers(deployer, ONE)
 
-    async def test_starting_again_with_the_same_spec_changes_nothing(self, deployer: Deployer) -> None:
+    async def test_repeated_start_with_same_spec_changes_nothing(self, deployer: Deployer) -> None:
         spec = self.spec(ONE)
         before = await deployer.start(spec)
         await self.until_it_answers(deployer, ONE)
@@ -266,7 +266,7 @@ class DeployerConformance:
         assert len(await deployer.list_engines()) == 1
         await self.until_it_answers(deployer, ONE)
 
-    async def test_stopping_what_is_not_there_or_gone_changes_nothing(self, deployer: Deployer) -> None:
+    async def test_stop_of_missing_engine_changes_nothing(self, deployer: Deployer) -> None:
         await deployer.stop(ONE)
         await deployer.start(self.spec(TWO))
         await deployer.stop(ONE)
@@ -275,13 +275,13 @@ class DeployerConformance:
         await deployer.stop(TWO)
         assert await deployer.list_engines() == ()
 
-    async def test_a_stopped_engine_can_be_started_again_otherwise(self, deployer: Deployer) -> None:
+    async def test_stopped_engine_starts_again_with_another_spec(self, deployer: Deployer) -> None:
         await deployer.start(self.spec(ONE, (0,)))
         await deployer.stop(ONE)
         await deployer.start(self.spec(ONE, (0, 1)))
         assert (await self.until_it_answers(deployer, ONE)).gpus == (0, 1)
 
-    async def test_closing_leaves_engines_alone_and_can_be_repeated(
+    async def test_close_keeps_engines_running_and_is_idempotent(
         self, bench: DeployersUnderTest, deployer: Deployer
     ) -> None:
         started = await deployer.start(self.spec(ONE))
@@ -291,9 +291,9 @@ class DeployerConformance:
         assert await self.answers(started.url)
         await bench.anew()
 
-    # What is refused.
+    # Refusals.
 
-    async def test_an_id_with_another_spec_is_refused_and_what_runs_goes_on(self, deployer: Deployer) -> None:
+    async def test_start_of_running_id_with_another_spec_is_refused(self, deployer: Deployer) -> None:
         before = await deployer.start(self.spec(ONE, (0,)))
         for other in (self.spec(ONE, (1,)), self.spec(ONE, (0, 1)), self.spec(ONE, (0,), EngineBehaviour.HANGS)):
             with pytest.raises(Permanent, match=naming(ONE)):
@@ -301,7 +301,7 @@ class DeployerConformance:
         assert (await self.until_it_answers(deployer, ONE)).url == before.url
         assert names(await deployer.list_engines()) == [ONE]
 
-    async def test_gpus_that_are_taken_are_refused_by_name_of_who_has_them(self, deployer: Deployer) -> None:
+    async def test_start_on_gpus_in_use_is_refused_with_the_owner(self, deployer: Deployer) -> None:
         await deployer.start(self.spec(ONE, (0, 1)))
         with pytest.raises(Permanent, match=naming(ONE, "1")):
             await deployer.start(self.spec(TWO, (1, 2)))
@@ -310,7 +310,7 @@ class DeployerConformance:
         await deployer.start(self.spec(TWO, (1, 2)))
         await self.until_it_answers(deployer, TWO)
 
-    async def test_concurrent_starts_of_one_id_are_one_engine(self, deployer: Deployer) -> None:
+    async def test_concurrent_starts_of_one_id_create_one_engine(self, deployer: Deployer) -> None:
         spec = self.spec(ONE)
         both = await asyncio.gather(*(deployer.start(spec) for _ in range(4)), return_exceptions=True)
         started = [each for each in both if isinstance(each, DeployedInstance)]
@@ -321,7 +321,7 @@ class DeployerConformance:
         assert len(await deployer.list_engines()) == 1
         await self.until_it_answers(deployer, ONE)
 
-    async def test_concurrent_starts_on_one_gpu_are_one_engine(self, deployer: Deployer) -> None:
+    async def test_concurrent_starts_on_one_gpu_create_one_engine(self, deployer: Deployer) -> None:
         specs = [self.spec(ONE, (0, 1)), self.spec(TWO, (1, 2))]
         both = await asyncio.gather(*map(deployer.start, specs), return_exceptions=True)
         (started,) = [each for each in both if isinstance(each, DeployedInstance)]
@@ -330,7 +330,7 @@ class DeployerConformance:
         assert names(await deployer.list_engines()) == [started.engine]
         await self.until_it_answers(deployer, started.engine)
 
-    async def test_whatever_is_asked_at_once_a_gpu_serves_one_engine(self, deployer: Deployer) -> None:
+    async def test_gpu_serves_one_engine_under_concurrent_starts_and_stops(self, deployer: Deployer) -> None:
         specs = [self.spec(ONE, (0, 1)), self.spec(TWO, (1, 2)), self.spec(EngineId("e-three"), (2, 3))]
         for turn in range(3):
             asked = [act for spec in specs for act in (deployer.start(spec), deployer.stop(spec.engine))]
@@ -344,9 +344,9 @@ class DeployerConformance:
             await deployer.stop(spec.engine)
         assert await deployer.list_engines() == ()
 
-    # Those who were here before.
+    # Engines of an earlier deployer.
 
-    async def test_a_deployer_made_anew_finds_its_engines(self, bench: DeployersUnderTest, deployer: Deployer) -> None:
+    async def test_new_deployer_finds_running_engines(self, bench: DeployersUnderTest, deployer: Deployer) -> None:
         spec = self.spec(ONE, (0, 1))
         started = await deployer.start(spec)
         await self.until_it_answers(deployer, ONE)
@@ -364,7 +364,7 @@ class DeployerConformance:
         assert not await self.answers(started.url)
         assert await deployer.list_engines() == ()
 
-    async def test_fleets_leave_each_others_engines_alone(self, bench: DeployersUnderTest) -> None:
+    async def test_fleets_ignore_each_others_engines(self, bench: DeployersUnderTest) -> None:
         a, b = await bench.deployer("a"), await bench.deployer("b")
         mine, theirs = await a.start(self.spec(ONE, (0,))), await b.start(self.spec(ONE, (1,)))
         assert mine.url != theirs.url
@@ -377,7 +377,7 @@ class DeployerConformance:
 
     # Ends.
 
-    async def test_an_engine_that_exits_is_told_with_its_last_words_and_keeps_its_gpus_until_stopped(
+    async def test_exited_engine_is_reported_with_its_log_and_keeps_gpus_until_stopped(
         self, bench: DeployersUnderTest, deployer: Deployer
     ) -> None:
         self.need(EngineBehaviour.EXITS)
@@ -396,14 +396,14 @@ class DeployerConformance:
         await deployer.start(self.spec(TWO, (0,)))
         await self.until_it_answers(deployer, TWO)
 
-    async def test_an_engine_that_has_ended_is_not_started_again_by_itself(self, deployer: Deployer) -> None:
+    async def test_ended_engine_is_not_restarted(self, deployer: Deployer) -> None:
         self.need(EngineBehaviour.EXITS)
         spec = self.spec(ONE, (0,), EngineBehaviour.EXITS)
         await deployer.start(spec)
         await until(deployer, ONE, EngineLife.ENDED)
         assert (await deployer.start(spec)).life is EngineLife.ENDED
 
-    async def test_an_engine_is_stopped_during_its_start_up(self, deployer: Deployer) -> None:
+    async def test_engine_can_be_stopped_during_start_up(self, deployer: Deployer) -> None:
         self.need(EngineBehaviour.HANGS)
         await deployer.start(self.spec(ONE, (0,), EngineBehaviour.HANGS))
         await deployer.stop(ONE)
@@ -414,7 +414,7 @@ class DeployerConformance:
         await deployer.stop(TWO)
         assert await deployer.list_engines() == ()
 
-    async def test_an_engine_that_ignores_sigterm_is_ended_by_force(self, deployer: Deployer) -> None:
+    async def test_engine_that_ignores_sigterm_is_killed(self, deployer: Deployer) -> None:
         self.need(EngineBehaviour.IGNORES_SIGTERM)
         await deployer.start(self.spec(ONE, (0,), EngineBehaviour.IGNORES_SIGTERM))
         started = await self.until_it_answers(deployer, ONE)
@@ -423,16 +423,16 @@ class DeployerConformance:
         assert not await self.answers(started.url)
         assert await deployer.list_engines() == ()
 
-    async def test_concurrent_stops_are_one(self, deployer: Deployer) -> None:
+    async def test_concurrent_stops_of_one_engine_succeed(self, deployer: Deployer) -> None:
         started = await deployer.start(self.spec(ONE))
         await self.until_it_answers(deployer, ONE)
         await asyncio.gather(*(deployer.stop(ONE) for _ in range(3)))
         assert not await self.answers(started.url)
         assert await deployer.list_engines() == ()
 
-    # GPUs of engines that sleep.
+    # GPUs of sleeping engines.
 
-    async def test_lending_is_declared(self, deployer: Deployer) -> None:
+    async def test_lend_is_refused_unless_declared(self, deployer: Deployer) -> None:
         with pytest.raises(Permanent):
             await deployer.lend(ONE, lent=True)
         if deployer.can_lend:
@@ -444,11 +444,11 @@ class DeployerConformance:
         assert found is not None
         assert not found.lent
 
-    async def test_gpus_of_a_sleeper_serve_another_until_it_wants_them_back(
+    async def test_lent_gpus_serve_another_engine_until_reclaimed(
         self, bench: DeployersUnderTest, deployer: Deployer
     ) -> None:
         if not deployer.can_lend:
-            raise SkipTest("declared: it cannot lend GPUs")
+            raise SkipTest("the deployer declares that it cannot lend GPUs")
         await deployer.start(self.spec(ONE, (0, 1)))
         await deployer.lend(ONE, lent=True)
         await deployer.lend(ONE, lent=True)
@@ -467,9 +467,9 @@ class DeployerConformance:
         with pytest.raises(Permanent, match=naming(ONE)):
             await deployer.start(self.spec(TWO, (1, 2)))
 
-    # GPUs of engines that grow and shrink.
+    # GPUs of engines that are scaled.
 
-    async def test_scaling_is_declared(self, deployer: Deployer) -> None:
+    async def test_scale_is_refused_unless_declared(self, deployer: Deployer) -> None:
         spec = self.spec(ONE)
         with pytest.raises(Permanent):
             await deployer.scale(spec)
@@ -482,12 +482,10 @@ class DeployerConformance:
         assert found is not None
         assert found.gpus == (0,)
 
-    async def test_an_engine_that_was_scaled_counts_as_started_so(
-        self, bench: DeployersUnderTest, deployer: Deployer
-    ) -> None:
+    async def test_scaled_engine_has_its_new_spec(self, bench: DeployersUnderTest, deployer: Deployer) -> None:
         spec = self.spec(ONE)
         if not deployer.can_scale:
-            raise SkipTest("declared: it cannot scale engines")
+            raise SkipTest("the deployer declares that it cannot scale engines")
         started = await deployer.start(spec)
         await deployer.start(self.spec(TWO, (3,)))
         with pytest.raises(Permanent, match=naming(TWO, "3")):

@@ -1,14 +1,14 @@
-"""Engines on Kubernetes: one Deployment each, or one LeaderWorkerSet for an engine over several nodes.
+"""Run engines on Kubernetes: one Deployment each, or one LeaderWorkerSet for an engine over several nodes.
 
-Owns nothing but what is in the cluster: a fleet's engines are the objects with its label, and what they were started
-with is in their annotations. `kubernetes_objects.py` says what is made, `kubernetes_view.py` how it is read.
+All state is in the cluster: a fleet's engines are the objects with its label, and their specs are in annotations.
+`kubernetes_objects.py` renders the objects, `kubernetes_view.py` reads them.
 
-An engine answers at the address of its pod. There is no Service before it: no second pod ever stands in for the first
-(see kubernetes_objects), so it would have nothing to choose, and could be left behind.
+An engine answers at the address of its pod, without a Service: a pod is never replaced by another (see
+kubernetes_objects), so a Service would have nothing to select, and could be left behind.
 
-GPUs of the fleet are not devices here: Kubernetes counts a node's GPUs, and its device plugin picks which. That no GPU
-serves two engines is kept over the fleet's own numbers, by the annotations of its objects; a start is seen by all
-before its first process can run.
+GPU numbers of the fleet are not devices here: Kubernetes counts a node's GPUs, and its device plugin selects them. That
+no GPU serves two engines is enforced on the fleet's own numbers, in the annotations of its objects; every daemon can
+see a start before its first process can run.
 """
 
 import contextlib
@@ -38,9 +38,9 @@ NODES_KNOWN_POLLS = 10
 
 
 class KubernetesDeployer(FixedGpusDeployer):
-    """See the module. Give it one fleet's name in one namespace: that name is what its engines are found by."""
+    """Deploys one fleet's engines in one namespace. The fleet's name identifies its engines."""
 
-    keeps_gpus = "Kubernetes gives them to a pod for as long as it lives"
+    keeps_gpus = "Kubernetes assigns them to a pod for its lifetime"
 
     def __init__(self, launch: EngineLaunch, identity: FleetIdentity, options: Mapping[str, Any], clock: Clock) -> None:
         self._launch = launch
@@ -51,7 +51,7 @@ class KubernetesDeployer(FixedGpusDeployer):
         nodes_known_s = self._options.poll_s * NODES_KNOWN_POLLS if self._options.read_nodes else None
         self._view = FleetView(self._api, self._options.namespace, self._fleet, nodes_known_s, clock)
         self._pods = reading.pods_path(self._options.namespace)
-        self._making: list[EngineSpec] = []  # looked for by nobody else yet: their objects are only being made
+        self._making: list[EngineSpec] = []  # being created; not visible in the cluster yet
 
     def check(self, spec: EngineSpec) -> None:
         objects.workload(spec, self._launch, self._options, self._fleet)
@@ -77,7 +77,7 @@ class KubernetesDeployer(FixedGpusDeployer):
                 await self._request_deletion(made, pods, asked)
             if self._clock.now_s() > deadline_s:
                 found = reading.read_life(made, pods, await self._view.answering(pods))
-                raise OutcomeUnknown(f"engine {engine} is still there: {found.detail or 'its pods do not end'}")
+                raise OutcomeUnknown(f"engine {engine} still exists: {found.detail or 'its pods do not end'}")
             await self._clock.sleep(self._options.poll_s)
 
     async def status(self, engine: EngineId) -> DeployedInstance | None:
@@ -98,7 +98,7 @@ class KubernetesDeployer(FixedGpusDeployer):
     # Starting.
 
     async def _make(self, spec: EngineSpec, wanted: Object) -> None:
-        """The engine's object is there. Raises Permanent where it may not be."""
+        """Create the engine's object unless it exists. Raises Permanent if it must not be created."""
         everyone = await self._view.all()
         name = wanted["metadata"]["name"]
         made, pods = everyone.pop(name, (None, []))
@@ -112,31 +112,32 @@ class KubernetesDeployer(FixedGpusDeployer):
         try:
             await self._api.create(kind, wanted)
         except ResourceConflict:
-            # Another daemon of this fleet, or an earlier request of ours whose answer was lost.
+            # Another daemon of this fleet created it, or the answer to an earlier request was lost.
             base.check_same(spec, objects.instance_of(await self._api.get(f"{kind}/{name}")))
         except ResourceNotFound as error:
             raise Permanent(INSTALL_LWS if "namespaces" not in str(error) else str(error)) from error
 
     async def _bring_up(self, engine: EngineId) -> DeployedInstance:
-        """Let its first pods through, and wait until all of their containers run, or one has ended. How long images may
-        take to be pulled is for the caller to say: cut short, it goes on in the cluster, and `start` joins it again."""
+        """Open the gates of the engine's first pods, and wait until all of their containers run or one has ended. The
+        caller limits the time for pulling images: if cancelled, the start continues in the cluster, and `start` waits
+        for it again."""
         with _begun(begun=True, what=f"starting engine {engine}"):
             up = await self._until_it_runs(engine)
         if isinstance(up, DeployedInstance):
             return up
-        # It has never run. To its callers nothing has happened.
+        # It has never run. For the caller nothing was changed.
         await self.stop(engine)
         raise up
 
     async def _until_it_runs(self, engine: EngineId) -> DeployedInstance | Retryable | Permanent:
-        """An error to be raised: it cannot have its pods now, or never."""
+        """Wait until the engine runs. Return an error, not raised, if its pods cannot be scheduled now or ever."""
         waiting_since_s: float | None = None
         while True:
             everyone = await self._view.all()
             made, pods = everyone.get(objects.name_of(self._fleet, engine), (None, []))
             if made is None or reading.deleting(made):
                 raise Permanent(f"engine {engine} was stopped before it was up")
-            # Two daemons may have made engines for one GPU: who sees the other's before its own has run withdraws.
+            # Two daemons may have created engines for one GPU: the one that sees this before its engine ran withdraws.
             if not reading.uids(made):
                 held = _gpus_by_engine(everyone)
                 try:
@@ -163,8 +164,8 @@ class KubernetesDeployer(FixedGpusDeployer):
         return Retryable(f"no room for engine {engine}: {why}", self._options.schedule_within_s)
 
     async def _let_through(self, made: Object, pods: Sequence[Object]) -> None:
-        """Write down its first pods, once they are all there, and then open their gates: what is not written down has
-        never run. What changed meanwhile is looked at again by the caller."""
+        """Record the first pods once all of them exist, then open their scheduling gates: a pod that is not recorded
+        has never run. The caller polls again if the objects changed meanwhile."""
         first = [pod for pod in pods if not reading.deleting(pod)]
         if reading.uids(made):
             await self._open_gates(made, pods)
@@ -187,7 +188,8 @@ class KubernetesDeployer(FixedGpusDeployer):
     # Stopping.
 
     async def _request_deletion(self, made: Object | None, pods: Sequence[Object], asked: set[str]) -> None:
-        """The workload, and its pods with it; pods alone where it is gone. What is going is not asked again."""
+        """Delete the workload, and its pods with it; only the pods if the workload is gone. Objects that are being
+        deleted are skipped."""
         goes = [(self._path_of(made), made)] if made is not None else []
         if made is None:
             goes = [(f"{self._pods}/{pod['metadata']['name']}", pod) for pod in pods]
@@ -196,12 +198,12 @@ class KubernetesDeployer(FixedGpusDeployer):
             if reading.deleting(one) or uid in asked:
                 continue
             order = {"kind": "DeleteOptions", "apiVersion": "v1", "preconditions": {"uid": uid}}
-            # It may be gone, and another be there by that name.
+            # It may be gone, with another object under its name.
             with contextlib.suppress(ResourceNotFound, ResourceConflict):
                 await self._api.delete(path, {**order, "propagationPolicy": "Foreground"})
             asked.add(uid)
 
-    # Looking.
+    # Reading.
 
     async def _deployed(
         self, made: Object | None, pods: Sequence[Object], answering: Mapping[str, bool]
@@ -225,7 +227,7 @@ class KubernetesDeployer(FixedGpusDeployer):
         try:
             words = await self._api.text(f"{self._pods}/{place.pod}/log", query)
         except OrchestrRLError as error:
-            return f"; its log cannot be had ({error}); its status says:\n{place.message}"
+            return f"; its log cannot be read ({error}); its status message:\n{place.message}"
         return f"; the end of its log:\n{words.rstrip() or place.message}"
 
     def _path_of(self, made: Object) -> str:
@@ -234,7 +236,7 @@ class KubernetesDeployer(FixedGpusDeployer):
 
 @contextlib.contextmanager
 def _begun(begun: bool, what: str) -> Iterator[None]:
-    """Once something has been asked for, what is only not now elsewhere leaves it open."""
+    """Turn Retryable into OutcomeUnknown once a change was requested."""
     try:
         yield
     except Retryable as error:
@@ -242,6 +244,6 @@ def _begun(begun: bool, what: str) -> Iterator[None]:
 
 
 def _gpus_by_engine(everyone: Mapping[str, Found]) -> dict[EngineId, tuple[GpuId, ...]]:
-    """Who has which GPUs."""
+    """Return the GPUs that each engine holds."""
     engines = [objects.instance_of(made or pods[0]) for made, pods in everyone.values()]
     return {each.engine: each.gpus for each in engines}

@@ -1,7 +1,7 @@
-"""Requests to a Kubernetes API server through the official client, and what their failures mean.
+"""Send requests to a Kubernetes API server through the official client, and map its failures to errors.
 
-Objects are dicts as the API has them, not the client's models: what a newer server or a user's pod template says that
-the client does not know is neither lost nor refused. That they fit the models is the tests' business. The client comes
+Objects are dicts as in the API, not the client's models: fields of a newer server or a user's pod template that the
+client does not define are neither lost nor refused. Tests check that the dicts fit the models. The client is installed
 with `orchestrrl[kubernetes]`.
 """
 
@@ -23,19 +23,19 @@ config: Any = untyped_config
 MANIFEST = "deploy/kubernetes/rbac.yaml"
 MERGE_PATCH = "application/merge-patch+json"
 RETRY_AFTER_S = 1.0
-READ_AGAIN_S = (0.1, 0.4)  # a server that is replaced, or a connection that broke, is no news
+READ_AGAIN_S = (0.1, 0.4)  # pauses between reads, e.g. while a server is replaced
 
 
 class ResourceNotFound(Permanent):
-    """404: there is no such object, or no such kind of object."""
+    """HTTP status 404: the object, or its kind, does not exist."""
 
 
 class ResourceConflict(Permanent):
-    """409: it is there already, or is not any more as it was read."""
+    """HTTP status 409: the object exists already, or has changed since it was read."""
 
 
 class KubernetesApi:
-    """Connects at the first request. `where` names the server in messages."""
+    """A client of one API server, which connects at the first request."""
 
     def __init__(self, kubeconfig: str | None, context: str | None, timeout_s: float) -> None:
         self._kubeconfig = kubeconfig
@@ -45,7 +45,7 @@ class KubernetesApi:
         self._connecting = asyncio.Lock()
 
     async def get(self, path: str, query: Mapping[str, str] | None = None) -> Any:
-        """The object or list. Raises NotFound; Retryable where the server cannot be reached."""
+        """Return the object or list. Raises ResourceNotFound; Retryable if the server cannot be reached."""
         for pause_s in READ_AGAIN_S:
             try:
                 return json.loads(await self._request("GET", path, query))
@@ -57,15 +57,16 @@ class KubernetesApi:
         return (await self._request("GET", path, query)).decode(errors="replace")
 
     async def create(self, path: str, body: Mapping[str, Any]) -> Any:
-        """As it was made. Unknown fields are refused. Raises Conflict where its name is taken."""
+        """Create an object and return it. Unknown fields are refused. Raises ResourceConflict if its name is in use."""
         return json.loads(await self._request("POST", path, {"fieldValidation": "Strict"}, body))
 
     async def patch(self, path: str, body: Mapping[str, Any]) -> Any:
-        """A merge patch (RFC 7386); with a resourceVersion in it, raises Conflict where that has passed."""
+        """Apply a merge patch (RFC 7386) and return the object. If the patch contains a resourceVersion that is no
+        longer current, raises ResourceConflict."""
         return json.loads(await self._request("PATCH", path, None, body, MERGE_PATCH))
 
     async def delete(self, path: str, body: Mapping[str, Any]) -> None:
-        """Asks for it: what hangs on it and has finalizers is there a while longer."""
+        """Request a deletion. Dependents with finalizers remain for a while."""
         await self._request("DELETE", path, None, body)
 
     async def close(self) -> None:
@@ -100,7 +101,7 @@ class KubernetesApi:
             response = await connected.call_api(*request, _request_timeout=limit)
             content: bytes = await response.read()
         except aiohttp.ClientSSLError as error:
-            raise Permanent(f"the Kubernetes API server is not who it should be: {error}") from error
+            raise Permanent(f"cannot verify the Kubernetes API server: {error}") from error
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise Retryable(f"the Kubernetes API server cannot be reached: {error}", RETRY_AFTER_S) from error
         except (aiohttp.ClientError, TimeoutError) as error:
@@ -113,7 +114,7 @@ class KubernetesApi:
         return content
 
     async def _connect(self) -> Any:
-        # Made so, it does not start from what others in this process have set as default.
+        # A new object ignores defaults that other code in this process has set.
         settings = client.Configuration()
         try:
             if self._kubeconfig is None:
@@ -127,31 +128,31 @@ class KubernetesApi:
                 )
         except (config.ConfigException, OSError, ValueError) as error:
             where = "no kubeconfig is given" if self._kubeconfig is None else self._kubeconfig
-            raise Permanent(f"cannot tell how to reach Kubernetes: {where}: {error}") from error
+            raise Permanent(f"cannot configure access to Kubernetes: {where}: {error}") from error
         return client.ApiClient(configuration=settings)
 
 
 def _refusal(method: str, path: str, status: int, headers: Mapping[str, str], content: bytes) -> Exception:
-    """What an answer other than 2xx means. The Status object in it has the server's words."""
+    """Return the error for an answer other than 2xx. Its Status object contains the server's message."""
     try:
-        told = json.loads(content)
+        status_object = json.loads(content)
     except ValueError:
-        told = None
+        status_object = None
     message, reason = content[:500].decode(errors="replace").strip(), ""
-    if isinstance(told, dict):
-        message, reason = str(told.get("message", "")), str(told.get("reason", ""))
-    said = f"{method} {path} was answered with {status}: {message}"
+    if isinstance(status_object, dict):
+        message, reason = str(status_object.get("message", "")), str(status_object.get("reason", ""))
+    text = f"{method} {path} was answered with {status}: {message}"
     if status == 404:
         return ResourceNotFound(message)
     if status == 409:
         return ResourceConflict(message)
     if status == 403 and "exceeded quota" not in message:
-        return Permanent(f"a right is missing: {message}; {MANIFEST} has those that are needed")
+        return Permanent(f"permission denied: {message}; {MANIFEST} lists the permissions needed")
     if status == 401:
         return Permanent(f"the Kubernetes API server does not accept the credentials: {message}")
     if status >= 500 and status != 503 and method != "GET":
-        return OutcomeUnknown(said)  # what the server could not do may have been stored all the same
+        return OutcomeUnknown(text)  # the change may have been stored even so
     if status in (403, 429) or status >= 500:
         after_s = headers.get("Retry-After", "")
-        return Retryable(said, float(after_s) if after_s.isdecimal() else RETRY_AFTER_S)
-    return Permanent(f"{said} ({reason})" if reason else said)
+        return Retryable(text, float(after_s) if after_s.isdecimal() else RETRY_AFTER_S)
+    return Permanent(f"{text} ({reason})" if reason else text)

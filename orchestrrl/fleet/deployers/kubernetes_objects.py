@@ -1,12 +1,12 @@
-"""The Kubernetes objects of an engine: from its command lines to a Deployment or a LeaderWorkerSet. Pure.
+"""Render an engine's command lines as Kubernetes objects: a Deployment or a LeaderWorkerSet. Pure.
 
-One object for each engine, so that a start is one request and cannot be half done. An engine inside one node is a
-Deployment of one pod; one over several nodes, a LeaderWorkerSet of one group, whose leader answers requests.
+Each engine is one object, so that a start is one atomic request. An engine inside one node is a Deployment of one pod;
+an engine over several nodes is a LeaderWorkerSet of one group, whose leader serves requests.
 
-A pod of ours runs once. Kubernetes would start a container anew that has ended (a Deployment's pods allow no other
-restartPolicy than Always), and make a new pod for one that is evicted; either would answer at the engine's place with
-weights of long ago and no requests. So the first command of a container refuses to be run twice in its pod, and a pod
-is made with a scheduling gate, which the deployer removes from the engine's first pods alone.
+A pod runs only once. Kubernetes would restart a container that has ended (a Deployment's pods allow no restartPolicy
+other than Always), and replace an evicted pod; either would answer at the engine's address with outdated weights and no
+requests. Therefore the first command of a container refuses to run twice in its pod, and a pod has a scheduling gate,
+which the deployer removes from the engine's first pods only.
 """
 
 import hashlib
@@ -29,16 +29,17 @@ from planner.model import ConfigurationId, EngineId, GpuId
 
 Names = Annotated[tuple[Name, ...], Field(strict=False)]
 
-# Set by us in every pod; a template that says otherwise would break what an engine is to us.
+# Fields that the deployer sets in every pod and relies on; a template must not set them.
 OURS = ("restartPolicy", "schedulingGates", "terminationGracePeriodSeconds")
 
 
 class KubernetesOptions(Section):
-    """Names and seconds are Kubernetes' own. What is not here can be said in `pod_template`."""
+    """Options of the deployer `kubernetes`, in Kubernetes' own terms and in seconds. Set anything else in
+    `pod_template`."""
 
-    image: Name  # with vLLM in it, and a shell
+    image: Name  # must contain vLLM and a shell
     namespace: Name = "default"
-    # Names of nodes in the order of the fleet's GPUs, per_node each; none: Kubernetes chooses, and only counts matter.
+    # Names of nodes in the order of the fleet's GPUs, per_node each; empty: Kubernetes chooses nodes.
     nodes: Names = ()
     kubeconfig: Name | None = None  # a file; None: the service account of the pod that the daemon runs in
     context: Name | None = None  # of the kubeconfig; None: its current one
@@ -48,30 +49,30 @@ class KubernetesOptions(Section):
     node_selector: dict[Name, str] = Field(default_factory=dict)
     tolerations: Annotated[tuple[dict[str, Any], ...], Field(strict=False)] = ()
     volumes: Annotated[tuple[dict[str, Any], ...], Field(strict=False)] = ()  # as in a pod's spec
-    volume_mounts: Annotated[tuple[dict[str, Any], ...], Field(strict=False)] = ()  # of every container of ours
+    volume_mounts: Annotated[tuple[dict[str, Any], ...], Field(strict=False)] = ()  # of every container
     environment_from: Annotated[tuple[dict[str, Any], ...], Field(strict=False)] = ()  # secrets, as in `envFrom`
-    shm_size: Name | None = "8Gi"  # of /dev/shm, which vLLM's processes talk through; null: the node's default
-    pod_template: dict[str, Any] = Field(default_factory=dict)  # `metadata` and `spec` of a pod, to which ours is added
-    grace_s: PositiveInt = 10  # that a stopped engine has before it is killed
-    schedule_within_s: PositiveFloat = 30.0  # that a pod may wait for room before its start is given up
+    shm_size: Name | None = "8Gi"  # of /dev/shm, which vLLM's processes use; null: the node's default
+    pod_template: dict[str, Any] = Field(default_factory=dict)  # `metadata` and `spec` that are merged into each pod
+    grace_s: PositiveInt = 10  # before a stopped engine is killed
+    schedule_within_s: PositiveFloat = 30.0  # how long a pod may be unschedulable before its start fails
     stop_within_s: PositiveFloat = 120.0  # beyond grace_s; then the outcome is unknown
     request_timeout_s: PositiveFloat = 10.0
     poll_s: PositiveFloat = 0.5
-    log_lines: NonNegativeInt = 40  # of an engine that has ended, to be shown
-    read_nodes: bool = True  # a right on the cluster; without it a lost node is noticed only once its pods are evicted
+    log_lines: NonNegativeInt = 40  # of an ended engine, to show
+    read_nodes: bool = True  # a cluster permission; if False, a lost node is noticed when its pods are evicted
 
     @field_validator("context")
     @classmethod
     def _of_a_kubeconfig(cls, context: str | None, given: ValidationInfo) -> str | None:
         if context is not None and given.data.get("kubeconfig", "") is None:
-            raise ValueError("needs options.kubeconfig")
+            raise ValueError("requires options.kubeconfig")
         return context
 
     @field_validator("nodes")
     @classmethod
     def _different(cls, nodes: tuple[str, ...]) -> tuple[str, ...]:
         if len(set(nodes)) != len(nodes):
-            raise ValueError("must differ")
+            raise ValueError("must not contain duplicates")
         return nodes
 
     @field_validator("pod_template")
@@ -79,21 +80,21 @@ class KubernetesOptions(Section):
     def _not_what_is_ours(cls, template: dict[str, Any]) -> dict[str, Any]:
         unknown = sorted(set(template) - {"metadata", "spec"})
         if unknown:
-            raise ValueError(f"must have `metadata` and `spec` alone, not {', '.join(unknown)}")
+            raise ValueError(f"must contain only `metadata` and `spec`, not {', '.join(unknown)}")
         if not all(isinstance(part, dict) for part in template.values()):
-            raise ValueError("must have objects as `metadata` and `spec`")
+            raise ValueError("must contain objects as `metadata` and `spec`")
         taken = [name for name in OURS if name in template.get("spec", {})]
         if taken:
-            raise ValueError(f"must leave {', '.join(taken)} to us")
+            raise ValueError(f"must not set {', '.join(taken)}")
         return template
 
 
 Object = dict[str, Any]
 
-FLEET, ENGINE = "orchestrrl/fleet", "orchestrrl/engine"  # labels: names made of ids
+FLEET, ENGINE = "orchestrrl/fleet", "orchestrrl/engine"  # labels: names derived from ids
 FLEET_NAME, ENGINE_ID = "orchestrrl/fleet-name", "orchestrrl/engine-id"  # annotations: the ids themselves
 CONFIGURATION, GPUS, SPEC = "orchestrrl/configuration", "orchestrrl/gpus", "orchestrrl/spec"
-PORT, PODS = "orchestrrl/port", "orchestrrl/pods"  # uids of the pods that were let through
+PORT, PODS = "orchestrrl/port", "orchestrrl/pods"  # uids of the pods whose gates were opened
 GATE = "orchestrrl/first-pod"
 HOSTNAME = "kubernetes.io/hostname"
 LWS = "leaderworkerset.x-k8s.io/v1"
@@ -102,7 +103,7 @@ WORKER_INDEX = "leaderworkerset.sigs.k8s.io/worker-index"
 LEADER = "$(LWS_LEADER_ADDRESS)"
 
 RUNS_FOLDER = "/var/run/orchestrrl"
-# Waiting instead of exiting keeps the log of the run that ended: Kubernetes has that of the last one alone.
+# Waiting instead of exiting keeps the log of the run that ended: Kubernetes only keeps the previous run's.
 _ONCE = """\
 if [ -d "$ORCHESTRRL_RUN" ]; then
   echo 'OrchestrRL: this engine has ended, and is not started again in its pod'
@@ -117,21 +118,21 @@ _SPEC: TypeAdapter[EngineSpec] = TypeAdapter(EngineSpec)
 
 
 def name_of(*ids: str) -> str:
-    """A DNS label (RFC 1035) for ids that may be anything: what can be read of the last, and a digest of all. Short
-    enough for what Deployments and LeaderWorkerSets append."""
+    """Return a DNS label (RFC 1035) for arbitrary ids: a readable part of the last one, and a digest of all. Short
+    enough for the suffixes that Deployments and LeaderWorkerSets append."""
     readable = re.sub(r"[^a-z0-9]+", "-", ids[-1].lower())[:20].strip("-")
     digest = hashlib.sha256("\0".join(ids).encode()).hexdigest()[:12]
     return "-".join(part for part in ("orl", readable, digest) if part)
 
 
 def selector(fleet: str) -> str:
-    """What finds all of a fleet."""
+    """Return the label selector of all objects of a fleet."""
     return f"{FLEET}={name_of(fleet)}"
 
 
 def workload(spec: EngineSpec, launch: EngineLaunch, options: KubernetesOptions, fleet: str) -> Object:
-    """The engine's one object. Raises ProblemFaults with every fault."""
-    # A pod has an address of its own, which is not known before it is there.
+    """Return the one object of an engine. Raises ProblemFaults with every fault."""
+    # A pod has an address of its own, which is unknown before the pod exists.
     host = "0.0.0.0" if launch.host in _LOOPBACK else launch.host
     launch = replace(launch, host=host, nodes=(LEADER,) * (1 + max(spec.gpus, default=0) // launch.per_node))
     lines = render(spec, launch)
@@ -147,7 +148,7 @@ def workload(spec: EngineSpec, launch: EngineLaunch, options: KubernetesOptions,
     marks = {"labels": labels, "annotations": {ENGINE_ID: spec.engine, GPUS: annotations[GPUS]}}
 
     def template(holders: Sequence[int]) -> Object:
-        """The pods on these nodes: one alike for each."""
+        """Return the template of the pods on these nodes, which are identical."""
         containers = [
             _container(place, [by_node[node][place] for node in holders], spec, launch, options)
             for place in range(len(by_node[holders[0]]))
@@ -186,15 +187,15 @@ def workload(spec: EngineSpec, launch: EngineLaunch, options: KubernetesOptions,
 
 
 def size_of(made: Mapping[str, Any]) -> int:
-    """How many pods it is to have."""
+    """Return the number of pods of a workload."""
     return int(made["spec"].get("leaderWorkerTemplate", {}).get("size", 1))
 
 
 def instance_of(made: Mapping[str, Any]) -> DeployedInstance:
-    """Return the engine that the annotations of a workload describe; those of one of its pods leave out the spec."""
+    """Return the engine that a workload's annotations describe. A pod's annotations do not contain the spec."""
     try:
         spec = _SPEC.validate_json(annotation(made, SPEC))
-    except ValidationError:  # that was lost, or another version wrote it
+    except ValidationError:  # it was lost, or written by another version
         spec = None
     return DeployedInstance(
         EngineId(annotation(made, ENGINE_ID) or made["metadata"]["name"]),
@@ -209,7 +210,8 @@ def annotation(made: Mapping[str, Any], key: str) -> str:
 
 
 def merged_objects(under: Any, over: Any) -> Any:
-    """Both, `over` where they differ. Lists of named things are merged by name, others are put together."""
+    """Return both merged; `over` takes precedence. Lists of named objects are merged by name, others are
+    concatenated."""
     if isinstance(under, dict) and isinstance(over, dict):
         return {**under, **{key: merged_objects(under[key], over[key]) if key in under else over[key] for key in over}}
     if isinstance(under, list) and isinstance(over, list):
@@ -225,8 +227,8 @@ def _name_in(each: Any) -> Any:
 
 
 def literal(word: str) -> str:
-    """A word that Kubernetes leaves as it is: it would expand `$(NAME)`, and read `$$` as `$`. The leader's address
-    alone is expanded."""
+    """Escape a word for Kubernetes, which would expand `$(NAME)` and read `$$` as `$`. Only the leader's address is
+    expanded."""
     return word.replace("$", "$$").replace("$" + LEADER, LEADER)
 
 
@@ -248,24 +250,25 @@ def _faults(
     unnamed = [node for node in nodes if node >= len(options.nodes)] if options.nodes else []
     if unnamed:
         missing = ", ".join(map(str, unnamed))
-        faults.append(f"options.nodes: must name nodes {missing} too, got {list(options.nodes)}")
+        faults.append(f"options.nodes: must include nodes {missing}, got {list(options.nodes)}")
     if len(nodes) > 1 and any(line.role in (ProcessRole.FFN, ProcessRole.FFN_NODE) for line in lines):
         lies = ", ".join(map(str, nodes))
-        faults.append(f"{engine}.gpus: must lie on one node under Kubernetes where a layout is AFD, got nodes {lies}")
+        faults.append(f"{engine}.gpus: must be on one node for an AFD layout under Kubernetes, got nodes {lies}")
     return faults
 
 
 def _container(
     place: int, lines: Sequence[CommandLine], spec: EngineSpec, launch: EngineLaunch, options: KubernetesOptions
 ) -> Object:
-    """One process of each of these nodes' pods. Where there are several, each pod picks its own by its index."""
+    """Return the container of one process in each of these nodes' pods. With several nodes, each pod selects its
+    command by its index."""
     first, name = lines[0], "engine" if place == 0 else f"process-{place}"
     if len(lines) == 1:
         script, words = f'{_ONCE}exec "$@"', list(first.argv)
     else:
         cases = "\n".join(f"{index}) exec {shlex.join(line.argv)} ;;" for index, line in enumerate(lines, 1))
         script, words = f'{_ONCE}case "$ORCHESTRRL_NODE" in\n{cases}\nesac', []
-    # Without what binds a process to GPUs or cores of its machine: a container sees its own alone, numbered anew.
+    # Leave out bindings to GPUs or cores of the machine: a container only sees its own, renumbered.
     variables = {key: value for key, value in first.environment.items() if key not in _PINNED}
     if launch.device is EngineDevice.CPU:
         variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
@@ -326,7 +329,8 @@ def _pod_spec(containers: list[Object], options: KubernetesOptions) -> Object:
 
 
 def _affinity(holders: Sequence[int], options: KubernetesOptions, apart: Mapping[str, str]) -> Object:
-    """On the nodes that hold its GPUs, where nodes are named; and pods with the labels `apart` on a node each."""
+    """Return the affinity to the nodes that hold the GPUs, if nodes are configured, and anti-affinity between pods with
+    the labels `apart`."""
     made: Object = {}
     required = "requiredDuringSchedulingIgnoredDuringExecution"
     if options.nodes and holders:

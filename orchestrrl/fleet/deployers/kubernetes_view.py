@@ -1,7 +1,7 @@
-"""What there is of a fleet in its cluster, and how an engine is, read from its workload, its pods and their nodes.
+"""Read a fleet's objects in its cluster, and derive an engine's state from its workload, its pods and their nodes.
 
-What Kubernetes would repair is an end for us: requests and weights of the old process are gone, and only the daemon
-knows which weights a new one must have. States and reasons are those of the pod lifecycle
+What Kubernetes would repair counts as an end here: requests and weights of the old process are gone, and only the
+daemon knows which weights a new process must have. States and reasons are those of the pod lifecycle
 (https://kubernetes.io/docs/concepts/workloads/pods/pod-lifecycle/).
 """
 
@@ -18,7 +18,7 @@ from orchestrrl.fleet.deployers.base import EngineLife
 from orchestrrl.fleet.deployers.kubernetes_api import KubernetesApi, ResourceNotFound
 from orchestrrl.fleet.deployers.kubernetes_objects import ENGINE, LWS, PODS, Object, annotation, selector
 
-# A container that waits for one of these does not start by itself, or only by luck.
+# A container that waits for one of these reasons is not expected to start without help.
 _HOPELESS = {
     "CrashLoopBackOff",
     "ImagePullBackOff",
@@ -32,28 +32,29 @@ _HOPELESS = {
 
 @dataclass(frozen=True, slots=True)
 class LogPlace:
-    """Where the last words of a container are."""
+    """The location of a container's last log lines."""
 
     pod: str
     container: str
-    previous: bool  # of the run before: Kubernetes has started it anew
-    message: str  # what its status keeps of them
+    previous: bool  # of the previous run: Kubernetes has restarted the container
+    message: str  # the part that its status keeps
 
 
 @dataclass(frozen=True, slots=True)
 class WorkloadReading:
-    """`running`: all of its containers are. `waits`: why they are not yet. `no_room`: because no node has room."""
+    """The state of one engine. `running`: all of its containers run; otherwise `detail` is why not. `no_room`: no node
+    has enough resources."""
 
     life: EngineLife
     detail: str = ""
     running: bool = False
     no_room: bool = False
-    address: str = ""  # of the pod that answers requests
+    address: str = ""  # of the pod that serves requests
     log: LogPlace | None = None
 
 
 def read_life(made: Object | None, pods: Sequence[Object], answering: Mapping[str, bool]) -> WorkloadReading:
-    """`answering`: the nodes of these pods, by name, and whether each answers."""
+    """Return the state of an engine. `answering` maps the pods' node names to whether each node answers."""
     mine = list(pods) if made is None else let_through(made, pods)
     # The pod with the first name is a group's leader.
     leader = min(mine, key=lambda pod: (len(pod["metadata"]["name"]), pod["metadata"]["name"]), default={})
@@ -62,14 +63,14 @@ def read_life(made: Object | None, pods: Sequence[Object], answering: Mapping[st
         return replace(end, address=address)
     if made is not None and not mine:
         return WorkloadReading(
-            EngineLife.ALIVE, cannot_be_made(made) or "its start was cut short: no process of it runs"
+            EngineLife.ALIVE, cannot_be_made(made) or "its start was interrupted: none of its processes runs"
         )
     waits = next(_waiting(mine), "" if address else "has no address yet")
     return WorkloadReading(EngineLife.ALIVE, waits, running=not waits, no_room=_without_room(mine), address=address)
 
 
 def uids(made: Object) -> list[str]:
-    """The pods that were let through."""
+    """Return the uids of the pods whose scheduling gates were opened."""
     return annotation(made, PODS).split()
 
 
@@ -87,7 +88,7 @@ def gates(pod: Object) -> list[Object]:
 
 
 def cannot_be_made(made: Object) -> str:
-    """Why Kubernetes refuses to make its pods (a quota, a policy); empty: it does not."""
+    """Return why Kubernetes refuses to create the pods (a quota, a policy); empty if it does not."""
     for condition in made.get("status", {}).get("conditions") or []:
         if condition["type"] == "ReplicaFailure" and condition["status"] == "True":
             return f"its pod is refused: {condition.get('message', condition.get('reason', ''))}"
@@ -101,16 +102,16 @@ def _node(pod: Object) -> str:
 def _ends(
     made: Object | None, pods: Sequence[Object], mine: Sequence[Object], answering: Mapping[str, bool]
 ) -> Iterator[WorkloadReading]:
-    """Why the engine cannot serve any more, the first reason first."""
+    """Yield the reasons why the engine can no longer serve, the most important first."""
     lost = sorted(node for pod in pods if (node := _node(pod)) and not answering.get(node, True))
     if lost:
         yield WorkloadReading(EngineLife.UNKNOWN, f"node {', '.join(lost)} does not answer")
     if made is None:
-        yield WorkloadReading(EngineLife.ENDED, "its workload was deleted, its pods are still there")
+        yield WorkloadReading(EngineLife.ENDED, "its workload was deleted, its pods still exist")
     elif deleting(made):
         yield WorkloadReading(EngineLife.ENDED, "is being removed")
     elif len(mine) < len(uids(made)):
-        why = "Kubernetes removed its pod: evicted, preempted, drained, or deleted by somebody"
+        why = "Kubernetes removed its pod: evicted, preempted, drained, or deleted by a user"
         yield WorkloadReading(EngineLife.ENDED, why)
     for pod in mine:
         name, status = pod["metadata"]["name"], pod.get("status", {})
@@ -130,12 +131,12 @@ def _ends(
             why = status.get("message") or status.get("reason") or "no reason given"
             yield WorkloadReading(EngineLife.ENDED, f"pod {name} has {status['phase'].lower()}: {why}")
         if deleting(pod):
-            why = "evicted, preempted, drained, or deleted by somebody"
+            why = "evicted, preempted, drained, or deleted by a user"
             yield WorkloadReading(EngineLife.ENDED, f"pod {name} is being removed: {why}")
 
 
 def _containers(status: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Init containers end on purpose: of them those that failed count."""
+    """Return the status of each container, and of init containers that have not succeeded: those end on purpose."""
     first = [
         each
         for each in status.get("initContainerStatuses") or []
@@ -145,12 +146,12 @@ def _containers(status: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _waiting(pods: Iterable[Object]) -> Iterator[str]:
-    """Why containers do not run yet, the first reason first."""
+    """Yield the reasons why containers do not run yet."""
     for pod in pods:
         name, status = pod["metadata"]["name"], pod.get("status", {})
         for condition in status.get("conditions") or []:
             if condition["type"] == "PodScheduled" and condition["status"] == "False":
-                yield f"pod {name} is not placed: {condition.get('message') or condition.get('reason', '')}"
+                yield f"pod {name} is not scheduled: {condition.get('message') or condition.get('reason', '')}"
         found = status.get("containerStatuses") or []
         for container in found:
             waiting = (container.get("state") or {}).get("waiting")
@@ -183,8 +184,8 @@ def pods_path(namespace: str) -> str:
 
 @dataclass(slots=True, eq=False)
 class FleetView:
-    """Of one fleet. `nodes_known_s`: how long what was heard of a node is believed, which should be far below the 40 s
-    after which Kubernetes itself takes it for lost; None: nodes are not looked at."""
+    """The objects of one fleet. `nodes_known_s` is how long the state of a node is cached, which should be far below
+    the 40 s after which Kubernetes marks a node as lost; None: nodes are not read."""
 
     _api: KubernetesApi
     _namespace: str
@@ -193,19 +194,19 @@ class FleetView:
     _clock: Clock
     _listing: asyncio.Lock = field(default_factory=asyncio.Lock)
     _lists_begun: int = 0
-    # The number of the latest list, and what it found, or why it could not be had.
+    # The number of the latest listing, and its result or error.
     _listed: tuple[int, dict[str, Found] | OrchestrRLError] = (0, {})
-    _nodes: dict[str, tuple[float, bool]] = field(default_factory=dict)  # when it was asked for, whether it answers
+    _nodes: dict[str, tuple[float, bool]] = field(default_factory=dict)  # when each was read, and whether it answers
 
     async def find(self, name: str) -> Found:
-        """The engine whose objects have this name."""
+        """Return the workload and pods with this name."""
         return (await self.all()).get(name, (None, []))
 
     async def all(self) -> dict[str, Found]:
-        """By name, as they were at some moment since the call. A pod may be there without its workload."""
+        """Return workloads and pods by name, as of a moment since the call. A pod may exist without its workload."""
         begun = self._lists_begun
         async with self._listing:
-            if self._listed[0] <= begun:  # else another caller has had them listed since this call
+            if self._listed[0] <= begun:  # otherwise another caller has listed them since this call
                 number = self._lists_begun = self._lists_begun + 1
                 try:
                     self._listed = number, await self._list()
@@ -217,7 +218,7 @@ class FleetView:
         return dict(found)
 
     async def answering(self, pods: Sequence[Object]) -> dict[str, bool]:
-        """The nodes of these pods, and whether each answers."""
+        """Return whether each of the pods' nodes answers, by node name."""
         if self._nodes_known_s is None:
             return {}
         names = sorted(set(map(_node, pods)) - {""})
@@ -229,7 +230,7 @@ class FleetView:
         return {name: self._nodes[name][1] for name in names}
 
     async def _list(self) -> dict[str, Found]:
-        """Workloads are read first: a pod that is made in between has its workload, one that is removed was none."""
+        """List workloads, then pods. In this order a pod created in between has its workload."""
         query = {"labelSelector": selector(self._fleet)}
         made: list[Object] = (await self._api.get(workloads_path(self._namespace, "apps/v1"), query))["items"]
         for each in made:

@@ -1,15 +1,15 @@
-"""Which processes a layout takes, and the flags of vLLM that make each its part. Pure.
+"""Determine which processes a layout needs, and each one's vLLM flags. Pure.
 
-A layout says `--tensor-parallel-size`, `--pipeline-parallel-size`, `--data-parallel-size` and
+A layout maps to `--tensor-parallel-size`, `--pipeline-parallel-size`, `--data-parallel-size` and
 `--enable-expert-parallel` (vLLM spreads experts over all of an engine's TP x DP GPUs, or over none). An engine over
-several nodes is a process on each of them, all but the first without an API (`--headless`); which flags each gets is
-told by vLLM's documents on parallel serving and its engine/arg_utils.py (0.32). vLLM's parser has read all of them;
-engines over nodes and AFD have not been run here.
+several nodes has a process on each of them, all but the first without an API (`--headless`); the flags of each follow
+vLLM's documentation on parallel serving and its engine/arg_utils.py (0.32). vLLM's parser has accepted all of them;
+multi-node engines and AFD have not been run here.
 
-AFD is vllm-project/afd-plugin, experimental: vLLM with the plugin installed, two groups of processes, the side in
-`--additional-config` under `afd` (its README, recipes and afd_plugin/config.py, for vLLM 0.30.0). Of its connectors
-P2pNcclAFDConnector is rendered. The plugin takes two overlapped micro-batches and no more (`--enable-dbo`), and no
-fewer attention than FFN ranks; that the ratio must be whole was so for vLLM 0.26, and is not checked.
+AFD is vllm-project/afd-plugin, experimental: vLLM with the plugin installed, two groups of processes, and the side in
+`--additional-config` under `afd` (its README, recipes and afd_plugin/config.py, for vLLM 0.30.0). Of its connectors,
+P2pNcclAFDConnector is rendered. The plugin overlaps at most two micro-batches (`--enable-dbo`), and needs at least as
+many attention ranks as FFN ranks. The ratio had to be whole for vLLM 0.26, which is not checked.
 """
 
 import json
@@ -27,9 +27,9 @@ ADDITIONAL = "--additional-config"
 
 
 def decided_for(group: "VllmProcesses") -> dict[str, str | None]:
-    """Those of DECIDED that users may not say otherwise for this one."""
+    """Return the flags of DECIDED that users may not change for this group."""
     decided = dict(DECIDED)
-    if len(group.parts) == 1:  # on one node Ray may place the replicas, as elastic EP needs it
+    if len(group.parts) == 1:  # on one node Ray may place the replicas; elastic EP needs that
         del decided["--data-parallel-backend"]
     if group.afd is not None:
         decided["--enable-dbo"] = UNSET
@@ -37,27 +37,27 @@ def decided_for(group: "VllmProcesses") -> dict[str, str | None]:
 
 
 class ProcessRole(StrEnum):
-    """What one process of an engine does."""
+    """The task of one process of an engine."""
 
-    SERVER = "server"  # it answers requests
+    SERVER = "server"  # serves requests
     NODE = "node"  # part of the engine on a further node
     FFN = "ffn"
     FFN_NODE = "ffn node"
 
 
 class NodeProcesses(NamedTuple):
-    """What of a group lies on one node."""
+    """The part of a group on one node."""
 
     node: int
     gpus: tuple[GpuId, ...]
 
 
 class VllmProcesses(NamedTuple):
-    """Processes that make up one vLLM: a whole engine, or one side of it under AFD."""
+    """Processes that make up one vLLM instance: a whole engine, or one side of an AFD engine."""
 
     parallelism: Parallelism
     parts: tuple[NodeProcesses, ...]
-    roles: tuple[ProcessRole, ProcessRole]  # of the first process, of the others
+    roles: tuple[ProcessRole, ProcessRole]  # of the first process, and of the others
     port: int  # the first of four
     afd: Mapping[str, object] | None = None
 
@@ -65,11 +65,12 @@ class VllmProcesses(NamedTuple):
 def groups(
     p: Parallelism, gpus: Sequence[GpuId], per_node: int, nodes: Sequence[str], first_port: int
 ) -> tuple[VllmProcesses, ...]:
-    """The vLLMs that a layout takes, the one that answers requests first. Without GPUs it is one, on no node."""
+    """Return the vLLM instances of a layout; the first one serves requests. Without GPUs it is one instance with no
+    node's GPUs."""
     gpus, whole = sorted(gpus), (ProcessRole.SERVER, ProcessRole.NODE)
 
     def port_of(held: Sequence[GpuId]) -> int:
-        """No other engine has the GPU, so none has its ports."""
+        """Return the first port of the lowest GPU. A GPU belongs to one engine, so its ports do too."""
         return first_port + PORTS_PER_GPU * (min(held, default=0) % per_node)
 
     if not p.afd:
@@ -97,7 +98,7 @@ def groups(
 
 
 def shares(gpus: Sequence[GpuId], per_node: int) -> tuple[NodeProcesses, ...]:
-    """The GPUs by node, both in order."""
+    """Return the GPUs per node, both sorted."""
     nodes = sorted({gpu // per_node for gpu in gpus})
     return tuple(NodeProcesses(node, tuple(sorted(gpu for gpu in gpus if gpu // per_node == node))) for node in nodes)
 
@@ -114,13 +115,13 @@ def size_flags(p: Parallelism) -> dict[str, str]:
 
 
 def parallel_flags(group: VllmProcesses, place: int, nodes: Sequence[str]) -> dict[str, str]:
-    """How the GPUs of a group work together, for its process on one of the nodes."""
+    """Return the parallelism flags of a group's process on one of its nodes."""
     p, parts, flags = group.parallelism, group.parts, size_flags(group.parallelism)
     if group.afd is not None:
         flags["--enable-expert-parallel"] = SET
     if place == 0 and p.dp > 1:
-        # By default there are as many servers behind the port as replicas, and what ends or stops requests by name
-        # reaches one of them.
+        # By default each replica has a server behind the port, and a call that aborts or stops requests by id reaches
+        # only one of them.
         flags["--api-server-count"] = "1"
     if len(parts) == 1:
         return flags
@@ -142,7 +143,7 @@ def parallel_flags(group: VllmProcesses, place: int, nodes: Sequence[str]) -> di
 def additional_config(
     afd: Mapping[str, object], given: Sequence[VllmArgument]
 ) -> tuple[str, list[VllmArgument], list[str]]:
-    """The plugin's settings inside whatever else the user has there; the user's other arguments; faults."""
+    """Return the plugin's settings merged into the user's own; the user's other arguments; faults."""
     others: list[VllmArgument] = []
     faults: list[str] = []
     merged: dict[str, object] = {}
@@ -155,9 +156,9 @@ def additional_config(
         except json.JSONDecodeError:
             found = None
         if not isinstance(found, dict):
-            faults.append(f"{argument.path}: must be one JSON object where a layout is AFD, got {argument.text!r}")
+            faults.append(f"{argument.path}: must be one JSON object for an AFD layout, got {argument.text!r}")
         elif "afd" in found:
-            faults.append(f"{argument.path}: contradicts {ADDITIONAL}'s `afd` of the layout, got {argument.text!r}")
+            faults.append(f"{argument.path}: must not set `afd` of {ADDITIONAL}, a layout's, got {argument.text!r}")
         else:
             merged = found
     return json.dumps({**merged, "afd": afd}), others, faults
@@ -167,17 +168,17 @@ def additional_config(
 
 SIMULATED_PROGRAM = ("-m", "orchestrrl", "engine", "simulated")
 
-# By itself it takes contexts of so many tokens, and wants KV for one of them, in blocks.
+# The engine's default context limit in tokens. Its KV cache must hold one such context, in blocks.
 CONTEXT_TOKENS = 32_768
 BLOCK_TOKENS = 16
 
-# What a layout may decide, with what it does where they are left out.
+# The flags that a layout may decide, with the engine's defaults.
 _SIZES = "--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size", "--enable-expert-parallel"
 SIMULATED_DECIDED = {flag: DECIDED[flag] for flag in ("--host", "--port", *_SIZES)}
 
 
 def simulated_costs(configuration: Configuration, p: Parallelism) -> dict[str, str]:
-    """So that it takes what the planner counts on. Its replicas have these each, for their share of the sequences."""
+    """Return flags that give a simulated engine the planner's costs. Each replica serves its share of the sequences."""
     kv_tokens = max(BLOCK_TOKENS, configuration.kv_capacity_tokens // p.dp)
     costs = {
         "--alpha-s": repr(configuration.alpha_s),

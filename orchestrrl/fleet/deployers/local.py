@@ -1,8 +1,8 @@
-"""Engines as processes of this machine that outlive the daemon: started, found again, stopped. `LocalDeployer`.
+"""Run engines as processes of this machine that outlive the daemon. `LocalDeployer`.
 
-What there is is looked for, not remembered: records on disk say what was meant, and the machine's processes
-what came of it (local_machine.py). All of a change is done by one thread under the fleet's lock, so that
-neither another call, nor a caller that gives up, nor a second daemon of the fleet comes between.
+The state is observed, not remembered: records on disk hold the intent, and the machine's processes the outcome
+(local_machine.py). One thread makes each change under the fleet's lock, so that no other call, cancelled caller or
+second daemon of the fleet interferes.
 """
 
 import asyncio
@@ -31,19 +31,20 @@ from planner.model import ConfigurationId, EngineId
 T = TypeVar("T")
 
 POLL_S = 0.05
-FORCE_S = 10.0  # after SIGKILL: a process in the middle of a system call goes when that is done
+FORCE_S = 10.0  # after SIGKILL: a process in a system call ends when the call returns
 ROUNDS_OF_FORCE = 3
 LATER_S = 1.0
 
 
 class LocalOptions(Section):
     grace_s: PositiveFloat = 15.0  # between SIGTERM and SIGKILL
-    logs_kept: NonNegativeInt = 3  # of earlier starts, for each engine
+    logs_kept: NonNegativeInt = 3  # logs of earlier starts, per engine
 
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """An engine as records and processes show it. No `record`: neither file nor environment tells."""
+    """An engine as its record and processes show it. `record` is None if neither the file nor an environment contains
+    one."""
 
     engine: EngineId
     record: EngineRecord | None
@@ -51,7 +52,7 @@ class _Seen:
 
     @property
     def leaders(self) -> list[FoundProcess]:
-        """Those that were spawned for it and live."""
+        """Return the living processes that were spawned for the engine."""
         if self.record is None or not self.record.leaders:
             return [found for found in self.found if found.leads]
         return [found for found in self.found if any(found.is_same(leader) for leader in self.record.leaders)]
@@ -62,15 +63,15 @@ class _Seen:
 
     @property
     def cut_short(self) -> bool:
-        """Its start or its stop was, by the end of whoever did it."""
+        """Return whether its start or stop was interrupted because the process that ran it ended."""
         if self.record is None:
             return False
         return self.record.stopping or not (self.record.leaders or self.whole)
 
 
 async def _until_ended(work: Callable[..., T], *arguments: Any) -> T:
-    """Run `work` in a thread, and return or raise once it has ended, also when cancelled: a thread goes on, and what it
-    changes then would be missed by the next look at the fleet."""
+    """Run `work` in a thread and wait until it has ended, even if cancelled: the thread would continue, and the next
+    scan of the fleet would miss its changes."""
     working = asyncio.ensure_future(asyncio.to_thread(work, *arguments))
     try:
         return await asyncio.shield(working)
@@ -79,7 +80,7 @@ async def _until_ended(work: Callable[..., T], *arguments: Any) -> T:
 
 
 class LocalDeployer:
-    """See `orchestrrl.fleet.deployers.base.Deployer`. Of GPUs it knows the ids: which exist is not its to judge."""
+    """Implements `orchestrrl.fleet.deployers.base.Deployer` on this machine. It does not check which GPUs exist."""
 
     can_lend = True
 
@@ -92,15 +93,15 @@ class LocalDeployer:
         self._records = EngineRecords(folder)
         self._logs = EngineLogs(folder, self._options.logs_kept)
         self._stopping: Counter[EngineId] = Counter()
-        self._exits: dict[tuple[int, float], int] = {}  # status of our own children, by leader
+        self._exits: dict[tuple[int, float], int] = {}  # exit status of child processes, by leader
 
     def check(self, spec: EngineSpec) -> None:
         lines, faults = render(spec, self._launch), []
         nodes = sorted({line.node for line in lines})
         if nodes != [0] and self._launch.engine is not EngineProduct.SIMULATED:
-            raise Permanent(f"deployer local starts engines on node 0 alone, which is this machine, got nodes {nodes}")
+            raise Permanent(f"deployer local starts engines only on node 0, which is this machine, got nodes {nodes}")
         if shutil.which(lines[0].argv[0]) is None:
-            faults.append(f"fleet.launch.python: is no program of this machine, got {lines[0].argv[0]!r}")
+            faults.append(f"fleet.launch.python: must be a program of this machine, got {lines[0].argv[0]!r}")
         if spec.weights and not Path(spec.weights).is_dir():
             faults.append(f"weights: must be a folder of this machine, got {spec.weights!r}")
         if faults:
@@ -138,8 +139,8 @@ class LocalDeployer:
 
     @property
     def can_scale(self) -> bool:
-        """Simulated engines do. A vLLM server sees the GPUs alone that it was started with, unless Ray places its
-        replicas (never run: that needs GPUs)."""
+        """Return whether engines can be scaled. Simulated ones can. A vLLM server only uses the GPUs that it was
+        started with, unless Ray places its replicas (never run: that needs GPUs)."""
         words = self._launch.arguments
         by_ray = ("--data-parallel-backend", "ray") in pairwise(words) or "--data-parallel-backend=ray" in words
         return self._launch.engine is EngineProduct.SIMULATED or by_ray
@@ -148,9 +149,9 @@ class LocalDeployer:
         return await _until_ended(self._scale, spec)
 
     async def close(self) -> None:
-        """There is nothing to release."""
+        """Do nothing: no resources are held."""
 
-    # What follows runs in threads.
+    # The methods below run in threads.
 
     def _start(self, spec: EngineSpec) -> DeployedInstance:
         self.check(spec)
@@ -164,7 +165,7 @@ class LocalDeployer:
                     there = base.check_same(spec, self._deployed(held))
                     if held.record is None or held.record.leaders:
                         return there
-                    # A start that was cut short when all of it was there is a start.
+                    # An interrupted start whose processes all exist counts as a start.
                     leaders = tuple(each.identity for each in held.found if each.leads)
                     return self._deployed(self._noted(replace(held.record, leaders=leaders), held.found))
                 self._check_gpus(spec, seen)
@@ -179,7 +180,7 @@ class LocalDeployer:
         base.check_free(spec.engine, spec.gpus, {each.spec.engine: each.spec.gpus for each in records})
 
     def _clear(self, held: _Seen) -> None:
-        """What a start or a stop that was cut short has left."""
+        """Kill the processes that an interrupted start or stop has left. Raises Retryable if they do not end."""
         deadline_s = time.monotonic() + FORCE_S
         found = held.found
         while found:
@@ -188,10 +189,11 @@ class LocalDeployer:
             time.sleep(POLL_S)
             found = self._processes_of(held.engine)
             if found and time.monotonic() > deadline_s:
-                raise Retryable(f"engine {held.engine}: what is left of it does not end on SIGKILL", FORCE_S)
+                raise Retryable(f"engine {held.engine}: its remaining processes do not end on SIGKILL", FORCE_S)
 
     def _exit_status(self, leader: tuple[int, float]) -> int | None:
-        """Of a child of ours. It is waited for once: later its id may be another child's."""
+        """Return the exit status of a child of this process, or None. It is collected once: its id may be reused
+        later."""
         if leader not in self._exits and (status := local_machine.exit_status(leader[0])) is not None:
             self._exits[leader] = status
         return self._exits.get(leader)
@@ -200,7 +202,7 @@ class LocalDeployer:
         try:
             holder = hold_port(self._launch.host, ports_to_try(spec, self._launch))
         except OSError as error:
-            raise Retryable(f"engine {spec.engine}: no port for it on {self._launch.host}: {error}", LATER_S) from error
+            raise Retryable(f"engine {spec.engine}: no free port on {self._launch.host}: {error}", LATER_S) from error
         with holder:
             placed = replace(spec, port=holder.getsockname()[1])
             lines = render(placed, self._launch)
@@ -221,7 +223,7 @@ class LocalDeployer:
         return _Seen(record.spec.engine, record, tuple(found))
 
     def _signal(self, engine: EngineId, number: signal.Signals) -> tuple[FoundProcess, ...]:
-        """To all that is left of an engine, which is returned; with nothing left, it is forgotten."""
+        """Signal all remaining processes of an engine and return them. If none remain, remove the engine's record."""
         with self._records.alone():
             held = self._scan().get(engine)
             if held is None:
@@ -244,7 +246,8 @@ class LocalDeployer:
             await self._clock.sleep(POLL_S)
 
     def _running(self, engine: EngineId) -> DeployedInstance | None:
-        """The usual answer, without a look at every process of the machine; None: that has to be had."""
+        """Return the engine if its record and leaders show that it runs, without a scan of all processes; None if a
+        scan is needed."""
         record = self._records.read_one(engine)
         if record is None or record.stopping or not record.leaders:
             return None
@@ -260,7 +263,7 @@ class LocalDeployer:
             seen = self._scan()
             held = seen.get(engine)
             if held is None or held.record is None:
-                raise Permanent(f"there is no engine {engine} that could lend its GPUs")
+                raise Permanent(f"engine {engine} cannot lend its GPUs: it has no record")
             if not lent:
                 self._check_gpus(held.record.spec, seen)
             if held.record.lent != lent:
@@ -268,18 +271,18 @@ class LocalDeployer:
 
     def _scale(self, spec: EngineSpec) -> DeployedInstance:
         if not self.can_scale:
-            raise Permanent(f"engine {spec.engine} has the GPUs that it was started with")
+            raise Permanent(f"engine {spec.engine} cannot be scaled: it keeps the GPUs that it was started with")
         with self._records.alone():
             seen = self._scan()
             held = seen.get(spec.engine)
             if held is None or held.record is None or held.cut_short:
-                raise Permanent(f"there is no engine {spec.engine} that runs and could be scaled")
+                raise Permanent(f"engine {spec.engine} cannot be scaled: it does not run")
             self._check_gpus(spec, seen)
             return self._deployed(self._noted(replace(held.record, spec=spec), held.found))
 
     @property
     def _fleet(self) -> str:
-        """Whose processes are whose. The folder tells apart what two people called the same."""
+        """Return the mark of this fleet's processes. The folder distinguishes fleets of the same name."""
         return f"{self._identity.name} in {os.path.realpath(self._identity.folder)}"
 
     def _processes_of(self, engine: EngineId) -> tuple[FoundProcess, ...]:
@@ -290,8 +293,8 @@ class LocalDeployer:
         seen = {}
         for engine in sorted({*records, *found}):
             processes = tuple(found.get(engine, ()))
-            told = (each.record for each in processes if each.record is not None)
-            seen[engine] = _Seen(engine, records.get(engine) or next(told, None), processes)
+            recorded = (each.record for each in processes if each.record is not None)
+            seen[engine] = _Seen(engine, records.get(engine) or next(recorded, None), processes)
         return seen
 
     def _deployed(self, seen: _Seen) -> DeployedInstance:
@@ -307,8 +310,8 @@ class LocalDeployer:
         gone = [leader for leader in record.leaders if leader[0] not in living]
         ends = [f"process {leader[0]} {_how(self._exit_status(leader))}" for leader in gone]
         if seen.cut_short:
-            what = "is being stopped" if record.stopping else "was not started to the end"
-            ends.append(f"it {what}: {len(living)} of {record.processes} processes are there")
+            what = "is being stopped" if record.stopping else "was not fully started"
+            ends.append(f"it {what}: {len(living)} of {record.processes} processes exist")
         return f"{', '.join(ends)}; {self._logs.tail(seen.engine)}"
 
 

@@ -1,9 +1,9 @@
-"""What this machine has of the engines that `local.py` starts: their records and logs on disk, and their processes.
+"""Records, logs and processes on this machine of the engines that `local.py` starts.
 
-A record is replaced as a whole and synced, so that a daemon that is killed leaves the one before or the one after.
-Processes outlive us and are found again without any record: by a variable in their environment, which their children
-inherit, and where a process has overwritten its environment (setproctitle does, as vLLM's workers use it), by where its
-output goes: the engine's log.
+A record is replaced as a whole and synced, so that a daemon that is killed leaves either the old or the new record.
+Processes outlive the daemon and are found without a record: by a variable in their environment, which child processes
+inherit, or, if a process has overwritten its environment (setproctitle does, which vLLM's workers use), by the log file
+that it writes to.
 """
 
 import contextlib
@@ -29,18 +29,18 @@ from planner.model import EngineId
 log = logging.getLogger(__name__)
 
 MARK = "ORCHESTRRL_LOCAL_ENGINE"
-CREATED_WITHIN_S = 1.0  # a process is the same if created then: the boot time that it is counted from may be corrected
+CREATED_WITHIN_S = 1.0  # tolerance for creation times: the boot time that they are based on may be corrected
 _LOG_NAME = re.compile(r"(.+)\.log(?:\.\d+)?(?: \(deleted\))?")
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRecord:
-    """One engine. `spec` is what was asked for; the port in `url` may be another."""
+    """The record of one engine. `spec` is as requested; the port in `url` may differ."""
 
     spec: EngineSpec
     url: str
-    processes: int  # that lead a session each
-    # Their ids, and when they were created (s since the epoch). None yet: what was spawned is to be looked for.
+    processes: int  # number of processes, each leading a session
+    # Their ids and creation times (s since the epoch). Empty until all are spawned.
     leaders: tuple[tuple[int, float], ...] = ()
     stopping: bool = False
     lent: bool = False
@@ -50,14 +50,14 @@ _RECORD = TypeAdapter(EngineRecord)
 
 
 class EngineRecords:
-    """Those of one fleet, in `folder/engines`. Construction touches nothing."""
+    """The records of one fleet, in `folder/engines`. Construction has no side effects."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / "engines"
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """No other thread or process changes the fleet meanwhile. The lock goes with who holds it."""
+        """Exclude changes of the fleet by other threads and processes. The lock is released when its holder ends."""
         self._folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self._folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -67,7 +67,7 @@ class EngineRecords:
             os.close(descriptor)
 
     def read(self) -> dict[EngineId, EngineRecord]:
-        """A record that cannot be read counts as lost: its processes are found without."""
+        """Return all records. One that cannot be read counts as lost: its processes are found without it."""
         records = map(_read, sorted(self._folder.glob("*.json")))
         return {record.spec.engine: record for record in records if record is not None}
 
@@ -77,7 +77,7 @@ class EngineRecords:
     def write(self, record: EngineRecord) -> None:
         path = self._path(record.spec.engine)
         draft = path.with_suffix(".draft")
-        # A record has the engine's environment, which may have secrets.
+        # A record contains the engine's environment, which may contain secrets.
         with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             json.dump(_RECORD.dump_python(record, mode="json"), file)
             file.flush()
@@ -106,12 +106,12 @@ def _read(path: Path) -> EngineRecord | None:
     except FileNotFoundError:
         return None
     except ValueError:
-        log.warning("%s is no record of an engine", path)
+        log.warning("%s is not a valid engine record", path)
         return None
 
 
 class EngineLogs:
-    """One file for each engine and start, in `folder/logs`: `ENGINE.log`, and earlier ones as `ENGINE.log.1` and up."""
+    """Log files in `folder/logs`, one per engine and start: `ENGINE.log`, and earlier ones as `ENGINE.log.1` and up."""
 
     def __init__(self, folder: Path, kept: int) -> None:
         self._folder = folder / "logs"
@@ -121,7 +121,7 @@ class EngineLogs:
         return self._folder / f"{quote(engine, safe='')}.log"
 
     def rotate(self, engine: EngineId) -> Path:
-        """Room for a new start."""
+        """Rotate the engine's logs and return the path of the new one."""
         self._folder.mkdir(parents=True, exist_ok=True)
         current = self.path(engine)
         files = [current, *(Path(f"{current}.{age}") for age in range(1, self._kept + 1))]
@@ -132,7 +132,7 @@ class EngineLogs:
         return current
 
     def engine_of(self, output: str) -> EngineId | None:
-        """Whose log the file is, by its absolute path; None: nobody's here."""
+        """Return the engine whose log has this absolute path, or None."""
         folder, _, name = output.rpartition("/")
         match = _LOG_NAME.fullmatch(name)
         if match is None or folder != os.path.realpath(self._folder):
@@ -144,31 +144,31 @@ class EngineLogs:
         try:
             return f"the end of {path}:\n{log_tail(path)}"
         except FileNotFoundError:
-            return f"{path} is not there"
+            return f"{path} does not exist"
 
 
 @dataclass(frozen=True, slots=True)
 class FoundProcess:
-    """A process of an engine. `record`: as it was when it was spawned, None where its environment no longer tells."""
+    """A process of an engine. `record` is the record at its start, or None if its environment was overwritten."""
 
     process: psutil.Process
-    identity: tuple[int, float]  # its id, and when it was created
-    leads: bool  # it was spawned by a deployer, and is no child of such a one
+    identity: tuple[int, float]  # its id and creation time
+    leads: bool  # a deployer spawned it; it is not a child of such a process
     record: EngineRecord | None
 
     def signal(self, number: signal.Signals) -> None:
-        """To this process alone. One that has gone, its id with another process by now included, takes none."""
+        """Signal this process only. Does nothing if it has ended, even if its id is in use again."""
         with contextlib.suppress(psutil.NoSuchProcess):
             self.process.send_signal(number)
 
     def is_same(self, leader: tuple[int, float]) -> bool:
-        """Whether it is the process that was noted down, and no later one of its id."""
+        """Return whether this is the recorded process, and not a later one with its id."""
         return self.identity[0] == leader[0] and abs(self.identity[1] - leader[1]) <= CREATED_WITHIN_S
 
 
 def spawn(line: CommandLine, fleet: str, record: EngineRecord, log: Path, port_holder: int) -> tuple[int, float]:
-    """Start a process in a session of its own, and return its id and when it was created. It keeps the descriptor
-    `port_holder`, and with it the port, for as long as it lives. Raises OSError where there is no such program."""
+    """Start a process in a session of its own, and return its id and creation time. The process inherits the descriptor
+    `port_holder`, which reserves the port while the process lives. Raises OSError if the program does not exist."""
     mark = json.dumps({"fleet": fleet, "record": _RECORD.dump_python(record, mode="json")})
     with log.open("ab") as output:
         pid = os.posix_spawnp(
@@ -189,7 +189,8 @@ def spawn(line: CommandLine, fleet: str, record: EngineRecord, log: Path, port_h
 
 
 def find_processes(fleet: str, logs: EngineLogs) -> dict[EngineId, list[FoundProcess]]:
-    """All processes of a fleet's engines. Looks at every process of the machine; those of other users are not ours."""
+    """Return all processes of a fleet's engines. Inspects every process of the machine; processes of other users are
+    skipped."""
     engines: dict[EngineId, list[FoundProcess]] = {}
     for pid in psutil.pids():
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied, OSError):
@@ -200,7 +201,7 @@ def find_processes(fleet: str, logs: EngineLogs) -> dict[EngineId, list[FoundPro
 
 
 def is_alive(leader: tuple[int, float]) -> bool:
-    """Whether the process that was noted down lives. Those that nobody has waited for do not."""
+    """Return whether the recorded process is alive. A zombie is not."""
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(leader[0])
         there = abs(process.create_time() - leader[1]) <= CREATED_WITHIN_S
@@ -209,7 +210,7 @@ def is_alive(leader: tuple[int, float]) -> bool:
 
 
 def exit_status(pid: int) -> int | None:
-    """Of a child of ours that has ended, which is waited for by this; None: it has not, or is not ours."""
+    """Reap a child process and return its exit status; None if it has not ended or is not a child of this process."""
     try:
         ended, status = os.waitpid(pid, os.WNOHANG)
     except ChildProcessError:
@@ -227,7 +228,7 @@ def _inspect(process: psutil.Process, fleet: str, logs: EngineLogs) -> tuple[Eng
 
 
 def _marked(process: psutil.Process, fleet: str) -> EngineRecord | None:
-    # There is none, or it was cut by a process that overwrites its environment.
+    # The mark is missing, or truncated because the process overwrote its environment.
     with contextlib.suppress(KeyError, TypeError, ValueError):
         mark = json.loads(process.environ()[MARK])
         if mark["fleet"] == fleet:
@@ -236,7 +237,7 @@ def _marked(process: psutil.Process, fleet: str) -> EngineRecord | None:
 
 
 def _writes_to(pid: int, logs: EngineLogs) -> EngineId | None:
-    """Only where the system shows open files (Linux)."""
+    """Return the engine whose log the process writes to. Works only if the system shows open files (Linux)."""
     for descriptor in (1, 2):
         with contextlib.suppress(OSError):
             engine = logs.engine_of(os.readlink(f"/proc/{pid}/fd/{descriptor}"))

@@ -1,6 +1,6 @@
-"""Hold an engine's port and read the end of its log, on its machine.
+"""Reserve an engine's port and read the end of its log, on its machine.
 
-The standard library alone: Ray's workers, which need not have OrchestrRL, are sent this module.
+Standard library only: this module is sent to Ray's workers, which may not have OrchestrRL installed.
 """
 
 import os
@@ -14,11 +14,12 @@ TAIL_BYTES = 16_384
 
 
 def hold_port(host: str, tries: Sequence[tuple[int, bool]]) -> socket.socket:
-    """Return a socket that is bound to the first of the ports that is free and never listens: others keep away, and a
-    server that sets SO_REUSEADDR, as vLLM does, can bind beside it. 0 stands for any port. Raises OSError.
+    """Return a socket bound to the first free port of `tries`. It never listens: it keeps other programs away, while a
+    server that sets SO_REUSEADDR, as vLLM does, can still bind the port. Port 0 means any. Raises OSError if none is
+    free.
 
-    Bound without that option a port goes to one holder only, whoever else tries; but one with connections that have
-    just been closed (TIME_WAIT) is refused too. True: such a one will do.
+    The flag of a port is whether to bind with SO_REUSEADDR. Without it, a port goes to exactly one holder, but one with
+    recently closed connections (TIME_WAIT) is refused.
     """
     for port, reuse in tries[:-1]:
         with suppress(OSError):
@@ -27,7 +28,7 @@ def hold_port(host: str, tries: Sequence[tuple[int, bool]]) -> socket.socket:
 
 
 def log_tail(path: Path, begin: int = 0) -> str:
-    """Return the last lines of what was written from byte `begin` on. Raises OSError."""
+    """Return the last lines written since byte `begin`. Raises OSError."""
     with path.open("rb") as log:
         log.seek(max(begin, log.seek(0, os.SEEK_END) - TAIL_BYTES))
         return "\n".join(log.read().decode(errors="replace").splitlines()[-TAIL_LINES:])

@@ -1,15 +1,15 @@
-"""Start and stop engines as actors of a Ray cluster, an RL job's own included.
+"""Start and stop engines as actors of a Ray cluster, which an RL job may also use.
 
-An engine has a placement group with a bundle for each of its processes, tied to the node that the plan means, or
-bundles of a group that the job has set aside; a detached actor in each bundle; and under it the process of one command
-line. A GPU's number says on which node it lies: which GPU of that node it is, Ray decides (`CUDA_VISIBLE_DEVICES`).
-What Ray is asked for each GPU is `per_gpu`, so that a cluster without GPUs can count something else.
+An engine has a placement group with a bundle for each of its processes, tied to the planned node, or bundles of a group
+that the job has reserved; a detached actor in each bundle; and under the actor the process of one command line. A GPU's
+number determines its node; Ray decides which GPU of the node it is (`CUDA_VISIBLE_DEVICES`). `per_gpu` is what is
+requested from Ray for each GPU, so that a cluster without GPUs can count another resource.
 
-Engines that sleep keep their GPUs here, and none is given more while it runs: Ray gives a bundle's GPUs to an actor
-when it begins and for as long as it lives, and whatever else used them would be hidden from Ray.
+Sleeping engines keep their GPUs, and no running engine gets more: Ray assigns a bundle's GPUs to an actor for its
+lifetime, and any other use of them would be hidden from Ray.
 
-What is done in Ray is done by `ray_cluster.py`, in a process of its own: Ray ends a driver whose cluster is lost, its
-calls block, and its version and Python's must be the cluster's.
+`ray_cluster.py` calls Ray in a process of its own: Ray ends a driver whose cluster is lost, its calls block, and its
+version and Python's must match the cluster's.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ _SPEC: TypeAdapter[EngineSpec] = TypeAdapter(EngineSpec)
 _ANYWHERE = ("0.0.0.0", "::", "")
 RETRY_AFTER_S = 5.0
 FOLDER = Path(__file__).parent
-# Packages that are no more than folders: the interpreter need not have what OrchestrRL needs, nor OrchestrRL.
+# Packages as bare folders: the interpreter needs neither OrchestrRL nor its dependencies.
 RUN = """\
 import sys, types
 for name, folder in zip(("orchestrrl", "orchestrrl.fleet", "orchestrrl.fleet.deployers"), sys.argv[1:], strict=True):
@@ -55,20 +55,20 @@ LINE_BYTES = 64 * 1024 * 1024
 
 
 class RayOptions(Section):
-    """`options` of the deployer `ray`."""
+    """Options of the deployer `ray`."""
 
-    # Of a cluster that runs: `auto` or HOST:PORT; by default RAY_ADDRESS, else auto. None is started.
+    # A running cluster: `auto` or HOST:PORT; default: RAY_ADDRESS, then auto. No cluster is started.
     address: Name | None = None
-    namespace: Name | None = None  # of the actors; by default orchestrrl-FLEET
+    namespace: Name | None = None  # of the actors; default: orchestrrl-FLEET
     per_gpu: dict[Name, PositiveFloat] = Field(default_factory=lambda: {"GPU": 1.0})
-    # Names or patterns (rollout*) of groups that the job has made for engines; without them, engines make their own.
+    # Names or patterns (rollout*) of groups that the job has reserved for engines; empty: each engine creates one.
     placement_groups: Annotated[tuple[Name, ...], Field(strict=False)] = ()
-    # Ray's nodes, as IP addresses or host names, in the order of the fleet's GPUs; by default fleet.launch.nodes
+    # Ray's nodes, as IP addresses or host names, in the order of the fleet's GPUs; default: fleet.launch.nodes
     nodes: Annotated[tuple[Name, ...], Field(strict=False)] = ()
-    python: Name | None = None  # with the cluster's versions of Python and Ray; by default OrchestrRL's own
+    python: Name | None = None  # with the cluster's versions of Python and Ray; default: OrchestrRL's own
     log_folder: Name = "/tmp/orchestrrl"  # on the engines' nodes: a folder for each namespace
     connect_within_s: PositiveFloat = 30.0
-    start_within_s: PositiveFloat = 30.0  # for bundles and actors; how long an engine takes to answer is not in it
+    start_within_s: PositiveFloat = 30.0  # for bundles and actors, not including the engine's own start-up
     answer_within_s: PositiveFloat = 10.0
     grace_s: PositiveFloat = 15.0  # between SIGTERM and SIGKILL
 
@@ -76,22 +76,23 @@ class RayOptions(Section):
     @classmethod
     def _something_whole(cls, per_gpu: dict[str, float]) -> dict[str, float]:
         if not per_gpu:
-            raise ValueError("must name what of Ray makes up a GPU")
+            raise ValueError("must name at least one resource")
         if per_gpu.get("GPU", 1.0) != 1.0:
-            raise ValueError("must take one GPU, or none, for each of the fleet's")
+            raise ValueError("must request GPU: 1 if it requests GPU")
         return per_gpu
 
 
 class RayDeployer(FixedGpusDeployer):
-    """See the module. Raises ProblemFaults for options, and Permanent where Ray is not installed."""
+    """Deploys one fleet's engines in a Ray cluster. Raises ProblemFaults for invalid options, Permanent if Ray is
+    missing."""
 
-    keeps_gpus = "in Ray they stay with the engine's actor while that lives"
+    keeps_gpus = "Ray assigns them to the engine's actor for its lifetime"
 
     def __init__(self, launch: EngineLaunch, identity: FleetIdentity, options: Mapping[str, Any], clock: Clock) -> None:
         del clock  # Ray's time is real
         self._options = base.read_options(RayOptions, options)
         if self._options.python is None and find_spec("ray") is None:
-            raise Permanent("deployer ray needs ray: pip install 'orchestrrl[ray]', or name a python that has it")
+            raise Permanent("deployer ray requires ray: pip install 'orchestrrl[ray]', or set `python`")
         self._launch = launch
         self._driver = RayDriver(
             self._options.python or sys.executable,
@@ -100,7 +101,7 @@ class RayDeployer(FixedGpusDeployer):
             self._options.connect_within_s,
         )
         self._poll_limit_s = 3 * self._options.answer_within_s
-        # Grace, a look at nodes whose actors do not answer, and Ray's own part.
+        # Grace, a sweep of nodes whose actors do not answer, and Ray's own time.
         self._stop_limit_s = self._options.grace_s + 4 * self._options.answer_within_s + 20.0
         self._turns: defaultdict[EngineId, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._starting: dict[EngineId, EngineSpec] = {}
@@ -136,7 +137,7 @@ class RayDeployer(FixedGpusDeployer):
         host = self._launch.host
         held = await self._driver.call(
             "claim",
-            # Where there is no room, what was taken is given back, which has its own limits.
+            # Without enough resources the claim is released again, which has its own limits.
             self._options.start_within_s + self._stop_limit_s,
             engine=spec.engine,
             spec=_SPEC.dump_python(spec, mode="json"),
@@ -163,7 +164,7 @@ class RayDeployer(FixedGpusDeployer):
         return _deployed(state)
 
     async def stop(self, engine: EngineId) -> None:
-        # Not in turn: a start that is under way gives up.
+        # Takes no turn: a start in progress is abandoned.
         try:
             await self._driver.call("stop", self._stop_limit_s, engine=engine)
         except RayConnectionLost as error:
@@ -194,7 +195,7 @@ class RayDeployer(FixedGpusDeployer):
         await self._driver.close()
 
     def _parts(self, spec: EngineSpec) -> list[dict[str, Any]]:
-        """What each process needs of each node. Without GPUs by number it is as many as its layout has. Raises
+        """Return what each process needs on each node. Without GPU numbers, the count is that of the layout. Raises
         ProblemFaults, and Permanent for a node without an address."""
         size, parts = self._launch.per_node, list[dict[str, Any]]()
         for process, line in enumerate(render(spec, self._launch)):
@@ -210,14 +211,14 @@ class RayDeployer(FixedGpusDeployer):
 
     def _noted(self, state: Mapping[str, Any]) -> DeployedInstance:
         deployed = _deployed(state)
-        if deployed.engine in self._starting:  # half of it is there
+        if deployed.engine in self._starting:  # its start is in progress
             deployed = replace(deployed, url="", life=EngineLife.ALIVE, detail="")
         self._seen[deployed.engine] = deployed
         return deployed
 
 
 def _deployed(state: Mapping[str, Any]) -> DeployedInstance:
-    """What the driver says of an engine. Its record is lost where somebody has emptied Ray's store."""
+    """Return the engine from the driver's answer. Its record is lost if Ray's store was cleared."""
     record, engine, life = state["record"], EngineId(state["engine"]), EngineLife(state["life"])
     if record is None:
         return DeployedInstance(engine, ConfigurationId(""), (), life=life, detail=state["detail"])
@@ -226,7 +227,7 @@ def _deployed(state: Mapping[str, Any]) -> DeployedInstance:
 
 
 class RayConnectionLost(Exception):
-    """The driver or its cluster is gone or hangs: what was asked may or may not have happened."""
+    """The driver or its cluster is gone or hangs: a call may or may not have been carried out."""
 
 
 _ERRORS = {"permanent": Permanent, "unknown": OutcomeUnknown, "lost": RayConnectionLost}
@@ -235,8 +236,8 @@ _ERRORS = {"permanent": Permanent, "unknown": OutcomeUnknown, "lost": RayConnect
 class RayDriver:
     """One connection of a fleet to its Ray cluster, through a process that runs `ray_cluster.py`.
 
-    The process is started with the first call, and again where it was lost. Every call has a limit; a process that does
-    not keep one is ended, so that nothing hangs. `settings` are those of RayCluster.
+    The process is started at the first call, and again after it was lost. Every call has a limit; a process that
+    exceeds it is killed, so that no call hangs. `settings` are those of RayCluster.
     """
 
     def __init__(self, python: str, settings: Mapping[str, Any], log_path: Path, connect_within_s: float) -> None:
@@ -251,15 +252,15 @@ class RayDriver:
         self._connecting = asyncio.Lock()
 
     async def call(self, name: str, limit_s: float, **arguments: Any) -> Any:
-        """The value of the call. Raises Retryable where there is no cluster, Lost where it was lost on the way, and
-        what the driver says."""
+        """Return the value of a call. Raises Retryable if there is no cluster, RayConnectionLost if it is lost
+        meanwhile, and the driver's errors."""
         async with self._connecting:
             if self._process is None or self._process.returncode is not None:
                 await self._connect()
         return await self._exchange(name, limit_s, arguments)
 
     async def close(self) -> None:
-        """End the driver; Ray's actors go on."""
+        """End the driver process; Ray's actors continue."""
         process, self._process = self._process, None
         reader, self._reader = self._reader, None
         if process is not None:
@@ -283,7 +284,7 @@ class RayDriver:
                     stdout=asyncio.subprocess.PIPE,
                     stderr=log,
                     env={"RAY_USAGE_STATS_ENABLED": "0", **os.environ, "PYTHONUNBUFFERED": "1"},
-                    start_new_session=True,  # a Ctrl-C for the daemon is none for its calls
+                    start_new_session=True,  # Ctrl-C in the daemon's terminal must not reach it
                     limit=LINE_BYTES,
                 )
             except OSError as error:

@@ -1,13 +1,12 @@
-"""The engines of one fleet in a Ray cluster: start them, look at them, stop them. Runs in the process of a
-RayDriver.
+"""Start, inspect and stop the engines of one fleet in a Ray cluster. Runs in the process of a RayDriver.
 
-An engine has a record in the cluster's key-value store, which is written before all else and deleted last, so that no
-start is cut short unseen; a placement group of its own, unless the RL job lends bundles of one (`ray_places.py`); and
-named detached actors, `ENGINE#PROCESS.SEAT`, in the namespace of the fleet.
+An engine has a record in the cluster's key-value store, which is written first and deleted last, so that every
+interrupted start is seen; a placement group of its own, unless the RL job lends bundles of one (`ray_places.py`); and
+named detached actors, `ENGINE#PROCESS.SEAT`, in the fleet's namespace.
 
-The process needs Ray and the standard library, nothing else of ours than the modules that this one imports; `ray.py`
-starts it and calls it. A line of input is a call, `{"id", "call", ...}`; a line of output its answer, `{"id", "value"}`
-or `{"id", "error": {"kind", "message"}}`, as they end. The first call is `open`. It goes when its input ends.
+The process needs only Ray, the standard library and the modules that this one imports; `ray.py` starts and calls it. A
+line of input is a call, `{"id", "call", ...}`; a line of output its answer, `{"id", "value"}` or `{"id", "error":
+{"kind", "message"}}`, in order of completion. The first call is `open`. The process exits when its input ends.
 """
 
 import contextlib
@@ -35,26 +34,26 @@ from orchestrrl.fleet.deployers import machine, ray_keeper
 from orchestrrl.fleet.deployers.ray_places import POLL_S, EnginePlaces, Json, RayRefusal
 
 STORE = b"orchestrrl"
-CUT_SHORT = "its start was cut short"
-AT_ONCE = 32  # calls
+CUT_SHORT = "its start was interrupted"
+AT_ONCE = 32  # concurrent calls
 log = logging.getLogger("orchestrrl.ray")
 
 
 class RayCluster:
-    """One fleet's engines in a Ray cluster. `settings` as RayDeployer makes them."""
+    """The engines of one fleet in a Ray cluster. RayDeployer provides `settings`."""
 
     def __init__(self, settings: Json) -> None:
         self._settings = settings
         self._namespace: str = settings["namespace"]
         self._prefix = quote(self._namespace, safe="") + "/"
         self._places = EnginePlaces(settings)
-        # To workers it goes as it is, not by name.
+        # Sent to workers by value: they may not have these modules.
         ray.cloudpickle.register_pickle_by_value(machine)
         ray.cloudpickle.register_pickle_by_value(ray_keeper)
         self._supervisor = Path(ray_keeper.__file__).with_name("ray_supervisor.py").read_text()
         self._claiming = threading.Lock()
         self._turns: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
-        self._unwanted: Counter[str] = Counter()  # stops that wait for a start to give up
+        self._unwanted: Counter[str] = Counter()  # stops that wait until a start is abandoned
 
     def open(self) -> Json:
         address = self._settings["address"]
@@ -64,11 +63,11 @@ class RayCluster:
             raise RayRefusal("retryable", f"no Ray cluster at {address}: {error}") from error
         return {"version": ray.__version__}
 
-    # Start, in two calls: a place first, with which the command lines can be made.
+    # Start, in two calls: the command lines can only be rendered once the place is known.
 
     def claim(self, engine: str, spec: Json, gpus: list[int], parts: list[Json], host: str, ports: list[Json]) -> Json:
-        """Claim the GPUs, and have Ray keep bundles and actors for the parts, one for each process. Returns `places` of
-        the parts; or `found`, the engine as it is, where it is there already. What was cut short begins anew."""
+        """Claim the GPUs, and reserve bundles and actors for the parts, one per process. Returns `places` of the parts,
+        or `found`, the engine's state, if it exists already. An interrupted start is started again."""
         with self._turns[engine]:
             with self._claiming:
                 records = self._records()
@@ -80,7 +79,7 @@ class RayCluster:
                     del records[engine]
                 owner = {gpu: other for other, record in records.items() for gpu in record["gpus"]}
                 if taken := [f"{gpu} by {owner[gpu]}" for gpu in gpus if gpu in owner]:
-                    why = f"engine {engine} cannot have GPUs that are in use: {', '.join(taken)}"
+                    why = f"engine {engine} needs GPUs that are in use: {', '.join(taken)}"
                     raise RayRefusal("permanent", why)
                 record: Json = {"spec": spec, "gpus": gpus, "seats": [], "url": ""}
                 if self._settings["placement_groups"]:
@@ -102,12 +101,12 @@ class RayCluster:
                 raise
 
     def launch(self, engine: str, url: str, lines: list[Json]) -> Json:
-        """Run the command lines `{"argv", "environment"}`, one for each part."""
+        """Run the command lines `{"argv", "environment"}`, one per part."""
         with self._turns[engine]:
             record = self._records().get(engine)
             if record is None:
                 raise RayRefusal("retryable", f"engine {engine} was stopped before it was up")
-            # Written first: with a URL there may be processes, without one there are none.
+            # Written first: a record without a URL has no processes.
             record["url"] = url
             self._write(engine, record)
             calls = []
@@ -121,10 +120,10 @@ class RayCluster:
             ray.get(calls, timeout=self._settings["answer_within_s"])
             return self._states({engine: record})[0]
 
-    # Look.
+    # Inspect.
 
     def list_engines(self) -> list[Json]:
-        """All engines of the fleet, also those of which only a group or an actor is left."""
+        """Return all engines of the fleet, including those of which only a group or an actor is left."""
         records: dict[str, Json | None] = {**self._records()}
         for engine in [*self._groups(), *(name.rpartition("#")[0] for name in self._actors())]:
             records.setdefault(engine, None)
@@ -134,7 +133,7 @@ class RayCluster:
         return next((state for state in self.list_engines() if state["engine"] == engine), None)
 
     def _states(self, records: Mapping[str, Json | None]) -> list[Json]:
-        """`{"engine", "record", "life", "detail"}` of each; all actors are asked at once."""
+        """Return `{"engine", "record", "life", "detail"}` of each engine; all actors are queried in parallel."""
         present, lost = set(self._actors()), self._lost_nodes()
         asked = {}
         for engine, record in records.items():
@@ -189,24 +188,25 @@ class RayCluster:
     # Stop.
 
     def stop(self, engine: str) -> None:
-        """A start that is under way gives up."""
+        """Stop an engine. A start in progress is abandoned."""
         self._unwanted[engine] += 1
         try:
             with self._turns[engine]:
                 self._remove(engine)
         finally:
             self._unwanted[engine] -= 1
-            self._unwanted += Counter()  # forgets zeros
+            self._unwanted += Counter()  # drops zeros
 
     def _remove(self, engine: str) -> None:
         record = self._records().get(engine)
         if record is None and engine not in self._groups() and not self._named(engine):
             return
         if not self._clear(engine):
-            raise RayRefusal("unknown", f"engine {engine}: a node does not answer, so its processes may still be there")
+            raise RayRefusal("unknown", f"engine {engine}: a node does not answer, so its processes may still run")
 
     def _clear(self, engine: str) -> bool:
-        """Remove all of an engine, its record last. False, and the record stays: its processes may still be there."""
+        """Remove all of an engine, its record last. Return False, and keep the record, if its processes may still
+        run."""
         record = self._records().get(engine)
         ended = self._end(engine) if record is not None and record["url"] else set()
         for name in self._named(engine):
@@ -215,7 +215,7 @@ class RayCluster:
         lost = self._lost_nodes()
         seats = record["seats"] if record is not None else ()
         unsure = {s["node"] for s in seats if s["seat"] == 0 and _name(engine, s["process"], 0) not in ended}
-        # A node that Ray has given up for lost comes back as another, without what it ran.
+        # A node that Ray has declared dead returns under another id, without its processes.
         if record is not None and record["url"] and not self._sweep(engine, unsure - lost.keys()):
             return False
         group = self._groups().get(engine)
@@ -230,7 +230,7 @@ class RayCluster:
         return True
 
     def _end(self, engine: str) -> set[str]:
-        """Ask the actors to end their processes, gently. Returns those that have."""
+        """Have the actors end their processes gracefully. Return the actors that have."""
         calls = {}
         grace_s = self._settings["grace_s"]
         for name in self._named(engine):
@@ -246,7 +246,7 @@ class RayCluster:
         return ended
 
     def _sweep(self, engine: str, nodes: Iterable[str]) -> bool:
-        """Whether nothing of the engine is left on nodes where its actor could not see to that."""
+        """Kill the engine's processes on nodes where its actor could not. Return whether none is left."""
         patience_s, limit_s = 3.0, 10.0
         swept = ray.remote(ray_keeper.swept)
         calls = [
@@ -265,7 +265,7 @@ class RayCluster:
     def _seated(
         self, engine: str, seats: Sequence[Json], host: str, ports: list[Json], is_over: Callable[[], bool]
     ) -> list[Json]:
-        """Actors in all the bundles. Returns `{"address", "gpus": [Ray's ids], "port"}` of each process."""
+        """Start actors in all bundles. Return `{"address", "gpus": [Ray's ids], "port"}` of each process."""
         calls = []
         for seat in seats:
             group = PlacementGroup(ray.PlacementGroupID(bytes.fromhex(seat["group"])))
@@ -303,12 +303,12 @@ class RayCluster:
                 places[-1]["gpus"] += found["gpus"]
         return places
 
-    # Records, and what Ray has of the fleet.
+    # Records, and the fleet's objects in Ray.
 
     def _refuse_unreachable(self, engine: str, address: str, host: str) -> None:
         local = host in ("localhost", "::1") or host.startswith("127.")
         if local and address not in ("127.0.0.1", "::1", ray.util.get_node_ip_address()):
-            why = f"it would listen on {host} of {address}, where only {address} reaches it"
+            why = f"it would listen on {host} of {address}, which only {address} can reach"
             raise RayRefusal("permanent", f"engine {engine}: {why}; set fleet.launch.host: 0.0.0.0")
 
     def _key(self, engine: str) -> bytes:
@@ -355,7 +355,7 @@ def _actor_resources(resources: Mapping[str, float]) -> Json:
 
 
 def main() -> None:
-    # Whatever Ray prints is no answer.
+    # Keep Ray's own output apart from answers.
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(message)s")
@@ -383,5 +383,5 @@ def main() -> None:
                 carry_out(number, cluster.open, asked)
             else:
                 pool.submit(carry_out, number, getattr(cluster, name), asked)
-        # A call that hangs holds nobody up: what it began is found by whoever looks next.
+        # Do not wait for calls that hang: the next driver finds what they began.
         os._exit(0)

@@ -1,7 +1,7 @@
-"""The actor that holds an engine's place in Ray, and runs a process of it. It is sent to Ray's workers as it stands
-here, with `machine.py`: the standard library and Ray alone, since nothing of ours need be there.
+"""The actor that holds an engine's place in Ray and runs one of its processes. This module is sent to Ray's workers by
+value, with `machine.py`: only the standard library and Ray, since OrchestrRL need not be installed there.
 
-Its process is run by `ray_supervisor.py` and ends with the actor, however that ends.
+`ray_supervisor.py` runs the process, which ends with the actor in every case.
 """
 
 import contextlib
@@ -19,12 +19,12 @@ from typing import Any
 
 from orchestrrl.fleet.deployers.machine import hold_port, log_tail
 
-MARK = "ORCHESTRRL_ENGINE"  # environment variable of every process of an engine: whose it is
+MARK = "ORCHESTRRL_ENGINE"  # environment variable that identifies an engine's processes
 POLL_S = 0.05
 
 
 class PlaceKeeper:
-    """One for each bundle of an engine; the first of those that make up a process runs it, the others hold GPUs."""
+    """An actor per bundle of an engine. The first actor of a process runs it; the others only hold GPUs."""
 
     def __init__(self) -> None:
         self._port_holder: socket.socket | None = None
@@ -37,8 +37,8 @@ class PlaceKeeper:
         self._mark = ""
 
     def place(self, host: str, ports: Sequence[tuple[int, bool]]) -> dict[str, Any]:
-        """Where this is, which GPUs Ray gave, and the first of the `ports` of `host` that is free, held from now on: 0
-        stands for any, and `True` for one that may have connections that were just closed. Raises OSError without."""
+        """Return the node's address, Ray's GPU ids, and the first free port, reserved from now on. `ports` is as in
+        `hold_port`. Raises OSError if none is free."""
         import ray
 
         if ports and self._port_holder is None:
@@ -47,7 +47,7 @@ class PlaceKeeper:
         return {"address": ray.util.get_node_ip_address(), "gpus": list(map(str, ray.get_gpu_ids())), "port": chosen}
 
     def launch(self, supervisor: str, argv: Sequence[str], environment: Mapping[str, str], log: str) -> None:
-        """Run the command line. It has the worker's environment without what Ray put there, and its own on top."""
+        """Run the command line. Its environment is the worker's, without Ray's variables, plus `environment`."""
         if self._supervisor is not None:
             return
         self._log, self._mark = Path(log), environment[MARK]
@@ -68,17 +68,17 @@ class PlaceKeeper:
         self._reader.start()
 
     def report(self) -> dict[str, Any]:
-        """How the process is. `running` None: there has been none."""
+        """Return the state of the process. `running` is None if it was never started."""
         running = self._reader.is_alive() and self._status is None if self._reader is not None else None
         tail = "" if running is not False else self._tail()
         return {"running": running, "pid": self._pid, "status": self._status, "log": str(self._log), "tail": tail}
 
     def end(self, grace_s: float) -> bool:
-        """End the process, by force after the grace. True: nothing is left of it."""
+        """End the process, by force after the grace period. Return whether nothing is left of it."""
         if self._reader is not None:
             self._send_line(f"end {grace_s}")
             self._reader.join(grace_s + 10.0)
-        # What its supervisor told of is gone with it. Without a status it was killed itself.
+        # The supervisor reports a status once all processes are gone. Without one, it was killed itself.
         whole = self._status is not None
         gone = self._reader is None or (not self._reader.is_alive() and (whole or swept(self._mark, 0.0, 10.0)))
         if gone and self._port_holder is not None:
@@ -88,7 +88,7 @@ class PlaceKeeper:
     def _send_line(self, line: str) -> None:
         assert self._supervisor is not None
         assert self._supervisor.stdin is not None
-        with contextlib.suppress(OSError):  # it has ended: the reader knows
+        with contextlib.suppress(OSError):  # it has ended; the reader notices
             self._supervisor.stdin.write(line.encode() + b"\n")
             self._supervisor.stdin.flush()
 
@@ -96,14 +96,15 @@ class PlaceKeeper:
         assert self._supervisor is not None
         assert self._supervisor.stdout is not None
         for line in self._supervisor.stdout:
-            said = json.loads(line)
-            self._pid = said.get("pid", self._pid)
-            if "status" in said:
-                self._status = said["status"]
+            message = json.loads(line)
+            self._pid = message.get("pid", self._pid)
+            if "status" in message:
+                self._status = message["status"]
         self._supervisor.wait()
 
     def _tail(self) -> str:
-        """The end of what this process wrote: the log is kept, and begins with what others of its name wrote."""
+        """Return the end of this process's output. The log is kept over starts and may begin with that of earlier
+        engines."""
         try:
             return log_tail(self._log, self._log_from)
         except OSError as error:
@@ -111,8 +112,8 @@ class PlaceKeeper:
 
 
 def swept(mark: str, patience_s: float, limit_s: float) -> bool:
-    """Whether nothing of an engine is left on this machine. What is still there after `patience_s` is killed; False
-    when that does not help within the limit."""
+    """Return whether no process of an engine is left on this machine. Those still running after `patience_s` are
+    killed; False if some remain after `limit_s`."""
     began_s = time.monotonic()
     while True:
         left = _marked(mark)
@@ -128,7 +129,7 @@ def swept(mark: str, patience_s: float, limit_s: float) -> bool:
 
 
 def _marked(mark: str) -> list[int]:
-    """Processes of others and zombies have no environment that can be read."""
+    """Return the ids of the marked processes. Zombies and other users' processes have no readable environment."""
     wanted, found = f"{MARK}={mark}".encode(), []
     for folder in Path("/proc").iterdir():
         if folder.name.isdecimal() and int(folder.name) != os.getpid():

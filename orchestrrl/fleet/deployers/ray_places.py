@@ -1,9 +1,8 @@
-"""Where in a Ray cluster an engine's processes go. Runs in `ray_cluster.py`.
+"""Choose where in a Ray cluster an engine's processes run. Runs in `ray_cluster.py`.
 
-A part is what one process needs on one node: `{"process", "node": the fleet's number, "local": [GPUs as the node counts
-them], "units": how many}`. A seat is a bundle that an actor of it takes: `{"process", "seat", "node": Ray's id,
-"address", "group", "bundle", "units"}`. A process runs in its first seat; further ones hold what it needs of other
-bundles.
+A part is what one process needs on one node: `{"process", "node": the fleet's number, "local": [GPUs as numbered on the
+node], "units": count}`. A seat is a bundle that one of its actors uses: `{"process", "seat", "node": Ray's id,
+"address", "group", "bundle", "units"}`. A process runs in its first seat; its further seats only hold resources.
 """
 
 import time
@@ -15,13 +14,13 @@ import ray
 from ray.util import placement_group, placement_group_table
 
 POLL_S = 0.1
-SETTLE_S = 2.0  # Ray's view of what is free may lag so much
-NODE_SHARE = 0.001  # of a node's own resource, to tie a bundle to it
+SETTLE_S = 2.0  # Ray's view of free resources may lag by this
+NODE_SHARE = 0.001  # requested of a node's own resource, to tie a bundle to it
 Json = dict[str, Any]
 
 
 class RayRefusal(Exception):
-    """`kind`: retryable, permanent or unknown, as the errors of orchestrrl.core.errors."""
+    """An error of a call. `kind` is retryable, permanent or unknown, as the errors of orchestrrl.core.errors."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -29,7 +28,7 @@ class RayRefusal(Exception):
 
 
 class EnginePlaces:
-    """`settings` as RayDeployer makes them."""
+    """Assigns the parts of an engine to bundles. RayDeployer provides `settings`."""
 
     def __init__(self, settings: Json) -> None:
         self._settings = settings
@@ -38,7 +37,7 @@ class EnginePlaces:
         return {name: amount * units for name, amount in self._settings["per_gpu"].items()}
 
     def own(self, name: str, parts: Sequence[Json], is_over: Callable[[], bool]) -> list[Json]:
-        """A placement group with a bundle for each part, tied to its node."""
+        """Create a placement group with a bundle for each part, tied to its node, and return the seats."""
         nodes = [self._node(part["node"]) for part in parts]
         bundles = [
             {**self.resources(part["units"]), f"node:{node['NodeManagerAddress']}": NODE_SHARE}
@@ -52,7 +51,7 @@ class EnginePlaces:
             missing = self._missing(parts, nodes) if time.monotonic() - began_s > SETTLE_S else []
             if missing or is_over():
                 why = "; ".join(missing) or f"its placement group is {str(state).lower()}"
-                raise RayRefusal("retryable", f"{name}: Ray has no room: {why}")
+                raise RayRefusal("retryable", f"{name}: Ray does not have enough resources: {why}")
             time.sleep(POLL_S)
         seats: list[Json] = []
         for bundle, (part, node) in enumerate(zip(parts, nodes, strict=True)):
@@ -61,7 +60,8 @@ class EnginePlaces:
         return seats
 
     def _node(self, place: int) -> Json:
-        """The fleet's node of that number. Without a list of nodes, the only one that has what engines need."""
+        """Return the fleet's node of this number. Without a list of nodes, return the only node with the needed
+        resources."""
         alive = [node for node in ray.nodes() if node["Alive"]]
         names: list[str] = self._settings["nodes"]
         if names and place >= len(names):
@@ -78,10 +78,10 @@ class EnginePlaces:
         wanted = " and ".join(self._settings["per_gpu"])
         if not found:
             raise RayRefusal("retryable", f"no node of Ray offers {wanted}; its nodes: {seen}")
-        raise RayRefusal("permanent", f"which node of Ray is node {place} of the fleet must be told; its nodes: {seen}")
+        raise RayRefusal("permanent", f"set `nodes`: node {place} of the fleet is ambiguous; Ray's nodes: {seen}")
 
     def _missing(self, parts: Sequence[Json], nodes: Sequence[Json]) -> list[str]:
-        """What the nodes have too little of."""
+        """Return a text per resource that a node has too little of."""
         free = ray._private.state.available_resources_per_node()
         need: dict[str, int] = {}
         for part, node in zip(parts, nodes, strict=True):
@@ -95,8 +95,8 @@ class EnginePlaces:
         ]
 
     def offered(self, parts: Sequence[Json]) -> list[Json]:
-        """Bundles that the job has set aside for engines. A GPU of the fleet is one place in one bundle: on its node,
-        in the order of groups and bundles."""
+        """Return seats in bundles that the job has reserved for engines. A GPU of the fleet is one slot of a bundle on
+        its node, in the order of groups and bundles."""
         offer = self._offer()
         seats: list[Json] = []
         for part in parts:
@@ -105,7 +105,7 @@ class EnginePlaces:
             if beyond:
                 name = ", ".join(self._settings["placement_groups"])
                 has = f"{name} offers {len(slots)} GPUs on {address}"
-                raise RayRefusal("retryable", f"{has}: there is none for GPUs {beyond} of node {part['node']}")
+                raise RayRefusal("retryable", f"{has}: too few for GPUs {beyond} of node {part['node']}")
             units: dict[tuple[str, int], int] = {}
             for gpu in part["local"]:
                 units[slots[gpu]] = units.get(slots[gpu], 0) + 1
@@ -115,7 +115,7 @@ class EnginePlaces:
         return seats
 
     def _offer(self) -> dict[str, list[tuple[str, int]]]:
-        """Of each node's id, the GPUs in bundles on it: (group, bundle), once for each GPU."""
+        """Return, per node id, a (group, bundle) pair for each GPU in the bundles on it."""
         patterns = self._settings["placement_groups"]
         tables = [
             table
@@ -123,7 +123,7 @@ class EnginePlaces:
             if table["state"] == "CREATED" and any(fnmatchcase(table["name"], pattern) for pattern in patterns)
         ]
         if not tables:
-            raise RayRefusal("retryable", f"there is no placement group {' or '.join(patterns)} now")
+            raise RayRefusal("retryable", f"no placement group {' or '.join(patterns)} exists now")
         offer: dict[str, list[tuple[str, int]]] = {}
         for table in sorted(tables, key=lambda table: (len(table["name"]), table["name"], table["placement_group_id"])):
             for bundle, resources in sorted(table["bundles"].items()):
@@ -135,14 +135,15 @@ class EnginePlaces:
     def _offered_node(
         self, offer: Mapping[str, list[tuple[str, int]]], place: int
     ) -> tuple[str, str, list[tuple[str, int]]]:
-        """Without a list of nodes, they are numbered in the order in which the offer comes to them."""
+        """Return the id, address and slots of a node. Without a list of nodes, they are numbered in the order of the
+        offer."""
         if self._settings["nodes"]:
             node = self._node(place)
             return node["NodeID"], node["NodeManagerAddress"], offer.get(node["NodeID"], [])
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         if place >= len(offer):
             has = ", ".join(addresses.get(node, node) for node in offer) or "none"
-            raise RayRefusal("retryable", f"the placement groups offer GPUs on no node {place}; they have nodes: {has}")
+            raise RayRefusal("retryable", f"the placement groups have no GPUs on node {place}; their nodes: {has}")
         node_id = [*offer][place]
         return node_id, addresses[node_id], offer[node_id]
 

@@ -1,12 +1,12 @@
-"""Run one command line, and leave nothing of it behind: the process between an actor of Ray and an engine.
+"""Run one command line and leave no process of it behind: the process between an actor of Ray and an engine.
 
-A script of the standard library alone: its text is sent to where it runs, where nothing of ours need be. Its input is
-one JSON object `{"argv": [...], "log": path}`, later perhaps `end SECONDS`, a gentle end with that much grace; the end
-of the input means that the actor is gone: by force, at once. It says `{"pid": n}`, and at last `{"status": n}` as a
-shell counts it (128 + signal).
+A script of the standard library only: its text is sent to the node, where OrchestrRL need not be installed. Its input
+is one JSON object `{"argv": [...], "log": path}`, optionally followed by `end SECONDS`, a graceful end with that grace
+period. The end of the input means that the actor is gone: the engine is killed at once. It prints `{"pid": n}`, and
+finally `{"status": n}` as a shell counts it (128 + signal).
 
-It goes off by itself (Ray kills an actor's own children), takes in whatever the engine's processes leave behind, and is
-the last to go: once it is gone, nothing of the engine is left. Should it be killed, the engine's first process is too.
+It detaches from the actor (Ray kills an actor's children), adopts orphans of the engine's processes, and exits last:
+once it is gone, no process of the engine is left. If it is killed, the engine's first process is killed too.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ def main() -> None:
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     order = json.loads(sys.stdin.buffer.readline() or b"null")
-    if order is None:  # whoever asked was gone first
+    if order is None:  # the actor ended before it sent a command
         return
     with open(order["log"], "ab", buffering=0) as log:
         try:
@@ -49,7 +49,7 @@ def main() -> None:
     _report({"pid": first.pid})
     threading.Thread(target=_listen, args=(first.pid,), daemon=True).start()
     _report({"status": _outlive(first.pid)})
-    os._exit(0)  # without waiting for whoever listens
+    os._exit(0)  # without waiting for the listener thread
 
 
 def _listen(group: int) -> None:
@@ -67,7 +67,7 @@ def _signal(group: int, number: int) -> None:
 
 
 def _outlive(first: int) -> int:
-    """Reap until the first process has ended, then end all others. Returns the status of the first."""
+    """Reap until the first process has ended, then kill all others. Return the status of the first."""
     status = 0
     while True:
         pid, code = os.waitpid(-1, 0)
@@ -76,7 +76,7 @@ def _outlive(first: int) -> int:
             break
     with contextlib.suppress(ChildProcessError):
         while True:
-            # Those whose parents go become our own children, to be ended in the next round.
+            # Orphans become children of this process and are killed in the next round.
             for child in _children():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(child, signal.SIGKILL)
@@ -93,7 +93,7 @@ def _children() -> list[int]:
 
 
 def _report(what: dict[str, int]) -> None:
-    with contextlib.suppress(OSError):  # nobody listens any more
+    with contextlib.suppress(OSError):  # the actor is gone
         sys.stdout.write(json.dumps(what) + "\n")
         sys.stdout.flush()
 

@@ -1,7 +1,7 @@
-"""A user's own vLLM arguments beside those of a layout: who wins, and what contradicts. Pure.
+"""Merge a user's vLLM arguments with those of a layout and find contradictions. Pure.
 
-Flags are compared as vLLM's parser reads them: with dashes or underscores, `=` or a space, by their short names, cut
-short as argparse allows, negated with `--no-`.
+Flags are compared as vLLM's parser reads them: with dashes or underscores, `=` or a space, by short name, abbreviated
+as argparse allows, or negated with `--no-`.
 """
 
 import re
@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-SET, UNSET = "", "no"  # the values of a flag without one
-# What a layout may decide: its short name, and what vLLM does where it is left out (its engine/arg_utils.py, 0.32).
+SET, UNSET = "", "no"  # values that stand for a flag without a value: given, and negated
+# The flags that a layout may decide: short name, and vLLM's default (its engine/arg_utils.py, 0.32).
 _LAYOUT: Mapping[str, tuple[str | None, str | None]] = {
     "--model": (None, None),
     "--host": (None, None),
@@ -40,28 +40,28 @@ _LAYOUT: Mapping[str, tuple[str | None, str | None]] = {
 }
 SHORT = {short: flag for flag, (short, _) in _LAYOUT.items() if short is not None}
 DECIDED = {flag: default for flag, (_, default) in _LAYOUT.items()}
-# Flags with a value right behind them, `-n2`, as argparse allows for one letter.
+# One-letter flags with an attached value, `-n2`, as argparse allows.
 _ATTACHED = re.compile(r"(-[nr])(\d+)")
 _NUMBER = re.compile(r"-\d*\.?\d+")
 
 
 @dataclass(frozen=True, slots=True)
 class VllmArgument:
-    """One of a user's arguments: a flag with what follows it until the next flag."""
+    """One of a user's arguments: a flag with its values up to the next flag."""
 
-    path: str  # where it stands, e.g. `fleet.launch.arguments[2]`
-    flag: str  # its long name; what stands behind a dot is left out
+    path: str  # its place, e.g. `fleet.launch.arguments[2]`
+    flag: str  # its long name, without the part after a dot
     value: str
     arguments: tuple[str, ...]  # as given
 
     @property
     def key(self) -> str:
-        """The flag, with what stands behind a dot."""
+        """Return the flag, including the part after a dot."""
         return self.flag + "".join(self.arguments[0].partition("=")[0].partition(".")[1:])
 
     @property
     def dotted(self) -> bool:
-        """`--some-config.key value`: a part of what else is given as one JSON object."""
+        """Return whether the argument sets one key of a JSON option, as in `--some-config.key value`."""
         return self.key != self.flag
 
     @property
@@ -70,7 +70,7 @@ class VllmArgument:
 
 
 def read_arguments(path: str, arguments: Sequence[str]) -> tuple[list[VllmArgument], list[str]]:
-    """The arguments in a list of words, and faults: words in front of the first flag belong to none."""
+    """Return the arguments in a list of words, and faults: words before the first flag are invalid."""
     starts = [place for place, word in enumerate(arguments) if _is_flag(word)]
     faults = [
         f"{path}[{place}]: must begin with a flag such as --max-model-len, got {word!r}"
@@ -81,23 +81,25 @@ def read_arguments(path: str, arguments: Sequence[str]) -> tuple[list[VllmArgume
 
 
 def replaced(earlier: Sequence[VllmArgument], later: Sequence[VllmArgument]) -> list[VllmArgument]:
-    """Both lists; where they name the same flag, the later one has it."""
+    """Return both lists merged; for a repeated flag the later list wins."""
     again = {argument.key for argument in later}
     return [*(argument for argument in earlier if argument.key not in again), *later]
 
 
 @dataclass(frozen=True, slots=True)
 class OwnedFlags:
-    """Flags that a layout decides, with their values; where it leaves one out, only vLLM's default agrees with it."""
+    """Flags that a layout decides, with their values. A flag that the layout omits may only be given with vLLM's
+    default."""
 
     values: Mapping[str, str]
-    elsewhere: Mapping[str, str]  # decided too, but where they are not said as flags: the model behind `serve`
-    defaults: Mapping[str, str | None]  # of all flags that a layout may decide; None: there is none to repeat
-    by: str  # who decides, for people
+    elsewhere: Mapping[str, str]  # decided by other means than flags: the model after `serve`
+    defaults: Mapping[str, str | None]  # vLLM's, of all flags that a layout may decide; None: no default
+    by: str  # the layout's name, for messages
 
     def merge(self, given: Iterable[VllmArgument], usual: Mapping[str, str]) -> tuple[list[str], list[str]]:
-        """The words of a command line, each decided and each `usual` flag once, and faults. A user's argument takes the
-        place of a usual one; one that repeats what is decided is left out; one that contradicts it is a fault."""
+        """Return the words of a command line and faults. Each decided and each `usual` flag occurs once. A user's
+        argument replaces a usual flag; it is dropped if it repeats a decided flag, and is a fault if it contradicts
+        one."""
         own: list[VllmArgument] = []
         faults: list[str] = []
         known = {**self.defaults, **self.elsewhere, **self.values}
@@ -115,12 +117,12 @@ class OwnedFlags:
     def _decided(self, flag: str) -> str:
         value = {**self.elsewhere, **self.values}.get(flag)
         if value is None:
-            return f"{self.by}, which leaves {flag} out"
+            return f"{self.by}, which does not set {flag}"
         return f"`{f'{flag} {value}'.strip()}` of {self.by}"
 
 
 def _resolve(argument: VllmArgument, known: Collection[str]) -> tuple[str | None, str]:
-    """Which of the known flags the argument means, if any, and its value."""
+    """Return the known flag that the argument refers to, or None, and its value."""
     name, value = argument.flag, argument.value
     if name not in known and name.startswith("--no-"):
         name, value = "--" + name.removeprefix("--no-"), UNSET

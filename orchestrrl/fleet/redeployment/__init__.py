@@ -1,1 +1,1 @@
-"""Change which engines run, in journalled steps that can be undone."""
+"""Redeployments: change which engines run, in journalled steps that can be undone."""

@@ -1,6 +1,6 @@
-"""What each step of a redeployment does to the fleet. Doing one twice is harmless: it looks first.
+"""Carry out single steps of a redeployment. Each step is idempotent: it observes before it acts.
 
-The order of steps is steps.py's; journalling them and going back is run.py's.
+steps.py defines the order of steps; run.py journals them and undoes them.
 """
 
 import asyncio
@@ -30,12 +30,12 @@ from planner.model import Configuration, ConfigurationId, EngineId, GpuId, Plan,
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
-# For what engines serve to be compared with. It keeps a redeployment from beginning, or an engine from stopping.
+# Limit for fetching reference answers, which delays the start of a redeployment or the stop of an engine.
 REFERENCE_WITHIN_S = 10.0
 
 
 class FleetControl(Protocol):
-    """What redeployments need of the control plane."""
+    """The interface of the control plane that redeployments use."""
 
     journal: Journal
     clock: Clock
@@ -43,31 +43,31 @@ class FleetControl(Protocol):
     routes: RoutingTable
 
     async def carry_out(self, moves: Sequence[RequestMove], snapshot: Snapshot) -> MovesOutcome:
-        """Carry them out, whatever the mode."""
+        """Carry out moves of requests, in any daemon mode."""
 
     def plan_named(self, plan: str) -> Plan:
-        """Raises Permanent for one that is not remembered."""
+        """Return the plan with this id. Raises Permanent if it is not remembered."""
 
     def redeployment_hold(self) -> str:
-        """Why nothing may be changed now; empty: it may."""
+        """Return why no engine may be changed now; empty if a change is allowed."""
 
     def redeployment_ended(self, plan: PlanId, outcome: RedeploymentOutcome) -> None: ...
 
     def weights_reported(self, engines: Sequence[EngineId], weights: ServedWeights) -> None:
-        """These engines have those weights; version None: they have what they were started with."""
+        """Record that these engines have these weights. Version None means the weights that they were started with."""
 
     def current_weights(self) -> ServedWeights:
-        """What all engines have to serve."""
+        """Return the weights that all engines must serve."""
 
     def engine_stopped(self, engine: EngineId) -> None:
-        """It serves no longer; `engines_deployed` follows."""
+        """Record that the engine no longer serves. A call of `engines_deployed` follows."""
 
     def engines_deployed(self, running: Mapping[EngineId, DeployedInstance]) -> None:
-        """Whom a deployer started has changed: watch these, and tell gateways."""
+        """Watch exactly these engines of the deployer from now on, and update the gateways' routes."""
 
     async def circuits_follow(self, engines: Sequence[EngineSpec]) -> str:
-        """Exactly these are about to serve: give them their circuits. What became of it; empty without a fabric.
-        Raises nothing, and takes no longer than it may."""
+        """Allocate circuits for exactly these engines, which are about to serve. Return a remark on the result, empty
+        without a fabric. Raises nothing, and returns within its own limit."""
 
 
 MakeSpec = Callable[[FleetSettings, EngineId, ConfigurationId, Sequence[GpuId]], EngineSpec]
@@ -75,8 +75,9 @@ MakeSpec = Callable[[FleetSettings, EngineId, ConfigurationId, Sequence[GpuId]],
 
 @dataclass(frozen=True, slots=True)
 class FleetDeployment:
-    """How engines are started and reached, and redeployments done. `make_spec` gives what an engine of a configuration
-    on those GPUs is started with, and raises ProblemFaults; `gpus_count` and `per_node` are of the fleet."""
+    """The means to start and reach engines, and the settings of redeployments. `make_spec` returns what an engine of a
+    configuration on those GPUs is started with, and raises ProblemFaults. `gpus_count` and `per_node` are the fleet's.
+    """
 
     deployer: Deployer
     connect: Callable[[str], ManagedEngine]
@@ -85,14 +86,14 @@ class FleetDeployment:
     make_spec: MakeSpec = spec_of
     limits: RedeployTimeouts = field(default_factory=RedeployTimeouts)
     tolerance: checks.AnswerTolerance = field(default_factory=checks.AnswerTolerance)
-    keep_asleep: bool = False  # engines that can sleep are kept for a later redeployment, instead of stopped
+    keep_asleep: bool = False  # put engines that can sleep to sleep instead of stopping them
 
     def unstartable(self, fleet: FleetSettings) -> dict[ConfigurationId, str]:
-        """Configurations of which no engine can be started, and why: nothing that a plan should choose."""
+        """Return the configurations that cannot be started, with the reasons. A plan must not choose them."""
         why = {}
         for configuration in fleet.configuration_values():
             if configuration.gpus > self.gpus_count:
-                continue  # the planner sees that itself
+                continue  # the planner excludes these itself
             id = configuration.id
             try:
                 gpus = [GpuId(gpu) for gpu in range(configuration.gpus)]
@@ -103,14 +104,14 @@ class FleetDeployment:
 
 
 def take_stock(running: dict[EngineId, DeployedInstance], found: Iterable[DeployedInstance]) -> None:
-    """Replace what is known to run by what was found."""
+    """Replace the known running engines by those found."""
     running.clear()
     running.update({deployed.engine: deployed for deployed in found})
 
 
 @dataclass(slots=True)
 class RedeployActions:
-    """For one redeployment. `running` is what the deployer has, kept by whoever owns the fleet."""
+    """The actions of one redeployment. `running` holds the deployer's engines and is shared with the controller."""
 
     control_plane: FleetControl
     deployment: FleetDeployment
@@ -120,8 +121,8 @@ class RedeployActions:
     going_back: bool = False
     capacity_tokens: dict[EngineId, int] = field(default_factory=dict)  # as verified
     offers: dict[EngineId, EngineCapabilities] = field(default_factory=dict)  # the same
-    loaded: set[EngineId] = field(default_factory=set)  # by this redeployment, with what all have to serve
-    waits_for: dict[EngineId, str] = field(default_factory=dict)  # what a step that lasts is waiting for
+    loaded: set[EngineId] = field(default_factory=set)  # by this redeployment, with the current weights
+    waits_for: dict[EngineId, str] = field(default_factory=dict)  # what a running step is waiting for
     _fetches_reference: bool = False
     emptying: Emptying = field(init=False)
 
@@ -133,13 +134,13 @@ class RedeployActions:
         return self.control_plane.clock
 
     def _spec(self, engine: EngineId) -> EngineSpec:
-        """As it is wanted in the direction that is gone."""
+        """Return the engine's spec for the current direction."""
         new, old = self.redeployment.new, self.redeployment.old
         specs = (*old, *new, *self.redeployment.asleep) if self.going_back else (*new, *old, *self.redeployment.asleep)
         return next(spec for spec in specs if spec.engine == engine)
 
     async def carry_out(self, step: RedeployStep) -> str:
-        """Do it, in the direction that is gone; a word on it for the report. Raises OrchestrRLError."""
+        """Carry out a step in the current direction. Return a remark for the report. Raises OrchestrRLError."""
         kind, engine = step.kind, step.engine
         if kind is StepKind.FENCE:
             return self._fence()
@@ -168,8 +169,9 @@ class RedeployActions:
         return await actions[kind](engine)
 
     async def reference(self, *, patient: bool) -> AnswerExcerpt | None:
-        """How an engine that serves now answers, the emptiest first; None where none can be asked. Who has no seat free
-        answers once requests have ended: it is asked by the `patient` alone. Others ask who has been emptied, later."""
+        """Return an answer of a serving engine, the least loaded first; None if no engine can give one. An engine
+        without a free seat answers only after other requests end, so only `patient` callers wait for it; others use an
+        emptied engine later."""
         found: list[tuple[bool, int, EngineId]] = []
         for spec in self.redeployment.old:
             deployed = self.running.get(spec.engine)
@@ -192,7 +194,8 @@ class RedeployActions:
             return await client.excerpt(checks.CANARY_IDS, self.deployment.tolerance.tokens)
 
     async def _fetch_reference(self, engine: EngineId) -> None:
-        """Of engines that stop side by side one is enough."""
+        """Fetch the reference answer before an engine stops. If several engines stop in parallel, one of them is
+        used."""
         if self.redeployment.reference is not None or self._fetches_reference or engine not in self.running:
             return
         self._fetches_reference = True
@@ -204,8 +207,8 @@ class RedeployActions:
         self.redeployment = replace(self.redeployment, reference=reference)
 
     def expect(self, engines: Iterable[EngineId]) -> None:
-        """Of this redeployment's engines, these are to serve soon: gateways send them nothing before they are admitted,
-        keep requests for them, and let nobody give up meanwhile."""
+        """Announce that only these engines of the redeployment will serve soon. Until they are admitted, gateways send
+        them no requests, keep requests for them, and let none of these time out."""
         limits = self.redeployment.limits
         lasts_s = limits.drain_s + limits.stop_s + limits.start_s + limits.ready_s + limits.load_s + 2 * limits.check_s
         self._expect_nobody()
@@ -213,7 +216,7 @@ class RedeployActions:
         self.control_plane.engines_deployed(self.running)
 
     def let_be(self) -> None:
-        """Nobody is fenced or expected any longer: requests go to whatever serves."""
+        """Clear all fences and expectations of this redeployment: requests may go to any serving engine."""
         self.control_plane.routes.draining.difference_update(
             spec.engine for spec in (*self.redeployment.old, *self.redeployment.new)
         )
@@ -225,31 +228,31 @@ class RedeployActions:
             self.control_plane.routes.expected.pop(spec.engine, None)
 
     async def scan(self) -> None:
-        """Read what the deployer has now."""
+        """Update `running` from the deployer."""
         take_stock(self.running, await self.deployment.deployer.list_engines())
 
-    # --- of the fleet
+    # --- steps of the fleet
 
     def _fence(self) -> str:
         leaving = [spec.engine for spec in (*self.redeployment.leaving, *(new for _, new in self.redeployment.scaled))]
         self.control_plane.routes.draining.update(leaving)
         self.control_plane.engines_deployed(self.running)
-        return f"{len(leaving)} engines take nothing new"
+        return f"{len(leaving)} engines accept no new requests"
 
     async def _check_before_admission(self, engines: Sequence[EngineId]) -> None:
-        """Where others took long to come up, who was verified first may have ended meanwhile, and requests would stand
-        still at engines that come with yesterday's weights. Raises Permanent."""
+        """Raise Permanent if the fleet's weights changed meanwhile, or an engine ended after its verification. Other
+        engines may have needed long to start, and requests must not go to dead engines or outdated weights."""
         began, now = self.redeployment.weights, self.control_plane.current_weights()
         if now.version != began.version and now.source:
-            raise Permanent(f"the fleet's weights became version {now.version} meanwhile, from {began.version}")
+            raise Permanent(f"the fleet's weights changed meanwhile, from version {began.version} to {now.version}")
         for engine in engines:
-            told = await self.deployment.deployer.status(engine)
-            if told is None or told.life is EngineLife.ENDED:
-                raise Permanent(f"{engine} ended before it served: {told.detail if told else 'nothing is left'}")
+            found = await self.deployment.deployer.status(engine)
+            if found is None or found.life is EngineLife.ENDED:
+                raise Permanent(f"{engine} ended before it served: {found.detail if found else 'no process is left'}")
 
     async def _admit(self) -> str:
-        """Requests go to those that were prepared, or on the way back to those of before that live; nobody is fenced or
-        expected any longer."""
+        """Send requests to the prepared engines, or when undoing to the old engines that are alive; clear fences and
+        expectations."""
         serving: Sequence[EngineSpec]
         if self.going_back:
             alive = {engine for engine, up in self.running.items() if up.life is EngineLife.ALIVE}
@@ -260,30 +263,30 @@ class RedeployActions:
             await self._check_before_admission(engines)
         circuits = await self.control_plane.circuits_follow(serving)
         for engine in engines:
-            up, kv_tokens = self.running[engine], self.capacity_tokens.get(engine)  # as verified, else as planned
+            up, kv_tokens = self.running[engine], self.capacity_tokens.get(engine)  # as verified, otherwise as planned
             facts = EngineFacts(engine, up.url, gpus=up.gpus, kv_capacity_tokens=kv_tokens)
             self.control_plane.state.add_engine(facts.of(self.configurations.get(up.configuration)))
         try:
-            # Of the others nobody knows more than before.
+            # Nothing new is known of the other engines' weights.
             self.control_plane.weights_reported([engine for engine in engines if engine in self.loaded], self._weights)
-        finally:  # what cannot be written down keeps no request from those who serve
+        finally:  # a failed journal write must not keep requests from serving engines
             self.let_be()
         return f"requests go to {len(engines)} engines{f'; {circuits}' if circuits else ''}"
 
     @property
     def _weights(self) -> ServedWeights:
-        """On the way back the fleet's, which may be others than when it began."""
+        """Return the weights to load: when undoing the fleet's current ones, which may have changed since the start."""
         return self.control_plane.current_weights() if self.going_back else self.redeployment.weights
 
     @property
     def _reference(self) -> AnswerExcerpt | None:
-        """Of the same weights."""
+        """Return the reference answer if it is of the same weight version."""
         return self.redeployment.reference if self._weights.version == self.redeployment.weights.version else None
 
-    # --- of an engine
+    # --- steps of an engine
 
     async def _evacuate(self, engine: EngineId) -> str:
-        """Until neither a gateway nor the engine itself knows of a request there."""
+        """Move requests off the engine until neither a gateway nor the engine itself reports any."""
         took = 0
         while True:
             took += await self.emptying.order(engine)
@@ -291,13 +294,13 @@ class RedeployActions:
             stuck = [request for request in here if not request.movable]
             busy = "" if stuck else await self._busy(engine)
             if not stuck and not busy:
-                return f"{took} requests left" if took else "nothing was there"
+                return f"{took} requests left" if took else "had no requests"
             why = f", {len(stuck)} of them cannot move: {stuck[0].movable_detail}" if stuck else ""
-            self.waits_for[engine] = f"{len(here)} requests are still there{why}" if here else busy
+            self.waits_for[engine] = f"{len(here)} requests remain{why}" if here else busy
             await self._clock.sleep(POLL_S)
 
     async def _busy(self, engine: EngineId) -> str:
-        """With what, as the engine itself knows; empty: with nothing."""
+        """Return what the engine itself still runs; empty if nothing."""
         deployed = self.running.get(engine)
         if deployed is None or deployed.life is not EngineLife.ALIVE or not deployed.url:
             return ""
@@ -305,15 +308,15 @@ class RedeployActions:
             async with self._client(engine) as client:
                 metrics = await client.metrics()
         except OrchestrRLError as error:
-            # One that has ended is as good as stopped: gateways take their requests back from it.
-            told = await self.deployment.deployer.status(engine)
-            return "" if told is None or told.life is EngineLife.ENDED else f"it does not say what it has: {error}"
+            # An ended engine counts as stopped: gateways take their requests back.
+            found = await self.deployment.deployer.status(engine)
+            return "" if found is None or found.life is EngineLife.ENDED else f"its metrics cannot be read: {error}"
         has = metrics.running + metrics.waiting
-        return f"it has {has} requests that no gateway has told of" if has else ""
+        return f"it has {has} requests that no gateway has reported" if has else ""
 
     async def stop(self, engine: EngineId) -> str:
         held = self.running.pop(engine, None)
-        self.control_plane.engines_deployed(self.running)  # nobody is to watch it go
+        self.control_plane.engines_deployed(self.running)  # stop watching it first
         try:
             await self.deployment.deployer.stop(engine)
         except BaseException:
@@ -350,14 +353,14 @@ class RedeployActions:
         while True:
             try:
                 self.running[engine] = await self.deployment.deployer.start(spec)
-            except (Retryable, OutcomeUnknown) as error:  # starting again is harmless, and tells
+            except (Retryable, OutcomeUnknown) as error:  # another start is harmless and reveals the state
                 self.waits_for[engine] = str(error)
                 await self._clock.sleep(error.after_s if isinstance(error, Retryable) else POLL_S)
             else:
                 return self.running[engine].url
 
     async def _scale(self, engine: EngineId) -> str:
-        """GPUs are taken before an engine grows onto them, and given back when it has left them."""
+        """Scale an engine. GPUs are reserved before the engine grows, and released after it has shrunk."""
         spec = self._spec(engine)
         grows = len(spec.gpus) > len(self.running[engine].gpus)
         if grows:
@@ -369,18 +372,18 @@ class RedeployActions:
         if not grows:
             self.running[engine] = await self.deployment.deployer.scale(spec)
         scaled = self.running.pop(engine)
-        self.control_plane.engines_deployed(self.running)  # its watch begins anew: it has other seats now
+        self.control_plane.engines_deployed(self.running)  # restart its watch: it has another number of seats
         self.running[engine] = scaled
         return f"has DP {has}" if has == wanted else f"DP {has} to {wanted}"
 
     async def _until_ready(self, engine: EngineId) -> str:
-        """A real completion is the proof: an engine can be healthy before it can generate."""
+        """Wait until the engine completes a real request: an engine can be healthy before it can generate."""
         while True:
             deployed = await self.deployment.deployer.status(engine)
             if deployed is None or deployed.life is EngineLife.ENDED:
                 self.waits_for.pop(engine, None)
                 raise Permanent(
-                    f"{engine} ended while it started: {deployed.detail if deployed else 'nothing is left'}"
+                    f"{engine} ended while it started: {deployed.detail if deployed else 'no process is left'}"
                 )
             self.running[engine] = deployed
             if deployed.url:
@@ -398,11 +401,11 @@ class RedeployActions:
         async with self._client(engine) as client:
             has = None if wanted.version is None else await client.weight_version()
             if wanted.version is None:
-                detail = "nobody has named weights: it keeps its own"
+                detail = "no weight version is set: it keeps its own"
             elif has == wanted.version:
                 detail = f"has version {has}"
             elif not wanted.source:
-                where = f"nobody has told where the weights of version {wanted.version} are"
+                where = f"the location of weight version {wanted.version} is unknown"
                 raise Permanent(f"{where}, and {engine} has {has}")
             elif spec is not None and spec.weights == wanted.source:
                 await client.name_weights(wanted.version)
@@ -414,24 +417,24 @@ class RedeployActions:
         return detail
 
     async def _warm_up(self, engine: EngineId) -> str:
-        """Its first prompt and its first decode steps, which compile and allocate, are not for a request."""
+        """Run a first prompt and first decode steps, which compile and allocate, before real requests arrive."""
         return f"{len((await self._excerpt(engine)).token_ids)} tokens"
 
     async def _verify(self, engine: EngineId) -> str:
         spec, wanted = self._spec(engine), self._weights.version
-        async with self._client(engine) as client:  # side by side: it may take seconds to collect facts about itself
+        async with self._client(engine) as client:  # in parallel: some of these may take seconds
             facts = client.layout(), client.metrics(), client.weight_version(), client.capabilities()
             layout, metrics, version, offers, answers = await asyncio.gather(*facts, self._answer_faults(client))
         faults = checks.layout_fault(layout, spec.parallelism)
         if (known := self.configurations.get(spec.configuration)) is not None:
             faults += checks.capacity_fault(metrics.kv_capacity_tokens, known.kv_capacity_tokens)
         if wanted is not None and version is not None and version != wanted:
-            faults.append(f"its weights are version {version}, the fleet's {wanted}")
+            faults.append(f"its weights are version {version}, the fleet's are version {wanted}")
         if faults := faults + answers:
             raise Permanent("; ".join(faults))
         self.capacity_tokens[engine] = metrics.kv_capacity_tokens
         self.offers[engine] = offers
-        compared = "" if self._reference is not None else "; there was no other to compare its answers with"
+        compared = "" if self._reference is not None else "; no reference answers to compare with"
         return f"{layout}, KV of {metrics.kv_capacity_tokens} tokens{compared}"
 
     async def _answer_faults(self, client: ManagedEngine) -> list[str]:
@@ -453,15 +456,15 @@ class RedeployActions:
 
 
 def started_with(spec: EngineSpec, weights: ServedWeights) -> EngineSpec:
-    """An engine begins with the fleet's weights where it is known where they are, and can: they are not loaded twice
-    then."""
+    """Return the spec with the fleet's weights as the initial checkpoint, if their location is known and can be one.
+    They need not be loaded a second time then."""
     return replace(spec, weights=weights.source) if weights.source and not weights.tensors_only else spec
 
 
 @contextmanager
 def _warning(engine: EngineId) -> Iterator[None]:
-    """An engine of before that cannot be asked keeps nobody from replacing it."""
+    """Log an error of an old engine instead of raising it: the redeployment proceeds without its answers."""
     try:
         yield
     except OrchestrRLError as error:
-        logger.warning("%s gave no excerpt to compare with: %s", engine, error)
+        logger.warning("%s: no reference answers: %s", engine, error)

@@ -1,5 +1,4 @@
-"""What is reported of redeployments: to watchers of one, in the list of those that were, and in the journal, where they
-are written and read in one form."""
+"""Record redeployments: for watchers, in the list of recent ones, and in the journal."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -22,8 +21,8 @@ from planner.model import ConfigurationId, EngineId
 
 @dataclass(frozen=True, slots=True)
 class EngineStart:
-    """An engine that was brought up: seconds from when the engines in its way began to stop until it answered, and what
-    its configuration had said."""
+    """An engine's start: the seconds from when the engines on its GPUs began to stop until it answered, and the seconds
+    that its configuration predicted."""
 
     configuration: ConfigurationId
     elapsed_s: float
@@ -32,7 +31,7 @@ class EngineStart:
 
 @dataclass(frozen=True, slots=True)
 class RedeploymentOutcome:
-    """What became of a change of the deployment."""
+    """The result of a change of the deployment."""
 
     done: bool
     detail: str
@@ -49,7 +48,7 @@ HISTORY = 256  # redeployments that are remembered
 
 @dataclass(frozen=True, slots=True)
 class RecordedFleet:
-    """The engines as the last redeployment left them: those that serve, and those that sleep."""
+    """The engines as the last redeployment left them: serving and sleeping ones."""
 
     serving: tuple[EngineSpec, ...]
     asleep: tuple[EngineSpec, ...]
@@ -64,13 +63,13 @@ def write_end(log: OperationJournal, report: RedeploymentReport, fleet: Recorded
 
 
 def read_fleet(journal: JournalReader) -> RecordedFleet | None:
-    """None: no redeployment has ended here."""
+    """Return the fleet as of the last redeployment, or None if none has ended."""
     latest = journal.latest(EntryKind.REDEPLOYMENT_ENDED)
     return None if latest is None else journal.interpret(latest, _FLEET.validate_python)
 
 
 def read_open(journal: JournalReader) -> OpenIntent[Redeployment] | None:
-    """The latest that was not ended: there is one at a time."""
+    """Return the redeployment that has not ended, or None. At most one runs at a time."""
     opened = left_open(journal, REDEPLOYMENTS, lambda entry: REDEPLOYMENT.validate_python(entry.body["redeployment"]))
     latest = journal.latest(EntryKind.REDEPLOYMENT_ENDED)
     newest = journal.latest(EntryKind.REDEPLOYMENT_BEGAN)
@@ -78,13 +77,13 @@ def read_open(journal: JournalReader) -> OpenIntent[Redeployment] | None:
         return None
     left = opened[-1]
     if latest is not None and latest.sequence > left.sequence:
-        return None  # it has ended, and that could not be written down
+        return None  # it has ended, but the journal write failed
     steps = tuple(step for step in left.steps if journal.interpret(step, _checked_step) is not None)
     return replace(left, steps=steps)
 
 
 def read_history(journal: JournalReader) -> dict[RedeploymentId, RedeploymentReport]:
-    """Oldest first."""
+    """Return the recent redeployments, oldest first."""
     return {
         RedeploymentId(entry.subject): report
         for entry in journal.tail(HISTORY, (EntryKind.REDEPLOYMENT_ENDED,))
@@ -93,7 +92,8 @@ def read_history(journal: JournalReader) -> dict[RedeploymentId, RedeploymentRep
 
 
 def _checked_step(body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the body of a step's entry, with what a resumed redeployment reads of it. Raises ValueError."""
+    """Return the body of a step's entry after checking the fields that a resumed redeployment reads. Raises
+    ValueError."""
     StepKind(body["kind"]), body["engine"]
     if "reference" in body:
         EXCERPT.validate_python(body["reference"])
@@ -104,8 +104,8 @@ STOPS = frozenset({StepKind.STOP, StepKind.RETIRE})
 
 
 class RedeploymentBook:
-    """Every recent redeployment, newest last; those of earlier daemons come from the journal. `current` is the one
-    under way, or that was last here."""
+    """The recent redeployments, newest last; those of earlier daemons are read from the journal. `current` returns the
+    running or latest one."""
 
     def __init__(self, journal: Journal, clock: Clock, current: Callable[[], RedeploymentReport | None]) -> None:
         self.log = OperationJournal(journal, clock, REDEPLOYMENTS)
@@ -113,30 +113,28 @@ class RedeploymentBook:
         self._clock = clock
         self._current = current
         self._ended = read_history(journal)
-        self._change = asyncio.Event()  # set with the next change of the one under way, and replaced then
+        self._change = asyncio.Event()  # set, then replaced, at each change of the running one
 
     @property
     def ids(self) -> tuple[RedeploymentId, ...]:
         return tuple(self._all())
 
     def report(self, id: str = "") -> RedeploymentReport:
-        """The one of that id; an empty one means the newest. Raises Permanent where there is none."""
+        """Return the redeployment with this id; an empty id means the newest. Raises Permanent if it does not exist."""
         reports = self._all()
         if not id and reports:
             return next(reversed(reports.values()))
         if RedeploymentId(id) in reports:
             return reports[RedeploymentId(id)]
-        raise Permanent(
-            f"there is no redeployment {id!r} among the {HISTORY} newest" if id else "nothing was redeployed yet"
-        )
+        raise Permanent(f"no redeployment {id!r} among the newest {HISTORY}" if id else "there was no redeployment yet")
 
     def newest(self, limit: int = 0) -> list[RedeploymentReport]:
-        """Newest first; 0: all that are remembered."""
+        """Return the newest redeployments first; limit 0 returns all that are remembered."""
         reports = list(reversed(self._all().values()))
         return reports[:limit] if limit else reports
 
     async def watch(self, id: str) -> AsyncIterator[RedeploymentReport]:
-        """The redeployment as it stands, then whenever it changes, until it has ended."""
+        """Yield the redeployment's report now and after each change, until it has ended."""
         change, report = self._change, self.report(id)
         yield report
         while report.state is OperationState.RUNNING:
@@ -150,7 +148,8 @@ class RedeploymentBook:
         self._change = asyncio.Event()
 
     def ended(self, report: RedeploymentReport, fleet: RecordedFleet) -> None:
-        """It is remembered, and written down with the fleet that it left. Raises Permanent where it cannot be."""
+        """Remember an ended redeployment and journal it with the fleet that it left. Raises Permanent if the write
+        fails."""
         self._ended[report.id] = report
         for old in list(self._ended)[:-HISTORY]:
             del self._ended[old]
@@ -159,17 +158,17 @@ class RedeploymentBook:
     def note_engines(
         self, redeployment: Redeployment, report: RedeploymentReport, starts: Mapping[EngineId, EngineStart]
     ) -> None:
-        """What became of each engine, with what its start took: later daemons learn by it."""
+        """Journal the result of each engine's steps and the duration of its start, from which later daemons learn."""
         gpus = {spec.engine: spec.gpus for spec in redeployment.coming}
-        for told in report.steps:
-            engine = told.step.engine
-            if engine is None or told.state not in (StepState.DONE, StepState.FAILED):
+        for step_report in report.steps:
+            engine = step_report.step.engine
+            if engine is None or step_report.state not in (StepState.DONE, StepState.FAILED):
                 continue
-            done = told.state is StepState.DONE
-            if told.step.kind in STOPS:
-                self.note_stopped(engine, done=done, detail=told.detail)
-            elif told.step.kind is StepKind.VERIFY or not done:
-                body: dict[str, object] = {"done": done, "detail": told.detail}
+            done = step_report.state is StepState.DONE
+            if step_report.step.kind in STOPS:
+                self.note_stopped(engine, done=done, detail=step_report.detail)
+            elif step_report.step.kind is StepKind.VERIFY or not done:
+                body: dict[str, object] = {"done": done, "detail": step_report.detail}
                 if done and (start := starts.get(engine)) is not None:
                     body |= {"configuration": start.configuration, "gpus": list(gpus[engine])}
                     body |= {"elapsed_s": start.elapsed_s, "expected_s": start.expected_s}
@@ -179,7 +178,7 @@ class RedeploymentBook:
         self._journal.append(self._clock.now_s(), EntryKind.ENGINE_STOPPED, engine, {"done": done, "detail": detail})
 
     def _all(self) -> dict[RedeploymentId, RedeploymentReport]:
-        """Oldest first."""
+        """Return all remembered redeployments, oldest first."""
         reports, current = dict(self._ended), self._current()
         if current is not None:
             reports.pop(current.id, None)
@@ -188,11 +187,11 @@ class RedeploymentBook:
 
 
 def summary_text(report: RedeploymentReport) -> str:
-    done = [told for told in report.steps if told.state is StepState.DONE]
-    stopped = sum(told.step.kind in (StepKind.STOP, StepKind.SLEEP) for told in done)
-    started = sum(told.step.kind is StepKind.VERIFY for told in done)
+    done = [step_report for step_report in report.steps if step_report.state is StepState.DONE]
+    stopped = sum(step_report.step.kind in (StepKind.STOP, StepKind.SLEEP) for step_report in done)
+    started = sum(step_report.step.kind is StepKind.VERIFY for step_report in done)
     moved = report.requests_moved + report.requests_parked
-    said = f"{stopped} engines stopped, {started} started, {moved} requests moved"
+    summary = f"{stopped} engines stopped, {started} started, {moved} requests moved"
     if report.state is OperationState.DONE:
-        return "; ".join(filter(None, [said, report.detail]))
-    return f"{report.state.replace('_', ' ')}: {report.detail} ({said})"
+        return "; ".join(filter(None, [summary, report.detail]))
+    return f"{report.state.replace('_', ' ')}: {report.detail} ({summary})"

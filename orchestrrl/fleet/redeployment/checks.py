@@ -1,4 +1,4 @@
-"""Whether an engine is what a redeployment wanted: its layout, its KV, its answers. Pure."""
+"""Check that an engine is what a redeployment requested: its layout, its KV capacity, its answers. Pure."""
 
 import math
 from dataclasses import dataclass
@@ -6,55 +6,56 @@ from dataclasses import dataclass
 from orchestrrl.engines.base import AnswerExcerpt, ReportedLayout
 from planner.model import Parallelism
 
-# A prompt of ids that every vocabulary has. What it says does not matter: all engines are asked the same.
+# A prompt of token ids that every vocabulary has. Its meaning is irrelevant: all engines get the same one.
 CANARY_IDS = tuple(3 + 7 * place % 200 for place in range(16))
-# Plans count on the configured capacity; what graphs and fragments cost beyond this share would break them.
+# The least share of the configured capacity that plans tolerate; graphs and fragments take some of it.
 CAPACITY_SHARE = 0.9
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerTolerance:
-    """How far an engine's answers may be from its predecessor's. Other layouts sum in another order, so that logits
-    differ in their last bits; wrong weights differ by far more."""
+    """The limits for differences from the previous engine's answers. Other layouts sum in another order, so that logits
+    differ in their last bits; wrong weights cause far larger differences."""
 
     tokens: int = 16
-    mean_nats: float = 0.1  # mean |difference| of log-probabilities; 16-bit sums in another order make 0.02
+    mean_nats: float = 0.1  # mean |difference| of log-probabilities; another order of 16-bit sums causes 0.02
 
     @property
     def single_nats(self) -> float:
-        """Of one token. Logits of 16 bits alone make a quarter of a nat."""
+        """Return the limit for one token. 16-bit logits alone cause differences of a quarter of a nat."""
         return 10 * self.mean_nats
 
 
 def layout_fault(reported: ReportedLayout, wanted: Parallelism) -> list[str]:
-    """What the engine says of itself against what it was started for. What it does not say is not held against it."""
+    """Return the differences between the reported and the requested layout. Values that the engine does not report are
+    skipped."""
     pairs = [("TP", reported.tp, wanted.tp), ("PP", reported.pp, wanted.pp), ("DP", reported.dp, wanted.dp)]
     if not wanted.afd:
         pairs.append(("EP", reported.ep, wanted.ep > 1))
     wrong = [f"{name} {got} instead of {want}" for name, got, want in pairs if got is not None and got != want]
-    return [f"is laid out otherwise: {', '.join(wrong)}"] if wrong else []
+    return [f"has another layout: {', '.join(wrong)}"] if wrong else []
 
 
 def capacity_fault(has_tokens: int, planned_tokens: int) -> list[str]:
     if has_tokens >= CAPACITY_SHARE * planned_tokens:
         return []
-    return [f"has KV for {has_tokens} tokens, and plans count on {planned_tokens}"]
+    return [f"has KV for {has_tokens} tokens, plans require {planned_tokens}"]
 
 
 def answers_fault(reference: AnswerExcerpt, scores: tuple[float, ...], tolerance: AnswerTolerance) -> list[str]:
-    """Whether it gives another's words the probabilities that the other gave them."""
-    return _scores_fault(reference, scores, tolerance, "answers otherwise than the engines before")
+    """Return a fault if the engine's probabilities for the reference tokens differ from those of the reference."""
+    return _scores_fault(reference, scores, tolerance, "differs from the previous engines' answers")
 
 
 def reading_fault(written: AnswerExcerpt, scores: tuple[float, ...], tolerance: AnswerTolerance) -> list[str]:
-    """Whether it finds its own words, read as a prompt, as likely as when it wrote them: decoding has kernels, graphs
-    and a cache that reading a prompt does not use."""
-    return _scores_fault(written, scores, tolerance, "reads its own answer otherwise than it wrote it")
+    """Return a fault if the engine's probabilities for its own answer, read as a prompt, differ from those at
+    generation: decoding uses kernels, graphs and a cache that prefill does not."""
+    return _scores_fault(written, scores, tolerance, "scores its own answer differently as a prompt")
 
 
 def writing_fault(reference: AnswerExcerpt, written: AnswerExcerpt, tolerance: AnswerTolerance) -> list[str]:
-    """Whether it writes as the other did. Where the texts part, both took what was likeliest after the same words, so
-    that one was as likely as the other; beyond that they cannot be compared."""
+    """Return a fault if the engine's own answer differs from the reference. At the first differing token both chose the
+    most likely one for the same prefix, so their probabilities must be close; later tokens cannot be compared."""
     for place, (token, other) in enumerate(zip(written.token_ids, reference.token_ids, strict=False)):
         if token == other:
             continue
@@ -62,7 +63,7 @@ def writing_fault(reference: AnswerExcerpt, written: AnswerExcerpt, tolerance: A
         if difference <= tolerance.single_nats:
             return []
         return [
-            f"answers otherwise than the engines before: its token {place + 1} is another, and its log-probability"
+            f"differs from the previous engines' answers: token {place + 1} is another, and its log-probability"
             f" differs by {difference:.3g} nats, limit {tolerance.single_nats:g}"
         ]
     return []
@@ -72,7 +73,7 @@ def _scores_fault(
     excerpt: AnswerExcerpt, scores: tuple[float, ...], tolerance: AnswerTolerance, what: str
 ) -> list[str]:
     if len(scores) != len(excerpt.logprobs) or not all(map(math.isfinite, scores)):
-        return [f"gave {len(scores)} log-probabilities for {len(excerpt.logprobs)} tokens, or such as are none"]
+        return [f"gave {len(scores)} log-probabilities for {len(excerpt.logprobs)} tokens, or non-finite ones"]
     differences = [abs(one - other) for one, other in zip(scores, excerpt.logprobs, strict=True)]
     mean = math.fsum(differences) / len(differences)
     if mean <= tolerance.mean_nats:

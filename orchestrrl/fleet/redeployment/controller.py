@@ -1,8 +1,8 @@
-"""Change which engines there are: one redeployment at a time, for the planner's plans and for operators.
+"""Change which engines run: one redeployment at a time, for the planner's plans and for operators.
 
-Here is who owns the deployment, over restarts of the daemon too: `recover` finds the engines that run, ends those that
-belong to nobody, and takes up a redeployment that was cut short. A redeployment itself is run.py's, what its steps do
-actions.py's, where engines go targets.py's.
+This module owns the deployment, including over restarts of the daemon: `recover` finds the running engines, stops those
+that belong to no deployment, and resumes an interrupted redeployment. run.py runs a redeployment, actions.py carries
+out its steps, and targets.py places engines.
 """
 
 import asyncio
@@ -40,12 +40,12 @@ from planner.model import Configuration, ConfigurationId, EngineId, Plan, PlanId
 logger = logging.getLogger(__name__)
 
 _NUMBERED = re.compile(r"s([0-9]{1,9})(?:$|\.)")
-TEND_S = 2.0  # between looks at what the deployer has
-VANISHED = "nothing is left of it, and nobody here has stopped it"
+TEND_S = 2.0  # between scans of the deployer's engines
+VANISHED = "its processes are gone, and this daemon did not stop it"
 
 
 class RedeploymentController:
-    """One change at a time."""
+    """Runs redeployments, one at a time, and monitors the deployer's engines."""
 
     def __init__(
         self, control_plane: FleetControl, deployment: FleetDeployment, turn: DeploymentTurn, fleet: FleetSettings
@@ -57,7 +57,7 @@ class RedeploymentController:
         self._turn = turn
         self.reconfigure(fleet)
         self._running: dict[EngineId, DeployedInstance] = {}
-        self._fleet = book.read_fleet(control_plane.journal)  # None: nothing has been redeployed here
+        self._fleet = book.read_fleet(control_plane.journal)  # None: no redeployment has ended
         self._run: RedeploymentRun | None = None
         self._task: asyncio.Task[RedeploymentOutcome] | None = None
         self._book = RedeploymentBook(
@@ -66,18 +66,19 @@ class RedeploymentController:
         self.report, self.history, self.watch = self._book.report, self._book.newest, self._book.watch
 
     def reconfigure(self, fleet: FleetSettings) -> None:
-        """Take over a reloaded configuration."""
+        """Apply a reloaded configuration."""
         self.configurations = {each.id: each for each in fleet.configuration_values()}
         self._make_spec = partial(self._deployment.make_spec, fleet)
 
-    # --- the engines that there are
+    # --- the present engines
 
     @property
     def deployed(self) -> Mapping[EngineId, DeployedInstance]:
         return self._running
 
     async def recover(self) -> None:
-        """Before anything else: adopt what runs, end what is nobody's, take up what was cut short."""
+        """Adopt running engines, stop those that belong to no deployment, and resume an interrupted redeployment. Call
+        this first."""
         await self._scan()
         opened = book.read_open(self._control_plane.journal)
         ours = self._ours() if opened is None else (*opened.intent.old, *opened.intent.new, *opened.intent.asleep)
@@ -89,19 +90,20 @@ class RedeploymentController:
                 await self._bury(deployed)
             self._adopt()
             return
-        logger.warning("redeployment %s was cut short by the end of its daemon", opened.intent.id)
+        logger.warning("redeployment %s was interrupted by the end of its daemon", opened.intent.id)
         self._adopt()
         self._run = run = self._new_run(opened.intent)
         self._start(self._carry(run, self._resume(run, opened)))
 
     async def _resume(self, run: RedeploymentRun, opened: OpenIntent[Redeployment]) -> None:
-        """Nothing can be moved while a pause barrier is closed, which a daemon before may have left so."""
+        """Resume a redeployment once the pause barrier is open. An earlier daemon may have left it closed, and no
+        request can be moved then."""
         while self._control_plane.redeployment_hold():
             await self._control_plane.clock.sleep(POLL_S)
         await run.resume(opened.steps)
 
     async def maintain(self) -> None:
-        """Notice engines that end by themselves; until cancelled."""
+        """Detect engines that end on their own; runs until cancelled."""
         while True:
             await self._control_plane.clock.sleep(TEND_S)
             if self._turn.busy:
@@ -110,26 +112,28 @@ class RedeploymentController:
             try:
                 found = await self._deployer.list_engines()
             except OrchestrRLError as error:
-                logger.warning("the deployer does not say what runs: %s", error)
+                logger.warning("cannot list the deployer's engines: %s", error)
                 continue
-            if self._turn.busy or self._run is not run:  # a redeployment knows better by now
+            if self._turn.busy or self._run is not run:  # a redeployment has newer information
                 continue
             take_stock(self._running, found)
-            missing = [told for engine, told in before.items() if engine not in self._running]
-            gone = [replace(told, life=EngineLife.ENDED, detail=VANISHED) for told in missing]
-            ended = [told for e, told in self._running.items() if told.life is EngineLife.ENDED and e in before]
+            missing = [instance for engine, instance in before.items() if engine not in self._running]
+            gone = [replace(instance, life=EngineLife.ENDED, detail=VANISHED) for instance in missing]
+            ended = [
+                instance for e, instance in self._running.items() if instance.life is EngineLife.ENDED and e in before
+            ]
             for deployed in [*gone, *ended]:
                 await self._bury(deployed)
 
     async def _bury(self, deployed: DeployedInstance) -> None:
-        """An engine went by itself: its GPUs are freed, and nobody is sent there."""
+        """Clean up an engine that ended on its own: free its GPUs, and remove it from the routes."""
         logger.error("engine %s has ended: %s", deployed.engine, deployed.detail)
         try:
             await self._deployer.stop(deployed.engine)
         except OrchestrRLError as error:
-            logger.error("what is left of %s cannot be cleared: %s", deployed.engine, error)
+            logger.error("cannot clean up engine %s: %s", deployed.engine, error)
             return
-        if self._turn.busy:  # it is the business of a redeployment that has begun meanwhile
+        if self._turn.busy:  # a redeployment has begun meanwhile and handles it
             return
         self._running.pop(deployed.engine, None)
         self._control_plane.engine_stopped(deployed.engine)
@@ -140,12 +144,13 @@ class RedeploymentController:
         take_stock(self._running, await self._deployer.list_engines())
 
     def _ours(self) -> tuple[EngineSpec, ...] | None:
-        """None where that is not known: all that is found is adopted then."""
+        """Return the engines of the deployment; None if they are not known, in which case all engines found are
+        adopted."""
         return None if self._fleet is None else (*self._fleet.serving, *self._fleet.asleep)
 
     def _drop_stopped(self, under_way: Collection[EngineSpec]) -> None:
-        """Engines of redeployments that do not serve are no routes. The last ones of an earlier daemon may name them,
-        and another engine may have their address by now."""
+        """Remove redeployed engines that do not serve from the routes. The last routes of an earlier daemon may list
+        them, and another engine may have their address now."""
         there = {engine for engine, up in self._running.items() if up.life is not EngineLife.ENDED and not up.lent}
         redeployed = (spec for report in self.history() for spec in (*report.old, *report.new))
         for engine in sorted({spec.engine for spec in (*under_way, *redeployed)} - there):
@@ -153,11 +158,11 @@ class RedeploymentController:
 
     async def _end_strangers(self, ours: set[EngineId]) -> None:
         for engine in [engine for engine in self._running if engine not in ours]:
-            logger.warning("engine %s belongs to no deployment and is ended", engine)
+            logger.warning("engine %s belongs to no deployment; stopping it", engine)
             try:
                 await self._deployer.stop(engine)
-            except OrchestrRLError as error:  # the others have to be served all the same
-                logger.error("engine %s does not end: %s", engine, error)
+            except OrchestrRLError as error:  # continue with the others
+                logger.error("cannot stop engine %s: %s", engine, error)
                 self._control_plane.routes.draining.add(engine)
                 self._book.note_stopped(engine, done=False, detail=str(error))
                 continue
@@ -165,7 +170,7 @@ class RedeploymentController:
             self._book.note_stopped(engine, done=True, detail="belonged to no deployment")
 
     def _adopt(self) -> None:
-        """Requests may go to what runs, as its last word was."""
+        """Let requests go to the engines that run, by their last known state."""
         for deployed in self._running.values():
             if deployed.life is EngineLife.ALIVE and deployed.url and not deployed.lent:
                 known = self.configurations.get(deployed.configuration)
@@ -181,7 +186,7 @@ class RedeploymentController:
         state = self._control_plane.state
         views = state.engines(self._control_plane.clock.now_s())
         specs = {spec.engine: spec for spec in self._ours() or ()}
-        # One whose record was lost counts as it would be started now.
+        # An engine whose record was lost gets the spec that it would be started with now.
         there = [
             (up, up.spec or specs.get(engine) or self._make_spec(engine, up.configuration, up.gpus))
             for engine, up in sorted(self._running.items())
@@ -190,7 +195,7 @@ class RedeploymentController:
         return StandingEngine(
             serving=tuple(spec for up, spec in there if not up.lent),
             asleep=tuple(spec for up, spec in there if up.lent),
-            elastic=self._offering(lambda told: told.scale_elastic_ep) if self._deployer.can_scale else frozenset(),
+            elastic=self._offering(lambda offers: offers.scale_elastic_ep) if self._deployer.can_scale else frozenset(),
             alive=frozenset(engine for engine in alive if not state.barred(engine)),
             drained=frozenset(view.id for view in views if view.draining),
             lost=frozenset(engine for engine, up in self._running.items() if up.life is EngineLife.UNKNOWN),
@@ -201,23 +206,23 @@ class RedeploymentController:
             make_spec=self._make_spec,
         )
 
-    # --- what is wanted
+    # --- requests
 
     def draft(self, wish: RedeployRequest) -> tuple[Redeployment, tuple[Stage[steps.RedeployStep], ...]]:
-        """What would be done: no steps where the fleet is so already. Raises ProblemFaults with all faults of the wish,
-        Permanent where it cannot be now."""
+        """Return the redeployment that a request leads to, and its stages; no stages if the fleet already matches.
+        Raises ProblemFaults with all faults of the request, Permanent if it is not possible now."""
         standing = self._standing()
         id = self._next_id()
         if wish.plan and not wish.targets:
             wanted = wanted_by_plan(self._control_plane.plan_named(wish.plan), standing)
         else:
             wanted = wanted_by_targets(wish, id, standing)
-        redeployment = self._redeployment(id, PlanId(wish.plan), wish.reason or "an operator's wish", standing, wanted)
+        redeployment = self._redeployment(id, PlanId(wish.plan), wish.reason or "by an operator", standing, wanted)
         return redeployment, steps.stages_of(redeployment) if _changes(redeployment) else ()
 
     def _next_id(self) -> RedeploymentId:
-        """s1, s2, ...: numbers that no redeployment had, and no engine is called after, also where the journal was
-        lost."""
+        """Return the next of s1, s2, ...: a number that no redeployment or engine name has used, even if the journal
+        was lost."""
         used = [*self._book.ids, *self._running]
         numbers = (int(found[1]) for name in used if (found := _NUMBERED.match(name)))
         return RedeploymentId(f"s{max(numbers, default=0) + 1}")
@@ -230,8 +235,8 @@ class RedeploymentController:
         woken = {spec.engine for spec in standing.asleep} & coming
         if coming - woken and weights.version is not None and not weights.source:
             raise Permanent(
-                f"engines that are started need the weights of version {weights.version}, and nobody has told where"
-                f" they are: `orchestrrl engines set-version {weights.version} --weights FOLDER`"
+                f"engines to start need weight version {weights.version}, whose location is unknown: run"
+                f" `orchestrrl engines set-version {weights.version} --weights FOLDER`"
             )
         may_sleep = self._deployer.can_lend and not wanted.sleepers_too
         redeployment = Redeployment(
@@ -242,7 +247,7 @@ class RedeploymentController:
             old=standing.serving,
             new=wanted.new,
             asleep=standing.asleep,
-            can_sleep=standing.alive & self._offering(lambda told: told.sleep) if may_sleep else frozenset(),
+            can_sleep=standing.alive & self._offering(lambda offers: offers.sleep) if may_sleep else frozenset(),
             keep_asleep=self._deployment.keep_asleep and not wanted.sleepers_too,
             destinations=wanted.destinations,
             weights=weights,
@@ -252,7 +257,7 @@ class RedeploymentController:
         return redeployment
 
     def _check_starts(self, redeployment: Redeployment) -> None:
-        """What could never start is told before anybody stops. Raises ProblemFaults with the faults of all."""
+        """Check all starts in advance, before any engine is stopped. Raises ProblemFaults with the faults of all."""
         faults: list[str] = []
         asleep = {spec.engine for spec in redeployment.asleep}
         for spec in redeployment.coming:
@@ -266,17 +271,19 @@ class RedeploymentController:
             raise ProblemFaults(list(dict.fromkeys(faults)))
 
     def _offers(self, engine: EngineId) -> EngineCapabilities | None:
-        """As it was last reported; right after a redeployment, as it told then."""
+        """Return the engine's capabilities as last reported; right after a redeployment, as read by its
+        verification."""
         verified = None if self._run is None else self._run.acts.offers.get(engine)
         return self._control_plane.state.capabilities(engine) or verified
 
     def _offering(self, what: Callable[[EngineCapabilities], bool]) -> frozenset[EngineId]:
-        return frozenset(e for e in self._running if (told := self._offers(e)) is not None and what(told))
+        return frozenset(e for e in self._running if (offers := self._offers(e)) is not None and what(offers))
 
-    # --- what `GenerationCircuits` asks
+    # --- called by `GenerationCircuits`
 
     def serving(self) -> list[EngineSpec]:
-        """Engines that run, as they were started; of one whose record was lost it is not known what its ranks send."""
+        """Return the specs of running engines. Engines whose record was lost are left out: their ranks' traffic is
+        unknown."""
         there = (deployed for _, deployed in sorted(self._running.items()) if deployed.life is EngineLife.ALIVE)
         return [deployed.spec for deployed in there if deployed.spec is not None and not deployed.lent]
 
@@ -284,19 +291,20 @@ class RedeploymentController:
         return self._turn.busy
 
     def idle(self) -> bool | None:
-        """As engines and gateways report. None while one of the engines, or every gateway, has reported nothing yet."""
+        """Return whether no request is in flight, by engines and gateways. None until every engine and at least one
+        gateway has reported."""
         snapshot = self._control_plane.state.snapshot(self._control_plane.clock.now_s())
-        heard = {view.id: view for view in snapshot.engines if view.age_s is not None}
-        if snapshot.requests or any(view.running or view.waiting for view in heard.values()):
+        reported = {view.id: view for view in snapshot.engines if view.age_s is not None}
+        if snapshot.requests or any(view.running or view.waiting for view in reported.values()):
             return False
-        known = snapshot.requests_age_s is not None and all(spec.engine in heard for spec in self.serving())
+        known = snapshot.requests_age_s is not None and all(spec.engine in reported for spec in self.serving())
         return True if known else None
 
     # --- one at a time
 
     async def carry_out(self, plan: Plan) -> RedeploymentOutcome:
-        """Bring the fleet to `plan.instances`. Raises Permanent or ProblemFaults before anything is done, never in the
-        middle."""
+        """Redeploy the fleet to `plan.instances`. Raises Permanent or ProblemFaults before anything is changed, but not
+        later."""
         self._check_free()
         with self._turn.preparing():
             await self._scan()
@@ -308,23 +316,23 @@ class RedeploymentController:
         return await asyncio.shield(task)
 
     def begin(self, wish: RedeployRequest) -> RedeploymentId:
-        """Start what `draft` shows; it then goes on by itself."""
+        """Start the redeployment that `draft` returns, in the background. Raises Permanent or ProblemFaults."""
         self._check_free()
         if because := self._control_plane.redeployment_hold():
             raise Permanent(because)
         redeployment, _ = self.draft(wish)
         if not _changes(redeployment):
-            raise Permanent("the fleet is as it is wanted: there is nothing to redeploy")
+            raise Permanent("the fleet already has the requested engines: nothing to redeploy")
         self._begin(redeployment)
         return redeployment.id
 
     def _check_free(self) -> None:
         if self._turn.busy:
             which = f" ({self._run.redeployment.id})" if self._run is not None else ""
-            raise Permanent(f"another change of the deployment is under way{which}")
+            raise Permanent(f"another change of the deployment is in progress{which}")
 
     def _begin(self, redeployment: Redeployment, *, tell: bool = True) -> "asyncio.Task[RedeploymentOutcome]":
-        """`tell` the control plane how it ends, where the caller does not."""
+        """Start a redeployment. With `tell`, report its end to the control plane, as the caller does not."""
         self._run = run = self._new_run(redeployment)
         task = self._start(self._carry(run, run.run(), tell=tell))
         task.add_done_callback(_log_defect)
@@ -343,13 +351,13 @@ class RedeploymentController:
     async def _carry(self, run: RedeploymentRun, work: Awaitable[None], *, tell: bool = True) -> RedeploymentOutcome:
         try:
             await work
-        except Exception:  # a defect of ours: nobody is to wait for a redeployment that goes on no further
+        except Exception:  # a defect: requests must not wait for engines of a redeployment that has stopped
             run.acts.let_be()
             raise
         try:
             await self._scan()
-        except OrchestrRLError as error:  # what the redeployment has seen is as good
-            logger.warning("the deployer does not say what runs: %s", error)
+        except OrchestrRLError as error:  # the redeployment's own observations suffice
+            logger.warning("cannot list the deployer's engines: %s", error)
         report = run.report()
         specs = {spec.engine: spec for spec in (*run.redeployment.asleep, *run.redeployment.old, *run.redeployment.new)}
         there = [
@@ -368,12 +376,12 @@ class RedeploymentController:
             if tell:
                 self._control_plane.redeployment_ended(run.redeployment.plan, outcome)
         except OrchestrRLError as error:
-            logger.error("the end of redeployment %s cannot be written down: %s", report.id, error)
+            logger.error("cannot write the end of redeployment %s to the journal: %s", report.id, error)
         self._book.changed()
         return outcome
 
     def _starts(self, run: RedeploymentRun) -> dict[EngineId, EngineStart]:
-        """What engines that started as usual took to come up."""
+        """Return the start durations of the engines whose start was typical."""
         expected_s = {id: known.switch_s for id, known in run.acts.configurations.items()}
         return {
             spec.engine: EngineStart(spec.configuration, elapsed_s, expected_s.get(spec.configuration, elapsed_s))
@@ -382,21 +390,22 @@ class RedeploymentController:
         }
 
     def _as_usual(self, run: RedeploymentRun, engine: EngineId) -> bool:
-        """Engines that are kept asleep start once and are woken from then on, which is what the next will take."""
+        """Return whether the engine's start is typical of later ones. Engines that are kept asleep are started only
+        once, and woken later."""
         if not self._deployment.keep_asleep or engine in {spec.engine for spec in run.redeployment.asleep}:
             return True
-        told = self._offers(engine)
-        return told is not None and not told.sleep
+        offers = self._offers(engine)
+        return offers is not None and not offers.sleep
 
     def cancel(self, id: str, reason: str) -> RedeploymentReport:
-        """Go back to the engines from before. Raises Permanent where nothing can be called off."""
+        """Undo the running redeployment. Raises Permanent if none can be cancelled."""
         if not self._turn.busy or self._run is None or id not in ("", self._run.redeployment.id):
-            raise Permanent(f"redeployment {id} is not under way" if id else "no redeployment is under way")
+            raise Permanent(f"redeployment {id} is not running" if id else "no redeployment is running")
         self._run.call_off(f"called off: {reason or 'by an operator'}")
         return self._run.report()
 
     async def close(self) -> None:
-        """The daemon ends: a redeployment under way is left for the next one to take up."""
+        """Stop without finishing: the next daemon resumes a running redeployment."""
         if self._task is not None and not self._task.done():
             await stop(self._task)
         await self._deployer.close()
@@ -409,4 +418,4 @@ def _changes(redeployment: Redeployment) -> bool:
 
 def _log_defect(task: "asyncio.Task[RedeploymentOutcome]") -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
-        logger.error("a redeployment broke off: %s", error, exc_info=error)
+        logger.error("a redeployment failed with a defect: %s", error, exc_info=error)

@@ -1,5 +1,5 @@
-"""Where the requests of engines that leave go: to one that stays, or to one that is yet to come. All engines that leave
-are emptied at the same time, by one look at the fleet."""
+"""Choose where the requests of leaving engines go: to an engine that stays, or to one that is being started. All
+leaving engines are emptied at the same time, from one snapshot of the fleet."""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -12,12 +12,13 @@ from planner.model import Configuration, ConfigurationId, EngineId, RequestId, R
 if TYPE_CHECKING:
     from orchestrrl.fleet.redeployment.actions import FleetControl
 
-# A gateway that hears no more of the redeployment keeps a request for its engine at least this long, and twice the time
-# that this should take; then it goes elsewhere.
+# A gateway that gets no more orders keeps a request for its new engine this long, plus twice the engine's expected
+# start
+# time; then it sends the request elsewhere.
 HOLD_S = 30.0
-# After an order a gateway has this long to tell where its requests are; then what is still there is ordered again.
+# After an order a gateway has this long to report its requests; then the remaining ones are ordered again.
 TOLD_WITHIN_S = 1.5
-# A look at a fleet of ten thousands of requests takes tens of milliseconds of the event loop: it is good for so long.
+# A snapshot of ten thousands of requests blocks the event loop for tens of milliseconds: it is reused for this long.
 LOOK_S = 0.05
 LOOK_S_PER_REQUEST = 1.5e-5
 
@@ -26,13 +27,13 @@ LOOK_S_PER_REQUEST = 1.5e-5
 class _Look:
     snapshot: Snapshot
     requests: Mapping[EngineId, Sequence[RequestView]]
-    willing: Mapping[EngineId, int]  # who takes requests, or will, and on how many GPUs
-    load: Counter[EngineId]  # requests that are there or on their way; grows as more are sent
+    willing: Mapping[EngineId, int]  # engines that accept requests, or will, and their GPU counts
+    load: Counter[EngineId]  # requests there or on their way; grows as more are sent
 
 
 class Emptying:
-    """For one redeployment. Requests go where its plan wants them, as far as that engine takes any; the others where
-    least is."""
+    """Moves requests off the leaving engines of one redeployment. A request goes to its planned destination if that
+    engine accepts requests, otherwise to the least loaded one."""
 
     def __init__(
         self,
@@ -41,7 +42,7 @@ class Emptying:
         configurations: Mapping[ConfigurationId, Configuration],
     ) -> None:
         self.moved: set[RequestId] = set()
-        self.parked: set[RequestId] = set()  # kept by their gateway for an engine to come
+        self.parked: set[RequestId] = set()  # kept by their gateway for an engine that is being started
         self._control_plane = control_plane
         self._redeployment = redeployment
         self._coming = {spec.engine: spec.configuration for spec in redeployment.preparing}
@@ -50,16 +51,16 @@ class Emptying:
             for engine, id in self._coming.items()
         }
         self._given: dict[RequestId, EngineId] = {}  # as last ordered
-        self._until_s: dict[RequestId, float] = {}  # not ordered again before
-        self._refused: defaultdict[RequestId, set[EngineId]] = defaultdict(set)  # by whom
+        self._until_s: dict[RequestId, float] = {}  # the earliest time of the next order
+        self._refused: defaultdict[RequestId, set[EngineId]] = defaultdict(set)  # by these engines
         self._polled: _Look | None = None
 
     def here(self, engine: EngineId) -> Sequence[RequestView]:
-        """What gateways have there."""
+        """Return the requests on the engine, as gateways report them."""
         return self._recent_snapshot().requests.get(engine, ())
 
     async def order(self, engine: EngineId) -> int:
-        """Have what can leave leave, unless that was ordered of late; how many did."""
+        """Order all movable requests off the engine, except recently ordered ones. Return how many left."""
         look, now_s = self._recent_snapshot(), self._control_plane.clock.now_s()
         due = [r for r in self.here(engine) if r.movable and self._until_s.get(r.id, 0.0) <= now_s]
         moves = [move for request in due if (move := self._move(request, look)) is not None]
@@ -80,7 +81,7 @@ class Emptying:
     def _move(self, request: RequestView, look: _Look) -> RequestMove | None:
         assert request.engine is not None
         refused = self._refused.get(request.id, set())
-        if refused.issuperset(look.willing):  # whatever that was about, it may be over
+        if refused.issuperset(look.willing):  # all have refused once; their reasons may be gone
             refused = set()
         open_to = [engine for engine in look.willing if engine not in refused]
         if not open_to:

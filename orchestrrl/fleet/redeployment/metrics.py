@@ -1,4 +1,4 @@
-"""What Prometheus is told of redeployments: how many came out how, and what each kind of step takes."""
+"""Export metrics of redeployments: how many ended with each outcome, and how long each kind of step takes."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ OUTCOMES = (OperationState.DONE, OperationState.ROLLED_BACK, OperationState.DEGR
 
 
 class RedeploymentMetrics:
-    """Counts each redeployment once, when it has ended, however few of them are remembered."""
+    """Counts each redeployment once when it has ended, even if it is not remembered for long."""
 
     def __init__(self) -> None:
         self._counted: set[str] = set()
@@ -24,24 +24,24 @@ class RedeploymentMetrics:
         self._closed_s = 0.0
 
     def collect(self, history: Sequence[RedeploymentReport]) -> Iterator[Metric]:
-        """`history`: all redeployments that are remembered."""
+        """Yield the metrics. `history` contains all remembered redeployments."""
         ended = [report for report in history if report.state is not OperationState.RUNNING]
         for report in ended:
             if report.id not in self._counted:
                 self._count(report)
         self._counted = {report.id for report in ended}
-        help_text = "1 while engines are being changed."
+        help_text = "1 while a redeployment runs, otherwise 0."
         yield GaugeMetricFamily("orchestrrl_redeployment_running", help_text, float(len(ended) < len(history)))
         yield labelled_counter(
             "orchestrrl_redeployments",
-            "Redeployments that have ended; rolled_back: the engines are those from before; degraded: "
+            "Redeployments that have ended; rolled_back: the previous engines serve again; degraded: "
             "some of these are missing.",
             "outcome",
             [(outcome, self._outcomes[outcome]) for outcome in OUTCOMES],
         )
-        help_text = "Seconds for which requests of engines that left had none to go to, over all redeployments."
+        help_text = "Seconds from fencing leaving engines until new ones got requests, over all redeployments."
         yield CounterMetricFamily("orchestrrl_redeployment_closed_seconds", help_text, self._closed_s)
-        help_text = "Steps of redeployments that were carried out, and the seconds that they took, by kind."
+        help_text = "Completed steps of redeployments and their seconds, by kind."
         steps = SummaryMetricFamily("orchestrrl_redeployment_step_seconds", help_text, labels=["kind"])
         for kind in StepKind:
             steps.add_metric([kind], self._steps[kind], self._elapsed_s[kind])
@@ -53,9 +53,9 @@ class RedeploymentMetrics:
     def _count(self, report: RedeploymentReport) -> None:
         self._outcomes[report.state] += 1
         self._closed_s += report.closed_s or 0.0
-        for told in report.steps:
-            if told.state is StepState.DONE and told.elapsed_s is not None:
-                self._steps[told.step.kind] += 1
-                self._elapsed_s[told.step.kind] += told.elapsed_s
-            elif told.state is StepState.FAILED:
-                self._failed[told.step.kind] += 1
+        for step_report in report.steps:
+            if step_report.state is StepState.DONE and step_report.elapsed_s is not None:
+                self._steps[step_report.step.kind] += 1
+                self._elapsed_s[step_report.step.kind] += step_report.elapsed_s
+            elif step_report.state is StepState.FAILED:
+                self._failed[step_report.step.kind] += 1

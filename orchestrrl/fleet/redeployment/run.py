@@ -1,7 +1,7 @@
-"""A redeployment as an operation: what each of its steps does, and how it goes back.
+"""Run a redeployment as an operation: its steps, and how they are undone.
 
-Whatever happens, it ends with the old engines, the new ones, or, where going back fails for some, with all others.
-Running the steps, journalling them and resuming after a restart is core/operation.py.
+In every case it ends with the old engines, with the new ones, or, if undoing fails for some, with all others.
+core/operation.py runs the steps, journals them and resumes them after a restart.
 """
 
 import logging
@@ -29,13 +29,13 @@ _FREES_GPUS = (StepKind.STOP, StepKind.SLEEP)
 
 
 class RedeploymentRun(Description[RedeployStep]):
-    """One redeployment under way. `changed` is called with each new state of the report."""
+    """One running redeployment. `changed` is called with each new state of the report."""
 
     def __init__(self, acts: RedeployActions, log: OperationJournal, clock: Clock, changed: Callable[[], None]) -> None:
         self.acts = acts
         self._clock = clock
         self._stages = steps.stages_of(acts.redeployment)
-        self._expects = False  # gateways have been told which engines are to come
+        self._expects = False  # gateways have received which engines are expected
         self._has_written_reference = False
         self._operation = OperationRun(self, log, clock, changed)
         self.call_off = self._operation.call_off
@@ -71,7 +71,8 @@ class RedeploymentRun(Description[RedeployStep]):
         )
 
     def elapsed_s(self, engine: EngineId) -> float | None:
-        """Return the seconds from when the engines in its way began to leave until it was verified, or None."""
+        """Return the seconds from when the engines on its GPUs began to leave until the engine was verified, or
+        None."""
         gpus = {gpu for spec in self.redeployment.coming if spec.engine == engine for gpu in spec.gpus}
         in_the_way = {spec.engine for spec in self.redeployment.leaving if gpus.intersection(spec.gpus)}
         began_s, verified_s = [], []
@@ -86,22 +87,22 @@ class RedeploymentRun(Description[RedeployStep]):
         return verified_s[-1] - min(began_s) if verified_s and began_s else None
 
     async def run(self) -> None:
-        """Run it from the beginning to the end."""
-        # Engines that come on free GPUs are verified before any engine is emptied that could be asked then.
+        """Run the redeployment from the beginning to its end."""
+        # Engines on free GPUs are verified before any engine is emptied that could give reference answers.
         early = next(steps_in(self._stages)).kind in _TAKES_GPUS
         limit_s = self.redeployment.limits.check_s if early else REFERENCE_WITHIN_S
         try:
             self.acts.compare_with(await within(self._clock, limit_s, self.acts.reference(patient=early)))
         except OrchestrRLError as error:
-            logger.warning("%s: no engine gave answers to compare with: %s", self, error)
+            logger.warning("%s: no reference answers: %s", self, error)
         self._has_written_reference = self.redeployment.reference is not None
         await self._operation.run()
 
     async def resume(self, entries: Sequence[JournalEntry]) -> None:
-        """Bring it to its end after its daemon ended; `entries` are those of its steps, in order."""
+        """Finish a redeployment whose daemon ended. `entries` are its steps' journal entries, in order."""
         await self._operation.resume(entries)
 
-    # --- what core/operation.py asks of it
+    # --- called by core/operation.py
 
     def forward(self) -> tuple[Stage[RedeployStep], ...]:
         return self._stages
@@ -136,7 +137,7 @@ class RedeploymentRun(Description[RedeployStep]):
         old = {spec.engine for spec in self.redeployment.leaving}
         asleep = {engine for engine in present if running[engine].lent}
         asleep |= present & left.dozing & old
-        there = present - (left.unready & old)  # starting one again is harmless, and brings it up
+        there = present - (left.unready & old)  # another start is harmless and completes theirs
         ended = {engine for engine in present if running[engine].life is EngineLife.ENDED}
         stages = steps.stages_back(self.redeployment, there, asleep, left.scaled, left.stopping | ended)
         brought_up = {step.engine for step in steps_in(stages) if step.kind is StepKind.READY}
@@ -162,7 +163,7 @@ class RedeploymentRun(Description[RedeployStep]):
         if not steps.goes_on(self.redeployment, done, alive):
             return None
         stopped = {engine for kind, engine in done if kind in _FREES_GPUS}
-        # What this daemon has to know of itself, and what is as good as undone until its engine has stopped.
+        # Steps that set this daemon's own state, and evacuations, which only last until their engine has stopped.
         again: set[tuple[StepKind, EngineId | None]] = {(StepKind.FENCE, None), (StepKind.ADMIT, None)}
         again |= {(StepKind.EVACUATE, spec.engine) for spec in self.redeployment.leaving if spec.engine not in stopped}
         return frozenset(step.number for step in forward.values() if (step.kind, step.engine) in done - again)
@@ -171,11 +172,13 @@ class RedeploymentRun(Description[RedeployStep]):
         return step.kind is StepKind.ADMIT
 
     def is_optional(self, step: RedeployStep) -> bool:
-        """The new deployment stands: an engine that could not be stopped is left to the next redeployment."""
+        """Return whether the redeployment succeeds even if this step fails: an engine that could not be retired is left
+        to the next redeployment."""
         return step.kind is StepKind.RETIRE
 
     async def again(self, chain: RedeployChain, failed: RedeployStep) -> RedeployChain:
-        """Free the GPUs of an engine that came up by half; one that could not be woken is started."""
+        """Return the chain for another attempt, after freeing the GPUs of an engine that came up only in part. An
+        engine that could not be woken is started instead."""
         if failed.engine is None or failed.kind not in (*_TAKES_GPUS, StepKind.SCALE, *steps.BRING_UP):
             return chain
         try:
@@ -197,16 +200,16 @@ class RedeploymentRun(Description[RedeployStep]):
 
 @dataclass(slots=True)
 class _Unsettled:
-    """Engines whose processes may be there without serving or staying, by the steps that were begun."""
+    """Engines whose processes may exist without serving or staying, derived from the steps that were begun."""
 
-    stopping: set[EngineId] = field(default_factory=set)  # begun, and not known to have been done
-    dozing: set[EngineId] = field(default_factory=set)  # that may sleep, whatever the deployer knows of it
-    unready: set[EngineId] = field(default_factory=set)  # on their way up, and not known to have been verified
-    loaded: set[EngineId] = field(default_factory=set)  # with the weights that all have to serve
-    scaled: set[EngineId] = field(default_factory=set)  # whose scaling was begun
+    stopping: set[EngineId] = field(default_factory=set)  # stop begun, and not known to be done
+    dozing: set[EngineId] = field(default_factory=set)  # may sleep, even if the deployer did not record it
+    unready: set[EngineId] = field(default_factory=set)  # being brought up, and not known to be verified
+    loaded: set[EngineId] = field(default_factory=set)  # engines with the current weights
+    scaled: set[EngineId] = field(default_factory=set)  # engines whose scaling was begun
 
 
-# The sets of `_Unsettled` that a step's entry adds its engine to, and those that it takes it from.
+# The sets of `_Unsettled` that a step's entry adds its engine to, and those that it removes it from.
 _UNSETTLED = {
     (StepKind.START, StepState.RUNNING): (["unready"], ["loaded", "stopping"]),
     (StepKind.WAKE, StepState.RUNNING): (["unready"], ["loaded"]),
@@ -232,7 +235,7 @@ def _unsettled(records: Iterable[StepEntry]) -> _Unsettled:
 
 
 def _closed_s(records: Collection[StepEntry]) -> float | None:
-    """Return the seconds from the fence until requests went to the new engines, or None where they have not."""
+    """Return the seconds from the fence until requests went to the new engines, or None if they have not."""
     fenced_s = [record.entry["began_s"] for record in records if record.entry["kind"] == StepKind.FENCE]
     admitted_s = [
         record.entry["began_s"] + record.entry["elapsed_s"]

@@ -1,8 +1,8 @@
-"""A redeployment: from the engines that there are to those wanted, in ordered steps, and back. Pure.
+"""Plan a redeployment as ordered steps from the present engines to the requested ones, and back. Pure.
 
-The order is what keeps the fleet whole: engines that stay never stop serving; nothing is sent to an engine that is
-about to stop; none stops while a request is there that its gateway would not take back; a GPU serves one engine at a
-time; new engines serve once all of them have been verified. Carrying the steps out is run.py.
+The order preserves these invariants: engines that stay never stop serving; no new requests go to an engine that is
+about to stop; an engine stops only when it has no request that its gateway would not take back; a GPU serves one engine
+at a time; new engines serve once all of them are verified. run.py carries the steps out.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -20,36 +20,36 @@ RedeploymentId = NewType("RedeploymentId", str)
 
 
 class StepKind(StrEnum):
-    FENCE = "fence"  # of the fleet: nothing new goes to the engines that leave
-    EVACUATE = "evacuate"  # their requests move, or are kept by their gateway for an engine to come
-    SLEEP = "sleep"  # it frees its GPUs and can be woken
+    FENCE = "fence"  # fleet: no new requests go to leaving engines
+    EVACUATE = "evacuate"  # requests move, or gateways keep them for a new engine
+    SLEEP = "sleep"  # frees its GPUs; can be woken
     STOP = "stop"
     START = "start"
     WAKE = "wake"
-    SCALE = "scale"  # elastic expert parallelism: it goes on with more or fewer replicas
-    READY = "ready"  # it answers with a real token
+    SCALE = "scale"  # elastic expert parallelism: more or fewer replicas
+    READY = "ready"  # generates a real token
     LOAD = "load_weights"
     WARM_UP = "warm_up"
-    VERIFY = "verify"  # layout, KV capacity, weights, and that it answers as the others do
-    ADMIT = "admit"  # of the fleet: requests go to all of the new engines
-    COMMIT = "commit"  # of the fleet: from here on this is the deployment
-    RETIRE = "retire"  # an engine that slept through the redeployment is stopped
+    VERIFY = "verify"  # layout, KV capacity, weights and answers
+    ADMIT = "admit"  # fleet: requests go to all new engines
+    COMMIT = "commit"  # fleet: the new deployment is final
+    RETIRE = "retire"  # stop an engine that slept through the redeployment
 
 
-# What is done to an engine before it may serve.
+# The steps before an engine may serve.
 BRING_UP = (StepKind.READY, StepKind.LOAD, StepKind.WARM_UP, StepKind.VERIFY)
 
 
 @dataclass(frozen=True, slots=True)
 class RedeployTimeouts:
-    """How long each step may take. Past it the step has failed."""
+    """The time limit of each step. A step that exceeds it has failed."""
 
-    drain_s: float = 30.0  # for requests that cannot be moved to finish
+    drain_s: float = 30.0  # for unmovable requests to finish
     stop_s: float = 60.0
     start_s: float = 60.0
-    ready_s: float = 600.0  # large models are long to load
+    ready_s: float = 600.0  # large models load slowly
     load_s: float = 300.0
-    check_s: float = 120.0  # warm-up, verification, admission, and going to sleep and waking
+    check_s: float = 120.0  # warm-up, verification, admission, sleep and wake-up
 
     def of(self, kind: StepKind) -> float:
         limits_s = {StepKind.EVACUATE: self.drain_s, StepKind.STOP: self.stop_s, StepKind.RETIRE: self.stop_s}
@@ -59,18 +59,18 @@ class RedeployTimeouts:
 
 @dataclass(frozen=True, slots=True)
 class ServedWeights:
-    """What all engines have to serve. `version` None: nobody has named one, and the model's own are meant. `source`: a
-    folder that engines can read; empty: nobody has told where to get them."""
+    """The weights that all engines must serve. `version` None means that none was set, and the model's own weights
+    apply. `source` is a folder that engines can read; empty if unknown."""
 
     version: int | None = None
     source: str = ""
-    tensors_only: bool = False  # no configuration beside them: engines begin with the model's own, and load these then
+    tensors_only: bool = False  # no model configuration: engines start with the model's own, then load these
 
 
 @dataclass(frozen=True, slots=True)
 class Redeployment:
-    """One change. `old` is the whole deployment, `new` the whole of what is wanted: what is in both stays as it is, or
-    is scaled where it has other GPUs there."""
+    """One change of the deployment. `old` and `new` are the complete deployments before and after. An engine in both
+    stays as it is, or is scaled if its GPUs differ."""
 
     id: RedeploymentId
     plan: PlanId
@@ -78,13 +78,13 @@ class Redeployment:
     created_s: float
     old: tuple[EngineSpec, ...]
     new: tuple[EngineSpec, ...]
-    asleep: tuple[EngineSpec, ...] = ()  # that can be woken instead of starting their like
-    can_sleep: frozenset[EngineId] = frozenset()  # of those that leave
-    keep_asleep: bool = False  # who sleeps and is not wanted stays so, to be woken by a later redeployment
-    destinations: Mapping[RequestId, EngineId] = field(default_factory=dict)  # of requests, as the plan has them
+    asleep: tuple[EngineSpec, ...] = ()  # can be woken instead of starting an equal engine
+    can_sleep: frozenset[EngineId] = frozenset()  # of the leaving engines
+    keep_asleep: bool = False  # keep unused sleeping engines for a later redeployment
+    destinations: Mapping[RequestId, EngineId] = field(default_factory=dict)  # of requests, by the plan
     weights: ServedWeights = ServedWeights()
     limits: RedeployTimeouts = RedeployTimeouts()
-    reference: AnswerExcerpt | None = None  # how the old engines answer: the new ones have to agree
+    reference: AnswerExcerpt | None = None  # an answer of the old engines, which new ones must match
 
     def __post_init__(self) -> None:
         for name, specs in (("old", self.old), ("new", self.new)):
@@ -96,7 +96,7 @@ class Redeployment:
                     owner[gpu] = spec.engine
             ids = [spec.engine for spec in specs]
             if len(set(ids)) != len(ids):
-                raise ValueError(f"{name}: engine ids must differ, got {ids}")
+                raise ValueError(f"{name}: engine ids must be unique, got {ids}")
         changed = [new.engine for old, new in self.scaled if not can_scale(old, new)]
         if changed:
             raise ValueError(f"engines that stay must keep their GPUs, got others for {changed}")
@@ -113,19 +113,20 @@ class Redeployment:
 
     @property
     def preparing(self) -> tuple[EngineSpec, ...]:
-        """Those to be verified before they serve: who comes, and who is scaled, as wanted."""
+        """Return the engines to verify before they serve: those that are added, and those that are scaled, with their
+        new specs."""
         return (*self.coming, *(new for _, new in self.scaled))
 
     @property
     def scaled(self) -> tuple[tuple[EngineSpec, EngineSpec], ...]:
-        """As they are, and as they are wanted."""
+        """Return the (old, new) specs of each scaled engine."""
         before = {spec.engine: spec for spec in self.old}
         pairs = ((before[spec.engine], spec) for spec in self.new if spec.engine in before)
         return tuple((old, new) for old, new in pairs if old.gpus != new.gpus)
 
 
 def can_scale(old: EngineSpec, new: EngineSpec) -> bool:
-    """Whether they differ in how many replicas share the experts, and in nothing else."""
+    """Return whether the specs differ only in the number of replicas that share the experts."""
     one, other = old.parallelism, new.parallelism
     spread = all(p.ep == p.tp * p.dp > 1 and not p.afd for p in (one, other))
     nested = set(old.gpus) < set(new.gpus) or set(new.gpus) < set(old.gpus)
@@ -134,7 +135,7 @@ def can_scale(old: EngineSpec, new: EngineSpec) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RedeployStep:
-    """`number` from 1, over the whole direction. `engine` None: of the fleet."""
+    """One step. `number` counts from 1 over a direction. `engine` is None for steps of the whole fleet."""
 
     number: int
     stage: int
@@ -148,8 +149,8 @@ class RedeployStep:
 
 @dataclass(frozen=True, slots=True)
 class RedeployRequest:
-    """What somebody asks for: a plan to be carried out, or how many engines of which configurations. A count of 0: as
-    many as the GPUs make that the others leave. Nothing is checked yet."""
+    """A request to carry out a plan, or to run a number of engines per configuration. A count of 0 means as many as fit
+    on the GPUs that the others leave free. Not validated yet."""
 
     targets: tuple[tuple[str, int], ...] = ()
     plan: str = ""
@@ -158,7 +159,7 @@ class RedeployRequest:
 
 @dataclass(frozen=True, slots=True)
 class RedeploymentReport:
-    """A redeployment as it stands, or as it ended. Seconds are the daemon's."""
+    """The state or the result of a redeployment. Times are in the daemon's seconds."""
 
     id: RedeploymentId
     plan: PlanId
@@ -167,13 +168,13 @@ class RedeploymentReport:
     state: OperationState
     old: tuple[EngineSpec, ...]
     new: tuple[EngineSpec, ...]
-    engines: tuple[EngineId, ...]  # that the fleet has now
-    steps: tuple[StepReport[RedeployStep], ...]  # forward, then those back where it was rolled back
-    detail: str = ""  # why it was rolled back, what is missing
+    engines: tuple[EngineId, ...]  # the engines that serve now
+    steps: tuple[StepReport[RedeployStep], ...]  # forward steps, then undo steps if rolled back
+    detail: str = ""  # why it was rolled back, or what is missing
     ended_s: float | None = None
     requests_moved: int = 0
     requests_parked: int = 0  # kept by their gateway meanwhile
-    # From the fence until requests went to the new engines; None: they have not.
+    # From the fence until requests went to the new engines; None: not yet.
     closed_s: float | None = None
 
     @property
@@ -186,7 +187,7 @@ _Plan = list[list[_Chain]]
 
 
 def stages_of(redeployment: Redeployment) -> tuple[Stage[RedeployStep], ...]:
-    """Forward. Engines whose GPUs are free come up while the old ones still serve."""
+    """Return the forward stages. Engines on free GPUs are brought up while the old ones still serve."""
     held = {gpu for spec in redeployment.old for gpu in spec.gpus}
     early = [spec for spec in redeployment.coming if not held.intersection(spec.gpus)]
     late = [spec for spec in redeployment.coming if held.intersection(spec.gpus)]
@@ -225,9 +226,12 @@ def stages_back(
     scaled: Collection[EngineId] = (),
     failing: Collection[EngineId] = (),
 ) -> tuple[Stage[RedeployStep], ...]:
-    """Back to the old engines, from wherever it broke off. `alive`: all engines of either side whose processes are
-    there now, `asleep` those of them that sleep; `scaled`, whose scaling was begun: some may find that nothing came of
-    it; `failing`, who are there and will not be: their stop was begun, or they have ended."""
+    """Return the stages back to the old engines, from any point of interruption.
+
+    `alive` are all engines of either side whose processes exist, `asleep` those that sleep. `scaled` are engines whose
+    scaling was begun, perhaps without effect. `failing` are engines that exist but will not: their stop was begun, or
+    they have ended.
+    """
     new = [spec for spec in redeployment.coming if spec.engine in alive and spec.engine not in asleep]
     sleeping = {spec.engine for spec in redeployment.leaving if spec.engine in asleep}
     lent = {spec.engine for spec in redeployment.asleep}
@@ -256,7 +260,7 @@ def stages_back(
 
 
 def _chain(engine: EngineId, *first: StepKind) -> _Chain:
-    """Bring an engine up, after what comes first."""
+    """Return the steps that bring an engine up, after the steps in `first`."""
     return [(kind, engine) for kind in (*first, *BRING_UP)]
 
 
@@ -278,9 +282,9 @@ def _numbered(plan: _Plan, limits: RedeployTimeouts) -> tuple[Stage[RedeployStep
 def goes_on(
     redeployment: Redeployment, done: Collection[tuple[StepKind, EngineId | None]], alive: Collection[EngineId]
 ) -> bool:
-    """Whether a redeployment that was cut short is finished rather than undone: all that is new has been verified, and
-    is still there, so that going back would cost more than going on."""
+    """Return whether an interrupted redeployment is finished rather than undone: all new engines are verified and
+    alive, so that undoing it would cost more."""
     ready = all((StepKind.VERIFY, spec.engine) in done and spec.engine in alive for spec in redeployment.preparing)
-    # A redeployment that only stops engines is undone as long as they are all there.
+    # A redeployment that only stops engines is undone while all of them exist.
     began = bool(redeployment.preparing) or any((StepKind.STOP, spec.engine) in done for spec in redeployment.leaving)
     return ready and began

@@ -1,4 +1,4 @@
-"""From a plan, or an operator's wish, to the engines that the fleet is to have, each on its GPUs. Pure."""
+"""Turn a plan, or an operator's request, into the engines that the fleet should have, each on its GPUs. Pure."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -9,7 +9,7 @@ from orchestrrl.fleet.deployers.command_line import EngineSpec
 from orchestrrl.fleet.redeployment.steps import RedeployRequest, can_scale
 from planner.model import Configuration, ConfigurationId, EngineId, GpuId, Plan, RequestId
 
-# The wish that all engines stop, once their requests have finished.
+# The request to stop all engines once their requests have finished.
 NOTHING = (("nothing", 0),)
 
 MakeSpec = Callable[[EngineId, ConfigurationId, Sequence[GpuId]], EngineSpec]
@@ -17,24 +17,24 @@ MakeSpec = Callable[[EngineId, ConfigurationId, Sequence[GpuId]], EngineSpec]
 
 @dataclass(frozen=True, slots=True)
 class StandingEngine:
-    """The deployment as it is. `serving` are the deployer's engines that do not sleep, dead ones included until they
-    are stopped; `others` are GPUs of engines that somebody else has started."""
+    """The present deployment. `serving` are the deployer's engines that do not sleep, including dead ones until they
+    are stopped; `others` are the GPUs of engines that the deployer did not start."""
 
     serving: tuple[EngineSpec, ...]
     asleep: tuple[EngineSpec, ...]
-    elastic: frozenset[EngineId]  # that can be scaled while they run
+    elastic: frozenset[EngineId]  # can be scaled while running
     alive: frozenset[EngineId]
-    drained: frozenset[EngineId]  # by an operator: they stay, and finish what they have
-    lost: frozenset[EngineId]  # nobody knows how they are: their GPUs count as taken
+    drained: frozenset[EngineId]  # by an operator: they stay, and finish their requests
+    lost: frozenset[EngineId]  # their state is unknown: their GPUs count as in use
     others: Mapping[GpuId, EngineId]
     gpus_count: int
     per_node: int
     configurations: Mapping[ConfigurationId, Configuration]
-    make_spec: MakeSpec  # for an engine that is to be started
+    make_spec: MakeSpec  # for an engine to start
 
     @property
     def kept_anyway(self) -> tuple[EngineSpec, ...]:
-        """What no redeployment touches."""
+        """Return the engines that no redeployment changes."""
         return tuple(spec for spec in self.serving if spec.engine in self.drained | self.lost)
 
 
@@ -42,13 +42,13 @@ class StandingEngine:
 class TargetEngine:
     new: tuple[EngineSpec, ...]
     destinations: Mapping[RequestId, EngineId] = field(default_factory=dict)
-    sleepers_too: bool = False  # who sleeps is to end as well
+    sleepers_too: bool = False  # stop sleeping engines as well
 
 
 def wanted_by_plan(plan: Plan, standing: StandingEngine) -> TargetEngine:
-    """Raises Permanent where the fleet is no longer the one that the plan was made for."""
+    """Return the engines of a plan. Raises Permanent if the fleet has changed since the plan was made."""
     if not plan.instances:
-        raise Permanent(f"plan {plan.id} names no engines")
+        raise Permanent(f"plan {plan.id} has no engines")
     there = {spec.engine: spec for spec in standing.serving if spec.engine in standing.alive}
     foreign = set(standing.others.values())
     new = list(standing.kept_anyway)
@@ -58,13 +58,11 @@ def wanted_by_plan(plan: Plan, standing: StandingEngine) -> TargetEngine:
                 new.append(there[instance.id])
         elif instance.id not in foreign:
             if instance.kept:
-                raise Permanent(f"plan {plan.id} keeps engine {instance.id}, which is not there any more")
+                raise Permanent(f"plan {plan.id} keeps engine {instance.id}, which no longer exists")
             new.append(standing.make_spec(instance.id, instance.configuration, instance.gpus))
     wanted = {instance.id for instance in plan.instances}
     if unowned := sorted(foreign - wanted):
-        raise Permanent(
-            f"plan {plan.id} is without {', '.join(unowned)}, which this deployer has not started and does not stop"
-        )
+        raise Permanent(f"plan {plan.id} omits {', '.join(unowned)}, which this deployer did not start and cannot stop")
     _check_gpus(new, standing)
     destinations = {move.request: move.destination for move in plan.moves}
     destinations |= {request: instance.id for instance in plan.instances for request in instance.requests}
@@ -72,8 +70,8 @@ def wanted_by_plan(plan: Plan, standing: StandingEngine) -> TargetEngine:
 
 
 def wanted_by_targets(wish: RedeployRequest, name: str, standing: StandingEngine) -> TargetEngine:
-    """Engines of each configuration, those that are there kept as far as they fit in; new ones are called after `name`.
-    `nothing` is a target, too. Raises ProblemFaults with every fault of the wish."""
+    """Return engines for the requested counts per configuration. Existing engines are kept if they fit; new ones are
+    named after `name`. The target `nothing` stops all engines. Raises ProblemFaults with every fault of the request."""
     if wish.targets == NOTHING:
         return TargetEngine(standing.kept_anyway, sleepers_too=True)
     configurations = standing.configurations
@@ -81,31 +79,31 @@ def wanted_by_targets(wish: RedeployRequest, name: str, standing: StandingEngine
         raise ProblemFaults(faults)
     targets = [(ConfigurationId(target), count) for target, count in wish.targets]
     keepable = _keepable(targets, standing)
-    for dropped in range(len(keepable) + 1):  # as few as need be
+    for dropped in range(len(keepable) + 1):  # drop as few as possible
         new = _filled(targets, name, standing, keepable[dropped:])
         if new is not None:
             return _reusing(TargetEngine((*standing.kept_anyway, *new)), standing)
     free = len(_free(standing, standing.kept_anyway))
     asked = ", ".join(f"{count or 'any'} x {target} of {configurations[target].gpus} GPUs" for target, count in targets)
-    fault = f"targets: do not fit on the {free} GPUs in nodes of {standing.per_node}, got {asked}"
+    fault = f"targets: must fit on the {free} GPUs in nodes of {standing.per_node}, got {asked}"
     raise ProblemFaults([fault + _taken_by(standing)])
 
 
 def _taken_by(standing: StandingEngine) -> str:
-    """Who has the GPUs that no redeployment can free."""
+    """Return a text that lists the engines on GPUs that no redeployment can free."""
     kept = {gpu: spec.engine for spec in standing.kept_anyway for gpu in spec.gpus}
     words = (
-        (kept, "drained by an operator, or nobody knows how they are"),
-        (standing.others, "not started by this deployer, which does not stop them"),
+        (kept, "drained by an operator, or their state is unknown"),
+        (standing.others, "not started by this deployer, which cannot stop them"),
     )
-    told = [f"{', '.join(sorted(set(owner.values())))} ({why})" for owner, why in words if owner]
-    return f"; the other GPUs have {' and '.join(told)}" if told else ""
+    holders = [f"{', '.join(sorted(set(owner.values())))} ({why})" for owner, why in words if owner]
+    return f"; the other GPUs belong to {' and '.join(holders)}" if holders else ""
 
 
 def _target_faults(wish: RedeployRequest, configurations: Mapping[ConfigurationId, Configuration]) -> list[str]:
     faults = []
     if wish.plan and wish.targets:
-        faults.append(f"plan_id: cannot go with targets, got {wish.plan!r}")
+        faults.append(f"plan_id: must not be given with targets, got {wish.plan!r}")
     if not wish.targets:
         faults.append("targets: must name a configuration, got none")
     known = ", ".join(sorted(configurations)) or "none"
@@ -114,14 +112,14 @@ def _target_faults(wish: RedeployRequest, configurations: Mapping[ConfigurationI
             where = f"targets[{place}].configuration"
             faults.append(f"{where}: is not one of fleet.configurations (known: {known}), got {shorten(target)}")
         if target in [earlier for earlier, _ in wish.targets[:place]]:
-            faults.append(f"targets[{place}].configuration: is named twice, got {shorten(target)}")
+            faults.append(f"targets[{place}].configuration: must not be repeated, got {shorten(target)}")
         if count < 0:
             faults.append(f"targets[{place}].engines: must be >= 0 (0: as many as fit), got {count}")
     return faults
 
 
 def _keepable(targets: Sequence[tuple[ConfigurationId, int]], standing: StandingEngine) -> list[EngineSpec]:
-    """Engines that are wanted and there; those first that are rather given up where others find no room."""
+    """Return the wanted engines that exist, those to drop first if others do not fit."""
     untouched = {spec.engine for spec in standing.kept_anyway}
     there = [s for s in standing.serving if s.engine in standing.alive and s.engine not in untouched]
     by_configuration = {
@@ -135,7 +133,8 @@ def _keepable(targets: Sequence[tuple[ConfigurationId, int]], standing: Standing
 def _filled(
     targets: Sequence[tuple[ConfigurationId, int]], name: str, standing: StandingEngine, kept: Sequence[EngineSpec]
 ) -> list[EngineSpec] | None:
-    """None where they do not fit. The largest are placed first: small ones find room anywhere."""
+    """Return the kept engines and new ones, or None if they do not fit. The largest engines are placed first, since
+    small ones fit into any gap."""
     new, configurations = list(kept), standing.configurations
     have = Counter(spec.configuration for spec in kept)
     free = _free(standing, [*standing.kept_anyway, *new])
@@ -149,7 +148,7 @@ def _filled(
         return True
 
     by_size = sorted(targets, key=lambda one: (-configurations[one[0]].gpus, one[0]))
-    for target, count in by_size:  # one at least of those that take what the others leave
+    for target, count in by_size:  # at least one of each configuration with count 0
         if not all(place(target) for _ in range(max(count, 1) - have[target])):
             return None
     for target, count in by_size:
@@ -164,8 +163,8 @@ def _free(standing: StandingEngine, specs: Iterable[EngineSpec]) -> set[GpuId]:
 
 
 def _room(free: set[GpuId], size: int, per_node: int) -> tuple[GpuId, ...] | None:
-    """The lowest GPUs that an engine of this size can have: side by side in one node, aligned where sizes divide it, or
-    whole nodes."""
+    """Return the lowest free GPUs for an engine of this size: contiguous in one node, aligned if sizes divide the node,
+    or whole nodes. None if there are none."""
     starts: Iterable[int]
     if size > per_node:
         starts = range(0, max(free, default=-1) + 1, per_node) if size % per_node == 0 else ()
@@ -177,9 +176,8 @@ def _room(free: set[GpuId], size: int, per_node: int) -> tuple[GpuId, ...] | Non
 
 
 def _reusing(wanted: TargetEngine, standing: StandingEngine) -> TargetEngine:
-    """The same fleet, with what is there instead of what would have to be started: an engine that sleeps and is like a
-    wanted one on the same GPUs is woken, one that is to stop and differs in its replicas alone is scaled. These keep
-    their ids."""
+    """Return the target with existing engines in place of new ones: a sleeping engine of the same configuration and
+    GPUs is woken, and a leaving engine that differs only in its replicas is scaled. Both keep their ids."""
     sleeping = {(spec.configuration, spec.gpus): spec for spec in standing.asleep if spec.engine in standing.alive}
     there = {spec.engine for spec in standing.serving}
     kept = {spec.engine for spec in wanted.new}
@@ -204,10 +202,10 @@ def _reusing(wanted: TargetEngine, standing: StandingEngine) -> TargetEngine:
 
 
 def _check_gpus(new: Sequence[EngineSpec], standing: StandingEngine) -> None:
-    """Raises Permanent where engines get in each other's way."""
+    """Raise Permanent if two engines need the same GPU."""
     owner: dict[GpuId, EngineId] = dict(standing.others)
     for spec in new:
         for gpu in spec.gpus:
             if gpu in owner:
-                raise Permanent(f"GPU {gpu} is wanted for {spec.engine}, and stays with {owner[gpu]}")
+                raise Permanent(f"GPU {gpu} is needed for {spec.engine} but in use by {owner[gpu]}")
             owner[gpu] = spec.engine

@@ -1,4 +1,4 @@
-"""Whose turn it is to change engines."""
+"""Serialize changes of the deployment."""
 
 import asyncio
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class DeploymentTurn:
-    """One change of the deployment at a time. Pauses, weight syncs and decisions wait while it is `busy`."""
+    """A lock for changes of the deployment. Pauses, weight syncs and decisions wait while it is `busy`."""
 
     def __init__(self) -> None:
         self._preparing = False
@@ -19,7 +19,7 @@ class DeploymentTurn:
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
-        """Busy meanwhile, before there is a task."""
+        """Hold the turn while a change is prepared, before it has a task."""
         self._preparing = True
         try:
             yield
@@ -27,5 +27,5 @@ class DeploymentTurn:
             self._preparing = False
 
     def take(self, task: "asyncio.Task[Any]") -> None:
-        """Busy until the task is done."""
+        """Hold the turn until the task is done."""
         self._task = task

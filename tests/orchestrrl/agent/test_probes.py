@@ -358,9 +358,9 @@ async def test_two_agents_do_not_read_the_same_rings(tmp_path: Path) -> None:
 
 async def test_a_folder_that_cannot_be_had_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(Permanent, match="cannot be read there"):
+    with pytest.raises(Permanent, match="cannot read rings there"):
         await probe(tmp_path / "file").run()
-    with pytest.raises(Permanent, match="no doorbell"):
+    with pytest.raises(Permanent, match="cannot create a doorbell"):
         await probe(tmp_path / ("long" * 30)).run()
 
 

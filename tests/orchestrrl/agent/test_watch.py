@@ -71,7 +71,7 @@ async def test_what_an_engine_cannot_offer_is_asked_for_again(scene: Scene, capl
     scene.engine.error = None
     await scene.pass_time(1.0)
     assert scene.last.capabilities is None
-    assert "e0: does not say what it offers: max_model_len_tokens cannot be -1" in caplog.messages
+    assert "e0: cannot read its capabilities: max_model_len_tokens cannot be -1" in caplog.messages
     scene.engine.offers = good
     await scene.pass_time(ASK_AGAIN_S + 1.0)
     assert scene.last.capabilities == good

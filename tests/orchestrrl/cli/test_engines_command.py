@@ -151,7 +151,7 @@ def test_an_engine_is_added_and_listed(run: Run) -> None:
     assert (e2["url"], e2["configuration"], e2["pool"], e2["reported"]) == ("http://e2", "tp2", "long", False)
     again = run("add", "e2", "--url", "http://e2", "--json")
     assert again.exit_code == 2
-    assert "engine_id: is the id of an engine already, at http://e2; remove that one first, got 'e2'" in again.stderr
+    assert "engine_id: is in use by the engine at http://e2; remove that engine first, got 'e2'" in again.stderr
 
 
 @pytest.mark.parametrize(
@@ -168,9 +168,9 @@ def test_an_engine_is_added_and_listed(run: Run) -> None:
         (
             ["add", "e0", "--url", "http://e1", "--configuration", "tp8", "--gpus", "3,9"],
             [
-                "engine_id: is the id of an engine already, at http://e0; remove that one first, got 'e0'",
-                "url: is that of e1 already, got 'http://e1'",
-                "configuration: is not a known one (known: tp2), got 'tp8'",
+                "engine_id: is in use by the engine at http://e0; remove that engine first, got 'e0'",
+                "url: is in use by engine e1, got 'http://e1'",
+                "configuration: is not a known configuration (known: tp2), got 'tp8'",
                 "gpus[0]: is in use by e1, got 3",
                 "gpus[1]: must be less than fleet.gpus.count (6), got 9",
             ],
@@ -230,7 +230,7 @@ def _undrain(daemon: Daemon) -> None:
 def test_removal_is_refused_while_requests_are_there_unless_forced(daemon: Daemon, run: Run) -> None:
     refused = run("remove", "e0")
     assert (refused.exit_code, refused.stdout) == (1, "")
-    assert "2 requests are on e0: `orchestrrl engines drain e0 --move --wait` empties it" in refused.stderr
+    assert "engine e0 has 2 requests: empty it with `orchestrrl engines drain e0 --move --wait`" in refused.stderr
     daemon.pin("a")
     forced = said(run("remove", "e0", "--force"))
     assert forced == "e0 is removed; requests that go on elsewhere: 1, that finish there: 1"

@@ -134,7 +134,7 @@ def test_simulated_engines_have_their_layout_and_take_what_their_configuration_s
             ],
         ),
         (fleet(LAUNCH), ("--configuration", "tp2", "--gpus", "1"), ["tp2-0.gpus: must be 2 different GPUs"]),
-        (fleet(LAUNCH), ("--configuration", "afd"), ["afd.micro_batches: afd-plugin overlaps two at most, got 3"]),
+        (fleet(LAUNCH), ("--configuration", "afd"), ["afd.micro_batches: must be 1 or 2 (afd-plugin), got 3"]),
         (
             fleet(LAUNCH, "  engines: [{id: a, url: 'http://a:1'}, {id: b, url: 'http://b:1', configuration: tp2}]"),
             (),
@@ -147,7 +147,7 @@ def test_simulated_engines_have_their_layout_and_take_what_their_configuration_s
                 "tp2-0.gpus: must be 2 different GPUs",
                 "fleet.launch.arguments[0]: contradicts `--tensor-parallel-size 2` of tp2, got '-tp 4'",
                 "fleet.launch.arguments[2]: contradicts `--port 8100` of tp2, got '--port 1'",
-                "fleet.launch.arguments[4]: contradicts tp2, which leaves --enable-expert-parallel out",
+                "fleet.launch.arguments[4]: contradicts tp2, which does not set --enable-expert-parallel",
             ],
         ),
         (
@@ -188,9 +188,9 @@ def test_faults_of_the_launch_section_come_at_once() -> None:
         "fleet.launch.environment.A: should be a valid string, got 1",
         "fleet.launch.colour: is not a known field, got 'red'",
         "fleet.launch.configurations.tp9: is not one of fleet.configurations (known: afd, tp16, tp2, wide), got 'tp9'",
-        "fleet.launch.kv_directory: must be given where fleet.kv_transfer has a connector, got nothing",
+        "fleet.launch.kv_directory: must be given if fleet.kv_transfer has a connector, got nothing",
         "fleet.launch.ports: must have 4 ports for each of a node's 8 GPUs, got [8100, 8110]",
-        "fleet.launch.cores_per_gpu: is for device cpu alone, got 2",
+        "fleet.launch.cores_per_gpu: is only for device cpu, got 2",
     ]
     fault = faults_in(fleet("{model: m, ports: [9000, 8000]}"))[0]
     assert fault.startswith("fleet.launch.ports: must be the first and the last port")

@@ -135,7 +135,7 @@ def test_left_to_itself_looked_at_called_off_and_followed(harness: RedeploymentD
     assert ended.exit_code == 1
     assert "redeployment s1 is rolled back: called off: wrong one" in ended.stderr
     late = run(harness, "redeploy", "--cancel")
-    assert (late.exit_code, late.stderr) == (1, "no redeployment is under way\n")
+    assert (late.exit_code, late.stderr) == (1, "no redeployment is running\n")
     assert "redeployment" not in said(run(harness, "status"))
 
 

@@ -107,7 +107,7 @@ async def test_the_same_exception_ten_ticks_running_ends_acting(
     assert harness.plane.mode.current is Mode.ACT
     await harness.run(1.5)
     assert harness.plane.mode.current is Mode.ADVISE
-    assert f"{part} ended 10 times running by {type(error).__name__}" in harness.status()["mode_reason"]
+    assert f"{part} failed 10 times in a row: {type(error).__name__}" in harness.status()["mode_reason"]
     (entry,) = harness.journal.since(0, (EntryKind.MODE,))
     assert entry.body["mode"] == "advise"
     assert entry.body["reason"] == harness.plane.mode.reason
@@ -135,7 +135,7 @@ async def test_acting_ends_where_the_journal_itself_fails(harness: Harness, monk
     await harness.run(REPEATED + 1.0)
     assert harness.plane.mode.current is Mode.ADVISE
     assert "the disk is full" in harness.status()["mode_reason"]
-    assert "not written down" in harness.status()["mode_reason"]
+    assert "not journalled" in harness.status()["mode_reason"]
 
 
 async def test_the_mode_and_its_reason_outlast_a_restart(harness: Harness) -> None:

@@ -392,7 +392,7 @@ async def test_an_unknown_configuration_names_the_known_ones(harness: Harness) -
         plane.plans.override(ConfigurationId("tp9"), [ConfigurationId("tp2")], "", -1.0)
     assert caught.value.faults == [
         "ttl_s: must be >= 0 (0: until released), got -1",
-        "configuration: is not a known one (known: tp2), got 'tp9'",
+        "configuration: is not a known configuration (known: tp2), got 'tp9'",
     ]
     assert plane.plans.control.state is ControlState.FREE
 

@@ -232,7 +232,7 @@ async def test_overrides_pins_and_releases(harness: Harness) -> None:
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert (caught.value.details() or "").splitlines() == [
         "ttl_s: must be >= 0 (0: until released), got -1",
-        "configuration: is not a known one (known: tp2), got 'tp9'",
+        "configuration: is not a known configuration (known: tp2), got 'tp9'",
     ]
 
 

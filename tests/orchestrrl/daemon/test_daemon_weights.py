@@ -373,7 +373,7 @@ def test_a_gateway_that_dies_while_the_fleet_comes_to_rest_costs_an_attempt(tmp_
         del harness.gateways["gw1"]
         report = await harness.over(harness.sync.report().id)
         assert (report.state, report.attempt) == (SyncState.DONE, 2), report
-        assert any("gateway gw1 has gone away" in note for note in report.notes)
+        assert any("gateway gw1 detached" in note for note in report.notes)
         await harness.ends_in_one_version()
         harness.check_one_version(2)
 

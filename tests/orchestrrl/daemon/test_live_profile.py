@@ -176,7 +176,7 @@ def test_far_off_is_taken_up_with_a_warning(caplog: pytest.LogCaptureFixture) ->
     with caplog.at_level(logging.WARNING):
         bench.decode(4.0, 40)
         assert bench.line.alpha_s == pytest.approx(4 * GIVEN.alpha_s, rel=0.2)
-    assert "tp2: steps take 4 times what its profile says" in caplog.text
+    assert "tp2: step times are 4 times the profile's" in caplog.text
     assert "is it an engine of this configuration?" in caplog.text
 
 
@@ -444,7 +444,7 @@ def test_the_fixed_part_of_moves_is_learnt_for_each_method() -> None:
     assert bench.costs.moving().transfer_fixed_s == pytest.approx(0.4)
     last = {body["method"]: body["value"] for _, body in bench.notes if body["figure"] == MOVE_FIXED}
     assert last == {"recompute": pytest.approx(0.06), "transfer": pytest.approx(0.4)}
-    assert "moving a running request by recompute: 0.06 s beside its context, by the latest 12 orders to move" in (
+    assert "moving a running request by recompute: 0.06 s plus its context, by the latest 12 orders to move" in (
         bench.costs.notes()
     )
 

@@ -120,7 +120,7 @@ async def test_the_planner_keeps_the_fleet_and_says_that_nothing_else_is_known(d
 
 
 async def test_engines_without_a_gpu_go_by_the_load_index_until_enough_was_observed(daemon: Daemon) -> None:
-    why = "no step times for e0, e1: the engine runs on CPUs; learnt from 8 observed batches, 0 so far"
+    why = "no step times for e0, e1: the engine runs on CPUs; will be learned from 8 observed batches, 0 so far"
     facts, running = {"e0": CPU, "e1": CPU}, {"e0": 6, "e1": 0}
     await daemon.report(facts, running, 0.25)
     status = daemon.status()

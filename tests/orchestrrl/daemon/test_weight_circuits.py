@@ -154,7 +154,7 @@ async def test_training_has_its_circuits_again_in_a_pause(tmp_path: Path) -> Non
         assert site.up() != before
         agent.busy()
         (words,) = await within(site, circuits.tear_down("s1"))
-        assert words == "experts: has its circuits again in a pause of training"
+        assert words == "experts: circuits are restored in a pause of training"
         await site.pass_time(40.0)
         (report, *_) = site.coordinator.reports(1)
         assert (report.period, report.state) == ("experts", PeriodState.WAITING)
@@ -193,7 +193,7 @@ async def test_where_nothing_may_change_the_sync_hears_what_there_is(tmp_path: P
         got, phases = await brought(site, circuits)
         assert phases == [SyncPhase.WINDOW]
         assert got.notes[0].startswith(f"circuits of the sync are not up, kept ({why}")
-        assert "nothing joins gen0 and train0" in got.notes
+        assert "no link joins gen0 and train0" in got.notes
         assert got.network.pairs == {}
         assert got.network.tor_circuits["gen0/r0"] == 3  # as generation has it, beside one that responses stream over
         assert got.network.boundary_circuits["gen0"] == 0
@@ -208,7 +208,7 @@ async def test_pins_and_masks_are_planned_around(tmp_path: Path) -> None:
         site.overrides.mask(["port core0:9", "port core0:10", "port core0:11"], "dirty")  # all of gen0's that are free
         assert of(site).network().boundary_circuits["gen0"] == 0
         got, _ = await brought(site, of(site))
-        assert "nothing joins gen0 and train0" in got.notes
+        assert "no link joins gen0 and train0" in got.notes
         assert got.network.pairs is not None
         assert ("gen1", "train0") in got.network.pairs
         assert all(port not in (9, 10, 11) for each in site.up() if each.switch == "core0" for port in each.ports)
@@ -223,8 +223,8 @@ async def test_the_packet_side_joins_pods_that_no_circuit_joins(tmp_path: Path) 
         assert got.network.pairs == dict.fromkeys(
             (("gen0", "train0"), ("gen0", "train1"), ("train0", "train1")), PairLink(1, 10.0)
         )
-        assert "gen0 and train0 are joined by the packet side alone, at 10 Gbps" in got.notes
-        assert "nothing joins gen1 and train0" in got.notes
+        assert "gen0 and train0 are joined only by the packet side, at 10 Gbps" in got.notes
+        assert "no link joins gen1 and train0" in got.notes
         assert got.network.tor_circuits["gen0/r0"] == 1
         assert got.network.tor_circuits["gen1/r0"] == 0
 
@@ -238,7 +238,7 @@ async def test_a_pod_whose_fibres_failed_is_told_of_and_others_get_circuits(tmp_
         circuits = of(site)
         got, _ = await brought(site, circuits)
         assert got.network.pairs is not None
-        assert "nothing joins gen0 and train0" in got.notes
+        assert "no link joins gen0 and train0" in got.notes
         assert ("gen1", "train0") in got.network.pairs
         words = await within(site, circuits.tear_down("s1"), 120.0)
         assert words == ("generation: committed (committed)",)
@@ -285,7 +285,7 @@ async def test_too_few_circuits_for_a_wave_are_told_of(tmp_path: Path) -> None:
         two = planned(("t0", "g0"), ("t1", "g1"))
         edges = tuple(replace(edge, rate_gbps=200.0) for edge in two.edges)
         got, _ = await brought(site, of(site), cast(PlannedSync, SimpleNamespace(edges=edges)))
-        assert got.notes == ("gen0 and train0 have circuits for 200 Gbps, the plan fills 400",)
+        assert got.notes == ("gen0 and train0 have circuits for 200 Gbps, the plan uses 400",)
         one_by_one = tuple(replace(edge, wave=number) for number, edge in enumerate(edges))
         got, _ = await brought(site, of(site), cast(PlannedSync, SimpleNamespace(edges=one_by_one)))
         assert got.notes == ()
@@ -305,7 +305,7 @@ def test_an_intent_is_what_edges_send_between_gpus() -> None:
     intent, notes = intent_of(sync.edges, read_site(SITE), peers)
     assert (intent.stage, intent.job) == (Stage.WEIGHT_SYNC, JOB)
     assert [(each.groups, each.bytes_per_rank) for each in intent.traffic] == [(((0, 25),), 5), (((0, 16),), 10)]
-    assert notes == ("no circuits for n1: no place of the site is known of them",)
+    assert notes == ("no circuits for n1: their place in the site is unknown",)
 
 
 async def test_without_a_fabric_the_network_is_the_configurations() -> None:

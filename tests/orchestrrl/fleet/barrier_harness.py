@@ -1,4 +1,4 @@
-"""Daemons and gateways under one virtual clock, for the pause barrier: gateways that keep leases by themselves."""
+"""Daemons and gateways on one virtual clock, for the pause barrier. The gateways enforce leases themselves."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -45,8 +45,8 @@ E0, E1 = EngineId("e0"), EngineId("e1")
 
 
 class Gateway:
-    """Closes its barrier after `drains_s`, opens it when told or when the lease ends by its own clock, and reports both
-    every quarter of a second. `broken`: its results get lost."""
+    """A gateway that closes its barrier after `drains_s`, opens it on order or when the lease ends by its own clock,
+    and reports both every quarter of a second. If `broken`, its results are lost."""
 
     def __init__(self, plane: ControlPlane, clock: VirtualClock, name: str, drains_s: float = 0.1) -> None:
         self.plane = plane
@@ -54,8 +54,8 @@ class Gateway:
         self.node = NodeId(name)
         self.drains_s = drains_s
         self.broken = False
-        self.deaf = False  # does nothing that it is told
-        self.unpaused: dict[EngineId, str] = {}  # engines that cannot be brought to rest, and why
+        self.deaf = False  # ignores orders
+        self.unpaused: dict[EngineId, str] = {}  # engines that cannot be brought to rest, with the reason
         self.lease = ""
         self.until_s = self.quiet_at_s = 0.0
         self.engines_run = False  # while the pause barrier is closed
@@ -65,7 +65,7 @@ class Gateway:
         self.routes_at_opening: tuple[EngineRoute, ...] = ()
         self.in_flight: list[RequestView] = []
         self.done: list[FinishedRequest] = []
-        self.generated: dict[str, int] = {}  # what an engine counts, where it is not what the others do
+        self.generated: dict[str, int] = {}  # token counters of engines that differ from the others
         self.attachment: Attachment | None = None
         self._sequence = 0
         self._tasks: list[asyncio.Task[None]] = []
@@ -90,7 +90,7 @@ class Gateway:
             self.plane.fleet.detach(self.attachment)
 
     def leave(self) -> None:
-        """Its stream of orders breaks; it goes on."""
+        """Break the gateway's stream of orders; the gateway continues to run."""
         if self.attachment is not None:
             self.plane.fleet.detach(self.attachment)
             self.attachment = None
@@ -191,7 +191,7 @@ class Gateway:
 
 
 class Harness:
-    """Daemons, one after the other, over one journal."""
+    """Successive daemons over one journal."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -222,7 +222,7 @@ class Harness:
                 await gateway.stop()
 
     async def end(self) -> None:
-        """The daemon dies; gateways go on, and are not attached."""
+        """Kill the daemon. The gateways continue to run, detached."""
         if self._loops is not None:
             self._loops.cancel()
             with suppress(asyncio.CancelledError):
@@ -234,7 +234,7 @@ class Harness:
                 self.plane.fleet.nodes.detach(gateway.attachment, self.clock.now_s())
 
     async def restart(self) -> None:
-        """Another daemon, to which the gateways attach, and nobody knows what they knew but by what they say."""
+        """Start another daemon. The gateways attach to it, and it learns their state only from their reports."""
         await self.end()
         self.start()
         for name, old in list(self.gateways.items()):
@@ -246,7 +246,7 @@ class Harness:
         await self.clock.advance(0.5)
 
     async def within(self, seconds: float, *asked: asyncio.Task[object]) -> None:
-        """Let time pass until these have an answer."""
+        """Advance the clock until these are done."""
         for _ in range(round(seconds / 0.25)):
             if all(task.done() for task in asked):
                 return

@@ -1,4 +1,4 @@
-"""The control plane between nodes that share ids, report late, or call one server by several names."""
+"""Tests of the control plane with nodes that share ids, report late, or use several names for one server."""
 
 import asyncio
 from collections.abc import Iterator
@@ -76,7 +76,7 @@ def harness(tmp_path: Path) -> Iterator[Harness]:
 @pytest.mark.parametrize("incarnations", [("", ""), ("p", "q"), ("p", "")])
 @pytest.mark.parametrize("agents", [("agent", "agent"), ("agent", "other")])
 @pytest.mark.parametrize(("first_s", "second_s"), [((0, 90), (10, 30)), ((0, 30), (10, 90)), ((0, 90), (10, 90))])
-async def test_telemetry_lives_whoever_comes_and_goes(
+async def test_telemetry_stays_fresh_while_agents_start_and_stop(
     harness: Harness,
     incarnations: tuple[str, str],
     agents: tuple[str, str],
@@ -106,7 +106,7 @@ async def test_telemetry_lives_whoever_comes_and_goes(
         assert noted[-1] == []
 
 
-async def test_an_agent_that_attaches_again_is_one_and_its_late_reports_change_nothing(harness: Harness) -> None:
+async def test_reattached_agent_is_one_sender_and_its_late_reports_change_nothing(harness: Harness) -> None:
     for turn in range(200):
         harness.report(stream=1 + turn // 40, incarnation="p")
         if turn % 40 == 2 and turn > 40:
@@ -119,7 +119,7 @@ async def test_an_agent_that_attaches_again_is_one_and_its_late_reports_change_n
     assert harness.noted(EntryKind.ENGINE_REMARKS) == harness.noted(EntryKind.NODE_DOUBLE) == []
 
 
-async def test_a_second_agent_that_cannot_reach_the_engine_takes_nothing_away(harness: Harness) -> None:
+async def test_second_agent_that_cannot_reach_the_engine_changes_nothing(harness: Harness) -> None:
     for turn in range(100):
         harness.report(agent=NodeId("near"), incarnation="p")
         if turn > 10:
@@ -145,7 +145,7 @@ def hello(incarnation: str, node: str = "gw", **more: object) -> NodeHello:
     return replace(gateway_hello("e0", gateway=NodeId(node)), incarnation=incarnation, **more)  # type: ignore[arg-type]
 
 
-async def test_two_gateways_of_one_id_are_two_and_neither_replaces_the_other(harness: Harness) -> None:
+async def test_two_gateways_with_one_id_are_two_nodes(harness: Harness) -> None:
     plane = harness.plane
     first, second = plane.fleet.attach(hello("aaaa")), plane.fleet.attach(hello("bbbbbbbbbbbb"))
     assert [state.attachment.hello.node for state in plane.fleet.nodes.states()] == ["gw", "gw~312a5e8c"]
@@ -173,7 +173,7 @@ async def test_two_gateways_of_one_id_are_two_and_neither_replaces_the_other(har
     result = OperationResult(opened.order.id, NodeId("gw~312a5e8c"), status_of(items), items=items)
     plane.fleet.result_received(result)
     assert (await move).items == items
-    # The first comes again after a break, as itself, and when the second has gone nothing is left of it.
+    # The first returns after a break as itself; after the second has gone, no trace of it remains.
     plane.fleet.detach(first)
     plane.fleet.stream_ended(1)
     assert plane.fleet.attach(hello("aaaa")).hello.node == "gw"
@@ -186,7 +186,7 @@ async def test_two_gateways_of_one_id_are_two_and_neither_replaces_the_other(har
         task.cancel()
 
 
-async def test_a_gateway_that_is_started_anew_has_its_id(harness: Harness) -> None:
+async def test_restarted_gateway_keeps_its_id(harness: Harness) -> None:
     plane = harness.plane
     first = plane.fleet.attach(hello("aaaa"))
     plane.fleet.gateway_reported(replace(gateway_report(sequence=9), incarnation="aaaa"), 1)
@@ -198,7 +198,7 @@ async def test_a_gateway_that_is_started_anew_has_its_id(harness: Harness) -> No
     assert harness.noted(EntryKind.NODE_DOUBLE) == []
 
 
-async def test_an_idle_stream_ends_with_its_attachment(harness: Harness) -> None:
+async def test_idle_stream_ends_with_its_attachment(harness: Harness) -> None:
     nodes, streams = harness.plane.fleet.nodes, []
     for node in ("gw", "gw", "other"):  # the second replaces the first
         attachment = harness.plane.fleet.attach(hello("aaaa", node))
@@ -213,7 +213,7 @@ async def test_an_idle_stream_ends_with_its_attachment(harness: Harness) -> None
     assert streams[1].done()
 
 
-def test_who_is_refused_a_place_or_replaced_leaves_nothing() -> None:
+def test_refused_or_replaced_gateway_leaves_no_state() -> None:
     nodes = NodeRegistry(most_nodes=2)
     first = nodes.attach(hello("a", "n1"), 1.0)
     nodes.attach(hello("b", "n2"), 2.0)
@@ -227,7 +227,7 @@ def test_who_is_refused_a_place_or_replaced_leaves_nothing() -> None:
     assert [(state.attachment.hello.node, state.attached) for state in nodes.states()] == [("n2", True), ("n3", True)]
 
 
-async def test_a_gateway_without_an_incarnation_counts_again_when_another_of_its_id_has_ended(harness: Harness) -> None:
+async def test_gateway_without_incarnation_counts_again_after_the_other_has_ended(harness: Harness) -> None:
     for turn in range(120):
         harness.plane.fleet.gateway_reported(gateway_report(request("a"), sequence=turn + 1), 1)
         if 20 <= turn < 40:
@@ -242,13 +242,13 @@ async def test_a_gateway_without_an_incarnation_counts_again_when_another_of_its
 
 
 def queued(report: EngineReport | GatewayReport, sent_s: float) -> SendTimes:
-    """As a node stamps it whose clock is a day ahead, with an echo of a moment before."""
+    """Stamp a report as a node does whose clock is a day ahead, with an echo from a moment before."""
     return SendTimes(sent_s + 86400.0, sent_s - 0.1, sent_s - 0.05 + 86400.0)
 
 
 @pytest.mark.parametrize("late", ["engine", "gateway"])
-async def test_no_loop_acts_on_a_report_that_was_queued(harness: Harness, late: str) -> None:
-    """Fresh receipts, old contents: an engine with four times the other's requests, as of 20 s ago."""
+async def test_loops_do_not_act_on_queued_reports(harness: Harness, late: str) -> None:
+    """The receipts are fresh, but the contents are 20 s old: one engine has four times the other's requests."""
     plane = harness.plane
     plane.fleet.attach(gateway_hello("e0", "e1"))
     held = [request(f"r{n}", "e0") for n in range(8)]
@@ -275,11 +275,11 @@ async def test_no_loop_acts_on_a_report_that_was_queued(harness: Harness, late: 
         assert snapshot.requests_age_s == pytest.approx(20.0, abs=0.2)
         assert all(view.quiet_s == pytest.approx(20.0, abs=0.2) for view in snapshot.requests)
         last_report_s = plane.fleet.state.last_report_s(NodeId("gw"))
-        assert last_report_s == pytest.approx(old_s, abs=0.2)  # nothing is settled by it that was ordered since
+        assert last_report_s == pytest.approx(old_s, abs=0.2)  # it settles nothing that was ordered since
     plan = await plane.slow_tick()
     assert plan.verdict.code == "stale_telemetry"
     assert plan.inputs_age_s == pytest.approx(20.0, abs=0.2)
-    # The same by fresh reports is acted on.
+    # The loops act on the same values in fresh reports.
     tell(now_s - 0.1, now_s - 0.1)
     assert plane.fast_tick().verdict.code in ("pack", "spread")
 
@@ -300,7 +300,7 @@ def bare(tmp_path: Path) -> Iterator[Harness]:
 def named(
     harness: Harness, own: str = "a", url: str = "http://localhost:8001/", server: str = "", host: str = "H"
 ) -> Attachment:
-    """A gateway attaches that was started with an engine under its own id."""
+    """Attach a gateway that was started with an engine under its own id."""
     addresses = (GatewayEngine(EngineId(own), url, server),)
     return harness.plane.fleet.attach(
         NodeHello(NodeId("gw"), NodeKind.GATEWAY, (EngineId(own),), "test", "", "g", addresses, host)
@@ -316,7 +316,7 @@ def agent(harness: Harness, host: str = "H", node: str = "agent") -> None:
     [("http://localhost:8001/", "", "H"), ("http://gpu7:8001", "s1", "H"), ("http://gpu7:8001", "s1", "other")],
 )
 @pytest.mark.parametrize("first", ["gateway", "agent"])
-async def test_an_engine_with_two_names_is_counted_once(
+async def test_engine_with_two_names_is_counted_once(
     bare: Harness, url: str, server: str, host: str, first: str
 ) -> None:
     harness, plane = bare, bare.plane
@@ -340,11 +340,11 @@ async def test_an_engine_with_two_names_is_counted_once(
     with suppress(TimeoutError):
         await asyncio.wait_for(orders_of(orders, seen), 0.1)
     routes = [action for action in seen if isinstance(action, SetRoutes)][-1]
-    # By the address that leads there from the gateway's host.
+    # By the address that reaches it from the gateway's host.
     assert [(route.engine, route.url) for route in routes.routes] == [("e0", url if host == "other" else URL)]
 
 
-async def test_two_hosts_loopbacks_are_two_engines(bare: Harness) -> None:
+async def test_loopback_urls_of_two_hosts_are_two_engines(bare: Harness) -> None:
     for index in range(2):
         agent(bare, f"H{index}", f"agent{index}")
         for _ in range(2):
@@ -355,7 +355,7 @@ async def test_two_hosts_loopbacks_are_two_engines(bare: Harness) -> None:
     assert bare.plane.fleet.state.engine_called(EngineId("b"), bare.clock.now_s()) == "e1"
 
 
-async def test_moves_and_orders_of_an_operator_work_by_both_names(bare: Harness) -> None:
+async def test_moves_and_operator_orders_work_with_both_names(bare: Harness) -> None:
     harness, plane = bare, bare.plane
     orders = named(harness)
     agent(harness)
@@ -372,7 +372,7 @@ async def test_moves_and_orders_of_an_operator_work_by_both_names(bare: Harness)
     ]
     await harness.clock.advance(0.1)
     ordered = [m for action in seen if isinstance(action, MoveRequests) for m in action.moves]
-    # To the engine by its id, from it as the gateway calls it.
+    # To the engine by its id, from the engine by the gateway's name for it.
     assert [(m.request, m.from_engine, m.to_engine) for m in ordered] == [("s", "e9", "e0"), ("r", "a", "e9")]
     for each in (*moves, task):
         each.cancel()
@@ -380,17 +380,17 @@ async def test_moves_and_orders_of_an_operator_work_by_both_names(bare: Harness)
 
 @pytest.mark.parametrize("url", ["http://localhost:8001", "http://127.0.0.1:8001/", "http://[::1]:8001"])
 @pytest.mark.parametrize("id", ["e7", "a"])
-async def test_an_engine_is_not_added_by_another_name(bare: Harness, url: str, id: str) -> None:
+async def test_engine_is_not_added_under_another_name(bare: Harness, url: str, id: str) -> None:
     named(bare, host="")
     agent(bare, "")
     bare.report("e0", url=URL, server="s1")
     bare.report("e0", url=URL, server="s1")
-    with pytest.raises(ProblemFaults, match=r"url: is that of (e0|a) already, got"):
+    with pytest.raises(ProblemFaults, match=r"url: is in use by engine (e0|a), got"):
         bare.plane.fleet.membership_changes.add(EngineFacts("e7", url))
     bare.plane.fleet.membership_changes.add(EngineFacts("e7", "http://localhost:8002"))
 
 
-async def test_what_a_gateway_calls_by_the_daemons_id_by_now_is_no_engine_of_its_own(bare: Harness) -> None:
+async def test_gateways_engine_under_the_daemons_id_is_no_second_engine(bare: Harness) -> None:
     named(bare, "a", "http://far:1")
     assert bare.ids() == ["a"]
     bare.report("e0", url=URL)
@@ -407,7 +407,7 @@ async def test_what_a_gateway_calls_by_the_daemons_id_by_now_is_no_engine_of_its
 
 
 @pytest.mark.parametrize("operation", ["remove", "drain"])
-async def test_what_an_operator_says_of_an_engine_holds_for_its_other_names(harness: Harness, operation: str) -> None:
+async def test_operator_changes_apply_to_all_names_of_an_engine(harness: Harness, operation: str) -> None:
     async def reports(count: int) -> None:
         for _ in range(count):
             harness.report("x", url="http://e0")
@@ -422,14 +422,14 @@ async def test_what_an_operator_says_of_an_engine_holds_for_its_other_names(harn
         harness.plane.fleet.membership_changes.drain(E0)
         harness.plane.fleet.state.set_roster(
             (), draining=harness.plane.fleet.membership_changes.membership.draining
-        )  # nothing but the agent names it any more
+        )  # only the agent names it now
     await reports(int(3 * NAMES_LAST_S / EVERY_S))
     assert harness.ids() == (["e1"] if operation == "remove" else ["x"])
     if operation == "drain":
         assert harness.engine("x").draining
 
 
-async def test_an_engine_keeps_what_it_offers_when_its_other_name_is_known(harness: Harness) -> None:
+async def test_capabilities_are_kept_when_another_name_becomes_known(harness: Harness) -> None:
     harness.report("x", url="http://e0", capabilities=EngineCapabilities("vllm", "0", ("m",), max_sequences=7))
     for _ in range(2):
         await harness.clock.advance(EVERY_S)
@@ -440,7 +440,7 @@ async def test_an_engine_keeps_what_it_offers_when_its_other_name_is_known(harne
     assert capabilities.max_sequences == harness.engine("e0").max_sequences == 7
 
 
-def test_engines_that_gateways_only_name_count_to_the_limit() -> None:
+def test_engines_that_only_gateways_name_count_towards_the_limit() -> None:
     state = FleetState(capacity=LimitSettings(engines=10))
     named = tuple(GatewayEngine(EngineId(f"n{index}"), f"http://n{index}") for index in range(40))
     with pytest.raises(LimitReached, match=r"limits\.engines"):
@@ -449,14 +449,14 @@ def test_engines_that_gateways_only_name_count_to_the_limit() -> None:
         state.check_hello(replace(gateway_hello(), addresses=named), 1.0)
 
 
-def test_a_gateway_that_names_nothing_new_is_let_in_where_the_configuration_has_too_many() -> None:
+def test_gateway_without_new_engines_is_accepted_beyond_the_limit() -> None:
     facts = [EngineFacts(EngineId(name), f"http://{name}") for name in ("e0", "e1")]
     state = FleetState(facts, capacity=LimitSettings(engines=1))
     state.check_hello(gateway_hello("e0"), 1.0)
     state.check_hello(gateway_hello(gateway=NodeId("other")), 1.0)
 
 
-def test_names_that_gateways_use_leave_room_for_agents() -> None:
+def test_gateway_names_do_not_use_up_the_agents_limit() -> None:
     state = FleetState(capacity=LimitSettings(engines=10))
     names = tuple(GatewayEngine(EngineId(f"e{index}"), f"http://e{index}") for index in range(10))
     for gateway in range(20):
@@ -464,7 +464,7 @@ def test_names_that_gateways_use_leave_room_for_agents() -> None:
     state.check_engine_report(engine_report("e3"), 1.0)
 
 
-async def test_a_stream_is_of_one_process_at_a_time(harness: Harness) -> None:
+async def test_stream_belongs_to_one_process_at_a_time(harness: Harness) -> None:
     for number in range(50):
         report = replace(gateway_report(sequence=number + 1, at_s=harness.clock.now_s()), incarnation=f"p{number}")
         harness.plane.fleet.gateway_reported(report, 1)
@@ -472,7 +472,7 @@ async def test_a_stream_is_of_one_process_at_a_time(harness: Harness) -> None:
     assert len(harness.plane.fleet.state.barriers) == 1
 
 
-async def test_a_node_that_cannot_be_written_down_is_not_attached(
+async def test_node_is_not_attached_if_the_journal_write_fails(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
@@ -486,7 +486,7 @@ async def test_a_node_that_cannot_be_written_down_is_not_attached(
     assert harness.plane.fleet.attach(replace(gateway_hello(), incarnation="two")).hello.node == gateway_hello().node
 
 
-def test_names_of_a_late_report_do_not_replace_newer_ones() -> None:
+def test_names_in_a_late_report_do_not_replace_newer_ones() -> None:
     state = FleetState()
     new, old = (GatewayEngine(EngineId(name), f"http://{name}") for name in ("new", "old"))
     state.fold_gateway(replace(gateway_report(sequence=5, at_s=2.0), engines=(new,)), 2.0, stream=8)
@@ -494,7 +494,7 @@ def test_names_of_a_late_report_do_not_replace_newer_ones() -> None:
     assert [view.id for view in state.engines(2.0)] == ["new"]
 
 
-async def test_the_address_of_a_removed_engine_is_free(harness: Harness) -> None:
+async def test_address_of_a_removed_engine_can_be_reused(harness: Harness) -> None:
     harness.report("x", url="http://e0")
     harness.plane.fast_tick()
     await harness.plane.fleet.membership_changes.remove(E0)
@@ -502,7 +502,7 @@ async def test_the_address_of_a_removed_engine_is_free(harness: Harness) -> None
     assert "again" in harness.ids()
 
 
-async def test_an_engine_whose_other_name_was_removed_can_be_drained(harness: Harness) -> None:
+async def test_engine_can_be_drained_after_its_other_name_was_removed(harness: Harness) -> None:
     harness.plane.fleet.membership_changes.add(EngineFacts("x", "http://x"))
     await harness.plane.fleet.membership_changes.remove(EngineId("x"))
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Whom operators added, drained and removed: transitions, and what a restarted daemon knows of them."""
+"""Tests of membership: the transitions, and their recovery by a restarted daemon."""
 
 import tempfile
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ words = st.tuples(
 
 
 class Oracle:
-    """The same in plain sets, by the words' meaning."""
+    """A model of membership in plain sets."""
 
     def __init__(self) -> None:
         self.there = set(CONFIGURED)
@@ -44,7 +44,7 @@ class Oracle:
         self.leaving: set[str] = set()
 
     def hear(self, word: str, name: str) -> bool:
-        """Whether it may be said."""
+        """Apply a change and return whether it is valid."""
         match word:
             case "restart" | "reload":
                 return True
@@ -90,7 +90,7 @@ async def say(plane: ControlPlane, word: str, name: str) -> None:
 @example([("add", "e2"), ("move", "e2"), ("remove", "e2"), ("restart", ""), ("add", "e2")])
 @example([("drain", "e0"), ("remove", "e0"), ("reload", ""), ("add", "e0"), ("remove", "e0"), ("readmit", "e0")])
 @given(st.lists(words, min_size=4, max_size=30))
-async def test_whatever_is_said_a_restarted_daemon_knows_it(said: Sequence[Word]) -> None:
+async def test_restarted_daemon_recovers_any_sequence_of_changes(said: Sequence[Word]) -> None:
     oracle, clock = Oracle(), VirtualClock(1000.0)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "journal.sqlite"
@@ -117,7 +117,7 @@ async def test_whatever_is_said_a_restarted_daemon_knows_it(said: Sequence[Word]
         journal.close()
 
 
-def test_each_transition_done_twice_is_done_once() -> None:
+def test_each_transition_is_idempotent() -> None:
     e2 = EngineFacts(EngineId("e2"), "http://e2")
     full = Membership().with_added(e2).with_drained(e2.id, move=True)
     for step in (
@@ -133,7 +133,7 @@ def test_each_transition_done_twice_is_done_once() -> None:
     assert full.with_drained(e2.id) == full, "moves are not called back"
 
 
-def test_names_of_removed_engines_are_not_kept_for_ever() -> None:
+def test_names_of_removed_engines_are_limited() -> None:
     membership = Membership(removed=tuple(EngineId(f"pod-{n}") for n in range(REMOVED_REMEMBERED)))
     after = membership.with_removed(EngineId("newest"))
     assert len(after.removed) == REMOVED_REMEMBERED
@@ -148,6 +148,6 @@ def test_names_of_removed_engines_are_not_kept_for_ever() -> None:
         ({"added": (EngineFacts(EngineId("b"), ""), EngineFacts(EngineId("a"), ""))}, "in the order of their ids"),
     ],
 )
-def test_a_roster_that_contradicts_itself_is_none(fields: dict[str, object], complaint: str) -> None:
+def test_contradictory_membership_is_rejected(fields: dict[str, object], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         Membership(**fields)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Engines that come and go under a daemon on a virtual clock, between a gateway and agents that behave."""
+"""Tests of engines that are added and removed under a daemon on a virtual clock, with a behaving gateway and agents."""
 
 import asyncio
 from collections import Counter
@@ -53,7 +53,7 @@ E0, E1, E2 = EngineId("e0"), EngineId("e1"), EngineId("e2")
 
 
 class Nodes:
-    """A gateway whose requests really move, and agents of `reported` engines."""
+    """A gateway whose requests really move, and agents of the `reported` engines."""
 
     def __init__(self, plane: ControlPlane, clock: VirtualClock) -> None:
         self.plane = plane
@@ -61,7 +61,7 @@ class Nodes:
         self.reported = ["e0", "e1"]
         self.where: dict[str, str] = {}
         self.immovable: set[str] = set()
-        self.refusing: set[str] = set()  # engines that the gateway will not move anything to
+        self.refusing: set[str] = set()  # engines that refuse moved requests
         self.routes: dict[str, EngineRoute] = {}
         self.orders: list[RequestMove] = []
         self.barrier = BarrierReport()
@@ -116,7 +116,7 @@ class Nodes:
 
 
 class Harness:
-    """Daemons, one after the other, over one journal."""
+    """Successive daemons over one journal."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "journal.sqlite"
@@ -135,7 +135,7 @@ class Harness:
 
     @asynccontextmanager
     async def running(self, **where: str) -> AsyncIterator[Nodes]:
-        """With requests on engines: `a="e0"`."""
+        """Start requests on engines, e.g. `a="e0"`."""
         nodes = Nodes(self.plane, self.clock)
         nodes.where.update(where)
         parts = [nodes.run(), nodes.attach(), run_loops(self.plane, self.clock)]
@@ -166,7 +166,7 @@ def harness(tmp_path: Path) -> Iterator[Harness]:
 
 
 async def settle() -> None:
-    """Let orders reach the gateway; no time passes."""
+    """Let orders reach the gateway, without advancing the clock."""
     for _ in range(10):
         await asyncio.sleep(0)
 
@@ -174,7 +174,7 @@ async def settle() -> None:
 # --- add
 
 
-async def test_an_added_engine_is_routed_to_at_once(harness: Harness) -> None:
+async def test_added_engine_is_routed_to_at_once(harness: Harness) -> None:
     plane = harness.start()
     async with harness.running() as nodes:
         plane.fleet.membership_changes.add(EngineFacts("e2", "http://e2", "tp2", (4, 5), pool="wide"), "more load")
@@ -192,25 +192,25 @@ async def test_an_added_engine_is_routed_to_at_once(harness: Harness) -> None:
     assert harness.said() == [("add", "e2")]
 
 
-async def test_all_that_is_wrong_with_a_new_engine_is_said_at_once(harness: Harness) -> None:
+async def test_all_faults_of_a_new_engine_are_reported_at_once(harness: Harness) -> None:
     plane = harness.start()
     with pytest.raises(ProblemFaults) as caught:
         plane.fleet.membership_changes.add(EngineFacts("e0", "e7:80", "tp4", (2, 6, 6)))
     assert caught.value.faults == [
-        "engine_id: is the id of an engine already, at http://e0; remove that one first, got 'e0'",
+        "engine_id: is in use by the engine at http://e0; remove that engine first, got 'e0'",
         "url: must be an http:// or https:// URL, got 'e7:80'",
-        "configuration: is not a known one (known: tp2), got 'tp4'",
+        "configuration: is not a known configuration (known: tp2), got 'tp4'",
         "gpus[0]: is in use by e1, got 2",
         "gpus[1]: must be less than fleet.gpus.count (6), got 6",
         "gpus[2]: must be less than fleet.gpus.count (6), got 6",
-        "gpus[2]: is named twice, got 6",
+        "gpus[2]: must not be repeated, got 6",
     ]
     with pytest.raises(ProblemFaults) as caught:
         plane.fleet.membership_changes.add(EngineFacts(" ", "http://e1/", "tp2", (4,)))
     assert caught.value.faults == [
         "engine_id: must not be empty, got ' '",
-        "url: is that of e1 already, got 'http://e1/'",
-        "gpus: must be as many as tp2 takes, 2, got [4]",
+        "url: is in use by engine e1, got 'http://e1/'",
+        "gpus: must have the 2 GPUs of tp2, got [4]",
     ]
     assert harness.said() == []
     for url in ("http://[::1", "http://e7:port", "ftp://e7", "http://"):
@@ -221,7 +221,7 @@ async def test_all_that_is_wrong_with_a_new_engine_is_said_at_once(harness: Harn
 # --- drain
 
 
-async def test_a_drained_engine_gets_nothing_new_and_keeps_what_it_has(harness: Harness) -> None:
+async def test_drained_engine_gets_no_new_requests_and_keeps_its_own(harness: Harness) -> None:
     plane = harness.start("act")
     async with harness.running(a="e0", b="e0", c="e1") as nodes:
         plane.fleet.membership_changes.drain(E0)
@@ -238,7 +238,7 @@ async def test_a_drained_engine_gets_nothing_new_and_keeps_what_it_has(harness: 
 
 
 @pytest.mark.parametrize("mode", ["advise", "act"])
-async def test_what_is_there_moves_whatever_the_mode(harness: Harness, mode: str) -> None:
+async def test_requests_of_a_drained_engine_move_in_any_mode(harness: Harness, mode: str) -> None:
     plane = harness.start(mode)
     async with harness.running(**{f"r{n}": "e0" for n in range(6)}, x="e1") as nodes:
         nodes.immovable = {"r0"}
@@ -248,7 +248,7 @@ async def test_what_is_there_moves_whatever_the_mode(harness: Harness, mode: str
         await harness.clock.advance(3.0)
         assert Counter(nodes.where.values()) == {"e0": 1, "e1": 3, "e2": 3}
         assert len(nodes.orders) == 5, "each once"
-        nodes.where["late"] = "e0"  # sent before the gateway heard
+        nodes.where["late"] = "e0"  # sent before the gateway received the change
         await harness.clock.advance(3.0)
         assert nodes.where["late"] != "e0"
         nodes.immovable.clear()
@@ -259,7 +259,7 @@ async def test_what_is_there_moves_whatever_the_mode(harness: Harness, mode: str
 
 
 @pytest.mark.parametrize(("moves_take_s", "report_interval_s"), [(3.5, 0.25), (0.0, 1.9)])
-async def test_nobody_is_ordered_twice_before_news_come(
+async def test_request_is_not_moved_again_before_its_gateway_reports(
     harness: Harness, moves_take_s: float, report_interval_s: float
 ) -> None:
     plane = harness.start()
@@ -272,7 +272,7 @@ async def test_nobody_is_ordered_twice_before_news_come(
         assert len(nodes.orders) == 4
 
 
-async def test_who_is_refused_tries_another_engine_and_again_later(harness: Harness) -> None:
+async def test_refused_request_tries_another_engine_and_retries_later(harness: Harness) -> None:
     plane = harness.start()
     async with harness.running(a="e0") as nodes:
         nodes.refusing = {"e1"}
@@ -285,7 +285,7 @@ async def test_who_is_refused_tries_another_engine_and_again_later(harness: Harn
         assert nodes.where["a"] == "e2"
 
 
-async def test_the_next_daemon_goes_on_with_it(harness: Harness) -> None:
+async def test_next_daemon_continues_a_drain(harness: Harness) -> None:
     plane = harness.start()
     async with harness.running(a="e0") as nodes:
         plane.fleet.membership_changes.add(EngineFacts("e2", "http://e2"))
@@ -311,12 +311,12 @@ async def test_the_next_daemon_goes_on_with_it(harness: Harness) -> None:
 # --- remove
 
 
-async def test_an_engine_with_requests_is_removed_only_by_force(harness: Harness) -> None:
+async def test_engine_with_requests_is_removed_only_by_force(harness: Harness) -> None:
     plane = harness.start()
     async with harness.running(a="e0", b="e0", c="e0", d="e1") as nodes:
         nodes.immovable = {"b"}
         await harness.clock.advance(1.0)
-        with pytest.raises(Permanent, match=r"3 requests are on e0: .*drain e0 --move --wait.*--force"):
+        with pytest.raises(Permanent, match=r"engine e0 has 3 requests: .*drain e0 --move --wait.*--force"):
             await plane.fleet.membership_changes.remove(E0)
         removing = asyncio.create_task(plane.fleet.membership_changes.remove(E0, force=True))
         await harness.clock.advance(1.0)
@@ -329,11 +329,11 @@ async def test_an_engine_with_requests_is_removed_only_by_force(harness: Harness
     assert harness.said() == [("drain", "e0"), ("remove", "e0")]
 
 
-async def test_a_removed_engine_stays_away_until_it_is_added_again(harness: Harness) -> None:
+async def test_removed_engine_stays_away_until_added_again(harness: Harness) -> None:
     harness.start()
     async with harness.running() as nodes:
         await harness.plane.fleet.membership_changes.remove(E1)
-        await harness.clock.advance(5.0)  # its agent finds it well all the time
+        await harness.clock.advance(5.0)  # its agent reports it healthy all the time
         assert sorted(nodes.routes) == ["e0"]
         harness.plane.reconfigure(parse_config(CONFIG.format(mode="act")))
         await harness.clock.advance(1.0)
@@ -359,8 +359,8 @@ async def test_a_removed_engine_stays_away_until_it_is_added_again(harness: Harn
             plane.fleet.membership_changes.add(EngineFacts("e9", ""))
 
 
-async def test_what_a_removed_engine_offers_is_known_when_it_comes_back(harness: Harness) -> None:
-    """Agents tell it once."""
+async def test_capabilities_of_a_removed_engine_are_kept(harness: Harness) -> None:
+    """Agents report capabilities only once."""
     plane = harness.start()
 
     def told(sequence: int, version: str = "") -> None:
@@ -387,7 +387,7 @@ async def test_what_a_removed_engine_offers_is_known_when_it_comes_back(harness:
     assert len(harness.journal.since(0, (EntryKind.ENGINE_HEALTH,))) == noted
 
 
-async def test_a_drained_engine_that_was_forgotten_can_be_spoken_of(harness: Harness) -> None:
+async def test_forgotten_engine_can_be_undrained(harness: Harness) -> None:
     plane = harness.start()
     async with harness.running() as nodes:
         nodes.reported.append("e2")
@@ -404,10 +404,10 @@ async def test_a_drained_engine_that_was_forgotten_can_be_spoken_of(harness: Har
         assert await plane.fleet.membership_changes.remove(E2) == EngineRemoval(0, 0)
 
 
-# --- what others make of it
+# --- effects on other parts
 
 
-async def test_what_finishes_on_a_removed_engine_disturbs_neither_loop(harness: Harness) -> None:
+async def test_requests_finishing_on_a_removed_engine_disturb_neither_loop(harness: Harness) -> None:
     harness.start()
     acting = CONFIG.format(mode="act").replace("policy: none", "policy: packing").replace("1.0e+6", "0.1")
     async with harness.running(**{f"r{n}": "e0" for n in range(6)}, x="e1") as nodes:
@@ -429,18 +429,18 @@ async def test_what_finishes_on_a_removed_engine_disturbs_neither_loop(harness: 
         }
 
 
-async def test_news_of_a_drained_engine_are_waited_for_by_nobody(harness: Harness) -> None:
+async def test_loops_do_not_wait_for_reports_of_a_drained_engine(harness: Harness) -> None:
     plane = harness.start()
     async with harness.running(a="e0") as nodes:
         plane.fleet.membership_changes.drain(E1)
-        nodes.reported.remove("e1")  # its machine is redeployed off
+        nodes.reported.remove("e1")  # its host is being redeployed
         await harness.clock.advance(20.0)
         age_s = plane.fleet.state.snapshot(harness.clock.now_s()).inputs_age_s
         assert age_s is not None
         assert age_s < 1.0
 
 
-async def test_nothing_moves_while_weights_change(harness: Harness) -> None:
+async def test_requests_do_not_move_while_weights_change(harness: Harness) -> None:
     plane = harness.start()
     async with harness.running(a="e0") as nodes:
         pausing = asyncio.create_task(plane.fleet.barrier.pause(PauseRequest(holder="trainer", lease_s=60.0)))
@@ -450,7 +450,7 @@ async def test_nothing_moves_while_weights_change(harness: Harness) -> None:
         plane.fleet.membership_changes.drain(E0, move=True)
         await harness.clock.advance(5.0)
         assert nodes.where["a"] == "e0"
-        with pytest.raises(Permanent, match="requests stand still"):
+        with pytest.raises(Permanent, match="requests are paused"):
             await plane.fleet.membership_changes.remove(E0, force=True)
         assert harness.said() == [("drain", "e0")]
         opening = asyncio.create_task(plane.fleet.barrier.resume(lease.id, None, ()))
@@ -459,7 +459,7 @@ async def test_nothing_moves_while_weights_change(harness: Harness) -> None:
         assert nodes.where["a"] == "e1"
 
 
-async def test_neither_loop_counts_on_a_drained_engine(harness: Harness) -> None:
+async def test_neither_loop_uses_a_drained_engine(harness: Harness) -> None:
     config = CONFIG.format(mode="advise").replace("policy: none", "policy: packing, max_moves_per_tick: 64")
     harness.start()
     harness.plane.reconfigure(parse_config(config))

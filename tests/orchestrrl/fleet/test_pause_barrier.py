@@ -1,4 +1,4 @@
-"""The daemon's barrier under a virtual clock, between gateways that behave: they keep leases by themselves."""
+"""Tests of the daemon's barrier on a virtual clock, with behaving gateways that enforce leases themselves."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -64,7 +64,7 @@ async def test_all_gateways_close_and_open_and_routes_carry_the_version(harness:
     assert harness.plane.fleet.barrier.paused_s == pytest.approx(0.25, abs=0.25)
 
 
-async def test_the_versions_are_known_before_gateways_open(harness: Harness) -> None:
+async def test_versions_are_set_before_gateways_open(harness: Harness) -> None:
     async with harness.running():
         lease = await harness.pause()
         await harness.resume(lease, 3)
@@ -72,24 +72,24 @@ async def test_the_versions_are_known_before_gateways_open(harness: Harness) -> 
         sent = [entry for entry in harness.entries(EntryKind.OPERATION_INTENT) if "open_barrier" in str(entry.body)]
         assert newest < sent[0].sequence
         assert [route.policy_version for route in harness.gateways["gw0"].routes_at_opening] == [3, 3]
-        await harness.resume(lease, 3)  # its answer got lost: the same again
+        await harness.resume(lease, 3)  # its answer was lost: the same call again
         with pytest.raises(Permanent, match=r"has ended \(resumed\)"):
             await harness.resume(lease, 4)
         with pytest.raises(Permanent, match="the pause barrier is open"):
             await harness.resume("", 4)
 
 
-async def test_one_lease_at_a_time(harness: Harness) -> None:
+async def test_second_lease_is_refused(harness: Harness) -> None:
     async with harness.running():
         lease = await harness.pause(holder="one", lease_s=30.0)
         with pytest.raises(Permanent, match=f"held by another: lease {lease} of one, until 00:17:1"):
             await harness.pause(holder="two")
         await harness.resume("")  # an operator
-        assert harness.plane.fleet.barrier.state.opened.detail == "opened by another than one"  # type: ignore[union-attr]
+        assert harness.plane.fleet.barrier.state.opened.detail == "opened by a caller other than one"  # type: ignore[union-attr]
         await harness.pause(holder="two")
 
 
-async def test_without_gateways_nothing_can_be_brought_to_rest(harness: Harness) -> None:
+async def test_pause_without_gateways_is_refused(harness: Harness) -> None:
     with pytest.raises(Permanent, match="no gateway is attached"):
         await harness.plane.fleet.barrier.pause(PauseRequest())
     assert harness.events() == []
@@ -98,7 +98,7 @@ async def test_without_gateways_nothing_can_be_brought_to_rest(harness: Harness)
     assert len(caught.value.faults) == 2
 
 
-async def test_a_drain_takes_as_long_as_it_may(harness: Harness) -> None:
+async def test_drain_may_use_the_whole_deadline(harness: Harness) -> None:
     async with harness.running():
         harness.gateways["gw0"].drains_s = 100.0
         asked = asyncio.create_task(harness.plane.fleet.barrier.pause(PauseRequest(PauseMode.WAIT, deadline_s=120.0)))
@@ -109,8 +109,8 @@ async def test_a_drain_takes_as_long_as_it_may(harness: Harness) -> None:
         assert (await asked).phase is BarrierPhase.QUIET
 
 
-async def test_engines_are_paused_when_no_gateway_has_anything_to_finish(harness: Harness) -> None:
-    """The first one to be done would freeze what the others wait for."""
+async def test_engines_are_paused_once_all_gateways_have_finished(harness: Harness) -> None:
+    """The first gateway to finish would freeze what others wait for."""
     async with harness.running("gw0", "gw1"):
         harness.gateways["gw1"].drains_s = 40.0
         asked = asyncio.create_task(harness.plane.fleet.barrier.pause(PauseRequest(PauseMode.WAIT, deadline_s=120.0)))
@@ -131,7 +131,7 @@ async def test_engines_are_paused_when_no_gateway_has_anything_to_finish(harness
 
 
 @pytest.mark.parametrize("fault", ["slow", "silent", "gone", "refuses"])
-async def test_where_one_gateway_does_not_come_to_rest_all_go_on(harness: Harness, fault: str) -> None:
+async def test_one_gateway_that_fails_to_rest_resumes_all(harness: Harness, fault: str) -> None:
     async with harness.running("gw0", "gw1"):
         bad = harness.gateways["gw1"]
         bad.drains_s = 1000.0 if fault in ("slow", "gone") else 0.1
@@ -145,8 +145,8 @@ async def test_where_one_gateway_does_not_come_to_rest_all_go_on(harness: Harnes
         await harness.within(30.0, asked)
         expected = {
             "slow": "gateway gw1 did not come to rest: not quiet by the deadline: 3 requests",
-            "silent": "the fleet did not come to rest: not in time; gateway gw1 still has 0 running",
-            "gone": "the fleet did not come to rest: gateway gw1 has gone away; gateway gw1",
+            "silent": "the fleet did not come to rest: deadline exceeded; gateway gw1 still has 0 running",
+            "gone": "the fleet did not come to rest: gateway gw1 detached; gateway gw1",
             "refuses": "gateway gw1 did not come to rest: this lease is over",
         }
         with pytest.raises(Retryable, match=expected[fault]):
@@ -157,7 +157,7 @@ async def test_where_one_gateway_does_not_come_to_rest_all_go_on(harness: Harnes
     assert harness.events() == ["pause", "gave_up"]
 
 
-async def test_whoever_stops_waiting_leaves_nothing_closed(harness: Harness) -> None:
+async def test_cancelled_pause_leaves_no_gateway_closed(harness: Harness) -> None:
     async with harness.running():
         harness.gateways["gw0"].drains_s = 1000.0
         asked = asyncio.create_task(harness.plane.fleet.barrier.pause(PauseRequest()))
@@ -171,7 +171,7 @@ async def test_whoever_stops_waiting_leaves_nothing_closed(harness: Harness) -> 
         )
 
 
-async def test_one_may_begin_while_another_gives_up(harness: Harness) -> None:
+async def test_new_pause_may_begin_while_another_is_undone(harness: Harness) -> None:
     async with harness.running("gw0", "gw1"):
         harness.gateways["gw1"].broken = True
         first = asyncio.create_task(harness.plane.fleet.barrier.pause(PauseRequest(deadline_s=2.0)))
@@ -183,7 +183,7 @@ async def test_one_may_begin_while_another_gives_up(harness: Harness) -> None:
         harness.gateways["gw0"].drains_s = 10.0
         second = asyncio.create_task(harness.plane.fleet.barrier.pause(PauseRequest()))
         await harness.clock.advance(5.0)
-        with pytest.raises(Retryable, match="the fleet did not come to rest: not in time; gateway gw1"):
+        with pytest.raises(Retryable, match="the fleet did not come to rest: deadline exceeded; gateway gw1"):
             await first
         await harness.clock.advance(8.0)
         assert (await second).phase is BarrierPhase.QUIET
@@ -197,26 +197,26 @@ async def test_one_may_begin_while_another_gives_up(harness: Harness) -> None:
         second = asyncio.create_task(harness.plane.fleet.barrier.pause(PauseRequest()))
         await harness.clock.advance(8.0)
         assert (await opening).opened is not None
-        with pytest.raises(Retryable, match="somebody has opened the pause barrier"):
+        with pytest.raises(Retryable, match="the pause barrier was opened"):
             await first
         assert (await second).phase is BarrierPhase.QUIET
 
 
-async def test_an_operator_may_open_while_it_closes(harness: Harness) -> None:
+async def test_operator_may_open_a_closing_barrier(harness: Harness) -> None:
     async with harness.running():
         harness.gateways["gw0"].drains_s = 1000.0
         asked = asyncio.create_task(harness.plane.fleet.barrier.pause(PauseRequest()))
         await harness.clock.advance(1.0)
         await harness.resume("")
         await harness.clock.advance(1.0)
-        with pytest.raises(Retryable, match="somebody has opened the pause barrier"):
+        with pytest.raises(Retryable, match="the pause barrier was opened"):
             await asked
         assert harness.gateways["gw0"].phase is BarrierPhase.OPEN
     assert harness.events() == ["pause", "resume"]
 
 
 @pytest.mark.parametrize("name", ["gw0", "gw1"])
-async def test_engines_that_were_not_brought_to_rest_are_told_and_get_no_requests(harness: Harness, name: str) -> None:
+async def test_engines_not_at_rest_are_reported_and_get_no_requests(harness: Harness, name: str) -> None:
     async with harness.running("gw0", "gw1"):
         harness.gateways[name].unpaused = {E1: "connection refused"}
         lease = await harness.pause()
@@ -234,7 +234,7 @@ async def test_engines_that_were_not_brought_to_rest_are_told_and_get_no_request
 # --- leases
 
 
-async def test_a_renewed_lease_lasts_and_then_ends_by_itself(harness: Harness) -> None:
+async def test_renewed_lease_lasts_longer_and_then_expires(harness: Harness) -> None:
     async with harness.running("gw0", "gw1"):
         lease = await harness.pause(lease_s=10.0)
         for _ in range(5):
@@ -248,7 +248,7 @@ async def test_a_renewed_lease_lasts_and_then_ends_by_itself(harness: Harness) -
         assert (state.phase, state.opened.how) == (BarrierPhase.OPEN, LeaseEnd.EXPIRED)
         assert "weights that were being changed may be mixed" in state.opened.detail
         for ask in (harness.renew(lease, 10.0), harness.resume(lease)):
-            with pytest.raises(Permanent, match=r"has ended \(expired\): requests have gone on since"):
+            with pytest.raises(Permanent, match=r"has ended \(expired\): requests have continued since"):
                 await ask
         assert harness.plane.fleet.barrier.expired == 1
         assert harness.plane.fleet.barrier.paused_s == pytest.approx(45.0, abs=2.0)
@@ -256,24 +256,24 @@ async def test_a_renewed_lease_lasts_and_then_ends_by_itself(harness: Harness) -
     assert harness.events()[-1] == "expired"
 
 
-async def test_a_renewal_that_a_gateway_did_not_hear_fails(harness: Harness) -> None:
+async def test_renewal_that_a_gateway_missed_fails(harness: Harness) -> None:
     async with harness.running("gw0", "gw1"):
         lease = await harness.pause(lease_s=60.0)
         harness.gateways["gw1"].broken = True
-        with pytest.raises(Retryable, match=r"some may open at 00:17:4. UTC: gw1: has not answered in time"):
+        with pytest.raises(Retryable, match=r"some may open at 00:17:4. UTC: gw1: did not answer in time"):
             await harness.renew(lease, 60.0)
         harness.gateways["gw1"].broken = False
         await harness.renew(lease, 60.0)
         await harness.gateways["gw1"].stop()
         with pytest.raises(Retryable, match="gw1: is not attached"):
             await harness.renew(lease, 90.0)
-        await harness.clock.advance(61.0)  # by then it has opened, if it is still there
+        await harness.clock.advance(61.0)  # by then it has opened, if it still runs
         await harness.renew(lease, 60.0)
         with pytest.raises(ProblemFaults, match="lease_id: must not be empty"):
             await harness.renew("", 60.0)
 
 
-async def test_a_gateway_that_comes_while_closed_closes_and_later_hears_nothing(harness: Harness) -> None:
+async def test_gateway_that_attaches_while_closed_closes(harness: Harness) -> None:
     async with harness.running():
         lease = await harness.pause(lease_s=60.0, deadline_s=2.0)
         await harness.clock.advance(5.0)
@@ -289,10 +289,10 @@ async def test_a_gateway_that_comes_while_closed_closes_and_later_hears_nothing(
 
 
 @pytest.mark.parametrize("weights_change", [False, True])
-async def test_a_gateway_that_comes_while_weights_change_gets_their_version_once_they_have_one(
+async def test_gateway_that_attaches_during_a_weight_change_gets_the_new_version(
     harness: Harness, weights_change: bool
 ) -> None:
-    """Else it would take the version from before for that of tokens which engines give it between two orders."""
+    """Otherwise it would record the previous version for tokens that engines generate between two orders."""
     async with harness.running():
         await harness.resume(await harness.pause(), 4)
         lease = await harness.pause(weights_change=weights_change)
@@ -306,7 +306,7 @@ async def test_a_gateway_that_comes_while_weights_change_gets_their_version_once
         assert {(route.policy_version, route.newest_policy_version) for route in late.routes} == {(5, 5)}
 
 
-async def test_a_gateway_that_comes_while_the_fleet_comes_to_rest_is_waited_for(harness: Harness) -> None:
+async def test_pause_waits_for_a_gateway_that_attaches_meanwhile(harness: Harness) -> None:
     async with harness.running():
         harness.gateways["gw0"].drains_s = 2.0
         asked = asyncio.create_task(harness.plane.fleet.barrier.pause(PauseRequest()))
@@ -319,7 +319,7 @@ async def test_a_gateway_that_comes_while_the_fleet_comes_to_rest_is_waited_for(
         assert (await asked).phase is BarrierPhase.QUIET
 
 
-async def test_a_gateway_that_missed_the_opening_is_told_again(harness: Harness) -> None:
+async def test_gateway_that_missed_the_opening_is_ordered_again(harness: Harness) -> None:
     async with harness.running("gw0", "gw1"):
         lease = await harness.pause(lease_s=600.0)
         away = harness.gateways["gw1"]
@@ -334,7 +334,7 @@ async def test_a_gateway_that_missed_the_opening_is_told_again(harness: Harness)
         )
 
 
-async def test_a_gateway_that_missed_an_opening_before_the_last_is_told_and_keeps_its_versions(
+async def test_gateway_that_missed_an_earlier_opening_keeps_its_versions(
     harness: Harness,
 ) -> None:
     async with harness.running("gw0", "gw1"):
@@ -354,8 +354,8 @@ async def test_a_gateway_that_missed_an_opening_before_the_last_is_told_and_keep
 
 @pytest.mark.parametrize("process", ["the same", "another"])
 @pytest.mark.parametrize("again", [False, True])
-async def test_a_gateway_does_not_close_for_a_lease_that_is_over(harness: Harness, process: str, again: bool) -> None:
-    """It went while it was closing, and nobody could tell it of the end."""
+async def test_gateway_does_not_close_for_a_lease_that_is_over(harness: Harness, process: str, again: bool) -> None:
+    """It detached while closing, so the end of the lease could not be sent to it."""
     async with harness.running("gw0", "gw1"):
         harness.gateways["gw1"].drains_s = 1000.0
         asked = asyncio.create_task(harness.plane.fleet.barrier.pause(PauseRequest(lease_s=3600.0, deadline_s=600.0)))
@@ -363,7 +363,7 @@ async def test_a_gateway_does_not_close_for_a_lease_that_is_over(harness: Harnes
         gone = harness.gateways["gw1"]
         gone.leave()
         await harness.within(10.0, asked)
-        with pytest.raises(Retryable, match="gateway gw1 has gone away"):
+        with pytest.raises(Retryable, match="gateway gw1 detached"):
             await asked
         gone.drains_s = 0.1
         if process == "another":
@@ -379,7 +379,7 @@ async def test_a_gateway_does_not_close_for_a_lease_that_is_over(harness: Harnes
         assert [gateway.phase for gateway in harness.gateways.values()] == [BarrierPhase.OPEN] * 2
 
 
-async def test_a_gateway_that_somebody_else_closed_is_left_alone(harness: Harness) -> None:
+async def test_gateway_closed_by_another_daemon_is_left_alone(harness: Harness) -> None:
     async with harness.running("gw0", "gw1"):
         await harness.resume(await harness.pause())
         by_hand = harness.gateways["gw1"]
@@ -389,7 +389,7 @@ async def test_a_gateway_that_somebody_else_closed_is_left_alone(harness: Harnes
         assert len(by_hand.orders) == told
 
 
-async def test_a_gateway_that_does_not_answer_is_not_told_over_and_over(harness: Harness) -> None:
+async def test_unresponsive_gateway_is_not_ordered_repeatedly(harness: Harness) -> None:
     async with harness.running("gw0", "gw1"):
         lease = await harness.pause(lease_s=600.0)
         away = harness.gateways["gw1"]
@@ -404,7 +404,7 @@ async def test_a_gateway_that_does_not_answer_is_not_told_over_and_over(harness:
 # --- restarts
 
 
-async def test_a_restarted_daemon_knows_barrier_lease_and_versions(harness: Harness) -> None:
+async def test_restarted_daemon_recovers_barrier_lease_and_versions(harness: Harness) -> None:
     async with harness.running("gw0", "gw1"):
         harness.plane.fleet.barrier.set_version([E0, E1], 7)
         lease = await harness.pause(lease_s=30.0, holder="trainer")
@@ -420,8 +420,8 @@ async def test_a_restarted_daemon_knows_barrier_lease_and_versions(harness: Harn
         assert [(r.policy_version, r.newest_policy_version) for r in harness.gateways["gw0"].routes] == [(8, 8)] * 2
 
 
-async def test_an_engine_that_got_its_weights_after_a_restart_keeps_them(harness: Harness) -> None:
-    """As one that a redeployment has started anew under its old name; once told, a further restart is seen as ever."""
+async def test_engine_that_got_weights_after_a_restart_keeps_them(harness: Harness) -> None:
+    """For example, a redeployment restarted the engine under its old name. A later restart is detected as usual."""
     async with harness.running():
         barrier = harness.plane.fleet.barrier
 
@@ -437,19 +437,19 @@ async def test_an_engine_that_got_its_weights_after_a_restart_keeps_them(harness
         assert barrier.state.versions == {E1: 7}
 
 
-async def test_a_daemon_that_is_away_until_the_lease_ends_says_so(harness: Harness) -> None:
+async def test_restarted_daemon_reports_a_lease_that_expired_meanwhile(harness: Harness) -> None:
     async with harness.running():
         lease = await harness.pause(lease_s=5.0)
         await harness.end()
         await harness.clock.advance(10.0)
         assert harness.gateways["gw0"].phase is BarrierPhase.OPEN
         await harness.restart()
-        with pytest.raises(Permanent, match="requests have gone on since"):
+        with pytest.raises(Permanent, match="requests have continued since"):
             await harness.resume(lease, 8)
         assert harness.plane.fleet.barrier.state.newest is None
 
 
-async def test_a_daemon_that_died_while_the_fleet_came_to_rest_opens_it(harness: Harness) -> None:
+async def test_restarted_daemon_opens_an_incomplete_pause(harness: Harness) -> None:
     async with harness.running():
         harness.gateways["gw0"].drains_s = 1000.0
         asked = asyncio.create_task(harness.plane.fleet.barrier.pause(PauseRequest(lease_s=600.0)))
@@ -461,11 +461,11 @@ async def test_a_daemon_that_died_while_the_fleet_came_to_rest_opens_it(harness:
         await harness.pause()  # it can be closed again at once
 
 
-async def test_a_daemon_that_died_before_it_told_gateways_to_open_has_them_do_so(harness: Harness) -> None:
+async def test_restarted_daemon_sends_the_last_opening_to_gateways(harness: Harness) -> None:
     async with harness.running("gw0", "gw1"):
         lease = await harness.pause()
         barrier = harness.plane.fleet.barrier
-        barrier._take(barrier.state.resumed(lease, harness.clock.now_s(), [E0, E1], 7, []), "resume")  # and no more
+        barrier._take(barrier.state.resumed(lease, harness.clock.now_s(), [E0, E1], 7, []), "resume")  # exactly once
         await harness.restart()
         assert [gateway.phase for gateway in harness.gateways.values()] == [BarrierPhase.OPEN] * 2
         await harness.resume(await harness.pause())  # it can be closed again at once
@@ -480,7 +480,7 @@ async def test_a_daemon_that_died_before_it_told_gateways_to_open_has_them_do_so
 # --- the loops
 
 
-async def test_nothing_moves_while_the_barrier_is_closed_nor_just_after(harness: Harness) -> None:
+async def test_requests_do_not_move_while_the_barrier_is_closed_nor_just_after(harness: Harness) -> None:
     async with harness.running():
         plane, gateway = harness.plane, harness.gateways["gw0"]
         gateway.in_flight = [request(f"r{n}", "e0") for n in range(12)]
@@ -489,7 +489,7 @@ async def test_nothing_moves_while_the_barrier_is_closed_nor_just_after(harness:
         assert plane.balance is not None
         assert plane.balance.verdict.code == "barrier_closed"
         with pytest.raises(
-            Permanent, match="requests stand still while weights change: the pause barrier is quiet, lease"
+            Permanent, match="requests are paused while weights change: the pause barrier is quiet, lease"
         ):
             await plane.fleet.move(RequestId("r1"), E1)
         plan = await plane.slow_tick()
@@ -502,7 +502,7 @@ async def test_nothing_moves_while_the_barrier_is_closed_nor_just_after(harness:
         assert plane.balance.verdict.code not in ("barrier_closed", "barrier_opened")
 
 
-async def test_a_plan_that_was_made_before_the_barrier_closed_is_not_carried_out(harness: Harness) -> None:
+async def test_plan_made_before_the_barrier_closed_is_not_carried_out(harness: Harness) -> None:
     config = CONFIG.replace("fast: {", "fast: {policy: none, ").replace("fleet:", "slow: {epsilon_s: 1}\nfleet:")
     plane = harness.start(config)
     async with harness.running():
@@ -522,12 +522,12 @@ async def test_a_plan_that_was_made_before_the_barrier_closed_is_not_carried_out
         await harness.clock.advance(6.0)
         plan = await thinking
         assert (plan.decision, isinstance(plan.verdict, Act)) == ("rebalance", True)
-        assert plane.plans.get(plan.id).acted_detail == "requests were brought to rest before anything was done"
+        assert plane.plans.get(plan.id).acted_detail == "the fleet was paused before anything was done"
         assert gateway.of(MoveRequests) == []
         await harness.resume(lease)
 
 
-async def test_a_pause_waits_for_engines_that_are_being_changed(harness: Harness) -> None:
+async def test_pause_waits_for_engines_that_are_being_changed(harness: Harness) -> None:
     turn = harness.plane._turn
     async with harness.running():
         changing = turn.preparing()
@@ -546,7 +546,7 @@ async def test_a_pause_waits_for_engines_that_are_being_changed(harness: Harness
             await asked
 
 
-async def test_an_engine_that_restarts_has_lost_its_weights(harness: Harness) -> None:
+async def test_restarted_engine_loses_its_weight_version(harness: Harness) -> None:
     async with harness.running():
         gateway = harness.gateways["gw0"]
         gateway.generated = {"e1": 0}
@@ -560,7 +560,7 @@ async def test_an_engine_that_restarts_has_lost_its_weights(harness: Harness) ->
         assert [(r.policy_version, r.draining) for r in gateway.routes] == [(4, False), (None, True)]
         gateway.in_flight = [request("r1", "e0")]
         gateway.report()
-        with pytest.raises(Permanent, match="engine e1 has not the fleet's weights: see `orchestrrl barrier`"):
+        with pytest.raises(Permanent, match="engine e1 does not have the fleet's weights: see `orchestrrl barrier`"):
             await harness.plane.fleet.move(RequestId("r1"), E1)
         await harness.pause()
         await harness.resume(version=5)
@@ -568,7 +568,7 @@ async def test_an_engine_that_restarts_has_lost_its_weights(harness: Harness) ->
     assert "forgotten" in harness.events()
 
 
-async def test_what_a_plan_foresaw_is_held_against_the_time_in_which_requests_ran(harness: Harness) -> None:
+async def test_predictions_are_compared_with_unpaused_time(harness: Harness) -> None:
     async with harness.running():
         plane, gateway = harness.plane, harness.gateways["gw0"]
         gateway.in_flight = [request("r0", "e0")]
@@ -589,7 +589,7 @@ async def test_what_a_plan_foresaw_is_held_against_the_time_in_which_requests_ra
         assert plane.plans.get(plan.id).actual_makespan_s == pytest.approx(step.ended_s - began_s - 20.0, abs=2.0)
 
 
-async def test_kv_is_handed_over_between_engines_of_one_version_only(harness: Harness) -> None:
+async def test_kv_is_transferred_only_between_engines_of_one_version(harness: Harness) -> None:
     links = "connector: kv_handover, weights: w, inter_node_gbps_per_gpu: 8.0, latency_s: 0.01, kv_bytes_per_token: 1e3"
     plane = harness.start(CONFIG.replace("fleet:", f"fleet:\n  kv_transfer: {{{links}}}").replace("act", "advise"))
     assert plane.mode.current is Mode.ADVISE
@@ -606,7 +606,7 @@ async def test_kv_is_handed_over_between_engines_of_one_version_only(harness: Ha
 # --- cancelling
 
 
-async def test_requests_and_groups_are_ended_wherever_they_are(harness: Harness) -> None:
+async def test_named_requests_and_groups_are_cancelled_on_all_gateways(harness: Harness) -> None:
     async with harness.running("gw0", "gw1"):
         for name in ("gw0", "gw1"):
             harness.gateways[name].in_flight = [in_group(f"{name}-{n}", "g", 0) for n in range(2)]
@@ -622,7 +622,7 @@ async def test_requests_and_groups_are_ended_wherever_they_are(harness: Harness)
             await harness.plane.fleet.canceller.cancel([], [], "")
 
 
-async def test_a_group_that_has_enough_over_all_gateways_is_ended_everywhere(harness: Harness) -> None:
+async def test_group_with_enough_answers_is_cancelled_on_all_gateways(harness: Harness) -> None:
     async with harness.running("gw0", "gw1"):
         gw0, gw1 = harness.gateways["gw0"], harness.gateways["gw1"]
         gw0.in_flight = [in_group(f"a{n}", "g") for n in range(2)] + [in_group("x", "h")]
@@ -639,7 +639,7 @@ async def test_a_group_that_has_enough_over_all_gateways_is_ended_everywhere(har
         assert harness.plane.fleet.canceller.totals["redundant"] == 6
 
 
-async def test_a_gateway_that_is_alone_knows_by_itself(harness: Harness) -> None:
+async def test_single_gateway_cancels_without_an_order(harness: Harness) -> None:
     async with harness.running():
         harness.gateways["gw0"].in_flight = [in_group(f"a{n}", "g") for n in range(2)]
         harness.gateways["gw0"].done = [ended("b0", "g"), ended("b1", "g")]

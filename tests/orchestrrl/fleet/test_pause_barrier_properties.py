@@ -1,5 +1,5 @@
-"""The daemon's barrier in any order of events: words of trainers, gateways that come, go, drain slowly or lose their
-answers, and daemons that are restarted."""
+"""Tests of the daemon's barrier in any order of events: calls of trainers; gateways that attach, detach, drain slowly
+or lose results; and restarts of the daemon."""
 
 import asyncio
 import tempfile
@@ -40,7 +40,7 @@ EVENTS = st.one_of(
 
 
 class Trainers:
-    """Whoever asks, and what they have been told."""
+    """The callers of the barrier, and the answers they received."""
 
     def __init__(self, harness: Harness) -> None:
         self.harness = harness
@@ -67,13 +67,13 @@ class Trainers:
     def stop_asking(self) -> None:
         for task in self.asking:
             if task.done() and not task.cancelled():
-                task.result()  # what they found wrong
+                task.result()  # violations that they found
             task.cancel()
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(EVENTS, max_size=16))
-def test_nobody_stays_frozen_and_nobody_is_told_quiet_who_is_not(events: list[tuple[Any, ...]]) -> None:
+def test_no_engine_stays_frozen_and_quiet_is_reported_truthfully(events: list[tuple[Any, ...]]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         asyncio.run(_play(Path(folder) / "journal.sqlite", events))
 
@@ -91,7 +91,7 @@ async def _play(path: Path, events: list[tuple[Any, ...]]) -> None:
         trainers.stop_asking()
         for gateway in harness.gateways.values():
             gateway.broken = False
-        await harness.clock.advance(LONGEST_S + 1.0)  # nobody renews
+        await harness.clock.advance(LONGEST_S + 1.0)  # no renewals
         assert harness.plane.fleet.barrier.state.phase is BarrierPhase.OPEN
         assert [gateway.phase for gateway in harness.gateways.values()] == [BarrierPhase.OPEN] * 2
         for gateway in harness.gateways.values():

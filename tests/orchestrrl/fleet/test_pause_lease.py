@@ -1,4 +1,4 @@
-"""The lease as a state machine: any sequence of words and times, against a few lines that say what must come out."""
+"""Tests of the lease as a state machine: any sequence of calls and times, against a model of a few lines."""
 
 from dataclasses import dataclass, field
 
@@ -22,7 +22,7 @@ def lease(id: str, now_s: float, lasts_s: float, quiet_s: float | None = None) -
 
 @dataclass
 class Told:
-    """What was said, kept apart from the code under test."""
+    """A model of the state, independent of the code under test."""
 
     now_s: float = 0.0
     holder: str | None = None
@@ -34,7 +34,7 @@ class Told:
     leases: int = 0
 
     def brought(self, version: int | None, source: str) -> None:
-        """Weights that the fleet has from now on; None: of the version from before."""
+        """Set the fleet's weights; None keeps the version."""
         if version not in (None, self.newest):
             self.newest, self.source = version, ""
         self.source = source or self.source
@@ -66,7 +66,7 @@ WORDS = st.one_of(
 
 
 @given(st.lists(WORDS, max_size=25))
-def test_never_two_leases_and_versions_as_last_told(words: list[tuple[object, ...]]) -> None:
+def test_never_two_leases_and_versions_as_last_set(words: list[tuple[object, ...]]) -> None:
     state, told = PauseState(), Told()
     for word in words:
         named = {"mine": told.holder or "none", "old": "lease-0", "": ""}
@@ -142,19 +142,19 @@ def test_never_two_leases_and_versions_as_last_told(words: list[tuple[object, ..
     assert state.at(told.now_s + 61.0).phase is BarrierPhase.OPEN
 
 
-def test_a_lease_that_has_ended_is_refused_and_says_since_when() -> None:
+def test_ended_lease_is_refused_with_its_end_time() -> None:
     state = PauseState().paused(lease("a", 0.0, 60.0)).at_rest("a").at(3661.0)
     assert state.opened is not None
     assert (state.opened.how, state.opened.at_s) == (LeaseEnd.EXPIRED, 60.0)
-    with pytest.raises(Permanent, match=r"has ended \(expired\): requests have gone on since 00:01:00 UTC; weights"):
+    with pytest.raises(Permanent, match=r"has ended \(expired\): requests have continued since 00:01:00 UTC; weights"):
         state.renewed("a", 4000.0)
-    with pytest.raises(Permanent, match="lease b is not known, or ended long ago: the pause barrier is open"):
+    with pytest.raises(Permanent, match="lease b is unknown or ended long ago: the pause barrier is open"):
         state.resumed("b", 4000.0, [], None, [])
     with pytest.raises(Permanent, match="the pause barrier is open: there is nothing to resume"):
         state.resumed("", 4000.0, [], None, [])
 
 
-def test_versions_may_go_down_and_who_was_left_out_waits_for_its_own() -> None:
+def test_version_may_decrease_and_left_out_engines_wait_for_their_own() -> None:
     state = PauseState().with_versions(ENGINES, 7)
     state = state.paused(lease("a", 0.0, 60.0)).resumed("a", 1.0, ENGINES, 5, [EngineId("e2")])
     assert (dict(state.versions), state.newest) == ({"e0": 5, "e1": 5, "e2": 7}, 5)
@@ -165,7 +165,7 @@ def test_versions_may_go_down_and_who_was_left_out_waits_for_its_own() -> None:
     assert state.with_versions([EngineId("e2")], 5).serves(EngineId("e2"))
 
 
-def test_who_is_left_out_waits_also_where_nobody_speaks_of_versions() -> None:
+def test_left_out_engines_wait_even_without_versions() -> None:
     state = PauseState().paused(lease("a", 0.0, 60.0)).resumed("a", 1.0, ENGINES, None, ENGINES[:1])
     state = state.paused(lease("b", 2.0, 60.0)).resumed("b", 3.0, ENGINES, None, ENGINES[1:2])
     assert [state.serves(engine) for engine in ENGINES] == [False, False, True]
@@ -173,12 +173,12 @@ def test_who_is_left_out_waits_also_where_nobody_speaks_of_versions() -> None:
     assert all(map(state.serves, ENGINES))
 
 
-def test_a_lease_ends_at_its_end() -> None:
+def test_lease_expires_at_its_end() -> None:
     state = PauseState().paused(lease("a", 0.0, 60.0))
     assert [state.at(now_s).phase for now_s in (59.9, 60.0)] == [BarrierPhase.CLOSING, BarrierPhase.OPEN]
 
 
-def test_weights_that_come_engine_by_engine_wait_for_the_last() -> None:
+def test_version_set_engine_by_engine_is_the_fleets_after_the_last() -> None:
     state = PauseState().with_versions(ENGINES, 1)
     for engine in ENGINES[:2]:
         state = state.with_versions([engine], 2)
@@ -188,12 +188,12 @@ def test_weights_that_come_engine_by_engine_wait_for_the_last() -> None:
 
 
 @pytest.mark.parametrize(("lasts_s", "quiet_s"), [(10.0, 11.0), (10.0, 0.0), (-1.0, -1.0)])
-def test_a_lease_without_sense_is_refused(lasts_s: float, quiet_s: float) -> None:
+def test_invalid_lease_is_rejected(lasts_s: float, quiet_s: float) -> None:
     with pytest.raises(ValueError, match="quiet_by_s must be after began_s"):
         lease("a", 0.0, lasts_s, quiet_s)
 
 
-def test_a_state_that_was_written_before_folders_were_told_is_read() -> None:
+def test_state_from_before_weight_folders_is_read() -> None:
     state = PauseState().paused(lease("a", 0.0, 60.0)).resumed("a", 1.0, ENGINES, 3, [], "", "/shared/3")
     body = PAUSE_STATE.dump_python(state, mode="json")
     assert PAUSE_STATE.validate_python(body) == state
@@ -202,7 +202,7 @@ def test_a_state_that_was_written_before_folders_were_told_is_read() -> None:
     assert (old.newest, old.newest_source) == (3, "")
 
 
-def test_the_folder_of_the_fleets_weights_is_kept_while_they_are_the_same() -> None:
+def test_weights_folder_is_kept_while_the_version_is_unchanged() -> None:
     state = PauseState().with_versions(ENGINES, 1, "/shared/1")
     assert state.with_versions(ENGINES[:1], 1).newest_source == "/shared/1", "an engine that was started later"
     assert state.with_versions(ENGINES[:1], 2, "/shared/2").newest_source == "/shared/1", (
@@ -217,8 +217,8 @@ def test_the_folder_of_the_fleets_weights_is_kept_while_they_are_the_same() -> N
 
 @pytest.mark.parametrize("quiet", [False, True])
 @pytest.mark.parametrize("weights_change", [False, True])
-def test_nobody_knows_versions_after_a_lease_ended_while_weights_changed(weights_change: bool, quiet: bool) -> None:
-    """An engine that was left out before still is: it is not among those that were at rest for this."""
+def test_versions_are_unknown_after_a_lease_expired_during_a_weight_change(weights_change: bool, quiet: bool) -> None:
+    """An engine that was left out before remains so: it was not at rest for this lease."""
     known = PauseState().paused(lease("a", 0.0, 10.0)).resumed("a", 1.0, ENGINES, 7, [ENGINES[2]], weights_source="/w")
     changing = PauseLease(
         "b", "sync", PauseMode.KEEP, FrozenRequests.TAKEN_BACK, 2.0, 12.0, 12.0, weights_change=weights_change

@@ -1,4 +1,4 @@
-"""Pauses that are interrupted, apart from the cases that core/test_operation_descriptions.py has for all operations."""
+"""Tests of interrupted pauses, except the cases that core/test_operation_descriptions.py has for all operations."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -18,12 +18,12 @@ from orchestrrl.fleet.pause_barrier import PauseRequest
 from orchestrrl.fleet.reports import BarrierPhase
 
 OWN = (EntryKind.BARRIER, EntryKind.PAUSE_BEGAN, EntryKind.PAUSE_STEP, EntryKind.PAUSE_ENDED)
-ENTRIES = 8  # of a pause that goes well: its lease, the intent, two for each of two steps, at rest, the result
+ENTRIES = 8  # of a successful pause: its lease, the intent, two for each of two steps, at rest, the result
 AT_REST = 6
 
 
 class Killed(Exception):
-    """The daemon died."""
+    """The daemon is killed."""
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ async def harness(tmp_path: Path) -> AsyncIterator[Harness]:
 
 
 def limit(harness: Harness, entries: int, error: type[Exception], *arguments: Any) -> None:
-    """Raise the error instead of writing more than so many entries of a pause, and at each one after that."""
+    """Raise the error instead of writing more than this many entries of a pause, at each further one."""
     journal, written = harness.journal, 0
     assert journal is not None
     append = journal.append
@@ -56,7 +56,7 @@ def phases(harness: Harness) -> set[BarrierPhase]:
 
 
 def agree(harness: Harness, *, at_rest: bool) -> None:
-    """The world is in one state, which is the one that was written down."""
+    """Check that all barriers are in one state, which is the journalled one."""
     assert phases(harness) == {BarrierPhase.QUIET if at_rest else BarrierPhase.OPEN}
     assert harness.journal is not None
     assert left_open(harness.journal, FLEET_PAUSES, lambda entry: entry.body) == []
@@ -65,7 +65,7 @@ def agree(harness: Harness, *, at_rest: bool) -> None:
 
 
 @pytest.mark.parametrize("entries", range(1, ENTRIES))
-async def test_after_a_daemon_that_was_killed_the_fleet_can_be_paused_again(harness: Harness, entries: int) -> None:
+async def test_fleet_can_be_paused_again_after_the_daemon_was_killed(harness: Harness, entries: int) -> None:
     async with harness.running("gw0", "gw1"):
         limit(harness, entries, Killed)
         asked = asyncio.create_task(harness.plane.fleet.barrier.pause(PauseRequest(lease_s=120.0)))
@@ -81,7 +81,7 @@ async def test_after_a_daemon_that_was_killed_the_fleet_can_be_paused_again(harn
 
 
 @pytest.mark.parametrize("entries", range(1, ENTRIES))
-async def test_where_the_journal_is_full_requests_go_on(harness: Harness, entries: int) -> None:
+async def test_full_journal_lets_requests_continue(harness: Harness, entries: int) -> None:
     async with harness.running("gw0", "gw1"):
         limit(harness, entries, Permanent, "the disk is full")
         asked = asyncio.create_task(harness.plane.fleet.barrier.pause(PauseRequest(lease_s=20.0)))
@@ -92,7 +92,7 @@ async def test_where_the_journal_is_full_requests_go_on(harness: Harness, entrie
         assert {gateway.phase for gateway in harness.gateways.values()} == {BarrierPhase.OPEN}
 
 
-async def test_a_result_that_is_lost_is_told_once_the_gateway_attaches_again(harness: Harness) -> None:
+async def test_lost_result_is_sent_again_when_the_gateway_reattaches(harness: Harness) -> None:
     async with harness.running("gw0", "gw1"):
         gateway = harness.gateways["gw1"]
         gateway.broken = True

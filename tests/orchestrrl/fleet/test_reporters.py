@@ -1,4 +1,4 @@
-"""Which of several senders counts: whoever comes and goes, reports that count come within seconds."""
+"""Tests of which sender counts: while senders start and stop, reports that count arrive within seconds."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -15,7 +15,8 @@ EVERY_S = 0.25
 def lives(
     spans: Sequence[tuple[str, str, float, float]], until_s: float, *, tell_ends: bool = False
 ) -> list[tuple[float, int]]:
-    """(time, sender) of the reports that counted: senders are (name, incarnation, from, until), each with a stream."""
+    """Return the (time, sender) pairs of reports that counted. Senders are (name, incarnation, from, until), each with
+    a stream."""
     reporters, counted = Reporters(), []
     for turn in range(int(until_s / EVERY_S)):
         now_s = turn * EVERY_S
@@ -38,7 +39,7 @@ def lives(
     ),
     tell_ends=st.booleans(),
 )
-def test_reports_that_count_come_within_5_s_while_anybody_reports(
+def test_counted_reports_arrive_within_5_s_while_any_sender_reports(
     spans: list[tuple[str, str, float, float]], tell_ends: bool
 ) -> None:
     spans = sorted(spans, key=lambda span: span[2])
@@ -51,14 +52,14 @@ def test_reports_that_count_come_within_5_s_while_anybody_reports(
 
 
 @pytest.mark.parametrize(("second", "incarnation"), [("agent", ""), ("agent", "q"), ("other", ""), ("other", "q")])
-def test_the_first_counts_again_when_the_second_has_ended(second: str, incarnation: str) -> None:
+def test_first_sender_leads_again_when_the_second_has_ended(second: str, incarnation: str) -> None:
     counted = lives([("agent", "p" if incarnation else "", 0, 100), (second, incarnation, 5, 10)], 100)
     assert max(later - at for (at, _), (later, _) in pairwise(counted)) <= TAKEOVER_S + (LATE_MOST + 1) * EVERY_S
     assert counted[-1] == (99.75, 0)
 
 
 @pytest.mark.parametrize(("second", "incarnation"), [("agent", ""), ("agent", "q"), ("other", "")])
-def test_the_second_counts_when_the_first_has_died(second: str, incarnation: str) -> None:
+def test_second_sender_leads_when_the_first_has_died(second: str, incarnation: str) -> None:
     counted = lives([("agent", "", 0, 30), (second, incarnation, 5, 60)], 60)
     assert max(later - at for (at, _), (later, _) in pairwise(counted)) <= TAKEOVER_S + 2 * EVERY_S
     assert counted[-1] == (59.75, 1)
@@ -76,7 +77,7 @@ def test_late_reports_of_an_older_stream_change_nothing() -> None:
     assert not any(named.admit("a", "p", 1, 6 + late, 100.0 + late) for late in range(100))
 
 
-def test_one_that_reads_the_engine_counts_before_one_that_cannot() -> None:
+def test_sender_that_reads_the_engine_leads_over_one_that_cannot() -> None:
     reporters = Reporters()
     counted = []
     for turn in range(80):
@@ -87,7 +88,7 @@ def test_one_that_reads_the_engine_counts_before_one_that_cannot() -> None:
     assert counted.count("old") <= 1 + (5.0 + TAKEOVER_S) / EVERY_S + 1
 
 
-def test_two_that_report_side_by_side_are_seen_and_one_that_was_replaced_is_not() -> None:
+def test_concurrent_senders_are_detected_and_replaced_ones_are_not() -> None:
     reporters = Reporters()
     for turn in range(100):
         now_s = turn * EVERY_S
@@ -107,7 +108,7 @@ def test_two_that_report_side_by_side_are_seen_and_one_that_was_replaced_is_not(
         assert replaced.side_by_side(now_s) == ()
 
 
-def test_a_stream_that_ends_hands_over_at_once() -> None:
+def test_ended_stream_gives_up_the_lead_at_once() -> None:
     reporters = Reporters()
     reporters.admit("a", "p", 1, 1, 0.0)
     reporters.admit("b", "q", 2, 1, 0.0)

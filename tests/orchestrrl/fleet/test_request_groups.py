@@ -1,4 +1,4 @@
-"""Groups that have enough answers, against a plain count."""
+"""Tests of groups that have enough answers, against a plain count."""
 
 from collections import Counter
 from unittest.mock import patch
@@ -20,7 +20,7 @@ def answer(group: str, enough: int, reason: str = "stop") -> FinishedRequest:
 
 
 @given(st.lists(st.one_of(st.lists(ANSWERS, max_size=5), st.none()), max_size=12))
-def test_a_group_is_named_once_for_each_batch_in_which_it_has_enough(
+def test_group_is_returned_once_per_batch_in_which_it_has_enough(
     batches: list[list[tuple[str, int, str]] | None],
 ) -> None:
     counted, found = Counter[str](), FinishedGroups()
@@ -46,7 +46,7 @@ def test_answers_without_a_group_are_not_counted() -> None:
     assert found.take() == frozenset()
 
 
-def test_the_groups_that_were_heard_of_last_are_kept() -> None:
+def test_latest_groups_are_kept() -> None:
     found = FinishedGroups()
     with patch.object(request_groups, "GROUPS_REMEMBERED", 2):
         for group in ("a", "b", "a", "c", "a"):

@@ -1,4 +1,4 @@
-"""What routes cost while a large fleet starts: in orders to gateways, and in the journal."""
+"""Tests of the cost of routes while a large fleet starts: in orders to gateways, and in the journal."""
 
 import json
 from collections.abc import Iterator
@@ -64,7 +64,7 @@ def harnesses(tmp_path: Path) -> Iterator[list[Harness]]:
 
 
 @pytest.mark.parametrize("gateways", [1, 4])
-async def test_engines_that_come_up_together_are_one_message_for_each_gateway(
+async def test_engines_that_start_together_cost_one_message_per_gateway(
     tmp_path: Path, gateways: int, harnesses: list[Harness]
 ) -> None:
     harnesses.append(harness := Harness(tmp_path, gateways))
@@ -79,7 +79,7 @@ async def test_engines_that_come_up_together_are_one_message_for_each_gateway(
 
 
 @pytest.mark.parametrize("gateways", [1, 4])
-async def test_engines_that_come_up_one_by_one_cost_no_message_each(
+async def test_engines_that_start_one_by_one_share_messages(
     tmp_path: Path, gateways: int, harnesses: list[Harness]
 ) -> None:
     harnesses.append(harness := Harness(tmp_path, gateways))
@@ -98,7 +98,7 @@ async def test_engines_that_come_up_one_by_one_cost_no_message_each(
     assert len(harness.sent) == before + gateways
 
 
-async def test_what_has_not_changed_is_not_sent_again_before_it_could_be_missed(
+async def test_unchanged_routes_are_not_sent_again_before_half_their_expiry(
     tmp_path: Path, harnesses: list[Harness]
 ) -> None:
     harnesses.append(harness := Harness(tmp_path, 2))
@@ -112,7 +112,7 @@ async def test_what_has_not_changed_is_not_sent_again_before_it_could_be_missed(
         await harness.clock.advance(1.0)
     assert 2 * 4 <= len(harness.sent) <= 2 * 9  # twice in the time in which an order expires
     assert len(harness.journal.since(0, [EntryKind.ROUTES])) == 1
-    # A gateway that comes back has lost them, the others have not.
+    # A gateway that reattaches has lost them, the others have not.
     harness.sent.clear()
     harness.plane.fleet.attach(gateway_hello(gateway=NodeId("gw0")))
     harness.plane.fleet.attach(gateway_hello(gateway=NodeId("gw0")))
@@ -120,7 +120,7 @@ async def test_what_has_not_changed_is_not_sent_again_before_it_could_be_missed(
     assert len(harness.sent) <= 3
 
 
-async def test_an_engine_that_is_gone_is_withdrawn_at_once_also_in_a_fleet_that_starts(
+async def test_lost_engine_is_withdrawn_at_once_even_in_a_starting_fleet(
     tmp_path: Path, harnesses: list[Harness]
 ) -> None:
     harnesses.append(harness := Harness(tmp_path, 1))

@@ -1,4 +1,4 @@
-"""Which engines gateways are told to expect, until when, and what a restarted daemon remembers of it."""
+"""Tests of the engines that gateways should expect, until when, and what a restarted daemon recovers of them."""
 
 import asyncio
 from pathlib import Path
@@ -30,7 +30,7 @@ E0, E1, E2 = EngineId("e0"), EngineId("e1"), EngineId("e2")
 
 
 class Harness:
-    """Daemons, one after the other, over one journal."""
+    """Successive daemons over one journal."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "journal.sqlite"
@@ -64,7 +64,7 @@ def draining(action: SetRoutes) -> dict[str, bool]:
     return {route.engine: route.draining for route in action.routes}
 
 
-async def test_gateways_are_told_of_engines_that_are_being_started(tmp_path: Path) -> None:
+async def test_gateways_receive_engines_that_are_being_started(tmp_path: Path) -> None:
     harness = Harness(tmp_path)
     plane = harness.start()
     gateway = plane.fleet.attach(gateway_hello())
@@ -74,7 +74,7 @@ async def test_gateways_are_told_of_engines_that_are_being_started(tmp_path: Pat
     harness.tell()
     action = await told(gateway)
     assert (action.expected, action.expected_until_s) == ((E1, E2), 1030.0)
-    # Whoever attaches now hears the same, and so does everybody else.
+    # A gateway that attaches now receives the same, and so do the others.
     late = plane.fleet.attach(gateway_hello())
     assert (await told(late)).expected == (E1, E2)
     await harness.clock.advance(10.0)
@@ -86,7 +86,7 @@ async def test_gateways_are_told_of_engines_that_are_being_started(tmp_path: Pat
     assert (action.expected, action.expected_until_s) == ((), 0.0)
 
 
-async def test_an_engine_that_is_expected_takes_nothing_though_it_is_reported_well(tmp_path: Path) -> None:
+async def test_expected_engine_gets_no_requests_though_reported_healthy(tmp_path: Path) -> None:
     harness = Harness(tmp_path)
     plane = harness.start()
     plane.fleet.routes.expected[E2] = 1030.0
@@ -102,11 +102,11 @@ async def test_an_engine_that_is_expected_takes_nothing_though_it_is_reported_we
     assert draining(action)["e2"] is False
 
 
-async def test_it_is_written_down_when_it_changes_and_outlives_the_daemon(tmp_path: Path) -> None:
+async def test_expected_engines_are_journalled_on_change_and_recovered(tmp_path: Path) -> None:
     harness = Harness(tmp_path)
     plane = harness.start()
     harness.tell()
-    assert harness.written() == 0  # there is nobody to tell
+    assert harness.written() == 0  # no gateway is attached
     plane.fleet.routes.expected |= {E1: 1010.0, E2: 1030.0}
     for _ in range(3):
         harness.tell()
@@ -115,7 +115,7 @@ async def test_it_is_written_down_when_it_changes_and_outlives_the_daemon(tmp_pa
     plane = harness.start()
     assert plane.fleet.routes.expected == {E2: 1030.0}
     assert (await told(plane.fleet.attach(gateway_hello()))).expected == (E2,)
-    # It has come while no gateway was there: the next daemon knows.
+    # It started while no gateway was attached: the next daemon has recorded that.
     plane.fleet.nodes.end_all()
     plane = harness.start()
     plane.fleet.routes.expected.clear()

@@ -1,4 +1,5 @@
-"""Which ids name one server: never two servers as one, and one as one where anything shows it."""
+"""Tests of which ids name one server: two servers are never merged, and one server is recognized if anything proves
+it."""
 
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ RANKS = {"configuration": 0, "agent": 1, "gateway": 2}
 def claim(
     source: str, engine: str, url: str, host: str = "", server: str = "", known_as: str = "", rank: int | None = None
 ) -> ServerClaim:
-    """`source`: e.g. agent-1; the word before the dash tells what it is."""
+    """Return a claim of a source, e.g. agent-1; the word before the dash is the kind of source."""
     kind = source.partition("-")[0]
     node = CONFIGURATION if kind == "configuration" else NodeId(source)
     return ServerClaim(
@@ -45,14 +46,14 @@ AGENT = claim("agent-1", "e0", "http://127.0.0.1:8001", "A", "s1")
     [
         claim("gateway-1", "a", "http://localhost:8001/", "A"),
         claim("gateway-1", "a", "http://[::1]:8001", "A", "s1"),
-        claim("gateway-1", "a", "http://gpu7:8001", "A", "s1"),  # by what the server says of itself
+        claim("gateway-1", "a", "http://gpu7:8001", "A", "s1"),  # by the server's own identity
         claim("gateway-1", "a", "http://gpu7:8001", "B", "s1"),
-        claim("gateway-1", "a", "http://gpu7:30001", "B", "s1"),  # a port that is forwarded
-        claim("gateway-1", "a", "http://nowhere", "B", "", "e0"),  # it uses the daemon's id by now
+        claim("gateway-1", "a", "http://gpu7:30001", "B", "s1"),  # a forwarded port
+        claim("gateway-1", "a", "http://nowhere", "B", "", "e0"),  # it uses the daemon's id now
         claim("agent-2", "a", "http://localhost:8001", "A"),
     ],
 )
-def test_one_server_is_one_engine(other: ServerClaim) -> None:
+def test_two_names_of_one_server_are_one_engine(other: ServerClaim) -> None:
     found = names(AGENT, other)
     assert sorted(found.engines) == ["e0"]
     assert found.engine(other.source, EngineId("a")) == "e0"
@@ -65,13 +66,13 @@ def test_one_server_is_one_engine(other: ServerClaim) -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        claim("gateway-1", "a", "http://127.0.0.1:8001", "B"),  # of another host's loopback
-        claim("gateway-1", "a", "http://127.0.0.1:8001", ""),  # of nobody knows whose
-        claim("gateway-1", "a", "http://127.0.0.1:8001", "A", "s2"),  # whatever answers there says that it is another
+        claim("gateway-1", "a", "http://127.0.0.1:8001", "B"),  # another host's loopback
+        claim("gateway-1", "a", "http://127.0.0.1:8001", ""),  # an unknown host's loopback
+        claim("gateway-1", "a", "http://127.0.0.1:8001", "A", "s2"),  # the identity at this address is another
         claim("gateway-1", "a", "http://127.0.0.1:8002", "A"),
-        claim("gateway-1", "a", "http://127.0.0.1:8002", "A", "s1"),  # two ports of one host: started by one clock
+        claim("gateway-1", "a", "http://127.0.0.1:8002", "A", "s1"),  # two ports of one host, with equal start times
         claim("gateway-1", "a", "http://127.0.0.2:8001", "A"),
-        claim("gateway-1", "a", "http://[::1]:8001", "A"),  # perhaps another one's
+        claim("gateway-1", "a", "http://[::1]:8001", "A"),  # perhaps another server's
         claim("gateway-1", "a", "http://gpu7:8001", "A"),
         claim("gateway-1", "a", "", "A"),
         claim("agent-2", "a", "http://127.0.0.1:8001", "B", "s2"),
@@ -83,29 +84,29 @@ def test_two_servers_are_two_engines(other: ServerClaim) -> None:
     assert not found.of
 
 
-def test_the_same_loopback_url_of_two_hosts_is_two_servers() -> None:
+def test_equal_loopback_urls_of_two_hosts_are_two_servers() -> None:
     agents = [claim(f"agent-{h}", f"e{h}", "http://127.0.0.1:8001", h, f"s{h}") for h in "AB"]
     gateways = [claim(f"gateway-{h}", "local", "http://localhost:8001", h, f"s{h}") for h in "AB"]
     found = names(*agents, *gateways)
     assert sorted(found.engines) == ["eA", "eB"]
     for host in "AB":
         assert found.engine(NodeId(f"gateway-{host}"), EngineId("local")) == f"e{host}"
-    assert found.by_other_name(EngineId("local")) is None  # which of the two is meant?
+    assert found.by_other_name(EngineId("local")) is None  # ambiguous: either of the two
 
 
-def test_an_agents_default_id_gives_way_to_the_configurations() -> None:
+def test_agents_default_id_is_replaced_by_the_configured_one() -> None:
     found = names(
         claim("configuration", "e0", "http://127.0.0.1:8001", "A"),
         claim("agent-1", "localhost:8001", "http://localhost:8001", "A", "s1"),
-        claim("gateway-1", "a", "http://gpu7:8001", "B", "s1"),  # known by what the agent reads
+        claim("gateway-1", "a", "http://gpu7:8001", "B", "s1"),  # recognized by the identity that the agent reads
     )
     assert sorted(found.engines) == ["e0"]
     assert found.engine(NodeId("gateway-1"), EngineId("a")) == "e0"
 
 
-def test_an_id_means_one_engine_whatever_is_behind_it() -> None:
+def test_id_means_one_engine_even_with_different_servers() -> None:
     assert kept(AGENT, claim("gateway-1", "e0", "http://elsewhere:1", "B", "s9")) == ["e0"]
-    # And what is behind it elsewhere says nothing of others.
+    # Its server elsewhere proves nothing about others.
     found = names(
         AGENT,
         claim("agent-2", "e0", "http://127.0.0.1:8001", "B", "s2"),
@@ -114,7 +115,7 @@ def test_an_id_means_one_engine_whatever_is_behind_it() -> None:
     assert sorted(found.engines) == ["b", "e0"]
 
 
-def test_a_server_that_is_started_anew_stays_one_while_its_nodes_read_it() -> None:
+def test_restarted_server_stays_one_engine_while_nodes_read_the_new_identity() -> None:
     agent, gateway = AGENT, claim("gateway-1", "a", "http://gpu7:8001", "A", "s1")
     agent = claim("agent-1", "e0", agent.url, "A", "s1")
     agent.follow(agent.url, "A", "s1'", None, 2000.0)
@@ -125,7 +126,7 @@ def test_a_server_that_is_started_anew_stays_one_while_its_nodes_read_it() -> No
     assert sorted(names(agent, gateway, now_s=2000.0 + SETTLE_S).engines) == ["e0"]
 
 
-def test_an_identity_that_cannot_be_read_for_once_stays_but_not_at_another_url() -> None:
+def test_unreadable_identity_is_kept_except_at_another_url() -> None:
     held = claim("agent-1", "e0", "http://h:1", "A", "s1")
     assert not held.follow("http://h:1", "A", "", None, 5.0)
     assert held.server == "s1"
@@ -155,7 +156,7 @@ servers = st.builds(Server, st.sampled_from(["A", "B", "C"]), st.sampled_from([1
 
 @st.composite
 def claims_on(draw: st.DrawFn) -> list[tuple[ServerClaim, Server]]:
-    """Nodes that call servers by ids of their own, each of which is used for one server only."""
+    """Generate nodes with their own ids for servers; each id is used for one server only."""
     found = []
     for number in range(draw(st.integers(1, 12))):
         server = draw(servers)
@@ -172,7 +173,7 @@ def claims_on(draw: st.DrawFn) -> list[tuple[ServerClaim, Server]]:
 
 
 @given(fleet=claims_on())
-def test_no_two_servers_are_ever_one_engine(fleet: list[tuple[ServerClaim, Server]]) -> None:
+def test_two_servers_are_never_one_engine(fleet: list[tuple[ServerClaim, Server]]) -> None:
     found = find_names([claim for claim, _ in fleet], 1000.0)
     behind: dict[str, set[Server]] = {}
     for made, server in fleet:
@@ -181,7 +182,7 @@ def test_no_two_servers_are_ever_one_engine(fleet: list[tuple[ServerClaim, Serve
 
 
 @given(fleet=claims_on(), data=st.data())
-def test_all_that_read_a_server_call_it_one_engine(
+def test_all_sources_that_read_an_identity_agree_on_the_engine(
     fleet: list[tuple[ServerClaim, Server]], data: st.DataObject
 ) -> None:
     reading = [(made, server) for made, server in fleet if made.server and made.rank]

@@ -1,4 +1,4 @@
-"""Ages of reports by clocks of senders that may be off by anything, against a brute force that has the true times."""
+"""Tests of report ages by senders' clocks with any offset, against a brute force over the true times."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,13 +11,13 @@ from orchestrrl.fleet.reports import SendTimes
 from orchestrrl.fleet.sender_clocks import BUCKET_S, BUCKETS, UNDATED_S, SenderClock
 
 DAY_S = 86400.0
-# Two clocks drift apart by 500 ppm over the time for which bounds are kept, and the floats of a Unix time are coarse.
+# Two clocks drift apart by 500 ppm while bounds are kept, and floats of Unix times are coarse.
 SLACK_S = 0.05
 
 
 @dataclass(frozen=True)
 class Report:
-    """One report, by true time, which is the daemon's."""
+    """One report, in true time, which is the daemon's time."""
 
     sampled_s: float
     sent_s: float
@@ -27,7 +27,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Clock:
-    """A sender's clock over true time."""
+    """A sender's clock as a function of true time."""
 
     offset_s: float
     drift: float
@@ -50,13 +50,13 @@ def reports_of(
 
 
 def echo(reports: Sequence[Report], index: int) -> Report | None:
-    """The newest report whose acknowledgement the sender had as it sent this one."""
+    """Return the newest report whose acknowledgement the sender had when it sent this one."""
     had = [report for report in reports[:index] if report.ack_s <= reports[index].sent_s]
     return had[-1] if had else None
 
 
 def ages(clock: Clock, reports: Sequence[Report], *, stamps: bool = True) -> list[float | None]:
-    """The age of each sample at its receipt, as estimated."""
+    """Return the estimated age of each sample at its receipt."""
     estimator, found = SenderClock(), []
     for index, report in enumerate(reports):
         acked = echo(reports, index) if stamps else None
@@ -84,12 +84,12 @@ clocks = st.builds(Clock, offset_s=st.floats(-30 * DAY_S, 30 * DAY_S), drift=st.
 
 
 def settled(clock: Clock) -> Clock:
-    """As any clock is set: its drift is small beside its offset at the beginning."""
+    """Adjust the clock so that its drift is small compared with its initial offset, as for any real clock."""
     return Clock(clock.offset_s - 2e9 * clock.drift, clock.drift, clock.set_at_s, clock.step_s)
 
 
 @given(clock=clocks, reports=histories)
-def test_an_echoing_senders_ages_are_never_too_small_and_too_large_by_the_acknowledgements_way(
+def test_age_with_echoes_is_never_too_small_and_too_large_by_at_most_the_acknowledgements_delay(
     clock: Clock, reports: list[Report]
 ) -> None:
     for index, age_s in enumerate(ages(settled(clock), reports)):
@@ -104,7 +104,7 @@ def test_an_echoing_senders_ages_are_never_too_small_and_too_large_by_the_acknow
 
 
 @given(clock=clocks, reports=histories)
-def test_a_plain_senders_ages_are_never_too_large_and_too_small_by_its_quickest_report(
+def test_age_without_echoes_is_never_too_large_and_too_small_by_at_most_the_quickest_delay(
     clock: Clock, reports: list[Report]
 ) -> None:
     for index, age_s in enumerate(ages(settled(clock), reports, stamps=False)):
@@ -118,7 +118,7 @@ def test_a_plain_senders_ages_are_never_too_large_and_too_small_by_its_quickest_
 
 
 @pytest.mark.parametrize("offset_s", [0.0, -DAY_S, 7 * DAY_S])
-def test_a_report_that_was_queued_is_old_though_it_is_the_first_of_its_sender(offset_s: float) -> None:
+def test_first_report_that_was_queued_is_old(offset_s: float) -> None:
     reports = reports_of([1.0, 0.25, 0.25], [0.0] * 3, [20.0, 0.01, 0.01], [0.01] * 3)
     assert ages(Clock(offset_s, 0.0), reports)[0] is None  # until an echo shows when it was sent
     later = [*reports, *reports_of([40.0, 0.25], [0.0] * 2, [0.01] * 2, [0.01] * 2)]
@@ -128,7 +128,7 @@ def test_a_report_that_was_queued_is_old_though_it_is_the_first_of_its_sender(of
 
 @pytest.mark.parametrize("stamps", [True, False])
 @pytest.mark.parametrize("offset_s", [0.0, -DAY_S, 0.4, 7 * DAY_S])
-def test_a_report_queued_for_20_s_is_20_s_old(offset_s: float, stamps: bool) -> None:
+def test_report_queued_for_20_s_is_20_s_old(offset_s: float, stamps: bool) -> None:
     ways = [0.01] * 40 + [20.0]
     reports = reports_of([0.25] * 41, [0.1] * 41, ways, [0.02] * 41)
     assert ages(Clock(offset_s, 0.0), reports, stamps=stamps)[-1] == pytest.approx(20.1, abs=0.15)
@@ -143,9 +143,7 @@ def test_a_report_queued_for_20_s_is_20_s_old(offset_s: float, stamps: bool) -> 
     way_s=st.floats(0.0, 0.05),
     stamps=st.booleans(),
 )
-def test_a_clock_that_is_set_makes_nobody_stale_for_ever(
-    offset_s: float, step_s: float, way_s: float, stamps: bool
-) -> None:
+def test_clock_change_makes_no_sender_stale_forever(offset_s: float, step_s: float, way_s: float, stamps: bool) -> None:
     reports = reports_of([0.25] * 320, [0.0] * 320, [way_s] * 320, [way_s] * 320)
     clock = Clock(offset_s, 0.0, reports[100].sent_s - 0.1, step_s)
     found = ages(clock, reports, stamps=stamps)
@@ -158,11 +156,11 @@ def test_a_clock_that_is_set_makes_nobody_stale_for_ever(
     [
         SendTimes(float("nan"), float("nan"), float("nan")),
         SendTimes(float("inf"), 1e308, -1.0),
-        SendTimes(5.0, 1e12, 4.0),  # an acknowledgement of the future
+        SendTimes(5.0, 1e12, 4.0),  # an acknowledgement from the future
         SendTimes(1e9, 900.0, 1e300),
     ],
 )
-def test_times_that_cannot_be_are_left_out(times: SendTimes) -> None:
+def test_impossible_times_are_ignored(times: SendTimes) -> None:
     clock = SenderClock()
     for at_s in (1000.0, 1001.0, 1004.0):
         taken_s = clock.taken_s(1e9 + at_s, times, at_s)
@@ -171,5 +169,5 @@ def test_times_that_cannot_be_are_left_out(times: SendTimes) -> None:
 
 
 @pytest.mark.parametrize("sampled_s", [0.0, -5.0, float("nan"), float("inf")])
-def test_without_a_time_of_its_own_the_receipt_counts(sampled_s: float) -> None:
+def test_report_without_its_own_time_is_dated_by_receipt(sampled_s: float) -> None:
     assert SenderClock().taken_s(sampled_s, SendTimes(), 12.0) == 12.0

@@ -1,4 +1,4 @@
-"""Folding reports: order, repetition, resets, several gateways, steps and ages."""
+"""Tests of folding reports: order, repetition, resets, several gateways, steps and ages."""
 
 from dataclasses import replace
 
@@ -50,7 +50,7 @@ def engine(snapshot: Snapshot, id: str = "e0") -> EngineView:
     order=st.permutations([(stream, sequence) for stream in range(2) for sequence in range(1, 5)]),
     repeats=st.lists(st.integers(0, 7), max_size=6),
 )
-def test_engine_reports_in_any_order_and_any_number_leave_the_newest(
+def test_engine_reports_in_any_order_and_number_leave_the_newest(
     order: list[tuple[int, int]], repeats: list[int]
 ) -> None:
     state = FleetState()
@@ -64,8 +64,8 @@ def test_engine_reports_in_any_order_and_any_number_leave_the_newest(
 
 @st.composite
 def gateway_histories(draw: st.DrawFn) -> list[GatewayReport]:
-    """Reports of two gateways over one life of some requests: each appears, may grow, and finishes once. What finished
-    is repeated for a while, as if acknowledgements came late."""
+    """Generate reports of two gateways over one life of some requests: each appears, may grow, and finishes once.
+    Finished requests are repeated for a while, as if acknowledgements were late."""
     reports = []
     for gateway in ("gw-a", "gw-b"):
         lives = draw(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 4)), max_size=5))
@@ -86,7 +86,7 @@ def gateway_histories(draw: st.DrawFn) -> list[GatewayReport]:
 
 
 @given(reports=gateway_histories(), data=st.data())
-def test_gateway_reports_in_any_order_and_any_number_count_each_finished_request_once(
+def test_gateway_reports_in_any_order_and_number_count_each_finished_request_once(
     reports: list[GatewayReport], data: st.DataObject
 ) -> None:
     delivered = data.draw(st.permutations(reports)) + data.draw(st.lists(st.sampled_from(reports), max_size=10))
@@ -101,7 +101,7 @@ def test_gateway_reports_in_any_order_and_any_number_count_each_finished_request
 # --- engines
 
 
-def test_a_rate_is_the_agents_word_and_unknown_without_it() -> None:
+def test_decode_rate_is_the_agents_and_unknown_without_it() -> None:
     state = FleetState()
     for sequence, rate in enumerate((None, 42.0, None, 0.0), start=1):
         told = {} if rate is None else {"decode_tokens_per_s": rate}
@@ -109,7 +109,7 @@ def test_a_rate_is_the_agents_word_and_unknown_without_it() -> None:
         assert engine(state.snapshot(1.0)).decode_tokens_per_s == rate
 
 
-def test_an_engine_that_cannot_be_read_keeps_its_last_sample_and_its_age() -> None:
+def test_unreadable_engine_keeps_its_last_sample_and_age() -> None:
     state = FleetState()
     state.fold_engine(engine_report("e0", 1, sample(5.0, running=3)), 5.0)
     state.fold_engine(engine_report("e0", 2, None, EngineHealth.GONE), 6.0)
@@ -118,7 +118,7 @@ def test_an_engine_that_cannot_be_read_keeps_its_last_sample_and_its_age() -> No
     assert view.decode_tokens_per_s is None
 
 
-def test_configured_facts_stand_where_the_engine_does_not_tell() -> None:
+def test_configured_facts_apply_if_the_engine_reports_none() -> None:
     facts = EngineFacts(E0, "http://configured", ConfigurationId("tp2"), (GpuId(0), GpuId(1)), 64, 5000)
     state = FleetState([facts])
     before = engine(state.snapshot(0.0))
@@ -136,7 +136,7 @@ def test_configured_facts_stand_where_the_engine_does_not_tell() -> None:
     assert state.capabilities(E0) == told  # sent only when they change
 
 
-def test_an_engine_of_a_gateway_and_of_an_agent_is_one() -> None:
+def test_engine_of_a_gateway_and_an_agent_is_one() -> None:
     state = FleetState()
     state.fold_hello(gateway_hello("e0", "e1"), 0.0)
     state.fold_engine(engine_report("e0", 1, sample()), 0.0)
@@ -149,7 +149,7 @@ def test_an_engine_of_a_gateway_and_of_an_agent_is_one() -> None:
     assert [state.reported(EngineId(id)) for id in ("e0", "e1", "e2")] == [True, False, False]
 
 
-def test_who_is_silent_for_long_is_forgotten_unless_configured() -> None:
+def test_silent_nodes_are_forgotten_unless_configured() -> None:
     state = FleetState([EngineFacts(EngineId("e9"), "http://e9")], forget_after_s=10.0)
     state.fold_engine(engine_report("e0", 1, sample()), 0.0)
     state.fold_gateway(gateway_report(request("r", "e1")), 0.0)
@@ -158,7 +158,7 @@ def test_who_is_silent_for_long_is_forgotten_unless_configured() -> None:
     assert ([view.id for view in late.engines], late.requests, late.requests_age_s) == (["e9"], (), None)
 
 
-def test_a_configured_engine_whose_agent_died_counts_as_gone_and_keeps_nobody_waiting() -> None:
+def test_configured_engine_whose_agent_died_is_gone_and_not_waited_for() -> None:
     state = FleetState([EngineFacts(EngineId("e9"), "http://e9")], forget_after_s=10.0)
     state.fold_engine(engine_report("e9", 1, sample()), 0.0)
     for sequence in range(1, 12):
@@ -167,7 +167,7 @@ def test_a_configured_engine_whose_agent_died_counts_as_gone_and_keeps_nobody_wa
     assert (engine(state.snapshot(10.0), "e9").health, state.snapshot(10.0).inputs_age_s) == (EngineHealth.OK, 10.0)
     late = state.snapshot(11.0)
     assert (engine(late, "e9").health, late.inputs_age_s) == (EngineHealth.GONE, 0.0)
-    assert engine(late, "e9").health_detail == "its agent has not reported it for 11 s"
+    assert engine(late, "e9").health_detail == "no report from its agent for 11 s"
     state.fold_engine(engine_report("e9", 2, sample()), 12.0)
     assert engine(state.snapshot(12.0), "e9").health is EngineHealth.OK
 
@@ -175,7 +175,7 @@ def test_a_configured_engine_whose_agent_died_counts_as_gone_and_keeps_nobody_wa
 # --- gateways and steps
 
 
-def test_a_gateways_report_replaces_its_own_only() -> None:
+def test_gateway_report_replaces_only_its_own() -> None:
     state = FleetState()
     other = NodeId("gw2")
     state.fold_gateway(gateway_report(request("a"), request("b")), 0.0)
@@ -189,7 +189,7 @@ def test_a_gateways_report_replaces_its_own_only() -> None:
     assert (state.last_report_s(GATEWAY), state.last_report_s(NodeId("nobody"))) == (2.0, None)
 
 
-def test_a_gateway_that_restarts_begins_its_sequence_anew() -> None:
+def test_restarted_gateway_restarts_its_sequence() -> None:
     state = FleetState()
     state.fold_gateway(gateway_report(request("a"), sequence=900), 0.0, stream=1)
     state.fold_gateway(gateway_report(request("b"), sequence=1), 1.0, stream=2)
@@ -197,7 +197,7 @@ def test_a_gateway_that_restarts_begins_its_sequence_anew() -> None:
     assert [r.id for r in state.snapshot(2.0).requests] == ["b"]
 
 
-def test_a_hello_makes_no_earlier_report_newer() -> None:
+def test_hello_makes_no_earlier_report_newer() -> None:
     state = FleetState()
     state.fold_gateway(gateway_report(request("a")), 1.0)
     state.fold_hello(gateway_hello("e0"), 50.0)
@@ -206,7 +206,7 @@ def test_a_hello_makes_no_earlier_report_newer() -> None:
     assert [r.quiet_s for r in snapshot.requests] == [50.0]
 
 
-def test_an_id_that_is_used_again_is_another_request() -> None:
+def test_reused_request_id_is_another_request() -> None:
     state = FleetState()
     for sequence, duration_s in enumerate((3.0, 3.0, 4.0), start=1):  # the first is repeated
         ended = replace(finished("a"), duration_s=duration_s)
@@ -214,7 +214,7 @@ def test_an_id_that_is_used_again_is_another_request() -> None:
     assert state.totals.finished == 2
 
 
-def test_a_step_that_never_ends_remembers_the_newest_lengths() -> None:
+def test_endless_step_remembers_the_newest_lengths() -> None:
     state = FleetState()
     busy = request("always")
     for sequence in range(1, 4):
@@ -224,7 +224,7 @@ def test_a_step_that_never_ends_remembers_the_newest_lengths() -> None:
     assert (len(lengths), set(lengths)) == (LENGTHS_REMEMBERED, {2, 3})
 
 
-def test_a_step_runs_from_idle_to_idle() -> None:
+def test_step_runs_from_idle_to_idle() -> None:
     state = FleetState()
     state.fold_gateway(gateway_report(sequence=1), 1.0)
     assert state.step is None
@@ -241,7 +241,7 @@ def test_a_step_runs_from_idle_to_idle() -> None:
     assert state.earlier_output_tokens == (7, 9)
 
 
-def test_a_step_ends_when_the_last_gateway_is_idle() -> None:
+def test_step_ends_when_the_last_gateway_is_idle() -> None:
     state = FleetState()
     state.fold_gateway(gateway_report(request("a")), 0.0)
     state.fold_gateway(gateway_report(request("b"), gateway=NodeId("gw2")), 1.0)
@@ -251,14 +251,14 @@ def test_a_step_ends_when_the_last_gateway_is_idle() -> None:
     assert state.step == GenerationStep(0.0, 3.0)
 
 
-def test_requests_that_lived_between_two_reports_are_a_step_of_their_own() -> None:
+def test_requests_between_two_reports_form_a_step() -> None:
     state = FleetState()
     state.fold_gateway(gateway_report(done=(finished("a", 3),)), 1.0)
     assert state.step == GenerationStep(1.0, 1.0)
     assert state.totals.finished == 1
 
 
-def test_what_was_cut_short_says_nothing_about_lengths() -> None:
+def test_aborted_requests_carry_no_length_information() -> None:
     state = FleetState()
     done = (finished("a", 3, "abort"), finished("b", 4, "length"), finished("c", 0, "error"))
     state.fold_gateway(gateway_report(request("d"), done=done), 0.0)
@@ -266,7 +266,7 @@ def test_what_was_cut_short_says_nothing_about_lengths() -> None:
     assert state.totals.finished == 3
 
 
-def test_finished_lengths_know_whether_they_were_cut_and_their_tag() -> None:
+def test_finished_lengths_have_censoring_and_tag() -> None:
     state = FleetState()
     done = (finished("a", 3), replace(finished("b", 4, "length"), tag="math"))
     state.fold_gateway(gateway_report(request("d"), done=done), 0.0)
@@ -274,7 +274,7 @@ def test_finished_lengths_know_whether_they_were_cut_and_their_tag() -> None:
     assert state.snapshot(0.0).finished == state.finished
 
 
-def test_without_a_gateway_the_engines_tell_when_a_step_runs() -> None:
+def test_engines_samples_determine_steps_without_a_gateway() -> None:
     state = FleetState()
     state.fold_engine(engine_report("e0", 1, sample(running=0)), 1.0)
     assert state.snapshot(1.0).step_started_s is None
@@ -298,7 +298,7 @@ def test_results_count_moves() -> None:
 # --- snapshots
 
 
-def test_a_snapshot_knows_the_age_of_its_oldest_input_and_does_not_change() -> None:
+def test_snapshot_has_the_age_of_its_oldest_input_and_is_immutable() -> None:
     state = FleetState()
     state.fold_engine(engine_report("e0", 1, sample()), 1.0)
     assert state.snapshot(2.0).inputs_age_s is None  # no gateway yet
@@ -309,7 +309,7 @@ def test_a_snapshot_knows_the_age_of_its_oldest_input_and_does_not_change() -> N
     assert engine(snapshot).running == 1
 
 
-def test_an_engine_that_is_gone_makes_no_snapshot_stale() -> None:
+def test_gone_engine_does_not_make_snapshots_stale() -> None:
     state = FleetState()
     state.fold_engine(engine_report("e0", 1, sample()), 9.0)
     state.fold_engine(engine_report("e1", 1, sample()), 0.0)
@@ -318,10 +318,10 @@ def test_an_engine_that_is_gone_makes_no_snapshot_stale() -> None:
     assert state.snapshot(10.0).inputs_age_s == 1.0
 
 
-# --- room
+# --- limits
 
 
-def test_more_engines_gateways_or_requests_than_there_is_room_for_are_refused_with_the_key() -> None:
+def test_excess_engines_gateways_and_requests_are_refused_with_the_limit() -> None:
     state = FleetState(capacity=LimitSettings(engines=2, gateways=1, requests=3))
     for engine in ("e0", "e1"):
         state.check_engine_report(engine_report(engine), 0.0)
@@ -329,7 +329,9 @@ def test_more_engines_gateways_or_requests_than_there_is_room_for_are_refused_wi
     with pytest.raises(LimitReached, match=r"engine_id: at most 2 engines .* \(limits.engines\), got 3 with 'e2'"):
         state.check_engine_report(engine_report("e2"), 1.0)
     state.check_engine_report(engine_report("e1", 2), 1.0)
-    with pytest.raises(LimitReached, match=r"in_flight: at most 3 over all gateways .*\(limits.requests\), got 4"):
+    with pytest.raises(
+        LimitReached, match=r"in_flight: must be <= 3 requests over all gateways \(limits.requests\), got 4"
+    ):
         state.check_gateway_report(gateway_report(*(request(f"r{n}") for n in range(4))), 1.0)
     with pytest.raises(LimitReached, match=r"engines \(limits.engines\)|limits.engines"):
         state.check_gateway_report(gateway_report(request("r", "e9")), 1.0)
@@ -341,7 +343,7 @@ def test_more_engines_gateways_or_requests_than_there_is_room_for_are_refused_wi
         state.check_hello(gateway_hello("e0", "e5"), 1.0)
 
 
-def test_who_was_forgotten_makes_room_and_who_reports_stays() -> None:
+def test_forgotten_nodes_free_capacity_and_reporting_ones_stay() -> None:
     state = FleetState([EngineFacts(EngineId("configured"), "http://c")], 60.0, LimitSettings(engines=3, gateways=1))
     state.fold_engine(engine_report("old"), 0.0)
     state.fold_engine(engine_report("new"), 50.0)
@@ -352,7 +354,7 @@ def test_who_was_forgotten_makes_room_and_who_reports_stays() -> None:
     state.check_gateway_report(gateway_report(gateway=NodeId("gw2")), 61.0)
 
 
-def test_of_very_many_finished_requests_the_newest_are_remembered() -> None:
+def test_newest_of_many_finished_requests_are_remembered() -> None:
     state, many = FleetState(), FINISHED_REMEMBERED + 5000
     done = tuple(finished(f"f{n}") for n in range(many))
     state.fold_gateway(gateway_report(done=done), 0.0)

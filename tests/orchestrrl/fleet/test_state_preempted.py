@@ -1,4 +1,4 @@
-"""Requests that an engine has preempted look running to their gateway; the engine's own count says otherwise."""
+"""Tests of preempted requests, which look running to their gateway but are counted as waiting by the engine."""
 
 from dataclasses import replace
 
@@ -25,22 +25,22 @@ def quiet(id: str, quiet_s: float, engine: str = "e0", generated: int = 10) -> R
     return replace(request(id, engine=engine, generated=generated), quiet_s=quiet_s)
 
 
-def test_the_quietest_are_the_preempted_ones() -> None:
+def test_quietest_requests_are_the_preempted_ones() -> None:
     state = folded(2, quiet("a", 0.1), quiet("b", 3.0), quiet("c", 2.0), quiet("d", 5.0, engine="e1"))
     assert waiting(state, 10.05) == {"b", "c"}
 
 
-def test_those_without_a_token_are_counted_first() -> None:
+def test_requests_without_a_token_are_counted_first() -> None:
     state = folded(2, quiet("new", 4.0, generated=0), quiet("b", 3.0), quiet("c", 2.0))
     assert waiting(state, 10.05) == {"new", "b"}
 
 
-def test_a_token_since_the_engine_was_read_proves_that_it_runs() -> None:
+def test_token_since_the_last_sample_proves_that_a_request_runs() -> None:
     state = folded(2, quiet("a", 0.1), quiet("b", 0.2), sampled_s=9.0)
     assert waiting(state, 10.0) == set()
 
 
-def test_an_engine_without_a_sample_changes_nothing() -> None:
+def test_engine_without_a_sample_changes_nothing() -> None:
     state = FleetState()
     state.fold_gateway(gateway_report(quiet("a", 9.0)), 10.0)
     assert waiting(state, 11.0) == set()
@@ -50,7 +50,9 @@ def test_an_engine_without_a_sample_changes_nothing() -> None:
     st.integers(0, 8),
     st.lists(st.tuples(st.floats(0, 10), st.integers(0, 2), st.sampled_from(["e0", "e1"])), max_size=8),
 )
-def test_never_more_than_the_engine_counts(engine_waiting: int, requests: list[tuple[float, int, str]]) -> None:
+def test_at_most_as_many_as_the_engine_counts_are_preempted(
+    engine_waiting: int, requests: list[tuple[float, int, str]]
+) -> None:
     held = [quiet(f"r{i}", quiet_s, engine, generated) for i, (quiet_s, generated, engine) in enumerate(requests)]
     state = folded(engine_waiting, *held)
     now = state.snapshot(10.0).requests

@@ -183,8 +183,8 @@ async def test_every_fault_of_a_wish_is_told_at_once(harness: Harness) -> None:
     code, words = await refused(harness.control.PauseFleet(pb.PauseFleetRequest(lease_s=-1.0, deadline_s=1e9)))
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert words.splitlines() == [
-        "lease_s: must be from 0 (the usual) to 86400, got -1.0",
-        "deadline_s: must be from 0 (the usual) to 86400, got 1000000000.0",
+        "lease_s: must be from 0 (the default) to 86400, got -1.0",
+        "deadline_s: must be from 0 (the default) to 86400, got 1000000000.0",
     ]
     code, words = await refused(harness.control.SetPolicyVersion(pb.SetPolicyVersionRequest(engine_ids=["e7", "e8"])))
     assert code is grpc.StatusCode.INVALID_ARGUMENT

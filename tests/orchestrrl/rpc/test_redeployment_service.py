@@ -175,7 +175,7 @@ async def test_it_is_called_off_by_its_name_or_without(harness: Harness) -> None
             last = [report async for report in reports][-1]
         assert (last.state, last.detail) == ("rolled_back", "called off: wrong one")
     code, details = await refused(harness.control.CancelRedeployment(pb.CancelRedeploymentRequest()))
-    assert (code, details) == (grpc.StatusCode.FAILED_PRECONDITION, "no redeployment is under way")
+    assert (code, details) == (grpc.StatusCode.FAILED_PRECONDITION, "no redeployment is running")
 
 
 async def test_redeployments_that_are_not_there(harness: Harness) -> None:

@@ -32,8 +32,8 @@ def test_two_engines_have_two_urls_however_they_are_written() -> None:
         )
     )
     assert faults_in(f"fleet: {{engines: [{engines}]}}") == [
-        "fleet.engines[1].url: is that of fleet.engines[0] already, got 'http://127.0.0.1:8001/'",
-        "fleet.engines[4].url: is that of fleet.engines[3] already, got 'http://gpu7:80/'",
+        "fleet.engines[1].url: must not be that of fleet.engines[0], got 'http://127.0.0.1:8001/'",
+        "fleet.engines[4].url: must not be that of fleet.engines[3], got 'http://gpu7:80/'",
     ]
 
 
@@ -91,10 +91,10 @@ def test_every_fault_comes_at_once_with_its_path_and_value() -> None:
         "fleet.configurations[0].switch_s: is missing, got nothing",
         "fleet.engines[0].url: must be an http:// or https:// URL, got 'ftp://x'",
         "ocs[0].timeout_s: is not a known field, got 3",
-        "fleet.engines[1].id: is the id of fleet.engines[0] already, got 'a'",
+        "fleet.engines[1].id: must not be the id of fleet.engines[0], got 'a'",
         "fleet.engines[0].configuration: is not one of fleet.configurations (known: tp2), got 'tp9'",
         "fleet.engines[0].gpus[1]: must be less than fleet.gpus.count (2), got 5",
-        "fleet.engines[1].gpus[0]: is in use by fleet.engines[0] already, got 0",
+        "fleet.engines[1].gpus[0]: must not be in use by fleet.engines[0], got 0",
     ]
 
 
@@ -178,7 +178,7 @@ class TestProfile:
         with pytest.raises(ProblemFaults) as caught:
             parse_config("fleet: {profile: p.yaml, configurations: [{id: tp2}]}", tmp_path)
         assert caught.value.faults[-1] == (
-            "fleet.configurations[0].id: is the id of a configuration of fleet.profile already, got 'tp2'"
+            "fleet.configurations[0].id: must not be the id of a configuration of fleet.profile, got 'tp2'"
         )
         with pytest.raises(ProblemFaults) as caught:
             parse_config("fleet: {profile: bad.yaml}\nslow: {interval_s: 0}", tmp_path)
@@ -195,7 +195,7 @@ recompute_s: {tokens: [0, 8192], seconds: [0.0, 0.46]}}"
         (tmp_path / "q.yaml").write_text(PROFILE)
         with pytest.raises(ProblemFaults) as caught:
             parse_config("fleet: {profile: q.yaml, kv_transfer: {latency_s: -1.0}}", tmp_path)
-        missing = "must be given where fleet.profile says nothing of moves, got nothing"
+        missing = "must be given if fleet.profile has no costs of moves, got nothing"
         assert caught.value.faults == [
             "fleet.kv_transfer.latency_s: must be >= 0, got -1.0",
             f"fleet.kv_transfer.inter_node_gbps_per_gpu: {missing}",
@@ -267,8 +267,8 @@ fleet:
     with pytest.raises(ProblemFaults) as told:
         parse_config("fleet: {deployer: {product: local}}")
     assert told.value.faults == [
-        "fleet.launch: must be given where fleet.deployer is, got nothing",
-        "fleet.gpus: must be given where fleet.deployer is, got nothing",
+        "fleet.launch: must be given if fleet.deployer is given, got nothing",
+        "fleet.gpus: must be given if fleet.deployer is given, got nothing",
     ]
 
 
@@ -292,8 +292,8 @@ def test_an_unknown_field_names_the_one_that_it_resembles() -> None:
         "weights.network.pods[0].boundary_circuit: is not a known field, got 1; did you mean boundary_circuits?",
         "fsat: is not a known field, got {}; did you mean fast?",
         "fleet.deployer.product: must be one of kubernetes, local, ray, got 'lokal'; did you mean local?",
-        "fleet.launch: must be given where fleet.deployer is, got nothing",
-        "fleet.gpus: must be given where fleet.deployer is, got nothing",
+        "fleet.launch: must be given if fleet.deployer is given, got nothing",
+        "fleet.gpus: must be given if fleet.deployer is given, got nothing",
     ]
 
 

@@ -1,15 +1,16 @@
-"""A cluster behind the API server of these tests: what controllers, a scheduler and kubelets do, in small and for real:
-the command of a container is run as a process of this machine, at an address of its pod's own (127.x.y.z).
+"""A small Kubernetes cluster behind the API server of these tests: controllers, a scheduler and kubelets. A container's
+command is run as a process of this machine, at its pod's own address (127.x.y.z).
 
 Written from the documentation, with no code of Kubernetes:
+
 https://kubernetes.io/docs/concepts/workloads/controllers/deployment/ and .../replicaset/
 https://kubernetes.io/docs/concepts/workloads/pods/pod-lifecycle/ (states, restarts with a growing pause, termination)
 https://kubernetes.io/docs/concepts/scheduling-eviction/pod-scheduling-readiness/ (gates)
 https://kubernetes.io/docs/tasks/inject-data-application/define-interdependent-environment-variables/ (`$(NAME)`)
 https://lws.sigs.k8s.io/docs/reference/ (names, labels and LWS_LEADER_ADDRESS of a group's pods)
 
-Otherwise than in a real one: a LeaderWorkerSet owns its pods without StatefulSets between, names are not resolved (a
-leader's address is its IP), all is a hundred times faster, and of volumes only `emptyDir` is there.
+Differences from a real cluster: a LeaderWorkerSet owns its pods without StatefulSets in between, names are not resolved
+(a leader's address is its IP), everything is a hundred times faster, and `emptyDir` is the only kind of volume.
 """
 
 import asyncio
@@ -33,7 +34,7 @@ _REFERENCE = re.compile(r"\$(\$|\(([A-Za-z_][A-Za-z0-9_.-]*)\))")
 
 
 class Cluster:
-    """`nodes`: names, each with so many GPUs. `images`: that can be pulled."""
+    """A cluster. `nodes` maps names to GPU counts; `images` can be pulled."""
 
     def __init__(self, folder: Path, nodes: Mapping[str, int], images: tuple[str, ...] = ("engine:1",)) -> None:
         self.store = Store()
@@ -41,9 +42,9 @@ class Cluster:
         self.pod_quota: int | None = None
         self.images = images
         self._folder = folder
-        self._kubelets: dict[str, asyncio.Task[None]] = {}  # by a pod's uid
+        self._kubelets: dict[str, asyncio.Task[None]] = {}  # by pod uid
         self._frozen: set[str] = set()
-        self._loopback = random.randrange(1, 255), random.randrange(200)  # not that of a test process beside this one
+        self._loopback = random.randrange(1, 255), random.randrange(200)  # not that of a concurrent test process
         self._addresses: dict[str, str] = {}
         self._loop: asyncio.Task[None] | None = None
         for name, gpus in nodes.items():
@@ -70,10 +71,10 @@ class Cluster:
             if isinstance(error, Exception):
                 raise error
 
-    # What befalls it.
+    # Failures.
 
     def lose_node(self, name: str) -> None:
-        """Its kubelet is not heard any more; what runs on it goes on unseen."""
+        """Make a node unreachable: its kubelet stops reporting, and its processes continue unseen."""
         self._frozen.add(name)
         self._tell_ready(name, "Unknown")
 
@@ -236,7 +237,7 @@ class Cluster:
 
 
 class _Kubelet:
-    """One pod, from its start until it is removed."""
+    """The kubelet's work for one pod, from its start until it is removed."""
 
     def __init__(self, cluster: Cluster, pod: Object, folder: Path) -> None:
         self._cluster = cluster
@@ -291,7 +292,7 @@ class _Kubelet:
                 self._cluster.store.touch(pod)
 
     def _again(self, container: Object, status: Object) -> None:
-        """It has ended: it is started anew after a pause, the first time at once."""
+        """Restart a container that has ended, after a pause, the first time at once."""
         if "terminated" in status["state"]:
             status["lastState"] = status["state"]
         waited_s = asyncio.get_running_loop().time() - self._ended_s[container["name"]]
@@ -315,7 +316,7 @@ class _Kubelet:
             self._mounted(container, expanded(word, environment))
             for word in (*container["command"], *container.get("args", []))
         ]
-        # A pod has all of its address's ports; here they are those of one loopback address.
+        # A pod owns all ports of its address; here the address is a loopback address.
         words = [pod["status"]["podIP"] if word == "0.0.0.0" else word for word in words]
         with (self._folder / f"{container['name']}.{status['restartCount']}.log").open("wb") as log:
             try:
@@ -392,7 +393,7 @@ def _gpus(pod: Object) -> int:
 
 
 def expanded(word: str, environment: Mapping[str, str]) -> str:
-    """`$(NAME)` of what is set, `$$` as `$`; a name that is not set stays as it is written."""
+    """Expand `$(NAME)` for variables that are set, and `$$` to `$`; leave other names as written."""
 
     def of(found: re.Match[str]) -> str:
         return "$" if found[1] == "$" else environment.get(found[2], found[0])

@@ -1,4 +1,4 @@
-"""A cluster of three nodes with an API server, and deployers that work on it."""
+"""A cluster of three nodes with an API server, and deployers that use it."""
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -14,7 +14,7 @@ from orchestrrl.fleet.deployers.command_line import EngineLaunch
 from orchestrrl.fleet.deployers.conformance import stub_launch
 from orchestrrl.fleet.deployers.kubernetes import KubernetesDeployer
 
-# What is quick here takes a real cluster seconds.
+# Shorter than on a real cluster.
 OPTIONS: Mapping[str, Any] = {
     "image": "engine:1",
     "namespace": NAMESPACE,
@@ -27,7 +27,7 @@ OPTIONS: Mapping[str, Any] = {
 
 
 class Harness:
-    """`deployer` makes one for a fleet; all of them are closed at the end."""
+    """A cluster with deployers. `deployer` creates one for a fleet; all are closed at the end."""
 
     def __init__(self, cluster: Cluster, server: Server, folder: Path) -> None:
         self.cluster = cluster

@@ -1,7 +1,6 @@
-"""The REST interface of the cluster of these tests: paths, answers and Status objects as the API's documentation has
-them (https://kubernetes.io/docs/reference/using-api/api-concepts/), for the official client to talk to. Who asks with
-the token `deployer` has the rights of deploy/kubernetes/rbac.yaml and no others; `admin` has all.
-"""
+"""The REST API of the test cluster: paths, answers and Status objects as in the API's documentation
+(https://kubernetes.io/docs/reference/using-api/api-concepts/), for the official client. The token `deployer` has
+exactly the permissions of deploy/kubernetes/rbac.yaml; `admin` has all."""
 
 import asyncio
 from collections.abc import Mapping
@@ -21,12 +20,12 @@ VERBS = {"POST": "create", "PATCH": "patch", "DELETE": "delete"}
 
 
 class Trouble(StrEnum):
-    """What may go wrong with a request, once."""
+    """A failure of one request."""
 
-    BUSY = "busy"  # 503, nothing is done
-    LOST = "lost"  # it is done, and the connection breaks
-    STALLED = "stalled"  # it is done, and no answer comes
-    BROKEN = "broken"  # 500, and it is done all the same
+    BUSY = "busy"  # 503, nothing is changed
+    LOST = "lost"  # the change is made, and the connection breaks
+    STALLED = "stalled"  # the change is made, and no answer is sent
+    BROKEN = "broken"  # 500, but the change is made
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class Request:
 
 
 class Server:
-    """`asked`: all requests so far."""
+    """The API server of a cluster. `asked` contains all requests so far."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
@@ -52,7 +51,7 @@ class Server:
         self._troubles.append((method, path_part, trouble))
 
     def trouble_after(self, requests: int, trouble: Trouble) -> None:
-        """With the one that comes after so many more."""
+        """Let the request after this many others fail."""
         self._later[len(self.asked) + requests] = trouble
 
     async def begin(self) -> None:

@@ -1,10 +1,11 @@
-"""What an API server keeps: objects with uid and resourceVersion, and the rules by which it takes, changes and deletes
-them. Written from the API's documentation; no code of Kubernetes is in it.
+"""The storage of an API server: objects with uid and resourceVersion, and the rules for accepting, changing and
+deleting them. Written from the API's documentation; it contains no code of Kubernetes.
 
 https://kubernetes.io/docs/reference/using-api/api-concepts/ (resourceVersion, field validation, patches)
 https://kubernetes.io/docs/concepts/architecture/garbage-collection/ (owners, foreground deletion)
-https://kubernetes.io/docs/concepts/overview/working-with-objects/names/ and .../labels/ (what they may be)
-Shapes are checked against the official client's models, which are made from Kubernetes' OpenAPI description.
+https://kubernetes.io/docs/concepts/overview/working-with-objects/names/ and .../labels/ (valid values)
+
+Shapes are checked against the official client's models, which are generated from Kubernetes' OpenAPI description.
 """
 
 import copy
@@ -30,7 +31,7 @@ _LWS_TEMPLATE = {"leaderTemplate", "workerTemplate", "size", "restartPolicy", "s
 
 
 class Refused(Exception):
-    """An answer other than 2xx."""
+    """A response other than 2xx."""
 
     def __init__(self, status: int, reason: str, message: str) -> None:
         super().__init__(message)
@@ -39,7 +40,7 @@ class Refused(Exception):
 
 
 class Store:
-    """One namespace. Kinds are named as in paths, `pods`; nodes are here as well."""
+    """The objects of one namespace, and the nodes. Kinds are named as in paths, e.g. `pods`."""
 
     def __init__(self) -> None:
         self._objects: dict[tuple[str, str], Object] = {}
@@ -76,12 +77,12 @@ class Store:
         return made
 
     def touch(self, made: Object) -> None:
-        """It was changed in place, by a controller."""
+        """Record that a controller changed the object in place."""
         self._version += 1
         made["metadata"]["resourceVersion"] = str(self._version)
 
     def patch(self, kind: str, name: str, patch: Mapping[str, Any]) -> Object:
-        """RFC 7386. A resourceVersion in it must be the object's."""
+        """Apply a merge patch (RFC 7386). A resourceVersion in it must match the object's."""
         before = self.get(kind, name)
         version = patch.get("metadata", {}).get("resourceVersion")
         if version is not None and version != before["metadata"]["resourceVersion"]:
@@ -103,7 +104,7 @@ class Store:
         if "deletionTimestamp" in made["metadata"]:
             return made
         foreground = order.get("propagationPolicy") == "Foreground"
-        # A pod that is placed is removed by its node, once its containers have ended.
+        # A scheduled pod is removed by its node once its containers have ended.
         waits = "nodeName" in made["spec"] if kind == "pods" else foreground
         if not waits:
             return self._objects.pop((kind, name))
@@ -120,7 +121,8 @@ class Store:
         return self._objects.get((kind, made["metadata"]["name"])) is made
 
     def collect_garbage(self) -> None:
-        """One round: what is deleted in the foreground takes its dependents first; what has lost its owner goes."""
+        """Run one round of garbage collection: a foreground deletion removes dependents first; objects without their
+        owner are removed."""
         living = {made["metadata"]["uid"] for made in self._objects.values()}
         for (kind, name), made in list(self._objects.items()):
             owners = made["metadata"].get("ownerReferences", [])
@@ -142,7 +144,7 @@ class Store:
 
 
 def check(kind: str, made: Object, strict: bool) -> None:
-    """Raises Refused as the API server does for what it does not take."""
+    """Raise Refused for an object that the API server does not accept."""
     if kind == "leaderworkersets":
         _check_group(made, strict)
     else:
@@ -195,7 +197,7 @@ def _check_pod_spec(spec: Object) -> None:
 
 
 def check_shape(model: Any, given: Any, strict: bool, path: str) -> None:
-    """Whether the client's model takes it, and knows all that is in it."""
+    """Check that the client's model accepts the object and defines all of its fields."""
     try:
         known = json.loads(model.from_dict(copy.deepcopy(given)).to_json())
     except ValidationError as error:
@@ -233,7 +235,8 @@ def _check_group(made: Object, strict: bool) -> None:
 
 
 def _only_gates_went(before: Object, after: Object) -> None:
-    """https://kubernetes.io/docs/concepts/scheduling-eviction/pod-scheduling-readiness/"""
+    """Return whether only scheduling gates were removed:
+    https://kubernetes.io/docs/concepts/scheduling-eviction/pod-scheduling-readiness/"""
     had, has = (made["spec"].get("schedulingGates") or [] for made in (before, after))
     if any(gate not in had for gate in has):
         _invalid("spec.schedulingGates: only deletion is allowed, but found new scheduling gate")

@@ -1,4 +1,4 @@
-"""Command lines, read back by a parser of the test's own: the layout, the GPUs, and what users say beside it."""
+"""Tests of command lines, read back by an independent parser: the layout, the GPUs, and the user's arguments."""
 
 import argparse
 import json
@@ -86,7 +86,8 @@ def layouts(draw: st.DrawFn) -> Parallelism:
 
 @st.composite
 def placed(draw: st.DrawFn) -> Placed:
-    """Inside a node, or on whole nodes that need not lie side by side; AFD's sides on nodes of their own, or one."""
+    """Generate placements: inside a node, or on whole nodes that need not be adjacent; AFD's sides on nodes of their
+    own, or on one."""
     layout = draw(layouts())
     sides = (layout.attention_gpus, layout.ffn_gpus) if layout.afd else (layout.gpus,)
     per_node = draw(SIZES)
@@ -94,7 +95,7 @@ def placed(draw: st.DrawFn) -> Placed:
         node = draw(st.integers(0, 5))
         local = draw(st.permutations(range(per_node)))[: layout.gpus]
         return Placed(layout, tuple(node * per_node + gpu for gpu in local), per_node)
-    per_node = min(max(per_node, layout.gpus // 16), *sides)  # all powers of two: sides are whole nodes
+    per_node = min(max(per_node, layout.gpus // 16), *sides)  # all powers of two: sides fill whole nodes
     count = layout.gpus // per_node
     nodes = draw(st.lists(st.integers(0, 63), min_size=count, max_size=count, unique=True))
     gpus = [node * per_node + gpu for node in nodes for gpu in range(per_node)]
@@ -102,7 +103,8 @@ def placed(draw: st.DrawFn) -> Placed:
 
 
 def ranks(lines: Sequence[CommandLine]) -> list[int]:
-    """Of every GPU of a group, by the flags of its processes, as vLLM counts them: data parallel outside."""
+    """Return each GPU's rank in a group, by the flags of its processes, as vLLM counts them: data parallel
+    outermost."""
     found = []
     for line in lines:
         flags = read(line)
@@ -119,7 +121,7 @@ def ranks(lines: Sequence[CommandLine]) -> list[int]:
 
 
 def check_group(lines: Sequence[CommandLine], per_node: int) -> None:
-    """The processes of one vLLM find each other, and only the first has an API."""
+    """Check that the processes of one vLLM find each other, and that only the first has an API."""
     head, *others = map(read, lines)
     assert ranks(lines) == list(range(sum(len(line.gpus) for line in lines)))
     assert (head.headless, head.host) == (False, "127.0.0.1")
@@ -138,7 +140,7 @@ def check_group(lines: Sequence[CommandLine], per_node: int) -> None:
 
 
 @given(placed())
-def test_a_line_parses_back_to_its_layout_and_its_gpus(case: Placed) -> None:
+def test_command_line_parses_back_to_its_layout_and_gpus(case: Placed) -> None:
     layout, launch = case.parallelism, replace(LAUNCH, per_node=case.per_node)
     lines = render(spec(layout, case.gpus), launch)
     for line in lines:
@@ -193,7 +195,7 @@ OWN = (
 
 
 @given(placed(), st.lists(st.sampled_from(OWN), unique=True))
-def test_what_users_say_stays_as_it_is_and_beats_what_is_only_usual(case: Placed, own: list[tuple[str, ...]]) -> None:
+def test_user_arguments_are_kept_and_replace_usual_flags(case: Placed, own: list[tuple[str, ...]]) -> None:
     words = tuple(word for argument in own for word in argument)
     launch = replace(LAUNCH, per_node=case.per_node, arguments=words)
     for line in render(spec(case.parallelism, case.gpus, max_sequences=1024), launch):
@@ -202,7 +204,7 @@ def test_what_users_say_stays_as_it_is_and_beats_what_is_only_usual(case: Placed
         assert (read(line).max_num_seqs == 3) == (("--max-num-seqs", "3") in own)
 
 
-def test_sequences_are_counted_for_each_replica() -> None:
+def test_max_sequences_are_divided_by_replicas() -> None:
     seats = [Parallelism(tp=2), Parallelism(dp=4), Parallelism(tp=2, attention_gpus=8, ffn_gpus=4)]
     found = [read(render(spec(layout, max_sequences=1024), replace(LAUNCH, per_node=16))[0]) for layout in seats]
     assert [flags.max_num_seqs for flags in found] == [1024, 256, 256]
@@ -231,7 +233,7 @@ SPELLINGS = (
 
 
 @pytest.mark.parametrize("words", SPELLINGS, ids=" ".join)
-def test_what_contradicts_the_layout_is_a_fault_that_names_both(words: tuple[str, ...]) -> None:
+def test_argument_that_contradicts_the_layout_is_a_fault(words: tuple[str, ...]) -> None:
     given = ("--seed", "1", *words)
     (fault,) = faults(spec(Parallelism(tp=2)), replace(LAUNCH, arguments=given))
     assert fault.startswith("fleet.launch.arguments[2]: contradicts ")
@@ -239,28 +241,28 @@ def test_what_contradicts_the_layout_is_a_fault_that_names_both(words: tuple[str
     assert fault.endswith(f"got {' '.join(words)!r}")
 
 
-def test_a_contradiction_says_what_the_layout_has() -> None:
+def test_contradiction_fault_names_the_layout_value() -> None:
     (fault,) = faults(spec(Parallelism(tp=2)), replace(LAUNCH, arguments=("-tp", "4")))
     assert fault == "fleet.launch.arguments[0]: contradicts `--tensor-parallel-size 2` of wide, got '-tp 4'"
     (fault,) = faults(spec(Parallelism(tp=2, ep=2)), replace(LAUNCH, arguments=("--no-enable-expert-parallel",)))
     assert "contradicts `--enable-expert-parallel` of wide" in fault
     (fault,) = faults(spec(Parallelism(tp=2)), replace(LAUNCH, arguments=("-ep",)))
-    assert "contradicts wide, which leaves --enable-expert-parallel out" in fault
+    assert "contradicts wide, which does not set --enable-expert-parallel" in fault
 
 
 @pytest.mark.parametrize(
     "words", [("--data-parallel-backend", "ray"), ("-dpb", "ray"), ("--data_parallel_backend=ray",)]
 )
-def test_ray_may_place_the_replicas_of_one_node_and_no_more(words: tuple[str, ...]) -> None:
-    """Elastic EP needs it; over nodes it would start other processes than are rendered."""
+def test_ray_backend_is_accepted_on_one_node_only(words: tuple[str, ...]) -> None:
+    """Elastic EP needs this; over several nodes it would start processes other than the rendered ones."""
     launch = replace(LAUNCH, arguments=words)
     (line,) = render(spec(Parallelism(dp=8, ep=8)), launch)
     assert line.argv[-len(words) :] == words
     (fault,) = faults(spec(Parallelism(dp=16, ep=16)), launch)
-    assert "contradicts wide, which leaves --data-parallel-backend out" in fault
+    assert "contradicts wide, which does not set --data-parallel-backend" in fault
 
 
-def test_what_repeats_the_layout_is_said_once() -> None:
+def test_argument_that_repeats_the_layout_is_rendered_once() -> None:
     repeated = (
         "-tp",
         "2",
@@ -275,7 +277,7 @@ def test_what_repeats_the_layout_is_said_once() -> None:
     assert line.argv == render(spec(Parallelism(tp=2)), replace(LAUNCH, arguments=("--seed", "1")))[0].argv
 
 
-def test_a_configuration_s_own_words_go_before_those_for_all() -> None:
+def test_configuration_arguments_override_shared_ones() -> None:
     launch = replace(LAUNCH, arguments=("--max-model-len", "1", "--seed", "2"), environment={"A": "1", "B": "1"})
     engine = spec(Parallelism(), arguments=("--max_model_len=3",), environment={"B": "2"})
     (line,) = render(engine, launch)
@@ -283,18 +285,18 @@ def test_a_configuration_s_own_words_go_before_those_for_all() -> None:
     assert (line.environment["A"], line.environment["B"]) == ("1", "2")
 
 
-def test_every_fault_comes_at_once() -> None:
+def test_all_faults_are_reported_at_once() -> None:
     launch = replace(
         LAUNCH,
         arguments=("stray", "-tp", "4"),
         environment={"CUDA_VISIBLE_DEVICES": "7", "not a name": "x"},
     )
     assert faults(spec(Parallelism(tp=2, ep=4), (0, 0, 1)), launch) == [
-        "wide.ep: must be 1 or tp x dp (2), as vLLM spreads experts, got 4",
+        "wide.ep: must be 1 or tp x dp (2), since vLLM spreads experts so, got 4",
         "e0.gpus: must be 2 different GPUs for wide, got [0, 0, 1]",
         "fleet.launch.arguments[0]: must begin with a flag such as --max-model-len, got 'stray'",
         "fleet.launch.environment.CUDA_VISIBLE_DEVICES: contradicts `CUDA_VISIBLE_DEVICES=0,0,1` of e0's GPUs, got '7'",
-        "fleet.launch.environment: must have names that a shell takes, got 'not a name'",
+        "fleet.launch.environment: must have valid names of shell variables, got 'not a name'",
         "fleet.launch.arguments[1]: contradicts `--tensor-parallel-size 2` of wide, got '-tp 4'",
     ]
 
@@ -308,13 +310,13 @@ def test_every_fault_comes_at_once() -> None:
         (Parallelism(tp=6), (0, 1, 8, 9, 16, 17), None),
         (Parallelism(tp=2, dp=3), (0, 1, 2, 8, 9, 10), "3 on node 0"),
         (Parallelism(attention_gpus=2, ffn_gpus=4), range(6), "ffn_gpus: must be <= attention_gpus"),
-        (Parallelism(attention_gpus=4, ffn_gpus=2, micro_batches=3), range(6), "overlaps two at most, got 3"),
+        (Parallelism(attention_gpus=4, ffn_gpus=2, micro_batches=3), range(6), "must be 1 or 2 (afd-plugin), got 3"),
         (Parallelism(attention_gpus=4, ffn_gpus=2, pp=2), range(6), "pp: must be 1 under AFD"),
         (Parallelism(tp=4, attention_gpus=6, ffn_gpus=2), range(8), "a multiple of tp (4), got 6"),
-        (Parallelism(attention_gpus=4, ffn_gpus=2), (), "must be named"),
+        (Parallelism(attention_gpus=4, ffn_gpus=2), (), "must be given"),
     ],
 )
-def test_gpus_that_cannot_be_laid_out_are_a_fault(layout: Parallelism, gpus: Sequence[int], words: str | None) -> None:
+def test_invalid_gpu_placement_is_a_fault(layout: Parallelism, gpus: Sequence[int], words: str | None) -> None:
     engine = spec(layout, gpus)
     if words is None:
         assert [gpu for line in render(engine, LAUNCH) for gpu in line.gpus] == list(gpus)
@@ -322,14 +324,14 @@ def test_gpus_that_cannot_be_laid_out_are_a_fault(layout: Parallelism, gpus: Seq
         assert any(words in fault for fault in faults(engine))
 
 
-def test_nodes_without_an_address_are_a_fault_only_where_it_is_needed() -> None:
+def test_missing_node_address_is_a_fault_only_if_needed() -> None:
     launch = replace(LAUNCH, nodes=("a",))
     render(spec(Parallelism(tp=4), range(16, 20)), launch)
     (fault,) = faults(spec(Parallelism(tp=16), range(8, 24)), launch)
-    assert fault == "fleet.launch.nodes: must have the addresses of nodes 1, 2 too, got ['a']"
+    assert fault == "fleet.launch.nodes: must include the addresses of nodes 1, 2, got ['a']"
 
 
-def test_engines_side_by_side_have_ports_of_their_own() -> None:
+def test_engines_on_one_node_have_different_ports() -> None:
     urls = [url_of(spec(Parallelism(tp=2), (at, at + 1)), LAUNCH) for at in range(0, 8, 2)]
     assert urls == [f"http://127.0.0.1:{port}" for port in (8100, 8108, 8116, 8124)]
     everywhere = replace(LAUNCH, host="0.0.0.0")
@@ -337,7 +339,7 @@ def test_engines_side_by_side_have_ports_of_their_own() -> None:
     assert url_of(spec(Parallelism()), replace(LAUNCH, host="::1")) == "http://[::1]:8100"
 
 
-def test_on_the_cpu_build_gpus_are_cores() -> None:
+def test_cpu_build_maps_gpus_to_cores() -> None:
     launch = replace(LAUNCH, device=EngineDevice.CPU, cores_per_gpu=1, per_node=64)
     (line,) = render(spec(Parallelism(tp=2), (1, 0)), launch)
     assert line.environment["VLLM_CPU_OMP_THREADS_BIND"] == "0|1"
@@ -356,7 +358,7 @@ def test_on_the_cpu_build_gpus_are_cores() -> None:
     )
 
 
-def test_kv_is_handed_over_among_engines_of_one_configuration() -> None:
+def test_kv_is_shared_among_engines_of_one_configuration() -> None:
     launch = replace(LAUNCH, kv_directory="/dev/shm/kv", environment={"PYTHONPATH": "/mine"})
     (line,) = render(spec(Parallelism(tp=2)), launch)
     assert line.environment["PYTHONPATH"] == f"{handover.MODULE_FOLDER}:/mine"
@@ -368,7 +370,7 @@ def test_kv_is_handed_over_among_engines_of_one_configuration() -> None:
     assert line.arguments[-2:] == ("--kv-transfer-config.kv_role", "kv_producer")
 
 
-def test_versions_of_the_weights_go_through_our_backend_unless_a_user_has_another() -> None:
+def test_weight_backend_is_ours_unless_the_user_sets_one() -> None:
     launch = replace(LAUNCH, weight_backend=True)
     (line,) = render(spec(Parallelism(tp=2)), launch)
     assert line.environment["PYTHONPATH"] == str(handover.MODULE_FOLDER)
@@ -379,14 +381,14 @@ def test_versions_of_the_weights_go_through_our_backend_unless_a_user_has_anothe
     assert read(line).weight_transfer_config == {"backend": "nccl"}
 
 
-def test_a_checkpoint_takes_the_place_of_the_model_s_weights_under_the_model_s_name() -> None:
+def test_checkpoint_replaces_model_weights_under_the_model_name() -> None:
     (line,) = render(spec(Parallelism(), weights="/ckpt/7"), LAUNCH)
     flags = read(line)
     assert line.program[-1] == "/ckpt/7"
     assert (flags.tokenizer, flags.served_model_name) == ("org/model", "org/model")
 
 
-def test_the_plugin_s_settings_join_the_user_s_own() -> None:
+def test_afd_plugin_settings_are_merged_with_the_users() -> None:
     layout = Parallelism(attention_gpus=2, ffn_gpus=1)
     mine = replace(LAUNCH, arguments=("--additional-config", '{"x": 1}'))
     assert [read(line).additional_config["x"] for line in render(spec(layout), mine)] == [1, 1]

@@ -1,5 +1,5 @@
-"""What goes wrong in a cluster, and what the deployer makes of it: against the API server and the small cluster of
-these tests, through the official client."""
+"""Tests of failures in a cluster, against the API server and the small cluster of these tests, through the official
+client."""
 
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -41,13 +41,13 @@ def spec(
     )
 
 
-# Where engines lie.
+# Placement.
 
 
 # Ends.
 
 
-async def test_an_image_that_cannot_be_pulled_is_an_end(place: Harness) -> None:
+async def test_image_that_cannot_be_pulled_ends_the_engine(place: Harness) -> None:
     deployer = place.deployer(image="nobody/has:this")
     started = await deployer.start(spec())
     assert started.life is EngineLife.ENDED
@@ -57,10 +57,10 @@ async def test_an_image_that_cannot_be_pulled_is_an_end(place: Harness) -> None:
     assert empty(place)
 
 
-# Room.
+# Resources.
 
 
-async def test_without_room_nothing_is_left_and_it_may_be_tried_again(place: Harness) -> None:
+async def test_start_without_resources_leaves_nothing_and_is_retryable(place: Harness) -> None:
     launch = replace(place.launch, device=EngineDevice.CUDA, per_node=8)
     deployer = place.deployer(launch=launch)
     with pytest.raises(Retryable, match=r"no room for engine e-one: .*Insufficient nvidia\.com/gpu"):
@@ -69,10 +69,10 @@ async def test_without_room_nothing_is_left_and_it_may_be_tried_again(place: Har
     assert await deployer.status(ONE) is None
 
 
-# A server that fails.
+# Server failures.
 
 
-async def test_a_server_that_is_busy_does_nothing_and_may_be_asked_again(place: Harness) -> None:
+async def test_busy_server_changes_nothing_and_is_retryable(place: Harness) -> None:
     deployer = place.deployer()
     place.server.trouble("POST", "deployments", Trouble.BUSY)
     with pytest.raises(Retryable):
@@ -82,7 +82,7 @@ async def test_a_server_that_is_busy_does_nothing_and_may_be_asked_again(place: 
     assert await deployer.list_engines() == ()
 
 
-async def test_a_server_that_is_not_there_may_be_tried_again(place: Harness) -> None:
+async def test_unreachable_server_is_retryable(place: Harness) -> None:
     await place.server.end()
     lost = place.deployer()
     for call in (lost.start(spec()), lost.stop(ONE), lost.status(ONE), lost.list_engines()):
@@ -90,21 +90,21 @@ async def test_a_server_that_is_not_there_may_be_tried_again(place: Harness) -> 
             await call
 
 
-# Rights.
+# Permissions.
 
 
-async def test_who_is_not_known_and_where_nobody_is(place: Harness) -> None:
+async def test_unknown_token_and_missing_kubeconfig_are_permanent(place: Harness) -> None:
     stranger = place.deployer(kubeconfig=place.server.kubeconfig(place.folder, "stranger"))
     with pytest.raises(Permanent, match="does not accept the credentials"):
         await stranger.list_engines()
     nowhere = place.deployer(kubeconfig=str(place.folder / "none"))
-    with pytest.raises(Permanent, match="cannot tell how to reach Kubernetes"):
+    with pytest.raises(Permanent, match="cannot configure access to Kubernetes"):
         await nowhere.list_engines()
     with pytest.raises(Permanent, match='namespaces "elsewhere" not found'):
         await place.deployer(namespace="elsewhere").start(spec())
 
 
-async def test_it_is_made_by_its_name(place: Harness) -> None:
+async def test_kubernetes_deployer_is_loaded_by_name(place: Harness) -> None:
     options = {**OPTIONS, "kubeconfig": place.server.kubeconfig(place.folder)}
     deployer = DEPLOYERS.load("kubernetes")(place.launch, FleetIdentity("f", ""), options, WallClock())
     try:

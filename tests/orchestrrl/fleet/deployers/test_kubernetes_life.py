@@ -1,6 +1,8 @@
-"""How engines are, read from what Kubernetes documents of pods:
-https://kubernetes.io/docs/concepts/workloads/pods/pod-lifecycle/ and
-https://kubernetes.io/docs/reference/kubernetes-api/workload-resources/pod-v1/#PodStatus"""
+"""Tests of an engine's state, as derived from Kubernetes' documentation of pods:
+
+https://kubernetes.io/docs/concepts/workloads/pods/pod-lifecycle/
+https://kubernetes.io/docs/reference/kubernetes-api/workload-resources/pod-v1/#PodStatus
+"""
 
 from typing import Any
 
@@ -32,7 +34,7 @@ def waiting(reason: str) -> dict[str, Any]:
     return container({"waiting": {"reason": reason, "message": "why"}})
 
 
-def test_an_engine_runs_once_all_of_its_containers_do() -> None:
+def test_engine_runs_once_all_containers_run() -> None:
     assert read_life(workload("u"), [pod("u", container(RUNNING))], {}).running
     two = [pod("u", container(RUNNING)), pod("v", waiting("ContainerCreating"), phase="Pending")]
     read = read_life(workload("u", "v", size=2), two, {})
@@ -41,7 +43,7 @@ def test_an_engine_runs_once_all_of_its_containers_do() -> None:
 
 
 @pytest.mark.parametrize("reason", ["ContainerCreating", "PodInitializing", "ErrImagePull"])
-def test_what_may_still_come_is_waited_for(reason: str) -> None:
+def test_pending_states_keep_the_engine_alive(reason: str) -> None:
     read = read_life(workload("u"), [pod("u", waiting(reason), phase="Pending")], {})
     assert (read.life, read.running) == (EngineLife.ALIVE, False)
     assert reason in read.detail
@@ -50,13 +52,13 @@ def test_what_may_still_come_is_waited_for(reason: str) -> None:
 @pytest.mark.parametrize(
     "reason", ["CrashLoopBackOff", "ImagePullBackOff", "InvalidImageName", "CreateContainerConfigError"]
 )
-def test_what_does_not_come_by_itself_is_an_end(reason: str) -> None:
+def test_hopeless_waiting_reasons_end_the_engine(reason: str) -> None:
     read = read_life(workload("u"), [pod("u", waiting(reason), phase="Pending")], {})
     assert read.life is EngineLife.ENDED
     assert reason in read.detail
 
 
-def test_an_exit_is_an_end_and_its_log_is_that_of_the_run_that_ended() -> None:
+def test_exit_ends_the_engine_with_the_log_of_that_run() -> None:
     now = read_life(workload("u"), [pod("u", container(TERMINATED))], {})
     assert (now.life, now.log) == (EngineLife.ENDED, LogPlace("pod-u", "engine", False, "last words"))
     again = read_life(workload("u"), [pod("u", container(RUNNING, 1, TERMINATED))], {})
@@ -64,7 +66,7 @@ def test_an_exit_is_an_end_and_its_log_is_that_of_the_run_that_ended() -> None:
     assert "exit status 1" in again.detail
 
 
-def test_an_init_container_that_is_done_is_no_end_and_one_that_failed_is() -> None:
+def test_only_a_failed_init_container_ends_the_engine() -> None:
     done = {"name": "fetch", "state": {"terminated": {"exitCode": 0}}, "restartCount": 0, "lastState": {}}
     failed = {"name": "fetch", "state": {"terminated": {"exitCode": 2}}, "restartCount": 0, "lastState": {}}
     assert read_life(workload("u"), [pod("u", container(RUNNING), initContainerStatuses=[done])], {}).running
@@ -72,18 +74,18 @@ def test_an_init_container_that_is_done_is_no_end_and_one_that_failed_is() -> No
     assert read_life(workload("u"), [held], {}).life is EngineLife.ENDED
 
 
-def test_an_evicted_pod_is_an_end() -> None:
+def test_evicted_pod_ends_the_engine() -> None:
     read = read_life(workload("u"), [pod("u", phase="Failed", reason="Evicted", message="low on memory")], {})
     assert read.life is EngineLife.ENDED
     assert "low on memory" in read.detail
 
 
-def test_a_pod_that_is_not_the_first_is_not_the_engine() -> None:
+def test_replacement_pod_is_not_the_engine() -> None:
     read = read_life(workload("u"), [pod("v", container(RUNNING))], {})
     assert (read.life, read.address, read.running) == (EngineLife.ENDED, "", False)
 
 
-def test_a_node_that_does_not_answer_comes_before_all_else() -> None:
+def test_unreachable_node_takes_precedence() -> None:
     ended = pod("u", container(TERMINATED))
     going = workload("u", deletionTimestamp="2026-01-01T00:00:00Z")
     for made in (workload("u"), going, None):
@@ -92,29 +94,29 @@ def test_a_node_that_does_not_answer_comes_before_all_else() -> None:
         assert "node-u" in read.detail
 
 
-def test_what_is_being_removed_is_no_engine_any_more() -> None:
+def test_workload_being_deleted_is_ended() -> None:
     going = workload("u", deletionTimestamp="2026-01-01T00:00:00Z")
     assert read_life(going, [pod("u", container(RUNNING))], {}).life is EngineLife.ENDED
     assert read_life(None, [pod("u", container(RUNNING))], {}).life is EngineLife.ENDED
 
 
-def test_before_its_pods_are_let_through_no_process_of_it_runs() -> None:
+def test_engine_without_opened_gates_has_no_process() -> None:
     gated = pod("u", phase="Pending")
     del gated["spec"]["nodeName"]
     for pods in ([], [gated]):
         read = read_life(workload(), pods, {})
         assert (read.life, read.running, read.address) == (EngineLife.ALIVE, False, "")
-        assert "cut short" in read.detail
+        assert "interrupted" in read.detail
 
 
-def test_no_room_is_told_apart() -> None:
+def test_unschedulable_pod_is_reported_as_no_room() -> None:
     condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes"}
     read = read_life(workload("u"), [pod("u", phase="Pending", conditions=[condition])], {})
     assert (read.life, read.no_room) == (EngineLife.ALIVE, True)
     assert "0/3 nodes" in read.detail
 
 
-def test_a_refused_pod_is_told() -> None:
+def test_refused_pod_is_reported() -> None:
     made = workload()
     made["status"] = {"conditions": [{"type": "ReplicaFailure", "status": "True", "message": "violates PodSecurity"}]}
     assert "violates PodSecurity" in cannot_be_made(made)

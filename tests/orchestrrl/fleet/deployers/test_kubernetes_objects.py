@@ -1,4 +1,4 @@
-"""Objects of engines: their names, their shapes by the official client's models, and what Kubernetes makes of their
+"""Tests of engines' objects: their names, their shapes by the official client's models, and Kubernetes' expansion of
 words."""
 
 import shlex
@@ -49,7 +49,7 @@ def containers(made: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 @given(fleet=ids, engine=ids, other=ids)
-def test_names_are_dns_labels_and_differ_with_the_ids(fleet: str, engine: str, other: str) -> None:
+def test_names_are_dns_labels_and_unique_per_id(fleet: str, engine: str, other: str) -> None:
     name = name_of(fleet, engine)
     assert len(name) <= 45
     assert name[0].isalpha()
@@ -61,11 +61,11 @@ def test_names_are_dns_labels_and_differ_with_the_ids(fleet: str, engine: str, o
 
 
 @given(word=st.text(alphabet="$()ABC_ x", max_size=30))
-def test_words_come_through_kubernetes_as_they_are(word: str) -> None:
+def test_words_survive_kubernetes_expansion(word: str) -> None:
     assert expanded(literal(word), {"A": "expanded", "ABC": "too", "LWS_LEADER_ADDRESS": "10.0.0.1"}) == word
 
 
-def test_the_leaders_address_alone_isexpanded() -> None:
+def test_only_the_leaders_address_is_expanded() -> None:
     environment = {"LWS_LEADER_ADDRESS": "10.0.0.1", "HOME": "/root"}
     assert expanded(literal(f"--at {LEADER} $(HOME) $$"), environment) == "--at 10.0.0.1 $(HOME) $$"
 
@@ -85,7 +85,7 @@ ON_GPUS = [
     ("device", "parallelism", "first"),
     [(EngineDevice.CPU, *each) for each in ON_CPUS] + [(EngineDevice.CUDA, *each) for each in ON_GPUS],
 )
-def test_every_layout_makes_an_object_that_the_api_takes(
+def test_every_layout_renders_an_object_that_the_api_accepts(
     device: EngineDevice, parallelism: Parallelism, first: int
 ) -> None:
     over_nodes = parallelism.gpus > LAUNCH.per_node
@@ -112,7 +112,7 @@ def test_every_layout_makes_an_object_that_the_api_takes(
     assert instance_of(made) == DeployedInstance(wanted.engine, wanted.configuration, wanted.gpus, spec=wanted)
 
 
-def test_a_container_runs_the_rendered_command_at_the_pods_own_address() -> None:
+def test_container_runs_the_rendered_command_at_the_pod_address() -> None:
     wanted = spec(Parallelism(tp=2), 2)
     made = workload(wanted, LAUNCH, options(), "fleet")
     (container,) = containers(made)
@@ -125,7 +125,7 @@ def test_a_container_runs_the_rendered_command_at_the_pods_own_address() -> None
     assert "CUDA_VISIBLE_DEVICES" not in variables
 
 
-def test_cores_are_asked_for_and_not_bound() -> None:
+def test_cores_are_requested_and_not_bound() -> None:
     launch = replace(LAUNCH, device=EngineDevice.CPU, cores_per_gpu=3)
     (container,) = containers(workload(spec(Parallelism(tp=2)), launch, options(), "fleet"))
     assert container["resources"]["limits"] == {"cpu": "6"}
@@ -148,7 +148,7 @@ def test_each_node_of_an_engine_gets_its_own_command() -> None:
     assert rule["nodeSelectorTerms"][0]["matchExpressions"][0]["values"] == ["n1", "n2"]
 
 
-def test_a_template_is_kept_where_ours_says_nothing() -> None:
+def test_template_fields_are_kept_unless_overridden() -> None:
     template = {
         "metadata": {"annotations": {"k8s.v1.cni.cncf.io/networks": "rdma"}},
         "spec": {
@@ -177,14 +177,14 @@ things = st.lists(st.fixed_dictionaries({"name": names, "value": st.integers()})
 
 
 @given(under=things, over=things)
-def test_named_things_are_merged_by_name(under: list[dict[str, Any]], over: list[dict[str, Any]]) -> None:
+def test_named_objects_are_merged_by_name(under: list[dict[str, Any]], over: list[dict[str, Any]]) -> None:
     merged = merged_objects(under, over)
     by_name = {each["name"]: each for each in (*under, *over)}
     assert {each["name"]: each for each in merged} == by_name
     assert len(merged) == len(by_name)
 
 
-def test_faults_of_options_come_at_once() -> None:
+def test_all_option_faults_are_reported_at_once() -> None:
     given = {
         "nodes": ["a", "a"],
         "context": "c",
@@ -197,22 +197,22 @@ def test_faults_of_options_come_at_once() -> None:
     faults = "\n".join(sorted(caught.value.faults))
     for path in ("options.image: is missing", "options.grace_s: must be > 0", "options.colour: is not a known field"):
         assert path in faults
-    assert "options.pod_template: must leave restartPolicy to us" in faults
+    assert "options.pod_template: must not set restartPolicy" in faults
     with pytest.raises(ProblemFaults) as caught:
         read_options(KubernetesOptions, {"image": "i", "nodes": ["a", "a"], "context": "c"})
     assert [fault.partition(":")[0] for fault in caught.value.faults] == ["options.nodes", "options.context"]
 
 
-def test_faults_of_an_engine_are_named() -> None:
-    with pytest.raises(ProblemFaults, match=r"options\.nodes: must name nodes 1 too, got \['n0'\]"):
+def test_faults_name_the_engine() -> None:
+    with pytest.raises(ProblemFaults, match=r"options\.nodes: must include nodes 1, got \['n0'\]"):
         workload(spec(Parallelism(tp=4), 4), LAUNCH, options(nodes=["n0"]), "fleet")
-    with pytest.raises(ProblemFaults, match=r"e0\.gpus: must lie on one node under Kubernetes where a layout is AFD"):
+    with pytest.raises(ProblemFaults, match=r"e0\.gpus: must be on one node for an AFD layout under Kubernetes"):
         workload(spec(Parallelism(attention_gpus=4, ffn_gpus=4)), LAUNCH, options(), "fleet")
     with pytest.raises(ProblemFaults, match="contradicts"):
         workload(spec(Parallelism(), arguments=("-tp", "4")), LAUNCH, options(), "fleet")
 
 
-def test_the_manifest_of_rights_is_as_the_api_has_it() -> None:
+def test_rbac_manifest_matches_the_api() -> None:
     kinds = {
         "ServiceAccount": models.V1ServiceAccount,
         "Role": models.V1Role,

@@ -1,4 +1,4 @@
-"""One list of a Kubernetes fleet serves all that ask, also where it fails."""
+"""Tests that one listing of a Kubernetes fleet serves all concurrent callers, also if it fails."""
 
 import asyncio
 from typing import Any
@@ -21,14 +21,14 @@ class AwayApi:
         raise Retryable("the API server does not answer", 1.0)
 
 
-async def test_all_that_ask_while_the_api_server_is_away_hear_of_it_together() -> None:
+async def test_concurrent_callers_share_one_failed_listing() -> None:
     clock = VirtualClock()
     api: Any = AwayApi(clock)
     view = FleetView(api, "default", "fleet", None, clock)
     asking = [asyncio.create_task(view.all()) for _ in range(8)]
     await clock.advance(21.0)
     assert all(isinstance(task.exception(), Retryable) for task in asking)
-    assert api.calls == 2  # one that had begun, and one for all that asked meanwhile
+    assert api.calls == 2  # one listing that had begun, and one for all later callers
     later = asyncio.create_task(view.all())
     await clock.advance(11.0)
     with pytest.raises(Retryable):

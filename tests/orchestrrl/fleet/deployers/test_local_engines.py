@@ -1,4 +1,5 @@
-"""Local engines in the world: orphans, lost records, other people's processes and ports, logs, and a real engine."""
+"""Tests of local engines on a real machine: orphans, lost records, foreign processes and ports, logs, and a real
+engine."""
 
 import asyncio
 import json
@@ -30,7 +31,7 @@ def spec(engine: EngineId = ENGINE, gpus: tuple[int, ...] = (0,), **more: Any) -
 
 
 class Fleet:
-    """One, on a folder."""
+    """A fleet in a folder."""
 
     def __init__(self, folder: Path, launch: EngineLaunch) -> None:
         self.folder = folder
@@ -43,7 +44,7 @@ class Fleet:
         return LocalDeployer(self.launch, identity, {"grace_s": 0.5, **options}, WallClock())
 
     def leader(self) -> psutil.Process:
-        """As the only record tells."""
+        """Return the leader by the only record."""
         (path,) = self.records.glob("*.json")
         return psutil.Process(json.loads(path.read_text())["leaders"][0][0])
 
@@ -64,7 +65,7 @@ def program(folder: Path, text: str) -> str:
     return str(path)
 
 
-async def test_a_start_that_is_cancelled_starts_nothing_after_its_end(fleet: Fleet) -> None:
+async def test_cancelled_start_starts_nothing_later(fleet: Fleet) -> None:
     deployer = fleet.deployer()
     with EngineRecords(fleet.folder / "fleet").alone():
         starting = asyncio.create_task(deployer.start(spec()))
@@ -80,17 +81,17 @@ async def test_a_start_that_is_cancelled_starts_nothing_after_its_end(fleet: Fle
 # Ports.
 
 
-# Logs, options, what cannot be.
+# Logs, options, refusals.
 
 
-async def test_a_program_that_is_not_there_starts_nothing(tmp_path: Path, fleet: Fleet) -> None:
+async def test_missing_program_starts_nothing(tmp_path: Path, fleet: Fleet) -> None:
     fleet.launch = replace(fleet.launch, python=str(tmp_path / "nothing"))
-    with pytest.raises(ProblemFaults, match=r"python: is no program of this machine, got '.*nothing'"):
+    with pytest.raises(ProblemFaults, match=r"python: must be a program of this machine, got '.*nothing'"):
         await fleet.deployer().start(spec())
     assert await fleet.deployer().list_engines() == ()
 
 
-async def test_what_cannot_be_put_into_a_command_line_starts_nothing(fleet: Fleet) -> None:
+async def test_invalid_command_line_starts_nothing(fleet: Fleet) -> None:
     with pytest.raises(ProblemFaults, match="contradicts"):
         await fleet.deployer().start(spec(arguments=("-tp", "4")))
     assert await fleet.deployer().list_engines() == ()
@@ -98,11 +99,11 @@ async def test_what_cannot_be_put_into_a_command_line_starts_nothing(fleet: Flee
 
 async def test_gpus_of_other_machines_are_refused(fleet: Fleet) -> None:
     fleet.launch = replace(fleet.launch, device=EngineDevice.CUDA)
-    with pytest.raises(Permanent, match="node 0 alone"):
+    with pytest.raises(Permanent, match="only on node 0"):
         await fleet.deployer().start(spec(gpus=(8,)))
 
 
-def test_faults_of_options_come_all_at_once() -> None:
+def test_all_option_faults_are_reported_at_once() -> None:
     identity = FleetIdentity("mine", "/nowhere")
     with pytest.raises(ProblemFaults) as caught:
         DEPLOYERS.load("local")(EngineLaunch("p", "m"), identity, {"grace_s": 0, "logs_kept": -1, "x": 1}, WallClock())

@@ -1,5 +1,4 @@
-"""Somebody who carries redeployments out without engines: steps follow each other at a pace, and fail where it is
-told."""
+"""A fake controller that runs redeployments without engines: steps take a set time, and fail as configured."""
 
 import asyncio
 import contextlib
@@ -22,7 +21,7 @@ from orchestrrl.fleet.redeployment.steps import (
 from planner.model import ConfigurationId, EngineId, GpuId, Parallelism, PlanId
 
 GPUS = 16
-# Against the pace.
+# Multiples of the pace.
 SLOWNESS = {StepKind.READY: 8.0, StepKind.START: 2.0, StepKind.STOP: 2.0, StepKind.LOAD: 3.0}
 WIDTHS = {"tp1": 1, "tp2": 2, "tp4": 4, "tp8": 8}
 
@@ -39,7 +38,8 @@ def fleet(configuration: str, number: int, name: str = "e") -> tuple[EngineSpec,
 
 
 class FakeSwitching:
-    """16 GPUs with eight engines of tp2. `pace_s`: what each step takes; `failing`: the steps that fail, and how."""
+    """A fake redeployment controller of 16 GPUs with eight tp2 engines. `pace_s` is the duration of each step;
+    `failing` maps steps to their faults."""
 
     def __init__(self, clock: Clock, pace_s: float = 0.0) -> None:
         self.clock = clock
@@ -48,7 +48,7 @@ class FakeSwitching:
         self.held = asyncio.Event()  # no step begins while it is clear
         self.held.set()
         self.remembered = 256
-        self.remark = ""  # on a redeployment that is done
+        self.remark = ""  # the detail of a redeployment that is done
         self.wishes: list[RedeployRequest] = []
         self.engines = fleet("tp2", GPUS // 2)
         self.reports: dict[RedeploymentId, RedeploymentReport] = {}
@@ -58,7 +58,7 @@ class FakeSwitching:
         self._changed = asyncio.Condition()
         self._running: asyncio.Task[None] | None = None
 
-    # --- as the control plane has it
+    # --- the controller's interface
 
     def draft(self, wish: RedeployRequest) -> tuple[Redeployment, tuple[Stage, ...]]:
         self.wishes.append(wish)
@@ -124,7 +124,7 @@ class FakeSwitching:
 
     def cancel(self, id: str, reason: str) -> RedeploymentReport:
         if self._running is None or self._running.done() or id not in ("", self.report().id):
-            raise Permanent(f"redeployment {id} is not under way" if id else "no redeployment is under way")
+            raise Permanent(f"redeployment {id} is not running" if id else "no redeployment is running")
         report = self.report(id)
         self._called_off = f"called off: {reason}"
         self.held.set()
@@ -143,7 +143,7 @@ class FakeSwitching:
     # --- inside
 
     def _like(self, wanted: EngineSpec) -> EngineSpec:
-        """The engine that is so already, if there is one."""
+        """Return the existing engine with this configuration and GPUs, or `wanted`."""
         same = [e for e in self.engines if (e.configuration, e.gpus) == (wanted.configuration, wanted.gpus)]
         return same[0] if same else wanted
 
@@ -172,7 +172,7 @@ class FakeSwitching:
         await self._tell()
 
     async def _direction(self, redeployment: Redeployment, direction: StepDirection, stages: Sequence[Stage]) -> str:
-        """Why it does not go on."""
+        """Run the stages of a direction. Return why it stopped early, or an empty string."""
         for stage in stages:
             whys = await asyncio.gather(*(self._chain(redeployment, direction, chain) for chain in stage))
             for why in filter(None, whys):
@@ -190,7 +190,7 @@ class FakeSwitching:
             await self._tell()
             await self.clock.sleep(self.pace_s * SLOWNESS.get(step.kind, 1.0))
             elapsed_s = self.clock.now_s() - began_s
-            # Of the engines that are worked on side by side, the first one has the fault.
+            # Of the engines that are worked on in parallel, only the first fails.
             first = step.engine is None or step.engine in (redeployment.coming[0].engine, redeployment.old[0].engine)
             fault = self.failing.get((direction, step.kind), "") if first else ""
             state = StepState.FAILED if fault else StepState.DONE

@@ -1,4 +1,4 @@
-"""A daemon whose redeployments need no engines, served from a thread of its own: commands run their own event loop."""
+"""A daemon with fake redeployments, served from a thread of its own, since commands run their own event loop."""
 
 import asyncio
 import threading
@@ -21,12 +21,12 @@ from orchestrrl.rpc.switches_service import SwitchesService
 
 
 class RedeploymentDaemon:
-    """`with RedeploymentDaemon(folder, pace_s) as daemon:` serves at `daemon.address` until the end of the block."""
+    """Serves at `daemon.address` inside the block: `with RedeploymentDaemon(folder, pace_s) as daemon:`."""
 
     def __init__(
         self, folder: Path, pace_s: float = 0.0, address: str = "127.0.0.1:0", *known: RedeploymentReport
     ) -> None:
-        """`known`: redeployments from before."""
+        """`known` are redeployments from before."""
         self._wanted = address
         self._known = known
         self._folder = folder
@@ -45,7 +45,7 @@ class RedeploymentDaemon:
         self._thread.join()
 
     def do(self, act: Callable[[], object]) -> None:
-        """In the daemon's own thread, before anything that comes later."""
+        """Run a call in the daemon's thread, before any later call."""
         done = threading.Event()
 
         def acting() -> None:

@@ -1,5 +1,5 @@
-"""A fleet whose daemon may be killed at any moment: the engines, their GPUs and the gateway's requests live on. Virtual
-time; the daemon is the real control plane with the real transaction."""
+"""A fleet whose daemon may be killed at any moment, while the engines, their GPUs and the gateway's requests continue.
+Time is virtual; the daemon has the real control plane and the real transaction."""
 
 import asyncio
 import dataclasses
@@ -56,12 +56,12 @@ fleet:
 """
 LIMITS = RedeployTimeouts(drain_s=5.0, stop_s=5.0, start_s=5.0, ready_s=10.0, load_s=5.0, check_s=5.0)
 UP_AFTER_S = 1.5
-REFERENCE = -1.0  # log-probability of every token, for engines that answer as they should
+REFERENCE = -1.0  # log-probability of every token, for engines that answer correctly
 
 
 @dataclasses.dataclass
 class FakeEngine:
-    """As its processes are. What may go wrong with it is set by tests."""
+    """A fake engine, by its processes. Tests set its faults."""
 
     spec: EngineSpec
     up_at_s: float
@@ -75,24 +75,24 @@ class FakeEngine:
     capacity_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        self.dp = self.spec.parallelism.dp  # as its processes are, whatever is said of it later
+        self.dp = self.spec.parallelism.dp  # of its processes, even if the deployer reports otherwise
 
 
 class Machines:
-    """What outlives every daemon: engines on GPUs, and what each step is to do instead."""
+    """The engines on GPUs, which outlive every daemon, and faults to inject per step."""
 
     def __init__(self, clock: VirtualClock) -> None:
         self.clock = clock
         self.engines: dict[EngineId, FakeEngine] = {}
         self.starts: Counter[EngineId] = Counter()
         self.stops: list[EngineId] = []
-        self.faults: dict[tuple[str, str], OrchestrRLError] = {}  # (what, configuration or engine) -> always
-        self.lost: set[tuple[str, str]] = set()  # results, each of them once
+        self.faults: dict[tuple[str, str], OrchestrRLError] = {}  # (call, configuration or engine) -> always
+        self.lost: set[tuple[str, str]] = set()  # results, each used once
         self.hangs: set[tuple[str, str]] = set()
         self.lasts_s: dict[tuple[str, str], float] = {}
         self.made: Callable[[FakeEngine], None] = lambda engine: None
         self.can_sleep = self.can_scale = False
-        self.connections = 0  # of clients, that are open
+        self.connections = 0  # open clients
 
     def place(self, spec: EngineSpec) -> None:
         self._own(spec)
@@ -125,7 +125,7 @@ class Machines:
 
 
 class Deployer:
-    """One daemon's hands on the machines."""
+    """One daemon's deployer for the machines."""
 
     def __init__(self, machines: Machines) -> None:
         self._machines = machines
@@ -200,7 +200,7 @@ class Deployer:
 
 
 class Client:
-    """Of one engine."""
+    """A client of one engine."""
 
     def __init__(self, url: str, machines: Machines, running: Callable[[EngineId], int]) -> None:
         self.url = url
@@ -276,7 +276,8 @@ class Client:
 
 
 class Gateway:
-    """Holds requests over the daemon's death. It does as it is told and reports every quarter of a second."""
+    """A gateway that keeps its requests while the daemon is dead. It carries orders out and reports every quarter of a
+    second."""
 
     def __init__(self, clock: VirtualClock, machines: Machines) -> None:
         self.clock = clock
@@ -284,7 +285,7 @@ class Gateway:
         self.requests: dict[RequestId, RequestView] = {}
         self.held: dict[RequestId, EngineId] = {}
         self.routes = SetRoutes(())
-        self.cut: list[RequestId] = []  # that were on an engine when it stopped
+        self.cut: list[RequestId] = []  # requests on an engine when it stopped
         self._sequence = 0
 
     def put(self, name: str, engine: str, *, movable: bool = True) -> None:
@@ -314,7 +315,7 @@ class Gateway:
         return [route.engine for route in self.routes.routes if not route.draining and route.engine in alive]
 
     def _look(self) -> None:
-        """Whose engine is gone goes on elsewhere; whoever is held, as soon as it may."""
+        """Move requests off engines that are gone, and send held ones as soon as possible."""
         usable = self.usable()
         for id, view in list(self.requests.items()):
             if view.engine is not None and view.engine not in self.machines.alive():
@@ -352,7 +353,7 @@ class Gateway:
 
 
 class Watch:
-    """Whom the agent is to watch, whenever that changed."""
+    """Records the engines to watch, at each change."""
 
     def __init__(self, watched: list[set[str]]) -> None:
         self._watched = watched
@@ -366,11 +367,11 @@ class Watch:
 
 
 class Killed(BaseException):
-    """The daemon is no more."""
+    """The daemon is killed."""
 
 
 class Harness:
-    """`daemon()` runs one daemon on what is there; another may follow on the same journal."""
+    """A harness of machines and one gateway. `daemon()` runs one daemon; another may follow on the same journal."""
 
     def __init__(self, folder: Path, *, sleepers: bool = False, keep_asleep: bool = False) -> None:
         self.clock = VirtualClock(1000.0)
@@ -382,8 +383,8 @@ class Harness:
         self.keep_asleep = keep_asleep
         self.plane: Any = None
         self.redeployer: Any = None
-        self.watched: list[set[str]] = []  # whom the agent is to watch, whenever that changed
-        self.killed_after: int | None = None  # so many entries of steps
+        self.watched: list[set[str]] = []  # the engines to watch, at each change
+        self.killed_after: int | None = None  # the number of journal entries of steps
         self._written = 0
         self._deployer = Deployer(self.machines)
         self._tasks: list[asyncio.Task[None]] = []
@@ -398,7 +399,7 @@ class Harness:
     async def daemon(
         self, circuits: Callable[[ControlPlane], Any] | None = None
     ) -> AsyncIterator[RedeploymentController]:
-        """`circuits` makes those that follow the deployment."""
+        """Run a daemon in the block. `circuits` creates circuits that follow the deployment."""
         journal = Journal(self.path, self.clock.now_s())
         append = journal.append
 
@@ -424,7 +425,7 @@ class Harness:
             journal.close()
 
     def build(self, journal: Journal, circuits: Callable[[ControlPlane], Any] | None = None) -> None:
-        """Make a daemon, which `start` lets run."""
+        """Construct a daemon, which `start` runs."""
         self._deployer = Deployer(self.machines)
         deployment = FleetDeployment(
             self._deployer,
@@ -457,7 +458,7 @@ class Harness:
         ]
 
     async def end(self) -> None:
-        """The daemon ends; engines and the gateway go on."""
+        """End the daemon. Engines and the gateway continue."""
         try:
             await self.redeployer.close()
             await self.plane.fleet.close(0.0)
@@ -478,7 +479,7 @@ class Harness:
         raise AssertionError(f"the redeployment has not ended: {self.redeploying.report()}")
 
     def engines_noted(self, kind: EntryKind) -> list[tuple[str, bool, str]]:
-        """Of which engines the journal tells that they started, or stopped; whether it was done, and a word on it."""
+        """Return the engines that the journal records as started or stopped, each with its result and detail."""
         return [(entry.subject, entry.body["done"], entry.body["detail"]) for entry in self.entries(kind)]
 
     def entries(self, *kinds: EntryKind) -> list[JournalEntry]:

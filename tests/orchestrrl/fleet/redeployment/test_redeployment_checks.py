@@ -1,4 +1,5 @@
-"""What gives a wrong engine away: how it reads what others wrote, how it writes, and how it reads what it wrote."""
+"""Tests that detect a wrong engine: by its probabilities for another's answer, by its answer, and by its probabilities
+for its own."""
 
 import random
 from dataclasses import replace
@@ -17,8 +18,8 @@ LIMITS = AnswerTolerance(tokens=TOKENS, mean_nats=0.05)
 
 
 class Model:
-    """Log-probabilities of the next token are a function of the text so far. `noise_nats`: how far they are from those
-    of the same model without noise; `decode_nats`: how much further where it writes; `takes`: which by likelihood."""
+    """A model whose log-probabilities of the next token are a function of the text so far. `noise_nats` is the noise of
+    all of them; `decode_nats` the additional noise of decoding; `takes` the rank of the chosen token by likelihood."""
 
     def __init__(self, seed: int = 0, noise_nats: float = 0.0, decode_nats: float = 0.0, takes: int = 0) -> None:
         self._seed, self._noise_nats, self._decode_nats, self._takes = seed, noise_nats, decode_nats, takes
@@ -54,40 +55,42 @@ def found(before: Model, now: Model) -> list[str]:
 
 
 @given(st.integers(0, 10_000), st.floats(0, 0.05))
-def test_the_same_model_with_other_rounding_is_taken(seed: int, noise_nats: float) -> None:
-    """Also where it comes to say something else because two tokens are about as likely."""
+def test_same_model_with_other_rounding_passes(seed: int, noise_nats: float) -> None:
+    """This includes answers that diverge because two tokens are about equally likely."""
     assert found(Model(seed), Model(seed, noise_nats)) == []
 
 
-def test_rounding_makes_texts_part_sometimes() -> None:
-    """Or the property above would show little."""
+def test_rounding_makes_some_answers_diverge() -> None:
+    """Otherwise the property above would prove little."""
     parted = [Model(seed).excerpt().token_ids != Model(seed, 0.05).excerpt().token_ids for seed in range(100)]
     assert sum(parted) > 10
 
 
 @given(st.integers(0, 10_000))
-def test_another_model_is_not(seed: int) -> None:
-    assert any("answers otherwise" in fault for fault in found(Model(seed), Model(seed + 1)))
+def test_another_model_fails(seed: int) -> None:
+    assert any("differs from the previous" in fault for fault in found(Model(seed), Model(seed + 1)))
 
 
 @given(st.integers(0, 10_000), st.floats(0.06, 2.0))
-def test_who_decodes_otherwise_than_it_reads_is_not(seed: int, decode_nats: float) -> None:
-    assert any("reads its own answer otherwise" in fault for fault in found(Model(seed), Model(seed, 0.0, decode_nats)))
+def test_engine_that_decodes_differently_from_prefill_fails(seed: int, decode_nats: float) -> None:
+    assert any(
+        "scores its own answer differently" in fault for fault in found(Model(seed), Model(seed, 0.0, decode_nats))
+    )
 
 
-def test_who_takes_what_is_unlikely_is_not() -> None:
-    """It reads as ever, and finds itself consistent."""
+def test_engine_that_chooses_unlikely_tokens_fails() -> None:
+    """Its probabilities are correct, and consistent with its own answer."""
     (fault,) = found(Model(), Model(takes=VOCABULARY - 1))
-    assert fault.startswith("answers otherwise than the engines before: its token 1 is another")
+    assert fault.startswith("differs from the previous engines' answers: token 1 is another")
 
 
 @pytest.mark.parametrize(("shift", "faults"), [(0.49, 0), (0.51, 1)])
-def test_texts_may_part_where_both_tokens_are_about_as_likely(shift: float, faults: int) -> None:
+def test_answers_may_diverge_at_equally_likely_tokens(shift: float, faults: int) -> None:
     one = AnswerExcerpt(PROMPT, (4, 5, 6), (-1.0, -1.0, -1.0))
     other = replace(one, token_ids=(4, 7, 8), logprobs=(-1.0, -1.0 - shift, -9.0))
     assert len(writing_fault(one, other, LIMITS)) == faults
 
 
-def test_a_text_that_ended_earlier_is_compared_as_far_as_it_goes() -> None:
+def test_shorter_answer_is_compared_up_to_its_end() -> None:
     one = AnswerExcerpt(PROMPT, (4, 5, 6), (-1.0, -1.0, -1.0))
     assert writing_fault(one, AnswerExcerpt(PROMPT, (4,), (-1.0,)), LIMITS) == []

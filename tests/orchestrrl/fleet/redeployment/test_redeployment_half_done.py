@@ -1,4 +1,5 @@
-"""Engines that are there when a redeployment goes back, and not for long, or not to serve: on a virtual clock."""
+"""Tests of engines that exist when a redeployment is undone, but not for long, or without serving, on a virtual
+clock."""
 
 import dataclasses
 from pathlib import Path
@@ -23,7 +24,7 @@ TO_TP2 = RedeployRequest((("tp2", 0),), reason="the test says so")
 
 @pytest.fixture
 def harness(tmp_path: Path) -> Harness:
-    """Two narrow engines with requests, and one that stays out of it."""
+    """Provide two narrow engines with requests, and one that is not part of the redeployment."""
     return harness_of(tmp_path)
 
 
@@ -38,15 +39,15 @@ def harness_of(folder: Path, *, sleepers: bool = False) -> Harness:
 
 
 def check_whole(harness: Harness, *engines: str) -> None:
-    """The fleet is these engines, awake, and requests are on them alone."""
+    """Check that the fleet is exactly these engines, awake, and that all requests are on them."""
     assert set(harness.machines.alive()) == set(engines) == {str(engine) for engine in harness.gateway.usable()}
     assert not any(harness.machines.engines[EngineId(engine)].sleeping for engine in engines)
     assert {str(view.engine) for view in harness.gateway.requests.values()} <= set(engines)
     assert not harness.gateway.held
 
 
-async def test_a_stop_that_was_begun_is_ended_before_going_back(harness: Harness) -> None:
-    """A process that was told to end is there for a while: the next daemon does not count on it."""
+async def test_begun_stop_is_finished_before_undoing(harness: Harness) -> None:
+    """A process that was ordered to stop exists for a while: the next daemon must not rely on it."""
     harness.machines.hangs.add(("stop", "a"))
     async with harness.daemon() as redeployer:
         redeployer.begin(TO_TP2)
@@ -59,7 +60,7 @@ async def test_a_stop_that_was_begun_is_ended_before_going_back(harness: Harness
         assert (harness.machines.stops, harness.machines.starts) == (["b", "a"], {"a": 1, "b": 1})
 
 
-async def test_so_is_one_that_is_called_off(harness: Harness) -> None:
+async def test_begun_stop_is_finished_before_a_cancellation_undoes(harness: Harness) -> None:
     harness.machines.hangs.add(("stop", "a"))
     async with harness.daemon() as redeployer:
         redeployer.begin(TO_TP2)
@@ -72,8 +73,8 @@ async def test_so_is_one_that_is_called_off(harness: Harness) -> None:
         assert harness.machines.starts == {"a": 1, "b": 1}
 
 
-async def test_one_that_was_started_again_is_not_stopped_by_the_next_daemon(harness: Harness) -> None:
-    """Killed on the way back: who is there by then stays, and serves once it has been verified."""
+async def test_restarted_engine_is_kept_by_the_next_daemon(harness: Harness) -> None:
+    """If the daemon is killed while undoing, engines that exist by then stay, and serve once verified."""
     harness.machines.hangs.add(("stop", "a"))
     async with harness.daemon() as redeployer:
         redeployer.begin(TO_TP2)
@@ -92,7 +93,7 @@ async def test_one_that_was_started_again_is_not_stopped_by_the_next_daemon(harn
         assert [step.engine for step in back if step.kind is StepKind.VERIFY] == ["a"]
 
 
-async def test_who_fell_asleep_and_is_not_known_to_is_woken(tmp_path: Path) -> None:
+async def test_engine_asleep_without_a_record_is_woken(tmp_path: Path) -> None:
     harness = harness_of(tmp_path, sleepers=True)
     harness.machines.hangs.add(("lend", "a"))
     async with harness.daemon() as redeployer:
@@ -109,7 +110,7 @@ async def test_who_fell_asleep_and_is_not_known_to_is_woken(tmp_path: Path) -> N
         assert harness.machines.starts == {"b": 1}
 
 
-async def test_who_cannot_be_woken_is_started(tmp_path: Path) -> None:
+async def test_engine_that_cannot_be_woken_is_started(tmp_path: Path) -> None:
     harness = harness_of(tmp_path, sleepers=True)
     harness.machines.faults["probe", "tp2"] = Permanent("is broken")
     harness.machines.faults["wake", "a"] = Permanent("sleeps like a log")
@@ -132,7 +133,7 @@ def tell_that_it_sleeps(harness: Harness, engine: str) -> None:
     harness.plane.fleet.engine_reported(dataclasses.replace(told, capabilities=offers), 1)
 
 
-async def test_an_engine_that_ends_while_its_requests_leave_is_as_good_as_stopped(harness: Harness) -> None:
+async def test_engine_that_ends_while_evacuating_counts_as_stopped(harness: Harness) -> None:
     harness.gateway.put("stuck", "a", movable=False)
     async with harness.daemon() as redeployer:
         redeployer.begin(TO_TP2)
@@ -143,7 +144,7 @@ async def test_an_engine_that_ends_while_its_requests_leave_is_as_good_as_stoppe
         check_whole(harness, f"{report.id}.0", "w")
 
 
-async def test_one_that_ends_while_others_come_up_is_not_admitted(tmp_path: Path) -> None:
+async def test_engine_that_ends_while_others_start_is_not_admitted(tmp_path: Path) -> None:
     harness = Harness(tmp_path)
     harness.place("wide", "tp2", 0, 1)
     harness.gateway.put("r", "wide")
@@ -164,7 +165,7 @@ async def test_one_that_ends_while_others_come_up_is_not_admitted(tmp_path: Path
         check_whole(harness, "wide")
 
 
-async def test_going_back_brings_back_who_ended_meanwhile(harness: Harness) -> None:
+async def test_undo_restarts_engines_that_ended_meanwhile(harness: Harness) -> None:
     harness.gateway.put("stuck", "b", movable=False)
     async with harness.daemon() as redeployer:
         redeployer.begin(TO_TP2)

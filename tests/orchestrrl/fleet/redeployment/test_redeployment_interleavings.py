@@ -1,5 +1,4 @@
-"""Where the parts of a redeployment meet: what runs beside it, or happens to it, and is none of its steps. Virtual
-time."""
+"""Tests of events during a redeployment that are not its steps, on a virtual clock."""
 
 import asyncio
 import dataclasses
@@ -33,7 +32,7 @@ A, B, W = EngineId("a"), EngineId("b"), EngineId("w")
 
 @pytest.fixture
 def harness(tmp_path: Path) -> Harness:
-    """Two narrow engines with requests, and one that stays out of it."""
+    """Provide two narrow engines with requests, and one that is not part of the redeployment."""
     harness = Harness(tmp_path)
     harness.place("a", "tp1", 0)
     harness.place("b", "tp1", 1)
@@ -44,7 +43,7 @@ def harness(tmp_path: Path) -> Harness:
 
 
 def check_whole(harness: Harness, *engines: str) -> None:
-    """The fleet is these engines, and requests are on them alone."""
+    """Check that the fleet is exactly these engines, and that all requests are on them."""
     assert set(harness.machines.alive()) == set(engines) == {str(engine) for engine in harness.gateway.usable()}
     assert {str(view.engine) for view in harness.gateway.requests.values()} <= set(engines)
     assert not harness.gateway.held
@@ -52,14 +51,14 @@ def check_whole(harness: Harness, *engines: str) -> None:
     assert not harness.plane.fleet.routes.expected
 
 
-async def test_engines_that_end_by_themselves_do_not_end_the_watch_over_them(harness: Harness) -> None:
+async def test_maintenance_continues_after_engines_end(harness: Harness) -> None:
     async with harness.daemon() as redeployer:
         tending = asyncio.create_task(redeployer.maintain())
         for engine in (A, B):
             harness.machines.engines[engine].life = EngineLife.ENDED
             await harness.clock.advance(5.0)
             assert not tending.done(), tending.exception()
-            assert harness.machines.stops[-1] == engine  # what is left of it holds its GPUs no longer
+            assert harness.machines.stops[-1] == engine  # its GPUs are free again
         check_whole(harness, "w")
         assert {route.engine for route in harness.gateway.routes.routes} == redeployer.deployed.keys() == {W}
         assert harness.watched == [{"a", "b", "w"}, {"b", "w"}, {"w"}]
@@ -67,7 +66,7 @@ async def test_engines_that_end_by_themselves_do_not_end_the_watch_over_them(har
         tending.cancel()
 
 
-async def test_engines_of_a_configuration_that_is_no_more_serve_on(
+async def test_engines_of_a_removed_configuration_continue_to_serve(
     harness: Harness, caplog: pytest.LogCaptureFixture
 ) -> None:
     harness.config = parse_config(CONFIG.replace("id: tp1", "id: narrow"))
@@ -78,7 +77,7 @@ async def test_engines_of_a_configuration_that_is_no_more_serve_on(
         assert told == [f"engine {engine} runs as tp1, which is not configured" for engine in "ab"]
 
 
-async def test_engines_that_ended_while_the_daemon_was_away_are_cleared(harness: Harness) -> None:
+async def test_engines_that_ended_while_the_daemon_was_down_are_cleaned_up(harness: Harness) -> None:
     harness.machines.engines[A].life = EngineLife.ENDED
     async with harness.daemon() as redeployer:
         check_whole(harness, "b", "w")
@@ -87,8 +86,8 @@ async def test_engines_that_ended_while_the_daemon_was_away_are_cleared(harness:
         assert harness.engines_noted(EntryKind.ENGINE_STOPPED) == [("a", True, "died")]
 
 
-async def test_an_engine_of_which_nothing_is_left_keeps_no_gpus(harness: Harness) -> None:
-    """Somebody has deleted it where it ran: the deployer does not even list it."""
+async def test_deleted_engine_frees_its_gpus(harness: Harness) -> None:
+    """The engine was deleted externally: the deployer does not list it any more."""
     async with harness.daemon() as redeployer:
         tending = asyncio.create_task(redeployer.maintain())
         del harness.machines.engines[A]
@@ -101,7 +100,7 @@ async def test_an_engine_of_which_nothing_is_left_keeps_no_gpus(harness: Harness
         tending.cancel()
 
 
-async def test_a_look_that_a_redeployment_has_overtaken_is_not_taken_for_the_truth(harness: Harness) -> None:
+async def test_scan_overtaken_by_a_redeployment_is_ignored(harness: Harness) -> None:
     async with harness.daemon() as redeployer:
         listed = redeployer._deployer.list_engines
         may_answer = asyncio.Event()
@@ -126,20 +125,20 @@ async def test_a_look_that_a_redeployment_has_overtaken_is_not_taken_for_the_tru
 
 
 def breaks(harness: Harness) -> None:
-    """New engines start, and answer nothing."""
+    """Let new engines start but answer no request."""
     harness.machines.faults["probe", "tp2"] = Permanent("is broken")
 
 
 def tell_tokens(harness: Harness, engine: str, tokens: int) -> None:
-    """As whoever watches it does: what it has generated since its start."""
+    """Report an engine's token counter since its start, as its watch does."""
     read = dataclasses.replace(sample(harness.clock.now_s()), generation_tokens_total=tokens)
     harness.sequence = getattr(harness, "sequence", 0) + 1
     told = engine_report(engine, sequence=harness.sequence, sample=read)
     harness.plane.fleet.engine_reported(told, 1)
 
 
-async def test_who_was_started_again_on_the_way_back_keeps_the_weights_that_it_was_given(harness: Harness) -> None:
-    """Its count of tokens begins anew, which of any other engine means that it has lost its weights."""
+async def test_engine_restarted_while_undoing_keeps_its_weight_version(harness: Harness) -> None:
+    """Its token counter restarts at 0, which for any other engine means lost weights."""
     async with harness.daemon() as redeployer:
         harness.plane.fleet.barrier.set_version([A, B, W], 7, "", "/ckpt/7")
         for engine in harness.machines.engines.values():
@@ -156,8 +155,8 @@ async def test_who_was_started_again_on_the_way_back_keeps_the_weights_that_it_w
         check_whole(harness, "a", "b", "w")
 
 
-async def test_going_back_tells_no_weights_of_engines_that_it_has_not_loaded(harness: Harness) -> None:
-    """One that missed the last update and was left out of service comes back as it was."""
+async def test_undo_reports_no_weights_of_engines_that_it_did_not_load(harness: Harness) -> None:
+    """An engine that missed the last update and was left out returns as it was."""
     async with harness.daemon() as redeployer:
         harness.plane.fleet.barrier.set_version([A, B, W], 6, "", "/ckpt/6")
         harness.plane.fleet.barrier.set_version([A, B], 7, "", "/ckpt/7")
@@ -176,7 +175,7 @@ async def test_going_back_tells_no_weights_of_engines_that_it_has_not_loaded(har
         assert not harness.plane.fleet.barrier.state.serves(W)
 
 
-async def test_engines_that_are_no_more_have_no_say_in_the_fleets_weights(harness: Harness) -> None:
+async def test_removed_engines_do_not_determine_the_fleets_weights(harness: Harness) -> None:
     async with harness.daemon() as redeployer:
         harness.plane.fleet.barrier.set_version([A, B, W], 7, "", "/ckpt/7")
         for engine in harness.machines.engines.values():
@@ -190,8 +189,8 @@ async def test_engines_that_are_no_more_have_no_say_in_the_fleets_weights(harnes
         check_whole(harness, new, "w")
 
 
-async def test_who_was_started_on_the_way_back_is_verified_by_the_next_daemon(harness: Harness) -> None:
-    """It runs when the next daemon comes, and that is all that is known of it."""
+async def test_engine_restarted_while_undoing_is_verified_by_the_next_daemon(harness: Harness) -> None:
+    """It runs when the next daemon starts, but nothing else is known of it."""
     async with harness.daemon() as redeployer:
         harness.plane.fleet.barrier.set_version([A, B, W], 7, "", "/ckpt/7")
         for engine in harness.machines.engines.values():
@@ -212,9 +211,7 @@ async def test_who_was_started_on_the_way_back_is_verified_by_the_next_daemon(ha
         assert harness.machines.starts["a"] == 1
 
 
-async def test_an_engine_that_came_with_other_weights_is_not_let_in(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_engine_with_wrong_weights_is_not_admitted(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     async def forgets(client: Client, policy_version: int) -> None: ...
 
     monkeypatch.setattr(Client, "name_weights", forgets)
@@ -229,11 +226,11 @@ async def test_an_engine_that_came_with_other_weights_is_not_let_in(
         report = await harness.until_ended()
         assert (report.state, report.detail) == (
             OperationState.ROLLED_BACK,
-            "verify of s1.0: its weights are version 6, the fleet's 7",
+            "verify of s1.0: its weights are version 6, the fleet's are version 7",
         )
 
 
-async def test_one_that_is_not_healthy_is_waited_for(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unhealthy_engine_is_waited_for(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     async def ill(client: Client) -> bool:
         return False
 
@@ -248,7 +245,7 @@ async def test_one_that_is_not_healthy_is_waited_for(harness: Harness, monkeypat
         check_whole(harness, "s1.0", "w")
 
 
-async def test_weights_that_change_meanwhile_are_what_engines_come_back_with(harness: Harness) -> None:
+async def test_undo_loads_weights_that_changed_meanwhile(harness: Harness) -> None:
     async with harness.daemon() as redeployer:
         harness.plane.fleet.barrier.set_version([A, B, W], 7, "", "/ckpt/7")
         for engine in harness.machines.engines.values():
@@ -259,13 +256,13 @@ async def test_weights_that_change_meanwhile_are_what_engines_come_back_with(har
         harness.machines.engines[W].weights = 8
         report = await harness.until_ended()
         assert report.state is OperationState.ROLLED_BACK
-        assert "the fleet's weights became version 8 meanwhile, from 7" in report.detail
+        assert "the fleet's weights changed meanwhile, from version 7 to 8" in report.detail
         assert {engine.weights for engine in harness.machines.engines.values()} == {8}
         assert harness.plane.fleet.barrier.state.versions == {A: 8, B: 8, W: 8}
         check_whole(harness, "a", "b", "w")
 
 
-async def test_an_operator_who_removes_an_engine_meanwhile_does_not_stop_the_redeployment(harness: Harness) -> None:
+async def test_engine_removed_by_an_operator_does_not_stop_the_redeployment(harness: Harness) -> None:
     async with harness.daemon() as redeployer:
         harness.plane.fleet.barrier.set_version([A, B, W], 7, "", "/ckpt/7")
         for engine in harness.machines.engines.values():
@@ -289,7 +286,7 @@ def check_whole_but(harness: Harness, removed: str) -> None:
     assert not harness.plane.fleet.routes.expected
 
 
-async def test_a_drained_engine_gets_none_of_the_requests_of_those_that_leave(harness: Harness) -> None:
+async def test_drained_engine_gets_no_requests_of_leaving_engines(harness: Harness) -> None:
     async with harness.daemon() as redeployer:
         harness.plane.fleet.membership_changes.drain(W)
         redeployer.begin(RedeployRequest((("tp2", 1),)))
@@ -300,8 +297,8 @@ async def test_a_drained_engine_gets_none_of_the_requests_of_those_that_leave(ha
         assert set(harness.gateway.usable()) == {f"{report.id}.0"}
 
 
-async def test_who_is_refused_by_an_engine_goes_to_another(harness: Harness) -> None:
-    """An engine that stays has fallen ill, as its gateway knows and the daemon does not yet."""
+async def test_refused_request_moves_to_another_engine(harness: Harness) -> None:
+    """An engine that stays is unhealthy, which its gateway has noticed but the daemon has not."""
     perform = harness.gateway._perform
 
     def refusing(operation: Operation) -> OperationResult:
@@ -321,18 +318,18 @@ async def test_who_is_refused_by_an_engine_goes_to_another(harness: Harness) -> 
         assert report.requests_parked == 4
 
 
-async def test_an_engine_that_does_not_say_what_it_has_is_not_stopped(harness: Harness) -> None:
+async def test_engine_without_metrics_is_not_stopped(harness: Harness) -> None:
     harness.machines.faults["metrics", "a"] = Permanent("is too busy")
     async with harness.daemon() as redeployer:
         redeployer.begin(TO_TP2)
         report = await harness.until_ended()
         assert report.state is OperationState.ROLLED_BACK
-        assert report.detail == "evacuate of a: took longer than 5 s: it does not say what it has: is too busy"
+        assert report.detail == "evacuate of a: took longer than 5 s: its metrics cannot be read: is too busy"
         assert harness.machines.stops == []
         check_whole(harness, "a", "b", "w")
 
 
-async def test_a_stop_that_fails_leaves_an_engine_that_serves_on(harness: Harness) -> None:
+async def test_failed_stop_leaves_the_engine_serving(harness: Harness) -> None:
     harness.machines.faults["stop", "a"] = Permanent("does not end")
     async with harness.daemon() as redeployer:
         redeployer.begin(TO_TP2)
@@ -346,17 +343,17 @@ async def test_a_stop_that_fails_leaves_an_engine_that_serves_on(harness: Harnes
         assert harness.engines_noted(EntryKind.ENGINE_STOPPED)[:1] == [("a", False, "does not end")]
 
 
-async def test_a_request_of_which_no_gateway_knows_is_told_of_in_these_words(harness: Harness) -> None:
+async def test_request_unknown_to_gateways_is_reported(harness: Harness) -> None:
     harness.gateway.requests.clear()
     async with harness.daemon() as redeployer:
         harness.gateway.on = lambda engine: ["elsewhere"] * 3  # type: ignore[method-assign,assignment]
         redeployer.begin(TO_TP2)
         report = await harness.until_ended()
         assert report.state is OperationState.ROLLED_BACK
-        assert "it has 3 requests that no gateway has told of" in report.detail
+        assert "it has 3 requests that no gateway has reported" in report.detail
 
 
-async def test_an_engine_that_an_operator_removed_is_no_engine_of_the_fleet_that_is_wanted(harness: Harness) -> None:
+async def test_engine_removed_by_an_operator_is_not_in_the_target(harness: Harness) -> None:
     harness.gateway.requests.clear()
     async with harness.daemon() as redeployer:
         await harness.plane.fleet.membership_changes.remove(B)
@@ -366,12 +363,12 @@ async def test_an_engine_that_an_operator_removed_is_no_engine_of_the_fleet_that
         check_whole(harness, "a", "w", f"{report.id}.0")
 
 
-async def test_engines_that_are_yet_to_be_verified_are_no_place_for_who_leaves_a_drained_one(harness: Harness) -> None:
+async def test_unverified_engines_get_no_requests_of_drained_ones(harness: Harness) -> None:
     harness.machines.hangs.add(("layout", "tp2"))
     async with harness.daemon() as redeployer:
         redeployer.begin(TO_TP2)
         await harness.clock.advance(4.0)
-        tell_tokens(harness, "s1.0", 1)  # its watch finds it well
+        tell_tokens(harness, "s1.0", 1)  # its watch reports it healthy
         tell_tokens(harness, "w", 1)
         harness.plane.fleet.membership_changes.drain(W, move=True)
         await harness.clock.advance(3.0)
@@ -381,7 +378,7 @@ async def test_engines_that_are_yet_to_be_verified_are_no_place_for_who_leaves_a
         await harness.until_ended()
 
 
-async def test_a_deployer_that_does_not_answer_at_the_end_does_not_leave_the_redeployment_open(
+async def test_deployer_that_fails_at_the_end_does_not_leave_the_redeployment_open(
     harness: Harness,
 ) -> None:
     async with harness.daemon() as redeployer:
@@ -403,7 +400,7 @@ async def test_a_deployer_that_does_not_answer_at_the_end_does_not_leave_the_red
         check_whole(harness, f"{report.id}.0", "w")
 
 
-async def test_going_back_waits_for_a_deployer_that_does_not_say_what_there_is(harness: Harness) -> None:
+async def test_undo_waits_for_a_deployer_that_cannot_list_engines(harness: Harness) -> None:
     breaks(harness)
     async with harness.daemon() as redeployer:
         redeployer.begin(TO_TP2)
@@ -423,7 +420,7 @@ async def test_going_back_waits_for_a_deployer_that_does_not_say_what_there_is(h
         assert [later - before for before, later in pairwise(asked_s[:3])] == [OBSERVE_AGAIN_S] * 2
 
 
-async def test_steps_have_ended_when_the_daemon_lets_go_of_the_deployer(harness: Harness) -> None:
+async def test_steps_have_ended_when_the_daemon_closes_the_deployer(harness: Harness) -> None:
     meddle, closed = harness.machines.meddle, []
 
     async def hanging(what: str, engine: FakeEngine | EngineSpec) -> None:
@@ -431,7 +428,7 @@ async def test_steps_have_ended_when_the_daemon_lets_go_of_the_deployer(harness:
             try:
                 await asyncio.Event().wait()
             finally:
-                for _ in range(9):  # it cleans up
+                for _ in range(9):  # its cleanup
                     await asyncio.sleep(0)
                 closed.append(harness.redeployer._deployer.closed)
         await meddle(what, engine)
@@ -443,7 +440,7 @@ async def test_steps_have_ended_when_the_daemon_lets_go_of_the_deployer(harness:
     assert closed == [False, False]
 
 
-async def test_a_defect_of_the_redeployment_itself_leaves_nobody_fenced(
+async def test_defect_in_the_redeployment_leaves_no_engine_fenced(
     harness: Harness, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def broken(run: OperationRun[Any], failure: object) -> None:
@@ -459,15 +456,15 @@ async def test_a_defect_of_the_redeployment_itself_leaves_nobody_fenced(
         assert not redeployer.redeploying()
         assert not harness.plane.fleet.routes.draining
         assert not harness.plane.fleet.routes.expected
-        assert [record.message for record in caplog.records if "broke off" in record.message] == [
-            "a redeployment broke off: of ours"
+        assert [record.message for record in caplog.records if "failed with a defect" in record.message] == [
+            "a redeployment failed with a defect: of ours"
         ]
 
 
 @pytest.mark.parametrize(
     ("error", "every_s"), [(Retryable("no room", 0.7), 0.7), (OutcomeUnknown("no answer"), POLL_S)], ids=str
 )
-async def test_a_start_that_came_to_nothing_yet_is_asked_for_again(
+async def test_start_without_a_result_is_requested_again(
     harness: Harness, error: OrchestrRLError, every_s: float
 ) -> None:
     meddle, asked_s = harness.machines.meddle, []
@@ -486,8 +483,8 @@ async def test_a_start_that_came_to_nothing_yet_is_asked_for_again(
         assert [later - before for before, later in pairwise(asked_s)] == pytest.approx([every_s] * 2)
 
 
-async def test_a_redeployment_that_was_never_closed_is_not_taken_up_after_a_later_one(harness: Harness) -> None:
-    """Its end could not be written down, as on a disk that was full then."""
+async def test_redeployment_without_an_end_is_not_resumed_after_a_later_one(harness: Harness) -> None:
+    """Its end could not be journalled, e.g. because the disk was full."""
     async with harness.daemon() as redeployer:
         append = harness.plane.journal.append
 
@@ -510,7 +507,7 @@ async def test_a_redeployment_that_was_never_closed_is_not_taken_up_after_a_late
         check_whole(harness, f"{back.id}.0", f"{back.id}.1", f"{report.id}.0")
 
 
-async def test_a_defect_in_a_step_has_the_old_engines_come_back_like_any_failure(harness: Harness) -> None:
+async def test_defect_in_a_step_is_undone_like_a_failure(harness: Harness) -> None:
     async with harness.daemon() as redeployer:
         harness.machines.faults["layout", "tp2"] = ZeroDivisionError("of somebody")  # type: ignore[assignment]
         redeployer.begin(TO_TP2)
@@ -520,7 +517,7 @@ async def test_a_defect_in_a_step_has_the_old_engines_come_back_like_any_failure
         check_whole(harness, "a", "b", "w")
 
 
-async def test_a_full_disk_does_not_keep_engines_of_before_from_serving(harness: Harness) -> None:
+async def test_full_disk_does_not_keep_old_engines_from_serving(harness: Harness) -> None:
     async with harness.daemon() as redeployer:
         harness.plane.fleet.barrier.set_version([A, B, W], 7, "", "/ckpt/7")
         for engine in harness.machines.engines.values():
@@ -542,7 +539,7 @@ async def test_a_full_disk_does_not_keep_engines_of_before_from_serving(harness:
         assert harness.plane.fleet.barrier.state.versions == {A: 7, B: 7, W: 7}
 
 
-async def test_a_stranger_that_does_not_end_does_not_keep_the_daemon_from_serving(harness: Harness) -> None:
+async def test_unknown_engine_that_cannot_be_stopped_does_not_block_the_daemon(harness: Harness) -> None:
     async with harness.daemon() as redeployer:
         redeployer.begin(TO_TP2)
         report = await harness.until_ended()
@@ -558,9 +555,7 @@ async def test_a_stranger_that_does_not_end_does_not_keep_the_daemon_from_servin
 
 
 @pytest.mark.parametrize("when", ["reload", "restart"])
-async def test_configurations_that_are_no_more_do_not_keep_engines_from_coming_back(
-    harness: Harness, when: str
-) -> None:
+async def test_removed_configurations_do_not_keep_engines_from_returning(harness: Harness, when: str) -> None:
     breaks(harness)
     async with harness.daemon() as redeployer:
         redeployer.begin(TO_TP2)
@@ -579,7 +574,7 @@ async def test_configurations_that_are_no_more_do_not_keep_engines_from_coming_b
     assert report.state is OperationState.ROLLED_BACK, report.detail
 
 
-async def test_a_redeployment_that_cannot_be_written_down_is_not_begun(harness: Harness) -> None:
+async def test_redeployment_without_a_journal_entry_is_not_started(harness: Harness) -> None:
     async with harness.daemon() as redeployer:
         append = harness.plane.journal.append
 
@@ -596,7 +591,7 @@ async def test_a_redeployment_that_cannot_be_written_down_is_not_begun(harness: 
         check_whole(harness, "a", "b", "w")
 
 
-async def test_who_is_told_that_a_redeployment_has_ended_may_begin_the_next(harness: Harness) -> None:
+async def test_next_redeployment_can_start_when_the_end_is_reported(harness: Harness) -> None:
     async with harness.daemon() as redeployer:
         listed = redeployer._deployer.list_engines
 
@@ -611,7 +606,7 @@ async def test_who_is_told_that_a_redeployment_has_ended_may_begin_the_next(harn
             async for report in redeployer.watch(redeployer.begin(TO_TP2)):
                 done.add(sum(told.state is StepState.DONE for told in report.steps))
             assert report.state is OperationState.DONE
-            assert len(done) > 3  # of each step that takes a while
+            assert len(done) > 3  # of each step that takes time
             return str(redeployer.begin(RedeployRequest((("tp1", 2), ("tp2", 1)))))
 
         following = asyncio.create_task(follow())
@@ -621,15 +616,15 @@ async def test_who_is_told_that_a_redeployment_has_ended_may_begin_the_next(harn
         assert (await harness.until_ended()).state is OperationState.DONE
 
 
-async def test_who_has_the_gpus_that_a_wish_does_not_fit_on_is_told(harness: Harness) -> None:
+async def test_fault_names_the_owners_of_the_missing_gpus(harness: Harness) -> None:
     async with harness.daemon() as redeployer:
         harness.plane.fleet.membership_changes.drain(W)
-        with pytest.raises(ProblemFaults, match=r"the 2 GPUs .*; the other GPUs have w \(drained by an operator"):
+        with pytest.raises(ProblemFaults, match=r"the 2 GPUs .*; the other GPUs belong to w \(drained by an operator"):
             redeployer.begin(RedeployRequest((("tp2", 2),)))
         harness.machines.engines[A].life = EngineLife.UNKNOWN
         await redeployer._scan()
         with pytest.raises(
-            ProblemFaults, match=r"the 1 GPUs .*; the other GPUs have a, w \(.*nobody knows how they are"
+            ProblemFaults, match=r"the 1 GPUs .*; the other GPUs belong to a, w \(.*their state is unknown"
         ):
             redeployer.begin(RedeployRequest((("tp2", 2),)))
         harness.machines.engines[A].life = EngineLife.ALIVE
@@ -639,16 +634,16 @@ async def test_who_has_the_gpus_that_a_wish_does_not_fit_on_is_told(harness: Har
         harness.machines.engines[W].life = EngineLife.ENDED
         await redeployer._bury((await redeployer._deployer.list_engines())[2])
         harness.plane.fleet.membership_changes.add(added)
-        with pytest.raises(ProblemFaults, match=r"the other GPUs have elsewhere \(not started by this deployer"):
+        with pytest.raises(ProblemFaults, match=r"the other GPUs belong to elsewhere \(not started by this deployer"):
             redeployer.begin(RedeployRequest((("tp2", 2),)))
 
 
 @pytest.mark.parametrize("killed_after", [10, 20])
-async def test_a_barrier_that_is_closed_when_the_next_daemon_comes_brings_its_weights(
+async def test_barrier_closed_at_the_next_start_brings_its_weights(
     harness: Harness, killed_after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A trainer goes on with its update while the daemon is away; the redeployment waits for it, and then for
-    nothing."""
+    """A trainer continues its update while the daemon is down. The redeployment waits for it, and for nothing after
+    that."""
     async with harness.daemon() as redeployer:
         harness.plane.fleet.barrier.set_version([A, B, W], 7, "", "/ckpt/7")
         for engine in harness.machines.engines.values():
@@ -676,8 +671,8 @@ async def test_a_barrier_that_is_closed_when_the_next_daemon_comes_brings_its_we
         assert {engine.weights for engine in harness.machines.engines.values()} == {8}
 
 
-async def test_engines_named_by_the_configuration_with_the_id_of_one_that_was_stopped(harness: Harness) -> None:
-    """A reload does not bring back what a redeployment has stopped."""
+async def test_reload_does_not_restore_a_stopped_engine(harness: Harness) -> None:
+    """A reload must not restore an engine that a redeployment has stopped."""
     async with harness.daemon() as redeployer:
         redeployer.begin(TO_TP2)
         report = await harness.until_ended()
@@ -686,12 +681,12 @@ async def test_engines_named_by_the_configuration_with_the_id_of_one_that_was_st
         check_whole(harness, f"{report.id}.0", "w")
 
 
-async def test_an_agent_that_reports_an_engine_after_its_stop_does_not_bring_it_back(harness: Harness) -> None:
+async def test_late_report_of_a_stopped_engine_does_not_restore_it(harness: Harness) -> None:
     async with harness.daemon() as redeployer:
         tell_tokens(harness, "a", 5)
         redeployer.begin(TO_TP2)
         report = await harness.until_ended()
-        for health in (EngineHealth.OK, EngineHealth.GONE):  # a word that was long on its way, and what follows
+        for health in (EngineHealth.OK, EngineHealth.GONE):  # a delayed report, and what follows
             harness.sequence += 1  # type: ignore[attr-defined]
             told = engine_report("a", sequence=harness.sequence, health=health)  # type: ignore[attr-defined]
             harness.plane.fleet.engine_reported(told, 1)

@@ -1,4 +1,4 @@
-"""Whose answers a new engine's are compared with, where engines are so full that one more question would wait."""
+"""Tests of the reference answers for new engines when all engines are full, so that another request would wait."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ MORE_TP1 = RedeployRequest((("tp1", 3),))
 
 @pytest.fixture
 def harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Harness:
-    """Two narrow engines, all of whose seats are taken: a further question waits until there are fewer requests."""
+    """Provide two narrow engines without a free seat: another request waits until there are fewer."""
     harness = Harness(tmp_path)
     harness.place("a", "tp1", 0)
     harness.place("b", "tp1", 1)
@@ -57,31 +57,31 @@ def failed_at(report: RedeploymentReport) -> list[StepKind]:
     return [told.step.kind for told in report.steps if told.state is StepState.FAILED]
 
 
-async def test_the_first_that_is_emptied_is_asked_and_nobody_waits_for_a_seat(harness: Harness) -> None:
+async def test_first_evacuated_engine_gives_the_reference_without_waiting(harness: Harness) -> None:
     harness.machines.made = wide_ones_answer_otherwise
     async with harness.daemon() as redeployer:
         began_s = harness.clock.now_s()
         redeployer.begin(TO_TP2)
         report = await harness.until_ended()
     assert (report.state, failed_at(report)) == (OperationState.ROLLED_BACK, [StepKind.VERIFY])
-    assert "answers otherwise than the engines before" in report.detail
+    assert "differs from the previous engines' answers" in report.detail
     fence = next(told for told in report.steps if told.step.kind is StepKind.FENCE)
     assert fence.began_s is not None
     assert fence.began_s - began_s < 1.0
 
 
-async def test_with_a_right_answer_it_is_done(harness: Harness) -> None:
+async def test_correct_answer_completes_the_redeployment(harness: Harness) -> None:
     async with harness.daemon() as redeployer:
         redeployer.begin(TO_TP2)
         report = await harness.until_ended()
     assert report.state is OperationState.DONE
     (verified,) = [told for told in report.steps if told.step.kind is StepKind.VERIFY]
-    assert "no other to compare" not in verified.detail
+    assert "no reference answers to compare" not in verified.detail
     assert harness.asked == ["a", *[f"{report.id}.0"] * 2]  # type: ignore[attr-defined]  # one of those before; the new
 
 
-async def test_a_later_daemon_still_knows_the_answer(harness: Harness) -> None:
-    """It goes back, and compares the engines that it starts anew."""
+async def test_later_daemon_has_the_reference_answer(harness: Harness) -> None:
+    """It undoes the redeployment and checks the engines that it restarts."""
     async with harness.daemon() as redeployer:
         redeployer.begin(TO_TP2)
         while not any(entry.body["kind"] == StepKind.READY for entry in harness.entries(EntryKind.REDEPLOYMENT_STEP)):
@@ -90,10 +90,10 @@ async def test_a_later_daemon_still_knows_the_answer(harness: Harness) -> None:
     async with harness.daemon():
         report = await harness.until_ended()
     assert report.state is OperationState.DEGRADED
-    assert "answers otherwise than the engines before" in report.detail
+    assert "differs from the previous engines' answers" in report.detail
 
 
-async def test_where_no_engine_leaves_a_seat_is_waited_for(harness: Harness) -> None:
+async def test_reference_waits_for_a_seat_if_no_engine_leaves(harness: Harness) -> None:
     harness.machines.made = answers_otherwise
     async with harness.daemon() as redeployer:
         redeployer.begin(MORE_TP1)
@@ -106,16 +106,16 @@ async def test_where_no_engine_leaves_a_seat_is_waited_for(harness: Harness) -> 
     assert report.closed_s is None
 
 
-async def test_but_not_for_ever(harness: Harness) -> None:
+async def test_wait_for_a_seat_is_limited(harness: Harness) -> None:
     async with harness.daemon() as redeployer:
         redeployer.begin(MORE_TP1)
         report = await harness.until_ended()
     assert report.state is OperationState.DONE
     (verified,) = [told for told in report.steps if told.step.kind is StepKind.VERIFY]
-    assert "no other to compare" in verified.detail
+    assert "no reference answers to compare" in verified.detail
 
 
-async def test_it_can_be_called_off_meanwhile(harness: Harness) -> None:
+async def test_redeployment_can_be_cancelled_while_it_waits_for_a_seat(harness: Harness) -> None:
     async with harness.daemon() as redeployer:
         id = redeployer.begin(MORE_TP1)
         await harness.clock.advance(1.0)

@@ -1,4 +1,4 @@
-"""What is learnt of how long engines take to come up: of those that are kept asleep, what waking them took."""
+"""Tests that start durations of engines that are kept asleep are learned from wake-ups."""
 
 import dataclasses
 from pathlib import Path
@@ -16,7 +16,7 @@ from orchestrrl.fleet.redeployment.steps import (
 
 
 def tell(harness: Harness, *engines: str) -> None:
-    """As the watch of an engine does."""
+    """Report the engine's capabilities, as its watch does."""
     offers = EngineCapabilities("fake", "1", ("fake",), sleep=harness.machines.can_sleep)
     for engine in engines:
         told = engine_report(engine, sample=sample(harness.clock.now_s()))
@@ -24,14 +24,14 @@ def tell(harness: Harness, *engines: str) -> None:
 
 
 def learnt(harness: Harness) -> list[str]:
-    """Configurations of which a start was told with its seconds, in order."""
+    """Return the configurations with a learned start duration, in order."""
     return [
         entry.body["configuration"] for entry in harness.entries(EntryKind.ENGINE_STARTED) if "elapsed_s" in entry.body
     ]
 
 
 @pytest.mark.parametrize("kept", [False, True])
-async def test_a_first_start_counts_unless_later_ones_are_wakings(tmp_path: Path, kept: bool) -> None:
+async def test_first_start_counts_unless_later_ones_are_wake_ups(tmp_path: Path, kept: bool) -> None:
     harness = Harness(tmp_path, sleepers=True, keep_asleep=kept)
     harness.place("a", "tp1", 0)
     harness.place("b", "tp1", 1)

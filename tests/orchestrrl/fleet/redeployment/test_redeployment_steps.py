@@ -1,4 +1,4 @@
-"""The order of a redeployment's steps, and which GPUs engines get: for any fleet, against what they must never do."""
+"""Tests of the order of a redeployment's steps, and of the GPUs of its engines, for any fleet, by invariants."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -46,7 +46,7 @@ def make_spec(engine: str, configuration: str, gpus: Sequence[int]) -> EngineSpe
 
 
 def elastic(engine: str, configuration: str) -> EngineSpec:
-    """On GPUs from 0."""
+    """Return an elastic engine on GPUs from 0."""
     size = ELASTIC[configuration]
     layout = Parallelism(dp=size, ep=size)
     return EngineSpec(EngineId(engine), ConfigurationId(configuration), layout, tuple(map(GpuId, range(size))))
@@ -54,7 +54,7 @@ def elastic(engine: str, configuration: str) -> EngineSpec:
 
 @st.composite
 def fleets(draw: st.DrawFn, name: str = "e") -> tuple[EngineSpec, ...]:
-    """Engines on aligned GPUs; some GPUs may be free."""
+    """Generate engines on aligned GPUs; some GPUs may be free."""
     specs: list[EngineSpec] = []
     at = 0
     while at < GPUS:
@@ -69,7 +69,8 @@ def fleets(draw: st.DrawFn, name: str = "e") -> tuple[EngineSpec, ...]:
 
 @st.composite
 def redeployments(draw: st.DrawFn) -> Redeployment:
-    """Some of the old stay; the others make room for new ones, some of which sleep there already."""
+    """Generate redeployments: some old engines stay; the others make room for new ones, some of which sleep there
+    already."""
     old = draw(fleets("old"))
     stays = tuple(spec for spec in old if draw(st.booleans()))
     taken = {gpu for spec in stays for gpu in spec.gpus}
@@ -97,7 +98,7 @@ def redeployments(draw: st.DrawFn) -> Redeployment:
 
 
 class Fleet:
-    """Engines as steps leave them: the independent account of who has which GPU and who serves."""
+    """An independent model of the fleet after steps: the owner of each GPU, and the serving engines."""
 
     def __init__(self, redeployment: Redeployment) -> None:
         self.redeployment = redeployment
@@ -145,7 +146,8 @@ class Fleet:
         assert staying <= self.serving, "who stays never stops serving"
 
     def check_order(self, kind: StepKind, engine: EngineId | None) -> None:
-        """Forward, requests leave an engine before it stops, and all that comes is verified before it is admitted."""
+        """Check that forward, requests leave an engine before it stops, and that each new engine is verified before it
+        is admitted."""
         match kind, engine:
             case StepKind.EVACUATE, engine if engine is not None:
                 assert engine not in self.serving, "fenced first"
@@ -167,7 +169,7 @@ class Fleet:
 
 
 @given(redeployments())
-def test_forward_ends_with_what_is_wanted_and_no_gpu_has_two(redeployment: Redeployment) -> None:
+def test_forward_steps_end_with_the_target_and_no_gpu_is_shared(redeployment: Redeployment) -> None:
     stages = stages_of(redeployment)
     fleet = Fleet(redeployment)
     fleet.run(stages)
@@ -182,8 +184,8 @@ def test_forward_ends_with_what_is_wanted_and_no_gpu_has_two(redeployment: Redep
 
 
 @given(redeployments(), st.data())
-def test_back_from_wherever_it_broke_off(redeployment: Redeployment, data: st.DataObject) -> None:
-    """Any prefix of the steps, and within a stage any part of each chain."""
+def test_undo_restores_the_old_fleet_from_any_interruption(redeployment: Redeployment, data: st.DataObject) -> None:
+    """Tries any prefix of the steps, and within a stage any part of each chain."""
     stages = stages_of(redeployment)
     commit = next(place for place, stage in enumerate(stages) if stage[0][0].kind is StepKind.COMMIT)
     broke = data.draw(st.integers(0, commit))
@@ -206,7 +208,7 @@ def test_back_from_wherever_it_broke_off(redeployment: Redeployment, data: st.Da
 
 
 @given(redeployments())
-def test_what_is_cut_short_is_finished_only_when_all_that_is_new_has_been_verified(redeployment: Redeployment) -> None:
+def test_interrupted_redeployment_is_finished_only_if_all_new_engines_are_verified(redeployment: Redeployment) -> None:
     done: set[tuple[StepKind, EngineId | None]] = set()
     present = {spec.engine for spec in (*redeployment.old, *redeployment.new)}
     for step in steps_in(stages_of(redeployment)):
@@ -221,7 +223,7 @@ def test_what_is_cut_short_is_finished_only_when_all_that_is_new_has_been_verifi
         assert not goes_on(redeployment, done, present - {spec.engine})
 
 
-def test_a_redeployment_of_two_engines_on_one_gpu_is_none() -> None:
+def test_redeployment_with_two_engines_on_one_gpu_is_rejected() -> None:
     one, two = make_spec("a", "tp1", (0,)), make_spec("b", "tp2", (0, 1))
     with pytest.raises(ValueError, match="GPU 0 serves both a and b"):
         Redeployment(RedeploymentId("s"), PlanId(""), "", 0.0, (), (one, two))
@@ -242,7 +244,7 @@ targets = st.lists(st.tuples(st.sampled_from(sorted(SIZES)), st.integers(0, 4)),
 
 
 @given(fleets(), targets, st.data())
-def test_targets_get_what_they_ask_for_or_are_told_that_it_does_not_fit(
+def test_targets_are_met_or_rejected_as_not_fitting(
     serving: tuple[EngineSpec, ...], wish: list[tuple[str, int]], data: st.DataObject
 ) -> None:
     drained = frozenset(spec.engine for spec in serving if data.draw(st.booleans()))
@@ -251,7 +253,7 @@ def test_targets_get_what_they_ask_for_or_are_told_that_it_does_not_fit(
     try:
         wanted = wanted_by_targets(RedeployRequest(tuple(wish)), "s1", now)
     except ProblemFaults:
-        # Not even with nobody kept: the largest first is the best that can be done with sizes that divide each other.
+        # Not even without kept engines: largest-first is optimal for sizes that divide each other.
         need = sum(SIZES[name] * max(count, 1) for name, count in wish)
         assert need > GPUS - len(fixed) or fixed or any(SIZES[name] * count > 4 for name, count in wish)
         return
@@ -268,7 +270,7 @@ def test_targets_get_what_they_ask_for_or_are_told_that_it_does_not_fit(
         assert len(spec.gpus) == SIZES[spec.configuration]
 
 
-def test_what_is_there_already_is_kept() -> None:
+def test_existing_engines_are_kept() -> None:
     serving = (make_spec("a", "tp2", (0, 1)), make_spec("b", "tp2", (2, 3)), make_spec("c", "tp4", (4, 5, 6, 7)))
     now = standing(serving)
     assert wanted_by_targets(RedeployRequest((("tp2", 2), ("tp4", 1))), "s", now).new == serving
@@ -281,19 +283,19 @@ def test_what_is_there_already_is_kept() -> None:
     ("wish", "faults"),
     [
         (RedeployRequest(), ["targets: must name a configuration, got none"]),
-        (RedeployRequest((("tp1", 1),), plan="p1"), ["plan_id: cannot go with targets, got 'p1'"]),
+        (RedeployRequest((("tp1", 1),), plan="p1"), ["plan_id: must not be given with targets, got 'p1'"]),
         (
             RedeployRequest((("tp9", 1), ("tp1", -1), ("tp1", 2))),
             [
                 "targets[0].configuration: is not one of fleet.configurations (known: tp1, tp2, tp4), got 'tp9'",
                 "targets[1].engines: must be >= 0 (0: as many as fit), got -1",
-                "targets[2].configuration: is named twice, got 'tp1'",
+                "targets[2].configuration: must not be repeated, got 'tp1'",
             ],
         ),
-        (RedeployRequest((("tp4", 3),)), ["targets: do not fit on the 8 GPUs in nodes of 4, got 3 x tp4 of 4 GPUs"]),
+        (RedeployRequest((("tp4", 3),)), ["targets: must fit on the 8 GPUs in nodes of 4, got 3 x tp4 of 4 GPUs"]),
     ],
 )
-def test_every_fault_of_a_wish_is_told(wish: RedeployRequest, faults: list[str]) -> None:
+def test_all_request_faults_are_reported(wish: RedeployRequest, faults: list[str]) -> None:
     with pytest.raises(ProblemFaults) as told:
         wanted_by_targets(wish, "s", standing(()))
     assert told.value.faults == faults
@@ -303,25 +305,25 @@ def test_every_fault_of_a_wish_is_told(wish: RedeployRequest, faults: list[str])
 
 
 @given(st.lists(st.floats(-20, 0), min_size=1, max_size=32), st.floats(-1, 1))
-def test_answers_may_differ_by_the_tolerance_and_no_more(logprobs: list[float], shift: float) -> None:
+def test_answers_may_differ_by_the_tolerance(logprobs: list[float], shift: float) -> None:
     assume(abs(abs(shift) - 0.05) > 1e-9)
     reference = AnswerExcerpt(CANARY_IDS, (1,) * len(logprobs), tuple(logprobs))
     said = answers_fault(reference, tuple(one + shift for one in logprobs), AnswerTolerance(mean_nats=0.05))
     assert bool(said) == (abs(shift) > 0.05)
 
 
-def test_scores_that_are_none_are_told() -> None:
+def test_non_finite_scores_are_reported() -> None:
     reference = AnswerExcerpt((1,), (1, 2), (-1.0, -1.0))
     assert answers_fault(reference, (-1.0,), AnswerTolerance())
     assert answers_fault(reference, (-1.0, float("nan")), AnswerTolerance())
     assert answers_fault(reference, (-1.0, float("-inf")), AnswerTolerance())
 
 
-def test_what_an_engine_does_not_say_of_its_layout_is_not_held_against_it() -> None:
+def test_unreported_layout_fields_are_not_checked() -> None:
     assert layout_fault(ReportedLayout(), Parallelism(tp=2)) == []
     assert layout_fault(ReportedLayout(tp=2, pp=1, dp=1, ep=False), Parallelism(tp=2)) == []
     assert layout_fault(ReportedLayout(tp=1, ep=True), Parallelism(tp=2)) == [
-        "is laid out otherwise: TP 1 instead of 2, EP True instead of False"
+        "has another layout: TP 1 instead of 2, EP True instead of False"
     ]
     assert capacity_fault(900, 1000) == []
     assert capacity_fault(899, 1000) != []

@@ -1,5 +1,5 @@
-"""Redeployments on a virtual clock: whatever fails, and wherever the daemon is killed, the fleet ends
-as it was or as it was wanted, with every request on an engine that serves."""
+"""Tests of redeployments on a virtual clock: after any failure, or if the daemon is killed at any point, the fleet ends
+in the old or the new state, with every request on a serving engine."""
 
 import asyncio
 import dataclasses
@@ -27,7 +27,7 @@ TO_TP2 = RedeployRequest((("tp2", 0),), reason="the test says so")
 
 @pytest.fixture
 def harness(tmp_path: Path) -> Harness:
-    """Two narrow engines with requests, and one that stays out of it on GPUs 2 and 3."""
+    """Provide two narrow engines with requests, and one on GPUs 2 and 3 that is not part of the redeployment."""
     harness = Harness(tmp_path)
     harness.place("a", "tp1", 0)
     harness.place("b", "tp1", 1)
@@ -42,7 +42,8 @@ def serving(harness: Harness) -> set[str]:
 
 
 def check_whole(harness: Harness, engines: set[str], requests: int = 6) -> None:
-    """The fleet is these engines, all of them get requests, and none is anywhere else."""
+    """Check that the fleet is exactly these engines, that all of them get requests, and that no request is
+    elsewhere."""
     assert set(harness.machines.alive()) == engines
     assert serving(harness) == engines
     assert {str(route.engine) for route in harness.gateway.routes.routes} == engines
@@ -72,14 +73,14 @@ async def test_two_narrow_engines_become_a_wide_one(harness: Harness) -> None:
         assert report.engines == (f"{id}.0", "w")
         assert harness.watched == [{"a", "b", "w"}, {"b", "w"}, {"w"}, {f"{id}.0", "w"}]
         assert {f"{told.step.kind} {told.step.engine or ''}": told.detail for told in report.steps} == {
-            "fence ": "2 engines take nothing new",
+            "fence ": "2 engines accept no new requests",
             "evacuate a": "2 requests left",
             "evacuate b": "2 requests left",
             "stop a": "",
             "stop b": "",
             "start s1.0": "http://s1.0",
             "ready s1.0": "a token in 0.01 s",
-            "load_weights s1.0": "nobody has named weights: it keeps its own",
+            "load_weights s1.0": "no weight version is set: it keeps its own",
             "warm_up s1.0": "16 tokens",
             "verify s1.0": "TP=2 DP=1 EP=False, KV of 2000 tokens",
             "admit ": "requests go to 1 engines",
@@ -108,14 +109,14 @@ async def test_two_narrow_engines_become_a_wide_one(harness: Harness) -> None:
     assert started.body["elapsed_s"] >= UP_AFTER_S
 
 
-async def test_a_later_daemon_knows_what_was_redeployed(harness: Harness) -> None:
+async def test_later_daemon_knows_the_redeployment(harness: Harness) -> None:
     async with harness.daemon() as redeployer:
         redeployer.begin(TO_TP2)
         report = await harness.until_ended()
     async with harness.daemon() as redeployer:
         check_whole(harness, {f"{report.id}.0", "w"})
         assert redeployer.history() == [report] == [redeployer.report(report.id)]
-        with pytest.raises(Permanent, match="there is no redeployment 's9'"):
+        with pytest.raises(Permanent, match="no redeployment 's9'"):
             redeployer.report("s9")
         assert harness.plane.plans.last_redeploy_s == report.ended_s
         redeployer.begin(RedeployRequest((("tp1", 2), ("tp2", 0))))
@@ -124,12 +125,12 @@ async def test_a_later_daemon_knows_what_was_redeployed(harness: Harness) -> Non
         check_whole(harness, {f"{back.id}.0", f"{back.id}.1", "w"})
 
 
-STEPS = 32  # entries of the redeployment below: its beginning, and each step before and after
+STEPS = 32  # journal entries of the redeployment below: its beginning, and each step before and after
 
 
 @pytest.mark.parametrize("after", range(STEPS))
-async def test_a_daemon_that_is_killed_leaves_the_old_fleet_or_the_new(harness: Harness, after: int) -> None:
-    """At every entry: before the step was done, and after it."""
+async def test_killed_daemon_leaves_the_old_or_the_new_fleet(harness: Harness, after: int) -> None:
+    """Kills it at every entry: before the step was done, and after it."""
     harness.killed_after = after
     async with harness.daemon() as redeployer:
         id = redeployer.begin(TO_TP2)
@@ -150,14 +151,14 @@ async def test_a_daemon_that_is_killed_leaves_the_old_fleet_or_the_new(harness: 
         steps = harness.entries(EntryKind.REDEPLOYMENT_STEP)
         fenced = [entry.body["began_s"] for entry in steps if entry.body["kind"] == "fence"]
         admitted = [entry.at_s for entry in steps if (entry.body["kind"], entry.body["state"]) == ("admit", "done")]
-        closed_s = admitted[-1] - fenced[0] if fenced else None  # to whichever engines
+        closed_s = admitted[-1] - fenced[0] if fenced else None  # to any engine
         assert report.closed_s == pytest.approx(closed_s)
         assert "w" not in harness.machines.stops
-    async with harness.daemon():  # and that is the end of it
+    async with harness.daemon():  # and nothing follows
         assert not harness.redeployer.redeploying()
 
 
-async def test_killed_again_on_the_way_back(harness: Harness) -> None:
+async def test_daemon_killed_again_while_undoing_leaves_a_whole_fleet(harness: Harness) -> None:
     harness.killed_after = 10
     for after in (10, 14, 17, 21, 24):
         harness.killed_after = after
@@ -172,8 +173,8 @@ async def test_killed_again_on_the_way_back(harness: Harness) -> None:
         check_whole(harness, {"a", "b", "w"})
 
 
-async def test_an_engine_that_an_earlier_daemon_routed_to_and_stopped_is_no_route(harness: Harness) -> None:
-    """Another engine may have come up at its address."""
+async def test_stopped_engine_of_an_earlier_daemon_is_not_routed_to(harness: Harness) -> None:
+    """Another engine may have its address now."""
     async with harness.daemon() as redeployer:
         new = EngineId(f"{redeployer.begin(TO_TP2)}.0")
         while new not in harness.machines.alive():
@@ -204,7 +205,7 @@ async def test_an_engine_that_an_earlier_daemon_routed_to_and_stopped_is_no_rout
     ],
 )
 @pytest.mark.parametrize("how", ["fails", "hangs"])
-async def test_a_new_engine_that_fails_in_any_step_has_the_old_ones_come_back(
+async def test_failure_of_a_new_engine_in_any_step_restores_the_old_ones(
     harness: Harness, what: str, says: str, how: str
 ) -> None:
     if how == "fails":
@@ -242,11 +243,11 @@ def too_small(engine: FakeEngine) -> None:
     [
         (dies, "ready of s1.0: s1.0 ended while it started: died"),
         (answers_wrongly, "differ by 0.2 nats a token, limit 0.1"),
-        (laid_out_wrongly, "is laid out otherwise: TP 1 instead of 2"),
-        (too_small, "has KV for 1500 tokens, and plans count on 2000"),
+        (laid_out_wrongly, "has another layout: TP 1 instead of 2"),
+        (too_small, "has KV for 1500 tokens, plans require 2000"),
     ],
 )
-async def test_a_new_engine_that_is_not_as_wanted(harness: Harness, made: object, says: str) -> None:
+async def test_new_engine_with_wrong_properties_fails_verification(harness: Harness, made: object, says: str) -> None:
     def meddle(engine: FakeEngine) -> None:
         if is_new(engine.spec.engine):
             made(engine)  # type: ignore[operator]
@@ -264,7 +265,7 @@ async def test_a_new_engine_that_is_not_as_wanted(harness: Harness, made: object
         assert [told[:2] for told in back] == [("a", True), ("b", True)]
 
 
-async def test_where_going_back_fails_too_the_others_serve(harness: Harness) -> None:
+async def test_failed_undo_leaves_the_other_engines_serving(harness: Harness) -> None:
     harness.machines.faults["start", "tp2"] = Permanent("no such image")
     harness.machines.faults["start", "b"] = Retryable("no room", 1.0)
     async with harness.daemon() as redeployer:
@@ -274,19 +275,19 @@ async def test_where_going_back_fails_too_the_others_serve(harness: Harness) -> 
         assert "start of b: took longer than 5 s: no room" in report.detail
         check_whole(harness, {"a", "w"})
         del harness.machines.faults["start", "b"]
-        redeployer.begin(RedeployRequest((("tp1", 2), ("tp2", 0))))  # an operator mends it
+        redeployer.begin(RedeployRequest((("tp1", 2), ("tp2", 0))))  # an operator repairs it
         report = await harness.until_ended()
         assert report.state is OperationState.DONE
         assert len(harness.machines.alive()) == 3
 
 
-async def test_requests_that_cannot_move_are_waited_for_or_the_redeployment_does_not_happen(harness: Harness) -> None:
+async def test_unmovable_requests_are_waited_for_or_abort_the_redeployment(harness: Harness) -> None:
     harness.gateway.put("stuck", "a", movable=False)
     async with harness.daemon() as redeployer:
         redeployer.begin(TO_TP2)
         report = await harness.until_ended()
         assert report.state is OperationState.ROLLED_BACK
-        why = "1 requests are still there, 1 of them cannot move"
+        why = "1 requests remain, 1 of them cannot move"
         assert f"evacuate of a: took longer than 5 s: {why}" in report.detail
         assert harness.machines.stops == []
         check_whole(harness, {"a", "b", "w"}, 7)
@@ -297,7 +298,7 @@ async def test_requests_that_cannot_move_are_waited_for_or_the_redeployment_does
 
 
 @pytest.mark.parametrize("after_s", [0.1, 0.6, 1.2, 2.0])
-async def test_an_operator_may_call_it_off(harness: Harness, after_s: float) -> None:
+async def test_operator_may_cancel_a_redeployment(harness: Harness, after_s: float) -> None:
     async with harness.daemon() as redeployer:
         id = redeployer.begin(TO_TP2)
         await harness.clock.advance(after_s)
@@ -310,11 +311,11 @@ async def test_an_operator_may_call_it_off(harness: Harness, after_s: float) -> 
         assert (report.state, report.detail) == (OperationState.ROLLED_BACK, "called off: changed my mind")
         assert {told.detail for told in report.steps if told.state is StepState.FAILED} <= {"interrupted"}
         check_whole(harness, {"a", "b", "w"})
-        with pytest.raises(Permanent, match="not under way"):
+        with pytest.raises(Permanent, match="is not running"):
             redeployer.cancel(id, "")
 
 
-async def test_it_cannot_be_called_off_once_requests_are_let_in(harness: Harness) -> None:
+async def test_redeployment_cannot_be_cancelled_after_admission(harness: Harness) -> None:
     async def slowly(engines: object) -> str:
         await harness.clock.sleep(1.0)
         return ""
@@ -329,18 +330,18 @@ async def test_it_cannot_be_called_off_once_requests_are_let_in(harness: Harness
         assert (await harness.until_ended()).state is OperationState.DONE
 
 
-async def test_one_redeployment_at_a_time_and_none_while_the_barrier_is_closed(harness: Harness) -> None:
+async def test_second_redeployment_and_closed_barrier_are_refused(harness: Harness) -> None:
     closed = ["the pause barrier is closed: by a trainer"]
     async with harness.daemon() as redeployer:
-        with pytest.raises(Permanent, match="no redeployment is under way"):
+        with pytest.raises(Permanent, match="no redeployment is running"):
             redeployer.cancel("", "")
         redeployer._control_plane.redeployment_hold = lambda: closed.pop() if closed else ""
         with pytest.raises(Permanent, match="the pause barrier is closed: by a trainer"):
             redeployer.begin(TO_TP2)
         id = redeployer.begin(TO_TP2)
-        with pytest.raises(Permanent, match=rf"another change of the deployment is under way \({id}\)"):
+        with pytest.raises(Permanent, match=rf"another change of the deployment is in progress \({id}\)"):
             redeployer.begin(TO_TP2)
-        with pytest.raises(Permanent, match="redeployment s7 is not under way"):
+        with pytest.raises(Permanent, match="redeployment s7 is not running"):
             redeployer.cancel("s7", "")
         assert (await harness.until_ended()).state is OperationState.DONE
 
@@ -349,8 +350,8 @@ async def test_one_redeployment_at_a_time_and_none_while_the_barrier_is_closed(h
 
 
 async def plan_of(harness: Harness, *instances: tuple[str, str, tuple[int, ...], bool]) -> Plan:
-    """A plan that is remembered, of engines each with its configuration, its GPUs, and whether it is kept. All requests
-    of others are wanted on the first."""
+    """Return a remembered plan of engines, each with its configuration, its GPUs, and whether it is kept. All requests
+    of other engines are planned for the first one."""
     plan, snapshot = await harness.plane._plan()
     requests = tuple(view.id for view in snapshot.requests if view.engine != "w")
     fleet = [
@@ -367,7 +368,7 @@ async def plan_of(harness: Harness, *instances: tuple[str, str, tuple[int, ...],
 WIDER = ("p7-0", "tp2", (0, 1), False), ("w", "tp2", (2, 3), True)
 
 
-async def test_a_plan_is_carried_out_and_who_asked_is_told_what_came_of_it(harness: Harness) -> None:
+async def test_plan_is_carried_out_and_its_result_returned(harness: Harness) -> None:
     harness.machines.lasts_s["stop", "tp1"] = 2.0
     async with harness.daemon() as redeployer:
         deployer: Any = redeployer._deployer
@@ -383,23 +384,23 @@ async def test_a_plan_is_carried_out_and_who_asked_is_told_what_came_of_it(harne
         assert redeployer.redeploying()
         deployer.list_engines = listed
         await harness.clock.advance(1.0)
-        assert harness.watched[-1] == {"w"}  # nobody watches them go
-        with pytest.raises(Permanent, match="under way"):
+        assert harness.watched[-1] == {"w"}  # they are not watched while they stop
+        with pytest.raises(Permanent, match="in progress"):
             await redeployer.carry_out(plan)
         report = await harness.until_ended()
         outcome = await carrying
         assert (report.plan, report.reason, report.state) == ("p7", "the tail is long", OperationState.DONE)
         assert (outcome.done, outcome.detail) == (True, "2 engines stopped, 1 started, 4 requests moved")
         assert outcome.ended_s == report.ended_s
-        (start,) = outcome.starts  # from when those in its way began to stop
+        (start,) = outcome.starts  # from when the engines on their GPUs began to stop
         assert (start.configuration, start.expected_s) == ("tp2", 1.5)
         assert start.elapsed_s == pytest.approx(2.0 + UP_AFTER_S)
         check_whole(harness, {"p7-0", "w"})
         assert sorted(harness.gateway.on(EngineId("p7-0"))) == ["r0", "r1", "r3", "r4"]
-    assert harness.entries(EntryKind.DEPLOYMENT_ENDED) == []  # that is for who asked
+    assert harness.entries(EntryKind.DEPLOYMENT_ENDED) == []  # returned to the caller
 
 
-async def test_requests_that_came_back_while_the_daemon_was_away_leave_again(tmp_path: Path) -> None:
+async def test_requests_that_returned_while_the_daemon_was_down_are_evacuated_again(tmp_path: Path) -> None:
     harness = Harness(tmp_path)
     harness.place("a", "tp1", 0)
     harness.place("b", "tp1", 1)
@@ -418,28 +419,28 @@ async def test_requests_that_came_back_while_the_daemon_was_away_leave_again(tmp
         check_whole(harness, {"p7-0"}, 2)
 
 
-async def test_a_plan_for_a_fleet_that_is_no_more_changes_nothing(harness: Harness) -> None:
+async def test_plan_for_a_changed_fleet_changes_nothing(harness: Harness) -> None:
     async with harness.daemon() as redeployer:
         plan = await plan_of(harness, *WIDER)
-        harness.machines.engines[EngineId("w")].life = EngineLife.ENDED  # and nobody has looked since
+        harness.machines.engines[EngineId("w")].life = EngineLife.ENDED  # and no scan has run since
         carrying = asyncio.create_task(redeployer.carry_out(plan))
         await harness.clock.advance(1.0)
-        with pytest.raises(Permanent, match="keeps engine w, which is not there any more"):
+        with pytest.raises(Permanent, match="keeps engine w, which no longer exists"):
             carrying.result()
         assert not redeployer.redeploying()
-        with pytest.raises(Permanent, match="nothing was redeployed yet"):
+        with pytest.raises(Permanent, match="there was no redeployment yet"):
             redeployer.report()
 
 
 @pytest.mark.parametrize("breaks", [False, True])
-async def test_an_operator_has_a_plan_carried_out(harness: Harness, breaks: bool) -> None:
+async def test_operator_can_have_a_plan_carried_out(harness: Harness, breaks: bool) -> None:
     if breaks:
         harness.machines.faults["probe", "p7-0"] = Permanent("is broken")
     async with harness.daemon() as redeployer:
         await plan_of(harness, *WIDER)
         redeployer.begin(RedeployRequest(plan="p7"))
         report = await harness.until_ended()
-        assert (report.plan, report.reason) == ("p7", "an operator's wish")
+        assert (report.plan, report.reason) == ("p7", "by an operator")
         check_whole(harness, {"a", "b", "w"} if breaks else {"p7-0", "w"})
         said = "2 engines stopped, 1 started, 4 requests moved"
         if breaks:
@@ -451,7 +452,7 @@ async def test_an_operator_has_a_plan_carried_out(harness: Harness, breaks: bool
 
 
 @pytest.mark.parametrize("tensors_only", [False, True])
-async def test_weights_are_brought_and_told(harness: Harness, tensors_only: bool) -> None:
+async def test_weights_are_loaded_and_reported(harness: Harness, tensors_only: bool) -> None:
     async with harness.daemon() as redeployer:
         harness.plane.fleet.barrier.set_version([EngineId("a"), EngineId("b"), EngineId("w")], 7, "", "/ckpt/7")
         for engine in harness.machines.engines.values():
@@ -472,15 +473,15 @@ async def test_weights_are_brought_and_told(harness: Harness, tensors_only: bool
         check_whole(harness, {new, "w"})
 
 
-async def test_without_a_place_to_get_weights_from_nothing_is_begun(harness: Harness) -> None:
+async def test_unknown_weight_location_prevents_the_start(harness: Harness) -> None:
     async with harness.daemon() as redeployer:
         harness.plane.fleet.barrier.set_version([EngineId("a"), EngineId("b"), EngineId("w")], 7)
-        with pytest.raises(Permanent, match="nobody has told where they are: `orchestrrl engines set-version 7"):
+        with pytest.raises(Permanent, match="whose location is unknown: run `orchestrrl engines set-version 7"):
             redeployer.begin(TO_TP2)
         check_whole(harness, {"a", "b", "w"})
 
 
-async def test_engines_that_nobody_knows_of_are_ended_and_those_of_the_fleet_adopted(harness: Harness) -> None:
+async def test_unknown_engines_are_stopped_and_known_ones_adopted(harness: Harness) -> None:
     async with harness.daemon() as redeployer:
         redeployer.begin(TO_TP2)
         report = await harness.until_ended()
@@ -491,7 +492,7 @@ async def test_engines_that_nobody_knows_of_are_ended_and_those_of_the_fleet_ado
         assert harness.engines_noted(EntryKind.ENGINE_STOPPED)[-1] == ("stranger", True, "belonged to no deployment")
 
 
-async def test_an_engine_that_ended_by_itself_is_cleared_and_can_be_replaced(harness: Harness) -> None:
+async def test_engine_that_ended_is_cleaned_up_and_can_be_replaced(harness: Harness) -> None:
     async with harness.daemon() as redeployer:
         harness.machines.engines[EngineId("a")].life = EngineLife.ENDED
         await redeployer._scan()
@@ -501,7 +502,7 @@ async def test_an_engine_that_ended_by_itself_is_cleared_and_can_be_replaced(har
         check_whole(harness, {f"{report.id}.0", "b", "w"})
 
 
-async def test_engines_that_can_sleep_are_woken_for_the_way_back(tmp_path: Path) -> None:
+async def test_sleeping_engines_are_woken_to_undo(tmp_path: Path) -> None:
     harness = Harness(tmp_path, sleepers=True, keep_asleep=True)
     harness.place("a", "tp1", 0)
     harness.place("b", "tp1", 1)
@@ -512,7 +513,7 @@ async def test_engines_that_can_sleep_are_woken_for_the_way_back(tmp_path: Path)
         assert report.state is OperationState.DONE
         assert {str(id) for id, engine in harness.machines.engines.items() if engine.lent} == {"a", "b"}
         assert all(harness.machines.engines[EngineId(name)].sleeping for name in "ab")
-    async with harness.daemon() as redeployer:  # they sleep on
+    async with harness.daemon() as redeployer:  # they stay asleep
         assert {str(id) for id, engine in harness.machines.engines.items() if engine.lent} == {"a", "b"}
         harness.machines.faults["check", "tp1"] = ProblemFaults(["tp1: is not installed any more"])  # to be started
         redeployer.begin(RedeployRequest((("tp1", 2),)))
@@ -523,7 +524,7 @@ async def test_engines_that_can_sleep_are_woken_for_the_way_back(tmp_path: Path)
         assert harness.machines.starts.keys() == {f"{report.id}.0", f"{report.id}.1"}
 
 
-async def test_engines_that_slept_are_stopped_where_none_are_kept(tmp_path: Path) -> None:
+async def test_sleeping_engines_are_stopped_if_none_are_kept(tmp_path: Path) -> None:
     harness = Harness(tmp_path, sleepers=True)
     harness.place("a", "tp1", 0)
     harness.place("b", "tp1", 1)
@@ -537,7 +538,7 @@ async def test_engines_that_slept_are_stopped_where_none_are_kept(tmp_path: Path
         del harness.machines.faults["stop", "b"]
 
 
-async def test_elastic_engines_are_scaled_instead_of_started_anew(tmp_path: Path) -> None:
+async def test_elastic_engines_are_scaled_instead_of_restarted(tmp_path: Path) -> None:
     harness = Harness(tmp_path)
     harness.machines.can_scale = True
     harness.place("a", "ep2", 0, 1)
@@ -562,12 +563,12 @@ async def test_elastic_engines_are_scaled_instead_of_started_anew(tmp_path: Path
         harness.machines.faults["score", "a"] = Permanent("is broken")
         redeployer.begin(RedeployRequest((("ep4", 1),)))
         report = await harness.until_ended()
-        assert report.state is OperationState.DEGRADED  # it is broken on the way back, too
-        assert serving(harness) == {started}  # nothing is left on GPUs that does not answer as it should
+        assert report.state is OperationState.DEGRADED  # it fails while undoing, too
+        assert serving(harness) == {started}  # no incorrect engine keeps GPUs
 
 
 @pytest.mark.parametrize("after", range(0, 40, 3))
-async def test_a_daemon_that_is_killed_while_it_scales(tmp_path: Path, after: int) -> None:
+async def test_killed_daemon_that_scales_leaves_a_whole_fleet(tmp_path: Path, after: int) -> None:
     harness = Harness(tmp_path)
     harness.machines.can_scale = True
     harness.place("a", "ep2", 0, 1)
@@ -587,7 +588,7 @@ async def test_a_daemon_that_is_killed_while_it_scales(tmp_path: Path, after: in
         assert (engine.dp, len(engine.spec.gpus)) == ((4, 4) if done else (2, 2))
 
 
-async def test_what_could_never_start_is_told_before_anybody_stops(harness: Harness) -> None:
+async def test_unstartable_target_is_rejected_before_any_stop(harness: Harness) -> None:
     harness.machines.faults["check", "tp2"] = ProblemFaults(["tp2.arguments: contradict the layout, got --tp 3"])
     async with harness.daemon() as redeployer:
         with pytest.raises(ProblemFaults, match="contradict the layout"):
@@ -596,7 +597,7 @@ async def test_what_could_never_start_is_told_before_anybody_stops(harness: Harn
         assert not redeployer.redeploying()
 
 
-async def test_all_engines_may_stop_once_their_requests_have_finished(harness: Harness) -> None:
+async def test_all_engines_can_stop_once_requests_have_finished(harness: Harness) -> None:
     async with harness.daemon() as redeployer:
         redeployer.begin(RedeployRequest((("nothing", 0),)))
         await harness.clock.advance(2.0)
@@ -607,7 +608,7 @@ async def test_all_engines_may_stop_once_their_requests_have_finished(harness: H
         assert harness.machines.engines == {}
 
 
-async def test_who_sleeps_ends_too_when_all_are_to_stop(tmp_path: Path) -> None:
+async def test_sleeping_engines_end_too_if_all_are_to_stop(tmp_path: Path) -> None:
     harness = Harness(tmp_path, sleepers=True, keep_asleep=True)
     harness.place("a", "tp1", 0)
     harness.place("b", "tp1", 1)
@@ -624,7 +625,7 @@ async def test_who_sleeps_ends_too_when_all_are_to_stop(tmp_path: Path) -> None:
 
 
 def tell_capabilities(harness: Harness, *engines: str) -> None:
-    """As the watch of an engine does."""
+    """Report the engine's capabilities, as its watch does."""
     machines = harness.machines
     offers = EngineCapabilities("fake", "1", ("fake",), sleep=machines.can_sleep, scale_elastic_ep=machines.can_scale)
     for engine in engines:

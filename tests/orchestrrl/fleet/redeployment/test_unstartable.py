@@ -1,4 +1,4 @@
-"""What cannot be started is nothing that a plan chooses, and the plan says so."""
+"""Tests that plans exclude configurations that cannot be started, with a note."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from orchestrrl.core.errors import Permanent, ProblemFaults
 from planner.model import ConfigurationId
 
 
-async def test_a_configuration_that_cannot_be_started_is_left_out_of_plans(tmp_path: Path) -> None:
+async def test_unstartable_configuration_is_excluded_from_plans(tmp_path: Path) -> None:
     harness = Harness(tmp_path)
     harness.place("a", "tp1", 0)
     harness.machines.faults["check", "tp2"] = ProblemFaults(["tp2.arguments: contradict the layout, got --tp 3"])
@@ -24,4 +24,4 @@ async def test_a_configuration_that_cannot_be_started_is_left_out_of_plans(tmp_p
         chosen = {alternative.configuration for alternative in plan.alternatives}
         assert "tp2" not in chosen
         assert "tp1" in chosen
-        assert "tp2 is left out: tp2.arguments: contradict the layout, got --tp 3" in plan.notes
+        assert "tp2 is excluded: tp2.arguments: contradict the layout, got --tp 3" in plan.notes

@@ -186,7 +186,7 @@ async def test_one_change_at_a_time(tmp_path: Path) -> None:
         first = asyncio.create_task(world.deployment.carry_out(to_wide(world)))
         await world.advance(1.0)
         assert world.deployment.redeploying()
-        with pytest.raises(Permanent, match="under way"):
+        with pytest.raises(Permanent, match="in progress"):
             await world.deployment.carry_out(to_wide(world))
         await world.advance(10.0)
         assert (await first).done

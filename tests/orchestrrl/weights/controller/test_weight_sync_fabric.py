@@ -80,4 +80,4 @@ async def test_where_circuits_may_not_change_a_version_comes_by_the_packet_side(
     assert (report.state, report.code) == (SyncState.DONE, "done")
     assert restored
     assert not had_circuits
-    assert any("joined by the packet side alone" in note for note in report.notes)
+    assert any("joined only by the packet side" in note for note in report.notes)

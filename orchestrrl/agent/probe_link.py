@@ -44,7 +44,7 @@ class _Watched:
 
 @dataclass(slots=True, eq=False)
 class WindowReports:
-    """Reports each change of a window once, as soon as it is known. Free of asyncio: `put` receives the messages;
+    """Reports each change of a window once, as soon as it is known. Does not use asyncio: `put` receives the messages;
     `clock_s` is the monotonic clock of this host."""
 
     _traces: HostTraces

@@ -133,7 +133,7 @@ class HostTraces:
         return self.jobs() != before
 
     def arm(self, quantiles: Mapping[str, frozenset[float]]) -> None:
-        """Let only processes of these jobs ring the doorbell. Later calls of `assess` use these quantiles."""
+        """Make only processes of these jobs ring the doorbell. Later calls of `assess` use these quantiles."""
         self._armed = quantiles
         for each in self._traced.values():
             each.reader.arm(each.job in quantiles)

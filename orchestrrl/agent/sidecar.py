@@ -104,4 +104,4 @@ class Agent:
 
     async def _refuse(self, operation: Operation) -> OperationResult:
         """Refuse the daemon's orders. Raises Permanent, which the link returns as a failed result."""
-        raise Permanent(f"{self._id} is an agent: {operation.action.kind} is for gateways")
+        raise Permanent(f"{self._id} is an agent: only gateways carry out {operation.action.kind}")

@@ -105,7 +105,7 @@ class FleetCoordinator:
     # --- observe
 
     def engine_reported(self, report: EngineReport, stream: int) -> ReportAck:
-        """Fold an agent's report and acknowledge it. Raises LimitReached."""
+        """Fold an agent's report into the fleet state and return its acknowledgement. Raises LimitReached."""
         now_s = self.clock.now_s()
         report = replace(report, agent=self.nodes.id_of(report.agent, report.incarnation, stream))
         self.state.check_engine_report(report, now_s)
@@ -133,7 +133,7 @@ class FleetCoordinator:
         return ReportAck(report.sequence, self.journal.generation, now_s)
 
     def gateway_reported(self, report: GatewayReport, stream: int) -> ReportAck:
-        """Fold a gateway's report and acknowledge it. Raises LimitReached."""
+        """Fold a gateway's report into the fleet state and return its acknowledgement. Raises LimitReached."""
         now_s = self.clock.now_s()
         report = replace(report, gateway=self.nodes.id_of(report.gateway, report.incarnation, stream))
         self.state.check_gateway_report(report, now_s)
@@ -168,7 +168,7 @@ class FleetCoordinator:
         return attachment
 
     def _attach(self, hello: NodeHello, now_s: float) -> None:
-        """Fold the hello of an attached node, and send its first orders."""
+        """Record the hello of an attached node, and send its first orders."""
         self.state.fold_hello(hello, now_s)
         self.note(EntryKind.NODE_ATTACHED, hello.node, {"kind": hello.kind, "version": hello.version, "url": hello.url})
         logger.info("%s %s attached", hello.kind, hello.node)

@@ -177,7 +177,7 @@ class Planning:
             like = "" if estimate.assumed is None or own == estimate.profile.id else LIKE_OTHERS
             return StepTimeEstimates(estimate.source, f"{estimate.source_detail}{like}")
         if engine.configuration is not None:
-            return StepTimeEstimates("", f"configuration {engine.configuration} is not configured")
+            return StepTimeEstimates("", f"{engine.configuration} is not in fleet.configurations")
         if own is None:
             return StepTimeEstimates("", "no agent has reported what the engine serves")
         taken = self.costs.batches_taken(own)

@@ -43,7 +43,7 @@ class AssumedProfile:
 
 
 class NoPrior(ValueError):
-    """The facts do not suffice for a prediction; the message names the missing one."""
+    """Raised if an engine's facts do not suffice for a prediction; the message names the missing fact."""
 
 
 def assumed_of(engine: EngineId, capabilities: EngineCapabilities) -> AssumedProfile:

@@ -176,7 +176,7 @@ class RedeployedFleet:
         known = {view.id for view in self.state.engines(self.clock.now_s())}  # an operator may have removed some
         if weights.version is not None and (there := [engine for engine in engines if engine in known]):
             with _although_unwritten():
-                self._fleet.barrier.set_version(there, weights.version, "brought by a redeployment")
+                self._fleet.barrier.set_version(there, weights.version, "loaded by a redeployment")
 
     def engine_stopped(self, engine: EngineId) -> None:
         """Remove the engine from the fleet, and drop its weight version."""
@@ -201,8 +201,8 @@ class RedeployedFleet:
 
 @contextmanager
 def _although_unwritten() -> Iterator[None]:
-    """Log a failed journal write instead of raising it: a redeployment must proceed, and the engines' state is as it
-    is."""
+    """Log a failed journal write instead of raising it, so that a redeployment proceeds: the engines' real state does
+    not depend on the write."""
     try:
         yield
     except OrchestrRLError as error:

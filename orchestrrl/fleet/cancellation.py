@@ -44,7 +44,7 @@ class Canceller:
         action = CancelRequests(tuple(requests), tuple(groups), reason or ASKED)
         named = (*action.requests, *action.groups)
         if not named or not all(named):
-            raise ProblemFaults([f"request_ids, group_ids: must name something, got {list(named)}"])
+            raise ProblemFaults([f"request_ids, group_ids: must contain non-empty ids, got {list(named)}"])
         orders = {node: self._order(node, action, ASKED) for node in self._nodes.gateways()}
         if not orders:
             raise Permanent("no gateway is attached: see `orchestrrl status`")

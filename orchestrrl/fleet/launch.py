@@ -25,9 +25,7 @@ def launch_of(fleet: FleetSettings) -> EngineLaunch:
     """Return the launch settings that all engines share. Raises ProblemFaults if `fleet.launch` is missing."""
     settings = fleet.launch
     if settings is None:
-        raise ProblemFaults(
-            ["fleet.launch: is missing, got nothing; `orchestrrl check-config --print-example` has one"]
-        )
+        raise ProblemFaults(["fleet.launch: is missing, got nothing; see `orchestrrl check-config --print-example`"])
     hands_over = fleet.kv_transfer is not None and fleet.kv_transfer.connector is not None
     simulated = settings.engine is EngineProduct.SIMULATED
     as_written = {"engine", "device", "host", "nodes", "cores_per_gpu", "arguments", "environment"}
@@ -51,7 +49,7 @@ def spec_of(
     gpus: Sequence[GpuId],
     port: int | None = None,
 ) -> EngineSpec:
-    """Return what one engine is started with. Raises ProblemFaults if the configuration is unknown."""
+    """Return the start specification of one engine. Raises ProblemFaults if the configuration is unknown."""
     layouts = fleet.layouts()
     if configuration not in layouts:
         known = ", ".join(sorted(layouts)) or "none"
@@ -96,13 +94,13 @@ def configured_engines(fleet: FleetSettings) -> list[EngineSpec]:
 def filled(
     fleet: FleetSettings, configuration: ConfigurationId, gpus: Iterable[GpuId] | None = None
 ) -> list[EngineSpec]:
-    """Return as many engines of one configuration as fit on the fleet's GPUs, or one engine on the given GPUs. Raises
-    ProblemFaults."""
+    """Return specs for as many engines of one configuration as fit on the fleet's GPUs, or for one engine on the given
+    GPUs. Raises ProblemFaults."""
     layout = fleet.layouts().get(configuration)
     if gpus is not None or layout is None:
         groups = [tuple(gpus or ())]
     elif fleet.gpus is None:
-        raise ProblemFaults(["fleet.gpus: is missing, got nothing; or name GPUs with --gpus"])
+        raise ProblemFaults(["fleet.gpus: is missing, got nothing; set it, or use --gpus"])
     else:
         count, size = fleet.gpus.count, layout.gpus
         groups = [tuple(GpuId(g) for g in range(at, at + size)) for at in range(0, count - size + 1, size)]

@@ -56,7 +56,7 @@ class Membership:
     def __post_init__(self) -> None:
         added = [facts.id for facts in self.added]
         if added != sorted(set(added)):
-            raise ValueError(f"added must be in the order of their ids, each once, got {added}")
+            raise ValueError(f"added must be sorted by id, without duplicates, got {added}")
         if twice := (set(added) | self.draining) & set(self.removed):
             raise ValueError(f"removed engines must not be added or draining, got {sorted(twice)}")
         if not self.leaving <= self.draining:
@@ -179,7 +179,7 @@ class MembershipChanges:
         self._change_names("drain", engine, lambda membership, name: membership.with_drained(name, move), reason)
 
     def undrain(self, engine: EngineId, reason: str = "") -> None:
-        """Let a draining engine accept requests again. Raises ProblemFaults if the engine is unknown."""
+        """End the drain of an engine: it accepts requests again. Raises ProblemFaults if the engine is unknown."""
         self._require_known(engine)
         self._change_names("undrain", engine, Membership.with_undrained, reason)
 
@@ -187,8 +187,8 @@ class MembershipChanges:
         """Remove an engine from the fleet, even if agents still report it. Requests that still run there finish, since
         their gateway keeps the connection.
 
-        Raises Permanent if the engine has requests, unless forced. If forced, requests that can move are moved first;
-        this raises Permanent while the pause barrier is closed.
+        Raises Permanent if the engine has requests, unless forced. If forced, movable requests are moved first, which
+        raises Permanent while the pause barrier is closed.
         """
         self._require_known(engine)
         there = self._requests_on(engine)

@@ -130,7 +130,7 @@ class PauseBarrier:
         return self._paused_s + (self._clock.now_s() - lease.began_s if lease else 0.0)
 
     def still_s(self, from_s: float, to_s: float) -> float:
-        """Return for how many seconds between `from_s` and `to_s` the fleet was at rest, over the leases remembered."""
+        """Return the seconds between `from_s` and `to_s` in which the fleet was at rest, over the remembered leases."""
         spans = [*self._still]
         if self._still_since_s is not None:
             spans.append((self._still_since_s, to_s))
@@ -391,7 +391,7 @@ class PauseBarrier:
         ]
 
     def _end(self, lease: str) -> LastRelease:
-        """Return how the lease ended, for an order to open. Only the latest release carries the weight version."""
+        """Return the release to send for an ended lease. Only the latest release carries the weight version."""
         opened = self._over.get(lease) or LastRelease(lease, 0.0, LeaseEnd.GAVE_UP, "ended under an earlier daemon")
         return opened if opened is self._fleet.weights.opened else replace(opened, policy_version=None, without=())
 

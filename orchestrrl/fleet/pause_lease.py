@@ -80,9 +80,9 @@ class PauseState:
 
     def __post_init__(self) -> None:
         if self.quiet and self.lease is None:
-            raise ValueError("quiet is a property of a lease")
+            raise ValueError("quiet requires a lease")
         if list(self.left_out) != sorted(set(self.left_out)):
-            raise ValueError(f"left_out must be in order, each once, got {self.left_out}")
+            raise ValueError(f"left_out must be sorted, without duplicates, got {self.left_out}")
         for version in (*self.versions.values(), *(() if self.newest is None else (self.newest,))):
             if not 0 <= version < 2**64:
                 raise ValueError(f"a policy version must be from 0 to 2**64 - 1, got {version}")

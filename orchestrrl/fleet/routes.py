@@ -162,7 +162,7 @@ class RoutingTable:
         }
 
     def _kv_version(self, engine: EngineView) -> str:
-        """Return the key that engines of the same configuration and weights share, which can transfer KV to each other;
+        """Return a key shared by engines of the same configuration and weights, between which KV can be transferred;
         empty if the engine cannot transfer KV."""
         links = self._config.fleet.kv_transfer
         if links is None or links.connector is None or engine.configuration is None:
@@ -193,7 +193,7 @@ class RoutingTable:
 
 
 def _written(body: Mapping[str, Any]) -> tuple[dict[EngineId, str], dict[EngineId, float]]:
-    """Return each engine's URL, and until when each starting engine is expected."""
+    """Return each engine's URL, and the time until which each starting engine is expected."""
     urls = {EngineId(route["engine"]): str(route["url"]) for route in body["routes"]}
     return urls, {EngineId(engine): float(until_s) for engine, until_s in body.get("expected", {}).items()}
 

@@ -212,7 +212,7 @@ class FleetState:
         record.remembered_url, record.received_s = url, max(record.received_s, at_s)
 
     def fold_hello(self, hello: NodeHello, received_s: float) -> None:
-        """Fold the hello of a node. A gateway's hello lists its engines before its first report."""
+        """Record a node's hello. A gateway's hello lists its engines before its first report."""
         self._hosts[hello.node] = hello.host
         keep_newest(self._hosts, HOSTS_REMEMBERED)
         if hello.kind is not NodeKind.GATEWAY:
@@ -230,7 +230,8 @@ class FleetState:
             gateway.reporters.stream_ended(stream)
 
     def fold_engine(self, report: EngineReport, received_s: float, stream: int = 0) -> bool:
-        """Fold a report, unless one at least as new is held or another agent's counts. Return whether it was folded.
+        """Fold a report into the state, unless one at least as new is held or another agent's counts. Return whether it
+        was folded.
 
         The report's engine id is as returned by `named`.
         """
@@ -269,7 +270,8 @@ class FleetState:
         return True
 
     def fold_gateway(self, report: GatewayReport, received_s: float, stream: int = 0) -> list[EngineFailovers]:
-        """Fold a report, unless one at least as new is held. Return the failovers that were not counted before.
+        """Fold a report into the state, unless one at least as new is held. Return the failovers that were not counted
+        before.
 
         Finished requests and failovers count once per gateway, including those of a late report.
         """

@@ -1,8 +1,8 @@
-"""An engine that breaks in every way that an HTTP server can, as a process: `python bad_engine.py` prints its URL.
+"""A process with an engine that fails in every way an HTTP server can: `python bad_engine.py` prints its URL.
 
-How it breaks is told by each request's own `user` field, which the gateway passes on like any that it does not know.
-Tokens that it does give are the right ones, so that whoever goes on after it has something to go on from. It counts
-what it was asked (`GET /seen`), and calls itself healthy throughout: nobody is warned.
+The `user` field of a request, which the gateway forwards like any unknown field, selects the failure. Tokens that it
+does return are correct, so that another engine can continue from them. It counts its requests (`GET /seen`), and always
+reports itself healthy.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from typing import Any
 
 from orchestrrl.lab.simulated_engine.tokens import TokenModel
 
-TOKENS_BEFORE = 3  # of an answer that breaks in its middle
+TOKENS_BEFORE = 3  # tokens of an answer that fails in its middle
 
 _JSON = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 _STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -44,7 +44,7 @@ AT_ONCE = {
     "half a json": _JSON + b"Content-Length: 400\r\n\r\n" + _HALF_JSON,
     "a json instead of events": _status(b"200 OK", b'{"choices": []}'),
 }
-# After `TOKENS_BEFORE` tokens; what is HTTP's own is whole in the first three.
+# After `TOKENS_BEFORE` tokens; the HTTP framing is complete in the first three.
 MIDWAY = {
     "ends early": _chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n",
     "half an event": _chunk(_HALF_EVENT + b"\n\n") + b"0\r\n\r\n",
@@ -53,16 +53,16 @@ MIDWAY = {
     "cut in a chunk": b"fff\r\n" + _HALF_EVENT,
     "nonsense for a chunk": b"not a number\r\n",
 }
-# Those that are no bytes.
+# Failures without a body.
 SILENT = "silent"  # from the beginning
 SILENT_MIDWAY = "silent midway"
 RESET_MIDWAY = "reset midway"
 ENDLESS_MIDWAY = "an event without end"
-DEAF = "deaf"  # answers nothing at all from then on, health included
+DEAF = "deaf"  # no answer from then on, including health
 
 
 class BadEngine:
-    """One connection is one request."""
+    """A server with one connection per request."""
 
     def __init__(self) -> None:
         self._model = TokenModel()
@@ -91,7 +91,7 @@ class BadEngine:
                 writer.write(_status(b"404 Not Found", b"{}"))
             await writer.drain()
         except (asyncio.IncompleteReadError, ConnectionError):
-            pass  # whoever asked has gone
+            pass  # the client has gone
         finally:
             writer.close()
 
@@ -134,16 +134,16 @@ class BadEngine:
         self._left[fault] += 1
 
     def _tokens(self, prompt: list[int], count: int, whole: bool) -> bytes:
-        """An event for each."""
+        """Yield one event per token."""
         generation = self._model.begin(prompt)
-        told = b""
+        reported = b""
         for number in range(1, count + 1):
             token, _ = generation.next_token()
             choice = {"index": 0, "text": self._model.detokenize([token]), "token_ids": [token], "logprobs": None}
             choice["prompt_token_ids"] = prompt if number == 1 else None
             choice["finish_reason"] = "length" if whole and number == count else None
-            told += b"data: %b\n\n" % json.dumps({"id": "c", "choices": [choice]}).encode()
-        return _chunk(told) + (_chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n" if whole else b"")
+            reported += b"data: %b\n\n" % json.dumps({"id": "c", "choices": [choice]}).encode()
+        return _chunk(reported) + (_chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n" if whole else b"")
 
 
 async def main() -> None:

@@ -1,8 +1,8 @@
-"""A peer that only carries, in a process of its own: `carrying_peer.py NAME TRANSPORT BYTES HELD_BYTES`.
+"""A process with a peer that only carries: `carrying_peer.py NAME TRANSPORT BYTES HELD_BYTES`.
 
-Of a shard of BYTES it has the first HELD_BYTES. It writes its address, reads the other ends' edges as one line of JSON,
-and writes what it is told of them, a line each: edge, state, bytes, and whether what it holds is as it should be. It
-ends when its standard input does.
+It has the first HELD_BYTES of a shard of BYTES. It prints its address, reads the edges as one line of JSON, and prints
+each of their reports on a line: edge, state, bytes, and whether the bytes held are correct. It exits when its standard
+input ends.
 """
 
 import json

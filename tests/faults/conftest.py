@@ -1,4 +1,4 @@
-"""A fleet of real processes for each test."""
+"""Fixtures: a fleet of real processes for each test."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path

@@ -1,8 +1,8 @@
-"""The daemon, which gets a signal at a marked entry of its journal: `python daemon_at_mark.py -c FILE`.
+"""Run the daemon, which gets a signal at a marked entry of its journal: `python daemon_at_mark.py -c FILE`.
 
 The mark is a file `mark.json` in the working folder: `{"number": 3}` for the third step's entry from then on, or
-`{"kind": "start", "state": "done"}`; `before`: the entry is not written any more; `signal`: 9 and it is dead, 19 and it
-stands still. The mark goes as the signal comes. All else is the daemon as it is.
+`{"kind": "start", "state": "done"}`; with `before`, the entry is not written; `signal` is 9 to kill or 19 to stop. The
+mark is removed when the signal is sent. The daemon is otherwise unchanged.
 """
 
 import json
@@ -18,7 +18,7 @@ MARK = Path("mark.json")
 
 
 class Marked:
-    """`append` in place of the journal's own."""
+    """A replacement for the journal's `append`."""
 
     def __init__(self) -> None:
         self._append = Journal.append
@@ -37,7 +37,7 @@ class Marked:
         return sequence
 
     def _signal(self, kind: EntryKind, body: Any) -> Any:
-        """(signal, before), or None."""
+        """Return (signal, before), or None."""
         if kind is not EntryKind.REDEPLOYMENT_STEP:
             return None
         try:

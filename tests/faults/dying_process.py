@@ -1,15 +1,15 @@
-"""One of OrchestrRL's processes, which gets a signal at a point of a weight sync: `dying_process.py NAME WORDS...`.
+"""Run one of OrchestrRL's processes, which gets a signal at a point of a weight sync: `dying_process.py NAME WORDS...`.
 
 WORDS are a command's (`daemon`, `sync peer`, `engine simulated`, `gateway`). The point is in the file `mark-NAME.json`
-of the working folder: what it asks for has to be so, for the `number`th time; `signal` 9 kills and 19 stops. The mark
-goes as the signal comes. All else is the process as it is.
+of the working folder: its condition must hold for the `number`th time; `signal` 9 kills and 19 stops. The mark is
+removed when the signal is sent. The process is otherwise unchanged.
 
-| point | of | |
+| point | in | |
 |---|---|---|
 | entry, entry-after | daemon | before and after an entry of the journal is written: `kind`, `step` |
 | order, order-after | peer | before and after it carries an order out: `kind` |
 | received, sent | peer | some bytes of an edge |
-| load | engine | in the midst of it: the file was read, the weights are the old ones |
+| load | engine | during a load: the file was read, the weights are the old ones |
 """
 
 import json
@@ -25,7 +25,7 @@ from orchestrrl.lab.simulated_engine.managed import ManagedFace
 from orchestrrl.weights.peer.carry import ThreadedCarrier
 from orchestrrl.weights.peer.peer import PeerOrders
 
-# What a weight sync writes.
+# The journal entries of a weight sync.
 OURS = (EntryKind.SYNC_BEGAN, EntryKind.SYNC_STEP, EntryKind.WEIGHTS, EntryKind.SYNC_ENDED, EntryKind.BARRIER)
 
 
@@ -34,7 +34,7 @@ class Marked:
         self._mark = Path(f"mark-{name}.json")
         self._passed = 0
         self._text = ""
-        self._lock = threading.Lock()  # bytes come in threads
+        self._lock = threading.Lock()  # bytes arrive in threads
 
     def at(self, point: str, **here: Any) -> None:
         with self._lock:

@@ -1,4 +1,4 @@
-"""A small generation step on real processes: simulated engines, and OrchestrRL beside them."""
+"""A small generation step on real processes: simulated engines with OrchestrRL."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -18,7 +18,7 @@ ENGINES = 3
 
 @dataclass
 class Fleet:
-    """The engines, OrchestrRL beside them, and a step's requests."""
+    """The engines, OrchestrRL's processes, and a step's requests."""
 
     scenario: DemoScenario
     step: list[Sample]
@@ -40,7 +40,7 @@ class Fleet:
                 return await response.json()
 
     async def gateway_metrics(self) -> dict[str, float]:
-        """By name and labels."""
+        """Return the gateway's metrics by name and labels."""
         async with aiohttp.ClientSession() as session:
             async with session.get(f"{self.stack.gateway_url}/metrics") as response:
                 lines = (await response.text()).splitlines()
@@ -48,7 +48,7 @@ class Fleet:
         return {name: float(value) for name, _, value in samples}
 
     async def under_way(self, generated_tokens: int = 500) -> None:
-        """Wait until the requests in flight have that many tokens: the step is in its middle."""
+        """Wait until the requests in flight have this many tokens, so that the step is in its middle."""
 
         async def generating() -> bool:
             in_flight = (await self.gateway_requests())["in_flight"]
@@ -57,7 +57,7 @@ class Fleet:
         await until(generating)
 
     async def answers_despite(self, fault: Callable[[], Awaitable[None]]) -> list[list[int]]:
-        """Ask for the whole step at once and let the fault happen in its middle; every answer's token ids."""
+        """Send the whole step at once, inject the fault in its middle, and return every answer's token ids."""
         timeout = aiohttp.ClientTimeout(total=WITHIN_S)
         async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
             asking = [asyncio.create_task(self._ask(session, sample)) for sample in self.step]

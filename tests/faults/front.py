@@ -1,4 +1,4 @@
-"""A gateway process and engine processes, without a daemon: what is asked of them, and what they say of themselves."""
+"""A gateway process and engine processes, without a daemon: requests to them, and their own reports."""
 
 import asyncio
 import os
@@ -20,14 +20,14 @@ from orchestrrl.lab.testbed.processes import flags_of
 from tests.orchestrrl.gateway.processes import GatewayProcess, operator_url
 from tests.system.streams import Answer, read_stream, read_whole
 
-WITHIN_S = 120.0  # for what never happens, never a measurement
+WITHIN_S = 120.0  # for events that never happen; not a measurement
 PATH = "/v1/completions"
 _MODEL = TokenModel()
 Found = TypeVar("Found")
 
 
 async def until(look: Callable[[], Awaitable[Found]], every_s: float = 0.02) -> Found:
-    """What `look` returns, once that is something."""
+    """Poll `look` until it returns a value, and return that."""
     deadline_s = time.monotonic() + WITHIN_S
     while not (found := await look()):
         assert time.monotonic() < deadline_s, f"{look.__name__}: not within {WITHIN_S:g} s"
@@ -37,7 +37,7 @@ async def until(look: Callable[[], Awaitable[Found]], every_s: float = 0.02) -> 
 
 @dataclass(frozen=True)
 class Question:
-    """A request whose undisturbed answer is known without any engine."""
+    """A request whose undisturbed answer can be computed without an engine."""
 
     number: int
     prompt_tokens: int = 8
@@ -60,14 +60,14 @@ class Question:
 
     @property
     def answer(self) -> tuple[list[int], str]:
-        """Token ids and text, computed anew."""
+        """Compute the answer: token ids and text."""
         generation = _MODEL.begin(self.prompt)
         ids = [generation.next_token()[0] for _ in range(self.max_tokens)]
         return ids, _MODEL.detokenize(ids)
 
 
 def check(question: Question, answer: Answer) -> None:
-    """Every token once, in order, and one end."""
+    """Check that every token occurs once, in order, with one end."""
     assert (answer.token_ids, answer.text) == question.answer, question.id
     assert (answer.finish_reason, answer.finish_reasons) == ("length", 1)
 
@@ -94,7 +94,7 @@ class Front:
             return await (read_stream(response) if question.stream else read_whole(response))
 
     async def ask_all(self, questions: Iterable[Question]) -> None:
-        """At once; every answer is checked."""
+        """Send all requests at once, and check every answer."""
         questions = list(questions)
         answers = await asyncio.gather(*(self.ask(question) for question in questions))
         for question, answer in zip(questions, answers, strict=True):
@@ -104,19 +104,19 @@ class Front:
         return asyncio.create_task(self.ask(question))
 
     async def refused(self, question: Question) -> tuple[int, dict[str, Any]]:
-        """Status and error object of what is not served."""
+        """Return the status and error object of a refused request."""
         headers = {"X-Request-Id": question.id}
         async with self.http.post(self.url + PATH, json=question.body, headers=headers) as response:
             error: dict[str, Any] = (await response.json())["error"]
             return response.status, error
 
     async def shown(self, question: Question) -> dict[str, Any] | None:
-        """The ledger's record of what is in flight."""
+        """Return the ledger's records of requests in flight."""
         async with self.http.get(await self.operator("requests"), params={"id": question.id}) as response:
             return await response.json() if response.status == 200 else None
 
     async def running(self, question: Question, tokens: int = 1) -> dict[str, Any]:
-        """The record, once it has so many tokens where it is."""
+        """Return the record once it has this many tokens on its engine."""
 
         async def has_tokens() -> dict[str, Any] | None:
             shown = await self.shown(question)
@@ -128,7 +128,7 @@ class Front:
         return shown
 
     async def running_at(self, engine: str, count: int) -> list[dict[str, Any]]:
-        """So many records of requests that run on this engine, once there are."""
+        """Return this many records of requests that run on the engine, once there are that many."""
 
         async def run() -> list[dict[str, Any]] | None:
             async with self.http.get(await self.operator("requests")) as response:
@@ -139,7 +139,7 @@ class Front:
         return await until(run) or []
 
     async def waiting_at(self, question: Question, engine: str) -> dict[str, Any]:
-        """The record, once it waits for its next token there."""
+        """Return the record once it waits for its next token on that engine."""
 
         async def waits() -> dict[str, Any] | None:
             shown = await self.shown(question)
@@ -150,7 +150,7 @@ class Front:
         return shown
 
     async def move(self, *moves: tuple[Question, str], method: str = "recompute") -> list[dict[str, Any]]:
-        """One order for all of them; one result for each."""
+        """Send one order for all moves; return one result for each."""
         items = [{"request_id": question.id, "to_engine_id": engine, "method": method} for question, engine in moves]
         async with self.http.post(await self.operator("move"), json={"moves": items}) as response:
             assert response.status == 200, await response.text()
@@ -158,7 +158,7 @@ class Front:
             return results
 
     async def trusts(self, *engines: str) -> None:
-        """Return when the gateway would use all of these."""
+        """Return when the gateway would use all of these engines."""
 
         async def trusted() -> bool:
             async with self.http.get(self.url + "/health") as response:
@@ -167,7 +167,7 @@ class Front:
         await until(trusted)
 
     async def finished(self, *questions: Question) -> list[dict[str, Any]]:
-        """How each of these ended, once nothing is in flight; every one did, and once."""
+        """Return how each request ended, once none is in flight. Each must have ended exactly once."""
 
         async def ledger() -> list[dict[str, Any]] | None:
             async with self.http.get(await self.operator("requests")) as response:
@@ -180,11 +180,11 @@ class Front:
         return sorted(ended, key=lambda item: wanted.index(item["id"]))
 
     async def metrics(self, engine: int) -> EngineSample:
-        """The engine's own word."""
+        """Return the engine's own metrics."""
         return await _metrics(self.engines[engine].url)
 
     async def idle(self, engine: int) -> EngineSample:
-        """The engine's metrics, once it has no request and no KV of any."""
+        """Return the engine's metrics once it has no request and no KV in use."""
 
         async def freed() -> EngineSample | None:
             now = await self.metrics(engine)
@@ -195,7 +195,7 @@ class Front:
         return now
 
     async def pause(self, engine: int) -> None:
-        """It takes requests and makes no token."""
+        """Pause the engine: it accepts requests but generates no token."""
         async with self.http.post(f"{self.engines[engine].url}/pause?mode=keep&clear_cache=false") as response:
             assert response.status == 200
 
@@ -204,14 +204,14 @@ class Front:
             assert response.status == 200
 
     async def pause_all(self) -> None:
-        """What is to happen while requests are under way has all the time it needs: none of them ends."""
+        """Pause all engines, so that no request ends while the test acts."""
         await asyncio.gather(*(self.pause(engine) for engine in range(len(self.engines))))
 
     async def resume_all(self) -> None:
         await asyncio.gather(*(self.resume(engine) for engine in range(len(self.engines))))
 
     def freeze(self, engine: int) -> None:
-        """The engine's process stands still: it accepts connections, since the kernel does, and says nothing."""
+        """Stop the engine's process: the kernel still accepts connections, but no answer is sent."""
         os.killpg(self.engines[engine].pid, signal.SIGSTOP)
 
     def thaw(self, engine: int) -> None:
@@ -227,7 +227,7 @@ async def _metrics(url: str) -> EngineSample:
 
 
 def resident_peak_bytes(pid: int) -> int:
-    """The most memory that a process has held since its start, or since `forget_peak`."""
+    """Return the peak resident memory of a process since its start, or since `forget_peak`."""
     return _memory_bytes(pid, "VmHWM")
 
 
@@ -245,7 +245,7 @@ def _memory_bytes(pid: int, name: str) -> int:
 
 
 async def start_engine(name: str, log_dir: Path, **flags: object) -> LocalEngine:
-    """A simulated one: `kv_capacity_tokens=4096` for `--kv-capacity-tokens 4096`."""
+    """Start a simulated engine; `kv_capacity_tokens=4096` becomes `--kv-capacity-tokens 4096`."""
     return await start_simulated(name, log_dir=log_dir, arguments=flags_of(flags))
 
 
@@ -263,7 +263,7 @@ async def start_gateway(engines: Sequence[LocalEngine], log_dir: Path, *argument
 
 
 def session() -> aiohttp.ClientSession:
-    """A connection for each request, and no limit on them."""
+    """Open a client session with a connection per request and no limit."""
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     timeout = aiohttp.ClientTimeout(total=WITHIN_S)
     return aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=1 << 20)

@@ -1,4 +1,4 @@
-"""A version in memory, for tests of what carries it; that of peers is in files (weights/peer/staged.py)."""
+"""A weight version in memory, for tests of transports; peers store versions in files (weights/peer/staged.py)."""
 
 import threading
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from planner.sync_tree.ranges import ByteRanges
 
 
 class InMemory:
-    """Shards of these bytes or, where only a size is given, to be received."""
+    """Shards with these bytes, or to be received if only a size is given."""
 
     def __init__(self, version: int, shards: Mapping[str, bytes | int]) -> None:
         self.bytes = {name: bytearray(what) for name, what in shards.items()}

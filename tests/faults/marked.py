@@ -1,4 +1,4 @@
-"""Processes that kill themselves or stand still at a mark, and are started again."""
+"""Processes that kill or stop themselves at a mark, and are started again."""
 
 import asyncio
 import signal
@@ -14,7 +14,7 @@ class MarkedProcess(LabProcess):
         return await asyncio.to_thread(self.process.wait, 120)
 
     async def until_still(self) -> None:
-        """Until it has been stopped by a mark."""
+        """Wait until the process was stopped by a mark."""
 
         async def still() -> bool:
             assert self.running, f"{self.name} has ended"
@@ -26,7 +26,7 @@ class MarkedProcess(LabProcess):
         self.signal(signal.SIGCONT)
 
     def end(self) -> None:
-        """Whatever it is doing."""
+        """Kill the process in any state."""
         if self.running:
             self.kill()
 

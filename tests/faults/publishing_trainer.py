@@ -1,7 +1,7 @@
-"""A trainer's process: `publishing_trainer.py ADDRESS PEER FOLDER`.
+"""A trainer process: `publishing_trainer.py ADDRESS PEER FOLDER`.
 
-It publishes what lines of its standard input say, as JSON: `version`, `seed` of its content, `install`. Of each it
-writes when it is staged, and how it came out.
+It publishes versions that the lines of its standard input describe as JSON: `version`, `seed` of its content,
+`install`. For each it prints when it is staged, and how it ended.
 """
 
 import json
@@ -16,7 +16,7 @@ from orchestrrl.weights.trainer.client import PublishInProgress, WeightsClient
 
 SHAPE = (256, 256)
 TENSORS = 16  # of 256 KiB
-PATIENCE_S = 600.0  # for a daemon that is started again on a machine that has other things to do
+PATIENCE_S = 600.0  # for a daemon that restarts on a busy machine
 
 
 def content(seed: int) -> dict[str, Any]:
@@ -42,14 +42,14 @@ def main() -> None:
     client = WeightsClient(address, peer=peer, folder=folder, patience_s=PATIENCE_S)
     say("ready")
     for order in sys.stdin:
-        told = json.loads(order)
-        arrays = content(told["seed"])
+        reported = json.loads(order)
+        arrays = content(reported["seed"])
         try:
-            handle = client.start_publish_arrays(told["version"], arrays, install=told["install"])
+            handle = client.start_publish_arrays(reported["version"], arrays, install=reported["install"])
         except OrchestrRLError as error:
-            say("over", told["version"], type(error).__name__, "", str(error))
+            say("over", reported["version"], type(error).__name__, "", str(error))
             continue
-        say("staged", told["version"])
+        say("staged", reported["version"])
         threading.Thread(target=wait, args=(handle,), daemon=True).start()
 
 

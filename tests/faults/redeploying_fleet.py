@@ -1,7 +1,7 @@
 """A daemon that starts and stops engines, a gateway with a ledger, and a step of requests, all of them processes.
 
 Three engines on four GPUs, `NARROW`: a wide one, which stays, and two narrow ones, which a redeployment to `WIDE`
-replaces by another wide one. What there is, is looked for as the deployer does, whatever anybody says.
+replaces by another wide one. The present engines are found as the deployer does, independently of any report.
 """
 
 import asyncio
@@ -61,7 +61,7 @@ FAULTS = {
 
 
 class Harness:
-    """`folder` is its own, and empty. Of the engines it knows what it finds."""
+    """A fleet in an empty `folder` of its own. It finds its engines on the machine."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -85,7 +85,7 @@ class Harness:
     def make_gateway(self, name: str) -> MarkedProcess:
         words = ["--listen", f"127.0.0.1:{free_port()}", "--engine-kind", "simulated"]
         words += ["--daemon", self.daemon_address, "--id", name, "--drain-s", "0"]
-        words += ["--policy", "round_robin"]  # requests are on all engines, however slow one seemed
+        words += ["--policy", "round_robin"]  # requests are on all engines, even if one seemed slow
         command = command_of("gateway", *words, "--ledger", self.folder / f"{name}.ledger")
         return MarkedProcess(name, command, self.folder, cwd=self.folder)
 
@@ -94,7 +94,7 @@ class Harness:
         await asyncio.gather(self.daemon.start(), self.gateway.start())
 
     async def close(self) -> None:
-        """Nothing of it is left, and its ports are free."""
+        """End all processes and free their ports."""
         await asyncio.gather(self.daemon.stop(), self.gateway.stop())
         for deployed in await self.deployer.list_engines():
             await self.deployer.stop(deployed.engine)
@@ -105,19 +105,19 @@ class Harness:
                 holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 holder.bind(("127.0.0.1", port))
 
-    # --- what there is
+    # --- observations
 
     def found(self) -> dict[str, list[FoundProcess]]:
-        """Processes, by engine."""
+        """Return the processes by engine."""
         return {str(engine): found for engine, found in find_processes(self._fleet, self._logs).items()}
 
     def leader(self, engine: str) -> int:
-        """The process id of its server."""
+        """Return the process id of the engine's server."""
         (process,) = [found.process.pid for found in self.found()[engine] if found.leads]
         return process
 
     async def kill(self, engine: str) -> None:
-        """Return when its server has ended: a signal that was sent may take a while to be delivered."""
+        """Kill the engine's server and return when it has ended: the delivery of a signal may take a while."""
         server = psutil.Process(self.leader(engine))
         server.kill()
 
@@ -130,19 +130,19 @@ class Harness:
         await until(ended, 0.005)
 
     async def engines(self) -> dict[str, DeployedInstance]:
-        """As the deployer has them."""
+        """Return the engines as the deployer lists them."""
         deployed = {str(each.engine): each for each in await self.deployer.list_engines()}
         self._ports.update(int(each.url.rsplit(":", 1)[1]) for each in deployed.values() if each.url)
         return deployed
 
     async def named(self, configuration: str) -> str:
-        """The first engine of it."""
+        """Return the first engine of this configuration."""
         return next(
             name for name, engine in sorted((await self.engines()).items()) if engine.configuration == configuration
         )
 
     def check_gpus(self) -> None:
-        """No two processes have the same."""
+        """Check that no two processes have the same GPU."""
         owner: dict[int, str] = {}
         for engine, found in self.found().items():
             for record in (each.record for each in found if each.leads and is_alive(each.identity)):
@@ -159,7 +159,7 @@ class Harness:
     # --- the daemon
 
     def mark(self, *, before: bool = False, stop: bool = False, **where: object) -> None:
-        """The daemon dies there, or stands still."""
+        """Make the daemon die, or stop, at an entry."""
         sent = signal.SIGSTOP if stop else signal.SIGKILL
         draft = self.folder / "mark.draft"
         draft.write_text(json.dumps({**where, "before": before, "signal": sent}))
@@ -167,7 +167,7 @@ class Harness:
 
     @property
     def marked(self) -> bool:
-        """It has not come to the mark."""
+        """Return whether the daemon has not reached the mark yet."""
         return (self.folder / "mark.json").exists()
 
     def unmark(self) -> None:
@@ -178,8 +178,8 @@ class Harness:
             return await client.call(getattr(client.control, method), request)
 
     async def begin(self, targets: Targets) -> str:
-        """A redeployment; its id. Raises what the daemon refuses it with, who may wind up the one before for a
-        moment."""
+        """Start a redeployment and return its id. Raises the daemon's refusal; the daemon may need a moment to finish
+        the previous one."""
         deadline_s = time.monotonic() + WITHIN_S
         while True:
             try:
@@ -191,15 +191,15 @@ class Harness:
 
     async def _begin(self, targets: Targets) -> str:
         wanted = [control_pb2.RedeployTarget(configuration=name, engines=count) for name, count in targets]
-        order = control_pb2.RedeployRequest(targets=wanted, reason="the test says so")
+        order = control_pb2.RedeployRequest(targets=wanted, reason="requested by the test")
         async with ControlClient(self.daemon_address) as client:
             async for report in client.watch(client.control.Redeploy, order):
                 return str(report.redeployment_id)
-        raise AssertionError("the daemon said nothing")
+        raise AssertionError("the daemon did not answer")
 
     async def begin_and_die(self, targets: Targets) -> str:
-        """A redeployment in which the daemon comes to a mark that kills it; the redeployment's id."""
-        with contextlib.suppress(OrchestrRLError):  # it may have no time for a word
+        """Start a redeployment in which the daemon reaches a mark that kills it; return the redeployment's id."""
+        with contextlib.suppress(OrchestrRLError):  # it may die before it answers
             await self.begin(targets)
         assert await self.daemon.until_ended() == -signal.SIGKILL
         assert not self.marked
@@ -207,7 +207,8 @@ class Harness:
 
     @contextlib.asynccontextmanager
     async def standing_still(self, targets: Targets, kind: str, state: str) -> AsyncIterator[str]:
-        """In a redeployment whose daemon stands still when it has written that; it goes on when this is left."""
+        """Run the block in a redeployment whose daemon is stopped after it wrote this entry; it continues after the
+        block."""
         self.mark(stop=True, kind=kind, state=state)
         redeployment = await self.begin(targets)
         await self.daemon.until_still()
@@ -216,9 +217,9 @@ class Harness:
 
     @contextlib.asynccontextmanager
     async def evacuating(self, targets: Targets, *steps: "Step") -> AsyncIterator[tuple[str, list[set[str]]]]:
-        """In a redeployment whose daemon is about to have requests leave the engines of configurations that are not
-        wanted any more. These engines stand still, so the requests are there when it goes on. The redeployment's id,
-        and the ids of each step's requests that have to leave."""
+        """Run the block while the daemon is about to evacuate the engines of configurations that are not in the target.
+        These engines are stopped, so that their requests remain when the daemon continues. Yields the redeployment's
+        id, and the ids of each step's requests that have to leave."""
         wanted = {name for name, _ in targets}
         self.mark(stop=True, number=1)  # before anything else
         redeployment = await self.begin(targets)
@@ -237,35 +238,35 @@ class Harness:
             self.daemon.go_on()
 
     async def report(self, redeployment: str) -> control_pb2.RedeploymentReport:
-        told: control_pb2.RedeploymentReport = await self.ask(
+        reported: control_pb2.RedeploymentReport = await self.ask(
             "GetRedeployment", control_pb2.GetRedeploymentRequest(redeployment_id=redeployment)
         )
-        return told
+        return reported
 
     async def until_over(self, redeployment: str) -> control_pb2.RedeploymentReport:
-        """By the word of whichever daemon there is."""
+        """Wait until the redeployment has ended, by any daemon."""
 
         async def over() -> control_pb2.RedeploymentReport | None:
             self.check_gpus()
-            told = await self.report(redeployment)
-            return told if told.state != "running" else None
+            reported = await self.report(redeployment)
+            return reported if reported.state != "running" else None
 
         report = await until(over, 0.1)
         assert report is not None
         return report
 
     async def until_at(self, redeployment: str, kind: str, state: str = "running") -> None:
-        """Until a step of this kind stands so, or beyond."""
+        """Wait until a step of this kind is in this state, or later."""
         states = ["pending", "running", "done", "failed"]
 
         async def reached() -> bool:
-            told = await self.report(redeployment)
-            return any(s.kind == kind and states.index(s.state) >= states.index(state) for s in told.steps)
+            reported = await self.report(redeployment)
+            return any(s.kind == kind and states.index(s.state) >= states.index(state) for s in reported.steps)
 
         await until(reached, 0.01)
 
     async def become(self, targets: Targets) -> None:
-        """Where it is not so already."""
+        """Redeploy to the target, unless the fleet is there already."""
         wanted = sorted(name for name, count in targets for _ in range(count))
         if sorted(engine.configuration for engine in (await self.engines()).values()) != wanted:
             report = await self.until_over(await self.begin(targets))
@@ -273,7 +274,7 @@ class Harness:
         await self.routed(self.gateway)
 
     async def routed(self, gateway: MarkedProcess) -> None:
-        """Return when it would use all engines."""
+        """Return when the gateway would use all engines."""
         wanted = set(await self.engines())
 
         async def trusts() -> bool:
@@ -286,7 +287,8 @@ class Harness:
 
     @contextlib.asynccontextmanager
     async def step(self, gateway: MarkedProcess | None = None, tokens: int = TOKENS) -> AsyncIterator["Step"]:
-        """Under way on all engines when this is entered; all of them answered, once and rightly, when it is left."""
+        """Run the block while a step is in flight on all engines; afterwards check that all requests were answered once
+        and correctly."""
         async with session() as http:
             step = Step(http, gateway or self.gateway, _asked(next(self._numbers), tokens))
             await step.begin(len(await self.engines()))
@@ -295,7 +297,7 @@ class Harness:
 
 
 class Step:
-    """Streamed requests. Who asks comes back with the same id when the gateway breaks off, as trainers do."""
+    """Streamed requests. A client sends the same id again if the gateway breaks the connection, as trainers do."""
 
     def __init__(self, http: aiohttp.ClientSession, gateway: MarkedProcess, questions: list[Question]) -> None:
         self.questions = questions
@@ -325,10 +327,10 @@ class Step:
         ids = {question.id for question in self.questions}
         ended = Counter(item["id"] for item in shown["finished"] if item["id"] in ids)
         assert set(ended.values()) == ({1} if ids else set())  # all may have left
-        assert self.gateway_was_killed or ended.keys() == ids  # what another life of it finished it does not list
+        assert self.gateway_was_killed or ended.keys() == ids  # it lists no earlier process's
 
     async def leave(self, *ids: str) -> None:
-        """Their clients go."""
+        """Close the clients."""
         self.questions = [question for question in self.questions if question.id not in ids]
         gone = [self._asking.pop(id) for id in ids]
         for asking in gone:
@@ -336,7 +338,7 @@ class Step:
         await asyncio.gather(*gone, return_exceptions=True)
 
     async def shown(self) -> dict[str, Any]:
-        """The gateway's ledger."""
+        """Return the gateway's ledger."""
         operator = await operator_url(self._http, self._gateway.url)
         async with self._http.get(operator + "/orchestrrl/requests") as response:
             shown: dict[str, Any] = await response.json()

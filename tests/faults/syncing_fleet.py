@@ -1,7 +1,7 @@
-"""A fleet that is given versions of its weights while it answers, all of it processes that can be killed.
+"""A fleet that receives weight versions while it answers, all of it processes that can be killed.
 
-A trainer, its host's peer, three engines on two hosts with a peer each, daemon, agent and gateway. What the engines say
-is a function of the weights, so each token of an answer says which version it is of.
+A trainer, its host's peer, three engines on two hosts with a peer each, daemon, agent and gateway. The engines' answers
+are a function of the weights, so that each token of an answer identifies its version.
 """
 
 import asyncio
@@ -32,11 +32,11 @@ ENGINES = {"gen0": ("e0", "e1"), "gen1": ("e2",)}
 SPEED = 3.0  # of engines: 6 ms a token
 CHUNK_BYTES = 64 * 1024
 PROMPT = [7, 8, 9]
-ASKED_S = 10.0  # an engine, past the gateway
+ASKED_S = 10.0  # an engine, bypassing the gateway
 
 
 class Marked(MarkedProcess):
-    """A process that can be told to die at a mark. `serves`: the first line of its output tells that it does."""
+    """A process that can be made to die at a mark. `serves` is the first line of its output once it serves."""
 
     def __init__(self, name: str, words: Sequence[str], folder: Path, *, serves: bool = True) -> None:
         super().__init__(name, [sys.executable, HERE / "dying_process.py", name, *words], folder, cwd=folder)
@@ -50,7 +50,7 @@ class Marked(MarkedProcess):
         return ""
 
     def mark(self, point: str, *, stop: bool = False, **where: Any) -> None:
-        """It dies there, or stands still."""
+        """Make the process die, or stop, at a point."""
         draft = self._folder / f"draft-{self.name}.json"
         draft.write_text(json.dumps({"point": point, **where, "signal": signal.SIGSTOP if stop else signal.SIGKILL}))
         draft.replace(self._mark)
@@ -63,12 +63,12 @@ class Marked(MarkedProcess):
         return self._folder / f"mark-{self.name}.json"
 
     async def until_killed(self) -> None:
-        """By a mark."""
+        """Wait until the process was killed by a mark."""
         assert await self.until_ended() == -signal.SIGKILL
 
 
 class Trainer(MarkedProcess):
-    """A process that publishes."""
+    """A process that publishes versions."""
 
     def __init__(self, address: str, folder: Path, weights: Path) -> None:
         command = [sys.executable, HERE / "publishing_trainer.py", address, "train0", weights]
@@ -76,7 +76,7 @@ class Trainer(MarkedProcess):
         self._said: list[list[Any]] = []
 
     async def ensure(self) -> None:
-        """That it runs."""
+        """Start the trainer unless it runs."""
         if not self.running:
             await self.start()
 
@@ -92,22 +92,23 @@ class Trainer(MarkedProcess):
         await self._word("staged", version)
 
     async def over(self, version: int) -> tuple[str, str, str]:
-        """Its last word of this version: how it ended, the code, and why. It may be published again afterwards."""
+        """Return the trainer's last report of this version: how it ended, the code, and the reason. It may be published
+        again later."""
         word = await self._word("over", version)
         self._said.remove(word)
         return word[2], word[3], word[4]
 
     async def _word(self, *begins: Any) -> list[Any]:
-        async def said() -> list[Any] | None:
+        async def message() -> list[Any] | None:
             while line := self.read_line():
                 self._said.append(json.loads(line))
             return next((word for word in self._said if word[: len(begins)] == list(begins)), None)
 
-        return await until(said)
+        return await until(message)
 
 
 class Harness:
-    """`folder` is its own, and empty."""
+    """A fleet in an empty `folder` of its own."""
 
     def __init__(self, folder: Path, *load: str) -> None:
         self.folder = folder
@@ -152,7 +153,7 @@ class Harness:
         return Marked(name, [*words, *owns, "--pod", name, "--tor", f"{name}-tor"], self.folder, serves=False)
 
     def weights(self, peer: str) -> Path:
-        """A peer's folder."""
+        """Return a peer's folder."""
         return self.folder / f"weights-{peer}"
 
     @property
@@ -160,7 +161,7 @@ class Harness:
         return [self.daemon, self.agent, self.gateway, *self.engines.values(), *self.peers.values()]
 
     async def open(self) -> None:
-        """All run, and have version 1."""
+        """Start all processes with version 1."""
         await asyncio.gather(*(process.start() for process in self.processes), self.trainer.start())
 
         async def all_there() -> bool:
@@ -172,7 +173,7 @@ class Harness:
         await self.brought(self.publish())
 
     async def at_rest(self) -> None:
-        """All run, and the fleet has one version, whichever."""
+        """Wait until all processes run, and the fleet has one version."""
         for process in self.processes:
             process.unmark()
             if not process.running:
@@ -188,14 +189,14 @@ class Harness:
     # --- versions
 
     def publish(self, version: int | None = None, install: str = "at_once") -> int:
-        """The next one; the trainer is told to."""
+        """Order the trainer to publish the next version."""
         version = version if version is not None else self.version + 1
         self.version = max(self.version, version)
         self.trainer.publish(version, install)
         return version
 
     async def brought(self, *versions: int) -> int:
-        """Wait until the fleet has one of these, all of it, and all is at rest. Which."""
+        """Wait until the whole fleet has one of these versions and is at rest; return it."""
         why = [""]
 
         async def has() -> int | None:
@@ -213,7 +214,7 @@ class Harness:
         return version
 
     async def _one_version(self, wanted: Sequence[int]) -> tuple[int | None, str]:
-        """The fleet's, where it is one and all is at rest; else why not."""
+        """Return the fleet's version if there is one and all is at rest, otherwise why not."""
         status, barrier = await self.status(), await self.barrier()
         if status.sync is None or not status.sync.over:
             return None, f"a sync is under way: {status.sync}"
@@ -227,14 +228,14 @@ class Harness:
         known = {each.engine_id: each.policy_version for each in barrier.engines}
         if barrier.phase != "open" or known != dict.fromkeys(self.engines, version):
             return None, f"the pause barrier is {barrier.phase}, engines are known to have {known}"
-        # One that is at rest to be repaired would hold our request, and wait for it: it is taken back.
+        # An engine at rest for its repair would hold our request, and the repair would wait for it: cancel it.
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ASKED_S)) as http:
             for engine, url in self.urls.items():
                 async with http.get(f"{url}/weight_info") as response:
                     name = (await response.json())["weight_version"]
-                told = await ask(http, url, PROMPT, 16, stream=False)
-                if name != str(version) or told.tokens != self.tokens(version, PROMPT, 16):
-                    return None, f"{engine} says that it has {name}, and goes on with {told.tokens}"
+                reported = await ask(http, url, PROMPT, 16, stream=False)
+                if name != str(version) or reported.tokens != self.tokens(version, PROMPT, 16):
+                    return None, f"{engine} reports {name}, but generates {reported.tokens}"
         return version, ""
 
     def tokens(self, version: int, context: Sequence[int], count: int) -> list[int]:
@@ -243,7 +244,7 @@ class Harness:
     def requests(self, unknown: Sequence[int] = ()) -> contextlib.AbstractAsyncContextManager[None]:
         return self.clients.requests(unknown)
 
-    # --- the daemon's word
+    # --- the daemon's reports
 
     async def status(self) -> WeightsStatus:
         async with ControlClient(self.address) as client:

@@ -1,5 +1,5 @@
-"""The pause barrier on real processes: quiet is quiet, all goes on as if nothing had been, and nobody's death freezes
-it."""
+"""Tests of the pause barrier on real processes: no engine runs while it is quiet, requests continue unharmed, and no
+process's death freezes the fleet."""
 
 import asyncio
 import os
@@ -27,9 +27,9 @@ from tests.orchestrrl.gateway.processes import operator_url
 
 ROOT = Path(__file__).parents[2]
 LONG_LEASE_S = 600.0  # ends with a resume
-LEASE_S = 8.0  # is to end by itself: not before it has been looked at
-ENDLESS = 30_000  # tokens: beyond any test
-# Pauses, tells its lease, and renews it for as long as it lives.
+LEASE_S = 8.0  # expires: not before the test has observed it
+ENDLESS = 30_000  # tokens: longer than any test
+# Pauses, prints its lease, and renews it while it lives.
 TRAINER = """
 import asyncio, sys
 from orchestrrl.rpc.control_client import ControlClient
@@ -74,7 +74,7 @@ class Pair:
             return await client.call(client.control.ResumeFleet, order)
 
     async def open_again(self) -> None:
-        """Both gateways say so; the daemon may be gone."""
+        """Return once both gateways report the barrier open; the daemon may be dead."""
 
         async def is_open() -> bool:
             return [await self.phase_of(url) for url in self.urls] == ["open", "open"]
@@ -88,7 +88,7 @@ class Pair:
         return "closed" if closed and any(closed) else "open"
 
     async def generated_tokens(self) -> list[float]:
-        """Of each engine, since its start, by its own count."""
+        """Return the tokens that each engine has generated since its start, by its own count."""
         async with aiohttp.ClientSession() as session:
             counts = []
             for engine in self.fleet.engines:
@@ -102,7 +102,7 @@ class Pair:
         assert await self.generated_tokens() == before
 
     async def under_way(self, url: str, generated_tokens: int = 500) -> None:
-        """Wait until the requests in flight at this gateway have that many tokens."""
+        """Wait until the requests in flight at this gateway have this many tokens."""
         async with aiohttp.ClientSession() as session:
 
             async def generating() -> bool:
@@ -115,7 +115,7 @@ class Pair:
 
     @asynccontextmanager
     async def endless(self) -> AsyncIterator[None]:
-        """A request at each gateway that runs for as long as this lasts."""
+        """Keep a request running at each gateway during the block."""
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:
 
             async def ask(url: str) -> None:
@@ -136,7 +136,7 @@ class Pair:
     async def answers_despite(
         self, fault: Callable[[], Awaitable[None]], urls: Sequence[str] | None = None
     ) -> list[list[int]]:
-        """The whole step, by these gateways in turn: both, where none are told."""
+        """Send the whole step through these gateways alternately, by default both."""
         urls = urls or self.urls
         timeout = aiohttp.ClientTimeout(total=WITHIN_S)
         async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
@@ -183,7 +183,7 @@ async def pair(fleet: Fleet) -> Pair:
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("frozen", [agent_pb2.FROZEN_REQUESTS_RECOMPUTE, agent_pb2.FROZEN_REQUESTS_CONTINUE])
-async def test_quiet_is_quiet_and_answers_are_those_of_an_undisturbed_step(
+async def test_quiet_fleet_generates_nothing_and_answers_are_undisturbed(
     pair: Pair, frozen: agent_pb2.FrozenRequests.ValueType
 ) -> None:
     async def update_weights() -> None:
@@ -210,7 +210,7 @@ async def test_quiet_is_quiet_and_answers_are_those_of_an_undisturbed_step(
         assert await pair.answers_despite(update_weights) == pair.fleet.expected
 
 
-async def test_requests_that_come_while_it_is_closed_are_answered_later(pair: Pair) -> None:
+async def test_requests_during_a_pause_are_answered_later(pair: Pair) -> None:
     barrier = await pair.pause(lease_s=LONG_LEASE_S)
     asking = asyncio.create_task(pair.answers_despite(_nothing))
     await asyncio.sleep(1.0)
@@ -225,17 +225,17 @@ async def _nothing() -> None:
 
 
 @pytest.mark.parametrize("gateways", [(0, 1), (0,), (1,)])
-async def test_waiting_for_what_runs(pair: Pair, gateways: tuple[int, ...]) -> None:
-    """A gateway that has nothing lets the other's requests finish."""
+async def test_wait_mode_lets_running_requests_finish(pair: Pair, gateways: tuple[int, ...]) -> None:
+    """A gateway without requests lets the other's requests finish."""
 
     async def drain() -> None:
         barrier = await pair.pause(mode=agent_pb2.PAUSE_MODE_WAIT, lease_s=4 * WITHIN_S, deadline_s=0.8 * WITHIN_S)
 
-        async def told() -> bool:  # by the reports that come after the word that all is quiet
+        async def reported() -> bool:  # by the reports after the barrier became quiet
             seen = await pair.barrier()
             return sum(gateway.report.running + gateway.report.frozen for gateway in seen.gateways) == 0
 
-        await until(told)
+        await until(reported)
         await pair.stands_still()
         await pair.resume(barrier, 1)
 
@@ -244,10 +244,8 @@ async def test_waiting_for_what_runs(pair: Pair, gateways: tuple[int, ...]) -> N
 
 
 @pytest.mark.parametrize("mode", [agent_pb2.PAUSE_MODE_KEEP, agent_pb2.PAUSE_MODE_WAIT])
-async def test_a_killed_trainer_does_not_leave_the_fleet_frozen(
-    pair: Pair, mode: agent_pb2.PauseMode.ValueType
-) -> None:
-    """Killed while it holds the lease, or while it waits for the fleet to come to rest."""
+async def test_killed_trainer_does_not_leave_the_fleet_frozen(pair: Pair, mode: agent_pb2.PauseMode.ValueType) -> None:
+    """It is killed while it holds the lease, or while it waits for the fleet to come to rest."""
 
     async def update_weights() -> None:
         keeps = mode == agent_pb2.PAUSE_MODE_KEEP
@@ -301,7 +299,7 @@ async def test_a_killed_trainer_does_not_leave_the_fleet_frozen(
     assert expected in detail
 
 
-async def test_a_killed_daemon_does_not_leave_the_fleet_frozen(pair: Pair) -> None:
+async def test_killed_daemon_does_not_leave_the_fleet_frozen(pair: Pair) -> None:
     async def update_weights() -> None:
         barrier = await pair.pause(lease_s=LEASE_S)
         pair.fleet.stack.daemon.kill()
@@ -315,7 +313,7 @@ async def test_a_killed_daemon_does_not_leave_the_fleet_frozen(pair: Pair) -> No
     assert not (await pair.barrier()).HasField("policy_version")
 
 
-async def test_a_daemon_that_is_back_in_time_still_has_the_lease(pair: Pair) -> None:
+async def test_daemon_restarted_in_time_still_has_the_lease(pair: Pair) -> None:
     async def update_weights() -> None:
         barrier = await pair.pause(lease_s=LONG_LEASE_S)
         pair.fleet.stack.daemon.kill()
@@ -333,7 +331,7 @@ async def test_a_daemon_that_is_back_in_time_still_has_the_lease(pair: Pair) -> 
     assert await pair.answers_despite(update_weights) == pair.fleet.expected
 
 
-async def test_a_gateway_that_restarts_while_it_is_closed_closes_again(pair: Pair) -> None:
+async def test_gateway_restarted_during_a_pause_closes_again(pair: Pair) -> None:
     barrier = await pair.pause(lease_s=LONG_LEASE_S)
     pair.second.kill()
     await pair.second.start()
@@ -349,14 +347,14 @@ async def test_a_gateway_that_restarts_while_it_is_closed_closes_again(pair: Pai
     assert await asking == pair.fleet.expected
 
 
-async def test_a_group_over_two_gateways_is_ended_when_it_has_enough(pair: Pair) -> None:
-    """Each gateway alone sees too few."""
+async def test_group_over_two_gateways_is_cancelled_when_it_has_enough(pair: Pair) -> None:
+    """Each gateway alone sees too few answers."""
     samples, enough = pair.fleet.step[:16], 9
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=WITHIN_S)) as session:
 
         async def ask(index: int) -> dict[str, str]:
             body = pair.fleet.body(samples[index]) | {"group_enough": enough}
-            if index >= 12:  # these are not done before the others are enough
+            if index >= 12:  # these must not finish before the others are enough
                 body |= {"max_tokens": ENDLESS, "ignore_eos": True}
             headers = {"X-Request-Id": samples[index].id, "X-Group-Id": "one"}
             async with session.post(f"{pair.urls[index % 2]}/v1/completions", json=body, headers=headers) as response:

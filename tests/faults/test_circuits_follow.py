@@ -1,5 +1,5 @@
-"""Circuits follow the deployment of real processes, and nothing is lost. The switches are virtual and live in the
-daemon: one that starts finds them dark."""
+"""Tests that circuits follow the deployment of real processes without losing a request. The switches are virtual and
+part of the daemon: a starting daemon finds them without circuits."""
 
 import asyncio
 from collections import Counter
@@ -21,7 +21,7 @@ from planner.fabric.topology import SwitchModel
 FOUR = (("tp1", 4),)
 PORTS = 32
 DEVICE = SwitchModel("tested", 0.025, PORTS)
-# Four servers of one GPU, each below a ToR of its own. The PoD that trains comes first.
+# Four servers of one GPU, each below a ToR of its own. The training PoD comes first.
 SITE = regular_site(
     SiteShape(1, 1, 4, 1, 1, servers_per_tor=1, tor_uplinks=4, core_lanes=8, response_lanes=4, agg_device=DEVICE)
 )
@@ -29,11 +29,11 @@ GEN_POD = EndpointId("gen0")
 TORS = tuple(f"gen0/b{server}-r0" for server in range(4))
 MESH = {(a, b): 1 for n, a in enumerate(TORS) for b in TORS[n + 1 :]}
 PAIRS = {TORS[:2]: 3, TORS[2:]: 3}  # engines of two GPUs
-LONG = 12_000  # tokens: beyond any start of a daemon
+LONG = 12_000  # tokens: longer than any start of a daemon
 
 
 class LitHarness(Harness):
-    """Its engines are under an optical fabric."""
+    """A fleet whose engines are below an optical fabric."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -46,7 +46,7 @@ class LitHarness(Harness):
         path.write_text(yaml.safe_dump(document, sort_keys=False))
 
     async def circuits(self) -> dict[tuple[str, str], int]:
-        """Between ToRs of the PoD that generates, as its switches have them."""
+        """Return the circuits between ToRs of the generating PoD, by its switches."""
         found: Counter[tuple[str, str]] = Counter()
         cabling = SITE.cabling
         async with ControlClient(self.daemon_address) as client:
@@ -60,10 +60,10 @@ class LitHarness(Harness):
         return dict(found)
 
     async def periods(self) -> list[str]:
-        """Those that are over, oldest first."""
+        """Return the periods that are over, oldest first."""
         async with ControlClient(self.daemon_address) as client:
-            told = await client.call(client.fabric.GetFabric, fabric_pb2.GetFabricRequest(limit=100))
-        over = [each for each in reversed(told.periods) if each.HasField("ended_unix_s")]
+            reported = await client.call(client.fabric.GetFabric, fabric_pb2.GetFabricRequest(limit=100))
+        over = [each for each in reversed(reported.periods) if each.HasField("ended_unix_s")]
         return [f"{each.period} {each.state} {each.code}" for each in over]
 
 
@@ -84,33 +84,33 @@ async def harness(whole_harness: LitHarness) -> LitHarness:
     return whole_harness
 
 
-async def test_a_redeployment_under_load_changes_circuits(harness: LitHarness) -> None:
+async def test_redeployment_under_load_changes_circuits(harness: LitHarness) -> None:
     assert await harness.circuits() == MESH
     async with harness.step():
         report = await harness.until_over(await harness.begin(WIDE))
     assert report.state == "done", report.detail
-    (said,) = (step.detail for step in report.steps if step.kind == "admit")
-    assert "circuits committed" in said
+    (message,) = (step.detail for step in report.steps if step.kind == "admit")
+    assert "circuits committed" in message
     assert await harness.circuits() == PAIRS
 
 
-async def test_a_redeployment_that_fails_leaves_the_circuits_of_before(harness: LitHarness) -> None:
+async def test_failed_redeployment_restores_the_previous_circuits(harness: LitHarness) -> None:
     async with harness.step():
         report = await harness.until_over(await harness.begin((("fails", 2),)))
     assert report.state == "rolled_back", report.detail
     assert await harness.circuits() == MESH
 
 
-async def test_a_daemon_that_starts_under_load_waits_until_nobody_has_a_request(harness: LitHarness) -> None:
+async def test_daemon_started_under_load_waits_until_no_request_is_in_flight(harness: LitHarness) -> None:
     before = len(await harness.periods())
 
-    async def told() -> list[str]:
+    async def reported() -> list[str]:
         return (await harness.periods())[before:]
 
     async with harness.step(tokens=LONG) as step:
         harness.daemon.kill()
         await harness.daemon.start()
-        assert await until(told, 0.1) == ["generation kept no_boundary"]
+        assert await until(reported, 0.1) == ["generation kept no_boundary"]
         assert await harness.circuits() == {}
         await step.leave(*(question.id for question in step.questions))
 
@@ -120,7 +120,7 @@ async def test_a_daemon_that_starts_under_load_waits_until_nobody_has_a_request(
         await until(left, 0.1)
 
     async def again() -> list[str]:
-        return (await told())[1:]
+        return (await reported())[1:]
 
     assert await until(again, 0.1) == ["generation committed committed"]
     assert await harness.circuits() == MESH

@@ -1,4 +1,5 @@
-"""Clients that leave, ids that are taken, bodies of 64 MB, and ten thousand requests at once, at a gateway process."""
+"""Tests of a gateway process with clients that leave, ids in use, bodies of 64 MB, and ten thousand requests at
+once."""
 
 import asyncio
 import itertools
@@ -39,7 +40,7 @@ Start = Callable[..., Awaitable[Front]]
 
 @pytest.fixture
 async def start(tmp_path: Path) -> AsyncIterator[Start]:
-    """So many like engines, and a gateway in front of them."""
+    """Start this many equal engines, and a gateway in front of them."""
     engines: list[LocalEngine] = []
     gateways: list[GatewayProcess] = []
     async with session() as http:
@@ -61,7 +62,7 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
 
 
 async def posted(url: str, question: Question, *headers: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A connection on which this has been asked."""
+    """Open a connection and send this request on it."""
     host, port = url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port), limit=MIB)
     writer.write(request(question, *headers))
@@ -76,7 +77,7 @@ def request(question: Question, *headers: str) -> bytes:
 
 
 def leave(writer: asyncio.StreamWriter, how: str) -> None:
-    if how == "half":  # shut down for writing, as some do who want no answer any more
+    if how == "half":  # shut down for writing, as some clients do that no longer need an answer
         writer.write_eof()
         return
     if how == "reset":
@@ -86,8 +87,8 @@ def leave(writer: asyncio.StreamWriter, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["close", "reset", "half"])
-async def test_a_client_that_leaves_is_aborted_on_its_engine_and_its_kv_is_freed(start: Start, how: str) -> None:
-    """Streamed or not, running or waiting for its turn, its connection kept or not; who stays is not disturbed."""
+async def test_client_that_leaves_is_aborted_on_its_engine_and_its_kv_is_freed(start: Start, how: str) -> None:
+    """Streamed or not, running or waiting, on a kept connection or not; other requests are not disturbed."""
     front = await start(speed=3, max_num_seqs=5)
     staying = Question(next(numbers), prompt_tokens=100, max_tokens=1200, stream=True)
     leaving = [Question(next(numbers), 100, 20_000, stream=index % 2 == 0) for index in range(8)]
@@ -104,7 +105,7 @@ async def test_a_client_that_leaves_is_aborted_on_its_engine_and_its_kv_is_freed
     await front.running_at("e0", 5)
     for _, writer in connections:
         leave(writer, how)
-    await front.pause(0)  # who stays is not at its end before all have left
+    await front.pause(0)  # the remaining request does not end before all others have left
 
     async def alone() -> bool:
         now = await front.metrics(0)
@@ -114,22 +115,22 @@ async def test_a_client_that_leaves_is_aborted_on_its_engine_and_its_kv_is_freed
     assert not answering.done()
     now = await front.metrics(0)
     held_tokens = now.kv_usage_fraction * now.kv_capacity_tokens
-    assert held_tokens <= 100 + 1200 + 16  # of the one that stays; blocks have 16 tokens
+    assert held_tokens <= 100 + 1200 + 16  # of the remaining one; blocks have 16 tokens
     await front.resume(0)
     check(staying, await answering)
     ended = await front.finished(staying, *leaving)
     assert [item["finish_reason"] for item in ended] == ["length"] + ["abort"] * len(leaving)
     made = (await front.idle(0)).generation_tokens_total
     await front.ask_all([Question(next(numbers))])
-    assert (await front.idle(0)).generation_tokens_total == made + 40  # nothing was still being made for the others
+    assert (await front.idle(0)).generation_tokens_total == made + 40  # no token was still generated for the others
     for _, writer in connections:
         writer.close()
 
 
-# --- ids that are taken ----------------------------------------------------------------------------------------------
+# --- ids in use ------------------------------------------------------------------------------------------------------
 
 
-async def test_an_id_in_flight_is_refused_and_the_first_is_unharmed(start: Start) -> None:
+async def test_id_in_flight_is_refused_and_the_first_request_is_unharmed(start: Start) -> None:
     front = await start(count=2, speed=5)
     firsts = [Question(next(numbers), max_tokens=800, stream=stream) for stream in (False, True)]
     answering = [front.asking(first) for first in firsts]
@@ -148,16 +149,16 @@ async def test_an_id_in_flight_is_refused_and_the_first_is_unharmed(start: Start
         assert second.id in error["message"]
     assert not any(task.done() for task in answering)
     running = [(await front.metrics(engine)).running for engine in range(2)]
-    assert sum(running) == len(firsts)  # none of them came to an engine
+    assert sum(running) == len(firsts)  # none of them reached an engine
     await front.resume_all()
     for first, answer in zip(firsts, await asyncio.gather(*answering), strict=True):
         check(first, answer)
     await front.finished(*firsts)
-    await front.ask_all(firsts)  # an id that is free again may be used again
+    await front.ask_all(firsts)  # an id that is free again may be reused
 
 
 def all_but(few: int, asking: Sequence["asyncio.Task[int]"]) -> Callable[[], Awaitable[bool]]:
-    """Whether so few of them at most have no answer yet."""
+    """Return whether at most this many requests have no answer yet."""
 
     async def answered() -> bool:
         return sum(not task.done() for task in asking) <= few
@@ -165,9 +166,9 @@ def all_but(few: int, asking: Sequence["asyncio.Task[int]"]) -> Callable[[], Awa
     return answered
 
 
-async def test_of_two_processes_each_takes_an_id_once(start: Start) -> None:
-    """They know nothing of each other's ids: an id that both are given is answered by both, by each of them right, and
-    is not ended by the other when its client leaves."""
+async def test_two_processes_accept_an_id_once_each(start: Start) -> None:
+    """The processes do not share ids: both answer a request with the same id, each correctly, and neither is cancelled
+    when the other's client leaves."""
     front = await start("--processes", "2", speed=2)
     asked = Question(next(numbers), max_tokens=150)
 
@@ -180,7 +181,7 @@ async def test_of_two_processes_each_takes_an_id_once(start: Start) -> None:
                 assert body["choices"][0]["token_ids"] == asked.answer[0]
             return response.status
 
-    await front.pause(0)  # nothing ends before all have come
+    await front.pause(0)  # no request ends before all have arrived
     leaving = asyncio.create_task(ask(0.5))
     asking = [asyncio.create_task(ask(WITHIN_S)) for _ in range(40)]
     await until(all_but(2, asking))
@@ -193,7 +194,7 @@ async def test_of_two_processes_each_takes_an_id_once(start: Start) -> None:
     await front.idle(0)
 
 
-async def test_of_many_with_one_id_at_once_one_is_answered(start: Start) -> None:
+async def test_one_of_many_concurrent_requests_with_one_id_is_answered(start: Start) -> None:
     front = await start(speed=5)
     asked = Question(next(numbers), max_tokens=200)
 
@@ -222,12 +223,12 @@ def text_prompt(free_bytes: int) -> str:
 
 
 def ids_prompt(free_bytes: int) -> str:
-    """Of three digits, which take Python the most for each byte."""
+    """Return a prompt of three-digit ids, which cost Python the most memory per byte."""
     return "[%s7]" % ("999," * ((free_bytes - 3) // 4))
 
 
 def body_of(size_bytes: int, prompt: Callable[[int], str]) -> bytes:
-    """A body of exactly so many bytes."""
+    """Return a body of exactly this many bytes."""
     frame = '{"max_tokens": 4, "temperature": 0, "prompt": %s}'
     body = frame % prompt(size_bytes - len(frame) + 2)
     return body.encode() + b" " * (size_bytes - len(body))
@@ -239,9 +240,10 @@ async def post_raw(front: Front, body: bytes) -> tuple[int, dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("prompt", "times"), [(text_prompt, 10), (ids_prompt, 20)], ids=["text", "ids"])
-async def test_bodies_at_the_limit(start: Start, prompt: Callable[[int], str], times: int) -> None:
-    """Just under it: the engine's own refusal, as no model has such a context. Over it: 413. The gateway holds so many
-    times the body's size at most (an id in Python takes more than its digits), and gives it back for the next."""
+async def test_bodies_at_the_limit_are_handled(start: Start, prompt: Callable[[int], str], times: int) -> None:
+    """Just below the limit, the engine refuses: no model has such a context. Above it, the answer is 413. The gateway's
+    memory is at most a multiple of the body's size (an id in Python takes more than its digits), and is freed for the
+    next."""
     front = await start(speed=5)
     pid = front.gateway.pid
     before_bytes = resident_bytes(pid)
@@ -264,23 +266,23 @@ BURST_TOKENS = 6
 BURST_WITHIN_S = 280.0
 ENGINE_FAILURES = "orchestrrl_gateway_engine_failures_total{"
 IN_FLIGHT = "orchestrrl_gateway_requests{"
-# For each request in flight: two connections with their buffers, the record, and what answers it.
+# Per request in flight: two connections with their buffers, the record, and the handler.
 REQUEST_BYTES = 48 << 10
 
 
 @pytest.fixture
 def many_files() -> Iterator[None]:
-    """Connections for all of them, here and in the processes that are started."""
+    """Raise the limit of open files for all connections, here and in started processes."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
     yield
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-@pytest.mark.alone  # it takes most of the ports that the kernel gives
+@pytest.mark.alone  # it uses most of the kernel's ephemeral ports
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-async def test_ten_thousand_requests_at_once(start: Start, many_files: None, stream: bool) -> None:
-    """Each on a connection of its own. Every one is answered right, and once; the gateway's memory is bounded."""
+async def test_ten_thousand_requests_at_once_are_answered(start: Start, many_files: None, stream: bool) -> None:
+    """Each has a connection of its own. Each is answered correctly and once; the gateway's memory is bounded."""
     # Beyond the queue's depth they wait in the gateway: it needs no more files for engines than that.
     flags = ("--log-level", "error", "--queue-depth", "1024")
     front = await start(*flags, count=2, speed=50, max_num_seqs=512)
@@ -300,7 +302,7 @@ async def test_ten_thousand_requests_at_once(start: Start, many_files: None, str
 
     async with asyncio.timeout(BURST_WITHIN_S):
         for engine in range(2):
-            await front.pause(engine)  # nothing ends before all are there
+            await front.pause(engine)  # no request ends before all have arrived
         answering = asyncio.gather(*(one(question) for question in asked))
         await until(all_in_flight, every_s=1.0)
         for engine in range(2):
@@ -317,8 +319,8 @@ async def test_ten_thousand_requests_at_once(start: Start, many_files: None, str
     await front.ask_all([Question(next(numbers))])
 
 
-async def test_more_requests_than_the_gateway_may_open_files(start: Start) -> None:
-    """Those that find no connection to an engine wait, however long; the engines are not blamed for it."""
+async def test_requests_beyond_the_gateways_file_limit_wait(start: Start) -> None:
+    """Requests without a connection to an engine wait, for any time, and the engines are not considered failed."""
     front = await start(count=2, speed=20, max_num_seqs=256)
     files = len(os.listdir(f"/proc/{front.gateway.pid}/fd"))
     asked = [Question(next(numbers), max_tokens=20, stream=index % 2 == 0) for index in range(200)]
@@ -347,14 +349,14 @@ async def test_more_requests_than_the_gateway_may_open_files(start: Start) -> No
 
 
 async def in_flight(front: Front) -> int:
-    """By the gateway's metrics: its page of all requests would be long."""
+    """Return the requests in flight by the gateway's metrics, since the page of all requests would be long."""
     async with front.http.get(front.url + "/metrics") as response:
         lines = (await response.text()).splitlines()
     return sum(int(float(line.split()[-1])) for line in lines if line.startswith(IN_FLIGHT))
 
 
 async def whole_answer(reader: asyncio.StreamReader) -> bytes:
-    """An HTTP answer that came on a connection which stays open."""
+    """Read an HTTP answer from a connection that stays open."""
     head = await reader.readuntil(b"\r\n\r\n")
     if b"chunked" in head:
         return head + await reader.readuntil(b"\r\n0\r\n\r\n")

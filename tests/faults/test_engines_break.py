@@ -1,7 +1,8 @@
-"""Engines that hang, fall silent, answer 500, half a JSON or half an event: the answers are whole and right.
+"""Tests of engines that hang, stop sending, or answer with status 500, half a JSON or half an event: answers must be
+complete and correct.
 
-One engine breaks as each request tells it to (bad_engine.py), the other is a simulated one that does not; both, and the
-gateway, are processes. The tokens that the bad engine gave are kept: what follows is asked of the other.
+One engine fails as each request selects (bad_engine.py), the other is a correct simulated one; both, and the gateway,
+are processes. Tokens of the failing engine are kept, and the other engine generates the rest.
 """
 
 import asyncio
@@ -40,7 +41,7 @@ from orchestrrl.engines.openai_chunks import MOST_LINE_BYTES
 from orchestrrl.lab.testbed.engines import LocalEngine
 from tests.orchestrrl.gateway.processes import GatewayProcess
 
-# A short patience with engines that hang. Where the good engine is slower than that for once, nothing is lost either.
+# A short limit for engines that hang. If the good engine is slower than that once, no request is lost either.
 STALL = ("--stall-s", "3")
 REQUESTS = 6
 SLACK_BYTES = 64 << 20
@@ -64,13 +65,13 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[L
 
 @pytest.fixture
 async def front(processes: tuple[list[LocalEngine], GatewayProcess]) -> AsyncIterator[Front]:
-    """The bad engine is e0, the good one e1."""
+    """Start a gateway; the failing engine is e0, the correct one e1."""
     async with session() as http:
         yield Front(*processes, http)
 
 
 async def seen(front: Front, what: str, fault: str) -> int:
-    """By the bad engine: requests `asked` with this fault, or `left` by whoever had asked."""
+    """Return the failing engine's counts: requests `asked` with this fault, or `left` by their client."""
     async with front.http.get(front.engines[0].url + "/seen") as response:
         return int((await response.json())[what].get(fault, 0))
 
@@ -84,7 +85,7 @@ def questions(fault: str, count: int = REQUESTS, max_tokens: int = 40) -> list[Q
 
 
 @pytest.mark.parametrize("fault", [*AT_ONCE, *MIDWAY, RESET_MIDWAY, ENDLESS_MIDWAY, SILENT, SILENT_MIDWAY, DEAF])
-async def test_the_answers_are_whole_and_right(front: Front, fault: str) -> None:
+async def test_answers_are_complete_and_correct(front: Front, fault: str) -> None:
     asked = questions(fault)
     await front.trusts("e0", "e1")
     forget_peak(front.gateway.pid)
@@ -103,13 +104,13 @@ async def test_the_answers_are_whole_and_right(front: Front, fault: str) -> None
         async def all_left() -> bool:
             return await seen(front, "left", fault) == await seen(front, "asked", fault)
 
-        await until(all_left)  # it is not left with requests that nobody waits for
+        await until(all_left)  # no abandoned request remains on it
     if fault == DEAF:
         async with front.http.post(front.engines[0].url + "/hear") as response:
             assert response.status == 200
 
 
-async def test_what_an_engine_gave_before_it_broke_is_not_asked_for_again(front: Front) -> None:
+async def test_tokens_before_the_failure_are_not_generated_again(front: Front) -> None:
     (asked,) = questions(RESET_MIDWAY, count=1)
     await front.trusts("e0", "e1")
     before = (await front.idle(1)).generation_tokens_total
@@ -123,18 +124,18 @@ SILENTS = (SILENT,)
 
 @pytest.fixture
 async def alone(front: Front, tmp_path: Path) -> AsyncIterator[Front]:
-    """The bad engine with nobody beside it, behind a gateway of its own."""
+    """Start the failing engine alone, behind a gateway of its own."""
     gateway = await start_gateway(front.engines[:1], tmp_path, "--stall-s", "1")
     yield Front(front.engines[:1], gateway, front.http)
     await gateway.stop()
 
 
-async def test_an_engine_that_never_gives_more_than_a_few_tokens_gives_them_all(alone: Front) -> None:
+async def test_engine_that_returns_few_tokens_per_attempt_returns_all(alone: Front) -> None:
     await alone.ask_all(questions("half an event, cut", count=2, max_tokens=5 * TOKENS_BEFORE - 1))
 
 
-async def test_with_no_other_engine_there_is_a_clear_error(alone: Front) -> None:
-    """At the latest after six attempts, and in the OpenAI form, streamed or not."""
+async def test_error_is_returned_without_another_engine(alone: Front) -> None:
+    """The error comes after at most six attempts, in OpenAI's format, streamed or not."""
     faults = ("500", "half a json", "cut in its head", "closes", "not http", "head without end", *SILENTS)
     asked = [question for fault in faults for question in questions(fault, count=2)]
     before = {fault: await seen(alone, "asked", fault) for fault in faults}
@@ -148,8 +149,8 @@ async def test_with_no_other_engine_there_is_a_clear_error(alone: Front) -> None
     assert {item["finish_reason"] for item in await alone.finished(*asked)} == {"error"}
 
 
-async def test_a_stream_that_cannot_go_on_ends_with_an_error_and_no_token_twice(alone: Front) -> None:
-    """Tied to the engine where it began, with some of it delivered."""
+async def test_stream_that_cannot_continue_ends_with_an_error_and_no_repeated_token(alone: Front) -> None:
+    """The request is pinned to the engine where it began, and some of it was delivered."""
     (asked,) = questions(RESET_MIDWAY, count=1)
     body = {**asked.body, "stream": True, "presence_penalty": 0.5}
     ids: list[int] = []
@@ -168,15 +169,15 @@ async def test_a_stream_that_cannot_go_on_ends_with_an_error_and_no_token_twice(
     assert "presence_penalty" in error["message"]
 
 
-async def test_an_engine_that_stands_still_in_mid_stream_and_comes_back(tmp_path: Path) -> None:
-    """SIGSTOP: it holds its connections and says nothing. What it says once it goes on reaches nobody."""
-    # 15 s for an answer: whatever runs there when it is frozen is in its middle. The other is fast.
+async def test_engine_that_stops_in_mid_stream_and_continues_loses_nothing(tmp_path: Path) -> None:
+    """SIGSTOP: the engine keeps its connections open and sends nothing. Its later output reaches no client."""
+    # 15 s for an answer: every request on it is in its middle when it is stopped. The other engine is fast.
     engines = await asyncio.gather(start_engine("e0", tmp_path, speed=0.5), start_engine("e1", tmp_path, speed=20))
     gateway = await start_gateway(engines, tmp_path, *STALL)
     async with session() as http:
         front = Front(engines, gateway, http)
         asked = [Question(next(numbers), max_tokens=400, stream=index % 2 == 0) for index in range(8)]
-        await front.pause(1)  # it fills, and takes no more than its part of them
+        await front.pause(1)  # it fills, and accepts no more than its share of them
         answering = [front.asking(question) for question in asked]
         await front.running_at("e0", 3)
         front.freeze(0)

@@ -1,4 +1,5 @@
-"""Engines come and go in the middle of a step, by an operator's commands: nothing is lost, every answer is right."""
+"""Tests of adding and removing engines by an operator's commands during a step: no request is lost, and every answer is
+correct."""
 
 import asyncio
 import json
@@ -19,7 +20,7 @@ from orchestrrl.lab.testbed.engines import LocalEngine
 
 @pytest.fixture
 async def spare(tmp_path: Path) -> AsyncIterator[tuple[Fleet, LocalEngine]]:
-    """A slow step's fleet, and one more engine that nobody knows of."""
+    """Start a fleet for a slow step, and one more engine that is not configured."""
     slow = {"prompts": 12, "samples": 4, "max_tokens": 2000, "engines": ENGINES + 1, "speed": 3.0}
     scenario = load_scenario("simulated").model_copy(update=slow)
     async with engines(scenario, "simulated", tmp_path) as running:
@@ -29,7 +30,7 @@ async def spare(tmp_path: Path) -> AsyncIterator[tuple[Fleet, LocalEngine]]:
 
 
 async def operator(fleet: Fleet, *words: str) -> dict[str, Any]:
-    """What `orchestrrl engines ...` answers, as a process of its own."""
+    """Run `orchestrrl engines ...` as a process and return its output."""
     command = ["-m", "orchestrrl", "engines", *words, "--json", "--daemon", fleet.stack.daemon_address]
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(sys.executable, *command, stdout=pipe, stderr=pipe)
@@ -40,12 +41,12 @@ async def operator(fleet: Fleet, *words: str) -> dict[str, Any]:
 
 
 async def on(fleet: Fleet, engine: str) -> dict[str, dict[str, Any]]:
-    """The requests that the gateway has there, by id."""
+    """Return the gateway's requests on the engine, by id."""
     in_flight = (await fleet.gateway_requests())["in_flight"]
     return {request["id"]: request for request in in_flight if request["engine"] == engine}
 
 
-async def test_a_step_goes_on_while_engines_come_and_go(spare: tuple[Fleet, LocalEngine]) -> None:
+async def test_step_continues_while_engines_are_added_and_removed(spare: tuple[Fleet, LocalEngine]) -> None:
     fleet, extra = spare
     halves = fleet.step[::2], fleet.step[1::2]
     timeout = aiohttp.ClientTimeout(total=WITHIN_S)
@@ -57,7 +58,7 @@ async def test_a_step_goes_on_while_engines_come_and_go(spare: tuple[Fleet, Loca
         asking = ask(halves[0])
         await fleet.under_way()
 
-        # One comes, without an agent: the gateway alone finds it well.
+        # Add one without an agent: only the gateway finds it healthy.
         added = await operator(fleet, "add", "e3", "--url", extra.url, "--configuration", "as-started")
         assert (added["draining"], added["reported"]) == (False, False)
         asking += ask(halves[1])
@@ -67,7 +68,7 @@ async def test_a_step_goes_on_while_engines_come_and_go(spare: tuple[Fleet, Loca
 
         await until(serves)
 
-        # One leaves, and the daemon dies in the middle of it. Nothing ends there meanwhile.
+        # Drain one, and kill the daemon meanwhile. No request ends there in between.
         async with session.post(f"{fleet.engines[1].url}/pause?mode=keep&clear_cache=false") as paused:
             assert paused.status == 200
         before = set(await on(fleet, "e1"))
@@ -79,10 +80,10 @@ async def test_a_step_goes_on_while_engines_come_and_go(spare: tuple[Fleet, Loca
         assert (emptied["draining"], emptied["requests"]) == (True, 0)
         known = await fleet.gateway_requests()
         moved = [r for r in known["in_flight"] + known["finished"] if r["id"] in before and r["engine"] != "e1"]
-        assert {r["id"] for r in moved} == before, "who was there went on elsewhere"
+        assert {r["id"] for r in moved} == before, "its requests continued on other engines"
         assert all(request["moves"] for request in moved)
 
-        # Its agent finds it well, and then dead; it stays away.
+        # Its agent reports it healthy, and then dead; it stays removed.
         await operator(fleet, "remove", "e1")
         fleet.engines[1].kill()
         listed = await operator(fleet, "list")

@@ -1,6 +1,7 @@
-"""Circuits of a real daemon follow the windows of real processes; each of them is killed, and the others go on.
+"""Tests that circuits of a real daemon follow the windows of real processes. Each process is killed, and the others
+continue.
 
-The processes keep their own count of iterations: what nothing here may ever stop.
+The training processes count their iterations, which must never stop.
 """
 
 from collections.abc import AsyncIterator
@@ -12,7 +13,7 @@ from traced_job import DEVICE_S, RANKS, TracedJobHarness
 
 from orchestrrl.integrations.instrument.rings import RingReader, list_rings
 
-pytestmark = pytest.mark.alone  # windows are foretold from how regularly processes work
+pytestmark = pytest.mark.alone  # windows are predicted from the regularity of processes
 
 ENOUGH = 4  # commits
 
@@ -32,7 +33,7 @@ async def started(harness: TracedJobHarness) -> None:
 
 
 async def committed(harness: TracedJobHarness, more: int) -> None:
-    """Wait for so many commits in windows, beyond those so far."""
+    """Wait for this many further commits in windows."""
     so_far = len(await harness.commits())
 
     async def there() -> bool:
@@ -52,19 +53,19 @@ async def goes_on(harness: TracedJobHarness, rank: int) -> None:
 
 
 async def kept_as(harness: TracedJobHarness, code: str) -> None:
-    """Wait for a period that is given up because of that."""
+    """Wait for a period that ends as kept for this reason."""
 
-    async def told() -> bool:
+    async def reported() -> bool:
         periods = (await harness.plain_fabric())["periods"]
         return any(
             period["state"] == "kept" and period["code"] == "no_window" and f"{code}: " in period["detail"]
             for period in periods
         )
 
-    await until(told)
+    await until(reported)
 
 
-async def test_commits_are_made_in_windows_until_the_agent_dies_and_again_when_it_is_back(
+async def test_commits_happen_in_windows_while_the_agent_runs(
     harness: TracedJobHarness,
 ) -> None:
     await started(harness)
@@ -75,11 +76,11 @@ async def test_commits_are_made_in_windows_until_the_agent_dies_and_again_when_i
 
     harness.agent.kill()
     so_far = len(await harness.commits())
-    harness.ranks[0].kill()  # it announces; what follows is announced by hand, one at a time
+    harness.ranks[0].kill()  # it announces; further periods are announced by hand, one at a time
     for period in ("near", "far"):  # the circuits of one of them are up
         await harness.announce(period)
     await kept_as(harness, "host_gone")
-    assert len(await harness.commits()) <= so_far + 1  # one may have been under way
+    assert len(await harness.commits()) <= so_far + 1  # one may have been in progress
     await goes_on(harness, 1)
 
     harness.ranks.pop(0)
@@ -91,7 +92,7 @@ async def test_commits_are_made_in_windows_until_the_agent_dies_and_again_when_i
     assert host["jobs"] == [{"job": "small", "ranks": [0, 1]}]
 
 
-async def test_a_process_that_is_killed_in_a_collective_has_no_windows(harness: TracedJobHarness) -> None:
+async def test_process_killed_in_a_collective_has_no_windows(harness: TracedJobHarness) -> None:
     await started(harness)
     harness.kill_in_a_collective(1)
 
@@ -110,7 +111,7 @@ async def test_a_process_that_is_killed_in_a_collective_has_no_windows(harness: 
     await kept_as(harness, "untraced")
 
 
-async def test_a_daemon_that_is_killed_while_a_switch_switches_settles_it(harness: TracedJobHarness) -> None:
+async def test_daemon_killed_during_a_circuit_change_settles_it(harness: TracedJobHarness) -> None:
     await harness.start_switch(0.1)
     await started(harness)
     await harness.while_it_switches()

@@ -1,4 +1,5 @@
-"""A gateway that is killed and started again on its ledger: who comes back finds an answer, and nothing is made twice.
+"""Tests of a gateway that is killed and restarted on its ledger: a client that returns gets its answer, and no token is
+generated twice.
 
 On simulated engines over HTTP; all are processes.
 """
@@ -23,8 +24,8 @@ from orchestrrl.gateway.ledger.pieces import AnswerPiece, key_of
 from orchestrrl.lab.testbed.engines import LocalEngine
 from tests.orchestrrl.gateway.processes import GatewayProcess, free_port
 
-TOKENS = 1500  # of an answer that is under way when something happens
-PROBES = 4  # tokens that gateways have engines make to see that they can
+TOKENS = 1500  # of an answer in progress when the test acts
+PROBES = 4  # tokens that gateways have engines generate as a probe
 ENGINES = 2
 
 
@@ -43,7 +44,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[LocalEngi
 
 
 class Restarts(Front):
-    """With a ledger in `folder`, and the same port each time."""
+    """A gateway with a ledger in `folder`, and the same port each time."""
 
     def __init__(
         self, engines: list[LocalEngine], gateway: GatewayProcess, http: aiohttp.ClientSession, folder: Path
@@ -52,12 +53,12 @@ class Restarts(Front):
         self._ledger = folder / "ledger"
 
     def _kept(self, questions: Iterable[Question]) -> list[Sequence[AnswerPiece]]:
-        """What is on the disk of the answers to these."""
+        """Return the stored parts of these answers on disk."""
         with closing(AnswerFile(self._ledger)) as file:
             return [file.read(key_of(question.id), question.id)[1] for question in questions]
 
     async def kept_whole(self, questions: Iterable[Question]) -> None:
-        """Return when these answers are on the disk to their end."""
+        """Return when these answers are complete on disk."""
         questions = list(questions)
 
         async def whole() -> bool:
@@ -66,8 +67,8 @@ class Restarts(Front):
         await until(whole)
 
     async def stopped_midway(self, before: int, questions: Sequence[Question]) -> None:
-        """Return with a third of their tokens or more generated since `before`, all of these on the disk, and engines
-        that make no more."""
+        """Return when at least a third of their tokens were generated since `before`, all of these are on disk, and
+        engines generate no more."""
         await self.more_generated(before, len(questions) * TOKENS // 3)
         await self.pause_all()
 
@@ -78,17 +79,17 @@ class Restarts(Front):
         await until(written)
 
     async def go_on(self) -> None:
-        """Engines do, when nobody asks anything of them any more."""
+        """Resume all engines once the gateway has no request there."""
         await self.quiet()
         await self.resume_all()
 
     async def generated(self) -> int:
-        """By all engines, ever."""
+        """Return the tokens that all engines have ever generated."""
         metrics = await asyncio.gather(*(self.metrics(index) for index in range(len(self.engines))))
         return sum(reading.generation_tokens_total for reading in metrics)
 
     async def more_generated(self, before: int, tokens: int) -> None:
-        """Return once there are so many more tokens."""
+        """Return once this many more tokens were generated."""
 
         async def enough() -> bool:
             return await self.generated() - before >= tokens
@@ -100,7 +101,7 @@ class Restarts(Front):
             await self.idle(index)
 
     async def number(self, metric: str) -> float:
-        """Of the gateway's, or of one of its processes'."""
+        """Return a metric of the gateway, or of one of its processes."""
         async with self.http.get(self.url + "/metrics") as response:
             lines = (await response.text()).splitlines()
         return next(float(line.split()[-1]) for line in lines if line.startswith(f"orchestrrl_gateway_{metric} "))
@@ -124,7 +125,7 @@ async def front(engines: list[LocalEngine], tmp_path: Path, request: pytest.Fixt
 
 
 def asked(first: int, count: int, *, max_tokens: int = TOKENS, **more: Any) -> list[Question]:
-    """Every other is streamed."""
+    """Send the requests; every other one is streamed."""
     return [
         Question(number, max_tokens=max_tokens, stream=number % 2 == 1, more=more)
         for number in range(first, first + count)
@@ -132,7 +133,7 @@ def asked(first: int, count: int, *, max_tokens: int = TOKENS, **more: Any) -> l
 
 
 def kill(gateway: GatewayProcess) -> None:
-    """All of its processes, at once."""
+    """Kill all processes of the gateway at once."""
     below = children(gateway.pid)
     gateway.kill()
     for pid in below:
@@ -145,13 +146,13 @@ def children(pid: int) -> list[int]:
 
 
 async def broken(asking: "Iterable[asyncio.Task[Any]]") -> None:
-    """Every one of them was cut."""
+    """Check that every connection was broken."""
     for outcome in await asyncio.gather(*asking, return_exceptions=True):
         assert isinstance(outcome, aiohttp.ClientError | AssertionError), outcome
 
 
 @pytest.mark.smoke
-async def test_killed_in_mid_step_it_goes_on_where_it_was(front: Restarts) -> None:
+async def test_killed_gateway_continues_requests_after_its_restart(front: Restarts) -> None:
     done, under_way = asked(100, 4, max_tokens=400), asked(200, 6)
     await front.ask_all(done)
     await front.kept_whole(done)
@@ -165,7 +166,7 @@ async def test_killed_in_mid_step_it_goes_on_where_it_was(front: Restarts) -> No
     await front.gateway.start()
 
     await front.ask_all(done)
-    assert await front.generated() == before  # what was finished is not made again
+    assert await front.generated() == before  # finished requests are not generated again
     await front.ask_all(under_way)
     again, all_tokens = await front.generated() - before, len(under_way) * TOKENS
     print(f"of {all_tokens} tokens {again} were made after the restart")
@@ -175,7 +176,7 @@ async def test_killed_in_mid_step_it_goes_on_where_it_was(front: Restarts) -> No
     assert await front.generated() == before + again
 
 
-async def test_one_of_two_processes_killed(engines: list[LocalEngine], tmp_path: Path) -> None:
+async def test_one_of_two_killed_processes_loses_nothing(engines: list[LocalEngine], tmp_path: Path) -> None:
     gateway = await gateway_of(engines, tmp_path, "--processes", "2")
     async with session() as http:
         front = Restarts(engines, gateway, http, tmp_path)
@@ -186,7 +187,7 @@ async def test_one_of_two_processes_killed(engines: list[LocalEngine], tmp_path:
         os.kill(children(gateway.pid)[0], signal.SIGKILL)
         outcomes = await asyncio.gather(*asking, return_exceptions=True)
         cut = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
-        # At once: the other process takes them, whose claims ended with the one that was killed.
+        # The other process takes them at once: the claims of the killed one have ended.
         await front.ask_all(questions)
         made = await front.generated() - before
         print(f"{len(cut)} of {len(questions)} requests were cut; {made / TOKENS:.2f} answers were made in all")
@@ -194,7 +195,7 @@ async def test_one_of_two_processes_killed(engines: list[LocalEngine], tmp_path:
         await gateway.stop()
 
 
-async def test_a_client_that_left_and_came_back(front: Restarts) -> None:
+async def test_client_that_left_and_returned_gets_its_answer(front: Restarts) -> None:
     questions = asked(400, 4)
     before = await front.generated()
     asking = [front.asking(question) for question in questions]
@@ -209,7 +210,7 @@ async def test_a_client_that_left_and_came_back(front: Restarts) -> None:
     assert made < 1.25 * len(questions) * TOKENS
 
 
-async def test_an_id_is_refused_while_another_process_has_it(front: Restarts) -> None:
+async def test_id_is_refused_while_another_process_has_it(front: Restarts) -> None:
     (question,) = asked(500, 1)
     before = await front.generated()
     asking = front.asking(question)
@@ -225,7 +226,7 @@ async def test_an_id_is_refused_while_another_process_has_it(front: Restarts) ->
     assert (status, "another body" in error["message"]) == (409, True)
 
 
-async def test_one_that_cannot_be_continued_begins_anew(front: Restarts) -> None:
+async def test_request_that_cannot_be_continued_restarts(front: Restarts) -> None:
     questions = asked(600, 4, presence_penalty=0.1)
     before = await front.generated()
     asking = [front.asking(question) for question in questions]
@@ -237,12 +238,12 @@ async def test_one_that_cannot_be_continued_begins_anew(front: Restarts) -> None
     await front.ask_all(questions)
 
 
-async def test_a_full_disk_stops_nothing(engines: list[LocalEngine], tmp_path: Path) -> None:
+async def test_full_disk_does_not_stop_requests(engines: list[LocalEngine], tmp_path: Path) -> None:
     gateway = await gateway_of(engines, tmp_path)
     async with session() as http:
         front = Restarts(engines, gateway, http, tmp_path)
         await front.ask_all(asked(700, 4, max_tokens=400))
-        # No file of the process may grow beyond this: as a quota has it.
+        # No file of the process may grow beyond this, as with a quota.
         _, most = resource.prlimit(gateway.pid, resource.RLIMIT_FSIZE)
         resource.prlimit(gateway.pid, resource.RLIMIT_FSIZE, (100_000, most))
         for first in (710, 720, 730, 740):
@@ -255,7 +256,7 @@ async def test_a_full_disk_stops_nothing(engines: list[LocalEngine], tmp_path: P
         resource.prlimit(gateway.pid, resource.RLIMIT_FSIZE, (most, most))
         tries = itertools.count(100_000)
 
-        async def tried_again() -> bool:  # which it is with something to write
+        async def tried_again() -> bool:  # with something to write, it is full
             await front.ask_all(asked(next(tries), 1, max_tokens=400))
             return not await failing()
 
@@ -273,9 +274,9 @@ async def test_a_full_disk_stops_nothing(engines: list[LocalEngine], tmp_path: P
         assert log.count("answers cannot be stored") == 1
 
 
-async def test_the_trainers_client_gets_its_answers_from_the_restarted_gateway(front: Restarts) -> None:
+async def test_trainers_client_gets_its_answers_from_the_restarted_gateway(front: Restarts) -> None:
     questions = asked(900, 6)
-    # However long it takes to start, nobody passes it by.
+    # Its clients wait for any start time.
     patience = ClientPatience(connect_s=2.0, probe_first_s=0.05, probe_cap_s=0.2, watch_s=0.1, restart_s=WITHIN_S)
     async with GatewayClient(front.url, [engine.url for engine in front.engines], patience=patience) as client:
         before = await front.generated()

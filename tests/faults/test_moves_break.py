@@ -1,7 +1,7 @@
-"""Moves in which something breaks: the engine that is left, the one that is gone to, both at once, or there is no room.
+"""Tests of moves with a failure: of the source engine, of the destination, of both, or without free KV.
 
-Each fault falls into its window for certain: an engine that is paused, that stands still or that needs minutes
-for a prompt keeps a request where it is until the test has seen it there and has done what it came for.
+Each fault falls into its window with certainty: an engine that is paused, that is stopped or that needs minutes for a
+prompt keeps a request where it is until the test has observed it there and acted.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ numbers = itertools.count(50_000)
 SLOW = {"speed": 0.5}  # 27 tokens a second
 BRISK = {"speed": 10}
 FAST = {"speed": 50}
-NEVER = {"prefill_tokens_per_s": 0.5}  # no prompt of 200 tokens is done before the test's patience is
+NEVER = {"prefill_tokens_per_s": 0.5}  # a prompt of 200 tokens takes longer than the test waits
 MOVED = 10  # tokens that a request has at least when it is moved
 
 Start = Callable[..., Awaitable[Front]]
@@ -27,7 +27,7 @@ Start = Callable[..., Awaitable[Front]]
 
 @pytest.fixture
 async def start(tmp_path: Path) -> AsyncIterator[Start]:
-    """Engines of these flags, in their order, and a gateway in front of them."""
+    """Start engines with these flags, in their order, and a gateway in front of them."""
     engines: list[LocalEngine] = []
     gateways: list[GatewayProcess] = []
     async with session() as http:
@@ -51,8 +51,8 @@ def question(max_tokens: int, *, stream: bool = False, prompt_tokens: int = 200)
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-async def test_the_engine_that_is_moved_to_dies(start: Start, stream: bool) -> None:
-    """While it prefills: the request goes back to where it came from, with every token it had."""
+async def test_destination_engine_dies_during_prefill(start: Start, stream: bool) -> None:
+    """It dies during prefill: the request returns to the source with every token it had."""
     front = await start(BRISK, NEVER)
     asked = question(4000, stream=stream)
     answering = front.asking(asked)
@@ -77,8 +77,8 @@ async def test_the_engine_that_is_moved_to_dies(start: Start, stream: bool) -> N
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-async def test_the_engine_that_is_moved_from_dies(start: Start, stream: bool) -> None:
-    """After it was left, and before the other has made a token."""
+async def test_source_engine_dies_after_the_move(start: Start, stream: bool) -> None:
+    """It dies after the request left, and before the destination has generated a token."""
     front = await start(SLOW, FAST)
     asked = question(400, stream=stream)
     answering = front.asking(asked)
@@ -94,15 +94,15 @@ async def test_the_engine_that_is_moved_from_dies(start: Start, stream: bool) ->
     assert result["done"], result
     (ended,) = await front.finished(asked)
     assert (ended["engine"], ended["moves"]) == ("e1", 1)
-    # And the token of its first probe: nothing that e0 had made was made again.
+    # And the token of its first probe: no token of e0 was generated again.
     assert (await front.idle(1)).generation_tokens_total == 400 - at_cut["generated_tokens"] + 1
 
 
-async def test_the_engine_that_is_moved_from_stands_still_and_dies(start: Start) -> None:
-    """It never hears that it was left, and dies with everything it had."""
+async def test_stopped_source_engine_dies_after_the_move(start: Start) -> None:
+    """It never receives the abort, and dies with all its requests."""
     front = await start(SLOW, FAST)
     asked = [question(400, stream=index % 2 == 0) for index in range(6)]
-    await front.pause(1)  # it fills, and takes no more than its part of them
+    await front.pause(1)  # it fills, and accepts no more than its share of them
     answering = [front.asking(each) for each in asked]
     there = {item["id"] for item in await front.running_at("e0", 3)}
     front.freeze(0)
@@ -117,10 +117,10 @@ async def test_the_engine_that_is_moved_from_stands_still_and_dies(start: Start)
 
 
 async def test_both_engines_of_a_move_die(start: Start) -> None:
-    """A third goes on, from the tokens that the gateway has."""
+    """A third engine continues, from the tokens that the gateway has."""
     front = await start(SLOW, NEVER, FAST)
     asked = question(400)
-    await front.pause(2)  # and nothing is made there too early
+    await front.pause(2)  # and no token is generated there too early
     answering = front.asking(asked)
     await front.running(asked, MOVED)
     moving = asyncio.create_task(front.move((asked, "e1")))
@@ -136,7 +136,7 @@ async def test_both_engines_of_a_move_die(start: Start) -> None:
     assert (await front.idle(2)).generation_tokens_total == 400 - at_cut["generated_tokens"] + 1
 
 
-async def test_a_client_that_leaves_during_a_move_frees_both_engines(start: Start) -> None:
+async def test_client_that_leaves_during_a_move_frees_both_engines(start: Start) -> None:
     front = await start(SLOW, NEVER)
     asked = question(4000, stream=True)
     answering = front.asking(asked)
@@ -153,8 +153,8 @@ async def test_a_client_that_leaves_during_a_move_frees_both_engines(start: Star
 
 
 @pytest.mark.parametrize("together", [True, False], ids=["one order", "two orders"])
-async def test_of_two_moves_at_once_one_is_carried_out(start: Start, together: bool) -> None:
-    """To two engines that make no token until both orders have been judged."""
+async def test_one_of_two_concurrent_moves_is_carried_out(start: Start, together: bool) -> None:
+    """They go to two engines that generate no token until both orders have been judged."""
     front = await start(SLOW, FAST, FAST)
     asked = question(400, stream=True)
     answering = front.asking(asked)
@@ -169,12 +169,12 @@ async def test_of_two_moves_at_once_one_is_carried_out(start: Start, together: b
     assert sorted(result["done"] for result in results) == [False, True], results
     (taken,) = (("e1", "e2")[index] for index, result in enumerate(results) if result["done"])
     (refused,) = (result for result in results if not result["done"])
-    # Of two orders, one may be on its way for as long as the other's move takes.
-    said = (
+    # Of two orders, one may be in progress while the other's move runs.
+    message = (
         f"the request is already being moved to {taken}",
         *([] if together else [f"the request is now on {taken}"]),
     )
-    assert refused["detail"].endswith(said)
+    assert refused["detail"].endswith(message)
     waiting = [(await front.metrics(engine)).waiting for engine in (1, 2)]
     assert waiting == [taken == "e1", taken == "e2"]  # on one engine, once
     await front.resume(1)
@@ -184,8 +184,8 @@ async def test_of_two_moves_at_once_one_is_carried_out(start: Start, together: b
     assert (ended["engine"], ended["moves"]) == (taken, 1)
 
 
-async def test_a_storm_of_moves_of_the_same_requests(start: Start) -> None:
-    """Orders from three sides at once, each to another engine, until the answers are there."""
+async def test_many_concurrent_moves_of_the_same_requests_lose_nothing(start: Start) -> None:
+    """Three senders order moves at once, each to another engine, until the answers are complete."""
     front = await start(BRISK, BRISK, BRISK)
     asked = [question(1500, stream=index % 2 == 0) for index in range(6)]
     answering = [front.asking(each) for each in asked]
@@ -211,8 +211,8 @@ async def test_a_storm_of_moves_of_the_same_requests(start: Start) -> None:
 SMALL = {"kv_capacity_tokens": 4096, "max_model_len": 4096}
 
 
-async def test_no_kv_is_free_where_it_is_moved_to(start: Start) -> None:
-    """It waits there until there is room, and loses nothing."""
+async def test_move_to_an_engine_without_free_kv_waits(start: Start) -> None:
+    """The request waits there until KV is free, and loses nothing."""
     front = await start(SLOW, {"speed": 2} | SMALL)
     holder = question(300, prompt_tokens=3700)
     asked = question(400, stream=True, prompt_tokens=600)
@@ -235,8 +235,8 @@ async def test_no_kv_is_free_where_it_is_moved_to(start: Start) -> None:
     await front.idle(1)
 
 
-async def test_kv_runs_out_where_it_was_moved_to(start: Start) -> None:
-    """There is room for both at first, and then for one: the engine preempts, and both end right."""
+async def test_destination_engine_runs_out_of_kv(start: Start) -> None:
+    """The destination has KV for both at first, and then for one: it preempts, and both end correctly."""
     front = await start(SLOW, BRISK | SMALL)
     holder, asked = question(3000, prompt_tokens=1000), question(3000, stream=True, prompt_tokens=900)
     answering = [front.asking(asked)]
@@ -251,7 +251,7 @@ async def test_kv_runs_out_where_it_was_moved_to(start: Start) -> None:
     assert {item["engine"] for item in await front.finished(asked, holder)} == {"e1"}
 
 
-async def test_what_can_never_fit_where_it_is_moved_to_stays(start: Start) -> None:
+async def test_request_that_can_never_fit_at_the_destination_stays(start: Start) -> None:
     front = await start(BRISK, BRISK | SMALL)
     await front.pause(1)
     asked = question(1000, prompt_tokens=5000)

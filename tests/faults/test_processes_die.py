@@ -1,4 +1,4 @@
-"""Kill an engine, the daemon, the agent, the gateway in the middle of a step: nothing is lost, nothing comes twice.
+"""Tests that kill an engine, the daemon, the agent or the gateway during a step: no request is lost or answered twice.
 
 On simulated engines over HTTP; an engine's death on real vLLM is in tests/vllm.
 """
@@ -15,7 +15,7 @@ from orchestrrl.rpc.pb import telemetry_pb2
 
 
 @pytest.mark.smoke
-async def test_a_killed_engines_requests_are_continued_elsewhere(fleet: Fleet) -> None:
+async def test_requests_of_a_killed_engine_continue_on_others(fleet: Fleet) -> None:
     async def kill() -> None:
         fleet.engines[0].kill()
 
@@ -32,7 +32,7 @@ async def test_a_killed_engines_requests_are_continued_elsewhere(fleet: Fleet) -
 
 
 async def failovers_are_counted(fleet: Fleet) -> None:
-    """Once, by the gateway and by the daemon, on the metrics page and in the journal."""
+    """Check that failovers count once, by the gateway and by the daemon, on the metrics page and in the journal."""
     page = await fleet.gateway_metrics()
     names = ("failovers", "failover_requests_recomputed", "failover_recomputed_tokens")
     counted = [page[f'orchestrrl_gateway_{name}_total{{engine="e0"}}'] for name in names]
@@ -53,7 +53,7 @@ async def failovers_are_counted(fleet: Fleet) -> None:
     assert "e0" in noted
 
 
-async def test_rollouts_go_on_without_the_daemon(fleet: Fleet) -> None:
+async def test_rollouts_continue_without_the_daemon(fleet: Fleet) -> None:
     async def kill() -> None:
         fleet.stack.daemon.kill()
 
@@ -61,7 +61,7 @@ async def test_rollouts_go_on_without_the_daemon(fleet: Fleet) -> None:
 
 
 @pytest.mark.smoke
-async def test_a_restarted_daemon_finds_everything_again(fleet: Fleet) -> None:
+async def test_restarted_daemon_recovers_the_fleet(fleet: Fleet) -> None:
     async def kill_and_restart() -> None:
         fleet.stack.daemon.kill()
         await fleet.stack.daemon.start()
@@ -82,7 +82,7 @@ async def test_a_restarted_daemon_finds_everything_again(fleet: Fleet) -> None:
     assert (await fleet.stack.status()).generation > first_generation
 
 
-async def test_without_the_agent_nothing_moves_on_old_news(fleet: Fleet) -> None:
+async def test_no_request_moves_on_stale_reports_without_the_agent(fleet: Fleet) -> None:
     async def kill() -> None:
         fleet.stack.agent.kill()
 
@@ -94,7 +94,7 @@ async def test_without_the_agent_nothing_moves_on_old_news(fleet: Fleet) -> None
     await until(detached)
 
 
-async def test_around_a_killed_gateway_and_back(fleet: Fleet) -> None:
+async def test_requests_bypass_a_killed_gateway_and_return(fleet: Fleet) -> None:
     async with GatewayClient(fleet.stack.gateway_url, [engine.url for engine in fleet.engines]) as client:
         asking = [
             asyncio.create_task(client.complete(fleet.body(sample), request_id=sample.id)) for sample in fleet.step

@@ -1,6 +1,5 @@
-"""A redeployment on real processes while the fleet has a published version: the engines that it starts have
-it before they get a request, a daemon that dies in the middle does not change that, and the next version comes to all.
-"""
+"""Tests of redeployments on real processes while the fleet has a published version: started engines have it before they
+get a request, even if the daemon dies meanwhile, and the next version reaches all engines."""
 
 import asyncio
 import signal
@@ -23,7 +22,7 @@ DONE = ("done", "done", "")
 
 
 class Harness(Redeploying):
-    """With a trainer, its host's peer, and one peer for all engines that the daemon starts."""
+    """A fleet with a trainer, its host's peer, and one peer for all engines that the daemon starts."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -48,14 +47,14 @@ class Harness(Redeploying):
         await super().close()
 
     async def publish(self) -> None:
-        """The next version, brought to all engines."""
+        """Publish the next version and wait until all engines have it."""
         self.version += 1
         self.trainer.publish(self.version)
         assert await self.trainer.over(self.version) == DONE
         await self.all_have_it()
 
     async def all_have_it(self) -> None:
-        """By what each engine says, the peer, and the pause barrier."""
+        """Check that all engines have it, by their own reports, the peer, and the pause barrier."""
         wanted = dict.fromkeys(await self.engines(), self.version)
 
         async def so() -> bool:
@@ -64,8 +63,8 @@ class Harness(Redeploying):
                 await self.ask("GetPauseBarrier", control_pb2.GetPauseBarrierRequest()),
             )
             served = {engine for peer in status.peers for engine in peer.engines}
-            told = {each.engine_id: each.policy_version for each in barrier.engines}
-            return (status.committed, set(served), told) == (self.version, wanted.keys(), wanted)
+            reported = {each.engine_id: each.policy_version for each in barrier.engines}
+            return (status.committed, set(served), reported) == (self.version, wanted.keys(), wanted)
 
         await until(so, 0.1)
         assert (await self.weights()).quarantined == ()
@@ -87,14 +86,14 @@ def whole_harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]
 
 @pytest.fixture
 async def harness(whole_harness: Harness) -> Harness:
-    """Narrow, with a version."""
+    """Provide a narrow fleet with a version."""
     whole_harness.unmark()
     await whole_harness.become(NARROW)
     await whole_harness.publish()
     return whole_harness
 
 
-async def test_new_engines_begin_with_the_fleets_version(harness: Harness) -> None:
+async def test_new_engines_start_with_the_fleets_version(harness: Harness) -> None:
     async with harness.clients.requests():
         report = await harness.until_over(await harness.begin(WIDE))
         assert report.state == "done", report.detail
@@ -104,7 +103,7 @@ async def test_new_engines_begin_with_the_fleets_version(harness: Harness) -> No
 
 
 @pytest.mark.slow
-async def test_the_daemon_is_killed_in_the_redeployment(harness: Harness) -> None:
+async def test_daemon_killed_during_the_redeployment_keeps_the_version(harness: Harness) -> None:
     async with harness.clients.requests():
         harness.mark(kind="start", state="done")
         redeployment = await harness.begin_and_die(WIDE)

@@ -1,8 +1,8 @@
-"""Redeployments on real processes, and what goes wrong in their middle.
+"""Tests of redeployments on real processes with failures in their middle.
 
-Whatever it is, the fleet ends as it was or as it was wanted, no process is left over, no GPU has two, and every request
-is answered once, with the tokens of the undisturbed run. What the daemon decides in all these cases is tested on the
-virtual clock in tests/orchestrrl/fleet/redeployment/test_redeployment_*.py; where no process dies, these are slow
+In every case the fleet ends in the old or the new state, no process is left over, no GPU has two engines, and every
+request is answered once, with the tokens of the undisturbed run. The daemon's decisions in these cases are tested on
+the virtual clock in tests/orchestrrl/fleet/redeployment/test_redeployment_*.py; cases in which no process dies are slow
 tests.
 """
 
@@ -32,14 +32,14 @@ def whole_harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]
 
 @pytest.fixture
 async def harness(whole_harness: Harness) -> Harness:
-    """Narrow, and at rest."""
+    """Provide a narrow fleet at rest."""
     whole_harness.unmark()
     await whole_harness.become(NARROW)
     return whole_harness
 
 
 async def check_whole(harness: Harness, report: control_pb2.RedeploymentReport, *states: str) -> None:
-    """The fleet is the one before or the one after, by the redeployment's own word, and that is all there is."""
+    """Check that the fleet is the old or the new one, as the redeployment reports, and nothing more."""
     assert report.state in states, (report.state, report.detail)
     side = report.new_engines if report.state == "done" else report.old_engines
     wanted = {engine.engine_id: tuple(engine.gpus) for engine in side}
@@ -56,15 +56,15 @@ async def check_whole(harness: Harness, report: control_pb2.RedeploymentReport, 
 # A redeployment from NARROW to WIDE has twelve steps, and an entry before and after each.
 ENTRIES = 24
 # All of them are tried in virtual time, in tests/orchestrrl/fleet/redeployment/test_redeployment_transaction.py, and
-# here by `make test-slow`. These are the ones with a world of their own: requests leave, a process is told to end, one
-# is spawned and not yet written down, all is verified, all is done and nobody has been told.
+# here by `make test-slow`. These have real-world effects of their own: requests leave, a process gets SIGTERM,
+# a process is spawned but not journalled, all engines are verified, all steps are done but not reported.
 SPREAD = (4, 8, 12, 20, 24)
 LONG = 1500  # tokens: still under way when a second gateway's requests are, too
 VERIFIED = 20  # the last entry before which it goes back
 
 
 @pytest.mark.smoke
-async def test_nothing_goes_wrong(harness: Harness) -> None:
+async def test_redeployment_without_a_failure(harness: Harness) -> None:
     stays = await harness.named("tp2")
     before = harness.leader(stays)
     async with harness.step(tokens=LONG) as step:
@@ -80,8 +80,8 @@ async def test_nothing_goes_wrong(harness: Harness) -> None:
     "entry",
     [pytest.param(entry, marks=() if entry in SPREAD else pytest.mark.slow) for entry in range(1, ENTRIES + 1)],
 )
-async def test_the_daemon_is_killed_before_it_writes(harness: Harness, entry: int) -> None:
-    """What a step does has been done where it is the entry after it."""
+async def test_daemon_killed_before_an_entry(harness: Harness, entry: int) -> None:
+    """The effect of a step is complete when the next entry is written."""
     harness.mark(number=entry, before=True)
     async with harness.step():
         id = await harness.begin_and_die(WIDE)
@@ -90,7 +90,7 @@ async def test_the_daemon_is_killed_before_it_writes(harness: Harness, entry: in
     await check_whole(harness, report, "done" if entry > VERIFIED else "rolled_back")
 
 
-async def test_the_daemon_is_killed_again_on_the_way_back(harness: Harness) -> None:
+async def test_daemon_killed_again_while_undoing(harness: Harness) -> None:
     harness.mark(kind="ready", state="running", direction="forward")
     async with harness.step():
         id = await harness.begin_and_die(WIDE)
@@ -103,7 +103,7 @@ async def test_the_daemon_is_killed_again_on_the_way_back(harness: Harness) -> N
     await check_whole(harness, report, "rolled_back")
 
 
-async def test_the_daemon_is_told_to_end(harness: Harness) -> None:
+async def test_daemon_terminated_by_sigterm(harness: Harness) -> None:
     async with harness.step():
         id = await harness.begin(WIDE)
         await harness.until_at(id, "ready")
@@ -113,7 +113,7 @@ async def test_the_daemon_is_told_to_end(harness: Harness) -> None:
     await check_whole(harness, report, "rolled_back", "done")
 
 
-async def test_daemon_and_gateway_are_killed_at_once(harness: Harness) -> None:
+async def test_daemon_and_gateway_killed_at_once(harness: Harness) -> None:
     harness.mark(kind="ready", state="running")
     async with harness.step() as step:
         id = await harness.begin_and_die(WIDE)
@@ -124,8 +124,8 @@ async def test_daemon_and_gateway_are_killed_at_once(harness: Harness) -> None:
     await check_whole(harness, report, "rolled_back")
 
 
-async def test_daemon_and_new_engine_are_killed_at_once(harness: Harness) -> None:
-    """All had been verified, and one of it is not there any more."""
+async def test_daemon_and_new_engine_killed_at_once(harness: Harness) -> None:
+    """All engines had been verified, but one of them is gone."""
     harness.mark(kind="verify", state="done")
     async with harness.step():
         id = await harness.begin_and_die(WIDE)
@@ -136,7 +136,7 @@ async def test_daemon_and_new_engine_are_killed_at_once(harness: Harness) -> Non
 
 
 @pytest.mark.parametrize("kind", ["ready", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("stop", "admit"))])
-async def test_the_gateway_is_killed(harness: Harness, kind: str) -> None:
+async def test_gateway_killed(harness: Harness, kind: str) -> None:
     async with harness.step() as step:
         async with harness.standing_still(WIDE, kind, "running") as id:
             harness.gateway.kill()
@@ -149,7 +149,7 @@ async def test_the_gateway_is_killed(harness: Harness, kind: str) -> None:
 @pytest.mark.parametrize(
     "kind", ["verify", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("start", "warm_up"))]
 )
-async def test_the_new_engine_is_killed_before_it_serves(harness: Harness, kind: str) -> None:
+async def test_new_engine_killed_before_it_serves(harness: Harness, kind: str) -> None:
     async with harness.step():
         async with harness.standing_still(WIDE, kind, "done") as id:
             await harness.kill(await new_engine(harness, id))
@@ -158,7 +158,7 @@ async def test_the_new_engine_is_killed_before_it_serves(harness: Harness, kind:
     await check_whole(harness, report, "rolled_back")
 
 
-async def test_the_new_engine_is_killed_when_it_is_the_deployment(harness: Harness) -> None:
+async def test_new_engine_killed_after_admission(harness: Harness) -> None:
     stays = await harness.named("tp2")
     async with harness.step():
         async with harness.standing_still(WIDE, "commit", "done") as id:
@@ -173,7 +173,7 @@ async def test_the_new_engine_is_killed_when_it_is_the_deployment(harness: Harne
     await harness.routed(harness.gateway)
 
 
-async def test_an_old_engine_is_killed_while_its_requests_leave(harness: Harness) -> None:
+async def test_old_engine_killed_while_evacuating(harness: Harness) -> None:
     old = await harness.named("tp1")
     async with harness.step():
         async with harness.standing_still(WIDE, "evacuate", "running") as id:
@@ -182,8 +182,8 @@ async def test_an_old_engine_is_killed_while_its_requests_leave(harness: Harness
     await check_whole(harness, report, "done")
 
 
-async def test_the_engine_that_stays_is_killed(harness: Harness) -> None:
-    """It is none of the redeployment's; its requests wait for the one to come."""
+async def test_staying_engine_killed(harness: Harness) -> None:
+    """It is not part of the redeployment; its requests wait for the new engine."""
     stays = await harness.named("tp2")
     async with harness.step():
         async with harness.standing_still(WIDE, "ready", "running") as id:
@@ -199,7 +199,7 @@ async def test_the_engine_that_stays_is_killed(harness: Harness) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "says"),
+    ("fault", "reports"),
     [
         ("fails", "ready of {new}: {new} ended while it started"),
         pytest.param("wrong", "verify of {new}", marks=pytest.mark.slow),
@@ -207,16 +207,16 @@ async def test_the_engine_that_stays_is_killed(harness: Harness) -> None:
         pytest.param("hangs", "ready of {new}: took longer than", marks=pytest.mark.slow),
     ],
 )
-async def test_the_new_engine_is_not_as_wanted(harness: Harness, fault: str, says: str) -> None:
+async def test_new_engine_with_wrong_properties(harness: Harness, fault: str, reports: str) -> None:
     async with harness.step():
         id = await harness.begin((("tp2", 1), (fault, 1)))
         report = await harness.until_over(id)
-    assert says.format(new=f"{id}.0") in report.detail
+    assert reports.format(new=f"{id}.0") in report.detail
     await check_whole(harness, report, "rolled_back")
 
 
 @pytest.mark.slow
-async def test_where_old_engines_do_not_come_back_the_others_serve(harness: Harness) -> None:
+async def test_old_engines_that_do_not_return_leave_the_others_serving(harness: Harness) -> None:
     await harness.become((("own-file", 2), ("tp2", 1)))
     stays = await harness.named("tp2")
     harness.lengths.unlink()
@@ -235,11 +235,12 @@ async def test_where_old_engines_do_not_come_back_the_others_serve(harness: Harn
 @pytest.mark.parametrize(
     "kind", ["ready", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("evacuate", "stop", "start", "admit"))]
 )
-async def test_an_operator_calls_it_off(harness: Harness, kind: str) -> None:
-    """Told while the daemon stands still before that step; it may be done with it before it hears of it."""
+async def test_operator_cancels_the_redeployment(harness: Harness, kind: str) -> None:
+    """The cancellation is sent while the daemon is stopped before that step; the step may complete before the daemon
+    receives it."""
     async with harness.step():
         async with harness.standing_still(WIDE, kind, "running") as id:
-            order = control_pb2.CancelRedeploymentRequest(redeployment_id=id, reason="the test says so")
+            order = control_pb2.CancelRedeploymentRequest(redeployment_id=id, reason="requested by the test")
             calling = asyncio.create_task(harness.ask("CancelRedeployment", order))
             await asyncio.sleep(0.3)
         refused = (await asyncio.gather(calling, return_exceptions=True))[0]
@@ -248,12 +249,12 @@ async def test_an_operator_calls_it_off(harness: Harness, kind: str) -> None:
         assert isinstance(refused, Permanent), refused
         await check_whole(harness, report, "done")
     else:
-        assert report.detail == "called off: the test says so"
+        assert report.detail == "called off: requested by the test"
         await check_whole(harness, report, "rolled_back")
 
 
 @pytest.mark.slow
-async def test_a_hung_engine_is_called_off(harness: Harness) -> None:
+async def test_hung_engine_is_cancelled(harness: Harness) -> None:
     async with harness.step():
         id = await harness.begin((("tp2", 1), ("hangs", 1)))
         await harness.until_at(id, "ready")
@@ -280,12 +281,12 @@ async def test_clients_leave_while_their_requests_are_kept(harness: Harness) -> 
     await check_whole(harness, report, "done")
 
 
-async def test_two_gateways(harness: Harness) -> None:
+async def test_redeployment_with_two_gateways(harness: Harness) -> None:
     other = harness.make_gateway("other")
     await other.start()
     try:
         await harness.routed(other)
-        # Those of the first are still there when the second's are, and the daemon has begun, on a slow machine, too.
+        # Those of the first are still there when the second's are, and the daemon has begun, even on a slow machine.
         async with harness.step(tokens=3 * LONG) as one, harness.step(gateway=other, tokens=3 * LONG) as another:
             async with harness.evacuating(WIDE, one, another) as (id, there):
                 assert all(there)
@@ -296,7 +297,7 @@ async def test_two_gateways(harness: Harness) -> None:
         await other.stop()
 
 
-async def test_a_trainer_that_closes_the_barrier_waits_for_the_redeployment(harness: Harness) -> None:
+async def test_trainer_that_closes_the_barrier_waits_for_the_redeployment(harness: Harness) -> None:
     async with harness.step():
         async with harness.standing_still(WIDE, "ready", "running") as id:
             closing = asyncio.create_task(harness.ask("PauseFleet", control_pb2.PauseFleetRequest(holder="trainer")))
@@ -310,7 +311,7 @@ async def test_a_trainer_that_closes_the_barrier_waits_for_the_redeployment(harn
     await check_whole(harness, report, "done")
 
 
-async def test_the_daemon_is_killed_with_a_trainer_at_the_barrier(harness: Harness) -> None:
+async def test_daemon_killed_with_a_trainer_at_the_barrier(harness: Harness) -> None:
     async with harness.step():
         async with harness.standing_still(WIDE, "ready", "running") as id:
             closing = asyncio.create_task(harness.ask("PauseFleet", control_pb2.PauseFleetRequest(holder="trainer")))
@@ -326,7 +327,7 @@ async def test_the_daemon_is_killed_with_a_trainer_at_the_barrier(harness: Harne
 
 
 @pytest.mark.slow
-async def test_an_operator_drains_an_engine_that_stays(harness: Harness) -> None:
+async def test_operator_drains_a_staying_engine(harness: Harness) -> None:
     stays = await harness.named("tp2")
     async with harness.step():
         async with harness.standing_still(WIDE, "ready", "running") as id:
@@ -335,12 +336,12 @@ async def test_an_operator_drains_an_engine_that_stays(harness: Harness) -> None
         await draining
         report = await harness.until_over(id)
         with pytest.raises(ProblemFaults, match="do not fit"):
-            await harness.begin((("tp1", 4),))  # it is the operator's
+            await harness.begin((("tp1", 4),))  # the operator's drain stays
     await harness.ask("DrainEngine", control_pb2.DrainEngineRequest(engine_id=stays, undo=True))
     await check_whole(harness, report, "done")
 
 
-async def test_the_journals_disk_is_full(harness: Harness) -> None:
+async def test_full_journal_disk(harness: Harness) -> None:
     async with harness.step():
         async with harness.standing_still(WIDE, "ready", "running") as id:
             _, most = resource.prlimit(harness.daemon.process.pid, resource.RLIMIT_FSIZE)
@@ -348,7 +349,7 @@ async def test_the_journals_disk_is_full(harness: Harness) -> None:
         report = await harness.until_over(id)
     await check_whole(harness, report, "rolled_back")
     assert "cannot be written down" in report.detail
-    # There is room again; the next daemon knows no less.
+    # There is room again; the next daemon has recovered everything.
     await harness.daemon.stop()
     await harness.daemon.start()
     await check_whole(harness, await harness.until_over(id), "rolled_back")

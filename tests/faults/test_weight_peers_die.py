@@ -1,5 +1,5 @@
-"""Peers of a weight sync that are killed while bytes are under way, and their daemon: what is held stays held, the rest
-comes from whoever has it, and every host ends with the same bytes."""
+"""Tests of killing peers of a weight sync during transfers, and their daemon: received bytes are kept, the rest comes
+from peers that have it, and every host ends with the same bytes."""
 
 import itertools
 from pathlib import Path
@@ -9,16 +9,16 @@ from orchestrrl.weights.orders import ArrivedBytes, CheckVersion, EdgeState, End
 from tests.orchestrrl.weights.peer_harness import FakeDaemon, Heard, PeerProcess, carry, daemon_at, edge, peers
 from tests.orchestrrl.weights.weight_versions import HALVES, Contents
 
-SLOW_GBPS = 2e-5  # a few kilobytes a second: there is a middle to be killed in
+SLOW_GBPS = 2e-5  # a few kilobytes a second, so that peers can be killed mid-transfer
 VERSION = 4
 
 
-def is_under_way(heard: Heard) -> bool:
-    return any(isinstance(news, ArrivedBytes) and news.received_bytes > 0 for news in heard.news)
+def is_under_way(reported: Heard) -> bool:
+    return any(isinstance(news, ArrivedBytes) and news.received_bytes > 0 for news in reported.news)
 
 
 async def stage(daemon: FakeDaemon, folder: Path, contents: Contents) -> OpenVersion:
-    """On `train0`; what receivers are told."""
+    """Stage a version on `train0`; return what receivers are sent."""
     await daemon.peer("train0")
     parts = [contents.stage(folder / f"v{VERSION}", rank, boxes) for rank, boxes in enumerate(HALVES)]
     map = contents.map(VERSION)
@@ -28,7 +28,7 @@ async def stage(daemon: FakeDaemon, folder: Path, contents: Contents) -> OpenVer
 
 
 async def send_all(daemon: FakeDaemon, opening: OpenVersion, way: list[str]) -> None:
-    """From each of these to the next, forwarded as it comes."""
+    """Order a chain of transfers from each peer to the next, forwarded as they arrive."""
     for name in way[1:]:
         await daemon.ask(name, opening)
     edges = []
@@ -57,7 +57,7 @@ async def is_whole(daemon: FakeDaemon, peer: PeerProcess, contents: Contents) ->
     assert (peer.folder / f"v{VERSION}" / MODEL_FILE).read_bytes() == contents.model_file()
 
 
-async def test_a_peer_that_forwards_is_killed(tmp_path: Path) -> None:
+async def test_forwarding_peer_is_killed(tmp_path: Path) -> None:
     contents = Contents(1)
     async with daemon_at() as (daemon, port):
         train, first, second = (PeerProcess(name, port, tmp_path / name) for name in ("train0", "gen0", "gen1"))
@@ -68,7 +68,7 @@ async def test_a_peer_that_forwards_is_killed(tmp_path: Path) -> None:
             await send_all(daemon, opening, ["train0", "gen0", "gen1"])
             await daemon.until("gen1", is_under_way)
             first.kill()
-            await daemon.until("gen0", lambda heard: not heard.is_attached)
+            await daemon.until("gen0", lambda reported: not reported.is_attached)
             for name in ("train0", "gen1"):
                 assert (await daemon.ask(name, EndEdges(VERSION))).outcome is OrderOutcome.DONE
             await fetch_rest(daemon, opening, "train0", await daemon.peer("gen1"), "mended")
@@ -80,7 +80,7 @@ async def test_a_peer_that_forwards_is_killed(tmp_path: Path) -> None:
             await is_whole(daemon, first, contents)
 
 
-async def test_the_trainers_peer_is_killed(tmp_path: Path) -> None:
+async def test_trainers_peer_is_killed(tmp_path: Path) -> None:
     contents = Contents(2)
     async with daemon_at() as (daemon, port):
         train, first = (PeerProcess(name, port, tmp_path / name) for name in ("train0", "gen0"))
@@ -102,7 +102,7 @@ async def test_the_trainers_peer_is_killed(tmp_path: Path) -> None:
             await is_whole(daemon, first, contents)
 
 
-async def test_the_daemon_goes_and_bytes_go_on(tmp_path: Path) -> None:
+async def test_transfers_continue_without_the_daemon(tmp_path: Path) -> None:
     contents = Contents(3)
     async with daemon_at() as (daemon, port):
         train, first = (PeerProcess(name, port, tmp_path / name) for name in ("train0", "gen0"))
@@ -114,5 +114,5 @@ async def test_the_daemon_goes_and_bytes_go_on(tmp_path: Path) -> None:
         async with daemon_at(port) as (later, _):
             later.generation = 2
             await later.peer("gen0")
-            await later.until("gen0", lambda heard: heard.peer.held and heard.peer.held[0].complete)
+            await later.until("gen0", lambda reported: reported.peer.held and reported.peer.held[0].complete)
             await is_whole(later, first, contents)

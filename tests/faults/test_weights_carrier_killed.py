@@ -1,4 +1,4 @@
-"""A peer is killed while bytes go through it: both of its neighbours say so, keep what they have, and go on."""
+"""Tests of killing a peer that forwards bytes: both neighbours report it, keep what they have, and continue."""
 
 import json
 import os
@@ -32,19 +32,19 @@ class Process:
         self.address: str = ""
 
     def started(self) -> None:
-        """Torch takes its time, in all of them at once."""
-        self.address = self.said()
+        """Wait until all processes have started, in parallel, since importing Torch is slow."""
+        self.address = self.next_line()
 
-    def said(self) -> Any:
+    def next_line(self) -> Any:
         assert self.popen.stdout is not None
         line = self.popen.stdout.readline()
         assert line, f"{self.name} has ended: {self.popen.wait()}"
         return json.loads(line)
 
     def until(self, edge: str, state: str) -> list[Any]:
-        while (said := self.said())[:2] != [edge, state]:
-            assert said[1] == "began"
-        return list(said)
+        while (message := self.next_line())[:2] != [edge, state]:
+            assert message[1] == "began"
+        return list(message)
 
     def order(self, *edges: dict[str, Any]) -> None:
         assert self.popen.stdin is not None
@@ -52,10 +52,10 @@ class Process:
         self.popen.stdin.flush()
 
     def leave(self) -> None:
-        """It ends by itself, and nothing is left of it."""
+        """Make a peer exit, and check that nothing of it is left."""
         assert self.popen.stdin is not None
         self.popen.stdin.close()
-        assert self.said() == ["left", []]
+        assert self.next_line() == ["left", []]
         assert self.popen.wait() == 0
 
 
@@ -72,13 +72,13 @@ def process(python: str, name: str, transport: str, held: int) -> Iterator[Proce
                 stream.close()
 
 
-def test_the_middle_of_a_chain_is_killed() -> None:
+def test_peer_in_the_middle_of_a_chain_is_killed() -> None:
     kill_the_middle_of_a_chain(sys.executable, "tcp")
 
 
 def kill_the_middle_of_a_chain(python: str, transport: str) -> None:
     with ExitStack() as stack:
-        # The first has half of it and waits for the rest, so that the chain is mid-way however fast it is.
+        # The first has half of it and waits for the rest, so that the chain is in its middle at any speed.
         first, whole, middle, last = (
             stack.enter_context(process(python, name, transport, held))
             for name, held in (("first", HALF), ("whole", SIZE), ("middle", 0), ("last", 0))

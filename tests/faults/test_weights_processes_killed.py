@@ -1,7 +1,7 @@
-"""Weight syncs on real processes, each of which is killed somewhere on the way.
+"""Tests of weight syncs on real processes, each of which is killed at some point.
 
-Whatever dies: it is started again, all engines end with one version, no request is lost, and each token of each answer
-is of the version that the answer says.
+In every case the process is started again, all engines end with one version, no request is lost, and each token of each
+answer is of the version that the answer reports.
 """
 
 import asyncio
@@ -26,31 +26,31 @@ def whole_harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]
 
 @pytest.fixture
 async def harness(whole_harness: Harness) -> Harness:
-    """All of it runs, has one version, and is at rest."""
+    """Provide a fleet of running processes with one version, at rest."""
     await whole_harness.at_rest()
     return whole_harness
 
 
 async def again(process: Marked) -> None:
-    """It comes to its mark, and is started again."""
+    """Wait until the process reaches its mark, and start it again."""
     await process.until_killed()
     await process.start()
 
 
 @pytest.mark.smoke
-async def test_nothing_goes_wrong(harness: Harness) -> None:
+async def test_weight_sync_without_a_failure(harness: Harness) -> None:
     async with harness.requests():
         version = harness.publish()
         assert await harness.trainer.over(version) == DONE
         await harness.brought(version)
 
 
-# The entries of steps come in twos, begun and done: began, choose (2), prepare (2), fence begun, the pause barrier is
-# told to close, tear down (2), it is quiet, fence done, install (2), commit begun, weights (the commit), commit done,
+# Each step has two entries, begun and done: began, choose (2), prepare (2), fence begun, the pause barrier is ordered
+# to close, tear down (2), it is quiet, fence done, install (2), commit begun, weights (the commit), commit done,
 # resume begun, the pause barrier opens, resume done, keep (2), ended.
 ENTRIES = 22
 COMMIT = 15
-# What happens between an entry and the next has happened when it is killed before the next.
+# A kill before an entry comes after the effects that follow the previous entry.
 TELLING = {("entry-after", 12), ("entry-after", COMMIT)}
 
 
@@ -62,7 +62,7 @@ TELLING = {("entry-after", 12), ("entry-after", COMMIT)}
         for point in ("entry", "entry-after")
     ],
 )
-async def test_the_daemon_is_killed(harness: Harness, point: str, number: int) -> None:
+async def test_daemon_is_killed(harness: Harness, point: str, number: int) -> None:
     """The trainer waits, and publishes again what was not committed."""
     harness.daemon.mark(point, number=number)
     async with harness.requests():
@@ -74,7 +74,7 @@ async def test_the_daemon_is_killed(harness: Harness, point: str, number: int) -
 
 @pytest.mark.parametrize("step", ["install", pytest.param("fence", marks=pytest.mark.slow)])
 async def test_daemon_and_trainer_are_killed_at_once(harness: Harness, step: str) -> None:
-    """Nobody publishes it again: all have the version from before. Then somebody does."""
+    """The version is not published again: all engines keep the previous one until a trainer publishes it."""
     before = harness.version
     harness.daemon.mark("entry-after", step=step)
     async with harness.requests():
@@ -89,7 +89,7 @@ async def test_daemon_and_trainer_are_killed_at_once(harness: Harness, step: str
 
 
 @pytest.mark.parametrize("kind", ["sync.began", pytest.param("weights", marks=pytest.mark.slow)])
-async def test_the_trainer_is_killed(harness: Harness, kind: str) -> None:
+async def test_trainer_is_killed(harness: Harness, kind: str) -> None:
     """Its peer has the bytes."""
     harness.daemon.mark("entry-after", kind=kind, stop=True)
     async with harness.requests():
@@ -109,7 +109,7 @@ async def test_the_trainer_is_killed(harness: Harness, kind: str) -> None:
         pytest.param("order", {"kind": "carry"}, marks=pytest.mark.slow),
     ],
 )
-async def test_the_trainers_peer_is_killed(harness: Harness, point: str, where: dict[str, Any]) -> None:
+async def test_trainers_peer_is_killed(harness: Harness, point: str, where: dict[str, Any]) -> None:
     await check_killed(harness, harness.peers["train0"], point, **where)
 
 
@@ -131,7 +131,7 @@ async def test_an_engines_peer_is_killed(harness: Harness, point: str, where: di
 
 
 async def check_killed(harness: Harness, process: Marked, point: str, **where: Any) -> None:
-    """It comes back, and the version is brought all the same."""
+    """Check that the peer returns, and that the version is installed even so."""
     process.mark(point, **where)
     async with harness.requests():
         version = harness.publish()
@@ -140,7 +140,7 @@ async def check_killed(harness: Harness, process: Marked, point: str, **where: A
         await harness.brought(version)
 
 
-async def test_an_engine_is_killed_while_it_loads(harness: Harness) -> None:
+async def test_engine_is_killed_while_it_loads(harness: Harness) -> None:
     engine = harness.engines["e1"]
     engine.mark("load")
     async with harness.requests():
@@ -152,8 +152,8 @@ async def test_an_engine_is_killed_while_it_loads(harness: Harness) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("point", ["order-after", "order"])
-async def test_an_engine_is_killed_around_its_load(harness: Harness, point: str) -> None:
-    """Before its peer tells it to load the version, and when it has."""
+async def test_engine_is_killed_around_its_load(harness: Harness, point: str) -> None:
+    """It is killed before its peer orders the load, and after the load."""
     peer, engine = harness.peers["gen1"], harness.engines["e2"]
     peer.mark(point, kind="install", stop=True)
     async with harness.requests():
@@ -167,7 +167,7 @@ async def test_an_engine_is_killed_around_its_load(harness: Harness, point: str)
 
 
 @pytest.mark.parametrize("kind", ["weights", pytest.param("sync.ended", marks=pytest.mark.slow)])
-async def test_an_engine_is_killed_after_the_commit(harness: Harness, kind: str) -> None:
+async def test_engine_is_killed_after_the_commit(harness: Harness, kind: str) -> None:
     engine = harness.engines["e0"]
     harness.daemon.mark("entry-after", kind=kind, stop=True)
     async with harness.requests():
@@ -184,10 +184,10 @@ async def test_an_engine_is_killed_after_the_commit(harness: Harness, kind: str)
     "kind",
     ["sync.step", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("sync.began", "barrier", "weights"))],
 )
-async def test_the_gateway_is_killed(harness: Harness, kind: str) -> None:
-    """Before the pause barrier closes, while it does, when it is closed, and before it opens. Nobody tells the next one
-    which version engines have, until it has attached to the daemon that goes on: it is the one from before, and, where
-    peers install sooner than the gateway attaches, the new one."""
+async def test_gateway_is_killed(harness: Harness, kind: str) -> None:
+    """It is killed before the pause barrier closes, while it closes, when it is closed, and before it opens. The next
+    gateway does not learn the engines' version until it has attached to the daemon: it is the previous one, or the new
+    one if peers install before the gateway attaches."""
     where: dict[str, Any] = {"step": "install"} if kind == "sync.step" else {"kind": kind}
     harness.daemon.mark("entry-after", stop=True, **where)
     async with harness.requests(unknown=(harness.version, harness.version + 1)):

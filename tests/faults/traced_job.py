@@ -54,7 +54,7 @@ SITE: dict[str, Any] = {
 
 
 class TracedJobHarness(Stack):
-    """`folder` is its own. Nothing runs before it is started."""
+    """A traced job in a `folder` of its own. No process runs before it is started."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -65,7 +65,7 @@ class TracedJobHarness(Stack):
         self.address = f"unix:{folder}/d.sock"
 
     async def start_switch(self, device_s: float) -> None:
-        """A device that outlives the daemon; without it, the daemon has one of its own."""
+        """Start a device that outlives the daemon; without it, the daemon has one of its own."""
         options = {"connectivity": "any_to_any", "ports": PORTS, "reconfiguration_s": device_s}
         command = [sys.executable, VIRTUAL_PROCESS, json.dumps(options)]
         switch = self.launch(LabProcess("switch", command, self.folder, takes_input=True))
@@ -100,7 +100,7 @@ class TracedJobHarness(Stack):
         return 0
 
     def kill_in_a_collective(self, rank: int) -> None:
-        """SIGKILL, while its ring says that one is in flight."""
+        """Kill the process while its ring has a collective in flight."""
         process = self.ranks[rank]
         path = next(path for path in list_rings(self.rings) if f"-{process.pid}-" in path.name)
         with RingReader(path) as reader:
@@ -124,19 +124,19 @@ class TracedJobHarness(Stack):
         return Counter({(each["state"], each["code"]): each["count"] for each in seen["counts"]})
 
     async def commits(self) -> list[dict[str, Any]]:
-        """Those made in windows."""
+        """Return the number of commits made in windows."""
         seen = await self.plain_fabric()
         made = [commit for period in seen["periods"] for commit in period["commits"]]
         return [commit for commit in made if commit["done"] and commit["window_until_unix_s"]]
 
     async def announce(self, period: str) -> dict[str, Any]:
-        """One that was announced with its intent before; what became of it."""
+        """Announce a period whose intent was announced before; return its result."""
         async with ControlClient(self.address) as client:
             order = fabric_pb2.AnnouncePeriodRequest(period=period)
             return [plain(report) async for report in client.watch(client.fabric.AnnouncePeriod, order)][-1]
 
     async def while_it_switches(self) -> None:
-        """Returns in the middle of a change of circuits, by the switch's word."""
+        """Return in the middle of a change of circuits, as the switch reports it."""
         switch = GrpcSwitch("watched", target=self.target)
         deadline_s = time.monotonic() + WITHIN_S
         try:
@@ -146,7 +146,7 @@ class TracedJobHarness(Stack):
             await switch.close()
 
     def unsettled(self, generation: int) -> list[str]:
-        """Changes of daemons before that one, of which the journal does not say how they ended."""
+        """Return circuit changes of earlier daemons without a result in the journal."""
         reader = JournalReader(self.journal)
         try:
             entries = reader.since(0, (EntryKind.CIRCUITS_INTENT, EntryKind.CIRCUITS_RESULT), limit=100_000)

@@ -1,4 +1,4 @@
-"""A traced process in small: writes its ring as the recorder does, with sleeps in the place of collectives.
+"""A small traced process: writes its ring as the recorder does, with sleeps in place of collectives.
 
 `python traced_rank.py RINGS RANK RANKS PROGRESS [--announce]`, with orchestrrl/integrations/instrument on PYTHONPATH.
 Ranks keep step by the clock that they share. PROGRESS holds the number of iterations so far.
@@ -14,16 +14,16 @@ from rings import RingWriter, group_id  # type: ignore[import-not-found]  # of t
 
 ITERATION_NS = 400_000_000
 BUSY_S = 0.03
-PERIODS = {"near": {"0": 0, "1": 1}, "far": {"0": 0, "1": 2}}  # on which GPUs the two ranks are
+PERIODS = {"near": {"0": 0, "1": 1}, "far": {"0": 0, "1": 2}}  # the GPUs of the two ranks
 
 
 def wait_for_turn() -> None:
-    """The next multiple of an iteration's length."""
+    """Sleep until the next multiple of an iteration's length."""
     time.sleep((ITERATION_NS - time.monotonic_ns() % ITERATION_NS) * 1e-9)
 
 
 def announce(writer: RingWriter, iteration: int, ranks: int) -> None:
-    """Alternately, each time with its intent: nobody may have been there to hear of it before."""
+    """Announce the periods alternately, each time with its intent: the daemon may not have received it before."""
     name = list(PERIODS)[iteration % 2]
     traffic = {
         "operation": "DP",
@@ -51,5 +51,5 @@ def main(rings: str, rank: int, ranks: int, progress: Path, announces: bool) -> 
 
 
 if __name__ == "__main__":
-    folder, number, count, told = sys.argv[1:5]
-    main(folder, int(number), int(count), Path(told), "--announce" in sys.argv)
+    folder, number, count, reported = sys.argv[1:5]
+    main(folder, int(number), int(count), Path(reported), "--announce" in sys.argv)

@@ -1,6 +1,5 @@
-"""Requests of a fleet whose engines' tokens depend on every byte of their weights: each token of an answer has to be of
-the version that the answer says.
-"""
+"""Requests to a fleet whose engines' tokens depend on every byte of their weights: each token of an answer must be of
+the version that the answer reports."""
 
 import asyncio
 import contextlib
@@ -25,7 +24,7 @@ TOKENS = 150
 
 @dataclass
 class Told:
-    """An answer and which version generated which of its tokens."""
+    """An answer, with the version of each of its tokens."""
 
     prompt: list[int]
     tokens: list[int] = field(default_factory=list)
@@ -33,7 +32,7 @@ class Told:
     ends: int = 0
 
     def add(self, event: dict[str, Any]) -> None:
-        """A whole answer, or an event of a stream."""
+        """Add a whole answer, or an event of a stream."""
         for choice in event["choices"]:
             ids = choice.get("token_ids") or []
             self.tokens += ids
@@ -46,7 +45,7 @@ class Told:
 
 
 class Clients:
-    """They ask a gateway one thing after the other. `folder` takes the versions' references."""
+    """Clients that send one request after the other to a gateway. `folder` stores the versions' references."""
 
     def __init__(self, gateway_url: str, folder: Path) -> None:
         self.gateway_url = gateway_url
@@ -55,7 +54,7 @@ class Clients:
         self._models: dict[int, TokenModel] = {}
 
     def tokens(self, version: int, context: Sequence[int], count: int) -> list[int]:
-        """What engines say that have this version."""
+        """Return the tokens that engines with this version generate."""
         if version not in self._models:
             folder = self._folder / f"reference-{version}"
             write_reference(folder, version)
@@ -65,9 +64,9 @@ class Clients:
 
     @contextlib.asynccontextmanager
     async def requests(self, unknown: Sequence[int] = ()) -> AsyncIterator[None]:
-        """Some are in flight as long as this is not left. Then all have ended, none is lost, and each token is of the
-        version that its answer says. Where nobody could tell the gateway which it is, tokens are of the `unknown`
-        versions, one after the other."""
+        """Keep requests in flight during the block. Afterwards check that all have ended, none is lost, and each token
+        is of the version that its answer reports. While the gateway cannot know the version, tokens are of the
+        `unknown` versions, in order."""
         leaving = asyncio.Event()
         begun = [asyncio.Event() for _ in range(CLIENTS)]
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as http:
@@ -97,24 +96,24 @@ class Clients:
             begun.set()
             while True:
                 try:
-                    told = await ask(http, self.gateway_url, prompt, TOKENS, stream=place % 2 == 0, id=f"q{number}")
+                    reported = await ask(http, self.gateway_url, prompt, TOKENS, stream=place % 2 == 0, id=f"q{number}")
                     break
-                except aiohttp.ClientError:  # the gateway was killed: who asks comes back, as trainers do
+                except aiohttp.ClientError:  # the gateway was killed: send the request again, as trainers do
                     await asyncio.sleep(0.1)
-            self.check(told, f"q{number}", unknown)
+            self.check(reported, f"q{number}", unknown)
 
-    def check(self, told: Told, name: str, unknown: Sequence[int] = ()) -> None:
-        """Every token once, and each of the version that it is said to be of."""
-        assert (len(told.tokens), told.ends) == (TOKENS, 1), name
-        assert len(told.versions) == TOKENS, name
+    def check(self, reported: Told, name: str, unknown: Sequence[int] = ()) -> None:
+        """Check that every token occurs once and is of its reported version."""
+        assert (len(reported.tokens), reported.ends) == (TOKENS, 1), name
+        assert len(reported.versions) == TOKENS, name
         start = 0
-        for said, span in itertools.groupby(told.versions):
-            versions = unknown if said is None else (said,)
-            assert versions, f"{name}: nobody knows of which version token {start} is"
+        for message, span in itertools.groupby(reported.versions):
+            versions = unknown if message is None else (message,)
+            assert versions, f"{name}: the version of token {start} is unknown"
             end, at = start + len(list(span)), start
             for version in versions:
-                wanted = self.tokens(version, told.prompt + told.tokens[:at], end - at)
-                at += sum(itertools.takewhile(bool, map(int.__eq__, told.tokens[at:end], wanted)))
+                wanted = self.tokens(version, reported.prompt + reported.tokens[:at], end - at)
+                at += sum(itertools.takewhile(bool, map(int.__eq__, reported.tokens[at:end], wanted)))
             assert at == end, f"{name}: token {at} of {start} to {end} is not of version {versions}"
             start = end
 
@@ -125,25 +124,25 @@ async def ask(
     body = {"prompt": prompt, "max_tokens": tokens, "stream": stream, "temperature": 0, "ignore_eos": True}
     more = {"return_policy_versions": True} if id else {}
     headers = {"X-Request-Id": id} if id else {}
-    told = Told(prompt)
+    reported = Told(prompt)
     url += "/v1/completions"
     async with http.post(url, json={**body, **more, "return_token_ids": True}, headers=headers) as response:
         assert response.status == 200, await response.text()
         if not stream:
-            told.add(await response.json())
-            return told
+            reported.add(await response.json())
+            return reported
         done = False
         async for line in response.content:
             done = done or line == b"data: [DONE]\n"
             if line.startswith(b"data: {"):
-                told.add(json.loads(line[len(b"data: ") :]))
+                reported.add(json.loads(line[len(b"data: ") :]))
         if not done:
             raise aiohttp.ClientPayloadError("the stream broke off")
-    return told
+    return reported
 
 
 def write_reference(folder: Path, seed: int) -> None:
-    """The same version as a checkpoint, made without any of what brings it."""
+    """Write the version as a checkpoint, without the code that distributes versions."""
     header, data = {}, b""
     for name, array in sorted(content(seed).items()):
         raw = array.tobytes()

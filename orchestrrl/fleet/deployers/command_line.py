@@ -157,7 +157,7 @@ def _layout_faults(spec: EngineSpec, launch: EngineLaunch) -> list[str]:
     faults = []
     ranks = p.tp * p.dp
     if p.ep not in (1, ranks) and not p.afd:
-        faults.append(f"{name}.ep: must be 1 or tp x dp ({ranks}), since vLLM spreads experts so, got {p.ep}")
+        faults.append(f"{name}.ep: must be 1 or tp x dp ({ranks}) for vLLM, got {p.ep}")
     if p.afd:
         if p.attention_gpus % p.tp:
             faults.append(f"{name}.attention_gpus: must be a multiple of tp ({p.tp}), got {p.attention_gpus}")
@@ -218,7 +218,7 @@ def _environment_faults(spec: EngineSpec, launch: EngineLaunch) -> list[str]:
     for path, variables in (("fleet.launch.environment", launch.environment), (own, spec.environment)):
         for name, value in variables.items():
             if not _VARIABLE.fullmatch(name):
-                faults.append(f"{path}: must have valid names of shell variables, got {name!r}")
+                faults.append(f"{path}: must contain valid shell variable names, got {name!r}")
             if name in pinned and (spec.parallelism.afd or pinned[name] != value):
                 theirs = f"`{name}={pinned[name]}` of {spec.engine}'s GPUs"
                 faults.append(f"{path}.{name}: contradicts {theirs}, got {value!r}")

@@ -136,7 +136,7 @@ class KubernetesDeployer(FixedGpusDeployer):
             everyone = await self._view.all()
             made, pods = everyone.get(objects.name_of(self._fleet, engine), (None, []))
             if made is None or reading.deleting(made):
-                raise Permanent(f"engine {engine} was stopped before it was up")
+                raise Permanent(f"engine {engine} was stopped before it was ready")
             # Two daemons may have created engines for one GPU: the one that sees this before its engine ran withdraws.
             if not reading.uids(made):
                 held = _gpus_by_engine(everyone)
@@ -161,7 +161,7 @@ class KubernetesDeployer(FixedGpusDeployer):
             await self._clock.sleep(self._options.poll_s)
 
     def _no_room(self, engine: EngineId, why: str) -> Retryable:
-        return Retryable(f"no room for engine {engine}: {why}", self._options.schedule_within_s)
+        return Retryable(f"not enough resources for engine {engine}: {why}", self._options.schedule_within_s)
 
     async def _let_through(self, made: Object, pods: Sequence[Object]) -> None:
         """Record the first pods once all of them exist, then open their scheduling gates: a pod that is not recorded

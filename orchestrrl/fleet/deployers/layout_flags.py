@@ -65,8 +65,8 @@ class VllmProcesses(NamedTuple):
 def groups(
     p: Parallelism, gpus: Sequence[GpuId], per_node: int, nodes: Sequence[str], first_port: int
 ) -> tuple[VllmProcesses, ...]:
-    """Return the vLLM instances of a layout; the first one serves requests. Without GPUs it is one instance with no
-    node's GPUs."""
+    """Return the vLLM instances of a layout; the first one serves requests. Without GPUs, return one instance that is
+    not bound to any."""
     gpus, whole = sorted(gpus), (ProcessRole.SERVER, ProcessRole.NODE)
 
     def port_of(held: Sequence[GpuId]) -> int:
@@ -158,7 +158,7 @@ def additional_config(
         if not isinstance(found, dict):
             faults.append(f"{argument.path}: must be one JSON object for an AFD layout, got {argument.text!r}")
         elif "afd" in found:
-            faults.append(f"{argument.path}: must not set `afd` of {ADDITIONAL}, a layout's, got {argument.text!r}")
+            faults.append(f"{argument.path}: must not set `afd`, which the layout sets, got {argument.text!r}")
         else:
             merged = found
     return json.dumps({**merged, "afd": afd}), others, faults

@@ -78,7 +78,7 @@ class RayOptions(Section):
         if not per_gpu:
             raise ValueError("must name at least one resource")
         if per_gpu.get("GPU", 1.0) != 1.0:
-            raise ValueError("must request GPU: 1 if it requests GPU")
+            raise ValueError("must request exactly 1 GPU, or none")
         return per_gpu
 
 
@@ -227,7 +227,7 @@ def _deployed(state: Mapping[str, Any]) -> DeployedInstance:
 
 
 class RayConnectionLost(Exception):
-    """The driver or its cluster is gone or hangs: a call may or may not have been carried out."""
+    """Raised if the driver or its cluster is gone or hangs: the call may or may not have been carried out."""
 
 
 _ERRORS = {"permanent": Permanent, "unknown": OutcomeUnknown, "lost": RayConnectionLost}

@@ -105,7 +105,7 @@ class RayCluster:
         with self._turns[engine]:
             record = self._records().get(engine)
             if record is None:
-                raise RayRefusal("retryable", f"engine {engine} was stopped before it was up")
+                raise RayRefusal("retryable", f"engine {engine} was stopped before it was ready")
             # Written first: a record without a URL has no processes.
             record["url"] = url
             self._write(engine, record)
@@ -290,7 +290,7 @@ class RayCluster:
         if waiting:
             behind = [seat for seat, call in zip(seats, calls, strict=True) if call in waiting]
             where = ", ".join(sorted({f"bundle {seat['bundle']} on {seat['address']}" for seat in behind}))
-            raise RayRefusal("retryable", f"engine {engine}: Ray starts no actor in {where}: it may be in use")
+            raise RayRefusal("retryable", f"engine {engine}: Ray starts no actor in {where}, perhaps in use")
         places: list[Json] = []
         try:
             answers = ray.get(calls)

@@ -20,7 +20,8 @@ Json = dict[str, Any]
 
 
 class RayRefusal(Exception):
-    """An error of a call. `kind` is retryable, permanent or unknown, as the errors of orchestrrl.core.errors."""
+    """Raised if a call is refused or fails. `kind` is retryable, permanent or unknown, as the errors of
+    orchestrrl.core.errors."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)

@@ -67,7 +67,7 @@ class FleetControl(Protocol):
 
     async def circuits_follow(self, engines: Sequence[EngineSpec]) -> str:
         """Allocate circuits for exactly these engines, which are about to serve. Return a remark on the result, empty
-        without a fabric. Raises nothing, and returns within its own limit."""
+        without a fabric. Raises no error, and returns within its own time limit."""
 
 
 MakeSpec = Callable[[FleetSettings, EngineId, ConfigurationId, Sequence[GpuId]], EngineSpec]
@@ -251,7 +251,7 @@ class RedeployActions:
                 raise Permanent(f"{engine} ended before it served: {found.detail if found else 'no process is left'}")
 
     async def _admit(self) -> str:
-        """Send requests to the prepared engines, or when undoing to the old engines that are alive; clear fences and
+        """Send requests to the prepared engines, or, when undoing, to the old engines that are alive. Clear fences and
         expectations."""
         serving: Sequence[EngineSpec]
         if self.going_back:
@@ -275,7 +275,8 @@ class RedeployActions:
 
     @property
     def _weights(self) -> ServedWeights:
-        """Return the weights to load: when undoing the fleet's current ones, which may have changed since the start."""
+        """Return the weights to load: the redeployment's, or, when undoing, the fleet's current ones, which may have
+        changed since."""
         return self.control_plane.current_weights() if self.going_back else self.redeployment.weights
 
     @property

@@ -170,7 +170,7 @@ class RedeploymentController:
             self._book.note_stopped(engine, done=True, detail="belonged to no deployment")
 
     def _adopt(self) -> None:
-        """Let requests go to the engines that run, by their last known state."""
+        """Add running engines to the fleet, by their last known state, so that requests can go to them."""
         for deployed in self._running.values():
             if deployed.life is EngineLife.ALIVE and deployed.url and not deployed.lent:
                 known = self.configurations.get(deployed.configuration)

@@ -200,7 +200,7 @@ class RedeploymentRun(Description[RedeployStep]):
 
 @dataclass(slots=True)
 class _Unsettled:
-    """Engines whose processes may exist without serving or staying, derived from the steps that were begun."""
+    """Engines in an intermediate state, derived from the steps that were begun."""
 
     stopping: set[EngineId] = field(default_factory=set)  # stop begun, and not known to be done
     dozing: set[EngineId] = field(default_factory=set)  # may sleep, even if the deployer did not record it

@@ -229,7 +229,7 @@ def stages_back(
     """Return the stages back to the old engines, from any point of interruption.
 
     `alive` are all engines of either side whose processes exist, `asleep` those that sleep. `scaled` are engines whose
-    scaling was begun, perhaps without effect. `failing` are engines that exist but will not: their stop was begun, or
+    scaling was begun, perhaps without effect. `failing` are engines that still exist although their stop was begun or
     they have ended.
     """
     new = [spec for spec in redeployment.coming if spec.engine in alive and spec.engine not in asleep]

@@ -1,4 +1,4 @@
-"""What a scrape means, against brute force."""
+"""Tests of health and decode rate from scrapes, against brute force."""
 
 import math
 from dataclasses import replace
@@ -51,20 +51,20 @@ METRICS = EngineSample(
         ),
     ],
 )
-def test_each_answer_has_its_health_and_words(
+def test_each_answer_has_its_health_and_detail(
     answer: EngineSample | BaseException | None, waited_s: float, health: EngineHealth, detail: str
 ) -> None:
     assert judge(answer, waited_s, LIMITS) == (health, detail)
 
 
-def test_limits_check_themselves() -> None:
+def test_invalid_limits_are_rejected() -> None:
     with pytest.raises(ValueError, match="slow_after_s must be > 0 and <= gone_after_s, got 2 and 1"):
         HealthLimits(slow_after_s=2, gone_after_s=1)
     with pytest.raises(ValueError, match="rate_window_s"):
         HealthLimits(rate_window_s=0)
 
 
-# One scrape: seconds since the one before, tokens since then (negative: a restart), running, and whether it answered.
+# One scrape: seconds since the last one, tokens since then (negative: a restart), running, and whether it answered.
 _SCRAPE = st.tuples(
     st.sampled_from([0.0, 0.25, 0.25, 0.3, 1.0, 4.0]),
     st.integers(-50, 400),
@@ -74,7 +74,7 @@ _SCRAPE = st.tuples(
 
 
 def expected_rate(history: list[tuple[float, int, int, bool]], window_s: float) -> float | None:
-    """The same by looking back over the whole history: (at_s, total, running, readable), newest last."""
+    """Compute the rate by looking back over the whole history: (at_s, total, running, readable), newest last."""
     unbroken: list[tuple[float, int]] = []
     last_total: int | None = None
     for at_s, total, running, readable in history:
@@ -99,7 +99,7 @@ def expected_rate(history: list[tuple[float, int, int, bool]], window_s: float) 
 
 
 @given(st.lists(_SCRAPE, max_size=30), st.sampled_from([0.25, 1.0, 3.0]))
-def test_the_decode_rate_is_the_mean_over_an_unbroken_window(
+def test_decode_rate_is_the_mean_over_an_unbroken_window(
     scrapes: list[tuple[float, int, int, bool]], window_s: float
 ) -> None:
     limits = HealthLimits(rate_window_s=window_s)
@@ -127,7 +127,7 @@ def test_the_decode_rate_is_the_mean_over_an_unbroken_window(
     st.floats(allow_nan=True, allow_infinity=True),
     st.integers(-(2**70), 2**70),
 )
-def test_what_passes_fits_on_the_wire(running: int, tokens: int, usage: float, capacity: int) -> None:
+def test_accepted_metrics_fit_on_the_wire(running: int, tokens: int, usage: float, capacity: int) -> None:
     metrics = EngineSample(running, 0, usage, capacity, tokens, tokens, 0)
     health, _ = judge(metrics, 0.1, LIMITS)
     assert (health is EngineHealth.OK) == (not metric_faults(metrics))
@@ -143,7 +143,7 @@ def test_what_passes_fits_on_the_wire(running: int, tokens: int, usage: float, c
     [("NaN", "nan"), ("+Inf", "inf"), ("-Inf", "-inf"), ("-1", "-1")],
 )
 @pytest.mark.parametrize("name", [RUNNING, WAITING, KV_USAGE, GENERATED, PROMPT, PREEMPTIONS])
-async def test_a_page_with_an_impossible_number_is_nonsense_with_its_name(name: str, value: str, what: str) -> None:
+async def test_page_with_an_impossible_number_is_nonsense_with_its_name(name: str, value: str, what: str) -> None:
     values = dict.fromkeys((RUNNING, WAITING, KV_USAGE, GENERATED, PROMPT, PREEMPTIONS), "1") | {name: value}
     page = "".join(f'{each}{{engine="0"}} {number}\n' for each, number in values.items())
     with pytest.raises(NOT_OF_VLLM) as caught:
@@ -167,9 +167,7 @@ async def test_a_page_with_an_impossible_number_is_nonsense_with_its_name(name: 
     st.floats(0, 20),
     st.integers(0, 2**64),
 )
-def test_the_daemon_takes_whatever_the_agent_makes_of_an_engine(
-    metrics: EngineSample, waited_s: float, earlier: int
-) -> None:
+def test_daemon_accepts_every_report_that_the_agent_makes(metrics: EngineSample, waited_s: float, earlier: int) -> None:
     health, detail = judge(metrics, waited_s, LIMITS)
     readable = health is not EngineHealth.NONSENSE
     reading = replace(metrics, sampled_s=1000.0 + waited_s, scrape_s=waited_s) if readable else None
@@ -181,7 +179,7 @@ def test_the_daemon_takes_whatever_the_agent_makes_of_an_engine(
 
 
 @pytest.mark.parametrize("value", [-1, 2**32, 1.5, "8192", True, [1]])
-def test_an_engine_cannot_offer_what_is_no_count(value: Any) -> None:
+def test_capability_that_is_no_count_is_a_fault(value: Any) -> None:
     offered = EngineCapabilities("vllm", "1", ("m",), max_model_len_tokens=value)
     assert capability_faults(offered) == [f"max_model_len_tokens cannot be {value!r}"]
     assert not capability_faults(EngineCapabilities("vllm", "1", ("m",), max_model_len_tokens=8192))

@@ -1,4 +1,4 @@
-"""What an engine's host adds to its facts: GPUs, the server's command line, the model's config.json."""
+"""Tests of the facts that an engine's host adds: GPUs, the server's command line, the model's config.json."""
 
 import json
 import socket
@@ -24,7 +24,7 @@ CONFIG = {
 
 @pytest.fixture
 def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A host without GPUs and models: the folder of its programs."""
+    """Simulate a host without GPUs and models; return the folder of its programs."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     return tmp_path
@@ -39,7 +39,7 @@ def install_smi(host: Path, script: str) -> None:
 def start_server(
     monkeypatch: pytest.MonkeyPatch, port: int, arguments: list[str], *, front_end: list[str] | None = None
 ) -> None:
-    """A process that listens on the port, or has a front end that does."""
+    """Start a process that listens on the port, or has a front end that does."""
     server = SimpleNamespace(cmdline=lambda: arguments, parents=list)
     between = SimpleNamespace(cmdline=lambda: ["VLLM::EngineCore"])
     process = server
@@ -53,21 +53,21 @@ def start_server(
 VLLM = ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", "m"]
 
 
-def test_a_host_without_nvidia_smi_has_no_gpu(host: Path) -> None:
+def test_host_without_nvidia_smi_has_no_gpu(host: Path) -> None:
     facts = host_facts(ServingFacts(), LOCAL)
     assert (facts.gpu, facts.gpu_detail) == ("", "the engine's host has no GPU (nvidia-smi is not installed)")
 
 
-def test_the_engines_own_word_stands(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_own_facts_are_kept(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install_smi(host, "echo 'NVIDIA B200'")
     start_server(monkeypatch, 8001, [*VLLM, "--tensor-parallel-size", "8"])
-    told = ServingFacts(model="m", tp=2, gpu="NVIDIA H100 80GB HBM3")
-    assert host_facts(told, LOCAL) == told
+    reported = ServingFacts(model="m", tp=2, gpu="NVIDIA H100 80GB HBM3")
+    assert host_facts(reported, LOCAL) == reported
     cpu = ServingFacts(model="m", tp=1, gpu_detail="the engine runs on CPUs")
     assert host_facts(cpu, LOCAL) == cpu
 
 
-def test_another_hosts_engine_is_not_taken_for_this_hosts(host: Path) -> None:
+def test_engine_of_another_host_gets_no_facts_of_this_host(host: Path) -> None:
     install_smi(host, "echo 'NVIDIA B200'")
     facts = host_facts(ServingFacts(model="m"), ELSEWHERE)
     assert facts.gpu == ""
@@ -86,30 +86,30 @@ def test_another_hosts_engine_is_not_taken_for_this_hosts(host: Path) -> None:
         (["--config", "vllm.yaml"], (None, None, None, None)),
     ],
 )
-def test_the_layout_is_in_the_servers_arguments(flags: list[str], layout: tuple[object, ...]) -> None:
+def test_layout_is_read_from_the_servers_arguments(flags: list[str], layout: tuple[object, ...]) -> None:
     facts = with_arguments(ServingFacts(), [*VLLM, *flags])
     assert (facts.tp, facts.pp, facts.dp, facts.ep) == layout
 
 
-def test_precision_is_in_the_servers_arguments() -> None:
+def test_precision_is_read_from_the_servers_arguments() -> None:
     facts = with_arguments(ServingFacts(), [*VLLM, "--dtype", "float32", "--kv-cache-dtype=fp8"])
     assert (facts.weight_bits, facts.kv_bits) == (32.0, 8.0)
 
 
-def test_the_server_is_found_by_its_port(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_is_found_by_its_port(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start_server(monkeypatch, 8001, [*VLLM, "-tp", "2"])
     assert server_arguments(8001) == (*VLLM, "-tp", "2")
     assert server_arguments(8002) == ()
     assert host_facts(ServingFacts(), LOCAL).tp == 2
 
 
-def test_a_front_end_process_has_its_parents_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_front_end_process_has_its_parents_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     start_server(monkeypatch, 8001, [*VLLM, "-tp", "2"], front_end=["VLLM::APIServer"])
     assert server_arguments(8001) == (*VLLM, "-tp", "2")
 
 
 @pytest.mark.parametrize("error", [PermissionError(), RuntimeError("a line is malformed"), psutil.AccessDenied()])
-def test_where_the_systems_tables_cannot_be_read_other_facts_are(
+def test_unreadable_system_tables_leave_other_facts(
     host: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     def unreadable(_: str) -> None:
@@ -120,12 +120,12 @@ def test_where_the_systems_tables_cannot_be_read_other_facts_are(
     assert (facts.tp, facts.gpu_detail != "") == (None, True)
 
 
-def test_a_process_that_is_no_vllm_says_nothing(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_other_than_vllm_is_ignored(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start_server(monkeypatch, 8001, ["ssh", "-L", "8001:gpu7:8001", "gpu7"])
     assert host_facts(ServingFacts(), LOCAL).tp is None
 
 
-def test_sizes_are_read_from_the_models_folder_and_from_the_hubs_cache(host: Path, tmp_path: Path) -> None:
+def test_sizes_are_read_from_the_models_folder_and_the_hub_cache(host: Path, tmp_path: Path) -> None:
     folder = tmp_path / "models" / "tiny"
     snapshot = tmp_path / "hub" / "models--Owner--Tiny" / "snapshots" / "abc"
     for place in (folder, snapshot):
@@ -139,17 +139,17 @@ def test_sizes_are_read_from_the_models_folder_and_from_the_hubs_cache(host: Pat
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", "[" * 100_000, "\0"])
-def test_a_config_that_makes_no_sense_is_left_alone(host: Path, tmp_path: Path, text: str) -> None:
+def test_invalid_config_is_ignored(host: Path, tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     assert host_facts(ServingFacts(model=str(tmp_path)), LOCAL).sizes is None
 
 
-def test_local_addresses() -> None:
+def test_local_addresses_are_recognized() -> None:
     assert all(map(is_local, ("http://127.0.0.1:1", "http://localhost:1", f"http://{socket.gethostname()}:1")))
     assert not any(map(is_local, (ELSEWHERE, "http://some-other-host:1", "http://0.0.0.0:1", "nonsense")))
 
 
-async def test_capabilities_are_otherwise_as_they_were(host: Path) -> None:
+async def test_other_capabilities_are_unchanged(host: Path) -> None:
     offers = EngineCapabilities("vllm", "1", ("m",), pause=True)
     described = await with_host_facts(offers, LOCAL)
     assert described.serving != offers.serving

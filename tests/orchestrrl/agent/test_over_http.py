@@ -1,4 +1,5 @@
-"""Watching over real HTTP: an engine process that is killed and returns changed, and servers that are no engines."""
+"""Tests of watching over real HTTP: an engine process that is killed and restarts changed, and servers that are no
+engines."""
 
 import asyncio
 import contextlib
@@ -56,7 +57,7 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
-async def test_what_is_no_engine_is_marked_and_nothing_crashes(answer: bytes) -> None:
+async def test_server_that_is_no_engine_is_marked_without_a_crash(answer: bytes) -> None:
     async def reply(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             await reader.readuntil(b"\r\n\r\n")
@@ -74,7 +75,7 @@ async def test_what_is_no_engine_is_marked_and_nothing_crashes(answer: bytes) ->
         await until(seen, lambda _: len(seen) > count + 2)
 
 
-async def test_a_server_that_accepts_and_says_nothing_is_gone() -> None:
+async def test_server_that_accepts_without_an_answer_is_gone() -> None:
     async def hold(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()  # until the client hangs up
         writer.close()

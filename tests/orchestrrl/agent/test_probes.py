@@ -1,4 +1,4 @@
-"""What an agent makes of rings that real writers wrote, in a clock of the test's own."""
+"""Tests of an agent with rings of real writers, on a clock of the tests."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ Q = 0.05
 
 
 class Host:
-    """Ranks that work in step: an iteration is `collectives` of them, with a pause after each."""
+    """Ranks that work in step: an iteration has `collectives` of them, with a pause after each."""
 
     def __init__(self, folder: Path, ranks: int = 2, job: str = "", capacity: int = 1024) -> None:
         self.now_ns = 10**12
@@ -60,7 +60,7 @@ class Host:
             self.passes(quiet_s)
 
     def learn(self, iterations: int = 30) -> None:
-        """Ends in the middle of one: the first pause has just begun."""
+        """Run iterations, and stop in the middle of one: the first pause has just begun."""
         for iteration in range(iterations):
             self.iterate(iteration)
             self.traces.read()
@@ -88,7 +88,7 @@ def code(found: fabric_pb2.Quiet | Hold) -> str:
     return found.code if isinstance(found, Hold) else "quiet"
 
 
-def test_a_window_is_promised_for_as_long_as_pauses_were(host: Host) -> None:
+def test_window_is_as_long_as_earlier_pauses(host: Host) -> None:
     host.learn()
     found = host.traces.assess("", Q)
     assert isinstance(found, fabric_pb2.Quiet)
@@ -98,7 +98,7 @@ def test_a_window_is_promised_for_as_long_as_pauses_were(host: Host) -> None:
     assert 0 < found.risk <= 2 * Q + 1e-9  # of two ranks
 
 
-def test_one_rank_that_communicates_is_traffic(host: Host) -> None:
+def test_one_communicating_rank_is_traffic(host: Host) -> None:
     host.learn()
     writer = host.writers[1]
     flying = writer.begin(writer.op("send"))
@@ -110,21 +110,21 @@ def test_one_rank_that_communicates_is_traffic(host: Host) -> None:
     assert not host.traces.busy("")
 
 
-def test_what_is_given_to_a_device_is_traffic_before_it_begins(host: Host) -> None:
+def test_work_queued_on_a_device_is_traffic_before_it_begins(host: Host) -> None:
     host.learn()
     host.writers[0].issue(host.writers[0].op("all_reduce"))
     assert host.traces.busy("")
     assert code(host.traces.assess("", Q)) == "traffic"
 
 
-def test_nothing_is_promised_before_it_is_learnt(host: Host) -> None:
+def test_no_window_is_reported_before_it_is_learned(host: Host) -> None:
     host.iterate(0)
     host.traces.read()
     assert code(host.traces.assess("", Q)) == "unlearnt"
     assert code(host.traces.assess("another", Q)) == "untraced"
 
 
-def test_lost_events_leave_the_place_unknown_until_the_next_iteration(tmp_path: Path) -> None:
+def test_lost_events_leave_the_position_unknown_until_the_next_iteration(tmp_path: Path) -> None:
     host = Host(tmp_path, capacity=16)
     host.learn()
     for _ in range(16):
@@ -138,7 +138,7 @@ def test_lost_events_leave_the_place_unknown_until_the_next_iteration(tmp_path: 
     host.close()
 
 
-def test_processes_come_and_go(host: Host) -> None:
+def test_processes_are_added_and_removed(host: Host) -> None:
     assert host.traces.jobs() == {"": (0, 1)}
     assert not host.traces.poll()
     other = RingWriter(host.folder, job="engine", clock_ns=lambda: host.now_ns)
@@ -154,13 +154,13 @@ def test_processes_come_and_go(host: Host) -> None:
     assert len(list_rings(host.folder)) <= 3
 
 
-def test_what_is_no_ring_is_left_alone(host: Host) -> None:
+def test_file_that_is_no_ring_is_ignored(host: Host) -> None:
     (host.folder / "strange.ring").write_bytes(b"not a ring" * 1000)
     assert not host.traces.poll()
     assert host.traces.jobs() == {"": (0, 1)}
 
 
-def test_only_jobs_that_are_watched_ring(tmp_path: Path) -> None:
+def test_only_watched_jobs_ring(tmp_path: Path) -> None:
     host = Host(tmp_path, job="watched")
     other = RingWriter(tmp_path, job="other")
     other.set_rank(0)
@@ -183,22 +183,22 @@ def test_only_jobs_that_are_watched_ring(tmp_path: Path) -> None:
     other.close()
 
 
-def test_an_intent_is_remembered_for_a_period_that_is_only_named(host: Host) -> None:
+def test_intent_is_remembered_for_a_period_announced_by_name(host: Host) -> None:
     intent = {"stage": "train", "traffic": []}
     host.writers[0].announce("announce", json.dumps({"period": "gradients", "body": intent}).encode())
     host.writers[0].announce("announce", json.dumps({"period": "gradients", "body": {}}).encode())
     host.writers[1].announce("announce", json.dumps({"period": "unheard", "body": {}}).encode())
-    told = {(each.rank, each.period, each.intent_json) for each in host.traces.read()}
-    assert told == {(0, "gradients", json.dumps(intent)), (1, "unheard", "")}
+    reported = {(each.rank, each.period, each.intent_json) for each in host.traces.read()}
+    assert reported == {(0, "gradients", json.dumps(intent)), (1, "unheard", "")}
 
 
 @pytest.mark.parametrize("payload", [b"", b"{", b"[]", b'{"period": 3, "body": {}}', b'{"period": "x", "body": []}'])
-def test_an_announcement_that_cannot_be_read_is_left_out(host: Host, payload: bytes) -> None:
+def test_invalid_announcement_is_ignored(host: Host, payload: bytes) -> None:
     host.writers[0].announce("announce", payload)
     assert host.traces.read() == []
 
 
-def test_summaries_are_of_every_rank(host: Host) -> None:
+def test_summaries_cover_every_rank(host: Host) -> None:
     host.learn()
     summaries = list(host.traces.summaries(Q))
     assert [each["summary"]["ranks"] for each in summaries] == [(0,), (1,)]
@@ -207,134 +207,134 @@ def test_summaries_are_of_every_rank(host: Host) -> None:
 
 
 class Told:
-    """What the daemon hears of one watch."""
+    """The messages that the daemon receives about one watch."""
 
     def __init__(self, host: Host, need_s: float) -> None:
-        self.heard: list[fabric_pb2.TraceMessage] = []
-        self.words = WindowReports(host.traces, self.heard.append, lambda: host.now_s)
+        self.received: list[fabric_pb2.TraceMessage] = []
+        self.words = WindowReports(host.traces, self.received.append, lambda: host.now_s)
         self.words.watch(fabric_pb2.Arm(id=7, job="", need_s=need_s, quantile=Q))
 
     def news(self) -> list[str]:
-        """Since last asked."""
+        """Return the messages since the last call."""
         found = [
-            "quiet" if message.WhichOneof("message") == "quiet" else message.traffic.code for message in self.heard
+            "quiet" if message.WhichOneof("message") == "quiet" else message.traffic.code for message in self.received
         ]
-        self.heard.clear()
+        self.received.clear()
         return found
 
 
-def test_each_change_is_told_once(host: Host) -> None:
+def test_each_change_is_reported_once(host: Host) -> None:
     host.learn()
-    told = Told(host, need_s=0.05)
-    quiet = told.heard[0].quiet
+    reported = Told(host, need_s=0.05)
+    quiet = reported.received[0].quiet
     assert (quiet.armed, quiet.job, quiet.rank) == (7, "", 0)
     assert quiet.until_s - quiet.told_s == pytest.approx(QUIET_S, rel=1e-3)
-    assert told.news() == ["quiet"]
-    told.words.read()
-    assert told.news() == []
+    assert reported.news() == ["quiet"]
+    reported.words.read()
+    assert reported.news() == []
     host.passes(QUIET_S)
     flying = host.begin()
-    assert told.words.rung()
-    assert told.news() == ["traffic"]
-    assert told.words.rung()
-    told.words.catch_up()
-    assert told.news() == []
+    assert reported.words.rung()
+    assert reported.news() == ["traffic"]
+    assert reported.words.rung()
+    reported.words.catch_up()
+    assert reported.news() == []
     host.passes(BUSY_S)
     host.end(flying)
-    assert not told.words.rung()
-    assert told.news() == ["quiet"]
+    assert not reported.words.rung()
+    assert reported.news() == ["quiet"]
 
 
-def test_what_is_left_of_a_window_may_be_too_short(host: Host) -> None:
+def test_remaining_window_may_be_too_short(host: Host) -> None:
     host.learn()
-    told = Told(host, need_s=0.05)
+    reported = Told(host, need_s=0.05)
     host.passes(0.06)
-    told.words.read()
-    assert told.news() == ["quiet"]  # until when was told: whoever has begun something may go by that
+    reported.words.read()
+    assert reported.news() == ["quiet"]  # the end as reported: a change that has begun may rely on it
     assert Told(host, need_s=0.05).news() == ["short"]
     assert Told(host, need_s=2 * QUIET_S).news() == ["short"]
 
 
-def test_ranks_that_have_come_are_told_of_before_anything_is_made_of_the_others(host: Host) -> None:
-    """A daemon that is told of a rank counts it as traced: what was promised without it must not outlast that."""
+def test_new_ranks_are_reported_before_any_window(host: Host) -> None:
+    """The daemon counts a reported rank as traced, so that windows computed without it must not last beyond that."""
     host.learn()
-    told = Told(host, need_s=0.05)
-    assert told.news() == ["quiet"]
+    reported = Told(host, need_s=0.05)
+    assert reported.news() == ["quiet"]
     late = RingWriter(host.folder, clock_ns=lambda: host.now_ns)
     late.set_rank(2)
     late.end(late.begin(late.op("all_reduce")))
     assert host.traces.poll()
-    told.words.report_all_again()
-    told.words.read()
-    assert told.news() == ["unlearnt"]
+    reported.words.report_all_again()
+    reported.words.read()
+    assert reported.news() == ["unlearnt"]
     late.close()
     assert host.traces.poll()
-    told.words.report_all_again()
-    told.words.read()
-    assert told.news() == ["quiet"]
+    reported.words.report_all_again()
+    reported.words.read()
+    assert reported.news() == ["quiet"]
 
 
-def test_what_is_given_to_a_device_ends_a_window_at_once(host: Host) -> None:
-    """Its beginning is seen late only."""
+def test_work_queued_on_a_device_ends_a_window_at_once(host: Host) -> None:
+    """The start of the collective itself is only seen later."""
     host.learn()
-    told = Told(host, need_s=0.05)
+    reported = Told(host, need_s=0.05)
     doorbell = RingDoorbell(host.folder)
     writer = host.writers[0]
     writer.issue(writer.op("all_reduce"))
     assert doorbell.rung()
     writer.issue(writer.op("all_reduce"))
     assert not doorbell.rung()  # nothing new
-    assert told.words.rung()
-    assert told.news() == ["quiet", "traffic"]
+    assert reported.words.rung()
+    assert reported.news() == ["quiet", "traffic"]
     doorbell.close()
 
 
-def test_a_window_that_lasts_is_told_again(tmp_path: Path) -> None:
+def test_unchanged_window_is_reported_again(tmp_path: Path) -> None:
     host = Host(tmp_path)
     for iteration in range(30):
         host.iterate(iteration, quiet_s=10.0, collectives=1)
         host.traces.read()
     host.iterate(30, quiet_s=0.0, collectives=1)
-    told = Told(host, need_s=0.05)
+    reported = Told(host, need_s=0.05)
     host.passes(AGAIN_AFTER_S + 0.01)
-    told.words.read()
-    assert told.news() == ["quiet", "quiet"]
-    told.words.forget(7)
+    reported.words.read()
+    assert reported.news() == ["quiet", "quiet"]
+    reported.words.forget(7)
     host.passes(AGAIN_AFTER_S + 0.01)
-    told.words.read()
-    assert told.news() == []
+    reported.words.read()
+    assert reported.news() == []
     host.close()
 
 
 @given(lengths_s=st.lists(st.floats(0.02, 0.2), min_size=40, max_size=60), need_s=st.floats(0.005, 0.1))
-def test_nothing_is_told_as_quiet_while_a_rank_communicates(
+def test_no_window_is_reported_while_a_rank_communicates(
     tmp_path_factory: pytest.TempPathFactory, lengths_s: list[float], need_s: float
 ) -> None:
-    """The oracle: who is in flight, kept by the test; and each window that is told covers the need, as promised."""
+    """The oracle: the ranks in flight, recorded by the test. Each reported window must cover the need."""
     host = Host(tmp_path_factory.mktemp("rings"), capacity=64)
-    told = Told(host, need_s)
+    reported = Told(host, need_s)
     for iteration, length_s in enumerate(lengths_s):
         for writer in host.writers:
             writer.moment("iteration", iteration)
         flying: dict[int, int] = {}
         for rank, writer in enumerate(host.writers):
             flying[rank] = writer.begin(writer.op("all_reduce"), 0, 8)
-            told.words.rung()
-            assert all(message.WhichOneof("message") != "quiet" for message in told.heard)
-        told.words.catch_up()
+            reported.words.rung()
+            assert all(message.WhichOneof("message") != "quiet" for message in reported.received)
+        reported.words.catch_up()
         host.passes(BUSY_S)
         for rank, writer in enumerate(host.writers):
-            told.heard.clear()
+            reported.received.clear()
             writer.end(flying.pop(rank))
-            told.words.rung()
-            said = [message.quiet for message in told.heard if message.WhichOneof("message") == "quiet"]
-            assert not (said and flying)
-            for quiet in said:
+            reported.words.rung()
+            text = [message.quiet for message in reported.received if message.WhichOneof("message") == "quiet"]
+            assert not (text and flying)
+            for quiet in text:
                 assert quiet.until_s - quiet.told_s >= need_s
                 assert quiet.since_s <= quiet.told_s
         host.passes(length_s)
-        told.words.read()
-        told.heard.clear()
+        reported.words.read()
+        reported.received.clear()
     host.close()
 
 
@@ -356,7 +356,7 @@ async def test_two_agents_do_not_read_the_same_rings(tmp_path: Path) -> None:
     await asyncio.gather(after, return_exceptions=True)
 
 
-async def test_a_folder_that_cannot_be_had_is_told(tmp_path: Path) -> None:
+async def test_unusable_folder_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(Permanent, match="cannot read rings there"):
         await probe(tmp_path / "file").run()
@@ -364,22 +364,22 @@ async def test_a_folder_that_cannot_be_had_is_told(tmp_path: Path) -> None:
         await probe(tmp_path / ("long" * 30)).run()
 
 
-def test_while_the_last_rank_is_waited_for_the_others_are_read(host: Host) -> None:
+def test_quiet_ranks_are_read_while_the_last_one_is_busy(host: Host) -> None:
     host.learn()
-    told = Told(host, need_s=0.05)
+    reported = Told(host, need_s=0.05)
     host.passes(QUIET_S)
     flying = host.begin()
-    told.words.rung()
-    told.words.catch_up()
+    reported.words.rung()
+    reported.words.catch_up()
     host.writers[0].announce("next", json.dumps({"period": "next", "body": {}}).encode())
     host.writers[0].end(flying[0])
-    told.heard.clear()
-    assert told.words.rung()  # the other communicates still
-    assert [message.announcement.period for message in told.heard] == ["next"]
+    reported.received.clear()
+    assert reported.words.rung()  # the other still communicates
+    assert [message.announcement.period for message in reported.received] == ["next"]
     one, other = host.traces.traced
     assert one.reader.changes == one.seen
     host.passes(BUSY_S)
     host.writers[1].end(flying[1])
     assert other.reader.changes != other.seen
-    assert not told.words.rung()
-    assert told.news()[-1] == "quiet"
+    assert not reported.words.rung()
+    assert reported.news()[-1] == "quiet"

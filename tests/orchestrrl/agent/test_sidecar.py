@@ -1,4 +1,4 @@
-"""An agent's reports, and what it says to orders, against a real gRPC server."""
+"""Tests of an agent's reports, and its answers to orders, against a real gRPC server."""
 
 import asyncio
 import contextlib
@@ -34,7 +34,7 @@ def report(engine: EngineId, detail: str = "", version: str | None = "1") -> Eng
 
 
 class TestOutgoing:
-    async def test_only_the_newest_of_each_engine_goes_out(self) -> None:
+    async def test_only_the_newest_report_of_each_engine_is_sent(self) -> None:
         outgoing = UnsentReports()
         for engine, detail in ((E0, "old"), (E1, "only"), (E0, "new")):
             outgoing.put(report(engine, detail))
@@ -46,17 +46,17 @@ class TestOutgoing:
         outgoing.put(report(E0, "newer"))
         assert (await waiting).health_detail == "newer"
 
-    async def test_features_are_told_once_per_stream_and_when_they_change(self) -> None:
+    async def test_capabilities_are_sent_once_per_stream_and_when_they_change(self) -> None:
         outgoing = UnsentReports()
 
-        async def told(version: str | None) -> str | None:
+        async def reported(version: str | None) -> str | None:
             outgoing.put(report(E0, version=version))
             capabilities = (await outgoing.next_report()).capabilities
             return capabilities.version if capabilities else None
 
-        assert [await told(v) for v in ("1", "1", "2", "2", None, "2")] == ["1", None, "2", None, None, "2"]
+        assert [await reported(v) for v in ("1", "1", "2", "2", None, "2")] == ["1", None, "2", None, None, "2"]
         outgoing.start_stream()
-        assert [await told(v) for v in ("2", "2")] == ["2", None]
+        assert [await reported(v) for v in ("2", "2")] == ["2", None]
 
 
 def order(action: Action) -> Operation:
@@ -64,7 +64,7 @@ def order(action: Action) -> Operation:
 
 
 class Daemon(agent_pb2_grpc.NodeServicer, telemetry_pb2_grpc.TelemetryServicer):
-    """Orders what it is told to; keeps what it hears."""
+    """A daemon that sends the given orders and records what it receives."""
 
     def __init__(self) -> None:
         self.orders: asyncio.Queue[agent_pb2.Operation] = asyncio.Queue()
@@ -102,7 +102,7 @@ async def daemon() -> AsyncIterator[tuple[Daemon, str]]:
     await server.stop(grace=None)
 
 
-async def test_an_agent_of_two_engines_reports_both_and_refuses_orders(daemon: tuple[Daemon, str]) -> None:
+async def test_agent_of_two_engines_reports_both_and_refuses_orders(daemon: tuple[Daemon, str]) -> None:
     servicer, address = daemon
     clock = WallClock()
     good, bad = FakeEngine(clock), FakeEngine(clock, error=Retryable("connection refused", 1.0))
@@ -134,12 +134,12 @@ async def test_an_agent_of_two_engines_reports_both_and_refuses_orders(daemon: t
     assert (one.health, one.sample.running) == (telemetry_pb2.ENGINE_HEALTH_OK, 7)
     assert (other.health, other.health_detail) == (telemetry_pb2.ENGINE_HEALTH_GONE, "connection refused")
     assert not other.HasField("sample")
-    told = [report for report in servicer.reports if report.HasField("capabilities")]
-    assert [(report.engine_id, report.capabilities.pause) for report in told] == [("e0", True)]
+    reported = [report for report in servicer.reports if report.HasField("capabilities")]
+    assert [(report.engine_id, report.capabilities.pause) for report in reported] == [("e0", True)]
     sequences = [report.sequence for report in servicer.reports]
     assert sequences == sorted(set(sequences))
     malformed, refused, again = servicer.results
     assert malformed.detail.startswith("invalid operation")
     assert refused == again
-    assert refused.detail == "a0 is an agent: move_requests is for gateways"
+    assert refused.detail == "a0 is an agent: only gateways carry out move_requests"
     assert {result.status for result in servicer.results} == {agent_pb2.OPERATION_STATUS_FAILED}

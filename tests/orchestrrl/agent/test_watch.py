@@ -1,4 +1,4 @@
-"""Watching an engine that comes, slows down, goes and returns changed; in virtual time."""
+"""Tests of watching an engine that starts, slows down, stops and restarts changed, in virtual time."""
 
 import asyncio
 import contextlib
@@ -57,16 +57,16 @@ async def scene() -> AsyncIterator[Scene]:
     task = asyncio.create_task(made.watch.run())
     await made.clock.advance(0.0)  # the first scrape, at 1000
     yield made
-    assert not task.done(), "watching must go on whatever the engine does"
+    assert not task.done(), "the watch must survive every engine failure"
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task
 
 
-async def test_what_an_engine_cannot_offer_is_asked_for_again(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+async def test_impossible_capabilities_are_read_again(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     good = scene.engine.offers
     scene.engine.offers = replace(good, max_model_len_tokens=-1)
-    scene.engine.error = Retryable("connection refused", 1.0)  # another one comes in its place
+    scene.engine.error = Retryable("connection refused", 1.0)  # another engine replaces it
     await scene.pass_time(0.5)
     scene.engine.error = None
     await scene.pass_time(1.0)
@@ -77,7 +77,7 @@ async def test_what_an_engine_cannot_offer_is_asked_for_again(scene: Scene, capl
     assert scene.last.capabilities == good
 
 
-async def test_load_rate_and_features_of_an_engine_that_works(scene: Scene) -> None:
+async def test_working_engine_has_load_rate_and_capabilities(scene: Scene) -> None:
     await scene.pass_time(3.0, tokens_per_s=400)
     first = scene.seen[0].sample
     assert first is not None
@@ -90,7 +90,7 @@ async def test_load_rate_and_features_of_an_engine_that_works(scene: Scene) -> N
     assert len(scene.seen) == 13
 
 
-async def test_a_slow_engine_is_called_slow_while_it_is_awaited_and_when_it_answers(scene: Scene) -> None:
+async def test_slow_engine_is_slow_while_awaited_and_when_it_answers(scene: Scene) -> None:
     scene.engine.answer_s = 1.5
     await scene.pass_time(1.75)
     waiting, answered = scene.seen[-2], scene.seen[-1]
@@ -98,11 +98,11 @@ async def test_a_slow_engine_is_called_slow_while_it_is_awaited_and_when_it_answ
     assert waiting.health_detail == "no answer for 1.25 s, limit 1 s"
     assert answered.health is EngineHealth.SLOW
     assert answered.sample is not None
-    assert answered.sample.sampled_s == 1000.25  # as of asking, not of answering
+    assert answered.sample.sampled_s == 1000.25  # the time of the request, not of the answer
     assert answered.sample.scrape_s == 1.5
 
 
-async def test_a_hung_engine_is_gone_after_its_time(scene: Scene) -> None:
+async def test_hung_engine_is_gone_after_its_limit(scene: Scene) -> None:
     scene.engine.answer_s = 1e9
     await scene.pass_time(3.25)
     assert (scene.last.health, scene.last.health_detail) == (EngineHealth.GONE, "no answer for 3 s, limit 3 s")
@@ -110,13 +110,13 @@ async def test_a_hung_engine_is_gone_after_its_time(scene: Scene) -> None:
     await scene.pass_time(10.0)
     assert all(seen.sample is None for seen in scene.seen[1:])
     assert {seen.health for seen in scene.seen[first_gone:]} == {EngineHealth.GONE}, "gone until it answers"
-    assert len(scene.seen) - first_gone >= 30, "and said so at each interval"
+    assert len(scene.seen) - first_gone >= 30, "reported at each interval"
     scene.engine.answer_s = 0.0
     await scene.pass_time(4.0)
     assert scene.last.health is EngineHealth.OK
 
 
-async def test_an_engine_that_returns_is_asked_anew_and_its_old_rate_is_not_passed_on(scene: Scene) -> None:
+async def test_restarted_engine_is_read_anew_without_its_old_rate(scene: Scene) -> None:
     await scene.pass_time(2.0, tokens_per_s=400)
     scene.engine.error = Retryable("connection refused", 1.0)
     await scene.pass_time(1.0)
@@ -137,7 +137,7 @@ async def test_an_engine_that_returns_is_asked_anew_and_its_old_rate_is_not_pass
     assert scene.last.capabilities == scene.engine.offers
 
 
-async def test_a_restart_between_two_scrapes_is_noticed_by_its_counters(scene: Scene) -> None:
+async def test_restart_between_two_scrapes_is_detected_by_counters(scene: Scene) -> None:
     await scene.pass_time(2.0, tokens_per_s=400)
     scene.engine.current = replace(scene.engine.current, generation_tokens_total=0)
     scene.engine.offers = EngineCapabilities("fake", "2", ("m",))
@@ -151,7 +151,7 @@ async def test_a_restart_between_two_scrapes_is_noticed_by_its_counters(scene: S
     assert scene.last.sample.decode_tokens_per_s == 40
 
 
-async def test_a_stalled_engine_reads_zero_and_an_idle_one_unknown(scene: Scene) -> None:
+async def test_stalled_engine_reads_zero_and_an_idle_one_unknown(scene: Scene) -> None:
     await scene.pass_time(2.0, tokens_per_s=400)
     await scene.pass_time(1.5)
     assert scene.last.sample is not None
@@ -163,7 +163,7 @@ async def test_a_stalled_engine_reads_zero_and_an_idle_one_unknown(scene: Scene)
 
 
 @pytest.mark.parametrize("error", [Permanent("not metrics: '<html>'"), KeyError("vllm:x"), ValueError("NaN")])
-async def test_nonsense_is_called_so(scene: Scene, error: Exception) -> None:
+async def test_impossible_metrics_are_nonsense(scene: Scene, error: Exception) -> None:
     scene.engine.error = error
     await scene.pass_time(1.0)
     assert scene.last.health is EngineHealth.NONSENSE
@@ -175,7 +175,7 @@ async def test_nonsense_is_called_so(scene: Scene, error: Exception) -> None:
 
 
 @pytest.mark.parametrize("error", [Retryable("still loading", 1.0), Permanent("no /openapi.json"), KeyError("paths")])
-async def test_features_are_asked_again_until_they_are_known(scene: Scene, error: Exception) -> None:
+async def test_capabilities_are_read_again_until_they_are_known(scene: Scene, error: Exception) -> None:
     scene.engine.error, scene.engine.capabilities_error = Retryable("connection refused", 1.0), error
     await scene.pass_time(0.5)
     scene.engine.error = None
@@ -187,13 +187,13 @@ async def test_features_are_asked_again_until_they_are_known(scene: Scene, error
 
 
 async def restart(scene: Scene) -> None:
-    """Another process answers, and is asked anew."""
+    """Replace the answering process, and expect its capabilities to be read."""
     await scene.pass_time(1.0, tokens_per_s=400)
     scene.engine.current = replace(scene.engine.current, generation_tokens_total=0)
 
 
-async def test_what_the_host_adds_is_reported_once_it_is_known(scene: Scene) -> None:
-    scene.describing_s = 10.0  # far beyond what an engine may take
+async def test_host_facts_are_reported_once_known(scene: Scene) -> None:
+    scene.describing_s = 10.0  # far beyond an engine's limit
     await restart(scene)
     await scene.pass_time(5.0)
     assert scene.last.capabilities == scene.engine.offers
@@ -204,7 +204,7 @@ async def test_what_the_host_adds_is_reported_once_it_is_known(scene: Scene) -> 
 
 
 @pytest.mark.parametrize("error", [OSError("no /proc"), KeyError("gpu")])
-async def test_a_host_that_cannot_be_described_leaves_the_engines_own_word(
+async def test_failed_host_description_leaves_the_engines_own_facts(
     scene: Scene, error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
     scene.description_error = error

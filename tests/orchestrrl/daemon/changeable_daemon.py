@@ -1,4 +1,4 @@
-"""The parts of a daemon as servers get them, which a test may replace one by one."""
+"""The parts of a daemon as servers receive them; a test may replace single ones."""
 
 from dataclasses import fields
 from types import SimpleNamespace

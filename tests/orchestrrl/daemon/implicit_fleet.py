@@ -1,4 +1,4 @@
-"""Whole steps under a daemon without a configured fleet: engines report a model and a GPU, right or wrong."""
+"""Whole steps under a daemon without a configured fleet: engines report a model and a GPU, correctly or not."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,7 @@ ON_H200 = ServingFacts(model=f"Qwen/{MODEL}", tp=1, gpu="NVIDIA H200")
 ON_A100 = replace(ON_H200, gpu="NVIDIA A100-SXM4-80GB")
 UNKNOWN = ServingFacts(model="someone/their-own-model", gpu="NVIDIA L40S", tp=1)
 
-# Engines hold fewer requests than they get, and answers are heavy-tailed: where requests are matters.
+# Engines hold fewer requests than they get, and answers are heavy-tailed: the placement of requests matters.
 SCENARIO = """
 name: implicit
 gpus: 4
@@ -40,7 +40,8 @@ daemon:
 
 
 def a100(kind: EngineKind, facts: ServingFacts) -> EngineKind:
-    """What the engines really are: MODEL on an A100, with the scenario's room. They report `facts`."""
+    """Return a scenario of engines that really are MODEL on an A100, with the scenario's KV capacity. They report
+    `facts`."""
     profile = predict(MODELS[MODEL], GPUS["a100"], Parallelism(), ENGINES["vllm"])
     room = {"kv_capacity_tokens": kind.profile.kv_capacity_tokens, "max_sequences": kind.profile.max_sequences}
     return replace(kind, profile=replace(profile, id=kind.id, switch_s=1.0, **room), serving=facts)
@@ -50,9 +51,9 @@ class ImplicitWorld(World):
     """A world whose daemon has no configuration of its engines, which report `facts`."""
 
     def __init__(self, scenario: GenerationScenario, journal: Path, facts: ServingFacts, policy: FastPolicy) -> None:
-        told = kinds_of(scenario)
-        real = {id: a100(kind, facts) for id, kind in told.items()}
-        config = scenario.daemon_config(fleet_section(scenario, told))
+        reported = kinds_of(scenario)
+        real = {id: a100(kind, facts) for id, kind in reported.items()}
+        config = scenario.daemon_config(fleet_section(scenario, reported))
         config = config.model_copy(update={"fast": config.fast.model_copy(update={"policy": policy})})
         super().__init__(config, real, scenario, journal)
         bare = config.model_copy(update={"fleet": parse_config("").fleet})
@@ -71,12 +72,12 @@ class ImplicitWorld(World):
 async def step_of(
     journal: Path, facts: ServingFacts, policy: FastPolicy = FastPolicy.PACKING, seed: int = 1
 ) -> tuple[float, ImplicitWorld]:
-    """The makespan of a step, and the world after it."""
+    """Run a step; return its makespan and the world after it."""
     scenario = parse_scenario(SCENARIO)
     world = ImplicitWorld(scenario, journal, facts, policy)
     (requests,) = steps_of(scenario, seed)
     ids = list(world.placements)
-    # As a router deals them that keeps a prompt's samples together.
+    # As a router distributes them that keeps a prompt's samples together.
     dealt = [ids[place // scenario.workload.samples % len(ids)] for place in range(len(requests))]
     async with world:
         step = await world.run_step(requests, dealt)

@@ -1,4 +1,4 @@
-"""The control plane under a virtual clock, between nodes that behave: from reports to moves and back."""
+"""Tests of the control plane on a virtual clock, with behaving nodes: from reports to moves and back."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -42,7 +42,7 @@ fleet:
 
 class Fleet:
     """A gateway and an agent that report every quarter of a second, with requests that really move. A request decodes
-    10 tokens in a report."""
+    10 tokens per report."""
 
     def __init__(self, plane: ControlPlane, clock: VirtualClock) -> None:
         self.plane = plane
@@ -119,7 +119,7 @@ class Fleet:
 
 
 class Harness:
-    """Daemons, one after the other, over one journal."""
+    """Successive daemons over one journal."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -136,7 +136,7 @@ class Harness:
         return self.plane
 
     def redeployed_by(self, redeployer: RedeploymentController) -> ControlPlane:
-        """The same fleet, with what carries out changes of the deployment."""
+        """Return the same fleet with a controller of deployment changes."""
         one = self.plane
         self.plane = ControlPlane(one.fleet, one.mode, one.pause_registry, one._turn, redeployer, one._left_for_moves)
         return self.plane
@@ -176,8 +176,8 @@ def harness(tmp_path: Path) -> Iterator[Harness]:
 # --- the fast loop
 
 
-async def test_the_stragglers_requests_move_and_the_step_ends(harness: Harness) -> None:
-    plane = harness.start(CONFIG.replace("epsilon_s: 1", "epsilon_s: 1000"))  # no plan gains so much
+async def test_stragglers_requests_move_and_the_step_ends(harness: Harness) -> None:
+    plane = harness.start(CONFIG.replace("epsilon_s: 1", "epsilon_s: 1000"))  # no plan can gain this much
     harness.fleet.submit("e0", *[400] * 10)
     async with harness.running() as fleet:
         await harness.clock.advance(6.0)
@@ -190,10 +190,10 @@ async def test_the_stragglers_requests_move_and_the_step_ends(harness: Harness) 
     assert totals.moves_done == len(fleet.moves_seen)
     assert len(harness.entries(EntryKind.OPERATION_INTENT)) == len(harness.entries(EntryKind.OPERATION_RESULT)) > 0
     assert harness.entries(EntryKind.STEP_ENDED)
-    assert len(set(fleet.moves_seen)) == len(fleet.moves_seen)  # nobody was moved back and forth
+    assert len(set(fleet.moves_seen)) == len(fleet.moves_seen)  # no request moved back and forth
 
 
-async def test_advice_changes_nothing(harness: Harness) -> None:
+async def test_advise_mode_changes_nothing(harness: Harness) -> None:
     plane = harness.start(CONFIG.replace("mode: act", "mode: advise"))
     harness.fleet.submit("e0", *[4000] * 10)
     async with harness.running() as fleet:
@@ -208,7 +208,7 @@ async def test_advice_changes_nothing(harness: Harness) -> None:
     assert harness.entries(EntryKind.OPERATION_INTENT)[0].sequence > harness.entries(EntryKind.MODE)[0].sequence
 
 
-async def test_a_balance_decision_is_written_when_it_changes_or_acts(harness: Harness) -> None:
+async def test_balance_decision_is_journalled_when_it_changes_or_acts(harness: Harness) -> None:
     harness.start()
     async with harness.running() as fleet:
         await harness.clock.advance(20.0)
@@ -222,7 +222,7 @@ async def test_a_balance_decision_is_written_when_it_changes_or_acts(harness: Ha
     assert acted.body["inputs_digest"]
 
 
-async def test_it_holds_while_moves_are_open_and_observes_what_became_of_them(harness: Harness) -> None:
+async def test_balance_holds_while_moves_are_open_and_observes_their_result(harness: Harness) -> None:
     plane = harness.start()
     harness.fleet.mute = True
     harness.fleet.submit("e0", *[4000] * 10)
@@ -250,22 +250,22 @@ async def test_stale_telemetry_holds(harness: Harness) -> None:
     loops.cancel()
 
 
-async def test_an_engine_that_is_gone_leaves_the_routes_at_once(harness: Harness) -> None:
+async def test_gone_engine_leaves_the_routes_at_once(harness: Harness) -> None:
     plane = harness.start()
     async with harness.running() as fleet:
         await harness.clock.advance(1.0)
         assert [(r.engine, r.health) for r in fleet.routes[-1].routes] == [("e0", "ok"), ("e1", "ok")]
-        told = len(fleet.routes)
+        reported = len(fleet.routes)
         plane.fleet.engine_reported(engine_report("e1", 10**6, None, EngineHealth.GONE), 9)
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        assert len(fleet.routes) == told + 1
+        assert len(fleet.routes) == reported + 1
         assert [(r.engine, r.health) for r in fleet.routes[-1].routes] == [("e0", "ok"), ("e1", "gone")]
     healths = [(entry.subject, entry.body["health"]) for entry in harness.entries(EntryKind.ENGINE_HEALTH)]
     assert healths[:3] == [("e0", "ok"), ("e1", "ok"), ("e1", "gone")]
 
 
-async def test_a_gateway_that_attaches_first_keeps_its_engines(harness: Harness) -> None:
+async def test_gateway_that_attaches_before_agents_keeps_its_engines(harness: Harness) -> None:
     plane = harness.start("mode: act")
     plane.fleet.engine_reported(engine_report("from-agent", 1, sample()), 1)
     plane.fleet.attach(gateway_hello("e0"))
@@ -279,7 +279,7 @@ async def test_a_gateway_that_attaches_first_keeps_its_engines(harness: Harness)
     ]
 
 
-async def test_an_operators_move_goes_the_same_way(harness: Harness) -> None:
+async def test_operators_move_uses_the_same_path(harness: Harness) -> None:
     plane = harness.start(CONFIG.replace("mode: act", "mode: advise"))
     harness.fleet.submit("e0", 4000)
     async with harness.running() as fleet:
@@ -292,15 +292,15 @@ async def test_an_operators_move_goes_the_same_way(harness: Harness) -> None:
         with pytest.raises(Permanent, match="request r00 is on e1 already"):
             await plane.fleet.move(RequestId("r00"), EngineId("e1"))
         with pytest.raises(ProblemFaults) as caught:
-            await plane.fleet.move(RequestId("nobody"), EngineId("nowhere"))
+            await plane.fleet.move(RequestId("unknown"), EngineId("nowhere"))
         assert caught.value.faults == [
-            "request_id: is not in flight, got 'nobody'",
+            "request_id: is not in flight, got 'unknown'",
             "to_engine_id: is not a known engine (known: e0, e1), got 'nowhere'",
         ]
 
 
-async def test_moves_go_by_the_cheaper_method_and_tell_what_it_took(harness: Harness) -> None:
-    """KV comes at once, prefill takes 400 tokens a second; until the weights have another name."""
+async def test_moves_use_the_cheaper_method_and_report_their_duration(harness: Harness) -> None:
+    """KV transfer is instant, prefill runs at 400 tokens a second; then the weights change their name."""
     links = "connector: kv_handover, weights: v1, inter_node_gbps_per_gpu: 8.0, latency_s: 0.01"
     config = CONFIG.replace("mode: act", "mode: advise").replace("tokens_per_s: 9000", "tokens_per_s: 400")
     config = config.replace("fleet:", f"fleet:\n  kv_transfer: {{{links}, kv_bytes_per_token: 1000.0}}")
@@ -329,7 +329,7 @@ async def test_moves_go_by_the_cheaper_method_and_tell_what_it_took(harness: Har
         assert (ordered["method"], ordered["other_s"]) == ("recompute", 0.0)
 
 
-async def test_a_node_that_attaches_again_replaces_its_old_stream(harness: Harness) -> None:
+async def test_reattached_node_replaces_its_old_stream(harness: Harness) -> None:
     plane = harness.start()
     old = plane.fleet.attach(gateway_hello("e0"))
     new = plane.fleet.attach(gateway_hello("e0"))
@@ -343,7 +343,7 @@ async def test_a_node_that_attaches_again_replaces_its_old_stream(harness: Harne
 # --- the slow loop
 
 
-async def test_plans_are_made_and_told_what_really_happened(harness: Harness) -> None:
+async def test_plans_are_made_and_get_their_actual_makespan(harness: Harness) -> None:
     plane = harness.start()
     harness.fleet.submit("e0", *[200] * 8)
     watching = plane.plans.watch()
@@ -362,7 +362,7 @@ async def test_plans_are_made_and_told_what_really_happened(harness: Harness) ->
     assert actual[0].body["predicted_makespan_s"] is not None
 
 
-async def test_plans_and_the_operators_word_survive_a_restart_until_they_expire(harness: Harness) -> None:
+async def test_plans_and_controls_survive_a_restart_until_they_expire(harness: Harness) -> None:
     plane = harness.start()
     harness.fleet.submit("e0", 400)
     harness.fleet.report()
@@ -378,7 +378,7 @@ async def test_plans_and_the_operators_word_survive_a_restart_until_they_expire(
     assert harness.start().plans.control.state is ControlState.FREE
 
 
-async def test_pin_and_release(harness: Harness) -> None:
+async def test_deployment_is_pinned_and_released(harness: Harness) -> None:
     plane = harness.start()
     assert plane.plans.pin("maintenance", 0.0).expires_s is None
     assert harness.start().plans.control.state is ControlState.PINNED
@@ -386,7 +386,7 @@ async def test_pin_and_release(harness: Harness) -> None:
     assert harness.start().plans.control.state is ControlState.FREE
 
 
-async def test_an_unknown_configuration_names_the_known_ones(harness: Harness) -> None:
+async def test_unknown_configuration_fault_lists_the_known_ones(harness: Harness) -> None:
     plane = harness.start()
     with pytest.raises(ProblemFaults) as caught:
         plane.plans.override(ConfigurationId("tp9"), [ConfigurationId("tp2")], "", -1.0)
@@ -397,8 +397,8 @@ async def test_an_unknown_configuration_names_the_known_ones(harness: Harness) -
     assert plane.plans.control.state is ControlState.FREE
 
 
-async def test_a_plan_that_moves_requests_is_carried_out_and_says_what_became_of_it(harness: Harness) -> None:
-    """The fast loop is kept still: whatever moves, the slow one moved."""
+async def test_plan_that_moves_requests_is_carried_out_with_its_result(harness: Harness) -> None:
+    """The fast loop is disabled, so that every move is the slow loop's."""
     plane = harness.start(CONFIG.replace("fast: {", "fast: {policy: none, "))
     harness.fleet.submit("e0", *[4000] * 12)
     async with harness.running() as fleet:
@@ -413,7 +413,7 @@ async def test_a_plan_that_moves_requests_is_carried_out_and_says_what_became_of
     assert (entry.subject, entry.body["done"]) == (acted.id, True)
 
 
-async def test_a_plan_in_advice_moves_nothing(harness: Harness) -> None:
+async def test_plan_in_advise_mode_moves_nothing(harness: Harness) -> None:
     plane = harness.start(CONFIG.replace("mode: act", "mode: advise").replace("fast: {", "fast: {policy: none, "))
     harness.fleet.submit("e0", *[4000] * 12)
     async with harness.running() as fleet:
@@ -428,7 +428,7 @@ prefill_tokens_per_s: 18000, switch_s: 1.5}"
 
 
 class Deployed:
-    """A deployment that notes what it is asked for, and takes two seconds over it."""
+    """A deployment that records its calls and takes two seconds for each."""
 
     def __init__(self, clock: VirtualClock, turn: DeploymentTurn, error: Permanent | None) -> None:
         self.clock = clock
@@ -449,7 +449,7 @@ class Deployed:
 
 
 @pytest.mark.parametrize("error", [None, Permanent("no image for this engine")])
-async def test_engines_are_changed_once_and_the_cooldown_begins_with_the_end(
+async def test_engines_are_changed_once_and_the_cooldown_begins_at_the_end(
     harness: Harness, error: Permanent | None
 ) -> None:
     plane = harness.start(CONFIG.replace(f"[{TP2}]", f"[{TP2}, {WIDE}]").replace("fast: {", "fast: {policy: none, "))
@@ -470,7 +470,7 @@ async def test_engines_are_changed_once_and_the_cooldown_begins_with_the_end(
     assert harness.start().plans.last_redeploy_s == ended["ended_s"]
 
 
-async def test_without_a_deployment_the_wish_for_other_engines_is_told(harness: Harness) -> None:
+async def test_plan_for_other_engines_is_held_without_a_deployment(harness: Harness) -> None:
     plane = harness.start(CONFIG.replace(f"[{TP2}]", f"[{TP2}, {WIDE}]").replace("fast: {", "fast: {policy: none, "))
     harness.fleet.submit("e0", *[4000] * 2)
     harness.fleet.submit("e1", *[4000] * 2)
@@ -482,7 +482,7 @@ async def test_without_a_deployment_the_wish_for_other_engines_is_told(harness: 
 # --- across restarts
 
 
-async def test_a_restarted_daemon_learns_everything_again_and_settles_what_was_open(harness: Harness) -> None:
+async def test_restarted_daemon_learns_the_fleet_again_and_settles_open_operations(harness: Harness) -> None:
     harness.start()
     harness.fleet.mute = True
     harness.fleet.submit("e0", *[4000] * 10)
@@ -507,14 +507,14 @@ async def test_a_restarted_daemon_learns_everything_again_and_settles_what_was_o
 
 
 @pytest.mark.parametrize(("configured", "expected"), [("mode: act", Mode.ADVISE), ("mode: advise", Mode.ADVISE)])
-async def test_an_operators_mode_outlives_the_daemon_while_the_configured_one_stays(
+async def test_operators_mode_persists_while_the_configured_one_is_unchanged(
     harness: Harness, configured: str, expected: Mode
 ) -> None:
     harness.start("mode: act").mode.set(Mode.ADVISE, "something is wrong")
     assert harness.start(configured).mode.current is expected
 
 
-async def test_a_mode_that_cannot_be_written_down_is_not_taken(
+async def test_mode_is_not_changed_if_the_journal_write_fails(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plane = harness.start("mode: advise")
@@ -528,14 +528,14 @@ async def test_a_mode_that_cannot_be_written_down_is_not_taken(
     assert plane.mode.current is Mode.ADVISE
 
 
-async def test_a_new_configured_mode_wins_over_an_older_word(harness: Harness) -> None:
+async def test_new_configured_mode_overrides_an_older_setting(harness: Harness) -> None:
     harness.start("mode: advise").mode.set(Mode.ACT, "trying")
     assert harness.start("mode: advise").mode.current is Mode.ACT
     harness.start("mode: act").mode.set(Mode.ADVISE, "enough")
     assert harness.start("mode: advise").mode.current is Mode.ADVISE
 
 
-async def test_a_reloaded_configuration_is_in_force_at_the_next_tick(harness: Harness) -> None:
+async def test_reloaded_configuration_applies_at_the_next_tick(harness: Harness) -> None:
     plane = harness.start()
     plane.reconfigure(parse_config(CONFIG.replace("mode: act", "mode: advise").replace("theta: 0.0001", "theta: 0.5")))
     assert plane.mode.current is Mode.ADVISE
@@ -546,7 +546,7 @@ async def test_a_reloaded_configuration_is_in_force_at_the_next_tick(harness: Ha
     ]
 
 
-async def test_a_stop_lets_results_come_in_and_leaves_the_rest_open(harness: Harness) -> None:
+async def test_shutdown_waits_for_results_and_leaves_the_rest_open(harness: Harness) -> None:
     plane = harness.start()
     harness.fleet.mute = True
     harness.fleet.submit("e0", *[4000] * 10)

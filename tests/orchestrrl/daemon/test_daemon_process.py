@@ -1,4 +1,5 @@
-"""`orchestrrl daemon` and `check-config` as processes: addresses, signals, exit statuses, a kill and a restart."""
+"""Tests of `orchestrrl daemon` and `check-config` as processes: addresses, signals, exit statuses, a kill and a
+restart."""
 
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,11 @@ from orchestrrl.core.config.example import EXAMPLE
 
 
 def run(*arguments: str) -> Any:
-    """A command that ends by itself, in this process."""
+    """Run a command that exits on its own, in this process."""
     return CliRunner().invoke(application(), list(arguments))
 
 
-def test_config_faults_all_come_at_once_with_status_2(tmp_path: Path) -> None:
+def test_all_config_faults_are_reported_at_once_with_status_2(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("mode: maybe\nfast: {theta: -1}\nocs: [{id: a}]")
     for command in (("daemon", "-c", str(path)), ("check-config", str(path))):
@@ -28,7 +29,7 @@ def test_config_faults_all_come_at_once_with_status_2(tmp_path: Path) -> None:
         ]
 
 
-def test_check_config_prints_an_example_and_understands_it(tmp_path: Path) -> None:
+def test_check_config_prints_a_valid_example(tmp_path: Path) -> None:
     printed = run("check-config", "--print-example")
     assert (printed.exit_code, printed.stdout) == (0, EXAMPLE)
     path = tmp_path / "c.yaml"
@@ -39,7 +40,7 @@ def test_check_config_prints_an_example_and_understands_it(tmp_path: Path) -> No
     assert run("check-config").exit_code == 2
 
 
-def test_what_a_switchs_driver_finds_wrong_is_a_fault_of_the_configuration(tmp_path: Path) -> None:
+def test_switch_driver_faults_are_configuration_faults(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("ocs: [{id: a, driver: nobodys}, {id: b, driver: virtual, options: {colour: red}}]")
     for command in (("daemon", "-c", str(path)), ("check-config", str(path))):

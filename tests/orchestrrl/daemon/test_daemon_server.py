@@ -1,4 +1,4 @@
-"""The served interface, as somebody sees it who has the .proto and nothing else, and as nodes see it."""
+"""Tests of the served interface, as seen by a client that has only the .proto files, and by nodes."""
 
 import asyncio
 import json
@@ -59,7 +59,7 @@ class Harness:
         return control_pb2_grpc.ControlStub(self.channel)
 
     def load(self) -> None:
-        """Some requests and an engine, as if reported."""
+        """Report some requests and an engine."""
         self.plane.fleet.engine_reported(engine_report("e0", 1, sample(decode_tokens_per_s=100.0)), 0)
         held = [request("a"), request("b", generated=0), request("c", None, generated=0)]
         self.plane.fleet.gateway_reported(gateway_report(*held), 0)
@@ -79,17 +79,17 @@ async def harness(tmp_path: Path) -> AsyncIterator[Harness]:
 
 
 async def soon(condition: Any) -> None:
-    """Return when the condition holds; fail when it does not within the deadline."""
+    """Return when the condition holds; fail after the deadline."""
     async with asyncio.timeout(DEADLINE_S):
         while not condition():
             await asyncio.sleep(0.01)
 
 
-# --- a stranger with reflection
+# --- a generic client with reflection
 
 
 class Stranger:
-    """Knows gRPC's reflection and learns the rest from the server."""
+    """A client that discovers the services by gRPC reflection."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._channel = channel
@@ -128,7 +128,7 @@ class Stranger:
         return call(ask(**fields))
 
 
-async def test_reflection_lists_the_services_and_a_stranger_watches_plans(harness: Harness) -> None:
+async def test_reflection_lists_the_services_and_a_generic_client_watches_plans(harness: Harness) -> None:
     stranger = Stranger(harness.channel)
     services = await stranger.services()
     assert {f"orchestrrl.v1.{name}" for name in ("Control", "Telemetry", "Node", "Switches")} <= services
@@ -144,28 +144,28 @@ async def test_reflection_lists_the_services_and_a_stranger_watches_plans(harnes
         assert first.control.state == "free"
         harness.plane.plans.pin("hands off", 0.0)
         assert (await events.read()).control.state == "pinned"
-        await asyncio.sleep(0.002)  # plan ids have a millisecond in them
+        await asyncio.sleep(0.002)  # plan ids contain a millisecond
         await harness.plane.slow_tick()
         second = await events.read()
         assert second.plan.plan_id != first.plan.plan_id
         assert (second.plan.reason_code, second.control.reason) == ("pinned", "hands off")
 
 
-async def test_health_says_serving_for_each_service(harness: Harness) -> None:
+async def test_health_is_serving_for_each_service(harness: Harness) -> None:
     stub = health_pb2_grpc.HealthStub(harness.channel)
     for service in ("", "orchestrrl.v1.Control", "orchestrrl.v1.Node"):
         answer = await stub.Check(health_pb2.HealthCheckRequest(service=service))
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
-async def test_the_unix_socket_serves_its_owner(harness: Harness) -> None:
+async def test_unix_socket_serves_its_owner(harness: Harness) -> None:
     async with grpc.aio.insecure_channel(f"unix:{harness.socket}") as channel:
         status = await control_pb2_grpc.ControlStub(channel).GetStatus(control_pb2.GetStatusRequest())
     assert status.generation == harness.plane.journal.generation
     assert harness.socket.stat().st_mode & 0o777 == 0o600
 
 
-async def test_a_port_in_use_is_said_plainly(harness: Harness) -> None:
+async def test_port_in_use_is_reported(harness: Harness) -> None:
     with pytest.raises(Permanent, match=f"cannot listen on {harness.server.address}: it is in use"):
         await DaemonServer.start(
             harness.parts,
@@ -177,7 +177,7 @@ async def test_a_port_in_use_is_said_plainly(harness: Harness) -> None:
 # --- Control
 
 
-async def test_status_workers_and_requests(harness: Harness) -> None:
+async def test_status_workers_and_requests_are_served(harness: Harness) -> None:
     harness.load()
     harness.plane.fleet.attach(gateway_hello("e0"))
     harness.plane.fast_tick()
@@ -195,7 +195,7 @@ async def test_status_workers_and_requests(harness: Harness) -> None:
     assert (await harness.control.ListRequests(control_pb2.ListRequestsRequest())).total == 3
 
 
-async def test_balance_is_there_after_the_first_tick(harness: Harness) -> None:
+async def test_balance_is_available_after_the_first_tick(harness: Harness) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await harness.control.GetBalance(control_pb2.GetBalanceRequest())
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
@@ -219,7 +219,7 @@ async def test_plans_are_found_by_id(harness: Harness) -> None:
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-async def test_overrides_pins_and_releases(harness: Harness) -> None:
+async def test_overrides_pins_and_releases_are_applied(harness: Harness) -> None:
     control = await harness.control.OverridePlan(
         control_pb2.OverridePlanRequest(configuration="tp2", reason="why", ttl_s=60)
     )
@@ -236,7 +236,7 @@ async def test_overrides_pins_and_releases(harness: Harness) -> None:
     ]
 
 
-async def test_the_mode_is_set_and_told(harness: Harness) -> None:
+async def test_mode_is_set_and_reported(harness: Harness) -> None:
     answer = await harness.control.SetMode(control_pb2.SetModeRequest(mode=control_pb2.MODE_ADVISE, reason="careful"))
     assert (answer.mode, answer.previous) == (control_pb2.MODE_ADVISE, control_pb2.MODE_ACT)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -244,7 +244,7 @@ async def test_the_mode_is_set_and_told(harness: Harness) -> None:
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_the_journal_is_tailed_and_followed(harness: Harness) -> None:
+async def test_journal_is_tailed_and_followed(harness: Harness) -> None:
     harness.plane.mode.set(harness.plane.mode.current, "one")
     tail = [e async for e in harness.control.WatchJournal(control_pb2.WatchJournalRequest(tail=1))]
     assert [(entry.kind, json.loads(entry.body_json)["reason"]) for entry in tail] == [("mode", "one")]
@@ -261,7 +261,7 @@ async def test_the_journal_is_tailed_and_followed(harness: Harness) -> None:
 # --- nodes
 
 
-async def test_a_move_goes_to_the_gateway_and_its_outcome_comes_back(harness: Harness) -> None:
+async def test_move_is_sent_to_the_gateway_and_its_result_returned(harness: Harness) -> None:
     harness.load()
     harness.plane.fleet.engine_reported(engine_report("e1", 1, sample()), 0)
     call = agent_pb2_grpc.NodeStub(harness.channel).Attach()
@@ -303,8 +303,9 @@ async def test_reports_are_folded_and_acknowledged(harness: Harness) -> None:
     gateways.cancel()
 
 
-async def test_an_agents_reports_count_again_as_soon_as_the_stream_of_another_has_ended(harness: Harness) -> None:
-    """Whoever has the .proto alone sends no incarnation: two streams of one id may be one agent that came back."""
+async def test_agents_reports_count_again_once_the_other_stream_has_ended(harness: Harness) -> None:
+    """A client that only has the .proto sends no incarnation: two streams of one id may be one agent that
+    reconnected."""
     telemetry = telemetry_pb2_grpc.TelemetryStub(harness.channel)
     first = telemetry.ReportEngines()
 
@@ -319,7 +320,7 @@ async def test_an_agents_reports_count_again_as_soon_as_the_stream_of_another_ha
         )
 
     await say(first, 1, 1)
-    second = telemetry.ReportEngines()  # the newer one also as the daemon counts streams
+    second = telemetry.ReportEngines()  # also the newer one by the daemon's stream count
     await say(second, 1, 2)
     await say(first, 2, 3)
     assert running() == 2
@@ -346,9 +347,7 @@ async def test_an_agents_reports_count_again_as_soon_as_the_stream_of_another_ha
         ),
     ],
 )
-async def test_a_node_that_does_not_say_who_it_is_is_refused(
-    harness: Harness, message: agent_pb2.NodeMessage, complaint: str
-) -> None:
+async def test_node_without_an_id_is_refused(harness: Harness, message: agent_pb2.NodeMessage, complaint: str) -> None:
     call = agent_pb2_grpc.NodeStub(harness.channel).Attach()
     await call.write(message)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -359,7 +358,7 @@ async def test_a_node_that_does_not_say_who_it_is_is_refused(
 # --- failovers
 
 
-async def test_failovers_are_counted_once_and_shown_and_journalled(harness: Harness) -> None:
+async def test_failovers_are_counted_once_and_journalled(harness: Harness) -> None:
     harness.load()
     first = EngineFailovers(EngineId("e0"), 2, 10.0, FailoverCounts(3, 2, 500))
     second = EngineFailovers(EngineId("e1"), 3, 11.0, FailoverCounts(1, 0, 0))
@@ -384,7 +383,7 @@ async def test_failovers_are_counted_once_and_shown_and_journalled(harness: Harn
 # --- metrics
 
 
-async def test_every_metric_has_a_help_text_and_no_name_occurs_twice(harness: Harness) -> None:
+async def test_every_metric_has_a_help_text_and_a_unique_name(harness: Harness) -> None:
     harness.load()
     harness.plane.fast_tick()
     await harness.plane.slow_tick()

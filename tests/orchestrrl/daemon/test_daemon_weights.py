@@ -1,7 +1,6 @@
-"""Weight syncs through the daemon's own barrier, under a virtual clock: its control plane, gateways that keep leases by
-themselves, and peers that behave. At every moment an engine to which requests go has the version that the pause barrier
-says.
-"""
+"""Tests of weight syncs through the daemon's own barrier, on a virtual clock: its control plane, gateways that enforce
+leases themselves, and behaving peers. At every moment an engine that gets requests has the version that the pause
+barrier reports."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
@@ -42,7 +41,7 @@ CONFIG = (
 weights: {transports: [tcp], chunk_bytes: 64, stall_s: 2, patience_s: 5, attempts: 2, fence_within_s: 10, lease_s: 30}
 """
 )
-# What a daemon writes on a version's way; it may die before and after each.
+# The entries that a daemon writes for a version; it may die before and after each.
 WAY = frozenset(
     {
         EntryKind.SYNC_BEGAN,
@@ -57,7 +56,7 @@ WAY = frozenset(
 
 
 class MortalJournal(Journal):
-    """After its daemon's death nothing is written any more, and whoever tries to is dead."""
+    """A journal that accepts no write after its daemon's death: a writer dies too."""
 
     harness: "Harness"
     dead = False
@@ -78,13 +77,13 @@ class MortalJournal(Journal):
 
 
 class KeepingGateway(Gateway):
-    """Knows by its routes and its orders which engine has which version, as the gateway does. It outlives daemons."""
+    """A gateway that derives from its routes and orders which engine has which version. It outlives daemons."""
 
     weights_change = False
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
-        self.versions: dict[EngineId, int] = {}  # of engines that it sends requests to
+        self.versions: dict[EngineId, int] = {}  # of the engines that it sends requests to
 
     def report(self) -> None:
         with suppress(Killed):
@@ -106,7 +105,7 @@ class KeepingGateway(Gateway):
         super()._open()
 
     def serves(self) -> dict[EngineId, int]:
-        """Which engines answer requests, by which version."""
+        """Return the version of each engine that gets requests."""
         if self.lease:
             return {}
         return {r.engine: r.policy_version for r in self.routes if not r.draining and r.policy_version is not None}
@@ -118,7 +117,7 @@ class _Daemon:
 
 
 class Harness(barrier_harness.Harness):
-    """Two engines with a peer each, a trainer's peer, and daemons one after the other."""
+    """Two engines with a peer each, a trainer's peer, and successive daemons."""
 
     journal: MortalJournal | None
 
@@ -139,7 +138,7 @@ class Harness(barrier_harness.Harness):
         self.counting = False
         self.kill_at: int | None = None
         self.full = False
-        self.blind: set[EngineId] = set()  # engines that were restarted, and nobody can know it yet
+        self.blind: set[EngineId] = set()  # restarted engines whose restart cannot be noticed yet
 
     def engine(self, id: str) -> Engine:
         return self.engines[EngineId(id)]
@@ -165,7 +164,7 @@ class Harness(barrier_harness.Harness):
         return self.plane
 
     def kill(self) -> None:
-        """As with SIGKILL."""
+        """Kill the daemon, as with SIGKILL."""
         daemon, self.daemon = self.daemon, None
         if daemon is None:
             return
@@ -183,7 +182,7 @@ class Harness(barrier_harness.Harness):
         self._loops = None
 
     async def back(self) -> None:
-        """Another daemon, to which all come back."""
+        """Start another daemon, to which all nodes and peers attach."""
         assert self.daemon is None
         assert self.journal is not None
         with suppress(Exception):
@@ -216,7 +215,7 @@ class Harness(barrier_harness.Harness):
         assert self.daemon is not None
         return self.daemon.sync
 
-    # --- told and looked at
+    # --- observations
 
     def publish(self, version: int, **more: Any) -> str:
         boxes = {tensor.name: (tensor.whole,) for tensor in TENSORS}
@@ -250,22 +249,22 @@ class Harness(barrier_harness.Harness):
         self.check_one_version(1)
 
     def check(self) -> None:
-        """What gateways, or the pause barrier, say of an engine that gets requests is so."""
+        """Check that the versions that gateways and the pause barrier report for serving engines are the real ones."""
         for gateway in self.gateways.values():
             assert isinstance(gateway, KeepingGateway)
-            for engine, told in gateway.serves().items():
-                self._is_so(gateway.node, engine, told)
+            for engine, reported in gateway.serves().items():
+                self._is_so(gateway.node, engine, reported)
         if self.daemon is not None and not (self.journal and self.journal.dead):
             state = self.plane.fleet.barrier._fleet.weights
             if state.lease is None:
-                for engine, told in state.versions.items():
+                for engine, reported in state.versions.items():
                     if state.serves(engine):
-                        self._is_so("the pause barrier", engine, told)
+                        self._is_so("the pause barrier", engine, reported)
 
-    def _is_so(self, who: str, engine: EngineId, told: int) -> None:
+    def _is_so(self, who: str, engine: EngineId, reported: int) -> None:
         has = self.engines[engine]
-        assert not has.alive or engine in self.blind or has.weights == told, (
-            f"{who}: {engine} serves as version {told}, and has {has.weights}"
+        assert not has.alive or engine in self.blind or has.weights == reported, (
+            f"{who}: {engine} serves as version {reported}, and has {has.weights}"
         )
 
     def check_one_version(self, version: int) -> None:
@@ -311,7 +310,7 @@ class Harness(barrier_harness.Harness):
         await self.asked(self.resuming(lease, version))
 
     async def resuming(self, lease: str, version: int | None = None) -> None:
-        """As a trainer does."""
+        """Resume, as a trainer does."""
         request = pb.ResumeFleetRequest(lease_id=lease)
         if version is not None:
             request.policy_version = version
@@ -343,7 +342,7 @@ def played(
     asyncio.run(play())
 
 
-def test_versions_go_through_the_barrier_to_every_gateway(tmp_path: Path) -> None:
+def test_versions_reach_every_gateway_through_the_barrier(tmp_path: Path) -> None:
     async def scene(harness: Harness) -> None:
         for version in (1, 2, 3):
             report = await harness.over(harness.publish(version))
@@ -360,7 +359,7 @@ def test_versions_go_through_the_barrier_to_every_gateway(tmp_path: Path) -> Non
     played(tmp_path, scene, "gw0", "gw1")
 
 
-def test_a_gateway_that_dies_while_the_fleet_comes_to_rest_costs_an_attempt(tmp_path: Path) -> None:
+def test_gateway_that_dies_during_the_pause_costs_an_attempt(tmp_path: Path) -> None:
     async def scene(harness: Harness) -> None:
         await harness.first()
         gateway = harness.gateways["gw1"]
@@ -380,7 +379,7 @@ def test_a_gateway_that_dies_while_the_fleet_comes_to_rest_costs_an_attempt(tmp_
     played(tmp_path, scene, "gw0", "gw1")
 
 
-def test_a_lease_that_ends_behind_a_dead_daemon_leaves_no_version(tmp_path: Path) -> None:
+def test_lease_that_expires_while_the_daemon_is_dead_leaves_no_version(tmp_path: Path) -> None:
     async def scene(harness: Harness) -> None:
         await harness.first()
         harness.publish(2)
@@ -404,7 +403,7 @@ def test_a_lease_that_ends_behind_a_dead_daemon_leaves_no_version(tmp_path: Path
     played(tmp_path, scene, "gw0", "gw1")
 
 
-def test_what_waits_for_a_closed_barrier_is_installed_before_the_trainer_opens_it(tmp_path: Path) -> None:
+def test_version_waiting_for_a_closed_barrier_is_installed_before_it_opens(tmp_path: Path) -> None:
     async def scene(harness: Harness) -> None:
         await harness.first()
         sync_id = harness.publish(2, install="next_pause")
@@ -422,16 +421,16 @@ def test_what_waits_for_a_closed_barrier_is_installed_before_the_trainer_opens_i
 
 
 @pytest.mark.parametrize("with_lease", [True, False])
-@pytest.mark.parametrize("told", [2, None])
-def test_a_trainer_that_names_what_waits_or_no_lease_has_it_installed(
-    tmp_path: Path, told: int | None, with_lease: bool
+@pytest.mark.parametrize("reported", [2, None])
+def test_resume_with_the_waiting_version_or_without_a_lease_installs_it(
+    tmp_path: Path, reported: int | None, with_lease: bool
 ) -> None:
     async def scene(harness: Harness) -> None:
         await harness.first()
         sync_id = harness.publish(2, install="next_pause")
         await harness.until(SyncState.PREPARED)
         lease = await harness.paused_by("trainer", lease_s=60.0)
-        await harness.resumed(lease if with_lease else "", told)
+        await harness.resumed(lease if with_lease else "", reported)
         report = await harness.over(sync_id)
         assert (report.state, report.code) == (SyncState.DONE, "done")
         await harness.pass_time(1.0)
@@ -440,7 +439,7 @@ def test_a_trainer_that_names_what_waits_or_no_lease_has_it_installed(
     played(tmp_path, scene)
 
 
-def test_a_version_that_was_not_brought_is_not_told_of_engines(tmp_path: Path) -> None:
+def test_version_not_installed_is_not_reported_for_engines(tmp_path: Path) -> None:
     async def scene(harness: Harness) -> None:
         await harness.first()
         sync_id = harness.publish(2, install="next_pause")
@@ -459,7 +458,7 @@ def test_a_version_that_was_not_brought_is_not_told_of_engines(tmp_path: Path) -
     played(tmp_path, scene)
 
 
-def test_a_version_that_is_on_its_way_is_not_told_of_engines_either(tmp_path: Path) -> None:
+def test_version_in_progress_is_not_reported_for_engines(tmp_path: Path) -> None:
     async def scene(harness: Harness) -> None:
         await harness.first()
         lease = await harness.paused_by("trainer", lease_s=60.0)
@@ -477,7 +476,7 @@ def test_a_version_that_is_on_its_way_is_not_told_of_engines_either(tmp_path: Pa
     played(tmp_path, scene)
 
 
-def test_a_trainer_that_names_the_fleets_version_does_not_speak_for_engines_that_lack_it(tmp_path: Path) -> None:
+def test_resume_with_the_fleets_version_excludes_engines_that_lack_it(tmp_path: Path) -> None:
     async def scene(harness: Harness) -> None:
         await harness.first()
         harness.engine("e1").fails = 50
@@ -496,8 +495,8 @@ def test_a_trainer_that_names_the_fleets_version_does_not_speak_for_engines_that
     played(tmp_path, scene)
 
 
-def test_an_engine_that_restarts_while_the_barrier_is_opened_is_left_out(tmp_path: Path) -> None:
-    """Behind its peer's back, after what waited was installed."""
+def test_engine_that_restarts_while_the_barrier_opens_is_left_out(tmp_path: Path) -> None:
+    """It restarts unnoticed by its peer, after the waiting version was installed."""
 
     async def scene(harness: Harness) -> None:
         await harness.first()
@@ -521,8 +520,9 @@ def test_an_engine_that_restarts_while_the_barrier_is_opened_is_left_out(tmp_pat
     played(tmp_path, scene)
 
 
-def test_a_trainer_that_tells_its_own_version_has_its_way(tmp_path: Path) -> None:
-    """It has brought other weights by itself: what peers know of engines holds no longer, until it publishes again."""
+def test_version_set_by_the_trainer_takes_precedence(tmp_path: Path) -> None:
+    """The trainer has installed other weights itself: the peers' records of engines are void until it publishes
+    again."""
 
     async def scene(harness: Harness) -> None:
         await harness.first()
@@ -537,7 +537,7 @@ def test_a_trainer_that_tells_its_own_version_has_its_way(tmp_path: Path) -> Non
         assert (state.newest, dict(state.versions)) == (7, {E0: 7, E1: 7})
         assert harness.sync.report(sync_id).state is SyncState.PREPARED
         harness.sync.abort(sync_id, "")
-        for peer in harness.peers.values():  # what it says of its engines is what it knows
+        for peer in harness.peers.values():  # what its engines are known to have
             peer.introduce()
         await harness.pass_time(5.0)
         assert all(harness.plane.fleet.barrier.state.serves(engine) for engine in harness.engines)
@@ -556,7 +556,7 @@ def test_a_trainer_that_tells_its_own_version_has_its_way(tmp_path: Path) -> Non
     played(tmp_path, scene)
 
 
-def test_a_barrier_that_another_holds_is_waited_for_and_then_given_up(tmp_path: Path) -> None:
+def test_barrier_held_by_another_is_waited_for_up_to_a_limit(tmp_path: Path) -> None:
     async def scene(harness: Harness) -> None:
         await harness.first()
         lease = await harness.paused_by("trainer", lease_s=300.0)
@@ -567,7 +567,7 @@ def test_a_barrier_that_another_holds_is_waited_for_and_then_given_up(tmp_path: 
         report = await harness.over(harness.sync.report().id)
         assert (report.state, report.code) == (SyncState.ABORTED, "not_quiet")
         assert "trainer" in report.detail
-        assert harness.plane.fleet.barrier.state.lease is not None  # it is the trainer's all the same
+        assert harness.plane.fleet.barrier.state.lease is not None  # it remains the trainer's
         await harness.resumed(lease)
         await harness.pass_time(0.5)
         harness.check_one_version(1)
@@ -576,7 +576,7 @@ def test_a_barrier_that_another_holds_is_waited_for_and_then_given_up(tmp_path: 
     played(tmp_path, scene)
 
 
-def test_the_trainers_lease_is_left_alone_and_a_sync_goes_on_after_it(tmp_path: Path) -> None:
+def test_trainers_lease_is_respected_and_the_sync_continues_after_it(tmp_path: Path) -> None:
     async def scene(harness: Harness) -> None:
         await harness.first()
         lease = await harness.paused_by("trainer", lease_s=300.0)
@@ -594,8 +594,8 @@ def test_the_trainers_lease_is_left_alone_and_a_sync_goes_on_after_it(tmp_path: 
     played(tmp_path, scene)
 
 
-def test_a_trainer_that_asks_again_to_open_waits_for_the_same(tmp_path: Path) -> None:
-    """Its first call was cut off while engines were being changed."""
+def test_repeated_resume_waits_for_the_same_change(tmp_path: Path) -> None:
+    """Its first call was interrupted while engines were being changed."""
 
     async def scene(harness: Harness) -> None:
         await harness.first()
@@ -614,7 +614,7 @@ def test_a_trainer_that_asks_again_to_open_waits_for_the_same(tmp_path: Path) ->
     played(tmp_path, scene)
 
 
-def test_as_is_configured_where_the_trainer_does_not_say(tmp_path: Path) -> None:
+def test_configured_behaviour_applies_if_the_trainer_sets_none(tmp_path: Path) -> None:
     async def scene(harness: Harness) -> None:
         sync_id = harness.publish(1)
         await harness.until(SyncState.PREPARED)
@@ -626,7 +626,7 @@ def test_as_is_configured_where_the_trainer_does_not_say(tmp_path: Path) -> None
     played(tmp_path, scene, config=CONFIG.replace("weights: {", "weights: {install: next_pause, "))
 
 
-def test_a_trainers_peer_that_is_away_is_no_fault_of_the_publication(tmp_path: Path) -> None:
+def test_absent_trainer_peer_is_not_a_fault_of_the_publication(tmp_path: Path) -> None:
     async def scene(harness: Harness) -> None:
         harness.kill()
         await harness.back()
@@ -642,7 +642,7 @@ def test_a_trainers_peer_that_is_away_is_no_fault_of_the_publication(tmp_path: P
 @pytest.mark.parametrize(
     "where", [f"orchestrrl.weights.controller.installing.Installing.{name}" for name in ("go_back", "resume")]
 )
-def test_a_defect_ends_a_sync_and_not_the_daemon(tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_defect_ends_a_sync_but_not_the_daemon(tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def wrong(*_: object) -> None:
         raise KeyError("a defect")
 
@@ -667,7 +667,7 @@ def test_a_defect_ends_a_sync_and_not_the_daemon(tmp_path: Path, where: str, mon
     played(tmp_path, scene)
 
 
-def test_a_switch_under_way_is_waited_for_and_then_told(tmp_path: Path) -> None:
+def test_sync_waits_for_a_running_redeployment_and_reports_it(tmp_path: Path) -> None:
     async def scene(harness: Harness) -> None:
         await harness.first()
         with harness.plane._turn.preparing():
@@ -685,10 +685,8 @@ def test_a_switch_under_way_is_waited_for_and_then_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("state", [SyncState.CARRYING, SyncState.FENCING, SyncState.INSTALLING, SyncState.VERIFYING])
-def test_an_engine_that_only_its_agent_saw_restart_does_not_serve_by_a_version(
-    tmp_path: Path, state: SyncState
-) -> None:
-    """Its counter goes back. Its peer finds out a moment later."""
+def test_engine_whose_restart_only_its_agent_noticed_does_not_serve(tmp_path: Path, state: SyncState) -> None:
+    """Its token counter decreases. Its peer notices a moment later."""
 
     async def scene(harness: Harness) -> None:
         await harness.first()
@@ -707,12 +705,12 @@ def test_an_engine_that_only_its_agent_saw_restart_does_not_serve_by_a_version(
     played(tmp_path, scene)
 
 
-def test_an_engine_that_was_restarted_gets_its_version_again(tmp_path: Path) -> None:
+def test_restarted_engine_gets_its_version_again(tmp_path: Path) -> None:
     async def scene(harness: Harness) -> None:
         await harness.first()
         harness.blind.add(E1)
         harness.peer("p1").engine_restarted(harness.engine("e1"))
-        await harness.clock.advance(0.0)  # gateways hear of it
+        await harness.clock.advance(0.0)  # gateways receive it
         harness.blind.clear()
         harness.check()
         assert not harness.plane.fleet.barrier.state.serves(E1)
@@ -734,8 +732,8 @@ async def _second(harness: Harness) -> None:
     await harness.pass_time(1.0)
 
 
-def test_the_daemon_dies_at_every_entry_of_its_journal(tmp_path: Path) -> None:
-    """What a gateway does meanwhile, and what the next daemon makes of its barrier, ends in one version."""
+def test_daemon_killed_at_every_journal_entry_ends_in_one_version(tmp_path: Path) -> None:
+    """The gateway's state meanwhile, and the next daemon's barrier, end in one version."""
     points: list[str] = []
 
     async def whole(harness: Harness) -> None:
@@ -748,7 +746,7 @@ def test_the_daemon_dies_at_every_entry_of_its_journal(tmp_path: Path) -> None:
     assert len(points) > 30
     wrong, ends = [], set()
     for at, what in list(enumerate(points))[::2]:
-        away_s = (1.0, 40.0, 3.0)[at // 2 % 3]  # shorter, and longer, than the lease lasts
+        away_s = (1.0, 40.0, 3.0)[at // 2 % 3]  # shorter, and longer, than the lease
         folder = tmp_path / str(at)
         folder.mkdir()
 
@@ -774,10 +772,10 @@ def test_the_daemon_dies_at_every_entry_of_its_journal(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fails", [0, 99])
-def test_an_end_that_could_not_be_written_down_costs_nothing_later(
+def test_end_that_was_not_journalled_has_no_later_effect(
     tmp_path: Path, fails: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk was full for a moment: the next daemon finds it open. No engine rests for that."""
+    """The disk was full for a moment, so the next daemon finds the operation open. No engine is paused for that."""
 
     async def scene(harness: Harness) -> None:
         await harness.first()
@@ -800,13 +798,13 @@ def test_an_end_that_could_not_be_written_down_costs_nothing_later(
             assert (await harness.over(harness.publish(3))).state is SyncState.DONE
         await harness.pass_time(2.0)
         harness.kill()
-        told = [len(peer.orders) for peer in harness.peers.values()]
+        reported = [len(peer.orders) for peer in harness.peers.values()]
         await harness.back()
         for _ in range(80):
             await harness.pass_time(0.25)
             assert harness.plane.fleet.barrier.state.lease is None
             assert all(harness.plane.fleet.barrier.state.serves(engine) for engine in harness.engines)
-        orders = [order for peer, n in zip(harness.peers.values(), told, strict=True) for order in peer.orders[n:]]
+        orders = [order for peer, n in zip(harness.peers.values(), reported, strict=True) for order in peer.orders[n:]]
         assert not [order for order in orders if isinstance(order, InstallVersion | RestEngine)]
         assert all(report.over for report in harness.sync.history(0))
         harness.check_one_version(1 if fails else 3)
@@ -814,7 +812,7 @@ def test_an_end_that_could_not_be_written_down_costs_nothing_later(
     played(tmp_path, scene)
 
 
-def test_a_full_disk_at_any_moment_leaves_no_engine_with_a_false_version(tmp_path: Path) -> None:
+def test_full_disk_at_any_moment_leaves_no_engine_with_a_wrong_version(tmp_path: Path) -> None:
     states = (SyncState.CARRYING, SyncState.FENCING, SyncState.INSTALLING, SyncState.VERIFYING)
     for state in states:
         folder = tmp_path / state

@@ -1,4 +1,4 @@
-"""Engines that a deployer started are reported as if an agent were beside them, and by nobody where one is."""
+"""Tests that a deployer's engines are reported as by an agent, unless an agent reports them."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -33,7 +33,7 @@ AGENT = NodeHello(NodeId("a"), NodeKind.AGENT, (E0,), "test")
 
 
 class Sink:
-    """Remembers who reported to a fleet."""
+    """A fleet that records the reporters."""
 
     def __init__(self, folder: Path, clock: Clock) -> None:
         self.clock = clock
@@ -95,7 +95,7 @@ async def harness(tmp_path: Path) -> AsyncIterator[Harness]:
     made.sink.journal.close()
 
 
-async def test_what_an_agent_would_say_is_said(harness: Harness) -> None:
+async def test_engine_is_reported_as_by_an_agent(harness: Harness) -> None:
     harness.watch.follow(PLACES)
     await harness.pass_time(3.0, tokens_per_s=400)
     for name in (E0, E1):
@@ -111,7 +111,7 @@ async def test_what_an_agent_would_say_is_said(harness: Harness) -> None:
     harness.sink.fleet.attach(gateway_hello())
 
 
-async def test_the_same_again_changes_nothing_and_others_are_left(harness: Harness) -> None:
+async def test_repeated_follow_changes_nothing_and_others_are_dropped(harness: Harness) -> None:
     harness.watch.follow(PLACES)
     await harness.pass_time(1.0)
     harness.watch.follow(dict(PLACES))
@@ -122,19 +122,19 @@ async def test_the_same_again_changes_nothing_and_others_are_left(harness: Harne
     seen = len(harness.reporters(E1))
     await harness.pass_time(2.0)
     assert len(harness.reporters(E1)) == seen
-    # Another harness of the same name.
+    # Another engine under the same name.
     harness.watch.follow({E0: ("http://e0b", "fake")})
     await harness.pass_time(1.0)
     assert harness.view(E0).url == "http://e0b"
     assert harness.engines[0].closed
-    # One that nobody can connect to: all stays as it was.
+    # An unknown product: nothing changes.
     with pytest.raises(Permanent, match="unknown engine"):
         harness.watch.follow({E1: ("http://e1", "other")})
     await harness.pass_time(1.0)
     assert harness.view(E0).age_s == pytest.approx(0.25, abs=0.25)
 
 
-async def test_engines_that_die_and_come_back_are_watched_on(harness: Harness) -> None:
+async def test_engines_that_restart_are_still_watched(harness: Harness) -> None:
     harness.watch.follow({E0: PLACES[E0]})
     await harness.pass_time(1.0)
     harness.engine("e0").error = Retryable("connection refused", 1.0)
@@ -148,9 +148,7 @@ async def test_engines_that_die_and_come_back_are_watched_on(harness: Harness) -
     assert harness.view(E0).health is EngineHealth.OK
 
 
-async def test_a_report_that_cannot_be_taken_does_not_end_the_watch(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_report_that_is_refused_does_not_end_the_watch(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(report: EngineReport, stream: int) -> ReportAck:
         raise KeyError("a defect")
 
@@ -162,7 +160,7 @@ async def test_a_report_that_cannot_be_taken_does_not_end_the_watch(
     assert harness.view(E0).health is EngineHealth.OK
 
 
-async def test_an_agent_has_the_word_and_is_stood_in_for_while_it_is_silent(harness: Harness) -> None:
+async def test_agents_reports_take_precedence_while_it_reports(harness: Harness) -> None:
     harness.watch.follow(PLACES)
     await harness.pass_time(2.0)
     assert harness.view(E0).running == 2
@@ -171,18 +169,18 @@ async def test_an_agent_has_the_word_and_is_stood_in_for_while_it_is_silent(harn
     await harness.agent_reports(5.0, running=3)
     assert harness.view(E0).running == 3
     assert set(harness.reporters(E0)) == {"a"}
-    assert set(harness.reporters(E1)) == {WATCHER}  # of which the agent says nothing
+    assert set(harness.reporters(E1)) == {WATCHER}  # the agent does not report it
     # Silence.
     await harness.pass_time(SILENT_AFTER_S + LOOK_S + 0.5)
     assert harness.view(E0).running == 2
     age_s = harness.view(E0).age_s
     assert age_s is not None
     assert age_s <= 0.25
-    # It goes on with the stream that it had.
+    # The agent continues its stream.
     harness.sink.reports.clear()
     await harness.agent_reports(2.0, running=4)
     assert harness.view(E0).running == 4
     assert set(harness.reporters(E0)) == {"a"}
-    # A late one of its own changes nothing.
+    # A late report of the agent changes nothing.
     harness.sink.fleet.engine_reported(engine_report("e0", 1, sample(0.0, 9), agent="a"), 5)
     assert harness.view(E0).running == 4

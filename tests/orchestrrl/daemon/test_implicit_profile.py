@@ -1,4 +1,4 @@
-"""Step times of engines that no configuration describes: a prior or a shape, corrected by observed batches."""
+"""Tests of step times of engines without a configuration: a prior or a shape, corrected by observed batches."""
 
 import math
 from dataclasses import replace
@@ -29,7 +29,7 @@ def assumed(facts: ServingFacts) -> AssumedProfile:
 
 
 class Bench:
-    """A LiveProfile with one implicit configuration, and an engine of known speed to feed it with."""
+    """A LiveProfile with one implicit configuration, and an engine of known speed that feeds it."""
 
     def __init__(self, facts: ServingFacts) -> None:
         self.assumed = assumed(facts)
@@ -38,7 +38,7 @@ class Bench:
         self._now_s, self._total, self._prompts, self._sequence = 0.0, 0, 0, 0
 
     def decode(self, sequences: int, usage: float, step_s: float, scrapes: int = 8, prompts: int = 0) -> None:
-        """Scrapes at each eighth of a second, or step where that is longer."""
+        """Scrape each eighth of a second, or each step if that is longer."""
         for _ in range(scrapes):
             steps = max(1, round(0.125 / step_s))
             self._now_s += steps * step_s
@@ -64,7 +64,7 @@ def real(factor: float, sequences: int, kv_tokens: float) -> float:
 
 
 def is_step_time(profile: EngineProfile) -> bool:
-    """Finite, positive and never falling, over all batches that an engine may have."""
+    """Return whether step times are finite, positive and never falling, over all batches that an engine may have."""
     sequences = [1, 3, 16, 100, profile.max_sequences]
     times = [profile.step.at(count, share * count) for count in sequences for share in (0, 100, 5000)]
     rising = all(
@@ -76,13 +76,13 @@ def is_step_time(profile: EngineProfile) -> bool:
     return rising and rising_kv and all(math.isfinite(seconds) and seconds > 0 for seconds in times)
 
 
-def test_a_prior_is_believed_at_once_and_says_what_it_is() -> None:
+def test_prior_is_used_at_once_and_described() -> None:
     estimate = Bench(ON_H200).estimate()
     assert estimate is not None
     assert (estimate.source, estimate.source_detail) == ("prior", "prior: qwen2.5-14b on H200, TP=1")
 
 
-def test_without_a_prior_nothing_is_believed_until_enough_was_observed() -> None:
+def test_without_a_prior_no_estimate_is_used_until_enough_was_observed() -> None:
     bench = Bench(UNKNOWN)
     assert bench.estimate() is None
     assert bench.costs.cost_estimates().profiles == ()
@@ -99,7 +99,7 @@ def test_without_a_prior_nothing_is_believed_until_enough_was_observed() -> None
 
 @pytest.mark.parametrize("facts", [ON_H200, ON_A100, UNKNOWN], ids=["h200", "a100", "unknown"])
 @pytest.mark.parametrize("factor", [0.05, 0.5, 1.0, 2.0, 40.0])
-def test_observed_batches_correct_a_prior_however_far_it_is_off(facts: ServingFacts, factor: float) -> None:
+def test_observed_batches_correct_a_prior_with_any_error(facts: ServingFacts, factor: float) -> None:
     bench = Bench(facts)
     for turn in range(24):
         sequences, usage = 4 + 3 * (turn % 8), 0.1 + 0.1 * (turn % 5)
@@ -113,9 +113,9 @@ def test_observed_batches_correct_a_prior_however_far_it_is_off(facts: ServingFa
     assert is_step_time(estimate.profile)
 
 
-def test_a_batch_that_requests_come_to_and_leave_all_the_time_teaches_too() -> None:
+def test_changing_batch_is_a_sample_too() -> None:
     bench = Bench(ON_H200)
-    for turn in range(200):  # no two scrapes in a row have the same sequences, and none is without prompts
+    for turn in range(200):  # no two consecutive scrapes have the same sequences, and none is without prompts
         sequences = 20 + turn % 3
         bench.decode(sequences, 0.3, real(1.0, sequences, 30_000), scrapes=1, prompts=5)
     estimate = bench.estimate()
@@ -130,7 +130,7 @@ batches = st.lists(
 
 
 @given(st.sampled_from([ON_H200, UNKNOWN]), batches)
-def test_whatever_is_observed_the_mixture_is_a_step_time(
+def test_estimate_is_a_valid_step_time_for_any_observations(
     facts: ServingFacts, observed: list[tuple[int, float, float]]
 ) -> None:
     bench = Bench(facts)
@@ -146,8 +146,8 @@ def test_whatever_is_observed_the_mixture_is_a_step_time(
 
 
 @given(batches, st.floats(1.01, 3.0))
-def test_slower_batches_never_make_faster_step_times(observed: list[tuple[int, float, float]], factor: float) -> None:
-    """The same batches, each slower by one factor, at the loads that were seen: nothing there gets faster."""
+def test_slower_batches_never_give_faster_step_times(observed: list[tuple[int, float, float]], factor: float) -> None:
+    """The same batches, each slower by one factor, must not become faster at the observed loads."""
     estimates = []
     for times in (1.0, factor):
         bench = Bench(UNKNOWN)
@@ -177,7 +177,7 @@ readings = st.builds(
 
 
 @given(readings, readings)
-def test_a_steady_batch_is_one_by_its_definition(earlier: EngineSample, later: EngineSample) -> None:
+def test_steady_batch_matches_its_definition(earlier: EngineSample, later: EngineSample) -> None:
     batch = batch_between(earlier, later, steady_batch)
     made = later.generation_tokens_total - earlier.generation_tokens_total
     prompts = later.prompt_tokens_total - earlier.prompt_tokens_total
@@ -192,7 +192,7 @@ def test_a_steady_batch_is_one_by_its_definition(earlier: EngineSample, later: E
     assert batch.step_s * made == pytest.approx(batch.sequences * elapsed_s)
 
 
-def test_a_reloaded_configuration_leaves_what_engines_taught() -> None:
+def test_reload_keeps_what_was_learned_from_engines() -> None:
     bench = Bench(UNKNOWN)
     bench.decode(8, 0.2, 0.02, scrapes=80)
     before = bench.estimate()
@@ -208,10 +208,8 @@ def test_a_reloaded_configuration_leaves_what_engines_taught() -> None:
 
 
 @pytest.mark.parametrize("facts", [ON_H200, UNKNOWN], ids=["wrong GPU", "unknown GPU"])
-async def test_balancing_with_a_wrong_prior_is_no_worse_than_by_the_load_index(
-    facts: ServingFacts, tmp_path: Path
-) -> None:
-    """Engines are A100s. Reported as H200s they are predicted twice as fast as they are. On a virtual clock."""
+async def test_balancing_with_a_wrong_prior_is_no_worse_than_by_load_index(facts: ServingFacts, tmp_path: Path) -> None:
+    """Engines are A100s. Reported as H200s, they are predicted twice as fast as they are. On a virtual clock."""
     makespans_s: dict[FastPolicy, list[float]] = {FastPolicy.PACKING: [], FastPolicy.PAPER: []}
     for seed in (1, 2):
         for policy, taken_s in makespans_s.items():

@@ -1,4 +1,4 @@
-"""What engines cost is learnt while they work: taken up where it is notable, said aloud, and followed by plans."""
+"""Tests that costs of engines are learned at run time: applied if notable, journalled, and used by plans."""
 
 import logging
 from collections.abc import Iterator
@@ -78,7 +78,7 @@ ID = GIVEN.id
 
 
 class Bench:
-    """A LiveProfile, and engines of known speed to feed it with."""
+    """A LiveProfile, and engines of known speed that feed it."""
 
     def __init__(self, config: str = CONFIG) -> None:
         self.notes: list[tuple[ConfigurationId, dict[str, Any]]] = []
@@ -97,7 +97,8 @@ class Bench:
         health: EngineHealth = EngineHealth.OK,
         configuration: ConfigurationId | None = ID,
     ) -> None:
-        """That many batches, each of other sizes, scraped once a second, from an engine `factor` times the speed."""
+        """Observe this many batches, each of other sizes, scraped once a second, from an engine `factor` times the
+        speed."""
         for turn in range(batches):
             sequences, usage = max(1, running - turn % 8), 0.2 + 0.05 * (turn % 5)
             step_s = factor * GIVEN.step_s(sequences, round(usage * GIVEN.kv_capacity_tokens))
@@ -125,7 +126,7 @@ def snapshot_of(config: str, *requests: RequestView) -> Snapshot:
 
 
 @pytest.mark.parametrize("factor", [0.6, 1.5, 2.5])
-def test_engines_that_keep_other_time_are_learnt(factor: float) -> None:
+def test_other_step_times_are_learned(factor: float) -> None:
     bench = Bench()
     bench.decode(factor, 40)
     line = bench.line
@@ -134,14 +135,14 @@ def test_engines_that_keep_other_time_are_learnt(factor: float) -> None:
     ((configuration, body),) = bench.notes
     assert configuration == ID
     assert body["step_time_factor"] == pytest.approx(factor, rel=0.05)
-    assert 60 < body["samples"] <= bench.costs.estimates()[0].taken == 80  # of one load, the newest few count
+    assert 60 < body["samples"] <= bench.costs.estimates()[0].taken == 80  # of one load, only the newest few count
     (note,) = bench.costs.notes()
     assert f"re-fitted to {body['samples']} batches" in note
     (estimate,) = bench.costs.estimates()
     assert (estimate.refitted, estimate.profile.provenance.source) == (True, ProfileSource.MEASURED)
 
 
-def test_what_keeps_its_time_stays_to_the_last_digit() -> None:
+def test_unchanged_step_times_stay_exact() -> None:
     bench = Bench()
     for turn in range(20):
         bench.decode(1.02 if turn % 2 else 0.985, 4)
@@ -153,14 +154,14 @@ def test_what_keeps_its_time_stays_to_the_last_digit() -> None:
     assert estimate.taken == 160
 
 
-def test_a_few_batches_are_not_enough() -> None:
+def test_few_batches_do_not_suffice() -> None:
     bench = Bench()
     bench.decode(2.0, 3)
     assert bench.line == GIVEN
 
 
-def test_what_was_learnt_settles() -> None:
-    """One entry for one change, however long it goes on."""
+def test_learned_step_times_settle() -> None:
+    """One entry per change, for any duration."""
     bench = Bench()
     for turn in range(10):
         bench.decode(1.5 * (1.01 if turn % 2 else 0.99), 20)
@@ -171,7 +172,7 @@ def test_what_was_learnt_settles() -> None:
     assert len(bench.notes) >= 2
 
 
-def test_far_off_is_taken_up_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_large_deviation_is_applied_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench()
     with caplog.at_level(logging.WARNING):
         bench.decode(4.0, 40)
@@ -180,7 +181,7 @@ def test_far_off_is_taken_up_with_a_warning(caplog: pytest.LogCaptureFixture) ->
     assert "is it an engine of this configuration?" in caplog.text
 
 
-def test_the_impossible_is_not_believed_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_implausible_steps_are_ignored_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench()
     with caplog.at_level(logging.WARNING):
         bench.decode(0.02, 20)
@@ -193,14 +194,14 @@ def test_the_impossible_is_not_believed_and_said_once(caplog: pytest.LogCaptureF
 @pytest.mark.parametrize(
     "wrong", [{"health": EngineHealth.SLOW}, {"configuration": None}, {"configuration": ConfigurationId("tp9")}]
 )
-def test_engines_that_tell_nothing_teach_nothing(wrong: dict[str, Any]) -> None:
+def test_engines_without_samples_change_nothing(wrong: dict[str, Any]) -> None:
     bench = Bench()
     bench.decode(2.0, 30, **wrong)
     assert bench.line == GIVEN
     assert bench.costs.estimates()[0].taken == 0
 
 
-def test_one_slow_engine_of_four_does_not_speak_for_all() -> None:
+def test_one_slow_engine_of_four_does_not_determine_the_estimate() -> None:
     bench = Bench()
     for _ in range(10):
         bench.decode(1.0, 6, engine="e0")
@@ -214,22 +215,22 @@ turns = st.tuples(st.floats(0, 5), st.sampled_from([0, 8, 8, 8, 40]), st.integer
 
 
 @given(st.lists(turns, max_size=80))
-def test_whatever_engines_say_lines_stay_usable(told: list[tuple[float, int, int, float]]) -> None:
-    """Clocks that stand still, counters that go back, a batch of any speed."""
+def test_lines_stay_usable_for_any_samples(reported: list[tuple[float, int, int, float]]) -> None:
+    """Clocks that stand still, counters that decrease, batches of any speed."""
     bench, at_s, total, usage = Bench(), 0.0, 0, 0.1
-    for sequence, (elapsed_s, running, made, grown) in enumerate(told):
+    for sequence, (elapsed_s, running, made, grown) in enumerate(reported):
         at_s, total, usage = at_s + elapsed_s, max(0, total + made), min(1.0, max(0.0, usage + grown))
         fields = {"kv_usage_fraction": usage, "kv_capacity_tokens": 100_000}
         bench.costs.observe(engine_report("e0", sequence, sample(at_s, running, 0, total, **fields)), ID)
-    line = bench.line  # a Configuration checks itself
+    line = bench.line  # a Configuration validates itself
     (estimate,) = bench.costs.estimates()
     assert estimate.refitted == bool(bench.notes)
     assert line == GIVEN or estimate.refitted
     assert 1 / 20 <= estimate.factor <= 20
 
 
-def test_scrapes_within_a_step_are_put_together() -> None:
-    """Ten scrapes in a step, each of which sees one step or none: only many of them together tell the step's time."""
+def test_scrapes_within_a_step_are_combined() -> None:
+    """A step has ten scrapes, each of which sees one step or none: only many together determine the step time."""
     bench, step_s = Bench(), 2.0 * GIVEN.step_s(8, 20_000)
     for scrape in range(3000):
         at_s = scrape * step_s / 10
@@ -241,7 +242,7 @@ def test_scrapes_within_a_step_are_put_together() -> None:
     assert estimate.taken == pytest.approx(3000 / 10 * step_s / 0.5, rel=0.1)
 
 
-def test_a_reload_forgets_only_what_rests_on_what_changed() -> None:
+def test_reload_forgets_only_what_depends_on_the_change() -> None:
     bench = Bench()
     bench.decode(1.5, 40)
     learnt = bench.line
@@ -258,7 +259,7 @@ def profile(*configurations: EngineProfile) -> Profile:
 
 
 def bent(tp: int = 2) -> EngineProfile:
-    """As an engine with experts: most of a step is the first few sequences'."""
+    """Return a profile as of an engine with experts: the first few sequences cause most of a step."""
     return EngineProfile(
         ConfigurationId(f"bent{tp}"),
         Parallelism(tp=tp),
@@ -300,15 +301,15 @@ def test_moves_to_one_engine_are_prefilled_together(profiled: str) -> None:
     assert moves.provenance.samples == 10
 
 
-def test_kv_is_handed_over_only_where_the_configuration_says_so(profiled: str) -> None:
+def test_kv_transfer_is_possible_only_if_configured(profiled: str) -> None:
     assert Bench().costs.moving() == replace(NO_TRANSFER, recompute_fixed_s=FIXED_PRIOR_S)
     transfer = Bench(profiled).costs.moving()
     assert (transfer.inter_node_gbps_per_gpu, transfer.intra_node_gbps_per_gpu) == (0.0, 0.0)
     assert transfer.rebuilt_tokens == Curve((0.0, 2048.0, 9000.0), (0.0, 2048.0, 9000.0))
-    told = profiled.replace("gpus:", "kv_transfer: {intra_node_gbps_per_gpu: 900.0, kv_bytes_per_token: 4.0}, gpus:")
-    bench = Bench(told)
+    linked = profiled.replace("gpus:", "kv_transfer: {intra_node_gbps_per_gpu: 900.0, kv_bytes_per_token: 4.0}, gpus:")
+    bench = Bench(linked)
     transfer = bench.costs.moving(nic_share=0.5)
-    assert transfer.inter_node_gbps_per_gpu == pytest.approx(4.0)  # half of what the profile has
+    assert transfer.inter_node_gbps_per_gpu == pytest.approx(4.0)  # half of the profile's
     assert (transfer.intra_node_gbps_per_gpu, transfer.transfer_fixed_s) == (900.0, FIXED_PRIOR_S)
     assert transfer.kv_bytes_per_token == 4.0
     bench.costs.configured(parse_config(profiled).fleet)
@@ -316,7 +317,7 @@ def test_kv_is_handed_over_only_where_the_configuration_says_so(profiled: str) -
 
 
 def moved(bench: Bench, method: MoveMethod | None, loaded: int, recomputed: int, seconds: float) -> None:
-    """One finished move to an engine of two GPUs."""
+    """Return one finished move to an engine of two GPUs."""
     action = MoveRequests((RequestMove(RequestId("r"), EngineId("e2"), EngineId("e0"), method=MoveMethod.TRANSFER),))
     items = (OperationItemResult("r", True, "", recomputed, seconds, method, loaded),)
     done = OperationResult(OperationId("o"), NodeId("gw"), OperationStatus.DONE, items=items)
@@ -324,23 +325,23 @@ def moved(bench: Bench, method: MoveMethod | None, loaded: int, recomputed: int,
 
 
 @pytest.mark.parametrize("factor", [0.25, 1.0, 4.0])
-def test_transfers_are_learnt_from_moves_by_kv_alone(profiled: str, factor: float) -> None:
-    """Configured: 80 Gbit/s for each of two GPUs and 0.1 s for each transfer, 1 MB a token: 5e-5 s each."""
+def test_transfers_are_learned_only_from_kv_moves(profiled: str, factor: float) -> None:
+    """Configured: 80 Gbit/s for each of two GPUs and 0.1 s per transfer, 1 MB a token: 5e-5 s each."""
     links = "kv_transfer: {inter_node_gbps_per_gpu: 80.0, latency_s: 0.1, kv_bytes_per_token: 1.0e+6}, gpus:"
     bench = Bench(profiled.replace("gpus:", links))
     for tokens in (1000, 2000, 4000, 8000, 12_000) * 3:
         moved(bench, MoveMethod.TRANSFER, tokens, 1, factor * (0.1 + 5e-5 * tokens))
-        moved(bench, None, 0, 0, 7.0)  # nobody knows how it went
+        moved(bench, None, 0, 0, 7.0)  # without a known method
     transfer = bench.costs.moving()
     assert transfer.inter_node_gbps_per_gpu == pytest.approx(80.0 / factor, rel=0.1)
     wire_s = 8000 * transfer.kv_bytes_per_token * 8 / (2 * transfer.inter_node_gbps_per_gpu * 1e9)
     assert transfer.transfer_fixed_s + wire_s == pytest.approx(factor * 0.5, rel=0.1)
-    assert bench.costs.moves() == Bench(profiled).costs.moves()  # of recomputing nothing was learnt
+    assert bench.costs.moves() == Bench(profiled).costs.moves()  # no recomputation was learned
     half = bench.costs.moving(nic_share=0.5)
     assert half.inter_node_gbps_per_gpu == pytest.approx(transfer.inter_node_gbps_per_gpu / 2)
 
 
-def test_kv_that_did_not_come_teaches_what_recomputing_takes(profiled: str) -> None:
+def test_failed_kv_transfer_is_a_sample_of_recomputation(profiled: str) -> None:
     links = "kv_transfer: {inter_node_gbps_per_gpu: 80.0, latency_s: 0.1, kv_bytes_per_token: 1.0e+6}, gpus:"
     bench = Bench(profiled.replace("gpus:", links))
     before = bench.costs.moving()
@@ -356,7 +357,7 @@ def test_kv_that_did_not_come_teaches_what_recomputing_takes(profiled: str) -> N
     )
 
 
-def test_a_bent_curve_follows_the_step_into_its_tail(profiled: str) -> None:
+def test_bent_curve_follows_the_step_into_its_tail(profiled: str) -> None:
     bench = Bench(profiled)
     cost_estimates = bench.costs.cost_estimates()
     assert not cost_estimates.straight
@@ -369,7 +370,7 @@ def test_a_bent_curve_follows_the_step_into_its_tail(profiled: str) -> None:
 
 
 def recompute(bench: Bench, tokens: int, seconds: float, to: str = "e0") -> None:
-    """One finished move."""
+    """Return one finished move."""
     action = MoveRequests((RequestMove(RequestId("r"), EngineId("e2"), EngineId(to)),))
     items = (OperationItemResult("r", True, "", tokens, seconds),)
     done = OperationResult(OperationId("o"), NodeId("gw"), OperationStatus.DONE, items=items)
@@ -379,8 +380,8 @@ def recompute(bench: Bench, tokens: int, seconds: float, to: str = "e0") -> None
 
 
 @given(st.floats(0.2, 5.0), st.floats(0, 0.3), st.randoms(use_true_random=False))
-def test_prefill_is_learnt_from_moves_beside_what_each_waits(factor: float, waits_s: float, random: Random) -> None:
-    """A tenth of them waited for a seat."""
+def test_prefill_is_learned_from_moves_apart_from_their_wait(factor: float, waits_s: float, random: Random) -> None:
+    """A tenth of the moves waited for a seat."""
     bench = Bench()
     rate = factor * GIVEN.prefill_tokens_per_s
     for turn in range(60):
@@ -394,10 +395,10 @@ def test_prefill_is_learnt_from_moves_beside_what_each_waits(factor: float, wait
         ((_, body),) = bench.notes
         assert (body["figure"], body["configured"]) == ("prefill_tokens_per_s", GIVEN.prefill_tokens_per_s)
         assert bench.costs.notes()[0].startswith(f"prefill of tp2: {line.prefill_tokens_per_s:,.0f} tokens/s")
-    assert replace(line, prefill_tokens_per_s=GIVEN.prefill_tokens_per_s) == GIVEN  # its steps to the last digit
+    assert replace(line, prefill_tokens_per_s=GIVEN.prefill_tokens_per_s) == GIVEN  # step times stay exact
 
 
-def test_prefill_as_configured_stays_so() -> None:
+def test_configured_prefill_stays_if_confirmed() -> None:
     bench = Bench()
     for turn in range(80):
         tokens = 500 * (1 + turn % 12)
@@ -409,8 +410,9 @@ def test_prefill_as_configured_stays_so() -> None:
     assert bench.line == GIVEN
 
 
-def test_prefill_is_not_read_off_moves_that_took_other_time() -> None:
-    """Prefill of 500 to 6,000 tokens is 0.06 to 0.7 s of moves that take 2 to 6 s; they tell the fixed part alone."""
+def test_prefill_is_not_learned_from_moves_dominated_by_other_time() -> None:
+    """Prefill of 500 to 6,000 tokens is 0.06 to 0.7 s of moves that take 2 to 6 s: only the fixed part can be
+    learned."""
     bench, random = Bench(), Random(3)
     for _ in range(60):
         tokens = random.randrange(500, 6000)
@@ -420,21 +422,21 @@ def test_prefill_is_not_read_off_moves_that_took_other_time() -> None:
 
 
 def predicted(bench: Bench, method: MoveMethod, context_s: float, seconds: float, fixed_s: float = 0.0) -> None:
-    """One finished move whose context was to take `context_s`."""
+    """Return one finished move whose context was predicted to take `context_s`."""
     order = RequestMove(RequestId("r"), EngineId("e2"), EngineId("e0"), 0.0, method, context_s + fixed_s, 0.0, fixed_s)
     items = (OperationItemResult("r", True, "", 0, seconds, method),)
     done = OperationResult(OperationId("o"), NodeId("gw"), OperationStatus.DONE, items=items)
     bench.costs.moved(moved_requests(0.0, (order,), done.items), lambda engine: ID)
 
 
-def test_the_fixed_part_of_moves_is_learnt_for_each_method() -> None:
+def test_fixed_part_of_moves_is_learned_per_method() -> None:
     links = "kv_transfer: {inter_node_gbps_per_gpu: 80.0, latency_s: 0.1, kv_bytes_per_token: 1.0e+6}"
     bench = Bench(CONFIG.replace("fleet:", f"fleet:\n  {links}"))
     transfer = bench.costs.moving()
     assert transfer.recompute_fixed_s == bench.costs.recompute_fixed_s == FIXED_PRIOR_S
     assert transfer.transfer_fixed_s == pytest.approx(0.1 + FIXED_PRIOR_S)
     for turn in range(12):
-        fixed_s = bench.costs.recompute_fixed_s  # what an order says of it makes no difference
+        fixed_s = bench.costs.recompute_fixed_s  # the predicted fixed part makes no difference
         predicted(bench, MoveMethod.RECOMPUTE, 0.2, 100.0 if turn % 5 == 4 else 0.2 + 0.06, fixed_s)
     transfer = bench.costs.moving()
     assert transfer.recompute_fixed_s == bench.costs.recompute_fixed_s == pytest.approx(0.06)
@@ -450,7 +452,7 @@ def test_the_fixed_part_of_moves_is_learnt_for_each_method() -> None:
 
 
 def test_moves_of_one_order_count_as_one() -> None:
-    """So that a stall, which all of them meet, is not taken for the rule."""
+    """Otherwise a stall that all of them share would count as typical."""
     bench = Bench()
     names = [RequestId(f"r{n}") for n in range(8)]
     orders = tuple(RequestMove(name, EngineId("e2"), EngineId("e0"), predicted_s=0.2) for name in names)
@@ -464,7 +466,7 @@ def test_moves_of_one_order_count_as_one() -> None:
     assert bench.costs.recompute_fixed_s == pytest.approx(5.0)
 
 
-def test_a_restarted_daemon_begins_with_the_fixed_part_that_it_had_learnt(tmp_path: Path) -> None:
+def test_restarted_daemon_recovers_the_learned_fixed_part(tmp_path: Path) -> None:
     config, clock = parse_config(CONFIG), VirtualClock(1000.0)
     for learns in (True, False):
         with closing(Journal(tmp_path / "journal.sqlite", clock.now_s())) as journal:
@@ -479,7 +481,7 @@ def test_a_restarted_daemon_begins_with_the_fixed_part_that_it_had_learnt(tmp_pa
             assert plane.planning.costs.recompute_fixed_s == pytest.approx(0.25)
 
 
-def test_a_figure_that_no_engine_can_have_is_not_believed() -> None:
+def test_impossible_figure_is_ignored() -> None:
     bench = Bench()
     for turn in range(40):
         recompute(bench, 500 * (1 + turn % 12), (1 + turn % 12) * 50.0)
@@ -489,7 +491,7 @@ def test_a_figure_that_no_engine_can_have_is_not_believed() -> None:
 def prefill_beside_decoding(
     bench: Bench, rate: float, turns: int, factor: float = 1.0, waiting: int = 0, random: Random | None = None
 ) -> None:
-    """Eight sequences; each second scrape, new prompts have been prefilled in the place of answers that ended."""
+    """Eight sequences; at each second scrape, new prompts have been prefilled in place of ended answers."""
     random = random or Random(1)
     at_s, decoded, prompts = 0.0, 0, 0
     fields = {"kv_usage_fraction": 0.3, "kv_capacity_tokens": GIVEN.kv_capacity_tokens}
@@ -503,8 +505,8 @@ def prefill_beside_decoding(
 
 @pytest.mark.parametrize("factor", [0.4, 3.0])
 @pytest.mark.parametrize("slower", [1.0, 1.5])
-def test_prefill_is_learnt_from_scrapes_in_which_there_was_much_of_it(factor: float, slower: float) -> None:
-    """Whether steps are as configured or not."""
+def test_prefill_is_learned_from_scrapes_with_much_of_it(factor: float, slower: float) -> None:
+    """This holds if steps are as configured, and if not."""
     bench = Bench()
     rate = factor * GIVEN.prefill_tokens_per_s
     bench.decode(slower, 60, running=8)
@@ -513,13 +515,13 @@ def test_prefill_is_learnt_from_scrapes_in_which_there_was_much_of_it(factor: fl
     assert bench.notes[-1][1]["figure"] == "prefill_tokens_per_s"
 
 
-def test_prefill_while_requests_wait_tells_nothing() -> None:
+def test_prefill_while_requests_wait_is_ignored() -> None:
     bench = Bench()
     prefill_beside_decoding(bench, 3 * GIVEN.prefill_tokens_per_s, 60, waiting=1)
     assert bench.line == GIVEN
 
 
-def test_moves_say_more_of_prefill_than_prompts_that_a_cache_may_have_had() -> None:
+def test_moves_take_precedence_over_prompts_for_prefill() -> None:
     bench = Bench()
     prefill_beside_decoding(bench, 3 * GIVEN.prefill_tokens_per_s, 60)
     assert bench.line.prefill_tokens_per_s == pytest.approx(3 * GIVEN.prefill_tokens_per_s, rel=0.1)
@@ -528,7 +530,7 @@ def test_moves_say_more_of_prefill_than_prompts_that_a_cache_may_have_had() -> N
     assert bench.line.prefill_tokens_per_s == pytest.approx(0.5 * GIVEN.prefill_tokens_per_s, rel=0.1)
 
 
-def test_what_starts_take_is_learnt_from_a_few_of_them() -> None:
+def test_start_duration_is_learned_from_a_few_starts() -> None:
     bench = Bench()
     for elapsed_s in (41.0, 44.0):
         bench.costs.started([EngineStart(ID, elapsed_s, GIVEN.switch_s)])
@@ -537,13 +539,13 @@ def test_what_starts_take_is_learnt_from_a_few_of_them() -> None:
     bench.costs.started([EngineStart(ID, 300.0, GIVEN.switch_s)])  # one had to fetch its image
     assert bench.line == replace(GIVEN, switch_s=44.0)
     bench.costs.started([EngineStart(ID, 45.0, GIVEN.switch_s)])
-    assert bench.line.switch_s == 44.0  # 44.5: no news
+    assert bench.line.switch_s == 44.0  # 44.5: no notable change
     ((_, body),) = bench.notes
     assert (body["figure"], body["value"], body["configured"], body["samples"]) == ("switch_s", 44.0, 1.5, 3)
     assert bench.costs.notes() == ("starting tp2: 44 s, configured 1.5 s, by 3 samples of starts, 2026-01-31",)
 
 
-def test_steps_on_crowded_links_are_not_the_engines_own() -> None:
+def test_steps_on_crowded_links_are_ignored() -> None:
     bench = Bench()
     for sequence in range(1, 100):
         fields = {"kv_usage_fraction": 0.2, "kv_capacity_tokens": 100_000}
@@ -573,7 +575,7 @@ daemon:
 
 
 def slowed(kind: EngineKind, factor: float) -> EngineKind:
-    """What such an engine really is: so many times slower than its configuration says."""
+    """Return what such an engine really is: slower than configured by this factor."""
     step = kind.profile.step
     base_s = Curve(step.base_s.xs, tuple(factor * y for y in step.base_s.ys))
     step = StepTime(base_s, factor * step.kv_s_per_token)
@@ -583,17 +585,17 @@ def slowed(kind: EngineKind, factor: float) -> EngineKind:
 async def one_step(
     scenario: GenerationScenario, factor: float, journal: Path, *, curve: Curve | None = None
 ) -> tuple[World, list[tuple[float, float, float]]]:
-    """A step's plans: when each was made in it, and its predicted and actual seconds to the end. With a `curve` of its
-    step times, the engine is known by a profile."""
-    told = kinds_of(scenario)
-    (name,) = told
+    """Return a step's plans: when each was made in it, and its predicted and actual seconds to the end. With a `curve`
+    of its step times, the engine has a profile."""
+    reported = kinds_of(scenario)
+    (name,) = reported
     if curve is not None:
-        step_time = replace(told[name].profile.step, base_s=curve)
-        told[name] = replace(told[name], profile=replace(told[name].profile, step=step_time))
-    real = {name: slowed(told[name], factor)}
-    fleet = fleet_section(scenario, told)
-    if curve is not None:  # with its curve, where the daemon's configuration has room for a line only
-        dated = replace(told[name].profile, provenance=Provenance(ProfileSource.MEASURED, "2026-01-01"))
+        step_time = replace(reported[name].profile.step, base_s=curve)
+        reported[name] = replace(reported[name], profile=replace(reported[name].profile, step=step_time))
+    real = {name: slowed(reported[name], factor)}
+    fleet = fleet_section(scenario, reported)
+    if curve is not None:  # with its curve, while the daemon's configuration can only hold a line
+        dated = replace(reported[name].profile, provenance=Provenance(ProfileSource.MEASURED, "2026-01-01"))
         write_profile(journal.with_suffix(".yaml"), profile(dated))
         fleet = {"gpus": fleet["gpus"], "profile": str(journal.with_suffix(".yaml"))}
     (requests,) = steps_of(scenario, 1)
@@ -626,12 +628,12 @@ def _registry(parts: Daemon) -> CollectorRegistry:
     return registry
 
 
-async def test_plans_foresee_what_slower_engines_take(tmp_path: Path) -> None:
+async def test_plans_predict_slower_engines(tmp_path: Path) -> None:
     world, outcomes = await one_step(parse_scenario(SCENARIO), 1.5, tmp_path / "journal.sqlite")
     (estimate,) = world.control_plane.planning.costs.estimates()
     assert estimate.factor == pytest.approx(1.5, rel=0.05)
     _, first_s, elapsed_s = outcomes[0]
-    assert elapsed_s / first_s == pytest.approx(1.5, rel=0.1)  # as the profile has it
+    assert elapsed_s / first_s == pytest.approx(1.5, rel=0.1)  # as in the profile
     later = [(predicted_s, actual_s) for at_s, predicted_s, actual_s in outcomes if at_s > 25 and actual_s > 10]
     assert later
     assert all(predicted_s == pytest.approx(actual_s, rel=0.1) for predicted_s, actual_s in later)
@@ -644,7 +646,7 @@ async def test_plans_foresee_what_slower_engines_take(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.5])
-async def test_plans_foresee_what_engines_take_whose_step_times_bend(tmp_path: Path, factor: float) -> None:
+async def test_plans_predict_engines_with_bent_step_times(tmp_path: Path, factor: float) -> None:
     curve = Curve((1.0, 4.0, 16.0, 64.0), (0.008, 0.02, 0.04, 0.05))
     text = SCENARIO.replace("max_sequences: 16", "max_sequences: 64").replace("prompts: 12", "prompts: 48")
     _, outcomes = await one_step(parse_scenario(text), factor, tmp_path / "journal.sqlite", curve=curve)
@@ -654,7 +656,7 @@ async def test_plans_foresee_what_engines_take_whose_step_times_bend(tmp_path: P
     assert missed_s < 0.1 * sum(actual_s for _, actual_s in later)
 
 
-async def test_engines_as_their_profile_says_are_left_as_they_are(tmp_path: Path) -> None:
+async def test_engines_that_match_their_profile_are_unchanged(tmp_path: Path) -> None:
     world, _ = await one_step(parse_scenario(SCENARIO), 1.0, tmp_path / "journal.sqlite")
     (estimate,) = world.control_plane.planning.costs.estimates()
     assert not estimate.refitted
@@ -663,15 +665,15 @@ async def test_engines_as_their_profile_says_are_left_as_they_are(tmp_path: Path
 
 
 @pytest.mark.parametrize(("crowded_below", "misled"), [(planning.NICS_CROWDED, False), (0.0, True)])
-async def test_weights_that_pass_by_are_not_learnt_as_slower_engines(
+async def test_weight_traffic_is_not_learned_as_slower_engines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, crowded_below: float, misled: bool
 ) -> None:
-    """New weights come in through NICs that engines decode over. With the limit off, their time is taken for the
-    engines' own."""
+    """New weights arrive over NICs that engines decode over. Without the limit, that slowdown is attributed to the
+    engines."""
     monkeypatch.setattr(planning, "NICS_CROWDED", crowded_below)
     network = "network: {nic_gbps_per_node: 100, weight_gbytes: 60}\nengines:"
-    told = SCENARIO.replace("engines:", network).replace("switch_s: 1.0}", "switch_s: 1.0, nic_gbps: 40}")
-    world, _ = await one_step(parse_scenario(told), 1.0, tmp_path / "journal.sqlite")
+    reported = SCENARIO.replace("engines:", network).replace("switch_s: 1.0}", "switch_s: 1.0, nic_gbps: 40}")
+    world, _ = await one_step(parse_scenario(reported), 1.0, tmp_path / "journal.sqlite")
     (estimate,) = world.control_plane.planning.costs.estimates()
     with closing(JournalReader(tmp_path / "journal.sqlite")) as reader:
         learnt = [entry.body["step_time_factor"] for entry in reader.since(0, (EntryKind.PROFILE_REFITTED,))]
@@ -681,7 +683,7 @@ async def test_weights_that_pass_by_are_not_learnt_as_slower_engines(
 
 @pytest.mark.parametrize("hands_over", [False, True])
 async def test_plans_transfer_only_between_engines_that_can(tmp_path: Path, hands_over: bool) -> None:
-    """All requests begin on one engine of four, and plans alone spread them."""
+    """All requests begin on one engine of four, and only plans spread them."""
     scenario = parse_scenario(SCENARIO.replace("mode: act", "mode: act\n  fast: {policy: none}"))
     kinds = kinds_of(scenario)
     (name,) = kinds
@@ -707,7 +709,7 @@ def journal(tmp_path: Path) -> Iterator[Journal]:
         yield made
 
 
-async def test_a_late_report_teaches_nothing(journal: Journal) -> None:
+async def test_late_report_is_ignored(journal: Journal) -> None:
     parts = build_daemon(parse_config(CONFIG), journal, VirtualClock(0.0))
     plane = parts.control_plane
     for sequence, at_s, total in ((1, 0.0, 0), (3, 10.0, 4000), (2, 5.0, 3999), (4, 20.0, 8000)):
@@ -716,13 +718,13 @@ async def test_a_late_report_teaches_nothing(journal: Journal) -> None:
     assert plane.planning.costs.estimates()[0].taken == 2
 
 
-async def test_links_that_others_fill_teach_nothing_about_engines(journal: Journal) -> None:
+async def test_samples_on_crowded_links_are_ignored(journal: Journal) -> None:
     parts = build_daemon(parse_config(CONFIG), journal, VirtualClock(0.0))
     plane = parts.control_plane
     for sequence in range(1, 40):
         plane.planning.share_nics(
             LeftForMoves(0.45 if sequence < 20 else 0.55)
-        )  # more is wanted than there is; there is enough
+        )  # more is needed than exists; there is enough
         fields = {"kv_usage_fraction": 0.2, "kv_capacity_tokens": 100_000}
         plane.fleet.engine_reported(
             engine_report("e0", sequence, sample(float(sequence), 8, 0, 160 * sequence, **fields)), 1
@@ -730,7 +732,7 @@ async def test_links_that_others_fill_teach_nothing_about_engines(journal: Journ
     assert plane.planning.costs.estimates()[0].taken == 19
 
 
-async def test_what_starts_take_is_known_to_the_next_daemon(journal: Journal) -> None:
+async def test_learned_start_duration_is_recovered_by_the_next_daemon(journal: Journal) -> None:
     for engine, expected_s in (("e5", 1.5), ("e6", 1.5), ("e7", 1.5), ("e8", 2.0)):
         body = {"done": True, "configuration": ID, "elapsed_s": 30.0, "expected_s": expected_s}
         journal.append(0.0, EntryKind.ENGINE_STARTED, engine, body)

@@ -1,4 +1,4 @@
-"""The plan book: what is remembered, what a restart brings back, and how outcomes calibrate what comes next."""
+"""Tests of the plan book: its contents, its recovery after a restart, and calibration by results."""
 
 import json
 from collections.abc import Iterator
@@ -77,7 +77,7 @@ OLD_BODY: dict[str, Any] = {
 
 
 class Shelf:
-    """Books, one after the other, over one journal."""
+    """Successive books over one journal."""
 
     def __init__(self, path: Path) -> None:
         self.clock = VirtualClock(1000.0)
@@ -108,23 +108,23 @@ def shelf(tmp_path: Path) -> Iterator[Shelf]:
 
 
 @pytest.mark.parametrize("verdict", [PLAN.verdict, Act("gain", "much sooner")])
-def test_a_plan_comes_back_whole(shelf: Shelf, verdict: Act | Hold) -> None:
+def test_plan_is_recovered_completely(shelf: Shelf, verdict: Act | Hold) -> None:
     plan = replace(PLAN, verdict=verdict)
     shelf.open().add(plan, "digest")
     assert shelf.open().latest == plan
 
 
-def test_what_became_of_a_plan_comes_back(shelf: Shelf) -> None:
+def test_result_of_a_plan_is_recovered(shelf: Shelf) -> None:
     book = shelf.open()
     book.add(PLAN, "digest")
     book.acted(PLAN.id, True, "3 of 4 requests moved")
     book.step_ended(GenerationStep(990.0, 1090.0))
     again = shelf.open().get(PLAN.id)
     assert (again.acted, again.acted_detail, again.actual_makespan_s) == (True, "3 of 4 requests moved", 90.0)
-    assert again.predicted_s == 96.0  # it was acted on, so the proposal was foreseen, its costs paid
+    assert again.predicted_s == 96.0  # it was acted on, so the proposal was predicted, including its costs
 
 
-def test_a_plan_of_an_earlier_version_is_read_as_far_as_it_goes(shelf: Shelf) -> None:
+def test_plan_of_an_earlier_version_is_read_in_part(shelf: Shelf) -> None:
     shelf.open()
     shelf.write(EntryKind.PLAN, "old", OLD_BODY)
     plan = shelf.open().get(PlanId("old"))
@@ -143,7 +143,7 @@ def test_a_plan_of_an_earlier_version_is_read_as_far_as_it_goes(shelf: Shelf) ->
         {**OLD_BODY, "alternatives": [{"name": "tp4"}]},
     ],
 )
-def test_a_plan_that_cannot_be_read_is_left_out_and_said(
+def test_unreadable_plan_is_skipped_and_logged(
     shelf: Shelf, broken: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     book = shelf.open()
@@ -154,13 +154,13 @@ def test_a_plan_that_cannot_be_read_is_left_out_and_said(
     assert "plan broken is skipped: written by another version" in caplog.text
 
 
-def test_a_plan_from_before_acts_were_written_counts_as_held(shelf: Shelf) -> None:
+def test_plan_from_before_acts_were_journalled_counts_as_held(shelf: Shelf) -> None:
     shelf.open()
     shelf.write(EntryKind.PLAN, "old", {key: value for key, value in OLD_BODY.items() if key != "acts"})
     assert isinstance(shelf.open().get(PlanId("old")).verdict, Hold)
 
 
-def test_outcomes_calibrate_and_survive_a_restart(shelf: Shelf) -> None:
+def test_results_calibrate_and_survive_a_restart(shelf: Shelf) -> None:
     book = shelf.open()
     for number in range(STEPS_NEEDED):
         assert book.calibration.correction == 1.0
@@ -172,25 +172,25 @@ def test_outcomes_calibrate_and_survive_a_restart(shelf: Shelf) -> None:
     assert shelf.open().calibration == book.calibration
 
 
-def test_plans_before_the_last_that_acted_say_nothing_of_predictions(shelf: Shelf) -> None:
-    """What they foresaw was overtaken."""
+def test_plans_before_the_last_acted_one_are_not_calibrated(shelf: Shelf) -> None:
+    """Their predictions no longer applied."""
     book = shelf.open()
     book.add(PLAN, "digest")
     book.add(replace(PLAN, id=PlanId("p2"), created_s=1010.0), "digest")
     book.acted(PlanId("p2"), True, "")
     book.step_ended(GenerationStep(990.0, 1106.0))
-    assert book.calibration == Calibration(1, 0.0, 0.0)  # p2 foresaw 96 s, and took them
+    assert book.calibration == Calibration(1, 0.0, 0.0)  # p2 predicted 96 s, and took that
 
 
-def test_a_corrected_prediction_is_held_against_its_outcome_uncorrected(shelf: Shelf) -> None:
-    """Else a correction that works would look like one that is not needed."""
+def test_corrected_prediction_is_calibrated_uncorrected(shelf: Shelf) -> None:
+    """Otherwise a working correction would look unnecessary."""
     book = shelf.open()
     book.add(replace(PLAN, current_makespan_s=80.0, correction=0.8), "digest")
     book.step_ended(GenerationStep(990.0, 1080.0))
     assert book.calibration.bias == pytest.approx(0.25)
 
 
-def test_the_last_change_of_the_deployment_is_remembered(shelf: Shelf) -> None:
+def test_last_change_of_the_deployment_is_recovered(shelf: Shelf) -> None:
     book = shelf.open()
     assert book.last_redeploy_s is None
     book.add(PLAN, "digest")
@@ -198,7 +198,7 @@ def test_the_last_change_of_the_deployment_is_remembered(shelf: Shelf) -> None:
     assert book.last_redeploy_s == shelf.open().last_redeploy_s == 1005.0
 
 
-def test_what_is_written_is_plain_json(shelf: Shelf) -> None:
+def test_journal_entries_are_plain_json(shelf: Shelf) -> None:
     shelf.open().add(PLAN, "digest")
     assert shelf.journal is not None
     entry = shelf.journal.latest(EntryKind.PLAN)

@@ -1,4 +1,4 @@
-"""Priors: which model and GPU an engine's words are taken for, and that every prediction is a step time."""
+"""Tests of priors: the model and GPU that an engine's facts map to, and the validity of every prediction."""
 
 import math
 from dataclasses import replace
@@ -43,13 +43,13 @@ def test_gpus_are_found_in_product_names(product: str, gpu: str) -> None:
 
 
 @pytest.mark.parametrize("product", ["NVIDIA GH200 480GB", "NVIDIA L40S", "Tesla V100-SXM2-16GB", "H1000", ""])
-def test_a_gpu_of_another_name_is_none_of_the_known_ones(product: str) -> None:
+def test_unknown_product_name_is_no_known_gpu(product: str) -> None:
     with pytest.raises(UnknownGpu):
         gpu_of_product(product)
 
 
 @pytest.mark.parametrize(
-    ("model", "facts", "said"),
+    ("model", "facts", "message"),
     [
         ("Qwen/Qwen2.5-14B-Instruct", {"tp": 2}, "qwen2.5-14b on H100, TP=2"),
         ("Qwen/Qwen2.5-14B-Instruct", {}, "qwen2.5-14b on H100, TP=1 assumed"),
@@ -59,12 +59,12 @@ def test_a_gpu_of_another_name_is_none_of_the_known_ones(product: str) -> None:
         ("/data/mine", {"tp": 1, "sizes": MODELS["qwen3-8b"]}, "qwen3-8b (sizes of its config.json) on H100, TP=1"),
     ],
 )
-def test_a_prior_says_what_it_was_predicted_for(model: str, facts: dict[str, object], said: str) -> None:
+def test_prior_describes_what_was_predicted(model: str, facts: dict[str, object], message: str) -> None:
     found = assumed(replace(ServingFacts(model=model, gpu=H100), **facts))  # type: ignore[arg-type]
-    assert (found.prior, found.unknown) == (said, "")
+    assert (found.prior, found.unknown) == (message, "")
 
 
-def test_a_prior_is_the_cost_models_prediction() -> None:
+def test_prior_is_the_cost_models_prediction() -> None:
     found = assumed(ServingFacts(model="Qwen/Qwen2.5-14B", gpu=H100, tp=2))
     profile = predict(MODELS["qwen2.5-14b"], GPUS["h100"], Parallelism(tp=2), ENGINES["vllm"])
     assert found.profile == replace(profile, id=found.profile.id)
@@ -89,13 +89,13 @@ def test_a_prior_is_the_cost_models_prediction() -> None:
         (ServingFacts(model="llama-3.1-70b", gpu=H100, tp=1), "does not fit into H100, TP=1"),
     ],
 )
-def test_where_facts_are_missing_the_shape_alone_is_assumed_with_the_reason(facts: ServingFacts, why: str) -> None:
+def test_missing_facts_lead_to_the_typical_shape_with_the_reason(facts: ServingFacts, why: str) -> None:
     found = assumed(facts)
     assert found.prior == ""
     assert why in found.unknown
 
 
-def test_engines_that_report_the_same_learn_together_and_others_do_not() -> None:
+def test_engines_with_equal_facts_share_a_configuration() -> None:
     cpu = ServingFacts(model="/models/tiny", gpu_detail="the engine runs on CPUs", device="cpu")
     assert assumed(cpu).profile.id == assumed(cpu, EngineId("e1")).profile.id
     assert assumed(cpu).profile.id != assumed(replace(cpu, tp=2)).profile.id
@@ -140,7 +140,7 @@ models = st.builds(
 )
 facts_of_engines = st.builds(
     ServingFacts,
-    model=st.sampled_from(["", "qwen2.5-14b", "x/foo-7b", "qwen3-30b-a3b", "nobody"]) | st.text(max_size=20),
+    model=st.sampled_from(["", "qwen2.5-14b", "x/foo-7b", "qwen3-30b-a3b", "unknown"]) | st.text(max_size=20),
     sizes=st.none() | models,
     weight_bits=st.none() | st.floats(0.5, 64),
     kv_bits=st.none() | st.sampled_from([8.0, 16.0]),
@@ -158,7 +158,7 @@ def step_times(profile: EngineProfile) -> list[float]:
 
 
 @given(facts_of_engines)
-def test_whatever_engines_report_step_times_are_finite_positive_and_monotone(facts: ServingFacts) -> None:
+def test_step_times_are_finite_positive_and_monotone_for_any_facts(facts: ServingFacts) -> None:
     found = assumed(facts)
     times = step_times(found.profile)
     assert all(math.isfinite(seconds) and seconds > 0 for seconds in times)
@@ -166,12 +166,12 @@ def test_whatever_engines_report_step_times_are_finite_positive_and_monotone(fac
     assert 0 < found.profile.prefill_tokens_per_s < math.inf
     assert bool(found.prior) != bool(found.unknown)
     assert found.profile.id.startswith(PREFIX)
-    line = found.profile.configuration()  # as planner and balancer take it
+    line = found.profile.configuration()  # as planner and balancer use it
     assert line.step_s(1, 0) > 0
 
 
 @given(facts_of_engines, facts_of_engines)
-def test_one_name_stands_for_one_prediction(first: ServingFacts, second: ServingFacts) -> None:
+def test_each_id_stands_for_one_prediction(first: ServingFacts, second: ServingFacts) -> None:
     one, other = assumed(first), assumed(second)
     if one.profile.id == other.profile.id:
         assert one.profile == other.profile

@@ -1,4 +1,4 @@
-"""What engines report moves the profile; what makes no sense does not."""
+"""Tests of re-fitting the profile to reports, and of ignoring invalid ones."""
 
 import math
 from dataclasses import replace
@@ -56,7 +56,7 @@ def feed(
         fitting.observe(sequences, kv_tokens, step_s)
 
 
-def test_telemetry_takes_over() -> None:
+def test_telemetry_determines_the_estimate() -> None:
     fitting = refitter()
     feed(fitting, 3000, outliers=0.05)
     engine = fitting.fitted()
@@ -76,7 +76,7 @@ def test_few_samples_change_nothing() -> None:
     assert fitting.fitted() == PRIOR
 
 
-def test_an_engine_that_has_changed_is_followed() -> None:
+def test_changed_engine_is_followed() -> None:
     fitting, slower = refitter(), StepTime(Curve.line(0.03, 1.6e-4), 8e-8)
     feed(fitting, 2000)
     feed(fitting, 3 * HALF_LIFE, truth=slower, seed=1)
@@ -84,7 +84,7 @@ def test_an_engine_that_has_changed_is_followed() -> None:
         assert fitting.fitted().step.at(*load) == pytest.approx(slower.at(*load), rel=0.06)
 
 
-def test_an_hour_at_one_load_does_not_wash_out_the_others() -> None:
+def test_an_hour_at_one_load_keeps_samples_of_the_others() -> None:
     fitting = refitter()
     feed(fitting, 2000)
     for _ in range(HALF_LIFE):
@@ -96,7 +96,7 @@ def test_an_hour_at_one_load_does_not_wash_out_the_others() -> None:
 @pytest.mark.parametrize(
     "values", [(0, 0, 0.01), (1, -1, 0.01), (1, 0, 0.0), (1, 0, math.nan), (1, 0, math.inf), (1, 0, 100.0)]
 )
-def test_what_is_no_sample_is_not_taken(values: tuple[float, float, float]) -> None:
+def test_invalid_sample_is_ignored(values: tuple[float, float, float]) -> None:
     fitting = refitter()
     fitting.observe(*values)
     assert (fitting.taken, fitting.refused) == (0, 1)
@@ -105,11 +105,11 @@ def test_what_is_no_sample_is_not_taken(values: tuple[float, float, float]) -> N
 @pytest.mark.parametrize(
     ("prior", "truth", "unit"),
     [
-        (Curve.line(0.01, 1e-11), Curve.line(0.05, 4e-11), 2e5),  # KV that is handed over: bytes
-        (Curve.line(0.0, 1 / 18_000), Curve.line(0.02, 1 / 9000), 1),  # recomputed: tokens
+        (Curve.line(0.01, 1e-11), Curve.line(0.05, 4e-11), 2e5),  # KV transfers: bytes
+        (Curve.line(0.0, 1 / 18_000), Curve.line(0.02, 1 / 9000), 1),  # recomputation: tokens
     ],
 )
-def test_moves_are_learned_from_moves(prior: Curve, truth: Curve, unit: float) -> None:
+def test_move_costs_are_learned_from_moves(prior: Curve, truth: Curve, unit: float) -> None:
     fitting = CurveRefitter(prior)
     fitting.observe(0, 1.0)
     fitting.observe(10 * unit, math.inf)
@@ -137,7 +137,7 @@ def sample(
     )
 
 
-def test_two_scrapes_of_one_batch_tell_its_step() -> None:
+def test_two_scrapes_of_one_batch_give_its_step() -> None:
     batch = batch_between(sample(0.0, 0), sample(1.0, 400, usage=0.6))
     assert batch is not None
     assert batch == pytest.approx((10, 550, 1 / 40))
@@ -149,10 +149,10 @@ def test_two_scrapes_of_one_batch_tell_its_step() -> None:
         sample(1.0, 400, running=9),
         sample(1.0, 400, prompts=5),
         sample(1.0, 400, preemptions=1),
-        sample(1.0, 400, usage=0.3),  # one finished and another took its place
+        sample(1.0, 400, usage=0.3),  # one finished and another replaced it
         sample(1.0, 0),
         sample(0.0, 400),
     ],
 )
-def test_scrapes_between_which_the_batch_changed_tell_nothing(later: EngineSample) -> None:
+def test_scrapes_of_a_changed_batch_give_nothing(later: EngineSample) -> None:
     assert batch_between(sample(0.0, 0), later) is None

@@ -1,4 +1,4 @@
-"""A daemon whose configuration says nothing of engines, as in the README: which policy is in force, and why."""
+"""Tests of a daemon without a configuration of engines, as in the README: the policy in use, and why."""
 
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
@@ -48,7 +48,7 @@ class Daemon:
         self._totals: dict[str, int] = {}
 
     async def report(self, facts: dict[str, ServingFacts], running: dict[str, int], seconds: float = 1.0) -> None:
-        """Agents and gateway report for so long, while engines decode 50 tokens/s for each request."""
+        """Report for this time, while engines decode 50 tokens/s for each request."""
         requests = [request(f"{e}-{i}", e, generated=100) for e, count in running.items() for i in range(count)]
         for turn in range(round(seconds * 4)):
             await self.clock.advance(0.25)
@@ -100,15 +100,15 @@ async def test_engines_that_report_model_and_gpu_are_packed_from_the_first_tick(
     assert {w.configuration for w in status.workers} == {""}, "nothing is configured"
     assert status.balance_reason.startswith("advise_only: mode is advise: the last engine is expected to finish in")
     assert daemon.plane.balance is not None
-    told = balance_to_pb(daemon.plane.balance)
-    assert (told.policy, told.policy_reason) == (status.balance_policy, status.balance_policy_reason)
-    assert {(move.from_engine_id, move.to_engine_id) for move in told.moves} == {("e0", "e1")}
+    reported = balance_to_pb(daemon.plane.balance)
+    assert (reported.policy, reported.policy_reason) == (status.balance_policy, status.balance_policy_reason)
+    assert {(move.from_engine_id, move.to_engine_id) for move in reported.moves} == {("e0", "e1")}
     page = daemon.page()
     assert 'orchestrrl_balance_policy{policy="packing"} 1.0' in page
     assert 'orchestrrl_workers_by_step_times{source="prior"} 2.0' in page
 
 
-async def test_the_planner_keeps_the_fleet_and_says_that_nothing_else_is_known(daemon: Daemon) -> None:
+async def test_planner_keeps_the_fleet_and_notes_that_no_other_is_known(daemon: Daemon) -> None:
     await daemon.report({"e0": H800, "e1": H800}, {"e0": 12, "e1": 12})
     plan = await daemon.plane.slow_tick()
     assert plan.decision == "keep"
@@ -119,7 +119,7 @@ async def test_the_planner_keeps_the_fleet_and_says_that_nothing_else_is_known(d
     assert "step times of auto:qwen2.5-14b-h800-tp1: prior: qwen2.5-14b on H800, TP=1, error 14.3%" in plan.notes
 
 
-async def test_engines_without_a_gpu_go_by_the_load_index_until_enough_was_observed(daemon: Daemon) -> None:
+async def test_engines_without_a_gpu_use_the_load_index_until_enough_was_observed(daemon: Daemon) -> None:
     why = "no step times for e0, e1: the engine runs on CPUs; will be learned from 8 observed batches, 0 so far"
     facts, running = {"e0": CPU, "e1": CPU}, {"e0": 6, "e1": 0}
     await daemon.report(facts, running, 0.25)
@@ -130,7 +130,7 @@ async def test_engines_without_a_gpu_go_by_the_load_index_until_enough_was_obser
     assert plan.verdict == Hold("no_step_times", why)
     assert 'orchestrrl_balance_policy{policy="load_index"} 1.0' in daemon.page()
     await daemon.report(facts, running, 6.0)
-    status = daemon.status()  # e1 has been idle all the time, and is expected to be like e0
+    status = daemon.status()  # e1 has been idle all the time, and is assumed to be like e0
     assert status.balance_policy == "packing"
     assert {worker.step_times_source for worker in status.workers} == {"observed"}
     plan = await daemon.plane.slow_tick()
@@ -138,7 +138,7 @@ async def test_engines_without_a_gpu_go_by_the_load_index_until_enough_was_obser
     assert {option.decision for option in plan.alternatives} <= {"keep", "rebalance"}
 
 
-async def test_an_idle_engine_is_expected_to_be_like_others_with_its_model(daemon: Daemon) -> None:
+async def test_idle_engine_is_assumed_to_be_like_others_with_its_model(daemon: Daemon) -> None:
     told_less = replace(CPU, device="", gpu_detail="the engine's host has no GPU (nvidia-smi is not installed)")
     await daemon.report({"e0": CPU, "e1": told_less}, {"e0": 6}, 6.0)
     workers = {worker.engine_id: worker for worker in daemon.status().workers}
@@ -151,7 +151,7 @@ async def test_an_idle_engine_is_expected_to_be_like_others_with_its_model(daemo
     assert status.balance_policy_reason.startswith("no step times for e1: the engine's host has no GPU")
 
 
-async def test_what_no_agent_reports_is_named_as_such(daemon: Daemon) -> None:
+async def test_missing_agent_is_the_reason(daemon: Daemon) -> None:
     await daemon.report({"e0": H800}, {"e0": 3, "e1": 1})
     status = daemon.status()
     assert {w.engine_id: w.step_times_detail for w in status.workers}["e1"] == (
@@ -160,7 +160,7 @@ async def test_what_no_agent_reports_is_named_as_such(daemon: Daemon) -> None:
     assert status.balance_policy == "packing", "e1 is not reported well, so nothing is decided for it"
 
 
-async def test_the_configured_fleet_wins(journal: Journal) -> None:
+async def test_configured_fleet_takes_precedence(journal: Journal) -> None:
     daemon = Daemon(journal, CONFIGURED)
     await daemon.report({"e0": H800, "e1": H800}, {"e0": 6, "e1": 6})
     status = daemon.status()
@@ -176,17 +176,17 @@ async def test_the_configured_fleet_wins(journal: Journal) -> None:
     await daemon.plane.fleet.close(0.0)
 
 
-async def test_engines_that_go_are_forgotten_and_come_back_as_they_were(daemon: Daemon) -> None:
+async def test_removed_engines_are_forgotten_and_return_unchanged(daemon: Daemon) -> None:
     await daemon.report({"e0": CPU, "e1": CPU}, {"e0": 6, "e1": 6}, 6.0)
     assert daemon.status().balance_policy == "packing"
     await daemon.clock.advance(120.0)
     await daemon.plane.slow_tick()
-    await daemon.report({"e0": H800, "e1": H800}, {"e0": 6, "e1": 6})  # started anew with another model
+    await daemon.report({"e0": H800, "e1": H800}, {"e0": 6, "e1": 6})  # restarted with another model
     assert {worker.step_times_source for worker in daemon.status().workers} == {"prior"}
 
 
 async def test_implicit_configurations_never_reach_gateways(daemon: Daemon) -> None:
-    """Only configured engines hand KV over to each other."""
+    """KV is transferred between configured engines only."""
     await daemon.report({"e0": H800, "e1": H800}, {"e0": 12, "e1": 2})
     snapshot = daemon.plane.fleet.state.snapshot(daemon.clock.now_s())
     daemon.plane.fast_tick()
@@ -194,7 +194,7 @@ async def test_implicit_configurations_never_reach_gateways(daemon: Daemon) -> N
     assert set(daemon.plane.fleet.routes.kv_versions(snapshot.engines).values()) == {""}
 
 
-async def test_a_simulated_engine_reports_what_it_simulates_as_vllm_would() -> None:
+async def test_simulated_engine_reports_its_simulated_facts_like_vllm() -> None:
     async with SimulatedServer(SimulatedOptions(tensor_parallel_size=2)) as server:
         client = VllmEngine(server.url)
         serving = (await client.capabilities()).serving

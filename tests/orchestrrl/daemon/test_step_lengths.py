@@ -1,4 +1,4 @@
-"""Lengths of recent steps: queued, forecast from, and taken up again after a restart."""
+"""Tests of lengths of recent steps: queued, used for forecasts, and recovered after a restart."""
 
 from pathlib import Path
 
@@ -21,19 +21,19 @@ def write(journal: Journal, lengths: StepLengths, *steps: list[FinishedLength]) 
         journal.append(0.0, EntryKind.STEP_ENDED, "", {"lengths": lengths.step_ended(step)})
 
 
-def test_a_restart_takes_up_what_was_written(journal: Journal) -> None:
+def test_journalled_steps_are_recovered(journal: Journal) -> None:
     first = StepLengths(10, 80)
     assert first.expected() is None
     write(journal, first, STEP, STEP[:2], [])
-    told = first.expected()
-    assert told is not None
-    assert told.tags
+    reported = first.expected()
+    assert reported is not None
+    assert reported.tags
     again = StepLengths(10, 80)
     again.recover(journal)
-    assert again.expected() == told
+    assert again.expected() == reported
 
 
-def test_steps_counted_in_other_bins_or_not_at_all_are_left(journal: Journal) -> None:
+def test_steps_counted_in_other_bins_or_not_at_all_are_skipped(journal: Journal) -> None:
     write(journal, StepLengths(20, 80), STEP)
     journal.append(0.0, EntryKind.STEP_ENDED, "", {"started_s": 0.0, "ended_s": 1.0})
     lengths = StepLengths(10, 80)
@@ -41,7 +41,7 @@ def test_steps_counted_in_other_bins_or_not_at_all_are_left(journal: Journal) ->
     assert lengths.expected() is None
 
 
-def test_what_is_written_names_the_occupied_bins_only() -> None:
+def test_journal_entry_contains_only_occupied_bins() -> None:
     assert StepLengths(10, 80).step_ended(STEP) == {
         "bin_tokens": 10,
         "max_output_tokens": 80,

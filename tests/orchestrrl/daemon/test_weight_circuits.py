@@ -1,5 +1,5 @@
-"""Circuits of weight syncs, over virtual switches and the real coordinator: what a sync could have, what it gets, who
-has it again afterwards; and whatever stands in the way, it hears what there is."""
+"""Tests of circuits of weight syncs, with virtual switches and the real coordinator: the possible network, the circuits
+of a sync, their restoration, and the reported network after any failure."""
 
 import asyncio
 from collections.abc import Awaitable, Coroutine
@@ -38,7 +38,7 @@ def peer(name: str, place: PeerLocation) -> Peer:
     return Peer(PeerId(name), role, name, place, {"tcp": f"{name}:1"})
 
 
-# Two hosts that train, in one PoD; two in each PoD that generates.
+# Two training hosts in one PoD; two in each generating PoD.
 PEERS = {
     each.id: each
     for each in (
@@ -57,16 +57,16 @@ def planned(*edges: tuple[str, str], size: int = 4096 * MIB) -> PlannedSync:
         CarryEdge("all", 0, size, PeerId(src), PeerId(dst), id=f"e{number}", transport="tcp", address=f"{dst}:1")
         for number, (src, dst) in enumerate(edges)
     )
-    # Of the rest of a plan nothing is asked.
+    # The rest of a plan is not used.
     return cast(PlannedSync, SimpleNamespace(edges=made))
 
 
-# A tree: into each PoD that generates once, and from ToR to ToR there.
+# A tree: into each generating PoD once, and from ToR to ToR there.
 TREE = planned(("t0", "g0"), ("g0", "g1"), ("t1", "h0"), ("h0", "h1"))
 
 
 async def within(site: Harness, work: Coroutine[Any, Any, T], limit_s: float = 60.0) -> T:
-    """Virtual time goes on until it is done."""
+    """Advance the virtual clock until the call is done."""
     task = asyncio.ensure_future(work)
     until_s = site.clock.now_s() + limit_s
     while not task.done() and site.clock.now_s() < until_s:
@@ -86,17 +86,17 @@ def of(site: Harness, **more: Any) -> CircuitsForSyncs:
     return CircuitsForSyncs(site.coordinator, lambda: PEERS, **more)
 
 
-async def test_what_a_sync_could_have_is_what_is_sound_and_free(tmp_path: Path) -> None:
+async def test_possible_network_consists_of_healthy_and_free_links(tmp_path: Path) -> None:
     async with harness(tmp_path) as site:
         await site.pass_time(0.1)
         network = of(site).network()
         assert network.stations[PeerId("g1")].pod == "gen0"
         assert network.stations[PeerId("g1")].tor == "gen0/r1"
         assert (network.link_gbps, network.stations[PeerId("t0")].nic_gbps) == (200, 200)
-        # Four lanes each, one of which is kept for responses.
+        # Four lanes each, one of which is reserved for responses.
         assert network.boundary_circuits == dict.fromkeys(("train0", "train1", "gen0", "gen1"), 3)
         assert network.tor_circuits["gen0/r0"] == 4
-        # The core joins those who train with those who generate.
+        # The core connects training with generating PoDs.
         assert network.pairs is not None
         assert network.pairs.keys() == {(gen, train) for gen in ("gen0", "gen1") for train in ("train0", "train1")}
         assert network.pairs["gen0", "train0"] == PairLink(3, 200)
@@ -106,7 +106,7 @@ async def test_what_a_sync_could_have_is_what_is_sound_and_free(tmp_path: Path) 
         assert network.tor_circuits["gen0/r0"] == 3
 
 
-async def test_circuits_of_the_plan_come_up_and_those_from_before_again(tmp_path: Path) -> None:
+async def test_circuits_of_the_plan_come_up_and_previous_ones_are_restored(tmp_path: Path) -> None:
     async with harness(tmp_path) as site:
         await site.at_boundary(GEN)
         before = site.up()
@@ -118,7 +118,7 @@ async def test_circuits_of_the_plan_come_up_and_those_from_before_again(tmp_path
         assert got.network.pairs.keys() == {("gen0", "train0"), ("gen1", "train0")}
         assert all(pair.circuits >= 1 and pair.gbps == 200 for pair in got.network.pairs.values())
         assert got.network.boundary_circuits["train0"] == sum(pair.circuits for pair in got.network.pairs.values())
-        # Each edge of the tree has a circuit between its very ToRs.
+        # Each edge of the tree has a circuit between its own ToRs.
         assert got.network.tor_circuits["gen0/r0"] >= 2
         assert ("gen0/r0", "gen0/r1") in site.pairs()
         assert site.coordinator.sync_is_up
@@ -129,7 +129,7 @@ async def test_circuits_of_the_plan_come_up_and_those_from_before_again(tmp_path
         assert await within(site, circuits.tear_down("s1")) == ()  # twice is harmless
 
 
-async def test_training_has_its_circuits_again_in_a_pause(tmp_path: Path) -> None:
+async def test_training_circuits_are_restored_in_a_pause(tmp_path: Path) -> None:
     async with harness(tmp_path) as site:
         agent = site.agent("n0", range(16))
         assert (await site.in_window(ACROSS_RAILS)).state is PeriodState.COMMITTED
@@ -143,7 +143,7 @@ async def test_training_has_its_circuits_again_in_a_pause(tmp_path: Path) -> Non
                 await site.pass_time(0.5)
             return task.result()
 
-        # The trainer is another job: where it sends on, its pause is waited for.
+        # The trainer is another job: while it sends, its pause is waited for.
         agent.busy()
         phases: list[SyncPhase] = []
         waiting = asyncio.ensure_future(circuits.bring_up("s1", TREE, phases.append))
@@ -162,7 +162,7 @@ async def test_training_has_its_circuits_again_in_a_pause(tmp_path: Path) -> Non
         assert site.up() >= {each for each in before if each.switch == "train0/agg0"}
 
 
-async def test_a_trainer_that_stands_still_is_not_waited_for(tmp_path: Path) -> None:
+async def test_trainer_that_stands_still_is_not_waited_for(tmp_path: Path) -> None:
     async with harness(tmp_path) as site:
         agent = site.agent("t0", range(16), "rl")
         site.coordinator.announce(
@@ -178,7 +178,7 @@ async def test_a_trainer_that_stands_still_is_not_waited_for(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("why", ["operator_paused", "advise", "pinned"])
-async def test_where_nothing_may_change_the_sync_hears_what_there_is(tmp_path: Path, why: str) -> None:
+async def test_sync_gets_the_present_network_if_nothing_may_change(tmp_path: Path, why: str) -> None:
     async with harness(tmp_path) as site:
         await site.at_boundary(GEN)
         before = site.up()
@@ -195,17 +195,17 @@ async def test_where_nothing_may_change_the_sync_hears_what_there_is(tmp_path: P
         assert got.notes[0].startswith(f"circuits of the sync are not up, kept ({why}")
         assert "no link joins gen0 and train0" in got.notes
         assert got.network.pairs == {}
-        assert got.network.tor_circuits["gen0/r0"] == 3  # as generation has it, beside one that responses stream over
+        assert got.network.tor_circuits["gen0/r0"] == 3  # as for generation, next to one that is reserved for responses
         assert got.network.boundary_circuits["gen0"] == 0
         assert await within(site, circuits.tear_down("s1")) == ()
         assert site.up() == before
 
 
-async def test_pins_and_masks_are_planned_around(tmp_path: Path) -> None:
+async def test_pins_and_masks_are_respected(tmp_path: Path) -> None:
     async with harness(tmp_path) as site:
         await site.pass_time(0.1)
         site.overrides.pin(["core0:1-13"], "kept", 0.0)  # train0 to gen1
-        site.overrides.mask(["port core0:9", "port core0:10", "port core0:11"], "dirty")  # all of gen0's that are free
+        site.overrides.mask(["port core0:9", "port core0:10", "port core0:11"], "dirty")  # all free ones of gen0
         assert of(site).network().boundary_circuits["gen0"] == 0
         got, _ = await brought(site, of(site))
         assert "no link joins gen0 and train0" in got.notes
@@ -214,7 +214,7 @@ async def test_pins_and_masks_are_planned_around(tmp_path: Path) -> None:
         assert all(port not in (9, 10, 11) for each in site.up() if each.switch == "core0" for port in each.ports)
 
 
-async def test_the_packet_side_joins_pods_that_no_circuit_joins(tmp_path: Path) -> None:
+async def test_packet_side_joins_pods_without_circuits(tmp_path: Path) -> None:
     async with harness(tmp_path) as site:
         site.mode = Mode.ADVISE
         tors = [tor.id for tor in site.site.tors if tor.pod != "gen1"]
@@ -229,10 +229,10 @@ async def test_the_packet_side_joins_pods_that_no_circuit_joins(tmp_path: Path) 
         assert got.network.tor_circuits["gen1/r0"] == 0
 
 
-async def test_a_pod_whose_fibres_failed_is_told_of_and_others_get_circuits(tmp_path: Path) -> None:
+async def test_pod_with_failed_fibres_is_reported_and_others_get_circuits(tmp_path: Path) -> None:
     async with harness(tmp_path) as site:
         await site.at_boundary(GEN)
-        # All fibres of gen0's uplink have failed, and nobody knows it yet.
+        # All fibres of gen0's uplink have failed, which is not detected yet.
         for port in (9, 10, 11, 12):
             site.fail("core0", DeviceFault(DeviceFaultKind.FAIL_PORT, port))
         circuits = of(site)
@@ -245,7 +245,7 @@ async def test_a_pod_whose_fibres_failed_is_told_of_and_others_get_circuits(tmp_
         assert ("gen0/r0", "gen0/r1") in site.pairs()
 
 
-async def test_a_sync_that_is_given_up_changes_nothing_more(tmp_path: Path) -> None:
+async def test_abandoned_sync_changes_nothing_more(tmp_path: Path) -> None:
     async with harness(tmp_path) as site:
         agent = site.agent("n0", range(16))
         await site.in_window(ACROSS_RAILS)
@@ -260,7 +260,7 @@ async def test_a_sync_that_is_given_up_changes_nothing_more(tmp_path: Path) -> N
         assert site.up() == before
 
 
-async def test_a_daemon_that_was_killed_gives_circuits_back_after_its_restart(tmp_path: Path) -> None:
+async def test_restarted_daemon_restores_circuits(tmp_path: Path) -> None:
     async with harness(tmp_path) as site:
         await site.at_boundary(GEN)
         before = site.up()
@@ -278,10 +278,10 @@ async def test_a_daemon_that_was_killed_gives_circuits_back_after_its_restart(tm
         assert await within(site, of(site).tear_down("s1")) == ()
 
 
-async def test_too_few_circuits_for_a_wave_are_told_of(tmp_path: Path) -> None:
+async def test_too_few_circuits_for_a_wave_are_reported(tmp_path: Path) -> None:
     async with harness(tmp_path) as site:
         await site.pass_time(0.1)
-        site.overrides.mask(["port core0:10", "port core0:11"], "dirty")  # one lane is left to gen0
+        site.overrides.mask(["port core0:10", "port core0:11"], "dirty")  # one lane is left for gen0
         two = planned(("t0", "g0"), ("t1", "g1"))
         edges = tuple(replace(edge, rate_gbps=200.0) for edge in two.edges)
         got, _ = await brought(site, of(site), cast(PlannedSync, SimpleNamespace(edges=edges)))
@@ -291,7 +291,7 @@ async def test_too_few_circuits_for_a_wave_are_told_of(tmp_path: Path) -> None:
         assert got.notes == ()
 
 
-def test_an_intent_is_what_edges_send_between_gpus() -> None:
+def test_intent_is_the_traffic_of_edges_between_gpus() -> None:
     from fabric_harness import SITE
 
     from orchestrrl.fabric.site import read_site
@@ -308,7 +308,7 @@ def test_an_intent_is_what_edges_send_between_gpus() -> None:
     assert notes == ("no circuits for n1: their place in the site is unknown",)
 
 
-async def test_without_a_fabric_the_network_is_the_configurations() -> None:
+async def test_network_without_a_fabric_is_the_configured_one() -> None:
     settings = NetworkSettings.model_validate(
         {"link_gbps": 10.0, "pods": [{"id": "a", "boundary_circuits": 2}], "tors": [{"id": "a/r0", "circuits": 4}]}
     )

@@ -172,7 +172,7 @@ class Gateway:
         now_s = self.clock.now_s()
         running = len(self.in_flight) if self.phase is BarrierPhase.CLOSING else 0
         barrier = BarrierReport(self.phase, self.lease, self.until_s if self.lease else 0.0, running)
-        told = gateway_report(
+        reported = gateway_report(
             *self.in_flight,
             sequence=self._sequence,
             done=tuple(self.done),
@@ -181,7 +181,7 @@ class Gateway:
             barrier=barrier,
         )
         self.done = []
-        self.plane.fleet.gateway_reported(told, 1)
+        self.plane.fleet.gateway_reported(reported, 1)
         if self.node == "gw0":
             for engine in ("e0", "e1"):
                 rate = 0.0 if self.lease else 80.0

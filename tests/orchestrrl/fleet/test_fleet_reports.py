@@ -83,7 +83,7 @@ async def test_telemetry_stays_fresh_while_agents_start_and_stop(
     first_s: tuple[float, float],
     second_s: tuple[float, float],
 ) -> None:
-    said = set()
+    message = set()
     for turn in range(int(90 / EVERY_S)):
         at_s = turn * EVERY_S
         for index, (from_s, to_s) in enumerate((first_s, second_s)):
@@ -97,11 +97,11 @@ async def test_telemetry_stays_fresh_while_agents_start_and_stop(
         remarks = worker_to_pb(harness.plane, E0).remarks
         if first_s[0] + 12 <= at_s < min(first_s[1], second_s[1]) and second_s[0] + 2 <= at_s:
             assert any("2 agents report e0: agent" in remark for remark in remarks)
-            said.update(remarks)
+            message.update(remarks)
         await harness.clock.advance(EVERY_S)
-    assert said
+    assert message
     noted = [body["remarks"] for subject, body in harness.noted(EntryKind.ENGINE_REMARKS) if subject == "e0"]
-    assert noted[0] in [[remark] for remark in said]
+    assert noted[0] in [[remark] for remark in message]
     if first_s[1] != second_s[1]:
         assert noted[-1] == []
 

@@ -90,13 +90,13 @@ async def say(plane: ControlPlane, word: str, name: str) -> None:
 @example([("add", "e2"), ("move", "e2"), ("remove", "e2"), ("restart", ""), ("add", "e2")])
 @example([("drain", "e0"), ("remove", "e0"), ("reload", ""), ("add", "e0"), ("remove", "e0"), ("readmit", "e0")])
 @given(st.lists(words, min_size=4, max_size=30))
-async def test_restarted_daemon_recovers_any_sequence_of_changes(said: Sequence[Word]) -> None:
+async def test_restarted_daemon_recovers_any_sequence_of_changes(message: Sequence[Word]) -> None:
     oracle, clock = Oracle(), VirtualClock(1000.0)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "journal.sqlite"
         journal = Journal(path, clock.now_s())
         plane = build_daemon(parse_config(CONFIG), journal, clock).control_plane
-        for word, name in (*said, ("restart", "")):
+        for word, name in (*message, ("restart", "")):
             before = plane.fleet.membership_changes.membership
             if oracle.hear(word, name):
                 await say(plane, word, name)
@@ -145,7 +145,7 @@ def test_names_of_removed_engines_are_limited() -> None:
     [
         ({"leaving": frozenset({"e0"})}, "leaving engines must be draining"),
         ({"draining": frozenset({"e0"}), "removed": ("e0",)}, "must not be added or draining"),
-        ({"added": (EngineFacts(EngineId("b"), ""), EngineFacts(EngineId("a"), ""))}, "in the order of their ids"),
+        ({"added": (EngineFacts(EngineId("b"), ""), EngineFacts(EngineId("a"), ""))}, "must be sorted by id"),
     ],
 )
 def test_contradictory_membership_is_rejected(fields: dict[str, object], complaint: str) -> None:

@@ -153,7 +153,7 @@ class Harness:
                 with suppress(asyncio.CancelledError):
                     await task
 
-    def said(self) -> list[tuple[str, str]]:
+    def changes(self) -> list[tuple[str, str]]:
         assert self.journal is not None
         return [(entry.body["change"], entry.subject) for entry in self.journal.since(0, (EntryKind.ENGINES,))]
 
@@ -166,7 +166,7 @@ def harness(tmp_path: Path) -> Iterator[Harness]:
 
 
 async def settle() -> None:
-    """Let orders reach the gateway, without advancing the clock."""
+    """Deliver orders to the gateway, without advancing the clock."""
     for _ in range(10):
         await asyncio.sleep(0)
 
@@ -182,14 +182,14 @@ async def test_added_engine_is_routed_to_at_once(harness: Harness) -> None:
         route = nodes.routes["e2"]
         assert (route.url, route.health, route.pool, route.max_sequences) == ("http://e2", None, "wide", 16)
         assert route.kv_capacity_tokens == 0, "not known, rather than full"
-        assert not plane.fleet.state.reported(E2), "gateways alone judge it"
+        assert not plane.fleet.state.reported(E2), "only gateways determine its health"
         nodes.reported.append("e2")
         await harness.clock.advance(1.0)
         assert (nodes.routes["e2"].health, nodes.routes["e2"].waiting) == (EngineHealth.OK, 0)
         (view,) = (view for view in plane.fleet.state.engines(harness.clock.now_s()) if view.id == E2)
         assert (view.configuration, view.gpus) == ("tp2", (4, 5))
         assert (nodes.routes["e0"].pool, nodes.routes["e1"].pool) == ("wide", "")
-    assert harness.said() == [("add", "e2")]
+    assert harness.changes() == [("add", "e2")]
 
 
 async def test_all_faults_of_a_new_engine_are_reported_at_once(harness: Harness) -> None:
@@ -212,7 +212,7 @@ async def test_all_faults_of_a_new_engine_are_reported_at_once(harness: Harness)
         "url: is in use by engine e1, got 'http://e1/'",
         "gpus: must have the 2 GPUs of tp2, got [4]",
     ]
-    assert harness.said() == []
+    assert harness.changes() == []
     for url in ("http://[::1", "http://e7:port", "ftp://e7", "http://"):
         with pytest.raises(ProblemFaults, match="url: must be"):
             plane.fleet.membership_changes.add(EngineFacts("e7", url))
@@ -234,7 +234,7 @@ async def test_drained_engine_gets_no_new_requests_and_keeps_its_own(harness: Ha
         plane.fleet.membership_changes.undrain(E0)
         await settle()
         assert not nodes.routes["e0"].draining
-    assert harness.said() == [("drain", "e0"), ("undrain", "e0")]
+    assert harness.changes() == [("drain", "e0"), ("undrain", "e0")]
 
 
 @pytest.mark.parametrize("mode", ["advise", "act"])
@@ -279,7 +279,7 @@ async def test_refused_request_tries_another_engine_and_retries_later(harness: H
         plane.fleet.membership_changes.drain(E0, move=True)
         await harness.clock.advance(100.0)
         assert {move.to_engine for move in nodes.orders} == {"e1"}
-        assert 5 <= len(nodes.orders) <= 10, "less and less often"
+        assert 5 <= len(nodes.orders) <= 10, "at increasing intervals"
         nodes.reported.append("e2")
         await harness.clock.advance(RETRY_CAP_S + 2.0)
         assert nodes.where["a"] == "e2"
@@ -326,7 +326,7 @@ async def test_engine_with_requests_is_removed_only_by_force(harness: Harness) -
         assert "b" in {view.id for view in plane.fleet.state.snapshot(harness.clock.now_s()).requests}, (
             "it finishes there"
         )
-    assert harness.said() == [("drain", "e0"), ("remove", "e0")]
+    assert harness.changes() == [("drain", "e0"), ("remove", "e0")]
 
 
 async def test_removed_engine_stays_away_until_added_again(harness: Harness) -> None:
@@ -354,7 +354,7 @@ async def test_removed_engine_stays_away_until_added_again(harness: Harness) -> 
         await plane.fleet.membership_changes.remove(E1)
         plane.fleet.membership_changes.add(EngineFacts("e1", "http://elsewhere"))
         await harness.clock.advance(1.0)
-        assert plane.fleet.state.configuration_of(E1) is None, "as said now"
+        assert plane.fleet.state.configuration_of(E1) is None, "as given now"
         with pytest.raises(ProblemFaults, match="url: must be"):
             plane.fleet.membership_changes.add(EngineFacts("e9", ""))
 
@@ -363,7 +363,7 @@ async def test_capabilities_of_a_removed_engine_are_kept(harness: Harness) -> No
     """Agents report capabilities only once."""
     plane = harness.start()
 
-    def told(sequence: int, version: str = "") -> None:
+    def received(sequence: int, version: str = "") -> None:
         report = engine_report("e1", sequence, sample())
         offers = EngineCapabilities("vllm", version, ("tiny",)) if version else None
         plane.fleet.engine_reported(replace(report, capabilities=offers), 1)
@@ -372,16 +372,16 @@ async def test_capabilities_of_a_removed_engine_are_kept(harness: Harness) -> No
         offers = plane.fleet.state.capabilities(E1)
         return offers.version if offers else None
 
-    told(1, "1")
+    received(1, "1")
     await plane.fleet.membership_changes.remove(E1)
     noted = len(harness.journal.since(0, (EntryKind.ENGINE_HEALTH,))) if harness.journal else 0
-    told(2)
+    received(2)
     plane.fleet.membership_changes.add(EngineFacts("e1", ""))
-    assert (version(), plane.fleet.state.reported(E1)) == ("1", False), "what came meanwhile is no news of it"
+    assert (version(), plane.fleet.state.reported(E1)) == ("1", False), "reports from meanwhile are ignored"
     await plane.fleet.membership_changes.remove(E1)
-    told(3, "2")
+    received(3, "2")
     plane.fleet.membership_changes.add(EngineFacts("e1", ""))
-    told(4)
+    received(4)
     assert (version(), plane.fleet.state.reported(E1)) == ("2", True)
     assert harness.journal is not None
     assert len(harness.journal.since(0, (EntryKind.ENGINE_HEALTH,))) == noted
@@ -452,7 +452,7 @@ async def test_requests_do_not_move_while_weights_change(harness: Harness) -> No
         assert nodes.where["a"] == "e0"
         with pytest.raises(Permanent, match="requests are paused"):
             await plane.fleet.membership_changes.remove(E0, force=True)
-        assert harness.said() == [("drain", "e0")]
+        assert harness.changes() == [("drain", "e0")]
         opening = asyncio.create_task(plane.fleet.barrier.resume(lease.id, None, ()))
         await harness.clock.advance(15.0)
         await opening

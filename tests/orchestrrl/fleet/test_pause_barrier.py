@@ -384,9 +384,9 @@ async def test_gateway_closed_by_another_daemon_is_left_alone(harness: Harness) 
         await harness.resume(await harness.pause())
         by_hand = harness.gateways["gw1"]
         by_hand.lease, by_hand.until_s = "by hand", 1e9
-        told = len(by_hand.orders)
+        reported = len(by_hand.orders)
         await harness.clock.advance(10.0)
-        assert len(by_hand.orders) == told
+        assert len(by_hand.orders) == reported
 
 
 async def test_unresponsive_gateway_is_not_ordered_repeatedly(harness: Harness) -> None:
@@ -421,7 +421,7 @@ async def test_restarted_daemon_recovers_barrier_lease_and_versions(harness: Har
 
 
 async def test_engine_that_got_weights_after_a_restart_keeps_them(harness: Harness) -> None:
-    """For example, a redeployment restarted the engine under its old name. A later restart is detected as usual."""
+    """A redeployment may restart an engine under its old name. A later restart is detected as usual."""
     async with harness.running():
         barrier = harness.plane.fleet.barrier
 
@@ -473,7 +473,7 @@ async def test_restarted_daemon_sends_the_last_opening_to_gateways(harness: Harn
         await harness.restart()
         await harness.clock.advance(5.0)
         orders = [o for gateway in harness.gateways.values() for o in gateway.of(OpenBarrier)]
-        assert len(orders) == 2, "told once more each, which they refuse"
+        assert len(orders) == 2, "each got one more order, which it refused"
         await harness.pause()
 
 
@@ -551,7 +551,7 @@ async def test_restarted_engine_loses_its_weight_version(harness: Harness) -> No
         gateway = harness.gateways["gw0"]
         gateway.generated = {"e1": 0}
         await harness.clock.advance(1.0)
-        assert [r.draining for r in gateway.routes] == [False, False], "nobody speaks of versions"
+        assert [r.draining for r in gateway.routes] == [False, False], "no version is set"
         gateway.generated = {"e1": 500}
         harness.plane.fleet.barrier.set_version([E0, E1], 4)
         await harness.clock.advance(1.0)
@@ -618,7 +618,7 @@ async def test_named_requests_and_groups_are_cancelled_on_all_gateways(harness: 
         asked = asyncio.create_task(harness.plane.fleet.canceller.cancel([], ["h"], "over"))
         await harness.clock.advance(10.0)
         assert ((await asked).requests, (await asked).silent) == (("gw0-other",), ("gw1",))
-        with pytest.raises(ProblemFaults, match="must name something"):
+        with pytest.raises(ProblemFaults, match="must contain non-empty ids"):
             await harness.plane.fleet.canceller.cancel([], [], "")
 
 
@@ -653,5 +653,5 @@ def in_group(id: str, group: str, enough: int = 2) -> RequestView:
 
 
 def ended(id: str, group: str, reason: str = "stop") -> FinishedRequest:
-    told = finished(id, reason=reason)
-    return FinishedRequest(told.id, told.engine, 100, 50, reason, group=group, group_enough=2)
+    reported = finished(id, reason=reason)
+    return FinishedRequest(reported.id, reported.engine, 100, 50, reason, group=group, group_enough=2)

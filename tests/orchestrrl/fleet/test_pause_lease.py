@@ -59,7 +59,7 @@ WORDS = st.one_of(
         st.sampled_from(["", "/a", "/b"]),
     ),
     st.tuples(st.just("give up"), st.sampled_from(["mine", "old"])),
-    st.tuples(st.just("told"), ENGINE_SETS.filter(bool), st.integers(0, 9), st.sampled_from(["", "/a", "/b"])),
+    st.tuples(st.just("set"), ENGINE_SETS.filter(bool), st.integers(0, 9), st.sampled_from(["", "/a", "/b"])),
     st.tuples(st.just("daemon restarts")),
     st.tuples(st.just("engine restarts"), st.sampled_from(ENGINES)),
 )
@@ -67,79 +67,79 @@ WORDS = st.one_of(
 
 @given(st.lists(WORDS, max_size=25))
 def test_never_two_leases_and_versions_as_last_set(words: list[tuple[object, ...]]) -> None:
-    state, told = PauseState(), Told()
+    state, reported = PauseState(), Told()
     for word in words:
-        named = {"mine": told.holder or "none", "old": "lease-0", "": ""}
+        named = {"mine": reported.holder or "none", "old": "lease-0", "": ""}
         match word:
             case ("wait", float(by_s)):
-                told.pass_time(by_s)
-                state = state.at(told.now_s)
+                reported.pass_time(by_s)
+                state = state.at(reported.now_s)
             case ("pause", float(lasts_s)):
-                told.leases += 1
-                id = f"lease-{told.leases}"
-                if told.holder is not None:
-                    with pytest.raises(Permanent, match=f"held by another: lease {told.holder} of trainer"):
-                        state.paused(lease(id, told.now_s, lasts_s))
+                reported.leases += 1
+                id = f"lease-{reported.leases}"
+                if reported.holder is not None:
+                    with pytest.raises(Permanent, match=f"held by another: lease {reported.holder} of trainer"):
+                        state.paused(lease(id, reported.now_s, lasts_s))
                 else:
-                    state = state.paused(lease(id, told.now_s, lasts_s))
-                    told.holder, told.until_s = id, told.now_s + lasts_s
+                    state = state.paused(lease(id, reported.now_s, lasts_s))
+                    reported.holder, reported.until_s = id, reported.now_s + lasts_s
             case ("rest", str(whose)):
-                if whose == "mine" and told.holder:
+                if whose == "mine" and reported.holder:
                     state = state.at_rest(named[whose])
                     assert state.phase is BarrierPhase.QUIET
                 else:
                     with pytest.raises(Permanent):
                         state.at_rest(named[whose])
             case ("renew", str(whose), float(lasts_s)):
-                if whose == "mine" and told.holder:
-                    state = state.renewed(named[whose], told.now_s + lasts_s)
-                    told.until_s = max(told.until_s, told.now_s + lasts_s)
+                if whose == "mine" and reported.holder:
+                    state = state.renewed(named[whose], reported.now_s + lasts_s)
+                    reported.until_s = max(reported.until_s, reported.now_s + lasts_s)
                 else:
                     with pytest.raises(Permanent):
-                        state.renewed(named[whose], told.now_s + lasts_s)
+                        state.renewed(named[whose], reported.now_s + lasts_s)
             case ("resume", str(whose), version, set(without), str(source)):
                 assert version is None or isinstance(version, int)
-                if told.holder and whose != "old":
-                    state = state.resumed(named[whose], told.now_s, ENGINES, version, without, "", source)
-                    told.holder = None
-                    told.brought(version, source)
+                if reported.holder and whose != "old":
+                    state = state.resumed(named[whose], reported.now_s, ENGINES, version, without, "", source)
+                    reported.holder = None
+                    reported.brought(version, source)
                     if version is None:
-                        told.without |= without
+                        reported.without |= without
                     else:
-                        told.without = set(without)
-                        told.versions |= dict.fromkeys(set(ENGINES) - without, version)
+                        reported.without = set(without)
+                        reported.versions |= dict.fromkeys(set(ENGINES) - without, version)
                 else:
                     with pytest.raises(Permanent):
-                        state.resumed(named[whose], told.now_s, ENGINES, version, without)
+                        state.resumed(named[whose], reported.now_s, ENGINES, version, without)
             case ("give up", str(whose)):
-                if whose == "mine" and told.holder:
-                    state = state.abandoned(named[whose], told.now_s, "because")
-                    told.holder = None
+                if whose == "mine" and reported.holder:
+                    state = state.abandoned(named[whose], reported.now_s, "because")
+                    reported.holder = None
                 else:
                     with pytest.raises(Permanent):
-                        state.abandoned(named[whose], told.now_s, "because")
-            case ("told", set(engines), int(version), str(source)):
+                        state.abandoned(named[whose], reported.now_s, "because")
+            case ("set", set(engines), int(version), str(source)):
                 state = state.with_versions(engines, version, source)
-                told.versions |= dict.fromkeys(engines, version)
-                told.without -= engines
-                serving = {v for engine, v in told.versions.items() if engine not in told.without}
-                if told.newest not in serving or told.newest == version:
-                    told.brought(version, source)
+                reported.versions |= dict.fromkeys(engines, version)
+                reported.without -= engines
+                serving = {v for engine, v in reported.versions.items() if engine not in reported.without}
+                if reported.newest not in serving or reported.newest == version:
+                    reported.brought(version, source)
             case ("engine restarts", str(engine)):
                 state = state.forgotten([EngineId(engine)])
-                told.versions.pop(engine, None)
-                if told.newest is not None:
-                    told.without.discard(engine)
+                reported.versions.pop(engine, None)
+                if reported.newest is not None:
+                    reported.without.discard(engine)
             case ("daemon restarts",):
-                state = PAUSE_STATE.validate_python(PAUSE_STATE.dump_python(state, mode="json")).at(told.now_s)
-        assert (state.lease.id if state.lease else None) == told.holder
-        assert state.lease is None or (state.lease.until_s == told.until_s and told.now_s < told.until_s)
-        assert state.versions == told.versions
-        assert (state.newest, state.newest_source) == (told.newest, told.source)
+                state = PAUSE_STATE.validate_python(PAUSE_STATE.dump_python(state, mode="json")).at(reported.now_s)
+        assert (state.lease.id if state.lease else None) == reported.holder
+        assert state.lease is None or (state.lease.until_s == reported.until_s and reported.now_s < reported.until_s)
+        assert state.versions == reported.versions
+        assert (state.newest, state.newest_source) == (reported.newest, reported.source)
         for engine in ENGINES:
-            serves = engine not in told.without and told.versions.get(engine) == told.newest
+            serves = engine not in reported.without and reported.versions.get(engine) == reported.newest
             assert state.serves(engine) == serves
-    assert state.at(told.now_s + 61.0).phase is BarrierPhase.OPEN
+    assert state.at(reported.now_s + 61.0).phase is BarrierPhase.OPEN
 
 
 def test_ended_lease_is_refused_with_its_end_time() -> None:

@@ -87,7 +87,7 @@ async def test_full_journal_lets_requests_continue(harness: Harness, entries: in
         asked = asyncio.create_task(harness.plane.fleet.barrier.pause(PauseRequest(lease_s=20.0)))
         await harness.within(15.0, asked)
         at_rest = asked.exception() is None
-        assert at_rest == (entries == ENTRIES - 1), "only the result could not be written down"
+        assert at_rest == (entries == ENTRIES - 1), "only the result could not be journalled"
         await harness.clock.advance(30.0)
         assert {gateway.phase for gateway in harness.gateways.values()} == {BarrierPhase.OPEN}
 

@@ -15,8 +15,8 @@ ANSWERS = st.tuples(st.sampled_from("abc"), st.integers(0, 4), st.sampled_from([
 
 
 def answer(group: str, enough: int, reason: str = "stop") -> FinishedRequest:
-    told = finished("r", reason=reason)
-    return FinishedRequest(told.id, told.engine, 100, 50, reason, group=group, group_enough=enough)
+    reported = finished("r", reason=reason)
+    return FinishedRequest(reported.id, reported.engine, 100, 50, reason, group=group, group_enough=enough)
 
 
 @given(st.lists(st.one_of(st.lists(ANSWERS, max_size=5), st.none()), max_size=12))

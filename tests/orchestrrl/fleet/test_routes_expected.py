@@ -52,7 +52,7 @@ class Harness:
         return len(self.journal.since(0, [EntryKind.ROUTES]))
 
 
-async def told(attachment: Attachment) -> SetRoutes:
+async def reported(attachment: Attachment) -> SetRoutes:
     async with asyncio.timeout(60):
         async for operation in attachment.orders():
             assert isinstance(operation.action, SetRoutes)
@@ -68,21 +68,21 @@ async def test_gateways_receive_engines_that_are_being_started(tmp_path: Path) -
     harness = Harness(tmp_path)
     plane = harness.start()
     gateway = plane.fleet.attach(gateway_hello())
-    first = await told(gateway)
+    first = await reported(gateway)
     assert (first.expected, first.expected_until_s) == ((), 0.0)
     plane.fleet.routes.expected |= {E2: 1030.0, E1: 1010.0}
     harness.tell()
-    action = await told(gateway)
+    action = await reported(gateway)
     assert (action.expected, action.expected_until_s) == ((E1, E2), 1030.0)
     # A gateway that attaches now receives the same, and so do the others.
     late = plane.fleet.attach(gateway_hello())
-    assert (await told(late)).expected == (E1, E2)
+    assert (await reported(late)).expected == (E1, E2)
     await harness.clock.advance(10.0)
     harness.tell()
-    assert (await told(late)).expected == (E2,)
+    assert (await reported(late)).expected == (E2,)
     await harness.clock.advance(20.0)
     harness.tell()
-    action = await told(late)
+    action = await reported(late)
     assert (action.expected, action.expected_until_s) == ((), 0.0)
 
 
@@ -92,12 +92,12 @@ async def test_expected_engine_gets_no_requests_though_reported_healthy(tmp_path
     plane.fleet.routes.expected[E2] = 1030.0
     plane.fleet.engine_reported(engine_report("e2", 1, sample(harness.clock.now_s())), 1)
     gateway = plane.fleet.attach(gateway_hello())
-    action = await told(gateway)
+    action = await reported(gateway)
     assert action.expected == (E2,)
     assert draining(action) == {"e0": False, "e1": False, "e2": True}
     del plane.fleet.routes.expected[E2]
     harness.tell()
-    action = await told(gateway)
+    action = await reported(gateway)
     assert action.expected == ()
     assert draining(action)["e2"] is False
 
@@ -114,7 +114,7 @@ async def test_expected_engines_are_journalled_on_change_and_recovered(tmp_path:
     await harness.clock.advance(15.0)
     plane = harness.start()
     assert plane.fleet.routes.expected == {E2: 1030.0}
-    assert (await told(plane.fleet.attach(gateway_hello()))).expected == (E2,)
+    assert (await reported(plane.fleet.attach(gateway_hello()))).expected == (E2,)
     # It started while no gateway was attached: the next daemon has recorded that.
     plane.fleet.nodes.end_all()
     plane = harness.start()

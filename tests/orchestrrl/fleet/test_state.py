@@ -104,8 +104,8 @@ def test_gateway_reports_in_any_order_and_number_count_each_finished_request_onc
 def test_decode_rate_is_the_agents_and_unknown_without_it() -> None:
     state = FleetState()
     for sequence, rate in enumerate((None, 42.0, None, 0.0), start=1):
-        told = {} if rate is None else {"decode_tokens_per_s": rate}
-        state.fold_engine(engine_report("e0", sequence, sample(float(sequence), total=100 * sequence, **told)), 0.0)
+        received = {} if rate is None else {"decode_tokens_per_s": rate}
+        state.fold_engine(engine_report("e0", sequence, sample(float(sequence), total=100 * sequence, **received)), 0.0)
         assert engine(state.snapshot(1.0)).decode_tokens_per_s == rate
 
 
@@ -128,12 +128,12 @@ def test_configured_facts_apply_if_the_engine_reports_none() -> None:
     view = engine(state.snapshot(0.0))
     assert (view.kv_capacity_tokens, view.kv_free_tokens, view.max_sequences) == (5000, 3750, 64)
     assert (view.configuration, view.gpus, view.url) == ("tp2", (0, 1), "http://e0")
-    told = EngineCapabilities("vllm", "1", ("m",), max_sequences=48)
-    state.fold_engine(replace(engine_report("e0", 2, sample()), capabilities=told), 1.0)
+    received = EngineCapabilities("vllm", "1", ("m",), max_sequences=48)
+    state.fold_engine(replace(engine_report("e0", 2, sample()), capabilities=received), 1.0)
     view = engine(state.snapshot(1.0))
     assert (view.kv_capacity_tokens, view.max_sequences) == (10_000, 48)
     state.fold_engine(engine_report("e0", 3, sample()), 2.0)
-    assert state.capabilities(E0) == told  # sent only when they change
+    assert state.capabilities(E0) == received  # sent only when they change
 
 
 def test_engine_of_a_gateway_and_an_agent_is_one() -> None:
@@ -186,7 +186,7 @@ def test_gateway_report_replaces_only_its_own() -> None:
     assert state.gateway_of(RequestId("c")) == other
     assert state.gateway_of(RequestId("a")) is None
     assert state.snapshot(3.0).requests_age_s == 2.0
-    assert (state.last_report_s(GATEWAY), state.last_report_s(NodeId("nobody"))) == (2.0, None)
+    assert (state.last_report_s(GATEWAY), state.last_report_s(NodeId("unknown"))) == (2.0, None)
 
 
 def test_restarted_gateway_restarts_its_sequence() -> None:

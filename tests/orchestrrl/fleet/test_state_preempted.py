@@ -56,12 +56,12 @@ def test_at_most_as_many_as_the_engine_counts_are_preempted(
     held = [quiet(f"r{i}", quiet_s, engine, generated) for i, (quiet_s, generated, engine) in enumerate(requests)]
     state = folded(engine_waiting, *held)
     now = state.snapshot(10.0).requests
-    told = {r.id for r in held if r.state is RequestState.WAITING}
-    marked = waiting(state, 10.0) - told
+    reported = {r.id for r in held if r.state is RequestState.WAITING}
+    marked = waiting(state, 10.0) - reported
     on_e0 = {r.id for r in held if r.engine == "e0"}
-    assert told <= waiting(state, 10.0)
+    assert reported <= waiting(state, 10.0)
     assert marked <= on_e0
-    assert len(marked) <= max(0, engine_waiting - len(told & on_e0))
+    assert len(marked) <= max(0, engine_waiting - len(reported & on_e0))
     assert [replace(r, state=RequestState.RUNNING, quiet_s=0.0) for r in now] == [
         replace(r, state=RequestState.RUNNING, quiet_s=0.0) for r in sorted(held, key=lambda r: r.id)
     ]

@@ -51,7 +51,7 @@ class Server:
         self._troubles.append((method, path_part, trouble))
 
     def trouble_after(self, requests: int, trouble: Trouble) -> None:
-        """Let the request after this many others fail."""
+        """Make the request after this many others fail."""
         self._later[len(self.asked) + requests] = trouble
 
     async def begin(self) -> None:

@@ -292,11 +292,11 @@ def test_all_faults_are_reported_at_once() -> None:
         environment={"CUDA_VISIBLE_DEVICES": "7", "not a name": "x"},
     )
     assert faults(spec(Parallelism(tp=2, ep=4), (0, 0, 1)), launch) == [
-        "wide.ep: must be 1 or tp x dp (2), since vLLM spreads experts so, got 4",
+        "wide.ep: must be 1 or tp x dp (2) for vLLM, got 4",
         "e0.gpus: must be 2 different GPUs for wide, got [0, 0, 1]",
         "fleet.launch.arguments[0]: must begin with a flag such as --max-model-len, got 'stray'",
         "fleet.launch.environment.CUDA_VISIBLE_DEVICES: contradicts `CUDA_VISIBLE_DEVICES=0,0,1` of e0's GPUs, got '7'",
-        "fleet.launch.environment: must have valid names of shell variables, got 'not a name'",
+        "fleet.launch.environment: must contain valid shell variable names, got 'not a name'",
         "fleet.launch.arguments[1]: contradicts `--tensor-parallel-size 2` of wide, got '-tp 4'",
     ]
 

@@ -48,11 +48,11 @@ def spec(
 
 
 async def test_image_that_cannot_be_pulled_ends_the_engine(place: Harness) -> None:
-    deployer = place.deployer(image="nobody/has:this")
+    deployer = place.deployer(image="missing/image:1")
     started = await deployer.start(spec())
     assert started.life is EngineLife.ENDED
     assert "ImagePullBackOff" in started.detail
-    assert "nobody/has:this" in started.detail
+    assert "missing/image:1" in started.detail
     await deployer.stop(ONE)
     assert empty(place)
 
@@ -63,7 +63,7 @@ async def test_image_that_cannot_be_pulled_ends_the_engine(place: Harness) -> No
 async def test_start_without_resources_leaves_nothing_and_is_retryable(place: Harness) -> None:
     launch = replace(place.launch, device=EngineDevice.CUDA, per_node=8)
     deployer = place.deployer(launch=launch)
-    with pytest.raises(Retryable, match=r"no room for engine e-one: .*Insufficient nvidia\.com/gpu"):
+    with pytest.raises(Retryable, match=r"not enough resources for engine e-one: .*Insufficient nvidia\.com/gpu"):
         await deployer.start(spec(ONE, tuple(range(5))))
     assert empty(place)
     assert await deployer.status(ONE) is None

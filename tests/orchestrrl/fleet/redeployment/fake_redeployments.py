@@ -209,13 +209,13 @@ class FakeSwitching:
     def _skipped(self, id: RedeploymentId) -> tuple[StepReport, ...]:
         pending = StepState.PENDING
         return tuple(
-            replace(told, state=StepState.SKIPPED) if told.state is pending else told for told in self.reports[id].steps
+            replace(each, state=StepState.SKIPPED) if each.state is pending else each for each in self.reports[id].steps
         )
 
-    def _step(self, id: RedeploymentId, told: StepReport) -> None:
-        key = told.direction, told.step.number
+    def _step(self, id: RedeploymentId, reported: StepReport) -> None:
+        key = reported.direction, reported.step.number
         steps = self.reports[id].steps
-        self._set(id, steps=tuple(told if (s.direction, s.step.number) == key else s for s in steps))
+        self._set(id, steps=tuple(reported if (s.direction, s.step.number) == key else s for s in steps))
 
     def _set(self, id: RedeploymentId, **changes: object) -> None:
         self.reports[id] = replace(self.reports[id], **changes)  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ from orchestrrl.fleet.redeployment.steps import (
 )
 from planner.model import EngineId
 
-TO_TP2 = RedeployRequest((("tp2", 0),), reason="the test says so")
+TO_TP2 = RedeployRequest((("tp2", 0),), reason="requested by the test")
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ async def test_begun_stop_is_finished_before_a_cancellation_undoes(harness: Harn
 
 
 async def test_restarted_engine_is_kept_by_the_next_daemon(harness: Harness) -> None:
-    """If the daemon is killed while undoing, engines that exist by then stay, and serve once verified."""
+    """Engines that exist when the daemon is killed while undoing stay, and serve once verified."""
     harness.machines.hangs.add(("stop", "a"))
     async with harness.daemon() as redeployer:
         redeployer.begin(TO_TP2)
@@ -89,7 +89,7 @@ async def test_restarted_engine_is_kept_by_the_next_daemon(harness: Harness) -> 
         assert report.state is OperationState.ROLLED_BACK
         check_whole(harness, "a", "b", "w")
         assert harness.machines.starts == {"a": 1, "b": 1}
-        back = [told.step for told in report.steps if told.direction is StepDirection.BACK]
+        back = [reported.step for reported in report.steps if reported.direction is StepDirection.BACK]
         assert [step.engine for step in back if step.kind is StepKind.VERIFY] == ["a"]
 
 
@@ -121,16 +121,16 @@ async def test_engine_that_cannot_be_woken_is_started(tmp_path: Path) -> None:
         assert report.state is OperationState.ROLLED_BACK, report.detail
         check_whole(harness, "a", "b", "w")
         assert harness.machines.starts == {f"{report.id}.0": 1, "a": 1, "b": 1}
-        back = [told for told in report.steps if told.direction is StepDirection.BACK and told.step.engine == "a"]
-        assert [(told.step.kind, told.state) for told in back] == [
+        back = [each for each in report.steps if each.direction is StepDirection.BACK and each.step.engine == "a"]
+        assert [(each.step.kind, each.state) for each in back] == [
             (kind, StepState.DONE) for kind in (StepKind.START, *BRING_UP)
         ]
 
 
 def tell_that_it_sleeps(harness: Harness, engine: str) -> None:
-    told = engine_report(engine, sample=sample(harness.clock.now_s()))
+    reported = engine_report(engine, sample=sample(harness.clock.now_s()))
     offers = EngineCapabilities("fake", "1", ("fake",), sleep=True)
-    harness.plane.fleet.engine_reported(dataclasses.replace(told, capabilities=offers), 1)
+    harness.plane.fleet.engine_reported(dataclasses.replace(reported, capabilities=offers), 1)
 
 
 async def test_engine_that_ends_while_evacuating_counts_as_stopped(harness: Harness) -> None:

@@ -26,7 +26,7 @@ from orchestrrl.fleet.redeployment.steps import (
 from orchestrrl.fleet.state import EngineFacts
 from planner.model import EngineHealth, EngineId
 
-TO_TP2 = RedeployRequest((("tp2", 0),), reason="the test says so")
+TO_TP2 = RedeployRequest((("tp2", 0),), reason="requested by the test")
 A, B, W = EngineId("a"), EngineId("b"), EngineId("w")
 
 
@@ -73,8 +73,8 @@ async def test_engines_of_a_removed_configuration_continue_to_serve(
     async with harness.daemon():
         check_whole(harness, "a", "b", "w")
         assert harness.plane.fleet.state.configuration_of(A) is None
-        told = [record.message for record in caplog.records if "not configured" in record.message]
-        assert told == [f"engine {engine} runs as tp1, which is not configured" for engine in "ab"]
+        reported = [record.message for record in caplog.records if "not configured" in record.message]
+        assert reported == [f"engine {engine} runs as tp1, which is not configured" for engine in "ab"]
 
 
 async def test_engines_that_ended_while_the_daemon_was_down_are_cleaned_up(harness: Harness) -> None:
@@ -125,7 +125,7 @@ async def test_scan_overtaken_by_a_redeployment_is_ignored(harness: Harness) -> 
 
 
 def breaks(harness: Harness) -> None:
-    """Let new engines start but answer no request."""
+    """Make new engines start but answer no request."""
     harness.machines.faults["probe", "tp2"] = Permanent("is broken")
 
 
@@ -133,8 +133,8 @@ def tell_tokens(harness: Harness, engine: str, tokens: int) -> None:
     """Report an engine's token counter since its start, as its watch does."""
     read = dataclasses.replace(sample(harness.clock.now_s()), generation_tokens_total=tokens)
     harness.sequence = getattr(harness, "sequence", 0) + 1
-    told = engine_report(engine, sequence=harness.sequence, sample=read)
-    harness.plane.fleet.engine_reported(told, 1)
+    reported = engine_report(engine, sequence=harness.sequence, sample=read)
+    harness.plane.fleet.engine_reported(reported, 1)
 
 
 async def test_engine_restarted_while_undoing_keeps_its_weight_version(harness: Harness) -> None:
@@ -509,11 +509,11 @@ async def test_redeployment_without_an_end_is_not_resumed_after_a_later_one(harn
 
 async def test_defect_in_a_step_is_undone_like_a_failure(harness: Harness) -> None:
     async with harness.daemon() as redeployer:
-        harness.machines.faults["layout", "tp2"] = ZeroDivisionError("of somebody")  # type: ignore[assignment]
+        harness.machines.faults["layout", "tp2"] = ZeroDivisionError("of a test")  # type: ignore[assignment]
         redeployer.begin(TO_TP2)
         report = await harness.until_ended()
         assert report.state is OperationState.ROLLED_BACK
-        assert "ZeroDivisionError('of somebody')" in report.detail
+        assert "ZeroDivisionError('of a test')" in report.detail
         check_whole(harness, "a", "b", "w")
 
 
@@ -604,7 +604,7 @@ async def test_next_redeployment_can_start_when_the_end_is_reported(harness: Har
         async def follow() -> str:
             done = set()
             async for report in redeployer.watch(redeployer.begin(TO_TP2)):
-                done.add(sum(told.state is StepState.DONE for told in report.steps))
+                done.add(sum(reported.state is StepState.DONE for reported in report.steps))
             assert report.state is OperationState.DONE
             assert len(done) > 3  # of each step that takes time
             return str(redeployer.begin(RedeployRequest((("tp1", 2), ("tp2", 1)))))
@@ -688,7 +688,7 @@ async def test_late_report_of_a_stopped_engine_does_not_restore_it(harness: Harn
         report = await harness.until_ended()
         for health in (EngineHealth.OK, EngineHealth.GONE):  # a delayed report, and what follows
             harness.sequence += 1  # type: ignore[attr-defined]
-            told = engine_report("a", sequence=harness.sequence, health=health)  # type: ignore[attr-defined]
-            harness.plane.fleet.engine_reported(told, 1)
+            reported = engine_report("a", sequence=harness.sequence, health=health)  # type: ignore[attr-defined]
+            harness.plane.fleet.engine_reported(reported, 1)
         await harness.clock.advance(2.0)
         assert {route.engine for route in harness.gateway.routes.routes} == {f"{report.id}.0", "w"}

@@ -54,7 +54,7 @@ def wide_ones_answer_otherwise(engine: FakeEngine) -> None:
 
 
 def failed_at(report: RedeploymentReport) -> list[StepKind]:
-    return [told.step.kind for told in report.steps if told.state is StepState.FAILED]
+    return [reported.step.kind for reported in report.steps if reported.state is StepState.FAILED]
 
 
 async def test_first_evacuated_engine_gives_the_reference_without_waiting(harness: Harness) -> None:
@@ -65,7 +65,7 @@ async def test_first_evacuated_engine_gives_the_reference_without_waiting(harnes
         report = await harness.until_ended()
     assert (report.state, failed_at(report)) == (OperationState.ROLLED_BACK, [StepKind.VERIFY])
     assert "differs from the previous engines' answers" in report.detail
-    fence = next(told for told in report.steps if told.step.kind is StepKind.FENCE)
+    fence = next(reported for reported in report.steps if reported.step.kind is StepKind.FENCE)
     assert fence.began_s is not None
     assert fence.began_s - began_s < 1.0
 
@@ -75,7 +75,7 @@ async def test_correct_answer_completes_the_redeployment(harness: Harness) -> No
         redeployer.begin(TO_TP2)
         report = await harness.until_ended()
     assert report.state is OperationState.DONE
-    (verified,) = [told for told in report.steps if told.step.kind is StepKind.VERIFY]
+    (verified,) = [reported for reported in report.steps if reported.step.kind is StepKind.VERIFY]
     assert "no reference answers to compare" not in verified.detail
     assert harness.asked == ["a", *[f"{report.id}.0"] * 2]  # type: ignore[attr-defined]  # one of those before; the new
 
@@ -111,7 +111,7 @@ async def test_wait_for_a_seat_is_limited(harness: Harness) -> None:
         redeployer.begin(MORE_TP1)
         report = await harness.until_ended()
     assert report.state is OperationState.DONE
-    (verified,) = [told for told in report.steps if told.step.kind is StepKind.VERIFY]
+    (verified,) = [reported for reported in report.steps if reported.step.kind is StepKind.VERIFY]
     assert "no reference answers to compare" in verified.detail
 
 

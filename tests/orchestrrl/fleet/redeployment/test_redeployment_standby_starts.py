@@ -19,8 +19,8 @@ def tell(harness: Harness, *engines: str) -> None:
     """Report the engine's capabilities, as its watch does."""
     offers = EngineCapabilities("fake", "1", ("fake",), sleep=harness.machines.can_sleep)
     for engine in engines:
-        told = engine_report(engine, sample=sample(harness.clock.now_s()))
-        harness.plane.fleet.engine_reported(dataclasses.replace(told, capabilities=offers), 1)
+        reported = engine_report(engine, sample=sample(harness.clock.now_s()))
+        harness.plane.fleet.engine_reported(dataclasses.replace(reported, capabilities=offers), 1)
 
 
 def learnt(harness: Harness) -> list[str]:

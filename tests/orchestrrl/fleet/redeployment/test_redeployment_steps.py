@@ -143,7 +143,7 @@ class Fleet:
         gpus = [gpu for engine in self.awake for gpu in self.gpus[engine]]
         assert len(gpus) == len(set(gpus)), f"{kind} of {engine} has two engines on one GPU"
         staying = {s.engine for s in self.redeployment.new} - {s.engine for s in self.redeployment.preparing}
-        assert staying <= self.serving, "who stays never stops serving"
+        assert staying <= self.serving, "engines that stay never stop serving"
 
     def check_order(self, kind: StepKind, engine: EngineId | None) -> None:
         """Check that forward, requests leave an engine before it stops, and that each new engine is verified before it
@@ -296,9 +296,9 @@ def test_existing_engines_are_kept() -> None:
     ],
 )
 def test_all_request_faults_are_reported(wish: RedeployRequest, faults: list[str]) -> None:
-    with pytest.raises(ProblemFaults) as told:
+    with pytest.raises(ProblemFaults) as reported:
         wanted_by_targets(wish, "s", standing(()))
-    assert told.value.faults == faults
+    assert reported.value.faults == faults
 
 
 # --- checks
@@ -308,8 +308,8 @@ def test_all_request_faults_are_reported(wish: RedeployRequest, faults: list[str
 def test_answers_may_differ_by_the_tolerance(logprobs: list[float], shift: float) -> None:
     assume(abs(abs(shift) - 0.05) > 1e-9)
     reference = AnswerExcerpt(CANARY_IDS, (1,) * len(logprobs), tuple(logprobs))
-    said = answers_fault(reference, tuple(one + shift for one in logprobs), AnswerTolerance(mean_nats=0.05))
-    assert bool(said) == (abs(shift) > 0.05)
+    message = answers_fault(reference, tuple(one + shift for one in logprobs), AnswerTolerance(mean_nats=0.05))
+    assert bool(message) == (abs(shift) > 0.05)
 
 
 def test_non_finite_scores_are_reported() -> None:

@@ -22,7 +22,7 @@ from orchestrrl.fleet.redeployment.steps import (
 )
 from planner.model import Act, ConfigurationId, EngineId, GpuId, Plan, PlanId, PlannedInstance
 
-TO_TP2 = RedeployRequest((("tp2", 0),), reason="the test says so")
+TO_TP2 = RedeployRequest((("tp2", 0),), reason="requested by the test")
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ async def test_two_narrow_engines_become_a_wide_one(harness: Harness) -> None:
         assert report.elapsed_s is not None
         assert report.engines == (f"{id}.0", "w")
         assert harness.watched == [{"a", "b", "w"}, {"b", "w"}, {"w"}, {f"{id}.0", "w"}]
-        assert {f"{told.step.kind} {told.step.engine or ''}": told.detail for told in report.steps} == {
+        assert {f"{reported.step.kind} {reported.step.engine or ''}": reported.detail for reported in report.steps} == {
             "fence ": "2 engines accept no new requests",
             "evacuate a": "2 requests left",
             "evacuate b": "2 requests left",
@@ -86,7 +86,7 @@ async def test_two_narrow_engines_become_a_wide_one(harness: Harness) -> None:
             "admit ": "requests go to 1 engines",
             "commit ": "",
         }
-        assert [told.step.kind for told in report.steps if told.step.engine in (None, f"{id}.0")] == [
+        assert [reported.step.kind for reported in report.steps if reported.step.engine in (None, f"{id}.0")] == [
             StepKind.FENCE,
             StepKind.START,
             StepKind.READY,
@@ -142,7 +142,7 @@ async def test_killed_daemon_leaves_the_old_or_the_new_fleet(harness: Harness, a
     async with harness.daemon():
         report = await harness.until_ended()
         assert report.id == id
-        assert not {StepState.PENDING, StepState.RUNNING} & {told.state for told in report.steps}
+        assert not {StepState.PENDING, StepState.RUNNING} & {reported.state for reported in report.steps}
         if report.state is OperationState.DONE:
             check_whole(harness, {f"{id}.0", "w"})
         else:
@@ -194,7 +194,7 @@ async def test_stopped_engine_of_an_earlier_daemon_is_not_routed_to(harness: Har
 
 
 @pytest.mark.parametrize(
-    ("what", "says"),
+    ("what", "reports"),
     [
         ("start", "start of s1.0"),
         ("healthy", "ready of s1.0: took longer than 10 s"),
@@ -206,7 +206,7 @@ async def test_stopped_engine_of_an_earlier_daemon_is_not_routed_to(harness: Har
 )
 @pytest.mark.parametrize("how", ["fails", "hangs"])
 async def test_failure_of_a_new_engine_in_any_step_restores_the_old_ones(
-    harness: Harness, what: str, says: str, how: str
+    harness: Harness, what: str, reports: str, how: str
 ) -> None:
     if how == "fails":
         harness.machines.faults[what, "s1.0"] = Permanent("is broken")
@@ -216,7 +216,7 @@ async def test_failure_of_a_new_engine_in_any_step_restores_the_old_ones(
         redeployer.begin(TO_TP2)
         report = await harness.until_ended()
         assert report.state is OperationState.ROLLED_BACK
-        assert says in report.detail
+        assert reports in report.detail
         assert "is broken" in report.detail or "took longer" in report.detail
         check_whole(harness, {"a", "b", "w"})
         assert harness.gateway.cut == []
@@ -239,7 +239,7 @@ def too_small(engine: FakeEngine) -> None:
 
 
 @pytest.mark.parametrize(
-    ("made", "says"),
+    ("made", "reports"),
     [
         (dies, "ready of s1.0: s1.0 ended while it started: died"),
         (answers_wrongly, "differ by 0.2 nats a token, limit 0.1"),
@@ -247,7 +247,7 @@ def too_small(engine: FakeEngine) -> None:
         (too_small, "has KV for 1500 tokens, plans require 2000"),
     ],
 )
-async def test_new_engine_with_wrong_properties_fails_verification(harness: Harness, made: object, says: str) -> None:
+async def test_wrong_new_engine_fails_verification(harness: Harness, made: object, reports: str) -> None:
     def meddle(engine: FakeEngine) -> None:
         if is_new(engine.spec.engine):
             made(engine)  # type: ignore[operator]
@@ -257,12 +257,12 @@ async def test_new_engine_with_wrong_properties_fails_verification(harness: Harn
         redeployer.begin(TO_TP2)
         report = await harness.until_ended()
         assert report.state is OperationState.ROLLED_BACK
-        assert says in report.detail
+        assert reports in report.detail
         check_whole(harness, {"a", "b", "w"})
         failed, *back = harness.engines_noted(EntryKind.ENGINE_STARTED)
         assert failed[:2] == ("s1.0", False)
-        assert says.endswith(failed[2]) or says in failed[2]
-        assert [told[:2] for told in back] == [("a", True), ("b", True)]
+        assert reports.endswith(failed[2]) or reports in failed[2]
+        assert [reported[:2] for reported in back] == [("a", True), ("b", True)]
 
 
 async def test_failed_undo_leaves_the_other_engines_serving(harness: Harness) -> None:
@@ -309,7 +309,7 @@ async def test_operator_may_cancel_a_redeployment(harness: Harness, after_s: flo
             return
         report = await harness.until_ended()
         assert (report.state, report.detail) == (OperationState.ROLLED_BACK, "called off: changed my mind")
-        assert {told.detail for told in report.steps if told.state is StepState.FAILED} <= {"interrupted"}
+        assert {reported.detail for reported in report.steps if reported.state is StepState.FAILED} <= {"interrupted"}
         check_whole(harness, {"a", "b", "w"})
         with pytest.raises(Permanent, match="is not running"):
             redeployer.cancel(id, "")
@@ -323,7 +323,10 @@ async def test_redeployment_cannot_be_cancelled_after_admission(harness: Harness
     async with harness.daemon() as redeployer:
         redeployer._control_plane.circuits_follow = slowly
         id = redeployer.begin(TO_TP2)
-        while next(told for told in redeployer.report().steps if told.step.kind is StepKind.ADMIT).began_s is None:
+        while (
+            next(reported for reported in redeployer.report().steps if reported.step.kind is StepKind.ADMIT).began_s
+            is None
+        ):
             await harness.clock.advance(0.1)
         with pytest.raises(Permanent, match="can no longer be cancelled"):
             redeployer.cancel(id, "")
@@ -442,13 +445,13 @@ async def test_operator_can_have_a_plan_carried_out(harness: Harness, breaks: bo
         report = await harness.until_ended()
         assert (report.plan, report.reason) == ("p7", "by an operator")
         check_whole(harness, {"a", "b", "w"} if breaks else {"p7-0", "w"})
-        said = "2 engines stopped, 1 started, 4 requests moved"
+        message = "2 engines stopped, 1 started, 4 requests moved"
         if breaks:
             why = "rolled back: ready of p7-0: took longer than 10 s: is broken"
-            said = f"{why} (3 engines stopped, 2 started, 4 requests moved)"
+            message = f"{why} (3 engines stopped, 2 started, 4 requests moved)"
         for kind in (EntryKind.DEPLOYMENT_ENDED, EntryKind.PLAN_ACTED):
             (entry,) = harness.entries(kind)
-            assert (entry.subject, entry.body["done"], entry.body["detail"]) == ("p7", not breaks, said)
+            assert (entry.subject, entry.body["done"], entry.body["detail"]) == ("p7", not breaks, message)
 
 
 @pytest.mark.parametrize("tensors_only", [False, True])
@@ -466,7 +469,7 @@ async def test_weights_are_loaded_and_reported(harness: Harness, tensors_only: b
         assert report.state is OperationState.DONE, report.detail
         new = EngineId(f"{report.id}.0")
         assert harness.machines.engines[new].spec.weights == ("" if tensors_only else "/ckpt/7")
-        (loaded,) = [told.detail for told in report.steps if told.step.kind is StepKind.LOAD]
+        (loaded,) = [reported.detail for reported in report.steps if reported.step.kind is StepKind.LOAD]
         assert loaded == ("version 7" if tensors_only else "was started with version 7")
         assert harness.machines.engines[new].weights == 7
         assert harness.plane.fleet.barrier.state.versions[new] == 7
@@ -519,7 +522,7 @@ async def test_sleeping_engines_are_woken_to_undo(tmp_path: Path) -> None:
         redeployer.begin(RedeployRequest((("tp1", 2),)))
         back = await harness.until_ended()
         assert back.state is OperationState.DONE
-        assert StepKind.WAKE in [told.step.kind for told in back.steps]
+        assert StepKind.WAKE in [reported.step.kind for reported in back.steps]
         check_whole(harness, {"a", "b"}, 0)
         assert harness.machines.starts.keys() == {f"{report.id}.0", f"{report.id}.1"}
 
@@ -629,5 +632,5 @@ def tell_capabilities(harness: Harness, *engines: str) -> None:
     machines = harness.machines
     offers = EngineCapabilities("fake", "1", ("fake",), sleep=machines.can_sleep, scale_elastic_ep=machines.can_scale)
     for engine in engines:
-        told = engine_report(engine, sample=sample(harness.clock.now_s()))
-        harness.plane.fleet.engine_reported(dataclasses.replace(told, capabilities=offers), 1)
+        reported = engine_report(engine, sample=sample(harness.clock.now_s()))
+        harness.plane.fleet.engine_reported(dataclasses.replace(reported, capabilities=offers), 1)

@@ -2,7 +2,7 @@
 
 Performs no I/O: reports and results are passed in, and each tick reads the estimates. A re-fit replaces an estimate
 only if it differs notably, so that plans do not fluctuate with noise. A restarted daemon begins with the configured
-profile and learns again; only the durations of starts are recovered from the journal.
+profile and learns again; only the durations of starts and the fixed part of moves are recovered from the journal.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

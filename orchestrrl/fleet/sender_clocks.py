@@ -4,10 +4,10 @@ The time of receipt is only an upper bound: the report may have waited in a conn
 sender's timestamps add information, but its clock may be off by any amount. Let `offset` be the sender's clock minus
 the daemon's.
 
-A report that was sent at `sent` (its clock) and received at `received` (ours) bounds the offset from below: `offset >=
-sent - received`, since it was not received before it was sent. An acknowledgement that the daemon sent at `ack_sent`
-(ours) and that arrived at `ack_received` (its clock) bounds it from above: `offset <= ack_received - ack_sent`. Both
-hold for any network delay, and each widens with the drift of the two clocks.
+A report that was sent at `sent` (sender clock) and received at `received` (daemon clock) bounds the offset from below:
+`offset >= sent - received`, since it was not received before it was sent. An acknowledgement that the daemon sent at
+`ack_sent` (daemon clock) and that arrived at `ack_received` (sender clock) bounds it from above: `offset <=
+ack_received - ack_sent`. Both hold for any network delay, and each widens with the drift of the two clocks.
 
 If acknowledgements are echoed, the upper bound is used: the age is then never too small, and too large by at most the
 delays of the quickest acknowledgement and the quickest report. The first report of such a sender may have been queued

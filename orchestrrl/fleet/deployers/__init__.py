@@ -1,1 +1,1 @@
-"""Deployers: how engines come to be started and stopped."""
+"""Deployers, which start and stop engines."""

@@ -6,7 +6,7 @@
             self.folder = tmp_path
 
         async def make_deployer(self, fleet: str) -> Deployer:
-            # called once per deployer; a name identifies one FleetIdentity, and is a DNS label
+            # must return a new deployer; a name identifies one FleetIdentity, and is a DNS label
             return MyDeployer(stub_launch(self.folder), FleetIdentity(fleet, str(self.folder / fleet)), {}, WallClock())
 
 Four GPUs, 0 to 3, must be free. `spec` returns the engines: by default the stub below, which is no engine, answers

@@ -12,8 +12,7 @@ from planner.model import Configuration, ConfigurationId, EngineId, RequestId, R
 if TYPE_CHECKING:
     from orchestrrl.fleet.redeployment.actions import FleetControl
 
-# A gateway that gets no more orders keeps a request for its new engine this long, plus twice the engine's expected
-# start
+# Without further orders a gateway keeps a request for its new engine this long, plus twice the engine's expected start
 # time; then it sends the request elsewhere.
 HOLD_S = 30.0
 # After an order a gateway has this long to report its requests; then the remaining ones are ordered again.

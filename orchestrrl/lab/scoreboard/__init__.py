@@ -1,1 +1,2 @@
-"""Every figure that the OrchestrRL paper reports, made again from first principles, beside what comes out here."""
+"""The scoreboard: every figure that the OrchestrRL paper reports, compared with its reproduction from first
+principles."""

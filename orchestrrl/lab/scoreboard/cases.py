@@ -1,6 +1,6 @@
-"""The clusters of the paper's sections 6 and 7 as scenarios, and their stages on a fabric.
+"""Build the clusters of the paper's sections 6 and 7 as scenarios, and measure their stages on a fabric.
 
-Beside what `orchestrrl sim run` does: part of TP's communication is hidden.
+Unlike `orchestrrl sim run`, part of TP's communication is hidden.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,15 +23,15 @@ NAMES = {
     "topoopt": "TopoOpt",
     "mixnet": "MixNet",
     "rfabric": "RFabric",
-    "lone": "a fat tree with each server alone behind three uplinks",
+    "lone": "fat tree with one server and three uplinks per ToR",
 }
 FABRICS = tuple(NAMES)[:-1]
-# A ToR of this many ports has 8 down, to one server's NICs, and 3 up: what is near another server is near nothing.
+# A ToR with this many ports has 8 downwards, to one server's NICs, and 3 upwards: no two servers share a ToR.
 LONE_RADIX = 11
 
 
 def training_of(text: str) -> dict[str, Any]:
-    """A scenario's, from such as `tp8 pp2`; a word without a number is an option that is on."""
+    """Parse a training section such as `tp8 pp2`; a name without a number is an enabled option."""
     names = {word.rstrip("0123456789"): word for word in text.split()}
     return {name: int(word[len(name) :]) if word != name else True for name, word in names.items()}
 
@@ -45,14 +45,14 @@ _MODELS = {
 }
 TITLES = {name: title for name, (title, _) in _MODELS.items()}
 TRAINING = {name: training_of(training.value) for name, (_, training) in _MODELS.items()}
-# GPUs that training takes a multiple of: a replica, or the ranks that experts are spread over.
+# The number of training GPUs is a multiple of this: a replica, or the ranks over which experts are spread.
 UNITS = {"qwen2-57b-a14b": 16, "qwen2.5-72b": 48, "qwen3-235b-a22b": 32}
-LOOPED = 8  # steps of the loop that a steady one is taken from
+LOOPED = 8  # steps of the simulated loop, whose second half is steady
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model on a cluster, and what is asked of it."""
+    """A model on a cluster with a workload."""
 
     model: str
     train_gpus: int
@@ -61,12 +61,12 @@ class Case:
     max_tokens: int
     layouts: tuple[str, ...]
     nic_gbps: float = given.NIC_GBPS.value
-    steps: int = 1  # of generation; arms that forecast learn in the first ones
+    steps: int = 1  # generation steps; the forecast learns in the first ones
     fast_interval_s: float = given.FAST_INTERVAL_S.value
     kv_transfer: bool = True
     initial: str | None = None
-    admission: bool = True  # otherwise engines change whenever that pays at all
-    updates: int = 1  # optimiser steps on a step's samples
+    admission: bool = True  # otherwise engines change at any gain
+    updates: int = 1  # optimiser steps per step
 
     @property
     def gpus(self) -> int:
@@ -131,7 +131,7 @@ TRAIN_CONSTANTS = replace(MEGATRON, tp_hidden_share=given.TP_HIDDEN.value)
 
 @dataclass(frozen=True, slots=True)
 class SteadyStep:
-    """Of a steady step: its stages, and what comes of them one step asynchronous."""
+    """The stages of a steady step, and the throughput of the one-step asynchronous loop."""
 
     gen: GenStage
     train: TrainStage
@@ -142,15 +142,15 @@ class SteadyStep:
 
 
 def stages_of(scenario: ClusterScenario, kind: str, **options: object) -> FabricStages:
-    """On one of the fabrics in NAMES."""
+    """Return the stages of a scenario on one of the fabrics in NAMES."""
     if kind == "lone":
         kind, options = "oversubscribed", {"radix": LONE_RADIX}
     return FabricStages(scenario, ClusterFabricSection(kind=kind, options=dict(options)), TRAIN_CONSTANTS)
 
 
 def measured(stages: FabricStages, arm: str = "verl_to", seed: int = 1) -> SteadyStep:
-    """The scenario's last generation step, over and over: as many samples are begun as end, also where the step itself
-    ended more than it began (partial rollout, which finishes what the one before cut)."""
+    """Measure a loop that repeats the scenario's last generation step. Each step begins as many samples as it ends,
+    even if the original step ended more (partial rollout finishes samples of the previous step)."""
     times = ArmTimes(stages, arm, seed)
     gen, sync = times.healthy[-1], times.sync_stage(SimulatedFailures())
     job = times.job(gen.samples)
@@ -160,20 +160,20 @@ def measured(stages: FabricStages, arm: str = "verl_to", seed: int = 1) -> Stead
 
 
 def retrained(found: SteadyStep, stages: FabricStages) -> SteadyStep:
-    """With the training of `stages`, on other GPUs or in other steps; generation and sync as they were found, and the
-    sync alone on the network."""
+    """Return the step with the training of `stages`, which has other GPUs or optimiser steps. Generation and sync are
+    unchanged, and the sync runs alone on the network."""
     job = replace(found.job, layout=stages.scenario.train_layout)
     train = stages.training(SimulatedFailures(), job)
     rate = _samples_per_s(stages.scenario, found.gen, train, found.sync)
     return SteadyStep(found.gen, train, found.sync, job, rate, network_usd(stages))
 
 
-Syncing = Callable[[int, float, tuple[FabricStage, ...]], SyncTime]  # version, begin, beside whom
+Syncing = Callable[[int, float, tuple[FabricStage, ...]], SyncTime]  # version, begin, concurrent stages
 
 
 @dataclass(frozen=True, slots=True)
 class _Beside(FixedTimes):
-    """A sync takes as long as it does beside whoever is at work."""
+    """Fixed times, except that the time of a sync depends on the concurrent stages."""
 
     syncing: Syncing
 
@@ -184,7 +184,7 @@ class _Beside(FixedTimes):
 def _samples_per_s(
     scenario: ClusterScenario, gen: GenStage, train: TrainStage, sync: SyncStage, syncing: Syncing | None = None
 ) -> float:
-    """`syncing` None: the sync takes the same whoever is beside it."""
+    """Return the steady throughput. `syncing` None: the time of a sync does not depend on concurrent stages."""
     alike = [gen.seconds] * LOOPED, [train.seconds] * LOOPED, [sync.seconds] * LOOPED
     steady = FixedTimes(*alike) if syncing is None else _Beside(*alike, syncing)
     batches = [SampleBatch(gen.samples, gen.samples)] * LOOPED
@@ -196,17 +196,17 @@ def network_usd(stages: FabricStages) -> float:
 
 
 def at_scale(model: str, train_gpus: int, gpus: int, layouts: tuple[str, ...]) -> Case:
-    """Section 7: requests in proportion to the GPUs that generate."""
+    """Return a case of section 7, with requests in proportion to the generation GPUs."""
     generating = gpus - train_gpus
     prompts = generating * given.REQUESTS_PER_GPU.value // given.SAMPLES.value
     return Case(model, train_gpus, generating, prompts, given.MAX_TOKENS_AT_SCALE.value, layouts, fast_interval_s=5.0)
 
 
 def balanced(model: str, gpus: int, layouts: tuple[str, ...]) -> Case:
-    """As many GPUs train as makes training and generation equally long on a fat tree."""
+    """Return a case with the split of GPUs that makes training and generation equally long on a fat tree."""
     unit = UNITS[model]
     pilot = at_scale(model, max(unit, round(gpus * given.PILOT_SHARE.value / unit) * unit), gpus, layouts)
     found = measured(stages_of(pilot.scenario(), "fat_tree"))
-    train_s_alike = found.train.seconds * pilot.train_gpus / pilot.gen_gpus  # with as many GPUs on either side
+    train_s_alike = found.train.seconds * pilot.train_gpus / pilot.gen_gpus  # with equal numbers of GPUs
     wanted = gpus / (1 + found.gen.seconds / train_s_alike)
     return at_scale(model, max(unit, round(wanted / unit) * unit), gpus, layouts)

@@ -1,7 +1,7 @@
-"""The scoreboard's rows: what the OrchestrRL paper (arXiv 2601.01209v2) reports, figure by figure, what comes out here,
-and the reason where that is far off.
+"""The claims of the OrchestrRL paper (arXiv 2601.01209v2), figure by figure, and the rows that compare them with our
+results.
 
-Each claim has a name of its own; a test holds them to the figures as they were read from the paper.
+Each claim has a unique name. A test compares the claims with the figures transcribed from the paper.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -11,7 +11,7 @@ from typing import Annotated, Generic, TypeVar
 
 from pydantic import BeforeValidator
 
-# Of what the paper says: beyond it a row has to tell why.
+# Relative difference beyond which a row must give a reason.
 FAR = 0.15
 
 Value = TypeVar("Value")
@@ -19,7 +19,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True)
 class PaperClaim:
-    """A figure of the paper: one number, or a range that it gives. An open side, of a bound, is null in JSON."""
+    """A figure of the paper: one number, or a range. The open side of a bound is null in JSON."""
 
     low: Annotated[float, BeforeValidator(lambda value: -inf if value is None else value)]
     high: Annotated[float, BeforeValidator(lambda value: inf if value is None else value)]
@@ -37,7 +37,7 @@ class PaperClaim:
         return cls(-inf, value)
 
     def difference(self, ours: float) -> float:
-        """Relative to the nearer end; 0 within."""
+        """Return the difference relative to the nearer end of the range; 0 inside it."""
         if self.low <= ours <= self.high:
             return 0.0
         end = self.low if ours < self.low else self.high
@@ -46,14 +46,15 @@ class PaperClaim:
 
 @dataclass(frozen=True, slots=True)
 class ScoreboardRow:
-    """`paper` None: beyond the paper. `why`: needed where the difference is over FAR; beyond the paper what there is to
-    know; else empty. `claim`: its name among CLAIMS. `given`: ours was put in, not made, and is not compared."""
+    """A row of the scoreboard. `paper` None: the paper has no such figure. `why` is the reason for a difference over
+    FAR, or an explanation of a row without a figure in the paper; otherwise empty. `claim` is a key of CLAIMS. `given`:
+    `ours` is an input and is not compared."""
 
     figure: str  # e.g. "Figure 13", "Table 4", "Beyond"
     what: str  # e.g. "throughput of TopoOpt over fat tree, Qwen2.5-72B on 1,024 GPUs"
     paper: PaperClaim | None
     ours: float
-    unit: str = "x"  # x: a ratio; share: one that is shown in per cent
+    unit: str = "x"  # x: a ratio; share: a ratio shown in per cent
     why: str = ""
     claim: str = ""
     given: bool = False
@@ -69,7 +70,8 @@ class ScoreboardRow:
 
 @dataclass(frozen=True, slots=True)
 class Constant(Generic[Value]):
-    """What a figure was made from. `source`: a data sheet, the paper's section, a file of measurements."""
+    """A constant from which figures are made. `source` is a data sheet, a section of the paper, or a file of
+    measurements."""
 
     name: str
     value: Value
@@ -79,8 +81,8 @@ class Constant(Generic[Value]):
 
 @dataclass(frozen=True, slots=True)
 class ScoreboardPart:
-    """One part of the scoreboard. `make(quick)` gives its rows; quick: fewer seeds, sizes and steps, and the table says
-    so. `quick`: what is less."""
+    """A part of the scoreboard. `make(quick)` returns its rows; a quick run has fewer seeds, sizes and steps. The
+    attribute `quick` describes the reduction, for the table."""
 
     id: str
     title: str
@@ -88,22 +90,23 @@ class ScoreboardPart:
     quick: str = ""
 
 
-UNKNOWN = "not known"
+UNKNOWN = "unknown"
 
 
 def compared(figure: str, what: str, claim: str, ours: float, why: str = UNKNOWN, unit: str = "x") -> ScoreboardRow:
-    """`why` is dropped where the two are close. Raises KeyError for a claim that is not known."""
+    """Return a row that is compared with a claim. `why` is dropped if the difference is at most FAR. Raises KeyError
+    for an unknown claim."""
     row = ScoreboardRow(figure, what, CLAIMS[claim], ours, unit, why, claim)
     return row if row.is_far else ScoreboardRow(figure, what, CLAIMS[claim], ours, unit, "", claim)
 
 
 def beyond(what: str, ours: float, unit: str = "x", why: str = "", figure: str = "Beyond") -> ScoreboardRow:
-    """That the paper has no figure for. `why`: what there is to know about it."""
+    """Return a row without a figure in the paper. `why` explains it."""
     return ScoreboardRow(figure, what, None, ours, unit, why)
 
 
 def put_in(figure: str, what: str, claim: str, ours: float, why: str, unit: str = "x") -> ScoreboardRow:
-    """An input here."""
+    """Return a row whose value is an input."""
     return ScoreboardRow(figure, what, CLAIMS[claim], ours, unit, why, claim, given=True)
 
 
@@ -166,7 +169,7 @@ CLAIMS: Mapping[str, PaperClaim] = {
     "fabric_effect.afd_phase": _of(-0.167),
     "fabric_effect.kv_migration": _of(-0.583),
     "fabric_effect.gen_step": _of(-0.107),
-    # Section 7.1, figure 12: of the paper's simulator against its testbed.
+    # Section 7.1, figure 12: errors of the paper's simulator against its testbed.
     "fidelity.training_mfu": _most(0.0886),
     "fidelity.generation_tp": _most(0.033),
     "fidelity.generation_afd": _most(0.0595),

@@ -1,4 +1,5 @@
-"""Figures 17 and 18: scheduler and fabric together on 2,048 GPUs, and what the fabric does to a change of engines."""
+"""Reproduce figures 17 and 18: scheduler and fabric together on 2,048 GPUs, and the fabric's effect on an engine
+change."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -19,10 +20,10 @@ from planner.cost.models import model_named
 from planner.cost.paper import paper_engine
 
 MODEL = "qwen3-235b-a22b"
-QUICK = 4  # times fewer GPUs
+QUICK = 4  # divisor of the number of GPUs in a quick run
 BASE, OURS, REFERENCE = "oversubscribed", "rfabric", "fat_tree"
-NEAR = "experts' groups of 16 GPUs are two servers, which ToRs of six servers keep off the 3:1 uplinks"
-LONE = "when engines change, and how many requests there are, is ours"
+NEAR = "expert groups of 16 GPUs have two servers, which usually share a ToR of six and avoid the 3:1 uplinks"
+LONE = "the time of the change and the number of requests are assumptions"
 
 
 def two_by_two(quick: bool) -> Iterator[ScoreboardRow]:
@@ -35,7 +36,7 @@ def two_by_two(quick: bool) -> Iterator[ScoreboardRow]:
         yield from _lone_rows(some, found)
     if not quick:
         ours = found[OURS, "both"].samples_per_s / found[REFERENCE, "both"].samples_per_s
-        yield beyond("RFabric over a full fat tree, both with our scheduler", ours, figure="Figure 17")
+        yield beyond("RFabric over a full fat tree, both with OrchestrRL's scheduler", ours, figure="Figure 17")
 
 
 def _case(fewer: int) -> cases.Case:
@@ -44,8 +45,8 @@ def _case(fewer: int) -> cases.Case:
 
 
 def _fewer_train(case: cases.Case, found: Mapping[tuple[str, str], cases.SteadyStep]) -> cases.Case:
-    """So many that generation takes as many times as long as training as section 2 says, on RFabric: of this size the
-    paper tells neither how the two compare nor how many GPUs train."""
+    """Return the case with fewer training GPUs, so that generation over training time on RFabric is that of section 2.
+    For this scale, the paper states neither this ratio nor the number of training GPUs."""
     ours, unit = found[OURS, "verl_to"], cases.UNITS[MODEL]
     wanted = case.train_gpus * given.GEN_OVER_TRAIN.value * ours.train.seconds / ours.gen.seconds
     return replace(case, train_gpus=min(case.train_gpus, max(unit, round(wanted / unit) * unit)))
@@ -59,35 +60,35 @@ def _rows(case: cases.Case, found: Mapping[tuple[str, str], cases.SteadyStep]) -
         why, of = f"{_why(base, here)}; {NEAR}", f"{words}, {case.gpus:,} GPUs"
         yield compared("Figure 17", f"throughput, {of}", f"codesign.throughput.{name}", rate, why)
         worth = rate * base.network_usd / here.network_usd
-        cost = f"{why}; the network costs {here.network_usd / base.network_usd:.2f} of the baseline's"
+        cost = f"{why}; the network costs {here.network_usd / base.network_usd:.2f} times the baseline's"
         yield compared("Figure 17", f"throughput per dollar, {of}", f"codesign.per_dollar.{name}", worth, cost)
 
 
 def _why(base: cases.SteadyStep, here: cases.SteadyStep) -> str:
     return (
-        f"a step generates for {base.gen.seconds:.0f} s on the baseline and {here.gen.seconds:.0f} s here, trains for"
+        f"generation takes {base.gen.seconds:.0f} s on the baseline and {here.gen.seconds:.0f} s here, training"
         f" {base.train.seconds:.0f} and {here.train.seconds:.0f} s (experts' all-to-all"
-        f" {base.train.parts_s['ep']:.0f} and {here.train.parts_s['ep']:.0f} s); the longer of the two sets the rate:"
-        f" by itself, generation is {base.gen.seconds / here.gen.seconds:.2f} times as fast and training"
+        f" {base.train.parts_s['ep']:.0f} and {here.train.parts_s['ep']:.0f} s); the longer of the two sets the rate;"
+        f" generation alone is {base.gen.seconds / here.gen.seconds:.2f} times as fast, training alone"
         f" {base.train.seconds / here.train.seconds:.2f} times"
     )
 
 
 def _lone_rows(case: cases.Case, found: Mapping[tuple[str, str], cases.SteadyStep]) -> Iterator[ScoreboardRow]:
-    """Were every server alone behind three uplinks for its eight NICs, so that nothing but its own GPUs is near; with
-    the case's count of GPUs that train."""
+    """Yield the rows for a baseline in which every server has its own ToR, with three uplinks for its eight NICs. The
+    number of training GPUs is the case's."""
     there = cases.stages_of(case.scenario([BASE]), "lone")
     lone = cases.retrained(found["lone", "verl_to"], there)
     ours = cases.stages_of(case.scenario([OURS]), OURS)
     for name, arm in (("fabric_only", "verl_to"), ("both", "both")):
         here = cases.retrained(found[OURS, arm], ours)
-        of = f"{name.replace('_', ' ')}, {case.train_gpus:,} GPUs train and {case.gen_gpus:,} generate"
-        what = f"throughput, {of}, each server alone behind three uplinks"
+        of = f"{name.replace('_', ' ')}, {case.train_gpus:,} training and {case.gen_gpus:,} generation GPUs"
+        what = f"throughput, {of}, baseline with one server and three uplinks per ToR"
         rate = here.samples_per_s / lone.samples_per_s
         yield compared("Figure 17", what, f"codesign.throughput.{name}", rate, _why(lone, here))
 
 
-# --- figure 18
+# --- Figure 18
 
 
 def change_of_engines(quick: bool) -> Iterator[ScoreboardRow]:
@@ -122,11 +123,11 @@ def _redeployment_rows(base: GenStage, ours: GenStage, lone: GenStage, left_shar
     for words, claim, phase in parts:
         then_s, now_s, alone_s = (each.phases_s[phase] if phase else each.seconds for each in (base, ours, lone))
         why = (
-            f"{then_s:.3g} to {now_s:.3g} s, changed when {left_share:.0%} are left; an instance is five servers and a"
-            " ToR of the 3:1 tree has six, so that most of it stays below ToRs, and three micro-batches hide the rest."
-            f" With each server alone behind three uplinks it would be {now_s / alone_s - 1:+.1%}"
+            f"{then_s:.3g} to {now_s:.3g} s, changed with {left_share:.0%} of requests left; an instance has five"
+            " servers and a ToR of the 3:1 tree six, so that most traffic stays below ToRs, and micro-batches hide"
+            f" the rest; with one server and three uplinks per ToR it would be {now_s / alone_s - 1:+.1%}"
         )
-        what = f"{words} on RFabric over the 3:1 fat tree, less 1"
+        what = f"{words} on RFabric over the 3:1 fat tree, minus 1"
         yield compared("Figure 18", what, f"fabric_effect.{claim}", now_s / then_s - 1, why, "share")
-        lone_what = f"{what}, each server alone behind three uplinks"
+        lone_what = f"{what}, one server and three uplinks per ToR"
         yield compared("Figure 18", lone_what, f"fabric_effect.{claim}", now_s / alone_s - 1, LONE, "share")

@@ -1,9 +1,9 @@
-"""Figure 20 and section 4.1: what the planner's solver takes, and how far its forecast is off.
+"""Reproduce figure 20 and section 4.1: the time of the planner's solver, and the error of its forecast.
 
-Clients of a production service are mixed with weights that drift; each step is a sample of its mixture. The error is
-the total absolute difference over bins by the number of requests. Two floors stand beside it: what two samples of the
-true mixture differ by, and how far a sample is from the true mixture itself, below which no forecast can stay; a
-forecast of expected counts may well lie between the two.
+Clients of a production service are mixed with drifting weights, and each step is a sample of the current mixture. The
+error is the total absolute difference over bins divided by the number of requests. Two reference values are reported:
+the difference between two samples of the true mixture, and the difference between a sample and the true mixture, which
+is a lower bound for any forecast. A forecast of expected counts may lie between the two.
 """
 
 import csv
@@ -24,9 +24,9 @@ from planner.workload.series import LengthCounts, SeriesForecaster, StepStatisti
 HISTOGRAMS = Path(__file__).parents[4] / "shared" / "data" / "r1_length_histograms.csv.gz"
 BIN_TOKENS, MAX_OUTPUT_TOKENS = 256, 32_768
 BINS = MAX_OUTPUT_TOKENS // BIN_TOKENS
-STEPS, FIRST_SCORED = 60, 16  # ARIMA must have been scored itself before it can be picked
-# Where the histograms are missing: median tokens and spread of the logarithm of 26 clients' outputs, fitted to
-# ServeGen's deepseek-r1 data (Alibaba, Apache-2.0).
+STEPS, FIRST_SCORED = 60, 16  # ARIMA must have a score before it can be chosen
+# Used if the histograms are missing: median tokens and standard deviation of the logarithm of 26 clients' outputs,
+# fitted to ServeGen's deepseek-r1 data (Alibaba, Apache-2.0).
 FITTED = (
     *((1147, 0.63), (778, 0.85), (1408, 0.70), (15499, 0.30), (444, 0.55), (840, 0.63), (700, 0.88), (948, 0.28)),
     *((951, 0.48), (893, 0.44), (1251, 0.91), (661, 0.42), (598, 0.69), (903, 0.64), (644, 0.47), (540, 0.45)),
@@ -38,8 +38,8 @@ Shares = NDArray[np.float64]  # [client or step, bin]
 
 
 def mean_errors(clients: Shares, requests: int, seeds: int) -> dict[str, float]:
-    """Forecast series of steps, one step ahead. Return the errors' means over seeds and scored steps, by method, of the
-    method that was `chosen`, and of both floors, `two_samples` and `truth`."""
+    """Forecast series of steps, one step ahead. Return mean errors over seeds and scored steps: of each method, of the
+    `chosen` method, and of both reference values, `two_samples` and `truth`."""
     errors: dict[str, list[float]] = defaultdict(list)
     for seed in range(seeds):
         rng = np.random.default_rng(seed)
@@ -58,7 +58,8 @@ def mean_errors(clients: Shares, requests: int, seeds: int) -> dict[str, float]:
 
 
 def drifting(clients: Shares, rng: np.random.Generator) -> Shares:
-    """[step, bin]: each client's weight is log-normal and swings to its reciprocal, each on a path of its own."""
+    """Return the mixture of each step, [step, bin]. Each client's weight is log-normal and drifts to its reciprocal on
+    a path of its own."""
     along, across = rng.normal(size=(2, len(clients)))
     angle = np.pi * np.arange(STEPS) / (STEPS - 1)
     weights = np.exp(np.outer(np.cos(angle), along) + np.outer(np.sin(angle), across))
@@ -68,14 +69,15 @@ def drifting(clients: Shares, rng: np.random.Generator) -> Shares:
 
 @cache
 def client_shares() -> tuple[Shares, str]:
-    """[client, bin] of output lengths, each client's windows averaged, and where they come from."""
+    """Return each client's distribution of output lengths [client, bin], mean over its windows, and a description of
+    the source."""
     if not HISTOGRAMS.exists():
         return _fitted_shares(), f"{len(FITTED)} fitted clients ({HISTOGRAMS.name} is missing)"
     windows: dict[tuple[int, int], Shares] = defaultdict(lambda: np.zeros(BINS))
     with gzip.open(HISTOGRAMS, "rt", newline="") as lines:
         for row in csv.DictReader(lines):
             if row["kind"] == "output":
-                # Four bins of the file make one of ours.
+                # Four bins of the file form one bin here.
                 place = min(int(row["bin_start_tokens"]) // BIN_TOKENS, BINS - 1)
                 windows[int(row["client"]), int(row["window_s"])][place] += float(row["probability"])
     by_client: dict[int, list[Shares]] = defaultdict(list)
@@ -100,31 +102,31 @@ FORECAST_SEEDS, QUICK_SEEDS = 20, 4
 
 
 def solver(quick: bool) -> Iterator[ScoreboardRow]:
-    """In this process, on this machine: the only figure here that depends on where it is made."""
-    measure(GPUS // 16)  # compiled code is loaded
+    """Measure the solver in this process. This is the only figure that depends on the machine."""
+    measure(GPUS // 16)  # load compiled code
     for gpus in (GPUS,) if quick else (GPUS, 4 * GPUS, 16 * GPUS):
         found = measure(gpus)
-        what = f"solving, {gpus:,} GPUs, {found['requests']:,} requests, on this machine"
+        what = f"solve time, {gpus:,} GPUs, {found['requests']:,} requests, on this machine"
         if gpus == GPUS:
             yield compared("Figure 20", what, "headline.solve_s", found["solve_s"], "a slow machine", "s")
-            gap = "of the makespan, to a proven lower bound; the paper has none"
-            yield beyond(f"gap to the bound, {gpus:,} GPUs", found["gap"], "share", gap, "Figure 20")
+            gap = "of the makespan, to a proven lower bound; the paper reports none"
+            yield beyond(f"gap to the lower bound, {gpus:,} GPUs", found["gap"], "share", gap, "Figure 20")
         else:
-            yield beyond(what, found["solve_s"], "s", "beyond the paper's largest", "Figure 20")
+            yield beyond(what, found["solve_s"], "s", "larger than the paper's largest", "Figure 20")
 
 
 def forecast(quick: bool) -> Iterator[ScoreboardRow]:
-    """With both readings of section 2.1's batch: so many answers, or so many prompts."""
+    """Measure the forecast error with both readings of section 2.1's batch: as a number of answers, or of prompts."""
     clients, source = client_shares()
     batch = given.BATCH.value
     answers = {batch: QUICK_SEEDS if quick else FORECAST_SEEDS, batch * given.SAMPLES.value: QUICK_SEEDS}
     for requests, seeds in answers.items():
         errors = mean_errors(clients, requests, seeds)
         why = (
-            f"a sample of {requests:,} is {errors['truth']:.1%} from the very distribution that it is of, in bins of"
-            f" {BIN_TOKENS} tokens, so that no forecast can be nearer; the paper does not say what its error is of"
+            f"a sample of {requests:,} differs by {errors['truth']:.1%} from its own distribution, in bins of"
+            f" {BIN_TOKENS} tokens, so that no forecast can be closer; the paper does not define its error"
         )
-        what = f"forecast's error, bins of {BIN_TOKENS} tokens, {requests:,} requests a step, {source}"
+        what = f"forecast error, bins of {BIN_TOKENS} tokens, {requests:,} requests per step, {source}"
         yield compared("Section 4.1", what, "headline.forecast_error", errors["chosen"], why, "share")
         over = errors["chosen"] / errors["two_samples"]
-        yield beyond("the same over what two samples differ by", over, figure="Section 4.1")
+        yield beyond("the same over the difference of two samples", over, figure="Section 4.1")

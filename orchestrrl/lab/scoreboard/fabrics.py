@@ -1,5 +1,5 @@
-"""Figures 13 to 16: throughput of fabrics at several scales, where the time goes, what networks cost, and what they
-bring for it."""
+"""Reproduce figures 13 to 16: throughput of fabrics at several scales, times of stages, network costs, and throughput
+per dollar."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +15,7 @@ from orchestrrl.lab.sim.rl.results import pareto
 
 MODELS: Mapping[str, tuple[str, ...]] = {"qwen2.5-72b": given.GEN_LAYOUTS.value, "qwen2-57b-a14b": (given.AFD.value,)}
 OF_FIGURE_14 = "qwen2-57b-a14b"
-ONCE = "gradients are exchanged once for all samples here, further below after every 512"
+ONCE = "gradients are exchanged once for all samples here, and after every 512 further below"
 CLAIMED = ("topoopt", "mixnet", "rfabric")
 
 
@@ -46,8 +46,8 @@ def _throughput_rows(case: cases.Case, found: Mapping[str, cases.SteadyStep]) ->
 
 
 def _divided_rows(case: cases.Case, found: Mapping[str, cases.SteadyStep]) -> Iterator[ScoreboardRow]:
-    """With a step's samples divided among optimiser steps, each with its own exchange of gradients: the paper does not
-    say how many there are, and of one for all samples gradients take little."""
+    """Yield the rows for several optimiser steps per step, each with its own exchange of gradients. The paper does not
+    state their number, and with a single optimiser step gradients take little time."""
     updates = max(1, found["fat_tree"].gen.samples // given.STEP_SAMPLES.value)
     scenario = replace(case, updates=updates).scenario()
     here = {kind: cases.retrained(found[kind], cases.stages_of(scenario, kind)) for kind in ("fat_tree", *CLAIMED)}
@@ -61,20 +61,20 @@ def _divided_rows(case: cases.Case, found: Mapping[str, cases.SteadyStep]) -> It
 
 def _why(case: cases.Case, first: cases.SteadyStep, other: cases.SteadyStep) -> str:
     near = other.samples_per_s > first.samples_per_s * 0.9
-    more = "; engines of one server each do not depend on the fabric" if near else ""
-    return f"{case.train_gpus} GPUs train: {_parts(first, other)}{more}"
+    more = "; engines inside a server do not depend on the fabric" if near else ""
+    return f"{case.train_gpus} training GPUs: {_parts(first, other)}{more}"
 
 
 def _parts(first: cases.SteadyStep, other: cases.SteadyStep) -> str:
-    """What differs, in seconds on the fat tree and here."""
-    told = [f"train {first.train.seconds:.0f} to {other.train.seconds:.0f} s"]
+    """Return the times of the stages, and of the parts that differ, on the fat tree and on the other fabric."""
+    times = [f"training {first.train.seconds:.0f} to {other.train.seconds:.0f} s"]
     for part, then_s in first.train.parts_s.items():
         now_s = other.train.parts_s[part]
         if abs(now_s - then_s) > 0.02 * first.train.seconds:
-            told.append(f"of it {part} {then_s:.0f} to {now_s:.0f} s")
-    told.append(f"generation {first.gen.seconds:.0f} to {other.gen.seconds:.0f} s")
-    told.append(f"sync {first.sync.seconds:.2f} to {other.sync.seconds:.2f} s")
-    return ", ".join(told)
+            times.append(f"of which {part} {then_s:.0f} to {now_s:.0f} s")
+    times.append(f"generation {first.gen.seconds:.0f} to {other.gen.seconds:.0f} s")
+    times.append(f"weight sync {first.sync.seconds:.2f} to {other.sync.seconds:.2f} s")
+    return ", ".join(times)
 
 
 def stage_times(quick: bool) -> Iterator[ScoreboardRow]:
@@ -96,14 +96,14 @@ def stage_times(quick: bool) -> Iterator[ScoreboardRow]:
 
 GPUS = 2048
 LANES = (
-    "each of a PoD's lanes to the core, half as many as its ToRs' uplinks, is a fibre between two ports of OCSs, which"
-    " the paper's figure seems to leave out: without lanes"
+    "each of a PoD's lanes to the core, half as many as its ToRs' uplinks, is a fibre between two OCS ports, which the"
+    " paper's figure seems to omit; without lanes"
 )
 MIXNET = (
-    "the paper has it beside RFabric and the 3:1 tree; six of a server's eight NICs have one transceiver, one fibre and"
-    " one port of an OCS above them, and no port of a packet switch"
+    "the paper shows it near RFabric and the 3:1 tree; six of a server's eight NICs have one transceiver, one fibre and"
+    " one OCS port, and no port of a packet switch"
 )
-GPU_PRICE = "an H800 is taken at an H100's 27,500 USD; the paper's figures come to one of 23,500"
+GPU_PRICE = "an H800 is priced as an H100, at 27,500 USD; the paper's figures imply 23,500"
 
 
 def costs(quick: bool) -> Iterator[ScoreboardRow]:
@@ -120,10 +120,10 @@ def costs(quick: bool) -> Iterator[ScoreboardRow]:
             if kind == "mixnet":
                 yield beyond(what, ours, figure="Figure 15", why=MIXNET)
             else:
-                why = f"{LANES} {bare:.2f}" if kind == "rfabric" else "where 3 to 1 is, is ours to choose"
+                why = f"{LANES} {bare:.2f}" if kind == "rfabric" else "the oversubscribed tier is an assumption"
                 yield compared("Figure 15", what, f"fabric.cost.{kind}", ours, why)
         ours = usd["fat_tree"] / (H800_USD * GPUS)
-        what = f"cost of the fat tree over that of all GPUs, {gbps} Gbps"
+        what = f"cost of the fat tree over the cost of all GPUs, {gbps} Gbps"
         yield compared("Figure 15", what, f"fabric.cost_vs_gpus.{gbps}", ours, GPU_PRICE)
 
 
@@ -132,7 +132,7 @@ def _lanes(servers: Servers) -> int:
 
 
 def frontier(quick: bool) -> Iterator[ScoreboardRow]:
-    """Both models at the smallest scale: what each fabric brings for its price."""
+    """Compare throughput per dollar of the fabrics for both models at the smallest scale."""
     models = ("qwen2-57b-a14b",) if quick else tuple(MODELS)
     rates = given.LINK_RATES_GBPS.value[1:2] if quick else given.LINK_RATES_GBPS.value
     for model in models:
@@ -153,8 +153,8 @@ def _efficiency_rows(case: cases.Case, gbps: float, found: Mapping[str, cases.St
     for kind in ("fat_tree", "rail_optimized", "mixnet"):
         what = f"throughput per dollar of RFabric over {cases.NAMES[kind]}, {cases.TITLES[case.model]}, {gbps:g} Gbps"
         why = (
-            f"of the fat tree's, RFabric has {rate['rfabric']:.2f} of the throughput at {cost['rfabric']:.2f} of the"
-            f" cost, {cases.NAMES[kind]} {rate[kind]:.2f} at {cost[kind]:.2f}"
+            f"relative to the fat tree, RFabric has {rate['rfabric']:.2f} of the throughput at {cost['rfabric']:.2f} of"
+            f" the cost, {cases.NAMES[kind]} {rate[kind]:.2f} at {cost[kind]:.2f}"
         )
         ours = worth["rfabric"] / worth[kind]
         yield compared("Figure 16", what, f"fabric.cost_efficiency.{kind}", ours, why)
@@ -167,5 +167,5 @@ def _frontier_row(
     on = pareto([(found[point].network_usd, found[point].samples_per_s) for point in points])
     best = [f"{cases.NAMES[kind]} at {gbps:g}" for (kind, gbps), is_best in zip(points, on, strict=True) if is_best]
     ours = sum(name.startswith("RFabric") for name in best) / len(rates)
-    what = f"of RFabric's {len(rates)} link rates on the Pareto frontier, {cases.TITLES[case.model]}"
-    return beyond(what, ours, "share", figure="Figure 16", why=f"on it: {', '.join(best)}")
+    what = f"fraction of RFabric's {len(rates)} link rates on the Pareto frontier, {cases.TITLES[case.model]}"
+    return beyond(what, ours, "share", figure="Figure 16", why=f"on the frontier: {', '.join(best)}")

@@ -1,4 +1,4 @@
-"""Figure 12: how far simulators are from what they stand for; the paper's, and ours (docs/fidelity.md)."""
+"""Reproduce figure 12: the errors of the paper's simulator and of ours against measurements (docs/fidelity.md)."""
 
 from collections.abc import Iterator
 
@@ -11,35 +11,35 @@ from orchestrrl.lab.sim.train.model import TrainJob, TrainLayout
 from planner.cost.hardware import gpu_named
 from planner.cost.models import Model
 
-# Llama 3 (arXiv 2407.21783), table 4: sequences, tokens of each, share of the peak that was reached on H100.
+# Llama 3 (arXiv 2407.21783), table 4: layout, sequences, tokens of each, MFU on H100.
 LLAMA = Model("llama-3.1-405b", 126, 16384, 128, 8, 128, 53248, 128256)
 PUBLISHED = (
     (TrainLayout(tp=8, pp=16, dp=64, vpp=2), 2048, 8192.0, 0.43),
     (TrainLayout(tp=8, cp=16, pp=16, dp=8, vpp=4), 128, 131072.0, 0.38),
 )
-# Held by tests, which need engines, namespaces and files of measurements: docs/fidelity.md says how each was made.
+# Checked by tests, which need engines, namespaces and files of measurements; docs/fidelity.md describes each.
 HELD = {
     "fidelity.generation_tp": (
         0.038,
-        "step times of 720 measured deployments, in the mean: test_fidelity_step_times.py",
+        "mean over step times of 720 measured deployments: test_fidelity_step_times.py",
     ),
-    "fidelity.network": (0.018, "transfers of real TCP in network namespaces, at most: test_sim_fidelity_box.py"),
+    "fidelity.network": (0.018, "maximum over TCP transfers in network namespaces: test_sim_fidelity_box.py"),
 }
 
 
 def fidelity(quick: bool) -> Iterator[ScoreboardRow]:
     errors = [_error(*each) for each in PUBLISHED]
     why = (
-        f"others' cluster, others' code, nothing calibrated (the paper's is calibrated to its own testbed): published"
-        f" 0.43 and 0.38 of the peak, ours {_shares(errors)}; what a model of kernels does not see, such as clocks that"
-        " sink under load, makes ours faster"
+        f"other clusters and other code, without calibration (the paper calibrates to its own testbed): published"
+        f" 0.43 and 0.38 of the peak, simulated {_shares(errors)}; effects outside the kernel model, such as lower"
+        " clocks under load, make the simulation faster"
     )
     worst = max(abs(error) for error in errors)
-    what = "training's share of the peak, Llama 3.1 405B on 8,192 and 16,384 H100, at most"
+    what = "maximum error of training MFU, Llama 3.1 405B on 8,192 and 16,384 H100"
     yield compared("Figure 12", what, "fidelity.training_mfu", worst, why, "share")
     for claim, (ours, words) in HELD.items():
         what = claim.removeprefix("fidelity.").split("_")[0]
-        yield put_in("Figure 12", f"{what}, off by", claim, ours, words, "share")
+        yield put_in("Figure 12", f"error of {what}", claim, ours, words, "share")
 
 
 def _shares(errors: list[float]) -> str:

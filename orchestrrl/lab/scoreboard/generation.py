@@ -1,8 +1,8 @@
-"""Figures 5 and 9 to 11, and section 2's view of a step: what planning and balancing are worth end to end, windows
-between collectives, phase times and the case study's switch.
+"""Reproduce figures 5 and 9 to 11 and section 2: gains of planning and balancing, windows between collectives, phase
+times, and the case study's engine change.
 
-The paper's engine here is fitted to section 2.1's six phase times (planner/cost/paper.py), so each of them is predicted
-by a fit that has not seen it: four numbers, of the other five.
+The paper's engine is fitted to section 2.1's six phase times (planner/cost/paper.py). Each of them is therefore
+predicted by a fit of the four parameters to the other five.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,13 +32,13 @@ from planner.cost.profile import MoveCosts, Parallelism
 TESTBED = "rail_optimized"  # section 6
 MODELS = dict(zip(("qwen2.5-14b", "qwen2.5-32b"), given.PHASE_GPUS.value, strict=True))
 LITTLE_TO_SWITCH_FOR = (
-    "the step times of section 2.1 leave little to switch for (free and instant switches gain 1.01 to 1.05 over even"
+    "with the step times of section 2.1, redeployments gain little (free and instant ones 1.01 to 1.05 over even"
     " spreading), and the tuned static fleet here is already wide: {tuned}; "
-    "docs: tests/orchestrrl/lab/sim/scenarios/README.md"
+    "see tests/orchestrrl/lab/sim/scenarios/README.md"
 )
-NARROW = "lengths and the batch are ours; a fleet as narrow as that is not the best static one here"
-CUT = "each worker is busy until its longest answer ends, and those of most workers are cut there"
-NEWER = "leaves the longest tenth to the next step, under newer weights"
+NARROW = "lengths and batch are assumptions; such a narrow fleet is not the best static one here"
+CUT = "each worker is busy until its longest answer ends, and on most workers that answer reaches the limit"
+NEWER = "carries the longest tenth over to the next step, under newer weights"
 
 
 def on_testbed(
@@ -48,7 +48,8 @@ def on_testbed(
     requests: int = given.BATCH.value,
     **more: Any,
 ) -> FabricStages:
-    """Two steps: what forecasts is measured in the second. `more`: of the case."""
+    """Return a job on the paper's testbed with two steps; arms that forecast are measured in the second. `more` are
+    fields of Case."""
     gpus = MODELS[model]
     prompts = requests // given.SAMPLES.value
     case = Case(model, gpus, gpus, prompts, max_tokens, layouts, steps=2, **more)
@@ -63,7 +64,7 @@ def rates(stages: FabricStages, arms: Sequence[str], seeds: Sequence[int]) -> Ra
 
 
 def gain(found: Sequence[float], base: Sequence[float]) -> float:
-    """The median over seeds."""
+    """Return the relative throughput, median over seeds."""
     return median(ours / theirs for ours, theirs in zip(found, base, strict=True))
 
 
@@ -80,7 +81,7 @@ def _headline(model: str, max_tokens: int, quick: bool) -> Iterator[ScoreboardRo
     of = f"{TITLES[model]}, {MODELS[model]} GPUs generate, {max_tokens:,} tokens"
     claim = f"headline.throughput.{model}.{max_tokens}"
     as_theirs = gain(found["both"], rates(narrow, (TUNED,), seeds)[TUNED])
-    engines = f"static {given.PAPERS_STATIC.value.upper()} engines, what veRL-TO is in the paper's figure 11"
+    engines = f"static {given.PAPERS_STATIC.value.upper()} engines, as veRL-TO in the paper's figure 11"
     yield compared("Figure 9", f"OrchestrRL over veRL-TO, {of}", claim, gain(found["both"], found[TUNED]), _why(stages))
     yield compared("Figure 9", f"OrchestrRL over {engines}, {of}", claim, as_theirs, NARROW)
     if "partial_rollout" in found:
@@ -105,21 +106,21 @@ def _why(stages: FabricStages) -> str:
 
 
 def workload(quick: bool) -> Iterator[ScoreboardRow]:
-    """Section 2: 72 GPUs, engines of TP=8, prompts dealt in turn. The paper tells neither whether its batch of 512 is
-    of prompts or of answers, nor where answers are cut."""
+    """Reproduce section 2: 72 GPUs, TP=8 engines, round-robin prompts. The paper states neither whether its batch of
+    512 counts prompts or answers, nor the maximum length of answers."""
     batch, each = given.BATCH.value, given.SAMPLES.value
     for prompts, of in ((batch // each, f"{batch} answers"), (batch, f"{batch} prompts")):
         found = measured(section_2(prompts, given.MAX_TOKENS.value[0]))
         why = (
-            f"training takes {found.train.seconds:.0f} s here, two passes for log-probabilities among them, at"
-            f" {found.train.mfu:.0%} of the peak, generation {found.gen.seconds:.0f} s, as long as its longest answers:"
-            " with few answers there is less to train on, and hardly less to generate for"
+            f"training takes {found.train.seconds:.0f} s here, including two passes for log-probabilities, at"
+            f" {found.train.mfu:.0%} of the peak; generation takes {found.gen.seconds:.0f} s, as long as its longest"
+            " answers; fewer answers shorten training, but hardly generation"
         )
-        what, ratio = f"generation's time over training's, Qwen2.5-14B, {of}", found.gen.seconds / found.train.seconds
+        what, ratio = f"generation time over training time, Qwen2.5-14B, {of}", found.gen.seconds / found.train.seconds
         yield compared("Section 2", what, "gen_vs_train_time", ratio, why)
     for max_tokens in given.MAX_TOKENS.value:
         skew = worker_skew(section_2(batch // each, max_tokens))
-        what = f"longest worker's time over the shortest's, answers cut at {max_tokens:,} tokens"
+        what = f"longest worker time over the shortest, answers of at most {max_tokens:,} tokens"
         yield compared("Section 2", what, "worker_time_skew", skew, CUT)
 
 
@@ -130,7 +131,7 @@ def section_2(prompts: int, max_tokens: int) -> FabricStages:
 
 
 def worker_skew(stages: FabricStages) -> float:
-    """Of static engines, when each has answered its last."""
+    """Return the ratio of the latest to the earliest completion time of static engines."""
     ready = stages.ready(SimulatedFailures())
     scenario = ready.scenario(1)
     (kind,) = (EngineKind(each) for each in ready.profile.configurations)
@@ -139,21 +140,21 @@ def worker_skew(stages: FabricStages) -> float:
     return max(ends_s) / min(ends_s)
 
 
-COLLECTIVES_OF_A_LAYER = 2  # of TP, in a decode iteration
+COLLECTIVES_OF_A_LAYER = 2  # TP collectives per layer in a decode iteration
 
 
 def slack(quick: bool) -> list[ScoreboardRow]:
-    """Section 2's job: Qwen2.5-14B on 72 GPUs."""
+    """Reproduce figure 5 with section 2's job: Qwen2.5-14B on 72 GPUs."""
     _, gen_gpus = given.WORKLOAD_GPUS.value
     stages = section_2(given.BATCH.value // given.SAMPLES.value, given.MAX_TOKENS.value[0])
     found = measured(stages)
     (engine,) = stages.ready(SimulatedFailures()).profile.configurations
-    alive = given.BATCH.value / (gen_gpus // 8) / 2  # half of the batch left, the median moment
+    alive = given.BATCH.value / (gen_gpus // 8) / 2  # requests per engine at the median, with half of the batch left
     iteration_s = engine.step.at(alive, alive * given.LENGTH_MEDIAN.value)
     gen_s = iteration_s / (COLLECTIVES_OF_A_LAYER * stages.scenario.model_value.layers)
     windows_s = [each.length_s for each in found.train.update.windows]
     idle_s = found.gen.seconds - found.sync.seconds
-    why = "between sends of the pipeline and of gradients alone: TP stays within a server, and meets no circuit"
+    why = "windows are between pipeline and gradient messages only: TP stays inside a server and uses no circuits"
     most = beyond("the longest window of an optimiser step", max(windows_s), "s", figure="Figure 5")
     return [
         compared("Figure 5", "TP in generation: median slack", "slack.gen_tp_median_s", gen_s, unit="s"),
@@ -163,10 +164,10 @@ def slack(quick: bool) -> list[ScoreboardRow]:
     ]
 
 
-# --- section 2.1's phases
+# --- The phases of section 2.1
 
 Floats = NDArray[np.float64]
-LEFT_OUT = "predicted by a fit of four numbers to the other five times; one more or less moves the others' fit far"
+LEFT_OUT = "predicted by a fit of four parameters to the other five times; each time has a large effect on the fit"
 
 
 def phases(quick: bool) -> Iterator[ScoreboardRow]:
@@ -196,7 +197,7 @@ def _seconds(host: HostFit) -> Floats:
     return phase_seconds([predict(model, gpu, Parallelism(tp=tp), engine) for tp in EARLY_S], host)
 
 
-# --- the switch of the case study
+# --- The engine change of the case study
 
 GPUS = given.PHASE_GPUS.value[0]
 
@@ -207,23 +208,23 @@ def case_study(quick: bool) -> list[ScoreboardRow]:
     more, _, more_s = _change(2 * asked)
     switch_s = after.profile.switch_s
     why = (
-        f"of {asked} requests {len(contexts)} with {sum(contexts):,} tokens are left then, and are computed again at"
-        f" {after.profile.prefill_tokens_per_s:,.0f} tokens/s by each of two engines; section 6 does not say how many"
-        f" are asked for: of {2 * asked:,} it would be {len(more)} with {sum(more):,}, and {more_s:.1f} s"
+        f"of {asked} requests, {len(contexts)} with {sum(contexts):,} tokens remain and are recomputed at"
+        f" {after.profile.prefill_tokens_per_s:,.0f} tokens/s by each of two engines; section 6 does not state the"
+        f" number of requests: of {2 * asked:,}, {len(more)} with {sum(more):,} tokens would take {more_s:.1f} s"
     )
-    given_why = "an engine's start is set from this figure; loading weights over PCIe is a tenth of a second of it"
-    at_why = "given: what is left then is what is computed again"
+    given_why = "an engine's start time is set from this figure; loading weights over PCIe takes 0.1 s of it"
+    at_why = "given: it determines the requests that are recomputed"
     at, figure = given.CASE_AT_S.value, "Figure 11"
     return [
-        put_in(figure, "when engines change, 8 x TP=2 to 2 x TP=8", "headline.case_study.at_s", at, at_why, "s"),
+        put_in(figure, "time of the change, 8 x TP=2 to 2 x TP=8", "headline.case_study.at_s", at, at_why, "s"),
         put_in(figure, "switching", "headline.case_study.switching_s", switch_s, given_why, "s"),
-        compared(figure, "KV computed again", "headline.case_study.kv_recompute_s", again_s, why, "s"),
-        compared(figure, "the change in all", "headline.case_study.total_s", switch_s + again_s, why, "s"),
+        compared(figure, "KV recomputation", "headline.case_study.kv_recompute_s", again_s, why, "s"),
+        compared(figure, "duration of the change", "headline.case_study.total_s", switch_s + again_s, why, "s"),
     ]
 
 
 def _change(requests: int) -> tuple[list[int], EngineKind, float]:
-    """Tokens of the requests that are left, what they go to, and seconds of computing their KV again."""
+    """Return the tokens of each remaining request, their new engine kind, and the seconds to recompute their KV."""
     stages = on_testbed("qwen2.5-14b", given.MAX_TOKENS.value[-1], requests=requests)
     profile = stages.ready(SimulatedFailures()).profile
     kinds = {str(each.id): EngineKind(each) for each in profile.configurations}
@@ -233,7 +234,7 @@ def _change(requests: int) -> tuple[list[int], EngineKind, float]:
 
 
 def _left(stages: FabricStages, kind: EngineKind) -> list[int]:
-    """Tokens that each request holds that still runs."""
+    """Return the tokens of each running request at the time of the change."""
     requests = steps_of(stages.ready(SimulatedFailures()).scenario(1), 1)[0]
     held = []
     for some in dealt(requests, GPUS // kind.gpus):
@@ -246,7 +247,8 @@ def _left(stages: FabricStages, kind: EngineKind) -> list[int]:
 
 
 def _recompute_s(contexts: Sequence[int], kind: EngineKind, moves: MoveCosts) -> float:
-    """Until the last engine has all of its own: each to the one that has least, the largest first."""
+    """Return the seconds until the last engine has recomputed its requests, assigned largest first to the least loaded
+    engine."""
     tokens, rebuilt = np.array(sorted(contexts, reverse=True), np.float64), moves.rebuilt_tokens()
     seconds = (tokens if rebuilt is None else rebuilt.over(tokens)) / kind.profile.prefill_tokens_per_s
     loads_s = np.zeros(GPUS // kind.gpus)

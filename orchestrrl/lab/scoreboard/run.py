@@ -1,7 +1,7 @@
-"""All figures of the scoreboard, in the table's order, and which of the paper's nobody can make here.
+"""Make all figures of the scoreboard, in the table's order; also list the paper's figures that cannot be reproduced.
 
-They are made side by side in processes of this machine, and their rows are kept in a folder, so that an interrupted run
-goes on: a file each, valid as long as code and question are the same.
+Figures are made in parallel by local processes. The rows of each are kept in a file of a folder, so that an interrupted
+run continues. A file is valid as long as the code and the options are the same.
 """
 
 import json
@@ -28,58 +28,59 @@ from orchestrrl.lab.sim.run import chosen as chosen_names
 FIGURES: tuple[ScoreboardPart, ...] = (
     ScoreboardPart("2", "Section 2: a job on 72 GPUs", generation.workload),
     ScoreboardPart("2-phases", "Section 2.1: phases of a step", generation.phases),
-    ScoreboardPart("4.1", "Section 4.1: forecast", decisions.forecast, "4 seeds of 20 in its first row"),
+    ScoreboardPart("4.1", "Section 4.1: forecast", decisions.forecast, "4 of 20 seeds in the first row"),
     ScoreboardPart("5", "Figure 5: slack", generation.slack),
     ScoreboardPart(
         "9",
         "Figure 9: throughput on the testbed",
         generation.headline,
-        "Qwen2.5-14B with 15,000 tokens alone, one seed",
+        "only Qwen2.5-14B with 15,000 tokens, one seed",
     ),
-    ScoreboardPart("10", "Figure 10: planning and balancing alone", generation.ablation, "Qwen2.5-14B alone"),
+    ScoreboardPart("10", "Figure 10: ablation of planning and balancing", generation.ablation, "only Qwen2.5-14B"),
     ScoreboardPart("11", "Figure 11: case study", generation.case_study),
     ScoreboardPart("12", "Figure 12: fidelity", fidelity.fidelity),
     ScoreboardPart(
         "13-dense",
         "Figure 13: throughput of fabrics, dense model",
         partial(fabrics.throughput, "qwen2.5-72b"),
-        "512 GPUs alone",
+        "only 512 GPUs",
     ),
     ScoreboardPart(
         "13-moe",
         "Figure 13: throughput of fabrics, mixture of experts",
         partial(fabrics.throughput, "qwen2-57b-a14b"),
-        "512 GPUs alone",
+        "only 512 GPUs",
     ),
     ScoreboardPart("14", "Figure 14: stages by fabric", fabrics.stage_times, "512 GPUs instead of 1,024"),
     ScoreboardPart("15", "Figure 15: cost", fabrics.costs),
     ScoreboardPart(
-        "16", "Figure 16: throughput per dollar", fabrics.frontier, "the mixture of experts at 200 Gbps alone"
+        "16", "Figure 16: throughput per dollar", fabrics.frontier, "only the mixture of experts at 200 Gbps"
     ),
     ScoreboardPart("17", "Figure 17: scheduler and fabric", codesign.two_by_two, "512 GPUs instead of 2,048"),
     ScoreboardPart(
         "18",
-        "Figure 18: a change of engines",
+        "Figure 18: engine change",
         codesign.change_of_engines,
-        "512 GPUs instead of 2,048, three moments to change at instead of five",
+        "512 GPUs instead of 2,048, three times of the change instead of five",
     ),
-    ScoreboardPart("20", "Figure 20: solver", decisions.solver, "1,024 GPUs alone"),
+    ScoreboardPart("20", "Figure 20: solver", decisions.solver, "only 1,024 GPUs"),
     ScoreboardPart("I", "Appendix I: circuits by traffic", sensitivity.allocation, "without weight sync"),
-    ScoreboardPart("I-delays", "Section 7.2.5: delays of circuits", sensitivity.delays, "the dense model alone"),
-    ScoreboardPart("mixed", "Beyond: mixed fleets", sensitivity.mixed_fleets, "up to 64 GPUs"),
-    ScoreboardPart("sync", "Beyond: weight sync", sensitivity.weight_sync),
-    ScoreboardPart("additions", "Beyond: our additions", sensitivity.additions, "the packing balancer alone"),
-    ScoreboardPart("failures", "Beyond: failures", sensitivity.failures),
+    ScoreboardPart("I-delays", "Section 7.2.5: reconfiguration delays", sensitivity.delays, "only the dense model"),
+    ScoreboardPart("mixed", "Beyond the paper: mixed fleets", sensitivity.mixed_fleets, "up to 64 GPUs"),
+    ScoreboardPart("sync", "Beyond the paper: weight sync", sensitivity.weight_sync),
+    ScoreboardPart("additions", "Beyond the paper: additions", sensitivity.additions, "only the packing balancer"),
+    ScoreboardPart("failures", "Beyond the paper: failures", sensitivity.failures),
 )
 
 NOT_HERE: Mapping[str, str] = {
     "fidelity.generation_afd": "there is no public implementation of AFD to measure; the paper's is internal",
-    "fidelity.end_to_end": "takes a testbed that trains and generates; its parts are held alone (docs/fidelity.md)",
+    "fidelity.end_to_end": "needs a testbed that trains and generates; parts are tested separately (docs/fidelity.md)",
 }
 
 
 def chosen(wanted: Sequence[str]) -> list[ScoreboardPart]:
-    """All where none is named; `13` is every one whose id begins with it. Raises ProblemFaults."""
+    """Return the chosen figures, or all if none is named. A number such as `13` selects all parts of that figure.
+    Raises ProblemFaults."""
     known = list(dict.fromkeys(name for figure in FIGURES for name in _names(figure)))
     names = chosen_names(wanted, known, "--figures")
     return [figure for figure in FIGURES if any(name in names for name in _names(figure))]
@@ -91,11 +92,11 @@ def _names(figure: ScoreboardPart) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A figure's rows, and what they took on the machine that made them."""
+    """The rows of a figure, and the seconds to make them."""
 
     id: str
     title: str
-    quick: str  # what there is less of; empty: nothing
+    quick: str  # the reduction of a quick run; empty: none
     rows: tuple[ScoreboardRow, ...]
     seconds: float
 
@@ -104,7 +105,7 @@ _MADE = TypeAdapter(Made)
 
 
 def code_digest() -> str:
-    """Of all that decides about a figure."""
+    """Return the digest of all code on which figures depend."""
     digest = sha256()
     for package in (orchestrrl, planner, balancer):
         assert package.__file__ is not None
@@ -120,7 +121,7 @@ def path_of(folder: Path, id: str, quick: bool) -> Path:
 
 
 def write(folder: Path, made: Made, quick: bool, code: str) -> None:
-    """Whole, or not at all."""
+    """Write a figure's file atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     path = path_of(folder, made.id, quick)
     partly = path.with_suffix(".part")
@@ -129,7 +130,7 @@ def write(folder: Path, made: Made, quick: bool, code: str) -> None:
 
 
 def read(folder: Path, id: str, quick: bool, code: str) -> Made | None:
-    """None where there is none, or none of this code."""
+    """Read a figure's file. Return None if it does not exist, is invalid, or comes from other code."""
     try:
         document = json.loads(path_of(folder, id, quick).read_text(encoding="utf-8"))
         return _MADE.validate_python(document) if document["code"] == code else None
@@ -138,7 +139,7 @@ def read(folder: Path, id: str, quick: bool, code: str) -> Made | None:
 
 
 def as_json(made: Made) -> dict[str, Any]:
-    """Of a bound the open side is null."""
+    """Return a figure as a JSON document. The open side of a bound is null."""
     document: dict[str, Any] = json.loads(_MADE.dump_json(made))
     for fields, row in zip(document["rows"], made.rows, strict=True):
         fields["difference"] = row.difference
@@ -149,23 +150,24 @@ def all_rows(made: Sequence[Made]) -> list[ScoreboardRow]:
     return [row for each in made for row in each.rows]
 
 
-Report = Callable[[str, int, int], None]  # what is under way, done, in all
-# Of those that take minutes, the longest first; others behind them.
+Report = Callable[[str, int, int], None]  # current task, number done, total
+# Figures that take minutes, the longest first. They are started before the others.
 LONGEST_FIRST = ("17", "13-moe", "9", "16", "additions", "10", "18", "13-dense", "14")
 
 
 def make(
     figures: Sequence[ScoreboardPart], quick: bool, folder: Path, report: Report, *, processes: int | None = None
 ) -> list[Made]:
-    """In the order given. Raises Permanent where one cannot be made; those that were made are kept."""
+    """Make the figures and return them in the given order. Raises Permanent if a process ends early; finished figures
+    are kept."""
     code = code_digest()
     found = {figure.id: made for figure in figures if (made := read(folder, figure.id, quick, code)) is not None}
     missing = [figure.id for figure in figures if figure.id not in found]
     waiting = [*(id for id in LONGEST_FIRST if id in missing), *(id for id in missing if id not in LONGEST_FIRST)]
-    report("kept from before", len(found), len(figures))
+    report("kept from an earlier run", len(found), len(figures))
     for id, result in run_tasks(partial(_make, quick=quick), waiting, processes):
         if isinstance(result, ChildProcessError):
-            raise Permanent(f"figure {id}: {result}; run it again, with less memory in use")
+            raise Permanent(f"figure {id}: {result}; free memory and run it again")
         if isinstance(result, Exception):
             raise result
         write(folder, result, quick, code)

@@ -1,5 +1,5 @@
-"""Section 7.2.5 (appendix I): what reconfiguration delays cost, and circuits by traffic against an even split. Beyond
-the paper: mixed fleets, weight sync, failures, and what each of our own additions is worth."""
+"""Reproduce section 7.2.5 (appendix I): the cost of reconfiguration delays, and circuits by traffic against an even
+split. Beyond the paper: mixed fleets, weight sync, failures, and the gain of each of OrchestrRL's additions."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -30,18 +30,18 @@ FIGURE = "Appendix I"
 TRAIN_GPUS = dict(zip(MODELS, given.SHARED_OUT_GPUS.value, strict=True))
 DELAYS_GPUS = dict(zip(MODELS, given.DELAYS_GPUS.value, strict=True))
 KINDS = {
-    "cp": "keys and values round a ring (CP)",
+    "cp": "ring of keys and values (CP)",
     "pp": "point to point (PP)",
     "ep": "all-to-all (EP)",
     "dp_cp": "all-reduce of gradients (DP)",
     "expert_dp": "all-reduce of experts' gradients (DP)",
 }
-# ToRs by rail, as the paper draws them, and ToRs that serve four servers whole, as in a fat tree.
-TORS = {"ToRs by rail": None, "ToRs of 4 servers": 4}
+# Rail-aligned ToRs, as the paper draws them, and ToRs with all NICs of four servers, as in a fat tree.
+TORS = {"rail-aligned ToRs": None, "ToRs of 4 servers": 4}
 
 
 def delays(quick: bool) -> Iterator[ScoreboardRow]:
-    """At the smallest scale."""
+    """Compare reconfiguration delays at the smallest scale."""
     for model in ("qwen2.5-72b",) if quick else tuple(MODELS):
         gpus = given.SCALES.value[0]
         scenario = cases.at_scale(model, DELAYS_GPUS[model], gpus, MODELS[model]).scenario(["rfabric"])
@@ -51,7 +51,7 @@ def delays(quick: bool) -> Iterator[ScoreboardRow]:
         first = found[given.DEVICES.value[0]]
         for device, (train_s, sync_s) in found.items():
             delay = f"{DEVICES[device].reconfiguration_s * 1e3:g} ms ({device})"
-            what = f"{{}}, circuits that change in {delay}, over those of 0.01 ms, {cases.TITLES[model]}"
+            what = f"{{}} time with circuit changes of {delay} over that of 0.01 ms, {cases.TITLES[model]}"
             yield beyond(what.format("training"), train_s / first[0], figure=FIGURE)
             yield beyond(what.format("weight sync"), sync_s / first[1], figure=FIGURE)
 
@@ -63,14 +63,14 @@ def _stage_s(stages: FabricStages) -> tuple[float, float]:
 
 
 def allocation(quick: bool) -> Iterator[ScoreboardRow]:
-    """Circuits evenly over all pairs of ToRs, as a fabric that never changes has them, and evenly over those pairs that
-    send, against circuits by traffic."""
+    """Compare circuits by traffic with circuits even over all ToR pairs, as in a static fabric, and even over the
+    sending pairs."""
     for model in MODELS:
         for tors, servers_per_tor in TORS.items():
             for kind, times_s in _by_allocation(model, servers_per_tor).items():
                 by_traffic_s, senders_s, all_s = times_s
-                what = f"{KINDS[kind]}, even over all pairs against by traffic, {cases.TITLES[model]}, {tors}"
-                senders = f"even over the pairs that send {senders_s / by_traffic_s:.2f}"
+                what = f"{KINDS[kind]}, circuits even over all pairs over by traffic, {cases.TITLES[model]}, {tors}"
+                senders = f"even over the sending pairs {senders_s / by_traffic_s:.2f}"
                 why = f"{by_traffic_s * 1e3:.4g} ms by traffic; {senders}"
                 yield beyond(what, all_s / by_traffic_s, figure=FIGURE, why=why)
     if not quick:
@@ -78,7 +78,8 @@ def allocation(quick: bool) -> Iterator[ScoreboardRow]:
 
 
 def _by_allocation(model: str, servers_per_tor: int | None) -> dict[str, list[float]]:
-    """[by traffic, even over pairs that send, even over all pairs], seconds of each kind that leaves its servers."""
+    """Return [by traffic, even over sending pairs, even over all pairs], the seconds of each kind of collective that
+    crosses servers."""
     job = _job(model)
     servers = Servers(count=job.layout.gpus // 8, nic_gbps=given.NIC_GBPS.value)
     exchanges = traffic(job, servers)
@@ -98,7 +99,7 @@ def _by_allocation(model: str, servers_per_tor: int | None) -> dict[str, list[fl
 
 
 def _all_reduces(job: TrainJob, servers: Servers) -> dict[str, MessageTransfer]:
-    """Of gradients, as a trainer without a distributed optimizer has them; by axis."""
+    """Return the all-reduces of gradients of a trainer without a distributed optimizer, by axis."""
     sizes = dict(zip(("dp_cp", "expert_dp"), stage_parameters(job), strict=True))
     return {
         axis: all_reduce(groups(job, axis), parameters * job.constants.gradient_bytes, servers)
@@ -122,28 +123,29 @@ def _sync_rows() -> list[ScoreboardRow]:
         cases.measured(cases.stages_of(scenario, "rfabric", allocation=each)).sync.seconds
         for each in ("traffic", "uniform")
     )
-    what = f"weight sync, even over the pairs that send against by traffic, {cases.TITLES[model]}"
+    what = f"weight sync, circuits even over sending pairs over by traffic, {cases.TITLES[model]}"
     return [beyond(what, even / by_traffic, figure=FIGURE, why=f"{by_traffic:.3g} s by traffic")]
 
 
-MIXED_GPUS = {False: (12, 64, 1024), True: (12, 64)}  # by whether it is quick
-KEPT = ConfigurationId("tp2")  # of the engines that are there when it is solved
+MIXED_GPUS = {False: (12, 64, 1024), True: (12, 64)}  # by `quick`
+KEPT = ConfigurationId("tp2")  # configuration of the existing engines
 SYNC_FABRICS = ("fat_tree", "oversubscribed", "rfabric")
 
 
 def mixed_fleets(quick: bool) -> Iterator[ScoreboardRow]:
-    """Makespans that the solver finds, lengths known, redeployments and moves included."""
+    """Compare the solver's makespans of uniform and mixed fleets, with known lengths and including redeployments and
+    moves."""
     for gpus in MIXED_GPUS[quick]:
         problem = step(gpus, 1)
         mixed_s = solve(problem).makespan_s
         alone = {}
         for wanted in problem.configurations:
-            # Engines that are there may stay as they are.
+            # Existing engines may remain.
             kept = tuple(each for each in problem.configurations if each.id in (wanted.id, KEPT))
             alone[str(wanted.id)] = solve(replace(problem, configurations=kept)).makespan_s
         best = min(alone, key=lambda name: alone[name])
-        what = f"makespan of a fleet of one configuration (and tp2, as it is) over a mixed one, {gpus:,} GPUs"
-        yield beyond(what, alone[best] / mixed_s, why=f"best of one: {best}, {alone[best]:.0f} s")
+        what = f"makespan of a uniform fleet (plus existing tp2 engines) over that of a mixed fleet, {gpus:,} GPUs"
+        yield beyond(what, alone[best] / mixed_s, why=f"best uniform fleet: {best}, {alone[best]:.0f} s")
 
 
 def weight_sync(quick: bool) -> Iterator[ScoreboardRow]:
@@ -156,31 +158,31 @@ def weight_sync(quick: bool) -> Iterator[ScoreboardRow]:
         found = {each: sync_stage(job, fleet, stages.fabric, each) for each in ("tree", "two_stage", "naive")}
         of = f"{cases.NAMES[kind]}, {cases.TITLES[model]} to {len(fleet)} engines"
         tree = found["tree"]
-        why = f"the tree takes {tree.seconds:.3g} s, {tree.seconds / tree.bound_s:.2f} times what no plan can pass"
-        for name, words in (("two_stage", "two stages, as veRL"), ("naive", "everyone from a holder")):
+        why = f"the tree takes {tree.seconds:.3g} s, {tree.seconds / tree.bound_s:.2f} times the lower bound"
+        for name, words in (("two_stage", "in two stages, as veRL"), ("naive", "directly from holders")):
             ratio = found[name].seconds / tree.seconds
-            yield beyond(f"weight sync in {words}, over our tree, {of}", ratio, why=why)
+            yield beyond(f"weight sync {words}, over the tree, {of}", ratio, why=why)
 
 
 def additions(quick: bool) -> Iterator[ScoreboardRow]:
-    """Samples per second with an addition over those without it, on the testbed."""
+    """Compare samples per second with and without each addition, on the testbed."""
     testbed = "qwen2.5-14b", given.MAX_TOKENS.value[0]
     usual, no_kv = on_testbed(*testbed), on_testbed(*testbed, kv_transfer=False)
     unadmitted, wide = on_testbed(*testbed, admission=False), on_testbed(*testbed, initial="tp2")
     wanted: tuple[tuple[str, FabricStages, str, FabricStages, str], ...] = (
-        ("packing balancer over the paper's rule, balancing alone", usual, "balancing", usual, "balancing_paper"),
+        ("packing balancer over the paper's rule, without planning", usual, "balancing", usual, "balancing_paper"),
         ("packing balancer over the paper's rule, with planning", usual, "both", usual, "both_paper"),
-        ("forecast of the distribution over its mean alone", usual, "both", usual, "mean_only"),
-        ("knowing all lengths over forecasting them", usual, "oracle", usual, "both"),
+        ("forecast of the distribution over forecast of its mean", usual, "both", usual, "mean_only"),
+        ("known lengths over forecast lengths", usual, "oracle", usual, "both"),
         (
-            "admission (gain over cost, cooldown) over changing whenever it pays at all",
+            "plan admission (gain over cost, cooldown) over redeployment at any gain",
             usual,
             "both",
             unadmitted,
             "both",
         ),
-        ("KV handed over, over computed again", usual, "both", no_kv, "both"),
-        ("beginning with the tuned fleet over the paper's eight of TP=2", usual, "both", wide, "both"),
+        ("KV transfer over KV recomputation", usual, "both", no_kv, "both"),
+        ("tuned initial fleet over the paper's eight TP=2 engines", usual, "both", wide, "both"),
     )
     for what, there, arm, here, other in wanted[:1] if quick else wanted:
         with_it, without = (
@@ -190,7 +192,7 @@ def additions(quick: bool) -> Iterator[ScoreboardRow]:
 
 
 def failures(quick: bool) -> Iterator[ScoreboardRow]:
-    """Section 5.4: what is left of an iteration's speed when parts of RFabric are lost."""
+    """Measure section 5.4: the training time when parts of RFabric fail."""
     model, gpus = "qwen2-57b-a14b", given.SCALES.value[0]
     scenario = cases.at_scale(model, given.FAILURES_GPUS.value, gpus, MODELS[model]).scenario(["rfabric"])
     stages = cases.stages_of(scenario, "rfabric")
@@ -203,4 +205,4 @@ def failures(quick: bool) -> Iterator[ScoreboardRow]:
     }
     for what, failed in lost.items():
         ratio = stages.training(failed, job).seconds / whole_s
-        yield beyond(f"training with {what} lost over all there, RFabric, {cases.TITLES[model]}", ratio)
+        yield beyond(f"training time with {what} failed over none, RFabric, {cases.TITLES[model]}", ratio)

@@ -1,1 +1,1 @@
-"""Simulation on a virtual clock, in one process."""
+"""Simulators on a virtual clock, in one process."""

@@ -1,4 +1,4 @@
-"""The engines of a simulated fleet in virtual time, their profiles, and the interface that a redeployment uses."""
+"""Simulate engines in virtual time: their profiles, and the client that redeployments and gateways use."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -16,14 +16,14 @@ BLOCK_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class EngineKind:
-    """A configuration as the simulator runs it. `nic_gbps`: what it sends over each node's NICs while it decodes.
-    `most`: engines that a fleet of it has at most, whatever its GPUs have room for."""
+    """An engine configuration in the simulator. `nic_gbps` is its traffic over the NICs of each node while it decodes.
+    `most` limits the number of engines in a fleet, in addition to the number of GPUs."""
 
     profile: EngineProfile
     nic_gbps: float = 0.0
     prefix_caching: bool = False
     most: int | None = None
-    serving: ServingFacts = UNKNOWN_SERVING  # that its engines report
+    serving: ServingFacts = UNKNOWN_SERVING  # reported by its engines
 
     @property
     def id(self) -> ConfigurationId:
@@ -52,7 +52,7 @@ class EngineKind:
 
 
 def kinds_of(scenario: GenerationScenario) -> dict[ConfigurationId, EngineKind]:
-    """The scenario's configurations, in its order."""
+    """Return the scenario's configurations, in their order."""
     profile = scenario.engines.profile_value
     kinds = [_kind(configuration) for configuration in scenario.engines.configurations]
     kinds += [EngineKind(engine) for engine in profile.configurations] if profile is not None else []
@@ -68,17 +68,18 @@ def _kind(section: EngineConfiguration) -> EngineKind:
         section.kv_capacity_tokens,
         section.max_sequences,
         section.switch_s,
-        Provenance(ProfileSource.MEASURED, "", "as the scenario says"),
+        Provenance(ProfileSource.MEASURED, "", "from the scenario"),
     )
     return EngineKind(profile, section.nic_gbps)
 
 
 def fleet_section(scenario: GenerationScenario, kinds: Mapping[ConfigurationId, EngineKind]) -> dict[str, object]:
-    """What the daemon's configuration file would say of these engines, beside a profile."""
+    """Return the section `fleet` of the daemon's configuration file for these engines. Engines of a profile are not
+    written out."""
     named = (ConfigurationId(configuration.id) for configuration in scenario.engines.configurations)
-    written = [name for name in named if name in kinds]  # the others cannot be used, see run.usable_kinds
+    written = [name for name in named if name in kinds]  # the others are unusable, see run.usable_kinds
     links = scenario.network
-    kv_transfer = {  # links as they are when nobody else uses them: the daemon learns of crowding by itself
+    kv_transfer = {  # bandwidth of idle links: the daemon observes congestion
         "inter_node_gbps_per_gpu": links.nic_gbps_per_node / scenario.gpus_per_node,
         "intra_node_gbps_per_gpu": links.nvlink_gbps_per_gpu,
         "latency_s": links.latency_s,
@@ -92,7 +93,8 @@ def fleet_section(scenario: GenerationScenario, kinds: Mapping[ConfigurationId, 
 
 
 def homogeneous(kind: EngineKind, gpus_count: int, per_node: int) -> dict[EngineId, tuple[GpuId, ...]]:
-    """Return the GPUs of as many engines of one kind as there is room for: inside nodes, or on whole ones."""
+    """Return the GPUs of each engine of a fleet with as many engines of one kind as fit, inside nodes or on whole
+    nodes."""
     size, nodes_gpus = kind.gpus, -(-kind.gpus // per_node) * per_node
     if size > per_node and size != nodes_gpus:
         return {}
@@ -110,7 +112,7 @@ def homogeneous(kind: EngineKind, gpus_count: int, per_node: int) -> dict[Engine
 
 @dataclass(slots=True)
 class VirtualEngine:
-    """One engine process. Its work goes through the scheduler."""
+    """A simulated engine process around a simulated scheduler."""
 
     id: EngineId
     kind: EngineKind
@@ -121,7 +123,7 @@ class VirtualEngine:
     stopped_s: float | None = None
     capabilities_sent: bool = False
     prompt_tokens_total: int = 0
-    running_at: list[tuple[float, int]] = field(default_factory=list)  # (time, running), where it changed
+    running_at: list[tuple[float, int]] = field(default_factory=list)  # (time, running sequences) at each change
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(self.kind.shape, self.started_s)
@@ -157,8 +159,8 @@ RETRY_S = 0.1
 
 
 class VirtualManaged:
-    """A client of the engine at an address, for gateways as well. `find` gives the engine that was started there last;
-    None: none answers."""
+    """A client of the engine at a URL, for redeployments and gateways. `find` returns the engine that was last started
+    at the URL, or None if none responds."""
 
     def __init__(self, url: str, find: Callable[[str], VirtualEngine | None]) -> None:
         self.url = url
@@ -197,19 +199,19 @@ class VirtualManaged:
         return excerpt.logprobs
 
     async def sleep(self) -> None:
-        raise Permanent(f"{self.url}: does not sleep")
+        raise Permanent(f"{self.url}: simulated engines do not support sleep")
 
     async def wake(self) -> None:
-        raise Permanent(f"{self.url}: does not sleep")
+        raise Permanent(f"{self.url}: simulated engines do not support sleep")
 
     async def asleep(self) -> bool:
         return False
 
     async def scale(self, dp: int) -> None:
-        raise Permanent(f"{self.url}: does not scale")
+        raise Permanent(f"{self.url}: simulated engines do not support scaling")
 
     async def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: the client holds no connection."""
 
     def _engine(self) -> VirtualEngine:
         engine = self._find(self.url)

@@ -1,6 +1,6 @@
-"""The gateway of a simulated fleet: the real ledger, fleet and routing; only the relay's HTTP is left out.
+"""Simulate the gateway with the real ledger, engine backends and routing, but without the relay's HTTP.
 
-A request is a count of tokens instead of the tokens. Moves, holding, and what becomes of requests whose engine died
+A request is a count of tokens instead of the tokens. Moves, holds, and the handling of requests whose engine died
 follow gateway/relay.py.
 """
 
@@ -33,10 +33,10 @@ from planner.model import EngineId, NodeId, RequestId, RequestMove, RequestState
 
 @dataclass(slots=True)
 class CountedRecord(RequestRecord):
-    """A record that counts its tokens."""
+    """A request record that counts its tokens instead of storing them."""
 
     generated: int = 0
-    output_tokens: int = 1  # how long its answer will be
+    output_tokens: int = 1  # final length of the answer
 
     @property
     def generated_tokens(self) -> int:
@@ -77,8 +77,9 @@ Finished = Callable[[CountedRecord], None]
 
 
 class VirtualGateway:
-    """Holds every request. `engine_at` knows the engine behind a URL; `arrive` brings a request's KV or tokens to an
-    engine (from another one, where it had KV there) and submits it; `finished` is told of every answer."""
+    """A gateway that holds every request of the simulated fleet. `engine_at` returns the engine at a URL. `arrive`
+    delivers a request's KV or tokens to an engine, possibly from another engine that has its KV, and submits the
+    request. `finished` is called for every completed answer."""
 
     def __init__(
         self,
@@ -94,17 +95,17 @@ class VirtualGateway:
         self._engine_at = engine_at
         self._arrive = arrive
         self._finished = finished
-        # A fleet asks of an engine what VirtualManaged has: where it is, whether it lives, what it offers.
+        # EngineBackends uses only the methods that VirtualManaged has: URL, health and capabilities.
         self.fleet = EngineBackends(
             lambda url: cast(Engine, VirtualManaged(url, engine_at)), clock=clock, routing=routing
         )
         self.ledger = Ledger(keep_finished=1 << 20)
         self.records: dict[RequestId, CountedRecord] = {}
         self.tokens_recomputed = 0
-        self._held: dict[RequestId, tuple[EngineId, float]] = {}  # destination awaited, until when
+        self._held: dict[RequestId, tuple[EngineId, float]] = {}  # destination, deadline
 
     def submit(self, requests: Sequence[SimRequest], to: Sequence[EngineId] | None = None) -> None:
-        """New requests: dealt as given, or routed one by one."""
+        """Accept new requests, and send them to the engines `to`, or route them one by one if None."""
         now_s = self.clock.now_s()
         for index, request in enumerate(requests):
             record = record_of(request, now_s)
@@ -113,7 +114,7 @@ class VirtualGateway:
             self._send(record, None if to is None else self.fleet.get(to[index]), None)
 
     def progressed(self, engine: VirtualEngine, made: Sequence[SequenceProgress], now_s: float) -> None:
-        """Tokens that an engine has made."""
+        """Record the tokens that an engine has generated."""
         if not made:
             return
         backend = self.fleet.get(engine.id)
@@ -129,23 +130,23 @@ class VirtualGateway:
                 self._close(record, backend, progress.finished_s)
 
     def engine_died(self, engine: VirtualEngine) -> None:
-        """What ran there goes on elsewhere, from its tokens."""
+        """Resume the requests of a dead engine on other engines, from their tokens."""
         backend = self.fleet.get(engine.id)
         if backend is None:
             return
         orphans = [cast(CountedRecord, record) for record in backend.records.values()]
         if not orphans and (backend.route.draining or not backend.routed):
-            return  # it was emptied first: a stop, not a crash
+            return  # the engine was drained first: a stop, not a crash
         self.fleet.suspect(backend, "connection refused")
         for record in orphans:
             self.fleet.release(backend, record)
             self._send(record, None, None)
 
     def perform(self, operation: Operation) -> OperationResult:
-        """Carry out one of the daemon's operations; at once, in virtual time."""
+        """Carry out one of the daemon's operations, in no virtual time."""
         now_s = self.clock.now_s()
         if now_s > operation.valid_until_s:
-            return OperationResult(operation.id, self.node, OperationStatus.REFUSED, "it has expired")
+            return OperationResult(operation.id, self.node, OperationStatus.REFUSED, "the operation has expired")
         match operation.action:
             case SetRoutes(routes):
                 faults = self.fleet.set_routes(routes)
@@ -156,7 +157,7 @@ class VirtualGateway:
                 items = tuple(self._move(move, now_s) for move in moves)
                 return OperationResult(operation.id, self.node, status_of(items), items=items)
             case other:
-                detail = f"{other.kind} is for agents, not for gateways"
+                detail = f"gateways do not support {other.kind}"
                 return OperationResult(operation.id, self.node, OperationStatus.FAILED, detail)
 
     def report(self) -> GatewayReport:
@@ -170,7 +171,7 @@ class VirtualGateway:
 
     def _send(self, record: CountedRecord, backend: EngineBackend | None, source: VirtualEngine | None) -> None:
         def placed(backend: EngineBackend | NoBackend) -> None:
-            assert isinstance(backend, EngineBackend)  # its patience has no end
+            assert isinstance(backend, EngineBackend)  # the queue has no time limit
             backend.enter(record, self.clock.now_s())
             self._arrive(record, self._engine_at(backend.engine.url), source)
 
@@ -190,7 +191,7 @@ class VirtualGateway:
         self._finished(record)
 
     def _move(self, move: RequestMove, now_s: float) -> OperationItemResult:
-        """As gateway/core.py and relay.py judge it."""
+        """Move a request with the checks of gateway/core.py and relay.py."""
         record = self.records.get(move.request)
         source_slot, target = self.fleet.get(move.from_engine), self.fleet.get(move.to_engine)
 

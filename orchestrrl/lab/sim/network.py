@@ -1,7 +1,7 @@
-"""What the NICs of simulated nodes carry: moved KV, new weights and engines' own traffic share one budget per node.
+"""Share the NICs of simulated nodes: moved KV, new weights and engines' own traffic share one budget per node.
 
-Fluid: everything that wants to pass a node's NICs gets its wish while all fit, and is cut in proportion where they do
-not. Time goes on between changes, so a transfer costs two events however long it lasts.
+The model is fluid: every flow through a node's NICs gets its demand while the demands fit, and is scaled down in
+proportion otherwise. A transfer costs two events, however long it takes.
 """
 
 import asyncio
@@ -14,13 +14,13 @@ from planner.sync_tree.network import LeftForMoves
 
 Node = int
 Cargo = Literal["moves", "weight sync"]
-# Less than this is rounding.
+# Smaller remainders are rounding errors.
 LAST_GBIT = 1e-6
 
 
 @dataclass(slots=True, eq=False)
 class _Flow:
-    nodes: tuple[Node, ...]  # whose NICs it passes; none: it stays inside a node
+    nodes: tuple[Node, ...]  # the nodes whose NICs it uses; empty inside a node
     wish_gbps: float
     left_gbit: float
     done: asyncio.Future[None]
@@ -29,7 +29,8 @@ class _Flow:
 
 
 class NodeNetwork:
-    """`share` False: nobody is in anybody's way, to see what sharing costs. `changed` is told when loads change."""
+    """The NICs of the simulated nodes. With `share` False, flows do not slow each other down, which measures the cost
+    of sharing. `changed` is called when loads change."""
 
     def __init__(self, clock: Clock, nic_gbps: float, share: bool, changed: Callable[[], None]) -> None:
         self._clock = clock
@@ -42,7 +43,7 @@ class NodeNetwork:
         self._next: asyncio.Task[None] | None = None
 
     async def transfer(self, nodes: tuple[Node, ...], wish_gbps: float, gbytes: float, cargo: Cargo = "moves") -> None:
-        """Returns when the bytes are there. `nodes` are those whose NICs are passed."""
+        """Transfer the bytes through the NICs of `nodes`, and return after they have arrived."""
         flow = _Flow(nodes, wish_gbps, gbytes * 8, asyncio.get_running_loop().create_future(), cargo)
         self._settle()
         self._flows.append(flow)
@@ -56,7 +57,7 @@ class NodeNetwork:
                 self._replan()
 
     def engines_send(self, gbps: Mapping[Node, float]) -> None:
-        """What engines send over each node's NICs from now on, as they decode."""
+        """Set the traffic that decoding engines send over each node's NICs from now on."""
         if gbps == self._engines_gbps:
             return
         self._settle()
@@ -64,14 +65,14 @@ class NodeNetwork:
         self._replan()
 
     def crowding(self, node: Node) -> float:
-        """Wishes over budget; at most 1 where all get theirs."""
+        """Return the demand on a node's NICs over their capacity; at most 1 if all demands are met."""
         if not self._share:
             return 0.0
         wishes = sum(flow.wish_gbps for flow in self._flows if node in flow.nodes)
         return (wishes + self._engines_gbps.get(node, 0.0)) / self._nic_gbps
 
     def left_for_moves(self) -> LeftForMoves:
-        """On the node where it is least."""
+        """Return the bandwidth left for moves on the most loaded node, and the traffic that uses the rest."""
         nodes = {node for flow in self._flows for node in flow.nodes} | set(self._engines_gbps)
         takers = [
             {
@@ -89,14 +90,14 @@ class NodeNetwork:
             self._next.cancel()
 
     def _settle(self) -> None:
-        """Bring what is left of each flow up to now."""
+        """Subtract the traffic since the last call from each flow."""
         now_s = self._clock.now_s()
         for flow in self._flows:
             flow.left_gbit -= flow.gbps * (now_s - self._settled_s)
         self._settled_s = now_s
 
     def _replan(self) -> None:
-        """New rates, and an alarm for the first flow that ends at them."""
+        """Set new rates, and a timer for the first flow to end at these rates."""
         crowding = {node: self.crowding(node) for flow in self._flows for node in flow.nodes}
         for flow in self._flows:
             flow.gbps = flow.wish_gbps / max([1.0, *(crowding[node] for node in flow.nodes)])

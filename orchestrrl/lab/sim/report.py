@@ -1,4 +1,4 @@
-"""What a run of scenarios came to: one JSON object, a table's rows, pictures."""
+"""Report the outcome of a scenario as a JSON object, table rows, and charts."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
@@ -13,15 +13,15 @@ from orchestrrl.lab.sim.run import ArmRun, NotKnowing, ScenarioOutcome
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Of the seeds' figures those that are reported by their names, as medians.
+# Fields of SeedRun that are reported under the same name, as medians over seeds.
 MEDIANS = ("idle_fraction", "moves", "redeployments", "tokens_recomputed", "preemptions", "transfers")
 KNOWN = {
     "packed_known": "static packing, all lengths",
     "prompts_known": "static placement, each prompt's distribution of lengths",
 }
 LEGEND = (
-    "medians over seeds; per s: samples; gain: over verl_to's samples per second; recomputed: tokens; "
-    "off: of plans' predicted ends"
+    "medians over seeds; per s: samples; gain: relative to verl_to's samples per second; recomputed: tokens; "
+    "off: relative error of plans' predicted makespans"
 )
 
 
@@ -44,20 +44,20 @@ def as_json(outcome: ScenarioOutcome) -> dict[str, Any]:
 
 
 def marks(outcome: ScenarioOutcome) -> Iterator[str]:
-    """What stands beside the arms, a line each."""
+    """Yield the lines that are printed below the table of arms."""
     sweep = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in outcome.static_makespan_s.items())
     yield f"static fleets, median makespan: {sweep}"
     also = "" if outcome.ceiling_gain is None else f", {outcome.ceiling_gain:.3f} over verl_to"
-    yield f"even spreading with free redeployments: {outcome.ceiling.gain:.3f} over even spreading{also}"
+    yield f"even spreading with free redeployments: gain {outcome.ceiling.gain:.3f} over even spreading{also}"
     for name, what in KNOWN.items():
         run = outcome.arm(name)
         if run is not None and outcome.gain(run) is not None:
-            yield f"{what} known: {_decimals(outcome.gain(run))}"
+            yield f"{what} known: gain {_decimals(outcome.gain(run))}"
     if outcome.not_knowing is not None:
         yield from _not_knowing_lines(outcome.not_knowing)
     if outcome.contention_s is not None:
         yield f"price of contention: sharing the NICs adds {outcome.contention_s:.1f} s to a step of `both`"
-        yield "static arms have the NICs to themselves"
+        yield "static arms do not share the NICs"
 
 
 def _not_knowing_lines(found: NotKnowing) -> Iterator[str]:
@@ -87,7 +87,7 @@ def _arm_json(outcome: ScenarioOutcome, run: ArmRun) -> dict[str, Any]:
 
 
 def rows(outcome: ScenarioOutcome) -> Iterator[dict[str, Any]]:
-    """The fields of each arm, to be shown in COLUMNS."""
+    """Yield the fields of each arm, for the columns in COLUMNS."""
     for run in outcome.arms:
         yield {"arm": run.arm, **_arm_json(outcome, run)}
 
@@ -119,8 +119,8 @@ def _decimals(value: float | None) -> str | None:
 
 
 def plot(outcome: ScenarioOutcome, folder: Path) -> list[Path]:
-    """Remaining requests over time, all arms in one picture; and for each arm how busy which GPU was. The first seed's
-    last step. The folder is there."""
+    """Draw the first seed's last step into `folder`, which must exist: one chart of the remaining requests of all arms
+    over time, and one chart per arm of the load of each GPU. Return the paths."""
     figure, [[axis]] = axes(width=8)
     add_stairs(axis, [ChartLine(run.arm, run.seeds[0].remaining) for run in outcome.arms])
     axis.set(
@@ -136,7 +136,7 @@ def plot(outcome: ScenarioOutcome, folder: Path) -> list[Path]:
 
 
 def _busy_figure(run: ArmRun, gpus: int) -> "Figure":
-    """GPUs upwards, time to the right; the darker, the more sequences an engine runs."""
+    """Draw the load of each GPU (vertical) over time (horizontal); darker means more running sequences."""
     spans = run.seeds[0].spans
     most = max((count for span in spans for _, count in span.running), default=1) or 1
     figure, [[axis]] = axes(width=8, height=min(12.0, 1.5 + 0.2 * gpus))

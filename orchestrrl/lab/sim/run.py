@@ -1,5 +1,5 @@
-"""Run a scenario: every arm over every seed, the same requests for all of them. Where the control plane acts, a seed
-goes through a simulated world."""
+"""Run a scenario: every arm over every seed, with the same requests for all arms. Arms with the control plane run in a
+simulated world."""
 
 import asyncio
 import hashlib
@@ -34,7 +34,7 @@ from planner.model import ConfigurationId, RequestId
 
 @dataclass(slots=True)
 class EngineSpan:
-    """One engine on its GPUs, for pictures: how many sequences it ran from when on."""
+    """The running sequences of one engine over time, for charts."""
 
     engine: str
     configuration: str
@@ -47,7 +47,7 @@ class EngineSpan:
 
 @dataclass(slots=True)
 class SeedRun:
-    """One arm over the measured steps of one seed. Pictures show the last step."""
+    """The results of one arm over the measured steps of one seed. `remaining` and `spans` describe the last step."""
 
     seed: int
     makespan_s: list[float] = field(default_factory=list)  # by step
@@ -59,8 +59,8 @@ class SeedRun:
     redeployments: int = 0
     tokens_recomputed: int = 0
     preemptions: int = 0
-    transfers: int = 0  # of KV, instead of computing it again
-    predicted_actual_s: list[tuple[float, float]] = field(default_factory=list)  # of each plan
+    transfers: int = 0  # KV transfers, instead of recomputation
+    predicted_actual_s: list[tuple[float, float]] = field(default_factory=list)  # makespans of each plan
     remaining: list[tuple[float, int]] = field(default_factory=list)
     spans: list[EngineSpan] = field(default_factory=list)
     journal_digest: str = ""
@@ -74,20 +74,20 @@ class SeedRun:
         return self.samples / self.total_s
 
 
-Report = Callable[[str, int, int], None]  # what is under way, done, in all
+Report = Callable[[str, int, int], None]  # current task, number done, total
 
 
 @dataclass(frozen=True, slots=True)
 class ArmControl:
-    """What of ours an arm switches on."""
+    """The OrchestrRL features that an arm enables."""
 
     planning: bool
-    policy: str | None  # of the fast loop; None: what the scenario's daemon says
-    routed: bool = True  # by the gateway, request by request; otherwise dealt as the framework deals
+    policy: str | None  # of the fast loop; None: the policy of the scenario's daemon
+    routed: bool = True  # the gateway routes each request; otherwise prompts are assigned round-robin
     knowledge: str = "forecast"
 
 
-# A gain that no plan brings.
+# A gain that no plan can reach.
 NEVER_WORTH_IT_S = 1e9
 
 CONTROLS = {
@@ -103,7 +103,7 @@ CONTROLS = {
 
 @dataclass(frozen=True, slots=True)
 class ControlledRun:
-    """Everything that decides how it goes."""
+    """The inputs of one run of an arm with the control plane."""
 
     scenario: GenerationScenario
     kinds: Mapping[ConfigurationId, EngineKind]
@@ -119,13 +119,13 @@ class ControlledRun:
 
     @property
     def known_output_tokens(self) -> dict[RequestId, int] | None:
-        """An oracle's knowledge of every answer; None for the other arms."""
+        """The length of every answer for the oracle arm; None for other arms."""
         if self.control.knowledge != "oracle":
             return None
         return {request.id: request.output_tokens for requests in self.steps for request in requests}
 
     def run(self, report: Report, keep_journal: Path | None = None) -> SeedRun:
-        """The journal goes away afterwards, unless it is to be kept at a path."""
+        """Run the seed. The journal is deleted afterwards, unless `keep_journal` is its path."""
         with tempfile.TemporaryDirectory(prefix="orchestrrl-sim-") as folder:
             path = keep_journal or Path(folder) / "journal.sqlite"
             run = asyncio.run(self._run(path, report))
@@ -133,7 +133,7 @@ class ControlledRun:
         return run
 
     def config(self) -> Config:
-        """The scenario's daemon, with the loops that the arm leaves out made to hold."""
+        """Return the configuration of the scenario's daemon, with the loops that the arm disables set to hold."""
         daemon = self.scenario.daemon
         sections = {name: dict(daemon.get(name) or {}) for name in ("fast", "slow")}
         if self.control.policy is not None:
@@ -165,7 +165,7 @@ class ControlledRun:
                     _add(run, world, -1)
                 label = f"{self.arm}, seed {self.seed}, step {index + 1} of {len(self.steps)}"
                 engines = sorted(world.engines)
-                dealt = [engines[request.group_index % len(engines)] for request in requests]  # whole prompts in turn
+                dealt = [engines[request.group_index % len(engines)] for request in requests]  # prompts round-robin
                 dealt_to = None if self.control.routed else dealt
                 step = await world.run_step(requests, dealt_to, partial(report, label))
                 check_answers(step.finish_s, step.output_tokens, requests)
@@ -185,7 +185,7 @@ class ControlledRun:
 
 
 def check_answers(finish_s: Sequence[float], output_tokens: int, requests: Sequence[SimRequest]) -> None:
-    """Raise AssertionError unless every request has its whole answer, once."""
+    """Raise AssertionError unless every request has exactly one complete answer."""
     wanted = sum(request.output_tokens for request in requests)
     if len(finish_s) != len(requests) or output_tokens != wanted:
         raise AssertionError(f"{len(finish_s)} of {len(requests)} answers, {output_tokens} of {wanted} tokens")
@@ -200,7 +200,7 @@ def _busy_gpu_s(world: World) -> float:
 
 
 def _add(run: SeedRun, world: World, sign: int) -> None:
-    """Add the world's counters so far to the run's, or take them off."""
+    """Add the world's counters, times `sign`, to those of the run."""
     run.moves += sign * world.fleet.state.totals.moves_done
     run.redeployments += sign * world.machines.starts_total
     run.tokens_recomputed += sign * world.gateway.tokens_recomputed
@@ -221,7 +221,7 @@ def _picture(world: World, step: StepRecord, run: SeedRun) -> None:
 
 
 def _read_journal(path: Path, run: SeedRun) -> None:
-    """What the plans foresaw, and a digest of all that was written down."""
+    """Read the predicted and actual makespans of plans, and a digest of all entries, from the journal."""
     reader = JournalReader(path)
     digest = hashlib.sha256()
     for entry in reader.since(0, limit=10_000_000):
@@ -235,7 +235,7 @@ def _read_journal(path: Path, run: SeedRun) -> None:
 @dataclass(slots=True)
 class ArmRun:
     arm: str
-    configuration: str  # that it begins with
+    configuration: str  # the initial one
     seeds: list[SeedRun]
 
     @property
@@ -244,28 +244,28 @@ class ArmRun:
 
     @property
     def calibration_error(self) -> float | None:
-        """Median over plans of how far the predicted end was from the actual one, relative."""
+        """The relative error of predicted makespans, median over plans; None without plans."""
         errors = [abs(p - a) / a for run in self.seeds for p, a in run.predicted_actual_s if a > 0]
         return median(errors) if errors else None
 
 
 @dataclass(frozen=True, slots=True)
 class NotKnowing:
-    """Median makespans by what the planner knows of lengths, beside the tuned static baseline's."""
+    """Median makespans with different knowledge of output lengths, and that of the tuned static baseline."""
 
     static_s: float
     forecast_s: float
     oracle_s: float
-    mean_s: float | None  # None: the arm was not run
+    mean_s: float | None  # None if the arm was not run
 
     @property
     def price_s(self) -> float:
-        """What knowing the lengths would save."""
+        """The seconds that exact knowledge of the lengths would save."""
         return self.forecast_s - self.oracle_s
 
     @property
     def kept(self) -> float | None:
-        """Share of the oracle's gain that the forecast keeps; None where the oracle gains nothing."""
+        """The fraction of the oracle's gain that the forecast reaches; None if the oracle gains nothing."""
         gain_s = self.static_s - self.oracle_s
         return (self.static_s - self.forecast_s) / gain_s if gain_s > 0 else None
 
@@ -274,28 +274,28 @@ class NotKnowing:
 class ScenarioOutcome:
     scenario: GenerationScenario
     arms: list[ArmRun]
-    static_makespan_s: dict[str, float]  # of the sweep behind verl_to, by configuration
+    static_makespan_s: dict[str, float]  # of the sweep that tunes verl_to, by configuration
     ceiling: Ceiling  # of the measured steps of all seeds
-    alone_s: float | None = None  # makespan of `both` had it shared no NICs; None: it shares none, or was not run
+    alone_s: float | None = None  # makespan of `both` without sharing of NICs; None if none are shared, or not run
 
     def arm(self, name: str) -> ArmRun | None:
         return next((run for run in self.arms if run.arm == name), None)
 
     @property
     def ceiling_gain(self) -> float | None:
-        """Over the tuned static baseline, whose prompts are dealt in turn; None where that was not run."""
+        """The ceiling's gain over the tuned static baseline with round-robin prompts; None if that was not run."""
         baseline = self.arm("verl_to")
         return None if baseline is None else sum(run.total_s for run in baseline.seeds) / self.ceiling.redeploying_s
 
     @property
     def contention_s(self) -> float | None:
-        """What sharing the NICs adds to a step of the arm `both`."""
+        """The seconds that sharing the NICs adds to a step of the arm `both`."""
         both = self.arm("both")
         return both.makespan_s - self.alone_s if both is not None and self.alone_s is not None else None
 
     @property
     def not_knowing(self) -> NotKnowing | None:
-        """None where one of the arms that it takes was not run."""
+        """The makespans by knowledge of lengths; None if a required arm was not run."""
         static, forecast, oracle, mean = (self.arm(name) for name in ("verl_to", "both", "oracle", "mean_only"))
         if static is None or forecast is None or oracle is None:
             return None
@@ -304,7 +304,7 @@ class ScenarioOutcome:
         )
 
     def gain(self, run: ArmRun) -> float | None:
-        """Samples per second over those of the tuned static baseline: median over seeds."""
+        """Return the samples per second relative to the tuned static baseline, median over seeds."""
         baseline = self.arm("verl_to")
         if baseline is None:
             return None
@@ -313,7 +313,8 @@ class ScenarioOutcome:
 
 
 def chosen(names: Sequence[str], known: Sequence[str], option: str) -> list[str]:
-    """As they are named, each once; all that are known where none is. Raises ProblemFaults."""
+    """Return `names` without duplicates, or all of `known` if there are none. Raises ProblemFaults for unknown
+    names."""
     faults = [
         f"{option}[{i}]: must be one of {', '.join(known)}, got {name!r}"
         for i, name in enumerate(names)
@@ -325,14 +326,15 @@ def chosen(names: Sequence[str], known: Sequence[str], option: str) -> list[str]
 
 
 def chosen_arms(names: Sequence[str]) -> list[str]:
-    """In the order in which they are reported. Raises ProblemFaults."""
+    """Return the chosen arms in the order of ARMS. Raises ProblemFaults for unknown names."""
     return sorted(chosen(names, ARMS, "--arms"), key=ARMS.index) if names else []
 
 
 def run_scenario(
     scenario: GenerationScenario, arms: Sequence[str], seeds: Sequence[int], report: Report
 ) -> ScenarioOutcome:
-    """The static sweep always runs: it chooses what our arms begin with. Raises ProblemFaults, Permanent."""
+    """Run the arms over the seeds. The static sweep always runs, because it chooses the initial configuration of
+    OrchestrRL's arms. Raises ProblemFaults, Permanent."""
     if faults := _unusable(scenario):
         raise ProblemFaults(faults)
     kinds = usable_kinds(scenario)
@@ -372,8 +374,8 @@ def steps_of(scenario: GenerationScenario, seed: int) -> Steps:
 
 
 def _unusable(scenario: GenerationScenario) -> list[str]:
-    """Faults of configurations that the scenario writes out, or begins with, and that no engine can be of. Those of a
-    profile are left out of the run instead: it may describe more than one job uses."""
+    """Return the faults of inline configurations, and of the initial one, that cannot run on the scenario's GPUs.
+    Unusable configurations of a profile are skipped instead, because a profile may describe more than one job uses."""
     longest, faults = _longest_tokens(scenario), []
     kinds = kinds_of(scenario)
     for index, section in enumerate(scenario.engines.configurations):
@@ -402,7 +404,7 @@ def _holds(kind: EngineKind, tokens: int) -> bool:
 
 
 def usable_kinds(scenario: GenerationScenario) -> dict[ConfigurationId, EngineKind]:
-    """Configurations that have room for the longest request, and of which there is at least one engine."""
+    """Return the configurations that hold the longest request and fit at least once on the GPUs."""
     longest = _longest_tokens(scenario)
     every = kinds_of(scenario)
     kinds = {
@@ -411,7 +413,7 @@ def usable_kinds(scenario: GenerationScenario) -> dict[ConfigurationId, EngineKi
         if _holds(kind, longest) and homogeneous(kind, scenario.gpus, scenario.gpus_per_node)
     }
     if not kinds:
-        wish = f"none fits {scenario.gpus} GPUs and holds a request of {longest} tokens"
+        wish = f"one must fit {scenario.gpus} GPUs and hold a request of {longest} tokens"
         raise ProblemFaults([f"engines.configurations: {wish}, got {[str(name) for name in every]}"])
     return kinds
 
@@ -422,7 +424,7 @@ def _shares_links(scenario: GenerationScenario, kinds: Mapping[ConfigurationId, 
 
 
 def _static_run(scenario: GenerationScenario, seed: int, steps: Sequence[Ran]) -> SeedRun:
-    """Return a seed's run without its warm-up."""
+    """Return the results of a static arm for one seed, without the warm-up."""
     ran = measured(scenario, steps)
     run = SeedRun(seed, [step.makespan_s for _, step in ran], sum(step.samples for _, step in ran))
     run.busy_gpu_s = sum(sum(step.busy_s) * kind.gpus for kind, step in ran)

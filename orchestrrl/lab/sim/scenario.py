@@ -1,6 +1,7 @@
-"""A scenario of the generation simulator: read from YAML and checked, every fault at once.
+"""Read a scenario of the generation simulator from YAML, and report all of its faults at once.
 
-`daemon` is a daemon's own configuration file; what a daemon would find out about its engines stands beside it.
+The section `daemon` is a daemon's configuration file. The other sections describe the engines, network and workload,
+which a real daemon would observe.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -19,7 +20,7 @@ from orchestrrl.gateway.routing.strategies import DEFAULT_POLICY, STRATEGIES
 from planner.cost.paper import PROFILES, named_profile
 from planner.cost.profile import Profile
 
-FOLDER = "scenarios"  # of the built-in ones, in orchestrrl/lab/sim/
+FOLDER = "scenarios"  # folder of the built-in scenarios, in orchestrrl/lab/sim/
 EXAMPLE = "quickstart"
 
 ARMS = (
@@ -37,7 +38,7 @@ ARMS = (
     "prompts_known",
 )
 
-# Of a 14B model in bf16: 48 layers, 8 KV heads of 128.
+# KV bytes per token of a 14B model in bf16: 48 layers, 8 KV heads of 128.
 KV_BYTES_PER_TOKEN = 196608.0
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -47,7 +48,7 @@ Name = Annotated[str, Field(min_length=1)]
 
 
 def one_of(names: Iterable[str]) -> AfterValidator:
-    """Return the check that a text is one of these."""
+    """Return a validator that accepts only the given names."""
     known = list(names)
 
     def check(name: str) -> str:
@@ -62,6 +63,8 @@ Arm = Annotated[str, one_of(ARMS)]
 
 
 class ScenarioSection(BaseModel):
+    """Base class of scenario sections: immutable, without unknown fields."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
@@ -81,7 +84,7 @@ class ParetoLengths(ScenarioSection):
 
 
 class HistogramLengths(ScenarioSection):
-    """Tokens at quantiles, log-linear in between."""
+    """A distribution of lengths given by its quantiles, with log-linear interpolation."""
 
     kind: Literal["histogram"]
     quantiles: Annotated[tuple[Annotated[float, Field(ge=0, le=1)], ...], Field(min_length=2)]
@@ -90,7 +93,9 @@ class HistogramLengths(ScenarioSection):
     @model_validator(mode="after")
     def _ascending(self) -> "HistogramLengths":
         if len(self.quantiles) != len(self.tokens):
-            raise ValueError(f"quantiles and tokens must be as many, {len(self.quantiles)} and {len(self.tokens)} are")
+            raise ValueError(
+                f"quantiles and tokens must be equally long, got {len(self.quantiles)} and {len(self.tokens)}"
+            )
         if self.quantiles[0] != 0 or self.quantiles[-1] != 1 or list(self.quantiles) != sorted(set(self.quantiles)):
             raise ValueError("quantiles must ascend from 0 to 1")
         if list(self.tokens) != sorted(self.tokens):
@@ -99,7 +104,7 @@ class HistogramLengths(ScenarioSection):
 
 
 class EmpiricalLengths(ScenarioSection):
-    """Lengths as they were seen, each as likely as the other."""
+    """Observed lengths, each with the same probability."""
 
     kind: Literal["empirical"]
     tokens: Annotated[tuple[Count, ...], Field(min_length=1)]
@@ -109,7 +114,7 @@ Lengths = Annotated[LognormalLengths | ParetoLengths | HistogramLengths | Empiri
 
 
 class WorkloadSection(ScenarioSection):
-    """What each step asks for. The first `warmup_steps` teach the forecast and are not measured."""
+    """The requests of each step. The first `warmup_steps` train the length forecast and are not measured."""
 
     prompts: Count
     samples: Count = 8
@@ -120,18 +125,18 @@ class WorkloadSection(ScenarioSection):
     drift_per_step: Annotated[float, Field(gt=-1, lt=10)] = 0.0
     steps: Count = 1
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    gap_s: NotNegative = 0.0  # between two steps: the fleet waits for weights
+    gap_s: NotNegative = 0.0  # pause between two steps, in which the fleet waits for weights
 
     @model_validator(mode="after")
     def _sane(self) -> "WorkloadSection":
         if self.prompt_tokens[0] > self.prompt_tokens[1]:
-            raise ValueError(f"prompt_tokens must be [least, most], got {list(self.prompt_tokens)}")
+            raise ValueError(f"prompt_tokens must be [min, max], got {list(self.prompt_tokens)}")
         return self
 
 
 class EngineConfiguration(ScenarioSection):
-    """One way to run an engine. A decode step takes alpha_s + beta_s * sequences + gamma_s * KV tokens; a profile has
-    curves."""
+    """An engine configuration whose decode step takes alpha_s + beta_s * sequences + gamma_s * KV tokens. Profiles have
+    curves instead."""
 
     id: Name
     gpus: Count
@@ -142,25 +147,25 @@ class EngineConfiguration(ScenarioSection):
     max_sequences: Count
     prefill_tokens_per_s: Positive
     switch_s: NotNegative
-    nic_gbps: NotNegative = 0.0  # what it sends over NICs while it decodes (EP, AFD), per node
+    nic_gbps: NotNegative = 0.0  # traffic over the NICs of each node while it decodes (EP, AFD)
 
 
 class ProfiledSection(ScenarioSection):
-    """Engines that a profile may describe: a built-in one, or a file, from the scenario's folder."""
+    """Engines that may come from a profile: a built-in one, or a file relative to the scenario's folder."""
 
     profile: Name | None = None
-    initial: str | None = None  # what our arms begin with; by default the tuned static baseline's
-    prefix_caching: bool = False  # samples of one prompt that run on one engine have its KV in common
-    _profile: Profile | None = PrivateAttr(None)  # what `profile` names, once it is read
+    initial: str | None = None  # initial configuration of OrchestrRL's arms; by default the tuned static baseline's
+    prefix_caching: bool = False  # samples of one prompt on one engine share the prompt's KV
+    _profile: Profile | None = PrivateAttr(None)  # the profile named by `profile`, after it has been read
 
     @property
     def profile_value(self) -> Profile | None:
-        """The profile that `profile` names, with its curves."""
+        """The profile named by `profile`, with its curves."""
         return self._profile
 
 
 class EnginesSection(ProfiledSection):
-    """The ways to run engines: inline, or from a profile."""
+    """The engine configurations of a scenario, given inline or by a profile."""
 
     configurations: tuple[EngineConfiguration, ...] = ()
     kv_bytes_per_token: Positive | None = None  # by default the profile's
@@ -168,19 +173,19 @@ class EnginesSection(ProfiledSection):
     @model_validator(mode="after")
     def _one_source(self) -> "EnginesSection":
         if (self.profile is None) == (not self.configurations):
-            raise ValueError("needs either a profile or configurations")
+            raise ValueError("must have either profile or configurations")
         return self
 
     @classmethod
     def of(cls, profile: Profile, **options: Any) -> "EnginesSection":
-        """Of a profile that is there already."""
+        """Build the section from a profile object."""
         section = cls(profile=profile.model, **options)
         section._profile = profile
         return section
 
     @property
     def moved_bytes_per_token(self) -> float:
-        """Of KV that goes to another engine."""
+        """Bytes per token of KV that moves to another engine."""
         moves = self._profile.moves if self._profile is not None else None
         return self.kv_bytes_per_token or (moves.kv_bytes_per_token if moves else KV_BYTES_PER_TOKEN)
 
@@ -191,17 +196,17 @@ class EnginesSection(ProfiledSection):
 
 
 class NetworkSection(ScenarioSection):
-    """What a node's NICs carry together: moved KV, new weights, traffic of EP and AFD."""
+    """The network of a node. Its NICs carry moved KV, new weights, and the traffic of EP and AFD."""
 
     nic_gbps_per_node: Positive = 1600.0
     nvlink_gbps_per_gpu: Positive = 1600.0
-    kv_transfer: bool = False  # engines can hand KV over; otherwise a moved request is recomputed
+    kv_transfer: bool = False  # engines can transfer KV; otherwise a moved request is recomputed
     latency_s: NotNegative = 0.002
-    weight_gbytes: NotNegative = 0.0  # of new weights for each engine, from a step's start on, while it generates
+    weight_gbytes: NotNegative = 0.0  # new weights per engine, sent from a step's start on while it generates
 
 
 class GenerationControlSection(ScenarioSection):
-    """How often agents and gateways speak, in virtual seconds."""
+    """The report intervals of agents and gateways, in virtual seconds."""
 
     scrape_interval_s: Positive = 1.0
     rate_window_s: Positive = 4.0
@@ -209,25 +214,28 @@ class GenerationControlSection(ScenarioSection):
 
 
 class GatewaySection(ScenarioSection):
-    """How our arms route, where requests are not dealt; `queue_depth` 0: none wait in the gateway."""
+    """The gateway's routing, for arms in which the gateway routes requests. `queue_depth` 0: no queue in the
+    gateway."""
 
     policy: Annotated[str, one_of(STRATEGIES)] = DEFAULT_POLICY
     queue_depth: Annotated[int, Field(ge=0)] = 0
 
 
 class GenerationFaultSection(ScenarioSection):
-    """Something that goes wrong, at a time of the whole run."""
+    """An engine failure at a time of the run."""
 
     at_s: NotNegative
-    kill_engine: Name  # an engine of our arms, by its id (e0, e1, ...)
-    back_after_s: NotNegative | None = None  # None: it stays away
+    kill_engine: Name  # engine id (e0, e1, ...); affects OrchestrRL's arms only
+    back_after_s: NotNegative | None = None  # None: it does not restart
 
 
 class GenerationScenario(ScenarioSection):
+    """A scenario of `orchestrrl sim gen`: workload, engines, network, and the arms to compare."""
+
     name: Name
     seeds: Annotated[tuple[int, ...], Field(min_length=1)] = (1, 2, 3)
     arms: Annotated[tuple[Arm, ...], Field(min_length=1)] = ARMS
-    partial_share: Annotated[float, Field(gt=0, le=1)] = 0.9  # of a step's requests that partial rollout waits for
+    partial_share: Annotated[float, Field(gt=0, le=1)] = 0.9  # fraction of requests for which partial rollout waits
     gpus: Count
     gpus_per_node: Count = 8
     workload: WorkloadSection
@@ -237,49 +245,49 @@ class GenerationScenario(ScenarioSection):
     gateway: GatewaySection = GatewaySection()
     faults: tuple[GenerationFaultSection, ...] = ()
     daemon: dict[str, Any] = Field(default_factory=dict)
-    paper: dict[str, float] = Field(default_factory=dict)  # what a paper reports, by arm, to stand beside ours
+    paper: dict[str, float] = Field(default_factory=dict)  # gains reported by a paper, by arm, for comparison
 
     def daemon_config(self, fleet: dict[str, Any]) -> Config:
-        """The daemon's configuration with this fleet put in. Engines of a profile it knows by their curves."""
+        """Return the daemon's configuration with the section `fleet` added. Engines of a profile have its curves."""
         return parse_config(dump_yaml({**self.daemon, "fleet": fleet}), profile=self.engines.profile_value)
 
 
 def load_scenario(source: str) -> GenerationScenario:
-    """The scenario in a file, or the built-in one of that name. Raises ProblemFaults with every fault, those of a
-    profile that it names included."""
+    """Load a scenario from a file, or the built-in scenario of that name. Raises ProblemFaults with all faults,
+    including those of its profile."""
     return parse_scenario(*scenario_text(source, FOLDER))
 
 
 def scenario_text(source: str, built_in: str) -> tuple[str, Path]:
-    """Return the text of a file, or of the scenario of that name in the folder `built_in`, and the folder that its own
-    files are found from. Raises ProblemFaults."""
+    """Return the text of a file, or of the scenario of that name in the folder `built_in`, and the folder to which its
+    own file names are relative. Raises ProblemFaults."""
     path = Path(source)
     if path.suffix in (".yaml", ".yml"):
         return read_text(path), path.parent
     names = scenario_names(built_in)
     if source not in names:
-        raise ProblemFaults([f"(scenario): is neither a .yaml file nor one of {', '.join(names)}, got {source!r}"])
+        raise ProblemFaults([f"(scenario): must be a .yaml file or one of {', '.join(names)}, got {source!r}"])
     return files("orchestrrl.lab.sim").joinpath(built_in, f"{source}.yaml").read_text(encoding="utf-8"), Path()
 
 
 def scenario_names(built_in: str) -> list[str]:
-    """Return the names of the built-in scenarios in that folder."""
+    """Return the names of the built-in scenarios in the folder `built_in`."""
     folder = files("orchestrrl.lab.sim").joinpath(built_in)
     return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
 
 
 def with_steps(scenario: GenerationScenario, steps: int | None) -> GenerationScenario:
-    """The scenario with so many steps; None: as it is. Raises ProblemFaults."""
+    """Return the scenario with `steps` steps, or unchanged if None. Raises ProblemFaults."""
     if steps is None:
         return scenario
     if steps <= scenario.workload.warmup_steps:
-        least = f"must be more than the scenario's warmup_steps ({scenario.workload.warmup_steps})"
+        least = f"must be > the scenario's warmup_steps ({scenario.workload.warmup_steps})"
         raise ProblemFaults([f"--steps: {least}, got {steps}"])
     return scenario.model_copy(update={"workload": scenario.workload.model_copy(update={"steps": steps})})
 
 
 def parse_scenario(text: str, folder: Path = Path()) -> GenerationScenario:
-    """As load_scenario, from text; a profile's file is found from `folder`."""
+    """Parse a scenario as load_scenario does, from text. A profile's file name is relative to `folder`."""
     return validated(parse_yaml(text), folder, GenerationScenario, "engines", _CHECKS)
 
 
@@ -290,8 +298,8 @@ def validated(
     engines: str,
     checks: Sequence[Callable[[Checked], Iterable[str]]],
 ) -> Checked:
-    """Return a document as a scenario, with the profile that its section `engines` names, found from `folder`. Raises
-    ProblemFaults with every fault; `checks`, between sections, need sound ones."""
+    """Return a document as a scenario, with the profile that its section `engines` names, relative to `folder`. Raises
+    ProblemFaults with all faults. `checks` compare sections, and run only if each section is valid."""
     if not isinstance(document, dict):
         raise ProblemFaults([f"(document): must be a mapping, got {shorten(document)}"])
     faults: list[str] = []
@@ -311,28 +319,28 @@ def validated(
 
 
 def _read_profile(section: Any, path: str, folder: Path) -> tuple[Profile | None, list[str]]:
-    """The profile that the section names, or what is wrong with it."""
+    """Return the profile that the section names, or its faults."""
     name = section.get("profile") if isinstance(section, dict) else None
     if not isinstance(name, str) or not name:
-        return None, []  # the scenario's own check has said so, or there is none
+        return None, []  # the scenario's own validation reports this, or there is no profile
     if name in PROFILES:
         return named_profile(name), []
     if Path(name).suffix not in (".yaml", ".yml", ".json"):
         known = ", ".join(sorted(PROFILES))
-        return None, [f"{path}.profile: is neither a .yaml or .json file nor one of {known}, got {name!r}"]
+        return None, [f"{path}.profile: must be a .yaml or .json file or one of {known}, got {name!r}"]
     try:
         return read_profile(folder / name), []
     except ProblemFaults as error:
-        # A file that cannot be read names itself.
+        # The fault of an unreadable file already contains its path.
         named = (fault if fault.startswith(str(folder / name)) else f"{name}: {fault}" for fault in error.faults)
         return None, [f"{path}.profile: {fault}" for fault in named]
 
 
 def daemon_faults(section: Any) -> list[str]:
-    """Of a daemon's configuration without its fleet."""
+    """Return the faults of a daemon's configuration without its section `fleet`."""
     if not isinstance(section, dict):
-        return []  # Scenario's own check has said so, or there is none
-    faults = ["daemon.fleet: follows from gpus and engines, got a section"] if "fleet" in section else []
+        return []  # the scenario's own validation reports this, or there is no section
+    faults = ["daemon.fleet: must be absent, it is derived from gpus and engines"] if "fleet" in section else []
     try:
         parse_config(dump_yaml(section))
     except ProblemFaults as error:
@@ -345,7 +353,7 @@ def _engine_faults(scenario: GenerationScenario) -> Iterable[str]:
     ids = [configuration.id for configuration in configurations]
     for index, name in enumerate(ids):
         if name in ids[:index]:
-            yield f"engines.configurations[{index}].id: is used already, got {name!r}"
+            yield f"engines.configurations[{index}].id: must be unique, got {name!r}"
     initial = scenario.engines.initial
     known = scenario.engines.ids
     if known and initial is not None and initial not in known:
@@ -355,7 +363,7 @@ def _engine_faults(scenario: GenerationScenario) -> Iterable[str]:
 def _step_faults(scenario: GenerationScenario) -> Iterable[str]:
     workload = scenario.workload
     if workload.warmup_steps >= workload.steps:
-        yield f"workload.warmup_steps: must be less than steps ({workload.steps}), got {workload.warmup_steps}"
+        yield f"workload.warmup_steps: must be < steps ({workload.steps}), got {workload.warmup_steps}"
 
 
 _CHECKS: tuple[Callable[[GenerationScenario], Iterable[str]], ...] = (_engine_faults, _step_faults)

@@ -1,15 +1,17 @@
-"""Generation steps as frameworks run them: a homogeneous fleet, prompts dealt in turn, no moves; and marks beside them,
-with every length or prompt known, and re-planning's ceiling without. Pure.
+"""Simulate static baselines: a homogeneous fleet, round-robin prompts, no moves; and reference values for them. Pure.
 
-Static fleets: requests are spread (longest first onto the least loaded) or packed (contiguous blocks of the descending
-order, which keeps the longest together); of all configurations, the best. Where a prompt is known, so is the
-distribution of its samples' lengths, and nothing else: more than finished samples of it, in this step or in earlier
-epochs, can ever reveal.
+The reference values are static placements with known lengths or prompts, and the ceiling of re-planning without this
+knowledge.
 
-The ceiling: while lengths are known only as a distribution, requests can only be spread evenly, and the fleet's
-configuration chosen by how many are left. Here that choice is free and instant: at each output position the whole fleet
-has the configuration that is fastest there. Prefill, redeployments, moves and fractions of a request cost nothing;
-fleets of several kinds at once are left out.
+Placements with known lengths either spread requests (longest first onto the least loaded engine) or pack them
+(contiguous blocks in descending order, which keeps the longest together). The best configuration is used. A known
+prompt means a known distribution of its samples' lengths and no more. That is an upper bound on what finished samples
+of the prompt, in this step or in earlier epochs, can reveal.
+
+The ceiling assumes that lengths are known only as a distribution. Requests are then spread evenly, and the fleet's
+configuration is chosen by the number of remaining requests. The choice is free and instant: at each output position,
+the whole fleet has the fastest configuration. Prefill, redeployments, moves and fractions of a request cost nothing.
+Heterogeneous fleets are not considered.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,19 +34,19 @@ from planner.model import Configuration, ConfigurationId, RequestId
 
 @dataclass(slots=True)
 class StaticStep:
-    """One step: when each answer was there (from the step's start), and what each engine did."""
+    """The results of one step: completion times, from the step's start, and the busy time of each engine."""
 
     makespan_s: float
     finish_s: list[float]
     finish_s_by_engine: list[list[float]]
     busy_s: list[float]
     preemptions: int
-    tokens: int = 0  # that passed the engines, generated and prefilled
-    carried: list[tuple[SimRequest, int]] = field(default_factory=list)  # with the tokens they have: for the next step
+    tokens: int = 0  # generated and prefilled by the engines
+    carried: list[tuple[SimRequest, int]] = field(default_factory=list)  # unfinished requests with generated tokens
 
     @property
     def samples(self) -> int:
-        """Answers that the step delivered."""
+        """The number of answers completed in the step."""
         return len(self.finish_s)
 
 
@@ -54,12 +56,12 @@ Step = TypeVar("Step")
 
 
 def dealt(requests: Sequence[SimRequest], engines: int) -> list[list[SimRequest]]:
-    """Whole prompts in turn, as veRL deals a batch over its engines."""
+    """Return the requests of each engine, with whole prompts assigned round-robin, as veRL distributes a batch."""
     return [[request for request in requests if request.group_index % engines == place] for place in range(engines)]
 
 
 def run_static(kind: EngineKind, placement: Sequence[Sequence[SimRequest]]) -> StaticStep:
-    """Every engine works off what it was given."""
+    """Run a step in which every engine completes the requests placed on it."""
     engines = loaded_engines(kind, placement)
     by_engine = [drained(engine) for engine in engines]
     return _step(engines, by_engine)
@@ -68,8 +70,8 @@ def run_static(kind: EngineKind, placement: Sequence[Sequence[SimRequest]]) -> S
 def run_partial(
     kind: EngineKind, placement: Sequence[Sequence[tuple[SimRequest, int]]], share: float, interval_s: float = 1.0
 ) -> StaticStep:
-    """Partial rollout: the step is over once `share` of its requests are answered, and each that an earlier step had
-    cut; the others go on in the next step, which prefills them again."""
+    """Run a step of partial rollout. The step ends once the fraction `share` of its requests, and all requests carried
+    over from an earlier step, are complete. The others continue in the next step, which prefills them again."""
     engines = [_loaded(kind.shape, held) for held in placement]
     requests = {request.id: request for held in placement for request, _ in held}
     generated = {request.id: tokens for held in placement for request, tokens in held}
@@ -96,8 +98,8 @@ def run_partial(
 def static_arm(
     scenario: GenerationScenario, kinds: Mapping[ConfigurationId, EngineKind], arm: str, steps: Mapping[int, Steps]
 ) -> dict[int, list[Ran]]:
-    """Return the steps of each seed as the arm runs them, and on which configuration. Raises ValueError for an arm that
-    is none of these."""
+    """Return the steps of each seed under a static arm, with the configuration of each step. Raises ValueError for any
+    other arm."""
     every = list(kinds.values())
     match arm:
         case "verl_to":
@@ -118,13 +120,13 @@ def static_arm(
                 ]
                 for seed, its in steps.items()
             }
-    raise ValueError(f"arm must be one of sim gen's, got {arm!r}")
+    raise ValueError(f"arm must be a static arm of sim gen, got {arm!r}")
 
 
 def tuned(
     scenario: GenerationScenario, kinds: Mapping[ConfigurationId, EngineKind], steps: Mapping[int, Steps]
 ) -> ConfigurationId:
-    """Return the configuration whose measured steps are shortest when prompts are dealt in turn: median over seeds."""
+    """Return the configuration with the shortest measured steps under round-robin prompts, median over seeds."""
 
     def elapsed_s(name: ConfigurationId) -> float:
         by_seed = dealt_steps(scenario, kinds[name], steps).values()
@@ -134,7 +136,7 @@ def tuned(
 
 
 def measured(scenario: GenerationScenario, steps: Sequence[Step]) -> Sequence[Step]:
-    """Leave out the warm-up."""
+    """Return the steps without the warm-up."""
     return steps[scenario.workload.warmup_steps :]
 
 
@@ -144,19 +146,19 @@ def _samples_per_s(scenario: GenerationScenario, ran: Sequence[Ran]) -> float:
 
 
 def dealt_steps(scenario: GenerationScenario, kind: EngineKind, steps: Mapping[int, Steps]) -> dict[int, list[Ran]]:
-    """Run each step of each seed on as many engines of one kind as there is room for."""
+    """Run each step of each seed on as many engines of one kind as fit on the GPUs."""
     engines = len(homogeneous(kind, scenario.gpus, scenario.gpus_per_node))
     return {seed: [(kind, _dealt_step(kind, engines, tuple(some))) for some in its] for seed, its in steps.items()}
 
 
 @lru_cache(maxsize=256)
 def _dealt_step(kind: EngineKind, engines: int, requests: tuple[SimRequest, ...]) -> StaticStep:
-    """Most configurations stay inside servers, and take the same on every fabric."""
+    """Run one step. The result is cached, because configurations inside servers take the same time on every fabric."""
     return run_static(kind, dealt(requests, engines))
 
 
 def _partial_steps(scenario: GenerationScenario, kind: EngineKind, steps: Steps) -> list[Ran]:
-    """Run partial rollout: what an earlier step cut goes first, dealt over all engines."""
+    """Run partial rollout. Requests carried over from an earlier step go first, spread over all engines."""
     engines = len(homogeneous(kind, scenario.gpus, scenario.gpus_per_node))
     carried: list[tuple[SimRequest, int]] = []
     ran = []
@@ -171,7 +173,7 @@ def _partial_steps(scenario: GenerationScenario, kind: EngineKind, steps: Steps)
 
 
 def countdown(finish_s: Sequence[float], left: int = 0) -> list[tuple[float, int]]:
-    """Return (time, requests in flight) wherever that changes; `left` of them never finish."""
+    """Return (time, requests in flight) at each change; `left` requests never finish."""
     total = len(finish_s) + left
     return [(at_s, total - done) for done, at_s in enumerate([0.0, *finish_s])]
 
@@ -188,7 +190,7 @@ def _loaded(shape: EngineShape, held: Iterable[tuple[SimRequest, int]]) -> Sched
 
 
 def drained(engine: Scheduler) -> list[float]:
-    """Return when each of the engine's requests ends, ascending."""
+    """Return the end times of all of the engine's requests, ascending."""
     ends: dict[RequestId, float] = {}
     horizon_s = 600.0
     while not engine.idle:
@@ -212,12 +214,12 @@ def _step(engines: Sequence[Scheduler], by_engine: list[list[float]]) -> StaticS
 
 
 BISECTIONS = 40
-FUTURES = 8  # draws of a step's lengths that a placement by prompt is judged on
+FUTURES = 8  # draws of a step's lengths over which a placement by prompt is evaluated
 QUANTILES = (0.5, 0.8, 0.95)
 
 
 def best_known(scenario: GenerationScenario, kinds: Sequence[EngineKind], requests: Sequence[SimRequest]) -> Ran:
-    """The shortest step found, and the configuration of its engines."""
+    """Return the shortest step found with all lengths known, and the configuration of its engines."""
     tried = []
     for kind in kinds:
         engines = len(homogeneous(kind, scenario.gpus, scenario.gpus_per_node))
@@ -233,8 +235,8 @@ def best_prompts_known(
     requests: Sequence[SimRequest],
     redrawn_tokens: NDArray[np.int64],
 ) -> Ran:
-    """The step with the placement that does best in the mean over `redrawn_tokens` ([time, request], lengths that the
-    same prompts might have had). Placements rest on quantiles of each prompt's lengths."""
+    """Return the step with the placement that has the shortest mean makespan over `redrawn_tokens` ([time, request],
+    alternative lengths of the same prompts). Placements are based on quantiles of each prompt's lengths."""
     distributions = [_with_lengths(requests, tokens) for tokens in redrawn_tokens]
     of_prompt = redrawn_tokens.reshape(len(redrawn_tokens), -1, scenario.workload.samples)
     tried = []
@@ -282,7 +284,7 @@ def spread(configuration: Configuration, engines: int, requests: Sequence[SimReq
 
 
 def packed(configuration: Configuration, engines: int, requests: Sequence[SimRequest]) -> list[list[SimRequest]]:
-    """The shortest makespan for which the blocks, each filled as far as it goes, are no more than there are engines."""
+    """Return the contiguous blocks for the shortest makespan that needs no more blocks than engines."""
     ordered = _longest_first(requests)
     high_s = sum(configuration.alpha_s * request.output_tokens + _work_s(configuration, request) for request in ordered)
     low_s, best = 0.0, [ordered]
@@ -322,10 +324,10 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Ceiling:
-    """Seconds of one step, or of several together, evenly spread."""
+    """Seconds of one or several steps with evenly spread requests."""
 
-    static_s: Mapping[ConfigurationId, float]  # of each configuration kept from beginning to end
-    redeploying_s: float  # of the fastest at each position
+    static_s: Mapping[ConfigurationId, float]  # with one configuration throughout
+    redeploying_s: float  # with the fastest configuration at each position
 
     @property
     def gain(self) -> float:
@@ -335,7 +337,8 @@ class Ceiling:
 def ceiling(
     scenario: GenerationScenario, kinds: Sequence[EngineKind], steps: Sequence[Sequence[SimRequest]]
 ) -> Ceiling:
-    """Of all these steps together: one configuration for all of them, against the fastest at each position of each."""
+    """Return the ceiling of all steps together: each configuration throughout, and the fastest configuration at each
+    output position."""
     instances = {kind.id: len(homogeneous(kind, scenario.gpus, scenario.gpus_per_node)) for kind in kinds}
     static_s, redeploying_s = dict.fromkeys(instances, 0.0), 0.0
     for requests in steps:
@@ -348,7 +351,7 @@ def ceiling(
 
 
 def alive_at(requests: Sequence[SimRequest]) -> tuple[Floats, Floats]:
-    """[position, from the first token on]: requests that make this token, and the KV tokens that they hold before."""
+    """Return, by output position: the number of requests that generate this token, and their KV tokens before it."""
     outputs = np.array([request.output_tokens for request in requests])
     prompts = np.array([request.prompt_tokens for request in requests], dtype=np.float64)
     order = np.argsort(outputs, kind="stable")
@@ -360,8 +363,8 @@ def alive_at(requests: Sequence[SimRequest]) -> tuple[Floats, Floats]:
 
 
 def position_s(profile: EngineProfile, instances: int, alive: Floats, kv_tokens: Floats) -> Floats:
-    """[position]: seconds of one token for all, on `instances` engines. KV that does not fit waits for a further round,
-    or is spilled where the engine can, whichever is sooner."""
+    """Return [position], the seconds of one token for all requests on `instances` engines. Requests whose KV does not
+    fit wait for a further round, or the KV is spilled if the engine supports it, whichever is faster."""
     sequences, kv = np.maximum(1.0, alive / instances), kv_tokens / np.minimum(instances, alive)
     waiting_s = _rounds_s(profile, sequences, kv, profile.kv_capacity_tokens)
     if not profile.spill_capacity_tokens:
@@ -371,7 +374,8 @@ def position_s(profile: EngineProfile, instances: int, alive: Floats, kv_tokens:
 
 
 def _rounds_s(profile: EngineProfile, sequences: Floats, kv_tokens: Floats, room_tokens: int) -> Floats:
-    """In as many rounds of one engine as its KV room and seats ask for; parts of a round count as such."""
+    """Return the seconds of one token in as many rounds per engine as KV capacity and max_sequences require. Rounds may
+    be fractional."""
     rounds = np.maximum(1.0, np.maximum(kv_tokens / room_tokens, sequences / profile.max_sequences))
     batch, held = sequences / rounds, kv_tokens / rounds
     spilled = np.maximum(0.0, held - profile.kv_capacity_tokens)
@@ -380,32 +384,33 @@ def _rounds_s(profile: EngineProfile, sequences: Floats, kv_tokens: Floats, room
     return rounds * one_s
 
 
-# --- the oracle of the demo: every request is there at time 0, and every length is known. What it finds is not proven
-# --- optimal, so that `lower_bound_s` stands beside it.
+# --- The oracle of the demo: every request arrives at time 0, and every length is known. Its result is not proven
+# --- optimal; `lower_bound_s` bounds the gap.
 
-# Requests on the engine that takes the longest, and on the next one.
+# Numbers of requests on the engine with the longest requests, and on the next one.
 PACKED_LONGEST = (1, 2, 3, 4, 6, 8, 12)
 PACKED_NEXT = (20, 30, 40)
 
 
 def placed_s(shape: EngineShape, placement: Sequence[Sequence[SimRequest]]) -> float:
-    """Return the seconds until the last answer; `placement`: of each engine, its requests in order of submission."""
+    """Return the seconds until the last answer. `placement`: each engine's requests in order of submission."""
     return max(max(drained(_loaded(shape, ((request, 0) for request in held))), default=0.0) for held in placement)
 
 
 def best_placed_s(shape: EngineShape, routed: Sequence[Sequence[SimRequest]]) -> float:
-    """Return the shortest step found. `routed`: the placement that OrchestrRL's gateway would begin with."""
+    """Return the seconds of the shortest step found. `routed`: the initial placement of OrchestrRL's gateway."""
     requests = [request for held in routed for request in held]
     return min(placed_s(shape, placement) for placement in (routed, *_placements(len(routed), requests)))
 
 
 def lower_bound_s(shape: EngineShape, requests: Iterable[SimRequest]) -> float:
-    """No schedule is shorter: the longest single request on an engine of its own."""
+    """Return a lower bound on the step: the longest request alone on an engine."""
     return max(decode_alone_s(shape, request.prompt_tokens, request.output_tokens) for request in requests)
 
 
 def _placements(engines: int, requests: Sequence[SimRequest]) -> Iterator[list[list[SimRequest]]]:
-    """Longest first onto the least loaded engine; the longest packed together and the rest spread."""
+    """Yield candidate placements: longest first onto the least loaded engine, and the longest packed together with the
+    others spread."""
     ordered = _longest_first(requests)
     loads, placement = [0] * engines, [list[SimRequest]() for _ in range(engines)]
     for request in ordered:

@@ -1,6 +1,6 @@
-"""What a simulated RL job generates: the requests of each step, drawn from a scenario's distributions. Pure.
+"""Draw the requests of each generation step from a scenario's distributions. Pure.
 
-Lengths are drawn by quantile, through a Gaussian copula within a prompt: samples of one prompt resemble each other.
+Lengths are drawn by quantile, with a Gaussian copula within a prompt, so that samples of one prompt are correlated.
 """
 
 from collections.abc import Callable
@@ -27,17 +27,17 @@ MEAN_OF = 4096  # quantiles
 
 @dataclass(frozen=True, slots=True)
 class SimRequest:
-    """One request. Only engines and an oracle may read `output_tokens`, the length of its answer."""
+    """A simulated request. Only engines and an oracle may read `output_tokens`, the length of its answer."""
 
     id: RequestId
     group: str
     prompt_tokens: int
     output_tokens: int
-    group_index: int = 0  # of its prompt within the step
+    group_index: int = 0  # the index of its prompt within the step
     max_tokens: int = 1 << 20
 
     def submit(self, engine: Scheduler, at_s: float, generated: int = 0, *, prefilled: bool = False) -> None:
-        """Queue it on an engine, with so many tokens of its answer there already."""
+        """Queue the request on an engine, with `generated` tokens of its answer already generated."""
         engine.submit(
             at_s,
             self.id,
@@ -50,7 +50,8 @@ class SimRequest:
 
 
 def requests_of_step(workload: WorkloadSection, seed: int, step: int) -> list[SimRequest]:
-    """The step's requests in order of submission, a prompt's samples together. Same seed and step, same requests."""
+    """Return the step's requests in order of submission, with a prompt's samples together. The result depends only on
+    the arguments."""
     rng = np.random.default_rng((seed, step))
     prompts, samples = workload.prompts, workload.samples
     prompt_tokens, of_prompt = _drawn_prompts(workload, rng)
@@ -70,7 +71,8 @@ def requests_of_step(workload: WorkloadSection, seed: int, step: int) -> list[Si
 
 
 def redrawn(workload: WorkloadSection, seed: int, step: int, times: int) -> NDArray[np.int64]:
-    """[time, request]: lengths that the step's requests might as well have had, their prompts being what they are."""
+    """Return [time, request], alternative output lengths of the step's requests, drawn from the same distribution of
+    each prompt."""
     _, of_prompt = _drawn_prompts(workload, np.random.default_rng((seed, step)))
     rng = np.random.default_rng((seed, step, times))
     shape = (workload.prompts, workload.samples)
@@ -78,21 +80,21 @@ def redrawn(workload: WorkloadSection, seed: int, step: int, times: int) -> NDAr
 
 
 def mean_tokens(workload: WorkloadSection) -> float:
-    """Of a sample, prompt and answer, as they are expected in the first step."""
+    """Return the expected tokens of a sample in the first step, prompt and answer together."""
     evenly = (np.arange(MEAN_OF) + 0.5) / MEAN_OF
     answers = np.clip(quantile_function(workload.lengths)(evenly), 1, workload.max_tokens)
     return float(np.mean(workload.prompt_tokens) + answers.mean())
 
 
 def _drawn_prompts(workload: WorkloadSection, rng: np.random.Generator) -> tuple[NDArray[np.int64], Floats]:
-    """[prompt]: its tokens; [prompt, 1]: what it contributes to the lengths of its samples."""
+    """Return each prompt's tokens [prompt], and its contribution to the lengths of its samples [prompt, 1]."""
     low, high = workload.prompt_tokens
     prompt_tokens = rng.integers(low, high + 1, size=workload.prompts)
     return prompt_tokens, rng.standard_normal((workload.prompts, 1))
 
 
 def _lengths(workload: WorkloadSection, of_prompt: Floats, of_sample: Floats, step: int) -> NDArray[np.int64]:
-    """[prompt, sample], tokens."""
+    """Return the output tokens [prompt, sample]."""
     correlation = workload.correlation
     score = np.sqrt(correlation) * of_prompt + np.sqrt(1 - correlation) * of_sample
     lengths = quantile_function(workload.lengths)(ndtr(score)) * (1 + workload.drift_per_step) ** step
@@ -100,7 +102,7 @@ def _lengths(workload: WorkloadSection, of_prompt: Floats, of_sample: Floats, st
 
 
 def quantile_function(lengths: Lengths) -> Callable[[Floats], Floats]:
-    """Length in tokens at each probability in 0..1, before it is capped."""
+    """Return the function from a probability in 0..1 to a length in tokens, before the cap."""
     match lengths:
         case LognormalLengths(median_tokens=median, sigma=sigma):
             return lambda u: median * np.exp(sigma * ndtri(np.clip(u, 1e-12, 1 - 1e-12)))

@@ -1,6 +1,6 @@
-"""A simulated fleet under the real control plane: engines, agents, a gateway and a deployer on a virtual clock.
+"""Simulate a fleet under the real control plane: engines, agents, a gateway and a deployer on a virtual clock.
 
-Everything between them is what ships, built by the function that builds the daemon.
+The control plane is the production code, constructed by the same function as the daemon's.
 """
 
 import asyncio
@@ -33,17 +33,17 @@ from planner.model import ConfigurationId, EngineId, GpuId, NodeId, RequestId
 
 GATEWAY = NodeId("gateway")
 STREAM = 1
-# A step in which nothing happens for so long never ends.
+# A step without progress for this long is considered stuck.
 STUCK_AFTER_S = 3600.0
 
 
 @dataclass(slots=True)
 class StepRecord:
-    """One generation step as it went."""
+    """The results of one generation step."""
 
     started_s: float
     requests: int
-    finish_s: list[float] = field(default_factory=list)  # of each answer, from the run's start
+    finish_s: list[float] = field(default_factory=list)  # completion time of each answer, from the run's start
     output_tokens: int = 0
 
     @property
@@ -53,14 +53,14 @@ class StepRecord:
 
 @dataclass(slots=True)
 class _Agent:
-    """What the agent of one engine remembers between two scrapes."""
+    """The state of an engine's agent between two scrapes."""
 
     node: NodeId
     track: EngineTrack = field(default_factory=EngineTrack)
 
 
 class World:
-    """Build it, `async with` it, and run steps through it."""
+    """A simulated fleet and its control plane. Enter it with `async with`, then call `run_step`."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class World:
         share_network: bool = True,
         known_output_tokens: Mapping[RequestId, int] | None = None,
     ) -> None:
-        """With `known_output_tokens` the planner has the length of every answer."""
+        """Construct the fleet and the daemon. With `known_output_tokens`, the planner uses exact output lengths."""
         self.clock = VirtualClock()
         self.kinds = kinds
         self.control = control = scenario.control
@@ -115,7 +115,7 @@ class World:
             deployment=deployment,
             left_for_moves=self.network.left_for_moves,
             known_output_tokens=known_output_tokens,
-            # Deciding takes no simulated time, and its measured time would differ from run to run.
+            # Decisions take no simulated time, and measured time would differ between runs.
             stopwatch=lambda: 0.0,
         )
         self.daemon = daemon = build_daemon(config, self.journal, self.clock, edges)
@@ -126,7 +126,7 @@ class World:
         self._tasks: list[asyncio.Task[None]] = []
 
     def deploy(self, configuration: ConfigurationId, fleet: Mapping[EngineId, tuple[GpuId, ...]]) -> None:
-        """Engines that are there from the beginning."""
+        """Place the initial engines."""
         for engine, gpus in fleet.items():
             self.machines.place(self._make_spec(engine, configuration, gpus))
 
@@ -157,12 +157,12 @@ class World:
                 raise outcome
 
     async def advance(self, duration_s: float) -> None:
-        """Let time pass. A defect in what runs meanwhile is raised here."""
+        """Advance the virtual clock. Raises the first error of any task or of the control plane."""
         await self.clock.advance(duration_s)
         for task in self._tasks:
             if task.done() and not task.cancelled():
                 task.result()
-        for error in self.control_plane.defects.errors:  # of moves and plans, which the loops only begin
+        for error in self.control_plane.defects.errors:  # errors of moves and plans, which run outside the loops
             raise error
 
     def schedule(self, faults: Sequence[GenerationFaultSection]) -> None:
@@ -174,7 +174,7 @@ class World:
         dealt_to: Sequence[EngineId] | None = None,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> StepRecord:
-        """Submit the requests and let time pass until each has its answer."""
+        """Submit the requests and advance the clock until each has its answer."""
         step = StepRecord(self.clock.now_s(), len(requests))
         self.steps.append(step)
         self._send_weights()
@@ -187,15 +187,15 @@ class World:
             if left < last[1]:
                 last = (self.clock.now_s(), left)
             elif self.clock.now_s() - last[0] > STUCK_AFTER_S:
-                raise Permanent(f"nothing finished for {STUCK_AFTER_S:g} s of simulated time; {left} requests are left")
-        # Agents and gateway tell of the end at their next word.
+                raise Permanent(f"no request finished for {STUCK_AFTER_S:g} s of simulated time; {left} are unfinished")
+        # Agents and gateway report the end in their next reports.
         await self.advance(2 * self.control.report_interval_s)
         return step
 
     # --- the edges
 
     def _answering(self, url: str) -> VirtualEngine | None:
-        """Brought up to date, as if it had been asked over a socket."""
+        """Return the running engine at a URL, advanced to the current time; None if no engine runs there."""
         engine = self._by_url.get(url)
         if engine is None or engine.stopped_s is not None:
             return None
@@ -218,8 +218,8 @@ class World:
         self.gateway.engine_died(engine)
 
     def _arrive(self, record: CountedRecord, engine: VirtualEngine, source: VirtualEngine | None) -> None:
-        """A request reaches an engine with its tokens; its KV follows from `source`, where that is sooner than to
-        compute it again."""
+        """Deliver a request with its tokens to an engine. Its KV is transferred from `source` if that is faster than
+        recomputation."""
         if source is not None and self.links.kv_transfer:
             passed, wish_gbps = self._way(source, engine)
             gbytes = record.context_tokens * self.kv_bytes_per_token / 1e9
@@ -257,7 +257,7 @@ class World:
             self._submit(record, engine, prefilled=True)
 
     def _way(self, source: VirtualEngine, target: VirtualEngine) -> tuple[tuple[Node, ...], float]:
-        """The nodes whose NICs a transfer passes, and the rate that the narrower engine's GPUs have there."""
+        """Return the nodes whose NICs a transfer uses, and the bandwidth of the engine with fewer GPUs."""
         gpus = min(len(source.gpus), len(target.gpus))
         nodes = (source.gpus[0] // self.per_node, target.gpus[0] // self.per_node)
         if nodes[0] == nodes[1]:
@@ -265,7 +265,7 @@ class World:
         return nodes, gpus * self.links.nic_gbps_per_node / self.per_node
 
     def _send_weights(self) -> None:
-        """The next version comes in while this step runs."""
+        """Start the transfer of the next weight version, which runs during this step."""
         if not self.links.weight_gbytes:
             return
         for engine in self.engines.values():
@@ -276,7 +276,7 @@ class World:
                 self._in_background(self.network.transfer((node,), wish_gbps, gbytes, "weight sync"))
 
     def _links_changed(self) -> None:
-        """Engines that talk over NICs decode more slowly where those are crowded; plans say what moves have left."""
+        """Slow down engines that communicate over congested NICs, and pass the bandwidth left for moves to planning."""
         now_s = self.clock.now_s()
         self.control_plane.planning.share_nics(self.network.left_for_moves())
         for engine in self.engines.values():
@@ -311,7 +311,7 @@ class World:
         self.gateway.progressed(engine, engine.advance(now_s), now_s)
 
     async def _pump(self) -> None:
-        """Agents and gateway speak at their intervals; engines make tokens up to then."""
+        """Advance the engines and send the reports of agents and gateway at their intervals."""
         next_scrape_s = next_report_s = self.clock.now_s()
         while True:
             now_s = self.clock.now_s()
@@ -333,7 +333,7 @@ class World:
             reading = replace(engine.reading(), sampled_s=now_s) if engine else None
             health, detail = judge(reading or Retryable("connection refused", 1.0), 0.0, self._limits)
             agent.track, sample = fold(agent.track, reading, self._limits)
-            told = engine is None or engine.capabilities_sent
+            is_sent = engine is None or engine.capabilities_sent
             if engine is not None:
                 engine.capabilities_sent = True
             self._sequence += 1
@@ -346,13 +346,13 @@ class World:
                     health,
                     detail,
                     sample,
-                    None if told or engine is None else engine.features,
+                    None if is_sent or engine is None else engine.features,
                 ),
                 STREAM,
             )
 
     async def _obey(self, attachment: Attachment) -> None:
-        """The gateway carries out what it is told."""
+        """Carry out the gateway's orders and send back their results."""
         async for operation in attachment.orders():
             self.fleet.result_received(self.gateway.perform(operation))
 
@@ -363,10 +363,10 @@ class World:
             return
         agent = self._agents[engine.id]
         self.machines.remove(engine.id)
-        self._agents[engine.id] = agent  # which reports that nothing answers
+        self._agents[engine.id] = agent  # the agent remains, and reports that the engine does not respond
         if fault.back_after_s is not None:
             await self.clock.sleep(fault.back_after_s)
-            with suppress(Permanent):  # its GPUs may serve another engine by now
+            with suppress(Permanent):  # another engine may use its GPUs now
                 self.machines.place(self._make_spec(engine.id, engine.kind.id, engine.gpus))
 
 

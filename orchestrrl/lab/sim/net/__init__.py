@@ -1,1 +1,1 @@
-"""The cluster's network at flow level: links, routes, max-min fair rates, collectives, fabrics."""
+"""A flow-level model of the cluster's network: links, routes, max-min fair rates, collectives, fabrics."""

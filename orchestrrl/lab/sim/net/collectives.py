@@ -1,25 +1,25 @@
-"""Collectives as NCCL runs them, as flows on the network, along rings, with the protocol that NCCL would choose. Pure.
+"""Model NCCL's collectives as flows on the network: along rings, with the protocol that NCCL would choose. Pure.
 
-Groups are GPUs [rank], or [group, rank] for several that call together. Bytes are those of a call's buffer at one
-rank, as in NCCL's and torch.distributed's calls:
+Groups are GPUs [rank], or [group, rank] for several groups that call together. Bytes are the size of a call's buffer at
+one rank, as in NCCL's and torch.distributed's calls:
 
-    all_reduce      the tensor                          bus bandwidth = bytes / s * 2 (n - 1) / n
-    all_gather      what each rank gives (input)        bus bandwidth = bytes / s * (n - 1)
-    reduce_scatter  what each rank keeps (output)       bus bandwidth = bytes / s * (n - 1)
-    all_to_all      all that a rank gives, 1/n of it to each, itself included: bytes / s * (n - 1) / n
+    all_reduce      the tensor                           bus bandwidth = bytes / s * 2 (n - 1) / n
+    all_gather      the input of each rank               bus bandwidth = bytes / s * (n - 1)
+    reduce_scatter  the output of each rank              bus bandwidth = bytes / s * (n - 1)
+    all_to_all      the input of each rank, 1/n per peer, itself included: bytes / s * (n - 1) / n
 
-Bus bandwidth is nccl-tests' (doc/PERFORMANCE.md there, whose size of the middle two is n times ours): what the
-slowest link must carry, whatever the number of ranks.
+Bus bandwidth is defined as in nccl-tests (doc/PERFORMANCE.md there, which counts n times our size for all_gather and
+reduce_scatter): the load of the slowest link, independent of the number of ranks.
 
 Latencies and bandwidths are those of NCCL's own tuning model (github.com/NVIDIA/nccl, v2.28, src/graph/tuning.cc):
-baseLatencies, hwLatencies of NVLink and of the network, the network's overhead per message, llMaxBws. A step over the
-network there is a whole one, through a switch; the switch's part is taken off here, since the simulator's routes have
-it. Trees, which NCCL takes for small all-reduces over many servers, are left out: gradients are large.
+baseLatencies, hwLatencies of NVLink and of the network, the network's overhead per message, llMaxBws. NCCL's latency of
+a network step includes one switch. That part is subtracted here, because the simulator's routes add it. Trees, which
+NCCL uses for small all-reduces over many servers, are not modelled: gradients are large.
 
-Groups that lie alike share a pattern: it names ranks by their place in the group, and the share of a message that goes
-each way. NCCL cuts a message over channels, one for each NIC that the group has on a server. A channel comes into each
-server and leaves it by the same rail (NCCL_CROSS_NIC=0, as NCCL's manual advises for rail-optimised fabrics); where the
-last GPU of a server is beside another NIC, it hands over by NVLink (PXN, since NCCL 2.12).
+Groups with the same placement share a pattern. A pattern contains the rank of each flow's source and destination, and
+the flow's fraction of the message. NCCL splits a message over channels, one for each NIC that the group has on a
+server. A channel enters and leaves each server on the same rail (NCCL_CROSS_NIC=0, as NCCL's manual advises for
+rail-optimised fabrics). If the last GPU of a server is at another NIC, it forwards over NVLink (PXN, since NCCL 2.12).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,12 +32,12 @@ import numpy as np
 
 from orchestrrl.lab.sim.net.model import Floats, GpuFlows, Ints, MessageTransfer, Servers
 
-Hop = tuple[tuple[int, int], ...]  # from a rank to the next: straight, or by a third
+Hop = tuple[tuple[int, int], ...]  # from a rank to the next, directly or through a third rank
 
 
 @dataclass(frozen=True, slots=True)
 class RankShape:
-    """[rank], the server, counted from the first rank's, and the NIC in it."""
+    """The placement of a group: [rank], the server relative to the first rank's server, and the NIC in that server."""
 
     server: tuple[int, ...]
     nic: tuple[int, ...]
@@ -51,7 +51,7 @@ class RankShape:
         return len(set(self.server))
 
     def members(self) -> dict[int, list[int]]:
-        """Ranks of each server, servers in the order of their first rank."""
+        """Return the ranks of each server, with servers in the order of their first rank."""
         found: dict[int, list[int]] = {}
         for rank, server in enumerate(self.server):
             found.setdefault(server, []).append(rank)
@@ -59,11 +59,11 @@ class RankShape:
 
     @property
     def channels(self) -> int:
-        """Inside a server one is enough: all of NVLink is behind it."""
+        """The number of NCCL channels. One is enough inside a server: it uses the whole NVLink bandwidth."""
         return 1 if self.servers == 1 else min(len({self.nic[r] for r in each}) for each in self.members().values())
 
     def leaders(self, ranks: list[int]) -> list[int]:
-        """Of a server's ranks the first beside each NIC, in the order of NICs."""
+        """Return the first rank at each NIC of a server, in the order of NICs."""
         first = {self.nic[rank]: rank for rank in reversed(ranks)}
         return [first[nic] for nic in sorted(first)]
 
@@ -72,17 +72,17 @@ class RankShape:
 class Pattern:
     src: Ints  # [flow], rank
     dst: Ints  # [flow], rank
-    part: Floats  # [flow], of the bytes that the caller names
+    part: Floats  # [flow], fraction of the caller's bytes
 
     def over(self, groups: Ints, size: float) -> GpuFlows:
-        """As flows of every group [group, rank]."""
+        """Return the pattern's flows for every group of `groups` [group, rank], with `size` bytes for a part of 1."""
         return GpuFlows(
             groups[:, self.src].ravel(), groups[:, self.dst].ravel(), np.tile(self.part * size, len(groups))
         )
 
 
 def shaped(groups: Ints, servers: Servers) -> Iterator[tuple[RankShape, Ints]]:
-    """Groups [group, rank] that lie alike, together; in the order of their shapes' first groups."""
+    """Yield each placement with its groups [group, rank], in the order of the placements' first groups."""
     server, nic = np.divmod(servers.nic_of(groups), servers.nics_per_server)
     rows = np.concatenate((server - server[:, :1], nic), axis=1)
     _, first, which = np.unique(rows, axis=0, return_index=True, return_inverse=True)
@@ -93,7 +93,7 @@ def shaped(groups: Ints, servers: Servers) -> Iterator[tuple[RankShape, Ints]]:
 
 @lru_cache(maxsize=512)
 def rings(shape: RankShape) -> tuple[tuple[Hop, ...], ...]:
-    """[channel][rank in the ring's order], the hop from there to the next."""
+    """Return [channel][rank in ring order], the hop from that rank to the next."""
     blocks = list(shape.members().values())
     found = []
     for channel in range(shape.channels):
@@ -115,7 +115,7 @@ def _across(order: list[int], following: list[int]) -> Hop:
 
 @lru_cache(maxsize=512)
 def ring(shape: RankShape) -> Pattern:
-    """Part 1: a lap of the whole message, cut over channels."""
+    """Return the pattern of one lap of the whole message, split over channels."""
     channels, parts = rings(shape), dict[tuple[int, int], float]()
     for pair in (pair for hops in channels for hop in hops for pair in hop):
         parts[pair] = parts.get(pair, 0.0) + 1 / len(channels)
@@ -125,8 +125,8 @@ def ring(shape: RankShape) -> Pattern:
 
 @lru_cache(maxsize=64)
 def pairs(shape: RankShape) -> Pattern:
-    """From every rank to every other, part 1 each. To another server it goes over the NIC of the rail that the receiver
-    is on, by way of the GPU beside it, if that is in the group (PXN)."""
+    """Return the pattern of flows from every rank to every other, each with part 1. A flow to another server uses the
+    NIC of the receiver's rail, through the sender server's GPU at that NIC if that GPU is in the group (PXN)."""
     server, nic = np.unique(shape.server, return_inverse=True)[1], np.array(shape.nic)
     beside = np.full((server.max() + 1, nic.max() + 1), -1)
     beside[server[::-1], nic[::-1]] = np.arange(shape.ranks - 1, -1, -1)
@@ -139,8 +139,8 @@ def pairs(shape: RankShape) -> Pattern:
     return Pattern(both // shape.ranks, both % shape.ranks, np.bincount(where).astype(np.float64))
 
 
-NET_OVERHEAD_S = 1e-6  # per message; three times with Simple in a ring inside servers
-ONE_SWITCH_S = 2 * 1e-6 + 0.8e-6  # two links and a switch, as `Servers` has them
+NET_OVERHEAD_S = 1e-6  # per message; three times as long with Simple in a ring inside servers
+ONE_SWITCH_S = 2 * 1e-6 + 0.8e-6  # two links and a switch, with the defaults of `Servers`
 
 
 class Protocol(StrEnum):
@@ -151,8 +151,8 @@ class Protocol(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """Of a ring. `alone_s`: of a step over the network in a group of one GPU a server, which has nothing inside servers
-    to hide it behind: NCCL takes a tree's."""
+    """Latencies of a ring. `alone_s` is a network step in a group with one GPU per server, where no step inside a
+    server hides it. NCCL uses a tree's latency for it."""
 
     base_s: float
     nvlink_s: float
@@ -166,14 +166,14 @@ LATENCIES = {
     Protocol.SIMPLE: Latency(8.4e-6, 3.4e-6, 14.0e-6, 14.0e-6),
 }
 WIRE = {Protocol.LL: 2.0, Protocol.LL128: 128 / 120, Protocol.SIMPLE: 1.0}  # bytes sent per byte of data
-LL_BYTES_PER_S = {1: 141e9, 2: 39e9}  # of all channels, one server of Hopper GPUs and two
-LL_MANY_BYTES_PER_S = 20.4e9  # three servers and more
-RING_PLATEAU = 1.4  # all-reduce by Simple over servers: how much longer its steps take than the constants
+LL_BYTES_PER_S = {1: 141e9, 2: 39e9}  # of all channels, by the number of servers of Hopper GPUs
+LL_MANY_BYTES_PER_S = 20.4e9  # for three servers and more
+RING_PLATEAU = 1.4  # factor on the latency of an all-reduce over servers with Simple
 
 
 @dataclass(frozen=True, slots=True)
 class RingChoice:
-    """How a ring runs with one protocol. `laps`: 2 of an all-reduce, 1 of what goes around once."""
+    """A ring with one protocol. `laps` is 2 for an all-reduce and 1 for a collective that circulates data once."""
 
     shape: RankShape
     protocol: Protocol
@@ -181,7 +181,7 @@ class RingChoice:
 
     @property
     def rounds(self) -> int:
-        """Over the network."""
+        """The number of steps over the network."""
         return self.laps * (self.shape.servers - 1)
 
     @property
@@ -196,7 +196,7 @@ class RingChoice:
         return plateau * (latency.base_s + inside * nvlink_s + self.rounds * step_s)
 
     def seconds(self, size: float, servers: Servers) -> float:
-        """Return the time of `size` bytes on a network without other traffic: the alpha-beta model."""
+        """Return the seconds for `size` bytes on a network without other traffic (alpha-beta model)."""
         shape, rate = self.shape, servers.nvlink_bytes_per_s
         if shape.servers > 1:
             rate = min(rate, servers.nic_bytes_per_s * shape.channels)
@@ -212,7 +212,7 @@ def best(shape: RankShape, size: float, laps: int, servers: Servers) -> RingChoi
 
 
 def p2p_overhead_s(across: bool) -> float:
-    """Of a send and its receive, with what else of them is in the same group call."""
+    """Return the overhead of one group call of sends and receives. `across`: between servers."""
     latency = LATENCIES[Protocol.SIMPLE]
     return latency.base_s + (_host_s(latency.net_s, Protocol.SIMPLE) if across else latency.nvlink_s)
 
@@ -232,12 +232,12 @@ def all_gather(groups: Groups, bytes: float, servers: Servers) -> MessageTransfe
     return _around(groups, lambda ranks: bytes * ranks, 1, servers)
 
 
-reduce_scatter = all_gather  # the other way round, as much
+reduce_scatter = all_gather  # the same traffic in the opposite direction
 
 
 def _around(groups: Groups, whole_bytes: Callable[[int], float], laps: int, servers: Servers) -> MessageTransfer:
-    """Along rings, in chunks that follow each other; `whole_bytes` of a group of so many ranks. Groups that lie
-    differently end together: the latency of the slowest is everyone's."""
+    """Return a pipelined ring collective. `whole_bytes` maps a group's number of ranks to the bytes of its message.
+    Groups with different placements end together, with the latency of the slowest."""
     flows, rounds, overhead_s = [], 0, 0.0
     for shape, alike in _several(groups, servers):
         size = whole_bytes(shape.ranks)
@@ -249,7 +249,8 @@ def _around(groups: Groups, whole_bytes: Callable[[int], float], laps: int, serv
 
 
 def all_to_all(groups: Groups, bytes: float, servers: Servers) -> MessageTransfer:
-    """With a first hop over NVLink to the GPU on the receiver's rail (PXN, NCCL's default since 2.12)."""
+    """Return an all-to-all whose first hop is over NVLink to the GPU on the receiver's rail (PXN, NCCL's default since
+    2.12)."""
     found = list(_several(groups, servers))
     flows = [pairs(shape).over(alike, bytes / shape.ranks) for shape, alike in found]
     across = any(shape.servers > 1 for shape, _ in found)
@@ -257,10 +258,10 @@ def all_to_all(groups: Groups, bytes: float, servers: Servers) -> MessageTransfe
 
 
 def p2p(groups: Groups, bytes: float, servers: Servers) -> MessageTransfer:
-    """From each group's first rank to its second."""
+    """Return one message from each group's first rank to its second."""
     each = np.atleast_2d(np.asarray(groups, np.int64))
     if each.shape[1] != 2:
-        raise ValueError(f"p2p is between two ranks, got groups of {each.shape[1]}")
+        raise ValueError(f"p2p needs groups of 2 ranks, got groups of {each.shape[1]}")
     flows = GpuFlows(each[:, 0], each[:, 1], np.full(len(each), float(bytes)))
     return _sent(flows, servers)
 
@@ -268,8 +269,8 @@ def p2p(groups: Groups, bytes: float, servers: Servers) -> MessageTransfer:
 def m2n(
     senders: Sequence[int] | Ints, receivers: Sequence[int] | Ints, bytes: float | Floats, servers: Servers
 ) -> MessageTransfer:
-    """From each of the senders to each of the receivers, as attention hands tokens to experts on other GPUs and back
-    (AFD). `bytes` goes from one sender to one receiver: one figure, or [sender, receiver]."""
+    """Return messages from each sender to each receiver, as attention sends tokens to experts on other GPUs and back
+    (AFD). `bytes` is the size per sender and receiver: one number, or [sender, receiver]."""
     src, dst = np.asarray(senders, np.int64), np.asarray(receivers, np.int64)
     size = np.broadcast_to(np.asarray(bytes, np.float64), (len(src), len(dst)))
     return _sent(GpuFlows(np.repeat(src, len(dst)), np.tile(dst, len(src)), size.ravel().copy()), servers)
@@ -281,6 +282,6 @@ def _sent(flows: GpuFlows, servers: Servers) -> MessageTransfer:
 
 
 def _several(groups: Groups, servers: Servers) -> Iterator[tuple[RankShape, Ints]]:
-    """Groups of one rank have nothing to send."""
+    """Yield placements and groups as `shaped` does; groups of one rank send nothing and yield nothing."""
     each = np.atleast_2d(np.asarray(groups, np.int64))
     return shaped(each, servers) if each.shape[0] and each.shape[1] > 1 else iter(())

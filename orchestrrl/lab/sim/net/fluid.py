@@ -1,8 +1,8 @@
-"""Max-min fair rates of flows, when flows end that begin together, and how long collectives take. Pure.
+"""Compute max-min fair rates of flows, the end times of flows that start together, and times of collectives. Pure.
 
-All flows' rates are raised alike, and those over a link that is full stay (progressive filling; Bertsekas and Gallager,
-Data Networks, section 6.5.2). Flows that are done leave their room to the others, so that rates are max-min fair at
-every moment. Beside them steady flows may continue throughout, each with a constant rate that it does not exceed.
+All rates rise equally, and a flow's rate is fixed once one of its links is full (progressive filling; Bertsekas and
+Gallager, Data Networks, section 6.5.2). Finished flows release their bandwidth, so that rates are max-min fair at every
+moment. Steady flows, each with a maximum rate, may run throughout.
 """
 
 import heapq
@@ -17,7 +17,8 @@ from orchestrrl.lab.sim.net.model import Floats, FlowRoutes, GpuFlows, Ints, Lin
 
 @dataclass(frozen=True, slots=True)
 class FlowProblem:
-    """One byte/s of row r puts `load` bytes/s on the links of entries `begin[r]` to `begin[r + 1]`."""
+    """A max-min fairness problem in compressed rows. One byte/s of row r puts `load` bytes/s on each link of entries
+    `begin[r]` to `begin[r + 1]`."""
 
     capacity: Floats  # [link], bytes/s
     begin: Ints  # [row + 1]
@@ -26,8 +27,8 @@ class FlowProblem:
 
     @classmethod
     def of(cls, network: LinkNetwork, routes: FlowRoutes, cap: Floats | None = None) -> "FlowProblem":
-        """Rows are flows. One that may have `cap` bytes/s (inf: as much as it gets) has a link of its own, of that
-        capacity. Links that a flow takes no share of do not hold it up when they are full."""
+        """Build a problem with one row per flow. A flow with a finite `cap` [flow], bytes/s, gets a private link of
+        that capacity. Links with a share of 0 are dropped, so that they do not limit the flow."""
         taken = routes.share > 0
         begin, link, load = (
             np.concatenate(([0], np.cumsum(taken)))[routes.begin],
@@ -47,20 +48,20 @@ class FlowProblem:
 
     @property
     def levels(self) -> Floats:
-        """[row], the max-min fair rates of all."""
+        """Max-min fair rates [row] of all rows."""
         return np.asarray(filled(self.capacity, self.begin, self.link, self.load, np.arange(len(self.begin) - 1)))
 
 
 def rates(network: LinkNetwork, flows: GpuFlows, *, cap: Floats | None = None) -> Floats:
-    """[flow], bytes/s, all being under way: 0 over a link without capacity, inf over no link at all. `cap` [flow],
-    bytes/s: no flow takes more."""
+    """Return the rates [flow], bytes/s, of flows that all run at once: 0 over a link without capacity, inf over no
+    link. `cap` [flow], bytes/s, limits each flow."""
     return FlowProblem.of(network, network.routes(flows), cap).levels
 
 
 @njit(cache=True)
 def filled(capacity: Floats, begin: Ints, link: Ints, load: Floats, rows: Ints) -> Floats:
-    """Levels [row of `rows`] of those alone. The link that is full first is taken from a heap; links' levels only rise
-    as rows are settled, so that one that is out of date goes back with its new level."""
+    """Return the max-min fair rates [row of `rows`] of those rows alone. A heap yields the link that fills first. The
+    level of a link only rises as rows are fixed, so that a stale entry is pushed back with its new level."""
     links = len(capacity)
     count, weight = np.zeros(links + 1, np.int64), np.zeros(links)
     for r in rows:
@@ -100,7 +101,7 @@ def filled(capacity: Floats, begin: Ints, link: Ints, load: Floats, rows: Ints) 
 
 @njit(cache=True)
 def _exact(capacity: float, start: int, end: int, row_of: Ints, load_of: Floats, level: Floats) -> float:
-    """The level at which a link is full, summed anew: what was kept by subtraction has lost digits."""
+    """Return the level at which a link is full. It is summed anew: the running difference has lost precision."""
     used, weight = 0.0, 0.0
     for k in range(start, end):
         if level[row_of[k]] == np.inf:
@@ -116,9 +117,9 @@ TOLERANCE = 1e-3
 def finish_s(
     network: LinkNetwork, flows: GpuFlows, routes: FlowRoutes | None = None, *, tolerance: float = TOLERANCE
 ) -> Floats:
-    """[flow], seconds; all begin at 0, and those that are done leave their room to others. inf: over a link without
-    capacity. Flows that end within `tolerance` of the time since the beginning of each other are taken in one go, so
-    that a link stays at most that share of its bytes behind. `routes`: the flows' own, where they are known already."""
+    """Return the end time [flow], seconds, of flows that all start at 0; inf over a link without capacity. Finished
+    flows release their bandwidth. Flows whose end times differ by at most the fraction `tolerance` are ended in one
+    step, so that a link falls behind by at most that fraction of its bytes. `routes`: the flows' routes, if known."""
     problem = FlowProblem.of(network, network.routes(flows) if routes is None else routes)
     return _finish(problem, flows.bytes, np.zeros(len(flows)), tolerance)[0]
 
@@ -126,10 +127,10 @@ def finish_s(
 def finish_beside(
     network: LinkNetwork, flows: GpuFlows, routes: FlowRoutes, steady: GpuFlows, *, tolerance: float = TOLERANCE
 ) -> tuple[Floats, Floats]:
-    """`finish_s` beside flows that never end and want no more than `steady.bytes` bytes/s each. Return also by how many
-    seconds each of those is behind: its bytes that did not pass while the others took its room, over the rate that it
-    has without them. With others that
-    pass other links such a flow may be quicker for a while: it is behind by what it is at the end."""
+    """Return `finish_s` of `flows` while `steady` flows, which never end, use at most `steady.bytes` bytes/s each; and
+    the delay of each steady flow in seconds. The delay is the bytes that it lost to `flows`, divided by its rate
+    without them. A steady flow may also gain for a while, if its competitors are slowed on other links: only the
+    balance at the end counts, at least 0."""
     count = len(flows)
     size = np.concatenate((flows.bytes, np.full(len(steady), np.inf)))
     cap = np.concatenate((np.full(count, np.inf), steady.bytes))
@@ -150,8 +151,8 @@ def _joined(first: FlowRoutes, then: FlowRoutes) -> FlowRoutes:
 
 
 def _finish(problem: FlowProblem, size: Floats, alone: Floats, tolerance: float) -> tuple[Floats, Floats]:
-    """[row], when it ends, and the bytes that it is behind `alone` [row], bytes/s, when the last one does. Rows that
-    pass no link take no time."""
+    """Return the end time [row], and [row] the bytes by which the row is behind its rate `alone` [row], bytes/s, at the
+    last end. Rows without a link take no time."""
     left = np.where(np.diff(problem.begin) > 0, size, 0.0)
     return _drained(problem.capacity, problem.begin, problem.link, problem.load, left, alone, tolerance)
 
@@ -181,9 +182,9 @@ def _drained(
 
 
 def seconds(network: LinkNetwork, transfer: MessageTransfer) -> float:
-    """Of a transfer alone: until its last flow ends, and its rounds' latency. A message of one round takes as long as
-    the slowest; those of several rounds go from server to server, in turn over every flow that leaves one: they take
-    these flows' mean each."""
+    """Return the seconds of a transfer that runs alone: until its last flow ends, plus the latency of its rounds. One
+    round has the latency of the slowest flow. Several rounds pass over every flow between servers one after another, so
+    that each round has the mean latency of these flows."""
     flows = transfer.flows
     if not len(flows):
         return transfer.overhead_s
@@ -199,8 +200,8 @@ TierBytes = Mapping[str, float]  # by a LinkTier's value
 
 
 def tier_bytes(network: LinkNetwork, flows: GpuFlows, routes: FlowRoutes | None = None) -> TierBytes:
-    """Bytes over the links of each tier, both ends of a tier's path counted: up to a switch and down from it. `routes`:
-    the flows' own, where they are known already."""
+    """Return the bytes over the links of each tier. Both directions through a switch count: the link up to it and the
+    link down from it. `routes`: the flows' routes, if known."""
     routes = network.routes(flows) if routes is None else routes
     of_entry = np.repeat(flows.bytes, np.diff(routes.begin)) * routes.share
     by_link = np.bincount(routes.link, of_entry, len(network.tier))

@@ -1,8 +1,8 @@
-"""Values of the network simulator: servers, links, routes, flows, and the messages of a collective.
+"""Types of the network simulator: servers, links, routes, flows, and the messages of a collective.
 
-GPUs are numbered through the cluster, server by server: GPU g is on server g // gpus_per_server, in place
-g % gpus_per_server, and so is NIC n. Links are directed and may stand for a bundle of equal ones between the same two
-switches: packets are sprayed over all of them, so that a bundle behaves as one link of their summed rate.
+GPUs are numbered across the cluster, server by server: GPU g is on server g // gpus_per_server, at index
+g % gpus_per_server. NICs are numbered alike. Links are directed. One link may represent a bundle of equal links between
+the same two switches: packets are sprayed over the bundle, so that it behaves as one link of the summed rate.
 """
 
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ ROCE_BYTES = 44.0  # of headers in a packet's MTU
 
 
 class LinkTier(StrEnum):
-    """Where a link lies, for bandwidth by tier in reports."""
+    """The network tier of a link, by which reports group bandwidth."""
 
     NVLINK = "nvlink"
     NIC = "nic"  # between a server and its ToR
@@ -34,19 +34,20 @@ class LinkTier(StrEnum):
 
 @checked(frozen=True, slots=True)
 class Servers:
-    """The machines that a fabric joins. Defaults as section 7.2 of the OrchestrRL paper has them (arXiv 2601.01209)."""
+    """The servers that a fabric connects. Defaults are those of section 7.2 of the OrchestrRL paper (arXiv
+    2601.01209)."""
 
     count: Annotated[int, Field(ge=1)]
     gpus_per_server: Annotated[int, Field(ge=1)] = 8
     nics_per_server: Annotated[int, Field(ge=1)] = 8
     nic_gbps: Annotated[float, Field(gt=0)] = 200.0
-    # One way, of each GPU: half of what is quoted for both ways together.
+    # Per GPU and direction: half of the quoted bidirectional bandwidth.
     nvlink_bytes_per_s: Annotated[float, Field(gt=0)] = 200e9
     propagation_s: Annotated[float, Field(ge=0)] = 1e-6  # of each link
-    processing_s: Annotated[float, Field(ge=0)] = 0.8e-6  # of each switch that is passed
-    # Of an IP packet, of which RoCEv2 takes IPv4 20, UDP 8, BTH 12, ICRC 4.
+    processing_s: Annotated[float, Field(ge=0)] = 0.8e-6  # of each switch on the path
+    # Size of an IP packet, including RoCEv2's headers: IPv4 20, UDP 8, BTH 12, ICRC 4.
     mtu_bytes: Annotated[float, Field(gt=ROCE_BYTES)] = 9216.0
-    # Around it, of Ethernet: header 14, FCS 4, preamble and gap 20.
+    # Ethernet's overhead per packet: header 14, FCS 4, preamble and gap 20.
     frame_bytes: Annotated[float, Field(ge=0)] = 38.0
 
     def __post_init__(self) -> None:
@@ -66,23 +67,23 @@ class Servers:
 
     @property
     def payload_share(self) -> float:
-        """Of a NIC's rate, what is left of it beside headers."""
+        """The fraction of a NIC's rate that carries payload."""
         return (self.mtu_bytes - ROCE_BYTES) / (self.mtu_bytes + self.frame_bytes)
 
     @property
     def nic_bytes_per_s(self) -> float:
-        """Payload, one way, of one NIC."""
+        """Payload bandwidth of one NIC in one direction."""
         return self.nic_gbps * GBPS * self.payload_share
 
     def nic_of(self, gpus: Ints) -> Ints:
-        """The NIC beside each GPU."""
+        """Return the nearest NIC of each GPU."""
         server, place = np.divmod(gpus, self.gpus_per_server)
         return np.asarray(server * self.nics_per_server + place * self.nics_per_server // self.gpus_per_server)
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # arrays have no one answer to ==
+@dataclass(frozen=True, slots=True, eq=False)  # == of arrays has no single truth value
 class GpuFlows:
-    """Bytes from GPUs to GPUs that begin together."""
+    """Flows between GPUs that start at the same time."""
 
     src: Ints  # [flow], GPU
     dst: Ints  # [flow], GPU
@@ -90,7 +91,9 @@ class GpuFlows:
 
     def __post_init__(self) -> None:
         if not len(self.src) == len(self.dst) == len(self.bytes):
-            raise ValueError(f"as many of each are needed, got {len(self.src)}, {len(self.dst)}, {len(self.bytes)}")
+            raise ValueError(
+                f"src, dst and bytes must be equally long, got {len(self.src)}, {len(self.dst)}, {len(self.bytes)}"
+            )
 
     def __len__(self) -> int:
         return len(self.src)
@@ -101,7 +104,7 @@ class GpuFlows:
 
     @classmethod
     def of(cls, rows: list[tuple[int, int, float]]) -> "GpuFlows":
-        """From (src, dst, bytes)."""
+        """Build flows from rows of (src, dst, bytes)."""
         if not rows:
             return cls.none()
         src, dst, size = zip(*rows, strict=True)
@@ -124,41 +127,42 @@ class GpuFlows:
         return GpuFlows(self.src[these], self.dst[these], self.bytes[these])
 
     def cross(self, servers: Servers) -> Bools:
-        """[flow], whether it goes from server to server."""
+        """Return [flow], True for flows between different servers."""
         return np.asarray(self.src // servers.gpus_per_server != self.dst // servers.gpus_per_server)
 
     def merged(self) -> tuple["GpuFlows", Ints]:
-        """Return one flow between any two GPUs, of all bytes from the one to the other, and [flow] which of them it
-        is part of."""
+        """Merge flows with the same source and destination. Return the merged flows, and [flow], the index of the
+        merged flow that contains each original flow."""
         width = int(self.dst.max(initial=0)) + 1
         pairs, of = np.unique(self.src * width + self.dst, return_inverse=True)
         size = np.bincount(of, self.bytes, len(pairs)).astype(np.float64)
         return GpuFlows(pairs // width, pairs % width, size), of
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # arrays have no one answer to ==
+@dataclass(frozen=True, slots=True, eq=False)  # == of arrays has no single truth value
 class FlowRoutes:
-    """Of each flow the links that it takes, in rows one behind the other: row f is `begin[f]` to `begin[f + 1]`.
-    `share` of the flow's bytes pass the link: less than 1 where it is spread over several paths, more than 1 where a
-    path comes by twice."""
+    """The links of each flow in compressed rows: row f is entries `begin[f]` to `begin[f + 1]`. `share` is the fraction
+    of the flow's bytes that pass the link: less than 1 if the flow is spread over several paths, more than 1 if a path
+    crosses the link twice."""
 
     begin: Ints  # [flow + 1]
     link: Ints  # [entry]
     share: Floats  # [entry]
-    latency_s: Floats  # [flow]: of the first byte, propagation and processing
+    latency_s: Floats  # [flow], propagation and processing of the first byte
 
 
 class FlowRouter(Protocol):
-    """Pure: the same flows take the same routes."""
+    """A pure function from flows to routes: the same flows take the same routes."""
 
     def __call__(self, src: Ints, dst: Ints) -> FlowRoutes:
-        """Of flows between GPUs, src other than dst. Raises ValueError where there is no way."""
+        """Return the routes of flows between GPUs, whose src and dst differ. Raises ValueError if a flow has no
+        path."""
         ...
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # arrays have no one answer to ==
+@dataclass(frozen=True, slots=True, eq=False)  # == of arrays has no single truth value
 class LinkNetwork:
-    """Links, and who takes which. What a fabric is at one time."""
+    """The links and routes of a fabric in one configuration."""
 
     servers: Servers
     capacity_bytes_per_s: Floats  # [link], payload
@@ -169,12 +173,12 @@ class LinkNetwork:
 
     def __post_init__(self) -> None:
         if len(self.tier) != len(self.capacity_bytes_per_s):
-            raise ValueError(f"{len(self.capacity_bytes_per_s)} links, and tiers of {len(self.tier)}")
+            raise ValueError(f"tiers must match the links, got {len(self.tier)} for {len(self.capacity_bytes_per_s)}")
         if not np.all(self.capacity_bytes_per_s >= 0):
-            raise ValueError("capacities must be >= 0")
+            raise ValueError("capacity_bytes_per_s must be >= 0 for every link")
 
     def routes(self, flows: GpuFlows) -> FlowRoutes:
-        """As the router has them; a flow from a GPU to itself takes no link and no time."""
+        """Return the router's routes. A flow from a GPU to itself uses no link and has no latency."""
         moves = flows.src != flows.dst
         found = self.router(flows.src[moves], flows.dst[moves])
         length, latency_s = np.zeros(len(flows), np.int64), np.zeros(len(flows))
@@ -184,8 +188,8 @@ class LinkNetwork:
 
 @dataclass(frozen=True, slots=True)
 class MessageTransfer:
-    """`rounds` are messages between servers that wait for each other. What does not depend on the network is in
-    `overhead_s`: launching, and steps inside a server."""
+    """The flows of a message or collective. `rounds` counts the dependent message steps between servers. `overhead_s`
+    is the time that does not depend on the network: kernel launch and the steps inside a server."""
 
     flows: GpuFlows
     rounds: int = 1

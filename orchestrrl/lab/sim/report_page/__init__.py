@@ -1,1 +1,1 @@
-"""A report of simulated clusters: one HTML page with its pictures inside, `page.write(results, path)`."""
+"""The report of cluster simulations: one HTML page with embedded charts, written by `page.write(results, path)`."""

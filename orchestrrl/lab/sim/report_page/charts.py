@@ -1,4 +1,4 @@
-"""The pictures of a report, each a figure of groups of runs; None where there is nothing to draw."""
+"""Draw the charts of a report, each a figure of groups of runs; None if there is no data."""
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
@@ -18,18 +18,18 @@ FAULTS = "fault"
 STAGE_COLOUR = {FabricStage.TRAIN: "C0", FabricStage.GEN: "C2", FabricStage.WEIGHT_SYNC: "C1"}
 DURING: Mapping[str, str] = {
     RESPONSE_STREAM: FabricStage.GEN
-}  # what has no time of its own, and goes on beside another
+}  # stages without a duration of their own, by the stage during which they run
 FAULT_COLOUR = "C3"
-FAULT_LANES, FAULT_LETTERS = 6, 12  # at most: of their own, and of a name beside one
-MOST_SPANS = 600  # beyond that a time line shows its beginning
-LEAST_GBPS = 0.01  # what is less is next to nothing
-NEAR = 0.006  # of an axis: dots that lie so close hide each other, unless the one behind is larger
-PER_CHART = 8  # groups in one picture: as many as there are line styles
-PER_PARTS = 24  # where colours are not those of groups
+FAULT_LANES, FAULT_LETTERS = 6, 12  # limits: number of separate lanes, and characters of a lane's label
+MOST_SPANS = 600  # a longer time line is truncated
+LEAST_GBPS = 0.01  # smaller bandwidths are shown as less than this
+NEAR = 0.006  # fraction of an axis: closer dots hide each other, so that the one behind is drawn larger
+PER_CHART = 8  # maximum groups per chart: the number of line styles
+PER_PARTS = 24  # maximum groups per chart whose colours do not denote groups
 
 
 def time_line(run: RlRun, until_s: float) -> "Figure | None":
-    """What each part of the cluster does when; the axis ends at `until_s`."""
+    """Draw the activities of each part of the cluster over time. The axis ends at `until_s`."""
     spans = sorted(run.spans, key=lambda span: (span.begin_s, span.lane, span.step))[:MOST_SPANS]
     if not spans:
         return None
@@ -55,7 +55,7 @@ def time_line(run: RlRun, until_s: float) -> "Figure | None":
 
 
 def _lanes(spans: Sequence[TimelineSpan]) -> dict[str, list[TimelineSpan]]:
-    """By name, from above. Faults may hold at the same time: each has a lane of its own, where they are few."""
+    """Return the spans by lane name, from top to bottom. Few faults get a lane each, because they may overlap."""
     labels = {span.label for span in spans if span.lane == FAULTS}
     few = len(labels) <= FAULT_LANES and all(len(label) <= FAULT_LETTERS for label in labels)
     lanes: dict[str, list[TimelineSpan]] = {}
@@ -66,13 +66,13 @@ def _lanes(spans: Sequence[TimelineSpan]) -> dict[str, list[TimelineSpan]]:
 
 
 def stage_s(run: RlRun, stage: str) -> float | None:
-    """What one of it takes: the median."""
+    """Return the median duration of a stage; None if it did not run."""
     took = [span.end_s - span.begin_s for span in run.spans if span.stage == stage and span.lane != FAULTS]
     return median(took) if took else None
 
 
 def tier_gbps(run: RlRun) -> dict[tuple[str, str], float]:
-    """By stage and tier: bytes of one such stage over the seconds that one takes, over all links of the tier."""
+    """Return bandwidths by stage and tier: the bytes of one stage over all links of the tier, over its duration."""
     found = {}
     for stage, tiers in run.tier_bytes.items():
         seconds = stage_s(run, DURING.get(stage, stage))
@@ -83,21 +83,21 @@ def tier_gbps(run: RlRun) -> dict[tuple[str, str], float]:
 
 
 def by_stage(stage: str, tier: str) -> tuple[tuple[int, str], tuple[int, str]]:
-    """To sort bandwidths by."""
+    """Return the sort key of bandwidths."""
     return rank(STAGES, stage), rank(TIERS, tier)
 
 
 def tiers(groups: Sequence[ArmGroup]) -> "Figure | None":
-    """Bars of bandwidth, a row for each stage, tier and group."""
+    """Draw bandwidths as bars, a row for each stage, tier and group."""
     rates = [tier_gbps(group.first.run) for group in groups]
     bars: list[ChartBar] = []
     names: dict[float, str] = {}
     row = 0.0
-    for stage, tier in sorted({key for told in rates for key in told}, key=lambda key: by_stage(*key)):
+    for stage, tier in sorted({key for by_tier in rates for key in by_tier}, key=lambda key: by_stage(*key)):
         name = f"{display_name(STAGES, stage)}, {display_name(TIERS, tier)}"
         names[row] = name
-        for index, told in enumerate(rates):
-            if (value := told.get((stage, tier))) is not None:
+        for index, by_tier in enumerate(rates):
+            if (value := by_tier.get((stage, tier))) is not None:
                 label = number(value) if value >= LEAST_GBPS else f"< {LEAST_GBPS}"
                 tooltip = f"{groups[index].title}, {name}: {number(value)}"
                 bars.append(ChartBar(row, 0.0, value, f"C{index}", tooltip, label))
@@ -105,13 +105,13 @@ def tiers(groups: Sequence[ArmGroup]) -> "Figure | None":
         row += 0.5
     if not bars:
         return None
-    figure = bar_chart(bars, names, "Gbps in the mean over a stage, over all links of the tier")
+    figure = bar_chart(bars, names, "Gbps, mean over a stage, all links of the tier")
     add_legend(figure, {group.title: f"C{index}" for index, group in enumerate(groups)})
     return figure
 
 
 def remaining(groups: Sequence[ArmGroup]) -> "Figure | None":
-    """Requests in flight over a generation step."""
+    """Draw the requests in flight over a generation step."""
     lines = [ChartLine(group.title, group.first.run.remaining) for group in groups]
     if not any(line.points for line in lines):
         return None
@@ -119,7 +119,7 @@ def remaining(groups: Sequence[ArmGroup]) -> "Figure | None":
 
 
 def slack(groups: Sequence[ArmGroup]) -> "Figure | None":
-    """Share of windows that are at most so long."""
+    """Draw the cumulative distribution of window lengths."""
     lines = []
     for group in groups:
         lengths_ms = sorted(window.length_s * 1e3 for window in group.first.run.windows)
@@ -128,7 +128,7 @@ def slack(groups: Sequence[ArmGroup]) -> "Figure | None":
         lines.append(ChartLine(group.title, start + points, f"{group.title}: {len(lengths_ms)} windows"))
     if not any(value > 0 for line in lines for value, _ in line.points):
         return None
-    figure = _stairs(lines, "window, milliseconds", "% of windows that are no longer")
+    figure = _stairs(lines, "window, milliseconds", "% of windows at most as long")
     figure.axes[0].set_xscale("log")
     figure.axes[0].xaxis.set_major_formatter(lambda value, _: number(value))
     return figure
@@ -144,7 +144,7 @@ def _stairs(lines: Sequence[ChartLine], x_label: str, y_label: str) -> "Figure":
 
 
 def pareto(groups: Sequence[ArmGroup]) -> "Figure | None":
-    """Throughput against dollars of network; the frontier is ringed, and joined by a line."""
+    """Draw throughput against network cost, with the Pareto frontier ringed and connected by a line."""
     priced = [group for group in groups if group.network_usd > 0]
     if not priced:
         return None
@@ -153,7 +153,7 @@ def pareto(groups: Sequence[ArmGroup]) -> "Figure | None":
     places = [(group.network_usd / 1e6, group.samples_per_s) for group in priced]
     ahead = sorted(place for place, is_best in zip(places, best, strict=True) if is_best)
     axis.step(*zip(*ahead, strict=True), where="post", color="grey", linestyle="--", linewidth=1, gid="Pareto frontier")
-    # More than there are colours: by fabric, and each says the rest when pointed at.
+    # With more groups than colours, colours denote fabrics, and tooltips name the groups.
     names = [group.title if len(groups) <= PER_CHART else group.fabric for group in priced]
     colours = {name: f"C{index % 10}" for index, name in enumerate(dict.fromkeys(names))}
     usd, rates = ([place[side] for place in places] for side in (0, 1))
@@ -174,20 +174,20 @@ def pareto(groups: Sequence[ArmGroup]) -> "Figure | None":
             + (", on the frontier" if is_best else ""),
         )
     axis.set(xlabel="network, million dollars", ylabel="samples per second")
-    axis.set_title("ringed: nothing else has as much throughput for as little money", fontsize=9)
+    axis.set_title("ringed: on the Pareto frontier of throughput and cost", fontsize=9)
     axis.grid(alpha=0.4)
     add_legend(figure, colours)
     return figure
 
 
-def parts(told: Sequence[Mapping[str, float]], groups: Sequence[ArmGroup]) -> "Figure | None":
-    """Seconds of each group, one stretch of a bar behind the other and their sum at the end; a colour for each part."""
-    shown = list(dict.fromkeys(name for each in told for name, seconds in each.items() if seconds > 0))
+def parts(parts_s: Sequence[Mapping[str, float]], groups: Sequence[ArmGroup]) -> "Figure | None":
+    """Draw the seconds of each group as a stacked bar with its sum at the end, one colour per part."""
+    shown = list(dict.fromkeys(name for each in parts_s for name, seconds in each.items() if seconds > 0))
     if not shown:
         return None
     colours = {name: f"C{index % 10}" for index, name in enumerate(shown)}
     bars = []
-    for row, (group, each) in enumerate(zip(groups, told, strict=True)):
+    for row, (group, each) in enumerate(zip(groups, parts_s, strict=True)):
         stretches = {name: seconds for name, seconds in each.items() if seconds > 0}
         ends = list(accumulate(stretches.values(), initial=0.0))
         for place, (name, (begin, end)) in enumerate(zip(stretches, pairwise(ends), strict=True), 1):

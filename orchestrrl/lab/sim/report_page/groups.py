@@ -1,5 +1,5 @@
-"""Results put together for a report: runs that differ in their seed alone, how scenarios of one name are told apart,
-and how short names are shown. Pure."""
+"""Group results for a report: runs that differ only in their seed, labels for scenarios with equal names, and display
+names. Pure."""
 
 import json
 import re
@@ -14,35 +14,36 @@ from orchestrrl.lab.sim.net.model import LinkTier
 from orchestrrl.lab.sim.rl.results import ClusterResult, digest_of, pareto
 from orchestrrl.lab.sim.rl.training import RESPONSE_STREAM
 
-LONGEST = 60  # letters by which scenarios of one name are told apart
+LONGEST = 60  # maximum characters of the label that distinguishes scenarios of one name
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?)")
 
 
 def scenario_names(scenarios: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """By digest. What differs in seeds, arms and which fabrics it has alone is one scenario, and has one name: results
-    of several runs are put together. Scenarios of one name are told apart by the values in which they differ; where
-    that says too much, or nothing, by the beginnings of their digests. A name that all have goes without saying."""
+    """Return the display name of each scenario, by digest. Scenarios that differ only in seeds, arms and the selection
+    of fabrics get the same name, so that results of several runs are merged. Scenarios of one name are distinguished by
+    the values that differ, or by the beginning of their digests if these values are too long or equal. A name common to
+    all scenarios is omitted."""
     documents = {digest_of(scenario): scenario for scenario in scenarios}
-    said = {digest: _distinguishing(each, _clashing(documents.values())) for digest, each in documents.items()}
+    distinct = {digest: _distinguishing(each, _clashing(documents.values())) for digest, each in documents.items()}
     by_name: dict[str, dict[str, Mapping[str, Any]]] = {}
-    for each in said.values():
+    for each in distinct.values():
         by_name.setdefault(str(each.get("name") or "scenario"), {})[digest_of(each)] = each
     names = {
-        digest: f"{name} {told}".strip() if len(by_name) > 1 else told or name
+        digest: f"{name} {label}".strip() if len(by_name) > 1 else label or name
         for name, some in by_name.items()
-        for digest, told in _distinguished(some).items()
+        for digest, label in _distinguished(some).items()
     }
-    return {digest: names[digest_of(each)] for digest, each in said.items()}
+    return {digest: names[digest_of(each)] for digest, each in distinct.items()}
 
 
 def in_order(name: str) -> list[tuple[float, str]]:
-    """To sort by: words and numbers by turns."""
+    """Return a sort key that compares numbers in the name by value."""
     parts = _NUMBER.split(name)
     return [(float(part), "") if place % 2 else (0.0, part) for place, part in enumerate(parts)]
 
 
 def _clashing(scenarios: Iterable[Mapping[str, Any]]) -> set[str]:
-    """Names of fabrics that are not the same in all scenarios which have them."""
+    """Return the names of fabrics that have different options in different scenarios."""
     found: dict[str, set[str]] = {}
     for scenario in scenarios:
         for title, section in _fabrics(scenario).items():
@@ -56,16 +57,16 @@ def _fabrics(scenario: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def _distinguishing(scenario: Mapping[str, Any], clashing: Iterable[str]) -> dict[str, Any]:
-    """What tells it from others; fabrics are said where they clash, their options by their name."""
-    said = {name: value for name, value in scenario.items() if name not in ("seeds", "fabrics")}
-    if isinstance(generation := said.get("generation"), Mapping):
-        said["generation"] = {name: value for name, value in generation.items() if name != "arms"}
+    """Return the fields that distinguish a scenario, with the options of fabrics in `clashing`."""
+    found = {name: value for name, value in scenario.items() if name not in ("seeds", "fabrics")}
+    if isinstance(generation := found.get("generation"), Mapping):
+        found["generation"] = {name: value for name, value in generation.items() if name != "arms"}
     fabrics = _fabrics(scenario)
-    return said | {title: fabrics[title].get("options", {}) for title in sorted(clashing) if title in fabrics}
+    return found | {title: fabrics[title].get("options", {}) for title in sorted(clashing) if title in fabrics}
 
 
 def _distinguished(scenarios: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """By digest; nothing where there is one alone."""
+    """Return the distinguishing label of each scenario by digest; empty for a single scenario."""
     if len(scenarios) == 1:
         return dict.fromkeys(scenarios, "")
     leaves = {digest: dict(_leaves(scenario, "")) for digest, scenario in scenarios.items()}
@@ -73,17 +74,17 @@ def _distinguished(scenarios: Mapping[str, Mapping[str, Any]]) -> dict[str, str]
     differ = [path for path in paths if len({each[path] for each in leaves.values() if path in each}) > 1]
     last = [path.rpartition(".")[2] for path in differ]
     short = {path: name if last.count(name) == 1 else path for path, name in zip(differ, last, strict=True)}
-    told = {
+    labels = {
         digest: ", ".join(f"{short[path]} {each[path]}" for path in differ if path in each)
         for digest, each in leaves.items()
     }
-    if len(set(told.values())) == len(told) and max(map(len, told.values())) <= LONGEST:
-        return told
+    if len(set(labels.values())) == len(labels) and max(map(len, labels.values())) <= LONGEST:
+        return labels
     return {digest: digest[:6] for digest in scenarios}
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, str]]:
-    """(path, value) of all that it says."""
+    """Yield (path, value) of all leaves of a document."""
     if isinstance(value, Mapping):
         for name, each in value.items():
             yield from _leaves(each, f"{path}.{name}".lstrip("."))
@@ -98,7 +99,7 @@ def _text(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-# In the order in which they are shown.
+# Display names, in the order of display.
 STAGES: Mapping[str, str] = {
     FabricStage.GEN: "generation",
     RESPONSE_STREAM: "answers to training",
@@ -119,25 +120,25 @@ OF_A_STEP: Mapping[str, str] = {
     "gen_waits_room_s": "engines wait for room",
     "sync_s": "weight sync",
     "train_s": "training",
-    "train_log_probs_s": "of it log-probabilities",
-    "train_held_s": "training held up by weights on their way",
-    "gen_held_s": "generation held up by weights on their way",
+    "train_log_probs_s": "of which log-probabilities",
+    "train_held_s": "training delayed by weight sync",
+    "gen_held_s": "generation delayed by weight sync",
     "train_waits_samples_s": "trainer waits for samples",
     "train_waits_sync_s": "trainer waits for weight sync",
 }
 ARMS: Mapping[str, str] = {
-    "verl_to": "static fleet of the best configuration, prompts dealt in turn",
-    "verl_lo": "static fleet of the widest engines, prompts dealt in turn",
-    "partial_rollout": "as verl_to, but a step ends early and the rest goes on in the next",
-    "planning": "our planner alone",
-    "balancing": "our balancer alone",
-    "balancing_paper": "our balancer alone, moves by the paper's rule",
-    "both": "our planner and balancer",
-    "both_paper": "our planner and balancer, moves by the paper's rule",
-    "mean_only": "as both, without a forecast of lengths",
-    "oracle": "as both, the planner knows all lengths",
+    "verl_to": "static fleet of the best configuration, round-robin prompts",
+    "verl_lo": "static fleet of the widest engines, round-robin prompts",
+    "partial_rollout": "as verl_to, but a step ends early and unfinished requests continue in the next",
+    "planning": "OrchestrRL's planner only",
+    "balancing": "OrchestrRL's balancer only",
+    "balancing_paper": "OrchestrRL's balancer only, with the paper's rule for moves",
+    "both": "OrchestrRL's planner and balancer",
+    "both_paper": "OrchestrRL's planner and balancer, with the paper's rule for moves",
+    "mean_only": "as both, with a forecast of the mean length only",
+    "oracle": "as both, with all lengths known to the planner",
     "packed_known": "the best static fleet, packed with all lengths known",
-    "prompts_known": "the best static fleet, the distribution of each prompt's lengths known",
+    "prompts_known": "the best static fleet, with the distribution of each prompt's lengths known",
 }
 
 
@@ -146,13 +147,13 @@ def display_name(names: Mapping[str, str], name: str) -> str:
 
 
 def rank(names: Mapping[str, str], name: str) -> tuple[int, str]:
-    """To sort by: those we know in their order, others behind them."""
+    """Return a sort key: names in `names` in their order, then all others."""
     order = list(names)
     return (order.index(name) if name in names else len(order), name)
 
 
 def number(value: float) -> str:
-    """For people: four digits, with thousands apart."""
+    """Format a number with four digits and thousands separators."""
     if value == 0 or not isfinite(value):
         return "0" if value == 0 else str(value)
     if abs(value) >= 1000:
@@ -165,13 +166,14 @@ _ALIKE = re.compile(r"^\d+ x (\S+)$")
 
 @dataclass(frozen=True, slots=True)
 class ArmGroup:
-    """One arm on one fabric of one scenario. Pictures show the first seed, figures the median over all."""
+    """The results of one arm on one fabric of one scenario. Charts show the first seed, numbers the median over
+    seeds."""
 
-    scenario: str  # its name, with what tells it from others of that name
+    scenario: str  # display name, unique in the report
     fabric: str
     arm: str
     results: tuple[ClusterResult, ...]  # by seed
-    is_alone: bool = False  # no other scenario is in the report: its name goes without saying
+    is_alone: bool = False  # the only scenario of the report, whose name is omitted from titles
 
     @property
     def title(self) -> str:
@@ -180,7 +182,7 @@ class ArmGroup:
 
     @property
     def family(self) -> str:
-        """Scenarios of one name, such as the points of a sweep, are compared with each other."""
+        """The name of the scenario. Scenarios of one name, such as the points of a sweep, are compared."""
         return str(self.first.scenario.get("name") or "scenario")
 
     @property
@@ -197,7 +199,7 @@ class ArmGroup:
 
     @property
     def spread(self) -> tuple[float, float]:
-        """Least and most samples per second."""
+        """The minimum and maximum of samples per second over seeds."""
         rates = [result.samples_per_s for result in self.results]
         return min(rates), max(rates)
 
@@ -211,7 +213,7 @@ class ArmGroup:
 
     @property
     def gen_phases_s(self) -> dict[str, float]:
-        """Seconds by fleet. Engines of one kind go by its name alone, as those of a static fleet do."""
+        """Seconds by fleet. A uniform fleet is named by its configuration, without the number of engines."""
         found: dict[str, float] = {}
         for name, seconds in self.first.gen_phases_s.items():
             kind = _ALIKE.sub(r"\1", name)
@@ -219,13 +221,12 @@ class ArmGroup:
         return found
 
     def idle_share(self, stage: FabricStage) -> float | None:
-        """None where no run says."""
-        told = [result.run.idle_share[stage] for result in self.results if stage in result.run.idle_share]
-        return median(told) if told else None
+        """Return the idle fraction of a stage's GPUs, median over seeds; None if no run has it."""
+        shares = [result.run.idle_share[stage] for result in self.results if stage in result.run.idle_share]
+        return median(shares) if shares else None
 
     def mean_step_s(self) -> dict[str, float]:
-        """Seconds of a step in the mean over steps after the warm-up, by what they were spent on; the median over
-        seeds."""
+        """Return the seconds of a step by activity: mean over steps after the warm-up, median over seeds."""
         loop = self.first.scenario.get("loop")
         warmup_steps = int(loop.get("warmup_steps", 0)) if isinstance(loop, Mapping) else 0
         measured = [result.run.steps[warmup_steps:] for result in self.results]
@@ -237,8 +238,8 @@ class ArmGroup:
 
 
 def groups_of(results: Sequence[ClusterResult]) -> tuple[ArmGroup, ...]:
-    """Scenarios by name, numbers in it by their size; fabrics and arms as they first appear; seeds ascend. Of a seed
-    that was run more than once the first run."""
+    """Return the groups, ordered by scenario name with numbers by value, then fabrics and arms as they first appear.
+    Seeds ascend. If a seed occurs more than once, its first run is used."""
     names = scenario_names([result.scenario for result in results])
     found: dict[tuple[str, str, str], dict[int, ClusterResult]] = {}
     for result in results:
@@ -253,8 +254,8 @@ def groups_of(results: Sequence[ClusterResult]) -> tuple[ArmGroup, ...]:
 
 
 def frontier(groups: Sequence[ArmGroup]) -> tuple[bool, ...]:
-    """[group]: whether no other has at least its throughput for at most its dollars, and one of the two better. Where
-    no price is known it is on none."""
+    """Return [group], True if the group is on the Pareto frontier: no other group has at least its throughput for at
+    most its cost, and is better in one of them. Groups without a price are never on it."""
     priced = [group for group in groups if group.network_usd > 0]
     best = iter(pareto([(group.network_usd, group.samples_per_s) for group in priced]))
     return tuple(group.network_usd > 0 and next(best) for group in groups)

@@ -1,5 +1,6 @@
-"""A report as one HTML page, page.html filled in: everything inside, nothing from elsewhere, no script. Same results,
-same bytes. A cell of a table shows a rounded figure; `data-value` has all of its digits.
+"""Render a report as one HTML page from the template page.html, without external resources or scripts.
+
+The page is deterministic. A table cell shows a rounded number; its attribute `data-value` has all digits.
 """
 
 import json
@@ -42,17 +43,17 @@ QUANTILES = (0.1, 0.5, 0.9, 0.99)
 
 @dataclass(frozen=True, slots=True)
 class PercentShare:
-    """Of one, shown in per cent."""
+    """A fraction that is shown in per cent."""
 
     value: float
 
 
 Cell = str | float | int | PercentShare | None
-Row = Mapping[str, Cell]  # by column; that of the row's name has none
+Row = Mapping[str, Cell]  # by column; the column of row names has the empty name
 
 
 def table(rows: Sequence[Row], best: Sequence[bool] = ()) -> str:
-    """`best` [row]: those that are marked. A column in which nothing stands is left out; the first names the rows."""
+    """Return an HTML table. `best` [row] marks rows. Empty columns are omitted; the first column names the rows."""
     if not rows:
         return ""
     columns = [name for name in rows[0] if not name or any(row[name] is not None for row in rows)]
@@ -81,7 +82,7 @@ def _cell(value: Cell) -> str:
 
 
 def summary(groups: Sequence[ArmGroup]) -> str:
-    """Throughput beside that of the first of that name, and what the network costs."""
+    """Return the table of throughput, relative to the first group of the same scenario name, and network cost."""
     first: dict[str, float] = {}
     sizes = Counter(group.family for group in groups)
     rows: list[Row] = []
@@ -93,9 +94,9 @@ def summary(groups: Sequence[ArmGroup]) -> str:
                 "": group.title,
                 "seeds": ", ".join(map(str, group.seeds)),
                 "samples/s": group.samples_per_s,
-                "least of seeds": least,
-                "most of seeds": most,
-                "times the first": group.samples_per_s / reference
+                "minimum over seeds": least,
+                "maximum over seeds": most,
+                "relative to the first": group.samples_per_s / reference
                 if reference > 0 and sizes[group.family] > 1
                 else None,
                 "network, M$": group.network_usd / 1e6 if group.network_usd else None,
@@ -113,7 +114,7 @@ def _share(value: float | None) -> PercentShare | None:
 
 
 def stages(groups: Sequence[ArmGroup]) -> str:
-    """What one of each takes: the median of the first seed's."""
+    """Return the table of stage times: medians over the stages of the first seed."""
     return table(
         [
             {
@@ -129,26 +130,28 @@ def stages(groups: Sequence[ArmGroup]) -> str:
 
 
 def steps(groups: Sequence[ArmGroup]) -> str:
-    """Seconds of a step, in the mean over steps. What never took any is left out."""
-    told = [group.mean_step_s() for group in groups]
+    """Return the table of the seconds of a step, mean over steps. Columns without time are omitted."""
+    means = [group.mean_step_s() for group in groups]
     names = sorted(
-        {name for each in told for name, seconds in each.items() if seconds > 0}, key=lambda name: rank(OF_A_STEP, name)
+        {name for each in means for name, seconds in each.items() if seconds > 0},
+        key=lambda name: rank(OF_A_STEP, name),
     )
     rows: list[Row] = [
         {"": group.title, **{f"{display_name(OF_A_STEP, name)}, s": each.get(name) for name in names}}
-        for group, each in zip(groups, told, strict=True)
+        for group, each in zip(groups, means, strict=True)
     ]
     return table(rows if names else [])
 
 
 def tier_rates(groups: Sequence[ArmGroup]) -> str:
+    """Return the table of bytes and bandwidth by stage and tier."""
     return table(
         [
             {
                 "": group.title,
                 "stage": display_name(STAGES, stage),
                 "tier": display_name(TIERS, tier),
-                "GB in one of it": group.first.run.tier_bytes[stage][tier] / 1e9,
+                "GB per stage": group.first.run.tier_bytes[stage][tier] / 1e9,
                 "Gbps": rate,
             }
             for group in groups
@@ -158,17 +161,17 @@ def tier_rates(groups: Sequence[ArmGroup]) -> str:
 
 
 def slack(groups: Sequence[ArmGroup]) -> str:
-    """Windows of an optimiser step, in milliseconds; those that a run kept stand for all."""
+    """Return the table of windows in an optimiser step, in milliseconds. The stored windows are a sample of all."""
     rows: list[Row] = []
     for group in groups:
         if lengths_ms := [window.length_s * 1e3 for window in group.first.run.windows]:
-            quantiles = {f"{each:.0%} are at most, ms": float(np.quantile(lengths_ms, each)) for each in QUANTILES}
-            rows.append({"": group.title, "windows kept": len(lengths_ms), **quantiles, "longest, ms": max(lengths_ms)})
+            quantiles = {f"{each:.0%} quantile, ms": float(np.quantile(lengths_ms, each)) for each in QUANTILES}
+            rows.append({"": group.title, "windows": len(lengths_ms), **quantiles, "longest, ms": max(lengths_ms)})
     return table(rows)
 
 
 def staleness(groups: Sequence[ArmGroup]) -> str:
-    """Shares of samples by the versions that they were behind."""
+    """Return the table of the fractions of samples by their lag in versions."""
     lags = sorted({lag for group in groups for lag in group.first.run.staleness})
     rows: list[Row] = []
     for group in groups:
@@ -180,7 +183,7 @@ def staleness(groups: Sequence[ArmGroup]) -> str:
 
 
 def cost(groups: Sequence[ArmGroup]) -> str:
-    """Rows on the frontier are marked."""
+    """Return the table of costs, with rows on the Pareto frontier marked."""
     names = sorted({name for group in groups for name in group.first.bill.parts_usd})
     priced = [group for group in groups if group.network_usd]
     best = frontier(priced)
@@ -199,28 +202,28 @@ def cost(groups: Sequence[ArmGroup]) -> str:
 
 
 TEMPLATE = Path(__file__).with_name("page.html")
-NOTHING = '<p class="note">Nothing of this is in the results.</p>'
-OPEN_TIME_LINES = 4  # the others are folded
+NOTHING = '<p class="note">The results contain no such data.</p>'
+OPEN_TIME_LINES = 4  # the others are collapsed
 
-# Of a stage: its heading, what its parts are, and how long they took.
+# For each stage: its heading, a description of its parts, and their times.
 PARTS: tuple[tuple[str, str, Callable[[ArmGroup], Mapping[str, float]]], ...] = (
     (
         "A training step",
-        "tp, cp, ep, pp and dp: what compute does not hide of exchanges in such groups; bubble: of the pipeline.",
+        "tp, cp, ep, pp and dp: communication of these groups that compute does not hide; bubble: pipeline bubbles.",
         lambda group: group.first.train_parts_s,
     ),
-    ("The last generation step", "Under which engines.", lambda group: group.gen_phases_s),
+    ("The last generation step", "Time by engines.", lambda group: group.gen_phases_s),
     (
         "A weight sync",
-        "Phase A: until the last bytes have come from other PoDs; phase B: what it takes inside them beyond that.",
+        "Phase A: until the last bytes from other PoDs have arrived; phase B: the remaining time inside PoDs.",
         lambda group: group.first.sync_phases_s,
     ),
 )
 
 
 def write(results: Iterable[ClusterResult], path: Path, *, command: str = "") -> None:
-    """The page, at `path`. `command`: what makes it again. Raises ProblemFaults where there is nothing to report, or
-    the file cannot be written."""
+    """Write the page to `path`. `command` is the command line that reproduces it. Raises ProblemFaults if there are no
+    results, or the file cannot be written."""
     text = page(list(results), command=command)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -230,9 +233,9 @@ def write(results: Iterable[ClusterResult], path: Path, *, command: str = "") ->
 
 
 def page(results: Sequence[ClusterResult], *, command: str = "") -> str:
-    """Raises ProblemFaults where there are no results."""
+    """Return the page. Raises ProblemFaults if there are no results."""
     if not results:
-        raise ProblemFaults(["results: must be one at least, got none"])
+        raise ProblemFaults(["results: must not be empty"])
     groups = groups_of(results)
     names = list(dict.fromkeys(str(result.scenario.get("name") or "scenario") for result in results))
     sections = {
@@ -257,9 +260,9 @@ def page(results: Sequence[ClusterResult], *, command: str = "") -> str:
 def _what(results: Sequence[ClusterResult], groups: Sequence[ArmGroup]) -> str:
     seeds = sorted({result.run.seed for result in results})
     runs = sum(len(group.results) for group in groups)
-    told = f"{runs} simulated run{'' if runs == 1 else 's'}: "
-    told += f"{_list('fabric', [group.fabric for group in groups])}; {_list('arm', [group.arm for group in groups])}; "
-    return told + f"{_list('seed', [str(seed) for seed in seeds])}."
+    text = f"{runs} simulated run{'' if runs == 1 else 's'}: "
+    text += f"{_list('fabric', [group.fabric for group in groups])}; {_list('arm', [group.arm for group in groups])}; "
+    return text + f"{_list('seed', [str(seed) for seed in seeds])}."
 
 
 def _list(what: str, names: Iterable[str]) -> str:
@@ -268,7 +271,7 @@ def _list(what: str, names: Iterable[str]) -> str:
 
 
 def _time_lines(groups: Sequence[ArmGroup]) -> str:
-    until_s: dict[str, float] = {}  # what is compared is on one scale
+    until_s: dict[str, float] = {}  # compared groups share a scale
     for group in groups:
         ends_s = [span.end_s for span in group.first.run.spans]
         until_s[group.family] = max([until_s.get(group.family, 0.0), *ends_s])
@@ -281,7 +284,7 @@ def _time_lines(groups: Sequence[ArmGroup]) -> str:
 
 
 def _stages(groups: Sequence[ArmGroup]) -> str:
-    """Each part with its own picture, where it is told."""
+    """Return the section of stages, with a chart for each stage that has parts."""
     body = stages(groups)
     for title, about, of in PARTS:
         having = [group for group in groups if of(group)]
@@ -296,12 +299,12 @@ def _stages(groups: Sequence[ArmGroup]) -> str:
 
 
 def _pictures(title: str, groups: Sequence[ArmGroup], draw: "Callable[[Sequence[ArmGroup]], Figure | None]") -> str:
-    """One for the scenarios of each name, or several, each with as many groups as can be told apart."""
+    """Return charts for the scenarios of each name, each with as many groups as are distinguishable."""
     return "".join(_figure(title, draw(some)) for some in _cut(groups))
 
 
 def _figure(title: str, figure: "Figure | None") -> str:
-    """Wider than a phone, it is moved sideways: letters stay legible."""
+    """Return the chart as HTML. It scrolls horizontally on narrow screens, so that text stays legible."""
     return f'<figure><div class="wide">{inline_svg(figure, title)}</div></figure>' if figure is not None else ""
 
 
@@ -315,12 +318,12 @@ def _cut(groups: Sequence[ArmGroup], most: int = charts.PER_CHART) -> list[list[
 
 
 def _arms(groups: Sequence[ArmGroup]) -> str:
-    told = [f"{arm}: {ARMS[arm]}" for arm in dict.fromkeys(group.arm for group in groups) if arm in ARMS]
-    return f'<p class="note">{escape("; ".join(told))}.</p>' if told else ""
+    described = [f"{arm}: {ARMS[arm]}" for arm in dict.fromkeys(group.arm for group in groups) if arm in ARMS]
+    return f'<p class="note">{escape("; ".join(described))}.</p>' if described else ""
 
 
 def _notes(groups: Sequence[ArmGroup]) -> str:
-    """Each once, with who has it."""
+    """Return each distinct note once, with the groups that have it."""
     having: dict[str, list[str]] = {}
     for group in groups:
         for note in group.first.run.notes:

@@ -1,1 +1,1 @@
-"""A whole RL cluster: training, generation, weight sync and the loop that joins them, on one fabric."""
+"""The simulator of a whole RL cluster: training, generation, weight sync and the RL loop on one fabric."""

@@ -1,6 +1,6 @@
-"""Failures of a cluster over time, and how they lengthen a stage. Pure.
+"""Model failures of a cluster over time, and how they lengthen a stage. Pure.
 
-A server that fails takes the work of the iteration that it was in with it.
+If a server fails, the work of its current iteration is lost.
 """
 
 import math
@@ -17,6 +17,8 @@ from orchestrrl.lab.sim.scenario import NotNegative, Positive, ScenarioSection
 
 
 class FaultyPart(StrEnum):
+    """The type of a component that fails."""
+
     NIC = "nic"
     TOR_UPLINKS = "tor_uplinks"
     POD_UPLINKS = "pod_uplinks"
@@ -28,15 +30,15 @@ Numbers = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)
 
 
 class ClusterFaultSection(ScenarioSection):
-    """A failure at a time of the whole run. `of`: numbers of NICs, ToRs, PoDs or servers, or of engines in the order of
-    their GPUs. A link or port is a share of one ToR's uplinks; a switch is a share of those of all ToRs, or PoDs, that
-    it joins."""
+    """A failure at a time of the run. `of` contains the numbers of NICs, ToRs, PoDs or servers, or of engines in the
+    order of their GPUs. A failed link or port is a fraction of one ToR's uplinks. A failed switch is a fraction of the
+    uplinks of all ToRs, or PoDs, that it connects."""
 
     at_s: NotNegative
     fail: FaultyPart
     of: Annotated[Numbers, BeforeValidator(lambda of: (of,) if isinstance(of, int) else of)]
-    share: Annotated[float, Field(gt=0, le=1)] = 1.0  # of the uplinks
-    back_after_s: Positive | None = None  # None: it stays away
+    share: Annotated[float, Field(gt=0, le=1)] = 1.0  # fraction of the uplinks
+    back_after_s: Positive | None = None  # None: permanent
 
     @property
     def back_s(self) -> float:
@@ -52,13 +54,15 @@ class ClusterFaultSection(ScenarioSection):
 
 @dataclass(frozen=True, slots=True)
 class ClusterFaultSchedule:
+    """The failures of a run."""
+
     faults: tuple[ClusterFaultSection, ...] = ()
 
     def holding(self, now_s: float, *parts: FaultyPart) -> tuple[ClusterFaultSection, ...]:
         return tuple(fault for fault in self.faults if fault.fail in parts and fault.holds(now_s))
 
     def network(self, now_s: float) -> SimulatedFailures:
-        """What the fabric has to do without. Servers are not in it: others take their places, or nobody uses them."""
+        """Return the fabric's failures at a time. Failed servers are not included: they are replaced, or unused."""
         nics = {nic for fault in self.holding(now_s, FaultyPart.NIC) for nic in fault.of}
         return SimulatedFailures(
             nics=frozenset(nics),
@@ -67,17 +71,17 @@ class ClusterFaultSchedule:
         )
 
     def changes_s(self) -> tuple[float, ...]:
-        """When something fails or comes back, in order."""
+        """Return the times at which a component fails or recovers, ascending."""
         times = {time_s for fault in self.faults for time_s in (fault.at_s, fault.back_s) if math.isfinite(time_s)}
         return tuple(sorted(times))
 
     def pieces(self, begin_s: float) -> Iterator[tuple[float, float]]:
-        """From then on, (from, until) between changes; the last has no end."""
+        """Yield the intervals (from, until) between changes, from `begin_s` on; the last has no end."""
         return pairwise([begin_s, *(change_s for change_s in self.changes_s() if change_s > begin_s), math.inf])
 
 
 def _shares(faults: Iterable[ClusterFaultSection]) -> dict[int, float]:
-    """Two faults of one bundle leave out what both do, at most all of it."""
+    """Return the lost fraction of each bundle. Faults of the same bundle add up, to at most 1."""
     lost: dict[int, float] = {}
     for fault in faults:
         for number in fault.of:
@@ -86,12 +90,12 @@ def _shares(faults: Iterable[ClusterFaultSection]) -> dict[int, float]:
 
 
 class NeverEnds(ValueError):
-    """A stage that a fault holds up for good."""
+    """Raised if a permanent fault prevents a stage from ending."""
 
 
 def stretched_s(schedule: ClusterFaultSchedule, begin_s: float, seconds: Callable[[float], float]) -> float:
-    """How long work takes that begins then. `seconds(now_s)` is what all of it would take as things are at that time,
-    inf where it stands still; what is done stays done. Raises NeverEnds."""
+    """Return the duration of work that begins at `begin_s`. `seconds(now_s)` is the duration of the whole work under
+    the faults at that time; inf if it makes no progress. Completed work is kept. Raises NeverEnds."""
     left = 1.0
     for from_s, until_s in schedule.pieces(begin_s):
         whole_s = seconds(from_s)
@@ -100,15 +104,15 @@ def stretched_s(schedule: ClusterFaultSchedule, begin_s: float, seconds: Callabl
         if math.isinf(until_s):
             break
         left -= (until_s - from_s) / whole_s if whole_s > 0 else 0.0
-    gone = "; ".join(str(fault) for fault in schedule.faults if math.isinf(fault.back_s)) or "what it needs"
-    raise NeverEnds(f"what begins at {begin_s:g} s never ends: {gone} does not come back (back_after_s)")
+    gone = "; ".join(str(fault) for fault in schedule.faults if math.isinf(fault.back_s)) or "a required component"
+    raise NeverEnds(f"the stage that begins at {begin_s:g} s never ends: {gone} does not recover; set back_after_s")
 
 
 def with_lost_work_s(
     schedule: ClusterFaultSchedule, begin_s: float, seconds: Callable[[float], float], servers: range, recovery_s: float
 ) -> float:
-    """As `stretched_s`, of an iteration that any failed server of these throws back to its beginning, for another one
-    to take that server's place `recovery_s` later."""
+    """Return `stretched_s` of an iteration that restarts if one of `servers` fails. A replacement server begins the
+    iteration again `recovery_s` later."""
     start_s = begin_s
     lost = sorted(
         fault.at_s
@@ -122,4 +126,4 @@ def with_lost_work_s(
         if end_s <= at_s:
             return end_s - begin_s
         start_s = at_s + recovery_s
-    raise AssertionError("the last of them never comes")
+    raise AssertionError("unreachable: the last time is infinite")

@@ -1,13 +1,14 @@
-"""Generation steps on a fabric: engines' profiles by what the network gives them, then the scheduling of an arm.
+"""Simulate generation steps on a fabric: engine profiles for the network's bandwidth, then the scheduling of an arm.
 
-Arms are those of `sim gen` (docs/simulator.md). Static ones are run as they are there; ours by the real planner and
-balancer in the quick loop (generation_fast.py), KV of engines that change over the fabric. Steps of one arm belong
-together: the forecast learns from each, and engines stay as the step before left them.
+Arms are those of `sim gen` (docs/simulator.md). Static arms run as in `sim gen`. OrchestrRL's arms use the real planner
+and balancer in a fast loop (generation_fast.py), and the KV of replaced engines goes over the fabric. The steps of an
+arm depend on each other: the forecast learns from each step, and engines stay as the previous step left them.
 
-A step may also change its engines once, by order: the case of figure 18 of the OrchestrRL paper. All instances of one
-configuration are replaced by another's when so many requests are left; parameters are loaded from CPU memory, KV goes
-over the fabric (or is computed again), and the rest is decoded there. Requests are dealt evenly by what they hold,
-since lengths are not known, among the instances on the GPUs that they were on, so that KV has a short way.
+A step may also replace its engines once, at a given point, as in figure 18 of the OrchestrRL paper. When a given
+fraction of requests remains, the instances of one configuration are replaced by those of another. Parameters are loaded
+from CPU memory, KV goes over the fabric or is recomputed, and the new instances decode the remaining tokens. Requests
+are balanced by their current tokens, since output lengths are not known, among the new instances on the GPUs that they
+ran on, so that KV has short paths.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,14 +45,14 @@ from planner.cost.predict import published_precision
 from planner.cost.profile import Parallelism, Profile
 from planner.model import ConfigurationId, GpuId, RequestId
 
-LeftRequest = tuple[HeldSequence, int]  # a request where it is when engines change, and the number of its engine
+LeftRequest = tuple[HeldSequence, int]  # an unfinished request when engines change, and the index of its engine
 
 
 @dataclass(frozen=True)
 class EnginesOnFabric:
-    """A section's engines on the GPUs of a fabric: what all arms and seeds have in common. They are of these `layouts`,
-    or of the section's profile: exchanges of known engines are not changed by the network. `daemon`: a daemon's
-    configuration, without `fleet`."""
+    """The engines of a generation section on a fabric, shared by all arms and seeds. Their configurations are predicted
+    for `layouts` on this fabric, or taken from the section's profile, which the network does not change. `daemon` is a
+    daemon's configuration without `fleet`."""
 
     section: GenerationSection
     hardware: Hardware
@@ -63,12 +64,12 @@ class EnginesOnFabric:
 
     @cached_property
     def profile(self) -> Profile:
-        """Raises ValueError where no configuration fits."""
+        """The profile of the engines. Raises ValueError if no configuration fits."""
         return self.section.profile_value or on_fabric(self.hardware, self.layouts, self.where, self.fabric)
 
     @cached_property
     def fleets(self) -> Mapping[ConfigurationId, UniformFleet]:
-        """Of the configurations that are inside servers, or take whole ones."""
+        """The fleet of each configuration whose engines fit into a server or use whole servers."""
         servers, layouts = self.fabric.servers, {each.id: each.parallelism for each in self.profile.configurations}
         return {
             name: deployed(layout, self.where, servers, self.fabric.pods)
@@ -77,11 +78,12 @@ class EnginesOnFabric:
         }
 
     def kinds(self, scenario: GenerationScenario) -> dict[ConfigurationId, EngineKind]:
-        """With no more engines of each than PoDs have room for."""
+        """Return the usable engine kinds. Each is limited to the number of engines that the PoDs have room for."""
         return {name: replace(kind, most=len(self.fleets[name])) for name, kind in usable_kinds(scenario).items()}
 
     def sent(self, tokens: Mapping[ConfigurationId, float]) -> TierBytes:
-        """Return what engines exchange of tokens that pass those of each configuration, generated or prefilled."""
+        """Return the bytes by tier that engines exchange for `tokens`, the tokens generated or prefilled by each
+        configuration."""
         servers = self.fabric.servers
         for name in tokens:
             if name not in self._token_bytes:
@@ -112,7 +114,7 @@ class EnginesOnFabric:
 
 
 def generation_stages(ready: EnginesOnFabric, arm: str, seed: int, steps: int) -> tuple[GenStage, ...]:
-    """Of each of so many steps, one after another. Raises ProblemFaults where no engine holds the longest request."""
+    """Return the stages of `steps` consecutive steps. Raises ProblemFaults if no engine holds the longest request."""
     scenario = ready.scenario(steps)
     kinds, asked = ready.kinds(scenario), steps_of(scenario, seed)
     if arm in CONTROLS:
@@ -148,8 +150,8 @@ def stage_of(
     seconds: float | None = None,
     carried: int = 0,
 ) -> GenStage:
-    """`finish_s` ascends. `seconds`: of the step, None: until the last answer. `carried`: requests that the next step
-    finishes."""
+    """Return the stage of one step. `finish_s` ascends. `seconds` is the step's duration; None: until the last answer.
+    `carried` is the number of requests that the next step finishes."""
     lengths = [float(request.prompt_tokens + request.output_tokens) for request in requests]
     return GenStage(
         seconds=finish_s[-1] if seconds is None else seconds,
@@ -173,16 +175,17 @@ def redeployed_stage(
     left_share: float,
     fabric: SimulatedFabric,
 ) -> GenStage:
-    """Engines of the first layout go on as those of the other when `left_share` of the requests are to be finished.
-    Phases: by the names of the two configurations, `redeploying` and `moving KV`."""
+    """Return the stage of a step whose engines change from the first layout to the second when the fraction
+    `left_share` of the requests is unfinished. Phases are the names of the two configurations, `redeploying` and
+    `moving KV`."""
     if not 0 < left_share < 1:
         raise ValueError(f"left_share must be in (0, 1), got {left_share}")
     profile = on_fabric(hardware, layouts, where, fabric)
     if len(profile.configurations) < 2:
-        raise ValueError(f"one of {layouts} does not fit")
+        raise ValueError(f"both layouts must fit the GPUs, got {layouts}")
     one, other = (EngineKind(each) for each in profile.configurations)
     before, after = (deployed(each, where, fabric.servers, fabric.pods) for each in layouts)
-    placement = [requests[place :: len(before)] for place in range(len(before))]  # dealt in turn
+    placement = [requests[place :: len(before)] for place in range(len(before))]  # round-robin
     finish_s = sorted(at_s for engine in loaded_engines(one, placement) for at_s in _ended_s(engine, NEVER_S))
     first_s = finish_s[len(requests) - int(left_share * len(requests)) - 1]
     ends_s, left, runs = list[float](), list[LeftRequest](), set[RequestId]()
@@ -217,7 +220,8 @@ def _ended_s(engine: Scheduler, until_s: float) -> list[float]:
 
 
 def _dealt(left: Sequence[LeftRequest], before: UniformFleet, after: UniformFleet) -> list[int]:
-    """[request], the instance: of those on its GPUs, or of all, the one that holds least, the largest request first."""
+    """Return [request], its new instance. Requests are assigned in descending size, each to the least loaded instance
+    among those on its current GPUs, or among all if there are none."""
     near = [np.flatnonzero(np.isin(after.gpus, gpus).any(axis=1)).tolist() for gpus in before.gpus]
     loads, targets = [0] * len(after), [0] * len(left)
     for number in sorted(range(len(left)), key=lambda number: (-left[number][0].context_tokens, left[number][0].id)):

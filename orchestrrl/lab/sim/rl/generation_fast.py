@@ -1,11 +1,12 @@
-"""Generation steps under the real planner and balancer without the world around them: quick enough for a scoreboard.
+"""Simulate generation steps under the real planner and balancer, without the rest of the control plane. This is fast
+enough for the scoreboard.
 
-What stays: the planner with its forecast, admission and costs as the daemon asks it, the balancer's packing, the
-engines' schedulers, redeployments and their seconds. What is left out, against `sim gen`: agents, gateway, journal and
-operations. Telemetry is never late or old, moves and stops are carried out in no time, requests are first routed by KV
-room instead of one by one, plans are not corrected by how earlier ones came out, and nothing fails.
-With a `kv_network` KV goes over the fabric when engines change, and is there at once where single requests move between
-engines that stay; without one it is computed again.
+The simulation includes the planner with its forecast, admission and costs, called as the daemon calls it; the
+balancer's packing; the engines' schedulers; and redeployments with their duration. Unlike `sim gen`, it excludes
+agents, gateway, journal and operations. Telemetry is never delayed or stale. Moves and stops take no time. Requests are
+first routed by KV capacity instead of one by one. Plans are not corrected by the outcome of earlier plans, and there
+are no failures. With a `kv_network`, KV goes over the fabric when engines change, and arrives instantly if single
+requests move between engines that remain. Without one, KV is recomputed.
 """
 
 from collections.abc import Sequence
@@ -48,6 +49,8 @@ NEVER_CHANGES = OperatorControl(ControlState.PINNED, reason="this arm does not p
 
 @dataclass(slots=True)
 class LiveRequest:
+    """An unfinished request and its engine."""
+
     request: SimRequest
     engine: EngineId
     generated: int = 0
@@ -79,14 +82,14 @@ class LiveRequest:
 
 @dataclass(slots=True)
 class LiveEngine:
-    """One engine. It answers from `ready_s` on; its requests wait until then."""
+    """A simulated engine. It serves requests from `ready_s` on."""
 
     id: EngineId
     kind: EngineKind
     gpus: tuple[GpuId, ...]
     ready_s: float
     scheduler: Scheduler = field(init=False)
-    seen: tuple[float, int] = field(init=False)  # when its rate was last taken, and its tokens then
+    seen: tuple[float, int] = field(init=False)  # time of the last rate update, and the token count at that time
     decode_tokens_per_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -96,7 +99,7 @@ class LiveEngine:
         live.request.submit(self.scheduler, max(at_s, self.ready_s), live.generated, prefilled=prefilled)
 
     def update_rate(self, now_s: float, window_s: float) -> None:
-        """Take its rate over the last window."""
+        """Update the decode rate after each window."""
         since_s, tokens = self.seen
         if now_s - since_s >= window_s:
             made = self.scheduler.generated_tokens_total
@@ -125,15 +128,15 @@ class LiveEngine:
 
 @dataclass(slots=True)
 class FastStep:
-    """Seconds from the step's beginning."""
+    """The results of one step. Times are in seconds from the step's beginning."""
 
     finish_s: list[float] = field(default_factory=list)
     output_tokens: int = 0
     engines_started: int = 0
-    phases: list[tuple[float, str]] = field(default_factory=list)  # when each begins: fleets, and changes of them
-    tokens: dict[ConfigurationId, int] = field(default_factory=dict)  # that passed engines, generated and prefilled
+    phases: list[tuple[float, str]] = field(default_factory=list)  # begin and name: fleets, and changes of fleets
+    tokens: dict[ConfigurationId, int] = field(default_factory=dict)  # generated and prefilled by engines
     kv_tier_bytes: dict[str, float] = field(default_factory=dict)
-    passed: list[Leaving] = field(default_factory=list)  # whose KV went from one engine to another beside everything
+    passed: list[Leaving] = field(default_factory=list)  # requests whose KV moved between engines that remained
 
     @property
     def makespan_s(self) -> float:
@@ -141,8 +144,8 @@ class FastStep:
 
     @property
     def phases_s(self) -> dict[str, float]:
-        """Seconds under each fleet, redeploying and moving KV; together the step's. Engines that stay decode
-        meanwhile."""
+        """Seconds under each fleet, redeploying, and moving KV. They add up to the step. Engines that remain keep
+        decoding throughout."""
         phases_s: dict[str, float] = {}
         end_s = self.makespan_s
         for (begin_s, name), (until_s, _) in pairwise([*self.phases, (end_s, "")]):
@@ -153,7 +156,7 @@ class FastStep:
 
 
 def run_fast(run: ControlledRun, kv_network: OverFabric | None = None) -> list[FastStep]:
-    """The run's steps one after another; its warm-up included."""
+    """Return the results of the run's steps, including the warm-up."""
     fleet = _FastFleet(run, kv_network)
     return [fleet.step(requests) for requests in run.steps]
 
@@ -176,7 +179,7 @@ class _FastFleet:
             self._engines[id] = LiveEngine(id, kind, gpus, 0.0)
 
     def step(self, requests: Sequence[SimRequest]) -> FastStep:
-        """From the first request to the last answer."""
+        """Run a step from the first request to the last answer."""
         step, started_s = FastStep(phases=[(0.0, self._fleet_text())]), self._now_s
         self._finished = []
         before = self._tokens()
@@ -198,7 +201,7 @@ class _FastFleet:
         return step
 
     def _tokens(self) -> dict[ConfigurationId, int]:
-        """That have passed engines of each configuration."""
+        """Return the tokens generated and prefilled so far by the engines of each configuration."""
         tokens: dict[ConfigurationId, int] = {}
         for engine in (*self._engines.values(), *self._past):
             passed = engine.scheduler.generated_tokens_total + engine.scheduler.prefilled_tokens_total
@@ -206,7 +209,8 @@ class _FastFleet:
         return tokens
 
     def _submit(self, requests: Sequence[SimRequest]) -> None:
-        """Dealt as the arm does, or by KV room: fewest first, as the gateway's load index has it of idle engines."""
+        """Submit requests to engines: round-robin by prompt, or, if the arm routes, to the engine with the fewest
+        requests per KV capacity, as the gateway's load index does with idle engines."""
         engines = [self._engines[id] for id in sorted(self._engines)]
         queue = [(0.0, place) for place in range(len(engines))]
         heapify(queue)
@@ -237,7 +241,7 @@ class _FastFleet:
             engine.update_rate(self._now_s, self._run.scenario.control.rate_window_s)
 
     def _decide(self, step: FastStep, started_s: float, *, slow: bool) -> None:
-        """The slow loop first: it may change what the fast one would balance."""
+        """Run the slow loop, then the fast loop unless the slow loop has changed the fleet."""
         snapshot = self._snapshot(started_s)
         if slow:
             plan = self._plan(snapshot)
@@ -248,7 +252,7 @@ class _FastFleet:
             self._balance(snapshot, step)
 
     def _snapshot(self, started_s: float) -> Snapshot:
-        """Return what agents and a gateway would report, without their delays: every age is 0."""
+        """Return the snapshot that agents and a gateway would report without delay: every age is 0."""
         running = self._running()
         return Snapshot(
             now_s=self._now_s,
@@ -291,7 +295,8 @@ class _FastFleet:
                 self._move(self._live[move.request], move.to_engine, step, prefilled=self._kv_network is not None)
 
     def _carry_out(self, plan: Plan, step: FastStep, started_s: float) -> None:
-        """Engines that go are stopped at once; new ones answer when they are up and their KV is there."""
+        """Carry out a plan. Removed engines stop at once. New engines serve once they have started and their KV has
+        arrived."""
         new = [each for each in plan.instances if not each.kept]
         kept = {each.id for each in plan.instances if each.kept}
         moved = [
@@ -316,7 +321,7 @@ class _FastFleet:
             kind = self._run.kinds[each.configuration]
             own_s = self._now_s + kind.profile.switch_s
             up_s = max(up_s, own_s)
-            own_s += kv.ready_s.get(each.gpus, 0.0)  # the others' KV does not delay it
+            own_s += kv.ready_s.get(each.gpus, 0.0)  # KV of other engines does not delay this one
             self._engines[each.id] = LiveEngine(each.id, kind, each.gpus, own_s)
         for live, each in moved:
             prefilled = live.request.id in kv.transferred
@@ -349,7 +354,8 @@ class _FastFleet:
 
 
 def _quick(run: ControlledRun) -> Config:
-    """Of a plan that is never carried out, only what it knows of step times is wanted: nothing is searched for it."""
+    """Return the run's configuration, with a minimal search budget if its plans are never carried out. Such plans serve
+    only to estimate step times."""
     config = run.config()
     if run.control.planning:
         return config

@@ -1,20 +1,20 @@
-"""GPUs of a configuration's instances, exchanges inside them, and KV that moves between them, on a network. Pure.
+"""Place a configuration's instances on GPUs; simulate exchanges inside them and KV moves between them. Pure.
 
-Instances are inside servers, or on whole ones in a row; under AFD the attention GPUs come first. Instances that fit
-into a PoD of the fabric stay inside one. The servers that PoDs have left over make instances together where that
-narrows nothing, as in trees of packet switches; else they stay idle: such an instance would get half or a third of what
-the others get.
+An instance is inside a server, or on consecutive whole servers. Under AFD its attention GPUs come first. Instances that
+fit into a PoD of the fabric stay inside one. The remaining servers of several PoDs form instances together if this does
+not reduce their bandwidth, as in trees of packet switches. Otherwise they stay idle, because such an instance would get
+half or a third of the others' bandwidth.
 
-EP sends all-to-all among an instance's ranks, AFD from attention to FFN and back, wide TP round rings of rails. A rate
-is what a GPU has to send over the time until the instance's last flow is through, as the roofline
-(planner/cost/roofline.py) divides by it: tensor parallelism sums up twice in each layer, experts that are spread have
-each token sent to its experts and back, and so have the FFN GPUs under AFD. Of several configurations each is taken to
-have the whole fleet to itself.
+EP sends all-to-all among an instance's ranks, AFD between attention and FFN in both directions, and wide TP in rings
+along rails. A rate is the bytes that a GPU sends over the time until the instance's last flow ends, which is the
+divisor in the roofline (planner/cost/roofline.py). Tensor parallelism reduces twice in each layer. With expert
+parallelism each token goes to its experts and back, and likewise to the FFN GPUs under AFD. Each configuration is
+evaluated alone, on the whole fleet.
 
-KV follows its requests to other instances over the fabric, or is computed again where that is sooner. A request's KV is
-on the GPUs of one attention replica, its heads spread evenly over them, before and after. GPUs that hold the same heads
-twice (fewer KV heads than GPUs) get one half each and copy the rest over NVLink, which takes next to nothing beside the
-network. All KV sets out at once; what an instance computes again, it computes one after another.
+KV follows its requests to other instances over the fabric, or is recomputed if that is faster. A request's KV is on the
+GPUs of one attention replica, with its heads spread evenly, before and after. GPUs that hold the same heads twice
+(fewer KV heads than GPUs) receive one half each and copy the rest over NVLink, whose time is negligible. All transfers
+begin at once. An instance recomputes its requests one after another.
 """
 
 import itertools
@@ -39,33 +39,33 @@ from planner.model import GpuId, RequestId
 
 @dataclass(frozen=True, slots=True)
 class UniformFleet:
-    """Instances that are all laid out alike."""
+    """The instances of one configuration and their GPUs."""
 
     parallelism: Parallelism
-    gpus: Ints  # [instance, rank]; under AFD attention before FFN
+    gpus: Ints  # [instance, rank]; under AFD attention GPUs before FFN GPUs
 
     def __len__(self) -> int:
         return len(self.gpus)
 
     @property
     def attention(self) -> Ints:
-        """[instance, rank] of those that hold KV."""
+        """The GPUs that hold KV, [instance, rank]."""
         return self.gpus[:, : self.parallelism.attention_gpus] if self.parallelism.afd else self.gpus
 
     @property
     def ffn(self) -> Ints:
-        """[instance, rank] under AFD; else none."""
+        """The FFN GPUs under AFD, [instance, rank]; otherwise empty."""
         return self.gpus[:, self.parallelism.attention_gpus :] if self.parallelism.afd else self.gpus[:, :0]
 
 
 def deployed(parallelism: Parallelism, where: range, servers: Servers, pods: Pods | None = None) -> UniformFleet:
-    """As many instances as there is room for on the GPUs `where`; `pods` None: all servers are of one. Raises
-    ValueError where instances cannot be told apart by servers."""
+    """Return as many instances as fit on the GPUs `where`. `pods` None: all servers form one PoD. Raises ValueError if
+    `where` or an instance does not consist of whole servers."""
     size, per_server = parallelism.gpus, servers.gpus_per_server
     if where.start % per_server or len(where) % per_server:
-        raise ValueError(f"generation must have whole servers of {per_server} GPUs, got {where}")
+        raise ValueError(f"the GPUs for generation must be whole servers of {per_server} GPUs, got {where}")
     if size > per_server and size % per_server:
-        raise ValueError(f"an instance beyond one server must take whole ones of {per_server} GPUs, got {size}")
+        raise ValueError(f"an instance larger than a server must use whole servers of {per_server} GPUs, got {size}")
     server = np.arange(where.start, where.stop, per_server) // per_server
     if size > per_server:
         rows = _in_pods(server, size // per_server, pods or Pods(np.zeros(servers.count, np.int64), apart=False))
@@ -75,13 +75,13 @@ def deployed(parallelism: Parallelism, where: range, servers: Servers, pods: Pod
 
 
 def left_idle(fleet: UniformFleet, where: range) -> int:
-    """GPUs that could take further instances which span servers, were it not for PoDs."""
+    """Return the number of GPUs that stay idle only because instances do not span PoDs."""
     size = fleet.parallelism.gpus
     return (len(where) // size - len(fleet)) * size
 
 
 def _in_pods(servers: Ints, each: int, pods: Pods) -> Ints:
-    """[instance, server]: `each` of these servers for each. Where none fits into any PoD, they go over all of them."""
+    """Return [instance, server], `each` servers per instance. If no PoD is large enough, instances span PoDs."""
     groups = [servers[pods.of[servers] == pod] for pod in np.unique(pods.of[servers])]
     whole = [len(group) // each * each for group in groups]
     rest = np.concatenate([group[count:] for group, count in zip(groups, whole, strict=True)])
@@ -93,15 +93,16 @@ def _in_pods(servers: Ints, each: int, pods: Pods) -> Ints:
     return np.asarray(rows[np.argsort(rows[:, 0])])
 
 
-# Of each GPU. Large against latencies, so that rates are those of the links.
+# Bytes sent by each GPU: large enough to make latency negligible, so that rates are those of the links.
 SENT_BYTES = 64e6
 
 
 @dataclass(frozen=True, slots=True)
 class TokenExchange:
-    """In the mean over instances. `extra_hop_s`: beyond what two links and one switch take."""
+    """The measured exchange inside an instance, mean over instances. `extra_hop_s` is the latency in excess of two
+    links and one switch."""
 
-    bytes_per_s: float  # of each GPU
+    bytes_per_s: float  # per GPU
     extra_hop_s: float
 
 
@@ -110,8 +111,8 @@ def leaves_servers(fleet: UniformFleet, servers: Servers) -> bool:
 
 
 def pattern(fleet: UniformFleet, sent_bytes: float, servers: Servers) -> tuple[GpuFlows, Ints]:
-    """What a fleet's instances send, `sent_bytes` by each GPU (under AFD, of the smaller side), and whose each flow
-    is."""
+    """Return the flows inside a fleet's instances, with `sent_bytes` from each GPU (under AFD, from each GPU of the
+    smaller side), and the instance of each flow."""
     p = fleet.parallelism
     if p.afd:
         each = sent_bytes * min(p.attention_gpus, p.ffn_gpus) / (p.attention_gpus * p.ffn_gpus)
@@ -123,7 +124,7 @@ def pattern(fleet: UniformFleet, sent_bytes: float, servers: Servers) -> tuple[G
         flows = GpuFlows.joined(both_ways)
     elif p.dp > 1:
         src, dst = np.repeat(fleet.gpus, p.gpus, axis=1), np.tile(fleet.gpus, (1, p.gpus))
-        other = src[0] != dst[0]  # the same places in each instance
+        other = src[0] != dst[0]  # the same ranks in each instance
         flows = _alike(src[:, other], dst[:, other], sent_bytes / (p.gpus - 1))
     else:
         flows = _rings(fleet.gpus, servers.gpus_per_server, sent_bytes)
@@ -135,18 +136,18 @@ def _alike(src: Ints, dst: Ints, bytes: float) -> GpuFlows:
 
 
 def _rings(members: Ints, apart: int, given: float) -> GpuFlows:
-    """[ring, member]: each to the one so many places on."""
+    """Return flows in rings, `members` [ring, member]: each member sends to the one `apart` positions further."""
     return _alike(members, np.roll(members, -apart, axis=1), given)
 
 
 def gen_period(fleet: UniformFleet, servers: Servers, name: str) -> Period:
-    """Of a stretch of generation in which this fleet is deployed."""
+    """Return the period of generation with this fleet."""
     demand = pattern(fleet, SENT_BYTES, servers)[0] if leaves_servers(fleet, servers) else GpuFlows.none()
     return Period.of(f"gen {name}", FabricStage.GEN, demand)
 
 
 def exchange(fleet: UniformFleet, fabric: SimulatedFabric, name: str) -> TokenExchange:
-    """On the fabric as it is made for this fleet alone."""
+    """Measure the exchange inside instances, on the fabric as configured for this fleet alone."""
     servers = fabric.servers
     network = fabric.network(gen_period(fleet, servers, name))
     flows, instance = pattern(fleet, SENT_BYTES, servers)
@@ -158,7 +159,7 @@ def exchange(fleet: UniformFleet, fabric: SimulatedFabric, name: str) -> TokenEx
 
 
 def token_flows(fleet: UniformFleet, model: Model, servers: Servers) -> GpuFlows:
-    """That a token causes as it passes an engine, in the mean over the fleet: each instance has as many tokens."""
+    """Return the flows that one processed token causes, mean over a fleet with equally loaded instances."""
     p = fleet.parallelism
     vector = model.layers * model.hidden * ACTIVATION_BYTES
     parts = _summed_up(fleet, (1.0 if p.afd else 2.0) * vector, servers)
@@ -167,14 +168,15 @@ def token_flows(fleet: UniformFleet, model: Model, servers: Servers) -> GpuFlows
         if p.afd:
             copies = min(copies, p.ffn_gpus)
         else:
-            copies *= (p.gpus - p.tp) / p.gpus  # the others are on the token's own GPUs
+            copies *= (p.gpus - p.tp) / p.gpus  # the remaining copies stay on the token's own GPUs
         flows, _ = pattern(fleet, 1.0, servers)
         parts.append(flows.times(2.0 * vector * copies / float(flows.bytes.sum())))
     return GpuFlows.joined(parts)
 
 
 def _summed_up(fleet: UniformFleet, size: float, servers: Servers) -> list[GpuFlows]:
-    """A token's vectors, over the GPUs of its attention replica: rings in servers, and round servers rail by rail."""
+    """Return the all-reduce flows of a token over its attention replica: rings inside servers, and between servers
+    along each rail."""
     tp, each = fleet.parallelism.tp, servers.gpus_per_server
     if tp == 1:
         return []
@@ -198,7 +200,8 @@ class Hardware:
 
 
 def on_fabric(hardware: Hardware, layouts: Sequence[Parallelism], where: range, fabric: SimulatedFabric) -> Profile:
-    """Of all `layouts` that fit the GPUs' memory and of which there is room for one. Raises ValueError where none."""
+    """Return the profile of all `layouts` that fit the GPUs' memory and of which at least one instance fits. Raises
+    ValueError if there is none."""
     configurations = []
     nominal = replace(hardware.gpu, nic_bytes_per_s=fabric.servers.nic_bytes_per_s)
     for parallelism in layouts:
@@ -220,15 +223,15 @@ def on_fabric(hardware: Hardware, layouts: Sequence[Parallelism], where: range, 
     return Profile(hardware.model.name, hardware.gpu.name, hardware.engine.name, tuple(configurations), moves)
 
 
-# In which instances may leave the network to the others: each works out circuits and times. After the last, those that
-# stay have what they got beside the others.
+# Rounds in which instances may switch to recomputation, which frees bandwidth for the others. Each round computes
+# circuits and times anew. The times of the last round are final.
 MOST_ROUNDS = 3
-Place = tuple[Parallelism, tuple[GpuId, ...]]  # of an instance; under AFD GPUs for attention before those for FFN
+Place = tuple[Parallelism, tuple[GpuId, ...]]  # an instance; under AFD attention GPUs before FFN GPUs
 
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """A running request whose engine changes."""
+    """A running request that moves to another engine."""
 
     request: RequestId
     source: Place
@@ -239,8 +242,9 @@ class Leaving:
 
 @dataclass(frozen=True, slots=True)
 class KvOutcome:
-    """`ready_s` by destination's GPUs, of those that get KV over the network: its last KV is there. Requests that are
-    not in `transferred` are computed again. `seconds`: until both is done everywhere."""
+    """The result of KV transfers. `ready_s` is the arrival of the last KV, by the GPUs of the destination, for those
+    that receive KV over the network. Requests not in `transferred` are recomputed. `seconds` is the time until all
+    transfers and recomputations have ended."""
 
     ready_s: Mapping[tuple[GpuId, ...], float]
     transferred: frozenset[RequestId]
@@ -250,16 +254,16 @@ class KvOutcome:
 
 @dataclass(frozen=True)
 class OverFabric:
-    """Engines' GPUs are numbered from `first_gpu` on. Circuits are set for it where the fabric has any, while the new
-    engines start."""
+    """KV transfers over a fabric. The engines' first GPU is `first_gpu`. Circuits, if any, are set for the transfers
+    while the new engines start."""
 
     fabric: SimulatedFabric
     first_gpu: int
     kv_bytes_per_token: float
 
     def __call__(self, leaving: Sequence[Leaving]) -> KvOutcome:
-        """Whoever would have its instance's KV sooner by computing it again does so, instance by instance, and leaves
-        the network to the others."""
+        """Simulate the transfers. An instance whose KV would be available sooner by recomputation recomputes it, and
+        leaves the network to the others."""
         places = list(dict.fromkeys(each.destination for each in leaving))
         at = np.array([places.index(each.destination) for each in leaving], np.int64)
         again_s = np.bincount(
@@ -290,12 +294,12 @@ class OverFabric:
         )
 
     def sent(self, leaving: Sequence[Leaving]) -> TierBytes:
-        """Return bytes by tier of KV that nothing waits for, over the fabric as it is at rest."""
+        """Return the bytes by tier of KV transfers in the background, over the fabric outside any period."""
         return tier_bytes(self.fabric.network(None), self.shares(leaving)[0].merged()[0])
 
     def shares(self, leaving: Sequence[Leaving]) -> tuple[GpuFlows, Ints]:
-        """Return what goes from GPU to GPU, and the number among `leaving` of the request that each is of. Replicas of
-        either side take the requests in turn."""
+        """Return the flows between GPUs, and the index in `leaving` of each flow's request. Requests are assigned
+        round-robin to the replicas of both sides."""
         gone, come = Counter[Place](), Counter[Place]()
         rows: list[tuple[int, int, float]] = []
         request: list[int] = []
@@ -312,7 +316,7 @@ class OverFabric:
         return GpuFlows.of(rows), np.array(request, np.int64)
 
     def _replica(self, place: Place, turn: int) -> Ints:
-        """[rank], GPUs of the attention replica whose turn it is."""
+        """Return the GPUs [rank] of the attention replica for the given turn."""
         parallelism, gpus = place
         held = gpus[: parallelism.attention_gpus] if parallelism.afd else gpus
         replicas = np.array(held).reshape(-1, parallelism.tp) + self.first_gpu
@@ -320,7 +324,7 @@ class OverFabric:
 
 
 def _overlaps(source: Ints, destination: Ints) -> list[tuple[int, int, float]]:
-    """Of heads spread evenly over either side, who has what of whom; shares add up to 1."""
+    """Return (source GPU, destination GPU, share) for heads spread evenly over both sides. Shares add up to 1."""
     a, b = len(source), len(destination)
     cuts = sorted({*(i * b for i in range(a + 1)), *(j * a for j in range(b + 1))})  # in parts of 1 / (a * b)
     return [
@@ -330,7 +334,7 @@ def _overlaps(source: Ints, destination: Ints) -> list[tuple[int, int, float]]:
 
 
 def _arrived_s(network: LinkNetwork, flows: GpuFlows, of: Ints, destination: Ints, places: int) -> Floats:
-    """[place]"""
+    """Return [place], the arrival time of the last flow for each destination."""
     arrived_s, routes = np.zeros(places), network.routes(flows)
     ends_s = finish_s(network, flows, routes) + routes.latency_s
     np.maximum.at(arrived_s, destination, ends_s[of])

@@ -1,17 +1,17 @@
-"""How generation, training and weight sync follow each other: from stages' times to a time line. Pure.
+"""Schedule generation, training and weight sync of the RL loop: from the times of stages to a time line. Pure.
 
-Version v of the weights is what v training steps have made. A step is generated with one version from beginning to end.
-Samples are trained on in the order in which they were begun; of what a step cuts (partial rollout) the rest is finished
-first in the next, and keeps the version that it was begun with: it may be one step staler than the bound for each time
-that it was cut.
+Version v of the weights is the result of v training steps. A step is generated with a single version. Samples are
+trained on in the order in which they were begun. If a step ends early (partial rollout), its unfinished samples are
+finished first in the next step and keep the version that they were begun with. Such a sample may exceed the staleness
+bound by one step for each time that it was interrupted.
 
-With synchronous and one-step asynchronous loops, step k has the version of all samples of the steps up to k - 1, and
-up to k - 2. With bounded staleness it begins as soon as none of its samples will be further behind than allowed, and
-takes the newest version that is there. Engines that wait for weights then make a longer training step save a sync now
-and then: more time for a stage may end sooner, as it may in any greedy schedule.
+In a synchronous loop, step k uses the version trained on all samples of the steps up to k - 1; in a one-step
+asynchronous loop, up to k - 2. With bounded staleness, a step begins as soon as none of its samples will exceed the
+bound, and uses the newest available version. If engines wait for weights, a longer training step may then save a sync,
+so that the run ends earlier. Such anomalies occur in any greedy schedule.
 
-Weights on their way take as long as they do beside those who are at work when they set out, and hold these up by their
-share of the time that both go on.
+The time of a weight sync depends on the stages that run when it begins. The sync delays these stages in proportion to
+the time in which both run.
 """
 
 from bisect import bisect_left, bisect_right
@@ -34,7 +34,7 @@ Number = Annotated[int, Field(ge=0)]
 
 @checked(frozen=True, slots=True)
 class SampleBatch:
-    """Samples of a generation step: new ones, and how many (older ones first) are done in it."""
+    """The number of samples begun and finished in a generation step. Older samples are finished first."""
 
     begun: Number
     finished: Count
@@ -42,47 +42,48 @@ class SampleBatch:
 
 @dataclass(frozen=True, slots=True)
 class LoopRules:
-    """How stages follow each other. `shared`: the same GPUs train and generate, so that nothing overlaps."""
+    """The rules for the order of stages. `shared`: the same GPUs train and generate, so that stages do not overlap."""
 
     mode: LoopMode = LoopMode.ONE_STEP_ASYNC
-    staleness: int | None = None  # versions, of BOUNDED_STALENESS
-    batch_samples: int | None = None  # of a training step; None: what a generation step finishes
-    buffer_samples: int | None = None  # finished and not in training yet, those of the running step among them
+    staleness: int | None = None  # bound in versions, for BOUNDED_STALENESS
+    batch_samples: int | None = None  # per training step; None: the samples that a generation step finishes
+    buffer_samples: int | None = None  # limit of samples not in training yet, including those of the running step
     holds: Holds = Holds.ENGINES
     shared: bool = False
 
     def __post_init__(self) -> None:
         if (self.mode is LoopMode.BOUNDED_STALENESS) != (self.staleness is not None):
-            raise ValueError(f"staleness goes with bounded_staleness alone, got {self.staleness} with {self.mode}")
+            raise ValueError(f"staleness is only for bounded_staleness, got {self.staleness} with {self.mode}")
         if self.shared and self.mode is not LoopMode.SYNCHRONOUS:
-            raise ValueError(f"GPUs that train and generate in turn go with the synchronous mode, got {self.mode}")
+            raise ValueError(f"mode must be synchronous if the same GPUs train and generate, got {self.mode}")
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What follows from counts alone. Raises ValueError where some step could never begin."""
+    """The dependencies between steps that follow from sample counts."""
 
     done: tuple[int, ...]  # [generation step + 1] samples finished before it
     taken: tuple[int, ...]  # [training step + 1] samples taken before it
-    version: tuple[int, ...]  # [generation step] that it needs at least
+    version: tuple[int, ...]  # [generation step] oldest version that it may use
     trained: tuple[int, ...]  # [generation step] training steps that must have begun, for room in the buffer
 
     @property
     def carried(self) -> int:
-        """Versions that are made of samples before the last step, which takes the last of them."""
+        """The number of versions trained on samples of the steps before the last; the last step uses the newest."""
         return bisect_right(self.taken, self.done[-2]) - 1
 
     @classmethod
     def of(cls, rules: LoopRules, batches: Sequence[SampleBatch]) -> "Needs":
+        """Compute the dependencies. Raises ValueError if some step could never begin."""
         done = (0, *accumulate(batch.finished for batch in batches))
         begun = accumulate(batch.begun for batch in batches)
         if any(finished > there for finished, there in zip(done[1:], begun, strict=True)):
-            raise ValueError(f"no more samples can be finished than were begun, got {list(batches)}")
+            raise ValueError(f"finished samples must be <= begun samples, got {list(batches)}")
         size = rules.batch_samples
         taken = done if size is None else tuple(range(0, done[-1] + 1, size))
         versions, trained = [], []
         for step in range(len(batches)):
-            ready = bisect_right(taken, done[step]) - 1  # training steps that earlier samples are enough for
+            ready = bisect_right(taken, done[step]) - 1  # training steps that earlier samples suffice for
             match rules.mode:
                 case LoopMode.SYNCHRONOUS:
                     version = ready
@@ -95,18 +96,18 @@ class Needs:
             over = 0 if rules.buffer_samples is None else done[step + 1] - rules.buffer_samples
             begun_steps = bisect_left(taken, over) if over > 0 else 0
             if version > ready:
-                wish = f"needs version {version}, and earlier samples make {ready}: allow more staleness"
-                raise ValueError(f"generation step {step} {wish}, or larger batches")
+                wish = f"needs version {version}, but earlier samples suffice for {ready}: allow more staleness"
+                raise ValueError(f"generation step {step} {wish}, or increase batch_samples")
             if begun_steps > ready:
                 wish = f"has no room in a buffer of {rules.buffer_samples} samples"
-                raise ValueError(f"generation step {step} {wish}: {done[step + 1] - taken[ready]} are needed")
+                raise ValueError(f"generation step {step} {wish}: it needs {done[step + 1] - taken[ready]}")
             versions.append(version)
             trained.append(begun_steps)
         return cls(done, taken, tuple(versions), tuple(trained))
 
 
 def staleness(batches: Sequence[SampleBatch], begun_with: Sequence[int], taken: Sequence[int]) -> Mapping[int, int]:
-    """Samples that were trained on, by the versions that they were behind."""
+    """Return the number of samples trained on, by their lag in versions."""
     order: deque[tuple[int, int]] = deque(
         (version, batch.begun) for batch, version in zip(batches, begun_with, strict=True)
     )
@@ -125,7 +126,7 @@ def staleness(batches: Sequence[SampleBatch], begun_with: Sequence[int], taken: 
 def idle_shares(
     spans: Sequence[TimelineSpan], from_s: float, until_s: float, shared: bool
 ) -> Mapping[FabricStage, float]:
-    """Of each stage's GPUs, between the two times."""
+    """Return the idle fraction of each stage's GPUs between two times."""
     if until_s <= from_s:
         return {}
     busy_s = dict.fromkeys((FabricStage.TRAIN, FabricStage.GEN), 0.0)
@@ -139,7 +140,7 @@ def idle_shares(
 
 @dataclass(frozen=True, slots=True)
 class SyncTime:
-    """`held_s`: what those beside it are late by, if they are at work all the while."""
+    """The duration of a weight sync. `held_s` is the delay of each stage that runs during the whole sync."""
 
     seconds: float
     held_s: Mapping[FabricStage, float] = field(default_factory=dict)
@@ -147,18 +148,18 @@ class SyncTime:
 
 @dataclass(slots=True)
 class Slowed:
-    """A lane of the time line, and the stretches in which part of its work does not get done."""
+    """The intervals in which a lane of the time line is slowed down."""
 
-    _stretches: list[tuple[float, float, float]] = field(default_factory=list)  # begin, end, share that is lost
+    _stretches: list[tuple[float, float, float]] = field(default_factory=list)  # begin, end, fraction of work lost
 
     def add(self, begin_s: float, end_s: float, held_s: float) -> None:
-        """One that begins within the one before is moved behind it."""
+        """Add an interval that delays work by `held_s`. If it overlaps the previous interval, it is moved after it."""
         if held_s > 0 and end_s > begin_s:
             late_s = max(0.0, self._stretches[-1][1] - begin_s) if self._stretches else 0.0
             self._stretches.append((begin_s + late_s, end_s + late_s, min(1.0, held_s / (end_s - begin_s))))
 
     def held_s(self, begin_s: float, work_s: float) -> float:
-        """By which work that begins then ends later than it would."""
+        """Return the delay of work that begins at `begin_s` and takes `work_s` otherwise."""
         now_s, left_s, held_s = begin_s, work_s, 0.0
         for from_s, until_s, lost in self._stretches:
             if until_s <= now_s:
@@ -178,27 +179,28 @@ class Slowed:
 
 @dataclass(frozen=True, slots=True)
 class GenTime:
-    """`finish_s`: of each sample that is done, from the step's beginning, ascending; empty: at its end."""
+    """The duration of a generation step. `finish_s` are the completion times of its samples from the step's beginning,
+    ascending; empty: all at its end."""
 
     seconds: float
     finish_s: tuple[float, ...] = ()
 
 
 class Times(Protocol):
-    """What stages take that begin then. Asked once for each, in the order in which they begin on their GPUs."""
+    """The durations of stages. The loop calls it once per stage, in the order in which stages begin on their GPUs."""
 
     def gen(self, step: int, begin_s: float) -> GenTime: ...
 
     def train(self, step: int, samples: int, begin_s: float) -> float: ...
 
     def sync(self, version: int, begin_s: float, beside: tuple[FabricStage, ...]) -> SyncTime:
-        """`beside`: who is at work then, and goes on."""
+        """Return the time of a sync. `beside` are the stages that run when it begins, and continue."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class FixedTimes:
-    """Times that do not depend on when: [step], and of versions 1, 2, ..."""
+    """Durations that do not depend on the time of day: by step, and for syncs by version 1, 2, ..."""
 
     gen_s: Sequence[float]
     train_s: Sequence[float]
@@ -216,7 +218,7 @@ class FixedTimes:
 
 @dataclass(slots=True)
 class _Line:
-    """The time line as it grows."""
+    """The state of the schedule while the time line is built."""
 
     rules: LoopRules
     batches: Sequence[SampleBatch]
@@ -225,16 +227,16 @@ class _Line:
     engines_free_s: float = 0.0
     trainer_free_s: float = 0.0
     installed: int = 0
-    laid_s: float = 0.0  # until then, what engines do is settled
+    laid_s: float = 0.0  # the engines' schedule is final until this time
     ready_s: list[float] = field(default_factory=list)  # [sample]
-    expected_s: list[float] = field(default_factory=list)  # [sample] of the next step, if nothing holds it up
+    expected_s: list[float] = field(default_factory=list)  # [sample] of the next step, without delays
     train_begin_s: list[float] = field(default_factory=list)  # [training step]
     train_end_s: list[float] = field(default_factory=list)
-    sync_end_s: list[float] = field(default_factory=lambda: [0.0])  # [version], where nobody waits for it
+    sync_end_s: list[float] = field(default_factory=lambda: [0.0])  # [version], with Holds.NOBODY
     begun_with: list[int] = field(default_factory=list)  # [generation step] version
     training: Slowed = field(default_factory=Slowed)
     engines: Slowed = field(default_factory=Slowed)
-    sync_beside: tuple[FabricStage, ...] = ()  # of the last one
+    sync_beside: tuple[FabricStage, ...] = ()  # stages that ran during the last sync
     spans: list[TimelineSpan] = field(default_factory=list)
     steps: list[dict[str, float]] = field(default_factory=list)
 
@@ -248,11 +250,11 @@ class _Line:
 
     @property
     def _carries(self) -> bool:
-        """Whether weights set out as soon as they are made."""
+        """Return whether a weight sync begins as soon as its version is trained."""
         return self.rules.holds is Holds.NOBODY
 
     def _wait(self, step: int) -> None:
-        """Until there is room for the step, and the weights that it needs are made."""
+        """Wait until the buffer has room for the step and the weights that it needs are trained."""
         needed, begun = self.needs.version[step], self.needs.trained[step]
         free_s, row = self.engines_free_s, self.steps[step]
         self._go_on(max(needed, begun), needed if self._carries else 0, free_s)
@@ -263,8 +265,9 @@ class _Line:
         self._go_on(0, 0, self.engines_free_s)
 
     def _go_on(self, trained: int, carried: int, until_s: float) -> None:
-        """Training, and weights that nobody waits for, in the order of time: so many of each at least, and what begins
-        before `until_s`. Of samples that are there, and nothing later, for what engines do may have an effect on it."""
+        """Schedule training steps, and syncs that no stage waits for, in the order of time. At least `trained` and
+        `carried` are scheduled in total, and all that begin before `until_s`. Only existing samples are used, because
+        later generation may still change the schedule."""
         while True:
             train_s, carry_s = self._next_training_s(len(self.ready_s)), self._next_carry_s()
             enough = len(self.train_end_s) >= trained and len(self.sync_end_s) > carried
@@ -276,7 +279,7 @@ class _Line:
                 self._train(train_s)
 
     def _next_training_s(self, samples: int) -> float:
-        """When a training step on the first `samples` could begin; inf: there are not enough."""
+        """Return the earliest begin of the next training step on the first `samples`; inf if they do not suffice."""
         index = len(self.train_end_s)
         if index + 1 == len(self.needs.taken) or self.needs.taken[index + 1] > samples:
             return inf
@@ -285,7 +288,7 @@ class _Line:
         return max(self.trainer_free_s, ready_s, self.engines_free_s if self.rules.shared else 0.0)
 
     def _next_carry_s(self) -> float:
-        """When the next weights that nobody waits for set out; inf: they are not made, or no step takes them."""
+        """Return the begin of the next sync that no stage waits for; inf if its version is not trained, or not used."""
         version = len(self.sync_end_s)
         if not self._carries or version > min(len(self.train_end_s), self.needs.carried):
             return inf
@@ -305,11 +308,12 @@ class _Line:
         self.train_end_s.append(end_s)
 
     def _row_of(self, index: int) -> dict[str, float]:
-        """Of the generation step that has the last of a training step's samples."""
+        """Return the row of the generation step that contains a training step's last sample."""
         return self.steps[bisect_left(self.needs.done, self.needs.taken[index + 1]) - 1]
 
     def _carry(self, begin_s: float) -> None:
-        """Weights to engines that go on. What that costs a step which is laid out already, the next one pays."""
+        """Schedule a sync while engines continue. The delay of a step that is already scheduled is charged to the next
+        step."""
         version = len(self.sync_end_s)
         beside = self._training_at(begin_s) + self._generation_at(begin_s, version)
         took = self._sync(version, begin_s, beside, self._row_of(version - 1))
@@ -319,12 +323,13 @@ class _Line:
         self._hold_up_training(begin_s, took)
 
     def _training_at(self, now_s: float) -> tuple[FabricStage, ...]:
-        """The trainer, if it is at work then."""
+        """Return the training stage if the trainer is busy at that time."""
         next_s = self._next_training_s(len(self.ready_s) + len(self.expected_s))
         return (FabricStage.TRAIN,) if self.trainer_free_s > now_s or next_s <= now_s else ()
 
     def _generation_at(self, now_s: float, version: int) -> tuple[FabricStage, ...]:
-        """Engines, if they are at work then: in a step that is known, or the next, unless it waits for that version."""
+        """Return the generation stage if engines are busy at that time: in a scheduled step, or in the next step unless
+        it waits for this version."""
         if now_s >= self.engines_free_s:
             step = len(self.begun_with) + bool(self.expected_s)
             if step == len(self.batches) or max(self.needs.version[step] + 1, self.needs.trained[step]) > version:
@@ -332,7 +337,7 @@ class _Line:
         return (FabricStage.GEN,)
 
     def _bring_weights(self, step: int) -> None:
-        """What the step needs, or the newest that is there."""
+        """Install the version that the step needs, or the newest one."""
         needed, now_s = self.needs.version[step], self.engines_free_s
         if self._carries:
             self.installed = max(self.installed, self._choice(needed, bisect_right(self.sync_end_s, now_s) - 1))
@@ -342,10 +347,10 @@ class _Line:
             self._held_sync(step, version, now_s)
 
     def _held_sync(self, step: int, version: int, now_s: float) -> None:
-        """Engines stand still for it."""
+        """Schedule a sync during which engines are paused."""
         row, both = self.steps[step], self.rules.holds is Holds.BOTH
         begin_s = now_s
-        if both:  # between two of the trainer's iterations, with what the last one made
+        if both:  # between two training steps, with the version of the last one
             row["train_waits_samples_s"] += max(0.0, now_s - self.trainer_free_s)
             begin_s = max(now_s, self.trainer_free_s)
             row["gen_waits_weights_s"] += begin_s - now_s
@@ -359,7 +364,7 @@ class _Line:
             row["train_waits_sync_s"] += self.engines_free_s - begin_s
 
     def _hold_up_training(self, now_s: float, time: SyncTime) -> None:
-        """From now on, also the training step that is under way."""
+        """Delay training during a sync, including the running training step."""
         self.training.add(now_s, now_s + time.seconds, time.held_s.get(FabricStage.TRAIN, 0.0))
         held_s = self.training.held_s(now_s, max(0.0, self.trainer_free_s - now_s))
         if held_s <= 0:
@@ -388,7 +393,7 @@ class _Line:
         if taken.finish_s and len(taken.finish_s) != finished:
             raise ValueError(f"generation step {step} finishes {finished} samples, got {len(taken.finish_s)} times")
         ends_s = taken.finish_s or (taken.seconds,) * finished
-        if self._carries:  # what sets out meanwhile may hold it up
+        if self._carries:  # syncs that begin during the step may delay it
             self.laid_s, self.engines_free_s = begin_s, begin_s + taken.seconds
             self.expected_s = [begin_s + at_s for at_s in ends_s]
             self._go_on(0, 0, self.engines_free_s)
@@ -405,7 +410,7 @@ class _Line:
         self.spans.append(TimelineSpan(lane, stage, step, begin_s, end_s, label))
 
 
-# Of each generation step: what its stages took, of that what weights on their way held up, what was stood still for.
+# Columns of each generation step: times of its stages, the part of them that is delay by syncs, and waiting times.
 ROW = (
     "gen_s",
     "train_s",
@@ -420,9 +425,9 @@ ROW = (
 
 
 def run_loop(rules: LoopRules, batches: Sequence[SampleBatch], times: Times, *, warmup_steps: int = 0) -> RlRun:
-    """Return the run up to the end of the last training step, without the names of its fabric and arm; the rate and
-    idle shares are of what comes after the training on the warm-up's samples. Raises ValueError where counts do not
-    allow some step to begin."""
+    """Return the run up to the end of the last training step, without the names of its fabric and arm. The rate and
+    idle fractions cover the time after training on the warm-up's samples. Raises ValueError if sample counts prevent a
+    step from beginning."""
     line = _Line(rules, batches, times, Needs.of(rules, batches))
     line.run()
     trained = line.needs.taken[len(line.train_end_s)]

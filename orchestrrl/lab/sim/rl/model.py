@@ -1,5 +1,4 @@
-"""What the simulator of a whole RL cluster speaks of: stages of a step, how they follow each other, and what came of
-it. Values only."""
+"""Types of the cluster simulator: the stages of a step, the modes of the loop, and the results of a run."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,22 +11,22 @@ from orchestrrl.lab.sim.train.model import OverlapWindow, TrainingIteration
 
 
 class LoopMode(StrEnum):
-    """How generation and training follow each other."""
+    """The order of generation and training."""
 
-    SYNCHRONOUS = "synchronous"  # a step is generated, then trained on, then its weights are brought to engines
-    ONE_STEP_ASYNC = "one_step_async"  # step k is generated while step k - 1 is trained on
-    BOUNDED_STALENESS = "bounded_staleness"  # generation may be so many versions ahead of training
+    SYNCHRONOUS = "synchronous"  # generate a step, train on it, then send the new weights to the engines
+    ONE_STEP_ASYNC = "one_step_async"  # step k is generated during training on step k - 1
+    BOUNDED_STALENESS = "bounded_staleness"  # generation may be a bounded number of versions ahead of training
 
 
-SCHEMES = ("tree", "naive", "two_stage")  # by which a weight version is brought to engines
+SCHEMES = ("tree", "naive", "two_stage")  # ways to distribute a weight version to engines
 
 
 class Holds(StrEnum):
-    """Who waits while new weights are on their way."""
+    """The sides that pause during a weight sync."""
 
-    BOTH = "both"  # the trainer sends and engines receive, and neither does anything else
-    ENGINES = "engines"  # the trainer goes on with a copy
-    NOBODY = "nobody"  # engines go on with the weights that they have, and take the new ones at their next step
+    BOTH = "both"  # the trainer and the engines pause
+    ENGINES = "engines"  # the trainer continues, and sends a copy of the weights
+    NOBODY = "nobody"  # engines continue with their current weights, and install the new ones before their next step
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +37,9 @@ class GenStage:
     finish_s: tuple[float, ...]  # [sample] ascending, from the step's beginning
     remaining: tuple[tuple[float, int], ...]  # (seconds from its beginning, requests in flight)
     phases_s: Mapping[str, float]  # e.g. seconds under AFD, redeploying, moving KV, under TP
-    sample_tokens: float  # of a sample that was begun, prompt and answer, in the mean
+    sample_tokens: float  # mean tokens of the samples begun, prompt and answer
     sample_square_tokens: float  # mean of their squares
-    tier_bytes: Mapping[str, float] = field(default_factory=dict)  # engines' exchanges, and KV that moves
+    tier_bytes: Mapping[str, float] = field(default_factory=dict)  # engines' exchanges, and moved KV
 
     @property
     def samples(self) -> int:
@@ -50,30 +49,30 @@ class GenStage:
 @dataclass(frozen=True, slots=True)
 class TrainStage:
     """A training step: passes for log-probabilities, then optimiser steps. `parts_s` adds up to `seconds`: `log probs`,
-    and the parts of all optimiser steps. `mfu` counts what the passes ask for, too."""
+    and the parts of all optimiser steps. `mfu` includes the FLOPs of the log-probability passes."""
 
     seconds: float
     mfu: float
     parts_s: Mapping[str, float]
     updates: int  # optimiser steps
-    update: TrainingIteration  # the first of them
+    update: TrainingIteration  # the first optimiser step
 
 
 class SyncCourse(StrEnum):
     """How a sync uses the fabric's circuits."""
 
-    KEEP = "keep"  # as they are
-    CHANGE = "change"  # once, for all that is sent
-    CHANGE_BY_WAVE = "change_by_wave"  # before each wave that wants others
+    KEEP = "keep"  # the current circuits
+    CHANGE = "change"  # once, for the whole sync
+    CHANGE_BY_WAVE = "change_by_wave"  # before each wave that needs other circuits
 
 
 @dataclass(frozen=True, slots=True)
 class SyncStage:
-    """A weight version to every engine. `bound_s`: no plan is shorter on these links. `held_s`: what each of those who
-    send beside it is late by, if it does so all the while; nobody sends while circuits change."""
+    """The sync of a weight version to every engine. `bound_s` is a lower bound for any plan on these links. `held_s` is
+    the delay of each stage that sends during the whole sync. No stage sends while circuits change."""
 
     seconds: float
-    phases_s: Mapping[str, float]  # circuits; phase A, until the last bytes have come from other PoDs; phase B
+    phases_s: Mapping[str, float]  # circuits; phase A, until the last bytes from other PoDs have arrived; phase B
     bound_s: float
     tier_bytes: Mapping[str, float]
     circuits: SyncCourse
@@ -86,7 +85,7 @@ class SyncStage:
 
 @dataclass(frozen=True, slots=True)
 class TimelineSpan:
-    """Something that a part of the cluster does, for the time line. `lane`: "train", "gen", "sync", or a fault's."""
+    """An activity on the time line. `lane` is "train", "gen", "sync" or "fault"."""
 
     lane: str
     stage: FabricStage
@@ -98,7 +97,7 @@ class TimelineSpan:
 
 @dataclass(frozen=True, slots=True)
 class RlRun:
-    """One arm on one fabric and seed. Rates leave out the first steps, in which the pipeline fills."""
+    """The results of one arm on one fabric and seed. Rates exclude the first steps, in which the pipeline fills."""
 
     fabric: str
     arm: str
@@ -107,12 +106,12 @@ class RlRun:
     samples: int
     samples_per_s: FiniteFloat
     spans: tuple[TimelineSpan, ...]
-    steps: tuple[Mapping[str, float], ...]  # [step] seconds by stage, and what it waited for
-    staleness: Mapping[int, int]  # samples by how many versions they were behind when they were trained on
-    idle_share: Mapping[FabricStage, float]  # of the stage's GPUs, of the seconds measured
-    sync_beside: tuple[FabricStage, ...] = ()  # who was at work when the last weights set out, and went on
-    # By stage and tier, of one step: train, gen, weight_sync and response_stream.
+    steps: tuple[Mapping[str, float], ...]  # [step] seconds by stage, and seconds of waiting
+    staleness: Mapping[int, int]  # number of samples by their lag in versions when they were trained on
+    idle_share: Mapping[FabricStage, float]  # idle fraction of the stage's GPUs in the measured time
+    sync_beside: tuple[FabricStage, ...] = ()  # stages that ran during the last weight sync
+    # Bytes of one step by stage and tier: train, gen, weight_sync and response_stream.
     tier_bytes: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    windows: tuple[OverlapWindow, ...] = ()  # of an optimiser step
-    remaining: tuple[tuple[float, int], ...] = ()  # of the last generation step
+    windows: tuple[OverlapWindow, ...] = ()  # in an optimiser step
+    remaining: tuple[tuple[float, int], ...] = ()  # in the last generation step
     notes: tuple[str, ...] = ()

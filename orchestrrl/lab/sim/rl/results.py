@@ -1,7 +1,7 @@
-"""Results of a simulated cluster, the files that keep them, one for each scenario, and their summary in rows.
+"""Store the results of cluster simulations, one file per scenario, and summarise them in rows.
 
-A file is named by the digest of its scenario and written whole or not at all, so that a sweep that was cut short finds
-what it has. Reading gives back what was written.
+A file is named by the digest of its scenario and written atomically, so that an interrupted sweep finds its complete
+results. Reading returns exactly the results that were written.
 """
 
 import hashlib
@@ -27,11 +27,11 @@ SUFFIX = ".json"
 
 @dataclass(frozen=True, slots=True)
 class Bill:
-    """What the run's cluster costs. `network_usd` is the sum of `parts_usd`, each a component of the network."""
+    """The price of a cluster. `network_usd` is the sum of `parts_usd`, each a component of the network."""
 
     network_usd: float
     parts_usd: Mapping[str, float] = field(default_factory=dict)
-    gpus_usd: float | None = None  # None: no price is known
+    gpus_usd: float | None = None  # None: unknown price
 
     @property
     def total_usd(self) -> float:
@@ -40,7 +40,7 @@ class Bill:
 
 @dataclass(frozen=True, slots=True)
 class ClusterResult:
-    """One run, and what it was a run of."""
+    """The results of one run, and its scenario."""
 
     run: RlRun
     bill: Bill
@@ -48,7 +48,7 @@ class ClusterResult:
     train_mfu: float = 0.0
     gen_phases_s: Mapping[str, float] = field(default_factory=dict)  # of the last generation step
     sync_phases_s: Mapping[str, float] = field(default_factory=dict)
-    scenario: Mapping[str, Any] = field(default_factory=dict)  # the document; a file has it once
+    scenario: Mapping[str, Any] = field(default_factory=dict)  # the document, stored once per file
 
     @property
     def samples_per_s(self) -> float:
@@ -56,7 +56,7 @@ class ClusterResult:
 
     @property
     def samples_per_s_per_musd(self) -> float:
-        """Throughput for each million dollars of network: the paper's throughput per dollar (section 7.3)."""
+        """Throughput per million dollars of network: the OrchestrRL paper's throughput per dollar (section 7.3)."""
         return self.run.samples_per_s / self.bill.network_usd * 1e6 if self.bill.network_usd else 0.0
 
 
@@ -72,23 +72,23 @@ _FILE: TypeAdapter[_File] = TypeAdapter(_File)
 
 
 def digest_of(scenario: Mapping[str, Any]) -> str:
-    """Of what a scenario says, whatever the order of its fields."""
+    """Return the digest of a scenario, independent of the order of its fields."""
     text = json.dumps(scenario, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def as_text(scenario: Mapping[str, Any], results: Sequence[ClusterResult]) -> str:
-    """All of them of this scenario. Same results, same bytes."""
+    """Return the results of one scenario as JSON. The text is deterministic."""
     rows = [{name: value for name, value in asdict(each).items() if name != "scenario"} for each in results]
     document = {"format": FORMAT, "digest": digest_of(scenario), "scenario": scenario, "results": rows}
     return json.dumps(document, indent=1, allow_nan=False) + "\n"
 
 
 def write(folder: Path, scenario: Mapping[str, Any], results: Sequence[ClusterResult]) -> Path:
-    """Under the scenario's digest; the file is there whole, or as it was before."""
+    """Write the results to a file named by the scenario's digest, atomically. Return its path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{digest_of(scenario)}{SUFFIX}"
-    temporary = folder / f".{uuid4().hex}.part"  # as open to others as any file of ours
+    temporary = folder / f".{uuid4().hex}.part"  # created with default permissions, unlike files of tempfile
     try:
         temporary.write_text(as_text(scenario, results), encoding="utf-8")
         temporary.replace(path)
@@ -99,16 +99,17 @@ def write(folder: Path, scenario: Mapping[str, Any], results: Sequence[ClusterRe
 
 
 def read(source: Path) -> tuple[ClusterResult, ...]:
-    """Of a file, or of all files of a folder by name. Raises ProblemFaults with what is wrong with each."""
+    """Read the results of a file, or of all files of a folder in the order of names. Raises ProblemFaults with the
+    faults of each file."""
     paths = sorted(source.glob(f"*{SUFFIX}")) if source.is_dir() else [source]
     if not paths:
-        raise ProblemFaults([f"{source}: has no results (*{SUFFIX})"])
+        raise ProblemFaults([f"{source}: contains no results (*{SUFFIX})"])
     found: list[ClusterResult] = []
     faults: list[str] = []
     for path in paths:
         try:
             found += parse(read_text(path))
-        except ProblemFaults as error:  # a file that cannot be read names itself
+        except ProblemFaults as error:  # the fault of an unreadable file already contains its path
             faults += [fault if fault.startswith(str(path)) else f"{path}: {fault}" for fault in error.faults]
     if faults:
         raise ProblemFaults(faults)
@@ -116,7 +117,7 @@ def read(source: Path) -> tuple[ClusterResult, ...]:
 
 
 def parse(text: str) -> list[ClusterResult]:
-    """As read, from text."""
+    """Parse the text of a results file. Raises ProblemFaults."""
     try:
         file = _FILE.validate_python(json.loads(text))
     except ValidationError as error:
@@ -127,7 +128,8 @@ def parse(text: str) -> list[ClusterResult]:
 
 
 def complete(folder: Path, digests: Iterable[str]) -> set[str]:
-    """Of these scenarios, those whose file is there, can be read, and has all runs: `sim run` writes as they come."""
+    """Return the digests whose file can be read and has all runs. `sim run` writes a file after each run, so that it
+    may be incomplete."""
     found = set()
     for digest in digests:
         try:
@@ -140,13 +142,14 @@ def complete(folder: Path, digests: Iterable[str]) -> set[str]:
 
 
 def runs_of(scenario: Mapping[str, Any]) -> int:
-    """As many results as a scenario has when all is done."""
+    """Return the number of runs of a scenario."""
     return len(scenario["fabrics"]) * len(scenario["generation"]["arms"]) * len(scenario["seeds"])
 
 
 @dataclass(frozen=True, slots=True)
 class SummaryRow:
-    """`gain`: samples per second over the first row's. `pareto`: nobody has more throughput for as little money."""
+    """The summary of an arm on a fabric. `gain` is samples per second relative to the first row. `pareto`: no other row
+    has at least its throughput for at most its cost, and is better in one of them."""
 
     fabric: str
     arm: str
@@ -154,21 +157,21 @@ class SummaryRow:
     gen_s: float  # of a step
     train_s: float
     sync_s: float
-    waits_s: float  # of a step: of engines for weights and room
+    waits_s: float  # of engines in a step, for weights and buffer room
     idle_train: float
     idle_gen: float
-    staleness: float  # of a sample, versions, in the mean
+    staleness: float  # mean lag of a sample in versions
     samples_per_s: float
     gain: float
     network_usd: float
     samples_per_s_per_musd: float
     gain_per_usd: float
-    total_usd: float | None  # with GPUs; None: no price of them is known
+    total_usd: float | None  # including GPUs; None: unknown price of GPUs
     pareto: bool
 
 
 def rows(results: Sequence[ClusterResult]) -> list[SummaryRow]:
-    """In the results' order."""
+    """Return one summary row per fabric and arm, in the order of the results."""
     groups: dict[tuple[str, str], list[ClusterResult]] = {}
     for result in results:
         groups.setdefault((result.run.fabric, result.run.arm), []).append(result)
@@ -203,7 +206,7 @@ def rows(results: Sequence[ClusterResult]) -> list[SummaryRow]:
 
 
 def _mean_s(result: ClusterResult, *names: str) -> float:
-    """The sum over these, in the mean over steps after the warm-up."""
+    """Return the sum of the named columns, mean over steps after the warm-up."""
     measured = result.run.steps[int(result.scenario["loop"]["warmup_steps"]) :]
     return sum(step[name] for step in measured for name in names) / len(measured)
 
@@ -223,5 +226,6 @@ def _ratio(ours: float, theirs: float) -> float:
 
 
 def pareto(points: Sequence[tuple[float, float]]) -> list[bool]:
-    """Of (cost, worth): whether no other is at least as good in both and better in one."""
+    """Return whether each (cost, worth) point is on the Pareto frontier: no other point is at least as good in both and
+    better in one."""
     return [not any(c <= cost and w >= worth and (c, w) != (cost, worth) for c, w in points) for cost, worth in points]

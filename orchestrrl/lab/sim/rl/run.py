@@ -1,10 +1,10 @@
-"""Run a cluster scenario: each arm on each fabric, over each seed; the same requests for all of them. And split its
-GPUs: how many train and how many generate, for the most throughput, found by trying.
+"""Run a cluster scenario: each arm on each fabric and seed, with the same requests. Also search for the split of GPUs
+between training and generation with the most throughput.
 
-As StreamRL divides a budget (arXiv 2504.15930, its resource allocation): both sides are timed under each split, and the
-one whose slower side is quickest is taken. Here the loop has the last word, so that weight sync, waiting and modes in
-which stages add up count as well. More GPUs on one side are taken to make its stage shorter, never longer: then there
-is one best split, and the search closes in on it.
+StreamRL divides a budget in the same way (arXiv 2504.15930, its resource allocation): it times both sides under each
+split, and chooses the split whose slower side is fastest. Here the simulated loop decides, so that weight sync,
+waiting, and modes in which stages do not overlap count as well. The search assumes that more GPUs never make a stage
+longer, so that throughput has a single peak.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ from orchestrrl.lab.sim.scenario import ARMS
 Point = TypeVar("Point")
 
 NAMES = {FabricStage.TRAIN: "training", FabricStage.GEN: "generation"}
-MOST_POINTS = 1000  # of a curve that is kept for pictures
+MOST_POINTS = 1000  # stored points of a curve, for charts
 
 
 def run_cluster(
@@ -36,8 +36,9 @@ def run_cluster(
     report: Report = lambda what, done, total: None,
     keep: Callable[[Sequence[ClusterResult]], None] = lambda results: None,
 ) -> list[ClusterResult]:
-    """By fabric, arm and seed. `keep` is given what there is after each. Raises ProblemFaults where no engine holds the
-    longest request, and Permanent where a fault holds a stage up for good or samples do not allow the loop to go on."""
+    """Run the scenario and return the results by fabric, arm and seed. `keep` is called with all results so far after
+    each run. Raises ProblemFaults if no engine holds the longest request, and Permanent if a permanent fault stops a
+    stage or sample counts stop the loop."""
     arms, seeds = scenario.generation.arms, scenario.seeds
     total = len(scenario.fabrics) * len(arms) * len(seeds)
     results: list[ClusterResult] = []
@@ -73,7 +74,7 @@ def run_arm(stages: FabricStages, arm: str, seed: int) -> ClusterResult:
             arm=arm,
             seed=seed,
             spans=(*run.spans, *_fault_spans(scenario, run.seconds)),
-            # Of what training took: what faults lengthen, they lengthen alike.
+            # Faults lengthen all parts of training alike.
             steps=tuple(
                 {**row, "train_log_probs_s": row["train_s"] * log_probs / trained.seconds} for row in run.steps
             ),
@@ -96,7 +97,7 @@ def run_arm(stages: FabricStages, arm: str, seed: int) -> ClusterResult:
 
 
 def _bill(stages: FabricStages) -> Bill:
-    """Of a rate that no prices are known of, nothing."""
+    """Return the cluster's bill. The network costs 0 if its link rate has no prices."""
     cluster = stages.scenario.cluster
     gpus_usd = None if cluster.gpu_usd is None else cluster.gpu_usd * cluster.gpus
     if cluster.nic_gbps not in PRICES_USD:
@@ -122,11 +123,11 @@ def _fault_spans(scenario: ClusterScenario, until_s: float) -> list[TimelineSpan
 
 
 def _notes(run: RlRun, trained: TrainStage, synced: SyncStage, times: ArmTimes) -> list[str]:
-    notes = [f"weights are brought to {len(times.fleet)} x {times.stages.tuned(times.seed).id}"]
+    notes = [f"weight sync to {len(times.fleet)} x {times.stages.tuned(times.seed).id}"]
     waits_s = [sum(step[name] for step in run.steps) for name in ("gen_waits_weights_s", "train_waits_samples_s")]
     notes.append(f"generation waited {waits_s[0]:.1f} s for weights, training {waits_s[1]:.1f} s for samples")
     if trained.updates > 1:
-        notes.append(f"a training step is {trained.updates} optimiser steps of {trained.update.seconds:.1f} s")
+        notes.append(f"a training step has {trained.updates} optimiser steps of {trained.update.seconds:.1f} s")
     if (circuits_s := trained.update.parts_s["circuits"]) > 0:
         notes.append(f"an optimiser step waits {circuits_s:.3f} s for circuits")
     if times.stages.fabric.reconfigures_s:
@@ -135,29 +136,29 @@ def _notes(run: RlRun, trained: TrainStage, synced: SyncStage, times: ArmTimes) 
     notes += _idle(times)
     gbps = times.stages.scenario.cluster.nic_gbps
     if gbps not in PRICES_USD:
-        notes.append(f"no prices are known of {gbps:g} Gbps")
+        notes.append(f"there are no prices for {gbps:g} Gbps")
     left = sum(batch.begun for batch in times.batches) - run.samples
     if left:
-        notes.append(f"{left} samples were begun and not trained on before the end")
+        notes.append(f"{left} samples were begun but not trained on before the end")
     return notes
 
 
 def _beside(run: RlRun, synced: SyncStage, times: ArmTimes) -> list[str]:
-    """What weights on their way, and those who send beside them, cost each other."""
+    """Return the notes about the mutual delay of weight sync and concurrent stages."""
     if not synced.held_s:
         return []
     alone_s, who = times.sync_stage(SimulatedFailures()).seconds, " and ".join(NAMES[stage] for stage in synced.held_s)
     train_s, gen_s = (sum(step[name] for step in run.steps) for name in ("train_held_s", "gen_held_s"))
     return [
-        f"weight sync beside {who} takes {synced.seconds:.3f} s, {alone_s:.3f} s alone",
-        f"weights on their way held training up by {train_s:.3f} s, generation by {gen_s:.3f} s",
+        f"weight sync during {who} takes {synced.seconds:.3f} s, {alone_s:.3f} s alone",
+        f"weight sync delayed training by {train_s:.3f} s, generation by {gen_s:.3f} s",
     ]
 
 
 def _idle(times: ArmTimes) -> list[str]:
-    """Where engines that stay inside PoDs leave GPUs over."""
+    """Return the notes about GPUs that stay idle because engines do not span PoDs."""
     ready, where = times.stages.ready(SimulatedFailures()), times.stages.scenario.cluster.generating
-    planned = "; plans do not know of PoDs, and may use them" if times.arm in CONTROLS else ""
+    planned = "; plans ignore PoDs, and may use them" if times.arm in CONTROLS else ""
     return [
         f"{len(fleet)} x {name} stay inside PoDs, which leaves {idle} of {len(where)} GPUs idle{planned}"
         for name, fleet in ready.fleets.items()
@@ -167,11 +168,11 @@ def _idle(times: ArmTimes) -> list[str]:
 
 def _streamed(stream: ResponseStream) -> str:
     size, at_once = f"{stream.bytes / 1e6:,.2f} MB", f"{stream.seconds * 1e3:.2g} ms"
-    return f"answers of a step are {size} on their way to training, {at_once} if all went at once"
+    return f"answers streamed to training per step: {size}, {at_once} if all were sent at once"
 
 
 def _thinned(points: Sequence[Point]) -> tuple[Point, ...]:
-    """Evenly, the first and the last kept."""
+    """Return at most MOST_POINTS evenly chosen points, including the first and the last."""
     if len(points) <= MOST_POINTS:
         return tuple(points)
     return tuple(points[round(i * (len(points) - 1) / (MOST_POINTS - 1))] for i in range(MOST_POINTS))
@@ -179,16 +180,16 @@ def _thinned(points: Sequence[Point]) -> tuple[Point, ...]:
 
 Found = TypeVar("Found")
 
-FINEST = 32  # a step of the search is no less than such a part of the cluster
-FIRST = 5  # splits that are tried before it closes in
-# Splits that come this near to the most throughput are as good: how prompts happen to fall on so many engines makes as
-# much of a difference.
+FINEST = 32  # the search step is at least this fraction of the cluster
+FIRST = 5  # splits tried before the search narrows
+# Splits within this fraction of the most throughput count as equal: the assignment of prompts to engines causes
+# differences of the same size.
 ALIKE = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class GpuSplit:
-    """Seconds of a step, in the mean."""
+    """The mean seconds per step and the throughput under a split of the GPUs."""
 
     train_gpus: int
     gen_gpus: int
@@ -209,9 +210,9 @@ def splits(
     report: Report = lambda what, done, total: None,
     keep: Callable[[ClusterResult], object] = lambda result: None,
 ) -> list[GpuSplit]:
-    """All that were tried, by GPUs that train: on one fabric (by default the first), under one arm, with the first
-    seed; `keep` gets the run of each. Raises ProblemFaults where there is nothing to split, and where no split
-    works."""
+    """Return all splits that were tried, ordered by GPUs that train, on one fabric (by default the first), under one
+    arm and the first seed. `keep` is called with the result of each. Raises ProblemFaults if there are no GPUs to
+    split, or no split works."""
     faults = faults_of(scenario, fabric, arm)
     if faults:
         raise ProblemFaults(faults)
@@ -232,14 +233,14 @@ def splits(
 
 
 def best(found: Sequence[GpuSplit]) -> GpuSplit:
-    """Of those that are as good as any the one with the fewest GPUs that train: the others would wait."""
+    """Return the split with the fewest training GPUs among those with about the most throughput."""
     most = max(each.samples_per_s for each in found)
     alike = (each for each in found if each.samples_per_s >= (1 - ALIKE) * most)
     return min(alike, key=lambda each: each.train_gpus)
 
 
 def train_counts(scenario: ClusterScenario) -> list[int]:
-    """GPUs that may train: whole servers and whole replicas."""
+    """Return the numbers of GPUs that may train: whole servers and whole replicas."""
     cluster, part = scenario.cluster, scenario.training
     unit = lcm(cluster.gpus_per_server, part.tp * part.cp * part.pp)
     most = (cluster.gpus - cluster.gpus_per_server) // unit
@@ -248,8 +249,9 @@ def train_counts(scenario: ClusterScenario) -> list[int]:
 
 
 def search(count: int, tried: Callable[[int], Found | None], worth: Callable[[Found], float]) -> list[Found]:
-    """Of places in a row, where worth (> 0) has one peak: some all over, then between the best and those beside it; the
-    first of several that are alike. None: the place cannot be had."""
+    """Search `count` ordered positions for the peak of `worth` (> 0), and return all results. It first tries positions
+    over the whole range, then between the best and its neighbours. Of equal positions the first is best. `tried`
+    returns None for a position that does not work."""
     first = sorted({round(i * (count - 1) / (FIRST - 1)) for i in range(FIRST)}) if count else []
     known = {place: tried(place) for place in first}
     while True:
@@ -271,10 +273,10 @@ def search(count: int, tried: Callable[[int], Found | None], worth: Callable[[Fo
 
 
 def faults_of(scenario: ClusterScenario, fabric: str | None, arm: str) -> list[str]:
-    """What `splits` would refuse before it tries any."""
+    """Return the faults of the arguments of `splits`."""
     titles, found = [section.title for section in scenario.fabrics], list[str]()
     if scenario.cluster.shared:
-        found.append("cluster.shared: the same GPUs train and generate, there is nothing to split")
+        found.append("cluster.shared: must be false, because GPUs that train and generate cannot be split")
     if fabric is not None and fabric not in titles:
         found.append(f"--fabric: must be one of {', '.join(titles)}, got {fabric!r}")
     if arm not in ARMS:
@@ -295,6 +297,6 @@ def _tried(
 
 
 def with_split(scenario: ClusterScenario, train_gpus: int) -> ClusterScenario:
-    """The same cluster, with so many GPUs that train; dp follows from them."""
+    """Return the scenario with `train_gpus` GPUs for training and the others for generation; dp follows from these."""
     sides = {"train_gpus": train_gpus, "gen_gpus": scenario.cluster.gpus - train_gpus}
     return scenario.model_copy(update={"cluster": scenario.cluster.model_copy(update=sides)})

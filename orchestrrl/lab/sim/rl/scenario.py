@@ -1,7 +1,8 @@
-"""A scenario of the cluster simulator, read from YAML; every fault in it at once, with its path and value.
+"""Read a scenario of the cluster simulator from YAML, and report all of its faults at once, with path and value.
 
-It is also a daemon's configuration (`daemon`, and the fleet that follows from `generation`) plus a workload: what was
-simulated can be deployed, see stages.py. GPUs are numbered through: those that train, then those that generate.
+A scenario contains a daemon's configuration (`daemon`, and the fleet that follows from `generation`) plus a workload,
+so that a simulated cluster can be deployed, see stages.py. GPUs are numbered from 0: first those that train, then those
+that generate.
 """
 
 import re
@@ -46,14 +47,15 @@ from planner.fabric.generate import ImpossibleSite
 from planner.solver.layouts import layouts
 
 PAPER_ENGINE = "paper"
-SIZES = ("servers_per_tor", "servers_per_pod")  # of the cluster, that are options of fabrics
-_OF_THE_LOOP = ("steps", "warmup_steps", "gap_s")  # that a workload of `sim gen` has, and this one's loop says
+SIZES = ("servers_per_tor", "servers_per_pod")  # fields of the cluster that are also options of fabrics
+_OF_THE_LOOP = ("steps", "warmup_steps", "gap_s")  # fields of a workload that the section `loop` replaces
 
 _AFD = re.compile(r"afd(\d+)\+(\d+)(?:x(\d+))?(?:tp(\d+))?")
 
 
 def layout_named(name: str) -> Parallelism:
-    """`tp8`, `tp8ep8`, `tp1dp16ep16`, `afd24+16x3`: as planner.cost.predict.identifier writes it. Raises ValueError."""
+    """Parse the name of a layout, such as `tp8`, `tp8ep8`, `tp1dp16ep16` or `afd24+16x3`, as
+    planner.cost.predict.identifier writes it. Raises ValueError."""
     if match := _AFD.fullmatch(name):
         attention, ffn, micro_batches, tp = (int(number or 1) for number in match.groups())
         return Parallelism(tp=tp, attention_gpus=attention, ffn_gpus=ffn, micro_batches=micro_batches)
@@ -69,7 +71,8 @@ def _is_layout(name: str) -> str:
 
 
 class ClusterSection(ScenarioSection):
-    """The machines. `shared`: the same GPUs train and generate, in turn, and gen_gpus is left out."""
+    """The servers and GPUs. `shared`: the same GPUs alternate between training and generation, and gen_gpus is
+    absent."""
 
     train_gpus: Count
     gen_gpus: Count | None = None
@@ -77,18 +80,18 @@ class ClusterSection(ScenarioSection):
     gpus_per_server: Count = 8
     nics_per_server: Count = 8
     nic_gbps: Positive = 200.0
-    servers_per_tor: Count | None = None  # of fabrics that say nothing else in their options
+    servers_per_tor: Count | None = None  # default for fabrics without this option
     servers_per_pod: Count | None = None
-    gpu_usd: Positive | None = None  # price of one, for throughput per dollar of all
+    gpu_usd: Positive | None = None  # price of a GPU, for throughput per dollar including GPUs
 
     @model_validator(mode="after")
     def _whole_servers(self) -> "ClusterSection":
         if self.shared != (self.gen_gpus is None):
-            raise ValueError("needs either gen_gpus or shared: true")
+            raise ValueError("must have either gen_gpus or shared: true")
         for name in ("train_gpus", "gen_gpus"):
             count = getattr(self, name)
             if count is not None and count % self.gpus_per_server:
-                raise ValueError(f"{name} must be whole servers of {self.gpus_per_server} GPUs, {count} are not")
+                raise ValueError(f"{name} must be whole servers of {self.gpus_per_server} GPUs, got {count}")
         if self.gpus_per_server % self.nics_per_server:
             raise ValueError("gpus_per_server must be a multiple of nics_per_server")
         return self
@@ -104,10 +107,10 @@ class ClusterSection(ScenarioSection):
 
 
 class ClusterFabricSection(ScenarioSection):
-    """`options` are those of its kind, e.g. servers of a ToR and of a PoD."""
+    """A fabric. `options` are those of its kind, e.g. servers per ToR and per PoD."""
 
     kind: Name
-    name: Name | None = None  # by default its kind
+    name: Name | None = None  # by default the kind
     options: dict[str, Any] = Field(default_factory=dict)
 
     @property
@@ -116,7 +119,7 @@ class ClusterFabricSection(ScenarioSection):
 
 
 class TrainingSection(ScenarioSection):
-    """What a training step does with its samples. dp follows from the GPUs."""
+    """The parallelism and the recipe of a training step. dp follows from the number of GPUs."""
 
     tp: Count = 1
     cp: Count = 1
@@ -125,14 +128,14 @@ class TrainingSection(ScenarioSection):
     vpp: Count = 1  # stages of each pipeline rank, interleaved
     micro_sequences: Count = 1
     recompute: bool = False
-    log_prob_passes: Number = 1  # forward passes before: under the policy, and one more under a reference (KL)
-    updates: Count = 1  # optimiser steps on a batch, each on its share of the samples (mini-batches)
-    epochs: Count = 1  # over the batch
-    recovery_s: NotNegative = 120.0  # for another server to take the place of one that failed, and begin again
+    log_prob_passes: Number = 1  # forward passes before: under the policy, and optionally under a reference (KL)
+    updates: Count = 1  # optimiser steps per batch, each on its part of the samples (mini-batches)
+    epochs: Count = 1  # passes over the batch
+    recovery_s: NotNegative = 120.0  # time to replace a failed server and restart the iteration
 
     def shares(self, samples: int) -> tuple[tuple[int, int], ...]:
-        """(samples of an optimiser step, such steps): as even as they can be, the larger ones first. Fewer samples than
-        updates make a step each."""
+        """Return (samples of an optimiser step, number of such steps) for an even division, larger steps first. If
+        there are fewer samples than updates, each sample is a step."""
         updates = min(self.updates, samples)
         each, more = divmod(samples, updates)
         found = ((each + 1, more * self.epochs), (each, (updates - more) * self.epochs))
@@ -140,56 +143,58 @@ class TrainingSection(ScenarioSection):
 
 
 class GenerationSection(ProfiledSection):
-    """What each step generates, and on which engines: by default on every layout worth a look, predicted from model and
-    GPU and from what the fabric gives to those that span servers."""
+    """The workload of each step and the engines. By default, engines may have every reasonable layout, predicted from
+    model and GPU, and from the fabric's bandwidth for engines that span servers."""
 
     workload: WorkloadSection
-    layouts: tuple[Annotated[str, AfterValidator(_is_layout)], ...] = ()  # a profile takes their place
+    layouts: tuple[Annotated[str, AfterValidator(_is_layout)], ...] = ()  # excludes profile
     engine: Annotated[str, one_of([*ENGINES, PAPER_ENGINE])] = "vllm"
     arms: Annotated[tuple[Arm, ...], Field(min_length=1)] = ("both",)
     partial_share: Annotated[float, Field(gt=0, le=1)] = 0.9
-    kv_transfer: bool = True  # engines can hand KV over; otherwise a moved request is recomputed
+    kv_transfer: bool = True  # engines can transfer KV; otherwise a moved request is recomputed
     control: GenerationControlSection = GenerationControlSection()
 
     @model_validator(mode="after")
     def _one_source(self) -> "GenerationSection":
         if self.profile is not None and self.layouts:
-            raise ValueError("needs either a profile or layouts")
+            raise ValueError("must have either profile or layouts")
         if given := [name for name in _OF_THE_LOOP if name in self.workload.model_fields_set]:
-            raise ValueError(f"workload must leave {', '.join(given)} to the loop")
+            raise ValueError(f"workload must not have {', '.join(given)}; the section loop has them")
         return self
 
 
 class WeightSyncSection(ScenarioSection):
-    """How new weights reach engines. `holds`: who waits for it."""
+    """The distribution of new weights to engines. `holds` names the sides that pause during it."""
 
     scheme: Annotated[str, one_of(SCHEMES)] = "tree"
     holds: Holds = Holds.ENGINES
 
 
 class LoopSection(ScenarioSection):
-    """`warmup_steps` fill the pipeline and teach the forecast: rates leave them out."""
+    """The RL loop. `warmup_steps` fill the pipeline and train the forecast; rates exclude them."""
 
     mode: LoopMode = LoopMode.ONE_STEP_ASYNC
-    staleness: Number | None = None  # versions, of bounded_staleness
+    staleness: Number | None = None  # bound in versions, for bounded_staleness
     steps: Count = 4
     warmup_steps: Number = 1
-    batch_samples: Count | None = None  # of a training step; by default all of a generation step
-    buffer_samples: Count | None = None  # that wait for training, those being generated among them; by default any
+    batch_samples: Count | None = None  # per training step; by default all samples of a generation step
+    buffer_samples: Count | None = None  # limit of samples before training, including the running step; default: none
 
     @model_validator(mode="after")
     def _sane(self) -> "LoopSection":
         if self.warmup_steps >= self.steps:
-            raise ValueError(f"warmup_steps must be less than steps ({self.steps}), {self.warmup_steps} are not")
+            raise ValueError(f"warmup_steps must be < steps ({self.steps}), got {self.warmup_steps}")
         self.rules(Holds.ENGINES, shared=False)
         return self
 
     def rules(self, holds: Holds, *, shared: bool) -> LoopRules:
-        """Raises ValueError where they are at odds."""
+        """Return the rules of the loop. Raises ValueError if the options are inconsistent."""
         return LoopRules(self.mode, self.staleness, self.batch_samples, self.buffer_samples, holds, shared)
 
 
 class ClusterScenario(ScenarioSection):
+    """A scenario of `orchestrrl sim run`: a cluster, its fabrics, and the RL job on it."""
+
     name: Name
     seeds: Annotated[tuple[Number, ...], Field(min_length=1)] = (1,)
     model: Annotated[str, one_of(MODELS)]
@@ -206,7 +211,7 @@ class ClusterScenario(ScenarioSection):
     @field_validator("fabrics", mode="before")
     @classmethod
     def _by_kind(cls, fabrics: Any) -> Any:
-        """`rfabric` alone is one without options."""
+        """Accept a bare name such as `rfabric` as a fabric without options."""
         if not isinstance(fabrics, list | tuple):
             return fabrics
         return tuple({"kind": each} if isinstance(each, str) else each for each in fabrics)
@@ -221,7 +226,7 @@ class ClusterScenario(ScenarioSection):
 
     @property
     def samples(self) -> int:
-        """Of a step."""
+        """The number of samples of a step."""
         return self.generation.workload.prompts * self.generation.workload.samples
 
     @property
@@ -247,7 +252,7 @@ class ClusterScenario(ScenarioSection):
         )
 
     def fabric_options(self, section: ClusterFabricSection) -> dict[str, Any]:
-        """The section's, and of what it leaves out what the cluster says, as far as its kind has such options."""
+        """Return the section's options, with missing options of its kind taken from the cluster."""
         cluster = self.cluster
         usual = {name: getattr(cluster, name) for name in SIZES} | {
             "train_servers": None if cluster.shared else cluster.train_gpus // cluster.gpus_per_server
@@ -257,8 +262,8 @@ class ClusterScenario(ScenarioSection):
         return given | section.options
 
     def fabric(self, section: ClusterFabricSection, **made: object) -> SimulatedFabric:
-        """With what is worked out for it beside its options, see stages.job_demand. Raises ImpossibleSite with all
-        that is wrong with them."""
+        """Build the fabric of a section. `made` are computed options, see stages.job_demand. Raises ImpossibleSite with
+        all faults of the options."""
         return build(section.kind, self.servers, **(self.fabric_options(section) | made))
 
     @property
@@ -270,7 +275,7 @@ class ClusterScenario(ScenarioSection):
     def train_job(
         self, sequences: int, tokens: float, length_cv: float = 0.0, constants: TrainConstants = MEGATRON
     ) -> TrainJob:
-        """On so many samples of that mean length, prompts included, and that spread of lengths."""
+        """Return the training job on `sequences` samples of mean length `tokens`, including prompts."""
         return TrainJob(
             model=self.model_value,
             gpu=self.gpu_value,
@@ -284,7 +289,8 @@ class ClusterScenario(ScenarioSection):
         )
 
     def narrowed(self, fabrics: Sequence[str], arms: Sequence[str], seeds: Sequence[int]) -> "ClusterScenario":
-        """Return what a file with these fabrics, by title, arms and seeds alone would say: with the same digest."""
+        """Return the scenario limited to these fabrics (by title), arms and seeds. Its digest equals that of a file
+        with this content."""
         by_title = {section.title: section for section in self.fabrics}
         return self.model_copy(
             update={
@@ -295,7 +301,7 @@ class ClusterScenario(ScenarioSection):
         )
 
     def rules(self) -> LoopRules:
-        """Raises ValueError where they are at odds."""
+        """Return the rules of the loop. Raises ValueError if the options are inconsistent."""
         return self.loop.rules(self.weight_sync.holds, shared=self.cluster.shared)
 
     @property
@@ -303,28 +309,28 @@ class ClusterScenario(ScenarioSection):
         return ClusterFaultSchedule(self.faults)
 
     def document(self) -> dict[str, Any]:
-        """As it would be written with every default filled in. Parsing it gives the same scenario, but for a profile's
-        file, which is found from the scenario's folder."""
+        """Return the document with all defaults filled in. Parsing it gives the same scenario, except that the name of
+        a profile file is relative to the scenario's folder."""
         return self.model_dump(mode="json", exclude={"generation": {"workload": set(_OF_THE_LOOP)}})
 
 
-FOLDER = "clusters"  # of the built-in ones, in orchestrrl/lab/sim/
+FOLDER = "clusters"  # folder of the built-in scenarios, in orchestrrl/lab/sim/
 SMALLEST = "cluster64"
 
 
 def load_cluster_scenario(source: str) -> ClusterScenario:
-    """The scenario in a file, or the built-in one of that name. Raises ProblemFaults with every fault."""
+    """Load a scenario from a file, or the built-in scenario of that name. Raises ProblemFaults with all faults."""
     text, folder = scenario_text(source, FOLDER)
     return scenario_of(parse_yaml(text), folder)
 
 
 def scenario_of(document: Any, folder: Path = Path()) -> ClusterScenario:
-    """As load_cluster_scenario, from a document that was read already; a profile's file is found from `folder`."""
+    """Validate a parsed document as load_cluster_scenario does. The name of a profile file is relative to `folder`."""
     return validated(document, folder, ClusterScenario, "generation", _CHECKS)
 
 
 def faults_between_sections(scenario: ClusterScenario) -> list[str]:
-    """Of one whose sections are sound each by itself."""
+    """Return the faults between sections that are valid individually."""
     return [fault for check in _CHECKS for fault in check(scenario)]
 
 
@@ -348,7 +354,7 @@ def _layout_faults(scenario: ClusterScenario) -> Iterable[str]:
 
 
 def _memory_faults(scenario: ClusterScenario) -> Iterable[str]:
-    """Of the largest optimiser step of a training step, on samples of the length that is expected."""
+    """Yield the memory fault of the largest optimiser step, on samples of the expected length."""
     if any(_layout_faults(scenario)):
         return
     size = scenario.training.shares(scenario.loop.batch_samples or scenario.samples)[0][0]
@@ -377,22 +383,22 @@ def _fabric_faults(scenario: ClusterScenario) -> Iterable[str]:
     titles: list[str] = []
     for index, section in enumerate(scenario.fabrics):
         if section.title in titles:
-            yield f"fabrics[{index}].name: is used already, got {section.title!r}"
+            yield f"fabrics[{index}].name: must be unique, got {section.title!r}"
         titles.append(section.title)
         try:
             scenario.fabric(section)
         except ImpossibleSite as error:
             for fault in error.faults:
                 where, name = f"fabrics[{index}]", fault.parameter
-                said = f"{fault.message}, got {shorten(fault.value)}"
+                message = f"{fault.message}, got {shorten(fault.value)}"
                 if name in SIZES and name not in section.options and getattr(scenario.cluster, name) is not None:
-                    yield f"cluster.{name}: of {where} ({section.kind}) {said}"
+                    yield f"cluster.{name}: of {where} ({section.kind}) {message}"
                 else:
-                    yield f"{where}.{name if name == 'kind' else f'options.{name}'}: {said}"
+                    yield f"{where}.{name if name == 'kind' else f'options.{name}'}: {message}"
 
 
 def _tor_and_pod_faults(scenario: ClusterScenario) -> Iterable[str]:
-    """Sizes that the cluster gives to all fabrics, where one has nothing of that size."""
+    """Yield the sizes that the cluster sets for all fabrics although some fabric has no such option."""
     for name in SIZES:
         without = [
             f"fabrics[{index}] ({section.kind})"
@@ -401,7 +407,7 @@ def _tor_and_pod_faults(scenario: ClusterScenario) -> Iterable[str]:
         ]
         value = getattr(scenario.cluster, name)
         if value is not None and without:
-            yield f"cluster.{name}: is nothing to {', '.join(without)}; give it in options of the others, got {value}"
+            yield f"cluster.{name}: is not an option of {', '.join(without)}; set it in the others, got {value}"
 
 
 def _loop_faults(scenario: ClusterScenario) -> Iterable[str]:
@@ -424,12 +430,13 @@ def _fault_faults(scenario: ClusterScenario) -> Iterable[str]:
         if beyond:
             yield f"faults[{index}].of: must be less than {limit}, the number of {fault.fail}s, got {beyond[0]}"
         if fault.fail not in (FaultyPart.TOR_UPLINKS, FaultyPart.POD_UPLINKS) and fault.share != 1:
-            yield f"faults[{index}].share: is of uplinks alone, got {fault.share:g}"
-        yield from (f"faults[{index}].of: {told}" for told in _uplink_faults(scenario, fault))
+            yield f"faults[{index}].share: must be set only for uplinks, got {fault.share:g}"
+        yield from (f"faults[{index}].of: {message}" for message in _uplink_faults(scenario, fault))
 
 
 def _uplink_faults(scenario: ClusterScenario, fault: ClusterFaultSection) -> Iterable[str]:
-    """Each fabric has ToRs and PoDs of its own: it is asked, with nothing lost of the highest number."""
+    """Yield the fabrics that lack a failed ToR or PoD. Each fabric is checked with a loss of 0 at the highest
+    number."""
     none_lost = {max(fault.of): 0.0}
     failures, parts = {
         FaultyPart.TOR_UPLINKS: (SimulatedFailures(tor_uplinks=none_lost), "ToRs"),
@@ -439,11 +446,11 @@ def _uplink_faults(scenario: ClusterScenario, fault: ClusterFaultSection) -> Ite
         try:
             fabric = scenario.fabric(section)
         except ImpossibleSite:
-            continue  # told of the fabric itself
+            continue  # reported by _fabric_faults
         try:
             fabric.without(failures or NOTHING).network()
         except ValueError:
-            yield f"fabrics[{index}] ({section.title}) has not so many {parts}, got {max(fault.of)}"
+            yield f"fabrics[{index}] ({section.title}) has fewer {parts}, got {max(fault.of)}"
 
 
 _CHECKS: tuple[Callable[[ClusterScenario], Iterable[str]], ...] = (

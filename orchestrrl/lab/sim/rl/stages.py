@@ -1,15 +1,15 @@
-"""What each stage of a scenario takes on one fabric, by what of the network has failed. Each is worked out once.
+"""Compute the stages of a scenario on one fabric, for each set of network failures. Each result is computed once.
 
-Training and generation have servers of their own and their traffic is taken not to meet; weights on their way meet that
-of both, where they go on. They are brought to the fleet that the tuned static baseline would have. An engine, or a
-server that generates, that has failed takes its share of the speed with it; of those that train another one takes the
-place (see faults.py).
+Training and generation use separate servers, and their traffic is assumed not to interfere. Weight sync shares links
+with both, if they continue during the sync. Weights go to the fleet of the tuned static baseline. A failed engine, or a
+failed server that generates, reduces the speed by its fraction of the GPUs. A failed server that trains is replaced
+(see faults.py).
 
-A fabric that is built for one job is built for what the job is expected to send in a step: TopoOpt's topology is worked
-out from the job's traffic and stays as it is (section 4 of the TopoOpt paper, NSDI 2023): collectives of its optimiser
-steps, engines' exchanges where they span servers, weights on their way.
+A fabric that is built for one job is built for the job's expected traffic in a step. TopoOpt's topology is computed
+from this traffic and then fixed (section 4 of the TopoOpt paper, NSDI 2023). The traffic consists of the collectives of
+optimiser steps, engines' exchanges between servers, and weight sync.
 
-The engines of a scenario, with the curves that they have on a fabric, can be written as a daemon's configuration.
+The engines of a scenario, with their curves on a fabric, can be written as a daemon's configuration.
 """
 
 import math
@@ -52,8 +52,8 @@ from planner.cost.profile import EngineProfile
 def fabric_for(
     scenario: ClusterScenario, section: ClusterFabricSection, constants: TrainConstants = MEGATRON
 ) -> SimulatedFabric:
-    """The section's, made for the scenario's job where its kind is. Raises ImpossibleSite with all that is wrong with
-    its options."""
+    """Return the section's fabric, built for the scenario's job if its kind requires that. Raises ImpossibleSite with
+    all faults of its options."""
     plain = scenario.fabric(section)
     if "demand" not in options_of(section.kind):
         return plain
@@ -61,7 +61,8 @@ def fabric_for(
 
 
 def job_demand(scenario: ClusterScenario, plain: SimulatedFabric, constants: TrainConstants = MEGATRON) -> GpuFlows:
-    """Of one step. `plain`: the fabric as it would be without, for the sync's plan."""
+    """Return the traffic of one step of the job. `plain` is the fabric built without a demand, for planning the
+    sync."""
     cluster, servers, tokens = scenario.cluster, scenario.servers, mean_tokens(scenario.generation.workload)
     job = scenario.train_job(scenario.loop.batch_samples or scenario.samples, tokens, constants=constants)
     parts = [
@@ -69,7 +70,7 @@ def job_demand(scenario: ClusterScenario, plain: SimulatedFabric, constants: Tra
         for size, times in scenario.training.shares(job.sequences)
         for period in periods(replace(job, sequences=size), servers)
     ]
-    # Of the last layout that there is room for: which of them will run is known once the fabric is.
+    # The last layout that fits is used: the tuned layout is known only once the fabric is built.
     fleets = (deployed(each, cluster.generating, servers, plain.pods) for each in reversed(scenario.engine_layouts))
     if fleet := next((each for each in fleets if len(each)), None):
         shards = shards_of(job, fleet, servers.gpus_per_server)
@@ -82,17 +83,17 @@ def job_demand(scenario: ClusterScenario, plain: SimulatedFabric, constants: Tra
 
 Made = TypeVar("Made")
 
-TUNED = "verl_to"  # the arm that is the static baseline with the shortest steps
+TUNED = "verl_to"  # the arm of the static baseline with the shortest steps
 
 
 @dataclass
 class FabricStages:
-    """A scenario on one fabric: what its arms and seeds have in common."""
+    """The stages of a scenario on one fabric, computed once and shared by all arms and seeds."""
 
     scenario: ClusterScenario
     section: ClusterFabricSection
     constants: TrainConstants = MEGATRON
-    _made: dict[Hashable, Any] = field(default_factory=dict)  # by what and of what
+    _made: dict[Hashable, Any] = field(default_factory=dict)  # results by function and arguments
 
     @cached_property
     def fabric(self) -> SimulatedFabric:
@@ -120,17 +121,17 @@ class FabricStages:
         return self._once(("ready", failed), make)
 
     def gen(self, failed: SimulatedFailures, arm: str, seed: int) -> tuple[GenStage, ...]:
-        """[step]. Raises ValueError where engines have no way to each other."""
+        """Return the generation stage of each step. Raises ValueError if no path connects the GPUs of an engine."""
         key, steps = ("gen", failed, arm, seed), self.scenario.loop.steps
         return self._once(key, lambda: generation_stages(self.ready(failed), arm, seed, steps))
 
     def train(self, failed: SimulatedFailures, job: TrainJob) -> TrainingIteration:
-        """An optimiser step on the job's samples."""
+        """Return an optimiser step on the job's samples."""
         key = ("train", failed, job)
         return self._once(key, lambda: iteration(job, self.without(failed)))
 
     def training(self, failed: SimulatedFailures, job: TrainJob) -> TrainStage:
-        """A training step on the job's samples, as the scenario has it: passes for log-probabilities, optimiser
+        """Return the scenario's training step on the job's samples: passes for log-probabilities, then optimiser
         steps."""
         recipe = self.scenario.training
 
@@ -147,25 +148,25 @@ class FabricStages:
         return self._once(key, lambda: sync_stage(job, fleet, self.without(failed), part.scheme, beside=beside))
 
     def training_sends(self, job: TrainJob) -> Beside:
-        """A second, in the mean."""
+        """Return the mean traffic of training, in bytes per second."""
         seconds = self.training(NOTHING, job).seconds
         recipe, servers = self.scenario.training, self.fabric.servers
         return self._once(("beside", job), lambda: training_beside(job, recipe, seconds, servers))
 
     def generation_sends(self, fleet: UniformFleet, tokens_per_s: float) -> Beside:
-        """A second, in the mean."""
+        """Return the mean traffic of generation, in bytes per second."""
         key, model = ("beside", fleet.parallelism, tokens_per_s), self.scenario.model_value
         return self._once(key, lambda: generation_beside(fleet, model, tokens_per_s, self.fabric.servers))
 
     def tuned(self, seed: int) -> EngineProfile:
-        """What the static baseline runs."""
+        """Return the engine profile of the tuned static baseline."""
         (name,) = self.gen(NOTHING, TUNED, seed)[0].phases_s
         return next(each for each in self.ready(NOTHING).profile.configurations if str(each.id) == name)
 
 
 @dataclass
 class ArmTimes:
-    """The loop's stages of one arm and seed, as faults leave them. Asked by loop.py."""
+    """The durations of the loop's stages of one arm and seed under faults. Implements loop.Times."""
 
     stages: FabricStages
     arm: str
@@ -177,23 +178,23 @@ class ArmTimes:
 
     @cached_property
     def batches(self) -> list[SampleBatch]:
-        """As many are begun in each step as are asked for; an arm that cuts steps finishes others."""
+        """The samples begun and finished in each step. These differ for arms that end steps early."""
         return [SampleBatch(self.stages.scenario.samples, each.samples) for each in self.healthy]
 
     @cached_property
     def tokens(self) -> float:
-        """Of a sample, prompt and answer, in the mean over all steps."""
+        """The mean tokens of a sample over all steps, prompt and answer."""
         return fmean(each.sample_tokens for each in self.healthy)
 
     @cached_property
     def length_cv(self) -> float:
-        """Of samples' lengths, over all steps."""
+        """The coefficient of variation of the samples' lengths over all steps."""
         squares = fmean(each.sample_square_tokens for each in self.healthy)
         return math.sqrt(max(0.0, squares / self.tokens**2 - 1))
 
     @cached_property
     def fleet(self) -> UniformFleet:
-        """That takes weights."""
+        """The fleet that receives weights."""
         fabric, where = self.stages.fabric, self.stages.scenario.cluster.generating
         return deployed(self.stages.tuned(self.seed).parallelism, where, fabric.servers, fabric.pods)
 
@@ -218,7 +219,8 @@ class ArmTimes:
         return with_lost_work_s(self._schedule, begin_s, seconds, servers, scenario.training.recovery_s)
 
     def sync(self, version: int, begin_s: float, beside: tuple[FabricStage, ...]) -> SyncTime:
-        """What has failed lengthens it; those beside it lose the share of their time that they would lose otherwise."""
+        """Return the time of a sync. Failures lengthen it; the stages in `beside` lose the same fraction of their time
+        as without failures."""
 
         def seconds(now_s: float) -> float:
             failed = self._schedule.network(now_s)
@@ -230,7 +232,7 @@ class ArmTimes:
         )
 
     def sync_stage(self, failed: SimulatedFailures, beside: tuple[FabricStage, ...] = ()) -> SyncStage:
-        """Beside what these stages send; alone, where none is named."""
+        """Return a sync that shares links with the traffic of the stages `beside`; without any, it runs alone."""
         job = self.job(self.batches[-1].finished)
         return self.stages.sync(failed, self.fleet, job, tuple(self._sends(stage, job) for stage in beside))
 
@@ -252,7 +254,7 @@ class ArmTimes:
         return _or_never(failed, lambda: self.stages.gen(failed, self.arm, self.seed)[step].seconds / left)
 
     def _gone(self, now_s: float) -> float:
-        """The share of the GPUs that generate that has failed."""
+        """Return the failed fraction of the GPUs that generate."""
         cluster, size = self.stages.scenario.cluster, self.stages.scenario.cluster.gpus_per_server
         gpus: set[int] = set()
         for fault in self._schedule.holding(now_s, FaultyPart.SERVER):
@@ -263,7 +265,8 @@ class ArmTimes:
 
 
 def _or_never(failed: SimulatedFailures, seconds: Callable[[], float]) -> float:
-    """inf where what has failed leaves no way between some of its GPUs. Raises ValueError where nothing has failed."""
+    """Return `seconds()`, or inf if failures disconnect some of the GPUs. Raises ValueError if there are no
+    failures."""
     try:
         return seconds()
     except ValueError:
@@ -273,7 +276,8 @@ def _or_never(failed: SimulatedFailures, seconds: Callable[[], float]) -> float:
 
 
 def lane_of(scenario: ClusterScenario, part: FaultyPart, number: int) -> FabricStage:
-    """Whose GPUs a fault touches first."""
+    """Return the stage to which a fault is attributed: generation for its own NICs, servers and engines, otherwise
+    training."""
     cluster = scenario.cluster
     per = {
         FaultyPart.NIC: cluster.gpus_per_server // cluster.nics_per_server,
@@ -285,8 +289,8 @@ def lane_of(scenario: ClusterScenario, part: FaultyPart, number: int) -> FabricS
 
 
 def write_daemon(scenario: ClusterScenario, fabric: str | None, path: Path) -> list[Path]:
-    """Write the configuration of a daemon for the scenario's engines, and beside it the profile that it names; on the
-    fabric of that title, or the first. Raises ProblemFaults."""
+    """Write a daemon's configuration for the scenario's engines, and the profile that it names into the same folder.
+    `fabric` is the title of a fabric; None: the first. Return the paths. Raises ProblemFaults."""
     titles = [each.title for each in scenario.fabrics]
     if fabric is not None and fabric not in titles:
         raise ProblemFaults([f"--fabric: must be one of {', '.join(titles)}, got {fabric!r}"])
@@ -309,7 +313,7 @@ def write_daemon(scenario: ClusterScenario, fabric: str | None, path: Path) -> l
         }
     text = dump_yaml({**scenario.daemon, "fleet": fleet})
     parse_config(text, profile=profile)
-    head = f"# From the scenario {scenario.name!r}.\n# How engines are started is yours to add (fleet.launch).\n"
+    head = f"# From the scenario {scenario.name!r}.\n# Add fleet.launch, the commands that start engines.\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         beside.write_text(as_text(profile), encoding="utf-8")

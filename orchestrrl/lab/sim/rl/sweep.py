@@ -1,11 +1,10 @@
-"""Many scenarios from one: a grid over dotted paths of a base, and its points run in processes of this machine, or as
-tasks of a Ray cluster.
+"""Run a sweep: a grid of scenarios over dotted paths of a base, in local processes or as tasks of a Ray cluster.
 
-A point's results are a file of their own, named by the digest of its scenario and written whole: a sweep that was cut
-short goes on where it was, and a point that fails holds nobody up.
+Each point's results are a separate file, named by the digest of its scenario and written atomically. An interrupted
+sweep resumes where it stopped, and a failed point does not affect the others.
 
-On Ray, OrchestrRL must be installed on the cluster's nodes; results come back over Ray and are written on this machine.
-A profile's file that a scenario names must lie at the same path there.
+On Ray, OrchestrRL must be installed on the cluster's nodes. Results return over Ray and are written on this machine. A
+profile file that a scenario names must exist at the same path on the nodes.
 """
 
 import copy
@@ -30,13 +29,13 @@ from orchestrrl.lab.sim.rl.results import ClusterResult, complete, digest_of, wr
 from orchestrrl.lab.sim.rl.scenario import FOLDER, scenario_of
 from orchestrrl.lab.sim.scenario import ScenarioSection, scenario_text
 
-MOST_POINTS = 100_000  # what is more is a slip
+MOST_POINTS = 100_000  # a larger grid is assumed to be a mistake
 _PART = re.compile(r"([A-Za-z_][A-Za-z_0-9]*)((?:\[\d+\])*)")
 
 
 class SweepSection(ScenarioSection):
-    """`base`: a cluster scenario, by name or file. `set` changes it for all points, `grid` for each: every combination
-    of the values, at paths such as cluster.nic_gbps or fabrics[0].options.ratio."""
+    """The document of a sweep. `base` is a cluster scenario, by name or file. `set` changes it for all points. `grid`
+    has one point for every combination of its values, at paths such as cluster.nic_gbps or fabrics[0].options.ratio."""
 
     base: Annotated[str, Field(min_length=1)]
     set: dict[str, Any] = Field(default_factory=dict)
@@ -45,11 +44,12 @@ class SweepSection(ScenarioSection):
 
 @dataclass(frozen=True, slots=True)
 class SweepPoint:
-    """`document` as scenario_of reads it, defaults filled in; `fault`: why there is none."""
+    """A point of the grid. `document` is its scenario with all defaults filled in, or None with the reason in
+    `fault`."""
 
     values: Mapping[str, Any]
     document: Mapping[str, Any] | None
-    folder: Path  # that the scenario's own files are found from
+    folder: Path  # the scenario's own file names are relative to it
     fault: str = ""
 
     @property
@@ -62,23 +62,24 @@ class SweepPoint:
         return digest_of(self.document)
 
 
-# What a point has come to: its results, or what went wrong.
+# The results of a point, or its error message.
 PointResults = list[ClusterResult] | str
-# Runs points, and yields what each has come to, in any order.
+# Runs points, and yields the outcome of each, in any order.
 SweepRunner = Callable[[Sequence[SweepPoint]], Iterator[tuple[SweepPoint, PointResults | Exception]]]
 
 
 @dataclass(frozen=True, slots=True)
 class Swept:
-    """Points in the grid's order."""
+    """The outcome of a sweep. Points are in the grid's order."""
 
-    done: tuple[SweepPoint, ...]  # those that were there before among them
+    done: tuple[SweepPoint, ...]  # including those with results from an earlier run
     failed: tuple[SweepPoint, ...]  # with their faults
-    found: int  # of those done: were there before
+    found: int  # number of done points with results from an earlier run
 
 
 def load_sweep(path: Path) -> list[SweepPoint]:
-    """Every point, in order. Raises ProblemFaults: of the file, and of the scenarios where not one of them is sound."""
+    """Return all points of a sweep file, in order. Raises ProblemFaults with the faults of the file, or of the first
+    scenario if no scenario is valid."""
     document = parse_yaml(read_text(path))
     if not isinstance(document, dict):
         raise ProblemFaults([f"(document): must be a mapping, got {shorten(document)}"])
@@ -112,7 +113,7 @@ def points_of(section: SweepSection, folder: Path) -> list[SweepPoint]:
 
 
 def _base(source: str, folder: Path) -> tuple[dict[Any, Any], Path]:
-    """A file is found from the sweep's folder."""
+    """Return the base document and its folder. A file name is relative to the sweep's folder."""
     if Path(source).suffix in (".yaml", ".yml"):
         source = str(folder / source)
     try:
@@ -138,7 +139,7 @@ def _point(base: dict[Any, Any], always: Mapping[str, Any], values: Mapping[str,
 
 
 def _parts(path: str) -> list[str | int]:
-    """`fabrics[0].options.ratio` as ["fabrics", 0, "options", "ratio"]. Raises ValueError."""
+    """Split a path: `fabrics[0].options.ratio` gives ["fabrics", 0, "options", "ratio"]. Raises ValueError."""
     found: list[str | int] = []
     for part in path.split("."):
         match = _PART.fullmatch(part)
@@ -150,7 +151,8 @@ def _parts(path: str) -> list[str | int]:
 
 
 def put(document: dict[Any, Any], path: str, value: Any) -> None:
-    """In place; sections that are not there are made. Raises ValueError where the path leads through what is none."""
+    """Set a value at a path of a document, in place. Missing sections are created. Raises ValueError if the path leads
+    through a value that is not a section or list."""
     *sections, last = _parts(path)
     place: Any = document
     for part in sections:
@@ -164,7 +166,7 @@ def put(document: dict[Any, Any], path: str, value: Any) -> None:
 
 def _item(place: Any, part: str | int, path: str) -> Any:
     if not isinstance(place, list) or not isinstance(part, int) or part >= len(place):
-        raise ValueError(f"{path}: leads to nothing at {part!r}, got {shorten(place)}")
+        raise ValueError(f"{path}: has no element {part!r} in {shorten(place)}")
     return place[part]
 
 
@@ -176,13 +178,13 @@ def sweep(
     *,
     again: bool = False,
 ) -> Swept:
-    """Those that have no file yet; with `again`, all. Points of the same scenario are run once."""
+    """Run the points without a complete results file, or all with `again`. Points with equal scenarios run once."""
     sound = [point for point in points if not point.fault]
     digests = {point.digest: point for point in sound}
     there = set() if again else complete(folder, digests)
     todo = [point for digest, point in digests.items() if digest not in there]
     faults: dict[str, str] = {}  # by digest
-    report(f"{len(there)} were there" if there else "", len(there), len(digests))
+    report(f"{len(there)} already done" if there else "", len(there), len(digests))
     for number, (point, found) in enumerate(runner(todo) if todo else (), start=1):
         if fault := _written(folder, point, found):
             faults[point.digest] = fault
@@ -193,7 +195,7 @@ def sweep(
 
 
 def _written(folder: Path, point: SweepPoint, found: PointResults | Exception) -> str:
-    """Write what a point has come to. Return what went wrong, nothing where all is well."""
+    """Write the results of a point. Return the error message, empty on success."""
     assert point.document is not None
     if not isinstance(found, list):
         return str(found)
@@ -212,7 +214,7 @@ def run_point(point: SweepPoint) -> PointResults:
         return run_cluster(scenario_of(dict(point.document), point.folder))
     except (OrchestrRLError, ProblemFaults) as error:
         return str(error)
-    except Exception as error:  # noqa: BLE001  a defect of ours at one point is told, and the rest goes on
+    except Exception as error:  # noqa: BLE001  a defect is reported for its point, and other points continue
         where = traceback.extract_tb(error.__traceback__)[-1]
         return f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
 
@@ -220,7 +222,7 @@ def run_point(point: SweepPoint) -> PointResults:
 def in_processes(
     points: Sequence[SweepPoint], at_once: int | None = None
 ) -> Iterator[tuple[SweepPoint, PointResults | Exception]]:
-    """So many at once; by default one for each core."""
+    """Run points in local processes, `at_once` at a time; by default one per core."""
     return run_tasks(run_point, points, at_once, ["orchestrrl.lab.sim.rl.run"])
 
 
@@ -229,9 +231,9 @@ CONNECT_S = 10.0
 
 
 def on_ray(points: Sequence[SweepPoint], address: str) -> Iterator[tuple[SweepPoint, PointResults]]:
-    """`address`: `auto` or HOST:PORT of a cluster that runs. None is started."""
+    """Run points on an existing Ray cluster. `address` is `auto` or HOST:PORT; no cluster is started."""
     if find_spec("ray") is None:
-        raise Permanent("--ray needs ray: pip install 'orchestrrl[ray]'")
+        raise Permanent("--ray requires ray: pip install 'orchestrrl[ray]'")
     _reach(address)
     import ray
     from ray.exceptions import RayError
@@ -251,11 +253,11 @@ def on_ray(points: Sequence[SweepPoint], address: str) -> Iterator[tuple[SweepPo
                 found = f"{type(error).__name__}: {str(error).splitlines()[0]}"
             yield running.pop(ended), found
     finally:
-        ray.shutdown()  # which ends the tasks of this job
+        ray.shutdown()  # also ends the tasks of this job
 
 
 def _reach(address: str) -> None:
-    """Ray itself tries for minutes where nobody listens."""
+    """Raise Retryable if no process listens at the address. Ray itself would retry for minutes."""
     if address == "auto":
         return
     try:

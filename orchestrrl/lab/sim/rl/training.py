@@ -1,12 +1,12 @@
-"""A training step of RL, and the answers that reach it: log-probabilities first, then optimiser steps. Pure.
+"""Simulate an RL training step (log-probabilities, then optimiser steps) and the answers streamed to it. Pure.
 
-As veRL and NeMo-RL train with GRPO: log-probabilities of the answers are computed again under the policy as it is
-before the step, for the engine's own differ, and under a reference model where there is a KL term. Each optimiser step
-has its share of the samples and its own exchange of gradients.
+The step follows GRPO in veRL and NeMo-RL. Log-probabilities of the answers are recomputed under the policy before the
+step, because the engine's own differ, and under a reference model if there is a KL term. Each optimiser step has its
+own fraction of the samples and its own exchange of gradients.
 
-Answers go to the trainer as soon as each is there (table 1 of the OrchestrRL paper: RS): a token's id and its
-log-probability, once for each sample; what the ranks of a replica pass on to each other is left out. They are counted,
-and take no time of the loop: answers go while others are generated.
+Each answer is sent to the trainer as soon as it is complete (RS in table 1 of the OrchestrRL paper): the id and the
+log-probability of each token, once per sample. Forwarding between the ranks of a replica is not counted. The bytes are
+counted, but take no time in the loop, because answers are sent while others are generated.
 """
 
 import math
@@ -24,13 +24,14 @@ from orchestrrl.lab.sim.train.compute import forward_flops, step_flops
 from orchestrrl.lab.sim.train.model import TrainingIteration, TrainJob
 from orchestrrl.lab.sim.train.traffic import FORWARD_BACKWARD, GroupCollective, forward_times, periods_of, traffic
 
-LOG_PROBS = "log probs"  # of a stage's parts
+LOG_PROBS = "log probs"  # key in TrainStage.parts_s
 
 
 def training_stage(
     job: TrainJob, recipe: TrainingSection, update: Callable[[TrainJob], TrainingIteration], forward_s: float
 ) -> TrainStage:
-    """On the samples of `job`. `update`: an optimiser step on a share of them; `forward_s`: a pass over all."""
+    """Return a training step on the samples of `job`. `update` simulates an optimiser step on a part of the samples.
+    `forward_s` is the time of a forward pass over all samples."""
     steps = [(times, update(replace(job, sequences=size))) for size, times in recipe.shares(job.sequences)]
     parts_s = {LOG_PROBS: recipe.log_prob_passes * forward_s}
     for times, step in steps:
@@ -47,13 +48,13 @@ def training_stage(
 
 
 def model_flops(job: TrainJob, recipe: TrainingSection) -> float:
-    """Operations that the model asks for, those of its forward passes among them."""
+    """Return the model FLOPs of a training step, including the log-probability passes."""
     passes = recipe.log_prob_passes * job.sequences * forward_flops(job.model, job.tokens, job.square_tokens)
     return passes + recipe.epochs * step_flops(job.model, job.sequences, job.tokens, job.square_tokens)
 
 
 def training_bytes(job: TrainJob, recipe: TrainingSection, fabric: SimulatedFabric) -> Mapping[str, float]:
-    """By tier, over its links: what stays in a server goes over NVLink."""
+    """Return the bytes of a training step over the links of each tier, including NVLink inside servers."""
     found = []
     for share, exchanges, often in _sent(job, recipe, fabric.servers):
         passes, gradients = (fabric.network(period) for period in periods_of(share, exchanges))
@@ -65,7 +66,7 @@ def training_bytes(job: TrainJob, recipe: TrainingSection, fabric: SimulatedFabr
 
 
 def training_flows(job: TrainJob, recipe: TrainingSection, servers: Servers) -> GpuFlows:
-    """Of a training step, those of groups that span servers."""
+    """Return the flows of a training step in groups that span servers."""
     return GpuFlows.joined(
         [
             exchanges[kind].transfer.flows.times(times)
@@ -80,7 +81,8 @@ Sent = tuple[TrainJob, Mapping[str, GroupCollective], Mapping[str, float]]
 
 
 def _sent(job: TrainJob, recipe: TrainingSection, servers: Servers) -> Iterator[Sent]:
-    """Of optimiser steps that are alike, then of the passes before them: exchanges by kind, and how often each."""
+    """Yield the job, its exchanges by kind, and the number of each exchange: for each group of equal optimiser steps,
+    then for the log-probability passes."""
     for size, times in recipe.shares(job.sequences):
         share = replace(job, sequences=size)
         exchanges = traffic(share, servers)
@@ -92,13 +94,14 @@ def _sent(job: TrainJob, recipe: TrainingSection, servers: Servers) -> Iterator[
         yield job, exchanges, often
 
 
-RESPONSE_STREAM = "response_stream"  # among the stages of RlRun.tier_bytes
-TOKEN_BYTES = 8.0 + 4.0  # an id of 64 bits, as tensors of token ids have it, and a log-probability of 32
+RESPONSE_STREAM = "response_stream"  # key in RlRun.tier_bytes
+TOKEN_BYTES = 8.0 + 4.0  # a 64-bit id, as in tensors of token ids, and a 32-bit log-probability
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseStream:
-    """Of a generation step. `seconds`: of the network, were all of it sent at once."""
+    """The answers of a generation step on their way to the trainer. `seconds` is the network time if all were sent at
+    once."""
 
     bytes: float
     seconds: float
@@ -106,8 +109,8 @@ class ResponseStream:
 
 
 def response_stream(job: TrainJob, where: range, fabric: SimulatedFabric) -> ResponseStream:
-    """Of all samples of `job`, prompt and answer, dealt over the GPUs of either side in turn: from those that generate,
-    `where`."""
+    """Return the stream of all samples of `job`, prompt and answer, from the generating GPUs `where` to the trainer's
+    GPUs, spread round-robin over both sides."""
     total = job.sequences * job.tokens * TOKEN_BYTES
     turns = np.arange(max(len(where), job.layout.gpus))
     src, dst = where.start + turns % len(where), job.first_gpu + turns % job.layout.gpus

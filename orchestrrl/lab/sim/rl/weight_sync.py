@@ -1,16 +1,17 @@
-"""A weight version from the trainer's GPUs to every engine's, on a fabric: circuits, then step by step as flows. Pure.
+"""Simulate the sync of a weight version from the trainer's GPUs to all engines on a fabric, step by step as flows.
+Pure.
 
-The plan is the product's own (planner/sync_tree), over servers as its peers are; what it takes is the network's word,
-not the plan's estimate. Where the fabric has circuits, those that are there are kept, or they are set for all of the
-plan at once, or anew for each wave that wants others: whichever is sooner. Others may send beside it: then whichever
-costs least, what those are late by included.
+The plan comes from the production planner (planner/sync_tree), with servers as endpoints. Its duration is that of the
+simulated network, not the plan's estimate. If the fabric has circuits, they are kept, set once for the whole plan, or
+set again for each wave that needs others, whichever is fastest. If other stages send meanwhile, the cheapest
+alternative is chosen, including their delay.
 
-The tree hands shards from server to server over all of their NICs, and each server passes on to its own GPUs over
-NVLink what comes in, chunk by chunk. `naive`: every GPU straight from a holder, all at once. `two_stage` (figure 4 of
-the OrchestrRL paper): to the first engine of each PoD, and from there along a chain of the PoD's servers.
+The tree sends shards between servers over all of their NICs, and each server forwards them to its own GPUs over NVLink,
+chunk by chunk. `naive`: every GPU receives directly from a holder, all at once. `two_stage` (figure 4 of the OrchestrRL
+paper): to the first engine of each PoD, then along a chain of the PoD's servers.
 
-Beside them bursts are taken to be spread evenly: a flow wishes in each second what it sends in the mean. What stays
-inside a server is left out, for NVLink carries many times what NICs bring.
+Concurrent traffic is assumed to be uniform: each flow demands its mean rate. Traffic inside a server is ignored,
+because NVLink has many times the bandwidth of the NICs.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,15 +38,15 @@ Row = tuple[int, int, float]
 
 @dataclass(frozen=True, slots=True)
 class FlowStep:
-    """Flows that begin together, once those of the step before are through. `above`: of each flow, how many chunks it
-    waits for, one of each flow above it."""
+    """Flows that begin together, after those of the previous step have ended. `above` is the number of flows upstream
+    of each flow; it waits for one chunk of each."""
 
     flows: GpuFlows
     above: Ints  # [flow]
 
 
 def tree_steps(plan: SyncPlan, shards: Sequence[ServerShard], site: SyncSite, gpus_per_server: int) -> list[FlowStep]:
-    """One for each wave."""
+    """Return one step for each wave of the plan."""
     steps: list[FlowStep] = []
     for edges in (wave.edges for wave in plan.waves):
         shard, src, dst, size, above = (
@@ -59,13 +60,13 @@ def tree_steps(plan: SyncPlan, shards: Sequence[ServerShard], site: SyncSite, gp
     return steps
 
 
-CHAINS = 2  # of a piece, where as many hold it: with more, chunks of each come later
+CHAINS = 2  # chains per piece, if it has that many holders; with more chains, each chunk arrives later
 
 
 def _in_chains(edges: WaveEdges) -> tuple[Ints, Ints, Ints, Floats, Ints]:
-    """Return the shard, sender, receiver, bytes and depth of each flow where servers are joined directly: holders send
-    an equal part of a piece each, and every server sends it on to one other. Those that it is sent to lie as near as
-    the topology is made for them, and a server that sends to many has few NICs for each."""
+    """Return the shard, sender, receiver, bytes and depth of each flow if servers are connected directly. Each holder
+    sends an equal part of a piece, and every server forwards it to one other server. A server that sends to many
+    receivers would have few NICs for each, and the topology is built for the traffic between chain neighbours."""
     rows: list[tuple[float, ...]] = []
     for shard, offset in np.unique(np.stack([edges.shard, edges.offset]), axis=1).T.tolist():
         these = (edges.shard == shard) & (edges.offset == offset)
@@ -81,7 +82,7 @@ def _in_chains(edges: WaveEdges) -> tuple[Ints, Ints, Ints, Floats, Ints]:
 
 
 def naive_steps(shards: Sequence[ServerShard], gpus_per_server: int) -> list[FlowStep]:
-    """Holders in turn."""
+    """Return one step in which each GPU receives directly from a holder; holders take turns."""
     rows: list[Row] = [
         (shard.holders[turn % len(shard.holders)] * gpus_per_server + place, server * gpus_per_server + place, size)
         for shard in shards
@@ -93,9 +94,10 @@ def naive_steps(shards: Sequence[ServerShard], gpus_per_server: int) -> list[Flo
 
 
 def two_stage_steps(shards: Sequence[ServerShard], site: SyncSite, gpus_per_server: int) -> list[FlowStep]:
+    """Return two steps: to the first engine of each PoD, then along a chain of the PoD's servers."""
     first: list[Row] = []
-    chains: list[tuple[int, int, float, int]] = []  # server, server, bytes, how far down
-    at: list[tuple[int, int, float]] = []  # shard, server, bytes that come there
+    chains: list[tuple[int, int, float, int]] = []  # server, server, bytes, depth
+    at: list[tuple[int, int, float]] = []  # shard, server, bytes that arrive there
     for number, shard in enumerate(shards):
         for turn, servers in enumerate(_by_pod(shard, site)):
             holder, seed = shard.holders[turn % len(shard.holders)], servers[0]
@@ -117,7 +119,7 @@ def two_stage_steps(shards: Sequence[ServerShard], site: SyncSite, gpus_per_serv
 
 
 def spread(src: Ints, dst: Ints, size: Floats, gpus_per_server: int) -> GpuFlows:
-    """From server to server, an equal share from each GPU to the one in its place."""
+    """Return flows between servers, with an equal part from each GPU to the GPU of the same index."""
     place = np.arange(gpus_per_server)
     return GpuFlows(
         (src[:, None] * gpus_per_server + place).reshape(-1),
@@ -127,7 +129,7 @@ def spread(src: Ints, dst: Ints, size: Floats, gpus_per_server: int) -> GpuFlows
 
 
 def _passed_on(shards: Sequence[ServerShard], of: Ints, server: Ints, size: Floats, gpus_per_server: int) -> GpuFlows:
-    """What came evenly to a server's GPUs goes from there to each that needs it."""
+    """Return the flows inside servers: data that arrived evenly at a server's GPUs goes to each GPU that needs it."""
     places = [{at: row for row, at in enumerate(shard.receivers)} for shard in shards]
     wanted: dict[int, Floats] = {}  # [GPU of the server], by server
     for shard, at, came in zip(of.tolist(), server.tolist(), size.tolist(), strict=True):
@@ -146,7 +148,7 @@ def _passed_on(shards: Sequence[ServerShard], of: Ints, server: Ints, size: Floa
 
 
 def _with_last_hop(sent: GpuFlows, above: Ints, inside: GpuFlows) -> FlowStep:
-    """What goes on inside a server does so chunk by chunk, as the last of those below the others."""
+    """Return a step with the flows inside servers added. They forward chunk by chunk, as the last hop of the tree."""
     last = int(above.max(initial=0)) + 1
     return FlowStep(GpuFlows.joined([sent, inside]), np.concatenate([above, np.full(len(inside), last, np.int64)]))
 
@@ -158,24 +160,25 @@ def _by_pod(shard: ServerShard, site: SyncSite) -> Iterator[list[int]]:
 
 
 def _first_engine(shard: ServerShard, server: int) -> list[int]:
-    """Places of the GPUs among which one copy of the shard is spread."""
+    """Return the indices of the server's GPUs that together receive one copy of the shard."""
     needs = shard.needs[shard.receivers.index(server)]
     wanting = np.flatnonzero(needs > 0)
     copies = max(1, round(float(needs.sum()) / shard.bytes))
     return [int(place) for place in wanting[: -(-len(wanting) // copies)]]
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # arrays have no one answer to ==
+@dataclass(frozen=True, slots=True, eq=False)  # == of arrays has no single truth value
 class Beside:
-    """Those of a stage. `group` [flow]: flows of a group wait for each other."""
+    """The concurrent traffic of a stage. `group` [flow]: flows of a group wait for each other."""
 
     stage: FabricStage
-    flows: GpuFlows  # bytes: a second
+    flows: GpuFlows  # bytes per second
     group: Ints
 
     @classmethod
     def of(cls, stage: FabricStage, flows: GpuFlows, group: Ints, servers: Servers) -> "Beside":
-        """Between two GPUs there is one flow, of what all of theirs send; it is of the group of the first of them."""
+        """Build the traffic from flows between servers. Flows between the same two GPUs are merged, and get the group
+        of the first."""
         far = flows.cross(servers) & (flows.bytes > 0)
         merged, of = flows.only(far).merged()
         groups = np.zeros(len(merged), np.int64)
@@ -183,14 +186,15 @@ class Beside:
         return cls(stage, merged, groups)
 
     def held_s(self, behind_s: Floats) -> float:
-        """By which the stage is late: each group by its slowest flow, in the mean over groups. `behind_s` [flow]."""
+        """Return the delay of the stage: that of the slowest flow of each group, mean over groups. `behind_s` [flow]
+        are the delays of flows."""
         groups, which = np.unique(self.group, return_inverse=True)
         slowest_s = np.zeros(len(groups))
         np.maximum.at(slowest_s, which, behind_s)
         return float(slowest_s.mean()) if len(groups) else 0.0
 
     def has_way(self, network: LinkNetwork) -> bool:
-        """Whether all of it has: circuits that are set for others may leave servers apart."""
+        """Return whether all flows have a path: circuits set for other traffic may disconnect servers."""
         try:
             network.routes(self.flows)
         except ValueError:
@@ -199,28 +203,28 @@ class Beside:
 
 
 def training_beside(job: TrainJob, recipe: TrainingSection, seconds: float, servers: Servers) -> Beside:
-    """Of a training step that takes so long. All its GPUs wait for each other."""
+    """Return the traffic of a training step that takes `seconds`. All its GPUs wait for each other."""
     flows = training_flows(job, recipe, servers).times(1 / seconds)
     return Beside.of(FabricStage.TRAIN, flows, np.zeros(len(flows), np.int64), servers)
 
 
 def generation_beside(fleet: UniformFleet, model: Model, tokens_per_s: float, servers: Servers) -> Beside:
-    """Of engines that pass so many tokens together. None of them waits for another."""
+    """Return the traffic of engines that together process `tokens_per_s`. Engines do not wait for each other."""
     flows = token_flows(fleet, model, servers).times(tokens_per_s)
     engine = np.zeros(servers.gpus, np.int64)
     engine[fleet.gpus] = np.arange(len(fleet))[:, None]
     return Beside.of(FabricStage.GEN, flows, engine[flows.src], servers)
 
 
-CHUNK_BYTES = 64 << 20  # that a server passes on while the rest is still coming
-HOP_S = 5e-6  # for the plan alone
-GBPS = 8e-9  # gigabits of a byte
-MOST_WAVES = 24  # that circuits are tried anew for: working them out takes its time
+CHUNK_BYTES = 64 << 20  # a server forwards each chunk while it receives the next
+HOP_S = 5e-6  # used only for planning
+GBPS = 8e-9  # gigabits per byte
+MOST_WAVES = 24  # limit for circuits per wave, whose computation is slow
 
 
 @dataclass(frozen=True, slots=True)
 class _Ground:
-    """What all courses of a sync have in common: the fabric, who sends beside it, and the time that none is under."""
+    """The inputs shared by all courses of a sync: the fabric, concurrent traffic, and the lower bound of the time."""
 
     fabric: SimulatedFabric
     beside: Sequence[Beside]
@@ -228,12 +232,12 @@ class _Ground:
     pod: Ints  # [server]
 
     def crosses(self, flows: GpuFlows) -> Bools:
-        """[flow], whether it goes from PoD to PoD."""
+        """Return [flow], True for flows between PoDs."""
         gpus = self.fabric.servers.gpus_per_server
         return np.asarray(self.pod[flows.src // gpus] != self.pod[flows.dst // gpus])
 
     def period(self, flows: GpuFlows, share: float = 1.0) -> Period:
-        """For these flows, and what others send in that share of the time."""
+        """Return the period of these flows, and of the concurrent traffic in the fraction `share` of the time."""
         others = [each.flows.times(self.bound_s * share) for each in self.beside]
         sent = GpuFlows.joined([flows, *others])
         return Period.of("weight sync", FabricStage.WEIGHT_SYNC, sent.only(sent.cross(self.fabric.servers)))
@@ -250,12 +254,12 @@ def sync_stage(
     *,
     beside: Sequence[Beside] = (),
 ) -> SyncStage:
-    """To the engines of `fleet`. `beside`: what others send all the while. Raises ValueError where a layout cannot
+    """Simulate the sync to the engines of `fleet`. `beside` is concurrent traffic. Raises ValueError if a layout cannot
     divide the model."""
     shards, site = shards_of(job, fleet, fabric.servers.gpus_per_server), site_of(fabric.network(None))
     sending = [each for each in beside if len(each.flows)]
     found = _courses(scheme, shards, site, _Ground(fabric, sending, bound_s(shards, site), site.pod))
-    return min(found, key=lambda each: each.cost_s)  # of those that are alike, the one that changes least
+    return min(found, key=lambda each: each.cost_s)  # on a tie, the course with the fewest changes
 
 
 def steps_of(
@@ -271,7 +275,7 @@ def steps_of(
 
 
 def problem_of(shards: Sequence[ServerShard], site: SyncSite, servers: Servers) -> SyncProblem:
-    """Servers are endpoints; a PoD's budget is how many NICs' worth leaves it."""
+    """Return the planner's problem with servers as endpoints. A PoD's budget is its bandwidth outwards in NICs."""
     link_bytes_per_s = servers.nic_bytes_per_s
     return SyncProblem(
         link_gbps=link_bytes_per_s * GBPS,
@@ -293,7 +297,8 @@ def problem_of(shards: Sequence[ServerShard], site: SyncSite, servers: Servers) 
 
 
 def bound_s(shards: Sequence[ServerShard], site: SyncSite) -> float:
-    """No plan is shorter: what each server, ToR and PoD has to take in, and what has to leave the holders at all."""
+    """Return a lower bound for any plan: the time to receive the required bytes at each server, ToR and PoD, and to
+    send every shard once from the holders."""
     arriving = np.zeros(len(site.pod))
     entering, climbing = np.zeros(site.pods), np.zeros(len(site.tor_bytes_per_s))
     for shard in shards:
@@ -310,12 +315,13 @@ def bound_s(shards: Sequence[ServerShard], site: SyncSite) -> float:
 
 
 def _courses(scheme: str, shards: Sequence[ServerShard], site: SyncSite, ground: _Ground) -> Iterator[SyncStage]:
-    """Waves cost nothing where circuits are kept: a plan for those may have more of them."""
+    """Yield the sync under each possible course. If circuits are kept, waves are free, so that the plan for this course
+    may have more of them."""
     fabric = ground.fabric
     steps = steps_of(scheme, shards, site, fabric.servers)
     try:
         yield _stage(SyncCourse.KEEP, 0.0, steps, [fabric.network(None)] * len(steps), ground)
-    except ValueError:  # circuits of another period may leave servers apart
+    except ValueError:  # circuits of another period may not connect all servers
         if not fabric.reconfigures_s:
             raise
     if not fabric.reconfigures_s:
@@ -359,14 +365,14 @@ def _stage(
 
 @dataclass(frozen=True, slots=True)
 class _StepTime:
-    crossing_s: float  # until the last flow between PoDs is through
-    seconds: float  # until all are
+    crossing_s: float  # until the last flow between PoDs ends
+    seconds: float  # until the last flow ends
     tier_bytes: TierBytes
     held_s: Mapping[FabricStage, float]
 
 
 def _step_s(network: LinkNetwork, step: FlowStep, ground: _Ground) -> _StepTime:
-    """Who is below others waits for a chunk and a hop of each above it."""
+    """Return the time of a step. A flow waits for one chunk and one hop of each flow upstream of it."""
     flows, beside = step.flows, ground.beside
     if not len(flows):
         return _StepTime(0.0, 0.0, {}, {each.stage: 0.0 for each in beside})
@@ -375,7 +381,7 @@ def _step_s(network: LinkNetwork, step: FlowStep, ground: _Ground) -> _StepTime:
     chunk_s = ends_s * np.minimum(1.0, CHUNK_BYTES / network.servers.gpus_per_server / flows.bytes)
     ends_s = ends_s + routes.latency_s + step.above * (chunk_s + routes.latency_s)
     seconds = float(ends_s.max())
-    held_s = {each.stage: late_s.get(each.stage, seconds) for each in beside}  # without a way, all the while
+    held_s = {each.stage: late_s.get(each.stage, seconds) for each in beside}  # without a path, for the whole step
     crossing_s = float(ends_s[ground.crosses(flows)].max(initial=0.0))
     return _StepTime(crossing_s, seconds, tier_bytes(network, flows, routes), held_s)
 
@@ -383,7 +389,7 @@ def _step_s(network: LinkNetwork, step: FlowStep, ground: _Ground) -> _StepTime:
 def _shared(
     network: LinkNetwork, flows: GpuFlows, routes: FlowRoutes, beside: Sequence[Beside]
 ) -> tuple[Floats, Mapping[FabricStage, float]]:
-    """When flows end, and how late they make those beside them."""
+    """Return the end times of flows, and the delay that they cause to concurrent stages."""
     if not beside:
         return finish_s(network, flows, routes), {}
     end_s, behind_s = finish_beside(network, flows, routes, GpuFlows.joined([each.flows for each in beside]))

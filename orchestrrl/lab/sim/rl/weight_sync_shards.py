@@ -1,11 +1,11 @@
-"""Shards of the weights by the servers that hold and need them, and the site that a sync is planned on. Pure.
+"""Group the weights into shards by the servers that hold and need them, and derive the site of a sync. Pure.
 
-Elements that the same servers hold and the same servers need are one shard, however many ranks there are on either
-side: a shard goes to a server once, and on to its GPUs over NVLink.
+Elements with the same holding servers and the same receiving servers form one shard, for any number of ranks on both
+sides. A shard goes to a server once, and from there to its GPUs over NVLink.
 
-The site is read off a network's links. Servers are the endpoints, as in life a peer on each host has its GPUs' shards.
-A PoD is what is connected without the core; a ToR, for rail-aligned fabrics, all ToRs that the same servers share.
-Budgets are in circuits of a NIC's rate.
+The site is derived from a network's links. Servers are the endpoints, as in production, where the peer on each host has
+the shards of its GPUs. A PoD is a set of servers connected without the core. In rail-aligned fabrics, a ToR is the set
+of all ToRs that the same servers share. Budgets are in circuits of a NIC's rate.
 """
 
 from collections.abc import Sequence
@@ -24,23 +24,22 @@ from planner.sync_tree.layout import EngineLayout, TrainerLayout, megatron_stage
 from planner.sync_tree.parameters import ROW, Parameter, TransformerParameters, gate_up
 from planner.sync_tree.reshard import ReshardedVersion, reshard
 
-WEIGHT_BYTES = 2  # on the way
-VOCAB_MULTIPLE = 128  # of Megatron, times TP (make_vocab_size_divisible_by)
+WEIGHT_BYTES = 2  # bytes per parameter on the network
+VOCAB_MULTIPLE = 128  # Megatron pads the vocabulary to this times TP (make_vocab_size_divisible_by)
 
 
 @dataclass(frozen=True, slots=True)
 class ServerShard:
-    """`needs`: of each receiving server, the bytes that each of its GPUs needs. `local`: servers that hold and need
-    it."""
+    """The weights with the same holding and receiving servers."""
 
     bytes: float
     holders: tuple[int, ...]  # servers
-    receivers: tuple[int, ...]  # servers, none of them a holder
-    needs: Floats  # [receiver, GPU of the server]
+    receivers: tuple[int, ...]  # servers, disjoint from holders
+    needs: Floats  # [receiver, GPU of the server], bytes that the GPU needs
 
 
 def shards_of(job: TrainJob, fleet: UniformFleet, gpus_per_server: int) -> tuple[ServerShard, ...]:
-    """For the engines of `fleet`. Raises ValueError where a layout cannot divide the model."""
+    """Return the shards for the engines of `fleet`. Raises ValueError if a layout cannot divide the model."""
     parameters, trainer = parameters_of(job.model), trainer_layout(job)
     found: list[ReshardedVersion] = []
     for has_experts, engines in zip((False, True), _engines(fleet), strict=True):
@@ -51,7 +50,7 @@ def shards_of(job: TrainJob, fleet: UniformFleet, gpus_per_server: int) -> tuple
 
 
 def parameters_of(model: Model) -> tuple[Parameter, ...]:
-    """A mixture with a part that every token visits has both."""
+    """Return the parameters of a model. A mixture of experts with a dense feed-forward part has both."""
     transformer = TransformerParameters(
         layers=model.layers,
         hidden=model.hidden,
@@ -92,8 +91,8 @@ def trainer_layout(job: TrainJob) -> TrainerLayout:
 
 
 def _engines(fleet: UniformFleet) -> tuple[list[EngineLayout], list[EngineLayout]]:
-    """Return what takes dense parameters, and what takes experts: under AFD the one side and the other, else the same
-    engines."""
+    """Return the layouts that receive dense parameters, and those that receive experts: attention and FFN GPUs under
+    AFD, otherwise the same engines."""
     p = fleet.parallelism
     if not p.afd:
         whole = [
@@ -123,12 +122,14 @@ def _by_servers(found: Sequence[ReshardedVersion], gpus_per_server: int) -> tupl
 
 @dataclass(frozen=True, slots=True)
 class SyncSite:
+    """The topology and bandwidths for planning a sync."""
+
     pod: Ints  # [server]
     tor: Ints  # [server]
-    nic_bytes_per_s: Floats  # [server], out of all its NICs
+    nic_bytes_per_s: Floats  # [server], outbound over all its NICs
     tor_bytes_per_s: Floats  # [tor], upwards
-    pod_bytes_per_s: Floats  # [pod], out of it
-    has_switches: bool = True  # False: servers are joined directly
+    pod_bytes_per_s: Floats  # [pod], outbound
+    has_switches: bool = True  # False: servers are connected directly
 
     @property
     def pods(self) -> int:
@@ -136,9 +137,9 @@ class SyncSite:
 
 
 def site_of(network: LinkNetwork) -> SyncSite:
-    """Raises ValueError where a network does not say where its links end."""
+    """Return the site of a network. Raises ValueError if the network has no link endpoints."""
     if network.ends is None:
-        raise ValueError(f"{network.name or 'the network'} must say where its links end")
+        raise ValueError(f"{network.name or 'the network'}: ends must contain the endpoints of each link, got None")
     servers, (tail, head), capacity = network.servers, network.ends.T, network.capacity_bytes_per_s
     core = np.array([tier is LinkTier.CORE for tier in network.tier])
     nodes = max(int(network.ends.max(initial=0)) + 1, servers.nics)
@@ -159,14 +160,14 @@ def site_of(network: LinkNetwork) -> SyncSite:
         pod=pod.reshape(-1).astype(np.int64),
         tor=tor,
         nic_bytes_per_s=nic_bytes_per_s,
-        tor_bytes_per_s=np.where(above > 0, above, below),  # hosts joined directly, or a ToR with nothing above it
+        tor_bytes_per_s=np.where(above > 0, above, below),  # for directly connected hosts, or a ToR without uplinks
         pod_bytes_per_s=leaving.astype(np.float64),
         has_switches=any(tors),
     )
 
 
 def _owners(network: LinkNetwork, nodes: int) -> Ints:
-    """[node], the server that it is in: NICs, and the switch of their NVLink; -1: none."""
+    """Return [node], the server of NICs and NVLink switches; -1 for other nodes."""
     assert network.ends is not None
     servers, owner = network.servers, np.full(nodes, -1, np.int64)
     owner[: servers.nics] = np.arange(servers.nics) // servers.nics_per_server
@@ -177,8 +178,8 @@ def _owners(network: LinkNetwork, nodes: int) -> Ints:
 
 
 def _tors(server: Ints, node: Ints, links: NDArray[np.bool_], servers: int) -> tuple[list[tuple[int, ...]], Ints]:
-    """Sets of switches that servers' NICs end at, and which of them is each server's; those that end at none have an
-    empty one of their own."""
+    """Return the distinct sets of switches to which servers' NICs connect, and the index of each server's set. A server
+    without switches has an empty set of its own."""
     found = [set[int]() for _ in range(servers)]
     for one, other in zip(server[links].tolist(), node[links].tolist(), strict=True):
         found[one].add(other)

@@ -1,1 +1,1 @@
-"""Training: what an iteration takes, from model, layout and network, and the windows that it leaves."""
+"""The training simulator: iteration time from model, layout and network, and the windows without collectives."""

@@ -1,11 +1,10 @@
-"""Seconds of a micro-batch's compute on one rank: kernels, a layer, the head, and the optimizer's step; and what
-training holds in a GPU's memory. Pure.
+"""Compute the seconds of a micro-batch on one rank (kernels, a layer, the head, the optimizer) and GPU memory. Pure.
 
-Tensor parallelism is with sequence parallelism: norms and residuals see 1/tp of the tokens.
+Tensor parallelism includes sequence parallelism: norms and residuals process 1/tp of the tokens.
 
-Of memory: a lower bound of what Megatron keeps, so that what is said not to fit does not fit: logits, buffers of
-collectives and of the allocator are left out, sequences have their mean length, and what costs next to nothing is
-computed again.
+The memory is a lower bound of Megatron's, so that a job reported as too large is too large. Logits and the buffers of
+collectives and of the allocator are not counted, all sequences have the mean length, and cheap operations are
+recomputed.
 """
 
 import math
@@ -17,9 +16,9 @@ from planner.cost.models import Model
 
 
 def attended_pairs(model: Model, tokens: float, square_tokens: float | None = None) -> float:
-    """Of queries and keys that a causal mask leaves, over all layers of a sequence; in the mean, of sequences with that
-    mean of squares. A layer whose window slides takes all of them to be longer than it, or all to be shorter, as their
-    mean is."""
+    """Return the number of query-key pairs that a causal mask keeps, over all layers of a sequence. `square_tokens` is
+    the mean of the squared lengths, if lengths differ. For a layer with a sliding window, all sequences count as longer
+    than the window, or all as shorter, according to their mean."""
     full = (tokens * tokens if square_tokens is None else square_tokens) / 2
     if not 0 < model.window_tokens < tokens:
         return model.layers * full
@@ -28,24 +27,25 @@ def attended_pairs(model: Model, tokens: float, square_tokens: float | None = No
 
 
 def forward_flops(model: Model, tokens: float, square_tokens: float | None = None) -> float:
-    """Of a sequence. Multiplications and additions of matrix products; attention as the causal mask leaves it."""
+    """Return the FLOPs of a sequence's forward pass: multiplications and additions of matrix products, and of attention
+    under the causal mask."""
     attention = 4.0 * model.q_heads * model.head_dim * attended_pairs(model, tokens, square_tokens)
     return 2.0 * model.active_params * tokens + attention
 
 
 def step_flops(model: Model, sequences: int, tokens: float, square_tokens: float | None = None) -> float:
-    """Of an optimiser step: the backward pass asks for twice the forward's."""
+    """Return the FLOPs of an optimiser step. A backward pass needs twice those of a forward pass."""
     return 3.0 * sequences * forward_flops(model, tokens, square_tokens)
 
 
-# What thread blocks compute of the product, rows by columns. Libraries choose among many; smaller ones than these read
-# their operands too often to be worth their better fit.
+# Tiles of the product that a thread block computes, rows by columns. Libraries choose among many. Smaller tiles than
+# these read their operands too often, in spite of their better fit.
 TILES = ((128, 256), (256, 128), (128, 128), (64, 128), (128, 64))
 
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """Of one GPU."""
+    """The kernel times of one GPU."""
 
     gpu: GpuModel
     constants: TrainConstants
@@ -55,7 +55,8 @@ class Kernels:
         return self.gpu.hbm_bytes_per_s * self.constants.hbm_efficiency
 
     def gemm_s(self, m: float, n: float, k: float, *, groups: int = 1, accumulates: bool = False) -> float:
-        """A product of m by k with k by n, `groups` of them in one kernel. `accumulates`: added to 32-bit gradients."""
+        """Return the seconds of a kernel with `groups` products of m by k with k by n. `accumulates`: the result is
+        added to 32-bit gradients."""
         if min(m, n, k) <= 0:
             return 0.0
         flops = 2.0 * m * n * k * groups
@@ -64,7 +65,7 @@ class Kernels:
         return max(compute_s, groups * moved / self.hbm_bytes_per_s) + self.constants.kernel_s
 
     def _waves_over_work(self, m: float, n: float, groups: int) -> float:
-        """Time of full waves over that of the work alone: thread blocks at the edge and the last wave are not full."""
+        """Return the time of full waves over the time of the work alone: edge tiles and the last wave are partial."""
         sms = SMS.get(self.gpu.name, SMS_OF_OTHERS)
         return min(
             math.ceil(groups * math.ceil(m / rows) * math.ceil(n / columns) / sms) * sms * rows * columns
@@ -72,37 +73,36 @@ class Kernels:
         ) / (m * n * groups)
 
     def attention_s(self, flops: float, tokens: float, *, backward: bool = False) -> float:
-        """Fused, causal, of sequences of so many tokens. `flops` as the mask leaves them. Where lengths differ, their
-        mean of squares over their mean: with this curve that is what they take together."""
+        """Return the seconds of fused causal attention over sequences of `tokens`. `flops` counts unmasked pairs only.
+        If lengths differ, `tokens` is the mean of their squares over their mean, which gives the exact sum for this
+        efficiency curve."""
         constants = self.constants
         best = constants.attention_backward_efficiency if backward else constants.attention_forward_efficiency
         share = best * tokens / (tokens + constants.attention_half_tokens)
         return flops / (self.gpu.bf16_flops * share) + constants.kernel_s
 
     def moves_s(self, moved_bytes: float) -> float:
-        """Reading and writing so many bytes in all."""
+        """Return the seconds to read and write `moved_bytes` in total."""
         return moved_bytes / self.hbm_bytes_per_s
 
 
 ACTIVATION_BYTES = 2.0
-ATTENTION_BACKWARD = (
-    2.5  # times the forward's operations: scores are computed again (FlashAttention-2, arXiv 2307.08691)
-)
-LOSS_FORWARD_BYTES = 30.0  # of each logit: made 32-bit, maximum, difference, exponential, sum
+ATTENTION_BACKWARD = 2.5  # times the forward's operations: scores are recomputed (FlashAttention-2, arXiv 2307.08691)
+LOSS_FORWARD_BYTES = 30.0  # per logit: conversion to 32 bits, maximum, difference, exponential, sum
 LOSS_BACKWARD_BYTES = 14.0
 
 
 @dataclass(frozen=True, slots=True)
 class PassCompute:
-    """Seconds of a forward or backward pass's compute: of a layer, in the order of the forward pass (the backward pass
-    goes the other way), and of the head."""
+    """Compute seconds of a forward or backward pass: of a layer, in the order of the forward pass (the backward pass is
+    reversed), and of the head."""
 
     before_s: float  # norm, projections of queries, keys and values
     attention_s: float
-    between_s: float  # output projection, norm, the feed-forward that every token passes, routing
+    between_s: float  # output projection, norm, dense feed-forward part, routing
     experts_s: float
-    after_s: float  # what experts gave is brought in order, residual
-    head_s: float  # on the last stage, with the loss
+    after_s: float  # restoring the token order of experts' outputs, residual
+    head_s: float  # on the last stage, including the loss
 
     @property
     def layer_s(self) -> float:
@@ -110,7 +110,7 @@ class PassCompute:
 
 
 def compute_of(job: TrainJob) -> tuple[PassCompute, PassCompute]:
-    """Return the forward pass's, and the backward pass's."""
+    """Return the compute of the forward pass, and that of the backward pass."""
     kernels = Kernels(job.gpu, job.constants)
     return _pass(job, kernels, backward=False), _pass(job, kernels, backward=True)
 
@@ -125,7 +125,7 @@ def _pass(job: TrainJob, kernels: Kernels, *, backward: bool) -> PassCompute:
     model, tp, tokens = job.model, job.layout.tp, job.micro_tokens
     twice = 2.0 if backward else 1.0
     heads, kv_heads = model.q_heads / tp, max(1.0, model.kv_heads / tp)
-    split = tokens / tp * model.hidden * ACTIVATION_BYTES * twice  # bytes of what sequence parallelism splits
+    split = tokens / tp * model.hidden * ACTIVATION_BYTES * twice  # bytes of activations split by sequence parallelism
     rope = 2 * tokens * (heads + kv_heads) * model.head_dim * ACTIVATION_BYTES * twice
 
     def product_s(n: float, k: float) -> float:
@@ -150,7 +150,7 @@ def _pass(job: TrainJob, kernels: Kernels, *, backward: bool) -> PassCompute:
 
 
 def _experts(job: TrainJob, kernels: Kernels, *, backward: bool) -> tuple[float, float]:
-    """Seconds of the experts, and of bringing tokens into their order once."""
+    """Return the seconds of the experts, and of reordering the tokens once."""
     model, layout = job.model, job.layout
     if not model.moe:
         return 0.0, 0.0
@@ -162,7 +162,7 @@ def _experts(job: TrainJob, kernels: Kernels, *, backward: bool) -> tuple[float,
     m = received / held
     seconds = _product_s(kernels, m, 2 * model.expert_ffn, model.hidden, backward=backward, groups=held)
     seconds += _product_s(kernels, m, model.hidden, model.expert_ffn, backward=backward, groups=held)
-    moved = 3 * received * model.expert_ffn + 4 * received * model.hidden  # activation; by expert and back
+    moved = 3 * received * model.expert_ffn + 4 * received * model.hidden  # activation; reordering by expert and back
     order_s = kernels.moves_s(2 * copies * model.hidden * ACTIVATION_BYTES * twice)
     return seconds + kernels.moves_s(moved * ACTIVATION_BYTES * twice), order_s + router_s / 2
 
@@ -175,7 +175,8 @@ def _head_s(job: TrainJob, kernels: Kernels, *, backward: bool) -> float:
 
 
 def rank_parameters(job: TrainJob) -> list[tuple[float, float]]:
-    """[rank of the pipeline]: dense ones and experts', before data parallelism splits anything."""
+    """Return [rank of the pipeline], its dense parameters and its experts' parameters, before data-parallel
+    sharding."""
     model, layout = job.model, job.layout
     by_rank = [sum(job.stage_layers[rank :: layout.pp]) for rank in range(layout.pp)]
     ends = [0.0] * layout.pp
@@ -188,13 +189,13 @@ def rank_parameters(job: TrainJob) -> list[tuple[float, float]]:
 
 
 def stage_parameters(job: TrainJob) -> tuple[float, float]:
-    """The most of either on a rank of the pipeline."""
+    """Return the largest number of dense parameters, and of experts' parameters, on any pipeline rank."""
     dense, experts = zip(*rank_parameters(job), strict=True)
     return max(dense), max(experts)
 
 
 def optimizer_s(job: TrainJob) -> float:
-    """Of the distributed optimizer: each rank updates its shard, and clears its gradients."""
+    """Return the seconds of the distributed optimizer's step: each rank updates its shard, and clears its gradients."""
     dense, experts = stage_parameters(job)
     layout, constants, kernels = job.layout, job.constants, Kernels(job.gpu, job.constants)
     shard = dense / (layout.dp * layout.cp) + experts * layout.ep / (layout.tp * layout.cp * layout.dp)
@@ -202,21 +203,21 @@ def optimizer_s(job: TrainJob) -> float:
     return kernels.moves_s(moved + (dense + experts) * constants.gradient_bytes)
 
 
-# Bytes of a parameter with the distributed optimizer (Megatron Core's user guide, "Distributed Optimizer", of bf16
-# parameters and fp32 gradients): 6 on every rank; master copy and two moments are divided over data parallel ones.
+# Bytes per parameter with the distributed optimizer (Megatron Core's user guide, "Distributed Optimizer", with bf16
+# parameters and fp32 gradients): 6 on every rank; master copy and two moments are sharded over data parallel ranks.
 HELD_BYTES = 6.0
 DIVIDED_BYTES = 12.0
-# By so much has a layout to be over a GPU's memory to be refused: gradients of 16 bits, optimizer state that is kept
-# by the CPU in part, or products that are computed again save some of it.
+# A layout is rejected only if it needs more than this multiple of a GPU's memory: gradients of 16 bits, partial
+# offload of optimizer state to the CPU, or recomputed products may save some of it.
 MARGIN = 1.25
 GB = 1e9
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Of one GPU."""
+    """The memory that training needs on one GPU."""
 
-    state_bytes: float  # weights, gradients and the optimizer's
+    state_bytes: float  # weights, gradients and optimizer state
     activation_bytes: float
 
     @property
@@ -225,7 +226,7 @@ class Memory:
 
 
 def memory_of(job: TrainJob) -> Memory:
-    """On the rank of the pipeline that holds most."""
+    """Return the memory of the pipeline rank that needs the most."""
     found = (
         Memory(_state_bytes(job, dense, experts), _activation_bytes(job, rank))
         for rank, (dense, experts) in enumerate(rank_parameters(job))
@@ -234,7 +235,7 @@ def memory_of(job: TrainJob) -> Memory:
 
 
 def fault_of(job: TrainJob) -> str | None:
-    """What is to be said of a job that cannot fit by far; None: it may fit."""
+    """Return the error message for a job that exceeds GPU memory by more than MARGIN; None if it may fit."""
     need, has_bytes = memory_of(job), job.gpu.hbm_bytes
     if need.bytes <= MARGIN * has_bytes:
         return None
@@ -243,8 +244,8 @@ def fault_of(job: TrainJob) -> str | None:
     if not job.recompute and memory_of(replace(job, recompute=True)).bytes < need.bytes - 0.1 * has_bytes:
         change += ", or recompute"
     return (
-        f"needs at least {need.bytes / GB:.0f} GB on a GPU ({need.state_bytes / GB:.0f} for weights, gradients and"
-        f" optimizer, {need.activation_bytes / GB:.0f} for activations), and {job.gpu.name} has {has_bytes / GB:.0f}:"
+        f"needs at least {need.bytes / GB:.0f} GB per GPU ({need.state_bytes / GB:.0f} for weights, gradients and"
+        f" optimizer, {need.activation_bytes / GB:.0f} for activations), but {job.gpu.name} has {has_bytes / GB:.0f}:"
         f" {change}"
     )
 
@@ -257,12 +258,13 @@ def _state_bytes(job: TrainJob, dense: float, experts: float) -> float:
 
 
 def _activation_bytes(job: TrainJob, rank: int) -> float:
-    """Of all micro-batches that are under way on a rank of the pipeline (Korthikanti et al., arXiv 2205.05198, sections
-    4.2 and 4.4): as many as ranks from there on, more where stages are interleaved."""
+    """Return the activation bytes of all in-flight micro-batches on a pipeline rank (Korthikanti et al., arXiv
+    2205.05198, sections 4.2 and 4.4). Their number is that of the ranks from this one on, and larger if stages are
+    interleaved."""
     layout = job.layout
     own = sum(job.stage_layers[rank :: layout.pp])
     under_way = float(layout.pp - rank)
-    if layout.vpp > 1:  # on the first rank 1 + (pp - 1) / (pp * vpp) times as many
+    if layout.vpp > 1:  # on the first rank, 1 + (pp - 1) / (pp * vpp) times as many
         under_way = layout.pp + (layout.pp - 1 - 2 * rank) / layout.vpp
     layers = own * min(under_way, float(job.micro_batches))
     if not job.recompute:
@@ -271,10 +273,11 @@ def _activation_bytes(job: TrainJob, rank: int) -> float:
 
 
 def layer_bytes(job: TrainJob) -> float:
-    """Of a layer and micro-batch, kept for its backward pass, counted as Korthikanti et al. do and divided by tensor
-    parallelism with sequence parallelism: inputs of both norms, queries, keys, values and what attention makes of them,
-    gate and up; of experts their inputs, too. Scores of attention are never kept (FlashAttention), there is no dropout;
-    outputs of norms and of the activation are computed again (Megatron Core, --recompute-modules layernorm moe_act)."""
+    """Return the bytes that a layer keeps per micro-batch for its backward pass, counted as by Korthikanti et al. and
+    divided by tensor parallelism with sequence parallelism. These are the inputs of both norms, queries, keys, values,
+    the output of attention, gate and up, and the inputs of experts. Attention scores are never kept (FlashAttention).
+    There is no dropout. Outputs of norms and of the activation are recomputed (Megatron Core, --recompute-modules
+    layernorm moe_act)."""
     model = job.model
     attention = 2 * model.hidden + 2 * (model.q_heads + model.kv_heads) * model.head_dim
     experts = model.experts_per_token * (model.hidden + 2 * model.expert_ffn)

@@ -1,12 +1,11 @@
-"""A training iteration on a fabric: its collectives on the networks of its periods, its parts, boundaries and windows.
-Pure.
+"""Simulate a training iteration on a fabric: its collectives, the parts of its time, boundaries and windows. Pure.
 
-Gradients are reduced bucket by bucket behind the last micro-batch's backward pass. The network carries one thing at a
-time: while that pass sends for itself, gradients wait.
+Gradients are reduced bucket by bucket during the last micro-batch's backward pass. The network carries one collective
+at a time: gradients wait while that pass sends its own messages.
 
-Circuits are changed in a window without collectives, and what the window does not cover is waited for; or they are
-kept, and gradients take the way that there is. The shorter course is taken (section 5.3 of the OrchestrRL paper: a plan
-is retained where the next window does not cover the change).
+Either circuits change in a window without collectives, and the iteration waits for the part of the change that the
+window does not cover; or circuits are kept, and gradients use the existing paths. The shorter alternative is chosen
+(section 5.3 of the OrchestrRL paper: a plan is retained if the next window does not cover the change).
 """
 
 import math
@@ -33,14 +32,14 @@ from orchestrrl.lab.sim.train.stages import (
 )
 from orchestrrl.lab.sim.train.traffic import FORWARD_BACKWARD, GroupCollective, periods_of, traffic
 
-Span = tuple[float, float]  # seconds, from when to when
+Span = tuple[float, float]  # begin and end in seconds
 
 
 def reduced(
     given: StageLoad, schedule: PipelineSchedule, reduce_s: float, *, from_s: float = 0.0, alone: bool = False
 ) -> list[Span]:
-    """[rank of the pipeline] when its gradients are. `reduce_s`: of all of them. Not before `from_s`. `alone`: passes
-    send nothing meanwhile."""
+    """Return the span of gradient reduction for each pipeline rank. `reduce_s` is the time to reduce all gradients of a
+    rank. Reduction begins at `from_s` at the earliest. `alone`: passes send no messages meanwhile."""
     found = []
     for ops in schedule.ops:
         last = {op.stage: op for op in ops if op.side == BACKWARD} if reduce_s else {}
@@ -51,7 +50,7 @@ def reduced(
             first_s = at_s if first_s is None else first_s
             free = 1.0 if alone else 1.0 - given.sends_share(op)
             hidden_s = max(0.0, end_s - at_s) * free
-            at_s = max(at_s, end_s) + max(share_s - hidden_s, share_s / given.buckets)  # the last one is not hidden
+            at_s = max(at_s, end_s) + max(share_s - hidden_s, share_s / given.buckets)  # the last bucket is exposed
         done_s = schedule.span_s(ops[-1])[1]
         found.append((done_s, done_s) if first_s is None else (first_s, at_s))
     return found
@@ -59,7 +58,8 @@ def reduced(
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """Seconds of all of a rank's gradients, and parameters, on one network; infinite where there is no way."""
+    """Seconds to reduce all gradients of a rank and to gather its parameters on one network; infinite without a
+    path."""
 
     reduce_s: float
     gather_s: float
@@ -67,6 +67,8 @@ class Gradients:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
+    """The alternative that an iteration uses: its schedule, and its gradient and parameter traffic."""
+
     seconds: float  # of the iteration
     schedule: PipelineSchedule
     reduced: list[Span]  # [rank]
@@ -77,7 +79,8 @@ class Taken:
 def shortest(
     given: StageLoad, kept: Gradients, changed: Gradients | None, optimizer_s: float, reconfigures_s: float
 ) -> Taken:
-    """`changed`: on the circuits for gradients; None: there are no others."""
+    """Return the shortest way to run an iteration. `kept` is gradient traffic on the circuits of forward and backward,
+    `changed` on circuits set for gradients; None if there are no such circuits."""
 
     def taken(
         schedule: PipelineSchedule, shift_s: float, gather_s: float, reduce_s: float, last_s: float, change: bool
@@ -86,12 +89,13 @@ def shortest(
         done = reduced(given, schedule, reduce_s, from_s=from_s, alone=change)
         return Taken(shift_s + max(end_s for _, end_s in done) + last_s, schedule, done, gather_s, shift_s)
 
-    # Parameters are gathered beside the first pass; where they have no way, that never ends.
+    # Parameters are gathered during the first pass, which never ends if they have no path.
     has_way = math.isfinite(kept.gather_s)
     beside, shift_s = given.schedule(kept.gather_s if has_way else 0.0), 0.0 if has_way else math.inf
     found = [taken(beside, shift_s, kept.gather_s, kept.reduce_s, optimizer_s, change=False)]
     if changed is not None:
-        # Other circuits for gradients, back while the optimizer steps; or for parameters as well, back before a pass.
+        # Circuits are set for gradients and restored during the optimizer step; or set for gradients and parameters,
+        # and restored before the first pass sends.
         back_s = max(optimizer_s, reconfigures_s)
         found.append(taken(beside, shift_s, kept.gather_s, changed.reduce_s, back_s, change=True))
         after = given.schedule()
@@ -102,15 +106,15 @@ def shortest(
 
 
 def last_sent_s(given: StageLoad, schedule: PipelineSchedule) -> float:
-    """When forward and backward send nothing any more, on any rank; 0: they never send."""
+    """Return the time at which forward and backward passes end sending on all ranks; 0 if they never send."""
     return max((to_s for ops in schedule.ops for _, _, to_s in _sent(given, schedule, ops[-1])), default=0.0)
 
 
 def on_fabric(
     job: TrainJob, fabric: SimulatedFabric, exchanges: Mapping[str, GroupCollective]
 ) -> tuple[StageLoad, Gradients, Gradients | None]:
-    """Return the load of stages; gradients on the circuits of forward and backward; and on those made for them, None
-    where they are the same."""
+    """Return the load of stages, gradient traffic on the circuits of forward and backward, and gradient traffic on
+    circuits set for gradients (None if these are the same circuits)."""
     passes_period, gradients_period = periods_of(job, exchanges)
     network = fabric.network(passes_period)
     each_s = once_s(network, exchanges, FORWARD_BACKWARD)
@@ -127,15 +131,16 @@ def group_of(kind: str) -> str:
 
 
 def once_s(network: LinkNetwork, exchanges: Mapping[str, GroupCollective], kinds: Iterable[str]) -> dict[str, float]:
-    """Of each kind alone: a rank has one collective under way at a time."""
+    """Return the seconds of each kind of collective, run alone: a rank runs one collective at a time."""
     return {kind: seconds(network, exchanges[kind].transfer) for kind in kinds if kind in exchanges}
 
 
 def gradients(network: LinkNetwork, exchanges: Mapping[str, GroupCollective]) -> Gradients:
-    """Dense parameters and experts one behind the other: both leave by the same NICs."""
+    """Return the gradient traffic on a network. Dense parameters and experts are sent one after the other, because both
+    use the same NICs."""
     try:
         each_s = once_s(network, exchanges, [kind for kind in exchanges if group_of(kind) == "dp"])
-    except ValueError:  # circuits of another period may leave data-parallel ranks apart
+    except ValueError:  # circuits of another period may not connect all data-parallel ranks
         return Gradients(math.inf, math.inf)
     return Gradients(
         sum(each for kind, each in each_s.items() if kind.endswith("_reduce")),
@@ -144,11 +149,11 @@ def gradients(network: LinkNetwork, exchanges: Mapping[str, GroupCollective]) ->
 
 
 LEAST_WINDOW_S = 1e-9
-Sent = tuple[str, float, float]  # group, from, to
+Sent = tuple[str, float, float]  # group, begin, end
 
 
 def boundaries(given: StageLoad, taken: Taken, rank: int) -> tuple[CollectiveBoundary, ...]:
-    """Of a rank of the pipeline, ascending by their begin."""
+    """Return the collectives of a pipeline rank, in the order of their begin."""
     found = [
         CollectiveBoundary(group, from_s + taken.shift_s, to_s + taken.shift_s)
         for op in taken.schedule.ops[rank]
@@ -161,7 +166,7 @@ def boundaries(given: StageLoad, taken: Taken, rank: int) -> tuple[CollectiveBou
 
 
 def _sent(given: StageLoad, schedule: PipelineSchedule, op: PipelineOp) -> list[Sent]:
-    """What goes over the network for one pass of a micro-batch through a stage, its input and its result included."""
+    """Return the network traffic of one pass of a micro-batch through a stage, including its input and its result."""
     end_s, send_s, stages = schedule.span_s(op)[1], given.stages.send_s, given.job.layout.stages
     found: list[Sent] = []
     if "pp" in given.crossing:
@@ -171,7 +176,7 @@ def _sent(given: StageLoad, schedule: PipelineSchedule, op: PipelineOp) -> list[
         if op.sends_on(stages):
             found.append(("pp", end_s, end_s + send_s))
     each, layers = given.passes[op.side], given.job.stage_layers[op.stage]
-    # The head is behind the layers of a forward pass, and before those of a backward pass.
+    # The head runs after the layers in a forward pass, and before them in a backward pass.
     first_s = end_s - (given.op_s(op) if op.side == FORWARD else layers * each.seconds)
     starts_s = (first_s + each.seconds * np.arange(layers)).tolist()
     at_s = 0.0
@@ -183,14 +188,14 @@ def _sent(given: StageLoad, schedule: PipelineSchedule, op: PipelineOp) -> list[
 
 
 def windows(found: tuple[CollectiveBoundary, ...]) -> tuple[OverlapWindow, ...]:
-    """Between collectives, where none is under way."""
+    """Return the windows between collectives in which no collective runs."""
     if len(found) < 2:
         return ()
     begin_s = np.array([each.begin_s for each in found])
     end_s: Floats = np.array([each.end_s for each in found])
     until_s = np.maximum.accumulate(end_s)
     fresh = np.concatenate([[True], end_s[1:] > until_s[:-1]])
-    latest = np.maximum.accumulate(np.where(fresh, np.arange(len(found)), 0))  # whose end `until_s` is
+    latest = np.maximum.accumulate(np.where(fresh, np.arange(len(found)), 0))  # the collective that ends at `until_s`
     gaps = np.flatnonzero(begin_s[1:] > until_s[:-1] + LEAST_WINDOW_S)
     rows = zip(until_s[gaps].tolist(), begin_s[gaps + 1].tolist(), latest[gaps].tolist(), gaps.tolist(), strict=True)
     return tuple(
@@ -199,16 +204,16 @@ def windows(found: tuple[CollectiveBoundary, ...]) -> tuple[OverlapWindow, ...]:
 
 
 def iteration(job: TrainJob, fabric: SimulatedFabric) -> TrainingIteration:
-    """On the networks that the fabric is in the job's periods. Raises ValueError where GPUs of a group have no way to
-    each other."""
+    """Simulate an iteration on the fabric's networks in the job's periods. Raises ValueError if no path connects the
+    GPUs of a group."""
     given, kept, changed = on_fabric(job, fabric, traffic(job, fabric.servers))
     step_s = optimizer_s(job)
     taken, free = (shortest(given, kept, changed, step_s, each) for each in (fabric.reconfigures_s, 0.0))
     if not math.isfinite(taken.seconds):
         raise ValueError(
-            f"{fabric.name}: there is no way for gradients of {job.model.name}, on either period's circuits"
+            f"{fabric.name}: no path for the gradients of {job.model.name} on the circuits of either period"
         )
-    # [rank] that it computes and waits for collectives of its own passes.
+    # [rank] seconds of compute, and of waiting for collectives of the rank's own passes.
     busy_s = job.micro_batches * given.stages.pass_s.reshape(2, -1, job.layout.pp).sum(axis=(0, 1))
     rank = int(np.argmax(busy_s))
     parts = _parts(given, taken, free, step_s, rank, float(busy_s[rank]))
@@ -225,14 +230,15 @@ def iteration(job: TrainJob, fabric: SimulatedFabric) -> TrainingIteration:
 
 
 def forward_s(job: TrainJob, fabric: SimulatedFabric) -> float:
-    """The batch's forward passes alone, as for probabilities under the policy or a reference."""
+    """Return the seconds of the batch's forward passes alone, as for log-probabilities under the policy or a reference
+    model."""
     given, _, _ = on_fabric(job, fabric, traffic(job, fabric.servers))
     return run(forward_only(given.ops), given.stages, job.micro_batches).seconds
 
 
 def _parts(given: StageLoad, taken: Taken, free: Taken, step_s: float, rank: int, busy_s: float) -> dict[str, float]:
-    """Of the busiest rank. What pipeline and gradients add is told by leaving them out; waiting for circuits is against
-    circuits that change at once."""
+    """Return the parts of the iteration time of the busiest rank. The parts of pipeline and gradients are differences
+    from runs without them; `circuits` is the difference from circuits that change instantly."""
     job = given.job
     micro, layers = job.micro_batches, sum(job.stage_layers[rank :: job.layout.pp])
     waits_s = {group: micro * layers * sum(each.waits_s(group) for each in given.passes) for group in WAITS}
@@ -247,4 +253,4 @@ def _parts(given: StageLoad, taken: Taken, free: Taken, step_s: float, rank: int
         "optimizer": step_s,
         "circuits": taken.seconds - free.seconds,
     }
-    return {name: max(0.0, each_s) for name, each_s in parts.items()}  # differences of equal sums, to the last bit
+    return {name: max(0.0, each_s) for name, each_s in parts.items()}  # rounding may make a zero part negative

@@ -1,6 +1,6 @@
-"""Values of the training simulator, and the constants of its hardware, each with its source.
+"""Types of the training simulator, and the constants of its hardware, each with its source.
 
-Nothing here is fitted to a training throughput: kernels were measured by themselves, by others.
+No constant is fitted to a training throughput: all come from published measurements of single kernels.
 """
 
 from collections.abc import Mapping
@@ -13,8 +13,8 @@ from pydantic.dataclasses import dataclass as checked
 from planner.cost.hardware import GpuModel
 from planner.cost.models import Model
 
-# Streaming multiprocessors, from the vendor's architecture white papers: thread blocks of a matrix product come in
-# waves of that many.
+# Streaming multiprocessors, from the vendor's architecture white papers: a matrix product runs its thread blocks in
+# waves of this size.
 SMS = {"a100": 108, "h20": 78, "h100": 132, "h200": 132, "h800": 132, "b200": 148, "b300": 148}
 SMS_OF_OTHERS = 132
 
@@ -25,18 +25,19 @@ Efficiency = Annotated[float, Field(gt=0)]
 
 @checked(frozen=True, slots=True)
 class TrainConstants:
-    """Efficiencies are shares of the data sheet's rate.
+    """Constants of the training model. Efficiencies are fractions of the data sheet's rate.
 
     gemm: an H100 reaches about 720 of 989 TFLOPS in the shapes of Llama 70B's training (SemiAnalysis, "MI300X vs H100
-    vs H200 Benchmark Part 1: Training", December 2024); its best shape 792 (table "Maximum Achievable Matmul FLOPS" of
-    github.com/stas00/ml-engineering). Other shapes lose to waves that are not full and to `kernel_s`, in which a
-    kernel starts and drains: with both, XLA's measured table of an H100 (openxla/xla,
-    service/gpu/model/matmul_interpolator_data.h) is met within a third from inner sizes of 512 on, large ones within a
-    tenth.
+    vs H200 Benchmark Part 1: Training", December 2024), and 792 in its best shape (table "Maximum Achievable Matmul
+    FLOPS" of github.com/stas00/ml-engineering). Other shapes lose time to partial waves and to `kernel_s`, the start
+    and drain of a kernel. With both, the model matches XLA's measured table of an H100 (openxla/xla,
+    service/gpu/model/matmul_interpolator_data.h) within a third from inner sizes of 512 on, and within a tenth for
+    large sizes.
     attention: cuDNN's fused attention on an H100, head size 128, causal (FlashAttention-3, arXiv 2407.08608, figures 5
-    and 6): 410, 484, 518, 539 TFLOPS forward at 1k, 2k, 4k, 16k tokens; backward 408, 465, 499, 516 without a mask,
-    0.85 of that with one, as forward. A curve efficiency * s / (s + half_tokens) passes through them.
-    hbm: 3.0 of 3.35 TB/s copying on an H100 SXM; kernels that change what they copy reach a little less.
+    and 6), reaches 410, 484, 518, 539 TFLOPS forward at 1k, 2k, 4k, 16k tokens. Backward, it reaches 408, 465, 499, 516
+    without a mask, and 0.85 of that with one, as forward. The curve efficiency * s / (s + half_tokens) passes through
+    these points.
+    hbm: a copy on an H100 SXM reaches 3.0 of 3.35 TB/s; kernels that also compute reach slightly less.
     """
 
     gemm_efficiency: Efficiency = 0.74
@@ -45,22 +46,23 @@ class TrainConstants:
     attention_backward_efficiency: Efficiency = 0.46
     attention_half_tokens: float = 340.0
     hbm_efficiency: Efficiency = 0.85
-    # Tokens of the busiest rank over the mean; 1: balanced, as benchmarks force it.
+    # Tokens of the busiest rank over the mean; 1 is the balanced routing that benchmarks enforce.
     expert_imbalance: Annotated[float, Field(ge=1)] = 1.0
 
-    # Megatron's mixed precision: gradients are summed and reduced in 32 bits, parameters gathered in 16. Its optimizer
-    # keeps a master copy and two moments of 32 bits each, split over data parallel ranks ("distributed optimizer").
+    # Megatron's mixed precision: gradients are summed and reduced in 32 bits, parameters are gathered in 16. The
+    # optimizer keeps a master copy and two moments of 32 bits each, sharded over data parallel ranks ("distributed
+    # optimizer").
     gradient_bytes: float = 4.0
     parameter_bytes: float = 2.0
-    optimizer_bytes: float = 30.0  # of each parameter of the shard: gradient 4, master and moments 3 x 8, 16-bit copy 2
-    # A bucket of gradients is sent once it is complete, with the last micro-batch's backward (--overlap-grad-reduce);
-    # parameters are gathered with the first micro-batch's forward (--overlap-param-gather).
+    optimizer_bytes: float = 30.0  # per parameter of the shard: gradient 4, master and moments 3 x 8, 16-bit copy 2
+    # A bucket of gradients is sent once it is complete, during the last micro-batch's backward pass
+    # (--overlap-grad-reduce). Parameters are gathered during the first micro-batch's forward (--overlap-param-gather).
     bucket_parameters: Annotated[float, Field(gt=0)] = 40e6  # Megatron: the larger of this and 1e6 * dp
-    # Of tensor parallelism's collectives in a backward pass. Megatron reduces beside the product for weights'
-    # gradients, half of them, where CUDA_DEVICE_MAX_CONNECTIONS=1 keeps their order; a forward pass has nothing to
-    # hide them behind. (--tp-comm-overlap, which cuts products into pieces, is not modelled.)
+    # Hidden fraction of tensor parallelism's collectives in a backward pass. Megatron overlaps half of them with the
+    # product for weight gradients, if CUDA_DEVICE_MAX_CONNECTIONS=1 keeps their order. A forward pass has no work to
+    # overlap. (--tp-comm-overlap, which splits products into pieces, is not modelled.)
     tp_hidden_share: Share = 0.0
-    ep_hidden_share: Share = 0.0  # of the experts' all-to-all (--overlap-moe-expert-parallel-comm)
+    ep_hidden_share: Share = 0.0  # hidden fraction of the experts' all-to-all (--overlap-moe-expert-parallel-comm)
 
 
 MEGATRON = TrainConstants()
@@ -68,9 +70,9 @@ MEGATRON = TrainConstants()
 
 @dataclass(frozen=True, slots=True)
 class TrainLayout:
-    """Degrees of parallelism as Megatron has them: ranks are numbered tensor first, then context, data and pipeline;
-    experts are spread over `ep` ranks of tensor, context and data together. `gpus` = tp * cp * dp * pp. `vpp` > 1 gives
-    each pipeline rank that many stages, interleaved."""
+    """Megatron's degrees of parallelism. Ranks are numbered tensor first, then context, data and pipeline. Experts are
+    spread over `ep` ranks of the tensor, context and data dimensions together. `gpus` = tp * cp * dp * pp. With
+    `vpp` > 1, each pipeline rank has that many interleaved stages."""
 
     tp: int = 1
     cp: int = 1
@@ -94,15 +96,15 @@ class TrainLayout:
 
     @property
     def stages(self) -> int:
-        """Of the pipeline, over all its ranks."""
+        """The number of pipeline stages over all ranks."""
         return self.pp * self.vpp
 
 
 @dataclass(frozen=True, slots=True)
 class TrainJob:
-    """An optimiser step: `sequences` of `tokens` each (mean), in micro-batches of `micro_sequences` per data-parallel
-    rank. Micro-batches are alike, as frameworks that pack sequences by their lengths make them; what attention takes
-    goes by the lengths' squares."""
+    """An optimiser step on `sequences` of `tokens` each (mean), in micro-batches of `micro_sequences` per data-parallel
+    rank. Micro-batches are equal, as in frameworks that pack sequences by length. The cost of attention depends on the
+    squares of the lengths."""
 
     model: Model
     gpu: GpuModel
@@ -110,9 +112,9 @@ class TrainJob:
     sequences: int
     tokens: float
     micro_sequences: int = 1
-    first_gpu: int = 0  # its GPUs are numbered from here on
-    recompute: bool = False  # activations are computed again in the backward pass
-    length_cv: float = 0.0  # standard deviation of the sequences' lengths over their mean; 0: all are as long
+    first_gpu: int = 0  # the job's first GPU
+    recompute: bool = False  # activations are recomputed in the backward pass
+    length_cv: float = 0.0  # coefficient of variation of the sequences' lengths; 0: equal lengths
     constants: TrainConstants = MEGATRON
 
     def __post_init__(self) -> None:
@@ -127,13 +129,13 @@ class TrainJob:
         if not self.length_cv >= 0:
             found.append(f"length_cv must be >= 0, got {self.length_cv}")
         if layout.stages > self.model.layers:
-            found.append(f"{self.model.name} has {self.model.layers} layers, fewer than {layout.stages} stages")
+            found.append(f"pp * vpp must be <= {self.model.layers} ({self.model.name}'s layers), got {layout.stages}")
         if layout.ep > 1 and (not self.model.moe or self.model.experts % layout.ep):
             found.append(f"ep must divide the experts of {self.model.name} ({self.model.experts}), got {layout.ep}")
         if self.model.q_heads % layout.tp:
             found.append(f"tp must divide the {self.model.q_heads} heads of {self.model.name}, got {layout.tp}")
         if not found and layout.vpp > 1 and self.micro_batches % layout.pp:
-            found.append(f"interleaved, micro-batches ({self.micro_batches}) must be a multiple of pp, {layout.pp}")
+            found.append(f"with vpp > 1 micro-batches must be a multiple of pp ({layout.pp}), got {self.micro_batches}")
         return found
 
     @property
@@ -142,24 +144,24 @@ class TrainJob:
 
     @property
     def micro_tokens(self) -> float:
-        """Of a micro-batch, on each context-parallel rank."""
+        """The number of tokens of a micro-batch on each context-parallel rank."""
         return self.micro_sequences * self.tokens / self.layout.cp
 
     @property
     def square_tokens(self) -> float:
-        """Mean of the squares of the sequences' lengths."""
+        """The mean of the squared sequence lengths."""
         return self.tokens**2 * (1 + self.length_cv**2)
 
     @property
     def stage_layers(self) -> tuple[int, ...]:
-        """[stage]: as even as they can be, the first ones take what is left over."""
+        """The number of layers of each stage, [stage]. The first stages take the remainder of an uneven division."""
         each, more = divmod(self.model.layers, self.layout.stages)
         return tuple(each + (stage < more) for stage in range(self.layout.stages))
 
 
 @dataclass(frozen=True, slots=True)
 class CollectiveBoundary:
-    """A collective over the network as one rank sees it; seconds from the iteration's beginning."""
+    """The begin and end of one rank's collective over the network, in seconds from the iteration's beginning."""
 
     group: str  # e.g. "dp", "ep", "pp", "cp"
     begin_s: float
@@ -168,12 +170,12 @@ class CollectiveBoundary:
 
 @dataclass(frozen=True, slots=True)
 class OverlapWindow:
-    """Without a collective over the network, between two of them."""
+    """A time window between two collectives in which a rank has no collective on the network."""
 
     begin_s: float
     end_s: float
-    before: str  # group of the collective before, and after
-    after: str
+    before: str  # group of the preceding collective
+    after: str  # group of the following collective
 
     @property
     def length_s(self) -> float:
@@ -182,7 +184,8 @@ class OverlapWindow:
 
 @dataclass(frozen=True, slots=True)
 class TrainingIteration:
-    """`parts_s` adds up to `seconds`: compute, bubble, and what of each group's communication is not hidden."""
+    """The simulated training iteration. `parts_s` adds up to `seconds`: compute, bubble, and the exposed communication
+    of each group."""
 
     seconds: float
     mfu: float

@@ -1,12 +1,12 @@
-"""A job on one network: each stage's passes of a micro-batch, and the pipeline's schedule of them. Pure.
+"""Schedule a job on one network: each stage's passes of a micro-batch, and the pipeline's schedule of them. Pure.
 
-A pass is compute and what of its collectives is not hidden, in the order in which a rank sees them. Tensor
-parallelism's collectives and the experts' all-to-all are waited for, less the share that is hidden, of the former in
-the backward pass alone; the ring of context parallelism goes on beside attention, and is waited for where it takes
-longer than the ring's share of it. Parameters are gathered before the schedule, gradients reduced behind it.
+A pass consists of compute and the exposed part of its collectives, in the order of execution. A rank waits for tensor
+parallelism's collectives and the experts' all-to-all, less their hidden fraction; the former are hidden in the backward
+pass only. The ring of context parallelism runs concurrently with attention. A rank waits for the ring if it takes
+longer than the attention that can hide it. Parameters are gathered before the schedule, gradients reduced after it.
 
-The schedule is 1F1B, plain or interleaved, as Megatron has it. Stages are numbered along the pipeline; with
-interleaving, rank r of p holds stages r, r + p, r + 2p, and so on.
+The schedule is Megatron's 1F1B, plain or interleaved. Stages are numbered along the pipeline. With interleaving, rank r
+of p holds stages r, r + p, r + 2p, and so on.
 """
 
 import math
@@ -21,30 +21,30 @@ from orchestrrl.lab.sim.net.model import Floats
 from orchestrrl.lab.sim.train.compute import PassCompute, compute_of, stage_parameters
 from orchestrrl.lab.sim.train.model import TrainJob
 
-FORWARD, BACKWARD = 0, 1  # sides of what is [2, ...]
+FORWARD, BACKWARD = 0, 1  # indices into arrays of shape [2, ...]
 
 
 class PipelineOp(NamedTuple):
-    """A micro-batch's pass through a stage: an index into tables [2, stage, micro]."""
+    """A micro-batch's pass through a stage; an index into arrays [2, stage, micro]."""
 
     side: int
     stage: int
     micro: int
 
     def sender(self, stages: int) -> "PipelineOp | None":
-        """Return the pass of another stage that it gets its input from."""
+        """Return the pass of another stage that provides the input."""
         stage = self.stage - 1 if self.side == FORWARD else self.stage + 1
         return self._replace(stage=stage) if 0 <= stage < stages else None
 
     def sends_on(self, stages: int) -> bool:
-        """Return whether another stage gets its result."""
+        """Return whether another stage receives the result."""
         return self.stage < stages - 1 if self.side == FORWARD else self.stage > 0
 
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """Seconds of each stage for a micro-batch. `gathered_s`: before that, a stage's first forward does not end.
-    `send_s` passes between a stage's end and the next one's begin; a rank that `blocks` waits for what it sends."""
+    """Seconds of each stage for a micro-batch. `send_s` is the time between a stage's end and the next stage's begin. A
+    rank that `blocks` is busy while it sends. A stage's first forward pass ends at `gathered_s` at the earliest."""
 
     pass_s: Floats  # [2, stage]
     send_s: float = 0.0
@@ -55,7 +55,7 @@ class Stages:
 @dataclass(frozen=True, slots=True)
 class PipelineSchedule:
     ops: tuple[tuple[PipelineOp, ...], ...]  # [rank]
-    begin_s: Floats  # [2, stage, micro], 0 where there is none
+    begin_s: Floats  # [2, stage, micro], 0 without a pass
     end_s: Floats
 
     @property
@@ -63,14 +63,14 @@ class PipelineSchedule:
         return float(self.end_s.max())
 
     def span_s(self, op: PipelineOp) -> tuple[float, float]:
-        """Return its begin and its end."""
+        """Return the begin and the end of a pass."""
         return float(self.begin_s[op]), float(self.end_s[op])
 
 
 def order(ranks: int, micro_batches: int, chunks: int = 1) -> tuple[tuple[PipelineOp, ...], ...]:
-    """[rank] what it computes in turn (Narayanan et al., arXiv 2104.04473, sections 2.2.1 and 2.2.2)."""
+    """Return [rank], the order of its passes (Narayanan et al., arXiv 2104.04473, sections 2.2.1 and 2.2.2)."""
     if chunks > 1 and micro_batches % ranks:
-        raise ValueError(f"interleaved, micro-batches must be a multiple of {ranks} ranks, got {micro_batches}")
+        raise ValueError(f"interleaved micro-batches must be a multiple of {ranks} ranks, got {micro_batches}")
     turns = [
         (chunk, micro)
         for first in range(0, micro_batches, ranks)
@@ -81,7 +81,7 @@ def order(ranks: int, micro_batches: int, chunks: int = 1) -> tuple[tuple[Pipeli
 
 
 def forward_only(ops: tuple[tuple[PipelineOp, ...], ...]) -> tuple[tuple[PipelineOp, ...], ...]:
-    """[rank] without backward passes, in the same turns."""
+    """Return the same order without backward passes, [rank]."""
     return tuple(tuple(op for op in of_rank if op.side == FORWARD) for of_rank in ops)
 
 
@@ -97,7 +97,7 @@ def _of_rank(rank: int, ranks: int, chunks: int, turns: list[tuple[int, int]]) -
 
 
 def run(ops: tuple[tuple[PipelineOp, ...], ...], stages: Stages, micro_batches: int) -> PipelineSchedule:
-    """Each rank takes its ops in turn, each once what it needs has arrived."""
+    """Return the schedule in which each rank runs its ops in order, each as soon as its input has arrived."""
     count = stages.pass_s.shape[1]
     begin_s, end_s = (np.full((2, count, micro_batches), np.nan) for _ in (FORWARD, BACKWARD))
     pending, free_s = [deque(each) for each in ops], [0.0] * len(ops)
@@ -109,12 +109,12 @@ def run(ops: tuple[tuple[PipelineOp, ...], ...], stages: Stages, micro_batches: 
                 end_s[op] = _end_s(op, begin_s[op], stages)
                 free_s[rank] = end_s[op] + (stages.send_s if stages.blocks and op.sends_on(count) else 0.0)
         if sum(map(len, pending)) == left:
-            raise ValueError("the schedule waits for itself")
+            raise ValueError("the order of passes has a deadlock: every rank waits for another")
     return PipelineSchedule(ops, np.nan_to_num(begin_s, posinf=math.inf), np.nan_to_num(end_s, posinf=math.inf))
 
 
 def _arrival_s(op: PipelineOp, end_s: Floats, send_s: float) -> float:
-    """When what it computes from is there; nan: not known yet."""
+    """Return the time at which the input of a pass arrives; nan if it is not scheduled yet."""
     if sender := op.sender(end_s.shape[1]):
         return float(end_s[sender]) + send_s
     return float(end_s[FORWARD, op.stage, op.micro]) if op.side == BACKWARD else 0.0
@@ -132,12 +132,12 @@ WAITS = ("tp", "cp", "ep")
 
 @dataclass(frozen=True, slots=True)
 class PassSegment:
-    """Of a layer's pass: compute, a collective that is waited for, or one that goes on beside compute."""
+    """A part of a layer's pass: compute, a collective that blocks, or a collective that overlaps with compute."""
 
-    seconds: float  # that the layer takes for it
-    group: str = ""  # empty: compute alone
-    sends_s: float = 0.0  # that the collective is under way, from the segment's begin
-    computes_s: float = 0.0  # of `seconds`
+    seconds: float  # time of the segment
+    group: str = ""  # group of the collective; empty: compute only
+    sends_s: float = 0.0  # duration of the collective, from the segment's begin
+    computes_s: float = 0.0  # compute time within `seconds`
 
     @property
     def waits_s(self) -> float:
@@ -146,7 +146,7 @@ class PassSegment:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Of one layer."""
+    """The forward or backward pass of one layer."""
 
     segments: tuple[PassSegment, ...]
 
@@ -161,7 +161,7 @@ class Pass:
 def passes_of(
     job: TrainJob, compute: tuple[PassCompute, PassCompute], once_s: Mapping[str, float]
 ) -> tuple[Pass, Pass]:
-    """Return the forward and the backward pass. `once_s`: of each kind of collective, on the network as it is then."""
+    """Return the forward and the backward pass of a layer. `once_s` is the time of each kind of collective."""
     forward = _pass(job, compute[FORWARD], once_s, tp_hidden=0.0, ring_laps=1)
     backward = _pass(job, compute[BACKWARD], once_s, tp_hidden=job.constants.tp_hidden_share, ring_laps=2)[::-1]
     if job.recompute:
@@ -196,12 +196,13 @@ def _computed(seconds: float) -> PassSegment:
 
 
 def _waited(group: str, seconds: float, hidden_share: float) -> PassSegment:
-    """What is hidden goes on beside the compute that follows."""
+    """Return a collective whose hidden fraction overlaps with the compute that follows."""
     return PassSegment(seconds * (1 - hidden_share), group, sends_s=seconds)
 
 
 def _beside(attention_s: float, ring_s: float, cp: int) -> PassSegment:
-    """The block that a rank holds itself is attended to while the first one comes, and the last one after all came."""
+    """Return attention that overlaps with the ring. Attention to a rank's own block overlaps with the arrival of the
+    first block; attention to the last block begins after the ring has ended."""
     if ring_s <= 0:
         return _computed(attention_s)
     waits_s = max(0.0, ring_s - attention_s * (cp - 1) / cp)
@@ -210,7 +211,8 @@ def _beside(attention_s: float, ring_s: float, cp: int) -> PassSegment:
 
 @dataclass(frozen=True, slots=True)
 class StageLoad:
-    """`crossing`: kinds of collectives that leave their server; only they take part in circuits and windows."""
+    """The passes and stages of a job on one network. `crossing`: the kinds of collectives that leave their server; only
+    these use circuits and bound windows."""
 
     job: TrainJob
     passes: tuple[Pass, Pass]  # forward, backward
@@ -219,7 +221,8 @@ class StageLoad:
     crossing: frozenset[str]
 
     def schedule(self, gather_s: float = 0.0) -> PipelineSchedule:
-        """`gather_s`: parameters of every rank are gathered from the beginning on, beside the first forward pass."""
+        """Return the schedule. Each rank's parameters are gathered in `gather_s` from the beginning on, during the
+        first forward pass."""
         if not gather_s:
             return run(self.ops, self.stages, self.job.micro_batches)
         layout = self.job.layout
@@ -228,12 +231,12 @@ class StageLoad:
         return run(self.ops, replace(self.stages, gathered_s=gathered_s), self.job.micro_batches)
 
     def sends(self, segment: PassSegment) -> bool:
-        """Over the network."""
+        """Return whether a segment sends over the network."""
         return segment.sends_s > 0 and segment.group in self.crossing
 
     @property
     def buckets(self) -> int:
-        """In which a stage's gradients and parameters are sent."""
+        """The number of buckets in which a stage's gradients and parameters are sent."""
         size = max(self.job.constants.bucket_parameters, 1e6 * self.job.layout.dp)
         return max(1, round(sum(stage_parameters(self.job)) / self.job.layout.vpp / size))
 
@@ -241,13 +244,13 @@ class StageLoad:
         return float(self.stages.pass_s[op.side, op.stage])
 
     def sends_share(self, op: PipelineOp) -> float:
-        """Of an op's time in which its collectives are on the network."""
+        """Return the fraction of an op's time in which its collectives use the network."""
         sends_s = sum(segment.sends_s for segment in self.passes[op.side].segments if self.sends(segment))
         return min(1.0, sends_s * self.job.stage_layers[op.stage] / self.op_s(op))
 
 
 def loaded(job: TrainJob, once_s: Mapping[str, float], crossing: frozenset[str]) -> StageLoad:
-    """`once_s`: of each kind of collective of forward and backward."""
+    """Return the load of a job. `once_s` is the time of each kind of collective of forward and backward."""
     compute = compute_of(job)
     passes = passes_of(job, compute, once_s)
     pass_s = np.outer([each.seconds for each in passes], job.stage_layers)

@@ -1,8 +1,8 @@
-"""Groups of a layout as Megatron numbers ranks, what each sends and how often, and the periods of an iteration. Pure.
+"""Compute the process groups of a Megatron layout, their collectives, and the periods of an iteration. Pure.
 
-Ranks count tensor first, then context, data and pipeline: with tp dividing a server's GPUs, a tensor-parallel group is
-on one server. Experts are spread over consecutive ranks of a pipeline stage. Periods are those of section 5.2 of the
-OrchestrRL paper.
+Ranks are numbered tensor first, then context, data and pipeline. If tp divides a server's GPUs, each tensor-parallel
+group is on one server. Experts are spread over consecutive ranks of a pipeline stage. Periods are those of section 5.2
+of the OrchestrRL paper.
 """
 
 from collections.abc import Mapping
@@ -18,8 +18,9 @@ from orchestrrl.lab.sim.train.model import TrainJob
 
 
 def groups(job: TrainJob, axis: str) -> Ints:
-    """[group, member], GPUs. `dp_cp`: those that hold the same dense parameters, over which their optimizer is split;
-    `expert_dp`: the same of experts. `pp`: in the order of stages."""
+    """Return the GPUs of all groups along an axis, [group, member]. `dp_cp` are the ranks with the same dense
+    parameters, over which their optimizer state is sharded. `expert_dp` are the ranks with the same experts. `pp` is in
+    the order of stages."""
     layout = job.layout
     ranks = job.first_gpu + np.arange(layout.gpus, dtype=np.int64)
     grid = ranks.reshape(layout.pp, layout.dp, layout.cp, layout.tp)
@@ -36,7 +37,7 @@ def groups(job: TrainJob, axis: str) -> Ints:
 
 
 def crosses(of: Ints, servers: Servers) -> bool:
-    """Whether a group has members on several servers."""
+    """Return whether any group has members on several servers."""
     home = of // servers.gpus_per_server
     return bool(np.any(home != home[:, :1]))
 
@@ -47,19 +48,20 @@ GRADIENTS = ("dp_reduce", "dp_gather", "expert_reduce", "expert_gather")
 
 @dataclass(frozen=True, slots=True)
 class GroupCollective:
-    """One collective of one kind, in all its groups at once."""
+    """One kind of collective, in all of its groups at once."""
 
     transfer: MessageTransfer
-    times: float  # in an iteration, each rank
+    times: float  # per iteration and rank
     crosses: bool  # between servers
 
 
 def traffic(job: TrainJob, servers: Servers) -> Mapping[str, GroupCollective]:
-    """By kind; kinds with one member only are left out. A ring of context parallelism counts its forward pass: the
-    backward one carries the gradients of keys and values as well, twice as much."""
+    """Return the collectives of an iteration by kind; kinds whose groups have one member are omitted. The transfer of a
+    context-parallel ring is that of a forward pass. A backward pass also carries the gradients of keys and values, and
+    counts as two."""
     if job.first_gpu + job.layout.gpus > servers.gpus:
         raise ValueError(
-            f"the layout takes GPUs {job.first_gpu}..{job.first_gpu + job.layout.gpus - 1}, there are {servers.gpus}"
+            f"the layout needs GPUs {job.first_gpu}..{job.first_gpu + job.layout.gpus - 1}, there are {servers.gpus}"
         )
     found = {**_of_passes(job, servers), **_of_gradients(job, servers)}
     return {name: found[name] for name in (*FORWARD_BACKWARD, *GRADIENTS) if name in found}
@@ -72,10 +74,10 @@ def _of_passes(job: TrainJob, servers: Servers) -> dict[str, GroupCollective]:
     vectors = job.micro_tokens * model.hidden * ACTIVATION_BYTES / layout.tp  # a rank's share of a micro-batch
     block = job.micro_tokens * 2 * max(1.0, model.kv_heads / layout.tp) * model.head_dim * ACTIVATION_BYTES
     around = layout.vpp > 1
-    # Of tensor parallelism, in a layer's pass: into and out of attention, and of what every token passes. Experts are
-    # not split by it.
+    # Collectives of tensor parallelism in a layer's pass: before and after attention, and before and after the dense
+    # feed-forward part. Tensor parallelism does not split experts.
     splits = 4 if model.ffn else 2
-    found = {  # and how often in an iteration
+    found = {  # the transfer, and its number per iteration
         "tp": (collectives.all_gather(members["tp"], vectors, servers), layers * passes * splits),
         "cp": (_ring(members["cp"], (layout.cp - 1) * block, servers), layers * (passes + 1)),
         "ep": (
@@ -95,12 +97,12 @@ def _of_passes(job: TrainJob, servers: Servers) -> dict[str, GroupCollective]:
 
 
 def _layer_passes(job: TrainJob) -> tuple[float, float]:
-    """Layers of a rank over all micro-batches, and how often each is passed."""
+    """Return the number of layers of a rank, summed over all micro-batches, and the passes through each."""
     return job.micro_batches * job.model.layers / job.layout.pp, 3.0 if job.recompute else 2.0
 
 
 def forward_times(job: TrainJob, kind: str, exchange: GroupCollective) -> float:
-    """How often in the forward passes alone, each rank; of a kind of forward and backward."""
+    """Return how often each rank runs a collective in the forward passes alone. `kind` is one of FORWARD_BACKWARD."""
     passes = _layer_passes(job)[1]
     return exchange.times / {"tp": passes, "cp": passes + 1, "ep": passes, "pp": 2.0}[kind]
 
@@ -122,7 +124,7 @@ def _of_gradients(job: TrainJob, servers: Servers) -> dict[str, GroupCollective]
 
 
 def _ring(members: Ints, given: float, servers: Servers) -> MessageTransfer:
-    """Everyone's block goes once around, sent on as soon as it is there."""
+    """Return a ring exchange in which each rank's block circulates once, forwarded as soon as it arrives."""
     steps = members.shape[1] - 1
     pairs = np.stack([members.ravel(), np.roll(members, -1, axis=1).ravel()], axis=1)
     once = collectives.p2p(pairs, given, servers)
@@ -130,14 +132,15 @@ def _ring(members: Ints, given: float, servers: Servers) -> MessageTransfer:
 
 
 def _down(members: Ints, given: float, servers: Servers, *, around: bool) -> MessageTransfer:
-    """From each rank of the pipeline to the next; around: from the last to the first as well."""
+    """Return the messages from each pipeline rank to the next; with `around`, also from the last to the first."""
     pairs = np.stack([members, np.roll(members, -1, axis=1)], axis=2)
     pairs = pairs if around else pairs[:, :-1]
     return collectives.p2p(pairs.reshape(-1, 2), given, servers)
 
 
 def periods(job: TrainJob, servers: Servers) -> tuple[Period, ...]:
-    """Forward and backward, then gradients (and parameters). Demand is that of a whole iteration."""
+    """Return the periods of an iteration: forward and backward, then gradients (and parameters). Demand is that of a
+    whole iteration."""
     return periods_of(job, traffic(job, servers))
 
 
@@ -149,7 +152,7 @@ def periods_of(job: TrainJob, exchanges: Mapping[str, GroupCollective]) -> tuple
 
 
 def _period(job: TrainJob, name: str, exchanges: Mapping[str, GroupCollective], kinds: tuple[str, ...]) -> Period:
-    """What stays within a server asks nothing of the fabric."""
+    """Return a period with the demand of the given kinds. Traffic inside a server is not part of the demand."""
     found = [exchanges[kind] for kind in kinds if kind in exchanges and exchanges[kind].crosses]
     demand = GpuFlows.joined([each.transfer.flows.times(each.times) for each in found])
     return Period.of(f"train:{job.model.name}:{name}", FabricStage.TRAIN, demand)

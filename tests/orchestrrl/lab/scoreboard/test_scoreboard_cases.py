@@ -1,4 +1,4 @@
-"""A steady step of a case, and the loop made of it."""
+"""Tests of the steady step of a case, and of the loop that repeats it."""
 
 from dataclasses import replace
 
@@ -9,8 +9,8 @@ from orchestrrl.lab.scoreboard.constants import BATCH, MAX_TOKENS, SAMPLES, TEST
 from orchestrrl.lab.scoreboard.generation import section_2, worker_skew
 
 
-def test_a_step_may_end_more_than_it_begins() -> None:
-    """Partial rollout's second step also ends what the first had cut. Shown by `orchestrrl sim paper --figures 9`."""
+def test_partial_rollout_step_may_end_more_than_it_begins() -> None:
+    """Partial rollout's second step also ends samples of the first; see `orchestrrl sim paper --figures 9`."""
     case = Case("qwen2.5-14b", 16, 16, 8, 25_000, TESTBED_LAYOUTS.value, steps=2)
     stages = stages_of(case.scenario(["rail_optimized"]), "rail_optimized")
     partial = measured(stages, "partial_rollout", seed=4)
@@ -18,7 +18,7 @@ def test_a_step_may_end_more_than_it_begins() -> None:
     assert partial.samples_per_s <= partial.gen.samples / max(partial.gen.seconds, partial.train.seconds)
 
 
-def test_other_counts_of_gpus_that_train_change_training_alone() -> None:
+def test_retrained_changes_only_training() -> None:
     case = Case("qwen2.5-14b", 32, 16, 64, 2_000, ("tp8",))
     both, half = (stages_of(each.scenario(["fat_tree"]), "fat_tree") for each in (case, replace(case, train_gpus=16)))
     found = measured(both)
@@ -30,14 +30,14 @@ def test_other_counts_of_gpus_that_train_change_training_alone() -> None:
     assert slower.samples_per_s == pytest.approx(slower.gen.samples / longest_s, rel=0.05)
 
 
-def test_where_answers_are_cut_workers_end_together() -> None:
-    """The reason that section 2's row gives."""
+def test_worker_skew_is_small_with_short_answers() -> None:
+    """This is the reason that section 2's row gives."""
     early, late = (worker_skew(section_2(BATCH.value // SAMPLES.value, cut)) for cut in MAX_TOKENS.value)
     assert early < 1.2
     assert late > 1.4
 
 
-def test_layouts_of_training_are_those_that_the_page_lists() -> None:
+def test_training_layouts_are_parsed() -> None:
     assert training_of("tp8 cp3 pp2") == {"tp": 8, "cp": 3, "pp": 2}
     assert training_of("tp4 ep16 recompute") == {"tp": 4, "ep": 16, "recompute": True}
     case = Case("qwen3-235b-a22b", 64, 64, 64, 2_000, ("tp8",))

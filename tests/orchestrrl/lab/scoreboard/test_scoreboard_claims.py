@@ -1,4 +1,4 @@
-"""The paper's figures in the product are those of the reference; every one is made somewhere, or it is said why not."""
+"""Tests of the paper's claims: they match the reference, and each is reproduced or listed as not reproduced."""
 
 import ast
 import re
@@ -19,14 +19,14 @@ REFERENCE = Path(__file__).parents[5] / "shared" / "reference" / "paper.yaml"
 
 
 @pytest.mark.shared
-def test_claims_are_those_of_the_reference() -> None:
+def test_claims_match_the_reference() -> None:
     if not REFERENCE.exists():
         pytest.skip(f"there is no {REFERENCE.name}")
     assert dict(CLAIMS) == of_reference(yaml.safe_load(REFERENCE.read_text()))
 
 
 def of_reference(paper: dict[str, Any]) -> dict[str, PaperClaim]:
-    """By our names. What the reference has as inputs (devices, prices, models, GPUs) are no claims."""
+    """Return the reference's claims by our names. Its inputs (devices, prices, models, GPUs) are not claims."""
     head, fabric, both = paper["headline"], paper["fabric"], paper["codesign_2x2"]
     found: dict[str, Any] = {
         f"headline.throughput.{each['model']}.{each['max_tokens']}": each["ratio"]
@@ -74,8 +74,8 @@ def claim_of(value: Any) -> PaperClaim:
     return PaperClaim(*value) if isinstance(value, list) else PaperClaim.of(float(value))
 
 
-def test_every_claim_is_made_somewhere_or_it_is_said_why_not() -> None:
-    """By the names in the code of the figures, in which parts may be put in."""
+def test_every_claim_is_reproduced_or_listed_as_not_reproduced() -> None:
+    """Names of claims are found in the code of the figures, where they may be f-strings."""
     made = [
         pattern
         for path in Path(constants.__file__).parent.glob("*.py")
@@ -89,7 +89,7 @@ def test_every_claim_is_made_somewhere_or_it_is_said_why_not() -> None:
 
 
 def _claim_pattern(node: ast.AST) -> str | None:
-    """What a literal matches; one that begins with a part that is put in may be anything."""
+    """Return the pattern of a string literal or f-string; None for an f-string that begins with a replacement field."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return re.escape(node.value)
     if not isinstance(node, ast.JoinedStr) or not isinstance(node.values[0], ast.Constant):
@@ -98,15 +98,15 @@ def _claim_pattern(node: ast.AST) -> str | None:
     return pattern if re.match(r"\w+\\\.", pattern) else None
 
 
-def test_constants_have_names_of_their_own_and_sources() -> None:
+def test_constants_have_unique_names_and_sources() -> None:
     listed = every()
     assert len({each.name for each in listed}) == len(listed)
     for each in listed:
         assert each.source.strip(), each.name
 
 
-def test_constants_are_what_figures_are_made_from() -> None:
-    """None is listed that nothing reads: a figure here, or the simulator, which has it elsewhere by a name."""
+def test_every_constant_is_used() -> None:
+    """Every listed constant is used by a figure, or is defined by a name of the simulator."""
     listing = Path(constants.__file__)
     code = "".join(path.read_text() for path in listing.parent.glob("*.py"))
     unread = [name for name, value in vars(constants).items() if isinstance(value, Constant)]
@@ -119,7 +119,7 @@ def test_constants_are_what_figures_are_made_from() -> None:
     assert [name for name in unread if not isinstance(calls[name].args[1], ast.Name)] == []
 
 
-def test_what_other_tests_hold_is_what_their_page_says() -> None:
+def test_held_errors_match_the_fidelity_page() -> None:
     rows = [line for line in FIDELITY.read_text().splitlines() if line.startswith("| ")]
     for name, (ours, _) in HELD.items():
         assert any(f"| {ours * 100:.1f} %" in row for row in rows), name
@@ -144,11 +144,11 @@ def test_figures_are_found_by_number() -> None:
         (PaperClaim(1.0, float("inf")), 1e9, 0.0),
     ],
 )
-def test_a_difference_is_to_the_nearer_end(claim: PaperClaim, ours: float, difference: float) -> None:
+def test_difference_is_relative_to_the_nearer_end(claim: PaperClaim, ours: float, difference: float) -> None:
     assert claim.difference(ours) == pytest.approx(difference)
 
 
-def test_a_reason_is_told_where_it_is_needed() -> None:
+def test_reason_is_kept_only_for_large_differences() -> None:
     near = compared("Figure 15", "cost", "fabric.cost.topoopt", 0.22, "because")
     far = compared("Figure 15", "cost", "fabric.cost.topoopt", 0.42, "because")
     assert (near.why, far.why) == ("", "because")
@@ -156,7 +156,7 @@ def test_a_reason_is_told_where_it_is_needed() -> None:
     assert not near.is_far
 
 
-def test_what_was_put_in_is_not_compared() -> None:
+def test_given_rows_are_not_compared() -> None:
     row = ScoreboardRow("Figure 11", "switching", PaperClaim.of(1.5), 3.0, given=True)
     assert row.difference is None
     assert not row.is_far

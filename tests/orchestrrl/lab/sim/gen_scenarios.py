@@ -1,4 +1,4 @@
-"""Small scenarios and worlds for tests."""
+"""Builders of small generation scenarios for tests."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The ceiling of re-planning against the sum that it stands for, token by token."""
+"""Tests of the ceiling of re-planning against a sum over tokens."""
 
 import math
 
@@ -23,7 +23,7 @@ workloads = st.lists(st.tuples(st.integers(1, 300), st.integers(1, 40)), min_siz
 
 
 def one_by_one(profile: EngineProfile, instances: int, requests: list[SimRequest]) -> list[float]:
-    """The same from the definition, position by position."""
+    """Return the seconds of each position, computed from the definition."""
     seconds = []
     for position in range(max(request.output_tokens for request in requests)):
         alive = [request for request in requests if request.output_tokens > position]
@@ -39,7 +39,7 @@ def one_by_one(profile: EngineProfile, instances: int, requests: list[SimRequest
 
 
 @given(workloads, st.sampled_from([TP1, TP8, NARROW.profile, WIDE.profile]), st.integers(1, 16))
-def test_each_position_is_a_step_of_who_is_left(
+def test_position_time_matches_the_definition(
     requests: list[SimRequest], profile: EngineProfile, instances: int
 ) -> None:
     seconds = position_s(profile, instances, *alive_at(requests))
@@ -47,7 +47,7 @@ def test_each_position_is_a_step_of_who_is_left(
 
 
 @given(workloads)
-def test_free_redeployments_are_no_slower_than_any_fleet_that_stays(requests: list[SimRequest]) -> None:
+def test_free_redeployments_are_no_slower_than_static_fleets(requests: list[SimRequest]) -> None:
     found = ceiling(scenario(), [NARROW, WIDE], [requests, requests])
     narrow, wide = one_by_one(NARROW.profile, 8, requests), one_by_one(WIDE.profile, 2, requests)
     assert found.static_s == pytest.approx({"narrow": 2 * sum(narrow), "wide": 2 * sum(wide)})
@@ -55,7 +55,7 @@ def test_free_redeployments_are_no_slower_than_any_fleet_that_stays(requests: li
     assert found.gain >= 1 - 1e-12
 
 
-def test_one_configuration_leaves_nothing_to_redeploy() -> None:
+def test_ceiling_gain_is_one_with_one_configuration() -> None:
     requests = [SimRequest(RequestId(f"r{i}"), "g", 50, 10 + i, 0, 100) for i in range(64)]
     for kind in (NARROW, EngineKind(TP1), EngineKind(TP8)):
         assert ceiling(scenario(), [kind], [requests]).gain == pytest.approx(1.0)

@@ -1,4 +1,4 @@
-"""The oracle is never worse than what it may copy, and never better than the longest request by itself."""
+"""Tests of the demo's oracle: no worse than its initial placement, and no better than the longest request alone."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +13,7 @@ steps = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 200)), min_size=2,
 
 
 @given(steps, st.integers(2, 4))
-def test_the_oracle_lies_between_the_bound_and_what_it_began_with(lengths: list[tuple[int, int]], engines: int):
+def test_oracle_is_between_the_bound_and_its_initial_placement(lengths: list[tuple[int, int]], engines: int):
     requests = [SimRequest(RequestId(f"r{i:02d}"), "g", *each) for i, each in enumerate(lengths)]
     dealt = [requests[k::engines] for k in range(engines)]
     oracle_s = best_placed_s(SHAPE, dealt)

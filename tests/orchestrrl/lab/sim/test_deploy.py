@@ -1,4 +1,4 @@
-"""A change of the deployment in virtual time: requests wait at their gateway and go on, whatever goes wrong."""
+"""Tests of redeployments in virtual time: requests wait in the gateway and continue, also after failures."""
 
 import asyncio
 from contextlib import closing
@@ -34,7 +34,7 @@ def fresh_world(journal_path: Path) -> World:
 
 
 def to_wide(world: World) -> Plan:
-    """Two wide engines instead of eight narrow ones."""
+    """Return a plan with two wide engines instead of eight narrow ones."""
     latest = world.control_plane.plans.latest
     assert latest is not None
     instances = tuple(
@@ -51,19 +51,19 @@ def to_wide(world: World) -> Plan:
         for node in range(2)
     )
     return replace(
-        latest, decision="reconfigure", verdict=Act("gain", "the test says so"), instances=instances, moves=()
+        latest, decision="reconfigure", verdict=Act("gain", "planned by the test"), instances=instances, moves=()
     )
 
 
 async def changed(world: World, at_s: float = 6.0) -> str:
-    """Run a step and change the fleet in the middle of it; what the deployment said."""
+    """Run a step and change the fleet during it. Return the outcome of the redeployment as text."""
     requests = steps_of(scenario(), 1)[0]
-    said: list[str] = []
+    outcome_text: list[str] = []
 
     async def change() -> None:
         await world.clock.sleep(at_s)
         outcome = await world.deployment.carry_out(to_wide(world))
-        said.append(f"{outcome.done}: {outcome.detail}")
+        outcome_text.append(f"{outcome.done}: {outcome.detail}")
 
     async with world:
         task = asyncio.create_task(change())
@@ -71,19 +71,19 @@ async def changed(world: World, at_s: float = 6.0) -> str:
         await task
         assert len(step.finish_s) == len(requests)
         assert step.output_tokens == sum(request.output_tokens for request in requests)
-    return said[0]
+    return outcome_text[0]
 
 
-async def test_all_engines_are_replaced_in_the_middle_of_a_step(tmp_path: Path) -> None:
+async def test_all_engines_are_replaced_during_a_step(tmp_path: Path) -> None:
     world = fresh_world(tmp_path / "journal.sqlite")
-    said = await changed(world)
-    assert said.startswith("True: 8 engines stopped, 2 started")
+    outcome_text = await changed(world)
+    assert outcome_text.startswith("True: 8 engines stopped, 2 started")
     assert sorted(world.engines) == ["w0", "w1"]
     report = world.deployment.report()
     assert report.state is OperationState.DONE
-    assert [told.state for told in report.steps] == [StepState.DONE] * len(report.steps)
+    assert [step.state for step in report.steps] == [StepState.DONE] * len(report.steps)
     assert report.requests_parked > 0
-    assert report.closed_s == pytest.approx(2.0, abs=0.5)  # what the wide ones take to come up, and a little
+    assert report.closed_s == pytest.approx(2.0, abs=0.5)  # slightly more than the start time of the wide ones
     assert [engine.started_s for engine in world.engines.values()] == [pytest.approx(2.0 + 6.0 + 2.0, abs=0.3)] * 2
     assert sorted(engine.id for engine in world.control_plane.fleet.state.engines(world.clock.now_s())) == ["w0", "w1"]
     assert world.gateway.tokens_recomputed > 0
@@ -91,8 +91,8 @@ async def test_all_engines_are_replaced_in_the_middle_of_a_step(tmp_path: Path) 
     assert not world.control_plane.fleet.routes.expected
 
 
-async def test_what_each_start_took_is_written_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From when the engines in its way began to stop."""
+async def test_start_times_of_engines_are_journaled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The start time counts from when the engines on the same GPUs began to stop."""
     world = fresh_world(tmp_path / "journal.sqlite")
     stop = world.deployment._deployer.stop
 
@@ -109,9 +109,7 @@ async def test_what_each_start_took_is_written_down(tmp_path: Path, monkeypatch:
     assert [entry.body["expected_s"] for entry in started] == [2.0] * 2
 
 
-async def test_an_engine_that_cannot_be_started_leaves_the_fleet_as_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_failed_engine_start_rolls_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     world = fresh_world(tmp_path / "journal.sqlite")
     start = world.deployment._deployer.start
 
@@ -121,17 +119,17 @@ async def test_an_engine_that_cannot_be_started_leaves_the_fleet_as_it_was(
         return await start(spec)
 
     monkeypatch.setattr(world.deployment._deployer, "start", broken)
-    said = await changed(world)
-    assert said.startswith("False: rolled back: start of w0: no such image")
+    outcome_text = await changed(world)
+    assert outcome_text.startswith("False: rolled back: start of w0: no such image")
     assert sorted(world.engines) == [f"e{number}" for number in range(8)]
     report = world.deployment.report()
     assert report.state is OperationState.ROLLED_BACK
     assert report.engines == tuple(sorted(world.engines))
-    skipped = [told.step.kind for told in report.steps if told.state is StepState.SKIPPED]
+    skipped = [step.step.kind for step in report.steps if step.state is StepState.SKIPPED]
     assert StepKind.ADMIT in skipped
 
 
-async def test_a_deployer_that_is_busy_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_retryable_deployer_error_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     world = fresh_world(tmp_path / "journal.sqlite")
     start, asked = world.deployment._deployer.start, []
 
@@ -146,9 +144,7 @@ async def test_a_deployer_that_is_busy_is_asked_again(tmp_path: Path, monkeypatc
     assert sorted(asked) == ["w0", "w0", "w1", "w1"]
 
 
-async def test_an_engine_that_will_not_stop_has_all_others_come_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_failed_engine_stop_rolls_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     world = fresh_world(tmp_path / "journal.sqlite")
     stop = world.deployment._deployer.stop
 
@@ -158,12 +154,12 @@ async def test_an_engine_that_will_not_stop_has_all_others_come_back(
         await stop(engine)
 
     monkeypatch.setattr(world.deployment._deployer, "stop", stuck)
-    said = await changed(world)
-    assert said.startswith("False: rolled back: stop of e0: its process does not end; stop of e0:")
+    outcome_text = await changed(world)
+    assert outcome_text.startswith("False: rolled back: stop of e0: its process does not end; stop of e0:")
     assert sorted(world.engines) == [f"e{number}" for number in range(8)]
 
 
-async def test_what_cannot_come_back_is_told_and_the_rest_serves(
+async def test_failed_rollback_is_reported_and_other_engines_serve(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = fresh_world(tmp_path / "journal.sqlite")
@@ -175,12 +171,12 @@ async def test_what_cannot_come_back_is_told_and_the_rest_serves(
         return await start(spec)
 
     monkeypatch.setattr(world.deployment._deployer, "start", broken)
-    said = await changed(world)
-    assert said.startswith("False: degraded: start of w0: its node is gone; start of e3: its node is gone")
+    outcome_text = await changed(world)
+    assert outcome_text.startswith("False: degraded: start of w0: its node is gone; start of e3: its node is gone")
     assert sorted(world.engines) == [f"e{number}" for number in range(8) if number != 3]
 
 
-async def test_one_change_at_a_time(tmp_path: Path) -> None:
+async def test_second_redeployment_is_rejected(tmp_path: Path) -> None:
     world = fresh_world(tmp_path / "journal.sqlite")
     async with world:
         first = asyncio.create_task(world.deployment.carry_out(to_wide(world)))
@@ -190,5 +186,5 @@ async def test_one_change_at_a_time(tmp_path: Path) -> None:
             await world.deployment.carry_out(to_wide(world))
         await world.advance(10.0)
         assert (await first).done
-        again = await world.deployment.carry_out(to_wide(world))  # the fleet is there already
+        again = await world.deployment.carry_out(to_wide(world))  # the fleet already matches the plan
         assert again.detail.startswith("0 engines stopped, 0 started")

@@ -1,4 +1,4 @@
-"""Step times against deployments that were measured, by where the figures come from: docs/fidelity.md has the tables,
+"""Tests of step times against measured deployments, by source of the profile. docs/fidelity.md has the tables, and
 `orchestrrl profile score CSV --source measured|roofline` prints them."""
 
 from pathlib import Path
@@ -11,7 +11,7 @@ from orchestrrl.engines.profiles.silicon import SiliconData, read_silicon
 
 SILICON = Path(__file__).parents[5] / "shared" / "data" / "silicon_decode_h100_h200.csv"
 
-# Of the OrchestrRL paper's own simulator against its testbed (section 7.2): 3.3 % for TP, 5.95 % for AFD.
+# Error of the OrchestrRL paper's simulator against its testbed (section 7.2): 3.3 % for TP, 5.95 % for AFD.
 PAPERS_ERROR = 0.0595
 # Solvers and their roundings differ between machines.
 BY_ROUNDING = 0.005
@@ -29,7 +29,7 @@ MEASURED = {
     ("h200_sxm", "sglang", LLAMA): (46, 0.051),
     ("h200_sxm", "vllm", LLAMA_FP8): (10, 0.102),
 }
-# By data sheets, with engine constants fitted without the model at hand. What fails is in docs/step-times.md.
+# From data sheets, with engine constants fitted without the tested model. docs/step-times.md explains the large errors.
 ROOFLINE = {
     ("h100_sxm", "sglang", QWEN): (84, 0.096),
     ("h100_sxm", "trtllm", QWEN_MOE): (127, 0.124),
@@ -57,15 +57,16 @@ def by_group(result: dict[str, Any]) -> dict[tuple[str, str, str], tuple[int, fl
     }
 
 
-def check(found: dict[tuple[str, str, str], tuple[int, float]], told: dict[tuple[str, str, str], Any]) -> None:
-    assert {key: rows for key, (rows, _) in found.items()} == {key: rows for key, (rows, _) in told.items()}
-    for key, (_, error) in told.items():
+def check(found: dict[tuple[str, str, str], tuple[int, float]], expected: dict[tuple[str, str, str], Any]) -> None:
+    assert {key: rows for key, (rows, _) in found.items()} == {key: rows for key, (rows, _) in expected.items()}
+    for key, (_, error) in expected.items():
         assert found[key][1] <= error + BY_ROUNDING, key
 
 
 @pytest.mark.shared
-def test_where_the_profile_is_measured_errors_are_within_the_papers(silicon: SiliconData) -> None:
-    """Lengths that no profile was fitted to: 720 of 769 rows; of the others too little was measured."""
+def test_measured_profiles_have_errors_within_the_papers(silicon: SiliconData) -> None:
+    """The tested lengths were not used for fitting. They cover 720 of 769 rows; the others have too few
+    measurements."""
     result = report(*score_measured(silicon))
     overall = result["overall"]
     assert overall["all"]["rows"] == 720
@@ -77,8 +78,8 @@ def test_where_the_profile_is_measured_errors_are_within_the_papers(silicon: Sil
 
 
 @pytest.mark.shared
-def test_where_nothing_is_measured_errors_are_what_the_page_says(silicon: SiliconData) -> None:
-    """Not within the paper's: such a prediction is for a first day, and ratios are what a planner chooses by."""
+def test_roofline_errors_match_the_documentation(silicon: SiliconData) -> None:
+    """These errors exceed the paper's. Roofline predictions are a starting point, and a planner depends on ratios."""
     result = report(roofline(silicon.deployments), silicon.unpredicted)
     overall = result["overall"]["all"]
     assert (overall["rows"], {row["source"] for row in result["predictions"]}) == (769, {"roofline"})

@@ -1,4 +1,4 @@
-"""What knowing lengths, or prompts, is worth: bounded by what each can tell."""
+"""Tests of placements with known lengths or known prompts."""
 
 import numpy as np
 import pytest
@@ -18,14 +18,14 @@ def scenario(correlation: float, prompts: int = 6) -> GenerationScenario:
 
 
 @given(seed=st.integers(0, 1000), step=st.integers(0, 3))
-def test_redrawn_lengths_are_of_the_same_prompts(seed: int, step: int) -> None:
-    alike = scenario(1.0).workload  # the prompt says everything
+def test_redrawn_lengths_keep_the_prompts(seed: int, step: int) -> None:
+    alike = scenario(1.0).workload  # the prompt determines the length
     lengths = [request.output_tokens for request in requests_of_step(alike, seed, step)]
     assert (redrawn(alike, seed, step, 3) == np.array(lengths)).all()
     assert (redrawn(scenario(0.6).workload, seed, step, 3) == redrawn(scenario(0.6).workload, seed, step, 3)).all()
 
 
-def test_redrawn_lengths_follow_the_prompt_as_far_as_it_correlates() -> None:
+def test_redrawn_lengths_have_the_configured_correlation() -> None:
     workload = scenario(0.6, prompts=400).workload
     lengths = np.log(redrawn(workload, 5, 0, 2).astype(float)).reshape(2, 400, 4)
     across = np.corrcoef(lengths[0, :, 0], lengths[1, :, 0])[0, 1]
@@ -35,7 +35,7 @@ def test_redrawn_lengths_follow_the_prompt_as_far_as_it_correlates() -> None:
 
 
 @pytest.mark.parametrize("correlation", [0.0, 0.6, 1.0])
-def test_a_known_prompt_is_worth_no_more_than_known_lengths(correlation: float) -> None:
+def test_known_prompts_gain_no_more_than_known_lengths(correlation: float) -> None:
     setting = scenario(correlation)
     kinds = list(kinds_of(setting).values())
     by_prompts, by_lengths, by_turn = [], [], []
@@ -47,7 +47,7 @@ def test_a_known_prompt_is_worth_no_more_than_known_lengths(correlation: float) 
         by_lengths.append(best_known(setting, kinds, requests)[1].makespan_s)
         engines = {kind.id: setting.gpus // kind.gpus for kind in kinds}
         by_turn.append(min(run_static(k, dealt(requests, engines[k.id])).makespan_s for k in kinds))
-    if correlation == 1.0:  # then it is the same knowledge, and dealing in turn is one of the ways to use it
+    if correlation == 1.0:  # prompts determine lengths, and round-robin is one of the candidate placements
         assert all(ours <= turn * 1.0001 for ours, turn in zip(by_prompts, by_turn, strict=True))
-    # Placements are few, so one of them may be better by luck in a step.
+    # There are few placements, so that one of them may be better by chance in a step.
     assert sum(by_prompts) >= 0.97 * sum(by_lengths)

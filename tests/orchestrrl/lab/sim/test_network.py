@@ -1,4 +1,4 @@
-"""One budget per node: what fits takes as long as alone, what does not is cut in proportion."""
+"""Tests of the shared NIC budget per node: demands are met if they fit, and scaled in proportion otherwise."""
 
 import asyncio
 
@@ -29,26 +29,26 @@ def network_of(clock: VirtualClock, share: bool = True) -> NodeNetwork:
     return NodeNetwork(clock, 100.0, share, lambda: None)
 
 
-async def test_alone_it_gets_its_wish() -> None:
+async def test_single_transfer_gets_its_demand() -> None:
     clock = VirtualClock()
     assert await times_s(network_of(clock), clock, ((0, 1), 50.0, 50.0)) == [pytest.approx(8.0)]
 
 
-async def test_two_that_do_not_fit_share_and_the_second_speeds_up_when_the_first_is_done() -> None:
+async def test_transfers_share_a_nic_until_the_first_ends() -> None:
     clock = VirtualClock()
-    # 80 + 80 wished of 100: each gets 50 until the first is done, then the other its 80.
+    # The demands are 80 + 80 of 100: each gets 50 until the first ends, then the second gets 80.
     first, second = await times_s(network_of(clock), clock, ((0, 1), 80.0, 50.0), ((0, 2), 80.0, 100.0))
     assert first == pytest.approx(400 / 50)
     assert second == pytest.approx(8.0 + (800 - 400) / 80)
 
 
-async def test_without_sharing_nobody_is_in_the_way() -> None:
+async def test_transfers_do_not_interfere_without_sharing() -> None:
     clock = VirtualClock()
     ends = await times_s(network_of(clock, share=False), clock, ((0, 1), 80.0, 50.0), ((0, 2), 80.0, 100.0))
     assert ends == [pytest.approx(5.0), pytest.approx(10.0)]
 
 
-async def test_engines_traffic_takes_its_part_and_transfers_inside_a_node_none() -> None:
+async def test_engine_traffic_slows_only_transfers_between_nodes() -> None:
     clock = VirtualClock()
     network = network_of(clock)
     network.engines_send({0: 100.0})
@@ -58,14 +58,14 @@ async def test_engines_traffic_takes_its_part_and_transfers_inside_a_node_none()
     assert network.crowding(0) == pytest.approx(1.0)
 
 
-async def test_what_moves_have_left() -> None:
+async def test_bandwidth_left_for_moves() -> None:
     clock = VirtualClock()
     network = network_of(clock)
     assert network.left_for_moves() == LeftForMoves(1.0, ())
     network.engines_send({0: 50.0, 1: 20.0})
     assert network.left_for_moves() == LeftForMoves(pytest.approx(1 / 1.5), ("engines' own traffic",))
     weights = asyncio.create_task(network.transfer((1,), 100.0, 50.0, "weight sync"))
-    moved = asyncio.create_task(network.transfer((0, 1), 100.0, 50.0))  # does not stand in its own way
+    moved = asyncio.create_task(network.transfer((0, 1), 100.0, 50.0))  # moves do not count against themselves
     await clock.advance(0.1)
     assert network.left_for_moves() == LeftForMoves(pytest.approx(1 / 2.2), ("weight sync", "engines' own traffic"))
     await clock.advance(1000.0)

@@ -1,4 +1,4 @@
-"""Scenarios with prefix caching: prompts that are dealt in whole are prefilled once."""
+"""Tests of scenarios with prefix caching: a prompt whose samples share an engine is prefilled once."""
 
 from orchestrrl.lab.sim.scenario import GenerationScenario, parse_scenario
 from orchestrrl.lab.sim.static import dealt, run_static
@@ -12,7 +12,7 @@ def with_long_prompts(caching: bool) -> GenerationScenario:
     return parse_scenario(text)
 
 
-def test_a_step_of_whole_prompts_ends_sooner() -> None:
+def test_prefix_caching_shortens_a_step() -> None:
     makespans_s = {}
     for caching in (False, True):
         scenario = with_long_prompts(caching)

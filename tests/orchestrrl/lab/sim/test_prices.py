@@ -1,4 +1,4 @@
-"""What networks cost: table 4 by hand, and beside the figures of section 7.2.3."""
+"""Tests of network costs against table 4 by hand, and against the figures of section 7.2.3."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from orchestrrl.lab.sim.net.model import Servers
 
 
 def ratio(kind: str, gbps: float) -> float:
-    """To a fat tree, at 2,048 GPUs."""
+    """Return the cost of a fabric relative to a fat tree, at 2,048 GPUs."""
     costs = [
         sum(network_cost_usd(build(each, Servers(256, nic_gbps=gbps)).inventory(), gbps).values())
         for each in (kind, "fat_tree")
@@ -18,7 +18,7 @@ def ratio(kind: str, gbps: float) -> float:
     return costs[0] / costs[1]
 
 
-def test_each_part_at_its_price() -> None:
+def test_cost_is_count_times_price() -> None:
     one = Inventory(
         transceivers=1, nics=10, electrical_ports=100, ocs_ports=1000, patch_panel_ports=10_000, fibers=100_000
     )
@@ -34,13 +34,13 @@ def test_each_part_at_its_price() -> None:
     assert sum(cost.values()) == 799 + 17_100 + 139_200 + 350_000 + 1_000_000 + 6_500_000
 
 
-def test_what_there_is_none_of_is_left_out() -> None:
+def test_cost_omits_absent_components() -> None:
     assert dict(network_cost_usd(Inventory(nics=2), 100)) == {"nics": 1472}
     assert sum(network_cost_usd(Inventory(), 100).values()) == 0
 
 
-def test_a_fat_tree_by_hand() -> None:
-    """Of each GPU at 200 Gbps: a NIC, six transceivers, five ports, three fibres."""
+def test_cost_of_a_fat_tree() -> None:
+    """Each GPU at 200 Gbps has a NIC, six transceivers, five ports and three fibres."""
     cost = network_cost_usd(build("fat_tree", Servers(256)).inventory(), 200)
     assert sum(cost.values()) == 2048 * (1291 + 6 * 499 + 5 * 876 + 3 * 45)
 
@@ -50,20 +50,20 @@ def test_a_fat_tree_by_hand() -> None:
     [("rail_optimized", 1.0, 0.01), ("oversubscribed", 0.54, 0.15), ("topoopt", 0.21, 0.15)],
 )
 @pytest.mark.parametrize("gbps", [200, 400])
-def test_ratios_that_agree_with_the_paper(kind: str, paper: float, within: float, gbps: int) -> None:
+def test_cost_ratios_agree_with_the_paper(kind: str, paper: float, within: float, gbps: int) -> None:
     assert ratio(kind, gbps) == pytest.approx(paper, rel=within)
 
 
-def test_rfabric_is_dearer_than_the_paper_has_it() -> None:
-    """The paper: 0.51 to 0.52 of a fat tree. Ours has as many fibres above a ToR as below, a port of an OCS for each
-    end of each fibre, and lanes to the core for half of them. At 200 Gbps that port is two fifths of a packet switch's,
-    which is over 15 % more in all; at 400 a quarter."""
+def test_rfabric_costs_more_than_in_the_paper() -> None:
+    """The paper has 0.51 to 0.52 of a fat tree. Our RFabric has as many fibres above a ToR as below, an OCS port at
+    each end of each fibre, and lanes to the core for half of them. At 200 Gbps an OCS port costs two fifths of a packet
+    switch's port, which makes the total over 15 % more expensive; at 400 Gbps it costs a quarter."""
     assert ratio("rfabric", 400) == pytest.approx(0.52, rel=0.15)
     assert 0.52 * 1.15 < ratio("rfabric", 200) < 0.62
 
 
 def simpler_usd(kind: str, gbps: int) -> float:
-    """With one transceiver on the link between a NIC and its ToR, and no ports and fibres for lanes to the core."""
+    """Return the cost with one transceiver per NIC link, and without ports and fibres for lanes to the core."""
     fabric = build(kind, Servers(256, nic_gbps=gbps))
     lanes = len(fabric.site.lanes) if isinstance(fabric, RFabric) else 0
     found = fabric.inventory()
@@ -71,10 +71,10 @@ def simpler_usd(kind: str, gbps: int) -> float:
     return sum(network_cost_usd(found + alike, gbps).values())
 
 
-def test_what_the_paper_seems_to_count() -> None:
-    """It does not say what a fabric has of each part. Simpler counts meet its figures 15 and 16: 0.54 of a fat tree for
-    3 to 1, 0.51 to 0.52 for RFabric, and as many times the throughput per dollar as 1.53 (at 100 Gbps) to 2.06 (800)
-    where throughput is the fat tree's. Our counts stay with what has to be bought."""
+def test_simpler_counts_match_the_papers_ratios() -> None:
+    """The paper does not list the components of a fabric. Simpler counts match its figures 15 and 16: 0.54 of a fat
+    tree for 3:1, 0.51 to 0.52 for RFabric, and 1.53 (at 100 Gbps) to 2.06 (at 800) times the throughput per dollar if
+    the throughput is the fat tree's. Our counts include all components that must be bought."""
     share = {
         (kind, gbps): simpler_usd(kind, gbps) / simpler_usd("fat_tree", gbps)
         for kind in ("oversubscribed", "rfabric")
@@ -88,12 +88,12 @@ def test_what_the_paper_seems_to_count() -> None:
 
 
 @pytest.mark.parametrize(("gbps", "paper", "within"), [(200, 0.37, 0.15), (400, 0.59, 0.17)])
-def test_a_fat_tree_beside_its_gpus(gbps: int, paper: float, within: float) -> None:
-    """The paper names no price of a GPU; its two shares would go with 23,800 and 23,200 dollars, ours is 27,500."""
+def test_cost_of_a_fat_tree_relative_to_gpus(gbps: int, paper: float, within: float) -> None:
+    """The paper gives no price of a GPU. Its two ratios imply 23,800 and 23,200 dollars; ours is 27,500."""
     cost = network_cost_usd(build("fat_tree", Servers(256, nic_gbps=gbps)).inventory(), gbps)
     assert sum(cost.values()) / (2048 * H800_USD) == pytest.approx(paper, rel=within)
 
 
-def test_what_has_no_price_is_refused() -> None:
-    with pytest.raises(ValueError, match="one of 100, 200, 400, 800, whose prices are known, got 50"):
+def test_link_rate_without_prices_is_rejected() -> None:
+    with pytest.raises(ValueError, match="one of 100, 200, 400, 800, for which prices exist, got 50"):
         network_cost_usd(Inventory(nics=1), 50)

@@ -1,4 +1,4 @@
-"""Scenarios: every fault at once, with its path; and what is drawn from one."""
+"""Tests of scenarios: all faults at once with their paths, and the requests drawn from a scenario."""
 
 import re
 from dataclasses import replace
@@ -25,7 +25,7 @@ SCENARIOS = sorted(Path(__file__).with_name("scenarios").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("source", [*map(str, SCENARIOS), *scenario_names(FOLDER)])
-def test_the_shipped_ones_are_sound(source: str) -> None:
+def test_built_in_scenarios_are_valid(source: str) -> None:
     assert load_scenario(source).name
 
 
@@ -50,7 +50,7 @@ def test_every_fault_is_reported_at_once() -> None:
     }
 
 
-def test_faults_between_fields() -> None:
+def test_inconsistent_fields_are_reported() -> None:
     document = yaml.safe_load(TEXT)
     document["workload"]["warmup_steps"] = 1
     document["engines"]["configurations"][1]["id"] = "narrow"
@@ -63,7 +63,7 @@ def test_faults_between_fields() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "expected"),
     [
         (["nowhere.yaml"], r"nowhere\.yaml: No such file"),
         (["nothing"], rf"one of .*{EXAMPLE}.*, got 'nothing'"),
@@ -72,13 +72,13 @@ def test_faults_between_fields() -> None:
         (["--example", "--seeds", "1,x"], r"--seeds\[1\]: must be a whole number, got 'x'"),
         (["nothing", "--arms", "x", "--seeds", "x"], r"(?s)got 'nothing'.*--arms\[0\].*--seeds\[0\]"),
         (["--example", "--plot", "/dev/null/pictures"], r"--plot: must be a folder, got the file '/dev/null'"),
-        (["--example", "--steps", "1"], r"--steps: must be more than the scenario's warmup_steps \(1\), got 1"),
+        (["--example", "--steps", "1"], r"--steps: must be > the scenario's warmup_steps \(1\), got 1"),
     ],
 )
-def test_bad_usage_is_exit_status_2(arguments: list[str], said: str) -> None:
+def test_invalid_arguments_exit_with_status_2(arguments: list[str], expected: str) -> None:
     result = CliRunner().invoke(application(), ["sim", "gen", *arguments])
     assert result.exit_code == 2
-    assert re.search(said, result.stderr)
+    assert re.search(expected, result.stderr)
     assert result.stdout == ""
 
 
@@ -88,7 +88,7 @@ def with_profile(name: str, **engines: object) -> str:
     return yaml.safe_dump(document)
 
 
-def test_a_built_in_profile_brings_its_curves_to_the_engines_and_the_daemon() -> None:
+def test_built_in_profile_sets_curves_of_engines_and_daemon() -> None:
     found = parse_scenario(with_profile("paper-14b-h800"))
     kinds, profile = kinds_of(found), named_profile("paper-14b-h800")
     assert [kind.profile for kind in kinds.values()] == list(profile.configurations)
@@ -97,7 +97,7 @@ def test_a_built_in_profile_brings_its_curves_to_the_engines_and_the_daemon() ->
     assert [configuration.id for configuration in config.fleet.configuration_values()] == ["tp1", "tp2", "tp4", "tp8"]
 
 
-def test_a_profile_of_ones_own_is_found_beside_the_scenario(tmp_path: Path) -> None:
+def test_profile_file_is_relative_to_the_scenario(tmp_path: Path) -> None:
     profile = named_profile("paper-32b-h800")
     moves = MoveCosts(1000.0, Curve.line(0.0, 1e-10), Curve.line(0.0, 1e-4))
     write_profile(tmp_path / "mine.yaml", replace(profile, configurations=profile.configurations[2:], moves=moves))
@@ -108,32 +108,32 @@ def test_a_profile_of_ones_own_is_found_beside_the_scenario(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("profile", "said"),
+    ("profile", "expected"),
     [
-        ("h100", r"engines\.profile: is neither a \.yaml or \.json file nor one of .*paper-14b-h800.*, got 'h100'"),
+        ("h100", r"engines\.profile: must be a \.yaml or \.json file or one of .*paper-14b-h800.*, got 'h100'"),
         ("nowhere.yaml", r"engines\.profile: .*nowhere\.yaml: .*No such file"),
         ("faulty.yaml", r"engines\.profile: faulty\.yaml: gpu: is missing"),
         ("", r"engines\.profile: .*at least 1 character"),
     ],
 )
-def test_a_faulty_profile_is_reported_with_everything_else(tmp_path: Path, profile: str, said: str) -> None:
+def test_invalid_profile_is_reported_with_other_faults(tmp_path: Path, profile: str, expected: str) -> None:
     (tmp_path / "faulty.yaml").write_text("model: x\nengine: y\nconfigurations: []\n")
     path = tmp_path / "scenario.yaml"
     path.write_text(with_profile(profile).replace("gpus: 8", "gpus: 0"))
     with pytest.raises(ProblemFaults) as caught:
         load_scenario(str(path))
     listing = "\n".join(caught.value.faults)
-    assert re.search(said, listing)
+    assert re.search(expected, listing)
     assert "gpus: should be greater than or equal to 1, got 0" in listing
 
 
-def test_an_initial_configuration_that_the_profile_does_not_have() -> None:
+def test_unknown_initial_configuration_is_rejected() -> None:
     with pytest.raises(ProblemFaults, match=r"engines\.initial: must be one of tp1, tp2, tp4, tp8, got 'tp16'"):
         parse_scenario(with_profile("paper-14b-h800", initial="tp16"))
 
 
 @given(st.integers(0, 100), st.integers(0, 5))
-def test_the_same_seed_draws_the_same_step(seed: int, step: int) -> None:
+def test_same_seed_draws_the_same_step(seed: int, step: int) -> None:
     workload = parse_scenario(TEXT).workload
     requests = requests_of_step(workload, seed, step)
     assert requests == requests_of_step(workload, seed, step)
@@ -150,7 +150,7 @@ def test_the_same_seed_draws_the_same_step(seed: int, step: int) -> None:
         ("{kind: empirical, tokens: [100, 400, 500]}", 400),
     ],
 )
-def test_lengths_have_the_median_that_was_asked_for(lengths: str, median: int) -> None:
+def test_drawn_lengths_have_the_configured_median(lengths: str, median: int) -> None:
     text = re.sub(r"lengths: .*", f"lengths: {lengths}", TEXT).replace("prompts: 8", "prompts: 2000")
     drawn = [request.output_tokens for request in requests_of_step(parse_scenario(text).workload, 1, 0)]
     assert np.median(drawn) == pytest.approx(median, rel=0.1)

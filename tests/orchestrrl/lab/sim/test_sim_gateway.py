@@ -1,4 +1,5 @@
-"""The simulator's gateway against the real one, over the same engines in virtual time: same engines, same tokens."""
+"""Tests of the simulated gateway against the real one with the same engines in virtual time: equal routes and
+tokens."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -51,7 +52,7 @@ def routes(engines: Sequence[VirtualEngine]) -> tuple[EngineRoute, ...]:
 
 @dataclass
 class Client:
-    """A virtual engine as the real gateway reaches one: tokens arrive as they are made."""
+    """A client of a virtual engine for the real gateway, which streams tokens as they are generated."""
 
     engine: VirtualEngine
     clock: VirtualClock
@@ -85,7 +86,7 @@ class Client:
                 self.streams[made.id].put_nowait((made.tokens, made.finished_s is not None))
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Closing the stream has stopped it already."""
+        """Do nothing: closing the stream has already stopped the request."""
 
     async def capabilities(self) -> Any:
         return self.engine.features
@@ -94,7 +95,7 @@ class Client:
         return "x" * len(token_ids)
 
     async def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: the client holds no connection."""
 
 
 PROMPT_TOKENS = 40
@@ -183,9 +184,9 @@ def due(clock: VirtualClock, where: dict[RequestId, EngineId | None]) -> list[Re
     return found
 
 
-async def test_both_gateways_do_the_same() -> None:
+async def test_simulated_gateway_matches_the_real_one() -> None:
     real, simulated = await through_the_real_gateway(), await through_the_simulated_gateway()
-    assert simulated[0] == real[0]  # where each request began
+    assert simulated[0] == real[0]  # the first engine of each request
     assert simulated[1] == real[1] == LENGTHS
     assert real[2] > 0
     assert simulated[2] == pytest.approx(real[2])

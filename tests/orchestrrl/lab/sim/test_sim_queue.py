@@ -1,4 +1,4 @@
-"""The simulated gateway has the queue that ships: its depth is kept, nothing is lost, and routing is any strategy."""
+"""Tests of the simulated gateway with the production queue: depth, completeness, and every routing strategy."""
 
 import pytest
 
@@ -17,7 +17,7 @@ from tests.orchestrrl.lab.sim.test_sim_gateway import LENGTHS, PROMPT_TOKENS, TI
 
 
 @pytest.mark.parametrize("policy", STRATEGIES)
-async def test_every_request_ends_and_no_engine_has_more_waiting_than_it_may(policy: str) -> None:
+async def test_every_request_ends_and_queue_depth_is_respected(policy: str) -> None:
     clock = VirtualClock()
     engines = {engine.url: engine for engine in virtual_engines(3)}
     ended: dict[str, int] = {}
@@ -31,7 +31,7 @@ async def test_every_request_ends_and_no_engine_has_more_waiting_than_it_may(pol
 
     routing = RoutingPolicy(policy, queue_depth=1)
     gateway = VirtualGateway(NodeId("gateway"), clock, engines.__getitem__, arrive, finished, routing)
-    # Nobody tells of seats: no engine has more waiting than the depth.
+    # Routes have no max_sequences: only the queue depth limits the waiting requests of an engine.
     unknown = tuple(EngineRoute(engine.id, engine.url) for engine in engines.values())
     gateway.perform(Operation(OperationId("1"), 1, 10.0, SetRoutes(unknown)))
     gateway.submit([SimRequest(RequestId(n), "", PROMPT_TOKENS, length, 0, 2000) for n, length in LENGTHS.items()])
@@ -55,8 +55,8 @@ async def test_every_request_ends_and_no_engine_has_more_waiting_than_it_may(pol
 
 
 @pytest.mark.parametrize("policy", STRATEGIES)
-def test_every_arm_that_routes_answers_everything_through_a_queue(policy: str) -> None:
-    """The daemon plans and balances as ever; an engine dies meanwhile."""
+def test_routing_arm_answers_all_requests_through_a_queue(policy: str) -> None:
+    """The daemon plans and balances as usual, and an engine dies during the step."""
     of = scenario(
         gateway=GatewaySection(policy=policy, queue_depth=2),
         faults=(GenerationFaultSection(at_s=8.0, kill_engine="e1", back_after_s=6.0),),
@@ -65,7 +65,7 @@ def test_every_arm_that_routes_answers_everything_through_a_queue(policy: str) -
     assert run.samples == of.workload.prompts * of.workload.samples
 
 
-def test_a_scenario_names_known_strategies() -> None:
+def test_scenario_rejects_unknown_routing_policy() -> None:
     with pytest.raises(ProblemFaults) as caught:
         parse_scenario(TEXT + "gateway: {policy: best, queue_depth: -1}\n")
     assert sorted(fault.split(":")[0] for fault in caught.value.faults) == ["gateway.policy", "gateway.queue_depth"]

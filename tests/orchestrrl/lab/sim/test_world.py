@@ -1,4 +1,4 @@
-"""A simulated step under the real control plane: nothing is lost or doubled, and it goes the same way twice."""
+"""Tests of simulated steps under the real control plane: completeness, determinism, failures, and reports."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from tests.orchestrrl.lab.sim.gen_scenarios import kinds, scenario
 
 
 def run(of: GenerationScenario, arm: str, seed: int = 1, journal: Path | None = None) -> SeedRun:
-    """ControlledRun itself checks that every request has its whole answer, once."""
+    """Run an arm. ControlledRun checks that every request has exactly one complete answer."""
     initial = ConfigurationId(of.engines.initial or "narrow")
     return ControlledRun(of, kinds(of), initial, arm, seed, steps_of(of, seed)).run(lambda *_: None, journal)
 
@@ -32,7 +32,7 @@ def entries(path: Path) -> list[tuple[object, ...]]:
         reader.close()
 
 
-def test_the_same_seed_writes_the_same_journal(tmp_path: Path) -> None:
+def test_same_seed_writes_the_same_journal(tmp_path: Path) -> None:
     of = scenario()
     first, second = (run(of, "both", journal=tmp_path / name) for name in ("a.sqlite", "b.sqlite"))
     assert entries(tmp_path / "a.sqlite") == entries(tmp_path / "b.sqlite")
@@ -41,7 +41,7 @@ def test_the_same_seed_writes_the_same_journal(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arm", ["planning", "balancing", "balancing_paper", "both", "oracle"])
-def test_every_arm_answers_everything(arm: str) -> None:
+def test_every_arm_answers_all_requests(arm: str) -> None:
     of = scenario()
     done = run(of, arm)
     requests = steps_of(of, 1)[0]
@@ -53,8 +53,8 @@ def test_every_arm_answers_everything(arm: str) -> None:
 
 @settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(st.floats(1, 40), st.integers(0, 7), st.none() | st.floats(1, 20)), max_size=5))
-def test_engines_that_die_lose_nothing(strikes: list[tuple[float, int, float | None]]) -> None:
-    """At least one engine lives: e7 always comes back."""
+def test_engine_failures_lose_no_requests(strikes: list[tuple[float, int, float | None]]) -> None:
+    """At least one engine survives: e7 always restarts."""
     faults = tuple(
         GenerationFaultSection(at_s=at_s, kill_engine=f"e{index}", back_after_s=2.0 if index == 7 else back_s)
         for at_s, index, back_s in strikes
@@ -62,7 +62,7 @@ def test_engines_that_die_lose_nothing(strikes: list[tuple[float, int, float | N
     run(scenario(faults=faults), "balancing")
 
 
-def test_an_engine_that_dies_shows_in_the_journal(tmp_path: Path) -> None:
+def test_engine_failure_is_in_the_journal(tmp_path: Path) -> None:
     of = scenario(faults=(GenerationFaultSection(at_s=5.0, kill_engine="e0", back_after_s=5.0),))
     run(of, "balancing", journal=tmp_path / "journal.sqlite")
     health = [
@@ -73,13 +73,13 @@ def test_an_engine_that_dies_shows_in_the_journal(tmp_path: Path) -> None:
     assert health == ["ok", "gone", "ok"]
 
 
-def test_an_engine_that_comes_back_is_another_one_from_then_on() -> None:
+def test_restarted_engine_is_a_new_span() -> None:
     of = scenario(faults=(GenerationFaultSection(at_s=5.0, kill_engine="e0", back_after_s=5.0),))
     before, after = (span for span in run(of, "balancing").spans if span.engine == "e0")
     assert before.ended_s <= after.started_s - 5.0
 
 
-def test_kv_that_can_be_handed_over_is_not_computed_again() -> None:
+def test_transferred_kv_is_not_recomputed() -> None:
     slow_prefill = [c.model_copy(update={"prefill_tokens_per_s": 500.0}) for c in scenario().engines.configurations]
     engines = scenario().engines.model_copy(update={"configurations": tuple(slow_prefill)})
     by_recompute = run(scenario(engines=engines), "balancing_paper")
@@ -89,14 +89,14 @@ def test_kv_that_can_be_handed_over_is_not_computed_again() -> None:
     assert handed.tokens_recomputed == 0
 
 
-def test_what_sharing_the_nics_costs_is_reported() -> None:
+def test_cost_of_sharing_nics_is_reported() -> None:
     network = NetworkSection(kv_transfer=True, weight_gbytes=30.0, nic_gbps_per_node=100.0)
     outcome = run_scenario(scenario(network=network), ["verl_to", "both"], [1], lambda *_: None)
     assert outcome.contention_s is not None
     assert run_scenario(scenario(), ["both"], [1], lambda *_: None).contention_s is None
 
 
-def test_the_shipped_contention_costs_time_and_shows_in_the_plans(tmp_path: Path) -> None:
+def test_contention_scenario_costs_time_and_is_noted_in_plans(tmp_path: Path) -> None:
     of = load_scenario("contention")
     outcome = run_scenario(of, ["verl_to", "both"], [1], lambda *_: None)
     assert outcome.contention_s is not None
@@ -105,7 +105,7 @@ def test_the_shipped_contention_costs_time_and_shows_in_the_plans(tmp_path: Path
     run(of, "both", journal=tmp_path / "journal.sqlite")
     plans = [body for _, _, kind, _, body in entries(tmp_path / "journal.sqlite") if kind == "plan"]  # type: ignore[index]
     notes = [note for plan in plans for note in plan["notes"] if "NICs" in note]
-    # New weights come in as a step begins; after that it is experts alone.
+    # New weights arrive as a step begins; after that only expert traffic remains.
     assert notes[0] == (
         "moves have 36% of the NICs: weight sync and engines' own traffic take the rest, "
         "and KV between nodes is priced at 2.8 times its time"
@@ -115,7 +115,7 @@ def test_the_shipped_contention_costs_time_and_shows_in_the_plans(tmp_path: Path
     )
 
 
-def test_the_price_of_not_knowing_is_reported() -> None:
+def test_price_of_unknown_lengths_is_reported() -> None:
     arms = ["verl_to", "mean_only", "both", "oracle"]
     outcome = run_scenario(scenario(), arms, [1], lambda *_: None)
     found = outcome.not_knowing
@@ -136,11 +136,13 @@ def test_the_price_of_not_knowing_is_reported() -> None:
     ("static_s", "forecast_s", "oracle_s", "kept"),
     [(100.0, 90.0, 80.0, 0.5), (100.0, 100.0, 80.0, 0.0), (100.0, 110.0, 80.0, -0.5), (100.0, 90.0, 100.0, None)],
 )
-def test_share_of_the_oracles_gain(static_s: float, forecast_s: float, oracle_s: float, kept: float | None) -> None:
+def test_kept_is_the_fraction_of_the_oracles_gain(
+    static_s: float, forecast_s: float, oracle_s: float, kept: float | None
+) -> None:
     assert NotKnowing(static_s, forecast_s, oracle_s, None).kept == kept
 
 
-async def test_two_engines_never_hold_one_gpu(tmp_path: Path) -> None:
+async def test_gpu_is_never_used_by_two_engines(tmp_path: Path) -> None:
     of = scenario()
     job = ControlledRun(of, kinds(of), ConfigurationId("narrow"), "both", 1, steps_of(of, 1))
     world = World(job.config(), kinds(of), of, tmp_path / "journal.sqlite")
@@ -153,13 +155,13 @@ async def test_two_engines_never_hold_one_gpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "starts"), [("narrow", list(range(8))), ("wide", [0, 4])])
-def test_a_homogeneous_fleet_uses_every_gpu_once(kind: str, starts: list[int]) -> None:
+def test_homogeneous_fleet_uses_every_gpu_once(kind: str, starts: list[int]) -> None:
     fleet = homogeneous(kinds(scenario())[ConfigurationId(kind)], 8, 4)
     assert [gpus[0] for gpus in fleet.values()] == starts
     assert sorted(gpu for gpus in fleet.values() for gpu in gpus) == list(range(8))
 
 
-def test_static_baselines_are_the_best_and_the_widest() -> None:
+def test_static_baselines_use_the_best_and_the_widest_configuration() -> None:
     outcome = run_scenario(
         scenario(), ["verl_to", "verl_lo", "partial_rollout", "packed_known"], [1, 2], lambda *_: None
     )

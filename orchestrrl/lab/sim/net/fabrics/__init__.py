@@ -1,1 +1,1 @@
-"""Fabrics that join servers: packet switched, of circuits, and both."""
+"""Simulated fabrics: packet switched, circuit switched, and hybrid."""

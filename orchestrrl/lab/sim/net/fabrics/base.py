@@ -1,4 +1,4 @@
-"""The contract of a simulated fabric: its network in a communication period, components, and options' faults."""
+"""The interface of a simulated fabric: its network in a communication period, its components, its failures."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping
@@ -25,16 +25,16 @@ class FabricStage(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Period:
-    """A stretch in which the traffic keeps its form (section 5.2 of the OrchestrRL paper): forward and backward,
-    gradients, generation between two deployments, a broadcast of weights. One id, one demand."""
+    """A communication period, in which the traffic pattern is stable (section 5.2 of the OrchestrRL paper): forward and
+    backward, gradients, generation between two deployments, a weight broadcast. Each id has exactly one demand."""
 
     id: str
     stage: FabricStage = field(compare=False)
-    demand: GpuFlows = field(compare=False)  # bytes that are expected in it
+    demand: GpuFlows = field(compare=False)  # bytes expected in the period
 
     @classmethod
     def of(cls, name: str, stage: FabricStage, demand: GpuFlows) -> "Period":
-        """With an id that no other demand has."""
+        """Build a period whose id contains a hash of the demand, so that it is unique to it."""
         digest = sha256()
         for each in (demand.src, demand.dst, demand.bytes):
             digest.update(each.tobytes())
@@ -43,8 +43,8 @@ class Period:
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """Components of the network, by the rate of their links. GPUs' own NICs are counted: fabrics differ in how many of
-    them they use."""
+    """The number of network components of each type. The NICs of the GPUs are included, because fabrics use different
+    numbers of NICs."""
 
     transceivers: int = 0
     nics: int = 0
@@ -59,8 +59,8 @@ class Inventory:
 
 @dataclass(frozen=True, slots=True, eq=False)  # arrays have no one answer to ==
 class Pods:
-    """Which servers lie close together. `apart`: there is less room between two PoDs than inside one, so that what
-    exchanges much had better stay in one; otherwise a way out of it is longer, and no narrower."""
+    """The assignment of servers to PoDs. `apart`: bandwidth between PoDs is lower than inside one, so that GPUs that
+    exchange much data should share a PoD. Otherwise paths between PoDs have more hops but equal bandwidth."""
 
     of: Ints  # [server], numbered from 0
     apart: bool
@@ -68,13 +68,13 @@ class Pods:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedFailures:
-    """What does not work. A NIC that is down has its GPU's traffic relayed over NVLink to the server's others; of
-    switches and links the share of a bundle that is lost is named: {"tor": {3: 0.25}} is a quarter of what ToR 3 has
-    above it."""
+    """The failed components of a fabric. The traffic of a failed NIC goes over NVLink to the server's other NICs.
+    Failures of switches and links are given as the lost fraction of a bundle: `tor_uplinks={3: 0.25}` is a quarter of
+    the uplinks of ToR 3."""
 
     nics: frozenset[int] = frozenset()
-    tor_uplinks: Shares = field(default_factory=dict)  # by ToR: the share of its uplinks, or of its OCS ports
-    pod_uplinks: Shares = field(default_factory=dict)  # by PoD: the share of what joins it to the core
+    tor_uplinks: Shares = field(default_factory=dict)  # by ToR: lost fraction of its uplinks, or of its OCS ports
+    pod_uplinks: Shares = field(default_factory=dict)  # by PoD: lost fraction of its links to the core
 
     def __hash__(self) -> int:
         return hash((self.nics, *(tuple(sorted(each.items())) for each in (self.tor_uplinks, self.pod_uplinks))))
@@ -86,8 +86,8 @@ Built = TypeVar("Built", bound="SimulatedFabric")
 
 @dataclass(frozen=True, eq=False)
 class SimulatedFabric(ABC):
-    """One that is built; by default it has no circuits, and is the same network in every period. `reconfigures_s`: what
-    changing circuits takes; 0: there are none."""
+    """Base class of simulated fabrics. By default a fabric has no circuits and the same network in every period.
+    `reconfigures_s` is the time of a circuit change in seconds; 0 without circuits."""
 
     servers: Servers
     failed: SimulatedFailures = field(default=NOTHING, kw_only=True)
@@ -104,35 +104,35 @@ class SimulatedFabric(ABC):
     def pods(self) -> Pods: ...
 
     def network(self, period: Period | None = None) -> LinkNetwork:
-        """As it is once it has been made for the period. None: as it is at rest."""
+        """Return the network as configured for the period. None: outside any period."""
         circuits = self.circuits_of(period)
         if circuits not in self._networks:
             self._networks[circuits] = self._network(circuits)
         return self._networks[circuits]
 
     def changes(self, before: Period | None, after: Period) -> bool:
-        """Whether circuits have to be changed between the two."""
+        """Return whether circuits change between the two periods."""
         return bool(self.circuits_of(before) != self.circuits_of(after))
 
     def circuits_of(self, period: Period | None) -> Any:
-        """Return what tells the circuits of a period from those of others; it can be hashed."""
+        """Return a hashable value that identifies the circuits of a period."""
         if period not in self._circuits:
             self._circuits[period] = self._circuits_for(period)
         return self._circuits[period]
 
     def _circuits_for(self, period: Period | None) -> Any:
-        """Work out what `circuits_of` returns."""
+        """Compute the value that `circuits_of` caches and returns."""
         return None
 
     @abstractmethod
     def _network(self, circuits: Any) -> LinkNetwork:
-        """Lay the network with the circuits that `circuits_of` has returned."""
+        """Build the network with `circuits`, a value that `circuits_of` returned."""
 
     @abstractmethod
     def inventory(self) -> Inventory: ...
 
     def without(self: Built, failed: SimulatedFailures) -> Built:
-        """What is left of it. Of a bundle that fails twice the larger share is lost."""
+        """Return the fabric with further failures. If a bundle fails twice, the larger fraction is lost."""
         one, other = self.failed, failed
         both = SimulatedFailures(
             one.nics | other.nics,
@@ -147,6 +147,6 @@ def _larger(one: Shares, other: Shares) -> Shares:
 
 
 def refuse(*faults: ShapeFault) -> None:
-    """Raises ImpossibleSite where there are any."""
+    """Raise ImpossibleSite if there are any faults."""
     if faults:
         raise ImpossibleSite(faults)

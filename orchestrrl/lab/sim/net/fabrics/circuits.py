@@ -1,7 +1,8 @@
-"""Links between nodes that circuits join directly, shortest paths over them, and how traffic is spread. Pure.
+"""Route traffic over circuits between nodes: shortest paths, with traffic split over all of them by width. Pure.
 
-At each node the onward hops on a shortest path share the traffic by their width: what the hop carries, or what can get
-on from its far end, whichever is less. So two hops over several others share as the thinner of both allows.
+At each node, the next hops of all shortest paths share the traffic in proportion to their width. The width of a hop is
+the smaller of its own bandwidth and the onward bandwidth of its head. A two-hop path is therefore as wide as the
+narrower of its hops.
 """
 
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from orchestrrl.lab.sim.net.model import Floats, Ints, LinkTier, Servers
 from orchestrrl.lab.sim.scenario import one_of
 from planner.fabric.topology import DEVICES
 
-NO_WAY = 2**31  # more hops than there are
+NO_WAY = 2**31  # the hop count of unreachable nodes; larger than any path
 Device = Annotated[str, one_of(DEVICES)]  # an optical switch
 
 
@@ -31,7 +32,7 @@ class DirectedLinks(NamedTuple):
 
     @classmethod
     def of(cls, width: Floats) -> "DirectedLinks":
-        """From a matrix [from, to]; 0: no link."""
+        """Build links from a matrix of widths [from, to]; 0 means no link."""
         tail, head = np.nonzero(width)
         begin = np.concatenate([[0], np.cumsum(np.bincount(tail, minlength=len(width)))])
         return cls(begin, head, width[tail, head])
@@ -48,7 +49,8 @@ class DirectedLinks(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PairPaths:
-    """Of pairs of nodes, in rows: edges and the share that passes them. No hops: there is no way."""
+    """The paths of node pairs in compressed rows: edges, and the fraction of the traffic on each. `hops` is 0 for a
+    pair without a path."""
 
     begin: Ints  # [pair + 1]
     edge: Ints
@@ -56,13 +58,13 @@ class PairPaths:
     hops: Ints  # [pair]
 
     def rows(self, pairs: Ints) -> tuple[Ints, Ints, Floats]:
-        """Of each of `pairs`: whose an entry is, its edge, its share."""
+        """Return, for all entries of `pairs`: the index into `pairs`, the edge, and the share."""
         owner, entry = expand(self.begin, pairs)
         return owner, self.edge[entry], self.share[entry]
 
 
 def ways(edges: DirectedLinks, source: Ints, target: Ints) -> PairPaths:
-    """`source` and `target` [pair], nodes that differ."""
+    """Return all shortest paths of each pair. `source` and `target` [pair] are nodes and differ."""
     order = np.argsort(target, kind="stable")
     back = edges.reversed()
     counts, edge, share, hops = _ways(edges, back, source[order], target[order])
@@ -75,7 +77,7 @@ def ways(edges: DirectedLinks, source: Ints, target: Ints) -> PairPaths:
 
 
 def distances(edges: DirectedLinks) -> Ints:
-    """[from, to], hops; NO_WAY where there is none."""
+    """Return [from, to], the number of hops; NO_WAY if there is no path."""
     nodes = len(edges.begin) - 1
     graph = coo_array((np.ones(len(edges.head)), (edges.tail, edges.head)), (nodes, nodes)).tocsr()
     hops = shortest_path(graph, unweighted=True)
@@ -84,7 +86,7 @@ def distances(edges: DirectedLinks) -> Ints:
 
 @numba.njit(cache=True)
 def _ways(links: DirectedLinks, back: DirectedLinks, source: Ints, target: Ints) -> tuple[Ints, Ints, Floats, Ints]:
-    """Pairs come sorted by target: what leads there is worked out once."""
+    """Return the paths of pairs that are sorted by target, so that distances to a target are computed once."""
     nodes, pairs, found = len(links.begin) - 1, len(source), 0
     counts, hops = np.zeros(pairs, np.int64), np.zeros(pairs, np.int64)
     distance, onward, queue = np.empty(nodes, np.int64), np.zeros(nodes), np.empty(nodes, np.int64)
@@ -119,8 +121,8 @@ def _flood(
     edges: Ints,
     shares: Floats,
 ) -> int:
-    """Over all shortest ways, breadth first: all that reaches a node has come before it is passed on. `mass` is zero
-    before and after. Returns how many edges were put down."""
+    """Spread one unit of traffic over all shortest paths from `source`. Breadth first: a node forwards after all of its
+    traffic has arrived. `mass` is zero before and after. Return the number of edges written."""
     mass[source] = 1.0
     queue[0], first, end, found = source, 0, 1, 0
     while first < end:
@@ -146,7 +148,7 @@ def _flood(
 def _lead_to(
     target: int, links: DirectedLinks, back: DirectedLinks, distance: Ints, onward: Floats, order: Ints
 ) -> None:
-    """Hops of each node to the target, and how much gets there from it over shortest ways."""
+    """Compute the hops from each node to the target, and the width of the shortest paths from it (`onward`)."""
     distance[:] = -1
     distance[target], onward[target] = 0, np.inf
     order[0], first, end = target, 0, 1
@@ -181,7 +183,8 @@ class CircuitLinks:
         light_s: Floats,
         first_node: int,
     ) -> "CircuitLinks":
-        """All [from, to]; a bundle of circuits is one link, none where it carries nothing."""
+        """Add circuits to `wiring`. Arrays are [from, to]. A bundle of circuits is one link; zero bandwidth is no
+        link."""
         edges = DirectedLinks.of(bytes_per_s)
         tail, head = edges.tail, edges.head
         first = wiring.lay_each(
@@ -191,21 +194,22 @@ class CircuitLinks:
 
     @classmethod
     def between_servers(cls, wiring: Wiring, joins: Ints, servers: Servers) -> "CircuitLinks":
-        """`joins` [server, server]: NICs of the first that send to one of the other."""
+        """Add circuits between servers. `joins` [server, server]: the number of NICs of the first that send to a NIC of
+        the second."""
         width = np.asarray(joins * servers.nic_bytes_per_s, np.float64)
         light_s = np.full(joins.shape, 2 * servers.propagation_s)
         return cls.lay(wiring, width, np.full(joins.shape, LinkTier.DIRECT), light_s, servers.nics)
 
     def add(self, rows: LinkRows, legs: Ints, one: Ints, other: Ints, switch_s: float) -> Floats:
-        """From a node to a node, of each of the legs; they may be the same. Returns the seconds of light, and of each
-        switch behind a circuit. Raises ValueError where there is no way."""
+        """Add the links from node `one` to node `other` of each leg; the two may be equal. Return the latency of
+        propagation, and of the switch at the end of each circuit. Raises ValueError if there is no path."""
         nodes = len(self.edges.begin) - 1
         apart = np.flatnonzero(one != other)
         codes, pair = np.unique(one[apart] * nodes + other[apart], return_inverse=True)
         found = ways(self.edges, codes // nodes, codes % nodes)
         lost = np.flatnonzero(found.hops == 0)
         if len(lost):
-            raise ValueError(f"no circuits lead from {codes[lost[0]] // nodes} to {codes[lost[0]] % nodes}")
+            raise ValueError(f"no circuits connect node {codes[lost[0]] // nodes} to node {codes[lost[0]] % nodes}")
         owner, edge, share = found.rows(pair)
         rows.add(legs[apart[owner]], self.first + edge, share)
         passing_s = np.bincount(

@@ -1,18 +1,19 @@
-"""Trees of packet switches: NICs below ToRs, ToRs below the switches of their PoD, those below the core.
+"""Build trees of packet switches: NICs below ToRs, ToRs below the switches of their PoD, PoDs below the core.
 
-Packets are sprayed over all paths up, so that the switches of a PoD are one node, and those of the core another; what
-joins a ToR to its PoD, and a PoD to the core, is one bundle each way.
+Packets are sprayed over all upward paths, so that the switches of a PoD are one node, and the core switches another.
+One bundle per direction connects a ToR to its PoD, and a PoD to the core.
 
-`fat_tree`: non-blocking, three tiers of equal switches (Al-Fares et al., SIGCOMM 2008). All NICs of a server are on one
-ToR, half of whose ports go down. PoDs have as many servers as a scalable unit of NVIDIA's DGX SuperPOD: 32. How many
-those are changes latency alone. `servers_per_tor`: at most so many; None: as many as its ports take. There are three
-tiers, as the ToR-Agg-Core of the OrchestrRL paper's table 1.
+`fat_tree`: non-blocking, three tiers of equal switches (Al-Fares et al., SIGCOMM 2008), as the ToR-Agg-Core network of
+the OrchestrRL paper's table 1. All NICs of a server are on one ToR, which has half of its ports downwards. A PoD has 32
+servers, as a scalable unit of NVIDIA's DGX SuperPOD; the number affects latency only. `servers_per_tor` limits the
+servers below a ToR; None: as many as its ports allow.
 
-`oversubscribed`: `ratio` times as many ports of a ToR go down as up; above the ToRs nothing blocks. 3:1 as FT-OS in
-section 7.2 of the OrchestrRL paper, which does not say where: it is the ToRs' uplinks where it saves most.
+`oversubscribed`: a ToR has `ratio` times as many ports downwards as upwards; the tiers above it are non-blocking. 3:1
+is FT-OS in section 7.2 of the OrchestrRL paper. The paper does not state the oversubscribed tier; the ToRs' uplinks are
+where oversubscription saves most.
 
-`rail_optimized`: GPUs in one place of the servers of a PoD are on one ToR, above which it is a fat tree. A message for
-a GPU in another place goes over NVLink to the GPU of that place first (NCCL's PXN).
+`rail_optimized`: GPUs at the same index of the servers of a PoD share a ToR, with a fat tree above. A message for a GPU
+at another index first goes over NVLink to the GPU at that index (NCCL's PXN).
 """
 
 from collections.abc import Iterator
@@ -39,17 +40,17 @@ from planner.fabric.generate import ShapeFault
 
 @dataclass(frozen=True, eq=False)
 class ClosCabling:
-    """Where NICs are cabled to. `tor_ratio`: what a ToR's NICs can send over what its uplinks carry; 1: non-blocking.
-    The core is as wide as what the ToRs have below it. Uplinks are whole: a ratio that does not come out is a little
-    better than said."""
+    """The cabling of a tree of packet switches. `tor_ratio` is the bandwidth of a ToR's NICs over that of its uplinks;
+    1 is non-blocking. The core is as wide as the ToRs' uplinks. The number of uplinks is rounded up, so that the actual
+    ratio may be slightly lower."""
 
-    tor_of: Ints  # [nic]; -1: it is not of this tree
+    tor_of: Ints  # [nic]; -1: not part of this tree
     pod_of: Ints  # [tor]
     tor_ratio: float = 1.0
 
     @cached_property
     def nics(self) -> Ints:
-        """[tor]"""
+        """The number of NICs below each ToR, [tor]."""
         return np.bincount(self.tor_of[self.tor_of >= 0], minlength=len(self.pod_of))
 
     @property
@@ -58,19 +59,19 @@ class ClosCabling:
 
     @cached_property
     def tor_uplinks(self) -> Ints:
-        """[tor], links of a NIC's rate. A ToR alone has none."""
+        """The number of uplinks of each ToR at a NIC's rate, [tor]; 0 for a single ToR."""
         wanted = np.ceil(self.nics / self.tor_ratio - 1e-9).astype(np.int64)
         return wanted if len(self.pod_of) > 1 else np.zeros_like(wanted)
 
     @cached_property
     def pod_uplinks(self) -> Ints:
-        """[pod], as many as its ToRs have. A PoD alone has none."""
+        """The number of uplinks of each PoD, equal to the sum over its ToRs, [pod]; 0 for a single PoD."""
         wanted = np.bincount(self.pod_of, self.tor_uplinks, minlength=self.pods).astype(np.int64)
         return wanted if self.pods > 1 else np.zeros_like(wanted)
 
     def inventory(self) -> Inventory:
-        """Each link is a fibre with a transceiver at either end; those of NICs end at one port, others at two. Without
-        the NICs themselves."""
+        """Return the tree's components without the NICs. Each link is a fibre with a transceiver at both ends. A NIC's
+        link uses one switch port, any other link two."""
         access, uplinks = int(self.nics.sum()), int(self.tor_uplinks.sum() + self.pod_uplinks.sum())
         return Inventory(
             transceivers=2 * (access + uplinks), electrical_ports=access + 2 * uplinks, fibers=access + uplinks
@@ -80,8 +81,8 @@ class ClosCabling:
 def lay_tree(
     tree: ClosCabling, servers: Servers, failed: SimulatedFailures, wiring: Wiring, first_node: int
 ) -> Between:
-    """Lay the bundles of a tree, and return what leads from ToR to ToR. ToRs are nodes from `first_node` on, then PoDs,
-    then the core."""
+    """Add the bundles of a tree to `wiring`, and return the function that routes legs between ToRs. Nodes are numbered
+    from `first_node`: ToRs, then PoDs, then the core."""
     tors, pods = first_node + np.arange(len(tree.pod_of)), first_node + len(tree.pod_of) + np.arange(tree.pods)
     core = first_node + len(tors) + len(pods)
     of_tor = tree.tor_uplinks * servers.nic_bytes_per_s * left(failed.tor_uplinks, len(tors))
@@ -92,7 +93,7 @@ def lay_tree(
     pod_down = wiring.lay(LinkTier.CORE, of_pod, core, pods)
 
     def between(rows: LinkRows, legs: Legs, some: Ints) -> Floats:
-        """The seconds are of switches, and of the links beside those of NICs."""
+        """Return the latency of the switches and of all links except the NICs' links."""
         one, other = tree.tor_of[legs.src_nic[some]], tree.tor_of[legs.dst_nic[some]]
         here, there = tree.pod_of[one], tree.pod_of[other]
         apart, far = one != other, here != there
@@ -108,14 +109,14 @@ def lay_tree(
 
 @dataclass(frozen=True, eq=False)
 class Clos(SimulatedFabric):
-    """A fabric that is one tree, and never changes."""
+    """A fabric that consists of one static tree of packet switches."""
 
     tree: ClosCabling
     rails: bool = False  # see HostNetwork
 
     @property
     def pods(self) -> Pods:
-        """The core is as wide as what leaves the ToRs."""
+        """The PoDs of the tree. Traffic between PoDs is not slower, since the core is as wide as the ToRs' uplinks."""
         first = self.tree.tor_of[:: self.servers.nics_per_server]
         return Pods(self.tree.pod_of[first], apart=False)
 
@@ -134,7 +135,7 @@ class Clos(SimulatedFabric):
         return wiring.network(self.servers, router, self.name)
 
 
-RADIX = 64  # ports of a switch: all that the prices of the paper's table 4 are of have 64
+RADIX = 64  # ports of a switch: those priced in the paper's table 4 all have 64
 SERVERS_PER_POD = 32
 
 
@@ -151,7 +152,8 @@ def fat_tree(
 def blocked_tree(
     servers: Servers, radix: int, servers_per_pod: int, servers_per_tor: int | None, ratio: float = 1.0
 ) -> ClosCabling:
-    """Servers in blocks below ToRs, `ratio` times as many ports down as up. Raises Impossible."""
+    """Return a tree with blocks of servers below ToRs that have `ratio` times as many ports down as up. Raises
+    ImpossibleSite."""
     down = int(radix * ratio / (1 + ratio) + 1e-9)
     refuse(*_too_many(servers, radix, down, servers_per_tor))
     return _cabled(servers, servers_per_tor or down // servers.nics_per_server, servers_per_pod, 1, ratio)
@@ -197,7 +199,7 @@ def rail_optimized(
 def _cabled(
     servers: Servers, servers_per_tor: int, servers_per_pod: int, rails: int, ratio: float = 1.0
 ) -> ClosCabling:
-    """ToRs by PoD, block of servers and rail."""
+    """Return the cabling with one ToR per PoD, block of servers and rail."""
     server, place = np.divmod(np.arange(servers.nics), servers.nics_per_server)
     blocks = -(-servers_per_pod // servers_per_tor)
     block = server // servers_per_pod * blocks + server % servers_per_pod * blocks // servers_per_pod

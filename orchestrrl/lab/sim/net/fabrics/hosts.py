@@ -1,7 +1,7 @@
-"""Links of a network as they are laid, routes over them in rows, and what is the same below every fabric. Pure.
+"""Build the links of a network, routes over them, and the server side that all fabrics share. Pure.
 
-Inside a server NVLink is a switch: each GPU has what it sends and what it receives to itself. Of its latency nothing is
-known but that it is under that of a NIC; one link's propagation stands for all of it.
+NVLink is a switch inside a server, with full bandwidth for each GPU in both directions. Its latency is unpublished, but
+below a NIC's; the propagation of one link is used for it.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,14 +16,14 @@ from orchestrrl.lab.sim.net.model import Bools, Floats, FlowRouter, FlowRoutes, 
 
 @dataclass(slots=True)
 class Wiring:
-    """Links as they are laid, each group in a row."""
+    """Collects the links of a network. Links that are added together have consecutive numbers."""
 
     _capacity: list[Floats] = field(default_factory=list)
     _tier: list[LinkTier] = field(default_factory=list)
     _ends: list[Ints] = field(default_factory=list)
 
     def lay(self, tier: LinkTier, bytes_per_s: Floats | float, tail: Ints | int, head: Ints | int) -> int:
-        """Links from nodes to nodes. Returns the number of the first."""
+        """Add links from nodes `tail` to nodes `head`. Return the number of the first link."""
         capacity, tails, heads = np.broadcast_arrays(np.asarray(bytes_per_s, dtype=np.float64), tail, head)
         return self.lay_each([tier] * capacity.size, capacity.ravel(), tails.ravel(), heads.ravel())
 
@@ -35,7 +35,8 @@ class Wiring:
         return first
 
     def network(self, servers: Servers, router: FlowRouter, name: str) -> LinkNetwork:
-        """`router` is asked for routes; one over a link that carries nothing is refused."""
+        """Return the network. Its router calls `router`, and raises ValueError for a route over a link without
+        capacity."""
         capacity = np.concatenate(self._capacity)
 
         def passable(src: Ints, dst: Ints) -> FlowRoutes:
@@ -43,7 +44,7 @@ class Wiring:
             if len(shut := np.flatnonzero(capacity[routes.link] <= 0)):
                 flow = int(np.searchsorted(routes.begin, shut[0], side="right")) - 1
                 link = routes.link[shut[0]]
-                raise ValueError(f"no way from GPU {src[flow]} to GPU {dst[flow]}: link {link} is lost")
+                raise ValueError(f"no path from GPU {src[flow]} to GPU {dst[flow]}: link {link} has failed")
             return routes
 
         return LinkNetwork(servers, capacity, tuple(self._tier), passable, name, np.concatenate(self._ends))
@@ -51,19 +52,19 @@ class Wiring:
 
 @dataclass(slots=True)
 class LinkRows:
-    """Links of flows, put down in the order in which they are passed. A flow may have several legs, side by side, each
-    with its share of the bytes."""
+    """Collects the links of flows in path order. A flow may have several parallel legs, each with its share of the
+    bytes."""
 
     flow: Ints  # [leg], ascending
     share: Floats  # [leg]
     _parts: list[tuple[Ints, Ints, Floats]] = field(default_factory=list)
 
     def add(self, leg: Ints, link: Ints, share: Floats | None = None) -> None:
-        """`leg` ascends; `share`: of the leg's own."""
+        """Add one link to each leg. `leg` ascends; `share` is a fraction of the leg's own share."""
         self._parts.append((leg, link, self.share[leg] if share is None else self.share[leg] * share))
 
     def routes(self, latency_s: Floats) -> FlowRoutes:
-        """`latency_s` [leg]; that of a flow is its slowest leg's."""
+        """Return the routes. `latency_s` [leg]; the latency of a flow is that of its slowest leg."""
         legs = len(self.flow)
         leg, link, share = (np.concatenate(each) for each in zip(*self._parts, strict=True))
         order = np.argsort(leg, kind="stable")
@@ -77,7 +78,7 @@ class LinkRows:
 
 
 def _merged(begin: Ints, link: Ints, share: Floats, latency_s: Floats) -> FlowRoutes:
-    """A link once in each row."""
+    """Return routes in which each link occurs once per row, with its shares added up."""
     flow = np.repeat(np.arange(len(begin) - 1), np.diff(begin))
     width = int(link.max(initial=0)) + 1
     codes, place = np.unique(flow * width + link, return_inverse=True)
@@ -91,7 +92,7 @@ def _merged(begin: Ints, link: Ints, share: Floats, latency_s: Floats) -> FlowRo
 
 
 def expand(begin: Ints, rows: Ints) -> tuple[Ints, Ints]:
-    """Return which of `rows` each entry of a table (`begin` as in FlowRoutes) belongs to, and the entry."""
+    """Return the entries of `rows` of a table (`begin` as in FlowRoutes): the index into `rows`, and the entry."""
     counts = (begin[1:] - begin[:-1])[rows]
     owner = np.repeat(np.arange(len(rows)), counts)
     within = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -100,7 +101,8 @@ def expand(begin: Ints, rows: Ints) -> tuple[Ints, Ints]:
 
 @dataclass(frozen=True, eq=False)
 class Legs:
-    """Flows as NICs see them. Those of a flow are side by side; a leg inside a server has no NICs (NO_NIC)."""
+    """Parts of flows between one source NIC and one destination NIC. Legs of a flow are adjacent. A leg that stays in a
+    server has no NICs (NO_NIC)."""
 
     flow: Ints  # [leg], ascending
     share: Floats  # [leg], of the flow's bytes
@@ -113,21 +115,22 @@ class Legs:
         return len(self.flow)
 
     def spread(self, counts: Ints) -> tuple["Legs", Ints]:
-        """Return each leg `counts` times, with an even share of its bytes, and the leg that each of them was."""
+        """Split each leg into `counts` equal legs. Return the legs, and the index of the original of each."""
         was = np.repeat(np.arange(len(self)), counts)
         found = Legs(*(getattr(self, each.name)[was] for each in fields(self)))
         return replace(found, share=found.share / counts[was]), was
 
 
 NO_NIC = -1  # the last row of a table by NIC
-# Adds the links of some of the legs to the rows; returns the seconds that passing them takes.
+# Adds the links of some legs to the rows, and returns their latency in seconds.
 Between = Callable[[LinkRows, Legs, Ints], Floats]
 
 
 @dataclass(frozen=True, eq=False)
 class HostNetwork:
-    """`rails`: a message for a GPU in another place is handed to the GPU of that place first, so that it stays on one
-    rail (NCCL's PXN). `place` of each GPU of a server is the NIC of the server that it uses; None: its own."""
+    """The part of a network inside servers: NVLink and NICs. `rails`: a message for a GPU on another rail first goes
+    over NVLink to the GPU of that rail in its own server (NCCL's PXN). `place` is the NIC of the server that each GPU
+    of a server uses; None: the nearest."""
 
     servers: Servers
     failed: SimulatedFailures
@@ -136,21 +139,22 @@ class HostNetwork:
 
     @property
     def nodes(self) -> int:
-        """NICs, then the NVLink switch of each server; others are numbered from here."""
+        """The number of nodes in servers: NICs, then one NVLink switch per server. Other nodes are numbered from
+        here."""
         return self.servers.nics + self.servers.count
 
     @cached_property
     def nic_works(self) -> Bools:
         if unknown := sorted(each for each in self.failed.nics if not 0 <= each < self.servers.nics):
-            raise ValueError(f"there are NICs 0 to {self.servers.nics - 1}, got {unknown[0]} as failed")
+            raise ValueError(f"failed NICs must be in 0..{self.servers.nics - 1}, got {unknown[0]}")
         works = np.ones(self.servers.nics, np.bool_)
         works[list(self.failed.nics)] = False
         return works
 
     @cached_property
     def _stand_ins(self) -> tuple[Ints, Ints]:
-        """Of each NIC those that carry its traffic, in rows: itself, or all that its server has left. The last row is
-        that of NO_NIC."""
+        """The NICs that carry each NIC's traffic, in compressed rows: the NIC itself, or, if it failed, all working
+        NICs of its server. The last row is for NO_NIC."""
         own = self.servers.nics_per_server
         usable = sorted(set(self.place)) if self.place else list(range(own))
         rows: list[list[int]] = []
@@ -162,7 +166,8 @@ class HostNetwork:
         return begin, np.array([nic for row in rows for nic in row], np.int64)
 
     def lay(self, wiring: Wiring, ports: Ints) -> int:
-        """`lay_nvlink`, then NICs: up to the node `ports[nic]`, down from it. Returns the number of NIC 0's link up."""
+        """Add the NVLink links, then each NIC's link up to the node `ports[nic]` and down from it. Return the number of
+        NIC 0's link up."""
         nics = np.arange(self.servers.nics)
         self.lay_nvlink(wiring)
         capacity = np.where(self.nic_works, self.servers.nic_bytes_per_s, 0.0)
@@ -171,7 +176,7 @@ class HostNetwork:
         return first
 
     def lay_nvlink(self, wiring: Wiring) -> None:
-        """The links 0 to 2 * gpus: out of each GPU, into each."""
+        """Add the NVLink links, numbered 0 to 2 * gpus - 1: first out of each GPU, then into each GPU."""
         servers, gpus = self.servers, np.arange(self.servers.gpus)
         switch = servers.nics + gpus // servers.gpus_per_server
         wiring.lay(LinkTier.NVLINK, servers.nvlink_bytes_per_s, servers.nic_of(gpus), switch)
@@ -181,22 +186,23 @@ class HostNetwork:
         return gpus // self.servers.gpus_per_server
 
     def check(self, src: Ints, dst: Ints) -> None:
-        """Raises ValueError where a flow begins or ends at no GPU, or ends where it begins."""
+        """Raise ValueError if a flow has an unknown GPU, or the same GPU as source and destination."""
         if np.any(src == dst):
-            raise ValueError(f"a flow goes from a GPU to another one, got {src[src == dst][0]} twice")
+            raise ValueError(f"source and destination of a flow must differ, got GPU {src[src == dst][0]} for both")
         for gpus in (src, dst):
             if len(gpus) and not (gpus.min() >= 0 and gpus.max() < self.servers.gpus):
-                raise ValueError(f"GPUs are numbered 0 to {self.servers.gpus - 1}, got {gpus.min()} to {gpus.max()}")
+                raise ValueError(f"GPUs must be in 0..{self.servers.gpus - 1}, got {gpus.min()}..{gpus.max()}")
 
     def legs(self, src: Ints, dst: Ints, direct: Bools | None = None) -> Legs:
-        """`direct` [flow]: those that leave the server by a circuit of its own, as if they stayed inside."""
+        """Return the legs of flows. `direct` [flow]: flows over circuits of the server itself; their legs have no
+        NICs."""
         self.check(src, dst)
         servers, flow = self.servers, np.arange(len(src))
         inside = self.server_of(src) == self.server_of(dst)
         if direct is not None:
             inside |= direct
         src_nic, dst_nic = self._nic(src), self._nic(dst)
-        if self.rails:  # to the destination's rail first
+        if self.rails:  # use the destination's rail
             src_nic = src_nic - src_nic % servers.nics_per_server + dst_nic % servers.nics_per_server
         src_nic, dst_nic = np.where(inside, NO_NIC, src_nic), np.where(inside, NO_NIC, dst_nic)
         legs = Legs(flow, np.ones(len(src)), src, dst, src_nic, dst_nic)
@@ -218,16 +224,17 @@ class HostNetwork:
         return np.asarray(server * self.servers.nics_per_server + np.array(self.place)[place])
 
     def _spread(self, legs: Legs, nics: Ints) -> tuple[Legs, Ints]:
-        """Over the NICs that stand in for those of one side, and these NICs. Raises ValueError where none is left."""
+        """Split legs over the NICs that replace failed `nics`. Return the legs and their NICs. Raises ValueError if no
+        NIC of the server works."""
         begin, stand_ins = self._stand_ins
         counts = np.diff(begin)[nics]
         if not counts.all():
-            raise ValueError(f"no NIC works any more beside NIC {nics[counts == 0][0]}")
+            raise ValueError(f"no NIC works on the server of failed NIC {nics[counts == 0][0]}")
         return legs.spread(counts)[0], stand_ins[expand(begin, nics)[1]]
 
     def routes(self, legs: Legs, first_up: int, between: Between, direct: Between | None = None) -> FlowRoutes:
-        """`between`: from NICs' links up to NICs' links down, without the propagation of the NICs' own. `direct`: from
-        server to server, of legs without NICs."""
+        """Return the routes of legs. `between` adds the path from a NIC's link up to a NIC's link down, and returns its
+        latency without those two links. `direct` adds the path between servers of legs without NICs."""
         rows = LinkRows(legs.flow, legs.share)
         inside, outside = np.flatnonzero(legs.src_nic == NO_NIC), np.flatnonzero(legs.src_nic != NO_NIC)
         latency_s = np.zeros(len(legs))
@@ -242,13 +249,14 @@ class HostNetwork:
         return rows.routes(latency_s)
 
     def _beside(self, nics: Ints) -> Ints:
-        """The first GPU of each NIC."""
+        """Return the first GPU at each NIC."""
         server, place = np.divmod(nics, self.servers.nics_per_server)
         per_nic = self.servers.gpus_per_server // self.servers.nics_per_server
         return np.asarray(server * self.servers.gpus_per_server + place * per_nic)
 
     def _handed(self, rows: LinkRows, legs: Ints, gpus: Ints, nics: Ints, out: bool) -> Floats:
-        """Over NVLink between a GPU and the first one beside the NIC that it uses, where that is not its own."""
+        """Add NVLink hops between a GPU and the first GPU at the NIC that it uses, for legs that use another GPU's NIC.
+        Return their latency."""
         legs = legs[self.servers.nic_of(gpus[legs]) != nics[legs]]
         one, other = (gpus, self._beside(nics)) if out else (self._beside(nics), gpus)
         rows.add(legs, one[legs])
@@ -259,17 +267,20 @@ class HostNetwork:
 
 
 def left(lost: Shares, count: int) -> Floats:
-    """[bundle], the share of each that works."""
+    """Return [bundle], the working fraction of each bundle."""
     found = np.ones(count)
     for bundle, share in lost.items():
         if not (0 <= bundle < count and 0 <= share <= 1):
-            raise ValueError(f"there are bundles 0 to {count - 1}, of which 0 to 1 is lost; got {share} of {bundle}")
+            raise ValueError(
+                f"lost uplinks must be fractions 0 to 1 of bundles 0 to {count - 1}, got {share} of bundle {bundle}"
+            )
         found[bundle] -= share
     return found
 
 
 def sums_between(one: Ints, other: Ints, size: Floats, count: int) -> Floats:
-    """[from, to] of so many, sizes of flows from `one` to `other` [flow] summed up; nothing to itself."""
+    """Return a `count` by `count` matrix [from, to] of the summed sizes of flows from `one` to `other` [flow], with a
+    zero diagonal."""
     sums = np.bincount(one * count + other, size, minlength=count**2).astype(np.float64).reshape(count, count)
     np.fill_diagonal(sums, 0.0)
     return sums

@@ -1,15 +1,16 @@
-"""MixNet (Liao et al., SIGCOMM 2025): of each server's NICs most end at the optical switch of a region of servers,
-which is reconfigured for each period; the rest are on a non-blocking fat tree of packet switches.
+"""Model MixNet (Liao et al., SIGCOMM 2025). Most NICs of each server connect to the optical switch of a region of
+servers, which is reconfigured for each period. The other NICs are on a non-blocking fat tree of packet switches.
 
-Circuits follow the demand inside a region, one by one to the pair of servers that would take longest. Traffic between
-two servers with a circuit takes it, from whichever GPU over NVLink; all other traffic goes over the tree. The optical
-switch's own delay counts, as for RFabric; that its authors saw NICs take seconds to come up again does not.
+Circuits follow the demand inside a region: each next circuit goes to the pair of servers that would take longest.
+Traffic between two servers with a circuit uses it, over NVLink from any GPU; all other traffic uses the tree. As for
+RFabric, only the optical switch's own delay counts, not the seconds that MixNet's authors measured until NICs came up
+again.
 
-How large a region is, the OrchestrRL paper does not say. MixNet's authors make it what holds one group of experts: in
-their simulator (mixnet-htsim, datacenter/mixnet.cpp) EP degree times TP degree GPUs, so that it goes by the job. One
-job of several stages, dense ones among them, has no such size: regions here are as large as the PoDs of the trees,
-which holds all groups of the paper's appendix C (16 GPUs) and of engines (40), and takes a third of the ports of the
-optical switch that section 7.2 has. Larger ones would keep more of the gradients' traffic on circuits.
+The OrchestrRL paper does not state the size of a region. MixNet's authors choose one that contains one group of
+experts: in their simulator (mixnet-htsim, datacenter/mixnet.cpp) EP degree times TP degree GPUs, per job. A job of
+several stages, some of them dense, has no such size. Regions here are as large as the PoDs of the trees. Such a region
+contains all groups of the paper's appendix C (16 GPUs) and of engines (40), and takes a third of the ports of the
+optical switch in section 7.2. Larger regions would keep more of the gradients' traffic on circuits.
 """
 
 from dataclasses import dataclass, field, replace
@@ -41,7 +42,7 @@ def mixnet(
     servers_per_pod: Count = SERVERS_PER_POD,
     servers_per_tor: Count | None = None,
 ) -> "MixNet":
-    """`eps_nics` of each server are on the tree, the others at the OCS of its region."""
+    """Build a MixNet with `eps_nics` NICs of each server on the tree and the others at the OCS of its region."""
     if eps_nics >= servers.nics_per_server:
         refuse(ShapeFault("eps_nics", f"must be < {servers.nics_per_server}, the NICs of a server", eps_nics))
     optical = servers.nics_per_server - eps_nics
@@ -70,18 +71,19 @@ class MixNet(SimulatedFabric):
 
     @property
     def pods(self) -> Pods:
-        """Its regions: what leaves one has the tree's NICs alone."""
+        """The regions. Traffic between regions can use only the NICs on the tree."""
         return Pods(np.arange(self.servers.count) // self.servers_per_region, apart=True)
 
     def inventory(self) -> Inventory:
-        """A NIC at an OCS has one transceiver, one fibre and one port there."""
+        """Return the components. A NIC at an OCS has one transceiver, one fibre and one OCS port."""
         optical = self.servers.count * self.optical
         return self.tree.inventory() + Inventory(
             transceivers=optical, nics=self.servers.nics, ocs_ports=optical, fibers=optical
         )
 
     def circuits(self, period: Period | None) -> Ints:
-        """[server, server], how many join the two; alike between all of a region at rest."""
+        """Return [server, server], the number of circuits between two servers. Outside any period (None), circuits are
+        even between all servers of a region."""
         return np.frombuffer(self.circuits_of(period), np.int64).reshape(self.servers.count, -1)
 
     def _circuits_for(self, period: Period | None) -> bytes:
@@ -108,7 +110,7 @@ class MixNet(SimulatedFabric):
 
     @cached_property
     def _hosts(self) -> HostNetwork:
-        """A GPU's NIC on the tree: the GPUs of a server share them evenly, in order."""
+        """The server side of the network. GPUs of a server share its NICs on the tree evenly, in order."""
         gpus, tree_nics = self.servers.gpus_per_server, self.servers.nics_per_server - self.optical
         place = tuple(self.optical + gpu * tree_nics // gpus for gpu in range(gpus))
         return HostNetwork(self.servers, self.failed, place=place)

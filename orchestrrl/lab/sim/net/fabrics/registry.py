@@ -1,4 +1,4 @@
-"""Fabrics by name."""
+"""Build simulated fabrics by name."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ KINDS: Mapping[str, Callable[..., SimulatedFabric]] = {
 
 
 def build(kind: str, servers: Servers, **options: object) -> SimulatedFabric:
-    """Raises ImpossibleSite (a ValueError) with all that is wrong with the options."""
+    """Build a fabric by its name. Raises ImpossibleSite (a ValueError) with all faults of the options."""
     if kind not in KINDS:
         refuse(ShapeFault("kind", f"must be one of {', '.join(KINDS)}", kind))
     try:
@@ -32,7 +32,7 @@ def build(kind: str, servers: Servers, **options: object) -> SimulatedFabric:
         for each in error.errors(include_url=False):
             message = each["msg"].removeprefix("Value error, ").removeprefix("Input ")
             if each["type"] == "unexpected_keyword_argument":
-                message = f"is no option of {kind}, which has {known}"
+                message = f"is not an option of {kind}; its options are {known}"
             faults.append(ShapeFault(str(each["loc"][0]), message, each["input"]))
         raise ImpossibleSite(faults) from None
 

@@ -1,10 +1,11 @@
-"""RFabric (section 5 of the OrchestrRL paper): rail-aligned ToRs that switch packets, optical switches above them.
+"""Model RFabric (section 5 of the OrchestrRL paper): rail-aligned ToRs that switch packets, optical switches above
+them.
 
-Circuits are those that the fabric's own planner materialises for a period's demand (planner/fabric/materialize.py):
-ports, lanes and the slice for responses as on a real site. Packets go over circuits between their two ToRs; where there
-are none, over as few other ToRs as lead there, or on another rail (`Rails`). Circuits of a period are worked out from
-those at rest, which join all ToRs of a rail evenly. ToRs of PoDs with fewer than three servers have too few fibres for
-all to reach all.
+Circuits are those that the fabric's own planner materialises for a period's demand (planner/fabric/materialize.py),
+with ports, lanes and the slice for responses as on a real site. Packets use the circuits between their two ToRs. If
+there are none, they cross the fewest other ToRs, or change rails (`Rails`). A period's circuits are planned starting
+from the circuits at rest, which connect all ToRs of a rail evenly. In PoDs with fewer than three servers, ToRs have too
+few fibres to connect all ToRs to each other.
 """
 
 from dataclasses import dataclass, field
@@ -26,12 +27,12 @@ from planner.fabric.model import PortPair
 from planner.fabric.topology import DEVICES, Site
 from planner.fabric.topology import Tier as SiteTier
 
-LONGEST = 2  # circuits of a way on a message's own rail
+LONGEST = 2  # circuits of a path on the message's own rail
 
 
 @dataclass(frozen=True, eq=False)
 class Rails:
-    """NICs in the same place of their servers are of one rail."""
+    """Chooses the rails of messages. NICs at the same index of their servers form a rail."""
 
     rails: int
     tor_of: Ints  # [nic]
@@ -39,14 +40,15 @@ class Rails:
     hops: Ints  # [tor, tor], circuits
 
     def lead(self, legs: Legs) -> Legs:
-        """Legs that would take over two circuits go on the rails of their servers on which it is fewest; those that
-        no rail leads, from any to any."""
+        """Move legs whose path has over two circuits to the rails with the fewest circuits. Legs that no single rail
+        connects may leave on one rail and arrive on another."""
         rails = np.arange(self.rails)
         legs = self._moved(legs, LONGEST, rails, rails)
         return self._moved(legs, NO_WAY - 1, np.repeat(rails, len(rails)), np.tile(rails, len(rails)))
 
     def _moved(self, legs: Legs, most: int, out: Ints, into: Ints) -> Legs:
-        """Legs of over `most` circuits, spread over all [choice] with fewest; over NVLink at both ends."""
+        """Spread legs of over `most` circuits over all choices with the fewest circuits. `out` and `into` [choice] are
+        the rails at the source and the destination, which NVLink reaches."""
         tor_of, hops = self.tor_of, self.hops
         own = np.where(legs.src_nic == NO_NIC, 0, hops[tor_of[legs.src_nic], tor_of[legs.dst_nic]])
         far = np.flatnonzero(own > most)
@@ -77,13 +79,14 @@ def rfabric(
     device: Device = "piezo_polatis",
     allocation: Allocation = "traffic",
 ) -> "RFabric":
-    """The first `train_servers` are in Train PoDs, evenly over as few as have room, the others in Gen PoDs, which are
-    full but for the last; each stage touches those that its template names. None: PoDs have no roles, and a period
-    touches those that it has traffic in. A full ToR has as many uplinks as NICs, and a PoD half as many lanes to the
-    core. `allocation`: by the traffic of each period; `uniform` over the pairs that have any; `fixed`: as at rest."""
+    """Build an RFabric. The first `train_servers` are in Train PoDs, spread evenly over the fewest that have room. The
+    others are in Gen PoDs, which are full except for the last. Each stage changes the PoDs that its template names.
+    None: PoDs have no roles, and a period changes those in which it has traffic. A full ToR has as many uplinks as
+    NICs, and a PoD half as many lanes to the core. `allocation`: `traffic` allocates circuits by the traffic of each
+    period, `uniform` evenly over the pairs that have traffic, `fixed` as at rest."""
     train = servers.count if train_servers is None else train_servers
     if train > servers.count:
-        refuse(ShapeFault("train_servers", f"must be <= {servers.count}, all servers", train))
+        refuse(ShapeFault("train_servers", f"must be <= {servers.count}, the number of servers", train))
     parts = [count for count in (train, servers.count - train) if count]
     per_pod = max(-(-count // -(-count // servers_per_pod)) for count in parts)
     site = regular_site(
@@ -108,7 +111,7 @@ def rfabric(
 @dataclass(frozen=True, eq=False)
 class RFabric(SimulatedFabric):
     site: Site
-    place: Ints  # [server], which of the site's it is
+    place: Ints  # [server], its index in the site
     roles: bool
     allocation: Allocation = "traffic"
     name: str = field(default="rfabric", kw_only=True)
@@ -124,8 +127,8 @@ class RFabric(SimulatedFabric):
         return max((each.device.reconfiguration_s for each in used), default=0.0)
 
     def inventory(self) -> Inventory:
-        """A NIC's link has a transceiver at either end and a port at the ToR; a ToR's fibre one transceiver and port,
-        and a port of an OCS. A lane to the core is a fibre between two ports of OCSs."""
+        """Return the components. A NIC's link has a transceiver at both ends and a ToR port. A ToR's fibre has one
+        transceiver, one ToR port and one OCS port. A lane to the core is a fibre between two OCS ports."""
         nics, lanes = self.servers.nics, len(self.site.lanes)
         up = sum(map(len, self.site.fibres[SiteTier.AGG].values())) - lanes
         return Inventory(
@@ -145,7 +148,7 @@ class RFabric(SimulatedFabric):
         return self.circuits.of_period(period.id, Stage(period.stage), demand)
 
     def tor_demand(self, flows: GpuFlows) -> Floats:
-        """[tor, tor], bytes that have to leave a ToR for another. Servers without a NIC have none."""
+        """Return [tor, tor], the bytes from one ToR to another. Servers without a working NIC contribute none."""
         here, there = self._hosts.server_of(flows.src), self._hosts.server_of(flows.dst)
         reached: Bools = self._hosts.nic_works.reshape(self.servers.count, -1).sum(axis=1) > 0
         outside = (here != there) & reached[here] & reached[there]
@@ -164,7 +167,7 @@ class RFabric(SimulatedFabric):
 
     @cached_property
     def _tor_of(self) -> Ints:
-        """[nic]"""
+        """The ToR of each NIC, [nic]."""
         number = {tor.id: place for place, tor in enumerate(self.site.tors)}
         rows = [[number[tor] for tor in self.site.servers[place].tors] for place in self.place.tolist()]
         return np.array(rows, np.int64).ravel()

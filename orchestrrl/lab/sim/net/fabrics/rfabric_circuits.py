@@ -1,13 +1,13 @@
-"""An RFabric's site, and its circuits in a period, from bytes between ToRs to cross-connects. Pure.
+"""Choose an RFabric's site and its circuits for a period, from bytes between ToRs to cross-connects. Pure.
 
-Sites are regular: all PoDs are built alike, for as many servers as the largest has. Where others have fewer, a ToR has
-as large a part of its fibres as it has servers of its places, and a PoD of its lanes to the core, rounded up. ToRs that
-are alone on their rails have none.
+Sites are regular: all PoDs are built alike, for as many servers as the largest has. In a smaller PoD, a ToR has a
+fraction of its fibres equal to its fraction of occupied server slots; the PoD's lanes to the core scale likewise. Both
+are rounded up. A ToR that is alone on its rail has no fibres.
 
-Circuits come from the fabric's own planner (planner/fabric/materialize.py), with the stages' own templates. Beside a
-period's circuits all servers reach all, in few hops or many: connectivity is kept (section 5.4 of the OrchestrRL
-paper). Where demand leaves servers apart, single circuits bridge them, as long as ports allow it; else at least those
-that send have a path, if any plan has one for them.
+Circuits come from the fabric's own planner (planner/fabric/materialize.py), with the stages' own templates. Every
+period keeps all servers connected, over any number of hops (section 5.4 of the OrchestrRL paper). If circuits for the
+demand leave servers disconnected, single circuits bridge them while ports are free. Otherwise at least the servers that
+send keep a path to their destinations, if any plan has one.
 """
 
 from collections import Counter
@@ -34,8 +34,8 @@ from planner.model import GpuId, Hold
 
 
 def evenly(count: int, per_pod: int) -> Ints:
-    """[server], its place in as few PoDs as have room: so that what is divided evenly over servers, as stages of a
-    pipeline are, is divided as PoDs are."""
+    """Return [server], its slot, with `count` servers spread evenly over the fewest PoDs that have room. Work that is
+    divided evenly over servers, as pipeline stages are, then falls on PoD boundaries."""
     pods = -(-count // per_pod)
     pod = np.arange(count) * pods // max(1, count)
     first = np.searchsorted(pod, pod)
@@ -43,7 +43,7 @@ def evenly(count: int, per_pod: int) -> Ints:
 
 
 def fitted(site: Site, place: Ints) -> Site:
-    """With servers in these of its places alone."""
+    """Return the site reduced to the servers in the slots `place`."""
     here = [site.servers[number] for number in place.tolist()]
     wanted = _wanted(site, here)
     ordered = sorted(site.switches, key=lambda each: (each.tier, each.pod or "", each.id))
@@ -61,7 +61,7 @@ def fitted(site: Site, place: Ints) -> Site:
 
 
 def _wanted(site: Site, here: Sequence[Server]) -> Mapping[EndpointId, int]:
-    """Fibres of each ToR and uplink in its PoD."""
+    """Return the number of fibres of each ToR and uplink inside its PoD."""
     if len(site.tors) == len({tor.rail for tor in site.tors}):
         return Counter()
     fibres = {endpoint: len(ends) for endpoint, ends in site.fibres[SiteTier.AGG].items()}
@@ -77,7 +77,8 @@ def _by_tor(servers: Iterable[Server]) -> Counter[EndpointId]:
 
 
 def _trimmed(site: Site, group: Sequence[Switch], wanted: Mapping[EndpointId, int]) -> list[Switch]:
-    """Evenly over the switches of a PoD or of the core, what does not divide on the first ones, as a site is laid."""
+    """Return the switches of a PoD or of the core with the wanted ports spread evenly; the first ones take the
+    remainder, as in a regular site."""
     found = []
     for number, switch in enumerate(group):
         ports = {}
@@ -89,20 +90,21 @@ def _trimmed(site: Site, group: Sequence[Switch], wanted: Mapping[EndpointId, in
 
 
 def _chosen(site: Site, switch: Switch, ports: Sequence[int], count: int) -> tuple[int, ...]:
-    """Those that are kept for a purpose first, but for a half that has none."""
+    """Return `count` of the ports: reserved ports first, up to one half of them, then free ports."""
     reserved = [port for port in ports if (switch.id, port) in site.reserved][: count // 2]
     free = [port for port in ports if (switch.id, port) not in site.reserved]
     return tuple(sorted([*free[: count - len(reserved)], *reserved]))
 
 
-TRIES = 5  # of joining what a plan leaves apart; bridges take ports from what joined others by chance
+TRIES = 5  # attempts to connect what a plan leaves apart; a bridge may take ports that connected other servers
 _EITHER = frozenset(PodRole)
 _ANY_TWO = frozenset((one, other) for one in PodRole for other in PodRole)
 
 
 @dataclass(frozen=True, eq=False)
 class RFabricCircuits:
-    """`roles`: whether PoDs are of Train or Gen, and each stage touches its own; else a period may touch all."""
+    """Plans the circuits of each period. With `roles`, PoDs are Train or Gen PoDs, and a stage changes only its own
+    PoDs; without, a period may change all PoDs."""
 
     site: Site
     roles: bool
@@ -111,7 +113,7 @@ class RFabricCircuits:
 
     @cached_property
     def at_rest(self) -> frozenset[PortPair]:
-        """All ToRs of a rail alike."""
+        """The circuits outside any period: they connect all ToRs of a rail evenly."""
         demand = (self._rail[:, None] == self._rail).astype(np.float64)
         np.fill_diagonal(demand, 0.0)
         intent = self._intent("rest", Stage.TRAIN, demand)
@@ -119,7 +121,7 @@ class RFabricCircuits:
         return frozenset() if isinstance(plan, Hold) else plan.cross_connects
 
     def of_period(self, period: str, stage: Stage, demand: Floats) -> frozenset[PortPair]:
-        """`demand` [tor, tor], bytes."""
+        """Return the circuits of a period. `demand` [tor, tor], bytes."""
         template = TEMPLATES[stage] if self.roles else _anywhere(stage)
         eligible = self._eligible(template)
         demand = np.where(eligible, demand, 0.0)
@@ -133,12 +135,13 @@ class RFabricCircuits:
             found.append(self.at_rest if isinstance(plan, Hold) else plan.cross_connects)
             if self._led(self._hops(found[-1])).all():
                 return found[-1]
-            kept = found[-1] if further > 1 else frozenset()  # at last bridges lead to all by themselves
+            kept = found[-1] if further > 1 else frozenset()  # the last attempt connects all servers by bridges alone
             bridges |= self._bridges(kept, eligible, demand > 0, bridges)
         return max([self.at_rest, *found], key=lambda each: self._rank(each, demand > 0))
 
     def between_tors(self, cross_connects: frozenset[PortPair]) -> Ints:
-        """[tor, tor], how many join the two: in a PoD over its own switches, else over lanes and the core."""
+        """Return [tor, tor], the number of circuits between two ToRs: inside a PoD over its own switches, otherwise
+        over lanes and the core."""
         site, joins, owner = self.site, partners(cross_connects), self.site.owner
         lane_at = site.lane_at
         number = {tor.id: place for place, tor in enumerate(site.tors)}
@@ -170,13 +173,13 @@ class RFabricCircuits:
 
     @cached_property
     def pod_of(self) -> Ints:
-        """[tor]"""
+        """The index of each ToR's PoD, [tor]."""
         number = {pod.id: place for place, pod in enumerate(self.site.pods)}
         return np.array([number[tor.pod] for tor in self.site.tors], np.int64)
 
     @cached_property
     def _voices(self) -> list[GpuId]:
-        """[tor], a GPU that speaks for all that are below it."""
+        """One representative GPU below each ToR, [tor]."""
         found: dict[EndpointId, GpuId] = {}
         for server in self.site.servers:
             for gpu in server.gpus:
@@ -184,7 +187,7 @@ class RFabricCircuits:
         return [found[tor.id] for tor in self.site.tors]
 
     def _eligible(self, template: StageTemplate) -> Bools:
-        """[tor, tor], whether the stage gives the two circuits."""
+        """Return [tor, tor], True if the stage may connect the two ToRs."""
         pods = self.site.pods
         joins = np.array(
             [[one is other or (one.role, other.role) in template.core_roles for other in pods] for one in pods]
@@ -196,20 +199,20 @@ class RFabricCircuits:
     def _bridges(
         self, found: frozenset[PortPair], eligible: Bools, demanded: Bools, bridges: frozenset[tuple[int, int]]
     ) -> frozenset[tuple[int, int]]:
-        """More pairs of ToRs, that lead all blocks of servers to the ToRs that most of them reach."""
+        """Return further ToR pairs that connect all server blocks to the ToR that most blocks reach."""
         laid = np.zeros(demanded.shape, np.bool_)
         for one, other in bridges:
             laid[one, other] = laid[other, one] = True
         joined = np.asarray(demanded | demanded.T | laid, np.bool_)
         free = self._ports - laid.sum(axis=1)
-        # PoDs that are only touched by a bridge lose what joins them to those that are not.
+        # A PoD that only a bridge touches loses its circuits to PoDs that no bridge touches.
         idle = ~np.isin(self.pod_of, self.pod_of[joined.any(axis=1)])
         circuits = np.where(self._apart & (idle[:, None] | idle), 0, self.between_tors(found))
         return self._joining(distances(DirectedLinks.of(np.where(laid, 1.0, circuits))) < NO_WAY, eligible, free)
 
     def _joining(self, reach: Bools, eligible: Bools, free: Ints) -> frozenset[tuple[int, int]]:
-        """Few, of one PoD and rail, where ToRs have most ports. `reach` [tor, tor]; `free` [tor], ports beside other
-        bridges."""
+        """Return few bridges, preferably inside one PoD and rail, and between ToRs with the most free ports. `reach`
+        [tor, tor]; `free` [tor], ports that no other bridge uses."""
         touches: Bools = np.asarray(reach[:, self.blocks].any(axis=2))  # [tor, block]
         hub = int(np.argmax(touches.sum(axis=1)))
         inside: Bools = reach[hub].copy()
@@ -231,30 +234,30 @@ class RFabricCircuits:
 
     @cached_property
     def _rail(self) -> Ints:
-        """[tor], -1: of none."""
+        """The rail of each ToR, [tor]; -1 for a ToR without a rail."""
         return np.array([-1 if tor.rail is None else tor.rail for tor in self.site.tors])
 
     @cached_property
     def _ports(self) -> Ints:
-        """[tor], fibres that work."""
+        """The number of working fibres of each ToR, [tor]."""
         failed, fibres = self.failed_ports.ports, self.site.fibres[SiteTier.AGG]
         return np.array([sum(end not in failed for end in fibres[tor.id]) for tor in self.site.tors], np.int64)
 
     @cached_property
     def _apart(self) -> Bools:
-        """[tor, tor], of two PoDs."""
+        """True for two ToRs in different PoDs, [tor, tor]."""
         return np.asarray(self.pod_of[:, None] != self.pod_of, np.bool_)
 
     def _hops(self, cross_connects: frozenset[PortPair]) -> Ints:
         return distances(DirectedLinks.of(self.between_tors(cross_connects).astype(np.float64)))
 
     def _led(self, hops: Ints) -> Bools:
-        """[block of servers, block], whether there is a way, on whichever rail."""
+        """Return [block of servers, block], True if a path connects the two blocks on any rail."""
         blocks = self.blocks
         return np.array([[(hops[np.ix_(one, other)] < NO_WAY).any() for other in blocks] for one in blocks], np.bool_)
 
     def _rank(self, cross_connects: frozenset[PortPair], demanded: Bools) -> tuple[bool, bool]:
-        """Whether all are led to all, and whether those are that send."""
+        """Return whether every block reaches every other, and whether every block pair with demand is connected."""
         led = self._led(self._hops(cross_connects))
         of_block = np.array([[tor in block for block in self.blocks] for tor in range(len(demanded))], np.int64)
         return bool(led.all()), bool((led | (of_block.T @ demanded @ of_block == 0)).all())
@@ -273,12 +276,13 @@ class RFabricCircuits:
 
 
 def _anywhere(stage: Stage) -> StageTemplate:
-    """Of PoDs without roles: all may be touched and joined; ports that are left over as at its stage."""
+    """Return the template of a site without PoD roles: all PoDs may be changed and connected. Spare ports are used as
+    in the stage's own template."""
     return replace(TEMPLATES[stage], touched=_EITHER, core_roles=_ANY_TWO)
 
 
 def _first(may: Bools, *marks: Bools | Ints) -> tuple[int, int]:
-    """Of those that may be, the one with the highest marks, the first mark counting most."""
+    """Return the row and column of an allowed entry with the highest marks, compared lexicographically."""
     rows, columns = np.nonzero(may)
     marked = [np.broadcast_to(each, may.shape)[rows, columns] for each in marks]
     best = int(np.lexsort([-np.arange(len(rows)), *marked[::-1]])[-1])
@@ -286,6 +290,6 @@ def _first(may: Bools, *marks: Bools | Ints) -> tuple[int, int]:
 
 
 def _some(ends: Sequence[tuple[OcsId, int]], share: float) -> list[tuple[OcsId, int]]:
-    """So many of them, evenly over the switches that they are on."""
+    """Return the fraction `share` of `ends`, spread evenly over their switches."""
     count = round(share * len(ends))
     return [ends[number * len(ends) // count] for number in range(count)]

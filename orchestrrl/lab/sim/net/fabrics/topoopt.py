@@ -1,13 +1,13 @@
-"""TopoOpt (Wang et al., NSDI 2023): NICs joined directly over patch panels, once for a job; hosts forward.
+"""Model TopoOpt (Wang et al., NSDI 2023): NICs connected directly over patch panels, once per job; hosts forward.
 
-A NIC's two fibres are patched apart: what it sends goes to one server, what it receives comes from another. So NIC k of
-all servers makes a permutation of them. The first `ring_nics` are rings at strides that lead everywhere in few hops, as
-their AllReduce permutations; each other serves the most of the job's demand at once (an assignment), and what it serves
-counts half for those that follow, as their matchings. They divide NICs by how much of the traffic is AllReduce, and
-run it in the order of their rings; bytes from GPU to GPU do not tell it apart, and go in NCCL's order. So NICs are
-divided as serves the demand best. Traffic takes as few hops as there are, spread over all such ways (they route MP
-traffic over k shortest paths), and loads each link on the way. What forwarding takes of a host is not modelled but
-for `FORWARD_S`.
+The two fibres of a NIC are patched separately: it may send to one server and receive from another. NIC k of all servers
+therefore forms a permutation of the servers. The first `ring_nics` NICs form rings whose strides reach every server in
+few hops, as TopoOpt's AllReduce permutations. Each further NIC is assigned to serve the most remaining demand, and
+served demand counts half for the NICs after it, as in TopoOpt's matchings. TopoOpt divides NICs by the fraction of
+AllReduce traffic, and runs AllReduce in the order of its rings. Bytes between GPUs do not identify AllReduce here, and
+follow NCCL's order; NICs are divided as serves the demand best. Traffic uses all paths with the fewest hops (TopoOpt
+routes MP traffic over k shortest paths) and loads each link of a path. The only modelled cost of forwarding on a host
+is `FORWARD_S`.
 """
 
 from dataclasses import dataclass, field
@@ -25,19 +25,19 @@ from orchestrrl.lab.sim.net.fabrics.hosts import HostNetwork, Legs, LinkRows, Wi
 from orchestrrl.lab.sim.net.model import Floats, FlowRoutes, GpuFlows, Ints, LinkNetwork, Servers
 from planner.fabric.generate import ShapeFault
 
-FORWARD_S = 0.8e-6  # of a host that forwards: what a switch takes
+FORWARD_S = 0.8e-6  # latency of a host that forwards, equal to a switch's
 
 
 def topoopt(
     servers: Servers, *, demand: InstanceOf[GpuFlows] | None = None, ring_nics: Count | None = None
 ) -> "TopoOpt":
-    """`demand`: of the whole job, which the topology is for; None: rings alone. `ring_nics` None: as many as leave the
-    fullest link the least to carry, two at least, so that a NIC may fail."""
+    """Build a TopoOpt fabric for the `demand` of the whole job; None: rings only. `ring_nics` None: the number that
+    minimises the load of the busiest link, but at least two, so that a NIC may fail."""
     nics = servers.nics_per_server
     if ring_nics is not None and ring_nics > nics:
         refuse(ShapeFault("ring_nics", f"must be <= {nics}, the NICs of a server", ring_nics))
     if demand is not None and (most := int(max(demand.src.max(initial=0), demand.dst.max(initial=0)))) >= servers.gpus:
-        refuse(ShapeFault("demand", f"GPUs are numbered 0 to {servers.gpus - 1}", most))
+        refuse(ShapeFault("demand", f"GPUs must be in 0..{servers.gpus - 1}", most))
     sent = np.zeros((servers.count, servers.count)) if demand is None else server_demand(servers, demand)
     wanted = range(min(2, nics), nics + 1) if ring_nics is None and sent.any() else (ring_nics or nics,)
     found = [TopoOpt(servers, _permutations(sent, nics, rings)) for rings in wanted]
@@ -45,13 +45,13 @@ def topoopt(
 
 
 def server_demand(servers: Servers, flows: GpuFlows) -> Floats:
-    """[server, server], bytes between two."""
+    """Return [server, server], the bytes from one server to another."""
     one, other = flows.src // servers.gpus_per_server, flows.dst // servers.gpus_per_server
     return sums_between(one, other, flows.bytes, servers.count)
 
 
 def _permutations(demand: Floats, nics: int, rings: int) -> Ints:
-    """[nic of a server, server], the server that it sends to."""
+    """Return [nic of a server, server], the server to which the NIC sends."""
     count = len(demand)
     if not demand.any():
         rings = nics
@@ -68,7 +68,8 @@ def _permutations(demand: Floats, nics: int, rings: int) -> Ints:
 
 
 def _strides(count: int, rings: int) -> list[int]:
-    """Of rings that come by every server, near the powers of one number: few hops to anywhere."""
+    """Return the strides of rings that visit every server. They are near the powers of one number, so that every server
+    is reached in few hops."""
     whole = [stride for stride in range(1, count) if gcd(stride, count) == 1] or [0]
     base = count ** (1 / rings)
     return [min(whole, key=lambda stride: (abs(stride - base**number), stride)) for number in range(rings)]
@@ -76,24 +77,25 @@ def _strides(count: int, rings: int) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class TopoOpt(SimulatedFabric):
-    """It is patched before the job begins. There are no ToRs or PoDs: shares of their uplinks say nothing here."""
+    """A TopoOpt fabric, patched before the job begins. It has no ToRs or PoDs: failures of their uplinks have no
+    effect."""
 
     sends_to: Ints  # [nic of a server, server]
     name: str = field(default="topoopt", kw_only=True)
 
     @property
     def pods(self) -> Pods:
-        """One: servers are as near as the patches make them."""
+        """One PoD with all servers: patching alone determines their distance."""
         return Pods(np.zeros(self.servers.count, np.int64), apart=False)
 
     def inventory(self) -> Inventory:
-        """A NIC has one transceiver, and its pair of fibres ends in a port of a patch panel."""
+        """Return the components. A NIC has one transceiver, and its pair of fibres ends at one patch panel port."""
         nics = self.servers.nics
         return Inventory(transceivers=nics, nics=nics, patch_panel_ports=nics, fibers=nics)
 
     @cached_property
     def joins(self) -> Ints:
-        """[server, server], NICs of the first that send to one of the other."""
+        """The number of NICs of the first server that send to a NIC of the second, [server, server]."""
         servers = self.servers
         works = HostNetwork(servers, self.failed).nic_works.reshape(servers.count, -1)
         found = np.zeros((servers.count, servers.count), np.int64)
@@ -103,7 +105,8 @@ class TopoOpt(SimulatedFabric):
         return found
 
     def strain(self, demand: Floats) -> tuple[float, float]:
-        """Bytes over each NIC of the fullest link, to a thousandth, and over all NICs; `demand` [server, server]."""
+        """Return the bytes per NIC of the busiest link, rounded to four digits, and the bytes over all NICs. `demand`
+        [server, server], bytes."""
         edges = DirectedLinks.of(self.joins.astype(np.float64))
         one, other = np.nonzero(demand)
         owner, edge, share = shortest_ways(edges, one, other).rows(np.arange(len(one)))

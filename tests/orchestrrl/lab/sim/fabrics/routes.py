@@ -1,4 +1,4 @@
-"""What a route must be, whichever the fabric; helpers of the tests beside."""
+"""Checks of routes that hold on every fabric, shared by the tests of this folder."""
 
 import numpy as np
 
@@ -11,25 +11,26 @@ def all_pairs(servers: Servers) -> tuple[Ints, Ints]:
 
 
 def owners(routes: FlowRoutes) -> Ints:
-    """[entry], the flow that it is of."""
+    """Return [entry], the flow of the entry."""
     return np.repeat(np.arange(len(routes.begin) - 1), np.diff(routes.begin))
 
 
 def load(network: LinkNetwork, flows: GpuFlows) -> np.ndarray:
-    """[link], bytes that pass."""
+    """Return [link], the bytes over the link."""
     routes = network.router(flows.src, flows.dst)
     sent = routes.share * flows.bytes[owners(routes)]
     return np.bincount(routes.link, sent, minlength=len(network.capacity_bytes_per_s))
 
 
 def slowest_s(network: LinkNetwork, flows: GpuFlows) -> float:
-    """Of the most loaded link, were it the only one."""
+    """Return the transfer time of the most loaded link alone."""
     busy = load(network, flows)
     return float((busy[busy > 0] / network.capacity_bytes_per_s[busy > 0]).max(initial=0.0))
 
 
 def check_routes(network: LinkNetwork, src: Ints, dst: Ints) -> FlowRoutes:
-    """At each node as much leaves as arrives, but at the two ends; a link comes once; latency is sound."""
+    """Check that traffic is conserved at each node except the two ends, that a link occurs once per flow, and that
+    latencies are plausible."""
     routes, servers, ends = network.router(src, dst), network.servers, network.ends
     assert ends is not None
     assert len(ends) == len(network.tier)
@@ -50,7 +51,7 @@ def check_routes(network: LinkNetwork, src: Ints, dst: Ints) -> FlowRoutes:
 
 
 def check_order(network: LinkNetwork, src: Ints, dst: Ints) -> None:
-    """Where a flow takes one path alone, each link begins where the one before ended."""
+    """Check that the links of each single-path flow are in path order."""
     routes, ends = network.router(src, dst), network.ends
     assert ends is not None
     owner = owners(routes)

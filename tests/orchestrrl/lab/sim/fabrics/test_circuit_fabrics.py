@@ -1,4 +1,4 @@
-"""RFabric, MixNet, TopoOpt: circuits within ports, where the demand is, and what they cost in hops."""
+"""Tests of the circuits of RFabric, MixNet and TopoOpt: ports, allocation by demand, hops and components."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ from planner.fabric.topology import Tier as SiteTier
 
 
 def shifted(first: int, last: int, by: int, size: float = 1e9) -> GpuFlows:
-    """Each GPU of first to last to the one so far on, round."""
+    """Return flows from each GPU of `first` to `last` to the GPU `by` positions further, cyclically."""
     src = np.arange(first, last)
     return GpuFlows(src, first + (src - first + by) % (last - first), np.full(last - first, size))
 
@@ -38,11 +38,11 @@ def tiers_of(network: LinkNetwork, flows: GpuFlows) -> set[LinkTier]:
     lost=st.floats(0, 0.6),
     allocation=st.sampled_from(["traffic", "uniform"]),
 )
-def test_circuits_are_within_ports_and_can_be_committed(
+def test_circuits_fit_ports_and_pass_validation(
     seed: int, pods: int, blocks: int | None, stage: FabricStage, lost: float, allocation: str
 ) -> None:
     rng = np.random.default_rng(seed)
-    servers = Servers(4 * pods - seed % 3)  # the last PoD may have empty places
+    servers = Servers(4 * pods - seed % 3)  # the last PoD may have empty slots
     whole = rfabric(
         servers,
         servers_per_pod=4,
@@ -64,8 +64,8 @@ def test_circuits_are_within_ports_and_can_be_committed(
         assert (circuits.sum(axis=1) <= ports).all()
 
 
-def test_circuits_go_where_the_traffic_is() -> None:
-    """Each PoD to the next, in pairs: all lanes of either, where at rest a third of them joins the two."""
+def test_circuits_follow_traffic() -> None:
+    """PoDs send in pairs. A pair uses all lanes of both PoDs; at rest, a third of the lanes connects the two."""
     servers = Servers(64)
     src = np.concatenate([np.arange(128), np.arange(256, 384)])
     flows = GpuFlows(src, src + 128, np.full(256, 1e9))
@@ -77,7 +77,7 @@ def test_circuits_go_where_the_traffic_is() -> None:
     assert times["traffic"] == pytest.approx(2e9 / servers.nic_bytes_per_s, rel=0.15)  # half of a ToR's are lanes
 
 
-def test_what_knows_no_volume_gives_the_light_pairs_too_much() -> None:
+def test_uniform_allocation_is_slower_with_unequal_traffic() -> None:
     servers, src, heavy = Servers(48), np.arange(128), 2e9
     flows = GpuFlows.joined(
         [GpuFlows(src, src + 128, np.full(128, heavy)), GpuFlows(src, src + 256, np.full(128, heavy / 16))]
@@ -89,18 +89,18 @@ def test_what_knows_no_volume_gives_the_light_pairs_too_much() -> None:
     assert times[0] < 0.8 * times[1]
 
 
-def test_rings_of_a_rail_inside_a_pod_never_leave_its_tors() -> None:
+def test_rail_rings_inside_a_pod_stay_on_their_tors() -> None:
     fabric = rfabric(Servers(64))
     network = fabric.network(period(shifted(0, 256, 8)))
     assert tiers_of(network, shifted(0, 256, 8)) == {LinkTier.NIC}
 
 
-def test_another_rail_is_reached_over_nvlink() -> None:
+def test_other_rail_is_reached_over_nvlink() -> None:
     network = rfabric(Servers(8)).network()
     assert tiers_of(network, GpuFlows.of([(0, 13, 1.0)])) == {LinkTier.NVLINK, LinkTier.NIC}
 
 
-def test_stages_touch_their_own_pods() -> None:
+def test_stages_change_only_their_own_pods() -> None:
     fabric = rfabric(Servers(32), servers_per_pod=8, train_servers=16)
     train = fabric.circuits_of(period(shifted(0, 128, 64), "train"))
     gen = fabric.circuits_of(period(shifted(128, 256, 8), "gen", FabricStage.GEN))
@@ -109,12 +109,12 @@ def test_stages_touch_their_own_pods() -> None:
     of_train = {switch.id for pod in ("train0", "train1") for switch in fabric.site.agg_switches_of[pod]}
     kept = {each for each in rest if each.switch in of_train}
     assert train != rest
-    assert len({each for each in gen if each.switch in of_train} & kept) >= 0.4 * len(kept)  # but for lanes to Gen
+    assert len({each for each in gen if each.switch in of_train} & kept) >= 0.4 * len(kept)  # except lanes to Gen
     assert {each.switch for each in train} & of_gen
 
 
-def test_gen_pods_are_by_themselves() -> None:
-    """What goes between two of them has what joins them at rest, a third of their lanes; without roles all of them."""
+def test_gen_periods_do_not_add_circuits_between_gen_pods() -> None:
+    """Traffic between two Gen PoDs has the circuits at rest, a third of their lanes; without roles, all lanes."""
     flows = GpuFlows.joined([shifted(128, 256, 64), shifted(128, 256, 8)])
 
     def between_pods(**options: int) -> int:
@@ -123,12 +123,12 @@ def test_gen_pods_are_by_themselves() -> None:
         return int(circuits[16:24, 24:32].sum())
 
     assert between_pods(train_servers=16) <= 11
-    assert between_pods() >= 31  # but for what joins the others
+    assert between_pods() >= 31  # except the lane that connects the other PoDs
 
 
-def test_blocks_of_a_pod_stay_joined_where_demand_takes_all_ports() -> None:
-    """Experts' groups of four servers in PoDs of 22: those that lie across blocks, and across PoDs, ask for more than
-    their ToRs' eight fibres each, and leave none that would lead to the other blocks."""
+def test_blocks_of_a_pod_stay_connected_when_demand_exceeds_ports() -> None:
+    """Expert groups have four servers, in PoDs of 22. Groups that span blocks or PoDs need more than the eight fibres
+    of their ToRs, which leaves no fibre to the other blocks."""
     fabric = rfabric(Servers(64), train_servers=20, servers_per_tor=8)
     src, dst = all_pairs(Servers(4))
     groups = [GpuFlows(first + src, first + dst, np.ones(len(src))) for first in range(160, 512, 32)]
@@ -137,7 +137,7 @@ def test_blocks_of_a_pod_stay_joined_where_demand_takes_all_ports() -> None:
     check_routes(network, 160 + 8 * one_each[0], 160 + 8 * one_each[1])
 
 
-def test_a_lane_for_responses_is_there_in_every_stage() -> None:
+def test_every_stage_has_a_lane_for_responses() -> None:
     fabric = rfabric(Servers(16), servers_per_pod=8, train_servers=8)
     for stage in FabricStage:
         network = fabric.network(period(shifted(0, 64, 8), f"at {stage}", stage))
@@ -150,16 +150,16 @@ def test_fixed_circuits_never_change() -> None:
     assert rfabric(Servers(16), servers_per_pod=4).changes(None, period(shifted(0, 64, 32)))
 
 
-def test_devices_say_how_long_a_change_takes() -> None:
+def test_reconfiguration_time_is_the_devices() -> None:
     assert rfabric(Servers(64)).reconfigures_s == 0.025
     assert rfabric(Servers(64), device="mems_3d_calient").reconfigures_s == 0.010
     assert mixnet(Servers(8)).reconfigures_s == 0.025
     assert topoopt(Servers(8)).reconfigures_s == 0
-    assert rfabric(Servers(8)).reconfigures_s == 0.0  # ToRs that are alone on their rails have no circuits
+    assert rfabric(Servers(8)).reconfigures_s == 0.0  # a ToR that is alone on its rail has no circuits
 
 
-def test_components_of_circuits() -> None:
-    """2,048 NICs. RFabric: as many fibres up as NICs, half as many lanes, each with a port at either end."""
+def test_inventory_of_circuit_fabrics() -> None:
+    """With 2,048 NICs, RFabric has as many uplink fibres as NICs, and half as many lanes with a port at both ends."""
     servers = Servers(256)
     assert rfabric(servers).inventory() == Inventory(
         transceivers=3 * 2048, nics=2048, electrical_ports=2 * 2048, ocs_ports=2 * 2048, fibers=5 * 1024
@@ -170,11 +170,11 @@ def test_components_of_circuits() -> None:
     )
 
 
-def test_empty_places_cost_nothing() -> None:
-    """Two servers train and six generate, in PoDs of six places: a ToR's fibre for each NIC, a lane for every second
-    one, as where all PoDs are full."""
+def test_empty_server_slots_add_no_components() -> None:
+    """Two servers train and six generate, in PoDs of six slots. There is a ToR fibre per NIC and a lane for every
+    second NIC, as if all PoDs were full."""
     alone = Inventory(transceivers=2 * 64, nics=64, electrical_ports=64, fibers=64)
-    assert rfabric(Servers(8)).inventory() == alone  # a ToR to a rail: nothing above it
+    assert rfabric(Servers(8)).inventory() == alone  # one ToR per rail, without uplinks
     full = Inventory(transceivers=3 * 64, nics=64, electrical_ports=2 * 64, ocs_ports=2 * 64, fibers=64 + 64 + 32)
     assert rfabric(Servers(8), train_servers=2).inventory() == full
     assert rfabric(Servers(8), train_servers=4).inventory() == full
@@ -186,9 +186,9 @@ def test_empty_places_cost_nothing() -> None:
 
 
 @given(count=st.integers(2, 40), train=st.integers(0, 40), per_tor=st.sampled_from([None, 3]))
-def test_components_go_by_servers_and_hardly_by_how_they_are_split(count: int, train: int, per_tor: int | None) -> None:
-    """Rounded up by a fibre a ToR at most; a ToR with a server fewer than others of its PoD has as many fibres. ToRs
-    that are alone on their rails have none."""
+def test_inventory_depends_little_on_the_split_of_servers(count: int, train: int, per_tor: int | None) -> None:
+    """Rounding adds at most one fibre per ToR. A ToR with one server fewer than others of its PoD has as many fibres.
+    ToRs that are alone on their rails have none."""
     fabric = rfabric(Servers(count), train_servers=min(train, count), servers_per_tor=per_tor, servers_per_pod=8)
     found, nics = fabric.inventory(), 8 * count
     up = found.electrical_ports - nics
@@ -198,8 +198,8 @@ def test_components_go_by_servers_and_hardly_by_how_they_are_split(count: int, t
     assert found.nics == nics
 
 
-def test_stages_of_a_pipeline_are_in_pods_of_their_own() -> None:
-    """36 servers in two PoDs of up to 32: 18 in each, as two stages of a pipeline have them."""
+def test_pipeline_stages_have_separate_pods() -> None:
+    """36 servers in two PoDs of up to 32 are 18 in each, as two pipeline stages need."""
     pods = rfabric(Servers(101), train_servers=36, servers_per_pod=32).pods
     assert pods.apart
     train, gen = np.bincount(pods.of[:36]), np.bincount(pods.of[36:])[2:]
@@ -208,7 +208,7 @@ def test_stages_of_a_pipeline_are_in_pods_of_their_own() -> None:
     assert np.bincount(rfabric(Servers(70)).pods.of).tolist() == [24, 23, 23]
 
 
-def test_mixnet_joins_servers_of_a_region_that_have_most_to_say() -> None:
+def test_mixnet_connects_region_servers_with_the_most_traffic() -> None:
     fabric = mixnet(Servers(64))
     ring = shifted(0, 64, 8)  # eight servers, each to the next
     circuits = fabric.circuits(period(ring))
@@ -218,12 +218,12 @@ def test_mixnet_joins_servers_of_a_region_that_have_most_to_say() -> None:
     assert tiers_of(network, ring) == {LinkTier.NVLINK, LinkTier.DIRECT}
 
 
-def test_circuits_carry_what_their_nics_do() -> None:
+def test_circuits_have_the_bandwidth_of_their_nics() -> None:
     ring, servers = shifted(0, 64, 8), Servers(64)
     assert slowest_s(mixnet(servers).network(period(ring)), ring) == pytest.approx(8e9 / 3 / servers.nic_bytes_per_s)
 
 
-def test_latency_counts_fibres_and_the_switches_that_look_at_packets() -> None:
+def test_latency_counts_fibres_and_packet_switches() -> None:
     far = shifted(0, 128, 64)
     link_s, switch_s = 1e-6, 0.8e-6
 
@@ -239,7 +239,7 @@ def test_latency_counts_fibres_and_the_switches_that_look_at_packets() -> None:
     assert latency_s(two_hops, 16) == pytest.approx((1 + 2 * 2) * link_s + switch_s)
 
 
-def test_mixnet_has_two_nics_out_of_a_region() -> None:
+def test_mixnet_leaves_a_region_over_two_nics() -> None:
     servers = Servers(64)
     fabric = mixnet(servers)
     far = shifted(0, 512, 256)
@@ -248,19 +248,19 @@ def test_mixnet_has_two_nics_out_of_a_region() -> None:
     assert slowest_s(network, far) == pytest.approx(4e9 / servers.nic_bytes_per_s)
 
 
-def test_mixnet_without_a_nic_on_the_tree_takes_the_other() -> None:
+def test_mixnet_uses_the_other_tree_nic_after_a_failure() -> None:
     servers = Servers(64)
     network = mixnet(servers).without(SimulatedFailures(nics=frozenset({6}))).network(period(shifted(0, 512, 256)))
     assert slowest_s(network, shifted(0, 512, 256)) == pytest.approx(8e9 / servers.nic_bytes_per_s)
 
 
-def test_mixnet_gives_fewer_circuits_where_nics_failed() -> None:
+def test_mixnet_allocates_fewer_circuits_after_nic_failures() -> None:
     fabric = mixnet(Servers(8)).without(SimulatedFailures(nics=frozenset({0, 1, 2, 3})))
     assert fabric.circuits(None)[0].sum() <= 2
 
 
 @given(seed=st.integers(0, 10**6), count=st.integers(2, 12), rings=st.integers(1, 8))
-def test_topoopt_has_each_nic_send_once_and_receive_once(seed: int, count: int, rings: int) -> None:
+def test_topoopt_nics_send_to_one_server_and_receive_from_one(seed: int, count: int, rings: int) -> None:
     rng, servers = np.random.default_rng(seed), Servers(count)
     src, dst = all_pairs(servers)
     some = rng.integers(0, len(src), 40)
@@ -274,17 +274,17 @@ def test_topoopt_has_each_nic_send_once_and_receive_once(seed: int, count: int, 
     check_routes(fabric.network(), src, dst)
 
 
-def test_topoopt_serves_the_demand_that_it_is_for_in_one_hop() -> None:
+def test_topoopt_serves_its_demand_in_one_hop() -> None:
     servers, ring = Servers(32), shifted(0, 256, 80)
     network = topoopt(servers, demand=ring).network()
     routes = network.router(ring.src, ring.dst)
     direct = [network.tier[link] is LinkTier.DIRECT for link in routes.link.tolist()]
     assert np.bincount(owners(routes), direct).tolist() == [1] * 256
-    assert slowest_s(network, ring) <= 8 / 6 * 1e9 / servers.nic_bytes_per_s  # the other NICs make rings
+    assert slowest_s(network, ring) <= 8 / 6 * 1e9 / servers.nic_bytes_per_s  # the other NICs form rings
 
 
-def test_topoopt_divides_its_nics_as_serves_the_demand_best() -> None:
-    """Far more between pairs of servers than around: as few NICs as can be make rings."""
+def test_topoopt_chooses_the_best_number_of_ring_nics() -> None:
+    """With far more traffic between server pairs than around, the fewest possible NICs form rings."""
     servers = Servers(32)
     demand = GpuFlows.joined([shifted(0, 256, 16), *(shifted(at, at + 16, 8, 30e9) for at in range(0, 256, 16))])
     best, *others = (
@@ -294,13 +294,13 @@ def test_topoopt_divides_its_nics_as_serves_the_demand_best() -> None:
     assert best < 0.8 * others[1]
 
 
-def test_topoopt_without_a_demand_has_rings_alone() -> None:
+def test_topoopt_without_a_demand_has_only_rings() -> None:
     servers = Servers(32)
     assert np.array_equal(topoopt(servers).sends_to, topoopt(servers, ring_nics=8).sends_to)
 
 
-def test_topoopt_pays_for_each_hop() -> None:
-    """Of an all-to-all it has not been made for, hosts forward most."""
+def test_topoopt_traffic_loads_every_hop() -> None:
+    """Hosts forward most of an all-to-all for which the topology was not built."""
     servers = Servers(64)
     network = topoopt(servers).network()
     src, dst = all_pairs(servers)
@@ -311,7 +311,7 @@ def test_topoopt_pays_for_each_hop() -> None:
     assert 2 < hops < 6
 
 
-def test_rfabric_refuses_failures_of_what_there_is_not() -> None:
+def test_rfabric_rejects_failures_of_unknown_uplinks() -> None:
     for failed in (SimulatedFailures(tor_uplinks={8: 0.5}), SimulatedFailures(pod_uplinks={0: 1.5})):
-        with pytest.raises(ValueError, match="there are bundles 0 to"):
+        with pytest.raises(ValueError, match="fractions 0 to 1 of bundles 0 to"):
             rfabric(Servers(8)).without(failed).network()

@@ -1,4 +1,4 @@
-"""Fabrics by name: what is wrong is told at once."""
+"""Tests of building fabrics by name, and of the reported faults."""
 
 import pytest
 
@@ -13,26 +13,26 @@ def faults(kind: str, servers: Servers | None = None, **options: object) -> dict
     return {each.parameter: each.value for each in caught.value.faults}
 
 
-def test_an_unknown_kind_lists_the_known_ones() -> None:
+def test_unknown_kind_lists_known_kinds() -> None:
     with pytest.raises(
         ImpossibleSite, match="kind: must be one of fat_tree, oversubscribed, rail_optimized, topoopt, mixnet, rfabric"
     ):
         build("torus", Servers(8))
 
 
-def test_unknown_options_are_all_named_and_the_known_ones_listed() -> None:
+def test_unknown_options_are_reported_with_the_known_options() -> None:
     with pytest.raises(ImpossibleSite, match="radix, servers_per_pod, servers_per_tor") as caught:
         build("fat_tree", Servers(8), radius=3, tears=2)
     assert [each.parameter for each in caught.value.faults] == ["radius", "tears"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_is_built_without_options(kind: str) -> None:
+def test_every_kind_builds_without_options(kind: str) -> None:
     assert build(kind, Servers(8)).name == kind
     assert "servers" not in options_of(kind)
 
 
-def test_options_that_cannot_be_are_told_together() -> None:
+def test_invalid_options_are_reported_together() -> None:
     assert faults("fat_tree", radix=1, servers_per_pod=0) == {"servers_per_pod": 0, "radix": 1}
     assert faults("fat_tree", radix=True) == {"radix": True}
     assert faults("fat_tree", radix=8) == {"radix": 8}

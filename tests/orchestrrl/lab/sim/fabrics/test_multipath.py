@@ -1,4 +1,4 @@
-"""Shortest ways against a slow count of the same."""
+"""Tests of shortest paths against a slow reference implementation."""
 
 import numpy as np
 import pytest
@@ -52,7 +52,7 @@ def matrix(seed: int, nodes: int, full: float) -> np.ndarray:
 
 
 @given(seed=st.integers(0, 10**6), nodes=st.integers(2, 8), full=st.floats(0.1, 0.9))
-def test_all_shortest_ways_by_width(seed: int, nodes: int, full: float) -> None:
+def test_traffic_is_split_over_all_shortest_paths_by_width(seed: int, nodes: int, full: float) -> None:
     width = matrix(seed, nodes, full)
     graph, edges = graph_of(width), DirectedLinks.of(width)
     source, target = np.nonzero(~np.eye(nodes, dtype=bool))
@@ -71,7 +71,7 @@ def test_all_shortest_ways_by_width(seed: int, nodes: int, full: float) -> None:
 
 @settings(max_examples=20)
 @given(seed=st.integers(0, 10**6), nodes=st.integers(1, 9), full=st.floats(0.0, 0.6))
-def test_distances(seed: int, nodes: int, full: float) -> None:
+def test_distances_match_breadth_first_search(seed: int, nodes: int, full: float) -> None:
     width = matrix(seed, nodes, full)
     graph = graph_of(width)
     expected = [[hops(graph, one, other) for other in range(nodes)] for one in range(nodes)]

@@ -1,4 +1,4 @@
-"""Max-min fair rates as their definition has them: in fractions, one link after the other."""
+"""A reference implementation of max-min fair rates with exact fractions, one link after the other."""
 
 from fractions import Fraction
 
@@ -28,7 +28,7 @@ def fair_rates(capacity: list[Fraction], rows: Rows) -> list[Fraction | float]:
 
 
 def fair_ends(capacity: list[Fraction], rows: Rows, size: list[Fraction]) -> list[Fraction | float]:
-    """When each flow ends, all beginning at 0; rates found anew whenever one has."""
+    """Return the end time of each flow, all starting at 0, with rates recomputed after each end."""
     end: list[Fraction | float] = [float("inf")] * len(rows)
     left, now = list(size), Fraction(0)
     for i, row in enumerate(rows):

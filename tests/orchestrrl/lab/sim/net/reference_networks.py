@@ -1,4 +1,4 @@
-"""Two small networks for tests: one switch that is in nobody's way, and ToRs under spines that may be."""
+"""Two small networks for tests: one non-blocking switch, and ToRs below spines that may be oversubscribed."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,8 @@ from orchestrrl.lab.sim.net.model import FlowRoutes, Ints, LinkNetwork, LinkTier
 
 @dataclass(frozen=True, slots=True)
 class _Tables:
-    """Links: NVLink out and in of each GPU, NIC out and in of each NIC, up and down of each ToR."""
+    """A router over these links: NVLink out of and into each GPU, links out of and into each NIC, and links up from and
+    down to each ToR."""
 
     servers: Servers
     rails: bool
@@ -46,7 +47,7 @@ class _Tables:
 def two_tiers(
     servers: Servers, *, servers_per_tor: int = 4, oversubscribed: float = 1.0, rails: bool = False
 ) -> LinkNetwork:
-    """`rails`: NICs of the same place share a ToR."""
+    """Return a network of ToRs below one spine. `rails`: NICs of the same index share a ToR."""
     tables = _Tables(servers, rails, servers_per_tor)
     below = servers_per_tor * (1 if rails else servers.nics_per_server)
     uplink = below * servers.nic_bytes_per_s / oversubscribed

@@ -1,4 +1,4 @@
-"""Every rank gives and gets what its collective says, and servers are crossed no oftener than they must be."""
+"""Tests of collectives: every rank sends and receives the right bytes, with the fewest crossings between servers."""
 
 from collections import Counter
 
@@ -28,7 +28,7 @@ SIZE = 840e6
 
 @st.composite
 def even_groups(draw: st.DrawFn) -> list[int]:
-    """As many GPUs on each of some servers, in any places."""
+    """Draw a group with the same number of GPUs on each of some servers, at any indices."""
     each = draw(st.integers(1, 8))
     chosen = draw(st.lists(st.integers(0, 5), min_size=1, max_size=6, unique=True))
     places = st.lists(st.integers(0, 7), min_size=each, max_size=each, unique=True)
@@ -45,7 +45,7 @@ def shape_of(group: list[int]) -> RankShape:
 
 
 def wire(group: list[int], size: float, laps: int) -> float:
-    """Bytes sent per byte of data, with the protocol that is chosen."""
+    """Return the bytes sent per byte of data with the chosen protocol."""
     return WIRE[best(shape_of(group), size, laps, SERVERS).protocol]
 
 
@@ -59,7 +59,7 @@ def by_gpu(of: np.ndarray, size: Floats) -> Floats:
 
 
 @given(groups)
-def test_rings_pass_every_rank_once_and_cross_each_boundary_once(group: list[int]) -> None:
+def test_rings_visit_every_rank_once_and_cross_each_boundary_once(group: list[int]) -> None:
     shape = shape_of(group)
     for hops in rings(shape):
         after = {hop[0][0]: hop[-1][1] for hop in hops}
@@ -75,7 +75,7 @@ def test_rings_pass_every_rank_once_and_cross_each_boundary_once(group: list[int
 
 
 @given(even_groups().filter(lambda group: len(group) > 1))
-def test_channels_use_every_nic_of_a_group_alike(group: list[int]) -> None:
+def test_channels_use_every_nic_of_a_group_equally(group: list[int]) -> None:
     transfer = all_reduce(group, SIZE, SERVERS)
     outside, lap = across(transfer.flows), 2 * (len(group) - 1) / len(group) * SIZE * wire(group, SIZE, 2)
     channels = Counter(gpu // 8 for gpu in group).most_common()[0][1]
@@ -86,7 +86,7 @@ def test_channels_use_every_nic_of_a_group_alike(group: list[int]) -> None:
 
 
 @given(st.integers(2, 6), st.integers(1, 8))
-def test_a_ring_over_like_servers_stays_on_its_rails(count: int, each: int) -> None:
+def test_ring_over_equal_servers_stays_on_its_rails(count: int, each: int) -> None:
     group = [server * 8 + place for server in range(count) for place in range(each)]
     for transfer in (
         all_reduce(group, SIZE, SERVERS),
@@ -98,7 +98,7 @@ def test_a_ring_over_like_servers_stays_on_its_rails(count: int, each: int) -> N
 
 
 @given(groups, st.sampled_from(["all_reduce", "all_gather", "reduce_scatter"]))
-def test_bytes_of_rings_are_what_nccl_counts(group: list[int], name: str) -> None:
+def test_ring_bytes_equal_nccl_counts(group: list[int], name: str) -> None:
     n = len(group)
     lap = 2 * (n - 1) / n * SIZE * wire(group, SIZE, 2)
     if name != "all_reduce":
@@ -109,8 +109,8 @@ def test_bytes_of_rings_are_what_nccl_counts(group: list[int], name: str) -> Non
         "reduce_scatter": lambda: reduce_scatter(group, SIZE, SERVERS),
     }[name]()
     flows, shape = whole.flows, shape_of(group)
-    assert by_gpu(flows.src, flows.bytes) == pytest.approx(by_gpu(flows.dst, flows.bytes))  # all is handed on
-    # Ends of hops: what ranks get for themselves; what is left is handed over to another NIC.
+    assert by_gpu(flows.src, flows.bytes) == pytest.approx(by_gpu(flows.dst, flows.bytes))  # all data is forwarded
+    # Data at the end of a hop is for the rank itself; the remaining data is forwarded to another NIC.
     got = np.zeros(n)
     for hops in rings(shape):
         for hop in hops:
@@ -123,7 +123,7 @@ def test_bytes_of_rings_are_what_nccl_counts(group: list[int], name: str) -> Non
 
 
 @given(groups)
-def test_an_all_to_all_brings_each_its_part(group: list[int]) -> None:
+def test_all_to_all_delivers_equal_parts(group: list[int]) -> None:
     n, flows = len(group), all_to_all(group, SIZE, SERVERS).flows
     part, on = SIZE / n, Counter(gpu // 8 for gpu in group)
     assert by_gpu(flows.src, flows.bytes) == pytest.approx(by_gpu(flows.dst, flows.bytes))
@@ -135,16 +135,16 @@ def test_an_all_to_all_brings_each_its_part(group: list[int]) -> None:
     assert between == pytest.approx(np.array([[part * on[a] * on[b] * (a != b) for b in range(6)] for a in range(6)]))
 
 
-def test_by_rail_crosses_to_the_receivers_place_alone() -> None:
+def test_all_to_all_crosses_servers_only_on_the_receivers_rail() -> None:
     flows = all_to_all(range(16), SIZE, SERVERS).flows
     outside = across(flows)
     assert np.array_equal(outside.src % 8, outside.dst % 8)
-    assert len(outside) == 16  # one from each GPU, with what all eight beside it have for that receiver
+    assert len(outside) == 16  # one from each GPU, with the data of all eight GPUs of its server for that receiver
     assert outside.bytes == pytest.approx(np.full(16, 8 * SIZE / 16))
 
 
-def test_many_groups_are_each_as_they_are_alone() -> None:
-    many = np.arange(48).reshape(12, 4).T.copy()  # stride over servers and places: not all lie alike
+def test_many_groups_have_the_flows_of_separate_groups() -> None:
+    many = np.arange(48).reshape(12, 4).T.copy()  # stride over servers: placements differ
     together = all_reduce(many, SIZE, SERVERS).flows
     alone = GpuFlows.joined([all_reduce(each, SIZE, SERVERS).flows for each in many])
 
@@ -154,7 +154,7 @@ def test_many_groups_are_each_as_they_are_alone() -> None:
     assert rows(together) == rows(alone)
 
 
-def test_m2n_and_p2p_carry_what_they_are_given() -> None:
+def test_m2n_and_p2p_carry_the_given_bytes() -> None:
     size = np.array([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
     flows = m2n([0, 1], [8, 9, 10], size, SERVERS).flows
     assert list(zip(flows.src, flows.dst, flows.bytes, strict=True)) == [
@@ -163,11 +163,11 @@ def test_m2n_and_p2p_carry_what_they_are_given() -> None:
     sent = p2p([[0, 8], [1, 2]], 5.0, SERVERS)
     assert list(zip(sent.flows.src, sent.flows.dst, sent.flows.bytes, strict=True)) == [(0, 8, 5), (1, 2, 5)]
     assert p2p([1, 2], 5.0, SERVERS).rounds == 0  # inside a server
-    with pytest.raises(ValueError, match="between two ranks, got groups of 3"):
+    with pytest.raises(ValueError, match="groups of 2 ranks, got groups of 3"):
         p2p([1, 2, 3], 5.0, SERVERS)
 
 
-def test_one_rank_alone_has_nothing_to_send() -> None:
+def test_single_rank_sends_nothing() -> None:
     for what in (all_reduce, all_gather, reduce_scatter, all_to_all):
         transfer = what([7], SIZE, SERVERS)  # type: ignore[operator]
         assert len(transfer.flows) == 0

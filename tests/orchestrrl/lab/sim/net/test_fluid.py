@@ -1,4 +1,4 @@
-"""Flows that end, alone and beside others that go on: against exact events in fractions, and closed forms."""
+"""Tests of flow end times, with and without steady flows, against exact event simulation and closed forms."""
 
 from fractions import Fraction
 from typing import NamedTuple
@@ -18,7 +18,7 @@ RATE = SMALL.nic_bytes_per_s
 
 
 class Listed:
-    """A router of one row for each pair (flow, 1000): what a test draws."""
+    """A router that returns row i for the pair (i, 1000)."""
 
     def __init__(self, rows: Rows) -> None:
         self.rows = rows
@@ -54,7 +54,7 @@ def flows_of(size: list[Fraction]) -> GpuFlows:
 
 @pytest.mark.exact
 @given(cases())
-def test_ends_are_those_of_exact_events(case: tuple[list[Fraction], Rows, list[Fraction]]) -> None:
+def test_end_times_match_exact_event_simulation(case: tuple[list[Fraction], Rows, list[Fraction]]) -> None:
     capacity, rows, size = case
     expected = [float(end) for end in fair_ends(capacity, rows, size)]
     network = listed(capacity, rows)
@@ -71,15 +71,15 @@ def beside(network: LinkNetwork, flows: GpuFlows, steady: GpuFlows, tolerance: f
     return Shared(*finish_beside(network, flows, network.routes(flows), steady, tolerance=tolerance))
 
 
-LONG = Fraction(10**9)  # of a flow that does not end while others are looked at
+LONG = Fraction(10**9)  # size of a flow that outlasts all others
 
 
 @pytest.mark.exact
 @given(cases(), st.lists(st.sampled_from([Fraction(1, 4), Fraction(1), Fraction(9)]), min_size=8, max_size=8))
-def test_ends_beside_steady_flows_are_those_of_exact_events(
+def test_end_times_with_steady_flows_match_exact_event_simulation(
     case: tuple[list[Fraction], Rows, list[Fraction]], wish: list[Fraction]
 ) -> None:
-    """A steady flow is one without an end over a link of its own, as wide as its wish."""
+    """A steady flow equals an endless flow over a private link with the capacity of its demand."""
     capacity, rows, size = case
     half = len(rows) // 2
     caps = wish[: len(rows) - half]
@@ -91,10 +91,10 @@ def test_ends_beside_steady_flows_are_those_of_exact_events(
 
 
 @given(cases(), st.sampled_from([0.25, 1.0, 9.0]))
-def test_what_a_steady_flow_is_behind_is_what_small_steps_leave_out(
+def test_steady_flow_delay_matches_stepwise_integration(
     case: tuple[list[Fraction], Rows, list[Fraction]], wish: float
 ) -> None:
-    """The first row is steady; where nothing else holds it up, no byte is lost but what the others took."""
+    """The first row is steady. It loses exactly the bytes that the other flows take."""
     capacity, rows, size = case
     network, steady, flows = listed(capacity, rows), GpuFlows.of([(0, 1000, wish)]), flows_of(size)
     flows = GpuFlows(flows.src[1:], flows.dst[1:], flows.bytes[1:])
@@ -109,12 +109,12 @@ def test_what_a_steady_flow_is_behind_is_what_small_steps_leave_out(
         missed += (alone - float(rate[0])) * (end_s - now_s)
         left[here] -= rate[1:] * (end_s - now_s)
         now_s = end_s
-    assert np.abs(left[np.isfinite(found.end_s)]).max(initial=0.0) == pytest.approx(0.0, abs=1e-7)  # all has passed
+    assert np.abs(left[np.isfinite(found.end_s)]).max(initial=0.0) == pytest.approx(0.0, abs=1e-7)  # all arrived
     assert found.behind_s[0] * alone == pytest.approx(max(0.0, missed), abs=1e-7)
 
 
-def test_one_link_is_shared_by_its_closed_form() -> None:
-    """Up to half of it the steady flow has its wish; beyond, half."""
+def test_shared_link_matches_closed_form() -> None:
+    """The steady flow gets its demand up to half of the link, and at most half."""
     network, flows = one_switch(SMALL), GpuFlows.of([(0, 2, RATE * 3)])
     little, much = (beside(network, flows, GpuFlows.of([(0, 1, RATE * share)])) for share in (0.25, 0.8))
     assert (little.end_s, little.behind_s) == (pytest.approx([4.0]), pytest.approx([0.0]))
@@ -123,13 +123,13 @@ def test_one_link_is_shared_by_its_closed_form() -> None:
 
 
 @given(cases())
-def test_beside_nothing_it_is_the_same(case: tuple[list[Fraction], Rows, list[Fraction]]) -> None:
+def test_no_steady_flows_leave_end_times_unchanged(case: tuple[list[Fraction], Rows, list[Fraction]]) -> None:
     capacity, rows, size = case
     network, flows = listed(capacity, rows), flows_of(size)
     assert beside(network, flows, GpuFlows.none(), 1e-3).end_s.tolist() == finish_s(network, flows).tolist()
 
 
-def test_nothing_ends_over_a_link_that_is_down() -> None:
+def test_flows_over_a_failed_link_never_end() -> None:
     down = two_tiers(SMALL, servers_per_tor=2, oversubscribed=np.inf)
     flows = GpuFlows.of([(0, 2, 1.0), (0, 1, RATE)])
     assert finish_s(down, flows) == pytest.approx([np.inf, 1.0])
@@ -138,7 +138,7 @@ def test_nothing_ends_over_a_link_that_is_down() -> None:
     assert found.behind_s.tolist() == [0.0, 0.0]
 
 
-def test_a_flow_to_itself_takes_no_time() -> None:
+def test_flow_to_itself_takes_no_time() -> None:
     assert finish_s(one_switch(SMALL), GpuFlows.of([(0, 1, RATE), (0, 0, 1.0), (0, 3, 0.0)])) == pytest.approx(
         [1, 0, 0]
     )

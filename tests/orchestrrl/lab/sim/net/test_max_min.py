@@ -1,4 +1,4 @@
-"""Against progressive filling in fractions, link by link; and cases that textbooks work out."""
+"""Tests of max-min fair rates against exact progressive filling, and against textbook cases."""
 
 from fractions import Fraction
 
@@ -12,7 +12,7 @@ from reference_networks import one_switch, two_tiers
 from orchestrrl.lab.sim.net.fluid import rates
 from orchestrrl.lab.sim.net.model import GpuFlows, Servers
 
-# Few values, so that flows and links are often alike.
+# Few values, so that flows and links are often equal.
 shares = st.sampled_from([Fraction(1), Fraction(1), Fraction(1, 2), Fraction(1, 3), Fraction(2)])
 capacities = st.lists(st.sampled_from([0, 1, 2, 3, 10]).map(Fraction), min_size=1, max_size=7)
 
@@ -26,14 +26,14 @@ def networks(draw: st.DrawFn) -> tuple[list[Fraction], Rows]:
 
 
 @given(networks())
-def test_rates_are_those_of_filling_link_by_link(case: tuple[list[Fraction], Rows]) -> None:
+def test_rates_match_exact_progressive_filling(case: tuple[list[Fraction], Rows]) -> None:
     capacity, rows = case
     expected = [float(rate) for rate in fair_rates(capacity, rows)]
     assert problem(capacity, rows).levels == pytest.approx(expected)
 
 
 @given(networks())
-def test_no_link_carries_too_much_and_every_flow_has_one_that_holds_it_up(case: tuple[list[Fraction], Rows]) -> None:
+def test_no_link_is_overloaded_and_every_flow_has_a_bottleneck(case: tuple[list[Fraction], Rows]) -> None:
     capacity, rows = case
     found = problem(capacity, rows).levels
     used = np.zeros(len(capacity))
@@ -50,7 +50,9 @@ def test_no_link_carries_too_much_and_every_flow_has_one_that_holds_it_up(case: 
 
 
 @given(networks(), st.data())
-def test_order_and_names_do_not_matter(case: tuple[list[Fraction], Rows], data: st.DataObject) -> None:
+def test_rates_do_not_depend_on_flow_order_or_link_numbers(
+    case: tuple[list[Fraction], Rows], data: st.DataObject
+) -> None:
     capacity, rows = case
     order = data.draw(st.permutations(range(len(rows))))
     names = data.draw(st.permutations(range(len(capacity))))
@@ -62,27 +64,27 @@ def test_order_and_names_do_not_matter(case: tuple[list[Fraction], Rows], data: 
     assert problem(moved_capacity, moved).levels == pytest.approx([before[i] for i in order])
 
 
-def test_flows_over_one_link_share_it() -> None:
+def test_flows_share_one_link_equally() -> None:
     servers = Servers(3, gpus_per_server=1, nics_per_server=1)
     flows = GpuFlows.of([(0, 1, 1.0)] * 5)
     assert rates(one_switch(servers), flows) == pytest.approx([servers.nic_bytes_per_s / 5] * 5)
 
 
 def test_parking_lot() -> None:
-    """One flow over all links, one of its own on each: half of each link (Bertsekas and Gallager, figure 6.14)."""
+    """One flow over all links and one flow per link get half of each link (Bertsekas and Gallager, figure 6.14)."""
     capacity = [Fraction(1)] * 4
     rows: Rows = [[(link, Fraction(1)) for link in range(4)]] + [[(link, Fraction(1))] for link in range(4)]
     assert problem(capacity, rows).levels == pytest.approx([0.5] * 5)
 
 
-def test_incast_leaves_the_senders_what_the_receiver_cannot_take() -> None:
+def test_incast_leaves_spare_sender_bandwidth_to_other_flows() -> None:
     servers = Servers(6, gpus_per_server=1, nics_per_server=1)
     flows = GpuFlows.of([(i, 0, 1.0) for i in range(1, 5)] + [(1, 5, 1.0)])
     rate = servers.nic_bytes_per_s
     assert rates(one_switch(servers), flows) == pytest.approx([rate / 4] * 4 + [rate * 3 / 4])
 
 
-def test_caps() -> None:
+def test_capped_flow_leaves_bandwidth_to_others() -> None:
     servers = Servers(3, gpus_per_server=1, nics_per_server=1)
     flows = GpuFlows.of([(0, 1, 1.0), (0, 2, 1.0)])
     rate = servers.nic_bytes_per_s
@@ -91,7 +93,7 @@ def test_caps() -> None:
     )
 
 
-def test_to_itself_a_gpu_sends_at_once_and_over_a_dead_link_never() -> None:
+def test_rate_is_infinite_to_itself_and_zero_over_a_failed_link() -> None:
     servers = Servers(4, gpus_per_server=1, nics_per_server=1)
     dead = two_tiers(servers, servers_per_tor=2, oversubscribed=np.inf)
     flows = GpuFlows.of([(0, 0, 1.0), (0, 2, 1.0), (0, 1, 1.0)])

@@ -1,4 +1,4 @@
-"""What servers may be, and what is left of a link beside headers."""
+"""Tests of the parameters of servers, and of the payload of a link."""
 
 import numpy as np
 import pytest
@@ -6,13 +6,13 @@ import pytest
 from orchestrrl.lab.sim.net.model import GBPS, Servers
 
 
-def test_what_is_left_beside_headers() -> None:
-    """Of 9,254 bytes on the wire 9,172 are data; of 1,538 of an ordinary Ethernet 1,456."""
+def test_payload_excludes_headers() -> None:
+    """9,172 of 9,254 bytes on the wire are data; with the standard Ethernet MTU, 1,456 of 1,538."""
     assert Servers(1).nic_bytes_per_s == pytest.approx(200 * GBPS * 9172 / 9254)
     assert Servers(1, mtu_bytes=1500).payload_share == pytest.approx(1456 / 1538)
 
 
-def test_gpus_share_nics_in_their_order() -> None:
+def test_gpus_share_nics_in_order() -> None:
     servers = Servers(2, gpus_per_server=8, nics_per_server=2)
     assert servers.nic_of(np.arange(0, 16, 4)).tolist() == [0, 1, 2, 3]
     assert servers.nic_of(np.arange(3, 16, 4)).tolist() == [0, 1, 2, 3]
@@ -31,6 +31,6 @@ def test_gpus_share_nics_in_their_order() -> None:
         ("frame_bytes", -1.0),
     ],
 )
-def test_servers_that_cannot_be(option: str, value: float) -> None:
+def test_servers_reject_invalid_values(option: str, value: float) -> None:
     with pytest.raises(ValueError, match=option):
         Servers(**{"count": 1} | {option: value})  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Results made up for tests of the report: small, and each figure another one."""
+"""Builders of small results for tests of the report, in which every number is different."""
 
 from dataclasses import replace
 from typing import Any
@@ -35,7 +35,7 @@ def run(fabric: str = "rfabric", arm: str = "both", seed: int = 1, rate: float =
         tier_bytes={"train": {"nvlink": 8e12, "nic": 2e12}},
         windows=tuple(OverlapWindow(float(at), at + 0.001 * 2**at, "dp", "dp") for at in range(8)),
         remaining=((0.0, 1024), (40.0, 500), (110.0, 0)),
-        notes=("weights are brought to 4 x tp8",),
+        notes=("weight sync to 4 x tp8",),
     )
 
 
@@ -52,12 +52,12 @@ def result(network_usd: float = 1.5e6, scenario: dict[str, Any] = SCENARIO, **of
 
 
 def bare(**changes: Any) -> ClusterResult:
-    """Nothing in it but that it ran."""
+    """Return a result without any data."""
     empty = RlRun("", "", 1, 0.0, 0, 0.0, (), (), {}, {})
     return ClusterResult(replace(empty, **changes), Bill(0.0))
 
 
 def several() -> list[ClusterResult]:
-    """Three fabrics by two seeds; the second is dearer and slower than the first."""
+    """Return results of three fabrics and two seeds; the second fabric is more expensive and slower than the first."""
     fabrics = (("rfabric", 1.0e6, 40.0), ("fat_tree", 3.0e6, 38.0), ("rail", 5.0e6, 50.0))
     return [result(usd, fabric=fabric, seed=seed, rate=rate) for fabric, usd, rate in fabrics for seed in (1, 2)]

@@ -1,4 +1,4 @@
-"""The report as a browser would read it: sections, figures, nothing from elsewhere."""
+"""Tests of the HTML report: sections, numbers, charts, and no external resources."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -35,7 +35,7 @@ LOADS = {"src", "href", "xlink:href", "data", "action", "srcset"}
 
 @dataclass
 class Read(HTMLParser):
-    """What is in a page, by section."""
+    """A parser that collects the contents of a page by section."""
 
     ids: list[str] = field(default_factory=list)
     values: dict[str, list[float]] = field(default_factory=dict)  # by section, of cells
@@ -43,7 +43,7 @@ class Read(HTMLParser):
     pictures: dict[str, list[str]] = field(default_factory=dict)  # labels
     titles: dict[str, list[str]] = field(default_factory=dict)  # of shapes
     text: dict[str, str] = field(default_factory=dict)
-    outside: list[str] = field(default_factory=list)  # what would be loaded
+    outside: list[str] = field(default_factory=list)  # external resources
     tags: list[str] = field(default_factory=list)  # open
     seen: set[str] = field(default_factory=set)
 
@@ -55,15 +55,15 @@ class Read(HTMLParser):
         return self.ids[-1] if self.ids else ""
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        told = {name: value or "" for name, value in attrs}
+        values = {name: value or "" for name, value in attrs}
         self.seen.add(tag)
-        self.outside += [value for name, value in told.items() if name in LOADS and not value.startswith("#")]
+        self.outside += [value for name, value in values.items() if name in LOADS and not value.startswith("#")]
         if tag == "section":
-            self.ids.append(told["id"])
-        if "data-value" in told:
-            self.values.setdefault(self.section, []).append(float(told["data-value"]))
+            self.ids.append(values["id"])
+        if "data-value" in values:
+            self.values.setdefault(self.section, []).append(float(values["data-value"]))
         if tag == "svg":
-            self.pictures.setdefault(self.section, []).append(told["aria-label"])
+            self.pictures.setdefault(self.section, []).append(values["aria-label"])
         if tag == "tr":
             self.rows.setdefault(self.section, []).append([])
         if tag in ("td", "th"):
@@ -93,7 +93,7 @@ def drawn(figure: Figure | None) -> Figure:
 
 
 def bars(figure: Figure | None) -> list[tuple[float, float, str]]:
-    """(begin, end, colour) of each."""
+    """Return (begin, end, colour) of each bar."""
     return [
         (float(bar.get_x()), float(bar.get_x() + bar.get_width()), to_hex(bar.get_facecolor()))
         for bar in drawn(figure).axes[0].patches
@@ -102,7 +102,7 @@ def bars(figure: Figure | None) -> list[tuple[float, float, str]]:
 
 
 def points(figure: Figure | None) -> list[list[tuple[float, float]]]:
-    """Of each line."""
+    """Return the points of each line."""
     return [[(float(x), float(y)) for x, y in line.get_xydata()] for line in drawn(figure).axes[0].get_lines()]
 
 
@@ -119,7 +119,7 @@ def read_several() -> Read:
     return read(several())
 
 
-def test_all_sections_are_there_and_nothing_comes_from_elsewhere() -> None:
+def test_page_has_all_sections_and_no_external_resources() -> None:
     text, found = page(several()), read_several()
     assert found.ids == SECTIONS
     assert all(f'href="#{name}"' in text for name in SECTIONS)
@@ -132,11 +132,11 @@ def test_all_sections_are_there_and_nothing_comes_from_elsewhere() -> None:
     assert 'name="viewport"' in text
 
 
-def test_throughput_is_the_median_over_seeds_and_compared_with_the_first() -> None:
+def test_summary_has_median_throughput_relative_to_the_first() -> None:
     found, results = read_several(), several()
     rates = [median(each.samples_per_s for each in results if each.run.fabric == name) for name in ("rfabric", "rail")]
     header, first, _, last = found.rows["summary"]
-    assert header[2:6] == ["samples/s", "least of seeds", "most of seeds", "times the first"]
+    assert header[2:6] == ["samples/s", "minimum over seeds", "maximum over seeds", "relative to the first"]
     assert first == ["rfabric · both", "1, 2", "41.5", "41", "42", "1", "1", "41.5", "25.0%", "12.5%", "12,288"]
     assert last[2] == "51.5"
     assert found.values["summary"][0] == rates[0]
@@ -144,7 +144,7 @@ def test_throughput_is_the_median_over_seeds_and_compared_with_the_first() -> No
     assert rates[1] / rates[0] in found.values["summary"]
 
 
-def test_the_time_line_has_every_stage_and_fault() -> None:
+def test_time_line_has_every_stage_and_fault() -> None:
     found = read([result()])
     assert "gen 1, with version 0: 100 to 210 s, 110 s" in found.titles["timeline"]
     shown = bars(charts.time_line(run(), 300.0))
@@ -152,7 +152,7 @@ def test_the_time_line_has_every_stage_and_fault() -> None:
     assert [(begin, end) for begin, end, colour in shown if colour == to_hex(charts.FAULT_COLOUR)] == [(50.0, 70.0)]
 
 
-def test_faults_that_hold_together_have_lanes_of_their_own() -> None:
+def test_overlapping_faults_have_separate_lanes() -> None:
     def lanes(faults: list[str]) -> list[str]:
         spans = tuple(TimelineSpan("fault", FabricStage.TRAIN, 0, 50.0, 70.0, label) for label in faults)
         figure = drawn(charts.time_line(replace(run(), spans=spans), 300.0))
@@ -162,7 +162,7 @@ def test_faults_that_hold_together_have_lanes_of_their_own() -> None:
     assert lanes([f"nic {number}" for number in range(9)]) == ["faults"]
 
 
-def test_bandwidth_is_bytes_over_what_the_stage_takes() -> None:
+def test_bandwidth_is_bytes_over_stage_duration() -> None:
     found = read([result()])
     assert [row[:3] for row in found.rows["bandwidth"][1:]] == [
         ["rfabric · both", "training", "NVLink"],
@@ -172,7 +172,7 @@ def test_bandwidth_is_bytes_over_what_the_stage_takes() -> None:
     assert [end for _, end, _ in bars(charts.tiers(groups_of([result()])))] == pytest.approx([800.0, 200.0])
 
 
-def test_windows_staleness_and_remaining_are_the_runs() -> None:
+def test_windows_staleness_and_remaining_match_the_run() -> None:
     found = read([result()])
     lengths_ms = [window.length_s * 1e3 for window in run().windows]
     count, *quantiles, longest = found.values["slack"]
@@ -185,7 +185,7 @@ def test_windows_staleness_and_remaining_are_the_runs() -> None:
     assert points(charts.remaining(groups_of([result()]))) == [list(run().remaining)]
 
 
-def test_stages_and_their_parts() -> None:
+def test_stage_tables_and_charts_have_all_parts() -> None:
     found = read([result()])
     assert found.rows["stages"][1][1:] == ["80", "105", "6.5", "41.0%"]
     parts = {
@@ -202,8 +202,8 @@ def test_stages_and_their_parts() -> None:
     assert ["", "generation, s", "weight sync, s", "training, s"] in found.rows["stages"]
 
 
-def test_the_frontier_is_marked() -> None:
-    """rfabric is cheapest, rail fastest; fat_tree is dearer and slower than rfabric."""
+def test_pareto_frontier_is_marked() -> None:
+    """rfabric is the cheapest, rail the fastest; fat_tree is more expensive and slower than rfabric."""
     assert frontier(groups_of(several())) == (True, False, True)
     found = read_several()
     assert [row[1] for row in found.rows["cost"][1:]] == ["yes", "", "yes"]
@@ -216,14 +216,14 @@ def test_the_frontier_is_marked() -> None:
     assert found.values["cost"][3] == several()[0].samples_per_s_per_musd + 0.5  # the median of seeds
 
 
-def test_equals_are_on_the_frontier_together() -> None:
+def test_equal_groups_are_both_on_the_frontier() -> None:
     same = [result(fabric=fabric) for fabric in ("one", "other")]
     assert frontier(groups_of(same)) == (True, True)
     dearer = replace(same[1], bill=replace(same[1].bill, network_usd=2e6))
     assert frontier(groups_of([same[0], dearer])) == (True, False)
 
 
-def test_scenarios_seeds_and_the_command_are_told(tmp_path: Path) -> None:
+def test_page_has_scenarios_seeds_and_command(tmp_path: Path) -> None:
     found = read_several()
     assert "seeds 1, 2" in found.text["scenarios"]
     assert '"train_gpus": 32' in found.text["scenarios"]
@@ -231,13 +231,13 @@ def test_scenarios_seeds_and_the_command_are_told(tmp_path: Path) -> None:
     assert "<code>orchestrrl sim report out/&lt;it&gt; &amp; more</code>" in (tmp_path / "of" / "page.html").read_text()
 
 
-def test_scenarios_of_one_name_are_told_apart() -> None:
+def test_scenarios_of_one_name_get_distinct_labels() -> None:
     other = {**SCENARIO, "model": "qwen3-32b"}
     first, second = groups_of([result(), result(scenario=other)])
     assert [first.title, second.title] == ["model qwen2.5-14b · rfabric · both", "model qwen3-32b · rfabric · both"]
 
 
-def test_a_sweep_is_named_by_what_was_swept_in_order() -> None:
+def test_sweep_points_are_named_and_sorted_by_swept_values() -> None:
     def scenario(gbps: float, ratio: int, name: str = "swept") -> dict[str, Any]:
         three = {"kind": "oversubscribed", "options": {"ratio": ratio}}
         return {**SCENARIO, "name": name, "cluster": {"train_gpus": 32, "nic_gbps": gbps}, "fabrics": [three]}
@@ -253,8 +253,8 @@ def test_a_sweep_is_named_by_what_was_swept_in_order() -> None:
     assert groups_of(others)[1].scenario == "swept nic_gbps 100, ratio 2"
 
 
-def test_runs_of_one_scenario_with_other_seeds_arms_and_fabrics_are_put_together() -> None:
-    """As the files of a folder that several commands have written to."""
+def test_runs_of_one_scenario_are_merged() -> None:
+    """The results are as in a folder that several commands have written to."""
 
     def of(fabric: str, arm: str, seed: int) -> ClusterResult:
         scenario = {**SCENARIO, "seeds": [seed], "generation": {"arms": [arm]}, "fabrics": [{"kind": fabric}]}
@@ -270,7 +270,7 @@ def test_runs_of_one_scenario_with_other_seeds_arms_and_fabrics_are_put_together
     assert "4 simulated runs: " in page([*several, of("fat_tree", "planning", 1)])
 
 
-def test_points_of_a_sweep_are_in_one_picture_and_other_scenarios_are_not() -> None:
+def test_sweep_points_share_a_chart() -> None:
     def point(gpus: int, name: str, rate: float) -> ClusterResult:
         return result(scenario={**SCENARIO, "name": name, "cluster": {"train_gpus": gpus}}, rate=rate)
 
@@ -278,38 +278,38 @@ def test_points_of_a_sweep_are_in_one_picture_and_other_scenarios_are_not() -> N
     assert found.pictures["remaining"] == ["remaining requests"] * 2
     assert len(found.titles["remaining"]) == 3
     columns, *rows = found.rows["summary"]
-    assert [row[columns.index("times the first")] for row in rows] == ["1", "2", "–"]
+    assert [row[columns.index("relative to the first")] for row in rows] == ["1", "2", "–"]
 
 
-def test_scenarios_that_differ_in_too_much_go_by_their_digests() -> None:
+def test_scenarios_with_long_differences_are_labelled_by_digest() -> None:
     long = {"model": "a model with a name that takes more room than there is beside its bar in a picture"}
     first, second = groups_of([result(), result(scenario={**SCENARIO, **long})])
     assert {len(first.scenario), len(second.scenario)} == {6}
 
 
-def test_where_no_price_is_known_none_is_shown() -> None:
+def test_page_omits_unknown_prices() -> None:
     unpriced = [result(0.0), result(0.0, fabric="fat_tree")]
     assert frontier(groups_of(unpriced)) == (False, False)
     found = read(unpriced)
-    assert "Nothing of this is in the results." in found.text["cost"]
+    assert "The results contain no such data." in found.text["cost"]
     assert "network, M$" not in found.rows["summary"][0]
     assert frontier(groups_of([result(0.0), result(2e6, fabric="fat_tree")])) == (False, True)
 
 
-def test_notes_and_steps_are_told_once_and_after_the_warm_up() -> None:
+def test_notes_are_merged_and_steps_exclude_the_warm_up() -> None:
     looped = {**SCENARIO, "loop": {"warmup_steps": 1}}
     found = read([result(scenario=looped), result(scenario=looped, fabric="fat_tree")])
-    assert "weights are brought to 4 x tp8 (all)" in found.text["summary"]
+    assert "weight sync to 4 x tp8 (all)" in found.text["summary"]
     assert found.rows["stages"][-1][1:] == ["110", "6.5"]
 
 
-def test_engines_of_one_kind_have_one_name() -> None:
+def test_uniform_fleets_are_named_by_configuration() -> None:
     one = replace(result(), gen_phases_s={"4 x tp2": 3.0, "redeploying": 1.0, "4 x tp2 + 1 x tp8": 2.0})
     (group,) = groups_of([one])
     assert group.gen_phases_s == {"tp2": 3.0, "redeploying": 1.0, "4 x tp2 + 1 x tp8": 2.0}
 
 
-def test_no_bar_is_too_short_to_be_seen_and_no_dot_hidden() -> None:
+def test_bars_and_dots_are_always_visible() -> None:
     groups = groups_of([result(), result(fabric="other")])
     widths = [end - begin for begin, end, _ in bars(charts.parts([{"compute": 1e6, "dp": 1e-6}], groups[:1]))]
     assert min(widths) >= 1e6 * SHORTEST
@@ -317,13 +317,13 @@ def test_no_bar_is_too_short_to_be_seen_and_no_dot_hidden() -> None:
     assert behind > ahead > 0
 
 
-def test_every_part_of_a_training_step_has_a_colour_of_its_own() -> None:
+def test_parts_of_a_training_step_have_distinct_colours() -> None:
     parts = dict.fromkeys(["log probs", "compute", "bubble", *WAITS, "pp", "dp", "optimizer", "circuits"], 1.0)
     assert len({colour for _, _, colour in bars(charts.parts([parts], groups_of([result()])))}) == len(parts)
 
 
 @pytest.mark.parametrize("draw", [charts.tiers, charts.remaining, charts.slack, charts.pareto])
-def test_pictures_keep_inside_their_frame(draw: Callable[[Sequence[ArmGroup]], Figure | None]) -> None:
+def test_charts_stay_inside_their_frame(draw: Callable[[Sequence[ArmGroup]], Figure | None]) -> None:
     names = [f"a fabric of {place} with a name that is long" for place in range(charts.PER_CHART)]
     groups = groups_of([result(fabric=name, rate=40.0 + place) for place, name in enumerate(names)])
     for figure in (drawn(draw(groups)), drawn(charts.parts([group.gen_phases_s for group in groups], groups))):
@@ -334,29 +334,29 @@ def test_pictures_keep_inside_their_frame(draw: Callable[[Sequence[ArmGroup]], F
         assert figure.axes[0].get_position().height > 0.5
 
 
-def test_every_arm_has_its_words() -> None:
+def test_every_arm_has_a_description() -> None:
     assert set(ARM_NAMES) == set(ARMS)
-    assert "both: our planner and balancer." in read([result()]).text["summary"]
+    assert "both: OrchestrRL's planner and balancer." in read([result()]).text["summary"]
 
 
-def test_names_are_text_never_markup() -> None:
+def test_names_are_escaped() -> None:
     found = read([result(scenario={"name": "<script>alert(1)</script>"}, fabric='"><img src=x>', arm="a & b")])
     assert found.outside == []
     assert '"><img src=x> · a & b' in found.rows["summary"][1]
     assert "<script>alert(1)</script>" in found.text[""]
 
 
-def test_results_that_say_nothing_make_a_page_that_says_so() -> None:
+def test_empty_results_make_a_page_without_data() -> None:
     found = read([bare()])
     assert found.ids == SECTIONS
     for name in ("timeline", "bandwidth", "remaining", "slack", "staleness"):
-        assert "Nothing of this is in the results." in found.text[name]
+        assert "The results contain no such data." in found.text[name]
     read([bare(remaining=((0.0, 0),), samples_per_s=0.0), bare(seed=2)])
     read([bare(windows=run().windows[:1], tier_bytes={"train": {"nic": 1.0}})])
 
 
-def test_no_results_are_a_fault(tmp_path: Path) -> None:
-    with pytest.raises(ProblemFaults, match="results: must be one at least"):
+def test_write_rejects_missing_results(tmp_path: Path) -> None:
+    with pytest.raises(ProblemFaults, match="results: must not be empty"):
         write([], tmp_path / "page.html")
     assert not (tmp_path / "page.html").exists()
     (tmp_path / "file").write_text("")
@@ -364,7 +364,7 @@ def test_no_results_are_a_fault(tmp_path: Path) -> None:
         write([result()], tmp_path / "file" / "page.html")
 
 
-def test_many_groups_are_cut_into_pictures_with_a_colour_for_each() -> None:
+def test_many_groups_are_split_into_several_charts() -> None:
     found = read([result(fabric=f"fabric {place}") for place in range(20)])
     assert len(found.pictures["remaining"]) == 3
     assert len(found.titles["remaining"]) == 20

@@ -1,4 +1,4 @@
-"""A cluster scenario that is small, for tests."""
+"""A small cluster scenario for tests."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ daemon: {mode: act}
 
 
 def document(**changes: Any) -> dict[str, Any]:
-    """The scenario with values at dotted paths changed: `cluster__train_gpus=8`."""
+    """Return the scenario's document with changed values, e.g. `cluster__train_gpus=8` for cluster.train_gpus."""
     made: dict[str, Any] = yaml.safe_load(TEXT)
     for path, value in changes.items():
         *sections, name = path.split("__")

@@ -1,4 +1,4 @@
-"""The RL loop as a simulation of events, second by second, that knows nothing of the time line's arithmetic."""
+"""A reference simulation of the RL loop, second by second, independent of the time line's arithmetic."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -11,20 +11,20 @@ Begun = tuple[str, int, float, float]  # lane, step or version, begin, end
 
 @dataclass
 class Oracle:
-    """Times must be whole seconds."""
+    """The reference simulation. All times must be whole seconds."""
 
     rules: LoopRules
     batches: list[SampleBatch]
     times: Times
     now: int = -1
     begun: list[Begun] = field(default_factory=list)
-    samples: list[tuple[float, int]] = field(default_factory=list)  # (ready, version), in the order of their beginning
-    pending: list[int] = field(default_factory=list)  # versions of samples that are begun and not done
+    samples: list[tuple[float, int]] = field(default_factory=list)  # (ready, version), in the order of their begin
+    pending: list[int] = field(default_factory=list)  # versions of unfinished samples
     busy: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("gen", "train", "sync"), 0.0))
-    trained: list[float] = field(default_factory=list)  # when each version was there
-    carried: list[float] = field(default_factory=list)  # the same, at engines, where nobody waits
+    trained: list[float] = field(default_factory=list)  # time at which each version is trained
+    carried: list[float] = field(default_factory=list)  # time at which it reaches the engines, with Holds.NOBODY
     installed: int = 0
-    brought: int = -1  # the last step that engines took weights for
+    brought: int = -1  # the last step for which engines received weights
     taken: int = 0
     behind: Counter[int] = field(default_factory=Counter)
 
@@ -33,7 +33,7 @@ class Oracle:
         to_carry = self._steps_of(self._finished(len(self.batches) - 1)) if self.rules.holds is Holds.NOBODY else 0
         while step < len(self.batches) or len(self.trained) < len(self._sizes()) or len(self.carried) < to_carry:
             self.now += 1
-            assert self.now < 2000, "nothing happens any more"
+            assert self.now < 2000, "the loop makes no progress"
             while True:
                 did = self._carry() or (step < len(self.batches) and self._engines(step)) or self._trainer()
                 if did == "gen":
@@ -59,7 +59,7 @@ class Oracle:
         return [size] * (self._finished(len(self.batches)) // size)
 
     def _steps_of(self, samples: int) -> int:
-        """Training steps that so many samples are enough for."""
+        """Return the number of training steps for which the samples suffice."""
         steps = 0
         for size in self._sizes():
             samples -= size
@@ -112,7 +112,7 @@ class Oracle:
             self._start("sync", version, self.times.sync(version, self.now, ()).seconds, *lanes)
             self.installed, self.brought = version, step
             return "sync"
-        if self.brought == step:  # what became newer meanwhile is for the next step
+        if self.brought == step:  # versions trained during the sync are for the next step
             version = self.installed
         self.installed = max(self.installed, version)
         made = self.times.gen(step, self.now)

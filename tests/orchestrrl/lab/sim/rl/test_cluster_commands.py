@@ -1,4 +1,4 @@
-"""`orchestrrl sim run`, `compare`, `sweep`, `split`, `report` and `daemon-config` as a shell sees them."""
+"""Tests of the commands `orchestrrl sim run`, `compare`, `sweep`, `split`, `report` and `daemon-config`."""
 
 import json
 from pathlib import Path
@@ -31,7 +31,7 @@ def sim(*arguments: object) -> Ran:
 
 
 def faults_of(*arguments: object) -> list[str]:
-    """Exit status 2, and nothing but faults."""
+    """Run a command that must exit with status 2, and return its faults."""
     ran = sim(*arguments)
     assert ran.exit_code == 2, ran.output
     assert isinstance(ran.exception, SystemExit)
@@ -39,7 +39,7 @@ def faults_of(*arguments: object) -> list[str]:
     return ran.stderr.splitlines()
 
 
-def test_what_is_wrong_with_options_and_scenario_is_told_at_once(tmp_path: Path) -> None:
+def test_faults_of_options_and_scenario_are_reported_together(tmp_path: Path) -> None:
     bad = tmp_path / "bad.yaml"
     bad.write_text(yaml.safe_dump(document(loop__steps=0, gpu="h8oo")))
     (tmp_path / "file").write_text("")
@@ -49,7 +49,7 @@ def test_what_is_wrong_with_options_and_scenario_is_told_at_once(tmp_path: Path)
     assert [fault.partition(":")[0] for fault in faults_of("split", bad, "--arm", "bath")][-1] == "--arm"
 
 
-def test_nothing_is_made_where_something_is_wrong(tmp_path: Path, scenario: Path) -> None:
+def test_invalid_commands_create_no_files(tmp_path: Path, scenario: Path) -> None:
     sweep = tmp_path / "sweep.yaml"
     sweep.write_text("base: small.yaml\ngrid: {training.tp: [3]}\n")
     faults_of("sweep", sweep, "--out", tmp_path / "new")
@@ -60,9 +60,7 @@ def test_nothing_is_made_where_something_is_wrong(tmp_path: Path, scenario: Path
     assert not (tmp_path / "new").exists()
 
 
-def test_a_folder_that_cannot_be_written_to_is_told_before_the_run(
-    scenario: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unwritable_folder_is_reported_before_the_run(scenario: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(**_: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -72,9 +70,7 @@ def test_a_folder_that_cannot_be_written_to_is_told_before_the_run(
     assert fault == f"--out: cannot be written to: No space left on device, got '{scenario.parent}'"
 
 
-def test_a_run_that_ends_early_leaves_those_before_it(
-    tmp_path: Path, scenario: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_run_keeps_earlier_results(tmp_path: Path, scenario: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def first_alone(stages: FabricStages, arm: str, seed: int) -> ClusterResult:
         if seed == 2:
             raise Permanent("fat tree, verl_to: never ends")
@@ -87,12 +83,12 @@ def test_a_run_that_ends_early_leaves_those_before_it(
     assert [each.run.seed for each in read(tmp_path / "out")] == [1]
 
 
-def test_results_of_a_comparison_make_a_page_that_says_its_command(tmp_path: Path, scenario: Path) -> None:
+def test_comparison_results_make_a_page_with_its_command(tmp_path: Path, scenario: Path) -> None:
     out, page = tmp_path / "out" / "small", tmp_path / "pages" / "it's.html"
-    ran = sim("compare", scenario, "--arms", ",", "--out", out)  # nothing between commas: the scenario's
+    ran = sim("compare", scenario, "--arms", ",", "--out", out)  # no name: the scenario's arms
     assert ran.exit_code == 0, ran.output
     assert [each.run.arm for each in read(out)] == ["verl_to"]
-    assert "fat_tree, verl_to: weights are brought to" in ran.output
+    assert "fat_tree, verl_to: weight sync to" in ran.output
     assert sim("report", out, "-o", page).exit_code == 0
     assert "<code>orchestrrl sim report " in page.read_text()
     (kept,) = out.iterdir()
@@ -101,7 +97,7 @@ def test_results_of_a_comparison_make_a_page_that_says_its_command(tmp_path: Pat
     assert fault == f"{tmp_path}: cannot be written: Is a directory"
 
 
-def test_splits_that_were_tried_make_a_page(tmp_path: Path, scenario: Path) -> None:
+def test_split_results_make_a_page(tmp_path: Path, scenario: Path) -> None:
     out, page = tmp_path / "splits", tmp_path / "page.html"
     ran = sim("split", scenario, "--out", out, "--json")
     assert ran.exit_code == 0, ran.output
@@ -111,7 +107,7 @@ def test_splits_that_were_tried_make_a_page(tmp_path: Path, scenario: Path) -> N
         assert f">train_gpus {gpus}, gen_gpus {32 - gpus} · fat_tree · verl_to<" in page.read_text()
 
 
-def test_the_example_to_begin_with_is_a_scenario(tmp_path: Path) -> None:
+def test_printed_example_is_a_valid_scenario(tmp_path: Path) -> None:
     mine = tmp_path / "mine.yaml"
     mine.write_text(sim("run", "--print-example").stdout)
     assert load_cluster_scenario(str(mine)) == load_cluster_scenario("cluster64")
@@ -119,7 +115,7 @@ def test_the_example_to_begin_with_is_a_scenario(tmp_path: Path) -> None:
     assert "cluster64, got 'none'" in faults_of("run", "none", "--print-example")[0]
 
 
-def test_names_are_text_never_markup(tmp_path: Path) -> None:
+def test_names_are_escaped(tmp_path: Path) -> None:
     named, out = tmp_path / "named.yaml", tmp_path / "out[/u]"
     fabric = {"kind": "fat_tree", "name": "x[/y]"}
     named.write_text(yaml.safe_dump(document(name="m[/z]", fabrics=[fabric])))
@@ -131,22 +127,22 @@ def test_names_are_text_never_markup(tmp_path: Path) -> None:
     assert f"wrote {out}.html" in sim("report", out, "-o", f"{out}.html").output
 
 
-def test_where_no_price_is_known_there_is_no_frontier(tmp_path: Path) -> None:
+def test_unknown_prices_leave_no_frontier(tmp_path: Path) -> None:
     odd = tmp_path / "odd.yaml"
     odd.write_text(yaml.safe_dump(document(cluster__nic_gbps=123)))
     ran = sim("compare", odd)
     assert ran.exit_code == 0, ran.output
-    assert "no prices are known of 123 Gbps" in ran.output
+    assert "there are no prices for 123 Gbps" in ran.output
     assert "*" not in ran.output
 
 
-def test_notes_that_differ_in_figures_alone_are_told_once() -> None:
+def test_notes_that_differ_only_in_fabric_are_merged() -> None:
     several = [result(fabric=fabric) for fabric in ("one", "two", "three")]
     lines = notes_of(several, None)[1:]
-    assert lines == ["one, both: weights are brought to 4 x tp8 (and 2 more alike)"]
-    assert notes_of(several[:1], None)[1:] == ["one, both: weights are brought to 4 x tp8"]
+    assert lines == ["one, both: weight sync to 4 x tp8 (and 2 more alike)"]
+    assert notes_of(several[:1], None)[1:] == ["one, both: weight sync to 4 x tp8"]
 
 
 @pytest.mark.parametrize(("value", "shown"), [(10.0, "10.0"), (1543.2, "1,543"), (0.01234, "0.0123"), (99.96, "100.")])
-def test_three_digits(value: float, shown: str) -> None:
+def test_digits_shows_three_digits(value: float, shown: str) -> None:
     assert digits(value) == shown.rstrip(".")

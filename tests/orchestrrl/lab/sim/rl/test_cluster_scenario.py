@@ -1,4 +1,4 @@
-"""Cluster scenarios: every fault at once, with its path."""
+"""Tests of cluster scenarios: all faults at once with their paths."""
 
 import pytest
 import yaml
@@ -29,13 +29,13 @@ def paths(changed: dict[str, object]) -> set[str]:
 
 
 @pytest.mark.parametrize("name", scenario_names(FOLDER))
-def test_the_shipped_ones_are_sound(name: str) -> None:
+def test_built_in_scenarios_are_valid(name: str) -> None:
     scenario = load_cluster_scenario(name)
     assert scenario.name.startswith(name)
     assert f"{scenario.cluster.gpus}" in name
 
 
-def test_what_follows_from_a_scenario() -> None:
+def test_derived_values_of_a_scenario() -> None:
     scenario = scenario_of(parse_yaml(TEXT))
     assert scenario.servers.gpus == 32
     assert scenario.train_layout.dp == 4
@@ -44,14 +44,14 @@ def test_what_follows_from_a_scenario() -> None:
     assert scenario.train_job(16, 200.0).micro_batches == 4
 
 
-def test_its_document_reads_as_itself() -> None:
+def test_document_of_a_scenario_parses_to_the_same_scenario() -> None:
     scenario = scenario_of(document(faults=[{"at_s": 1, "fail": "nic", "of": 3}]))
     assert scenario_of(yaml.safe_load(yaml.safe_dump(scenario.document()))) == scenario
     assert scenario.schedule == ClusterFaultSchedule((ClusterFaultSection(at_s=1.0, fail=FaultyPart.NIC, of=(3,)),))
     assert scenario.faults[0].fail is FaultyPart.NIC
 
 
-def test_every_fault_is_told_at_once() -> None:
+def test_all_faults_are_reported_at_once() -> None:
     changed = document(
         model="gpt-9",
         surprise=1,
@@ -80,13 +80,13 @@ def test_every_fault_is_told_at_once() -> None:
     }
 
 
-def test_an_unknown_scheme_is_refused() -> None:
+def test_unknown_scheme_is_rejected() -> None:
     assert faults_of(document(weight_sync={"scheme": "flood"})) == [
         "weight_sync.scheme: must be one of tree, naive, two_stage, got 'flood'"
     ]
 
 
-def test_faults_between_sections() -> None:
+def test_faults_between_sections_are_reported() -> None:
     changed = document(
         training={"tp": 3, "ep": 2},
         generation__layouts=["tp2", "tp64", "tp12"],
@@ -112,7 +112,7 @@ def test_faults_between_sections() -> None:
     )
 
 
-def test_sizes_of_the_cluster_reach_every_fabric() -> None:
+def test_cluster_sizes_apply_to_every_fabric() -> None:
     kinds = ["fat_tree", "oversubscribed", "rail_optimized", "mixnet", "rfabric"]
     fabrics = [*kinds, {"kind": "fat_tree", "name": "own", "options": {"servers_per_tor": 1}}]
     scenario = scenario_of(document(cluster__servers_per_tor=2, cluster__servers_per_pod=4, fabrics=fabrics))
@@ -121,11 +121,11 @@ def test_sizes_of_the_cluster_reach_every_fabric() -> None:
     assert [each["servers_per_pod"] for each in options] == [4] * 6
 
 
-def test_sizes_that_a_fabric_has_no_use_for_are_refused() -> None:
+def test_cluster_sizes_unknown_to_a_fabric_are_rejected() -> None:
     changed = document(cluster__servers_per_tor=2, cluster__servers_per_pod=4, fabrics=["fat_tree", "topoopt"])
     assert faults_of(changed) == [
-        "cluster.servers_per_tor: is nothing to fabrics[1] (topoopt); give it in options of the others, got 2",
-        "cluster.servers_per_pod: is nothing to fabrics[1] (topoopt); give it in options of the others, got 4",
+        "cluster.servers_per_tor: is not an option of fabrics[1] (topoopt); set it in the others, got 2",
+        "cluster.servers_per_pod: is not an option of fabrics[1] (topoopt); set it in the others, got 4",
     ]
     (fault,) = faults_of(document(cluster__servers_per_tor=5))
     assert fault.startswith("cluster.servers_per_tor: of fabrics[0] (fat_tree) a ToR of 64 ports has 32 down, for 4 ")
@@ -133,47 +133,47 @@ def test_sizes_that_a_fabric_has_no_use_for_are_refused() -> None:
     assert paths(document(fabrics=own)) == {"fabrics[0].options.servers_per_tor"}
 
 
-def test_uplinks_that_a_fabric_does_not_have_are_told() -> None:
-    """TopoOpt has none at all, and nothing to lose."""
+def test_failures_of_unknown_uplinks_are_reported() -> None:
+    """TopoOpt has no uplinks, so that their failures have no effect."""
     faults = [
         {"at_s": 1, "fail": "tor_uplinks", "of": [0, 77], "share": 0.5},
         {"at_s": 1, "fail": "pod_uplinks", "of": 1},
     ]
     changed = document(fabrics=["rfabric", "fat_tree", "topoopt"], faults=faults)
     assert faults_of(changed) == [
-        "faults[0].of: fabrics[0] (rfabric) has not so many ToRs, got 77",
-        "faults[0].of: fabrics[1] (fat_tree) has not so many ToRs, got 77",
-        "faults[1].of: fabrics[1] (fat_tree) has not so many PoDs, got 1",
+        "faults[0].of: fabrics[0] (rfabric) has fewer ToRs, got 77",
+        "faults[0].of: fabrics[1] (fat_tree) has fewer ToRs, got 77",
+        "faults[1].of: fabrics[1] (fat_tree) has fewer PoDs, got 1",
     ]
     assert len(scenario_of(document(fabrics=["rfabric"], faults=faults[1:])).faults) == 1
 
 
-def test_training_that_cannot_fit_is_told() -> None:
+def test_training_that_exceeds_memory_is_reported() -> None:
     changed = document(model="qwen2.5-72b")
     (fault,) = faults_of(changed)
     assert fault.startswith("training: needs at least ")
-    assert fault.endswith("and h800 has 80: raise tp or pp")
+    assert fault.endswith("but h800 has 80: raise tp or pp")
     scenario_of(document(model="qwen2.5-72b", gpu="b300"))
     scenario_of(document(model="qwen2.5-72b", training={"tp": 8, "pp": 2}))
 
 
-def test_updates_take_a_share_of_the_samples() -> None:
+def test_updates_are_limited_by_samples() -> None:
     assert faults_of(document(training={"tp": 4, "updates": 17})) == [
         "training.updates: must be at most the 16 samples of a training step, got 17"
     ]
     interleaved = {"tp": 4, "pp": 2, "vpp": 2}
     scenario_of(document(training=interleaved))
-    assert any("interleaved" in fault for fault in faults_of(document(training={**interleaved, "updates": 16})))
+    assert any("with vpp > 1" in fault for fault in faults_of(document(training={**interleaved, "updates": 16})))
 
 
-def test_steps_are_the_loops() -> None:
+def test_steps_belong_to_the_loop() -> None:
     assert faults_of(document(generation__workload__steps=3))[0].startswith(
-        "generation: workload must leave steps to the loop"
+        "generation: workload must not have steps; the section loop has them"
     )
     assert paths(document(loop={"steps": 2, "warmup_steps": 2})) == {"loop"}
 
 
-def test_the_same_gpus_may_do_both() -> None:
+def test_shared_gpus_require_the_synchronous_mode() -> None:
     changed = document(cluster__shared=True)
     assert paths(changed) == {"cluster"}
     del changed["cluster"]["gen_gpus"]
@@ -184,12 +184,12 @@ def test_the_same_gpus_may_do_both() -> None:
 
 
 @pytest.mark.parametrize("text", ["- 1", "name: [", "generation: 3\ndaemon: 4\nfabrics: 1\n", "fabrics: [1]\n"])
-def test_nonsense_is_told_and_not_raised(text: str) -> None:
+def test_malformed_documents_are_reported_as_faults(text: str) -> None:
     with pytest.raises(ProblemFaults):
         scenario_of(parse_yaml(text))
 
 
-def test_an_unknown_name_lists_the_known_ones() -> None:
+def test_unknown_name_lists_known_names() -> None:
     with pytest.raises(ProblemFaults, match="cluster64"):
         load_cluster_scenario("cluster65")
     with pytest.raises(ProblemFaults, match=r"generation.profile: .*paper-14b-h800"):
@@ -206,5 +206,5 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
         Parallelism(tp=2, attention_gpus=24, ffn_gpus=16, micro_batches=3),
     ],
 )
-def test_layouts_are_named_as_profiles_name_them(layout: Parallelism) -> None:
+def test_layout_names_match_profile_identifiers(layout: Parallelism) -> None:
     assert layout_named(identifier(layout)) == layout

@@ -1,4 +1,4 @@
-"""The quick loop against the world with agents, gateway and journal: the same requests, plans and engines."""
+"""Tests of the fast loop against the full simulation with agents, gateway and journal."""
 
 import pytest
 
@@ -15,7 +15,7 @@ def of(arm: str, initial: str) -> ControlledRun:
 
 @pytest.mark.parametrize("arm", ["planning", "balancing", "both", "oracle"])
 @pytest.mark.parametrize("initial", ["narrow", "wide"])
-def test_both_agree_within_some_percent(arm: str, initial: str) -> None:
+def test_fast_loop_agrees_with_the_full_simulation(arm: str, initial: str) -> None:
     run = of(arm, initial)
     whole = run.run(lambda _label, _done, _total: None)
     (quick,) = run_fast(run)
@@ -24,7 +24,7 @@ def test_both_agree_within_some_percent(arm: str, initial: str) -> None:
     assert quick.engines_started == whole.redeployments
 
 
-def test_every_request_is_answered_once_and_the_same_every_time() -> None:
+def test_fast_loop_is_complete_and_deterministic() -> None:
     run = of("both", "narrow")
     (once,), (again,) = run_fast(run), run_fast(run)
     assert once == again

@@ -1,4 +1,4 @@
-"""What instances get of a network, against closed forms on small trees of switches."""
+"""Tests of the bandwidth of instances against closed forms on small trees of switches."""
 
 import numpy as np
 import pytest
@@ -37,21 +37,21 @@ WORKLOAD = WorkloadSection.model_validate(
 
 
 def fabric(kind: str = "fat_tree", servers: Servers = SERVERS, **options: object) -> SimulatedFabric:
-    """ToRs of one server each, so that whatever leaves a server leaves its ToR."""
+    """Return a fabric with one server per ToR, so that all traffic between servers crosses ToRs."""
     ratio = options.get("ratio", 1.0)
     assert isinstance(ratio, float)
     radix = 8 + round(8 / ratio)
     return build(kind, servers, servers_per_pod=4, radix=radix, **options)
 
 
-def test_instances_stay_inside_servers_or_take_whole_ones() -> None:
+def test_instances_stay_inside_servers_or_use_whole_ones() -> None:
     assert deployed(Parallelism(tp=4), WHERE, SERVERS).gpus.shape == (32, 4)
     wide = deployed(Parallelism(tp=24), range(8, 72), SERVERS)
     assert wide.gpus.tolist() == [list(range(8, 32)), list(range(32, 56))]
     afd = deployed(AFD, WHERE, SERVERS)
     assert afd.attention[0].tolist() == list(range(16))
     assert afd.ffn[0].tolist() == list(range(16, 24))
-    with pytest.raises(ValueError, match="whole ones"):
+    with pytest.raises(ValueError, match="must use whole servers of 8 GPUs, got 12"):
         deployed(Parallelism(tp=12), WHERE, SERVERS)
 
 
@@ -62,27 +62,27 @@ def servers_of(parallelism: Parallelism, where: range, pods: Pods) -> list[list[
 
 
 def test_instances_that_fit_into_a_pod_stay_inside_one() -> None:
-    """Eleven servers of PoDs of four, the first of which another stage has a server of."""
+    """Eleven servers are in PoDs of four; another stage uses the first server of the first PoD."""
     where, wide = range(8, 96), Parallelism(tp=24)
     apart, together = (Pods(np.arange(16) // 4, apart=each) for each in (True, False))
     inside = [[1, 2, 3], [4, 5, 6], [8, 9, 10]]
     assert servers_of(wide, where, apart) == inside
     assert left_idle(deployed(wide, where, SERVERS, apart), where) == 0
     assert servers_of(Parallelism(tp=16), where, apart) == [[1, 2], [4, 5], [6, 7], [8, 9], [10, 11]]
-    more = range(8, 104)  # twelve: the fourth would lie in three PoDs
+    more = range(8, 104)  # twelve servers: the fourth instance would span PoDs
     assert servers_of(wide, more, apart) == inside
     assert left_idle(deployed(wide, more, SERVERS, apart), more) == 24
     assert servers_of(wide, more, together) == [[1, 2, 3], [4, 5, 6], [7, 11, 12], [8, 9, 10]]
     assert left_idle(deployed(wide, more, SERVERS, together), more) == 0
 
 
-def test_instances_that_fit_into_no_pod_go_over_several() -> None:
+def test_instances_larger_than_a_pod_span_pods() -> None:
     pods = Pods(np.arange(16) // 4, apart=True)
     assert servers_of(Parallelism(tp=40), WHERE, pods) == [list(range(first, first + 5)) for first in (0, 5, 10)]
 
 
-def test_rfabric_and_mixnet_have_less_room_between_pods() -> None:
-    """An instance that spans two gets less than the others."""
+def test_rfabric_and_mixnet_have_less_bandwidth_between_pods() -> None:
+    """An instance that spans two PoDs gets less bandwidth than the others."""
     for kind, options in (("rfabric", {"train_servers": 0}), ("mixnet", {"servers_per_region": 4})):
         found = build(kind, SERVERS, servers_per_pod=4, **options)
         wide = Parallelism(tp=1, dp=24, ep=24)
@@ -92,8 +92,8 @@ def test_rfabric_and_mixnet_have_less_room_between_pods() -> None:
     assert not any(build(kind, SERVERS).pods.apart for kind in ("fat_tree", "oversubscribed", "rail_optimized"))
 
 
-def test_a_fleet_has_no_more_engines_than_pods_have_room_for() -> None:
-    """Sixteen servers in PoDs of four: four engines of three servers, where five would go without PoDs."""
+def test_fleet_is_limited_by_room_in_pods() -> None:
+    """Sixteen servers in PoDs of four have four engines of three servers; without PoDs, five would fit."""
     wide = Parallelism(tp=1, dp=24, ep=8)
     section, layouts = GenerationSection(workload=WORKLOAD), (Parallelism(tp=8), wide)
     counts = {}
@@ -108,7 +108,7 @@ def test_a_fleet_has_no_more_engines_than_pods_have_room_for() -> None:
 
 
 @pytest.mark.parametrize("parallelism", [EP16, AFD, Parallelism(tp=16)])
-def test_each_gpu_sends_what_it_has_to(parallelism: Parallelism) -> None:
+def test_each_gpu_sends_the_given_bytes(parallelism: Parallelism) -> None:
     fleet = deployed(parallelism, WHERE, SERVERS)
     flows, instance = pattern(fleet, SENT_BYTES, SERVERS)
     assert (flows.src != flows.dst).all()
@@ -118,24 +118,24 @@ def test_each_gpu_sends_what_it_has_to(parallelism: Parallelism) -> None:
     assert set(instance.tolist()) == set(range(len(fleet)))
 
 
-def test_without_blocking_an_all_to_all_is_bound_by_nics() -> None:
-    """8 of a GPU's 15 messages leave its server: the NIC carries 8/15 of its bytes."""
+def test_all_to_all_is_bound_by_nics_without_blocking() -> None:
+    """8 of a GPU's 15 messages leave its server, so that the NIC carries 8/15 of its bytes."""
     got = exchange(deployed(EP16, WHERE, SERVERS), fabric(), "ep16")
     assert got.bytes_per_s == pytest.approx(SERVERS.nic_bytes_per_s * 15 / 8, rel=0.01)
 
 
-def test_oversubscribed_uplinks_share_what_leaves_a_tor() -> None:
+def test_oversubscribed_uplinks_limit_the_exchange() -> None:
     got = exchange(deployed(EP16, WHERE, SERVERS), fabric("oversubscribed", ratio=4.0), "ep16")
     assert got.bytes_per_s == pytest.approx(SERVERS.nic_bytes_per_s * 15 / 8 / 4, rel=0.01)
 
 
-def test_afd_sends_as_fast_as_the_smaller_side_can() -> None:
-    """8 FFN GPUs receive from 16, and send as much back."""
+def test_afd_rate_is_that_of_the_smaller_side() -> None:
+    """8 FFN GPUs receive from 16 GPUs, and send the same number of bytes back."""
     got = exchange(deployed(AFD, WHERE, SERVERS), fabric(), "afd")
     assert got.bytes_per_s == pytest.approx(SERVERS.nic_bytes_per_s, rel=0.01)
 
 
-def test_a_profile_depends_on_the_fabric_only_where_it_leaves_servers() -> None:
+def test_profile_depends_on_the_fabric_only_for_wide_engines() -> None:
     layouts = [Parallelism(tp=8), EP16, AFD]
     fast = on_fabric(MOE, layouts, WHERE, fabric())
     slow = on_fabric(MOE, layouts, WHERE, fabric("oversubscribed", ratio=4.0))
@@ -155,6 +155,6 @@ def test_faster_nics_are_never_slower(nic_gbps: float) -> None:
         assert exchange(fleet, fabric(servers=faster), "fast").bytes_per_s >= slow.bytes_per_s
 
 
-def test_where_nothing_fits_it_is_said() -> None:
+def test_no_fitting_configuration_is_reported() -> None:
     with pytest.raises(ValueError, match="no configuration of qwen3-235b-a22b fits 128 GPUs of h800"):
         on_fabric(MOE, [Parallelism(tp=1)], WHERE, fabric())

@@ -1,4 +1,4 @@
-"""Generation steps on fabrics: nothing is lost, phases add up, and a faster fabric is never slower."""
+"""Tests of generation steps on fabrics: completeness, phases, and monotonicity in the fabric's speed."""
 
 import pytest
 
@@ -65,14 +65,14 @@ def test_every_request_is_answered(arm: str) -> None:
         assert stage.sample_tokens == pytest.approx(sum(lengths) / 128)
 
 
-def test_partial_rollout_carries_the_rest_over() -> None:
+def test_partial_rollout_carries_unfinished_requests_over() -> None:
     first, second = generation_stages(generation(), "partial_rollout", 1, 2)
     assert first.samples >= 0.9 * 128
     assert first.remaining[-1][1] == 128 - first.samples
     assert second.samples + first.samples <= 256
 
 
-def test_engines_that_change_take_their_kv_along() -> None:
+def test_changed_engines_transfer_kv() -> None:
     stage = generation_stage("both", gpus=32)
     check(stage, 128)
     if "redeploying" in stage.phases_s:
@@ -80,17 +80,17 @@ def test_engines_that_change_take_their_kv_along() -> None:
         assert stage.phases_s["moving KV"] > 0
 
 
-def test_the_same_seed_is_the_same_stage() -> None:
+def test_stage_is_deterministic() -> None:
     assert generation_stage("both", 3) == generation_stage("both", 3)
 
 
-def test_an_unknown_arm_is_refused() -> None:
-    with pytest.raises(ValueError, match="arm must be one of"):
+def test_unknown_arm_is_rejected() -> None:
+    with pytest.raises(ValueError, match="arm must be a static arm"):
         generation_stage("wishful")
 
 
-def test_by_order_engines_change_once_and_a_faster_fabric_is_never_slower() -> None:
-    """From AFD, whose exchanges and KV cross servers, to TP, whose do not."""
+def test_redeployed_stage_is_never_slower_on_a_faster_fabric() -> None:
+    """Engines change from AFD, whose exchanges and KV cross servers, to TP, whose exchanges do not."""
     hardware, requests = Hardware(MOE, gpu_named("h800"), paper_engine(MOE)), requests_of_step(WORKLOAD, 1, 0)
     fast, slow = (
         redeployed_stage(hardware, range(32, 64), (AFD, Parallelism(tp=4)), requests, 0.5, each)

@@ -1,4 +1,4 @@
-"""What a fabric that is built for one job is told of the job."""
+"""Tests of the demand for which a fabric is built."""
 
 import numpy as np
 import pytest
@@ -15,21 +15,21 @@ def scenario(**changes: object) -> ClusterScenario:
 
 
 def mixture(layouts: list[str], **changes: object) -> ClusterScenario:
-    """Of experts: tokens of a wide engine are sent to them."""
+    """Return a scenario with a mixture of experts, whose wide engines exchange tokens."""
     wide = {"generation__layouts": layouts, "generation__initial": None, **changes}
     return scenario(model="qwen2-57b-a14b", training={"tp": 4, "ep": 16}, **wide)
 
 
 def between_servers(made: ClusterScenario) -> np.ndarray:
-    """[server, server], bytes."""
+    """Return the demand in bytes, [server, server]."""
     flows = job_demand(made, made.fabric(made.fabrics[0]))
     found = np.zeros((made.servers.count, made.servers.count))
     np.add.at(found, (flows.src // 8, flows.dst // 8), flows.bytes)
     return found
 
 
-def test_gradients_and_weights_are_in_it() -> None:
-    """Two servers train; the other four get weights, from them or from each other, each of them at least once."""
+def test_job_demand_has_gradients_and_weights() -> None:
+    """Two servers train. Each of the other four receives the weights once, from a trainer or from another engine."""
     sent = between_servers(scenario())
     assert sent[0, 1] > 0
     assert sent[1, 0] > 0
@@ -38,19 +38,19 @@ def test_gradients_and_weights_are_in_it() -> None:
     np.testing.assert_allclose(arriving - np.diag(sent)[2:], weights, rtol=0.01)
 
 
-def test_each_optimiser_step_counts() -> None:
+def test_job_demand_counts_each_optimiser_step() -> None:
     once, twice = (between_servers(scenario(training__updates=updates))[0, 1] for updates in (1, 2))
     assert twice > 1.8 * once
 
 
-def test_exchanges_of_engines_are_in_it_where_they_span_servers() -> None:
+def test_job_demand_has_exchanges_of_engines_that_span_servers() -> None:
     inside, wide = (between_servers(mixture(layouts)) for layouts in (["tp4"], ["tp4", "tp1dp16ep16"]))
     assert not inside[3, 2]
     assert wide[3, 2] > 0
 
 
-def test_exchanges_are_those_of_all_tokens() -> None:
-    """Beside collectives and weights, which are whole steps', too."""
+def test_job_demand_exchanges_are_proportional_to_tokens() -> None:
+    """The demand also contains collectives and weights, which do not depend on the number of tokens here."""
     found = [
         between_servers(mixture(["tp1dp16ep16"], generation__workload__prompts=prompts)) for prompts in (8, 16, 24)
     ]
@@ -59,7 +59,7 @@ def test_exchanges_are_those_of_all_tokens() -> None:
     assert then == pytest.approx(first)
 
 
-def test_what_a_run_takes_is_made_for_the_job() -> None:
+def test_run_uses_a_fabric_built_for_the_job() -> None:
     made = scenario()
     stages = FabricStages(made, made.fabrics[0])
     plain = made.fabric(made.fabrics[0])
@@ -67,9 +67,9 @@ def test_what_a_run_takes_is_made_for_the_job() -> None:
     assert isinstance(plain, TopoOpt)
     assert not np.array_equal(stages.fabric.sends_to, plain.sends_to)
     assert ArmTimes(stages, "verl_to", 1).sync_stage(SimulatedFailures()).seconds > 0
-    assert fabric_for(made, made.fabrics[0]).inventory() == plain.inventory(), "as many links, to others"
+    assert fabric_for(made, made.fabrics[0]).inventory() == plain.inventory(), "only the cabling differs"
 
 
-def test_fabrics_of_no_job_are_as_they_were() -> None:
+def test_other_fabrics_do_not_depend_on_the_job() -> None:
     made = scenario_of(document(fabrics=["rfabric"]))
     assert fabric_for(made, made.fabrics[0]).inventory() == made.fabric(made.fabrics[0]).inventory()

@@ -1,4 +1,4 @@
-"""Fault schedules: what holds when, and how long a stage takes that is touched by it."""
+"""Tests of fault schedules: active failures over time, and the durations of affected stages."""
 
 import math
 
@@ -22,7 +22,7 @@ def schedule(*faults: tuple[float, FaultyPart, int | tuple[int, ...], dict[str, 
     return ClusterFaultSchedule(tuple(ClusterFaultSection.model_validate(row) for row in rows))
 
 
-def test_a_schedule_reads_as_it_is_meant() -> None:
+def test_schedule_returns_failures_by_time() -> None:
     faults = schedule(
         (12.0, FaultyPart.NIC, 7, {"back_after_s": 60.0}),
         (30.0, FaultyPart.TOR_UPLINKS, 3, {"share": 0.25}),
@@ -35,27 +35,27 @@ def test_a_schedule_reads_as_it_is_meant() -> None:
     assert [str(fault) for fault in faults.faults] == ["nic 7", "tor uplinks 3, 25%", "tor uplinks 2, 3, 50%"]
 
 
-def test_of_a_bundle_no_more_than_all_is_lost() -> None:
+def test_lost_share_of_a_bundle_is_at_most_one() -> None:
     faults = schedule(
         (0.0, FaultyPart.POD_UPLINKS, 1, {"share": 0.75}), (1.0, FaultyPart.POD_UPLINKS, (0, 1), {"share": 0.5})
     )
     assert faults.network(2.0).pod_uplinks == {0: 0.5, 1: 1.0}
 
 
-def test_what_is_done_stays_done() -> None:
+def test_completed_work_is_kept() -> None:
     slow = schedule((10.0, FaultyPart.NIC, 0, {"back_after_s": 10.0}))
-    # Half of it at full speed, ten seconds at half the speed, the rest at full speed again.
+    # Half of the work at full speed, ten seconds at half speed, the remaining quarter at full speed.
     assert stretched_s(slow, 0.0, lambda now_s: 40.0 if slow.holding(now_s, FaultyPart.NIC) else 20.0) == pytest.approx(
         25.0
     )
     assert stretched_s(slow, 0.0, lambda now_s: math.inf if slow.holding(now_s, FaultyPart.NIC) else 20.0) == 30.0
-    with pytest.raises(NeverEnds, match="never ends: nic 0 does not come back"):
+    with pytest.raises(NeverEnds, match="never ends: nic 0 does not recover; set back_after_s"):
         stretched_s(schedule((5.0, FaultyPart.NIC, 0, {})), 0.0, lambda now_s: math.inf if now_s >= 5 else 20.0)
 
 
-def test_an_iteration_is_lost_with_its_server() -> None:
+def test_iteration_restarts_after_a_server_failure() -> None:
     faults = schedule(*((at_s, FaultyPart.SERVER, server, {}) for at_s, server in ((8.0, 1), (12.0, 9), (35.0, 0))))
-    # Begun at 0, lost at 8, begun again at 18, done at 28: server 9 is not among its own, and 0 fails too late.
+    # Begins at 0, fails at 8, restarts at 18, ends at 28: server 9 is not in use, and server 0 fails later.
     assert with_lost_work_s(faults, 0.0, lambda _: 10.0, range(4), 10.0) == 28.0
     assert with_lost_work_s(faults, 30.0, lambda _: 10.0, range(4), 10.0) == 25.0
     assert with_lost_work_s(faults, 0.0, lambda _: 10.0, range(2, 4), 10.0) == 10.0
@@ -64,7 +64,7 @@ def test_an_iteration_is_lost_with_its_server() -> None:
 @pytest.mark.parametrize(
     ("fields", "wish"), [({"at_s": -1.0}, "at_s"), ({"share": 0.0}, "share"), ({"back_after_s": 0.0}, "back_after_s")]
 )
-def test_a_fault_checks_itself(fields: dict[str, float], wish: str) -> None:
+def test_invalid_faults_are_rejected(fields: dict[str, float], wish: str) -> None:
     with pytest.raises(ValueError, match=wish):
         ClusterFaultSection.model_validate({"at_s": 1.0, "fail": FaultyPart.NIC, "of": 0, **fields})
 
@@ -78,7 +78,7 @@ FAULTS = st.lists(
 
 
 @given(FAULTS, st.floats(0, 60), st.floats(0.1, 40), st.floats(1, 5))
-def test_faults_only_ever_lengthen_and_no_more_than_all_of_it(
+def test_faults_lengthen_a_stage_within_bounds(
     faults: ClusterFaultSchedule, begin_s: float, whole_s: float, slower: float
 ) -> None:
     length_s = stretched_s(

@@ -1,4 +1,4 @@
-"""The RL loop: closed forms, a simulation of events as oracle, and what holds whatever the times."""
+"""Tests of the RL loop: closed forms, a reference simulation, and invariants for any times."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -31,13 +31,13 @@ def lanes(run: RlRun) -> list[tuple[str, int, float, float]]:
     return [(span.lane, span.step, span.begin_s, span.end_s) for span in run.spans]
 
 
-def test_synchronous_is_the_sum_of_its_stages() -> None:
+def test_synchronous_loop_is_the_sum_of_its_stages() -> None:
     run = ran(LoopRules(SYNCHRONOUS), 3, 6.0, 3.0, 1.0, warmup_steps=1)
     assert run.seconds == 3 * 6 + 3 * 3 + 2 * 1
     assert run.staleness == {0: 30}
     assert run.samples_per_s == pytest.approx(1.0)
     assert run.idle_share == {FabricStage.TRAIN: pytest.approx(0.7), FabricStage.GEN: pytest.approx(0.4)}
-    assert run.steps[1]["gen_waits_weights_s"] == 3.0  # for training; the sync stands beside it
+    assert run.steps[1]["gen_waits_weights_s"] == 3.0  # training only; the sync is counted separately
     assert run.steps[1]["train_waits_samples_s"] == 7.0
 
 
@@ -59,7 +59,7 @@ def test_one_step_async_hides_the_shorter_stage() -> None:
     ).samples_per_s == pytest.approx(10 / 6)
 
 
-def test_a_trainer_that_sends_waits_too() -> None:
+def test_trainer_waits_during_a_blocking_sync() -> None:
     run = ran(LoopRules(ONE_STEP, holds=Holds.BOTH), 5, 3.0, 6.0, 1.0)
     begins_s = [span.begin_s for span in run.spans if span.lane == "train"]
     assert [later - sooner for sooner, later in pairwise(begins_s)][1:3] == [7.0, 7.0]
@@ -77,7 +77,7 @@ def test_more_staleness_evens_out_uneven_steps() -> None:
     assert seconds[3] == 54.0  # all of generation, and the last training step
 
 
-def test_the_same_gpus_do_one_thing_at_a_time() -> None:
+def test_shared_gpus_run_one_stage_at_a_time() -> None:
     run = ran(LoopRules(SYNCHRONOUS, shared=True), 3, 6.0, 3.0, 1.0, warmup_steps=1)
     assert run.seconds == 29.0
     assert run.idle_share == {FabricStage.TRAIN: pytest.approx(0.1), FabricStage.GEN: pytest.approx(0.1)}
@@ -85,15 +85,15 @@ def test_the_same_gpus_do_one_thing_at_a_time() -> None:
         LoopRules(ONE_STEP, shared=True)
 
 
-def test_samples_that_a_step_cuts_are_as_old_as_when_they_were_begun() -> None:
+def test_interrupted_samples_keep_their_version() -> None:
     batches = [SampleBatch(10, 8), SampleBatch(10, 10), SampleBatch(10, 12)]
     run = run_loop(LoopRules(ONE_STEP), batches, even(3, 5.0, 2.0, 1.0))
-    # Of the second step's ten, two were begun in the first; of the last step's, two in the second.
+    # Two of the second step's ten samples were begun in the first step; two of the last step's in the second.
     assert run.staleness == {0: 8, 1: 20, 2: 2}
     assert run.samples == 30
 
 
-def test_smaller_batches_begin_while_the_step_goes_on() -> None:
+def test_small_batches_train_during_the_step() -> None:
     class Streamed(FixedTimes):
         def gen(self, step: int, begin_s: float) -> GenTime:
             return GenTime(8.0, (2.0, 4.0, 6.0, 8.0))
@@ -104,7 +104,7 @@ def test_smaller_batches_begin_while_the_step_goes_on() -> None:
     assert [each for each in lanes(run) if each[0] == "train"][:2] == [("train", 0, 4.0, 5.0), ("train", 1, 8.0, 9.0)]
 
 
-def test_a_full_buffer_holds_generation_up() -> None:
+def test_full_buffer_delays_generation() -> None:
     run = ran(LoopRules(BOUNDED, staleness=5, buffer_samples=20, holds=Holds.NOBODY), 6, 1.0, 10.0, 0.0)
     assert run.steps[2]["gen_waits_room_s"] == 0.0
     assert run.steps[3]["gen_waits_room_s"] == 8.0
@@ -117,36 +117,36 @@ def test_a_full_buffer_holds_generation_up() -> None:
 @pytest.mark.parametrize(
     ("rules", "wish"),
     [
-        (lambda: LoopRules(BOUNDED), "staleness goes with"),
-        (lambda: LoopRules(ONE_STEP, staleness=1), "staleness goes with"),
+        (lambda: LoopRules(BOUNDED), "staleness is only for bounded_staleness"),
+        (lambda: LoopRules(ONE_STEP, staleness=1), "staleness is only for bounded_staleness"),
         (lambda: LoopSection(mode=BOUNDED, staleness=-1), "staleness\\n.*greater than or equal to 0"),
         (lambda: LoopSection(mode=ONE_STEP, batch_samples=0), "batch_samples\\n.*greater than or equal to 1"),
     ],
 )
-def test_rules_check_themselves(rules: Callable[[], LoopRules | LoopSection], wish: str) -> None:
+def test_invalid_rules_are_rejected(rules: Callable[[], LoopRules | LoopSection], wish: str) -> None:
     with pytest.raises(ValueError, match=wish):
         rules()
 
 
-def test_what_could_never_begin_is_told() -> None:
+def test_infeasible_loops_are_reported() -> None:
     with pytest.raises(ValueError, match=r"step 0 needs version 1.*allow more staleness"):
         Needs.of(LoopRules(BOUNDED, staleness=0, batch_samples=5), [SampleBatch(10, 10)])
-    with pytest.raises(ValueError, match=r"step 0 has no room in a buffer of 9 samples: 10 are needed"):
+    with pytest.raises(ValueError, match=r"step 0 has no room in a buffer of 9 samples: it needs 10"):
         Needs.of(LoopRules(ONE_STEP, buffer_samples=9), [SampleBatch(10, 10)])
-    with pytest.raises(ValueError, match="no more samples can be finished"):
+    with pytest.raises(ValueError, match="finished samples must be <= begun samples"):
         Needs.of(LoopRules(ONE_STEP), [SampleBatch(5, 6)])
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """Weights on their way hold up those beside them for a share of their time."""
+    """Times in which a sync delays concurrent stages by a fraction of its own time."""
 
     given: FixedTimes
     of_train: float = 0.0
     of_gen: float = 0.0
-    told: list[tuple[float, tuple[FabricStage, ...]]] = field(
+    syncs: list[tuple[float, tuple[FabricStage, ...]]] = field(
         default_factory=list
-    )  # when a sync began, and beside whom
+    )  # begin of each sync, and the concurrent stages
 
     def gen(self, step: int, begin_s: float) -> GenTime:
         return self.given.gen(step, begin_s)
@@ -155,7 +155,7 @@ class Holding:
         return self.given.train(step, samples, begin_s)
 
     def sync(self, version: int, begin_s: float, beside: tuple[FabricStage, ...]) -> SyncTime:
-        self.told.append((begin_s, beside))
+        self.syncs.append((begin_s, beside))
         elapsed_s, shares = (
             self.given.sync_s[version - 1],
             {FabricStage.TRAIN: self.of_train, FabricStage.GEN: self.of_gen},
@@ -167,16 +167,16 @@ def held(rules: LoopRules, gen_s: float, train_s: float, sync_s: float, steps: i
     return run_loop(rules, [SampleBatch(10, 10)] * steps, Holding(even(steps, gen_s, train_s, sync_s), 0.5, 0.25))
 
 
-def test_a_sync_that_engines_wait_for_holds_training_up() -> None:
+def test_blocking_sync_delays_training() -> None:
     run = held(LoopRules(ONE_STEP), 6.0, 3.0, 1.0)
     assert lanes(run)[3:6] == [("sync", 1, 12.0, 13.0), ("train", 1, 12.0, 15.5), ("gen", 2, 13.0, 19.0)]
     assert run.sync_beside == (FabricStage.TRAIN,)
     assert [(row["train_held_s"], row["gen_held_s"]) for row in run.steps] == [(0, 0), (0.5, 0), (0.5, 0), (0, 0)]
 
 
-def test_training_that_is_under_way_is_held_up_from_then_on() -> None:
-    """The sync of version 1 sets out as engines come free, 2 s before the second training step would end, and is 6 s on
-    its way: of the first 4 of them training gets half."""
+def test_running_training_step_is_delayed_by_a_sync() -> None:
+    """The sync of version 1 begins when engines become free, 2 s before the second training step would end, and takes
+    6 s. In the first 4 s, training has half of its speed."""
     times = Holding(FixedTimes([2.0, 3.0, 5.0, 5.0], [2.0, 3.0, 1.0, 1.0], [6.0] * 4), of_train=0.5)
     run = run_loop(LoopRules(BOUNDED, staleness=1, buffer_samples=20), [SampleBatch(10, 10)] * 4, times)
     assert lanes(run)[:4] == [
@@ -188,7 +188,7 @@ def test_training_that_is_under_way_is_held_up_from_then_on() -> None:
     assert lanes(run)[4] == ("train", 1, 5.0, 11.0)
 
 
-def test_a_sync_that_nobody_waits_for_holds_generation_up() -> None:
+def test_background_sync_delays_generation() -> None:
     run = held(LoopRules(ONE_STEP, holds=Holds.NOBODY), 6.0, 3.0, 1.0)
     assert lanes(run)[:5] == [
         ("gen", 0, 0.0, 6.0),
@@ -199,12 +199,12 @@ def test_a_sync_that_nobody_waits_for_holds_generation_up() -> None:
     ]
     assert run.sync_beside == (FabricStage.GEN,)
     slow = held(LoopRules(ONE_STEP, holds=Holds.NOBODY), 3.0, 6.0, 1.0)
-    assert [row["gen_held_s"] for row in slow.steps] == [0.0] * 4  # engines wait for those weights
+    assert [row["gen_held_s"] for row in slow.steps] == [0.0] * 4  # engines are idle during these syncs
     assert slow.steps[1]["train_held_s"] == 0.5
 
 
 @pytest.mark.parametrize("rules", [LoopRules(SYNCHRONOUS), LoopRules(ONE_STEP, holds=Holds.BOTH)])
-def test_where_all_wait_nobody_is_held_up(rules: LoopRules) -> None:
+def test_sync_that_pauses_both_sides_delays_neither(rules: LoopRules) -> None:
     run = held(rules, 6.0, 3.0, 1.0)
     assert run.sync_beside == ()
     assert run == ran(rules, 4, 6.0, 3.0, 1.0)
@@ -215,9 +215,7 @@ def test_where_all_wait_nobody_is_held_up(rules: LoopRules) -> None:
     st.integers(0, 20),
     st.integers(1, 20),
 )
-def test_held_up_work_ends_when_small_steps_of_it_do(
-    stretches: list[tuple[int, int, float]], begin_s: int, work_s: int
-) -> None:
+def test_delay_matches_stepwise_simulation(stretches: list[tuple[int, int, float]], begin_s: int, work_s: int) -> None:
     lane, lost, free_s = Slowed(), dict[int, float](), 0
     for wait_s, long_s, share in stretches:
         lane.add(free_s + wait_s, free_s + wait_s + long_s, share * long_s)
@@ -233,7 +231,7 @@ def test_held_up_work_ends_when_small_steps_of_it_do(
 
 @dataclass
 class Drawn:
-    """Whole seconds, so that what happens at once happens at once here and there."""
+    """A drawn case in whole seconds, so that simultaneous events coincide exactly in both simulations."""
 
     rules: LoopRules
     batches: list[SampleBatch]
@@ -241,7 +239,7 @@ class Drawn:
 
 
 class WithEnds(FixedTimes):
-    """Samples are done one after the other, in whole seconds."""
+    """Times in which samples end one after another, in whole seconds."""
 
     def gen(self, step: int, begin_s: float) -> GenTime:
         made = self.gen_s[step]
@@ -277,7 +275,7 @@ def feasible(case: Drawn) -> bool:
 
 
 @given(drawn())
-def test_it_is_what_a_simulation_of_events_gives(case: Drawn) -> None:
+def test_time_line_matches_event_simulation(case: Drawn) -> None:
     assume(feasible(case))
     run = run_loop(case.rules, case.batches, case.times)
     oracle = Oracle(case.rules, case.batches, case.times)
@@ -292,7 +290,7 @@ def test_no_sample_is_lost_or_trained_on_twice(case: Drawn) -> None:
     run = run_loop(case.rules, case.batches, case.times)
     begun = sum(batch.begun for batch in case.batches)
     assert sum(run.staleness.values()) == run.samples <= begun
-    assert begun - run.samples < 4 + (case.rules.batch_samples or 1)  # cut by the last step, or short of a batch
+    assert begun - run.samples < 4 + (case.rules.batch_samples or 1)  # interrupted, or too few for a batch
 
 
 @given(drawn())
@@ -309,7 +307,7 @@ def test_staleness_is_never_over_the_bound(case: Drawn) -> None:
 
 
 @given(drawn(simple=True))
-def test_no_mode_is_shorter_than_its_longest_stage_or_longer_than_all(case: Drawn) -> None:
+def test_loop_time_is_between_longest_stage_and_sum(case: Drawn) -> None:
     steps, times = len(case.batches), case.times
     run = run_loop(case.rules, case.batches, times)
     stages = [sum(times.gen_s[:steps]), sum(times.train_s[:steps]), sum(times.sync_s[: steps - 1])]
@@ -319,7 +317,7 @@ def test_no_mode_is_shorter_than_its_longest_stage_or_longer_than_all(case: Draw
 
 
 @given(drawn(), st.sampled_from([0.0, 0.5, 1.0]), st.sampled_from([0.0, 0.25]))
-def test_what_is_held_up_is_no_longer_than_weights_are_on_their_way(case: Drawn, train: float, gen: float) -> None:
+def test_delays_are_bounded_by_sync_time(case: Drawn, train: float, gen: float) -> None:
     assume(feasible(case))
     times = case.times
     run = run_loop(case.rules, case.batches, Holding(times, train, gen))
@@ -337,18 +335,18 @@ def test_what_is_held_up_is_no_longer_than_weights_are_on_their_way(case: Drawn,
 
 
 @given(drawn(simple=True), st.sampled_from([0.0, 0.5, 1.0]))
-def test_weights_are_beside_those_who_are_at_work_as_they_set_out(case: Drawn, train: float) -> None:
-    """As the time line has it once it is complete."""
+def test_sync_reports_the_stages_that_run_when_it_begins(case: Drawn, train: float) -> None:
+    """The reported stages are those on the complete time line."""
     times = Holding(case.times, train)
     run = run_loop(case.rules, case.batches, times)
-    for begin_s, beside in times.told:
+    for begin_s, beside in times.syncs:
         at_work = {span.stage for span in run.spans if span.begin_s <= begin_s < span.end_s}
         assert set(beside) == (at_work - {FabricStage.WEIGHT_SYNC} if case.rules.holds is not Holds.BOTH else set())
 
 
 @given(drawn(simple=True), st.integers(0, 2), st.integers(0, 5), st.floats(0, 9))
-def test_more_time_for_a_stage_is_no_gain(case: Drawn, which: int, step: int, more_s: float) -> None:
-    # But for the greedy choice of versions, see the module.
+def test_longer_stage_never_shortens_the_loop(case: Drawn, which: int, step: int, more_s: float) -> None:
+    # The greedy choice of versions is an exception, see the module's docstring.
     assume(case.rules.mode is not BOUNDED or case.rules.holds is Holds.NOBODY)
     before = run_loop(case.rules, case.batches, case.times)
     stages = [list(case.times.gen_s), list(case.times.train_s), list(case.times.sync_s)]
@@ -358,7 +356,7 @@ def test_more_time_for_a_stage_is_no_gain(case: Drawn, which: int, step: int, mo
 
 
 @given(drawn(simple=True))
-def test_every_second_of_a_lane_is_accounted_for(case: Drawn) -> None:
+def test_lane_times_add_up(case: Drawn) -> None:
     run = run_loop(case.rules, case.batches, case.times)
     last = max(span.end_s for span in run.spans if span.lane == "gen")
     held = 0.0 if case.rules.holds is Holds.NOBODY else sum(row["sync_s"] for row in run.steps)

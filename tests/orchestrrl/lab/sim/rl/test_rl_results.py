@@ -1,4 +1,4 @@
-"""Result files: what is written is read back, whole or not at all, and faults are told with their file."""
+"""Tests of result files: round trip, atomic writes, and faults with the file's name."""
 
 import json
 from pathlib import Path
@@ -37,7 +37,7 @@ def result(samples_per_s: float = 2.0) -> ClusterResult:
     return ClusterResult(run, Bill(4e6, {"nics": 4e6}), {"compute": 1.0}, 0.4, scenario=SCENARIO)
 
 
-def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+def test_written_results_are_read_back(tmp_path: Path) -> None:
     path = write(tmp_path / "new", SCENARIO, [result(), result(3.0)])
     assert path.name == f"{digest_of(SCENARIO)}.json"
     assert read(path) == (result(), result(3.0)) == read(tmp_path / "new")
@@ -45,12 +45,12 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
 
 
-def test_a_digest_depends_on_what_is_said_and_not_on_its_order() -> None:
+def test_digest_does_not_depend_on_field_order() -> None:
     assert digest_of({"a": 1, "b": 2}) == digest_of({"b": 2, "a": 1})
     assert digest_of({"a": 1, "b": 2}) != digest_of({"a": 2, "b": 2})
 
 
-def test_a_file_that_was_cut_is_not_complete(tmp_path: Path) -> None:
+def test_truncated_file_is_not_complete(tmp_path: Path) -> None:
     path = write(tmp_path, SCENARIO, [result()])
     digest = digest_of(SCENARIO)
     assert complete(tmp_path, [digest, "other"]) == {digest}
@@ -58,8 +58,8 @@ def test_a_file_that_was_cut_is_not_complete(tmp_path: Path) -> None:
     assert complete(tmp_path, [digest]) == set()
 
 
-def test_a_file_without_all_runs_is_not_complete(tmp_path: Path) -> None:
-    """`sim run` and `compare` write each run as it is done."""
+def test_file_without_all_runs_is_not_complete(tmp_path: Path) -> None:
+    """`sim run` and `compare` write the file after each run."""
     two = {**SCENARIO, "seeds": [1, 2]}
     write(tmp_path, two, [result()])
     assert complete(tmp_path, [digest_of(two)]) == set()
@@ -67,7 +67,7 @@ def test_a_file_without_all_runs_is_not_complete(tmp_path: Path) -> None:
     assert complete(tmp_path, [digest_of(two)]) == {digest_of(two)}
 
 
-def test_nothing_is_left_where_writing_fails(tmp_path: Path) -> None:
+def test_failed_write_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="JSON"):
         write(tmp_path, SCENARIO, [result(float("nan"))])
     assert list(tmp_path.iterdir()) == []
@@ -81,13 +81,13 @@ def test_faults_name_their_file(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text("{")
     with pytest.raises(ProblemFaults) as caught:
         read(tmp_path)
-    told = [fault.split(": ")[1] for fault in caught.value.faults]
-    assert told == ["results[0].run.seconds", "results[0].run.samples_per_s", "(document)"]
+    paths = [fault.split(": ")[1] for fault in caught.value.faults]
+    assert paths == ["results[0].run.seconds", "results[0].run.samples_per_s", "(document)"]
     empty = tmp_path / "empty"
     empty.mkdir()
-    with pytest.raises(ProblemFaults, match="has no results"):
+    with pytest.raises(ProblemFaults, match="contains no results"):
         read(empty)
 
 
-def test_throughput_per_dollar_is_of_the_network() -> None:
+def test_throughput_per_dollar_uses_network_cost() -> None:
     assert result().samples_per_s_per_musd == pytest.approx(0.5)

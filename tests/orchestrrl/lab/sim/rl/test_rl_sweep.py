@@ -1,4 +1,4 @@
-"""Sweeps: points of a grid, results that stay, and runners that lose nothing."""
+"""Tests of sweeps: points of a grid, kept results, and runners."""
 
 import socket
 from collections.abc import Iterator, Sequence
@@ -24,11 +24,11 @@ def written(folder: Path, grid: object = GRID, **more: object) -> Path:
 
 
 def quiet(what: str, done: int, total: int) -> None:
-    """Nobody watches."""
+    """Ignore progress."""
 
 
 class Here:
-    """Runs points in this process, and may be cut short."""
+    """A runner that runs points in this process, and may be interrupted after `cut_after` points."""
 
     def __init__(self, cut_after: int | None = None) -> None:
         self.ran: list[str] = []
@@ -42,7 +42,7 @@ class Here:
             yield point, run_point(point)
 
 
-def test_a_grid_is_every_combination_in_order(tmp_path: Path) -> None:
+def test_grid_is_every_combination_in_order(tmp_path: Path) -> None:
     points = load_sweep(written(tmp_path, set={"training.ep": 1}))
     assert [point.title for point in points][:3] == [
         "cluster.nic_gbps=100, training.tp=2",
@@ -54,12 +54,12 @@ def test_a_grid_is_every_combination_in_order(tmp_path: Path) -> None:
     assert points[0].document["cluster"]["nic_gbps"] == 100
 
 
-def test_what_no_point_can_be_is_a_fault(tmp_path: Path) -> None:
+def test_invalid_sweeps_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ProblemFaults, match=r"cluster.nic_gps: is not a known field, got 100"):
         load_sweep(written(tmp_path, {"cluster.nic_gps": [100]}))
     with pytest.raises(ProblemFaults, match=r"grid.a b: must be a path"):
         load_sweep(written(tmp_path, {"a b": [100]}))
-    with pytest.raises(ProblemFaults, match=r"leads to nothing at 3"):
+    with pytest.raises(ProblemFaults, match=r"has no element 3 in"):
         load_sweep(written(tmp_path, {"fabrics[3].kind": ["fat_tree"]}))
     with pytest.raises(ProblemFaults, match=r"grid: must have at most 100000 points"):
         load_sweep(written(tmp_path, {"seeds": [[1]] * 1000, "cluster.nic_gbps": [100] * 101}))
@@ -72,19 +72,19 @@ def test_what_no_point_can_be_is_a_fault(tmp_path: Path) -> None:
     assert [fault.split(":")[0] for fault in caught.value.faults] == ["base", "grid", "more"]
 
 
-def test_paths_lead_through_lists_and_make_sections() -> None:
+def test_put_follows_lists_and_creates_sections() -> None:
     place = document()
     put(place, "fabrics[0]", {"kind": "oversubscribed"})
     put(place, "fabrics[0].options.ratio", 2)
     put(place, "weight_sync.holds", "both")
     assert place["fabrics"] == [{"kind": "oversubscribed", "options": {"ratio": 2}}]
     assert place["weight_sync"] == {"holds": "both"}
-    with pytest.raises(ValueError, match=r"name.first: leads to nothing"):
+    with pytest.raises(ValueError, match=r"name.first: has no element 'first' in 'small'"):
         put(place, "name.first", 1)
 
 
 @pytest.mark.parametrize("cut_after", range(4))
-def test_a_sweep_that_was_cut_short_goes_on(tmp_path: Path, cut_after: int) -> None:
+def test_interrupted_sweep_resumes(tmp_path: Path, cut_after: int) -> None:
     points, out = load_sweep(written(tmp_path)), tmp_path / "out"
     cut = Here(cut_after)
     with pytest.raises(KeyboardInterrupt):
@@ -96,21 +96,21 @@ def test_a_sweep_that_was_cut_short_goes_on(tmp_path: Path, cut_after: int) -> N
     assert (swept.found, len(swept.done), len(swept.failed)) == (cut_after, 4, 2)
     assert len(read(out)) == 4
     before = {path.name: path.read_bytes() for path in out.glob("*.json")}
-    assert sweep(points, out, Here(0), quiet).found == 4  # nothing is left to run
+    assert sweep(points, out, Here(0), quiet).found == 4  # no point is left to run
     sweep(points, out, Here(), quiet, again=True)
     assert {path.name: path.read_bytes() for path in out.glob("*.json")} == before
 
 
-def test_a_point_that_fails_is_told_and_the_rest_goes_on(tmp_path: Path) -> None:
+def test_failed_point_is_reported_and_others_run(tmp_path: Path) -> None:
     grid = {"faults": [[], [{"at_s": 0, "fail": "server", "of": [2, 3]}]]}
     swept = sweep(load_sweep(written(tmp_path, grid)), tmp_path / "out", Here(), quiet)
     assert len(swept.done) == 1
     assert "never ends" in swept.failed[0].fault
 
 
-def test_ray_that_is_not_there_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_ray_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     points = load_sweep(written(tmp_path, {"training.tp": [2]}))
-    with socket.socket() as taken:  # and nobody listens
+    with socket.socket() as taken:  # bound, but not listening
         taken.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(Retryable, match=f"no Ray cluster at {address}"):

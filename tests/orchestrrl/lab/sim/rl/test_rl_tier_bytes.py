@@ -1,4 +1,4 @@
-"""What each stage puts on the tiers of the network, against counts by hand."""
+"""Tests of the bytes of each stage on the network's tiers, against counts by hand."""
 
 from dataclasses import replace
 
@@ -37,13 +37,13 @@ JOB = TrainJob(DENSE, gpu_named("h800"), TrainLayout(tp=4, dp=4), 64, 1000.0)
 
 
 def vector_bytes(model: str = "qwen2.5-14b") -> float:
-    """A token's activations in 16 bits, of all layers."""
+    """Return the bytes of a token's activations in 16 bits, over all layers."""
     value = model_named(model)
     return value.layers * value.hidden * 2.0
 
 
 def sent(parallelism: Parallelism, model: str = "qwen2.5-14b") -> tuple[float, float]:
-    """Inside servers and between them, of a token."""
+    """Return the bytes of a token inside servers and between servers."""
     fleet = deployed(parallelism, WHERE, SERVERS)
     flows = token_flows(fleet, model_named(model), SERVERS)
     inside = flows.src // 8 == flows.dst // 8
@@ -51,23 +51,23 @@ def sent(parallelism: Parallelism, model: str = "qwen2.5-14b") -> tuple[float, f
     return float(flows.bytes[inside].sum()), float(flows.bytes[~inside].sum())
 
 
-def test_one_gpu_sends_nothing() -> None:
+def test_single_gpu_engine_sends_nothing() -> None:
     assert sent(Parallelism(tp=1)) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("tp", [2, 4, 8])
-def test_tensor_parallelism_sums_up_twice_a_layer(tp: int) -> None:
-    """Each GPU of a ring gives 2 (tp - 1) / tp of what is summed up."""
+def test_tensor_parallelism_reduces_twice_per_layer(tp: int) -> None:
+    """Each GPU of a ring sends 2 (tp - 1) / tp of the reduced data."""
     assert sent(Parallelism(tp=tp)) == (pytest.approx(2 * tp * 2 * (tp - 1) / tp * vector_bytes()), 0.0)
 
 
-def test_wide_tensor_parallelism_sums_up_between_servers_too() -> None:
+def test_wide_tensor_parallelism_also_reduces_between_servers() -> None:
     inside, between = sent(Parallelism(tp=16))
     assert inside == pytest.approx(2 * 16 * 2 * 7 / 8 * vector_bytes())
     assert between == pytest.approx(2 * 16 * 2 * (1 / 2) / 8 * vector_bytes())
 
 
-def test_experts_are_sent_to_and_back_from() -> None:
+def test_expert_parallel_engines_send_tokens_to_experts_and_back() -> None:
     inside, between = sent(Parallelism(dp=16, ep=16), "qwen3-235b-a22b")
     whole = 2 * 8 * vector_bytes("qwen3-235b-a22b") * 15 / 16
     assert inside + between == pytest.approx(whole)
@@ -81,31 +81,31 @@ def test_afd_sends_every_token_to_ffn_gpus_and_back() -> None:
     assert sent(narrow) == (0.0, pytest.approx(2 * vector_bytes()))  # a dense FFN has each token once
 
 
-def test_tiers_have_the_bytes_of_all_tokens() -> None:
+def test_tier_bytes_are_proportional_to_tokens() -> None:
     layout, name = Parallelism(dp=16, ep=16), ConfigurationId("tp1dp16ep16")
     hardware = Hardware(MOE, gpu_named("h800"), engine_named("vllm"))
     ready = EnginesOnFabric(GenerationSection(workload=WORKLOAD), hardware, WHERE, FABRIC, [layout])
     one, many = (ready.sent({name: tokens}) for tokens in (1.0, 1000.0))
     assert many == {tier: pytest.approx(1000 * size) for tier, size in one.items()}
-    assert one["nic"] == pytest.approx(2 * sent(layout, "qwen3-235b-a22b")[1])  # up from one, down to another
+    assert one["nic"] == pytest.approx(2 * sent(layout, "qwen3-235b-a22b")[1])  # up and down
     assert summed([one, one]) == {tier: 2 * size for tier, size in one.items()}
 
 
-def test_kv_that_moves_is_on_the_tiers() -> None:
+def test_moved_kv_is_in_tier_bytes() -> None:
     source, destination = ((Parallelism(tp=2), (GpuId(first), GpuId(first + 1))) for first in (0, 16))
     over, wish = OverFabric(FABRIC, 16, 1e5), Leaving(RequestId("r"), source, destination, 1.0, 1000)
     moved = over([wish])
     assert moved.transferred == {"r"}
     assert moved.tier_bytes["nic"] == pytest.approx(2e8)
     assert over.sent([wish]) == moved.tier_bytes
-    again = over([replace(wish, prefill_tokens_per_s=1e12)])  # computing is quicker: nothing is sent
+    again = over([replace(wish, prefill_tokens_per_s=1e12)])  # recomputation is faster: nothing is sent
     assert (again.transferred, again.tier_bytes) == (frozenset(), {})
     assert over.sent([]) == {}
 
 
 @pytest.mark.parametrize("kind", ["fat_tree", "rfabric"])
 @pytest.mark.parametrize("scheme", ["tree", "naive", "two_stage"])
-def test_weights_leave_and_enter_by_nics(kind: str, scheme: str) -> None:
+def test_synced_weights_use_nics_at_both_ends(kind: str, scheme: str) -> None:
     fabric = build(kind, SERVERS)
     fleet = deployed(Parallelism(tp=4), WHERE, SERVERS)
     shards, site = shards_of(JOB, fleet, SERVERS.gpus_per_server), site_of(fabric.network(None))
@@ -114,7 +114,7 @@ def test_weights_leave_and_enter_by_nics(kind: str, scheme: str) -> None:
     assert sync_stage(JOB, fleet, fabric, scheme).tier_bytes["nic"] == pytest.approx(2 * sent_bytes, rel=0.01)
 
 
-def test_answers_go_to_training_once() -> None:
+def test_answers_are_streamed_to_training_once() -> None:
     stream = response_stream(JOB, WHERE, FABRIC)
     assert stream.bytes == 64 * 1000 * TOKEN_BYTES
     assert stream.tier_bytes["nic"] == pytest.approx(2 * stream.bytes)
@@ -123,7 +123,7 @@ def test_answers_go_to_training_once() -> None:
     assert (shared.seconds, shared.tier_bytes) == (0.0, {})
 
 
-def test_a_run_tells_all_stages() -> None:
+def test_run_has_tier_bytes_of_all_stages() -> None:
     scenario = scenario_of(document(generation__arms=["verl_to", "both"], fabrics=["rfabric"], loop={"steps": 3}))
     for result in run_cluster(scenario):
         run = result.run
@@ -134,11 +134,11 @@ def test_a_run_tells_all_stages() -> None:
         gen_s = stage_s(run, "gen")
         assert gen_s is not None
         assert rates["response_stream", "nic"] == pytest.approx(run.tier_bytes["response_stream"]["nic"] * 8e-9 / gen_s)
-        assert any(note.startswith("answers of a step are") for note in run.notes)
+        assert any(note.startswith("answers streamed to training per step:") for note in run.notes)
 
 
-def test_static_engines_pass_each_token_once() -> None:
-    """Prompts and answers: nothing is computed again."""
+def test_static_engines_process_each_token_once() -> None:
+    """Prompts and answers are processed once, without recomputation."""
     scenario = scenario_of(document(generation__layouts=["tp4"]))
     stages = FabricStages(scenario, scenario.fabrics[0])
     last = ArmTimes(stages, "verl_to", 1).healthy[-1]

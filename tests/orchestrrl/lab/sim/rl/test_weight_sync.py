@@ -1,4 +1,4 @@
-"""Weights over small networks: everybody gets all of them, in no less than the bound, and never later on more."""
+"""Tests of weight sync over small networks: completeness, the lower bound, and monotonicity in bandwidth."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -48,15 +48,15 @@ def shards(job: TrainJob, parallelism: Parallelism) -> tuple[ServerShard, ...]:
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
-def test_parameters_are_the_model_s(name: str) -> None:
-    """But for norms, biases and routers, which weigh next to nothing."""
+def test_parameters_add_up_to_the_models(name: str) -> None:
+    """Norms, biases and routers, which are negligible, are not counted."""
     model = model_named(name)
     assert sum(int(np.prod(each.shape)) for each in parameters_of(model)) == pytest.approx(model.params, rel=0.002)
 
 
 @pytest.mark.parametrize(("job", "parallelism"), LAYOUTS)
-def test_every_engine_gets_the_whole_model(job: TrainJob, parallelism: Parallelism) -> None:
-    """Each GPU's bytes, over an engine's GPUs: the model, and what ranks have in common."""
+def test_every_engine_receives_the_whole_model(job: TrainJob, parallelism: Parallelism) -> None:
+    """The bytes of an engine's GPUs add up to the model, plus the parameters that ranks share."""
     fleet = engines(parallelism)
     needed = np.zeros(SERVERS.gpus)
     for shard in shards(job, parallelism):
@@ -74,7 +74,7 @@ def test_every_engine_gets_the_whole_model(job: TrainJob, parallelism: Paralleli
 
 
 def inbound(steps: Iterable[FlowStep]) -> np.ndarray:
-    """[server], bytes that come from others."""
+    """Return [server], the bytes from other servers."""
     found = np.zeros(SERVERS.count)
     for step in steps:
         src, dst = step.flows.src // 8, step.flows.dst // 8
@@ -84,8 +84,10 @@ def inbound(steps: Iterable[FlowStep]) -> np.ndarray:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize(("job", "parallelism"), LAYOUTS)
-def test_each_scheme_brings_each_server_what_it_needs(scheme: str, job: TrainJob, parallelism: Parallelism) -> None:
-    """Once; the naive one brings each GPU its own copy."""
+def test_each_scheme_delivers_the_needed_bytes_to_each_server(
+    scheme: str, job: TrainJob, parallelism: Parallelism
+) -> None:
+    """Each shard arrives once per server; the naive scheme sends a copy to each GPU."""
     held, site = shards(job, parallelism), site_of(fabric().network(None))
     wanted = np.zeros(SERVERS.count)
     for shard in held:
@@ -94,8 +96,8 @@ def test_each_scheme_brings_each_server_what_it_needs(scheme: str, job: TrainJob
     np.testing.assert_allclose(inbound(steps_of(scheme, held, site, SERVERS)), wanted)
 
 
-def test_over_direct_links_no_server_sends_on_more_than_it_receives() -> None:
-    """Chains from two holders: a server that sends to many has few NICs for each."""
+def test_servers_forward_no_more_than_they_receive_over_direct_links() -> None:
+    """Shards go along chains from two holders, because a server that sends to many has few NICs for each."""
     held, site = shards(DENSE, Parallelism(tp=4)), site_of(fabric("topoopt").network(None))
     received, sent = np.zeros(SERVERS.count), np.zeros(SERVERS.count)
     for step in steps_of("tree", held, site, SERVERS):
@@ -106,8 +108,8 @@ def test_over_direct_links_no_server_sends_on_more_than_it_receives() -> None:
     assert (sent[8:] <= received[8:] * (1 + 1e-6)).all()
 
 
-def test_what_comes_once_goes_on_to_all_gpus_of_a_server() -> None:
-    """TP=2: four engines of a server need the same; each GPU has an eighth of it from the network."""
+def test_received_shards_are_forwarded_to_all_gpus_of_a_server() -> None:
+    """With TP=2, four engines of a server need the same shard; each GPU receives an eighth of it from the network."""
     held, site = shards(DENSE, Parallelism(tp=2)), site_of(fabric().network(None))
     inside = np.zeros(SERVERS.gpus)
     for step in steps_of("tree", held, site, SERVERS):
@@ -127,8 +129,8 @@ def test_no_scheme_beats_the_bound_on_any_fabric(kind: str, scheme: str) -> None
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_circuits_that_change_slowly_are_kept(scheme: str) -> None:
-    """A sync is never longer than on the circuits that are there; such as change in an instant may shorten it."""
+def test_slow_circuits_are_kept(scheme: str) -> None:
+    """A sync is never longer than on the current circuits; circuits that change instantly may shorten it."""
     slow, fixed, quick = (
         sync_stage(DENSE, engines(Parallelism(tp=4)), fabric("rfabric", device=device, allocation=allocation), scheme)
         for device, allocation in (
@@ -143,12 +145,12 @@ def test_circuits_that_change_slowly_are_kept(scheme: str) -> None:
     assert quick.seconds <= slow.seconds < 10.0
 
 
-def test_circuits_that_lead_nowhere_are_not_kept() -> None:
-    """Where those at rest leave servers without a way, they are changed."""
+def test_circuits_without_paths_are_changed() -> None:
+    """Circuits are changed if the circuits at rest leave servers disconnected."""
     optical = fabric("rfabric", device="robotic_telescent")
 
     class Apart:
-        """At rest, no NIC has a way to any other."""
+        """A fabric that has no paths between NICs at rest."""
 
         def __getattr__(self, name: str) -> object:
             return getattr(optical, name)
@@ -160,7 +162,7 @@ def test_circuits_that_lead_nowhere_are_not_kept() -> None:
             return before is None or optical.changes(before, after)
 
     def no_way(src: Ints, dst: Ints) -> FlowRoutes:
-        raise ValueError("there is no way")
+        raise ValueError("no path")
 
     stage = sync_stage(DENSE, engines(Parallelism(tp=4)), cast(SimulatedFabric, Apart()))
     assert stage.circuits == "change"
@@ -176,8 +178,8 @@ def test_faster_links_are_never_slower(scheme: str) -> None:
     assert fast.seconds < slow.seconds
 
 
-def test_the_tree_is_near_the_bound_where_nothing_blocks_and_the_naive_way_is_not() -> None:
-    """8 servers of 2 engines each: every server takes the model in over its NICs."""
+def test_tree_is_near_the_bound_without_blocking() -> None:
+    """8 servers have 2 engines each; every server receives the model over its NICs."""
     tree, naive = (sync_stage(DENSE, engines(Parallelism(tp=4)), fabric(), scheme) for scheme in ("tree", "naive"))
     model_bytes = sum(shard.bytes for shard in shards(DENSE, Parallelism(tp=4)))
     assert tree.bound_s == pytest.approx(model_bytes / (8 * SERVERS.nic_bytes_per_s), rel=1e-6)
@@ -185,7 +187,7 @@ def test_the_tree_is_near_the_bound_where_nothing_blocks_and_the_naive_way_is_no
     assert naive.seconds >= 2 * tree.bound_s  # two copies into each server
 
 
-def test_pods_and_tors_are_read_off_the_links() -> None:
+def test_site_is_derived_from_links() -> None:
     site = site_of(fabric().network(None))
     assert site.pod.tolist() == [server // 4 for server in range(16)]
     nic = SERVERS.nic_bytes_per_s
@@ -198,20 +200,20 @@ def test_pods_and_tors_are_read_off_the_links() -> None:
     assert len(joined.tor_bytes_per_s) == 16
 
 
-def test_optical_pods_hang_together_by_their_rails() -> None:
+def test_optical_pods_are_connected_by_their_rails() -> None:
     site = site_of(fabric("rfabric", train_servers=8).network(None))
     assert site.pod.tolist() == [server // 4 for server in range(16)]
     assert (site.pod_bytes_per_s > 0).all()
 
 
-def test_the_planner_s_own_estimate_is_near_where_it_has_the_network_to_itself() -> None:
+def test_plan_estimate_is_close_on_an_idle_network() -> None:
     held, site = shards(DENSE, Parallelism(tp=4)), site_of(fabric().network(None))
     plan = make_plan(problem_of(held, site, SERVERS))
     stage = sync_stage(DENSE, engines(Parallelism(tp=4)), fabric())
     assert stage.seconds == pytest.approx(plan.estimate_s, rel=0.1)
 
 
-def test_the_bound_of_a_narrow_core_is_the_core_s() -> None:
+def test_bound_follows_a_narrow_core() -> None:
     pod, tor = np.array([0, 1]), np.array([0, 1])
     site = SyncSite(pod, tor, np.array([100.0, 100.0]), np.array([100.0, 100.0]), np.array([10.0, 10.0]))
     held = (ServerShard(50.0, (0,), (1,), np.full((1, 8), 50.0)),)

@@ -1,4 +1,4 @@
-"""Weights on their way beside what training and generation send: closed forms, and what holds on every fabric."""
+"""Tests of weight sync with concurrent traffic of training and generation: closed forms, and invariants per fabric."""
 
 from dataclasses import replace
 from functools import cache
@@ -47,7 +47,7 @@ def trained(faster: float = 1.0, seconds: float = 2.0) -> Beside:
 
 
 def into_each_gpu(share: float) -> Beside:
-    """From the server of the same place that trains, over all NICs that take weights in."""
+    """Return traffic into each generating GPU from its counterpart on a training server, over all receiving NICs."""
     gpus = np.array(GEN)
     flows = GpuFlows(gpus - GEN.start, gpus, np.full(len(gpus), share * NIC))
     return Beside.of(FabricStage.GEN, flows, gpus // 8, SERVERS)
@@ -55,21 +55,21 @@ def into_each_gpu(share: float) -> Beside:
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
 @pytest.mark.parametrize("scheme", ["tree", "naive", "two_stage"])
-def test_beside_nobody_who_leaves_a_server_it_is_the_sync_alone(kind: str, scheme: str) -> None:
+def test_traffic_inside_servers_does_not_affect_the_sync(kind: str, scheme: str) -> None:
     inside = generation_beside(engines(), DENSE.model, 1e6, SERVERS)
     assert len(inside.flows) == 0
     assert synced(kind, inside, scheme=scheme) == synced(kind, scheme=scheme)
 
 
-def test_what_others_take_of_a_link_is_missing() -> None:
-    """Where nothing blocks, weights come in by NICs that others have a quarter of."""
+def test_concurrent_traffic_slows_the_sync() -> None:
+    """Without blocking, weights arrive over NICs of which other traffic uses a quarter."""
     alone, beside = synced("fat_tree", scheme="two_stage"), synced("fat_tree", into_each_gpu(0.25), scheme="two_stage")
     assert beside.seconds == pytest.approx(alone.seconds / 0.75, rel=0.2)
     assert beside.tier_bytes == alone.tier_bytes  # the sync's own
 
 
-def test_servers_that_hand_on_to_one_another_share_by_the_closed_form() -> None:
-    """A shard goes from one server to another over NICs that a steady flow wishes all of: each has half."""
+def test_shared_link_of_sync_and_steady_flow_matches_closed_form() -> None:
+    """A shard shares a NIC with a steady flow. The steady flow gets its demand, and at most half of the NIC."""
     servers = Servers(2, gpus_per_server=1, nics_per_server=1)
     job = replace(DENSE, layout=TrainLayout())
     fleet, two = deployed(Parallelism(tp=1), range(1, 2), servers), build("fat_tree", servers)
@@ -84,8 +84,8 @@ def test_servers_that_hand_on_to_one_another_share_by_the_closed_form() -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
-def test_more_beside_it_is_never_quicker(kind: str) -> None:
-    """Sync and those beside it together: where circuits may be changed, the least of that is taken."""
+def test_more_concurrent_traffic_never_speeds_up_the_sync(kind: str) -> None:
+    """The compared cost is that of the sync plus the delays, which is minimised if circuits may change."""
     found = [synced(kind, trained(faster), into_each_gpu(0.3 * faster)) for faster in (0.01, 1.0, 4.0)]
     costs_s = [each.seconds + sum(each.held_s.values()) for each in found]
     assert all(later >= sooner * 0.98 for sooner, later in pairwise(costs_s))
@@ -95,8 +95,8 @@ def test_more_beside_it_is_never_quicker(kind: str) -> None:
         assert all(0.0 <= late_s <= each.seconds * 1.001 for late_s in each.held_s.values())
 
 
-def test_training_sends_its_bytes_over_its_seconds() -> None:
-    """Twice as many steps in a second are twice the bytes; forward passes beside it are more; nothing stays inside."""
+def test_training_traffic_is_bytes_over_seconds() -> None:
+    """Twice as many steps per second are twice the bytes; forward passes add bytes; all traffic is between servers."""
     once, twice = trained(), trained(2.0)
     assert twice.flows.bytes.sum() == pytest.approx(2 * once.flows.bytes.sum())
     assert (once.flows.src // 8 != once.flows.dst // 8).all()
@@ -107,8 +107,8 @@ def test_training_sends_its_bytes_over_its_seconds() -> None:
     assert len(set(pairs)) == len(pairs)
 
 
-def test_engines_that_span_servers_wait_for_their_own_flows_alone() -> None:
-    """Two engines: one is behind by 3 s on one of its flows, the other by 1 s on all."""
+def test_engines_wait_only_for_their_own_flows() -> None:
+    """One engine is delayed by 3 s on one of its flows, another by 1 s on all of its flows."""
     fleet = engines(tp=16)
     beside = generation_beside(fleet, DENSE.model, 1000.0, SERVERS)
     assert sorted(set(beside.group.tolist())) == [0, 1, 2, 3]
@@ -118,8 +118,8 @@ def test_engines_that_span_servers_wait_for_their_own_flows_alone() -> None:
     assert beside.held_s(behind_s) == pytest.approx((3.0 + 1.0) / 4)
 
 
-def test_who_has_no_way_is_held_up_all_the_while() -> None:
-    """On circuits that lead only to those who take weights."""
+def test_stage_without_a_path_is_delayed_for_the_whole_sync() -> None:
+    """The circuits connect only the servers that receive weights."""
     usual = fabric()
 
     class Cut:
@@ -131,7 +131,7 @@ def test_who_has_no_way_is_held_up_all_the_while() -> None:
 
             def router(src: Ints, dst: Ints) -> FlowRoutes:
                 if (dst < GEN.start).any():
-                    raise ValueError("there is no way")
+                    raise ValueError("no path")
                 return network.router(src, dst)
 
             return replace(network, router=router)
@@ -141,14 +141,14 @@ def test_who_has_no_way_is_held_up_all_the_while() -> None:
     assert found.held_s == {FabricStage.TRAIN: pytest.approx(found.seconds)}
 
 
-def test_nobody_sends_while_circuits_change() -> None:
+def test_no_stage_sends_while_circuits_change() -> None:
     quick = build("rfabric", SERVERS, servers_per_pod=4, device="rotornet_infocus")
     found = sync_stage(DENSE, engines(), quick, beside=[trained()])
     assert found.held_s[FabricStage.TRAIN] >= found.phases_s["circuits"]
 
 
-def test_stages_are_beside_whom_the_loop_names() -> None:
-    """Engines inside servers send nothing that counts; what fails lengthens the sync and what it holds up alike."""
+def test_sync_runs_concurrently_with_the_given_stages() -> None:
+    """Engines inside servers have no traffic on the network. A failure lengthens the sync and its delays equally."""
     scenario = scenario_of(document(fabrics=["oversubscribed"], faults=[{"at_s": 100.0, "fail": "nic", "of": 0}]))
     times = ArmTimes(FabricStages(scenario, scenario.fabrics[0]), "verl_to", 1)
     alone, beside, both = (
@@ -164,17 +164,17 @@ def test_stages_are_beside_whom_the_loop_names() -> None:
     assert after.held_s[FabricStage.TRAIN] == pytest.approx(longer * before.held_s[FabricStage.TRAIN])
 
 
-def test_a_run_tells_what_weights_on_their_way_cost() -> None:
-    """Of a loop in which the trainer goes on, and of the same one in which all wait."""
-    (told,), (waiting,) = (
+def test_run_notes_the_cost_of_weight_sync() -> None:
+    """The trainer continues in one loop, and pauses in the other."""
+    (running,), (waiting,) = (
         run_cluster(scenario_of(document(loop__steps=4, weight_sync__holds=holds))) for holds in ("engines", "both")
     )
-    assert told.run.sync_beside == (FabricStage.TRAIN,)
-    late_s = sum(row["train_held_s"] for row in told.run.steps)
+    assert running.run.sync_beside == (FabricStage.TRAIN,)
+    late_s = sum(row["train_held_s"] for row in running.run.steps)
     assert late_s > 0
-    assert f"weights on their way held training up by {late_s:.3f} s, generation by 0.000 s" in told.run.notes
-    beside_s, alone_s = (sum(each.sync_phases_s.values()) for each in (told, waiting))
-    assert f"weight sync beside training takes {beside_s:.3f} s, {alone_s:.3f} s alone" in told.run.notes
+    assert f"weight sync delayed training by {late_s:.3f} s, generation by 0.000 s" in running.run.notes
+    beside_s, alone_s = (sum(each.sync_phases_s.values()) for each in (running, waiting))
+    assert f"weight sync during training takes {beside_s:.3f} s, {alone_s:.3f} s alone" in running.run.notes
     assert beside_s > alone_s
     assert waiting.run.sync_beside == ()
-    assert not any("beside" in note or "on their way held" in note for note in waiting.run.notes)
+    assert not any("sync during" in note or "sync delayed" in note for note in waiting.run.notes)

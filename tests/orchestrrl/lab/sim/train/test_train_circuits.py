@@ -1,4 +1,5 @@
-"""Circuits for gradients: changed where a window covers it, else kept or waited for, whatever is shorter."""
+"""Tests of circuits for gradients: changed if a window covers the change; otherwise the shorter of keeping and
+waiting."""
 
 import pytest
 from hypothesis import given, settings
@@ -19,38 +20,39 @@ def pipelined(tokens: float = 65536) -> TrainJob:
 
 
 def experts() -> TrainJob:
-    """Its last backward pass sends until the end."""
+    """Return a job whose last backward pass sends until its end."""
     return job(TrainLayout(tp=8, dp=4, ep=16), model=MOE, sequences=16)
 
 
-def test_a_window_that_covers_the_change_hides_it() -> None:
-    """The last backward pass of the first stage sends nothing any more once its input is there."""
+def test_window_hides_a_circuit_change() -> None:
+    """The last backward pass of the first stage sends nothing after its input has arrived."""
     of = pipelined()
     changed, kept = (iteration(of, for_gradients(FOUR, 0.2, each)) for each in (0.0005, 1000.0))
     assert changed.parts_s["circuits"] == pytest.approx(0.0, abs=1e-9)
     assert changed.parts_s["dp"] < kept.parts_s["dp"] + kept.parts_s["circuits"]
 
 
-def test_a_change_that_takes_too_long_is_not_made() -> None:
+def test_slow_circuit_change_is_not_made() -> None:
     kept, free = (iteration(experts(), for_gradients(FOUR, 0.2, each)) for each in (1000.0, 0.0))
     assert kept.seconds < 1000
     assert kept.parts_s["circuits"] > 0
     assert kept.parts_s["circuits"] == pytest.approx(kept.seconds - free.seconds)
 
 
-def test_where_gradients_have_no_way_the_change_is_waited_for() -> None:
-    """Twice: behind the last message of the backward pass, less what is computed after it, and before the first."""
+def test_iteration_waits_for_circuits_if_gradients_have_no_path() -> None:
+    """The iteration waits twice: after the last message of the backward pass, less the compute after it, and before the
+    first message."""
     of = pipelined(2048)
     found, free = (iteration(of, for_gradients(FOUR, 1.0, each, apart=True)) for each in (0.5, 0.0))
     assert found.parts_s["circuits"] == pytest.approx(found.seconds - free.seconds)
     assert 0.98 < found.parts_s["circuits"] < 1.0
-    with pytest.raises(ValueError, match="there is no way for gradients of small"):
+    with pytest.raises(ValueError, match="no path for the gradients of small"):
         iteration(of, Circuits(FOUR, {"": star(FOUR, apart=True)}))
 
 
 @given(st.sampled_from([0.0, 0.001, 0.025, 0.3]), st.sampled_from([0.05, 0.5, 1.0]), st.booleans())
 @settings(max_examples=20)
-def test_a_longer_change_never_helps(reconfigures_s: float, share: float, moe: bool) -> None:
+def test_slower_circuit_change_never_helps(reconfigures_s: float, share: float, moe: bool) -> None:
     of = experts() if moe else pipelined(4096)
     fast, slow = (iteration(of, for_gradients(FOUR, share, each)) for each in (reconfigures_s, reconfigures_s + 0.02))
     assert fast.seconds <= slow.seconds + 1e-9

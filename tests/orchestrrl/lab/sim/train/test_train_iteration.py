@@ -1,4 +1,4 @@
-"""Iterations counted by hand, what must hold of every one, and what was published of Megatron's."""
+"""Tests of training iterations: closed forms, invariants, and large layouts."""
 
 import math
 from dataclasses import replace
@@ -44,12 +44,12 @@ def kernels(of: TrainJob) -> Kernels:
 
 
 def micro_s(of: TrainJob) -> tuple[float, float]:
-    """Forward and backward of a micro-batch where one GPU holds all layers."""
+    """Return the forward and backward seconds of a micro-batch on one GPU with all layers."""
     forward_s, backward_s = (of.model.layers * each.layer_s + each.head_s for each in compute_of(of))
     return forward_s, backward_s
 
 
-def test_one_gpu_only_computes() -> None:
+def test_single_gpu_iteration_is_compute_and_optimizer() -> None:
     of = job(TrainLayout())
     found = on(Servers(1), of)
     assert found.seconds == pytest.approx(64 * sum(micro_s(of)) + optimizer_s(of))
@@ -57,8 +57,8 @@ def test_one_gpu_only_computes() -> None:
     assert found.mfu == pytest.approx(step_flops(DENSE, 64, 4096) / found.seconds / of.gpu.bf16_flops)
 
 
-def test_compute_is_operations_over_what_kernels_reach() -> None:
-    """Where shapes fill their waves and memory and starting cost nothing."""
+def test_compute_time_is_operations_over_efficiency() -> None:
+    """Shapes fill their waves, and memory and kernel starts cost nothing."""
     wide = Model("wide", 1, 8192, 64, 64, 128, 16896, 132 * 256)
     free = replace(MEGATRON, kernel_s=0.0, hbm_efficiency=1e6, attention_half_tokens=0.0)
     of = job(TrainLayout(), model=wide, tokens=132 * 128, sequences=1)
@@ -67,17 +67,17 @@ def test_compute_is_operations_over_what_kernels_reach() -> None:
     scores = 4 * 64 * 128 * (132 * 128) ** 2 / 2 / of.gpu.bf16_flops
     attention_s = scores / free.attention_forward_efficiency + 2.5 * scores / free.attention_backward_efficiency
     total_s = sum(each.layer_s + each.head_s for each in compute)
-    assert total_s == pytest.approx(products + attention_s, rel=0.03)  # edges of waves
+    assert total_s == pytest.approx(products + attention_s, rel=0.03)  # partial waves
 
 
-def test_recomputing_adds_a_forward_pass_of_the_layers() -> None:
+def test_recomputation_adds_a_forward_pass_of_the_layers() -> None:
     plain, again = (on(Servers(1), job(TrainLayout(), recompute=each)) for each in (False, True))
     layers_s = 64 * 8 * compute_of(job(TrainLayout()))[0].layer_s
     assert again.parts_s["compute"] - plain.parts_s["compute"] == pytest.approx(layers_s)
 
 
 def gradients_s(of: TrainJob) -> tuple[float, float]:
-    """Reducing and gathering, of a dense model over all GPUs of its data-parallel groups."""
+    """Return the seconds to reduce and to gather a dense model over its data-parallel groups."""
     members, parameters = groups(of, "dp_cp"), stage_parameters(of)[0]
     size = members.shape[1]
     moved = [
@@ -88,43 +88,43 @@ def gradients_s(of: TrainJob) -> tuple[float, float]:
     return reduce_s, gather_s
 
 
-def test_gradients_hide_behind_the_last_backward_pass_but_for_a_bucket() -> None:
+def test_gradient_reduction_is_hidden_except_for_one_bucket() -> None:
     of = job(TrainLayout(tp=8, dp=2), tokens=65536)  # long passes
     buckets = 4
     found = on(TWO, of, bucket_parameters=stage_parameters(of)[0] / buckets)
     assert found.parts_s["dp"] == pytest.approx(gradients_s(of)[0] / buckets, rel=0.01)
 
 
-def test_gradients_longer_than_the_last_backward_pass() -> None:
-    """Of one bucket: nothing is complete before the pass ends, so that all of it is waited for; parameters come with
-    the first forward pass, which ends after they do."""
+def test_gradients_of_one_bucket_are_fully_exposed() -> None:
+    """A single bucket is complete only when the pass ends, so that its reduction is fully exposed. The first forward
+    pass ends after the parameters have arrived."""
     of = job(TrainLayout(tp=8, dp=2), tokens=512)
     found = on(TWO, of, bucket_parameters=1e12)
     assert found.parts_s["dp"] == pytest.approx(sum(gradients_s(of)))
 
 
-def test_a_ring_is_hidden_up_to_attention() -> None:
+def test_context_ring_is_hidden_by_attention() -> None:
     long, short = (on(TWO, job(TrainLayout(tp=8, cp=2), tokens=each)).parts_s["cp"] for each in (262144, 1024))
     assert long == 0.0
     assert short > 0.0
 
 
-def test_a_share_of_the_experts_exchange_is_hidden() -> None:
+def test_hidden_share_reduces_the_experts_exchange() -> None:
     of = job(TrainLayout(tp=2, dp=8, ep=16), model=MOE)
     all_s, half_s = (on(TWO, of, ep_hidden_share=each).parts_s["ep"] for each in (0.0, 0.5))
     assert half_s == pytest.approx(all_s / 2)
 
 
 @pytest.mark.parametrize(("recompute", "left"), [(False, 3 / 4), (True, 5 / 6)])
-def test_tensor_parallelism_is_hidden_in_the_backward_pass_alone(recompute: bool, left: float) -> None:
-    """Behind the product for weights' gradients, which no forward pass has, and none that is done again."""
+def test_tensor_parallelism_is_hidden_only_in_the_backward_pass(recompute: bool, left: float) -> None:
+    """Collectives are hidden by the product for weight gradients, which forward and recomputed passes do not have."""
     of, constants = job(TrainLayout(tp=8), recompute=recompute), replace(MEGATRON, tp_hidden_share=0.5)
     all_s, half_s = (on(TWO, of, tp_hidden_share=each).parts_s["tp"] for each in (0.0, 0.5))
     assert half_s == pytest.approx(all_s * left)
     assert forward_s(replace(of, constants=constants), static(TWO)) == forward_s(of, static(TWO))
 
 
-def test_what_is_hidden_is_still_on_the_network() -> None:
+def test_hidden_collectives_still_use_the_network() -> None:
     of = job(TrainLayout(tp=2, dp=8, ep=16), model=MOE, sequences=16)
     waited, hidden = (on(TWO, of, ep_hidden_share=each) for each in (0.0, 1.0))
     spans = [
@@ -135,7 +135,7 @@ def test_what_is_hidden_is_still_on_the_network() -> None:
 
 
 @given(layouts, st.sampled_from([8, 16, 48]), st.sampled_from([512, 4096]), st.booleans())
-def test_what_holds_of_every_iteration(
+def test_iteration_invariants(
     model_layout: tuple[Model, TrainLayout], sequences: int, tokens: float, recompute: bool
 ) -> None:
     model, layout = model_layout
@@ -169,34 +169,34 @@ def test_a_faster_network_is_never_slower(
 
 @given(st.sampled_from([1, 2, 4]), st.sampled_from([2, 4, 8]), st.integers(2, 5))
 @settings(max_examples=20)
-def test_more_micro_batches_have_less_of_a_bubble(dp: int, pp: int, times: int) -> None:
+def test_more_micro_batches_reduce_the_bubble(dp: int, pp: int, times: int) -> None:
     few, many = (on(Servers(4), job(TrainLayout(dp=dp, pp=pp), sequences=each)) for each in (8 * dp, 8 * dp * times))
     assert many.parts_s["bubble"] / many.seconds < few.parts_s["bubble"] / few.seconds
 
 
 @given(layouts)
 @settings(max_examples=10)
-def test_the_same_job_gives_the_same_iteration(model_layout: tuple[Model, TrainLayout]) -> None:
+def test_iteration_is_deterministic(model_layout: tuple[Model, TrainLayout]) -> None:
     model, layout = model_layout
     of = job(layout, model=model, sequences=16)
     assert on(TWO, of) == on(TWO, of)
 
 
-def test_forward_passes_alone() -> None:
+def test_forward_time_is_the_forward_passes() -> None:
     one = job(TrainLayout())
     assert forward_s(one, static(Servers(1))) == pytest.approx(64 * micro_s(one)[0])
 
 
 @given(layouts)
 @settings(max_examples=20)
-def test_forward_passes_are_a_good_part_of_an_iteration(model_layout: tuple[Model, TrainLayout]) -> None:
-    """Where the head is small: beside it interleaved stages of one layer are so uneven that they stand still."""
+def test_forward_passes_are_a_fraction_of_an_iteration(model_layout: tuple[Model, TrainLayout]) -> None:
+    """The head is small here: with a large head, interleaved stages of one layer are too uneven."""
     model, layout = model_layout
     of = job(layout, model=replace(model, vocab=4000))
     assert 0.2 < forward_s(of, static(TWO)) / on(TWO, of).seconds < 0.5
 
 
-# Appendix C of the OrchestrRL paper (arXiv 2601.01209), as large as its figure 17 has it.
+# Layouts of appendix C of the OrchestrRL paper (arXiv 2601.01209), at the scale of its figure 17.
 LARGE = [
     ("qwen2.5-72b", TrainLayout(tp=8, pp=2, cp=3, dp=42)),
     ("qwen2-57b-a14b", TrainLayout(tp=4, dp=512, ep=16)),
@@ -205,8 +205,8 @@ LARGE = [
 
 
 @pytest.mark.parametrize(("name", "layout"), LARGE)
-def test_two_thousand_gpus(name: str, layout: TrainLayout) -> None:
-    """As fast for each GPU as the smallest fleet of the same layout, but for what data parallelism adds."""
+def test_per_gpu_speed_at_two_thousand_gpus(name: str, layout: TrainLayout) -> None:
+    """Each GPU is as fast as in the smallest fleet of the same layout, except for the cost of data parallelism."""
     small, large = (
         iteration(
             TrainJob(model_named(name), gpu_named("h800"), replace(layout, dp=dp), 16 * dp, 8192),

@@ -1,4 +1,4 @@
-"""What a layer's pass waits for, and how often a rank sends."""
+"""Tests of the exposed time of a layer's pass, and of the number of collectives per rank."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ def passes(of: TrainJob, once_s: dict[str, float]) -> tuple[Pass, Pass]:
 
 
 @given(st.sampled_from([2, 4, 8]), st.floats(0.1, 10.0))
-def test_a_ring_is_hidden_but_for_its_last_block_and_goes_twice_round_backward(cp: int, share: float) -> None:
+def test_ring_is_hidden_except_last_block_and_doubles_backward(cp: int, share: float) -> None:
     of = job(TrainLayout(cp=cp))
     forward_s, backward_s = (each.attention_s for each in compute_of(of))
     ring_s = share * forward_s
@@ -31,7 +31,7 @@ def test_a_ring_is_hidden_but_for_its_last_block_and_goes_twice_round_backward(c
 
 
 @pytest.mark.parametrize(("model", "count"), [(DENSE, 4), (MOE, 2)])
-def test_tensor_parallelism_sends_before_and_after_what_it_splits(model: object, count: int) -> None:
+def test_tensor_parallelism_sends_before_and_after_split_parts(model: object, count: int) -> None:
     of = job(TrainLayout(tp=8), model=model)  # type: ignore[arg-type]
     forward, backward = passes(of, {"tp": 1.0})
     assert forward.waits_s("tp") == backward.waits_s("tp") == count
@@ -39,24 +39,24 @@ def test_tensor_parallelism_sends_before_and_after_what_it_splits(model: object,
 
 
 @pytest.mark.parametrize(("recompute", "laps"), [(False, 3), (True, 4)])
-def test_keys_and_values_go_round(recompute: bool, laps: int) -> None:
-    """Once forward; backward their gradients come with them."""
+def test_key_value_ring_traffic(recompute: bool, laps: int) -> None:
+    """Keys and values circulate once forward; backward they circulate with their gradients."""
     found = traffic(job(TrainLayout(tp=2, cp=4), recompute=recompute), Servers(1))["cp"]
     assert found.times == 64 * 8 * laps
     assert found.transfer.flows.bytes.sum() == 8 * 3 * (4096 / 4) * 2 * (8 / 2 * 128) * 2
 
 
 @pytest.mark.parametrize("layout", [TrainLayout(tp=2, dp=8, ep=16), TrainLayout(tp=2, cp=2, dp=4, ep=16)])
-def test_tokens_go_to_experts_once_whatever_splits_them(layout: TrainLayout) -> None:
+def test_expert_traffic_does_not_depend_on_other_parallelism(layout: TrainLayout) -> None:
     plain, split = (traffic(job(each, model=MOE), Servers(2))["ep"] for each in (TrainLayout(dp=16, ep=16), layout))
     sent = [each.transfer.flows.bytes.sum() * each.times for each in (plain, split)]
     assert sent[0] == pytest.approx(sent[1])
 
 
-def test_each_rank_updates_its_share_of_all_parameters() -> None:
-    """Whether its experts are spread over ranks or are the same on all."""
+def test_optimizer_updates_a_shard_per_rank() -> None:
+    """The shard does not depend on the spread of experts over ranks."""
     experts = MOE.layers * MOE.experts * MOE.expert_params
-    dense = MOE.params - experts + MOE.layers * MOE.hidden * MOE.experts  # and routers
+    dense = MOE.params - experts + MOE.layers * MOE.hidden * MOE.experts  # including routers
     for ep in (1, 4, 16):
         of = job(TrainLayout(dp=16, ep=ep), model=MOE)
         kernels = Kernels(of.gpu, MEGATRON)
@@ -65,8 +65,8 @@ def test_each_rank_updates_its_share_of_all_parameters() -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_parameters_of_the_embedding_and_the_head(tied: bool) -> None:
-    """One matrix where they are tied and on one rank; the first and the last rank hold it otherwise."""
+def test_stage_parameters_include_embedding_and_head(tied: bool) -> None:
+    """Tied embeddings on one rank are a single matrix; otherwise the first and the last rank have one each."""
     model = replace(DENSE, tied_embeddings=tied)
     assert stage_parameters(job(TrainLayout(), model=model))[0] == model.params
     half = model.layers / 2 * (model.attention_params + model.dense_ffn_params)

@@ -1,7 +1,7 @@
-"""Against throughputs that others published of Megatron and its like, on real GPUs. Nothing is fitted to them.
+"""Tests against published throughputs of Megatron and similar trainers on real GPUs. No constant is fitted to them.
 
-We leave out what a model of kernels does not see: clocks that sink under load for hours, host time between kernels,
-stragglers, data loading. So ours is faster, the more so the older the software; how much is written down here.
+The kernel model excludes lower clocks under sustained load, host time between kernels, stragglers and data loading. The
+simulator is therefore faster, in particular than older software; these tests bound the difference.
 """
 
 import pytest
@@ -18,7 +18,8 @@ LLAMA = Model("llama-3.1-405b", 126, 16384, 128, 8, 128, 53248, 128256)
 
 
 def gpt(layers: int, hidden: int, heads: int) -> Model:
-    """Its feed-forward has two matrices of four times the hidden size; ours three, of as many parameters."""
+    """Return a GPT model. GPT's feed-forward part has two matrices of four times the hidden size; ours has three with
+    the same number of parameters."""
     return Model(f"gpt-{layers}x{hidden}", layers, hidden, heads, heads, hidden // heads, hidden * 8 // 3, 51200)
 
 
@@ -27,8 +28,8 @@ def mfu(of: TrainJob, like: Servers) -> float:
     return iteration(of, build("rail_optimized", servers)).mfu
 
 
-# Narayanan et al. (arXiv 2104.04473), table 1: weak scaling on A100, share of the peak, recomputation counted as work.
-# Their attention was not fused yet, which costs small models most.
+# Narayanan et al. (arXiv 2104.04473), table 1: weak scaling on A100, fraction of the peak, recomputation counted as
+# work. Their attention was not fused, which slows small models most.
 NARAYANAN = [
     (gpt(36, 4096, 32), TrainLayout(tp=4, dp=32), 512, 0.46, 1.35),
     (gpt(48, 8192, 64), TrainLayout(tp=8, pp=2, dp=32), 1536, 0.44, 1.35),
@@ -38,12 +39,12 @@ NARAYANAN = [
 
 
 @pytest.mark.parametrize(("model", "layout", "batch", "published", "most"), NARAYANAN)
-def test_megatron_on_a100(model: Model, layout: TrainLayout, batch: int, published: float, most: float) -> None:
+def test_megatron_mfu_on_a100(model: Model, layout: TrainLayout, batch: int, published: float, most: float) -> None:
     of = TrainJob(model, gpu_named("a100"), layout, batch, 2048, recompute=True)
     assert 0.9 < mfu(of, A100) * 4 / 3 / published < most
 
 
-# Llama 3 (arXiv 2407.21783), table 4: 405B on H100 in 16 bits. How many stages a rank has is not told there.
+# Llama 3 (arXiv 2407.21783), table 4: 405B on H100 in 16 bits. The number of stages per rank is not given there.
 LLAMAS = [
     (TrainLayout(tp=8, pp=16, dp=64, vpp=2), 2048, 8192, 0.43),
     (TrainLayout(tp=8, pp=16, dp=64, vpp=4), 2048, 8192, 0.43),
@@ -52,13 +53,13 @@ LLAMAS = [
 
 
 @pytest.mark.parametrize(("layout", "batch", "tokens", "published"), LLAMAS)
-def test_llama_on_h100(layout: TrainLayout, batch: int, tokens: float, published: float) -> None:
+def test_llama_mfu_on_h100(layout: TrainLayout, batch: int, tokens: float, published: float) -> None:
     assert 0.9 < mfu(TrainJob(LLAMA, gpu_named("h100"), layout, batch, tokens), H100) / published < 1.3
 
 
-# Liu et al. (arXiv 2504.14960): up to 39.0 % on H100, the best of the layouts that they tried; of ours, those with a
-# pipeline, which is what leaves 64 GPUs the memory for activations.
+# Liu et al. (arXiv 2504.14960): up to 39.0 % on H100 with the best layout. The layouts here have a pipeline, which
+# leaves enough memory for activations on 64 GPUs.
 @pytest.mark.parametrize("layout", [TrainLayout(pp=4, dp=16, ep=8), TrainLayout(tp=2, pp=4, dp=8, ep=4)])
-def test_a_mixture_of_experts_on_h100(layout: TrainLayout) -> None:
+def test_mixture_of_experts_mfu_on_h100(layout: TrainLayout) -> None:
     of = TrainJob(model_named("qwen2-57b-a14b"), gpu_named("h100"), layout, 256, 4096)
     assert 0.8 < mfu(of, H100) / 0.39 < 1.2

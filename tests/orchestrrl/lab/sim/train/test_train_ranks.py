@@ -1,4 +1,4 @@
-"""Groups as Megatron numbers ranks, and what each period is expected to carry."""
+"""Tests of process groups in Megatron's rank order, and of the demand of periods."""
 
 import numpy as np
 import pytest
@@ -17,11 +17,11 @@ layouts = st.builds(TrainLayout, tp=degrees, cp=degrees, dp=degrees, pp=degrees)
 
 
 @given(layouts, st.sampled_from(["tp", "cp", "dp_cp", "pp", "ep", "expert_dp"]))
-def test_every_rank_is_in_one_group(layout: TrainLayout, axis: str) -> None:
+def test_every_rank_is_in_exactly_one_group(layout: TrainLayout, axis: str) -> None:
     assert sorted(groups(job(layout), axis).ravel()) == list(range(layout.gpus))
 
 
-def test_groups_of_a_layout() -> None:
+def test_groups_follow_rank_numbering() -> None:
     of = job(TrainLayout(tp=2, cp=2, dp=2, pp=2))
     assert groups(of, "tp")[:2].tolist() == [[0, 1], [2, 3]]
     assert groups(of, "cp")[:2].tolist() == [[0, 2], [1, 3]]
@@ -36,25 +36,25 @@ def test_experts_are_on_consecutive_ranks_of_a_stage() -> None:
 
 
 @given(layouts)
-def test_tensor_parallelism_stays_on_a_server(layout: TrainLayout) -> None:
+def test_tensor_parallel_groups_stay_on_a_server(layout: TrainLayout) -> None:
     assert not crosses(groups(job(layout), "tp"), Servers(8))
 
 
-def test_gpus_count_from_where_the_job_begins() -> None:
+def test_gpu_numbers_begin_at_first_gpu() -> None:
     of = TrainJob(DENSE, gpu_named("h800"), TrainLayout(tp=2), 8, 1024, first_gpu=16)
     assert groups(of, "tp").tolist() == [[16, 17]]
 
 
-def test_gradients_of_a_dense_model() -> None:
-    """A ring over n ranks: each sends (n - 1) / n of its gradients in 32 bits and its parameters in 16."""
+def test_gradient_bytes_of_a_dense_model() -> None:
+    """In a ring over n ranks, each sends (n - 1) / n of its gradients in 32 bits and of its parameters in 16."""
     of = job(TrainLayout(dp=2, tp=8))
     _, gradients = periods(of, Servers(2))
     expected = DENSE.params / 8 * (4 + 2) / 2 * 16
-    assert gradients.demand.bytes.sum() == pytest.approx(expected, rel=0.02)  # beside: what the protocol takes
+    assert gradients.demand.bytes.sum() == pytest.approx(expected, rel=0.02)  # plus the overhead of the protocol
 
 
-def test_tokens_to_experts() -> None:
-    """Copies of every token and expert it visits, there and back, forward and backward, in every layer."""
+def test_bytes_of_tokens_to_experts() -> None:
+    """Each token is copied to each of its experts and back, forward and backward, in every layer."""
     of = job(TrainLayout(dp=16, ep=16), model=MOE, sequences=32, tokens=1000)
     passes, _ = periods(of, Servers(2))
     src, dst = (each // 8 for each in (passes.demand.src, passes.demand.dst))
@@ -62,13 +62,13 @@ def test_tokens_to_experts() -> None:
     assert passes.demand.bytes[src != dst].sum() == pytest.approx(copies / 2 * 1024 * 2 * 4 * 8)
 
 
-def test_what_stays_on_a_server_asks_nothing_of_the_fabric() -> None:
+def test_traffic_inside_a_server_is_not_demand() -> None:
     passes, gradients = periods(job(TrainLayout(tp=4, dp=2)), Servers(1))
     assert len(passes.demand) == len(gradients.demand) == 0
 
 
-def test_a_period_is_known_by_what_it_carries() -> None:
-    """Longer sequences send more in forward and backward, and the same gradients."""
+def test_period_identity_depends_on_demand() -> None:
+    """Longer sequences have more traffic in forward and backward, and the same gradients."""
     layout = TrainLayout(tp=8, cp=2)
     one, same, longer = (periods(job(layout, tokens=each), Servers(2)) for each in (4096, 4096, 8192))
     assert one == same
@@ -78,25 +78,25 @@ def test_a_period_is_known_by_what_it_carries() -> None:
 
 
 @given(st.integers(1, 64), st.integers(1, 4))
-def test_pipeline_messages(sequences: int, micro_sequences: int) -> None:
+def test_pipeline_messages_are_one_per_micro_batch(sequences: int, micro_sequences: int) -> None:
     of = job(TrainLayout(tp=8, pp=2), sequences=sequences, micro_sequences=micro_sequences)
     found = traffic(of, Servers(2))["pp"]
     assert found.transfer.flows.bytes.tolist() == [micro_sequences * 4096 * 1024 * 2 / 8] * 8
     assert found.times == of.micro_batches
 
 
-def test_layouts_that_cannot_be() -> None:
+def test_invalid_layouts_are_rejected() -> None:
     with pytest.raises(ValueError, match="tp must divide the 8 heads of small, got 16"):
         job(TrainLayout(tp=16))
-    with pytest.raises(ValueError, match=r"has 8 layers, fewer than 16 stages; ep must divide .*, got 2"):
+    with pytest.raises(ValueError, match=r"must be <= 8 \(small's layers\), got 16; ep must divide .*, got 2"):
         job(TrainLayout(dp=2, pp=16, ep=2))
-    with pytest.raises(ValueError, match=r"micro-batches \(63\) must be a multiple of pp, 2"):
+    with pytest.raises(ValueError, match=r"micro-batches must be a multiple of pp \(2\), got 63"):
         job(TrainLayout(pp=2, vpp=2), sequences=63)
     with pytest.raises(ValueError, match=r"GPUs 0\.\.15, there are 8"):
         periods(job(TrainLayout(dp=16)), Servers(1))
 
 
-def test_stages_share_layers_as_evenly_as_they_can() -> None:
+def test_stages_have_even_numbers_of_layers() -> None:
     of = TrainJob(model_named("qwen3-235b-a22b"), gpu_named("h800"), TrainLayout(pp=4), 8, 1024)
     assert of.stage_layers == (24, 24, 23, 23)
     assert np.sum(of.stage_layers) == 94

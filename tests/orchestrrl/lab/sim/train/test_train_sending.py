@@ -1,4 +1,4 @@
-"""When a rank sends: messages of passes, gradients, and which circuits these take. Each rule by itself."""
+"""Tests of the times at which a rank sends: messages of passes, gradients, and circuits for gradients."""
 
 from dataclasses import replace
 
@@ -32,7 +32,7 @@ def given(of: TrainJob, **changes: object) -> StageLoad:
 
 
 def experts(**changes: object) -> StageLoad:
-    """One pass is forward and backward; its all-to-all goes between servers."""
+    """Return a load with one micro-batch per rank, whose all-to-all crosses servers."""
     return given(job(TrainLayout(tp=8, dp=4, ep=16), model=MOE, sequences=4), **changes)
 
 
@@ -49,10 +49,10 @@ def test_gradients_begin_with_the_first_bucket() -> None:
     assert first_s == pytest.approx(begin_s + (end_s - begin_s) / of.buckets)
 
 
-def test_gradients_wait_while_the_pass_sends_for_itself() -> None:
+def test_gradients_wait_while_the_pass_sends() -> None:
     of = experts(bucket_parameters=1e6)
     (op,) = (op for op in of.schedule().ops[0] if op.side == BACKWARD)
-    passes_s = of.op_s(op) * (1 - 1 / of.buckets)  # in which there are gradients to send
+    passes_s = of.op_s(op) * (1 - 1 / of.buckets)  # the time in which gradients are ready to be sent
     share = of.sends_share(op)
     assert 0.1 < share < 0.9
     alone = replace(of, crossing=frozenset({"dp"}))
@@ -60,7 +60,7 @@ def test_gradients_wait_while_the_pass_sends_for_itself() -> None:
     assert busy - free == pytest.approx(share * passes_s)
 
 
-def test_nothing_is_sent_after_what_is_taken_for_last() -> None:
+def test_last_sent_time_is_the_last_boundary() -> None:
     for of in (experts(), pipelined()):
         kept = Gradients(1e-3, 1e-3)
         taken = shortest(of, kept, None, 0.0, 0.0)
@@ -70,30 +70,30 @@ def test_nothing_is_sent_after_what_is_taken_for_last() -> None:
 
 
 @pytest.mark.parametrize("reconfigures_s", [0.01, 1.0])
-def test_circuits_for_gradients_are_there_once_they_have_changed(reconfigures_s: float) -> None:
+def test_gradients_wait_for_changed_circuits(reconfigures_s: float) -> None:
     of, kept, changed = pipelined(), Gradients(100.0, 1e-3), Gradients(0.1, 50.0)
     taken = shortest(of, kept, changed, 0.0, reconfigures_s)
-    assert taken.gather_s == kept.gather_s  # on the circuits that are there again
+    assert taken.gather_s == kept.gather_s  # on the restored circuits
     ready_s = last_sent_s(of, taken.schedule) + reconfigures_s
     assert min(begin_s for begin_s, _ in taken.reduced) >= ready_s
     assert min(end_s for _, end_s in taken.reduced) >= ready_s
 
 
-def test_circuits_go_back_while_the_optimizer_steps() -> None:
+def test_circuits_are_restored_during_the_optimizer_step() -> None:
     of, kept, changed = pipelined(), Gradients(100.0, 1e-3), Gradients(0.1, 50.0)
     none, half, twice = (shortest(of, kept, changed, each, 1.0) for each in (0.0, 0.5, 2.0))
     assert none.seconds == half.seconds == none.shift_s + max(end_s for _, end_s in none.reduced) + 1.0
     assert twice.seconds == pytest.approx(none.seconds + 1.0)
 
 
-def test_messages_block_where_stages_are_not_interleaved() -> None:
+def test_messages_block_without_interleaving() -> None:
     layout = TrainLayout(tp=8, dp=2, pp=2)
     assert [given(job(replace(layout, vpp=each))).stages.blocks for each in (1, 2)] == [True, False]
 
 
-def test_gradients_of_experts_come_behind_the_others() -> None:
+def test_expert_gradients_follow_dense_gradients() -> None:
     of = job(TrainLayout(tp=8, dp=4, ep=16), model=MOE)
-    layout = replace(of.layout, ep=8)  # so that experts are on two servers each
+    layout = replace(of.layout, ep=8)  # each expert is on two servers
     found = traffic(replace(of, layout=layout), FOUR)
     kinds = ("dp_reduce", "dp_gather", "expert_reduce", "expert_gather")
     each_s = {kind: seconds(star(FOUR), found[kind].transfer) for kind in kinds}
@@ -101,7 +101,7 @@ def test_gradients_of_experts_come_behind_the_others() -> None:
     assert gradients(star(FOUR), found) == expected
 
 
-def test_a_message_is_the_same_for_who_sends_and_who_receives() -> None:
+def test_message_times_match_at_sender_and_receiver() -> None:
     of = pipelined()
     taken = shortest(of, Gradients(1e-3, 1e-3), None, 0.0, 0.0)
     one, other = (
@@ -112,7 +112,7 @@ def test_a_message_is_the_same_for_who_sends_and_who_receives() -> None:
     assert [end_s - begin_s for begin_s, end_s in one] == pytest.approx([of.stages.send_s] * len(one))
 
 
-def test_layers_of_a_backward_pass_come_after_the_head_and_end_with_it() -> None:
+def test_backward_layers_run_after_the_head() -> None:
     of = experts()
     taken = shortest(of, Gradients(0.0, 0.0), None, 0.0, 0.0)
     (op,) = (op for op in taken.schedule.ops[0] if op.side == BACKWARD)
@@ -126,20 +126,20 @@ def test_layers_of_a_backward_pass_come_after_the_head_and_end_with_it() -> None
 
 
 @pytest.mark.parametrize(("tp", "pp", "sequences"), [(8, 2, 8), (8, 4, 3), (4, 8, 12)])
-def test_forward_passes_alone_are_a_pipeline_without_a_way_back(tp: int, pp: int, sequences: int) -> None:
+def test_forward_passes_match_a_forward_pipeline(tp: int, pp: int, sequences: int) -> None:
     of = given(job(TrainLayout(tp=tp, pp=pp), sequences=sequences))
     ops = tuple(tuple(PipelineOp(FORWARD, rank, micro) for micro in range(sequences)) for rank in range(pp))
     assert of.stages.send_s > 0
     assert forward_s(of.job, static(FOUR)) == pytest.approx(run(ops, of.stages, sequences).end_s[0].max())
 
 
-def test_forward_passes_of_interleaved_stages_wait_less_for_the_first() -> None:
+def test_interleaving_shortens_forward_passes() -> None:
     plain, interleaved = (job(TrainLayout(tp=8, pp=4, vpp=each), sequences=4, tokens=65536) for each in (1, 2))
     assert forward_s(interleaved, static(FOUR)) < 0.9 * forward_s(plain, static(FOUR))
 
 
-def test_windows_lie_behind_whatever_ends_last() -> None:
-    """Of two collectives that overlap the longer one, though it began first."""
+def test_windows_begin_after_the_last_overlapping_collective() -> None:
+    """The longer of two overlapping collectives bounds the window, although it began first."""
     found = (
         CollectiveBoundary("dp", 0.0, 4.0),
         CollectiveBoundary("ep", 1.0, 2.0),

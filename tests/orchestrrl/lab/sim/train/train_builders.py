@@ -1,4 +1,4 @@
-"""A switch that joins everything, fabrics with circuits of a known effect, and jobs small enough to count by hand."""
+"""Builders for tests: a single switch, fabrics with circuits of a known effect, and jobs for closed forms."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -16,15 +16,15 @@ MOE = Model("small-moe", 8, 1024, 8, 8, 128, 0, 32000, 16, 2, 1024)
 
 
 def star(servers: Servers, share: float = 1.0, *, apart: bool = False) -> LinkNetwork:
-    """NICs go up to one switch and down from it, GPUs of a server meet over NVLink. `share` of the NICs' rate is
-    there; `apart`: between servers 2k and 2k + 1 there is no way."""
+    """Return a network in which NICs connect to one switch, and GPUs of a server over NVLink. NICs have the fraction
+    `share` of their rate. `apart`: there is no path between servers 2k and 2k + 1."""
     nics, gpus = servers.nics, servers.gpus
 
     def route(src: Ints, dst: Ints) -> FlowRoutes:
         home, away = src // servers.gpus_per_server, dst // servers.gpus_per_server
         near = home == away
         if apart and np.any(~near & (home // 2 == away // 2)):
-            raise ValueError("no way between servers")
+            raise ValueError("no path between servers")
         up = np.where(near, 2 * nics + src, servers.nic_of(src))
         down = np.where(near, 2 * nics + gpus + dst, nics + servers.nic_of(dst))
         entries = np.stack([up, down], axis=1).ravel()
@@ -38,7 +38,7 @@ def star(servers: Servers, share: float = 1.0, *, apart: bool = False) -> LinkNe
 
 @dataclass(frozen=True)
 class Circuits:
-    """`by_name` of a period: its network; circuits change where two periods' networks differ."""
+    """A fabric with one network per period name. Circuits change between periods with different networks."""
 
     servers: Servers
     by_name: Mapping[str, LinkNetwork] = field(default_factory=dict)
@@ -67,7 +67,8 @@ def static(servers: Servers) -> Circuits:
 
 
 def for_gradients(servers: Servers, share: float, reconfigures_s: float, *, apart: bool = False) -> Circuits:
-    """Circuits of forward and backward leave gradients `share` of the NICs; those for gradients all of them."""
+    """Return a fabric whose circuits for forward and backward give gradients the fraction `share` of the NICs, and
+    whose circuits for gradients give them all."""
     passes, gradients = star(servers, share, apart=apart), star(servers)
     return Circuits(servers, {"forward_backward": passes, "gradients": gradients}, reconfigures_s)
 

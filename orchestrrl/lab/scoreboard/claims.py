@@ -165,7 +165,7 @@ CLAIMS: Mapping[str, PaperClaim] = {
     "codesign.per_dollar.scheduler_only": _of(1.18),
     "codesign.per_dollar.fabric_only": _of(1.79),
     "codesign.per_dollar.both": _of(2.31),
-    # Section 7.3.2, figure 18: times on RFabric over those on the 3:1 fat tree, less 1.
+    # Section 7.3.2, figure 18: times on RFabric over those on the 3:1 fat tree, minus 1.
     "fabric_effect.afd_phase": _of(-0.167),
     "fabric_effect.kv_migration": _of(-0.583),
     "fabric_effect.gen_step": _of(-0.107),

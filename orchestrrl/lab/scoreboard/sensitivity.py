@@ -69,17 +69,17 @@ def allocation(quick: bool) -> Iterator[ScoreboardRow]:
         for tors, servers_per_tor in TORS.items():
             for kind, times_s in _by_allocation(model, servers_per_tor).items():
                 by_traffic_s, senders_s, all_s = times_s
-                what = f"{KINDS[kind]}, circuits even over all pairs over by traffic, {cases.TITLES[model]}, {tors}"
-                senders = f"even over the sending pairs {senders_s / by_traffic_s:.2f}"
-                why = f"{by_traffic_s * 1e3:.4g} ms by traffic; {senders}"
+                what = f"{KINDS[kind]}, time with even circuits over time by traffic, {cases.TITLES[model]}, {tors}"
+                senders = f"{senders_s / by_traffic_s:.2f} for the sending pairs only"
+                why = f"{by_traffic_s * 1e3:.4g} ms by traffic; the ratio is for circuits between all ToRs, {senders}"
                 yield beyond(what, all_s / by_traffic_s, figure=FIGURE, why=why)
     if not quick:
         yield from _sync_rows()
 
 
 def _by_allocation(model: str, servers_per_tor: int | None) -> dict[str, list[float]]:
-    """Return [by traffic, even over sending pairs, even over all pairs], the seconds of each kind of collective that
-    crosses servers."""
+    """Return the seconds of each kind of collective that crosses servers, with circuits by traffic, even over sending
+    pairs, and even over all pairs."""
     job = _job(model)
     servers = Servers(count=job.layout.gpus // 8, nic_gbps=given.NIC_GBPS.value)
     exchanges = traffic(job, servers)
@@ -123,7 +123,7 @@ def _sync_rows() -> list[ScoreboardRow]:
         cases.measured(cases.stages_of(scenario, "rfabric", allocation=each)).sync.seconds
         for each in ("traffic", "uniform")
     )
-    what = f"weight sync, circuits even over sending pairs over by traffic, {cases.TITLES[model]}"
+    what = f"weight sync, time with circuits even over sending pairs over time by traffic, {cases.TITLES[model]}"
     return [beyond(what, even / by_traffic, figure=FIGURE, why=f"{by_traffic:.3g} s by traffic")]
 
 
@@ -205,4 +205,4 @@ def failures(quick: bool) -> Iterator[ScoreboardRow]:
     }
     for what, failed in lost.items():
         ratio = stages.training(failed, job).seconds / whole_s
-        yield beyond(f"training time with {what} failed over none, RFabric, {cases.TITLES[model]}", ratio)
+        yield beyond(f"training time with {what} failed over no failures, RFabric, {cases.TITLES[model]}", ratio)

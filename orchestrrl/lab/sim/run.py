@@ -119,7 +119,7 @@ class ControlledRun:
 
     @property
     def known_output_tokens(self) -> dict[RequestId, int] | None:
-        """The length of every answer for the oracle arm; None for other arms."""
+        """Exact answer lengths in the oracle arm; None in other arms."""
         if self.control.knowledge != "oracle":
             return None
         return {request.id: request.output_tokens for requests in self.steps for request in requests}
@@ -188,7 +188,7 @@ def check_answers(finish_s: Sequence[float], output_tokens: int, requests: Seque
     """Raise AssertionError unless every request has exactly one complete answer."""
     wanted = sum(request.output_tokens for request in requests)
     if len(finish_s) != len(requests) or output_tokens != wanted:
-        raise AssertionError(f"{len(finish_s)} of {len(requests)} answers, {output_tokens} of {wanted} tokens")
+        raise AssertionError(f"got {len(finish_s)} of {len(requests)} answers, {output_tokens} of {wanted} tokens")
 
 
 def _engines(world: World) -> list[VirtualEngine]:

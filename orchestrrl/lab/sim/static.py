@@ -363,8 +363,8 @@ def alive_at(requests: Sequence[SimRequest]) -> tuple[Floats, Floats]:
 
 
 def position_s(profile: EngineProfile, instances: int, alive: Floats, kv_tokens: Floats) -> Floats:
-    """Return [position], the seconds of one token for all requests on `instances` engines. Requests whose KV does not
-    fit wait for a further round, or the KV is spilled if the engine supports it, whichever is faster."""
+    """Return the seconds of one token for all requests on `instances` engines, by output position. Requests whose KV
+    does not fit wait for a further round, or the KV is spilled if the engine supports it, whichever is faster."""
     sequences, kv = np.maximum(1.0, alive / instances), kv_tokens / np.minimum(instances, alive)
     waiting_s = _rounds_s(profile, sequences, kv, profile.kv_capacity_tokens)
     if not profile.spill_capacity_tokens:

@@ -71,8 +71,8 @@ def requests_of_step(workload: WorkloadSection, seed: int, step: int) -> list[Si
 
 
 def redrawn(workload: WorkloadSection, seed: int, step: int, times: int) -> NDArray[np.int64]:
-    """Return [time, request], alternative output lengths of the step's requests, drawn from the same distribution of
-    each prompt."""
+    """Return alternative output lengths of the step's requests, drawn from the same distribution of each prompt,
+    [draw, request]."""
     _, of_prompt = _drawn_prompts(workload, np.random.default_rng((seed, step)))
     rng = np.random.default_rng((seed, step, times))
     shape = (workload.prompts, workload.samples)

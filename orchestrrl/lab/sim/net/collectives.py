@@ -37,7 +37,7 @@ Hop = tuple[tuple[int, int], ...]  # from a rank to the next, directly or throug
 
 @dataclass(frozen=True, slots=True)
 class RankShape:
-    """The placement of a group: [rank], the server relative to the first rank's server, and the NIC in that server."""
+    """The placement of a group: for each rank, its server relative to the first rank's, and its NIC in that server."""
 
     server: tuple[int, ...]
     nic: tuple[int, ...]
@@ -93,7 +93,7 @@ def shaped(groups: Ints, servers: Servers) -> Iterator[tuple[RankShape, Ints]]:
 
 @lru_cache(maxsize=512)
 def rings(shape: RankShape) -> tuple[tuple[Hop, ...], ...]:
-    """Return [channel][rank in ring order], the hop from that rank to the next."""
+    """Return the hop from each rank to the next, [channel][rank in ring order]."""
     blocks = list(shape.members().values())
     found = []
     for channel in range(shape.channels):
@@ -282,6 +282,6 @@ def _sent(flows: GpuFlows, servers: Servers) -> MessageTransfer:
 
 
 def _several(groups: Groups, servers: Servers) -> Iterator[tuple[RankShape, Ints]]:
-    """Yield placements and groups as `shaped` does; groups of one rank send nothing and yield nothing."""
+    """Yield placements and groups as `shaped` does, or nothing for groups of one rank, which do not communicate."""
     each = np.atleast_2d(np.asarray(groups, np.int64))
     return shaped(each, servers) if each.shape[0] and each.shape[1] > 1 else iter(())

@@ -48,7 +48,7 @@ class FlowProblem:
 
     @property
     def levels(self) -> Floats:
-        """Max-min fair rates [row] of all rows."""
+        """The max-min fair rate of each row, [row]."""
         return np.asarray(filled(self.capacity, self.begin, self.link, self.load, np.arange(len(self.begin) - 1)))
 
 

@@ -53,8 +53,8 @@ class Servers:
     def __post_init__(self) -> None:
         if self.gpus_per_server % self.nics_per_server:
             raise ValueError(
-                f"gpus_per_server ({self.gpus_per_server}) must be a multiple of nics_per_server,"
-                f" got {self.nics_per_server}"
+                f"gpus_per_server must be a multiple of nics_per_server ({self.nics_per_server}),"
+                f" got {self.gpus_per_server}"
             )
 
     @property
@@ -127,12 +127,12 @@ class GpuFlows:
         return GpuFlows(self.src[these], self.dst[these], self.bytes[these])
 
     def cross(self, servers: Servers) -> Bools:
-        """Return [flow], True for flows between different servers."""
+        """Return whether each flow is between different servers, [flow]."""
         return np.asarray(self.src // servers.gpus_per_server != self.dst // servers.gpus_per_server)
 
     def merged(self) -> tuple["GpuFlows", Ints]:
-        """Merge flows with the same source and destination. Return the merged flows, and [flow], the index of the
-        merged flow that contains each original flow."""
+        """Merge flows with the same source and destination. Return the merged flows, and the index of the merged flow
+        that contains each original flow, [flow]."""
         width = int(self.dst.max(initial=0)) + 1
         pairs, of = np.unique(self.src * width + self.dst, return_inverse=True)
         size = np.bincount(of, self.bytes, len(pairs)).astype(np.float64)

@@ -147,7 +147,7 @@ def display_name(names: Mapping[str, str], name: str) -> str:
 
 
 def rank(names: Mapping[str, str], name: str) -> tuple[int, str]:
-    """Return a sort key: names in `names` in their order, then all others."""
+    """Return a sort key that puts the keys of `names` first, in their order, and other names after them."""
     order = list(names)
     return (order.index(name) if name in names else len(order), name)
 
@@ -254,8 +254,8 @@ def groups_of(results: Sequence[ClusterResult]) -> tuple[ArmGroup, ...]:
 
 
 def frontier(groups: Sequence[ArmGroup]) -> tuple[bool, ...]:
-    """Return [group], True if the group is on the Pareto frontier: no other group has at least its throughput for at
-    most its cost, and is better in one of them. Groups without a price are never on it."""
+    """Return whether each group is on the Pareto frontier: no other group has at least its throughput for at most its
+    cost, and is better in one of them. Groups without a price are never on it."""
     priced = [group for group in groups if group.network_usd > 0]
     best = iter(pareto([(group.network_usd, group.samples_per_s) for group in priced]))
     return tuple(group.network_usd > 0 and next(best) for group in groups)

@@ -220,8 +220,8 @@ def _ended_s(engine: Scheduler, until_s: float) -> list[float]:
 
 
 def _dealt(left: Sequence[LeftRequest], before: UniformFleet, after: UniformFleet) -> list[int]:
-    """Return [request], its new instance. Requests are assigned in descending size, each to the least loaded instance
-    among those on its current GPUs, or among all if there are none."""
+    """Return the new instance of each request, [request]. Requests are assigned in descending size, each to the least
+    loaded instance among those on its current GPUs, or among all if there are none."""
     near = [np.flatnonzero(np.isin(after.gpus, gpus).any(axis=1)).tolist() for gpus in before.gpus]
     loads, targets = [0] * len(after), [0] * len(left)
     for number in sorted(range(len(left)), key=lambda number: (-left[number][0].context_tokens, left[number][0].id)):

@@ -75,13 +75,14 @@ def deployed(parallelism: Parallelism, where: range, servers: Servers, pods: Pod
 
 
 def left_idle(fleet: UniformFleet, where: range) -> int:
-    """Return the number of GPUs that stay idle only because instances do not span PoDs."""
+    """Return the number of GPUs that stay idle because instances do not span PoDs."""
     size = fleet.parallelism.gpus
     return (len(where) // size - len(fleet)) * size
 
 
 def _in_pods(servers: Ints, each: int, pods: Pods) -> Ints:
-    """Return [instance, server], `each` servers per instance. If no PoD is large enough, instances span PoDs."""
+    """Return the servers of each instance, [instance, server], with `each` servers per instance. If no PoD is large
+    enough for an instance, instances span PoDs."""
     groups = [servers[pods.of[servers] == pod] for pod in np.unique(pods.of[servers])]
     whole = [len(group) // each * each for group in groups]
     rest = np.concatenate([group[count:] for group, count in zip(groups, whole, strict=True)])
@@ -334,7 +335,7 @@ def _overlaps(source: Ints, destination: Ints) -> list[tuple[int, int, float]]:
 
 
 def _arrived_s(network: LinkNetwork, flows: GpuFlows, of: Ints, destination: Ints, places: int) -> Floats:
-    """Return [place], the arrival time of the last flow for each destination."""
+    """Return the arrival time of the last flow for each destination, [destination]."""
     arrived_s, routes = np.zeros(places), network.routes(flows)
     ends_s = finish_s(network, flows, routes) + routes.latency_s
     np.maximum.at(arrived_s, destination, ends_s[of])

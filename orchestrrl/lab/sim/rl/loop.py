@@ -200,7 +200,7 @@ class Times(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FixedTimes:
-    """Durations that do not depend on the time of day: by step, and for syncs by version 1, 2, ..."""
+    """Durations that do not depend on when a stage begins: by step, and for syncs by version 1, 2, ..."""
 
     gen_s: Sequence[float]
     train_s: Sequence[float]
@@ -308,7 +308,7 @@ class _Line:
         self.train_end_s.append(end_s)
 
     def _row_of(self, index: int) -> dict[str, float]:
-        """Return the row of the generation step that contains a training step's last sample."""
+        """Return the table row of the generation step that contains a training step's last sample."""
         return self.steps[bisect_left(self.needs.done, self.needs.taken[index + 1]) - 1]
 
     def _carry(self, begin_s: float) -> None:

@@ -59,7 +59,7 @@ class TrainStage:
 
 
 class SyncCourse(StrEnum):
-    """How a sync uses the fabric's circuits."""
+    """The use of the fabric's circuits by a weight sync."""
 
     KEEP = "keep"  # the current circuits
     CHANGE = "change"  # once, for the whole sync

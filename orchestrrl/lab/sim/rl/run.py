@@ -131,7 +131,7 @@ def _notes(run: RlRun, trained: TrainStage, synced: SyncStage, times: ArmTimes) 
     if (circuits_s := trained.update.parts_s["circuits"]) > 0:
         notes.append(f"an optimiser step waits {circuits_s:.3f} s for circuits")
     if times.stages.fabric.reconfigures_s:
-        notes.append(f"weight sync: circuits {synced.circuits.replace('_', ' ')}")
+        notes.append(f"circuits for weight sync: {synced.circuits.replace('_', ' ')}")
     notes += _beside(run, synced, times)
     notes += _idle(times)
     gbps = times.stages.scenario.cluster.nic_gbps
@@ -233,7 +233,7 @@ def splits(
 
 
 def best(found: Sequence[GpuSplit]) -> GpuSplit:
-    """Return the split with the fewest training GPUs among those with about the most throughput."""
+    """Return the split with the fewest training GPUs among those within ALIKE of the highest throughput."""
     most = max(each.samples_per_s for each in found)
     alike = (each for each in found if each.samples_per_s >= (1 - ALIKE) * most)
     return min(alike, key=lambda each: each.train_gpus)

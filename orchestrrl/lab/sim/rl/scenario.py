@@ -93,7 +93,8 @@ class ClusterSection(ScenarioSection):
             if count is not None and count % self.gpus_per_server:
                 raise ValueError(f"{name} must be whole servers of {self.gpus_per_server} GPUs, got {count}")
         if self.gpus_per_server % self.nics_per_server:
-            raise ValueError("gpus_per_server must be a multiple of nics_per_server")
+            nics, gpus = self.nics_per_server, self.gpus_per_server
+            raise ValueError(f"gpus_per_server must be a multiple of nics_per_server ({nics}), got {gpus}")
         return self
 
     @property
@@ -143,8 +144,8 @@ class TrainingSection(ScenarioSection):
 
 
 class GenerationSection(ProfiledSection):
-    """The workload of each step and the engines. By default, engines may have every reasonable layout, predicted from
-    model and GPU, and from the fabric's bandwidth for engines that span servers."""
+    """The workload of each step and the engines. By default, all plausible layouts are considered. Their step times are
+    predicted from model and GPU, and from the fabric's bandwidth for engines that span servers."""
 
     workload: WorkloadSection
     layouts: tuple[Annotated[str, AfterValidator(_is_layout)], ...] = ()  # excludes profile
@@ -338,7 +339,7 @@ def _layout_faults(scenario: ClusterScenario) -> Iterable[str]:
     part, gpus = scenario.training, scenario.cluster.train_gpus
     if gpus % (part.tp * part.cp * part.pp):
         degrees = f"tp {part.tp}, cp {part.cp}, pp {part.pp}"
-        yield f"training: must take all of cluster.train_gpus ({gpus}), got {degrees}"
+        yield f"training: tp * cp * pp must divide cluster.train_gpus ({gpus}), got {degrees}"
         return
     samples = scenario.loop.batch_samples or scenario.samples
     if part.updates > samples:
@@ -392,7 +393,7 @@ def _fabric_faults(scenario: ClusterScenario) -> Iterable[str]:
                 where, name = f"fabrics[{index}]", fault.parameter
                 message = f"{fault.message}, got {shorten(fault.value)}"
                 if name in SIZES and name not in section.options and getattr(scenario.cluster, name) is not None:
-                    yield f"cluster.{name}: of {where} ({section.kind}) {message}"
+                    yield f"cluster.{name}: in {where} ({section.kind}): {message}"
                 else:
                     yield f"{where}.{name if name == 'kind' else f'options.{name}'}: {message}"
 
@@ -450,7 +451,7 @@ def _uplink_faults(scenario: ClusterScenario, fault: ClusterFaultSection) -> Ite
         try:
             fabric.without(failures or NOTHING).network()
         except ValueError:
-            yield f"fabrics[{index}] ({section.title}) has fewer {parts}, got {max(fault.of)}"
+            yield f"must be less than the number of {parts} of fabrics[{index}] ({section.title}), got {max(fault.of)}"
 
 
 _CHECKS: tuple[Callable[[ClusterScenario], Iterable[str]], ...] = (

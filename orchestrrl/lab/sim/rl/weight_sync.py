@@ -219,7 +219,7 @@ def generation_beside(fleet: UniformFleet, model: Model, tokens_per_s: float, se
 CHUNK_BYTES = 64 << 20  # a server forwards each chunk while it receives the next
 HOP_S = 5e-6  # used only for planning
 GBPS = 8e-9  # gigabits per byte
-MOST_WAVES = 24  # limit for circuits per wave, whose computation is slow
+MOST_WAVES = 24  # with more waves, circuits are not computed per wave, because this is slow
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +232,7 @@ class _Ground:
     pod: Ints  # [server]
 
     def crosses(self, flows: GpuFlows) -> Bools:
-        """Return [flow], True for flows between PoDs."""
+        """Return whether each flow is between PoDs, [flow]."""
         gpus = self.fabric.servers.gpus_per_server
         return np.asarray(self.pod[flows.src // gpus] != self.pod[flows.dst // gpus])
 

@@ -167,7 +167,7 @@ def site_of(network: LinkNetwork) -> SyncSite:
 
 
 def _owners(network: LinkNetwork, nodes: int) -> Ints:
-    """Return [node], the server of NICs and NVLink switches; -1 for other nodes."""
+    """Return the server of each NIC and NVLink switch, [node]; -1 for other nodes."""
     assert network.ends is not None
     servers, owner = network.servers, np.full(nodes, -1, np.int64)
     owner[: servers.nics] = np.arange(servers.nics) // servers.nics_per_server

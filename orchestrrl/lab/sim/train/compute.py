@@ -175,8 +175,7 @@ def _head_s(job: TrainJob, kernels: Kernels, *, backward: bool) -> float:
 
 
 def rank_parameters(job: TrainJob) -> list[tuple[float, float]]:
-    """Return [rank of the pipeline], its dense parameters and its experts' parameters, before data-parallel
-    sharding."""
+    """Return the dense parameters and the experts' parameters of each pipeline rank, before data-parallel sharding."""
     model, layout = job.model, job.layout
     by_rank = [sum(job.stage_layers[rank :: layout.pp]) for rank in range(layout.pp)]
     ends = [0.0] * layout.pp

@@ -88,7 +88,7 @@ class TrainLayout:
         if (self.tp * self.cp * self.dp) % self.ep:
             raise ValueError(f"ep must divide tp * cp * dp ({self.tp * self.cp * self.dp}), got {self.ep}")
         if self.vpp > 1 and self.pp == 1:
-            raise ValueError(f"vpp needs pp > 1, got vpp {self.vpp}")
+            raise ValueError(f"vpp must be 1 if pp is 1, got {self.vpp}")
 
     @property
     def gpus(self) -> int:
@@ -135,7 +135,7 @@ class TrainJob:
         if self.model.q_heads % layout.tp:
             found.append(f"tp must divide the {self.model.q_heads} heads of {self.model.name}, got {layout.tp}")
         if not found and layout.vpp > 1 and self.micro_batches % layout.pp:
-            found.append(f"with vpp > 1 micro-batches must be a multiple of pp ({layout.pp}), got {self.micro_batches}")
+            found.append(f"vpp > 1 needs micro-batches in multiples of pp ({layout.pp}), got {self.micro_batches}")
         return found
 
     @property

@@ -68,9 +68,9 @@ class PipelineSchedule:
 
 
 def order(ranks: int, micro_batches: int, chunks: int = 1) -> tuple[tuple[PipelineOp, ...], ...]:
-    """Return [rank], the order of its passes (Narayanan et al., arXiv 2104.04473, sections 2.2.1 and 2.2.2)."""
+    """Return the order of passes of each rank (Narayanan et al., arXiv 2104.04473, sections 2.2.1 and 2.2.2)."""
     if chunks > 1 and micro_batches % ranks:
-        raise ValueError(f"interleaved micro-batches must be a multiple of {ranks} ranks, got {micro_batches}")
+        raise ValueError(f"interleaving needs a multiple of {ranks} micro-batches, got {micro_batches}")
     turns = [
         (chunk, micro)
         for first in range(0, micro_batches, ranks)
@@ -81,7 +81,7 @@ def order(ranks: int, micro_batches: int, chunks: int = 1) -> tuple[tuple[Pipeli
 
 
 def forward_only(ops: tuple[tuple[PipelineOp, ...], ...]) -> tuple[tuple[PipelineOp, ...], ...]:
-    """Return the same order without backward passes, [rank]."""
+    """Return the order of passes of each rank without backward passes."""
     return tuple(tuple(op for op in of_rank if op.side == FORWARD) for of_rank in ops)
 
 

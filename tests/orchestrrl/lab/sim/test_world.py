@@ -54,7 +54,7 @@ def test_every_arm_answers_all_requests(arm: str) -> None:
 @settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(st.floats(1, 40), st.integers(0, 7), st.none() | st.floats(1, 20)), max_size=5))
 def test_engine_failures_lose_no_requests(strikes: list[tuple[float, int, float | None]]) -> None:
-    """At least one engine survives: e7 always restarts."""
+    """Engine e7 always restarts, so that at least one engine survives."""
     faults = tuple(
         GenerationFaultSection(at_s=at_s, kill_engine=f"e{index}", back_after_s=2.0 if index == 7 else back_s)
         for at_s, index, back_s in strikes

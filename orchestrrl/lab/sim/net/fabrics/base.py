@@ -34,7 +34,7 @@ class Period:
 
     @classmethod
     def of(cls, name: str, stage: FabricStage, demand: GpuFlows) -> "Period":
-        """Build a period whose id contains a hash of the demand, so that it is unique to it."""
+        """Build a period with an id that is unique to the demand, because it contains a hash of it."""
         digest = sha256()
         for each in (demand.src, demand.dst, demand.bytes):
             digest.update(each.tobytes())
@@ -57,7 +57,7 @@ class Inventory:
         return Inventory(**{each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)})
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # arrays have no one answer to ==
+@dataclass(frozen=True, slots=True, eq=False)  # == of arrays has no single truth value
 class Pods:
     """The assignment of servers to PoDs. `apart`: bandwidth between PoDs is lower than inside one, so that GPUs that
     exchange much data should share a PoD. Otherwise paths between PoDs have more hops but equal bandwidth."""

@@ -77,7 +77,7 @@ def ways(edges: DirectedLinks, source: Ints, target: Ints) -> PairPaths:
 
 
 def distances(edges: DirectedLinks) -> Ints:
-    """Return [from, to], the number of hops; NO_WAY if there is no path."""
+    """Return the number of hops between all nodes, [from, to]; NO_WAY if there is no path."""
     nodes = len(edges.begin) - 1
     graph = coo_array((np.ones(len(edges.head)), (edges.tail, edges.head)), (nodes, nodes)).tocsr()
     hops = shortest_path(graph, unweighted=True)

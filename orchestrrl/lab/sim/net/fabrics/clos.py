@@ -93,7 +93,7 @@ def lay_tree(
     pod_down = wiring.lay(LinkTier.CORE, of_pod, core, pods)
 
     def between(rows: LinkRows, legs: Legs, some: Ints) -> Floats:
-        """Return the latency of the switches and of all links except the NICs' links."""
+        """Add the links between ToRs to `rows`. Return the latency of switches and of all links except the NICs'."""
         one, other = tree.tor_of[legs.src_nic[some]], tree.tor_of[legs.dst_nic[some]]
         here, there = tree.pod_of[one], tree.pod_of[other]
         apart, far = one != other, here != there
@@ -162,9 +162,9 @@ def blocked_tree(
 def _too_many(servers: Servers, radix: int, down: int, servers_per_tor: int | None) -> Iterator[ShapeFault]:
     nics = servers.nics_per_server
     if down < nics:
-        yield ShapeFault("radix", f"a ToR must have ports for the {nics} NICs of a server", radix)
+        yield ShapeFault("radix", f"must leave a ToR ports for the {nics} NICs of a server", radix)
     elif servers_per_tor is not None and servers_per_tor * nics > down:
-        message = f"a ToR of {radix} ports has {down} down, for {down // nics} servers of {nics} NICs"
+        message = f"must be <= {down // nics}: a ToR of {radix} ports has {down} downwards, a server {nics} NICs"
         yield ShapeFault("servers_per_tor", message, servers_per_tor)
 
 
@@ -189,9 +189,7 @@ def rail_optimized(
 ) -> Clos:
     down = radix // 2
     if servers_per_tor is not None and servers_per_tor > down:
-        refuse(
-            ShapeFault("servers_per_tor", f"a ToR of {radix} ports has {down} down, one for a server", servers_per_tor)
-        )
+        refuse(ShapeFault("servers_per_tor", f"must be <= {down}, half of the {radix} ports of a ToR", servers_per_tor))
     tree = _cabled(servers, servers_per_tor or down, servers_per_pod, servers.nics_per_server)
     return Clos(servers, tree, rails=True, name="rail_optimized")
 

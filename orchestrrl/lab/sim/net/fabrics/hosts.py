@@ -267,7 +267,7 @@ class HostNetwork:
 
 
 def left(lost: Shares, count: int) -> Floats:
-    """Return [bundle], the working fraction of each bundle."""
+    """Return the working fraction of each bundle of links, [bundle]."""
     found = np.ones(count)
     for bundle, share in lost.items():
         if not (0 <= bundle < count and 0 <= share <= 1):

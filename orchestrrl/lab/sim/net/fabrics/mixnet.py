@@ -48,7 +48,7 @@ def mixnet(
     optical = servers.nics_per_server - eps_nics
     ports = DEVICES[device].ports
     if servers_per_region * optical > ports:
-        message = f"{optical} NICs each need more than the {ports} ports of {device}"
+        message = f"must be smaller: with {optical} NICs per server, it exceeds the {ports} ports of {device}"
         refuse(ShapeFault("servers_per_region", message, servers_per_region))
     on_tree = replace(servers, gpus_per_server=eps_nics, nics_per_server=eps_nics)
     tree = blocked_tree(on_tree, radix, servers_per_pod, servers_per_tor)
@@ -82,8 +82,8 @@ class MixNet(SimulatedFabric):
         )
 
     def circuits(self, period: Period | None) -> Ints:
-        """Return [server, server], the number of circuits between two servers. Outside any period (None), circuits are
-        even between all servers of a region."""
+        """Return the number of circuits between any two servers, [server, server]. Outside any period (None), circuits
+        are even between all servers of a region."""
         return np.frombuffer(self.circuits_of(period), np.int64).reshape(self.servers.count, -1)
 
     def _circuits_for(self, period: Period | None) -> bytes:

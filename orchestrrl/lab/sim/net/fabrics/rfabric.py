@@ -148,7 +148,7 @@ class RFabric(SimulatedFabric):
         return self.circuits.of_period(period.id, Stage(period.stage), demand)
 
     def tor_demand(self, flows: GpuFlows) -> Floats:
-        """Return [tor, tor], the bytes from one ToR to another. Servers without a working NIC contribute none."""
+        """Return the bytes from one ToR to another, [tor, tor]. Servers without a working NIC contribute none."""
         here, there = self._hosts.server_of(flows.src), self._hosts.server_of(flows.dst)
         reached: Bools = self._hosts.nic_works.reshape(self.servers.count, -1).sum(axis=1) > 0
         outside = (here != there) & reached[here] & reached[there]

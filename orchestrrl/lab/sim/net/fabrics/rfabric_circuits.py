@@ -34,8 +34,8 @@ from planner.model import GpuId, Hold
 
 
 def evenly(count: int, per_pod: int) -> Ints:
-    """Return [server], its slot, with `count` servers spread evenly over the fewest PoDs that have room. Work that is
-    divided evenly over servers, as pipeline stages are, then falls on PoD boundaries."""
+    """Return the slot of each server, [server], with `count` servers spread evenly over the fewest PoDs that have room.
+    Pipeline stages, which divide servers evenly, then match the PoDs."""
     pods = -(-count // per_pod)
     pod = np.arange(count) * pods // max(1, count)
     first = np.searchsorted(pod, pod)
@@ -96,7 +96,7 @@ def _chosen(site: Site, switch: Switch, ports: Sequence[int], count: int) -> tup
     return tuple(sorted([*free[: count - len(reserved)], *reserved]))
 
 
-TRIES = 5  # attempts to connect what a plan leaves apart; a bridge may take ports that connected other servers
+TRIES = 5  # attempts to connect all servers; a bridge may take ports that connected other servers
 _EITHER = frozenset(PodRole)
 _ANY_TWO = frozenset((one, other) for one in PodRole for other in PodRole)
 
@@ -140,8 +140,8 @@ class RFabricCircuits:
         return max([self.at_rest, *found], key=lambda each: self._rank(each, demand > 0))
 
     def between_tors(self, cross_connects: frozenset[PortPair]) -> Ints:
-        """Return [tor, tor], the number of circuits between two ToRs: inside a PoD over its own switches, otherwise
-        over lanes and the core."""
+        """Return the number of circuits between any two ToRs, [tor, tor]. Circuits inside a PoD use its own switches,
+        others use lanes and the core."""
         site, joins, owner = self.site, partners(cross_connects), self.site.owner
         lane_at = site.lane_at
         number = {tor.id: place for place, tor in enumerate(site.tors)}
@@ -187,7 +187,7 @@ class RFabricCircuits:
         return [found[tor.id] for tor in self.site.tors]
 
     def _eligible(self, template: StageTemplate) -> Bools:
-        """Return [tor, tor], True if the stage may connect the two ToRs."""
+        """Return whether the stage may connect two ToRs, [tor, tor]."""
         pods = self.site.pods
         joins = np.array(
             [[one is other or (one.role, other.role) in template.core_roles for other in pods] for one in pods]
@@ -211,8 +211,8 @@ class RFabricCircuits:
         return self._joining(distances(DirectedLinks.of(np.where(laid, 1.0, circuits))) < NO_WAY, eligible, free)
 
     def _joining(self, reach: Bools, eligible: Bools, free: Ints) -> frozenset[tuple[int, int]]:
-        """Return few bridges, preferably inside one PoD and rail, and between ToRs with the most free ports. `reach`
-        [tor, tor]; `free` [tor], ports that no other bridge uses."""
+        """Return a small set of bridges, preferably inside one PoD and rail, and between ToRs with the most free ports.
+        `reach` [tor, tor]; `free` [tor], ports that no other bridge uses."""
         touches: Bools = np.asarray(reach[:, self.blocks].any(axis=2))  # [tor, block]
         hub = int(np.argmax(touches.sum(axis=1)))
         inside: Bools = reach[hub].copy()
@@ -245,14 +245,14 @@ class RFabricCircuits:
 
     @cached_property
     def _apart(self) -> Bools:
-        """True for two ToRs in different PoDs, [tor, tor]."""
+        """Whether two ToRs are in different PoDs, [tor, tor]."""
         return np.asarray(self.pod_of[:, None] != self.pod_of, np.bool_)
 
     def _hops(self, cross_connects: frozenset[PortPair]) -> Ints:
         return distances(DirectedLinks.of(self.between_tors(cross_connects).astype(np.float64)))
 
     def _led(self, hops: Ints) -> Bools:
-        """Return [block of servers, block], True if a path connects the two blocks on any rail."""
+        """Return whether a path connects two blocks of servers on any rail, [block, block]."""
         blocks = self.blocks
         return np.array([[(hops[np.ix_(one, other)] < NO_WAY).any() for other in blocks] for one in blocks], np.bool_)
 
@@ -282,7 +282,7 @@ def _anywhere(stage: Stage) -> StageTemplate:
 
 
 def _first(may: Bools, *marks: Bools | Ints) -> tuple[int, int]:
-    """Return the row and column of an allowed entry with the highest marks, compared lexicographically."""
+    """Return the row and column of the allowed entry with the highest scores, compared lexicographically."""
     rows, columns = np.nonzero(may)
     marked = [np.broadcast_to(each, may.shape)[rows, columns] for each in marks]
     best = int(np.lexsort([-np.arange(len(rows)), *marked[::-1]])[-1])

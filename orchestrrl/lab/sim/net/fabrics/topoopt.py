@@ -45,13 +45,13 @@ def topoopt(
 
 
 def server_demand(servers: Servers, flows: GpuFlows) -> Floats:
-    """Return [server, server], the bytes from one server to another."""
+    """Return the bytes from one server to another, [server, server]."""
     one, other = flows.src // servers.gpus_per_server, flows.dst // servers.gpus_per_server
     return sums_between(one, other, flows.bytes, servers.count)
 
 
 def _permutations(demand: Floats, nics: int, rings: int) -> Ints:
-    """Return [nic of a server, server], the server to which the NIC sends."""
+    """Return the server to which each NIC sends, [nic of a server, server]."""
     count = len(demand)
     if not demand.any():
         rings = nics
@@ -105,8 +105,8 @@ class TopoOpt(SimulatedFabric):
         return found
 
     def strain(self, demand: Floats) -> tuple[float, float]:
-        """Return the bytes per NIC of the busiest link, rounded to four digits, and the bytes over all NICs. `demand`
-        [server, server], bytes."""
+        """Return the bytes per NIC of the busiest link, to four significant digits, and the bytes over all NICs.
+        `demand` [server, server], bytes."""
         edges = DirectedLinks.of(self.joins.astype(np.float64))
         one, other = np.nonzero(demand)
         owner, edge, share = shortest_ways(edges, one, other).rows(np.arange(len(one)))

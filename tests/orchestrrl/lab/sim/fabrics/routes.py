@@ -11,12 +11,12 @@ def all_pairs(servers: Servers) -> tuple[Ints, Ints]:
 
 
 def owners(routes: FlowRoutes) -> Ints:
-    """Return [entry], the flow of the entry."""
+    """Return the flow of each entry, [entry]."""
     return np.repeat(np.arange(len(routes.begin) - 1), np.diff(routes.begin))
 
 
 def load(network: LinkNetwork, flows: GpuFlows) -> np.ndarray:
-    """Return [link], the bytes over the link."""
+    """Return the bytes over each link, [link]."""
     routes = network.router(flows.src, flows.dst)
     sent = routes.share * flows.bytes[owners(routes)]
     return np.bincount(routes.link, sent, minlength=len(network.capacity_bytes_per_s))

@@ -159,7 +159,7 @@ def test_reconfiguration_time_is_the_devices() -> None:
 
 
 def test_inventory_of_circuit_fabrics() -> None:
-    """With 2,048 NICs, RFabric has as many uplink fibres as NICs, and half as many lanes with a port at both ends."""
+    """RFabric has as many uplink fibres as NICs (2,048), and half as many lanes with a port at both ends."""
     servers = Servers(256)
     assert rfabric(servers).inventory() == Inventory(
         transceivers=3 * 2048, nics=2048, electrical_ports=2 * 2048, ocs_ports=2 * 2048, fibers=5 * 1024
@@ -284,7 +284,7 @@ def test_topoopt_serves_its_demand_in_one_hop() -> None:
 
 
 def test_topoopt_chooses_the_best_number_of_ring_nics() -> None:
-    """With far more traffic between server pairs than around, the fewest possible NICs form rings."""
+    """The fewest possible NICs form rings if traffic between server pairs is far larger than around."""
     servers = Servers(32)
     demand = GpuFlows.joined([shifted(0, 256, 16), *(shifted(at, at + 16, 8, 30e9) for at in range(0, 256, 16))])
     best, *others = (

@@ -70,7 +70,7 @@ def test_flows_share_one_link_equally() -> None:
     assert rates(one_switch(servers), flows) == pytest.approx([servers.nic_bytes_per_s / 5] * 5)
 
 
-def test_parking_lot() -> None:
+def test_parking_lot_flows_get_half_of_each_link() -> None:
     """One flow over all links and one flow per link get half of each link (Bertsekas and Gallager, figure 6.14)."""
     capacity = [Fraction(1)] * 4
     rows: Rows = [[(link, Fraction(1)) for link in range(4)]] + [[(link, Fraction(1))] for link in range(4)]

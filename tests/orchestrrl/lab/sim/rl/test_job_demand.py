@@ -50,7 +50,7 @@ def test_job_demand_has_exchanges_of_engines_that_span_servers() -> None:
 
 
 def test_job_demand_exchanges_are_proportional_to_tokens() -> None:
-    """The demand also contains collectives and weights, which do not depend on the number of tokens here."""
+    """The demand between two generating servers is exchanges, which grow with tokens, plus weights, which do not."""
     found = [
         between_servers(mixture(["tp1dp16ep16"], generation__workload__prompts=prompts)) for prompts in (8, 16, 24)
     ]

@@ -74,7 +74,7 @@ def test_every_engine_receives_the_whole_model(job: TrainJob, parallelism: Paral
 
 
 def inbound(steps: Iterable[FlowStep]) -> np.ndarray:
-    """Return [server], the bytes from other servers."""
+    """Return the bytes that each server receives from other servers, [server]."""
     found = np.zeros(SERVERS.count)
     for step in steps:
         src, dst = step.flows.src // 8, step.flows.dst // 8
@@ -109,7 +109,7 @@ def test_servers_forward_no_more_than_they_receive_over_direct_links() -> None:
 
 
 def test_received_shards_are_forwarded_to_all_gpus_of_a_server() -> None:
-    """With TP=2, four engines of a server need the same shard; each GPU receives an eighth of it from the network."""
+    """Four TP=2 engines of a server need the same shard; each GPU receives an eighth of it from the network."""
     held, site = shards(DENSE, Parallelism(tp=2)), site_of(fabric().network(None))
     inside = np.zeros(SERVERS.gpus)
     for step in steps_of("tree", held, site, SERVERS):

@@ -79,7 +79,7 @@ def test_first_forward_waits_for_parameters() -> None:
 
 
 def test_interleaving_requires_whole_groups() -> None:
-    with pytest.raises(ValueError, match="must be a multiple of 4 ranks, got 6"):
+    with pytest.raises(ValueError, match="interleaving needs a multiple of 4 micro-batches, got 6"):
         order(4, 6, 2)
 
 

@@ -46,7 +46,7 @@ def test_gpu_numbers_begin_at_first_gpu() -> None:
 
 
 def test_gradient_bytes_of_a_dense_model() -> None:
-    """In a ring over n ranks, each sends (n - 1) / n of its gradients in 32 bits and of its parameters in 16."""
+    """Each of n ranks in a ring sends (n - 1) / n of its gradients in 32 bits and of its parameters in 16."""
     of = job(TrainLayout(dp=2, tp=8))
     _, gradients = periods(of, Servers(2))
     expected = DENSE.params / 8 * (4 + 2) / 2 * 16
@@ -90,7 +90,7 @@ def test_invalid_layouts_are_rejected() -> None:
         job(TrainLayout(tp=16))
     with pytest.raises(ValueError, match=r"must be <= 8 \(small's layers\), got 16; ep must divide .*, got 2"):
         job(TrainLayout(dp=2, pp=16, ep=2))
-    with pytest.raises(ValueError, match=r"micro-batches must be a multiple of pp \(2\), got 63"):
+    with pytest.raises(ValueError, match=r"vpp > 1 needs micro-batches in multiples of pp \(2\), got 63"):
         job(TrainLayout(pp=2, vpp=2), sequences=63)
     with pytest.raises(ValueError, match=r"GPUs 0\.\.15, there are 8"):
         periods(job(TrainLayout(dp=16)), Servers(1))

@@ -201,7 +201,7 @@ class VirtualGateway:
         if record is None:
             return refused("no such request")
         if record.engine != move.from_engine:
-            return refused(f"is on {record.engine or 'no engine'} by now")
+            return refused(f"the request is now on {record.engine or 'no engine'}")
         if source_slot is None:
             return refused(f"engine {move.from_engine!r} is not in the routes")
         if (target is None or not target.usable) and not move.hold_s:
@@ -209,7 +209,7 @@ class VirtualGateway:
         source = self._engine_at(source_slot.engine.url)
         self.progressed(source, source.advance(now_s), now_s)
         if move.request not in self.records:
-            return refused("finished before the move")
+            return refused("the request finished before the move")
         computed = bool(record.generated) and record.state is RequestState.RUNNING
         source.scheduler.abort([record.id])
         self.fleet.release(source_slot, record)

@@ -106,7 +106,7 @@ class World:
         self.journal = Journal(journal_path, self.clock.now_s())
         deployment = FleetDeployment(
             self.machines,
-            lambda url: VirtualManaged(url, self._answering),
+            lambda url: VirtualManaged(url, self._live_engine),
             config.fleet.gpus.count if config.fleet.gpus else 0,
             self.per_node,
             _spec_of,
@@ -135,7 +135,7 @@ class World:
         attachment = self.fleet.attach(NodeHello(GATEWAY, NodeKind.GATEWAY, tuple(self.engines), "sim"))
         self._tasks = [
             asyncio.create_task(work)
-            for work in (self._pump(), self._obey(attachment), run_loops(self.control_plane, self.clock))
+            for work in (self._pump(), self._perform_orders(attachment), run_loops(self.control_plane, self.clock))
         ]
         await self.advance(2 * self.control.report_interval_s)
         return self
@@ -166,7 +166,7 @@ class World:
             raise error
 
     def schedule(self, faults: Sequence[GenerationFaultSection]) -> None:
-        self._tasks += [asyncio.create_task(self._strike(fault)) for fault in faults]
+        self._tasks += [asyncio.create_task(self._inject(fault)) for fault in faults]
 
     async def run_step(
         self,
@@ -194,7 +194,7 @@ class World:
 
     # --- the edges
 
-    def _answering(self, url: str) -> VirtualEngine | None:
+    def _live_engine(self, url: str) -> VirtualEngine | None:
         """Return the running engine at a URL, advanced to the current time; None if no engine runs there."""
         engine = self._by_url.get(url)
         if engine is None or engine.stopped_s is not None:
@@ -221,7 +221,7 @@ class World:
         """Deliver a request with its tokens to an engine. Its KV is transferred from `source` if that is faster than
         recomputation."""
         if source is not None and self.links.kv_transfer:
-            passed, wish_gbps = self._way(source, engine)
+            passed, wish_gbps = self._path(source, engine)
             gbytes = record.context_tokens * self.kv_bytes_per_token / 1e9
             transfer_s = gbytes * 8 / wish_gbps + self.links.latency_s
             if transfer_s < record.context_tokens / engine.kind.profile.prefill_tokens_per_s:
@@ -256,7 +256,7 @@ class World:
         if record.attempt == attempt and record.engine == engine.id and engine.stopped_s is None:
             self._submit(record, engine, prefilled=True)
 
-    def _way(self, source: VirtualEngine, target: VirtualEngine) -> tuple[tuple[Node, ...], float]:
+    def _path(self, source: VirtualEngine, target: VirtualEngine) -> tuple[tuple[Node, ...], float]:
         """Return the nodes whose NICs a transfer uses, and the bandwidth of the engine with fewer GPUs."""
         gpus = min(len(source.gpus), len(target.gpus))
         nodes = (source.gpus[0] // self.per_node, target.gpus[0] // self.per_node)
@@ -351,12 +351,12 @@ class World:
                 STREAM,
             )
 
-    async def _obey(self, attachment: Attachment) -> None:
+    async def _perform_orders(self, attachment: Attachment) -> None:
         """Carry out the gateway's orders and send back their results."""
         async for operation in attachment.orders():
             self.fleet.result_received(self.gateway.perform(operation))
 
-    async def _strike(self, fault: GenerationFaultSection) -> None:
+    async def _inject(self, fault: GenerationFaultSection) -> None:
         await self.clock.sleep(fault.at_s - self.clock.now_s())
         engine = self.engines.get(EngineId(fault.kill_engine))
         if engine is None:

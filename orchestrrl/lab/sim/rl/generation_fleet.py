@@ -163,7 +163,7 @@ def token_flows(fleet: UniformFleet, model: Model, servers: Servers) -> GpuFlows
     """Return the flows that one processed token causes, mean over a fleet with equally loaded instances."""
     p = fleet.parallelism
     vector = model.layers * model.hidden * ACTIVATION_BYTES
-    parts = _summed_up(fleet, (1.0 if p.afd else 2.0) * vector, servers)
+    parts = _all_reduces(fleet, (1.0 if p.afd else 2.0) * vector, servers)
     if p.afd or (p.dp > 1 and model.moe):
         copies = float(model.experts_per_token if model.moe else 1)
         if p.afd:
@@ -175,7 +175,7 @@ def token_flows(fleet: UniformFleet, model: Model, servers: Servers) -> GpuFlows
     return GpuFlows.joined(parts)
 
 
-def _summed_up(fleet: UniformFleet, size: float, servers: Servers) -> list[GpuFlows]:
+def _all_reduces(fleet: UniformFleet, size: float, servers: Servers) -> list[GpuFlows]:
     """Return the all-reduce flows of a token over its attention replica: rings inside servers, and between servers
     along each rail."""
     tp, each = fleet.parallelism.tp, servers.gpus_per_server

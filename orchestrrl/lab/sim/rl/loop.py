@@ -246,7 +246,7 @@ class _Line:
             self._wait(step)
             self._bring_weights(step)
             self._generate(step)
-        self._go_on(len(self.needs.taken) - 1, self.needs.carried if self._carries else 0, 0.0)
+        self._schedule(len(self.needs.taken) - 1, self.needs.carried if self._carries else 0, 0.0)
 
     @property
     def _carries(self) -> bool:
@@ -257,14 +257,14 @@ class _Line:
         """Wait until the buffer has room for the step and the weights that it needs are trained."""
         needed, begun = self.needs.version[step], self.needs.trained[step]
         free_s, row = self.engines_free_s, self.steps[step]
-        self._go_on(max(needed, begun), needed if self._carries else 0, free_s)
+        self._schedule(max(needed, begun), needed if self._carries else 0, free_s)
         versions_s = self.sync_end_s if self._carries else [0.0, *self.train_end_s]
         made_s = max(free_s, versions_s[needed])
         self.engines_free_s = max(made_s, self.train_begin_s[begun - 1] if begun else 0.0)
         row["gen_waits_weights_s"], row["gen_waits_room_s"] = made_s - free_s, self.engines_free_s - made_s
-        self._go_on(0, 0, self.engines_free_s)
+        self._schedule(0, 0, self.engines_free_s)
 
-    def _go_on(self, trained: int, carried: int, until_s: float) -> None:
+    def _schedule(self, trained: int, carried: int, until_s: float) -> None:
         """Schedule training steps, and syncs that no stage waits for, in the order of time. At least `trained` and
         `carried` are scheduled in total, and all that begin before `until_s`. Only existing samples are used, because
         later generation may still change the schedule."""
@@ -396,7 +396,7 @@ class _Line:
         if self._carries:  # syncs that begin during the step may delay it
             self.laid_s, self.engines_free_s = begin_s, begin_s + taken.seconds
             self.expected_s = [begin_s + at_s for at_s in ends_s]
-            self._go_on(0, 0, self.engines_free_s)
+            self._schedule(0, 0, self.engines_free_s)
             self.expected_s = []
         held_s = self.engines.held_s(begin_s, taken.seconds)
         end_s = begin_s + (taken.seconds + held_s)

@@ -247,13 +247,13 @@ class ArmTimes:
         return self.stages.scenario.schedule
 
     def _gen_s(self, step: int, now_s: float) -> float:
-        left = 1.0 - self._gone(now_s)
+        left = 1.0 - self._failed_fraction(now_s)
         if left <= 0:
             return math.inf
         failed = self._schedule.network(now_s)
         return _or_never(failed, lambda: self.stages.gen(failed, self.arm, self.seed)[step].seconds / left)
 
-    def _gone(self, now_s: float) -> float:
+    def _failed_fraction(self, now_s: float) -> float:
         """Return the failed fraction of the GPUs that generate."""
         cluster, size = self.stages.scenario.cluster, self.stages.scenario.cluster.gpus_per_server
         gpus: set[int] = set()

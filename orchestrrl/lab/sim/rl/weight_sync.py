@@ -54,7 +54,7 @@ def tree_steps(plan: SyncPlan, shards: Sequence[ServerShard], site: SyncSite, gp
             if site.has_switches
             else _in_chains(edges)
         )
-        inside = _passed_on(shards, shard, dst, size, gpus_per_server)
+        inside = _forwarded(shards, shard, dst, size, gpus_per_server)
         sent = spread(src, dst, size, gpus_per_server)
         steps.append(_with_last_hop(sent, np.repeat(above, gpus_per_server), inside))
     return steps
@@ -110,7 +110,7 @@ def two_stage_steps(shards: Sequence[ServerShard], site: SyncSite, gpus_per_serv
             at += [(number, server, shard.bytes) for server in servers]
     steps = [FlowStep(GpuFlows.of(first), np.zeros(len(first), np.int64))]
     of, server, came = (np.array(each) for each in zip(*at, strict=True))
-    inside = _passed_on(shards, of, server, came.astype(np.float64), gpus_per_server)
+    inside = _forwarded(shards, of, server, came.astype(np.float64), gpus_per_server)
     chain, depth = GpuFlows.none(), np.empty(0, np.int64)
     if chains:
         src, dst, along, depth = (np.array(each) for each in zip(*chains, strict=True))
@@ -128,7 +128,7 @@ def spread(src: Ints, dst: Ints, size: Floats, gpus_per_server: int) -> GpuFlows
     )
 
 
-def _passed_on(shards: Sequence[ServerShard], of: Ints, server: Ints, size: Floats, gpus_per_server: int) -> GpuFlows:
+def _forwarded(shards: Sequence[ServerShard], of: Ints, server: Ints, size: Floats, gpus_per_server: int) -> GpuFlows:
     """Return the flows inside servers: data that arrived evenly at a server's GPUs goes to each GPU that needs it."""
     places = [{at: row for row, at in enumerate(shard.receivers)} for shard in shards]
     wanted: dict[int, Floats] = {}  # [GPU of the server], by server

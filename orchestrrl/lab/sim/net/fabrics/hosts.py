@@ -241,11 +241,11 @@ class HostNetwork:
         rows.add(inside, legs.src[inside])
         latency_s[inside] = self.servers.propagation_s + (0.0 if direct is None else direct(rows, legs, inside))
         rows.add(inside, self.servers.gpus + legs.dst[inside])
-        latency_s += self._handed(rows, outside, legs.src, legs.src_nic, out=True)
+        latency_s += self._relayed(rows, outside, legs.src, legs.src_nic, out=True)
         rows.add(outside, first_up + legs.src_nic[outside])
         latency_s[outside] += 2 * self.servers.propagation_s + between(rows, legs, outside)
         rows.add(outside, first_up + self.servers.nics + legs.dst_nic[outside])
-        latency_s += self._handed(rows, outside, legs.dst, legs.dst_nic, out=False)
+        latency_s += self._relayed(rows, outside, legs.dst, legs.dst_nic, out=False)
         return rows.routes(latency_s)
 
     def _beside(self, nics: Ints) -> Ints:
@@ -254,7 +254,7 @@ class HostNetwork:
         per_nic = self.servers.gpus_per_server // self.servers.nics_per_server
         return np.asarray(server * self.servers.gpus_per_server + place * per_nic)
 
-    def _handed(self, rows: LinkRows, legs: Ints, gpus: Ints, nics: Ints, out: bool) -> Floats:
+    def _relayed(self, rows: LinkRows, legs: Ints, gpus: Ints, nics: Ints, out: bool) -> Floats:
         """Add NVLink hops between a GPU and the first GPU at the NIC that it uses, for legs that use another GPU's NIC.
         Return their latency."""
         legs = legs[self.servers.nic_of(gpus[legs]) != nics[legs]]

@@ -133,7 +133,7 @@ class RFabricCircuits:
             pairs = frozenset(pair_of(*(self.site.tors[tor].id for tor in bridge)) for bridge in bridges)
             plan = materialize(self.site, intent, state, template, pairs)
             found.append(self.at_rest if isinstance(plan, Hold) else plan.cross_connects)
-            if self._led(self._hops(found[-1])).all():
+            if self._connected(self._hops(found[-1])).all():
                 return found[-1]
             kept = found[-1] if further > 1 else frozenset()  # the last attempt connects all servers by bridges alone
             bridges |= self._bridges(kept, eligible, demand > 0, bridges)
@@ -178,7 +178,7 @@ class RFabricCircuits:
         return np.array([number[tor.pod] for tor in self.site.tors], np.int64)
 
     @cached_property
-    def _voices(self) -> list[GpuId]:
+    def _representatives(self) -> list[GpuId]:
         """One representative GPU below each ToR, [tor]."""
         found: dict[EndpointId, GpuId] = {}
         for server in self.site.servers:
@@ -251,23 +251,23 @@ class RFabricCircuits:
     def _hops(self, cross_connects: frozenset[PortPair]) -> Ints:
         return distances(DirectedLinks.of(self.between_tors(cross_connects).astype(np.float64)))
 
-    def _led(self, hops: Ints) -> Bools:
+    def _connected(self, hops: Ints) -> Bools:
         """Return whether a path connects two blocks of servers on any rail, [block, block]."""
         blocks = self.blocks
         return np.array([[(hops[np.ix_(one, other)] < NO_WAY).any() for other in blocks] for one in blocks], np.bool_)
 
     def _rank(self, cross_connects: frozenset[PortPair], demanded: Bools) -> tuple[bool, bool]:
         """Return whether every block reaches every other, and whether every block pair with demand is connected."""
-        led = self._led(self._hops(cross_connects))
+        is_connected = self._connected(self._hops(cross_connects))
         of_block = np.array([[tor in block for block in self.blocks] for tor in range(len(demanded))], np.int64)
-        return bool(led.all()), bool((led | (of_block.T @ demanded @ of_block == 0)).all())
+        return bool(is_connected.all()), bool((is_connected | (of_block.T @ demanded @ of_block == 0)).all())
 
     def _intent(self, period: str, stage: Stage, demand: Floats) -> Intent:
         traffic = tuple(
             Traffic(
                 TrafficOperation.DP,
                 Primitive.PIPELINE,
-                ((int(self._voices[one]), int(self._voices[other])),),
+                ((int(self._representatives[one]), int(self._representatives[other])),),
                 float(demand[one, other]),
             )
             for one, other in np.argwhere(demand > 0).tolist()

@@ -1,4 +1,4 @@
-"""`python -m orchestrrl`: the command line without its script, for child processes of the same environment."""
+"""Run the command line as `python -m orchestrrl`, for child processes that use the same interpreter."""
 
 from orchestrrl.cli.main import main
 

@@ -1,1 +1,1 @@
-"""The command line. Nothing imports this package."""
+"""The command line. No other package imports this one."""

@@ -1,4 +1,4 @@
-"""`orchestrrl agent`: the sidecar beside one or several engines."""
+"""`orchestrrl agent`: run the sidecar of one or more engines of a host."""
 
 from collections.abc import Coroutine
 from pathlib import Path
@@ -22,37 +22,39 @@ if TYPE_CHECKING:
 
 
 def agent(
-    urls: Annotated[
-        list[str] | None, typer.Option("--url", help="Where the engine listens; repeat for several.")
-    ] = None,
-    engine: Annotated[str, typer.Option(help="The engines' product: vllm or simulated.")] = "vllm",
+    urls: Annotated[list[str] | None, typer.Option("--url", help="URL of an engine. Can be repeated.")] = None,
+    engine: Annotated[str, typer.Option(help="Engine product: vllm or simulated.")] = "vllm",
     ids: Annotated[
         list[str] | None,
-        typer.Option("--id", help="The engine's name, one for each --url in order. Default: the URL's HOST:PORT."),
+        typer.Option("--id", help="Engine id, one for each --url in the same order. Default: the URL's HOST:PORT."),
     ] = None,
     daemon: DaemonOption = DEFAULT_TARGET,
-    node_id: Annotated[str, typer.Option(help="The agent's own name. Default: agent-, then its engines' names.")] = "",
+    node_id: Annotated[str, typer.Option(help="The agent's id. Default: agent-, followed by the engine ids.")] = "",
     interval_s: Annotated[float, typer.Option(help="Seconds between scrapes of an engine.")] = 0.25,
-    slow_after_s: Annotated[float, typer.Option(help="An engine that answers later than this is marked slow.")] = 1.0,
-    gone_after_s: Annotated[float, typer.Option(help="One that has not answered by then is marked gone.")] = 5.0,
-    rate_window_s: Annotated[float, typer.Option(help="The decode rate is the mean over this long.")] = 1.0,
+    slow_after_s: Annotated[
+        float, typer.Option(help="Response time in seconds above which an engine is marked slow.")
+    ] = 1.0,
+    gone_after_s: Annotated[
+        float, typer.Option(help="Seconds without a response after which an engine is marked gone.")
+    ] = 5.0,
+    rate_window_s: Annotated[float, typer.Option(help="Seconds over which the decode rate is averaged.")] = 1.0,
     rings: Annotated[
         Path | None,
-        typer.Option(help="Also tell when the collectives recorded in this folder pause.", metavar="FOLDER"),
+        typer.Option(help="Also report pauses between the collectives recorded in this folder.", metavar="FOLDER"),
     ] = None,
-    host: Annotated[str, typer.Option(help="This host's name to the daemon, for --rings. Default: its own.")] = "",
+    host: Annotated[str, typer.Option(help="Host name to report with --rings. Default: the name of this host.")] = "",
     verbose: VerboseFlag = False,
 ) -> None:
-    """Watch engines, report their load to the daemon, carry out its operations on them. Runs until stopped.
+    """Monitor engines, report their load to the daemon and carry out its operations on them. Runs until stopped.
 
-    With `--rings`, read the collective boundaries of the host's traced processes and tell the daemon of windows
-    (docs/fabric.md); `--url` may then be left out.
+    With `--rings`, also read the collective boundaries of the traced processes on this host and report windows for
+    circuit changes to the daemon (docs/fabric.md). `--url` is then optional.
 
     Example: `orchestrrl agent --engine vllm --url http://127.0.0.1:8000 --id vllm-0`
 
     Example: `orchestrrl agent --rings /dev/shm/orchestrrl-rings`
     """
-    # Imported here so that help and completion need none of it.
+    # Imported here so that help and completion are fast.
     from orchestrrl.agent.probe_link import WindowReporter
     from orchestrrl.agent.watch import HealthLimits
     from orchestrrl.core.clock import WallClock
@@ -65,7 +67,7 @@ def agent(
     names = ids or [url if faults else urlsplit(url).netloc for url in urls]
     faults += [*_name_faults(urls, names), *address_faults(daemon)]
     if not urls and rings is None:
-        faults.append("--url: is missing, give it or --rings, got nothing")
+        faults.append("--url: is required without --rings")
     if not interval_s > 0:
         faults.append(f"--interval-s: must be > 0, got {interval_s:g}")
     raise_faults(faults)
@@ -111,17 +113,17 @@ async def _run(
 def _url_faults(urls: list[str], index: int) -> list[str]:
     url, option = urls[index], f"--url[{index}]"
     if any(same_address(url, other) for other in urls[:index]):
-        return [f"{option}: is given already, got {url!r}"]
+        return [f"{option}: must be given only once, got {url!r} again"]
     return url_faults(option, url)
 
 
 def _name_faults(urls: list[str], names: list[str]) -> list[str]:
     faults = []
     if len(names) != len(urls):
-        faults.append(f"--id: give one for each --url or none, got {len(names)} for {len(urls)}")
+        faults.append(f"--id: must be given for each --url or for none, got {len(names)} for {len(urls)}")
     for index, name in enumerate(names):
         if not name and not faults:
             faults.append(f"--id[{index}]: must not be empty")
         if name in names[:index]:
-            faults.append(f"--id[{index}]: is used already, got {name!r}")
+            faults.append(f"--id[{index}]: must be unique, got {name!r} again")
     return faults

@@ -1,4 +1,4 @@
-"""`orchestrrl bench`: what decisions and the gateway cost, as ratios measured side by side."""
+"""`orchestrrl bench`: measure the cost of decisions and of the gateway as ratios to baselines of the same run."""
 
 from pathlib import Path
 from typing import Annotated
@@ -11,18 +11,18 @@ from orchestrrl.cli.output import Columns, Output, choice_faults, fields, note, 
 
 @command
 def bench(
-    only: Annotated[list[str] | None, typer.Option(help="Run this benchmark alone; may be repeated.")] = None,
-    out: Annotated[Path, typer.Option(help="Where the report goes.")] = Path("out/bench.json"),
+    only: Annotated[list[str] | None, typer.Option(help="Run only this benchmark. Can be repeated.")] = None,
+    out: Annotated[Path, typer.Option(help="Write the JSON report to this file.")] = Path("out/bench.json"),
 ) -> Output:
-    """Measure what OrchestrRL costs, each figure beside a baseline in the same run; less is better.
+    """Measure the cost of OrchestrRL, each value against a baseline of the same run. Lower is better.
 
-    Machines differ and are noisy, so compare ratios. Benchmarks: balancer_tick, fast_tick, solve, plan_tick,
+    Machines differ and are noisy, so compare the ratios. Benchmarks: balancer_tick, fast_tick, solve, plan_tick,
     gateway_cpu, gateway_burst, gateway_ledger, start_up, fabric_allocate, sync_plan, sim_step, routing, recorder,
     fabric_windows.
 
     Example: `orchestrrl bench --only gateway_cpu`
     """
-    # Imported here so that every other command starts without what is measured.
+    # Imported here so that the other commands start without the measured code.
     from orchestrrl.lab.bench.run import BENCHMARKS, run
 
     raise_faults(fault for name in sorted(set(only or ())) for fault in choice_faults("--only", name, BENCHMARKS))
@@ -32,7 +32,7 @@ def bench(
     document = {"benchmarks": report}
     out.parent.mkdir(parents=True, exist_ok=True)
     write_json(out, document)
-    shown = table("Medians; ratio: value / baseline's", COLUMNS, figures)
+    shown = table("Medians; ratio = value / baseline value", COLUMNS, figures)
     return Output(document, [shown, f"wrote {out}"])
 
 
@@ -41,7 +41,7 @@ COLUMNS: Columns = {
     "value": lambda figure: f"{figure.value:.3g}",
     "unit": "unit",
     "baseline": "baseline",
-    "baseline's": lambda figure: f"{figure.baseline_value:.3g}",
+    "baseline value": lambda figure: f"{figure.baseline_value:.3g}",
     "ratio": lambda figure: None if figure.ratio is None else f"{figure.ratio:.3g}",
     "note": "note",
 }

@@ -1,5 +1,5 @@
-"""`orchestrrl fabric box` and `orchestrrl sync box`: a site as network namespaces of this machine, and what its
-circuits do to real traffic and to weight syncs."""
+"""`orchestrrl fabric box` and `orchestrrl sync box`: emulate a site with network namespaces of this machine, and
+measure real traffic and weight syncs over its circuits."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,45 +28,49 @@ if TYPE_CHECKING:
     from orchestrrl.lab.box.run import BoxOrder
     from planner.fabric.topology import PodRole
 
-Protocols = Annotated[str, typer.Option(help="Of the switches, in turn, separated by commas.  [default: three]")]
-OutFolder = Annotated[Path, typer.Option("--out", "-o", metavar="FOLDER", help="Is made where it is missing.")]
+Protocols = Annotated[
+    str, typer.Option(help="Comma-separated protocols, assigned to the switches in rotation.  [default: three]")
+]
+OutFolder = Annotated[
+    Path, typer.Option("--out", "-o", metavar="FOLDER", help="Write results here. The folder is created if missing.")
+]
 MOST_MB = 4000.0
 JOURNAL = ("journal.sqlite", "journal.sqlite-wal", "journal.sqlite-shm")
-SHOWN = ("circuits", "transition", "failed_port", "wrong_cable", "cycle")  # in this order
+SHOWN = ("circuits", "transition", "failed_port", "wrong_cable", "cycle")  # the order of the printed results
 
 
 @command
 def fabric_box(
     site: Annotated[
-        Path | None, typer.Option(help="The site.  [default: 2 PoDs, 4 ToRs, 12 hosts]", metavar="FILE")
+        Path | None, typer.Option(help="The site file.  [default: 2 PoDs, 4 ToRs, 12 hosts]", metavar="FILE")
     ] = None,
     shows: Annotated[
-        list[str] | None, typer.Option("--show", help="Repeat for several.  [default: all]", metavar="SHOW")
+        list[str] | None, typer.Option("--show", help="Show to run. Can be repeated.  [default: all]", metavar="SHOW")
     ] = None,
     protocols: Protocols = "",
-    circuit_mbps: Annotated[float, typer.Option(help="What a circuit carries in the box.")] = 20.0,
-    seconds: Annotated[float, typer.Option(help="That each rate is measured for.")] = 2.0,
-    iterations: Annotated[int, typer.Option(help="Of training, on its own circuits.")] = 3,
+    circuit_mbps: Annotated[float, typer.Option(help="Rate of a circuit in the box, in Mbit/s.")] = 20.0,
+    seconds: Annotated[float, typer.Option(help="Duration of each rate measurement, in seconds.")] = 2.0,
+    iterations: Annotated[int, typer.Option(help="Training iterations on the circuits for training.")] = 3,
     out: OutFolder = Path("out/fabric-box"),
 ) -> Output:
-    """Build a site in a box, and show on real TCP what its circuits do.
+    """Build a site in a box and measure TCP traffic over its circuits.
 
     Hosts and ToRs are network namespaces, fibres are veth pairs, and the optical switches are emulated devices, each
-    behind a protocol of its own. Their cross-connects are the data path: packets pass as long as the mirrors join two
-    fibres. A daemon of ours drives it, with the same site file and the same drivers as a real one.
+    with its own protocol. Their cross-connects are the data path: packets pass while the mirrors join two fibres. An
+    OrchestrRL daemon controls them with the site file and the drivers that a real site uses.
 
     | show | |
     |---|---|
-    | `circuits` | the rate between two ToRs over 1, 2 and 3 circuits |
-    | `cycle` | training, generation, weight sync, training: each stage's rate before and after its circuits |
-    | `transition` | a transfer that runs on while circuits change under it |
-    | `failed_port` | a port fails: packets go around it, then circuits do |
-    | `wrong_cable` | two cables are mixed up: `orchestrrl ocs verify` says which |
+    | `circuits` | measure the rate between two ToRs over 1, 2 and 3 circuits |
+    | `cycle` | run training, generation, weight sync, training: each stage's rate before and after its circuits |
+    | `transition` | continue a transfer while its circuits change |
+    | `failed_port` | fail a port: packets are rerouted first, then circuits |
+    | `wrong_cable` | swap two cables: `orchestrrl ocs verify` reports which |
 
-    It needs Linux, `unshare`, `ip` and `tc`, and root or user namespaces that are permitted; nothing outside its own
-    namespaces is touched, and nothing is left. FOLDER gets the site's file, the daemon's configuration and journal, all
-    logs, `box.json`, and of the cycle `cycle.png`. A circuit of the site carries `--circuit-mbps` in the box, whatever
-    it does in the site; NICs are in proportion.
+    The command requires Linux, `unshare`, `ip` and `tc`, and root or permitted user namespaces. It changes nothing
+    outside its own namespaces and removes them at the end. It writes the site file, the daemon's configuration and
+    journal, all logs, `box.json`, and for the cycle `cycle.png` to FOLDER. A circuit has the rate `--circuit-mbps`
+    instead of the rate in the site file; NICs are scaled in proportion.
 
     Example:
 
@@ -92,12 +96,12 @@ def fabric_box(
 
 
 def _fabric_view(results: dict[str, Any], out: Path) -> View:
-    switches = "; ".join(f"{id} speaks {protocol}" for id, protocol in results["switches"].items())
+    switches = "; ".join(f"{id} uses {protocol}" for id, protocol in results["switches"].items())
     yield f"{results['hosts']} hosts, {results['tors']} ToRs; {switches}"
     for show in SHOWN:
         if show in results:
             yield from _shown(show, results[show])
-    yield f"{out}: everything that was measured (box.json), logs and configurations"
+    yield f"{out}: all measurements (box.json), logs and configurations"
 
 
 def _shown(show: str, found: dict[str, Any]) -> View:
@@ -114,14 +118,14 @@ def _shown(show: str, found: dict[str, Any]) -> View:
             up, left = found["circuits"]
             before, around, masked = map(_mbps, found["mbps"])
             title = f"Port {found['port']} fails under the traffic from {one} to {other}"
-            packets = f"packets around it, after {duration(found['around_s'])}"
-            rows = (("before", up, before), (packets, up - 1, around), ("circuits around it", left, masked))
+            packets = f"packets rerouted, after {duration(found['around_s'])}"
+            rows = (("before", up, before), (packets, up - 1, around), ("circuits changed", left, masked))
             yield cells_table(title, ("", "circuits", "Mbit/s"), rows)
         case "wrong_cable":
-            yield f"mixed up: {' and '.join(found['swapped'])}; orchestrrl ocs verify says:"
-            yield table("", {"where": "where", "what is wrong": "what"}, found["faults"])
+            yield f"swapped cables: {' and '.join(found['swapped'])}; orchestrrl ocs verify reports:"
+            yield table("", {"where": "where", "fault": "what"}, found["faults"])
         case "cycle":
-            title = "A cycle: Mbit/s between ToRs, on the circuits that the stage before has left, and on its own"
+            title = "Cycle: Mbit/s between ToRs on the previous stage's circuits (before) and on its own (after)"
             yield table(title, CYCLE_COLUMNS, found["stages"])
 
 
@@ -136,17 +140,17 @@ CIRCUIT_COLUMNS: Columns = {
 }
 TRANSITION_COLUMNS: Columns = {
     "circuits of": "period",
-    "became": "state",
+    "outcome": "state",
     "between them": "circuits",
     "moves": "moves",
     "took": lambda row: duration(row["elapsed_s"]),
     "longest pause": lambda row: duration(row["longest_pause_s"]),
-    "sent again": "retransmitted",
+    "retransmitted": "retransmitted",
     "Mbit/s": lambda row: _mbps(row["mbps"]),
 }
 CYCLE_COLUMNS: Columns = {
     "stage": "period",
-    "became": lambda stage: stage["state"] if stage["code"] == "committed" else stage["code"],
+    "outcome": lambda stage: stage["state"] if stage["code"] == "committed" else stage["code"],
     "moves": "moves",
     "took": lambda stage: duration(sum(until_s - since_s for since_s, until_s in stage["commits"])),
     "before": lambda stage: _mbps(stage["before_mbps"]),
@@ -158,39 +162,41 @@ CYCLE_COLUMNS: Columns = {
 @command
 def sync_box(
     site: Annotated[
-        Path | None, typer.Option(help="The site.  [default: 1 train and 2 gen PoDs, 14 hosts]", metavar="FILE")
+        Path | None, typer.Option(help="The site file.  [default: 1 train and 2 gen PoDs, 14 hosts]", metavar="FILE")
     ] = None,
-    mb: Annotated[float, typer.Option(help="Megabytes of weights.")] = 200.0,
+    mb: Annotated[float, typer.Option(help="Size of the weights, in megabytes.")] = 200.0,
     ways: Annotated[
-        list[str] | None, typer.Option("--way", help="Repeat for several.  [default: all]", metavar="WAY")
+        list[str] | None,
+        typer.Option("--way", help="The way to broadcast. Can be repeated.  [default: all]", metavar="WAY"),
     ] = None,
-    rounds: Annotated[int, typer.Option(help="Each way so many times, in turn.")] = 1,
-    circuit_mbps: Annotated[float, typer.Option(help="What a circuit carries in the box.")] = 200.0,
+    rounds: Annotated[int, typer.Option(help="Runs of each way, in rotation.")] = 1,
+    circuit_mbps: Annotated[float, typer.Option(help="Rate of a circuit in the box, in Mbit/s.")] = 200.0,
     protocols: Protocols = "",
-    transport: Annotated[str, typer.Option(help="That carries the bytes: tcp or gloo.")] = "tcp",
+    transport: Annotated[str, typer.Option(help="The transport of the weights: tcp or gloo.")] = "tcp",
     python: Annotated[
-        Path | None, typer.Option(help="Of the processes that carry; with torch (gloo) and xxhash.")
+        Path | None,
+        typer.Option(help="Python interpreter of the carrier processes, with xxhash, and torch for gloo."),
     ] = None,
     out: OutFolder = Path("out/sync-box"),
 ) -> Output:
-    """Bring weights to engines in a box, by a planned tree and by what it is compared with, on real TCP.
+    """Broadcast weights to engines in a box over TCP, by a planned tree and by the methods it is compared with.
 
-    Hosts and ToRs are network namespaces, as `orchestrrl fabric box` has them; every link has a rate. Each host is a
-    process with the product's own carrier: those in PoDs that train hold a part of the weights each, those that
-    generate need all of it. Each way in turn gets the circuits that its edges ask the daemon for, after those of
-    generation; what was received is compared by SHA-256, and wiped.
+    Hosts and ToRs are network namespaces, as in `orchestrrl fabric box`; every link has a rate. Each host is a process
+    with the product's carrier. Each host of the training PoDs holds a part of the weights; each host of the generation
+    PoDs needs all of them. Every way runs after the circuits of generation, on the circuits that its edges request from
+    the daemon. The received weights are compared by SHA-256 and then deleted.
 
     | way | |
     |---|---|
-    | `tree` | planned on the circuits that are there: into each PoD once, forwarded as it comes |
-    | `two_stage` | all to the first host of each PoD, which then broadcasts along a chain (figure 4 of the paper) |
-    | `naive` | every receiver straight from those who hold the parts |
+    | `tree` | planned for the available circuits: into each PoD once, forwarded as it arrives |
+    | `two_stage` | all weights to the first host of each PoD, then a chain inside the PoD (figure 4 of the paper) |
+    | `naive` | every receiver directly from the hosts that hold the parts |
 
-    The bound is what no plan can beat, at the rate that one circuit was measured to give to the payload of TCP.
+    No plan can be faster than the printed bound. It is computed from the measured TCP payload rate of one circuit.
 
-    It needs Linux, `unshare`, `ip` and `tc`, and root or user namespaces that are permitted; nothing outside its own
-    namespaces is touched, and nothing is left. FOLDER gets the site's file, the daemon's configuration and journal, all
-    logs and `sync-box.json`.
+    The command requires Linux, `unshare`, `ip` and `tc`, and root or permitted user namespaces. It changes nothing
+    outside its own namespaces and removes them at the end. It writes the site file, the daemon's configuration and
+    journal, all logs and `sync-box.json` to FOLDER.
 
     Example:
 
@@ -231,7 +237,7 @@ def _sync_view(found: dict[str, Any], out: Path) -> View:
 
     yield (
         f"{found['bytes'] / 1e6:.0f} MB to {found['receivers']} receivers, circuits and NICs of "
-        f"{found['circuit_mbps']:g} Mbit/s, of which TCP's payload has {found['payload']:.1%}"
+        f"{found['circuit_mbps']:g} Mbit/s, TCP payload {found['payload']:.1%} of it"
     )
     yield f"no plan can be faster than {duration(found['bound_s'])}; the tree has {found['waves']} waves"
     by_way: dict[str, list[dict[str, Any]]] = {}
@@ -250,8 +256,8 @@ def _sync_view(found: dict[str, Any], out: Path) -> View:
     columns: Columns = {
         "way": str,
         "took": lambda way: duration(seconds[way]),
-        "by the bound": lambda way: f"{seconds[way] / found['bound_s']:.2f}",
-        "naive by it": lambda way: None if slowest is None else f"{slowest / seconds[way]:.2f}",
+        "/ bound": lambda way: f"{seconds[way] / found['bound_s']:.2f}",
+        "naive / way": lambda way: None if slowest is None else f"{slowest / seconds[way]:.2f}",
         "MB into PoDs": lambda way: f"{middle(way, 'crossed_bytes') / 1e6:.0f}",
         "identical": lambda way: f"{min(row['identical'] for row in by_way[way])} of {found['receivers']}",
         "circuits": circuits,
@@ -259,14 +265,14 @@ def _sync_view(found: dict[str, Any], out: Path) -> View:
     }
     yield table("Medians of each way", columns, by_way)
     yield f"SHA-256 of the weights: {found['sha256']}"
-    yield f"{out}: all that was measured (sync-box.json), and logs"
+    yield f"{out}: all measurements (sync-box.json) and logs"
 
 
-# --- what both have in common
+# --- shared by both commands
 
 
 def _protocols(text: str, faults: list[str]) -> tuple[str, ...]:
-    """Return the protocols of `--protocols`, by default three."""
+    """Parse `--protocols`, by default three protocols. Errors are appended to `faults`."""
     from orchestrrl.lab.box.run import PROTOCOLS
     from orchestrrl.lab.emulated_switch import PROTOCOLS as KNOWN
 
@@ -276,8 +282,8 @@ def _protocols(text: str, faults: list[str]) -> tuple[str, ...]:
 
 
 def _sound_site(file: Path | None, default: str, needed: "Mapping[PodRole, int]", faults: list[str]) -> str:
-    """Return the text of a site whose PoDs have the `needed` GPUs, by what they do. Raises ProblemFaults with its
-    faults, and `faults` before them."""
+    """Return the text of a valid site with at least the `needed` GPUs in the PoDs of each role. Raises ProblemFaults
+    with `faults` and the errors of the site."""
     from orchestrrl.core.documents import read_text
     from orchestrrl.fabric.site import parse_site
     from orchestrrl.lab.box.intents import gpus_of
@@ -288,7 +294,7 @@ def _sound_site(file: Path | None, default: str, needed: "Mapping[PodRole, int]"
         site = parse_site(text)
         there = {role: len(gpus_of(site, role)) for role in needed}
         faults += [
-            f"pods: must have {count} GPUs at least that {role}, got {there[role]}"
+            f"pods: must have at least {count} GPUs of role {role}, got {there[role]}"
             for role, count in needed.items()
             if there[role] < count
         ]
@@ -299,7 +305,7 @@ def _sound_site(file: Path | None, default: str, needed: "Mapping[PodRole, int]"
 
 
 def _show_in_box(order: "BoxOrder", site: str) -> dict[str, Any]:
-    """Return what the shows returned. The folder gets the site, and loses the journal of a run before."""
+    """Run the shows and return their results. Writes the site file to the folder and deletes an old journal there."""
     import asyncio
 
     from orchestrrl.lab.box.run import run_box
@@ -312,5 +318,5 @@ def _show_in_box(order: "BoxOrder", site: str) -> dict[str, Any]:
             (out / stale).unlink(missing_ok=True)
     except OSError as error:
         fail(f"{out}: {error.strerror}")
-    with stderr().status("making the box") as status:
+    with stderr().status("creating the box") as status:
         return asyncio.run(run_box(order, lambda at: status.update(f"{at}: real time, real packets")))

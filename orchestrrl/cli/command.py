@@ -1,4 +1,4 @@
-"""How a function becomes a command, with `--json` for every result, and how a command converses with a daemon."""
+"""Decorators that turn functions into commands with `--json`, and the calls from commands to the daemon."""
 
 import functools
 import inspect
@@ -31,16 +31,16 @@ DAEMON_VARIABLE = "ORCHESTRRL_DAEMON"
 
 DaemonOption = Annotated[
     str,
-    typer.Option("--daemon", envvar=DAEMON_VARIABLE, metavar="ADDRESS", help="The daemon, as HOST:PORT or unix:PATH."),
+    typer.Option("--daemon", envvar=DAEMON_VARIABLE, metavar="ADDRESS", help="Daemon address: HOST:PORT or unix:PATH."),
 ]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
-ProblemFile = Annotated[str, typer.Argument(metavar="FILE.json", help="The problem; - reads standard input.")]
-Reason = Annotated[str, typer.Option("--reason", help="Who and why, for the journal.")]
-TimeToLive = Annotated[float, typer.Option("--ttl-s", help="Seconds until it ends by itself; 0: until released.")]
+ProblemFile = Annotated[str, typer.Argument(metavar="FILE.json", help="The problem. - reads standard input.")]
+Reason = Annotated[str, typer.Option("--reason", help="The reason, recorded in the journal.")]
+TimeToLive = Annotated[float, typer.Option("--ttl-s", help="Expire after this many seconds. 0: never.")]
 
 
 def with_flags(flags: type[Flags]) -> Callable[[Callable[[Flags], Result]], Callable[..., Result]]:
-    """Give a function of one value the fields of its class, a dataclass, as parameters."""
+    """Return a decorator that replaces a function's only parameter, a `flags` dataclass, by the fields of the class."""
 
     def decorate(function: Callable[[Flags], Result]) -> Callable[..., Result]:
         @functools.wraps(function)
@@ -54,19 +54,20 @@ def with_flags(flags: type[Flags]) -> Callable[[Callable[[Flags], Result]], Call
 
 
 def command(function: Callable[P, Output]) -> Command:
-    """Add --json to a function that returns a result."""
+    """Make a command of a function that returns its output, and add --json."""
     return _command(function, lambda call, as_json: call().emit(as_json))
 
 
 def problem_command(example: str) -> Callable[[Callable[P, Output]], Command]:
-    """Add --json and --print-example to a function that solves the problem in a file. `example` is the name of one."""
+    """Return a decorator that adds --json and --print-example to a function that solves the problem in a file.
+    `example` names the example to print, a file of `orchestrrl/cli/examples`."""
 
     def print_example(wanted: bool) -> None:
         if wanted:
             print_json(read_example(example))
             raise typer.Exit
 
-    text = "Print an example problem and stop."
+    text = "Print an example problem and exit."
     option = typer.Option("--print-example", help=text, callback=print_example, is_eager=True)
 
     def decorate(function: Callable[P, Output]) -> Command:
@@ -83,7 +84,7 @@ def read_example(name: str) -> Any:
 
 
 def daemon_command(function: Callable[Concatenate[ControlClient, P], Coroutine[Any, Any, Output]]) -> Command:
-    """Make a conversation with the daemon a command, with --daemon and --json."""
+    """Make a command of a coroutine function that calls the daemon, and add --daemon and --json."""
 
     def run(call: Callable[[ControlClient], Coroutine[Any, Any, Output]], as_json: bool, daemon: str) -> None:
         call_daemon(daemon, call).emit(as_json)
@@ -95,7 +96,8 @@ Stream = Callable[Concatenate[ControlClient, P], AsyncIterator[dict[str, Any]]]
 
 
 def stream_command(line: Callable[[dict[str, Any]], str]) -> Callable[[Stream[P]], Command]:
-    """Make a stream of the daemon a command that prints a line for each object, until the operator ends it."""
+    """Return a decorator that makes a command of a stream from the daemon. The command prints one line per object
+    until the stream ends or the operator stops it."""
 
     def decorate(function: Stream[P]) -> Command:
         def run(call: Callable[[ControlClient], AsyncIterator[dict[str, Any]]], as_json: bool, daemon: str) -> None:
@@ -111,8 +113,8 @@ def stream_command(line: Callable[[dict[str, Any]], str]) -> Callable[[Stream[P]
 
 
 def _command(function: Callable[..., Any], run: Command, **added: tuple[Any, object]) -> Command:
-    """Return a function whose parameters, read by typer, are those of `function` but for the daemon's client, those
-    `added` as annotation and default, and `as_json`. It calls `run` with `function` bound to its own values."""
+    """Return a function with a signature for Typer: the parameters of `function` except the daemon's client, the
+    `added` ones as (annotation, default), and `as_json`. It calls `run` with `function` bound to its arguments."""
     own = dict(inspect.signature(function).parameters)
     own.pop("client", None)
     wants_json = "as_json" in own
@@ -132,16 +134,16 @@ def _command(function: Callable[..., Any], run: Command, **added: tuple[Any, obj
 
 
 def set_signature(function: Callable[..., Any], parameters: Iterable[inspect.Parameter]) -> None:
-    """Have typer read these parameters of a function."""
+    """Replace the signature of a function that Typer reads."""
     signature = inspect.Signature(list(parameters))
     vars(function)["__signature__"] = signature
     function.__annotations__ = {name: parameter.annotation for name, parameter in signature.parameters.items()}
 
 
 def address_faults(address: str) -> list[str]:
-    """Return the faults of the value of --daemon."""
+    """Return an error text if the value of --daemon is malformed."""
     if address.startswith("unix:"):
-        return [] if address.removeprefix("unix:") else [f"--daemon: names no socket, got {address!r}"]
+        return [] if address.removeprefix("unix:") else [f"--daemon: must be unix:PATH with a path, got {address!r}"]
     try:
         parse_address(address)
     except ValueError as error:
@@ -150,7 +152,7 @@ def address_faults(address: str) -> list[str]:
 
 
 def url_faults(option: str, url: str) -> list[str]:
-    """Return the fault of an engine's URL."""
+    """Return an error text if an engine's URL is malformed."""
     try:
         check_url(url)
     except ValueError as error:
@@ -159,7 +161,7 @@ def url_faults(option: str, url: str) -> list[str]:
 
 
 def listen_address(option: str, address: str, allow_remote: bool, faults: list[str]) -> tuple[str, int]:
-    """Return host and port to listen on. Adds to `faults`."""
+    """Return the host and port to listen on. Errors are appended to `faults`."""
     try:
         host, port = parse_address(address)
     except ValueError as error:
@@ -171,14 +173,14 @@ def listen_address(option: str, address: str, allow_remote: bool, faults: list[s
 
 
 def call_daemon(address: str, conversation: Callable[[ControlClient], Awaitable[Result]]) -> Result:
-    """Return the result of a conversation with the daemon. Raises OrchestrRLError."""
+    """Connect to the daemon and return the result of `conversation`. Raises OrchestrRLError."""
     import asyncio
 
     return asyncio.run(_converse(address, conversation))
 
 
 def follow(address: str, conversation: Callable[[ControlClient], Awaitable[None]]) -> None:
-    """Hold a conversation until the daemon or the operator ends it. Raises OrchestrRLError."""
+    """Connect to the daemon and run `conversation` until it ends or the operator stops it. Raises OrchestrRLError."""
     until_stopped(_converse(address, conversation))
 
 
@@ -196,6 +198,6 @@ async def answer(
     request: Request,
     timeout_s: float | None = None,
 ) -> dict[str, Any]:
-    """Return the daemon's answer to one request, as plain values."""
+    """Send one request to the daemon and return its response as plain Python values."""
     response = await client.call(method, request, timeout_s)
     return plain(response)

@@ -1,34 +1,34 @@
-"""The table of commands. Help and completion list them from it; only the module of the one in use is imported."""
+"""The table of commands. Help and completion list commands from it, so that only the invoked module is imported."""
 
 import re
 from functools import cache
 from pathlib import Path
 
 SERVICES = "Services"
-RUNNING_DAEMON = "Ask and steer a running daemon"
+RUNNING_DAEMON = "Inspect and control a running daemon"
 
 
-# With their help and the panel in which they are listed.
+# Each group's help and the panel that lists it.
 GROUPS: dict[str, tuple[str, str | None]] = {
-    "sim": ("Try policies on a simulated fleet, or a whole cluster; the control plane is the real one.", None),
-    "engine": ("Engines that come with OrchestrRL.", None),
-    "engines": ("Engines that come and go while the daemon runs.", RUNNING_DAEMON),
-    "plan": ("What the planner proposes and why; override, pin and release it.", RUNNING_DAEMON),
-    "profile": ("What engines cost: measured, imported and predicted step times.", None),
-    "fabric": ("The optical fabric: its site, circuits for a demand, and when they are changed.", RUNNING_DAEMON),
-    "balancer": ("Pause and resume moves of the fast loop.", RUNNING_DAEMON),
-    "sync": ("How new weights reach every engine.", RUNNING_DAEMON),
-    "ocs": ("Optical circuit switches: what they are and where their light goes.", RUNNING_DAEMON),
+    "sim": ("Simulate policies on a fleet or a whole cluster, with the real control plane.", None),
+    "engine": ("Run the engines that come with OrchestrRL.", None),
+    "engines": ("List, add, drain and remove engines while the daemon runs.", RUNNING_DAEMON),
+    "plan": ("Explain, override and pin the planner's plans; solve and render plans offline.", RUNNING_DAEMON),
+    "profile": ("Measure, import, fit and predict the step times of engines.", None),
+    "fabric": ("Manage the optical fabric: its site file, its circuits and their changes.", RUNNING_DAEMON),
+    "balancer": ("Pause and resume the moves of the fast loop.", RUNNING_DAEMON),
+    "sync": ("Plan, publish and monitor the distribution of new weights to engines.", RUNNING_DAEMON),
+    "ocs": ("Inspect and operate optical circuit switches.", RUNNING_DAEMON),
 }
 
-# What operators may pause, and what is held meanwhile.
+# The parts that an operator can pause, each with the effect of the pause.
 HELD = {
-    "balancer": "the fast loop's moves; an operator's own go on",
-    "fabric": "every change of circuits that periods ask for",
-    "sync": "weight syncs: none begins, and no circuits are changed for one; what is under way goes on",
+    "balancer": "Pause the fast loop's moves until resumed or expired. Moves that an operator orders continue.",
+    "fabric": "Pause every circuit change that a communication period requests, until resumed or expired.",
+    "sync": "Pause weight syncs until resumed or expired: none starts or changes circuits; a running one continues.",
 }
 
-# Modules of orchestrrl.cli with their commands, in the order of help.
+# Modules of orchestrrl.cli with their commands, in the order in which help lists them.
 _MODULES = {
     "demo.demo": ["demo"],
     "bench": ["bench"],
@@ -77,19 +77,19 @@ PANEL_OF = {name: panel for panel, names in _PANELS.items() for name in names.sp
 
 
 def function_names(path: str) -> list[str]:
-    """Return the names that the function of a command may have: its path, its last word, or that with an underscore."""
+    """Return the possible names of a command's function: its path, its last part, or its last part followed by `_`."""
     words = (path.replace(" ", "_"), path.rpartition(" ")[2])
     return [name.replace("-", "_") for name in (*words, f"{words[1]}_")]
 
 
 @cache
 def summary(path: str) -> str:
-    """Return the first paragraph of a command's docstring, read from the source: listing commands imports none."""
+    """Return the first paragraph of a command's docstring, read from the source so that no command is imported."""
     part, _, verb = path.partition(" ")
     if part in HELD and verb in ("pause", "resume"):
-        return f"Hold {HELD[part]}, until resumed or expired." if verb == "pause" else "Let it go on."
+        return HELD[part] if verb == "pause" else f"End the pause that `orchestrrl {part} pause` began."
     file = Path(__file__).parent / f"{MODULE_OF[path].replace('.', '/')}.py"
     start = rf"^(async )?def ({'|'.join(function_names(path))})\("
     found = re.search(rf'{start}.*?"""(?P<summary>.*?)(\n\n|""")', file.read_text("utf-8"), re.MULTILINE | re.DOTALL)
-    assert found is not None, f"{file} has no function of {path}"
+    assert found is not None, f"{file} has no function for the command {path!r}"
     return " ".join(found["summary"].split())

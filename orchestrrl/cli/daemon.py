@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 def daemon(
     config: Annotated[Path, typer.Option("--config", "-c", help="The configuration file (YAML).", metavar="FILE")],
-    mode: Annotated[Mode | None, typer.Option(help="Instead of the file's mode.")] = None,
+    mode: Annotated[Mode | None, typer.Option(help="Override the mode in the file.")] = None,
     verbose: VerboseFlag = False,
 ) -> None:
-    """Watch the fleet, decide, and in mode act move requests. Runs until stopped; SIGHUP reloads the file.
+    """Run the daemon: monitor the fleet, make decisions and, in mode act, carry them out. SIGHUP reloads the file.
 
-    The first line on standard output is the address that it listens on.
+    It runs until stopped. The first line on standard output is the address on which it listens.
 
     Example: `orchestrrl daemon -c orchestrrl.yaml --mode act`
     """
-    # Imported here so that every other command starts without the planner's numerics.
+    # Imported here so that the other commands start without the planner's numerical libraries.
     from orchestrrl.core.clock import WallClock
     from orchestrrl.daemon.configuration import ReloadableConfig
     from orchestrrl.daemon.running import run_daemon
@@ -43,9 +43,9 @@ def _announce(address: str) -> None:
 @command
 def check_config(
     file: Annotated[Path | None, typer.Argument(help="The configuration file (YAML).")] = None,
-    print_example: Annotated[bool, typer.Option("--print-example", help="Print a commented example and stop.")] = False,
+    print_example: Annotated[bool, typer.Option("--print-example", help="Print a commented example and exit.")] = False,
 ) -> Output:
-    """Say what a configuration file means, or every fault in it (exit status 2).
+    """Validate a configuration file and print its settings. If it is invalid, print all errors; exit status 2.
 
     Example: `orchestrrl check-config --print-example > orchestrrl.yaml && orchestrrl check-config orchestrrl.yaml`
     """
@@ -56,19 +56,19 @@ def check_config(
         print_view(EXAMPLE)
         raise typer.Exit
     if file is None:
-        fail("FILE: is missing; `--print-example` shows what it may hold", 2)
+        fail("FILE: is required; `--print-example` prints a complete example", 2)
     config = load_config(file, with_parts=True)
     shown = cells_table("configuration", ("setting", "value"), _rows(config))
-    return Output(config.model_dump(mode="json"), [shown, "no faults"])
+    return Output(config.model_dump(mode="json"), [shown, "no errors"])
 
 
 def _rows(config: "Config") -> list[tuple[str, str | None]]:
     listen, fast, slow = config.listen, config.fast, config.slow
     where = f"{listen.address}" + (f" and {listen.socket}" if listen.socket else "")
-    acting = "decides and explains, changes nothing"
+    acting = "makes and explains decisions, changes nothing"
     deployer = config.fleet.deployer
     if config.mode is Mode.ACT:
-        acting = "moves requests" + ("" if deployer is None else ", changes engines")
+        acting = "moves requests" + ("" if deployer is None else ", redeploys engines")
     return [
         ("mode", f"{config.mode}: {acting}"),
         ("listens on", where),
@@ -78,7 +78,7 @@ def _rows(config: "Config") -> list[tuple[str, str | None]]:
         ("slow loop", f"every {slow.interval_s:g} s, gain over {slow.epsilon_s:g} s, cooldown {slow.cooldown_s:g} s"),
         ("GPUs", f"{config.fleet.gpus.count} in nodes of {config.fleet.gpus.per_node}" if config.fleet.gpus else None),
         ("configurations", ", ".join(entry.id for entry in config.fleet.configuration_values()) or None),
-        ("engines", ", ".join(f"{entry.id} at {entry.url}" for entry in config.fleet.engines) or "as nodes bring them"),
+        ("engines", ", ".join(f"{entry.id} at {entry.url}" for entry in config.fleet.engines) or "as agents report"),
         ("deployer", f"{deployer.product}, records in {deployer.folder}" if deployer else None),
         ("switches", ", ".join(f"{entry.id} ({entry.driver})" for entry in config.ocs) or None),
     ]

@@ -1,4 +1,4 @@
-"""Numbers as people read them: durations, ages, times of day, tokens, load indices, bars."""
+"""Format numbers for people: durations, times of day, token counts, load indices, bars and charts."""
 
 import math
 import time
@@ -10,7 +10,7 @@ UNKNOWN = "-"
 
 
 def duration(value_s: float | None) -> str:
-    """`1.2 ms`, `340 ms`, `12.3 s`, `4 min 05 s`, `3 h 20 min`, `2 d 4 h`."""
+    """Format a duration as `1.2 ms`, `340 ms`, `12.3 s`, `4 min 05 s`, `3 h 20 min` or `2 d 4 h`."""
     if value_s is None or not math.isfinite(value_s):
         return UNKNOWN
     if value_s < 0:
@@ -28,19 +28,19 @@ def duration(value_s: float | None) -> str:
 
 
 def seconds(value_s: float | None) -> str:
-    """Predictions, to be compared down a column: `431.20 s`."""
+    """Format seconds with two decimals, such as `431.20 s`, so that values can be compared in a column."""
     return UNKNOWN if value_s is None else f"{value_s:,.2f} s"
 
 
 def time_of_day(unix_s: float) -> str:
     try:
         return time.strftime("%H:%M:%S", time.localtime(unix_s))
-    except (OverflowError, ValueError, OSError):  # of no calendar
+    except (OverflowError, ValueError, OSError):  # outside the calendar's range
         return f"{unix_s:.3g} s"
 
 
 def count(value: float | None) -> str:
-    """Whole numbers with separators: `12,345`."""
+    """Format a whole number with thousands separators, such as `12,345`."""
     return UNKNOWN if value is None else f"{value:,.0f}"
 
 
@@ -57,7 +57,7 @@ def percent(value: float | None) -> str:
 
 
 def size(value: float) -> str:
-    """`2.5 GB`, `500 MB`, `12 kB`, `7 B`"""
+    """Format bytes in decimal units: `2.5 GB`, `500 MB`, `12 kB` or `7 B`."""
     for unit, least in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if value >= least * 0.9995:
             return f"{value / least:.3g} {unit}"
@@ -65,7 +65,7 @@ def size(value: float) -> str:
 
 
 def bar(fraction: float, width: int) -> str:
-    """A bar of `width` characters; anything above nothing shows at least a sliver."""
+    """Return a bar of `width` characters. A fraction above 0 shows at least one eighth of a character."""
     eighths = round(min(1.0, max(0.0, fraction)) * width * 8)
     if fraction > 0:
         eighths = max(1, eighths)
@@ -77,9 +77,9 @@ LEAST_SHOWN = 0.01
 
 
 def chart(bin_tokens: int, counts: Sequence[float], rows: int = 16, width: int = 40) -> list[str]:
-    """A histogram of tokens as lines of text: neighbouring bins are put together until it has at most `rows` lines.
+    """Return a histogram of tokens as lines of text. Adjacent bins are merged until at most `rows` lines remain.
 
-    It ends with the last bin that holds a hundredth of a request: what a forecast leaves beyond is no request at all.
+    It ends with the last bin of at least `LEAST_SHOWN` requests, since a forecast's tail beyond it is not a request.
     """
     last = max((index for index, number in enumerate(counts) if number >= LEAST_SHOWN), default=-1)
     used = counts[: last + 1]
@@ -97,5 +97,5 @@ def chart(bin_tokens: int, counts: Sequence[float], rows: int = 16, width: int =
 
 
 def ranges(gpus: Sequence[int]) -> str:
-    """`0-7, 16`"""
+    """Format GPU ids as ranges, such as `0-7, 16`."""
     return ", ".join(number_runs(gpus))

@@ -1,4 +1,4 @@
-"""The flags of `orchestrrl gateway` as its options; every fault at once."""
+"""Convert the flags of `orchestrrl gateway` into its options, and report all invalid flags at once."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -23,7 +23,7 @@ MOST_PORT = 65535
 
 
 def read_options(flags: "GatewayFlags") -> GatewayOptions:
-    """Raises ProblemFaults that names every bad flag."""
+    """Return the gateway's options. Raises ProblemFaults that names every invalid flag."""
     faults: list[str] = []
     host, port = listen_address("--listen", flags.listen, flags.allow_remote, faults)
     operator_host, operator_port = listen_address("--operator", flags.operator, flags.allow_remote, faults)
@@ -33,9 +33,9 @@ def read_options(flags: "GatewayFlags") -> GatewayOptions:
     tags = _pairs("affinity", "TAG=POOL", flags.affinity or [], faults)
     pools = {EngineId(name): pool for name, pool in _pairs("pool", "ENGINE=POOL", flags.pools or [], faults).items()}
     strangers = pools.keys() - {route.engine for route in routes}
-    faults += [f"--pool: {name!r} is no --engine" for name in sorted(strangers)]
+    faults += [f"--pool: must name an --engine, got {name!r}" for name in sorted(strangers)]
     if not flags.engines and flags.daemon is None:
-        faults.append("--engine: is missing, and there is no --daemon to name engines either")
+        faults.append("--engine: is required without --daemon")
     if flags.daemon is not None and address_faults(flags.daemon):
         faults.append(f"--daemon: must be HOST:PORT or unix:PATH, got {flags.daemon!r}")
     faults += choice_faults("--policy", flags.policy, STRATEGIES)
@@ -87,7 +87,7 @@ def _pairs(flag: str, form: str, items: Sequence[str], faults: list[str]) -> dic
         if not name or not value:
             faults.append(f"--{flag}: must be {form}, got {item!r}")
         elif name in pairs:
-            faults.append(f"--{flag}: {name!r} is given twice")
+            faults.append(f"--{flag}: must be given only once per name, got {name!r} again")
         else:
             pairs[name] = value
     return pairs
@@ -105,9 +105,9 @@ def _routes(engines: list[str], faults: list[str]) -> list[EngineRoute]:
         if wrong:
             faults.append(f"--engine: {wrong}, got {item!r}")
         elif any(route.engine == name for route in routes):
-            faults.append(f"--engine: {name!r} is given twice")
+            faults.append(f"--engine: must be given only once per ID, got {name!r} again")
         elif twin := next((route.engine for route in routes if same_address(route.url, url)), None):
-            faults.append(f"--engine: must have another URL than {twin!r}, got {item!r}")
+            faults.append(f"--engine: must have a different URL from {twin!r}, got {item!r}")
         else:
             routes.append(EngineRoute(EngineId(name), url.rstrip("/")))
     return routes

@@ -1,4 +1,4 @@
-"""`orchestrrl journal`: what the daemon saw, decided and did, from its record."""
+"""`orchestrrl journal`: print the daemon's record of observations, decisions and operations."""
 
 import json
 from collections.abc import AsyncIterator
@@ -17,7 +17,7 @@ BODY_CHARACTERS = 200
 
 
 def entry_of(message: "control_pb2.JournalEntry") -> dict[str, Any]:
-    """The entry with its body as an object."""
+    """Return the entry with its JSON body parsed into `body`."""
     entry = plain(message)
     entry["body"] = json.loads(entry.pop("body_json") or "{}")
     return entry
@@ -32,13 +32,14 @@ def entry_text(entry: dict[str, Any]) -> str:
 @stream_command(entry_text)
 async def journal(
     client: ControlClient,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with each new entry until Ctrl-C.")] = False,
-    tail: Annotated[int, typer.Option("--tail", "-n", min=0, help="How many of the newest entries first.")] = 20,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new entries until Ctrl-C.")] = False,
+    tail: Annotated[int, typer.Option("--tail", "-n", min=0, help="Number of recent entries to print.")] = 20,
     kinds: Annotated[
-        list[EntryKind] | None, typer.Option("--kind", metavar="KIND", help="Only entries of this kind; repeat it.")
+        list[EntryKind] | None,
+        typer.Option("--kind", metavar="KIND", help="Print only entries of this kind. Can be repeated."),
     ] = None,
 ) -> AsyncIterator[dict[str, Any]]:
-    """Print the newest entries of the journal, one a line. Long ones are cut; with --json each is a whole JSON object.
+    """Print the newest journal entries, one per line. Long lines are cut; --json prints each as a whole JSON object.
 
     Example: `orchestrrl journal --follow --kind operation.result`
     """

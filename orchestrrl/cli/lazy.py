@@ -1,4 +1,4 @@
-"""Modules that commands need once they run, imported with the first use of a name: help and completion do without."""
+"""Modules that are imported on first use, because only running commands need them, and --help must be fast."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""The `orchestrrl` command: one Typer application, whose commands are found in a table and imported when used."""
+"""The `orchestrrl` command: one Typer application that finds commands in a table and imports them on first use."""
 
 import functools
 import importlib
@@ -22,7 +22,7 @@ _SETTINGS: dict[str, Any] = {
     "rich_markup_mode": "markdown",
     "pretty_exceptions_enable": False,
     "context_settings": {"help_option_names": ["-h", "--help"]},
-    "help": "Control plane for LLM reinforcement learning: watches vLLM servers, re-plans parallelism, moves requests.",
+    "help": "Control plane for LLM reinforcement learning: monitors vLLM servers, plans parallelism, moves requests.",
 }
 
 
@@ -39,8 +39,8 @@ def _root(
 
 
 class TableGroup(TyperGroup):
-    """A group that lists its commands from the table and imports one when it is resolved: to run, for its help or for
-    the completion of its options."""
+    """A command group that lists its commands from the table. It imports a command when the command is resolved: to
+    run it, to print its help, or to complete its options."""
 
     def __init__(self, *, prefix: str = "", **settings: Any) -> None:
         super().__init__(**settings)
@@ -79,7 +79,7 @@ class _Root(TableGroup):
 
 @functools.cache
 def load(path: str) -> Any:
-    """Return the command at `path`, such as `plan solve`."""
+    """Import and return the command at `path`, such as `plan solve`."""
     module = importlib.import_module(f"orchestrrl.cli.{MODULE_OF[path]}")
     function = next(filter(inspect.isfunction, map(vars(module).get, function_names(path))))
 
@@ -94,10 +94,11 @@ def load(path: str) -> Any:
 
 
 def spare_conversions(command: Any, ctx: Any) -> None:
-    """Have parameters pass on what needs no conversion: None, text for text, and their defaults. Typer converts by
-    pydantic, which takes longer to load than most commands take to run."""
+    """Skip Typer's conversion for values that need none: None, strings for string parameters, and defaults. Typer
+    converts with pydantic, which takes longer to import than most commands take to run."""
     for parameter in command.get_params(ctx):
-        if hasattr(parameter, "type_descriptor") and "process_value" not in vars(parameter):  # newer typers, once
+        # Only newer Typer versions have a type descriptor; each parameter is patched once.
+        if hasattr(parameter, "type_descriptor") and "process_value" not in vars(parameter):
             parameter.process_value = functools.partial(_process, parameter, parameter.process_value)
 
 
@@ -109,7 +110,7 @@ def _process(parameter: Any, convert: Callable[[Any, Any], Any], ctx: Any, value
         fits = isinstance(wanted, type) and isinstance(value, wanted)
     if value is None and (ctx.resilient_parsing or not parameter.required):
         value = () if many else None
-    elif not fits or (wanted is not str and value is not parameter.default):  # it may be out of range
+    elif not fits or (wanted is not str and value is not parameter.default):  # the value may be out of range
         return convert(ctx, value)
     return value if parameter.callback is None else parameter.callback(ctx, parameter, value)
 
@@ -121,6 +122,6 @@ def application() -> typer.Typer:
 
 def main() -> None:
     garbage.collect_rarely()
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a name that the terminal cannot show is shown escaped
+    if isinstance(sys.stdout, io.TextIOWrapper):  # characters that the terminal cannot encode are escaped
         sys.stdout.reconfigure(errors="backslashreplace")
     application()()

@@ -1,4 +1,4 @@
-"""What a command prints and how it ends: results on standard output, everything else on standard error."""
+"""Output and exit status of commands. Results go to standard output, all other text to standard error."""
 
 import json
 import re
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 else:
     View = Iterator  # for annotations
 
-EXIT_FAILURE = 1  # the command was understood and did not succeed
-EXIT_MALFORMED = 2  # malformed input or usage; nothing was done
-EXIT_INFEASIBLE = 3  # a well-formed problem without a feasible answer
-EXIT_LEFT = 130  # as shells have it for Ctrl-C: the outcome is not known
+EXIT_FAILURE = 1  # the command was valid and failed
+EXIT_MALFORMED = 2  # malformed input or usage; nothing was changed
+EXIT_INFEASIBLE = 3  # a well-formed problem without a feasible solution
+EXIT_LEFT = 130  # as shells return for Ctrl-C: the outcome is unknown
 
-# A pipe has no width of its own: wide enough that tables keep their rows on one line each.
+# Width of the output to a pipe, in columns: wide enough to keep each row of a table on one line.
 PIPE_COLUMNS = 200
 EMPTY = "-"
 _FIGURE = re.compile(r"[-+]?\d")
@@ -41,9 +41,9 @@ Columns = Mapping[str, Getter]
 class Output:
     """The result of a command.
 
-    `document` is what --json prints. `view` is what people read: lines with rich's markup and other renderables, which
-    an iterator makes only where they are printed; a table; or a text that is written as it is. `failure` is the message
-    of exit status `status`; an empty one is not printed.
+    `document` is printed with --json. `view` is printed without it: an iterable of lines with rich markup and other
+    renderables, consumed only when printed; a table; or plain text. `failure` is the error message of exit status
+    `status`; an empty message is not printed.
     """
 
     document: Any
@@ -77,7 +77,7 @@ def stderr() -> "Console":
 
 
 def print_json(value: Any) -> None:
-    """Print one JSON object, alone on standard output. Keys keep their order; NaN is a defect and raises."""
+    """Print one JSON object on standard output. Keys keep their order. Raises ValueError if a number is NaN."""
     sys.stdout.write(_json_text(value))
 
 
@@ -86,44 +86,43 @@ def _json_text(value: Any) -> str:
 
 
 def print_line(line: str) -> None:
-    """Print one line at once, also into a pipe."""
+    """Print one line and flush standard output, so that a pipe receives it immediately."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 
 
 def print_view(view: "Iterable[RenderableType] | Table | str") -> None:
-    """Print lines and titles of tables, never broken, so that they can be searched in a pipe, and other renderables as
-    they are."""
+    """Print a view. Lines and table titles are never wrapped, so that grep finds them."""
     from rich.table import Table
 
     if isinstance(view, str):
         sys.stdout.write(view)
         return
     for block in view if isinstance(view, Iterable) else [view]:
-        if isinstance(block, Table) and block.title:  # which rich would break where it is wider than the table
+        if isinstance(block, Table) and block.title:  # rich would wrap a title that is wider than its table
             stdout().print(block.title, style="table.title", soft_wrap=True)
             block.title = None
         stdout().print(block, soft_wrap=isinstance(block, str))
 
 
 def note(text: str) -> None:
-    """Print a line about the progress of a command on standard error, with rich's markup."""
+    """Print a progress message with rich markup on standard error."""
     stderr().print(text, soft_wrap=True)
 
 
 def table(title: str, columns: Columns, rows: Iterable[Row]) -> "Table":
-    """Return a table with a row for each of `rows`, whose cells the columns' getters find."""
+    """Return a table with one row per item of `rows`. Each column's getter extracts its cell from the item."""
     return cells_table(title, tuple(columns), (row_of(row, columns) for row in rows))
 
 
 def row_of(row: object, columns: Columns) -> tuple[object, ...]:
-    """Return the cells that the columns' getters find in a row."""
+    """Return the cells of a row, extracted by the columns' getters."""
     return tuple(_cell(row, get) for get in columns.values())
 
 
 def cells_table(title: str, columns: Sequence[str], rows: Iterable[Iterable[object]]) -> "Table":
-    """Return a table of cells. Columns of figures are aligned to the right; all but the first column are left out where
-    no row has a value there. None and empty text show as `-`, booleans as yes and no; rich's Text keeps its style."""
+    """Return a table of cells. Numeric columns are right-aligned. Columns without any value are omitted, except the
+    first. None and empty strings are shown as `-`, booleans as yes and no; rich's Text keeps its style."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -155,31 +154,32 @@ def _shown(value: object) -> str:
 
 
 def fields(value: object, names: str, **renamed: str) -> dict[str, Any]:
-    """Return the attributes `names` of a value, and those that have another name in the document, as a JSON object."""
+    """Return the attributes `names` of a value as a JSON object. `renamed` maps further keys to attributes."""
     pairs = {name: name for name in names.split()} | renamed
     return {name: getattr(value, attribute) for name, attribute in pairs.items()}
 
 
 def fail(message: str, status: int = EXIT_FAILURE) -> NoReturn:
-    """Print an error on standard error, as plain lines, and exit."""
+    """Print an error as plain text on standard error, and exit with `status`."""
     sys.stderr.write(message.rstrip("\n") + "\n")
     raise typer.Exit(status)
 
 
 def raise_faults(faults: Iterable[str]) -> None:
-    """Raise ProblemFaults if there are any."""
+    """Raise ProblemFaults if `faults` is not empty."""
     if found := list(faults):
         raise ProblemFaults(found)
 
 
 def choice_faults(flag: str, value: object, known: Iterable[object]) -> list[str]:
-    """Return the fault of a value that is none of the known ones."""
+    """Return an error text if `value` is not one of the `known` values."""
     names = list(map(str, known))
     return [] if value in names else [f"{flag}: must be one of {', '.join(names)}, got {value!r}"]
 
 
 def number_faults(wish: str, holds: Callable[[float], bool], **values: float) -> list[str]:
-    """Return a fault for each option, by the name of its parameter, whose value is not as wished."""
+    """Return an error text for each option whose value does not satisfy `holds`. Options are named by parameter;
+    `wish` describes the condition, such as `> 0`."""
     return [
         f"--{name.replace('_', '-')}: must be {wish}, got {value:g}"
         for name, value in values.items()
@@ -188,7 +188,8 @@ def number_faults(wish: str, holds: Callable[[float], bool], **values: float) ->
 
 
 def yaml_values(flag: str, given: Iterable[str], faults: list[str]) -> dict[str, Any]:
-    """Return options given as NAME=VALUE, such as `one_session=true`; values are those of YAML. Adds to `faults`."""
+    """Parse options given as NAME=VALUE, such as `one_session=true`, with values in YAML. Errors are appended to
+    `faults`."""
     import yaml
 
     values: dict[str, Any] = {}
@@ -204,14 +205,15 @@ def yaml_values(flag: str, given: Iterable[str], faults: list[str]) -> dict[str,
 
 
 def write_file(path: Path, text: str, option: str = "") -> None:
-    """Write a result, or end the command with the reason why it cannot be written."""
+    """Write a result to a file. If that fails, print the error and exit, as `writing` does."""
     with writing(path, option):
         path.write_text(text, encoding="utf-8")
 
 
 @contextmanager
 def writing(path: Path, option: str = "") -> Iterator[None]:
-    """End the command with the reason where the body cannot write the file, which an option may have named."""
+    """Turn an OSError of the body into an error message and an exit. With `option`, the error names that option and
+    is raised as ProblemFaults."""
     try:
         yield
     except OSError as error:
@@ -221,22 +223,22 @@ def writing(path: Path, option: str = "") -> Iterator[None]:
 
 
 def write_json(path: Path, document: Any) -> None:
-    """Write a result as print_json prints it."""
+    """Write a result to a file in the format of print_json."""
     write_file(path, _json_text(document))
 
 
 @contextmanager
 def reporting_errors() -> Iterator[None]:
-    """Turn our errors into a message and the contract's exit status. Defects of our own still show a traceback."""
+    """Turn OrchestrRL's errors into a message and an exit status. Any other exception still shows its traceback."""
     try:
         yield
     except ProblemFaults as error:
         fail(str(error), EXIT_MALFORMED)
     except Retryable as error:
-        fail(f"{error} (may succeed later: try again in {error.after_s:g} s)")
+        fail(f"{error} (temporary: retry in {error.after_s:g} s)")
     except OutcomeUnknown as error:
-        fail(f"{error} (it may have happened: look before trying again)")
+        fail(f"{error} (the outcome is unknown: check the state before you retry)")
     except Permanent as error:
         fail(str(error))
-    except UnicodeEncodeError as error:  # of an argument whose bytes are no text
+    except UnicodeEncodeError as error:  # an argument is not valid UTF-8
         fail(f"must be UTF-8 text, got {error.object!r}", EXIT_MALFORMED)

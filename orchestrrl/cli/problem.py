@@ -1,4 +1,4 @@
-"""Offline problems: one JSON document from a file or standard input, checked in one go. Every fault is reported."""
+"""Read the problems of offline commands: one JSON document from a file or standard input. All errors are reported."""
 
 import json
 import sys
@@ -15,20 +15,21 @@ Location = tuple[int | str, ...]
 
 
 class ProblemPart(BaseModel):
-    """Base of every object in a problem: known fields only, no coercion (a bool is no number), finite numbers."""
+    """Base class of every object in a problem. It rejects unknown fields, type coercion (a bool is not a number), and
+    numbers that are not finite."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 Part = TypeVar("Part", bound=ProblemPart)
-Check = Callable[[Any], Iterable[str]]  # from the raw document, whatever its shape, to faults
+Check = Callable[[Any], Iterable[str]]  # from the raw document, of any shape, to error texts
 
 
 def read_problem(source: str, model: type[Part], checks: Iterable[Check] = ()) -> Part:
-    """The problem in the file `source` (`-`: standard input). Raises ProblemFaults with all faults.
+    """Return the problem in the file `source` (`-`: standard input). Raises ProblemFaults with all errors.
 
-    `checks` are what types cannot say, such as ids used twice. They see the raw document, so that they speak up even
-    beside faults of type, and have to bear any shape: `values_at` does.
+    `checks` cover what types cannot express, such as duplicate ids. They receive the raw document, so that they also
+    run if types are wrong, and must accept any shape, as `values_at` does.
     """
     document, faults = _parse(_read(source))
     problem = None
@@ -44,15 +45,15 @@ def read_problem(source: str, model: type[Part], checks: Iterable[Check] = ()) -
 
 
 def infeasible(limit: str, needed: float, available: float, unit: str) -> NoReturn:
-    """A well-formed problem without an answer: the limit that is missed, and by how much. Exit status 3."""
-    short = f"{needed - available:g} {unit} short ({needed:g} needed, {available:g} there)"
+    """Exit with status 3: the problem is well-formed but infeasible. Print the limit and the amount it is missed by."""
+    short = f"{needed - available:g} {unit} short ({needed:g} needed, {available:g} available)"
     fail(f"infeasible: {limit}: {short}", EXIT_INFEASIBLE)
 
 
 def values_at(document: Any, pattern: str, kind: type = object) -> Iterator[tuple[Location, Any]]:
-    """Where and what of a kind `pattern` finds: `workers[].id` is the field `id` of each element of `workers`, `a|b` is
-    both of these fields, `ports{}` each key of `ports`, `ports.*` each of its values. What does not have the shape is
-    passed over; a bool is no int."""
+    """Return the location and value of each match of `pattern` that is a `kind`. `workers[].id` matches the field `id`
+    of each element of `workers`, `a|b` both fields, `ports{}` each key of `ports`, `ports.*` each of its values. Parts
+    of another shape are skipped; a bool is not an int."""
     found: list[tuple[Location, Any]] = [((), document)]
     for step in pattern.replace("[]", ".[]").replace("{}", ".{}").split("."):
         found = [inner for location, value in found for inner in _step(location, value, step)]
@@ -69,21 +70,21 @@ def _step(location: Location, value: Any, step: str) -> list[tuple[Location, Any
 
 
 def unique(*patterns: str) -> Check:
-    """A check that the ids at all of `patterns` together differ from each other."""
+    """Return a check that the ids at all `patterns` together are unique."""
 
     def check(document: Any) -> Iterator[str]:
         first: dict[str, Location] = {}
         found = (each for pattern in patterns for each in values_at(document, pattern, str))
-        # In the order of the document: indices as numbers, fields as they come in a sorted page.
+        # Sort by location: indices numerically, fields alphabetically.
         for location, value in sorted(found, key=lambda each: [(isinstance(part, str), part) for part in each[0]]):
             if first.setdefault(value, location) != location:
-                yield f"{path_of(location)}: is used already by {path_of(first[value])}, got {shorten(value)}"
+                yield f"{path_of(location)}: is already used by {path_of(first[value])}, got {shorten(value)}"
 
     return check
 
 
 def ids_exist(pattern: str, *owners: str) -> Check:
-    """A check that each id at `pattern` is one of those at `owners`."""
+    """Return a check that each id at `pattern` occurs at one of `owners`."""
 
     def check(document: Any) -> Iterator[str]:
         ids = {value for owner in owners for _, value in values_at(document, owner, str)}
@@ -102,7 +103,7 @@ def _read(source: str) -> bytes:
 
 
 class _Object(dict[str, Any]):
-    """A JSON object that remembers the keys that it was given more than once."""
+    """A JSON object that records its duplicate keys."""
 
     def __init__(self, pairs: list[tuple[str, Any]]) -> None:
         super().__init__()
@@ -114,24 +115,24 @@ class _Object(dict[str, Any]):
 
 
 def _parse(text: bytes) -> tuple[Any, list[str]]:
-    """The document, and the faults that only its text shows."""
+    """Return the document, and an error text for each duplicate key."""
     try:
         document = json.loads(text, object_pairs_hook=_Object)
         return document, list(_repeated_keys(document))
     except RecursionError as error:
         raise ProblemFaults(
-            [f"(document): is nested too deeply, got {shorten(text[:80].decode(errors='replace'))}"]
+            [f"(document): must not be nested so deeply, got {shorten(text[:80].decode(errors='replace'))}"]
         ) from error
-    except ValueError as error:  # JSON, its encoding, or a number of thousands of digits
+    except ValueError as error:  # invalid JSON, invalid encoding, or a number of thousands of digits
         raise ProblemFaults(
-            [f"(document): is not valid JSON: {error}, got {shorten(text.decode(errors='replace'))}"]
+            [f"(document): must be valid JSON: {error}, got {shorten(text.decode(errors='replace'))}"]
         ) from error
 
 
 def _repeated_keys(value: Any, location: Location = ()) -> Iterator[str]:
     if isinstance(value, _Object):
         for key, last in value.repeated.items():
-            yield f"{path_of((*location, key))}: is given more than once, got {shorten(last)}"
+            yield f"{path_of((*location, key))}: must be given only once, got {shorten(last)} again"
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for part, item in inner:
         yield from _repeated_keys(item, (*location, part))

@@ -1,4 +1,4 @@
-"""The problems of `orchestrrl balance`, `plan solve` and `sync plan` as documents."""
+"""Document models of the problems of `orchestrrl balance`, `plan solve` and `sync plan`, and their checks."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from planner.sync_tree.model import SyncProblem
 
 
-MOST_GPUS = 2**20  # beyond any cluster; what is more is a slip, and would take all memory
+MOST_GPUS = 2**20  # larger than any cluster; a larger number is a typing error and would exhaust memory
 
 
 class GpusPart(ProblemPart):
@@ -75,7 +75,7 @@ class SolveProblem(ProblemPart):
 
 
 def _places(document: Any) -> Iterator[str]:
-    """A request that is new is nowhere; any other is somewhere."""
+    """Check that new requests have no instance and that running and waiting requests have one."""
     for location, request in values_at(document, "requests[]", dict):
         if "instance" not in request:
             continue
@@ -87,7 +87,8 @@ def _places(document: Any) -> Iterator[str]:
 
 
 def _gpus(document: Any) -> Iterator[str]:
-    """Instances hold as many GPUs as their configuration takes, that exist, once each, in nodes as they may lie."""
+    """Check each instance's GPUs: they exist, no other instance uses them, their number is that of the configuration,
+    and they lie inside one node or fill whole nodes."""
     count, per_node = (
         next((size for _, size in values_at(document, f"gpus.{name}", int) if size >= 0), None)
         for name in ("count", "per_node")
@@ -107,7 +108,7 @@ def _gpus(document: Any) -> Iterator[str]:
             if gpu < 0 or (count is not None and gpu >= count):
                 yield f"{at}: does not exist, got {gpu}"
             elif first.setdefault(gpu, at) != at:
-                yield f"{at}: is used already by {first[gpu]}, got {gpu}"
+                yield f"{at}: is already used by {first[gpu]}, got {gpu}"
         name = instance.get("configuration")
         size = sizes.get(name) if isinstance(name, str) else None
         if size is not None and len(gpus) != size:
@@ -180,7 +181,7 @@ def makespan_problem_of(read: SolveProblem) -> "MakespanProblem":
     )
 
 
-SLOWEST_GBPS, FASTEST_GBPS, MOST_BYTES = 1e-9, 1e12, 2**60  # what goes beyond is a slip
+SLOWEST_GBPS, FASTEST_GBPS, MOST_BYTES = 1e-9, 1e12, 2**60  # values outside are typing errors
 MOST_CIRCUITS = 2**20
 
 
@@ -220,38 +221,38 @@ class SyncPlanProblem(ProblemPart):
     seeds_per_pod: int = Field(ge=1)
     chunk_bytes: int = Field(ge=1, le=MOST_BYTES)
     hop_latency_s: float = Field(ge=0, le=1e9)
-    links: list[LinkPart] | None = None  # None: any two PoDs can be joined, at `link_gbps`
+    links: list[LinkPart] | None = None  # None: circuits can join any two PoDs, at `link_gbps`
 
 
 def _tors(document: Any) -> Iterator[str]:
-    """Each has its circuits told, and is in one PoD."""
-    told = document.get("tor_circuits") if isinstance(document, dict) else None
+    """Check that each ToR has an entry in `tor_circuits` and belongs to one PoD."""
+    circuits = document.get("tor_circuits") if isinstance(document, dict) else None
     pod_of: dict[str, Any] = {}
     for location, end in values_at(document, "endpoints[]", dict):
         tor = end.get("tor")
         if not isinstance(tor, str):
             continue
         path = path_of((*location, "tor"))
-        if isinstance(told, dict) and tor not in told:
-            yield f"{path}: has no tor_circuits, got {shorten(tor)}"
+        if isinstance(circuits, dict) and tor not in circuits:
+            yield f"{path}: must have an entry in tor_circuits, got {shorten(tor)}"
         if pod_of.setdefault(tor, end.get("pod")) != end.get("pod"):
-            yield f"{path}: is in PoD {shorten(pod_of[tor])} already, got {shorten(tor)}"
+            yield f"{path}: is already in PoD {shorten(pod_of[tor])}, got {shorten(tor)}"
 
 
 def _check_holders(document: Any) -> Iterator[str]:
     for location, shard in values_at(document, "shards[]", dict):
         if shard.get("receivers") and shard.get("holders") == []:
-            yield f"{path_of((*location, 'holders'))}: must not be empty where there are receivers, got []"
+            yield f"{path_of((*location, 'holders'))}: must not be empty if the shard has receivers, got []"
         for field in ("holders", "receivers"):
             named: set[str] = set()
             for inner, name in values_at(shard, f"{field}[]", str):
                 if name in named:
-                    yield f"{path_of((*location, *inner))}: is named already, got {shorten(name)}"
+                    yield f"{path_of((*location, *inner))}: must be named only once, got {shorten(name)} again"
                 named.add(name)
 
 
 def _links(document: Any) -> Iterator[str]:
-    """Each joins two, which no other does."""
+    """Check that each link joins two different PoDs and that no two links join the same pair."""
     joined: set[frozenset[str]] = set()
     for location, link in values_at(document, "links[]", dict):
         ends = [end for _, end in values_at(link, "a|b", str)]
@@ -259,9 +260,9 @@ def _links(document: Any) -> Iterator[str]:
             continue
         pods = frozenset(ends)
         if len(pods) == 1:
-            yield f"{path_of((*location, 'b'))}: must be another PoD than a, got {shorten(ends[1])}"
+            yield f"{path_of((*location, 'b'))}: must differ from a, got {shorten(ends[1])}"
         elif pods in joined:
-            yield f"{path_of(location)}: these two are joined already, got {shorten(link)}"
+            yield f"{path_of(location)}: must join a pair that no other link joins, got {shorten(link)}"
         joined.add(pods)
 
 

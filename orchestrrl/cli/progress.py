@@ -1,4 +1,4 @@
-"""How commands show what is under way: reports as they come, bars, and polling a daemon that may be away."""
+"""Show progress: live reports, progress bars, and polling of a daemon that may be unreachable for a while."""
 
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -21,8 +21,8 @@ POLL_EVERY_S = 0.5
 def showing(
     picture: "Callable[[Report], RenderableType]", news: Callable[[Report | None, Report], Iterable[str]], aside: bool
 ) -> Iterator[Callable[[Report], None]]:
-    """Yield a function that shows a report: on a terminal as a picture renewed in place, in a pipe as a line for each
-    change since the report before. `aside` keeps standard output free for the result."""
+    """Yield a function that shows a report: on a terminal as a picture redrawn in place, in a pipe as one line per
+    change since the previous report. `aside` keeps standard output free for the result."""
     latest: list[Report] = []
     if aside or not stdout().is_terminal:
         console = stderr() if aside else stdout()
@@ -52,8 +52,8 @@ async def until_over(
     advice: Callable[[Report | None], str],
     aside: bool,
 ) -> Report:
-    """Show the reports of something that runs by itself, and return the last. Ctrl-C leaves it running: the exit status
-    is `EXIT_LEFT` then, after a note of what can be done about it."""
+    """Show the reports of an operation that runs in the daemon, and return the last one. Ctrl-C leaves the operation
+    running: the command prints `advice` and exits with status `EXIT_LEFT`."""
     import asyncio
 
     latest: Report | None = None
@@ -64,15 +64,15 @@ async def until_over(
     except asyncio.CancelledError:
         note(f"\n{advice(latest)}")
         raise typer.Exit(EXIT_LEFT) from None
-    assert latest is not None, "the stream raises where it ends without a report"
+    assert latest is not None, "the stream raises if it ends without a report"
     return latest
 
 
 async def persistently(
     fetch: Callable[[Report | None], AsyncIterator[Report]], is_over: Callable[[Report], bool], away: str
 ) -> AsyncIterator[Report]:
-    """Yield reports until one is over. `fetch` is called again with the latest report after the daemon has been away,
-    which is noted once; before the first report its absence is an error."""
+    """Yield reports until `is_over` is true for one. If the daemon becomes unreachable, print `away` once and call
+    `fetch` again with the latest report. Before the first report, an unreachable daemon is an error."""
     import asyncio
 
     latest: Report | None = None
@@ -86,7 +86,7 @@ async def persistently(
             if latest is None:
                 raise
         if latest is None:
-            raise OutcomeUnknown("the daemon ended the call without an answer")
+            raise OutcomeUnknown("the daemon closed the call without a response")
         if is_over(latest):
             return
         if not noted:
@@ -96,7 +96,7 @@ async def persistently(
 
 
 def with_progress(work: Callable[[Callable[[str, int, int], None]], Result]) -> Result:
-    """Return the result of the work, while a bar on standard error shows how far it is."""
+    """Return the result of `work` while a progress bar is shown on standard error."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     name = TextColumn("{task.description:40}", markup=False)

@@ -1,4 +1,4 @@
-"""How commands run coroutines: a service or a view lasts until SIGTERM or Ctrl-C, and ends without a traceback."""
+"""Run the coroutines of commands. Services and live views end on SIGTERM or Ctrl-C, without a traceback."""
 
 import logging
 import signal
@@ -9,11 +9,11 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 Result = TypeVar("Result")
-VerboseFlag = Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens, not only what goes wrong.")]
+VerboseFlag = Annotated[bool, typer.Option("--verbose", "-v", help="Log events too, not only warnings and errors.")]
 
 
 def serve(service: Coroutine[Any, Any, None], *, verbose: bool = False) -> None:
-    """Run a service until it is told to stop; its log goes to standard error."""
+    """Run a service until it receives a stop signal. Its log is written to standard error."""
     logging.basicConfig(
         level=logging.INFO if verbose else logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
@@ -21,8 +21,8 @@ def serve(service: Coroutine[Any, Any, None], *, verbose: bool = False) -> None:
 
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-LEAVE_SIGNALS = (*STOP_SIGNALS, signal.SIGHUP)  # of commands that leave something behind unless they clean up
-# Signals that follow the first within so long are the same wish: a terminal that closes sends SIGHUP twice.
+LEAVE_SIGNALS = (*STOP_SIGNALS, signal.SIGHUP)  # for commands that must clean up before they exit
+# Signals within this time after the first belong to the same stop: a closing terminal sends SIGHUP twice.
 SAME_STOP_S = 1.0
 
 
@@ -31,10 +31,10 @@ def until_stopped(
     signals: Iterable[signal.Signals] = STOP_SIGNALS,
     on_signal: Callable[[], None] = lambda: None,
 ) -> Result | signal.Signals | None:
-    """Return the result of the coroutine, or cancel it on one of `signals`, wait for its clean-up and return the last.
-    Another signal cancels the clean-up, too, unless it is SIGHUP or follows the first within `SAME_STOP_S`. A signal
-    that the process was started to ignore, such as SIGHUP under nohup, stays ignored."""
-    import asyncio  # here, as a third of what help imports otherwise
+    """Return the result of the coroutine. On one of `signals`, cancel it, wait for its clean-up and return the last
+    signal received. A further signal also cancels the clean-up, unless it is SIGHUP or follows the first within
+    `SAME_STOP_S`. A signal that the process inherited as ignored, such as SIGHUP under nohup, stays ignored."""
+    import asyncio  # imported here: it would be a third of the imports of --help
 
     return asyncio.run(_until_stopped(coroutine, signals, on_signal))
 
@@ -58,7 +58,7 @@ async def _until_stopped(
             ignored_until_s = loop.time() + SAME_STOP_S
         received.append(number)
         task.cancel()
-        with suppress(OSError):  # the terminal may be gone
+        with suppress(OSError):  # the terminal may be closed
             on_signal()
 
     heeded = [number for number in signals if number in STOP_SIGNALS or signal.getsignal(number) != signal.SIG_IGN]

@@ -48,7 +48,7 @@ async def failovers_are_counted(fleet: Fleet) -> None:
     prompts = [len(sample.prompt_ids) for sample in fleet.step]
     assert requests * (min(prompts) + 1) <= tokens <= requests * (max(prompts) + fleet.scenario.max_tokens - 1)
     shown = await fleet.stack.run("status")
-    assert f"failovers: {failovers:,.0f} requests went on after their engine failed" in " ".join(shown.split())
+    assert f"failovers: {failovers:,.0f} requests continued after their engine failed" in " ".join(shown.split())
     noted = await fleet.stack.run("journal", "--kind", "engine.failovers")
     assert "e0" in noted
 

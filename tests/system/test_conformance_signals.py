@@ -80,7 +80,7 @@ def test_a_run_that_is_stopped_frees_the_ports(number: signal.Signals) -> None:
         process.send_signal(number)
         _, errors = process.communicate()
         assert process.returncode == 128 + number, errors
-        assert f"stopped by {number.name}: the ports are free again" in errors
+        assert f"stopped by {number.name}: the ports are freed" in errors
         assert "Traceback" not in errors
         assert device.report()["up"] == []
 
@@ -100,4 +100,4 @@ def test_a_second_signal_names_what_is_left_up() -> None:
         named = next(line for line in errors.splitlines() if "may still be up" in line)
         assert left in named
         assert "orchestrrl ocs disconnect SWITCH" in named
-        assert "the ports are free again" not in errors
+        assert "the ports are freed" not in errors

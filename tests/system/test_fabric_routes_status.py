@@ -84,7 +84,7 @@ def test_status_says_how_packets_go(daemon: tuple[subprocess.Popen[str], str], t
     assert len(routes["on_packet_side"]) == routes["on_packet_side_pairs"] == 42
     told = run("fabric", "status", "--daemon", address)
     assert "packets: over 0 links since " in told
-    assert "without a way: " in told
+    assert "without a route: " in told
     assert "no packets over gen0/r0/" in told
     process.send_signal(signal.SIGTERM)
     assert process.wait(DEADLINE_S) == 0

@@ -216,7 +216,7 @@ def test_slack_is_asked_of_agents(daemon: str, tmp_path: Path, agent: PlayedAgen
     assert picture.stat().st_size > 0
     another = command(daemon, "fabric", "slack", "--job", "another")
     assert another.exit_code == 1
-    assert "no job 'another' is traced, but ''" in another.stderr
+    assert "no job 'another' is traced; traced jobs: ''" in another.stderr
 
 
 def test_slack_of_nobody(daemon: str) -> None:
@@ -236,13 +236,13 @@ def test_an_operators_word_is_shown(daemon: str, tmp_path: Path) -> None:
     assert [each for each in seen["cross_connects"] if each["pinned"]] == [{**up, "pinned": True}]
     assert "all circuits pinned" in said(command(daemon, "fabric", "pin"))
     overridden = said(command(daemon, "fabric", "override", "weights", "--reason", "comparing"))
-    assert "circuits of weights, whatever else its job announces (comparing)" in overridden
+    assert "circuits of weights, regardless of its job's other periods (comparing)" in overridden
     assert answer(daemon, "fabric", "release")["state"] == "free"
 
     masked = said(command(daemon, "fabric", "mask", "port:core0:7", "nic:train0/s1:1", "--reason", "flapping"))
-    assert masked == "not used: nic train0/s1:1 not used: port core0:7"
-    assert "not used: port core0:7" in said(command(daemon, "fabric", "status"))
-    assert said(command(daemon, "fabric", "mask")) == "everything may be used"
+    assert masked == "masked: nic train0/s1:1 masked: port core0:7"
+    assert "masked: port core0:7" in said(command(daemon, "fabric", "status"))
+    assert said(command(daemon, "fabric", "mask")) == "nothing is masked"
 
 
 @pytest.mark.parametrize("part", ["balancer", "fabric", "sync"])

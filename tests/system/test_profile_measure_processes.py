@@ -55,7 +55,7 @@ def test_measure_keeps_to_the_model_of_the_file(url: str, file: Path) -> None:
     file.write_text(PROFILE.replace("model: simulated", "model: another"))
     status, _, err = run("measure", url, "--out", str(file))
     assert status == 2
-    assert "--out: is a profile of another; the engine serves, got 'simulated'" in err
+    assert "--out: must be a profile of model simulated, got 'another'" in err
 
 
 def test_ctrl_c_leaves_the_engine_idle_and_the_file_as_it_was(url: str, file: Path) -> None:

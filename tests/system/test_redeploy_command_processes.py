@@ -84,11 +84,11 @@ def test_interrupted_it_goes_on_and_the_terminal_says_how_to_come_back(harness: 
     status, errors = ended(process, terminal)
     assert status == EXIT_LEFT
     text = " ".join(errors.split())
-    assert text.startswith("redeployment s1 goes on by itself; watch it with orchestrrl redeploy --watch --id s1")
+    assert text.startswith("redeployment s1 continues; watch it with orchestrrl redeploy --watch --id s1")
     assert object_of(run(harness, "redeploy", "--json"))["state"] == "running"
     process, terminal = on_terminal(harness, "redeploy", "--watch")
     seen = read_until(terminal, "0 of 29 steps done")
     harness.do(harness.redeployer.held.set)
-    seen += read_until(terminal, "stood still")
+    seen += read_until(terminal, "paused for")
     assert ended(process, terminal)[0] == 0
     assert "\x1b[?25l" in seen, "the table is renewed in place"

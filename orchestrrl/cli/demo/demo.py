@@ -1,4 +1,4 @@
-"""`orchestrrl demo`: see it work, on simulated engines or on real vLLM servers."""
+"""`orchestrrl demo`: demonstrate OrchestrRL on simulated engines or on vLLM servers."""
 
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from pathlib import Path
@@ -28,42 +28,42 @@ _Outcome = TypeVar("_Outcome")
 @command
 def demo(
     engine: Annotated[str, typer.Option(help="simulated | vllm (needs `make venv-vllm`)")] = "simulated",
-    kv: Annotated[bool, typer.Option("--kv", help="Long prompts, on engines that can hand KV over.")] = False,
+    kv: Annotated[bool, typer.Option("--kv", help="Use long prompts and engines with KV transfer.")] = False,
     redeploy: Annotated[
-        bool, typer.Option("--redeploy", help="The daemon starts the engines, and may replace them by wider ones.")
+        bool, typer.Option("--redeploy", help="Have the daemon start the engines and redeploy them during the step.")
     ] = False,
-    sync: Annotated[bool, typer.Option("--sync", help="The new weights alone, without the comparison.")] = False,
+    sync: Annotated[bool, typer.Option("--sync", help="Demonstrate only the weight sync.")] = False,
     seeds: Annotated[str, typer.Option(help="Comma-separated seeds. Default: the scenario's.")] = "",
-    out: Annotated[Path, typer.Option(help="Where the report, the picture and the logs go.")] = Path("out/demo"),
+    out: Annotated[Path, typer.Option(help="Folder for the report, the picture and the logs.")] = Path("out/demo"),
 ) -> Output:
-    """Run one generation step without and with OrchestrRL, over several seeds, and compare; then bring new weights.
+    """Run one generation step without and with OrchestrRL for several seeds, compare them, and sync new weights.
 
-    Starts the engines, a daemon, an agent and a gateway as processes on this machine, and ends them again. Writes
+    Starts engines, a daemon, an agent and a gateway as processes on this machine, and stops them at the end. Writes
     `report.json` and `remaining_requests.png`. Exit status 1 if a request was lost or its tokens differ. With --kv,
-    running requests move by KV or by computing their context again, whichever is predicted to take less.
+    each running request moves by KV transfer or by recomputation, whichever is predicted to be faster.
 
-    At last a trainer publishes weights while requests run: peers bring them to every engine, and each token has to be
-    of the version that its answer names. --sync shows that alone.
+    Finally, a trainer publishes weights while requests run. Peers transfer them to every engine, and each token is
+    checked against the version that its response names. --sync runs only this part.
 
-    With --redeploy, a step of Qwen2.5-14B begins on eight TP=2 engines, once with the planner pinned to them and once
-    without: it may go on with two of TP=8, as in the paper's case study. Circuits of a small optical fabric of virtual
-    switches follow. Writes `redeployment.json` and `redeployment.png`.
+    With --redeploy, a step of Qwen2.5-14B starts on eight TP=2 engines, once with the planner pinned and once without:
+    the planner can then continue with two TP=8 engines, as in the paper's case study. The circuits of a small optical
+    fabric of virtual switches change accordingly. Writes `redeployment.json` and `redeployment.png`.
 
     Example: `orchestrrl demo --seeds 1,2`
     """
-    # Imported here so that every other command starts without the demo's numerics.
+    # Imported here so that the other commands start without the demo's numerical libraries.
     from orchestrrl.lab.demo.scenario import ENGINES, load_scenario
 
     raise_faults(choice_faults("--engine", engine, ENGINES))
     faults = [
-        f"{flag}: goes with --engine simulated, got {engine!r}"
+        f"{flag}: requires --engine simulated, got {engine!r}"
         for flag, given in (("--kv", kv), ("--redeploy", redeploy))
         if given and engine != "simulated"
     ]
     if kv and redeploy:
-        faults.append("--redeploy: does not go with --kv")
+        faults.append("--redeploy: cannot be combined with --kv")
     if sync and (kv or redeploy or seeds):
-        faults.append("--sync: goes without --kv, --redeploy and --seeds")
+        faults.append("--sync: cannot be combined with --kv, --redeploy or --seeds")
     raise_faults(faults)
     scenario = load_scenario("simulated-redeploy" if redeploy else "simulated-kv" if kv else engine)
     chosen = seeds_of(seeds) or list(scenario.seeds)
@@ -73,7 +73,8 @@ def demo(
 
 
 def _demo(scenario: "DemoScenario", engine: str, seeds: list[int], out: Path) -> Output:
-    """Exit status 0: nothing was lost, no answer differs, and every engine has the new weights."""
+    """Run the comparison and the weight sync. The output fails if a request was lost, a response differs, or an engine
+    has no new weights."""
     from orchestrrl.lab.demo.report import as_json, draw
     from orchestrrl.lab.demo.run import run_demo
 
@@ -86,7 +87,8 @@ def _demo(scenario: "DemoScenario", engine: str, seeds: list[int], out: Path) ->
 
 
 def _demo_sync(scenario: "DemoScenario", engine: str, out: Path) -> Output:
-    """Exit status 0: every engine has the new weights, and every token is of the version that it should be of."""
+    """Run the weight sync alone. The output fails if an engine lacks the new weights or a token is of the wrong
+    version."""
     from orchestrrl.lab.demo.report import sync_json
     from orchestrrl.lab.demo.run import run_sync_demo
 
@@ -112,11 +114,11 @@ def _written(path: Path, document: Any, view: Iterable[Any], is_well: bool, *pic
 
 
 def _finished(work: Callable[["Report"], Coroutine[Any, Any, _Outcome]]) -> _Outcome:
-    """Return the outcome of the work. Any signal that stops it ends its processes, too."""
+    """Return the outcome of `work`. A signal that stops it also stops its processes."""
     outcome = with_progress(lambda report: until_stopped(work(report), LEAVE_SIGNALS))
     if isinstance(outcome, Signals):
         raise typer.Exit(128 + outcome)
-    assert outcome is not None, "only a signal cancels it"
+    assert outcome is not None, "the work is cancelled only by a signal"
     return outcome
 
 
@@ -125,7 +127,7 @@ def _tables(demo: "DemoOutcome") -> View:
     requests = len(demo.seeds[0].samples)
     yield table(f"One generation step of {requests} requests: makespan in {unit}", SEED_COLUMNS, demo.seeds)
     if demo.moves_by_method:
-        yield table(f"Requests that moved with their context: medians, {unit}", METHOD_COLUMNS, demo.moves_by_method)
+        yield table(f"Requests moved with their context: medians, {unit}", METHOD_COLUMNS, demo.moves_by_method)
     yield cells_table(
         f"Idle {unit} of each engine",
         ("seed", "OrchestrRL", *(f"e{index}" for index in range(demo.scenario.engines))),
@@ -147,9 +149,9 @@ SEED_COLUMNS: Columns = {
     "tokens recomputed": lambda outcome: f"{outcome.tokens_recomputed:,}",
 }
 METHOD_COLUMNS: Columns = {
-    "by": "method",
+    "method": "method",
     "moves": "moves",
-    "tokens of context": lambda mark: f"{mark.context_tokens:,.0f}",
+    "context tokens": lambda mark: f"{mark.context_tokens:,.0f}",
     "predicted": lambda mark: f"{mark.predicted_s:.3f}",
     "actual": lambda mark: f"{mark.actual_s:.3f}",
     "ratio": lambda mark: f"{mark.predicted_over_actual:.2f}",
@@ -162,13 +164,13 @@ def _summary(demo: "DemoOutcome") -> Iterator[str]:
     yield f"makespan ratio (without / with): median {demo.ratio_median:.3f}, {min(ratios):.3f} to {max(ratios):.3f}"
     if demo.oracle_ratio_median is not None:
         kept = "" if demo.gain_kept is None else f"; OrchestrRL keeps {demo.gain_kept:.0%} of its gain"
-        yield f"an oracle that knows every length: median {demo.oracle_ratio_median:.3f}{kept}"
+        yield f"an oracle with all lengths known: median {demo.oracle_ratio_median:.3f}{kept}"
     yield f"requests lost: {demo.lost}, differing from an undisturbed run: {demo.differing}"
     if demo.limit:
         share, tokens, seed = demo.limit
         yield (
-            f"what limits it: one answer cannot be split; with seed {seed} the longest ({tokens:,} tokens), alone on "
-            f"an engine, takes {share:.0%} of the step"
+            f"limit: a response cannot be split; with seed {seed}, the longest ({tokens:,} tokens), alone on an "
+            f"engine, takes {share:.0%} of the step"
         )
     yield from (f"[red]{fault}[/red]" for fault in demo.faults[:5])
 
@@ -182,11 +184,11 @@ def sync_demo_view(synced: "SyncOutcome") -> View:
 def _sync_summary(synced: "SyncOutcome") -> Iterator[str]:
     took = synced.profile
     version = f"version {took.report.version} ({size(took.report.bytes)})"
-    still = f"requests stood still for {duration(took.still_s)}"
-    yield f"{version}: {synced.serve_it} of {synced.engines} engines have it; {still} of {duration(took.whole_s)}"
+    still = f"requests were paused for {duration(took.still_s)}"
+    yield f"{version}: installed on {synced.serve_it} of {synced.engines} engines; {still} of {duration(took.whole_s)}"
     yield (
-        f"answers: {synced.answered} of {synced.requests}, {synced.crossed} with tokens of both versions; tokens that"
-        f" are not of the version which the answer names: {synced.differing} of {sum(synced.tokens.values()):,}"
+        f"responses: {synced.answered} of {synced.requests}, {synced.crossed} with tokens of both versions; tokens of"
+        f" a version other than the response names: {synced.differing} of {sum(synced.tokens.values()):,}"
     )
     if took.transfer_s:
         yield words.transfer_text(took)

@@ -1,5 +1,4 @@
-"""What `orchestrrl demo --redeploy` prints: the time line of the redeployment beside the paper's, and what it was
-worth."""
+"""Output of `orchestrrl demo --redeploy`: the redeployment's time line compared with the paper's, and its gain."""
 
 from collections.abc import Iterator
 
@@ -10,7 +9,7 @@ from orchestrrl.lab.demo.redeploy_run import ObservedRedeployment, RedeployDemo,
 from orchestrrl.lab.demo.redeploy_stack import GEN_POD, modelled_switch_s
 from orchestrrl.lab.demo.report import PAPER, at_s
 
-COLUMNS = ("", "clock, s", "engine s", "predicted", "the paper's")
+COLUMNS = ("", "clock, s", "engine s", "predicted", "paper")
 
 
 def redeploy_demo_view(demo: RedeployDemo) -> View:
@@ -31,7 +30,7 @@ def redeploy_demo_view(demo: RedeployDemo) -> View:
         "ratio": lambda outcome: f"{outcome.ratio:.3f}",
         "gained": lambda outcome: f"{outcome.baseline.makespan_s - outcome.shown.makespan_s:.1f}",
         "gain predicted": lambda outcome: f"{sum(each.predicted_gain_s for each in outcome.redeployments) * speed:.1f}",
-        "tokens recomputed for it": lambda outcome: (
+        "tokens recomputed": lambda outcome: (
             f"{sum(s.resumption.context_tokens for s in outcome.redeployments if s.resumption):,}"
         ),
     }
@@ -47,10 +46,10 @@ def _beside_the_paper(demo: RedeployDemo, redeployed: ObservedRedeployment) -> I
         predicted = None if predicted_s is None else f"{predicted_s * speed:.1f}"
         return what, f"{wall_s:.2f}", f"{wall_s * speed:.1f}", predicted, paper_s
 
-    assert demo.scenario.deployment is not None, "the scenario is of a fleet that the daemon starts"
+    assert demo.scenario.deployment is not None, "the daemon starts the fleet of this scenario"
     modelled_s = modelled_switch_s(demo.scenario.deployment, demo.scenario.deployment.standby) / speed
-    yield row("redeploying", redeployed.redeploying_s, plan["redeploy_cost_s"], PAPER["redeploying_s"])
-    yield row("  as modelled: going to sleep, waking", modelled_s, None, PAPER["redeploying_s"])
+    yield row("redeployment", redeployed.redeploying_s, plan["redeploy_cost_s"], PAPER["redeploying_s"])
+    yield row("  as modelled: sleep and wake-up", modelled_s, None, PAPER["redeploying_s"])
     circuits_s = redeployed.followed["wall_s"] if redeployed.followed else 0.0
     if redeployed.followed:
         yield row("  circuits, on virtual switches", circuits_s, None, None)
@@ -60,11 +59,11 @@ def _beside_the_paper(demo: RedeployDemo, redeployed: ObservedRedeployment) -> I
     if resumed is not None:
         what = f"KV recomputed: {resumed.requests} requests, {resumed.context_tokens:,} tokens"
         yield row(what, resumed.last_s, resumed.predicted_s, PAPER["kv_recompute_s"])
-    yield row("in all", redeployed.total_s, plan["redeploy_cost_s"] + plan["migration_cost_s"], PAPER["total_s"])
+    yield row("total", redeployed.total_s, plan["redeploy_cost_s"] + plan["migration_cost_s"], PAPER["total_s"])
 
 
 def _circuits(outcome: RedeploySeed) -> Iterator[tuple[object, ...]]:
-    """Of the PoD that generates. ToRs are named without it."""
+    """Yield the rows (from, to, before, after) of the generation PoD's circuits. ToR names omit the PoD."""
     before, after = outcome.fabric_before.circuits, outcome.fabric_after.circuits
     for pod, a, b in sorted(before.keys() | after.keys()):
         if pod == GEN_POD:
@@ -75,12 +74,12 @@ def _summary(demo: RedeployDemo) -> Iterator[str]:
     speed = demo.scenario.speed
     redeployments = [(outcome, redeployed) for outcome in demo.seeds for redeployed in outcome.redeployments]
     if not redeployments:
-        yield "[yellow]the planner found no redeployment worth it: see `reason` in the journal's plans[/yellow]"
+        yield "[yellow]the planner found no redeployment with a gain: see `reason` in the journal's plans[/yellow]"
     for outcome, redeployed in redeployments:
         yield f"seed {outcome.seed}: {redeployed.report['reason']}"
         if redeployed.plan["actual_makespan_s"] is not None:
             predicted, actual = redeployed.plan["predicted_s"] * speed, redeployed.plan["actual_makespan_s"] * speed
-            yield f"  from then to the step's end: predicted {predicted:.1f}, actual {actual:.1f} engine seconds"
+            yield f"  time to the end of the step: predicted {predicted:.1f}, actual {actual:.1f} engine seconds"
         if (followed := redeployed.followed) is not None:
             yield (
                 f"  {followed['said']}: announced to verified {duration(followed['wall_s'])}, of which command to "
@@ -90,8 +89,8 @@ def _summary(demo: RedeployDemo) -> Iterator[str]:
             half, last = redeployed.resumption.median_s * speed, redeployed.resumption.last_s * speed
             yield f"  first token after it: half of the requests within {half:.1f}, the last after {last:.1f} engine s"
     yield (
-        f"engines run {speed:g} times as fast as life: what they decode, prefill and sleep is in proportion. Processes "
-        f"and HTTP are not: in engine seconds they weigh {speed:g} times what they take"
+        f"engines run {speed:g} times faster than real time: decoding, prefill and sleep are scaled. Processes and "
+        f"HTTP are not, so a second of theirs counts as {speed:g} engine seconds"
     )
     yield f"requests lost: {demo.lost}, differing from an undisturbed run: {demo.differing}"
     yield from (f"[red]{fault}[/red]" for fault in demo.faults[:5])

@@ -1,4 +1,4 @@
-"""`orchestrrl fabric status|periods|announce|pin|override|release|mask`: the circuits of a running daemon."""
+"""`orchestrrl fabric status|periods|announce|pin|override|release|mask`: show and control a daemon's circuits."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -19,18 +19,20 @@ CIRCUITS_SHOWN = 40
 REASONS_SHOWN = 8
 PAIRS_SHOWN = 6
 WINDOW_COLUMNS = 20
-NARROW_WINDOW_COLUMNS = 10  # where a row with the longest of reasons would not fit on a line else
+NARROW_WINDOW_COLUMNS = 10  # so that rows with the longest reasons fit on a line
 WIDE_COLUMNS = 110
-NO_PERIODS = "No period was announced yet: a trainer does, or `orchestrrl fabric announce PERIOD --intent FILE`."
-NONE_HERE = "this daemon drives no optical fabric: name its site in fabric.site of its configuration"
+NO_PERIODS = "No period announced yet: a trainer announces them, or `orchestrrl fabric announce PERIOD --intent FILE`."
+NONE_HERE = "this daemon has no optical fabric: set fabric.site in its configuration"
 PERIODS_SHOWN = 20
 
-JobOption = Annotated[str, typer.Option(help="Whose period; needed where several jobs have announced its name.")]
+JobOption = Annotated[
+    str, typer.Option(help="The job of the period. Required if several jobs have announced the same name.")
+]
 
 
 @daemon_command
 async def status(client: ControlClient) -> Output:
-    """Show which circuits are up, for which period, what is masked or pinned, and whose traffic is traced.
+    """Show the circuits that are up and their period, masked and pinned parts, and the traced hosts.
 
     Example: `orchestrrl fabric status`
     """
@@ -39,21 +41,21 @@ async def status(client: ControlClient) -> Output:
 
 
 def _status_view(seen: dict[str, Any]) -> View:
-    yield f"circuits of: {escape(seen['period'] or ('no one period' if seen['circuits'] else 'no period yet'))}"
+    yield f"circuits of: {escape(seen['period'] or ('several periods' if seen['circuits'] else 'no period yet'))}"
     yield f"operator: {escape(fabric_control_text(seen['control']))}"
     yield from (f"last period: {escape(period_text(latest))}" for latest in seen["periods"][:1])
-    yield from (f"[yellow]not used[/yellow]: {escape(what)}" for what in seen["masked"])
+    yield from (f"[yellow]masked[/yellow]: {escape(what)}" for what in seen["masked"])
     yield from route_lines(seen.get("routes"))
     yield from circuits_view(seen["circuits"])
-    yield table("What a change of circuits takes", TIME_COLUMNS, seen["switch_times"])
+    yield table("Duration of circuit changes", TIME_COLUMNS, seen["switch_times"])
     yield from hosts_view(seen["hosts"])
 
 
 @daemon_command
 async def periods(
-    client: ControlClient, limit: Annotated[int, typer.Option(min=1, help="At most this many.")] = PERIODS_SHOWN
+    client: ControlClient, limit: Annotated[int, typer.Option(min=1, help="Maximum number of periods.")] = PERIODS_SHOWN
 ) -> Output:
-    """List what became of the latest periods, and count all of them by state and reason.
+    """List the latest periods with their outcome, and the number of all periods by state and reason.
 
     Example: `orchestrrl fabric periods --limit 50`
     """
@@ -65,21 +67,21 @@ async def periods(
 @daemon_command
 async def announce(
     client: ControlClient,
-    period: Annotated[str, typer.Argument(help="Its recurring name.", metavar="PERIOD")],
+    period: Annotated[str, typer.Argument(help="The period's recurring name.", metavar="PERIOD")],
     intent: Annotated[
-        Path | None, typer.Option(help="JSON of what it does; by default as before.", metavar="FILE")
+        Path | None, typer.Option(help="JSON intent of the period. Default: its previous intent.", metavar="FILE")
     ] = None,
-    within_s: Annotated[float, typer.Option(help="How long a window is waited for; 0: as configured.")] = 0,
+    within_s: Annotated[float, typer.Option(help="Seconds to wait for a window. 0: as configured.")] = 0,
     boundary: Annotated[
-        bool, typer.Option("--boundary", help="Nothing runs until this ends: no window is waited for.")
+        bool, typer.Option("--boundary", help="Change circuits without a window: no traffic runs until this ends.")
     ] = False,
     job: JobOption = "",
     as_json: JsonFlag = False,
 ) -> Output:
-    """Announce a communication period, as a trainer does, and follow what becomes of its circuits.
+    """Announce a communication period, as a trainer does, and follow the change of its circuits.
 
     FILE is an intent: {"stage": "train", "traffic": [{"operation": "DP", "primitive": "ring_all_reduce", "groups":
-    [[0, 8]], "bytes_per_rank": 4e9}]}. docs/fabric.md has every field. Exit status 0 if committed or kept.
+    [[0, 8]], "bytes_per_rank": 4e9}]}. docs/fabric.md describes all fields. Exit status 0 if committed or kept.
 
     Example: `orchestrrl fabric announce weights --intent weights.json --boundary`
     """
@@ -101,12 +103,12 @@ async def announce(
 async def pin(
     client: ControlClient,
     cross_connects: Annotated[
-        list[str] | None, typer.Argument(help="Those that stay; none: all that are up.", metavar="SWITCH:PORT-PORT...")
+        list[str] | None, typer.Argument(help="Circuits to pin. Default: all.", metavar="SWITCH:PORT-PORT...")
     ] = None,
     reason: Reason = "",
     ttl_s: TimeToLive = 0.0,
 ) -> Output:
-    """Keep circuits as they are, until released or expired.
+    """Pin circuits until released or expired.
 
     Example: `orchestrrl fabric pin core0:1-5 --reason "measuring this link" --ttl-s 600`
     """
@@ -117,15 +119,15 @@ async def pin(
 @daemon_command
 async def override(
     client: ControlClient,
-    period: Annotated[str, typer.Argument(help="One that was announced before.", metavar="PERIOD")],
+    period: Annotated[str, typer.Argument(help="A period that was announced before.", metavar="PERIOD")],
     reason: Reason = "",
     ttl_s: TimeToLive = 0.0,
     job: JobOption = "",
 ) -> Output:
-    """Have the circuits of one period, whatever else its job announces, until released or expired.
+    """Keep the circuits of one period, regardless of the other periods of its job, until released or expired.
 
-    It stands for those of train and weight_sync, one of generation for those of generation. They are changed as that
-    period's always are: in a window, or at a boundary. What other jobs announce goes on.
+    A period of generation overrides the periods of generation; any other overrides those of train and weight_sync.
+    Circuits change as for that period: in a window, or at a boundary. Periods of other jobs continue.
 
     Example: `orchestrrl fabric override gradients --reason "comparing" --ttl-s 600`
     """
@@ -135,7 +137,7 @@ async def override(
 
 @daemon_command
 async def release(client: ControlClient, reason: Reason = "") -> Output:
-    """Let circuits follow what is announced again.
+    """Release circuits from a pin or an override, so that they follow the announced periods again.
 
     Example: `orchestrrl fabric release`
     """
@@ -149,21 +151,21 @@ async def mask(
         list[str] | None,
         typer.Argument(
             metavar="WHAT...",
-            help="switch:S, port:S:P, circuit:S:P-P, nic:SERVER:I or server:SERVER; none: all may be used again.",
+            help="switch:S, port:S:P, circuit:S:P-P, nic:SERVER:I or server:SERVER. None: clear the list.",
         ),
     ] = None,
     reason: Reason = "",
 ) -> Output:
-    """Say what must not be used, beside what switches report of themselves. The whole list each time.
+    """Replace the list of parts that must not be used, in addition to the failures that switches report.
 
-    `orchestrrl fabric status` shows the present list.
+    `orchestrrl fabric status` shows the current list.
 
     Example: `orchestrrl fabric mask port:core0:7 nic:train0/s1:3 --reason "flapping"`
     """
     masked = [each.replace(":", " ", 1) for each in what or []]
     order = fabric_pb2.MaskFabricRequest(masked=masked, reason=reason)
     found = (await answer(client, client.fabric.MaskFabric, order))["masked"]
-    lines = [f"not used: {escape(each)}" for each in found] or ["everything may be used"]
+    lines = [f"masked: {escape(each)}" for each in found] or ["nothing is masked"]
     return Output({"masked": found}, lines)
 
 
@@ -175,7 +177,7 @@ async def _fetch(client: ControlClient, limit: int) -> dict[str, Any]:
 
 
 def _intent_text(period: str, source: Path | None, within_s: float) -> str:
-    """Raises ProblemFaults with all that is wrong with an announcement, before the daemon is asked."""
+    """Return the text of the intent. Raises ProblemFaults with all errors of the announcement before it is sent."""
     from orchestrrl.core.documents import read_text
     from orchestrrl.fabric.intents import parse_intent
 
@@ -204,12 +206,12 @@ def circuits_view(circuits: Sequence[dict[str, Any]]) -> View:
     columns: Columns = {"where": lambda each: each["pod"] or "core", "from": "a", "to": "b", "circuits": "count"}
     yield table(f"Circuits: {sum(each['count'] for each in circuits)}", columns, circuits[:CIRCUITS_SHOWN])
     if len(circuits) > CIRCUITS_SHOWN:
-        yield from (f"and between {len(circuits) - CIRCUITS_SHOWN} other pairs: --json has all", "")
+        yield from (f"and between {len(circuits) - CIRCUITS_SHOWN} other pairs: use --json to list all", "")
 
 
 def hosts_view(hosts: Sequence[dict[str, Any]]) -> View:
     if not hosts:
-        yield "No host tells of windows: `orchestrrl agent --rings FOLDER` on those that train does."
+        yield "No host reports windows: run `orchestrrl agent --rings FOLDER` on the training hosts."
         return
     columns: Columns = {
         "host": "host",
@@ -218,15 +220,15 @@ def hosts_view(hosts: Sequence[dict[str, Any]]) -> View:
         ),
         "clock": lambda host: f"within {duration(host['bound_s'])}" if host["bound_s"] else None,
         "agent": lambda host: "attached" if host["attached"] else "gone",
-        "no window now, because": _no_window,
+        "reason for no window": _no_window,
     }
     yield table("Traced hosts", columns, hosts)
 
 
 def _no_window(host: dict[str, Any]) -> str | None:
     if not host["attached"]:
-        return "its agent is gone"
-    return host["detail"] or (None if host["jobs"] else "no recorder runs on it")
+        return "the agent is not connected"
+    return host["detail"] or (None if host["jobs"] else "no recorder runs on the host")
 
 
 def periods_view(periods: Sequence[dict[str, Any]]) -> View:
@@ -239,18 +241,18 @@ def periods_view(periods: Sequence[dict[str, Any]]) -> View:
 
 def counts_view(counts: Sequence[dict[str, Any]]) -> View:
     if counts:
-        yield table("All that ended so far", {"state": "state", "why": _why, "periods": "count"}, counts)
+        yield table("Ended periods", {"state": "state", "reason": _why, "periods": "count"}, counts)
 
 
 def reasons(periods: Iterable[dict[str, Any]]) -> list[str]:
-    """In words, each once, the newest first."""
+    """Return the distinct reasons of periods as text, newest first."""
     found: dict[tuple[str, str], str] = {}
     for period in periods:
         if period["detail"]:
             line = f"{time_of_day(period['announced_unix_s'])} {name_of_period(period)}: {period['detail']}"
             found.setdefault((name_of_period(period), period["code"]), line)
     lines = list(found.values())
-    more = [f"and {len(lines) - REASONS_SHOWN} other reasons: --json has all"] if len(lines) > REASONS_SHOWN else []
+    more = [f"and {len(lines) - REASONS_SHOWN} more: use --json to list all"] if len(lines) > REASONS_SHOWN else []
     return [*lines[:REASONS_SHOWN], *more, ""] if lines else []
 
 
@@ -266,7 +268,7 @@ def _took(period: dict[str, Any]) -> str:
 
 
 def _windowed(period: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the first commit, where a window was waited for."""
+    """Return the period's first commit if it was made in a window."""
     return next((each for each in period["commits"][:1] if each["window_until_unix_s"] > 0), None)
 
 
@@ -282,7 +284,7 @@ def _commit(period: dict[str, Any]) -> str | None:
 
 
 def _moves(period: dict[str, Any]) -> str:
-    """Those made, where they are not all."""
+    """Return the number of moves; if not all were made, as `made of planned`."""
     made = sum(each["moves"] for each in period["commits"] if each["done"])
     return str(made) if made == period["moves"] else f"{made} of {period['moves']}"
 
@@ -295,7 +297,7 @@ TIME_COLUMNS: Columns = {
 PERIOD_COLUMNS: Columns = {
     "announced": lambda period: time_of_day(period["announced_unix_s"]),
     "period": name_of_period,
-    "became": lambda period: ": ".join(filter(None, (period["state"], _why(period)))),
+    "outcome": lambda period: ": ".join(filter(None, (period["state"], _why(period)))),
     "moves": _moves,
     "waited": _waited,
     "took": _took,
@@ -305,8 +307,8 @@ PERIOD_COLUMNS: Columns = {
 
 
 def in_window(commit: dict[str, Any], columns: int) -> str:
-    """A line from the opening of the window to its promised end, with the commit on it: `──████────`. What goes beyond
-    the end is told by `>`."""
+    """Return a line from the start of the window to its promised end, with the commit drawn on it: `──████────`. A
+    trailing `>` marks a commit that ended after the window."""
     opened_s: float = commit["window_opened_unix_s"]
     until_s: float = commit["window_until_unix_s"]
     length_s = until_s - opened_s
@@ -327,21 +329,21 @@ def _why(report: dict[str, Any]) -> str | None:
 
 
 def route_lines(routes: dict[str, Any] | None) -> list[str]:
-    """How packets follow circuits, and all that is amiss."""
+    """Return lines on the packet routes over the circuits, and on routing failures."""
     if routes is None:
-        return ["packets: routers follow links by themselves"]
+        return ["packets: routers follow links without the daemon"]
     if not routes["rerouted_unix_s"]:
-        return ["packets: not rerouted yet, not all is known of what is up"]
-    told = [f"packets: over {routes['links']} links since {time_of_day(routes['rerouted_unix_s'])}"]
-    for what, field in (("without a way", "unreachable"), ("over the packet side", "on_packet_side")):
+        return ["packets: not rerouted yet: the state of some circuits is unknown"]
+    lines = [f"packets: over {routes['links']} links since {time_of_day(routes['rerouted_unix_s'])}"]
+    for what, field in (("without a route", "unreachable"), ("over the packet network", "on_packet_side")):
         pairs, count = routes[field], routes[f"{field}_pairs"]
         if count:
             named = ", ".join(f"{each['from_tor']} -> {each['to_tor']}" for each in pairs[:PAIRS_SHOWN])
             more = f" and {count - PAIRS_SHOWN} more" if count > PAIRS_SHOWN else ""
-            told.append(f"{what}: {escape(named)}{more}")
-    told += [
+            lines.append(f"{what}: {escape(named)}{more}")
+    lines += [
         f"[yellow]no packets[/yellow] over {escape(each['what'])}: {escape(each['why'])}" for each in routes["left_out"]
     ]
-    return told + [
-        f"[yellow]routes amiss[/yellow] on {escape(each['what'])}: {escape(each['why'])}" for each in routes["failed"]
+    return lines + [
+        f"[yellow]routing failed[/yellow] on {escape(each['what'])}: {escape(each['why'])}" for each in routes["failed"]
     ]

@@ -1,5 +1,5 @@
-"""`orchestrrl fabric allocate`, `place` and `transition`: how many circuits each pair gets, which switch and ports
-carry each, and how one set of cross-connects becomes another, for problems in files."""
+"""`orchestrrl fabric allocate`, `place` and `transition`: allocate circuits to pairs, place them on switch ports, and
+plan the transition between two sets of cross-connects, for problems in files."""
 
 import time
 from collections import Counter
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from planner.fabric.place import PlacedCircuits, PlacingProblem
     from planner.fabric.transition import CircuitsUp, Transition, TransitionProblem
 
-PAIRS_SHOWN = 60  # beyond that the slowest are shown
-LINES_SHOWN = 40  # cross-connects to add or remove; beyond that, switches only
-SHOWN_MOVES = 12  # of a stage; more are counted
+PAIRS_SHOWN = 60  # pairs to print; of more, the slowest
+LINES_SHOWN = 40  # cross-connects to add or remove; of more, only the counts per switch are printed
+SHOWN_MOVES = 12  # moves to print per stage; of more, only the number
 SHOWN_STAGES = 60
 BAR_WIDTH = 10
 
@@ -33,16 +33,16 @@ def fabric_allocate(
         bool,
         typer.Option(
             "--bipartite",
-            help="For demand between two sides with hot endpoints: spare their ports, and serve the most bytes.",
+            help="For demand between two sides with hot endpoints: save their ports and maximize the bytes served.",
         ),
     ] = False,
 ) -> Output:
-    """Say how many circuits each pair of endpoints gets, so that the slowest pair ends soonest.
+    """Compute the number of circuits of each pair of endpoints that minimizes the time of the slowest pair.
 
-    Reads one JSON problem: `link_gbps`; `endpoints` with their `ports`; `demand`, bytes from `src` to `dst` (those
-    given twice add up); `eligible`, null or the pairs `[a, b]` that may be joined; `failed_ports` of endpoints (all it
-    has, where it names more). Circuits are full duplex. No fewer pairs and bytes are served than by Algorithm 3 of the
-    paper, and none later. Nothing is changed.
+    Reads one JSON problem: `link_gbps`; `endpoints` with their `ports`; `demand`, bytes from `src` to `dst` (entries
+    for the same pair are added); `eligible`, null or the pairs `[a, b]` that may be joined; `failed_ports` of endpoints
+    (at most all ports of the endpoint count). Circuits are full duplex. The result serves at least as many pairs and
+    bytes as Algorithm 3 of the paper, and its slowest pair is no slower. Changes nothing.
 
     Example:
 
@@ -52,7 +52,7 @@ def fabric_allocate(
 
         orchestrrl fabric allocate - --json < demand.json
     """
-    # Imported here so that no other command waits for them; before the clock starts, which is for solving.
+    # Imported here so that other commands start fast, and before the clock starts, which measures only the solver.
     from orchestrrl.cli.fabric.problems import ALLOCATE_CHECKS, AllocateProblem, allocation_problem
     from orchestrrl.cli.problem import read_problem
     from planner.fabric.allocate import allocate
@@ -81,7 +81,7 @@ def _allocation_view(problem: "AllocationProblem", allocation: "Allocation", sol
     pairs = f"{len(rows):,} of {len(rows) + len(unserved):,}" if unserved else f"{len(rows):,}"
     yield (
         f"[bold]{sum(allocation.circuits.values()):,} circuits[/bold] for {pairs} pairs: the slowest ends after"
-        f" {duration(allocation.completion_s)}; with ports dealt out in turn, whatever the demand,"
+        f" {duration(allocation.completion_s)}; with ports divided evenly over the pairs,"
         f" {duration(allocation.uniform_completion_s)}; solved in {duration(solve_s)}"
     )
     yield cells_table(
@@ -95,7 +95,7 @@ def _allocation_view(problem: "AllocationProblem", allocation: "Allocation", sol
     if unserved:
         names = ", ".join(f"{a} - {b}" for a, b in unserved[:PAIRS_SHOWN])
         more = f" and {len(unserved) - PAIRS_SHOWN:,} more" if len(unserved) > PAIRS_SHOWN else ""
-        yield cells_table("Unserved", ("pairs", "which"), [(len(unserved), names + more)])
+        yield cells_table("Unserved pairs", ("number", "pairs"), [(len(unserved), names + more)])
 
 
 def _allocation_row(problem: "AllocationProblem", pair: "Pair", count: int) -> tuple[float, "Pair", int, float, float]:
@@ -114,12 +114,12 @@ def _bytes(value: float) -> str | None:
 
 @problem_command("fabric_place")
 def fabric_place(file: ProblemFile) -> Output:
-    """Say which switch and which ports carry each circuit.
+    """Compute the switch and the ports of each circuit.
 
-    Reads one JSON problem: `switches` with the ports that each endpoint's fibres end on, the `circuits` wanted, the
-    `current` cross-connects and the `failed_ports`. Both ends of a circuit lie on one switch. First as many circuits as
-    can be placed, then with as few changes as can be. A current cross-connect on a failed port goes. Nothing is
-    changed.
+    Reads one JSON problem: `switches` with the ports of each endpoint's fibres, the required `circuits`, the `current`
+    cross-connects and the `failed_ports`. Both ends of a circuit are on one switch. The result places as many circuits
+    as possible and, among such placements, changes as few cross-connects as possible. A current cross-connect on a
+    failed port is removed. Changes nothing.
 
     Example:
 
@@ -129,7 +129,7 @@ def fabric_place(file: ProblemFile) -> Output:
 
         orchestrrl fabric place - --json < circuits.json
     """
-    # Imported here so that no other command waits for it.
+    # Imported here so that other commands start fast.
     from orchestrrl.cli.fabric.problems import PLACE_CHECKS, PlaceProblem, placing_problem
     from orchestrrl.cli.problem import read_problem
     from planner.fabric.place import place
@@ -141,7 +141,7 @@ def fabric_place(file: ProblemFile) -> Output:
 
 
 def _placing_json(read: "PlaceProblem", cabling: "Cabling", placed: "PlacedCircuits") -> dict[str, Any]:
-    """Ends stand in the order in which the problem names them."""
+    """Return the result as JSON. The endpoints of a pair are in the order of the problem."""
     named = {(min(each.a, each.b), max(each.a, each.b)): (each.a, each.b) for each in read.circuits}
     kept = {(each.switch, *each.ports) for each in placed.kept}
     return {
@@ -200,7 +200,7 @@ def _ends(problem: "PlacingProblem", each: "PortPair") -> str:
 
 def _proof(placed: "PlacedCircuits") -> str:
     if placed.proven:
-        return "; no placement does better."
+        return "; this placement is optimal."
     return (
         f"; no placement has more than {placed.bound_circuits:,}"
         f" circuits or, with as many as this, keeps more than {placed.bound_kept:,}."
@@ -211,7 +211,7 @@ def _proof(placed: "PlacedCircuits") -> str:
 
 
 class Least(NamedTuple):
-    """The endpoint with the smallest share of its circuits before or after, whichever are fewer."""
+    """The endpoint with the smallest share of its circuits. The base is the smaller count, before or after."""
 
     endpoint: str | None
     circuits: int
@@ -220,12 +220,12 @@ class Least(NamedTuple):
 
 @problem_command("fabric_transition")
 def fabric_transition(file: ProblemFile) -> Output:
-    """Say in which stages cross-connects are changed, so that no pair goes dark and every endpoint keeps bandwidth.
+    """Compute the stages of a change of cross-connects in which no pair goes dark and every endpoint keeps bandwidth.
 
-    Reads one JSON problem: which endpoint each port of the `switches` is fibred to, the `current` and the `target`
-    cross-connects, `max_moves_per_stage` and `min_fraction`. A stage's removals come down before its additions go up;
-    what is left at each point is shown. Where no order keeps everybody lit, those that suffer are named, as few as can
-    be: `dark_pairs` first, then `thin_endpoints`, then stages. Nothing is changed.
+    Reads one JSON problem: the endpoint at each port of the `switches`, the `current` and the `target` cross-connects,
+    `max_moves_per_stage` and `min_fraction`. A stage's removals are made before its additions; the remaining circuits
+    at each point are printed. If no order satisfies the limits, the result lists the pairs and endpoints that violate
+    them. It minimizes first `dark_pairs`, then `thin_endpoints`, then stages. Changes nothing.
 
     Example:
 
@@ -247,9 +247,9 @@ def fabric_transition(file: ProblemFile) -> Output:
 
 
 def _transition_json(problem: "TransitionProblem", found: "Transition") -> dict[str, Any]:
-    """The stages and who suffers; a dark pair is an object `{"a", "b"}`, as a circuit is.
+    """Return the stages, the dark pairs as objects `{"a", "b"}`, and the thin endpoints.
 
-    `points` says what is left: all circuits, and those of the endpoint that has least of its fewer before or after.
+    `points` lists, for each point of the transition, the total of circuits and the endpoint with the smallest share.
     """
     from planner.fabric.transition import circuits_up
 
@@ -274,20 +274,20 @@ def _transition_view(problem: "TransitionProblem", found: "Transition", solve_s:
 
     count, down = len(found.stages), sum(len(stage.remove) for stage in found.stages)
     up = sum(len(stage.add) for stage in found.stages)
-    proven = "no fewer will do" if count == found.stages_at_least else f"at least {found.stages_at_least} are needed"
+    proven = "the minimum" if count == found.stages_at_least else f"at least {found.stages_at_least} are needed"
     yield (
         f"[bold]{_number(count, 'stage')}[/bold] ({proven}): {down:,} down, {up:,} up,"
         f" {len(problem.current & problem.target):,} untouched; solved in {duration(solve_s)}"
     )
     yield (
         f"dark pairs: {_escaped(map('-'.join, found.dark_pairs))}; thin endpoints: {_escaped(found.thin_endpoints)}"
-        + ("" if found.fewest_suffer else " (fewer may do: not proven)")
+        + ("" if found.fewest_suffer else " (not proven minimal)")
     )
-    columns = ("stage", "point", "cross-connects", "circuits", "least of an endpoint", "")
+    columns = ("stage", "point", "cross-connects", "circuits", "smallest share", "")
     rows = list(_transition_rows(found, circuits_up(problem, found)))
     yield cells_table("Stages", columns, rows[: 2 * SHOWN_STAGES + 1])
     if len(found.stages) > SHOWN_STAGES:
-        yield f"... and {len(found.stages) - SHOWN_STAGES:,} more; --json has them all"
+        yield f"... and {len(found.stages) - SHOWN_STAGES:,} more; use --json to list all"
 
 
 def _number(count: int, what: str) -> str:
@@ -295,8 +295,8 @@ def _number(count: int, what: str) -> str:
 
 
 def _escaped(names: Iterable[str]) -> str:
-    """Names may look like markup."""
-    from rich.markup import escape  # here, as --json does without it
+    """Join names with rich markup escaped, or return `none`."""
+    from rich.markup import escape  # imported here: --json does not need it
 
     return escape(", ".join(names)) or "none"
 
@@ -310,7 +310,7 @@ def _leasts(lights: "tuple[CircuitsUp, ...]") -> Iterator[tuple["CircuitsUp", Le
 
 
 def _transition_rows(found: "Transition", lights: "tuple[CircuitsUp, ...]") -> Iterator[tuple[object, ...]]:
-    """One line a point: what moves, what is up, and the endpoint that has least of what it has before or after."""
+    """Yield a row per point of the transition: moves, circuits up, and the endpoint with the smallest share."""
     for light, least in _leasts(lights):
         moved: tuple[PortPair, ...] = ()
         if light.stage:

@@ -1,4 +1,4 @@
-"""The problems of `orchestrrl fabric allocate`, `place` and `transition` as documents; checked in any shape."""
+"""Document models of the problems of `orchestrrl fabric allocate`, `place` and `transition`, and their checks."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -10,16 +10,16 @@ from orchestrrl.cli.problem import Check, ProblemPart, ids_exist, unique, values
 from orchestrrl.core.errors import path_of, shorten
 from planner.fabric.model import Cabling, EndpointId, OcsId, PortPair, pair_of, port_pair
 
-if TYPE_CHECKING:  # heavy, and each command needs one of them
+if TYPE_CHECKING:  # slow to import, and each command needs only one of them
     from planner.fabric.allocate import AllocationProblem
     from planner.fabric.place import PlacingProblem
     from planner.fabric.transition import TransitionProblem
 
-MOST_PORTS = 2**16  # of one endpoint; beyond any switch, and circuits are dealt out one by one
-SLOWEST_GBPS, FASTEST_GBPS, MOST_BYTES = 1e-9, 1e12, 1e30  # what goes beyond is a slip, and its seconds no number
+MOST_PORTS = 2**16  # per endpoint; larger than any switch, and circuits are allocated one at a time
+SLOWEST_GBPS, FASTEST_GBPS, MOST_BYTES = 1e-9, 1e12, 1e30  # values outside are typing errors and overflow seconds
 
 Port = Annotated[int, Field(ge=0, lt=2**31)]
-Fibres = dict[str, dict[int, str]]  # of each switch, the endpoint at each port
+Fibres = dict[str, dict[int, str]]  # switch -> port -> endpoint
 
 
 class CabledSwitchPart(ProblemPart):
@@ -40,7 +40,7 @@ def cabling(switches: list[CabledSwitchPart]) -> Cabling:
 
 
 def fibres(document: Any) -> Fibres:
-    """What can be read of the switches of a document that may have any shape."""
+    """Return the endpoint at each port of each switch, from a document of any shape. Malformed parts are skipped."""
     found: Fibres = {}
     for _, switch in values_at(document, "switches[]", dict):
         if isinstance(switch.get("id"), str):
@@ -57,15 +57,15 @@ def _one_fibre_a_port(document: Any) -> Iterator[str]:
             path = path_of((*location, *inner))
             at = shorten(switch.get("id")), port
             if first.setdefault(at, path) != path:
-                yield f"{path}: is fibred already by {first[at]}, got {port}"
+                yield f"{path}: is already fibred by {first[at]}, got {port}"
 
 
 CABLING_CHECKS: tuple[Check, ...] = (unique("switches[].id"), _one_fibre_a_port)
 
 
 def cross_connects(*names: str, ends_differ: bool = False) -> Check:
-    """Return a check that the cross-connects in each of the lists `names` join ports that have a fibre, each used once,
-    and with `ends_differ` ports of two endpoints."""
+    """Return a check of the cross-connects in the lists `names`: every port has a fibre and is used once per list.
+    With `ends_differ`, each cross-connect joins two different endpoints."""
 
     def check(document: Any) -> Iterator[str]:
         known = fibres(document)
@@ -82,9 +82,9 @@ def cross_connects(*names: str, ends_differ: bool = False) -> Check:
                 for side, port in ports.items():
                     path = path_of((*location, side))
                     if switch in known and port not in fibred:
-                        yield f"{path}: has no fibre on {shorten(switch)}, got {port}"
+                        yield f"{path}: must have a fibre on {shorten(switch)}, got {port}"
                     elif first.setdefault((switch, port), path) != path:
-                        yield f"{path}: is used already by {first[switch, port]}, got {port}"
+                        yield f"{path}: is already used by {first[switch, port]}, got {port}"
                 ends = [fibred[port] for port in set(ports.values()) if port in fibred]
                 if ends_differ and len(ends) == 2 and ends[0] == ends[1]:
                     yield f"{path_of(location)}: must join two endpoints, got two ports of {shorten(ends[0])}"
@@ -108,7 +108,7 @@ class DemandPart(ProblemPart):
 
 
 def _ends(value: Any) -> Any:
-    """A pair written as circuits are in the answer is a pair too."""
+    """Return a pair written as `{"a", "b"}`, as in the results, as a list of two."""
     return [value["a"], value["b"]] if isinstance(value, dict) and value.keys() == {"a", "b"} else value
 
 
@@ -174,7 +174,7 @@ class PlaceProblem(ProblemPart):
 
 
 def _circuits(document: Any) -> Iterator[str]:
-    """Pairs are of two endpoints, and stand once, whichever end comes first."""
+    """Check that each pair joins two different endpoints and occurs once, in either order."""
     first: dict[tuple[str, str], str] = {}
     for location, each in values_at(document, "circuits[]", dict):
         a, b = each.get("a"), each.get("b")
@@ -182,9 +182,9 @@ def _circuits(document: Any) -> Iterator[str]:
             continue
         path, pair = path_of(location), (min(a, b), max(a, b))
         if a == b:
-            yield f"{path}.b: must be another endpoint than a, got {shorten(b)}"
+            yield f"{path}.b: must differ from a, got {shorten(b)}"
         elif first.setdefault(pair, path) != path:
-            yield f"{path}: is the pair of {first[pair]} already, got {shorten([a, b])}"
+            yield f"{path}: is the same pair as {first[pair]}, got {shorten([a, b])}"
 
 
 def _failed(document: Any) -> Iterator[str]:
@@ -195,9 +195,9 @@ def _failed(document: Any) -> Iterator[str]:
         if switch not in known:
             continue
         if port not in known[switch]:
-            yield f"{path}: has no fibre on {shorten(switch)}, got {port}"
+            yield f"{path}: must have a fibre on {shorten(switch)}, got {port}"
         elif first.setdefault((switch, port), path) != path:
-            yield f"{path}: is used already by {first[switch, port]}, got {port}"
+            yield f"{path}: is already used by {first[switch, port]}, got {port}"
 
 
 PLACE_CHECKS = (

@@ -1,5 +1,5 @@
-"""`orchestrrl fabric check`, `show` and `generate`: whether a site's cabling is possible and what capacity it has, its
-picture, and the file of a regular site."""
+"""`orchestrrl fabric check`, `show` and `generate`: validate and draw a site file, and generate that of a regular
+site."""
 
 import inspect
 import json
@@ -35,19 +35,19 @@ if TYPE_CHECKING:
     from orchestrrl.fabric.views import SiteLayer, SwitchColumn, SwitchRow
     from planner.fabric.survey import PodCapacity, SiteSurvey, SwitchPorts
 
-SiteFile = Annotated[Path, typer.Argument(metavar="SITE.yaml", help="The file that describes the site.")]
+SiteFile = Annotated[Path, typer.Argument(metavar="SITE.yaml", help="The site file.")]
 
-ROWS_SHOWN = 24  # of a table; beyond that, neighbours that are alike share a row
-GAP = 3  # blanks between the columns of a picture
+ROWS_SHOWN = 24  # rows of a table; with more, adjacent equal rows are merged
+GAP = 3  # blanks between the columns of a drawing
 
 
 @command
 def check(file: SiteFile) -> Output:
-    """Find what is impossible in the cabling of a site, all of it at once, and say what capacity there is.
+    """Validate the cabling of a site and print its capacity. If it is invalid, print all errors.
 
-    A port used twice or beyond the switch, a fibre without a far end, a ToR or a PoD that nothing reaches, a NIC on the
-    wrong rail, a GPU in two servers: exit status 2, one line each. A sound site is summed up: how much more hosts can
-    send than ToRs and uplinks can carry, which ports are spare, and what is odd.
+    Errors are, for example, a port used twice or beyond the switch, a fibre without a far end, an unreachable ToR or
+    PoD, a NIC on the wrong rail, or a GPU in two servers: one line each, exit status 2. For a valid site, print the
+    capacities, the oversubscription of ToRs and uplinks, spare ports and warnings.
 
     Example:
 
@@ -64,9 +64,9 @@ def check(file: SiteFile) -> Output:
 
 
 def _check_view(file: Path, site: "Site", found: "SiteSurvey") -> View:
-    yield f"{file}: sound"
+    yield f"{file}: valid"
     yield summary(site)
-    yield _grouped("PoDs, Tbps each way (in brackets: hosts over it)", POD_COLUMNS, found.pods)
+    yield _grouped("PoDs, Tbps per direction (in brackets: oversubscription)", POD_COLUMNS, found.pods)
     yield _grouped("Switches", SWITCH_COLUMNS, found.switches)
     yield from (f"warning: {warning}" for warning in found.warnings)
 
@@ -86,7 +86,7 @@ def _tbps(gbps: float) -> str:
 
 
 def _up(capacity_gbps: float, ratio: float | None) -> str:
-    """With how often what hosts send would fill it."""
+    """Return an upward capacity with its oversubscription, such as `6.4 (2:1)`."""
     return _tbps(capacity_gbps) + ("" if ratio is None else f" ({ratio:.3g}:1)")
 
 
@@ -113,7 +113,7 @@ SWITCH_COLUMNS: Columns = {
 
 
 def _grouped(title: str, columns: Columns, each: "Iterable[PodCapacity | SwitchPorts]") -> "Table":
-    """A row for each if they are few; else neighbours that differ by no more than the name share a row."""
+    """Return a table with a row per item. If there are many, adjacent rows that differ only in the name are merged."""
     from orchestrrl.fabric.views import named
 
     rows: Sequence[tuple[object, ...]] = [row_of(one, columns) for one in each]
@@ -143,16 +143,16 @@ def _survey_json(site: "Site", found: "SiteSurvey") -> dict[str, Any]:
     }
 
 
-# --- a picture
+# --- drawing
 
 
 @command
 def show(
-    file: SiteFile, svg: Annotated[Path | None, typer.Option(metavar="OUT.svg", help="Write a picture as well.")] = None
+    file: SiteFile, svg: Annotated[Path | None, typer.Option(metavar="OUT.svg", help="Also draw to this file.")] = None
 ) -> Output:
     """Draw a site: servers on ToRs, ToRs and uplinks on the switches of their PoD, uplinks on the core.
 
-    A switch is a line across; where an endpoint's fibres end on it, it says how many. What is alike is drawn once.
+    Each switch is a horizontal line with the number of fibres of each endpoint. Equal parts are drawn once.
 
     Example:
 
@@ -179,7 +179,7 @@ def show(
 
 
 def drawing(layer: "SiteLayer") -> Iterator[str]:
-    """A layer as lines of text."""
+    """Yield the lines of a text drawing of a layer."""
     label = max(len(name) for name in (*(row.label for row in layer.rows), "servers", "uplinks")) + 1
     names = [_name(layer, column) for column in layer.columns]
     widths = [
@@ -208,7 +208,7 @@ def drawing(layer: "SiteLayer") -> Iterator[str]:
 
 
 def _name(layer: "SiteLayer", column: "SwitchColumn") -> str:
-    """PoDs in the core are named; of a PoD's own endpoints that share a column their number is enough."""
+    """Return the label of a column. Endpoints of a PoD that share a column are only counted; PoDs are named."""
     if layer.role is None or column.count == 1:
         return column.label
     return f"{column.count} {'uplinks' if column.uplink else 'ToRs'}"
@@ -250,25 +250,25 @@ def _layer_json(layer: "SiteLayer") -> dict[str, Any]:
     }
 
 
-# --- a regular site
+# --- generation of a regular site
 
 
 def generate(
     *,
     device: Annotated[
-        str, typer.Option(help="Optical switches: one of table 2's, or NAME:PORTS:RECONFIGURATION_S.")
+        str, typer.Option(help="Optical switch model: one of the paper's table 2, or NAME:PORTS:RECONFIGURATION_S.")
     ] = "piezo_polatis",
-    core_device: Annotated[str, typer.Option(help="Those of the core.  [default: as the others]")] = "",
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write it there, not to standard output.")] = None,
+    core_device: Annotated[str, typer.Option(help="Switch model of the core.  [default: --device]")] = "",
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Output file.  [default: standard output]")] = None,
     as_json: JsonFlag = False,
     **sizes: Any,
 ) -> None:
-    """Write the file of a regular site: rail-aligned PoDs, each ToR and uplink fibred to every switch of its PoD, each
-    uplink to every switch of the core, and lanes kept for responses.
+    """Generate the file of a regular site with rail-aligned PoDs.
 
-    What is not given is as in the paper's simulations: servers of 8 GPUs and 8 NICs of 200 Gbps, Polatis switches. ToRs
-    then have as much capacity up as down, and half of it fits through a PoD's uplinks. There are as few switches as
-    have the ports. A combination that cannot be is told with what to change, exit status 2.
+    Each ToR and uplink is fibred to every switch of its PoD, each uplink to every switch of the core, and lanes are
+    reserved for responses. Defaults are those of the paper's simulations: servers of 8 GPUs and 8 NICs of 200 Gbps,
+    Polatis switches. ToRs then have the same capacity up and down, and the uplinks of a PoD carry half of it. The
+    minimum number of switches is used. An impossible combination is reported with the options to change, exit status 2.
 
     Example:
 
@@ -291,14 +291,14 @@ def generate(
 
 
 def _with_flags(message: str) -> str:
-    """Parameters as they are named on the command line."""
+    """Replace parameter names in a message by command-line flags."""
     names = "|".join(SiteShape.__dataclass_fields__)
     flagged = re.sub(rf"\b({names})\b", lambda name: f"--{name[0].replace('_', '-')}", message)
     return flagged.replace("--agg-device", "--device")
 
 
 def _devices(agg: str, core: str) -> tuple[SwitchModel, SwitchModel]:
-    """Raises ProblemFaults with the faults of both."""
+    """Return the switch models of the PoDs and of the core. Raises ProblemFaults with the errors of both."""
     faults: list[str] = []
     found = []
     for flag, text in (("--device", agg), ("--core-device", core or agg)):
@@ -320,9 +320,9 @@ def _device(text: str) -> SwitchModel:
     if not numbers and name in DEVICES:
         return DEVICES[name]
     if not numbers:
-        raise ValueError(f"is not known (known: {', '.join(DEVICES)}; any other as NAME:PORTS:RECONFIGURATION_S)")
+        raise ValueError(f"must be one of {', '.join(DEVICES)}, or NAME:PORTS:RECONFIGURATION_S")
     if name in DEVICES:
-        raise ValueError(f"is known by that name already, with {DEVICES[name].ports} ports; take another name")
+        raise ValueError(f"must have a name other than the known device of {DEVICES[name].ports} ports")
     try:
         ports, reconfiguration_s = int(numbers[0]), float(numbers[1])
     except (ValueError, IndexError):

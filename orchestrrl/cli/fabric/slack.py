@@ -1,5 +1,4 @@
-"""`orchestrrl fabric slack` and `trace`: how long it is quiet between collectives, and which switches fit in; and what
-this host's recorders remember, as a trace."""
+"""`orchestrrl fabric slack` and `trace`: analyse the slack between collectives, and export recorded events."""
 
 import json
 from dataclasses import asdict
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from orchestrrl.fabric.traces import CommonQuiet
     from planner.fabric.slack_summary import SlackSummary
 
-POSITIONS_SHOWN = 24  # the longest windows; all of them with --json
+POSITIONS_SHOWN = 24  # number of longest windows to print; --json prints all
 BAR = 24
 RISK = 0.05
 PICTURES = (".png", ".svg", ".pdf")
@@ -31,21 +30,22 @@ PICTURES = (".png", ".svg", ".pdf")
 def slack(
     traces: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="TRACE.jsonl...", help="Recorded collectives; none: of jobs that run, by the daemon."),
+        typer.Argument(metavar="TRACE.jsonl...", help="Trace files. Default: the running jobs that the daemon traces."),
     ] = None,
     risk: Annotated[
-        float | None, typer.Option(help="How often a promised window may be broken, 0 to 1.", show_default="0.05")
+        float | None,
+        typer.Option(help="Probability, 0 to 1, that a window is shorter than promised.", show_default="0.05"),
     ] = None,
-    job: Annotated[str | None, typer.Option(help="Only this one of the jobs that run.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the distributions: .png, .svg or .pdf.")] = None,
+    job: Annotated[str | None, typer.Option(help="Show only this running job.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Plot the distributions to a .png, .svg or .pdf file.")] = None,
     daemon: DaemonOption = DEFAULT_TARGET,
 ) -> Output:
-    """Show how long it is quiet between the collectives of a job, and which optical switches fit in.
+    """Show the slack between the collectives of a job, and which optical switches can change circuits within it.
 
-    Of jobs that run, as the agents of their hosts tell it, or of traces: one JSON object per line, a collective
-    (`rank`, `op`, `group`, `bytes`, `start_s`, `end_s`, `async`), a mark (`rank`, `mark`, `at_s`) or the begin of an
+    Reads running jobs, as reported by the agents of their hosts, or traces: one JSON object per line, a collective
+    (`rank`, `op`, `group`, `bytes`, `start_s`, `end_s`, `async`), a mark (`rank`, `mark`, `at_s`) or the start of an
     iteration (`rank`, `iteration`, `at_s`). Prints the slack before each operation and the windows of an iteration with
-    what may be promised of them; of traces also when it is quiet on all ranks together.
+    the length that can be promised. For traces, also prints the windows in which all ranks are quiet.
 
     Example:
 
@@ -61,9 +61,9 @@ def slack(
     if plot is not None and plot.suffix not in PICTURES:
         faults.append(f"--plot: must end in {', '.join(PICTURES)}, got {str(plot)!r}")
     if traces and job is not None:
-        faults.append(f"--job: is for jobs that run, a trace has none, got {job!r}")
+        faults.append(f"--job: cannot be combined with TRACE.jsonl, got {job!r}")
     if not traces and risk is not None:
-        faults.append(f"--risk: is for traces, the daemon's agents have their own, got {risk:g}")
+        faults.append(f"--risk: requires TRACE.jsonl; agents have their own setting, got {risk:g}")
     raise_faults(faults)
     return _of_traces(traces, RISK if risk is None else risk, plot) if traces else _of_jobs(daemon, job, plot)
 
@@ -83,8 +83,8 @@ def _of_traces(traces: list[Path], risk: float, plot: Path | None) -> Output:
 
 def _of_jobs(daemon: str, job: str | None, plot: Path | None) -> Output:
     async def conversation(client: ControlClient) -> list[dict[str, Any]]:
-        told = await client.call(client.fabric.GetSlack, fabric_pb2.GetSlackRequest())
-        return list(json.loads(told.summary_json))
+        response = await client.call(client.fabric.GetSlack, fabric_pb2.GetSlackRequest())
+        return list(json.loads(response.summary_json))
 
     from pydantic import TypeAdapter
 
@@ -101,11 +101,11 @@ def _of_jobs(daemon: str, job: str | None, plot: Path | None) -> Output:
                 hosts.setdefault(rank["job"], set()).add(host["host"])
     if not jobs:
         if others := sorted({rank["job"] for host in seen for rank in host["ranks"]}):
-            fail(f"no job {job!r} is traced, but {', '.join(map(repr, others))}: name it with --job")
+            fail(f"no job {job!r} is traced; traced jobs: {', '.join(map(repr, others))}")
         of = "no job" if job is None else f"no job {job!r}"
-        fail(f"{of} is traced: `orchestrrl agent --rings FOLDER` on its hosts tells the daemon of it")
+        fail(f"{of} is traced: run `orchestrrl agent --rings FOLDER` on its hosts")
     if plot is not None and len(jobs) > 1:
-        fail(f"--plot: draws one job, choose it with --job: {', '.join(map(repr, sorted(jobs)))}", EXIT_MALFORMED)
+        fail(f"--plot: requires --job to select one of {', '.join(map(repr, sorted(jobs)))}", EXIT_MALFORMED)
     by_name = {name: sorted(ranks, key=lambda each: each.ranks) for name, ranks in sorted(jobs.items())}
     summaries = {name: merged(ranks) for name, ranks in by_name.items()}
     document = [
@@ -126,7 +126,7 @@ def _jobs_view(summaries: "dict[str, SlackSummary]", hosts: dict[str, set[str]])
 
 
 def _view(summary: "SlackSummary") -> View:
-    """For people. Reads nothing but the summary, wherever it comes from."""
+    """Yield the tables and charts of a summary, whether from a trace or from the daemon."""
     most = max((histogram.total for histogram in summary.histograms.values()), default=1)
     yield cells_table(
         f"Slack before each operation, {_ranks(summary)}",
@@ -149,11 +149,11 @@ def _view(summary: "SlackSummary") -> View:
         if halves:
             yield from (f"[bold]{op}[/bold]", *_bars(halves), "")
     yield from _windows_view(summary)
-    yield from ("What a commit needs beside that delay (control, receivers, routes) comes on top.", "")
+    yield from ("The other times of a commit (control, receivers, routes) are not included in that delay.", "")
 
 
 def _bars(halves: dict[int, int]) -> list[str]:
-    """Half a power of ten to a line."""
+    """Return a bar chart with half a power of ten per line."""
     from planner.fabric.slack import edge_s
 
     most = max(halves.values())
@@ -189,10 +189,10 @@ def _windows_view(summary: "SlackSummary") -> View:
     if len(quiet) > len(shown):
         yield f"The {len(shown)} longest of {len(quiet)} windows; --json prints all."
     if summary.why_not:
-        yield f"Nothing is promised where the trace ends: {summary.why_not}."
+        yield f"No window is promised at the end of the trace: {summary.why_not}."
     longest = duration(max((position.promised_s or 0.0 for position in quiet), default=0.0))
     yield cells_table(
-        "Windows that cover a switch's own delay",
+        "Windows longer than a switch's delay",
         ("switch", "delay", "windows", "of", "longest promised"),
         (
             (name, duration(delay_s), sum(each.covers(delay_s) for each in quiet), len(quiet), longest)
@@ -202,7 +202,7 @@ def _windows_view(summary: "SlackSummary") -> View:
 
 
 def _group(group: int) -> str:
-    """Recorders number groups by a hash of 63 bits, of which the last ones tell them apart."""
+    """Return a short name of a group. Recorders use 63-bit hashes, of which the last 16 bits are shown."""
     return str(group) if group < 1 << 16 else f"..{group & 0xFFFF:04x}"
 
 
@@ -210,7 +210,7 @@ def _common_table(common: "CommonQuiet") -> "Table":
     return cells_table(
         f"Quiet on all {common.ranks} ranks together: {len(common.lengths_s)} windows, {percent(common.share)} of "
         f"{duration(common.span_s)}; p50 {duration(common.quantile_s(0.5))}, p95 {duration(common.quantile_s(0.95))}",
-        ("switch", "delay", "windows that cover it", "their share of time"),
+        ("switch", "delay", "windows longer than it", "share of time"),
         (
             (device, duration(delay_s), count(common.covering(delay_s)), percent(common.share_covering(delay_s)))
             for device, delay_s in _delays().items()
@@ -242,7 +242,7 @@ def _ranks(summary: "SlackSummary") -> str:
 
 
 def draw(summary: "SlackSummary", target: Path) -> None:
-    """Shares of each operation by its slack, and the delays of the switches."""
+    """Plot the distribution of slack before each operation, with the delays of the switches."""
     from orchestrrl.core.charts import axes, save
     from planner.fabric.slack import edge_s
 
@@ -257,23 +257,23 @@ def draw(summary: "SlackSummary", target: Path) -> None:
         axis.set_title(f"{op}: {histogram.total:,} collectives", loc="left", fontsize="small")
         for delay_s in _delays().values():
             axis.axvline(delay_s, color="grey", linewidth=0.8, linestyle=":")
-    panels[-1][0].set(xscale="log", xlabel="seconds without traffic before it (dotted: delays of optical switches)")
+    panels[-1][0].set(xscale="log", xlabel="slack before the operation in s (dotted: delays of optical switches)")
     with writing(target):
         save(figure, target)
 
 
 @command
 def trace(
-    target: Annotated[Path, typer.Argument(help="The trace; one that is there is replaced.", metavar="FILE.jsonl")],
+    target: Annotated[Path, typer.Argument(help="The trace file to write or replace.", metavar="FILE.jsonl")],
     rings: Annotated[
-        Path | None, typer.Option(help="Where recorders write. Default: as theirs.", metavar="FOLDER")
+        Path | None, typer.Option(help="Folder of the recorders. Default: the recorders' default.", metavar="FOLDER")
     ] = None,
-    job: Annotated[str | None, typer.Option(help="Whose ranks; needed where there are several.")] = None,
+    job: Annotated[str | None, typer.Option(help="The job to export. Required if there are several.")] = None,
 ) -> Output:
-    """Write the collectives and marks that this host's recorders still remember into a trace.
+    """Write the collectives and marks in this host's recorder buffers to a trace file.
 
-    A ring holds the latest events of its process, the job need not stop for it. `orchestrrl fabric slack` reads one
-    file or those of several hosts; times in them are Unix time.
+    A ring buffer holds the latest events of its process. The job continues to run. `orchestrrl fabric slack` reads the
+    trace files of one or several hosts. Times are Unix time.
 
     Example: `orchestrrl fabric trace rank0.jsonl --job trainer && orchestrrl fabric slack rank0.jsonl`
     """
@@ -284,10 +284,10 @@ def trace(
     jobs = recorded_jobs(folder)
     if job is None:
         if len(jobs) > 1:
-            fail(f"--job: is missing, there are {', '.join(map(repr, jobs))}", EXIT_MALFORMED)
+            fail(f"--job: is required to select one of {', '.join(map(repr, jobs))}", EXIT_MALFORMED)
         job = next(iter(jobs), "")
     elif jobs and job not in jobs:
-        fail(f"{folder}: no job {job!r} is recorded there, but {', '.join(map(repr, jobs))}")
+        fail(f"{folder}: no job {job!r} is recorded; recorded jobs: {', '.join(map(repr, jobs))}")
     found = read_rings(folder, job)
     with writing(target):
         write_trace(found.events, target)
@@ -295,7 +295,7 @@ def trace(
     document = {"file": str(target), "job": job, "ranks": sorted(found.ranks), **counts}
     lines = [f"{target}: {len(found.events):,} events of {len(found.ranks)} ranks"]
     if found.lost:
-        lines.append(f"{found.lost:,} older events are gone: rings are of a limited size")
+        lines.append(f"{found.lost:,} older events were overwritten: the size of rings is limited")
     if found.running:
-        lines.append(f"{found.running:,} collectives that still run are left out")
+        lines.append(f"{found.running:,} collectives that still run are omitted")
     return Output(document, lines)

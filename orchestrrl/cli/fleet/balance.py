@@ -1,4 +1,4 @@
-"""`orchestrrl balance`: the moves that the fast loop would make on a fleet described in a file."""
+"""`orchestrrl balance`: compute the moves of the fast loop for a fleet described in a file."""
 
 from collections import Counter
 from typing import TYPE_CHECKING, Any
@@ -11,17 +11,17 @@ if TYPE_CHECKING:
 
 STOPPED = {
     "within_theta": "the spread of load indices is within theta",
-    "no_feasible_move": "no request can move: no room for it, or no gain from it",
+    "no_feasible_move": "no move is feasible: the destination has no free KV, or the move has no gain",
 }
 
 
 @command
 def balance(file: ProblemFile) -> Output:
-    """Say which requests to move so that no worker straggles, by the load index of equation 5.
+    """Compute which requests to move so that no worker straggles, by the load index of equation 5.
 
     Reads one JSON problem: `theta` and `workers`, each with `id`, `running`, `waiting`, `kv_capacity_tokens`,
     `kv_free_tokens`, `max_sequences` and `decode_tokens_per_s` (null: unknown; 0 with running requests: stalled).
-    Nothing is moved.
+    No request is moved.
 
     Example:
 

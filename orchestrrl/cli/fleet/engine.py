@@ -1,4 +1,4 @@
-"""`orchestrrl engine`: engines that come with OrchestrRL."""
+"""`orchestrrl engine`: run the engines that come with OrchestrRL."""
 
 import ast
 import inspect
@@ -17,28 +17,29 @@ from orchestrrl.core.errors import Permanent, ProblemFaults, faults_of
 if TYPE_CHECKING:
     from orchestrrl.lab.simulated_engine.options import SimulatedOptions
 
-FLAGS = {"max_model_len_tokens": "max-model-len"}  # those that do not have their field's name
+FLAGS = {"max_model_len_tokens": "max-model-len"}  # field name to option name, where they differ
 
 
 def simulated(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 0,
+    port: Annotated[int, typer.Option(help="Port to listen on. 0 selects a free port.")] = 0,
     lengths: Annotated[
-        Path | None, typer.Option(help="YAML with quantiles, tokens and correlation of answer lengths.")
+        Path | None, typer.Option(help="YAML file with quantiles, tokens and correlation of response lengths.")
     ] = None,
     misreport: Annotated[
-        list[str] | None, typer.Option(metavar="tp|pp|dp|ep=N", help="Fault: say that it is laid out so; repeat it.")
+        list[str] | None,
+        typer.Option(metavar="tp|pp|dp|ep=N", help="Fault: report this parallelism instead. Can be repeated."),
     ] = None,
     **given: Any,
 ) -> None:
-    """Serve a simulated engine with vLLM's HTTP surface until SIGTERM. Its URL is the first line of output.
+    """Serve a simulated engine with vLLM's HTTP API until SIGTERM. The first line of output is its URL.
 
-    A decode step takes `alpha + beta*sequences + gamma*kv_tokens` virtual seconds, and the tokens are a function of the
-    prompt and the seeds, so that a request continued on another engine can be checked token by token.
+    A decode step takes `alpha + beta*sequences + gamma*kv_tokens` virtual seconds. Tokens are a function of the prompt
+    and the seeds, so that a request continued on another engine can be checked token by token.
 
     Example: `orchestrrl engine simulated --port 8100 --speed 30 --max-num-seqs 48`
     """
-    # Imported here so that help and completion need none of it.
+    # Imported here so that help and completion are fast.
     from pydantic import ValidationError
 
     from orchestrrl.lab.simulated_engine.options import SimulatedOptions
@@ -56,7 +57,7 @@ def simulated(
 
 def _parameters() -> Iterator[inspect.Parameter]:
     """Yield the command's own parameters, and one for each field of the options that has a description. The fields are
-    read from the source: help and completion do without pydantic."""
+    read from the source file, so that help and completion need not import pydantic."""
     yield from (each for each in inspect.signature(simulated).parameters.values() if each.name != "given")
     module = ast.parse(files("orchestrrl.lab.simulated_engine").joinpath("options.py").read_text("utf-8"))
     model = next(node for node in module.body if isinstance(node, ast.ClassDef) and node.name == "SimulatedOptions")

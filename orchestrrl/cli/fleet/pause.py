@@ -1,4 +1,4 @@
-"""`orchestrrl pause`, `renew`, `resume`, `barrier`: bring the fleet to rest while weights change. And `cancel`."""
+"""`orchestrrl pause`, `renew`, `resume`, `barrier`, `cancel`: pause the fleet for new weights, and cancel requests."""
 
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
@@ -12,33 +12,37 @@ from orchestrrl.cli.lazy import ControlClient, agent_pb2, control_pb2
 from orchestrrl.cli.output import Columns, Output, View, note, table
 
 POLL_EVERY_S = 0.5
-USUAL_S = 60.0  # as the daemon has it
-ANSWER_S = 30.0  # beyond what is waited for
+USUAL_S = 60.0  # the daemon's default lease
+ANSWER_S = 30.0  # time for the daemon's response after the deadline
 
 
-# The values of enumerations in core/operations.py, which loads more.
+# The values of the enumerations in core/operations.py, repeated because that module is slow to import.
 PauseModeOption = Literal["keep", "wait", "abort"]
 FrozenRequestsOption = Literal["recompute", "continue", "restart", "taken_back"]
 WeightsOption = Annotated[
-    str, typer.Option(metavar="FOLDER", help="Where these weights are: engines that are started later load them there.")
+    str, typer.Option(metavar="FOLDER", help="Folder of these weights. Engines that start later load them from it.")
 ]
-LeaseSeconds = Annotated[float, typer.Option("--lease-s", min=0.0, help="Seconds until all goes on by itself.")]
+LeaseSeconds = Annotated[
+    float, typer.Option("--lease-s", min=0.0, help="Seconds until the fleet resumes unless the lease is renewed.")
+]
 
 
 @daemon_command
 async def pause(
     client: ControlClient,
-    mode: Annotated[PauseModeOption, typer.Option(help="What becomes of what runs: frozen, finished first, ended.")] = (
-        "keep"
-    ),
-    frozen: Annotated[FrozenRequestsOption, typer.Option(help="How frozen requests go on.")] = "recompute",
+    mode: Annotated[
+        PauseModeOption, typer.Option(help="Running requests: keep freezes, wait finishes, abort ends them.")
+    ] = "keep",
+    frozen: Annotated[FrozenRequestsOption, typer.Option(help="How frozen requests continue.")] = "recompute",
     lease_s: LeaseSeconds = USUAL_S,
-    deadline_s: Annotated[float, typer.Option(min=0.0, help="All must be at rest by then; 0: as the lease.")] = 0.0,
-    holder: Annotated[str, typer.Option(help="Who asks and why, for others to see.")] = "",
+    deadline_s: Annotated[
+        float, typer.Option(min=0.0, help="Seconds within which every engine must be quiet. 0: as --lease-s.")
+    ] = 0.0,
+    holder: Annotated[str, typer.Option(help="Name and purpose of the holder, shown to other operators.")] = "",
 ) -> Output:
-    """Bring every engine to rest, and say when all is quiet. Renew the lease, or all goes on when it ends.
+    """Pause every engine and wait until the fleet is quiet. The fleet resumes when the lease expires.
 
-    Where it is not quiet in time, all goes on as before, and the exit status is 1.
+    Renew the lease with `orchestrrl renew`. If the fleet is not quiet by the deadline, it resumes; exit status 1.
 
     Example: `orchestrrl pause --mode wait --deadline-s 300 --holder "weights of step 12"`
     """
@@ -53,24 +57,24 @@ async def pause(
     )
     patience_s = (deadline_s or lease_s or USUAL_S) + ANSWER_S
     asked = asyncio.create_task(answer(client, client.control.PauseFleet, order, timeout_s=patience_s))
-    told = ""
+    printed = ""
     while not (await asyncio.wait({asked}, timeout=POLL_EVERY_S))[0]:
         words = progress(await _seen(client))
-        if words and words != told:
+        if words and words != printed:
             note(words)
-            told = words
+            printed = words
     found = await asked
-    advice = f"go on with [bold]orchestrrl resume {escape(found['lease_id'])}[/bold]"
+    advice = f"resume with [bold]orchestrrl resume {escape(found['lease_id'])}[/bold]"
     return Output(found, [*barrier_lines(found), advice, *_troubles(found)])
 
 
 @daemon_command
 async def renew(
     client: ControlClient,
-    lease: Annotated[str, typer.Argument(help="As `pause` told it.", metavar="LEASE")],
+    lease: Annotated[str, typer.Argument(help="The lease id that `pause` printed.", metavar="LEASE")],
     lease_s: LeaseSeconds = USUAL_S,
 ) -> Output:
-    """Keep the fleet at rest for longer. Refused when the lease has ended: requests have gone on since.
+    """Renew the lease of a pause. Fails if the lease has expired, because requests have run since.
 
     Example: `orchestrrl renew g1795274800-1 --lease-s 120`
     """
@@ -82,17 +86,18 @@ async def renew(
 @daemon_command
 async def resume(
     client: ControlClient,
-    lease: Annotated[str, typer.Argument(help="Left out: whoever's it is.", metavar="[LEASE]")] = "",
+    lease: Annotated[str, typer.Argument(help="The lease to end. Default: the current one.", metavar="[LEASE]")] = "",
     policy_version: Annotated[
-        int | None, typer.Option(min=0, help="Of the weights that engines have now; left out: the same as before.")
+        int | None, typer.Option(min=0, help="Version of the weights that engines have now. Default: unchanged.")
     ] = None,
     weights: WeightsOption = "",
     without: Annotated[
-        list[str] | None, typer.Option(metavar="ENGINE", help="Did not get them, stays at rest; repeat it.")
+        list[str] | None,
+        typer.Option(metavar="ENGINE", help="Engine without the new weights; it stays paused. Can be repeated."),
     ] = None,
     reason: Reason = "",
 ) -> Output:
-    """Let requests go on, under the weights that engines have now.
+    """Resume all requests with the weights that engines have now.
 
     Example: `orchestrrl resume --policy-version 13 --weights /shared/weights/13`
     """
@@ -109,7 +114,7 @@ async def resume(
 
 @daemon_command
 async def barrier(client: ControlClient) -> Output:
-    """Say whether requests stand still, for whom and how long, and which weights engines have.
+    """Show the pause barrier: its phase, lease and holder, and the weights of each engine.
 
     Example: `orchestrrl barrier`
     """
@@ -126,12 +131,12 @@ def _barrier_view(found: dict[str, Any]) -> View:
 @daemon_command
 async def set_version(
     client: ControlClient,
-    policy_version: Annotated[int, typer.Argument(min=0, help="Of the weights.", metavar="N")],
-    engine: Annotated[list[str], typer.Option(metavar="ENGINE", help="That has them; repeat it.")],
+    policy_version: Annotated[int, typer.Argument(min=0, help="Version of the weights.", metavar="N")],
+    engine: Annotated[list[str], typer.Option(metavar="ENGINE", help="Engine with this version. Can be repeated.")],
     weights: WeightsOption = "",
     reason: Reason = "",
 ) -> Output:
-    """Tell which weights engines have that got them without the pause barrier, e.g. after a restart.
+    """Set the weight version of engines that received weights without the pause barrier, such as after a restart.
 
     Example: `orchestrrl engines set-version 13 --engine vllm-1`
     """
@@ -146,19 +151,23 @@ async def set_version(
 @daemon_command
 async def cancel(
     client: ControlClient,
-    group: Annotated[list[str] | None, typer.Option(metavar="GROUP", help="All of its requests; repeat it.")] = None,
-    request: Annotated[list[str] | None, typer.Option(metavar="REQUEST", help="This one; repeat it.")] = None,
-    reason: Annotated[str, typer.Option(help="Becomes the answers' stop_reason.")] = "",
+    group: Annotated[
+        list[str] | None, typer.Option(metavar="GROUP", help="Cancel all requests of this group. Can be repeated.")
+    ] = None,
+    request: Annotated[
+        list[str] | None, typer.Option(metavar="REQUEST", help="Cancel this request. Can be repeated.")
+    ] = None,
+    reason: Annotated[str, typer.Option(help="The stop_reason of the responses.")] = "",
 ) -> Output:
-    """End answers where they are: their clients get what there is, with finish_reason `abort`.
+    """Cancel requests. Their clients receive the tokens generated so far, with finish_reason `abort`.
 
     Example: `orchestrrl cancel --group prompt-17 --reason "reward is known"`
     """
     order = control_pb2.CancelRequestsRequest(request_ids=request or [], group_ids=group or [], reason=reason)
     found = await answer(client, client.control.CancelRequests, order)
     ended, silent = found["cancelled_ids"], ", ".join(found["silent_node_ids"])
-    lines = [escape(f"{len(ended)} requests ended{': ' if ended else ''}{', '.join(ended)}")]
-    return Output(found, lines, f"no answer from {silent}: more may have ended there" if silent else None)
+    lines = [escape(f"{len(ended)} requests cancelled{': ' if ended else ''}{', '.join(ended)}")]
+    return Output(found, lines, f"no response from {silent}: more requests may be cancelled there" if silent else None)
 
 
 async def _seen(client: ControlClient) -> dict[str, Any]:
@@ -189,11 +198,11 @@ def _troubles(barrier: dict[str, Any]) -> list[str]:
     ]
 
 
-# --- the barrier in words
+# --- the barrier as text
 
 
 def barrier_lines(barrier: dict[str, Any]) -> list[str]:
-    """The state in a line or two, e.g. for `orchestrrl status`."""
+    """Return the state of the barrier in a few lines, as `orchestrrl status` shows it."""
     version = "" if barrier["policy_version"] is None else f", policy version {barrier['policy_version']}"
     if barrier["phase"] in ("", "open"):
         lines = [f"barrier: open{version}", *_source(barrier)]
@@ -203,7 +212,7 @@ def barrier_lines(barrier: dict[str, Any]) -> list[str]:
     lines = [
         f"barrier: [bold]{barrier['phase']}[/bold]{version}, mode {barrier['mode']},"
         f" frozen requests {barrier['frozen']}",
-        escape(f"lease {barrier['lease_id']}{holder}: all goes on by itself at {until}"),
+        escape(f"lease {barrier['lease_id']}{holder}: expires at {until}, then the fleet resumes"),
         *_source(barrier),
     ]
     words = progress(barrier)
@@ -215,10 +224,10 @@ def _source(barrier: dict[str, Any]) -> list[str]:
 
 
 def progress(barrier: dict[str, Any]) -> str:
-    """How far the fleet has come to rest; nothing where its reports do not know yet that it has."""
+    """Return the counts of running, frozen and held requests, or nothing if it is open or reports are outdated."""
     reports = [gateway["report"] for gateway in barrier["gateways"] if gateway["report"]]
     old = barrier["phase"] == "quiet" and any(report["phase"] != "quiet" for report in reports)
     if barrier["phase"] in ("", "open") or not reports or old:
         return ""
     running, frozen, held = (sum(report[name] for report in reports) for name in ("running", "frozen", "held"))
-    return f"requests: {count(running)} run, {count(frozen)} frozen, {count(held)} held"
+    return f"requests: {count(running)} running, {count(frozen)} frozen, {count(held)} held"

@@ -1,4 +1,4 @@
-"""`orchestrrl redeploy`: change which engines there are, watch it, take it back."""
+"""`orchestrrl redeploy`: replace the engines of the fleet, watch a redeployment, and cancel it."""
 
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
@@ -16,9 +16,9 @@ from orchestrrl.core.errors import OutcomeUnknown
 from orchestrrl.rpc.plain_values import plain
 
 MOST_ENGINES = (1 << 32) - 1
-# What engines can do is asked of them before the daemon answers.
+# The daemon queries the capabilities of engines before it responds.
 FIRST_WITHIN_S = 60.0
-AWAY = "the daemon is away: the redeployment goes on, or back, once it is there again"
+AWAY = "the daemon is unreachable: the redeployment continues, or is rolled back, when it is running again"
 
 
 @daemon_command
@@ -28,29 +28,31 @@ async def redeploy(
         list[str] | None,
         typer.Option(
             metavar="CONFIGURATION[=N]",
-            help="So many engines of it; without N: as many as the GPUs make that others leave. Repeat it. `nothing`:"
-            " all stop, once their requests have finished.",
+            help="Number of engines of a configuration. Without N: as many as fit on the remaining GPUs. Can be"
+            " repeated. `nothing`: stop all engines once their requests have finished.",
         ),
     ] = None,
-    plan: Annotated[str, typer.Option(metavar="PLAN", help="The fleet that this plan proposes.")] = "",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the steps; do nothing.")] = False,
-    no_wait: Annotated[bool, typer.Option("--no-wait", help="Begin, and leave it to itself.")] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Follow the one under way until it ends.")] = False,
-    cancel: Annotated[bool, typer.Option("--cancel", help="Go back to the engines from before.")] = False,
+    plan: Annotated[str, typer.Option(metavar="PLAN", help="Deploy the fleet that this plan proposes.")] = "",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the steps and change nothing.")] = False,
+    no_wait: Annotated[bool, typer.Option("--no-wait", help="Start the redeployment and return.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Follow the running redeployment until it ends.")] = False,
+    cancel: Annotated[bool, typer.Option("--cancel", help="Roll back to the previous engines.")] = False,
     redeployment_id: Annotated[
         str,
         typer.Option(
-            "--id", metavar="REDEPLOYMENT", help="Which, for the last three; else the one under way, or last."
+            "--id",
+            metavar="REDEPLOYMENT",
+            help="The redeployment to watch, cancel or show. Default: the running or last one.",
         ),
     ] = "",
     reason: Reason = "",
     as_json: JsonFlag = False,
 ) -> Output:
-    """Bring the fleet to other engines, in steps that can be taken back; without a target, say how the last one stands.
+    """Redeploy the fleet to other engines in reversible steps. Without a target, show the last redeployment.
 
-    Engines that stay serve on; requests of those that leave move or wait in their gateway. Whatever fails, all goes
-    back to the engines from before. Exit status 0 when it is done, 1 when it went back or engines are missing. Ctrl-C
-    leaves it running.
+    Engines in both fleets continue to serve. Requests of engines that stop are moved or wait in their gateway. If a
+    step fails, the previous engines are restored. Exit status 0: done; 1: rolled back, or engines are missing. Ctrl-C
+    leaves the redeployment running.
 
     Example: `orchestrrl redeploy --to tp2 --dry-run`
 
@@ -83,7 +85,7 @@ async def redeploy(
     report = await _first(client, order)
     if dry_run:
         return Output(report, _draft_view(report))
-    return Output(report, [words.begun(report), f"it runs by itself; {advice(report['redeployment_id'])}"])
+    return Output(report, [words.begun(report), f"started; {advice(report['redeployment_id'])}"])
 
 
 async def fetch_redeployment(client: ControlClient, redeployment_id: str) -> dict[str, Any]:
@@ -91,11 +93,11 @@ async def fetch_redeployment(client: ControlClient, redeployment_id: str) -> dic
     return await answer(client, client.control.GetRedeployment, request)
 
 
-# --- what is asked
+# --- the request
 
 
 def _targets(to: list[str]) -> "tuple[list[control_pb2.RedeployTarget], list[str]]":
-    """Return what --to names, and its faults."""
+    """Return the targets of --to, and an error text for each malformed one."""
     targets: list[control_pb2.RedeployTarget] = []
     faults: list[str] = []
     for wish in to:
@@ -104,26 +106,26 @@ def _targets(to: list[str]) -> "tuple[list[control_pb2.RedeployTarget], list[str
         if not configuration.strip() or not well:
             faults.append(f"--to: must be CONFIGURATION or CONFIGURATION=N with N of at least 1, got {wish!r}")
         elif configuration in [target.configuration for target in targets]:
-            faults.append(f"--to: must name a configuration once, got {wish!r} again")
+            faults.append(f"--to: must name a configuration only once, got {wish!r} again")
         else:
             targets.append(control_pb2.RedeployTarget(configuration=configuration, engines=int(number or 0)))
     return targets, faults
 
 
-# --- how it goes on
+# --- its progress
 
 
 async def _first(client: ControlClient, order: "control_pb2.RedeployRequest") -> dict[str, Any]:
-    """Return the draft, or the redeployment as it begins."""
+    """Return the first report: the draft of a dry run, or the redeployment that has started."""
     import asyncio
 
     try:
-        async with asyncio.timeout(FIRST_WITHIN_S), aclosing(_ordered(client, order)) as told:
-            async for report in told:
+        async with asyncio.timeout(FIRST_WITHIN_S), aclosing(_ordered(client, order)) as reports:
+            async for report in reports:
                 return report
     except TimeoutError:
-        raise OutcomeUnknown(f"the daemon at {client.address} gave no answer in time") from None
-    raise OutcomeUnknown(f"the daemon at {client.address} ended the call without an answer")
+        raise OutcomeUnknown(f"the daemon at {client.address} did not respond within {FIRST_WITHIN_S:g} s") from None
+    raise OutcomeUnknown(f"the daemon at {client.address} closed the call without a response")
 
 
 async def _ordered(client: ControlClient, order: "control_pb2.RedeployRequest") -> AsyncGenerator[dict[str, Any]]:
@@ -145,7 +147,7 @@ async def _polled(client: ControlClient, redeployment_id: str) -> AsyncGenerator
 async def _followed(
     client: ControlClient, order: "control_pb2.RedeployRequest | None", redeployment_id: str, as_json: bool
 ) -> Output:
-    """Follow the redeployment that `order` begins or, without one, the one under way, until it is over."""
+    """Follow the redeployment that `order` starts or, without an order, the running one, until it ends."""
 
     def fetch(latest: dict[str, Any] | None) -> AsyncIterator[dict[str, Any]]:
         if latest is None and order is not None:
@@ -165,16 +167,16 @@ def _runs(report: dict[str, Any]) -> bool:
 
 def _left(latest: dict[str, Any] | None) -> str:
     if latest is None:
-        return "the daemon has not answered: it may have begun; look with [bold]orchestrrl redeploy[/bold]"
+        return "no response yet: the redeployment may have started; check with [bold]orchestrrl redeploy[/bold]"
     redeployment_id = latest["redeployment_id"]
-    return f"redeployment [bold]{escape(redeployment_id)}[/bold] goes on by itself; {advice(redeployment_id)}"
+    return f"redeployment [bold]{escape(redeployment_id)}[/bold] continues; {advice(redeployment_id)}"
 
 
 def advice(redeployment_id: str) -> str:
     named = f" --id {escape(redeployment_id)}"
     return (
         f"watch it with [bold]orchestrrl redeploy --watch{named}[/bold], "
-        f"take it back with [bold]orchestrrl redeploy --cancel{named}[/bold]"
+        f"roll it back with [bold]orchestrrl redeploy --cancel{named}[/bold]"
     )
 
 
@@ -183,14 +185,14 @@ async def _cancel(client: ControlClient, redeployment_id: str, reason: str) -> O
     report = await answer(client, client.control.CancelRedeployment, order)
     named, before = escape(report["redeployment_id"]), escape(words.fleet_text(report["old_engines"]))
     watch = f"watch it with [bold]orchestrrl redeploy --watch --id {named}[/bold]"
-    return Output(report, [f"redeployment [bold]{named}[/bold] goes back to {before}; {watch}"])
+    return Output(report, [f"redeployment [bold]{named}[/bold] is rolled back to {before}; {watch}"])
 
 
-# --- what is shown
+# --- views
 
 
 def _end_view(report: dict[str, Any]) -> View:
-    """The whole; why it is not done is the failure of the command."""
+    """Yield the steps and the outcome. The reason of a failure is omitted: it is the command's error message."""
     yield words.taken_table(report)
     yield from words.outcome(report if report["state"] == "done" else {**report, "detail": ""})
 
@@ -209,7 +211,7 @@ def _draft_view(report: dict[str, Any]) -> View:
     yield words.begun(report)
     yield words.engines_table(report)
     if not report["steps"]:
-        yield "the fleet is so already: there is nothing to do"
+        yield "the fleet already has these engines: nothing to do"
         return
     yield words.plan_table(report)
-    yield "stages follow each other; within one, engines go on side by side, each through its steps in order"
+    yield "stages run one after another; within a stage, engines proceed in parallel, each through its steps in order"

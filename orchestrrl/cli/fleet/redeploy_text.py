@@ -1,4 +1,4 @@
-"""A redeployment in words and tables: what it would do, how far it is, what took how long, and a time line."""
+"""Render a redeployment as text and tables: its plan, progress, durations and time line."""
 
 import re
 import time
@@ -18,49 +18,49 @@ from orchestrrl.cli.output import Columns, cells_table, row_of
 from orchestrrl.core.errors import cut
 
 _NUMBERED = re.compile(r"(|.*\D)(0|[1-9][0-9]*)", re.DOTALL)
-NAMED = 4  # engines, before only their number is told
-ENGINES_SHOWN = 24  # rows, beyond which engines of a kind share one
-BARS_SHOWN = 48  # of a time line, beyond which the steps of a kind in a stage share one
+NAMED = 4  # engines named in a list; of more, only the number is shown
+ENGINES_SHOWN = 24  # rows; with more, engines of the same configuration share a row
+BARS_SHOWN = 48  # bars of a time line; with more, steps of the same kind in a stage share a bar
 LINE_WIDTH = 60
 REMARK_CHARACTERS = 200
 
-CUT_SHORT = "cut short"  # as the daemon says it of a step that another's failure ended
+CUT_SHORT = "cut short"  # the daemon's detail of a step that ended because another step failed
 
 COLOURS = {"running": "cyan", "done": "green", "failed": "red", "planned": "cyan", "degraded": "red"}
 
 
 def fleet_text(engines: Sequence[dict[str, Any]]) -> str:
-    """`8 x tp2, 1 x tp4`"""
+    """Return the engines per configuration, such as `8 x tp2, 1 x tp4`."""
     kinds = Counter(engine["configuration"] or "unknown" for engine in engines)
     return ", ".join(f"{number} x {kind}" for kind, number in kinds.items()) or "nothing"
 
 
 def change_text(report: dict[str, Any]) -> str:
-    """`8 x tp2 -> 2 x tp8`"""
+    """Return the change of engines, such as `8 x tp2 -> 2 x tp8`."""
     return f"{fleet_text(report['old_engines'])} -> {fleet_text(report['new_engines'])}"
 
 
 def spaced(name: str) -> str:
-    """`load_weights` as people say it."""
+    """Return a name such as `load_weights` with spaces instead of underscores."""
     return name.replace("_", " ")
 
 
 def elapsed_s(report: dict[str, Any]) -> float | None:
-    """From its beginning to its end; None while it runs."""
+    """Return the seconds from its start to its end, or None while it runs."""
     ended = report["ended_unix_s"]
     return None if ended is None else float(max(0.0, ended - report["created_unix_s"]))
 
 
 def begun(report: dict[str, Any]) -> str:
-    """What it is, in a line."""
-    named = f"redeployment {report['redeployment_id']}" if report["redeployment_id"] else "dry run, nothing is done"
+    """Return one line with the id, the change of engines, the plan and the reason."""
+    named = f"redeployment {report['redeployment_id']}" if report["redeployment_id"] else "dry run, nothing changes"
     plan = f", plan {report['plan_id']}" if report["plan_id"] else ""
     reason = f" ({report['reason']})" if report["reason"] else ""
     return f"[bold]{escape(named)}[/bold]: {escape(change_text(report) + plan + reason)}"
 
 
 def outcome(report: dict[str, Any]) -> list[str]:
-    """How it stands or ended, and what it was for requests."""
+    """Return lines on the state of the redeployment and its effect on requests."""
     state = spaced(report["state"])
     colour = COLOURS.get(state, "yellow")
     took = elapsed_s(report)
@@ -72,18 +72,18 @@ def outcome(report: dict[str, Any]) -> list[str]:
     still = report["closed_s"]
     moved, parked = report["requests_moved"], report["requests_parked"]
     if still is not None or moved or parked:
-        stood = "" if still is None else f" of engines that left stood still for at most {duration(still)}"
-        lines.append(f"requests{stood}: {count(moved)} moved, {count(parked)} kept by their gateway meanwhile")
+        stood = "" if still is None else f" of stopped engines paused for at most {duration(still)}"
+        lines.append(f"requests{stood}: {count(moved)} moved, {count(parked)} held by their gateway")
     return lines
 
 
 def progress(report: dict[str, Any]) -> str:
-    """`redeployment s1: 8 x tp2 -> 2 x tp8, running: evacuate (12 of 40 steps done, since 18:55:01)`"""
+    """Return a line such as `redeployment s1: 8 x tp2 -> 2 x tp8, running: evacuate (12 of 40 steps done, ...)`."""
     steps = report["steps"]
     done = sum(step["state"] == "done" for step in steps)
     now = ", ".join(dict.fromkeys(spaced(step["kind"]) for step in steps if step["state"] == "running"))
     back = any(step["direction"] == "back" for step in steps)
-    going = "[yellow]going back[/yellow]" if back else "running"
+    going = "[yellow]rolling back[/yellow]" if back else "running"
     doing = f": {now}" if now else ""
     return (
         f"redeployment [bold]{escape(report['redeployment_id'])}[/bold]: {escape(change_text(report))},"
@@ -93,7 +93,7 @@ def progress(report: dict[str, Any]) -> str:
 
 
 def redeployment_summary(report: dict[str, Any] | None) -> list[str]:
-    """For `orchestrrl status`: nothing unless a redeployment is under way or has left engines missing."""
+    """Return the line for `orchestrrl status`, or nothing if there is no redeployment to show."""
     if report is None:
         return []
     if report["state"] == "running":
@@ -105,15 +105,15 @@ def redeployment_summary(report: dict[str, Any] | None) -> list[str]:
 
 
 def engines_table(report: dict[str, Any]) -> Table:
-    """Who leaves, stays and comes, an engine a row while there are few."""
+    """Return a table of the engines that stop, stay and start. Each has a row unless there are many."""
     return cells_table("Engines", ("engine", "", "configuration", "GPUs"), _engine_rows(report))
 
 
 def _engine_rows(report: dict[str, Any]) -> Iterator[tuple[object, ...]]:
     old, new = ({engine["engine_id"] for engine in report[name]} for name in ("old_engines", "new_engines"))
-    fated = [("leaves", engine) for engine in report["old_engines"] if engine["engine_id"] not in new]
+    fated = [("stops", engine) for engine in report["old_engines"] if engine["engine_id"] not in new]
     fated += [("stays", engine) for engine in report["new_engines"] if engine["engine_id"] in old]
-    fated += [("comes", engine) for engine in report["new_engines"] if engine["engine_id"] not in old]
+    fated += [("starts", engine) for engine in report["new_engines"] if engine["engine_id"] not in old]
     groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for fate, engine in fated:
         own = engine["engine_id"] if len(fated) <= ENGINES_SHOWN else ""
@@ -124,7 +124,7 @@ def _engine_rows(report: dict[str, Any]) -> Iterator[tuple[object, ...]]:
 
 
 def _named(ids: Sequence[str]) -> str:
-    """`e0, x`, and `s17-2.0-3` for four that are numbered so."""
+    """Return ids as a list, such as `e0, x`; more than two numbered ids as a range, such as `s17-2.0-3`."""
     numbered = [_NUMBERED.fullmatch(id) for id in ids]
     found = [match for match in numbered if match is not None]
     if len(ids) > 2 and len(found) == len(ids) and len({match[1] for match in found}) == 1:
@@ -139,7 +139,7 @@ def _named(ids: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StageSteps:
-    """Those of one kind in one stage: they run side by side, or their engines' chains do."""
+    """The steps of one kind in one stage. They, or the chains of steps of their engines, run in parallel."""
 
     direction: str
     stage: int
@@ -148,7 +148,7 @@ class StageSteps:
 
     @property
     def name(self) -> tuple[str, str]:
-        """The stage, and what is done in it."""
+        """The stage and the kind of step."""
         return f"{self.stage} back" if self.direction == "back" else str(self.stage), spaced(self.kind)
 
     @property
@@ -157,7 +157,7 @@ class StageSteps:
 
     @property
     def state(self) -> str:
-        """Of all of them together."""
+        """The combined state of the steps."""
         states = {step["state"] for step in self.steps}
         if len(states) == 1:
             return str(*states)
@@ -171,15 +171,15 @@ class StageSteps:
         if len({step["state"] for step in self.steps}) == 1:
             return self.state
         done = sum(step["state"] == "done" for step in self.steps)
-        told = f"{self.state}, " if self.state in ("running", "failed") else ""
-        return f"{told}{done} of {len(self.steps)} done"
+        prefix = f"{self.state}, " if self.state in ("running", "failed") else ""
+        return f"{prefix}{done} of {len(self.steps)} done"
 
     @property
     def began_s(self) -> float | None:
         return min((step["began_unix_s"] for step in self.steps if step["began_unix_s"] is not None), default=None)
 
     def ended_s(self, now_s: float) -> float | None:
-        """Of those that have begun, the last one's end; `now_s` while one runs. None: nobody saw it."""
+        """Return the end of the last step that has started; `now_s` while one runs; None if no end was recorded."""
         ends = [
             now_s if step["state"] == "running" else step["began_unix_s"] + step["elapsed_s"]
             for step in self.steps
@@ -188,7 +188,7 @@ class StageSteps:
         return max(ends, default=None)
 
     def elapsed_text(self, now_s: float | None = None) -> str | None:
-        """From when the first of them began until the last had ended."""
+        """Return the duration from the start of the first step to the end of the last, or None if not known."""
         began_s = self.began_s
         if began_s is None or (now_s is None and any(step["state"] == "running" for step in self.steps)):
             return None
@@ -201,29 +201,29 @@ class StageSteps:
 
     @property
     def slowest(self) -> str | None:
-        """The slowest of several."""
+        """The engine and duration of the slowest step, or None for a single step."""
         taken = [step for step in self.steps if step["elapsed_s"] is not None]
         slowest = max(taken, key=lambda step: step["elapsed_s"], default=None)
         return f"{slowest['engine_id']} {duration(slowest['elapsed_s'])}" if slowest and len(self.steps) > 1 else None
 
     @property
     def remark(self) -> str:
-        """In a line. What failed goes before what was cut short by it, and that before what succeeded with a remark."""
-        told = [step for step in self.steps if step["detail"]]
-        told.sort(key=lambda step: (step["state"] != "failed", step["detail"] == CUT_SHORT))
-        if not told:
+        """One line on the steps' details: failures first, then steps cut short by them or successful with a remark."""
+        detailed = [step for step in self.steps if step["detail"]]
+        detailed.sort(key=lambda step: (step["state"] != "failed", step["detail"] == CUT_SHORT))
+        if not detailed:
             return ""
-        first = told[0]
+        first = detailed[0]
         detail = cut(" ".join(first["detail"].split()), REMARK_CHARACTERS)
-        others = sum(step["detail"] != first["detail"] for step in told)
-        if not others and len(told) == len(self.steps):
-            return f"each: {detail}" if len(told) > 1 else detail
+        others = sum(step["detail"] != first["detail"] for step in detailed)
+        if not others and len(detailed) == len(self.steps):
+            return f"each: {detail}" if len(detailed) > 1 else detail
         named = f"{first['engine_id']}: " if first["engine_id"] and not detail.startswith(first["engine_id"]) else ""
         return f"{named}{detail}{f' (and {others} more)' if others else ''}"
 
 
 def together(report: dict[str, Any]) -> list[StageSteps]:
-    """The steps in their order, those of a kind in a stage together."""
+    """Return the steps in order, grouped by stage and kind."""
     groups: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
     for step in report["steps"]:
         groups.setdefault((step["direction"], step["stage"], step["kind"]), []).append(step)
@@ -231,17 +231,17 @@ def together(report: dict[str, Any]) -> list[StageSteps]:
 
 
 def plan_table(report: dict[str, Any]) -> Table:
-    """What would be done, by stage."""
+    """Return a table of the planned steps by stage."""
     columns: Columns = {
         "engines": "text",
-        "side by side": lambda group: len(group.steps) if group.engines else None,
-        "each within": lambda group: duration(max(float(step["within_s"]) for step in group.steps)),
+        "in parallel": lambda group: len(group.steps) if group.engines else None,
+        "timeout": lambda group: duration(max(float(step["within_s"]) for step in group.steps)),
     }
     return _staged_table("Steps", columns, together(report))
 
 
 def taken_table(report: dict[str, Any], now_s: float | None = None) -> Table:
-    """What was done, in seconds; of a redeployment that has ended, what began."""
+    """Return a table of the steps with state and duration. Once the redeployment has ended, only started steps."""
     columns: Columns = {
         "engines": "text",
         "state": "state_text",
@@ -256,7 +256,7 @@ def taken_table(report: dict[str, Any], now_s: float | None = None) -> Table:
 def _staged_table(
     title: str, columns: Columns, groups: Iterable[StageSteps], last: Iterable[tuple[object, ...]] = ()
 ) -> Table:
-    """A row for each of the groups, with its stage where that differs from the row before, then the `last` ones."""
+    """Return a table with a row per group, then the `last` rows. The stage is shown only where it changes."""
     rows: list[tuple[object, ...]] = [
         (" " if place else stage, group.name[1], *row_of(group, columns))
         for stage, of_stage in groupby(groups, key=lambda group: group.name[0])
@@ -269,13 +269,13 @@ def _staged_table(
 
 
 def picture(report: dict[str, Any]) -> RenderableType:
-    """For a terminal, renewed while it runs."""
+    """Return the picture for a terminal, redrawn while the redeployment runs."""
     last = progress(report) if report["state"] == "running" else "\n".join(outcome(report))
     return Group(Text.from_markup(begun(report)), taken_table(report, time.time()), Text.from_markup(last))
 
 
 def news(before: dict[str, Any] | None, report: dict[str, Any]) -> Iterator[str]:
-    """What has changed since, a line each: for a pipe."""
+    """Yield a line for a pipe on each change since the report `before`."""
     states = {} if before is None else {group.name: group.state for group in together(before)}
     if before is None:
         yield begun(report)
@@ -296,11 +296,11 @@ def _news_of(group: StageSteps) -> str:
     return escape(line if at_s is None else f"{time_of_day(at_s)} {line}")
 
 
-# --- what took how long, over time
+# --- time line
 
 
 def time_line(report: dict[str, Any], now_s: float) -> Table:
-    """A bar for each step that began, from the beginning of the redeployment to its end or `now_s`."""
+    """Return a table with a bar per started step, from the redeployment's start to its end or `now_s`."""
     created_s = float(report["created_unix_s"])
     bars = [StageSteps(step["direction"], step["stage"], step["kind"], (step,)) for step in report["steps"]]
     if sum(bar.began_s is not None for bar in bars) > BARS_SHOWN:
@@ -310,7 +310,7 @@ def time_line(report: dict[str, Any], now_s: float) -> Table:
     whole_s = max([last_s, *(bar.ended_s(now_s) or 0.0 for bar in bars)]) - created_s
 
     def line(low_s: float, high_s: float) -> str:
-        """Draw a bar on a line of `whole_s`; what has no length shows as a tick."""
+        """Draw a bar on a line that covers `whole_s` seconds. An interval of no length is a tick."""
         if whole_s <= 0:
             return "▏"
         low = min(LINE_WIDTH - 1, max(0, round((low_s - created_s) / whole_s * LINE_WIDTH)))
@@ -325,5 +325,5 @@ def time_line(report: dict[str, Any], now_s: float) -> Table:
     fence_s = next((step["began_unix_s"] for step in report["steps"] if step["kind"] == "fence"), None)
     still: list[tuple[object, ...]] = []
     if (closed_s := report["closed_s"]) is not None and fence_s is not None:
-        still.append((" ", "requests stand still", " ", line(fence_s, fence_s + closed_s), duration(closed_s)))
+        still.append((" ", "requests paused", " ", line(fence_s, fence_s + closed_s), duration(closed_s)))
     return _staged_table("Time line", columns, bars, still)

@@ -1,4 +1,4 @@
-"""What the daemon sees, and what it may do: status, workers, requests, mode, move, moves, and its loops' pauses."""
+"""Commands that show and control the daemon: status, workers, requests, mode, move, moves, and pauses of its loops."""
 
 import contextlib
 from collections.abc import Callable, Iterable
@@ -18,13 +18,13 @@ from orchestrrl.cli.plan.explain import calibration
 from orchestrrl.core.errors import Permanent
 from orchestrrl.core.ttl import lifetime_faults
 
-MOVE_TIMEOUT_S = 120.0  # a move waits for the destination's first token
-ModeOption = Literal["advise", "act"]  # the planner's modes, without its model
+MOVE_TIMEOUT_S = 120.0  # a move waits for the first token on its destination
+ModeOption = Literal["advise", "act"]  # the values of planner.model.Mode, repeated to avoid its import
 
 
 @daemon_command
 async def status(client: ControlClient) -> Output:
-    """Say how the fleet is: mode, workers, nodes, requests, moves, the plan.
+    """Show the state of the fleet: mode, workers, nodes, requests, moves and the plan.
 
     Example: `orchestrrl status`
     """
@@ -41,7 +41,7 @@ def _status_view(seen: dict[str, Any]) -> View:
 
 @daemon_command
 async def workers(client: ControlClient) -> Output:
-    """List the engines with their load, room, health and what they offer.
+    """List the engines with their load, free KV cache, health and capabilities.
 
     Example: `orchestrrl workers --json`
     """
@@ -52,16 +52,16 @@ async def workers(client: ControlClient) -> Output:
 def _workers_view(listed: list[dict[str, Any]]) -> View:
     yield table("Workers", WORKER_COLUMNS, listed)
     yield from (f"[yellow]{escape(remark)}[/yellow]" for remark in remarks(listed))
-    yield table("What they are", IDENTITY_COLUMNS, listed)
+    yield table("Engines", IDENTITY_COLUMNS, listed)
 
 
 @daemon_command
 async def requests(
     client: ControlClient,
-    engine: Annotated[str, typer.Option(help="Only those on this engine.", metavar="ENGINE")] = "",
-    limit: Annotated[int, typer.Option(min=0, help="At most this many; 0 is all.")] = 50,
+    engine: Annotated[str, typer.Option(help="List only the requests on this engine.", metavar="ENGINE")] = "",
+    limit: Annotated[int, typer.Option(min=0, help="Maximum number of requests. 0: all.")] = 50,
 ) -> Output:
-    """List the requests in flight: where each is, how far, whether it may move.
+    """List the requests in flight with their engine, state, generated tokens, and whether they can move.
 
     Example: `orchestrrl requests --engine vllm-0 --limit 20`
     """
@@ -74,10 +74,12 @@ async def requests(
 @daemon_command
 async def mode(
     client: ControlClient,
-    wanted: Annotated[ModeOption | None, typer.Argument(metavar="[advise|act]", help="Leave out to ask.")] = None,
+    wanted: Annotated[
+        ModeOption | None, typer.Argument(metavar="[advise|act]", help="The new mode. Default: show the current one.")
+    ] = None,
     reason: Reason = "",
 ) -> Output:
-    """Say or set whether the daemon acts, or only decides and explains.
+    """Show or set the mode: act carries decisions out, advise only records and explains them.
 
     Example: `orchestrrl mode act --reason "advice looked right for a day"`
     """
@@ -93,22 +95,22 @@ async def mode(
 async def move(
     client: ControlClient,
     request: Annotated[str, typer.Argument(help="The request's id.", metavar="REQUEST")],
-    to: Annotated[str, typer.Option(help="The engine that shall continue it.", metavar="ENGINE")],
+    to: Annotated[str, typer.Option(help="The destination engine.", metavar="ENGINE")],
 ) -> Output:
-    """Move one request to another engine, as the balancer would, whatever the mode.
+    """Move one request to another engine, in either mode, as the balancer would.
 
     Example: `orchestrrl move req-17 --to vllm-1`
     """
     order = control_pb2.MoveRequestRequest(request_id=request, to_engine_id=to)
     found = await answer(client, client.control.MoveRequest, order, timeout_s=MOVE_TIMEOUT_S)
     if not found["done"]:
-        return Output(found, [], failure=f"{request} was not moved: {found['detail']}")
+        return Output(found, [], failure=f"{request} not moved: {found['detail']}")
     return Output(found, [escape(f"{request} continues on {to}")])
 
 
 @daemon_command
 async def moves(client: ControlClient) -> Output:
-    """Show the fast loop's last decision: load indices before and after, the moves, why no more. And how moves went.
+    """Show the fast loop's last decision, with load indices, moves and reasons, and the outcome of recent moves.
 
     Example: `orchestrrl moves`
     """
@@ -126,13 +128,13 @@ def _moves_view(found: dict[str, Any]) -> View:
 
 
 def balance_reasons(found: dict[str, Any]) -> list[str]:
-    """Return when and why it was decided so, a line each."""
+    """Return the time, the reason and the policy of a decision, one line each."""
     spread = f"spread {_index(found['spread_before'])} before, {_index(found['spread_after'])} after"
     return [
         f"decided at {time_of_day(found['decided_unix_s'])} on inputs at most {duration(found['inputs_age_s'])} old: "
         f"{escape(found['verdict_reason'])}",
         f"{spread}, theta {load_index(found['theta'])}; {len(found['moves'])} moves, "
-        f"stopped because {escape(found['stopped_because'] or 'nothing was to be done')}",
+        f"stopped because {escape(found['stopped_because'] or 'no move was needed')}",
         *policy_summary(found["policy"], found["policy_reason"]),
     ]
 
@@ -142,7 +144,7 @@ def _index(value: float | None) -> str:
 
 
 def _method(move: dict[str, Any]) -> str:
-    """A method other than the ordered one is the one that a move fell back to."""
+    """Return the method of a move, and the ordered one if the move fell back to another."""
     method, ordered = move["method"], move["ordered_method"]
     return str(method) if method in ("", ordered) else f"{method}, not {ordered}"
 
@@ -155,7 +157,7 @@ def _pause_commands(part: str) -> tuple[Command, Command]:
     async def resume(client: ControlClient, reason: Reason = "") -> Output:
         return await _set_pause(client, control_pb2.SetPauseRequest(part=part, paused=False, reason=reason))
 
-    example = f'Example: `orchestrrl {part} pause --reason "looking at it" --ttl-s 600`'
+    example = f'Example: `orchestrrl {part} pause --reason "maintenance" --ttl-s 600`'
     pause.__doc__ = f"{summary_of(f'{part} pause')}\n\n{example}"
     resume.__doc__ = f"{summary_of(f'{part} resume')}\n\nExample: `orchestrrl {part} resume`"
     return daemon_command(pause), daemon_command(resume)
@@ -166,7 +168,7 @@ async def _set_pause(client: ControlClient, order: "control_pb2.SetPauseRequest"
     part, in_force = order.part, {pause["part"]: pause for pause in found["pauses"]}
     if part in in_force:
         return Output(found, [escape(f"{part} is paused: {operator_pause_text(in_force[part])}")])
-    return Output(found, [f"{part} goes on" if found["changed"] else f"{part} was not paused"])
+    return Output(found, [f"{part} resumed" if found["changed"] else f"{part} was not paused"])
 
 
 balancer_pause, balancer_resume = _pause_commands("balancer")
@@ -179,14 +181,14 @@ async def fetch_status(client: ControlClient) -> dict[str, Any]:
 
 
 async def fetch_weights(client: ControlClient) -> dict[str, Any] | None:
-    """None of a daemon that brings no weights."""
+    """Return the weights' status, or None if the daemon does not manage weights."""
     with contextlib.suppress(Permanent):
         return await answer(client, client.weights.GetWeights, weights_pb2.GetWeightsRequest())
     return None
 
 
 def summary(seen: dict[str, Any]) -> list[str]:
-    """The state of the whole in a few lines."""
+    """Return the state of the daemon and the fleet, one line per topic."""
     lines = [
         f"OrchestrRL {seen['version']}, mode [bold]{seen['mode']}[/bold], generation {seen['generation']}, "
         f"up {duration(seen['uptime_s'])}",
@@ -195,7 +197,7 @@ def summary(seen: dict[str, Any]) -> list[str]:
         f"{count(seen['requests_finished'])} finished",
         f"moves: {count(seen['moves_done'])} done, {count(seen['moves_failed'])} failed, "
         f"{count(seen['tokens_recomputed'])} tokens recomputed, {count(seen['tokens_loaded'])} moved as KV",
-        f"failovers: {count(seen['failovers'])} requests went on after their engine failed, "
+        f"failovers: {count(seen['failovers'])} requests continued after their engine failed, "
         f"{count(seen['failover_requests_recomputed'])} of them recomputed "
         f"({count(seen['failover_tokens_recomputed'])} tokens)",
         f"fast loop: {escape(seen['balance_reason'])}",
@@ -220,38 +222,38 @@ def summary(seen: dict[str, Any]) -> list[str]:
 
 
 def policy_summary(policy: str, reason: str) -> list[str]:
-    """How moves are chosen and why, e.g. `policy: load_index: no step times for e0: ...`; nothing before a decision."""
+    """Return a line such as `policy: load_index: no step times for e0: ...`, or nothing before the first decision."""
     return [f"policy: [bold]{policy}[/bold]: {escape(reason)}"] if policy else []
 
 
 def trouble(seen: dict[str, Any]) -> list[str]:
-    """Why the mode is not the configured one, damage of the journal, and defects; nothing where all is well."""
+    """Return lines on a mode other than the configured one, on damage to the journal, and on defects."""
     lines = [f"mode: {escape(seen['mode_reason'])}"] if seen["mode_reason"] and not seen["journal_damage"] else []
     lines += [f"[red]the journal is damaged[/red]: {escape(text)}" for text in seen["journal_damage"]]
     if seen["journal_damage"]:
-        lines.append('`orchestrrl mode act --reason "..."` confirms the damage and lets the daemon act again')
+        lines.append('`orchestrrl mode act --reason "..."` acknowledges the damage and allows the daemon to act again')
     lines += [
-        f"[yellow]entry {entry['sequence']} of the journal is left out[/yellow]: {escape(entry['detail'])}"
+        f"[yellow]journal entry {entry['sequence']} is ignored[/yellow]: {escape(entry['detail'])}"
         for entry in seen["journal_set_aside"]
     ]
     return [*lines, *(defect_text(defect, seen["now_unix_s"]) for defect in seen["defects"])]
 
 
 def defect_text(defect: dict[str, Any], now_unix_s: float) -> str:
-    """E.g. `fast_loop: 3 turns running ended by KeyError at balancer/balance.py:88: 'e0' (last 1 s ago)`."""
-    running = f"{defect['running']} turns running ended by" if defect["running"] else "goes on after"
+    """Return a line such as `fast_loop: 3 consecutive failures: KeyError at balancer/balance.py:88: 'e0' (...)`."""
+    running = f"{defect['running']} consecutive failures:" if defect["running"] else "recovered from"
     what = escape(f"{defect['type']} at {defect['place']}: {defect['message']}")
-    last = f"last {ago(now_unix_s - defect['last_unix_s'])}, {count(defect['total'])} in all"
+    last = f"last {ago(now_unix_s - defect['last_unix_s'])}, {count(defect['total'])} in total"
     return f"[{'red' if defect['running'] else 'yellow'}]{defect['part']}[/]: {running} {what} ({last})"
 
 
 def remarks(workers: Iterable[dict[str, Any]], nodes: Iterable[str] = ()) -> list[str]:
-    """Faults in how engines and nodes are named and reported, one sentence each."""
+    """Return the remarks on the names and reports of nodes and engines, one sentence each."""
     return [*nodes, *(remark for worker in workers for remark in worker["remarks"])]
 
 
 def barrier_summary(barrier: dict[str, Any] | None) -> list[str]:
-    """Nothing where it is open and nobody has told a policy version."""
+    """Return the state of the pause barrier, or nothing if it is open and no policy version is set."""
     if barrier is None or (barrier["phase"] in ("", "open") and barrier["policy_version"] is None):
         return []
     lines = barrier_lines(barrier)
@@ -259,7 +261,7 @@ def barrier_summary(barrier: dict[str, Any] | None) -> list[str]:
 
 
 def fabric_summary(seen: dict[str, Any]) -> list[str]:
-    """Nothing without an optical fabric."""
+    """Return the latest period and the operator's control, or nothing without an optical fabric."""
     control, period = seen["fabric_control"], seen["fabric_period"]
     if control is None:
         return []
@@ -268,18 +270,18 @@ def fabric_summary(seen: dict[str, Any]) -> list[str]:
 
 
 def period_text(period: dict[str, Any]) -> str:
-    """How a period stands, e.g. `gradients kept: no_window: none by the deadline`."""
+    """Return the state of a period, such as `gradients kept: no_window: none by the deadline`."""
     why = ": ".join(filter(None, (period["code"] if period["code"] != period["state"] else "", period["detail"])))
     return f"{name_of_period(period)} {period['state']}{f': {why}' if why else ''}"
 
 
 def name_of_period(report: dict[str, Any]) -> str:
-    """`gradients`, or `gradients of trainer` where its job has a name."""
+    """Return `gradients`, or `gradients of trainer` if the job has a name."""
     return f"{report['period']} of {job}" if (job := report.get("job")) else str(report["period"])
 
 
 def fabric_control_text(control: dict[str, Any]) -> str:
-    """How the operator has bound circuits."""
+    """Return the operator's control of circuits as text: pinned, overridden or free."""
     until = "" if control["expires_unix_s"] is None else f" until {time_of_day(control['expires_unix_s'])}"
     because = f" ({control['reason']})" if control["reason"] else ""
     match control["state"]:
@@ -287,33 +289,33 @@ def fabric_control_text(control: dict[str, Any]) -> str:
             which = ", ".join(control["cross_connects"]) or "all circuits"
             return f"{which} pinned{until}{because}"
         case "overridden":
-            return f"circuits of {name_of_period(control)}, whatever else its job announces{until}{because}"
+            return f"circuits of {name_of_period(control)}, regardless of its job's other periods{until}{because}"
         case _:
             return f"free{because}"
 
 
 def weights_summary(weights: dict[str, Any] | None, now_unix_s: float) -> list[str]:
-    """Nothing where they were never brought."""
+    """Return the committed version, the running sync and quarantined engines in one line, or nothing."""
     if weights is None:
         return []
-    told = [] if weights["committed_version"] is None else [f"version {weights['committed_version']}"]
+    parts = [] if weights["committed_version"] is None else [f"version {weights['committed_version']}"]
     sync = weights["sync"]
     if sync is not None and sync["ended_unix_s"] is None:
-        told.append(f"version {sync['version']} is {sync['state']} for {duration(now_unix_s - sync['began_unix_s'])}")
+        parts.append(f"version {sync['version']} is {sync['state']} for {duration(now_unix_s - sync['began_unix_s'])}")
     if weights["quarantined"]:
         names = ", ".join(engine["engine_id"] for engine in weights["quarantined"])
-        told.append(f"[red]quarantined[/red]: {escape(names)}, see `orchestrrl sync status`")
-    return [f"weights: {'; '.join(told)}"] if told else []
+        parts.append(f"[red]quarantined[/red]: {escape(names)}, see `orchestrrl sync status`")
+    return [f"weights: {'; '.join(parts)}"] if parts else []
 
 
 def operator_pause_text(pause: dict[str, Any]) -> str:
-    """Since when, why and for how long."""
+    """Return the reason of a pause with its start and expiry."""
     until = "" if pause["expires_unix_s"] is None else f", until {time_of_day(pause['expires_unix_s'])}"
     return f"{pause['reason'] or 'no reason given'} (since {time_of_day(pause['since_unix_s'])}{until})"
 
 
 def control_text(control: dict[str, Any] | None, now_unix_s: float | None = None) -> str:
-    """How the operator has bound the planner, e.g. `pinned for 4 min 10 s more (step 12 is precious)`."""
+    """Return the operator's control of the planner, such as `pinned for 4 min 10 s more (benchmark running)`."""
     if control is None or control["state"] in ("", "free"):
         return "free"
     words = control["state"]
@@ -329,14 +331,14 @@ def control_text(control: dict[str, Any] | None, now_unix_s: float | None = None
 
 
 def health_text(worker: dict[str, Any]) -> Text:
-    """Its health, as far as the daemon knows it, and that an operator drains it."""
+    """Return the health that the daemon has for a worker, and whether the worker is draining."""
     health = worker["health"] or UNKNOWN if worker["reported"] else "no agent"
     colour = HEALTH_COLOURS.get(worker["health"] or "", "yellow")
     return Text(f"{health}, draining" if worker["draining"] else str(health), colour)
 
 
 def kv_used(worker: dict[str, Any]) -> float | None:
-    """Fraction of the KV cache in use; None where its size is unknown."""
+    """Return the fraction of the KV cache in use, or None if its size is unknown."""
     capacity = worker["kv_capacity_tokens"]
     return 1.0 - worker["kv_free_tokens"] / capacity if capacity else None
 
@@ -358,14 +360,14 @@ WORKER_COLUMNS: Columns = {
     "load": lambda worker: load_index(worker["load_index"]),
     "seen": lambda worker: ago(worker["age_s"]),
     "step times": "step_times_source",
-    "runs as": "configuration",
+    "configuration": "configuration",
     "pool": "pool",
 }
 NODE_COLUMNS: Columns = {
     "node": "node_id",
     "kind": "kind",
     "attached": "attached",
-    "heard": lambda node: ago(node["age_s"]),
+    "last report": lambda node: ago(node["age_s"]),
     "url": "url",
 }
 REQUEST_COLUMNS: Columns = {
@@ -383,7 +385,7 @@ REQUEST_COLUMNS: Columns = {
 }
 IDENTITY_COLUMNS: Columns = {
     "worker": "engine_id",
-    "engine": lambda worker: _offer(worker, lambda it: f"{it['engine']} {it['version']}") or "not asked yet",
+    "engine": lambda worker: _offer(worker, lambda it: f"{it['engine']} {it['version']}") or "not queried yet",
     "models": lambda worker: _offer(worker, lambda offers: ", ".join(offers["models"])),
     "max length": lambda worker: _offer(worker, lambda offers: count(offers["max_model_len_tokens"])),
     "preemptions": "preemptions_total",

@@ -1,4 +1,4 @@
-"""`orchestrrl top`: the fleet at a glance, renewed each second."""
+"""`orchestrrl top`: show the state of the fleet, refreshed every second."""
 
 import contextlib
 import json
@@ -33,12 +33,12 @@ MOVES_SHOWN = 8
 
 
 def top(
-    once: Annotated[bool, typer.Option("--once", help="Print one picture and stop, as into a pipe.")] = False,
-    interval_s: Annotated[float, typer.Option(min=0.1, help="Seconds between pictures.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print the state once and exit. Default in a pipe.")] = False,
+    interval_s: Annotated[float, typer.Option(min=0.1, help="Seconds between updates.")] = 1.0,
     daemon: DaemonOption = DEFAULT_TARGET,
     as_json: JsonFlag = False,
 ) -> None:
-    """Watch workers, moves and the plan until Ctrl-C; with --json, one object a line.
+    """Show workers, moves and the plan, refreshed until Ctrl-C. With --json, print one object per line.
 
     Example: `orchestrrl top --interval-s 2`
     """
@@ -55,7 +55,7 @@ def top(
             await asyncio.sleep(interval_s)
 
     async def show_live(client: ControlClient) -> None:
-        first = await fetch_all(client)  # without a daemon, say so rather than show an empty screen
+        first = await fetch_all(client)  # raises if there is no daemon, before the screen is cleared
         with Live(picture(first), console=stdout(), screen=True, auto_refresh=False) as live:
             while True:
                 await asyncio.sleep(interval_s)
@@ -65,7 +65,7 @@ def top(
 
 
 async def fetch_all(client: ControlClient) -> dict[str, Any]:
-    """Everything that one picture shows: `status`, `balance`, `plan` and `weights`, null where there is none yet."""
+    """Fetch the contents of one update: `status`, `balance`, `plan` and `weights`, each None if not available yet."""
     seen: dict[str, Any] = {"status": await fetch_status(client), "balance": None, "plan": None}
     seen["weights"] = await fetch_weights(client)
     with contextlib.suppress(Permanent):
@@ -99,7 +99,7 @@ def picture(seen: dict[str, Any]) -> RenderableType:
 
 
 async def _next_picture(client: ControlClient) -> RenderableType:
-    """A daemon that is away for a while does not end the view."""
+    """Return the next picture, or the error if the daemon is unreachable, so that the view continues."""
     try:
         return picture(await fetch_all(client))
     except OrchestrRLError as error:
@@ -107,7 +107,7 @@ async def _next_picture(client: ControlClient) -> RenderableType:
 
 
 def _columns(workers: list[dict[str, Any]]) -> Columns:
-    """Return the columns of `orchestrrl status`, with bars for loads that have a maximum."""
+    """Return the columns of `orchestrrl status`, with bars for loads."""
     most_waiting = max((worker["waiting"] for worker in workers), default=0)
     return {
         **WORKER_COLUMNS,

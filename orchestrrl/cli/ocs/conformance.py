@@ -1,4 +1,4 @@
-"""`orchestrrl ocs conformance`: the suite of all drivers against one's own switch, on ports that one names."""
+"""`orchestrrl ocs conformance`: run the drivers' conformance suite against a switch, on the ports given."""
 
 import logging
 from contextlib import aclosing
@@ -14,46 +14,46 @@ from orchestrrl.cli.output import Columns, Output, choice_faults, note, raise_fa
 from orchestrrl.cli.running import LEAVE_SIGNALS, until_stopped
 from orchestrrl.core.errors import Permanent, ProblemFaults
 
-# Of the device, in errors and tables.
+# The name of the device in errors and tables.
 DEVICE = "lab"
-# Drivers beside which nothing else can make circuits, and why.
+# Drivers whose circuits cannot be made by another client, and the reason.
 ALONE = {
-    "grpc": "what any client of a driver process makes belongs to that process",
-    "virtual": "a virtual switch lives in its driver, and each driver has one of its own",
+    "grpc": "circuits made by any client of a driver process belong to that process",
+    "virtual": "each driver has its own virtual switch",
 }
 
 
 @command
 def conformance(
     driver: Annotated[
-        str, typer.Option(metavar="NAME", help="As in `ocs[].driver`; an unknown name lists the known ones.")
+        str, typer.Option(metavar="NAME", help="The driver, as in `ocs[].driver`. An unknown name lists known ones.")
     ],
     ports: Annotated[
         str,
         typer.Option(
             metavar="INGRESS:EGRESS",
-            help="At least four on either side, such as 1-4:17-20. Only these are touched; they must be free, and are "
-            "free again afterwards.",
+            help="At least four free ports on each side, such as 1-4:17-20. Only these are used, and they are freed "
+            "at the end.",
         ),
     ],
-    address: Annotated[str | None, typer.Option(metavar="HOST[:PORT]", help="Where the switch is.")] = None,
+    address: Annotated[str | None, typer.Option(metavar="HOST[:PORT]", help="Address of the switch.")] = None,
     option: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME=VALUE",
-            help="Another option of the driver; repeat it. Values are YAML's; an unknown name lists the known ones.",
+            help="An option of the driver, with a YAML value. Can be repeated. An unknown name lists the known ones.",
         ),
     ] = None,
     only: Annotated[
-        list[str] | None, typer.Option(metavar="TEST", help="This one only, as the table names it; repeat it.")
+        list[str] | None, typer.Option(metavar="TEST", help="Run only this test of the table. Can be repeated.")
     ] = None,
 ) -> Output:
-    """Check that a driver does with your switch what every driver must do.
+    """Run the conformance suite of all drivers against your switch.
 
-    It runs by itself, without a daemon, and moves mirrors: use a switch in a lab, or ports that nobody needs. Faults
-    that nobody injects into real glass are skipped, and the reason is told. However it ends, Ctrl-C, SIGTERM and SIGHUP
-    included, the ports are freed; what could not be freed is named, with the way to do it. Exit status 0: nothing
-    failed; 1: something did, or the ports are not free; 2: malformed; 128 and the signal's number: stopped by one.
+    The suite runs without a daemon and moves mirrors: use a switch in a lab, or unused ports. Tests that inject faults
+    which a real switch cannot simulate are skipped with the reason. The ports are freed at the end, also after Ctrl-C,
+    SIGTERM or SIGHUP; circuits that could not be removed are listed with instructions. Exit status 0: no test failed;
+    1: a test failed, or the ports are in use; 2: malformed; 128 plus the signal number: stopped by a signal.
 
     Examples:
 
@@ -86,14 +86,14 @@ def conformance(
     faults += [fault for name in chosen for fault in choice_faults("--only", name, known)]
     make = partial(make_driver, driver, DEVICE, options)
     try:
-        make()  # opens nothing
+        make()  # opens no connection
     except InvalidOptions as error:
         faults += [_as_flag(fault) for fault in error.faults]
     raise_faults(faults)
     cannot = {"make_foreign": ALONE[driver]} if driver in ALONE else {}
     suite = LabConformance(make, pairs, cannot)
 
-    logging.getLogger("ocs_drivers").setLevel(logging.ERROR)  # of changes that revert themselves, as they must
+    logging.getLogger("ocs_drivers").setLevel(logging.ERROR)  # no warnings on changes that revert as tested
 
     outcomes: list[LabTestOutcome] = []
 
@@ -105,7 +105,7 @@ def conformance(
                     outcomes.append(outcome)
 
     def announce_stop() -> None:
-        note("stopping: the ports are freed first; Ctrl-C or SIGTERM, a second or more from now, stops that too")
+        note("stopping after the ports are freed; press Ctrl-C again after one second to stop immediately")
 
     try:
         stopped_by = until_stopped(run(), LEAVE_SIGNALS, announce_stop)
@@ -114,7 +114,7 @@ def conformance(
     except DriverError as error:
         raise Permanent(str(error)) from error
     finally:
-        if suite.leftover:  # before anything else that could fail
+        if suite.leftover:  # printed first, because later code could fail
             stderr().print(str(suite.leftover), markup=False, soft_wrap=True)
     counts = {state: sum(outcome.state is state for outcome in outcomes) for state in LabTestState}
     document: dict[str, Any] = {
@@ -126,13 +126,13 @@ def conformance(
     }
     view = table(f"{driver}: {', '.join(f'{count} {state}' for state, count in counts.items())}", COLUMNS, outcomes)
     if stopped_by is not None:
-        freed = "" if suite.leftover else ": the ports are free again"
+        freed = "" if suite.leftover else ": the ports are freed"
         return Output(document, view, f"stopped by {stopped_by.name}{freed}", 128 + stopped_by)
     return Output(document, view, failure="" if counts[LabTestState.FAILED] else None)
 
 
 def _short(name: str) -> str:
-    """A test as people call it."""
+    """Return the name of a test without its prefix `test_`."""
     return name.removeprefix("test_")
 
 
@@ -145,7 +145,7 @@ COLUMNS: Columns = {
 
 
 def _as_flag(fault: str) -> str:
-    """A fault of the driver's options, by what was typed."""
+    """Return an error in the driver's options with its path replaced by the command-line flag."""
     for path, flag in (
         ("options.address:", "--address:"),
         ("options.target:", "--address:"),

@@ -1,4 +1,4 @@
-"""The emulated switch of `orchestrrl ocs emulate`: made from its flags, served, and shown as it is used."""
+"""Create the emulated switch of `orchestrrl ocs emulate` from its flags, serve it, and print its events."""
 
 import os
 from math import inf
@@ -23,11 +23,11 @@ from orchestrrl.lab.emulated_switch import EMULATED, PROTOCOLS, driver_of, make_
 if TYPE_CHECKING:
     from orchestrrl.cli.ocs.emulate import EmulatorFlags
 
-SHOWN_CHARS = 400  # of a setter, when it is shown
+SHOWN_CHARS = 400  # maximum characters shown of a setter
 
 
 def run(flags: "EmulatorFlags") -> None:
-    """Serve the switch until a signal. Raises ProblemFaults."""
+    """Serve the switch until a stop signal. Raises ProblemFaults if a flag is invalid."""
     wrong: list[str] = []
     schedule = _schedule(flags.faults, wrong)
     panel = _panel(wrong, flags, schedule)
@@ -56,15 +56,15 @@ async def _serve(emulator: Emulator, protocol: str, host: str, port: int) -> Non
 
 
 def _reason(error: OSError) -> str:
-    """Of a failed bind, without the address that is said already."""
+    """Return the reason of a failed bind without the address, which the message already contains."""
     return os.strerror(error.errno) if error.errno is not None and error.filename is None else str(error)
 
 
 async def _show(device: EmulatedDevice) -> None:
-    """What happens, as it comes. What the schedule has due comes about even if nobody else is asking."""
+    """Print events as they occur. Scheduled faults take effect on time, even without client requests."""
 
     def line(at_s: float, kind: str, style: str, text: str) -> None:
-        text = " ".join(text.split())  # XML comes in lines
+        text = " ".join(text.split())  # XML spans several lines
         shown = text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}... ({len(text)} characters)"
         age_s = at_s - device.switched_on_s
         stdout().print(Text.assemble(f"{age_s:9.3f}  ", (f"{kind:8}", style), shown), soft_wrap=True)
@@ -81,7 +81,7 @@ async def _show(device: EmulatedDevice) -> None:
     finally:
         device.unlisten(events)
         device.on_setter = None
-        while not events.empty():  # what happened before the end
+        while not events.empty():  # events queued before the end
             event = events.get_nowait()
             line(event.at_s, event.kind, "cyan", event.text)
 
@@ -94,7 +94,7 @@ def _sides(facts: SwitchFacts) -> str:
 
 
 def _configured(protocol: str, address: str) -> str:
-    """The switch as an item of the configuration's `ocs`, in YAML's short form."""
+    """Return the switch as an item of `ocs` in the daemon's configuration, in YAML flow style."""
     driver, options = driver_of(protocol, address)
     item = {"id": EMULATED, "driver": driver, "options": options}
     return yaml.safe_dump(item, default_flow_style=True, sort_keys=False, width=10_000).strip()
@@ -112,7 +112,7 @@ def _made(protocol: str, panel: DevicePanel, quirks: dict[str, Any], wrong: list
 
 
 def _panel(wrong: list[str], flags: "EmulatorFlags", schedule: FaultSchedule) -> DevicePanel:
-    """What is wrong is replaced by the default, so that the rest can be looked at."""
+    """Build the device from the flags. Invalid values are appended to `wrong` and replaced by defaults."""
     ingress, cross, egress = flags.ports.partition("x")
     sizes = [int(side) if side.isdecimal() and len(side) < 6 else 0 for side in (ingress, egress)]
     if not cross or 0 in sizes:
@@ -137,7 +137,7 @@ def _schedule(path: Path | None, wrong: list[str]) -> FaultSchedule:
 
 
 def _beyond(schedule: FaultSchedule, facts: SwitchFacts) -> list[str]:
-    """Faults of ports that the device does not have."""
+    """Return an error text for each scheduled fault of a port that the device does not have."""
     return [
         f"--faults: port must be one of the device's ({_sides(facts)}), got {fault.port}"
         for _, fault in schedule.due

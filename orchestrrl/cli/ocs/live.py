@@ -1,4 +1,4 @@
-"""`orchestrrl ocs`: the optical circuit switches that the daemon drives."""
+"""`orchestrrl ocs`: inspect and operate the optical circuit switches of a daemon."""
 
 from collections.abc import Callable, Iterable
 from math import inf
@@ -16,31 +16,31 @@ from orchestrrl.rpc.plain_values import plain
 
 # Robotic patch panels take minutes.
 CHANGE_TIMEOUT_S = 1800.0
-WALK_TIMEOUT_S = 24 * 3600.0  # some minutes for each fibre
+WALK_TIMEOUT_S = 24 * 3600.0  # a walk can take minutes per fibre
 LOOK_TIMEOUT_S = 60.0
 
 SwitchArgument = Annotated[str, typer.Argument(metavar="SWITCH", help="The switch's id, as in the daemon's config.")]
 PairsArgument = Annotated[
-    list[str], typer.Argument(metavar="INGRESS:EGRESS...", help="Port numbers as the device numbers them.")
+    list[str], typer.Argument(metavar="INGRESS:EGRESS...", help="Pairs of port numbers, in the device's numbering.")
 ]
 DryRunFlag = Annotated[
-    bool, typer.Option("--dry-run", help="Show what would change, evictions included; send nothing.")
+    bool, typer.Option("--dry-run", help="Print the changes, including evictions, and send nothing.")
 ]
 
 RevertOption = Annotated[
     float | None,
     typer.Option(
         metavar="SECONDS",
-        help="Undo it by itself so long after it was carried out, unless `orchestrrl ocs confirm` keeps it.",
+        help="Revert the change after this many seconds unless `orchestrrl ocs confirm` confirms it.",
     ),
 ]
 
-_AFTER_RESTART = {"dark": "gone", "restore": "restored", "unknown": "not known"}
+_AFTER_RESTART = {"dark": "lost", "restore": "restored", "unknown": "unknown"}
 
 
 @daemon_command
 async def ocs_list(client: ControlClient) -> Output:
-    """List the switches: what they are, and whether they answer.
+    """List the switches with their driver, model, ports and state.
 
     Example: `orchestrrl ocs list`
     """
@@ -53,7 +53,7 @@ async def ocs_list(client: ControlClient) -> Output:
 
 @daemon_command
 async def ocs_show(client: ControlClient, switch: SwitchArgument) -> Output:
-    """Show one switch: its circuits with their state, and the ports that are not as they should be.
+    """Show one switch: its circuits with their state, and the ports that cannot be used.
 
     Example: `orchestrrl ocs show ocs1`
     """
@@ -79,19 +79,19 @@ async def connect(
     mode: Annotated[
         ChangeMode,
         typer.Option(
-            help="`safe` refuses if a port is in use; `update` evicts the circuits in the way; "
-            "`overwrite` evicts every circuit that is not named."
+            help="`safe` fails if a port is in use; `update` evicts the circuits on the given ports; "
+            "`overwrite` evicts every circuit that is not given."
         ),
     ] = ChangeMode.SAFE,
     revert_in_s: RevertOption = None,
     dry_run: DryRunFlag = False,
 ) -> Output:
-    """Connect ports, all of them or none.
+    """Connect pairs of ports, all of them or none.
 
-    It is your order, so it is carried out in mode `advise` too: that mode binds the daemon's own decisions. What has to
-    be evicted is shown first; if the switch has changed by the time of sending, nothing is sent. What does not take is
-    tried once more and then rolled back. Circuits that are not ours are never evicted. Exit status 0: done; 1: refused,
-    or rolled back; 2: malformed.
+    The command also takes effect in mode `advise`, which restricts only the daemon's own decisions. Circuits to evict
+    are printed first; if the switch changes before the command is sent, nothing is sent. A circuit that does not come
+    up is retried once, then the change is rolled back. Circuits that the daemon does not own are never evicted. Exit
+    status 0: done; 1: refused or rolled back; 2: malformed.
 
     Examples:
 
@@ -128,9 +128,9 @@ async def disconnect(
     revert_in_s: RevertOption = None,
     dry_run: DryRunFlag = False,
 ) -> Output:
-    """Disconnect ports. Each pair must name the circuit as it is; one that is gone already is no fault.
+    """Disconnect pairs of ports. Each pair must be an existing circuit; a circuit that is already down is no error.
 
-    It is your order, so it is carried out in mode `advise` too.
+    The command also takes effect in mode `advise`.
 
     Example: `orchestrrl ocs disconnect ocs1 3:17 5:19`
     """
@@ -143,7 +143,7 @@ async def disconnect(
 
 @daemon_command
 async def confirm(client: ControlClient, switch: SwitchArgument) -> Output:
-    """Keep what was changed with --revert-in-s. Exit status 1 where nothing is on trial, or it was undone already.
+    """Confirm a change made with --revert-in-s. Exit status 1 if no change is pending, or it was already reverted.
 
     Example: `orchestrrl ocs confirm ocs1`
     """
@@ -153,10 +153,9 @@ async def confirm(client: ControlClient, switch: SwitchArgument) -> Output:
 
 @daemon_command
 async def take_over(client: ControlClient, switch: SwitchArgument, pairs: PairsArgument) -> Output:
-    """Make circuits ours that somebody else made. From then on they may be evicted and taken down.
+    """Take over circuits that another client made. The daemon may then evict them and take them down.
 
-    Nothing is sent to the switch. Each pair must name a circuit as it is; with one that is not there, none is taken
-    over.
+    Nothing is sent to the switch. Each pair must be an existing circuit; if one does not exist, none is taken over.
 
     Example: `orchestrrl ocs take-over ocs1 3:17`
     """
@@ -168,15 +167,15 @@ async def take_over(client: ControlClient, switch: SwitchArgument, pairs: PairsA
 async def verify(
     client: ControlClient,
     walk: Annotated[
-        bool, typer.Option("--walk", help="Light every free fibre for a moment, and see where it ends.")
+        bool, typer.Option("--walk", help="Light each free fibre briefly and check where it ends.")
     ] = False,
 ) -> Output:
-    """Compare what the switches and ToRs see with the site: which circuit or cable is not where it should be?
+    """Compare switches and ToRs with the site file, and report circuits and cables that are in the wrong place.
 
-    Circuits on the switches are held against what the daemon has left there. Where light comes out, and who answers
-    there, the ToRs say (`fabric.routers`). Light that is there anyway shows the fibres that are in use; `--walk` shows
-    the others, one cross-connect after the other, and leaves alone what is up, failed or masked. It wants the fabric
-    paused, and leads no packets over what it lights. Exit status 1 if anything is wrong.
+    Circuits on the switches are compared with the daemon's last commands. ToRs (`fabric.routers`) report which ports
+    receive light and which neighbour is connected. Circuits that are up verify the fibres in use; `--walk` verifies the
+    others, one cross-connect at a time, and skips ports that are up, failed or masked. It requires a paused fabric and
+    routes no packets over the fibres that it lights. Exit status 1 if there are faults.
 
     Examples:
 
@@ -184,7 +183,7 @@ async def verify(
 
     `orchestrrl fabric pause --reason "checking cables" && orchestrrl ocs verify --walk; orchestrrl fabric resume`
     """
-    with stderr().status("walking the fibres" if walk else "looking"):
+    with stderr().status("walking the fibres" if walk else "verifying"):
         request, limit_s = fabric_pb2.VerifyFabricRequest(walk=walk), WALK_TIMEOUT_S if walk else LOOK_TIMEOUT_S
         seen = await answer(client, client.fabric.VerifyFabric, request, limit_s)
     return Output(seen, _verified_view(seen), failure="" if seen["faults"] else None)
@@ -193,12 +192,12 @@ async def verify(
 def _verified_view(seen: dict[str, Any]) -> View:
     if seen["faults"]:
         columns: Columns = {"fault": lambda each: each["kind"].replace("_", " "), "where": "where", "what": "what"}
-        yield table("Not as it should be", columns, seen["faults"])
-    yield f"{seen['cross_connects']} cross-connects of the site are up, {seen['links']} links of ToRs over them"
-    yield f"{seen['fibres']} of {seen['fibres_of_site']} ports have the fibre that the site says"
-    yield from (f"not known: {escape(each)}" for each in seen["not_seen"])
+        yield table("Faults", columns, seen["faults"])
+    yield f"{seen['cross_connects']} cross-connects of the site are up, with {seen['links']} links between ToRs"
+    yield f"{seen['fibres']} of {seen['fibres_of_site']} ports have the fibre of the site file"
+    yield from (f"not verified: {escape(each)}" for each in seen["not_seen"])
     if not seen["faults"]:
-        yield "nothing is wrong with what was seen"
+        yield "no faults found"
 
 
 def _parsed(pairs: Iterable[str], revert_in_s: float | None = None) -> "list[ocs_pb2.CrossConnect]":
@@ -230,7 +229,7 @@ def _readable(value: Any) -> Any:
 
 
 def _outcome(message: "control_pb2.SwitchChange") -> Output:
-    """Exit status 1 if the change was not done."""
+    """Return the output for a change. It fails if the change was not made."""
     change = _readable(plain(message))
     document = {
         **{name: change[name] for name in ("done", "dry_run", "rolled_back", "detail", "revision")},
@@ -244,7 +243,7 @@ def _outcome(message: "control_pb2.SwitchChange") -> Output:
 
 def _change_view(change: dict[str, Any]) -> View:
     switch, dry_run, evicted = change["switch_id"], change["dry_run"], change["evicted"]
-    title = "would change" if dry_run else "changed" if change["done"] else "tried"
+    title = "would change" if dry_run else "changed" if change["done"] else "attempted"
     columns: Columns = {
         "change": lambda result: f"{result['action']} {result['cross_connect']}",
         "": lambda result: "evicted" if result["action"] == "remove" and result["cross_connect"] in evicted else None,
@@ -317,5 +316,5 @@ CIRCUIT_COLUMNS: Columns = {
     "ingress:egress": "cross_connect",
     "state": "state",
     "light": lambda circuit: {True: "up", False: "dark", None: None}[circuit["link_up"]],
-    "whose": lambda circuit: "ours" if circuit["ours"] else "not ours",
+    "owner": lambda circuit: "daemon" if circuit["ours"] else "other",
 }

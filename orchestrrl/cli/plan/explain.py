@@ -1,4 +1,4 @@
-"""A plan in words: what was decided, on what, against which alternatives, and how it came out."""
+"""Render a plan as text and tables: the decision, its inputs, its alternatives and its outcome."""
 
 from collections.abc import Callable, Iterable
 from itertools import groupby
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 BAR_WIDTH = 16
 RANGES_SHOWN = 6
-ENGINES_SHOWN = 24  # rows of the target fleet, beyond which those that are much alike share one
+ENGINES_SHOWN = 24  # rows of the target fleet; with more, engines of the same kind share a row
 
 
 def headline(plan: dict[str, Any], now_unix_s: float) -> list[str]:
-    """The decision, its reason, what it rests on."""
+    """Return the decision, its reason and its inputs, one line each."""
     age = duration(max(0.0, now_unix_s - plan["created_unix_s"]))
     acted = "acted on" if plan["acted"] else "not acted on"
     if plan["acted_detail"]:
@@ -39,12 +39,12 @@ def headline(plan: dict[str, Any], now_unix_s: float) -> list[str]:
     proposed = f"best found: {plan['proposed_instances']} x {then}, predicted {seconds(plan['proposed_makespan_s'])}"
     costs = f"{duration(plan['redeploy_cost_s'])} to switch, {duration(plan['migration_cost_s'])} to move"
     best = f"{proposed} and {costs} {count(plan['moves_count'])} requests"
-    lines.append(escape(f"{deployed}; {best if plan['proposed_makespan_s'] is not None else 'nothing is proposed'}"))
+    lines.append(escape(f"{deployed}; {best if plan['proposed_makespan_s'] is not None else 'no proposal'}"))
     return [*lines, *(f"note: {escape(note)}" for note in plan["notes"])]
 
 
 def alternatives_table(plan: dict[str, Any]) -> "Table":
-    """Feasible ones first, the fastest at the top, each against what is deployed, as a number and as a bar."""
+    """Return a table of alternatives, feasible ones first and fastest first, each compared with the deployed fleet."""
     feasible = sorted((each for each in plan["alternatives"] if not each["infeasible_because"]), key=_together_s)
     ruled_out = [each for each in plan["alternatives"] if each["infeasible_because"]]
     current_s, best_s = plan["current_makespan_s"], proposed_s(plan)
@@ -61,13 +61,13 @@ def alternatives_table(plan: dict[str, Any]) -> "Table":
         return lambda option: None if option["infeasible_because"] else text(option)
 
     columns = {
-        "takes": lambda option: option["decision"],
+        "decision": lambda option: option["decision"],
         "decoding": lambda option: seconds(option["makespan_s"]),
         "moves": lambda option: duration(option["migration_cost_s"]),
         "switch": lambda option: duration(option["redeploy_cost_s"]),
-        "together": lambda option: seconds(_together_s(option)),
-        "of all samples": _between,
-        "against current": lambda option: None if current_s is None else f"{_together_s(option) - current_s:+,.2f} s",
+        "total": lambda option: seconds(_together_s(option)),
+        "sample range": _between,
+        "vs. current": lambda option: None if current_s is None else f"{_together_s(option) - current_s:+,.2f} s",
         "": lambda option: bar(_together_s(option) / slowest_s if slowest_s > 0 else 0.0, BAR_WIDTH),
     }
     first: Columns = {"fleet": _named, "engines": lambda option: option["instances"] or None}
@@ -76,7 +76,7 @@ def alternatives_table(plan: dict[str, Any]) -> "Table":
 
 
 def instances_table(title: str, instances: Iterable[dict[str, Any]]) -> "Table":
-    """An engine a row while there are few, else those of a kind together, with the slowest one's times."""
+    """Return a table of instances. If there are many, those of one kind share a row with the times of the slowest."""
     engines = sorted(instances, key=lambda each: (each["configuration"], not each["kept"], -_ends_s(each)))
     few = len(engines) <= ENGINES_SHOWN
     alike = groupby(engines, key=lambda each: each["engine_id"] if few else (each["configuration"], each["kept"]))
@@ -102,39 +102,39 @@ def _instances_row(group: list[dict[str, Any]], few: bool) -> tuple[object, ...]
 
 
 def proposed_s(plan: dict[str, Any]) -> float | None:
-    """Seconds to the end under the proposal, its costs paid."""
+    """Return the seconds to the end of the step under the proposal, its costs included."""
     if plan["proposed_makespan_s"] is None:
         return None
     return float(plan["proposed_makespan_s"] + plan["redeploy_cost_s"] + plan["migration_cost_s"])
 
 
 def predictions(plan: dict[str, Any]) -> list[str]:
-    """The bound, and what was predicted against what happened."""
-    bound = f"with the lengths known, no fleet can end before {seconds(plan['lower_bound_s'])}"
+    """Return lines on the lower bound and on the predicted and actual makespan."""
+    bound = f"lower bound for any fleet, if all lengths were known: {seconds(plan['lower_bound_s'])}"
     if plan["gap"] is not None:
         bound += f"; the best found takes {percent(plan['gap'])} more"
-    lines = [bound] if plan["lower_bound_s"] > 0 else []  # 0: no bound is known
+    lines = [bound] if plan["lower_bound_s"] > 0 else []  # 0: no bound was computed
     if plan["correction"] not in (0.0, 1.0):
         lines.append(
-            f"decoding is predicted {plan['correction']:.2f} times as long as profiles say: so earlier steps went"
+            f"predicted decoding times are the profiles' times {plan['correction']:.2f}, calibrated on earlier steps"
         )
     actual_s, predicted_s = plan["actual_makespan_s"], plan["predicted_s"]
     if actual_s is None:
-        return [*lines, "predicted against actual: the step is not over"]
+        return [*lines, "predicted vs. actual: the step has not ended"]
     if not predicted_s:
-        return [*lines, f"predicted against actual: nothing was predicted, it took {seconds(actual_s)}"]
+        return [*lines, f"predicted vs. actual: no prediction, actual {seconds(actual_s)}"]
     off = f"{(actual_s - predicted_s) / predicted_s * 100:+.1f} %"
-    return [*lines, f"predicted against actual: {seconds(predicted_s)}, {seconds(actual_s)} ({off})"]
+    return [*lines, f"predicted vs. actual: {seconds(predicted_s)}, {seconds(actual_s)} ({off})"]
 
 
 def calibration(found: dict[str, Any] | None) -> str:
-    """How predictions have held so far."""
+    """Return a line on the mean error and the bias of past predictions."""
     if found is None or found["error"] is None:
         return "predictions: no step has ended yet"
     steps = "step" if found["steps"] == 1 else "steps"
-    words = f"predictions: off by {percent(found['error'])} in the mean over {found['steps']} {steps}"
+    words = f"predictions: mean error {percent(found['error'])} over {found['steps']} {steps}"
     if abs(found["bias"]) >= 0.005:
-        words += f", {percent(abs(found['bias']))} too {'long' if found['bias'] > 0 else 'short'} on balance"
+        words += f", {percent(abs(found['bias']))} too {'long' if found['bias'] > 0 else 'short'} on average"
     return words
 
 

@@ -1,4 +1,4 @@
-"""`orchestrrl plan`: what the slow loop proposes and why, what was carried out, and an operator's word on it."""
+"""`orchestrrl plan`: show the plans of the slow loop and past redeployments; override, pin and release the planner."""
 
 import time
 from typing import Annotated, Any
@@ -15,13 +15,12 @@ from orchestrrl.cli.output import Columns, Output, View, raise_faults, table
 from orchestrrl.cli.plan import explain
 from orchestrrl.core.ttl import lifetime_faults
 
-PlanId = Annotated[str, typer.Argument(metavar="[PLAN]", help="A plan's id; the latest if left out.")]
+PlanId = Annotated[str, typer.Argument(metavar="[PLAN]", help="The plan's id. Default: the latest.")]
 
 
 @daemon_command
 async def explain_(client: ControlClient, plan: PlanId = "") -> Output:
-    """Say why a plan is as it is: its inputs' age, the alternatives, the fleet it wants, the reason of plan
-    admission, predicted against actual.
+    """Explain a plan: its inputs, alternatives, proposed fleet, admission, and predicted and actual makespan.
 
     Example: `orchestrrl plan explain plan-3`
     """
@@ -45,9 +44,9 @@ def _explain_view(found: dict[str, Any], status: dict[str, Any]) -> View:
 
 @daemon_command
 async def list_(
-    client: ControlClient, limit: Annotated[int, typer.Option(min=1, help="How many of the newest.")] = 10
+    client: ControlClient, limit: Annotated[int, typer.Option(min=1, help="Maximum number of plans.")] = 10
 ) -> Output:
-    """List the newest plans, the latest first.
+    """List the latest plans, newest first.
 
     Example: `orchestrrl plan list --limit 5`
     """
@@ -58,12 +57,12 @@ async def list_(
 @daemon_command
 async def history(
     client: ControlClient,
-    limit: Annotated[int, typer.Option(min=1, help="How many of the newest.")] = 20,
+    limit: Annotated[int, typer.Option(min=1, help="Maximum number of redeployments.")] = 20,
     redeployment_id: Annotated[
-        str, typer.Option("--id", metavar="REDEPLOYMENT", help="One in full, with a time line.")
+        str, typer.Option("--id", metavar="REDEPLOYMENT", help="Show only this redeployment, with a time line.")
     ] = "",
 ) -> Output:
-    """List the redeployments that were carried out, newest first; with --id, what took how long in one.
+    """List past redeployments, newest first. With --id, show the steps of one redeployment over time.
 
     Example: `orchestrrl plan history --limit 5`
     """
@@ -73,13 +72,13 @@ async def history(
     wanted = control_pb2.ListRedeploymentsRequest(limit=limit)
     found = await answer(client, client.control.ListRedeployments, wanted)
     if not found["redeployments"]:
-        return Output(found, ["no redeployment has been made yet"])
+        return Output(found, ["no redeployment yet"])
     return Output(found, table("Redeployments", REDEPLOYMENT_COLUMNS, found["redeployments"]))
 
 
 def _redeployment_view(report: dict[str, Any]) -> View:
     yield words.begun(report)
-    yield f"began {_moment(report)}"
+    yield f"started {_moment(report)}"
     yield from words.outcome(report)
     yield words.engines_table(report)
     if report["steps"]:
@@ -93,11 +92,11 @@ def _moment(report: dict[str, Any]) -> str:
 @daemon_command
 async def override(
     client: ControlClient,
-    configuration: Annotated[str, typer.Argument(help="The configuration to have.", metavar="CONFIGURATION")],
+    configuration: Annotated[str, typer.Argument(help="The configuration to deploy.", metavar="CONFIGURATION")],
     reason: Reason = "",
     ttl_s: TimeToLive = 0.0,
 ) -> Output:
-    """Replace the planner's choice by a configuration of yours, until released or expired.
+    """Override the planner's choice with a configuration until released or expired.
 
     Example: `orchestrrl plan override tp4 --reason "tail is long today" --ttl-s 3600`
     """
@@ -108,7 +107,7 @@ async def override(
 
 @daemon_command
 async def pin(client: ControlClient, reason: Reason = "", ttl_s: TimeToLive = 0.0) -> Output:
-    """Keep the deployment as it is, until released or expired.
+    """Pin the current deployment until released or expired.
 
     Example: `orchestrrl plan pin --reason "benchmark running" --ttl-s 600`
     """
@@ -119,7 +118,7 @@ async def pin(client: ControlClient, reason: Reason = "", ttl_s: TimeToLive = 0.
 
 @daemon_command
 async def release(client: ControlClient, reason: Reason = "") -> Output:
-    """Give the planner its freedom back.
+    """Release the planner from an override or a pin.
 
     Example: `orchestrrl plan release --reason "benchmark over"`
     """
@@ -133,7 +132,7 @@ def _control(control: dict[str, Any]) -> Output:
 
 PLAN_COLUMNS: Columns = {
     "plan": "plan_id",
-    "made": lambda plan: time_of_day(plan["created_unix_s"]),
+    "created": lambda plan: time_of_day(plan["created_unix_s"]),
     "decision": "decision",
     "reason": "reason_code",
     "from": "current_configuration",
@@ -145,13 +144,13 @@ PLAN_COLUMNS: Columns = {
 }
 REDEPLOYMENT_COLUMNS: Columns = {
     "redeployment": "redeployment_id",
-    "began": _moment,
+    "started": _moment,
     "plan": "plan_id",
-    "why": "reason",
+    "reason": "reason",
     "change": lambda report: words.change_text(report),
     "outcome": lambda report: words.spaced(report["state"]),
     "took": lambda report: duration(words.elapsed_s(report)),
-    "stood still": lambda report: duration(report["closed_s"]),
+    "paused": lambda report: duration(report["closed_s"]),
     "moved": "requests_moved",
-    "kept": "requests_parked",
+    "held": "requests_parked",
 }

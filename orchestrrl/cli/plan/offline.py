@@ -1,5 +1,4 @@
-"""`orchestrrl plan solve` and `render`: the fleet and the placement of requests that end soonest, for a problem in a
-file; and the command lines that engines are started with, without running them."""
+"""`orchestrrl plan solve` and `render`: solve a placement problem from a file; print the command lines of engines."""
 
 import gc
 import math
@@ -25,10 +24,10 @@ if TYPE_CHECKING:
 
 @problem_command("plan_solve")
 def solve(file: ProblemFile) -> Output:
-    """Say which engines to run on which GPUs, and which request each decodes, so that the last one ends soonest.
+    """Compute which engines to run on which GPUs, and which requests each decodes, to minimize the makespan.
 
     Reads one JSON problem: `gpus`, `configurations`, the `current` instances, `requests` with their estimated remaining
-    tokens, and what moving and switching cost. Prints the decision with a proven lower bound. Nothing is changed.
+    tokens, and the costs of moves and switches. Prints the decision with a proven lower bound. Changes nothing.
 
     Example:
 
@@ -38,12 +37,12 @@ def solve(file: ProblemFile) -> Output:
 
         orchestrrl plan solve - --json < problem.json
     """
-    # Imported here so that no other command waits for them; before the clock starts, which is for solving.
+    # Imported here so that other commands start fast, and before the clock starts, which measures only the solver.
     from orchestrrl.cli.problem import infeasible, read_problem
     from orchestrrl.cli.problems import SOLVE_CHECKS, SolveProblem, makespan_problem_of
     from planner.solver import makespan
 
-    gc.disable()  # the process ends soon, and looking through so many requests again and again is slow
+    gc.disable()  # the process ends soon, and repeated collections over so many requests are slow
     read = read_problem(file, SolveProblem, SOLVE_CHECKS)
     problem = makespan_problem_of(read)
     started_s = time.perf_counter()
@@ -83,8 +82,8 @@ def _solution_view(solution: "Solution", result: dict[str, Any], banded: bool) -
     gap = "unknown" if solution.gap is None else f"{solution.gap * 100:.2f} %"
     yield f"[bold]{solution.decision}[/bold]: {solution.reason}"
     yield (
-        f"makespan {seconds(solution.makespan_s)}; as placed now {seconds(solution.current_makespan_s)};"
-        f" no placement ends before {seconds(solution.lower_bound_s)} (gap {gap});"
+        f"makespan {seconds(solution.makespan_s)}; current placement {seconds(solution.current_makespan_s)};"
+        f" lower bound {seconds(solution.lower_bound_s)} (gap {gap});"
         f" solved in {duration(result['solve_s'])}"
     )
     names = [{"engine_id": each["id"], "requests_count": len(each["requests"])} for each in result["instances"]]
@@ -96,7 +95,7 @@ def _solution_view(solution: "Solution", result: dict[str, Any], banded: bool) -
         transfers = sum(move.method == "transfer" for move in solution.migrations)
         yield (
             f"{len(solution.migrations):,} running requests move: {transfers:,} by transfer,"
-            f" {len(solution.migrations) - transfers:,} rebuilt"
+            f" {len(solution.migrations) - transfers:,} by recomputation"
         )
 
 
@@ -106,14 +105,14 @@ def _solution_view(solution: "Solution", result: dict[str, Any], banded: bool) -
 @command
 def render(
     file: Annotated[Path, typer.Argument(help="The configuration file (YAML).")] = Path("orchestrrl.yaml"),
-    configuration: Annotated[str, typer.Option(help="Engines of this configuration.")] = "",
-    gpus: Annotated[str, typer.Option(help="The GPUs of one engine, e.g. 0,1 or 0-7.")] = "",
+    configuration: Annotated[str, typer.Option(help="Render engines of this configuration.")] = "",
+    gpus: Annotated[str, typer.Option(help="The GPUs of one engine, such as 0,1 or 0-7.")] = "",
 ) -> Output:
-    """Print the environment and the command line of each engine, to be pasted into a shell. Nothing is run.
+    """Print the environment and command line of each engine, ready to paste into a shell. Nothing is started.
 
-    Engines are those of `fleet.engines`; with `--configuration` as many of that one as the fleet's GPUs make, or the
-    one on `--gpus`. `fleet.launch` says what they are started with. An engine over several nodes, or under AFD, is
-    several processes; each says where it belongs.
+    Renders the engines of `fleet.engines`. With `--configuration`, renders as many engines of it as the fleet's GPUs
+    allow or, with `--gpus`, one engine on these GPUs. `fleet.launch` defines the launch options. An engine over several
+    nodes, or under AFD, has several processes; each is printed with its node and role.
 
     Example:
 
@@ -133,7 +132,7 @@ def render(
 def _rendered(
     fleet: "FleetSettings", configuration: str, gpus: str
 ) -> "list[tuple[EngineSpec, str, tuple[CommandLine, ...]]]":
-    """Return the engines that are wanted, each with its URL and its command lines. Raises ProblemFaults."""
+    """Return the requested engines, each with its URL and its command lines. Raises ProblemFaults."""
     from orchestrrl.fabric.site_parts import numbers_in
     from orchestrrl.fleet.deployers.command_line import render, url_of
     from orchestrrl.fleet.launch import configured_engines, filled, launch_of
@@ -144,10 +143,10 @@ def _rendered(
     except ValueError as error:
         faults.append(f"--gpus: {error}, got {shorten(gpus)}")
     if gpus and not configuration:
-        faults.append(f"--gpus: needs --configuration, got {gpus!r}")
+        faults.append(f"--gpus: requires --configuration, got {gpus!r}")
     if configuration and configuration not in fleet.layouts():
         known = ", ".join(sorted(fleet.layouts())) or "none"
-        faults.append(f"--configuration: is not a configuration of the fleet (known: {known}), got {configuration!r}")
+        faults.append(f"--configuration: must be a configuration of the fleet ({known}), got {configuration!r}")
     if fleet.gpus is not None:
         count = fleet.gpus.count
         beyond = [gpu for gpu in named or () if gpu >= count]
@@ -157,7 +156,7 @@ def _rendered(
     except ProblemFaults as error:
         faults += error.faults
     if not configuration and not fleet.engines:
-        faults.append("fleet.engines: has none, got nothing; or name a --configuration")
+        faults.append("fleet.engines: must not be empty without --configuration")
     raise_faults(faults)
     found = []
     for spec in filled(fleet, ConfigurationId(configuration), named) if configuration else configured_engines(fleet):
@@ -173,7 +172,7 @@ def _engine_blocks(spec: "EngineSpec", url: str, lines: "Sequence[CommandLine]")
     blocks = []
     for place, line in enumerate(lines, 1):
         several = f", process {place} of {len(lines)} ({line.role})" if len(lines) > 1 else ""
-        answers = f", at {url}" if place == 1 else ""
+        answers = f", serving {url}" if place == 1 else ""
         heading = (
             f"# {spec.engine}{several}: {spec.configuration} on GPUs {ranges(line.gpus)} of node {line.node}{answers}"
         )

@@ -1,4 +1,4 @@
-"""`orchestrrl profile measure`, `import` and `show`: profiles of engines made, and looked at."""
+"""`orchestrrl profile measure`, `import` and `show`: create and print profiles of engines."""
 
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -12,44 +12,48 @@ from orchestrrl.cli.progress import with_progress
 from orchestrrl.cli.running import until_stopped
 from orchestrrl.core.errors import ProblemFaults
 
-if TYPE_CHECKING:  # curves bring numpy: loaded by the commands that run
+if TYPE_CHECKING:  # these import numpy, which only running commands need
     from orchestrrl.engines.base import Engine
     from orchestrrl.engines.profiles.measure import MeasuredProfile, MeasurementInputs, MoveLink
     from planner.cost.profile import EngineProfile, Profile, Provenance
 
-# What a change of configuration takes when nobody says: starting an engine process and loading its weights.
+# Default cost of a change of configuration: starting an engine process and loading its weights.
 COLD_START_S = 60.0
-VLLM_MAX_SEQUENCES = 1024  # its default on GPUs with 70 GiB and more
+VLLM_MAX_SEQUENCES = 1024  # vLLM's default on GPUs with at least 70 GiB
 
-OutFile = Annotated[Path, typer.Option(help="The profile file, in YAML.")]
+OutFile = Annotated[Path, typer.Option(help="The profile file to write (YAML).")]
 SwitchOption = Annotated[
-    float | None, typer.Option("--switch-s", help=f"Seconds to start this configuration; {COLD_START_S:g} if left out.")
+    float | None, typer.Option("--switch-s", help=f"Seconds to start the configuration. Default: {COLD_START_S:g}.")
 ]
 
 
 @command
 def measure(
-    url: Annotated[str, typer.Argument(help="The engine's URL; it must be idle.")],
+    url: Annotated[str, typer.Argument(help="URL of the engine, which must be idle.")],
     out: OutFile,
-    configuration: Annotated[str, typer.Option(help="The configuration's id; from its layout if left out.")] = "",
+    configuration: Annotated[str, typer.Option(help="Id of the configuration. Default: from its layout.")] = "",
     tp: Annotated[int, typer.Option(min=1, help="Tensor parallelism.")] = 1,
     dp: Annotated[int, typer.Option(min=1, help="Data-parallel attention replicas.")] = 1,
     ep: Annotated[int, typer.Option(min=1, help="Expert parallelism.")] = 1,
-    gpu: Annotated[str, typer.Option(help="Kind of GPU, for the file; the file's own if left out.")] = "",
+    gpu: Annotated[str, typer.Option(help="GPU model, for the file. Default: that of an existing file.")] = "",
     switch_s: SwitchOption = None,
-    max_sequences: Annotated[int | None, typer.Option(min=1, help="Where the engine does not tell.")] = None,
-    kv_capacity_tokens: Annotated[int | None, typer.Option(min=1, help="Where the engine does not tell.")] = None,
-    kv_bytes_per_token: Annotated[
-        float | None, typer.Option(help="With --transfer-gbps: what moving a request costs, beside recomputing it.")
+    max_sequences: Annotated[
+        int | None, typer.Option(min=1, help="Maximum sequences, if the engine does not report it.")
     ] = None,
-    transfer_gbps: Annotated[float | None, typer.Option(help="Rate at which KV moves between engines.")] = None,
-    budget_s: Annotated[float, typer.Option(min=1.0, help="Seconds that it may take.")] = 300.0,
-    engine: Annotated[str, typer.Option(help="Kind of engine.")] = "vllm",
+    kv_capacity_tokens: Annotated[
+        int | None, typer.Option(min=1, help="KV cache size in tokens, if the engine does not report it.")
+    ] = None,
+    kv_bytes_per_token: Annotated[
+        float | None, typer.Option(help="KV bytes per token. With --transfer-gbps, adds the cost of KV transfer.")
+    ] = None,
+    transfer_gbps: Annotated[float | None, typer.Option(help="Rate of KV transfer between engines, in Gbit/s.")] = None,
+    budget_s: Annotated[float, typer.Option(min=1.0, help="Time limit of the measurement in seconds.")] = 300.0,
+    engine: Annotated[str, typer.Option(help="Engine product: vllm or simulated.")] = "vllm",
 ) -> Output:
-    """Measure an engine and put its configuration into a profile file, in the place of its namesake.
+    """Measure an engine and write its configuration to a profile file, replacing the configuration with the same id.
 
-    The engine decodes batches of random prompts of many sizes. What does not fit into the budget is left out, from the
-    largest down. Ctrl-C ends every request and leaves the file as it was.
+    The engine decodes batches of random prompts of many sizes. Measurements that exceed the budget are skipped, largest
+    first. Ctrl-C cancels all requests and leaves the file unchanged.
 
     Example: `orchestrrl profile measure http://127.0.0.1:8000 --tp 2 --switch-s 45 --gpu H800 --out profile.yaml`
     """
@@ -75,7 +79,7 @@ def measure(
     raise_faults(url_faults("URL", url))
     measured = with_progress(lambda report: until_stopped(_measure(connect(engine, url), wanted, existing, report)))
     if not isinstance(measured, MeasuredProfile):
-        fail(f"stopped: {out} is as it was")
+        fail(f"stopped: {out} is unchanged")
     profile = _merged(existing, measured, gpu, link)
     _write(out, profile)
     return _output(profile, measured.skipped)
@@ -83,20 +87,20 @@ def measure(
 
 @command
 def import_(
-    model: Annotated[str, typer.Option(help="A model's name, or a folder with its config.json.")],
-    system: Annotated[str, typer.Option(help="Kind of GPU, e.g. h100_sxm.")],
+    model: Annotated[str, typer.Option(help="Name of the model, or a folder with its config.json.")],
+    system: Annotated[str, typer.Option(help="GPU model, such as h100_sxm.")],
     out: OutFile,
-    backend: Annotated[str, typer.Option(help="vllm, sglang or trtllm.")] = "vllm",
-    tp: Annotated[str, typer.Option(help="Tensor parallelisms, e.g. 1,2,4,8.")] = "",
-    layouts: Annotated[str, typer.Option(help="Others, e.g. tp8ep8,dp8ep8 for mixtures of experts.")] = "",
-    precision: Annotated[str, typer.Option(help="Of the weights, e.g. fp8; the model's own if left out.")] = "",
-    max_sequences: Annotated[int, typer.Option(min=1, help="Most sequences of an engine.")] = VLLM_MAX_SEQUENCES,
+    backend: Annotated[str, typer.Option(help="Engine product: vllm, sglang or trtllm.")] = "vllm",
+    tp: Annotated[str, typer.Option(help="Tensor-parallel sizes, such as 1,2,4,8.")] = "",
+    layouts: Annotated[str, typer.Option(help="Other layouts, such as tp8ep8,dp8ep8 for mixtures of experts.")] = "",
+    precision: Annotated[str, typer.Option(help="Precision of the weights, such as fp8. Default: the model's.")] = "",
+    max_sequences: Annotated[int, typer.Option(min=1, help="Maximum sequences of an engine.")] = VLLM_MAX_SEQUENCES,
     switch_s: SwitchOption = None,
 ) -> Output:
-    """Make a profile from NVIDIA's measured kernel data, with the optional package aiconfigurator-core.
+    """Create a profile from NVIDIA's measured kernel data, with the optional package aiconfigurator-core.
 
-    Times are those of kernels: measure your own engines where you can. A layout whose weights leave no room for KV is
-    left out.
+    The times are those of kernels. If possible, measure your own engines instead. Layouts whose weights leave no memory
+    for KV are omitted.
 
     Example: `orchestrrl profile import --model Qwen/Qwen3-32B --system h100_sxm --tp 1,2,4,8 --out profile.yaml`
     """
@@ -118,10 +122,10 @@ def import_(
 
 @command
 def show(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A profile file.")],
-    plot: Annotated[Path | None, typer.Option(help="Also draw step time over sequences, to this PNG.")] = None,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The profile file (YAML).")],
+    plot: Annotated[Path | None, typer.Option(help="Plot step time over sequences to this PNG file.")] = None,
 ) -> Output:
-    """Show a profile: step times, room and costs of each configuration, and where each figure comes from.
+    """Show a profile: step times, KV capacity and costs of each configuration, and the source of each value.
 
     Example: `orchestrrl profile show profile.yaml --plot profile.png`
     """
@@ -137,7 +141,7 @@ def _output(profile: "Profile", left_out: Iterable[str]) -> Output:
     from orchestrrl.engines.profiles.store import as_document
 
     for reason in left_out:
-        note(f"left out: {reason}")
+        note(f"skipped: {reason}")
     title = f"{profile.model} on {profile.gpu}, {profile.engine}"
     return Output(as_document(profile), [table(title, COLUMNS, profile.configurations), *_origins(profile)])
 
@@ -160,12 +164,12 @@ async def _measure(
 
 
 def _same(existing: "Profile", capabilities: Any) -> None:
-    """A file holds one model on one kind of engine."""
+    """Check that the engine's model and product are those of the existing file. Raises ProblemFaults."""
     faults = []
     if capabilities.models and existing.model not in capabilities.models:
-        faults.append(f"--out: is a profile of {existing.model}; the engine serves, got {capabilities.models[0]!r}")
+        faults.append(f"--out: must be a profile of model {capabilities.models[0]}, got {existing.model!r}")
     if existing.engine != capabilities.engine:
-        faults.append(f"--out: is a profile of {existing.engine} engines, got {capabilities.engine!r}")
+        faults.append(f"--out: must be a profile of {capabilities.engine} engines, got {existing.engine!r}")
     raise_faults(faults)
 
 
@@ -176,7 +180,7 @@ def _existing(path: Path, gpu: str) -> "Profile | None":
         return None
     profile = read_profile(path)
     if gpu and gpu != profile.gpu:
-        raise ProblemFaults([f"--gpu: {path} is a profile of {profile.gpu}, got {gpu!r}"])
+        raise ProblemFaults([f"--gpu: must be {profile.gpu}, as in {path}, got {gpu!r}"])
     return profile
 
 
@@ -246,7 +250,7 @@ def _today() -> str:
 
 
 def step_ms(sequences: int) -> Callable[["EngineProfile"], str | None]:
-    """Return the text of the step time of so many sequences; None where the engine takes fewer."""
+    """Return a getter for the step time of a batch of `sequences`, as text; None if the engine allows fewer."""
     return lambda engine: (
         f"{engine.step.base_s.at(sequences) * 1e3:.2f} ms" if sequences <= engine.max_sequences else None
     )
@@ -278,7 +282,7 @@ def _percent(fraction: float | None) -> str | None:
 
 
 def _origins(profile: "Profile") -> Iterator[str]:
-    """Where figures come from, one line for each that differs from its configuration's."""
+    """Yield the source of each configuration, and of each value whose source differs from its configuration's."""
     for engine in profile.configurations:
         yield f"{engine.id}: {_origin(engine.provenance)}"
         for name, provenance in engine.others:
@@ -287,7 +291,7 @@ def _origins(profile: "Profile") -> Iterator[str]:
         moves = profile.moves
         rate = 1e9 / max(moves.transfer_s.at(2e9) - moves.transfer_s.at(1e9), 1e-12) / 1e9
         yield (
-            f"moves: {moves.kv_bytes_per_token:.0f} bytes of KV a token; transfer {rate:.3g} GB/s; "
+            f"moves: {moves.kv_bytes_per_token:.0f} bytes of KV per token; transfer {rate:.3g} GB/s; "
             f"recomputing 8,192 tokens {moves.recompute_s.at(8192):.3g} s"
             + (f" ({_origin(moves.provenance)})" if moves.provenance else "")
         )
@@ -303,7 +307,7 @@ def _origin(provenance: "Provenance") -> str:
 
 
 def _plot(profile: "Profile", path: Path) -> None:
-    """Step time over sequences, empty and with the KV cache half full."""
+    """Plot step time over sequences, with an empty and with a half full KV cache."""
     from orchestrrl.core.charts import axes, save
 
     figure, [[axis]] = axes(width=8, height=5)

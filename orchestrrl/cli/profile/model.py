@@ -1,5 +1,5 @@
-"""`orchestrrl profile predict`, `score` and `fit`: the cost model, for engines that nobody has measured yet, and
-against measured deployments."""
+"""`orchestrrl profile predict`, `score` and `fit`: predict the costs of engines with the cost model, and compare its
+predictions with measured deployments."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,25 +18,27 @@ if TYPE_CHECKING:
 
 SOURCES = ("roofline", "measured")
 MeasuredFile = Annotated[
-    Path, typer.Argument(metavar="CSV", help="Measured deployments, with the columns of AIConfigurator's silicon file.")
+    Path, typer.Argument(metavar="CSV", help="Measured deployments, in the columns of AIConfigurator's silicon file.")
 ]
 
 
 @command
 def predict(
-    model: Annotated[str, typer.Argument(help="A model's name or path, or a built-in profile: paper-14b-h800.")],
-    gpu: Annotated[str, typer.Option(help="Kind of GPU, e.g. h100.")] = "h100",
-    engine: Annotated[str, typer.Option(help="vllm, sglang or trtllm.")] = "vllm",
-    gpus: Annotated[int, typer.Option(min=1, help="GPUs of the whole fleet: no layout is larger.")] = 8,
-    per_node: Annotated[int, typer.Option(min=1, help="GPUs of a node.")] = 8,
-    weight_bits: Annotated[int | None, typer.Option(help="16, 8 or 4; the checkpoint's own if left out.")] = None,
-    kv_bits: Annotated[int, typer.Option(help="16 or 8.")] = 16,
-    phase: Annotated[str, typer.Option(help="bulk or tail: only layouts that are good there.")] = "",
-    out: Annotated[Path | None, typer.Option(help="The profile file, in YAML.")] = None,
+    model: Annotated[str, typer.Argument(help="Name or path of the model, or a built-in profile: paper-14b-h800.")],
+    gpu: Annotated[str, typer.Option(help="GPU model, such as h100.")] = "h100",
+    engine: Annotated[str, typer.Option(help="Engine product: vllm, sglang or trtllm.")] = "vllm",
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs of the fleet, the maximum size of a layout.")] = 8,
+    per_node: Annotated[int, typer.Option(min=1, help="GPUs per node.")] = 8,
+    weight_bits: Annotated[
+        int | None, typer.Option(help="Bits per weight: 16, 8 or 4. Default: the checkpoint's.")
+    ] = None,
+    kv_bits: Annotated[int, typer.Option(help="Bits per KV cache element: 16 or 8.")] = 16,
+    phase: Annotated[str, typer.Option(help="Only layouts for this phase of a step: bulk or tail.")] = "",
+    out: Annotated[Path | None, typer.Option(help="Also write the profile to this file (YAML).")] = None,
 ) -> Output:
-    """Predict step times, room and costs of every layout worth a look, from data sheets and fitted engine constants.
+    """Predict step times, KV capacity and costs of candidate layouts from data sheets and fitted engine constants.
 
-    Measure your own engines where you can: `orchestrrl profile score` shows how far such predictions are off.
+    If possible, measure your own engines instead. `orchestrrl profile score` reports the error of such predictions.
 
     Example: `orchestrrl profile predict Qwen/Qwen3-32B --gpu h100 --gpus 16 --out profile.yaml`
     """
@@ -72,7 +74,7 @@ def predict(
     configurations = candidates(served, hardware, gpus, per_node, product, good_in, precision)
     if not configurations:
         raise Permanent(
-            f"{served.name} fits on no layout of up to {gpus} {hardware.name}: allow more GPUs or fewer bits"
+            f"{served.name} does not fit on any layout of up to {gpus} {hardware.name}: raise --gpus or reduce the bits"
         )
     moves = move_costs(served, hardware, product, precision, recompute_tp=min(per_node, gpus))
     return _output(Profile(served.name, hardware.name, product.name, tuple(configurations), moves), out)
@@ -95,29 +97,29 @@ def _precision(model: "Model", weight_bits: int | None, kv_bits: int) -> "Precis
 
     if weight_bits is None:
         return Precision(model.weight_bits, model.expert_bits, float(kv_bits))
-    # Four bits come with a scale for every few weights.
+    # 4-bit formats store a scale for each small group of weights.
     bits = 4.5 if weight_bits == 4 else float(weight_bits)
     return Precision(bits, min(bits, model.expert_bits), float(kv_bits))
 
 
-# --- against what was measured
+# --- comparison with measurements
 
 
 @command
 def score(
     measured: MeasuredFile,
     source: Annotated[
-        str, typer.Option(help="roofline, or measured: by rows of the same engine at other lengths.")
+        str, typer.Option(help="Predict by: roofline, or measured (rows of the same engine at other lengths).")
     ] = "roofline",
 ) -> Output:
-    """Compare predicted with measured time per output token, row by row and as ratios between TPs.
+    """Compare predicted with measured time per output token, per row and as ratios between TP sizes.
 
-    No model is scored with constants that were fitted on it, and no prompt and output length with a profile that was
-    fitted to it. Rows that cannot be predicted are listed with the reason.
+    Predictions are cross-validated: constants are not fitted on the scored model, nor profiles on the scored prompt and
+    output lengths. Rows that cannot be predicted are listed with the reason.
 
     Example: `orchestrrl profile score silicon.csv --source measured`
     """
-    # Imported here so that every other command starts without numpy.
+    # Imported here so that the other commands start without numpy.
     from orchestrrl.engines.profiles.score import report, roofline, score_measured
     from orchestrrl.engines.profiles.silicon import read_silicon
 
@@ -135,11 +137,11 @@ def score(
 @command
 def fit(
     measured: MeasuredFile,
-    out: Annotated[Path, typer.Option(help="The module of constants to write.")] = Path("planner/cost/fitted.py"),
+    out: Annotated[Path, typer.Option(help="The Python module to write.")] = Path("planner/cost/fitted.py"),
 ) -> Output:
-    """Fit the engine constants of the roofline, once on all models and once without each, and write them.
+    """Fit the engine constants of the roofline model, on all models and on all but each one, and write them.
 
-    A later `profile score` takes its constants from that module, never from a fit to the model that it scores.
+    A later `profile score` reads its constants from that module: for each model, those fitted without it.
 
     Example: `orchestrrl profile fit silicon.csv --out planner/cost/fitted.py`
     """
@@ -150,7 +152,7 @@ def fit(
 
     deployments = read_silicon(measured).deployments
     if not deployments:
-        raise ProblemFaults([f"(document): has no row that can be predicted, got {measured}"])
+        raise ProblemFaults([f"(document): must have a row that can be predicted, got {measured}"])
     note(f"fitting {len(deployments)} deployments ...")
     sets = roofline_fit.fit(deployments)
     errors = roofline_fit.left_out_errors(deployments, sets)
@@ -159,7 +161,7 @@ def fit(
         roofline_fit.write_fitted(out, sets, errors, measured.name, today)
     mean = errors.mean().item()
     document = {"out": str(out), "rows": len(deployments), "left_out_error_mean": mean, "sets": sets}
-    return Output(document, [f"wrote {out}: {len(sets)} sets of constants; {mean:.1%} mean error on models left out"])
+    return Output(document, [f"wrote {out}: {len(sets)} sets of constants; {mean:.1%} mean error on held-out models"])
 
 
 def _view(result: dict[str, Any]) -> View:

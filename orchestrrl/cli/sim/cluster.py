@@ -1,5 +1,5 @@
-"""`orchestrrl sim run`, `compare`, `split`, `sweep`, `report` and `daemon-config`: a whole RL cluster, its fabric and
-its loop, once or many times."""
+"""`orchestrrl sim run`, `compare`, `split`, `sweep`, `report` and `daemon-config`: simulate a whole RL cluster with
+its fabric and training loop."""
 
 import logging
 import re
@@ -28,14 +28,14 @@ STAGES: Columns = {
     "gen": lambda row: f"{row.gen_s:.1f} s",
     "train": lambda row: f"{row.train_s:.1f} s",
     "sync": lambda row: f"{row.sync_s:.2f} s",
-    "waits": lambda row: f"{row.waits_s:.2f} s",
+    "waiting": lambda row: f"{row.waits_s:.2f} s",
     "idle gen": lambda row: f"{row.idle_gen:.0%}",
     "idle train": lambda row: f"{row.idle_train:.0%}",
     "staleness": lambda row: f"{row.staleness:.2f}",
 }
 LEGEND = (
-    "gen, train, sync: means of a step; waits: engines for weights or room; per M$: samples/s for each million dollars"
-    " of network"
+    "gen, train, sync: means per step; waiting: engines that wait for weights or for space in the sample buffer;"
+    " per M$: samples/s per million dollars of network"
 )
 _FIGURE = re.compile(r"\d+(?:\.\d+)?")
 
@@ -45,7 +45,7 @@ def rate_of(row: "SummaryRow") -> str:
 
 
 def usd_of(row: "SummaryRow") -> str | None:
-    """Nothing where no prices are known."""
+    """Return the cost of the network, or None if no prices are known."""
     return f"{row.network_usd / 1e6:.2f} M$" if row.network_usd else None
 
 
@@ -54,54 +54,52 @@ def worth_of(row: "SummaryRow") -> str | None:
 
 
 def digits(value: float) -> str:
-    """Three, so that a column can be compared; never as a power of ten where it is large."""
+    """Format a number with three significant digits, but never in scientific notation if it is large."""
     return f"{value:,.0f}" if value >= 99.95 else f"{value:#.3g}"
 
 
 def notes_of(results: "Sequence[ClusterResult]", out: Path | None) -> list[str]:
-    """For rich: each note once, with who has it first; those that differ from it in figures alone are counted."""
-    told: dict[str, tuple[str, set[str]]] = {}
+    """Return the runs' notes as rich markup. Notes that differ only in numbers are merged and counted."""
+    notes: dict[str, tuple[str, set[str]]] = {}
     for result in results:
         who = f"{result.run.fabric}, {result.run.arm}"
         for line in result.run.notes:
-            told.setdefault(_FIGURE.sub("#", line), (f"{who}: {line}", set()))[1].add(who)
+            notes.setdefault(_FIGURE.sub("#", line), (f"{who}: {line}", set()))[1].add(who)
     lines = [LEGEND]
-    for first, having in told.values():
-        others = f" (and {len(having) - 1} more alike)" if len(having) > 1 else ""
+    for first, having in notes.values():
+        others = f" (and {len(having) - 1} more)" if len(having) > 1 else ""
         lines.append(escape(first + others))
     return [*lines, *kept_in(out)]
 
 
 def kept_in(out: Path | None) -> list[str]:
-    return (
-        [] if out is None else [escape(f"wrote results to {out}; `orchestrrl sim report {out}` makes a page of them")]
-    )
+    return [] if out is None else [escape(f"wrote results to {out}; render them with `orchestrrl sim report {out}`")]
 
 
 Cluster = Annotated[
-    str, typer.Argument(metavar="SCENARIO.yaml", help="A cluster scenario's file, or the name of a built-in one.")
+    str, typer.Argument(metavar="SCENARIO.yaml", help="A cluster scenario file, or the name of a built-in scenario.")
 ]
 Fabrics = Annotated[str, typer.Option(help="Comma-separated fabrics. Default: the scenario's.")]
 Arms = Annotated[str, typer.Option(help="Comma-separated arms of `sim gen`. Default: the scenario's.")]
 Seeds = Annotated[str, typer.Option(help="Comma-separated seeds. Default: the scenario's.")]
-Out = Annotated[Path | None, typer.Option(metavar="DIR", help="Keep the results there, for `sim report`.")]
+Out = Annotated[Path | None, typer.Option(metavar="DIR", help="Store the results in this folder, for `sim report`.")]
 
 
 @command
 def run(
     scenario: Cluster = "",
     print_example: Annotated[
-        bool, typer.Option("--print-example", help="Print a built-in scenario to begin with: SCENARIO's, or cluster64.")
+        bool, typer.Option("--print-example", help="Print a built-in scenario, SCENARIO or cluster64, and exit.")
     ] = False,
     fabrics: Fabrics = "",
     arms: Arms = "",
     seeds: Seeds = "",
     out: Out = None,
 ) -> Output:
-    """Run a whole cluster in virtual time: training, generation and weight sync on a fabric, as the loop joins them.
+    """Simulate the training loop of a whole cluster in virtual time: training, generation and weight sync on a fabric.
 
-    Built in: cluster64, cluster512, cluster1024, cluster2048. A step's stages, throughput, what the network costs, and
-    samples per second for each million dollars of it.
+    Built-in scenarios: cluster64, cluster512, cluster1024, cluster2048. Prints the stages of a step, the throughput,
+    the cost of the network, and samples per second per million dollars of network.
 
     Example: `orchestrrl sim run cluster64 --fabrics rfabric --arms both --out out/sim`
     """
@@ -117,9 +115,9 @@ def run(
 
 @command
 def compare(scenario: Cluster, fabrics: Fabrics = "", arms: Arms = "", seeds: Seeds = "", out: Out = None) -> Output:
-    """Fabrics and arms side by side: ratios to the first, and which of them are on the Pareto frontier.
+    """Compare fabrics and arms: ratios to the first, and the Pareto frontier of throughput and network cost.
 
-    A mark says that no other has as much throughput for as little money.
+    A mark in the column Pareto means that no other run has at least the same throughput at no higher cost.
 
     Example: `orchestrrl sim compare cluster64 --fabrics fat_tree,rfabric --arms verl_to,both`
     """
@@ -129,10 +127,12 @@ def compare(scenario: Cluster, fabrics: Fabrics = "", arms: Arms = "", seeds: Se
 
 @command
 def report(
-    results: Annotated[Path, typer.Argument(metavar="RESULTS", help="A results file, or a folder of them.")],
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="PAGE.html", help="The page.")] = Path("report.html"),
+    results: Annotated[Path, typer.Argument(metavar="RESULTS", help="A results file, or a folder of results.")],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="PAGE.html", help="The page to write.")] = Path(
+        "report.html"
+    ),
 ) -> Output:
-    """One self-contained HTML page of results of `sim run`, `sim compare` and `sim sweep`, with its pictures inside.
+    """Render results of `sim run`, `sim compare` and `sim sweep` as one self-contained HTML page with plots.
 
     Example: `orchestrrl sim report out/sim -o page.html`
     """
@@ -147,12 +147,12 @@ def report(
 @command
 def daemon_config(
     scenario: Cluster,
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The daemon's file.")] = Path(
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The configuration file to write.")] = Path(
         "orchestrrl.yaml"
     ),
-    fabric: Annotated[str | None, typer.Option(help="On which fabric. Default: the scenario's first.")] = None,
+    fabric: Annotated[str | None, typer.Option(help="The fabric. Default: the scenario's first.")] = None,
 ) -> Output:
-    """Write what was simulated as a daemon's configuration, and beside it the profile of its engines.
+    """Write the simulated cluster as a daemon configuration, with the profile of its engines in a second file.
 
     Example: `orchestrrl sim daemon-config cluster64 -o orchestrrl.yaml && orchestrrl check-config orchestrrl.yaml`
     """
@@ -168,14 +168,14 @@ def daemon_config(
 @command
 def split(
     scenario: Cluster,
-    fabric: Annotated[str | None, typer.Option(help="On which fabric. Default: the scenario's first.")] = None,
+    fabric: Annotated[str | None, typer.Option(help="The fabric. Default: the scenario's first.")] = None,
     arm: Annotated[str, typer.Option(help="An arm of `sim gen`.")] = "verl_to",
     out: Out = None,
 ) -> Output:
-    """Try how a cluster's GPUs are best divided between training and generation: the most samples per second.
+    """Search for the split of a cluster's GPUs between training and generation with the highest throughput.
 
-    The sum of the scenario's train_gpus and gen_gpus stays; each split that is tried runs its loop. All are shown, the
-    best is marked.
+    The sum of the scenario's train_gpus and gen_gpus is constant. Each split is simulated. All splits are printed, with
+    a mark at the best.
 
     Example: `orchestrrl sim split cluster64 --fabric fat_tree`
     """
@@ -215,15 +215,17 @@ def split(
 @command
 def sweep(
     file: Annotated[Path, typer.Argument(metavar="SWEEP.yaml", help="A base scenario, and values at dotted paths.")],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Results: a file for each point.")] = Path("sweep"),
-    workers: Annotated[int | None, typer.Option(min=1, help="Processes. Default: one for each core.")] = None,
-    ray: Annotated[str | None, typer.Option(metavar="ADDRESS", help="On this Ray cluster: auto or HOST:PORT.")] = None,
-    again: Annotated[bool, typer.Option("--again", help="Also the points whose results are there.")] = False,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Result folder, one file per point.")] = Path("sweep"),
+    workers: Annotated[int | None, typer.Option(min=1, help="Number of processes. Default: one per core.")] = None,
+    ray: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="Run on this Ray cluster: auto or HOST:PORT.")
+    ] = None,
+    again: Annotated[bool, typer.Option("--again", help="Also rerun the points that have results.")] = False,
 ) -> Output:
     """Run every combination of values over a base scenario: `base: cluster64`, `grid: {cluster.nic_gbps: [100, 400]}`.
 
-    Points whose results are there already are not run again: a sweep that was cut short goes on. A point that fails is
-    told, and the rest goes on (exit status 1 in the end).
+    Points that have results are not run again, so that an interrupted sweep can be resumed. If a point fails, it is
+    reported, the others are run, and the exit status is 1.
 
     Example: `orchestrrl sim sweep sweep.yaml --out out/sweep && orchestrrl sim report out/sweep`
     """
@@ -232,7 +234,7 @@ def sweep(
 
     logging.getLogger("orchestrrl").setLevel(logging.ERROR)
     if ray is not None and workers is not None:
-        raise ProblemFaults([f"--workers: is not for --ray, got {workers}"])
+        raise ProblemFaults([f"--workers: cannot be combined with --ray, got {workers}"])
     faults: list[str] = []
     points = or_faults(faults, lambda: sweeps.load_sweep(file))
     or_faults(faults, lambda: check_folder(out, "--out"))
@@ -243,7 +245,7 @@ def sweep(
     try:
         swept = with_progress(lambda report: sweeps.sweep(points, out, runner, report, again=again))
     except KeyboardInterrupt:
-        note(escape(f"interrupted: points that are done are in {out}, and the same command goes on from there"))
+        note(escape(f"interrupted: finished points are in {out}; run the same command to resume"))
         raise
     found = [
         (point, row)
@@ -252,7 +254,7 @@ def sweep(
     ]
     for point in swept.failed:
         note(escape(f"failed: {point.title}: {point.fault}"))
-    there = [f"{swept.found} were there already"] if swept.found else []
+    there = [f"{swept.found} points already had results"] if swept.found else []
     shown = table(f"{len(swept.done)} of {len(points)} points", SWEEP_COLUMNS, found)
     failure = "" if swept.failed else None
     document = {
@@ -287,7 +289,7 @@ def _ran(
 
 
 def _run_and_keep(scenario: "ClusterScenario", out: Path | None) -> "list[ClusterResult]":
-    """Results are written as they come: what ends a run early leaves those before it."""
+    """Run the cluster and store results as they arrive, so that a failure does not lose earlier ones."""
     from orchestrrl.lab.sim.rl.run import run_cluster
 
     document, kept = scenario.document(), 0
@@ -303,11 +305,11 @@ def _run_and_keep(scenario: "ClusterScenario", out: Path | None) -> "list[Cluste
     except Permanent as error:
         if not kept:
             raise
-        raise Permanent(f"{error}; runs before it, which are kept in {out}: {kept}") from error
+        raise Permanent(f"{error}; earlier runs stored in {out}: {kept}") from error
 
 
 def keep(out: Path, scenario: Mapping[str, Any], results: "Sequence[ClusterResult]") -> None:
-    """What could be written to before the run may be full after it."""
+    """Store results. Raises Permanent if they cannot be written, for example because the disk is full."""
     from orchestrrl.lab.sim.rl.results import write
 
     try:

@@ -1,5 +1,5 @@
-"""`orchestrrl sim gen`: policies on simulated fleets, with the real control plane in the loop; and `orchestrrl sim
-paper`: the paper's figures made again, beside what it reports."""
+"""`orchestrrl sim gen`: simulate policies on fleets with the real control plane; and `orchestrrl sim paper`: reproduce
+the paper's figures."""
 
 import logging
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from orchestrrl.core.errors import ProblemFaults
 Result = TypeVar("Result")
 
 Source = Annotated[
-    str, typer.Argument(metavar="SCENARIO.yaml", help="A scenario's file, or the name of a built-in one.")
+    str, typer.Argument(metavar="SCENARIO.yaml", help="A scenario file, or the name of a built-in scenario.")
 ]
 
 
@@ -29,27 +29,27 @@ def gen(
     arms: Annotated[str, typer.Option(help="Comma-separated arms. Default: the scenario's.")] = "",
     seeds: Annotated[str, typer.Option(help="Comma-separated seeds. Default: the scenario's.")] = "",
     steps: Annotated[
-        int | None, typer.Option(help="Steps of each seed, warm-up included. Default: the scenario's.")
+        int | None, typer.Option(help="Steps per seed, warm-up included. Default: the scenario's.")
     ] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="DIR", help="Write pictures there.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="DIR", help="Write plots to this folder.")] = None,
 ) -> Output:
-    """Run generation steps of a scenario in virtual time: static baselines, and what OrchestrRL makes of them.
+    """Run generation steps of a scenario in virtual time, with static baselines and with OrchestrRL.
 
     Arms: verl_to (best static TP), verl_lo (widest), partial_rollout; planning, balancing, both (_paper: moves by the
-    paper's rule); mean_only (no forecast), oracle (the planner knows all lengths), packed_known (the best static fleet,
-    packed with lengths known), prompts_known (the same where only the distribution of each prompt's lengths is known).
+    paper's rule); mean_only (no forecast), oracle (all lengths given to the planner), packed_known (the best static
+    fleet, packed by the true lengths), prompts_known (the same with only the distribution of each prompt's lengths).
 
     Example: `orchestrrl sim gen --example --plot out/sim`
     """
-    # Imported here so that every other command starts without the numerics.
+    # Imported here so that the other commands start without the numerical libraries.
     from orchestrrl.lab.sim.report import COLUMNS, LEGEND, as_json, marks, rows
     from orchestrrl.lab.sim.report import plot as draw
     from orchestrrl.lab.sim.run import chosen_arms, run_scenario
     from orchestrrl.lab.sim.scenario import EXAMPLE, load_scenario, with_steps
 
-    logging.getLogger("orchestrrl").setLevel(logging.ERROR)  # engines come and go, as they should
+    logging.getLogger("orchestrrl").setLevel(logging.ERROR)  # the simulated redeployments would log warnings
     if bool(scenario) == example:
-        raise ProblemFaults([f"SCENARIO: give one, or --example, got {scenario!r} and --example {example}"])
+        raise ProblemFaults([f"SCENARIO: must be given, or --example, got {scenario!r} and --example {example}"])
     faults: list[str] = []
     loaded = or_faults(faults, lambda: with_steps(load_scenario(scenario or EXAMPLE), steps))
     names = or_faults(faults, lambda: chosen_arms(parts_of(arms)))
@@ -68,7 +68,7 @@ def gen(
 
 
 def or_faults(faults: list[str], check: Callable[[], Result]) -> Result | None:
-    """What the check returns; None, and its faults among the others, where it finds some."""
+    """Return the result of `check`, or append the errors that it raises to `faults` and return None."""
     try:
         return check()
     except ProblemFaults as error:
@@ -77,8 +77,8 @@ def or_faults(faults: list[str], check: Callable[[], Result]) -> Result | None:
 
 
 def check_folder(folder: Path | None, option: str) -> None:
-    """That files can be written to it, or to what it is made in: found out before a long run, not after it. Makes
-    nothing. Raises ProblemFaults."""
+    """Check that a folder, or its closest existing parent, is writable, before a long run starts. Creates nothing.
+    Raises ProblemFaults."""
     if folder is None:
         return
     there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
@@ -92,12 +92,12 @@ def check_folder(folder: Path | None, option: str) -> None:
 
 
 def make_folder(folder: Path, option: str) -> None:
-    """Raises ProblemFaults."""
+    """Create a folder. Raises ProblemFaults if it cannot be created or written to."""
     check_folder(folder, option)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ProblemFaults([f"{option}: cannot be made: {error.strerror}, got {str(folder)!r}"]) from None
+        raise ProblemFaults([f"{option}: cannot be created: {error.strerror}, got {str(folder)!r}"]) from None
 
 
 def parts_of(text: str) -> list[str]:
@@ -115,15 +115,16 @@ def seeds_of(text: str) -> list[int]:
 
 @command
 def paper(
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and seeds: under 3 minutes.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Run fewer sizes and seeds, in under 3 minutes.")] = False,
     figures: Annotated[str, typer.Option(help="Comma-separated figures, such as 13,14. Default: all.")] = "",
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where figures are kept.")] = Path("out/paper"),
-    processes: Annotated[int, typer.Option(min=0, help="Side by side. 0: as many as there are cores.")] = 0,
-    write_docs: Annotated[Path | None, typer.Option(metavar="PAGE.md", help="Write them as a page, too.")] = None,
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Store the results in this folder.")] = Path("out/paper"),
+    processes: Annotated[int, typer.Option(min=0, help="Number of parallel processes. 0: one per core.")] = 0,
+    write_docs: Annotated[Path | None, typer.Option(metavar="PAGE.md", help="Also write a Markdown page.")] = None,
 ) -> Output:
-    """The paper's figures made again from first principles, beside what it reports; and what is beyond them.
+    """Reproduce the paper's figures from first principles and compare them with the reported values.
 
-    What differs by over 15 % says why. All of it takes under 30 minutes on two cores; an interrupted run goes on.
+    Differences of more than 15 % are explained. A full run takes under 30 minutes on two cores; an interrupted run is
+    resumed.
 
     Example: `orchestrrl sim paper --quick --figures 15,20`
     """
@@ -134,10 +135,10 @@ def paper(
     wanted = chosen(parts_of(figures))
     make_folder(out, "--out")
     made = with_progress(lambda report: make(wanted, quick, out, report, processes=processes or None))
-    lines = [f"figure {each.id} quickly: {each.quick}" for each in made if each.quick]
+    lines = [f"figure {each.id} with --quick: {each.quick}" for each in made if each.quick]
     if write_docs is not None:
         write_file(write_docs, page(made), "--write-docs")
         lines.append(f"wrote {write_docs}")
-    shown = table("The paper's figures, and ours", {"figure": "figure", **COLUMNS}, all_rows(made))
+    shown = table("The paper's figures and ours", {"figure": "figure", **COLUMNS}, all_rows(made))
     document = {"quick": quick, "figures": [as_json(each) for each in made]}
     return Output(document, [shown, counted(all_rows(made)), *lines])

@@ -1,4 +1,4 @@
-"""`orchestrrl sync status|history|profile|watch|abort|install`: new weights of a running daemon's fleet."""
+"""`orchestrrl sync status|history|profile|watch|abort|install`: show and control the weight syncs of a daemon."""
 
 import time
 from collections.abc import AsyncIterator
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 SHOWN = 20
 LARGEST = 2**64 - 1
 MOST_PROFILED = 1000
-UNDER_WAY = 8  # that are not over yet, at most
-AWAY = "the daemon is away: the sync goes on, or back, once it is there again"
+UNDER_WAY = 8  # maximum number of syncs that have not ended
+AWAY = "the daemon is unreachable: the sync continues, or is rolled back, when it is running again"
 
-SyncArgument = Annotated[str, typer.Argument(metavar="SYNC", help="Its id; else the one under way.")]
+SyncArgument = Annotated[str, typer.Argument(metavar="SYNC", help="The sync's id. Default: the running one.")]
 
 
 @daemon_command
 async def status(client: ControlClient) -> Output:
-    """Show the fleet's version, the sync under way and who is late in it, engines without it, and all peers.
+    """Show the fleet's weight version, the running sync with its stragglers, quarantined engines, and all peers.
 
     Example: `orchestrrl sync status`
     """
@@ -52,9 +52,9 @@ def _status_view(message: "pb.WeightsStatus") -> View:
 @daemon_command
 async def history(
     client: ControlClient,
-    limit: Annotated[int, typer.Option(min=1, max=MOST_PROFILED, help="At most this many.")] = SHOWN,
+    limit: Annotated[int, typer.Option(min=1, max=MOST_PROFILED, help="Maximum number of versions.")] = SHOWN,
 ) -> Output:
-    """List what became of the latest versions: seconds in all, of the transfer and of installing, and against its plan.
+    """List the latest versions with their outcome, their total, transfer and install times, and the plan's estimate.
 
     Example: `orchestrrl sync history --limit 50`
     """
@@ -75,18 +75,18 @@ def _history_view(listed: "pb.ListSyncsResponse") -> View:
 async def profile(
     client: ControlClient,
     version: Annotated[
-        int | None, typer.Argument(metavar="VERSION", min=0, max=LARGEST, help="Of which version; else of the last.")
+        int | None, typer.Argument(metavar="VERSION", min=0, max=LARGEST, help="The version. Default: the latest.")
     ] = None,
-    last: Annotated[int, typer.Option(min=1, max=MOST_PROFILED, help="Of so many that are over, together.")] = 1,
+    last: Annotated[int, typer.Option(min=1, max=MOST_PROFILED, help="Profile this many ended syncs together.")] = 1,
     picture: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw its phases over time: .png, .svg or .pdf.")
+        Path | None, typer.Option(metavar="FILE", help="Plot the phases over time to a .png, .svg or .pdf file.")
     ] = None,
 ) -> Output:
-    """Show where the time of a version went, phase by phase, and what to do about it.
+    """Show the time that each phase of a version took, and advice to reduce it.
 
-    The share is that of the time which was waited for a phase, from the trainer's first move until requests run by the
-    new version. Circuits that are taken down, and waiting for somebody to close the pause barrier, are beside it:
-    nobody waits for them. Transfer and edges stand against the plan's estimate and a bound that no plan beats.
+    The share of a phase is its part of the critical path, from the trainer's first step until requests run with the
+    new version. Taking circuits down, and the wait for the pause barrier to close, are off the critical path. Transfer
+    and edges are compared with the plan's estimate and with a lower bound for any plan.
 
     Example: `orchestrrl sync profile 12`
 
@@ -95,7 +95,7 @@ async def profile(
     from orchestrrl.weights.controller.profile import profile as profile_of
 
     if version is not None and last > 1:
-        raise_faults([f"--last: cannot go with a version, got {last}"])
+        raise_faults([f"--last: cannot be combined with VERSION, got {last}"])
     profiles = [profile_of(report, time.time()) for report in await _profiled(client, version, last)]
     if picture is not None:
         _draw(profiles, picture)
@@ -110,10 +110,10 @@ async def profile(
 
 @daemon_command
 async def watch(client: ControlClient, sync_id: SyncArgument = "", as_json: JsonFlag = False) -> Output:
-    """Follow a sync until it is over. Ctrl-C leaves it running.
+    """Follow a sync until it ends. Ctrl-C leaves it running.
 
-    Exit status 0 when every engine has the version; 1 when the fleet has the one from before, a newer one came first,
-    or engines are in quarantine.
+    Exit status 0: every engine has the version; 1: the fleet has the previous version, a newer version superseded it,
+    or engines are quarantined.
 
     Example: `orchestrrl sync watch`
     """
@@ -127,30 +127,30 @@ async def watch(client: ControlClient, sync_id: SyncArgument = "", as_json: Json
 
     reports = persistently(fetch, lambda report: report.over, AWAY)
     report = await until_over(reports, words.picture, words.news, lambda _: words.GOES_ON, as_json)
-    ended = [words.outcome(report)] if stdout().is_terminal else []  # in a pipe it is the last line already
+    ended = [words.outcome(report)] if stdout().is_terminal else []  # in a pipe it was already printed
     return Output(plain(report_to_pb(report)), ended, words.failure(report))
 
 
 @daemon_command
 async def abort(client: ControlClient, sync_id: SyncArgument = "", reason: Reason = "") -> Output:
-    """End a sync that is not committed: every engine keeps the version that it has, or gets it back.
+    """Abort a sync that is not committed. Every engine keeps its version, or is rolled back to it.
 
-    It returns at once; `orchestrrl sync watch` tells when it is over.
+    The command returns immediately. Use `orchestrrl sync watch` to wait for the end.
 
-    Example: `orchestrrl sync abort --reason "the loss is not a number"`
+    Example: `orchestrrl sync abort --reason "loss is NaN"`
     """
     order = pb.AbortSyncRequest(sync_id=sync_id, reason=reason)
-    return _changed(await client.call(client.weights.AbortSync, order), "called off")
+    return _changed(await client.call(client.weights.AbortSync, order), "being aborted")
 
 
 @daemon_command
 async def install(client: ControlClient, sync_id: SyncArgument = "", reason: Reason = "") -> Output:
-    """Install now what is on every host and waits for the pause barrier to be closed (`install: next_pause`).
+    """Install a version now that is on every host and waits for the next pause (`install: next_pause`).
 
-    Example: `orchestrrl sync install --reason "nobody generates for a while"`
+    Example: `orchestrrl sync install --reason "no rollout is running"`
     """
     order = pb.InstallSyncRequest(sync_id=sync_id, reason=reason)
-    return _changed(await client.call(client.weights.InstallSync, order), "to be installed now")
+    return _changed(await client.call(client.weights.InstallSync, order), "being installed")
 
 
 def _changed(message: "pb.SyncReport", what: str) -> Output:
@@ -160,13 +160,13 @@ def _changed(message: "pb.SyncReport", what: str) -> Output:
 
 
 async def _profiled(client: ControlClient, version: int | None, last: int) -> "list[SyncReport]":
-    """With their edges, the newest first."""
+    """Return the reports to profile, with their edges, newest first."""
     if last == 1:
         return [_report(await client.call(client.weights.GetSync, pb.GetSyncRequest(version=version)))]
     listed = await client.call(client.weights.ListSyncs, pb.ListSyncsRequest(limit=last + UNDER_WAY))
     ids = [each.sync_id for each in listed.syncs if _report(each).over][:last]
     if not ids:
-        raise Permanent("no sync is over yet")
+        raise Permanent("no sync has ended yet")
     return [_report(await client.call(client.weights.GetSync, pb.GetSyncRequest(sync_id=id))) for id in ids]
 
 
@@ -184,7 +184,7 @@ def _read(codec: str, message: Any) -> Any:
         raise Permanent(f"the daemon is newer than this command: {error}") from None
 
 
-# --- showing
+# --- views
 
 
 def _profile_view(profile: "SyncProfile") -> View:

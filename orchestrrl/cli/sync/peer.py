@@ -1,4 +1,4 @@
-"""`orchestrrl sync peer`: the process that holds weights on one host."""
+"""`orchestrrl sync peer`: run the process that stores weight versions on one host."""
 
 from dataclasses import field, make_dataclass
 from typing import Annotated, Any
@@ -13,7 +13,7 @@ from orchestrrl.weights.peer.arguments import PeerArguments, PeerOption, options
 
 
 def _flag(option: PeerOption) -> tuple[str, Any, Any]:
-    """Return the name, the annotation and the default of an option as a field."""
+    """Return the name, the annotation and the default of a dataclass field for an option."""
     if option.name == "daemon":
         return option.name, DaemonOption, field(default=DEFAULT_TARGET)
     kind: Any = list[option.kind] if option.repeats else option.kind  # type: ignore[name-defined]
@@ -32,26 +32,26 @@ PeerFlags = make_dataclass(
 
 @with_flags(PeerFlags)
 def peer(flags: Any) -> None:
-    """Hold weights on one host: receive versions, pass them on, and install them into the engines here.
+    """Store weight versions on one host: receive them, forward them, and install them into the host's engines.
 
-    One for each host, beside a trainer or beside engines; it does what the daemon orders. It holds versions in a
-    folder, by default in memory, and finds them there when it is started again, by their checksums. Trainers stage into
-    the same folder. Killing it, the daemon, a trainer or an engine loses nothing that is held.
+    Run one peer on each host of a trainer or of engines. It carries out the daemon's orders. Versions are stored in a
+    folder, by default in memory, and verified by checksum after a restart. Trainers stage into the same folder. No
+    stored version is lost if the peer, the daemon, a trainer or an engine is killed.
 
-    In an environment without our dependencies (a trainer's, or vLLM's) the same is `python -m
-    orchestrrl.weights.peer.main`, with our package on the path. It needs grpcio, protobuf, pydantic, aiohttp,
-    prometheus-client, numpy and xxhash there, and torch for the transports gloo and nccl; tcp needs nothing else.
+    In an environment without OrchestrRL's dependencies, such as a trainer's or vLLM's, run `python -m
+    orchestrrl.weights.peer.main` with the package on the path. It requires grpcio, protobuf, pydantic, aiohttp,
+    prometheus-client, numpy and xxhash, and torch for the transports gloo and nccl. The transport tcp needs no more.
 
     Example: `orchestrrl sync peer --id train0 --daemon 10.0.0.1:7070 --allow-remote --pod train0 --tor train0-tor0`
 
-    Where engines come and go, `--engines-here` has the daemon tell which there are.
+    If engines are added and removed at run time, use `--engines-here`: the daemon sends the list of engines.
 
     Example: `orchestrrl sync peer --id gen1 --daemon 10.0.0.1:7070 --allow-remote --engines-here --tp 8`
 
     Example: `orchestrrl sync peer --id gen0 --daemon 10.0.0.1:7070 --allow-remote --engine e0=http://127.0.0.1:8000
     --tp 8`
     """
-    # Imported here so that no other command waits for numpy.
+    # Imported here so that other commands start without numpy.
     from orchestrrl.core.clock import WallClock
     from orchestrrl.weights.peer.peer import run_peer
     from orchestrrl.weights.peer.settings import settings_of

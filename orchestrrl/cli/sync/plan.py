@@ -1,4 +1,4 @@
-"""`orchestrrl sync plan`: how a weight version reaches every engine, for a site and shards in a file."""
+"""`orchestrrl sync plan`: plan the broadcast of a weight version to all engines, for a problem in a file."""
 
 import math
 import time
@@ -16,18 +16,18 @@ ROWS_SHOWN = 30  # waves
 
 @problem_command("sync_plan")
 def plan(file: ProblemFile) -> Output:
-    """Plan a tree broadcast of new weights: who sends which bytes to whom, in waves.
+    """Plan a tree broadcast of new weights in waves: sender, receiver and byte range of each transfer.
 
-    Reads one JSON problem: `link_gbps`; `pods` with the circuits that may cross their boundary; `endpoints` with their
-    PoD, ToR and NIC; `tor_circuits`, upwards; `shards`, each with its `bytes`, who holds it and who receives it;
-    `seeds_per_pod`, how many may receive the same bytes from outside; `chunk_bytes` and `hop_latency_s` of what is
-    forwarded while it comes. Phase A crosses PoDs over circuits, phase B fans out inside. The estimate is the model's
-    time of the very waves that are printed, beside a bound that no plan beats and the best that every receiver straight
-    from a holder could do. Nothing is sent. Exit status 3: a PoD or ToR has no circuits and shards have to pass it.
+    Reads one JSON problem: `link_gbps`; `pods` with the maximum number of circuits across their boundary; `endpoints`
+    with their PoD, ToR and NIC; `tor_circuits`, the circuits up from each ToR; `shards`, each with its `bytes`,
+    `holders` and `receivers`; `seeds_per_pod`, the maximum number of endpoints of a PoD that receive the same bytes
+    from outside; `chunk_bytes` and `hop_latency_s` of pipelined forwarding. Phase A crosses PoDs over circuits, phase B
+    fans out inside PoDs. Prints the modelled time of the waves, a lower bound for any plan, and the best time if every
+    receiver is served directly by a holder. Nothing is sent. Exit status 3: shards must cross a PoD or ToR that has no
+    circuits.
 
-    Where PoDs are joined as they are, by circuits that exist or by Ethernet across sites, `links` say which two, with
-    how many circuits in each direction, of which rate: `[{"a", "b", "circuits", "gbps"}]`. There is no way but these
-    then.
+    If PoDs have fixed links, such as existing circuits or Ethernet between sites, list them in `links` with the
+    circuits per direction and their rate: `[{"a", "b", "circuits", "gbps"}]`. The plan then uses only these.
 
     Example:
 
@@ -37,7 +37,7 @@ def plan(file: ProblemFile) -> Output:
 
         orchestrrl sync plan - --json < sync.json
     """
-    # Imported here so that no other command waits for them; before the clock starts, which is for solving.
+    # Imported here so that other commands start fast, and before the clock starts, which measures only the solver.
     from orchestrrl.cli.problem import read_problem
     from orchestrrl.cli.problems import SYNC_CHECKS, SyncPlanProblem, sync_problem_of
     from planner.sync_tree.model import Unreachable
@@ -61,7 +61,7 @@ def _json(problem: "SyncProblem", plan: "SyncPlan", solve_s: float) -> dict[str,
         ],
         "estimate_s": plan.estimate_s,
         "lower_bound_s": plan.lower_bound_s,
-        "naive_s": plan.naive_s if math.isfinite(plan.naive_s) else None,  # with `links`: not all are joined directly
+        "naive_s": plan.naive_s if math.isfinite(plan.naive_s) else None,  # None: `links` do not join all PoDs directly
         "solve_s": solve_s,
     }
 
@@ -87,7 +87,7 @@ def _edges(problem: "SyncProblem", wave: "Wave") -> list[dict[str, Any]]:
 
 def _view(plan: "SyncPlan", solve_s: float) -> View:
     if not plan.waves:
-        yield "Nothing to send: no shard has a receiver that does not hold it."
+        yield "Nothing to send: every receiver already holds its shards."
         return
     edges = sum(len(wave.edges.bytes) for wave in plan.waves)
     yield (
@@ -97,14 +97,14 @@ def _view(plan: "SyncPlan", solve_s: float) -> View:
     )
     shown = plan.waves[:ROWS_SHOWN]
     title = "Waves" if len(shown) == len(plan.waves) else f"The first {ROWS_SHOWN} of {len(plan.waves):,} waves"
-    columns = ("wave", "takes", "GB delivered", "PoD to PoD", "circuits", "inside PoDs", "deepest", "shards")
+    columns = ("wave", "time", "GB delivered", "PoD to PoD", "circuits", "inside PoDs", "depth", "shards")
     yield cells_table(title, columns, (_row(number, wave) for number, wave in enumerate(shown)))
 
 
 def _naive(plan: "SyncPlan") -> str:
     if not math.isfinite(plan.naive_s):
-        return "straight from the holders no link leads everywhere"
-    return f"straight from the holders {duration(plan.naive_s)}, {plan.naive_s / plan.estimate_s:.1f} times as long"
+        return "the holders have no direct links to all receivers"
+    return f"directly from the holders {duration(plan.naive_s)}, {plan.naive_s / plan.estimate_s:.1f} times as long"
 
 
 def _row(number: int, wave: "Wave") -> tuple[object, ...]:

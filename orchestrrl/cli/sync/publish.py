@@ -1,4 +1,4 @@
-"""`orchestrrl sync publish`: a checkpoint's folder becomes the fleet's weights, without a trainer."""
+"""`orchestrrl sync publish`: publish a checkpoint folder as the fleet's weights, without a trainer."""
 
 import time
 from pathlib import Path
@@ -22,35 +22,35 @@ if TYPE_CHECKING:
 
 POLL_EVERY_S = 0.25
 LARGEST = 2**64 - 1
-PATIENCE_S = 15.0  # with a daemon that is away, or has not heard of the peer
+PATIENCE_S = 15.0  # wait for a daemon that is unreachable or has no report of the peer yet
 
 
 @command
 def publish(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The checkpoint's.")],
-    peer: Annotated[str, typer.Option(metavar="PEER", help="The peer on this host, by its --id.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The checkpoint folder.")],
+    peer: Annotated[str, typer.Option(metavar="PEER", help="The --id of the peer on this host.")],
     version: Annotated[
-        int | None, typer.Option(min=0, max=LARGEST, help="Its number. Default: one above the fleet's.")
+        int | None, typer.Option(min=0, max=LARGEST, help="Version number. Default: the fleet's plus one.")
     ] = None,
-    peer_folder: Annotated[Path | None, typer.Option(help="The peer's --folder, where it was given one.")] = None,
+    peer_folder: Annotated[Path | None, typer.Option(help="The peer's --folder, if it has one.")] = None,
     next_pause: Annotated[
-        bool, typer.Option("--next-pause", help="Engines take it when the pause barrier is closed next, not at once.")
+        bool, typer.Option("--next-pause", help="Install when the pause barrier closes next, not immediately.")
     ] = False,
     daemon: DaemonOption = DEFAULT_TARGET,
     as_json: JsonFlag = False,
 ) -> Output:
-    """Publish a checkpoint: a folder of safetensors files, one or sharded, as Hugging Face's libraries write them.
+    """Publish a checkpoint folder of safetensors files, single or sharded, in the format of Hugging Face's libraries.
 
-    For going back to an earlier checkpoint, and for trying; a trainer publishes by itself
-    (`orchestrrl.weights.trainer.client`). It runs on the host of a peer, into whose folder the tensors are copied. It
-    ends with the sync, or with `--next-pause` when every host has the version; Ctrl-C leaves it running.
+    Use it to return to an earlier checkpoint or to test; trainers publish with `orchestrrl.weights.trainer.client`. Run
+    it on the host of a peer: the tensors are copied to the peer's folder. It ends with the sync or, with
+    `--next-pause`, when every host has the version. Ctrl-C leaves the sync running.
 
-    Exit status 0 when every engine has the version, or takes it at the next pause; 1 when the fleet has the one before,
-    or engines are in quarantine.
+    Exit status 0: every engine has the version, or installs it at the next pause; 1: the fleet has the previous
+    version, or engines are quarantined.
 
     Example: `orchestrrl sync publish checkpoints/step-400 --peer train0`
     """
-    # Imported here so that no other command waits for numpy.
+    # Imported here so that other commands start without numpy.
     from orchestrrl.rpc.codecs.weights import report_to_pb
     from orchestrrl.rpc.plain_values import plain
     from orchestrrl.weights.trainer.client import WeightsClient
@@ -65,22 +65,22 @@ def publish(
     if report.over:
         return Output(document, [words.outcome(report)], words.failure(report))
     now = "[bold]orchestrrl sync install[/bold]"
-    text = f"{words.named(report)} is on every host: installed when the pause barrier is closed next, or by {now}"
+    text = f"{words.named(report)} is on every host: installed when the pause barrier closes next, or with {now}"
     return Output(document, [text])
 
 
 def _pieces(folder: Path, peer: str, peer_folder: Path | None, daemon: str) -> "list[TensorPiece]":
-    """Raises ProblemFaults with all that is wrong."""
+    """Return the tensors of the checkpoint. Raises ProblemFaults with all invalid arguments."""
     from orchestrrl.weights.peer.arguments import FOLDERS
     from orchestrrl.weights.trainer.staging import checkpoint_pieces
 
     faults = address_faults(daemon)
     home = peer_folder or Path(f"{FOLDERS}{peer}")
     if not peer or "/" in peer:
-        faults.append(f"--peer: must be the name of a peer, got {peer!r}")
+        faults.append(f"--peer: must be the id of a peer, got {peer!r}")
     elif not home.is_dir():
         option = "--peer-folder" if peer_folder else "--peer"
-        faults.append(f"{option}: no peer holds versions in {home}: `orchestrrl sync peer` runs here first")
+        faults.append(f"{option}: no peer has the folder {home} on this host: start `orchestrrl sync peer` first")
     pieces: list[TensorPiece] = []
     try:
         pieces = checkpoint_pieces(folder)
@@ -93,7 +93,7 @@ def _pieces(folder: Path, peer: str, peer_folder: Path | None, daemon: str) -> "
 def _carried(
     client: "WeightsClient", version: int, pieces: "list[TensorPiece]", next_pause: bool, as_json: bool
 ) -> "SyncReport":
-    """How it ended, or that it waits for the pause barrier. Raises OrchestrRLError."""
+    """Publish and return the last report: the sync has ended, or waits for the next pause. Raises OrchestrRLError."""
     from orchestrrl.weights.trainer.client import SyncAborted
 
     handle: PublishInProgress = client.start_publish_arrays(version, pieces, install="next_pause" if next_pause else "")

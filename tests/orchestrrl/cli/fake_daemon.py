@@ -1,4 +1,4 @@
-"""A daemon with fixed answers, served by grpc.aio from a thread of its own: commands run their own event loop."""
+"""A daemon with fixed responses, served by grpc.aio in its own thread, because commands run their own event loop."""
 
 import asyncio
 import threading
@@ -226,7 +226,7 @@ JOURNAL = [
 
 
 class FakeDaemon(control_pb2_grpc.ControlServicer):
-    """`heard` holds every order; `empty` makes it a daemon that has just started."""
+    """A daemon that records every order in `heard`. With `empty`, it behaves as if it had just started."""
 
     def __init__(self) -> None:
         self.heard: list[Any] = []
@@ -333,7 +333,7 @@ async def refuse(context: Context, code: grpc.StatusCode, details: str) -> NoRet
 
 
 class Serving:
-    """`with Serving(daemon, "127.0.0.1:0"):` sets daemon.address and serves until the end of the block."""
+    """Context manager that serves a daemon and sets `daemon.address`: `with Serving(daemon, "127.0.0.1:0"):`."""
 
     def __init__(self, daemon: FakeDaemon, address: str = "127.0.0.1:0") -> None:
         self._daemon = daemon

@@ -1,4 +1,4 @@
-"""`orchestrrl balance` as a process sees it: results alone on standard output, faults on standard error."""
+"""`orchestrrl balance` as a process: results on standard output, errors on standard error."""
 
 import json
 from pathlib import Path
@@ -41,10 +41,10 @@ def run(*arguments: str, document: object | None = None) -> Result:
     return CliRunner().invoke(application(), ["balance", *arguments], input=text)
 
 
-def test_json_is_the_result_object_alone() -> None:
+def test_json_output_is_only_the_result_object() -> None:
     result = run("-", "--json", document=FLEET)
     assert (result.exit_code, result.stderr) == (0, "")
-    # In the end w1 runs both, with 4800 tokens free of a mean of 600: a cap of 10.
+    # Finally w1 runs both, with 4800 tokens free and a mean of 600 per request: a cap of 10.
     assert json.loads(result.stdout) == {
         "load_index": {"w1": {"before": 0.0, "after": 2 / 10 / 100}, "w0": {"before": 0.02, "after": 0.0}},
         "spread_before": 0.02,
@@ -57,20 +57,20 @@ def test_json_is_the_result_object_alone() -> None:
     }
 
 
-def test_the_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
+def test_same_input_gives_identical_output(tmp_path: Path) -> None:
     path = tmp_path / "fleet.json"
     path.write_text(json.dumps(FLEET))
     assert run(str(path), "--json").stdout == run("-", "--json", document=FLEET).stdout
 
 
-def test_without_json_it_is_a_table_for_people() -> None:
+def test_output_without_json_is_a_table() -> None:
     result = run("-", document=FLEET)
     assert result.exit_code == 0
     for word in ("Load index", "w0", "w1", "Moves, in order", "waiting", "Spread"):
         assert word in result.stdout
 
 
-def test_a_stalled_worker_has_no_index() -> None:
+def test_stalled_worker_has_no_load_index() -> None:
     stalled = {**FLEET["workers"][1], "decode_tokens_per_s": 0}
     document = {"theta": 0, "workers": [{**stalled, "running": [{"id": "a", "context_tokens": 900}], "waiting": []}]}
     result = json.loads(run("-", "--json", document=document).stdout)
@@ -79,7 +79,7 @@ def test_a_stalled_worker_has_no_index() -> None:
     assert "stalled" in run("-", document=document).stdout
 
 
-def test_every_fault_comes_at_once_and_nothing_else() -> None:
+def test_all_errors_are_reported_at_once() -> None:
     workers = [
         {**FLEET["workers"][1], "max_sequences": -1, "colour": "red"},
         {**FLEET["workers"][1], "kv_free_tokens": "many", "waiting": [{"id": "a", "context_tokens": True}]},
@@ -92,19 +92,19 @@ def test_every_fault_comes_at_once_and_nothing_else() -> None:
         "workers[0].colour: is not a known field, got 'red'",
         "workers[1].waiting[0].context_tokens: should be a valid integer, got True",
         "workers[1].kv_free_tokens: should be a valid integer, got 'many'",
-        "workers[1].id: is used already by workers[0].id, got 'w0'",
-        "workers[1].running[0].id: is used already by workers[0].running[0].id, got 'a'",
-        "workers[1].waiting[0].id: is used already by workers[0].running[0].id, got 'a'",
+        "workers[1].id: is already used by workers[0].id, got 'w0'",
+        "workers[1].running[0].id: is already used by workers[0].running[0].id, got 'a'",
+        "workers[1].waiting[0].id: is already used by workers[0].running[0].id, got 'a'",
     ]
 
 
-def test_a_missing_file_is_a_fault_not_a_traceback(tmp_path: Path) -> None:
+def test_missing_file_is_reported_without_traceback(tmp_path: Path) -> None:
     result = run(str(tmp_path / "absent.json"))
     assert (result.exit_code, result.stdout) == (2, "")
     assert "cannot be read: No such file or directory" in result.stderr
 
 
-def test_an_empty_fleet_is_balanced() -> None:
+def test_empty_fleet_is_balanced() -> None:
     assert json.loads(run("-", "--json", document={"theta": 0, "workers": []}).stdout) == {
         "load_index": {},
         "spread_before": 0.0,
@@ -120,9 +120,9 @@ def test_help_shows_an_example() -> None:
 
 
 @pytest.mark.shared
-def test_the_contracts_example() -> None:
+def test_contract_example() -> None:
     if not CONTRACT_EXAMPLE.exists():
-        pytest.skip(f"{CONTRACT_EXAMPLE} is not there: the contract's examples are kept beside the repository")
+        pytest.skip(f"{CONTRACT_EXAMPLE} is missing: it is stored outside the repository")
     result = json.loads(run(str(CONTRACT_EXAMPLE), "--json").stdout)
     assert [move["request"] for move in result["migrations"]] == ["c", "d", "a"]
     assert result["load_index"]["w0"] == {"before": 4 / 2 / 180, "after": 1 / 1 / 180}

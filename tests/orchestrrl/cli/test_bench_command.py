@@ -1,4 +1,4 @@
-"""`orchestrrl bench`: its help names what there is, and one that cannot run here says why."""
+"""`orchestrrl bench`: its help lists all benchmarks; a benchmark that cannot run here reports the reason."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ def test_help_names_every_benchmark() -> None:
     assert sorted(told.split(", ")) == sorted(BENCHMARKS)
 
 
-def test_one_without_its_environment_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_benchmark_without_its_environment_reports_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "VLLM_PYTHON", tmp_path / "none")
     words = ["bench", "--only", "recorder", "--out", str(tmp_path / "bench.json"), "--json"]
     result = CliRunner().invoke(application(), words)

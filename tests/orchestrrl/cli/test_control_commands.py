@@ -1,4 +1,4 @@
-"""Every command that asks the daemon, through Typer's runner and real gRPC, against fixed answers."""
+"""Every command that calls the daemon, through Typer's runner and real gRPC, against fixed responses."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def run(daemon: FakeDaemon | str, *arguments: str) -> Result:
 
 
 def said(result: Result) -> str:
-    """Standard output of a success, with spaces collapsed: columns adapt their width."""
+    """Return the standard output of a successful command, with spaces collapsed because column widths vary."""
     assert result.exit_code == 0, result.output
     return " ".join(result.stdout.split())
 
@@ -54,7 +54,7 @@ READING = [
 
 
 @pytest.mark.parametrize("command", READING, ids=" ".join)
-def test_reading_commands_print_one_json_object(daemon: FakeDaemon, command: list[str]) -> None:
+def test_read_commands_print_one_json_object(daemon: FakeDaemon, command: list[str]) -> None:
     result = run(daemon, *command, "--json")
     assert result.exit_code == 0, result.output
     assert isinstance(json.loads(result.stdout), dict)
@@ -62,7 +62,7 @@ def test_reading_commands_print_one_json_object(daemon: FakeDaemon, command: lis
 
 
 @pytest.mark.parametrize("command", READING, ids=" ".join)
-def test_a_daemon_that_has_just_started_has_little_to_say(daemon: FakeDaemon, command: list[str]) -> None:
+def test_commands_on_a_daemon_that_just_started(daemon: FakeDaemon, command: list[str]) -> None:
     daemon.empty = True
     result = run(daemon, *command)
     if command in (["moves"], ["plan", "explain"]):
@@ -77,7 +77,7 @@ def test_status(daemon: FakeDaemon) -> None:
     assert "OrchestrRL 0.1.0, mode advise, generation 3, up 2 h 03 min" in text
     assert "12 running, 3 waiting, 4,567 finished" in text
     assert "8 done, 1 failed, 90,000 tokens recomputed, 70,000 moved as KV" in text
-    assert "failovers: 12 requests went on after their engine failed, 9 of them recomputed (34,567 tokens)" in text
+    assert "failovers: 12 requests continued after their engine failed, 9 of them recomputed (34,567 tokens)" in text
     assert "e1 is gone: connection refused [Errno 111]" in text
     assert "planner pinned (benchmark)" in text
     assert "e0 ok 12 3 48 75 % 10,000 1,234 tok/s 0.00125 210 ms ago configured tp2" in text
@@ -86,7 +86,7 @@ def test_status(daemon: FakeDaemon) -> None:
     assert "agent-e0 agent yes 100 ms ago" in text
 
 
-def test_json_has_plain_words_numbers_and_nulls(daemon: FakeDaemon) -> None:
+def test_json_has_plain_strings_numbers_and_nulls(daemon: FakeDaemon) -> None:
     seen: dict[str, Any] = json.loads(run(daemon, "status", "--json").stdout)
     assert (seen["mode"], seen["generation"], seen["plan_control"]["state"]) == ("advise", 3, "pinned")
     assert seen["balance_policy"] == "load_index"
@@ -102,7 +102,7 @@ def test_json_has_plain_words_numbers_and_nulls(daemon: FakeDaemon) -> None:
 def test_workers(daemon: FakeDaemon) -> None:
     text = said(run(daemon, "workers"))
     assert "e0 vllm 0.32.0 tiny 4,096 0 http://127.0.0.1:8000 configured: tp2" in text
-    assert "e1 not asked yet" in text
+    assert "e1 not queried yet" in text
     assert "no agent has reported what the engine serves" in text
 
 
@@ -114,7 +114,7 @@ def test_requests(daemon: FakeDaemon) -> None:
     assert daemon.heard == [pb.ListRequestsRequest(engine_id="e0", limit=2)]
 
 
-def test_mode_is_asked_and_set(daemon: FakeDaemon) -> None:
+def test_mode_is_shown_and_set(daemon: FakeDaemon) -> None:
     assert said(run(daemon, "mode")) == "mode advise"
     assert daemon.heard == []
     assert said(run(daemon, "mode", "act", "--reason", "ready")) == "mode act, was advise"
@@ -128,7 +128,7 @@ def test_move(daemon: FakeDaemon) -> None:
     assert daemon.heard == [pb.MoveRequestRequest(request_id="r1", to_engine_id="e1")]
     declined = run(daemon, "move", "r2", "--to", "e1")
     assert (declined.exit_code, declined.stdout) == (1, "")
-    assert declined.stderr == "r2 was not moved: a grammar guides it\n"
+    assert declined.stderr == "r2 not moved: a grammar guides it\n"
     as_json = run(daemon, "move", "r2", "--to", "e1", "--json")
     assert (as_json.exit_code, json.loads(as_json.stdout)["done"]) == (1, False)
     unknown = run(daemon, "move", "r3", "--to", "e1")
@@ -156,14 +156,14 @@ def test_plan_explain_of_one_plan(daemon: FakeDaemon) -> None:
     assert (missing.exit_code, missing.stderr) == (1, "no plan 'plan-9'\n")
 
 
-def test_where_nothing_is_proposed_no_bound_is_made_up() -> None:
+def test_plan_explain_without_proposal_prints_no_bound() -> None:
     nothing = pb.Plan(
         plan_id="plan-4", decision="keep", reason_code="no_step_times", reason="no step times for e0: why"
     )
     told = plain(nothing)
     text = "\n".join([*headline(told, 0.0), *predictions(told)])
     assert "why: no step times for e0: why (no_step_times)" in text
-    assert "deployed: unknown or mixed, predicted -; nothing is proposed" in text
+    assert "deployed: unknown or mixed, predicted -; no proposal" in text
     assert "no fleet can end before" not in text
     assert "infeasible" not in text
     assert "0.00 s" not in text
@@ -185,10 +185,10 @@ def test_plan_explain(daemon: FakeDaemon) -> None:
     assert text.index("best", order[0]) < order[1], "the best is the one that is proposed"
     assert "tp4 e9 kept 70 400.00 s 0 ms 0 ms 400.00 s 4-7" in text
     assert "tp4 plan-3.0 new 90 423.50 s 0 ms 2 s 425.50 s 0-3" in text
-    assert "with the lengths known, no fleet can end before 400.00 s; the best found takes 6 % more" in text
-    assert "decoding is predicted 1.25 times as long as profiles say" in text
-    assert "predicted against actual: 430.00 s, 441.00 s (+2.6 %)" in text
-    assert "predictions: off by 8 % in the mean over 7 steps, 3 % too long on balance" in text
+    assert "lower bound for any fleet, if all lengths were known: 400.00 s; the best found takes 6 % more" in text
+    assert "predicted decoding times are the profiles' times 1.25" in text
+    assert "predicted vs. actual: 430.00 s, 441.00 s (+2.6 %)" in text
+    assert "predictions: mean error 8 % over 7 steps, 3 % too long on average" in text
     bars = {line.split()[0]: line for line in result.stdout.splitlines() if "█" in line}
     assert bars["512-1,024"].count("█") == 40
     assert bars["0-512"].count("█") == 10
@@ -215,7 +215,7 @@ def test_plan_override_pin_release(daemon: FakeDaemon) -> None:
     assert json.loads(run(daemon, "plan", "pin", "--json").stdout)["expires_unix_s"] == 1_000_600.0
 
 
-def test_malformed_input_is_status_2_with_every_fault(daemon: FakeDaemon) -> None:
+def test_malformed_input_exits_2_with_all_errors(daemon: FakeDaemon) -> None:
     wrong = run(daemon, "plan", "override", "tp3")
     assert (wrong.exit_code, wrong.stdout) == (2, "")
     assert wrong.stderr.splitlines() == [
@@ -233,7 +233,7 @@ def test_malformed_input_is_status_2_with_every_fault(daemon: FakeDaemon) -> Non
     "command",
     [["mode", "act", "--reason", "\udcff"], ["requests", "--engine", "\udcff"], ["plan", "pin", "--reason", "\udcff"]],
 )
-def test_bytes_that_are_no_text_are_status_2(daemon: FakeDaemon, command: list[str]) -> None:
+def test_argument_that_is_not_utf8_exits_2(daemon: FakeDaemon, command: list[str]) -> None:
     refused = run(daemon, *command)
     assert (refused.exit_code, refused.stderr) == (2, "must be UTF-8 text, got '\\udcff'\n")
     assert not daemon.heard
@@ -252,7 +252,7 @@ def test_journal(daemon: FakeDaemon) -> None:
     assert run(daemon, "journal", "--kind", "gossip").exit_code == 2
 
 
-def test_top_prints_one_picture_into_a_pipe(daemon: FakeDaemon) -> None:
+def test_top_prints_once_into_a_pipe(daemon: FakeDaemon) -> None:
     for arguments in (["top"], ["top", "--once"]):
         text = said(run(daemon, *arguments))
         assert "75 %" in text
@@ -263,7 +263,7 @@ def test_top_prints_one_picture_into_a_pipe(daemon: FakeDaemon) -> None:
     assert "plan: none yet" in said(run(daemon, "top", "--once"))
 
 
-def test_no_daemon_says_what_to_do() -> None:
+def test_unreachable_daemon_is_reported_with_advice() -> None:
     result = run("127.0.0.1:1", "status")
     assert (result.exit_code, result.stdout) == (1, "")
     assert "no daemon at 127.0.0.1:1: start one with `orchestrrl daemon -c FILE`" in result.stderr
@@ -271,20 +271,20 @@ def test_no_daemon_says_what_to_do() -> None:
     assert (followed.exit_code, followed.stdout) == (1, "")
 
 
-def test_an_unknown_outcome_says_to_look_first(daemon: FakeDaemon) -> None:
+def test_unknown_outcome_is_reported_with_advice(daemon: FakeDaemon) -> None:
     result = run(daemon, "move", "late", "--to", "e1")
     assert result.exit_code == 1
-    assert "look before trying again" in result.stderr
+    assert "check the state before you retry" in result.stderr
 
 
-def test_the_flag_beats_the_environment(daemon: FakeDaemon) -> None:
+def test_flag_takes_precedence_over_environment(daemon: FakeDaemon) -> None:
     result = CliRunner().invoke(
         application(), ["mode", "--daemon", daemon.address], env={DAEMON_VARIABLE: "127.0.0.1:1"}
     )
     assert said(result) == "mode advise"
 
 
-def test_a_unix_socket(tmp_path: Path) -> None:
-    path = os.path.relpath(tmp_path / "d.sock")  # absolute ones can be too long for a socket
+def test_unix_socket(tmp_path: Path) -> None:
+    path = os.path.relpath(tmp_path / "d.sock")  # absolute paths can be too long for a socket
     with Serving(FakeDaemon(), f"unix:{path}") as daemon:
         assert json.loads(run(daemon, "plan", "explain", "--json").stdout)["plan_id"] == PLAN.plan_id

@@ -1,4 +1,4 @@
-"""What holds for every command: an example in its help, --json where it prints results, completion."""
+"""Conventions of all commands: an example in the help, and --json if the command prints results."""
 
 import pytest
 from typer.testing import CliRunner
@@ -6,7 +6,7 @@ from typer.testing import CliRunner
 from orchestrrl.cli.commands import MODULE_OF
 from orchestrrl.cli.main import application, load
 
-# Services run until stopped; their output is their address and their log.
+# Services run until stopped; they print only their address and their log.
 SERVICES = {"daemon", "agent", "gateway", "engine simulated", "ocs serve", "ocs emulate", "sync peer"}
 
 
@@ -22,6 +22,6 @@ def test_help_shows_an_example(path: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("path", [path for path in LEAVES if " ".join(path) not in SERVICES], ids=" ".join)
-def test_results_come_as_json_too(path: tuple[str, ...]) -> None:
+def test_every_command_with_results_has_json_flag(path: tuple[str, ...]) -> None:
     flags = {name for parameter in LEAVES[path].params for name in parameter.opts}
     assert "--json" in flags

@@ -9,7 +9,7 @@ from orchestrrl.cli.main import application
 runner = CliRunner()
 
 
-def test_every_wrong_option_is_named_at_once() -> None:
+def test_all_invalid_options_are_reported_at_once() -> None:
     result = runner.invoke(
         application(), ["engine", "simulated", "--alpha-s", "-1", "--speed", "0", "--max-num-seqs", "0"]
     )
@@ -20,13 +20,13 @@ def test_every_wrong_option_is_named_at_once() -> None:
     assert lines[0].endswith("got -1.0")
 
 
-def test_a_cache_that_cannot_hold_one_request_is_named() -> None:
+def test_cache_too_small_for_one_request_is_rejected() -> None:
     result = runner.invoke(application(), ["engine", "simulated", "--kv-capacity-tokens", "100"])
     assert result.exit_code == 2
     assert "kv_capacity_tokens must hold one request" in result.stderr
 
 
-def test_a_wrong_length_model_is_named(tmp_path: Path) -> None:
+def test_invalid_length_model_is_rejected(tmp_path: Path) -> None:
     file = tmp_path / "lengths.yaml"
     file.write_text(json.dumps({"quantiles": [0, 1], "tokens": [0, "many"], "correlation": 2}))
     result = runner.invoke(application(), ["engine", "simulated", "--lengths", str(file)])
@@ -37,7 +37,7 @@ def test_a_wrong_length_model_is_named(tmp_path: Path) -> None:
     assert "lengths: cannot be read" in missing.stderr
 
 
-def test_wrong_layouts_and_faults_are_named_as_they_were_given() -> None:
+def test_invalid_layouts_and_faults_are_reported_as_given() -> None:
     given = ["--tensor-parallel-size", "0", "--start-delay-s", "-1", "--misreport", "tp=x", "--misreport", "sp=1"]
     result = runner.invoke(application(), ["engine", "simulated", *given])
     assert result.exit_code == 2
@@ -54,7 +54,7 @@ def test_wrong_layouts_and_faults_are_named_as_they_were_given() -> None:
     ("given", "words"),
     [(["--fail-start"], "the engine was told to fail"), (["--weights", "/nowhere"], "/nowhere: ")],
 )
-def test_an_engine_that_cannot_start_says_why_and_ends(given: list[str], words: str) -> None:
+def test_engine_that_cannot_start_reports_the_reason(given: list[str], words: str) -> None:
     result = runner.invoke(application(), ["engine", "simulated", *given])
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr.startswith(words)

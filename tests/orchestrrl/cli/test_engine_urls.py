@@ -1,4 +1,4 @@
-"""One server given twice on a command line is a fault, however its URL is written."""
+"""The same server given twice on a command line is rejected, also with differently written URLs."""
 
 import pytest
 from typer.testing import CliRunner
@@ -24,7 +24,7 @@ USUAL = {
 }
 
 
-def test_a_gateways_engines_have_one_url_each() -> None:
+def test_gateway_rejects_duplicate_engine_urls() -> None:
     engines = [
         "a=http://localhost:8001",
         "b=http://127.0.0.1:8001/",
@@ -35,14 +35,14 @@ def test_a_gateways_engines_have_one_url_each() -> None:
     with pytest.raises(ProblemFaults) as caught:
         read_options(GatewayFlags(engines=engines, **USUAL))  # type: ignore[arg-type]
     assert [fault for fault in caught.value.faults if fault.startswith("--engine:")] == [
-        "--engine: must have another URL than 'a', got 'b=http://127.0.0.1:8001/'",
-        "--engine: must have another URL than 'c', got 'd=http://GPU7:80'",
+        "--engine: must have a different URL from 'a', got 'b=http://127.0.0.1:8001/'",
+        "--engine: must have a different URL from 'c', got 'd=http://GPU7:80'",
     ]
 
 
-def test_an_agents_engines_have_one_url_each() -> None:
+def test_agent_rejects_duplicate_engine_urls() -> None:
     urls = ("http://localhost:8001", "http://127.0.0.1:8001/", "http://127.0.0.1:8002")
     result = CliRunner().invoke(application(), ["agent", *(word for url in urls for word in ("--url", url))])
     assert result.exit_code == 2
-    assert "--url[1]: is given already, got 'http://127.0.0.1:8001/'" in result.output
+    assert "--url[1]: must be given only once, got 'http://127.0.0.1:8001/' again" in result.output
     assert "--url[2]" not in result.output

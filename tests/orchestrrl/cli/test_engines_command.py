@@ -1,4 +1,4 @@
-"""`orchestrrl engines` against a real daemon's control plane, served over gRPC from a thread of its own."""
+"""`orchestrrl engines` against a real daemon's control plane, served over gRPC in its own thread."""
 
 import asyncio
 import json
@@ -41,7 +41,7 @@ fleet:
 
 
 class Daemon:
-    """A control plane and its server. A gateway has `a` and `b` on e0 and moves what it is told to; e0 has an agent."""
+    """A control plane and its server. A gateway has `a` and `b` on e0 and carries out moves; e0 has an agent."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -61,7 +61,7 @@ class Daemon:
         self._thread.join()
 
     def pin(self, id: str) -> None:
-        """The request cannot be continued elsewhere; returns when the daemon has heard of it."""
+        """Make the request immovable, and return when the daemon has received the report of it."""
         self.immovable = {id}
         heard = False
         while not heard:
@@ -137,16 +137,16 @@ def listed(run: Run) -> dict[str, dict[str, Any]]:
     return {engine["engine_id"]: engine for engine in engines}
 
 
-def test_the_list_says_who_judges_health(run: Run) -> None:
+def test_list_shows_engines_without_agent(run: Run) -> None:
     text = said(run("list"))
     assert "e0 serving ok 2 2 0 - tp2 http://e0" in text
     assert "e1 serving no agent 0 - - long tp2 http://e1" in text
-    assert "no agent reports e1: only the gateways know whether it is well" in text
+    assert "no agent reports e1: its health is judged by gateways only" in text
 
 
-def test_an_engine_is_added_and_listed(run: Run) -> None:
+def test_added_engine_is_listed(run: Run) -> None:
     text = said(run("add", "e2", "--url", "http://e2", "--configuration", "tp2", "--gpus", "4,5", "--pool", "long"))
-    assert text.startswith("e2 is added: gateways send it requests no agent reports e2")
+    assert text.startswith("e2 added: gateways send requests to it no agent reports e2")
     e2 = listed(run)["e2"]
     assert (e2["url"], e2["configuration"], e2["pool"], e2["reported"]) == ("http://e2", "tp2", "long", False)
     again = run("add", "e2", "--url", "http://e2", "--json")
@@ -184,42 +184,42 @@ def test_an_engine_is_added_and_listed(run: Run) -> None:
     ],
     ids=lambda words: " ".join(words[:2]),
 )
-def test_all_faults_are_said_at_once(run: Run, words: list[str], faults: list[str]) -> None:
+def test_all_errors_are_reported_at_once(run: Run, words: list[str], faults: list[str]) -> None:
     refused = run(*words)
     assert (refused.exit_code, refused.stdout, refused.stderr.splitlines()) == (2, "", faults)
     assert not any(engine["draining"] for engine in listed(run).values())
 
 
-def test_a_drain_waits_until_what_could_move_has_moved_and_the_rest_has_ended(daemon: Daemon, run: Run) -> None:
+def test_drain_waits_until_requests_moved_or_ended(daemon: Daemon, run: Run) -> None:
     daemon.pin("b")
     late = run("drain", "e0", "--move", "--wait", "--timeout-s", "3")
     assert late.exit_code == 1
-    assert "e0: 2 requests are there" in late.stderr
-    assert "e0 is not known to be empty after 3 s, and stays drained; 1 request is there" in late.stderr
+    assert "e0: 2 requests" in late.stderr
+    assert "e0 is not empty after 3 s and remains draining: 1 request" in late.stderr
     assert daemon.where == {"a": "e1", "b": "e0"}
     assert "e0 draining ok 1 1 0" in said(run("list"))
     daemon.where.pop("b")
-    assert said(run("drain", "e0", "--wait")) == "e0 is drained: nothing is there"
+    assert said(run("drain", "e0", "--wait")) == "e0 is drained: no requests"
     assert "e0 drained ok 0 0 0" in said(run("list"))
-    assert said(run("drain", "e0", "--undo")) == "e0 takes requests again"
+    assert said(run("drain", "e0", "--undo")) == "e0 accepts requests again"
     assert not listed(run)["e0"]["draining"]
 
 
-def test_who_drains_the_last_engine_is_warned(run: Run) -> None:
+def test_drain_of_the_last_engine_warns(run: Run) -> None:
     first = run("drain", "e1")
-    assert (said(first), first.stderr) == ("e1 gets nothing new; 0 requests are there", "")
+    assert (said(first), first.stderr) == ("e1 is draining: 0 requests", "")
     last = run("drain", "e0", "--json")
     assert json.loads(last.stdout)["requests"] == 2
-    assert last.stderr.startswith("no engine takes requests now")
+    assert last.stderr.startswith("no engine accepts requests now")
 
 
-def test_a_wait_ends_when_somebody_undoes_the_drain(daemon: Daemon, run: Run) -> None:
+def test_wait_ends_when_the_drain_is_undone(daemon: Daemon, run: Run) -> None:
     timer = threading.Timer(0.5, lambda: daemon._loop.call_soon_threadsafe(_undrain, daemon))
     timer.start()
     ended = run("drain", "e0", "--wait")
     timer.join()
     assert ended.exit_code == 1
-    assert "e0 takes requests again" in ended.stderr
+    assert "e0 accepts requests again" in ended.stderr
 
 
 def _undrain(daemon: Daemon) -> None:
@@ -227,13 +227,13 @@ def _undrain(daemon: Daemon) -> None:
     daemon.plane.fleet.membership_changes.undrain(engine)
 
 
-def test_removal_is_refused_while_requests_are_there_unless_forced(daemon: Daemon, run: Run) -> None:
+def test_remove_with_requests_requires_force(daemon: Daemon, run: Run) -> None:
     refused = run("remove", "e0")
     assert (refused.exit_code, refused.stdout) == (1, "")
     assert "engine e0 has 2 requests: empty it with `orchestrrl engines drain e0 --move --wait`" in refused.stderr
     daemon.pin("a")
     forced = said(run("remove", "e0", "--force"))
-    assert forced == "e0 is removed; requests that go on elsewhere: 1, that finish there: 1"
+    assert forced == "e0 removed; requests moved to other engines: 1, finishing on it: 1"
     assert list(listed(run)) == ["e1"]
     run("add", "e2", "--url", "http://e2")
     removed = json.loads(run("remove", "e2", "--json").stdout)
@@ -253,7 +253,7 @@ def test_engines_are_counted_by_state(daemon: Daemon, run: Run) -> None:
 STATES = ("serving", "draining", "drained", "removed")
 
 
-def test_status_and_top_show_it(daemon: Daemon, run: Run) -> None:
+def test_status_and_top_show_draining(daemon: Daemon, run: Run) -> None:
     run("drain", "e0")
     for words in (["status"], ["workers"], ["top", "--once"]):
         shown = CliRunner().invoke(application(), words, env={DAEMON_VARIABLE: daemon.address})
@@ -261,7 +261,7 @@ def test_status_and_top_show_it(daemon: Daemon, run: Run) -> None:
     assert "long" in said(CliRunner().invoke(application(), ["status"], env={DAEMON_VARIABLE: daemon.address}))
 
 
-async def test_what_makes_no_sense_over_grpc_is_an_invalid_argument(daemon: Daemon) -> None:
+async def test_invalid_grpc_requests_are_invalid_arguments(daemon: Daemon) -> None:
     async with grpc.aio.insecure_channel(daemon.address) as channel:
         control = control_pb2_grpc.ControlStub(channel)
         for call in (

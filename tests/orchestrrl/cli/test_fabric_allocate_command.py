@@ -1,4 +1,4 @@
-"""`orchestrrl fabric allocate` as a process sees it; how good its answers are is tested with the planner's."""
+"""`orchestrrl fabric allocate` as a process. The quality of its results is tested with the planner."""
 
 import json
 from pathlib import Path
@@ -40,7 +40,7 @@ def answer(**changed: Any) -> dict[str, Any]:
     return found
 
 
-def test_json_is_the_result_object_alone() -> None:
+def test_json_output_is_only_the_result_object() -> None:
     assert answer() == {
         "circuits": [{"a": "tor0", "b": "tor1", "count": 3}, {"a": "tor1", "b": "tor2", "count": 1}],
         "completion_s": 20e9 * 8 / 200e9,
@@ -49,40 +49,46 @@ def test_json_is_the_result_object_alone() -> None:
     }
 
 
-def test_a_demand_given_twice_adds_up() -> None:
+def test_repeated_demand_is_added() -> None:
     twice = [{"src": "tor0", "dst": "tor1", "bytes": 10e9}] * 3 + [{"src": "tor1", "dst": "tor0", "bytes": 25e9}]
     assert answer(demand=twice)["completion_s"] == 30e9 * 8 / 4 / 200e9
 
 
 @pytest.mark.parametrize("pair", [["tor1", "tor0"], {"a": "tor0", "b": "tor1"}])
-def test_only_eligible_pairs_are_joined(pair: object) -> None:
+def test_only_eligible_pairs_get_circuits(pair: object) -> None:
     found = answer(eligible=[pair, pair])
     assert found["circuits"] == [{"a": "tor0", "b": "tor1", "count": 4}]
     assert found["unserved"] == [["tor1", "tor2"]]
     assert answer(eligible=[])["circuits"] == []
 
 
-def test_more_failed_ports_than_there_are_leave_none() -> None:
+def test_more_failed_ports_than_ports_leave_none() -> None:
     found = answer(failed_ports={"tor1": 9})
     assert (found["circuits"], found["completion_s"]) == ([], 0.0)
     assert found["unserved"] == [["tor0", "tor1"], ["tor1", "tor2"]]
 
 
-def test_nothing_to_send_is_nothing_to_do() -> None:
+def test_empty_demand_needs_no_circuits() -> None:
     nothing = {"circuits": [], "completion_s": 0.0, "unserved": [], "uniform_completion_s": 0.0}
     assert answer(demand=[]) == nothing
     assert answer(demand=[{"src": "tor0", "dst": "tor1", "bytes": 0}]) == nothing
     assert answer(endpoints=[], demand=[], failed_ports={}) == nothing
 
 
-def test_without_json_it_is_a_table_for_people() -> None:
+def test_output_without_json_is_a_table() -> None:
     result = run("-", "--bipartite", document=problem(failed_ports={"tor2": 4}))
     assert result.exit_code == 0
-    for words in ("4 circuits", "the slowest ends after 400 ms", "dealt out in turn", "Unserved", "tor1 - tor2"):
+    for words in (
+        "4 circuits",
+        "the slowest ends after 400 ms",
+        "divided evenly over the pairs",
+        "Unserved",
+        "tor1 - tor2",
+    ):
         assert words in result.stdout
 
 
-def test_of_many_pairs_the_slowest_are_shown() -> None:
+def test_slowest_of_many_pairs_are_shown() -> None:
     crowd = problem(
         endpoints=[{"id": f"t{n}", "ports": 2} for n in range(200)],
         demand=[{"src": f"t{n}", "dst": f"t{n + 1}", "bytes": 1e9 * (n + 1)} for n in range(0, 200, 2)],
@@ -94,7 +100,7 @@ def test_of_many_pairs_the_slowest_are_shown() -> None:
     assert "t0 " not in shown
 
 
-def test_every_fault_comes_at_once_and_nothing_else() -> None:
+def test_all_errors_are_reported_at_once() -> None:
     faulty = problem(
         link_gbps=0,
         endpoints=[{"id": "tor0", "ports": -1}, {"id": "tor0", "ports": 2.5}, {"id": "tor1", "ports": 4, "rack": 7}],
@@ -139,29 +145,29 @@ def test_every_fault_comes_at_once_and_nothing_else() -> None:
     "document",
     [[], 7, None, {"endpoints": 3, "demand": [7], "eligible": [7, {}, [[]]], "failed_ports": []}],
 )
-def test_what_has_no_shape_is_a_fault_not_a_traceback(document: object) -> None:
+def test_malformed_document_is_reported_without_traceback(document: object) -> None:
     result = run("-", document=document)
     assert (result.exit_code, result.stdout) == (2, "")
     assert "Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999", "1e31"])
-def test_sizes_that_are_no_sizes_are_faults(number: str) -> None:
+def test_invalid_sizes_are_rejected(number: str) -> None:
     text = json.dumps(problem()).replace("40000000000.0", number)
     result = CliRunner().invoke(application(), ["fabric", "allocate", "-"], input=text)
     assert (result.exit_code, result.stdout) == (2, "")
     assert "demand[0].bytes" in result.stderr
 
 
-def test_the_largest_sizes_and_the_slowest_link_are_still_numbers() -> None:
+def test_extreme_sizes_and_rates_give_finite_numbers() -> None:
     sizes = [{"src": "tor0", "dst": "tor1", "bytes": 1e30}, {"src": "tor0", "dst": "tor2", "bytes": 5e-324}]
     assert answer(link_gbps=1e-9, demand=sizes)["completion_s"] == pytest.approx(1e30 * 8 / 3)
 
 
 @pytest.mark.shared
-def test_the_contracts_example() -> None:
+def test_contract_example() -> None:
     if not CONTRACT_EXAMPLE.exists():
-        pytest.skip(f"{CONTRACT_EXAMPLE} is not there: the contract's examples are kept beside the repository")
+        pytest.skip(f"{CONTRACT_EXAMPLE} is missing: it is stored outside the repository")
     found = json.loads(run(str(CONTRACT_EXAMPLE), "--json").stdout)
     assert found["circuits"] == [
         {"a": "tor0", "b": "tor1", "count": 5},
@@ -171,7 +177,7 @@ def test_the_contracts_example() -> None:
     assert found["completion_s"] == pytest.approx(0.32)
 
 
-def test_the_example_is_a_problem_with_too_few_ports() -> None:
+def test_example_has_too_few_ports() -> None:
     shown = run("--print-example")
     assert shown.exit_code == 0
     solved = run("-", "--json", document=json.loads(shown.output))

@@ -1,4 +1,4 @@
-"""`orchestrrl fabric place` as a process sees it; whether a placement is the best is tested with the planner."""
+"""`orchestrrl fabric place` as a process. The optimality of placements is tested with the planner."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ CONTRACT_EXAMPLE = Path(__file__).parents[4] / "shared" / "contracts" / "fabric_
 
 
 def problem(**changed: Any) -> dict[str, Any]:
-    """Three ToRs with two fibres to each of two switches."""
+    """Build a problem of three ToRs with two fibres to each of two switches."""
     ports = {f"tor{tor}": [2 * tor + 1, 2 * tor + 2] for tor in range(3)}
     return {
         "switches": [{"id": "ocs0", "ports": ports}, {"id": "ocs1", "ports": ports}],
@@ -30,7 +30,7 @@ def run(*arguments: str, document: object | None = None) -> Result:
 
 
 def lawful(asked: dict[str, Any], found: dict[str, Any]) -> None:
-    """What the contract says of any answer."""
+    """Check the contract's conditions on any result."""
     owners = {
         (switch["id"], port): endpoint
         for switch in asked["switches"]
@@ -56,7 +56,7 @@ def lawful(asked: dict[str, Any], found: dict[str, Any]) -> None:
     assert found["kept"] == stay
 
 
-def test_json_is_the_result_object_alone() -> None:
+def test_json_output_is_only_the_result_object() -> None:
     result = run("-", "--json", document=problem())
     assert (result.exit_code, result.stderr) == (0, "")
     found = json.loads(result.stdout)
@@ -66,39 +66,39 @@ def test_json_is_the_result_object_alone() -> None:
     assert found["unplaced"] == []
 
 
-def test_ends_and_ports_stand_as_the_problem_names_them() -> None:
+def test_endpoints_and_ports_keep_the_order_of_the_problem() -> None:
     found = json.loads(run("-", "--json", document=problem(failed_ports={"ocs0": [1, 2, 3, 4]})).stdout)
     joined = {(each["a"], each["port_a"], each["port_b"]) for each in found["cross_connects"] if each["b"] == "tor0"}
     assert joined == {("tor1", 4, 1), ("tor1", 3, 2)}
 
 
-def test_what_has_no_room_is_unplaced() -> None:
+def test_circuits_without_free_ports_are_unplaced() -> None:
     asked = problem(circuits=[{"a": "tor2", "b": "tor0", "count": 6}, {"a": "tor0", "b": "tor1", "count": 0}])
     found = json.loads(run("-", "--json", document=asked).stdout)
     lawful(asked, found)
     assert found["unplaced"] == [{"a": "tor2", "b": "tor0", "count": 3}]
 
 
-def test_without_json_it_is_a_table_for_people() -> None:
+def test_output_without_json_is_a_table() -> None:
     result = run("-", document=problem(circuits=[{"a": "tor0", "b": "tor1", "count": 9}]))
     assert result.exit_code == 0
-    for words in ("4 of 9 circuits", "1 stay, 3 new, 1 removed", "no placement does better", "Switches", "Changes"):
+    for words in ("4 of 9 circuits", "1 stay, 3 new, 1 removed", "this placement is optimal", "Switches", "Changes"):
         assert words in result.stdout
     assert "tor0 - tor1" in result.stdout.partition("Unplaced")[2]
 
 
-def test_a_failed_port_gives_up_what_is_up_on_it() -> None:
+def test_cross_connect_on_a_failed_port_is_removed() -> None:
     asked = problem(failed_ports={"ocs1": [1]})
     found = json.loads(run("-", "--json", document=asked).stdout)
     lawful(asked, found)
     assert found["kept"] == []
 
 
-def test_the_same_input_gives_the_same_output() -> None:
+def test_same_input_gives_identical_output() -> None:
     assert run("-", "--json", document=problem()).stdout == run("-", "--json", document=problem()).stdout
 
 
-def test_every_fault_comes_at_once_and_nothing_else() -> None:
+def test_all_errors_are_reported_at_once() -> None:
     faulty = problem(
         switches=[
             {"id": "ocs0", "ports": {"tor0": [1, 1], "tor1": [2, 3], "tor2": [3, -1]}},
@@ -159,23 +159,23 @@ def test_every_fault_comes_at_once_and_nothing_else() -> None:
         {"switches": [{"ports": [1]}]},
     ],
 )
-def test_what_has_no_shape_is_a_fault_not_a_traceback(document: object) -> None:
+def test_malformed_document_is_reported_without_traceback(document: object) -> None:
     result = run("-", document=document)
     assert (result.exit_code, result.stdout) == (2, "")
     assert "Traceback" not in result.stderr
 
 
 @pytest.mark.shared
-def test_the_contracts_example() -> None:
+def test_contract_example() -> None:
     if not CONTRACT_EXAMPLE.exists():
-        pytest.skip(f"{CONTRACT_EXAMPLE} is not there: the contract's examples are kept beside the repository")
+        pytest.skip(f"{CONTRACT_EXAMPLE} is missing: it is stored outside the repository")
     asked = json.loads(CONTRACT_EXAMPLE.read_text())
     found = json.loads(run(str(CONTRACT_EXAMPLE), "--json").stdout)
     lawful(asked, found)
     assert (found["kept"], found["unplaced"]) == (asked["current"], [])
 
 
-def test_the_example_keeps_some_and_changes_some() -> None:
+def test_example_keeps_and_changes_cross_connects() -> None:
     shown = run("--print-example")
     assert shown.exit_code == 0
     asked = json.loads(shown.stdout)

@@ -1,4 +1,4 @@
-"""`orchestrrl fabric check`, `show` and `generate`, as a network engineer calls them."""
+"""`orchestrrl fabric check`, `show` and `generate`, as a network engineer uses them."""
 
 import json
 import re
@@ -28,7 +28,7 @@ def generated(folder: Path, *words: object) -> Path:
     return file
 
 
-def test_a_sound_site_is_summed_up() -> None:
+def test_check_summarizes_a_valid_site() -> None:
     done = fabric("check", EXAMPLE)
     assert done.exit_code == 0
     assert "2 train and 2 gen PoDs with 16 servers and 32 GPUs" in done.stdout
@@ -37,7 +37,7 @@ def test_a_sound_site_is_summed_up() -> None:
     assert "warning" not in done.stdout
 
 
-def test_the_sums_as_json() -> None:
+def test_check_prints_the_summary_as_json() -> None:
     found = json.loads(fabric("check", EXAMPLE, "--json").stdout)
     assert found["gpus"] == 32
     assert found["pods"][3]["uplink_oversubscription"] == 2.0
@@ -45,7 +45,7 @@ def test_the_sums_as_json() -> None:
     assert found["warnings"] == []
 
 
-def test_all_faults_on_standard_error_and_nothing_else(tmp_path: Path) -> None:
+def test_check_prints_all_errors_on_standard_error(tmp_path: Path) -> None:
     file = tmp_path / "site.yaml"
     text = EXAMPLE.read_text().replace('gen1/up0: "13-16"', 'gen1/up0: "12-14"').replace('gpus: "2-3"', 'gpus: "1-2"')
     file.write_text(text)
@@ -62,7 +62,7 @@ def test_all_faults_on_standard_error_and_nothing_else(tmp_path: Path) -> None:
         ]
 
 
-def test_what_is_odd_without_being_wrong(tmp_path: Path) -> None:
+def test_check_prints_warnings(tmp_path: Path) -> None:
     text = EXAMPLE.read_text()
     text = text.replace('gen0/r0: "1-4"', 'gen0/r0: "1"').split("reserved:")[0]
     text += "  - {id: core1, tier: core, device: piezo_polatis, ports: {}}\n"
@@ -70,14 +70,14 @@ def test_what_is_odd_without_being_wrong(tmp_path: Path) -> None:
     file.write_text(text)
     done = fabric("check", file)
     assert done.exit_code == 0
-    assert [line for line in done.stdout.splitlines() if "warning" in line] == [
+    assert [line for line in done.stdout.splitlines() if line.startswith("warning")] == [
         "warning: gen0: ToRs have more capacity to hosts than upwards; worst: gen0/r0 4 times",
         "warning: core1: cannot form a circuit, as it has fibres of 0 endpoints",
         "warning: no lane is reserved for responses from gen0, gen1",
     ]
 
 
-def test_endpoints_that_no_circuit_can_join(tmp_path: Path) -> None:
+def test_check_warns_about_endpoints_that_circuits_cannot_join(tmp_path: Path) -> None:
     text = EXAMPLE.read_text().replace('train0/r1: "5-8", ', "").split("reserved:")[0]
     text = text.replace(', gen0/up0: "9-12", gen1/up0: "13-16"', "")
     text += '  - {id: train0/agg1, tier: agg, pod: train0, device: piezo_polatis, ports: {train0/r1: "1-4"}}\n'
@@ -89,7 +89,7 @@ def test_endpoints_that_no_circuit_can_join(tmp_path: Path) -> None:
     assert "core: no switch has fibres of both gen0 and train0, so no circuit can connect them" in warnings
 
 
-def test_the_drawing_of_a_small_site() -> None:
+def test_drawing_of_a_small_site() -> None:
     done = fabric("show", EXAMPLE)
     assert done.exit_code == 0
     lines = done.stdout.splitlines()
@@ -107,7 +107,7 @@ def test_the_drawing_of_a_small_site() -> None:
     )
 
 
-def test_a_large_site_is_drawn_on_one_page(tmp_path: Path) -> None:
+def test_large_site_is_drawn_on_one_page(tmp_path: Path) -> None:
     file = generated(tmp_path, "--train-pods", 24, "--gen-pods", 40, "--servers-per-pod", 32)
     done = fabric("show", file)
     assert done.exit_code == 0
@@ -119,7 +119,7 @@ def test_a_large_site_is_drawn_on_one_page(tmp_path: Path) -> None:
     assert "train00/agg0 ... gen39/agg0 (64)" in done.stdout
 
 
-def test_the_drawing_as_json() -> None:
+def test_drawing_as_json() -> None:
     found = json.loads(fabric("show", EXAMPLE, "--json").stdout)
     assert found["core"]["lanes"] == 16
     train, gen = found["pods"]
@@ -127,8 +127,8 @@ def test_the_drawing_as_json() -> None:
     assert [each["kind"] for each in gen["endpoints"]] == ["tor", "tor", "uplink"]
 
 
-def test_a_picture_is_well_formed_and_always_the_same(tmp_path: Path) -> None:
-    """The one in the documents, too, is of the example."""
+def test_picture_is_valid_svg_and_deterministic(tmp_path: Path) -> None:
+    """The picture in docs/ also shows the example site."""
     picture = tmp_path / "site.svg"
     assert fabric("show", EXAMPLE, "--svg", picture).exit_code == 0
     text = picture.read_text()
@@ -139,12 +139,12 @@ def test_a_picture_is_well_formed_and_always_the_same(tmp_path: Path) -> None:
     assert text == (EXAMPLE.parents[2] / "docs" / "site.svg").read_text()
 
 
-def test_the_example_can_be_generated() -> None:
+def test_example_site_can_be_generated() -> None:
     shape = SiteShape(train_pods=2, gen_pods=2, servers_per_pod=4, gpus_per_server=2, nics_per_server=2)
     assert regular_site(shape) == read_site(EXAMPLE)
 
 
-def test_fibres_are_counted_where_endpoints_cross_switches() -> None:
+def test_drawing_counts_fibres_per_endpoint_and_switch() -> None:
     core, train0, *_, gen1 = site_figure(read_site(EXAMPLE)).axes
     assert [label.get_text() for label in core.get_xticklabels()] == ["train0", "train1", "gen0", "gen1"]
     assert [label.get_text() for label in core.get_yticklabels()] == ["core0\n16/576, 4 kept"]
@@ -158,7 +158,7 @@ def test_fibres_are_counted_where_endpoints_cross_switches() -> None:
 
 
 @pytest.mark.parametrize("pods", [1, 2, 30])
-def test_pictures_keep_inside_their_frame(pods: int) -> None:
+def test_pictures_stay_inside_their_frame(pods: int) -> None:
     figure = site_figure(regular_site(SiteShape(train_pods=1, gen_pods=pods - 1, servers_per_pod=40)))
     figure.draw_without_rendering()
     box, (width, height) = figure.get_tightbbox(), figure.get_size_inches()
@@ -167,13 +167,13 @@ def test_pictures_keep_inside_their_frame(pods: int) -> None:
     assert 0 <= box.y0 < box.y1 <= height
 
 
-def test_a_picture_that_cannot_be_written(tmp_path: Path) -> None:
+def test_unwritable_picture_is_reported(tmp_path: Path) -> None:
     done = fabric("show", EXAMPLE, "--svg", tmp_path / "nowhere" / "site.svg")
     assert done.exit_code == 1
     assert "No such file" in done.stderr
 
 
-def test_a_site_of_a_product_of_ones_own(tmp_path: Path) -> None:
+def test_generate_with_a_custom_device(tmp_path: Path) -> None:
     file = generated(
         tmp_path, "--train-pods", 2, "--gen-pods", 4, "--servers-per-pod", 8, "--gpus-per-server", 8,
         "--nics-per-server", 8, "--rails", 8, "--tor-uplinks", 16, "--core-lanes", 24, "--device", "lab:128:0.012",
@@ -186,7 +186,7 @@ def test_a_site_of_a_product_of_ones_own(tmp_path: Path) -> None:
     assert {(each["device"], each["ports"]) for each in found["switches"]} == {("lab", 128), ("mems_3d_calient", 320)}
 
 
-def test_a_site_as_json_is_read_as_well(tmp_path: Path) -> None:
+def test_site_generated_as_json_can_be_read(tmp_path: Path) -> None:
     file = tmp_path / "site.json"
     file.write_text(fabric("generate", "--gen-pods", 2, "--json").stdout)
     assert len(read_site(file).pods) == 3
@@ -200,8 +200,8 @@ def test_a_site_as_json_is_read_as_well(tmp_path: Path) -> None:
             ["--device", "lab:8", "--core-device", "x"],
             [
                 "--device: must be NAME:PORTS:RECONFIGURATION_S, such as lab:64:0.012, got 'lab:8'",
-                "--core-device: is not known (known: rotornet_infocus, mems_3d_calient, piezo_polatis,"
-                " liquid_crystal_coherent, robotic_telescent; any other as NAME:PORTS:RECONFIGURATION_S), got 'x'",
+                "--core-device: must be one of rotornet_infocus, mems_3d_calient, piezo_polatis,"
+                " liquid_crystal_coherent, robotic_telescent, or NAME:PORTS:RECONFIGURATION_S, got 'x'",
             ],
         ),
         (
@@ -213,7 +213,7 @@ def test_a_site_as_json_is_read_as_well(tmp_path: Path) -> None:
         ),
         (
             ["--device", "piezo_polatis:8:1"],
-            ["--device: is known by that name already, with 576 ports; take another name, got 'piezo_polatis:8:1'"],
+            ["--device: must have a name other than the known device of 576 ports, got 'piezo_polatis:8:1'"],
         ),
         (
             ["--train-pods", -1, "--servers-per-pod", 0],
@@ -224,7 +224,7 @@ def test_a_site_as_json_is_read_as_well(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_cannot_be_generated_is_told_in_flags(words: list[object], told: list[str]) -> None:
+def test_impossible_site_is_reported_with_flags(words: list[object], told: list[str]) -> None:
     done = fabric("generate", *words)
     assert done.exit_code == 2
     assert done.stdout == ""

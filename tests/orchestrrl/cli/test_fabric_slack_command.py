@@ -1,4 +1,4 @@
-"""`orchestrrl fabric slack` and the traces that it reads."""
+"""`orchestrrl fabric slack` and its trace files."""
 
 import json
 import re
@@ -34,7 +34,7 @@ SKEW_S = 0.001
 
 
 def recorded(rank: int, iterations: int = 25, *, marked: bool = True) -> list[TraceEvent]:
-    """The same iterations on every rank, each a little later than the one before."""
+    """Build a trace with the same iterations on every rank, each rank slightly later than the previous one."""
     found: list[TraceEvent] = []
     began_s, late_s = 0.0, SKEW_S * rank
     for event in events("jitter", 1, iterations):
@@ -71,7 +71,7 @@ def run(*arguments: str) -> Result:
 
 
 @pytest.mark.parametrize("marked", [True, False], ids=["marked", "found"])
-def test_windows_and_switches_are_shown(tmp_path: Path, marked: bool) -> None:
+def test_slack_shows_windows_and_switches(tmp_path: Path, marked: bool) -> None:
     result = run(*traces(tmp_path, 2, marked=marked))
     assert (result.exit_code, result.stderr) == (0, "")
     words = " ".join(result.stdout.split())
@@ -87,7 +87,7 @@ def test_windows_and_switches_are_shown(tmp_path: Path, marked: bool) -> None:
         assert expected in words
 
 
-def test_a_window_has_one_line_of_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_window_fits_on_one_terminal_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output.stdout(), "_width", 100)
     shown = run(*traces(tmp_path, 1)).stdout.partition("Windows of an iteration")[2]
     rows = re.findall(r"^ (\d+) (\w+) .* \d\.\d% *$", shown, flags=re.MULTILINE)
@@ -96,7 +96,7 @@ def test_a_window_has_one_line_of_a_terminal(tmp_path: Path, monkeypatch: pytest
     assert {"all_gather", "all_to_all"} <= {operation for _, operation in rows}
 
 
-def test_the_same_as_json(tmp_path: Path) -> None:
+def test_slack_as_json(tmp_path: Path) -> None:
     result = run(*traces(tmp_path, 2), "--json", "--risk", "0.1")
     assert (result.exit_code, result.stderr) == (0, "")
     body = json.loads(result.stdout)
@@ -110,7 +110,7 @@ def test_the_same_as_json(tmp_path: Path) -> None:
     assert body["common"]["covering"]["robotic_telescent"] == 0
 
 
-def test_ranks_that_lag_leave_less_to_all_of_them() -> None:
+def test_lagging_ranks_shorten_the_common_windows() -> None:
     one, two = ([event for event in recorded(rank) if isinstance(event, TracedCollective)] for rank in (0, 1))
     alone, both = common([one]), common([one, two])
     assert len(alone.lengths_s) == len(both.lengths_s)
@@ -120,20 +120,20 @@ def test_ranks_that_lag_leave_less_to_all_of_them() -> None:
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])
-def test_distributions_are_drawn(tmp_path: Path, suffix: str) -> None:
+def test_plot_draws_the_distributions(tmp_path: Path, suffix: str) -> None:
     picture = tmp_path / f"slack.{suffix}"
     result = run(*traces(tmp_path, 1), "--plot", str(picture))
     assert (result.exit_code, result.stderr) == (0, "")
     assert picture.read_bytes()[:5] in (b"\x89PNG\r", b"<?xml")
 
 
-def test_a_picture_that_cannot_be_written_fails(tmp_path: Path) -> None:
+def test_unwritable_plot_is_reported(tmp_path: Path) -> None:
     result = run(*traces(tmp_path, 1), "--plot", str(tmp_path / "nowhere" / "slack.png"))
     assert result.exit_code == 1
     assert "cannot be written" in result.stderr
 
 
-def test_all_faults_come_at_once(tmp_path: Path) -> None:
+def test_all_errors_are_reported_at_once(tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text(
         '{"rank": -1, "op": "all_reduce", "group": 0, "bytes": 8, "start_s": 1.0, "end_s": 2.0}\n'
@@ -158,7 +158,7 @@ def test_all_faults_come_at_once(tmp_path: Path) -> None:
     assert "missing.jsonl: cannot be read" in lines[-1]
 
 
-def test_options_are_checked_first() -> None:
+def test_options_are_checked_before_traces() -> None:
     result = run("nowhere.jsonl", "--risk", "1.5", "--plot", "slack.bmp")
     assert result.exit_code == 2
     assert result.stderr.splitlines() == [
@@ -167,7 +167,7 @@ def test_options_are_checked_first() -> None:
     ]
 
 
-def test_marks_alone_are_no_trace(tmp_path: Path) -> None:
+def test_trace_with_only_marks_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "marks.jsonl"
     write_trace([TracedMark(rank=0, mark="forward", at_s=1.0)], path)
     result = run(str(path))
@@ -175,7 +175,7 @@ def test_marks_alone_are_no_trace(tmp_path: Path) -> None:
     assert "must have at least one collective, got 1 other events" in result.stderr
 
 
-def test_faults_are_not_told_without_end(tmp_path: Path) -> None:
+def test_number_of_printed_errors_is_limited(tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text("x\n" * 1000)
     with pytest.raises(ProblemFaults) as caught:
@@ -184,7 +184,7 @@ def test_faults_are_not_told_without_end(tmp_path: Path) -> None:
     assert "1000 lines" in caught.value.faults[-1]
 
 
-def test_a_rank_that_sent_once_is_no_error(tmp_path: Path) -> None:
+def test_rank_with_one_collective_is_accepted(tmp_path: Path) -> None:
     path = tmp_path / "short.jsonl"
     write_trace(
         [TracedCollective(rank=0, op="barrier", group=0, bytes=0, start_s=1.0, end_s=1.0, asynchronous=False)], path
@@ -221,7 +221,7 @@ EVENTS = st.one_of(
 
 
 @given(st.lists(EVENTS, max_size=20))
-def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, told: list[TraceEvent]) -> None:
+def test_written_trace_can_be_read(tmp_path_factory: pytest.TempPathFactory, told: list[TraceEvent]) -> None:
     path = tmp_path_factory.mktemp("traces") / "trace.jsonl"
     write_trace(told, path)
     assert read_trace(path) == told

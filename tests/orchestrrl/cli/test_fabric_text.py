@@ -1,4 +1,4 @@
-"""What people read of a running fabric: whole rows on a terminal of 100 columns, and words where there is nothing."""
+"""Text output on a running fabric: rows that fit a terminal of 100 columns, and messages for empty lists."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("terminal")
-def test_each_period_has_one_line_of_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_period_fits_on_one_terminal_line(capsys: pytest.CaptureFixture[str]) -> None:
     shown = [
         period("activations"),
         period("gradients", state="kept", code="window_too_short", stages_done=1, moves=12),
@@ -47,7 +47,7 @@ def test_each_period_has_one_line_of_a_terminal(capsys: pytest.CaptureFixture[st
     assert all("█" in row[-1] for row in rows[:2])
 
 
-def test_nothing_announced_says_who_announces(capsys: pytest.CaptureFixture[str]) -> None:
+def test_empty_period_list_prints_advice(capsys: pytest.CaptureFixture[str]) -> None:
     output.print_view([*periods_view([]), *counts_view([])])
     assert capsys.readouterr().out == f"{NO_PERIODS}\n"
 
@@ -55,14 +55,12 @@ def test_nothing_announced_says_who_announces(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("seen", "why"),
     [
-        (host(), "no recorder runs on it"),
-        (host(attached=False, jobs=[{"job": "", "ranks": [0]}]), "its agent is gone"),
+        (host(), "no recorder runs on the host"),
+        (host(attached=False, jobs=[{"job": "", "ranks": [0]}]), "the agent is not connected"),
         (host(jobs=[{"job": "", "ranks": [0]}], detail="trainer: rank 0 is in a collective"), "rank 0 is in a"),
     ],
     ids=["unrecorded", "gone", "busy"],
 )
-def test_a_host_without_a_window_has_a_reason(
-    seen: dict[str, Any], why: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_host_without_window_shows_a_reason(seen: dict[str, Any], why: str, capsys: pytest.CaptureFixture[str]) -> None:
     output.print_view(hosts_view([seen]))
     assert why in " ".join(capsys.readouterr().out.split())

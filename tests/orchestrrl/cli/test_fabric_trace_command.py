@@ -1,4 +1,4 @@
-"""What recorders remember, written down and read again."""
+"""`orchestrrl fabric trace`: recorded events are written to a trace file and read again."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from orchestrrl.integrations.instrument.rings import RingWriter, group_id
 
 
 class Recorded:
-    """Two ranks of a job, with a pause of 0.1 s after each collective."""
+    """The recorded events of two ranks of a job, with a pause of 0.1 s after each collective."""
 
     def __init__(self, rings: Path, job: str = "trainer", iterations: int = 12, since_ns: int = 10**12) -> None:
         self.now_ns = since_ns
@@ -39,9 +39,9 @@ def run(*words: object) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
-def test_a_trace_is_what_the_rings_hold(tmp_path: Path) -> None:
+def test_trace_contains_the_events_of_the_rings(tmp_path: Path) -> None:
     recorded = Recorded(tmp_path / "rings")
-    recorded.writers[0].begin(recorded.writers[0].op("broadcast"))  # runs still
+    recorded.writers[0].begin(recorded.writers[0].op("broadcast"))  # still running
     recorded.writers[0].announce("announce", b'{"period": "next", "body": {}}')
     target = tmp_path / "trace.jsonl"
     status, said, _ = run(target, "--rings", tmp_path / "rings")
@@ -63,7 +63,7 @@ def test_a_trace_is_what_the_rings_hold(tmp_path: Path) -> None:
     recorded.close()
 
 
-def test_of_a_rank_that_was_started_again_the_newest_counts(tmp_path: Path) -> None:
+def test_restarted_rank_uses_its_newest_ring(tmp_path: Path) -> None:
     old = Recorded(tmp_path, iterations=3)
     new = Recorded(tmp_path, iterations=5, since_ns=old.now_ns)
     target = tmp_path / "trace.jsonl"
@@ -73,12 +73,12 @@ def test_of_a_rank_that_was_started_again_the_newest_counts(tmp_path: Path) -> N
     new.close()
 
 
-def test_of_several_jobs_one_is_named(tmp_path: Path) -> None:
+def test_job_is_required_for_several_jobs(tmp_path: Path) -> None:
     one, other = Recorded(tmp_path, "one", 3), Recorded(tmp_path, "other", 4)
     target = tmp_path / "trace.jsonl"
-    assert run(target, "--rings", tmp_path) == (2, "", "--job: is missing, there are 'one', 'other'\n")
+    assert run(target, "--rings", tmp_path) == (2, "", "--job: is required to select one of 'one', 'other'\n")
     status, _, wrong = run(target, "--rings", tmp_path, "--job", "third")
-    assert (status, wrong) == (1, f"{tmp_path}: no job 'third' is recorded there, but 'one', 'other'\n")
+    assert (status, wrong) == (1, f"{tmp_path}: no job 'third' is recorded; recorded jobs: 'one', 'other'\n")
     assert not target.exists()
     assert run(target, "--rings", tmp_path, "--job", "other")[0] == 0
     assert len([each for each in read_traces([target]) if isinstance(each, TracedCollective)]) == 8
@@ -86,7 +86,7 @@ def test_of_several_jobs_one_is_named(tmp_path: Path) -> None:
     other.close()
 
 
-def test_nothing_there_is_told_without_a_traceback(tmp_path: Path) -> None:
+def test_missing_rings_are_reported_without_traceback(tmp_path: Path) -> None:
     (tmp_path / "odd.ring").write_bytes(b"no ring")
     status, _, wrong = run(tmp_path / "trace.jsonl", "--rings", tmp_path / "away")
     assert status == 1

@@ -1,4 +1,4 @@
-"""`orchestrrl fabric transition` as a process sees it: results alone on standard output, faults on standard error."""
+"""`orchestrrl fabric transition` as a process: results on standard output, errors on standard error."""
 
 import json
 from pathlib import Path
@@ -24,11 +24,11 @@ def part(switch: str, port_a: int, port_b: int) -> dict[str, Any]:
     return {"switch": switch, "port_a": port_a, "port_b": port_b}
 
 
-def test_json_is_the_result_object_alone() -> None:
+def test_json_output_is_only_the_result_object() -> None:
     result = run("-", "--json", document=EXAMPLE)
     assert (result.exit_code, result.stderr) == (0, "")
     shown = json.loads(result.stdout)
-    # The only circuit of tor2-tor3 stays until another is up.
+    # The only circuit of tor2-tor3 remains until another is up.
     assert shown["stages"] == [
         {"remove": [part("ocs0", 1, 3), part("ocs0", 2, 4)], "add": [part("ocs1", 5, 7)]},
         {"remove": [part("ocs0", 5, 7)], "add": [part("ocs0", 1, 5), part("ocs0", 3, 7)]},
@@ -45,19 +45,19 @@ def test_json_is_the_result_object_alone() -> None:
     assert shown["points"][1]["least"] == {"endpoint": "tor0", "circuits": 1, "of": 2}
 
 
-def test_the_contract_s_example() -> None:
+def test_contract_example() -> None:
     if not CONTRACT_EXAMPLE.is_file():
         pytest.skip(f"{CONTRACT_EXAMPLE} is not there")
     assert json.loads(CONTRACT_EXAMPLE.read_text()) == EXAMPLE
     assert run(str(CONTRACT_EXAMPLE), "--json").stdout == run("-", "--json", document=EXAMPLE).stdout
 
 
-def test_its_own_example_is_a_problem() -> None:
+def test_printed_example_is_a_valid_problem() -> None:
     printed = run("--print-example")
     assert run("-", "--json", document=json.loads(printed.stdout)).exit_code == 0
 
 
-def test_neither_the_order_of_lists_nor_of_ports_matters() -> None:
+def test_result_is_independent_of_list_and_port_order() -> None:
     turned = {
         **EXAMPLE,
         "switches": EXAMPLE["switches"][::-1],
@@ -67,7 +67,7 @@ def test_neither_the_order_of_lists_nor_of_ports_matters() -> None:
     assert run("-", "--json", document=turned).stdout == run("-", "--json", document=EXAMPLE).stdout
 
 
-def test_who_suffers_is_named() -> None:
+def test_dark_pairs_and_thin_endpoints_are_listed() -> None:
     ports = {"a": [1, 2], "b": [3, 4]}
     document = {
         "switches": [{"id": "s", "ports": ports}],
@@ -81,14 +81,14 @@ def test_who_suffers_is_named() -> None:
     assert "dark pairs: a-b; thin endpoints: a, b" in run("-", document=document).stdout
 
 
-def test_without_json_it_is_a_table_for_people() -> None:
+def test_output_without_json_is_a_table() -> None:
     result = run("-", document=EXAMPLE)
     assert result.exit_code == 0
-    for words in ("2 stages (no fewer will do)", "-ocs0:1-3 -ocs0:2-4", "+ocs1:5-7", "tor0 1 of 2", "dark pairs: none"):
+    for words in ("2 stages (the minimum)", "-ocs0:1-3 -ocs0:2-4", "+ocs1:5-7", "tor0 1 of 2", "dark pairs: none"):
         assert words in result.stdout
 
 
-def test_names_are_shown_as_they_are() -> None:
+def test_names_are_not_parsed_as_markup() -> None:
     document = json.loads(json.dumps(EXAMPLE).replace("tor3", "[red]").replace("ocs0", "[bold]"))
     document["min_fraction"] = 1
     shown = run("-", document=document).stdout
@@ -96,13 +96,13 @@ def test_names_are_shown_as_they_are() -> None:
     assert "[red]" in shown
 
 
-def test_an_empty_site_needs_nothing() -> None:
+def test_empty_site_needs_no_stages() -> None:
     empty = {"switches": [], "current": [], "target": [], "max_moves_per_stage": 1, "min_fraction": 0}
     assert json.loads(run("-", "--json", document=empty).stdout)["stages"] == []
     assert run("-", document=empty).exit_code == 0
 
 
-def test_every_fault_comes_at_once_and_nothing_else() -> None:
+def test_all_errors_are_reported_at_once() -> None:
     document = {
         "switches": [{"id": "s", "ports": {"a": [1, 1, 4], "b": [2, "x"], "c": [2, 3]}}, {"id": "s", "ports": {}}],
         "current": [part("t", 1, 2), part("s", 1, 1), part("s", 2, 9), part("s", 3, 2), part("s", 1, 4)],
@@ -120,22 +120,22 @@ def test_every_fault_comes_at_once_and_nothing_else() -> None:
         "max_moves_per_stage: should be greater than or equal to 1, got 0",
         "min_fraction: should be less than or equal to 1, got 1.5",
         "colour: is not a known field, got 'red'",
-        "switches[1].id: is used already by switches[0].id, got 's'",
-        "switches[0].ports.a[1]: is fibred already by switches[0].ports.a[0], got 1",
-        "switches[0].ports.c[0]: is fibred already by switches[0].ports.b[0], got 2",
+        "switches[1].id: is already used by switches[0].id, got 's'",
+        "switches[0].ports.a[1]: is already fibred by switches[0].ports.a[0], got 1",
+        "switches[0].ports.c[0]: is already fibred by switches[0].ports.b[0], got 2",
         "current[0].switch: does not exist, got 't'",
-        "current[1].port_b: is used already by current[1].port_a, got 1",
-        "current[2].port_b: has no fibre on 's', got 9",
-        "current[3].port_b: is used already by current[2].port_a, got 2",
-        "current[4].port_a: is used already by current[1].port_a, got 1",
+        "current[1].port_b: is already used by current[1].port_a, got 1",
+        "current[2].port_b: must have a fibre on 's', got 9",
+        "current[3].port_b: is already used by current[2].port_a, got 2",
+        "current[4].port_a: is already used by current[1].port_a, got 1",
         "current[4]: must join two endpoints, got two ports of 'a'",
-        "target[0].port_a: has no fibre on 's', got -1",
+        "target[0].port_a: must have a fibre on 's', got -1",
         "target[1]: must join two endpoints, got two ports of 'a'",
     ]
 
 
 @pytest.mark.parametrize("shape", [[], 3, {"switches": [3, {"id": 1, "ports": 2}], "current": [[], {"switch": []}]}])
-def test_any_shape_is_a_fault_not_a_traceback(shape: object) -> None:
+def test_malformed_document_is_reported_without_traceback(shape: object) -> None:
     result = run("-", "--json", document=shape)
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr

@@ -1,4 +1,4 @@
-"""The table of commands agrees with the modules, and what only lists, explains or asks imports little."""
+"""The table of commands agrees with the modules, and declared defaults and choices agree with the implementation."""
 
 import inspect
 from enum import Enum
@@ -23,7 +23,7 @@ from planner.model import Mode
 
 
 @pytest.mark.parametrize("path", MODULE_OF)
-def test_a_command_is_listed_with_the_start_of_its_help(path: str) -> None:
+def test_summary_is_the_first_paragraph_of_the_help(path: str) -> None:
     start = inspect.cleandoc(load(path).help or "").partition("\n\n")[0]
     assert summary(path) == " ".join(start.split())
 
@@ -36,7 +36,7 @@ def test_groups_and_commands_are_listed() -> None:
         assert all(f" {name} " in shown for name in inside)
 
 
-def test_written_defaults_are_those_of_what_is_run() -> None:
+def test_declared_defaults_match_the_implementation() -> None:
     options = SimulatedOptions()
     for name, parameter in inspect.signature(simulated).parameters.items():
         if name in SimulatedOptions.model_fields and name not in ("lengths", "misreport"):
@@ -53,11 +53,11 @@ def test_written_defaults_are_those_of_what_is_run() -> None:
     ("written", "meant"),
     [(status.ModeOption, Mode), (barrier.PauseModeOption, PauseMode), (barrier.FrozenRequestsOption, FrozenRequests)],
 )
-def test_written_choices_are_those_of_what_is_run(written: Any, meant: type[Enum]) -> None:
+def test_declared_choices_match_the_enumerations(written: Any, meant: type[Enum]) -> None:
     assert {each.upper(): each for each in get_args(written)} == {each.name: each.value for each in meant}
 
 
-def test_values_are_converted_as_typer_does() -> None:
+def test_invalid_values_are_rejected_as_by_typer() -> None:
     for words, fault in (
         (["requests", "--limit", "-1"], "--limit"),
         (["requests", "--limit", "many"], "--limit"),

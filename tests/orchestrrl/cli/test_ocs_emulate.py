@@ -1,4 +1,4 @@
-"""`orchestrrl ocs emulate`: a driver configured as it prints works with it, and what happens is shown as it comes."""
+"""`orchestrrl ocs emulate`: the printed configuration works with its driver, and errors in flags are reported."""
 
 import sys
 from pathlib import Path
@@ -22,12 +22,12 @@ PATIENT = {"tune_timeout_s": DEADLINE_S}
 
 
 def configured(protocol: str, address: str) -> dict[str, Any]:
-    """What the command prints for a configuration, read as one."""
+    """Parse the configuration that the command prints."""
     item: dict[str, Any] = yaml.safe_load(ocs_emulator._configured(protocol, address))
     return item
 
 
-async def test_the_service_of_drivers_of_ones_own_is_a_protocol_too() -> None:
+async def test_driver_service_is_a_protocol() -> None:
     emulator = GrpcEmulator(DevicePanel(4, 2, reconfiguration_s=0.001))
     item = configured("grpc", await emulator.start())
     driver = make_driver(item["driver"], "ocs1", item["options"])
@@ -38,7 +38,7 @@ async def test_the_service_of_drivers_of_ones_own_is_a_protocol_too() -> None:
 
 
 @pytest.mark.parametrize("protocol", EMULATORS)
-async def test_every_protocol_prints_what_its_driver_needs(protocol: str) -> None:
+async def test_every_protocol_prints_a_valid_driver_configuration(protocol: str) -> None:
     emulator = make_emulator(protocol, DevicePanel(4, 4, reconfiguration_s=0.001))
     item = configured(protocol, await emulator.start())
     driver = make_driver(item["driver"], "ocs1", {**item["options"], **PATIENT})
@@ -53,7 +53,7 @@ async def test_every_protocol_prints_what_its_driver_needs(protocol: str) -> Non
         await emulator.stop()
 
 
-def test_everything_that_is_wrong_is_named_at_once(tmp_path: Path) -> None:
+def test_all_errors_are_reported_at_once(tmp_path: Path) -> None:
     faults = tmp_path / "faults.yaml"
     faults.write_text("- {kind: fall_port, port: 2}\n- {at_s: -1, kind: restart}\n")
     given = ["--protocol", "scpii", "--ports", "4", "--delay-ms", "-1", "--jitter-ms", "nan", "--listen", "somewhere"]
@@ -88,7 +88,7 @@ def test_everything_that_is_wrong_is_named_at_once(tmp_path: Path) -> None:
         (["--faults", "missing"], "--faults: cannot be read: "),
     ],
 )
-def test_what_the_device_cannot_be_is_named(tmp_path: Path, given: list[str], words: str) -> None:
+def test_impossible_device_is_rejected(tmp_path: Path, given: list[str], words: str) -> None:
     file = tmp_path / "FILE"
     file.write_text("- {kind: fail_port, port: 9}\n")
     result = CliRunner().invoke(
@@ -98,7 +98,7 @@ def test_what_the_device_cannot_be_is_named(tmp_path: Path, given: list[str], wo
     assert result.stderr.startswith(words)
 
 
-def test_a_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_library_is_reported_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "paramiko", None)
     monkeypatch.setitem(sys.modules, "ncclient", None)
     for name in [name for name in sys.modules if name.startswith("ocs_drivers.emulators.netconf")]:
@@ -118,17 +118,17 @@ def test_a_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
         ("netconf", "base=[1]", "--quirk base: must be 1.0 or 1.1, got [1]"),
     ],
 )
-def test_a_quirk_is_of_the_kind_of_its_default(protocol: str, quirk: str, fault: str) -> None:
+def test_quirk_value_has_the_type_of_its_default(protocol: str, quirk: str, fault: str) -> None:
     refused = CliRunner().invoke(application(), ["ocs", "emulate", "--protocol", protocol, "--quirk", quirk])
     assert (refused.exit_code, refused.stderr.strip()) == (2, fault)
 
 
-def test_text_that_yaml_takes_for_something_else_is_text() -> None:
+def test_string_quirk_that_looks_like_another_yaml_type() -> None:
     quirks = yaml.safe_load("{revision: 2017-08-04, base: 1.0}")
     make_emulator("netconf", DevicePanel(), **quirks)
 
 
-def test_every_fault_of_one_scheduled_fault_is_told(tmp_path: Path) -> None:
+def test_all_errors_of_one_scheduled_fault_are_reported(tmp_path: Path) -> None:
     faults = tmp_path / "faults.yaml"
     faults.write_text("- {at_s: x, kind: fail_prt, items: true}\n")
     refused = CliRunner().invoke(application(), ["ocs", "emulate", "--faults", str(faults)])

@@ -1,6 +1,6 @@
-"""The offline commands answer spoilt problems with a fault or a result: exit status 0, 2 or 3, never a traceback.
+"""Offline commands report an error or a result for corrupted problems: exit status 0, 2 or 3, never a traceback.
 
-More rounds, with other seeds: ORCHESTRRL_FUZZ_ROUNDS=300 ORCHESTRRL_FUZZ_SEED=7.
+For more rounds with other seeds, set ORCHESTRRL_FUZZ_ROUNDS=300 ORCHESTRRL_FUZZ_SEED=7.
 """
 
 import json
@@ -47,7 +47,7 @@ def check(command: tuple[str, ...], file: Path, document: Any) -> None:
 @pytest.mark.shared
 @pytest.mark.skipif(not CONTRACTS.is_dir(), reason="the reference material is not there")
 @pytest.mark.parametrize("problem", COMMANDS)
-def test_a_spoilt_problem(problem: str, tmp_path: Path) -> None:
+def test_corrupted_problem_causes_no_traceback(problem: str, tmp_path: Path) -> None:
     rng, document = random.Random(f"{problem} {SEED}"), json.loads((CONTRACTS / f"{problem}.json").read_text())
     for turn in range(ROUNDS):
         check(COMMANDS[problem], tmp_path / "problem.json", spoil(rng, document, most=1 + turn % 3))
@@ -88,11 +88,11 @@ def configurations(**changed: int) -> list[dict[str, Any]]:
     return [listed[0] | changed, listed[1]]
 
 
-def test_the_tiny_scenario_runs(tmp_path: Path) -> None:
+def test_tiny_scenario_runs(tmp_path: Path) -> None:
     assert gen(tmp_path)[0] == 0
 
 
-def test_a_configuration_too_small_for_the_longest_request_is_named(tmp_path: Path) -> None:
+def test_configuration_too_small_for_longest_request_is_rejected(tmp_path: Path) -> None:
     status, errors = gen(tmp_path, configurations=configurations(kv_capacity_tokens=64))
     assert status == 2
     path = "engines.configurations[0].kv_capacity_tokens"
@@ -101,14 +101,14 @@ def test_a_configuration_too_small_for_the_longest_request_is_named(tmp_path: Pa
     assert gen(tmp_path, configurations=configurations(kv_capacity_tokens=96))[0] == 0
 
 
-def test_a_configuration_with_more_gpus_than_there_are_is_named(tmp_path: Path) -> None:
+def test_configuration_with_too_many_gpus_is_rejected(tmp_path: Path) -> None:
     status, errors = gen(tmp_path, configurations=configurations(gpus=8, kv_capacity_tokens=64))
     assert status == 2
     assert "engines.configurations[0].gpus: must fit 4 GPUs in nodes of 4, got 8" in errors
     assert "engines.configurations[0].kv_capacity_tokens: must be >= 96" in errors
 
 
-def test_a_quantile_that_is_no_number_is_named(tmp_path: Path) -> None:
+def test_quantile_that_is_not_a_number_is_rejected(tmp_path: Path) -> None:
     document = yaml.safe_load(TINY)
     quantiles = [0, float("nan"), 1]
     document["workload"]["lengths"] = {"kind": "histogram", "quantiles": quantiles, "tokens": [1, 2, 3]}
@@ -119,11 +119,11 @@ def test_a_quantile_that_is_no_number_is_named(tmp_path: Path) -> None:
     assert "workload.lengths.histogram.quantiles[1]: should be " in result.stderr
 
 
-def test_a_spoilt_scenario(tmp_path: Path) -> None:
+def test_corrupted_scenario_causes_no_traceback(tmp_path: Path) -> None:
     rng, document = random.Random(f"sim {SEED}"), yaml.safe_load(TINY)
     for _ in range(ROUNDS):
         spoilt = spoil(rng, document, most=2)
-        if _is_small(spoilt):  # what is well formed and huge only takes long
+        if _is_small(spoilt):  # valid but huge problems only take long
             check(("sim", "gen"), tmp_path / "spoilt.yaml", spoilt)
 
 

@@ -1,4 +1,4 @@
-"""Tables as people see them."""
+"""Tables as printed on a terminal."""
 
 import pytest
 
@@ -7,6 +7,6 @@ from orchestrrl.cli.output import cells_table, print_view
 TITLE = "virtual: 1 passed, 0 failed, 0 skipped"
 
 
-def test_a_title_wider_than_its_table_stays_on_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_title_wider_than_its_table_is_not_wrapped(capsys: pytest.CaptureFixture[str]) -> None:
     print_view(cells_table(TITLE, ("test", "took"), [("plan", "3 ms")]))
     assert TITLE in capsys.readouterr().out.splitlines()

@@ -1,4 +1,4 @@
-"""`orchestrrl pause` and `orchestrrl cancel`, through Typer's runner and real gRPC, against fixed answers."""
+"""`orchestrrl pause` and `orchestrrl cancel`, through Typer's runner and real gRPC, against fixed responses."""
 
 import json
 from collections.abc import Iterator
@@ -39,13 +39,13 @@ def said(result: Result) -> str:
     return " ".join(result.stdout.split())
 
 
-def test_pause_tells_the_lease_and_who_is_not_at_rest(daemon: FakeDaemon) -> None:
+def test_pause_prints_the_lease_and_engines_not_paused(daemon: FakeDaemon) -> None:
     text = said(run(daemon, "pause", "--mode", "wait", "--deadline-s", "300", "--holder", "weights of step 12"))
     until = time_of_day(BARRIER.lease_until_unix_s)
     assert "barrier: quiet, policy version 11, mode keep, frozen requests recompute" in text
-    assert f"lease g3-1 for weights of step 12: all goes on by itself at {until}" in text
-    assert "requests: 0 run, 1,200 frozen, 3 held" in text
-    assert "go on with orchestrrl resume g3-1" in text
+    assert f"lease g3-1 for weights of step 12: expires at {until}, then the fleet resumes" in text
+    assert "requests: 0 running, 1,200 frozen, 3 held" in text
+    assert "resume with orchestrrl resume g3-1" in text
     assert "e1: connection refused [Errno 111]" in text
     assert daemon.heard == [
         pb.PauseFleetRequest(
@@ -58,10 +58,10 @@ def test_pause_tells_the_lease_and_who_is_not_at_rest(daemon: FakeDaemon) -> Non
     ]
 
 
-def test_a_fleet_that_does_not_come_to_rest_is_a_failure(daemon: FakeDaemon) -> None:
+def test_pause_fails_if_the_fleet_is_not_quiet(daemon: FakeDaemon) -> None:
     result = run(daemon, "pause", "--holder", "too late")
     assert (result.exit_code, result.stdout) == (1, "")
-    assert "gateway gw0 did not come to rest: 3 requests still run (may succeed later" in result.stderr
+    assert "gateway gw0 did not come to rest: 3 requests still run (temporary" in result.stderr
 
 
 def test_renew_and_resume(daemon: FakeDaemon) -> None:
@@ -79,7 +79,7 @@ def test_renew_and_resume(daemon: FakeDaemon) -> None:
     ]
 
 
-def test_status_has_gateways_and_engines(daemon: FakeDaemon) -> None:
+def test_barrier_shows_gateways_and_engines(daemon: FakeDaemon) -> None:
     text = said(run(daemon, "barrier"))
     assert "gw0 quiet 0 1200 3" in text
     assert "gw1 - - - -" in text
@@ -89,7 +89,7 @@ def test_status_has_gateways_and_engines(daemon: FakeDaemon) -> None:
     assert said(run(daemon, "barrier")).startswith("barrier: open Gateways")
 
 
-def test_the_fleets_status_tells_of_a_barrier_only_where_there_is_something_to_tell() -> None:
+def test_status_shows_the_barrier_only_if_closed_or_versioned() -> None:
     assert barrier_summary(plain(BARRIER))[0].startswith("barrier: [bold]quiet[/bold]")
     assert barrier_summary(plain(pb.PauseBarrier(phase="open", policy_version=4, detail="resumed"))) == [
         "barrier: open, policy version 4"
@@ -98,7 +98,7 @@ def test_the_fleets_status_tells_of_a_barrier_only_where_there_is_something_to_t
     assert barrier_summary(None) == []
 
 
-def test_the_folder_of_the_weights_is_shown() -> None:
+def test_barrier_shows_the_weights_folder() -> None:
     for phase in ("open", "quiet"):
         barrier = plain(
             pb.PauseBarrier(phase=phase, policy_version=4, weights_source="/shared/[x]", lease_until_unix_s=1.0)
@@ -106,9 +106,9 @@ def test_the_folder_of_the_weights_is_shown() -> None:
         assert r"weights are in /shared/\[x]" in barrier_lines(barrier)
 
 
-def test_counts_that_are_older_than_the_quiet_are_not_shown() -> None:
+def test_outdated_request_counts_are_not_shown() -> None:
     barrier = plain(BARRIER)
-    assert "requests: 0 run, 1,200 frozen, 3 held" in barrier_lines(barrier)
+    assert "requests: 0 running, 1,200 frozen, 3 held" in barrier_lines(barrier)
     barrier["gateways"][0]["report"]["phase"] = "closing"
     assert not any("frozen," in line for line in barrier_lines(barrier))
     barrier["phase"] = "closing"
@@ -121,13 +121,13 @@ def test_set_version_and_cancel(daemon: FakeDaemon) -> None:
         "e0, e1: policy version 12, the fleet's is 12"
     )
     text = said(run(daemon, "cancel", "--group", "g", "--request", "r1", "--reason", "reward is known"))
-    assert text == "2 requests ended: r1, r2"
+    assert text == "2 requests cancelled: r1, r2"
     assert daemon.heard == [
         pb.SetPolicyVersionRequest(engine_ids=["e0", "e1"], policy_version=12, weights_source="/shared/12"),
         pb.CancelRequestsRequest(request_ids=["r1"], group_ids=["g"], reason="reward is known"),
     ]
     silent = run(daemon, "cancel", "--group", "slow")
-    assert (silent.exit_code, silent.stderr) == (1, "no answer from gw1: more may have ended there\n")
+    assert (silent.exit_code, silent.stderr) == (1, "no response from gw1: more requests may be cancelled there\n")
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_set_version_and_cancel(daemon: FakeDaemon) -> None:
     ],
     ids=" ".join,
 )
-def test_each_prints_one_json_object(daemon: FakeDaemon, command: list[str]) -> None:
+def test_each_command_prints_one_json_object(daemon: FakeDaemon, command: list[str]) -> None:
     result = run(daemon, *command, "--json")
     assert result.exit_code == 0, result.output
     assert isinstance(json.loads(result.stdout), dict)
@@ -152,6 +152,6 @@ def test_each_prints_one_json_object(daemon: FakeDaemon, command: list[str]) -> 
     "command",
     [["pause", "--lease-s", "-1"], ["engines", "set-version", "-1", "--engine", "e0"], ["renew"]],
 )
-def test_nonsense_is_refused_with_status_2(daemon: FakeDaemon, command: list[str]) -> None:
+def test_invalid_arguments_exit_2(daemon: FakeDaemon, command: list[str]) -> None:
     assert run(daemon, *command).exit_code == 2
     assert daemon.heard == []

@@ -1,4 +1,4 @@
-"""`orchestrrl plan render` and the settings that it reads, as a process sees them."""
+"""`orchestrrl plan render` as a process, and the settings that it reads."""
 
 import json
 import shlex
@@ -52,22 +52,22 @@ def faults_in(document: str) -> list[str]:
     return caught.value.faults
 
 
-def test_the_example_is_rendered_engine_by_engine(tmp_path: Path) -> None:
+def test_render_prints_each_engine_of_the_example(tmp_path: Path) -> None:
     result = run(tmp_path, EXAMPLE)
     assert (result.exit_code, result.stderr) == (0, "")
     first, second = result.stdout.split("\n\n")
     heading, *lines = first.splitlines()
-    assert heading == "# e0: tp2 on GPUs 0-1 of node 0, at http://127.0.0.1:8000"
+    assert heading == "# e0: tp2 on GPUs 0-1 of node 0, serving http://127.0.0.1:8000"
     assert shlex.split(" ".join(line.removesuffix("\\") for line in lines)) == [
         "CUDA_VISIBLE_DEVICES=0,1",
         "VLLM_SERVER_DEV_MODE=1",
         *("python3", "-m", "vllm.entrypoints.cli.main", "serve", "Qwen/Qwen2.5-14B-Instruct"),
         *("--host", "127.0.0.1", "--port", "8000", "--tensor-parallel-size", "2", "--max-num-seqs", "1024"),
     ]
-    assert "--max-num-seqs 256" in second  # the engine's own
+    assert "--max-num-seqs 256" in second  # the engine's default
 
 
-def test_json_has_every_process_of_an_engine_over_nodes(tmp_path: Path) -> None:
+def test_json_lists_all_processes_of_a_multi_node_engine(tmp_path: Path) -> None:
     result = run(tmp_path, fleet(LAUNCH), "--configuration", "tp16", "--json")
     (engine,) = json.loads(result.stdout)["engines"]
     assert (engine["id"], engine["url"], engine["gpus"]) == ("tp16-0", "http://127.0.0.1:8100", list(range(16)))
@@ -78,7 +78,7 @@ def test_json_has_every_process_of_an_engine_over_nodes(tmp_path: Path) -> None:
     assert "# tp16-0, process 2 of 2 (node): tp16 on GPUs 8-15 of node 1\n" in told
 
 
-def test_a_configuration_fills_the_fleet_or_takes_the_gpus_named(tmp_path: Path) -> None:
+def test_configuration_fills_the_fleet_or_the_given_gpus(tmp_path: Path) -> None:
     everywhere = json.loads(run(tmp_path, fleet(LAUNCH), "--configuration", "tp2", "--json").stdout)["engines"]
     assert [engine["gpus"] for engine in everywhere] == [[gpu, gpu + 1] for gpu in range(0, 16, 2)]
     (there,) = json.loads(run(tmp_path, fleet(LAUNCH), "--configuration", "tp2", "--gpus", "5, 4", "--json").stdout)[
@@ -94,16 +94,16 @@ def test_a_configuration_fills_the_fleet_or_takes_the_gpus_named(tmp_path: Path)
 SIMULATED = "{engine: simulated, arguments: [--speed, '30'], configurations: {tp2: {arguments: [--alpha-s, '0.5']}}}"
 
 
-def test_simulated_engines_have_their_layout_and_take_what_their_configuration_says(tmp_path: Path) -> None:
+def test_simulated_engines_use_layout_and_costs_of_their_configuration(tmp_path: Path) -> None:
     engines = json.loads(run(tmp_path, fleet(SIMULATED), "--configuration", "wide", "--json").stdout)["engines"]
-    assert [engine["url"] for engine in engines] == ["http://127.0.0.1:8100"] * 2  # of two nodes
+    assert [engine["url"] for engine in engines] == ["http://127.0.0.1:8100"] * 2  # GPUs of two nodes
     (process,) = engines[0]["processes"]
     assert process["environment"] == {}
     assert process["argv"] == [
         *(sys.executable, "-m", "orchestrrl", "engine", "simulated"),
         *("--host", "127.0.0.1", "--port", "8100"),
         *("--tensor-parallel-size", "1", "--data-parallel-size", "8", "--enable-expert-parallel"),
-        # Each of the eight replicas has an eighth of the sequences, KV and prefill rate.
+        # Each of the eight replicas has one eighth of the sequences, the KV and the prefill rate.
         *("--model-name", "simulated", "--alpha-s", "0.02", "--beta-s", "0.0008", "--gamma-s", "8e-08"),
         *("--prefill-tokens-per-s", "1125.0", "--kv-capacity-tokens", "12500", "--max-model-len", "12496"),
         *("--max-num-seqs", "64"),
@@ -119,17 +119,17 @@ def test_simulated_engines_have_their_layout_and_take_what_their_configuration_s
 @pytest.mark.parametrize(
     ("document", "arguments", "expected"),
     [
-        ("", (), ["fleet.launch: is missing", "fleet.engines: has none"]),
+        ("", (), ["fleet.launch: is missing", "fleet.engines: must not be empty"]),
         (
             fleet(LAUNCH),
             ("--gpus", "0-x"),
-            ["--gpus: must be numbers", "--gpus: needs --configuration", "fleet.engines: has none"],
+            ["--gpus: must be numbers", "--gpus: requires --configuration", "fleet.engines: must not be empty"],
         ),
         (
             fleet(LAUNCH),
             ("--configuration", "tp3", "--gpus", "1,99"),
             [
-                "--configuration: is not a configuration of the fleet (known: afd, tp16, tp2, wide)",
+                "--configuration: must be a configuration of the fleet (afd, tp16, tp2, wide)",
                 "--gpus: must be less",
             ],
         ),
@@ -160,7 +160,7 @@ def test_simulated_engines_have_their_layout_and_take_what_their_configuration_s
         ),
     ],
 )
-def test_every_fault_is_told_with_exit_status_2(
+def test_all_errors_are_reported_with_exit_status_2(
     tmp_path: Path, document: str, arguments: tuple[str, ...], expected: list[str]
 ) -> None:
     result = run(tmp_path, document, *arguments)
@@ -171,12 +171,12 @@ def test_every_fault_is_told_with_exit_status_2(
         assert fault.startswith(start)
 
 
-def test_a_missing_file_is_a_fault(tmp_path: Path) -> None:
+def test_missing_file_is_rejected(tmp_path: Path) -> None:
     result = CliRunner().invoke(application(), ["plan", "render", str(tmp_path / "no.yaml")])
     assert (result.exit_code, result.stderr) == (2, f"{tmp_path / 'no.yaml'}: No such file or directory\n")
 
 
-def test_faults_of_the_launch_section_come_at_once() -> None:
+def test_all_errors_of_the_launch_section_are_reported_at_once() -> None:
     document = fleet(
         "{model: '', device: tpu, ports: [8100, 8110], cores_per_gpu: 2, colour: red, environment: {A: 1},"
         " configurations: {tp9: {arguments: [--seed, '1']}}}",
@@ -196,12 +196,12 @@ def test_faults_of_the_launch_section_come_at_once() -> None:
     assert fault.startswith("fleet.launch.ports: must be the first and the last port")
 
 
-def test_what_a_simulated_engine_does_by_itself_is_known() -> None:
+def test_simulated_engine_without_options_is_valid() -> None:
     default = SimulatedOptions()
     assert (default.max_model_len_tokens, default.block_tokens) == (CONTEXT_TOKENS, BLOCK_TOKENS)
 
 
-def test_a_model_is_needed_by_engines_that_are_none_simulated() -> None:
+def test_model_is_required_unless_engines_are_simulated() -> None:
     assert faults_in(fleet("{python: python3}")) == ["fleet.launch.model: is missing, got nothing"]
     assert faults_in(fleet("{model: null, engine: vllm}")) == ["fleet.launch.model: is missing, got nothing"]
     assert faults_in(fleet("{engine: sglang, model: m}")) == [
@@ -210,12 +210,12 @@ def test_a_model_is_needed_by_engines_that_are_none_simulated() -> None:
     parse_config(fleet("{engine: simulated}"))
 
 
-def test_a_layout_takes_as_many_gpus_as_its_configuration() -> None:
+def test_layout_must_match_the_gpus_of_its_configuration() -> None:
     (fault,) = faults_in(fleet(LAUNCH).replace("parallelism: {dp: 8, ep: 8}", "parallelism: {tp: 2, pp: 2}"))
     assert fault.startswith("fleet.configurations[2]: parallelism must use 8 GPUs, uses 4")
 
 
-def test_layouts_come_from_the_file_and_from_the_profile(tmp_path: Path) -> None:
+def test_layouts_are_read_from_file_and_profile(tmp_path: Path) -> None:
     made = parse_config(fleet(LAUNCH)).fleet
     assert made.layouts()[ConfigurationId("tp16")] == Parallelism(tp=16)
     assert made.layouts()[ConfigurationId("wide")] == Parallelism(dp=8, ep=8)
@@ -232,7 +232,7 @@ def test_layouts_come_from_the_file_and_from_the_profile(tmp_path: Path) -> None
         assert len(last["gpus"]) == layout.gpus
 
 
-def test_the_example_shows_the_defaults_of_what_it_has_to_give() -> None:
+def test_example_shows_the_defaults() -> None:
     shown = parse_config(EXAMPLE).fleet.launch
     assert shown is not None
     least = Config.model_validate({"fleet": {"launch": {"model": shown.model}}}).fleet.launch

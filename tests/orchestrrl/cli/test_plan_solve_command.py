@@ -1,4 +1,4 @@
-"""`orchestrrl plan solve` as a process sees it; what its figures mean is tested with the contract."""
+"""`orchestrrl plan solve` as a process. The meaning of its values is tested with the contract."""
 
 import json
 from pathlib import Path
@@ -56,7 +56,7 @@ def run(*arguments: str, document: object | None = None) -> Result:
     return CliRunner().invoke(application(), ["plan", "solve", *arguments], input=text)
 
 
-def test_json_is_the_result_object_alone() -> None:
+def test_json_output_is_only_the_result_object() -> None:
     result = run("-", "--json", document=problem())
     assert (result.exit_code, result.stderr) == (0, "")
     found = json.loads(result.stdout)
@@ -67,21 +67,21 @@ def test_json_is_the_result_object_alone() -> None:
     assert sorted(placed) == sorted(f"r{n}" for n in range(24))
 
 
-def test_nothing_to_gain_keeps() -> None:
+def test_no_gain_keeps_the_current_placement() -> None:
     found = json.loads(run("-", "--json", document=problem(epsilon_s=1e6)).stdout)
     assert (found["decision"], found["migrations"]) == ("keep", [])
     assert found["instances"][0]["requests"] == [f"r{n}" for n in range(24)]
     assert found["makespan_s"] == found["current_makespan_s"]
 
 
-def test_without_json_it_is_a_table_for_people() -> None:
+def test_output_without_json_is_a_table() -> None:
     result = run("-", document=problem())
     assert result.exit_code == 0
-    for words in ("Instances", "makespan", "no placement ends before", "running requests move"):
+    for words in ("Instances", "makespan", "lower bound", "running requests move"):
         assert words in result.stdout
 
 
-def test_many_instances_are_shown_in_groups() -> None:
+def test_many_instances_are_grouped() -> None:
     crowd = problem(
         gpus={"count": 128, "per_node": 8},
         current=[],
@@ -100,7 +100,7 @@ def test_budgets_bound_the_search() -> None:
         assert found["makespan_s"] >= found["lower_bound_s"]
 
 
-def test_every_fault_comes_at_once_and_nothing_else() -> None:
+def test_all_errors_are_reported_at_once() -> None:
     faulty = problem(
         current=[
             {"id": "i0", "configuration": "tp2", "gpus": [0, 0]},
@@ -145,33 +145,33 @@ def test_every_fault_comes_at_once_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("document", [[], 7, None, {"gpus": 3, "current": [7], "requests": [[]]}])
-def test_what_has_no_shape_is_a_fault_not_a_traceback(document: object) -> None:
+def test_malformed_document_is_reported_without_traceback(document: object) -> None:
     result = run("-", document=document)
     assert (result.exit_code, result.stdout) == (2, "")
     assert "Traceback" not in result.stderr
 
 
-def test_what_cannot_be_served_names_the_limit() -> None:
+def test_infeasible_problem_names_the_limit() -> None:
     result = run("-", "--json", document=problem(requests=[request("a", 2_000_000)]))
     assert (result.exit_code, result.stdout) == (3, "")
     assert "kv_capacity_tokens" in result.stderr
     assert "400500 tokens short" in result.stderr
 
 
-def test_no_requests_are_served_by_what_runs() -> None:
+def test_problem_without_requests_keeps_the_fleet() -> None:
     found = json.loads(run("-", "--json", document=problem(requests=[])).stdout)
     assert (found["decision"], found["makespan_s"], found["gap"]) == ("keep", 0.0, 0.0)
 
 
 @pytest.mark.shared
-def test_the_contracts_example() -> None:
+def test_contract_example() -> None:
     if not CONTRACT_EXAMPLE.exists():
-        pytest.skip(f"{CONTRACT_EXAMPLE} is not there: the contract's examples are kept beside the repository")
+        pytest.skip(f"{CONTRACT_EXAMPLE} is missing: it is stored outside the repository")
     found = json.loads(run(str(CONTRACT_EXAMPLE), "--json").stdout)
     assert found["gap"] < 0.02
 
 
-def test_the_example_is_a_problem_that_pays_to_solve() -> None:
+def test_example_has_a_gain() -> None:
     shown = run("--print-example")
     assert shown.exit_code == 0
     solved = run("-", "--json", document=json.loads(shown.output))

@@ -1,4 +1,4 @@
-"""The commands around profiles: files that appear whole or not at all, faults with status 2."""
+"""Profile commands: files are written completely or not written, and errors exit with status 2."""
 
 import json
 from pathlib import Path
@@ -45,7 +45,7 @@ def test_show_prints_the_document(file: Path) -> None:
     assert json.loads(out)["configurations"][0]["step_s"]["per_kv_token"] == 4e-8
 
 
-def test_show_names_every_fault(file: Path) -> None:
+def test_show_reports_all_errors(file: Path) -> None:
     file.write_text(PROFILE.replace("1.7", "-1").replace("1024", "0"))
     status, out, err = run("show", str(file))
     assert (status, out) == (2, "")
@@ -65,20 +65,20 @@ def test_show_names_every_fault(file: Path) -> None:
         ),
     ],
 )
-def test_measure_refuses_before_it_begins(file: Path, words: list[str], fault: str) -> None:
+def test_measure_checks_arguments_before_it_starts(file: Path, words: list[str], fault: str) -> None:
     status, out, err = run("measure", "http://127.0.0.1:9", "--out", str(file), *words)
     assert (status, out) == (2, "")
     assert err.startswith(fault)
 
 
-def test_an_engine_that_is_not_there_is_said(tmp_path: Path) -> None:
+def test_unreachable_engine_is_reported(tmp_path: Path) -> None:
     status, _, err = run("measure", "http://127.0.0.1:9", "--out", str(tmp_path / "p.yaml"))
     assert status == 1
     assert "cannot be reached" in err
     assert not list(tmp_path.iterdir())
 
 
-def test_import_names_all_that_is_wrong(tmp_path: Path) -> None:
+def test_import_reports_all_errors(tmp_path: Path) -> None:
     out = tmp_path / "p.yaml"
     words = ["import", "--model", "m", "--system", "h100_sxm", "--out", str(out)]
     status, _, err = run(*words, "--tp", "2,x", "--layouts", "tp8ep4")
@@ -87,7 +87,7 @@ def test_import_names_all_that_is_wrong(tmp_path: Path) -> None:
     assert not out.exists()
 
 
-def test_import_without_its_package_says_how_to_get_it(tmp_path: Path) -> None:
+def test_import_without_its_package_prints_advice(tmp_path: Path) -> None:
     try:
         import aiconfigurator_core  # noqa: F401
     except ModuleNotFoundError:
@@ -98,7 +98,7 @@ def test_import_without_its_package_says_how_to_get_it(tmp_path: Path) -> None:
         pytest.skip("aiconfigurator-core is installed")
 
 
-def test_a_daemon_takes_its_configurations_from_a_file(file: Path) -> None:
+def test_daemon_reads_configurations_from_a_profile(file: Path) -> None:
     config = file.parent / "c.yaml"
     config.write_text("fleet: {profile: p.yaml}")
     result = CliRunner().invoke(application(), ["check-config", str(config)])

@@ -16,7 +16,7 @@ def predict(*arguments: str) -> Result:
     return CliRunner().invoke(application(), ["profile", "predict", *arguments])
 
 
-def test_json_is_a_profile(tmp_path: Path) -> None:
+def test_json_output_is_a_profile(tmp_path: Path) -> None:
     out = tmp_path / "profile.yaml"
     result = predict("Qwen/Qwen3-32B", "--gpu", "H100", "--gpus", "8", "--json", "--out", str(out))
     assert (result.exit_code, result.stderr) == (0, "")
@@ -35,12 +35,12 @@ def test_fewer_bits_fit_on_fewer_gpus() -> None:
     assert eight["tp4"]["kv_capacity_tokens"] > 2 * sixteen["tp4"]["kv_capacity_tokens"]
 
 
-def test_a_built_in_profile_has_a_name() -> None:
+def test_built_in_profile_is_selected_by_name() -> None:
     result = predict("paper-14b-h800", "--json")
     assert parse_profile(result.stdout) == named_profile("paper-14b-h800")
 
 
-def test_people_get_a_table(tmp_path: Path) -> None:
+def test_output_without_json_is_a_table(tmp_path: Path) -> None:
     out = tmp_path / "profile.yaml"
     result = predict("qwen3-30b-a3b", "--gpus", "16", "--phase", "tail", "--out", str(out))
     assert result.exit_code == 0, result.output
@@ -48,7 +48,7 @@ def test_people_get_a_table(tmp_path: Path) -> None:
     assert f"wrote {out}" in result.stdout
 
 
-def test_every_fault_is_named() -> None:
+def test_all_errors_are_reported() -> None:
     result = predict("no", "--gpu", "no", "--engine", "no", "--phase", "no", "--kv-bits", "3", "--weight-bits", "5")
     assert (result.exit_code, result.stdout) == (2, "")
     assert [line.split(":")[0] for line in result.stderr.splitlines()] == [
@@ -64,11 +64,11 @@ def test_every_fault_is_named() -> None:
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        (("llama-3.1-70b", "--gpus", "1"), 1, "llama-3.1-70b fits on no layout of up to 1 h100"),
+        (("llama-3.1-70b", "--gpus", "1"), 1, "llama-3.1-70b does not fit on any layout of up to 1 h100"),
         (("qwen3-8b", "--out", "/proc/no/profile.yaml"), 2, "--out: cannot be written: "),
     ],
 )
-def test_what_cannot_be_done_is_said(arguments: tuple[str, ...], status: int, message: str) -> None:
+def test_impossible_prediction_is_reported(arguments: tuple[str, ...], status: int, message: str) -> None:
     result = predict(*arguments)
     assert (result.exit_code, result.stdout) == (status, "")
     assert result.stderr.startswith(message)

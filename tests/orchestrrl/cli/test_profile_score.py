@@ -1,4 +1,4 @@
-"""`orchestrrl profile score` and `fit`: tables, JSON, faults."""
+"""`orchestrrl profile score` and `fit`: tables, JSON and errors."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ def measured(tmp_path: Path) -> Path:
     return path
 
 
-def test_json_is_alone_on_standard_output(measured: Path) -> None:
+def test_json_output_is_only_the_result_object(measured: Path) -> None:
     result = CliRunner().invoke(application(), ["profile", "score", str(measured), "--json"])
     assert (result.exit_code, result.stderr) == (0, "")
     report = json.loads(result.stdout)
@@ -32,7 +32,7 @@ def test_json_is_alone_on_standard_output(measured: Path) -> None:
     assert {row["source"] for row in report["predictions"]} == {"roofline"}
 
 
-def test_people_get_tables_and_what_was_left_out(measured: Path) -> None:
+def test_output_has_tables_and_unpredicted_rows(measured: Path) -> None:
     result = CliRunner().invoke(application(), ["profile", "score", str(measured)])
     assert result.exit_code == 0, result.output
     assert "TPOT of 2 of 3 rows" in result.stdout
@@ -40,7 +40,7 @@ def test_people_get_tables_and_what_was_left_out(measured: Path) -> None:
     assert "not predicted: row 3 (made/up): unknown model 'made/up'" in result.stdout
 
 
-def test_all_faults_are_printed_and_nothing_else(measured: Path) -> None:
+def test_all_errors_are_reported_at_once(measured: Path) -> None:
     measured.write_text(measured.read_text().replace("12.5", "fast").replace("1024", "0", 1))
     result = CliRunner().invoke(application(), ["profile", "score", str(measured), "--json"])
     assert (result.exit_code, result.stdout) == (2, "")
@@ -50,7 +50,7 @@ def test_all_faults_are_printed_and_nothing_else(measured: Path) -> None:
     ]
 
 
-def test_the_source_is_said_and_faults_of_both_come_together(measured: Path) -> None:
+def test_errors_of_source_and_file_are_reported_together(measured: Path) -> None:
     told = CliRunner().invoke(application(), ["profile", "score", str(measured), "--source", "measured"])
     assert told.exit_code == 0, told.output
     assert "TPOT of 0 of 3 rows" in told.stdout
@@ -64,7 +64,7 @@ def test_the_source_is_said_and_faults_of_both_come_together(measured: Path) -> 
     ]
 
 
-def test_a_fit_writes_constants_that_python_reads(measured: Path, tmp_path: Path) -> None:
+def test_fit_writes_an_importable_module(measured: Path, tmp_path: Path) -> None:
     out = tmp_path / "fitted.py"
     result = CliRunner().invoke(application(), ["profile", "fit", str(measured), "--out", str(out), "--json"])
     assert result.exit_code == 0, result.output
@@ -76,11 +76,14 @@ def test_a_fit_writes_constants_that_python_reads(measured: Path, tmp_path: Path
     assert (report["out"], report["rows"], list(report["sets"])) == (str(out), 2, ["", "qwen3-32b"])
 
 
-def test_a_fit_of_nothing_or_to_nowhere_is_refused(measured: Path, tmp_path: Path) -> None:
+def test_fit_rejects_empty_data_and_unwritable_output(measured: Path, tmp_path: Path) -> None:
     nowhere = ["--out", str(tmp_path / "no" / "fitted.py")]
     result = CliRunner().invoke(application(), ["profile", "fit", str(measured), *nowhere])
     assert result.exit_code == 2
     assert result.stderr.splitlines()[-1].startswith("--out: cannot be written: No such file or directory, got ")
     measured.write_text("\n".join([",".join(COLUMNS), ROWS[2]]) + "\n")
     result = CliRunner().invoke(application(), ["profile", "fit", str(measured)])
-    assert (result.exit_code, result.stderr) == (2, f"(document): has no row that can be predicted, got {measured}\n")
+    assert (result.exit_code, result.stderr) == (
+        2,
+        f"(document): must have a row that can be predicted, got {measured}\n",
+    )

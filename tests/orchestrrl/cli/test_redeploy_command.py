@@ -1,4 +1,4 @@
-"""`orchestrrl redeploy` and `orchestrrl plan history`: Typer's runner and real processes, real gRPC, a daemon whose
+"""`orchestrrl redeploy` and `orchestrrl plan history`, with Typer's runner, real processes and real gRPC. The daemon's
 redeployments need no engines."""
 
 import contextlib
@@ -46,12 +46,12 @@ def object_of(result: Result) -> dict[str, Any]:
     return found
 
 
-def test_a_dry_run_prints_who_leaves_and_comes_and_the_steps_by_stage(harness: RedeploymentDaemon) -> None:
+def test_dry_run_prints_engines_and_steps_by_stage(harness: RedeploymentDaemon) -> None:
     text = said(run(harness, "redeploy", "--to", "tp8=1", "--to", "tp2", "--dry-run"))
-    assert text.startswith("dry run, nothing is done: 8 x tp2 -> 1 x tp8, 4 x tp2")
-    assert "e0 leaves tp2 0-1" in text
+    assert text.startswith("dry run, nothing changes: 8 x tp2 -> 1 x tp8, 4 x tp2")
+    assert "e0 stops tp2 0-1" in text
     assert "e4 stays tp2 8-9" in text
-    assert "tp8-0.0 comes tp8 0-7" in text
+    assert "tp8-0.0 starts tp8 0-7" in text
     assert "1 fence the fleet - 2 min 00 s" in text
     assert "2 evacuate e0-3 4 30 s" in text
     assert "4 start tp8-0.0 1 60 s ready tp8-0.0 1 10 min 00 s load weights" in text
@@ -60,11 +60,11 @@ def test_a_dry_run_prints_who_leaves_and_comes_and_the_steps_by_stage(harness: R
     draft = object_of(run(harness, "redeploy", "--to", "tp8", "--dry-run", "--json"))
     assert (draft["state"], draft["redeployment_id"], len(draft["new_engines"])) == ("planned", "", 2)
     assert {step["began_unix_s"] for step in draft["steps"]} == {None}
-    assert "there is nothing to do" in said(run(harness, "redeploy", "--to", "tp2", "--dry-run"))
+    assert "nothing to do" in said(run(harness, "redeploy", "--to", "tp2", "--dry-run"))
     assert run(harness, "redeploy").exit_code == 1, "nothing was done"
 
 
-def test_a_redeployment_is_followed_line_by_line_in_a_pipe_and_ends_with_its_seconds(
+def test_redeployment_is_followed_line_by_line_in_a_pipe(
     harness: RedeploymentDaemon,
 ) -> None:
     result = run(harness, "redeploy", "--to", "tp8", "--reason", "the tail is long")
@@ -75,13 +75,13 @@ def test_a_redeployment_is_followed_line_by_line_in_a_pipe_and_ends_with_its_sec
     places = [next(n for n, line in enumerate(lines) if line.startswith(words)) for words in order]
     assert places == sorted(places)
     assert "4 start tp8-0.0, tp8-0.1 done" in text
-    assert "8 moved, 24 kept by their gateway meanwhile" in text
-    assert "requests of engines that left stood still for at most" in text
+    assert "8 moved, 24 held by their gateway" in text
+    assert "requests of stopped engines paused for at most" in text
     assert harness.redeployer.wishes[-1].reason == "the tail is long"
     assert harness.redeployer.wishes[-1].targets == (("tp8", 0),)
 
 
-def test_as_json_it_is_one_object_at_the_end_and_progress_goes_beside(harness: RedeploymentDaemon) -> None:
+def test_json_output_has_progress_on_standard_error(harness: RedeploymentDaemon) -> None:
     result = run(harness, "redeploy", "--plan", "p1", "--json")
     report = object_of(result)
     assert (result.exit_code, report["state"], report["plan_id"]) == (0, "done", "p1")
@@ -89,7 +89,7 @@ def test_as_json_it_is_one_object_at_the_end_and_progress_goes_beside(harness: R
     assert "evacuate" in result.stderr
 
 
-def test_what_goes_back_or_misses_engines_is_status_1_with_the_reason(harness: RedeploymentDaemon) -> None:
+def test_rolled_back_or_degraded_redeployment_exits_1_with_reason(harness: RedeploymentDaemon) -> None:
     harness.redeployer.failing[READY] = "exited with 1: [out of memory]"
     back = run(harness, "redeploy", "--to", "tp8")
     assert back.exit_code == 1
@@ -100,7 +100,7 @@ def test_what_goes_back_or_misses_engines_is_status_1_with_the_reason(harness: R
     assert "1 back stop tp8-0.0, tp8-0.1 done" in text
     assert "tp8-0.0: exited with 1: [out of memory]" in text
     assert "rolled back in" in text
-    assert " 5 admit" not in text, "what was not begun is left out"
+    assert " 5 admit" not in text, "steps that did not start are omitted"
     harness.redeployer.failing[BACK] = "no such GPU"
     degraded = run(harness, "redeploy", "--to", "tp8", "--json")
     assert degraded.exit_code == 1
@@ -110,17 +110,17 @@ def test_what_goes_back_or_misses_engines_is_status_1_with_the_reason(harness: R
     assert "redeployment s2: degraded in" in said(run(harness, "status"))
 
 
-def test_what_is_to_be_said_of_one_that_is_done_is_said(harness: RedeploymentDaemon) -> None:
+def test_detail_of_a_done_redeployment_is_printed(harness: RedeploymentDaemon) -> None:
     harness.redeployer.remark = "retire of e0: took longer than 60 s"
     assert "done in" in (text := said(run(harness, "redeploy", "--to", "tp8")))
     assert "s: retire of e0: took longer than 60 s" in text
 
 
-def test_left_to_itself_looked_at_called_off_and_followed(harness: RedeploymentDaemon) -> None:
+def test_no_wait_show_cancel_and_watch(harness: RedeploymentDaemon) -> None:
     harness.do(harness.redeployer.held.clear)
     text = said(run(harness, "redeploy", "--to", "tp8", "--no-wait"))
-    assert "it runs by itself; watch it with orchestrrl redeploy --watch --id s1" in text
-    assert "take it back with orchestrrl redeploy --cancel --id s1" in text
+    assert "started; watch it with orchestrrl redeploy --watch --id s1" in text
+    assert "roll it back with orchestrrl redeploy --cancel --id s1" in text
     for command in (["redeploy"], ["redeploy", "--id", "s1"]):
         text = said(run(harness, *command))
         assert "redeployment s1: 8 x tp2 -> 2 x tp8, running" in text
@@ -130,7 +130,7 @@ def test_left_to_itself_looked_at_called_off_and_followed(harness: RedeploymentD
     busy = run(harness, "redeploy", "--to", "tp4")
     assert (busy.exit_code, "s1 is under way" in busy.stderr) == (1, True)
     text = said(run(harness, "redeploy", "--cancel", "--reason", "wrong one"))
-    assert text == "redeployment s1 goes back to 8 x tp2; watch it with orchestrrl redeploy --watch --id s1"
+    assert text == "redeployment s1 is rolled back to 8 x tp2; watch it with orchestrrl redeploy --watch --id s1"
     ended = run(harness, "redeploy", "--watch")
     assert ended.exit_code == 1
     assert "redeployment s1 is rolled back: called off: wrong one" in ended.stderr
@@ -139,7 +139,7 @@ def test_left_to_itself_looked_at_called_off_and_followed(harness: RedeploymentD
     assert "redeployment" not in said(run(harness, "status"))
 
 
-def test_every_fault_of_the_command_line_is_told_at_once(harness: RedeploymentDaemon) -> None:
+def test_all_errors_of_the_command_line_are_reported_at_once(harness: RedeploymentDaemon) -> None:
     wrong = ["--to", "tp2", "--to", "tp2=1", "--to", "tp4=0", "--to", "=3", "--plan", "p1", "--cancel", "--watch"]
     result = run(harness, "redeploy", *wrong, "--id", "s1", "--dry-run", "--no-wait")
     assert (result.exit_code, result.stdout) == (2, "")
@@ -150,7 +150,7 @@ def test_every_fault_of_the_command_line_is_told_at_once(harness: RedeploymentDa
         "--cancel: cannot go with --watch",
         "--no-wait: cannot go with --dry-run",
         "--id: cannot go with --to or --plan, got 's1'",
-        "--to: must name a configuration once, got 'tp2=1' again",
+        "--to: must name a configuration only once, got 'tp2=1' again",
         "--to: must be CONFIGURATION or CONFIGURATION=N with N of at least 1, got 'tp4=0'",
         "--to: must be CONFIGURATION or CONFIGURATION=N with N of at least 1, got '=3'",
     ]
@@ -165,7 +165,7 @@ def test_every_fault_of_the_command_line_is_told_at_once(harness: RedeploymentDa
 
 
 @pytest.mark.parametrize("flags", [["--dry-run"], ["--no-wait"], []], ids=str)
-def test_every_fault_of_the_wish_comes_from_the_daemon(harness: RedeploymentDaemon, flags: list[str]) -> None:
+def test_daemon_reports_all_errors_of_the_target(harness: RedeploymentDaemon, flags: list[str]) -> None:
     result = run(harness, "redeploy", "--to", "tp3", "--to", "tp8=9", *flags)
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.splitlines() == [
@@ -174,8 +174,8 @@ def test_every_fault_of_the_wish_comes_from_the_daemon(harness: RedeploymentDaem
     ]
 
 
-def test_history_has_every_redeployment_and_one_in_full_over_time(harness: RedeploymentDaemon) -> None:
-    assert said(run(harness, "plan", "history")) == "no redeployment has been made yet"
+def test_history_lists_redeployments_and_shows_one_over_time(harness: RedeploymentDaemon) -> None:
+    assert said(run(harness, "plan", "history")) == "no redeployment yet"
     run(harness, "redeploy", "--to", "tp8", "--reason", "the [tail]")
     harness.redeployer.failing[READY] = "hung"
     run(harness, "redeploy", "--plan", "p1")
@@ -190,35 +190,35 @@ def test_history_has_every_redeployment_and_one_in_full_over_time(harness: Redep
         report["redeployment_id"] for report in object_of(run(harness, "plan", "history", "--json"))["redeployments"]
     ][-1] == "s1"
     full = said(run(harness, "plan", "history", "--id", "s1"))
-    assert full.startswith("redeployment s1: 8 x tp2 -> 2 x tp8 (the [tail]) began 20")
-    assert "tp8-0.1 comes tp8 8-15" in full
+    assert full.startswith("redeployment s1: 8 x tp2 -> 2 x tp8 (the [tail]) started 20")
+    assert "tp8-0.1 starts tp8 8-15" in full
     line = full.partition("Time line")[2]
     assert "4 start tp8-0.0" in line
-    assert "requests stand still" in line
+    assert "requests paused" in line
     assert object_of(run(harness, "plan", "history", "--id", "s1", "--json"))["redeployment_id"] == "s1"
     missing = run(harness, "plan", "history", "--id", "s9")
     assert (missing.exit_code, missing.stderr) == (1, "no redeployment 's9'\n")
 
 
-def test_without_a_deployer_it_says_what_to_configure(harness: RedeploymentDaemon) -> None:
+def test_missing_deployer_is_reported_with_advice(harness: RedeploymentDaemon) -> None:
     harness.parts.redeployer = None
     refused = run(harness, "redeploy", "--to", "tp2")
     assert refused.exit_code == 1
     assert "fleet.deployer" in refused.stderr
-    assert said(run(harness, "plan", "history")) == "no redeployment has been made yet"
+    assert said(run(harness, "plan", "history")) == "no redeployment yet"
 
 
 # --- a terminal
 
 
 def ended(process: subprocess.Popen[str], terminal: int) -> tuple[int, str]:
-    """Its exit status, and what it said on standard error. A terminal takes what is written to it until the end: one
-    that is not read holds up whoever renews a table in it."""
+    """Return the exit status and the standard error of a command in a terminal. Output is read until the end, because
+    a terminal that is not read blocks the command."""
     deadline_s = time.monotonic() + DEADLINE_S
     while process.poll() is None:
         assert time.monotonic() < deadline_s
         if select.select([terminal], [], [], 0.1)[0]:
-            with contextlib.suppress(OSError):  # the other end is closed
+            with contextlib.suppress(OSError):  # the other end of the terminal is closed
                 os.read(terminal, 65536)
     os.close(terminal)
     _, errors = process.communicate()

@@ -1,4 +1,4 @@
-"""Every way a redeployment can stand is shown, whatever is in it; what is shown adds up."""
+"""Every state of a redeployment can be rendered, and the rendered steps are complete."""
 
 import io
 from typing import Any
@@ -77,7 +77,7 @@ def printed(*parts: Any) -> str:
 
 
 @given(REPORTS, st.none() | REPORTS)
-def test_whatever_a_report_says_it_is_shown(report: dict[str, Any], before: dict[str, Any] | None) -> None:
+def test_every_report_is_rendered(report: dict[str, Any], before: dict[str, Any] | None) -> None:
     now_s = 1e9 + 5.0
     printed(words.begun(report), *words.outcome(report), words.progress(report), *words.redeployment_summary(report))
     printed(words.picture(report), words.time_line(report, now_s), *words.news(before, report))
@@ -87,7 +87,7 @@ def test_whatever_a_report_says_it_is_shown(report: dict[str, Any], before: dict
 
 
 @given(REPORTS)
-def test_no_step_is_lost_and_none_is_counted_twice(report: dict[str, Any]) -> None:
+def test_every_step_is_shown_exactly_once(report: dict[str, Any]) -> None:
     groups = words.together(report)
     assert sum(len(group.steps) for group in groups) == len(report["steps"])
     for group in groups:
@@ -97,11 +97,11 @@ def test_no_step_is_lost_and_none_is_counted_twice(report: dict[str, Any]) -> No
 
 
 @given(REPORTS)
-def test_the_same_report_again_is_no_news(report: dict[str, Any]) -> None:
+def test_unchanged_report_has_no_news(report: dict[str, Any]) -> None:
     assert list(words.news(report, report)) == []
 
 
-def test_engines_are_named_shortly_and_never_more_than_a_few() -> None:
+def test_engine_lists_are_short() -> None:
     def named(*ids: str) -> str:
         step = {"number": 1, "stage": 1, "kind": "stop", "direction": "forward", "state": "done", "within_s": 1.0}
         told = {**step, "detail": "", "began_unix_s": None, "elapsed_s": None}
@@ -112,17 +112,17 @@ def test_engines_are_named_shortly_and_never_more_than_a_few() -> None:
     assert named(*(f"e{n}" for n in (0, 1, 2, 7))) == "e0-2, 7"
     assert named(*(f"s1-2.{n}" for n in range(1000))) == "s1-2.0-999"
     assert named("a", "b", "c", "d", "e", "f") == "a, b, c and 3 more"
-    assert named("e00", "e01", "e02") == "e00, e01, e02", "a range would not say how they are written"
+    assert named("e00", "e01", "e02") == "e00, e01, e02", "a range would lose the leading zeros"
     assert named("") == "the fleet"
 
 
-def test_a_large_fleet_takes_no_more_rows_than_a_small_one() -> None:
+def test_rows_of_a_large_fleet_are_limited() -> None:
     engines = [{"engine_id": f"e{n}", "configuration": f"tp{n % 2 + 1}", "gpus": [n]} for n in range(1000)]
     table = words.engines_table({"old_engines": engines, "new_engines": engines[500:]})
     fates, configurations = (map(str, table.columns[column].cells) for column in (1, 2))
     assert list(zip(fates, configurations, strict=True)) == [
-        ("leaves", "tp1"),
-        ("leaves", "tp2"),
+        ("stops", "tp1"),
+        ("stops", "tp2"),
         ("stays", "tp1"),
         ("stays", "tp2"),
     ]

@@ -1,4 +1,4 @@
-"""How a command ends that signals stop: the first stops it, and its clean-up goes on unless another is meant."""
+"""Commands and stop signals: the first signal stops the command, and only a later one cancels its clean-up."""
 
 import asyncio
 import os
@@ -15,20 +15,20 @@ SIGNALS = (*STOP_SIGNALS, signal.SIGHUP)
 
 @pytest.fixture(autouse=True)
 def heeded_sighup() -> Iterator[None]:
-    """As in a terminal: the tests may run under nohup."""
+    """Install the default handler of SIGHUP, as in a terminal, because the tests may run under nohup."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
 
 
 def stopped_by(*sent: signal.Signals) -> tuple[signal.Signals | None, bool]:
-    """Send the first to a command that runs, the others while it cleans up; the last one heeded, and whether the
-    clean-up came to its end."""
+    """Send the first signal to a running command and the others during its clean-up. Return the last signal that took
+    effect, and whether the clean-up finished."""
     is_clean = False
 
     async def take(number: signal.Signals) -> None:
         os.kill(os.getpid(), number)
-        for _ in range(5):  # the loop has called its handler by then
+        for _ in range(5):  # by then the loop has called its handler
             await asyncio.sleep(0)
 
     async def work(rest: Sequence[signal.Signals]) -> None:
@@ -46,7 +46,7 @@ def stopped_by(*sent: signal.Signals) -> tuple[signal.Signals | None, bool]:
 
 @pytest.mark.parametrize("first", SIGNALS)
 @pytest.mark.parametrize("second", SIGNALS)
-def test_what_follows_the_first_signal_at_once_leaves_the_clean_up_alone(
+def test_signals_directly_after_the_first_do_not_cancel_clean_up(
     first: signal.Signals, second: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(running, "SAME_STOP_S", 3600.0)
@@ -54,16 +54,14 @@ def test_what_follows_the_first_signal_at_once_leaves_the_clean_up_alone(
 
 
 @pytest.mark.parametrize("first", SIGNALS)
-def test_a_terminal_that_closes_leaves_the_clean_up_alone(
-    first: signal.Signals, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_closing_terminal_does_not_cancel_clean_up(first: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(running, "SAME_STOP_S", 0.0)
     assert stopped_by(first, signal.SIGHUP, signal.SIGHUP) == (first, True)
 
 
 @pytest.mark.parametrize("first", SIGNALS)
 @pytest.mark.parametrize("second", STOP_SIGNALS)
-def test_a_later_signal_stops_the_clean_up(
+def test_later_signal_cancels_clean_up(
     first: signal.Signals, second: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(running, "SAME_STOP_S", 0.0)

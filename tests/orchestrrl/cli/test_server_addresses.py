@@ -1,4 +1,4 @@
-"""Addresses that are nearly right: an engine's URL with /v1, a port where something else than the daemon listens."""
+"""Addresses that are almost correct: an engine's URL with /v1, and a port on which another server listens."""
 
 import threading
 from collections.abc import Iterator
@@ -17,12 +17,12 @@ WITH_V1 = "must be the server's URL without /v1, which is appended automatically
 @pytest.mark.parametrize(
     "url", ["http://e0:8000", "https://e0", "http://e0:8000/", "http://proxy/engines/e0/", "http://v1"]
 )
-def test_a_servers_url_is_taken(url: str) -> None:
+def test_server_url_is_accepted(url: str) -> None:
     assert check_url(url) == url
 
 
 @pytest.mark.parametrize("url", ["http://e0:8000/v1", "http://e0:8000/v1/", "https://proxy/engines/e0/v1"])
-def test_an_api_base_is_named(url: str) -> None:
+def test_api_base_url_is_rejected(url: str) -> None:
     with pytest.raises(ValueError, match="without /v1"):
         check_url(url)
 
@@ -41,7 +41,7 @@ def test_an_api_base_is_named(url: str) -> None:
         (("profile", "measure", "http://e0:8000/v1", "--out", "p.yaml"), f"URL: {WITH_V1}'http://e0:8000/v1'"),
     ],
 )
-def test_every_command_that_takes_an_engines_url_names_it(arguments: tuple[str, ...], fault: str) -> None:
+def test_every_command_with_an_engine_url_rejects_an_api_base(arguments: tuple[str, ...], fault: str) -> None:
     result = CliRunner().invoke(application(), arguments)
     assert result.exit_code == 2, result.output
     assert fault in result.stderr
@@ -63,7 +63,7 @@ def http_server() -> Iterator[str]:
     server.server_close()
 
 
-def test_an_http_server_in_the_daemons_place_is_named() -> None:
+def test_http_server_at_the_daemon_address_is_reported() -> None:
     with http_server() as address:
         result = CliRunner().invoke(application(), ("status", "--daemon", address))
     assert result.exit_code == 1

@@ -1,4 +1,4 @@
-"""`orchestrrl sim run`, `compare`, `split`, `sweep`, `report`, `daemon-config`: what they print, write and refuse."""
+"""`orchestrrl sim run`, `compare`, `split`, `sweep`, `report`, `daemon-config`: output, files and errors."""
 
 import json
 from pathlib import Path
@@ -32,7 +32,7 @@ def test_run_prints_a_row_for_each_fabric_and_arm() -> None:
     assert "samples/s" in shown
 
 
-def test_run_as_json_is_one_object_and_the_same_again() -> None:
+def test_run_as_json_is_one_object_and_deterministic() -> None:
     shown = called("run", "small.yaml", "--fabrics", "oversubscribed", "--seeds", "3,4", "--json").stdout
     value = json.loads(shown)
     assert [row["fabric"] for row in value["summary"]] == ["oversubscribed"]
@@ -41,13 +41,13 @@ def test_run_as_json_is_one_object_and_the_same_again() -> None:
     assert called("run", "small.yaml", "--fabrics", "oversubscribed", "--seeds", "3,4", "--json").stdout == shown
 
 
-def test_compare_is_against_the_first_that_is_named() -> None:
+def test_compare_is_relative_to_the_first_named() -> None:
     shown = called("compare", "small.yaml", "--fabrics", "oversubscribed,fat_tree").stdout
     assert shown.index("oversubscribed") < shown.index("fat_tree")
     assert "1.00x" in shown
 
 
-def test_split_shows_what_it_tried_and_the_best() -> None:
+def test_split_shows_all_splits_and_the_best() -> None:
     shown = called("split", "small.yaml").stdout
     assert "gen/train" in shown
     assert "cluster: {train_gpus: " in shown
@@ -57,7 +57,7 @@ def test_split_shows_what_it_tried_and_the_best() -> None:
     assert [fault.split(":")[0] for fault in faults] == ["--fabric", "--arm"]
 
 
-def test_results_become_a_page(in_folder: Path) -> None:
+def test_report_writes_a_page(in_folder: Path) -> None:
     assert "sim report out" in called("run", "small.yaml", "--out", "out").stdout
     assert called("report", "out", "-o", "new/page.html").stdout == "wrote new/page.html\n"
     assert json.loads(called("report", "out", "-o", "page.html", "--json").stdout) == {
@@ -68,7 +68,7 @@ def test_results_become_a_page(in_folder: Path) -> None:
     assert "nothing: No such file" in called("report", "nothing", status=2).stderr
 
 
-def test_every_fault_of_a_call_is_told_at_once(in_folder: Path) -> None:
+def test_all_errors_are_reported_at_once(in_folder: Path) -> None:
     (in_folder / "file").write_text("")
     flags = ("--fabrics", "torus", "--arms", "magic", "--seeds", "x", "--out", "file")
     faults = called("run", "small.yaml", *flags, status=2).stderr.splitlines()
@@ -78,15 +78,15 @@ def test_every_fault_of_a_call_is_told_at_once(in_folder: Path) -> None:
     assert [fault.split(":")[0] for fault in faults] == ["model", "loop.steps"]
 
 
-def test_a_loop_that_cannot_go_on_is_no_traceback(in_folder: Path) -> None:
+def test_loop_that_cannot_continue_is_reported_without_traceback(in_folder: Path) -> None:
     (in_folder / "full.yaml").write_text(yaml.safe_dump(document(loop__buffer_samples=3)))
     assert "no room in a buffer of 3 samples" in called("run", "full.yaml", status=1).stderr
 
 
-def test_what_was_simulated_is_a_daemons_file(in_folder: Path) -> None:
+def test_daemon_config_is_a_valid_configuration(in_folder: Path) -> None:
     assert called("daemon-config", "small.yaml", "-o", "d.yaml").stdout == "wrote d.yaml\nwrote d.profile.yaml\n"
     assert json.loads(called("daemon-config", "small.yaml", "-o", "d.yaml", "--json").stdout)["wrote"][0] == "d.yaml"
     checked = CliRunner().invoke(application(), ["check-config", "d.yaml"])
     assert checked.exit_code == 0, checked.output
-    assert "no faults" in checked.stdout
+    assert "no errors" in checked.stdout
     assert "--fabric: must be one of" in called("daemon-config", "small.yaml", "--fabric", "x", status=2).stderr

@@ -1,4 +1,4 @@
-"""`orchestrrl sync` against a daemon's service over somebody who carries nothing: what is shown, and exit statuses."""
+"""`orchestrrl sync` against a daemon's service that transfers no weights: output and exit statuses."""
 
 import asyncio
 import json
@@ -28,7 +28,7 @@ DEADLINE_S = 120.0
 
 
 class Daemon:
-    """Serves in a thread of its own: commands run their own event loop."""
+    """A daemon served in its own thread, because commands run their own event loop."""
 
     def __init__(self, syncs: FakeSyncs) -> None:
         self.syncs = syncs
@@ -48,7 +48,7 @@ class Daemon:
         self._loop.close()
 
     def do(self, what: Callable[[], Any]) -> Any:
-        """In the daemon's thread."""
+        """Run an action in the daemon's thread."""
 
         async def there() -> Any:
             made = what()
@@ -96,14 +96,14 @@ def fleet(daemon: Daemon, *reports: SyncReport, committed: int | None = 7) -> No
         daemon.syncs.change(report)
 
 
-# --- nothing yet
+# --- no syncs yet
 
 
-def test_a_daemon_to_which_nobody_has_brought_weights_says_so(daemon: Daemon) -> None:
+def test_daemon_without_weights_is_reported(daemon: Daemon) -> None:
     told = said(daemon, "status")
-    assert "no version was committed yet" in told
+    assert "no version committed yet" in told
     assert "No peer is attached" in told
-    assert "No version was carried out yet" in said(daemon, "history")
+    assert "No version has been published yet" in said(daemon, "history")
     assert answer(daemon, "status") == {"committed_version": None, "sync": None, "quarantined": [], "peers": []}
     for words in (("profile",), ("profile", "--last", "3"), ("watch",), ("abort",), ("install",)):
         result = command(daemon, *words)
@@ -112,23 +112,23 @@ def test_a_daemon_to_which_nobody_has_brought_weights_says_so(daemon: Daemon) ->
         assert "no sync" in result.stderr
 
 
-def test_no_daemon(daemon: Daemon) -> None:
+def test_unreachable_daemon_is_reported(daemon: Daemon) -> None:
     result = CliRunner().invoke(application(), ["sync", "status", "--daemon", "127.0.0.1:1"])
     assert result.exit_code == 1
     assert "no daemon at 127.0.0.1:1" in result.stderr
 
 
-# --- how it stands
+# --- status
 
 
-def test_status_tells_who_is_late_and_how_far_it_is(daemon: Daemon) -> None:
+def test_status_shows_progress_and_stragglers(daemon: Daemon) -> None:
     fleet(daemon, done(7), replace(carrying(8), attempt=2, mended_edges=1, notes=("gen1 -> gen2 went silent",)))
     daemon.syncs.quarantined = (EngineStatus(EngineId("e2"), EngineSync.QUARANTINED, "loads version 7 again"),)
     told = said(daemon, "status")
     assert "weights of the fleet: version 7" in told
     assert "version 8 (sync-8): carrying, phase A for" in told
     assert "attempt 2" in told
-    assert "62 % of 4 GB over 4 edges (2 GB of weights), 1 of 4 edges broke and were replaced" in told
+    assert "62 % of 4 GB over 4 edges (2 GB of weights), 1 of 4 edges failed and were replaced" in told
     assert "late: e1 (gen1 has 500 MB of 2 GB)" in told
     assert "gen1 -> gen2 went silent" in told
     assert "quarantined e2: loads version 7 again" in told
@@ -144,7 +144,7 @@ def test_status_names_ranks_that_have_not_published(daemon: Daemon) -> None:
     assert "not published yet: ranks 2-4, 6-7 of 8" in said(daemon, "status")
 
 
-def test_status_of_one_that_is_over_tells_how_it_ended(daemon: Daemon) -> None:
+def test_status_of_an_ended_sync_shows_its_outcome(daemon: Daemon) -> None:
     fleet(
         daemon, replace(done(8), state=SyncState.ABORTED, code="probe_differs", detail="e0 and e1 answer differently")
     )
@@ -152,10 +152,10 @@ def test_status_of_one_that_is_over_tells_how_it_ended(daemon: Daemon) -> None:
     assert "last: version 8 (sync-8): aborted (probe_differs) in 4 s: e0 and e1 answer differently" in told
 
 
-# --- what became of them
+# --- history
 
 
-def test_history_has_a_line_for_each_and_why_it_failed(daemon: Daemon) -> None:
+def test_history_lists_syncs_and_failures(daemon: Daemon) -> None:
     failed = replace(done(8), state=SyncState.ABORTED, code="verify_failed", detail="e1 holds other bytes")
     fleet(daemon, done(6), done(7), failed)
     lines = command(daemon, "history").stdout.splitlines()
@@ -167,7 +167,7 @@ def test_history_has_a_line_for_each_and_why_it_failed(daemon: Daemon) -> None:
     assert len(answer(daemon, "history", "--limit", "2")["syncs"]) == 2
 
 
-# --- where the time went
+# --- profile
 
 
 OFFLOADING = done(9, (SyncPhase.OFFLOAD, 227.3), (SyncPhase.PHASE_A, 1.7), (SyncPhase.INSTALL, 1.5))
@@ -177,10 +177,10 @@ def test_profile_shows_phases_edges_and_advice(daemon: Daemon) -> None:
     fleet(daemon, done(7), replace(OFFLOADING, estimate_s=1.5))
     told = said(daemon, "profile")
     assert "version 9 (sync-9): done in 3 min 50 s" in told
-    assert "waited for: trainer offload 3 min 47 s" in told
+    assert "critical path: trainer offload 3 min 47 s" in told
     assert "trainer offload 3 min 47 s 99 %" in told
     assert "phase A 1.7 s 1 %" in told
-    assert "transfer: 1.7 s, 1 % of the whole, 18.8 Gb/s over all edges; 1.13 x its estimate of 1.5 s" in told
+    assert "transfer: 1.7 s, 1 % of the total, 18.8 Gb/s over all edges; 1.13 x the estimate of 1.5 s" in told
     assert "train0 -> gen0 A 2 1.9 s 1.6 s 8.42" in told
     assert "advice: trainer offload takes 227 s, 99 % of the whole" in told
     assert "advice: install takes 1 s, 25 % of the whole" in said(daemon, "profile", "7")
@@ -199,7 +199,7 @@ def test_profile_as_json(daemon: Daemon) -> None:
     assert [each["version"] for each in both["profiles"]] == [9, 7]
 
 
-def test_profile_of_several_tells_medians_and_what_is_common(daemon: Daemon) -> None:
+def test_profile_of_several_syncs_shows_medians_and_advice(daemon: Daemon) -> None:
     fleet(daemon, done(7), OFFLOADING, replace(OFFLOADING, id="sync-10", version=10), carrying(11))
     told = said(daemon, "profile", "--last", "5")
     assert "Phases of 3 versions" in told
@@ -207,12 +207,12 @@ def test_profile_of_several_tells_medians_and_what_is_common(daemon: Daemon) -> 
     assert "advice (2 of 3): trainer offload takes 227 s" in told
 
 
-def test_profile_of_one_that_runs(daemon: Daemon) -> None:
+def test_profile_of_a_running_sync(daemon: Daemon) -> None:
     fleet(daemon, carrying(8))
     assert "version 8 (sync-8): carrying" in said(daemon, "profile")
 
 
-def test_a_picture_is_drawn_or_it_is_said_why_not(daemon: Daemon, tmp_path: Path) -> None:
+def test_picture_is_drawn_or_the_error_is_reported(daemon: Daemon, tmp_path: Path) -> None:
     waiting = done(8, *[(phase, 0.5) for phase in SyncPhase])
     fleet(daemon, done(7), waiting, carrying(9))
     target = tmp_path / "syncs.png"
@@ -226,20 +226,20 @@ def test_a_picture_is_drawn_or_it_is_said_why_not(daemon: Daemon, tmp_path: Path
         assert result.stderr.startswith("--picture: ")
 
 
-def test_versions_are_checked_before_anybody_is_asked(daemon: Daemon) -> None:
+def test_version_is_checked_before_the_daemon_is_called(daemon: Daemon) -> None:
     for words in (("profile", "-1"), ("profile", str(2**64)), ("profile", "7", "--last", "2"), ("profile", "x")):
         result = command(daemon, *words)
         assert result.exit_code == 2, words
         assert result.stdout == ""
 
 
-# --- acting
+# --- abort, install and watch
 
 
-def test_abort_and_install_pass_on_who_and_why(daemon: Daemon) -> None:
+def test_abort_and_install_send_sync_and_reason(daemon: Daemon) -> None:
     fleet(daemon, replace(carrying(8), state=SyncState.PREPARED))
     told = said(daemon, "install", "sync-8", "--reason", "now")
-    assert told == "version 8 (sync-8) is to be installed now; watch it with orchestrrl sync watch"
+    assert told == "version 8 (sync-8) is being installed; watch it with orchestrrl sync watch"
     assert "aborted (operator)" in said(daemon, "abort", "--reason", "not a number")
     assert daemon.syncs.asked == [("install", "sync-8", "now"), ("abort", "", "not a number")]
     result = command(daemon, "abort")
@@ -257,7 +257,7 @@ def test_abort_and_install_pass_on_who_and_why(daemon: Daemon) -> None:
     ],
 )
 @pytest.mark.parametrize("flags", [(), ("--json",)])
-def test_who_watches_learns_how_it_ends(daemon: Daemon, ended: SyncReport, status: int, flags: tuple[str, ...]) -> None:
+def test_watch_ends_with_the_outcome(daemon: Daemon, ended: SyncReport, status: int, flags: tuple[str, ...]) -> None:
     fleet(daemon, carrying(8))
     steps = [replace(carrying(8), state=state) for state in (SyncState.PREPARED, SyncState.FENCING)]
 
@@ -285,12 +285,12 @@ def test_who_watches_learns_how_it_ends(daemon: Daemon, ended: SyncReport, statu
         assert result.stderr.splitlines()[-1] == f"version 8 is {ended.state}: {ended.detail}"
 
 
-def test_one_that_is_over_is_told_as_it_ended(daemon: Daemon) -> None:
+def test_watch_of_an_ended_sync_shows_its_outcome(daemon: Daemon) -> None:
     fleet(daemon, done(8))
     assert "version 8 (sync-8): done in 4 s: 2 engines have it" in said(daemon, "watch")
 
 
-def test_who_watches_stays_while_the_daemon_is_away(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watch_continues_while_the_daemon_is_unreachable(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("orchestrrl.cli.progress.POLL_EVERY_S", 0.01)
     fleet(daemon, carrying(8))
     broke = threading.Event()
@@ -300,7 +300,7 @@ def test_who_watches_stays_while_the_daemon_is_away(daemon: Daemon, monkeypatch:
         if not broke.is_set():
             yield daemon.syncs.report(sync_id)
             broke.set()
-            return  # as a daemon that stops does
+            return  # as a stopping daemon does
         daemon.syncs.change(done(8))
         async for report in follow(sync_id):
             yield report
@@ -308,11 +308,11 @@ def test_who_watches_stays_while_the_daemon_is_away(daemon: Daemon, monkeypatch:
     monkeypatch.setattr(daemon.syncs, "follow", breaks)
     result = command(daemon, "watch")
     assert result.exit_code == 0
-    assert "the daemon is away" in result.stderr
+    assert "the daemon is unreachable" in result.stderr
     assert "done in 4 s" in result.stdout
 
 
-def test_a_newer_daemon_is_named_as_such(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_newer_daemon_is_reported(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
     fleet(daemon, done(8))
     monkeypatch.setattr(
         "orchestrrl.rpc.weights_service.report_to_pb",

@@ -1,4 +1,4 @@
-"""`orchestrrl sync plan` as a process sees it; how good its plans are is tested with the planner's."""
+"""`orchestrrl sync plan` as a process. The quality of its plans is tested with the planner."""
 
 import copy
 import json
@@ -48,7 +48,7 @@ def answer(**changed: Any) -> dict[str, Any]:
     return found
 
 
-def test_json_is_the_result_object_alone() -> None:
+def test_json_output_is_only_the_result_object() -> None:
     found = answer()
     (wave,) = found["waves"]
     crossing, inside = wave["edges"]
@@ -57,31 +57,31 @@ def test_json_is_the_result_object_alone() -> None:
     assert {*crossing.items()} >= {*whole.items(), ("src", "t0"), ("phase", "A"), ("circuits", 1)}
     assert {*inside.items()} >= {*whole.items(), ("src", crossing["dst"]), ("phase", "B"), ("circuits", 0)}
     assert inside.pop("rate_gbps") <= rate_gbps <= 200
-    assert wave["seconds"] == found["estimate_s"] == pytest.approx(1.002, rel=1e-6)  # one chunk and one hop more
+    assert wave["seconds"] == found["estimate_s"] == pytest.approx(1.002, rel=1e-6)  # plus one chunk and one hop
     assert (found["lower_bound_s"], found["naive_s"]) == (pytest.approx(1.0), pytest.approx(2.0))
 
 
-def test_without_json_it_is_a_table_for_people() -> None:
+def test_output_without_json_is_a_table() -> None:
     result = run("-", document=problem())
     assert result.exit_code == 0
     for words in ("1 waves of 2 edges", "1.00 times the bound", "2.0 times as long"):
         assert words in " ".join(result.stdout.split())
 
 
-def test_nothing_to_send_is_said() -> None:
+def test_nothing_to_send_is_reported() -> None:
     assert answer(shards=[]) == {"waves": [], "estimate_s": 0.0, "lower_bound_s": 0.0, "naive_s": 0.0}
     assert "Nothing to send" in run("-", document=problem(shards=[])).stdout
     assert answer(pods=[], endpoints=[], tor_circuits={}, shards=[])["waves"] == []
 
 
-def test_who_holds_it_already_receives_nothing() -> None:
+def test_holder_receives_nothing() -> None:
     held = [{"id": "all", "bytes": 9, "holders": ["t0", "g0"], "receivers": ["t0", "g0", "g1"]}]
     (wave,) = answer(shards=held)["waves"]
     assert {(edge["src"], edge["dst"]) for edge in wave["edges"]} == {("g0", "g1")}
 
 
-def test_holders_that_no_circuit_leaves_are_infeasible() -> None:
-    """Their pods need the shard themselves, and a third one does, too."""
+def test_holders_without_circuits_are_infeasible() -> None:
+    """The holders' PoDs need the shard, and so does a third PoD."""
     pods = [
         {"id": id, "role": role, "boundary_circuits": n}
         for id, role, n in (("a", "train", 0), ("b", "train", 0), ("c", "gen", 4))
@@ -110,14 +110,14 @@ def test_holders_that_no_circuit_leaves_are_infeasible() -> None:
         ),
     ],
 )
-def test_what_cannot_be_reached_is_infeasible(changed: dict[str, Any], named: str) -> None:
+def test_unreachable_receiver_is_infeasible(changed: dict[str, Any], named: str) -> None:
     result = run("-", "--json", document=problem(**changed))
     assert (result.exit_code, result.stdout) == (3, "")
     assert "infeasible" in result.stderr
     assert named in result.stderr
 
 
-def test_every_fault_comes_at_once_and_nothing_else() -> None:
+def test_all_errors_are_reported_at_once() -> None:
     faulty = problem(
         link_gbps=0,
         pods=[
@@ -168,7 +168,7 @@ def test_every_fault_comes_at_once_and_nothing_else() -> None:
     assert len(faults) == len(set(faults))
 
 
-def test_links_are_the_only_ways_and_as_fast_as_they_are() -> None:
+def test_only_given_links_are_used_at_their_rates() -> None:
     slow = answer(links=[{"a": "gen", "b": "train", "circuits": 1, "gbps": 10}])
     assert slow["estimate_s"] == pytest.approx(20.0, rel=0.01)
     assert slow["naive_s"] == pytest.approx(40.0)
@@ -178,7 +178,7 @@ def test_links_are_the_only_ways_and_as_fast_as_they_are() -> None:
     assert "PoD train has no circuits" in result.stderr
 
 
-def test_who_is_joined_to_no_holder_is_reached_by_others_and_not_straight() -> None:
+def test_pod_without_link_to_a_holder_is_reached_over_others() -> None:
     far = {"id": "far", "role": "gen", "boundary_circuits": 1}
     end = {"id": "f0", "pod": "far", "tor": "far-tor", "nic_gbps": 200}
     changed = {
@@ -191,10 +191,10 @@ def test_who_is_joined_to_no_holder_is_reached_by_others_and_not_straight() -> N
     found = answer(**changed)
     assert found["naive_s"] is None
     assert {edge["src"][0] for wave in found["waves"] for edge in wave["edges"] if edge["dst"] == "f0"} == {"g"}
-    assert "no link leads everywhere" in " ".join(run("-", document=problem(**changed)).stdout.split())
+    assert "no direct links to all receivers" in " ".join(run("-", document=problem(**changed)).stdout.split())
 
 
-def test_faults_of_links_come_all_at_once() -> None:
+def test_all_errors_of_links_are_reported_at_once() -> None:
     links = [
         {"a": "train", "b": "gen", "circuits": 0, "gbps": 0},
         {"a": "gen", "b": "train", "circuits": 1, "gbps": 1},
@@ -215,23 +215,23 @@ def test_faults_of_links_come_all_at_once() -> None:
     }
 
 
-def test_a_tor_is_in_one_pod() -> None:
+def test_tor_in_two_pods_is_rejected() -> None:
     ends = problem()["endpoints"]
     ends[2]["tor"] = "train-tor"
     result = run("-", document=problem(endpoints=ends))
     assert result.exit_code == 2
-    assert result.stderr.startswith("endpoints[2].tor: is in PoD")
+    assert result.stderr.startswith("endpoints[2].tor: is already in PoD")
 
 
 @pytest.mark.parametrize("document", [[], 7, None, "x", {"pods": 3, "endpoints": [7], "shards": [[]]}])
-def test_what_has_no_shape_is_a_fault_not_a_traceback(document: object) -> None:
+def test_malformed_document_is_reported_without_traceback(document: object) -> None:
     result = run("-", document=document)
     assert (result.exit_code, result.stdout) == (2, "")
     assert "Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_whatever_is_wrong_in_it_is_told_or_planned(seed: int) -> None:
+def test_corrupted_problem_is_reported_or_planned(seed: int) -> None:
     rng = random.Random(seed)
     document: Any = problem()
     for _ in range(rng.randint(1, 3)):
@@ -246,7 +246,7 @@ def test_whatever_is_wrong_in_it_is_told_or_planned(seed: int) -> None:
 
 
 def spoil(document: Any, rng: random.Random) -> None:
-    """Somewhere in it something else, or nothing."""
+    """Replace or delete a random part of the problem."""
     at = document
     while True:
         keys = sorted(at) if isinstance(at, dict) else list(range(len(at)))
@@ -267,7 +267,7 @@ def spoil(document: Any, rng: random.Random) -> None:
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999", "1e31"])
-def test_sizes_that_are_no_sizes_are_faults(number: str) -> None:
+def test_invalid_sizes_are_rejected(number: str) -> None:
     text = json.dumps(problem()).replace('"bytes": 25000000000', f'"bytes": {number}')
     result = CliRunner().invoke(application(), ["sync", "plan", "-"], input=text)
     assert (result.exit_code, result.stdout) == (2, "")
@@ -275,16 +275,16 @@ def test_sizes_that_are_no_sizes_are_faults(number: str) -> None:
 
 
 @pytest.mark.shared
-def test_the_contracts_example() -> None:
+def test_contract_example() -> None:
     if not CONTRACT_EXAMPLE.exists():
-        pytest.skip(f"{CONTRACT_EXAMPLE} is not there: the contract's examples are kept beside the repository")
+        pytest.skip(f"{CONTRACT_EXAMPLE} is missing: it is stored outside the repository")
     found = json.loads(run(str(CONTRACT_EXAMPLE), "--json").stdout)
     assert found["lower_bound_s"] == pytest.approx(0.588)
     assert found["estimate_s"] <= 1.05 * found["lower_bound_s"]
     assert found["naive_s"] == pytest.approx(2.352)
 
 
-def test_the_example_is_a_problem_in_which_trees_pay() -> None:
+def test_example_has_a_gain_from_trees() -> None:
     shown = run("--print-example")
     assert shown.exit_code == 0
     solved = json.loads(run("-", "--json", document=json.loads(shown.output)).output)

@@ -1,5 +1,4 @@
-"""`orchestrrl sync publish`: a checkpoint on a disk, in one file or sharded, as a publication; and what `status` says
-of weights."""
+"""`orchestrrl sync publish`: publish a checkpoint on disk, single or sharded; and weights in `orchestrrl status`."""
 
 import asyncio
 import json
@@ -70,7 +69,7 @@ async def run(*words: str) -> Result:
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["one file", "sharded"])
-def test_what_a_folder_holds_is_what_is_published(tmp_path: Path, sharded: bool) -> None:
+def test_checkpoint_pieces_are_the_tensors_of_the_folder(tmp_path: Path, sharded: bool) -> None:
     pieces = checkpoint_pieces(checkpoint(tmp_path / "c", sharded=sharded))
     assert [(piece.meta.name, piece.meta.dtype, piece.meta.shape) for piece in pieces] == [
         ("a.weight", "BF16", (5,)),
@@ -81,7 +80,7 @@ def test_what_a_folder_holds_is_what_is_published(tmp_path: Path, sharded: bool)
         assert piece.values.tobytes() == VALUES[piece.meta.name].tobytes()
 
 
-def test_what_cannot_be_published_is_said(tmp_path: Path) -> None:
+def test_invalid_checkpoint_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(Permanent, match="is no folder"):
         checkpoint_pieces(tmp_path / "none")
     broken = checkpoint(tmp_path / "c", sharded=True)
@@ -90,7 +89,7 @@ def test_what_cannot_be_published_is_said(tmp_path: Path) -> None:
         checkpoint_pieces(broken)
 
 
-async def test_it_is_published_and_waited_for(tmp_path: Path) -> None:
+async def test_publish_waits_for_the_sync(tmp_path: Path) -> None:
     folder, home = checkpoint(tmp_path / "c", sharded=True), tmp_path / "train0"
     home.mkdir()
     words = (str(folder), "--peer", "train0", "--peer-folder", str(home))
@@ -108,16 +107,16 @@ async def test_it_is_published_and_waited_for(tmp_path: Path) -> None:
     assert aborted.exit_code == 1
     assert "gen0 got other bytes" in aborted.stderr
     first, second, _ = daemon.publications
-    assert (first.version, second.version) == (5, 9)  # the fleet's and one, where none is said
-    assert first.install == ""  # as the daemon is configured
+    assert (first.version, second.version) == (5, 9)  # the default is the fleet's version plus one
+    assert first.install == ""  # as configured in the daemon
     assert [tensor.name for tensor in first.tensors] == ["a.weight", "b.weight", "c"]
 
 
-async def test_what_waits_for_the_barrier_is_left_to_it(tmp_path: Path) -> None:
+async def test_publish_returns_when_the_sync_waits_for_the_barrier(tmp_path: Path) -> None:
     home = tmp_path / "train0"
     home.mkdir()
     waits = replace(CARRYING, state=SyncState.PREPARED, phases=(PhaseTime(SyncPhase.NEXT_PAUSE, 1.0),))
-    daemon = Daemon([[waits, DONE]])  # it would be done only when the pause barrier is closed
+    daemon = Daemon([[waits, DONE]])  # the sync would end only when the pause barrier closes
     words = [str(checkpoint(tmp_path / "c", sharded=False)), "--peer", "train0", "--peer-folder", str(home)]
     async with serving(daemon) as address:
         told = await run(*words, "--version", "5", "--next-pause", "--daemon", address)
@@ -127,15 +126,15 @@ async def test_what_waits_for_the_barrier_is_left_to_it(tmp_path: Path) -> None:
     assert daemon.publications[0].install == "next_pause"
 
 
-async def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
+async def test_all_errors_are_reported_at_once(tmp_path: Path) -> None:
     result = await run(str(tmp_path / "none"), "--peer", "", "--daemon", "nowhere")
     assert result.exit_code == 2
-    for fault in ("--daemon: must be HOST:PORT", "--peer: must be the name of a peer", "FOLDER: "):
+    for fault in ("--daemon: must be HOST:PORT", "--peer: must be the id of a peer", "FOLDER: "):
         assert fault in result.stderr
     folder = checkpoint(tmp_path / "c", sharded=False)
     result = await run(str(folder), "--peer", "train0", "--peer-folder", str(tmp_path / "nobody"))
     assert result.exit_code == 2
-    assert "--peer-folder: no peer holds versions in" in result.stderr
+    assert "--peer-folder: no peer has the folder" in result.stderr
 
 
 # --- `orchestrrl status`
@@ -146,7 +145,7 @@ def line_of(status: WeightsStatus) -> list[str]:
     return weights_summary(told, 4.0)
 
 
-def test_status_has_a_line_on_weights() -> None:
+def test_status_shows_the_weights() -> None:
     assert weights_summary(None, 4.0) == []
     assert line_of(WeightsStatus(None, None)) == []
     assert line_of(WeightsStatus(5, DONE)) == ["weights: version 5"]

@@ -34,7 +34,7 @@ def test_check_config_prints_a_valid_example(tmp_path: Path) -> None:
     assert (printed.exit_code, printed.stdout) == (0, EXAMPLE)
     path = tmp_path / "c.yaml"
     path.write_text(printed.stdout)
-    assert "no faults" in run("check-config", str(path)).stdout
+    assert "no errors" in run("check-config", str(path)).stdout
     understood = yaml.safe_load(run("check-config", str(path), "--json").stdout)
     assert understood["fleet"]["engines"][0]["gpus"] == [0, 1]
     assert run("check-config").exit_code == 2

@@ -190,9 +190,9 @@ async def test_predicted_and_actual_are_of_the_same_moves(capsys: pytest.Capture
     ("arguments", "fault"),
     [
         (["--engine", "sglang"], "--engine: must be one of simulated, vllm, got 'sglang'"),
-        (["--engine", "vllm", "--kv"], "--kv: goes with --engine simulated, got 'vllm'"),
-        (["--engine", "vllm", "--redeploy"], "--redeploy: goes with --engine simulated, got 'vllm'"),
-        (["--redeploy", "--kv"], "--redeploy: does not go with --kv"),
+        (["--engine", "vllm", "--kv"], "--kv: requires --engine simulated, got 'vllm'"),
+        (["--engine", "vllm", "--redeploy"], "--redeploy: requires --engine simulated, got 'vllm'"),
+        (["--redeploy", "--kv"], "--redeploy: cannot be combined with --kv"),
         (["--seeds", "1,x,-2"], "--seeds[1]: must be a whole number, got 'x'"),
     ],
 )

@@ -86,12 +86,12 @@ def test_it_is_reported_and_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert told["phases_s"] == {"phase_b": 1.0, "install": 1.0}
     print_view(sync_demo_view(outcome()))
     shown = " ".join(capsys.readouterr().out.split())
-    assert "version 2 (33 MB): 4 of 4 engines have it; requests stood still for 1 s of 2 s" in shown
-    assert "answers: 256 of 256, 21 with tokens of both versions" in shown
-    assert "1.11 x its estimate" in shown
+    assert "version 2 (33 MB): installed on 4 of 4 engines; requests were paused for 1 s of 2 s" in shown
+    assert "responses: 256 of 256, 21 with tokens of both versions" in shown
+    assert "1.11 x the estimate" in shown
 
 
 def test_flags_that_do_not_go_together() -> None:
     result = CliRunner().invoke(application(), ["demo", "--sync", "--seeds", "1"])
     assert result.exit_code == 2
-    assert "--sync: goes without --kv, --redeploy and --seeds" in result.stderr
+    assert "--sync: cannot be combined with --kv, --redeploy or --seeds" in result.stderr

@@ -1,1 +1,1 @@
-"""Simulators, demos, benchmarks and the simulated engine. No production process imports them."""
+"""Simulators, demos, benchmarks and the simulated engine. Production processes do not import this package."""

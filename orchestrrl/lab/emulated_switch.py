@@ -1,4 +1,4 @@
-"""Emulated optical switches: of the vendors' protocols, and one that is served as `OcsDriver`."""
+"""Emulated optical switches with the vendors' protocols, and one that serves the gRPC service `OcsDriver`."""
 
 from typing import Any
 
@@ -9,13 +9,13 @@ from ocs_drivers.emulators.registry import DRIVER_OPTIONS, EMULATORS, make_emula
 from ocs_drivers.errors import InvalidOptions
 from ocs_drivers.virtual import VirtualSwitchWire
 
-GRPC = "grpc"  # no protocol of a vendor: the service that a driver of one's own serves
+GRPC = "grpc"  # not a vendor's protocol: the service of custom drivers
 PROTOCOLS = (*sorted(EMULATORS), GRPC)
 EMULATED = "emulated"
 
 
 def make_switch(protocol: str, panel: DevicePanel, **quirks: Any) -> Emulator:
-    """Raises InvalidOptions as `make_emulator`."""
+    """Create an emulated switch. Raises InvalidOptions if the protocol, the panel or a quirk is invalid."""
     if protocol != GRPC:
         return make_emulator(protocol, panel, **quirks)
     if quirks:
@@ -24,20 +24,20 @@ def make_switch(protocol: str, panel: DevicePanel, **quirks: Any) -> Emulator:
 
 
 def driver_of(protocol: str, address: str) -> tuple[str, dict[str, Any]]:
-    """Return the driver's name and options by which an emulator at that address is driven."""
+    """Return the name and the options of the driver for an emulator at `address`."""
     options = {"target": address} if protocol == GRPC else {"address": address, **DRIVER_OPTIONS.get(protocol, {})}
     return protocol.partition("-")[0], options
 
 
 class GrpcEmulator:
-    """The `Emulator` of any process that serves `OcsDriver`."""
+    """An `Emulator` that serves the gRPC service `OcsDriver`."""
 
     def __init__(self, panel: DevicePanel, clock: DeviceClock | None = None) -> None:
         self.device = EmulatedDevice(panel.facts("OrchestrRL", "virtual", EMULATED, "1"), panel, clock)
         self._server: Any = None
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
-        from orchestrrl.rpc.ocs_server import serve_driver  # here, as no other protocol needs gRPC
+        from orchestrrl.rpc.ocs_server import serve_driver  # imported here: no other protocol needs gRPC
 
         driver = SwitchDriver(EMULATED, VirtualSwitchWire(self.device), clock=self.device.clock)
         host = f"[{host}]" if ":" in host else host

@@ -1,5 +1,5 @@
-"""Run tasks side by side, each in a process of its own on this machine: a crash affects that task alone, and all
-processes end with their parent."""
+"""Run tasks in parallel, each in its own process on this machine. A crash affects only its task, and all processes end
+with their parent."""
 
 import multiprocessing
 import os
@@ -18,8 +18,9 @@ Result = TypeVar("Result")
 def run_tasks(
     work: Callable[[Task], Result], tasks: Sequence[Task], at_once: int | None = None, preload: Sequence[str] = ()
 ) -> Iterator[tuple[Task, Result | Exception]]:
-    """Yield each task with its result as it comes: what `work` returns or raises, ChildProcessError where the process
-    died. `at_once`: processes; None: as many as there are cores for us. `preload`: modules that `work` imports."""
+    """Yield each task with its result as it completes: the value or exception of `work`, or ChildProcessError if the
+    process died. `at_once` is the number of processes, by default one per available core. `preload` lists modules that
+    `work` imports."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(preload))
     most = at_once or len(os.sched_getaffinity(0))
@@ -33,7 +34,7 @@ def run_tasks(
                 process.start()
                 theirs.close()
                 running[process] = task, ours
-            # A pipe is readable when its process has sent its result, or is gone.
+            # A pipe is readable once its process has sent its result or ended.
             readable = wait([pipe for _, pipe in running.values()])
             for process in [each for each, (_, pipe) in running.items() if pipe in readable]:
                 task, pipe = running.pop(process)
@@ -49,16 +50,16 @@ def run_tasks(
 
 
 def _run(work: Callable[[Any], Any], task: object, pipe: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends this process
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         pipe.send(work(task))
-    except Exception as error:  # noqa: BLE001  the parent raises it, or goes on with the other tasks
+    except Exception as error:  # noqa: BLE001  the parent yields it as the task's result
         pipe.send(error)
 
 
 def _end_with_parent() -> None:
-    """Also where the parent was killed, or interrupted before it had stored this process."""
+    """Exit when the parent ends, even if it was killed, or interrupted before it recorded this process."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])
@@ -70,7 +71,7 @@ def _result(process: BaseProcess, pipe: Connection) -> Any:
         result = pipe.recv()
     except EOFError:
         process.join()
-        result = ChildProcessError(f"its process ended with status {process.exitcode}")
+        result = ChildProcessError(f"the process of the task ended with status {process.exitcode}")
     pipe.close()
     process.join()
     return result

@@ -1,6 +1,6 @@
-"""Make a tiny random Qwen2 model and its tokenizer, for real vLLM without a GPU and without a download.
+"""Create a tiny random Qwen2 model and its tokenizer, to run vLLM without a GPU and without a download.
 
-Runs as a script in vLLM's environment, where OrchestrRL is not installed:
+It runs as a script in vLLM's environment, where OrchestrRL is not installed:
 
     .venv-vllm/bin/python orchestrrl/lab/tiny_model.py DIR
 """
@@ -14,7 +14,7 @@ MAX_CONTEXT_TOKENS = 32768
 END_TOKEN = "<|im_end|>"
 START_TOKEN = "<|im_start|>"
 
-# One message after the other, each between its marks, as Qwen2's own template does.
+# Each message between its start and end tokens, as in Qwen2's own template.
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -22,7 +22,7 @@ CHAT_TEMPLATE = (
 
 
 def make_tokenizer(directory: Path, seed: int) -> tuple[int, int]:
-    """Train a byte-level BPE tokenizer on made-up words. Returns the ids of the start and the end mark."""
+    """Train a byte-level BPE tokenizer on random words and save it. Return the ids of the start and end tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -42,7 +42,7 @@ def make_tokenizer(directory: Path, seed: int) -> tuple[int, int]:
     )
     tokenizer.train_from_iterator(corpus, trainer)
     if tokenizer.get_vocab_size() != VOCABULARY_SIZE:
-        raise RuntimeError(f"the tokenizer learned {tokenizer.get_vocab_size()} tokens, not {VOCABULARY_SIZE}")
+        raise RuntimeError(f"the tokenizer must have {VOCABULARY_SIZE} tokens, got {tokenizer.get_vocab_size()}")
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=END_TOKEN, pad_token=END_TOKEN, chat_template=CHAT_TEMPLATE
     ).save_pretrained(directory)
@@ -50,7 +50,7 @@ def make_tokenizer(directory: Path, seed: int) -> tuple[int, int]:
 
 
 def make_model(directory: Path, seed: int, start_id: int, end_id: int) -> None:
-    """Random weights in float32. Heads of 32 are the narrowest that vLLM's CPU attention runs."""
+    """Save a model with random float32 weights. Head size 32 is the minimum of vLLM's CPU attention."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -63,7 +63,7 @@ def make_model(directory: Path, seed: int, start_id: int, end_id: int) -> None:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=MAX_CONTEXT_TOKENS,
-        # Wide enough for greedy decoding to have clear winners, so that rounding does not decide between tokens.
+        # Wide enough for clear maxima in greedy decoding, so that rounding does not change the chosen token.
         initializer_range=0.2,
         tie_word_embeddings=False,
         bos_token_id=start_id,
@@ -75,8 +75,8 @@ def make_model(directory: Path, seed: int, start_id: int, end_id: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", type=Path, help="where the model goes; made if it is absent")
-    parser.add_argument("--seed", type=int, default=0, help="same seed, same weights")
+    parser.add_argument("directory", type=Path, help="Folder of the model. It is created if missing.")
+    parser.add_argument("--seed", type=int, default=0, help="Random seed of the weights.")
     arguments = parser.parse_args()
     arguments.directory.mkdir(parents=True, exist_ok=True)
     start_id, end_id = make_tokenizer(arguments.directory, arguments.seed)

@@ -251,7 +251,7 @@ def test_parts_are_paused_and_resumed(daemon: str, part: str) -> None:
     assert paused.startswith(f"{part} is paused: looking (since ")
     assert f"{part} is paused: looking" in said(command(daemon, "status"))
     assert [each["part"] for each in answer(daemon, part, "pause")["pauses"]] == [part]
-    assert said(command(daemon, part, "resume")) == f"{part} goes on"
+    assert said(command(daemon, part, "resume")) == f"{part} resumed"
     assert said(command(daemon, part, "resume")) == f"{part} was not paused"
 
 
@@ -282,7 +282,7 @@ def test_a_pause_keeps_periods(daemon: str, tmp_path: Path) -> None:
         (("pause", "--ttl-s", "-1"), ["--ttl-s: must be >= 0 (0: until resumed), got -1"]),
         (
             ("slack", "--risk", "7", "--plot", "a.txt"),
-            ["--risk: must be > 0 and < 1, got 7", "--plot: must end in", "--risk: is for traces"],
+            ["--risk: must be > 0 and < 1, got 7", "--plot: must end in", "--risk: requires TRACE.jsonl"],
         ),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",

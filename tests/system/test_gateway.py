@@ -26,8 +26,8 @@ def test_what_is_not_installed_is_left_out_with_the_reason(tmp_path: Path, monke
     monkeypatch.setattr(ways, "ROUTERS_BIN", tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     figures = gateway_cpu(tmp_path, LITTLE)
-    assert "nginx left out: not installed; vllm-router left out: not installed: make venv-routers" in figures[0].note
-    assert {figure.baseline for figure in figures} == {ways.PLAIN, "asking directly"}
+    assert "nginx skipped: not installed; vllm-router skipped: not installed: make venv-routers" in figures[0].note
+    assert {figure.baseline for figure in figures} == {ways.PLAIN, "direct"}
 
 
 async def test_a_server_that_does_not_start_is_told_with_its_log(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def conformance(
                     outcomes.append(outcome)
 
     def announce_stop() -> None:
-        note("stopping after the ports are freed; press Ctrl-C again after one second to stop immediately")
+        note("stopping: freeing the ports first; press Ctrl-C again after one second to stop immediately")
 
     try:
         stopped_by = until_stopped(run(), LEAVE_SIGNALS, announce_stop)

@@ -1,1 +1,1 @@
-"""The benchmarks: what OrchestrRL's decisions and its gateway cost, always beside something else in the same run."""
+"""Benchmarks of OrchestrRL's decisions and its gateway, each against a baseline in the same run."""

@@ -1,8 +1,8 @@
-"""The least that it takes from a job's pause to a socket: shared memory, a poller, TCP. Nothing is decided.
+"""Measure the minimum latency from a job's pause to a socket: shared memory, a poller and TCP, without decisions.
 
 `python -m orchestrrl.lab.bench.echo STAMPS RANKS POLL_S`: whenever all ranks have stored the same number of pauses
-(lab/demo/fabric_job.py), the moment of the last is written to a socket on this host, which another process reads.
-SIGTERM ends it; then one line of JSON is printed, how long each took in seconds.
+(lab/demo/fabric_job.py), the time of the last one is written to a socket on this host, which another process reads.
+On SIGTERM, it prints one line of JSON with all latencies in seconds, and ends.
 """
 
 import json
@@ -20,19 +20,19 @@ NANO = 1e-9
 
 
 def poll(words: memoryview, ranks: int, wire: socket.socket, poll_s: float) -> None:
-    """Until the process is told to end."""
-    told = 0
+    """Send the time of each pause until the process is terminated."""
+    sent = 0
     while True:
         pauses = [words[2 * rank] for rank in range(ranks)]
-        if pauses[0] > told and pauses.count(pauses[0]) == ranks:
+        if pauses[0] > sent and pauses.count(pauses[0]) == ranks:
             wire.sendall(MESSAGE.pack(max(words[2 * rank + 1] for rank in range(ranks))))
-            told = pauses[0]
+            sent = pauses[0]
         else:
             time.sleep(poll_s)
 
 
 def receive(wire: socket.socket) -> list[float]:
-    """Until the other end is closed."""
+    """Receive messages until the other end is closed, and return their latencies in seconds."""
     taken_s: list[float] = []
     while message := wire.recv(MESSAGE.size, socket.MSG_WAITALL):
         now_ns = time.monotonic_ns()

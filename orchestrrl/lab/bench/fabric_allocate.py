@@ -1,4 +1,4 @@
-"""Circuits for a demand: what choosing them costs at full size, and how far from the best they are at small sizes."""
+"""Measure the allocation of circuits: its cost at full size, and its distance from the optimum at small sizes."""
 
 import random
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from planner.fabric.model import EndpointId, Pair, pair_of
 
 ENDPOINTS, PORTS = 128, 32
 AIM_S = 0.1
-SMALL = 120  # problems, those without too few ports included
+SMALL = 120  # random problems, including those with enough ports
 LINK_GBPS = 200.0
 
 
@@ -22,7 +22,7 @@ def fabric_allocate() -> list[Figure]:
 
 
 def dense(endpoints: int, ports: int, seed: int) -> AllocationProblem:
-    """Everyone sends to everyone, heavy-tailed."""
+    """Return a problem with heavy-tailed demand between all pairs of endpoints."""
     draw = random.Random(seed)
     ids = [EndpointId(f"tor{number:03}") for number in range(endpoints)]
     demand = {(a, b): draw.lognormvariate(20, 1) for a in ids for b in ids if a != b}
@@ -30,7 +30,7 @@ def dense(endpoints: int, ports: int, seed: int) -> AllocationProblem:
 
 
 def small(seed: int, *, bipartite: bool = False) -> AllocationProblem:
-    """Few endpoints and ports, sparse or dense; whole numbers of bytes."""
+    """Return a random problem with few endpoints and ports, sparse or dense, and integral bytes."""
     draw = random.Random(seed)
     ids = [EndpointId(f"tor{number}") for number in range(draw.randint(4, 8))]
     most, share, spread = draw.choice((2, 3, 4, 6)), draw.choice((0.3, 0.6, 1.0)), draw.choice((0.5, 1.0, 1.5))
@@ -49,8 +49,8 @@ def _cost() -> Figure:
     ours, theirs = (len(each(problem).circuits) for each in (allocate, algorithm3))
     demanded = ENDPOINTS * (ENDPOINTS - 1) // 2
     note = (
-        f"{ENDPOINTS} endpoints of {PORTS} ports, {demanded:,} demanded pairs; the aim is {AIM_S:g} s; "
-        f"{ours:,} pairs served, {theirs:,} by Algorithm 3, {ENDPOINTS * PORTS // 2:,} circuits there can be"
+        f"{ENDPOINTS} endpoints of {PORTS} ports, {demanded:,} demanded pairs; the target is {AIM_S:g} s; "
+        f"{ours:,} pairs served, {theirs:,} by Algorithm 3, at most {ENDPOINTS * PORTS // 2:,} circuits"
     )
     return Figure("fabric_allocate", ours_s, "s", "Algorithm 3 alone", theirs_s, note)
 
@@ -74,36 +74,36 @@ def _gaps() -> list[Figure]:
     pairs, pairs_theirs = (sum(row[2].pairs - row[n].pairs for row in rows) for n in (0, 1))
     what = f"{len(scarce)} random problems of 4 to 8 endpoints with more pairs than ports"
     later = (
-        f"{what}; worst {max(slower):.3g} against {max(slower_theirs):.3g}; best of {slower.count(0.0)} against "
+        f"{what}; worst {max(slower):.3g} vs. {max(slower_theirs):.3g}; optimal in {slower.count(0.0)} vs. "
         f"{slower_theirs.count(0.0)} (CP-SAT: the most pairs, then the fewest seconds, no fewer bytes)"
     )
-    served = f"{what}; of {sum(best.pairs for *_, best in rows):,} pairs that can be served with none any later"
+    served = f"{what}; of {sum(best.pairs for *_, best in rows):,} pairs that can be served with none later"
     sides = (
-        f"{len(sided)} random problems with two sides, --bipartite; worst {max(missed):.3g} against "
+        f"{len(sided)} random problems with two sides, --bipartite; worst {max(missed):.3g} vs. "
         f"{max(missed_theirs):.3g} (CP-SAT: the most bytes, no fewer pairs, none later)"
     )
     return [
         Figure(f"fabric_allocate_{name}", value, unit, "Algorithm 3", value_theirs, note)
         for name, value, unit, value_theirs, note in (
-            ("seconds", mean(slower), "% over the best", mean(slower_theirs), later),
+            ("seconds", mean(slower), "% over optimum", mean(slower_theirs), later),
             ("pairs", float(pairs), "pairs missed", float(pairs_theirs), served),
-            ("bytes", mean(missed), "% of the most missed", mean(missed_theirs), sides),
+            ("bytes", mean(missed), "% below optimum", mean(missed_theirs), sides),
         )
     ]
 
 
 def _over(value: float, best: float) -> float:
-    """Per cent; the same up to rounding is the same."""
+    """Return the excess of a value over the best in percent, with rounding errors as 0."""
     over = value / best - 1
     return 0.0 if abs(over) < 1e-12 else 100 * over
 
 
-# --- the best allocation that there is, by CP-SAT: for small problems whose bytes are whole numbers
+# --- the optimal allocation by CP-SAT, for small problems with integral bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """What the contract judges an allocation by."""
+    """The criteria of an allocation: pairs served, bytes served, and the time of the slowest pair."""
 
     pairs: int
     total_bytes: int
@@ -117,7 +117,7 @@ class Judged:
 
 
 class Optimum:
-    """The best allocation that is in no way worse than `least`."""
+    """Finds the optimal allocation among those that are not worse than `least` in any criterion."""
 
     def __init__(self, problem: AllocationProblem, least: Judged) -> None:
         sent, ports = _both_ways(problem), {each: problem.usable_ports(each) for each in problem.ports}
@@ -127,7 +127,7 @@ class Optimum:
             for count in range(1, min(ports[end] for end in pair) + 1)
             if seconds(larger / count, problem.link_gbps) <= least.completion_s
         }
-        # Bytes on the busiest circuit: one of these whatever the allocation.
+        # The bytes on the busiest circuit of any allocation are one of these values.
         rank = {limit: place for place, limit in enumerate(sorted(set(each_bytes.values())))}
         self._limits_s = [seconds(limit, problem.link_gbps) for limit in rank]
         self._model = model = cp_model.CpModel()
@@ -145,27 +145,27 @@ class Optimum:
         model.add(self._bytes >= least.total_bytes)
 
     def fewest_seconds(self) -> Judged:
-        """The most pairs, then the fewest seconds, then the most bytes."""
+        """Return the allocation with the most pairs, then the fewest seconds, then the most bytes."""
         return self._best(self._pairs, -self._rank, self._bytes)
 
     def most_bytes(self) -> Judged:
         return self._best(self._bytes)
 
     def _best(self, *goals: cp_model.LinearExprT) -> Judged:
-        """Reach each of the goals as far as those before it allow."""
+        """Maximize the goals in lexicographic order."""
         solver = cp_model.CpSolver()
         solver.parameters.num_workers = 1
         for goal in goals:
             self._model.maximize(goal)
             if (status := solver.solve(self._model)) != cp_model.OPTIMAL:
-                raise AssertionError(f"CP-SAT left a small problem open: {solver.status_name(status)}")
+                raise AssertionError(f"CP-SAT must solve a small problem optimally, got {solver.status_name(status)}")
             self._model.add(goal >= solver.value(goal))
         pairs, total_bytes, rank = map(solver.value, (self._pairs, self._bytes, self._rank))
         return Judged(pairs, total_bytes, self._limits_s[rank])
 
 
 def _both_ways(problem: AllocationProblem) -> Mapping[Pair, tuple[int, int]]:
-    """Of each pair that may be served: bytes of the larger direction, and of both."""
+    """Return, for each eligible pair with demand, the bytes of the larger direction and of both directions."""
     sent: dict[Pair, list[int]] = {}
     for (source, destination), sent_bytes in problem.demand.items():
         pair = pair_of(source, destination)

@@ -1,8 +1,8 @@
-"""Commits of circuits in the windows of a real job of torch.distributed: how many, how well aimed, how soon.
+"""Measure commits of circuits in the windows of a torch.distributed job: their number, accuracy and latency.
 
-Eight processes over gloo under a daemon, an agent and virtual switches (lab/demo/fabric_stack.py) take turns with eight
-that are left alone. Afterwards the recorders of all ranks say whether any collective was in flight during a commit.
-In the same turns, a bare poller carries each pause from shared memory to a socket (echo.py).
+Eight gloo processes under a daemon, an agent and virtual switches (lab/demo/fabric_stack.py) take turns with eight
+processes without OrchestrRL. Afterwards, the recorders of all ranks show whether a collective was in flight during a
+commit. In the same turns, a bare poller sends each pause from shared memory to a socket (echo.py).
 """
 
 import asyncio
@@ -33,7 +33,8 @@ ALLOWED_OUTSIDE = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """`pairs`: mean seconds of an iteration with and without OrchestrRL, turn by turn. `echo_s`: how long each took."""
+    """The measurements. `pairs`: mean seconds of an iteration with and without OrchestrRL, per turn. `echo_s`: the
+    latencies of the bare poller."""
 
     run: PeriodOutcomes
     pairs: Sequence[tuple[float, float]]
@@ -41,10 +42,10 @@ class Shown:
 
 
 def fabric_windows(log_dir: Path) -> list[Figure]:
-    """About three minutes."""
+    """Run the benchmark, which takes about three minutes."""
     log_dir.mkdir(parents=True, exist_ok=True)
     load = os.getloadavg()[0]
-    # Jobs have working directories of their own.
+    # Each job has its own working directory.
     with TemporaryDirectory(dir=log_dir.resolve(), prefix="fabric-") as folder:
         shown = asyncio.run(_show(Path(folder) / "shown"))
         slow = asyncio.run(_refuse(Path(folder) / "slow"))
@@ -63,14 +64,14 @@ async def _show(folder: Path) -> Shown:
 
 
 async def _pair(stack: FabricDemoStack, turn: int) -> tuple[float, float]:
-    """Each goes first in every other turn."""
+    """Run one turn of each job, in alternating order, and return the mean seconds of an iteration of both."""
     order = ("watched", "alone") if turn % 2 else ("alone", "watched")
     taken_s = {name: fmean(await stack.turn(name, ITERATIONS)) for name in order}
     return taken_s["watched"], taken_s["alone"]
 
 
 async def _refuse(folder: Path) -> PeriodOutcomes:
-    """A device that is slower than any window is long."""
+    """Run a job with a device that is slower than any window is long."""
     async with fabric_demo(folder, device_s=SLOW_DEVICE_S, within_s=SHORT_WINDOW_S + 0.03) as stack:
         await stack.start_job("slow", SHORT_WINDOW_S)
         await stack.turn("slow", SLOW_ITERATIONS)
@@ -78,7 +79,7 @@ async def _refuse(folder: Path) -> PeriodOutcomes:
 
 
 async def _seen(stack: FabricDemoStack) -> PeriodOutcomes:
-    """While the job's processes still are there: rings of dead ones are removed."""
+    """Return the outcome. Call it while the job's processes run, because rings of dead processes are removed."""
     outcome = await stack.outcome()
     if (ranks := sorted(outcome.traffic.traces)) != list(range(RANKS)):
         raise RuntimeError(f"the traces must be of ranks 0 to {RANKS - 1}, got {ranks}")
@@ -86,7 +87,7 @@ async def _seen(stack: FabricDemoStack) -> PeriodOutcomes:
 
 
 def _latencies_s(run: PeriodOutcomes, until: Callable[[CommitRecord], float | None]) -> list[float]:
-    """From the end of the last rank's last collective, of commits that waited for it."""
+    """Return the latencies from the end of the last rank's last collective, for commits that waited for it."""
     found: list[float] = []
     for commit in run.commits:
         quiet, at_s = run.traffic.quiet_around(commit.commanded_s), until(commit)
@@ -101,12 +102,12 @@ def _aim(shown: Shown, load: float) -> Figure:
     met_ms = max((run.traffic.during(each.commanded_s, each.usable_s) for each in run.outside), default=0.0) * 1e3
     made, outside = len(run.commits), len(run.outside)
     note = (
-        f"{made - outside} of {made} commits inside a window by the trace of all {RANKS} ranks ({met_ms:.1f} ms met at "
-        f"worst), {TURNS * ITERATIONS} iterations, device {DEVICE_S * 1e3:.0f} ms, a commit takes {took_ms:.0f} ms; "
+        f"{made - outside} of {made} commits inside a window by the trace of all {RANKS} ranks (overlap at most "
+        f"{met_ms:.1f} ms), {TURNS * ITERATIONS} iterations, device {DEVICE_S * 1e3:.0f} ms, commit {took_ms:.0f} ms; "
         f"periods: {_counted(period.code for period in run.status.periods)}; load before: {load:.1f}"
     )
     share = 100 * outside / max(1, made)
-    return Figure("fabric_windows_outside", share, "%", "allowed", 100 * ALLOWED_OUTSIDE, note)
+    return Figure("fabric_windows_outside", share, "%", "limit", 100 * ALLOWED_OUTSIDE, note)
 
 
 def _pace(shown: Shown) -> Figure:
@@ -126,9 +127,9 @@ def _soon(shown: Shown) -> list[Figure]:
     echo_s = shown.echo_s
     found: list[Figure] = []
     for name, until, where in (
-        ("order", lambda commit: commit.commanded_s, "the order is given"),
-        ("wire", lambda commit: commit.received_s, "the first switch's process has it from its socket"),
-        ("mirror", lambda commit: commit.set_s, "the first mirror is told to move"),
+        ("order", lambda commit: commit.commanded_s, "the daemon sends the command"),
+        ("wire", lambda commit: commit.received_s, "the first switch's process receives it"),
+        ("mirror", lambda commit: commit.set_s, "the first mirror is commanded to move"),
     ):
         taken_s = _latencies_s(shown.run, until)
         note = (
@@ -136,7 +137,7 @@ def _soon(shown: Shown) -> list[Figure]:
             f"{len(echo_s)} pauses of the same turns, polled every {POLL_S * 1e3:g} ms"
         )
         for percent in (50, 99):
-            # The least value that at least so many do not exceed.
+            # The smallest sample that at least `percent` of the samples do not exceed.
             ours_ms, echo_ms = (
                 float(np.percentile(each_s, percent, method="inverted_cdf")) * 1e3 for each_s in (taken_s, echo_s)
             )
@@ -158,5 +159,5 @@ def _counted(reasons: Iterable[str]) -> str:
 
 
 def _reason(code: str, detail: str) -> str:
-    """Of a period that no window came for: what the last look at one said."""
+    """Return the reason code of a period; for `no_window`, with the reason of the last check."""
     return f"{code} ({detail.split(': ')[1]})" if code == "no_window" else code

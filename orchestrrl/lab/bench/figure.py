@@ -1,4 +1,4 @@
-"""What a benchmark says, and how it is measured: two things in turn, so that a noisy machine disturbs both alike."""
+"""The result of a benchmark, and its measurement: two calls alternate, so that noise of the machine affects both."""
 
 import time
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from statistics import median
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One measured ratio. Less is better, in the value as in the ratio."""
+    """One measured value with its baseline. Lower is better, for the value and for the ratio."""
 
     name: str
     value: float
@@ -19,14 +19,14 @@ class Figure:
 
     @property
     def ratio(self) -> float | None:
-        """Value by baseline; None where the baseline drowned in noise."""
+        """The value divided by the baseline; None if noise makes the baseline 0 or negative."""
         return self.value / self.baseline_value if self.baseline_value > 0 else None
 
 
 def side_by_side(
     measured: Callable[[], object], baseline: Callable[[], object], repetitions: int
 ) -> tuple[float, float]:
-    """Median CPU seconds of each, called in turn after one call of each that does not count."""
+    """Return the median CPU seconds of two calls. They alternate; the first call of each is not counted."""
     spent_s: tuple[list[float], list[float]] = ([], [])
     for repetition in range(-1, repetitions):
         for call, times_s in zip((measured, baseline), spent_s, strict=True):

@@ -1,9 +1,9 @@
-"""What the gateway costs: its CPU time, the latency that it adds and its memory, beside plain proxies, routers, and no
-proxy; and what its ledger on disk costs, beside the same without.
+"""Measure the gateway's CPU time, added latency and memory against plain proxies, routers and no proxy; and the cost of
+its ledger on disk.
 
-One engine that costs next to nothing serves all ways, in turn, so that a noisy machine disturbs them alike. The gateway
-does more than a proxy: it asks the engine for a stream of token ids, keeps every token of every request, and could
-continue each of them elsewhere at any moment.
+One engine of minimal cost serves all paths in rotation, so that noise of the machine affects all of them. The gateway
+does more than a proxy: it requests a stream of token ids from the engine, stores every token of every request, and can
+continue each request on another engine at any time.
 """
 
 import asyncio
@@ -29,15 +29,15 @@ PER_THOUSAND = "CPU s per 1,000 requests"
 
 @dataclass(frozen=True, slots=True)
 class GatewayLoad:
-    """How much is asked. The defaults give 10 ms of CPU time or more for every number that is reported."""
+    """The amount of load. With the defaults, every reported number is based on at least 10 ms of CPU time."""
 
     rounds: int = 3
     whole_requests: int = 300
     in_flight: int = 16
-    streams: int = 32  # and as many answers of their length that are not
-    settle_s: float = 0.0  # until what is written after the answers has been written
+    streams: int = 32  # number of streamed responses, and of long responses that are not streamed
+    settle_s: float = 0.0  # wait for data that is written after the responses
     lone_requests: int = 100
-    bursts: tuple[int, ...] = (256, 1024)  # streams that open at once
+    bursts: tuple[int, ...] = (256, 1024)  # numbers of streams that open at once
 
 
 LEDGER_LOAD = GatewayLoad(rounds=6, whole_requests=1000, streams=192, settle_s=0.3)
@@ -45,13 +45,13 @@ LEDGER_LOAD = GatewayLoad(rounds=6, whole_requests=1000, streams=192, settle_s=0
 
 @dataclass(frozen=True, slots=True)
 class Burst:
-    """Latency and cost of requests that arrive at once, each on a connection of its own."""
+    """Latency and cost of requests that arrive at once, each on its own connection."""
 
     first_p99_s: float
     whole_s: float  # until all are complete
     cpu_s: float
     chunks: int
-    peak_bytes: int  # resident beyond what was resident before
+    peak_bytes: int  # increase of the peak resident memory
 
     def text(self, tokens: int) -> str:
         speed = f"{1e3 * self.first_p99_s:.0f} ms, all in {self.whole_s:.1f} s"
@@ -60,30 +60,30 @@ class Burst:
 
 @dataclass(slots=True)
 class WaySpent:
-    """Measurements of one way to the engine, by round."""
+    """Measurements of one path to the engine, by round."""
 
     served: LabProcess
     whole_s: list[float] = field(default_factory=list)  # CPU seconds per 1,000 requests
     wall_s: list[float] = field(default_factory=list)  # seconds per 1,000 requests
     chunks_us: list[float] = field(default_factory=list)  # CPU microseconds per chunk
-    rollout_s: list[float] = field(default_factory=list)  # CPU seconds per 1,000 long answers that are not streamed
+    rollout_s: list[float] = field(default_factory=list)  # CPU seconds per 1,000 long responses, not streamed
     tokens_per_chunk: list[float] = field(default_factory=list)
-    latency_s: list[float] = field(default_factory=list)  # of requests that are alone
-    bursts: dict[int, Burst] = field(default_factory=dict)  # by streams at once
+    latency_s: list[float] = field(default_factory=list)  # of requests that run alone
+    bursts: dict[int, Burst] = field(default_factory=dict)  # number of streams -> burst
 
     def latency_percentile_s(self, percent: int) -> float:
         return quantiles(self.latency_s, n=100)[percent - 1]
 
 
 def gateway_cpu(log_dir: Path, load: GatewayLoad = GatewayLoad()) -> list[Figure]:
-    """Raises Permanent where an answer is not complete."""
+    """Measure CPU time, latency and bursts of all paths. Raises Permanent if a response is incomplete."""
     spent, left_out = asyncio.run(_all_ways(log_dir, load))
-    missing = "".join(f"; {name} left out: {reason}" for name, reason in left_out.items())
+    missing = "".join(f"; {name} skipped: {reason}" for name, reason in left_out.items())
     return [*_cpu_figures(spent, missing), *_time_figures(spent), *_burst_figures(spent, load)]
 
 
 def _cpu_figures(spent: dict[str, WaySpent], missing: str) -> list[Figure]:
-    """Ours by each other's."""
+    """Return the gateway's CPU times against those of each other path."""
     ours = spent[OURS]
     figures = []
     for other, theirs in spent.items():
@@ -94,7 +94,7 @@ def _cpu_figures(spent: dict[str, WaySpent], missing: str) -> list[Figure]:
         coalesced = (
             f"tokens per chunk {median(ours.tokens_per_chunk):.2f}, theirs {median(theirs.tokens_per_chunk):.2f}"
         )
-        long = f"{STREAM_TOKENS} tokens out, not streamed; ours asks for them in chunks of 8 and keeps each at once"
+        long = f"{STREAM_TOKENS} tokens out, not streamed; ours requests chunks of 8 tokens and stores each one"
         figures += [
             Figure(f"gateway_cpu_{what}{against}", median(our), unit, other, median(their), why)
             for what, our, their, unit, why in (
@@ -113,11 +113,11 @@ def _time_figures(spent: dict[str, WaySpent]) -> list[Figure]:
         f"{name} {direct_wall_s / median(way.wall_s):.0%}" for name, way in spent.items() if name != DIRECT
     )
     note = f"requests/s relative to direct: {shares}"
-    our_wall_s, baseline = median(ours.wall_s), "asking directly"
+    our_wall_s, baseline = median(ours.wall_s), "direct"
     figures = [Figure("gateway_wall_whole", our_wall_s, "s per 1,000 requests", baseline, direct_wall_s, note)]
     for percent in (50, 99):
         direct_s, our_s, plain_s = (way.latency_percentile_s(percent) for way in (direct, ours, plain))
-        note = f"latency beyond the {1e3 * direct_s:.2g} ms of asking directly, one at a time"
+        note = f"added to the direct latency of {1e3 * direct_s:.2g} ms, one request at a time"
         beyond_ms, plain_ms = 1e3 * (our_s - direct_s), 1e3 * (plain_s - direct_s)
         figures.append(Figure(f"gateway_added_p{percent}", beyond_ms, "ms", PLAIN, plain_ms, note))
     return figures
@@ -144,11 +144,11 @@ async def _all_ways(log_dir: Path, load: GatewayLoad) -> tuple[dict[str, WaySpen
 
 
 async def _rounds(spent: dict[str, WaySpent], load: GatewayLoad) -> None:
-    """Measure all ways, in turn; a round that does not count comes first."""
+    """Measure all paths in rotation. The first round is not counted."""
     with ExitStack() as undo:
         clients = {name: undo.enter_context(closing(LoadClient(way.served.url))) for name, way in spent.items()}
         for number in range(-1, load.rounds):
-            for name in reversed(spent) if number % 2 else spent:  # none is always the first
+            for name in reversed(spent) if number % 2 else spent:  # alternate the order
                 await _round(spent[name] if number >= 0 else WaySpent(spent[name].served), clients[name], load)
         asked = ways.request(max_tokens=1, stream=False)
         for _ in range(load.lone_requests):
@@ -158,7 +158,7 @@ async def _rounds(spent: dict[str, WaySpent], load: GatewayLoad) -> None:
 
 async def _round(way: WaySpent, client: LoadClient, load: GatewayLoad) -> None:
     async def spent(requests: int, tokens: int, *, stream: bool = False) -> tuple[float, float, int]:
-        """Return CPU seconds, seconds, and chunks."""
+        """Send requests and return CPU seconds, wall-clock seconds and chunks."""
         asked = ways.request(max_tokens=tokens, stream=stream)
         before_s, started_s = way.served.cpu_s(), time.perf_counter()
         chunks = _counted(await client.send_in_turn(asked, requests, load.in_flight), tokens)
@@ -187,10 +187,10 @@ async def _burst(way: LabProcess, requests: int, *, stream: bool, within_s: floa
 
 
 def _counted(answers: Sequence[TimedResponse], tokens: int) -> int:
-    """Return the chunks of all of them. Raises Permanent where one lacks a token."""
+    """Return the total number of chunks. Raises Permanent if a response does not have `tokens` tokens."""
     lacking = [answer.tokens for answer in answers if answer.tokens != tokens]
     if lacking:
-        raise Permanent(f"{len(lacking)} of {len(answers)} answers had other than {tokens} tokens: {lacking[:8]}")
+        raise Permanent(f"responses must have {tokens} tokens, {len(lacking)} of {len(answers)} have: {lacking[:8]}")
     return sum(answer.chunks for answer in answers)
 
 
@@ -201,17 +201,17 @@ _LEDGERS: dict[str, tuple[str, ...] | None] = {"plain": None, "ledger": (), "led
 
 
 def gateway_ledger(log_dir: Path, load: GatewayLoad = LEDGER_LOAD) -> list[Figure]:
-    """CPU time with `--ledger`, the writing thread's included. By default the ledger keeps no answer that took less
-    than a fifth of a second, so single tokens are also measured with all kept. Raises Permanent where an answer is not
-    complete."""
+    """Measure the CPU time with `--ledger`, including the writer thread. By default the ledger does not store responses
+    that took less than 0.2 s, so single tokens are also measured with all responses stored. Raises Permanent if a
+    response is incomplete."""
     spent = asyncio.run(_with_ledgers(log_dir, load))
     plain, kept, all_kept = (spent[name] for name in _LEDGERS)
     short, long = "1 KB in, one token out", f"{STREAM_TOKENS} tokens out at 5 ms"
     return [
         Figure(f"ledger_cpu_{what}", median(ours), unit, WITHOUT, median(theirs), note)
         for what, ours, theirs, unit, note in (
-            ("whole", kept.whole_s, plain.whole_s, PER_THOUSAND, f"{short}, too soon to be kept"),
-            ("whole_kept", all_kept.whole_s, plain.whole_s, PER_THOUSAND, f"{short}, kept (--keep-from-s 0)"),
+            ("whole", kept.whole_s, plain.whole_s, PER_THOUSAND, f"{short}, too short to be stored"),
+            ("whole_kept", all_kept.whole_s, plain.whole_s, PER_THOUSAND, f"{short}, stored (--keep-from-s 0)"),
             ("rollout", kept.rollout_s, plain.rollout_s, PER_THOUSAND, f"{long}, not streamed"),
             ("streamed", kept.chunks_us, plain.chunks_us, "CPU us per chunk", f"{long}, streamed"),
         )
@@ -234,30 +234,28 @@ async def _with_ledgers(log_dir: Path, load: GatewayLoad) -> dict[str, WaySpent]
 
 REQUESTS = 10_000
 ANSWERED_WITHIN_S = 240.0
-FILES_EACH = 2  # of a proxy, for each request: the client's connection and the engine's
+FILES_EACH = 2  # open files of a proxy per request: the client's connection and the engine's
 
 
 def gateway_burst(log_dir: Path, requests: int = REQUESTS) -> list[Figure]:
-    """CPU time and memory. None of the requests is answered in under a third of a second, so that they pile up. Clients
-    and engine run in other processes. Raises Permanent where an answer is not complete."""
+    """Measure the CPU time and memory of a burst. No response takes less than 0.3 s, so that requests accumulate.
+    Clients and engine run in other processes. Raises Permanent if a response is incomplete."""
     with _many_files() as files:
         at_once = min(requests, (files - 200) // FILES_EACH)
         ours, theirs = asyncio.run(_bursts(log_dir, at_once))
-    fewer = "" if at_once == requests else f"; {files} files may be open, so fewer than {requests}"
+    fewer = "" if at_once == requests else f"; fewer than {requests} because of the limit of {files} open files"
     note = f"{at_once} requests at once, {STREAM_TOKENS} tokens each, not streamed, all complete{fewer}"
-    each = (
-        f"{ours.peak_bytes / at_once / 1024:.1f} KiB for each request, theirs {theirs.peak_bytes / at_once / 1024:.1f}"
-    )
+    each = f"{ours.peak_bytes / at_once / 1024:.1f} KiB per request, theirs {theirs.peak_bytes / at_once / 1024:.1f}"
     cpu, theirs_cpu = (1e3 * spent.cpu_s / at_once for spent in (ours, theirs))
     peak, theirs_peak = (spent.peak_bytes / (1 << 20) for spent in (ours, theirs))
     return [
         Figure("gateway_burst_cpu", cpu, PER_THOUSAND, PLAIN, theirs_cpu, note),
-        Figure("gateway_burst_memory", peak, "MiB more at the peak", PLAIN, theirs_peak, f"{each}; {note}"),
+        Figure("gateway_burst_memory", peak, "MiB added at peak", PLAIN, theirs_peak, f"{each}; {note}"),
     ]
 
 
 async def _bursts(log_dir: Path, requests: int) -> list[Burst]:
-    """The gateway's and the proxy's, in turn in front of one engine."""
+    """Return the bursts of the gateway and of the proxy, one after the other in front of one engine."""
     async with Stack(log_dir / "burst") as stack:
         engine = await ways.served(stack, "engine", *PLAIN_ENGINE)
         bursts = []
@@ -269,14 +267,14 @@ async def _bursts(log_dir: Path, requests: int) -> list[Burst]:
 
 
 def _peak_bytes(pid: int) -> int:
-    """Return the most that the process has held in memory so far."""
+    """Return the peak resident memory of the process so far."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) << 10
 
 
 @contextmanager
 def _many_files() -> Iterator[int]:
-    """As many open files as are allowed, here and in what is started."""
+    """Raise the limit of open files to the hard limit, for this process and its children, and yield the limit."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
     try:

@@ -1,7 +1,7 @@
-"""An engine that costs next to nothing: what stands behind everything that is measured. Run as a module.
+"""An engine with minimal CPU cost, used behind all measured proxies. Run as a module.
 
-It speaks as much of vLLM's HTTP as routers use. A single token comes at once; a longer answer gets a token every
-`CHUNK_S`, all answers at the same moment.
+It implements the part of vLLM's HTTP API that routers use. A single token is sent immediately. Longer responses receive
+a token every `CHUNK_S`, all at the same time.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from httptools import HttpRequestParser
 CHUNK_S = 0.005
 PROMPT_TOKENS = 200
 MODEL = "plain"
-TOKEN = b" token"  # each, as text
+TOKEN = b" token"  # the text of each token
 
 _HEAD = {"id": "cmpl-plain", "object": "text_completion", "created": 1_700_000_000, "model": MODEL}
 _OK = b"HTTP/1.1 200 OK\r\n"
@@ -32,7 +32,7 @@ def _whole(value: Mapping[str, Any]) -> bytes:
 
 
 def _event(tokens: int, *, ids: bool, first: bool = False, finish_reason: str | None = None) -> bytes:
-    """A stream's event, as an HTTP chunk. `ids`: the tokens' ids were asked for, as vLLM gives them."""
+    """Return a stream event as an HTTP chunk. With `ids`, it includes the token ids, as vLLM's do if requested."""
     choice: dict[str, Any] = {"index": 0, "text": TOKEN.decode() * tokens, "logprobs": None}
     choice |= {"finish_reason": finish_reason, "stop_reason": None}
     if ids:
@@ -44,8 +44,8 @@ def _event(tokens: int, *, ids: bool, first: bool = False, finish_reason: str | 
 
 @functools.cache
 def streamed(tokens: int, interval_tokens: int, *, ids: bool) -> tuple[bytes, ...]:
-    """What is sent after each token, the last first: a chunk after the first, then after every so many, and at the end,
-    as vLLM has its stream interval."""
+    """Return the data to send after each token, in reverse order: a chunk after the first token, after every
+    `interval_tokens`, and at the end, as with vLLM's stream interval."""
     sent: list[bytes] = []
     held = 0
     for number in range(1, tokens + 1):
@@ -109,20 +109,20 @@ class _Connection(asyncio.Protocol):
 
 
 class _Pace:
-    """Gives every answer its next token, each time."""
+    """Sends the next token of every response at each tick."""
 
     def __init__(self) -> None:
         self._streams: list[tuple[asyncio.Transport, list[bytes]]] = []
 
     def add(self, transport: asyncio.Transport, chunks: list[bytes]) -> None:
-        """What is sent after each token; the next is the last."""
+        """Add a response. `chunks` are the data to send after each token, in reverse order."""
         self._streams.append((transport, chunks))
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
         next_s = loop.time()
         while True:
-            next_s = max(next_s + CHUNK_S, loop.time())  # what it could not keep up with is not made good
+            next_s = max(next_s + CHUNK_S, loop.time())  # missed ticks are skipped
             await asyncio.sleep(next_s - loop.time())
             streams, self._streams = self._streams, []
             for transport, chunks in streams:
@@ -133,7 +133,7 @@ class _Pace:
 
 
 async def serve() -> None:
-    """Until it is ended; its URL is the first line of output."""
+    """Serve until terminated. The first line of output is the engine's URL."""
     pace = _Pace()
     server = await asyncio.get_running_loop().create_server(lambda: _Connection(pace), "127.0.0.1", 0, backlog=4096)
     sys.stdout.write(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}\n")

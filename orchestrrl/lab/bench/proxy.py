@@ -1,4 +1,4 @@
-"""A plain reverse proxy on aiohttp: what the gateway's price is measured against. Run as a module with a URL."""
+"""A minimal reverse proxy on aiohttp, the baseline of the gateway's cost. Run as a module with the upstream URL."""
 
 import asyncio
 import sys
@@ -10,7 +10,7 @@ PASSED_ON = ("Content-Type", "X-Request-Id")
 
 
 async def serve(upstream_url: str) -> None:
-    """Until it is ended; the URL that it serves is its first line of output."""
+    """Serve until terminated. The first line of output is the proxy's URL."""
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
 
         async def pass_on(request: web.Request) -> web.StreamResponse:

@@ -1,4 +1,4 @@
-"""What noting a collective costs: a real program over gloo, with the recorder and without it, in turn."""
+"""Measure the cost of recording a collective: a torch program over gloo, alternating with and without the recorder."""
 
 import json
 import subprocess
@@ -10,12 +10,12 @@ from orchestrrl.lab.bench.figure import Figure
 from orchestrrl.lab.testbed.processes import REPOSITORY, VLLM_PYTHON
 
 INSTRUMENT = REPOSITORY / "orchestrrl" / "integrations" / "instrument"
-ROUNDS = {1: 100, 2: 50}  # by the number of ranks
-CALLS = 100  # short blocks: all of a round see the same neighbours on the machine
+ROUNDS = {1: 100, 2: 50}  # number of ranks -> rounds
+CALLS = 100  # calls per block; short blocks of a round run under the same load of the machine
 
-# A round is a block without the recorder, one with it, one without. What it adds is the second less the mean of the
-# others; the third less the first says what the machine adds. Each call is timed by itself, and a block by the
-# CPU time of all its threads.
+# A round is a block without the recorder, one with it, and one without it. The recorder's cost is the second minus the
+# mean of the others; the third minus the first is the machine's noise. Each call is timed separately; the CPU time of a
+# block is that of all threads.
 PROGRAM = """
 import json, os, sys, time
 instrument, rings, store, size, rounds, calls = *sys.argv[1:4], *map(int, sys.argv[4:])
@@ -60,7 +60,7 @@ os._exit(0)
 
 
 def recorder() -> list[Figure]:
-    """Microseconds of one all-reduce at the median."""
+    """Measure the median microseconds of one all-reduce."""
     found: list[Figure] = []
     for size, rounds in ROUNDS.items():
         with TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as rings:
@@ -72,7 +72,7 @@ def recorder() -> list[Figure]:
 
 
 def _figure(form: str, size: int, wall_ns: list[list[float]], cpu_ns: list[list[float]]) -> Figure:
-    """Of rounds: without the recorder, with it, without it."""
+    """Return the figure of one form of call. The times of a round are: without, with, without the recorder."""
     cpu_added_ns = median(recorded - (before + after) / 2 for before, recorded, after in cpu_ns)
     return Figure(
         f"recorder_{form}_{size}",
@@ -83,7 +83,7 @@ def _figure(form: str, size: int, wall_ns: list[list[float]], cpu_ns: list[list[
         f"p50 of one all-reduce over {size} rank{'s' * (size > 1)}; the recorder adds "
         f"{_spread([recorded - (before + after) / 2 for before, recorded, after in wall_ns])}, "
         f"{cpu_added_ns / 1e3:.1f} us of the process's CPU time; "
-        f"twice without it differ by {_spread([after - before for before, _, after in wall_ns])}",
+        f"two blocks without it differ by {_spread([after - before for before, _, after in wall_ns])}",
     )
 
 

@@ -1,8 +1,8 @@
-"""What the gateway's queue is worth under each routing strategy: whole steps on simulated engines, routed by the
-gateway's own fleet, without any moves.
+"""Measure the gain of the gateway's queue for each routing strategy: whole steps on simulated engines, routed by the
+gateway's fleet, without moves.
 
-Arms differ in the strategy and in how many requests may wait on an engine; the engines, their requests and what the
-gateway knows of them (its own counts, and the KV that the daemon tells once a second) are the same.
+Arms differ in the strategy and in the number of requests that can wait on an engine. Engines, requests and the inputs
+of the gateway (its own counts, and the KV that the daemon reports once a second) are the same.
 """
 
 import asyncio
@@ -23,13 +23,13 @@ from planner.cost.paper import named_profile
 from planner.model import EngineId, NodeId
 
 ENGINES = 8
-SEATS = 16  # of an engine
+SEATS = 16  # maximum sequences per engine
 SEEDS = (1, 2, 3)
-TICK_S = 0.05  # the gateway receives tokens, and engines requests, so much later
+TICK_S = 0.05  # delay of tokens to the gateway and of requests to engines
 ROUTES_S = 1.0
 QUEUE_DEPTH = 4
 POLICIES = ("load_index", "round_robin", "prefix_affinity")
-# Four times as many requests as seats.
+# Four times as many requests as the engines can run at once.
 STEP = WorkloadSection(
     prompts=64,
     prompt_tokens=(64, 512),
@@ -41,11 +41,11 @@ STEP = WorkloadSection(
 
 @dataclass(frozen=True, slots=True)
 class ArrivalLoad:
-    """A step's requests, and how they arrive."""
+    """The requests of a step and their arrival rate."""
 
     name: str
     rate_per_s: float | None = None  # None: all at once
-    slowdown: float = 1.0  # of every second engine's steps, which the gateway is not told
+    slowdown: float = 1.0  # of every second engine; not reported to the gateway
     step: WorkloadSection = STEP
     seats: int = SEATS
 
@@ -56,7 +56,7 @@ class ArrivalLoad:
         return EngineKind(replace(profile, max_sequences=self.seats))
 
 
-# At once, or about as many in a second as the engines can end.
+# All at once, or at about the rate that the engines can complete.
 LOADS = (
     ArrivalLoad("at once"),
     ArrivalLoad("13/s", 13.0),
@@ -67,11 +67,11 @@ LOADS = (
 @dataclass(frozen=True, slots=True)
 class RoutingOutcome:
     makespan_s: float
-    latency_s: float  # mean, from arrival to the last token
+    latency_s: float  # mean time from arrival to the last token
 
 
 async def outcome(load: ArrivalLoad, seed: int, policy: str, depth: int) -> RoutingOutcome:
-    """Run one step of `load`, a prompt's samples arriving together."""
+    """Run one step of `load` and return its outcome. The samples of a prompt arrive together."""
     clock, requests = VirtualClock(), requests_of_step(load.step, seed, 0)
     finished: list[CountedRecord] = []
     kind = load.kind
@@ -113,7 +113,7 @@ def _route(engine: VirtualEngine) -> EngineRoute:
 
 
 def routing(loads: Sequence[ArrivalLoad] = LOADS, seeds: Sequence[int] = SEEDS) -> list[Figure]:
-    """Mean seconds from a request's arrival to its end, with a queue in the gateway and without."""
+    """Measure the mean time from a request's arrival to its end, with and without a queue in the gateway."""
     figures = []
     for load in loads:
         for policy in POLICIES:

@@ -1,4 +1,4 @@
-"""All benchmarks by name."""
+"""Run benchmarks by name."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -15,7 +15,7 @@ from orchestrrl.lab.bench.sync_plan import sync_plan
 from orchestrrl.lab.bench.ticks import balancer_tick, fast_tick, plan_tick, sim_step
 from orchestrrl.lab.testbed.processes import VLLM_PYTHON
 
-# In the order in which they run. Each is given a folder for the logs of what it starts.
+# In the order in which they run. The argument is a folder for the logs of processes.
 BENCHMARKS: dict[str, Callable[[Path], list[Figure]]] = {
     "balancer_tick": lambda _: balancer_tick(),
     "fast_tick": lambda _: fast_tick(),
@@ -32,15 +32,15 @@ BENCHMARKS: dict[str, Callable[[Path], list[Figure]]] = {
     "recorder": lambda _: recorder(),
     "fabric_windows": fabric_windows,
 }
-NEED_TORCH = ("recorder", "fabric_windows")  # which `make venv-vllm` sets up
+NEED_TORCH = ("recorder", "fabric_windows")  # benchmarks that need the environment of `make venv-vllm`
 
 
 def run(names: Iterable[str], log_dir: Path, progress: Callable[[str], None]) -> list[Figure]:
-    """`progress` is told the name of each benchmark as it begins."""
+    """Run benchmarks and return their figures. `progress` is called with the name of each benchmark as it starts."""
     figures: list[Figure] = []
     for name in names:
         if name in NEED_TORCH and not VLLM_PYTHON.exists():
-            progress(f"{name}: left out, {VLLM_PYTHON} is missing: make venv-vllm")
+            progress(f"{name}: skipped, {VLLM_PYTHON} is missing: run make venv-vllm")
             continue
         progress(name)
         figures += BENCHMARKS[name](log_dir)

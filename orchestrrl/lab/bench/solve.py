@@ -1,6 +1,6 @@
-"""The makespan solver: how its time, gap and memory grow.
+"""Measure the growth of the makespan solver's time, gap and memory with the size of the fleet.
 
-Each problem is solved in a process of its own, so that nothing is warm: `-m orchestrrl.lab.bench.solve GPUS`.
+Each problem is solved in a new process, so that no cache is warm: `-m orchestrrl.lab.bench.solve GPUS`.
 """
 
 import json
@@ -25,7 +25,7 @@ AIMS_S = {1_024: 0.3, 16_384: 2.0}
 GAP_AIM = 0.04
 CHILD_TIMEOUT_S = 300.0
 
-# An engine with 70 to 90 us of host time per sequence, over GPUs: alpha, beta, gamma, KV tokens, prefill, switch.
+# GPUs -> alpha, beta, gamma, KV tokens, prefill rate, switch seconds. Beta includes 70 to 90 us of host time.
 ENGINES = {
     1: (0.02375, 8.7e-5, 8.2e-8, 216_674, 9_000.0, 1.6),
     2: (0.0183738, 8.1e-5, 4.1e-8, 582_885, 18_000.0, 1.7),
@@ -33,11 +33,11 @@ ENGINES = {
     8: (0.01429845, 7.65e-5, 1.0e-8, 2_780_151, 72_000.0, 2.3),
 }
 MAX_SEQUENCES, LONGEST = 1_024, 32_768
-LENGTH_MEDIAN, LENGTH_SIGMA = 4_500.0, 1.0  # of a lognormal, in tokens
+LENGTH_MEDIAN, LENGTH_SIGMA = 4_500.0, 1.0  # lognormal distribution, in tokens
 
 
 def step(gpus: int, seed: int) -> MakespanProblem:
-    """Requests that have run for a while on instances of two GPUs, some of which got more than others."""
+    """Return a problem in the middle of a step: requests on instances of two GPUs, unevenly distributed."""
     rng = np.random.default_rng(seed)
     count, engines = gpus * REQUESTS_PER_GPU, gpus // 2
     generated = rng.integers(0, 3_000, count)
@@ -68,7 +68,7 @@ def step(gpus: int, seed: int) -> MakespanProblem:
 
 
 def _longer(rng: np.random.Generator, generated: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Lengths of requests of which only this is known: that they have generated as much, and go on."""
+    """Sample lengths of requests, conditioned on exceeding the tokens generated so far."""
     lengths = np.zeros(len(generated))
     while (short := np.flatnonzero(lengths <= generated)).size:
         lengths[short] = LENGTH_MEDIAN * np.exp(LENGTH_SIGMA * rng.standard_normal(short.size))
@@ -81,11 +81,11 @@ def solver() -> list[Figure]:
         command = [sys.executable, "-m", "orchestrrl.lab.bench.solve", str(gpus)]
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=CHILD_TIMEOUT_S)
         row, aim_s = json.loads(done.stdout), AIMS_S.get(gpus)
-        note = f"{row['requests']:,} requests, a process of its own, {row['cpu_s']:.2g} s of CPU, {row['rss_mib']} MiB"
-        baseline = ("the aim", aim_s) if aim_s else ("the CPU seconds of it", row["cpu_s"])
+        note = f"{row['requests']:,} requests, in a new process, {row['cpu_s']:.2g} s of CPU, {row['rss_mib']} MiB"
+        baseline = ("target", aim_s) if aim_s else ("its CPU seconds", row["cpu_s"])
         figures.append(Figure(f"solve_{gpus}_gpus", row["solve_s"], "s", baseline[0], baseline[1], note))
         makespan_s, bound_s = row["makespan_s"], row["lower_bound_s"]
-        note = f"gap {row['gap'] * 100:.2f} %, costs included; the aim is {GAP_AIM * 100:g} % on large fleets"
+        note = f"gap {row['gap'] * 100:.2f} %, costs included; the target is {GAP_AIM * 100:g} % on large fleets"
         figures.append(Figure(f"solve_{gpus}_gpus_makespan", makespan_s, "s", "its proven lower bound", bound_s, note))
     return figures
 

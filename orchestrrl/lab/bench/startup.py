@@ -1,4 +1,4 @@
-"""CPU seconds of commands and processes until they are ready, beside those of Python alone."""
+"""Measure the CPU seconds of commands and processes until they are ready, against those of Python alone."""
 
 import asyncio
 import os
@@ -18,21 +18,21 @@ from orchestrrl.lab.testbed.stack import Stack, agent_flags, engine_flags
 REPETITIONS = 5
 PROGRAM = str(Path(sys.executable).with_name("orchestrrl"))
 COMPLETION = {"_ORCHESTRRL_COMPLETE": "complete_bash", "COMP_WORDS": "orchestrrl fabric ", "COMP_CWORD": "2"}
-# What people type: its words, and what its environment has.
+# Name of a command line -> arguments, environment.
 COMMANDS: dict[str, tuple[Sequence[str], Mapping[str, str]]] = {
     "help": (("--help",), {}),
     "version": (("--version",), {}),
     "completion": ((), COMPLETION),
     "gateway_help": (("gateway", "--help"), {}),
-    "status": (("status", "--daemon", "127.0.0.1:9"), {}),  # where nothing listens
+    "status": (("status", "--daemon", "127.0.0.1:9"), {}),  # no daemon listens there
 }
 
 
 def start_up(folder: Path) -> list[Figure]:
-    """Medians; the first round writes bytecode and does not count. A process is ready when it has printed its address;
-    an agent or a peer, when the daemon lists it; the daemon, when it has made a plan."""
+    """Measure medians over rounds; the first round writes bytecode and is not counted. A process is ready when it has
+    printed its address, an agent or a peer when the daemon lists it, the daemon when it has made a plan."""
     spent_s: dict[str, list[float]] = defaultdict(list)
-    # Where PYTHONDONTWRITEBYTECODE is set, every process would compile everything again.
+    # With PYTHONDONTWRITEBYTECODE, every process would compile all modules again.
     with tempfile.TemporaryDirectory() as cache, patch.dict(os.environ, {"PYTHONPYCACHEPREFIX": cache}):
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
         for repetition in range(-1, REPETITIONS):
@@ -52,7 +52,7 @@ def _command_s(command: Sequence[str], environment: Mapping[str, str]) -> float:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(
         command,
-        check=False,  # status says with its exit status that it found no daemon
+        check=False,  # `status` fails because no daemon listens
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         env={**os.environ, **environment},
@@ -62,7 +62,7 @@ def _command_s(command: Sequence[str], environment: Mapping[str, str]) -> float:
 
 
 async def _processes_s(folder: Path) -> dict[str, float]:
-    """Of one fleet: an engine, a daemon that plans for it, an agent, a gateway and a weight peer."""
+    """Return the CPU seconds of an engine, an agent, a daemon that plans, a gateway and a weight peer."""
     async with Stack(folder) as stack:
         engine = stack.command("engine", "engine", "simulated", "--port", "0")
         engines = {"e0": await stack.served(engine)}

@@ -1,7 +1,7 @@
-"""Weight sync planned: how near the bound on regular sites, and what planning takes.
+"""Measure plans of weight syncs: their distance from the lower bound on regular sites, and the planning time.
 
-The bound counts no circuits in wholes and no
-chunks on their way; the naive plan is every receiver straight from a holder, at best.
+The bound ignores that circuits are integral and that chunks take time to forward. The naive plan is the best plan in
+which every receiver receives directly from a holder.
 """
 
 import time
@@ -16,21 +16,21 @@ from planner.sync_tree.plan import make_plan
 LINK_GBPS = 200.0
 TOTAL_BYTES = 64_000_000_000
 ENDPOINTS_OF_TOR = 8
-AIM = 1.35  # times the bound
-AIM_S = 5.0  # for the largest
+AIM = 1.35  # target ratio to the bound
+AIM_S = 5.0  # target planning time of the largest site
 
 
 @dataclass(frozen=True, slots=True)
 class SyncFamily:
-    """Engines of `tp` endpoints side by side: each shard goes to one endpoint of every engine."""
+    """A family of sites with engines of `tp` adjacent endpoints. Each shard is sent to one endpoint of every engine."""
 
-    train: int  # pods
-    gen: int  # pods
-    size: int  # endpoints of a pod
-    circuits: int  # at each pod's boundary
+    train: int  # PoDs
+    gen: int  # PoDs
+    size: int  # endpoints per PoD
+    circuits: int  # circuits at each PoD's boundary
     tp: int
     shards: int
-    holders: int = 2  # of each shard
+    holders: int = 2  # holders per shard
 
     def __str__(self) -> str:
         site = f"{self.train} + {self.gen} PoDs of {self.size}, {self.circuits} circuits"
@@ -94,7 +94,7 @@ def _holders(family: SyncFamily, number: int, sending: int) -> tuple[int, ...]:
 
 
 def timed(family: SyncFamily) -> tuple[SyncPlan, float]:
-    """The plan, and CPU seconds."""
+    """Return the plan of a family and the CPU seconds of planning."""
     asked = problem(family)
     started_s = time.process_time()
     plan = make_plan(asked)
@@ -102,18 +102,18 @@ def timed(family: SyncFamily) -> tuple[SyncPlan, float]:
 
 
 def sync_plan() -> list[Figure]:
-    """The worst of the regular families against its bound; the largest site against the aim."""
+    """Measure the worst regular family against its bound, and the slowest large site against the target time."""
     plans = {family: timed(family)[0] for family in FAMILIES}
     worst = max(plans, key=lambda family: plans[family].estimate_s / plans[family].lower_bound_s)
     found = plans[worst]
     large = {family: timed(family) for family in LARGEST}
     slowest = max(large, key=lambda family: large[family][1])
     ratios = [plan.estimate_s / plan.lower_bound_s for plan, _ in large.values()]
-    bound = "a bound that no plan beats, and perhaps none meets"
-    note = f"the worst of {len(plans)} regular families: {worst}; straight from the holders {found.naive_s:.3g} s"
-    times = f"{min(ratios):.2f} to {max(ratios):.2f} times the bound (aim: {AIM})"
+    bound = "lower bound of any plan, possibly not attainable"
+    note = f"the worst of {len(plans)} regular families: {worst}; directly from the holders {found.naive_s:.3g} s"
+    times = f"{min(ratios):.2f} to {max(ratios):.2f} times the bound (target: {AIM})"
     slow = f"the slowest of {len(large)}: {slowest}; {times}"
     return [
         Figure("sync_plan", found.estimate_s, "s of model time", bound, found.lower_bound_s, note),
-        Figure("sync_plan_large", large[slowest][1], "CPU s", "what it may take", AIM_S, slow),
+        Figure("sync_plan_large", large[slowest][1], "CPU s", "target", AIM_S, slow),
     ]

@@ -1,6 +1,6 @@
-"""The cost of decisions on large fleets: the ticks of both loops, and a simulated step with the real control plane.
+"""Measure the cost of decisions on large fleets: ticks of both loops, and a simulated step with the real control plane.
 
-Fleets are seeded and of any size: one under pressure, with stragglers, and what it may be changed to.
+Fleets are generated from a seed: a congested fleet of any size with stragglers, and its possible configurations.
 """
 
 import random
@@ -32,11 +32,11 @@ from planner.plan import PlannerConfig, make_plan
 from planner.workload.remaining_tokens import RemainingTokensEstimator
 
 GPUS_PER_ENGINE = 2
-KV_TOKENS_PER_GPU = 36_864  # one GPU alone holds the longest request
+KV_TOKENS_PER_GPU = 36_864  # one GPU can hold the longest request
 KV_CAPACITY_TOKENS = KV_TOKENS_PER_GPU * GPUS_PER_ENGINE
 MAX_SEQUENCES = 48
 MAX_OUTPUT_TOKENS = 32_768
-FINISHED = 2_000  # output lengths that a step has shown already
+FINISHED = 2_000  # requests of the step that have finished
 DEPLOYED = ConfigurationId("tp2")
 SEED = 1
 SETTINGS = FastSettings()
@@ -44,21 +44,21 @@ SETTINGS = FastSettings()
 WORKERS, REQUESTS = 1_024, 16_384
 AIM_S = 0.05
 ENGINES_TO_PLAN, REQUESTS_TO_PLAN = 512, 16_384
-INTERVAL_S = 30.0  # until the next plan, which a change of engines may be left to
+INTERVAL_S = 30.0  # until the next plan, to which a redeployment can be deferred
 
 
 def balancer_tick() -> list[Figure]:
-    """The balancer without a limit on moves: how it grows."""
+    """Measure the growth of the balancer's time with the fleet, without a limit on moves."""
     large, half = (balanced_workers(congested(WORKERS // n, REQUESTS // n, SEED), SETTINGS) for n in (1, 2))
     theta = SETTINGS.theta
     large_s, half_s = side_by_side(lambda: decide(theta, large), lambda: decide(theta, half), repetitions=7)
     half_moves, moves = (len(decide(theta, workers).moves) for workers in (half, large))
-    note = f"{WORKERS:,} workers, {REQUESTS:,} requests, {moves:,} moves; the aim is {AIM_S:g} s"
+    note = f"{WORKERS:,} workers, {REQUESTS:,} requests, {moves:,} moves; the target is {AIM_S:g} s"
     return [Figure("balancer_tick", large_s, "s", f"half the fleet, {half_moves:,} moves", half_s, note)]
 
 
 def fast_tick() -> list[Figure]:
-    """All that the daemon decides in one fast tick, against its innermost part; and with step times known."""
+    """Measure all decisions of one fast tick against the balancer alone, and packing with known step times."""
     snapshot = congested(WORKERS, REQUESTS, SEED)
     situation, most = BalanceSituation(Mode.ACT), SETTINGS.max_moves_per_tick
     workers = balanced_workers(snapshot, SETTINGS)
@@ -80,7 +80,7 @@ def fast_tick() -> list[Figure]:
     lines = deployments(WORKERS)
     packs = replace(situation, configurations=lines.configurations)
     packing_s, spreading_s = side_by_side(packing, lambda: decide_balance(snapshot, SETTINGS, situation), repetitions=9)
-    why = f"{note}; lengths looked up, engines packed by them and room judged by them"
+    why = f"{note}; with estimated lengths for packing and for KV headroom"
     return [
         Figure("fast_tick", tick_s, "s", "the balancer alone", decide_s, note),
         Figure("fast_tick_packing", packing_s, "s", "by load index", spreading_s, why),
@@ -88,7 +88,7 @@ def fast_tick() -> list[Figure]:
 
 
 def plan_tick() -> list[Figure]:
-    """One decision of the slow loop: forecast, fleets, their seconds over samples of the lengths, plan admission."""
+    """Measure one decision of the slow loop: forecast, candidate fleets, their times over samples, plan admission."""
     config = replace(deployments(ENGINES_TO_PLAN), interval_s=INTERVAL_S)
     all_of_them, half = (congested(ENGINES_TO_PLAN, REQUESTS_TO_PLAN // n, SEED) for n in (1, 2))
 
@@ -98,7 +98,7 @@ def plan_tick() -> list[Figure]:
     whole_s, half_s = side_by_side(lambda: plan(all_of_them), lambda: plan(half), repetitions=3)
     note = (
         f"{config.gpus_count:,} GPUs, {len(config.configurations)} configurations, {REQUESTS_TO_PLAN:,} requests, "
-        f"{config.scenarios} samples of their lengths, KV short everywhere"
+        f"{config.scenarios} samples of their lengths, KV scarce on all engines"
     )
     return [Figure("plan_tick", whole_s, "s", "half the requests", half_s, note)]
 
@@ -108,11 +108,11 @@ SIM_AIM_S = 30.0
 
 
 def sim_step() -> list[Figure]:
-    """A step of the size of the paper's figure 20, against one of half that size."""
+    """Measure a step of the size of the paper's figure 20 against one of half that size."""
     whole, half, warm_up = (_simulation(divisor) for divisor in (1, 2, 64))
     _, half_s, whole_s = (_cpu_s(run) for run in (warm_up, half, whole))
     gpus, requests = whole.scenario.gpus, len(whole.steps[0])
-    note = f"{requests:,} requests on {gpus:,} GPUs, planning and balancing; the aim is {SIM_AIM_S:g} s"
+    note = f"{requests:,} requests on {gpus:,} GPUs, planning and balancing; the target is {SIM_AIM_S:g} s"
     return [Figure("sim_step", whole_s, "s", "half the fleet, half the requests", half_s, note)]
 
 
@@ -135,7 +135,7 @@ def _simulation(divisor: int) -> ControlledRun:
 
 
 def congested(engines: int, requests: int, seed: int) -> Snapshot:
-    """Requests with heavy-tailed lengths on engines that some of them crowd: a fifth takes half of all."""
+    """Return a snapshot of heavy-tailed requests on unevenly loaded engines: a fifth has half of all requests."""
     rng = random.Random(seed)
     shares = [rng.choice((4.0, 1.0, 1.0, 1.0, 1.0)) for _ in range(engines)]
     places = rng.choices(range(engines), shares, k=requests)
@@ -178,7 +178,7 @@ def congested(engines: int, requests: int, seed: int) -> Snapshot:
 
 
 def deployments(engines: int) -> PlannerConfig:
-    """Four ways to use the GPUs of that many engines: more GPUs per engine are faster, and fewer engines."""
+    """Return a configuration with four sizes of engines on the same GPUs: larger engines are faster but fewer."""
     configurations = tuple(
         Configuration(
             ConfigurationId(f"tp{gpus}"),
@@ -201,5 +201,5 @@ def _engine(place: int) -> EngineId:
 
 
 def _length(rng: random.Random) -> int:
-    """Median 600 tokens, the last percent beyond 6,000."""
+    """Sample a length with a median of 600 tokens; 1 % of the lengths exceed 6,000 tokens."""
     return min(MAX_OUTPUT_TOKENS, int(rng.lognormvariate(6.4, 1.0)))

@@ -1,6 +1,6 @@
-"""The ways to an engine that are compared: straight to it, through the gateway, through others' proxies and routers.
+"""The compared paths to an engine: direct, through the gateway, and through other proxies and routers.
 
-The load: completions over the connections that the gateway has to engines, read with as little work as can be.
+The load is completions over the gateway's HTTP connections to engines, parsed with minimal work.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from orchestrrl.lab.testbed.processes import REPOSITORY, LabProcess, flags_of, f
 from orchestrrl.lab.testbed.stack import ANY_PORT, Stack
 
 DIRECT, OURS, PLAIN, NGINX = "direct", "ours", "plain aiohttp proxy", "nginx"
-# What `make venv-routers` sets up.
+# Created by `make venv-routers`.
 ROUTERS_BIN = REPOSITORY / ".venv-routers" / "bin"
 PLAIN_ENGINE, PLAIN_PROXY = ("orchestrrl.lab.bench.plain_engine",), ("orchestrrl.lab.bench.proxy",)
 
@@ -36,8 +36,8 @@ _ids = itertools.count()
 
 @asynccontextmanager
 async def started(folder: Path) -> AsyncIterator[tuple[dict[str, LabProcess], dict[str, str]]]:
-    """Start all in front of one engine, which is the first. Yield those that are there, by name, and why the others are
-    not."""
+    """Start all paths in front of one engine, which is the first. Yield the processes by name, and the reasons why the
+    others are not available."""
     async with Stack(folder) as stack:
         engine = await served(stack, "engine", *PLAIN_ENGINE)
         gateway = await served(stack, "gateway", *gateway_words(engine.url))
@@ -52,7 +52,7 @@ async def started(folder: Path) -> AsyncIterator[tuple[dict[str, LabProcess], di
 
 
 async def served(stack: Stack, name: str, *words: str) -> LabProcess:
-    """Start `python -m WORDS`, and return it once it has printed its URL."""
+    """Start a Python module and return its process when it has printed its URL."""
     process = stack.launch(LabProcess(name, (sys.executable, "-m", *words), stack.folder))
     await stack.served(process)
     return process
@@ -92,7 +92,7 @@ _OTHERS = {NGINX: _nginx, "vllm-router": _router("vllm-router"), "sglang-router"
 
 
 async def _answering(stack: Stack, name: str, port: int, *command: str | Path) -> LabProcess:
-    """Start a program, and return it once it answers a completion on the port. Raises Permanent when it does not."""
+    """Start a program and return it when it responds to a completion on the port. Raises Permanent if it does not."""
     process = stack.launch(LabProcess(name, command, stack.folder, one_log=True))
     process.url = f"http://127.0.0.1:{port}"
     await process.until(partial(_answers, process.url))
@@ -113,30 +113,31 @@ async def _answers(url: str) -> bool:
 
 @dataclass(slots=True)
 class TimedResponse:
-    """One answer, as it came. Seconds from the request, or from the opening of its connection."""
+    """The size and latency of one response. Times are seconds since the request, including opening a connection."""
 
     tokens: int
-    chunks: int  # events with content; 1 for a whole answer
+    chunks: int  # events with content; 1 for a response that is not streamed
     first_s: float  # until the first content
     whole_s: float
 
 
 def request(*, max_tokens: int, stream: bool) -> bytes:
-    """Return the body of a completion of `BODY_BYTES`."""
+    """Return the body of a completion request of `BODY_BYTES`."""
     asked = {"model": MODEL, "temperature": 0, "max_tokens": max_tokens, "ignore_eos": True, "stream": stream}
     empty = json.dumps({**asked, "prompt": ""})
     return json.dumps({**asked, "prompt": ("a request of one kilobyte " * 64)[: BODY_BYTES - len(empty)]}).encode()
 
 
 class LoadClient:
-    """Sends completions to one URL; `close` closes its connections."""
+    """Sends completions to one URL. `close` closes its connections."""
 
     def __init__(self, url: str, within_s: float = ANSWER_WITHIN_S) -> None:
         self._pool = ConnectionPool(url, connect_timeout_s=within_s)
         self._within_s = within_s
 
     async def send(self, body: bytes) -> TimedResponse:
-        """Raises Permanent for anything but a complete answer, and OrchestrRLError without one."""
+        """Send a completion and return the timed response. Raises Permanent if the response is incomplete or an error,
+        and OrchestrRLError if there is none."""
         started_s, first_s, text = time.perf_counter(), 0.0, bytearray()
         exchange = self._pool.exchange("/v1/completions", body, [("X-Request-Id", f"request-{next(_ids)}")])
         connection = await exchange.begin()
@@ -147,12 +148,12 @@ class LoadClient:
         whole_s, streamed = time.perf_counter() - started_s, text.startswith(b"data:")
         is_complete = not streamed or b"data: [DONE]" in text
         if connection.status != HTTPStatus.OK or b'"error"' in text or not is_complete:
-            raise Permanent(f"not an answer: {bytes(text[:600])!r}")
+            raise Permanent(f"response must be complete, got {bytes(text[:600])!r}")
         exchange.leave()
         return TimedResponse(text.count(TOKEN), text.count(b'data: {"id"') if streamed else 1, first_s, whole_s)
 
     async def send_in_turn(self, body: bytes, requests: int, at_once: int) -> list[TimedResponse]:
-        """Send so many in all, one after another on each of `at_once` connections."""
+        """Send `requests` completions, one after another on each of `at_once` connections."""
         left = iter(range(requests))
 
         async def run() -> list[TimedResponse]:

@@ -1,5 +1,5 @@
-"""A fabric in a box: a site's hosts, ToRs and fibres as network namespaces of this machine, behind emulated switches.
+"""A fabric in a box: a site's hosts, ToRs and fibres as network namespaces of this machine, with emulated switches.
 
-Cross-connects of the switches are the data path: real TCP runs over a pair of veth ends as long as the glass joins
-them. Everything lives in namespaces of its own (`enter.py`), and is gone with the process that asked for it.
+The switches' cross-connects are the data path: TCP runs over a pair of veth interfaces while a cross-connect joins
+them. All of it is in separate namespaces (`enter.py`), which end with the process that created them.
 """

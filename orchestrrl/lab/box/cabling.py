@@ -1,9 +1,9 @@
-"""The rooms and cables of a plan, made: hosts below ToRs that always forward, ToRs fibred to switches, lines of a rate.
+"""Create the namespaces and cables of a plan: hosts below ToRs, ToRs fibred to switches, and rate-limited lines.
 
     host --tbf-- ToR --tbf-- port of a switch | bridge | port -- ToR -- host
 
-A port of a switch gives light only while the panel (patch_panel.py) says so. Beside the optical fabric an electrical
-network joins all ToRs, slowly, so that every host can always reach every other.
+A port of a switch has light only while the panel (patch_panel.py) joins it. In addition to the optical fabric, a slow
+electrical network joins all ToRs, so that every host can always reach every other host.
 """
 
 from orchestrrl.lab.box.namespaces import Script
@@ -12,7 +12,7 @@ from planner.fabric.model import EndpointId, OcsId, Port
 from planner.fabric.topology import ServerId
 
 PACKET_SIDE = "eps"
-# Indices: an end that is set so high never has that of its other end, see `Script.cable`.
+# First interface indices, high enough to differ from the index of the cable's other end, see `Script.cable`.
 HOST_INDEX, PACKET_SIDE_INDEX = 20_000, 40_000
 _BRIDGE = "type bridge forward_delay 0 stp_state 0 mcast_snooping 0"
 
@@ -26,7 +26,7 @@ def bridge_name(port: int) -> str:
 
 
 async def build(plan: TestbedPlan) -> None:
-    """Everything is dark afterwards. Raises Permanent with the words of the tool that refused."""
+    """Create everything, with all ports dark. Raises Permanent with the output of the tool that failed."""
     script = Script()
     for tor in plan.tors:
         _tor(script, plan, tor)
@@ -76,13 +76,13 @@ def _host(script: Script, plan: TestbedPlan, server: ServerId) -> None:
         gateway = plan.gateways[nic.tor]
         if k == 0:
             script.ip(room, f"route add default via {gateway}")
-        else:  # what has its address goes out of it
+        else:  # packets with the NIC's source address leave through the NIC
             script.ip(room, f"rule add from {nic.address} table {100 + k}")
             script.ip(room, f"route add default via {gateway} dev {nic.interface} table {100 + k}")
 
 
 def _port(script: Script, plan: TestbedPlan, port: Port, index: int) -> None:
-    """Make a bridge, and the port's cable; that of a lane is made with the first of its ends."""
+    """Create the bridge and the cable of a port. The cable of a lane is created with the lower of its two ports."""
     switch, number = port
     room, name, bridge = plan.switches[switch], port_name(number), bridge_name(number)
     script.ip(room, f"link add {bridge} {_BRIDGE}")

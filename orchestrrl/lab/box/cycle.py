@@ -1,5 +1,5 @@
-"""A whole cycle of an RL job on a box: training, generation, weight sync and training again, each stage's real traffic
-measured on the circuits that the stage before has left, and on its own."""
+"""Run a cycle of an RL job in a box: training, generation, weight sync and training again. Measure each stage's traffic
+on the previous stage's circuits and on its own."""
 
 import asyncio
 import time
@@ -20,17 +20,17 @@ from orchestrrl.lab.box.traffic import Flow, mbps, running
 from orchestrrl.lab.testbed.processes import beside
 from planner.fabric.intent import Intent, Stage
 
-# So many announcements at most, each for two iterations: a trainer announces in each of its own.
+# Maximum number of announcements, and the iterations for which each waits; a trainer announces in every iteration.
 ANNOUNCED, ANNOUNCED_FOR = 20, 2
 SAMPLE_S = 0.1
-WARM_UP_S = 0.3  # of a burst, until TCP has found its rate
+WARM_UP_S = 0.3  # start of a burst, until TCP reaches its rate
 
-Burst = tuple[float, float, list[Flow]]  # when it began and ended, and its flows
+Burst = tuple[float, float, list[Flow]]  # start, end, flows
 
 
 class TestbedTrainer:
-    """Iterations of one collective and one pause, as long as `run` is a task. `bursts`: when each collective began and
-    ended, and its flows."""
+    """A trainer whose iterations consist of one collective and one pause. `run` iterates until cancelled. `bursts` has
+    the start, the end and the flows of each collective."""
 
     def __init__(
         self, rings: Path, job: str, ranks: Sequence[int], flows: Callable[[], list[Flow]], order: BoxOrder
@@ -69,7 +69,7 @@ class TestbedTrainer:
 
 @dataclass(slots=True)
 class Cycle:
-    """`bursts` of all stages: what ran from when to when."""
+    """Runs the stages of a cycle and records them. `bursts` are those of all stages."""
 
     box: Testbed
     client: FabricClient
@@ -79,7 +79,8 @@ class Cycle:
     began_s: float = field(default_factory=time.monotonic)
 
     async def stage(self, intent: Intent) -> None:
-        """Nobody sends while circuits change: generation between two deployments, a weight sync before it begins."""
+        """Run a stage without traffic while circuits change, such as generation between two deployments, or a weight
+        sync before it starts."""
         began_s = time.monotonic()
         before = await self._burst(intent)
         report = await self.client.announce(intent.period, intent, boundary=True)
@@ -87,7 +88,7 @@ class Cycle:
         self._note(intent, began_s, report, [before], [after])
 
     async def training(self, intent: Intent, trainer: TestbedTrainer) -> None:
-        """The trainer runs on: circuits change in one of its pauses."""
+        """Run training. Circuits change in one of the trainer's pauses while it continues to run."""
         began_s, first, iterations = time.monotonic(), len(trainer.bursts), self.order.iterations
         within_s = ANNOUNCED_FOR * (self.order.collective_s + self.order.pause_s)
         async with beside(trainer.run()) as running_on:
@@ -144,11 +145,11 @@ class Cycle:
         )
 
     def _circuits(self) -> dict[str, int]:
-        """How many between which endpoints, as the panel carries them."""
+        """Return the number of circuits between each pair of endpoints that the panel has joined."""
         return Counter(" - ".join(self.box.ends_of(pair)) for pair in sorted(self.box.panel.joined))
 
     def _timeline(self) -> list[list[float]]:
-        """[seconds since the cycle began, Mbit/s between ToRs]."""
+        """Return rows of [seconds since the start of the cycle, Mbit/s between ToRs]."""
         now_s = time.monotonic()
         edges = [self.began_s + SAMPLE_S * k for k in range(int((now_s - self.began_s) / SAMPLE_S) + 1)]
         points = []
@@ -159,7 +160,7 @@ class Cycle:
 
 
 async def cycle(box: Testbed, order: BoxOrder) -> dict[str, Any]:
-    """See above. The agent of `orchestrrl agent` reads the trainer's recorders."""
+    """Run the cycle with an `orchestrrl agent` that reads the trainer's recorders, and return its report."""
     site, rings, training = box.site, box.folder / "rings", intents.training(box.site)
     trainer = TestbedTrainer(
         rings, intents.JOB, sorted(training.ranks), lambda: flows_between_tors(box, training), order
@@ -179,13 +180,13 @@ async def cycle(box: Testbed, order: BoxOrder) -> dict[str, Any]:
 
 
 def flows_between_tors(box: Testbed, intent: Intent) -> list[Flow]:
-    """A flow for each pair of hosts below different ToRs that the traffic matrix names."""
+    """Return a flow for each pair of hosts in the traffic matrix that have different ToRs."""
     senders = intents.senders(box.site, intent)
     pairs = {pair for pair in senders if box.site.tor_of(pair[0]) != box.site.tor_of(pair[1])}
     return [Flow(box.plan.nic_of(source), box.plan.nic_of(sink)) for source, sink in sorted(pairs)]
 
 
 def _mean(bursts: Sequence[Burst]) -> float | None:
-    """Mbit/s of all flows together, the beginnings left out; None: nothing ran."""
+    """Return the mean rate of bursts in Mbit/s, summed over flows, without the warm-up; None if there are no bursts."""
     rates = [mbps(flows, since_s + WARM_UP_S, until_s) for since_s, until_s, flows in bursts]
     return sum(rates) / len(rates) if rates else None

@@ -1,8 +1,8 @@
-"""Run a module of ours in user, network, mount and process namespaces of its own: what it makes there ends with it.
+"""Run a module in new user, network, mount and process namespaces, which end with it.
 
-The kernel takes down the namespaces, and with them every interface, bridge and process inside, once the first process
-of the process namespace is gone. That one ends with its standard input (`end_with_input`), so that nothing is left
-even after a SIGKILL of whoever started it.
+When the first process of a process namespace ends, the kernel removes the namespaces with all interfaces, bridges and
+processes inside. That process ends with its standard input (`end_with_input`), so that nothing remains even if its
+parent is killed by SIGKILL.
 """
 
 import os
@@ -17,9 +17,9 @@ from orchestrrl.core.errors import Permanent
 from orchestrrl.lab.testbed.processes import LabProcess
 
 TOOLS = ("unshare", "ip", "tc", "mount")
-SEARCHED = ("/usr/sbin", "/sbin")  # where `ip` and `tc` are, and an unprivileged user's PATH often is not
+SEARCHED = ("/usr/sbin", "/sbin")  # locations of `ip` and `tc` that are often not in an unprivileged user's PATH
 KINDS = ("veth", "bridge")
-# Quicker than anything that needs a site.
+# A quick test of all kernel features that a box needs.
 PROBE_WITHIN_S = 20.0
 PROBE = """
 mount -t tmpfs none /run && ip netns add one && ip netns add two
@@ -29,12 +29,12 @@ tc -n one qdisc add dev probe root tbf rate 1mbit burst 16k limit 16k
 
 
 def lacking() -> str:
-    """What keeps a box from being made here; empty: nothing does."""
+    """Return the reason why a box cannot be created on this machine, or an empty string."""
     missing = [tool for tool in TOOLS if _found(tool) is None]
     if not sys.platform.startswith("linux"):
-        return f"network namespaces are Linux's, this is {sys.platform}"
+        return f"network namespaces require Linux, got {sys.platform}"
     if missing:
-        return f"{', '.join(missing)} cannot be found (Debian: util-linux, iproute2 and mount have them)"
+        return f"{', '.join(missing)} not found: install them (Debian packages util-linux, iproute2 and mount)"
     try:
         tried = subprocess.run(
             [*_prefix(), "sh", "-ec", PROBE],
@@ -46,15 +46,15 @@ def lacking() -> str:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return f"namespaces could not be made within {PROBE_WITHIN_S:g} s"
+        return f"creating namespaces took more than {PROBE_WITHIN_S:g} s"
     if tried.returncode == 0:
         return ""
-    said = " | ".join(line.strip() for line in tried.stderr.splitlines() if line.strip())
-    return f"it needs root, or user namespaces that are permitted, and veth, bridge and tbf in the kernel: {said}"
+    errors = " | ".join(line.strip() for line in tried.stderr.splitlines() if line.strip())
+    return f"a box requires root or permitted user namespaces, and veth, bridge and tbf in the kernel: {errors}"
 
 
 def start(name: str, words: Sequence[str | Path], folder: Path) -> LabProcess:
-    """Start `python WORDS` inside, as a process that takes input and ends with it. Raises Permanent."""
+    """Start a Python process inside new namespaces. It ends with its standard input. Raises Permanent."""
     if why := lacking():
         raise Permanent(why)
     command = [*_prefix(), sys.executable, *words]
@@ -64,7 +64,7 @@ def start(name: str, words: Sequence[str | Path], folder: Path) -> LabProcess:
 
 
 def end_with_input(stop: Callable[[], object]) -> None:
-    """For the process inside: `stop` once its input has ended; whatever becomes of that, the end soon after."""
+    """Call `stop` when the standard input ends, and exit the process 5 s later at the latest."""
 
     def watch() -> None:
         while os.read(0, 4096):
@@ -85,6 +85,6 @@ def _found(tool: str) -> str | None:
 
 
 def _prefix() -> list[str]:
-    """Without root, as the root of a user namespace."""
+    """Return the `unshare` command, with a user namespace if the user is not root."""
     user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
     return [_found("unshare") or "unshare", *user, "--net", "--mount", "--pid", "--fork", "--kill-child"]

@@ -1,8 +1,8 @@
-"""The process inside the namespaces: `python -m orchestrrl.lab.box.inside ORDER`, ORDER a `BoxOrder` as JSON.
+"""The process inside the namespaces: `python -m orchestrrl.lab.box.inside ORDER`, where ORDER is a `BoxOrder` as JSON.
 
-It shows on real TCP: rates that follow circuits, transfers that live through a change, faults that are worked around,
-cables that are found. Prints lines of JSON: what it is at, and last what the shows returned. Ends with its standard
-input.
+Its shows measure TCP traffic: rates by number of circuits, a transfer during changes, rerouting around a failed port,
+and detection of swapped cables. It prints lines of JSON: the name of each show as it starts, and finally the results.
+It ends with its standard input.
 """
 
 import asyncio
@@ -33,13 +33,13 @@ from planner.fabric.light import interfaces_at, links_up
 from planner.fabric.model import EndpointId, PortPair, port_pair
 from planner.fabric.topology import PodRole
 
-COUNTS = (1, 2, 3)  # of circuits
-SETTLING_S = 1.0  # until TCP has found the rate
-TRANSFER_WINDOW_BYTES = 32_768  # of which Linux makes twice as much
+COUNTS = (1, 2, 3)  # numbers of circuits
+SETTLING_S = 1.0  # until TCP reaches its rate
+TRANSFER_WINDOW_BYTES = 32_768  # Linux doubles this value
 
 
 def tor_pair(box: Testbed, role: PodRole = PodRole.TRAIN) -> tuple[EndpointId, EndpointId]:
-    """Two ToRs of one PoD with hosts, between which one switch can have most circuits."""
+    """Return the two ToRs with hosts, in one PoD, between which one switch can make the most circuits."""
     with_hosts = {tor for server in box.site.servers for tor in server.tors}
     tors = [tor for tor in box.site.tors if tor.id in with_hosts and box.site.pod[tor.pod].role is role]
     pairs = [(one.id, other.id) for one, other in combinations(tors, 2) if one.pod == other.pod]
@@ -47,7 +47,7 @@ def tor_pair(box: Testbed, role: PodRole = PodRole.TRAIN) -> tuple[EndpointId, E
 
 
 def circuits_between(box: Testbed, one: EndpointId, other: EndpointId) -> list[PortPair]:
-    """As many as their ports on one switch allow for."""
+    """Return the maximum set of circuits between two ToRs on one switch."""
     by_switch = (
         [
             port_pair(switch.id, a, b)
@@ -68,7 +68,8 @@ def nics_at(box: Testbed, tor: EndpointId) -> list[tuple[str, str]]:
 
 
 async def rates_by_circuits(box: Testbed, order: BoxOrder) -> dict[str, Any]:
-    """As many flows as the most circuits, each of a host of its own and pinned to a circuit by a route."""
+    """Measure the rate for each number of circuits, with one flow per circuit at the maximum. Each flow has its own
+    host and is pinned to a circuit by a route."""
     one, other = tor_pair(box)
     circuits = circuits_between(box, one, other)[: max(COUNTS)]
     sources, sinks = nics_at(box, one), nics_at(box, other)
@@ -101,9 +102,9 @@ def _interface(ends: tuple[tuple[EndpointId, str], ...], tor: EndpointId) -> str
 
 
 async def transfer_through_changes(box: Testbed, order: BoxOrder) -> dict[str, Any]:
-    """One transfer between ToRs of a PoD that generates, while circuits go from those of generation to those of a
-    weight sync and back. The receiver's window keeps all queues short, so that a segment which has to be sent again
-    was lost by a change."""
+    """Measure one transfer between ToRs of a generation PoD while circuits change from those of generation to those of
+    a weight sync and back. The receive window keeps all queues short, so that a retransmitted segment was lost by a
+    change."""
     one, other = tor_pair(box, PodRole.GEN)
     flow = Flow(nics_at(box, one)[0], nics_at(box, other)[0], window_bytes=TRANSFER_WINDOW_BYTES)
     delay_s = max(switch.device.reconfiguration_s for switch in box.site.switches)
@@ -136,11 +137,11 @@ async def transfer_through_changes(box: Testbed, order: BoxOrder) -> dict[str, A
 
 
 async def failed_port(box: Testbed, order: BoxOrder) -> dict[str, Any]:
-    """A port fails under the traffic of a PoD that generates: packets go around it by themselves, and the next period
-    leaves it out."""
+    """Fail a port under the traffic of a generation PoD: the daemon reroutes packets, and the next period avoids the
+    port."""
     one, other = tor_pair(box, PodRole.GEN)
     intent = intents.generation(box.site)
-    # So many that their hashes spread them over all circuits.
+    # Enough flows that their hashes use all circuits.
     flows = [Flow(source, sink) for source in nics_at(box, one) for sink in nics_at(box, other)]
     async with FabricClient(box.daemon_address) as client:
         await client.announce("generation", intent, boundary=True)
@@ -169,7 +170,7 @@ async def failed_port(box: Testbed, order: BoxOrder) -> dict[str, Any]:
 
 
 def circuits_of(box: Testbed, one: EndpointId, other: EndpointId) -> list[PortPair]:
-    """Those between two ToRs that carry packets now."""
+    """Return the circuits between two ToRs that carry packets."""
     return [pair for pair in sorted(box.panel.joined) if set(box.ends_of(pair)) == {one, other}]
 
 
@@ -180,20 +181,19 @@ async def _rate(flows: Sequence[Flow], seconds: float) -> float:
 
 
 async def _until_left_out(box: Testbed) -> None:
-    """Packets do not take some link any more. Raises Permanent where that takes too long."""
+    """Wait until the routes avoid a link. Raises Permanent if that takes too long."""
 
     async def left_out() -> bool:
         return bool((await box.fabric()).routes.left_out)
 
-    await until(left_out, "packets leave the failed port out", TOOK_WITHIN_S, 0.02)
+    await until(left_out, "packets avoid the failed port", TOOK_WITHIN_S, 0.02)
 
 
 async def wrong_cable(box: Testbed, order: BoxOrder) -> dict[str, Any]:
-    """Two cables of a switch are mixed up, one of them in use; `orchestrrl ocs verify` is asked, without walking and
-    with it."""
+    """Swap two cables of a switch, one of them in use, and run `orchestrrl ocs verify` without and with `--walk`."""
     one, other = tor_pair(box, PodRole.GEN)
     most = circuits_between(box, one, other)[-1]
-    spare = [f"port:{most.switch}:{port}" for port in most.ports]  # a fibre of either ToR that nothing uses
+    spare = [f"port:{most.switch}:{port}" for port in most.ports]  # an unused fibre of each ToR
     await box.run("fabric", "mask", *spare, "--reason", "spare")
     async with FabricClient(box.daemon_address) as client:
         await client.announce("generation", intents.generation(box.site), boundary=True)
@@ -228,7 +228,7 @@ async def _verify(box: Testbed, *flags: str) -> dict[str, Any]:
 
 
 async def _weights(box: Testbed, order: BoxOrder) -> dict[str, Any]:
-    from orchestrrl.lab.box.weights import weights  # it plans, which takes a while to import
+    from orchestrrl.lab.box.weights import weights  # imported here: the planner is slow to import
 
     return await weights(box, order)
 
@@ -268,4 +268,4 @@ if __name__ == "__main__":
     except (OrchestrRLError, DriverError) as error:
         sys.stderr.write(f"{error}\n")
         sys.stderr.flush()
-        os._exit(1)  # threads of libraries may go on
+        os._exit(1)  # do not wait for threads of libraries

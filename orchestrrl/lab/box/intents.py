@@ -1,4 +1,4 @@
-"""What a small RL job on a site announces, stage by stage. Ranks are the GPUs of the PoDs that train and generate."""
+"""Intents of the stages of a small RL job on a site. Ranks are the GPUs of the training and generation PoDs."""
 
 from planner.fabric.collectives import transfers_of
 from planner.fabric.demand import RankPlacement, broadcasts_of, mask_nics
@@ -9,7 +9,7 @@ from planner.fabric.topology import PodRole, Site
 from planner.model import GpuId
 
 JOB = "box"
-# So much that circuits of its own are worth it to each stage, however slow the mirrors; the box measures rates.
+# Large enough that each stage gains from its own circuits, even with slow mirrors. The box measures rates only.
 GRADIENT_BYTES, EXPERT_BYTES, WEIGHT_BYTES = 4e11, 1e12, 4e11
 
 
@@ -18,7 +18,7 @@ def gpus_of(site: Site, role: PodRole) -> tuple[int, ...]:
 
 
 def training(site: Site) -> Intent:
-    """Gradients: the first GPU of each ToR's with the first of the others', and so on."""
+    """Return the intent of training: gradient all-reduces. The n-th GPUs of all ToRs form a group."""
     by_tor: dict[EndpointId, list[int]] = {}
     for gpu in gpus_of(site, PodRole.TRAIN):
         by_tor.setdefault(site.tor_of(GpuId(gpu)), []).append(gpu)
@@ -28,13 +28,13 @@ def training(site: Site) -> Intent:
 
 
 def generation(site: Site) -> Intent:
-    """Experts spread over all GPUs that generate."""
+    """Return the intent of generation: an expert all-to-all over all generation GPUs."""
     traffic = Traffic(TrafficOperation.EP, Primitive.ALL_TO_ALL, (gpus_of(site, PodRole.GEN),), EXPERT_BYTES)
     return Intent("generation", Stage.GEN, (traffic,))
 
 
 def weights(site: Site) -> Intent:
-    """Each trainer has a shard, which all who generate receive."""
+    """Return the intent of a weight sync: each training GPU broadcasts a shard to all generation GPUs."""
     trainers, receivers = gpus_of(site, PodRole.TRAIN), gpus_of(site, PodRole.GEN)
     shards = tuple((trainer,) for trainer in trainers)
     traffic = Traffic(
@@ -48,7 +48,7 @@ def weights(site: Site) -> Intent:
 
 
 def senders(site: Site, intent: Intent) -> set[tuple[GpuId, GpuId]]:
-    """Return which GPU sends to which by the traffic matrix."""
+    """Return the pairs (source, destination) of GPUs in the traffic matrix."""
     found: set[tuple[int, int]] = set()
     placement = RankPlacement.of(site, intent, mask_nics(site, FabricFailures()))
     for traffic in intent.traffic:

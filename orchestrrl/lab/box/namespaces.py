@@ -1,4 +1,4 @@
-"""Network namespaces inside the box: made, set up by `ip` and `tc` in batches, and entered for sockets."""
+"""Network namespaces inside the box: create them, configure them by batches of `ip` and `tc`, and enter them."""
 
 import asyncio
 import ctypes
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 CLONE_NEWNET = 0x40000000
 FOLDER = Path("/run/netns")
-# They forward, whatever comes back from where; flows are told apart by their ports; nobody asks for IPv6.
+# Forward without reverse-path filtering, hash flows by their ports, and disable IPv6.
 SETTINGS = {
     "ipv4/ip_forward": "1",
     "ipv4/conf/all/rp_filter": "0",
@@ -28,7 +28,7 @@ SETTINGS = {
 
 
 class Script:
-    """Commands of `ip` and `tc`, by namespace, that are to be run together."""
+    """Collects commands of `ip` and `tc` by namespace, and runs them in batches."""
 
     def __init__(self) -> None:
         self._first: list[str] = []
@@ -41,8 +41,8 @@ class Script:
         return name
 
     def cable(self, one: str, interface: str, other: str, other_interface: str, index: int) -> None:
-        """A veth pair. `index`: of the first end. The two must differ: the kernel tells a change of the link at once
-        only where they do, and else takes up to a second."""
+        """Add a veth pair. `index` is that of the first end and must differ from that of the second: only then does the
+        kernel report link changes immediately instead of after up to a second."""
         ends = f"netns {one} index {index} type veth peer name {other_interface} netns {other}"
         self._first.append(f"link add name {interface} {ends}")
 
@@ -53,7 +53,7 @@ class Script:
         self._tc[room].append(line)
 
     async def run(self) -> None:
-        """Raises Permanent with the words of the tool that refused."""
+        """Run all commands. Raises Permanent with the output of the tool that failed."""
         await batch("ip", "", self._first)
         for room in self._ip:
             within(room, _settle)
@@ -64,7 +64,7 @@ class Script:
 
 
 async def batch(tool: str, room: str, lines: Iterable[str]) -> None:
-    """Raises Permanent with the tool's words, at the first line that it refuses."""
+    """Run lines with `ip` or `tc` in a namespace. Raises Permanent with the tool's output at the first failing line."""
     words = [tool, *(["-n", room] if room else []), "-batch", "-"]
     process = await asyncio.create_subprocess_exec(
         *words, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
@@ -75,17 +75,17 @@ async def batch(tool: str, room: str, lines: Iterable[str]) -> None:
 
 
 def enter(room: str) -> None:
-    """Bring this thread, and what it starts, into the namespace. Raises OSError."""
+    """Move this thread, and the processes that it starts, into a namespace. Raises OSError."""
     entrance = os.open(FOLDER / room, os.O_RDONLY)
     try:
         if ctypes.CDLL(None, use_errno=True).setns(entrance, CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), f"the namespace {room} cannot be entered")
+            raise OSError(ctypes.get_errno(), f"cannot enter the namespace {room}")
     finally:
         os.close(entrance)
 
 
 def within(room: str, work: Callable[[], T]) -> T:
-    """Return what `work` returns in a thread that has entered the namespace, and ends there."""
+    """Run `work` in a new thread inside a namespace, and return its result."""
 
     def run() -> T:
         enter(room)
@@ -96,7 +96,7 @@ def within(room: str, work: Callable[[], T]) -> T:
 
 
 def make_socket(room: str, *of: int) -> socket.socket:
-    """One that lives in the namespace, whoever uses it."""
+    """Return a socket of a namespace. It can be used from any thread."""
     return within(room, lambda: socket.socket(*of))
 
 

@@ -1,8 +1,8 @@
-"""The patch panel: where the glass of the switches joins two fibres, their veth ends join one bridge, and else not.
+"""The patch panel: while a switch joins two fibres, their veth interfaces are in one bridge.
 
-A cross-connect carries once its mirrors are in place, both ways, between ports that work and are plugged in. What is
-fibred to a ToR gives it a signal as long as light comes from another one, over as many switches as it may be. Changes
-come from the glass itself, and from its clock while mirrors move.
+A cross-connect carries packets in both directions once its mirrors are in place, between ports that work and are
+plugged in. A ToR's fibre has a signal while light arrives from another ToR, over any number of switches. Changes are
+reported by the emulated devices, and by their clock while mirrors move.
 """
 
 import asyncio
@@ -21,19 +21,19 @@ from orchestrrl.lab.box.namespaces import make_socket, within
 from orchestrrl.lab.box.plan import End, TestbedPlan, is_fibre
 from planner.fabric.model import OcsId, Port, PortPair
 
-POLL_EVERY_S = 0.5  # for what happens without a word, such as a fibre that is pulled
+POLL_EVERY_S = 0.5  # for changes without an event, such as a pulled fibre
 
 
 class PatchPanel:
-    """Of one box; the caller keeps `run` as a task."""
+    """The patch panel of one box. The caller runs `run` as a task."""
 
     def __init__(self, plan: TestbedPlan, glasses: Mapping[OcsId, EmulatedDevice]) -> None:
         self._glasses = glasses
         self._links = {switch: Links(room) for switch, room in plan.switches.items()}
         self._ports = {port: self._links[port[0]].index(port_name(port[1])) for port in plan.ends}
         self._bridges = {port: self._links[port[0]].index(bridge_name(port[1])) for port in plan.ends}
-        self._ends = dict(plan.ends)  # as really plugged in
-        self.joined: frozenset[PortPair] = frozenset()  # the cross-connects that carry packets now
+        self._ends = dict(plan.ends)  # the actual cabling, which `swap` changes
+        self.joined: frozenset[PortPair] = frozenset()  # the cross-connects that carry packets
         self._lit: frozenset[Port] = frozenset()
         self._changed = asyncio.Event()
 
@@ -50,11 +50,11 @@ class PatchPanel:
                 each.cancel()
 
     def follow(self) -> float:
-        """Do as the glass does; seconds until a mirror is in place, or something of a schedule is due."""
+        """Apply the state of the devices. Return the seconds until a mirror is in place or a scheduled event is due."""
         next_s = min((min(glass.advance(), glass.moving_s()) for glass in self._glasses.values()), default=math.inf)
         joined = frozenset(pair for switch, glass in self._glasses.items() for pair in self._carrying(switch, glass))
         lit = lit_ports(self._ends, joined)
-        # Dark before it is taken apart, and together before there is light: nothing goes where it should not.
+        # Set interfaces down before leaving a bridge and up after joining one, so that no packet is misdirected.
         self._take_apart(self.joined - joined, self._lit - lit)
         for pair in joined - self.joined:
             bridge = self._bridges[pair.switch, pair.ports[0]]
@@ -66,12 +66,12 @@ class PatchPanel:
         return next_s
 
     def swap(self, one: Port, other: Port) -> None:
-        """Somebody mixes up two cables of one switch. Raises ValueError where there is none, or they are of two."""
+        """Swap two cables of one switch. Raises ValueError if a port has no cable or the ports are on two switches."""
         for port in (one, other):
             if port not in self._ends:
-                raise ValueError(f"no cable of the site is at port {port[1]} of {port[0]}")
+                raise ValueError(f"port must have a cable of the site, got {port[0]}:{port[1]}")
         if one[0] != other[0]:
-            raise ValueError(f"cables of one switch can be mixed up, these are of {one[0]} and {other[0]}")
+            raise ValueError(f"ports must be on one switch, got {one[0]} and {other[0]}")
         joined, self.joined, self._lit = self.joined, frozenset(), frozenset()
         self._take_apart(joined, frozenset(self._ends))
         self._ports[one], self._ports[other] = self._ports[other], self._ports[one]
@@ -109,7 +109,7 @@ class PatchPanel:
 
 
 def lit_ports(ends: Mapping[Port, End], joined: Iterable[PortPair]) -> frozenset[Port]:
-    """The ports fibred to ToRs at which light of another fibre of a ToR arrives."""
+    """Return the ports with a fibre to a ToR that receive light from another ToR's fibre."""
     partner: dict[Port, Port] = {}
     for pair in joined:
         one, other = ((pair.switch, number) for number in pair.ports)
@@ -124,7 +124,7 @@ def lit_ports(ends: Mapping[Port, End], joined: Iterable[PortPair]) -> frozenset
     return frozenset(lit)
 
 
-# --- interfaces over netlink, rtnetlink(7): `ip` would take as long for its start alone as mirrors take
+# --- interfaces over netlink, rtnetlink(7): starting `ip` alone would take as long as moving mirrors
 
 RTM_NEWLINK = 16
 NLM_F_REQUEST, NLM_F_ACK = 1, 4
@@ -138,7 +138,7 @@ _ERROR = struct.Struct("=i")
 
 
 class Links:
-    """Interfaces of one namespace, by their indices: into a bridge and out of it, up and down."""
+    """Changes interfaces of one namespace, by index: join and leave a bridge, set up and down."""
 
     def __init__(self, room: str) -> None:
         self._namespace = room
@@ -153,8 +153,8 @@ class Links:
         self._socket.close()
 
     def set(self, index: int, *, master: int | None = None, up: bool | None = None) -> None:
-        """Put an interface into the bridge `master`, or with 0 out of its bridge. `up`: the far end of the pair sees a
-        signal."""
+        """Add an interface to the bridge `master`, or remove it from its bridge with 0. While an interface is up, the
+        other end of its pair has a signal."""
         self._sequence += 1
         flags, change = (0, 0) if up is None else (IFF_UP * up, IFF_UP)
         body = _LINK.pack(socket.AF_UNSPEC, 0, index, flags, change)
@@ -165,6 +165,6 @@ class Links:
         answer = self._socket.recv(65536)
         _, kind, _, sequence, _ = _HEADER.unpack_from(answer)
         if kind != NLMSG_ERROR or sequence != self._sequence:
-            raise Permanent(f"{self._namespace}: the kernel answered {kind} to {sequence}, asked was {self._sequence}")
+            raise Permanent(f"{self._namespace}: netlink response must be for {self._sequence}, got {kind}, {sequence}")
         if code := _ERROR.unpack_from(answer, _HEADER.size)[0]:
             raise Permanent(f"{self._namespace}: interface {index} cannot be changed: {os.strerror(-code)}")

@@ -1,7 +1,7 @@
-"""What a site becomes in a box: rooms, addresses, and which end of a fibre is plugged in where. Pure.
+"""The plan of a site in a box: namespaces, addresses, and the two ends of each fibre. Pure.
 
-ToR n is the room `t<n>`, at 198.18.x.y, with its hosts in 10.x.y.0/24; host n is `h<n>`, switch n is `o<n>`. A ToR's
-fibres are `swp1`, `swp2`, ... in the order of the site's file.
+ToR n is the namespace `t<n>` with the address 198.18.x.y and its hosts in 10.x.y.0/24. Host n is `h<n>`, switch n is
+`o<n>`. A ToR's fibres are `swp1`, `swp2`, ... in the order of the site file.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,20 +14,20 @@ from planner.model import GpuId
 
 HOSTS_PER_TOR = 200
 TORS = 4000
-# Of a circuit, what the electrical network between the ToRs carries.
+# Rate of the electrical network between ToRs, as a fraction of a circuit's.
 PACKET_SIDE_SHARE = 0.1
 
-End = Interface | Port  # what a fibre at a port of a switch leads to
+End = Interface | Port  # the far end of the fibre at a switch port
 
 
 def is_fibre(end: End) -> bool:
-    """To a ToR; else it is a lane, to a port of another switch."""
+    """Return whether the end is an interface of a ToR; otherwise it is a lane to a port of another switch."""
     return isinstance(end[1], str)
 
 
 @dataclass(frozen=True, slots=True)
 class Nic:
-    """A host's side of its cable to a ToR, and the ToR's."""
+    """A cable between a host and its ToR, with the names of both interfaces."""
 
     interface: str
     address: str
@@ -37,39 +37,39 @@ class Nic:
 
 @dataclass(frozen=True)
 class TestbedPlan:
-    """`ends`: what the fibre at each port of a switch leads to. `bps_per_gbps`: what one Gbps of the site is in the
-    box, in bits per second."""
+    """Namespaces, addresses and cables of a site in a box. `ends`: the far end of the fibre at each switch port.
+    `bps_per_gbps`: bits per second in the box per Gbps of the site."""
 
     site: Site
     bps_per_gbps: float
-    tors: Mapping[EndpointId, str]  # rooms
+    tors: Mapping[EndpointId, str]  # namespaces
     hosts: Mapping[ServerId, str]
     switches: Mapping[OcsId, str]
     addresses: Mapping[EndpointId, str]
-    gateways: Mapping[EndpointId, str]  # of the hosts, at their ToR
+    gateways: Mapping[EndpointId, str]  # the hosts' gateway on their ToR
     prefixes: Mapping[EndpointId, str]
     packet_side: Mapping[EndpointId, str]
-    interfaces: Mapping[EndpointId, tuple[str, ...]]  # of fibres
+    interfaces: Mapping[EndpointId, tuple[str, ...]]  # interfaces of fibres
     nics: Mapping[ServerId, tuple[Nic, ...]]
     ends: Mapping[Port, End]
 
     def nic_of(self, gpu: GpuId) -> tuple[str, str]:
-        """The room and the address from which a GPU sends."""
+        """Return the namespace and the address from which a GPU sends."""
         server = self.site.server_of[gpu]
         return self.hosts[server.id], self.nics[server.id][server.nic(gpu)].address
 
     def tbf(self, gbps: float) -> str:
-        """A line of that rate of the site. What waits is 50 ms' worth at most: TCP fills the line, and what has been
-        sent on a circuit has left soon."""
+        """Return the tc arguments of a line with a rate of the site. Its queue holds at most 50 ms: enough for TCP to
+        fill the line, and short enough that packets for a circuit leave soon."""
         bps = gbps * self.bps_per_gbps
         burst = max(8000, int(bps / 8 * 0.004))
         return f"tbf rate {int(bps)}bit burst {burst} limit {burst + max(30_000, int(bps / 8 * 0.05))}"
 
 
 def plan_of(site: Site, circuit_mbps: float) -> TestbedPlan:
-    """Raises ValueError for a site that is too large."""
+    """Plan a site in a box. Raises ValueError if the site is too large."""
     if len(site.tors) > TORS or len(site.switches) > TORS:
-        raise ValueError(f"a box holds {TORS} ToRs at most, got {len(site.tors)}")
+        raise ValueError(f"a box can hold at most {TORS} ToRs, got {len(site.tors)}")
     numbers = {tor.id: n for n, tor in enumerate(site.tors, start=1)}
     interfaces = {tor: tuple(f"swp{k}" for k in range(1, len(fibres_of(site, tor)) + 1)) for tor in numbers}
     return TestbedPlan(
@@ -96,7 +96,7 @@ def _nics(site: Site, numbers: Mapping[EndpointId, int]) -> dict[ServerId, tuple
         for k, tor in enumerate(server.tors):
             taken[tor] += 1
             if taken[tor] > HOSTS_PER_TOR:
-                raise ValueError(f"a ToR has {HOSTS_PER_TOR} NICs at most in a box, {tor} has more")
+                raise ValueError(f"a ToR in a box can have at most {HOSTS_PER_TOR} NICs, {tor} has more")
             n = numbers[tor]
             nics.append(Nic(f"eth{k}", f"10.{n >> 8}.{n & 255}.{taken[tor] + 1}", tor, f"host{taken[tor]}"))
         found[server.id] = tuple(nics)

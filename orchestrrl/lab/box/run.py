@@ -1,4 +1,4 @@
-"""A box from outside: where it is to stand, what it is to show, and what came of it."""
+"""Run a box from outside: its parameters, its process, and its results."""
 
 import json
 import math
@@ -12,60 +12,60 @@ from typing import Any
 from orchestrrl.core.charts import axes, save
 from orchestrrl.lab.box import enter
 
-# In the order in which they are shown.
+# In the order in which they run.
 SHOWS = ("circuits", "cycle", "transition", "failed_port", "wrong_cable")
-# Ways of bringing weights to engines that "weights" compares, see weights.py.
+# Broadcast methods that "weights" compares, see weights.py.
 SYNC_WAYS = ("tree", "two_stage", "naive")
-# Each switch speaks the next of these, in the order of the site's file.
+# The default protocols, assigned to the switches in rotation, in the order of the site file.
 PROTOCOLS = ("scpi", "tl1-polatis", "restconf")
 _FILES = files("orchestrrl.lab.box")
 SITE = _FILES.joinpath("site.yaml").read_text("utf-8")  # the default: two PoDs, four ToRs, three optical switches
 
 
 def weights_site(circuit_mbps: float) -> str:
-    """Return the file of the default site of "weights", in which a circuit carries that."""
+    """Return the text of the default site of "weights", with circuits of the given rate."""
     return Template(_FILES.joinpath("weights_site.yaml").read_text("utf-8")).substitute(gbps=f"{circuit_mbps / 1000:g}")
 
 
 @dataclass(frozen=True, slots=True)
 class BoxOrder:
-    """`folder` holds the site's file, and gets the daemon's configuration and all logs. `mbps`: what a circuit carries
-    in the box. `shows`: of SHOWS, in that order."""
+    """Parameters of a box. `folder` contains the site file and receives the daemon's configuration and all logs. `mbps`
+    is the rate of a circuit. `shows` is a subset of SHOWS, in their order."""
 
     folder: str
     shows: tuple[str, ...]
     protocols: tuple[str, ...]
     mbps: float = 20.0
-    seconds: float = 2.0  # that each rate is measured for
-    iterations: int = 3  # of training, on its own circuits
-    collective_s: float = 1.0  # of an iteration, in which it sends
-    pause_s: float = 3.0  # and in which it does not
-    changes: int = 4  # that a transfer lives through
-    # Of "weights", which has a site of its own, and is not one of SHOWS.
+    seconds: float = 2.0  # duration of each rate measurement
+    iterations: int = 3  # training iterations on the circuits for training
+    collective_s: float = 1.0  # part of a training iteration with traffic
+    pause_s: float = 3.0  # part of a training iteration without traffic
+    changes: int = 4  # changes of circuits during the transfer of "transition"
+    # Parameters of "weights", which has its own site and is not one of SHOWS.
     sync_bytes: int = 200_000_000
     sync_rounds: int = 1
     sync_ways: tuple[str, ...] = SYNC_WAYS
     transport: str = "tcp"
-    python: str = ""  # of the processes that carry; empty: this one
+    python: str = ""  # interpreter of the carrier processes; empty: this one
 
 
 async def run_box(order: BoxOrder, warn: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
-    """What each show returned. Raises Permanent where no box can be had, or something in it went wrong."""
+    """Run a box and return the results of its shows. Raises Permanent if the box cannot be created or fails."""
     words = ("-m", "orchestrrl.lab.box.inside", json.dumps(asdict(order)))
     async with enter.start("box", words, Path(order.folder)) as box:
         while True:
-            said: dict[str, Any] = json.loads(await box.next_line(math.inf))
-            if "results" in said:
-                results: dict[str, Any] = said["results"]
+            message: dict[str, Any] = json.loads(await box.next_line(math.inf))
+            if "results" in message:
+                results: dict[str, Any] = message["results"]
                 return results
-            warn(said["at"])
+            warn(message["at"])
 
 
 COLOURS = {"train": "#eaf1fa", "gen": "#edf6ec", "weight_sync": "#f3f0f8"}
 
 
 def draw_cycle(cycle: dict[str, Any], path: Path) -> None:
-    """Draw what went between ToRs, moment by moment, and when circuits changed."""
+    """Plot the rate between ToRs over time, with the changes of circuits, and the mean rates before and after."""
     figure, [[line], [bars]] = axes(2, 1, width=10, height=5.6, height_ratios=(3, 2))
     stages = cycle["stages"]
     top = max((rate for _, rate in cycle["timeline"]), default=1.0) * 1.15
@@ -78,7 +78,7 @@ def draw_cycle(cycle: dict[str, Any], path: Path) -> None:
     line.set_xlim(0, cycle["timeline"][-1][0])
     line.set_ylim(0, top)
     line.set_ylabel("Mbit/s between ToRs")
-    line.set_xlabel("seconds; in red: circuits change, from the order until packets take them")
+    line.set_xlabel("time (s); red: changes of circuits, from the command until packets use them")
     places = range(len(stages))
     for offset, name, words, colour in (
         (-0.2, "before_mbps", "before", "#8896a3"),

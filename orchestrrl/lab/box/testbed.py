@@ -1,4 +1,4 @@
-"""A box that stands: rooms and cables, switches with the panel behind them, and, where asked for, the daemon."""
+"""A running box: namespaces and cables, switches with the patch panel, and the daemon."""
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -24,7 +24,7 @@ from planner.fabric.model import EndpointId, OcsId, Port, PortPair
 from planner.fabric.topology import Site, Switch
 
 SITE_FILE = "site.yaml"
-# What has been sent on a circuit is in the ToR's queue for that long at most, see `TestbedPlan.tbf`.
+# Maximum time that packets for a circuit stay in the ToR's queue, see `TestbedPlan.tbf`.
 SETTLE_S = 0.06
 POLL_AGAIN_S = 0.5
 TOOK_WITHIN_S = 30.0
@@ -32,7 +32,7 @@ TOOK_WITHIN_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class TestbedSwitch:
-    """An emulated device behind a protocol of its own. `driver`, `options`: as the daemon's configuration has them."""
+    """An emulated device with its protocol, and the driver and options for the daemon's configuration."""
 
     protocol: str
     emulator: Emulator
@@ -45,7 +45,7 @@ class TestbedSwitch:
 
 
 class Testbed(Stack):
-    """Made by `standing`. `folder` holds the site's file, the daemon's configuration and all logs."""
+    """A running box, created by `standing`. `folder` has the site file, the daemon's configuration and all logs."""
 
     def __init__(
         self, folder: Path, plan: TestbedPlan, switches: dict[OcsId, TestbedSwitch], panel: PatchPanel
@@ -60,13 +60,13 @@ class Testbed(Stack):
         return self.plan.site
 
     def ends_of(self, pair: PortPair) -> list[EndpointId]:
-        """The two endpoints whose fibres a cross-connect joins."""
+        """Return the two endpoints that a cross-connect joins."""
         ports = self.site.switch[pair.switch].ports
         return sorted(end for end, numbers in ports.items() for number in pair.ports if number in numbers)
 
     async def connect(self, circuits: Sequence[PortPair], ups: bool = True) -> None:
-        """By an operator's order. Returns once packets may take them, or none does. Raises Permanent where one did not
-        take."""
+        """Connect or disconnect circuits by `orchestrrl ocs`, and wait until the panel follows. Raises Permanent if one
+        fails."""
         for switch in sorted({pair.switch for pair in circuits}):
             facts = self.switches[switch].device.facts
             own = [each for pair in circuits if pair.switch == switch for each in device_pairs(facts, pair)]
@@ -78,7 +78,7 @@ class Testbed(Stack):
         await until(follows, f"the panel follows {', '.join(map(str, circuits))}", TOOK_WITHIN_S, 0.005)
 
     def inject(self, kind: DeviceFaultKind, port: Port) -> None:
-        """At both sides of a port of the site."""
+        """Inject a fault at the ingress and the egress side of a port of the site."""
         glass = self.switches[port[0]].device
         sides = {port[1]}
         if glass.facts.connectivity is not Connectivity.ANY_TO_ANY:
@@ -87,7 +87,7 @@ class Testbed(Stack):
             glass.inject(DeviceFault(kind, port=side))
 
     async def pin(self, source: EndpointId, sink: EndpointId, hosts: Sequence[str], interfaces: Sequence[str]) -> None:
-        """Host by host, the next of these interfaces: a more specific route than any of the daemon's."""
+        """Route hosts over interfaces in rotation, by routes that are more specific than the daemon's."""
         lines = [
             f"route replace {host}/32 via {self.plan.addresses[sink]} dev {interfaces[k % len(interfaces)]} onlink"
             for k, host in enumerate(hosts)
@@ -98,7 +98,7 @@ class Testbed(Stack):
         await batch("ip", self.plan.tors[source], [f"route del {host}/32" for host in hosts])
 
     async def drive(self) -> None:
-        """Start the daemon of `orchestrrl daemon`, which drives this box, and return once packets follow circuits."""
+        """Start an `orchestrrl daemon` for this box, and wait until packets follow circuits."""
         plan = self.plan
         routers = [
             {
@@ -133,8 +133,8 @@ class Testbed(Stack):
 
 @asynccontextmanager
 async def standing(order: BoxOrder) -> AsyncIterator[Testbed]:
-    """Inside the namespaces of `enter.py`, which take all of it down in the end. Raises InvalidOptions for a protocol
-    that is not known, or whose library is missing."""
+    """Start a box inside the namespaces of `enter.py` and yield it. Raises InvalidOptions if a protocol is unknown or
+    its library is missing."""
     folder = Path(order.folder)
     plan = plan_of(read_site(folder / SITE_FILE), order.mbps)
     await build(plan)
@@ -155,6 +155,6 @@ async def _started(switch: Switch, protocol: str) -> TestbedSwitch:
     ports, delay_s = max(max(numbers) for numbers in switch.ports.values()), switch.device.reconfiguration_s
     emulator = make_switch(protocol, DevicePanel(ports, ports, delay_s))
     driver, options = driver_of(protocol, await emulator.start())
-    if protocol != GRPC:  # no protocol of a vendor has how fast mirrors are
+    if protocol != GRPC:  # vendors' protocols do not report the reconfiguration time
         options["reconfiguration_s"] = delay_s
     return TestbedSwitch(protocol, emulator, driver, options)

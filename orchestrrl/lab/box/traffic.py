@@ -1,4 +1,4 @@
-"""Real TCP between hosts of a box, counted where it arrives."""
+"""TCP flows between hosts of a box, counted at the receiver."""
 
 import asyncio
 import itertools
@@ -17,25 +17,25 @@ CHUNK = bytes(1 << 16)
 CONNECT_WITHIN_S = 30.0
 SEND_BUFFER_BYTES = 1 << 17
 FIRST_PORT = 20_000
-# Of `struct tcp_info`, which segments were sent more than once: tcpi_total_retrans.
+# `struct tcp_info`: size, and offset of tcpi_total_retrans, the number of retransmitted segments.
 _TCP_INFO_BYTES, _RETRANSMITTED_AT = 104, 100
 
-Ends = tuple[str, str]  # a room, and an address in it
+Ends = tuple[str, str]  # a namespace, and an address in it
 _ports = itertools.count(FIRST_PORT)
 
 
 @dataclass(slots=True)
 class Flow:
-    """One connection that sends as fast as it may. `arrivals`: (when, bytes so far), by the monotonic clock."""
+    """One TCP connection that sends at full rate. `arrivals`: (monotonic time, bytes received so far)."""
 
     source: Ends
     sink: Ends
-    window_bytes: int | None = None  # that the receiver lets be under way; None: as the kernel sees fit
+    window_bytes: int | None = None  # receive buffer; None: the kernel's default
     arrivals: list[tuple[float, int]] = field(default_factory=list)
-    retransmitted: int = 0  # segments, so far
+    retransmitted: int = 0  # segments so far
 
     async def run(self) -> None:
-        """Until it is cancelled, or all that is sent has arrived. Raises Permanent where nobody answers."""
+        """Run until cancelled or until all data sent has arrived. Raises Permanent if the connection fails."""
         loop, port = asyncio.get_running_loop(), next(_ports)
         with (
             make_socket(self.sink[0], socket.AF_INET, socket.SOCK_STREAM) as door,
@@ -69,7 +69,7 @@ class Flow:
                         await sending
 
     def bytes_at(self, at_s: float) -> float:
-        """How much had arrived, between two arrivals by their line."""
+        """Return the bytes received by `at_s`, interpolated linearly between arrivals."""
         place = bisect_right(self.arrivals, at_s, key=lambda arrival: arrival[0])
         if place == 0 or place == len(self.arrivals):
             return self.arrivals[-1][1] if place else 0.0
@@ -77,12 +77,12 @@ class Flow:
         return before + (after - before) * (at_s - before_s) / (after_s - before_s)
 
     def longest_pause_s(self, since_s: float, until_s: float) -> float:
-        """For how long nothing arrived."""
+        """Return the longest time without an arrival."""
         times = [since_s, *(at_s for at_s, _ in self.arrivals if since_s < at_s < until_s), until_s]
         return max(later - earlier for earlier, later in itertools.pairwise(times))
 
     async def send(self, out: socket.socket) -> None:
-        """Send without an end."""
+        """Send until cancelled."""
         while True:
             await asyncio.get_running_loop().sock_sendall(out, CHUNK)
             self.retransmitted = _retransmitted(out)
@@ -96,7 +96,7 @@ class Flow:
 
 @asynccontextmanager
 async def running(flows: Sequence[Flow]) -> AsyncIterator[None]:
-    """While the block lasts. A flow that fails ends it."""
+    """Run flows while the body runs. Raises the exception of a flow that failed."""
     tasks = [asyncio.ensure_future(flow.run()) for flow in flows]
     try:
         yield
@@ -110,7 +110,7 @@ async def running(flows: Sequence[Flow]) -> AsyncIterator[None]:
 
 
 def mbps(flows: Sequence[Flow], since_s: float, until_s: float) -> float:
-    """Of all together."""
+    """Return the total rate of all flows in Mbit/s over an interval."""
     return sum(flow.bytes_at(until_s) - flow.bytes_at(since_s) for flow in flows) * 8e-6 / (until_s - since_s)
 
 

@@ -1,8 +1,8 @@
-"""A weight sync on a box: real bytes from those that train to those that generate, over circuits of its own.
+"""Weight syncs in a box: real bytes from training hosts to generation hosts, over circuits for the sync.
 
-A tree that is planned on the circuits that are there, beside every receiver straight from a holder and the two-stage
-scheme, one after the other in turn. Each host is a process in its own network namespace with the product's carrier and
-transport; each way has the circuits that its own edges ask the daemon for, and files of its own.
+Compares, in rotation, a tree planned for the available circuits, direct transfers from the holders to every receiver,
+and the two-stage scheme. Each host is a process in its own network namespace with the product's carrier and transport.
+Each method has the circuits that its edges request from the daemon, and its own files.
 """
 
 import asyncio
@@ -46,17 +46,17 @@ VERSION = 1
 CHUNK_BYTES = 256 * 1024
 STALL_S = 30.0
 TENSORS = 4
-ROW_BYTES = 16 * 1024  # of a tensor: what ranks divide
+ROW_BYTES = 16 * 1024  # bytes of a tensor row; ranks divide the rows
 STARTED_WITHIN_S = 120.0
 PAYLOAD_FOR_S, PAYLOAD_TIMES, WARM_UP_S = 0.5, 4, 1.0
-Stages = tuple[tuple[CarryEdge, ...], ...]  # each begins when all of the one before is over, everywhere
+Stages = tuple[tuple[CarryEdge, ...], ...]  # a stage starts when all edges of the previous one have ended
 
 
 @asynccontextmanager
 async def _hosts(box: Testbed, transport: str, python: str) -> AsyncIterator[tuple[list[Peer], LabProcess]]:
-    """Yield a peer per server of the site, at the NIC of its first GPU, and the process that carries for them."""
+    """Yield a peer per server of the site, at the NIC of its first GPU, and their carrier process."""
     servers = {PeerId(str(server.id)): server for server in sorted(box.site.servers, key=lambda server: str(server.id))}
-    # Their addresses are those of NICs, (room, address) -> [peer, address, room].
+    # A NIC (namespace, address) becomes [peer, address, namespace].
     places = [[id, *reversed(box.plan.nic_of(server.gpus[0]))] for id, server in servers.items()]
     words = (python, "-m", "orchestrrl.lab.box.weights_carrier", transport, json.dumps(places))
     environment = {"PYTHONPATH": str(REPOSITORY)}
@@ -70,7 +70,7 @@ async def _hosts(box: Testbed, transport: str, python: str) -> AsyncIterator[tup
 
 
 def publications(trainers: Sequence[PeerId], size: int) -> list[Publication]:
-    """Tensors of so many bytes together, of which each rank has as many rows."""
+    """Return the publications of `size` bytes of tensors. Every rank has the same number of rows."""
     rows = max(len(trainers), round(size / (TENSORS * ROW_BYTES)))
     tensors = tuple(TensorMeta(f"layers.{k}.weight", "U8", (rows, ROW_BYTES)) for k in range(TENSORS))
     found = []
@@ -109,7 +109,7 @@ class _Show:
         self._receivers = sorted(engines, key=lambda id: (stations[id].pod, stations[id].tor, id))  # ToR by ToR
         trainers = [id for id, peer in self._peers.items() if peer.role is PeerRole.TRAINER]
         self._publications = publications(trainers, size)
-        self._payload = 1.0  # of a line's rate
+        self._payload = 1.0  # TCP payload as a fraction of a line's rate
         self._planned = self._plan()
         whole = opened(FOLDER / "whole", self._planned.map, {shard.id for shard in self._planned.map.shards})
         self._sha256 = sha256_of(whole.folder)
@@ -117,7 +117,7 @@ class _Show:
         self._rows: list[dict[str, Any]] = []
 
     async def _open(self) -> None:
-        """Have holders make the bytes, and all others room for them; what was received before is gone."""
+        """Have holders create the bytes and all others empty files. Data received before is deleted."""
         held: dict[PeerId, list[str]] = {id: [] for id in self._peers}
         for shard, holder in self._planned.summed_by.items():
             held[holder].append(shard)
@@ -125,12 +125,12 @@ class _Show:
         await self._order({id: {"open": document, "holds": held[id]} for id in self._peers})
 
     async def _order(self, orders: Mapping[PeerId, Mapping[str, Any]]) -> dict[PeerId, Any]:
-        """Return the answers of the peers, once all of them have carried out their orders."""
+        """Send orders to peers and return their responses when all have carried them out."""
         answers: dict[PeerId, Any] = await self._carriers.request({str(id): order for id, order in orders.items()})
         return {id: answers[id] for id in orders}
 
     async def measure_payload(self) -> None:
-        """What one TCP connection over one circuit between PoDs delivers of the circuit's rate."""
+        """Measure the TCP payload rate of one connection over one circuit between PoDs."""
         await self._circuits((self._planned.edges,))
         source = next(id for id, peer in self._peers.items() if peer.role is PeerRole.TRAINER)
         first = {PeerId(str(server.id)): server.gpus[0] for server in self._box.site.servers}
@@ -142,7 +142,7 @@ class _Show:
             for _ in range(PAYLOAD_TIMES):
                 await asyncio.sleep(PAYLOAD_FOR_S)
                 times_s.append(time.monotonic())
-            # The best of several: a machine that is busy elsewhere must not make the bound an easy one.
+            # The maximum of several: a busy machine must not loosen the bound.
             rate_mbps = max(mbps([flow], *each) for each in pairwise(times_s))
         self._payload = min(1.0, rate_mbps / (self._gbps(self._box.site.link_gbps) * 1000))
 
@@ -174,7 +174,7 @@ class _Show:
         self._rows.append(row)
 
     def report(self) -> dict[str, Any]:
-        """`bound_s`: no plan can be faster, at the rate that a circuit was measured to give to TCP's payload."""
+        """Return the results. `bound_s` is a lower bound for any plan at the measured TCP payload rate of a circuit."""
         planned = self._planned
         return {
             "bytes": planned.map.bytes,
@@ -188,7 +188,7 @@ class _Show:
         }
 
     async def _prepared(self, way: str) -> tuple[Stages, dict[str, Any]]:
-        """The way's edges, with circuits up that they ask for; a tree is planned anew on those that are there."""
+        """Set up the circuits that a method requests, and return its edges. A tree is planned again on the circuits."""
         if way == "tree":
             circuits = await self._circuits((self._planned.edges,))
             self._planned = self._plan()
@@ -197,14 +197,14 @@ class _Show:
         return stages, await self._circuits(stages)
 
     def _naive(self) -> Stages:
-        """Every receiver straight from a holder."""
+        """Return one stage in which every receiver receives directly from the holders."""
         shards, holders = self._planned.map.shards, self._planned.summed_by
         return (self._edges("x", [(shard, holders[shard.id], other) for shard in shards for other in self._receivers]),)
 
     def _two_stage(self) -> Stages:
-        """Figure 4 of the paper: those that train send everything once to the first replica of each PoD, which then
-        broadcasts to the others there; the broadcast is a chain along which chunks are forwarded as they come, as
-        collective libraries do it, ToR by ToR."""
+        """Return the scheme of the paper's figure 4: the training hosts send everything once to the first replica of
+        each PoD, which then broadcasts inside the PoD. The broadcast is a pipelined chain, ToR by ToR, as in collective
+        libraries."""
         chains = [list(pod) for _, pod in groupby(self._receivers, key=lambda id: self._stations[id].pod)]
         shards, holders = self._planned.map.shards, self._planned.summed_by
         across = [(shard, holders[shard.id], chain[0]) for shard in shards for chain in chains]
@@ -212,7 +212,7 @@ class _Show:
         return self._edges("x", across), self._edges("y", along)
 
     def _edges(self, letter: str, hops: Iterable[tuple[ShardMap, PeerId, PeerId]]) -> tuple[CarryEdge, ...]:
-        """Return an edge for a whole shard on each hop; `letter` begins their ids."""
+        """Return an edge for a whole shard on each hop. `letter` is the prefix of their ids."""
         made = []
         for number, (shard, src, dst) in enumerate(hops):
             (transport, address), *_ = self._peers[dst].transports.items()
@@ -222,11 +222,11 @@ class _Show:
         return tuple(made)
 
     def _crosses(self, src: PeerId, dst: PeerId) -> bool:
-        """From one PoD into another."""
+        """Return whether an edge leads from one PoD into another."""
         return self._stations[src].pod != self._stations[dst].pod
 
     async def _circuits(self, stages: Stages) -> dict[str, Any]:
-        """Announced as the daemon's own syncs announce them, after those of generation: nobody sends meanwhile."""
+        """Announce the circuits of generation, then those of the stages, as the daemon's syncs do, without traffic."""
         await self._committed(intents.generation(self._box.site))
         intent, _ = intent_of([edge for stage in stages for edge in stage], self._box.site, self._peers)
         report = await self._committed(intent)
@@ -236,20 +236,20 @@ class _Show:
         }
 
     async def _committed(self, intent: Intent) -> PeriodReport:
-        """Raises Permanent where it did not come to that."""
+        """Announce an intent and return its report. Raises Permanent if it is not committed."""
         report = await self._client.announce(intent.period, intent, boundary=True)
         if report.state is not PeriodState.COMMITTED:
             raise Permanent(f"circuits of {intent.period}: {report.state} {report.code}: {report.detail}")
         return report
 
     def _network(self) -> SyncNetwork:
-        """As it is, in the box's own rates, as far as TCP's payload has them."""
+        """Return the network of the box, with its rates reduced to TCP payload."""
         plan, share = self._box.plan, self._gbps(1.0) * self._payload
         site = replace(plan.site, link_gbps=plan.site.link_gbps * share, nic_gbps=plan.site.nic_gbps * share)
         stations = {id: station_of(peer, site) for id, peer in self._peers.items()}
         if joined := self._box.panel.joined:
             return network_of(site, joined, stations, list(plan.tors), site.link_gbps * PACKET_SIDE_SHARE)
-        # Nothing is up yet: what could be.
+        # No circuit is up yet: plan with all possible circuits.
         lanes: dict[str, int] = Counter(site.pod_of[lane.uplink] for lane in site.lanes)
         return SyncNetwork(site.link_gbps, stations, lanes, {tor: len(names) for tor, names in plan.interfaces.items()})
 
@@ -258,7 +258,8 @@ class _Show:
         return plan_sync(VERSION, self._publications, self._peers.values(), self._network(), settings)
 
     async def _carried(self, stage: Sequence[CarryEdge]) -> float:
-        """Return when the last byte had arrived, by its receiver. Raises Permanent for edges that broke."""
+        """Carry out a stage and return the arrival time of the last byte, as reported by its receiver. Raises Permanent
+        if an edge fails."""
         own: dict[PeerId, list[CarryEdge]] = {}
         for edge in stage:
             own.setdefault(edge.src, []).append(edge)
@@ -272,12 +273,12 @@ class _Show:
         return max(float(answer["ended_s"]) for answer in ended.values())
 
     async def _identical(self) -> int:
-        """Return how many receivers have the bytes that were sent."""
+        """Return the number of receivers with the bytes that were sent."""
         sums = await self._order({id: {"sum": True} for id in self._receivers})
         return sum(each["sha256"] == self._sha256 and not each["missing"] for each in sums.values())
 
     def _boundary_bytes(self) -> int:
-        """Return what the core has carried into PoDs that generate, with all headers, by the ports' own counters."""
+        """Return the bytes that the core has sent into generation PoDs, including headers, from the port counters."""
         site, carried = self._box.site, 0
         for switch in site.core_switches:
             counts = _sent_bytes(self._box.plan.switches[switch.id])
@@ -287,19 +288,19 @@ class _Show:
         return carried
 
     def _gbps(self, gbps: float) -> float:
-        """Of the site, as the box has it."""
+        """Return the rate in the box for a rate of the site."""
         return gbps * self._box.plan.bps_per_gbps * 1e-9
 
 
 def _sent_bytes(room: str) -> dict[str, int]:
-    """By interface."""
+    """Return the bytes sent by each interface of a namespace."""
     _, _, *lines = within(room, Path("/proc/thread-self/net/dev").read_text).splitlines()
     rows = (line.partition(":") for line in lines)
     return {name.strip(): int(counts.split()[8]) for name, _, counts in rows}
 
 
 def _busy_s() -> float:
-    """Return the seconds that all cores of the machine together were at work, whoever's work it was."""
+    """Return the busy seconds of all cores of the machine together, for all processes."""
     fields = list(map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]))
     idle = fields[3] + fields[4]
     return (sum(fields) - idle) / os.sysconf("SC_CLK_TCK")

@@ -1,10 +1,9 @@
-"""The processes of a box's hosts that hold weights: `python -m orchestrrl.lab.box.weights_carrier TRANSPORT HOSTS`.
+"""The carrier processes of a box's hosts: `python -m orchestrrl.lab.box.weights_carrier TRANSPORT HOSTS`.
 
-HOSTS is JSON: `[[PEER, ADDRESS, NAMESPACE], ...]`. Each host is a rank that enters its network namespace, and carries
-what it is ordered by the product's own carrier and transport. The first line of output is the address of each peer.
-Each line of standard input has an order for some peers, `{PEER: ORDER, ...}`, and is answered with a line,
-`{PEER: ANSWER, ...}`, once all of them are done. Orders: `{"open": VERSION_MAP, "holds": [SHARD, ...]}`,
-`{"carry": ORDER}`, `{"sum": true}`.
+HOSTS is JSON: `[[PEER, ADDRESS, NAMESPACE], ...]`. Each host is a rank that enters its network namespace and carries
+out orders with the product's carrier and transport. The first line of output has the address of each peer. A line of
+standard input has orders for some peers, `{PEER: ORDER, ...}`; when all are done, the response is a line `{PEER:
+RESPONSE, ...}`. Orders: `{"open": VERSION_MAP, "holds": [SHARD, ...]}`, `{"carry": ORDER}`, `{"sum": true}`.
 """
 
 import hashlib
@@ -30,13 +29,13 @@ from orchestrrl.weights.peer.staged import StagedVersion
 from orchestrrl.weights.transports.base import make_transport
 from planner.model import PeerId
 
-FOLDER = Path("/run/weights")  # of the box's own, in memory
+FOLDER = Path("/run/weights")  # in memory, inside the box's mount namespace
 MAP: TypeAdapter[VersionMap] = TypeAdapter(VersionMap)
 CARRY: TypeAdapter[CarryEdges] = TypeAdapter(CarryEdges)
 
 
 def opened(folder: Path, map: VersionMap, holds: Collection[str]) -> StagedVersion:
-    """Return a version in files of which the shards `holds` are there from the start, and nothing of an earlier one."""
+    """Create the files of a version, with the shards `holds` filled. Files of an earlier version are deleted."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     staged = StagedVersion(folder, OpenVersion(map))
@@ -48,14 +47,14 @@ def opened(folder: Path, map: VersionMap, holds: Collection[str]) -> StagedVersi
 
 
 def sha256_of(folder: Path) -> str:
-    """Return the sum of a version's file."""
+    """Return the SHA-256 of a version's file."""
     with (folder / MODEL_FILE).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def run_rank(transport_name: str, hosts: list[list[str]], number: int, line: Connection) -> None:
     peer, address, room = hosts[number]
-    enter(room)  # the whole process, which has no thread yet
+    enter(room)  # moves the whole process, which has only this thread
     transport = make_transport(transport_name, address)
     line.send(transport.open())
     ended: SimpleQueue[EdgeEvent] = SimpleQueue()

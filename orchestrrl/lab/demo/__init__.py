@@ -1,1 +1,1 @@
-"""The demo: one generation step without and with OrchestrRL, on the same engines, requests and lengths."""
+"""The demo: run one generation step without and with OrchestrRL, on the same engines, requests and lengths."""

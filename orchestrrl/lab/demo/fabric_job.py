@@ -1,17 +1,18 @@
-"""Training jobs in small, for showing windows: torch and gloo, ranks forked from a process that has imported torch.
+"""Small training jobs that demonstrate windows: torch and gloo, with ranks forked from a process that imported torch.
 
-Compute is sleeping. An iteration: forward with an EP all-to-all per layer, a pause without traffic, backward with
-buckets of gradients that are all-reduced over DP meanwhile, the optimizer's pause; now and then weights are sent.
+Compute is simulated by sleeping. An iteration consists of a forward pass with one EP all-to-all per layer, a pause
+without traffic, a backward pass with overlapped DP all-reduces of gradient buckets, and the optimizer's pause. Every
+`SEND_WEIGHTS_EVERY` iterations, weights are broadcast.
 
-`python -m orchestrrl.lab.demo.fabric_job` reads orders on its standard input and answers each with one line of JSON:
+`python -m orchestrrl.lab.demo.fabric_job` reads orders from standard input and responds to each with one line of JSON:
 
     {"start": NAME, "ranks": 8, "window_s": 0.12, "store": FILE, "rings": FOLDER or null, "stamps": FILE}
-    {"turn": NAME, "iterations": N}     how long each took for its slowest rank, in seconds
-    {"stop": NAME}                      its ranks' exit statuses
+    {"turn": NAME, "iterations": N}     seconds of each iteration on its slowest rank
+    {"stop": NAME}                      exit statuses of the ranks
 
-A job with rings has its collectives recorded (the folder orchestrrl/integrations/instrument is on PYTHONPATH), and its
-rank 0 announces what comes next. FILE gets the moment at which each rank's pauses begin. Standard library and torch
-only: it runs where OrchestrRL's dependencies are not installed.
+The collectives of a job with rings are recorded (the folder orchestrrl/integrations/instrument is on PYTHONPATH), and
+its rank 0 announces periods. The start time of each rank's pauses is written to `stamps`. Standard library and torch
+only, because it runs without OrchestrRL's dependencies.
 """
 
 import contextlib
@@ -42,7 +43,7 @@ ELEMENTS = 4096
 
 
 class Stamps:
-    """In shared memory, two words per rank: how many of its pauses have begun, and when the latest did, nanoseconds."""
+    """Shared memory with two words per rank: the number of pauses, and the start of the latest in nanoseconds."""
 
     def __init__(self, path: Path, rank: int) -> None:
         with path.open("r+b") as file:
@@ -55,7 +56,7 @@ class Stamps:
 
 
 class JobRank:
-    """One process of a job. EP groups are the halves of the job, one in each PoD; DP groups have a rank of either."""
+    """One rank of a job. The EP groups are the two halves of the job, one per PoD; a DP group has one rank of each."""
 
     def __init__(self, order: "JobOrder", recorder: ModuleType | None, stamps: Stamps) -> None:
         self._rank, half = dist.get_rank(), order.ranks // 2
@@ -64,7 +65,7 @@ class JobRank:
         self._stamps = stamps
         self.experts = [list(range(half)), list(range(half, order.ranks))]
         self.replicas = [[rank, rank + half] for rank in range(half)]
-        # Every rank makes all groups, as torch wants it.
+        # Every rank creates all groups, as torch requires.
         self._expert_group = self._mine(self.experts)
         self._replica_group = self._mine(self.replicas)
         self._tokens = torch.ones(half * 64)
@@ -73,11 +74,11 @@ class JobRank:
         self._iteration = 0
 
     def iterate(self) -> float:
-        """One iteration; how long it took, in seconds."""
+        """Run one iteration and return its seconds."""
         began_s = time.perf_counter()
         if self._recorder is not None:
             self._recorder.iteration(self._iteration)
-        # What comes after the next pause is announced before it, so that it is materialised when the pause begins.
+        # The period after the next pause is announced before the pause, so that its circuits are ready to commit.
         self._announce("gradients", "DP", "ring_all_reduce", self.replicas, 4e9)
         with self._mark("forward"):
             for _ in range(LAYERS):
@@ -103,7 +104,7 @@ class JobRank:
 
     def _pause(self) -> None:
         self._stamps.pause()
-        time.sleep(max(0.0, self._order.window_s - LAYER_S))  # the first layer's compute after it is quiet too
+        time.sleep(max(0.0, self._order.window_s - LAYER_S))  # the next layer's compute has no traffic either
 
     def _mine(self, groups: list[list[int]]) -> Any:
         made = [dist.new_group(ranks) for ranks in groups]
@@ -125,7 +126,7 @@ class JobRank:
 
 @dataclass(frozen=True, slots=True)
 class JobOrder:
-    """How a job is to be; `start` is its name."""
+    """The parameters of a job. `start` is its name."""
 
     start: str
     ranks: int
@@ -136,12 +137,12 @@ class JobOrder:
 
 
 def run_rank(order: JobOrder, rank: int, line: Connection) -> None:
-    """Run iterations in a forked process until None is received, or the other end of its line is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: whoever started the job ends it
+    """Run iterations in a forked process until None is received or the other end of the pipe is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C, the parent process ends the job
     torch.set_num_threads(1)
     recorder: ModuleType | None = None
     if order.rings is not None:
-        import recorder as here  # type: ignore[import-not-found]  # of the folder on PYTHONPATH
+        import recorder as here  # type: ignore[import-not-found]  # from the folder on PYTHONPATH
 
         here.start(order.rings, job=order.start)
         recorder = here

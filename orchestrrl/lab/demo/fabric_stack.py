@@ -1,8 +1,8 @@
-"""A daemon with a small site, its switches in a process of their own, an agent that reads this machine's rings, and the
+"""A daemon with a small site, its switches in a separate process, an agent that reads this machine's rings, and the
 jobs of fabric_job.py.
 
-What became of each period is asked of the daemon afterwards, of the switches what came to them and when, and of the
-recorders of a job's ranks when a collective was in flight.
+Afterwards, the daemon reports the outcome of each period, the switches the commands received and their times, and the
+recorders of the job's ranks when collectives were in flight.
 """
 
 import json
@@ -40,10 +40,10 @@ CLOCKS_AGREE_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class CommitRecord:
-    """A change of circuits as the daemon reports it, and in seconds of this host's monotonic clock.
+    """A change of circuits as reported by the daemon, with times of this host's monotonic clock.
 
-    `armed_s`: it was ready, and waited for a window. `received_s`: the first switch was asked, and `set_s`: the first
-    mirror was told to move, by the switches' own word.
+    `armed_s`: the change was ready and waited for a window. As reported by the switches, `received_s`: the first switch
+    received its command; `set_s`: the first mirror was commanded to move.
     """
 
     period: str
@@ -56,30 +56,30 @@ class CommitRecord:
 
 
 class RecordedTraffic:
-    """The events of every rank, and when no collective of any rank was in flight: disjoint and ascending intervals of
-    the host's monotonic clock, the first and the last of them without an end."""
+    """The recorded events of every rank, and the quiet intervals without a collective in flight on any rank: disjoint,
+    ascending, in the host's monotonic clock; the first and the last are unbounded."""
 
     def __init__(self, traces: Mapping[int, Sequence[RingEvent]]) -> None:
-        """A collective that has not ended lasts for ever."""
+        """Compute the quiet intervals. A collective that has not ended is in flight indefinitely."""
         self.traces = traces
         collectives = [event for events in traces.values() for event in events if event.is_collective]
         busy = [(event.start_ns / 1e9, (event.end_ns or 2**62) / 1e9) for event in collectives]
         self._quiet = common_quiet([[(-inf, -inf), *busy, (inf, inf)]])
 
     def during(self, start_s: float, end_s: float) -> float:
-        """Return for how many of these seconds there was some."""
+        """Return the seconds of an interval during which a collective was in flight."""
         quiet_s = (min(until_s, end_s) - max(since_s, start_s) for since_s, until_s in self._quiet)
         return end_s - start_s - sum(each_s for each_s in quiet_s if each_s > 0)
 
     def quiet_around(self, at_s: float) -> Interval | None:
-        """Return the pause between two collectives that this moment is in; None where it is in none."""
+        """Return the pause between two collectives that contains `at_s`, or None."""
         return next((pause for pause in self._quiet[1:-1] if pause[0] <= at_s < pause[1]), None)
 
 
 @dataclass(frozen=True, slots=True)
 class PeriodOutcomes:
-    """The fabric's status with the last periods, their commits in order, and the traffic of the jobs that are there.
-    `set_s`: when any switch's mirrors were told to move."""
+    """The fabric's status with the last periods, their commits in order, and the traffic of the running jobs. `set_s`
+    are the times at which mirrors of any switch were commanded to move."""
 
     status: fabric_pb2.FabricStatus
     commits: Sequence[CommitRecord]
@@ -88,21 +88,22 @@ class PeriodOutcomes:
 
     @property
     def outside(self) -> list[CommitRecord]:
-        """Commits during which some rank had a collective in flight."""
+        """Commits during which a rank had a collective in flight."""
         return [each for each in self.commits if self.traffic.during(each.commanded_s, each.usable_s) > 0]
 
 
 class FabricDemoStack(Stack):
-    """Made by `fabric_demo`; `folder` is its own. Its jobs run in vLLM's environment, which has torch."""
+    """The processes of the fabric demo in their own folder, created by `fabric_demo`. Jobs run in vLLM's environment,
+    which has torch."""
 
     @property
     def rings(self) -> Path:
-        """Where jobs are recorded."""
+        """The folder to which jobs are recorded."""
         return self.folder / "rings"
 
     async def start_job(self, name: str, window_s: float, *, recorded: bool = True) -> Path:
-        """Start a job, and return the file into which it writes when its pauses begin. One that is recorded is ready
-        once the daemon reports that all its ranks are read: what they announce before may be lost."""
+        """Start a job and return the file to which it writes the start times of its pauses. For a recorded job, wait
+        until the daemon reports all its ranks, because earlier announcements may be lost."""
         stamps = self.folder / f"{name}.stamps"
         stamps.write_bytes(bytes(2 * RANKS * WORD_BYTES))
         files = {"store": str(self.folder / f"{name}.store"), "stamps": str(stamps)}
@@ -118,27 +119,27 @@ class FabricDemoStack(Stack):
         return stamps
 
     async def turn(self, job: str, iterations: int) -> list[float]:
-        """Return the seconds of each iteration: of its slowest rank."""
+        """Run iterations and return the seconds that each took on its slowest rank."""
         taken_s: list[float] = await self.job_request(turn=job, iterations=iterations)
         return taken_s
 
     async def job_request(self, **order: Any) -> Any:
-        """Return the answer to one of the orders of fabric_job.py."""
+        """Send an order to fabric_job.py and return the response."""
         return await self.processes["torch"].request(order)
 
     async def outcome(self) -> PeriodOutcomes:
-        """Return what the daemon, the switches and the recorders report when no period is under way any more. Raises
-        Permanent where an event was overwritten before it was read."""
+        """Wait until all periods have ended, and return the reports of the daemon, the switches and the recorders.
+        Raises Permanent if an event was overwritten before it was read."""
 
         async def over() -> fabric_pb2.FabricStatus | None:
             status = await self.fabric(PERIODS_ASKED)
             return status if all(period.HasField("ended_unix_s") for period in status.periods) else None
 
-        status = await until(over, "no period is under way")
+        status = await until(over, "all periods have ended")
         (host,) = status.hosts
-        offset_s = time.monotonic() - time.time()  # daemon and switches have Unix time
+        offset_s = time.monotonic() - time.time()  # daemon and switches report Unix time
         if abs(offset_s - host.offset_s) > CLOCKS_AGREE_S:
-            raise Permanent(f"this host's clock was set meanwhile, by {offset_s - host.offset_s:g} s")
+            raise Permanent(f"this host's clock was changed during the run by {offset_s - host.offset_s:g} s")
         switches = (await self.processes["switches"].request({})).values()
         noted = {what: sorted(at_s for each in switches for at_s in each[what]) for what in ("received_s", "set_s")}
         reader = JournalReader(self.folder / JOURNAL_FILE)
@@ -171,7 +172,7 @@ def _traces(rings: Path) -> dict[int, list[RingEvent]]:
             events, lost = reader.events()
             found[reader.header().rank] = events
         if lost:
-            raise Permanent(f"{path} has lost {lost} events: fewer iterations, or larger rings")
+            raise Permanent(f"{path} has lost {lost} events: run fewer iterations, or use larger rings")
     return found
 
 
@@ -203,8 +204,8 @@ async def fabric_demo(folder: Path, *, device_s: float, within_s: float = 10.0) 
 
 
 def _site(device_s: float) -> Site:
-    """Two PoDs that train, of four servers with a GPU each; every server is under a ToR of its own, which has two ports
-    upwards, and an uplink has four lanes."""
+    """Return a site of two training PoDs with four servers of one GPU each. Every server has its own ToR with two
+    uplink ports, and an uplink has four lanes."""
     device = SwitchModel("shown", device_s, PORTS)
     return regular_site(
         SiteShape(

@@ -1,8 +1,8 @@
-"""Virtual switches in a process of their own, for showing: `python -m orchestrrl.lab.demo.fabric_switches OPTIONS ID
+"""Virtual switches of the fabric demo in a separate process: `python -m orchestrrl.lab.demo.fabric_switches OPTIONS ID
 ...`.
 
-OPTIONS are those of the driver `virtual`, as JSON. Prints a line of JSON, each switch's port, where it is served as
-`OcsDriver`. Each line on standard input is answered with what has come over the wire so far. Ends when the input does.
+OPTIONS are the options of the driver `virtual` as JSON. Prints a line of JSON with the port at which each switch serves
+`OcsDriver`. The response to each line of standard input is a line with the commands so far. Ends with its input.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from orchestrrl.rpc.ocs_server import serve_driver
 
 
 class NotingSwitch(VirtualSwitch):
-    """Notes when changes are asked for, and when its mirrors are told to move, in Unix time."""
+    """A virtual switch that records when it receives changes and when its mirrors start to move, in Unix time."""
 
     def __init__(self, device: str, **options: Any) -> None:
         super().__init__(device, **options)

@@ -1,4 +1,4 @@
-"""The same step on a fleet that stays as it is and on one that the planner may replace; what came of both."""
+"""Run the same step on a pinned fleet and on one that the planner can redeploy, and return both outcomes."""
 
 import asyncio
 import contextlib
@@ -30,43 +30,43 @@ LOOK_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class FlightSnapshot:
-    """What the daemon knew of the requests in flight, at a time of the clock."""
+    """The requests in flight as listed by the daemon at one wall-clock time."""
 
     at_s: float
-    engine_of: Mapping[str, str]  # empty: their gateway has them
-    context_tokens: Mapping[str, int]  # prompt and what was generated
+    engine_of: Mapping[str, str]  # request -> engine; an empty name means that the gateway holds it
+    context_tokens: Mapping[str, int]  # request -> prompt and generated tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """How the requests that their gateway kept through a redeployment went on. Seconds of the clock from admission
-    until their first new tokens."""
+    """The resumption of the requests that the gateway held during a redeployment. Times are wall-clock seconds from
+    admission to the first new token."""
 
     requests: int
-    context_tokens: int  # of all of them, computed again
-    predicted_s: float  # until the last has its first new token, by the plan
+    context_tokens: int  # recomputed tokens of all requests
+    predicted_s: float  # the plan's prediction for the last request
     median_s: float
     last_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class ObservedRedeployment:
-    """A redeployment that a plan led to. Reports and plans are as the daemon tells them: in seconds of the clock."""
+    """A redeployment that a plan caused. The daemon's reports and plans are in wall-clock seconds."""
 
     report: Mapping[str, Any]
     plan: Mapping[str, Any]
-    resumption: Resumption | None  # None: no request was seen to wait for it
-    followed: Mapping[str, Any] | None  # by circuits; None: none were announced
+    resumption: Resumption | None  # None if no held request was observed
+    followed: Mapping[str, Any] | None  # the change of circuits; None if none was announced
 
     @property
     def redeploying_s(self) -> float:
-        """From the fence until requests went to the new engines."""
+        """Seconds from the fence until requests were sent to the new engines."""
         closed_s = self.report["closed_s"]
         return 0.0 if closed_s is None else float(closed_s)
 
     @property
     def total_s(self) -> float:
-        """Until the last request that waited went on."""
+        """Seconds from the fence until the last held request continued."""
         return self.redeploying_s + (self.resumption.last_s if self.resumption else 0.0)
 
     @property
@@ -76,8 +76,8 @@ class ObservedRedeployment:
 
 @dataclass(slots=True, kw_only=True)
 class RedeploySeed(ComparedStep):
-    """The step with the planner pinned, and free: all but the records, which are in engine seconds, is of the free run
-    and in seconds of the clock."""
+    """The step with the planner pinned (baseline) and free. The records are in engine seconds; all other fields are of
+    the free run, in wall-clock seconds."""
 
     began_s: float
     snapshots: list[FlightSnapshot]
@@ -93,20 +93,20 @@ RedeployDemo = ComparedDemo[RedeploySeed]
 async def run_redeploy_demo(
     scenario: DemoScenario, seeds: Sequence[int], out_dir: Path, report: Report
 ) -> RedeployDemo:
-    """Every seed twice: first the planner is pinned to the fleet as it is, then it is free once the step has begun."""
+    """Run every seed twice: first with the planner pinned, then with the planner released when the step has started."""
     report("starting OrchestrRL and the engines", 0, 0)
     outcomes = []
     async with redeploy_stack(scenario, out_dir) as stack:
         site = site_of(stack.deployment)
-        await stack.begin_with(stack.deployment.standby, "to sleep until they are wanted")
+        await stack.begin_with(stack.deployment.standby, "start the standby engines")
         for seed in seeds:
             step = samples(scenario, "simulated", seed)
-            await stack.begin_with(stack.deployment.initial, "each step begins so")
+            await stack.begin_with(stack.deployment.initial, "initial fleet of a step")
             await stack.pin()
             pinned, *_ = await _run(scenario, stack, step, report, f"pinned, seed {seed}")
             known = {redeployment["redeployment_id"] for redeployment in await _redeployments(stack.control)}
             before, label = await fabric_now(stack.control, site), f"free to redeploy, seed {seed}"
-            # While engines are frozen until they have every request, a redeployment would cost the step nothing.
+            # Released after submission: engines are frozen until then, and a redeployment would cost no step time.
             free, began_s, looks = await _run(scenario, stack, step, report, label, stack.release)
             outcome = RedeploySeed(
                 seed,
@@ -132,13 +132,13 @@ async def _run(
     label: str,
     begun: Callable[[], Awaitable[None]] | None = None,
 ) -> tuple[DemoStepRecord, float, list[FlightSnapshot]]:
-    """Run the step. Return its record, when it began by the clock, and what the daemon knew meanwhile."""
+    """Run the step. Return its record, its start as Unix time, and snapshots of the requests in flight."""
     control = stack.control
     urls = [worker.url for worker in (await stack.status()).workers]
     looks: list[FlightSnapshot] = []
 
     async def poll() -> None:
-        with contextlib.suppress(OrchestrRLError):  # a busy daemon answers the next time
+        with contextlib.suppress(OrchestrRLError):  # a busy daemon responds to the next poll
             listed = await control.call(control.control.ListRequests, control_pb2.ListRequestsRequest())
             at = {request.request_id: request.engine_id for request in listed.requests}
             tokens = {r.request_id: r.prompt_tokens + r.generated_tokens for r in listed.requests}
@@ -147,7 +147,7 @@ async def _run(
     async with connected(scenario, "simulated", urls, report) as fleet, meanwhile(poll, LOOK_S):
         record = await fleet.run_step(step, label, stack.gateway_url, begun=begun)
         began_s = time.time() - record.makespan_s / scenario.speed
-    await asyncio.sleep(5 * scenario.control.report_interval_s)  # the last results are on their way
+    await asyncio.sleep(5 * scenario.control.report_interval_s)  # until the last results are reported
     return record, began_s, looks
 
 
@@ -167,7 +167,7 @@ async def _add_redeployments(outcome: RedeploySeed, control: ControlClient, know
 
 
 async def _redeployments(control: ControlClient) -> list[dict[str, Any]]:
-    """All of them, oldest first, with their steps."""
+    """Return all redeployments with their steps, oldest first."""
     listed = await control.call(control.control.ListRedeployments, control_pb2.ListRedeploymentsRequest())
     reports = []
     for redeployment in sorted(listed.redeployments, key=lambda redeployment: redeployment.created_unix_s):
@@ -180,14 +180,14 @@ async def _redeployments(control: ControlClient) -> list[dict[str, Any]]:
 def resumption(
     report: Mapping[str, Any], plan: Mapping[str, Any], snapshots: Sequence[FlightSnapshot]
 ) -> Resumption | None:
-    """How requests that waited went on, as far as looks show; None: none was seen to. Pure."""
+    """Return the resumption of held requests as observed in snapshots, or None if none was observed. Pure."""
     admitted = [step["began_unix_s"] + step["elapsed_s"] for step in report["steps"] if step["kind"] == "admit"]
     fenced = [step["began_unix_s"] for step in report["steps"] if step["kind"] == "fence"]
     if not admitted or not fenced:
         return None
     left = {engine["engine_id"] for engine in report["old_engines"]}
     left -= {engine["engine_id"] for engine in report["new_engines"]}
-    held: dict[str, int] = {}  # context of requests of engines that leave, when they were admitted again
+    held: dict[str, int] = {}  # request of a stopped engine -> its context tokens at admission
     for look in snapshots:
         if look.at_s < fenced[0]:
             held = {request: look.context_tokens[request] for request, e in look.engine_of.items() if e in left}

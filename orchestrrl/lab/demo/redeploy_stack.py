@@ -1,5 +1,4 @@
-"""The processes of the demo of a redeployment: daemon and gateway. The daemon starts the engines, and may replace
-them."""
+"""The processes of the redeployment demo: a daemon, which starts and replaces engines, and a gateway."""
 
 import asyncio
 import contextlib
@@ -27,34 +26,34 @@ from planner.fabric.model import port_pair
 from planner.fabric.topology import Site, SwitchModel
 from planner.model import Configuration
 
-PORTS = (21_000, 21_999)  # of engines
+PORTS = (21_000, 21_999)  # port range of engines
 SITE_FILE = "site.yaml"
 GEN_POD = "gen0"
-SWITCH_PORTS = 64  # of each switch
+SWITCH_PORTS = 64  # ports per switch
 PERIODS_ASKED = 64
 
 
 class RedeployStack(Stack):
-    """A daemon that can deploy, and a gateway. No engine runs at first. Made by `redeploy_stack`."""
+    """A daemon with a deployer, and a gateway, created by `redeploy_stack`. Initially no engine runs."""
 
     deployment: DeploymentSection
     control: ControlClient
 
     async def begin_with(self, configuration: str, reason: str) -> None:
-        """Bring the fleet to that configuration, ready for a step. Raises Permanent."""
+        """Redeploy the fleet to a configuration and wait until it is ready for a step. Raises Permanent."""
         status = await self.status()
         if {worker.configuration for worker in status.workers} != {configuration}:
             target = control_pb2.RedeployTarget(configuration=configuration)
             order = control_pb2.RedeployRequest(targets=[target], reason=reason)
-            report: dict[str, Any] = {"state": "refused", "detail": "the daemon did not say why"}
+            report: dict[str, Any] = {"state": "refused", "detail": "the daemon gave no reason"}
             async for message in self.control.watch(self.control.control.Redeploy, order):
                 report = plain(message)
             if report["state"] != "done":
-                raise Permanent(f"the fleet is not brought to {configuration}: {report['state']}, {report['detail']}")
+                raise Permanent(f"redeployment to {configuration} failed: {report['state']}, {report['detail']}")
         await self.until_reported(1, ("gateway",))
 
     async def pin(self) -> None:
-        """The planner leaves the fleet as it is."""
+        """Pin the planner to the current fleet."""
         await self.control.call(self.control.control.PinPlan, control_pb2.PinPlanRequest(reason="for comparison"))
 
     async def release(self) -> None:
@@ -63,13 +62,13 @@ class RedeployStack(Stack):
 
 @contextlib.asynccontextmanager
 async def redeploy_stack(scenario: DemoScenario, out_dir: Path) -> AsyncIterator[RedeployStack]:
-    """Daemon and gateway; on leaving they end, and with them the engines that the daemon started."""
+    """Start a daemon and a gateway. On exit, stop them and all engines that the daemon started."""
     deployment = scenario.deployment
-    assert deployment is not None, "the scenario is of a fleet that the daemon starts"
+    assert deployment is not None, "the daemon starts the fleet of this scenario"
     async with RedeployStack(out_dir) as stack:
         document = _daemon_config(scenario, deployment, stack.folder)
         stack.configure(document)
-        await _end_engines(stack.config_path)  # of an earlier run that was killed
+        await _end_engines(stack.config_path)  # engines of an earlier run that was killed
         stack.undo.push_async_callback(_end_engines, stack.config_path)
         await stack.start_daemon(document)
         await stack.start_gateway(*gateway_flags(scenario, "simulated"))
@@ -79,9 +78,9 @@ async def redeploy_stack(scenario: DemoScenario, out_dir: Path) -> AsyncIterator
 
 
 async def _end_engines(config_path: Path) -> None:
-    """Engines outlive their daemon, but not the demo."""
+    """Stop all engines of the deployer, because engines outlive their daemon."""
     deployer = deployer_of(load_config(config_path), WallClock())
-    assert deployer is not None, "the configuration names one"
+    assert deployer is not None, "the configuration has a deployer"
     try:
         engines = await deployer.list_engines()
         await asyncio.gather(*(deployer.stop(engine.engine) for engine in engines))
@@ -90,8 +89,8 @@ async def _end_engines(config_path: Path) -> None:
 
 
 def modelled_switch_s(deployment: DeploymentSection, name: str) -> float:
-    """What the profile says that engines of that configuration take to come up. Half of it is put on those that go to
-    sleep in their place."""
+    """Return the profile's engine seconds to switch to a configuration: half for the sleep of the replaced engines,
+    half for the wake-up of the new ones."""
     return _straight(deployment)[name].switch_s
 
 
@@ -100,8 +99,7 @@ def _straight(deployment: DeploymentSection) -> dict[str, Configuration]:
 
 
 def _daemon_config(scenario: DemoScenario, deployment: DeploymentSection, folder: Path) -> dict[str, Any]:
-    """All of it in seconds of the clock, as the daemon and everything that it sees have them: engines are as much
-    faster as the scenario says."""
+    """Return the daemon's configuration in wall-clock seconds: engines run faster by the scenario's `speed`."""
     speed = scenario.speed
     asleep_s = modelled_switch_s(deployment, deployment.standby) / 2 / speed
     options = {"lengths": write_lengths(scenario, folder), "tick_s": scenario.tick_s, "sleep_s": asleep_s}
@@ -130,12 +128,12 @@ def _daemon_config(scenario: DemoScenario, deployment: DeploymentSection, folder
     }
 
 
-# --- the optical fabric: its site of virtual switches, and what became of its circuits
+# --- the optical fabric: its site of virtual switches and the state of its circuits
 
 
 @dataclass(frozen=True, slots=True)
 class ObservedFabric:
-    """Circuits as the switches have them, by PoD (empty: the core) and endpoints; periods as the daemon reports them,
+    """The circuits on the switches, by PoD (empty for the core) and endpoints, and the daemon's reports of periods,
     newest first."""
 
     circuits: Mapping[tuple[str, str, str], int]
@@ -143,7 +141,7 @@ class ObservedFabric:
 
 
 def _write_fabric(deployment: DeploymentSection, out_dir: Path) -> dict[str, Any]:
-    """Write the site's file; what goes into the daemon's configuration of that folder."""
+    """Write the site file and return the fabric's sections of the daemon's configuration."""
     site, fabric = site_of(deployment), deployment.fabric
     (out_dir / SITE_FILE).write_text(site_text(site), encoding="utf-8")
     options = {"connectivity": "any_to_any", "ports": SWITCH_PORTS, "reconfiguration_s": fabric.device_s}
@@ -155,7 +153,7 @@ def _write_fabric(deployment: DeploymentSection, out_dir: Path) -> dict[str, Any
 
 
 def site_of(deployment: DeploymentSection) -> Site:
-    """A PoD that trains and one that generates. Each ToR has a lane to the core that is kept for responses."""
+    """Return a site of one training and one generation PoD. Each ToR has a lane to the core reserved for responses."""
     fabric = deployment.fabric
     servers = deployment.gpus // fabric.gpus_per_server
     device = SwitchModel("shown", fabric.device_s, SWITCH_PORTS)
@@ -180,7 +178,7 @@ def site_of(deployment: DeploymentSection) -> Site:
 async def fabric_now(control: ControlClient, site: Site) -> ObservedFabric:
     message = await control.call(control.fabric.GetFabric, fabric_pb2.GetFabricRequest(limit=PERIODS_ASKED))
     counts: Counter[tuple[str, str, str]] = Counter()
-    for switch in site.switches:  # as they are at this moment, whatever the daemon believes
+    for switch in site.switches:  # read from the switches, not from the daemon's state
         shown = await control.call(control.switches.ShowSwitch, control_pb2.ShowSwitchRequest(switch_id=switch.id))
         for each in shown.cross_connects:
             ends = site.cabling.ends(port_pair(switch.id, each.ingress_port, each.egress_port))
@@ -190,8 +188,8 @@ async def fabric_now(control: ControlClient, site: Site) -> ObservedFabric:
 
 
 def followed(redeployment: Mapping[str, Any], fabric: ObservedFabric) -> dict[str, Any] | None:
-    """Return how circuits followed one redeployment, in the form of the report: what was announced while it let
-    requests in. `switches_wall_s`: of the whole time, from each command until its circuits were usable. Pure."""
+    """Return the change of circuits announced in the step `admit` of a redeployment, as in the report, or None.
+    `switches_wall_s` is the time from each command until its circuits were usable, summed over commands. Pure."""
     for step in redeployment["steps"]:
         if step["kind"] != "admit" or step["began_unix_s"] is None:
             continue

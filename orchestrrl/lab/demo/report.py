@@ -1,5 +1,4 @@
-"""The demos' outcomes for machines (report.json, sync.json, redeployment.json), and pictures of what remains and of who
-decodes it."""
+"""JSON reports of the demos (report.json, sync.json, redeployment.json), and plots of remaining requests."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def as_json(demo: DemoOutcome) -> dict[str, Any]:
-    """The report, as the contract of `make demo` has it, and what it takes to check its figures."""
+    """Return the report of `make demo`, with the data to verify its figures."""
     return {
         "engine": demo.engine,
         "requests": len(demo.seeds[0].samples),
@@ -55,7 +54,7 @@ def as_json(demo: DemoOutcome) -> dict[str, Any]:
 
 
 def sync_json(synced: SyncOutcome) -> dict[str, Any]:
-    """Seconds of the clock."""
+    """Return the report of a weight sync. Times are wall-clock seconds."""
     took = synced.profile
     return {
         "version": took.report.version,
@@ -81,7 +80,7 @@ def sync_json(synced: SyncOutcome) -> dict[str, Any]:
 
 
 def draw(demo: DemoOutcome, path: Path) -> None:
-    """Requests in flight over time, both runs, one panel per seed (figure 11 of the paper)."""
+    """Plot the requests in flight over time of both runs, one panel per seed (figure 11 of the paper)."""
     count = len(demo.seeds)
     figure, [panels] = axes(1, count, width=1.2 + 3.1 * count, height=3.4, sharey=True)
     for axis, outcome in zip(panels, demo.seeds, strict=True):
@@ -89,14 +88,14 @@ def draw(demo: DemoOutcome, path: Path) -> None:
         draw_remaining(axis, arms, len(outcome.samples))
         axis.set_title(f"seed {outcome.seed}: ratio {outcome.ratio:.2f}", fontsize=10)
         axis.set_xlabel("time (s)")
-    panels[0].set_ylabel("requests that remain")
+    panels[0].set_ylabel("remaining requests")
     panels[0].legend(loc="lower left", fontsize=8)
     figure.suptitle(f"One generation step on {demo.scenario.engines} {demo.engine} engines", fontsize=11)
     save(figure, path)
 
 
 def draw_remaining(axis: "Axes", arms: Mapping[str, DemoStepRecord], total: int) -> None:
-    """Draw the requests in flight in two runs, and the ends of both; the first run is the baseline."""
+    """Plot the requests in flight and the end of two runs. The first run is the baseline."""
     for (label, record), colour in zip(arms.items(), ("#888888", "#1f77b4"), strict=True):
         points = countdown(sorted(record.finish_s.values()), total - len(record.finish_s))
         axis.step(*zip(*points, strict=True), where="post", label=label, color=colour)
@@ -109,13 +108,13 @@ def draw_remaining(axis: "Axes", arms: Mapping[str, DemoStepRecord], total: int)
 
 # --- the demo of a redeployment
 
-# Of the case study, arXiv 2601.01209, section 6.2.2: seconds into the step, and what the redeployment took.
+# The case study, arXiv 2601.01209, section 6.2.2: seconds into the step, and seconds of the redeployment.
 PAPER = {"at_s": 272.0, "total_s": 7.5, "redeploying_s": 1.5, "kv_recompute_s": 5.4}
 
 
 def redeploy_json(demo: RedeployDemo) -> dict[str, Any]:
-    """All seconds are the engines', as the paper's are, but for those named wall_s, and those of the daemon's own
-    reports and plans."""
+    """Return the report of the redeployment demo. Times are engine seconds, comparable with the paper's, except those
+    named wall_s and those inside the daemon's reports and plans."""
     speed = demo.scenario.speed
     return {
         "requests": len(demo.seeds[0].samples),
@@ -178,18 +177,18 @@ def _resumption_json(resumed: Resumption, speed: float) -> dict[str, Any]:
 
 
 def at_s(redeployed: ObservedRedeployment, outcome: RedeploySeed, speed: float) -> float:
-    """Engine seconds from the step's start."""
+    """Return the engine seconds from the start of the step to the start of the redeployment."""
     return float(redeployed.report["created_unix_s"] - outcome.began_s) * speed
 
 
 def draw_redeployment(demo: RedeployDemo, path: Path) -> None:
-    """Above, requests in flight in both runs; below, which engine has each GPU in the free one, with how many."""
+    """Plot, above, the requests in flight in both runs; below, the requests per GPU and engine in the free run."""
     count, speed = len(demo.seeds), demo.scenario.speed
     figure, panels = axes(2, count, width=1.6 + 5.4 * count, height=5.6)
     for column, outcome in enumerate(demo.seeds):
         above, below = panels[0][column], panels[1][column]
         above.sharex(below)
-        arms = {"pinned to the fleet as it is": outcome.baseline, "free to redeploy": outcome.shown}
+        arms = {"pinned to the initial fleet": outcome.baseline, "free to redeploy": outcome.shown}
         draw_remaining(above, arms, len(outcome.samples))
         for redeployed in outcome.redeployments:
             began_s = at_s(redeployed, outcome, speed)
@@ -197,7 +196,7 @@ def draw_redeployment(demo: RedeployDemo, path: Path) -> None:
             above.axvspan(began_s, ended_s, color="#d62728", alpha=0.3, label="redeployment")
         above.set_title(f"seed {outcome.seed}: ratio {outcome.ratio:.2f}", fontsize=10)
         _draw_engines(below, demo, outcome)
-    panels[0][0].set_ylabel("requests that remain")
+    panels[0][0].set_ylabel("remaining requests")
     panels[1][0].set_ylabel("GPU")
     panels[0][0].legend(loc="lower left", fontsize=8)
     figure.suptitle("One generation step, with and without a redeployment", fontsize=11)
@@ -208,7 +207,7 @@ def _draw_engines(axis: "Axes", demo: RedeployDemo, outcome: RedeploySeed) -> No
     from matplotlib.colors import LogNorm
 
     deployment = demo.scenario.deployment
-    assert deployment is not None, "the scenario is of a fleet that the daemon starts"
+    assert deployment is not None, "the daemon starts the fleet of this scenario"
     gpus_of: dict[str, Sequence[int]] = {
         engine["engine_id"]: engine["gpus"]
         for redeployed in outcome.redeployments
@@ -217,7 +216,7 @@ def _draw_engines(axis: "Axes", demo: RedeployDemo, outcome: RedeploySeed) -> No
     }
     times = [(look.at_s - outcome.began_s) * demo.scenario.speed for look in outcome.snapshots]
     if len(times) > 1 and gpus_of:
-        loads = np.full((deployment.gpus, len(times)), np.nan)  # [gpu, look], requests of its engine, by its GPUs
+        loads = np.full((deployment.gpus, len(times)), np.nan)  # [gpu, snapshot], requests of the engine per GPU
         for look, snapshot in enumerate(outcome.snapshots):
             for engine, requests in Counter(snapshot.engine_of.values()).items():
                 if gpus := gpus_of.get(engine):

@@ -1,4 +1,4 @@
-"""The same generation steps without and with OrchestrRL, and by an oracle; what came of them, as one value."""
+"""Run the same generation steps without and with OrchestrRL, compute an oracle's result, and return the outcome."""
 
 import asyncio
 import contextlib
@@ -26,8 +26,8 @@ ALL_ENTRIES = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class MethodMark:
-    """The requests that moved with their context by one method, as predicted, and were seen to go on; seconds are
-    medians, of engines."""
+    """Moves with context by one method, of requests that moved by the predicted method and continued. Times are
+    medians in engine seconds."""
 
     method: str
     moves: int
@@ -35,22 +35,22 @@ class MethodMark:
     predicted_s: float
     actual_s: float
     predicted_over_actual: float  # of these medians
-    other_s: float  # what the other method was predicted to take; 0: it was not to be had
+    other_s: float  # predicted time of the other method; 0 if it was not available
 
 
 @dataclass(frozen=True, slots=True)
 class OracleMark:
-    """The step by an oracle that knows every length, and what nobody can beat. None: engines without a step model."""
+    """The result of an oracle that is given all lengths, and a lower bound for any schedule."""
 
     makespan_s: float
-    static_s: float  # the dealt placement, simulated in the same way
+    static_s: float  # the static placement, simulated in the same way
     lower_bound_s: float
     longest_tokens: int
 
 
 @dataclass(slots=True)
 class SeedOutcome(ComparedStep):
-    oracle: OracleMark | None = None
+    oracle: OracleMark | None = None  # None for engines without a step-time model
     moves: int = 0
     tokens_recomputed: int = 0
 
@@ -63,7 +63,7 @@ class SeedOutcome(ComparedStep):
 class DemoOutcome(ComparedDemo[SeedOutcome]):
     engine: str
     moves_by_method: list[MethodMark] = field(default_factory=list)
-    sync: SyncOutcome | None = None  # None: the scenario has no new weights
+    sync: SyncOutcome | None = None  # None if the scenario has no new weights
 
     @property
     def ratio_median(self) -> float:
@@ -76,7 +76,7 @@ class DemoOutcome(ComparedDemo[SeedOutcome]):
 
     @property
     def gain_kept(self) -> float | None:
-        """The share of the oracle's gain that OrchestrRL reached. None without an oracle, or if it gains nothing."""
+        """The fraction of the oracle's gain that OrchestrRL achieved, or None without an oracle or a gain of it."""
         oracle_ratio = self.oracle_ratio_median
         if oracle_ratio is None or oracle_ratio <= 1:
             return None
@@ -84,7 +84,7 @@ class DemoOutcome(ComparedDemo[SeedOutcome]):
 
     @property
     def limit(self) -> tuple[float, int, int] | None:
-        """Where the longest answer alone takes the largest share of a step: that share, its tokens, the seed."""
+        """The largest share of a step that its longest response takes alone, with its tokens and the seed."""
         return max(
             (
                 (outcome.oracle.lower_bound_s / outcome.shown.makespan_s, outcome.oracle.longest_tokens, outcome.seed)
@@ -98,8 +98,8 @@ class DemoOutcome(ComparedDemo[SeedOutcome]):
 async def run_demo(
     scenario: DemoScenario, engine: str, seeds: Sequence[int], out_dir: Path, report: Report
 ) -> DemoOutcome:
-    """Run every seed without OrchestrRL, then start it beside the same engines and run every seed again; then bring new
-    weights to them."""
+    """Run every seed without OrchestrRL, then start it for the same engines and run every seed again, then sync new
+    weights."""
     async with _fleet(scenario, engine, out_dir, report) as (fleet, engines):
         outcomes = []
         for seed in seeds:
@@ -111,7 +111,7 @@ async def run_demo(
             for outcome in outcomes:
                 before, label = await control_plane.status(), f"with OrchestrRL, seed {outcome.seed}"
                 outcome.shown = await fleet.run_step(outcome.samples, label, control_plane.gateway_url)
-                await asyncio.sleep(5 * scenario.control.report_interval_s)  # the last results are on their way
+                await asyncio.sleep(5 * scenario.control.report_interval_s)  # until the last results are reported
                 after = await control_plane.status()
                 outcome.moves = after.moves_done - before.moves_done
                 outcome.tokens_recomputed = after.tokens_recomputed - before.tokens_recomputed
@@ -119,14 +119,14 @@ async def run_demo(
                 marks = await marks_by_method(control, scenario.speed)
             synced = None if scenario.sync is None else await run_sync(fleet, control_plane)
     for index, outcome in enumerate(outcomes if engine == "simulated" else ()):
-        report("asking the oracle", index, len(outcomes))
+        report("computing the oracle's result", index, len(outcomes))
         outcome.expected = await asyncio.to_thread(expected_answers, scenario, outcome.samples)
         outcome.oracle = await asyncio.to_thread(_oracle, scenario, outcome.samples)
     return DemoOutcome(scenario, outcomes, engine, marks, synced)
 
 
 async def run_sync_demo(scenario: DemoScenario, engine: str, out_dir: Path, report: Report) -> SyncOutcome:
-    """The new weights alone."""
+    """Run only the weight sync."""
     async with _fleet(scenario, engine, out_dir, report) as (fleet, engines):
         report("starting OrchestrRL", 0, 0)
         async with stack.orchestrrl(scenario, engine, engines, out_dir) as control_plane:
@@ -158,11 +158,11 @@ def _oracle(scenario: DemoScenario, step: Sequence[Sample]) -> OracleMark:
     )
 
 
-# --- moves by method, as the daemon's journal has them: predicted seconds beside the actual ones
+# --- moves by method from the daemon's journal: predicted and actual seconds
 
 
 async def marks_by_method(control: ControlClient, speed: float) -> list[MethodMark]:
-    """Of all moves that the daemon's journal holds. `speed`: seconds of engines in one of the clock."""
+    """Return the marks of all moves in the daemon's journal. `speed` is engine seconds per wall-clock second."""
     wanted = control_pb2.WatchJournalRequest(
         tail=ALL_ENTRIES, kinds=[EntryKind.OPERATION_INTENT, EntryKind.OPERATION_RESULT]
     )
@@ -183,7 +183,7 @@ async def marks_by_method(control: ControlClient, speed: float) -> list[MethodMa
 
 
 def _mark(method: MoveMethod, moved: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], speed: float) -> MethodMark:
-    """`moved`: orders and their results."""
+    """Return the medians of one method. `moved` are pairs of order and result."""
     predicted_s, other_s = (speed * median(order[name] for order, _ in moved) for name in ("predicted_s", "other_s"))
     actual_s = speed * median(item["duration_s"] for _, item in moved)
     context_tokens = median(item["loaded_tokens"] + item["recomputed_tokens"] for _, item in moved)

@@ -1,4 +1,4 @@
-"""The demo's scenario: read from YAML, and what follows from it: prompts, lengths, and what a right answer is."""
+"""The demo's scenario, read from YAML, and the values derived from it: prompts, lengths and expected responses."""
 
 import random
 from collections.abc import Sequence
@@ -17,58 +17,57 @@ from orchestrrl.lab.simulated_engine.tokens import EOS, FIRST_WORD, LengthModel,
 from planner.model import RequestId
 
 ENGINES = ("simulated", "vllm")
-VLLM_VOCABULARY = 512  # of the tiny model; ids below 16 are special
+VLLM_VOCABULARY = 512  # vocabulary of the tiny model; ids below 16 are special
 
 
 class DemoFabricSection(ScenarioSection):
-    """An optical fabric of virtual switches: a PoD with these engines, and one as large that takes their responses."""
+    """An optical fabric of virtual switches: a PoD with these engines, and a training PoD of the same size."""
 
-    model: str  # whose sizes say what engines send
-    gpus_per_server: Count  # each with a NIC; a server is below a ToR of its own
+    model: str  # the model whose sizes determine the traffic of engines
+    gpus_per_server: Count  # each GPU has a NIC; each server has its own ToR
     tor_fibres: Count
-    device_s: Positive  # from command to link up, of the clock
+    device_s: Positive  # wall-clock seconds from command to link up
 
 
 class DeploymentSection(ScenarioSection):
-    """Engines that the daemon starts, and may replace by others. What they cost is a built-in profile's; replaced ones
-    sleep until they are wanted again."""
+    """Engines that the daemon starts and can replace. Their costs are those of a built-in profile. Replaced engines
+    sleep until they are needed again."""
 
     profile: str
     gpus: Count
     per_node: Count
-    initial: str  # configuration that each step begins with
-    standby: str  # one that is started before, and put to sleep
-    # What a switch takes here beside the engines' own time: of the clock.
-    overhead_s: NotNegative
+    initial: str  # configuration at the start of each step
+    standby: str  # configuration that is started first and put to sleep
+    overhead_s: NotNegative  # wall-clock seconds of a switch in addition to the engines' time
     fabric: DemoFabricSection
 
 
 class SyncSection(ScenarioSection):
-    """Weights that a trainer publishes while requests of a step run. vLLM's are those of its model."""
+    """Weights that a trainer publishes during a step. For vLLM, they are weights of its model."""
 
-    prompts: Count  # of that step
+    prompts: Count  # prompts of that step
     max_tokens: Count
 
 
 class DemoScenario(ScenarioSection):
-    """One generation step, to be run over several seeds."""
+    """One generation step, run with several seeds."""
 
     engines: Count
-    engine: SimulatedOptions  # vLLM brings its own step time
+    engine: SimulatedOptions  # step times are ignored by vLLM
     prompts: Count
     samples: Count
     prompt_tokens: tuple[Count, Count]
     max_tokens: Count
     lengths: LengthModel
-    # A model without a sense of length: each request's own max_tokens is how long its answer will be.
+    # For a model that does not end its responses: each request's max_tokens is the length of its response.
     length_is_max_tokens: bool = False
-    kv: bool = False  # engines hand KV over to each other; else moved requests are computed again
-    deployment: DeploymentSection | None = None  # None: the demo starts the engines, and they stay
-    sync: SyncSection | None = None  # None: weights stay as they are
+    kv: bool = False  # engines transfer KV; otherwise moved requests are recomputed
+    deployment: DeploymentSection | None = None  # None: the demo starts the engines, and none is replaced
+    sync: SyncSection | None = None  # None: no new weights
     seeds: Annotated[tuple[int, ...], Field(min_length=1)]
     speed: Positive
     tick_s: Positive = 0.03
-    # In seconds of wall time, the daemon's configuration without its fleet included.
+    # Both sections are in wall-clock seconds.
     control: GenerationControlSection
     daemon: dict[str, dict[str, Any]]
 
@@ -78,10 +77,10 @@ class Sample:
     """One request of the step."""
 
     id: RequestId
-    group: str  # the prompt's name
+    group: str  # the name of the prompt
     prompt_ids: tuple[int, ...]
-    output_tokens: int  # how long its answer will be
-    dealt_to: int  # the engine that the framework would deal its prompt to
+    output_tokens: int  # length of its response
+    dealt_to: int  # index of the engine to which a framework would assign the prompt
 
     @property
     def request(self) -> SimRequest:
@@ -89,11 +88,11 @@ class Sample:
 
 
 def load_scenario(name: str) -> DemoScenario:
-    """The shipped scenario `simulated`, `simulated-kv`, `simulated-redeploy` or `vllm`. Raises ProblemFaults if it has
-    been edited into nonsense."""
+    """Return the built-in scenario `simulated`, `simulated-kv`, `simulated-redeploy` or `vllm`. Raises ProblemFaults if
+    its file is invalid."""
     text = files("orchestrrl.lab.demo").joinpath(f"{name}.yaml").read_text(encoding="utf-8")
     document = yaml.safe_load(text)
-    # YAML 1.1 reads 4.1e-8 as a number but 1e-8 as a string; pydantic takes both.
+    # YAML 1.1 reads 4.1e-8 as a number but 1e-8 as a string; pydantic accepts both.
     try:
         return DemoScenario.model_validate(document)
     except ValidationError as error:
@@ -101,10 +100,10 @@ def load_scenario(name: str) -> DemoScenario:
 
 
 def samples(scenario: DemoScenario, engine: str, seed: int) -> list[Sample]:
-    """The step's requests in order of submission: a prompt's samples together, prompts dealt round robin.
+    """Return the step's requests in order of submission, grouped by prompt. Prompts are assigned round robin.
 
-    The engines decode greedily, so that a moved request can be checked against an undisturbed one; a prompt's samples
-    differ in its last token instead of in what is drawn.
+    The engines decode greedily, so that a moved request can be checked against an undisturbed one. Samples of a prompt
+    therefore differ in the last prompt token instead of in random numbers.
     """
     rng = random.Random(seed)
     vocabulary = (FIRST_WORD, TokenModel().vocab_size) if engine == "simulated" else (16, VLLM_VOCABULARY)
@@ -133,9 +132,9 @@ def expected_answers(scenario: DemoScenario, step: Sequence[Sample]) -> dict[Req
 
 
 def expected_ids(scenario: DemoScenario, sample: Sample) -> list[int]:
-    """What an undisturbed simulated engine answers, computed without any engine."""
+    """Return the response of an undisturbed simulated engine, computed without an engine."""
     generation = TokenModel(lengths=scenario.lengths).begin(sample.prompt_ids)
     ids = [generation.next_token()[0] for _ in range(sample.output_tokens)]
     if generation.answer_tokens <= scenario.max_tokens:
-        ids[-1] = EOS  # it ends by itself rather than at the limit
+        ids[-1] = EOS  # the model ends the response before the limit
     return ids

@@ -1,4 +1,4 @@
-"""What the demo starts: the scenario's engines, and OrchestrRL beside them."""
+"""Start the processes of the demo: the scenario's engines, and OrchestrRL."""
 
 import contextlib
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -15,13 +15,13 @@ from planner.model import Configuration, ConfigurationId
 
 GPUS_PER_ENGINE = 2
 STREAM_INTERVAL_TOKENS = 16
-# Of an engine's time: what a plan must gain, and what a switch takes.
+# Engine seconds: the minimum gain of a plan, and the duration of a switch.
 EPSILON_S, SWITCH_S = 10.0, 1.7
 
 
 @contextlib.asynccontextmanager
 async def engines(scenario: DemoScenario, kind: str, out_dir: Path) -> AsyncIterator[list[LocalEngine]]:
-    """Yield the scenario's engines, ready; they are stopped on leaving."""
+    """Start the scenario's engines and yield them when they are ready. They are stopped on exit."""
     out_dir.mkdir(parents=True, exist_ok=True)
     names = [f"engine-{index}" for index in range(scenario.engines)]
     if kind == "simulated":
@@ -30,7 +30,7 @@ async def engines(scenario: DemoScenario, kind: str, out_dir: Path) -> AsyncIter
     else:
         model, engine = out_dir / "tiny-model", scenario.engine
         await make_model(model)
-        # The gateway has every token streamed; one by one they would cost vLLM's front end more than the tiny model.
+        # The gateway requests streams; with one token per chunk, vLLM's front end would cost more than the tiny model.
         limits = {"stream_interval": STREAM_INTERVAL_TOKENS, "max_model_len": engine.max_model_len_tokens}
         starting = [
             start_vllm(name, model=model, log_dir=out_dir, max_num_seqs=engine.max_num_seqs, arguments=flags_of(limits))
@@ -51,7 +51,7 @@ def _simulated_flags(scenario: DemoScenario, out_dir: Path) -> list[str]:
 
 
 def write_lengths(scenario: DemoScenario, out_dir: Path) -> Path:
-    """The file of output lengths that simulated engines are started with."""
+    """Write the file of output lengths for simulated engines and return its path."""
     path = (out_dir / "lengths.yaml").absolute()
     path.write_text(yaml.safe_dump(scenario.model_dump(mode="json")["lengths"]))
     return path
@@ -61,8 +61,8 @@ def write_lengths(scenario: DemoScenario, out_dir: Path) -> Path:
 async def orchestrrl(
     scenario: DemoScenario, kind: str, running: Sequence[LocalEngine], out_dir: Path
 ) -> AsyncIterator[Stack]:
-    """Yield daemon, agent and gateway beside running engines, once all of them have reported; they are ended on
-    leaving."""
+    """Start a daemon, an agent and a gateway for running engines. Yield them when all have reported; stop them on
+    exit."""
     control, urls = scenario.control, named([engine.url for engine in running])
     async with Stack(out_dir) as stack:
         await stack.start_daemon(_daemon_config(scenario, urls))
@@ -78,7 +78,7 @@ def gateway_flags(scenario: DemoScenario, kind: str) -> list[str]:
 
 
 def daemon_settings(scenario: DemoScenario) -> dict[str, dict[str, Any]]:
-    """Return the daemon's configuration but for its fleet."""
+    """Return the daemon's configuration without the section `fleet`."""
     by_step = {"max_output_tokens": scenario.max_tokens, "epsilon_s": EPSILON_S / scenario.speed}
     return {**scenario.daemon, "slow": {**scenario.daemon["slow"], **by_step}}
 

@@ -1,4 +1,4 @@
-"""Submit one generation step over HTTP, as an RL framework does, and record what came back and when."""
+"""Submit one generation step over HTTP, as an RL framework does, and record responses and times."""
 
 import asyncio
 import contextlib
@@ -23,25 +23,25 @@ ACCEPTED_WITHIN_S = 60.0
 STEP_WITHIN_S = 900.0
 SAMPLE_INTERVAL_S = 0.1
 
-Report = Callable[[str, int, int], None]  # what is under way, and its progress
+Report = Callable[[str, int, int], None]  # current activity, units done, total units
 
 
 @dataclass(slots=True)
 class DemoStepRecord:
-    """One run of the step. Times in engine seconds from the start of the step."""
+    """The record of one run of the step. Times are engine seconds from the start of the step."""
 
     makespan_s: float = 0.0
     finish_s: dict[RequestId, float] = field(default_factory=dict)
     answers: dict[RequestId, list[int]] = field(default_factory=dict)
-    spans: dict[RequestId, list[VersionSpan]] = field(default_factory=dict)  # where they were asked for
+    spans: dict[RequestId, list[VersionSpan]] = field(default_factory=dict)  # only if they were requested
     faults: dict[RequestId, str] = field(default_factory=dict)
-    idle_s: list[float] = field(default_factory=list)  # per engine: nothing running while the step went on
+    idle_s: list[float] = field(default_factory=list)  # per engine: time without a running request during the step
 
 
 @dataclass(slots=True)
 class ComparedStep:
-    """One step, run twice: as a baseline and with what is shown. `expected`: the answers of an undisturbed run; None:
-    those of the baseline."""
+    """One step that is run twice: as a baseline and with the demonstrated feature. `expected` are the responses of an
+    undisturbed run; None means those of the baseline."""
 
     seed: int
     samples: list[Sample]
@@ -55,20 +55,20 @@ class ComparedStep:
 
     @property
     def lost(self) -> list[RequestId]:
-        """Requests without an answer in either run."""
+        """Requests without a response, once for each run."""
         runs = (self.baseline, self.shown)
         return [sample.id for sample in self.samples for record in runs if sample.id not in record.answers]
 
     @property
     def differing(self) -> list[RequestId]:
-        """Requests whose tokens, in either run, are not those of an undisturbed run."""
+        """Requests whose tokens, in either run, differ from those of an undisturbed run."""
         expected, runs = self.baseline.answers if self.expected is None else self.expected, (self.baseline, self.shown)
         return [id for id, ids in expected.items() if any(record.answers.get(id, ids) != ids for record in runs)]
 
     @property
     def faults(self) -> list[str]:
-        told = (*self.baseline.faults.items(), *self.shown.faults.items())
-        return [f"seed {self.seed}, {request}: {fault}" for request, fault in told]
+        faults = (*self.baseline.faults.items(), *self.shown.faults.items())
+        return [f"seed {self.seed}, {request}: {fault}" for request, fault in faults]
 
 
 Step = TypeVar("Step", bound=ComparedStep)
@@ -76,7 +76,7 @@ Step = TypeVar("Step", bound=ComparedStep)
 
 @dataclass(slots=True)
 class ComparedDemo(Generic[Step]):
-    """Steps of several seeds, each run twice."""
+    """The steps of several seeds, each run twice."""
 
     scenario: DemoScenario
     seeds: list[Step]
@@ -100,7 +100,7 @@ class ComparedDemo(Generic[Step]):
 
 @dataclass(frozen=True, slots=True)
 class DemoFleet:
-    """Engines of one kind while they run, and their clients. Made by `connected`."""
+    """Running engines of one kind, and their clients. Created by `connected`."""
 
     scenario: DemoScenario
     kind: str
@@ -117,13 +117,12 @@ class DemoFleet:
         begun: Callable[[], Awaitable[None]] | None = None,
         spans: bool = False,
     ) -> DemoStepRecord:
-        """Send every sample at once, through a gateway or, without one, to the engine to which it is dealt. Return when
-        all are answered.
+        """Send all samples at once, through a gateway or, without one, each to its assigned engine. Return when all
+        responses have arrived.
 
-        Simulated engines are frozen until they have every request, so that handing them in, which takes the same wall
-        time at any speed of the engines, does not count as engine time. `begun` is awaited after that, while the
-        engines run. `spans`: ask the gateway which policy version each token is from.
-        Failures of single requests are recorded, not raised.
+        Simulated engines are frozen until they have every request: submission takes the same wall time at any engine
+        speed, so it must not count as engine time. `begun` is awaited after that, while the engines run. With `spans`,
+        request the policy version of each token from the gateway. Failures of single requests are recorded, not raised.
         """
         hold, record = self.kind == "simulated", DemoStepRecord(idle_s=[0.0] * len(self.clients))
         run = _StepRun(self, record, partial(self.report, label), len(step), spans)
@@ -153,7 +152,7 @@ class DemoFleet:
 
 @contextlib.asynccontextmanager
 async def connected(scenario: DemoScenario, kind: str, urls: Sequence[str], report: Report) -> AsyncIterator[DemoFleet]:
-    """Yield engines with clients, which are closed on leaving."""
+    """Connect a client to each engine and yield the fleet. The clients are closed on exit."""
     clients = [connect(kind, url) for url in urls]
     try:
         yield DemoFleet(scenario, kind, urls, report, clients)
@@ -164,15 +163,15 @@ async def connected(scenario: DemoScenario, kind: str, urls: Sequence[str], repo
 
 @dataclass(slots=True)
 class _StepRun:
-    """One run of a step: its record, by engine seconds since its beginning."""
+    """One run of a step. It fills the record, in engine seconds since the start of the run."""
 
     fleet: DemoFleet
     record: DemoStepRecord
-    progress: Callable[[int, int], None]  # requests done, requests in all
+    progress: Callable[[int, int], None]  # requests done, total requests
     total: int
     spans: bool
-    began_s: float = 0.0  # by the clock
-    sampled_s: float = 0.0  # until when idle engines have been counted
+    began_s: float = 0.0  # monotonic clock
+    sampled_s: float = 0.0  # time of the last sample of idle engines
 
     def elapsed_s(self) -> float:
         return (time.monotonic() - self.began_s) * self.fleet.scenario.speed
@@ -193,7 +192,7 @@ class _StepRun:
                 return
             choice = json.loads(text)["choices"][0]
             if self.spans:
-                record.spans[sample.id] = [VersionSpan(**told) for told in choice["policy_versions"]]
+                record.spans[sample.id] = [VersionSpan(**span) for span in choice["policy_versions"]]
             record.answers[sample.id] = choice["token_ids"]
         except (aiohttp.ClientError, TimeoutError, json.JSONDecodeError, KeyError) as error:
             record.faults[sample.id] = f"{type(error).__name__}: {error}"
@@ -206,7 +205,8 @@ class _StepRun:
         return sum(reading.running + reading.waiting for reading in readings) >= self.total
 
     async def sample_idle(self) -> None:
-        """Count the seconds in which each engine had nothing running. One that is too busy to answer is not idle."""
+        """Add the time since the last sample to each engine without running requests. An engine that does not respond
+        is busy."""
         readings = await asyncio.gather(*(engine.metrics() for engine in self.fleet.clients), return_exceptions=True)
         now_s = self.elapsed_s()
         for index, reading in enumerate(readings):

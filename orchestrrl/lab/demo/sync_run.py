@@ -1,5 +1,5 @@
-"""A weight sync with requests in flight: one version at rest, the next while a step runs, and whether every token is
-of the version that its span names."""
+"""Run a weight sync with requests in flight: publish one version at rest and the next during a step, then check each
+token against the version that its span names."""
 
 import asyncio
 import shutil
@@ -30,23 +30,23 @@ from planner.model import RequestId
 
 LOOK_S = 0.05
 TRAINER = "train0"
-HOSTS = 2  # of engines
+HOSTS = 2  # hosts of engines
 BEFORE, AFTER = 1, 2  # the versions
-LAYERS, SHAPE = 16, (512, 1024)  # of the weights of simulated engines, in float32: 32 MiB
+LAYERS, SHAPE = 16, (512, 1024)  # weights of simulated engines: 32 MiB in float32
 
 
 @dataclass(slots=True)
 class SyncOutcome:
-    """What came of the version that was published while requests ran."""
+    """The outcome of publishing a version while requests run."""
 
     profile: SyncProfile
     engines: int
-    serve_it: int  # engines that say they have it
+    serve_it: int  # engines that report the version
     requests: int
     answered: int
-    crossed: int  # answers with tokens of both versions
-    tokens: dict[int | None, int]  # by version, as spans say
-    differing: int  # tokens that are not those of the version which their span names
+    crossed: int  # responses with tokens of both versions
+    tokens: dict[int | None, int]  # version named by the spans -> number of tokens
+    differing: int  # tokens that the version named by their span does not generate
     faults: list[str] = field(default_factory=list)
 
     @property
@@ -62,7 +62,7 @@ class SyncOutcome:
 
 @dataclass(frozen=True, slots=True)
 class AnswerStretch:
-    """Tokens of one span of an answer, and all before them."""
+    """The tokens of one span of a response, with their context: the prompt and all earlier tokens."""
 
     sample: Sample
     version: int | None
@@ -71,9 +71,9 @@ class AnswerStretch:
 
 
 async def run_sync(fleet: DemoFleet, stack: Stack) -> SyncOutcome:
-    """Raises Permanent where a version does not become the fleet's."""
+    """Publish two versions, the second during a step, and return its outcome. Raises Permanent if a sync fails."""
     scenario, is_simulated = fleet.scenario, fleet.kind == "simulated"
-    assert scenario.sync is not None, "the scenario has new weights"
+    assert scenario.sync is not None, "the scenario has a section `sync`"
     smaller = scenario.model_copy(update={"prompts": scenario.sync.prompts, "max_tokens": scenario.sync.max_tokens})
     fleet = replace(fleet, scenario=smaller)
     step = [replace(each, id=RequestId(f"sync-{each.id}")) for each in samples(smaller, fleet.kind, scenario.seeds[0])]
@@ -85,7 +85,7 @@ async def run_sync(fleet: DemoFleet, stack: Stack) -> SyncOutcome:
         async def publish(version: int) -> SyncReport:
             return await asyncio.to_thread(trainer.publish_arrays, version, checkpoint_pieces(checkpoints[version]))
 
-        fleet.report("the first weights", 0, 0)
+        fleet.report("publishing the first weights", 0, 0)
         await publish(BEFORE)
         undisturbed = DemoStepRecord() if is_simulated else await fleet.run_step(step, "undisturbed")
         published: list[SyncReport] = []
@@ -94,18 +94,18 @@ async def run_sync(fleet: DemoFleet, stack: Stack) -> SyncOutcome:
             await _under_way(stack.daemon_address, len(fleet.clients))
             published.append(await publish(AFTER))
 
-        record = await fleet.run_step(step, "new weights meanwhile", stack.gateway_url, begun=between, spans=True)
-    told = stretches(step, record)
+        record = await fleet.run_step(step, "new weights during the step", stack.gateway_url, begun=between, spans=True)
+    found = stretches(step, record)
     if is_simulated:
         seeds = {version: read_weights(folder).seed for version, folder in checkpoints.items()}
-        expected = [simulated_ids(smaller, seeds, each) for each in told]
+        expected = [simulated_ids(smaller, seeds, each) for each in found]
     else:
-        again = await fleet.run_step(_continued(told), "undisturbed, new weights")
-        expected = [_of(undisturbed if each.version == BEFORE else again, each) for each in told]
+        again = await fleet.run_step(_continued(found), "undisturbed, new weights")
+        expected = [_of(undisturbed if each.version == BEFORE else again, each) for each in found]
     (ended,) = published
     loaded = await asyncio.gather(*(weights_engine(client).loaded() for client in fleet.clients))
     tokens: Counter[int | None] = Counter()
-    for each in told:
+    for each in found:
         tokens[each.version] += len(each.ids)
     return SyncOutcome(
         profile(ended),
@@ -115,14 +115,14 @@ async def run_sync(fleet: DemoFleet, stack: Stack) -> SyncOutcome:
         answered=len(record.answers),
         crossed=sum(len({span.version for span in spans}) > 1 for spans in record.spans.values()),
         tokens=tokens,
-        differing=sum(_differing(each.ids, ids) for each, ids in zip(told, expected, strict=True)),
+        differing=sum(_differing(each.ids, ids) for each, ids in zip(found, expected, strict=True)),
         faults=[f"{request}: {fault}" for request, fault in (record.faults | undisturbed.faults).items()],
     )
 
 
 async def _start_peers(fleet: DemoFleet, stack: Stack, home: Path) -> dict[int, Path]:
-    """Start the trainer's peer and one for each of two hosts that share the engines, which end with the stack. Return
-    the checkpoint of each version once the daemon has the peers."""
+    """Start a peer for the trainer and for each of two hosts that share the engines. They stop with the stack. Return
+    the checkpoint of each version once the peers are attached."""
     shutil.rmtree(home, ignore_errors=True)
     home.mkdir(parents=True)
     hosts: dict[str, dict[str, str]] = {TRAINER: {}}
@@ -136,7 +136,7 @@ async def _start_peers(fleet: DemoFleet, stack: Stack, home: Path) -> dict[int, 
     if fleet.kind == "simulated":
         for version, folder in checkpoints.items():
             await asyncio.to_thread(_write, folder, version)
-    else:  # the model as it was started, and the same of another seed
+    else:  # the model that the engines started with, and the same model with another seed
         checkpoints[BEFORE] = stack.folder / "tiny-model"
         await make_model(checkpoints[AFTER], seed=1)
     await stack.until_attached(hosts)
@@ -144,7 +144,7 @@ async def _start_peers(fleet: DemoFleet, stack: Stack, home: Path) -> dict[int, 
 
 
 def _write(folder: Path, seed: int) -> None:
-    """Write random weights, for which simulated engines have other answers."""
+    """Write random weights, which determine the responses of simulated engines."""
     layout = lay_out([TensorMeta(f"model.layers.{layer}.weight", "F32", SHAPE) for layer in range(LAYERS)])
     chance = np.random.default_rng(seed)
     folder.mkdir()
@@ -155,7 +155,7 @@ def _write(folder: Path, seed: int) -> None:
 
 
 async def _under_way(daemon_address: str, engines: int) -> None:
-    """Until every engine has had something to do, as the gateway tells it: engines that are busy answer late. Raises
+    """Wait until the gateway has reported running requests on every engine; busy engines would respond late. Raises
     Permanent."""
     seen: set[str] = set()
     async with ControlClient(daemon_address) as control:
@@ -164,16 +164,16 @@ async def _under_way(daemon_address: str, engines: int) -> None:
             listed = await control.call(control.control.ListRequests, control_pb2.ListRequestsRequest())
             running = {each.engine_id for each in listed.requests if each.state == telemetry_pb2.REQUEST_STATE_RUNNING}
             seen.update(running)
-            return len(seen) == engines or bool(seen and not listed.requests)  # over already: then between two steps
+            return len(seen) == engines or bool(seen and not listed.requests)  # or the step has already ended
 
         await until(all_had_some, f"{engines} engines have requests", every_s=LOOK_S)
 
 
-# --- what answers say, and what they should
+# --- actual and expected tokens
 
 
 def stretches(step: Sequence[Sample], record: DemoStepRecord) -> list[AnswerStretch]:
-    """Of all answers, in order."""
+    """Return the stretches of all responses, in the order of the step."""
     found = []
     for sample in step:
         ids = record.answers.get(sample.id, [])
@@ -184,20 +184,20 @@ def stretches(step: Sequence[Sample], record: DemoStepRecord) -> list[AnswerStre
 
 
 def simulated_ids(scenario: DemoScenario, seeds: Mapping[int, int], stretch: AnswerStretch) -> list[int]:
-    """What a simulated engine with that version goes on with, computed without any engine. `seeds`: by version, what
-    its bytes come to."""
+    """Return the tokens with which a simulated engine of that version continues, computed without an engine. `seeds`
+    maps each version to the seed of its weights."""
     if stretch.version is None or stretch.version not in seeds:
         return []
     model = TokenModel(lengths=scenario.lengths, weights_seed=seeds[stretch.version])
     generation = model.begin(stretch.context)
     ids = [generation.next_token()[0] for _ in stretch.ids]
-    if stretch.ids and stretch.ids[-1] == EOS:  # it ends by itself
+    if stretch.ids and stretch.ids[-1] == EOS:  # the model ended the response
         ids[-1] = EOS
     return ids
 
 
 def _continued(stretches: Sequence[AnswerStretch]) -> list[Sample]:
-    """The stretches of the new version as requests of their own."""
+    """Return the stretches of the new version as separate requests."""
     return [
         replace(
             each.sample, id=RequestId(f"again-{each.sample.id}"), prompt_ids=each.context, output_tokens=len(each.ids)
@@ -208,7 +208,7 @@ def _continued(stretches: Sequence[AnswerStretch]) -> list[Sample]:
 
 
 def _of(record: DemoStepRecord, stretch: AnswerStretch) -> list[int]:
-    """The answer to the request itself, or to what goes on from its middle."""
+    """Return the response to the stretch's request, or to the request that continues it."""
     id = stretch.sample.id
     ids = record.answers.get(id) or record.answers.get(RequestId(f"again-{id}"), [])
     return ids[: len(stretch.ids)]

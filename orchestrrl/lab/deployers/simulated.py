@@ -1,4 +1,4 @@
-"""A deployer in virtual time: engines answer after their redeployment time."""
+"""A deployer in virtual time: engines are ready after the redeployment time of their configuration."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -12,8 +12,8 @@ from planner.model import ConfigurationId, EngineId
 
 
 class SimulatedDeployer(FixedGpusDeployer):
-    """The GPUs of one fleet, and the engines on them. `started` and `stopped` are called for every engine that comes to
-    life, and for every one that ends."""
+    """Deploys simulated engines on the GPUs of one fleet. `started` is called for each engine that becomes ready,
+    `stopped` for each one that ends."""
 
     keeps_gpus = "simulated engines neither sleep nor scale"
 
@@ -23,7 +23,7 @@ class SimulatedDeployer(FixedGpusDeployer):
         switch_s: Mapping[ConfigurationId, float],
         started: Callable[[DeployedInstance], None],
         stopped: Callable[[EngineId], None],
-        domain: str = "sim",  # of their URLs
+        domain: str = "sim",  # domain of the engines' URLs
     ) -> None:
         self._clock = clock
         self._switch_s = switch_s
@@ -42,7 +42,7 @@ class SimulatedDeployer(FixedGpusDeployer):
     async def start(self, spec: EngineSpec) -> DeployedInstance:
         if (held := await self.status(spec.engine)) is not None:
             if held.spec != spec:
-                raise Permanent(f"engine {spec.engine} runs already, as {held.configuration} on GPUs {list(held.gpus)}")
+                raise Permanent(f"engine {spec.engine} already runs as {held.configuration} on GPUs {list(held.gpus)}")
             return held
         deployed = self._take(spec)
         self.starts_total += 1
@@ -60,23 +60,23 @@ class SimulatedDeployer(FixedGpusDeployer):
         return tuple(self._engines[engine] for engine in sorted(self._engines))
 
     async def close(self) -> None:
-        """Release nothing: engines outlive the daemon."""
+        """Do nothing, because engines outlive the daemon."""
 
-    # --- what happens to the machines themselves
+    # --- events on the machines
 
     def place(self, spec: EngineSpec) -> DeployedInstance:
-        """An engine that is there from the beginning."""
+        """Add an engine that is ready from the beginning."""
         deployed = self._take(spec)
         self._started(deployed)
         return deployed
 
     def fail(self, engine: EngineId, detail: str) -> None:
-        """It ends by itself: its GPUs are its own until it is stopped."""
+        """End an engine as by a crash. Its GPUs stay reserved until it is stopped."""
         self._engines[engine] = replace(self._engines[engine], life=EngineLife.ENDED, detail=detail)
         self._end(engine)
 
     def remove(self, engine: EngineId) -> None:
-        """As a stop, or as a crash after which all was cleared up: its GPUs are free at once."""
+        """Remove an engine as by a stop, or by a crash with clean-up. Its GPUs are free immediately."""
         held = self._engines.pop(engine, None)
         if held is not None and held.life is EngineLife.ALIVE:
             self._end(engine)

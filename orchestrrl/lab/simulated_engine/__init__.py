@@ -1,1 +1,1 @@
-"""A server with vLLM's HTTP surface whose time and tokens are computed."""
+"""A server with vLLM's HTTP API whose step times and tokens are computed."""

@@ -1,9 +1,9 @@
-"""The client of a simulated engine. It stands apart from the server, which agents and gateways need not load."""
+"""The client of a simulated engine, in its own module because agents and gateways need not import the server."""
 
 from orchestrrl.engines.vllm import VllmEngine
 
 
 class SimulatedEngine(VllmEngine):
-    """A client of a simulated engine: vLLM's, by another name."""
+    """The client of a simulated engine. It is vLLM's client under another name."""
 
     name = "simulated"

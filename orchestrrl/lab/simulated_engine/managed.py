@@ -1,5 +1,5 @@
-"""Management of a simulated engine, in the forms of vLLM: layout, sleep, elastic expert parallelism, and new weights by
-`reload_weights` or through a weight-transfer backend, OrchestrRL's own."""
+"""Management API of a simulated engine, as in vLLM: layout, sleep, elastic expert parallelism, and new weights by
+`reload_weights` or through OrchestrRL's weight-transfer backend."""
 
 import asyncio
 import json
@@ -20,23 +20,23 @@ from orchestrrl.lab.simulated_engine.requests import refusal
 from orchestrrl.lab.simulated_engine.runtime import Runtime
 from orchestrrl.lab.simulated_engine.weights import model_of, read_weights
 
-UNNAMED = "default"  # what vLLM calls weights that nobody has named
-TORN = 0x7042  # to the seed of weights that are neither the old nor the new
+UNNAMED = "default"  # vLLM's name of weights without a version
+TORN = 0x7042  # XORed to the seed for weights that are a mixture of old and new ones
 START = WorkerReport(None, "", is_read_back=False, not_read_back="", fault="", is_torn=False, is_updating=False)
 
 
 class ManagedFace:
-    """The routes, and what is behind them: whether it sleeps, how many replicas it has, and its weights."""
+    """The management routes of an engine, with their state: sleep, number of replicas, and weights."""
 
     def __init__(
         self, options: SimulatedOptions, runtime: Runtime, clock: Clock, shapes: Mapping[str, tuple[int, ...]]
     ) -> None:
-        """`shapes`: of the weights that it begins with, empty where it loads its first ones later."""
+        """Create the routes. `shapes` are those of the initial weights, empty if the engine starts without a folder."""
         self.asleep = False
         self._options = options
         self._runtime = runtime
         self._clock = clock
-        self._changing = asyncio.Lock()  # one order after the other
+        self._changing = asyncio.Lock()  # one operation at a time
         self._weights_name = UNNAMED
         self._reported = START
         self._is_updating = False
@@ -64,7 +64,7 @@ class ManagedFace:
         return routes
 
     async def _server_info(self, request: web.Request) -> web.Response:
-        options, said = self._options, self._options.misreport
+        options, reported = self._options, self._options.misreport
         config: Any = {
             "model_config": {
                 "model": str(options.weights or options.model_name),
@@ -79,10 +79,10 @@ class ManagedFace:
                 "cache_dtype": "auto",
             },
             "parallel_config": {
-                "tensor_parallel_size": said.get("tp", options.tensor_parallel_size),
-                "pipeline_parallel_size": said.get("pp", options.pipeline_parallel_size),
-                "data_parallel_size": said.get("dp", options.data_parallel_size),
-                "enable_expert_parallel": bool(said.get("ep", options.enable_expert_parallel)),
+                "tensor_parallel_size": reported.get("tp", options.tensor_parallel_size),
+                "pipeline_parallel_size": reported.get("pp", options.pipeline_parallel_size),
+                "data_parallel_size": reported.get("dp", options.data_parallel_size),
+                "enable_expert_parallel": bool(reported.get("ep", options.enable_expert_parallel)),
                 "enable_elastic_ep": options.enable_elastic_ep,
             },
             "scheduler_config": {"max_num_seqs": options.max_num_seqs},
@@ -99,7 +99,7 @@ class ManagedFace:
     # --- sleep
 
     async def _sleep(self, request: web.Request) -> web.Response:
-        """Also without --enable-sleep-mode, as vLLM: whoever wants memory has to look first."""
+        """Sleep, even without --enable-sleep-mode, as vLLM does: clients must check that option first."""
         mode, level = request.query.get("mode", PauseMode.ABORT.value), request.query.get("level", "1")
         if mode not in list(PauseMode) or level not in ("0", "1", "2"):
             raise refusal(f"mode must be abort, wait or keep, and level 0, 1 or 2, got {mode!r}, {level!r}", "query")
@@ -118,7 +118,7 @@ class ManagedFace:
         return web.json_response({"status": "awake", "tags": None})
 
     async def _is_sleeping(self, _: web.Request) -> web.Response:
-        """vLLM says so of an engine that is only paused, too."""
+        """Return whether the engine sleeps. As in vLLM, a paused engine is reported as sleeping too."""
         return web.json_response({"is_sleeping": self.asleep or self._runtime.pause_mode is not None})
 
     # --- elastic expert parallelism
@@ -152,7 +152,7 @@ class ManagedFace:
         return web.json_response({"success": True, "new_version": name})
 
     async def _collective_rpc(self, request: web.Request) -> web.Response:
-        """What it fails at leaves weights that are neither the old nor the new."""
+        """Call a worker method. A failed `reload_weights` leaves weights that are a mixture of old and new ones."""
         body = await object_of(request)
         if (method := body.get("method")) is None:
             raise refusal("Missing 'method' in request body", kind="Bad Request")
@@ -205,21 +205,22 @@ class ManagedFace:
         return web.json_response({"message": "Weight update finished"})
 
     async def _load(self, folder: Path, version: int | None, *, checked: bool) -> None:
-        """`checked`: as our backend does it, before anything changes. Raises Permanent."""
+        """Load weights from a folder. `checked`: report faults as OrchestrRL's backend does, which checks first. Raises
+        Permanent."""
         self._loads += 1
         try:
             weights = await asyncio.to_thread(read_weights, folder)
             if self._shapes:
                 check_same_model(weights.shapes, self._shapes)
             if self._loads in self._options.refuse_load:
-                raise Permanent("the engine was told to refuse it (--refuse-load)")
+                raise Permanent("the option --refuse-load refuses this load")
         except (Permanent, BrokenCheckpoint) as fault:
             if checked:
                 self._reported = replace(self._reported, fault=str(fault))
             raise Permanent(str(fault)) from fault
         await self._take_s(self._options.load_s)
         if self._loads in self._options.tear_load:
-            self._tear("the engine was told to fail at it (--tear-load)")
+            self._tear("the option --tear-load fails this load")
             raise Permanent(self._reported.fault)
         self._shapes = self._shapes or weights.shapes
         self._runtime.take_weights(model_of(self._options, weights.seed))

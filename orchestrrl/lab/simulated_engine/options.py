@@ -1,9 +1,9 @@
-"""Options of one simulated engine, its faults included, and how it hands KV over.
+"""Options of a simulated engine, including faults, and its KV handover.
 
-KV of running requests goes between simulated engines of one machine by a small file for each entry, in a shared
-directory. Bodies carry the parameters of vLLM with OrchestrRL's connector
-(orchestrrl/integrations/instrument/kv_scheduler.py). Nothing is carried but what stands for the KV: the tokens that it
-belongs to, and the version of the weights.
+Simulated engines on one machine transfer the KV of running requests through a shared directory, one small file per
+entry. Request bodies have the parameters of vLLM with OrchestrRL's connector
+(orchestrrl/integrations/instrument/kv_scheduler.py). A file represents the KV by its tokens and the version of the
+weights.
 """
 
 import json
@@ -19,81 +19,79 @@ from orchestrrl.lab.simulated_engine.tokens import DEFAULT_LENGTHS, LengthModel
 
 
 class SimulatedOptions(BaseModel):
-    """Everything that makes one simulated engine. Times are virtual seconds, except `tick_s`. Fields with a description
-    are options of `orchestrrl engine simulated`, which reads them from this source: their defaults are literals."""
+    """All options of a simulated engine. Times are virtual seconds, except `tick_s`. Fields with a description are
+    options of `orchestrrl engine simulated`, which parses this source file, so their defaults must be literals."""
 
-    # Seats, KV, prefill and the marginal step times are those of one data-parallel replica, as vLLM counts them.
+    # Batch size, KV, prefill rate and marginal step times are per data-parallel replica, as in vLLM.
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     model_name: str = Field(default="simulated", description="Name of the served model.")
     model_root: str = Field(
         default="Qwen/Qwen2.5-14B-Instruct",
-        description="Published name of the model that it claims to run, as vLLM's `root`.",
+        description="Published name of the simulated model, reported as vLLM's `root`.",
     )
-    gpu: str = Field(
-        default="NVIDIA H800", description="GPU that it claims to run on, as `nvidia-smi -L` names it; empty: CPUs."
-    )
-    alpha_s: float = Field(default=0.0184, gt=0, description="Step time: fixed part.")
-    beta_s: float = Field(default=8.1e-5, ge=0, description="Step time: per sequence.")
-    gamma_s: float = Field(default=4.1e-8, ge=0, description="Step time: per resident KV token.")
+    gpu: str = Field(default="NVIDIA H800", description="GPU to report, as named by `nvidia-smi -L`. Empty: CPUs.")
+    alpha_s: float = Field(default=0.0184, gt=0, description="Fixed part of the step time in seconds.")
+    beta_s: float = Field(default=8.1e-5, ge=0, description="Step time per sequence in seconds.")
+    gamma_s: float = Field(default=4.1e-8, ge=0, description="Step time per resident KV token in seconds.")
     prefill_tokens_per_s: float | None = Field(
-        default=None, gt=0, description="Prefill rate; without it prefill takes no time."
+        default=None, gt=0, description="Prefill rate. Default: prefill takes no time."
     )
-    max_num_seqs: int = Field(default=48, ge=1, description="Most sequences in a batch.")
-    kv_capacity_tokens: int = Field(default=262_144, ge=1, description="KV cache.")
-    block_tokens: int = Field(default=16, ge=1, description="KV block size.")
-    max_model_len_tokens: int = Field(default=32_768, ge=2, description="Longest context, in tokens.")
-    vocab_size: int = Field(default=32_000, ge=1024, description="Token ids.")
-    seed: int = Field(default=0, description="Seed of the weights; replicas share it.")
+    max_num_seqs: int = Field(default=48, ge=1, description="Maximum number of sequences in a batch.")
+    kv_capacity_tokens: int = Field(default=262_144, ge=1, description="Size of the KV cache in tokens.")
+    block_tokens: int = Field(default=16, ge=1, description="Size of a KV block in tokens.")
+    max_model_len_tokens: int = Field(default=32_768, ge=2, description="Maximum context length in tokens.")
+    vocab_size: int = Field(default=32_000, ge=1024, description="Number of token ids.")
+    seed: int = Field(default=0, description="Seed of the weights. Replicas use the same seed.")
     lengths: LengthModel = DEFAULT_LENGTHS
     kv_directory: Path | None = Field(
-        default=None, description="Directory in common with engines that hand the KV of requests over to each other."
+        default=None, description="Directory shared with other engines for the transfer of KV."
     )
-    kv_bytes_per_token: float = Field(default=196_608, gt=0, description="KV of a token.")
-    kv_gbps: float = Field(default=400.0, gt=0, description="Rate at which KV comes.")
-    kv_latency_s: float = Field(default=0.002, ge=0, description="What every transfer of KV waits.")
+    kv_bytes_per_token: float = Field(default=196_608, gt=0, description="KV bytes per token.")
+    kv_gbps: float = Field(default=400.0, gt=0, description="Rate of KV transfer in Gbit/s.")
+    kv_latency_s: float = Field(default=0.002, ge=0, description="Latency of a KV transfer in seconds.")
     weights: Path | None = Field(
-        default=None, description="Folder of weights to begin with, instead of those of the seed."
+        default=None, description="Folder of the initial weights. Default: the weights of the seed."
     )
-    weight_transfer: bool = True  # it has OrchestrRL's backend, which checks before it loads, and reports what it has
-    tensor_parallel_size: int = Field(default=1, ge=1, description="As it says that it is laid out.")
-    pipeline_parallel_size: int = Field(default=1, ge=1, description="The same.")
+    weight_transfer: bool = True  # emulate OrchestrRL's weight backend, which checks before loading and reports results
+    tensor_parallel_size: int = Field(default=1, ge=1, description="Tensor-parallel size to report.")
+    pipeline_parallel_size: int = Field(default=1, ge=1, description="Pipeline-parallel size to report.")
     data_parallel_size: int = Field(
-        default=1, ge=1, description="Replicas: each has the seats, KV and rates that are named here."
+        default=1, ge=1, description="Number of replicas. The batch size, KV and rates given are per replica."
     )
-    enable_expert_parallel: bool = Field(default=False, description="As it says.")
-    enable_sleep_mode: bool = Field(default=False, description="It can sleep and wake up.")
-    enable_elastic_ep: bool = Field(default=False, description="It can go on with other numbers of replicas.")
+    enable_expert_parallel: bool = Field(default=False, description="Report expert parallelism.")
+    enable_sleep_mode: bool = Field(default=False, description="Support sleep and wake-up.")
+    enable_elastic_ep: bool = Field(default=False, description="Support changes of the number of replicas.")
     load_s: float = Field(default=0.0, ge=0, description="Virtual seconds to load weights.")
-    sleep_s: float = Field(default=0.0, ge=0, description="To fall asleep, and to wake up.")
-    scale_s: float = Field(default=0.0, ge=0, description="To go on with another number of replicas.")
-    start_delay_s: float = Field(default=0.0, ge=0, description="Listen so many virtual seconds later.")
-    fail_start: bool = Field(default=False, description="Fault: end with an error instead.")
-    hang: bool = Field(default=False, description="Fault: listen, and never answer.")
-    wrong_answers: bool = Field(default=False, description="Fault: answer out of other weights than it has.")
+    sleep_s: float = Field(default=0.0, ge=0, description="Virtual seconds to fall asleep, and to wake up.")
+    scale_s: float = Field(default=0.0, ge=0, description="Virtual seconds to change the number of replicas.")
+    start_delay_s: float = Field(default=0.0, ge=0, description="Virtual seconds before the engine listens.")
+    fail_start: bool = Field(default=False, description="Fault: fail to start.")
+    hang: bool = Field(default=False, description="Fault: accept requests but never respond.")
+    wrong_answers: bool = Field(default=False, description="Fault: generate the tokens of other weights.")
     misreport: dict[Literal["tp", "pp", "dp", "ep"], Annotated[int, Field(ge=0)]] = Field(default_factory=dict)
     refuse_load: tuple[int, ...] = Field(
-        default=(), description="Fault: refuse this load of weights, counted from 1; repeat it."
+        default=(), description="Fault: refuse this load of weights, counted from 1. Can be repeated."
     )
     tear_load: tuple[int, ...] = Field(
-        default=(), description="Fault: fail halfway through this load of weights; repeat it."
+        default=(), description="Fault: fail halfway through this load of weights. Can be repeated."
     )
     speed: float = Field(default=1.0, gt=0, description="Virtual seconds per second.")
-    tick_s: float = Field(default=0.02, gt=0, description="Seconds between looks at the clock.")
+    tick_s: float = Field(default=0.02, gt=0, description="Seconds between updates of the scheduler.")
 
     @model_validator(mode="after")
     def _holds_one_request(self) -> Self:
         whole_blocks_tokens = self.kv_capacity_tokens // self.block_tokens * self.block_tokens
         if whole_blocks_tokens < self.max_model_len_tokens:
             raise ValueError(
-                f"kv_capacity_tokens must hold one request of max_model_len_tokens, got {self.kv_capacity_tokens} and "
+                f"kv_capacity_tokens must hold max_model_len_tokens in whole blocks, got {self.kv_capacity_tokens} and "
                 f"{self.max_model_len_tokens}"
             )
         return self
 
     def transfer_s(self, tokens: int) -> float:
-        """Return the virtual seconds that KV of these tokens takes from another engine."""
+        """Return the virtual seconds to transfer the KV of `tokens` tokens from another engine."""
         return self.kv_latency_s + tokens * self.kv_bytes_per_token * 8 / (self.kv_gbps * 1e9)
 
     @property
@@ -112,7 +110,7 @@ class SimulatedOptions(BaseModel):
 
 
 def save_kv(directory: Path, wish: TransferParams, token_ids: Sequence[int]) -> None:
-    """Write the KV of an aborted request; of no tokens, so that nobody waits for it."""
+    """Write the KV of an aborted request. An empty entry ends the receiver's wait."""
     assert wish.save is not None
     entry = directory / wish.save
     written = entry.with_suffix(".part")
@@ -121,8 +119,8 @@ def save_kv(directory: Path, wish: TransferParams, token_ids: Sequence[int]) -> 
 
 
 def take_kv(directory: Path, wish: TransferParams, token_ids: Sequence[int]) -> int | None:
-    """Return how many of these tokens' KV the entry has, at most all but the last; None: it is not there yet. Once
-    found it is gone: 0 where it is of other weights or tokens."""
+    """Consume a KV entry. Return the number of tokens whose KV it has, at most all but the last; 0 if it belongs to
+    other weights or tokens; None if it does not exist yet."""
     assert wish.load is not None
     entry = directory / wish.load
     try:

@@ -1,6 +1,6 @@
-"""What the simulated engine is asked: OpenAI bodies, checked as vLLM checks them. Pure.
+"""Parse requests to the simulated engine: OpenAI bodies, validated as vLLM does. Pure.
 
-What vLLM knows and this engine does not (stop strings, several choices, echo ...) is refused rather than ignored.
+Features of vLLM that this engine does not implement (stop strings, several choices, echo ...) are rejected.
 """
 
 import logging
@@ -18,7 +18,7 @@ from orchestrrl.lab.simulated_engine.tokens import TURN_END, TURN_START, TokenMo
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for completions; chats go on until they end
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for completions; chats have no default limit
 Body = TypeVar("Body", bound=BaseModel)
 _Alternatives = Annotated[int, Field(ge=0, le=20)]
 
@@ -28,7 +28,7 @@ class _StreamOptions(BaseModel):
 
 
 class GenerationBody(BaseModel):
-    """What both endpoints share. Unknown fields are ignored, as vLLM does; what this engine has not is refused."""
+    """Fields of both endpoints. Unknown fields are ignored, as in vLLM; unsupported features are rejected."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -46,7 +46,7 @@ class GenerationBody(BaseModel):
     stop: Annotated[str | list[str], Field(max_length=0)] | None = None
     stop_token_ids: list[int] | None = None
     echo: Literal[False] = False
-    prompt_logprobs: _Alternatives | None = None  # alternatives of the prompt's own tokens; None: none of them at all
+    prompt_logprobs: _Alternatives | None = None  # alternatives per prompt token; None: no log-probabilities
     kv_transfer_params: dict[str, Any] | None = None
 
 
@@ -81,22 +81,22 @@ class _ChatBody(GenerationBody):
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRequest:
-    """A valid request: what to generate, and what to tell of it."""
+    """A validated request, with its prompt as token ids and its limits resolved."""
 
     endpoint: CompletionEndpoint
     body: GenerationBody
     prompt_ids: tuple[int, ...]
-    max_tokens: int  # >= 1, and prompt and answer fit the model's longest context
+    max_tokens: int  # >= 1; prompt and response fit the maximum context length
     seed: int
     stop_token_ids: frozenset[int]
-    top_logprobs: int | None  # alternatives per token; None: no log-probabilities at all
-    handover: TransferParams | None = None  # of KV, to and from other engines
+    top_logprobs: int | None  # alternatives per token; None: no log-probabilities
+    handover: TransferParams | None = None  # KV transfer to and from other engines
 
 
 def read_completion_request(
     endpoint: CompletionEndpoint, body: Any, options: SimulatedOptions, model: TokenModel
 ) -> SimulatedRequest:
-    """The request in an OpenAI body. Raises Refused with vLLM's status and an OpenAI error object."""
+    """Return the request in an OpenAI body. Raises RequestRefused with vLLM's status and an OpenAI error object."""
     is_chat = endpoint is CompletionEndpoint.CHAT
     read: _CompletionBody | _ChatBody = _validated(_ChatBody, body) if is_chat else _validated(_CompletionBody, body)
     if read.model not in (None, options.model_name):
@@ -121,7 +121,7 @@ def read_completion_request(
         body=read,
         prompt_ids=tuple(prompt_ids),
         max_tokens=max_tokens,
-        seed=0 if read.temperature == 0 else read.seed or 0,  # greedy decoding draws nothing
+        seed=0 if read.temperature == 0 else read.seed or 0,  # greedy decoding uses no random numbers
         stop_token_ids=frozenset(read.stop_token_ids or ()),
         top_logprobs=top_logprobs,
         handover=_handover(read),
@@ -129,16 +129,17 @@ def read_completion_request(
 
 
 def _handover(body: GenerationBody) -> TransferParams | None:
-    """As vLLM with the connector: a wish that cannot be read is told in the log, and the request is served without."""
+    """Return the KV transfer parameters. As with vLLM's connector, invalid ones are logged, and the request is served
+    without a transfer."""
     try:
         return read_transfer_params(body.kv_transfer_params)
     except ValueError as error:
-        logger.warning("a request is served without a handover: %s", error)
+        logger.warning("request served without KV handover: %s", error)
         return None
 
 
 def tokenize_chat(messages: list[_Message], add_generation_prompt: bool, model: TokenModel) -> list[int]:
-    """The chat template: each message between its marks, then the mark of the turn that is to be generated."""
+    """Apply the chat template: each message between its start and end tokens, then the start of the next turn."""
     if not messages:
         raise refusal("Cannot apply chat template to an empty conversation. Provide at least one message.")
     ids: list[int] = []
@@ -148,7 +149,7 @@ def tokenize_chat(messages: list[_Message], add_generation_prompt: bool, model: 
 
 
 def read_tokenize(body: Any, model: TokenModel) -> list[int]:
-    """Token ids for a `/tokenize` body, which has a `prompt` or `messages`."""
+    """Return the token ids for a `/tokenize` body, which has a `prompt` or `messages`."""
     if isinstance(body, Mapping) and "messages" in body:
         chat = _validated(_ChatBody, body)
         return tokenize_chat(chat.messages, chat.add_generation_prompt, model)
@@ -156,7 +157,7 @@ def read_tokenize(body: Any, model: TokenModel) -> list[int]:
 
 
 def read_detokenize(body: Any) -> list[int]:
-    """Token ids of a `/detokenize` body."""
+    """Return the token ids of a `/detokenize` body."""
     return _validated(_DetokenizeBody, body).tokens
 
 
@@ -177,7 +178,7 @@ class _DetokenizeBody(BaseModel):
 
 
 def refusal(message: str, param: str | None = None, status: int = 400, kind: str = "BadRequestError") -> RequestRefused:
-    """A refusal with its OpenAI error object."""
+    """Return an error with its OpenAI error object."""
     return RequestRefused(
         message, status, {"error": {"message": message, "type": kind, "param": param, "code": status}}
     )
@@ -197,7 +198,7 @@ def _completion_prompt(body: _CompletionBody, model: TokenModel) -> list[int]:
 
 
 def _room(asked_tokens: int | None, prompt_tokens: int, max_model_len_tokens: int) -> int:
-    """Tokens that may be generated: what was asked, cut to what the longest context leaves."""
+    """Return the number of tokens to generate: the requested number, limited by the maximum context length."""
     room = max_model_len_tokens - prompt_tokens
     if room < 1:
         raise refusal(

@@ -1,4 +1,4 @@
-"""What the simulated engine answers: vLLM's JSON for completions and chats, and its metrics page. Pure."""
+"""Format responses of the simulated engine: vLLM's JSON for completions and chats, and its metrics page. Pure."""
 
 import json
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from orchestrrl.lab.simulated_engine.tokens import FIRST_WORD, TokenModel
 
 
 class Formatter:
-    """The words around one answer's tokens."""
+    """Formats the tokens of one response as stream events or as one JSON object."""
 
     def __init__(
         self, request: SimulatedRequest, response_id: str, created: int, model_name: str, model: TokenModel
@@ -30,14 +30,14 @@ class Formatter:
         self._text_offset = 0
 
     def opening(self) -> list[bytes]:
-        """The events before the first token: a chat begins with its role and the prompt's ids."""
+        """Return the events before the first token: a chat begins with its role and the prompt's token ids."""
         if not self._chat:
             return []
         choice = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
         return [_event({**self._stream_head, "choices": [choice], "prompt_token_ids": self._prompt_ids})]
 
     def part(self, part: AnswerPart) -> bytes:
-        """One stream event for newly made tokens."""
+        """Return one stream event with newly generated tokens."""
         choice = self._choice(part, "delta")
         if not self._chat:
             choice["prompt_token_ids"] = None if self._sent_prompt else self._prompt_ids
@@ -45,7 +45,7 @@ class Formatter:
         return _event({**self._stream_head, "choices": [choice]})
 
     def closing(self, completion_tokens: int) -> list[bytes]:
-        """The events after the last token."""
+        """Return the events after the last token."""
         done = [b"data: [DONE]\n\n"]
         options = self._request.body.stream_options
         if options is None or not options.include_usage:
@@ -53,7 +53,7 @@ class Formatter:
         return [_event({**self._stream_head, "choices": [], "usage": self._usage(completion_tokens)}), *done]
 
     def whole(self, part: AnswerPart) -> dict[str, Any]:
-        """The answer in one piece."""
+        """Return the whole response as one JSON object."""
         choice = self._choice(part, "message")
         answer = {**self._head, "choices": [choice], "usage": self._usage(len(part.token_ids))}
         of_prompt = answer if self._chat else choice
@@ -63,7 +63,7 @@ class Formatter:
         return answer
 
     def _choice(self, part: AnswerPart, of_chat: str) -> dict[str, Any]:
-        """What a stream's events and whole answers have in common. A stop token is in the ids, not in the text."""
+        """Return the `choice` of a stream event or a whole response. Stop tokens are in the ids, not in the text."""
         text = self._model.detokenize(part.token_ids if part.stop_reason is None else part.token_ids[:-1])
         message = {"content": text} if of_chat == "delta" else {"role": "assistant", "content": text}
         return {
@@ -76,11 +76,12 @@ class Formatter:
         }
 
     def _prompt_logprobs(self, alternatives: int) -> list[dict[str, Any] | None]:
-        """Nothing for the first token. Of alternatives there is the likeliest, however many are asked for."""
+        """Return the log-probabilities of the prompt's tokens, None for the first. At most one alternative, the most
+        likely token, is included per token."""
         context = self._request.prompt_ids
         rows: list[dict[str, Any] | None] = [None]
-        told = self._model.prompt_logprobs(context, self._request.seed)
-        for token, (logprob, first, first_logprob) in zip(context[1:], told, strict=True):
+        computed = self._model.prompt_logprobs(context, self._request.seed)
+        for token, (logprob, first, first_logprob) in zip(context[1:], computed, strict=True):
             row = {str(token): self._ranked(token, logprob, 1 if token == first else 2)}
             if alternatives:
                 row.setdefault(str(first), self._ranked(first, first_logprob, 1))
@@ -104,12 +105,12 @@ class Formatter:
         if self._chat:
             return {"content": [{**_entry(t, p), "top_logprobs": [_entry(*x) for x in top]} for t, p, top in rows]}
         *offsets, self._text_offset = accumulate(map(len, tokens), initial=self._text_offset)
-        # vLLM's dictionary holds the chosen token even where no alternatives were asked for.
+        # vLLM's dictionary includes the chosen token even if no alternatives were requested.
         top_logprobs = [dict(top or [(token, logprob)]) for token, logprob, top in rows]
         return {"text_offset": offsets, "token_logprobs": part.logprobs, "tokens": tokens, "top_logprobs": top_logprobs}
 
     def _alternatives(self, token: int, logprob: float) -> list[tuple[str, float]]:
-        """The chosen token and its neighbours, each a little less likely."""
+        """Return the chosen token and the following ids as alternatives, each 1 nat less likely than the previous."""
         words = self._model.vocab_size - FIRST_WORD
         ids = [token] + [FIRST_WORD + (token + k) % words for k in range(1, self._request.top_logprobs or 0)]
         wanted = ids[: self._request.top_logprobs]
@@ -125,11 +126,11 @@ def _event(value: Mapping[str, Any]) -> bytes:
 
 
 def metrics_page(runtime: Runtime, model_name: str, asleep: bool = False) -> str:
-    """`/metrics` with vLLM's names and labels, as far as this engine has the numbers."""
+    """Return the `/metrics` page with those of vLLM's metrics that this engine can compute."""
     scheduler, waiting, loaded = runtime.scheduler, runtime.waiting, runtime.loaded_tokens_total
     by_source = {"local_compute": runtime.prompt_tokens_total - loaded, EXTERNAL_SOURCE: loaded}
     sleep = {"awake": not asleep, "weights_offloaded": asleep, "discard_all": False}
-    # Name, type, a label of its own, and the number for each value of that label.
+    # Name, type, additional label, and the number for each value of that label.
     families: list[tuple[str, str, str, Mapping[str, float]]] = [
         ("num_requests_running", "gauge", "", {"": runtime.running}),
         ("num_requests_waiting", "gauge", "", {"": waiting}),

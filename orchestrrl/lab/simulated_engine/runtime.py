@@ -1,4 +1,4 @@
-"""Run the simulated engine's scheduler against a clock, and hand each answer its tokens as they are made."""
+"""Run the simulated engine's scheduler against a clock, and deliver tokens to each response as they are generated."""
 
 import asyncio
 import copy
@@ -19,26 +19,26 @@ from planner.model import RequestId
 
 @dataclass(frozen=True, slots=True)
 class AnswerPart:
-    """Newly made tokens of one answer. The last part has a finish_reason."""
+    """Newly generated tokens of one response. The last part has a finish_reason."""
 
     token_ids: list[int]
     logprobs: list[float]  # one per token
     finish_reason: str | None = None
-    stop_reason: int | None = None  # the stop token that ended it
+    stop_reason: int | None = None  # the stop token that ended the response
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerEnd:
-    """How an answer will end, known from the start since everything is computed."""
+    """The end of a response, computed when the request arrives."""
 
     tokens: int
     finish_reason: str  # stop | length
-    eos: bool = False  # the model ends it itself: EOS is the last token
+    eos: bool = False  # the model ends the response: EOS is the last token
     stop_token: int | None = None
 
 
 def ending_of(request: SimulatedRequest, generation: Generation) -> AnswerEnd:
-    """Where an answer ends: not before `min_tokens`, and at once if its context was a whole answer already."""
+    """Return the end of a response: not before `min_tokens`, and immediately if its context is a complete response."""
     natural = max(generation.answer_tokens - generation.position, request.body.min_tokens + 1, 1)
     most = request.max_tokens if request.body.ignore_eos else min(request.max_tokens, natural)
     if request.stop_token_ids:
@@ -54,16 +54,16 @@ def ending_of(request: SimulatedRequest, generation: Generation) -> AnswerEnd:
 
 @dataclass(slots=True, eq=False)
 class SimulatedAnswer:
-    """One request on its way. Iterate over it for its parts; tokens pile up in one part while nobody reads."""
+    """One request in progress. `parts` yields its tokens; tokens generated between two reads form one part."""
 
     id: RequestId  # unique in the scheduler
-    engine_id: str  # what clients name in /abort_requests; may be shared
+    engine_id: str  # the id that clients send to /abort_requests; not unique
     request: SimulatedRequest
     generation: Generation
     ending: "AnswerEnd"
     made: int = 0
-    loaded_tokens: int = 0  # whose KV came from another engine: they need no prefill
-    made_ids: list[int] = field(default_factory=list)  # of a request that may be handed over
+    loaded_tokens: int = 0  # tokens whose KV came from another engine and needs no prefill
+    made_ids: list[int] = field(default_factory=list)  # generated tokens, only if the KV may be saved
     _token_ids: list[int] = field(default_factory=list)
     _logprobs: list[float] = field(default_factory=list)
     _finish_reason: str | None = None
@@ -74,7 +74,7 @@ class SimulatedAnswer:
         return self._finish_reason is not None
 
     def make(self, tokens: int) -> None:
-        """Generate some more tokens; with the last one the answer is finished."""
+        """Generate more tokens. The response finishes with its last token."""
         next_token = self.generation.next_token
         for _ in range(tokens):
             token, logprob = next_token()
@@ -94,7 +94,7 @@ class SimulatedAnswer:
         self._news.set()
 
     async def parts(self, *, streamed: bool = True) -> AsyncIterator[AnswerPart]:
-        """Yield tokens as they are made; unless `streamed`, all of them at the end."""
+        """Yield tokens as they are generated. Unless `streamed`, yield all of them at the end."""
         while True:
             await self._news.wait()
             self._news.clear()
@@ -109,14 +109,14 @@ class SimulatedAnswer:
 
 
 class Runtime:
-    """One simulated engine. Virtual time runs `speed` times as fast as the clock; `tick_s`, in the clock's seconds, is
-    how often the scheduler is brought up to date. Late ticks cost nothing but the size of the parts."""
+    """Runs one simulated engine. Virtual time runs `speed` times as fast as the clock. The scheduler is advanced every
+    `tick_s` seconds of the clock; a late tick only makes the parts larger."""
 
     def __init__(self, options: SimulatedOptions, model: TokenModel, clock: Clock) -> None:
         self.scheduler = Scheduler(options.shape)
         self.pause_mode: PauseMode | None = None
         self.prompt_tokens_total = 0
-        self.loaded_tokens_total = 0  # of those
+        self.loaded_tokens_total = 0  # prompt tokens whose KV was loaded
         self.finished_total = dict.fromkeys(("stop", "length", "abort"), 0)
         self.model = model
         self._options = options
@@ -124,7 +124,7 @@ class Runtime:
         self.began_s = clock.now_s()
         self._answers: dict[RequestId, SimulatedAnswer] = {}
         self._loading: dict[RequestId, asyncio.Task[None]] = {}
-        self._held: list[SimulatedAnswer] = []  # arrived, or left waiting, while no new work is taken on
+        self._held: list[SimulatedAnswer] = []  # responses that wait for the end of a pause
         self._numbers = itertools.count()
         self._work = asyncio.Event()
         self._drained = asyncio.Event()
@@ -162,7 +162,7 @@ class Runtime:
             self._enqueue(answer)
 
     async def _load(self, directory: Path, answer: SimulatedAnswer, wish: TransferParams) -> None:
-        """Wait for the KV and for its way here; what does not come is prefilled."""
+        """Wait for the KV entry and its transfer, then start the request. KV that does not arrive is prefilled."""
         asked_s, found = self._clock.now_s(), take_kv(directory, wish, answer.request.prompt_ids)
         while found is None and self._clock.now_s() - asked_s < wish.wait_s:
             await self._clock.sleep(self._options.tick_s)
@@ -174,20 +174,20 @@ class Runtime:
         self._begin(answer)
 
     def abort(self, engine_ids: Iterable[str] = ()) -> int:
-        """Finish these requests, or all where none is named, with what they have. Return how many there were."""
+        """Finish these requests, or all if none is given, with the tokens generated so far. Return their number."""
         names = set(engine_ids)
         answers = [answer for answer in self._answers.values() if not names or answer.engine_id in names]
         self._abort(answers)
         return len(answers)
 
     def drop(self, answer: SimulatedAnswer) -> None:
-        """Its client has gone."""
+        """Abort a response whose client has disconnected."""
         self._abort([answer] if answer.id in self._answers else [])
 
     async def pause(self, mode: PauseMode, clear_cache: bool = True) -> None:
-        """As vLLM does it. `KEEP` takes no further step; unless `clear_cache` is off, running requests lose their KV
-        and will be prefilled again. `WAIT` returns when all running ones are done; waiting ones stay. `ABORT` ends all.
-        What arrives during a pause waits."""
+        """Pause as vLLM does. `KEEP` stops stepping; with `clear_cache`, running requests lose their KV and are
+        prefilled again. `WAIT` returns when all running requests have finished; waiting ones are held. `ABORT` ends
+        all requests. Requests that arrive during a pause wait."""
         self._advance()
         self.pause_mode = mode
         if mode is PauseMode.KEEP:
@@ -215,21 +215,21 @@ class Runtime:
         self._work.set()
 
     def take_weights(self, model: TokenModel) -> None:
-        """What runs goes on under these."""
+        """Install new weights. Running requests continue with them."""
         self._advance()
         self.model = model
         for answer in self._answers.values():
             answer.generation.follow(model, answer.request.seed)
 
     def reshape(self, shape: EngineShape) -> None:
-        """Go on with other seats, KV and step times; what runs is prefilled again."""
+        """Change the batch size, KV and step times. Running requests are prefilled again."""
         self._advance()
         self._preempt_running()
         self.scheduler.reshape(shape)
         self._work.set()
 
     async def run(self) -> None:
-        """Keep the scheduler up with the clock, for ever."""
+        """Advance the scheduler with the clock, until cancelled."""
         while True:
             await self._work.wait()
             self._advance()
@@ -273,13 +273,13 @@ class Runtime:
         self.scheduler.abort([answer.id for answer in answers])
         self._held = [answer for answer in self._held if answer not in answers]
         for answer in answers:
-            if self._answers.pop(answer.id, None) is not None:  # else it finished just now
+            if self._answers.pop(answer.id, None) is not None:  # otherwise it has just finished
                 answer.finish("abort")
         if not self.scheduler.running:
             self._drained.set()
 
     def _save(self, answers: list[SimulatedAnswer]) -> None:
-        """Of those that are aborted, what they have in KV: nothing for those that were not running."""
+        """Save the KV of aborted requests. Requests that were not running get an empty entry."""
         running, directory = {sequence.id for sequence in self.scheduler.running}, self._options.kv_directory
         for answer in answers:
             wish = answer.request.handover
@@ -288,7 +288,7 @@ class Runtime:
                 save_kv(directory, wish, [*answer.request.prompt_ids, *answer.made_ids] if there else [])
 
     def _preempt_running(self) -> None:
-        """Every running request back to the queue, before those that wait already, without its KV."""
+        """Return every running request to the head of the queue and drop its KV."""
         scheduler = self.scheduler
         scheduler.preemptions_total += len(scheduler.running)
         for sequence in scheduler.abort([s.id for s in (*scheduler.running, *scheduler.waiting)]):

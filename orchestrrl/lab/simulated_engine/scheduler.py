@@ -1,14 +1,14 @@
-"""How the simulated engine schedules: continuous batching as in vLLM, in virtual time. Pure; counts only, no tokens.
+"""The simulated engine's scheduler: continuous batching as in vLLM, in virtual time. Pure; it counts tokens only.
 
 A step decodes one token of every running sequence and takes
 `base_s(sequences) + gamma_s*kv_tokens + prefill_s_per_token*prefilled_tokens`, where base_s is a curve or
-`alpha_s + beta_s*sequences` and kv_tokens is what is resident before the step. KV beyond `kv_capacity_tokens` may lie
-in CPU memory, at `spill_s_per_token` more per token and step. Admission is first come, first served, while a seat and
-KV blocks for the sequence's context are free; a running sequence that finds no free block preempts the one admitted
-last, which goes back to the head of the queue and is prefilled again. With prefix caching, the full blocks of a prompt
-are there once for all its samples, from the first one's admission until the last one leaves (vLLM would keep them until
-it needs the blocks: it reuses more). Between such events the batch only grows by one
-token each, so whole runs of equal steps are taken at once: the cost is per event, not per token.
+`alpha_s + beta_s*sequences` and kv_tokens are the tokens resident before the step. KV beyond `kv_capacity_tokens` is
+spilled to CPU memory, which adds `spill_s_per_token` per token and step. Admission is first come, first served, while
+the batch has space and KV blocks for the sequence's context are free. A running sequence without a free block preempts
+the sequence admitted last, which returns to the head of the queue and is prefilled again. With prefix caching, all
+samples of a prompt share its full blocks, from the admission of the first sample until the last one ends (vLLM keeps
+them until it needs the blocks, so it reuses more). Between such events each sequence only grows by one token per step,
+so runs of equal steps are computed at once: the cost is per event, not per token.
 """
 
 from collections import deque
@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING
 
 from planner.model import RequestId
 
-if TYPE_CHECKING:  # numpy comes with it, which no engine's process needs
+if TYPE_CHECKING:  # it imports numpy, which engine processes do not need
     from planner.cost.profile import Curve
 
 
 @dataclass(frozen=True, slots=True)
 class EngineShape:
-    """Constants of one engine. Times in virtual seconds; `base_s` over sequences stands in for alpha and beta."""
+    """Constants of one engine. Times are virtual seconds; the curve `base_s` replaces alpha and beta."""
 
     alpha_s: float
     beta_s: float
@@ -34,7 +34,7 @@ class EngineShape:
     prefill_s_per_token: float = 0.0
     block_tokens: int = 16
     base_s: "Curve | None" = None
-    spill_capacity_tokens: int = 0  # KV that CPU memory takes beyond the capacity
+    spill_capacity_tokens: int = 0  # additional KV in CPU memory
     spill_s_per_token: float = 0.0
     prefix_caching: bool = False
 
@@ -43,7 +43,7 @@ class EngineShape:
         return (self.kv_capacity_tokens + self.spill_capacity_tokens) // self.block_tokens
 
     def steps_s(self, steps: int, sequences: int, kv_tokens: int) -> float:
-        """Seconds of `steps` decode steps of one batch that holds `kv_tokens`, each sequence gaining one per step."""
+        """Return the seconds of `steps` decode steps of a batch. Each step adds `sequences` tokens to `kv_tokens`."""
         base_s = self.base_s.at(sequences) if self.base_s else self.alpha_s + self.beta_s * sequences
         seconds = base_s * steps + self.gamma_s * (kv_tokens * steps + sequences * (steps * (steps - 1) // 2))
         if self.spill_s_per_token:
@@ -51,40 +51,40 @@ class EngineShape:
         return seconds
 
     def _spilled_token_steps(self, steps: int, sequences: int, kv_tokens: int) -> int:
-        """Tokens beyond the capacity, summed over the steps."""
+        """Return the number of spilled tokens, summed over the steps."""
         over_tokens = kv_tokens - self.kv_capacity_tokens
-        within = 0 if over_tokens >= 0 else min(steps, -(over_tokens // sequences))  # steps without any spilled
+        within = 0 if over_tokens >= 0 else min(steps, -(over_tokens // sequences))  # steps without spilled tokens
         left = steps - within
         return left * (over_tokens + within * sequences) + sequences * (left * (left - 1) // 2)
 
 
 @dataclass(slots=True)
 class Sequence:
-    """One request on one engine. `context_tokens` grows with each step; `to_generate` counts down."""
+    """One request on one engine. Each step increases `context_tokens` and decreases `to_generate`."""
 
     id: RequestId
     context_tokens: int
     to_generate: int
     generated: int = 0
     blocks: int = 0
-    prefilled: bool = False  # its KV came with it: its first admission costs no prefill
-    group: str = ""  # samples of one prompt; empty: of none
-    prompt_tokens: int = 0  # that the group has in common
+    prefilled: bool = False  # its KV was transferred: its first admission needs no prefill
+    group: str = ""  # the group of samples of one prompt; empty: none
+    prompt_tokens: int = 0  # prompt tokens shared by the group
     holds_prefix: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceProgress:
-    """What an advance did for one sequence."""
+    """Tokens that one sequence gained by an advance."""
 
     id: RequestId
     tokens: int
-    finished_s: float | None = None  # when its last token was made
+    finished_s: float | None = None  # time of its last token
 
 
 @dataclass(slots=True)
 class Scheduler:
-    """One engine's queue, batch and KV blocks. `now_s` is the end of the last whole step."""
+    """The queue, batch and KV blocks of one engine. `now_s` is the end of the last completed step."""
 
     shape: EngineShape
     now_s: float = 0.0
@@ -95,10 +95,10 @@ class Scheduler:
     prefilled_tokens_total: int = 0
     busy_s: float = 0.0
     paused: bool = False
-    slowdown: float = 1.0  # of its steps, by what else uses its links
+    slowdown: float = 1.0  # factor on step times, from other traffic on the engine's links
     _free_blocks: int = field(init=False)
-    _step_s: float | None = None  # length of the step under way, None between steps
-    _prefix_holders: dict[str, int] = field(default_factory=dict)  # by group
+    _step_s: float | None = None  # duration of the current step, None between steps
+    _prefix_holders: dict[str, int] = field(default_factory=dict)  # group -> sequences that use its cached prefix
 
     def __post_init__(self) -> None:
         self._free_blocks = self.shape.blocks
@@ -122,12 +122,13 @@ class Scheduler:
         group: str = "",
         prompt_tokens: int = 0,
     ) -> None:
-        """Queue a request that will generate `to_generate` more tokens; it has `prompt_tokens` in common with others of
-        its `group`. Raises ValueError if it can never fit."""
+        """Queue a request that generates `to_generate` more tokens and shares `prompt_tokens` with its `group`. Raises
+        ValueError if it can never fit."""
         if to_generate < 1 or context_tokens < 1:
             raise ValueError(f"context_tokens and to_generate must be >= 1, got {context_tokens}, {to_generate}")
         if self._blocks_of(context_tokens + to_generate) > self.shape.blocks:
-            raise ValueError(f"{context_tokens + to_generate} tokens exceed the KV of {self.shape.kv_capacity_tokens}")
+            tokens = context_tokens + to_generate
+            raise ValueError(f"tokens must fit KV of {self.shape.kv_capacity_tokens}, got {tokens}")
         if self.idle:
             self.now_s = max(self.now_s, at_s)
         sequence = Sequence(request_id, context_tokens, to_generate, prefilled=prefilled)
@@ -136,7 +137,7 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def abort(self, request_ids: Iterable[RequestId]) -> list[Sequence]:
-        """Drop these requests and free their blocks; those that were there are returned."""
+        """Drop these requests and free their blocks. Return the sequences that were dropped."""
         gone = set(request_ids)
         dropped = [s for s in (*self.running, *self.waiting) if s.id in gone]
         for sequence in dropped:
@@ -146,7 +147,7 @@ class Scheduler:
         return dropped
 
     def pause(self) -> None:
-        """Freeze: no step begins, nothing is admitted, everything keeps its place and its KV."""
+        """Stop stepping and admission. Every sequence keeps its position and its KV."""
         self.paused = True
 
     def resume(self, at_s: float) -> None:
@@ -154,14 +155,14 @@ class Scheduler:
         self.now_s = max(self.now_s, at_s)
 
     def reshape(self, shape: EngineShape) -> None:
-        """Go on with other seats, KV and step times. Raises ValueError where what runs does not fit."""
+        """Change the batch size, KV and step times. Raises ValueError if the running sequences do not fit."""
         free_blocks = self._free_blocks + shape.blocks - self.shape.blocks
         if free_blocks < 0 or len(self.running) > shape.max_num_seqs or shape.block_tokens != self.shape.block_tokens:
-            raise ValueError(f"{len(self.running)} running sequences do not fit into {shape}")
+            raise ValueError(f"shape must fit the {len(self.running)} running sequences, got {shape}")
         self.shape, self._free_blocks, self._step_s = shape, free_blocks, None
 
     def advance(self, until_s: float) -> list[SequenceProgress]:
-        """Complete every whole step that ends by `until_s`; the tokens made per sequence, in order of admission."""
+        """Complete every step that ends by `until_s`. Return the tokens gained per sequence, in admission order."""
         made: dict[RequestId, int] = {}
         finished_s: dict[RequestId, float] = {}
         while not self.paused and not self.idle:
@@ -195,7 +196,7 @@ class Scheduler:
                 del self._prefix_holders[sequence.group]
 
     def cached_tokens(self, group: str, prompt_tokens: int) -> int:
-        """Of a prompt, what is there because others of its group run."""
+        """Return the tokens of a prompt that are cached because other sequences of its group run."""
         return prompt_tokens // self.shape.block_tokens * self.shape.block_tokens if self._holds(group) else 0
 
     def _holds(self, group: str) -> bool:
@@ -205,15 +206,15 @@ class Scheduler:
         return sequence.prompt_tokens // self.shape.block_tokens
 
     def _cached_blocks(self, sequence: Sequence) -> int:
-        """Of a sequence that is not running, what is there already."""
+        """Return the blocks of a sequence's prompt that are cached, for a sequence that is not running."""
         return self._prefix_blocks(sequence) if self._holds(sequence.group) else 0
 
     def _needed_blocks(self, sequence: Sequence) -> int:
-        """To admit it."""
+        """Return the number of free blocks required to admit a sequence."""
         return self._blocks_of(sequence.context_tokens + 1) - self._cached_blocks(sequence)
 
     def _schedule(self) -> int:
-        """Secure a block for each running sequence's next token, then admit; the tokens to prefill in this step."""
+        """Reserve a block for each running sequence's next token, then admit. Return the tokens to prefill."""
         preempted = False
         index = 0
         while index < len(self.running):
@@ -254,8 +255,8 @@ class Scheduler:
         return prefill_tokens
 
     def _plan_steps(self, until_s: float, prefill_tokens: int) -> tuple[int, float]:
-        """How many equal steps can be taken at once by `until_s`, and their seconds; with 0 steps, the seconds of the
-        step that is now under way."""
+        """Return the number of equal steps that end by `until_s`, and their total seconds. With 0 steps, return the
+        seconds of the step in progress."""
         if self._step_s is not None:
             return (1, self._step_s) if self.now_s + self._step_s <= until_s else (0, self._step_s)
         most = 1 if prefill_tokens else min(self._steps_in_blocks(), min([s.to_generate for s in self.running]))
@@ -278,15 +279,15 @@ class Scheduler:
         return (low, low_s) if low else (0, slowdown * self.shape.steps_s(1, batch, kv_tokens) + prefill_s)
 
     def _can_admit_later(self) -> bool:
-        """After a preemption the head of the queue may fit at the very next step."""
+        """Return whether the head of the queue can be admitted at the next step, such as after a preemption."""
         if not self.waiting or len(self.running) >= self.shape.max_num_seqs:
             return False
         return self._needed_blocks(self.waiting[0]) <= self._free_blocks
 
     def _steps_in_blocks(self) -> int:
-        """Steps until some sequence would need a block that is not free. The first step's blocks are secured."""
+        """Return the steps until a sequence needs a block that is not free. The first step's blocks are reserved."""
         size = self.shape.block_tokens
-        rounds = self._free_blocks // len(self.running)  # `size` further steps take one block of each sequence
+        rounds = self._free_blocks // len(self.running)  # `size` further steps take one block per sequence
         free = self._free_blocks - rounds * len(self.running)
         crossing = [0] * size  # crossing[k]: sequences that need a block at the k-th further step, k = 1..size
         for sequence in self.running:
@@ -325,5 +326,5 @@ class Scheduler:
 
 
 def decode_alone_s(shape: EngineShape, context_tokens: int, to_generate: int) -> float:
-    """Seconds that one request takes on an otherwise empty engine, prefill included: no schedule can beat it."""
+    """Return the seconds that one request takes on an idle engine, including prefill: a lower bound of any schedule."""
     return shape.steps_s(to_generate, 1, context_tokens) + shape.prefill_s_per_token * context_tokens

@@ -1,7 +1,7 @@
-"""The simulated engine: a real HTTP server with vLLM's surface, whose time and tokens are computed.
+"""The simulated engine: an HTTP server with vLLM's API, whose step times and tokens are computed.
 
 `orchestrrl engine simulated` runs it. Step times come from scheduler.py, tokens from tokens.py, the pace from
-runtime.py; here are the routes. Where it differs from vLLM, vLLM is right: see the engines' conformance suite.
+runtime.py; this module has the routes. vLLM is the reference for its behaviour: see the engines' conformance suite.
 """
 
 import asyncio
@@ -28,8 +28,8 @@ from orchestrrl.lab.simulated_engine.weights import model_of, read_weights
 
 __all__ = ["SimulatedOptions", "SimulatedServer"]
 
-MOST_BODY_BYTES = 64 << 20  # a long prompt comes as a list of ids
-SHUTDOWN_S = 1.0  # what running requests get at the end; then their connections are cut
+MOST_BODY_BYTES = 64 << 20  # long prompts are sent as lists of ids
+SHUTDOWN_S = 1.0  # time for running requests at shutdown, before their connections are closed
 ID_PREFIXES = {CompletionEndpoint.COMPLETIONS: "cmpl-", CompletionEndpoint.CHAT: "chatcmpl-"}
 
 
@@ -50,12 +50,12 @@ class SimulatedServer:
         self._address = (host, port)
 
     async def __aenter__(self) -> Self:
-        """Raises Permanent where it was told to fail."""
+        """Start the server. Raises Permanent with the fault `fail_start`."""
         if self._options.start_delay_s:
             await self._clock.sleep(self._options.start_delay_s / self._options.speed)
         if self._options.fail_start:
-            raise Permanent("the engine was told to fail (--fail-start)")
-        # A client that goes away must have its request aborted, also while it waits for its first token.
+            raise Permanent("the engine failed to start as requested by --fail-start")
+        # If a client disconnects, its request must be aborted, even while it waits for its first token.
         self._runner = web.AppRunner(
             self.application(), handler_cancellation=True, shutdown_timeout=SHUTDOWN_S, access_log=None
         )
@@ -118,7 +118,7 @@ class SimulatedServer:
         await response.prepare(request)
         opening = formatter.opening()
         async for part in answer.parts():
-            # vLLM leaves out the last chunk of a request that was aborted before its first token.
+            # vLLM omits the last chunk of a request that was aborted before its first token.
             await response.write(b"".join([*opening, formatter.part(part) if answer.made else b""]))
             opening = []
         await response.write(b"".join(formatter.closing(answer.made)))
@@ -164,7 +164,7 @@ class SimulatedServer:
 
     async def _resume(self, _: web.Request) -> web.Response:
         if self._managed.asleep:
-            raise web.HTTPInternalServerError(reason="Failed to resume generation: it is asleep")
+            raise web.HTTPInternalServerError(reason="Failed to resume generation: the engine is asleep")
         self.runtime.resume()
         return web.json_response({"status": "resumed"})
 
@@ -173,7 +173,7 @@ class SimulatedServer:
 
     async def _abort_requests(self, request: web.Request) -> web.Response:
         names = (await object_of(request)).get("request_ids")
-        # Like vLLM, the reply counts what was named, not what was found; of everything it counts what there was.
+        # As in vLLM, the response counts the ids given, not the requests found; without ids, all aborted requests.
         aborted = self.runtime.abort(names or ())
         return web.json_response({"status": "aborted", "aborted": len(names) if names else aborted})
 

@@ -1,9 +1,9 @@
-"""What the simulated engine says: tokens and lengths that are a deterministic function of (prompt, seed). Pure.
+"""Tokens and lengths of the simulated engine, a deterministic function of (prompt, seed). Pure.
 
-The next token depends on every token before it and on the seed, so a request continued elsewhere from its prompt and
-partial answer must yield exactly the tokens of the undisturbed run, as a real model under greedy decoding does. The
-length of an answer depends on its prompt and seed too. Where the answer began is found in the context itself: it is
-the longest ending that the engine would have generated, so continuing needs no marker and no memory.
+The next token depends on all previous tokens and on the seed. A request continued on another engine from its prompt and
+partial response therefore yields exactly the tokens of the undisturbed run, as a real model does under greedy decoding.
+The length of a response depends on its prompt and seed too. The start of the response is derived from the context: the
+response is the longest suffix that the engine would have generated, so continuing needs neither a marker nor state.
 """
 
 import math
@@ -18,76 +18,76 @@ _NORMAL = NormalDist()
 
 BYTE_TOKENS = 256  # token ids 0..255 are the bytes of UTF-8
 EOS, TURN_START, TURN_END = 256, 257, 258
-MOST_BEHIND = 24  # nats that an unlikely token is behind the likeliest
-FIRST_WORD = 260  # ids from here on are words; only these are generated
+MOST_BEHIND = 24  # maximum difference in nats between the most likely token and another
+FIRST_WORD = 260  # ids from here on are words; only words are generated
 
 
 def _mix(value: int) -> int:
-    """SplitMix64's finaliser: every output bit depends on every input bit."""
+    """Return SplitMix64's finalizer of a value: every output bit depends on every input bit."""
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _MASK
     return value ^ (value >> 31)
 
 
 def _unit(value: int) -> float:
-    """A hash as a number strictly between 0 and 1."""
+    """Map a hash to a number strictly between 0 and 1."""
     return ((value >> 11) + 0.5) / (1 << 53)
 
 
 @dataclass(frozen=True, slots=True)
 class LengthModel:
-    """Answer lengths: quantile knots with log-linear interpolation, and a Gaussian copula within a group.
+    """Distribution of response lengths: quantiles with log-linear interpolation, and a Gaussian copula within a group.
 
-    A group is the prompts that are equal but for their last token, and the seeds: an engine that draws nothing can
-    give the samples of one prompt different answers only if something in the prompt differs. `correlation` is that of
-    the underlying normal scores of two of a group, which is close to the correlation of their lengths' logarithms.
+    A group consists of the prompts that differ only in their last token or the seed: with greedy decoding, samples of
+    one prompt can differ only if their prompts differ. `correlation` is the correlation of the normal scores of two
+    members of a group, which is close to that of the logarithms of their lengths.
     """
 
-    quantiles: tuple[float, ...]  # ascending, first 0, last 1
-    tokens: tuple[float, ...]  # at each quantile, ascending, >= 1
+    quantiles: tuple[float, ...]  # strictly ascending from 0 to 1
+    tokens: tuple[float, ...]  # length at each quantile, ascending, >= 1
     correlation: float = 0.0
 
     def __post_init__(self) -> None:
         if len(self.quantiles) != len(self.tokens) or len(self.tokens) < 2:
-            raise ValueError("quantiles and tokens must have one length, at least 2")
+            raise ValueError("quantiles and tokens must have the same length, at least 2")
         if self.quantiles[0] != 0 or self.quantiles[-1] != 1 or list(self.quantiles) != sorted(set(self.quantiles)):
             raise ValueError(f"quantiles must ascend from 0 to 1, got {self.quantiles}")
         if self.tokens[0] < 1 or list(self.tokens) != sorted(self.tokens):
-            raise ValueError(f"tokens must ascend from at least 1, got {self.tokens}")
+            raise ValueError(f"tokens must be >= 1 and ascend, got {self.tokens}")
         if not 0 <= self.correlation <= 1:
-            raise ValueError(f"correlation must lie in 0..1, got {self.correlation}")
+            raise ValueError(f"correlation must be in 0..1, got {self.correlation}")
 
     def quantile_tokens(self, probability: float) -> int:
-        """Length at a probability in 0..1."""
+        """Return the length at a cumulative probability in 0..1."""
         index = min(bisect_right(self.quantiles, probability), len(self.quantiles) - 1)
         p_low, p_high = self.quantiles[index - 1], self.quantiles[index]
         low, high = math.log(self.tokens[index - 1]), math.log(self.tokens[index])
         return max(1, round(math.exp(low + (high - low) * (probability - p_low) / (p_high - p_low))))
 
     def sample_tokens(self, group_hash: int, prompt_hash: int, seed: int) -> int:
-        """Length of the answer to one prompt of a group under one seed."""
+        """Return the length of the response to one prompt of a group with one seed."""
         of_group = _NORMAL.inv_cdf(_unit(_mix(group_hash ^ 0xA5A5)))
         of_sample = _NORMAL.inv_cdf(_unit(_mix(prompt_hash ^ _mix(seed + 0x5EED))))
         score = math.sqrt(self.correlation) * of_group + math.sqrt(1 - self.correlation) * of_sample
         return self.quantile_tokens(_NORMAL.cdf(score))
 
 
-# Geometric-like answers around 200 tokens, for engines that were given no model.
+# The default: a distribution similar to a geometric one, with a median of 200 tokens.
 DEFAULT_LENGTHS = LengthModel((0.0, 0.5, 1.0), (16, 200, 1024))
 
 
 @dataclass(slots=True)
 class Generation:
-    """State of one answer: where it stands and how long it will be. `next_token` moves it on."""
+    """The state of one response. `next_token` advances it."""
 
     model: "TokenModel"
     state: int
     seed_hash: int
-    position: int  # tokens of the answer so far, those given in the context included
-    answer_tokens: int  # position at which the model itself would end
+    position: int  # tokens of the response so far, including those given in the context
+    answer_tokens: int  # position at which the model would end the response
 
     def next_token(self) -> tuple[int, float]:
-        """The next token id and its log-probability."""
+        """Generate the next token. Return its id and its log-probability."""
         out = _mix(self.state ^ self.seed_hash)
         token = FIRST_WORD + out % (self.model.vocab_size - FIRST_WORD)
         self.state = _advance(self.state, token)
@@ -95,7 +95,7 @@ class Generation:
         return token, -(out >> 40) / (1 << 24)
 
     def follow(self, model: "TokenModel", seed: int) -> None:
-        """Go on under other weights; how long it will be stays."""
+        """Continue with other weights. The length of the response does not change."""
         self.model = model
         self.seed_hash = model.seed_hash(seed)
 
@@ -106,14 +106,14 @@ def _advance(state: int, token: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TokenModel:
-    """The simulated model. Two engines with equal fields are interchangeable, like two replicas."""
+    """The simulated model. Engines with equal fields are interchangeable, as replicas are."""
 
     vocab_size: int = 32_000
     lengths: LengthModel = DEFAULT_LENGTHS
-    weights_seed: int = 0  # another version of the weights says other things
+    weights_seed: int = 0  # each version of the weights generates other tokens
 
     def begin(self, context: Sequence[int], seed: int = 0) -> Generation:
-        """Read a context (prompt, or prompt and partial answer) and stand ready to go on."""
+        """Return the generation that continues a context: a prompt, or a prompt and a partial response."""
         seed_hash = self.seed_hash(seed)
         words = self.vocab_size - FIRST_WORD
         state = group_hash = prompt_hash = 0xCBF29CE484222325
@@ -132,27 +132,27 @@ class TokenModel:
         return _mix(seed * _PRIME + self.weights_seed + 1 & _MASK)
 
     def prompt_logprobs(self, context: Sequence[int], seed: int = 0) -> list[tuple[float, int, float]]:
-        """Of each token but the first: its log-probability, the token that would have been generated, and that one's.
-
-        Of a context that was generated they are those of the generation.
+        """Return, for each token except the first, its log-probability, the most likely token, and the latter's
+        log-probability. For generated tokens, these equal the values of the generation.
         """
         seed_hash, words = self.seed_hash(seed), self.vocab_size - FIRST_WORD
         state = _advance(0xCBF29CE484222325, context[0])
-        told = []
+        rows = []
         for token in context[1:]:
             out = _mix(state ^ seed_hash)
             first, first_logprob = FIRST_WORD + out % words, -(out >> 40) / (1 << 24)
             behind = 0 if token == first else min((token - first) % words or MOST_BEHIND, MOST_BEHIND)
-            told.append((first_logprob - behind, first, first_logprob))
+            rows.append((first_logprob - behind, first, first_logprob))
             state = _advance(state, token)
-        return told
+        return rows
 
     def tokenize(self, text: str) -> list[int]:
-        """UTF-8 bytes as ids; words are never produced from text."""
+        """Return the UTF-8 bytes of a text as token ids. Word tokens are never produced from text."""
         return list(text.encode())
 
     def detokenize(self, token_ids: Sequence[int]) -> str:
-        """Bytes become characters again (invalid ones U+FFFD), words a syllable each, special tokens nothing."""
+        """Return the text of token ids: bytes as UTF-8 (invalid ones as U+FFFD), words as ` wID`; special tokens are
+        omitted."""
         pieces: list[str] = []
         pending = bytearray()
         for token in token_ids:

@@ -1,5 +1,4 @@
-"""The weights of a simulated engine: safetensors files in a folder, of which every byte is read; its tokens then depend
-on every byte."""
+"""Weights of a simulated engine: safetensors files in a folder. The engine's tokens depend on every byte of them."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +14,12 @@ from orchestrrl.integrations.instrument.checkpoint_files import (
 from orchestrrl.lab.simulated_engine.options import SimulatedOptions
 from orchestrrl.lab.simulated_engine.tokens import TokenModel
 
-WRONG = 0xBAD  # to the seed of an engine that answers wrongly
+WRONG = 0xBAD  # XORed to the seed of an engine with the fault `wrong_answers`
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedWeights:
-    """What a folder holds. `seed`: by its bytes."""
+    """The weights in a folder. `seed` is derived from their bytes."""
 
     seed: int
     sum: str
@@ -28,9 +27,9 @@ class SimulatedWeights:
 
 
 def read_weights(folder: Path) -> SimulatedWeights:
-    """Raises Permanent."""
+    """Read the weights of a folder. Raises Permanent if it is not a valid checkpoint."""
     if not folder.is_dir():
-        raise Permanent(f"{folder}: is not a folder")
+        raise Permanent(f"{folder}: must be a folder")
     try:
         tensors = read_checkpoint(folder)
         content = content_sum(tensors, mapped(tensors))

@@ -1,1 +1,1 @@
-"""The test bed of demos, benchmarks, the fabric in a box and process tests: processes, engines, OrchestrRL's own."""
+"""The test bed of demos, benchmarks, the fabric in a box and process tests. It starts processes."""

@@ -1,6 +1,6 @@
-"""Engines of a test bed: handed out once they complete a request, ended by the caller.
+"""Engines of a test bed. A function that starts an engine returns when it completes a request; the caller stops it.
 
-Engines that outlive their caller are those of fleet/deployers/local.py.
+For engines that outlive their caller, see fleet/deployers/local.py.
 """
 
 import asyncio
@@ -21,11 +21,11 @@ from orchestrrl.lab.testbed.processes import VLLM_PYTHON, LabProcess, command_of
 from planner.model import ConfigurationId, EngineId, GpuId, Parallelism
 
 PROBE_TIMEOUT_S = 120.0  # the first forward pass of a CPU build can take half a minute
-MOST_CORES = 4096  # of one machine
+MOST_CORES = 4096  # per machine
 UNDIVIDED = Parallelism()
 MODEL_MAKER = Path(__file__).parents[1] / "tiny_model.py"
 
-# For a small model on the CPU build. More threads than one get into each other's way.
+# For a small model on the CPU build, which is slower with more than one thread.
 VLLM_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -36,7 +36,7 @@ VLLM_ARGUMENTS = ("--dtype", "float32", "--enforce-eager")
 
 
 class LocalEngine(LabProcess):
-    """An engine on this machine. All of its processes get the signal that ends it, and it holds its port until then."""
+    """An engine on this machine. The stop signal is sent to all of its processes. Its port is reserved until then."""
 
     port_holder: socket.socket | None = None
 
@@ -54,7 +54,7 @@ class LocalEngine(LabProcess):
         self._signal_all(signal.SIGTERM)
 
     async def answers(self, client: Engine, within_s: float) -> None:
-        """Return after a first completion: `/health` says yes before the first forward pass works. Raises Permanent."""
+        """Wait for a first completion: `/health` succeeds before a forward pass can. Raises Permanent."""
 
         async def completes() -> bool:
             if not await client.healthy():
@@ -85,13 +85,13 @@ async def start_vllm(
     gpus: Sequence[GpuId] = (),
     ready_within_s: float = 300.0,
 ) -> LocalEngine:
-    """Serve the model in directory `model` with the vLLM of `python`'s environment, on loopback, in float32.
+    """Serve the model in directory `model` with the vLLM CPU build of `python`'s environment, on loopback, in float32.
 
-    Of the CPU build: each of `gpus` is a core, and without them it is bound to none.
+    Each of `gpus` is a CPU core; without them, the engine is not bound to cores.
 
-    Returns after a first completion. Raises Permanent, with the end of its log (`log_dir/name.log`), when vLLM exits or
-    is not ready in time; ProblemFaults when `arguments` or `environment` contradict the layout. The model is served
-    under the directory's name; other `arguments` go to vLLM as they are.
+    Returns after a first completion. Raises Permanent, with the end of its log (`log_dir/name.log`), if vLLM exits or
+    is not ready in time; ProblemFaults if `arguments` or `environment` contradict the layout. The model is served under
+    the directory's name. `arguments` are passed to vLLM.
     """
     launch = EngineLaunch(
         python=str(python),
@@ -130,7 +130,7 @@ async def start_vllm(
 async def start_simulated(
     name: str, *, log_dir: Path, arguments: Sequence[str] = (), ready_within_s: float = 60.0
 ) -> LocalEngine:
-    """Run `orchestrrl engine simulated` with `arguments`, on loopback and a port that it chooses itself."""
+    """Run `orchestrrl engine simulated` with `arguments`, on loopback and a free port."""
     engine = LocalEngine(name, command_of("engine", "simulated", "--port", "0", *arguments), log_dir)
     await engine.start(ready_within_s)
     await engine.answers(SimulatedEngine(engine.url), ready_within_s)
@@ -139,7 +139,7 @@ async def start_simulated(
 
 @contextlib.asynccontextmanager
 async def all_started(starting: Iterable[Awaitable[LocalEngine]]) -> AsyncIterator[list[LocalEngine]]:
-    """Engines that start side by side; all are stopped on leaving, and where one of them does not start."""
+    """Start engines in parallel and yield them. All are stopped on exit, and if one of them fails to start."""
     started = await asyncio.gather(*starting, return_exceptions=True)
     running = [engine for engine in started if isinstance(engine, LocalEngine)]
     try:
@@ -154,8 +154,8 @@ async def all_started(starting: Iterable[Awaitable[LocalEngine]]) -> AsyncIterat
 async def make_model(folder: Path, seed: int = 0) -> None:
     """Write the tiny model that vLLM serves in demos and tests. Raises Permanent."""
     if not VLLM_PYTHON.exists():
-        raise Permanent(f"{VLLM_PYTHON} is missing: run `make venv-vllm` first, in the repository's folder")
+        raise Permanent(f"{VLLM_PYTHON} is missing: run `make venv-vllm` in the repository first")
     words = (VLLM_PYTHON, MODEL_MAKER, folder, "--seed", seed)
     process = await asyncio.create_subprocess_exec(*map(str, words), stdout=asyncio.subprocess.DEVNULL)
     if await process.wait() != 0:
-        raise Permanent(f"{MODEL_MAKER.name} failed, see above")
+        raise Permanent(f"{MODEL_MAKER.name} failed: see its output above")

@@ -1,4 +1,4 @@
-"""Processes of a test bed: each has a log and a session of its own, a readiness to wait for, and a certain end."""
+"""Processes of a test bed. Each has its own log and session, can be waited for until ready, and is reliably stopped."""
 
 import asyncio
 import contextlib
@@ -21,17 +21,17 @@ STOP_WITHIN_S = 15.0
 ANSWER_WITHIN_S = 600.0
 POLL_S = 0.02
 REPOSITORY = Path(__file__).parents[3]
-# Where `make venv-vllm` puts it; a GPU host's own vLLM does as well.
+# Created by `make venv-vllm`; the vLLM of a GPU host can be used too.
 VLLM_PYTHON = REPOSITORY / ".venv-vllm" / "bin" / "python"
 
 Found = TypeVar("Found")
 
 
 class LabProcess:
-    """A program of this machine, started by `spawn` or `start`. Its output goes to NAME.out, its errors to NAME.log, or
-    both to NAME.log with `one_log`. With `takes_input`, `request` writes a line and reads the next line of its output.
+    """A program on this machine, started by `spawn` or `start`. Its output is written to NAME.out, its errors to
+    NAME.log, or both to NAME.log with `one_log`. With `takes_input`, `request` writes a line and reads the next line.
 
-    It has a session of its own: Ctrl-C in a terminal reaches the test bed alone, which then ends its processes.
+    It has its own session, so that Ctrl-C in a terminal reaches only the test bed, which then ends its processes.
     """
 
     def __init__(
@@ -49,12 +49,12 @@ class LabProcess:
         self.command = [str(word) for word in command]
         self.log_path = folder / f"{name}.log"
         self.out_path = self.log_path if one_log else folder / f"{name}.out"
-        self.url = ""  # the first line of its output, once it is ready
+        self.url = ""  # the first line of the output, set by `start`
         self._environment = {"PYTHONUNBUFFERED": "1", **(environment or {})}
         self._cwd = cwd
         self._takes_input = takes_input
         self._process: subprocess.Popen[bytes] | None = None
-        self._read_bytes = 0  # of its output, by `next_line`
+        self._read_bytes = 0  # bytes of the output that `next_line` has read
         self._turn = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
@@ -79,7 +79,7 @@ class LabProcess:
         return self._process is not None and self._process.poll() is None
 
     def spawn(self) -> None:
-        """Start it, again where it has ended: its log goes on, its output begins anew."""
+        """Start the process, or restart it: its log is continued, its output is truncated."""
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         if self._process is None:
             self.log_path.unlink(missing_ok=True)
@@ -97,15 +97,15 @@ class LabProcess:
             )
 
     async def start(self, within_s: float = READY_WITHIN_S) -> str:
-        """Start it, and return the first line of its output, which becomes its `url`. Where there is none in time, end
-        it and raise Permanent."""
+        """Start the process and return the first line of its output, which becomes its `url`. If there is none in time,
+        kill the process and raise Permanent."""
         self.spawn()
         with self.killed_on_failure():
             self.url = await self.next_line(within_s)
         return self.url
 
     def read_line(self) -> str | None:
-        """Return the next whole line of its output, without its end; None where there is none yet."""
+        """Return the next complete line of the output without its newline, or None if there is none yet."""
         with self.out_path.open("rb") as out:
             out.seek(self._read_bytes)
             line = out.readline()
@@ -115,7 +115,7 @@ class LabProcess:
         return line.decode(errors="replace").strip()
 
     async def next_line(self, within_s: float = READY_WITHIN_S) -> str:
-        """Return the next line of its output, once it is there. Raises Permanent where the process ends first."""
+        """Wait for the next line of the output and return it. Raises Permanent if the process ends first."""
 
         async def line() -> str | None:
             return self.read_line()
@@ -123,44 +123,44 @@ class LabProcess:
         return await self.until(line, within_s)
 
     async def request(self, question: Mapping[str, Any], within_s: float = ANSWER_WITHIN_S) -> Any:
-        """Write a line of JSON, and return the value of the next line of its output. Raises Permanent where it ends."""
+        """Write a line of JSON and return the JSON value of the next output line. Raises Permanent if it ends."""
         async with self._turn:
             self.send(question)
             return json.loads(await self.next_line(within_s))
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Write a line of JSON to its input."""
+        """Write a line of JSON to the process's input."""
         assert self.process.stdin is not None, f"{self.name} takes no input"
-        with contextlib.suppress(BrokenPipeError):  # it has ended: its output ends, too
+        with contextlib.suppress(BrokenPipeError):  # the process has ended; reading its output reports that
             self.process.stdin.write(json.dumps(message).encode() + b"\n")
             self.process.stdin.flush()
 
     async def until(self, condition: Callable[[], Awaitable[Found | None]], within_s: float = READY_WITHIN_S) -> Found:
-        """Return what `condition` returns, once that is true. Raises Permanent, with the end of its log, where the
-        process has ended, or that takes too long."""
+        """Wait until `condition` returns a true value, and return it. Raises Permanent, with the end of the log, if the
+        process ends or the time is exceeded."""
         return await until(condition, f"{self.name} is ready", within_s, POLL_S, (self,))
 
     def check(self) -> None:
-        """Raise Permanent, with the end of its log, where it has ended."""
+        """Raise Permanent, with the end of the log, if the process has ended."""
         if not self.running:
             raise Permanent(self.obituary(f"exited with status {self.process.returncode}"))
 
     def cpu_s(self) -> float:
-        """Return its CPU seconds since its start, over all its threads."""
-        # Linux's clock of another process, as clock_getcpuclockid(3) makes it; /proc counts in 10 ms.
+        """Return the CPU seconds of all threads since the process started."""
+        # The CPU clock of another process, see clock_getcpuclockid(3); the resolution of /proc is 10 ms.
         return time.clock_gettime(~self.pid << 3 | 2)
 
     def signal(self, number: int) -> None:
         self.process.send_signal(number)
 
     def kill(self) -> None:
-        """SIGKILL to all of its session, as a crash would have it. Killing twice is harmless."""
+        """Send SIGKILL to the whole session, as in a crash. A second call has no effect."""
         self._signal_all(signal.SIGKILL)
         self.process.wait()
 
     @contextlib.contextmanager
     def killed_on_failure(self) -> Iterator[None]:
-        """Kill all of the process where the body fails or is cancelled."""
+        """Kill the whole session if the body fails or is cancelled."""
         try:
             yield
         except BaseException:
@@ -168,8 +168,8 @@ class LabProcess:
             raise
 
     async def stop(self, grace_s: float = STOP_WITHIN_S) -> int:
-        """End its input, send it SIGTERM, and SIGKILL to what is left of its session after `grace_s`; its exit status.
-        Stopping twice, or what was never started, is harmless."""
+        """Close the input, send SIGTERM, and after `grace_s` SIGKILL to the whole session. Return the exit status.
+        It has no effect on a process that has ended or was never started."""
         if self._process is None:
             return 0
         try:
@@ -180,7 +180,7 @@ class LabProcess:
             self.signal(signal.SIGCONT)
             self._terminate()
             await self._gone(grace_s)
-        finally:  # where the clean-up is cancelled as well
+        finally:  # also if the clean-up is cancelled
             self._signal_all(signal.SIGKILL)
             status = self._process.wait()
         return status
@@ -189,13 +189,13 @@ class LabProcess:
         self.signal(signal.SIGTERM)
 
     async def _gone(self, within_s: float) -> None:
-        """Wait until nothing of its session is left."""
+        """Wait until the session has no processes."""
         deadline_s = time.monotonic() + within_s
         while (self.running or self._signal_all(0)) and time.monotonic() < deadline_s:
             await asyncio.sleep(POLL_S)
 
     def _signal_all(self, number: int) -> bool:
-        """Signal its process group; False where nothing of it is left."""
+        """Send a signal to the process group. Return False if it has no processes."""
         try:
             os.killpg(self.pid, number)
         except ProcessLookupError:
@@ -203,22 +203,22 @@ class LabProcess:
         return True
 
     def obituary(self, what: str) -> str:
-        """Return what has become of it, and the end of its log."""
+        """Return an error text with the process's name and the end of its log."""
         return f"{self.name} {what}; the end of {self.log_path}:\n{log_tail(self.log_path)}"
 
 
 def command_of(*words: str | Path) -> list[str]:
-    """Return the command line of one of OrchestrRL's commands, in this environment."""
+    """Return the command line of an `orchestrrl` command in this environment."""
     return [sys.executable, "-m", "orchestrrl", *map(str, words)]
 
 
 def flags_of(options: Mapping[str, object]) -> list[str]:
-    """Return options as flags: `{"tick_s": 0.01}` as `--tick-s 0.01`."""
+    """Return options as flags, such as `{"tick_s": 0.01}` as `--tick-s 0.01`."""
     return [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", str(value))]
 
 
 def free_port() -> int:
-    """Return a port of this host that nothing uses now."""
+    """Return a port of this host that is currently free."""
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         port: int = holder.getsockname()[1]
@@ -232,8 +232,8 @@ async def until(
     every_s: float = 0.1,
     processes: Sequence[LabProcess] = (),
 ) -> Found:
-    """Return what `condition` returns, once that is true. Raises Permanent where one of `processes` has ended, or where
-    `what` takes too long, with the end of the log of a single one."""
+    """Wait until `condition` returns a true value, and return it. Raises Permanent if one of `processes` ends or the
+    time is exceeded; with a single process, the error includes the end of its log."""
     deadline_s = time.monotonic() + within_s
     while True:
         over = [process for process in processes if not process.running]
@@ -242,14 +242,14 @@ async def until(
         for process in over:
             process.check()
         if time.monotonic() > deadline_s:
-            late = f"{what}: not within {within_s:g} s, see the logs"
+            late = f"{what}: not within {within_s:g} s; see the logs"
             raise Permanent(processes[0].obituary("was not ready in time") if len(processes) == 1 else late)
         await asyncio.sleep(every_s)
 
 
 @contextlib.asynccontextmanager
 async def beside(work: Coroutine[Any, Any, None]) -> AsyncIterator["asyncio.Task[None]"]:
-    """Run `work` while the body runs, and cancel it then. A failure of it is raised at the end."""
+    """Run `work` while the body runs, then cancel it. An exception of `work` is raised at the end."""
     task = asyncio.create_task(work)
     try:
         yield task
@@ -261,7 +261,7 @@ async def beside(work: Coroutine[Any, Any, None]) -> AsyncIterator["asyncio.Task
 
 @contextlib.asynccontextmanager
 async def meanwhile(repeated: Callable[[], Awaitable[None]], every_s: float) -> AsyncIterator[None]:
-    """Await `repeated` every so often while the body runs."""
+    """Call `repeated` every `every_s` seconds while the body runs."""
 
     async def repeat() -> None:
         while True:

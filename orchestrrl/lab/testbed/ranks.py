@@ -1,6 +1,6 @@
-"""Ranks of a test bed: processes forked from one that has imported what all of them need, each at the end of a pipe.
+"""Ranks of a test bed: processes forked from a parent that has imported their modules, each connected by a pipe.
 
-Standard library only: the programs that start ranks also run where OrchestrRL's dependencies are not installed.
+Standard library only, because programs that start ranks also run without OrchestrRL's dependencies.
 """
 
 import contextlib
@@ -17,14 +17,14 @@ STOP_WITHIN_S = 10.0
 
 
 class Ranks:
-    """Processes that run `work(rank, line)`. Receiving raises EOFError where a rank has ended."""
+    """A group of processes that run `work(rank, line)`. Receiving raises EOFError if a rank has ended."""
 
     def __init__(self, count: int, work: Callable[[int, Connection], None]) -> None:
         self._lines: list[Connection] = []
         self._processes: list[ForkProcess] = []
         for rank in range(count):
             ours, theirs = FORK.Pipe()
-            # A rank holds the lines of those before it: when this process is gone, they end from the last to the first.
+            # A rank inherits the pipes of the ranks before it: if this process dies, ranks end from last to first.
             process = FORK.Process(target=_forked, args=(work, rank, ours, theirs), daemon=True)
             process.start()
             theirs.close()
@@ -36,11 +36,11 @@ class Ranks:
         return [line.recv() for line in self._lines]
 
     def ask(self, order: object) -> list[Any]:
-        """Send the same to all ranks and return what each answers."""
+        """Send the same order to all ranks and return their responses."""
         return self.ask_each([order] * len(self._lines))
 
     def ask_each(self, orders: Sequence[object]) -> list[Any]:
-        """Send each rank its own order and return what each answers."""
+        """Send each rank its own order and return their responses."""
         for line, order in zip(self._lines, orders, strict=True):
             line.send(order)
         return self.receive()
@@ -48,7 +48,7 @@ class Ranks:
     def stop(self) -> list[int | None]:
         """Send None to all ranks, kill those that do not end, and return the exit statuses."""
         for line in self._lines:
-            with contextlib.suppress(OSError):  # one that has ended already
+            with contextlib.suppress(OSError):  # the rank has already ended
                 line.send(None)
         for process in self._processes:
             process.join(STOP_WITHIN_S)
@@ -64,6 +64,6 @@ def _forked(work: Callable[[int, Connection], None], rank: int, ours: Connection
 
 
 def print_json(value: object) -> None:
-    """Print a line of JSON at once."""
+    """Print a line of JSON and flush standard output."""
     sys.stdout.write(json.dumps(value) + "\n")
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""OrchestrRL's own processes in one folder: daemon, gateways, agents and weight peers, with the daemon's configuration.
+"""OrchestrRL processes in one folder: daemon, gateways, agents and weight peers, with the daemon's configuration.
 
 async with Stack(folder) as stack:
     await stack.start_daemon({"mode": "act"})
@@ -27,14 +27,14 @@ ANY_PORT = "127.0.0.1:0"
 
 
 class Stack:
-    """Use as `async with`: on leaving, all processes are stopped, the last started first."""
+    """An async context manager that starts OrchestrRL processes and stops them on exit, in reverse order."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder.absolute()
         self.config_path = self.folder / CONFIG_FILE
         self.processes: dict[str, LabProcess] = {}
         self.daemon_address = ""
-        self.undo = contextlib.AsyncExitStack()  # what is to happen on leaving
+        self.undo = contextlib.AsyncExitStack()  # callbacks to run on exit
 
     async def __aenter__(self) -> Self:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -60,23 +60,23 @@ class Stack:
         return self.processes["agent"]
 
     def launch(self, process: LabProcess) -> LabProcess:
-        """Start a process that ends with the stack."""
+        """Start a process that is stopped with the stack."""
         self.undo.push_async_callback(process.stop)
         process.spawn()
         self.processes[process.name] = process
         return process
 
     def command(self, name: str, *words: str | Path) -> LabProcess:
-        """Start one of OrchestrRL's commands."""
+        """Start an `orchestrrl` command."""
         return self.launch(LabProcess(name, command_of(*words), self.folder))
 
     async def served(self, process: LabProcess) -> str:
-        """Return the address that the process prints once it serves."""
+        """Wait for the address that the process prints when it is ready, and return it."""
         process.url = await process.next_line()
         return process.url
 
     async def start_daemon(self, document: Mapping[str, Any], *, keep_journal: bool = False) -> str:
-        """Return its address, which it keeps when it is started again. Its journal begins anew unless it is kept."""
+        """Start the daemon and return its address, which a restart reuses. The old journal is deleted unless kept."""
         for stale in () if keep_journal else self.folder.glob(f"{JOURNAL_FILE}*"):
             stale.unlink()
         self.configure(document)
@@ -85,12 +85,12 @@ class Stack:
         return self.daemon_address
 
     def configure(self, document: Mapping[str, Any]) -> None:
-        """Write the daemon's configuration: `document`, and where it listens and keeps its journal."""
+        """Write the daemon's configuration: `document`, with defaults for mode, address and journal."""
         own = {"mode": "act", "listen": {"address": ANY_PORT}, "journal": {"path": str(self.folder / JOURNAL_FILE)}}
         self.config_path.write_text(yaml.safe_dump({**own, **document}, sort_keys=False))
 
     async def start_gateway(self, *flags: str, name: str = "gateway") -> str:
-        """Return its URL, which it keeps when it is started again."""
+        """Start a gateway and return its URL, which a restart reuses."""
         words = ("gateway", "--listen", ANY_PORT, "--daemon", self.daemon_address, "--id", name, *flags)
         process = self.command(name, *words)
         url = await self.served(process)
@@ -101,12 +101,12 @@ class Stack:
         return self.command("agent", "agent", "--daemon", self.daemon_address, *flags)
 
     def peer_words(self, name: str, folder: Path, engines: Mapping[str, str], *flags: str) -> list[str]:
-        """Return the flags of a weight peer; `engines` are its host's, with their URLs."""
+        """Return the flags of a weight peer. `engines` maps the ids of its host's engines to their URLs."""
         words = ["--id", name, "--folder", str(folder), "--daemon", self.daemon_address, *flags]
         return [*words, *engine_flags("--engine", engines)]
 
     async def run(self, *words: str) -> str:
-        """Return what `orchestrrl WORDS` prints of this daemon. Raises Permanent where it prints nothing."""
+        """Return the output of an `orchestrrl` command on this daemon. Raises Permanent if it prints nothing."""
         command = command_of(*words, "--daemon", self.daemon_address)
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
@@ -120,7 +120,7 @@ class Stack:
             return await control.call(control.control.GetStatus, control_pb2.GetStatusRequest())
 
     async def fabric(self, periods: int = 1) -> fabric_pb2.FabricStatus:
-        """Return the fabric's status with so many of the last periods."""
+        """Return the fabric's status with the last `periods` periods."""
         async with ControlClient(self.daemon_address) as control:
             return await control.call(control.fabric.GetFabric, fabric_pb2.GetFabricRequest(limit=periods))
 
@@ -129,19 +129,19 @@ class Stack:
             return STATUS.from_pb(await control.call(control.weights.GetWeights, weights_pb2.GetWeightsRequest()))
 
     async def until_reported(self, engines: int, kinds: Iterable[str] = ("agent", "gateway")) -> None:
-        """Wait until so many engines, and nodes of these kinds, have reported to the daemon. Raises Permanent."""
+        """Wait until `engines` engines and nodes of all `kinds` have reported to the daemon. Raises Permanent."""
 
         async def reported() -> bool:
             status = await self.status()
             attached = {node.kind for node in status.nodes if node.attached}
-            # A redeployment stops an engine whose capabilities, sleep among them, have not been reported.
+            # Without reported capabilities, such as sleep, a redeployment would stop an engine.
             known = [each for each in status.workers if each.HasField("age_s") and each.HasField("capabilities")]
             return attached >= set(kinds) and len(known) >= max(engines, len(status.workers))
 
         await until(reported, "every engine and the gateway report to the daemon", processes=[*self.processes.values()])
 
     async def until_attached(self, peers: Iterable[str]) -> None:
-        """Wait until the daemon has these weight peers. Raises Permanent."""
+        """Wait until these weight peers are attached to the daemon. Raises Permanent."""
 
         async def attached() -> bool:
             return {str(peer.id) for peer in (await self.weights()).peers if peer.attached} >= set(peers)
@@ -150,7 +150,7 @@ class Stack:
 
 
 def engine_flags(flag: str, engines: Mapping[str, str]) -> list[str]:
-    """Return `--engine e0=URL` for each."""
+    """Return the flags for `engines`, such as `--engine e0=URL` for each."""
     return [text for name, url in engines.items() for text in (flag, f"{name}={url}")]
 
 
@@ -159,12 +159,12 @@ def agent_flags(engines: Mapping[str, str]) -> list[str]:
 
 
 def named(urls: Sequence[str]) -> dict[str, str]:
-    """Return engines e0, e1, ... with their URLs."""
+    """Return a dictionary of engine ids e0, e1, ... and their URLs."""
     return {f"e{index}": url for index, url in enumerate(urls)}
 
 
 def sped_up(configuration: Configuration, speed: float, overhead_s: float = 0.0) -> dict[str, Any]:
-    """Return a configuration for the daemon's file, in seconds of the clock where engines are `speed` times as fast."""
+    """Return a configuration for the daemon's file, in wall-clock seconds of engines that run `speed` times as fast."""
     document = asdict(configuration)
     for name in ("alpha_s", "beta_s", "gamma_s", "switch_s"):
         document[name] /= speed

@@ -23,7 +23,7 @@ def test_all_invalid_options_are_reported_at_once() -> None:
 def test_cache_too_small_for_one_request_is_rejected() -> None:
     result = runner.invoke(application(), ["engine", "simulated", "--kv-capacity-tokens", "100"])
     assert result.exit_code == 2
-    assert "kv_capacity_tokens must hold one request" in result.stderr
+    assert "kv_capacity_tokens must hold max_model_len_tokens" in result.stderr
 
 
 def test_invalid_length_model_is_rejected(tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_invalid_layouts_and_faults_are_reported_as_given() -> None:
 
 @pytest.mark.parametrize(
     ("given", "words"),
-    [(["--fail-start"], "the engine was told to fail"), (["--weights", "/nowhere"], "/nowhere: ")],
+    [(["--fail-start"], "the engine failed to start"), (["--weights", "/nowhere"], "/nowhere: ")],
 )
 def test_engine_that_cannot_start_reports_the_reason(given: list[str], words: str) -> None:
     result = runner.invoke(application(), ["engine", "simulated", *given])

@@ -20,7 +20,7 @@ def _halve(number: int) -> int:
 def test_a_process_that_dies_affects_its_own_task_alone(at_once: int | None) -> None:
     found = dict(run_tasks(_halve, [2, -1, 3, 8], at_once))
     assert (found[2], found[8]) == (1, 4)
-    assert str(found[-1]) == "its process ended with status -9"
+    assert str(found[-1]) == "the process of the task ended with status -9"
     assert isinstance(found[3], ValueError)
     assert str(found[3]) == "must be even, got 3"
 

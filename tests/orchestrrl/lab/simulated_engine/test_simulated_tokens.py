@@ -77,9 +77,9 @@ def test_lengths_have_the_quantiles_and_the_correlation_asked_for():
 @pytest.mark.parametrize(
     ("quantile", "tokens", "fault"),
     [
-        ((0, 1), (5,), "one length"),
+        ((0, 1), (5,), "same length"),
         ((0.1, 1), (5, 6), "ascend from 0 to 1"),
-        ((0, 1), (6, 5), "ascend from at least 1"),
+        ((0, 1), (6, 5), "must be >= 1 and ascend"),
     ],
 )
 def test_a_length_model_checks_itself(quantile: tuple[float, ...], tokens: tuple[float, ...], fault: str):

@@ -75,7 +75,7 @@ async def test_a_torn_load_leaves_it_paused_with_neither_version_until_one_succe
 async def test_a_load_that_is_refused_leaves_the_weights_from_before(versions: tuple[Path, ...]) -> None:
     async for engine in serving(faulty(refuse_load=[2]), versions[0]):
         first = await engine.weights.load_weights(versions[0], 1)
-        with pytest.raises(Permanent, match="told to refuse"):
+        with pytest.raises(Permanent, match="--refuse-load refuses"):
             await engine.weights.load_weights(versions[1], 2)
         assert await engine.weights.loaded() == first
         assert not await engine.is_paused()

@@ -39,7 +39,7 @@ class KvTransferCost:
     def recompute_s(
         self, context_tokens: NDArray[np.float64], tokens_per_s: NDArray[np.float64]
     ) -> NDArray[np.float64]:
-        """Return the seconds to recompute each context on engines with the given prefill rates, without the fixed part."""
+        """Return the seconds to recompute each context at the given prefill rates, without the fixed part."""
         rebuilt = context_tokens if self.rebuilt_tokens is None else self.rebuilt_tokens.over(context_tokens)
         return rebuilt / tokens_per_s
 

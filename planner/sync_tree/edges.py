@@ -62,8 +62,8 @@ def _budgets(pod: LocalPod) -> tuple[list[float], list[float]]:
 
 
 def _spread(pod: LocalPod, only: Sequence[tuple[set[int], set[int]]]) -> tuple[float, tuple[Ints, ...]]:
-    """Return the longest overrun of an endpoint or a ToR, in seconds, and the trees. `only` lists the endpoints and ToRs
-    that alone can start each tree: they reserve the time for one child until the tree starts."""
+    """Return the longest overrun of an endpoint or a ToR, in seconds, and the trees. `only` lists the endpoints and the
+    ToRs that alone can start each tree: they reserve the time for one child until the tree starts."""
     budget, tor_budget = _budgets(pod)
     for piece, (ends, tors) in zip(pod.pieces, only, strict=True):
         _spend(budget, ends, piece.gigabits)

@@ -1,7 +1,8 @@
 """Derive the minimal set of shards between the trainer's layout and the engines', and the byte order in each. Pure.
 
 All elements with the same holders and the same receivers form one shard, across parameters. Senders and receivers read
-a shard as its slices in sequence, each a box in row-major order; `layout.LocalShard` describes their place on either side."""
+a shard as its slices in sequence, each a box in row-major order; `layout.LocalShard` describes their place on each
+side."""
 
 import itertools
 import math

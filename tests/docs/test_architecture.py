@@ -21,8 +21,8 @@ WALKS = (
     "From a collective's end to a circuit",
     "From a weight shard to an engine",
 )
-# Modules at which a process begins. Drivers, engines, transports and other products are loaded by name, from the entry
-# points, and the plug-ins in INSTRUMENT by the engine's or the trainer's process.
+# Modules at which a process starts. Drivers, engines, transports and other products are loaded by name from the entry
+# points; the plug-ins in INSTRUMENT are loaded by the engine's or the trainer's process.
 PROCESSES = (
     "orchestrrl.cli.agent",
     "orchestrrl.cli.daemon",
@@ -35,7 +35,7 @@ INSTRUMENT = "orchestrrl/integrations/instrument"
 
 
 def repository_paths(text: str) -> list[str]:
-    """Return what stands in backticks and names a file or folder of the repository."""
+    """Return the texts in backticks that name a file or folder of the repository."""
     quoted = re.findall(r"`([\w./-]+)`", text)
     return [path for path in quoted if "/" in path and path.split("/")[0] in TOP_LEVEL]
 
@@ -47,13 +47,13 @@ def section(title: str) -> str:
 
 
 def table(title: str) -> list[list[str]]:
-    """Return the cells of a section's table, row by row, without its head."""
+    """Return the cells of a section's table by row, without the header."""
     rows = [line.strip("|").split("|") for line in section(title).splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in row] for row in rows[2:]]
 
 
 def steps(title: str) -> list[str]:
-    """Return the paths of a walk's steps, in order; a step begins with the file in which it happens."""
+    """Return the paths of a walk's steps, in order. A step begins with its file."""
     found = re.findall(r"^(\d+)\. `([^`]+)` \w", section(title), flags=re.MULTILINE)
     assert [int(number) for number, _ in found] == list(range(1, len(found) + 1)), f"{title}: steps are misnumbered"
     return [path for _, path in found]
@@ -67,7 +67,7 @@ def module_path(module: str) -> Path | None:
 
 @cache
 def imported_modules(path: Path) -> frozenset[str]:
-    """Return the first-party modules that a file imports, inside functions too, with the names it takes from them."""
+    """Return the first-party modules that a file imports, also inside functions, with the imported names."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -85,7 +85,7 @@ def entry_points() -> list[EntryPoint]:
 
 @cache
 def loaded() -> frozenset[Path]:
-    """Return the files that the processes import, directly or by way of others; the lab is left out."""
+    """Return the files that the processes import, directly or indirectly, without the lab."""
     waiting = [*PROCESSES, *(entry.module for entry in entry_points())]
     unknown = [module for module in waiting if module_path(module) is None]
     assert not unknown, f"processes or entry points without a file: {unknown}"
@@ -107,14 +107,14 @@ def test_every_path_exists() -> None:
         assert not missing, f"{page.name} names what does not exist: {missing}"
 
 
-def test_every_link_of_the_contributors_page_leads_somewhere() -> None:
+def test_every_link_of_the_contributors_page_exists() -> None:
     targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", CONTRIBUTING.read_text())
     missing = [target for target in targets if "://" not in target and not (ROOT / target).exists()]
     assert targets
     assert not missing
 
 
-def test_every_package_has_its_row() -> None:
+def test_every_package_has_a_row() -> None:
     inner = sorted(path.parent.name for path in (ROOT / "orchestrrl").glob("*/__init__.py"))
     wanted = {f"orchestrrl/{name}" for name in inner} | set(CODE[1:]) | {"tests", "deploy", "proto"}
     listed = [row[0].strip("`/") for row in table("Packages")]
@@ -136,7 +136,7 @@ def package_of(module: str) -> str:
     return rest.partition(".")[0] if first == "orchestrrl" else first
 
 
-def test_packages_import_what_their_rows_allow() -> None:
+def test_packages_import_only_what_their_rows_allow() -> None:
     rows = {row[0].strip("`/"): row[2] for row in table("Packages") if row[0].strip("`/").split("/")[0] in CODE}
     packages = frozenset(folder.split("/")[-1] for folder in rows)
     for folder, cell in rows.items():
@@ -147,7 +147,7 @@ def test_packages_import_what_their_rows_allow() -> None:
 
 
 @pytest.mark.parametrize("title", WALKS)
-def test_a_process_loads_every_file_of_a_walk(title: str) -> None:
+def test_processes_import_every_file_of_a_walk(title: str) -> None:
     walk = steps(title)
     assert len(walk) == len(set(walk)) >= 10
     stray = [path for path in walk if not path.startswith(INSTRUMENT) and ROOT / path not in loaded()]
@@ -162,7 +162,7 @@ def test_every_question_names_a_file() -> None:
         assert all((ROOT / path).is_file() for path in files), question
 
 
-def test_the_glossary_is_sorted_and_defines_each_term_once() -> None:
+def test_glossary_is_sorted_without_duplicates() -> None:
     terms = [term.casefold() for term, _ in table("Glossary")]
     assert terms == sorted(set(terms))
 
@@ -180,11 +180,11 @@ def test_every_make_target_that_the_contributors_page_names_exists() -> None:
     assert named <= targets
 
 
-def test_the_picture_of_the_daemons_parts_is_current() -> None:
+def test_diagram_of_the_daemons_parts_is_current() -> None:
     assert drawn() == diagram(), "write it anew: python tests/docs/wiring_graph.py"
 
 
-def test_the_picture_leads_from_parts_to_those_made_after_them() -> None:
+def test_diagram_edges_lead_to_later_parts() -> None:
     made = re.findall(r'^  (\w+)\["', diagram(), flags=re.MULTILINE)
     arrows = re.findall(r"^  (\w+) -->(?:\|\w+\|)? (\w+)$", diagram(), flags=re.MULTILINE)
     assert len(made) == len(set(made)) >= 15

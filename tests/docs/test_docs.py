@@ -1,4 +1,4 @@
-"""The README and docs/ name only files that exist. tests/system/test_docs_processes.py runs their commands."""
+"""Paths and tests named in the README and docs/ exist. tests/system/test_docs_processes.py runs their commands."""
 
 import re
 from pathlib import Path
@@ -53,7 +53,7 @@ def test_every_test_that_a_page_names_exists() -> None:
         assert [path for path in re.findall(r"\btests/\w[\w/]*\.py", text) if not (ROOT / path).exists()] == []
 
 
-def test_the_shipped_example_is_the_one_that_the_command_prints() -> None:
+def test_shipped_example_equals_the_printed_one() -> None:
     path = ROOT / "deploy" / "orchestrrl.example.yaml"
     assert path.read_text() == EXAMPLE
     load_config(path)

@@ -1,6 +1,6 @@
-"""The graph of the daemon's parts in docs/architecture.md, drawn from `build_daemon` and its callees' annotations.
+"""The diagram of the daemon's parts in docs/architecture.md, derived from `build_daemon` and its callees' annotations.
 
-`python tests/docs/wiring_graph.py` writes it anew.
+`python tests/docs/wiring_graph.py` regenerates it.
 """
 
 import ast
@@ -17,12 +17,12 @@ BEGIN, END = "<!-- from `build_daemon`: python tests/docs/wiring_graph.py -->\n`
 
 
 def diagram() -> str:
-    """Return the Mermaid text. An arrow leads from a part to the one whose constructor takes it, under the name of the
-    protocol or of the attribute that is taken."""
+    """Return the Mermaid text. An arrow leads from a part to the part whose constructor takes it, labelled with the
+    protocol or attribute that is passed."""
     (function,) = ast.parse(inspect.getsource(wiring.build_daemon)).body
     assert isinstance(function, ast.FunctionDef)
-    parts: dict[str, str] = {}  # class by variable
-    aliases: dict[str, list[tuple[str, str]]] = {}  # what other variables stand for
+    parts: dict[str, str] = {}  # variable -> class
+    aliases: dict[str, list[tuple[str, str]]] = {}  # variable -> expression that it aliases
     arrows: dict[tuple[str, str], str] = {}
 
     def sources(node: ast.AST, label: str) -> Iterator[tuple[str, str]]:
@@ -52,7 +52,7 @@ def diagram() -> str:
 
 
 def _call(value: ast.AST) -> ast.Call | None:
-    """Return the call that makes the part; one that is made under a condition is made all the same."""
+    """Return the call that creates the part, also if it is conditional."""
     value = value.body if isinstance(value, ast.IfExp) else value
     return value if isinstance(value, ast.Call) else None
 
@@ -62,8 +62,8 @@ def _callee(call: ast.Call) -> Callable[..., Any] | None:
 
 
 def _made(call: ast.Call) -> str:
-    """Return the name of the class, empty for no part."""
-    if isinstance(call.func, ast.Attribute):  # an edge makes it
+    """Return the name of the class, or an empty string if it is not a part."""
+    if isinstance(call.func, ast.Attribute):  # created by an edge
         kind = str(wiring.DaemonEdges.__annotations__.get(call.func.attr, ""))
         return _named(kind.rpartition("],")[2].partition("]")[0])
     callee = _callee(call)
@@ -73,7 +73,7 @@ def _made(call: ast.Call) -> str:
 
 
 def _arguments(call: ast.Call) -> Iterator[tuple[ast.expr, str]]:
-    """Return each argument with the name of what its parameter is annotated with."""
+    """Return each argument with the class name of its parameter's annotation."""
     callee = _callee(call)
     if callee is None:
         yield from ((argument, "") for argument in call.args)
@@ -84,14 +84,14 @@ def _arguments(call: ast.Call) -> Iterator[tuple[ast.expr, str]]:
 
 
 def _named(annotation: Any) -> str:
-    """Return the class of an annotation without `| None` and module; empty for a function."""
+    """Return the class of an annotation without `| None` and module, or an empty string for a function."""
     text = annotation.__name__ if inspect.isclass(annotation) else str(annotation)
     text = text.replace(" | None", "").strip("'\" ").rpartition(".")[2]
     return text if re.fullmatch(r"[A-Z]\w*", text) else ""
 
 
 def drawn() -> str:
-    """Return the diagram that the page has."""
+    """Return the diagram in the page."""
     return PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
 
 

@@ -1,8 +1,8 @@
-"""Deployers that are killed (SIGKILL) in the middle of a change, before its first effect, before its second, and so on.
+"""Run deployers that are killed (SIGKILL) during a change: before its first effect, before its second, and so on.
 
-An effect is what Python's audit hooks tell of before it happens: a file of the fleet that is written, renamed or
-removed, a process that is spawned, a signal that is sent. Run as `cut_short.py FOLDER CHANGE LAUNCH SPEC`, the latter
-as JSON; each place has a fleet of its own, `FOLDER/PLACE`. Prints the effects of a change that was let be, one a line.
+An effect is an event that Python's audit hooks report in advance: a file of the fleet is written, renamed or removed, a
+process is spawned, or a signal is sent. Run as `cut_short.py FOLDER CHANGE LAUNCH SPEC`, with LAUNCH and SPEC as JSON.
+Each kill position has its own fleet `FOLDER/PLACE`. Prints the effects of an undisturbed change, one per line.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ def fleet_at(folder: Path, place: int) -> FleetIdentity:
 
 
 def launch_at(launch: EngineLaunch, place: int) -> EngineLaunch:
-    """The ports of processes that answer nobody are not held, so fleets do not share them."""
+    """Return the launch of one fleet. Fleets do not share ports, because processes that do not serve hold no port."""
     return replace(launch, first_port=launch.first_port + 8 * place)
 
 
@@ -51,7 +51,7 @@ async def _change(deployer: LocalDeployer, change: str, spec: EngineSpec) -> Non
 
 
 def _run(change: str, deployer: LocalDeployer, spec: EngineSpec, folder: Path, place: int) -> None:
-    """In a process of its own; never returns."""
+    """Run the change in a separate process and exit it."""
     if change != "start":
         asyncio.run(deployer.start(spec))
     effects: list[str] = []

@@ -1,4 +1,4 @@
-"""A daemon as a process, for tests that are no coroutines."""
+"""A daemon as a process, for tests that are not coroutines."""
 
 import asyncio
 from collections.abc import Iterator, Mapping
@@ -11,7 +11,7 @@ from orchestrrl.lab.testbed.stack import Stack
 
 @contextmanager
 def running_daemon(folder: Path, document: Mapping[str, Any]) -> Iterator[Stack]:
-    """With the journal of the one before in this folder."""
+    """Run a daemon that continues the journal in this folder."""
     stack = Stack(folder)
     asyncio.run(stack.start_daemon(document, keep_journal=True))
     try:

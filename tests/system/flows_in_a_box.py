@@ -1,6 +1,6 @@
-"""Inside network namespaces: hosts below two ToRs that a line joins, and TCP between them. `main` says what is asked.
+"""TCP flows inside network namespaces: hosts below two ToRs that are joined by a line. `main` describes the orders.
 
-Started by `orchestrrl.lab.box.enter`; prints one line of JSON, and ends with its standard input.
+Started by `orchestrrl.lab.box.enter`. It prints one line of JSON and ends with its standard input.
 """
 
 import asyncio
@@ -19,12 +19,12 @@ from orchestrrl.lab.box.traffic import CHUNK, Flow, running
 
 HOST_INDEX, TRUNK_INDEX = 20_000, 30_000
 QUEUE_PACKETS = 80
-BEGIN_S = 1.0  # until flows share as they will
+BEGIN_S = 1.0  # until flows reach their steady shares
 
 
 @dataclass(slots=True)
 class Transfer(Flow):
-    """A flow that ends, under a congestion control of its own."""
+    """A flow of a given size with a given congestion control."""
 
     most_bytes: float = float("inf")
     congestion: str = "cubic"
@@ -48,13 +48,13 @@ def address(host: int, per_tor: int) -> str:
 
 
 def line(device: str, mbps: float, pairs: Sequence[tuple[str, str]]) -> Iterator[str]:
-    """A line of that rate at which flows take turns, packet by packet: what waits of each pair of (from, to) addresses
-    is a queue of its own. Acknowledgements have one in common."""
+    """Return tc commands of a line with fair queueing: each (source, destination) pair has its own queue, and packets
+    are sent round robin. Acknowledgements share one queue."""
     bps = int(mbps * 1e6)
     yield f"qdisc add dev {device} root handle 1: htb default 2"
     yield f"class add dev {device} parent 1: classid 1:1 htb rate {bps} ceil {bps} burst 8000 cburst 8000 quantum 1514"
     for place, pair in enumerate(("", *pairs)):
-        # What is below its own small rate goes first; all else that a line has is shared by turns.
+        # Traffic below its own small rate has priority; the remaining rate is shared round robin.
         own = f"rate {bps // 100} ceil {bps} burst 1600 cburst 8000 quantum 1514"
         yield f"class add dev {device} parent 1:1 classid 1:{2 + place} htb {own}"
         yield f"qdisc add dev {device} parent 1:{2 + place} pfifo limit {QUEUE_PACKETS}"
@@ -64,7 +64,7 @@ def line(device: str, mbps: float, pairs: Sequence[tuple[str, str]]) -> Iterator
 
 
 async def build(per_tor: int, host_mbps: float, trunk_mbps: float, flows: Sequence[tuple[int, int]]) -> None:
-    """Lines have their rate in each direction."""
+    """Create the namespaces and lines. A line has its rate in each direction."""
     script = Script()
     pairs = sorted({(address(source, per_tor), address(sink, per_tor)) for source, sink in flows})
 
@@ -96,7 +96,7 @@ async def build(per_tor: int, host_mbps: float, trunk_mbps: float, flows: Sequen
 
 
 async def rates_of(flows: list[Flow], seconds: float) -> list[float]:
-    """Mbit/s of each, once all have been under way for a while."""
+    """Return the steady rate of each flow in Mbit/s."""
     async with running(flows):
         while not all(flow.arrivals for flow in flows):
             await asyncio.sleep(0.01)
@@ -108,14 +108,14 @@ async def rates_of(flows: list[Flow], seconds: float) -> list[float]:
 
 
 async def ends_of(flows: list[Flow]) -> list[float]:
-    """Seconds until each has arrived, from the first one's beginning."""
+    """Return the seconds until each flow has arrived, from the start of the first one."""
     await asyncio.gather(*(flow.run() for flow in flows))
     began_s = min(flow.arrivals[0][0] for flow in flows)
     return [flow.arrivals[-1][0] - began_s for flow in flows]
 
 
 async def main(order: dict[str, Any]) -> None:
-    """`rates` and `transfers`: by name, flows as [source, sink] and [source, sink, bytes]."""
+    """Measure `rates`, flows as [source, sink] by name, and `transfers`, flows as [source, sink, bytes] by name."""
     per_tor = order["per_tor"]
     every = [each for flows in (*order["rates"].values(), *order["transfers"].values()) for each in flows]
     await build(per_tor, order["host_mbps"], order["trunk_mbps"], [(source, sink) for source, sink, *_ in every])

@@ -1,8 +1,8 @@
 """A generation step over sockets in virtual time: engines and gateway over HTTP, daemon and agent over gRPC.
 
-All are the real ones, in one process and on one clock. Time goes on only while the daemon's view of the fleet is fresh,
-so that a slow machine makes a step longer to wait for, and not another one. Where no view comes, as after a scrape that
-a slow machine cut off, it goes on a little, since the next scrape waits for that."""
+All components are real, in one process and on one clock. Time advances only while the daemon's view of the fleet is
+fresh, so that a slow machine makes the test longer but does not change the step. If no view arrives, as after a scrape
+that timed out, time advances slightly, because the next scrape waits for it."""
 
 import asyncio
 import random
@@ -36,26 +36,26 @@ from orchestrrl.rpc.server import DaemonServer
 from orchestrrl.rpc.switches_service import SwitchesService
 from planner.model import EngineHealth, EngineId, NodeId
 
-TICK_S = 0.1  # virtual
-FRESH_WITHIN_S = 240.0  # real: a deadline for what hangs
+TICK_S = 0.1  # virtual seconds
+FRESH_WITHIN_S = 240.0  # real seconds: a deadline for hanging tests
 AGAIN_AFTER_S = 3.0  # real
 NO_END_S = 1e9
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A request. How long its answer will be, its engine knows by itself."""
+    """A request. The engine determines the length of its response."""
 
     id: str
     group: str
     prompt_ids: tuple[int, ...]
     max_tokens: int
-    to: int | None = None  # an engine's place; None: the gateway's choice
+    to: int | None = None  # index of an engine; None: the gateway's choice
 
 
 @dataclass(slots=True)
 class HttpStep:
-    """Virtual seconds from the step's beginning."""
+    """The outcome of a step. Times are virtual seconds from the start of the step."""
 
     finish_s: dict[str, float] = field(default_factory=dict)
     tokens: dict[str, int] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class HttpStep:
 
 @dataclass(slots=True)
 class Harness:
-    """What runs, and its clock. `fresh_s`: how old the daemon's view may be."""
+    """The running components and their clock. `fresh_s` is the maximum age of the daemon's view."""
 
     clock: VirtualClock
     engines: list[SimulatedServer]
@@ -99,7 +99,7 @@ class Harness:
         return age_s is None or age_s <= self.fresh_s
 
     async def run_step(self, prompts: Sequence[Prompt]) -> HttpStep:
-        """All are sent at once."""
+        """Send all requests at once and run the step."""
         step, started_s = HttpStep(), self.clock.now_s()
         moved = 0 if self.plane is None else self.plane.fleet.state.totals.moves_done
         timeout = aiohttp.ClientTimeout(total=None)
@@ -124,7 +124,7 @@ class Harness:
         return step
 
     async def _all_accepted(self, count: int) -> None:
-        """Before time goes on."""
+        """Wait until all requests are accepted, before time advances."""
         async with asyncio.timeout(FRESH_WITHIN_S):
             while sum(engine.runtime.running + engine.runtime.waiting for engine in self.engines) < count:
                 await asyncio.sleep(0.001)
@@ -132,7 +132,7 @@ class Harness:
 
 @asynccontextmanager
 async def engines(options: SimulatedOptions, count: int) -> AsyncIterator[Harness]:
-    """Engines alone."""
+    """Start engines without OrchestrRL."""
     clock = VirtualClock()
     async with AsyncExitStack() as stack:
         started = [await stack.enter_async_context(SimulatedServer(options, clock=clock)) for _ in range(count)]
@@ -143,7 +143,7 @@ async def engines(options: SimulatedOptions, count: int) -> AsyncIterator[Harnes
 async def controlled(
     options: SimulatedOptions, count: int, config: Config, control: GenerationControlSection, folder: Path
 ) -> AsyncIterator[Harness]:
-    """Engines with an agent, a gateway and a daemon, as `orchestrrl daemon`, `agent` and `gateway` wire them."""
+    """Start engines with an agent, a gateway and a daemon, as wired by `orchestrrl daemon`, `agent` and `gateway`."""
     async with engines(options, count) as harness, AsyncExitStack() as stack:
         clock, ids = harness.clock, [EngineId(f"e{index}") for index in range(count)]
         journal = stack.enter_context(Journal(folder / "journal.sqlite", clock.now_s()))
@@ -186,11 +186,11 @@ async def controlled(
 
 def _with_engines(config: Config, servers: Sequence[SimulatedServer]) -> Config:
     (configuration,) = config.fleet.configurations
-    told = tuple(
+    shown = tuple(
         EngineSettings(id=f"e{place}", url=server.url, configuration=configuration.id, gpus=(place,))
         for place, server in enumerate(servers)
     )
-    return config.model_copy(update={"fleet": config.fleet.model_copy(update={"engines": told})})
+    return config.model_copy(update={"fleet": config.fleet.model_copy(update={"engines": shown})})
 
 
 async def _end(tasks: Sequence[asyncio.Task[Any]]) -> None:

@@ -1,4 +1,4 @@
-"""Real Ray clusters on this machine for the tests: a head, further nodes, and everything gone in the end."""
+"""Real Ray clusters on this machine for tests: a head and further nodes, all removed at the end."""
 
 import contextlib
 import os
@@ -19,14 +19,14 @@ from tests.orchestrrl.gateway.processes import free_port
 
 RAY = Path(sys.executable).with_name("ray")
 UP_WITHIN_S = 180.0
-STORE_BYTES = 80_000_000  # the least that Ray takes is 75 MiB
+STORE_BYTES = 80_000_000  # Ray's minimum is 75 MiB
 
 
 class RayNodes:
-    """Nodes of one cluster. `environment` is what whoever talks to it needs."""
+    """The nodes of one cluster. Clients need the variables in `environment`."""
 
     def __init__(self) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="ray"))  # short: Unix sockets lie deep in it
+        self.folder = Path(tempfile.mkdtemp(prefix="ray"))  # a short path, because Unix sockets are nested deeply in it
         self.environment = {
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(16),
@@ -47,7 +47,7 @@ class RayNodes:
         return self.address.partition(":")[0]
 
     def start_node(self, ip: str, resources: str) -> int:
-        """Returns what to give to `kill`."""
+        """Start a node and return its handle for `kill`."""
         return self._start(f"--address={self.address}", f"--node-ip-address={ip}", f"--resources={resources}")
 
     def kill(self, node: int) -> None:
@@ -63,7 +63,7 @@ class RayNodes:
         common = ("--num-cpus=1", f"--object-store-memory={STORE_BYTES}", "--disable-usage-stats")
         command = [str(RAY), "start", *arguments, *common]
         if "--head" in arguments:
-            # A node that was killed is noticed after a few of these.
+            # A killed node is detected after a few of these periods.
             quick = '--system-config={"health_check_period_ms": 500}'
             command += ["--include-dashboard=false", f"--temp-dir={self.folder}", quick]
         with (self.folder / "start.log").open("ab") as log:
@@ -85,20 +85,20 @@ def ray_nodes() -> Iterator[RayNodes]:
 
 
 def connect(address: str) -> None:
-    """This process becomes a job of the cluster. Ray read its environment when it was imported, and is to once more."""
+    """Make this process a job of the cluster. Ray reads the environment on import, so it must be read again."""
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()
     ray.init(address=address, namespace="job", log_to_driver=False)
 
 
 def environment_of(pid: int) -> Mapping[str, str]:
-    """What a process was started with."""
+    """Return the environment of a process."""
     parts = Path(f"/proc/{pid}/environ").read_text().split("\0")
     return dict(part.split("=", 1) for part in parts if "=" in part)
 
 
 def until_gone(pid: int, within_s: float = 60.0) -> bool:
-    """Whether the process ends in time; a zombie has ended."""
+    """Return whether the process ends in time. A zombie counts as ended."""
     deadline_s = time.monotonic() + within_s
     while time.monotonic() < deadline_s:
         try:

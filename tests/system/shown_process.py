@@ -1,4 +1,4 @@
-"""Print, as JSON, what a process can see of how it was started; then end as the first argument says."""
+"""Print the properties of this process as JSON, then end in the way given by the first argument."""
 
 import json
 import os
@@ -29,7 +29,7 @@ print(
 print("no text: \ud800", file=sys.stderr)
 match sys.argv[1]:
     case "raise":
-        raise ValueError("told to")
+        raise ValueError("as requested")
     case "exit":
         sys.exit(7)
     case "kill":

@@ -1,4 +1,4 @@
-"""What clients of OpenAI's endpoints read, whole or streamed, put into one shape to be compared."""
+"""Responses of OpenAI endpoints, whole or streamed, in one form for comparison."""
 
 import json
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ class Answer:
     usage: dict[str, Any] | None = None
 
     def add(self, event: dict[str, Any]) -> None:
-        """A stream event, or a whole answer, of one choice."""
+        """Add a stream event, or a whole response, of one choice."""
         self.prompt_token_ids = event.get("prompt_token_ids") or self.prompt_token_ids
         for choice in event["choices"]:
             message = choice.get("delta") or choice.get("message") or {"content": choice.get("text")}
@@ -43,7 +43,7 @@ async def read_whole(response: aiohttp.ClientResponse) -> Answer:
 
 
 async def read_stream(response: aiohttp.ClientResponse, answer: Answer | None = None) -> Answer:
-    """`answer`: to be filled, for who looks at it meanwhile."""
+    """Read a stream. `answer` is filled during the read, so that callers can observe it."""
     answer = answer or Answer()
     done = False
     async for line in response.content:

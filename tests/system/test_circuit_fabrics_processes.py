@@ -1,4 +1,4 @@
-"""RFabric, MixNet, TopoOpt: circuits within ports, where the demand is, and what they cost in hops."""
+"""RFabric, MixNet, TopoOpt: their circuits are independent of the process."""
 
 import os
 import subprocess
@@ -23,7 +23,7 @@ print(found.hexdigest())
 """
 
 
-def test_hashes_of_strings_change_nothing() -> None:
+def test_results_are_independent_of_string_hashes() -> None:
     digests = {
         subprocess.run(
             [sys.executable, "-c", _DIGEST],

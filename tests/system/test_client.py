@@ -1,4 +1,4 @@
-"""The trainer's client with a gateway and engines as processes: through the gateway, around it, and back."""
+"""The trainer's client with a gateway and engines as processes: through the gateway, directly, and back."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -17,7 +17,7 @@ from tests.orchestrrl.gateway.processes import GatewayProcess, free_port
 
 DEADLINE_S = 120.0
 ARGUMENTS = ("--speed", "10", "--tick-s", "0.005")
-# About 4 s each, so that they are under way when something is killed.
+# About 4 s each, so that they are running when a process is killed.
 BODY: dict[str, Any] = {"model": "simulated", "temperature": 0, "max_tokens": 2000, "ignore_eos": True}
 PATIENCE = ClientPatience(connect_s=2.0, probe_first_s=0.05, probe_cap_s=0.2, watch_s=0.1, nobody_s=20.0)
 
@@ -52,7 +52,7 @@ def prompt(index: int) -> list[int]:
 
 
 async def direct(engine: LocalEngine, index: int) -> list[int]:
-    """What an engine answers that nothing happens to."""
+    """Return the responses of an undisturbed engine."""
     body = {**BODY, "prompt": prompt(index), "return_token_ids": True}
     async with aiohttp.ClientSession() as http, http.post(engine.url + "/v1/completions", json=body) as answer:
         ids: list[int] = (await answer.json())["choices"][0]["token_ids"]
@@ -72,7 +72,7 @@ async def until_running(engines: list[LocalEngine], count: int) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_around_a_gateway_that_is_killed_and_back_through_it(
+async def test_client_bypasses_a_killed_gateway_and_returns_to_it(
     engines: list[LocalEngine], gateway: GatewayProcess
 ) -> None:
     async with GatewayClient(gateway.url, [engine.url for engine in engines], patience=PATIENCE) as client:
@@ -99,9 +99,7 @@ async def test_around_a_gateway_that_is_killed_and_back_through_it(
         assert client.bypassed == 6
 
 
-async def test_a_gateway_that_is_stopped_hands_its_requests_over(
-    engines: list[LocalEngine], gateway: GatewayProcess
-) -> None:
+async def test_requests_of_a_stopped_gateway_continue(engines: list[LocalEngine], gateway: GatewayProcess) -> None:
     async with GatewayClient(gateway.url, [engine.url for engine in engines], patience=PATIENCE) as client:
         asking = [asyncio.create_task(client.complete({**BODY, "prompt": prompt(index)})) for index in range(3)]
         await until_running(engines, 3)
@@ -110,7 +108,7 @@ async def test_a_gateway_that_is_stopped_hands_its_requests_over(
         assert [answer["usage"]["completion_tokens"] for answer in answers] == [2000] * 3
 
 
-async def test_an_engine_that_was_never_there_is_passed_over(engines: list[LocalEngine]) -> None:
+async def test_missing_engine_is_skipped(engines: list[LocalEngine]) -> None:
     nowhere = f"http://127.0.0.1:{free_port()}"
     urls = [nowhere, engines[0].url]
     async with GatewayClient(f"http://127.0.0.1:{free_port()}", urls, patience=PATIENCE) as client:
@@ -123,7 +121,7 @@ async def test_an_engine_that_was_never_there_is_passed_over(engines: list[Local
         assert all(answer["usage"]["completion_tokens"] == 3 for answer in answers)
 
 
-async def test_a_wrong_request_is_refused_once_and_for_all(engines: list[LocalEngine], gateway: GatewayProcess) -> None:
+async def test_invalid_request_is_rejected_without_retry(engines: list[LocalEngine], gateway: GatewayProcess) -> None:
     async with GatewayClient(gateway.url, [engine.url for engine in engines], patience=PATIENCE) as client:
         with pytest.raises(RequestRefused) as refusal:
             await client.complete({**BODY, "prompt": prompt(0), "max_tokens": -1})
@@ -131,7 +129,7 @@ async def test_a_wrong_request_is_refused_once_and_for_all(engines: list[LocalEn
         assert client.through_gateway
 
 
-async def test_nobody_answers() -> None:
+async def test_client_raises_retryable_without_servers() -> None:
     patience = ClientPatience(probe_first_s=0.01, probe_cap_s=0.02, nobody_s=0.2)
     async with GatewayClient(f"http://127.0.0.1:{free_port()}", patience=patience) as client:
         with pytest.raises(Retryable):

@@ -1,11 +1,11 @@
-"""Publishing, against a daemon that is real gRPC and says what the test wants."""
+"""The imports of the trainer's publishing client."""
 
 import json
 import subprocess
 import sys
 
 
-def test_the_trainers_environment_needs_little() -> None:
+def test_client_imports_few_packages() -> None:
     heavy = ["torch", "ortools", "prometheus_client", "scipy", "statsmodels", "typer", "yaml", "safetensors"]
     loaded = f"json.dumps(sorted(set({heavy}) & set(sys.modules)))"
     code = f"import json, sys, orchestrrl.weights.trainer.client; print({loaded})"

@@ -1,4 +1,4 @@
-"""A rank's file: whole or not there, with holes where others have the bytes, never larger than there is room for."""
+"""A rank's staged file is complete or absent if its trainer is killed."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ from orchestrrl.weights.trainer.staging import ArrayCopies, stage
 from tests.orchestrrl.weights.trainer.test_client_staging import piece
 
 
-def test_a_trainer_that_is_killed_while_it_stages_leaves_nothing_that_counts(tmp_path: Path) -> None:
+def test_trainer_killed_during_staging_leaves_no_valid_version(tmp_path: Path) -> None:
     program = f"""
 import sys, time
 from pathlib import Path

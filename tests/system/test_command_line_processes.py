@@ -1,4 +1,4 @@
-"""Command lines, read back by a parser of the test's own: the layout, the GPUs, and what users say beside it."""
+"""Rendered command lines, run by a shell."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from planner.model import Parallelism
 from tests.orchestrrl.fleet.deployers.test_command_line import LAUNCH, spec
 
 
-def test_pasted_into_a_shell_it_runs_what_it_says(tmp_path: Path) -> None:
+def test_rendered_command_line_runs_in_a_shell(tmp_path: Path) -> None:
     program = tmp_path / "py thon"
     program.write_text(
         f"#!{sys.executable}\nimport json, os, sys\nprint(json.dumps([sys.argv[1:], dict(os.environ)]))\n"

@@ -1,4 +1,4 @@
-"""The suite outside pytest: on a switch that is shared with others, between the ports that were named and no others."""
+"""The conformance suite outside pytest, against a process."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.ocs_drivers.test_conformance_run import conformance
 
 
-def test_the_command_runs_against_a_process_and_fails_by_its_exit_status() -> None:
+def test_conformance_command_reports_failures_by_exit_status() -> None:
     script = Path(__file__).parents[1] / "ocs_drivers" / "virtual_process.py"
     process = subprocess.Popen(
         [sys.executable, str(script), '{"reconfiguration_s": 0.002}'],

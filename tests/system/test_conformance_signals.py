@@ -15,7 +15,7 @@ import pytest
 
 from orchestrrl.cli.running import SAME_STOP_S
 
-# The commit that waits for the circuit, or for one that does not go, waits longer than any of these tests.
+# The commit waits for a circuit that does not come up or go down for longer than any of these tests.
 WAITING = ("--only", "diff_is_empty_after_commit", "--option", "tune_timeout_s=300")
 DEADLINE_S = 120.0
 
@@ -71,7 +71,7 @@ def wait_for_setters(device: Switch, process: "subprocess.Popen[str]", count: in
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_run_that_is_stopped_frees_the_ports(number: signal.Signals) -> None:
+def test_stopped_run_frees_the_ports(number: signal.Signals) -> None:
     if number is signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
         pytest.skip("started under nohup, which children inherit")
     with switch("--ignores", "1") as device, conformance(device.address) as process:
@@ -86,12 +86,12 @@ def test_a_run_that_is_stopped_frees_the_ports(number: signal.Signals) -> None:
 
 
 @pytest.mark.smoke
-def test_a_second_signal_names_what_is_left_up() -> None:
+def test_second_signal_lists_circuits_still_up() -> None:
     with switch("--ignores", "1", "--keeps", "2") as device, conformance(device.address) as process:
         wait_for_setters(device, process, 1)
         process.send_signal(signal.SIGINT)
-        wait_for_setters(device, process, 2)  # the ports are being freed, and 2 keeps its circuit
-        time.sleep(SAME_STOP_S)  # from the first one: before that it is the same wish
+        wait_for_setters(device, process, 2)  # the ports are being freed, and port 2 keeps its circuit
+        time.sleep(SAME_STOP_S)  # after the first signal; an earlier one would belong to the same stop
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate()
         assert process.returncode == 128 + signal.SIGINT, errors

@@ -1,4 +1,4 @@
-"""What holds for every command: an example in its help, --json where it prints results, completion."""
+"""Shell completion of the command line."""
 
 import pytest
 from typer.testing import CliRunner
@@ -7,7 +7,7 @@ from orchestrrl.cli.main import application
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_shells_can_complete(shell: str) -> None:
+def test_shell_completion(shell: str) -> None:
     result = CliRunner().invoke(
         application(), [], env={"_ORCHESTRRL_COMPLETE": f"source_{shell}"}, prog_name="orchestrrl"
     )

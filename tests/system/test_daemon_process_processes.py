@@ -42,13 +42,13 @@ class Daemon:
         self.errors: list[str] = []
         threading.Thread(target=self._listen, daemon=True).start()
         assert self.process.stdout is not None
-        self.address = self.process.stdout.readline().strip()  # empty: it ended before it listened
+        self.address = self.process.stdout.readline().strip()  # empty: the daemon ended before it listened
 
     def _listen(self) -> None:
         assert self.process.stderr is not None
         self.errors.extend(self.process.stderr)
 
-    def says(self, text: str) -> bool:
+    def logged(self, text: str) -> bool:
         return any(text in line for line in self.errors)
 
     def end(self, number: signal.Signals = signal.SIGTERM) -> int:
@@ -93,40 +93,40 @@ async def ask_status(address: str) -> Any:
 
 
 @pytest.mark.smoke
-def test_it_says_where_it_listens_and_stops_in_order(start: Callable[..., Daemon], tmp_path: Path) -> None:
+def test_daemon_prints_its_address_and_stops_cleanly(start: Callable[..., Daemon], tmp_path: Path) -> None:
     daemon = start("--mode", "act", listen={"address": "127.0.0.1:0", "socket": str(tmp_path / "s")})
     assert daemon.address, daemon.errors
     status = asyncio.run(ask_status(daemon.address))
     assert status.mode == control_pb2.MODE_ACT
     assert asyncio.run(ask_status(f"unix:{tmp_path / 's'}")).generation == status.generation
     assert daemon.end() == 0
-    assert not daemon.says("Traceback")
+    assert not daemon.logged("Traceback")
     assert JournalReader(tmp_path / "journal.sqlite").tail(1)[0].kind == EntryKind.DAEMON_STOPPED
 
 
-def test_a_port_or_a_journal_in_use_is_said_plainly(start: Callable[..., Daemon], tmp_path: Path) -> None:
+def test_port_or_journal_in_use_is_reported(start: Callable[..., Daemon], tmp_path: Path) -> None:
     first = start()
     same_journal = start()
     assert first.address, first.errors
     assert same_journal.process.wait(DEADLINE_S) == 1
-    wait_for(lambda: same_journal.says("another daemon writes this journal"))
+    wait_for(lambda: same_journal.logged("another daemon writes this journal"))
     other = {"journal": {"path": str(tmp_path / "other.sqlite")}}
     same_port = start(listen={"address": first.address}, **other)
     assert same_port.process.wait(DEADLINE_S) == 1
-    wait_for(lambda: same_port.says(f"cannot listen on {first.address}: it is in use"))
+    wait_for(lambda: same_port.logged(f"cannot listen on {first.address}: it is in use"))
     same_metrics = start(metrics={"address": first.address}, **other)
     assert same_metrics.process.wait(DEADLINE_S) == 1
-    wait_for(lambda: same_metrics.says(f"cannot serve metrics on {first.address}"))
-    assert not any(daemon.says("Traceback") for daemon in (same_journal, same_port, same_metrics))
+    wait_for(lambda: same_metrics.logged(f"cannot serve metrics on {first.address}"))
+    assert not any(daemon.logged("Traceback") for daemon in (same_journal, same_port, same_metrics))
 
 
-def test_a_bad_reload_keeps_the_old_configuration_and_says_why(start: Callable[..., Daemon], tmp_path: Path) -> None:
+def test_invalid_reload_keeps_the_old_configuration(start: Callable[..., Daemon], tmp_path: Path) -> None:
     daemon = start()
     path = tmp_path / "config.yaml"
     good = path.read_text()
     path.write_text(good + "\nmode: perhaps")
     daemon.process.send_signal(signal.SIGHUP)
-    wait_for(lambda: daemon.says("mode: should be 'advise' or 'act', got 'perhaps'"))
+    wait_for(lambda: daemon.logged("mode: should be 'advise' or 'act', got 'perhaps'"))
     assert asyncio.run(ask_status(daemon.address)).mode == control_pb2.MODE_ADVISE
     path.write_text(good + "\nmode: act")
     daemon.process.send_signal(signal.SIGHUP)
@@ -135,8 +135,8 @@ def test_a_bad_reload_keeps_the_old_configuration_and_says_why(start: Callable[.
 
 
 @pytest.mark.smoke
-async def test_a_killed_daemon_finds_its_node_and_its_open_operation_again(start: Callable[..., Daemon]) -> None:
-    """The node carries a move out whose result the daemon never learns, since it is killed before."""
+async def test_restarted_daemon_finds_its_node_and_open_operation(start: Callable[..., Daemon]) -> None:
+    """The node carries out a move, and the daemon is killed before it receives the result."""
     daemon = start("--mode", "act")
     carrying_out, killed = asyncio.Event(), asyncio.Event()
 
@@ -183,7 +183,7 @@ async def test_a_killed_daemon_finds_its_node_and_its_open_operation_again(start
 
 
 async def _agent_says_ok(address: str) -> None:
-    """One report of an agent for each engine, and one of the gateway folded."""
+    """Send one report of an agent for each engine, and return when the daemon has folded them."""
     async with grpc.aio.insecure_channel(address) as channel:
         call = telemetry_pb2_grpc.TelemetryStub(channel).ReportEngines()
         for number, engine in enumerate(("e0", "e1"), 1):

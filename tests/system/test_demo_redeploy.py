@@ -1,5 +1,5 @@
-"""The demo of a redeployment: the planner wants one and the daemon does it; nothing is lost, and every token is
-right."""
+"""The redeployment demo: the planner proposes a redeployment and the daemon carries it out; no request is lost, and
+every token is correct."""
 
 import itertools
 import json
@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-# Its planner looks at how fast requests go; a slow machine is no reason to redeploy.
+# The planner uses measured rates, so on a slow machine it may not redeploy.
 pytestmark = [pytest.mark.paced, pytest.mark.timeout(600)]
 
 
-def test_the_demo_of_a_redeployment(tmp_path: Path) -> None:
+def test_redeployment_demo(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "orchestrrl", "demo", "--redeploy", "--out", str(tmp_path), "--json"]
     shown = subprocess.run(command, capture_output=True, text=True, check=False)
     assert shown.returncode == 0, shown.stdout + shown.stderr
@@ -41,7 +41,8 @@ def test_the_demo_of_a_redeployment(tmp_path: Path) -> None:
 
 
 def check_circuits(report: dict[str, Any], followed: dict[str, Any]) -> None:
-    """They were those of TP=2, each engine in one server; then of TP=8, each in two. Nothing else was touched."""
+    """Check the circuits: first those of TP=2, each engine in one server, then those of TP=8, each in two. All other
+    circuits are unchanged."""
     assert (followed["state"], followed["code"]) == ("committed", "committed")
     assert f"circuits committed: {followed['moves']} cross-connects changed" in followed["said"]
     assert 0 < followed["switches_wall_s"] < followed["wall_s"]

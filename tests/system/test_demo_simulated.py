@@ -1,4 +1,4 @@
-"""The demo on simulated engines, one seed: nothing is lost, every token is the expected one, requests have moved."""
+"""The demo on simulated engines with one seed: no request is lost, every token is as expected, requests have moved."""
 
 import json
 import subprocess
@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-# A machine that stands still for seconds shows the balancer other loads than those it has, and it moves little.
+# If the machine stalls for seconds, the balancer sees outdated loads and moves few requests.
 pytestmark = [pytest.mark.paced, pytest.mark.timeout(1200)]
 TRIES = 3
 
 
 def demo(folder: Path, *words: str, moved: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-    """The report of one in which that much was moved. Nothing is lost in any."""
+    """Return the report of a run with at least that many moves. No run may lose a request."""
     for attempt in range(TRIES):
         out = folder / str(attempt)
         command = [sys.executable, "-m", "orchestrrl", "demo", *words, "--out", str(out), "--json"]
@@ -27,13 +27,15 @@ def demo(folder: Path, *words: str, moved: Callable[[dict[str, Any]], bool]) -> 
         if moved(report):
             assert (out / "remaining_requests.png").exists()
             return report
-    raise AssertionError(f"in none of {TRIES} that much was moved: {report}")
+    raise AssertionError(f"too few moves in {TRIES} runs: {report}")
 
 
-def test_the_demo(tmp_path: Path) -> None:
-    report = demo(tmp_path, "--seeds", "2", moved=lambda told: told["moves"] > 0 and told["tokens_recomputed"] > 0)
+def test_demo(tmp_path: Path) -> None:
+    report = demo(
+        tmp_path, "--seeds", "2", moved=lambda output: output["moves"] > 0 and output["tokens_recomputed"] > 0
+    )
     assert report["requests"] == 256
-    # New weights while requests ran: on every engine, and each token is of the version that its answer names.
+    # New weights during the step: on every engine, and each token is of the version that its response names.
     synced = report["sync"]
     assert (synced["code"], synced["serve_it"], synced["answered"]) == ("done", 4, synced["requests"])
     assert (synced["tokens_differing"], synced["faults"]) == (0, [])
@@ -41,11 +43,11 @@ def test_the_demo(tmp_path: Path) -> None:
     assert {"gather", "phase_a", "fence", "install", "resume"} <= set(synced["phases_s"])
 
 
-def test_the_demo_of_moves_by_kv(tmp_path: Path) -> None:
-    """The clock decides how many go by which method; each has what it was predicted to take."""
+def test_demo_with_kv_transfer(tmp_path: Path) -> None:
+    """The number of moves per method depends on timing; each method has its predicted times."""
 
-    def moved(told: dict[str, Any]) -> bool:
-        return sum(mark["moves"] for mark in told["moves_by_method"]) > 0
+    def moved(output: dict[str, Any]) -> bool:
+        return sum(mark["moves"] for mark in output["moves_by_method"]) > 0
 
     report = demo(tmp_path, "--kv", "--seeds", "1", moved=moved)
     assert {mark["method"] for mark in report["moves_by_method"]} <= {"recompute", "transfer"}

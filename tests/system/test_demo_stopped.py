@@ -13,7 +13,7 @@ WITHIN_S = 60.0
 
 
 @pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-def test_a_demo_that_is_stopped_ends_its_processes(tmp_path: Path, by: signal.Signals) -> None:
+def test_stopped_demo_ends_its_processes(tmp_path: Path, by: signal.Signals) -> None:
     if by is signal.SIGHUP and signal.getsignal(by) == signal.SIG_IGN:
         pytest.skip("started under nohup, which children inherit")
     command = [sys.executable, "-m", "orchestrrl", "demo", "--kv", "--out", str(tmp_path), "--json"]

@@ -1,4 +1,4 @@
-"""Every command in the README and in docs/ is run here, as it stands, on simulated engines."""
+"""Run every command in the README and in docs/ unchanged, on simulated engines."""
 
 import itertools
 import json
@@ -27,13 +27,13 @@ WITHIN_S = 120.0
 
 
 def commands(page: Path) -> list[str]:
-    """The lines that begin with `$ ` in console blocks, in order."""
+    """Return the lines that begin with `$ ` in console blocks, in order."""
     blocks = re.findall(r"^```console\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     return [line[2:] for block in blocks for line in block.splitlines() if line.startswith("$ ")]
 
 
 class Harness:
-    """A folder and ports of its own, in which a page's commands run."""
+    """A folder and ports in which the commands of a page run."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -44,7 +44,7 @@ class Harness:
         for example in EXAMPLES.glob("*.yaml"):
             (examples / example.name).write_text(self.here(example.read_text()))
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        # The commands name no daemon: they mean the default address, which is another one here.
+        # The commands use the default address of the daemon, which is replaced here.
         self.environment = {**os.environ, "PATH": path, "ORCHESTRRL_DAEMON": f"127.0.0.1:{self.ports['7070']}"}
 
     def here(self, text: str) -> str:
@@ -58,7 +58,7 @@ class Harness:
         self.background.append(process)
 
     def run(self, command: str) -> str:
-        """Its output. A command that asks services which are only just starting may have to be asked again."""
+        """Run a command and return its output. It is retried, because it may call services that are still starting."""
         deadline_s = time.monotonic() + WITHIN_S
         while True:
             done = subprocess.run(
@@ -80,14 +80,14 @@ class Harness:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page != FLEET_PAGE], ids=lambda page: page.name)
-def test_every_command_works(page: Path, tmp_path: Path) -> None:
+def test_every_documented_command_works(page: Path, tmp_path: Path) -> None:
     harness = Harness(tmp_path)
     try:
-        for port in ("8001", "8002"):  # in the place of one's own vLLM servers
+        for port in ("8001", "8002"):  # instead of the user's vLLM servers
             harness.start(f"orchestrrl engine simulated --port {port}")
         for command in commands(page):
             if command.startswith("make "):
-                # This is part of `make test`, and the demo has a test of its own: that the target is there is enough.
+                # These tests are part of `make test`, and the demo has its own test: only check that the target exists.
                 subprocess.run(["make", "-n", *command.split()[1:]], cwd=ROOT, check=True, capture_output=True)
             elif shutil.which(command.split()[0], path=harness.environment["PATH"]) is None:
                 warnings.warn(f"not run, {command.split()[0]} is not installed: {command}", stacklevel=1)
@@ -95,7 +95,7 @@ def test_every_command_works(page: Path, tmp_path: Path) -> None:
                 harness.start(command.removesuffix("&"))
                 if "daemon -c" in command:
                     harness.run("orchestrrl status")
-                elif "sync peer" in command:  # what is typed next, a person types when it is attached
+                elif "sync peer" in command:  # a user runs the next command when it is attached
                     harness.run(f"orchestrrl sync status | grep -w {command.partition('--id ')[2].split()[0]}")
             else:
                 harness.run(command)
@@ -105,7 +105,7 @@ def test_every_command_works(page: Path, tmp_path: Path) -> None:
 
 
 def test_five_commands_override_the_plan(tmp_path: Path) -> None:
-    """The request's engines are replaced beneath it, and its answer is whole."""
+    """The engines are replaced while the request runs, and its response is complete."""
     first, second, third, override, request, *rest = commands(FLEET_PAGE)
     harness = Harness(tmp_path)
     try:
@@ -129,7 +129,7 @@ def test_five_commands_override_the_plan(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("unit", sorted((ROOT / "deploy" / "systemd").glob("*.service")), ids=lambda path: path.name)
-def test_a_unit_uses_flags_that_exist(unit: Path) -> None:
+def test_systemd_units_use_existing_flags(unit: Path) -> None:
     (line,) = re.findall(r"^ExecStart=/opt/orchestrrl/bin/orchestrrl (.*)$", unit.read_text(), flags=re.MULTILINE)
     words = line.split()
     command = list(itertools.takewhile(lambda word: not word.startswith("-"), words))

@@ -12,7 +12,7 @@ def started(*given: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("given", [(), ("--hang",)])
-def test_an_engine_ends_when_it_is_told_to(given: tuple[str, ...]) -> None:
+def test_engine_ends_on_signal(given: tuple[str, ...]) -> None:
     process = started(*given)
     assert process.stdout is not None
     assert process.stdout.readline().startswith("http://127.0.0.1:")
@@ -21,10 +21,10 @@ def test_an_engine_ends_when_it_is_told_to(given: tuple[str, ...]) -> None:
     assert process.communicate()[1] == ""
 
 
-def test_an_engine_ends_also_before_it_listens() -> None:
+def test_engine_ends_on_signal_before_it_listens() -> None:
     process = started("--start-delay-s", "3600")
     with pytest.raises(subprocess.TimeoutExpired):
-        process.communicate(timeout=3.0)  # by then it waits; where the machine is slower it has no handler yet
+        process.communicate(timeout=3.0)  # by then it waits; on a slow machine it has no handler yet
     process.terminate()
     out, err = process.communicate(timeout=DEADLINE_S)
     assert (out, err) == ("", "")

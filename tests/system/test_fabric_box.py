@@ -1,6 +1,6 @@
-"""The fabric in a box, as `orchestrrl fabric box` runs it: real TCP over circuits of emulated switches. Ratios and what
-was lost are compared, never how long something took; but a pause in a transfer may be as long as mirrors move. Tests
-that compare how fast bytes go are marked `alone`."""
+"""The fabric in a box, as run by `orchestrrl fabric box`: TCP over circuits of emulated switches. Tests compare ratios
+and losses, not durations, except that a pause in a transfer must be shorter than a move of mirrors. Tests that compare
+rates are marked `alone`."""
 
 import asyncio
 import json
@@ -15,7 +15,7 @@ import pytest
 from orchestrrl.lab.box import enter
 from orchestrrl.lab.box.run import PROTOCOLS, SITE, BoxOrder, run_box
 
-# So slow that nothing else which stands still for a moment is taken for it.
+# So slow that a short stall of the machine is not mistaken for it.
 SLOW_S = 1.5
 
 
@@ -32,7 +32,7 @@ def order(folder: Path, *shows: str, site: str = SITE) -> BoxOrder:
 
 @pytest.mark.alone
 @pytest.mark.slow
-async def test_a_transfer_lives_through_changes_and_a_failed_port_is_worked_around(tmp_path: Path) -> None:
+async def test_transfer_survives_changes_and_failed_port_is_bypassed(tmp_path: Path) -> None:
     slow = SITE.replace("0.025", str(SLOW_S)).replace("0.010", str(SLOW_S))
     found = await run_box(order(tmp_path, "transition", "failed_port", site=slow))
     for row in found["transition"]["rows"]:
@@ -44,11 +44,11 @@ async def test_a_transfer_lives_through_changes_and_a_failed_port_is_worked_arou
     up, left = port["circuits"]
     assert port["is_masked"]
     assert left == up - 1
-    assert min(around, masked) > 0.4 * before  # flows, whose share of circuits is by their hash
+    assert min(around, masked) > 0.4 * before  # flows are assigned to circuits by their hash
 
 
 @pytest.mark.slow
-async def test_verify_finds_a_cable_that_is_plugged_in_elsewhere(tmp_path: Path) -> None:
+async def test_verify_finds_swapped_cables(tmp_path: Path) -> None:
     found = (await run_box(order(tmp_path, "wrong_cable")))["wrong_cable"]
     used, spare = found["swapped"]
     assert found["sound"]["faults"] == found["mended"]["faults"] == []
@@ -61,7 +61,7 @@ async def test_verify_finds_a_cable_that_is_plugged_in_elsewhere(tmp_path: Path)
 
 
 @pytest.mark.alone
-async def test_rates_follow_circuits_and_each_stage_of_a_cycle_has_its_own(tmp_path: Path) -> None:
+async def test_rates_follow_circuits_and_stages_get_their_circuits(tmp_path: Path) -> None:
     found = await run_box(order(tmp_path, "circuits", "cycle"))
     assert len(set(found["switches"].values())) == 3
     rows = found["circuits"]["rows"]
@@ -73,7 +73,7 @@ async def test_rates_follow_circuits_and_each_stage_of_a_cycle_has_its_own(tmp_p
         assert (stage["code"], stage["detail"]) == ("committed", "")
         assert stage["in_window"] in (True, None)
     first, generation, weights, second = stages
-    # From the electrical network onto circuits; then from the circuits of others, which carry some of it.
+    # From the electrical network to circuits; then from the circuits of other stages, which carry part of the traffic.
     assert first["mbps"] > 5 * first["before_mbps"]
     assert generation["mbps"] > 5 * generation["before_mbps"]
     assert weights["mbps"] > 1.2 * weights["before_mbps"]
@@ -81,13 +81,13 @@ async def test_rates_follow_circuits_and_each_stage_of_a_cycle_has_its_own(tmp_p
     assert weights["circuits"]["gen0/up0 - train0/up0"] == 4
 
 
-def test_nothing_is_left_of_a_box_whose_owner_was_killed(tmp_path: Path) -> None:
+def test_box_is_removed_when_its_owner_is_killed(tmp_path: Path) -> None:
     (tmp_path / "site.yaml").write_text(SITE)
     words = [sys.executable, "-m", "orchestrrl", "fabric", "box", "--show", "circuits", "--out", str(tmp_path)]
     owner = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def inside() -> set[int]:
-        """Processes of the box, by their command lines."""
+        """Return the processes of the box, found by their command lines."""
         found = set()
         for path in Path("/proc").glob("[0-9]*/cmdline"):
             try:
@@ -109,13 +109,13 @@ def test_nothing_is_left_of_a_box_whose_owner_was_killed(tmp_path: Path) -> None
     asyncio.run(until(lambda: not inside()))
 
 
-def test_without_the_tools_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_tools_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(enter, "SEARCHED", ())
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "unshare, ip, tc, mount cannot be found" in enter.lacking()
 
 
-def test_what_is_malformed_is_told_at_once(tmp_path: Path) -> None:
+def test_all_errors_are_reported_at_once(tmp_path: Path) -> None:
     words = [
         sys.executable,
         "-m",
@@ -129,7 +129,7 @@ def test_what_is_malformed_is_told_at_once(tmp_path: Path) -> None:
         "--seconds",
         "0",
     ]
-    told = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, check=False)
-    assert told.returncode == 2
-    assert [line.partition(":")[0] for line in told.stderr.splitlines()] == ["--show", "--protocols", "--seconds"]
-    assert json.dumps("Traceback") not in told.stderr
+    shown = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert shown.returncode == 2
+    assert [line.partition(":")[0] for line in shown.stderr.splitlines()] == ["--show", "--protocols", "--seconds"]
+    assert json.dumps("Traceback") not in shown.stderr

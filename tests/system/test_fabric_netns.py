@@ -1,5 +1,5 @@
-"""Circuits and packets together on real kernels: the coordinator as the daemon wires it, `iproute` on ToRs that are
-namespaces, and switches whose mirrors are bridges. An ordinary network joins all ToRs, so nothing has to be lost."""
+"""Circuits and packets together on a real kernel: the coordinator as wired by the daemon, `iproute` on ToRs that are
+namespaces, and switches whose mirrors are bridges. A packet network joins all ToRs, so no packet has to be lost."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -49,7 +49,7 @@ SITE = {
         {"id": "core0", "tier": "core", "device": "piezo_polatis", "ports": {"train0/up0": "1-2", "gen0/up0": "3-4"}},
     ],
 }
-# Weights from the trainer's first GPU to both engines, and then engines that talk to each other alone.
+# Weights from the trainer's first GPU to both engines, then traffic between the engines only.
 SYNC = Intent(
     "sync",
     Stage.WEIGHT_SYNC,
@@ -59,7 +59,7 @@ GEN = Intent("gen", Stage.GEN, (Traffic(TrafficOperation.EP, Primitive.ALL_TO_AL
 
 
 class BridgeWire(VirtualSwitchWire):
-    """A session with a virtual switch whose every mirror moves a bridge, while the event loop goes on."""
+    """A session with a virtual switch whose mirrors move bridges without blocking the event loop."""
 
     bridges: Ocs
 
@@ -71,7 +71,7 @@ class BridgeWire(VirtualSwitchWire):
 
 
 class Plant:
-    """The site in namespaces, and the part of a daemon that drives it."""
+    """The site in namespaces, and the part of a daemon that controls it."""
 
     def __init__(self, lab: Lab, folder: Path) -> None:
         self.lab = lab
@@ -107,7 +107,7 @@ class Plant:
             for n, (tor, namespace) in enumerate(self.tors.items(), start=1)
         ]
         ocs = [{"id": switch["id"], "driver": "virtual"} for switch in cast(Any, SITE["switches"])]
-        # Every far end answers here, on a busy machine late.
+        # Every far end responds here, on a busy machine with a delay.
         rerouting = {"link_up_s": 60.0, "neighbour_s": 60.0}
         return {"mode": "act", "ocs": ocs, "fabric": {"site": "site.yaml", "routers": routers, "rerouting": rerouting}}
 
@@ -155,7 +155,7 @@ class Plant:
         return sum(sent[interface] for interface in interfaces)
 
     def lengths(self) -> set[int]:
-        """Over how many cross-connects each link goes."""
+        """Return the number of cross-connects of each link."""
         return {len(lit.over) for lit in self.routing._lit}
 
 
@@ -165,12 +165,12 @@ def lab() -> Iterator[Lab]:
         yield lab
 
 
-async def test_a_period_is_announced_circuits_are_switched_and_packets_follow(lab: Lab, tmp_path: Path) -> None:
+async def test_circuits_change_for_a_period_and_packets_follow(lab: Lab, tmp_path: Path) -> None:
     plant = Plant(lab, tmp_path)
     async with plant.running():
         while plant.routing.routed is None:
             await asyncio.sleep(0.01)
-        # From the trainer to an engine: over the core and back to the packet side. Between engines: always circuits.
+        # From the trainer to an engine: over the core, then the packet network again. Between engines: always circuits.
         weights, tokens = plant.stream("train0/r0", "gen0/r0"), plant.stream("gen0/r0", "gen0/r1")
         async with weights, tokens:
             await weights.more(50)

@@ -1,4 +1,4 @@
-"""A daemon process with routers: it reroutes, `fabric status` says how packets go, and all of it ends in order."""
+"""A daemon process with routers: it reroutes, `fabric status` shows the packet routes, and it stops cleanly."""
 
 import json
 import signal
@@ -20,7 +20,8 @@ DEADLINE_S = 120.0
 
 
 def document(folder: Path) -> dict[str, Any]:
-    """Virtual ToRs, which get no light from virtual switches: what there is of links is left out, and told."""
+    """Build a configuration with virtual ToRs. They get no light from virtual switches, so links are excluded and
+    reported."""
     site = read_site(SITE)
     routers = [
         {
@@ -66,7 +67,7 @@ def run(*arguments: str) -> str:
     return done.stdout
 
 
-def test_status_says_how_packets_go(daemon: tuple[subprocess.Popen[str], str], tmp_path: Path) -> None:
+def test_status_shows_packet_routes(daemon: tuple[subprocess.Popen[str], str], tmp_path: Path) -> None:
     process, address = daemon
     intent = tmp_path / "intent.json"
     traffic = {"operation": "EP", "primitive": "all_to_all", "groups": [[16, 17, 18, 19]], "bytes_per_rank": 4e9}
@@ -79,12 +80,12 @@ def test_status_says_how_packets_go(daemon: tuple[subprocess.Popen[str], str], t
     routes = json.loads(run("fabric", "status", "--daemon", address, "--json"))["routes"]
     assert routes["links"] == 0
     assert {each["what"].split("/")[0] for each in routes["left_out"]} >= {"gen0"}
-    # One ToR has no packet side.
+    # One ToR has no packet network.
     assert len(routes["unreachable"]) == routes["unreachable_pairs"] == 14
     assert len(routes["on_packet_side"]) == routes["on_packet_side_pairs"] == 42
-    told = run("fabric", "status", "--daemon", address)
-    assert "packets: over 0 links since " in told
-    assert "without a route: " in told
-    assert "no packets over gen0/r0/" in told
+    shown = run("fabric", "status", "--daemon", address)
+    assert "packets: over 0 links since " in shown
+    assert "without a route: " in shown
+    assert "no packets over gen0/r0/" in shown
     process.send_signal(signal.SIGTERM)
     assert process.wait(DEADLINE_S) == 0

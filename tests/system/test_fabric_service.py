@@ -1,4 +1,4 @@
-"""The service Fabric of a real daemon with virtual switches: by its commands, by a trainer's client, by an agent."""
+"""The service Fabric of a real daemon with virtual switches: commands, a trainer's client, and an agent."""
 
 import asyncio
 import contextlib
@@ -44,7 +44,7 @@ GRADIENTS = {
 
 @contextlib.contextmanager
 def running(folder: Path, *, fabric: bool) -> Iterator[str]:
-    """Its address."""
+    """Run a daemon and yield its address."""
     shutil.copy(SITE, folder / "site.yaml")
     switches = [switch["id"] for switch in yaml.safe_load(SITE.read_text())["switches"]]
     options = {"ports": 64, "connectivity": "any_to_any", "reconfiguration_s": 0.005}
@@ -61,7 +61,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def daemon(served: str) -> Iterator[str]:
-    """As every test finds it, and leaves it: nothing pinned, masked or paused."""
+    """Yield the daemon's address, and clear pins, masks and pauses after each test."""
     yield served
     for words in (("fabric", "release"), ("fabric", "mask"), ("fabric", "resume"), ("sync", "resume")):
         assert command(served, *words).exit_code == 0
@@ -73,7 +73,7 @@ def command(daemon: str, *words: str) -> Result:
     return result
 
 
-def said(result: Result) -> str:
+def printed(result: Result) -> str:
     assert result.exit_code == 0, result.output
     return " ".join(result.stdout.split())
 
@@ -91,7 +91,7 @@ def intent(folder: Path, body: dict[str, Any]) -> str:
 
 
 class PlayedAgent:
-    """The other end of a Trace stream: two ranks of a job on a host of its own."""
+    """A fake agent on a Trace stream: two ranks of a job on one host."""
 
     def __init__(self, address: str, job: str = "") -> None:
         self._address = address
@@ -127,8 +127,8 @@ class PlayedAgent:
                 self._outgoing.put_nowait(pb.TraceMessage(quiet=quiet))
             case "summarise":
                 ranks = [{"job": self._job, "summary": asdict(summarize(learner(rank), 0.05))} for rank in (0, 8)]
-                told = json.dumps({"host": "h0", "ranks": ranks})
-                self._outgoing.put_nowait(pb.TraceMessage(slack=pb.Slack(summary_json=told)))
+                shown = json.dumps({"host": "h0", "ranks": ranks})
+                self._outgoing.put_nowait(pb.TraceMessage(slack=pb.Slack(summary_json=shown)))
 
     async def _messages(self) -> AsyncIterator[pb.TraceMessage]:
         while True:
@@ -145,7 +145,7 @@ def learner(rank: int) -> SlackLearner:
 
 @pytest.fixture
 def agent(daemon: str) -> Iterator[PlayedAgent]:
-    """In a thread of its own: commands run their own event loop."""
+    """Run the agent in its own thread, because commands run their own event loop."""
     played, loop = PlayedAgent(daemon), asyncio.new_event_loop()
     task = loop.create_task(played.run())
 
@@ -170,92 +170,90 @@ def wait_for(condition: Any) -> None:
         time.sleep(0.05)
 
 
-def test_a_weight_sync_is_committed_at_its_boundary(daemon: str, tmp_path: Path) -> None:
+def test_weight_sync_is_committed_at_its_boundary(daemon: str, tmp_path: Path) -> None:
     period = answer(daemon, "fabric", "announce", "weights", "--intent", intent(tmp_path, WEIGHTS), "--boundary")
     assert (period["state"], period["stages_done"]) == ("committed", period["stages"])
     seen = answer(daemon, "fabric", "status")
     assert seen["period"] == "weights"
     assert sum(each["count"] for each in seen["circuits"]) == len(seen["cross_connects"]) > 0
-    told = said(command(daemon, "fabric", "status"))
-    assert "circuits of: weights" in told
-    assert "core0" in told
-    assert "weights committed" in said(command(daemon, "status"))
-    assert "weights" in said(command(daemon, "fabric", "periods", "--limit", "3"))
+    shown = printed(command(daemon, "fabric", "status"))
+    assert "circuits of: weights" in shown
+    assert "core0" in shown
+    assert "weights committed" in printed(command(daemon, "status"))
+    assert "weights" in printed(command(daemon, "fabric", "periods", "--limit", "3"))
 
 
-def test_training_without_a_trace_keeps_its_circuits_and_says_why(daemon: str, tmp_path: Path) -> None:
+def test_training_without_trace_keeps_its_circuits(daemon: str, tmp_path: Path) -> None:
     words = ("fabric", "announce", "gradients", "--intent", intent(tmp_path, GRADIENTS), "--within-s", "0.2")
-    assert "no agent reads the recorder of rank 0, 8" in said(command(daemon, *words))
-    told = said(command(daemon, "fabric", "periods"))
-    assert "no_window" in told
-    assert "gradients: none by the deadline: untraced: no agent reads the recorder of rank 0, 8" in told
+    assert "no agent reads the recorder of rank 0, 8" in printed(command(daemon, *words))
+    shown = printed(command(daemon, "fabric", "periods"))
+    assert "no_window" in shown
+    assert "gradients: none by the deadline: untraced: no agent reads the recorder of rank 0, 8" in shown
 
 
-def test_training_is_committed_in_a_window_that_an_agent_tells_of(
-    daemon: str, tmp_path: Path, agent: PlayedAgent
-) -> None:
-    assert said(command(daemon, "fabric", "announce", "gradients", "--intent", intent(tmp_path, GRADIENTS)))
+def test_training_is_committed_in_a_reported_window(daemon: str, tmp_path: Path, agent: PlayedAgent) -> None:
+    assert printed(command(daemon, "fabric", "announce", "gradients", "--intent", intent(tmp_path, GRADIENTS)))
     latest = answer(daemon, "fabric", "periods", "--limit", "1")["periods"][0]
     assert latest["state"] == "committed"
     first = latest["commits"][0]
     assert first["window_opened_unix_s"] <= first["commanded_unix_s"] <= first["window_until_unix_s"]
     assert first["needed_s"] <= agent.armed[0].need_s + 1e-9
-    assert agent.armed[0].quantile == pytest.approx(0.05 / 2)  # of two ranks
-    told = said(command(daemon, "fabric", "status"))
-    assert "h0 2" in told
-    assert "attached" in told
+    assert agent.armed[0].quantile == pytest.approx(0.05 / 2)  # windows of two ranks
+    shown = printed(command(daemon, "fabric", "status"))
+    assert "h0 2" in shown
+    assert "attached" in shown
 
 
-def test_slack_is_asked_of_agents(daemon: str, tmp_path: Path, agent: PlayedAgent) -> None:
+def test_slack_is_requested_from_agents(daemon: str, tmp_path: Path, agent: PlayedAgent) -> None:
     (job,) = answer(daemon, "fabric", "slack")["jobs"]
     assert (job["job"], job["hosts"]) == ("", ["h0"])
     assert [each["ranks"] for each in job["ranks"]] == [[0], [8]]
     picture = tmp_path / "slack.svg"
-    told = said(command(daemon, "fabric", "slack", "--plot", str(picture)))
-    assert "Slack before each operation, 2 ranks" in told
+    shown = printed(command(daemon, "fabric", "slack", "--plot", str(picture)))
+    assert "Slack before each operation, 2 ranks" in shown
     assert picture.stat().st_size > 0
     another = command(daemon, "fabric", "slack", "--job", "another")
     assert another.exit_code == 1
     assert "no job 'another' is traced; traced jobs: ''" in another.stderr
 
 
-def test_slack_of_nobody(daemon: str) -> None:
+def test_slack_without_agents(daemon: str) -> None:
     result = command(daemon, "fabric", "slack")
     assert result.exit_code == 1
     assert "orchestrrl agent --rings" in result.stderr
 
 
-def test_an_operators_word_is_shown(daemon: str, tmp_path: Path) -> None:
+def test_operator_control_is_shown(daemon: str, tmp_path: Path) -> None:
     command(daemon, "fabric", "announce", "weights", "--intent", intent(tmp_path, WEIGHTS), "--boundary")
     up = answer(daemon, "fabric", "status")["cross_connects"][0]
     name = f"{up['switch_id']}:{up['port_a']}-{up['port_b']}"
-    pinned = said(command(daemon, "fabric", "pin", name, "--reason", "measuring", "--ttl-s", "600"))
+    pinned = printed(command(daemon, "fabric", "pin", name, "--reason", "measuring", "--ttl-s", "600"))
     assert f"{name} pinned until" in pinned
-    assert name in said(command(daemon, "status"))
+    assert name in printed(command(daemon, "status"))
     seen = answer(daemon, "fabric", "status")
     assert [each for each in seen["cross_connects"] if each["pinned"]] == [{**up, "pinned": True}]
-    assert "all circuits pinned" in said(command(daemon, "fabric", "pin"))
-    overridden = said(command(daemon, "fabric", "override", "weights", "--reason", "comparing"))
+    assert "all circuits pinned" in printed(command(daemon, "fabric", "pin"))
+    overridden = printed(command(daemon, "fabric", "override", "weights", "--reason", "comparing"))
     assert "circuits of weights, regardless of its job's other periods (comparing)" in overridden
     assert answer(daemon, "fabric", "release")["state"] == "free"
 
-    masked = said(command(daemon, "fabric", "mask", "port:core0:7", "nic:train0/s1:1", "--reason", "flapping"))
+    masked = printed(command(daemon, "fabric", "mask", "port:core0:7", "nic:train0/s1:1", "--reason", "flapping"))
     assert masked == "masked: nic train0/s1:1 masked: port core0:7"
-    assert "masked: port core0:7" in said(command(daemon, "fabric", "status"))
-    assert said(command(daemon, "fabric", "mask")) == "nothing is masked"
+    assert "masked: port core0:7" in printed(command(daemon, "fabric", "status"))
+    assert printed(command(daemon, "fabric", "mask")) == "nothing is masked"
 
 
 @pytest.mark.parametrize("part", ["balancer", "fabric", "sync"])
-def test_parts_are_paused_and_resumed(daemon: str, part: str) -> None:
-    paused = said(command(daemon, part, "pause", "--reason", "looking", "--ttl-s", "600"))
+def test_parts_can_be_paused_and_resumed(daemon: str, part: str) -> None:
+    paused = printed(command(daemon, part, "pause", "--reason", "looking", "--ttl-s", "600"))
     assert paused.startswith(f"{part} is paused: looking (since ")
-    assert f"{part} is paused: looking" in said(command(daemon, "status"))
+    assert f"{part} is paused: looking" in printed(command(daemon, "status"))
     assert [each["part"] for each in answer(daemon, part, "pause")["pauses"]] == [part]
-    assert said(command(daemon, part, "resume")) == f"{part} resumed"
-    assert said(command(daemon, part, "resume")) == f"{part} was not paused"
+    assert printed(command(daemon, part, "resume")) == f"{part} resumed"
+    assert printed(command(daemon, part, "resume")) == f"{part} was not paused"
 
 
-def test_a_pause_keeps_periods(daemon: str, tmp_path: Path) -> None:
+def test_pause_keeps_periods(daemon: str, tmp_path: Path) -> None:
     assert answer(daemon, "fabric", "announce", "weights", "--intent", intent(tmp_path, WEIGHTS), "--boundary")
     answer(daemon, "sync", "pause", "--reason", "looking")
     others = {**WEIGHTS, "traffic": [{**WEIGHTS["traffic"][0], "receivers": [[24, 26]]}]}
@@ -287,7 +285,7 @@ def test_a_pause_keeps_periods(daemon: str, tmp_path: Path) -> None:
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
-def test_faults_come_all_at_once(daemon: str, words: tuple[str, ...], faults: list[str]) -> None:
+def test_all_errors_are_reported_at_once(daemon: str, words: tuple[str, ...], faults: list[str]) -> None:
     result = command(daemon, "fabric", *words)
     assert result.exit_code == 2
     lines = result.stderr.splitlines()
@@ -296,14 +294,14 @@ def test_faults_come_all_at_once(daemon: str, words: tuple[str, ...], faults: li
         assert line.startswith(fault), line
 
 
-def test_a_period_that_nobody_knows_is_no_fault_of_usage(daemon: str) -> None:
+def test_unknown_period_is_not_a_usage_error(daemon: str) -> None:
     result = command(daemon, "fabric", "announce", "unheard")
     assert result.exit_code == 1
     assert "was never announced with an intent" in result.stderr
     assert command(daemon, "fabric", "override", "unheard").exit_code == 1
 
 
-async def test_a_trainers_client_waits_until_it_is_over(daemon: str) -> None:
+async def test_trainer_client_waits_until_the_period_ends(daemon: str) -> None:
     async with FabricClient(daemon) as fabric:
         report = await fabric.announce("weights", WEIGHTS, boundary=True)
         assert report.state is PeriodState.COMMITTED
@@ -319,7 +317,7 @@ async def test_a_trainers_client_waits_until_it_is_over(daemon: str) -> None:
             await fabric.announce("weights", {"stage": "lunch", "traffic": []})
 
 
-def test_a_loop_that_is_not_asynchronous_announces_too(daemon: str) -> None:
+def test_synchronous_client_announces(daemon: str) -> None:
     report = announce_period("weights", WEIGHTS, daemon=daemon, boundary=True)
     assert report.state is PeriodState.COMMITTED
     assert announce_period("weights", daemon=daemon, wait=False).period == "weights"
@@ -327,12 +325,12 @@ def test_a_loop_that_is_not_asynchronous_announces_too(daemon: str) -> None:
         announce_period("weights", daemon=daemon, boundary=True, wait=False)
 
 
-def test_without_a_daemon_the_trainer_is_told(tmp_path: Path) -> None:
+def test_unreachable_daemon_is_reported_to_the_trainer(tmp_path: Path) -> None:
     with pytest.raises(Retryable, match="no daemon"):
         announce_period("weights", WEIGHTS, daemon=f"unix:{tmp_path}/none")
 
 
-async def test_an_agent_introduces_itself_first(daemon: str) -> None:
+async def test_agent_must_send_hello_first(daemon: str) -> None:
     async def ping() -> AsyncIterator[pb.TraceMessage]:
         yield pb.TraceMessage(pong=pb.Pong(sent_s=1.0))
 
@@ -343,7 +341,7 @@ async def test_an_agent_introduces_itself_first(daemon: str) -> None:
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-def test_a_daemon_without_a_fabric_says_so(tmp_path: Path) -> None:
+def test_daemon_without_fabric_is_reported(tmp_path: Path) -> None:
     with running(tmp_path, fabric=False) as address:
         for words in (("status",), ("periods",), ("announce", "x"), ("pin",), ("mask",), ("release",)):
             result = command(address, "fabric", *words)
@@ -353,7 +351,7 @@ def test_a_daemon_without_a_fabric_says_so(tmp_path: Path) -> None:
             announce_period("weights", WEIGHTS, daemon=address)
 
 
-def test_a_commit_is_drawn_in_its_window() -> None:
+def test_commit_is_drawn_in_its_window() -> None:
     def drawn(opened_s: float, commanded_s: float, usable_s: float, until_s: float) -> str:
         commit = {
             "window_opened_unix_s": opened_s,
@@ -370,7 +368,7 @@ def test_a_commit_is_drawn_in_its_window() -> None:
     assert drawn(0, 0, 1, 0) == ""
 
 
-def test_reasons_are_told_once() -> None:
+def test_reasons_are_listed_once() -> None:
     periods = [
         {"announced_unix_s": 0.0, "period": name, "code": code, "detail": detail}
         for name, code, detail in (("a", "x", "one"), ("a", "x", "two"), ("b", "x", "three"), ("b", "", ""))

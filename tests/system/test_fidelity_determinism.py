@@ -1,4 +1,4 @@
-"""Same seed, same report, byte for byte: also where Python's hashes are other ones, and in another process."""
+"""The same seed gives the same report, byte for byte, also with other hash seeds of Python and in another process."""
 
 import json
 import os
@@ -57,8 +57,8 @@ daemon: {mode: act}
 """
 
 
-def told(folder: Path, hash_seed: str, *words: str) -> bytes:
-    """Standard output."""
+def shown(folder: Path, hash_seed: str, *words: str) -> bytes:
+    """Return the standard output of a command."""
     command = [sys.executable, "-m", "orchestrrl", "sim", *words]
     environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, check=False)
@@ -66,26 +66,26 @@ def told(folder: Path, hash_seed: str, *words: str) -> bytes:
     return done.stdout
 
 
-def test_generation(tmp_path: Path) -> None:
-    """Digests of the daemon's journals are among what is told."""
+def test_generation_is_deterministic(tmp_path: Path) -> None:
+    """The report includes digests of the daemon's journals."""
     (tmp_path / "same.yaml").write_text(GEN)
     words = ("gen", "same.yaml", "--arms", "both,partial_rollout", "--json")
-    first, again = (told(tmp_path, hash_seed, *words) for hash_seed in HASH_SEEDS)
+    first, again = (shown(tmp_path, hash_seed, *words) for hash_seed in HASH_SEEDS)
     assert b"journal_digests" in first
     assert again == first
     runs = json.loads(first)["arms"]["both"]["journal_digests"]
-    assert len(set(runs)) == 2  # another seed tells something else
+    assert len(set(runs)) == 2  # another seed gives another report
 
 
-def test_a_cluster_and_its_page(tmp_path: Path) -> None:
-    """What is printed, the file of results, and the page that is made of it."""
+def test_cluster_and_its_page_are_deterministic(tmp_path: Path) -> None:
+    """The output, the file of results and the HTML page are the same."""
     found = []
     for hash_seed in HASH_SEEDS:
-        folder = tmp_path / hash_seed  # one each, since the page tells the command that made it
+        folder = tmp_path / hash_seed  # one each, because the page includes its command
         folder.mkdir()
         (folder / "same.yaml").write_text(CLUSTER)
-        printed = told(folder, hash_seed, "run", "same.yaml", "--out", "results", "--json")
-        told(folder, hash_seed, "report", "results", "--out", "page.html")
+        printed = shown(folder, hash_seed, "run", "same.yaml", "--out", "results", "--json")
+        shown(folder, hash_seed, "report", "results", "--out", "page.html")
         (results,) = (folder / "results").glob("*.json")
         found.append((printed, results.name, results.read_bytes(), (folder / "page.html").read_bytes()))
     assert found[0] == found[1]

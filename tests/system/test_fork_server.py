@@ -1,4 +1,4 @@
-"""A process that the fork server starts is as one that is started anew, in all that its code can see."""
+"""A process started by the fork server is indistinguishable from a new process for its code."""
 
 import json
 import os
@@ -23,7 +23,7 @@ def outcome(popen: Any, words: list[str], **options: Any) -> tuple[Any, int, str
 
 @pytest.mark.parametrize("end", ["return", "exit", "kill"])
 @pytest.mark.parametrize("new_session", [False, True])
-def test_it_is_as_one_that_is_started_anew(tmp_path: Path, end: str, new_session: bool) -> None:
+def test_forked_process_equals_a_new_one(tmp_path: Path, end: str, new_session: bool) -> None:
     options = {"cwd": tmp_path, "env": {**os.environ, "MORE": "x"}, "start_new_session": new_session}
     forked = outcome(subprocess.Popen, [SCRIPT, end, "word"], **options)
     started = outcome(fork_server._popen, [SCRIPT, end, "word"], **options)
@@ -32,7 +32,7 @@ def test_it_is_as_one_that_is_started_anew(tmp_path: Path, end: str, new_session
     assert forked[0]["parent"] == os.getpid()
 
 
-def test_another_path_is_searched(tmp_path: Path) -> None:
+def test_module_path_is_that_of_the_caller(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import os, sys; os.environ['CUSTOMIZED'] = ' '.join(sys.orig_argv)")
     path = f"{tmp_path}:{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
     options = {"env": {**os.environ, "PYTHONPATH": path}}
@@ -41,17 +41,17 @@ def test_another_path_is_searched(tmp_path: Path) -> None:
     assert forked[0]["environment"]["CUSTOMIZED"].endswith("return word")
 
 
-def test_an_exception_is_told_and_is_status_1() -> None:
+def test_exception_is_printed_with_exit_status_1() -> None:
     _, status, err = outcome(subprocess.Popen, [SCRIPT, "raise"])
-    assert (status, err.splitlines()[-1]) == (1, "ValueError: told to")
+    assert (status, err.splitlines()[-1]) == (1, "ValueError: as requested")
 
 
-def test_a_command_answers_as_it_does() -> None:
+def test_command_output_equals_that_of_a_new_process() -> None:
     words = ["-m", "orchestrrl", "status", "--daemon", "127.0.0.1:9"]
     assert outcome(subprocess.Popen, words) == outcome(fork_server._popen, words)
 
 
-def test_settings_of_the_interpreter_are_not_lost() -> None:
+def test_interpreter_settings_are_kept() -> None:
     options = {"env": {**os.environ, "PYTHONHASHSEED": "7", "PYTHONIOENCODING": "latin-1"}}
     forked = outcome(subprocess.Popen, [SCRIPT, "return"], **options)
     assert forked == outcome(fork_server._popen, [SCRIPT, "return"], **options)

@@ -1,4 +1,4 @@
-"""A device in another process, behind the service OcsDriver, passes the same suite; and the connection may break."""
+"""A device in another process that serves OcsDriver passes the conformance suite, also if the connection breaks."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ SCRIPT = Path(__file__).parents[1] / "ocs_drivers" / "virtual_process.py"
 
 
 class TestOutOfProcess(DriverConformance):
-    # Real time runs here: mirrors are fast, and only the faults that wait for a time-out pay for it.
+    # These tests run in real time: mirrors are fast, and only faults that wait for a timeout take longer.
     options: ClassVar[dict[str, Any]] = {
         "ports": 320,
         "reconfiguration_s": 0.002,
@@ -58,7 +58,7 @@ class TestOutOfProcess(DriverConformance):
             json.dumps({**self.options, **more}),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            limit=1 << 20,  # the setters of a large device are one line
+            limit=1 << 20,  # the setters of a large device are in one line
         )
         self.processes.append(process)
         assert process.stdout is not None

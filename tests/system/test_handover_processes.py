@@ -1,4 +1,4 @@
-"""What the gateway writes into a body is what the engine's side reads, and it can be loaded where OrchestrRL is not."""
+"""The modules of the KV connector can be imported without OrchestrRL."""
 
 import subprocess
 import sys
@@ -6,13 +6,13 @@ import sys
 from orchestrrl.engines import handover
 
 
-def test_its_parts_load_without_orchestrrl() -> None:
-    """As in vLLM's process: bare names, and nothing but the standard library."""
+def test_connector_modules_import_without_orchestrrl() -> None:
+    """Import them by bare names with only the standard library, as in vLLM's process."""
     script = (
         "import sys; import kv_scheduler, kv_entries;"
         " print(kv_scheduler.KvTransferScheduler.__module__, 'orchestrrl' in sys.modules)"
     )
     environment = {"PYTHONPATH": str(handover.MODULE_FOLDER)}
     command = [sys.executable, "-S", "-c", script]
-    told = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert told.stdout.split() == ["kv_scheduler", "False"]
+    shown = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert shown.stdout.split() == ["kv_scheduler", "False"]

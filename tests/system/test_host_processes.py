@@ -1,4 +1,4 @@
-"""What an engine's host adds to its facts: GPUs, the server's command line, the model's config.json."""
+"""Facts that an engine's host adds: GPUs, the server's command line, the model's config.json."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ from orchestrrl.engines.serving import ServingFacts
 from tests.orchestrrl.agent.test_host import LOCAL, host, install_smi
 
 
-def test_gpus_are_those_of_nvidia_smi(host: Path) -> None:
+def test_gpus_are_read_from_nvidia_smi(host: Path) -> None:
     install_smi(host, "printf 'NVIDIA H100 80GB HBM3\\nNVIDIA H100 80GB HBM3\\n'")
     assert host_facts(ServingFacts(), LOCAL).gpu == "NVIDIA H100 80GB HBM3"
 
@@ -25,7 +25,7 @@ def test_gpus_are_those_of_nvidia_smi(host: Path) -> None:
         ("true", "the engine's host reports no GPU"),
     ],
 )
-def test_a_gpu_that_is_not_found_has_a_reason(host: Path, script: str, why: str) -> None:
+def test_missing_gpu_has_a_reason(host: Path, script: str, why: str) -> None:
     install_smi(host, script)
     facts = host_facts(ServingFacts(), LOCAL)
     assert (facts.gpu, facts.gpu_detail) == ("", why)
@@ -38,7 +38,7 @@ input()
 """
 
 
-def test_a_server_is_found_by_the_port_that_it_listens_on() -> None:
+def test_server_is_found_by_its_port() -> None:
     command = [sys.executable, "-c", LISTEN, "vllm", "-tp", "2"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None

@@ -1,4 +1,4 @@
-"""Requests to servers that behave badly: what is raised says whether anything can have happened."""
+"""TLS of HTTP sessions: certificates are verified unless disabled."""
 
 import ssl
 import subprocess
@@ -22,7 +22,7 @@ from tests.ocs_drivers.test_http_session import OK, server
 
 @pytest.fixture
 def certificate(tmp_path: Path) -> tuple[Path, ssl.SSLContext]:
-    """Of 127.0.0.1, signed by itself."""
+    """Create a self-signed certificate of 127.0.0.1."""
     key, pem = tmp_path / "key.pem", tmp_path / "ca.pem"
     words = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=ocs1"
     command = ["openssl", *words.split(), "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", pem]
@@ -35,7 +35,7 @@ def certificate(tmp_path: Path) -> tuple[Path, ssl.SSLContext]:
     return pem, context
 
 
-async def test_certificates_are_checked_unless_the_user_says_otherwise(
+async def test_certificates_are_verified_unless_disabled(
     certificate: tuple[Path, ssl.SSLContext],
 ) -> None:
     pem, context = certificate
@@ -54,6 +54,6 @@ async def test_certificates_are_checked_unless_the_user_says_otherwise(
             await ask()
         assert (await ask(tls_ca_file=str(pem))).body == b"[]"
         assert (await ask(tls_verify=False)).body == b"[]"
-    async with server(OK) as address:  # plain HTTP where TLS is expected
+    async with server(OK) as address:  # plain HTTP instead of TLS
         async with refusal(DriverPermanent, "TLS"):
             await ask()

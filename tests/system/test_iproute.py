@@ -37,17 +37,17 @@ class TestIproute(RouteDriverConformance):
 
     async def others(self, driver: RouterDriver) -> frozenset[str]:
         rows = json.loads(self.router.inside("ip", "-N", "-json", "-4", "route", "show", "table", "all"))
-        is_ours = {"160", "2"}  # and the kernel's own
+        is_ours = {"160", "2"}  # and the kernel's routes
         return frozenset(row["dst"] for row in rows if row.get("protocol") not in is_ours)
 
-    async def test_a_route_of_ours_stands_beside_another_of_the_same_prefix(self) -> None:
+    async def test_own_route_coexists_with_another_of_the_same_prefix(self) -> None:
         async with self.device() as driver:
             self.router.inside("ip", "route", "add", ONE, "via", self.peer, "dev", "swp3", "onlink", "metric", "20")
             assert (await driver.apply([put(self.route(ONE, 1))])).missing == ()
             assert (await driver.apply([gone(ONE)])).missing == ()
             assert await self.others(driver) == {ONE}
 
-    async def test_a_foreign_route_that_comes_in_between_is_not_taken_away(self) -> None:
+    async def test_foreign_route_added_later_is_not_removed(self) -> None:
         async with self.device() as driver:
             wire: Any = driver._wire  # type: ignore[attr-defined]
             now = (await wire.read_routes()).table
@@ -57,7 +57,7 @@ class TestIproute(RouteDriverConformance):
             assert await self.others(driver) == {ONE}
             assert list(await driver.read()) == [TWO]
 
-    async def test_a_route_that_is_none_of_our_making_is_somebody_elses(self) -> None:
+    async def test_foreign_route_is_not_owned(self) -> None:
         async with self.device() as driver:
             mark = ("proto", "160", "metric", "10", "table", self.table)
             self.router.inside("ip", "route", "add", "blackhole", ONE, *mark)
@@ -69,13 +69,13 @@ class TestIprouteOwnTable(TestIproute):
     table: ClassVar = "77"
 
 
-async def test_a_namespace_that_is_not_there() -> None:
+async def test_missing_namespace_is_reported() -> None:
     with laboratory() as lab:
         driver = make_driver("iproute", "tor1", {"prefix": ["ip", "netns", "exec", f"orl-{lab.token}-nosuch"]})
         with pytest.raises(Permanent, match=r"tor1: read routes: .*Cannot open network namespace"):
             await driver.read()
 
 
-async def test_a_program_that_is_not_there() -> None:
+async def test_missing_program_is_reported() -> None:
     with pytest.raises(Permanent, match="/nosuch/ssh cannot be run"):
         await make_driver("iproute", "tor1", {"prefix": ["/nosuch/ssh", "tor1"]}).read()

@@ -1,4 +1,4 @@
-"""The journal: append-only, one writer, readable meanwhile, and whole after the writer was killed."""
+"""The journal is complete after its writer was killed."""
 
 import subprocess
 import sys
@@ -9,7 +9,7 @@ import pytest
 from orchestrrl.core.journal.store import EntryKind, Journal, JournalReader
 from tests.orchestrrl.core.journal.test_journal import path
 
-# Writes for as long as it lives, and tells each sequence number once `append` has returned.
+# Writes until it is killed, and prints each sequence number after `append` has returned.
 WRITER = """
 import sys
 from pathlib import Path
@@ -24,22 +24,22 @@ while True:
 
 
 @pytest.mark.smoke
-def test_a_killed_writer_leaves_every_entry_it_had_written(path: Path) -> None:
-    told = 0
+def test_killed_writer_loses_no_written_entry(path: Path) -> None:
+    shown = 0
     for generation in (1, 2, 3):
         process = subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
         assert int(process.stdout.readline()) == generation
         for _ in range(50):
-            told = int(process.stdout.readline())
+            shown = int(process.stdout.readline())
         process.kill()
-        told = max([told, *(int(line) for line in process.stdout.read().split("\n")[:-1])])
+        shown = max([shown, *(int(line) for line in process.stdout.read().split("\n")[:-1])])
         process.wait()
         reader = JournalReader(path)
         entries = reader.since(0, limit=10**6)
         assert [entry.sequence for entry in entries] == list(range(1, len(entries) + 1))
-        assert len(entries) >= told
-        # Killed between an intent and its result, it leaves at most that one open for each life.
+        assert len(entries) >= shown
+        # If killed between an intent and its result, each run leaves at most one open operation.
         assert len(reader.open_operations()) <= generation
         reader.close()
     with Journal(path, 0.0) as journal:

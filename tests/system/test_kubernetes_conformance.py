@@ -1,6 +1,6 @@
-"""The contract of a deployer, kept on Kubernetes: always against the API server and the small cluster of these tests,
-which run the stub as real processes; and against a real cluster where ORCHESTRRL_TEST_KUBECONFIG names a kubeconfig
-(ORCHESTRRL_TEST_NAMESPACE: in which namespace; ORCHESTRRL_TEST_IMAGE: any image with python3 and a shell)."""
+"""The conformance suite of deployers on Kubernetes: always against the API server and small cluster of these tests,
+which run the stub as real processes; and against a real cluster if ORCHESTRRL_TEST_KUBECONFIG is a kubeconfig
+(ORCHESTRRL_TEST_NAMESPACE: the namespace; ORCHESTRRL_TEST_IMAGE: any image with python3 and a shell)."""
 
 import os
 from collections.abc import AsyncIterator
@@ -39,7 +39,7 @@ class TestKubernetes(DeployerConformance):
 
 
 class RealKubernetes(DeployerConformance):
-    """Engines are asked through the API server: their addresses may not be reachable from here."""
+    """A real cluster. Engines are reached through the API server, because their addresses may not be reachable."""
 
     api: KubernetesApi
 

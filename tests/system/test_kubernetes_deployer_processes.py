@@ -1,5 +1,5 @@
-"""What goes wrong in a cluster, and what the deployer makes of it: against the API server and the small cluster of
-these tests, through the official client."""
+"""Failures in a cluster and the deployer's handling of them, against the API server and the small cluster of these
+tests, through the official client."""
 
 import asyncio
 import copy
@@ -28,7 +28,7 @@ from tests.orchestrrl.fleet.deployers.test_kubernetes_deployer import ONE, TWO, 
 
 
 async def pid_at(url: str) -> int:
-    """The stub tells its process id, once it answers."""
+    """Return the process id that the stub reports when it responds."""
     async with asyncio.timeout(60), aiohttp.ClientSession() as session:
         while True:
             try:
@@ -47,7 +47,7 @@ async def nobody_at(url: str) -> bool:
             return True
 
 
-async def test_gpus_are_counted_by_kubernetes_and_lie_on_the_node_that_the_plan_names(place: Harness) -> None:
+async def test_pods_get_their_gpus_on_the_planned_node(place: Harness) -> None:
     launch = replace(place.launch, device=EngineDevice.CUDA, per_node=4)
     deployer = place.deployer(launch=launch, nodes=["node-c", "node-a", "node-b"])
     first = await deployer.start(spec(ONE, (0, 1, 2, 3)))
@@ -60,7 +60,7 @@ async def test_gpus_are_counted_by_kubernetes_and_lie_on_the_node_that_the_plan_
         assert "CUDA_VISIBLE_DEVICES" not in {each["name"] for each in container["env"]}
 
 
-async def test_an_engine_over_nodes_is_a_group_whose_leader_answers(place: Harness) -> None:
+async def test_multi_node_engine_is_a_group_with_a_serving_leader(place: Harness) -> None:
     launch = replace(place.launch, device=EngineDevice.CUDA, per_node=2, nodes=("unused",) * 3)
     deployer = place.deployer(launch=launch, nodes=["node-a", "node-b", "node-c"])
     wanted = spec(ONE, (0, 1, 2, 3, 4, 5), Parallelism(tp=2, pp=3))
@@ -82,7 +82,7 @@ async def test_an_engine_over_nodes_is_a_group_whose_leader_answers(place: Harne
 
 
 async def argv_of(place: Harness, pod: dict[str, Any]) -> list[str]:
-    """As the machine has it, once the shell has become the engine."""
+    """Return the command line of the process after the shell has executed the engine."""
     status = pod["status"]["containerStatuses"][0]
     async with asyncio.timeout(60):
         while True:
@@ -92,7 +92,7 @@ async def argv_of(place: Harness, pod: dict[str, Any]) -> list[str]:
             await asyncio.sleep(0.02)
 
 
-async def test_the_end_of_one_process_of_a_group_is_the_end_of_the_engine(place: Harness) -> None:
+async def test_engine_ends_when_one_process_of_its_group_ends(place: Harness) -> None:
     launch = replace(place.launch, device=EngineDevice.CUDA, per_node=2, nodes=("unused",) * 2)
     deployer = place.deployer(launch=launch)
     started = await deployer.start(spec(ONE, (0, 1, 2, 3), Parallelism(tp=2, pp=2)))
@@ -111,7 +111,7 @@ async def argv_pid(place: Harness, pod: dict[str, Any]) -> int:
     return int(place.cluster.log(pod, "engine", previous=False).split()[2])
 
 
-async def test_without_leader_worker_set_one_is_told_what_to_install(place: Harness) -> None:
+async def test_missing_leader_worker_set_is_reported_with_advice(place: Harness) -> None:
     place.cluster.groups_installed = False
     launch = replace(place.launch, device=EngineDevice.CUDA, per_node=2, nodes=("unused",) * 2)
     deployer = place.deployer(launch=launch)
@@ -122,7 +122,7 @@ async def test_without_leader_worker_set_one_is_told_what_to_install(place: Harn
     assert [each.engine for each in await deployer.list_engines()] == [TWO]
 
 
-async def test_two_sides_of_an_afd_engine_are_containers_of_one_pod(place: Harness) -> None:
+async def test_afd_engine_is_one_pod_with_two_containers(place: Harness) -> None:
     launch = replace(place.launch, device=EngineDevice.CUDA, per_node=4)
     deployer = place.deployer(launch=launch)
     layout = Parallelism(tp=1, attention_gpus=2, ffn_gpus=2)
@@ -134,7 +134,7 @@ async def test_two_sides_of_an_afd_engine_are_containers_of_one_pod(place: Harne
     await deployer.stop(ONE)
 
 
-async def test_an_engine_in_a_pod_gives_tokens_and_tells_its_layout(place: Harness) -> None:
+async def test_engine_in_a_pod_generates_tokens_and_reports_its_layout(place: Harness) -> None:
     launch = EngineLaunch(python=sys.executable, engine=EngineProduct.SIMULATED, model="tiny", per_node=4)
     deployer = place.deployer(launch=launch)
     started = await deployer.start(replace(spec(), environment={}))
@@ -151,19 +151,19 @@ async def test_an_engine_in_a_pod_gives_tokens_and_tells_its_layout(place: Harne
     assert empty(place)
 
 
-async def test_who_looks_at_the_same_time_shares_what_is_seen(place: Harness) -> None:
+async def test_concurrent_status_calls_share_one_listing(place: Harness) -> None:
     deployer = place.deployer()
     await asyncio.gather(*(deployer.start(spec(EngineId(f"e{n}"), (n,))) for n in range(4)))
     begun = len(place.server.asked)
     found = await asyncio.gather(*(deployer.status(EngineId(f"e{n % 4}")) for n in range(100)))
     assert [each is not None and each.engine for each in found] == [f"e{n % 4}" for n in range(100)]
-    # Three lists, and a node or two.
+    # Three list requests, and one or two for nodes.
     assert len(place.server.asked) - begun <= 3 + 3
     await asyncio.gather(*(deployer.stop(EngineId(f"e{n}")) for n in range(4)))
     assert empty(place)
 
 
-async def test_a_killed_engine_does_not_come_back_by_itself(place: Harness) -> None:
+async def test_killed_engine_is_not_restarted(place: Harness) -> None:
     deployer = place.deployer()
     started = await deployer.start(spec())
     os.kill(await pid_at(started.url), signal.SIGKILL)
@@ -172,7 +172,7 @@ async def test_a_killed_engine_does_not_come_back_by_itself(place: Harness) -> N
     async with asyncio.timeout(60):
         while "is not started again" not in place.cluster.log(pods(place)[0], "engine", previous=False):
             await asyncio.sleep(0.02)
-    # Kubernetes has started the container anew; what runs in it is no engine, and the log is still the engine's.
+    # Kubernetes has restarted the container; no engine runs in it, and the log is still that of the engine.
     (status,) = pods(place)[0]["status"]["containerStatuses"]
     assert status["restartCount"] == 1
     assert "running" in status["state"]
@@ -183,7 +183,7 @@ async def test_a_killed_engine_does_not_come_back_by_itself(place: Harness) -> N
     assert empty(place)
 
 
-async def test_the_pod_that_takes_the_place_of_an_evicted_one_never_runs(place: Harness) -> None:
+async def test_replacement_of_an_evicted_pod_never_runs(place: Harness) -> None:
     deployer = place.deployer()
     started = await deployer.start(spec())
     await pid_at(started.url)
@@ -203,7 +203,7 @@ async def test_the_pod_that_takes_the_place_of_an_evicted_one_never_runs(place: 
     assert empty(place)
 
 
-async def test_a_lost_node_is_unknown_and_stopping_says_so_until_it_is_back(place: Harness) -> None:
+async def test_stop_on_a_lost_node_is_unknown_until_it_returns(place: Harness) -> None:
     deployer = place.deployer(launch=replace(place.launch, per_node=4), nodes=["node-b"])
     started = await deployer.start(spec())
     await pid_at(started.url)
@@ -223,13 +223,13 @@ async def test_a_lost_node_is_unknown_and_stopping_says_so_until_it_is_back(plac
     assert await nobody_at(started.url)
 
 
-async def test_a_program_that_is_not_there_is_an_end_with_the_shells_words(place: Harness) -> None:
+async def test_missing_program_ends_the_engine_with_the_shell_error(place: Harness) -> None:
     deployer = place.deployer(launch=replace(place.launch, python="/no/such/python"))
     await deployer.start(spec())
     assert "/no/such/python" in (await until(deployer, ONE, EngineLife.ENDED)).detail
 
 
-async def test_a_quota_is_no_room(place: Harness) -> None:
+async def test_exceeded_quota_is_retryable(place: Harness) -> None:
     place.cluster.pod_quota = 0
     deployer = place.deployer()
     with pytest.raises(Retryable, match="exceeded quota"):
@@ -239,8 +239,8 @@ async def test_a_quota_is_no_room(place: Harness) -> None:
     assert (await deployer.start(spec())).life is EngineLife.ALIVE
 
 
-async def test_two_daemons_that_want_one_gpu_never_both_have_it(place: Harness) -> None:
-    """That two daemons have one fleet must not be; if it is all the same, no GPU serves two."""
+async def test_two_daemons_never_share_a_gpu(place: Harness) -> None:
+    """Two daemons must not manage one fleet; if they do, no GPU serves two engines."""
     deployers = [place.deployer(), place.deployer()]
 
     async def start(number: int, after_s: float) -> DeployedInstance:
@@ -260,9 +260,7 @@ async def test_two_daemons_that_want_one_gpu_never_both_have_it(place: Harness) 
 
 
 @pytest.mark.parametrize("trouble", [Trouble.LOST, Trouble.STALLED, Trouble.BROKEN])
-async def test_after_a_write_without_an_answer_the_outcome_is_unknown_and_status_tells(
-    place: Harness, trouble: Trouble
-) -> None:
+async def test_write_without_response_is_unknown_until_status_is_read(place: Harness, trouble: Trouble) -> None:
     deployer = place.deployer()
     place.server.trouble("POST", "deployments", trouble)
     with pytest.raises(OutcomeUnknown):
@@ -272,7 +270,7 @@ async def test_after_a_write_without_an_answer_the_outcome_is_unknown_and_status
     assert found.spec == spec()
     assert (await deployer.start(spec())).life is EngineLife.ALIVE
     place.server.trouble("DELETE", "deployments", trouble)
-    if trouble is Trouble.LOST:  # aiohttp repeats what may be repeated where a connection breaks that was used before
+    if trouble is Trouble.LOST:  # aiohttp repeats idempotent requests if a reused connection breaks
         await deployer.stop(ONE)
     else:
         with pytest.raises(OutcomeUnknown):
@@ -282,7 +280,7 @@ async def test_after_a_write_without_an_answer_the_outcome_is_unknown_and_status
 
 
 @pytest.mark.parametrize("trouble", [Trouble.LOST, Trouble.BROKEN, Trouble.BUSY])
-async def test_whichever_request_fails_a_start_can_be_repeated_and_undone(
+async def test_start_can_be_repeated_and_undone_after_any_failed_request(
     place: Harness, trouble: Trouble, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kubernetes_api, "READ_AGAIN_S", (0.01, 0.01))
@@ -290,13 +288,15 @@ async def test_whichever_request_fails_a_start_can_be_repeated_and_undone(
     await place.deployer().start(spec())
     asked = place.server.asked[begun:]
     await place.deployer().stop(ONE)
-    # Readings are many and alike: each fails in one of the three ways.
+    # Read requests are many and similar: each fails in one of the three ways.
     turn = [Trouble.LOST, Trouble.BROKEN, Trouble.BUSY].index(trouble)
     for broken in [n for n, request in enumerate(asked) if request.method != "GET" or n % 3 == turn]:
         place.server.trouble_after(broken, trouble)
         (result,) = await asyncio.gather(place.deployer().start(spec()), return_exceptions=True)
         assert isinstance(result, DeployedInstance | Retryable | OutcomeUnknown)
-        assert empty(place) or not isinstance(result, Retryable), f"request {broken}: nothing happened, said {result}"
+        assert empty(place) or not isinstance(result, Retryable), (
+            f"request {broken}: no change, but the result was {result}"
+        )
         anew = place.deployer()
         listed = await anew.list_engines()
         assert [each.engine for each in listed] in ([], [ONE])
@@ -308,7 +308,7 @@ async def test_whichever_request_fails_a_start_can_be_repeated_and_undone(
 
 
 @pytest.mark.parametrize("trouble", [Trouble.LOST, Trouble.BROKEN, Trouble.BUSY])
-async def test_whichever_request_fails_a_stop_can_be_repeated(
+async def test_stop_can_be_repeated_after_any_failed_request(
     place: Harness, trouble: Trouble, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kubernetes_api, "READ_AGAIN_S", ())
@@ -318,7 +318,7 @@ async def test_whichever_request_fails_a_stop_can_be_repeated(
         place.server.trouble_after(broken, trouble)
         (result,) = await asyncio.gather(deployer.stop(ONE), return_exceptions=True)
         assert result is None or isinstance(result, Retryable | OutcomeUnknown)
-        # Nothing happened: it is there, and nobody has asked for it to go.
+        # Nothing happened: the engine exists, and no deletion was requested.
         (found,) = await deployer.list_engines() if isinstance(result, Retryable) else (None,)
         assert found is None or found.life is EngineLife.ALIVE
         await deployer.stop(ONE)
@@ -326,7 +326,7 @@ async def test_whichever_request_fails_a_stop_can_be_repeated(
         await deployer.start(spec())
 
 
-async def test_a_start_cut_short_is_found_and_goes_on_or_goes(place: Harness) -> None:
+async def test_interrupted_start_is_found_and_completed_or_stopped(place: Harness) -> None:
     for goes_on in (True, False):
         place.server.trouble("PATCH", "deployments", Trouble.BROKEN)
         with pytest.raises(OutcomeUnknown):
@@ -342,11 +342,11 @@ async def test_a_start_cut_short_is_found_and_goes_on_or_goes(place: Harness) ->
         assert empty(place)
 
 
-async def test_pods_without_their_deployment_are_found_and_removed(place: Harness) -> None:
+async def test_orphaned_pods_are_found_and_removed(place: Harness) -> None:
     deployer = place.deployer()
     await deployer.start(spec())
     (pod,) = pods(place)
-    # As `kubectl delete deployment --cascade=orphan` and the same for its ReplicaSet leave it.
+    # The state after `kubectl delete --cascade=orphan` of the deployment and of its ReplicaSet.
     for kind in ("deployments", "replicasets"):
         (made,) = place.cluster.store.all(kind)
         place.cluster.store.remove(kind, made["metadata"]["name"])
@@ -366,11 +366,11 @@ async def life_of_an_engine(deployer: Deployer, wanted: EngineSpec) -> None:
     await deployer.stop(wanted.engine)
 
 
-# Looking at an engine of this name that appears in the middle of a start; removing pods without their workload.
+# Reading an engine of this name that appears during a start; removing pods without their workload.
 ONLY_IN_TROUBLE = (("deployments", "get"), ("leaderworkersets", "get"), ("pods", "delete"))
 
 
-async def test_every_right_of_the_manifest_is_needed_and_named_where_it_is_missing(place: Harness) -> None:
+async def test_each_missing_permission_of_the_manifest_is_reported(place: Harness) -> None:
     launch = replace(place.launch, per_node=2, device=EngineDevice.CUDA, nodes=("unused",) * 2)
     lives = [
         spec(ONE, (0, 1), behaviour=EngineBehaviour.EXITS),
@@ -384,22 +384,22 @@ async def test_every_right_of_the_manifest_is_needed_and_named_where_it_is_missi
             if (rule["resources"][0], verb) in ONLY_IN_TROUBLE:
                 continue
             deployer = place.deployer(launch=launch)
-            said = ""
+            printed = ""
             for wanted in lives:
                 try:
                     await life_of_an_engine(deployer, wanted)
                 except Permanent as error:
-                    said += str(error)
+                    printed += str(error)
             (resource,) = rule["resources"]
             if resource != "pods/log":
-                assert f'cannot {verb} resource "{resource}"' in said, (resource, verb)
-                assert "deploy/kubernetes/rbac.yaml" in said
+                assert f'cannot {verb} resource "{resource}"' in printed, (resource, verb)
+                assert "deploy/kubernetes/rbac.yaml" in printed
             place.server.rules = rules
             for wanted in lives:
                 await deployer.stop(wanted.engine)
 
 
-async def test_without_the_right_to_logs_an_end_is_told_from_the_pods_status(place: Harness) -> None:
+async def test_end_without_permission_for_logs_uses_the_pod_status(place: Harness) -> None:
     for rule in place.server.rules:
         if rule["resources"] == ["pods/log"]:
             rule["verbs"] = []
@@ -410,7 +410,7 @@ async def test_without_the_right_to_logs_an_end_is_told_from_the_pods_status(pla
     assert "its log cannot be read" in ended.detail
 
 
-async def test_without_the_right_to_nodes_one_can_do_without(place: Harness) -> None:
+async def test_permission_for_nodes_is_optional(place: Harness) -> None:
     place.server.rules = [rule for rule in place.server.rules if rule["resources"] != ["nodes"]]
     await life_of_an_engine(place.deployer(read_nodes=False), spec())
     assert empty(place)

@@ -1,5 +1,5 @@
-"""A whole redeployment on Kubernetes: a daemon of its own process and the command line, engines in pods of the small
-cluster of these tests; and what a daemon that was killed leaves in it for the next."""
+"""A redeployment on Kubernetes: a daemon process and the command line, with engines in pods of the small cluster of
+these tests; and the state that a killed daemon leaves for the next one."""
 
 import asyncio
 import json
@@ -64,12 +64,12 @@ async def daemon(place: Harness, address: str) -> AsyncIterator[asyncio.subproce
 
 
 def layouts(place: Harness) -> list[tuple[str, str]]:
-    """Configuration and GPUs of each engine, as the cluster has them."""
+    """Return the configuration and GPUs of each engine in the cluster."""
     found: list[dict[str, Any]] = [each["metadata"]["annotations"] for each in place.cluster.store.all("deployments")]
     return sorted((each["orchestrrl/configuration"], each["orchestrrl/gpus"]) for each in found)
 
 
-async def test_a_fleet_of_pods_redeployments_goes_back_and_outlives_its_daemon(tmp_path: Path) -> None:
+async def test_pods_are_redeployed_rolled_back_and_outlive_the_daemon(tmp_path: Path) -> None:
     address = f"127.0.0.1:{free_port()}"
     async with harness(tmp_path) as place:
         async with daemon(place, address) as process:
@@ -81,10 +81,10 @@ async def test_a_fleet_of_pods_redeployments_goes_back_and_outlives_its_daemon(t
             status, words = await run("redeploy", "--to", "broken=1", "--to", "tp2=1", "--daemon", address)
             assert status == 1, words
             assert "rolled back" in words
-            assert "alpha_s" in words  # the end of the engine's log, from its pod
+            assert "alpha_s" in words  # the end of the engine's log, read from its pod
             process.kill()
             await process.wait()
-        # What stayed was not touched, what had left was started anew, and the daemon's end went unnoticed.
+        # Engines that stay were not touched, stopped ones were started again, and the daemon's end had no effect.
         assert layouts(place) == [("tp1", "2"), ("tp2", "0,1")]
         after = {pod["metadata"]["uid"] for pod in pods(place)}
         assert len(before & after) == 1

@@ -1,4 +1,4 @@
-"""The ledger on disk: who comes back finds an answer, whatever became of the process that had the request."""
+"""The ledger on disk: a client that returns finds its response after the process that served it was killed."""
 
 import asyncio
 import sys
@@ -9,7 +9,7 @@ import pytest
 from orchestrrl.gateway.ledger.file import check
 from tests.orchestrrl.gateway.test_ledger_store import entered, running
 
-# Streams of its own: request k's token number i is 1000 k + i.
+# Synthetic streams: token i of request k is 1000 k + i.
 _WRITER = """
 import asyncio, sys
 from pathlib import Path
@@ -48,7 +48,7 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("after_s", [0.02, 0.1, 0.3, 0.6, 1.0, 1.5])
-async def test_a_killed_process_leaves_beginnings_of_its_answers_and_no_claim(tmp_path: Path, after_s: float) -> None:
+async def test_killed_process_leaves_partial_responses_and_no_claim(tmp_path: Path, after_s: float) -> None:
     path = tmp_path / "ledger"
     check(path)
     command = (sys.executable, "-c", _WRITER, str(path))
@@ -62,7 +62,7 @@ async def test_a_killed_process_leaves_beginnings_of_its_answers_and_no_claim(tm
     async with running(path) as store:
         kept = 0
         for k in range(20):
-            entry = await asyncio.wait_for(entered(store, f"r{k}", body=body), 0.9)  # no claim is in the way
+            entry = await asyncio.wait_for(entered(store, f"r{k}", body=body), 0.9)  # no claim blocks the request
             (record,) = entry.records
             tokens = list(record.generated_ids)
             assert tokens == [1000 * k + i for i in range(len(tokens))]

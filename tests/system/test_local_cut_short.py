@@ -1,5 +1,5 @@
-"""Daemons that are killed in the middle of a start, a stop or a loan: whoever comes next finds what there is, and ends
-it or goes on. Of an engine of two processes, so that one of them may be missing."""
+"""Daemons that are killed during a start, a stop or a loan: the next daemon finds the processes, and stops them or
+continues. The engine has two processes, so that one of them can be missing."""
 
 import json
 import os
@@ -32,19 +32,19 @@ def spec(engine: EngineId = ENGINE, gpus: tuple[int, ...] = (0, 1)) -> EngineSpe
 
 
 def cut(folder: Path, change: str, launch: EngineLaunch) -> list[str]:
-    """The effects of the change; fleets 0 to their number are left behind, the last one undisturbed."""
+    """Return the effects of the change. It leaves fleets 0 to their number; the last one was not interrupted."""
     script = Path(__file__).with_name("cut_short.py")
-    said = [
+    printed = [
         TypeAdapter(kind).dump_json(value).decode() for kind, value in ((EngineLaunch, launch), (EngineSpec, spec()))
     ]
-    command = [sys.executable, str(script), str(folder), change, *said]
+    command = [sys.executable, str(script), str(folder), change, *printed]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
 
 def processes(wanted: Callable[[str], bool]) -> list[psutil.Process]:
-    """Of these fleets, by the test's own look at the environment."""
+    """Return the processes of these fleets, found by their environment."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -57,7 +57,7 @@ def processes(wanted: Callable[[str], bool]) -> list[psutil.Process]:
 
 
 class Killed:
-    """What a killed deployer of one place has left."""
+    """The state that a deployer killed at one place has left."""
 
     def __init__(self, folder: Path, launch: EngineLaunch, place: int) -> None:
         self.identity = fleet_at(folder, place)
@@ -92,7 +92,7 @@ def launch(tmp_path: Path) -> Iterator[EngineLaunch]:
 
 @pytest.mark.parametrize("then", ["start", "stop"])
 @pytest.mark.parametrize("change", ["start", "stop", "lend"])
-async def test_what_a_killed_deployer_leaves_is_found_and_started_or_ended(
+async def test_engines_of_a_killed_deployer_are_found_and_started_or_stopped(
     tmp_path: Path, launch: EngineLaunch, change: str, then: str
 ) -> None:
     effects = cut(tmp_path, change, launch)
@@ -101,7 +101,7 @@ async def test_what_a_killed_deployer_leaves_is_found_and_started_or_ended(
         left = Killed(tmp_path, launch, place)
         there = await left.deployer.list_engines()
         assert len(there) <= 1
-        if change != "stop" and left.processes:  # whoever has been signalled is about to go
+        if change != "stop" and left.processes:  # signalled processes are about to end
             assert [each.engine for each in there] == [ENGINE]
             assert there[0].life is (EngineLife.ALIVE if len(left.processes) == 2 else EngineLife.ENDED)
         if change == "lend":

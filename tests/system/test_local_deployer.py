@@ -1,4 +1,4 @@
-"""Engines as processes that outlive who started them: the contract, on a stub that serves."""
+"""The conformance suite of deployers for local processes, with a stub as engine."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,7 @@ class TestLocalDeployer(DeployerConformance):
 
 
 class TestLocalDeployerOfEnginesThatScale(TestLocalDeployer):
-    """What can be done to engines differs by what they are; the stub takes either's command line."""
+    """The possible operations depend on the engine product; the stub accepts the command line of both."""
 
     @pytest.fixture(autouse=True)
     def _in_folder(self, tmp_path: Path) -> None:

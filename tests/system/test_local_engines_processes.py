@@ -1,4 +1,4 @@
-"""Local engines in the world: orphans, lost records, other people's processes and ports, logs, and a real engine."""
+"""Local engines as real processes: orphans, lost records, unrelated processes and ports, logs, and a real engine."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ from orchestrrl.lab.simulated_engine.client import SimulatedEngine
 from planner.model import EngineId
 from tests.orchestrrl.fleet.deployers.test_local_engines import ENGINE, OTHER, Fleet, fleet, program, spec
 
-# Its child is as vLLM's workers are: it has overwritten its environment, and outlives its parent.
+# Its child resembles vLLM's workers: it has overwritten its environment, and outlives its parent.
 WITH_WORKER = """
 import subprocess, sys
 worker = subprocess.Popen([sys.executable, "-ISc", "import time; time.sleep(600)"], env={})
@@ -41,7 +41,7 @@ def behaving(behaviour: EngineBehaviour, engine: EngineId = ENGINE, gpus: tuple[
 
 @pytest.fixture
 def stranger() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that is nobody's engine."""
+    """Start a process that is not an engine."""
     with subprocess.Popen([sys.executable, "-ISc", "import time; time.sleep(600)"], start_new_session=True) as process:
         yield process
         process.kill()
@@ -58,7 +58,7 @@ async def end(deployer: LocalDeployer) -> DeployedInstance:
     return await until(deployer, ENGINE, EngineLife.ENDED)
 
 
-async def test_workers_whose_leader_died_are_found_by_their_output_and_ended(tmp_path: Path, fleet: Fleet) -> None:
+async def test_orphaned_workers_are_found_by_their_output_and_stopped(tmp_path: Path, fleet: Fleet) -> None:
     fleet.launch = replace(fleet.launch, python=program(tmp_path, WITH_WORKER))
     deployer = fleet.deployer()
     await deployer.start(spec())
@@ -76,7 +76,7 @@ async def test_workers_whose_leader_died_are_found_by_their_output_and_ended(tmp
     assert await deployer.list_engines() == ()
 
 
-async def test_an_engine_whose_record_is_lost_is_found_by_its_environment(fleet: Fleet) -> None:
+async def test_engine_without_record_is_found_by_its_environment(fleet: Fleet) -> None:
     before = await fleet.deployer().start(spec())
     (record,) = fleet.records.glob("*.json")
     record.unlink()
@@ -88,7 +88,7 @@ async def test_an_engine_whose_record_is_lost_is_found_by_its_environment(fleet:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"spec": {}}', '{"url": 3, "spec": {"engine": "e0"}}'])
-async def test_a_damaged_record_counts_as_lost(fleet: Fleet, text: str) -> None:
+async def test_damaged_record_counts_as_lost(fleet: Fleet, text: str) -> None:
     before = await fleet.deployer().start(spec())
     (record,) = fleet.records.glob("*.json")
     record.write_text(text)
@@ -97,7 +97,7 @@ async def test_a_damaged_record_counts_as_lost(fleet: Fleet, text: str) -> None:
     assert await fleet.deployer().list_engines() == ()
 
 
-async def test_what_only_its_output_tells_of_is_listed_and_stopped(tmp_path: Path, fleet: Fleet) -> None:
+async def test_process_known_only_by_its_output_is_listed_and_stopped(tmp_path: Path, fleet: Fleet) -> None:
     fleet.launch = replace(fleet.launch, python=program(tmp_path, WITH_WORKER))
     deployer = fleet.deployer()
     await deployer.start(spec())
@@ -119,7 +119,7 @@ async def test_what_only_its_output_tells_of_is_listed_and_stopped(tmp_path: Pat
     assert gone(worker)
 
 
-async def test_a_process_that_has_got_the_id_of_an_engines_is_let_be(
+async def test_unrelated_process_with_a_reused_pid_is_not_stopped(
     fleet: Fleet, stranger: subprocess.Popen[bytes]
 ) -> None:
     deployer = fleet.deployer()
@@ -138,7 +138,7 @@ async def test_a_process_that_has_got_the_id_of_an_engines_is_let_be(
     assert stranger.poll() is None
 
 
-async def test_fleets_of_one_name_in_two_folders_are_two(tmp_path: Path, fleet: Fleet) -> None:
+async def test_fleets_in_two_folders_are_separate(tmp_path: Path, fleet: Fleet) -> None:
     await fleet.deployer().start(spec())
     other = Fleet(tmp_path / "elsewhere", fleet.launch)
     assert await other.deployer().list_engines() == ()
@@ -146,7 +146,7 @@ async def test_fleets_of_one_name_in_two_folders_are_two(tmp_path: Path, fleet: 
     assert [each.life for each in await fleet.deployer().list_engines()] == [EngineLife.ALIVE]
 
 
-async def test_of_two_deployers_of_a_fleet_one_gets_the_gpu(fleet: Fleet) -> None:
+async def test_one_of_two_deployers_gets_the_gpu(fleet: Fleet) -> None:
     specs = [spec(EngineId(f"e{n}"), (0, n + 1)) for n in range(6)]
     outcomes = await asyncio.gather(*(fleet.deployer().start(each) for each in specs), return_exceptions=True)
     started = [each for each in outcomes if isinstance(each, DeployedInstance)]
@@ -157,7 +157,7 @@ async def test_of_two_deployers_of_a_fleet_one_gets_the_gpu(fleet: Fleet) -> Non
     await deployer.stop(started[0].engine)
 
 
-async def test_a_port_that_somebody_has_is_left_to_them(fleet: Fleet) -> None:
+async def test_port_in_use_is_skipped(fleet: Fleet) -> None:
     with socket.socket() as somebody:
         somebody.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         somebody.bind(("127.0.0.1", fleet.launch.first_port))
@@ -167,9 +167,7 @@ async def test_a_port_that_somebody_has_is_left_to_them(fleet: Fleet) -> None:
         assert started.spec == spec()
 
 
-async def test_a_port_stays_an_engines_when_its_deployer_is_gone_and_nobody_listens_yet(
-    tmp_path: Path, fleet: Fleet
-) -> None:
+async def test_port_of_a_starting_engine_stays_reserved_without_its_deployer(tmp_path: Path, fleet: Fleet) -> None:
     mine = await fleet.deployer().start(behaving(EngineBehaviour.HANGS))
     assert mine.url == f"http://127.0.0.1:{fleet.launch.first_port}"
     other = Fleet(tmp_path / "elsewhere", fleet.launch)
@@ -178,14 +176,14 @@ async def test_a_port_stays_an_engines_when_its_deployer_is_gone_and_nobody_list
     assert theirs.url != mine.url
 
 
-async def test_concurrent_starts_of_two_fleets_get_ports_of_their_own(tmp_path: Path, fleet: Fleet) -> None:
+async def test_concurrent_starts_of_two_fleets_get_different_ports(tmp_path: Path, fleet: Fleet) -> None:
     fleets = [Fleet(tmp_path / str(n), fleet.launch) for n in range(5)]
     started = await asyncio.gather(*(each.deployer().start(spec()) for each in fleets))
     assert len({each.url for each in started}) == len(fleets)
     await asyncio.gather(*(each.deployer().stop(ENGINE) for each in fleets))
 
 
-async def test_spare_ports_are_those_of_the_range_that_no_gpu_has(fleet: Fleet) -> None:
+async def test_spare_ports_are_the_ports_without_gpu(fleet: Fleet) -> None:
     first = fleet.launch.first_port
     fleet.launch = replace(fleet.launch, per_node=2, last_port=first + 9)
     holders = []
@@ -201,7 +199,7 @@ async def test_spare_ports_are_those_of_the_range_that_no_gpu_has(fleet: Fleet) 
         holder.close()
 
 
-async def test_a_port_that_was_asked_for_is_taken_again_right_after_connections_to_it(fleet: Fleet) -> None:
+async def test_given_port_can_be_reused_directly_after_connections(fleet: Fleet) -> None:
     deployer, wanted = fleet.deployer(), spec(port=fleet.launch.first_port + 2)
     for _ in range(2):
         started = await deployer.start(wanted)
@@ -210,7 +208,7 @@ async def test_a_port_that_was_asked_for_is_taken_again_right_after_connections_
             try:
                 with socket.create_connection(("127.0.0.1", wanted.port or 0)) as connection:
                     connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
-                    while connection.recv(1000):  # until the engine closes: it keeps the port for a minute
+                    while connection.recv(1000):  # until the engine closes: the kernel keeps the port for a minute
                         pass
                 break
             except ConnectionRefusedError:
@@ -218,7 +216,7 @@ async def test_a_port_that_was_asked_for_is_taken_again_right_after_connections_
         await deployer.stop(ENGINE)
 
 
-async def test_logs_of_some_earlier_starts_are_kept(fleet: Fleet) -> None:
+async def test_logs_of_recent_starts_are_kept(fleet: Fleet) -> None:
     deployer, pids = fleet.deployer(logs_kept=2), []
     for _ in range(4):
         await deployer.start(behaving(EngineBehaviour.EXITS))
@@ -230,13 +228,15 @@ async def test_logs_of_some_earlier_starts_are_kept(fleet: Fleet) -> None:
     assert [(fleet.logs / name).read_text().split()[2] for name in names] == pids[:0:-1]
 
 
-async def test_an_end_tells_the_status(fleet: Fleet) -> None:
-    deployer = fleet.deployer()  # the one that waits for a child has its status: `start` may, where it ends at once
+async def test_end_of_an_engine_has_its_exit_status(fleet: Fleet) -> None:
+    deployer = (
+        fleet.deployer()
+    )  # only the process that waits for a child gets its status; `start` may do so if the engine ends immediately
     await deployer.start(behaving(EngineBehaviour.EXITS))
     assert "ended with status 3" in (await end(deployer)).detail
 
 
-async def test_nothing_is_left_of_what_was_stopped_not_even_to_be_waited_for(fleet: Fleet) -> None:
+async def test_stopped_engine_leaves_no_zombie(fleet: Fleet) -> None:
     deployer = fleet.deployer()
     before = set(psutil.Process().children())
     for behaviour in (EngineBehaviour.SERVES, EngineBehaviour.EXITS, EngineBehaviour.HANGS):
@@ -247,12 +247,12 @@ async def test_nothing_is_left_of_what_was_stopped_not_even_to_be_waited_for(fle
     assert set(psutil.Process().children()) <= before
 
 
-async def test_records_are_for_their_owner_alone(fleet: Fleet) -> None:
+async def test_records_are_readable_only_by_their_owner(fleet: Fleet) -> None:
     await fleet.deployer().start(spec(environment={"HF_TOKEN": "secret"}))
     assert [path.stat().st_mode & 0o077 for path in fleet.records.glob("*.json")] == [0]
 
 
-async def test_odd_names_are_names(fleet: Fleet) -> None:
+async def test_unusual_engine_names_are_valid(fleet: Fleet) -> None:
     names = [EngineId(name) for name in ("../up", "a b", "é", "x.log", "x", "-")]
     deployer = fleet.deployer()
     for gpu, name in enumerate(names):
@@ -264,7 +264,7 @@ async def test_odd_names_are_names(fleet: Fleet) -> None:
     assert await deployer.list_engines() == ()
 
 
-async def test_a_stop_while_it_starts_again_is_told_to_wait(fleet: Fleet) -> None:
+async def test_start_during_a_stop_is_retryable(fleet: Fleet) -> None:
     deployer = fleet.deployer()
     await deployer.start(behaving(EngineBehaviour.IGNORES_SIGTERM))
     log = fleet.logs / "e0.log"
@@ -278,8 +278,8 @@ async def test_a_stop_while_it_starts_again_is_told_to_wait(fleet: Fleet) -> Non
     assert await deployer.list_engines() == ()
 
 
-async def test_a_caller_that_gives_up_leaves_an_engine_or_none(fleet: Fleet) -> None:
-    """Never a half: the change goes on in its thread, and the next call waits for it."""
+async def test_cancelled_start_leaves_a_whole_engine_or_none(fleet: Fleet) -> None:
+    """The engine is never half started: the change continues in its thread, and the next call waits for it."""
     deployer = fleet.deployer()
     for turns in range(6):
         starting = asyncio.create_task(deployer.start(spec()))
@@ -293,7 +293,7 @@ async def test_a_caller_that_gives_up_leaves_an_engine_or_none(fleet: Fleet) -> 
         assert await deployer.list_engines() == ()
 
 
-async def test_a_simulated_engine_is_started_adopted_and_stopped(tmp_path: Path) -> None:
+async def test_simulated_engine_is_started_adopted_and_stopped(tmp_path: Path) -> None:
     launch = EngineLaunch(python=sys.executable, model="simulated", engine=EngineProduct.SIMULATED, first_port=0)
     identity = FleetIdentity("mine", str(tmp_path))
     deployer = LocalDeployer(replace(launch, first_port=free_range()), identity, {}, WallClock())

@@ -1,4 +1,4 @@
-"""The table of commands agrees with the modules, and what only lists, explains or asks imports little."""
+"""Help, completion and client commands import few modules."""
 
 import json
 import os
@@ -34,7 +34,7 @@ except SystemExit:
 """
 
 
-# Whatever loads one of these takes longer than help may.
+# A command that imports one of these is too slow for --help.
 HEAVY = {
     *("aiohttp", "google.protobuf", "grpc", "matplotlib", "numba", "numpy", "ortools", "prometheus_client"),
     *("psutil", "pydantic", "scipy", "sqlite3", "statsmodels", "xxhash", "yaml"),
@@ -42,7 +42,7 @@ HEAVY = {
 }
 
 
-# Of other projects; grpc looks for its own packages, and of them grpc_tools loads Cython's runtime.
+# Packages of other projects; grpc searches for its own packages, of which grpc_tools loads Cython's runtime.
 CLIENT = {
     *("annotated_doc", "cython_runtime", "google", "grpc", "grpc_health", "grpc_reflection", "grpc_tools", "rich"),
     *("shellingham", "typer", "typing_extensions"),
@@ -88,19 +88,19 @@ def test_help_and_completion_import_nothing_heavy() -> None:
     [["status"], ["top", "--once"], ["engines", "list"], ["mode"], ["redeploy"], ["sync", "status"], ["journal"]],
     ids=" ".join,
 )
-def test_a_client_imports_what_talks_and_prints(command: list[str], tmp_path: Path) -> None:
+def test_client_commands_import_few_modules(command: list[str], tmp_path: Path) -> None:
     modules = imported(RUNNING, *command, "--daemon", f"unix:{tmp_path}/none")
     assert not HEAVY - {"google.protobuf", "grpc"} & modules
     packages = {name.partition(".")[0] for name in modules if not name.startswith("_")}
     assert packages - set(sys.stdlib_module_names) - OURS <= CLIENT
 
 
-def test_a_small_problem_is_solved_without_statistics() -> None:
+def test_small_problem_is_solved_without_scipy_or_grpc() -> None:
     example = CliRunner().invoke(application(), ["plan", "solve", "--print-example"]).stdout
     assert not imported(RUNNING, "plan", "solve", "-", text=example) & {"scipy", "statsmodels", "matplotlib", "grpc"}
 
 
-def test_a_name_that_the_terminal_cannot_show_is_shown_escaped() -> None:
+def test_unprintable_name_is_escaped() -> None:
     problem = {
         "link_gbps": 1,
         "endpoints": [{"id": name, "ports": 1} for name in ("\ud800", "\u65e5")],

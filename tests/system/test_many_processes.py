@@ -1,4 +1,4 @@
-"""`orchestrrl gateway --processes N`: one port, N gateways, and a daemon that sees all of them."""
+"""`orchestrrl gateway --processes N`: one port, N gateways, and a daemon to which all of them are attached."""
 
 import asyncio
 import os
@@ -56,7 +56,7 @@ async def requests_at(engines: list[LocalEngine]) -> int:
 
 
 async def node_of(url: str) -> str:
-    """Which gateway took a fresh connection."""
+    """Return the gateway that accepts a new connection."""
     async with aiohttp.ClientSession() as http:
         async with http.get(url + "/version") as answer:
             return str((await answer.json())["gateway"])
@@ -82,17 +82,17 @@ async def ask(http: aiohttp.ClientSession, url: str, index: int, max_tokens: int
 
 
 def fresh() -> aiohttp.ClientSession:
-    """A connection for each request, so that they spread."""
+    """Return a session with a new connection for each request, so that requests spread over gateways."""
     return aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True, limit=0))
 
 
-async def test_all_serve_one_port_and_end_together(engines: list[LocalEngine], start: Start) -> None:
+async def test_all_processes_serve_one_port_and_end_together(engines: list[LocalEngine], start: Start) -> None:
     gateway = await start()
     assert await all_nodes(gateway.url) == {"g-0", "g-1", "g-2"}
     async with fresh() as http:
         expected = await asyncio.gather(*(ask(http, engines[0].url, index) for index in range(24)))
         assert await asyncio.gather(*(ask(http, gateway.url, index) for index in range(24))) == expected
-        for engine in engines:  # none ends before all are there
+        for engine in engines:  # no request ends before all have started
             await http.post(f"{engine.url}/pause?mode=keep&clear_cache=false")
         asking = [asyncio.create_task(ask(http, gateway.url, index, 1500)) for index in range(12)]
         async with asyncio.timeout(DEADLINE_S):
@@ -108,7 +108,7 @@ async def test_all_serve_one_port_and_end_together(engines: list[LocalEngine], s
         await node_of(gateway.url)
 
 
-async def test_one_that_dies_is_started_again_and_the_others_go_on(start: Start) -> None:
+async def test_killed_process_is_restarted_and_others_continue(start: Start) -> None:
     gateway = await start()
     assert len(await all_nodes(gateway.url)) == PROCESSES
     victim = children(gateway)[0]
@@ -119,7 +119,7 @@ async def test_one_that_dies_is_started_again_and_the_others_go_on(start: Start)
     assert len(await all_nodes(gateway.url)) == PROCESSES
 
 
-async def test_none_outlives_the_process_that_started_them(start: Start) -> None:
+async def test_processes_end_with_their_parent(start: Start) -> None:
     gateway = await start()
     pids = children(gateway)
     gateway.kill()
@@ -128,7 +128,7 @@ async def test_none_outlives_the_process_that_started_them(start: Start) -> None
             await asyncio.sleep(0.05)
 
 
-async def test_a_port_that_is_taken_is_told_at_once(start: Start, tmp_path: Path) -> None:
+async def test_port_in_use_is_reported_immediately(start: Start, tmp_path: Path) -> None:
     port = free_port()
     server = await asyncio.start_server(lambda _reader, writer: writer.close(), "127.0.0.1", port)
     with pytest.raises(Permanent, match=r"--listen 127.0.0.1:\d+: Address already in use"):
@@ -137,14 +137,14 @@ async def test_a_port_that_is_taken_is_told_at_once(start: Start, tmp_path: Path
 
 
 def children(gateway: GatewayProcess) -> list[int]:
-    """Its gateways; Python's resource tracker, which is no gateway, is a child, too."""
+    """Return the gateway processes. Python's resource tracker is also a child, but not a gateway."""
     pid = gateway.pid
     pids = [int(text) for text in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     return [pid for pid in pids if b"spawn_main" in command_line(pid)]
 
 
 def command_line(pid: int) -> bytes:
-    """Empty for one that has just ended."""
+    """Return the command line of a process, or an empty string if it has just ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
@@ -153,7 +153,7 @@ def command_line(pid: int) -> bytes:
 
 @pytest.fixture
 async def daemon_address(engines: list[LocalEngine], tmp_path: Path) -> AsyncIterator[str]:
-    """A daemon that only advises, and an agent that tells it of the engines."""
+    """Run a daemon in mode advise, and an agent that reports the engines."""
     async with Stack(tmp_path) as stack:
         await stack.start_daemon({"mode": "advise"})
         urls = named([engine.url for engine in engines])
@@ -162,7 +162,7 @@ async def daemon_address(engines: list[LocalEngine], tmp_path: Path) -> AsyncIte
 
 
 @pytest.mark.smoke
-async def test_the_daemon_sees_one_ledger_and_a_move_finds_its_gateway(daemon_address: str, start: Start) -> None:
+async def test_daemon_lists_all_requests_and_moves_reach_their_gateway(daemon_address: str, start: Start) -> None:
     gateway = await start("--daemon", daemon_address)
     async with fresh() as http, ControlClient(daemon_address) as control:
         asking = [asyncio.create_task(ask(http, gateway.url, index, 6000)) for index in range(12)]
@@ -175,7 +175,7 @@ async def test_the_daemon_sees_one_ledger_and_a_move_finds_its_gateway(daemon_ad
                     request.request_id: request.engine_id for request in listed.requests if request.generated_tokens
                 }
                 await asyncio.sleep(0.05)
-        # Each of these connections may be another gateway's, and most requests are not.
+        # Each of these connections may reach another gateway, and most requests belong to other gateways.
         for request_id, engine in running.items():
             move = {"request_id": request_id, "to_engine_id": "e1" if engine == "e0" else "e0"}
             operator = await operator_url(http, gateway.url)

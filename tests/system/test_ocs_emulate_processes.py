@@ -1,4 +1,4 @@
-"""`orchestrrl ocs emulate`: a driver configured as it prints works with it, and what happens is shown as it comes."""
+"""`orchestrrl ocs emulate`: the printed configuration works with its driver, and events are printed as they occur."""
 
 import contextlib
 import signal
@@ -28,7 +28,7 @@ def emulated(*given: str) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-async def test_a_driver_as_it_is_told_drives_it_and_everything_is_shown(tmp_path: Path) -> None:
+async def test_printed_configuration_works_and_events_are_shown(tmp_path: Path) -> None:
     faults = tmp_path / "faults.yaml"
     faults.write_text("- {kind: fail_port, port: 2}\n")
     given = ("--protocol", "scpi-dicon", "--ports", "8x4", "--delay-ms", "1", "--faults", str(faults))
@@ -55,7 +55,7 @@ async def test_a_driver_as_it_is_told_drives_it_and_everything_is_shown(tmp_path
     ]
 
 
-def test_it_ends_on_sigterm_too_and_says_where_it_cannot_listen() -> None:
+def test_emulator_ends_on_sigterm_and_reports_a_port_in_use() -> None:
     with emulated("--protocol", "grpc") as first:
         assert first.stdout is not None
         address = first.stdout.readline().strip()

@@ -1,4 +1,4 @@
-"""The operator API has a listener of its own, and nothing listens off loopback without being told to."""
+"""The operator API has its own listener, and remote addresses require --allow-remote."""
 
 import asyncio
 import subprocess
@@ -13,7 +13,7 @@ from tests.orchestrrl.gateway.processes import GatewayProcess, free_port
 from tests.orchestrrl.gateway.test_server import DEADLINE_S
 
 
-def test_the_command_says_what_to_do_and_ends_with_2() -> None:
+def test_remote_listen_address_exits_2_with_advice() -> None:
     command = [sys.executable, "-m", "orchestrrl", "gateway", "--listen", "0.0.0.0:0", "--engine", "e0=http://h:1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert (done.returncode, done.stdout) == (2, "")
@@ -21,7 +21,7 @@ def test_the_command_says_what_to_do_and_ends_with_2() -> None:
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-async def test_an_operator_port_that_is_taken_is_told_at_once(tmp_path: Path, processes: int) -> None:
+async def test_operator_port_in_use_is_reported_immediately(tmp_path: Path, processes: int) -> None:
     port = free_port()
     server = await asyncio.start_server(lambda _reader, writer: writer.close(), "127.0.0.1", port)
     flags = ["--engine", "e0=http://127.0.0.1:1", "--operator", f"127.0.0.1:{port}", "--processes", str(processes)]
@@ -41,9 +41,9 @@ async def test_each_process_serves_an_operator_api(tmp_path: Path) -> None:
     async with aiohttp.ClientSession() as http:
         for url in lines[1:]:
             async with http.get(url + "/version") as answer:
-                told = await answer.json()
-            assert told["operator_url"] == url
-            nodes.add(told["gateway"])
+                shown = await answer.json()
+            assert shown["operator_url"] == url
+            nodes.add(shown["gateway"])
             async with http.get(url + "/orchestrrl/requests") as answer:
                 assert await answer.json() == {"in_flight": [], "finished": []}
     assert len(nodes) == 2

@@ -1,4 +1,4 @@
-"""Watching over real HTTP: an engine process that is killed and returns changed, and servers that are no engines."""
+"""Health monitoring over HTTP: an engine process is killed and returns with other properties."""
 
 import asyncio
 import sys
@@ -16,7 +16,7 @@ async def start_engine(port: int, max_sequences: int) -> tuple[asyncio.subproces
     return process, (await process.stdout.readline()).decode().strip()
 
 
-async def test_a_killed_engine_is_gone_and_one_that_returns_is_asked_anew() -> None:
+async def test_killed_engine_is_gone_and_queried_again_after_restart() -> None:
     process, url = await start_engine(0, max_sequences=8)
     async with watching(url) as seen:
         first = await until(seen, lambda seen: seen.capabilities is not None and seen.health is EngineHealth.OK)

@@ -1,4 +1,4 @@
-"""`orchestrrl plan render` and the settings that it reads, as a process sees them."""
+"""`orchestrrl plan render` as a process."""
 
 import json
 import subprocess
@@ -10,8 +10,8 @@ from tests.orchestrrl.cli.test_plan_render_command import SIMULATED, fleet, run
 
 
 @pytest.mark.parametrize("configuration", ["wide", "tp2"])
-def test_a_rendered_simulated_engine_starts(tmp_path: Path, configuration: str) -> None:
-    """All but the last: it is told to end with an error, which comes after its options were read."""
+def test_rendered_simulated_engine_starts(tmp_path: Path, configuration: str) -> None:
+    """The last engine is started with --fail-start, whose error appears after its options were read."""
     rendered = run(tmp_path, fleet(SIMULATED), "--configuration", configuration, "--json")
     argv = json.loads(rendered.stdout)["engines"][0]["processes"][0]["argv"]
     done = subprocess.run([*argv, "--fail-start"], capture_output=True, text=True, timeout=60, check=False)

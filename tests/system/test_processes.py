@@ -1,4 +1,4 @@
-"""The command as operators run it: a gateway and engines as processes, and what signals do to them."""
+"""A gateway and engines as processes, and their reaction to signals."""
 
 import asyncio
 import json
@@ -41,7 +41,7 @@ async def gateway(engines: list[LocalEngine], tmp_path: Path) -> AsyncIterator[G
 
 
 async def ask(http: aiohttp.ClientSession, url: str, index: int) -> list[int]:
-    """Token ids of one answer; every other one is streamed."""
+    """Return the token ids of one response. Every second request is streamed."""
     body = {**BODY, "prompt": [index, 7, 8], "stream": index % 2 == 1}
     async with http.post(url + "/v1/completions", json=body, headers={"X-Request-Id": f"q{index}"}) as response:
         assert response.status == 200, await response.text()
@@ -57,7 +57,7 @@ async def ask(http: aiohttp.ClientSession, url: str, index: int) -> list[int]:
 
 
 async def until_running(http: aiohttp.ClientSession, url: str, count: int) -> dict[str, str]:
-    """Engine of each request, once `count` of them run."""
+    """Wait until `count` requests run, and return the engine of each."""
     async with asyncio.timeout(DEADLINE_S):
         while True:
             async with http.get(await operator_url(http, url) + "/orchestrrl/requests") as response:
@@ -69,7 +69,7 @@ async def until_running(http: aiohttp.ClientSession, url: str, count: int) -> di
 
 
 @pytest.mark.smoke
-async def test_an_engine_killed_in_the_middle_of_a_step_loses_no_request(
+async def test_engine_killed_during_a_step_loses_no_request(
     engines: list[LocalEngine], gateway: GatewayProcess
 ) -> None:
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE_S)) as http:
@@ -85,7 +85,7 @@ async def test_an_engine_killed_in_the_middle_of_a_step_loses_no_request(
         assert sorted(request["id"] for request in ledger["finished"]) == sorted(f"q{index}" for index in range(16))
 
 
-async def test_sigterm_lets_requests_finish_and_takes_no_new_ones(
+async def test_sigterm_finishes_running_requests_and_rejects_new_ones(
     engines: list[LocalEngine], gateway: GatewayProcess
 ) -> None:
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE_S)) as http:
@@ -105,9 +105,9 @@ async def test_sigterm_lets_requests_finish_and_takes_no_new_ones(
         assert await stopping == 0
 
 
-def test_every_bad_flag_is_named_at_once() -> None:
+def test_all_invalid_flags_are_reported_at_once() -> None:
     flags = ["--listen", "nowhere", "--engine", "e0", "--engine", "e1=ftp://x", "--policy", "fair", "--stall-s", "-1"]
-    flags += ["--engine-kind", "abacus", "--daemon", "nobody", "--log-level", "loud"]
+    flags += ["--engine-kind", "abacus", "--daemon", "nowhere", "--log-level", "loud"]
     command = [sys.executable, "-m", "orchestrrl", "gateway", *flags]
     result = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert result.returncode == 2
@@ -118,7 +118,7 @@ def test_every_bad_flag_is_named_at_once() -> None:
     assert "known: simulated, vllm" in result.stderr
 
 
-def test_a_gateway_needs_engines_or_a_daemon() -> None:
+def test_gateway_requires_engines_or_a_daemon() -> None:
     command = [sys.executable, "-m", "orchestrrl", "gateway"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert result.returncode == 2

@@ -1,4 +1,4 @@
-"""The commands around profiles: files that appear whole or not at all, faults with status 2."""
+"""Profile commands as processes: files are written completely or not written, and errors exit with status 2."""
 
 import json
 import signal
@@ -17,7 +17,7 @@ ENGINE = ["engine", "simulated", "--speed", "5", "--max-num-seqs", "4", "--max-m
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    """A simulated engine in a process of its own."""
+    """Run a simulated engine as a process and yield its URL."""
     process = subprocess.Popen([sys.executable, "-m", "orchestrrl", *ENGINE], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     yield process.stdout.readline().strip()
@@ -25,7 +25,7 @@ def url() -> Iterator[str]:
     process.wait(60)
 
 
-def test_show_says_what_and_where_from(file: Path, tmp_path: Path) -> None:
+def test_show_prints_values_and_sources(file: Path, tmp_path: Path) -> None:
     plot = tmp_path / "p.png"
     command = [sys.executable, "-m", "orchestrrl", "profile", "show", str(file), "--plot", str(plot)]
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -51,14 +51,14 @@ def test_measure_adds_to_a_file(url: str, file: Path) -> None:
     assert run("show", str(file), "--json")[1] == out
 
 
-def test_measure_keeps_to_the_model_of_the_file(url: str, file: Path) -> None:
+def test_measure_rejects_another_model_than_the_file(url: str, file: Path) -> None:
     file.write_text(PROFILE.replace("model: simulated", "model: another"))
     status, _, err = run("measure", url, "--out", str(file))
     assert status == 2
     assert "--out: must be a profile of model simulated, got 'another'" in err
 
 
-def test_ctrl_c_leaves_the_engine_idle_and_the_file_as_it_was(url: str, file: Path) -> None:
+def test_ctrl_c_leaves_the_engine_idle_and_the_file_unchanged(url: str, file: Path) -> None:
     import urllib.request
 
     command = [sys.executable, "-m", "orchestrrl", "profile", "measure", url, "--tp", "4", "--out", str(file)]

@@ -1,4 +1,4 @@
-"""Deciding touches no socket: planner and balancer load nothing that could."""
+"""Decisions are pure: planner and balancer import no modules for I/O."""
 
 import subprocess
 import sys
@@ -15,12 +15,12 @@ sys.exit(f"loaded: {loaded}" if loaded else 0)
 """
 
 
-def test_deciding_loads_neither_grpc_nor_aiohttp_nor_torch() -> None:
+def test_decisions_import_neither_grpc_nor_aiohttp_nor_torch() -> None:
     finished = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=False)
     assert finished.returncode == 0, finished.stderr
     assert {"planner.plan", "planner.workload.forecast", "balancer.load_index_moves"} <= set(finished.stdout.split())
 
 
-def test_the_balancer_loads_no_numpy() -> None:
+def test_balancer_does_not_import_numpy() -> None:
     program = "import sys, balancer.load_index_moves; sys.exit('numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], timeout=120, check=False).returncode == 0

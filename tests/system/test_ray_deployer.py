@@ -1,5 +1,5 @@
-"""Engines as actors of a real Ray cluster on this machine: the contract, and what is special about Ray. Its GPUs are a
-resource called `slot`; four on the head."""
+"""Engines as actors of a real Ray cluster on this machine: the conformance suite, and properties of Ray. GPUs are a
+resource called `slot`, four on the head."""
 
 import asyncio
 import os
@@ -47,7 +47,7 @@ STUB = DeployerConformance()
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[RayNodes]:
-    """The cluster of an RL job, which is this process."""
+    """Start the cluster of an RL job, which is this process."""
     with ray_nodes() as cluster, pytest.MonkeyPatch.context() as patch:
         for name, value in cluster.environment.items():
             patch.setenv(name, value)
@@ -71,7 +71,7 @@ class TestConformance(DeployerConformance):
 
 
 class Harness:
-    """Deployers of one fleet, one after another."""
+    """Creates the deployers of one fleet, one after another."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -102,7 +102,7 @@ async def harness(nodes: RayNodes, tmp_path: Path) -> AsyncIterator[Harness]:
 
 
 def left_in_ray() -> list[str]:
-    """All that is of the fleet."""
+    """Return the actors and groups of the fleet."""
     groups = [t["name"] for t in placement_group_table().values() if t["state"] != "REMOVED"]
     actors = [each["name"] for each in list_named_actors(all_namespaces=True) if each["namespace"] == NAMESPACE]
     records = [key.decode() for key in _internal_kv_list(f"{NAMESPACE}/", namespace=b"orchestrrl")]
@@ -110,20 +110,20 @@ def left_in_ray() -> list[str]:
 
 
 async def pid_at(url: str) -> int:
-    """The stub says which process it is."""
+    """Return the process id that the stub reports."""
     async with aiohttp.ClientSession() as session, session.get(url + "/health") as response:
         return int(await response.text())
 
 
 async def running(deployer: Deployer, spec: EngineSpec) -> tuple[DeployedInstance, int]:
-    """Started, and the process that answers."""
+    """Start an engine and return the process id that responds."""
     await deployer.start(spec)
     found = await STUB.until_it_answers(deployer, spec.engine)
     return found, await pid_at(found.url)
 
 
 async def free_slots(wanted: float) -> bool:
-    """Ray's view lags."""
+    """Wait until Ray reports the free slots, which may lag."""
     for _ in range(100):
         if ray.available_resources().get("slot", 0.0) == wanted:
             return True
@@ -131,10 +131,10 @@ async def free_slots(wanted: float) -> bool:
     return False
 
 
-# What ends.
+# --- ends of engines
 
 
-async def test_a_killed_actor_takes_its_server_with_it(harness: Harness) -> None:
+async def test_killed_actor_ends_its_server(harness: Harness) -> None:
     deployer = harness.deployer()
     _, pid = await running(deployer, STUB.spec(ONE))
     ray.kill(ray.get_actor(f"{ONE}#0.0", namespace=NAMESPACE))
@@ -146,7 +146,7 @@ async def test_a_killed_actor_takes_its_server_with_it(harness: Harness) -> None
     assert left_in_ray() == []
 
 
-async def test_a_killed_server_is_told_with_the_end_of_its_log(harness: Harness) -> None:
+async def test_killed_server_is_reported_with_the_end_of_its_log(harness: Harness) -> None:
     deployer = harness.deployer()
     _, pid = await running(deployer, STUB.spec(ONE))
     os.kill(pid, signal.SIGKILL)
@@ -156,7 +156,7 @@ async def test_a_killed_server_is_told_with_the_end_of_its_log(harness: Harness)
     assert f"the stub {pid} serves" in found.detail
 
 
-async def test_a_killed_supervisor_takes_the_server_with_it(harness: Harness) -> None:
+async def test_killed_supervisor_ends_the_server(harness: Harness) -> None:
     deployer = harness.deployer()
     _, pid = await running(deployer, STUB.spec(ONE))
     parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
@@ -165,8 +165,8 @@ async def test_a_killed_supervisor_takes_the_server_with_it(harness: Harness) ->
     assert "was killed" in (await until(deployer, ONE, EngineLife.ENDED)).detail
 
 
-async def test_what_a_server_started_goes_with_it(harness: Harness) -> None:
-    """Also what made a session of its own."""
+async def test_children_of_a_server_end_with_it(harness: Harness) -> None:
+    """Children with their own session end too."""
     program = harness.folder / "parent"
     program.write_text('#!/bin/sh\nsetsid sh -c "sleep 500; true" &\nexec "$(dirname "$0")/stub" "$@"\n')
     program.chmod(0o755)
@@ -178,7 +178,7 @@ async def test_what_a_server_started_goes_with_it(harness: Harness) -> None:
     assert until_gone(child)
 
 
-# Who comes next.
+# --- the next daemon
 
 DAEMON = """\
 import asyncio, os, sys
@@ -230,8 +230,8 @@ main()
 """
 
 
-@pytest.mark.parametrize("before", ["own", "_seated", "launch"])  # the group, the actors, the process
-async def test_a_start_that_was_cut_short_is_found_and_stopped_or_begun_anew(
+@pytest.mark.parametrize("before", ["own", "_seated", "launch"])  # the placement group, the actors, the process
+async def test_interrupted_start_is_found_and_stopped_or_restarted(
     harness: Harness, before: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = STUB.spec(ONE, (0, 1))
@@ -260,10 +260,10 @@ async def test_groups_and_actors_without_a_record_are_found_and_removed(harness:
     assert left_in_ray() == []
 
 
-# Places.
+# --- placement
 
 
-async def test_no_room_is_told_and_nothing_is_left_behind(harness: Harness) -> None:
+async def test_missing_capacity_is_reported_and_nothing_remains(harness: Harness) -> None:
     taken = placement_group([{"slot": 3}])
     assert taken.wait(60)
     deployer = harness.deployer()
@@ -275,7 +275,7 @@ async def test_no_room_is_told_and_nothing_is_left_behind(harness: Harness) -> N
     await running(deployer, STUB.spec(ONE, (0, 1)))
 
 
-async def test_a_port_that_is_taken_is_left_to_who_has_it(harness: Harness) -> None:
+async def test_port_in_use_is_skipped(harness: Harness) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         found, _ = await running(harness.deployer(), replace(STUB.spec(ONE), port=port))
@@ -283,7 +283,7 @@ async def test_a_port_that_is_taken_is_left_to_who_has_it(harness: Harness) -> N
     assert found.spec == replace(STUB.spec(ONE), port=port)
 
 
-async def test_ray_decides_which_gpus_of_the_node(harness: Harness) -> None:
+async def test_ray_selects_the_gpus_of_the_node(harness: Harness) -> None:
     deployer = harness.deployer(per_gpu={"GPU": 1.0})
     holder = placement_group([{"GPU": 1}])
     assert holder.wait(60)
@@ -293,8 +293,8 @@ async def test_ray_decides_which_gpus_of_the_node(harness: Harness) -> None:
     remove_placement_group(holder)
 
 
-async def test_inside_a_group_that_the_job_has_set_aside(harness: Harness) -> None:
-    """Three of four slots in two bundles: no more is taken, and it goes with the group."""
+async def test_engines_inside_a_placement_group_of_the_job(harness: Harness) -> None:
+    """The group has three of four slots in two bundles. No more slots are used, and engines end with the group."""
     offer = placement_group([{"slot": 1}, {"slot": 2}], name="rollout_pool:0")
     assert offer.wait(60)
     deployer = harness.deployer(placement_groups=["rollout*"])
@@ -307,7 +307,7 @@ async def test_inside_a_group_that_the_job_has_set_aside(harness: Harness) -> No
     assert [each.engine for each in await deployer.list_engines()] == [ONE, TWO]
     await deployer.stop(ONE)
     await deployer.stop(TWO)
-    _, wide = await running(deployer, STUB.spec(ONE, (0, 1)))  # over both bundles: a slot in each
+    _, wide = await running(deployer, STUB.spec(ONE, (0, 1)))  # over both bundles, one slot in each
     assert await free_slots(1)
     assert until_gone(narrow, 0.2)
     remove_placement_group(offer)
@@ -319,7 +319,7 @@ async def test_inside_a_group_that_the_job_has_set_aside(harness: Harness) -> No
     assert left_in_ray() == []
 
 
-async def test_an_offer_that_others_use_is_waited_for_and_given_up(harness: Harness) -> None:
+async def test_start_in_a_used_placement_group_times_out(harness: Harness) -> None:
     offer = placement_group([{"slot": 1}], name="rollout")
     sleeper = ray.remote(num_cpus=0, resources={"slot": 1})(lambda: time.sleep(60))
     call = sleeper.options(scheduling_strategy=PlacementGroupSchedulingStrategy(offer)).remote()
@@ -333,7 +333,7 @@ async def test_an_offer_that_others_use_is_waited_for_and_given_up(harness: Harn
 
 @pytest.fixture
 def second(nodes: RayNodes) -> Iterator[int]:
-    """A further node."""
+    """Start a second node."""
     node = nodes.start_node("127.0.0.2", '{"slot": 2}')
     yield node
     nodes.kill(node)
@@ -347,7 +347,7 @@ async def test_an_engine_over_two_nodes_and_one_of_them_is_lost(harness: Harness
     deployer = harness.deployer(launch, answer_within_s=5.0)
     spec = EngineSpec(ONE, ConfigurationId("wide"), Parallelism(tp=2, pp=2), tuple(map(GpuId, range(4))))
     _, pid = await running(deployer, spec)
-    assert environment_of(pid)["CUDA_VISIBLE_DEVICES"] == "0,1"  # no GPUs of Ray's: as the plan has it
+    assert environment_of(pid)["CUDA_VISIBLE_DEVICES"] == "0,1"  # without Ray's GPU resource: as in the plan
     table = next(
         t for t in placement_group_table().values() if t["name"] == f"{NAMESPACE}/{ONE}" and t["state"] == "CREATED"
     )
@@ -360,7 +360,7 @@ async def test_an_engine_over_two_nodes_and_one_of_them_is_lost(harness: Harness
         await deployer.start(far)
     nodes.kill(second)
     lost = await until(deployer, ONE, EngineLife.UNKNOWN)
-    # Its actor is silent some time before Ray gives the node up.
+    # The actor does not respond for some time before Ray declares the node dead.
     async with asyncio.timeout(DEADLINE_S):
         while "Ray has lost node 127.0.0.2" not in lost.detail:
             assert lost.life is EngineLife.UNKNOWN, lost.detail
@@ -373,10 +373,10 @@ async def test_an_engine_over_two_nodes_and_one_of_them_is_lost(harness: Harness
     assert left_in_ray() == []
 
 
-# Ray itself.
+# --- Ray
 
 
-async def test_a_driver_that_hangs_is_replaced(harness: Harness) -> None:
+async def test_hanging_driver_is_replaced(harness: Harness) -> None:
     deployer = harness.deployer(answer_within_s=1.0)
     _, pid = await running(deployer, STUB.spec(ONE))
     process = deployer._driver._process
@@ -389,7 +389,7 @@ async def test_a_driver_that_hangs_is_replaced(harness: Harness) -> None:
     assert await pid_at(found.url) == pid
 
 
-async def test_where_no_cluster_is_none_is_started(harness: Harness) -> None:
+async def test_missing_cluster_is_not_started(harness: Harness) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -400,7 +400,7 @@ async def test_where_no_cluster_is_none_is_started(harness: Harness) -> None:
     assert time.monotonic() - began_s < 30
 
 
-def test_all_faults_of_options_are_told_at_once(tmp_path: Path) -> None:
+def test_all_errors_of_options_are_reported_at_once(tmp_path: Path) -> None:
     options = {"per_gpu": {"GPU": 0.5}, "grace_s": -1, "wrong": 1}
     with pytest.raises(ProblemFaults) as caught:
         RayDeployer(stub_launch(tmp_path), FleetIdentity("f", str(tmp_path)), options, WallClock())
@@ -411,13 +411,13 @@ def test_all_faults_of_options_are_told_at_once(tmp_path: Path) -> None:
     ]
 
 
-async def test_a_node_without_an_address_is_refused_beforehand(harness: Harness) -> None:
+async def test_node_without_address_is_rejected(harness: Harness) -> None:
     deployer = harness.deployer(nodes=["10.0.0.1"])
     deployer.check(STUB.spec(ONE, (7,)))
     with pytest.raises(Permanent, match=naming("node 1", "10.0.0.1")):
         deployer.check(STUB.spec(ONE, (8,)))
 
 
-async def test_a_python_that_is_not_there_is_named(harness: Harness) -> None:
+async def test_missing_python_is_reported(harness: Harness) -> None:
     with pytest.raises(Permanent, match=naming("/nowhere/python")):
         await harness.deployer(python="/nowhere/python").start(STUB.spec(ONE))

@@ -1,4 +1,4 @@
-"""Commands against a real daemon process, with an agent that finds it again after it was killed."""
+"""Commands against a real daemon process, with an agent that reconnects after the daemon was killed."""
 
 import asyncio
 import json
@@ -40,7 +40,7 @@ def eventually(condition: Callable[[], Any]) -> Any:
 
 
 class DaemonProcess:
-    """One configuration, started and killed as often as the test likes, always on the same port."""
+    """A daemon that can be started and killed repeatedly with one configuration, always on the same port."""
 
     def __init__(self, folder: Path) -> None:
         self._config = folder / "daemon.yaml"
@@ -84,7 +84,7 @@ def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
 
 
 def run_agent(address: str, ended: threading.Event) -> threading.Thread:
-    """An agent with one engine, in a thread until `ended`."""
+    """Run an agent with one engine in a thread until `ended` is set."""
 
     async def serve() -> None:
         clock = WallClock()
@@ -103,7 +103,7 @@ def run_agent(address: str, ended: threading.Event) -> threading.Thread:
 
 
 @pytest.mark.smoke
-def test_an_agent_is_seen_again_by_a_restarted_daemon(daemon: DaemonProcess) -> None:
+def test_agent_reconnects_to_a_restarted_daemon(daemon: DaemonProcess) -> None:
     ended = threading.Event()
     thread = run_agent(daemon.address, ended)
     try:
@@ -112,7 +112,7 @@ def test_an_agent_is_seen_again_by_a_restarted_daemon(daemon: DaemonProcess) -> 
             status = eventually(lambda: _with_worker(daemon.ask("status")))
             (worker,) = status["workers"]
             assert (worker["engine_id"], worker["health"], worker["running"]) == ("e0", "ok", 7)
-            assert worker["capabilities"]["engine"] == "fake", "told anew to each daemon"
+            assert worker["capabilities"]["engine"] == "fake", "reported again to each daemon"
             assert [(node["node_id"], node["attached"]) for node in status["nodes"]] == [("a0", True)]
             generations.append(status["generation"])
             daemon.end()
@@ -124,13 +124,13 @@ def test_an_agent_is_seen_again_by_a_restarted_daemon(daemon: DaemonProcess) -> 
 
 
 def _with_worker(status: dict[str, Any]) -> dict[str, Any] | None:
-    # A stream's first report is not dated, and its sample not taken, before the daemon has learnt the agent's clock.
+    # The first report of a stream has no time and its sample is ignored until the daemon has synchronized the clock.
     seen = any(worker["capabilities"] and worker["age_s"] is not None for worker in status["workers"])
     return status if seen and status["nodes"] else None
 
 
 @pytest.mark.smoke
-def test_an_operators_words_reach_the_journal(daemon: DaemonProcess) -> None:
+def test_operator_reasons_are_in_the_journal(daemon: DaemonProcess) -> None:
     assert daemon.ask("mode", "act", "--reason", "tried it") == {"mode": "act", "previous": "advise"}
     assert daemon.ask("plan", "pin", "--reason", "hands off", "--ttl-s", "600")["state"] == "pinned"
     assert daemon.ask("plan", "release")["state"] == "free"
@@ -160,7 +160,7 @@ def read_until(terminal: int, words: str) -> str:
     return seen
 
 
-def test_top_on_a_terminal_leaves_cleanly_on_interrupt() -> None:
+def test_top_exits_cleanly_on_interrupt() -> None:
     with Serving(FakeDaemon()) as daemon:
         ours, theirs = pty.openpty()
         environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120", "LINES": "40"}
@@ -175,13 +175,13 @@ def test_top_on_a_terminal_leaves_cleanly_on_interrupt() -> None:
         os.close(theirs)
         read_until(ours, "planner")
         process.send_signal(signal.SIGINT)
-        read_until(ours, "\x1b[?1049l")  # back on the terminal's own screen
+        read_until(ours, "\x1b[?1049l")  # back on the terminal's main screen
         _, errors = process.communicate(timeout=DEADLINE_S)
         os.close(ours)
     assert (process.returncode, errors) == (0, "")
 
 
-def test_following_the_journal_ends_cleanly_on_terminate(daemon: DaemonProcess) -> None:
+def test_journal_follow_exits_cleanly_on_sigterm(daemon: DaemonProcess) -> None:
     process = subprocess.Popen(
         [*COMMAND, "journal", "--follow", "--json", "--kind", "mode", "--daemon", daemon.address],
         stdout=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""Switching the recorder on and off, without torch: what a process sees that has none, or not yet."""
+"""Enabling the recorder in processes without torch, or before torch is imported."""
 
 import os
 import subprocess
@@ -30,7 +30,7 @@ def run(program: str, path: str, **environment: str) -> subprocess.CompletedProc
     )
 
 
-def test_the_variable_switches_it_on_and_the_other_sitecustomize_is_run_as_well(tmp_path: Path) -> None:
+def test_variable_enables_recorder_and_other_sitecustomize_still_runs(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("print('the other')")
     program = "import sys; recorder = sys.modules.get('recorder'); recorder and recorder.moment('here')"
     path = f"{STARTUP}{os.pathsep}{tmp_path}"
@@ -44,7 +44,7 @@ def test_the_variable_switches_it_on_and_the_other_sitecustomize_is_run_as_well(
         assert not reader.alive
 
 
-def test_a_torch_that_is_other_than_expected_is_told_and_the_program_goes_on(tmp_path: Path) -> None:
+def test_unexpected_torch_is_reported_and_the_program_continues(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("distributed = None")
     done = run("import torch; print('went on')", f"{STARTUP}{os.pathsep}{tmp_path}", ORCHESTRRL_RECORDER=str(tmp_path))
     assert (done.returncode, done.stdout) == (0, "went on\n")

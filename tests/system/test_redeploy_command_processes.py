@@ -1,5 +1,4 @@
-"""`orchestrrl redeploy` and `orchestrrl plan history`: Typer's runner and real processes, real gRPC, a daemon whose
-redeployments need no engines."""
+"""`orchestrrl redeploy` as a process, over real gRPC, with a daemon whose redeployments need no engines."""
 
 import os
 import pty
@@ -16,10 +15,10 @@ from redeploying_daemon import RedeploymentDaemon
 from orchestrrl.cli.command import DAEMON_VARIABLE
 from orchestrrl.cli.output import EXIT_LEFT
 from orchestrrl.core.operation import OperationState, StepState
-from tests.orchestrrl.cli.test_redeploy_command import DEADLINE_S, ended, harness, object_of, run, said
+from tests.orchestrrl.cli.test_redeploy_command import DEADLINE_S, ended, harness, object_of, printed, run
 
 
-def test_it_is_followed_into_the_next_life_of_its_daemon(tmp_path: Path) -> None:
+def test_redeployment_is_followed_across_a_daemon_restart(tmp_path: Path) -> None:
     with RedeploymentDaemon(tmp_path) as first:
         first.do(first.redeployer.held.clear)
         process = subprocess.Popen(
@@ -42,14 +41,14 @@ def test_it_is_followed_into_the_next_life_of_its_daemon(tmp_path: Path) -> None
     )
     with RedeploymentDaemon(tmp_path, 0.0, address, gone_back) as second:
         output, errors = process.communicate(timeout=DEADLINE_S)
-        line = said(run(second, "plan", "history", "--id", "s1")).partition("Time line")[2]
+        line = printed(run(second, "plan", "history", "--id", "s1")).partition("Time line")[2]
     assert begun.startswith("redeployment s1: 8 x tp2 -> 2 x tp8")
     assert "fence: failed: the daemon ended" in output
     assert "rolled back in 7 s" in output
     assert process.returncode == 1
     assert "redeployment s1 is rolled back: the daemon ended in the middle of it" in errors
     assert "1 fence the fleet ▏" in line
-    assert "took" not in line, "when the step ended nobody saw"
+    assert "took" not in line, "the end of the step was not observed"
 
 
 def read_until(terminal: int, words: str) -> str:
@@ -76,7 +75,7 @@ def on_terminal(harness: RedeploymentDaemon, *arguments: str) -> tuple[subproces
     return process, ours
 
 
-def test_interrupted_it_goes_on_and_the_terminal_says_how_to_come_back(harness: RedeploymentDaemon) -> None:
+def test_interrupted_command_leaves_redeployment_running_with_advice(harness: RedeploymentDaemon) -> None:
     harness.do(harness.redeployer.held.clear)
     process, terminal = on_terminal(harness, "redeploy", "--to", "tp8")
     read_until(terminal, "0 of 29 steps done")

@@ -1,4 +1,4 @@
-"""The report as a browser would read it: sections, figures, nothing from elsewhere."""
+"""The report page is deterministic."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ from orchestrrl.lab.sim.report_page.page import page
 from tests.orchestrrl.lab.sim.report.results_builder import several
 
 
-def test_same_results_same_bytes(tmp_path: Path) -> None:
+def test_same_results_give_identical_pages(tmp_path: Path) -> None:
     program = (
         "import sys; from pathlib import Path; from orchestrrl.lab.sim.report_page.page import write;"
         "from tests.orchestrrl.lab.sim.report.results_builder import several; write(several(), Path(sys.argv[1]))"

@@ -1,6 +1,6 @@
-"""Packets over circuits on real kernels: ToRs are namespaces, circuits are veth pairs through a switch made of bridges.
+"""Packets over circuits on a real kernel: ToRs are namespaces, circuits are veth pairs through a switch of bridges.
 
-UDP is counted before, while and after circuits change. Only traffic inside the namespaces.
+UDP packets are counted before, during and after a change of circuits. All traffic is inside the namespaces.
 """
 
 import itertools
@@ -18,7 +18,7 @@ from planner.fabric.model import EndpointId, OcsId, port_pair
 from planner.fabric.route_plan import PacketSide, RoutedLink, RoutingDomain, TorRouter
 
 OCS = OcsId("ocs")
-PORTS = 3  # of each ToR
+PORTS = 3  # per ToR
 
 
 def tor(number: int) -> EndpointId:
@@ -26,13 +26,13 @@ def tor(number: int) -> EndpointId:
 
 
 def port(number: int, interface: int) -> int:
-    """The switch's port that an interface of a ToR is fibred to."""
+    """Return the switch port to which an interface of a ToR is fibred."""
     return (number - 1) * PORTS + interface
 
 
 class Site:
-    """ToRs 1.. of three interfaces each, fibred to one switch; with a packet side, also joined by an ordinary one.
-    `waits_s`: for light and for far ends, which where they come at all may come late on a busy machine."""
+    """ToRs 1, 2, ... with three interfaces each, fibred to one switch, and optionally joined by a packet network.
+    `waits_s` are the waits for light and for far ends, which can be late on a busy machine."""
 
     def __init__(self, lab: Lab, tors: int, packet_side: bool = False, waits_s: float = 60.0) -> None:
         self.lab = lab
@@ -90,13 +90,13 @@ def stream(site: Site, source: int, sink: int) -> Stream:
     return Stream((site.namespace[tor(source)], f"10.0.{source}.1"), (site.namespace[tor(sink)], f"10.0.{sink}.1"))
 
 
-# Circuits as pairs of the switch's ports. 1-2 twice and 2-3 once; then one of 1-2 becomes 1-3.
+# Circuits as pairs of switch ports: 1-2 twice and 2-3 once; then one 1-2 becomes 1-3.
 TWICE_1_2 = ((port(1, 1), port(2, 1)), (port(1, 2), port(2, 2)))
 ONCE_2_3 = (port(2, 3), port(3, 1))
 THEN_1_3 = (port(1, 2), port(3, 2))
 
 
-async def test_nothing_is_lost_when_routes_are_drained_before_the_switch(lab: Lab) -> None:
+async def test_no_packet_is_lost_if_routes_are_drained_before_the_switch(lab: Lab) -> None:
     site = Site(lab, 3)
     before = (*TWICE_1_2, ONCE_2_3)
     site.connect(*before)
@@ -104,18 +104,20 @@ async def test_nothing_is_lost_when_routes_are_drained_before_the_switch(lab: La
     assert rerouted.faults_text == ""
     async with stream(site, 1, 2) as near, stream(site, 1, 3) as far, stream(site, 3, 1) as back:
         await near.more(50)
-        for _ in range(2):  # there and back, several times: neighbours learnt before are wrong after
+        for _ in range(2):  # back and forth several times: neighbours resolved before are wrong after
             drained = await site.rerouting.drain(site.links(TWICE_1_2[1]))
             assert drained.unreachable == rerouted.unreachable
             idle = sent_packets(site.namespace[tor(1)])["swp2"]
             await near.more(50)
-            assert sent_packets(site.namespace[tor(1)])["swp2"] < idle + 5  # the kernel's own, as of neighbours
+            assert (
+                sent_packets(site.namespace[tor(1)])["swp2"] < idle + 5
+            )  # the kernel's packets, such as neighbour discovery
             site.disconnect(TWICE_1_2[1])
             site.connect(THEN_1_3)
             rerouted = await site.rerouting.reroute(site.links(TWICE_1_2[0], ONCE_2_3, THEN_1_3))
             assert rerouted.faults_text == ""
             await near.more(50)
-            assert sent_packets(site.namespace[tor(1)])["swp2"] >= idle + 50  # the way to 3 is direct now
+            assert sent_packets(site.namespace[tor(1)])["swp2"] >= idle + 50  # the path to 3 is now direct
             await site.rerouting.drain(site.links(THEN_1_3))
             site.disconnect(THEN_1_3)
             site.connect(TWICE_1_2[1])
@@ -127,7 +129,7 @@ async def test_nothing_is_lost_when_routes_are_drained_before_the_switch(lab: La
 
 
 async def test_without_draining_packets_are_lost(lab: Lab) -> None:
-    """What the test above would not notice if it could not fail."""
+    """Control experiment of the test above: without draining, packets are lost."""
     site = Site(lab, 3)
     before = (*TWICE_1_2, ONCE_2_3)
     site.connect(*before)
@@ -152,7 +154,7 @@ async def test_flows_are_spread_by_the_number_of_circuits(lab: Lab) -> None:
     )
     site.connect(*circuits)
     assert (await site.rerouting.reroute(site.links(*circuits))).faults_text == ""
-    # To 4 there are two circuits; over 2 goes nothing. To 3, both ways have one circuit in the end: half and half.
+    # To 4 there are two circuits, and no packet uses 2. To 3, both paths finally have one circuit: half and half.
     for sink, expected in (
         (4, {"swp1": 0.0, "swp2": 0.5, "swp3": 0.5}),
         (3, {"swp1": 0.5, "swp2": 0.25, "swp3": 0.25}),
@@ -171,7 +173,7 @@ def udp_socket_of(site: Site, number: int) -> socket.socket:
     return udp_socket(site.namespace[tor(number)], f"10.0.{number}.1")
 
 
-async def test_a_circuit_that_fails_leaves_its_packets_to_the_packet_side(lab: Lab) -> None:
+async def test_packets_of_a_failed_circuit_use_the_packet_network(lab: Lab) -> None:
     site = Site(lab, 2, packet_side=True)
     circuit = (port(1, 1), port(2, 1))
     site.connect(circuit)
@@ -182,8 +184,8 @@ async def test_a_circuit_that_fails_leaves_its_packets_to_the_packet_side(lab: L
         await near.more(50)
         on_packet_side = sent_packets(site.namespace[tor(1)])["eps"]
         site.disconnect(circuit)
-        site.rerouting._settings = ReroutingSettings(link_up_s=1.0)  # there is nothing to wait for
-        rerouted = await site.rerouting.reroute(site.links(circuit))  # somebody believes that it is up
+        site.rerouting._settings = ReroutingSettings(link_up_s=1.0)  # no wait is needed
+        rerouted = await site.rerouting.reroute(site.links(circuit))  # the circuit is reported as up
         assert rerouted.faults_text
         assert tuple(rerouted.left_out) == site.links(circuit)
         assert "is down" in rerouted.faults_text
@@ -191,13 +193,13 @@ async def test_a_circuit_that_fails_leaves_its_packets_to_the_packet_side(lab: L
         sent = near.sent
         await near.more(100)
         assert sent_packets(site.namespace[tor(1)])["eps"] >= on_packet_side + 100
-    assert set(range(sent, near.sent)) <= set(near.arrived)  # everything since
-    assert near.lost > 0  # and not what went before anybody knew
+    assert set(range(sent, near.sent)) <= set(near.arrived)  # all packets since then
+    assert near.lost > 0  # but not packets sent before the failure was detected
 
 
-async def test_light_from_somebody_else_is_not_routed_to(lab: Lab) -> None:
-    """The switch joined other ports than it was thought to: the link is up, and the wrong router is there."""
-    site = Site(lab, 3, waits_s=2.0)  # who is not there is not to be waited for
+async def test_light_from_a_wrong_router_is_not_routed_to(lab: Lab) -> None:
+    """The switch joined other ports than recorded: the link is up, and the wrong router is connected."""
+    site = Site(lab, 3, waits_s=2.0)  # do not wait for a router that is not connected
     site.connect((port(1, 1), port(3, 1)))
     rerouted = await site.rerouting.reroute(site.links((port(1, 1), port(2, 1))))
     assert rerouted.faults_text
@@ -207,7 +209,7 @@ async def test_light_from_somebody_else_is_not_routed_to(lab: Lab) -> None:
     assert rerouted.unreachable == tuple((a, b) for b, a in itertools.permutations(site.namespace, 2))
 
 
-async def test_a_router_that_cannot_be_reached_keeps_its_circuits(lab: Lab) -> None:
+async def test_unreachable_router_keeps_its_circuits(lab: Lab) -> None:
     site = Site(lab, 3)
     circuits = (*TWICE_1_2, ONCE_2_3)
     site.connect(*circuits)

@@ -1,4 +1,4 @@
-"""The driver `restconf` and its emulator: the suite, requests counted, curl beside us, failures told as they are."""
+"""The driver `restconf` and its emulator: requests of curl, port states, and request forms."""
 
 import asyncio
 
@@ -12,8 +12,8 @@ from ocs_drivers.model import CrossConnect, PortStatus
 from tests.ocs_drivers.test_restconf import ONE, TWO, switch
 
 
-async def test_what_curl_connects_we_see_and_leave_alone() -> None:
-    """The body and the path as clients of real switches have them."""
+async def test_driver_sees_and_keeps_circuits_made_by_curl() -> None:
+    """The body and the path are those that clients of real switches use."""
     body = '{"optical-switch:cross-connects":{"pair":[{"ingress":1,"egress":17}]}}'
     json_type = ("-H", "Content-Type: application/yang-data+json", "-H", "Accept: application/yang-data+json")
     auth = ("-u", "admin:root")
@@ -39,7 +39,7 @@ async def test_what_curl_connects_we_see_and_leave_alone() -> None:
         assert await connected(driver) == {TWO}
 
 
-async def test_curl_shuts_a_port_and_we_see_it() -> None:
+async def test_driver_sees_a_port_disabled_by_curl() -> None:
     async with switch() as (driver, _, address):
         url = f"http://{address}/api/operations/optical-switch:port-set-state"
         assert (await curl("-d", '{"optical-switch:input":{"port-disab":[3]}}', url))[0] == 204
@@ -48,7 +48,7 @@ async def test_curl_shuts_a_port_and_we_see_it() -> None:
         assert set(states.values()) == {PortStatus.DISABLED, PortStatus.ENABLED}
 
 
-async def test_any_to_any_is_deleted_by_the_port_that_the_switch_names() -> None:
+async def test_any_to_any_circuit_is_deleted_by_the_reported_port() -> None:
     async with switch({"any_to_any": True}, DevicePanel(32, 32, reconfiguration_s=0.001)) as (
         driver,
         emulator,
@@ -63,7 +63,7 @@ async def test_any_to_any_is_deleted_by_the_port_that_the_switch_names() -> None
         assert emulator.device.setters[-1] == "YANG-PATCH remove 9:4"
 
 
-async def test_a_switch_that_takes_one_request_at_a_time_is_asked_so() -> None:
+async def test_requests_to_a_serial_switch_are_sequential() -> None:
     async with switch({"one_request": True}) as (driver, emulator, address):
         await asyncio.gather(*(driver.cross_connects() for _ in range(5)), carry_out(driver, (ONE,)))
         emulator.device.inject(DeviceFault(DeviceFaultKind.SLOW_ANSWER, delay_s=3600.0))

@@ -1,4 +1,4 @@
-"""The shared memory of a traced process: what is written is read, what is torn or overwritten is never made up."""
+"""The shared memory of a traced process: rings of killed and forked processes."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_what_a_killed_process_left_is_recognised_and_removed(tmp_path: Path, writer: RingWriter) -> None:
+def test_ring_of_a_killed_process_is_removed(tmp_path: Path, writer: RingWriter) -> None:
     killed = subprocess.run([sys.executable, "-c", KILLED, tmp_path], check=False)
     assert killed.returncode == -signal.SIGKILL
     mine, other = sorted(list_rings(tmp_path), key=lambda path: path != writer.path)
@@ -31,7 +31,7 @@ def test_what_a_killed_process_left_is_recognised_and_removed(tmp_path: Path, wr
     assert list_rings(tmp_path) == [mine]
 
 
-def test_a_forked_child_leaves_its_parents_ring_alone(writer: RingWriter, reader: RingReader) -> None:
+def test_forked_child_does_not_write_to_its_parents_ring(writer: RingWriter, reader: RingReader) -> None:
     child = os.fork()
     if not child:
         writer.abandon()

@@ -1,4 +1,4 @@
-"""What only processes of their own show: Ctrl-C in a sweep, and that nothing hangs on the order of hashes."""
+"""Cluster simulations in separate processes: Ctrl-C in a sweep, and independence of hash order."""
 
 import os
 import signal
@@ -20,9 +20,9 @@ SIM = [sys.executable, "-m", "orchestrrl", "sim"]
 
 
 @pytest.mark.parametrize(("ended_by", "status"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
-def test_the_end_of_a_sweep_leaves_whole_results_and_no_process(tmp_path: Path, ended_by: int, status: int) -> None:
+def test_interrupted_sweep_leaves_complete_results_and_no_process(tmp_path: Path, ended_by: int, status: int) -> None:
     (tmp_path / "base.yaml").write_text(yaml.safe_dump(document()))
-    # The second point takes hours.
+    # The second point would take hours.
     grid = {"loop.steps": [2, 100_000]}
     (tmp_path / "sweep.yaml").write_text(yaml.safe_dump({"base": "base.yaml", "grid": grid}))
     command = [*SIM, "sweep", "sweep.yaml", "--out", "out", "--workers", "1"]
@@ -34,14 +34,14 @@ def test_the_end_of_a_sweep_leaves_whole_results_and_no_process(tmp_path: Path, 
             assert time.monotonic() < deadline_s
             time.sleep(0.05)
         children = psutil.Process(process.pid).children(recursive=True)
-        if ended_by == signal.SIGINT:  # a terminal's Ctrl-C is for the whole group
+        if ended_by == signal.SIGINT:  # Ctrl-C in a terminal is sent to the whole process group
             os.killpg(process.pid, ended_by)
         else:
             process.kill()
-        _, told = process.communicate(timeout=WITHIN_S)
+        _, output = process.communicate(timeout=WITHIN_S)
         assert process.returncode == status
-        if ended_by == signal.SIGINT:  # one killed while it starts a worker complains of it
-            assert "Traceback" not in told
+        if ended_by == signal.SIGINT:  # a process killed while it starts a worker prints an error
+            assert "Traceback" not in output
         _, alive = psutil.wait_procs(children, timeout=WITHIN_S)
         assert not alive
         assert len(read(tmp_path / "out")) == 1
@@ -50,7 +50,7 @@ def test_the_end_of_a_sweep_leaves_whole_results_and_no_process(tmp_path: Path, 
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def test_results_do_not_hang_on_the_order_of_hashes(tmp_path: Path) -> None:
+def test_results_are_independent_of_hash_order(tmp_path: Path) -> None:
     changed = document(
         fabrics=["rfabric"], generation__arms=["both"], faults=[{"at_s": 1, "fail": "nic", "of": [1, 9]}]
     )

@@ -1,4 +1,4 @@
-"""Sweeps: points of a grid, results that stay, and runners that lose nothing."""
+"""Sweeps in parallel processes."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from orchestrrl.lab.sim.rl.sweep import in_processes, load_sweep, sweep
 from tests.orchestrrl.lab.sim.rl.test_rl_sweep import written
 
 
-def test_processes_give_what_this_one_gives(tmp_path: Path) -> None:
+def test_parallel_results_equal_serial_results(tmp_path: Path) -> None:
     points = [point for point in load_sweep(written(tmp_path)) if not point.fault][:2]
     there = tmp_path / "there"
     assert sweep(points, there, lambda todo: in_processes(todo, 2), lambda *_: None).failed == ()

@@ -1,10 +1,10 @@
-"""The forecast before a step: what holds of every series, which method it trusts and when, how far its spread goes."""
+"""The forecast before a step imports statsmodels only if it needs it."""
 
 import subprocess
 import sys
 
 
-def test_statsmodels_is_loaded_only_for_a_long_history() -> None:
+def test_statsmodels_is_imported_only_for_a_long_history() -> None:
     program = (
         "import sys; from planner.workload.series import *; import planner.workload.forecast\n"
         "step = StepStatistics(10, LengthCounts((1.0, 2.0), (0.0, 0.0, 0.0)))\n"

@@ -1,4 +1,4 @@
-"""`orchestrrl sim run`, `compare`, `split`, `sweep`, `report`, `daemon-config`: what they print, write and refuse."""
+"""`orchestrrl sim sweep` with failing points and existing results."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_sweep_tells_what_failed_and_finds_what_it_has(in_folder: Path) -> None:
+def test_sweep_reports_failures_and_reuses_results(in_folder: Path) -> None:
     sweep = {"base": "small.yaml", "set": {"fabrics": ["fat_tree"]}, "grid": {"training.tp": [3, 4]}}
     (in_folder / "sweep.yaml").write_text(yaml.safe_dump(sweep))
     first = called("sweep", "sweep.yaml", "--out", "out", "--workers", "1", status=1)

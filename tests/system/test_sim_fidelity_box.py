@@ -1,9 +1,9 @@
-"""The network at flow level against real TCP over lines of a rate, in network namespaces: shares and transfer times
-within a tenth. docs/fidelity.md has the figures.
+"""The flow-level network simulator against TCP over rate-limited lines in network namespaces: shares and transfer times
+agree within 10 %. docs/fidelity.md has the figures.
 
     h0 h1 h2 - ToR 0 --- ToR 1 - h3 h4 h5
 
-Lines take turns between flows, which is what the simulator takes networks for; the FIFO of a plain line does not.
+Lines use fair queueing, as the simulator assumes; the FIFO of a plain line does not.
 """
 
 import asyncio
@@ -22,20 +22,20 @@ from orchestrrl.lab.sim.net.model import FlowRoutes, GpuFlows, Ints, LinkNetwork
 pytestmark = pytest.mark.timeout(600)
 
 WITHIN = 0.10
-# A machine that stands still for a moment has sent less than its lines allow.
+# If the machine stalls, it sends less than its lines allow.
 TRIES = 3
 INSIDE = "tests.system.flows_in_a_box"
 ROOT = Path(__file__).parents[2]
 ANSWER_WITHIN_S = 180.0
 PER_TOR, HOST_MBPS, TRUNK_MBPS = 3, 20.0, 12.0
-# Of an Ethernet frame of 1514 bytes: beside IPv4 (20), TCP (20) and its time stamps (12).
+# Payload of an Ethernet frame of 1514 bytes without the headers of IPv4 (20), TCP (20) and its time stamps (12).
 PAYLOAD_SHARE = 1448 / 1514
 
 # [source, sink]
 RATES = {
     "two flows share a line": [(0, 2), (1, 2)],
     "incast over lines of two rates": [(0, 1), (2, 1), (3, 1)],
-    "what others cannot take is left to one": [(0, 3), (1, 4), (2, 5), (4, 3)],
+    "spare rate goes to the other flow": [(0, 3), (1, 4), (2, 5), (4, 3)],
 }
 # [source, sink, bytes]
 TRANSFERS = {
@@ -45,7 +45,7 @@ TRANSFERS = {
 
 
 def network() -> LinkNetwork:
-    """Lines in the order: up from each host, down to each, ToR 0 to 1 and back."""
+    """Return the network with its lines in order: up from each host, down to each, ToR 0 to 1 and back."""
     hosts = 2 * PER_TOR
     bytes_per_s = np.array([HOST_MBPS] * 2 * hosts + [TRUNK_MBPS] * 2) * 1e6 / 8 * PAYLOAD_SHARE
 
@@ -90,25 +90,25 @@ def expected() -> dict[str, list[float]]:
     return mbps | {name: finish_s(box, flows_of(rows)).tolist() for name, rows in TRANSFERS.items()}
 
 
-def test_what_the_simulator_expects_is_what_can_be_worked_out_by_hand() -> None:
-    told, line, trunk = expected(), HOST_MBPS * PAYLOAD_SHARE, TRUNK_MBPS * PAYLOAD_SHARE
-    assert told["two flows share a line"] == pytest.approx([line / 2] * 2)
-    assert told["incast over lines of two rates"] == pytest.approx([line / 3] * 3)
-    assert told["what others cannot take is left to one"] == pytest.approx([trunk / 3] * 3 + [line - trunk / 3])
-    assert told["incast of unequal messages"] == pytest.approx([32 / line, 48 / line])
+def test_simulator_matches_hand_computed_rates() -> None:
+    shown, line, trunk = expected(), HOST_MBPS * PAYLOAD_SHARE, TRUNK_MBPS * PAYLOAD_SHARE
+    assert shown["two flows share a line"] == pytest.approx([line / 2] * 2)
+    assert shown["incast over lines of two rates"] == pytest.approx([line / 3] * 3)
+    assert shown["spare rate goes to the other flow"] == pytest.approx([trunk / 3] * 3 + [line - trunk / 3])
+    assert shown["incast of unequal messages"] == pytest.approx([32 / line, 48 / line])
     far_s = 24 / (trunk / 2)
-    assert told["a phase of a tree, near and far"] == pytest.approx([48 / (line - trunk / 2), far_s, far_s])
+    assert shown["a phase of a tree, near and far"] == pytest.approx([48 / (line - trunk / 2), far_s, far_s])
 
 
-@pytest.mark.alone  # how fast bytes go is compared
-async def test_shares_and_transfer_times_are_those_of_tcp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.alone  # rates are compared
+async def test_simulated_shares_and_times_match_tcp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if why := enter.lacking():
         pytest.skip(f"no fabric in a box here: {why}")
     monkeypatch.chdir(ROOT)
-    told = expected()
+    shown = expected()
     for attempt in range(TRIES):
         found = await measured(tmp_path)
-        off = {name: max(abs(a / b - 1) for a, b in zip(found[name], told[name], strict=True)) for name in told}
+        off = {name: max(abs(a / b - 1) for a, b in zip(found[name], shown[name], strict=True)) for name in shown}
         print(f"try {attempt + 1}: off by {json.dumps(off)}, measured {json.dumps(found)}")
         if max(off.values()) <= WITHIN:
             break

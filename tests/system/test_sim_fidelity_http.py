@@ -1,5 +1,5 @@
-"""A generation step of the simulator against the same requests on simulated engines over HTTP: makespans within a
-tenth. docs/fidelity.md has the figures."""
+"""A generation step of the simulator against the same requests on simulated engines over HTTP: makespans agree within
+10 %. docs/fidelity.md has the figures."""
 
 import asyncio
 from pathlib import Path
@@ -63,7 +63,7 @@ def kind(scenario: GenerationScenario) -> EngineKind:
 
 
 def prompts(pinned: bool) -> list[Prompt]:
-    """A prompt's samples differ in their last token alone; their lengths follow from the prompt."""
+    """Return prompts whose samples differ only in the last token. Their lengths are determined by the prompt."""
     made = []
     for prompt in range(PROMPTS):
         common = tuple((7 * prompt + 3 * place) % 256 for place in range(PROMPT_TOKENS - 1))
@@ -75,7 +75,7 @@ def prompts(pinned: bool) -> list[Prompt]:
 
 
 def same_requests() -> list[SimRequest]:
-    """What the engines will make of the prompts."""
+    """Return the simulator's requests for these prompts."""
     model = TokenModel(OPTIONS.vocab_size, OPTIONS.lengths, OPTIONS.seed)
     requests = []
     for each in prompts(pinned=False):
@@ -90,17 +90,17 @@ def check(over_http: HttpStep, simulated_s: float) -> None:
     assert over_http.makespan_s == pytest.approx(simulated_s, rel=WITHIN)
 
 
-async def test_a_static_fleet(kind: EngineKind) -> None:
+async def test_static_fleet_matches_the_simulator(kind: EngineKind) -> None:
     simulated = run_static(kind, dealt(same_requests(), ENGINES))
     async with engines(OPTIONS, ENGINES) as harness:
         over_http = await harness.run_step(prompts(pinned=True))
     check(over_http, simulated.makespan_s)
-    # And each answer, by its place in the order of finishing.
+    # Each response, by its position in the order of finishing.
     assert sorted(over_http.finish_s.values()) == pytest.approx(simulated.finish_s, rel=WITHIN, abs=1.0)
 
 
-def test_requests_that_are_moved(scenario: GenerationScenario, kind: EngineKind, tmp_path: Path) -> None:
-    """The real gateway, agent and daemon with its fast loop, against the arm `balancing`."""
+def test_moved_requests_match_the_simulator(scenario: GenerationScenario, kind: EngineKind, tmp_path: Path) -> None:
+    """The real gateway, agent and daemon with its fast loop are compared with the arm `balancing`."""
     run = ControlledRun(scenario, {KIND: kind}, KIND, "balancing", 1, [same_requests()])
     simulated = run.run(lambda *_: None)
 

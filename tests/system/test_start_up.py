@@ -1,4 +1,4 @@
-"""What a process loads before it is ready: packages that are slow to import are left to those that need them."""
+"""Processes import slow packages only if they need them."""
 
 import json
 import subprocess
@@ -7,14 +7,14 @@ import sys
 import pytest
 
 OURS = {"balancer", "ocs_drivers", "orchestrrl", "planner"}
-# With what they bring along themselves.
+# Including the packages that they import.
 GRPC = {"google", "grpc", "grpc_health", "grpc_reflection", "grpc_tools", "cython_runtime"}
 PYDANTIC = {"annotated_types", "pydantic", "pydantic_core", "typing_extensions", "typing_inspection"}
 AIOHTTP = {"aiohappyeyeballs", "aiohttp", "aiosignal", "attr", "attrs", "frozenlist", "idna", "multidict", "propcache"}
 AIOHTTP |= {"cython_runtime", "charset_normalizer", "chardet", "brotli", "yarl", "zstandard", "aiodns", "pycares"}
 PROCESSES = {
     "orchestrrl.agent.sidecar": GRPC | PYDANTIC,
-    # The clients of engines that agents and gateways have.
+    # The engine clients of agents and gateways.
     "orchestrrl.lab.simulated_engine.client": PYDANTIC | {"cython_runtime", "httptools", "prometheus_client", "xxhash"},
     "orchestrrl.engines.vllm": PYDANTIC | {"cython_runtime", "httptools", "prometheus_client", "xxhash"},
     "orchestrrl.gateway.service": GRPC | PYDANTIC | {"httptools", "prometheus_client"},
@@ -26,7 +26,7 @@ PROCESSES = {
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("module", PROCESSES)
-def test_a_process_loads_no_more_than_it_needs(module: str) -> None:
+def test_process_imports_no_unneeded_packages(module: str) -> None:
     code = (
         f"import json, sys; before = set(sys.modules); import {module}; print(json.dumps([*set(sys.modules) - before]))"
     )

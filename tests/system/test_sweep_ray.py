@@ -1,4 +1,4 @@
-"""A sweep on a real Ray cluster on this machine: the same files as processes of our own write."""
+"""A sweep on a real Ray cluster on this machine writes the same files as local processes."""
 
 import os
 import subprocess
@@ -18,11 +18,11 @@ def swept(folder: Path, out: str, *flags: str, environment: dict[str, str] | Non
     command = [sys.executable, "-m", "orchestrrl", "sim", "sweep", "sweep.yaml", "--out", out, *flags]
     merged = {**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})}
     done = subprocess.run(command, cwd=folder, env=merged, capture_output=True, text=True, timeout=WITHIN_S)
-    assert done.returncode == 1, done.stdout + done.stderr  # one point fails
+    assert done.returncode == 1, done.stdout + done.stderr  # one point must fail
     return done.stderr
 
 
-def test_a_sweep_on_ray_writes_what_processes_write(tmp_path: Path) -> None:
+def test_sweep_on_ray_writes_the_same_files_as_processes(tmp_path: Path) -> None:
     (tmp_path / "base.yaml").write_text(yaml.safe_dump(document()))
     faults = [[], [{"at_s": 0, "fail": "server", "of": [2, 3]}], [{"at_s": 0, "fail": "server", "of": 3}]]
     (tmp_path / "sweep.yaml").write_text(yaml.safe_dump({"base": "base.yaml", "grid": {"faults": faults}}))

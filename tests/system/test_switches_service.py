@@ -1,4 +1,4 @@
-"""`orchestrrl ocs` against a real daemon with virtual switches, and one behind a process of its own."""
+"""`orchestrrl ocs` against a real daemon with virtual switches, one of them in a separate process."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ from tests.system.daemons import running_daemon
 VIRTUAL_PROCESS = Path(__file__).parents[1] / "ocs_drivers" / "virtual_process.py"
 DEADLINE_S = 120.0
 
-# A switch per test, so that one daemon serves them all.
+# One switch per test, so that all tests can use one daemon.
 SWITCHES = """
   - {id: plain, driver: virtual, options: {reconfiguration_s: 0.002}}
   - {id: evicting, driver: virtual, options: {reconfiguration_s: 0.002}}
@@ -90,7 +90,7 @@ def test_connect_show_and_disconnect(daemon: Stack) -> None:
     assert entries == {"circuits.intent", "circuits.result"}
 
 
-def test_list_tells_which_switches_answer(daemon: Stack) -> None:
+def test_list_shows_which_switches_respond(daemon: Stack) -> None:
     listed = {switch["switch"]: switch for switch in answer(daemon, "list")["switches"]}
     plain, gone = listed["plain"], listed["unreachable"]
     assert (plain["driver"], plain["reachable"], plain["ports"]) == ("virtual", True, 32)
@@ -102,7 +102,7 @@ def test_list_tells_which_switches_answer(daemon: Stack) -> None:
     assert ocs(daemon, "show", "unreachable").exit_code == 1
 
 
-def test_safe_refuses_and_update_shows_whom_it_evicts_first(daemon: Stack) -> None:
+def test_safe_is_refused_and_update_shows_evictions_first(daemon: Stack) -> None:
     answer(daemon, "connect", "evicting", "3:17", "5:19")
     refused = ocs(daemon, "connect", "evicting", "3:19")
     assert refused.exit_code == 1
@@ -140,7 +140,7 @@ def test_overwrite_keeps_only_what_is_named(daemon: Stack) -> None:
         ),
     ],
 )
-def test_every_bad_argument_is_named_at_once(daemon: Stack, pairs: tuple[str, ...], faults: list[str]) -> None:
+def test_all_invalid_arguments_are_reported_at_once(daemon: Stack, pairs: tuple[str, ...], faults: list[str]) -> None:
     result = ocs(daemon, "connect", "untouched", *pairs)
     assert result.exit_code == 2, result.output
     assert result.stdout == ""
@@ -151,20 +151,20 @@ def test_every_bad_argument_is_named_at_once(daemon: Stack, pairs: tuple[str, ..
 
 
 @pytest.mark.parametrize("verb", ["connect", "disconnect"])
-def test_a_time_on_trial_is_looked_at_together_with_the_pairs(daemon: Stack, verb: str) -> None:
+def test_revert_time_and_pairs_are_checked_together(daemon: Stack, verb: str) -> None:
     refused = ocs(daemon, verb, "plain", "3", "--revert-in-s", "-5")
     assert refused.exit_code == 2
     assert [line.partition(":")[0] for line in refused.stderr.splitlines()] == ["pairs[0]", "--revert-in-s"]
 
 
-def test_an_unknown_switch_lists_the_known_ones(daemon: Stack) -> None:
+def test_unknown_switch_lists_the_known_ones(daemon: Stack) -> None:
     result = ocs(daemon, "show", "agg9")
     assert result.exit_code == 1
     assert "'agg9'" in result.stderr
     assert "overwritten, plain" in result.stderr
 
 
-def test_what_does_not_take_is_rolled_back_and_fails(daemon: Stack) -> None:
+def test_failed_circuit_is_rolled_back(daemon: Stack) -> None:
     change = answer(daemon, "connect", "stuck", "3:17", "5:19", status=1)
     assert change["rolled_back"]
     assert not change["done"]
@@ -176,14 +176,14 @@ def test_what_does_not_take_is_rolled_back_and_fails(daemon: Stack) -> None:
     assert "NO" in table.stdout
 
 
-def test_a_failed_port_is_shown_and_refused(daemon: Stack) -> None:
+def test_failed_port_is_shown_and_refused(daemon: Stack) -> None:
     assert "failed" in ocs(daemon, "show", "failed").stdout
     refused = ocs(daemon, "connect", "failed", "3:17")
     assert refused.exit_code == 1
     assert "connect[0].egress_port: port is failed, got 17" in refused.stderr
 
 
-async def test_an_order_goes_on_when_the_operator_hangs_up(daemon: Stack) -> None:
+async def test_change_continues_when_the_operator_disconnects(daemon: Stack) -> None:
     async with grpc.aio.insecure_channel(daemon.daemon_address) as channel:
         stub = control_pb2_grpc.SwitchesStub(channel)
         pair = ocs_pb2.CrossConnect(ingress_port=3, egress_port=17)
@@ -198,14 +198,14 @@ async def test_an_order_goes_on_when_the_operator_hangs_up(daemon: Stack) -> Non
     assert of_switch(daemon, "slow", "circuits.result") == [True]
 
 
-def test_without_a_daemon_it_says_so() -> None:
+def test_unreachable_daemon_is_reported() -> None:
     result = CliRunner().invoke(application(), ["ocs", "list", "--daemon", "127.0.0.1:1"])
     assert result.exit_code == 1
     assert "no daemon at 127.0.0.1:1" in result.stderr
 
 
 @pytest.mark.smoke
-def test_a_killed_daemon_leaves_nothing_half_done(tmp_path: Path) -> None:
+def test_killed_daemon_leaves_no_partial_change(tmp_path: Path) -> None:
     device = subprocess.Popen(
         [sys.executable, str(VIRTUAL_PROCESS), json.dumps({"reconfiguration_s": 1.0})],
         stdin=subprocess.PIPE,
@@ -236,7 +236,7 @@ def test_a_killed_daemon_leaves_nothing_half_done(tmp_path: Path) -> None:
         assert "Traceback" not in words
     with running_daemon(tmp_path, ocs_of(switches)) as daemon:
         wait_for(lambda: of_switch(daemon, "far", "circuits.result"))
-        # Whether the order had reached the device when the daemon died is for the device to say.
+        # Only the device shows whether the command had reached it when the daemon died.
         (done,) = of_switch(daemon, "far", "circuits.result")
         assert circuits(daemon, "far") == (["3:17"] if done else [])
     device.stdin.close()
@@ -246,7 +246,7 @@ def test_a_killed_daemon_leaves_nothing_half_done(tmp_path: Path) -> None:
 
 @pytest.fixture
 def far() -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A device behind a process of its own, and how the daemon is told of it."""
+    """Start a device in a separate process, and return it with its entry for the daemon's configuration."""
     device = subprocess.Popen(
         [sys.executable, str(VIRTUAL_PROCESS), json.dumps({"reconfiguration_s": 0.002})],
         stdin=subprocess.PIPE,
@@ -260,7 +260,7 @@ def far() -> Iterator[tuple[subprocess.Popen[str], str]]:
     device.communicate()
 
 
-def test_circuits_of_others_are_taken_over_by_name(far: tuple[subprocess.Popen[str], str], tmp_path: Path) -> None:
+def test_foreign_circuits_are_taken_over_by_name(far: tuple[subprocess.Popen[str], str], tmp_path: Path) -> None:
     device, switches = far
     assert device.stdin is not None
     assert device.stdout is not None
@@ -290,7 +290,7 @@ def test_circuits_of_others_are_taken_over_by_name(far: tuple[subprocess.Popen[s
         assert answer(daemon, "disconnect", "far", "10:26")["done"]
 
 
-def test_a_change_on_trial_is_confirmed_or_undone(far: tuple[subprocess.Popen[str], str], tmp_path: Path) -> None:
+def test_unconfirmed_change_is_confirmed_or_reverted(far: tuple[subprocess.Popen[str], str], tmp_path: Path) -> None:
     _, switches = far
     with running_daemon(tmp_path, ocs_of(switches)) as daemon:
         nothing = ocs(daemon, "confirm", "far")
@@ -309,13 +309,13 @@ def test_a_change_on_trial_is_confirmed_or_undone(far: tuple[subprocess.Popen[st
         assert answer(daemon, "show", "far")["unconfirmed"] is None
         assert answer(daemon, "disconnect", "far", "3:17", "--revert-in-s", "1000")["done"]
         daemon.daemon.kill()
-    with running_daemon(tmp_path, ocs_of(switches)) as daemon:  # which nobody told to keep it
+    with running_daemon(tmp_path, ocs_of(switches)) as daemon:  # because it was not confirmed
         wait_for(lambda: len(of_switch(daemon, "far", "circuits.result")) == 2)
         assert circuits(daemon, "far") == ["3:17"]
         assert answer(daemon, "show", "far")["unconfirmed"] is None
 
 
-def test_faults_of_all_switches_come_at_once() -> None:
+def test_errors_of_all_switches_are_reported_at_once() -> None:
     config = parse_config("""
 ocs:
   - {id: a, driver: virtual, options: {ports: 31}}
@@ -341,7 +341,7 @@ def read_journal(daemon: Stack) -> list[Any]:
 
 
 def of_switch(daemon: Stack, switch: str, kind: str) -> list[bool]:
-    """Of each entry of that kind about the switch, whether it is done (an intent: always True)."""
+    """Return, for each journal entry of that kind about the switch, whether it is done (always True for an intent)."""
     return [e.body.get("done", True) for e in read_journal(daemon) if e.kind == kind and e.body["switch"] == switch]
 
 

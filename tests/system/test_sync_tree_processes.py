@@ -1,4 +1,4 @@
-"""Weight sync: whatever the site, the plan does what the contract says; on regular ones it is near what can be."""
+"""Plans of weight syncs are the same in every process."""
 
 import os
 import subprocess
@@ -9,15 +9,15 @@ import pytest
 
 
 @pytest.mark.parametrize("hash_seed", ["1", "77"])
-def test_the_same_problem_has_the_same_plan_in_any_process(hash_seed: str) -> None:
-    told = "from sync_sites import *; from planner.sync_tree.plan import make_plan; import hashlib, json\n"
-    told += "p = problem_of(regular(1, 3, 8, tp=2))\n"
-    told += "print(hashlib.sha256(json.dumps(answer_of(p, make_plan(p))).encode()).hexdigest())"
+def test_same_problem_has_the_same_plan_in_any_process(hash_seed: str) -> None:
+    shown = "from sync_sites import *; from planner.sync_tree.plan import make_plan; import hashlib, json\n"
+    shown += "p = problem_of(regular(1, 3, 8, tp=2))\n"
+    shown += "print(hashlib.sha256(json.dumps(answer_of(p, make_plan(p))).encode()).hexdigest())"
     root = Path(__file__).parents[2]
     paths = os.pathsep.join([str(root / "tests" / "planner" / "sync_tree"), str(root)])
     found = [
         subprocess.run(
-            [sys.executable, "-c", told],
+            [sys.executable, "-c", shown],
             env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": paths},
             capture_output=True,
             text=True,

@@ -1,4 +1,4 @@
-"""Engines as processes: started with proof that they work, stopped without leftovers."""
+"""Engines of the test bed: ready after start, and without remaining processes after stop."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ def alive(pid: int) -> bool:
     return True
 
 
-async def test_a_simulated_engine_works_once_it_is_started_and_is_gone_once_it_is_stopped(tmp_path: Path) -> None:
+async def test_simulated_engine_serves_after_start_and_ends_after_stop(tmp_path: Path) -> None:
     engine = await engines.start_simulated("sim-0", log_dir=tmp_path, arguments=["--max-num-seqs", "3"])
     try:
         client = SimulatedEngine(engine.url)
@@ -34,7 +34,7 @@ async def test_a_simulated_engine_works_once_it_is_started_and_is_gone_once_it_i
     await engine.stop()
 
 
-async def test_a_killed_engine_is_gone_at_once(tmp_path: Path) -> None:
+async def test_killed_engine_ends_immediately(tmp_path: Path) -> None:
     engine = await engines.start_simulated("sim-0", log_dir=tmp_path)
     engine.kill()
     assert engine.process.returncode == -signal.SIGKILL
@@ -42,12 +42,12 @@ async def test_a_killed_engine_is_gone_at_once(tmp_path: Path) -> None:
     assert not await SimulatedEngine(engine.url).healthy()
 
 
-async def test_an_engine_that_exits_is_reported_with_the_end_of_its_log(tmp_path: Path) -> None:
+async def test_engine_that_exits_is_reported_with_the_end_of_its_log(tmp_path: Path) -> None:
     with pytest.raises(Permanent, match=r"(?s)exited with status 2.*alpha_s: .*-1.*"):
         await engines.start_simulated("sim-0", log_dir=tmp_path, arguments=["--alpha-s", "-1"])
 
 
-async def test_an_engine_that_is_never_ready_is_killed(tmp_path: Path) -> None:
+async def test_engine_that_is_never_ready_is_killed(tmp_path: Path) -> None:
     sleeper = tmp_path / "python"
     sleeper.write_text(f"#!{sys.executable}\nimport os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)\n")
     sleeper.chmod(0o755)

@@ -1,10 +1,10 @@
-"""The TRL adapter without TRL: a trainer that has what the adapter reads, and servers that behave like vLLM's."""
+"""The imports of the TRL adapter."""
 
 import subprocess
 import sys
 
 
-def test_the_trainers_environment_needs_little() -> None:
+def test_adapter_imports_few_packages() -> None:
     heavy = "{'grpc', 'numpy', 'ortools', 'prometheus_client', 'scipy', 'statsmodels', 'torch', 'typer', 'yaml'}"
     code = f"import sys, orchestrrl.integrations.trl; print(sorted({heavy} & set(sys.modules)))"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""Engines that a deployer started are reported as if an agent were beside them, and by nobody where one is."""
+"""Engines started by a deployer are reported by the daemon unless they have an agent."""
 
 import asyncio
 import sys
@@ -10,7 +10,7 @@ from planner.model import EngineHealth
 from tests.orchestrrl.daemon.test_engine_watcher import E0, Sink
 
 
-async def test_a_real_engine_is_reported(tmp_path: Path) -> None:
+async def test_deployed_engine_is_reported(tmp_path: Path) -> None:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "orchestrrl", "engine", "simulated", "--port", "0", stdout=asyncio.subprocess.PIPE
     )

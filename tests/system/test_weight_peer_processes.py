@@ -1,5 +1,5 @@
-"""Peers as processes under a daemon that orders them over the real service: bytes from one to another, restarts in the
-middle, orders delivered twice and orders of daemons that are no more."""
+"""Peers as processes under a daemon that uses the real service: transfers, restarts during transfers, orders delivered
+twice, and orders of daemons that have ended."""
 
 import asyncio
 import signal
@@ -42,7 +42,7 @@ async def harness(tmp_path: Path) -> AsyncIterator[tuple[FakeDaemon, int]]:
 
 
 async def publish(daemon: FakeDaemon, folder: Path, contents: Contents, version: int) -> OpenVersion:
-    """As two trainer ranks on `train0` and the daemon do: what receivers are to be told, sums included."""
+    """Publish as two trainer ranks on `train0` and the daemon do. Return the version map with sums for receivers."""
     parts = [contents.stage(folder / f"v{version}", rank, boxes) for rank, boxes in enumerate(HALVES)]
     map = contents.map(version, with_sums=False)
     opened = await daemon.ask("train0", OpenVersion(map, tuple(parts)))
@@ -54,7 +54,9 @@ async def publish(daemon: FakeDaemon, folder: Path, contents: Contents, version:
 
 
 @pytest.mark.smoke
-async def test_a_version_goes_from_trainers_parts_to_an_engine(harness: tuple[FakeDaemon, int], tmp_path: Path) -> None:
+async def test_version_is_assembled_from_trainer_parts_for_an_engine(
+    harness: tuple[FakeDaemon, int], tmp_path: Path
+) -> None:
     daemon, port = harness
     async with SimulatedServer(SimulatedOptions()) as server:
         first = PeerProcess("train0", port, tmp_path / "train0", "--pod", "train", "--tor", "t0", "--nic-gbps", "100")
@@ -76,7 +78,7 @@ async def test_a_version_goes_from_trainers_parts_to_an_engine(harness: tuple[Fa
             checked = await daemon.ask("gen0", CheckVersion(4))
             assert (checked.outcome, checked.missing) == (OrderOutcome.DONE, {})
             assert (second.folder / "v4" / MODEL_FILE).read_bytes() == contents.model_file()
-            await daemon.until("gen0", lambda heard: heard.peer.held and heard.peer.held[0].complete)
+            await daemon.until("gen0", lambda received: received.peer.held and received.peer.held[0].complete)
 
             late = await daemon.ask("gen0", InstallVersion(4, ENGINE, time.time() - 1))
             assert late.outcome is OrderOutcome.FAILED
@@ -86,7 +88,7 @@ async def test_a_version_goes_from_trainers_parts_to_an_engine(harness: tuple[Fa
             installed = await daemon.ask("gen0", InstallVersion(4, ENGINE, until_s))
             assert installed.outcome is OrderOutcome.DONE, installed.detail
             assert installed.loaded_sum
-            await daemon.until("gen0", lambda heard: heard.peer.engines[0].installed == 4)
+            await daemon.until("gen0", lambda received: received.peer.engines[0].installed == 4)
             assert (await daemon.ask("gen0", QueryVersion(ENGINE))).detail == "e0 has version 4"
             probed = await daemon.ask("gen0", ProbeWeights(ENGINE, (1, 2, 3), 5, until_s))
             assert len(probed.tokens) == 5, probed.detail
@@ -96,12 +98,12 @@ async def test_a_version_goes_from_trainers_parts_to_an_engine(harness: tuple[Fa
             assert again.loaded_sum == installed.loaded_sum
             assert (
                 await daemon.ask("gen0", RestEngine(ENGINE, True, 30.0))
-            ).detail == "e0 is paused"  # nothing is to end
+            ).detail == "e0 is paused"  # no edge may end
             assert (await daemon.ask("gen0", RestEngine(ENGINE, True, ends=True))).detail == "e0 is paused"
             assert (await daemon.ask("gen0", RestEngine(ENGINE, False))).outcome is OrderOutcome.DONE
             again = await daemon.ask("gen0", InstallVersion(4, ENGINE, until_s, anew=True))
             assert again.detail.startswith("e0 loaded version 4 in"), again.detail
-            # A trainer that was started anew has other weights of the same number.
+            # A restarted trainer has other weights of the same version number.
             other = Contents(99)
             anew = await publish(daemon, first.folder, other, 4)
             opened = await daemon.ask("gen0", anew)
@@ -114,12 +116,10 @@ async def test_a_version_goes_from_trainers_parts_to_an_engine(harness: tuple[Fa
             assert replaced.loaded_sum not in ("", installed.loaded_sum)
             kept = await daemon.ask("gen0", KeepVersions(()))
             assert kept.detail == "discarded 4"
-            await daemon.until("gen0", lambda heard: not heard.peer.held)
+            await daemon.until("gen0", lambda received: not received.peer.held)
 
 
-async def test_a_receiver_killed_in_the_middle_finishes_with_what_it_has(
-    harness: tuple[FakeDaemon, int], tmp_path: Path
-) -> None:
+async def test_killed_receiver_resumes_from_stored_ranges(harness: tuple[FakeDaemon, int], tmp_path: Path) -> None:
     daemon, port = harness
     first, second = PeerProcess("train0", port, tmp_path / "train0"), PeerProcess("gen0", port, tmp_path / "gen0")
     async with peers(first, second):
@@ -132,8 +132,8 @@ async def test_a_receiver_killed_in_the_middle_finishes_with_what_it_has(
         await carry(daemon, 4, half)
         await daemon.carried("gen0", [each.id for each in half])
         second.kill()
-        await daemon.until("gen0", lambda heard: not heard.is_attached)
-        # Meanwhile a block on its disk is spoilt.
+        await daemon.until("gen0", lambda received: not received.is_attached)
+        # In the meantime a block on its disk is corrupted.
         file = second.folder / "v4" / MODEL_FILE
         image = bytearray(file.read_bytes())
         place = image.index(contents.wire(opening.map.shards[-1])[:CHUNK])
@@ -160,16 +160,14 @@ async def test_a_receiver_killed_in_the_middle_finishes_with_what_it_has(
         assert file.read_bytes() == contents.model_file()
 
 
-async def test_a_trainers_peer_that_was_killed_still_has_the_parts(
-    harness: tuple[FakeDaemon, int], tmp_path: Path
-) -> None:
+async def test_killed_trainer_peer_keeps_its_parts(harness: tuple[FakeDaemon, int], tmp_path: Path) -> None:
     daemon, port = harness
     first = PeerProcess("train0", port, tmp_path / "train0")
     async with peers(first):
         await daemon.peer("train0")
         opening = await publish(daemon, first.folder, Contents(3), 9)
         first.kill()
-        await daemon.until("train0", lambda heard: not heard.is_attached)
+        await daemon.until("train0", lambda received: not received.is_attached)
         first.start()
         train = await daemon.peer("train0", attached=2)
         assert [(held.version, held.complete, held.staged_by) for held in train.held] == [(9, True, (0, 1))]
@@ -177,14 +175,14 @@ async def test_a_trainers_peer_that_was_killed_still_has_the_parts(
         assert summed.sums == {shard.id: shard.sums for shard in opening.map.shards}
 
 
-async def test_orders_are_done_once_and_daemons_that_are_no_more_have_no_say(tmp_path: Path) -> None:
+async def test_orders_are_executed_once_and_old_daemons_are_ignored(tmp_path: Path) -> None:
     async with daemon_at() as (daemon, port):
         peer = PeerProcess("gen0", port, tmp_path / "gen0")
         async with peers(peer):
             await daemon.peer("gen0")
             opening = OpenVersion(Contents(4).map(1))
             first = await daemon.ask("gen0", opening, id="a")
-            again = await daemon.ask("gen0", KeepVersions(()), id="a")  # delivered twice: whatever it says now
+            again = await daemon.ask("gen0", KeepVersions(()), id="a")  # delivered twice, with other contents
             assert again == first
             assert (peer.folder / "v1").exists()
             daemon.generation = 3
@@ -193,27 +191,27 @@ async def test_orders_are_done_once_and_daemons_that_are_no_more_have_no_say(tmp
             assert stale.outcome is OrderOutcome.FAILED
             assert stale.detail == "generation 2 is superseded by generation 3"
             assert (peer.folder / "v1").exists()
-    # The daemon comes back elsewhere in time, at the same place: it is told everything anew.
+    # A newer daemon starts at the same address: everything is reported to it again.
     peer = PeerProcess("gen0", port, tmp_path / "gen0")
     async with peers(peer), daemon_at(port) as (later, _):
-        told = await later.peer("gen0")
-        assert [held.version for held in told.held] == [1]
+        shown = await later.peer("gen0")
+        assert [held.version for held in shown.held] == [1]
 
 
-async def test_a_peer_outlives_its_daemon(tmp_path: Path) -> None:
+async def test_peer_outlives_its_daemon(tmp_path: Path) -> None:
     async with daemon_at() as (daemon, port):
         peer = PeerProcess("gen0", port, tmp_path / "gen0")
         await daemon.peer("gen0")
         await daemon.ask("gen0", OpenVersion(Contents(5).map(1)))
     async with peers(peer):
         async with daemon_at(port) as (later, _):
-            told = await later.peer("gen0")
-            assert [held.version for held in told.held] == [1]
+            shown = await later.peer("gen0")
+            assert [held.version for held in shown.held] == [1]
             result = await later.ask("gen0", CheckVersion(1), id="order2")
             assert result.outcome is OrderOutcome.DONE
 
 
-async def test_what_makes_no_sense_is_refused_with_all_reasons(harness: tuple[FakeDaemon, int], tmp_path: Path) -> None:
+async def test_invalid_orders_are_rejected_with_all_errors(harness: tuple[FakeDaemon, int], tmp_path: Path) -> None:
     daemon, port = harness
     peer = PeerProcess("gen0", port, tmp_path / "gen0")
     async with peers(peer):
@@ -227,7 +225,7 @@ async def test_what_makes_no_sense_is_refused_with_all_reasons(harness: tuple[Fa
         await daemon.ask("gen0", OpenVersion(map))
         rows = next(shard for shard in map.shards if shard.id == "rows")
         wrong = (
-            edge(1, "nobody", 0, 1, "gen1", gen),
+            edge(1, "missing", 0, 1, "gen1", gen),
             edge(2, "rows", rows.bytes, 1, "gen1", gen),
             edge(3, "rows", -1, 1, "gen1", gen),
         )
@@ -242,7 +240,7 @@ async def test_what_makes_no_sense_is_refused_with_all_reasons(harness: tuple[Fa
         assert "cannot be read" in outside.detail
 
 
-async def test_it_stops_on_sigterm_and_says_when_the_folder_is_taken(
+async def test_peer_stops_on_sigterm_and_reports_a_folder_in_use(
     harness: tuple[FakeDaemon, int], tmp_path: Path
 ) -> None:
     daemon, port = harness
@@ -259,7 +257,7 @@ async def test_it_stops_on_sigterm_and_says_when_the_folder_is_taken(
 
 
 def run(*arguments: str, blocked: str = "") -> subprocess.CompletedProcess[str]:
-    """With modules that are not to be had."""
+    """Run a peer with some modules blocked from import."""
     program = (
         f"import sys; [sys.modules.__setitem__(name, None) for name in {blocked!r}.split()];"
         " from orchestrrl.weights.peer.main import main; sys.exit(main(sys.argv[1:]))"
@@ -267,7 +265,7 @@ def run(*arguments: str, blocked: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False)
 
 
-def test_all_faults_come_at_once() -> None:
+def test_all_errors_are_reported_at_once() -> None:
     words = (
         "--id a/b --daemon nowhere --engine e0 --product sglang --transport pigeon --gpu 1 --pod p --tp 2 --tp-rank 2"
         " --folder here --nic-gbps nan"
@@ -280,7 +278,7 @@ def test_all_faults_come_at_once() -> None:
     assert "Traceback" not in result.stderr
 
 
-def test_it_needs_nothing_that_only_our_environment_has() -> None:
+def test_peer_runs_without_optional_packages() -> None:
     result = run("--help", blocked="typer rich yaml ortools scipy statsmodels matplotlib numba psutil torch click")
     assert result.returncode == 0, result.stderr
     assert "xxhash" in result.stdout

@@ -1,5 +1,5 @@
-"""A weight sync in the fabric in a box, as `orchestrrl sync box` runs it: real processes and bytes over circuits of its
-own. What crosses into PoDs is counted, never how long something took."""
+"""A weight sync in the fabric in a box, as run by `orchestrrl sync box`: real processes and bytes over circuits for the
+sync. Tests compare the bytes that enter PoDs, not durations."""
 
 import json
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 
 from orchestrrl.lab.box import enter
 
-pytestmark = pytest.mark.alone  # what a machine that stands still has TCP send again is counted, too
+pytestmark = pytest.mark.alone  # includes retransmissions if the machine stalls
 
 MB, RECEIVERS, PODS = 12.0, 10, 2
 
@@ -21,7 +21,7 @@ def _possible() -> None:
         pytest.skip(f"no fabric in a box here: {why}")
 
 
-def test_all_ways_bring_the_same_bytes_and_the_tree_crosses_into_each_pod_once(tmp_path: Path) -> None:
+def test_all_ways_deliver_the_same_bytes_and_the_tree_enters_each_pod_once(tmp_path: Path) -> None:
     words = ("sync", "box", "--mb", f"{MB:g}", "--circuit-mbps", "300", "--out", str(tmp_path), "--json")
     ran = subprocess.run([sys.executable, "-m", "orchestrrl", *words], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
@@ -33,15 +33,15 @@ def test_all_ways_bring_the_same_bytes_and_the_tree_crosses_into_each_pod_once(t
     for row in found["rows"]:
         assert row["identical"] == RECEIVERS
         assert row["carried_bytes"] == RECEIVERS * size
-        assert row["circuits"]["moves"] > 0  # generation had them before
-        # By the counters of the core's ports: with headers, and what TCP sent again.
+        assert row["circuits"]["moves"] > 0  # generation had these circuits before
+        # From the counters of the core's ports, including headers and retransmissions.
         assert row["crossing_bytes"] <= row["crossed_bytes"] < 1.3 * row["crossing_bytes"]
     assert rows["tree"]["crossing_bytes"] == rows["two_stage"]["crossing_bytes"] == PODS * size
     assert rows["naive"]["crossing_bytes"] == RECEIVERS * size
     assert found["bound_s"] <= rows["tree"]["estimate_s"]
 
 
-def test_bad_words_are_told_all_at_once(tmp_path: Path) -> None:
+def test_all_errors_are_reported_at_once(tmp_path: Path) -> None:
     words = ("sync", "box", "--mb", "0", "--way", "flood", "--transport", "pigeons", "--rounds", "0", "--out")
     command = [sys.executable, "-m", "orchestrrl", *words, str(tmp_path)]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)

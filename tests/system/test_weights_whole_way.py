@@ -1,5 +1,5 @@
-"""Four trainer ranks on two hosts publish rows of everything; the daemon, peers and an agent are processes, and engines
-take what they are to have: whole, or one half of tensor parallelism each. Some of it is quantised, with scales."""
+"""Four trainer ranks on two hosts publish rows of all tensors. The daemon, peers and an agent are processes. Engines
+receive whole models, or one half each with tensor parallelism. Some tensors are quantised, with scales."""
 
 import asyncio
 import os
@@ -30,7 +30,7 @@ from tests.orchestrrl.gateway.processes import free_port
 
 ROOT = Path(__file__).parents[2]
 WORLD = 4
-BEGIN_WITHIN_S = 300.0  # eight processes, on a machine that has other things to do
+BEGIN_WITHIN_S = 300.0  # eight processes, on a busy machine
 TENSORS = tuple(
     TensorMeta(name, dtype, shape)
     for name, dtype, shape in [
@@ -40,11 +40,11 @@ TENSORS = tuple(
         ("model.layers.0.mlp.up_proj.weight", "F8_E4M3", (1 << 14, 64)),
         ("model.layers.0.mlp.up_proj.weight_scale_inv", "F32", (128, 1)),
         ("model.layers.0.input_layernorm.weight", "BF16", (64,)),
-        ("model.norm.weight", "BF16", (63,)),  # not as many rows on each rank
+        ("model.norm.weight", "BF16", (63,)),  # ranks have different numbers of rows
         ("model.scale", "F32", ()),
     ]
 )
-# Engine, its peer, and what that says of its share.
+# Engine, its peer, and the flags for its share.
 ENGINES = (
     ("e0", "gen0", ()),
     ("e1", "gen1", ()),
@@ -62,7 +62,7 @@ def content(version: int) -> dict[str, Array]:
 
 
 def rows_of(version: int, rank: int) -> list[TensorPiece]:
-    """As FSDP divides: rows, the last rank's fewer; what has none is everybody's."""
+    """Return the rows of a rank as FSDP divides them: the last rank has fewer; scalars are on every rank."""
     found = []
     whole = content(version)
     for meta in TENSORS:
@@ -95,19 +95,19 @@ def process(log: Path, *words: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 async def until_ready(address: str) -> None:
-    """All peers are attached, and the daemon has heard of all engines."""
+    """Wait until all peers are attached and all engines are reported to the daemon."""
     want = {"train0", "train1", *(peer for _, peer, _ in ENGINES)}
     async with asyncio.timeout(BEGIN_WITHIN_S):
         while True:
             try:
                 async with ControlClient(address) as daemon:
-                    told = await daemon.call(daemon.weights.GetWeights, weights_pb2.GetWeightsRequest())
+                    shown = await daemon.call(daemon.weights.GetWeights, weights_pb2.GetWeightsRequest())
                     known = await daemon.call(daemon.control.GetStatus, control_pb2.GetStatusRequest())
-                there = {each.id for each in STATUS.from_pb(told).peers if each.attached}
+                there = {each.id for each in STATUS.from_pb(shown).peers if each.attached}
                 if want <= there and len(known.workers) == len(ENGINES):
                     return
             except Retryable:
-                pass  # it has not begun to listen
+                pass  # it does not listen yet
             await asyncio.sleep(0.2)
 
 
@@ -115,7 +115,7 @@ async def until_ready(address: str) -> None:
 async def fleet(folder: Path) -> AsyncIterator[tuple[str, dict[str, PeerProcess]]]:
     port = free_port()
     address = f"127.0.0.1:{port}"
-    # Simulated engines answer by all bytes of a file, holes as well, so halves would answer each another way.
+    # Simulated responses depend on all bytes of a file, including holes, so halves would respond differently.
     config = "mode: advise\nlisten: {address: '%s'}\nweights: {probe: null, chunk_bytes: 100000, transports: [tcp]}\n"
     (folder / "o.yaml").write_text(config % address)
     async with AsyncExitStack() as stack:
@@ -134,7 +134,7 @@ async def fleet(folder: Path) -> AsyncIterator[tuple[str, dict[str, PeerProcess]
 
 
 def publish(address: str, started: dict[str, PeerProcess], version: int) -> list[SyncReport]:
-    """As four processes of a trainer would; what each is told in the end."""
+    """Publish as four processes of a trainer, and return the result of each."""
 
     def rank(number: int) -> SyncReport:
         host = started[f"train{number // 2}"]
@@ -148,7 +148,7 @@ def publish(address: str, started: dict[str, PeerProcess], version: int) -> list
 
 
 def check(folder: Path, version: int, words: Sequence[str]) -> None:
-    """What the peer's engine is to have is in the file, and what it is not to have takes no room."""
+    """Check that the file has the data of the peer's engine, and that other data occupies no disk space."""
     tp, ranks = (2, (int(words[-1]),)) if words else (1, (0,))
     file = folder / f"v{version}" / MODEL_FILE
     layout = read_layout(file)
@@ -160,11 +160,11 @@ def check(folder: Path, version: int, words: Sequence[str]) -> None:
             assert (found[slices(box)] == right[slices(box)]).all(), (folder, name, box)
     if not words:
         assert file.stat().st_size == layout.bytes
-    # Rows of `down_proj` are four pages; the half of one touches three at most.
+    # Rows of `down_proj` have four pages; half a row touches three pages at most.
     assert file.stat().st_blocks * 512 <= layout.bytes * (0.7 if words else 1.0) + 65536
 
 
-async def test_rows_of_four_ranks_come_to_whole_engines_and_to_halves(tmp_path: Path) -> None:
+async def test_rows_of_four_ranks_reach_whole_and_half_engines(tmp_path: Path) -> None:
     async with fleet(tmp_path) as (address, started):
         for version in (1, 2):
             reports = await asyncio.to_thread(publish, address, started, version)
@@ -175,6 +175,6 @@ async def test_rows_of_four_ranks_come_to_whole_engines_and_to_halves(tmp_path: 
             whole = {folder_sum(started[name].folder / f"v{version}") for name in ("gen0", "gen1")}
             assert len(whole) == 1
             (report,) = {report.id: report for report in reports}.values()
-            # Two have all, two a half of what is divided: nobody was sent more.
+            # Two engines have everything, two have half of the divided tensors: no more bytes were sent.
             size = sum(each.bytes for each in TENSORS)
             assert 2.9 * size < report.carried_bytes < 3.1 * size

@@ -1,6 +1,6 @@
-"""docs/write-a-driver.md, followed word for word: the code that it shows is the example's, its commands run in order.
+"""docs/write-a-driver.md: its code is that of the example, and its commands run in order.
 
-`pip install -e` would change the environment that the tests run in: here the package goes into a folder beside it.
+`pip install -e` would change the environment of the tests, so the package is installed into a separate folder.
 """
 
 import os
@@ -46,7 +46,7 @@ def follow(tmp_path: Path, steps: list[str]) -> None:
         if step.endswith("&"):
             script += [f'until python -c "{_knock(script[-1], ports)}" 2>/dev/null; do sleep 0.1; done']
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    # The folder `orchestrrl` beside us is the checkout, not the package.
+    # The folder `orchestrrl` in the repository is the checkout, not the package.
     environment = {**os.environ, "PATH": path, "PYTHONPATH": f"{site}{os.pathsep}{ROOT}", "PYTHONSAFEPATH": "1"}
     text = "set -e\ntrap 'kill $(jobs -p) 2>/dev/null || true' EXIT\n" + "\n".join(script)
     done = subprocess.run(
@@ -56,13 +56,13 @@ def follow(tmp_path: Path, steps: list[str]) -> None:
 
 
 def _knock(command: str, ports: dict[str, str]) -> str:
-    """Waits for what was started last: its own port is the last that it names."""
+    """Wait for the process that was started last: its port is the last one in its command line."""
     port = re.findall(r"\d{4,5}", command)[-1]
     return f"import socket; socket.create_connection(('127.0.0.1', {port})).close()"
 
 
-def test_the_page_is_followed_in_short(tmp_path: Path) -> None:
-    """Every command but the last, with a few tests of the suite; all of them are in the slow test below."""
+def test_page_commands_work_with_a_few_tests(tmp_path: Path) -> None:
+    """Run every command except the last, with a few tests of the suite. The slow test below runs all of them."""
     few = " ".join(f"--only {name}" for name in ("test_facts_and_ports_agree", "test_diff_is_empty_after_commit"))
     steps = [f"{step} {few}" if "ocs conformance" in step else step for step in commands()]
     steps = [f"{step} -k 'facts or diff_is_empty'" if "test_line_switch" in step else step for step in steps]
@@ -70,5 +70,5 @@ def test_the_page_is_followed_in_short(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_page_is_followed_to_its_end(tmp_path: Path) -> None:
+def test_page_commands_work_completely(tmp_path: Path) -> None:
     follow(tmp_path, commands())

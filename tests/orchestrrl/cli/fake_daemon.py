@@ -226,10 +226,10 @@ JOURNAL = [
 
 
 class FakeDaemon(control_pb2_grpc.ControlServicer):
-    """A daemon that records every order in `heard`. With `empty`, it behaves as if it had just started."""
+    """A daemon that records every order in `received`. With `empty`, it behaves as if it had just started."""
 
     def __init__(self) -> None:
-        self.heard: list[Any] = []
+        self.received: list[Any] = []
         self.empty = False
         self.address = ""
 
@@ -240,7 +240,7 @@ class FakeDaemon(control_pb2_grpc.ControlServicer):
         return pb.ListWorkersResponse(workers=[] if self.empty else WORKERS)
 
     async def ListRequests(self, request: pb.ListRequestsRequest, context: Context) -> pb.ListRequestsResponse:  # type: ignore[override]
-        self.heard.append(request)
+        self.received.append(request)
         return pb.ListRequestsResponse(requests=[] if self.empty else REQUESTS, total=0 if self.empty else 7)
 
     async def GetPlan(self, request: pb.GetPlanRequest, context: Context) -> pb.Plan:  # type: ignore[override]
@@ -251,25 +251,25 @@ class FakeDaemon(control_pb2_grpc.ControlServicer):
         return PLAN
 
     async def ListPlans(self, request: pb.ListPlansRequest, context: Context) -> pb.ListPlansResponse:  # type: ignore[override]
-        self.heard.append(request)
+        self.received.append(request)
         return pb.ListPlansResponse(plans=[] if self.empty else [PLAN])
 
     async def WatchPlans(self, request: pb.WatchPlansRequest, context: Context) -> AsyncIterator[pb.PlanEvent]:  # type: ignore[override]
         yield pb.PlanEvent(plan=None if self.empty else PLAN, control=CONTROL)
 
     async def OverridePlan(self, request: pb.OverridePlanRequest, context: Context) -> pb.PlanControl:  # type: ignore[override]
-        self.heard.append(request)
+        self.received.append(request)
         if request.configuration == "tp3":
             faults = "configuration: is not one of tp2, tp4, got 'tp3'\nreason: must not be empty"
             await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, faults)
         return pb.PlanControl(state="overridden", configuration=request.configuration, reason=request.reason)
 
     async def PinPlan(self, request: pb.PinPlanRequest, context: Context) -> pb.PlanControl:  # type: ignore[override]
-        self.heard.append(request)
+        self.received.append(request)
         return CONTROL
 
     async def ReleasePlan(self, request: pb.ReleasePlanRequest, context: Context) -> pb.PlanControl:  # type: ignore[override]
-        self.heard.append(request)
+        self.received.append(request)
         return pb.PlanControl(state="free")
 
     async def GetBalance(self, request: pb.GetBalanceRequest, context: Context) -> pb.Balance:  # type: ignore[override]
@@ -278,11 +278,11 @@ class FakeDaemon(control_pb2_grpc.ControlServicer):
         return BALANCE
 
     async def SetMode(self, request: pb.SetModeRequest, context: Context) -> pb.SetModeResponse:  # type: ignore[override]
-        self.heard.append(request)
+        self.received.append(request)
         return pb.SetModeResponse(mode=request.mode, previous=pb.MODE_ADVISE)
 
     async def MoveRequest(self, request: pb.MoveRequestRequest, context: Context) -> pb.MoveRequestResponse:  # type: ignore[override]
-        self.heard.append(request)
+        self.received.append(request)
         match request.request_id:
             case "r1":
                 return pb.MoveRequestResponse(done=True, operation_id="op9")
@@ -293,19 +293,19 @@ class FakeDaemon(control_pb2_grpc.ControlServicer):
         return await refuse(context, grpc.StatusCode.FAILED_PRECONDITION, f"no request {request.request_id!r}")
 
     async def PauseFleet(self, request: pb.PauseFleetRequest, context: Context) -> pb.PauseBarrier:  # type: ignore[override]
-        self.heard.append(request)
+        self.received.append(request)
         if request.holder == "too late":
             await refuse(context, grpc.StatusCode.ABORTED, "gateway gw0 did not come to rest: 3 requests still run")
         return BARRIER
 
     async def RenewPause(self, request: pb.RenewPauseRequest, context: Context) -> pb.PauseBarrier:  # type: ignore[override]
-        self.heard.append(request)
+        self.received.append(request)
         if request.lease_id != BARRIER.lease_id:
             await refuse(context, grpc.StatusCode.FAILED_PRECONDITION, "lease g2-1 has ended (expired)")
         return BARRIER
 
     async def ResumeFleet(self, request: pb.ResumeFleetRequest, context: Context) -> pb.PauseBarrier:  # type: ignore[override]
-        self.heard.append(request)
+        self.received.append(request)
         return OPEN_BARRIER
 
     async def GetPauseBarrier(self, request: pb.GetPauseBarrierRequest, context: Context) -> pb.PauseBarrier:  # type: ignore[override]
@@ -314,16 +314,16 @@ class FakeDaemon(control_pb2_grpc.ControlServicer):
     async def SetPolicyVersion(  # type: ignore[override]
         self, request: pb.SetPolicyVersionRequest, context: Context
     ) -> pb.SetPolicyVersionResponse:
-        self.heard.append(request)
+        self.received.append(request)
         return pb.SetPolicyVersionResponse(policy_version=12)
 
     async def CancelRequests(self, request: pb.CancelRequestsRequest, context: Context) -> pb.CancelRequestsResponse:  # type: ignore[override]
-        self.heard.append(request)
+        self.received.append(request)
         silent = ["gw1"] if "slow" in request.group_ids else []
         return pb.CancelRequestsResponse(cancelled_ids=["r1", "r2"], silent_node_ids=silent)
 
     async def WatchJournal(self, request: pb.WatchJournalRequest, context: Context) -> AsyncIterator[pb.JournalEntry]:  # type: ignore[override]
-        self.heard.append(request)
+        self.received.append(request)
         for entry in JOURNAL:
             yield entry
 

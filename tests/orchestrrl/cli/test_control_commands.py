@@ -25,7 +25,7 @@ def served() -> Iterator[FakeDaemon]:
 
 @pytest.fixture
 def daemon(served: FakeDaemon) -> FakeDaemon:
-    served.heard.clear()
+    served.received.clear()
     served.empty = False
     return served
 
@@ -35,7 +35,7 @@ def run(daemon: FakeDaemon | str, *arguments: str) -> Result:
     return CliRunner().invoke(application(), [*arguments], env={DAEMON_VARIABLE: address})
 
 
-def said(result: Result) -> str:
+def output_text(result: Result) -> str:
     """Return the standard output of a successful command, with spaces collapsed because column widths vary."""
     assert result.exit_code == 0, result.output
     return " ".join(result.stdout.split())
@@ -73,7 +73,7 @@ def test_commands_on_a_daemon_that_just_started(daemon: FakeDaemon, command: lis
 
 
 def test_status(daemon: FakeDaemon) -> None:
-    text = said(run(daemon, "status"))
+    text = output_text(run(daemon, "status"))
     assert "OrchestrRL 0.1.0, mode advise, generation 3, up 2 h 03 min" in text
     assert "12 running, 3 waiting, 4,567 finished" in text
     assert "8 done, 1 failed, 90,000 tokens recomputed, 70,000 moved as KV" in text
@@ -100,32 +100,32 @@ def test_json_has_plain_strings_numbers_and_nulls(daemon: FakeDaemon) -> None:
 
 
 def test_workers(daemon: FakeDaemon) -> None:
-    text = said(run(daemon, "workers"))
+    text = output_text(run(daemon, "workers"))
     assert "e0 vllm 0.32.0 tiny 4,096 0 http://127.0.0.1:8000 configured: tp2" in text
     assert "e1 not queried yet" in text
     assert "no agent has reported what the engine serves" in text
 
 
 def test_requests(daemon: FakeDaemon) -> None:
-    text = said(run(daemon, "requests", "--engine", "e0", "--limit", "2"))
+    text = output_text(run(daemon, "requests", "--engine", "e0", "--limit", "2"))
     assert "Requests: 2 of 7" in text
     assert "r1 e0 running 100 2,345 4,096 0 12.5 s yes" in text
     assert "r2 gateway waiting 100 0 - 0 0 ms a grammar guides it" in text
-    assert daemon.heard == [pb.ListRequestsRequest(engine_id="e0", limit=2)]
+    assert daemon.received == [pb.ListRequestsRequest(engine_id="e0", limit=2)]
 
 
 def test_mode_is_shown_and_set(daemon: FakeDaemon) -> None:
-    assert said(run(daemon, "mode")) == "mode advise"
-    assert daemon.heard == []
-    assert said(run(daemon, "mode", "act", "--reason", "ready")) == "mode act, was advise"
-    assert daemon.heard == [pb.SetModeRequest(mode=pb.MODE_ACT, reason="ready")]
+    assert output_text(run(daemon, "mode")) == "mode advise"
+    assert daemon.received == []
+    assert output_text(run(daemon, "mode", "act", "--reason", "ready")) == "mode act, was advise"
+    assert daemon.received == [pb.SetModeRequest(mode=pb.MODE_ACT, reason="ready")]
     assert json.loads(run(daemon, "mode", "advise", "--json").stdout) == {"mode": "advise", "previous": "advise"}
     assert run(daemon, "mode", "sometimes").exit_code == 2
 
 
 def test_move(daemon: FakeDaemon) -> None:
-    assert said(run(daemon, "move", "r1", "--to", "e1")) == "r1 continues on e1"
-    assert daemon.heard == [pb.MoveRequestRequest(request_id="r1", to_engine_id="e1")]
+    assert output_text(run(daemon, "move", "r1", "--to", "e1")) == "r1 continues on e1"
+    assert daemon.received == [pb.MoveRequestRequest(request_id="r1", to_engine_id="e1")]
     declined = run(daemon, "move", "r2", "--to", "e1")
     assert (declined.exit_code, declined.stdout) == (1, "")
     assert declined.stderr == "r2 not moved: a grammar guides it\n"
@@ -136,7 +136,7 @@ def test_move(daemon: FakeDaemon) -> None:
 
 
 def test_moves(daemon: FakeDaemon) -> None:
-    text = said(run(daemon, "moves"))
+    text = output_text(run(daemon, "moves"))
     assert "e0 0.006 0.003 e1 stalled stalled" in text
     assert "r7 e0 e1 waiting" in text
     assert "rebalance: load indices differ by 0.006" in text
@@ -147,7 +147,7 @@ def test_moves(daemon: FakeDaemon) -> None:
 
 
 def test_plan_explain_of_one_plan(daemon: FakeDaemon) -> None:
-    text = said(run(daemon, "plan", "explain"))
+    text = output_text(run(daemon, "plan", "explain"))
     assert text.startswith("plan-3: keep, not acted on why: gain 4.0 s is within epsilon 10 s (gain_too_small)")
     assert "planner: pinned for 9 min 50 s more (benchmark)" in text
     shown = json.loads(run(daemon, "plan", "explain", "plan-3", "--json").stdout)
@@ -160,8 +160,8 @@ def test_plan_explain_without_proposal_prints_no_bound() -> None:
     nothing = pb.Plan(
         plan_id="plan-4", decision="keep", reason_code="no_step_times", reason="no step times for e0: why"
     )
-    told = plain(nothing)
-    text = "\n".join([*headline(told, 0.0), *predictions(told)])
+    printed = plain(nothing)
+    text = "\n".join([*headline(printed, 0.0), *predictions(printed)])
     assert "why: no step times for e0: why (no_step_times)" in text
     assert "deployed: unknown or mixed, predicted -; no proposal" in text
     assert "no fleet can end before" not in text
@@ -171,7 +171,7 @@ def test_plan_explain_without_proposal_prints_no_bound() -> None:
 
 def test_plan_explain(daemon: FakeDaemon) -> None:
     result = run(daemon, "plan", "explain")
-    text = said(result)
+    text = output_text(result)
     assert "inputs: at most 300 ms old; 120 requests running, 40 waiting; forecast: empirical, 8 samples" in text
     assert "forgone: pinned by the operator (pinned)" in text
     assert "note: x runs an unknown configuration" in text
@@ -196,18 +196,18 @@ def test_plan_explain(daemon: FakeDaemon) -> None:
 
 
 def test_plan_list(daemon: FakeDaemon) -> None:
-    assert "keep gain_too_small tp2 tp4 430.00 s 426.00 s 441.00 s no" in said(
+    assert "keep gain_too_small tp2 tp4 430.00 s 426.00 s 441.00 s no" in output_text(
         run(daemon, "plan", "list", "--limit", "3")
     )
-    assert daemon.heard == [pb.ListPlansRequest(limit=3)]
+    assert daemon.received == [pb.ListPlansRequest(limit=3)]
 
 
 def test_plan_override_pin_release(daemon: FakeDaemon) -> None:
-    text = said(run(daemon, "plan", "override", "tp4", "--reason", "long tail", "--ttl-s", "60"))
+    text = output_text(run(daemon, "plan", "override", "tp4", "--reason", "long tail", "--ttl-s", "60"))
     assert text == "planner: overridden to tp4 until released (long tail)"
-    assert said(run(daemon, "plan", "pin", "--reason", "why not")).startswith("planner: pinned")
-    assert said(run(daemon, "plan", "release")) == "planner: free"
-    assert daemon.heard == [
+    assert output_text(run(daemon, "plan", "pin", "--reason", "why not")).startswith("planner: pinned")
+    assert output_text(run(daemon, "plan", "release")) == "planner: free"
+    assert daemon.received == [
         pb.OverridePlanRequest(configuration="tp4", reason="long tail", ttl_s=60),
         pb.PinPlanRequest(reason="why not"),
         pb.ReleasePlanRequest(),
@@ -236,7 +236,7 @@ def test_malformed_input_exits_2_with_all_errors(daemon: FakeDaemon) -> None:
 def test_argument_that_is_not_utf8_exits_2(daemon: FakeDaemon, command: list[str]) -> None:
     refused = run(daemon, *command)
     assert (refused.exit_code, refused.stderr) == (2, "must be UTF-8 text, got '\\udcff'\n")
-    assert not daemon.heard
+    assert not daemon.received
 
 
 def test_journal(daemon: FakeDaemon) -> None:
@@ -246,21 +246,21 @@ def test_journal(daemon: FakeDaemon) -> None:
         ("mode", {"reason": "go"}),
         ("operation.result", {"done": True}),
     ]
-    assert daemon.heard == [pb.WatchJournalRequest(tail=2, kinds=["mode", "operation.result"])]
-    text = said(run(daemon, "journal", "--follow"))
+    assert daemon.received == [pb.WatchJournalRequest(tail=2, kinds=["mode", "operation.result"])]
+    text = output_text(run(daemon, "journal", "--follow"))
     assert 'g3 mode act reason="go"' in text
     assert run(daemon, "journal", "--kind", "gossip").exit_code == 2
 
 
 def test_top_prints_once_into_a_pipe(daemon: FakeDaemon) -> None:
     for arguments in (["top"], ["top", "--once"]):
-        text = said(run(daemon, *arguments))
+        text = output_text(run(daemon, *arguments))
         assert "75 %" in text
         assert "r7: e0 -> e1 (waiting)" in text
         assert "plan-3: keep" in text
         assert "planner: pinned for 9 min 50 s more" in text
     daemon.empty = True
-    assert "plan: none yet" in said(run(daemon, "top", "--once"))
+    assert "plan: none yet" in output_text(run(daemon, "top", "--once"))
 
 
 def test_unreachable_daemon_is_reported_with_advice() -> None:
@@ -281,7 +281,7 @@ def test_flag_takes_precedence_over_environment(daemon: FakeDaemon) -> None:
     result = CliRunner().invoke(
         application(), ["mode", "--daemon", daemon.address], env={DAEMON_VARIABLE: "127.0.0.1:1"}
     )
-    assert said(result) == "mode advise"
+    assert output_text(result) == "mode advise"
 
 
 def test_unix_socket(tmp_path: Path) -> None:

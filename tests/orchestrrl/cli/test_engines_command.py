@@ -63,11 +63,11 @@ class Daemon:
     def pin(self, id: str) -> None:
         """Make the request immovable, and return when the daemon has received the report of it."""
         self.immovable = {id}
-        heard = False
-        while not heard:
+        received = False
+        while not received:
             command = ["requests", "--json", "--daemon", self.address]
             requests = json.loads(CliRunner().invoke(application(), command).stdout)["requests"]
-            heard = any(not view["movable"] for view in requests)
+            received = any(not view["movable"] for view in requests)
 
     async def _serve(self) -> None:
         self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
@@ -127,7 +127,7 @@ def run(daemon: Daemon) -> Callable[..., Result]:
 Run = Callable[..., Result]
 
 
-def said(result: Result) -> str:
+def printed(result: Result) -> str:
     assert result.exit_code == 0, result.output
     return " ".join(result.stdout.split())
 
@@ -138,14 +138,14 @@ def listed(run: Run) -> dict[str, dict[str, Any]]:
 
 
 def test_list_shows_engines_without_agent(run: Run) -> None:
-    text = said(run("list"))
+    text = printed(run("list"))
     assert "e0 serving ok 2 2 0 - tp2 http://e0" in text
     assert "e1 serving no agent 0 - - long tp2 http://e1" in text
     assert "no agent reports e1: its health is judged by gateways only" in text
 
 
 def test_added_engine_is_listed(run: Run) -> None:
-    text = said(run("add", "e2", "--url", "http://e2", "--configuration", "tp2", "--gpus", "4,5", "--pool", "long"))
+    text = printed(run("add", "e2", "--url", "http://e2", "--configuration", "tp2", "--gpus", "4,5", "--pool", "long"))
     assert text.startswith("e2 added: gateways send requests to it no agent reports e2")
     e2 = listed(run)["e2"]
     assert (e2["url"], e2["configuration"], e2["pool"], e2["reported"]) == ("http://e2", "tp2", "long", False)
@@ -197,17 +197,17 @@ def test_drain_waits_until_requests_moved_or_ended(daemon: Daemon, run: Run) -> 
     assert "e0: 2 requests" in late.stderr
     assert "e0 is not empty after 3 s and remains draining: 1 request" in late.stderr
     assert daemon.where == {"a": "e1", "b": "e0"}
-    assert "e0 draining ok 1 1 0" in said(run("list"))
+    assert "e0 draining ok 1 1 0" in printed(run("list"))
     daemon.where.pop("b")
-    assert said(run("drain", "e0", "--wait")) == "e0 is drained: no requests"
-    assert "e0 drained ok 0 0 0" in said(run("list"))
-    assert said(run("drain", "e0", "--undo")) == "e0 accepts requests again"
+    assert printed(run("drain", "e0", "--wait")) == "e0 is drained: no requests"
+    assert "e0 drained ok 0 0 0" in printed(run("list"))
+    assert printed(run("drain", "e0", "--undo")) == "e0 accepts requests again"
     assert not listed(run)["e0"]["draining"]
 
 
 def test_drain_of_the_last_engine_warns(run: Run) -> None:
     first = run("drain", "e1")
-    assert (said(first), first.stderr) == ("e1 is draining: 0 requests", "")
+    assert (printed(first), first.stderr) == ("e1 is draining: 0 requests", "")
     last = run("drain", "e0", "--json")
     assert json.loads(last.stdout)["requests"] == 2
     assert last.stderr.startswith("no engine accepts requests now")
@@ -232,7 +232,7 @@ def test_remove_with_requests_requires_force(daemon: Daemon, run: Run) -> None:
     assert (refused.exit_code, refused.stdout) == (1, "")
     assert "engine e0 has 2 requests: empty it with `orchestrrl engines drain e0 --move --wait`" in refused.stderr
     daemon.pin("a")
-    forced = said(run("remove", "e0", "--force"))
+    forced = printed(run("remove", "e0", "--force"))
     assert forced == "e0 removed; requests moved to other engines: 1, finishing on it: 1"
     assert list(listed(run)) == ["e1"]
     run("add", "e2", "--url", "http://e2")
@@ -257,8 +257,8 @@ def test_status_and_top_show_draining(daemon: Daemon, run: Run) -> None:
     run("drain", "e0")
     for words in (["status"], ["workers"], ["top", "--once"]):
         shown = CliRunner().invoke(application(), words, env={DAEMON_VARIABLE: daemon.address})
-        assert "ok, draining" in " ".join(said(shown).split())
-    assert "long" in said(CliRunner().invoke(application(), ["status"], env={DAEMON_VARIABLE: daemon.address}))
+        assert "ok, draining" in " ".join(printed(shown).split())
+    assert "long" in printed(CliRunner().invoke(application(), ["status"], env={DAEMON_VARIABLE: daemon.address}))
 
 
 async def test_invalid_grpc_requests_are_invalid_arguments(daemon: Daemon) -> None:

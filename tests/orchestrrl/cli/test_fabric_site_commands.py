@@ -193,7 +193,7 @@ def test_site_generated_as_json_can_be_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "shown"),
     [
         (["--rails", 3], ["--rails: must divide the 8 NICs of a server, got 3"]),
         (
@@ -224,8 +224,8 @@ def test_site_generated_as_json_can_be_read(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_impossible_site_is_reported_with_flags(words: list[object], told: list[str]) -> None:
+def test_impossible_site_is_reported_with_flags(words: list[object], shown: list[str]) -> None:
     done = fabric("generate", *words)
     assert done.exit_code == 2
     assert done.stdout == ""
-    assert done.stderr.splitlines() == told
+    assert done.stderr.splitlines() == shown

@@ -221,13 +221,13 @@ EVENTS = st.one_of(
 
 
 @given(st.lists(EVENTS, max_size=20))
-def test_written_trace_can_be_read(tmp_path_factory: pytest.TempPathFactory, told: list[TraceEvent]) -> None:
+def test_written_trace_can_be_read(tmp_path_factory: pytest.TempPathFactory, printed: list[TraceEvent]) -> None:
     path = tmp_path_factory.mktemp("traces") / "trace.jsonl"
-    write_trace(told, path)
-    assert read_trace(path) == told
-    ranks = by_rank(told)
-    assert list(ranks) == sorted({event.rank for event in told})
-    if any(isinstance(event, TracedCollective) for event in told):
-        summaries, quiet = study(told, 0.05)
-        assert sum(histogram.total for each in summaries for histogram in each.histograms.values()) < len(told)
+    write_trace(printed, path)
+    assert read_trace(path) == printed
+    ranks = by_rank(printed)
+    assert list(ranks) == sorted({event.rank for event in printed})
+    if any(isinstance(event, TracedCollective) for event in printed):
+        summaries, quiet = study(printed, 0.05)
+        assert sum(histogram.total for each in summaries for histogram in each.histograms.values()) < len(printed)
         assert quiet.ranks == len(summaries)

@@ -18,8 +18,8 @@ COMMIT = {
 
 
 def period(name: str, **changes: Any) -> dict[str, Any]:
-    told = {"announced_unix_s": 999.0, "period": name, "state": "committed", "code": "committed", "detail": ""}
-    return {**told, "stages": 2, "stages_done": 2, "moves": 9, "commits": [COMMIT], **changes}
+    printed = {"announced_unix_s": 999.0, "period": name, "state": "committed", "code": "committed", "detail": ""}
+    return {**printed, "stages": 2, "stages_done": 2, "moves": 9, "commits": [COMMIT], **changes}
 
 
 def host(**changes: Any) -> dict[str, Any]:

@@ -44,13 +44,13 @@ def test_trace_contains_the_events_of_the_rings(tmp_path: Path) -> None:
     recorded.writers[0].begin(recorded.writers[0].op("broadcast"))  # still running
     recorded.writers[0].announce("announce", b'{"period": "next", "body": {}}')
     target = tmp_path / "trace.jsonl"
-    status, said, _ = run(target, "--rings", tmp_path / "rings")
+    status, printed, _ = run(target, "--rings", tmp_path / "rings")
     assert status == 0
-    assert "72 events of 2 ranks" in said
-    assert "1 collectives that still run" in said
-    status, said, _ = run(target, "--rings", tmp_path / "rings", "--json")
-    told = {"file": str(target), "job": "trainer", "ranks": [0, 1], "events": 72, "lost": 0, "running": 1}
-    assert (status, json.loads(said)) == (0, told)
+    assert "72 events of 2 ranks" in printed
+    assert "1 collectives that still run" in printed
+    status, printed, _ = run(target, "--rings", tmp_path / "rings", "--json")
+    shown = {"file": str(target), "job": "trainer", "ranks": [0, 1], "events": 72, "lost": 0, "running": 1}
+    assert (status, json.loads(printed)) == (0, shown)
     events = read_traces([target])
     assert len([each for each in events if isinstance(each, TracedCollective)]) == 24
     assert [each.iteration for each in events if isinstance(each, TracedIteration) and each.rank == 1] == list(

@@ -133,6 +133,6 @@ def test_all_errors_of_one_scheduled_fault_are_reported(tmp_path: Path) -> None:
     faults.write_text("- {at_s: x, kind: fail_prt, items: true}\n")
     refused = CliRunner().invoke(application(), ["ocs", "emulate", "--faults", str(faults)])
     assert refused.exit_code == 2
-    told = refused.stderr.splitlines()
-    named = [line.partition(":")[0] for line in told]
+    shown = refused.stderr.splitlines()
+    named = [line.partition(":")[0] for line in shown]
     assert named == [f"--faults[0].{name}" for name in ("at_s", "kind", "items")], refused.stderr

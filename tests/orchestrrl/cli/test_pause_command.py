@@ -25,7 +25,7 @@ def served() -> Iterator[FakeDaemon]:
 
 @pytest.fixture
 def daemon(served: FakeDaemon) -> FakeDaemon:
-    served.heard.clear()
+    served.received.clear()
     served.empty = False
     return served
 
@@ -34,20 +34,20 @@ def run(daemon: FakeDaemon, *arguments: str) -> Result:
     return CliRunner().invoke(application(), [*arguments], env={DAEMON_VARIABLE: daemon.address})
 
 
-def said(result: Result) -> str:
+def printed(result: Result) -> str:
     assert result.exit_code == 0, result.output
     return " ".join(result.stdout.split())
 
 
 def test_pause_prints_the_lease_and_engines_not_paused(daemon: FakeDaemon) -> None:
-    text = said(run(daemon, "pause", "--mode", "wait", "--deadline-s", "300", "--holder", "weights of step 12"))
+    text = printed(run(daemon, "pause", "--mode", "wait", "--deadline-s", "300", "--holder", "weights of step 12"))
     until = time_of_day(BARRIER.lease_until_unix_s)
     assert "barrier: quiet, policy version 11, mode keep, frozen requests recompute" in text
     assert f"lease g3-1 for weights of step 12: expires at {until}, then the fleet resumes" in text
     assert "requests: 0 running, 1,200 frozen, 3 held" in text
     assert "resume with orchestrrl resume g3-1" in text
     assert "e1: connection refused [Errno 111]" in text
-    assert daemon.heard == [
+    assert daemon.received == [
         pb.PauseFleetRequest(
             mode=agent_pb2.PAUSE_MODE_WAIT,
             frozen=agent_pb2.FROZEN_REQUESTS_RECOMPUTE,
@@ -65,13 +65,13 @@ def test_pause_fails_if_the_fleet_is_not_quiet(daemon: FakeDaemon) -> None:
 
 
 def test_renew_and_resume(daemon: FakeDaemon) -> None:
-    assert "barrier: quiet" in said(run(daemon, "renew", "g3-1", "--lease-s", "120"))
+    assert "barrier: quiet" in printed(run(daemon, "renew", "g3-1", "--lease-s", "120"))
     late = run(daemon, "renew", "g2-1")
     assert (late.exit_code, late.stderr) == (1, "lease g2-1 has ended (expired)\n")
-    text = said(run(daemon, "resume", "g3-1", "--policy-version", "0", "--without", "e1", "--without", "e2"))
+    text = printed(run(daemon, "resume", "g3-1", "--policy-version", "0", "--without", "e1", "--without", "e2"))
     assert text.startswith("barrier: open, policy version 12 last opened: resumed by weights of step 12")
-    said(run(daemon, "resume", "--weights", "/shared/12"))
-    assert daemon.heard == [
+    printed(run(daemon, "resume", "--weights", "/shared/12"))
+    assert daemon.received == [
         pb.RenewPauseRequest(lease_id="g3-1", lease_s=120.0),
         pb.RenewPauseRequest(lease_id="g2-1", lease_s=60.0),
         pb.ResumeFleetRequest(lease_id="g3-1", policy_version=0, without_engine_ids=["e1", "e2"]),
@@ -80,13 +80,13 @@ def test_renew_and_resume(daemon: FakeDaemon) -> None:
 
 
 def test_barrier_shows_gateways_and_engines(daemon: FakeDaemon) -> None:
-    text = said(run(daemon, "barrier"))
+    text = printed(run(daemon, "barrier"))
     assert "gw0 quiet 0 1200 3" in text
     assert "gw1 - - - -" in text
     assert "e0 11" in text
     assert "e1 - connection refused [Errno 111]" in text
     daemon.empty = True
-    assert said(run(daemon, "barrier")).startswith("barrier: open Gateways")
+    assert printed(run(daemon, "barrier")).startswith("barrier: open Gateways")
 
 
 def test_status_shows_the_barrier_only_if_closed_or_versioned() -> None:
@@ -117,12 +117,12 @@ def test_outdated_request_counts_are_not_shown() -> None:
 
 def test_set_version_and_cancel(daemon: FakeDaemon) -> None:
     weights = ("--weights", "/shared/12")
-    assert said(run(daemon, "engines", "set-version", "12", "--engine", "e0", "--engine", "e1", *weights)) == (
+    assert printed(run(daemon, "engines", "set-version", "12", "--engine", "e0", "--engine", "e1", *weights)) == (
         "e0, e1: policy version 12, the fleet's is 12"
     )
-    text = said(run(daemon, "cancel", "--group", "g", "--request", "r1", "--reason", "reward is known"))
+    text = printed(run(daemon, "cancel", "--group", "g", "--request", "r1", "--reason", "reward is known"))
     assert text == "2 requests cancelled: r1, r2"
-    assert daemon.heard == [
+    assert daemon.received == [
         pb.SetPolicyVersionRequest(engine_ids=["e0", "e1"], policy_version=12, weights_source="/shared/12"),
         pb.CancelRequestsRequest(request_ids=["r1"], group_ids=["g"], reason="reward is known"),
     ]
@@ -154,4 +154,4 @@ def test_each_command_prints_one_json_object(daemon: FakeDaemon, command: list[s
 )
 def test_invalid_arguments_exit_2(daemon: FakeDaemon, command: list[str]) -> None:
     assert run(daemon, *command).exit_code == 2
-    assert daemon.heard == []
+    assert daemon.received == []

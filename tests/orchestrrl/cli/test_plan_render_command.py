@@ -74,8 +74,8 @@ def test_json_lists_all_processes_of_a_multi_node_engine(tmp_path: Path) -> None
     assert [(each["role"], each["node"]) for each in engine["processes"]] == [("server", 0), ("node", 1)]
     assert "--headless" in engine["processes"][1]["argv"]
     assert engine["processes"][1]["environment"]["CUDA_VISIBLE_DEVICES"] == "0,1,2,3,4,5,6,7"
-    told = run(tmp_path, fleet(LAUNCH), "--configuration", "tp16").stdout
-    assert "# tp16-0, process 2 of 2 (node): tp16 on GPUs 8-15 of node 1\n" in told
+    output = run(tmp_path, fleet(LAUNCH), "--configuration", "tp16").stdout
+    assert "# tp16-0, process 2 of 2 (node): tp16 on GPUs 8-15 of node 1\n" in output
 
 
 def test_configuration_fills_the_fleet_or_the_given_gpus(tmp_path: Path) -> None:
@@ -165,9 +165,9 @@ def test_all_errors_are_reported_with_exit_status_2(
 ) -> None:
     result = run(tmp_path, document, *arguments)
     assert (result.exit_code, result.stdout) == (2, "")
-    told = result.stderr.splitlines()
-    assert len(told) == len(expected)
-    for fault, start in zip(told, expected, strict=True):
+    output = result.stderr.splitlines()
+    assert len(output) == len(expected)
+    for fault, start in zip(output, expected, strict=True):
         assert fault.startswith(start)
 
 

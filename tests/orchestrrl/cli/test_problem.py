@@ -53,7 +53,7 @@ def test_valid_problem_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_all_errors_are_reported_with_path_and_value(tmp_path: Path) -> None:
     text = """{"share": NaN, "share": "0.5", "roots": ["a", 7, "a"], "colour": "red", "leaves": [
         {"id": "x", "tokens": -3, "parent": "a"},
-        {"id": "x", "tokens": true, "parent": "nobody"},
+        {"id": "x", "tokens": true, "parent": "missing"},
         {"id": "y", "tokens": "12", "parent": null},
         {"id": "z", "tokens": 1.5, "id": "y"},
         null]}"""
@@ -72,7 +72,7 @@ def test_all_errors_are_reported_with_path_and_value(tmp_path: Path) -> None:
         "roots[2]: is already used by roots[0], got 'a'",
         "leaves[1].id: is already used by leaves[0].id, got 'x'",
         "leaves[3].id: is already used by leaves[2].id, got 'y'",
-        "leaves[1].parent: does not exist, got 'nobody'",
+        "leaves[1].parent: does not exist, got 'missing'",
     ]
 
 

@@ -51,10 +51,10 @@ def test_all_errors_are_reported_at_once(measured: Path) -> None:
 
 
 def test_errors_of_source_and_file_are_reported_together(measured: Path) -> None:
-    told = CliRunner().invoke(application(), ["profile", "score", str(measured), "--source", "measured"])
-    assert told.exit_code == 0, told.output
-    assert "TPOT of 0 of 3 rows" in told.stdout
-    assert "too few measurements: 0 rows at other lengths, at least 8 are needed" in told.stdout
+    shown = CliRunner().invoke(application(), ["profile", "score", str(measured), "--source", "measured"])
+    assert shown.exit_code == 0, shown.output
+    assert "TPOT of 0 of 3 rows" in shown.stdout
+    assert "too few measurements: 0 rows at other lengths, at least 8 are needed" in shown.stdout
     measured.write_text(measured.read_text().replace("12.5", "fast"))
     wrong = CliRunner().invoke(application(), ["profile", "score", str(measured), "--source", "guess"])
     assert (wrong.exit_code, wrong.stdout) == (2, "")

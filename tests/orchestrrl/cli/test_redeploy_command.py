@@ -36,7 +36,7 @@ def run(harness: RedeploymentDaemon, *arguments: str) -> Result:
     return CliRunner().invoke(application(), [*arguments], env={DAEMON_VARIABLE: harness.address})
 
 
-def said(result: Result) -> str:
+def printed(result: Result) -> str:
     assert result.exit_code == 0, result.output
     return " ".join(result.stdout.split())
 
@@ -47,7 +47,7 @@ def object_of(result: Result) -> dict[str, Any]:
 
 
 def test_dry_run_prints_engines_and_steps_by_stage(harness: RedeploymentDaemon) -> None:
-    text = said(run(harness, "redeploy", "--to", "tp8=1", "--to", "tp2", "--dry-run"))
+    text = printed(run(harness, "redeploy", "--to", "tp8=1", "--to", "tp2", "--dry-run"))
     assert text.startswith("dry run, nothing changes: 8 x tp2 -> 1 x tp8, 4 x tp2")
     assert "e0 stops tp2 0-1" in text
     assert "e4 stays tp2 8-9" in text
@@ -60,7 +60,7 @@ def test_dry_run_prints_engines_and_steps_by_stage(harness: RedeploymentDaemon) 
     draft = object_of(run(harness, "redeploy", "--to", "tp8", "--dry-run", "--json"))
     assert (draft["state"], draft["redeployment_id"], len(draft["new_engines"])) == ("planned", "", 2)
     assert {step["began_unix_s"] for step in draft["steps"]} == {None}
-    assert "nothing to do" in said(run(harness, "redeploy", "--to", "tp2", "--dry-run"))
+    assert "nothing to do" in printed(run(harness, "redeploy", "--to", "tp2", "--dry-run"))
     assert run(harness, "redeploy").exit_code == 1, "nothing was done"
 
 
@@ -68,7 +68,7 @@ def test_redeployment_is_followed_line_by_line_in_a_pipe(
     harness: RedeploymentDaemon,
 ) -> None:
     result = run(harness, "redeploy", "--to", "tp8", "--reason", "the tail is long")
-    text = said(result)
+    text = printed(result)
     assert text.startswith("redeployment s1: 8 x tp2 -> 2 x tp8 (the tail is long)")
     lines = [line.partition(" ")[2] for line in result.stdout.splitlines()]
     order = ["fence: done", "evacuate e0-7: done", "ready tp8-0.0, tp8-0.1: done", "commit: done"]
@@ -106,37 +106,37 @@ def test_rolled_back_or_degraded_redeployment_exits_1_with_reason(harness: Redep
     assert degraded.exit_code == 1
     assert object_of(degraded)["state"] == "degraded"
     assert "no such GPU" in degraded.stderr
-    assert "serving: e1-7" in said(run(harness, "redeploy"))
-    assert "redeployment s2: degraded in" in said(run(harness, "status"))
+    assert "serving: e1-7" in printed(run(harness, "redeploy"))
+    assert "redeployment s2: degraded in" in printed(run(harness, "status"))
 
 
 def test_detail_of_a_done_redeployment_is_printed(harness: RedeploymentDaemon) -> None:
     harness.redeployer.remark = "retire of e0: took longer than 60 s"
-    assert "done in" in (text := said(run(harness, "redeploy", "--to", "tp8")))
+    assert "done in" in (text := printed(run(harness, "redeploy", "--to", "tp8")))
     assert "s: retire of e0: took longer than 60 s" in text
 
 
 def test_no_wait_show_cancel_and_watch(harness: RedeploymentDaemon) -> None:
     harness.do(harness.redeployer.held.clear)
-    text = said(run(harness, "redeploy", "--to", "tp8", "--no-wait"))
+    text = printed(run(harness, "redeploy", "--to", "tp8", "--no-wait"))
     assert "started; watch it with orchestrrl redeploy --watch --id s1" in text
     assert "roll it back with orchestrrl redeploy --cancel --id s1" in text
     for command in (["redeploy"], ["redeploy", "--id", "s1"]):
-        text = said(run(harness, *command))
+        text = printed(run(harness, *command))
         assert "redeployment s1: 8 x tp2 -> 2 x tp8, running" in text
-    summary = said(run(harness, "status"))
+    summary = printed(run(harness, "status"))
     assert "redeployment s1: 8 x tp2 -> 2 x tp8, running (0 of 29 steps done, since" in summary
-    assert "redeployment s1: 8 x tp2" in said(run(harness, "top", "--once"))
+    assert "redeployment s1: 8 x tp2" in printed(run(harness, "top", "--once"))
     busy = run(harness, "redeploy", "--to", "tp4")
     assert (busy.exit_code, "s1 is under way" in busy.stderr) == (1, True)
-    text = said(run(harness, "redeploy", "--cancel", "--reason", "wrong one"))
+    text = printed(run(harness, "redeploy", "--cancel", "--reason", "wrong one"))
     assert text == "redeployment s1 is rolled back to 8 x tp2; watch it with orchestrrl redeploy --watch --id s1"
     ended = run(harness, "redeploy", "--watch")
     assert ended.exit_code == 1
     assert "redeployment s1 is rolled back: called off: wrong one" in ended.stderr
     late = run(harness, "redeploy", "--cancel")
     assert (late.exit_code, late.stderr) == (1, "no redeployment is running\n")
-    assert "redeployment" not in said(run(harness, "status"))
+    assert "redeployment" not in printed(run(harness, "status"))
 
 
 def test_all_errors_of_the_command_line_are_reported_at_once(harness: RedeploymentDaemon) -> None:
@@ -175,21 +175,21 @@ def test_daemon_reports_all_errors_of_the_target(harness: RedeploymentDaemon, fl
 
 
 def test_history_lists_redeployments_and_shows_one_over_time(harness: RedeploymentDaemon) -> None:
-    assert said(run(harness, "plan", "history")) == "no redeployment yet"
+    assert printed(run(harness, "plan", "history")) == "no redeployment yet"
     run(harness, "redeploy", "--to", "tp8", "--reason", "the [tail]")
     harness.redeployer.failing[READY] = "hung"
     run(harness, "redeploy", "--plan", "p1")
     run(harness, "redeploy", "--to", "tp2")
-    text = said(run(harness, "plan", "history"))
+    text = printed(run(harness, "plan", "history"))
     assert "the [tail] 8 x tp2 -> 2 x tp8 done" in text
     assert "2 x tp8 -> 8 x tp2 rolled back" in text
     assert text.index("s2 20") < text.index("s1 20")
-    only = said(run(harness, "plan", "history", "--limit", "1"))
+    only = printed(run(harness, "plan", "history", "--limit", "1"))
     assert "s1 20" not in only
     assert [
         report["redeployment_id"] for report in object_of(run(harness, "plan", "history", "--json"))["redeployments"]
     ][-1] == "s1"
-    full = said(run(harness, "plan", "history", "--id", "s1"))
+    full = printed(run(harness, "plan", "history", "--id", "s1"))
     assert full.startswith("redeployment s1: 8 x tp2 -> 2 x tp8 (the [tail]) started 20")
     assert "tp8-0.1 starts tp8 8-15" in full
     line = full.partition("Time line")[2]
@@ -205,7 +205,7 @@ def test_missing_deployer_is_reported_with_advice(harness: RedeploymentDaemon) -
     refused = run(harness, "redeploy", "--to", "tp2")
     assert refused.exit_code == 1
     assert "fleet.deployer" in refused.stderr
-    assert said(run(harness, "plan", "history")) == "no redeployment yet"
+    assert printed(run(harness, "plan", "history")) == "no redeployment yet"
 
 
 # --- a terminal

@@ -104,8 +104,8 @@ def test_unchanged_report_has_no_news(report: dict[str, Any]) -> None:
 def test_engine_lists_are_short() -> None:
     def named(*ids: str) -> str:
         step = {"number": 1, "stage": 1, "kind": "stop", "direction": "forward", "state": "done", "within_s": 1.0}
-        told = {**step, "detail": "", "began_unix_s": None, "elapsed_s": None}
-        report = {"state": "running", "steps": [{**told, "engine_id": id} for id in ids]}
+        shown = {**step, "detail": "", "began_unix_s": None, "elapsed_s": None}
+        report = {"state": "running", "steps": [{**shown, "engine_id": id} for id in ids]}
         return str(next(iter(words.plan_table(report).columns[2].cells)))
 
     assert named("e0", "e1") == "e0, e1"

@@ -77,7 +77,7 @@ def command(daemon: Daemon, *words: str) -> Result:
     return result
 
 
-def said(daemon: Daemon, *words: str) -> str:
+def printed(daemon: Daemon, *words: str) -> str:
     result = command(daemon, *words)
     assert result.exit_code == 0, result.output
     return " ".join(result.stdout.split())
@@ -100,10 +100,10 @@ def fleet(daemon: Daemon, *reports: SyncReport, committed: int | None = 7) -> No
 
 
 def test_daemon_without_weights_is_reported(daemon: Daemon) -> None:
-    told = said(daemon, "status")
-    assert "no version committed yet" in told
-    assert "No peer is attached" in told
-    assert "No version has been published yet" in said(daemon, "history")
+    shown = printed(daemon, "status")
+    assert "no version committed yet" in shown
+    assert "No peer is attached" in shown
+    assert "No version has been published yet" in printed(daemon, "history")
     assert answer(daemon, "status") == {"committed_version": None, "sync": None, "quarantined": [], "peers": []}
     for words in (("profile",), ("profile", "--last", "3"), ("watch",), ("abort",), ("install",)):
         result = command(daemon, *words)
@@ -124,16 +124,16 @@ def test_unreachable_daemon_is_reported(daemon: Daemon) -> None:
 def test_status_shows_progress_and_stragglers(daemon: Daemon) -> None:
     fleet(daemon, done(7), replace(carrying(8), attempt=2, mended_edges=1, notes=("gen1 -> gen2 went silent",)))
     daemon.syncs.quarantined = (EngineStatus(EngineId("e2"), EngineSync.QUARANTINED, "loads version 7 again"),)
-    told = said(daemon, "status")
-    assert "weights of the fleet: version 7" in told
-    assert "version 8 (sync-8): carrying, phase A for" in told
-    assert "attempt 2" in told
-    assert "62 % of 4 GB over 4 edges (2 GB of weights), 1 of 4 edges failed and were replaced" in told
-    assert "late: e1 (gen1 has 500 MB of 2 GB)" in told
-    assert "gen1 -> gen2 went silent" in told
-    assert "quarantined e2: loads version 7 again" in told
-    assert "gen0 engine node1 gen0 gen0-tor0 e0 7-8 attached" in told
-    assert "gen1 engine node2 gen0 gen0-tor0 e1 7 gone" in told
+    shown = printed(daemon, "status")
+    assert "weights of the fleet: version 7" in shown
+    assert "version 8 (sync-8): carrying, phase A for" in shown
+    assert "attempt 2" in shown
+    assert "62 % of 4 GB over 4 edges (2 GB of weights), 1 of 4 edges failed and were replaced" in shown
+    assert "late: e1 (gen1 has 500 MB of 2 GB)" in shown
+    assert "gen1 -> gen2 went silent" in shown
+    assert "quarantined e2: loads version 7 again" in shown
+    assert "gen0 engine node1 gen0 gen0-tor0 e0 7-8 attached" in shown
+    assert "gen1 engine node2 gen0 gen0-tor0 e1 7 gone" in shown
     seen = answer(daemon, "status")
     assert (seen["committed_version"], seen["sync"]["arrived_bytes"]) == (7, 2_500_000_000)
     assert [peer["peer_id"] for peer in seen["peers"]] == ["train0", "gen0", "gen1"]
@@ -141,15 +141,15 @@ def test_status_shows_progress_and_stragglers(daemon: Daemon) -> None:
 
 def test_status_names_ranks_that_have_not_published(daemon: Daemon) -> None:
     fleet(daemon, replace(carrying(8), state=SyncState.PUBLISHING, world=8, published=(0, 1, 5), engines=()))
-    assert "not published yet: ranks 2-4, 6-7 of 8" in said(daemon, "status")
+    assert "not published yet: ranks 2-4, 6-7 of 8" in printed(daemon, "status")
 
 
 def test_status_of_an_ended_sync_shows_its_outcome(daemon: Daemon) -> None:
     fleet(
         daemon, replace(done(8), state=SyncState.ABORTED, code="probe_differs", detail="e0 and e1 answer differently")
     )
-    told = said(daemon, "status")
-    assert "last: version 8 (sync-8): aborted (probe_differs) in 4 s: e0 and e1 answer differently" in told
+    shown = printed(daemon, "status")
+    assert "last: version 8 (sync-8): aborted (probe_differs) in 4 s: e0 and e1 answer differently" in shown
 
 
 # --- history
@@ -175,15 +175,15 @@ OFFLOADING = done(9, (SyncPhase.OFFLOAD, 227.3), (SyncPhase.PHASE_A, 1.7), (Sync
 
 def test_profile_shows_phases_edges_and_advice(daemon: Daemon) -> None:
     fleet(daemon, done(7), replace(OFFLOADING, estimate_s=1.5))
-    told = said(daemon, "profile")
-    assert "version 9 (sync-9): done in 3 min 50 s" in told
-    assert "critical path: trainer offload 3 min 47 s" in told
-    assert "trainer offload 3 min 47 s 99 %" in told
-    assert "phase A 1.7 s 1 %" in told
-    assert "transfer: 1.7 s, 1 % of the total, 18.8 Gb/s over all edges; 1.13 x the estimate of 1.5 s" in told
-    assert "train0 -> gen0 A 2 1.9 s 1.6 s 8.42" in told
-    assert "advice: trainer offload takes 227 s, 99 % of the whole" in told
-    assert "advice: install takes 1 s, 25 % of the whole" in said(daemon, "profile", "7")
+    shown = printed(daemon, "profile")
+    assert "version 9 (sync-9): done in 3 min 50 s" in shown
+    assert "critical path: trainer offload 3 min 47 s" in shown
+    assert "trainer offload 3 min 47 s 99 %" in shown
+    assert "phase A 1.7 s 1 %" in shown
+    assert "transfer: 1.7 s, 1 % of the total, 18.8 Gb/s over all edges; 1.13 x the estimate of 1.5 s" in shown
+    assert "train0 -> gen0 A 2 1.9 s 1.6 s 8.42" in shown
+    assert "advice: trainer offload takes 227 s, 99 % of the whole" in shown
+    assert "advice: install takes 1 s, 25 % of the whole" in printed(daemon, "profile", "7")
 
 
 def test_profile_as_json(daemon: Daemon) -> None:
@@ -201,22 +201,22 @@ def test_profile_as_json(daemon: Daemon) -> None:
 
 def test_profile_of_several_syncs_shows_medians_and_advice(daemon: Daemon) -> None:
     fleet(daemon, done(7), OFFLOADING, replace(OFFLOADING, id="sync-10", version=10), carrying(11))
-    told = said(daemon, "profile", "--last", "5")
-    assert "Phases of 3 versions" in told
-    assert "trainer offload 3 min 47 s 3 min 47 s" in told
-    assert "advice (2 of 3): trainer offload takes 227 s" in told
+    shown = printed(daemon, "profile", "--last", "5")
+    assert "Phases of 3 versions" in shown
+    assert "trainer offload 3 min 47 s 3 min 47 s" in shown
+    assert "advice (2 of 3): trainer offload takes 227 s" in shown
 
 
 def test_profile_of_a_running_sync(daemon: Daemon) -> None:
     fleet(daemon, carrying(8))
-    assert "version 8 (sync-8): carrying" in said(daemon, "profile")
+    assert "version 8 (sync-8): carrying" in printed(daemon, "profile")
 
 
 def test_picture_is_drawn_or_the_error_is_reported(daemon: Daemon, tmp_path: Path) -> None:
     waiting = done(8, *[(phase, 0.5) for phase in SyncPhase])
     fleet(daemon, done(7), waiting, carrying(9))
     target = tmp_path / "syncs.png"
-    assert f"wrote {target}" in said(daemon, "profile", "--last", "2", "--picture", str(target))
+    assert f"wrote {target}" in printed(daemon, "profile", "--last", "2", "--picture", str(target))
     assert target.read_bytes().startswith(b"\x89PNG")
     assert answer(daemon, "profile", "--picture", str(tmp_path / "one.svg"))["version"] == 9
     assert (tmp_path / "one.svg").stat().st_size > 1000
@@ -238,9 +238,9 @@ def test_version_is_checked_before_the_daemon_is_called(daemon: Daemon) -> None:
 
 def test_abort_and_install_send_sync_and_reason(daemon: Daemon) -> None:
     fleet(daemon, replace(carrying(8), state=SyncState.PREPARED))
-    told = said(daemon, "install", "sync-8", "--reason", "now")
-    assert told == "version 8 (sync-8) is being installed; watch it with orchestrrl sync watch"
-    assert "aborted (operator)" in said(daemon, "abort", "--reason", "not a number")
+    shown = printed(daemon, "install", "sync-8", "--reason", "now")
+    assert shown == "version 8 (sync-8) is being installed; watch it with orchestrrl sync watch"
+    assert "aborted (operator)" in printed(daemon, "abort", "--reason", "not a number")
     assert daemon.syncs.asked == [("install", "sync-8", "now"), ("abort", "", "not a number")]
     result = command(daemon, "abort")
     assert result.exit_code == 1
@@ -272,8 +272,8 @@ def test_watch_ends_with_the_outcome(daemon: Daemon, ended: SyncReport, status: 
     result = command(daemon, "watch", *flags)
     story.join(DEADLINE_S)
     assert result.exit_code == status
-    told = result.stderr if flags else result.stdout
-    assert [word for word in ("carrying", "prepared", "fencing", str(ended.state)) if word in told] == [
+    shown = result.stderr if flags else result.stdout
+    assert [word for word in ("carrying", "prepared", "fencing", str(ended.state)) if word in shown] == [
         "carrying",
         "prepared",
         "fencing",
@@ -287,7 +287,7 @@ def test_watch_ends_with_the_outcome(daemon: Daemon, ended: SyncReport, status: 
 
 def test_watch_of_an_ended_sync_shows_its_outcome(daemon: Daemon) -> None:
     fleet(daemon, done(8))
-    assert "version 8 (sync-8): done in 4 s: 2 engines have it" in said(daemon, "watch")
+    assert "version 8 (sync-8): done in 4 s: 2 engines have it" in printed(daemon, "watch")
 
 
 def test_watch_continues_while_the_daemon_is_unreachable(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,12 +96,12 @@ async def test_publish_waits_for_the_sync(tmp_path: Path) -> None:
     daemon = Daemon([[CARRYING, DONE], [DONE], [CARRYING, ABORTED]], status=WeightsStatus(4, None))
     daemon.may_end.set()
     async with serving(daemon) as address:
-        told = await run(*words, "--daemon", address)
+        shown = await run(*words, "--daemon", address)
         as_json = await run(*words, "--version", "9", "--json", "--daemon", address)
         aborted = await run(*words, "--version", "9", "--daemon", address)
-    assert told.exit_code == 0, told.output
-    assert "version 5 (sync-5): done" in told.stdout
-    assert "staging 3 tensors, 42 B" in " ".join(told.stderr.split())
+    assert shown.exit_code == 0, shown.output
+    assert "version 5 (sync-5): done" in shown.stdout
+    assert "staging 3 tensors, 42 B" in " ".join(shown.stderr.split())
     assert as_json.exit_code == 0, as_json.output
     assert json.loads(as_json.stdout)["state"] == "done"
     assert aborted.exit_code == 1
@@ -119,10 +119,10 @@ async def test_publish_returns_when_the_sync_waits_for_the_barrier(tmp_path: Pat
     daemon = Daemon([[waits, DONE]])  # the sync would end only when the pause barrier closes
     words = [str(checkpoint(tmp_path / "c", sharded=False)), "--peer", "train0", "--peer-folder", str(home)]
     async with serving(daemon) as address:
-        told = await run(*words, "--version", "5", "--next-pause", "--daemon", address)
+        shown = await run(*words, "--version", "5", "--next-pause", "--daemon", address)
         daemon.may_end.set()
-    assert told.exit_code == 0, told.output
-    assert "orchestrrl sync install" in told.stdout
+    assert shown.exit_code == 0, shown.output
+    assert "orchestrrl sync install" in shown.stdout
     assert daemon.publications[0].install == "next_pause"
 
 
@@ -132,7 +132,7 @@ async def test_all_errors_are_reported_at_once(tmp_path: Path) -> None:
     for fault in ("--daemon: must be HOST:PORT", "--peer: must be the id of a peer", "FOLDER: "):
         assert fault in result.stderr
     folder = checkpoint(tmp_path / "c", sharded=False)
-    result = await run(str(folder), "--peer", "train0", "--peer-folder", str(tmp_path / "nobody"))
+    result = await run(str(folder), "--peer", "train0", "--peer-folder", str(tmp_path / "missing"))
     assert result.exit_code == 2
     assert "--peer-folder: no peer has the folder" in result.stderr
 
@@ -141,8 +141,8 @@ async def test_all_errors_are_reported_at_once(tmp_path: Path) -> None:
 
 
 def line_of(status: WeightsStatus) -> list[str]:
-    told: dict[str, Any] = plain(STATUS.to_pb(status))
-    return weights_summary(told, 4.0)
+    shown: dict[str, Any] = plain(STATUS.to_pb(status))
+    return weights_summary(shown, 4.0)
 
 
 def test_status_shows_the_weights() -> None:

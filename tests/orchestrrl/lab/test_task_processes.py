@@ -1,4 +1,4 @@
-"""Tasks in processes of their own."""
+"""Tasks in separate processes."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ def _halve(number: int) -> int:
 
 
 @pytest.mark.parametrize("at_once", [1, 3, None])
-def test_a_process_that_dies_affects_its_own_task_alone(at_once: int | None) -> None:
+def test_process_crash_affects_only_its_task(at_once: int | None) -> None:
     found = dict(run_tasks(_halve, [2, -1, 3, 8], at_once))
     assert (found[2], found[8]) == (1, 4)
     assert str(found[-1]) == "the process of the task ended with status -9"
@@ -25,5 +25,5 @@ def test_a_process_that_dies_affects_its_own_task_alone(at_once: int | None) -> 
     assert str(found[3]) == "must be even, got 3"
 
 
-def test_no_tasks_start_no_process() -> None:
+def test_no_tasks_start_no_processes() -> None:
     assert list(run_tasks(_halve, [])) == []

@@ -10,12 +10,12 @@ SMALL = ArrivalLoad("small", step=STEP.model_copy(update={"prompts": 8, "max_tok
 
 @pytest.mark.parametrize("policy", STRATEGIES)
 @pytest.mark.parametrize("depth", [0, 1])
-async def test_a_step_ends_and_goes_the_same_way_twice(policy: str, depth: int) -> None:
+async def test_step_ends_and_is_deterministic(policy: str, depth: int) -> None:
     first, second = [await outcome(SMALL, 1, policy, depth) for _ in range(2)]
     assert first == second
     assert 0 < first.latency_s < first.makespan_s
 
 
-def test_figures_compare_a_queue_with_none() -> None:
+def test_figures_compare_with_and_without_queue() -> None:
     figures = routing([SMALL], seeds=[1])
     assert all(figure.baseline == "no queue" and figure.ratio is not None for figure in figures)

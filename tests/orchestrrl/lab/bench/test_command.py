@@ -1,4 +1,4 @@
-"""`orchestrrl bench`: its report, its table and its faults."""
+"""`orchestrrl bench`: its report, its table and its errors."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from orchestrrl.lab.bench.run import BENCHMARKS
 FIELDS = ("name", "value", "unit", "baseline", "baseline_value", "ratio", "note")
 
 
-def test_the_report_is_written_and_printed(tmp_path: Path) -> None:
+def test_report_is_written_and_printed(tmp_path: Path) -> None:
     path = tmp_path / "out" / "bench.json"
     result = CliRunner().invoke(application(), ["bench", "--only", "balancer_tick", "--json", "--out", str(path)])
     assert result.exit_code == 0, result.output
@@ -22,7 +22,7 @@ def test_the_report_is_written_and_printed(tmp_path: Path) -> None:
     assert result.stderr == "balancer_tick ...\n"
 
 
-def test_people_get_a_table(tmp_path: Path) -> None:
+def test_output_without_json_is_a_table(tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
     result = CliRunner().invoke(application(), ["bench", "--only", "plan_tick", "--out", str(path)])
     assert result.exit_code == 0, result.output
@@ -30,7 +30,7 @@ def test_people_get_a_table(tmp_path: Path) -> None:
     assert f"wrote {path}" in result.stdout
 
 
-def test_every_unknown_benchmark_is_named() -> None:
+def test_all_unknown_benchmarks_are_reported() -> None:
     result = CliRunner().invoke(application(), ["bench", "--only", "nonsense", "--only", "more"])
     assert result.exit_code == 2
     faults = result.stderr.splitlines()
@@ -38,6 +38,6 @@ def test_every_unknown_benchmark_is_named() -> None:
     assert all(", ".join(BENCHMARKS) in line for line in faults)
 
 
-def test_the_help_names_every_benchmark() -> None:
+def test_help_names_every_benchmark() -> None:
     text = CliRunner().invoke(application(), ["bench", "--help"], env={"COLUMNS": "200"}).stdout
     assert all(name in text for name in BENCHMARKS)

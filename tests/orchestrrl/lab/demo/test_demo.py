@@ -22,7 +22,7 @@ from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import control_pb2
 
 
-def test_the_step_is_as_rl_frameworks_submit_it():
+def test_step_has_prompts_with_samples_assigned_round_robin():
     scenario = load_scenario("simulated")
     step = samples(scenario, "simulated", 1)
     assert len(step) == 32 * 8
@@ -33,7 +33,7 @@ def test_the_step_is_as_rl_frameworks_submit_it():
     assert step != samples(scenario, "simulated", 2)
 
 
-def test_either_method_is_the_cheaper_one_for_some_requests_of_the_step_with_kv():
+def test_each_move_method_is_cheaper_for_some_requests():
     scenario = load_scenario("simulated-kv")
     assert scenario.kv
     engine = scenario.engine
@@ -46,7 +46,7 @@ def test_either_method_is_the_cheaper_one_for_some_requests_of_the_step_with_kv(
     assert 0.1 < sum(by_kv) / len(by_kv) < 0.9
 
 
-def test_lengths_have_the_heavy_tail():
+def test_lengths_have_a_heavy_tail():
     scenario = load_scenario("simulated")
     lengths = sorted(s.output_tokens for seed in range(20) for s in samples(scenario, "simulated", seed))
     # Sampling error of a median over 640 prompts whose samples are correlated.
@@ -55,7 +55,7 @@ def test_lengths_have_the_heavy_tail():
     assert lengths[-1] == scenario.max_tokens
 
 
-def test_an_answer_ends_by_itself_or_at_the_limit():
+def test_response_ends_with_eos_or_at_the_limit():
     scenario = load_scenario("simulated")
     for sample in samples(scenario, "simulated", 3)[:64]:
         ids = expected_ids(scenario, sample)
@@ -64,7 +64,7 @@ def test_an_answer_ends_by_itself_or_at_the_limit():
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_every_request_fits_an_engine(engine: str):
+def test_every_request_fits_on_an_engine(engine: str):
     scenario = load_scenario(engine)
     longest = scenario.prompt_tokens[1] + scenario.max_tokens
     assert longest <= scenario.engine.max_model_len_tokens <= scenario.engine.kv_capacity_tokens
@@ -86,7 +86,7 @@ def outcome() -> DemoOutcome:
     return DemoOutcome(scenario, seeds, "simulated")
 
 
-def test_the_report_has_what_the_contract_asks_for(tmp_path: Path):
+def test_report_has_the_contract_keys(tmp_path: Path):
     report = json.loads(json.dumps(as_json(outcome()), allow_nan=False))
     assert report["engine"] == "simulated"
     assert report["requests"] == 4
@@ -103,7 +103,7 @@ def test_the_report_has_what_the_contract_asks_for(tmp_path: Path):
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_is_lost_or_differs_is_counted():
+def test_lost_and_differing_requests_are_counted():
     (seed, *_) = outcome().seeds
     seed.expected = {sample.id: [1, 2] for sample in seed.samples}
     assert seed.lost == []
@@ -115,7 +115,7 @@ def test_what_is_lost_or_differs_is_counted():
     assert seed.differing == [seed.samples[1].id, seed.samples[2].id]
 
 
-def test_an_oracle_without_a_gain_leaves_nothing_to_keep():
+def test_gain_kept_is_none_without_oracle_gain():
     demo = outcome()
     for seed in demo.seeds:
         seed.oracle = OracleMark(100, 100, 90, 8192)
@@ -127,7 +127,7 @@ def entry(kind: str, subject: str, **body: Any) -> control_pb2.JournalEntry:
 
 
 class Told:
-    """A daemon's journal."""
+    """A client that returns the entries of a daemon's journal."""
 
     def __init__(self, *entries: control_pb2.JournalEntry) -> None:
         self.control, self._entries = self, entries
@@ -153,8 +153,8 @@ def seen(request: str, method: str | None, seconds: float, *, tokens: int = 100,
     }
 
 
-async def test_predicted_and_actual_are_of_the_same_moves(capsys: pytest.CaptureFixture[str]) -> None:
-    """Not of those that failed, were not seen, were not predicted, or went by another method than was ordered."""
+async def test_predicted_and_actual_times_are_of_the_same_moves(capsys: pytest.CaptureFixture[str]) -> None:
+    """Moves that failed, were not observed, were not predicted, or used another method than ordered are excluded."""
     orders = [
         *(ordered(f"r{n}", "recompute", 0.1 * (n + 1)) for n in range(3)),
         ordered("failed", "recompute", 9.0),
@@ -169,13 +169,13 @@ async def test_predicted_and_actual_are_of_the_same_moves(capsys: pytest.Capture
         seen("queued", "recompute", 7.0),
         seen("fell back", "recompute", 7.0),
     ]
-    told = Told(
+    printed = Told(
         entry(EntryKind.OPERATION_INTENT, "o1", operation={"action": {"moves": orders}}),
         entry(EntryKind.OPERATION_INTENT, "o2", operation={"action": {"kind": "set_routes"}}),
         entry(EntryKind.OPERATION_RESULT, "o1", items=items),
         entry(EntryKind.OPERATION_RESULT, "o2", items=[]),
     )
-    marks = await marks_by_method(cast(ControlClient, told), speed=50.0)
+    marks = await marks_by_method(cast(ControlClient, printed), speed=50.0)
     assert marks == [MethodMark("recompute", 3, 200, pytest.approx(10.0), pytest.approx(20.0), pytest.approx(0.5), 0.0)]
     demo = outcome()
     demo.moves_by_method = marks
@@ -196,7 +196,7 @@ async def test_predicted_and_actual_are_of_the_same_moves(capsys: pytest.Capture
         (["--seeds", "1,x,-2"], "--seeds[1]: must be a whole number, got 'x'"),
     ],
 )
-def test_bad_flags_end_with_status_2(arguments: list[str], fault: str):
+def test_invalid_flags_exit_2(arguments: list[str], fault: str):
     result = CliRunner().invoke(application(), ["demo", *arguments])
     assert result.exit_code == 2
     assert fault in result.stderr

@@ -1,4 +1,4 @@
-"""What the demo of a redeployment makes of reports, plans and looks."""
+"""Figures that the redeployment demo computes from reports, plans and snapshots."""
 
 from pathlib import Path
 from statistics import median
@@ -36,7 +36,7 @@ def plan(*migration_s: float) -> dict[str, Any]:
 
 
 @given(st.dictionaries(st.sampled_from("abcdef"), st.tuples(st.integers(1, 9000), st.floats(0.1, 9.0)), min_size=1))
-def test_requests_that_waited_are_timed_from_admission_to_their_first_new_token(
+def test_resumption_is_timed_from_admission_to_first_new_token(
     waiting: dict[str, tuple[int, float]],
 ) -> None:
     before = {request: tokens for request, (tokens, _) in waiting.items()}
@@ -61,17 +61,17 @@ def test_requests_that_waited_are_timed_from_admission_to_their_first_new_token(
     assert redeployed.total_s == pytest.approx(redeployed.redeploying_s + found.last_s)
 
 
-def test_without_requests_there_is_nothing_to_resume() -> None:
+def test_no_requests_give_no_resumption() -> None:
     assert resumption(report(), plan(), []) is None
     assert resumption(report(), plan(), [FlightSnapshot(FENCED_S - 1, {"a": "stays"}, {"a": 3})]) is None
 
 
-def test_the_scenario_is_of_the_paper_s_fleet() -> None:
+def test_scenario_has_the_fleet_of_the_paper() -> None:
     scenario = load_scenario("simulated-redeploy")
     assert scenario.deployment is not None
     assert (scenario.deployment.gpus, scenario.engines) == (16, 8)
     step = samples(scenario, "simulated", scenario.seeds[0])
-    assert max(sample.output_tokens for sample in step) == scenario.max_tokens  # the tail is there
+    assert max(sample.output_tokens for sample in step) == scenario.max_tokens  # the distribution has a tail
 
 
 def fabric_of(*announced_s: float, over: bool = True) -> ObservedFabric:
@@ -83,19 +83,19 @@ def fabric_of(*announced_s: float, over: bool = True) -> ObservedFabric:
     return ObservedFabric({("gen0", "t0", "t1"): 2, ("", "gen0", "train0"): 1}, periods)
 
 
-def test_circuits_that_followed_are_those_announced_as_requests_were_let_in() -> None:
+def test_followed_circuits_are_those_announced_during_admission() -> None:
     redeployment = report()
     redeployment["steps"][1]["detail"] = "its words"
     found = followed(redeployment, fabric_of(ADMITTED_S + 9, ADMITTED_S - 0.05, FENCED_S))
     assert found is not None
-    told = (found["said"], found["moves"], found["wall_s"], found["switches_wall_s"])
-    assert told == ("its words", 8, 1.0, 0.5)
-    assert found["stages"] == 1  # the second that was announced
+    shown = (found["said"], found["moves"], found["wall_s"], found["switches_wall_s"])
+    assert shown == ("its words", 8, 1.0, 0.5)
+    assert found["stages"] == 1  # the second announced period
     assert followed(redeployment, fabric_of(FENCED_S)) is None
     assert followed(redeployment, fabric_of(ADMITTED_S - 0.05, over=False)) is None
 
 
-def test_the_site_of_the_scenario_has_its_engines_in_servers_that_only_the_narrow_fit_into() -> None:
+def test_only_narrow_engines_fit_into_one_server_of_the_site() -> None:
     deployment = load_scenario("simulated-redeploy").deployment
     assert deployment is not None
     site = site_of(deployment)
@@ -108,9 +108,9 @@ def test_the_site_of_the_scenario_has_its_engines_in_servers_that_only_the_narro
 
 @pytest.mark.shared
 @pytest.mark.skipif(not REFERENCE.exists(), reason="shared/reference is not there")
-def test_the_paper_s_figures() -> None:
-    told = yaml.safe_load(REFERENCE.read_text())
-    found = next(value for value in _sections(told) if "case_study_switch" in value)["case_study_switch"]
+def test_figures_of_the_paper() -> None:
+    shown = yaml.safe_load(REFERENCE.read_text())
+    found = next(value for value in _sections(shown) if "case_study_switch" in value)["case_study_switch"]
     found["redeploying_s"] = found.pop("switching_s")
     assert found == PAPER
 

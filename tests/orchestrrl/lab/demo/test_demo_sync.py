@@ -1,4 +1,4 @@
-"""What the demo says of its weight sync: tokens are judged by the version that their span names."""
+"""The demo's report of a weight sync: tokens are compared with the version that their span names."""
 
 import json
 from dataclasses import replace
@@ -39,7 +39,7 @@ def generated(scenario: DemoScenario, seed: int, context: tuple[int, ...], count
 
 
 def crossing(scenario: DemoScenario, sample: Sample) -> DemoStepRecord:
-    """Twenty tokens of one version, and twelve of the next, each with the other's tokens behind it."""
+    """Build a response of twenty tokens of one version followed by twelve of the next."""
     first = generated(scenario, SEEDS[BEFORE], sample.prompt_ids, 20)
     second = generated(scenario, SEEDS[AFTER], (*sample.prompt_ids, *first), 12)
     spans = [VersionSpan(BEFORE, 0, 20), VersionSpan(AFTER, 20, 32)]
@@ -47,11 +47,11 @@ def crossing(scenario: DemoScenario, sample: Sample) -> DemoStepRecord:
 
 
 def differing(scenario: DemoScenario, sample: Sample, record: DemoStepRecord) -> int:
-    told = stretches([sample], record)
-    return sum(list(each.ids) != simulated_ids(scenario, SEEDS, each) for each in told)
+    printed = stretches([sample], record)
+    return sum(list(each.ids) != simulated_ids(scenario, SEEDS, each) for each in printed)
 
 
-def test_tokens_are_those_of_the_version_that_their_span_names() -> None:
+def test_tokens_match_the_version_of_their_span() -> None:
     scenario = load_scenario("simulated")
     sample = samples(scenario, "simulated", 1)[0]
     record = crossing(scenario, sample)
@@ -67,7 +67,7 @@ def outcome(**changes: Any) -> SyncOutcome:
     return replace(made, **changes)
 
 
-def test_it_is_well_only_if_all_of_it_is() -> None:
+def test_sync_is_well_only_if_every_part_is() -> None:
     assert outcome().is_well
     for changes in (
         {"serve_it": 3},
@@ -79,11 +79,11 @@ def test_it_is_well_only_if_all_of_it_is() -> None:
         assert not outcome(**changes).is_well, changes
 
 
-def test_it_is_reported_and_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    told = json.loads(json.dumps(sync_json(outcome()), allow_nan=False))
-    assert (told["version"], told["code"], told["serve_it"]) == (AFTER, "done", 4)
-    assert told["tokens_by_version"] == {"1": 900, "2": 100}
-    assert told["phases_s"] == {"phase_b": 1.0, "install": 1.0}
+def test_sync_is_reported_and_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = json.loads(json.dumps(sync_json(outcome()), allow_nan=False))
+    assert (printed["version"], printed["code"], printed["serve_it"]) == (AFTER, "done", 4)
+    assert printed["tokens_by_version"] == {"1": 900, "2": 100}
+    assert printed["phases_s"] == {"phase_b": 1.0, "install": 1.0}
     print_view(sync_demo_view(outcome()))
     shown = " ".join(capsys.readouterr().out.split())
     assert "version 2 (33 MB): installed on 4 of 4 engines; requests were paused for 1 s of 2 s" in shown
@@ -91,7 +91,7 @@ def test_it_is_reported_and_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "1.11 x the estimate" in shown
 
 
-def test_flags_that_do_not_go_together() -> None:
+def test_conflicting_flags_are_rejected() -> None:
     result = CliRunner().invoke(application(), ["demo", "--sync", "--seeds", "1"])
     assert result.exit_code == 2
     assert "--sync: cannot be combined with --kv, --redeploy or --seeds" in result.stderr

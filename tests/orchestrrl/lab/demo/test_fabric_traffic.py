@@ -1,4 +1,4 @@
-"""Traffic of the shown job, against a look at every tick."""
+"""Traffic of the demo's job, compared with a check at every tick."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,13 +19,13 @@ def event(kind: int, start: int, end: int) -> RingEvent:
     TICKS,
     st.integers(1, 10),
 )
-def test_traffic_is_what_any_rank_has_in_flight(noted: list[tuple[int, int, int, int]], at: int, length: int) -> None:
+def test_traffic_is_the_union_over_ranks(noted: list[tuple[int, int, int, int]], at: int, length: int) -> None:
     traces: dict[int, list[RingEvent]] = {}
     busy = set[int]()
     for rank, kind, start, lasts in noted:
         traces.setdefault(rank, []).append(event(kind, start, start + lasts))
         if kind == COLLECTIVE:
-            busy |= set(range(start, start + lasts))  # a tick lasts until the next
+            busy |= set(range(start, start + lasts))  # each tick lasts until the next one
     traffic = RecordedTraffic(traces)
     assert traffic.during(at, at + length) == len(busy & set(range(at, at + length)))
     before, after = [tick for tick in busy if tick < at], [tick for tick in busy if tick > at]

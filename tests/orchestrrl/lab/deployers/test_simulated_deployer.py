@@ -1,4 +1,4 @@
-"""The simulator's deployer passes what those of real engines pass. Its engines come up in a moment of real time."""
+"""The simulator's deployer passes the conformance suite of deployers. Its engines start in a short real time."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Prefix caching of the simulated scheduler, against a count of the blocks that its sequences need."""
+"""Prefix caching of the simulated scheduler, compared with a count of the required blocks."""
 
 from collections import defaultdict
 
@@ -10,10 +10,10 @@ from orchestrrl.lab.simulated_engine.scheduler import EngineShape, Scheduler, Se
 from planner.model import RequestId
 
 BLOCK_TOKENS = 4
-PROMPT_TOKENS = 10  # two full blocks and a bit
+PROMPT_TOKENS = 10  # two full blocks and a partial one
 
 groups = st.sampled_from(["", "g0", "g1"])
-# The longest is 38 tokens at its end: with 10 blocks of KV it fits alone.
+# The longest sequence has 38 tokens at its end: it fits alone into 10 blocks of KV.
 MIN_BLOCKS = 10
 steps = st.lists(st.tuples(groups, st.integers(0, 12), st.integers(1, 16)), min_size=1, max_size=10)
 
@@ -31,7 +31,7 @@ def submitted(shape: EngineShape, requests: list[tuple[str, int, int]]) -> Sched
 
 
 def blocks_needed(running: list[Sequence]) -> int:
-    """Each sequence's own, the prompt's full blocks once for each group."""
+    """Return the blocks of all sequences, with the full blocks of a prompt counted once per group."""
     own, common = 0, defaultdict(int)
     for sequence in running:
         shared = PROMPT_TOKENS // BLOCK_TOKENS if sequence.group else 0
@@ -41,7 +41,7 @@ def blocks_needed(running: list[Sequence]) -> int:
 
 
 @given(st.integers(MIN_BLOCKS, 24), steps, st.lists(st.floats(0.005, 0.1), min_size=1, max_size=4), st.integers(0, 9))
-def test_a_prompt_is_there_once_for_all_its_samples(
+def test_samples_share_the_blocks_of_their_prompt(
     blocks: int, requests: list[tuple[str, int, int]], strides_s: list[float], aborted: int
 ) -> None:
     scheduler = submitted(shape(blocks), requests)
@@ -60,14 +60,14 @@ def test_a_prompt_is_there_once_for_all_its_samples(
 
 
 @given(st.integers(MIN_BLOCKS, 24), steps)
-def test_without_groups_it_changes_nothing(blocks: int, requests: list[tuple[str, int, int]]) -> None:
+def test_prefix_caching_without_groups_changes_nothing(blocks: int, requests: list[tuple[str, int, int]]) -> None:
     plain = submitted(shape(blocks, caching=False), requests)
     alone = submitted(shape(blocks), [("", generated, left) for _, generated, left in requests])
     assert plain.advance(1e6) == alone.advance(1e6)
     assert plain.prefilled_tokens_total == alone.prefilled_tokens_total
 
 
-def test_only_the_first_sample_is_prefilled_in_whole() -> None:
+def test_only_the_first_sample_is_fully_prefilled() -> None:
     scheduler = submitted(shape(40), [("g0", 0, 5), ("g0", 0, 9), ("g0", 3, 5)])
     scheduler.advance(0.02)
     rest = PROMPT_TOKENS % BLOCK_TOKENS
@@ -78,7 +78,7 @@ def test_only_the_first_sample_is_prefilled_in_whole() -> None:
     assert scheduler.cached_tokens("g0", PROMPT_TOKENS) == 0
 
 
-def test_what_one_sample_leaves_the_next_one_saves() -> None:
+def test_next_sample_reuses_cached_blocks() -> None:
     times = {}
     for caching in (False, True):
         scheduler = submitted(shape(40, caching=caching), [("g0", 0, 30)])

@@ -1,4 +1,4 @@
-"""The simulated engine under the contract that real vLLM fulfils in tests/vllm/test_engine_conformance.py."""
+"""The simulated engine passes the conformance suite that vLLM passes in tests/vllm/test_engine_conformance.py."""
 
 from collections.abc import AsyncIterator
 
@@ -9,7 +9,7 @@ from orchestrrl.engines.conformance import EngineConformance
 from orchestrrl.lab.simulated_engine.client import SimulatedEngine
 from orchestrrl.lab.simulated_engine.server import SimulatedOptions, SimulatedServer
 
-# As the vLLM servers of tests/vllm: KV for one sequence of the longest context.
+# As for the vLLM servers of tests/vllm: KV for one sequence of the maximum context length.
 OPTIONS = SimulatedOptions(
     max_num_seqs=4,
     kv_capacity_tokens=16640,

@@ -1,4 +1,4 @@
-"""Simulated engines hand KV over to each other: what is loaded, what is not, and what the answer is then."""
+"""KV handover between simulated engines: which KV is loaded, and the resulting responses."""
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack
@@ -13,7 +13,7 @@ from orchestrrl.engines.handover import loading, saving
 from orchestrrl.lab.simulated_engine.client import SimulatedEngine
 from orchestrrl.lab.simulated_engine.server import SimulatedOptions, SimulatedServer
 
-# Prefill takes a second for 100 tokens, KV comes at 10,000 tokens a second after a hundredth of one.
+# Prefill runs at 100 tokens/s; KV transfer at 10,000 tokens/s with a latency of 0.01 s.
 SHAPE: dict[str, Any] = {
     "prefill_tokens_per_s": 100.0,
     "kv_bytes_per_token": 1e6,
@@ -34,7 +34,7 @@ class Pair:
     async def ask(
         self, engine: int, prompt: list[int], max_tokens: int, params: Mapping[str, Any], stop_at: int | None = None
     ) -> list[int]:
-        """The answer's tokens, cut at `stop_at` or a few more."""
+        """Return the response's tokens, cut at `stop_at` or slightly later."""
         body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, **params}
         ids: list[int] = []
         name = f"r{engine}-{len(prompt)}-{max_tokens}"
@@ -65,11 +65,11 @@ async def pair(tmp_path: Path) -> AsyncIterator[Pair]:
             await engine.close()
 
 
-async def test_a_request_goes_on_with_its_kv(pair: Pair) -> None:
+async def test_request_continues_with_its_kv(pair: Pair) -> None:
     undisturbed = await pair.ask(0, PROMPT, TOKENS, {})
     part = await pair.ask(0, PROMPT, 10 * TOKENS, saving("v1", "a"), stop_at=20)
     assert 20 <= len(part) < 10 * TOKENS
-    context = [*PROMPT, *part[:20]]  # the engine may have gone on while it was told to stop
+    context = [*PROMPT, *part[:20]]  # the engine may generate more tokens before it stops
     rest = await pair.ask(1, context, TOKENS - 20, loading("v1", "a"))
     assert part[:20] + rest == undisturbed
     assert await pair.loaded(1) == len(context) - 1
@@ -78,7 +78,7 @@ async def test_a_request_goes_on_with_its_kv(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("spoilt", ["weights", "tokens", "missing"])
-async def test_what_does_not_fit_is_computed_again(pair: Pair, spoilt: str) -> None:
+async def test_mismatched_kv_is_recomputed(pair: Pair, spoilt: str) -> None:
     prompt = [PROMPT[0] + 1, *PROMPT[1:]] if spoilt == "tokens" else PROMPT
     part = await pair.ask(0, PROMPT, 10 * TOKENS, saving("v1", "a"), stop_at=20)
     undisturbed = await pair.ask(0, [*prompt, *part[:20]], TOKENS, {})
@@ -89,11 +89,11 @@ async def test_what_does_not_fit_is_computed_again(pair: Pair, spoilt: str) -> N
     assert await pair.prefilled(1) == len(PROMPT) + 20
 
 
-async def test_a_request_that_ended_by_itself_leaves_nothing(pair: Pair) -> None:
+async def test_finished_request_saves_no_kv(pair: Pair) -> None:
     await pair.ask(0, PROMPT, TOKENS, saving("v1", "a"))
     assert list(pair.directory.iterdir()) == []
 
 
-async def test_a_wish_that_cannot_be_read_is_no_obstacle(pair: Pair) -> None:
+async def test_invalid_transfer_parameters_are_ignored(pair: Pair) -> None:
     params = {"kv_transfer_params": {"handover": {"save": 3}}}
     assert len(await pair.ask(0, PROMPT, TOKENS, params)) == TOKENS

@@ -1,4 +1,4 @@
-"""The simulated engine under the contract of one that is started for us, and what its faults look like from outside."""
+"""The simulated engine passes the conformance suite of deployed engines, and its faults are visible to clients."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -64,7 +64,7 @@ def faulty(**faults: object) -> SimulatedOptions:
     return SimulatedOptions.model_validate({**dict(OPTIONS), **faults})
 
 
-async def test_replicas_agree_whatever_their_layout_and_an_engine_that_answers_wrongly_does_not() -> None:
+async def test_replicas_agree_and_a_wrong_engine_does_not() -> None:
     wide = OPTIONS.model_copy(update=WIDE)
     found = []
     excerpt = None
@@ -76,7 +76,7 @@ async def test_replicas_agree_whatever_their_layout_and_an_engine_that_answers_w
     assert wrong > 1
 
 
-async def test_weights_to_begin_with_are_those_of_a_folder(weights: tuple[Path, Path]) -> None:
+async def test_initial_weights_are_read_from_a_folder(weights: tuple[Path, Path]) -> None:
     first, second = (OPTIONS.model_copy(update={"weights": folder}) for folder in weights)
     excerpts = [await engine.excerpt(PROMPT, TOKENS) async for engine in engines(first, first, second, OPTIONS)]
     assert excerpts[0] == excerpts[1]
@@ -85,7 +85,7 @@ async def test_weights_to_begin_with_are_those_of_a_folder(weights: tuple[Path, 
         SimulatedServer(OPTIONS.model_copy(update={"weights": weights[0].parent}))
 
 
-async def test_weights_that_cannot_be_read_leave_a_paused_engine_with_neither(tmp_path: Path) -> None:
+async def test_unreadable_weights_tear_a_paused_engine(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"seven")
     async for engine in engines(OPTIONS.model_copy(update={"weight_transfer": False})):
         excerpt = await engine.excerpt(PROMPT, TOKENS)
@@ -97,7 +97,7 @@ async def test_weights_that_cannot_be_read_leave_a_paused_engine_with_neither(tm
         assert mean_nats(excerpt, await engine.score(excerpt)) > 1
 
 
-async def test_a_request_that_is_frozen_while_weights_come_goes_on_under_the_new_ones(
+async def test_frozen_request_continues_with_the_new_weights(
     weights: tuple[Path, Path],
 ) -> None:
     async for engine in engines(OPTIONS.model_copy(update={"speed": 40, "tick_s": 0.005})):
@@ -121,7 +121,7 @@ async def test_a_request_that_is_frozen_while_weights_come_goes_on_under_the_new
         assert list(rest.token_ids) == got[before:]
 
 
-async def test_sleep_is_refused_while_there_are_requests() -> None:
+async def test_sleep_is_refused_while_requests_run() -> None:
     async for engine in engines(OPTIONS.model_copy(update={"speed": 1, "enable_sleep_mode": True})):
         body = {"model": "simulated", "prompt": [65], "max_tokens": 5000, "ignore_eos": True}
         stream = engine.generate(GenerationRequest("r", CompletionEndpoint.COMPLETIONS, body))
@@ -132,7 +132,7 @@ async def test_sleep_is_refused_while_there_are_requests() -> None:
         await engine.abort(["r"])
 
 
-async def test_an_engine_that_hangs_is_one_that_does_not_answer_in_time() -> None:
+async def test_hanging_engine_times_out() -> None:
     async with SimulatedServer(faulty(hang=True)) as server:
         engine = SimulatedEngine(server.url, timeout_s=0.2)
         assert not await engine.healthy()
@@ -143,18 +143,18 @@ async def test_an_engine_that_hangs_is_one_that_does_not_answer_in_time() -> Non
         await engine.close()
 
 
-async def test_an_engine_can_be_wrong_about_itself() -> None:
+async def test_engine_can_misreport_its_layout() -> None:
     async for engine in engines(faulty(misreport={"tp": 4, "ep": 1})):
         assert await engine.layout() == ReportedLayout(tp=4, pp=1, dp=1, ep=True)
 
 
-async def test_an_engine_that_fails_to_start_says_why() -> None:
+async def test_engine_that_fails_to_start_reports_the_reason() -> None:
     with pytest.raises(Permanent, match="--fail-start"):
         async with SimulatedServer(faulty(fail_start=True)):
             raise AssertionError("it has started")
 
 
-async def test_seats_and_capacity_are_of_all_replicas() -> None:
+async def test_batch_size_and_capacity_cover_all_replicas() -> None:
     async for engine in engines(OPTIONS.model_copy(update={"data_parallel_size": 3})):
         assert (await engine.capabilities()).max_sequences == 12
         assert (await engine.metrics()).kv_capacity_tokens == 3 * 16640

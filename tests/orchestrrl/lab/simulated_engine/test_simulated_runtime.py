@@ -1,4 +1,4 @@
-"""The simulated engine's pace in virtual time: steps of known length, no waiting."""
+"""The simulated engine's runtime in virtual time, with steps of known duration."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -44,7 +44,7 @@ async def _all(answer: SimulatedAnswer) -> tuple[list[int], AnswerPart]:
     return token_ids, part
 
 
-async def test_tokens_come_with_the_clock() -> None:
+async def test_tokens_follow_the_clock() -> None:
     async with running() as (runtime, clock):
         answer = runtime.submit(ask(max_tokens=10), "a")
         await clock.advance(STEP_S * 4 + 0.2)
@@ -64,7 +64,7 @@ async def test_speed_scales_time() -> None:
         assert answer.made == pytest.approx(20, abs=4)  # a tick is two steps
 
 
-async def test_an_idle_engine_does_not_save_up_time() -> None:
+async def test_idle_engine_accumulates_no_time() -> None:
     async with running() as (runtime, clock):
         await clock.advance(1000)
         answer = runtime.submit(ask(max_tokens=10), "a")
@@ -72,7 +72,7 @@ async def test_an_idle_engine_does_not_save_up_time() -> None:
         assert answer.made == 1
 
 
-async def test_the_model_ends_with_eos_and_a_finished_answer_says_no_more() -> None:
+async def test_finished_response_continues_with_eos_only() -> None:
     async with running() as (runtime, clock):
         whole = runtime.submit(ask(ignore_eos=False, max_tokens=50), "a")
         await clock.advance(STEP_S * 13)
@@ -83,14 +83,14 @@ async def test_the_model_ends_with_eos_and_a_finished_answer_says_no_more() -> N
         assert (await _all(rest))[0] == token_ids[-2:]
 
 
-async def test_min_tokens_hold_the_end_back() -> None:
+async def test_min_tokens_delay_the_end() -> None:
     async with running() as (runtime, clock):
         answer = runtime.submit(ask(ignore_eos=False, min_tokens=20, max_tokens=50), "a")
         await clock.advance(STEP_S * 30)
         assert len((await _all(answer))[0]) == 21
 
 
-async def test_abort_by_engine_id_reaches_all_who_share_it() -> None:
+async def test_abort_by_engine_id_aborts_all_requests_with_it() -> None:
     async with running(max_num_seqs=1) as (runtime, clock):
         first, second, other = (runtime.submit(ask(max_tokens=10), name) for name in ("a", "a", "b"))
         await clock.advance(STEP_S * 2 + 0.2)
@@ -100,7 +100,7 @@ async def test_abort_by_engine_id_reaches_all_who_share_it() -> None:
         assert other.finished
 
 
-async def test_keep_preempts_unless_told_to_keep_the_cache() -> None:
+async def test_keep_preempts_unless_the_cache_is_kept() -> None:
     async with running(max_num_seqs=2) as (runtime, clock):
         answers = [runtime.submit(ask(max_tokens=10), name) for name in "abc"]
         await clock.advance(STEP_S * 2 + 0.2)
@@ -116,7 +116,7 @@ async def test_keep_preempts_unless_told_to_keep_the_cache() -> None:
         assert all(answer.finished for answer in answers)
 
 
-async def test_wait_drains_and_holds_the_rest() -> None:
+async def test_wait_drains_running_and_holds_waiting_requests() -> None:
     async with running(max_num_seqs=1) as (runtime, clock):
         first, second = (runtime.submit(ask(max_tokens=10), name) for name in "ab")
         await clock.advance(STEP_S * 2 + 0.2)
@@ -132,7 +132,7 @@ async def test_wait_drains_and_holds_the_rest() -> None:
         assert (second.finished, third.finished) == (True, True)
 
 
-async def test_abort_mode_ends_all_and_holds_newcomers() -> None:
+async def test_abort_mode_ends_all_and_holds_new_requests() -> None:
     async with running(max_num_seqs=1) as (runtime, clock):
         answers = [runtime.submit(ask(max_tokens=10), name) for name in "ab"]
         await clock.advance(STEP_S * 2 + 0.2)

@@ -1,4 +1,4 @@
-"""The simulated scheduler against a plain one that takes every step by itself."""
+"""The simulated scheduler, compared with a simple one that computes every step."""
 
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ class Plain:
 
 
 def step_by_step(shape: EngineShape, lengths: list[tuple[int, int]]) -> tuple[dict[RequestId, float], int]:
-    """Finish time of each request, and preemptions: the rules of the module's docstring, one step at a time."""
+    """Return the finish time of each request and the preemptions, by the scheduler's rules, one step at a time."""
 
     def blocks(tokens: int) -> int:
         return -(-tokens // shape.block_tokens)
@@ -86,7 +86,7 @@ def submitted(shape: EngineShape, lengths: list[tuple[int, int]]) -> Scheduler:
 
 
 @given(shapes, steps, st.lists(st.floats(0.001, 0.3), min_size=1, max_size=5))
-def test_runs_of_steps_come_to_the_same_as_single_steps(
+def test_batched_steps_equal_single_steps(
     shape: EngineShape, lengths: list[tuple[int, int]], strides_s: list[float]
 ) -> None:
     expected_s, preemptions = step_by_step(shape, lengths)
@@ -108,7 +108,7 @@ def test_runs_of_steps_come_to_the_same_as_single_steps(
 
 
 @given(shapes, steps)
-def test_no_request_ends_before_it_could_alone(shape: EngineShape, lengths: list[tuple[int, int]]) -> None:
+def test_no_request_ends_earlier_than_alone(shape: EngineShape, lengths: list[tuple[int, int]]) -> None:
     finished = submitted(shape, lengths).advance(1e9)
     for progress in finished:
         context_tokens, new_tokens = lengths[int(progress.id[1:])]
@@ -117,7 +117,7 @@ def test_no_request_ends_before_it_could_alone(shape: EngineShape, lengths: list
 
 
 @given(shapes, steps, st.sets(st.integers(0, 11)), st.floats(0, 0.5))
-def test_abort_frees_what_it_took(
+def test_abort_frees_all_blocks(
     shape: EngineShape, lengths: list[tuple[int, int]], aborted: set[int], at_s: float
 ) -> None:
     scheduler = submitted(shape, lengths)
@@ -129,7 +129,7 @@ def test_abort_frees_what_it_took(
     assert scheduler.kv_used_tokens == 0
 
 
-def test_a_paused_engine_makes_nothing_and_goes_on_where_it_was() -> None:
+def test_paused_engine_generates_nothing_and_resumes() -> None:
     shape = EngineShape(0.01, 0, 0, 4, 400)
     scheduler = submitted(shape, [(10, 100)])
     (before,) = scheduler.advance(0.5)
@@ -141,12 +141,12 @@ def test_a_paused_engine_makes_nothing_and_goes_on_where_it_was() -> None:
     assert after.finished_s == pytest.approx(10.0 + 0.01 * after.tokens)
 
 
-def test_what_can_never_fit_is_refused() -> None:
+def test_request_that_can_never_fit_is_rejected() -> None:
     with pytest.raises(ValueError, match="tokens must fit KV of"):
         Scheduler(EngineShape(0.01, 0, 0, 4, 64)).submit(0.0, RequestId("r"), 40, 40)
 
 
-def test_a_scheduler_that_grows_takes_what_waits_and_one_that_is_too_full_does_not_shrink() -> None:
+def test_larger_shape_admits_waiting_and_full_scheduler_rejects_smaller() -> None:
     small = EngineShape(1.0, 0.0, 0.0, 2, 64, block_tokens=BLOCK_TOKENS)
     big = EngineShape(1.0, 0.0, 0.0, 4, 128, block_tokens=BLOCK_TOKENS)
     scheduler = Scheduler(small)

@@ -1,4 +1,4 @@
-"""The simulated model: a continued answer is the undisturbed one, and lengths follow the model they are given."""
+"""The simulated model: continued responses equal undisturbed ones, and lengths follow the length model."""
 
 import math
 from statistics import correlation, quantiles
@@ -14,7 +14,7 @@ LENGTHS = LengthModel((0, 0.5, 0.9, 1), (10, 100, 1000, 10_000), correlation=0.6
 
 
 @given(prompts, st.integers(0, 5), st.data())
-def test_continuing_from_any_point_gives_the_undisturbed_answer(prompt: list[int], seed: int, data: st.DataObject):
+def test_continuation_from_any_point_equals_the_undisturbed_response(prompt: list[int], seed: int, data: st.DataObject):
     model = TokenModel()
     whole = model.begin(prompt, seed)
     answer = [whole.next_token() for _ in range(whole.answer_tokens)]
@@ -26,7 +26,7 @@ def test_continuing_from_any_point_gives_the_undisturbed_answer(prompt: list[int
 
 
 @given(prompts, prompts)
-def test_answers_differ_by_prompt_seed_and_weights(prompt: list[int], other: list[int]):
+def test_responses_differ_by_prompt_seed_and_weights(prompt: list[int], other: list[int]):
     def answer(model: TokenModel, context: list[int], seed: int = 0) -> list[int]:
         generation = model.begin(context, seed)
         return [generation.next_token()[0] for _ in range(8)]
@@ -40,20 +40,20 @@ def test_answers_differ_by_prompt_seed_and_weights(prompt: list[int], other: lis
 
 
 @given(prompts, st.integers(0, 5), st.integers(5, 60))
-def test_a_text_scores_as_it_was_generated_and_less_under_other_weights(prompt: list[int], seed: int, tokens: int):
+def test_generated_text_has_lower_logprobs_with_other_weights(prompt: list[int], seed: int, tokens: int):
     generation = TokenModel().begin(prompt, seed)
     made = [generation.next_token() for _ in range(tokens)]
     text = [*prompt, *(token for token, _ in made)]
-    told = TokenModel().prompt_logprobs(text, seed)
-    assert len(told) == len(text) - 1
-    assert [(likeliest, logprob) for logprob, likeliest, _ in told[-tokens:]] == made
-    assert all(logprob <= best <= 0 for logprob, _, best in told)
+    shown = TokenModel().prompt_logprobs(text, seed)
+    assert len(shown) == len(text) - 1
+    assert [(likeliest, logprob) for logprob, likeliest, _ in shown[-tokens:]] == made
+    assert all(logprob <= best <= 0 for logprob, _, best in shown)
     other = TokenModel(weights_seed=1).prompt_logprobs(text, seed)[-tokens:]
     assert sum(logprob for logprob, _, _ in other) < sum(logprob for _, logprob in made)
 
 
 @given(prompts, st.integers(0, 30), st.integers(1, 30))
-def test_an_answer_goes_on_under_other_weights_as_if_it_had_been_sent_anew(prompt: list[int], before: int, after: int):
+def test_response_continues_with_other_weights_as_if_resent(prompt: list[int], before: int, after: int):
     generation, other = TokenModel().begin(prompt), TokenModel(weights_seed=3)
     had = [generation.next_token()[0] for _ in range(before)]
     generation.follow(other, 0)
@@ -61,7 +61,7 @@ def test_an_answer_goes_on_under_other_weights_as_if_it_had_been_sent_anew(promp
     assert [generation.next_token() for _ in range(after)] == [anew.next_token() for _ in range(after)]
 
 
-def test_lengths_have_the_quantiles_and_the_correlation_asked_for():
+def test_lengths_have_the_given_quantiles_and_correlation():
     model = TokenModel(lengths=LENGTHS)
     pairs = []
     for prompt in range(3000):
@@ -82,12 +82,12 @@ def test_lengths_have_the_quantiles_and_the_correlation_asked_for():
         ((0, 1), (6, 5), "must be >= 1 and ascend"),
     ],
 )
-def test_a_length_model_checks_itself(quantile: tuple[float, ...], tokens: tuple[float, ...], fault: str):
+def test_invalid_length_model_is_rejected(quantile: tuple[float, ...], tokens: tuple[float, ...], fault: str):
     with pytest.raises(ValueError, match=fault):
         LengthModel(quantile, tokens)
 
 
-def test_text_of_bytes_survives():
+def test_text_round_trip():
     model = TokenModel()
     assert model.detokenize(model.tokenize("größer als 3 →")) == "größer als 3 →"
     assert model.detokenize([0xC3, FIRST_WORD]) == f"� w{FIRST_WORD}"

@@ -1,4 +1,4 @@
-"""The simulated engine takes versions of the weights from folders, by both of vLLM's ways, and its faults at it."""
+"""The simulated engine loads weight versions from folders by both methods of vLLM, with its faults."""
 
 import time
 from collections.abc import AsyncIterator
@@ -54,7 +54,7 @@ def faulty(**faults: object) -> SimulatedOptions:
 
 
 @pytest.mark.parametrize("through_backend", [True, False])
-async def test_a_torn_load_leaves_it_paused_with_neither_version_until_one_succeeds(
+async def test_torn_load_leaves_mixed_weights_until_a_load_succeeds(
     through_backend: bool, versions: tuple[Path, ...]
 ) -> None:
     options = faulty(tear_load=[2]).model_copy(update={"weight_transfer": through_backend})
@@ -72,7 +72,7 @@ async def test_a_torn_load_leaves_it_paused_with_neither_version_until_one_succe
         assert await weights.continue_greedily(PROMPT, TOKENS) == tokens != torn
 
 
-async def test_a_load_that_is_refused_leaves_the_weights_from_before(versions: tuple[Path, ...]) -> None:
+async def test_refused_load_keeps_the_previous_weights(versions: tuple[Path, ...]) -> None:
     async for engine in serving(faulty(refuse_load=[2]), versions[0]):
         first = await engine.weights.load_weights(versions[0], 1)
         with pytest.raises(Permanent, match="--refuse-load refuses"):
@@ -81,21 +81,19 @@ async def test_a_load_that_is_refused_leaves_the_weights_from_before(versions: t
         assert not await engine.is_paused()
 
 
-async def test_one_that_was_started_anew_has_its_first_weights_and_knows_no_version(
+async def test_restarted_engine_has_initial_weights_without_version(
     versions: tuple[Path, ...],
 ) -> None:
-    told = []
+    shown = []
     for _ in range(2):
         async for engine in serving(OPTIONS, versions[0]):
             assert await engine.weights.loaded() is None
-            told.append(await engine.weights.continue_greedily(PROMPT, TOKENS))
+            shown.append(await engine.weights.continue_greedily(PROMPT, TOKENS))
             await engine.weights.load_weights(versions[2], 7)
-    assert told[0] == told[1]
+    assert shown[0] == shown[1]
 
 
-async def test_the_sum_is_of_what_the_files_hold_and_tokens_depend_on_every_byte(
-    versions: tuple[Path, ...], tmp_path: Path
-) -> None:
+async def test_sum_and_tokens_depend_on_every_byte(versions: tuple[Path, ...], tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
     raw = bytearray((versions[0] / MODEL_FILE).read_bytes())
@@ -104,13 +102,13 @@ async def test_the_sum_is_of_what_the_files_hold_and_tokens_depend_on_every_byte
     async for engine in serving(OPTIONS):
         tokens = []
         for version, folder in enumerate((versions[0], other)):
-            told = await engine.weights.load_weights(folder, version)
-            assert told == LoadedWeights(version, folder_sum(folder), is_read_back=True)
+            shown = await engine.weights.load_weights(folder, version)
+            assert shown == LoadedWeights(version, folder_sum(folder), is_read_back=True)
             tokens.append(await engine.weights.continue_greedily(PROMPT, TOKENS))
         assert tokens[0] != tokens[1]
 
 
-async def test_loading_takes_its_time(versions: tuple[Path, ...]) -> None:
+async def test_loading_takes_the_configured_time(versions: tuple[Path, ...]) -> None:
     async for engine in serving(OPTIONS.model_copy(update={"load_s": 0.05, "speed": 1.0})):
         before_s = time.monotonic()
         await engine.weights.load_weights(versions[0], 1)

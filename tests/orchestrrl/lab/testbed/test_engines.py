@@ -1,4 +1,4 @@
-"""Engines as processes: started with proof that they work, stopped without leftovers."""
+"""Engines of the test bed as processes: contradicting arguments and held ports."""
 
 import socket
 import sys
@@ -11,7 +11,7 @@ from orchestrrl.fleet.deployers.machine import hold_port
 from orchestrrl.lab.testbed import engines
 
 
-async def test_arguments_that_contradict_the_layout_start_nothing(tmp_path: Path) -> None:
+async def test_contradicting_arguments_start_no_process(tmp_path: Path) -> None:
     with pytest.raises(ProblemFaults, match="contradicts `--tensor-parallel-size 1` of vllm-0, got '-tp 2'"):
         await engines.start_vllm(
             "vllm-0", python=Path(sys.executable), model=tmp_path / "m", log_dir=tmp_path, arguments=["-tp", "2"]
@@ -19,7 +19,7 @@ async def test_arguments_that_contradict_the_layout_start_nothing(tmp_path: Path
     assert not (tmp_path / "vllm-0.log").exists()
 
 
-def test_a_held_port_is_for_one_server_only() -> None:
+def test_held_port_is_reserved_for_one_server() -> None:
     holders = [hold_port("127.0.0.1", [(0, True)]) for _ in range(51)]
     ports = [holder.getsockname()[1] for holder in holders]
     assert len(set(ports)) == len(ports)

@@ -272,7 +272,10 @@ def test_pause_keeps_periods(daemon: str, tmp_path: Path) -> None:
             ("pin", "core0:1", "nowhere:1-2", "--ttl-s", "-1"),
             ["cross_connects[0]: must be SWITCH", "cross_connects[1]: must be on a switch", "ttl_s: must be >= 0"],
         ),
-        (("mask", "port:nowhere:1", "thing"), ["masked[0]: must name a component of the site", "masked[1]: must be switch"]),
+        (
+            ("mask", "port:nowhere:1", "thing"),
+            ["masked[0]: must name a component of the site", "masked[1]: must be switch"],
+        ),
         (
             ("announce", "", "--intent", "missing.json", "--within-s", "-1"),
             ["--within-s: must be >= 0, got -1", "missing.json: No such file"],

@@ -19,6 +19,7 @@ from orchestrrl.cli.main import load
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "reference"
+PACKAGES = ("orchestrrl", "planner", "balancer", "ocs_drivers")
 NOTE = "<!-- Generated from the code: python tests/docs/reference_pages.py -->\n\n"
 
 
@@ -320,12 +321,64 @@ def journal() -> str:
     )
 
 
+# --- errors
+
+_NO_MESSAGES = {"AssertionError", "SkipTest", "TypeError", "RuntimeError", "NotImplementedError"}  # defects and tests
+_EMULATORS = re.compile(r"emulat|conformance|/lab/")
+
+
+def errors() -> str:
+    """Return the texts of all exceptions that the code raises, by package, with placeholders in braces."""
+    rows: dict[str, set[tuple[str, str]]] = {}
+    for path in sorted(each for name in PACKAGES for each in (ROOT / name).rglob("*.py")):
+        place = str(path.relative_to(ROOT))
+        if "/pb/" in place or _EMULATORS.search(place):
+            continue
+        package = rows.setdefault("/".join(place.split("/")[: 2 if place.startswith("orchestrrl") else 1]), set())
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+                package |= {(f"`{message}`".replace("``", "` `"), f"`{place}`") for message in _messages(node.exc)}
+    text = (
+        "# Error messages\n\n"
+        "The texts of all errors that the code raises, by package. Braces contain the expression whose value is shown."
+        " [Troubleshooting](../troubleshooting.md) lists symptoms and remedies.\n\n"
+    )
+    for name in sorted(name for name in rows if rows[name]):
+        text += f"## {name}\n\n" + _table(("message", "raised in"), sorted(rows[name]))
+    return text
+
+
+def _messages(call: ast.Call) -> Iterator[str]:
+    if ast.unparse(call.func).rpartition(".")[2] in _NO_MESSAGES:
+        return
+    found = [*call.args, *(keyword.value for keyword in call.keywords)]
+    for node in found:
+        for part in node.elts if isinstance(node, ast.List | ast.Tuple) else [node]:
+            message = _template(part)
+            if " " in message.strip():
+                yield " ".join(message.split())
+
+
+def _template(node: ast.expr) -> str:
+    match node:
+        case ast.Constant(value=str(text)):
+            return text
+        case ast.JoinedStr(values=parts):
+            return "".join(map(_template, parts))
+        case ast.FormattedValue(value=value):
+            return "{" + ast.unparse(value).replace("`", "") + "}"
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return _template(left) + _template(right)
+    return ""
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "configuration.md": configuration,
     "commands.md": commands,
     "metrics.md": metrics,
     "grpc.md": grpc,
     "journal.md": journal,
+    "errors.md": errors,
 }
 
 

@@ -10,7 +10,7 @@ MOST = 2.0  # limit of the correction factor, up or down: beyond it the profile 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Running prediction errors over steps.
+    """Running averages of prediction errors over steps.
 
     Within a step, each plan is weighted by its actual seconds to the end, so the last plans of a step count little.
     """

@@ -105,7 +105,7 @@ class Configuration:
             raise ValueError(f"prefill_tokens_per_s must be > 0, got {self.prefill_tokens_per_s}")
 
     def step_s(self, sequences: int, kv_tokens: int) -> float:
-        """Return the seconds of one decode iteration over `sequences` that hold `kv_tokens` KV tokens before it."""
+        """Return the seconds of a decode iteration over `sequences` with `kv_tokens` KV tokens before the iteration."""
         return self.alpha_s + self.beta_s * sequences + self.gamma_s * kv_tokens
 
     def work_s(self, context_tokens: int, remaining_tokens: int) -> float:

@@ -25,9 +25,10 @@ MOST_FIXED_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class FixedMoveCost:
-    """The fixed cost of moves by one method: the median over the newest orders, without the context's part.
+    """The fixed cost of moves by one method, in seconds: the median over the newest orders.
 
-    The prior counts as `PRIOR_COUNTS_FOR` orders, so that one stalled first order does not determine the estimate.
+    The part that grows with the context is excluded. The prior counts as `PRIOR_COUNTS_FOR` orders, so that one stalled
+    first order does not determine the estimate.
     """
 
     prior_s: float = FIXED_PRIOR_S

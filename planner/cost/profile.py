@@ -138,7 +138,7 @@ def straight_line(curve: Curve) -> tuple[float, float] | None:
 def affine_fit(curve: Curve, low: float, high: float, points: int = 33) -> tuple[float, float]:
     """Return the intercept and the slope, both >= 0, with the least squared relative error over `low..high`.
 
-    A curve that is such a line is returned unchanged.
+    If the curve is such a line itself, its own intercept and slope are returned.
     """
     straight = straight_line(curve)
     if straight is not None:

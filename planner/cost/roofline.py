@@ -250,7 +250,7 @@ class ClosedLoop:
 
 
 def running_sequences(load: ClosedLoop, capacity_tokens: float) -> float:
-    """Return the sequences that decode at once: all clients, or as many as fit in KV at half of their output."""
+    """Return the number of sequences that decode at once: all clients, or as many as fit at half of their output."""
     return min(load.concurrency, max(1.0, capacity_tokens / (load.prompt_tokens + load.output_tokens / 2)))
 
 
@@ -261,7 +261,7 @@ def tpot_s(
     prompt_tokens: Numbers,
     output_tokens: Numbers,
 ) -> NDArray[np.float64]:
-    """Return the mean time per output token with `work.sequences` in a closed loop, including other prefills.
+    """Return the mean time per output token of a closed loop, including the prefills of other requests.
 
     During its decode, a request meets one prefill of every other request that is not in lockstep with it. Each
     sequence reads `context_tokens`, its context at half of its output.

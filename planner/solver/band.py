@@ -90,7 +90,7 @@ class _Band(InstanceLoads):
         return True
 
     def _ends_s(self, requests: Ints, destination: int) -> Floats:
-        """Return, for each request, when the destination finishes with that request added."""
+        """Return, for each request, the finish time of the destination with that request added."""
         columns, kind = self.columns, self.fleet.configuration[destination]
         longer = np.maximum(columns.remaining[requests] - self.longest[destination], 0)
         moved_s = moves_s(columns, self.fleet, requests, np.full(len(requests), destination))

@@ -38,7 +38,10 @@ class _Shares:
             self.more_s.append([iterations_s * share for share in (plain, slot, *cut)])
 
     def refused(self, makespan_s: float, weights: Weights, edges: Floats) -> bool:
-        """Return whether the requests take more than the available GPUs. Class k has the lengths up to `edges[k]`."""
+        """Return whether the requests need more than the available GPUs to finish by `makespan_s`.
+
+        Class k has the lengths up to `edges[k]`.
+        """
         ends = np.searchsorted(self.remaining, edges, side="right")
         starts = np.concatenate(([0], ends[:-1]))
         shares = np.full(len(self.remaining), np.inf)

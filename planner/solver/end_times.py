@@ -204,7 +204,7 @@ class _Walks:
             setattr(self, name, getattr(self, name)[engines])
 
     def _alone(self, place: int) -> int:
-        """Return the iteration at which the last request of one engine ends, without the other engines."""
+        """Run one engine alone, and return the iteration at which its last request ends."""
         count, span = int(self.count[place]), slice(self.at[place], self.stop[place])
         ends = (self._ends[:count, place] // self._rows).tolist()
         return admit_onwards(

@@ -192,7 +192,7 @@ def _gpus(
 
 
 def _lost(all_engines: Sequence[EngineView], of: Mapping[EngineId, Sequence[GpuId]], count: int) -> Hold | None:
-    """Return the reason if GPUs outside the planned engines may not be free, because other engines have or had them."""
+    """Return a Hold if GPUs outside of the planned engines may still be in use by other engines."""
     free = set(range(count)) - {gpu for gpus in of.values() for gpu in gpus}
     others = [engine for engine in all_engines if engine.id not in of]
     lost = [engine.id for engine in others if free & set(engine.gpus)]

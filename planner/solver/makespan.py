@@ -113,14 +113,14 @@ def as_placed(table: ProblemColumns) -> FleetPlacement:
 
 
 def _packed(table: ProblemColumns, bound_s: float, high_s: float) -> list[FleetPlacement]:
-    """Return a placement that packs long requests together; empty if none is found."""
+    """Return at most one placement, which packs long requests together."""
     cuts = soonest_cut(table, bound_s, high_s) if table.count else None
     placement = None if cuts is None else packed(table, cuts)
     return [] if placement is None else [placement]
 
 
 def _homogeneous(table: ProblemColumns) -> list[FleetPlacement]:
-    """Return static fleets of one configuration each, with the longest requests first onto the least loaded."""
+    """Return static fleets of one configuration each, with requests placed longest first on the least loaded one."""
     found: list[FleetPlacement] = []
     for index in range(len(table.problem.configurations)):
         fleets = _fleets_of(table, index)

@@ -64,7 +64,7 @@ class FleetOption:
 class FleetOptions:
     """All fleets that were considered.
 
-    `bound_s` is a lower bound of the mean end of any fleet and placement, even with the exact lengths of each sample.
+    `bound_s` is a lower bound of the mean makespan of any fleet and placement, even with the exact lengths of a sample.
     """
 
     current: FleetOption | None
@@ -142,7 +142,7 @@ class _Weigher:
         )
 
     def with_later(self, option: FleetOption, current: FleetOption, fleet: LiveFleet, wait_s: float) -> FleetOption:
-        """Return the option with its `later_s`: the mean end if the engines change after `wait_s`."""
+        """Return the option with its `later_s`: the mean makespan if the engines change after `wait_s`."""
         ends_s = ends_if_later_s(
             option.fleet, current.fleet, fleet.problem.requests, self._lengths.samples, wait_s, self._correction
         )
@@ -212,7 +212,7 @@ def _dealt(
 
 
 def _for_the_solver(estimated: Sequence[LiveFleet], dealt: _Member | None, correction: float) -> Sequence[LiveFleet]:
-    """Return the problems for the solver, one per length estimate.
+    """Return the fleets to solve, one per length estimate.
 
     With few requests, all estimates are used. Otherwise only the estimate of the best `dealt` fleet is used, with the
     configurations that are efficient for at least one request. From any estimate, the solver either improves slightly

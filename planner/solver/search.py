@@ -201,9 +201,9 @@ class PlacementSearch:
         return True
 
     def _quick_s(self, instance: int, load: _Load, so_far_s: float, request: int) -> float:
-        """Return when the instance finishes with `request` added, which must not be longer than its other requests.
+        """Return the finish time of the instance with `request` added.
 
-        If they do not all run at once, the result is a lower bound.
+        The request must not be longer than the others. If they do not all run at once, the result is a lower bound.
         """
         room, left = self.orders.footprint[request], self.orders.remaining[request]
         capacity, slots = self.capacity[instance], self.slots[instance]

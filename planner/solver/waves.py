@@ -93,12 +93,12 @@ class Waves:
         return max(self.finish_s, default=0.0)
 
     def reorder(self, enough_s: float) -> None:
-        """Try admission orders on the instance that finishes last, until it takes `enough_s` or no order is left."""
+        """Try admission orders on the instance that finishes last, until `enough_s` is met or no order is left."""
         while self.work.left > 0 and self.makespan_s > enough_s and self._reordered(self._last()):
             pass
 
     def level(self, enough_s: float) -> None:
-        """Try orders and moves on the instance that finishes last, until it takes `enough_s` or nothing helps."""
+        """Try orders and moves on the instance that finishes last, until `enough_s` is met or nothing helps."""
         while self.work.left > 0 and self.makespan_s > enough_s:
             last = self._last()
             if not self._reordered(last) and not self._relieved(last):

@@ -270,7 +270,10 @@ def extended(survival: NDArray[np.float64], longest: int, exponent: float = 1.0)
 
 
 def dispersion(forecast: Shares, actual: Shares, requests: float) -> float:
-    """Return the mean squared error relative to that of sampling `requests`, over bands with a few expected each."""
+    """Return the mean squared error of the forecast relative to the error of sampling `requests` alone.
+
+    The errors are taken over bands of bins with a few expected requests each.
+    """
     expected = requests * forecast
     band = (np.cumsum(expected) / BAND_REQUESTS).astype(np.int64)
     band = np.minimum(band, max(int(requests / BAND_REQUESTS) - 1, 0))

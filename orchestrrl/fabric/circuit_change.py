@@ -357,7 +357,8 @@ def _not_undone(diff: CircuitDiff, now: CrossConnectReading) -> str:
 
 
 def compared_with_before(diff: CircuitDiff, now: CrossConnectReading) -> str:
-    """Return how a switch that shows nothing of a change compares with its state before the change."""
+    """Return a text that compares a switch, on which no part of a change is visible, with its state before the
+    change."""
     lost, new = sorted(diff.before - now.cross_connects), sorted(now.cross_connects - diff.before)
     if differences := _not_undone(diff, now):
         return f"its circuits are listed as they were, but {differences}"

@@ -41,7 +41,7 @@ class _IntentPart(Section):
 
 
 def parse_intent(period: str, text: str, job: str = "") -> Intent:
-    """Parse an intent. `job` is used if the text names none. Raises ProblemFaults that lists all faults."""
+    """Parse an intent. `job` is used if the text names none. Raises ProblemFaults with all faults."""
     faults = [] if period else ["period: must be a name, got ''"]
     if len(text) > MOST_BYTES:
         raise ProblemFaults([*faults, f"intent: must be at most {MOST_BYTES} bytes, got {len(text)}"])

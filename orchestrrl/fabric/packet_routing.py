@@ -32,7 +32,7 @@ LONGEST_PAUSE_S = 60.0  # between two attempts that find the same links
 
 
 class FabricRouting:
-    """Routes packets over the circuits of one site. The caller runs `maintain` as a task. One change at a time."""
+    """Routes packets over the circuits of one site. The caller runs `maintain` as a task. Changes are serialised."""
 
     def __init__(
         self,

@@ -59,7 +59,7 @@ class AnnouncedPeriod:
 
 
 class PeriodQueue:
-    """The waiting periods, at most one per lane. Boundaries come first."""
+    """The waiting periods, at most one per lane. `take` returns boundaries first."""
 
     def __init__(self) -> None:
         self.news = asyncio.Event()

@@ -151,8 +151,7 @@ class TrafficWatch:
         self._opening: asyncio.Task[None] | None = None
 
     def window(self) -> Window | Hold:
-        """Return the window that all hosts share. If clocks only allow it to open a moment later, `changed` is set
-        then."""
+        """Return the window that all hosts share. If clock bounds delay its opening, `changed` is set when it opens."""
         if self._opening is not None:
             self._opening.cancel()
             self._opening = None

@@ -131,7 +131,7 @@ class _Filling:
                 self._turn += 1
 
     def _most_roots(self, making: WaveDraft) -> tuple[int, int]:
-        """Return the maximum of roots in one wave per piece, and over all pieces of a family."""
+        """Return the maximum number of crossings from pods that need nothing, per piece and per family, in one wave."""
         needed = {group.pod for group in self._groups if group.pieces}
         free = [pod for pod in range(len(self._problem.pods)) if pod not in needed]
         circuits = int(making.circuits[free].sum())

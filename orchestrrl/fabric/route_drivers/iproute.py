@@ -1,4 +1,4 @@
-"""The driver `iproute`: a Linux router's own routing table, changed by iproute2's `ip -json` and `ip -batch`.
+"""The driver `iproute`: a Linux router's own routing table, read by iproute2's `ip -json` and changed by `ip -batch`.
 
 The driver owns the routes of one table that bear its protocol number and metric. A foreign route to the same prefix
 with another metric coexists, and the smaller metric wins; with the same metric, the driver's route is refused. The

@@ -1,4 +1,4 @@
-"""A virtual router for tests: it refuses unsupported routes, forwards, and can lose its links and sessions.
+"""A simulated router: it refuses unsupported routes, forwards, and can lose its links and sessions.
 
 `VirtualRouter` is the device and answers where a packet goes. `VirtualRouterWire` is a session with it.
 `VirtualRouterDriver` is the driver `virtual`. `join` connects two routers, as a circuit does, and `part` disconnects

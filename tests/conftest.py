@@ -16,14 +16,14 @@ from hypothesis import settings
 
 from tests import fork_server
 
-# Its assertions are shown as those of tests are.
+# Enable assertion introspection in this module.
 pytest.register_assert_rewrite("orchestrrl.fleet.deployers.conformance")
 
-# As in `orchestrrl` itself, also for tests that load numpy without it.
+# The same as in `orchestrrl`, also for tests that load numpy without it.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-# Tests interrupt processes that they start. Those of a process that ignores it, as one does that a shell has started in
-# the background, would ignore it, too.
+# Tests send SIGINT to processes that they start. Children of a process that ignores it, such as one started by a shell
+# in the background, would ignore it too.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -33,8 +33,8 @@ _parse = ast.parse
 
 
 def _parse_without_collection(*arguments: Any, **options: Any) -> Any:
-    """Parse while nothing is collected. A task's finalizer that logs a traceback parses too, and CPython 3.11 takes a
-    parse within a parse for "AST constructor recursion depth mismatch" (gh-106905)."""
+    """Parse with garbage collection disabled. A task's finalizer that logs a traceback also parses, and CPython 3.11
+    reports a nested parse as "AST constructor recursion depth mismatch" (gh-106905)."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -48,18 +48,18 @@ ast.parse = _parse_without_collection
 
 
 def _not_of_an_earlier_loop(record: logging.LogRecord) -> bool:
-    """gRPC has one queue of events for all event loops. One that comes for the loop of a test that is over is an error
-    in the loop of the test that runs."""
+    """Drop gRPC's events of an earlier event loop. gRPC has one queue for all event loops, and an event for a finished
+    test's loop would be an error in the running test's loop."""
     error = record.exc_info[1] if record.exc_info else None
     return not (str(error) == "Event loop is closed" and "PollerCompletionQueue" in record.getMessage())
 
 
 logging.getLogger("asyncio").addFilter(_not_of_an_earlier_loop)
 
-# No deadline for an example: a shared machine may stall in any, and pytest's time-out catches what hangs. The same
-# examples in every run, so that a change does not fail by a fault that it did not make: `make fuzz` searches.
-settings.register_profile("few", max_examples=25, deadline=None, derandomize=True, print_blob=True)  # make test
-settings.register_profile("many", settings.get_profile("few"), max_examples=200)  # make test-system
+# Examples have no deadline: a shared machine may stall in any of them, and pytest's timeout catches hangs. Every run
+# uses the same examples, so that a change does not fail by an unrelated fault: `make fuzz` searches for new ones.
+settings.register_profile("few", max_examples=25, deadline=None, derandomize=True, print_blob=True)  # for make test
+settings.register_profile("many", settings.get_profile("few"), max_examples=200)  # for make test-system
 settings.register_profile("fuzz", settings.get_profile("few"), max_examples=100, derandomize=False)
 settings.load_profile(os.environ.get("ORCHESTRRL_HYPOTHESIS", "few"))
 
@@ -87,11 +87,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 STARTS_A_PROCESS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"}
-_in_process: list[str] = []  # the test that runs, where it may start no process
+_in_process: list[str] = []  # the running test, if it must not start a process
 
 
 def _refuse_processes(event: str, arguments: tuple[object, ...]) -> None:
-    # matplotlib asks fc-list for fonts, once on a machine.
+    # matplotlib calls fc-list for fonts, once per machine
     if event in STARTS_A_PROCESS and _in_process and arguments[:1] != ("fc-list",):
         raise AssertionError(f"{_in_process[0]} starts a process ({arguments[:1]}): it belongs in tests/system")
 
@@ -111,7 +111,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 @pytest.fixture(autouse=True)
 def log_level() -> Iterator[None]:
-    """A command that is run in a test's own process may turn our log down: not for the tests after it."""
+    """Restore the log level after a command that ran in the test's own process and changed it."""
     ours = logging.getLogger("orchestrrl")
     before = ours.level
     yield

@@ -1,13 +1,13 @@
-"""Start processes in tests by forking a process that has everything imported.
+"""Start processes in tests by forking a process that has imported everything.
 
-A daemon, a gateway or an engine of ours imports for 0.3 to 0.6 CPU-seconds before it does anything, and the process
-tests start a thousand of them; a vLLM server imports for 8. `install` replaces `subprocess.Popen` in the test process:
-commands of the forms `python -m orchestrrl WORDS...`, `python tests/SCRIPT.py WORDS...` and
-`.venv-vllm/bin/python -m vllm.entrypoints.openai.api_server WORDS...` go to a fork server, all others start as usual.
-The result is a process of its own and a child of the test process, which can wait for it, signal it and kill it.
+OrchestrRL's daemon, gateway or engine imports for 0.3 to 0.6 CPU-seconds before it does anything, and the process tests
+start a thousand of them; a vLLM server imports for 8. `install` replaces `subprocess.Popen` in the test process:
+commands of the forms `python -m orchestrrl WORDS...`, `python tests/SCRIPT.py WORDS...` and `.venv-vllm/bin/python -m
+vllm.entrypoints.openai.api_server WORDS...` go to a fork server, all others start as usual. The result is a separate
+process and a child of the test process, which can wait for it, signal it and kill it.
 
 There is one server for each Python, and it starts with the first such command. It clones itself with CLONE_PARENT,
-which makes the new process its sibling instead of its child, and must therefore have one thread only.
+which makes the new process its sibling instead of its child, and must therefore have only one thread.
 """
 
 import atexit
@@ -33,16 +33,17 @@ TESTS = Path(__file__).resolve().parent
 CLONE_PARENT = 0x8000
 SYS_CLONE = {"x86_64": 56, "aarch64": 220}.get(os.uname().machine)
 MESSAGE_BYTES = 1 << 18
-SPACE = " " * 4096  # as the last word of the server's command line, for those of its clones
+SPACE = " " * 4096  # last argument of the server's command line, used for its clones
 _popen = subprocess.Popen
 
 
 @dataclass(frozen=True)
 class Program:
-    """Commands that a fork server starts: those of `python` whose further words `takes` wants.
+    """Commands that a fork server starts: those of `python` whose arguments `takes` accepts.
 
-    The server imports `modules`, with `environment` set. A command whose environment differs in what an import or the
-    interpreter reads (variables that begin with one of `settings` and none of `late`) is started as usual."""
+    The server imports `modules`, with `environment` set. A command whose environment differs in variables that an
+    import or the interpreter reads (those that begin with one of `settings` and none of `late`) is started as usual.
+    """
 
     python: str
     modules: Sequence[str]
@@ -86,14 +87,14 @@ _programs = [OURS]
 
 
 def install(*programs: Program) -> None:
-    """Have commands of ours, and those of `programs`, started by forking."""
+    """Start OrchestrRL's commands, and those of `programs`, by forking."""
     if sys.platform == "linux" and SYS_CLONE is not None:
         _programs.extend(programs)
         subprocess.Popen = Popen  # type: ignore[misc]
 
 
 class Popen(subprocess.Popen):  # type: ignore[type-arg]
-    """`subprocess.Popen` that has a fork server start the commands which one can start."""
+    """A `subprocess.Popen` that uses a fork server for the commands it supports."""
 
     def _execute_child(self, *arguments: Any) -> None:
         # In CPython's order: args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags,
@@ -163,8 +164,8 @@ class _Server:
 
 
 def serve(connection: socket.socket, modules: Sequence[str]) -> list[str]:
-    """Clone this process for each order. Return in the clone alone: the words to run."""
-    inherited = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all of its foreground
+    """Clone this process for each order. Returns only in the clone, with the arguments to run."""
+    inherited = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all of its foreground processes
     found = dict(os.environ)
     for name in modules:
         importlib.import_module(name)
@@ -176,7 +177,7 @@ def serve(connection: socket.socket, modules: Sequence[str]) -> list[str]:
     while True:
         data, fds, _, _ = socket.recv_fds(connection, MESSAGE_BYTES, 3)
         if not data:
-            os._exit(0)  # at a usual exit, libraries of vLLM's print what they have leaked
+            os._exit(0)  # at a normal exit, vLLM's libraries print their leaks
         pid = _clone()
         if pid == 0:
             connection.close()
@@ -188,7 +189,7 @@ def serve(connection: socket.socket, modules: Sequence[str]) -> list[str]:
 
 
 def _clone() -> int:
-    """os.fork, but the new process has this one's parent."""
+    """Fork as os.fork does, but with this process's parent as the parent of the new process."""
     python, c = ctypes.pythonapi, ctypes.PyDLL(None)
     python.PyOS_BeforeFork()
     pid = int(c.syscall(SYS_CLONE, CLONE_PARENT | signal.SIGCHLD, 0, 0, 0, 0))
@@ -198,7 +199,7 @@ def _clone() -> int:
 
 
 def _become(order: Mapping[str, Any], fds: list[int], imports_set: Mapping[str, str]) -> list[str]:
-    """Take on what the order says: files, session, folder, environment, and what the imports have set in it."""
+    """Apply the order: files, session, folder, environment, and the state that imports derived from it."""
     for standard, fd in enumerate(fds):
         os.dup2(fd, standard)
         os.close(fd)
@@ -220,7 +221,7 @@ def _become(order: Mapping[str, Any], fds: list[int], imports_set: Mapping[str, 
 
 
 def _show(args: Sequence[str]) -> None:
-    """As the command line of this process, to others."""
+    """Set the command line of this process as other processes see it."""
     begin, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])  # arg_start, arg_end
     shown = b"".join(os.fsencode(word) + b"\0" for word in args)[: end - begin - 1]
     ctypes.memmove(begin, shown.ljust(end - begin, b"\0"), end - begin)
@@ -244,7 +245,7 @@ def _text(fd: int, errors: str, unbuffered: bool) -> io.TextIOWrapper:
 
 
 if __name__ == "__main__":
-    sys.path[0] = str(TESTS.parent)  # tests/orchestrrl would pass for the package
+    sys.path[0] = str(TESTS.parent)  # tests/orchestrrl would be found as the package
     words = serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:-1])
     if words[0] == "-m":
         sys.argv = words[1:]

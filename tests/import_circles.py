@@ -1,4 +1,4 @@
-"""A contract for import-linter: no circle of imports between files, annotation-only imports left out."""
+"""A contract for import-linter: no import cycle between files, ignoring imports for annotations only."""
 
 from graphlib import CycleError, TopologicalSorter
 
@@ -7,7 +7,7 @@ from importlinter import Contract, ContractCheck, output
 
 
 class NoCircles(Contract):
-    """Takes no settings. A broken contract shows one circle; there may be more."""
+    """Forbids import cycles. It has no settings. A broken contract shows one cycle; there may be more."""
 
     def check(self, graph: ImportGraph, verbose: bool) -> ContractCheck:
         ours = {module for module in graph.modules if not graph.is_module_squashed(module)}
@@ -19,5 +19,5 @@ class NoCircles(Contract):
         return ContractCheck(kept=True)
 
     def render_broken_contract(self, check: ContractCheck) -> None:
-        # The sorter lists each before what imports it.
+        # The sorter lists each file before those that import it.
         output.print_error(" is imported by\n".join(check.metadata["circle"]))

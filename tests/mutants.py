@@ -1,17 +1,17 @@
-"""Plant small faults in the production code and see which the tests find: `make mutants`.
+"""Insert small faults into the production code and find which of them the tests detect: `make mutants`.
 
-A mutant changes one comparison, constant, call or branch of a function. Which tests run against it is read from a
+A mutant changes one comparison, constant, call or branch of a function. The tests to run against it are read from a
 recorded run of the suite under coverage, subprocesses included: first the tests that reach the changed line, then the
-others of files in which a subprocess reached it, since processes may be shared between tests. A mutant that no test
-fails for within `LIMIT_S` has survived, unless they hang.
+others in files in which a subprocess reached it, because processes may be shared between tests. A mutant for which no
+test fails within `LIMIT_S` has survived, unless the tests hang.
 
     python tests/mutants.py record -m "not vllm and not slow" -n 3   # once per suite; pytest's arguments
-    python tests/mutants.py plant --sample 20                        # resumes where it was stopped
+    python tests/mutants.py plant --sample 20                        # resumes after an interruption
     python tests/mutants.py try NAME tests/planner/test_admission.py      # one mutant against these tests
     python tests/mutants.py show
 
-`--tree` takes another checkout, as that of an older suite: its tests run against its code, while names and choice of
-the mutants are the same wherever the changed functions are.
+`--tree` selects another checkout, such as one with an older suite: its tests run against its code, while names and
+choice of the mutants are the same as far as the changed functions are.
 """
 
 import argparse
@@ -39,7 +39,7 @@ ROOT = Path(__file__).resolve().parent.parent
 EQUIVALENT = Path(__file__).with_name("mutants_equivalent.json")  # names of mutants, each with its reason
 SEED = 18
 LIMIT_S = 300.0
-TEST_LIMIT_S = 30.0  # or ten times of what the longest takes without a mutant
+TEST_LIMIT_S = 30.0  # or ten times the duration of the longest without a mutant
 DOMAINS: dict[str, tuple[str, ...]] = {
     "ledger": (
         "orchestrrl/gateway/ledger/ledger.py",
@@ -99,7 +99,8 @@ _OPPOSITE: dict[type[ast.cmpop], type[ast.cmpop]] = {
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change. `name` survives edits elsewhere in the file: path, function, kind and its number in the function."""
+    """One change. `name` is stable over edits elsewhere in the file: path, function, kind and its number in the
+    function."""
 
     name: str
     domain: str
@@ -113,14 +114,14 @@ class Mutant:
 
 
 def mutants_of(path: str, domain: str, source: str) -> Iterator[Mutant]:
-    """Every mutant of a file, in the order of its text."""
+    """Yield every mutant of a file, in the order of its text."""
     starts = [0]
     for line in source.encode().splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
 
     def visit(node: ast.AST, function: str, numbers: defaultdict[str, Iterator[int]]) -> Iterator[Mutant]:
         if isinstance(node, ast.JoinedStr | ast.Raise | ast.Assert):
-            return  # texts, and what is never reached in a sound run
+            return  # texts, and code that a successful run never reaches
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             function = f"{function}.{node.name}" if function else node.name
             if not isinstance(node, ast.ClassDef):
@@ -155,7 +156,7 @@ _NOWHERE: defaultdict[str, Iterator[int]] = defaultdict(count)  # outside any fu
 
 
 def _changes(node: ast.AST) -> Iterator[tuple[str, ast.expr | ast.stmt, str]]:
-    """The changes of one node: kind, what is replaced, by what; nothing: by its negation."""
+    """Yield the changes of one node: kind, replaced source and replacement; without a replacement, its negation."""
     match node:
         case ast.Compare(left=left, ops=[operator], comparators=comparators):
             opposite = ast.Compare(left, [_OPPOSITE[type(operator)]()], comparators)
@@ -168,13 +169,13 @@ def _changes(node: ast.AST) -> Iterator[tuple[str, ast.expr | ast.stmt, str]]:
             if not ast.unparse(call.func).startswith(("logger.", "print")):
                 yield "call", node, "pass"
         case ast.If(test=test) | ast.IfExp(test=test) | ast.While(test=test) if not isinstance(test, ast.Constant):
-            if not isinstance(test, ast.Compare):  # the opposite of a comparison is one already
+            if not isinstance(test, ast.Compare):  # the opposite of a comparison is already a change
                 yield "branch", test, ""
 
 
 def chosen(tree: Path, seed: int = SEED) -> list[Mutant]:
-    """The mutants of every domain, kinds mixed; those listed as equivalent are left out. A change of the code changes
-    the choice by the mutants that it adds and removes alone."""
+    """Return the mutants of every domain, kinds mixed, without those listed as equivalent. A change of the code only
+    changes the choice by the mutants that it adds and removes."""
     equivalent = json.loads(EQUIVALENT.read_text()) if EQUIVALENT.exists() else {}
     found: list[Mutant] = []
     for domain, patterns in DOMAINS.items():
@@ -194,14 +195,15 @@ def chosen(tree: Path, seed: int = SEED) -> list[Mutant]:
     return found
 
 
-# --- recording: which tests reach which lines -------------------------------------------------------------------------
+# --- Recording: which tests reach which lines -------------------------------------------------------------------------
 
 _TEST = "ORCHESTRRL_MUTANTS_TEST"
 _TIMES = "ORCHESTRRL_MUTANTS_TIMES"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """As a plug-in of the recorded run (a copy of this file): name the running test to coverage, here and below."""
+    """Report the running test to coverage, in this process and its children. This file, copied, is the plug-in of the
+    recorded run."""
     times = Path(os.environ[_TIMES])
 
     class Recorder:
@@ -226,7 +228,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def record(tree: Path, out: Path, arguments: list[str]) -> None:
-    """Run the suite under coverage, its subprocesses included, and keep which tests reached which lines."""
+    """Run the suite under coverage, its subprocesses included, and store which tests reached which lines."""
     shutil.rmtree(out / "coverage", ignore_errors=True)
     (out / "coverage").mkdir(parents=True)
     times = out / "times"
@@ -253,7 +255,7 @@ def record(tree: Path, out: Path, arguments: list[str]) -> None:
 
 
 def _reached(tree: Path, folder: Path) -> dict[str, dict[int, list[list[str]]]]:
-    """For each file and line: the tests whose own process reached it, and those of whose subprocesses one did."""
+    """Return for each file and line the tests whose own process reached it, and those of whose subprocesses one did."""
     from coverage import CoverageData
 
     found: dict[str, dict[int, list[set[str]]]] = {}
@@ -274,7 +276,8 @@ def _reached(tree: Path, folder: Path) -> dict[str, dict[int, list[list[str]]]]:
     }
 
 
-# --- planting ---------------------------------------------------------------------------------------------------------
+# --- Inserting faults
+# --------------------------------------------------------------------------------------------------
 
 
 def _environment(tree: Path) -> dict[str, str]:
@@ -283,7 +286,7 @@ def _environment(tree: Path) -> dict[str, str]:
 
 
 def tests_for(mutant: Mutant, recorded: dict[str, object]) -> list[str]:
-    """The tests to run against a mutant, the likeliest and shortest first."""
+    """Return the tests to run against a mutant, the most likely and shortest first."""
     lines: dict[str, list[list[str]]] = recorded["reached"].get(mutant.path, {})  # type: ignore[attr-defined]
     durations: dict[str, float] = recorded["durations_s"]  # type: ignore[assignment]
     own: set[str] = set()
@@ -301,7 +304,7 @@ def tests_for(mutant: Mutant, recorded: dict[str, object]) -> list[str]:
 
 
 def try_one(tree: Path, out: Path, name: str, tests: list[str]) -> None:
-    """Run pytest's arguments against one mutant."""
+    """Run pytest with these arguments against one mutant."""
     path = name.partition(":")[0]
     found = [mutant for mutant in mutants_of(path, "", (tree / path).read_text()) if mutant.name == name]
     if not found:
@@ -316,8 +319,8 @@ def try_one(tree: Path, out: Path, name: str, tests: list[str]) -> None:
 def planted(
     mutant: Mutant, copy: Path, tests: list[str], scratch: Path, durations_s: Sequence[float] = (LIMIT_S,)
 ) -> tuple[str, str]:
-    """The outcome of one mutant in a copy of the tree: `killed` by a test that passes without it, `survived`, or
-    `unreached`. Tests that hang have seen it: `durations_s` is what they take without it."""
+    """Return the outcome of one mutant in a copy of the tree: `killed` by a test that passes without it, `survived`, or
+    `unreached`. Tests that hang count as killed: `durations_s` are their times without the mutant."""
     if not tests:
         return "unreached", ""
     usually_s, test_limit_s = sum(durations_s), max(TEST_LIMIT_S, 10 * max(durations_s))
@@ -338,7 +341,7 @@ def planted(
             return "survived", "the recorded tests are not those of this tree: record them again"
         broken = next((test for test in tests if f"{failed} ".startswith(f"{test} ")), None)
         if broken is None or _pytest(copy, [broken], scratch, test_limit_s)[0] == 0:
-            # A run that ends otherwise, as by a crash or because a module cannot be imported, has seen it, too.
+            # A run that ends in another way, e.g. by a crash or a failed import, has also detected it.
             return "killed", failed[:200] or f"pytest ended with {status}"
         tests = [test for test in tests if test != broken]
         if not tests:
@@ -346,7 +349,7 @@ def planted(
 
 
 def _pytest(copy: Path, tests: list[str], scratch: Path, test_limit_s: float) -> tuple[int | None, str]:
-    """The exit status, or None where `LIMIT_S` was not enough, and the first test that failed, with what it said."""
+    """Return the exit status, or None after `LIMIT_S`, and the first failed test with its output."""
     listing = scratch / "tests.txt"
     listing.write_text("\n".join(tests) + "\n")
     options = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", f"--timeout={test_limit_s:.0f}"]
@@ -375,11 +378,11 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
 def _write(path: Path, text: bytes) -> None:
     path.write_bytes(text)
     for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
-        compiled.unlink()  # its time and size may be those of the other text
+        compiled.unlink()  # its time and size may equal those of the other text
 
 
 def _copy(tree: Path, to: Path) -> Path:
-    """The tracked files and the environments of a checkout."""
+    """Copy the tracked files and the environments of a checkout."""
     shutil.rmtree(to, ignore_errors=True)
     to.mkdir(parents=True)
     names = subprocess.run(["git", "ls-files", "-z"], cwd=tree, check=True, capture_output=True).stdout.decode()
@@ -431,7 +434,7 @@ def _results(out: Path) -> list[list[str]]:
 
 
 def show(tree: Path, out: Path, seed: int) -> None:
-    """How many of each domain were killed, and those that were not, with their change."""
+    """Print how many mutants of each domain were killed, and those that were not, with their change."""
     outcome = {name: (what, why) for name, what, why in _results(out)}
     mutants = [mutant for mutant in chosen(tree, seed) if mutant.name in outcome]
     killed = Counter(mutant.domain for mutant in mutants if outcome[mutant.name][0] == "killed")

@@ -1,6 +1,6 @@
-"""Networks to test with: namespaces that are routers, joined by veth pairs; an optical switch made of bridges.
+"""Networks for tests: namespaces that are routers, joined by veth pairs; an optical switch made of bridges.
 
-All are made and removed by the test that asks for them, under names of its own. Nothing outside them is touched.
+Each test creates and removes its own, under unique names. Nothing else is touched.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ class Lab:
         self.names: list[str] = []
 
     def add(self, name: str, *addresses: str) -> str:
-        """A router: it forwards, and has these addresses on its loopback. Returns the namespace's name."""
+        """Add a router, which forwards and has these addresses on its loopback. Return the namespace's name."""
         namespace = f"orl-{self.token}-{name}"
         run("ip", "netns", "add", namespace)
         self.names.append(namespace)
@@ -45,7 +45,7 @@ class Lab:
         return namespace
 
     def veth(self, one: str, interface: str, other: str, other_interface: str) -> None:
-        """A cable between two namespaces, up at both ends."""
+        """Add a cable between two namespaces, up at both ends."""
         ends = ("netns", one, "type", "veth", "peer", "name", other_interface, "netns", other)
         run("ip", "link", "add", "name", interface, *ends)
         for namespace, name in ((one, interface), (other, other_interface)):
@@ -72,7 +72,7 @@ class Ocs:
         self._ip("link", "set", f"p{port}", "down")
 
     def lane(self, port: int, other: "Ocs", other_port: int) -> None:
-        """A fibre from switch to switch."""
+        """Add a fibre from switch to switch."""
         self.lab.veth(self.namespace, f"p{port}", other.namespace, f"p{other_port}")
         for switch, number in ((self, port), (other, other_port)):
             switch._ip("link", "set", f"p{number}", "down")
@@ -96,7 +96,7 @@ class Ocs:
 
 @contextmanager
 def laboratory() -> Iterator[Lab]:
-    """Skips the test where namespaces are not permitted."""
+    """Yield a lab. Skip the test if namespaces are not permitted."""
     if shutil.which("ip") is None or os.geteuid() != 0:
         pytest.skip("network namespaces need iproute2 and root")
     lab = Lab()
@@ -124,13 +124,13 @@ def inside(namespace: str, *command: str) -> str:
 
 
 def sent_packets(namespace: str) -> dict[str, int]:
-    """By interface, since it was made."""
+    """Return the packets sent by each interface since its creation."""
     rows = json.loads(run("ip", "-n", namespace, "-json", "-statistics", "link", "show"))
     return {row["ifname"]: row["stats64"]["tx"]["packets"] for row in rows}
 
 
 def udp_socket(namespace: str, address: str, port: int = 0) -> socket.socket:
-    """A socket that lives in the namespace, made by a thread that enters it and ends there."""
+    """Return a socket in the namespace, made by a thread that enters the namespace and then ends."""
     made: list[socket.socket | OSError] = []
 
     def enter() -> None:
@@ -139,7 +139,7 @@ def udp_socket(namespace: str, address: str, port: int = 0) -> socket.socket:
                 if ctypes.CDLL(None, use_errno=True).setns(entrance.fileno(), CLONE_NEWNET):
                     raise OSError(ctypes.get_errno(), "setns")
             endpoint = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-            # Packets that wait for a neighbour who never answers would fill a common send buffer.
+            # Packets that wait for an unresponsive neighbour would fill a common send buffer.
             for force in (32, 33):  # SO_SNDBUFFORCE, SO_RCVBUFFORCE
                 endpoint.setsockopt(socket.SOL_SOCKET, force, 8 << 20)
             endpoint.setblocking(False)
@@ -157,8 +157,8 @@ def udp_socket(namespace: str, address: str, port: int = 0) -> socket.socket:
 
 
 class Stream:
-    """Packets from an address in a namespace to another, one by one while it is open; each is counted where it
-    arrives."""
+    """Sends packets from an address in a namespace to another, one by one while it is open, and counts those that
+    arrive."""
 
     def __init__(self, source: tuple[str, str], sink: tuple[str, str], port: int = 7000) -> None:
         self.sent = 0
@@ -175,7 +175,7 @@ class Stream:
         self._sending.cancel()
         with suppress(asyncio.CancelledError):
             await self._sending
-        for _ in range(100):  # what is under way
+        for _ in range(100):  # packets in transit
             self._receive()
             if len(self.arrived) == self.sent:
                 break
@@ -188,14 +188,14 @@ class Stream:
         return self.sent - len(self.arrived)
 
     async def more(self, count: int) -> None:
-        """Returns once so many more have been sent."""
+        """Return once `count` more have been sent."""
         until = self.sent + count
         while self.sent < until:
             await asyncio.sleep(PERIOD_S)
 
     async def _send(self) -> None:
         while True:
-            # An unreachable network is an error of this very call: the packet counts as sent and lost.
+            # An unreachable network raises in this call: the packet counts as sent and lost.
             with suppress(OSError):
                 self._source.sendto(self.sent.to_bytes(8), self._to)
             self.sent += 1

@@ -1,4 +1,4 @@
-"""Short ways to say what agents and gateways report."""
+"""Builders for reports of agents and gateways."""
 
 from orchestrrl.core.nodes import NodeHello, NodeKind
 from orchestrrl.engines.base import EngineSample

@@ -1,1 +1,1 @@
-"""Puts this folder on the import path, so that tests below it share `builders`."""
+"""Put this folder on the import path, so that tests below it share `builders`."""

@@ -1,4 +1,4 @@
-"""An engine in memory that does what it is told: answers, is slow, refuses, talks nonsense, restarts."""
+"""A controllable engine in memory: it answers, is slow, refuses, returns nonsense, restarts."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -18,7 +18,7 @@ class FakeEngine:
     offers: EngineCapabilities = field(default_factory=lambda: EngineCapabilities("fake", "1", ("m",), pause=True))
     error: Exception | None = None
     capabilities_error: Exception | None = None
-    answer_s: float = 0.0  # how long metrics take
+    answer_s: float = 0.0  # response time of metrics
     calls: list[str] = field(default_factory=list)
     closed: bool = False
 

@@ -1,4 +1,4 @@
-"""Documents with values of the wrong kind at any path: what no check of theirs may answer with a traceback."""
+"""Documents with values of the wrong type at any path, for which no check may raise an unexpected exception."""
 
 import copy
 import random
@@ -36,7 +36,7 @@ Place = tuple[str | int, ...]
 
 
 def places(value: Any, at: Place = ()) -> Iterator[Place]:
-    """Every path of a document, that of the document itself first."""
+    """Return every path of a document, the empty path first."""
     yield at
     items: Any = ()
     if isinstance(value, dict):
@@ -48,7 +48,7 @@ def places(value: Any, at: Place = ()) -> Iterator[Place]:
 
 
 def spoilt(document: Any, at: Place, value: Any) -> Any:
-    """A copy with this value there; the document itself where the path is empty."""
+    """Return a copy with this value at the path; for the empty path the value itself."""
     if not at:
         return value
     copied = copy.deepcopy(document)
@@ -60,8 +60,8 @@ def spoilt(document: Any, at: Place, value: Any) -> Any:
 
 
 def spoil(rng: random.Random, document: Any, most: int = 3) -> Any:
-    """A copy with one to `most` faults: odd values, other numbers, fields and elements that are missing, doubled or
-    unknown."""
+    """Return a copy with one to `most` faults: odd values, other numbers, and missing, repeated or unknown fields and
+    elements."""
     for _ in range(rng.randint(1, most)):
         at = rng.choice(list(places(document))[1:] or [()])
         document = _spoilt_once(rng, document, at)

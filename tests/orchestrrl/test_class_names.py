@@ -1,4 +1,4 @@
-"""Public class names are unique over production code, so that a name says which class is meant."""
+"""Check that public class names are unique over production code, so that a name identifies one class."""
 
 import ast
 from collections import defaultdict
@@ -8,7 +8,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("orchestrrl", "planner", "balancer", "ocs_drivers")
 
 
-def test_no_public_class_name_is_used_twice() -> None:
+def test_public_class_names_are_unique() -> None:
     places: dict[str, list[str]] = defaultdict(list)
     for path in (path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))):
         if path.parent.name == "pb":  # generated

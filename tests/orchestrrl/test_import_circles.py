@@ -1,4 +1,4 @@
-"""The contract against circles of imports finds them."""
+"""Check that the contract against import cycles detects them."""
 
 import pytest
 from grimp import ImportGraph
@@ -9,7 +9,7 @@ from tests.import_circles import NoCircles
 @pytest.mark.parametrize(
     ("imports", "kept"), [(["ab", "bc", "ac"], True), (["ab", "bc", "ca"], False), (["ab", "ba", "bc"], False)]
 )
-def test_circles_are_found(imports: list[str], kept: bool) -> None:
+def test_import_cycles_are_detected(imports: list[str], kept: bool) -> None:
     graph = ImportGraph()
     for importer, imported in imports:
         graph.add_import(importer=importer, imported=imported)

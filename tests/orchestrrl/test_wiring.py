@@ -1,7 +1,7 @@
-"""Checks that parts get their collaborators by constructor: no file fills in an attribute of another file's part.
+"""Check that parts get their collaborators by constructor: no file sets an attribute of another file's part.
 
-A part is an instance of a class that is no dataclass. What counts are attributes that its `__init__` leaves for later:
-None, or a function that does nothing yet. Dataclasses are records, which are data and change.
+A part is an instance of a class that is not a dataclass. The check covers attributes that `__init__` leaves for later:
+None, or a function that does nothing yet. Dataclasses are records, whose data may change.
 """
 
 import ast
@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("orchestrrl", "planner", "balancer", "ocs_drivers")
-# Assignments that fill in no part of ours, or cannot come sooner, with the reason of each.
+# Assignments that do not set a collaborator, or cannot happen earlier, each with its reason.
 ALLOWED = {
     ("orchestrrl/cli/ocs/emulator.py", "device.on_setter"): "the terminal follows a device while a client is served",
     ("orchestrrl/gateway/http/server.py", "connection.on_writable"): "the connection is one request's, not a part",
@@ -36,7 +36,7 @@ def classes(tree: ast.Module) -> list[ast.ClassDef]:
 
 
 def left_for_later(definition: ast.ClassDef) -> set[str]:
-    """Return the attributes to which `__init__` gives no value that is of use."""
+    """Return the attributes to which `__init__` assigns no usable value."""
     found: set[str] = set()
     for method in definition.body:
         if not isinstance(method, ast.FunctionDef) or method.name != "__init__":
@@ -81,7 +81,7 @@ def assignments(tree: ast.Module) -> set[tuple[str, str]]:
     }
 
 
-def test_no_file_fills_in_an_attribute_of_a_part_from_outside() -> None:
+def test_no_file_sets_an_attribute_of_another_part() -> None:
     later: dict[str, set[str]] = defaultdict(set)  # files by attribute
     for name, tree in sources().items():
         for definition in classes(tree):

@@ -1,4 +1,4 @@
-"""The world of circuit changes: a virtual switch with two circuits, which a change turns into two others."""
+"""The test world of circuit changes: a virtual switch with two circuits, which a change replaces by two others."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -27,7 +27,7 @@ class FaultySwitch(VirtualSwitch):
         super().__init__("ocs1", clock=clock, command_timeout_s=0.2, lock_timeout_s=0.5, link_timeout_s=0.2)
         self.lost: set[str] = set()  # results
         self.failing: set[str] = set()
-        self.refuses = False  # a rollback that fails may not be asked for again
+        self.refuses = False  # a failed rollback may not be repeated
 
     async def commit(self, diff: CircuitDiff, expect_revision: int, revert_in_s: float | None = None) -> CommitResult:
         result = await super().commit(diff, expect_revision, revert_in_s)
@@ -58,7 +58,7 @@ class FaultySwitch(VirtualSwitch):
 
 class CircuitWorld(OperationWorld):
     entries = CIRCUIT_CHANGES
-    written = 3  # the intent, whose the circuits are since, the result
+    written = 3  # the intent, the ownership, the result
     steps = ("commit", "verify")
     moments_s = (0.0, 0.005, 0.015, 0.024, 0.03, 0.045, 0.055)
 
@@ -88,7 +88,7 @@ class CircuitWorld(OperationWorld):
         await self.executor.settle()
 
     async def crash(self) -> None:
-        """Nothing: the switch goes on with what it was sent."""
+        """Do nothing: the switch continues with the commands it received."""
 
     async def restart(self, journal: Journal) -> None:
         self.executor.recover()
@@ -124,7 +124,8 @@ class CircuitWorld(OperationWorld):
 
 
 class PreparedCircuitWorld(CircuitWorld):
-    """The change is written down ahead, and committed at its time. Its switch refuses a rollback that fails."""
+    """A world in which the change is journalled ahead and committed at its time. Its switch refuses a rollback that
+    fails."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +142,7 @@ class PreparedCircuitWorld(CircuitWorld):
 
 
 class TrialCircuitWorld(CircuitWorld):
-    """The change is on trial, and confirmed a second later."""
+    """A world in which the change is on trial, and confirmed a second later."""
 
     moments_s = (*CircuitWorld.moments_s, 0.5)
 

@@ -1,7 +1,7 @@
-"""The world of request moves: a gateway that holds two requests, which are to go from one engine to another.
+"""The test world of request moves: a gateway that holds two requests, which are to move from one engine to another.
 
-The network takes a while each way. A move has no way back: the gateway carries it out as a whole, and what is not known
-is found out, by asking again or from telemetry.
+The network delays messages in both directions. A move cannot be rolled back: the gateway carries it out as a whole, and
+an unknown outcome is determined by repeating the order or from telemetry.
 """
 
 import asyncio
@@ -35,12 +35,12 @@ from planner.model import EngineId, NodeId, RequestId, RequestMove
 E0, E1 = EngineId("e0"), EngineId("e1")
 MOVES = [RequestMove(RequestId(name), E0, E1) for name in "ab"]
 VALID_S = 10.0
-NETWORK_S = 0.1  # an order or a result on its way
-NO_WAY_BACK = "a move has no way back: the gateway moves a request or leaves it where it is"
+NETWORK_S = 0.1  # an order or a result in transit
+NO_WAY_BACK = "a move cannot be rolled back: the gateway moves a request or leaves it in place"
 
 
 class MovingGateway:
-    """Really moves requests, those that are `movable`."""
+    """A gateway that moves requests if they are `movable`."""
 
     def __init__(self, clock: VirtualClock, movable: Iterable[str]) -> None:
         self.where: dict[str, str | None] = {"a": "e0", "b": "e0"}
@@ -67,7 +67,7 @@ class MovingGateway:
         return OperationResult(operation.id, GATEWAY, OperationStatus(why), detail)
 
     def evidence(self, state: FleetState, now_s: float) -> OperationEvidence:
-        """Report to the daemon; return what that sees then."""
+        """Report to the daemon, and return the evidence that it then has."""
         self._reports += 1
         held = [request(name, engine) for name, engine in self.where.items()]
         state.fold_gateway(gateway_report(*held, sequence=self._reports), now_s)
@@ -80,12 +80,12 @@ def evidence_of(evidence: OperationEvidence, _: NodeId) -> OperationEvidence:
 
 class MoveWorld(OperationWorld):
     entries = NODE_OPERATIONS
-    written = 3  # the intent, that it was sent, the result
+    written = 3  # the intent, the send, the result
     steps = ("move",)
     moments_s = (0.0, 0.05, 0.15, 0.25)
     without: ClassVar[Mapping[str, str]] = {
-        "test_an_undo_that_fails": NO_WAY_BACK,
-        "test_an_undo_that_fails_and_a_daemon_that_is_killed": NO_WAY_BACK,
+        "test_failed_undo": NO_WAY_BACK,
+        "test_failed_undo_and_killed_daemon": NO_WAY_BACK,
     }
 
     def __init__(self) -> None:
@@ -127,7 +127,7 @@ class MoveWorld(OperationWorld):
         await self.begin(journal)
 
     async def settle(self) -> None:
-        """The stream broke, and the gateway attaches again."""
+        """Attach the gateway again after its stream broke."""
         self._attach()
         await self.clock.sleep(3 * NETWORK_S)
 

@@ -1,6 +1,6 @@
-"""The world of pauses: two gateways in front of two engines, which the pause barrier brings to rest.
+"""The test world of pauses: two gateways with two engines, which the pause barrier pauses.
 
-A gateway that receives no order to open opens by itself when the lease ends, so the world waits for that.
+A gateway that receives no order to open opens automatically when the lease ends, so the world waits for that.
 """
 
 import asyncio
@@ -32,9 +32,9 @@ STATES = {BarrierPhase.OPEN: "old", BarrierPhase.QUIET: "new"}
 
 
 class FaultyGateway(Gateway):
-    loses = False  # its next result, since its stream breaks
+    loses = False  # its next result, because its stream breaks
     ignores_open = False
-    late_s = 0.0  # how long orders to close take until they are delivered
+    late_s = 0.0  # delivery time of orders to close
 
     def start_with(self, plane: ControlPlane) -> None:
         self.plane = plane
@@ -42,7 +42,7 @@ class FaultyGateway(Gateway):
         self.start()
 
     def cut(self) -> None:
-        """Its daemon ends: what that has ordered is not answered any more."""
+        """Disconnect from a daemon that has ended: its orders are not answered any more."""
         for task in self._tasks:
             task.cancel()
         self.attachment = None
@@ -66,7 +66,7 @@ class FaultyGateway(Gateway):
 class PauseWorld(OperationWorld):
     entries = FLEET_PAUSES
     counted = (EntryKind.BARRIER, EntryKind.PAUSE_BEGAN, EntryKind.PAUSE_STEP, EntryKind.PAUSE_ENDED)
-    written = 8  # the lease, the intent, two for each of two steps, at rest, the result
+    written = 8  # the lease, the intent, two for each of two steps, the pause, the result
     steps: ClassVar[tuple[str, ...]] = ("rest",)
     moments_s = (0.0, 0.05, 0.15, 0.3)
     request = PauseRequest(PauseMode.KEEP, lease_s=LEASE_S, deadline_s=DEADLINE_S)
@@ -125,7 +125,7 @@ class PauseWorld(OperationWorld):
         await unless_killed(journal, self._until_agreed(journal))
 
     async def _until_agreed(self, journal: Journal) -> None:
-        """Where gateways ignore the order to open, at the latest until they have opened by themselves."""
+        """Wait until all agree; gateways that ignore the order to open do so at the end of the lease."""
         until_s = self.clock.now_s() + (LEASE_S if self._ignores_open else 2 * ANSWER_S) + 1.0
         while self.clock.now_s() < until_s:
             await self.clock.sleep(0.5)
@@ -164,7 +164,7 @@ class PauseWorld(OperationWorld):
 
 
 class WaitingPauseWorld(PauseWorld):
-    """Requests run to their end first."""
+    """A world in which requests finish first."""
 
     written = 10
     steps = ("finish",)

@@ -1,4 +1,4 @@
-"""The world of redeployments: two narrow engines with requests, which a wide one replaces, beside one that stays."""
+"""The test world of redeployments: a wide engine replaces two narrow engines with requests, and one engine stays."""
 
 import asyncio
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ SETTLED_S = 1.0  # by then the gateway has moved the requests that it held
 STATES = {OperationState.DONE: "new", OperationState.ROLLED_BACK: "old", OperationState.DEGRADED: "between"}
 
 # The orders of its steps are those of core/delivery.py.
-NEVER_UNDER_WAY = "the daemon that orders a redeployment begins it at once, so its order is never under way"
+NEVER_UNDER_WAY = "the daemon begins a redeployment at once, so its order is never in transit"
 
 
 class RedeploymentWorld(OperationWorld):
@@ -31,7 +31,7 @@ class RedeploymentWorld(OperationWorld):
     written = 26  # the intent, two for each of twelve steps, the result
     steps = ("start s1.0",)
     without: ClassVar[Mapping[str, str]] = {
-        "test_an_order_that_is_delivered_late_has_no_effect": NEVER_UNDER_WAY,
+        "test_order_delivered_late_has_no_effect": NEVER_UNDER_WAY,
     }
     moments_s = (0.0, 0.3, 1.1, 2.2)
 
@@ -80,7 +80,7 @@ class RedeploymentWorld(OperationWorld):
         await self.clock.sleep(SETTLED_S)
 
     def state(self) -> str:
-        """Requests are on the engines of one state alone, and go nowhere else."""
+        """Return the state. Requests must be on the engines of one state only, and must not be sent to any other."""
         gateway = self.harness.gateway
         engines = {str(engine) for engine in self.harness.machines.alive()}
         serving = {str(engine) for engine in gateway.usable()}

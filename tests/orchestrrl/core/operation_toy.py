@@ -1,4 +1,4 @@
-"""The toy world: parts that are old or new, and a switch that sends users to the new ones."""
+"""The toy world: parts that are old or new, and a selector that sends users to the new ones."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ from orchestrrl.core.operation import (
 from orchestrrl.core.operation_journal import OperationJournal
 
 PARTS = ("a", "b", "c")
-STEP_S = 1.0  # what each step takes
+STEP_S = 1.0  # duration of each step
 WITHIN_S = 5.0
 REPORTED = {OperationState.DONE: "new", OperationState.ROLLED_BACK: "old", OperationState.DEGRADED: "between"}
 
@@ -53,7 +53,7 @@ class ToyWorld(OperationWorld):
         self.fails_after: dict[str, int] = {}
         self.hangs: set[str] = set()
         self.unreadable = 0  # observations that fail
-        self.dead = False  # its daemon: nothing that it began has an effect any more
+        self.dead = False  # its daemon: after its end, nothing that it began takes effect
         self.done: list[str] = []
 
     async def start(self, journal: Journal) -> None:
@@ -88,7 +88,7 @@ class ToyWorld(OperationWorld):
 
     async def _to_its_end(self, work: Any) -> None:
         await work
-        with suppress(Permanent):  # of a journal that is full
+        with suppress(Permanent):  # of a full journal
             self.log.end(ToyChange.id, {"state": self.run.state})
 
     def state(self) -> str:

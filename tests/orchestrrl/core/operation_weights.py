@@ -1,4 +1,4 @@
-"""The world of weight versions: engines on three hosts that have version 1, and a trainer that publishes version 2."""
+"""The test world of weight versions: engines on three hosts with version 1, and a trainer that publishes version 2."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ from orchestrrl.core.journal.kinds import WEIGHT_SYNCS
 from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.weights.controller.state import WeightBook
 
-NEVER_LATE = "a version that was published does not expire; orders that peers get late are test_sync_operation's"
+NEVER_LATE = "a published version does not expire; test_sync_operation covers late orders to peers"
 REPAIRED_WITHIN_S = 60.0
 
 
@@ -21,7 +21,7 @@ class WeightVersionWorld(OperationWorld):
     counted = (EntryKind.SYNC_BEGAN, EntryKind.SYNC_STEP, EntryKind.WEIGHTS, EntryKind.SYNC_ENDED)
     written = 19  # the intent, two for each of eight steps, the commit, the result
     steps = ("install e1",)
-    without: ClassVar[Mapping[str, str]] = {"test_an_order_that_is_delivered_late_has_no_effect": NEVER_LATE}
+    without: ClassVar[Mapping[str, str]] = {"test_order_delivered_late_has_no_effect": NEVER_LATE}
     moments_s = (0.0, 0.5, 1.0, 2.0)
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class WeightVersionWorld(OperationWorld):
             self._has_old = True
 
     async def _die_with(self, journal: Journal) -> None:
-        """At once, whichever of the daemon's tasks wrote the last entry."""
+        """End the daemon at once, whichever of its tasks wrote the last entry."""
         assert isinstance(journal, KilledJournal)
         await journal.killed.wait()
         self.harness.kill()
@@ -72,7 +72,7 @@ class WeightVersionWorld(OperationWorld):
         await unless_killed(journal, self._until_over())
 
     async def _until_over(self) -> None:
-        """Until no version is on its way, and engines that lag behind are repaired as far as they can be."""
+        """Wait until no version is in progress, and outdated engines are repaired as far as possible."""
         sync, until_s = self.harness.sync, self.clock.now_s() + REPAIRED_WITHIN_S
         while not all(report.over for report in sync.history(0)) or (
             sync.book.fleet.quarantined and self.clock.now_s() < until_s
@@ -111,7 +111,7 @@ class WeightVersionWorld(OperationWorld):
         self._faults.append(fails)
 
     def lose(self, step: str) -> None:
-        """The peer ends with the result of what it has done, and comes back a little later."""
+        """Disconnect the peer before it sends a result, and let it attach again later."""
         peer = self.harness.peer("p1")
 
         def dies() -> None:

@@ -20,8 +20,8 @@ MOST_S = 100.0  # of the virtual clock, for one daemon
 
 
 class KilledJournal(Journal):
-    """Kills its daemon once so many entries are on disk, or takes no more than so many. `kinds` are the entries that
-    count; empty: all. A daemon that was killed writes nothing more."""
+    """A journal that kills its daemon after a number of entries on disk, or refuses further entries. `kinds` are the
+    entries that count; empty: all. A killed daemon writes nothing more."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class KilledJournal(Journal):
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Let no entry count that is written in here."""
+        """Do not count entries written inside this block."""
         self._counts = False
         try:
             yield
@@ -61,8 +61,8 @@ class KilledJournal(Journal):
 
 
 async def unless_killed(journal: Journal, work: Coroutine[Any, Any, None]) -> None:
-    """Do work of a daemon of several tasks, any of which may write the entry that is the last one. Where the work is
-    cancelled, the daemon is killed as well."""
+    """Run work of a daemon with several tasks, any of which may write the last entry. If the work is cancelled, the
+    daemon is killed as well."""
     assert isinstance(journal, KilledJournal)
     working, killed = asyncio.ensure_future(work), asyncio.ensure_future(journal.killed.wait())
     try:
@@ -82,7 +82,7 @@ async def unless_killed(journal: Journal, work: Coroutine[Any, Any, None]) -> No
 
 
 async def until_over(clock: VirtualClock, work: Coroutine[Any, Any, Any], within_s: float = MOST_S) -> bool:
-    """Let time pass until the work is over; return whether it was killed, at the latest after `within_s`."""
+    """Advance time until the work has ended, at most by `within_s`; return whether the daemon was killed."""
     task, step_s = asyncio.ensure_future(work), min(0.5, within_s)
     end_s = clock.now_s() + within_s
     while not task.done() and clock.now_s() < end_s:
@@ -98,26 +98,26 @@ async def until_over(clock: VirtualClock, work: Coroutine[Any, Any, Any], within
 
 
 class OperationWorld(ABC):
-    """What one operation changes. Its state is "old", "new" or "between"; faults are by step, as printed."""
+    """The state that one operation changes: "old", "new" or "between". Faults are set by step, as printed."""
 
     entries: ClassVar[OperationEntries]
     counted: ClassVar[tuple[EntryKind, ...]] = ()  # entries after which a daemon is killed; empty: all
-    written: ClassVar[int]  # entries of an operation that goes well
-    steps: ClassVar[tuple[str, ...]]  # that can fail; the last of them, too, with the operation finished all the same
-    moments_s: ClassVar[tuple[float, ...]]  # since it began, at which its daemon is killed
-    without: ClassVar[Mapping[str, str]] = {}  # tests that have no meaning for this kind, and why
+    written: ClassVar[int]  # entries of a successful operation
+    steps: ClassVar[tuple[str, ...]]  # that can fail; the operation completes even if the last one fails
+    moments_s: ClassVar[tuple[float, ...]]  # since its start, at which its daemon is killed
+    without: ClassVar[Mapping[str, str]] = {}  # tests that do not apply to this kind, with the reason
 
     def __init__(self) -> None:
         self.clock = VirtualClock(0.0)
 
     @abstractmethod
     async def start(self, journal: Journal) -> None:
-        """Start a daemon with this journal, the first one or the next. What the first one writes to bring about the old
-        state does not count."""
+        """Start a daemon with this journal, the first one or the next. Entries that the first one writes to set up the
+        old state do not count."""
 
     @abstractmethod
     async def begin(self, journal: Journal) -> None:
-        """Order the operation, as the daemon with this journal, and return when it is over or left open."""
+        """Order the operation from the daemon with this journal, and return when it has ended or is left open."""
 
     @abstractmethod
     async def repeat(self) -> None:
@@ -125,11 +125,11 @@ class OperationWorld(ABC):
 
     @abstractmethod
     async def begin_late(self, journal: Journal) -> None:
-        """Order the operation, so that it is delivered after it has expired."""
+        """Order the operation such that it is delivered after it has expired."""
 
     @abstractmethod
     async def settle(self) -> None:
-        """Let the same daemon take up what it left open."""
+        """Let the same daemon resume the operations it left open."""
 
     @abstractmethod
     async def crash(self) -> None:
@@ -137,7 +137,7 @@ class OperationWorld(ABC):
 
     @abstractmethod
     async def restart(self, journal: Journal) -> None:
-        """Let the next daemon, with this journal, bring to an end what was left open."""
+        """Let the next daemon, with this journal, finish the operations that were left open."""
 
     @abstractmethod
     def state(self) -> str: ...
@@ -148,7 +148,7 @@ class OperationWorld(ABC):
 
     @abstractmethod
     def fail(self, step: str) -> None:
-        """Let a step fail once, or stick until `mend`."""
+        """Let a step fail once, or every time until `mend`."""
 
     @abstractmethod
     def lose(self, step: str) -> None:
@@ -156,14 +156,14 @@ class OperationWorld(ABC):
 
     @abstractmethod
     def fail_to_undo(self) -> None:
-        """Let what leads back fail each time, until `mend`."""
+        """Let the rollback fail each time, until `mend`."""
 
     @abstractmethod
     def mend(self) -> None: ...
 
     def outcome(self, journal: Journal) -> str | None:
-        """Return the state of the world by the journal: the old one where nothing was begun, None where the operation
-        is open."""
+        """Return the state of the world by the journal: the old one if nothing was begun, None if the operation is
+        open."""
         if journal.open_operations(self.entries):
             return None
         results = journal.tail(1, (self.entries.result,))

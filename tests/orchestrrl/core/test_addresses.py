@@ -1,4 +1,4 @@
-"""Addresses in URLs: two spellings of one are equal, two addresses are not."""
+"""Addresses in URLs: different spellings of one address are equal, different addresses are not."""
 
 import pytest
 
@@ -18,7 +18,7 @@ LOOPBACK = [
 
 
 @pytest.mark.parametrize("url", LOOPBACK)
-def test_loopback_names_of_one_port_are_one_address_of_the_host(url: str) -> None:
+def test_loopback_names_with_one_port_are_equal(url: str) -> None:
     assert same_address(url, LOOPBACK[0])
     address = server_address(url)
     assert address is not None
@@ -44,7 +44,7 @@ def test_spellings_of_one_address_are_equal(one: str, other: str) -> None:
     ("one", "other"),
     [
         ("http://localhost:8001", "http://localhost:8002"),
-        ("http://127.0.0.1:8001", "http://127.0.0.2:8001"),  # each may have a server of its own
+        ("http://127.0.0.1:8001", "http://127.0.0.2:8001"),  # each may have its own server
         ("http://127.0.0.1:8001", "http://[::1]:8001"),
         ("http://gpu7:8001", "http://gpu8:8001"),
         ("http://gpu7:8001", "https://gpu7"),
@@ -57,11 +57,11 @@ def test_spellings_of_one_address_are_equal(one: str, other: str) -> None:
         ("ftp://h", "ftp://h"),
     ],
 )
-def test_others_are_not(one: str, other: str) -> None:
+def test_different_addresses_are_not_equal(one: str, other: str) -> None:
     assert not same_address(one, other)
 
 
-def test_ipv6_has_a_loopback_of_its_own() -> None:
+def test_ipv6_loopback_differs_from_ipv4() -> None:
     assert same_address("http://[::1]:8001", "http://[::]:8001/")
     one, other = server_address("http://[::1]:8001"), server_address("http://localhost:8001")
     assert one is not None
@@ -70,7 +70,7 @@ def test_ipv6_has_a_loopback_of_its_own() -> None:
     assert one.by_ipv4 == other.by_ipv4
 
 
-def test_other_addresses_of_127_are_of_the_host_as_well() -> None:
+def test_other_addresses_of_127_are_loopback() -> None:
     address = server_address("http://127.0.0.2:8001")
     assert address is not None
     assert address.local
@@ -79,7 +79,7 @@ def test_other_addresses_of_127_are_of_the_host_as_well() -> None:
     assert not far.local
 
 
-def test_a_host_is_the_same_for_all_its_processes() -> None:
+def test_host_id_is_equal_in_all_processes() -> None:
     assert host_id() == host_id() != ""
 
 
@@ -94,5 +94,5 @@ def test_a_host_is_the_same_for_all_its_processes() -> None:
         ("", ""),
     ],
 )
-def test_a_url_is_shown_without_its_login(url: str, shown: str) -> None:
+def test_url_is_shown_without_login(url: str, shown: str) -> None:
     assert without_login(url) == shown

@@ -18,7 +18,7 @@ def chart() -> Figure:
 
 
 @pytest.mark.parametrize("kind", ["svg", "png", "pdf"])
-def test_the_same_data_is_the_same_file(kind: str, tmp_path: Path) -> None:
+def test_equal_data_gives_equal_files(kind: str, tmp_path: Path) -> None:
     for name in ("one", "two"):
         save(chart(), tmp_path / f"{name}.{kind}")
     one, two = ((tmp_path / f"{name}.{kind}").read_bytes() for name in ("one", "two"))
@@ -29,12 +29,12 @@ def test_the_same_data_is_the_same_file(kind: str, tmp_path: Path) -> None:
     assert (tmp_path / "three").read_bytes() == one
 
 
-def test_an_unknown_format_is_a_fault(tmp_path: Path) -> None:
+def test_unknown_format_raises(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="exe"):
         save(chart(), tmp_path / "chart.exe")
 
 
-def test_an_element_of_a_page_has_tooltips_and_names_nothing_elsewhere() -> None:
+def test_inline_svg_has_tooltips_and_no_external_references() -> None:
     text = inline_svg(chart(), 'a "title"')
     assert text == inline_svg(chart(), 'a "title"')
     assert "http" not in text
@@ -44,7 +44,7 @@ def test_an_element_of_a_page_has_tooltips_and_names_nothing_elsewhere() -> None
     assert "one" in [each.text for each in root.iter("text")]
 
 
-def test_ids_of_two_elements_in_a_page_differ() -> None:
+def test_ids_of_two_inline_svgs_differ() -> None:
     one, two = (
         {each.attrib["id"] for each in ElementTree.fromstring(inline_svg(chart(), name)).iter() if "id" in each.attrib}
         for name in ("one", "two")
@@ -53,21 +53,21 @@ def test_ids_of_two_elements_in_a_page_differ() -> None:
     assert not one & two
 
 
-def test_short_bars_stay_visible_and_names_are_wrapped() -> None:
+def test_short_bars_are_widened_and_names_wrapped() -> None:
     axis = chart().axes[0]
     assert [bar.get_width() for bar in axis.containers[0]] == [2.0, pytest.approx(0.004)]
     assert "\n" in axis.get_yticklabels()[1].get_text()
     assert axis.get_ylim()[0] > axis.get_ylim()[1]
 
 
-def test_names_are_no_mathematics() -> None:
+def test_dollar_signs_in_names_are_literal() -> None:
     figure = bar_chart(BARS[:1], {0: "$a^$"}, "seconds")
     add_legend(figure, {"$b_$": "C0"})
     texts = [each.text for each in ElementTree.fromstring(inline_svg(figure, "$")).iter("text")]
     assert {"$a^$", "$b_$"} <= set(texts)
 
 
-def test_lines_without_points_keep_their_colours() -> None:
+def test_empty_lines_keep_their_colours() -> None:
     figure, [[axis]] = axes()
     add_stairs(axis, [ChartLine("none", ()), ChartLine("one", ((0.0, 2.0), (1.0, 0.0)))])
     add_legend(figure)
@@ -76,7 +76,7 @@ def test_lines_without_points_keep_their_colours() -> None:
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["one"]
 
 
-def test_a_legend_of_nothing_is_none() -> None:
+def test_legend_without_entries_is_omitted() -> None:
     figure, _ = axes()
     add_legend(figure)
     assert figure.legends == []

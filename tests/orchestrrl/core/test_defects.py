@@ -1,4 +1,4 @@
-"""A defect in one turn of a loop or task: set aside, shown and counted, and the daemon goes on."""
+"""An unexpected exception in one turn of a loop or task is shown and counted, and the daemon continues."""
 
 import asyncio
 import logging
@@ -66,7 +66,7 @@ def harness(tmp_path: Path) -> Iterator[Harness]:
 
 
 def failing(*errors: BaseException | None) -> Callable[[], None]:
-    """Ends by each in turn, then by the last one for ever; None: it goes well."""
+    """Return a function that raises each error in turn, then the last one forever; None: it succeeds."""
     left = list(errors)
 
     def tick() -> None:
@@ -78,7 +78,7 @@ def failing(*errors: BaseException | None) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize(("loop", "part"), [("fast_tick", "fast_loop"), ("slow_tick", "slow_loop")])
-async def test_a_defect_of_one_tick_is_set_aside_and_shown(
+async def test_exception_in_one_tick_is_shown_and_ticks_continue(
     harness: Harness, loop: str, part: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     setattr(harness.plane, loop, failing(None, KeyError("e0"), KeyError("e1"), None))
@@ -99,7 +99,7 @@ async def test_a_defect_of_one_tick_is_set_aside_and_shown(
 
 @pytest.mark.parametrize("error", [ZeroDivisionError("x"), Permanent("the disk is full"), asyncio.CancelledError()])
 @pytest.mark.parametrize(("loop", "part"), [("fast_tick", "fast_loop"), ("slow_tick", "slow_loop")])
-async def test_the_same_exception_ten_ticks_running_ends_acting(
+async def test_ten_consecutive_equal_exceptions_stop_acting(
     harness: Harness, loop: str, part: str, error: BaseException
 ) -> None:
     setattr(harness.plane, loop, failing(error))
@@ -111,14 +111,14 @@ async def test_the_same_exception_ten_ticks_running_ends_acting(
     (entry,) = harness.journal.since(0, (EntryKind.MODE,))
     assert entry.body["mode"] == "advise"
     assert entry.body["reason"] == harness.plane.mode.reason
-    harness.plane.mode.set(Mode.ACT, "tried again")  # the count starts anew
+    harness.plane.mode.set(Mode.ACT, "tried again")  # the count is reset
     await harness.run(REPEATED - 1.5)
     assert harness.plane.mode.current is Mode.ACT
     await harness.run(1.5)
     assert harness.plane.mode.current is Mode.ADVISE
 
 
-async def test_other_exceptions_and_ticks_that_go_well_begin_the_count_anew(harness: Harness) -> None:
+async def test_other_exceptions_and_successes_reset_the_count(harness: Harness) -> None:
     nine: list[BaseException | None] = [KeyError("x")] * (REPEATED - 1)
     harness.plane.fast_tick = failing(*nine, None, *nine, ValueError("y"), *nine, None)
     await harness.run(60.0)
@@ -126,7 +126,7 @@ async def test_other_exceptions_and_ticks_that_go_well_begin_the_count_anew(harn
     assert harness.metric("orchestrrl_defects_total", "fast_loop") == 3 * (REPEATED - 1) + 1
 
 
-async def test_acting_ends_where_the_journal_itself_fails(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_acting_stops_when_the_journal_fails(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> int:
         raise Permanent("the disk is full")
 
@@ -138,7 +138,7 @@ async def test_acting_ends_where_the_journal_itself_fails(harness: Harness, monk
     assert "not journalled" in harness.status()["mode_reason"]
 
 
-async def test_the_mode_and_its_reason_outlast_a_restart(harness: Harness) -> None:
+async def test_mode_and_reason_survive_restart(harness: Harness) -> None:
     harness.plane.fast_tick = failing(KeyError("e0"))
     await harness.run(REPEATED + 1.0)
     reason = harness.plane.mode.reason
@@ -148,14 +148,14 @@ async def test_the_mode_and_its_reason_outlast_a_restart(harness: Harness) -> No
     harness.journal = again.journal
 
 
-async def test_a_simulation_meets_the_defect_itself(harness: Harness) -> None:
+async def test_simulation_raises_the_exception(harness: Harness) -> None:
     harness.plane.fast_tick = failing(KeyError("e0"))
     with pytest.raises(ExceptionGroup) as raised:
         await run_loops(harness.plane, harness.clock)
     assert raised.group_contains(KeyError)
 
 
-async def test_a_defect_in_moves_and_plans_is_counted_and_ends_acting(
+async def test_exceptions_in_moves_and_plans_are_counted_and_stop_acting(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def moves(*_: object) -> None:
@@ -181,7 +181,7 @@ async def test_a_defect_in_moves_and_plans_is_counted_and_ends_acting(
     assert harness.plane.mode.current is Mode.ADVISE
 
 
-async def test_a_task_that_ends_by_a_defect_is_started_again(harness: Harness) -> None:
+async def test_task_is_restarted_after_exception(harness: Harness) -> None:
     began = []
 
     async def work() -> None:
@@ -191,16 +191,16 @@ async def test_a_task_that_ends_by_a_defect_is_started_again(harness: Harness) -
     task = asyncio.create_task(keep_running("deployment", work, harness.plane.defects, harness.clock))
     await harness.clock.advance(10.0)
     assert not task.done()
-    assert [at_s - 1000.0 for at_s in began] == [0.0, 1.0, 3.0, 7.0]  # longer pauses each time
+    assert [at_s - 1000.0 for at_s in began] == [0.0, 1.0, 3.0, 7.0]  # increasing pauses
     assert harness.metric("orchestrrl_defects_total", "deployment") == 4
-    assert harness.plane.mode.current is Mode.ACT  # it is none that acts by itself
+    assert harness.plane.mode.current is Mode.ACT  # not a part that acts on its own
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
 
 
 @pytest.mark.parametrize("error", [KeyError("x"), Permanent("not now")])
-async def test_the_fabric_goes_on_after_a_look_that_failed(error: Exception) -> None:
+async def test_fabric_continues_after_failed_reading(error: Exception) -> None:
     clock, looks = VirtualClock(0.0), []
 
     async def look() -> None:
@@ -217,7 +217,7 @@ async def test_the_fabric_goes_on_after_a_look_that_failed(error: Exception) -> 
     task.cancel()
 
 
-async def test_the_deployment_is_looked_after_again_after_a_defect(harness: Harness) -> None:
+async def test_engine_watcher_restarts_after_exception(harness: Harness) -> None:
     class Deployer:
         asked = 0
 
@@ -236,7 +236,7 @@ async def test_the_deployment_is_looked_after_again_after_a_defect(harness: Harn
     task.cancel()
 
 
-def test_a_message_that_cannot_be_shown_is_no_further_defect() -> None:
+def test_unprintable_message_raises_no_further_exception() -> None:
     class Odd(Exception):
         def __str__(self) -> str:
             raise ValueError

@@ -1,4 +1,5 @@
-"""Orders over a network that loses, doubles, delays and reorders: each has at most one effect, and one result."""
+"""Orders over a network that loses, repeats, delays and reorders messages: each takes effect at most once and has one
+result."""
 
 import asyncio
 import random
@@ -39,7 +40,7 @@ def not_done(order: Order, why: NotDone, detail: str, began_s: float) -> Answer:
 
 
 class Worker:
-    """Counts what it is asked to do; waits while `release` is not set."""
+    """Counts its calls; waits while `release` is not set."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -60,27 +61,27 @@ def receiver(worker: Worker, clock: VirtualClock | None = None, capacity: int = 
 
 
 class TestReceivedOrders:
-    async def test_a_repeated_delivery_gets_the_stored_result(self) -> None:
+    async def test_repeated_delivery_gets_stored_result(self) -> None:
         worker = Worker()
         received = receiver(worker)
         first = await received.result(Order("a"))
         assert first == await received.result(Order("a"))
         assert (first.status, worker.calls) == (DONE, ["a"])
 
-    async def test_a_running_one_is_joined(self) -> None:
+    async def test_repeated_delivery_joins_running_order(self) -> None:
         worker = Worker()
         worker.release.clear()
         received = receiver(worker)
         deliveries = [asyncio.create_task(received.result(Order("a"))) for _ in range(3)]
         await asyncio.sleep(0)
-        deliveries[0].cancel()  # one that waits is gone: neither the order nor the others notice
+        deliveries[0].cancel()  # a waiting caller disconnects without an effect on the order or the others
         await asyncio.sleep(0)
         worker.release.set()
         second, third = await asyncio.gather(*deliveries[1:])
         assert second == third
         assert worker.calls == ["a"]
 
-    async def test_past_its_expiry_it_is_refused_but_a_stored_result_still_answers(self) -> None:
+    async def test_expired_order_is_refused_but_stored_result_returned(self) -> None:
         worker, clock = Worker(), VirtualClock(100.0)
         received = receiver(worker, clock)
         done = await received.result(Order("a", valid_until_s=101.0))
@@ -92,17 +93,17 @@ class TestReceivedOrders:
         assert (never.status, never.detail) == (NotDone.REFUSED, "has no expiry")
         assert worker.calls == ["a"]
 
-    async def test_an_older_generation_is_refused(self) -> None:
+    async def test_older_generation_is_refused(self) -> None:
         received = receiver(Worker())
         assert (await received.result(Order("a", generation=3))).status == DONE
         stale = await received.result(Order("b", generation=2))
         assert stale.status == NotDone.REFUSED
         assert stale.detail == "generation 2 is superseded by generation 3"
         assert (await received.result(Order("c", generation=3))).status == DONE
-        assert (await received.result(Order("a", generation=2))).status == DONE  # its result, whoever asks
+        assert (await received.result(Order("a", generation=2))).status == DONE  # its result, for any caller
 
     @pytest.mark.parametrize("seed", range(20))
-    async def test_never_twice_and_never_unbounded(self, seed: int) -> None:
+    async def test_orders_run_once_and_storage_is_bounded(self, seed: int) -> None:
         rng, worker, clock = random.Random(seed), Worker(), VirtualClock(100.0)
         received = receiver(worker, clock, capacity=5)
         sent: list[Order] = []
@@ -120,7 +121,7 @@ class TestReceivedOrders:
         assert len(worker.calls) == len(set(worker.calls))
         assert worker.calls
 
-    async def test_with_too_many_unexpired_ones_the_next_is_refused_until_something_expires(self) -> None:
+    async def test_order_beyond_capacity_is_refused_until_one_expires(self) -> None:
         worker, clock = Worker(), VirtualClock(100.0)
         received = receiver(worker, clock, capacity=2)
         for name in "ab":
@@ -130,7 +131,7 @@ class TestReceivedOrders:
         await clock.advance(11.0)
         assert (await received.result(Order("c", valid_until_s=130.0))).status == DONE
 
-    async def test_of_orders_without_an_expiry_the_newest_results_are_remembered_and_none_is_refused(self) -> None:
+    async def test_orders_without_expiry_keep_newest_results_and_are_accepted(self) -> None:
         worker = Worker()
         received = receiver(worker, capacity=4)
         for number in range(100):
@@ -157,7 +158,7 @@ class TestReceivedOrders:
             ),
         ],
     )
-    async def test_errors_become_results(self, error: Exception, status: NotDone, detail: str) -> None:
+    async def test_errors_are_converted_to_results(self, error: Exception, status: NotDone, detail: str) -> None:
         worker = Worker()
         worker.error = error
         received = receiver(worker)
@@ -166,7 +167,7 @@ class TestReceivedOrders:
         assert await received.result(Order("a")) == result
         assert worker.calls == ["a"]
 
-    async def test_what_is_cut_short_is_unknown(self) -> None:
+    async def test_interrupted_order_is_unknown(self) -> None:
         worker = Worker()
         worker.release.clear()
         received = receiver(worker)
@@ -176,7 +177,7 @@ class TestReceivedOrders:
         assert (await waiting).status == NotDone.UNKNOWN
 
 
-async def test_what_waits_in_a_stream_that_ends_is_not_sent() -> None:
+async def test_ended_stream_sends_no_waiting_orders() -> None:
     stream = OrderStream([1, 2])
     orders = stream.orders()
     assert await anext(orders) == 1
@@ -185,7 +186,7 @@ async def test_what_waits_in_a_stream_that_ends_is_not_sent() -> None:
     assert [order async for order in orders] == []
 
 
-async def test_what_could_not_be_written_waits_for_the_next_stream() -> None:
+async def test_unwritten_items_wait_for_next_stream() -> None:
     outbox: Outbox[int] = Outbox(most=3)
     written: list[int] = []
 
@@ -215,7 +216,7 @@ CAPACITY = 2
 
 
 class AnyNetwork(RuleBasedStateMachine):
-    """One daemon life after the other, two nodes, and messages that are delivered in any order, or not, or twice."""
+    """Several daemons one after another, two nodes, and messages that are delivered in any order, lost or repeated."""
 
     @initialize()
     def begin(self) -> None:
@@ -226,7 +227,7 @@ class AnyNetwork(RuleBasedStateMachine):
         self.open: OpenOrders[str, Order, Answer] = OpenOrders()
         self.streams: dict[str, OrderStream[OpenOrder[str, Order, Answer]]] = {}
         self.tasks: list[asyncio.Task[None]] = []
-        self.messages: list[tuple[str, Order | Answer]] = []  # on their way
+        self.messages: list[tuple[str, Order | Answer]] = []  # in transit
         self.effects: list[str] = []
         self.wrongly_begun: list[Order] = []
         self.heard = dict.fromkeys(NODES, 0)  # the newest generation
@@ -288,7 +289,7 @@ class AnyNetwork(RuleBasedStateMachine):
 
     @rule(data=st.data(), count=st.integers(1, 6), finished=st.booleans())
     def messages_arrive(self, data: st.DataObject, count: int, finished: bool) -> None:
-        """Some of those on their way arrive; one that is doubled stays on its way."""
+        """Deliver some of the messages in transit; a repeated one stays in transit."""
         for _ in range(min(count, len(self.messages))):
             place = data.draw(st.integers(0, len(self.messages) - 1))
             doubled = data.draw(st.booleans())
@@ -310,7 +311,7 @@ class AnyNetwork(RuleBasedStateMachine):
         if opened is None:
             return
         if answer.status == NotDone.REFUSED and opened.sends > 1:
-            return  # of this delivery alone
+            return  # for this delivery only
         assert answer.order not in self.closed
         self.open.close(opened, answer)
         self.closed[answer.order] = answer
@@ -325,7 +326,7 @@ class AnyNetwork(RuleBasedStateMachine):
 
     @rule(data=st.data(), fault=st.sampled_from(["comes back", "goes away", "lost", "late", "withdrawn", "killed"]))
     def fault(self, data: st.DataObject, fault: str) -> None:
-        """One kind of step for all of them, so that most runs get somewhere between faults."""
+        """Inject one of several faults in a single rule, so that most runs make progress between faults."""
         match fault:
             case "comes back":
                 self.attach(data.draw(st.sampled_from(NODES)))
@@ -373,7 +374,7 @@ class AnyNetwork(RuleBasedStateMachine):
         assert all(len(received) <= CAPACITY for received in self.received.values())
 
     def teardown(self) -> None:
-        """On a network that delivers, what a node has done becomes known."""
+        """Deliver everything, so that the effects of nodes become known."""
         if not hasattr(self, "loop"):
             return
         for node in NODES:

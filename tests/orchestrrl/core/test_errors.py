@@ -1,4 +1,4 @@
-"""What errors suggest: a name that was mistyped, and nothing where none resembles it."""
+"""Suggestions in errors: the similar name for a mistyped one, and nothing if none is similar."""
 
 import pytest
 
@@ -11,10 +11,10 @@ KNOWN = ("mode", "journal", "id", "product", "driver", "site", "ocs", "fleet", "
     ("typed", "meant"),
     [("mod", "mode"), ("journl", "journal"), ("idd", "id"), ("produkt", "product"), ("drivr", "driver")],
 )
-def test_a_name_that_was_mistyped_is_named(typed: str, meant: str) -> None:
+def test_similar_name_is_suggested(typed: str, meant: str) -> None:
     assert did_you_mean(typed, KNOWN) == f"; did you mean {meant}?"
 
 
 @pytest.mark.parametrize("typed", ["intent", "weird", "nonsense", "", "mode" * 30, 7, None])
-def test_a_name_that_resembles_none_suggests_nothing(typed: object) -> None:
+def test_dissimilar_name_has_no_suggestion(typed: object) -> None:
     assert did_you_mean(typed, KNOWN) == ""

@@ -1,7 +1,7 @@
-"""Moves of requests on every kind of network, with two faults one after the other: each request ends on its old engine
-or on its new one, moves at most once, and the result says where it is, also where one of two requests has moved.
+"""Moves of requests over any network, with two faults one after the other. Each request ends on its old or its new
+engine, moves at most once, and the result states its engine, even if only one of two requests has moved.
 
-One fault at a time is in test_operation_descriptions.py, apart from those that only a network has.
+Single faults are in test_operation_descriptions.py, except those that only a network has.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from orchestrrl.core.operation_runner import OperationRunner
 from orchestrrl.core.operations import MoveRequests, MovesOutcome, Operation, OperationStatus, SetRoutes
 from orchestrrl.fleet.state import FleetState
 
-ENTRIES = 3  # the intent, that it was sent, the result
+ENTRIES = 3  # the intent, the send, the result
 FAULTS = ("order lost", "result lost", "doubled", "late")
 CASES = [
     (movable, fault, then)
@@ -33,7 +33,7 @@ CASES = [
 
 
 class Life:
-    """One daemon. What it sends stays in `sent` until the test delivers it, or not."""
+    """One daemon. Its messages stay in `sent` until the test delivers or drops them."""
 
     def __init__(self, path: Path, clock: VirtualClock, killed_after: int | None = None) -> None:
         self.clock = clock
@@ -64,7 +64,7 @@ class Life:
         await turns()
 
     async def exchange(self, gateway: MovingGateway, *, fault: str = "") -> list[Operation]:
-        """Deliver what was sent, and the answers; return what is still on its way."""
+        """Deliver the sent messages and the answers; return those still in transit."""
         sent, self.sent = self.sent, []
         moves = [operation for operation in sent if isinstance(operation.action, MoveRequests)]
         if fault == "late":
@@ -100,7 +100,7 @@ async def turns() -> None:
 
 
 async def survivor(life: Life, moving: asyncio.Task[MovesOutcome], gateway: MovingGateway) -> Life:
-    """The daemon itself, or the next one where it was killed."""
+    """Return the daemon itself, or the next one if it was killed."""
     if not life.is_killed:
         return life
     gateway.moved_at_kill = list(gateway.moved)
@@ -113,7 +113,7 @@ async def survivor(life: Life, moving: asyncio.Task[MovesOutcome], gateway: Movi
 
 @pytest.mark.parametrize(("movable", "fault", "then"), CASES)
 @pytest.mark.parametrize("killed_after", [None, *range(1, ENTRIES + 1)])
-async def test_a_request_is_where_the_result_says(
+async def test_request_is_on_engine_in_result(
     tmp_path: Path, killed_after: int | None, movable: str, then: str, fault: str
 ) -> None:
     clock = VirtualClock(100.0)

@@ -1,6 +1,6 @@
-"""What the operation engine does, by a toy: interrupted anywhere, it ends in the old or the new state of the world.
+"""The operation engine with a toy description: interrupted at any point, it ends in the old or the new state.
 
-The cases that every kind of operation has to pass are in test_operation_descriptions.py.
+The cases for every kind of operation are in test_operation_descriptions.py.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ async def begun(world: ToyWorld, path: Path, **faults: Any) -> AsyncIterator[Ope
 
 
 async def resumed(world: ToyWorld, path: Path) -> OperationRun[ToyStep] | None:
-    """The next daemon's run; None where nothing was left open."""
+    """Return the next daemon's run; None if nothing was left open."""
     journal = Journal(path / "journal.sqlite", 0.0)
     left = log_of(world, journal).left_open(lambda entry: entry.body["parts"])
     if not left:
@@ -64,12 +64,12 @@ async def resumed(world: ToyWorld, path: Path) -> OperationRun[ToyStep] | None:
 
 
 def agrees(run: OperationRun[ToyStep], world: ToyWorld) -> None:
-    """What it reports is what the world is."""
+    """Return whether the report matches the state of the world."""
     assert world.state() == {OperationState.DONE: "new", OperationState.ROLLED_BACK: "old"}[run.state]
     assert run.ended_s is not None
 
 
-ENTRIES = 11  # of an operation that goes well: the intent, and two for each step
+ENTRIES = 11  # of a successful operation: the intent, and two for each step
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def world() -> ToyWorld:
     return ToyWorld()
 
 
-async def test_without_faults_it_ends_in_the_new_state(world: ToyWorld, tmp_path: Path) -> None:
+async def test_operation_without_faults_ends_in_new_state(world: ToyWorld, tmp_path: Path) -> None:
     async with begun(world, tmp_path) as run:
         assert (run.state, run.detail, world.state()) == (OperationState.DONE, "", "new")
         assert {step.state for step in run.steps} == {StepState.DONE}
@@ -85,7 +85,7 @@ async def test_without_faults_it_ends_in_the_new_state(world: ToyWorld, tmp_path
 
 
 @pytest.mark.parametrize("entries", range(1, ENTRIES + 1))
-async def test_a_daemon_killed_after_any_entry_leaves_the_old_or_the_new_state(
+async def test_daemon_killed_after_any_entry_ends_in_old_or_new_state(
     world: ToyWorld, tmp_path: Path, entries: int
 ) -> None:
     async with begun(world, tmp_path, killed_after=entries):
@@ -97,7 +97,9 @@ async def test_a_daemon_killed_after_any_entry_leaves_the_old_or_the_new_state(
 
 @pytest.mark.parametrize("fails_at", ["set a", "set b", "set c", "open"])
 @pytest.mark.parametrize("entries", range(1, 2 * ENTRIES))
-async def test_daemons_killed_on_the_way_back_too(world: ToyWorld, tmp_path: Path, fails_at: str, entries: int) -> None:
+async def test_daemons_killed_during_rollback_end_in_old_or_new_state(
+    world: ToyWorld, tmp_path: Path, fails_at: str, entries: int
+) -> None:
     world.fails_after[fails_at] = 1
     async with begun(world, tmp_path, killed_after=entries) as first:
         if first.ended_s is None:
@@ -111,7 +113,7 @@ async def test_daemons_killed_on_the_way_back_too(world: ToyWorld, tmp_path: Pat
 
 @pytest.mark.parametrize("when", ["fails", "fails_after", "hangs"])
 @pytest.mark.parametrize("step", ["set a", "set b", "set c", "open"])
-async def test_a_step_that_fails_leads_back(world: ToyWorld, tmp_path: Path, step: str, when: str) -> None:
+async def test_failed_step_rolls_back(world: ToyWorld, tmp_path: Path, step: str, when: str) -> None:
     faults = getattr(world, when)
     faults.add(step) if when == "hangs" else faults.update({step: 1})
     async with begun(world, tmp_path) as run:
@@ -122,21 +124,19 @@ async def test_a_step_that_fails_leads_back(world: ToyWorld, tmp_path: Path, ste
         assert {report.state for report in forward if report.step.kind == "tidy"} == {StepState.SKIPPED}
 
 
-async def test_an_optional_step_that_fails_is_reported_and_the_operation_stands(
-    world: ToyWorld, tmp_path: Path
-) -> None:
+async def test_failed_optional_step_is_reported_and_operation_completes(world: ToyWorld, tmp_path: Path) -> None:
     world.fails["tidy"] = 1
     async with begun(world, tmp_path) as run:
         assert (run.state, run.detail, world.state()) == (OperationState.DONE, "tidy: tidy failed", "new")
 
 
-async def test_an_undo_that_fails_once_is_tried_again(world: ToyWorld, tmp_path: Path) -> None:
+async def test_failed_undo_is_retried(world: ToyWorld, tmp_path: Path) -> None:
     world.fails = {"open": 1, "unset a": 1}
     async with begun(world, tmp_path) as run:
         assert (run.state, world.state()) == (OperationState.ROLLED_BACK, "old")
 
 
-async def test_an_undo_that_keeps_failing_is_named_and_the_rest_is_undone(world: ToyWorld, tmp_path: Path) -> None:
+async def test_repeatedly_failing_undo_is_reported_and_the_rest_undone(world: ToyWorld, tmp_path: Path) -> None:
     world.fails = {"open": 1, "unset a": 9}
     async with begun(world, tmp_path) as run:
         assert run.state is OperationState.DEGRADED
@@ -144,7 +144,7 @@ async def test_an_undo_that_keeps_failing_is_named_and_the_rest_is_undone(world:
         assert run.detail == "open: open failed; set a: unset a failed"
 
 
-async def test_nothing_is_undone_before_the_world_is_observed(world: ToyWorld, tmp_path: Path) -> None:
+async def test_rollback_waits_for_observation(world: ToyWorld, tmp_path: Path) -> None:
     world.fails, world.unreadable = {"set c": 1}, 3
     async with begun(world, tmp_path) as run:
         assert (run.state, world.state()) == (OperationState.ROLLED_BACK, "old")
@@ -152,7 +152,7 @@ async def test_nothing_is_undone_before_the_world_is_observed(world: ToyWorld, t
 
 
 @pytest.mark.parametrize("entries", range(ENTRIES))
-async def test_a_journal_that_is_full_leads_back_and_does_not_stop_the_way_back(
+async def test_full_journal_rolls_back_and_does_not_stop_rollback(
     world: ToyWorld, tmp_path: Path, entries: int
 ) -> None:
     async with begun(world, tmp_path, full_after=entries) as run:
@@ -163,7 +163,7 @@ async def test_a_journal_that_is_full_leads_back_and_does_not_stop_the_way_back(
         assert run.state is OperationState.ROLLED_BACK
 
 
-async def test_it_can_be_called_off_until_its_final_step_begins(world: ToyWorld, tmp_path: Path) -> None:
+async def test_operation_can_be_cancelled_until_final_step_begins(world: ToyWorld, tmp_path: Path) -> None:
     for at_s in (0.5, 1.5, 2.4, 2.6):
         world = ToyWorld()
         journal = Journal(tmp_path / f"{at_s}.sqlite", 0.0)
@@ -182,7 +182,7 @@ async def test_it_can_be_called_off_until_its_final_step_begins(world: ToyWorld,
         journal.close()
 
 
-async def test_a_defect_in_a_step_leads_back_like_a_failure(world: ToyWorld, tmp_path: Path) -> None:
+async def test_unexpected_exception_in_step_rolls_back(world: ToyWorld, tmp_path: Path) -> None:
     def broken() -> None:
         raise ZeroDivisionError("of ours")
 
@@ -197,7 +197,7 @@ async def test_a_defect_in_a_step_leads_back_like_a_failure(world: ToyWorld, tmp
     journal.close()
 
 
-async def test_an_operation_is_carried_out_once_and_not_after_it_has_expired(world: ToyWorld, tmp_path: Path) -> None:
+async def test_operation_is_carried_out_once_and_not_after_expiry(world: ToyWorld, tmp_path: Path) -> None:
     async with begun(world, tmp_path) as run:
         with pytest.raises(Permanent, match="has already begun"):
             await run.carry_out()
@@ -209,7 +209,7 @@ async def test_an_operation_is_carried_out_once_and_not_after_it_has_expired(wor
     journal.close()
 
 
-async def test_a_description_may_finish_in_spite_of_a_failure(world: ToyWorld, tmp_path: Path) -> None:
+async def test_description_may_complete_despite_failure(world: ToyWorld, tmp_path: Path) -> None:
     world.fails_after["set c"] = 1
     journal = Journal(tmp_path / "journal.sqlite", 0.0)
     run = run_of(world, journal)
@@ -230,7 +230,7 @@ async def test_a_description_may_finish_in_spite_of_a_failure(world: ToyWorld, t
 
 
 @pytest.mark.parametrize("is_unreadable", [False, True])
-async def test_an_operation_may_stay_open_until_its_outcome_is_known(
+async def test_operation_may_stay_open_until_outcome_is_known(
     world: ToyWorld, tmp_path: Path, is_unreadable: bool
 ) -> None:
     world.fails_after["set c"] = 1

@@ -1,4 +1,4 @@
-"""Attempts, leases that are renewed while later steps run, and steps after the point of no return."""
+"""Repeated attempts, leases that are renewed while later steps run, and steps after the point of no return."""
 
 import asyncio
 from collections import Counter
@@ -42,7 +42,7 @@ STAGES = ((tuple(LeasedStep(number, kind) for number, kind in enumerate(("close"
 
 
 class LeasedChange(Description[LeasedStep]):
-    """Close, set, commit, tidy up. `fails`: how often each step does."""
+    """Close, set, commit, tidy up. `fails` is the number of failures of each step."""
 
     id = "leased1"
 
@@ -138,7 +138,7 @@ def journal(tmp_path: Path) -> Iterator[FullJournal]:
 
 
 @pytest.mark.parametrize(("fails", "attempts"), [(0, 1), (1, 2), (2, 3), (2, 2)])
-async def test_it_begins_again_after_a_way_back_that_restored_the_world(
+async def test_operation_restarts_after_rollback_that_restored_state(
     journal: FullJournal, fails: int, attempts: int
 ) -> None:
     change = LeasedChange(VirtualClock(0.0), attempts, set=fails)
@@ -158,7 +158,7 @@ async def test_it_begins_again_after_a_way_back_that_restored_the_world(
     assert len({(entry["id"], entry["state"]) for entry in entries}) == len(entries)
 
 
-async def test_a_lease_is_renewed_while_later_steps_run_and_not_on_the_way_back(journal: FullJournal) -> None:
+async def test_lease_is_renewed_during_later_steps_but_not_rollback(journal: FullJournal) -> None:
     change = LeasedChange(VirtualClock(0.0), 1)
     await ended(run := run_of(change, journal), change, run.run())
     assert change.renewed_s == pytest.approx([1.0 + RENEW_S * number for number in range(1, 8)])
@@ -167,25 +167,25 @@ async def test_a_lease_is_renewed_while_later_steps_run_and_not_on_the_way_back(
 
 
 @pytest.mark.parametrize("entries_left", [6, 7, 8])
-async def test_a_journal_that_is_full_after_the_point_of_no_return_leads_nowhere_back(
+async def test_full_journal_after_point_of_no_return_does_not_roll_back(
     journal: FullJournal, entries_left: int
 ) -> None:
-    """The intent, two entries for each of two steps, one of the commit's that is yet to be done."""
+    """The full journal holds the intent, two entries for each of two steps, and one of the pending commit."""
     change = LeasedChange(VirtualClock(0.0), 1)
     journal.entries_left = entries_left
     await ended(run := run_of(change, journal), change, run.run())
     assert (run.state, change.value, change.did[-1]) == (OperationState.DONE, "new", "tidy")
 
 
-async def test_a_step_that_fails_after_the_point_of_no_return_is_reported(journal: FullJournal) -> None:
+async def test_failed_step_after_point_of_no_return_is_reported(journal: FullJournal) -> None:
     change = LeasedChange(VirtualClock(0.0), 2, tidy=1)
     await ended(run := run_of(change, journal), change, run.run())
     assert (run.state, change.value, run.detail) == (OperationState.DONE, "new", "tidy: tidy failed")
 
 
 @pytest.mark.parametrize("at_s", [0.5, 1.5, 2.1, 2.5, 3.5, 4.5, 5.5])
-async def test_a_daemon_that_ends_in_a_later_attempt_leaves_it_to_be_resumed(journal: FullJournal, at_s: float) -> None:
-    """The way back of the first attempt, at 2 s, is none of the second's."""
+async def test_later_attempt_is_resumed_after_daemon_ends(journal: FullJournal, at_s: float) -> None:
+    """The rollback of the first attempt, at 2 s, does not belong to the second attempt."""
     change = LeasedChange(VirtualClock(0.0), 2, set=1)
     task = asyncio.ensure_future(run_of(change, journal).run())
     await change.clock.advance(at_s)

@@ -1,18 +1,18 @@
-"""Every kind of operation ends in the old or the new state of its world, wherever it breaks off, and reports which.
+"""Every kind of operation ends in the old or the new state of its world after any interruption, and reports which.
 
-To add a kind of operation: a class that derives from `OperationWorld`, and a line in `WORLDS`.
+To add a kind of operation, add a class that derives from `OperationWorld`, and a line in `WORLDS`.
 
 | kind                 | old state                                | new state                                          |
 |----------------------|------------------------------------------|----------------------------------------------------|
 | toy                  | all parts old, users go to the old ones  | all parts new, users go to the new ones            |
-| circuits             | the switch has the circuits from before  | it has those of the change; others stay either way |
-| prepared circuits    | as above, with the change written ahead  | as above                                           |
-| circuits on trial    | as above, by itself where not confirmed  | as above, and confirmed                            |
+| circuits             | the switch has its previous circuits     | it has those of the change; others stay            |
+| prepared circuits    | as above, with the change journalled     | as above                                           |
+| circuits on trial    | as above, automatic unless confirmed     | as above, and confirmed                            |
 | redeployment         | two narrow engines with their requests   | a wide engine in their place, with their requests  |
-| weight version       | all engines have the version from before | all engines have the version that was published    |
-| request move         | both requests on the engine they were on | both on the engine that was ordered                |
-| pause                | all gateways and the barrier are open    | all gateways are at rest under the lease           |
-| pause after requests | as above                                 | as above, with requests run to their end before    |
+| weight version       | all engines have the previous version    | all engines have the published version             |
+| request move         | both requests on their previous engine   | both on the ordered engine                         |
+| pause                | all gateways and the barrier are open    | all gateways are paused under the lease            |
+| pause after requests | as above                                 | as above, after requests have finished             |
 """
 
 from collections.abc import Iterator
@@ -43,7 +43,7 @@ WORLDS: dict[str, type[OperationWorld]] = {
 KINDS = list(WORLDS)
 KILLED = [(kind, after) for kind in KINDS for after in range(1, WORLDS[kind].written + 1)]
 STEPS = [(kind, step) for kind in KINDS for step in WORLDS[kind].steps]
-# An operation that goes back writes more than one that goes well.
+# A rollback writes more entries than a successful operation.
 KILLED_ON_ANY_WAY = [(kind, step, after) for kind, step in STEPS for after in range(1, 2 * WORLDS[kind].written)]
 MOMENTS = [(kind, at_s) for kind in KINDS for at_s in WORLDS[kind].moments_s]
 
@@ -109,7 +109,7 @@ class Site:
         return self.world.outcome(self.journal)
 
     def agrees(self) -> str:
-        """Return the state of the world, which is the old or the new one, and the one that the journal has."""
+        """Return the state of the world, which must be the old or the new one and match the journal."""
         state = self.world.state()
         assert state in ("old", "new")
         assert self.outcome == state
@@ -127,7 +127,7 @@ def site(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_without_faults_it_ends_in_the_new_state(site: Site) -> None:
+async def test_operation_without_faults_ends_in_new_state(site: Site) -> None:
     assert not await site.begin()
     assert site.agrees() == "new"
     assert isinstance(site.journal, KilledJournal)
@@ -151,7 +151,7 @@ async def test_killed_at_any_moment(site: Site, at_s: float) -> None:
 
 
 @pytest.mark.parametrize(("kind", "after"), KILLED)
-async def test_the_daemon_that_takes_it_up_is_killed_as_well(site: Site, after: int) -> None:
+async def test_killed_twice_including_during_recovery(site: Site, after: int) -> None:
     assert await site.begin(1)
     await site.restart(after)
     await site.restart()
@@ -159,14 +159,14 @@ async def test_the_daemon_that_takes_it_up_is_killed_as_well(site: Site, after: 
 
 
 @pytest.mark.parametrize(("kind", "step"), STEPS)
-async def test_a_step_that_fails(site: Site, step: str) -> None:
+async def test_failed_step(site: Site, step: str) -> None:
     site.world.fail(step)
     assert not await site.begin()
     site.agrees()
 
 
 @pytest.mark.parametrize(("kind", "step", "after"), KILLED_ON_ANY_WAY)
-async def test_a_step_that_fails_and_a_daemon_that_is_killed(site: Site, step: str, after: int) -> None:
+async def test_failed_step_and_killed_daemon(site: Site, step: str, after: int) -> None:
     site.world.fail(step)
     if await site.begin(after):
         assert not await site.restart()
@@ -175,7 +175,7 @@ async def test_a_step_that_fails_and_a_daemon_that_is_killed(site: Site, step: s
 
 @pytest.mark.parametrize("restarts", [False, True], ids=["same daemon", "next daemon"])
 @pytest.mark.parametrize(("kind", "step"), STEPS)
-async def test_a_lost_result(site: Site, step: str, restarts: bool) -> None:
+async def test_lost_result(site: Site, step: str, restarts: bool) -> None:
     site.world.lose(step)
     assert not await site.begin()
     if site.outcome is None:
@@ -184,7 +184,7 @@ async def test_a_lost_result(site: Site, step: str, restarts: bool) -> None:
 
 
 @pytest.mark.parametrize(("kind", "step", "after"), KILLED_ON_ANY_WAY)
-async def test_a_lost_result_and_a_daemon_that_is_killed(site: Site, step: str, after: int) -> None:
+async def test_lost_result_and_killed_daemon(site: Site, step: str, after: int) -> None:
     site.world.lose(step)
     if await site.begin(after) or site.outcome is None:
         assert not await site.restart()
@@ -192,7 +192,7 @@ async def test_a_lost_result_and_a_daemon_that_is_killed(site: Site, step: str, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_an_order_that_is_delivered_twice_takes_effect_once(site: Site) -> None:
+async def test_order_delivered_twice_takes_effect_once(site: Site) -> None:
     await site.begin()
     assert isinstance(site.journal, KilledJournal)
     assert not await until_over(site.world.clock, site.world.repeat())
@@ -201,15 +201,15 @@ async def test_an_order_that_is_delivered_twice_takes_effect_once(site: Site) ->
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_an_order_that_is_delivered_late_has_no_effect(site: Site) -> None:
+async def test_order_delivered_late_has_no_effect(site: Site) -> None:
     assert not await until_over(site.world.clock, site.world.begin_late(await site.start()))
     assert site.agrees() == "old"
 
 
 @pytest.mark.parametrize("is_mended", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-async def test_an_undo_that_fails(site: Site, is_mended: bool) -> None:
-    """It is never reported as undone. What is left open is brought to an end once that is possible."""
+async def test_failed_undo(site: Site, is_mended: bool) -> None:
+    """Check that the operation is never reported as undone, and ends once that is possible."""
     site.world.fail(site.world.steps[0])
     site.world.fail_to_undo()
     await site.begin()
@@ -227,7 +227,7 @@ async def test_an_undo_that_fails(site: Site, is_mended: bool) -> None:
 
 
 @pytest.mark.parametrize(("kind", "step", "after"), KILLED_ON_ANY_WAY)
-async def test_an_undo_that_fails_and_a_daemon_that_is_killed(site: Site, step: str, after: int) -> None:
+async def test_failed_undo_and_killed_daemon(site: Site, step: str, after: int) -> None:
     site.world.fail(step)
     site.world.fail_to_undo()
     await site.begin(after)

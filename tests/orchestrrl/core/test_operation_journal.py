@@ -1,4 +1,4 @@
-"""Intents, steps and results of operations have one writer."""
+"""Check that intents, steps and results of operations have a single writer."""
 
 import ast
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ KINDS = {kind.name for entries in OPERATIONS for kind in (entries.intent, entrie
 
 
 def appends(tree: ast.AST) -> Iterator[str]:
-    """The kinds of operations' entries that code hands to an `append`."""
+    """Yield the kinds of operation entries that code passes to an `append`."""
     for call in ast.walk(tree):
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "append":
             for name in (each for argument in call.args for each in ast.walk(argument)):
@@ -19,13 +19,13 @@ def appends(tree: ast.AST) -> Iterator[str]:
                     yield name.attr
 
 
-def test_no_other_module_writes_them() -> None:
+def test_only_operation_journal_writes_operation_entries() -> None:
     files = [path for folder in ("orchestrrl", "planner", "balancer") for path in (ROOT / folder).rglob("*.py")]
     found = {str(path.relative_to(ROOT)): kinds for path in files if (kinds := [*appends(ast.parse(path.read_text()))])}
     assert len(files) > 500
     assert found == {}
 
 
-def test_a_writer_would_be_found() -> None:
+def test_check_detects_another_writer() -> None:
     code = "journal.append(now_s, EntryKind.CIRCUITS_RESULT, id, body)"
     assert [*appends(ast.parse(code))] == ["CIRCUITS_RESULT"]

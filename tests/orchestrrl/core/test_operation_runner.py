@@ -1,4 +1,4 @@
-"""The life of operations, interrupted everywhere: closed once, with what really happened."""
+"""The life cycle of operations, interrupted at every point: each is closed once, with its true outcome."""
 
 import asyncio
 from collections.abc import Iterator
@@ -37,7 +37,8 @@ MOVE = MoveRequests((move("a"), move("b")))
 
 
 class FakeGateway:
-    """Behaves as a node must: once per id, refuses what is expired or superseded; its requests really move."""
+    """A node that follows the protocol: runs each id once, and refuses expired or superseded operations. It really
+    moves its requests."""
 
     def __init__(self, clock: VirtualClock) -> None:
         self.clock = clock
@@ -76,7 +77,7 @@ class FakeGateway:
         return OperationItemResult(m.request, True, recomputed_tokens=110)
 
     def forget(self) -> None:
-        """Restart, keeping only the requests (which a real gateway would lose too)."""
+        """Restart, keeping only the requests (which a real gateway would also lose)."""
         self._results.clear()
         self._newest_generation = 0
 
@@ -87,7 +88,7 @@ class FakeGateway:
 
 
 class Harness:
-    """One daemon life after the other over the same journal file and the same gateway."""
+    """Several daemons one after another, with the same journal file and the same gateway."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -130,7 +131,7 @@ async def begin(harness: Harness, action: MoveRequests | CancelRequests = MOVE) 
     return task
 
 
-async def test_intent_then_sent_then_result(harness: Harness) -> None:
+async def test_journal_has_intent_sent_and_result(harness: Harness) -> None:
     task = await begin(harness)
     (operation,) = harness.gateway.delivered
     harness.runner.receive(harness.gateway.perform(operation))
@@ -146,7 +147,7 @@ async def test_intent_then_sent_then_result(harness: Harness) -> None:
     assert harness.runner.open == ()
 
 
-async def test_a_result_delivered_twice_counts_once(harness: Harness) -> None:
+async def test_result_delivered_twice_counts_once(harness: Harness) -> None:
     task = await begin(harness)
     result = harness.gateway.perform(harness.gateway.delivered[0])
     for _ in range(3):
@@ -155,7 +156,7 @@ async def test_a_result_delivered_twice_counts_once(harness: Harness) -> None:
     assert len(harness.closed) == len(harness.results()) == 1
 
 
-async def test_another_nodes_word_does_not_close_an_operation(harness: Harness) -> None:
+async def test_result_of_another_node_does_not_close_operation(harness: Harness) -> None:
     task = await begin(harness)
     operation = harness.gateway.delivered[0].id
     harness.runner.receive(OperationResult(operation, NodeId("stranger"), OperationStatus.DONE))
@@ -163,7 +164,7 @@ async def test_another_nodes_word_does_not_close_an_operation(harness: Harness) 
     task.cancel()
 
 
-async def test_an_operation_delivered_twice_is_carried_out_once(harness: Harness) -> None:
+async def test_operation_delivered_twice_is_carried_out_once(harness: Harness) -> None:
     task = await begin(harness)
     harness.runner.attached(GATEWAY)
     first, second = harness.gateway.delivered
@@ -175,7 +176,7 @@ async def test_an_operation_delivered_twice_is_carried_out_once(harness: Harness
     assert len(harness.results()) == 1
 
 
-async def test_nothing_is_sent_to_a_node_that_is_away(harness: Harness) -> None:
+async def test_operation_for_detached_node_is_not_sent(harness: Harness) -> None:
     harness.gateway.attached = False
     result = await harness.runner.run(GATEWAY, MOVE, VALID_S)
     assert result.status is OperationStatus.FAILED
@@ -183,7 +184,7 @@ async def test_nothing_is_sent_to_a_node_that_is_away(harness: Harness) -> None:
     assert harness.runner.open == ()
 
 
-async def test_a_refusal_of_the_only_delivery_is_the_outcome(harness: Harness) -> None:
+async def test_refusal_of_only_delivery_is_the_outcome(harness: Harness) -> None:
     task = await begin(harness)
     await harness.clock.advance(VALID_S + 1)
     harness.runner.receive(harness.gateway.perform(harness.gateway.delivered[0]))
@@ -192,7 +193,7 @@ async def test_a_refusal_of_the_only_delivery_is_the_outcome(harness: Harness) -
 
 
 @pytest.mark.parametrize("happened", [True, False])
-async def test_a_result_that_never_comes_is_seen_in_telemetry(harness: Harness, happened: bool) -> None:
+async def test_missing_result_is_determined_from_telemetry(harness: Harness, happened: bool) -> None:
     task = await begin(harness)
     if happened:
         harness.gateway.perform(harness.gateway.delivered[0])
@@ -200,10 +201,10 @@ async def test_a_result_that_never_comes_is_seen_in_telemetry(harness: Harness, 
         await harness.clock.advance(later_s)
         harness.gateway.report(harness.state)
         harness.settle()
-        assert harness.runner.open  # the result may still come
+        assert harness.runner.open  # the result may still arrive
     await harness.clock.advance(1.0)
     harness.settle()
-    # A report from before the expiry does not show that nothing happened.
+    # A report from before the expiry does not prove that nothing happened.
     assert bool(harness.runner.open) is not happened
     harness.gateway.report(harness.state)
     harness.settle()
@@ -216,7 +217,9 @@ async def test_a_result_that_never_comes_is_seen_in_telemetry(harness: Harness, 
     ("other", "seen"),
     [({"b": "e0"}, "is on e0"), ({"b": None}, "is held by its gateway"), ({}, "no longer in flight")],
 )
-async def test_what_a_node_cannot_tell_is_observed(harness: Harness, other: dict[str, str | None], seen: str) -> None:
+async def test_unknown_result_is_determined_by_observation(
+    harness: Harness, other: dict[str, str | None], seen: str
+) -> None:
     task = await begin(harness)
     operation = harness.gateway.delivered[0]
     harness.gateway.where = {"a": "e1", **other}
@@ -229,7 +232,7 @@ async def test_what_a_node_cannot_tell_is_observed(harness: Harness, other: dict
     assert [(item.id, item.done, item.detail) for item in result.items] == [("a", True, ""), ("b", False, seen)]
 
 
-async def test_a_node_that_never_returns_leaves_an_unknown_outcome(harness: Harness) -> None:
+async def test_node_that_never_returns_leaves_unknown_outcome(harness: Harness) -> None:
     task = await begin(harness)
     await harness.clock.advance(VALID_S + GIVE_UP_AFTER_S)
     harness.settle()
@@ -239,7 +242,7 @@ async def test_a_node_that_never_returns_leaves_an_unknown_outcome(harness: Harn
     assert (await asyncio.wait_for(task, 60)).status is OperationStatus.UNKNOWN
 
 
-async def test_what_telemetry_cannot_show_is_unknown_and_said_so(harness: Harness) -> None:
+async def test_outcome_not_visible_in_telemetry_is_unknown(harness: Harness) -> None:
     task = await begin(harness, CancelRequests((), (), "enough"))
     await harness.clock.advance(VALID_S + 1)
     harness.state.fold_engine(engine_report("e0", 1, sample(), agent=GATEWAY), harness.clock.now_s())
@@ -251,7 +254,7 @@ async def test_what_telemetry_cannot_show_is_unknown_and_said_so(harness: Harnes
     )
 
 
-async def test_what_is_withdrawn_is_not_sent_again_and_its_result_changes_nothing(harness: Harness) -> None:
+async def test_withdrawn_operation_is_not_resent_and_its_result_ignored(harness: Harness) -> None:
     task = await begin(harness)
     (operation,) = harness.gateway.delivered
     (opened,) = harness.runner.open
@@ -266,7 +269,7 @@ async def test_what_is_withdrawn_is_not_sent_again_and_its_result_changes_nothin
     assert harness.runner.open == ()
 
 
-async def test_results_on_their_way_are_waited_for_before_the_daemon_ends(harness: Harness) -> None:
+async def test_drain_waits_for_results_in_transit(harness: Harness) -> None:
     assert await harness.runner.drain(60.0) == 0
     await begin(harness)
     assert await harness.runner.drain(0.0) == 1
@@ -276,10 +279,10 @@ async def test_results_on_their_way_are_waited_for_before_the_daemon_ends(harnes
     assert await asyncio.wait_for(draining, 60) == 0
     await begin(harness)
     harness.start()
-    assert await harness.runner.drain(60.0) == 1  # nobody here waits for it: it is for the settling
+    assert await harness.runner.drain(60.0) == 1  # no caller waits for it: `settle` closes it
 
 
-async def test_who_does_not_answer_in_time_is_told_and_the_order_stands(harness: Harness) -> None:
+async def test_late_nodes_have_no_answer_and_their_orders_stand(harness: Harness) -> None:
     orders = {GATEWAY: await begin(harness), NodeId("gw2"): await begin(harness)}
     before = asyncio.all_tasks()
     for asked in (orders, {GATEWAY: orders[GATEWAY]}):
@@ -294,14 +297,14 @@ async def test_who_does_not_answer_in_time_is_told_and_the_order_stands(harness:
     assert asyncio.all_tasks() <= before  # no timer is left
 
 
-# What has happened when the daemon is killed, one more each time.
+# The events before the daemon is killed, one more in each case.
 STEPS = ("intent journalled", "sent and journalled", "carried out by the node", "result received")
 
 
 @pytest.mark.parametrize("reached", range(1, len(STEPS) + 1))
 @pytest.mark.parametrize("node_remembers", [True, False])
 @pytest.mark.parametrize("node_answers", [True, False])
-async def test_killed_after_any_step_the_next_daemon_finds_out_what_happened(
+async def test_next_daemon_determines_outcome_after_kill_at_any_step(
     harness: Harness, reached: int, node_remembers: bool, node_answers: bool
 ) -> None:
     if reached == 1:
@@ -329,7 +332,7 @@ async def test_killed_after_any_step_the_next_daemon_finds_out_what_happened(
     harness.gateway.hear(harness.journal.generation)  # routes come first on a new stream
     harness.runner.attached(GATEWAY)
     sends = [entry.body["sends"] for entry in harness.journal.since(0, (EntryKind.OPERATION_SENT,))]
-    assert sends == {1: [2], 4: [1]}.get(reached, [1, 2])  # what may have been sent counts as sent
+    assert sends == {1: [2], 4: [1]}.get(reached, [1, 2])  # possibly sent counts as sent
     for delivered in harness.gateway.delivered:
         answer = harness.gateway.perform(delivered)
         if node_answers:
@@ -343,7 +346,7 @@ async def test_killed_after_any_step_the_next_daemon_finds_out_what_happened(
     assert harness.journal.open_operations() == []
     (written,) = harness.results()
     assert written["status"] == ("done" if truth else "failed")
-    assert len(harness.gateway.carried_out) == (1 if truth else 0)  # never by the daemon that came later
+    assert len(harness.gateway.carried_out) == (1 if truth else 0)  # never by the later daemon
     assert harness.gateway.where == dict.fromkeys("ab", "e1" if truth else "e0")
 
 
@@ -356,7 +359,7 @@ def _killed(node: NodeId, operation: Operation) -> None:
 
 
 class TestMoves:
-    async def test_each_gateway_moves_its_own(self, harness: Harness) -> None:
+    async def test_each_gateway_moves_its_own_requests(self, harness: Harness) -> None:
         other = NodeId("gw2")
         sent: list[tuple[NodeId, Operation]] = []
         harness.gateway.send = lambda node, operation: sent.append((node, operation))  # type: ignore[method-assign]
@@ -377,7 +380,7 @@ class TestMoves:
         assert outcome.items[3].detail == "the request is not in flight on any gateway"
         assert [result.node for result in outcome.operations] == [GATEWAY, other]
 
-    async def test_an_operation_without_items_fails_each_of_its_moves(self, harness: Harness) -> None:
+    async def test_operation_without_items_fails_all_moves(self, harness: Harness) -> None:
         harness.gateway.attached = False
         outcome = await harness.runner.run_moves([move("a")], lambda _: GATEWAY, VALID_S)
         assert outcome.items == (OperationItemResult(RequestId("a"), False, "not sent: node gw is not attached"),)

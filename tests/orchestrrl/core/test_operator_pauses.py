@@ -1,4 +1,4 @@
-"""Pauses: in force until taken back or expired, written down first, and still there after a restart."""
+"""Pauses set by operators: in force until resumed or expired, journalled first, and kept over a restart."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ def clock() -> VirtualClock:
     return VirtualClock(1000.0)
 
 
-async def test_until_taken_back_or_expired(tmp_path: Path, clock: VirtualClock) -> None:
+async def test_pause_lasts_until_resumed_or_expired(tmp_path: Path, clock: VirtualClock) -> None:
     with Journal(tmp_path / "journal.sqlite", 1000.0) as journal:
         pause_registry = PauseRegistry(journal, clock)
         assert pause_registry.hold(PauseScope.FABRIC) is None
@@ -41,12 +41,12 @@ async def test_until_taken_back_or_expired(tmp_path: Path, clock: VirtualClock) 
 
 
 @pytest.mark.parametrize("ttl_s", [-1.0, float("inf"), float("nan")])
-def test_for_no_sensible_time(tmp_path: Path, clock: VirtualClock, ttl_s: float) -> None:
+def test_invalid_ttl_is_refused(tmp_path: Path, clock: VirtualClock, ttl_s: float) -> None:
     with Journal(tmp_path / "journal.sqlite", 1000.0) as journal, pytest.raises(ProblemFaults, match="ttl_s"):
         PauseRegistry(journal, clock).pause(PauseScope.SYNC, "", ttl_s)
 
 
-def test_what_cannot_be_written_down_is_not_so(
+def test_pause_that_cannot_be_journalled_is_not_in_force(
     tmp_path: Path, clock: VirtualClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Journal(tmp_path / "journal.sqlite", 1000.0) as journal:

@@ -1,4 +1,4 @@
-"""Implementations are found by name: ours without a look at installed packages, others by their entry points."""
+"""Look up implementations by name: built-in ones without reading installed packages, others by entry points."""
 
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
@@ -15,7 +15,7 @@ OTHERS = [EntryPoint("blue", "math:tau", "tests.colours"), EntryPoint("red", "ma
 
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The groups that were looked for in what is installed."""
+    """Record the groups that are searched in installed packages."""
     asked: list[str] = []
 
     def entry_points(group: str) -> list[EntryPoint]:
@@ -28,12 +28,12 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     plug_points._registered.cache_clear()
 
 
-def test_ours_are_found_without_a_look_at_what_is_installed(looks: list[str]) -> None:
+def test_built_in_names_are_found_without_reading_packages(looks: list[str]) -> None:
     assert COLOURS.load("red") == pytest.approx(3.14159, abs=1e-5)
     assert not looks
 
 
-def test_others_are_found_by_their_entry_points_in_one_look(looks: list[str]) -> None:
+def test_other_names_are_found_by_entry_point_in_one_search(looks: list[str]) -> None:
     assert COLOURS.load("blue") == pytest.approx(6.28319, abs=1e-5)
     assert COLOURS.names() == ("blue", "grey", "red")
     assert "blue" in COLOURS
@@ -41,7 +41,7 @@ def test_others_are_found_by_their_entry_points_in_one_look(looks: list[str]) ->
     assert looks == ["tests.colours"]
 
 
-def test_an_unknown_name_and_one_that_is_not_installed(looks: list[str]) -> None:
+def test_unknown_name_and_missing_dependency_raise(looks: list[str]) -> None:
     with pytest.raises(Permanent, match="unknown colour 'pink'; known: blue, grey, red"):
         COLOURS.load("pink")
     with pytest.raises(Permanent, match=r"colour 'grey' has a missing dependency: .*no_such_module"):

@@ -1,14 +1,15 @@
-"""Call a real daemon with spoilt messages, found and built through its gRPC reflection.
+"""Call a real daemon with invalid messages, built through its gRPC reflection.
 
-By hand, any number of calls with any seed; the same seed makes the same calls, but for times and ids of the daemon's:
+For manual runs with any number of calls and any seed; the same seed makes the same calls, except for the daemon's times
+and ids:
 
     .venv/bin/python tests/orchestrrl/rpc/grpc_fuzz.py --calls 100000 --seed 7
 
-Every method of every service is called: with sane messages, with messages of which one to three fields are spoilt, with
-streams of several messages, and with bytes that are no message. The daemon must stay alive, answer `GetStatus`,
-`ListWorkers` and `ListRequests` all the while, serve its metrics page, log no traceback, answer nothing with UNKNOWN or
-INTERNAL, and show everything again after a restart on the same journal. The exit status is 1 where it did not, and
-each kind of finding is printed once.
+Every method of every service is called: with valid messages, with messages of which one to three fields are changed,
+with streams of several messages, and with bytes that are not a message. The daemon must stay alive, answer `GetStatus`,
+`ListWorkers` and `ListRequests` throughout, serve its metrics page, log no traceback, never answer with UNKNOWN or
+INTERNAL, and show everything again after a restart on the same journal. Otherwise the exit status is 1, and each kind
+of finding is printed once.
 
 The daemon has a fabric with virtual switches, but no deployer: `Redeploy` would start engine processes.
 """
@@ -49,13 +50,13 @@ from planner.model import NodeId
 
 SITE = Path(__file__).parents[3] / "deploy" / "examples" / "site.yaml"
 STARTS_WITHIN_S = 120.0
-CALL_S = (0.3, 0.6, 1.5)  # one call's deadline
+CALL_S = (0.3, 0.6, 1.5)  # deadline of one call
 STREAM_S = 0.25  # how long the answers of a stream are read
 SIDE_BY_SIDE = 12
-LOOK_EVERY = 250  # calls between two looks at the views
+LOOK_EVERY = 250  # calls between two checks of the views
 MANY = 10_000
 HUGE_CHARACTERS = 200_000
-# Written into a string before it is serialized, and replaced by the bytes of a lone surrogate afterwards.
+# Inserted into a string before serialization, and replaced by the bytes of a lone surrogate afterwards.
 SURROGATE, SURROGATE_BYTES = "\x02\x03\x04", b"\xed\xa0\x80"
 
 EVIL_FLOATS = (
@@ -83,7 +84,7 @@ class Method:
 
 
 async def reflected_methods(channel: grpc.aio.Channel) -> list[Method]:
-    """Every method of every service that the server's reflection lists, by path."""
+    """Return every method of every service in the server's reflection, by path."""
     stub, pool, files = reflection_pb2_grpc.ServerReflectionStub(channel), descriptor_pool.DescriptorPool(), set()
 
     async def ask(**question: str) -> Any:
@@ -115,7 +116,7 @@ async def reflected_methods(channel: grpc.aio.Channel) -> list[Method]:
 
 @dataclass
 class Values:
-    """Sane values by field name; ids that answers bring are used again."""
+    """Valid values by field name; ids from answers are reused."""
 
     rng: random.Random
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
@@ -215,7 +216,7 @@ class Values:
         return self.rng.randrange(0, 5)
 
     def learn(self, message: Any) -> None:
-        """Ids that a daemon gives out: of leases, plans, syncs, operations, switches."""
+        """Store ids assigned by the daemon: of leases, plans, syncs, operations, switches."""
         for each, value in message.ListFields():
             if each.type == each.TYPE_MESSAGE:
                 for item in list(value)[:4] if each.is_repeated else [value]:
@@ -225,7 +226,7 @@ class Values:
 
 
 class Messages:
-    """Sane messages, and spoilt ones."""
+    """Valid and invalid messages."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
@@ -277,7 +278,7 @@ class Messages:
         return self.values.whole(each.name)
 
     def spoil(self, message: Any) -> None:
-        """Spoil one to three fields, wherever they are."""
+        """Change one to three fields at any depth."""
         for _ in range(self.rng.randrange(1, 4)):
             slots = list(_slots(message))
             if slots:
@@ -326,7 +327,7 @@ class Messages:
             return rng.choice((text[: len(text) // 2], "[" * 100_000, "{", "nul", text + text, "[1e999999]"))
         try:
             document = json.loads(text)
-        except (ValueError, RecursionError):  # spoilt before
+        except (ValueError, RecursionError):  # changed before
             return rng.choice(EVIL_TEXTS)
         for _ in range(rng.randrange(1, 3)):
             places = list(_places(document))
@@ -348,7 +349,7 @@ _INT_RANGES = {
 
 
 def _slots(message: Any) -> Iterator[tuple[Any, Any]]:
-    """Every (message, field) of a tree, as far as its messages are there."""
+    """Yield every (message, field) of a tree, for the messages that are present."""
     for each in message.DESCRIPTOR.fields:
         yield message, each
         if each.type == each.TYPE_MESSAGE:
@@ -373,11 +374,11 @@ class Call:
     method: Method
     raws: list[bytes]
     deadline_s: float
-    what: str  # sane | spoilt | bytes
+    what: str  # valid, changed or bytes
 
 
 class Calls:
-    """The calls of a seed, one after the other."""
+    """The calls of a seed, one after another."""
 
     def __init__(self, methods: list[Method], seed: int) -> None:
         self.rng = random.Random(seed)
@@ -416,7 +417,7 @@ class Calls:
 
 
 class Daemon:
-    """A real process on a folder's journal, with its log."""
+    """A real daemon process on a folder's journal, with its log."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -485,7 +486,7 @@ class Daemon:
                 self.process.stdout.close()
 
     def tracebacks(self) -> list[str]:
-        """The last line of each traceback in the log."""
+        """Return the last line of each traceback in the log."""
         found = []
         for part in self.log.read_text(errors="replace").split("Traceback (most recent call last)")[1:]:
             lines = itertools.dropwhile(lambda line: line.startswith(" ") or not line, part.splitlines()[1:])
@@ -499,7 +500,7 @@ class Outcome:
     codes: collections.Counter[str] = field(default_factory=collections.Counter)
     findings: collections.Counter[str] = field(default_factory=collections.Counter)
     examples: dict[str, str] = field(default_factory=dict)
-    died_at: int | None = None  # calls that had been made by then
+    died_at: int | None = None  # calls made by then
     elapsed_s: float = 0.0
     daemon_cpu_s: float = 0.0
     resident_mib: float = 0.0
@@ -510,7 +511,7 @@ class Outcome:
 
 
 class Run:
-    """Makes calls and judges answers."""
+    """Makes calls and judges the answers."""
 
     def __init__(self, daemon: Daemon, channel: grpc.aio.Channel, methods: list[Method], seed: int) -> None:
         self.daemon = daemon
@@ -534,7 +535,7 @@ class Run:
             outcome.daemon_cpu_s, outcome.resident_mib = self.daemon.cpu_s(), self.daemon.resident_mib()
 
     async def look(self) -> None:
-        """The views must work whatever was folded."""
+        """Check that the views work after any reports."""
         for name in VIEWS:
             method = self.by_path[f"/orchestrrl.v1.{name}"]
             ask = self.channel.unary_unary(method.path, None, method.answers.FromString)
@@ -592,7 +593,7 @@ class Run:
             return grpc.StatusCode.CANCELLED, "", answers
 
 
-# What gRPC's client itself says where it sends on a call that the server has just ended with another status.
+# Errors of gRPC's client when it sends on a call that the server has just ended with another status.
 CLIENTS_OWN = grpc.StatusCode.INTERNAL, "Internal error from Core"
 VIEWS = (
     "Control/GetStatus", "Control/ListWorkers", "Control/ListRequests", "Control/GetBalance", "Control/ListPlans",
@@ -611,11 +612,11 @@ async def _one_by_one(raws: list[bytes], lasts_s: float) -> AsyncIterator[bytes]
     for raw in raws:
         yield raw
         await asyncio.sleep(0.002)
-    await asyncio.sleep(min(lasts_s, STREAM_S) / 2)  # what the last one does is seen before the stream ends
+    await asyncio.sleep(min(lasts_s, STREAM_S) / 2)  # effects of the last message are seen before the stream ends
 
 
 async def _obeying_gateway(address: str) -> None:
-    """A gateway that does whatever it is told, so that operations have results."""
+    """Run a gateway that obeys every order, so that operations have results."""
 
     async def done(operation: Operation) -> OperationResult:
         return OperationResult(operation.id, NodeId("gw"), OperationStatus.DONE)
@@ -625,7 +626,7 @@ async def _obeying_gateway(address: str) -> None:
 
 
 async def fuzz(folder: Path, calls: int, seed: int) -> Outcome:
-    """Make so many calls to a daemon in this folder, stop it, start it again on its journal and look at its views."""
+    """Make `calls` calls to a daemon in this folder, stop it, start it again on its journal and check its views."""
     daemon = Daemon(folder)
     try:
         outcome = await _fuzz(daemon, calls, seed)

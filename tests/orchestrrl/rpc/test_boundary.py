@@ -1,4 +1,4 @@
-"""The boundary of the daemon's gRPC server: bytes, ranges, limits and defects, over a channel."""
+"""The interceptor of the daemon's gRPC server over a channel: invalid bytes, ranges, limits and defects."""
 
 import asyncio
 import logging
@@ -48,11 +48,12 @@ class Harness:
         return control_pb2_grpc.ControlStub(self.channel)
 
     def stream(self, path: str, *raws: bytes) -> Any:
-        """A call that sends these and then no more."""
+        """Call a streaming method with these messages and no more."""
         return self.channel.stream_stream(path, None, None)(_each(raws), timeout=DEADLINE_S)
 
     async def reports(self, path: str, *messages: Any) -> Any:
-        """How a telemetry stream with these messages ends: its code, words, and the acknowledgements before."""
+        """Return how a telemetry stream with these messages ends: status code, text, and the preceding
+        acknowledgements."""
         call = self.stream(f"/orchestrrl.v1.Telemetry/{path}", *(each.SerializeToString() for each in messages))
         acks, error = 0, None
         try:
@@ -105,7 +106,7 @@ async def ending(call: Any) -> tuple[grpc.StatusCode, str]:
     return caught.value.code(), caught.value.details() or ""
 
 
-# --- bytes that are no message
+# --- Bytes that are not a message
 
 
 async def _raw_ending(harness: Harness, method: Method, raw: bytes) -> tuple[grpc.StatusCode, str]:
@@ -115,7 +116,7 @@ async def _raw_ending(harness: Harness, method: Method, raw: bytes) -> tuple[grp
     return await ending(call.read() if method.streams_out else call)
 
 
-async def test_bytes_that_are_no_message_are_an_invalid_argument_of_every_method(
+async def test_malformed_bytes_are_invalid_argument_of_every_method(
     harness: Harness, caplog: pytest.LogCaptureFixture
 ) -> None:
     methods = await reflected_methods(harness.channel)
@@ -132,13 +133,13 @@ async def test_bytes_that_are_no_message_are_an_invalid_argument_of_every_method
     assert (await harness.control.GetStatus(control_pb2.GetStatusRequest())).generation > 0
 
 
-async def test_text_that_is_not_utf8_is_no_message(harness: Harness) -> None:
+async def test_text_that_is_not_utf8_is_refused(harness: Harness) -> None:
     call = harness.channel.unary_unary("/orchestrrl.v1.Control/SetMode", None, None)
     code, words = await ending(call(b"\x08\x01\x12\x03\xed\xa0\x80"))
     assert (code, words) == (INVALID, "(message): must be a message of the method's type, got 7 bytes")
 
 
-# --- ranges
+# --- Ranges
 
 BAD_SAMPLES: list[tuple[dict[str, Any], str]] = [
     ({"kv_usage_fraction": 1.0005}, "sample.kv_usage_fraction: must be >= 0 and <= 1, got 1.0005"),
@@ -153,14 +154,14 @@ BAD_SAMPLES: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("sample", "fault"), BAD_SAMPLES)
-async def test_a_number_out_of_range_is_refused_and_nothing_is_folded(
+async def test_number_out_of_range_is_refused_without_effect(
     harness: Harness, sample: dict[str, Any], fault: str
 ) -> None:
     assert await harness.reports("ReportEngines", engine_report(sample=sample)) == (INVALID, fault, 0)
     assert not harness.plane.fleet.state.engines(harness.plane.clock.now_s())
 
 
-async def test_every_fault_of_a_message_is_named(harness: Harness) -> None:
+async def test_all_faults_of_a_message_are_reported(harness: Harness) -> None:
     bad = engine_report(agent_id="", engine_id="e" * 1025, health=9, sample=dict.fromkeys(("scrape_s",), math.nan))
     code, words, _ = await harness.reports("ReportEngines", bad)
     assert code is INVALID
@@ -173,12 +174,12 @@ async def test_every_fault_of_a_message_is_named(harness: Harness) -> None:
 
 
 @pytest.mark.parametrize("url", ["http://[", "http://127.0.0.1:99999", "e0:8000", "http://"])
-async def test_an_engine_at_no_url_is_refused(harness: Harness, url: str) -> None:
+async def test_engine_with_invalid_url_is_refused(harness: Harness, url: str) -> None:
     fault = f"url: must be an http:// or https:// URL, got {url!r}"
     assert await harness.reports("ReportEngines", engine_report(url=url)) == (INVALID, fault, 0)
 
 
-async def test_a_faulty_message_ends_its_stream_after_those_before_it(harness: Harness) -> None:
+async def test_invalid_message_ends_stream_after_previous_messages(harness: Harness) -> None:
     good, bad = engine_report(), engine_report(sequence=2, sample={"kv_usage_fraction": 2.0})
     code, words, acks = await harness.reports("ReportEngines", good, bad, engine_report(sequence=3, engine_id="e1"))
     assert (code, acks) == (INVALID, 1)
@@ -186,7 +187,7 @@ async def test_a_faulty_message_ends_its_stream_after_those_before_it(harness: H
     assert [view.id for view in harness.plane.fleet.state.engines(harness.plane.clock.now_s())] == ["e0"]
 
 
-async def test_a_faulty_request_is_named_by_its_place(harness: Harness) -> None:
+async def test_invalid_request_is_reported_by_index(harness: Harness) -> None:
     report = gateway_report(3)
     report.in_flight[1].age_s = -1.0
     report.in_flight[2].request_id = ""
@@ -200,7 +201,7 @@ async def test_a_faulty_request_is_named_by_its_place(harness: Harness) -> None:
     ]
 
 
-async def test_a_message_with_very_many_faults_names_the_first(harness: Harness) -> None:
+async def test_message_with_many_faults_reports_the_first(harness: Harness) -> None:
     report = gateway_report(5000)
     for request in report.in_flight:
         request.quiet_s = math.nan
@@ -209,7 +210,7 @@ async def test_a_message_with_very_many_faults_names_the_first(harness: Harness)
     assert words.splitlines()[-1] == "(message): has further faults"
 
 
-async def test_a_nodes_result_with_a_bad_number_ends_its_attachment(harness: Harness) -> None:
+async def test_node_result_with_invalid_number_ends_attachment(harness: Harness) -> None:
     call = agent_pb2_grpc.NodeStub(harness.channel).Attach()
     await call.write(agent_pb2.NodeMessage(hello=agent_pb2.NodeHello(node_id="n", kind=1)))
     await call.write(agent_pb2.NodeMessage(result=agent_pb2.OperationResult(operation_id="1-1", duration_s=math.nan)))
@@ -219,14 +220,14 @@ async def test_a_nodes_result_with_a_bad_number_ends_its_attachment(harness: Har
 
 @pytest.mark.parametrize("field", ["lease_s", "deadline_s"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e308, -1.0, 5e-324, -math.inf])
-async def test_odd_times_of_a_pause_are_refused(harness: Harness, field: str, value: float) -> None:
+async def test_invalid_pause_times_are_refused(harness: Harness, field: str, value: float) -> None:
     code, words = await ending(harness.control.PauseFleet(control_pb2.PauseFleetRequest(**{field: value})))
     assert code is INVALID
     assert words.startswith(f"{field}: must be ")
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e308, -1.0])
-async def test_odd_lifetimes_are_refused(harness: Harness, value: float) -> None:
+async def test_invalid_lifetimes_are_refused(harness: Harness, value: float) -> None:
     calls: list[Callable[[], Any]] = [
         lambda: harness.control.PinPlan(control_pb2.PinPlanRequest(ttl_s=value)),
         lambda: harness.control.SetPause(control_pb2.SetPauseRequest(part="sync", paused=True, ttl_s=value)),
@@ -237,17 +238,17 @@ async def test_odd_lifetimes_are_refused(harness: Harness, value: float) -> None
     assert (await harness.control.GetStatus(control_pb2.GetStatusRequest())).plan_control.state == "free"
 
 
-async def test_a_policy_version_that_no_journal_holds_is_refused(harness: Harness) -> None:
+async def test_policy_version_too_large_for_journal_is_refused(harness: Harness) -> None:
     wanted = control_pb2.SetPolicyVersionRequest(engine_ids=["e0"], policy_version=2**64 - 1)
     code, words = await ending(harness.control.SetPolicyVersion(wanted))
     assert (code, words) == (INVALID, f"policy_version: must be >= 0 and <= {2**63 - 1}, got {2**64 - 1}")
 
 
-# --- limits
+# --- Limits
 
 
 @pytest.mark.parametrize("config", [SMALL])
-async def test_more_than_a_limit_is_refused_with_its_key(harness: Harness) -> None:
+async def test_input_beyond_limit_is_refused_with_setting(harness: Harness) -> None:
     code, words, acks = await harness.reports("ReportRequests", gateway_report(5), gateway_report(6))
     assert (code, acks) == (EXHAUSTED, 1)
     assert words == "in_flight: must have at most 5 items (limits.requests_per_report), got 6"
@@ -269,7 +270,7 @@ async def test_more_than_a_limit_is_refused_with_its_key(harness: Harness) -> No
 
 
 @pytest.mark.parametrize("config", [SMALL])
-async def test_calls_and_nodes_are_limited_and_come_free_again(harness: Harness) -> None:
+async def test_limits_of_calls_and_nodes_are_released(harness: Harness) -> None:
     stub = agent_pb2_grpc.NodeStub(harness.channel)
 
     async def attach(node: str) -> Any:
@@ -292,7 +293,7 @@ async def test_calls_and_nodes_are_limited_and_come_free_again(harness: Harness)
     async with asyncio.timeout(DEADLINE_S):
         while sum(state.attached for state in harness.plane.fleet.nodes.states()) > 1:
             await asyncio.sleep(0.01)
-    third = await attach("n2")  # in the place of the one that has gone
+    third = await attach("n2")  # replaces the disconnected one
     async with asyncio.timeout(DEADLINE_S):
         while {state.attachment.hello.node for state in harness.plane.fleet.nodes.states()} != {"n1", "n2"}:
             await asyncio.sleep(0.01)
@@ -301,7 +302,7 @@ async def test_calls_and_nodes_are_limited_and_come_free_again(harness: Harness)
 
 
 @pytest.mark.parametrize("config", ["limits: {connections: 2}"])
-async def test_connections_are_limited(harness: Harness) -> None:
+async def test_connections_are_limited_per_address(harness: Harness) -> None:
     await harness.control.GetPauseBarrier(control_pb2.GetPauseBarrierRequest())
     options = [("grpc.use_local_subchannel_pool", 1)]
     async with grpc.aio.insecure_channel(harness.address, options) as second:
@@ -314,7 +315,7 @@ async def test_connections_are_limited(harness: Harness) -> None:
         await control_pb2_grpc.ControlStub(second).GetPauseBarrier(control_pb2.GetPauseBarrierRequest())
 
 
-async def test_other_calls_are_answered_while_a_large_report_is_taken_in(harness: Harness) -> None:
+async def test_other_calls_are_answered_during_large_report(harness: Harness) -> None:
     report = gateway_report(60_000, engines=64)
     whole = asyncio.ensure_future(harness.reports("ReportRequests", report))
     answered = 0
@@ -322,13 +323,13 @@ async def test_other_calls_are_answered_while_a_large_report_is_taken_in(harness
         await harness.control.GetPauseBarrier(control_pb2.GetPauseBarrierRequest())
         answered += not whole.done()
     assert (await whole) == (None, None, 1)
-    assert answered >= 3  # a single turn of the event loop would have let through one
+    assert answered >= 3  # a single turn of the event loop would have allowed only one
 
 
-# --- defects
+# --- Defects
 
 
-async def test_a_defect_ends_one_call_is_counted_and_logged_once(
+async def test_unexpected_exception_ends_one_call_and_is_logged_once(
     harness: Harness, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: object) -> None:
@@ -355,7 +356,7 @@ async def test_a_defect_ends_one_call_is_counted_and_logged_once(
         (Permanent("the disk is full"), grpc.StatusCode.FAILED_PRECONDITION),
     ],
 )
-async def test_an_error_beside_a_stream_of_orders_ends_that_call_with_its_status(
+async def test_error_in_received_stream_ends_call_with_its_status(
     harness: Harness, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception, code: Any
 ) -> None:
     def fails(_: object) -> None:
@@ -370,10 +371,10 @@ async def test_an_error_beside_a_stream_of_orders_ends_that_call_with_its_status
     assert not any(record.name == "asyncio" for record in caplog.records)
 
 
-async def test_an_answer_whose_client_has_gone_is_no_traceback(
+async def test_answer_to_disconnected_client_logs_no_traceback(
     harness: Harness, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """gRPC's core tells it in a log of its own, now and then: at deadlines of milliseconds."""
+    """Check that no traceback is logged; gRPC's core logs one occasionally, at deadlines of milliseconds."""
     core = logging.getLogger("grpc._cython.cygrpc")
     for error in (grpc.aio.InternalError("execute_batch"), ValueError("x")):
         try:

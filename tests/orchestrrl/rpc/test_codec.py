@@ -1,4 +1,4 @@
-"""Every codec: what goes onto the wire comes back the same, and both sides are covered."""
+"""Every codec returns a value unchanged after a round trip, and both sides are covered."""
 
 from dataclasses import dataclass, is_dataclass
 from enum import Enum
@@ -31,7 +31,7 @@ CODECS = {
     for name, codec in vars(module).items()
     if isinstance(codec, Codec)
 }
-# Views for operators: the message has less than the value, or not in the same shape.
+# Views for operators: the message has fewer fields than the value, or another structure.
 WRITTEN_ONLY = {
     "control.PLAN", "control.PLAN_EVENT", "control._BALANCE", "control._MOVED", "control._ENGINE",
     "control.REDEPLOYMENT", "switches_service._OUTCOME",
@@ -47,7 +47,7 @@ def tuples(items: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     return st.lists(items, max_size=3).map(tuple)
 
 
-# Classes and fields whose values have to agree with each other, or that the types say too little of.
+# Classes and fields whose values depend on each other, or whose types are too general.
 KINDS: dict[type, st.SearchStrategy[Any]] = {
     Model: st.builds(
         Model, name=TEXT, layers=SIZES, hidden=SIZES, q_heads=SIZES, kv_heads=SIZES, head_dim=SIZES, ffn=SIZES,
@@ -72,7 +72,7 @@ FIELDS: dict[tuple[type, str], st.SearchStrategy[Any]] = {
 
 
 def values(mapping: FieldMapping) -> st.SearchStrategy[Any]:
-    """Values of the class with all that the mapping sends."""
+    """Draw values of the class, with all fields that the mapping sends."""
     if mapping.kind in KINDS:
         return KINDS[mapping.kind]
     hints, needed = get_type_hints(mapping.kind), needed_fields(mapping.message)
@@ -95,7 +95,7 @@ def _field(hint: Any, pair: Any, needed: bool) -> st.SearchStrategy[Any]:
         item = _value(get_args(hint)[0], codec, pair.field, False)
         found = tuples(item) if get_origin(hint) is tuple else st.frozensets(item, max_size=3)
     else:
-        # None is an empty field where it cannot be an absent one.
+        # None is an empty field if the field cannot be absent.
         found = _value(hint, codec, pair.field, needed or (pair.is_optional and not pair.field.has_presence))
     return st.none() | found if pair.is_optional else found
 
@@ -123,7 +123,7 @@ def _declared(kind: type) -> Codec[Any, Any]:
 
 @pytest.mark.parametrize("name", READABLE)
 @given(data=st.data())
-def test_what_is_sent_is_received(name: str, data: st.DataObject) -> None:
+def test_values_survive_round_trip(name: str, data: st.DataObject) -> None:
     codec = CODECS[name]
     value = data.draw(values(codec.mapping))
     wire = codec.to_pb(value).SerializeToString()
@@ -131,8 +131,8 @@ def test_what_is_sent_is_received(name: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(WRITTEN_ONLY))
-def test_every_view_has_a_value_for_each_field(name: str) -> None:
-    assert CODECS[name].to_pb  # compiled, or a TypeError names what is missing
+def test_every_view_covers_each_field(name: str) -> None:
+    assert CODECS[name].to_pb  # compiles, or raises TypeError naming the missing field
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class TextAck(Ack):
         (TextAck, {}, "<class 'str'> does not fit orchestrrl.v1.ReportAck.sequence"),
     ],
 )
-def test_what_has_no_counterpart_is_an_error_of_the_code(kind: type, specs: dict[str, Any], complaint: str) -> None:
+def test_field_without_counterpart_raises_type_error(kind: type, specs: dict[str, Any], complaint: str) -> None:
     with pytest.raises(TypeError, match=complaint):
         Codec(kind, telemetry_pb2.ReportAck, **specs).from_pb(telemetry_pb2.ReportAck())
 
@@ -176,7 +176,7 @@ class Light(Enum):
     DIM = 2
 
 
-def test_an_enum_of_other_members_is_an_error_of_the_code_unless_one_stands_for_them() -> None:
+def test_enum_with_other_members_needs_unspecified() -> None:
     with pytest.raises(TypeError, match="EngineHealth lacks members of Light"):
         EnumCodec(Light, telemetry_pb2.EngineHealth.DESCRIPTOR)
     codec = EnumCodec(Light, telemetry_pb2.EngineHealth.DESCRIPTOR, unspecified=Light.OK)
@@ -199,6 +199,6 @@ def test_an_enum_of_other_members_is_an_error_of_the_code_unless_one_stands_for_
         (fabric.PERIOD, fabric_pb2.PeriodReport(stage="tea"), "stage must be one of train, gen, weight_sync, got"),
     ],
 )  # fmt: skip
-def test_what_makes_no_sense_is_named(codec: Any, message: Any, complaint: str) -> None:
+def test_invalid_values_are_reported_by_field(codec: Any, message: Any, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         codec.from_pb(message)

@@ -40,7 +40,7 @@ def operation(operation_id: str, generation: int = 1, valid_until_unix_s: float 
 
 
 class Handler:
-    """Counts what it is asked to do; `hold` makes it wait until `release` is set."""
+    """Counts its calls; with `hold` it waits until `release` is set."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -57,7 +57,7 @@ class Handler:
 
 
 class Daemon(agent_pb2_grpc.NodeServicer, telemetry_pb2_grpc.TelemetryServicer):
-    """Sends the operations it is given to whoever attaches; notes what it hears."""
+    """A server that sends given operations to any attached node, and records received messages."""
 
     def __init__(self, port: int, orders: list[pb.Operation]) -> None:
         self.port = port
@@ -122,7 +122,7 @@ def link(port: int, handler: Handler) -> NodeLink:
 
 
 class TestNodeLink:
-    async def test_it_waits_for_a_daemon_that_is_not_there_yet(self, port: int) -> None:
+    async def test_link_waits_for_daemon_to_start(self, port: int) -> None:
         node = link(port, Handler())
         async with running(node.run):
             await asyncio.sleep(0.3)
@@ -135,7 +135,7 @@ class TestNodeLink:
             assert (daemon.results[0].status, daemon.results[0].node_id) == (DONE, "n0")
             await daemon.die()
 
-    async def test_a_restarted_daemon_sees_the_node_again_and_no_operation_runs_twice(self, port: int) -> None:
+    async def test_node_reattaches_after_restart_and_runs_no_operation_twice(self, port: int) -> None:
         handler = Handler()
         node = link(port, handler)
         async with running(node.run):
@@ -148,7 +148,7 @@ class TestNodeLink:
                 await eventually(lambda: not node.connected)
         assert sorted(handler.calls) == ["a", "b"]
 
-    async def test_a_result_that_could_not_be_sent_goes_out_after_reattaching(self, port: int) -> None:
+    async def test_unsent_result_is_sent_after_reattaching(self, port: int) -> None:
         handler = Handler()
         handler.release.clear()
         node = link(port, handler)
@@ -195,7 +195,7 @@ class TestNodeLink:
 
 
 class TestReportStream:
-    async def test_reports_flow_again_after_each_death_and_hang_up(self, port: int) -> None:
+    async def test_reports_resume_after_each_disconnect(self, port: int) -> None:
         sequence = 0
         opened: list[int] = []
         acked: list[int] = []
@@ -222,10 +222,10 @@ class TestReportStream:
                 await eventually(lambda daemon=daemon: len(daemon.reports) >= 3)  # type: ignore[misc]
                 await daemon.die()
                 await eventually(lambda: not stream.connected)
-        assert len(opened) >= 5  # three daemons, one of which hung up after each report
+        assert len(opened) >= 5  # three daemons, one of which disconnects after each report
         assert acked == sorted(set(acked))
 
-    async def test_a_defect_in_a_report_is_not_the_end(self, port: int) -> None:
+    async def test_exception_in_make_report_does_not_end_reporting(self, port: int) -> None:
         calls = 0
 
         async def make_report() -> telemetry_pb2.EngineReport:

@@ -1,4 +1,4 @@
-"""The pause barrier as trainers ask for it, over gRPC, with a gateway at the other end of a stream."""
+"""The pause barrier over gRPC, as trainers use it, with a gateway at the other end of a stream."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -55,7 +55,7 @@ class Harness:
         return control_pb2_grpc.ControlStub(self.channel)
 
     async def gateway(self) -> None:
-        """Does what it is told, at once."""
+        """Run a gateway that carries out orders at once."""
         call = agent_pb2_grpc.NodeStub(self.channel).Attach()
         await call.write(agent_pb2.NodeMessage(hello=node_codec.HELLO.to_pb(gateway_hello("e0", "e1"))))
         async for message in call:
@@ -106,7 +106,7 @@ async def refused(call: Any) -> tuple[grpc.StatusCode, str]:
     return caught.value.code(), caught.value.details() or ""
 
 
-async def test_pause_renew_resume(harness: Harness) -> None:
+async def test_pause_renew_and_resume(harness: Harness) -> None:
     async with asyncio.timeout(DEADLINE_S):
         order = pb.PauseFleetRequest(mode=agent_pb2.PAUSE_MODE_ABORT, holder="trainer", lease_s=30.0)
         barrier = await harness.control.PauseFleet(order)
@@ -146,7 +146,7 @@ async def test_pause_renew_resume(harness: Harness) -> None:
     assert [type(order) for order in harness.orders] == [CloseBarrier, CloseBarrier, OpenBarrier]
 
 
-async def test_what_is_to_be_done_before_it_opens_is_done_while_it_is_closed(harness: Harness) -> None:
+async def test_preparations_run_before_barrier_opens(harness: Harness) -> None:
     phases: list[str] = []
 
     async def prepare(until_s: float) -> str:
@@ -159,16 +159,16 @@ async def test_what_is_to_be_done_before_it_opens_is_done_while_it_is_closed(har
         barrier = await harness.control.PauseFleet(pb.PauseFleetRequest(holder="trainer"))
         await refused(harness.control.ResumeFleet(pb.ResumeFleetRequest(lease_id="another's")))
         assert phases == []
-        for _ in range(2):  # its answer may have got lost
+        for _ in range(2):  # the answer may have been lost
             await harness.control.ResumeFleet(pb.ResumeFleetRequest(lease_id=barrier.lease_id))
     assert phases == ["quiet"]
 
 
-async def test_where_the_weights_are_is_remembered_with_their_version(harness: Harness) -> None:
+async def test_weights_source_is_stored_with_version(harness: Harness) -> None:
     async with asyncio.timeout(DEADLINE_S):
         barrier = await harness.control.PauseFleet(pb.PauseFleetRequest(holder="trainer"))
         resume = pb.ResumeFleetRequest(lease_id=barrier.lease_id, policy_version=4, weights_source="/shared/4")
-        for _ in range(2):  # its answer may have got lost
+        for _ in range(2):  # the answer may have been lost
             assert (await harness.control.ResumeFleet(resume)).weights_source == "/shared/4"
         other = pb.ResumeFleetRequest(lease_id=barrier.lease_id, policy_version=4, weights_source="/shared/5")
         assert (await refused(harness.control.ResumeFleet(other)))[0] is grpc.StatusCode.FAILED_PRECONDITION
@@ -179,7 +179,7 @@ async def test_where_the_weights_are_is_remembered_with_their_version(harness: H
         assert (await harness.control.GetPauseBarrier(pb.GetPauseBarrierRequest())).weights_source == ""
 
 
-async def test_every_fault_of_a_wish_is_told_at_once(harness: Harness) -> None:
+async def test_all_faults_of_a_pause_request_are_reported(harness: Harness) -> None:
     code, words = await refused(harness.control.PauseFleet(pb.PauseFleetRequest(lease_s=-1.0, deadline_s=1e9)))
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert words.splitlines() == [
@@ -194,7 +194,7 @@ async def test_every_fault_of_a_wish_is_told_at_once(harness: Harness) -> None:
     )
 
 
-async def test_an_engine_that_was_removed_does_not_count_and_one_that_is_added_has_no_version(harness: Harness) -> None:
+async def test_removed_engine_does_not_count_and_added_engine_has_no_version(harness: Harness) -> None:
     async def told(version: int, *engines: str) -> int:
         order = pb.SetPolicyVersionRequest(engine_ids=engines, policy_version=version)
         return (await harness.control.SetPolicyVersion(order)).policy_version
@@ -211,7 +211,7 @@ async def test_an_engine_that_was_removed_does_not_count_and_one_that_is_added_h
     ]
 
 
-async def test_leases_that_are_not_there(harness: Harness) -> None:
+async def test_unknown_leases_are_refused(harness: Harness) -> None:
     for call in (
         harness.control.RenewPause(pb.RenewPauseRequest(lease_id="old")),
         harness.control.ResumeFleet(pb.ResumeFleetRequest(lease_id="old")),
@@ -220,7 +220,7 @@ async def test_leases_that_are_not_there(harness: Harness) -> None:
         assert (await refused(call))[0] is grpc.StatusCode.FAILED_PRECONDITION
 
 
-async def test_a_trainer_that_breaks_off_while_it_waits_leaves_the_barrier_open(harness: Harness) -> None:
+async def test_barrier_opens_when_waiting_trainer_disconnects(harness: Harness) -> None:
     harness.answering = False
     asked = harness.control.PauseFleet(pb.PauseFleetRequest())
     async with asyncio.timeout(DEADLINE_S):
@@ -232,14 +232,14 @@ async def test_a_trainer_that_breaks_off_while_it_waits_leaves_the_barrier_open(
     assert harness.plane.fleet.barrier.state.phase is BarrierPhase.OPEN
 
 
-async def test_cancelling_names_what_was_ended(harness: Harness) -> None:
+async def test_cancel_returns_ended_requests(harness: Harness) -> None:
     async with asyncio.timeout(DEADLINE_S):
         answer = await harness.control.CancelRequests(pb.CancelRequestsRequest(request_ids=["r1", "r2"], reason="over"))
     assert (list(answer.cancelled_ids), list(answer.silent_node_ids)) == (["r1"], [])
     assert harness.orders == [CancelRequests(("r1", "r2"), (), "over")]  # type: ignore[arg-type]
 
 
-async def test_metrics_of_the_barrier(harness: Harness) -> None:
+async def test_barrier_metrics(harness: Harness) -> None:
     async with asyncio.timeout(DEADLINE_S):
         barrier = await harness.control.PauseFleet(pb.PauseFleetRequest())
         closed = metrics(harness.parts)

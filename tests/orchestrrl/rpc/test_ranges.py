@@ -1,4 +1,4 @@
-"""Every field of every request of the daemon's and the drivers' services that is out of range is refused by name."""
+"""Every field of every request of the daemon's and the drivers' services is refused by name when out of range."""
 
 import math
 from collections.abc import Iterator
@@ -20,13 +20,13 @@ REQUESTS = {
     for service in (*SERVICES, "orchestrrl.v1.OcsDriver")
     for method in POOL.FindServiceByName(service).methods
 }
-# Checked by the methods' own code, together with what depends on the fleet.
+# Checked by the methods' own code, together with conditions that depend on the fleet.
 BY_METHODS = {"ttl_s", "lease_s", "deadline_s", "within_s", "revert_in_s"}
 JSON_BY_METHODS = {"intent_json", "publication_json", "news_json", "body_json"}
 
 
 def fields_of(message: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Paths of fields, through the messages inside; each once where a message is inside itself."""
+    """Yield the paths of fields, through nested messages; once for a message nested in itself."""
     for field in message.fields:
         yield (*path, field)
         if field.message_type is not None and field not in path:
@@ -41,7 +41,7 @@ FIELDS = [
 
 
 def bad_values(field: Any) -> list[Any]:
-    """Of one item where the field is repeated."""
+    """Return invalid values, of one item for a repeated field."""
     if field.name in BY_METHODS | JSON_BY_METHODS:
         return []
     match field.type:
@@ -65,7 +65,7 @@ def faults_of(message: Any) -> list[str]:
 
 
 def inside(message: Any, path: tuple[Any, ...]) -> tuple[Any, str]:
-    """The message that has the path's last field, made on the way, and what its faults begin with."""
+    """Return the message with the path's last field, created on the way, and the prefix of its faults."""
     place = ""
     for field in path[:-1]:
         inner = getattr(message, field.name)
@@ -76,7 +76,7 @@ def inside(message: Any, path: tuple[Any, ...]) -> tuple[Any, str]:
 
 
 @pytest.mark.parametrize(("request_name", "path"), FIELDS)
-def test_a_field_out_of_range_is_refused_by_name(request_name: str, path: tuple[Any, ...]) -> None:
+def test_field_out_of_range_is_refused_by_name(request_name: str, path: tuple[Any, ...]) -> None:
     field = path[-1]
     for bad in bad_values(field):
         message = GetMessageClass(REQUESTS[request_name])()
@@ -90,7 +90,7 @@ def test_a_field_out_of_range_is_refused_by_name(request_name: str, path: tuple[
 
 
 @pytest.mark.parametrize(("request_name", "path"), [each for each in FIELDS if each.values[1][-1].is_repeated])
-def test_a_list_that_is_too_long_is_refused_by_name(request_name: str, path: tuple[Any, ...]) -> None:
+def test_too_long_list_is_refused_by_name(request_name: str, path: tuple[Any, ...]) -> None:
     field, message = path[-1], GetMessageClass(REQUESTS[request_name])()
     holder, place = inside(message, path)
     items = getattr(holder, field.name)
@@ -101,7 +101,7 @@ def test_a_list_that_is_too_long_is_refused_by_name(request_name: str, path: tup
     assert [fault for fault in faults_of(message) if fault.startswith(f"{place}{field.name}: must have at most ")]
 
 
-def test_every_request_without_a_value_is_refused_for_what_it_needs_alone() -> None:
+def test_empty_request_is_refused_only_for_needed_fields() -> None:
     for request in REQUESTS.values():
         faults = faults_of(GetMessageClass(request)())
         assert all("must not be empty" in fault or "must be one of" in fault for fault in faults), faults

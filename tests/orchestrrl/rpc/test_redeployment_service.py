@@ -1,5 +1,4 @@
-"""Redeployments over gRPC, as operators ask: against a daemon's server, with somebody who needs no engines to carry
-them out."""
+"""Redeployments over gRPC, as operators use them, on a daemon's server with a fake redeployer that needs no engines."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -73,7 +72,7 @@ async def refused(call: Any) -> tuple[grpc.StatusCode, str]:
     return caught.value.code(), caught.value.details() or ""
 
 
-async def test_a_dry_run_tells_every_step_and_does_nothing(harness: Harness) -> None:
+async def test_dry_run_lists_every_step_and_changes_nothing(harness: Harness) -> None:
     request = pb.RedeployRequest()
     request.CopyFrom(TO_TP8)
     request.dry_run = True
@@ -93,7 +92,7 @@ async def test_a_dry_run_tells_every_step_and_does_nothing(harness: Harness) -> 
     assert harness.redeployer.reports == {}
 
 
-async def test_a_redeployment_is_told_as_it_goes_on_and_stays_in_the_history(harness: Harness) -> None:
+async def test_redeployment_is_reported_and_kept_in_history(harness: Harness) -> None:
     reports = await harness.all_of(TO_TP8)
     assert reports[0].state == "running"
     last = reports[-1]
@@ -115,7 +114,7 @@ async def test_a_redeployment_is_told_as_it_goes_on_and_stays_in_the_history(har
     assert (await harness.control.GetRedeployment(pb.GetRedeploymentRequest(redeployment_id="s1"))) == last
 
 
-async def test_what_fails_and_how_it_went_back_is_told(harness: Harness) -> None:
+async def test_failure_and_rollback_are_reported(harness: Harness) -> None:
     harness.redeployer.failing[StepDirection.FORWARD, StepKind.READY] = "exited with 1: out of memory"
     last = (await harness.all_of(TO_TP8))[-1]
     assert last.state == "rolled_back"
@@ -130,7 +129,7 @@ async def test_what_fails_and_how_it_went_back_is_told(harness: Harness) -> None
     assert status.redeployment.state == "degraded"
 
 
-async def test_every_fault_of_a_wish_is_told_at_once(harness: Harness) -> None:
+async def test_all_faults_of_a_redeploy_request_are_reported(harness: Harness) -> None:
     targets = [pb.RedeployTarget(configuration="tp3"), pb.RedeployTarget(configuration="tp8", engines=9)]
     for dry_run in (True, False):
         request = pb.RedeployRequest(targets=targets, plan_id="p9", dry_run=dry_run)
@@ -144,7 +143,7 @@ async def test_every_fault_of_a_wish_is_told_at_once(harness: Harness) -> None:
     assert harness.redeployer.reports == {}
 
 
-async def test_whoever_goes_away_does_not_end_it(harness: Harness) -> None:
+async def test_client_disconnect_does_not_end_redeployment(harness: Harness) -> None:
     harness.redeployer.held.clear()
     call = harness.control.Redeploy(TO_TP8)
     async with asyncio.timeout(DEADLINE_S):
@@ -164,7 +163,7 @@ async def test_whoever_goes_away_does_not_end_it(harness: Harness) -> None:
     assert not (await harness.control.GetStatus(pb.GetStatusRequest())).HasField("redeployment")
 
 
-async def test_it_is_called_off_by_its_name_or_without(harness: Harness) -> None:
+async def test_redeployment_is_cancelled_with_or_without_id(harness: Harness) -> None:
     for named in ("", "s2"):
         harness.redeployer.held.clear()
         reports = aiter(harness.control.Redeploy(TO_TP8))
@@ -178,7 +177,7 @@ async def test_it_is_called_off_by_its_name_or_without(harness: Harness) -> None
     assert (code, details) == (grpc.StatusCode.FAILED_PRECONDITION, "no redeployment is running")
 
 
-async def test_redeployments_that_are_not_there(harness: Harness) -> None:
+async def test_unknown_redeployments_are_not_found(harness: Harness) -> None:
     code, details = await refused(harness.control.GetRedeployment(pb.GetRedeploymentRequest()))
     assert (code, details) == (grpc.StatusCode.NOT_FOUND, "no redeployment has been made yet")
     code, _ = await refused(harness.control.CancelRedeployment(pb.CancelRedeploymentRequest()))
@@ -188,7 +187,7 @@ async def test_redeployments_that_are_not_there(harness: Harness) -> None:
     assert (code, details) == (grpc.StatusCode.NOT_FOUND, "no redeployment 's7'")
 
 
-async def test_the_journal_tells_of_redeployments_where_there_is_no_deployer_any_more(harness: Harness) -> None:
+async def test_journal_has_redeployments_without_deployer(harness: Harness) -> None:
     last = (await harness.all_of(TO_TP8))[-1]
     await harness.all_of(pb.RedeployRequest(plan_id="p1"))
     for report in reversed(harness.redeployer.history(0)):
@@ -207,7 +206,7 @@ async def test_the_journal_tells_of_redeployments_where_there_is_no_deployer_any
     assert (code, details) == (grpc.StatusCode.NOT_FOUND, "no redeployment 's7'")
 
 
-async def test_without_a_deployer_it_says_what_to_configure(harness: Harness) -> None:
+async def test_redeploy_without_deployer_names_settings(harness: Harness) -> None:
     harness.parts.redeployer = None
     for call in (harness.all_of(TO_TP8), harness.control.CancelRedeployment(pb.CancelRedeploymentRequest())):
         code, details = await refused(call)
@@ -218,7 +217,7 @@ async def test_without_a_deployer_it_says_what_to_configure(harness: Harness) ->
     assert (code, details) == (grpc.StatusCode.NOT_FOUND, "no redeployment has been made yet")
 
 
-async def test_metrics_count_each_redeployment_once_however_few_are_remembered(harness: Harness) -> None:
+async def test_metrics_count_each_redeployment_once(harness: Harness) -> None:
     collector = DaemonCollector(harness.parts)
     assert metrics(collector)["orchestrrl_redeployment_running",] == 0
     await harness.all_of(TO_TP8)

@@ -1,4 +1,4 @@
-"""What a network engineer must be able to rely on where drivers and daemon meet: odd devices, faults of drivers."""
+"""The guarantees of drivers and daemon for a network engineer: odd devices, faults of drivers."""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -44,7 +44,7 @@ def clock() -> VirtualClock:
 
 
 async def running(clock: VirtualClock, work: Any, step_s: float = 0.005) -> Any:
-    """The result of the work, with time going on."""
+    """Return the result of the work while time advances."""
 
     task = asyncio.ensure_future(work)
     while not task.done():
@@ -53,7 +53,7 @@ async def running(clock: VirtualClock, work: Any, step_s: float = 0.005) -> Any:
 
 
 class LateWire(VirtualSwitchWire):
-    """Of a device that lists a circuit once it is in place, and knows no other state."""
+    """A device that lists a circuit once it is in place, and has no other state."""
 
     def __init__(self, switch: VirtualSwitch, *, bulk: bool = True) -> None:
         super().__init__(switch.model, bulk=bulk)
@@ -71,10 +71,8 @@ def late(clock: VirtualClock, *, bulk: bool = True, reconfiguration_s: float = 0
 
 
 @pytest.mark.parametrize("bulk", [True, False])
-async def test_what_was_lost_on_the_way_and_is_listed_late_counts(
-    journal: Journal, clock: VirtualClock, bulk: bool
-) -> None:
-    """The connection breaks after the command was taken, while the mirrors still move."""
+async def test_late_listing_after_lost_connection_counts(journal: Journal, clock: VirtualClock, bulk: bool) -> None:
+    """The connection breaks after the command was accepted, while the mirrors are moving."""
     driver, wire = late(clock, bulk=bulk)
     wire._model.inject(DeviceFault(DeviceFaultKind.DROP_CONNECTION))
     executor = CircuitExecutor({"late": driver}, journal, clock)
@@ -83,8 +81,8 @@ async def test_what_was_lost_on_the_way_and_is_listed_late_counts(
     assert sum("connect 1:17" in setter for setter in wire._model.setters) == 1, wire._model.setters
 
 
-async def test_what_an_earlier_daemon_commanded_last_may_come_yet(journal: Journal, clock: VirtualClock) -> None:
-    """It died with the command; the device shows nothing of it before the mirrors are in place."""
+async def test_last_command_of_earlier_daemon_may_take_effect(journal: Journal, clock: VirtualClock) -> None:
+    """The earlier daemon dies with the command; the device shows no effect before the mirrors are in place."""
     driver, wire = late(clock, reconfiguration_s=120.0)
     diff = await running(clock, driver.plan(CircuitChange((ONE,))))
     operation = CircuitOperation("circuits-0-1", "late", diff, clock.now_s() + 60.0)
@@ -98,12 +96,12 @@ async def test_what_an_earlier_daemon_commanded_last_may_come_yet(journal: Journ
     await running(clock, executor.settle(), 1.0)
     reading = await running(clock, driver.cross_connects())
     results = [(entry.body["done"], entry.body["detail"]) for entry in journal.tail(9, (EntryKind.CIRCUITS_RESULT,))]
-    # Carried out, or undone; not: "was not begun", and then it is there.
+    # The change is done or undone, but never reported as not begun and then in effect.
     assert (reading.cross_connects == {ONE}) is results[-1][0], results
 
 
 def interrupted(driver: SwitchDriver, journal: Journal, clock: VirtualClock) -> CircuitExecutor:
-    """A daemon after one that died with a change of its switch."""
+    """Return a daemon started after one that died during a change of its switch."""
     diff = CircuitDiff(ChangeMode.SAFE, 0, frozenset(), (), (ONE,))
     operation = CircuitOperation("circuits-0-1", driver.device, diff, clock.now_s() + 600.0)
     journal.append(clock.now_s(), EntryKind.CIRCUITS_INTENT, operation.id, operation_to_json(operation))
@@ -114,7 +112,7 @@ def interrupted(driver: SwitchDriver, journal: Journal, clock: VirtualClock) -> 
 
 @pytest.mark.parametrize("commanded", [True, False])
 @pytest.mark.parametrize("reconfiguration_s", [0.4, 2.0])
-async def test_what_may_come_soon_is_waited_for_and_looked_for_again(
+async def test_pending_effect_is_awaited_and_read_again(
     journal: Journal, clock: VirtualClock, reconfiguration_s: float, commanded: bool
 ) -> None:
     driver, wire = late(clock, reconfiguration_s=reconfiguration_s)
@@ -127,7 +125,7 @@ async def test_what_may_come_soon_is_waited_for_and_looked_for_again(
     assert result.body["detail"].startswith("was found carried out" if commanded else "was not begun")
 
 
-async def test_what_may_come_late_keeps_the_change_open_for_so_long(journal: Journal, clock: VirtualClock) -> None:
+async def test_change_stays_open_while_effect_may_be_late(journal: Journal, clock: VirtualClock) -> None:
     driver, _ = late(clock, reconfiguration_s=120.0)
     executor = interrupted(driver, journal, clock)
     for left_s in (240.0, 140.0, 40.0):
@@ -144,7 +142,7 @@ async def test_what_may_come_late_keeps_the_change_open_for_so_long(journal: Jou
     assert executor.open == ()
 
 
-async def test_a_device_that_tells_tuning_from_tuned_is_believed_at_once(journal: Journal, clock: VirtualClock) -> None:
+async def test_device_with_tuned_state_needs_no_wait(journal: Journal, clock: VirtualClock) -> None:
     switch = VirtualSwitch("s", clock=clock, reconfiguration_s=2.0)
     executor = interrupted(switch, journal, clock)
     reads, read = [], switch.wire.read_circuits
@@ -160,7 +158,7 @@ async def test_a_device_that_tells_tuning_from_tuned_is_believed_at_once(journal
     assert clock.now_s() < 1000.1
 
 
-async def test_a_circuit_that_has_failed_is_not_so_already(journal: Journal, clock: VirtualClock) -> None:
+async def test_failed_circuit_is_not_in_effect(journal: Journal, clock: VirtualClock) -> None:
     switch = VirtualSwitch("s", clock=clock, link_timeout_s=0.1)
     executor = CircuitExecutor({"s": switch}, journal, clock)
     assert (await running(clock, executor.change("s", CircuitChange((ONE,)), ChangeMode.SAFE))).done
@@ -172,7 +170,7 @@ async def test_a_circuit_that_has_failed_is_not_so_already(journal: Journal, clo
 
 
 class Broken(VirtualSwitch):
-    """Of a driver with a defect."""
+    """A driver with a defect."""
 
     async def facts(self) -> NoReturn:
         raise KeyError("serial-no")
@@ -181,7 +179,7 @@ class Broken(VirtualSwitch):
         raise RuntimeError("loop is closed")
 
 
-async def test_a_defect_of_one_driver_is_shown_with_its_switch(journal: Journal, clock: VirtualClock) -> None:
+async def test_exception_of_one_driver_is_shown_with_its_switch(journal: Journal, clock: VirtualClock) -> None:
     closed = []
 
     class Sound(VirtualSwitch):
@@ -202,15 +200,15 @@ def _context() -> Any:
 
 
 class FailsAfterwards(VirtualSwitch):
-    """Sends, and then trips over its own feet."""
+    """A driver that sends the command and then raises."""
 
     async def commit(self, diff: CircuitDiff, expect_revision: int, revert_in_s: float | None = None) -> NoReturn:
         await super().commit(diff, expect_revision, revert_in_s)
         raise ValueError("invalid literal for int() with base 10: ''")
 
 
-async def test_a_defect_after_sending_is_not_taken_for_a_refusal() -> None:
-    """Over gRPC: what the driver process made of it is looked at."""
+async def test_exception_after_sending_is_not_a_refusal() -> None:
+    """Check over gRPC that the device is read after an error in the driver process."""
     device = FailsAfterwards("s", reconfiguration_s=0.001, link_timeout_s=0.1)
     server, port = await serve_driver(device, "127.0.0.1:0")
     driver = GrpcSwitch("s", target=f"127.0.0.1:{port}", clock=WallClock())

@@ -1,4 +1,4 @@
-"""The service Weights over gRPC, with somebody who carries nothing: what is refused, streamed, and kept in bounds."""
+"""The service Weights over gRPC, with fake peers that carry no bytes: refusals, streams, and bounds."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -96,11 +96,11 @@ def news(what: PeerNews) -> pb.PeerMessage:
     return pb.PeerMessage(news_json=NEWS.dump_json(what).decode())
 
 
-# --- peers
+# --- Peers
 
 
 class PlayedPeer:
-    """The other end of an Attach stream."""
+    """The client side of an Attach stream."""
 
     def __init__(self, weights: "weights_pb2_grpc.WeightsAsyncStub") -> None:
         self._outgoing: asyncio.Queue[pb.PeerMessage | None] = asyncio.Queue()
@@ -110,7 +110,7 @@ class PlayedPeer:
         self._outgoing.put_nowait(message)
 
     async def order(self) -> PeerOrder | None:
-        """The next, None once there will be none."""
+        """Return the next order; None at the end of the stream."""
         joining, order = OrderAssembler(), None
         while order is None:
             message = await self.call.read()
@@ -124,7 +124,7 @@ class PlayedPeer:
             yield message
 
 
-async def test_orders_go_out_and_news_come_in(harness: Harness) -> None:
+async def test_orders_are_sent_and_messages_received(harness: Harness) -> None:
     peer = PlayedPeer(harness.weights)
     peer.tell(news(PEER))
     await until(lambda: harness.peers.lines)
@@ -148,7 +148,7 @@ async def test_orders_go_out_and_news_come_in(harness: Harness) -> None:
     assert line.ended.is_set()
 
 
-async def test_what_a_peer_says_of_the_time_comes_before_what_it_says_else(harness: Harness) -> None:
+async def test_time_of_a_message_is_handled_before_its_content(harness: Harness) -> None:
     peer = PlayedPeer(harness.weights)
     for stamp_s, what in ((100.0, news(PEER)), (101.0, pb.PeerMessage()), (102.0, news(ArrivedBytes(8, 1)))):
         what.sent_unix_s = stamp_s
@@ -159,7 +159,7 @@ async def test_what_a_peer_says_of_the_time_comes_before_what_it_says_else(harne
     peer.tell(None)
 
 
-async def test_a_peer_that_dies_is_let_go(harness: Harness) -> None:
+async def test_dead_peer_is_detached(harness: Harness) -> None:
     peer = PlayedPeer(harness.weights)
     peer.tell(news(PEER))
     await until(lambda: harness.peers.lines)
@@ -167,9 +167,7 @@ async def test_a_peer_that_dies_is_let_go(harness: Harness) -> None:
     await harness.peers.lines[0].ended.wait()
 
 
-async def test_news_that_make_no_sense_do_not_end_the_stream(
-    harness: Harness, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_invalid_message_does_not_end_stream(harness: Harness, caplog: pytest.LogCaptureFixture) -> None:
     peer = PlayedPeer(harness.weights)
     peer.tell(news(PEER))
     peer.tell(pb.PeerMessage(news_json='{"id": "o1", "outcome": "splendid"}'))
@@ -177,7 +175,7 @@ async def test_news_that_make_no_sense_do_not_end_the_stream(
     await until(lambda: harness.peers.lines and harness.peers.lines[0].heard)
     assert harness.peers.lines[0].heard == [ArrivedBytes(8, 1)]
     assert "PeerResult.outcome" in caplog.text
-    assert "Arrived.version" not in caplog.text  # it was not meant to be one
+    assert "Arrived.version" not in caplog.text  # not meant as such a message
     peer.tell(None)
 
 
@@ -194,7 +192,7 @@ async def test_news_that_make_no_sense_do_not_end_the_stream(
         (news(replace(PEER, host="node2")), grpc.StatusCode.FAILED_PRECONDITION, "on another host already"),
     ],
 )
-async def test_who_does_not_say_who_it_is_is_refused(
+async def test_peer_without_description_is_refused(
     harness: Harness, first: pb.PeerMessage, code: grpc.StatusCode, words: str
 ) -> None:
     harness.peers.attach(PEER)
@@ -213,7 +211,7 @@ def opens(shards: int) -> OpenVersion:
     return OpenVersion(VersionMap(8, (), maps, 4096))
 
 
-async def test_an_order_that_no_message_holds_comes_in_pieces_and_the_next_behind_it(harness: Harness) -> None:
+async def test_large_order_is_sent_in_pieces_before_the_next(harness: Harness) -> None:
     peer = PlayedPeer(harness.weights)
     peer.tell(news(PEER))
     await until(lambda: harness.peers.lines)
@@ -228,7 +226,7 @@ async def test_an_order_that_no_message_holds_comes_in_pieces_and_the_next_behin
 
 
 def every_kind() -> list[PeerOrder]:
-    """One of each, and with what JSON has to say otherwise."""
+    """Return one of each kind, with values that need escaping in JSON."""
     box = ((0, 2), (0, 3))
     map = VersionMap(1, (TensorMeta('a"\\\u00e9\U0001f600', "F32", (2, 3)),), (ShardMap("s", 1, ()),), 4096)
     engine = EngineId("e\n0")
@@ -245,7 +243,7 @@ def every_kind() -> list[PeerOrder]:
 
 
 @pytest.mark.parametrize("size", [1, 7, 1 << 20])
-def test_pieces_of_any_size_are_the_order_again(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_of_any_size_are_reassembled(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("orchestrrl.rpc.order_pieces.PIECE_CHARACTERS", size)
     joining = OrderAssembler()
     for order in every_kind():
@@ -257,7 +255,7 @@ def test_pieces_of_any_size_are_the_order_again(size: int, monkeypatch: pytest.M
         assert not any(before)
 
 
-def test_pieces_that_make_no_order_do_not_spoil_the_next() -> None:
+def test_invalid_pieces_do_not_affect_next_order() -> None:
     joining = OrderAssembler()
     joining.add(pb.PeerOrder(order_json='{"id":', continues=True))
     with pytest.raises(ValidationError):
@@ -266,14 +264,14 @@ def test_pieces_that_make_no_order_do_not_spoil_the_next() -> None:
     assert joining.add(piece) == PeerOrder("o", 1, CheckVersion(1))
 
 
-# --- trainers
+# --- Trainers
 
 
 def published(publication: Publication) -> pb.PublishRequest:
     return pb.PublishRequest(publication_json=PUBLICATION.dump_json(publication).decode())
 
 
-async def test_who_publishes_hears_until_it_is_over(harness: Harness) -> None:
+async def test_publisher_receives_reports_until_the_end(harness: Harness) -> None:
     call = harness.weights.Publish(published(PUBLICATION_8))
     first = SYNC.from_pb(await call.read())
     assert (first.version, first.state) == (8, SyncState.PUBLISHING)
@@ -285,15 +283,15 @@ async def test_who_publishes_hears_until_it_is_over(harness: Harness) -> None:
     assert await call.read() is grpc.aio.EOF
 
 
-async def test_one_that_is_forgotten_is_refused(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fleet's version may have been published so long ago that nobody has its report."""
+async def test_publication_of_dropped_sync_is_refused(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check a version that was published so long ago that its report is no longer stored."""
     monkeypatch.setattr(harness.syncs, "publish", lambda _: "s1-1")
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await harness.weights.Publish(published(PUBLICATION_8)).read()
     assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
 
 
-async def test_who_leaves_before_does_not_end_it(harness: Harness) -> None:
+async def test_publisher_disconnect_does_not_end_sync(harness: Harness) -> None:
     call = harness.weights.Publish(published(PUBLICATION_8))
     report = SYNC.from_pb(await call.read())
     call.cancel()
@@ -302,7 +300,7 @@ async def test_who_leaves_before_does_not_end_it(harness: Harness) -> None:
     assert harness.syncs.asked == []
 
 
-async def test_a_publication_is_refused_with_all_that_is_wrong(harness: Harness) -> None:
+async def test_invalid_publication_is_refused_with_all_faults(harness: Harness) -> None:
     text = PUBLICATION.dump_json(PUBLICATION_8).decode()
     cases = {
         text.replace('"rank":0', '"rank":3').replace('"version":8', '"version":-1'): [
@@ -322,8 +320,8 @@ async def test_a_publication_is_refused_with_all_that_is_wrong(harness: Harness)
         assert all(line.startswith(fault) for line, fault in zip(lines, faults, strict=True))
 
 
-async def test_thousands_of_faults_are_told_in_a_few_lines(harness: Harness) -> None:
-    """More would not fit into the header that a refusal travels in."""
+async def test_thousands_of_faults_are_summarized(harness: Harness) -> None:
+    """More would not fit into the header of a refusal."""
     boxes = ",".join(f'"layers.{number}.{"x" * 300}": [[[0, 1]]]' for number in range(5_000))
     text = PUBLICATION.dump_json(PUBLICATION_8).decode().replace('"boxes":{', f'"boxes":{{{boxes},')
     with pytest.raises(grpc.aio.AioRpcError) as refused:
@@ -335,14 +333,14 @@ async def test_thousands_of_faults_are_told_in_a_few_lines(harness: Harness) -> 
     assert lines[-1] == f"(message): has {5001 - len(lines)} more faults"
 
 
-# --- operators
+# --- Operators
 
 
 def later(report: SyncReport, arrived_bytes: int) -> SyncReport:
     return replace(report, arrived_bytes=arrived_bytes)
 
 
-async def test_who_watches_hears_of_steps_at_once_and_of_bytes_now_and_then(harness: Harness) -> None:
+async def test_watch_reports_steps_at_once_and_bytes_at_intervals(harness: Harness) -> None:
     harness.syncs.change(carrying(8))
     call = harness.weights.WatchSync(pb.GetSyncRequest(version=8))
     assert SYNC.from_pb(await call.read()) == carrying(8)
@@ -359,13 +357,13 @@ async def test_who_watches_hears_of_steps_at_once_and_of_bytes_now_and_then(harn
     assert await call.read() is grpc.aio.EOF
 
 
-async def test_one_that_is_over_is_told_once(harness: Harness) -> None:
+async def test_ended_sync_is_reported_once(harness: Harness) -> None:
     harness.syncs.change(done(8))
     reports = [SYNC.from_pb(each) async for each in harness.weights.WatchSync(pb.GetSyncRequest())]
     assert reports == [done(8)]
 
 
-async def test_syncs_are_found_by_id_by_version_or_as_the_newest(harness: Harness) -> None:
+async def test_syncs_are_found_by_id_version_or_as_newest(harness: Harness) -> None:
     for version in (6, 7, 8):
         harness.syncs.change(done(version))
     for request, version in (
@@ -378,7 +376,7 @@ async def test_syncs_are_found_by_id_by_version_or_as_the_newest(harness: Harnes
     assert [SYNC.from_pb(each) for each in listed.syncs] == [replace(done(v), slowest=()) for v in (8, 7)]
 
 
-async def test_no_more_are_listed_than_a_message_holds(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_list_is_limited_by_message_size(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     for version in range(50):
         harness.syncs.change(done(version))
     monkeypatch.setattr("orchestrrl.rpc.weights_service.MESSAGE_BYTES", 4096)
@@ -389,7 +387,7 @@ async def test_no_more_are_listed_than_a_message_holds(harness: Harness, monkeyp
     assert len(versions) > 5
 
 
-async def test_what_is_not_there_is_not_found(harness: Harness) -> None:
+async def test_unknown_syncs_are_not_found(harness: Harness) -> None:
     harness.syncs.change(done(8))
     for method in (
         harness.weights.GetSync(pb.GetSyncRequest(version=0)),
@@ -403,7 +401,7 @@ async def test_what_is_not_there_is_not_found(harness: Harness) -> None:
     assert refused.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-async def test_the_status_is_there_whether_anything_was_published_or_not(harness: Harness) -> None:
+async def test_status_is_returned_with_and_without_publications(harness: Harness) -> None:
     empty = STATUS.from_pb(await harness.weights.GetWeights(pb.GetWeightsRequest()))
     assert empty == harness.syncs.status()
     harness.syncs.change(carrying(8))
@@ -411,7 +409,7 @@ async def test_the_status_is_there_whether_anything_was_published_or_not(harness
     assert STATUS.from_pb(await harness.weights.GetWeights(pb.GetWeightsRequest())) == harness.syncs.status()
 
 
-async def test_a_sync_is_aborted_or_installed_or_it_is_said_why_not(harness: Harness) -> None:
+async def test_abort_and_install_succeed_or_give_a_reason(harness: Harness) -> None:
     harness.syncs.change(carrying(8))
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await harness.weights.InstallSync(pb.InstallSyncRequest(reason="now"))
@@ -427,7 +425,7 @@ async def test_a_sync_is_aborted_or_installed_or_it_is_said_why_not(harness: Har
     assert "sync-8 is over" in str(refused.value.details())
 
 
-# --- with the hub that daemons have
+# --- With the daemon's hub
 
 
 @pytest.fixture
@@ -445,7 +443,7 @@ async def served() -> AsyncIterator[tuple[PeerHub, "weights_pb2_grpc.WeightsAsyn
     await server.stop(0)
 
 
-async def test_an_order_reaches_a_peer_that_went_away_and_came_back(
+async def test_order_reaches_reattached_peer(
     served: tuple[PeerHub, "weights_pb2_grpc.WeightsAsyncStub"],
 ) -> None:
     hub, weights = served
@@ -466,7 +464,7 @@ async def test_an_order_reaches_a_peer_that_went_away_and_came_back(
     assert await second.order() is None
 
 
-async def test_what_sixteen_ranks_have_of_sixty_thousand_tensors_reaches_their_peer(
+async def test_large_publication_reaches_peer(
     served: tuple[PeerHub, "weights_pb2_grpc.WeightsAsyncStub"],
 ) -> None:
     hub, weights = served
@@ -490,7 +488,7 @@ async def test_what_sixteen_ranks_have_of_sixty_thousand_tensors_reaches_their_p
     assert await peer.order() is None
 
 
-# --- numbers that the journal and protobuf cannot hold
+# --- Numbers beyond the range of the journal and protobuf
 
 
 @pytest.mark.parametrize(
@@ -507,7 +505,7 @@ async def test_what_sixteen_ranks_have_of_sixty_thousand_tensors_reaches_their_p
         ('"run":""', '"run":"\\ud800"', "(document): Invalid JSON"),
     ],
 )
-async def test_a_publication_beyond_what_can_be_shown_is_refused(
+async def test_publication_with_numbers_out_of_range_is_refused(
     harness: Harness, was: str, now: str, fault: str
 ) -> None:
     text = PUBLICATION.dump_json(PUBLICATION_8).decode()
@@ -519,7 +517,7 @@ async def test_a_publication_beyond_what_can_be_shown_is_refused(
     assert not harness.syncs.published
 
 
-def test_everything_that_is_wrong_with_a_publications_numbers_is_named() -> None:
+def test_all_faults_in_numbers_of_a_publication_are_reported() -> None:
     with pytest.raises(ValueError, match=r"version: .*world: .*began_s: .*gather_s: ") as caught:
         replace(PUBLICATION_8, version=2**64, world=2**62, began_s=float("nan"), gather_s=-1.0)
     assert caught.value.args[0].count("; ") == 3  # each once
@@ -537,7 +535,7 @@ def test_everything_that_is_wrong_with_a_publications_numbers_is_named() -> None
         (PEER, '"nic_gbps":0.0', '"nic_gbps":NaN'),
     ],
 )
-def test_news_beyond_what_can_be_shown_is_none(news_of: PeerNews, was: str, now: str) -> None:
+def test_message_with_numbers_out_of_range_is_invalid(news_of: PeerNews, was: str, now: str) -> None:
     text = NEWS.dump_json(news_of).decode()
     assert was in text
     with pytest.raises(ValidationError):

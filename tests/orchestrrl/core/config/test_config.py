@@ -1,4 +1,4 @@
-"""One file -> one configuration, or every fault at once."""
+"""Loading a configuration file: the result is one configuration, or every fault at once."""
 
 from pathlib import Path
 
@@ -19,12 +19,12 @@ def faults_in(text: str) -> list[str]:
     return caught.value.faults
 
 
-def test_the_empty_file_is_the_default_and_advises() -> None:
+def test_empty_file_gives_defaults_in_mode_advise() -> None:
     assert parse_config("") == Config()
     assert parse_config("").mode is Mode.ADVISE
 
 
-def test_two_engines_have_two_urls_however_they_are_written() -> None:
+def test_engines_with_equal_urls_are_refused() -> None:
     engines = ", ".join(
         f'{{id: e{index}, url: "{url}"}}'
         for index, url in enumerate(
@@ -37,11 +37,11 @@ def test_two_engines_have_two_urls_however_they_are_written() -> None:
     ]
 
 
-def test_an_empty_section_is_the_default_one() -> None:
+def test_empty_section_gives_defaults() -> None:
     assert parse_config("fleet:\nfast: null\nmetrics:") == Config()
 
 
-def test_the_example_validates_and_shows_the_defaults() -> None:
+def test_example_is_valid_and_shows_defaults() -> None:
     example = parse_config(EXAMPLE)
     defaults = Config()
     assert (example.mode, example.listen, example.journal) == (defaults.mode, defaults.listen, defaults.journal)
@@ -49,7 +49,7 @@ def test_the_example_validates_and_shows_the_defaults() -> None:
     assert [c.id for c in example.fleet.configuration_values()] == [ConfigurationId("tp2"), ConfigurationId("tp4")]
 
 
-def test_settings_of_earlier_versions_that_had_no_effect_are_accepted(caplog: pytest.LogCaptureFixture) -> None:
+def test_former_settings_without_effect_are_accepted(caplog: pytest.LogCaptureFixture) -> None:
     assert parse_config("fast: {settle_share: 0.5, preemption_risk: 0.2, tolerance: 0.1}").fast.tolerance == 0.1
     assert "remove them: settle_share, preemption_risk" in caplog.text
     parse_config("weights: {seeds_per_pod: 2}")
@@ -57,7 +57,7 @@ def test_settings_of_earlier_versions_that_had_no_effect_are_accepted(caplog: py
     assert faults_in("fast: {settle: 0.5}")
 
 
-def test_every_fault_comes_at_once_with_its_path_and_value() -> None:
+def test_all_faults_are_reported_with_path_and_value() -> None:
     assert faults_in(
         """
         mode: sometimes
@@ -115,19 +115,19 @@ def test_every_fault_comes_at_once_with_its_path_and_value() -> None:
         ("ocs: [3]", "ocs[0]: should be an object, got 3"),
     ],
 )
-def test_what_is_not_a_configuration_is_a_fault_and_no_crash(text: str, fault: str) -> None:
+def test_invalid_documents_are_reported_as_faults(text: str, fault: str) -> None:
     assert any(found.startswith(fault) for found in faults_in(text)), faults_in(text)
 
 
 @pytest.mark.parametrize("section", ["listen", "metrics"])
 @pytest.mark.parametrize("address", ["127.0.0.1:0", "localhost:7070", "[::1]:7070", "127.8.8.8:1"])
-def test_loopback_needs_no_permission(section: str, address: str) -> None:
+def test_loopback_address_needs_no_allow_remote(section: str, address: str) -> None:
     assert getattr(parse_config(f"{section}: {{address: '{address}'}}"), section).address == address
 
 
 @pytest.mark.parametrize("section", ["listen", "metrics"])
 @pytest.mark.parametrize("address", ["0.0.0.0:7070", "[::]:7070", "192.0.2.1:0", "gpu7:7070"])
-def test_other_machines_are_served_when_that_is_asked_for(section: str, address: str) -> None:
+def test_allow_remote_permits_other_addresses(section: str, address: str) -> None:
     permission = f"set {section}.allow_remote: true to serve other machines"
     fault = f"{section}.address: is not a loopback address; {permission}, got {address!r}"
     assert faults_in(f"{section}: {{address: '{address}'}}") == [fault]
@@ -135,7 +135,7 @@ def test_other_machines_are_served_when_that_is_asked_for(section: str, address:
     assert getattr(allowed, section).allow_remote
 
 
-def test_small_numbers_may_be_written_without_a_point() -> None:
+def test_small_numbers_need_no_decimal_point() -> None:
     assert parse_config("fast: {theta: 1e-4}").fast.theta == 0.0001
 
 
@@ -161,7 +161,7 @@ configurations:
 
 
 class TestProfile:
-    def test_its_configurations_join_those_written_out(self, tmp_path: Path) -> None:
+    def test_profile_configurations_are_added(self, tmp_path: Path) -> None:
         (tmp_path / "p.yaml").write_text(PROFILE)
         (tmp_path / "c.yaml").write_text(
             "fleet: {profile: p.yaml, gpus: {count: 2}, engines: [{id: a, url: 'http://x', configuration: tp2}]}"
@@ -172,7 +172,7 @@ class TestProfile:
         assert configuration.beta_s == pytest.approx(1e-4)
         assert fleet.profile_value() is not None
 
-    def test_its_faults_and_double_ids_come_with_all_others(self, tmp_path: Path) -> None:
+    def test_profile_faults_are_reported_with_all_others(self, tmp_path: Path) -> None:
         (tmp_path / "p.yaml").write_text(PROFILE)
         (tmp_path / "bad.yaml").write_text(PROFILE.replace("1.7", "-1"))
         with pytest.raises(ProblemFaults) as caught:
@@ -187,7 +187,7 @@ class TestProfile:
             "fleet.profile: bad.yaml: configurations[0].switch_s: must be >= 0, got -1",
         ]
 
-    def test_what_handing_kv_over_costs_is_given_or_the_profile_knows(self, tmp_path: Path) -> None:
+    def test_kv_transfer_costs_must_be_set_or_in_profile(self, tmp_path: Path) -> None:
         moves = "moves: {kv_bytes_per_token: 196608, transfer_s: {bytes: [0, 1.0e+10], seconds: [0.01, 0.41]}, \
 recompute_s: {tokens: [0, 8192], seconds: [0.0, 0.46]}}"
         (tmp_path / "p.yaml").write_text(f"{PROFILE}{moves}\n")
@@ -207,7 +207,7 @@ recompute_s: {tokens: [0, 8192], seconds: [0.0, 0.46]}}"
         with pytest.raises(ProblemFaults, match=r"^fleet\.profile: .*absent\.yaml: No such file"):
             parse_config("fleet: {profile: absent.yaml}", tmp_path)
 
-    def test_a_changed_profile_is_taken_at_a_reload(self, tmp_path: Path) -> None:
+    def test_reload_reads_changed_profile(self, tmp_path: Path) -> None:
         (tmp_path / "p.yaml").write_text(PROFILE)
         (tmp_path / "c.yaml").write_text("fleet: {profile: p.yaml}")
         file = ReloadableConfig.load(tmp_path / "c.yaml")
@@ -218,7 +218,7 @@ recompute_s: {tokens: [0, 8192], seconds: [0.0, 0.46]}}"
 
 
 class TestReload:
-    def test_a_faulty_file_keeps_the_old_configuration(self, tmp_path: Path) -> None:
+    def test_reload_of_invalid_file_keeps_configuration(self, tmp_path: Path) -> None:
         path = tmp_path / "c.yaml"
         path.write_text("fast: {theta: 0.5}")
         file = ReloadableConfig.load(path)
@@ -227,7 +227,7 @@ class TestReload:
             file.reload()
         assert file.config.fast.theta == 0.5
 
-    def test_what_is_bound_to_sockets_and_files_stays(self, tmp_path: Path) -> None:
+    def test_reload_keeps_sockets_and_files(self, tmp_path: Path) -> None:
         path = tmp_path / "c.yaml"
         path.write_text("fast: {theta: 0.5}")
         file = ReloadableConfig.load(path)
@@ -241,7 +241,7 @@ class TestReload:
             "weights: cannot change while the daemon runs",
         ]
 
-    def test_a_good_file_is_taken(self, tmp_path: Path) -> None:
+    def test_reload_applies_valid_file(self, tmp_path: Path) -> None:
         path = tmp_path / "c.yaml"
         path.write_text("mode: advise")
         file = ReloadableConfig.load(path)
@@ -249,7 +249,7 @@ class TestReload:
         assert file.reload().mode is Mode.ACT
 
 
-def test_what_could_never_start_is_a_fault_of_the_configuration() -> None:
+def test_deployment_that_cannot_start_is_a_fault() -> None:
     text = """
 fleet:
   gpus: {count: 2}
@@ -272,7 +272,7 @@ fleet:
     ]
 
 
-def test_an_unknown_field_names_the_one_that_it_resembles() -> None:
+def test_unknown_field_suggests_similar_field() -> None:
     assert faults_in(
         """
         fsat: {}
@@ -297,7 +297,7 @@ def test_an_unknown_field_names_the_one_that_it_resembles() -> None:
     ]
 
 
-def test_switches_and_the_deployer_are_looked_at_beside_other_faults(tmp_path: Path) -> None:
+def test_switch_and_deployer_faults_are_reported_with_others(tmp_path: Path) -> None:
     path = tmp_path / "orchestrrl.yaml"
     path.write_text(
         """

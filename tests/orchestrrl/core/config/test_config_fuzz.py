@@ -1,4 +1,4 @@
-"""Whatever stands at any path of a configuration, `check-config` names the faults; it never ends with a traceback."""
+"""For any value at any path of a configuration, `check-config` reports the faults and never ends with a traceback."""
 
 import random
 from contextlib import suppress
@@ -31,7 +31,7 @@ def site() -> Site:
 
 @cache
 def whole_document() -> Any:
-    """The example with everything that may be beside it: every switch driver, a fabric with routers, KV transfer."""
+    """Return the example with all optional parts: every switch driver, a fabric with routers, KV transfer."""
     document = yaml.safe_load(EXAMPLE)
     driven = [{"id": switch.id, "driver": "virtual", "owns": "made", "options": {}} for switch in site().switches]
     driven[0]["options"] = {"ports": 64, "faults": [{"at_s": 1, "kind": "fail_port", "port": 3}]}
@@ -72,7 +72,7 @@ def installed(group: str) -> Any:
 
 @pytest.fixture
 def document(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Documents are handed over as they are, and the site is read once: its text is a matter of other tests."""
+    """Return the document unparsed. The site is read once, because other tests cover its text."""
     document = whole_document()
     monkeypatch.setattr(configuration, "parse_yaml", lambda spoilt_document: spoilt_document)
 
@@ -81,7 +81,7 @@ def document(monkeypatch: pytest.MonkeyPatch) -> Any:
         return (site(), []) if is_named else (None, [])
 
     monkeypatch.setattr(configuration, "read_fabric_site", read)
-    monkeypatch.setattr(ocs_registry, "entry_points", installed)  # it looks through every installed distribution
+    monkeypatch.setattr(ocs_registry, "entry_points", installed)  # it searches all installed distributions
     return document
 
 
@@ -93,25 +93,25 @@ def faults_of_document(document: Any) -> list[str]:
     return []
 
 
-def test_the_whole_document_is_sound(document: Any) -> None:
+def test_whole_document_is_valid(document: Any) -> None:
     assert faults_of_document(document) == []
 
 
-def test_a_value_of_any_kind_at_any_path_is_taken_or_named(document: Any) -> None:
+def test_any_value_at_any_path_is_accepted_or_reported(document: Any) -> None:
     rng = random.Random(17)
     for at in places(document):
         for value in rng.sample(ODD, 1):
             faults_of_document(spoilt(document, at, value))
 
 
-def test_several_faults_at_once_are_taken_or_named(document: Any) -> None:
+def test_several_odd_values_are_accepted_or_reported(document: Any) -> None:
     rng = random.Random(18)
     for _ in range(200):
         faults_of_document(spoil(rng, document, most=6))
 
 
 @pytest.mark.parametrize("value", [["core0"], {"core0": 1}, None, 3, [[]]])
-def test_an_odd_id_of_a_switch_beside_a_fabric_is_named(document: Any, value: Any) -> None:
+def test_odd_switch_id_with_fabric_is_reported(document: Any, value: Any) -> None:
     at = len(document["ocs"]) - 1
     switch = document["ocs"][at]["id"]
     faults = faults_of_document(spoilt(document, ("ocs", at, "id"), value))
@@ -121,7 +121,7 @@ def test_an_odd_id_of_a_switch_beside_a_fabric_is_named(document: Any, value: An
     assert f"ocs: must list every switch of fabric.site, {switch!r} is missing" in faults
 
 
-def test_a_site_with_any_fault_is_refused_by_path() -> None:
+def test_invalid_site_is_reported_by_path() -> None:
     rng, document = random.Random(19), yaml.safe_load(SITE.read_text())
     for _ in range(200):
         with suppress(ProblemFaults):

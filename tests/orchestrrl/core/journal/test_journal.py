@@ -1,4 +1,4 @@
-"""The journal: append-only, one writer, readable meanwhile, and whole after the writer was killed."""
+"""The journal: append-only, one writer, readable in the meantime, and intact after the writer was killed."""
 
 import asyncio
 import sqlite3
@@ -22,7 +22,7 @@ def fill(journal: Journal, count: int) -> None:
         journal.append(float(i), EntryKind.BALANCE, f"s{i}", {"i": i})
 
 
-def test_entries_come_back_as_they_were_written(path: Path) -> None:
+def test_entries_are_read_back_unchanged(path: Path) -> None:
     with Journal(path, 0.0) as journal:
         fill(journal, 5)
         journal.append(9.0, EntryKind.MODE, "act", {"mode": "act"})
@@ -36,7 +36,7 @@ def test_entries_come_back_as_they_were_written(path: Path) -> None:
         assert journal.latest(EntryKind.PLAN) is None
 
 
-def test_a_generation_grows_at_each_start_and_follows_the_clock(path: Path) -> None:
+def test_generation_grows_at_each_start_and_follows_clock(path: Path) -> None:
     generations = []
     for at_s in (0.0, 0.0, 500.7, 400.0):
         with Journal(path, at_s) as journal:
@@ -44,7 +44,7 @@ def test_a_generation_grows_at_each_start_and_follows_the_clock(path: Path) -> N
     assert generations == [1, 2, 500, 501]
 
 
-def test_open_operations_are_the_intents_without_a_result(path: Path) -> None:
+def test_open_operations_are_intents_without_result(path: Path) -> None:
     with Journal(path, 0.0) as journal:
         for id in ("a", "b", "c"):
             journal.append(0.0, EntryKind.OPERATION_INTENT, id, {"id": id})
@@ -59,7 +59,7 @@ def test_lock_file_is_private_to_its_user(path: Path) -> None:
         assert stat.S_IMODE(path.with_name(f"{path.name}.lock").stat().st_mode) == 0o600
 
 
-def test_a_second_writer_is_refused_and_readers_are_not(path: Path) -> None:
+def test_second_writer_is_refused_but_readers_are_not(path: Path) -> None:
     with Journal(path, 0.0) as journal:
         fill(journal, 1)
         with pytest.raises(Permanent, match="another daemon writes this journal"):
@@ -73,7 +73,7 @@ def test_a_second_writer_is_refused_and_readers_are_not(path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"this is no database" * 100, b"SQLite format 3\x00" + b"\xff" * 4000])
-def test_a_damaged_file_is_named_and_left_alone(path: Path, content: bytes) -> None:
+def test_damaged_file_is_reported_and_unchanged(path: Path, content: bytes) -> None:
     path.write_bytes(content)
     for open_it in (lambda: Journal(path, 0.0), lambda: JournalReader(path)):
         with pytest.raises(Permanent, match=r"journal\.sqlite: is damaged or not a journal .*move it away"):
@@ -81,7 +81,7 @@ def test_a_damaged_file_is_named_and_left_alone(path: Path, content: bytes) -> N
     assert path.read_bytes() == content
 
 
-def test_another_programs_database_is_refused(path: Path) -> None:
+def test_database_of_another_program_is_refused(path: Path) -> None:
     database = sqlite3.connect(path)
     database.execute("CREATE TABLE theirs (x)")
     database.close()
@@ -89,12 +89,12 @@ def test_another_programs_database_is_refused(path: Path) -> None:
         Journal(path, 0.0)
 
 
-def test_a_later_format_is_refused(path: Path) -> None:
+def test_later_format_is_refused(path: Path) -> None:
     Journal(path, 0.0).close()
     database = sqlite3.connect(path)
     database.execute("PRAGMA user_version = 99")
     database.close()
-    tail_path(path).write_bytes(JournalTail(generation=1, format=99).encoded())  # a later version writes its own
+    tail_path(path).write_bytes(JournalTail(generation=1, format=99).encoded())  # as a later version would write
     with pytest.raises(Permanent, match="has journal format 99, this version supports 2"):
         Journal(path, 0.0)
     tail_path(path).unlink()
@@ -102,14 +102,14 @@ def test_a_later_format_is_refused(path: Path) -> None:
         Journal(path, 0.0)
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_unwritable_path_is_reported(tmp_path: Path) -> None:
     with pytest.raises(Permanent, match="No such file or directory"):
         Journal(tmp_path / "absent" / "journal.sqlite", 0.0)
     with pytest.raises(Permanent, match="the journal does not exist"):
         JournalReader(tmp_path / "absent.sqlite")
 
 
-def test_old_entries_go_and_what_recovery_needs_stays(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pruning_keeps_entries_needed_for_recovery(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("orchestrrl.core.journal.store.PRUNE_EVERY", 10)
     with Journal(path, 0.0, max_entries=20) as journal:
         journal.append(0.0, EntryKind.PLAN_CONTROL, "free", {})
@@ -117,7 +117,7 @@ def test_old_entries_go_and_what_recovery_needs_stays(path: Path, monkeypatch: p
         journal.append(0.0, EntryKind.OPERATION_INTENT, "open", {})
         journal.append(0.0, EntryKind.OPERATION_INTENT, "closed", {})
         journal.append(0.0, EntryKind.OPERATION_RESULT, "closed", {})
-        journal.append(0.0, EntryKind.REROUTED, "routes", {})  # not written again while it holds
+        journal.append(0.0, EntryKind.REROUTED, "routes", {})  # not written again while it is in force
         fill(journal, 94)
         entries = journal.since(0)
         assert [entry.subject for entry in entries[:3]] == ["pinned", "open", "routes"]
@@ -126,8 +126,9 @@ def test_old_entries_go_and_what_recovery_needs_stays(path: Path, monkeypatch: p
         assert journal.append(0.0, EntryKind.MODE, "", {}) == 101
 
 
-def test_what_an_open_switch_or_sync_has_changed_stays(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A restarted daemon gives engines back what it knows to have changed."""
+def test_pruning_keeps_steps_of_open_operations(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that the entries of an open redeployment or sync are kept, from which a restarted daemon rolls engines
+    back."""
     monkeypatch.setattr("orchestrrl.core.journal.store.PRUNE_EVERY", 10)
     with Journal(path, 0.0, max_entries=20) as journal:
         for began, step, ended in (
@@ -149,7 +150,7 @@ def test_what_an_open_switch_or_sync_has_changed_stays(path: Path, monkeypatch: 
     ]
 
 
-async def test_following_gives_what_was_missed_and_then_what_comes(path: Path) -> None:
+async def test_follow_yields_missed_and_new_entries(path: Path) -> None:
     with Journal(path, 0.0) as journal:
         fill(journal, 3)
         following = journal.follow(1, (EntryKind.BALANCE,))
@@ -165,7 +166,7 @@ async def test_following_gives_what_was_missed_and_then_what_comes(path: Path) -
         await following.aclose()
 
 
-async def test_following_catches_up_over_more_than_one_read(path: Path) -> None:
+async def test_follow_catches_up_over_several_reads(path: Path) -> None:
     with Journal(path, 0.0) as journal:
         fill(journal, 2500)
         following = journal.follow(0)

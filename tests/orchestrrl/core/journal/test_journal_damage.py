@@ -1,4 +1,4 @@
-"""Damage of a journal's files: either all that was acknowledged is read back, or the damage is reported."""
+"""Damage of a journal's files: either all acknowledged entries are read back, or the damage is reported."""
 
 import os
 import random
@@ -33,12 +33,12 @@ OURS = "journal.sqlite"
 
 @dataclass(frozen=True)
 class Written:
-    """A journal as a killed process leaves it, and what it had acknowledged."""
+    """A journal as a killed process leaves it, with its acknowledged entries."""
 
     folder: Path
     entries: tuple[JournalEntry, ...]
     generation: int
-    ever: tuple[JournalEntry, ...] = ()  # those too that were dropped as old
+    ever: tuple[JournalEntry, ...] = ()  # including those that were pruned
 
     def copy(self, to: Path) -> Path:
         to.mkdir()
@@ -49,7 +49,7 @@ class Written:
 
 
 def write(folder: Path, count: int, checkpoint_at: int | None = None, prune: bool = False) -> Written:
-    """Entries of several kinds; the files are copied while the writer is still open."""
+    """Write entries of several kinds, and copy the files while the writer is still open."""
     live = folder / "live"
     live.mkdir(parents=True)
     journal = Journal(live / OURS, 0.0, max_entries=count // 2 if prune else 10**6)
@@ -78,7 +78,8 @@ def bits(folder: Path) -> dict[str, bytes]:
 
 
 def check(path: Path, written: Written) -> bool:
-    """Open it; whether damage was reported. Nothing that was acknowledged may be missing without."""
+    """Open the journal and return whether damage was reported. Without a report, no acknowledged entry may be
+    missing."""
     before = {name: data for name, data in bits(path.parent).items() if not name.endswith("-shm")}
     with Journal(path, 1000.0) as journal:
         read = tuple(journal.since(0, limit=10**6))
@@ -87,14 +88,14 @@ def check(path: Path, written: Written) -> bool:
             assert read == written.entries
             assert journal.append(9.0, EntryKind.MODE, "after", {}) == written.entries[-1].sequence + 1
             return False
-        assert all(entry in written.ever for entry in read[:-1])  # nothing is made up
+        assert all(entry in written.ever for entry in read[:-1])  # no entry is invented
         assert read[-1].kind == EntryKind.JOURNAL_DAMAGED
         kept_as = read[-1].body["kept_as"]
         assert any(kept_as in text for text in journal.damage)
     kept = {name.replace(kept_as, OURS): data for name, data in bits(path.parent).items() if kept_as in name}
-    for name, data in before.items():  # every damaged file is there to be examined, bit for bit
+    for name, data in before.items():  # every damaged file is kept for examination, bit for bit
         assert kept.get(name) == data, name
-    with Journal(path, 0.0) as journal:  # it is not forgotten by the next start
+    with Journal(path, 0.0) as journal:  # the next start still reports it
         assert journal.damage
         journal.confirm_damage(1.0, "seen")
     with Journal(path, 0.0) as journal:
@@ -102,7 +103,7 @@ def check(path: Path, written: Written) -> bool:
     return True
 
 
-# --- whatever is done
+# --- Any change of the files
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +126,7 @@ def flip(data: bytearray, at: int, bit: int) -> None:
 
 
 def regions(suffix: str, size: int) -> list[range]:
-    """Of a file: its header, and of its pages or frames the heads and what they hold."""
+    """Return the regions of a file: its header, and the heads and contents of its pages or frames."""
     if suffix == "-wal":
         frames = range(32, size, 24 + 4096)
         return [range(32), *(range(at, min(at + 24, size)) for at in frames), range(32, size)]
@@ -136,7 +137,7 @@ def regions(suffix: str, size: int) -> list[range]:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_flipped_bits_are_found_or_harmless(journals: list[Written], tmp_path: Path, seed: int) -> None:
+def test_flipped_bits_are_detected_or_harmless(journals: list[Written], tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     reported = 0
     for number in range(25):
@@ -150,11 +151,13 @@ def test_flipped_bits_are_found_or_harmless(journals: list[Written], tmp_path: P
             flip(data, rng.choice(rng.choice(regions(suffix, len(data)))), rng.randrange(8))
             file.write_bytes(data)
         reported += check(path, written)
-    assert reported  # the test can tell
+    assert reported  # the test detects damage at all
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_shortened_and_deleted_files_are_found_or_harmless(journals: list[Written], tmp_path: Path, seed: int) -> None:
+def test_truncated_and_deleted_files_are_detected_or_harmless(
+    journals: list[Written], tmp_path: Path, seed: int
+) -> None:
     rng = random.Random(seed)
     for number in range(25):
         written = rng.choice(journals)
@@ -177,8 +180,8 @@ def test_shortened_and_deleted_files_are_found_or_harmless(journals: list[Writte
         check(path, written)
 
 
-def test_a_damaged_name_in_the_schema_is_said(journals: list[Written], tmp_path: Path) -> None:
-    """sqlite3 cannot make the message of its own error of this one."""
+def test_damaged_name_in_schema_is_reported(journals: list[Written], tmp_path: Path) -> None:
+    """Check a damaged name for which sqlite3 cannot format its own error."""
     path = journals[2].copy(tmp_path / "schema")
     data = bytearray(path.read_bytes())
     flip(data, data.index(b"results_by_subject") + len("results_by_"), 7)
@@ -225,7 +228,7 @@ LOST = {
 
 
 @pytest.mark.parametrize("how", LOST)
-def test_what_is_lost_is_said(journals: list[Written], tmp_path: Path, how: str) -> None:
+def test_lost_data_is_reported(journals: list[Written], tmp_path: Path, how: str) -> None:
     path = journals[1].copy(tmp_path / "lost")
     LOST[how](path)
     assert check(path, journals[1])
@@ -234,7 +237,7 @@ def test_what_is_lost_is_said(journals: list[Written], tmp_path: Path, how: str)
 @pytest.mark.parametrize(
     "how", ["log deleted after a checkpoint", "index of the log deleted", "index of the log spoilt", "lock deleted"]
 )
-def test_what_loses_nothing_is_no_damage(journals: list[Written], tmp_path: Path, how: str) -> None:
+def test_harmless_changes_are_not_damage(journals: list[Written], tmp_path: Path, how: str) -> None:
     written = journals[2] if how.startswith("log") else journals[1]
     path = written.copy(tmp_path / "whole")
     if how.startswith("log"):
@@ -246,7 +249,7 @@ def test_what_loses_nothing_is_no_damage(journals: list[Written], tmp_path: Path
     assert not check(path, written)
 
 
-def test_an_older_copy_is_found(tmp_path: Path) -> None:
+def test_older_copy_is_detected(tmp_path: Path) -> None:
     path = tmp_path / OURS
     with Journal(path, 0.0) as journal:
         journal.append(0.0, EntryKind.MODE, "advise", {})
@@ -255,13 +258,13 @@ def test_an_older_copy_is_found(tmp_path: Path) -> None:
         journal.append(0.0, EntryKind.PLAN_CONTROL, "pinned", {})
     path.write_bytes(old)
     with Journal(path, 0.0) as journal:
-        assert journal.generation == 3  # none is given out twice
+        assert journal.generation == 3  # no generation is used twice
         assert "the newest entries are lost: the last is 1, but 2 were written" in journal.damage
         assert [entry.kind for entry in journal.since(0)] == [EntryKind.MODE, EntryKind.JOURNAL_DAMAGED]
         assert journal.append(0.0, EntryKind.MODE, "", {}) == 4  # nor is the number of a lost entry
 
 
-def test_an_older_copy_without_new_entries_is_found(tmp_path: Path) -> None:
+def test_older_copy_without_new_entries_is_detected(tmp_path: Path) -> None:
     path = tmp_path / OURS
     Journal(path, 0.0).close()
     old = path.read_bytes()
@@ -272,7 +275,7 @@ def test_an_older_copy_without_new_entries_is_found(tmp_path: Path) -> None:
         assert journal.generation == 3
 
 
-def test_another_journal_in_its_place_is_found(journals: list[Written], tmp_path: Path) -> None:
+def test_replaced_journal_is_detected(journals: list[Written], tmp_path: Path) -> None:
     path = journals[2].copy(tmp_path / "swapped")
     other = journals[3].copy(tmp_path / "other")
     shutil.copy(other.with_name(OURS + ".tail"), path.with_name(OURS + ".tail"))
@@ -280,7 +283,7 @@ def test_another_journal_in_its_place_is_found(journals: list[Written], tmp_path
         assert journal.damage
 
 
-def test_nothing_is_carried_on_that_may_have_changed_in_lost_entries(tmp_path: Path) -> None:
+def test_fleet_state_is_not_recovered_after_damage(tmp_path: Path) -> None:
     path = tmp_path / OURS
     with Journal(path, 0.0) as journal:
         for kind in (
@@ -306,7 +309,7 @@ def test_nothing_is_carried_on_that_may_have_changed_in_lost_entries(tmp_path: P
             assert journal.latest(kind) is None
         for entries in OPERATIONS:
             assert journal.open_operations(entries) == []
-        for kind in (EntryKind.PAUSES, EntryKind.ENGINES, EntryKind.PLAN_CONTROL):  # an operator's words
+        for kind in (EntryKind.PAUSES, EntryKind.ENGINES, EntryKind.PLAN_CONTROL):  # an operator's orders
             assert journal.latest(kind) is not None
         journal.append(1.0, EntryKind.BARRIER, "after", {})
         journal.append(1.0, EntryKind.OPERATION_INTENT, "after", {})
@@ -314,7 +317,7 @@ def test_nothing_is_carried_on_that_may_have_changed_in_lost_entries(tmp_path: P
         assert [entry.subject for entry in journal.open_operations()] == ["after"]
 
 
-# --- a writer that is killed between any two writes
+# --- A writer that is killed between any two writes
 
 
 class Killed(BaseException):
@@ -322,7 +325,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("appends", range(4))
-def test_a_writer_killed_before_it_writes_the_tail_leaves_no_damage(
+def test_writer_killed_before_tail_leaves_no_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, appends: int
 ) -> None:
     path = tmp_path / "live" / OURS
@@ -348,10 +351,10 @@ def test_a_writer_killed_before_it_writes_the_tail_leaves_no_damage(
 
 
 @pytest.mark.parametrize("old_format", [False, True])
-def test_a_first_start_killed_anywhere_is_no_damage(
+def test_first_start_killed_at_any_point_is_not_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old_format: bool
 ) -> None:
-    """Killed after every statement and every write of the tail, in turn."""
+    """Kill the process after each statement and each write of the tail, in turn."""
     for count in range(80):
         path = tmp_path / str(count) / OURS
         path.parent.mkdir()
@@ -374,8 +377,8 @@ def test_a_first_start_killed_anywhere_is_no_damage(
 
 
 def kill_after(steps: int, patched: pytest.MonkeyPatch) -> None:
-    """Of the process that opens a journal: its statements and what it does to files. What was open is closed, as the
-    system does, and nothing else is done."""
+    """Count the statements and file operations of the process that opens a journal, and kill it after `count`. Open
+    files are closed, as by the system, and nothing else is done."""
     left = [steps]
 
     def step() -> None:
@@ -410,7 +413,7 @@ def kill_after(steps: int, patched: pytest.MonkeyPatch) -> None:
     patched.setattr(os, "replace", before(real_replace))
 
 
-def test_a_replacement_killed_anywhere_is_finished_or_begun_anew(
+def test_replacement_killed_at_any_point_is_completed_or_restarted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written = write(tmp_path / "written", 8, checkpoint_at=4)
@@ -435,7 +438,7 @@ def test_a_replacement_killed_anywhere_is_finished_or_begun_anew(
     pytest.fail("it was never left alone")
 
 
-# --- files from before
+# --- Files of earlier versions
 
 
 OLD_SCHEMA = """
@@ -462,7 +465,7 @@ def write_old_format(path: Path, count: int) -> None:
             )
 
 
-def test_a_journal_of_the_format_before_is_taken_over(tmp_path: Path) -> None:
+def test_journal_of_previous_format_is_converted(tmp_path: Path) -> None:
     path = tmp_path / OURS
     write_old_format(path, 5)
     with pytest.raises(Permanent, match="has journal format 1; start a daemon on it to convert it to 2"):
@@ -472,7 +475,7 @@ def test_a_journal_of_the_format_before_is_taken_over(tmp_path: Path) -> None:
         assert journal.generation == 8
         assert [entry.body for entry in journal.since(0)] == [{"i": i} for i in range(5)]
         assert journal.append(0.0, EntryKind.MODE, "", {}) == 6
-    deleted_entries("sequence = 2")(path)  # it is guarded from then on
+    deleted_entries("sequence = 2")(path)  # guarded from then on
     with Journal(path, 0.0) as journal:
         assert journal.damage
 
@@ -484,7 +487,7 @@ def page_spoilt(path: Path) -> None:
 
 
 @pytest.mark.parametrize("spoil", [page_spoilt, LOST["last entry deleted"]], ids=["page", "last entry"])
-def test_a_damaged_journal_of_the_format_before_is_said(tmp_path: Path, spoil: Callable[[Path], None]) -> None:
+def test_damaged_journal_of_previous_format_is_reported(tmp_path: Path, spoil: Callable[[Path], None]) -> None:
     path = tmp_path / OURS
     write_old_format(path, 200)
     spoil(path)
@@ -492,10 +495,10 @@ def test_a_damaged_journal_of_the_format_before_is_said(tmp_path: Path, spoil: C
         assert journal.damage
 
 
-# --- while it is read
+# --- Damage found while reading
 
 
-def test_a_damaged_entry_is_left_out_of_what_is_read_and_said(tmp_path: Path) -> None:
+def test_damaged_entry_is_skipped_and_reported(tmp_path: Path) -> None:
     path = tmp_path / OURS
     with Journal(path, 0.0) as journal:
         for i in range(3):
@@ -511,7 +514,7 @@ def test_a_damaged_entry_is_left_out_of_what_is_read_and_said(tmp_path: Path) ->
         assert journal.damage == ("entry 2 is damaged",)
 
 
-def test_a_damaged_journal_that_cannot_be_moved_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_journal_that_cannot_be_moved_is_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / OURS
     with Journal(path, 0.0) as journal:
         journal.append(0.0, EntryKind.MODE, "advise", {})
@@ -527,7 +530,7 @@ def test_a_damaged_journal_that_cannot_be_moved_is_left_alone(tmp_path: Path, mo
     assert {name: bits(tmp_path)[name] for name in before} == before
 
 
-# --- what the daemon makes of it
+# --- Effects on the daemon
 
 
 def daemon_at(path: Path, mode: str = "act") -> Daemon:
@@ -540,14 +543,14 @@ def damaged_metric(parts: Daemon) -> float:
     return next(each.value for one in families for each in one.samples if each.name == "orchestrrl_journal_damaged")
 
 
-def test_a_log_that_is_lost_takes_only_what_was_written_since_the_start(tmp_path: Path) -> None:
+def test_lost_log_affects_only_entries_since_start(tmp_path: Path) -> None:
     path = tmp_path / "live" / OURS
     path.parent.mkdir()
     with Journal(path, 0.0) as journal:
         journal.append(0.0, EntryKind.PLAN_CONTROL, "pinned", {})
     second = Journal(path, 0.0)
     second.append(0.0, EntryKind.MODE, "advise", {})
-    third = Written(path.parent, (), 2).copy(tmp_path / "killed")  # as it is when it is killed
+    third = Written(path.parent, (), 2).copy(tmp_path / "killed")  # as it is when the process is killed
     second.close()
     with Journal(third, 0.0) as journal:
         journal.append(0.0, EntryKind.BALANCE, "", {})
@@ -559,7 +562,7 @@ def test_a_log_that_is_lost_takes_only_what_was_written_since_the_start(tmp_path
         assert kinds == [EntryKind.PLAN_CONTROL, EntryKind.MODE, EntryKind.JOURNAL_DAMAGED]
 
 
-def test_a_daemon_whose_journal_is_damaged_does_not_act_until_an_operator_confirms(tmp_path: Path) -> None:
+def test_daemon_with_damaged_journal_does_not_act_until_confirmed(tmp_path: Path) -> None:
     path = tmp_path / OURS
     parts = daemon_at(path)
     plane = parts.control_plane
@@ -578,7 +581,7 @@ def test_a_daemon_whose_journal_is_damaged_does_not_act_until_an_operator_confir
         assert damaged_metric(parts) == 1.0
         assert plane.plans.control.state is ControlState.PINNED
         plane.reconfigure(plane.config.model_copy(update={"mode": Mode.ADVISE}))
-        plane.reconfigure(plane.config.model_copy(update={"mode": Mode.ACT}))  # a file is no confirmation
+        plane.reconfigure(plane.config.model_copy(update={"mode": Mode.ACT}))  # a configuration file is no confirmation
         assert plane.mode.current is Mode.ADVISE
         plane.journal.close()
     parts = daemon_at(path)
@@ -596,7 +599,7 @@ def test_a_daemon_whose_journal_is_damaged_does_not_act_until_an_operator_confir
     assert daemon_at(path).control_plane.mode.current is Mode.ACT
 
 
-def test_damage_that_is_found_while_it_runs_ends_acting(tmp_path: Path) -> None:
+def test_damage_found_at_runtime_stops_acting(tmp_path: Path) -> None:
     parts = daemon_at(tmp_path / OURS)
     plane = parts.control_plane
     plane.fast_tick()
@@ -611,13 +614,11 @@ def test_damage_that_is_found_while_it_runs_ends_acting(tmp_path: Path) -> None:
     plane.fast_tick()
     assert plane.mode.current is Mode.ACT
     plane.journal.tail(10)
-    plane.fast_tick()  # the same again is no news
+    plane.fast_tick()  # the same damage is not reported again
     assert plane.mode.current is Mode.ACT
 
 
-def test_an_operators_words_are_on_disk_before_they_are_acknowledged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_operator_orders_are_on_disk_before_acknowledgement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Journal(tmp_path / OURS, 0.0) as journal:
         synced: list[int] = []
         monkeypatch.setattr(os, "fsync", synced.append)
@@ -628,8 +629,8 @@ def test_an_operators_words_are_on_disk_before_they_are_acknowledged(
         assert journal._db.execute("PRAGMA synchronous").fetchone() == (1,)  # NORMAL again
 
 
-def test_what_a_killed_start_has_half_written_is_undone(tmp_path: Path) -> None:
-    """A start writes with a rollback journal until the write-ahead log is in use."""
+def test_half_written_start_is_rolled_back(tmp_path: Path) -> None:
+    """Check that a start's rollback journal, used until the write-ahead log is active, is rolled back."""
     path = tmp_path / OURS
     with Journal(path, 0.0) as journal:
         journal.append(0.0, EntryKind.MODE, "advise", {"mode": "advise", "configured": "act"})
@@ -648,7 +649,7 @@ def test_what_a_killed_start_has_half_written_is_undone(tmp_path: Path) -> None:
         assert journal.latest(EntryKind.MODE) is not None
 
 
-def test_a_second_damage_does_not_hide_the_first(tmp_path: Path) -> None:
+def test_second_damage_does_not_hide_first(tmp_path: Path) -> None:
     path = tmp_path / OURS
     Journal(path, 0.0).close()
     (tmp_path / f"{OURS}.tail").unlink()
@@ -664,7 +665,7 @@ def test_a_second_damage_does_not_hide_the_first(tmp_path: Path) -> None:
         assert journal.damage == ()
 
 
-def test_a_journal_may_be_a_link(tmp_path: Path) -> None:
+def test_journal_may_be_a_link(tmp_path: Path) -> None:
     (tmp_path / "large").mkdir()
     link = tmp_path / OURS
     link.symlink_to(tmp_path / "large" / OURS)
@@ -677,7 +678,7 @@ def test_a_journal_may_be_a_link(tmp_path: Path) -> None:
     assert list((tmp_path / "large").glob("*.damaged-*"))
 
 
-def test_a_mode_that_cannot_be_read_is_advise(tmp_path: Path) -> None:
+def test_unreadable_mode_is_advise(tmp_path: Path) -> None:
     clock = VirtualClock(0.0)
     with Journal(tmp_path / OURS, 0.0) as journal:
         journal.append(0.0, EntryKind.MODE, "act", {"mode": "act", "configured": "act", "reason": ""})
@@ -688,7 +689,7 @@ def test_a_mode_that_cannot_be_read_is_advise(tmp_path: Path) -> None:
         assert (plane.mode.current, "cannot be read" in plane.mode.reason) == (Mode.ADVISE, True)
 
 
-def test_a_tail_that_may_not_be_read_is_not_called_damage(tmp_path: Path) -> None:
+def test_unreadable_tail_is_not_damage(tmp_path: Path) -> None:
     Journal(tmp_path / OURS, 0.0).close()
     (tmp_path / f"{OURS}.tail").unlink()
     (tmp_path / f"{OURS}.tail").mkdir()
@@ -696,7 +697,7 @@ def test_a_tail_that_may_not_be_read_is_not_called_damage(tmp_path: Path) -> Non
         Journal(tmp_path / OURS, 0.0)
 
 
-def test_a_tail_that_cannot_be_written_is_left_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_tail_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 

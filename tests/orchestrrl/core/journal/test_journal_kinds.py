@@ -1,4 +1,4 @@
-"""Every kind of entry: what its writer writes of any legal values is read back, by recovery and by every view."""
+"""For every kind of entry, any legal values that its writer writes are read back, by recovery and by every view."""
 
 import asyncio
 import dataclasses
@@ -89,7 +89,7 @@ SECONDS = st.floats(-1e9, 1e12, allow_nan=False)
 
 @functools.cache
 def values(kind: Any, name: str = "") -> st.SearchStrategy[Any]:
-    """Any legal value of a type: a dataclass's own checks say which are."""
+    """Draw a legal value of a type; a dataclass's own checks decide."""
     kind = getattr(kind, "__supertype__", kind)
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
@@ -199,7 +199,7 @@ def _failovers(plane: ControlPlane, draw: Drawn) -> None:
 
 
 def _remarks(plane: ControlPlane, draw: Drawn) -> None:
-    """One server under two names, and two nodes with one id."""
+    """Set up one server under two names, and two nodes with one id."""
     engine, other, node = draw(st.tuples(TEXTS, TEXTS, TEXTS).filter(lambda names: names[0] != names[1]))
     for agent, name in (("one", engine), ("two", other)):
         report = dataclasses.replace(engine_report(name, agent=agent), url="http://10.0.0.1:8000")
@@ -491,10 +491,10 @@ WRITERS: dict[tuple[EntryKind, ...], Callable[[Shelf, Drawn], None]] = {
     (EntryKind.PAUSES,): _holds,
     (EntryKind.SYNC_BEGAN, EntryKind.SYNC_STEP, EntryKind.SYNC_ENDED, EntryKind.WEIGHTS): _syncs,
 }
-# Where the daemon was killed when it was read again: their results are those of another life.
+# The daemon was killed before the results: those belong to a later generation.
 
 
-def test_every_kind_has_its_writer() -> None:
+def test_every_kind_has_a_writer() -> None:
     assert {kind for kinds in WRITERS for kind in kinds} == set(EntryKind)
 
 
@@ -505,7 +505,7 @@ def test_every_kind_has_its_writer() -> None:
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 @given(data=st.data())
-def test_what_is_written_is_read_back_and_shown(kinds: tuple[EntryKind, ...], data: st.DataObject) -> None:
+def test_written_entries_are_read_back_and_shown(kinds: tuple[EntryKind, ...], data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:
         shelf = Shelf(Path(folder))
         try:
@@ -526,7 +526,7 @@ def test_what_is_written_is_read_back_and_shown(kinds: tuple[EntryKind, ...], da
             shelf.journal.close()
 
 
-# --- at the door
+# --- Checks before writing
 
 
 def nested(depth: int) -> dict[str, Any]:
@@ -553,7 +553,7 @@ def nested(depth: int) -> dict[str, Any]:
         ([1, 2], "body: must be an object"),
     ],
 )
-def test_what_could_not_be_read_back_is_not_written(tmp_path: Path, body: Any, fault: str) -> None:
+def test_entry_that_cannot_be_read_back_is_refused(tmp_path: Path, body: Any, fault: str) -> None:
     with Journal(tmp_path / "journal.sqlite", NOW_S) as journal:
         with pytest.raises(Permanent, match=fault):
             journal.append(NOW_S, EntryKind.MODE, "", body)
@@ -562,7 +562,7 @@ def test_what_could_not_be_read_back_is_not_written(tmp_path: Path, body: Any, f
 
 
 @pytest.mark.parametrize("at_s", [float("nan"), float("inf"), 1e300, -1e300])
-def test_a_time_that_is_none_is_not_written(tmp_path: Path, at_s: float) -> None:
+def test_invalid_time_is_refused(tmp_path: Path, at_s: float) -> None:
     with Journal(tmp_path / "journal.sqlite", NOW_S) as journal:
         with pytest.raises(Permanent, match="at_s: must be a time"):
             journal.append(at_s, EntryKind.MODE, "", {})
@@ -590,7 +590,7 @@ BODIES = st.dictionaries(
 
 @given(at_s=st.floats(), subject=st.text(st.characters(), max_size=5) | st.just("\udc80"), body=BODIES)
 @settings(phases=[Phase.generate])
-def test_it_is_refused_or_given_back_as_it_was(at_s: float, subject: str, body: dict[str, Any]) -> None:
+def test_any_body_is_refused_or_read_back_unchanged(at_s: float, subject: str, body: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "journal.sqlite"
         with Journal(path, NOW_S) as journal:
@@ -611,11 +611,11 @@ def test_it_is_refused_or_given_back_as_it_was(at_s: float, subject: str, body: 
             entry_text(entry_of(control_pb2.JournalEntry.FromString(message.SerializeToString()))).encode()
 
 
-# --- what earlier versions have written
+# --- Entries of earlier versions
 
 
 def raw(path: Path, kind: EntryKind, *bodies: str) -> None:
-    """Entries as they could be written before there was a door."""
+    """Write entries as versions without these checks could."""
     with Journal(path, NOW_S) as journal, pytest.MonkeyPatch.context() as patched:
         patched.setattr(journal_module, "can_be_written", lambda _: True)
         for number, body in enumerate(bodies):
@@ -634,7 +634,7 @@ BODIES_OF_OTHERS = [
 ]
 
 
-# Recovery reads these, and finds none of the bodies above right.
+# Recovery reads these kinds, and accepts none of the bodies above.
 SET_ASIDE = {
     *(
         EntryKind.MODE,
@@ -669,7 +669,7 @@ SET_ASIDE = {
 @pytest.mark.parametrize(
     "kind", [kind for kind in EntryKind if kind not in (EntryKind.JOURNAL_DAMAGED, EntryKind.JOURNAL_CONFIRMED)]
 )
-def test_an_entry_that_cannot_be_read_is_set_aside(tmp_path: Path, kind: EntryKind) -> None:
+def test_unreadable_entry_is_skipped(tmp_path: Path, kind: EntryKind) -> None:
     path = tmp_path / "journal.sqlite"
     raw(path, kind, *BODIES_OF_OTHERS)
     with Journal(path, NOW_S) as journal:
@@ -697,7 +697,7 @@ def test_an_entry_that_cannot_be_read_is_set_aside(tmp_path: Path, kind: EntryKi
             entry_text(entry_of(ENTRY.to_pb(entry)))
 
 
-def test_the_entry_that_was_set_aside_is_named_and_the_one_before_it_holds(tmp_path: Path) -> None:
+def test_skipped_entry_is_reported_and_previous_one_applies(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
     with Journal(path, NOW_S) as journal:
         WeightBook(journal, VirtualClock(NOW_S)).stands(WeightFleet(CommittedVersion(7, "w7", ("e0",))))
@@ -710,7 +710,7 @@ def test_the_entry_that_was_set_aside_is_named_and_the_one_before_it_holds(tmp_p
         assert "fleet.committed.version: must be from" in journal.set_aside[2]
 
 
-def test_only_the_first_faults_of_a_body_are_named() -> None:
+def test_only_first_faults_of_a_body_are_reported() -> None:
     odd = {f"k{number}": float("inf") for number in range(FAULTS_NAMED)}
     assert body_faults(odd) == [f"k{number}: must be a finite number, got inf" for number in range(FAULTS_NAMED)]
     (text,) = body_faults({**odd, "last": float("inf")})

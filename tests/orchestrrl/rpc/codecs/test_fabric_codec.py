@@ -1,4 +1,4 @@
-"""What the daemon tells of traced hosts."""
+"""The view of traced hosts in the daemon."""
 
 from orchestrrl.core.clock import VirtualClock
 from orchestrrl.fabric.window_tracker import TracedHost, WindowTracker
@@ -7,8 +7,9 @@ from planner.fabric.clocks import ClockExchange
 from planner.model import Hold
 
 
-def test_a_host_is_not_blamed_for_jobs_that_it_has_not() -> None:
-    """An announcement for a job that nobody records asks every host, each of which says that it has none of it."""
+def test_host_detail_omits_jobs_of_other_hosts() -> None:
+    """Check that hosts without the job are not listed. An announcement for an unknown job queries every host, and each
+    of them reports that it lacks the job."""
     host = TracedHost("node7", jobs={"tiny": frozenset({0, 1})})
     host.clock.add(ClockExchange(0.0, 0.001, 0.002, 0.003))
     host.quiet_reports[""] = (0.0, 0, Hold("unlearnt", "no rank of job '' is traced here"))

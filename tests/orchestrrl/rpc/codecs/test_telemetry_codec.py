@@ -1,4 +1,4 @@
-"""What telemetry and operations mean beyond their types; ../test_codec.py has what all codecs share."""
+"""The meaning of telemetry and operations beyond their types; ../test_codec.py has the tests common to all codecs."""
 
 import re
 from typing import Any
@@ -27,14 +27,14 @@ from orchestrrl.rpc.ranges import checking
 from planner.model import EngineHealth, EngineId, NodeId, RequestId, RequestState
 
 
-def test_a_request_without_a_state_waits_until_its_first_token() -> None:
+def test_request_without_state_waits_until_first_token() -> None:
     silent = telemetry_pb2.RequestProgress(request_id="a")
     assert codec.REQUEST.from_pb(silent).state is RequestState.WAITING
     silent.generated_tokens = 1
     assert codec.REQUEST.from_pb(silent).state is RequestState.RUNNING
 
 
-def test_a_status_of_a_later_version_is_unknown() -> None:
+def test_status_of_later_version_is_unknown() -> None:
     message = agent_pb2.OperationResult(operation_id="1", node_id=GATEWAY, status=99)  # type: ignore[arg-type]
     assert node_codec.RESULT.from_pb(message).status is OperationStatus.UNKNOWN
 
@@ -51,7 +51,7 @@ def test_a_status_of_a_later_version_is_unknown() -> None:
         ),
     ],
 )
-def test_failovers_that_no_gateway_can_have_are_refused(fields: dict[str, object], complaint: str) -> None:
+def test_impossible_failover_counts_are_refused(fields: dict[str, object], complaint: str) -> None:
     message = telemetry_pb2.EngineFailovers(**{"engine_id": "e0", **fields})  # type: ignore[arg-type]
     with pytest.raises(ProblemFaults, match=re.escape(complaint)):
         list(checking(telemetry_pb2.GatewayReport(gateway_id="g", failovers=[message]), LimitSettings()))
@@ -69,17 +69,17 @@ def test_failovers_that_no_gateway_can_have_are_refused(fields: dict[str, object
         ({"sizes": {"weight_bits": 0.0}}, "serving.sizes.weight_bits: must be >= 0.01 and <= 64, got 0.0"),
     ],
 )
-def test_serving_facts_out_of_range_are_refused_with_their_field(fields: dict[str, Any], fault: str) -> None:
+def test_serving_facts_out_of_range_are_refused_by_field(fields: dict[str, Any], fault: str) -> None:
     message = telemetry_pb2.EngineCapabilities(serving=telemetry_pb2.ServingFacts(**fields))
     with pytest.raises(ProblemFaults, match=re.escape(fault)):
         list(checking(message, LimitSettings()))
 
 
-def test_serving_facts_that_are_not_given_are_in_range() -> None:
+def test_absent_serving_facts_are_accepted() -> None:
     list(checking(telemetry_pb2.EngineCapabilities(serving=telemetry_pb2.ServingFacts()), LimitSettings()))
 
 
-def test_sizes_that_do_not_agree_are_refused_with_their_field() -> None:
+def test_contradicting_model_sizes_are_refused_by_field() -> None:
     sizes = telemetry_pb2.ModelSizes(
         layers=1, hidden=1, q_heads=1, kv_heads=1, head_dim=1, vocab=1, experts=8, experts_per_token=9
     )
@@ -88,7 +88,7 @@ def test_sizes_that_do_not_agree_are_refused_with_their_field() -> None:
         codec.CAPABILITIES.from_pb(message)
 
 
-def test_what_engines_and_errors_write_is_sent_as_the_daemon_takes_it() -> None:
+def test_texts_of_engines_and_errors_are_sent_in_accepted_form() -> None:
     long, models = "x" * 100_000, tuple(f"lora-{n}" for n in range(1000))
     report = EngineReport(
         NodeId("a"),

@@ -1,4 +1,4 @@
-"""What is told of weight syncs is the same on both sides of the wire."""
+"""Reports of weight syncs are equal on both sides of a connection."""
 
 from dataclasses import replace
 
@@ -8,12 +8,12 @@ from fake_syncs import done
 from orchestrrl.rpc.codecs.weights import SYNC, report_to_pb
 
 
-def test_a_listed_report_lacks_its_edges_and_nothing_else() -> None:
+def test_listed_report_lacks_only_edges() -> None:
     assert SYNC.from_pb(report_to_pb(done(), edges=False)) == replace(done(), slowest=())
 
 
 @pytest.mark.parametrize("field", ["state", "phase", "engine"])
-def test_what_a_newer_daemon_tells_is_said_to_be_unknown(field: str) -> None:
+def test_values_of_newer_daemon_are_refused_as_unknown(field: str) -> None:
     message = report_to_pb(done())
     match field:
         case "state":

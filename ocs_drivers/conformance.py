@@ -137,7 +137,7 @@ def _each_on_a_device(suite: type[Suite]) -> type[Suite]:
 
 @_each_on_a_device
 class DriverConformance:
-    """The suite; the module's documentation describes its use."""
+    """The conformance suite for drivers. A subclass implements the hooks; see the module's documentation."""
 
     # reason by key: the hook make_foreign, setters or make_big, or a fault
     cannot: Mapping[str, str] = MappingProxyType({})
@@ -328,7 +328,7 @@ class DriverConformance:
         assert await connected(driver) == frozenset(pairs)
 
     async def test_empty_diff_sends_no_setter(self, driver: OcsDriver) -> None:
-        """On some devices a setter with an empty list means every circuit."""
+        """Check that an empty list is never sent: some devices take it as every circuit."""
         pairs = await self.pairs(driver, 2)
         await carry_out(driver, pairs)
         before = await self.received(driver)

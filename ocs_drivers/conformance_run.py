@@ -236,7 +236,10 @@ class FencedDriver:
 
 
 class LabConformance(DriverConformance):
-    """The suite on one existing device. `make` returns a new driver for it on each call; `cannot` adds restrictions."""
+    """The conformance suite on one existing device.
+
+    `make` returns a new driver for it on each call; `cannot` adds restrictions.
+    """
 
     def __init__(
         self, make: Callable[[], OcsDriver], pairs: Sequence[CrossConnect], cannot: dict[str, str] | None = None

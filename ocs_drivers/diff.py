@@ -128,7 +128,7 @@ def revert_steps(
             continue
         others = {holders[end] for end in facts.ends(pair) if end in holders}
         if others:
-            lost.append(f"{pair} is not back: its ports carry {' '.join(str(other) for other in sorted(others))}")
+            lost.append(f"{pair} was not restored: its ports carry {' '.join(str(other) for other in sorted(others))}")
         else:
             add.append(pair)
     return CommandSteps(remove, tuple(add)), tuple(lost)
@@ -166,7 +166,9 @@ def _malformed(
                 used.setdefault(end, index)
     both = frozenset(connect) & frozenset(disconnect)
     faults += [
-        f"disconnect[{i}]: is in connect as well, got {pair}" for i, pair in enumerate(disconnect) if pair in both
+        f"disconnect[{i}]: must not be in connect as well, got {pair}"
+        for i, pair in enumerate(disconnect)
+        if pair in both
     ]
     return faults
 

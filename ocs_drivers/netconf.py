@@ -78,7 +78,7 @@ class NetconfOptions(DriverOptions):
     reconfiguration_s: SecondsOr0 = 0.025
 
     def conflicts(self) -> list[str]:
-        return [] if self.password or self.key_file else ["password: must be set, or key_file, got ''"]
+        return [] if self.password or self.key_file else ["password: must be set unless key_file is, got ''"]
 
 
 class PromptSession(SSHSession):  # type: ignore[misc]  # ncclient is not typed

@@ -30,8 +30,7 @@ class Settling:
                 self._due_s.update({pair.ports: due_s for pair in pairs})
 
     def moving(self) -> frozenset[frozenset[int]]:
-        """Return the pairs still moving. Call it before the device is read, because the listing is no older than this
-        instant."""
+        """Return the pairs still moving. Call it before the device is read: the listing must not be older than this."""
         now_s = self._clock.now_s()
         self._due_s = {key: due_s for key, due_s in self._due_s.items() if due_s > now_s}
         return frozenset(self._due_s)

@@ -83,7 +83,7 @@ class Tl1Session:
             case "RL":
                 raise DriverRetryable("the device is busy: repeat later", command=shown, answer=answer.kind)
             case "NG":
-                wrong = "the device cannot carry this out in its state"
+                wrong = "the device cannot carry out the command in its present state"
                 raise DriverPermanent(wrong, command=shown, answer=answer.kind)
             case "NA":
                 raise unclear("the device reports an unknown outcome", command=shown, answer=answer.kind)

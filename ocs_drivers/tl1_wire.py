@@ -86,12 +86,14 @@ class Tl1Options(DriverOptions):
         if self.dialect != DialectName.CALIENT:
             of_calient = {"group": self.group, "port_names": list(self.port_names)}
             wrong += [
-                f"{name}: is an option of dialect calient, got {value!r}" for name, value in of_calient.items() if value
+                f"{name}: must be empty unless dialect is calient, got {value!r}"
+                for name, value in of_calient.items()
+                if value
             ]
         elif len(set(self.port_names)) < len(self.port_names):
             wrong.append(f"port_names: must not name a port twice, got {list(self.port_names)}")
         if self.port_power is True and self.dialect != DialectName.POLATIS:
-            wrong.append("port_power: is an option of dialect polatis; other dialects report power, got True")
+            wrong.append("port_power: must be false unless dialect is polatis, got True")
         return wrong
 
 

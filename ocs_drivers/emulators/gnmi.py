@@ -35,7 +35,7 @@ LONGEST_WAIT_S = 3600.0
 
 
 class GnmiQuirks(CheckedOptions):
-    """Quirks. `user` and `password` are required in the metadata if set; `tls_..` are PEM files."""
+    """Common quirks. `user` and `password` are required in the metadata if set; `tls_..` are PEM files."""
 
     user: YamlText = ""
     password: YamlText = ""

@@ -94,7 +94,7 @@ class RestconfEmulator(EmulatedHttpServer):
         if found := re.fullmatch(re.escape(f"{COLLECTION}/{self._pairs}=") + "([0-9]{1,5})", path):
             return await self._of_pair(method, int(found[1]))
         if method != "GET":
-            raise RestconfRefusal(405, "operation-not-supported", f"{method} is not for this resource")
+            raise RestconfRefusal(405, "operation-not-supported", f"{method} is not supported for this resource")
         return self._read(path.removeprefix(f"{ROOT}/data/"))
 
     async def _of_collection(self, method: str, body: bytes) -> EmulatedReply:
@@ -118,12 +118,12 @@ class RestconfEmulator(EmulatedHttpServer):
                 new = self._parsed(_json(body), "cross-connects")
                 await self._edit(method, [*gone, *(("merge", *pair) for pair in new)])
                 return EmulatedReply(204)
-        raise RestconfRefusal(405, "operation-not-supported", f"{method} is not for this resource")
+        raise RestconfRefusal(405, "operation-not-supported", f"{method} is not supported for this resource")
 
     async def _patched(self, method: str, path: str, body: bytes) -> EmulatedReply:
         """Carry out a YANG Patch (RFC 8072): all edits or none, unless mirrors fail."""
         if (method, path) != ("PATCH", COLLECTION):
-            raise RestconfRefusal(405, "operation-not-supported", "a YANG Patch is for the collection here")
+            raise RestconfRefusal(405, "operation-not-supported", "YANG Patch is only supported for the collection")
         value = _json(body)
         patch = value.get("ietf-yang-patch:yang-patch") if isinstance(value, dict) else None
         listed = patch.get("edit") if isinstance(patch, dict) else None
@@ -157,7 +157,7 @@ class RestconfEmulator(EmulatedHttpServer):
             return EmulatedReply(204)
         if method == "GET":
             return EmulatedReply(200, {f"{yang.MODULE}:{self._pairs}": {"ingress": ingress, "egress": egress}})
-        raise RestconfRefusal(405, "operation-not-supported", f"{method} is not for this resource")
+        raise RestconfRefusal(405, "operation-not-supported", f"{method} is not supported for this resource")
 
     def _read(self, name: str) -> EmulatedReply:
         self.device.advance()

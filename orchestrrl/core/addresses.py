@@ -62,7 +62,7 @@ class ServerAddress:
 
     @property
     def local(self) -> bool:
-        """Whether the address denotes a different server on each host."""
+        """True if the address denotes a different server on each host."""
         return is_loopback(self.host)
 
     @property

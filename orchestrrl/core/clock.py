@@ -22,7 +22,7 @@ class Clock(Protocol):
 
 
 class WallClock:
-    """The wall-clock time at construction, advanced by the monotonic clock, so that it never jumps back."""
+    """A clock that reads the wall clock once and then follows the monotonic clock, so it never jumps back."""
 
     def __init__(self) -> None:
         self._offset_s = time.time() - time.monotonic()

@@ -70,7 +70,7 @@ class MoveRequests:
 
 
 class FrozenRequests(StrEnum):
-    """How requests that were frozen during a change of weights continue."""
+    """The way in which requests frozen during a change of weights continue."""
 
     RECOMPUTE = "recompute"  # their KV is recomputed with the new weights
     CONTINUE = "continue"  # with their present KV, computed with the previous weights

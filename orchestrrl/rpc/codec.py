@@ -340,7 +340,7 @@ def _converter(kind: Any, field: _Field, is_optional: bool = False) -> Converter
             return Via(None, lambda text: _member(kind, field.name, text))
     elif kind is _SCALARS.get(field.cpp_type, int):
         return None
-    raise TypeError(f"{kind} does not fit {field.full_name}")
+    raise TypeError(f"{kind} does not match {field.full_name}")
 
 
 def _member(kind: type[Enum], name: str, text: str) -> Enum:

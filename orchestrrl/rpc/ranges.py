@@ -236,7 +236,7 @@ def _text_fault(text: str, most: float, rule: _Rule, is_item: bool) -> str:
     if not text:
         return "must not be empty, got ''" if rule.needed else ""
     if (is_item or most <= MOST_NAME_CHARACTERS) and not text.isprintable():
-        return f"must be printable characters, got {shorten(text)}"
+        return f"must have only printable characters, got {shorten(text)}"
     if rule.is_url:
         try:
             check_url(text)

@@ -151,7 +151,7 @@ async def test_revert_keeps_and_reports_foreign_circuits(switch: VirtualSwitch, 
     events = switch.watch()
     alarm = asyncio.ensure_future(next_event(events, EventKind.ALARM))
     await clock.sleep(12.0)
-    assert "1:17 is not back: its ports carry 1:30" in (await alarm).text
+    assert "1:17 was not restored: its ports carry 1:30" in (await alarm).text
     await events.aclose()
     assert await connected(switch) == {theirs, NOW[1]}
     assert await trial_of(switch) is None

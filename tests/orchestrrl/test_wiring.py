@@ -94,4 +94,4 @@ def test_no_file_sets_an_attribute_of_another_part() -> None:
         if later[attribute] and name not in later[attribute] and attribute not in records_at_hand(tree)
     }
     assert found - ALLOWED.keys() == set(), "give it to the constructor"
-    assert ALLOWED.keys() - found == set(), "is assigned no more: strike it out"
+    assert ALLOWED.keys() - found == set(), "is no longer assigned: remove it"

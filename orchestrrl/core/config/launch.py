@@ -1,4 +1,4 @@
-"""How engines are started and stopped, in the configuration: `fleet.launch`, `fleet.deployer` and layouts."""
+"""Configuration sections for starting and stopping engines: `fleet.launch`, `fleet.deployer` and layouts."""
 
 from enum import StrEnum
 from typing import Annotated, Any, Self

@@ -227,7 +227,7 @@ class RouterSettings(Section):
 
 
 class ReroutingSettings(Section):
-    """How routers are changed."""
+    """Settings for changes of routers."""
 
     link_up_s: NonNegativeFloat = 2.0  # how long to wait for light, once switches are done
     neighbour_s: NonNegativeFloat = 1.0  # then, for the ToR at the far end to answer
@@ -241,7 +241,7 @@ Share = Annotated[float, Field(strict=False, ge=0, le=1)]
 
 
 class FabricSettings(Section):
-    """When circuits are changed, and the safety margins."""
+    """Settings for the timing and the safety margins of circuit changes."""
 
     site: Name  # path of a site file, relative to the configuration's folder
     # A window is used if its length, except in this share of cases, has covered the time of a commit and this margin.

@@ -129,7 +129,7 @@ class OperationWorld(ABC):
 
     @abstractmethod
     async def settle(self) -> None:
-        """Let the same daemon resume the operations it left open."""
+        """Make the same daemon resume the operations it left open."""
 
     @abstractmethod
     async def crash(self) -> None:
@@ -137,7 +137,7 @@ class OperationWorld(ABC):
 
     @abstractmethod
     async def restart(self, journal: Journal) -> None:
-        """Let the next daemon, with this journal, finish the operations that were left open."""
+        """Make the next daemon, with this journal, finish the operations that were left open."""
 
     @abstractmethod
     def state(self) -> str: ...
@@ -148,7 +148,7 @@ class OperationWorld(ABC):
 
     @abstractmethod
     def fail(self, step: str) -> None:
-        """Let a step fail once, or every time until `mend`."""
+        """Make a step fail once, or every time until `mend`."""
 
     @abstractmethod
     def lose(self, step: str) -> None:
@@ -156,7 +156,7 @@ class OperationWorld(ABC):
 
     @abstractmethod
     def fail_to_undo(self) -> None:
-        """Let the rollback fail each time, until `mend`."""
+        """Make the rollback fail each time, until `mend`."""
 
     @abstractmethod
     def mend(self) -> None: ...

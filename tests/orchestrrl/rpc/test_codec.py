@@ -163,7 +163,7 @@ class TextAck(Ack):
         (WordyAck, {}, "WordyAck.words has no counterpart in ReportAck"),
         (WordyAck, {"words": LOCAL}, r"ReportAck lacks counterparts of \['words'\] in WordyAck"),
         (ShortAck, {}, r"ShortAck lacks counterparts of \['generation', 'sent_unix_s'\] in ReportAck"),
-        (TextAck, {}, "<class 'str'> does not fit orchestrrl.v1.ReportAck.sequence"),
+        (TextAck, {}, "<class 'str'> does not match orchestrrl.v1.ReportAck.sequence"),
     ],
 )
 def test_field_without_counterpart_raises_type_error(kind: type, specs: dict[str, Any], complaint: str) -> None:

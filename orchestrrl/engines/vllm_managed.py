@@ -68,7 +68,7 @@ class ManagedVllm:
     async def exchange(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = None
     ) -> tuple[int, str]:
-        """Return the status and the text of the answer. Raises Retryable, OutcomeUnknown, or Permanent if it is not
+        """Return the status and text of the answer. Raises Retryable, OutcomeUnknown, or Permanent if it is not
         HTTP."""
         data = b"" if body is None else json.dumps(body).encode()
         exchange = self.pool.exchange(path, data, method=method, alone=True)

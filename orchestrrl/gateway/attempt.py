@@ -91,8 +91,7 @@ class EngineAttempt:
         return loading(left.version, load.entry, left.entry, wait_s(move.order))
 
     async def run(self, request: GenerationRequest, on_chunk: Callable[[Chunk], None]) -> bool:
-        """Append chunks to the record until the answer ends; `on_chunk` receives each. Returns False if the engine
-        aborted the request.
+        """Append chunks to the record until the answer ends. `on_chunk` receives each. Returns False on an abort.
 
         Raises the engine's errors, and OutcomeUnknown if the stream ends without a finish_reason.
         """

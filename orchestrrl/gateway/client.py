@@ -36,7 +36,7 @@ class ClientPatience:
     probe_cap_s: float = 5.0  # ... up to this
     watch_s: float = 2.0  # interval between probes of a gateway that is up
     silent_probes: int = 3  # consecutive missed probes after which a gateway counts as down
-    nobody_s: float = 60.0  # the longest wait while neither the gateway nor an engine answers
+    unreachable_s: float = 60.0  # the longest wait while neither the gateway nor an engine answers
     restart_s: float = 10.0  # the longest wait for a gateway with a ledger to restart and resume a request
 
 
@@ -91,7 +91,7 @@ class GatewayClient:
         tag: str = "",
     ) -> dict[str, Any]:
         """Return the whole answer. Raises RequestRefused if the request is invalid, Retryable if neither the gateway
-        nor an engine answers for `nobody_s`."""
+        nor an engine answers for `unreachable_s`."""
         name = request_id or uuid.uuid4().hex
         headers = {"X-Request-Id": name} | ({"X-Group-Id": group} if group else {}) | ({"X-Tag": tag} if tag else {})
         body = {key: value for key, value in body.items() if key not in ("stream", "stream_options")}
@@ -101,7 +101,7 @@ class GatewayClient:
         while True:
             server = self._next_server(without_gateway=spurned)
             if server is None or failures > len(self._engines) + 1:
-                if waited_s >= self._patience.nobody_s:
+                if waited_s >= self._patience.unreachable_s:
                     raise Retryable(f"neither {self._gateway.url} nor any engine answers", delay_s)
                 await asyncio.sleep(delay_s)
                 waited_s, delay_s = waited_s + delay_s, min(self._patience.probe_cap_s, delay_s * 2)

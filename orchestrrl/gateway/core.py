@@ -132,7 +132,7 @@ class Gateway:
     def __init__(
         self, node: NodeId, fleet: EngineBackends, *, limits: RelayLimits, store: LedgerStore | None = None
     ) -> None:
-        """Create a gateway. `store` keeps answers beyond the life of this process."""
+        """Create a gateway. `store` keeps answers across restarts of the process; None disables that."""
         self.node = node
         self.url = ""
         self.fleet = fleet

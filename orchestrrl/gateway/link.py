@@ -1,5 +1,5 @@
-"""The gateway's connections to the daemon: receive routes and moves, and report every request. Pause barrier calls of
-clients are forwarded, since the daemon commands all gateways.
+"""The gateway's connections to the daemon. They receive routes and moves, and report every request. Pause barrier calls
+of clients are forwarded, since the daemon commands all gateways.
 
 Without the daemon, the gateway continues with its last routes. No request waits for this module.
 """

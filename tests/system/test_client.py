@@ -19,7 +19,7 @@ DEADLINE_S = 120.0
 ARGUMENTS = ("--speed", "10", "--tick-s", "0.005")
 # About 4 s each, so that they are running when a process is killed.
 BODY: dict[str, Any] = {"model": "simulated", "temperature": 0, "max_tokens": 2000, "ignore_eos": True}
-PATIENCE = ClientPatience(connect_s=2.0, probe_first_s=0.05, probe_cap_s=0.2, watch_s=0.1, nobody_s=20.0)
+PATIENCE = ClientPatience(connect_s=2.0, probe_first_s=0.05, probe_cap_s=0.2, watch_s=0.1, unreachable_s=20.0)
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +130,7 @@ async def test_invalid_request_is_rejected_without_retry(engines: list[LocalEngi
 
 
 async def test_client_raises_retryable_without_servers() -> None:
-    patience = ClientPatience(probe_first_s=0.01, probe_cap_s=0.02, nobody_s=0.2)
+    patience = ClientPatience(probe_first_s=0.01, probe_cap_s=0.02, unreachable_s=0.2)
     async with GatewayClient(f"http://127.0.0.1:{free_port()}", patience=patience) as client:
         with pytest.raises(Retryable):
             await client.complete({"prompt": "x"})

@@ -33,7 +33,8 @@ PREFILL_TOKENS = (256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 class ImportHandle(Protocol):
-    """The used part of `aiconfigurator_core.sdk.engine.EngineHandle`. Batches are per data-parallel rank."""
+    """The methods of `aiconfigurator_core.sdk.engine.EngineHandle` that are used. Batches are per data-parallel
+    rank."""
 
     def decode_step_latency(self, gen_tokens: int, isl: int, osl: int) -> float:
         """Return the milliseconds of the decode step for the last of `osl` tokens after a prompt of `isl` tokens."""

@@ -65,7 +65,7 @@ def ratio_errors(scored: Iterable[ScoredPrediction]) -> list[tuple[tuple[int, in
 
 
 def report(scored: Sequence[ScoredPrediction], unpredicted: Sequence[UnpredictedRow]) -> dict[str, Any]:
-    """Return the document that `orchestrrl profile score --json` prints. Errors are fractions; null without rows."""
+    """Return the document that `orchestrrl profile score --json` prints. Errors are fractions, or null without rows."""
     kinds = {
         "dense": [row for row in scored if not row.deployment.model.moe],
         "moe": [row for row in scored if row.deployment.model.moe],

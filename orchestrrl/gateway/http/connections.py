@@ -55,7 +55,7 @@ class HttpRequest:
 
     @cached_property
     def fields(self) -> Mapping[str, str]:
-        """The headers by lower-case name. The first header of each name wins."""
+        """The headers by lower-case name. Only the first header of each name is included."""
         return {name.lower(): value for name, value in reversed(self.headers)}
 
 

@@ -105,7 +105,7 @@ class TextAfterCut:
 
 
 async def text_after_cut(record: RequestRecord, backend: EngineBackend, fleet: EngineBackends) -> TextAfterCut | None:
-    """Return the splice for the text after the record's tokens; None if they end on a complete character."""
+    """Return the TextAfterCut for the record, or None if its tokens end on a complete character."""
     if record.text_complete or not record.generated_ids:
         return None
     window = [*(record.prompt_ids or ())[-WINDOW_TOKENS:], *record.generated_ids[-WINDOW_TOKENS:]][-WINDOW_TOKENS:]

@@ -16,7 +16,7 @@ from tests.orchestrrl.gateway.processes import free_port
 from tests.orchestrrl.integrations.fake_vllm import servers
 
 REPOSITORY = Path(__file__).parents[3]
-PATIENCE = ClientPatience(connect_s=2.0, probe_first_s=0.02, probe_cap_s=0.05, watch_s=0.05, nobody_s=0.2)
+PATIENCE = ClientPatience(connect_s=2.0, probe_first_s=0.02, probe_cap_s=0.05, watch_s=0.05, unreachable_s=0.2)
 WITHIN_S = 120.0
 
 

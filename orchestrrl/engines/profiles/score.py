@@ -1,7 +1,7 @@
 """Score predicted TPOT, and its ratios between TPs, against measured deployments.
 
-A planner chooses between configurations, so ratios matter. For rows that differ only in TP, the score includes the
-error of `predicted(tp a) / predicted(tp b)` against the measured ratio, in addition to the error of each prediction.
+A planner chooses between configurations, so ratios matter. The score therefore includes the error of each prediction,
+and, for rows that differ only in TP, the error of `predicted(tp a) / predicted(tp b)` against the measured ratio.
 
 Predictions come from the roofline (`roofline`) or from a profile measured on the engine (`score_measured`). In the
 second case, a profile fitted to the engine's rows with other prompt and output lengths predicts each row. It has a
@@ -51,8 +51,8 @@ def roofline(deployments: Sequence[MeasuredDeployment]) -> list[ScoredPrediction
 
 
 def ratio_errors(scored: Iterable[ScoredPrediction]) -> list[tuple[tuple[int, int], float]]:
-    """Return the TPs of every two deployments that differ only in TP, and the relative error of the predicted ratio of
-    TPOT at the smaller TP to TPOT at the larger."""
+    """Return the TPs and the error of each pair of deployments that differ only in TP. The error is the relative error
+    of the predicted ratio of TPOT at the smaller TP to TPOT at the larger."""
     groups: dict[object, list[ScoredPrediction]] = defaultdict(list)
     for row in sorted(scored, key=lambda row: row.deployment.tp):
         groups[row.deployment.but_for_tp()].append(row)

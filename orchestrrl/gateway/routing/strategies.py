@@ -78,8 +78,8 @@ def concurrency_cap(load: EngineLoad, mean_tokens: float) -> int:
 
 
 def scale(loads: Sequence[EngineLoad], context_tokens: int) -> tuple[float, float]:
-    """Return the mean context of a request in tokens, including the new one, and the median of the known seconds per
-    token, which is used for engines without a known rate."""
+    """Return the mean context of a request in tokens, including the new one, and the median seconds per token. The
+    median is used for engines without a known rate."""
     held, requests = context_tokens, 1
     known: list[float] = []
     for load in loads:
@@ -166,8 +166,8 @@ def round_robin(snapshot: RoutingSnapshot[L]) -> L:
 
 
 def prefix_affinity(snapshot: RoutingSnapshot[L]) -> L:
-    """Return the engine that the prefix ranks highest among those of `within`, so that requests that begin alike go to
-    the engine that has their prefix cached. Without a prefix, return the choice of `load_index`.
+    """Return the engine that the prefix ranks highest among those of `within`. Requests that begin alike thus go to the
+    engine that has their prefix cached. Without a prefix, return the choice of `load_index`.
 
     Engines are ranked for each prefix by rendezvous hashing (Thaler and Ravishankar, 1998). The ranking depends only on
     the ids, so it is the same in every gateway and after a restart. When an engine leaves, only its own prefixes move.

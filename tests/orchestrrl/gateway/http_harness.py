@@ -44,7 +44,7 @@ class UpstreamEngine:
 
     choice_fields: dict[str, Any] = field(default_factory=dict)
     answer_fields: dict[str, Any] = field(default_factory=dict)
-    placed: str = "each"  # every, last or whole
+    placed: str = "each"  # each, last or whole
     refuses: Callable[[dict[str, Any]], web.Response | None] = lambda body: None
     hold_after: int | None = None  # tokens of a stream before it waits for release; a whole answer waits at the start
     released: asyncio.Event = field(default_factory=asyncio.Event)

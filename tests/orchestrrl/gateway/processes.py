@@ -35,7 +35,8 @@ BLOCK = 100  # one block per process, since tests run in parallel
 
 @functools.cache
 def _block() -> tuple[socket.socket, Iterator[int]]:
-    """Return the first port of a block, which this process reserves for its lifetime, and a cycle of the others."""
+    """Reserve a block of ports for the lifetime of this process. Returns the socket on its first port and a cycle of
+    the other ports."""
     for first in PORTS[::BLOCK]:
         holder = socket.socket()
         try:

@@ -101,7 +101,7 @@ async def answers(port: int, pieces: list[bytes], *, one_by_one: bool = False) -
 
 
 async def _quiet(reading: "asyncio.Task[None]", found: list[tuple[int, bytes]], but_for: int | None = None) -> None:
-    """Wait until the connection has ended, no more answers arrive, or, if given, `more_than` answers have arrived."""
+    """Wait until the connection has ended, no further answers arrive, or more than `but_for` answers have arrived."""
     before, turns = len(found), 0
     while not reading.done() and turns < QUIET_TURNS and (but_for is None or len(found) <= but_for):
         await asyncio.sleep(TURN_S)

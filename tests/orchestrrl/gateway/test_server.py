@@ -38,7 +38,7 @@ class Harness:
     operator_url: str
 
     def at(self, path: str) -> str:
-        """Return the URL of the listener that serves the path."""
+        """Return the URL of the path at the listener that serves it."""
         return (self.operator_url if path.startswith("/orchestrrl/") else self.url) + path
 
     async def post(self, path: str, body: Any, url: str | None = None, **headers: str) -> tuple[int, Any]:

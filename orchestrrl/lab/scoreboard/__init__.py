@@ -1,2 +1,1 @@
-"""The scoreboard: every figure that the OrchestrRL paper reports, compared with its reproduction from first
-principles."""
+"""The scoreboard: the figures of the OrchestrRL paper, compared with their reproduction from first principles."""

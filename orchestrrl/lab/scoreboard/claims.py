@@ -70,8 +70,7 @@ class ScoreboardRow:
 
 @dataclass(frozen=True, slots=True)
 class Constant(Generic[Value]):
-    """A constant from which figures are made. `source` is a data sheet, a section of the paper, or a file of
-    measurements."""
+    """A constant of the figures. `source` is a data sheet, a section of the paper, or a file of measurements."""
 
     name: str
     value: Value

@@ -1,5 +1,4 @@
-"""Reproduce figures 17 and 18: scheduler and fabric together on 2,048 GPUs, and the fabric's effect on an engine
-change."""
+"""Reproduce figures 17 and 18: scheduler and fabric together, and the fabric's effect on an engine change."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace

@@ -58,8 +58,7 @@ def mean_errors(clients: Shares, requests: int, seeds: int) -> dict[str, float]:
 
 
 def drifting(clients: Shares, rng: np.random.Generator) -> Shares:
-    """Return the mixture of each step, [step, bin]. Each client's weight is log-normal and drifts to its reciprocal on
-    a path of its own."""
+    """Return the mixture of each step, [step, bin]. Each client's weight is log-normal and drifts to its reciprocal."""
     along, across = rng.normal(size=(2, len(clients)))
     angle = np.pi * np.arange(STEPS) / (STEPS - 1)
     weights = np.exp(np.outer(np.cos(angle), along) + np.outer(np.sin(angle), across))
@@ -69,8 +68,7 @@ def drifting(clients: Shares, rng: np.random.Generator) -> Shares:
 
 @cache
 def client_shares() -> tuple[Shares, str]:
-    """Return each client's distribution of output lengths [client, bin], mean over its windows, and a description of
-    the source."""
+    """Return each client's mean distribution of output lengths, [client, bin], and a description of the source."""
     if not HISTOGRAMS.exists():
         return _fitted_shares(), f"{len(FITTED)} fitted clients ({HISTOGRAMS.name} is missing)"
     windows: dict[tuple[int, int], Shares] = defaultdict(lambda: np.zeros(BINS))

@@ -1,5 +1,4 @@
-"""Reproduce figures 13 to 16: throughput of fabrics at several scales, times of stages, network costs, and throughput
-per dollar."""
+"""Reproduce figures 13 to 16: throughput of fabrics, times of stages, network costs, and throughput per dollar."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace

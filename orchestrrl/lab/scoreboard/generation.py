@@ -48,8 +48,7 @@ def on_testbed(
     requests: int = given.BATCH.value,
     **more: Any,
 ) -> FabricStages:
-    """Return a job on the paper's testbed with two steps; arms that forecast are measured in the second. `more` are
-    fields of Case."""
+    """Return a job on the paper's testbed with two steps; the second is measured. `more` are fields of Case."""
     gpus = MODELS[model]
     prompts = requests // given.SAMPLES.value
     case = Case(model, gpus, gpus, prompts, max_tokens, layouts, steps=2, **more)
@@ -247,8 +246,7 @@ def _left(stages: FabricStages, kind: EngineKind) -> list[int]:
 
 
 def _recompute_s(contexts: Sequence[int], kind: EngineKind, moves: MoveCosts) -> float:
-    """Return the seconds until the last engine has recomputed its requests, assigned largest first to the least loaded
-    engine."""
+    """Return the seconds until all requests are recomputed, assigned largest first to the least loaded engine."""
     tokens, rebuilt = np.array(sorted(contexts, reverse=True), np.float64), moves.rebuilt_tokens()
     seconds = (tokens if rebuilt is None else rebuilt.over(tokens)) / kind.profile.prefill_tokens_per_s
     loads_s = np.zeros(GPUS // kind.gpus)

@@ -158,8 +158,7 @@ LONGEST_FIRST = ("17", "13-moe", "9", "16", "additions", "10", "18", "13-dense",
 def make(
     figures: Sequence[ScoreboardPart], quick: bool, folder: Path, report: Report, *, processes: int | None = None
 ) -> list[Made]:
-    """Make the figures and return them in the given order. Raises Permanent if a process ends early; finished figures
-    are kept."""
+    """Make the figures and return them in order. Raises Permanent if a process dies; finished figures are kept."""
     code = code_digest()
     found = {figure.id: made for figure in figures if (made := read(folder, figure.id, quick, code)) is not None}
     missing = [figure.id for figure in figures if figure.id not in found]

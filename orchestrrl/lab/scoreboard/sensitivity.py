@@ -63,8 +63,7 @@ def _stage_s(stages: FabricStages) -> tuple[float, float]:
 
 
 def allocation(quick: bool) -> Iterator[ScoreboardRow]:
-    """Compare circuits by traffic with circuits even over all ToR pairs, as in a static fabric, and even over the
-    sending pairs."""
+    """Compare circuits by traffic with circuits even over all ToR pairs, and even over the sending pairs."""
     for model in MODELS:
         for tors, servers_per_tor in TORS.items():
             for kind, times_s in _by_allocation(model, servers_per_tor).items():
@@ -133,8 +132,7 @@ SYNC_FABRICS = ("fat_tree", "oversubscribed", "rfabric")
 
 
 def mixed_fleets(quick: bool) -> Iterator[ScoreboardRow]:
-    """Compare the solver's makespans of uniform and mixed fleets, with known lengths and including redeployments and
-    moves."""
+    """Compare the solver's makespans, with redeployments and moves, of uniform and mixed fleets with known lengths."""
     for gpus in MIXED_GPUS[quick]:
         problem = step(gpus, 1)
         mixed_s = solve(problem).makespan_s

@@ -74,8 +74,7 @@ def _kind(section: EngineConfiguration) -> EngineKind:
 
 
 def fleet_section(scenario: GenerationScenario, kinds: Mapping[ConfigurationId, EngineKind]) -> dict[str, object]:
-    """Return the section `fleet` of the daemon's configuration file for these engines. Engines of a profile are not
-    written out."""
+    """Return the section `fleet` of the daemon's configuration for these engines, except engines of a profile."""
     named = (ConfigurationId(configuration.id) for configuration in scenario.engines.configurations)
     written = [name for name in named if name in kinds]  # the others are unusable, see run.usable_kinds
     links = scenario.network
@@ -93,8 +92,7 @@ def fleet_section(scenario: GenerationScenario, kinds: Mapping[ConfigurationId, 
 
 
 def homogeneous(kind: EngineKind, gpus_count: int, per_node: int) -> dict[EngineId, tuple[GpuId, ...]]:
-    """Return the GPUs of each engine of a fleet with as many engines of one kind as fit, inside nodes or on whole
-    nodes."""
+    """Return the GPUs of as many engines of one kind as fit. Engines are inside nodes or on whole nodes."""
     size, nodes_gpus = kind.gpus, -(-kind.gpus // per_node) * per_node
     if size > per_node and size != nodes_gpus:
         return {}

@@ -1,5 +1,4 @@
-"""Run a scenario: every arm over every seed, with the same requests for all arms. Arms with the control plane run in a
-simulated world."""
+"""Run a scenario: every arm over every seed, with the same requests. OrchestrRL's arms run in a simulated world."""
 
 import asyncio
 import hashlib
@@ -313,8 +312,7 @@ class ScenarioOutcome:
 
 
 def chosen(names: Sequence[str], known: Sequence[str], option: str) -> list[str]:
-    """Return `names` without duplicates, or all of `known` if there are none. Raises ProblemFaults for unknown
-    names."""
+    """Return `names` without duplicates, or `known` if empty. Raises ProblemFaults for unknown names."""
     faults = [
         f"{option}[{i}]: must be one of {', '.join(known)}, got {name!r}"
         for i, name in enumerate(names)

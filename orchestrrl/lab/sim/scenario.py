@@ -214,8 +214,7 @@ class GenerationControlSection(ScenarioSection):
 
 
 class GatewaySection(ScenarioSection):
-    """The gateway's routing, for arms in which the gateway routes requests. `queue_depth` 0: no queue in the
-    gateway."""
+    """The gateway's routing, for arms that use it. `queue_depth` 0: requests do not wait in the gateway."""
 
     policy: Annotated[str, one_of(STRATEGIES)] = DEFAULT_POLICY
     queue_depth: Annotated[int, Field(ge=0)] = 0

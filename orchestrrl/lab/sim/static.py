@@ -98,8 +98,7 @@ def run_partial(
 def static_arm(
     scenario: GenerationScenario, kinds: Mapping[ConfigurationId, EngineKind], arm: str, steps: Mapping[int, Steps]
 ) -> dict[int, list[Ran]]:
-    """Return the steps of each seed under a static arm, with the configuration of each step. Raises ValueError for any
-    other arm."""
+    """Return the steps of each seed under a static arm, with their configurations. Raises ValueError for other arms."""
     every = list(kinds.values())
     match arm:
         case "verl_to":
@@ -337,8 +336,7 @@ class Ceiling:
 def ceiling(
     scenario: GenerationScenario, kinds: Sequence[EngineKind], steps: Sequence[Sequence[SimRequest]]
 ) -> Ceiling:
-    """Return the ceiling of all steps together: each configuration throughout, and the fastest configuration at each
-    output position."""
+    """Return the ceiling of all steps together: with one configuration, and with the fastest at each position."""
     instances = {kind.id: len(homogeneous(kind, scenario.gpus, scenario.gpus_per_node)) for kind in kinds}
     static_s, redeploying_s = dict.fromkeys(instances, 0.0), 0.0
     for requests in steps:
@@ -374,8 +372,7 @@ def position_s(profile: EngineProfile, instances: int, alive: Floats, kv_tokens:
 
 
 def _rounds_s(profile: EngineProfile, sequences: Floats, kv_tokens: Floats, room_tokens: int) -> Floats:
-    """Return the seconds of one token in as many rounds per engine as KV capacity and max_sequences require. Rounds may
-    be fractional."""
+    """Return the seconds of one token. KV capacity and max_sequences set the (fractional) number of rounds."""
     rounds = np.maximum(1.0, np.maximum(kv_tokens / room_tokens, sequences / profile.max_sequences))
     batch, held = sequences / rounds, kv_tokens / rounds
     spilled = np.maximum(0.0, held - profile.kv_capacity_tokens)
@@ -409,8 +406,7 @@ def lower_bound_s(shape: EngineShape, requests: Iterable[SimRequest]) -> float:
 
 
 def _placements(engines: int, requests: Sequence[SimRequest]) -> Iterator[list[list[SimRequest]]]:
-    """Yield candidate placements: longest first onto the least loaded engine, and the longest packed together with the
-    others spread."""
+    """Yield candidate placements: longest first onto the least loaded engine, or the longest packed together."""
     ordered = _longest_first(requests)
     loads, placement = [0] * engines, [list[SimRequest]() for _ in range(engines)]
     for request in ordered:

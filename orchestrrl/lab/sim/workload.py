@@ -50,8 +50,7 @@ class SimRequest:
 
 
 def requests_of_step(workload: WorkloadSection, seed: int, step: int) -> list[SimRequest]:
-    """Return the step's requests in order of submission, with a prompt's samples together. The result depends only on
-    the arguments."""
+    """Return the step's requests in order of submission, grouped by prompt. Deterministic in the arguments."""
     rng = np.random.default_rng((seed, step))
     prompts, samples = workload.prompts, workload.samples
     prompt_tokens, of_prompt = _drawn_prompts(workload, rng)
@@ -71,8 +70,7 @@ def requests_of_step(workload: WorkloadSection, seed: int, step: int) -> list[Si
 
 
 def redrawn(workload: WorkloadSection, seed: int, step: int, times: int) -> NDArray[np.int64]:
-    """Return alternative output lengths of the step's requests, drawn from the same distribution of each prompt,
-    [draw, request]."""
+    """Return alternative output lengths of the step's requests for the same prompts, [draw, request]."""
     _, of_prompt = _drawn_prompts(workload, np.random.default_rng((seed, step)))
     rng = np.random.default_rng((seed, step, times))
     shape = (workload.prompts, workload.samples)

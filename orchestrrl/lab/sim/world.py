@@ -218,8 +218,7 @@ class World:
         self.gateway.engine_died(engine)
 
     def _arrive(self, record: CountedRecord, engine: VirtualEngine, source: VirtualEngine | None) -> None:
-        """Deliver a request with its tokens to an engine. Its KV is transferred from `source` if that is faster than
-        recomputation."""
+        """Deliver a request's tokens to an engine, and its KV from `source` if that is faster than recomputation."""
         if source is not None and self.links.kv_transfer:
             passed, wish_gbps = self._path(source, engine)
             gbytes = record.context_tokens * self.kv_bytes_per_token / 1e9

@@ -249,8 +249,7 @@ def _around(groups: Groups, whole_bytes: Callable[[int], float], laps: int, serv
 
 
 def all_to_all(groups: Groups, bytes: float, servers: Servers) -> MessageTransfer:
-    """Return an all-to-all whose first hop is over NVLink to the GPU on the receiver's rail (PXN, NCCL's default since
-    2.12)."""
+    """Return an all-to-all. Its first hop is over NVLink to the receiver's rail (PXN, NCCL's default since 2.12)."""
     found = list(_several(groups, servers))
     flows = [pairs(shape).over(alike, bytes / shape.ranks) for shape, alike in found]
     across = any(shape.servers > 1 for shape, _ in found)

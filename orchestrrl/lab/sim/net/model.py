@@ -34,8 +34,7 @@ class LinkTier(StrEnum):
 
 @checked(frozen=True, slots=True)
 class Servers:
-    """The servers that a fabric connects. Defaults are those of section 7.2 of the OrchestrRL paper (arXiv
-    2601.01209)."""
+    """The servers of a fabric. Defaults are those of section 7.2 of the OrchestrRL paper (arXiv 2601.01209)."""
 
     count: Annotated[int, Field(ge=1)]
     gpus_per_server: Annotated[int, Field(ge=1)] = 8
@@ -155,8 +154,7 @@ class FlowRouter(Protocol):
     """A pure function from flows to routes: the same flows take the same routes."""
 
     def __call__(self, src: Ints, dst: Ints) -> FlowRoutes:
-        """Return the routes of flows between GPUs, whose src and dst differ. Raises ValueError if a flow has no
-        path."""
+        """Return the routes of flows between different GPUs. Raises ValueError if a flow has no path."""
         ...
 
 

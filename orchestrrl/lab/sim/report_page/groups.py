@@ -1,5 +1,4 @@
-"""Group results for a report: runs that differ only in their seed, labels for scenarios with equal names, and display
-names. Pure."""
+"""Group results for a report: merge seeds, and label scenarios with equal names and other names for display. Pure."""
 
 import json
 import re
@@ -166,8 +165,7 @@ _ALIKE = re.compile(r"^\d+ x (\S+)$")
 
 @dataclass(frozen=True, slots=True)
 class ArmGroup:
-    """The results of one arm on one fabric of one scenario. Charts show the first seed, numbers the median over
-    seeds."""
+    """The results of one arm, fabric and scenario. Charts show the first seed, numbers the median over seeds."""
 
     scenario: str  # display name, unique in the report
     fabric: str

@@ -82,8 +82,7 @@ class EnginesOnFabric:
         return {name: replace(kind, most=len(self.fleets[name])) for name, kind in usable_kinds(scenario).items()}
 
     def sent(self, tokens: Mapping[ConfigurationId, float]) -> TierBytes:
-        """Return the bytes by tier that engines exchange for `tokens`, the tokens generated or prefilled by each
-        configuration."""
+        """Return the bytes by tier that engines exchange for `tokens`, generated or prefilled by each configuration."""
         servers = self.fabric.servers
         for name in tokens:
             if name not in self._token_bytes:

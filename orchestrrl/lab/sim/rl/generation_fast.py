@@ -295,8 +295,7 @@ class _FastFleet:
                 self._move(self._live[move.request], move.to_engine, step, prefilled=self._kv_network is not None)
 
     def _carry_out(self, plan: Plan, step: FastStep, started_s: float) -> None:
-        """Carry out a plan. Removed engines stop at once. New engines serve once they have started and their KV has
-        arrived."""
+        """Carry out a plan. Removed engines stop at once; new ones serve after they have started and received KV."""
         new = [each for each in plan.instances if not each.kept]
         kept = {each.id for each in plan.instances if each.kept}
         moved = [

@@ -176,8 +176,7 @@ def token_flows(fleet: UniformFleet, model: Model, servers: Servers) -> GpuFlows
 
 
 def _all_reduces(fleet: UniformFleet, size: float, servers: Servers) -> list[GpuFlows]:
-    """Return the all-reduce flows of a token over its attention replica: rings inside servers, and between servers
-    along each rail."""
+    """Return a token's all-reduce flows over its attention replica: rings inside servers, and along rails."""
     tp, each = fleet.parallelism.tp, servers.gpus_per_server
     if tp == 1:
         return []

@@ -312,8 +312,7 @@ class _Line:
         return self.steps[bisect_left(self.needs.done, self.needs.taken[index + 1]) - 1]
 
     def _carry(self, begin_s: float) -> None:
-        """Schedule a sync while engines continue. The delay of a step that is already scheduled is charged to the next
-        step."""
+        """Schedule a sync while engines continue. The delay of a scheduled step is charged to the next one."""
         version = len(self.sync_end_s)
         beside = self._training_at(begin_s) + self._generation_at(begin_s, version)
         took = self._sync(version, begin_s, beside, self._row_of(version - 1))

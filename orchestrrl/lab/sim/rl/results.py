@@ -128,8 +128,7 @@ def parse(text: str) -> list[ClusterResult]:
 
 
 def complete(folder: Path, digests: Iterable[str]) -> set[str]:
-    """Return the digests whose file can be read and has all runs. `sim run` writes a file after each run, so that it
-    may be incomplete."""
+    """Return the digests whose file is readable and has all runs. `sim run` writes a file after each run."""
     found = set()
     for digest in digests:
         try:
@@ -226,6 +225,5 @@ def _ratio(ours: float, theirs: float) -> float:
 
 
 def pareto(points: Sequence[tuple[float, float]]) -> list[bool]:
-    """Return whether each (cost, worth) point is on the Pareto frontier: no other point is at least as good in both and
-    better in one."""
+    """Return whether each (cost, worth) is Pareto optimal: no other is as good in both and better in one."""
     return [not any(c <= cost and w >= worth and (c, w) != (cost, worth) for c, w in points) for cost, worth in points]

@@ -71,8 +71,7 @@ def _is_layout(name: str) -> str:
 
 
 class ClusterSection(ScenarioSection):
-    """The servers and GPUs. `shared`: the same GPUs alternate between training and generation, and gen_gpus is
-    absent."""
+    """The servers and GPUs. `shared`: the same GPUs train and generate alternately, and gen_gpus is absent."""
 
     train_gpus: Count
     gen_gpus: Count | None = None
@@ -290,8 +289,7 @@ class ClusterScenario(ScenarioSection):
         )
 
     def narrowed(self, fabrics: Sequence[str], arms: Sequence[str], seeds: Sequence[int]) -> "ClusterScenario":
-        """Return the scenario limited to these fabrics (by title), arms and seeds. Its digest equals that of a file
-        with this content."""
+        """Return the scenario with only these fabrics (by title), arms and seeds. Its digest is that of such a file."""
         by_title = {section.title: section for section in self.fabrics}
         return self.model_copy(
             update={
@@ -436,8 +434,7 @@ def _fault_faults(scenario: ClusterScenario) -> Iterable[str]:
 
 
 def _uplink_faults(scenario: ClusterScenario, fault: ClusterFaultSection) -> Iterable[str]:
-    """Yield the fabrics that lack a failed ToR or PoD. Each fabric is checked with a loss of 0 at the highest
-    number."""
+    """Yield the fabrics that lack a failed ToR or PoD, found by a loss of 0 at the highest number."""
     none_lost = {max(fault.of): 0.0}
     failures, parts = {
         FaultyPart.TOR_UPLINKS: (SimulatedFailures(tor_uplinks=none_lost), "ToRs"),

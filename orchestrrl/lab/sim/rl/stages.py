@@ -61,8 +61,7 @@ def fabric_for(
 
 
 def job_demand(scenario: ClusterScenario, plain: SimulatedFabric, constants: TrainConstants = MEGATRON) -> GpuFlows:
-    """Return the traffic of one step of the job. `plain` is the fabric built without a demand, for planning the
-    sync."""
+    """Return the traffic of one step of the job. `plain`, for planning the sync, is the fabric without a demand."""
     cluster, servers, tokens = scenario.cluster, scenario.servers, mean_tokens(scenario.generation.workload)
     job = scenario.train_job(scenario.loop.batch_samples or scenario.samples, tokens, constants=constants)
     parts = [
@@ -131,8 +130,7 @@ class FabricStages:
         return self._once(key, lambda: iteration(job, self.without(failed)))
 
     def training(self, failed: SimulatedFailures, job: TrainJob) -> TrainStage:
-        """Return the scenario's training step on the job's samples: passes for log-probabilities, then optimiser
-        steps."""
+        """Return a training step on the job's samples: log-probability passes, then optimiser steps."""
         recipe = self.scenario.training
 
         def make() -> TrainStage:
@@ -265,8 +263,7 @@ class ArmTimes:
 
 
 def _or_never(failed: SimulatedFailures, seconds: Callable[[], float]) -> float:
-    """Return `seconds()`, or inf if failures disconnect some of the GPUs. Raises ValueError if there are no
-    failures."""
+    """Return `seconds()`, or inf if failures disconnect GPUs. Raises ValueError if there are no failures."""
     try:
         return seconds()
     except ValueError:
@@ -276,8 +273,7 @@ def _or_never(failed: SimulatedFailures, seconds: Callable[[], float]) -> float:
 
 
 def lane_of(scenario: ClusterScenario, part: FaultyPart, number: int) -> FabricStage:
-    """Return the stage to which a fault is attributed: generation for its own NICs, servers and engines, otherwise
-    training."""
+    """Return the stage of a failed component: generation for its NICs, servers and engines, otherwise training."""
     cluster = scenario.cluster
     per = {
         FaultyPart.NIC: cluster.gpus_per_server // cluster.nics_per_server,

@@ -44,8 +44,7 @@ class SweepSection(ScenarioSection):
 
 @dataclass(frozen=True, slots=True)
 class SweepPoint:
-    """A point of the grid. `document` is its scenario with all defaults filled in, or None with the reason in
-    `fault`."""
+    """A point of the grid. `document` is its scenario with all defaults filled in; None if `fault` has an error."""
 
     values: Mapping[str, Any]
     document: Mapping[str, Any] | None

@@ -100,8 +100,7 @@ TOKEN_BYTES = 8.0 + 4.0  # a 64-bit id, as in tensors of token ids, and a 32-bit
 
 @dataclass(frozen=True, slots=True)
 class ResponseStream:
-    """The answers of a generation step on their way to the trainer. `seconds` is the network time if all were sent at
-    once."""
+    """The answers of a generation step, sent to the trainer. `seconds` is the network time if all were sent at once."""
 
     bytes: float
     seconds: float

@@ -177,8 +177,7 @@ class Beside:
 
     @classmethod
     def of(cls, stage: FabricStage, flows: GpuFlows, group: Ints, servers: Servers) -> "Beside":
-        """Build the traffic from flows between servers. Flows between the same two GPUs are merged, and get the group
-        of the first."""
+        """Build the traffic between servers. Flows between the same two GPUs are merged into the first one's group."""
         far = flows.cross(servers) & (flows.bytes > 0)
         merged, of = flows.only(far).merged()
         groups = np.zeros(len(merged), np.int64)
@@ -254,8 +253,7 @@ def sync_stage(
     *,
     beside: Sequence[Beside] = (),
 ) -> SyncStage:
-    """Simulate the sync to the engines of `fleet`. `beside` is concurrent traffic. Raises ValueError if a layout cannot
-    divide the model."""
+    """Simulate the sync to `fleet`, with concurrent traffic. Raises ValueError for an indivisible layout."""
     shards, site = shards_of(job, fleet, fabric.servers.gpus_per_server), site_of(fabric.network(None))
     sending = [each for each in beside if len(each.flows)]
     found = _courses(scheme, shards, site, _Ground(fabric, sending, bound_s(shards, site), site.pod))

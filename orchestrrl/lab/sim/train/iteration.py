@@ -58,8 +58,7 @@ def reduced(
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """Seconds to reduce all gradients of a rank and to gather its parameters on one network; infinite without a
-    path."""
+    """Seconds to reduce a rank's gradients and to gather its parameters on one network; infinite without a path."""
 
     reduce_s: float
     gather_s: float
@@ -136,8 +135,7 @@ def once_s(network: LinkNetwork, exchanges: Mapping[str, GroupCollective], kinds
 
 
 def gradients(network: LinkNetwork, exchanges: Mapping[str, GroupCollective]) -> Gradients:
-    """Return the gradient traffic on a network. Dense parameters and experts are sent one after the other, because both
-    use the same NICs."""
+    """Return the gradient traffic. Dense and expert parameters are sent in sequence: both use the same NICs."""
     try:
         each_s = once_s(network, exchanges, [kind for kind in exchanges if group_of(kind) == "dp"])
     except ValueError:  # circuits of another period may not connect all data-parallel ranks
@@ -204,8 +202,7 @@ def windows(found: tuple[CollectiveBoundary, ...]) -> tuple[OverlapWindow, ...]:
 
 
 def iteration(job: TrainJob, fabric: SimulatedFabric) -> TrainingIteration:
-    """Simulate an iteration on the fabric's networks in the job's periods. Raises ValueError if no path connects the
-    GPUs of a group."""
+    """Simulate an iteration on the networks of its periods. Raises ValueError if a group has no path."""
     given, kept, changed = on_fabric(job, fabric, traffic(job, fabric.servers))
     step_s = optimizer_s(job)
     taken, free = (shortest(given, kept, changed, step_s, each) for each in (fabric.reconfigures_s, 0.0))
@@ -230,8 +227,7 @@ def iteration(job: TrainJob, fabric: SimulatedFabric) -> TrainingIteration:
 
 
 def forward_s(job: TrainJob, fabric: SimulatedFabric) -> float:
-    """Return the seconds of the batch's forward passes alone, as for log-probabilities under the policy or a reference
-    model."""
+    """Return the seconds of the batch's forward passes alone, as needed for log-probabilities."""
     given, _, _ = on_fabric(job, fabric, traffic(job, fabric.servers))
     return run(forward_only(given.ops), given.stages, job.micro_batches).seconds
 

@@ -184,8 +184,7 @@ class OverlapWindow:
 
 @dataclass(frozen=True, slots=True)
 class TrainingIteration:
-    """The simulated training iteration. `parts_s` adds up to `seconds`: compute, bubble, and the exposed communication
-    of each group."""
+    """The simulated iteration. `parts_s` (compute, bubble, exposed communication by group) adds up to `seconds`."""
 
     seconds: float
     mfu: float

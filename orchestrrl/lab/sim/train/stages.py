@@ -221,8 +221,7 @@ class StageLoad:
     crossing: frozenset[str]
 
     def schedule(self, gather_s: float = 0.0) -> PipelineSchedule:
-        """Return the schedule. Each rank's parameters are gathered in `gather_s` from the beginning on, during the
-        first forward pass."""
+        """Return the schedule. Gathering all parameters takes `gather_s` and overlaps with the first forward pass."""
         if not gather_s:
             return run(self.ops, self.stages, self.job.micro_batches)
         layout = self.job.layout

@@ -139,8 +139,7 @@ def _down(members: Ints, given: float, servers: Servers, *, around: bool) -> Mes
 
 
 def periods(job: TrainJob, servers: Servers) -> tuple[Period, ...]:
-    """Return the periods of an iteration: forward and backward, then gradients (and parameters). Demand is that of a
-    whole iteration."""
+    """Return an iteration's periods, with all of its demand: forward and backward, then gradients and parameters."""
     return periods_of(job, traffic(job, servers))
 
 

@@ -1,5 +1,4 @@
-"""Tests of the simulated gateway against the real one with the same engines in virtual time: equal routes and
-tokens."""
+"""Tests of the simulated gateway against the real one: equal routes and tokens with the same virtual engines."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence

@@ -43,8 +43,7 @@ class Period:
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """The number of network components of each type. The NICs of the GPUs are included, because fabrics use different
-    numbers of NICs."""
+    """The number of network components of each type, including the NICs, whose number differs between fabrics."""
 
     transceivers: int = 0
     nics: int = 0

@@ -183,8 +183,7 @@ class CircuitLinks:
         light_s: Floats,
         first_node: int,
     ) -> "CircuitLinks":
-        """Add circuits to `wiring`. Arrays are [from, to]. A bundle of circuits is one link; zero bandwidth is no
-        link."""
+        """Add circuits to `wiring`. Arrays are [from, to]. A bundle of circuits is one link."""
         edges = DirectedLinks.of(bytes_per_s)
         tail, head = edges.tail, edges.head
         first = wiring.lay_each(

@@ -152,8 +152,7 @@ def fat_tree(
 def blocked_tree(
     servers: Servers, radix: int, servers_per_pod: int, servers_per_tor: int | None, ratio: float = 1.0
 ) -> ClosCabling:
-    """Return a tree with blocks of servers below ToRs that have `ratio` times as many ports down as up. Raises
-    ImpossibleSite."""
+    """Return a tree with blocks of servers below ToRs of the given port ratio, down to up. Raises ImpossibleSite."""
     down = int(radix * ratio / (1 + ratio) + 1e-9)
     refuse(*_too_many(servers, radix, down, servers_per_tor))
     return _cabled(servers, servers_per_tor or down // servers.nics_per_server, servers_per_pod, 1, ratio)

@@ -35,8 +35,7 @@ class Wiring:
         return first
 
     def network(self, servers: Servers, router: FlowRouter, name: str) -> LinkNetwork:
-        """Return the network. Its router calls `router`, and raises ValueError for a route over a link without
-        capacity."""
+        """Return the network. Its router raises ValueError for a route of `router` over a link without capacity."""
         capacity = np.concatenate(self._capacity)
 
         def passable(src: Ints, dst: Ints) -> FlowRoutes:
@@ -52,8 +51,7 @@ class Wiring:
 
 @dataclass(slots=True)
 class LinkRows:
-    """Collects the links of flows in path order. A flow may have several parallel legs, each with its share of the
-    bytes."""
+    """Collects the links of flows in path order. A flow may have several parallel legs, each with a share."""
 
     flow: Ints  # [leg], ascending
     share: Floats  # [leg]
@@ -139,8 +137,7 @@ class HostNetwork:
 
     @property
     def nodes(self) -> int:
-        """The number of nodes in servers: NICs, then one NVLink switch per server. Other nodes are numbered from
-        here."""
+        """The number of NICs and NVLink switches, which are the first nodes. Other nodes are numbered from here."""
         return self.servers.nics + self.servers.count
 
     @cached_property
@@ -166,8 +163,7 @@ class HostNetwork:
         return begin, np.array([nic for row in rows for nic in row], np.int64)
 
     def lay(self, wiring: Wiring, ports: Ints) -> int:
-        """Add the NVLink links, then each NIC's link up to the node `ports[nic]` and down from it. Return the number of
-        NIC 0's link up."""
+        """Add NVLink, and each NIC's links to and from the node `ports[nic]`. Return the number of NIC 0's link up."""
         nics = np.arange(self.servers.nics)
         self.lay_nvlink(wiring)
         capacity = np.where(self.nic_works, self.servers.nic_bytes_per_s, 0.0)
@@ -194,8 +190,7 @@ class HostNetwork:
                 raise ValueError(f"GPUs must be in 0..{self.servers.gpus - 1}, got {gpus.min()}..{gpus.max()}")
 
     def legs(self, src: Ints, dst: Ints, direct: Bools | None = None) -> Legs:
-        """Return the legs of flows. `direct` [flow]: flows over circuits of the server itself; their legs have no
-        NICs."""
+        """Return the legs of flows. Flows in `direct` [flow] use circuits between servers; their legs have no NICs."""
         self.check(src, dst)
         servers, flow = self.servers, np.arange(len(src))
         inside = self.server_of(src) == self.server_of(dst)
@@ -279,8 +274,7 @@ def left(lost: Shares, count: int) -> Floats:
 
 
 def sums_between(one: Ints, other: Ints, size: Floats, count: int) -> Floats:
-    """Return a `count` by `count` matrix [from, to] of the summed sizes of flows from `one` to `other` [flow], with a
-    zero diagonal."""
+    """Return the summed sizes of flows from `one` to `other`, as a matrix [from, to] with a zero diagonal."""
     sums = np.bincount(one * count + other, size, minlength=count**2).astype(np.float64).reshape(count, count)
     np.fill_diagonal(sums, 0.0)
     return sums

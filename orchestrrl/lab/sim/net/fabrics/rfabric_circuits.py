@@ -245,7 +245,7 @@ class RFabricCircuits:
 
     @cached_property
     def _apart(self) -> Bools:
-        """Whether two ToRs are in different PoDs, [tor, tor]."""
+        """True for two ToRs in different PoDs, [tor, tor]."""
         return np.asarray(self.pod_of[:, None] != self.pod_of, np.bool_)
 
     def _hops(self, cross_connects: frozenset[PortPair]) -> Ints:

@@ -77,8 +77,7 @@ def _strides(count: int, rings: int) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class TopoOpt(SimulatedFabric):
-    """A TopoOpt fabric, patched before the job begins. It has no ToRs or PoDs: failures of their uplinks have no
-    effect."""
+    """A TopoOpt fabric, patched before the job begins. Failures of ToR or PoD uplinks have no effect: it has none."""
 
     sends_to: Ints  # [nic of a server, server]
     name: str = field(default="topoopt", kw_only=True)

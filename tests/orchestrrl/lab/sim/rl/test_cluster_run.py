@@ -61,8 +61,7 @@ def test_synchronous_step_is_the_sum_of_its_stages(healthy: ClusterResult) -> No
 
 
 def test_idle_gpus_of_pods_are_noted() -> None:
-    """Engines have two servers, and six servers generate in PoDs of three. Only a tree lets a third engine span
-    PoDs."""
+    """Engines have two servers, and six servers generate in PoDs of three. Only in a tree may engines span PoDs."""
     results = run_cluster(
         scenario_of(
             document(

@@ -26,8 +26,7 @@ def home(first: int, parallelism: Parallelism) -> Place:
 def leaving(
     source: Place, *destinations: Place, tokens: tuple[int, ...], rates: tuple[float, ...] = (SLOW,)
 ) -> list[Leaving]:
-    """Return a request for each of `tokens`, with round-robin destinations. `rates` are the destinations' prefill
-    rates."""
+    """Return a request for each of `tokens`, with round-robin destinations and their prefill `rates`."""
     places = [number % len(destinations) for number in range(len(tokens))]
     return [
         Leaving(RequestId(f"r{number}"), source, destinations[place], rates[place % len(rates)], count)

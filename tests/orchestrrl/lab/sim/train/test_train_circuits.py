@@ -1,5 +1,4 @@
-"""Tests of circuits for gradients: changed if a window covers the change; otherwise the shorter of keeping and
-waiting."""
+"""Tests of circuits for gradients: they change if a window covers that; otherwise the shorter alternative is used."""
 
 import pytest
 from hypothesis import given, settings
@@ -40,8 +39,7 @@ def test_slow_circuit_change_is_not_made() -> None:
 
 
 def test_iteration_waits_for_circuits_if_gradients_have_no_path() -> None:
-    """The iteration waits twice: after the last message of the backward pass, less the compute after it, and before the
-    first message."""
+    """The iteration waits twice: after the last message of the backward pass and its compute, and before the first."""
     of = pipelined(2048)
     found, free = (iteration(of, for_gradients(FOUR, 1.0, each, apart=True)) for each in (0.5, 0.0))
     assert found.parts_s["circuits"] == pytest.approx(found.seconds - free.seconds)

@@ -44,8 +44,7 @@ def test_layer_keeps_activations_for_its_backward_pass() -> None:
 
 
 def test_pipeline_rank_holds_in_flight_micro_batches() -> None:
-    """The first rank keeps as many activations as all layers of one micro-batch; interleaved, (pp - 1) / (pp * vpp)
-    more."""
+    """The first rank keeps one micro-batch of all layers; interleaved, (pp - 1) / (pp * vpp) more."""
     alone, piped, interleaved = (job(layout) for layout in (TrainLayout(), TrainLayout(pp=4), TrainLayout(pp=4, vpp=2)))
     assert memory_of(alone).activation_bytes == 8 * layer_bytes(alone)
     assert memory_of(piped).activation_bytes == 8 * layer_bytes(piped)

@@ -112,7 +112,7 @@ def test_box_is_removed_when_its_owner_is_killed(tmp_path: Path) -> None:
 def test_missing_tools_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(enter, "SEARCHED", ())
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert "unshare, ip, tc, mount cannot be found" in enter.lacking()
+    assert "unshare, ip, tc, mount not found" in enter.lacking()
 
 
 def test_all_errors_are_reported_at_once(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def fabric_allocate(
 
     Reads one JSON problem: `link_gbps`; `endpoints` with their `ports`; `demand`, bytes from `src` to `dst` (entries
     for the same pair are added); `eligible`, null or the pairs `[a, b]` that may be joined; `failed_ports` of endpoints
-    (at most all ports of the endpoint count). Circuits are full duplex. The result serves at least as many pairs and
+    (a larger number means all its ports). Circuits are full duplex. The result serves at least as many pairs and
     bytes as Algorithm 3 of the paper, and its slowest pair is no slower. Changes nothing.
 
     Example:

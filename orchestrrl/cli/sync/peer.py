@@ -40,7 +40,7 @@ def peer(flags: Any) -> None:
 
     In an environment without OrchestrRL's dependencies, such as a trainer's or vLLM's, run `python -m
     orchestrrl.weights.peer.main` with the package on the path. It requires grpcio, protobuf, pydantic, aiohttp,
-    prometheus-client, numpy and xxhash, and torch for the transports gloo and nccl. The transport tcp needs no more.
+    prometheus-client, numpy and xxhash, and torch for the transports gloo and nccl (not for tcp).
 
     Example: `orchestrrl sync peer --id train0 --daemon 10.0.0.1:7070 --allow-remote --pod train0 --tor train0-tor0`
 

@@ -321,10 +321,9 @@ class CircuitRun(Description[CircuitStep]):
         self._now = await self.owners.read(self.operation.switch)
 
     async def _has_waited(self) -> bool:
-        """Wait for cross-connects that may still appear, and return whether that took time.
-
-        A device that does not report tuning may list only cross-connects that are in place. Raises DriverRetryable if
-        the wait would exceed RETRY_S."""
+        """Wait for cross-connects that may still appear, and return whether that took time. A device that does not
+        report tuning may list only cross-connects that are in place. Raises DriverRetryable if the wait would exceed
+        RETRY_S."""
         assert self._facts is not None
         if (await self._driver.capabilities()).tuned_state:
             return False

@@ -104,9 +104,8 @@ class CircuitExecutor:
         return CircuitOutcome("", switch, done=False, detail=detail, revision=reading.revision)
 
     async def confirm(self, switch: str) -> CircuitOutcome:
-        """Keep the change that is on trial on the switch; harmless if it was confirmed before.
-
-        Raises CircuitConflict if none is on trial, or it was undone; DriverError."""
+        """Keep the change that is on trial on the switch; harmless if it was confirmed before. Raises CircuitConflict
+        if none is on trial, or it was undone; DriverError."""
         async with self._turns[switch]:
             if switch not in self._trials:
                 last = self._last_trial.get(switch)

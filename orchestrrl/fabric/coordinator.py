@@ -110,11 +110,9 @@ class CircuitCoordinator:
     def announce(
         self, period: str, intent_json: str = "", within_s: float = 0.0, *, boundary: bool = False, job: str = ""
     ) -> AnnouncedPeriod:
-        """Queue a period that is about to begin. It supersedes the waiting period of its job.
-
-        `boundary`: the caller pauses until the period is over, so no window is needed; circuits of training still
-        change in windows. `job`: the job's name, if the intent has none. Raises ProblemFaults, and Permanent for a name
-        without an intent."""
+        """Queue a period that is about to begin. It supersedes the waiting period of its job. `boundary`: the caller
+        pauses until the period is over, so no window is needed; circuits of training still change in windows. `job`:
+        the job's name, if the intent has none. Raises ProblemFaults, and Permanent for a name without an intent."""
         faults = []
         if not 0 <= within_s <= MOST_S:
             faults.append(f"within_s: must be >= 0 and <= {MOST_S:.0f} (0: as configured), got {within_s}")

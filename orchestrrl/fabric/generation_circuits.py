@@ -101,7 +101,6 @@ class GenerationCircuits:
 
     async def after_sync(self, fleet: StartingFleet, until_s: float = inf) -> str:
         """Give engines their circuits back after a weight sync that used circuits of its own, before requests resume.
-
         Returns a summary, or "" if there was no such sync or a redeployment takes precedence. `until_s`: when requests
         resume in any case. A trainer that does not use the pause barrier must announce `generation` itself, because the
         daemon cannot see when its broadcast ends."""
@@ -118,9 +117,8 @@ class GenerationCircuits:
         return latest is not None and latest.over and latest.code == NO_BOUNDARY
 
     async def begin(self, fleet: StartingFleet) -> str:
-        """Bring up circuits for engines that run already, once no request is running, and return a summary.
-
-        Until then the existing circuits stay, and the list of periods shows it. A redeployment takes precedence."""
+        """Bring up circuits for engines that run already, once no request is running, and return a summary. Until then
+        the existing circuits stay, and the list of periods shows it. A redeployment takes precedence."""
         limit_s = self._clock.now_s() + REPORTED_WITHIN_S
         while not fleet.redeploying() and fleet.idle() is None and self._clock.now_s() < limit_s:
             await self._clock.sleep(LOOK_S)

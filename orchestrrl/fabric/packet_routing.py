@@ -106,10 +106,8 @@ class FabricRouting:
             self._lit = tuple(lit for lit in self._lit if not lit.goes_over(going))
 
     async def reroute(self, usable: Iterable[PortPair]) -> str:
-        """Route over all links that these cross-connects form, and return the remaining faults.
-
-        If a cross-connect disappears undrained and its switch does not answer, it still counts as up: the light on its
-        link decides."""
+        """Route over all links that these cross-connects form, and return the remaining faults. If a cross-connect
+        disappears undrained and its switch does not answer, it still counts as up: the light on its link decides."""
         async with self._turn:
             wanted = frozenset(usable)
             gone = self._over - wanted

@@ -19,10 +19,9 @@ def neighbours(site: Site, intent: Intent, others: Iterable[Intent]) -> frozense
 def unannounced(
     site: Site, intent: Intent, announced: Collection[str], traced: Mapping[str, Collection[str]]
 ) -> tuple[frozenset[str], frozenset[str]]:
-    """Return traced jobs that never announced their training, as two sets. `traced` maps a job to its hosts.
-
-    Jobs of the first set have hosts in PoDs whose circuits the intent may change. Other jobs are in the second set if a
-    host is not a server of the site, because their circuits are unknown."""
+    """Return traced jobs that never announced their training, as two sets. `traced` maps a job to its hosts. Jobs of
+    the first set have hosts in PoDs whose circuits the intent may change. Other jobs are in the second set if a host is
+    not a server of the site, because their circuits are unknown."""
     touched = _touched(site, intent)
     pod_of = {str(server.id): server.pod for server in site.servers}
     silent = {job: hosts for job, hosts in traced.items() if job != intent.job and job not in announced}

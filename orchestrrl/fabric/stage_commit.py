@@ -52,11 +52,9 @@ class StageFailed:
 
 @dataclass(frozen=True, slots=True)
 class StageOrder:
-    """An order to commit one stage.
-
-    `intent`: the intent that binds its period. `usable`: the site's circuits that are up before the stage. `others`:
-    jobs that send over the same PoDs and must pause too. `objection` is called last before anything is sent, then
-    `begins`. `waiting` receives the reason for waiting, each time it changes."""
+    """An order to commit one stage. `intent`: the intent that binds its period. `usable`: the site's circuits that are
+    up before the stage. `others`: jobs that send over the same PoDs and must pause too. `objection` is called last
+    before anything is sent, then `begins`. `waiting` receives the reason for waiting, each time it changes."""
 
     stage: TransitionStage
     intent: Intent

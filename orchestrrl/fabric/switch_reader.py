@@ -63,12 +63,10 @@ def site_pairs(
 
 @dataclass(frozen=True, slots=True)
 class SiteReading:
-    """The state of all switches at one instant.
-
-    `of_site`: the `cross_connects` that join two endpoints of the site. Other cross-connects are left alone and their
-    ports count as failed; so do the ports of `odd` ones, which are up in one direction only. `unread`: why a switch did
-    not answer; its circuits are unknown. `foreign`: the part of `of_site` that the daemon does not own. Foreign
-    circuits carry packets like others, and stay as they are."""
+    """The state of all switches at one instant. `of_site`: the `cross_connects` that join two endpoints of the site.
+    Other cross-connects are left alone and their ports count as failed; so do the ports of `odd` ones, which are up in
+    one direction only. `unread`: why a switch did not answer; its circuits are unknown. `foreign`: the part of
+    `of_site` that the daemon does not own. Foreign circuits carry packets like others, and stay as they are."""
 
     cross_connects: frozenset[PortPair] = frozenset()
     failures: FabricFailures = field(default_factory=FabricFailures)
@@ -98,9 +96,7 @@ class SwitchReader:
 
     async def scan(self) -> SiteReading:
         """Read all switches. One that does not answer in time counts as failed: nothing is planned on it, and its
-        circuits stay.
-
-        Later scans do not wait for it until it has answered or its driver has raised an error."""
+        circuits stay. Later scans do not wait for it until it has answered or its driver has raised an error."""
         self._silent = {switch: reads for switch, reads in self._silent.items() if not reads.done()}
         reads = {
             switch.id: asyncio.ensure_future(self._read_switch(switch.id))

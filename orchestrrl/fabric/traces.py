@@ -227,10 +227,9 @@ def recorded_jobs(rings: Path = DEFAULT_DIRECTORY) -> dict[str, tuple[int, ...]]
 
 
 def read_rings(rings: Path, job: str) -> RingTrace:
-    """Read the events of a job. Raises Permanent if it has no ring in the folder.
-
-    Times are seconds since the Unix epoch, so traces of several hosts agree as far as their clocks do. If a rank was
-    restarted, only its newest process counts."""
+    """Read the events of a job. Raises Permanent if it has no ring in the folder. Times are seconds since the Unix
+    epoch, so traces of several hosts agree as far as their clocks do. If a rank was restarted, only its newest process
+    counts."""
     ahead_s = time.time() - time.monotonic()
     newest: dict[int, tuple[int, list[RingEvent], int]] = {}
     for path in list_rings(rings):

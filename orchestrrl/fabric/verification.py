@@ -30,10 +30,8 @@ LISTED = 6
 
 @dataclass(frozen=True, slots=True)
 class VerificationReport:
-    """The result of a verification.
-
-    `fibres`: how many fibres are proven to be plugged in as the site describes, out of `fibres_of_site` (lanes
-    included). `not_seen`: why the others are unproven."""
+    """The result of a verification. `fibres`: how many fibres are proven to be plugged in as the site describes, out of
+    `fibres_of_site` (lanes included). `not_seen`: why the others are unproven."""
 
     faults: tuple[CablingFault, ...]
     circuits: int

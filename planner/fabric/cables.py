@@ -98,10 +98,8 @@ def _strangers(ends: _Ends, seen: ObservedCables, explained: set[Interface]) -> 
 
 
 def walk(interfaces: Mapping[Port, Interface], free: Iterable[Port]) -> tuple[PortPair, ...]:
-    """Return cross-connects to light one after the other: on each switch a ring of the free fibres.
-
-    Each fibre is lit with two others, of other ToRs if possible. Two swapped cables are only detected if each is lit
-    with a third."""
+    """Return cross-connects to light one after the other: on each switch a ring of the free fibres. Each fibre is lit
+    with two others, of other ToRs if possible. Two swapped cables are only detected if each is lit with a third."""
     by_switch: dict[OcsId, dict[EndpointId, list[Port]]] = {}
     for port in sorted(free):
         if port in interfaces:

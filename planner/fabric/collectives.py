@@ -68,10 +68,9 @@ def transfers_of(traffic: Traffic) -> Iterator[RankTransfers]:
 
 
 def double_tree(size: int) -> tuple[Ints, Ints]:
-    """Return children and their parents in both trees, by position in the group.
-
-    One is a binary tree in which every second rank is a leaf. The other is its mirror image (shifted by one if `size`
-    is odd), so that a leaf of one tree is inside the other."""
+    """Return children and their parents in both trees, by position in the group. One is a binary tree in which every
+    second rank is a leaf. The other is its mirror image (shifted by one if `size` is odd), so that a leaf of one tree
+    is inside the other."""
     ranks = np.arange(1, size, dtype=np.int64)
     lowest_bit = ranks & -ranks
     above = (ranks ^ lowest_bit) | (lowest_bit << 1)

@@ -68,7 +68,6 @@ def spend(demanded: Demanded, served: Iterable[int]) -> dict[int, int]:
 
 def evenly(demanded: Demanded) -> list[int]:
     """Return the pairs served if, of those without a circuit, a pair with less used endpoints goes before a larger one.
-
     This is the utilisation tie-break of appendix D: hot endpoints do not take the ports that others depend on.
     Utilisation is measured in `LEVELS` steps."""
     used = [0] * len(demanded.ports)

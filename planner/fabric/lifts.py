@@ -3,7 +3,7 @@
 No packet switch lies between two ToRs that a core circuit connects, so its two lanes are chosen together: for the pair
 of ToRs with the most bytes per circuit. A lift is the cross-connect between a lane and a ToR. ToRs stay within the
 allocator's counts while that serves a pair; then pairs whose ports allow it are served, and finally any ToRs. The slice
-for responses has the same circuits in every stage, whatever is announced."""
+for responses has the same circuits in every stage and period."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -36,9 +36,8 @@ def evened_out(
     placed: PlacedCircuits, lanes: Mapping[EndpointId, Iterable[Lane]], rooms: Mapping[EndpointId, AggRoom]
 ) -> tuple[PortPair, ...]:
     """Move new circuits to the core lanes whose far ends have the most free ToR ports; their counts per core switch
-    stay.
-
-    Two ToRs can only be connected on a switch where both have a port, so lifts must not exhaust one switch of a PoD."""
+    stay. Two ToRs can only be connected on a switch where both have a port, so lifts must not exhaust one switch of a
+    PoD."""
     kept = frozenset(placed.kept)
     taken = {port for each in kept for port in each.sides}
     left = {switch: count for room in rooms.values() for switch, count in room.ports_on().items()}
@@ -84,10 +83,9 @@ def lift_all(
     between: Mapping[Pair, Mapping[Tors, float]],
     most: Mapping[Tors, int],
 ) -> Lifted:
-    """Connect the lanes of core circuits to ToRs, using ports of the rooms.
-
-    `budget`: planned lifts per ToR and switch. `between`: bytes between ToRs, the smaller PoD's ToR first. `most`: the
-    maximum of circuits for these pairs; other pairs are not limited."""
+    """Connect the lanes of core circuits to ToRs, using ports of the rooms. `budget`: planned lifts per ToR and switch.
+    `between`: bytes between ToRs, the smaller PoD's ToR first. `most`: the maximum of circuits for these pairs; other
+    pairs are not limited."""
     work = _Lifting(rooms, dict(budget), between, most)
     todo = []
     for core in sorted(cross_connects):

@@ -39,10 +39,8 @@ def materialize(
     template: StageTemplate | None = None,
     bridges: frozenset[Pair] = frozenset(),
 ) -> FabricPlan | Hold:
-    """Return the plan of an intent, or a Hold: `nobody_placed` or `infeasible`.
-
-    `template` None uses that of the intent's stage. `bridges` are pairs of ToRs that get a circuit even without
-    traffic; their PoDs count as touched."""
+    """Return the plan of an intent, or a Hold: `nobody_placed` or `infeasible`. `template` None uses that of the
+    intent's stage. `bridges` are pairs of ToRs that get a circuit even without traffic; their PoDs count as touched."""
     template = template or TEMPLATES[intent.stage]
     flows = flows_of(intent, site, state.failures)
     pods = flows.pods | {site.pod_of[tor] for pair in bridges for tor in pair}

@@ -119,11 +119,9 @@ class TorRouter:
 
 @dataclass(frozen=True, slots=True)
 class RoutingDomain:
-    """All routers that are rerouted.
-
-    Addresses and prefixes are unique; `orchestrrl/fabric/config_checks.py` checks this. `packet_hops` is the cost of
-    the packet side, in circuits; None makes it more expensive than any path over circuits, so that it is used only
-    without one."""
+    """All routers that are rerouted. Addresses and prefixes are unique; `orchestrrl/fabric/config_checks.py` checks
+    this. `packet_hops` is the cost of the packet side, in circuits; None makes it more expensive than any path over
+    circuits, so that it is used only without one."""
 
     routers: Mapping[EndpointId, TorRouter]
     packet_hops: int | None = None
@@ -182,10 +180,9 @@ class ReroutingPlan:
 
 
 def reroute(domain: RoutingDomain, links: Collection[RoutedLink]) -> ReroutingPlan:
-    """Compute routes over these links.
-
-    A router with several nearest neighbours splits its packets by the number of circuits that continue over each: at
-    most the fewest circuits on that path, counted as if the path served this router alone."""
+    """Compute routes over these links. A router with several nearest neighbours splits its packets by the number of
+    circuits that continue over each: at most the fewest circuits on that path, counted as if the path served this
+    router alone."""
     _check_links(domain, links)
     neighbours = _neighbours(domain, links)
     routes: dict[EndpointId, list[PacketRoute]] = {name: [] for name in domain.routers}

@@ -161,10 +161,9 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
 
 @dataclass(slots=True)
 class RepetitionFinder:
-    """Detects iterations by their repetition.
-
-    A repetition that breaks after r collectives, before it has occurred more often than layers do, may have been a loop
-    inside an iteration; nothing is trusted until a repetition has held for longer than r."""
+    """Detects iterations by their repetition. A repetition that breaks after r collectives, before it has occurred more
+    often than layers do, may have been a loop inside an iteration; nothing is trusted until a repetition has held for
+    longer than r."""
 
     sequence: KnownSequence | None = None
     depth: int | None = None  # None: the position is uncertain
@@ -280,9 +279,8 @@ class RepetitionFinder:
 
 def repetition(ids: Sequence[int]) -> tuple[int, int]:
     """Return the period with which `ids` ends, and how many of its last elements repeat with it: the longest such run,
-    of at least two periods; (0, 0) if there is none.
-
-    Linear time: the failure function of Knuth, Morris and Pratt, read from the end."""
+    of at least two periods; (0, 0) if there is none. Linear time: the failure function of Knuth, Morris and Pratt, read
+    from the end."""
     backwards = ids[::-1]
     border = [0] * len(backwards)
     best, matched = (0, 0), 0

@@ -3,7 +3,7 @@
 For given pairs, one circuit each and the next always to the slowest is optimal: while that pair is slower than the best
 time, it has fewer circuits than it needs for that time, and the others at its ends have no more than they need, so a
 port is free. Algorithm 3 can thus only be beaten by serving other pairs. Its own choice is greedy: the largest first,
-whatever they exclude. This module improves that choice, under the limit of its slowest pair and under lower limits.
+regardless of other pairs. This module improves that choice, under the limit of its slowest pair and lower ones.
 
 Under a limit of bytes per circuit a pair needs a fixed number of ports at both ends, and better choices are found along
 chains as in matching. A chain inserts a pair; at each end without enough ports it removes a pair, inserts another at

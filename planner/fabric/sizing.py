@@ -88,10 +88,9 @@ def size_with(
     *,
     by_tors: bool,
 ) -> CircuitSizes:
-    """Choose circuit counts, by the traffic of pairs of ToRs (`by_tors`) or of pairs of PoDs.
-
-    `lanes` of each PoD and `ports` of its ToRs may be used. Each pair of `bridges` that fits gets one circuit first,
-    and more only for traffic."""
+    """Choose circuit counts, by the traffic of pairs of ToRs (`by_tors`) or of pairs of PoDs. `lanes` of each PoD and
+    `ports` of its ToRs may be used. Each pair of `bridges` that fits gets one circuit first, and more only for
+    traffic."""
     left, lanes_left = {pod: dict(of_pod) for pod, of_pod in ports.items()}, dict(lanes)
     laid = []
     for pair in sorted(bridges):
@@ -201,10 +200,9 @@ def _incident(circuits: Mapping[Pair, int]) -> Counter[EndpointId]:
 
 
 def spread(link_gbps: float, ports: Mapping[EndpointId, int], up: Mapping[Pair, int]) -> Mapping[Pair, int]:
-    """Spread spare ports evenly over all pairs of endpoints.
-
-    If there are fewer ports than pairs, pairs at a few distances on a circle of the endpoints come first, near and far,
-    so that every endpoint is few hops away. Among equal pairs, existing circuits come first."""
+    """Spread spare ports evenly over all pairs of endpoints. If there are fewer ports than pairs, pairs at a few
+    distances on a circle of the endpoints come first, near and far, so that every endpoint is few hops away. Among
+    equal pairs, existing circuits come first."""
     ends = sorted(end for end, count in ports.items() if count)
     if len(ends) < 2:
         return {}
@@ -271,7 +269,6 @@ def _in_turn(
     pairs: Iterable[Pair], sent_bytes: Mapping[Pair, float], pod_of: Mapping[EndpointId, EndpointId]
 ) -> list[Pair]:
     """Sort pairs by bytes; among equals, round-robin over ToRs, so that pairs without room are not all of one ToR.
-
     Within a ToR, pairs to the same position in other PoDs come first, then one position on, and so on."""
     pairs = list(pairs)
     turn = _turns({tor for pair in pairs for tor in pair}, pod_of)

@@ -207,11 +207,10 @@ class SlackLearner:
         return RemainingQuiet(predicted.position, predicted.opened_s, until_s, predicted.samples, predicted.risk)
 
     def _grade(self, at_s: float) -> None:
-        """Adapt predictions to how the last one held.
-
-        If predictions are broken more often than allowed, for example while windows shrink, later ones are more
-        cautious (adaptive conformal inference, Gibbs and Candes, 2021), but never bolder than requested. A window that
-        was cut short, for example in an iteration of few tokens, also shortens the next predictions in proportion."""
+        """Adapt predictions to how the last one held. If predictions are broken more often than allowed, for example
+        while windows shrink, later ones are more cautious (adaptive conformal inference, Gibbs and Candes, 2021), but
+        never bolder than requested. A window that was cut short, for example in an iteration of few tokens, also
+        shortens the next predictions in proportion."""
         if self._request is None:
             return
         request, self._request = self._request, None

@@ -187,11 +187,9 @@ class CommitTimes:
         self._unfit.pop(took.switch, None)
 
     def unfit(self, switches: Iterable[OcsId]) -> None:
-        """Record that no window was as long as these switches need.
-
-        Only a commit measures the time, so a single slow measurement could prevent all later commits. With few
-        measurements the expectation therefore shrinks each time, but never below the fastest measurement or the
-        unmeasured default."""
+        """Record that no window was as long as these switches need. Only a commit measures the time, so a single slow
+        measurement could prevent all later commits. With few measurements the expectation therefore shrinks each time,
+        but never below the fastest measurement or the unmeasured default."""
         self._unfit.update(set(switches))
 
     def samples(self, switch: OcsId) -> int:

@@ -24,10 +24,8 @@ class LocalShard:
 
 @dataclass(frozen=True, slots=True)
 class EngineLayout:
-    """The layout of one vLLM engine. Rank is (dp * PP + stage) * TP + tp.
-
-    Experts are divided over all DP x TP ranks of a stage: whole experts with `has_expert_parallel`, otherwise the
-    inside of each."""
+    """The layout of one vLLM engine. Rank is (dp * PP + stage) * TP + tp. Experts are divided over all DP x TP ranks of
+    a stage: whole experts with `has_expert_parallel`, otherwise the inside of each."""
 
     endpoints: tuple[int, ...]  # [rank]
     tp: int = 1
@@ -63,10 +61,8 @@ class EngineLayout:
 @dataclass(frozen=True, slots=True)
 class TrainerLayout:
     """The layout of a Megatron trainer. Rank is (stage * replicas + replica) * TP + tp; context parallelism counts
-    among the replicas.
-
-    Experts have their own grid inside a stage: (replica * EP + ep) * expert_tp + tp. Fused parameters are in Megatron's
-    order: q, k and v of one KV group after another; gate and up of each rank together."""
+    among the replicas. Experts have their own grid inside a stage: (replica * EP + ep) * expert_tp + tp. Fused
+    parameters are in Megatron's order: q, k and v of one KV group after another; gate and up of each rank together."""
 
     endpoints: tuple[int, ...]  # [rank]
     tp: int = 1

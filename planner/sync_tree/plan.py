@@ -84,7 +84,7 @@ def _only(problem: SyncProblem, above: float, most: float) -> SyncProblem:
 
 
 def _in_trees(problem: SyncProblem, most_work: int, cost_s: Cost, *, needs_one: bool = True) -> Waves:
-    """Return the best of the strategies within the work limit. `needs_one`: try at least one, whatever its work."""
+    """Return the best of the strategies within the work limit. `needs_one`: try one regardless of its work."""
     tried = (tuple(waves(problem, style)) for style in _styles(problem, most_work, needs_one))
     return min(tried, key=cost_s, default=())
 

@@ -1,8 +1,7 @@
 """Derive the minimal set of shards between the trainer's layout and the engines', and the byte order in each. Pure.
 
 All elements with the same holders and the same receivers form one shard, across parameters. Senders and receivers read
-a shard as its slices in sequence, each a box in row-major order; `layout.LocalShard` describes their place on each
-side."""
+a shard as its slices in sequence, each a box in row-major order; `LocalShard` describes their place on either side."""
 
 import itertools
 import math
@@ -59,10 +58,8 @@ def reshard_boxes(
     needing: Mapping[int, Mapping[str, Sequence[Box]]],
 ) -> tuple[ReshardedVersion, ...]:
     """Return the shards for given boxes. `tensors`: shape and bytes per element; `having` and `needing`: the boxes of
-    each endpoint.
-
-    It is fast if equal endpoints share one mapping object. Raises ValueError if an endpoint needs elements that no
-    endpoint has."""
+    each endpoint. It is fast if equal endpoints share one mapping object. Raises ValueError if an endpoint needs
+    elements that no endpoint has."""
     groups = _alike(having), _alike(needing)
     parts: _Parts = {}
     known: dict[tuple[object, ...], list[_Cell]] = {}

@@ -197,10 +197,9 @@ class _Rounds:
             order = again
 
     def _cross(self, budget: _Budget, group: _Group, least_bytes: int) -> _Piece | None:
-        """Send one piece into the group's pod and return it, or None.
-
-        Preferred sources are pods that do not need the piece, and preferred pieces those that no other pod has yet. A
-        pod that also needs the piece comes last, as this uses two of the circuits by which pods receive."""
+        """Send one piece into the group's pod and return it, or None. Preferred sources are pods that do not need the
+        piece, and preferred pieces those that no other pod has yet. A pod that also needs the piece comes last, as this
+        uses two of the circuits by which pods receive."""
         best: tuple[int, _Piece, int, int] | None = None
         seeds: dict[int, int | None] = {}  # [bytes]
         least = 2 if not budget.circuits[self._roots].any() else 0 if self._unseen else 1  # lowest possible rank

@@ -159,10 +159,9 @@ def _divided(
 
 
 def _kv_heads(name: str, shape: tuple[int, ...], shapes: Shapes) -> int:
-    """Return the number of KV heads, or 0 if unknown.
-
-    It follows from the norm of one head. With as many KV heads as query heads, the rows suffice, because TP divides
-    those. An unknown number could be below the number of ranks, in which case heads are copied."""
+    """Return the number of KV heads, or 0 if unknown. It follows from the norm of one head. With as many KV heads as
+    query heads, the rows suffice, because TP divides those. An unknown number could be below the number of ranks, in
+    which case heads are copied."""
     before = name[: name.rindex(".self_attn.") + len(".self_attn.")]
     norm = shapes.get(f"{before}k_norm.weight")
     if norm is not None and len(norm) == 1 and shape[0] % norm[0] == 0:

@@ -14,11 +14,9 @@ from planner.fabric.route_plan import NextHop, RouteChange, RouteTable
 
 @dataclass(frozen=True, slots=True)
 class RouterCapabilities:
-    """The features and limits of a router.
-
-    `max_weight` 1: all next hops of a route get equal shares. `link_events`: the router reports interface changes;
-    otherwise it is polled. `installs_later`: it accepts a change before it forwards by it, so a read may have to be
-    repeated."""
+    """The features and limits of a router. `max_weight` 1: all next hops of a route get equal shares. `link_events`:
+    the router reports interface changes; otherwise it is polled. `installs_later`: it accepts a change before it
+    forwards by it, so a read may have to be repeated."""
 
     max_next_hops: int
     max_weight: int

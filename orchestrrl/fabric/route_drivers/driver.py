@@ -58,10 +58,8 @@ class CommandOptions(RouterOptions):
 
 class RouterDriver(FromOptions):
     """The driver of one router. Construction opens no connection, and raises ProblemFaults with every fault of the
-    options.
-
-    Calls may be concurrent: writers are serialised, and every command and wait is bounded in time. Reading raises
-    Retryable if the router is unreachable."""
+    options. Calls may be concurrent: writers are serialised, and every command and wait is bounded in time. Reading
+    raises Retryable if the router is unreachable."""
 
     def __init__(self, router: str, *, clock: Clock | None = None, **given: Any) -> None:
         try:
@@ -83,10 +81,8 @@ class RouterDriver(FromOptions):
 
     async def apply(self, changes: Sequence[RouteChange]) -> AppliedRoutes:
         """Send the changes that are not in place, then read back. A route is replaced in one step, so that one always
-        exists.
-
-        Raises Permanent, before anything is sent, for routes that exceed the router's limits and for a foreign prefix;
-        Retryable if the router is unreachable; OutcomeUnknown if it could not be read afterwards."""
+        exists. Raises Permanent, before anything is sent, for routes that exceed the router's limits and for a foreign
+        prefix; Retryable if the router is unreachable; OutcomeUnknown if it could not be read afterwards."""
         self._check(changes)
         async with self._writing():
             before = await self._read_routes()

@@ -1,7 +1,7 @@
 """The driver `frr`: static routes of a router that runs FRRouting (zebra and staticd), changed by `vtysh -c`.
 
 The driver owns the static routes of the default VRF that bear its tag; a route is in place once zebra has installed all
-of it. A prefix with an untagged static route is foreign, whatever its distance: staticd keeps one line per next hop, so
+of it. A prefix with an untagged static route is foreign at any distance: staticd keeps one line per next hop, so
 the driver's lines would replace foreign ones. The next hops of a route change one by one, new ones before old ones, and
 zebra replaces the kernel's route each time, so that a route always exists. In between, a packet may follow either;
 neither loops, because new routes wait for those further along (see `planner/fabric/route_plan.py`). staticd has no

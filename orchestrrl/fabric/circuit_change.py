@@ -119,7 +119,7 @@ class CircuitRun(Description[CircuitStep]):
         self.carry_out = self._run.carry_out
 
     async def resume(self) -> None:
-        """Bring a change that is open, or on trial, to its end. Raises DriverError if it stays open."""
+        """Complete a change that is open or on trial. Raises DriverError if it stays open."""
         self._may_be_begun, self._attempts, self._sent, self.refusal = True, 0, "", None
         if self._undone is None:
             self._result = None

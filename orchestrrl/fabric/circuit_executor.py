@@ -265,7 +265,7 @@ class CircuitExecutor:
         return len(self._open)
 
     async def settle(self) -> None:
-        """Bring every open change whose switch can be read to an end; the others stay open."""
+        """Complete every open change whose switch can be read; the others stay open."""
         self._forget_unwanted()
         switches = {*(operation.switch for operation in self.open), *self._trials}
         await asyncio.gather(*(self._try_to_settle(switch) for switch in switches))

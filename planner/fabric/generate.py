@@ -194,7 +194,7 @@ def regular_site(shape: SiteShape) -> Site:
 
 
 def _agg_fibres(shape: SiteShape) -> Counter[int]:
-    """Return how many endpoints of a PoD have how many fibres."""
+    """Return the number of endpoints of a PoD by their number of fibres."""
     return Counter({shape.tor_fibres: shape.blocks * shape.rail_count}) + Counter({shape.uplink_lanes: shape.uplinks})
 
 

@@ -186,7 +186,7 @@ class SlackLearner:
             place[1].lengths_s.lower(self._levels.get(q, q))
 
     def remaining(self, now_s: float, q: float) -> RemainingQuiet | Hold:
-        """Return until when it stays quiet, except with probability `q`, given that it has lasted until now."""
+        """Return the time until which it stays quiet, except with probability `q`, given that it is quiet until now."""
         if self._flying:
             first = next(iter(self._flying.values()))
             return Hold(TRAFFIC, f"rank {self.rank}: {len(self._flying)} in flight, the oldest {first.op}")

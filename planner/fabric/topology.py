@@ -30,7 +30,7 @@ class Tier(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SwitchModel:
-    """A model of optical switch: its reconfiguration time and number of ports. Table 2 of the paper."""
+    """An optical switch model: its reconfiguration time and number of ports. Table 2 of the paper."""
 
     name: str
     reconfiguration_s: float

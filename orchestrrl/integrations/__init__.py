@@ -1,1 +1,2 @@
-"""What puts a trainer's generation on OrchestrRL: one thin file per framework, for the trainer's own environment."""
+"""Adapters that run a trainer's generation on OrchestrRL: one thin file per framework, for the trainer's
+environment."""

@@ -1,12 +1,12 @@
-"""TRL's GRPO trainer on OrchestrRL: completions through the gateway, and the new weights into the vLLM servers.
+"""Run TRL's GRPO trainer on OrchestrRL: completions go through the gateway, and new weights go into the vLLM servers.
 
     sync = WeightsClient("127.0.0.1:7070", peer="train0")
     rollout = GatewayRollout("http://127.0.0.1:8000", engine_urls=urls, sync=sync)
     GRPOTrainer(model, reward_funcs=..., args=GRPOConfig(...), train_dataset=..., rollout_func=rollout).train()
 
-It runs in the trainer's environment, where it needs aiohttp and pydantic beside TRL; trl and torch are not imported
-here. Written for `rollout_func` as TRL 1.16 has it, which calls that an experimental interface. Leave `use_vllm` off:
-that would have TRL talk to one vLLM server itself. docs/trainers.md has the whole story.
+The adapter runs in the trainer's environment and needs aiohttp and pydantic in addition to TRL. It imports neither trl
+nor torch. It uses `rollout_func` of TRL 1.16, which TRL calls an experimental interface. Leave `use_vllm` off: with it,
+TRL connects to a single vLLM server itself. See docs/trainers.md.
 """
 
 import asyncio
@@ -21,13 +21,13 @@ from orchestrrl.core.errors import Permanent, shorten
 from orchestrrl.gateway.client import ClientPatience, GatewayClient
 from orchestrrl.integrations.vllm_weights import reload_weights, run
 
-# TRL's GRPOTrainer. Documented there: `processing_class`, `args`, `state`, `accelerator`, `model`, `save_model`; the
-# other attributes that are read here are those of TRL 1.16 that its own generation reads.
+# TRL's GRPOTrainer. TRL documents `processing_class`, `args`, `state`, `accelerator`, `model` and `save_model`. The
+# other attributes used here are those that generation in TRL 1.16 itself reads.
 GrpoTrainer = Any
 
 
 class WeightPublisher(Protocol):
-    """`orchestrrl.weights.trainer.client.WeightsClient`, this rank's."""
+    """The interface of `orchestrrl.weights.trainer.client.WeightsClient` that the rollout uses."""
 
     def publish(self, version: int, model: Any) -> Any: ...
 
@@ -35,17 +35,18 @@ class WeightPublisher(Protocol):
 
 
 class GatewayRollout:
-    """A `rollout_func`: called with a batch of prompts, it asks for all completions at once and returns them in order.
+    """A `rollout_func` for TRL: it requests the completions of a batch of prompts concurrently and returns them in
+    order.
 
-    TRL repeats a prompt for each of its samples, so every prompt of the batch is one request. Requests are named after
-    `tag` (also X-Tag) and the trainer's step; samples of one prompt share X-Group-Id, in all ranks.
+    TRL repeats a prompt for each of its samples, so every prompt of the batch is one request. Request ids contain `tag`
+    (also sent as X-Tag) and the trainer's step; samples of one prompt share X-Group-Id in all ranks.
 
-    `engine_urls` are the vLLM servers behind the gateway. They are asked directly while the gateway is gone, and get
-    the weights. With `sync` or `weights_dir` the engines get the trainer's weights before the first rollout and before
-    every later one that follows an optimizer step, behind the gateway's closed barrier; the step is their policy
-    version. `sync` publishes them, each rank what it has, and the daemon brings them to every engine; where the fleet
-    has had versions before, numbers go on above them. `weights_dir` is a folder that engines and trainer see under the
-    same path: they are saved there, and the engines load them. Without either that is the caller's to do, or the
+    `engine_urls` are the vLLM servers behind the gateway. They receive requests directly while the gateway is down, and
+    they receive the weights. With `sync` or `weights_dir`, the engines get the trainer's weights before the first
+    rollout and before each rollout that follows an optimizer step, behind the closed pause barrier; the step is the
+    policy version. With `sync`, each rank publishes its part and the daemon brings the version to every engine; numbers
+    continue above versions that the fleet has had. `weights_dir` is a folder with the same path on engines and trainer:
+    weights are saved there, and the engines load them. Without either, the caller must update the engines, or the
     trainer learns from a policy that is not its own.
     """
 
@@ -60,29 +61,30 @@ class GatewayRollout:
         patience: ClientPatience | None = None,
     ) -> None:
         if weights_dir is not None and not engine_urls:
-            raise ValueError("weights_dir needs engine_urls: the servers that the weights go to")
+            raise ValueError("weights_dir requires engine_urls, the servers that load the weights")
         if weights_dir is not None and sync is not None:
-            raise ValueError("weights go one way: give sync, or weights_dir, not both")
+            raise ValueError("sync and weights_dir must not be used together")
         self._gateway_url = gateway_url
         self._engine_urls = tuple(engine_urls)
         self._weights_dir = None if weights_dir is None else weights_dir.absolute()
         self._sync = sync
-        self._ahead: int | None = None  # by which the fleet's version is more than the step
+        self._ahead: int | None = None  # policy version minus step
         self._tag = tag
         self._patience = patience
-        self._run = uuid.uuid4().hex[:8]  # a restarted trainer comes to the same steps again
+        self._run = uuid.uuid4().hex[:8]  # keeps ids unique, because a restarted trainer repeats steps
         self._batches = 0
         self._synced_step: int | None = None
         self._saved: Path | None = None
-        self.syncs = 0  # times that the engines got weights
-        self.requests = 0  # answered
-        self.bypassed = 0  # of those, by an engine directly
+        self.syncs = 0  # number of weight updates of the engines
+        self.requests = 0  # answered requests
+        self.bypassed = 0  # answered requests that bypassed the gateway
 
     def __call__(self, prompts: list[Any], trainer: GrpoTrainer) -> dict[str, list[Any]]:
-        """TRL's fields, a list per prompt: `prompt_ids`, `completion_ids`, `logprobs`.
+        """Generate completions for a batch; return TRL's fields `prompt_ids`, `completion_ids` and `logprobs`, each
+        with one list per prompt.
 
-        Raises Permanent for what cannot be served, Refused where an engine says that the request is wrong, Retryable
-        when nobody answered for a minute.
+        Raises Permanent for unsupported requests, Refused if an engine rejects a request, and Retryable if neither the
+        gateway nor an engine has answered for a minute.
         """
         has_way = self._sync is not None or self._weights_dir is not None
         if has_way and trainer.state.global_step != self._synced_step:
@@ -99,20 +101,20 @@ class GatewayRollout:
         }
 
     def sync_weights(self, trainer: GrpoTrainer) -> None:
-        """Give the engines the trainer's weights of now; every rank must call it. Returns when they answer with them.
+        """Bring the trainer's current weights into the engines; return when they serve them. Every rank must call it.
 
-        Called by itself before a rollout; after the last step it is the caller's to do, where the engines serve on.
-        Raises as `WeightsClient.publish` or `reload_weights` does.
+        Rollouts call it automatically. After the last step the caller must call it, if the engines continue to serve.
+        Raises the errors of `WeightsClient.publish` or `reload_weights`.
         """
         if self._sync is None and self._weights_dir is None:
-            raise Permanent("neither sync nor weights_dir is set: there is no way for weights to the engines")
+            raise Permanent("sync_weights: requires sync or weights_dir, both are None")
         if hasattr(trainer.model, "peft_config"):
             raise Permanent(
-                "a PEFT model has its adapter apart from the weights; leave out sync and weights_dir and bring the"
-                " weights yourself"
+                "the adapter of a PEFT model is separate from its weights: omit sync and weights_dir, and update the"
+                " engines yourself"
             )
         if self._sync is not None:
-            if self._ahead is None:  # a trainer that starts again comes to the same steps, with other weights
+            if self._ahead is None:  # a restarted trainer repeats steps with other weights
                 self._ahead = max(0, self._sync.next_version() - trainer.state.global_step)
             self._sync.publish(trainer.state.global_step + self._ahead, trainer.model)
         elif self._weights_dir is not None:
@@ -121,7 +123,7 @@ class GatewayRollout:
         self.syncs += 1
 
     def _save_and_load(self, trainer: GrpoTrainer, weights_dir: Path) -> None:
-        # A new folder each time: an engine may still map the files of the last.
+        # A new folder each time, because an engine may still map the files of the last one.
         folder = weights_dir / f"{self._run}-{self.syncs + 1}"
         trainer.save_model(str(folder), _internal_call=True)  # without a push to the hub
         if trainer.accelerator.is_main_process:
@@ -152,7 +154,7 @@ class GatewayRollout:
             asking = [asyncio.create_task(complete(index, prompt)) for index, prompt in enumerate(prompts)]
             try:
                 completions = await asyncio.gather(*asking)
-            finally:  # one failed: the others must not go on on the engines
+            finally:  # if one failed, the others must not continue on the engines
                 for task in asking:
                     task.cancel()
                 await asyncio.gather(*asking, return_exceptions=True)
@@ -162,16 +164,16 @@ class GatewayRollout:
 
 
 def tokenize(prompts: list[Any], trainer: GrpoTrainer) -> list[list[int]]:
-    """Token ids of text prompts or conversations, with the trainer's own tokenizer and chat template."""
+    """Return the token ids of text prompts or conversations, by the trainer's tokenizer and chat template."""
     if trainer.tools:
-        raise Permanent("tools: TRL generates the turns after a tool call itself, not through rollout_func")
+        raise Permanent("tools: not supported, TRL does not use rollout_func for the turns after a tool call")
     if isinstance(prompts[0], str):
         ids = trainer.processing_class(text=prompts)["input_ids"]
     else:
         contents = [message["content"] for prompt in prompts for message in prompt]
         parts = [part for content in contents if isinstance(content, list) for part in content]
         if any(part.get("type") != "text" for part in parts):
-            raise Permanent("prompts: only text can be sent to the gateway as token ids, got other content parts")
+            raise Permanent("prompts: must consist of text, which is sent as token ids, got other content parts")
         ids = trainer.processing_class.apply_chat_template(
             conversation=prompts,
             chat_template=trainer.chat_template,
@@ -184,9 +186,9 @@ def tokenize(prompts: list[Any], trainer: GrpoTrainer) -> list[list[int]]:
 
 
 def sampling_parameters(trainer: GrpoTrainer) -> dict[str, Any]:
-    """The fields of a completion request that TRL's settings ask for; `generation_kwargs` win, as in TRL."""
+    """Return the fields of a completion request for TRL's settings. `generation_kwargs` take precedence, as in TRL."""
     if trainer.max_completion_length is None:
-        raise Permanent("max_completion_length: must be set, engines have a limit of their own without it")
+        raise Permanent("max_completion_length: must be set, else engines apply their own limit")
     return {
         "max_tokens": trainer.max_completion_length,
         "temperature": trainer.temperature,
@@ -195,24 +197,24 @@ def sampling_parameters(trainer: GrpoTrainer) -> dict[str, Any]:
         "min_p": trainer.min_p or 0.0,
         "repetition_penalty": trainer.repetition_penalty,
         **(trainer.args.generation_kwargs or {}),
-        "logprobs": 0,  # of the drawn token alone
+        "logprobs": 0,  # only for the sampled token
         "return_token_ids": True,
     }
 
 
 def read_completion(answer: Mapping[str, Any], request_id: str) -> tuple[list[int], list[float | None]]:
-    """Return the ids that were drawn and the log-probability of each, None where the engine had not a number. Raises
-    Permanent for an answer that a trainer must not learn from."""
+    """Return the sampled token ids and the log-probability of each, None if the engine returned no number. Raises
+    Permanent for an incomplete or malformed answer, from which a trainer must not learn."""
     try:
         (choice,) = answer["choices"]
         if choice["finish_reason"] not in ("stop", "length"):
-            raise Permanent(f"{request_id} ended with {choice['finish_reason']!r}: it was stopped, and is not complete")
+            raise Permanent(f"{request_id} ended with {choice['finish_reason']!r}: the completion is not complete")
         token_ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
         if not token_ids or len(token_ids) != len(logprobs):
-            raise ValueError(f"a completion has a logprob for each token, got {len(token_ids)} and {len(logprobs)}")
+            raise ValueError(f"must have one logprob per token, got {len(token_ids)} and {len(logprobs)}")
         return token_ids, logprobs
     except (KeyError, TypeError, ValueError) as fault:
         raise Permanent(
-            f"{request_id}: the answer has no token ids with logprobs ({shorten(str(fault))}); the engines must know "
+            f"{request_id}: the answer has no token ids with logprobs ({shorten(str(fault))}); engines must support "
             f"return_token_ids: {shorten(dict(answer))}"
         ) from fault

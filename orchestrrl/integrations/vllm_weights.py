@@ -1,10 +1,9 @@
-"""New weights from a folder into vLLM servers: the pause barrier closed for them, each server loads, the pause barrier
-opened again.
+"""Load new weights from a folder into vLLM servers: close the pause barrier, have each server load, open the barrier.
 
-With a gateway the fleet stands still under a lease, which is renewed for as long as the servers load: a trainer that
-dies meanwhile leaves no server frozen. Without one the servers are paused one by one, and nobody else resumes them.
+With a gateway, a lease keeps the fleet paused and is renewed while the servers load, so that no server stays paused if
+the trainer dies. Without a gateway the servers are paused one by one, and only this module resumes them.
 
-It runs in the trainer's environment, where it needs aiohttp and pydantic.
+The module runs in the trainer's environment and needs aiohttp and pydantic.
 """
 
 import asyncio
@@ -19,7 +18,8 @@ import aiohttp
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable, shorten
 
 RETRY_AFTER_S = 5.0
-# Ended leases free a fleet whose trainer died; renewals three times as often leave room for a busy machine.
+# The lease ends the pause of a fleet whose trainer has died. Three renewals per lease tolerate delays on a busy
+# machine.
 LEASE_S = 60.0
 RENEWALS_PER_LEASE = 3
 _T = TypeVar("_T")
@@ -35,18 +35,19 @@ def reload_weights(
     lease_s: float = LEASE_S,
     timeout_s: float = 600.0,
 ) -> None:
-    """Have vLLM servers load the weights in folder `weights_path`, in Hugging Face's format, which they can read.
+    """Have vLLM servers load the weights in folder `weights_path`, in Hugging Face's format. The servers must be able
+    to read the folder.
 
-    All stand still meanwhile, so that no request sees two versions on two engines at once; running requests stay, lose
-    their KV and go on under the new weights. Needs `VLLM_SERVER_DEV_MODE=1` on the servers. `policy_version` names the
-    weights from then on: without it the gateway takes them for the same ones. The gateway is told where they are, for
-    engines that are started later: keep the folder until other weights have been loaded.
+    All engines are paused meanwhile, so that no two engines serve different versions at the same time. Running requests
+    are kept, lose their KV cache and continue with the new weights. Requires `VLLM_SERVER_DEV_MODE=1` on the servers.
+    `policy_version` is the version of the weights; without it the gateway assumes that they have not changed. The
+    gateway stores the path for engines that start later: keep the folder until other weights have been loaded.
 
-    Engines of the gateway that are not among `engine_urls` get no weights, and no requests until their version is told.
-    A gateway that cannot be reached is done without.
+    Engines of the gateway that are not in `engine_urls` are not updated, and get no requests until their version is
+    reported. If the gateway is down, the servers are updated without it.
 
-    Raises Retryable or Permanent when nothing was changed and all run on. Raises OutcomeUnknown when some may hold
-    half of the weights: those stay paused, the others run on with the new ones.
+    Raises Retryable or Permanent if no server was changed and all continue. Raises OutcomeUnknown if some servers may
+    have part of the weights: those stay paused, the others continue with the new weights.
     """
     urls, weights = [url.rstrip("/") for url in engine_urls], str(weights_path)
 
@@ -66,7 +67,7 @@ def reload_weights(
 
 @contextmanager
 def _unchanged() -> Iterator[None]:
-    """What fails in the block fails before anything has changed, and its error says so."""
+    """Add to errors raised in the block that no weights were changed."""
     try:
         yield
     except Retryable as error:
@@ -76,20 +77,20 @@ def _unchanged() -> Iterator[None]:
 
 
 class _Barrier:
-    """The gateway's, held by us once it is closed. It is part of the operator API, whose port may change when the
-    gateway is started again."""
+    """The pause barrier of the gateway, under this process's lease once it is closed. It is part of the operator API,
+    whose port may change when the gateway restarts."""
 
     def __init__(self, http: aiohttp.ClientSession, url: str, lease_s: float) -> None:
         self.http = http
         self._url = url
         self._lease_s = lease_s
         self._lease = ""
-        self._name: object = None  # of the gateway that answers there
-        self.ids: dict[str, list[str]] = {}  # of the engines, by URL
-        self.restless: dict[str, str] = {}  # engines that did not come to rest, with why
+        self._name: object = None  # name of the gateway at this URL
+        self.ids: dict[str, list[str]] = {}  # engine ids by URL
+        self.restless: dict[str, str] = {}  # engines that could not be paused, with the reason
 
     async def close(self, holder: str) -> bool:
-        """Return False where there is no gateway. Raises Retryable and Permanent where the pause barrier says no."""
+        """Close the barrier; return False if no gateway runs. Raises Retryable or Permanent if the gateway refuses."""
         try:
             operator_url = await self._operator_url()
         except Retryable as error:
@@ -112,11 +113,11 @@ class _Barrier:
         return True
 
     async def _check(self, operator_url: str) -> None:
-        """Raises Permanent where another gateway has that address on this host: a loopback address means another server
-        on each."""
+        """Raise Permanent if another gateway answers at the operator URL. A loopback URL refers to a different server
+        on each host."""
         wanted, found = self._name, (await _call(self.http, f"{operator_url}/version", method="GET")).get("gateway")
         if found != wanted:
-            raise Permanent(self._out_of_reach(f"{operator_url} is gateway {found!r}, and not {wanted!r}"))
+            raise Permanent(self._out_of_reach(f"{operator_url} belongs to gateway {found!r}, expected {wanted!r}"))
 
     def _out_of_reach(self, because: str) -> str:
         return (
@@ -125,10 +126,10 @@ class _Barrier:
         )
 
     async def renew(self) -> None:
-        """Renew the lease until cancelled. Raises Permanent when it is over."""
+        """Renew the lease until cancelled. Raises Permanent if it has ended."""
         while True:
             await asyncio.sleep(self._lease_s / RENEWALS_PER_LEASE)
-            with suppress(Retryable):  # the next one may come through
+            with suppress(Retryable):  # the next renewal may succeed
                 await self._post("renew", {"lease_id": self._lease, "lease_s": self._lease_s})
 
     async def open(self, policy_version: int | None, without: Sequence[str], weights_source: str = "") -> None:
@@ -147,7 +148,7 @@ class _Barrier:
         told = await _call(self.http, f"{self._url}/version", method="GET")
         url, self._name = told.get("operator_url"), told.get("gateway")
         if not isinstance(url, str):
-            raise Permanent(f"{self._url}/version: names no operator_url: is it a gateway of OrchestrRL?")
+            raise Permanent(f"{self._url}/version: has no operator_url: the URL must be that of an OrchestrRL gateway")
         return url.rstrip("/")
 
 
@@ -155,7 +156,7 @@ async def _reload_behind(barrier: _Barrier, urls: Sequence[str], weights_path: s
     strangers = [url for url in urls if url not in barrier.ids]
     if strangers or barrier.restless:
         await barrier.open(None, ())
-        because = [f"{url} is none of the gateway's engines ({', '.join(barrier.ids)})" for url in strangers]
+        because = [f"{url} is not an engine of the gateway ({', '.join(barrier.ids)})" for url in strangers]
         because += [f"{engine} could not be paused: {detail}" for engine, detail in barrier.restless.items()]
         raise Permanent(f"no weights were changed: {'; '.join(because)}")
     holding = asyncio.create_task(barrier.renew())
@@ -169,17 +170,17 @@ async def _reload_behind(barrier: _Barrier, urls: Sequence[str], weights_path: s
         await barrier.open(policy_version, without, weights_path)
     except OrchestrRLError as error:
         raise OutcomeUnknown(
-            f"{weights_path} was loaded, but the pause barrier could not be opened by us: {error}"
+            f"{weights_path} was loaded, but the pause barrier could not be opened: {error}"
         ) from error
     if torn:
         raise _torn(weights_path, torn)
 
 
 async def _reload_alone(http: aiohttp.ClientSession, urls: Sequence[str], weights_path: str) -> None:
-    # vLLM drops all KV with it, the prefix cache included, unless told otherwise.
+    # By default this also drops vLLM's KV cache, prefix cache included.
     failures = await _each(urls, lambda url: _call(http, f"{url}/pause?mode=keep"))
     if failures:
-        # One that did not answer may be paused all the same.
+        # A server that did not answer may be paused nevertheless.
         failures = await _each(urls, lambda url: _call(http, f"{url}/resume")) | failures
         message = "; ".join(str(error) for error in failures.values())
         with _unchanged():
@@ -199,13 +200,13 @@ async def _load(http: aiohttp.ClientSession, urls: Sequence[str], weights_path: 
 
 def _torn(weights_path: str, failures: Mapping[str, OrchestrRLError]) -> OutcomeUnknown:
     return OutcomeUnknown(
-        f"these engines are left paused after loading {weights_path}, which they must see under this path; restart "
-        "them, or load weights again and POST /resume: " + "; ".join(str(error) for error in failures.values())
+        f"these engines stay paused after loading {weights_path}, which they must be able to read; restart them, or "
+        "load weights again and POST /resume: " + "; ".join(str(error) for error in failures.values())
     )
 
 
 async def _each(urls: Sequence[str], act: Callable[[str], Coroutine[Any, Any, Any]]) -> dict[str, OrchestrRLError]:
-    """The engines with which it failed."""
+    """Call `act` for each URL concurrently; return the errors by URL."""
     outcomes = await asyncio.gather(*(act(url) for url in urls), return_exceptions=True)
     failures: dict[str, OrchestrRLError] = {}
     for url, outcome in zip(urls, outcomes, strict=True):
@@ -219,7 +220,7 @@ async def _each(urls: Sequence[str], act: Callable[[str], Coroutine[Any, Any, An
 async def _call(
     http: aiohttp.ClientSession, url: str, body: Mapping[str, Any] | None = None, method: str = "POST"
 ) -> dict[str, Any]:
-    """The answer, where it is an object."""
+    """Call a server; return its JSON object, or {} if the answer is not one. Raises Retryable or Permanent."""
     try:
         async with http.request(method, url, json=body) as response:
             text = await response.text()
@@ -227,7 +228,7 @@ async def _call(
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
         raise Retryable(f"{url}: {error or type(error).__name__}", RETRY_AFTER_S) from error
     if response.status == 404:
-        raise Permanent(f"{url}: not found; vLLM needs VLLM_SERVER_DEV_MODE=1 in its environment")
+        raise Permanent(f"{url}: not found; start vLLM with VLLM_SERVER_DEV_MODE=1 in its environment")
     if response.status in (503, 504):
         raise Retryable(f"{url}: {response.status}: {shorten(text, 300)}", RETRY_AFTER_S)
     if response.status != 200:
@@ -236,7 +237,8 @@ async def _call(
 
 
 def run(coroutine: Coroutine[Any, Any, _T]) -> _T:
-    """Trainers are synchronous. In a notebook a loop is already running in this thread, so another thread runs it."""
+    """Run a coroutine from synchronous code. If a loop already runs in this thread, as in a notebook, use another
+    thread."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

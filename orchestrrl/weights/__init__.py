@@ -1,2 +1,2 @@
-"""The weight backend of weight sync: what holds, sends, receives and installs a version. Deciding is
+"""Weight sync: store, send, receive and install versions of the weights. Decisions are made in
 weights/controller/controller.py."""

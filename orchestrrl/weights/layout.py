@@ -1,8 +1,9 @@
-"""Where the bytes of a version lie: the safetensors file of its tensors, and the runs of a shard in such files.
+"""Compute byte positions: tensors in a safetensors file, and the byte runs of a shard in such files.
 
-A shard is boxes of tensors one behind the other, row-major. In a file a box is rows at a stride, and so it is in the
-shard where files have parts of it; what is kept of a shard is such runs of equal rows, never the rows. The format is
-safetensors' (README of huggingface/safetensors): eight bytes of length, JSON, then the tensors.
+A shard is a sequence of tensor boxes in row-major order. In a file, a box is a set of rows at a fixed stride; if a file
+has only part of the box, its rows are strided in the shard, too. A shard is described by such runs of equal rows, never
+by single rows. The file format is that of safetensors (README of huggingface/safetensors): an eight-byte length, a JSON
+header, then the tensors.
 """
 
 import itertools
@@ -26,21 +27,22 @@ Bytes = npt.NDArray[np.uint8]
 Ints = npt.NDArray[np.int64]
 
 PAGE_BYTES = 4096
-MOST_GROUPS = 1 << 22  # of one shard: what is kept of it grows with them
+MOST_GROUPS = 1 << 22  # groups of rows in one shard; its description in memory grows with their number
 
 
 @dataclass(frozen=True, slots=True)
 class FileLayout:
-    """A safetensors file of whole tensors, in order of names."""
+    """The layout of a safetensors file of whole tensors, sorted by name."""
 
     tensors: tuple[TensorMeta, ...]
     header: bytes
-    places: Mapping[str, int]  # byte of the file at which a tensor begins
+    places: Mapping[str, int]  # offset in the file at which each tensor begins
     bytes: int
 
 
 def lay_out(tensors: Sequence[TensorMeta]) -> FileLayout:
-    """The same for the same tensors, wherever it is asked for. Loaders of Hugging Face's want the format named."""
+    """Return the file layout of these tensors; it depends on nothing else. The metadata names the format, because
+    Hugging Face's loaders require it."""
     ordered = tuple(sorted(tensors, key=lambda each: each.name))
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at, places = 0, {}
@@ -59,13 +61,13 @@ def lay_out(tensors: Sequence[TensorMeta]) -> FileLayout:
 
 
 def read_layout(path: Path) -> FileLayout:
-    """Return the layout of a file that another program has written. Raises ValueError where it is no safetensors file,
-    or shorter than its header says."""
+    """Return the layout of a file that another program has written. Raises ValueError if it is not a safetensors file
+    or is shorter than its header requires."""
     try:
         stored = read_header(path)
         tensors = [TensorMeta(each.name, each.dtype, each.shape) for each in stored]
     except ValueError as error:
-        raise ValueError(f"{path}: is no safetensors file that can be used here: {error}") from error
+        raise ValueError(f"{path}: not a usable safetensors file: {error}") from error
     size, places = path.stat().st_size, {each.name: each.begin for each in stored}
     with path.open("rb") as file:
         header = file.read(min(places.values(), default=size))
@@ -74,7 +76,7 @@ def read_layout(path: Path) -> FileLayout:
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A file, by its place in a list of files, and which boxes of its tensors are there; None: all of them."""
+    """A file, as an index into a list of files, and the boxes of its tensors that are filled; None means all boxes."""
 
     file: int
     places: Mapping[str, int]
@@ -82,8 +84,8 @@ class SourceFile:
 
 
 class ByteRun(NamedTuple):
-    """`length` bytes, `times` times: in the file from `start` on, `stride` apart; in what was asked for from `at` on,
-    `period` apart."""
+    """`times` rows of `length` bytes. In the file they begin at `start`, `stride` bytes apart; in the requested range
+    they begin at `at`, `period` bytes apart."""
 
     at: int
     file: int
@@ -94,7 +96,8 @@ class ByteRun(NamedTuple):
     period: int = 0
 
     def clipped(self, offset: int, end: int) -> "Iterator[ByteRun]":
-        """Of the run, what lies in [offset, end), counted from there: whole rows together, and what is cut alone."""
+        """Yield the parts of the run within [offset, end), with `at` relative to `offset`: each cut row on its own, and
+        the whole rows as one run."""
         at, file, start, length, times, stride, period = self
         first, last = max(0, (offset - at) // (period or length)), min(times, -(-(end - at) // (period or length)))
         is_cut = at < offset or at + (times - 1) * period + length > end
@@ -111,29 +114,30 @@ class ByteRun(NamedTuple):
 
 
 class ShardRuns:
-    """Where each byte of a shard is: runs, in an array."""
+    """The position of each byte of a shard in its source files, as an array of runs."""
 
     def __init__(self, runs: Sequence[ByteRun], size: int) -> None:
         self.bytes = size
-        # [run, (at, file, start, length, times, stride, period)], by `at`; `_before`: where those up to one have ended
+        # [run, (at, file, start, length, times, stride, period)], sorted by `at`; `_before` is the running maximum end
         self._runs = np.array(_joined(sorted(runs)), dtype=np.int64).reshape(-1, 7)
         at, _, _, length, times, _, period = self._runs.T
         self._at, self._end = at, at + (times - 1) * period + length
         self._before = np.maximum.accumulate(self._end)
 
     def single(self, offset: int, size: int) -> tuple[int, int] | None:
-        """File and place, where the range lies in one piece."""
+        """Return (file, offset in the file) if the range is contiguous in one file, else None."""
         found = list(itertools.islice(self.pieces(offset, size), 2))
         return (found[0].file, found[0].start) if len(found) == 1 and found[0].times == 1 else None
 
     def pieces(self, offset: int, size: int) -> Iterator[ByteRun]:
-        """Of a range of the shard, in no order that matters."""
+        """Yield the runs of a range of the shard, in unspecified order."""
         low, high = self._before.searchsorted(offset, "right"), self._at.searchsorted(offset + size)
         for run in self._runs[low:high][self._end[low:high] > offset].tolist():
             yield from ByteRun(*run).clipped(offset, offset + size)
 
     def spans(self, file: int) -> tuple[Ints, Ints]:
-        """What a file's pages have to be there for: from and to, gaps of less than a page left in. In no order."""
+        """Return the starts and ends of the byte spans of a file that the shard uses, unordered. Strided rows with gaps
+        of less than a page form one span."""
         runs = self._runs[self._runs[:, 1] == file]
         _, _, start, length, times, stride, _ = runs.T
         dense = (times == 1) | (stride - length < PAGE_BYTES)
@@ -145,13 +149,13 @@ class ShardRuns:
 
 
 def gather(files: Sequence[Bytes], runs: Iterator[ByteRun], into: Bytes) -> None:
-    """Bytes of a range, out of the files."""
+    """Copy the runs of a range from the files into `into`."""
     for source, target in _both_sides(files, runs, into):
         target[...] = source
 
 
 def scatter(files: Sequence[Bytes], runs: Iterator[ByteRun], data: Bytes) -> None:
-    """The same the other way round."""
+    """Copy `data` into the files, to the positions of the runs."""
     for target, source in _both_sides(files, runs, data):
         target[...] = source
 
@@ -167,7 +171,8 @@ def _both_sides(files: Sequence[Bytes], runs: Iterator[ByteRun], wire: Bytes) ->
 
 
 def locate(shard: ShardMap, tensors: Mapping[str, TensorMeta], sources: Sequence[SourceFile]) -> ShardRuns:
-    """Raises ValueError where some of the shard is in none of the sources; the first that has a byte gives it."""
+    """Return the runs of a shard in its sources; each byte is taken from the first source that has it. Raises
+    ValueError if a byte is in none of the sources."""
     runs: list[ByteRun] = []
     for piece in shard.slices:
         tensor = tensors[piece.parameter]
@@ -181,12 +186,12 @@ def locate(shard: ShardMap, tensors: Mapping[str, TensorMeta], sources: Sequence
                         runs += _runs(tensor, piece, box, source)
                         lacking = [rest for lack in lacking for rest in _without(lack, box)]
         if lacking:
-            raise ValueError(f"{tensor.name}: some of {piece.box} is not staged here")
+            raise ValueError(f"{tensor.name}: a part of {piece.box} is not staged on this host")
     return ShardRuns(runs, shard.bytes)
 
 
 def _without(box: Box, hole: Box) -> Iterator[Box]:
-    """Boxes of what is left, axis by axis; all of it where it has nothing of the hole."""
+    """Yield the boxes of `box` outside `hole`, split axis by axis; the whole box if the two do not overlap."""
     if overlap(box, hole) is None:
         yield box
         return
@@ -198,11 +203,11 @@ def _without(box: Box, hole: Box) -> Iterator[Box]:
 
 
 def _runs(tensor: TensorMeta, piece: ShardSlice, box: Box, source: SourceFile) -> Iterator[ByteRun]:
-    """Of a box of a slice: where it is in the shard, and in a file that has it."""
-    # Of each axis: the box's beginning in the slice and in the tensor; the lengths of box, slice and tensor.
+    """Yield the runs of a box of a slice: its positions in the shard and in the source file."""
+    # For each axis: the start of the box in the slice and in the tensor; the lengths of box, slice and tensor.
     axes = [[0, 0, 1, 1, 1]]
     for (first, last), (low, high), length in zip(box, piece.box, tensor.shape, strict=True):
-        if last - first == high - low == length:  # whole: one with the axis before
+        if last - first == high - low == length:  # the whole axis: merge it with the axis before
             axes[-1] = [value * length for value in axes[-1]]
         else:
             axes.append([first - low, first, last - first, high - low, length])
@@ -219,7 +224,7 @@ def _runs(tensor: TensorMeta, piece: ShardSlice, box: Box, source: SourceFile) -
 
 
 def _joined(runs: Sequence[ByteRun]) -> list[ByteRun]:
-    """Neighbours in the shard and in a file are one: small tensors make no small pieces."""
+    """Merge runs that are adjacent both in the shard and in a file, so that small tensors do not make small pieces."""
     joined: list[ByteRun] = []
     for run in runs:
         before = joined[-1] if joined else None
@@ -235,19 +240,20 @@ def _joined(runs: Sequence[ByteRun]) -> list[ByteRun]:
 
 
 def _most_groups(box: Box, shape: Sequence[int]) -> int:
-    """That a box can come to: rows along one axis are a group, those of the axes before it are told one by one."""
+    """Return the largest number of row groups of a box: rows along one axis form a group, and each index of the axes
+    before it has a group of its own."""
     divided = [axis for axis, (first, last) in enumerate(box) if last - first < shape[axis]]
     return math.prod(last - first for first, last in box[: max(0, divided[-1] - 1)]) if divided else 1
 
 
 def faults_of_shard(shard: ShardMap, tensors: Mapping[str, TensorMeta], block_bytes: int) -> list[str]:
-    """What about it makes no sense, whoever has it."""
+    """Return the inconsistencies in the description of a shard, which do not depend on the host that stores it."""
     faults, at, groups = [], 0, 0
     for number, piece in enumerate(shard.slices):
         path = f"shards.{shard.id}.slices[{number}]"
         tensor = tensors.get(piece.parameter)
         if tensor is None:
-            faults.append(f"{path}.parameter: is not one of tensors, got {piece.parameter!r}")
+            faults.append(f"{path}.parameter: must be the name of a tensor in tensors, got {piece.parameter!r}")
             continue
         if not tensor.has(piece.box):
             faults.append(f"{path}.box: must be within {tensor.shape}, got {piece.box}")
@@ -260,8 +266,8 @@ def faults_of_shard(shard: ShardMap, tensors: Mapping[str, TensorMeta], block_by
     if groups > MOST_GROUPS:
         faults.append(f"shards.{shard.id}.slices: must have at most {MOST_GROUPS} groups of rows, got {groups}")
     if not faults and (at != shard.bytes or not shard.slices):
-        faults.append(f"shards.{shard.id}.bytes: must be what its slices have, {at}, got {shard.bytes}")
+        faults.append(f"shards.{shard.id}.bytes: must be the size of its slices, {at}, got {shard.bytes}")
     blocks = -(-shard.bytes // block_bytes)
     if shard.sums and len(shard.sums) != blocks:
-        faults.append(f"shards.{shard.id}.sums: must be of {blocks} blocks or none, got {len(shard.sums)}")
+        faults.append(f"shards.{shard.id}.sums: must have {blocks} checksums or none, got {len(shard.sums)}")
     return faults

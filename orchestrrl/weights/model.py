@@ -1,9 +1,9 @@
-"""The vocabulary of carrying weights: peers, versions, and what of a version is where. Values only, and no torch.
+"""Types of weight sync: peers, versions, and the parts of a version that a peer stores. Values only; no torch.
 
-A version is a list of tensors under the names that engines load (Hugging Face's). Wherever some of it is held it lies
-in safetensors files whose data are the whole tensors, one behind the other in order of names; what is not held is a
-hole in a sparse file. A shard is what is sent: boxes of tensors, one behind the other in row-major order, as
-`planner.sync_tree.reshard` cuts them. Shards have a checksum (xxh3_64) for each of their blocks of `block_bytes`.
+A version is a list of tensors under the names that engines load (Hugging Face's). Every host stores a version in
+safetensors files that have the whole tensors, one after the other in order of names; a part that the host does not
+store is a hole in the sparse file. A shard is the unit of transfer: boxes of tensors, one after the other in row-major
+order, as `planner.sync_tree.reshard` cuts them. A shard has a checksum (xxh3_64) for each block of `block_bytes`.
 """
 
 import ipaddress
@@ -20,31 +20,31 @@ from planner.sync_tree.parameters import Box
 from planner.sync_tree.reshard import ShardSlice
 from planner.sync_tree.shares import EngineShare
 
-# What processes report in JSON, bounded so that the journal and protobuf can hold it, and sums over all peers too.
+# Bounds on values that processes report in JSON, so that the journal and protobuf can store them and their sums.
 MOST_VERSION = 2**63 - 1
 MOST_BYTES = 2**50  # of one version
-MOST_BLOCK_BYTES = 1 << 30  # a block is held in memory where it is scattered
+MOST_BLOCK_BYTES = 1 << 30  # a block whose bytes are scattered in the file is copied into memory
 MOST_SECONDS = 253402300799.0  # the end of the year 9999, which dates can show
 Version = Annotated[int, Field(ge=0, le=MOST_VERSION)]
 Rank = Annotated[int, Field(ge=0, lt=2**31)]
 ByteCount = Annotated[int, Field(ge=0, le=MOST_BYTES)]
 Seconds = Annotated[float, Field(ge=0, le=MOST_SECONDS, allow_inf_nan=False)]
-Tokens = Annotated[tuple[Rank, ...], Field(max_length=65_536)]  # their ids
-Range = tuple[ByteCount, ByteCount]  # bytes into a shard: from, and how many
+Tokens = Annotated[tuple[Rank, ...], Field(max_length=65_536)]  # token ids
+Range = tuple[ByteCount, ByteCount]  # (offset, size) in bytes within a shard
 
 
 def _printable(text: str) -> str:
     if not text.isprintable():
-        raise ValueError("must have printable characters alone")
+        raise ValueError("must consist of printable characters")
     return text
 
 
-# What a peer says of itself.
+# Fields that a peer reports about itself.
 Name = Annotated[str, Field(max_length=1024), AfterValidator(_printable)]
 EngineName = Annotated[EngineId, Field(max_length=1024), AfterValidator(_printable)]
-MOST_ITEMS = 4096  # engines of a peer, and versions that it holds
+MOST_ITEMS = 4096  # engines of one peer, and versions that it stores
 
-# As safetensors writes them.
+# The names of dtypes in safetensors files.
 DTYPE_BYTES: Mapping[str, int] = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
@@ -53,7 +53,7 @@ DTYPE_BYTES: Mapping[str, int] = {
 
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
-    """One whole tensor, however it is divided."""
+    """The name, dtype and shape of one whole tensor, regardless of how ranks divide it."""
 
     name: str
     dtype: str
@@ -61,9 +61,9 @@ class TensorMeta:
 
     def __post_init__(self) -> None:
         if not self.name:
-            raise ValueError("a tensor needs a name, got ''")
+            raise ValueError("a tensor's name must not be empty, got ''")
         if self.name == "__metadata__":
-            raise ValueError(f"a tensor's name must not be what safetensors calls its metadata, got {self.name!r}")
+            raise ValueError(f"a tensor's name must not be the metadata key of safetensors, got {self.name!r}")
         if self.dtype not in DTYPE_BYTES:
             raise ValueError(f"{self.name}: dtype must be one of {', '.join(DTYPE_BYTES)}, got {self.dtype!r}")
         if any(length < 1 for length in self.shape):
@@ -91,7 +91,8 @@ class TensorMeta:
 
 @dataclass(frozen=True, slots=True)
 class ShardMap:
-    """What a shard is made of. `sums`: of its blocks, in hexadecimal; empty where they are not known yet."""
+    """The tensor slices of a shard. `sums` are the checksums of its blocks in hexadecimal, empty if not yet
+    computed."""
 
     id: str
     bytes: int
@@ -101,7 +102,7 @@ class ShardMap:
 
 @dataclass(frozen=True, slots=True)
 class VersionMap:
-    """All of a version that one peer has to do with. Tensors are in order of their names, each once."""
+    """The tensors and shards of a version that one peer stores or receives. Tensors are sorted by name and unique."""
 
     version: int  # the policy version
     tensors: tuple[TensorMeta, ...]
@@ -111,30 +112,30 @@ class VersionMap:
     def __post_init__(self) -> None:
         names = [tensor.name for tensor in self.tensors]
         if names != sorted(set(names)):
-            raise ValueError("tensors must be in order of their names, each once")
+            raise ValueError("tensors must be sorted by name, each once")
         if self.version < 0 or self.block_bytes < 1:
             raise ValueError(f"version must be >= 0 and block_bytes >= 1, got {self.version} and {self.block_bytes}")
 
     @property
     def bytes(self) -> int:
-        """Of its tensors, each byte once."""
+        """Return the total size of the tensors; each byte counts once."""
         return sum(tensor.bytes for tensor in self.tensors)
 
 
 @dataclass(frozen=True, slots=True)
 class StagedPart:
-    """What one trainer rank has staged of a version: a file of its own in the version's folder, with whole tensors of
-    which these boxes are there."""
+    """The part of a version that one trainer rank has staged: its own file in the version's folder. The file has whole
+    tensors, of which only these boxes are filled."""
 
     rank: int
-    boxes: Mapping[str, tuple[Box, ...]]  # by tensor
+    boxes: Mapping[str, tuple[Box, ...]]  # by tensor name
 
     @property
     def file(self) -> str:
         return f"part-{self.rank}.safetensors"
 
 
-MODEL_FILE = "model.safetensors"  # of a version that is received, and installed
+MODEL_FILE = "model.safetensors"  # the file of a received version, from which engines install it
 
 
 class PeerRole(StrEnum):
@@ -148,21 +149,19 @@ class EngineAt:
 
     engine: EngineName
     url: Name
-    installed: Version | None = (
-        None  # version that it has, as far as the peer knows: brought by it, engine not restarted
-    )
-    given: bool = False  # the daemon told the peer of it, not whoever started the peer
+    installed: Version | None = None  # version that this peer installed, if the engine has not been restarted since
+    given: bool = False  # the daemon assigned the engine; it is not an argument of the peer's command line
 
 
 @dataclass(frozen=True, slots=True)
 class HeldVersion:
-    """A version of which a peer has something. `missing`: ranges of its shards that are not there, or did not agree
-    with their sums; of one that trainers staged here: empty."""
+    """A version of which a peer stores some bytes. `missing` has the ranges of its shards that have not arrived or
+    whose checksum differs. It is empty for a version that trainers staged on this host."""
 
     version: Version
     shards: tuple[str, ...]
     missing: Mapping[str, tuple[Range, ...]] = field(default_factory=dict)
-    staged_by: tuple[Rank, ...] = ()  # trainer ranks whose parts are here
+    staged_by: tuple[Rank, ...] = ()  # trainer ranks whose parts are on this host
 
     @property
     def complete(self) -> bool:
@@ -171,7 +170,7 @@ class HeldVersion:
 
 @dataclass(frozen=True, slots=True)
 class PeerLocation:
-    """Where a peer is: a GPU of the fabric's site, which says the rest, or pod, ToR and the NIC's rate by name."""
+    """The location of a peer: a GPU of the fabric's site, which implies the rest, or pod, ToR and NIC rate."""
 
     gpu: Rank | None = None
     pod: Name = ""
@@ -181,28 +180,28 @@ class PeerLocation:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A process that holds weights on one host, for a trainer or for engines, as it introduces itself."""
+    """A process that stores weights on one host, for a trainer or for engines. It sends this value when it attaches."""
 
     id: Annotated[PeerId, Field(min_length=1, max_length=1024), AfterValidator(_printable)]
     role: PeerRole
     host: Name
     place: PeerLocation
-    transports: Mapping[str, str]  # by name: where it listens
+    transports: Mapping[str, str]  # address on which it listens, by transport name
     engines: Annotated[tuple[EngineAt, ...], Field(max_length=MOST_ITEMS)] = ()
     share: EngineShare = field(default_factory=EngineShare)
     held: Annotated[tuple[HeldVersion, ...], Field(max_length=MOST_ITEMS)] = ()
-    folder: Name = ""  # on its host; a version that it has is in `vVERSION` there
-    # Names of the hosts whose engines it installs into as the daemon tells it of them.
+    folder: Name = ""  # on its host; each version is in its subfolder `vVERSION`
+    # Names of the hosts whose engines the daemon may assign to this peer.
     serves: Annotated[tuple[Name, ...], Field(max_length=MOST_ITEMS)] = ()
-    # Engines of several hosts that another host's peer installs into, and of which ranks are on this one.
+    # Engines that span several hosts, have ranks on this host, and that another host's peer installs into.
     ranks_of: tuple[EngineName, ...] = ()
 
 
-LOOPBACK = "loopback"  # the host that the daemon is on, by whichever of its names
+LOOPBACK = "loopback"  # the name for every loopback address and for localhost
 
 
 def host_name(host: str) -> str:
-    """Return one name for what is the same host."""
+    """Return the canonical name of a host; all loopback addresses have the same name."""
     name = host.strip("[]").rstrip(".").lower()
     try:
         address = ipaddress.ip_address(name)

@@ -1,9 +1,9 @@
-"""Orders of the daemon to peers, and news of peers, as values.
+"""Orders from the daemon to peers, and reports from peers to the daemon, as values.
 
-A peer carries an order out once per id, and answers a repeated one with the same result. Orders of an older generation
-than the newest seen are refused. Each is harmless when it is done twice, so a daemon that comes back gives its orders
-anew instead of asking what became of the old ones. Deadlines are in the clock of whoever reads them:
-`PeerOrder.by_clock` moves them from the daemon's to the peer's.
+A peer carries out each order id once, and answers a repeated order with the stored result. It refuses orders of a
+generation older than the newest it has seen. Every order is idempotent, so a restarted daemon sends new orders instead
+of querying the results of the old ones. A deadline is a time of the receiver's clock; `PeerOrder.by_clock` converts it
+from the daemon's clock to the peer's.
 """
 
 from collections.abc import Mapping
@@ -20,18 +20,18 @@ from planner.sync_tree.ranges import PeerFlow
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CarryEdge(PeerFlow):
-    """A flow as both of its peers are ordered to carry it. The receiver listens."""
+    """A transfer between two peers, as ordered at both of them. The receiver listens for the connection."""
 
     id: str
     transport: str
-    address: str  # the receiver's
+    address: str  # on which the receiver listens
 
 
 @dataclass(frozen=True, slots=True)
 class OpenVersion:
-    """Hold this version: from parts that trainers staged here, or by receiving it. What is there of it stays.
-    `at_home`: shards that are in parts here, or in the file already, and that engines here need: nobody sends them, and
-    what parts have of them is copied into the file."""
+    """Open a version on the peer, from parts that trainers staged on its host or to receive it. Stored bytes are kept.
+    `at_home` are shards that engines of this host need and that its parts or its file already have: no peer sends them;
+    bytes that are in parts are copied into the file."""
 
     map: VersionMap
     parts: tuple[StagedPart, ...] = ()
@@ -41,7 +41,7 @@ class OpenVersion:
 
 @dataclass(frozen=True, slots=True)
 class SumShards:
-    """Tell the sums of shards that are here whole."""
+    """Return the checksums of shards that the peer stores completely."""
 
     version: int
     shards: tuple[str, ...]
@@ -50,20 +50,20 @@ class SumShards:
 
 @dataclass(frozen=True, slots=True)
 class CarryEdges:
-    """Send and receive these edges, beside those that run. Of its own edges a peer begins those of a wave when it has
-    ended those of the waves before; it forwards what it has of a range as soon as it has it. The result comes at once;
-    `EdgeEvent`s tell the rest."""
+    """Send and receive these edges in addition to the running ones. A peer starts its edges of a wave after its edges
+    of earlier waves have ended, and forwards bytes as soon as it has received them. The result returns at once;
+    progress is reported in `EdgeEvent`s."""
 
     version: int
     edges: tuple[CarryEdge, ...]
     chunk_bytes: int
-    stall_s: float  # an edge on which nothing has moved for so long, though there is something to send, is broken
+    stall_s: float  # an edge breaks if no byte moves for this long although the sender has bytes to send
     kind: Literal["carry"] = "carry"
 
 
 @dataclass(frozen=True, slots=True)
 class EndEdges:
-    """Let go of these; empty: of all of the version's."""
+    """End these edges; an empty list means all edges of the version."""
 
     version: int
     edges: tuple[str, ...] = ()
@@ -72,7 +72,7 @@ class EndEdges:
 
 @dataclass(frozen=True, slots=True)
 class CheckVersion:
-    """Compare what is here with the sums; what does not agree counts as missing from then on."""
+    """Compare the stored bytes with the checksums. Blocks that differ count as missing afterwards."""
 
     version: int
     kind: Literal["check"] = "check"
@@ -80,9 +80,9 @@ class CheckVersion:
 
 @dataclass(frozen=True, slots=True)
 class InstallVersion:
-    """Have the engine load the version, unless `valid_until_s` is over. It is at rest meanwhile, and afterwards as it
-    was before. Where it says that it has the version already nothing is done, unless `anew`: somebody else may have
-    given it others since."""
+    """Have the engine load the version, unless `valid_until_s` has passed. The engine is paused for the installation
+    and then returns to its previous state. If it already reports the version, nothing is done, unless `anew` is set
+    because another program may have changed its weights since."""
 
     version: int
     engine: EngineId
@@ -93,7 +93,8 @@ class InstallVersion:
 
 @dataclass(frozen=True, slots=True)
 class QueryVersion:
-    """Ask the engine now which version it has: the peer says so of it before it answers, as it does of all changes."""
+    """Query which version the engine has. The peer reports the version, as it reports every change, before it
+    answers."""
 
     engine: EngineId
     kind: Literal["query_version"] = "query_version"
@@ -101,7 +102,8 @@ class QueryVersion:
 
 @dataclass(frozen=True, slots=True)
 class ProbeWeights:
-    """Ask the engine, which has no requests, to go on from a prompt, greedily. Paused before, it is so afterwards."""
+    """Have the engine, which has no requests, generate greedily from a prompt. A paused engine is paused again
+    afterwards."""
 
     engine: EngineId
     prompt_ids: tuple[int, ...]
@@ -112,8 +114,8 @@ class ProbeWeights:
 
 @dataclass(frozen=True, slots=True)
 class RestEngine:
-    """Pause the engine, its KV dropped, or let it run again: where no gateway does. What runs may come to its end
-    first, within `drain_s`; if it does not the engine goes on as it was. `ends`: what runs is ended at once."""
+    """Pause the engine and drop its KV cache, or resume it, where no gateway does. Running requests may finish within
+    `drain_s`; if they do not, the engine continues as before. `ends` aborts running requests at once."""
 
     engine: EngineId
     at_rest: bool
@@ -124,7 +126,7 @@ class RestEngine:
 
 @dataclass(frozen=True, slots=True)
 class KeepVersions:
-    """Discard all versions but these."""
+    """Discard all versions except these."""
 
     versions: tuple[int, ...]
     kind: Literal["keep"] = "keep"
@@ -132,8 +134,8 @@ class KeepVersions:
 
 @dataclass(frozen=True, slots=True)
 class BackendAct:
-    """Have a backend whose trainer sends (backends/base.py) do something at an engine, unless `valid_until_s` is over.
-    `changes`: it may have other weights afterwards."""
+    """Have a direct backend (backends/base.py), whose trainer sends the weights, perform an act at an engine, unless
+    `valid_until_s` has passed. `changes` is set if the act may change the engine's weights."""
 
     backend: str
     engine: EngineId
@@ -147,8 +149,8 @@ class BackendAct:
 
 @dataclass(frozen=True, slots=True)
 class ServeEngines:
-    """Install into these engines from now on, by where they listen, and into those that it was started with; to be
-    there again after a restart. The others are nobody's business here any more."""
+    """Serve these engines (id to URL) from now on, and those named on the peer's command line. The assignment is stored
+    and survives a restart of the peer. Engines assigned earlier and not listed are dropped."""
 
     engines: Mapping[EngineId, str]
     kind: Literal["serve"] = "serve"
@@ -174,15 +176,15 @@ Order = (
 class PeerOrder:
     id: str
     generation: int
-    # By its kind alone: a large one is not tried as each of them.
+    # `kind` selects the type, so that a large order is not validated against every type.
     order: Annotated[Order, Field(discriminator="kind")] = field()
 
     @property
     def valid_until_s(self) -> None:
-        """No deadline of the delivery's: where an order has one, it is in the order."""
+        """Return None: delivery has no deadline. An order that has one contains it."""
 
     def by_clock(self, ahead_s: float) -> "PeerOrder":
-        """Return the same for a receiver whose clock is so much ahead."""
+        """Return the order with its deadline converted to a clock that is `ahead_s` ahead."""
         match self.order:
             case InstallVersion() | ProbeWeights() | BackendAct() as timed:
                 return replace(self, order=replace(timed, valid_until_s=timed.valid_until_s + ahead_s))
@@ -191,22 +193,22 @@ class PeerOrder:
 
 class OrderOutcome(StrEnum):
     DONE = "done"
-    FAILED = "failed"  # nothing has changed, or what was there before is there again
-    UNKNOWN = "unknown"  # an engine may hold half of the weights, or a peer half of the bytes
+    FAILED = "failed"  # nothing has changed, or the previous state was restored
+    UNKNOWN = "unknown"  # an engine may have part of the weights, or a peer part of the bytes
 
 
 @dataclass(frozen=True, slots=True)
 class PeerResult:
-    """`detail` is for people. The fields behind it are what the order asked for."""
+    """The result of an order. `detail` is for people; the fields after it are the values that the order requested."""
 
     id: str
     outcome: OrderOutcome
     detail: str = ""
-    sums: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # SumShards: of each shard's blocks
-    missing: Mapping[str, tuple[Range, ...]] = field(default_factory=dict)  # OpenVersion, Check
-    loaded_sum: str = ""  # Install: of what the engine was given, or holds
-    is_read_back: bool = False  # Install: the sum is of what the engine holds
-    tokens: Tokens = ()  # Probe
+    sums: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # SumShards: checksums of each shard's blocks
+    missing: Mapping[str, tuple[Range, ...]] = field(default_factory=dict)  # OpenVersion, CheckVersion
+    loaded_sum: str = ""  # InstallVersion: checksum of the weights that the engine received, or has
+    is_read_back: bool = False  # InstallVersion: the checksum is of the weights in the engine
+    tokens: Tokens = ()  # ProbeWeights
     result_json: str = ""  # BackendAct
 
 
@@ -218,13 +220,14 @@ class EdgeState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class EdgeEvent:
-    """An edge began, is done or broke, by one of its ends; the receiver's event counts for what has arrived."""
+    """A report by one endpoint that an edge began, is done or broke. The receiver's report decides which bytes have
+    arrived."""
 
     version: Version
     edge: str
     state: EdgeState
     is_receiver: bool
-    bytes: ByteCount  # that have arrived, or were sent
+    bytes: ByteCount  # that arrived at the receiver, or that the sender sent
     began_s: Seconds  # Unix time of its first byte
     ended_s: Seconds = 0.0
     detail: str = ""
@@ -232,7 +235,7 @@ class EdgeEvent:
 
 @dataclass(frozen=True, slots=True)
 class ArrivedBytes:
-    """The bytes that a peer has received, a few times a second while edges run."""
+    """The number of bytes that a peer has received; sent several times a second while edges run."""
 
     version: Version
     received_bytes: ByteCount

@@ -1,4 +1,4 @@
-"""What trainer ranks publish of a version that they have staged: a value and its JSON, and what goes together. Pure."""
+"""Publications of trainer ranks: the value, its JSON form, and whether the publications of a version agree. Pure."""
 
 import hashlib
 from collections.abc import Mapping
@@ -12,21 +12,21 @@ from planner.model import PeerId
 from planner.sync_tree.parameters import Box
 
 MOST_RANKS = 2**20  # of one trainer
-NOT_ATTACHED = "peer: is not attached"  # how the daemon's word begins while a rank's peer is away
+NOT_ATTACHED = "peer: is not attached"  # prefix of the daemon's error while the peer of a rank is not attached
 
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """`tensors` are those of which this rank has something, whole; `boxes` what it has of each. Several ranks may have
-    the same.
+    """The part of a version that one trainer rank has staged and publishes.
 
-    `install`: "at_once": when all bytes are everywhere the pause barrier is closed for it; "next_pause": the trainer
-    goes on, and engines take it when the pause barrier is closed next, or is to be opened again; empty: as is
-    configured. `expected`: tokens that the trainer's own model goes on with from `probe`, greedily, where it says so.
-    `run`: what all ranks call this time that the version is published. Under another name it is published anew, by a
-    trainer that was started again or tries again: these are other bytes, whose parts do not go together with those of
-    before. The same under the same name was sent again as its answer was lost. `tensors` is empty where others of the
-    rank's host have staged all that it has.
+    `tensors` describes every tensor of which the rank staged a part, whole; `boxes` has the staged parts. Several ranks
+    may stage the same box. `tensors` is empty if other ranks of the host have staged everything that this rank has.
+
+    `install` is "at_once" (the daemon closes the pause barrier as soon as all bytes have arrived), "next_pause" (the
+    trainer continues, and engines install when the barrier is next closed or about to open), or empty (the configured
+    value). `expected` are the tokens that the trainer's model generates greedily from `probe`, if the trainer sends
+    them. `run` is common to all ranks of one attempt to publish. A restarted or retrying trainer uses another `run`,
+    because its parts do not match earlier ones. A publication that arrives again with the same `run` is a resend.
     """
 
     version: int
@@ -64,7 +64,7 @@ class Publication:
         for name, boxes in self.boxes.items():
             for box in boxes:
                 if (tensor := known.get(name)) is None:
-                    faults.append(f"boxes.{name}: is not one of tensors")
+                    faults.append(f"boxes.{name}: must be a tensor that tensors has")
                 elif not tensor.has(box):
                     faults.append(f"boxes.{name}: must be within {tensor.shape}, got {box}")
         if faults:
@@ -76,50 +76,49 @@ PUBLICATION: TypeAdapter[Publication] = TypeAdapter(Publication)
 
 @dataclass(slots=True)
 class PublicationSet:
-    """What ranks of one start of a trainer have published of one version so far."""
+    """The publications of one version received so far from the ranks of one start of a trainer."""
 
     by_rank: dict[int, Publication] = field(default_factory=dict)
     tensors: dict[str, tuple[TensorMeta, int]] = field(default_factory=dict)  # and the rank that published it first
 
     def takes(self, publication: Publication) -> bool:
-        """Return whether a publication is of the same version and start of the trainer as those that are here."""
+        """Return whether a publication has the same version and the same `run` as the publications in the set."""
         other = next(iter(self.by_rank.values()), publication)
         return (other.version, other.run) == (publication.version, publication.run)
 
     def add(self, publication: Publication) -> None:
-        """Add a publication without faults."""
+        """Add a publication for which `faults` is empty."""
         self.by_rank[publication.rank] = publication
         for tensor in publication.tensors:
             self.tensors.setdefault(tensor.name, (tensor, publication.rank))
 
     def faults(self, publication: Publication) -> list[str]:
-        """Return what is wrong with a publication by itself, and beside those of other ranks. These agree among
-        themselves, so it is compared with one of them: there may be thousands."""
+        """Return the faults of a publication on its own and against the other ranks' publications. Those agree with
+        each other, so it is compared with only one of them: there may be thousands."""
         faults = [] if publication.tensors else ["tensors: must not be empty, got []"]
         names: set[str] = set()
         for place, tensor in enumerate(publication.tensors):
             if tensor.name in names:
-                faults.append(f"tensors[{place}].name: is there twice, got {tensor.name!r}")
+                faults.append(f"tensors[{place}].name: must be unique, got {tensor.name!r} twice")
             names.add(tensor.name)
         if publication.expected and not publication.probe:
-            faults.append("probe: must be told where expected is, got []")
+            faults.append("probe: must not be empty if expected is set, got []")
         other = next((each for each in self.by_rank.values() if each.rank != publication.rank), None)
         for name in ("world", "install", "backend", "probe", "expected", "options") if other is not None else ():
             one, two = getattr(other, name), getattr(publication, name)
             if one != two:
-                faults.append(f"{name}: rank {other.rank if other else 0} has said {one!r}, got {two!r}")
+                faults.append(f"{name}: must be {one!r} as for rank {other.rank if other else 0}, got {two!r}")
         for place, tensor in enumerate(publication.tensors):
             before, rank = self.tensors.get(tensor.name, (tensor, publication.rank))
             if before != tensor and rank != publication.rank:
                 faults.append(
-                    f"tensors[{place}]: {tensor.name} is {before.dtype} {before.shape} of rank {rank},"
+                    f"tensors[{place}]: {tensor.name} must be {before.dtype} {before.shape} as for rank {rank},"
                     f" got {tensor.dtype} {tensor.shape}"
                 )
         return faults
 
 
 def fingerprint(publication: Publication) -> str:
-    """Return the rank and a digest of what it published and by which start of the trainer, which do not depend on when
-    it was staged."""
+    """Return the rank and a digest of its publication, `run` included. Staging times do not change the digest."""
     timeless = replace(publication, began_s=0.0, offload_s=0.0, gather_s=0.0)
     return f"{publication.rank}:{hashlib.sha256(PUBLICATION.dump_json(timeless)).hexdigest()[:32]}"

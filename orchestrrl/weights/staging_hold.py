@@ -1,8 +1,8 @@
-"""A version's folder in the hands of trainers: its peer leaves parts alone for as long as anybody holds them.
+"""A lock on a version's folder, by which trainers keep the peer from discarding the parts that they stage.
 
-Ranks stage before the daemon knows of a version, whatever its number: it may be lower than the fleet's. So it is no
-order of the daemon that keeps what they stage, but a shared lock (flock) on the folder, which the system lets go of
-when a trainer dies.
+Ranks stage a version before the daemon has received it, and its number may be lower than the fleet's. So no order of
+the daemon protects the staged parts. A shared lock (flock) on the folder does, which the kernel releases when a trainer
+dies.
 """
 
 import fcntl
@@ -13,20 +13,20 @@ from pathlib import Path
 
 
 class StagingHold:
-    """Makes the folder, and holds it until it is let go of. Raises OSError where it cannot be made."""
+    """A shared lock on a folder, which the constructor creates. Raises OSError if the folder cannot be created."""
 
     def __init__(self, home: Path) -> None:
         self._held: int | None = None
         while self._held is None:
-            with suppress(FileExistsError):  # of pathlib's exist_ok it comes where the folder goes away just then
+            with suppress(FileExistsError):  # pathlib's exist_ok raises it if the folder is removed at that moment
                 os.mkdir(home, 0o700)
-            self._held = _locked_folder(home)  # None: the peer was just discarding it
+            self._held = _locked_folder(home)  # None: the peer was discarding the folder
 
     def let_go(self) -> None:
-        """Harmless when it was."""
+        """Release the lock. A repeated call has no effect."""
         held, self._held = self._held, None
         if held is not None:
-            fcntl.flock(held, fcntl.LOCK_UN)  # closing is not enough where the trainer has forked
+            fcntl.flock(held, fcntl.LOCK_UN)  # closing does not release the lock if the trainer has forked
             os.close(held)
 
     def __del__(self) -> None:
@@ -50,7 +50,7 @@ def _locked_folder(home: Path) -> int | None:
 
 @contextmanager
 def nobody_stages(home: Path) -> Iterator[bool]:
-    """Whether that is so, and then nobody begins to before it is left."""
+    """Yield whether no trainer stages into the folder. If true, no trainer can start until the context exits."""
     folder = os.open(home, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,8 +1,8 @@
-"""What one edge says over its link: pieces of a range, announced, and signs of life where there is none to send.
+"""The protocol of one edge over its link: announced pieces of a byte range, and keepalives while none is ready.
 
-An announcement is 8 bytes: how many pieces follow it, 0 for a sign of life. Both ends cut the range into the same
-pieces, so nothing else is said, and the end is where the range ends. A sender whose own bytes are late (they come from
-further up the tree) gives signs of life; one that has died gives none, and only so it is told from the other.
+An announcement is 8 bytes: the number of pieces that follow, 0 for a keepalive, and the number of the first piece. Both
+endpoints cut the range into the same pieces, so no further metadata is sent, and the transfer ends with the range. A
+sender that waits for its own bytes (they come from further up the tree) sends keepalives; a dead sender sends none.
 """
 
 import hashlib
@@ -20,57 +20,57 @@ from orchestrrl.weights.model import Range, VersionMap
 from orchestrrl.weights.orders import CarryEdge, EdgeEvent
 from orchestrrl.weights.transports.base import IncomingLink, LinkBroken, OutgoingLink, PendingChunk
 
-ANNOUNCEMENT = struct.Struct("!II")  # pieces; and the number of the first, to be sure
-MOST_PIECES = 8  # announced at once
+ANNOUNCEMENT = struct.Struct("!II")  # number of pieces, and number of the first one as a check
+MOST_PIECES = 8  # per announcement
 IN_FLIGHT = 2
 LONGEST_BEAT_S = 0.5
 LEAST_PIECE_BYTES = 64 * 1024
-PIECE_S = 0.05  # a paced edge sends in pieces that take so long, so that it is seldom quiet and never bursts
-BEATS = 4  # in the time after which silence is death
+PIECE_S = 0.05  # duration of one piece on a paced edge: short gaps and no bursts
+BEATS = 4  # keepalives within `stall_s`, after which a silent sender counts as dead
 
 Pieces = Sequence[tuple[int, int]]
 
 
 class LocalVersion(Protocol):
-    """A version on this host, whole or being filled. May be used from many threads; `peer/staged.py` has it."""
+    """A version on this host, complete or being received. Thread-safe; implemented in `peer/staged.py`."""
 
     map: VersionMap
 
     def view(self, shard: str, offset: int, size: int) -> memoryview | None:
-        """The bytes themselves, where they lie in one piece in a file; else None. To be written to where the version
-        is received."""
+        """Return the bytes without a copy if they are contiguous in a file, else None. The view is writable if the
+        version is being received."""
         ...
 
     def read(self, shard: str, offset: int, into: memoryview) -> None:
-        """Bytes that are there, wherever they lie."""
+        """Copy bytes that have arrived into `into`; they need not be contiguous in the file."""
         ...
 
     def write(self, shard: str, offset: int, data: memoryview) -> None:
-        """The same the other way round; `arrived` has to be told."""
+        """Copy `data` into the file. The caller must call `arrived` afterwards."""
         ...
 
     def arrived(self, shard: str, offset: int, size: int) -> None:
-        """These are there now, by `write` or through `view`: who waits for them goes on."""
+        """Mark a range as received, after it was filled by `write` or through `view`, and wake waiting readers."""
         ...
 
     def wait(self, shard: str, offset: int, size: int, timeout_s: float) -> bool:
-        """Whether all of it is there, by then."""
+        """Wait until the whole range has arrived; return False after `timeout_s`."""
         ...
 
     def missing(self) -> dict[str, tuple[Range, ...]]:
-        """By shard, in order; shards of which nothing is missing are left out."""
+        """Return the missing ranges by shard, ascending; complete shards are left out."""
         ...
 
 
 class EdgeEnded(Exception):
-    """The edge was let go of meanwhile."""
+    """Raised in the thread of an edge after the edge was ended from outside."""
 
 
 @dataclass(eq=False)
 class EdgeRun:
-    """An edge at one of its ends. What has no lock of its own is written by the edge's thread alone.
+    """The state of an edge at one of its endpoints. Only the edge's thread writes fields that have no lock.
 
-    `on_began` is called when pieces are about to come or go, `on_moved` with the bytes of each piece that is through.
+    `on_began` is called before pieces are sent or received, `on_moved` with the size of each completed piece.
     """
 
     version: int
@@ -90,17 +90,18 @@ class EdgeRun:
 
     @property
     def link_key(self) -> str:
-        """Both ends make it of the same edge: one of another plan, though it is named alike, is another link."""
+        """Return the key by which the two endpoints find each other. It has a digest of the edge, so that an edge of
+        another plan with the same id has another key."""
         edge = self.edge
         what = (edge.shard, edge.offset, edge.bytes, edge.src, edge.dst, piece_bytes(edge.rate_gbps, self.chunk_bytes))
         return f"{self.version}/{edge.id}/{hashlib.blake2s(repr(what).encode(), digest_size=8).hexdigest()}"
 
     @property
     def pieces(self) -> Pieces:
-        """Offsets into the shard, and sizes."""
+        """Return (offset in the shard, size) of each piece, in bytes."""
         step = piece_bytes(self.edge.rate_gbps, self.chunk_bytes)
         end = self.edge.offset + self.edge.bytes
-        # At multiples of the chunk from the shard's start on, as what arrives elsewhere is cut too.
+        # Cut at multiples of the piece size from the start of the shard, as the edges of other peers do.
         cuts = [self.edge.offset, *range((self.edge.offset // step + 1) * step, end, step), end]
         return [(start, stop - start) for start, stop in pairwise(cuts)]
 
@@ -109,20 +110,20 @@ class EdgeRun:
         return min(LONGEST_BEAT_S, self.stall_s / BEATS)
 
     def pause(self, seconds: float = 0.0) -> None:
-        """Wait. Raises EdgeEnded."""
+        """Wait for `seconds`. Raises EdgeEnded if the edge was ended."""
         if self.let_go.is_set() or (seconds > 0 and self.let_go.wait(seconds)):
             raise EdgeEnded
 
 
 def piece_bytes(rate_gbps: float, chunk_bytes: int) -> int:
-    """What an edge sends at a time: a chunk, or less of it where the rate is low. Both ends cut alike."""
+    """Return the size of one piece: a chunk, or less at a low rate. Both endpoints compute the same size."""
     if not rate_gbps:
         return chunk_bytes
     return min(chunk_bytes, max(LEAST_PIECE_BYTES, int(rate_gbps * 1e9 / 8 * PIECE_S)))
 
 
 class Pacer:
-    """A bucket of tokens, of which `burst_bytes` fit in. What is taken beyond them has to be waited for, beforehand."""
+    """A token bucket with a capacity of `burst_bytes`. The sender waits before it sends bytes beyond its content."""
 
     def __init__(self, rate_gbps: float, burst_bytes: int) -> None:
         if rate_gbps < 0:
@@ -133,7 +134,7 @@ class Pacer:
         self._at_s: float | None = None
 
     def take(self, size: int, now_s: float) -> float:
-        """Seconds to wait before these bytes are sent; 0 without a rate."""
+        """Take `size` bytes; return the seconds to wait before they are sent, 0 if there is no rate."""
         if not self._bytes_per_s:
             return 0.0
         passed_s = max(0.0, now_s - self._at_s) if self._at_s is not None else 0.0
@@ -143,8 +144,7 @@ class Pacer:
 
 
 class _Flight:
-    """The pieces that are on their way over a link. One that does not lie in one place of a file goes through memory
-    that is used again."""
+    """The pieces in flight on a link. A piece that is not contiguous in a file goes through a reused buffer."""
 
     def __init__(self, run: EdgeRun) -> None:
         self.pieces = run.pieces
@@ -154,7 +154,7 @@ class _Flight:
         self._pending: deque[tuple[PendingChunk, Callable[[], None], memoryview | None]] = deque()
 
     def view(self, offset: int, size: int) -> tuple[memoryview, memoryview | None]:
-        """Return where a piece is, or is to be, and the same once more where that is such memory."""
+        """Return the memory of a piece, and the same memory again if it is a reused buffer, else None."""
         view = self._run.staged.view(self._run.edge.shard, offset, size)
         if view is not None:
             return view, None
@@ -165,7 +165,7 @@ class _Flight:
         self._pending.append((pending, landed, buffer))
 
     def land(self, most: int) -> None:
-        """Wait until at most so many are on their way."""
+        """Wait until at most `most` pieces are in flight."""
         while len(self._pending) > most:
             pending, landed, buffer = self._pending.popleft()
             pending.wait(self._run.stall_s)
@@ -177,7 +177,8 @@ class _Flight:
 
 
 def send(link: OutgoingLink, run: EdgeRun) -> None:
-    """All of the edge, as its bytes come to be here. Raises LinkBroken, EdgeEnded, and what reading raises."""
+    """Send all bytes of the edge, each as soon as it is available. Raises LinkBroken, EdgeEnded, and errors of
+    reading."""
     flight, number = _Flight(run), 0
     staged, shard, pieces = run.staged, run.edge.shard, flight.pieces
     pacer = Pacer(run.edge.rate_gbps, flight.most_bytes)
@@ -189,7 +190,7 @@ def send(link: OutgoingLink, run: EdgeRun) -> None:
         coming = pieces[number : number + MOST_PIECES]
         ready = list(takewhile(lambda piece: staged.wait(shard, *piece, 0.0), coming))
         if not ready:
-            flight.land(0)  # before anything is waited for that may take long
+            flight.land(0)  # complete the pieces in flight before a wait that may be long
             if not staged.wait(shard, *pieces[number], run.beat_s):
                 run.pause()
                 announce(0)
@@ -209,7 +210,7 @@ def send(link: OutgoingLink, run: EdgeRun) -> None:
 
 
 def receive(link: IncomingLink, run: EdgeRun) -> None:
-    """All of the edge. Raises LinkBroken, EdgeEnded, and what writing raises."""
+    """Receive all bytes of the edge. Raises LinkBroken, EdgeEnded, and errors of writing."""
     flight, number = _Flight(run), 0
     staged, shard, pieces = run.staged, run.edge.shard, flight.pieces
     heard = memoryview(bytearray(ANNOUNCEMENT.size))
@@ -227,7 +228,8 @@ def receive(link: IncomingLink, run: EdgeRun) -> None:
         count, first = ANNOUNCEMENT.unpack(heard)
         if first != number or count > min(len(pieces) - number, MOST_PIECES):
             raise LinkBroken(
-                f"the sender announces {count} pieces from {first} on, of {len(pieces)}: {number} are next"
+                f"the sender announced {count} pieces beginning with piece {first}, expected piece {number}"
+                f" (the range has {len(pieces)} pieces)"
             )
         if count:
             run.on_began(run)
@@ -237,5 +239,5 @@ def receive(link: IncomingLink, run: EdgeRun) -> None:
             flight.add(link.receive(view), partial(landed, offset, size, buffer), buffer)
         number += count
         if number < len(pieces):
-            announced = link.receive(heard)  # beside the last pieces, so that they are not waited for in between
+            announced = link.receive(heard)  # issued before the last pieces have landed, to avoid a gap
         flight.land(0)

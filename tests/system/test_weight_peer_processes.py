@@ -82,7 +82,7 @@ async def test_version_is_assembled_from_trainer_parts_for_an_engine(
 
             late = await daemon.ask("gen0", InstallVersion(4, ENGINE, time.time() - 1))
             assert late.outcome is OrderOutcome.FAILED
-            assert "at the latest" in late.detail
+            assert "the deadline passed" in late.detail
             until_s = time.time() + 600
             assert (await daemon.ask("gen0", RestEngine(ENGINE, True))).detail == "e0 is paused"
             installed = await daemon.ask("gen0", InstallVersion(4, ENGINE, until_s))
@@ -94,7 +94,7 @@ async def test_version_is_assembled_from_trainer_parts_for_an_engine(
             assert len(probed.tokens) == 5, probed.detail
             assert (await daemon.ask("gen0", RestEngine(ENGINE, False))).outcome is OrderOutcome.DONE
             again = await daemon.ask("gen0", InstallVersion(4, ENGINE, until_s))
-            assert again.detail == "e0 has version 4 already"
+            assert again.detail == "e0 already has version 4"
             assert again.loaded_sum == installed.loaded_sum
             assert (
                 await daemon.ask("gen0", RestEngine(ENGINE, True, 30.0))
@@ -220,8 +220,9 @@ async def test_invalid_orders_are_rejected_with_all_errors(harness: tuple[FakeDa
         shards = tuple(replace(shard, bytes=shard.bytes + 1) for shard in map.shards)
         refused = await daemon.ask("gen0", OpenVersion(replace(map, shards=shards)))
         assert refused.outcome is OrderOutcome.FAILED
-        assert refused.detail.count(".bytes: must be what its slices have") == len(shards)
-        assert (await daemon.ask("gen0", CheckVersion(1))).detail == "version 1 is not held here; held: none"
+        assert refused.detail.count(".bytes: must be the size of its slices") == len(shards)
+        checked = await daemon.ask("gen0", CheckVersion(1))
+        assert checked.detail == "version 1 is not stored on this peer; it stores: none"
         await daemon.ask("gen0", OpenVersion(map))
         rows = next(shard for shard in map.shards if shard.id == "rows")
         wrong = (
@@ -233,7 +234,7 @@ async def test_invalid_orders_are_rejected_with_all_errors(harness: tuple[FakeDa
         assert refused.outcome is OrderOutcome.FAILED
         for words in ("chunk_bytes: must be > 0", "edges.edge1.shard:", "edges.edge2:", "edges.edge3:"):
             assert words in refused.detail
-        assert "no engine 'e0' here" in (await daemon.ask("gen0", RestEngine(ENGINE, True))).detail
+        assert "does not serve engine 'e0'" in (await daemon.ask("gen0", RestEngine(ENGINE, True))).detail
         outside = await daemon.ask(
             "gen0", OpenVersion(replace(map, version=2), (Contents(6).stage(tmp_path, 0, HALVES[0]),))
         )

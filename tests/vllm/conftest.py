@@ -1,4 +1,4 @@
-"""Real vLLM servers: made once per session, a tiny random model, no GPU."""
+"""Real vLLM servers with a tiny random model, without a GPU, started once per session."""
 
 import asyncio
 import contextlib
@@ -23,23 +23,23 @@ pytest.register_assert_rewrite(
 REPOSITORY = Path(__file__).parents[2]
 VLLM_PYTHON = REPOSITORY / ".venv-vllm" / "bin" / "python"
 VLLM_PLUGIN = Path(__file__).parent / "vllm_plugin"
-# A weight-transfer backend that broadcasts over gloo: servers have it beside the ways that need none.
+# A weight-transfer backend that broadcasts over gloo, in addition to the ways that need no backend.
 GLOO_PLUGIN = Path(__file__).parent / "gloo_plugin"
 GLOO_ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "lo"}
 GLOO_ARGUMENTS = ("--weight-transfer-config", '{"backend": "gloo_for_tests"}')
 TINY_MODEL_SCRIPT = REPOSITORY / "orchestrrl" / "lab" / "tiny_model.py"
 
 MAX_NUM_SEQS = 4
-# Blocks have 128 tokens. There is KV for one sequence of the longest context: preemption can be had.
+# Blocks have 128 tokens. There is KV for one sequence of the maximum length, so that preemption is possible.
 VLLM_ARGUMENTS = ("--max-model-len", "16384", "--num-gpu-blocks-override", "130", "--no-enable-prefix-caching")
 
-# A test steps in on requests for so many tokens: they get 50 tokens/s at most, whatever the machine does.
+# Requests for this many tokens, which tests interrupt, are slowed to at most 50 tokens/s on any machine.
 INTERRUPTED_TOKENS = 1_000
 SLOW_STEPS = f"{INTERRUPTED_TOKENS}:0.02"
 
 
 class StartVllm(Protocol):
-    """Starts one more server like those of `vllm_servers`; `slow_steps` as `slow_steps.py` reads it."""
+    """Starts one more server like those of `vllm_servers`. The format of `slow_steps` is that of `slow_steps.py`."""
 
     async def __call__(self, name: str, slow_steps: str = SLOW_STEPS) -> LocalEngine: ...
 
@@ -64,12 +64,12 @@ fork_server.install(
     )
 )
 
-# Servers without a PYTHONPATH of their own fork their engine cores, too: vllm_plugin/sitecustomize.py.
+# Servers without their own PYTHONPATH also fork their engine cores, see vllm_plugin/sitecustomize.py.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(VLLM_PLUGIN))))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`make test-vllm` installs vLLM first; `make test` has one test here, and skips it where vLLM is absent."""
+    """Skip tests without vLLM: `make test-vllm` installs it first; `make test` has one test here."""
     if not VLLM_PYTHON.exists():
         for item in items:
             if Path(__file__).parent in item.path.parents:
@@ -78,7 +78,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directory of the tiny model; it is served under the directory's name."""
+    """Return the directory of the tiny model, which is served under the directory's name."""
     directory = tmp_path_factory.mktemp("model") / "tiny"
     made = subprocess.run([VLLM_PYTHON, TINY_MODEL_SCRIPT, directory], capture_output=True, text=True, check=False)
     assert made.returncode == 0, made.stderr
@@ -87,7 +87,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def other_weights(tiny_model: Path) -> Path:
-    """Directory of a model that differs from the tiny one in its weights alone."""
+    """Return the directory of a model that differs from the tiny one only in its weights."""
     directory = tiny_model.parent / "other"
     made = subprocess.run(
         [VLLM_PYTHON, TINY_MODEL_SCRIPT, directory, "--seed", "1"], capture_output=True, text=True, check=False
@@ -98,7 +98,7 @@ def other_weights(tiny_model: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def vllm_servers(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LocalEngine, ...]]:
-    """Two vLLM servers of the same model with `MAX_NUM_SEQS` seats each, warmed up. Leave them idle and not paused."""
+    """Return two warm vLLM servers of one model, `MAX_NUM_SEQS` seats each. Tests must leave them idle and running."""
     log_dir = tmp_path_factory.mktemp("vllm")
 
     async def start() -> list[LocalEngine]:
@@ -114,7 +114,7 @@ def vllm_servers(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @contextlib.asynccontextmanager
 async def as_they_were(servers: Sequence[LocalEngine], model: Path) -> AsyncIterator[None]:
-    """Afterwards they have the model's weights again, which nobody has named, and are not paused."""
+    """Restore the servers after the test: the model's weights without a version, and not paused."""
     try:
         yield
     finally:
@@ -129,7 +129,7 @@ async def as_they_were(servers: Sequence[LocalEngine], model: Path) -> AsyncIter
 
 @pytest.fixture
 async def start_vllm_server(tiny_model: Path, tmp_path: Path) -> AsyncIterator[StartVllm]:
-    """A function that starts one more server like those of `vllm_servers`, for a test that will kill it."""
+    """Return a function that starts one more server like those of `vllm_servers`, for tests that kill it."""
     started: list[LocalEngine] = []
 
     async def start(name: str, slow_steps: str = SLOW_STEPS) -> LocalEngine:

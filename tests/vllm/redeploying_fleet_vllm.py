@@ -1,5 +1,5 @@
-"""OrchestrRL as its own processes (daemon, gateway, command line) over vLLM servers that it starts itself, and clients
-that read streams while the servers are replaced."""
+"""OrchestrRL as separate processes (daemon, gateway, command line) with vLLM servers that it starts, and clients that
+read streams while the servers are replaced."""
 
 import asyncio
 import contextlib
@@ -26,7 +26,7 @@ from tests.vllm.conftest import VLLM_PLUGIN, VLLM_PYTHON
 
 SEATS = 8
 KV_BLOCKS, BLOCK_TOKENS = 130, 128
-# Of requests, not of a redeployment's own questions: 10 tokens/s at most, while a test has them wait.
+# Limits requests, but not the probes of a redeployment, to 10 tokens/s while a test holds them.
 SLOW_STEPS = "64:0.1"
 READY_WITHIN_S = 240.0
 SWITCHED_WITHIN_S = 900.0
@@ -34,7 +34,7 @@ SETTLED_WITHIN_S = 120.0
 
 
 def configuration(id: str, gpus: int = 1) -> dict[str, Any]:
-    """Its times are no matter here: nobody plans."""
+    """Return a configuration with arbitrary times, which are not used because nothing is planned."""
     return {
         "id": id,
         "gpus": gpus,
@@ -50,7 +50,7 @@ def configuration(id: str, gpus: int = 1) -> dict[str, Any]:
 
 @dataclass
 class Harness:
-    """One daemon, one gateway, and the engines of their fleet. `own`: launch.configurations."""
+    """One daemon, one gateway, and the engines of their fleet. `own` is the value of launch.configurations."""
 
     folder: Path
     model: Path
@@ -76,14 +76,14 @@ class Harness:
         await self.stack.start_gateway()
 
     async def restart_daemon(self, **deployer: Any) -> None:
-        """With other settings of its deployer."""
+        """Restart the daemon with other settings of its deployer."""
         self.deployer = {**self.deployer, **deployer}
         await self.stack.daemon.stop()
         self.stack.configure({**self._document(), "listen": {"address": self.address}})
         await self.stack.daemon.start()
 
     async def close(self) -> None:
-        """No engine is left behind, whatever has failed."""
+        """Stop everything, so that no engine is left even after a failure."""
         await self.stack.undo.aclose()
         identity = FleetIdentity("orchestrrl", str(self.folder / "engines"))
         launch = EngineLaunch(python=str(VLLM_PYTHON), model=str(self.model), device=EngineDevice.CPU)
@@ -133,18 +133,17 @@ class Harness:
 
     @contextlib.contextmanager
     def slowly(self) -> Iterator[None]:
-        """Meanwhile no request comes to its end: a redeployment finds them in the middle, however long it takes to
-        begin."""
+        """Slow requests down so that none finishes: a redeployment finds them running even if it starts late."""
         self._slow.touch()
         try:
             yield
         finally:
             self._slow.unlink()
 
-    # --- asked
+    # --- commands
 
     async def orchestrrl(self, *arguments: str, status: int = 0, within_s: float = SETTLED_WITHIN_S) -> str:
-        """What a command prints; it is to end with this exit status."""
+        """Run a command, check its exit status, and return its output."""
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "orchestrrl", *arguments, "--daemon", self.address),
             stdout=asyncio.subprocess.PIPE,
@@ -161,7 +160,7 @@ class Harness:
         return out.decode()
 
     async def redeployment(self, *targets: str, state: str = "done") -> dict[str, Any]:
-        """`--to` each of these; the report, once it has ended so."""
+        """Redeploy to these configurations; return the report once it has ended in this state."""
         wishes = [word for target in targets for word in ("--to", target)]
         status = 0 if state == "done" else 1
         shown = await self.orchestrrl("redeploy", *wishes, "--json", status=status, within_s=SWITCHED_WITHIN_S)
@@ -170,19 +169,19 @@ class Harness:
         return report
 
     async def at(self, *targets: str) -> None:
-        """Have this fleet, whatever it takes."""
+        """Bring the fleet into this shape, if necessary by a redeployment."""
         wishes = [word for target in targets for word in ("--to", target)]
         draft = json.loads(await self.orchestrrl("redeploy", *wishes, "--dry-run", "--json"))
         if draft["old_engines"] != draft["new_engines"]:
             await self.redeployment(*targets)
 
     async def shown(self, report: Mapping[str, Any]) -> str:
-        """A redeployment as operators read it."""
+        """Return a redeployment as printed for operators."""
         steps = await self.orchestrrl("redeploy", "--id", report["redeployment_id"])
         return steps + await self.orchestrrl("plan", "history", "--id", report["redeployment_id"])
 
     async def engines(self) -> dict[str, str]:
-        """URLs of the engines that requests go to, by id."""
+        """Return the URLs of engines that receive requests, by id."""
         told = json.loads(await self.orchestrrl("workers", "--json"))
         return {each["engine_id"]: each["url"] for each in told["workers"]}
 
@@ -196,10 +195,10 @@ class Harness:
 
 @dataclass(frozen=True)
 class Step:
-    """Requests of one generation step: greedy, so that they have one right answer each."""
+    """The requests of one generation step, greedy, so that each has exactly one correct answer."""
 
     requests: int = 8
-    tokens: int = 1000  # of the first; each of the others has 5 more
+    tokens: int = 1000  # tokens of the first request; each further one has 5 more
 
     def bodies(self) -> list[dict[str, Any]]:
         return [
@@ -215,7 +214,7 @@ class Step:
         ]
 
     async def undisturbed(self, engine_url: str) -> list[list[int]]:
-        """Tokens of one engine that is left alone, without the gateway."""
+        """Return the tokens that one undisturbed engine generates, without the gateway."""
         async with _session() as http:
 
             async def ask(body: Mapping[str, Any]) -> list[int]:
@@ -230,7 +229,7 @@ class Step:
 
 
 class Asking:
-    """Clients that read their streams."""
+    """The clients of a step, which read their streams."""
 
     def __init__(self, gateway_url: str, bodies: Sequence[Mapping[str, Any]]) -> None:
         self.answers = [Answer() for _ in bodies]
@@ -248,11 +247,11 @@ class Asking:
 
     @property
     def counts(self) -> list[int]:
-        """Tokens that each client has."""
+        """Return the number of tokens that each client has received."""
         return [len(answer.token_ids) for answer in self.answers]
 
     async def each_has(self, more: int, than: Sequence[int] = ()) -> None:
-        """Until every client has so many more tokens."""
+        """Wait until every client has received this many more tokens."""
         before = list(than) or [0] * len(self.answers)
         await self._until(lambda: all(has >= was + more for has, was in zip(self.counts, before, strict=True)))
 
@@ -268,7 +267,7 @@ class Asking:
                 task.result()
 
     async def end(self) -> list[list[int]]:
-        """Tokens of all answers, each of which has come to its end."""
+        """Wait for the end of all answers; return their tokens."""
         await asyncio.wait_for(asyncio.gather(*self._tasks), SWITCHED_WITHIN_S)
         assert {answer.finish_reason for answer in self.answers} == {"length"}
         return [answer.token_ids for answer in self.answers]
@@ -279,7 +278,7 @@ def _session() -> aiohttp.ClientSession:
 
 
 def step_seconds(report: Mapping[str, Any]) -> dict[str, float]:
-    """How long the longest step of each kind took, forward."""
+    """Return the duration of the longest forward step of each kind."""
     took: dict[str, float] = {}
     for step in report["steps"]:
         if step["direction"] == "forward" and step["elapsed_s"] is not None:

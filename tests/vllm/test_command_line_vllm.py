@@ -1,4 +1,4 @@
-"""Rendered command lines as vLLM's own parser reads them. No server is started."""
+"""Rendered command lines, parsed by vLLM's own parser. No server is started."""
 
 import json
 import subprocess
@@ -59,7 +59,7 @@ def lines() -> list[CommandLine]:
 
 
 def words(line: CommandLine) -> Sequence[str]:
-    """What the parser gets: the model stands behind `serve`, or is a flag."""
+    """Return the arguments for the parser. The model is the argument of `serve` or a flag."""
     return (line.program[-1:] if "serve" in line.program else ()) + line.arguments
 
 
@@ -72,7 +72,7 @@ def as_vllm_has_it() -> dict[str, Any]:
     return found
 
 
-def test_vllm_reads_what_was_meant() -> None:
+def test_vllm_parses_the_intended_values() -> None:
     for line, found in zip(lines(), as_vllm_has_it()["read"], strict=True):
         own = dict(zip(line.arguments, [*line.arguments[1:], ""], strict=True))
         for flag in (word for word in line.arguments if word.startswith("--")):
@@ -88,11 +88,11 @@ def test_vllm_reads_what_was_meant() -> None:
         assert (found["model_tag"] or found["model"]) == "/ckpt"
 
 
-def test_the_flags_that_a_layout_decides_are_vllm_s_by_every_name() -> None:
+def test_layout_flags_cover_all_names_of_vllm() -> None:
     flags: dict[str, str] = as_vllm_has_it()["flags"]
     assert set(DECIDED) <= set(flags)
     assert {short: flags[short] for short in SHORT} == SHORT
     others = {short for short, name in flags.items() if name in DECIDED and not short.startswith("--")}
     assert others == set(SHORT)
-    # A flag that is cut short is taken for the one that it begins: no other may be called so.
+    # The parser completes abbreviated flags, so no other flag may have such an abbreviation as its name.
     assert not [flag for flag in flags if flag not in DECIDED and any(name.startswith(flag) for name in DECIDED)]

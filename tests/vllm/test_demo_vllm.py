@@ -1,4 +1,4 @@
-"""The whole loop on two real vLLM servers: moved requests answer what undisturbed ones do, token by token."""
+"""The whole loop on two real vLLM servers: moved requests generate the same tokens as undisturbed ones."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 async def keep_moving(stack: Stack) -> None:
-    """An operator who moves running requests to the other engine, one after another, through the daemon."""
+    """Act as an operator: move running requests to the other engine, one after another, through the daemon."""
     async with ControlClient(stack.daemon_address) as control:
         while True:
             listed = await control.call(control.control.ListRequests, control_pb2.ListRequestsRequest(), timeout_s=60)
@@ -32,14 +32,14 @@ async def keep_moving(stack: Stack) -> None:
             for request in running[:2]:
                 other = "e1" if request.engine_id == "e0" else "e0"
                 order = control_pb2.MoveRequestRequest(request_id=request.request_id, to_engine_id=other)
-                # It has ended meanwhile, or a busy machine answers late: the next round sees.
+                # It has ended, or the machine is busy: the next round tries again.
                 with contextlib.suppress(ProblemFaults, Permanent, Retryable, OutcomeUnknown):
                     await control.call(control.control.MoveRequest, order)
             await asyncio.sleep(0.1)
 
 
-async def test_moved_requests_answer_as_undisturbed_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(REPOSITORY)  # .venv-vllm is looked for here
+async def test_moved_requests_generate_the_undisturbed_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPOSITORY)  # where .venv-vllm is searched
     scenario = load_scenario("vllm").model_copy(update={"prompts": 4, "max_tokens": 1200})
     step = samples(scenario, "vllm", 3)
     async with engines(scenario, "vllm", tmp_path) as running:
@@ -51,7 +51,7 @@ async def test_moved_requests_answer_as_undisturbed_ones(tmp_path: Path, monkeyp
             moved = await fleet.run_step(step, "moved", stack.gateway_url)
             moving.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await moving  # raises what went wrong in it
+                await moving  # raises its error
             async with ControlClient(stack.daemon_address) as control:
                 status = await control.control.GetStatus(control_pb2.GetStatusRequest())
         for client in clients:
@@ -64,12 +64,12 @@ async def test_moved_requests_answer_as_undisturbed_ones(tmp_path: Path, monkeyp
 
 
 @pytest.mark.slow
-def test_the_demo_on_real_vllm(tmp_path: Path) -> None:
+def test_demo_runs_on_real_vllm(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "orchestrrl", "demo", "--engine", "vllm", "--seeds", "2", "--out", str(tmp_path)]
     shown = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert shown.returncode == 0, shown.stdout + shown.stderr
     report = json.loads((tmp_path / "report.json").read_text())
     assert (report["lost"], report["differing"], report["faults"]) == (0, 0, [])
     assert report["requests"] == 32
-    assert report["oracle_ratio_median"] is None  # the oracle needs a step time, which vLLM does not tell
+    assert report["oracle_ratio_median"] is None  # the oracle needs a step time, which vLLM does not report
     assert (tmp_path / "remaining_requests.png").exists()

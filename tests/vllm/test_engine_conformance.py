@@ -1,4 +1,4 @@
-"""Real vLLM under the contract of an engine."""
+"""The engine conformance suite on real vLLM."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path

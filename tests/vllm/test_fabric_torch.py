@@ -1,4 +1,4 @@
-"""Circuits change in the windows of real programs of torch.distributed: what becomes of each period, at any pace."""
+"""Circuit changes in the windows of real torch.distributed programs: the outcome of each period, at any pace."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ import pytest
 from orchestrrl.fabric.periods import OVER, PeriodState
 from orchestrrl.lab.demo.fabric_stack import RANKS, PeriodOutcomes, fabric_demo
 
-# Of a rank of lab/demo/fabric_job.py, in each iteration, and in all of them.
+# Collectives of a rank of lab/demo/fabric_job.py, per iteration and in total.
 IN_EACH = {"all_to_all": 2, "all_reduce": 3, "announce": 0, "iteration": 1, "forward": 1, "backward": 1, "optimizer": 1}
 ANNOUNCED_IN_EACH = 2  # by rank 0
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(240)
 
 @dataclass(frozen=True)
 class Ran:
-    """A job that has run under a harness, and what is known of it."""
+    """A job that has run under a harness, and its recorded results."""
 
     iterations_s: Sequence[float]
     statuses: Sequence[int | None]
@@ -40,8 +40,7 @@ async def run(
     within_s: float,
     enough: Callable[[PeriodOutcomes], bool] = lambda outcome: True,
 ) -> Ran:
-    """So many iterations, and as many again, twice at most, while that was not `enough`: a machine that is busy
-    elsewhere lets a window pass."""
+    """Run iterations, and repeat them up to twice until `enough` holds: a busy machine may miss a window."""
     async with fabric_demo(folder, device_s=device_s, within_s=within_s) as harness:
         await harness.start_job("job", window_s)
         iterations_s = [*await harness.turn("job", iterations)]
@@ -53,7 +52,7 @@ async def run(
 
 
 def check_whole(ran: Ran, iterations: int, window_s: float) -> None:
-    """Nobody crashed, every rank did and recorded all of it, and every period came to one end."""
+    """Check that nothing crashed, every rank ran and recorded everything, and every period has one outcome."""
     assert ran.lives
     assert ran.statuses == [0] * RANKS
     assert len(ran.iterations_s) == iterations
@@ -75,8 +74,8 @@ def check_whole(ran: Ran, iterations: int, window_s: float) -> None:
     assert all(period.code and period.HasField("ended_unix_s") for period in periods)
 
 
-async def test_circuits_follow_a_job_inside_its_windows(tmp_path: Path) -> None:
-    """With windows far longer than is needed."""
+async def test_circuits_change_within_a_jobs_windows(tmp_path: Path) -> None:
+    """The windows are far longer than necessary."""
     window_s = 0.4
     ran = await run(tmp_path, 12, device_s=0.025, window_s=window_s, within_s=10.0, enough=of_both_kinds)
     check_whole(ran, len(ran.iterations_s), window_s)
@@ -89,7 +88,7 @@ async def test_circuits_follow_a_job_inside_its_windows(tmp_path: Path) -> None:
     assert all(period.stages_done == period.stages == len(period.commits) for period in committed)
 
 
-async def test_a_device_slower_than_any_window_is_never_told_to_move(tmp_path: Path) -> None:
+async def test_device_slower_than_any_window_gets_no_change(tmp_path: Path) -> None:
     iterations, window_s = 20, 0.05
     ran = await run(tmp_path, iterations, device_s=5.0, window_s=window_s, within_s=0.1)
     check_whole(ran, iterations, window_s)

@@ -1,4 +1,4 @@
-"""What vLLM answers by itself and what it answers through the gateway: the same, or refused by the field's name."""
+"""Answers of vLLM directly and through the gateway: they are equal, or the gateway refuses a field by its name."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 8}
 MESSAGES = [{"role": "user", "content": "Hello"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 
-# Fields of a completion, and of a chat, with values that vLLM takes or refuses.
+# Fields of completions and chats, with values that vLLM accepts or refuses.
 COMPLETION_FIELDS: tuple[dict[str, Any], ...] = (
     {},
     {"echo": True},
@@ -86,12 +86,12 @@ CHAT_FIELDS: tuple[dict[str, Any], ...] = (
     {"chat_template": "{{ messages[0].content }}", "return_token_ids": True},
     {"messages": []},
 )
-# By the field that the gateway's refusal names: what vLLM refuses without naming it, and the one thing that it does.
+# By the field in the gateway's refusal: values that vLLM refuses without naming the field, and one that it accepts.
 REFUSED: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("n", COMPLETIONS, {"prompt": "Hello", "n": 2}),
     ("n", CHAT, {"messages": MESSAGES, "n": 2}),
     ("n", COMPLETIONS, {"prompt": "Hello", "n": 0}),
-    ("n", COMPLETIONS, {"prompt": "Hello", "n": 2, "use_beam_search": True}),  # not offered
+    ("n", COMPLETIONS, {"prompt": "Hello", "n": 2, "use_beam_search": True}),  # not supported by the gateway
     ("stop_token_ids", COMPLETIONS, {"prompt": "Hello", "stop_token_ids": ["a"]}),
     ("stream_options", COMPLETIONS, {"prompt": "Hello", "stream_options": {"include_usage": True}}),
     ("prompt", COMPLETIONS, {"prompt": [-1]}),
@@ -111,7 +111,7 @@ async def harness(vllm_servers: tuple[LocalEngine, ...]) -> AsyncIterator[Harnes
 
 
 async def answered(harness: Harness, url: str, path: str, body: dict[str, Any], *, stream: bool) -> tuple[int, Any]:
-    """Status and answer. A refusal that vLLM sends as an event of its stream has the status in that event."""
+    """Return status and answer. If vLLM sends a refusal as an event of its stream, the status is in that event."""
     asked = {**body, "stream": True, "stream_options": {"include_usage": True}} if stream else body
     async with harness.http.post(url + path, json=asked) as response:
         text = await response.text()
@@ -126,7 +126,7 @@ async def answered(harness: Harness, url: str, path: str, body: dict[str, Any], 
 
 
 def joined(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the content of a stream, however it is cut into events."""
+    """Return the content of a stream, independently of its division into events."""
     whole: dict[str, Any] = {}
     for event in events:
         whole |= {name: value for name, value in event.items() if value is not None and name != "choices"}
@@ -142,7 +142,7 @@ def joined(events: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def rounded(value: Any) -> Any:
-    """Without names of the answer and empty fields; batches of other shapes round otherwise in the last bits."""
+    """Remove ids and empty fields of an answer, and round numbers, which depend on the batch in their last bits."""
     if isinstance(value, dict):
         kept = {name: rounded(item) for name, item in value.items() if name not in ("id", "created")}
         return {name: item for name, item in kept.items() if item is not None and item != [] and item != {}}
@@ -162,7 +162,7 @@ def near(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-async def test_vllm_answers_through_the_gateway_as_by_itself(harness: Harness, stream: bool) -> None:
+async def test_gateway_returns_vllms_own_answers(harness: Harness, stream: bool) -> None:
     asks = [(COMPLETIONS, {**GREEDY, "prompt": "Hello world", **fields}) for fields in COMPLETION_FIELDS]
     asks += [(CHAT, {**GREEDY, "messages": MESSAGES, **fields}) for fields in CHAT_FIELDS]
     differ = []
@@ -175,14 +175,14 @@ async def test_vllm_answers_through_the_gateway_as_by_itself(harness: Harness, s
 
 
 @pytest.mark.parametrize(("name", "path", "body"), REFUSED)
-async def test_what_is_refused_names_its_field(harness: Harness, name: str, path: str, body: dict[str, Any]) -> None:
+async def test_refusal_names_the_field(harness: Harness, name: str, path: str, body: dict[str, Any]) -> None:
     status, answer = await answered(harness, harness.url, path, {**GREEDY, **body}, stream=False)
     assert (status, answer["error"]["param"]) == (400, name)
     direct, _ = await answered(harness, harness.engines[0].url, path, {**GREEDY, **body}, stream=False)
     assert direct == (200 if "use_beam_search" in body else 400)
 
 
-async def test_a_truncated_prompt_stays_so_when_its_request_moves(harness: Harness) -> None:
+async def test_truncated_prompt_stays_truncated_after_a_move(harness: Harness) -> None:
     body = {**GREEDY, "prompt": list(range(40, 60)), "truncate_prompt_tokens": 3, "max_tokens": 60, "ignore_eos": True}
     body["return_token_ids"] = True
     undisturbed = await harness.ask(harness.engines[0].url, COMPLETIONS, body, stream=False)
@@ -195,14 +195,14 @@ async def test_a_truncated_prompt_stays_so_when_its_request_moves(harness: Harne
     assert answer.token_ids == undisturbed.token_ids
 
 
-async def test_every_field_that_vllm_reads_is_known(harness: Harness) -> None:
-    """One that is not known ties its request to the engine where it began."""
+async def test_gateway_knows_every_field_of_vllm(harness: Harness) -> None:
+    """An unknown field pins its request to the engine on which it began."""
     async with harness.http.get(harness.engines[0].url + "/openapi.json") as response:
         schemas = (await response.json())["components"]["schemas"]
     for name in ("CompletionRequest", "ChatCompletionRequest"):
         assert set(schemas[name]["properties"]) <= KNOWN_FIELDS
 
 
-async def test_vllm_tells_whether_its_answers_have_routed_experts(harness: Harness) -> None:
+async def test_vllm_reports_whether_answers_have_routed_experts(harness: Harness) -> None:
     slot = next(iter(harness.fleet))
     assert not (await harness.fleet.capabilities(slot)).routed_experts

@@ -1,4 +1,4 @@
-"""The gateway before real vLLM: a moved greedy answer is the undisturbed one, and a killed server loses none."""
+"""The gateway with real vLLM: moved greedy answers equal undisturbed ones, and a killed server loses no request."""
 
 import asyncio
 import os
@@ -41,12 +41,12 @@ CHAT = (
     "/v1/chat/completions",
     {**GREEDY, "messages": [{"role": "user", "content": "Tell me"}], "logprobs": True, "top_logprobs": 2},
 )
-# vLLM applies this one to prompt and answer alike, so it may be continued.
+# vLLM applies this penalty to prompt and answer alike, so the request may be continued.
 REPEATING = ("/v1/completions", {**GREEDY, "prompt": [50, 51], "repetition_penalty": 1.3})
 
 
 class Harness:
-    """A gateway in this process before vLLM servers e0, e1, ... `holds` are for the next attempts, in their order."""
+    """A gateway in this process with vLLM servers e0, e1, ... `holds` apply to the next attempts, in order."""
 
     def __init__(self, engines: tuple[LocalEngine, ...], http: aiohttp.ClientSession, kv_version: str = "") -> None:
         self.engines = engines
@@ -71,7 +71,7 @@ class Harness:
             return await (read_stream(response) if stream else read_whole(response))
 
     async def until(self, request_id: str, tokens: int) -> EngineId:
-        """The engine of a request, once it has this many tokens and is making more (or waits, without any)."""
+        """Return the engine of a request once it has this many tokens and runs (or, without tokens, waits)."""
         async with asyncio.timeout(DEADLINE_S):
             while True:
                 record = self.gateway.ledger.get(RequestId(request_id))
@@ -83,7 +83,7 @@ class Harness:
     async def move(
         self, request_id: str, tokens: int, method: MoveMethod = MoveMethod.RECOMPUTE, other_s: float = 0.0
     ) -> OperationItemResult:
-        """Move the request once it has this many tokens in all."""
+        """Move the request once it has this many tokens in total."""
         source = await self.until(request_id, tokens)
         target = EngineId("e1" if source == "e0" else "e0")
         order = RequestMove(RequestId(request_id), source, target, method=method, other_s=other_s)
@@ -104,8 +104,8 @@ async def harness(vllm_servers: tuple[LocalEngine, ...]) -> AsyncIterator[Harnes
 async def moved_at(
     harness: Harness, request_id: str, asking: "asyncio.Task[Answer]", *totals: int
 ) -> list[OperationItemResult]:
-    """Move the request at each total of tokens. Fewer results: vLLM merges outputs that its stream has not taken yet
-    (`RequestOutputCollector`), so that after a pause the rest may come in one piece, and nothing is left to move."""
+    """Move the request at each total of tokens. There may be fewer results: vLLM merges outputs not yet streamed
+    (`RequestOutputCollector`), so that after a pause the rest may arrive at once, with nothing left to move."""
     results: list[OperationItemResult] = []
     for tokens in totals:
         moving = asyncio.create_task(harness.move(request_id, tokens))
@@ -121,7 +121,7 @@ async def moved_at(
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("ask", [COMPLETION, CHAT, REPEATING], ids=["completion", "chat", "repetition_penalty"])
-async def test_a_moved_answer_is_the_undisturbed_one(harness: Harness, ask: tuple[str, Any], stream: bool) -> None:
+async def test_moved_answer_equals_the_undisturbed_one(harness: Harness, ask: tuple[str, Any], stream: bool) -> None:
     path, body = ask
     undisturbed = await harness.ask(harness.engines[0].url, path, body, stream=stream)
     assert len(undisturbed.token_ids) == TOKENS
@@ -142,17 +142,17 @@ async def test_a_moved_answer_is_the_undisturbed_one(harness: Harness, ask: tupl
     assert answer.finish_reason == undisturbed.finish_reason == "length"
     assert answer.prompt_token_ids == undisturbed.prompt_token_ids
     assert answer.usage == undisturbed.usage
-    # Batches of other shapes round otherwise in the last bits.
+    # Batches of other shapes differ in the last bits.
     assert answer.logprobs == pytest.approx(undisturbed.logprobs, abs=1e-3)
-    # The client has its answer before the gateway has put the record away.
+    # The client has its answer before the gateway has archived the record.
     async with asyncio.timeout(DEADLINE_S):
         while not harness.gateway.ledger.finished:
             await asyncio.sleep(0.01)
     assert harness.gateway.ledger.finished[-1].moves == 3
 
 
-async def test_the_text_is_right_wherever_the_cut_falls(harness: Harness) -> None:
-    """Random weights make many incomplete characters: cut after every one of some tokens."""
+async def test_text_is_correct_for_every_position_of_the_cut(harness: Harness) -> None:
+    """Random weights generate many incomplete characters; the request is cut after each of several tokens."""
     path, body = COMPLETION
     body = {**body, "max_tokens": 60, "logprobs": None}
     undisturbed = await harness.ask(harness.engines[0].url, path, body, stream=True)
@@ -166,9 +166,7 @@ async def test_the_text_is_right_wherever_the_cut_falls(harness: Harness) -> Non
 
 
 @pytest.mark.slow
-async def test_the_text_is_right_where_no_server_decodes_tokens(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_text_is_correct_if_servers_do_not_detokenize(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     async def dropped(_: InterruptibleEngine, token_ids: Sequence[int]) -> str:
         raise OutcomeUnknown(f"/detokenize of {len(token_ids)} tokens: Server disconnected")
 
@@ -186,8 +184,8 @@ async def test_the_text_is_right_where_no_server_decodes_tokens(
 
 
 @pytest.mark.smoke
-async def test_a_waiting_request_moves_to_a_free_seat(harness: Harness) -> None:
-    """e0 has four seats; the fifth request waits there until it is moved."""
+async def test_waiting_request_moves_to_a_free_seat(harness: Harness) -> None:
+    """e0 has four seats, so the fifth request waits there until it is moved."""
     harness.gateway.set_routes([EngineRoute(EngineId("e0"), harness.engines[0].url)])
     path, body = COMPLETION
     long_body = {**body, "max_tokens": 10 * INTERRUPTED_TOKENS, "logprobs": None}
@@ -213,7 +211,7 @@ async def test_a_waiting_request_moves_to_a_free_seat(harness: Harness) -> None:
             await asyncio.sleep(0.05)
 
 
-async def test_a_paused_server_freezes_its_requests_and_loses_none(harness: Harness) -> None:
+async def test_paused_server_freezes_requests_and_loses_none(harness: Harness) -> None:
     path, body = COMPLETION
     undisturbed = await harness.ask(harness.engines[0].url, path, body, stream=False)
     harness.pause_registry.append(30)
@@ -230,10 +228,10 @@ async def test_a_paused_server_freezes_its_requests_and_loses_none(harness: Harn
     assert answer.text == undisturbed.text
 
 
-async def test_a_server_killed_in_the_middle_of_a_step_loses_no_request(
+async def test_server_killed_during_a_step_loses_no_request(
     vllm_servers: tuple[LocalEngine, ...], start_vllm_server: StartVllm
 ) -> None:
-    doomed = await start_vllm_server("doomed", "1:0.5")  # two tokens a second: it is killed long before it ends any
+    doomed = await start_vllm_server("doomed", "1:0.5")  # two tokens per second: killed long before a request ends
     async with aiohttp.ClientSession() as http:
         harness = Harness((vllm_servers[0], doomed), http)
         harness.url = await harness.server.start("127.0.0.1", 0)
@@ -268,7 +266,7 @@ async def test_a_server_killed_in_the_middle_of_a_step_loses_no_request(
         await harness.fleet.close()
 
 
-async def test_clients_that_leave_free_the_servers_kv(harness: Harness) -> None:
+async def test_disconnecting_clients_free_the_servers_kv(harness: Harness) -> None:
     path, body = COMPLETION
     long_body = {**body, "max_tokens": 10 * INTERRUPTED_TOKENS, "logprobs": None}
     asking = [
@@ -289,10 +287,10 @@ async def test_clients_that_leave_free_the_servers_kv(harness: Harness) -> None:
     assert harness.gateway.ledger.finished_by_reason == {"abort": 4}
 
 
-async def test_a_server_killed_while_it_is_moved_to_sends_the_request_back(
+async def test_destination_killed_during_a_move_returns_the_request(
     vllm_servers: tuple[LocalEngine, ...], start_vllm_server: StartVllm
 ) -> None:
-    """It stands still (SIGSTOP) until the request is there, and never makes a token of it."""
+    """The destination is stopped (SIGSTOP) until the request arrives, and never generates a token."""
     doomed = await start_vllm_server("doomed")
     async with aiohttp.ClientSession() as http:
         harness = Harness((vllm_servers[0], doomed), http)

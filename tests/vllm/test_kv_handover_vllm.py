@@ -1,4 +1,4 @@
-"""Running requests move between two vLLM servers with their KV, that of generated tokens included."""
+"""Moves of running requests between two vLLM servers with their KV cache, generated tokens included."""
 
 import asyncio
 import json
@@ -25,9 +25,9 @@ from tests.vllm.test_gateway_vllm import CHAT, COMPLETION, Harness
 pytestmark = pytest.mark.slow
 
 DEADLINE_S = 120.0
-WAIT_S = 60.0  # for an entry that is on its way; a starved machine takes long
+WAIT_S = 60.0  # wait for an entry being written; generous for a busy machine
 PROMPT_TOKENS = 200
-TOKENS = 300  # generated before the move: with the prompt, three blocks of 128 and a part of one
+TOKENS = 300  # tokens before the move: with the prompt, three blocks of 128 and part of a fourth
 REST_TOKENS = 100
 BODY: dict[str, Any] = {
     "model": "tiny",
@@ -40,24 +40,24 @@ BODY: dict[str, Any] = {
 # The second server has a prefix cache.
 PREFIX_CACHING = ("--no-enable-prefix-caching", "--enable-prefix-caching")
 
-MERGED_TOKENS = 50  # a starved machine reads late
+MERGED_TOKENS = 50  # a busy machine reads late
 
 CORES = sorted(os.sched_getaffinity(0))
 NAMES = count()
-WHOLE = 84  # a letter: vLLM begins with the prompt's text again where a prompt ends inside a character
+WHOLE = 84  # a letter: if a prompt ends inside a character, vLLM starts with the prompt's text again
 prompts = (
     [first, *((7 * index + first) % 400 + 20 for index in range(PROMPT_TOKENS - 2)), WHOLE] for first in count(20)
-)  # no two begin alike: the prefix cache knows none of them
+)  # prompts share no prefix, so that the prefix cache has none of them
 
 
 @dataclass
 class Pair:
-    """Two servers that hand requests over through `store`."""
+    """Two servers that transfer KV through `store`."""
 
     urls: tuple[str, str]
     store: KvEntryStore
     http: aiohttp.ClientSession
-    entries: list[str] = field(default_factory=list)  # of this test
+    entries: list[str] = field(default_factory=list)  # belonging to this test
 
     async def ask(
         self,
@@ -69,7 +69,7 @@ class Pair:
         stop_at: int | None = None,
         freeze: bool = False,
     ) -> Answer:
-        """An answer; `stop_at` so many tokens the request is aborted, after a pause if it is to be frozen."""
+        """Return an answer. With `stop_at`, abort the request after that many tokens, optionally after a pause."""
         name = f"r{next(NAMES)}"
         body = {**BODY, "prompt": prompt, "max_tokens": max_tokens, **params}
         answer, url = Answer(), self.urls[server]
@@ -109,7 +109,7 @@ class Pair:
         return self.entries[-1]
 
     async def run_until(self, prompt: list[int], entry: str, *, tokens: int = TOKENS, freeze: bool = False) -> Answer:
-        """Run a request on the first server that is slow enough to be aborted in the middle, and abort it."""
+        """Run a slow request on the first server and abort it before its end."""
         params = handover.saving("v1", entry)
         part = await self.ask(0, prompt, 10 * INTERRUPTED_TOKENS, params, stop_at=tokens, freeze=freeze)
         assert part.finish_reason == "abort"
@@ -127,7 +127,7 @@ class Pair:
         return file
 
     async def check(self, prompt: list[int], joined: list[Answer]) -> None:
-        """The parts, up to REST_TOKENS in the last, are the undisturbed answer; nothing of a move is left behind."""
+        """Check that the parts, up to REST_TOKENS of the last, form the undisturbed answer and no entry remains."""
         token_ids = [token for part in joined for token in part.token_ids]
         logprobs = [logprob for part in joined for logprob in part.logprobs]
         undisturbed = await self.ask(0, prompt, len(token_ids), {})
@@ -140,7 +140,7 @@ class Pair:
 def handover_servers(
     tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Path, tuple[LocalEngine, ...]]]:
-    """The shared directory and two vLLM servers with the connector."""
+    """Return the shared directory and two vLLM servers with the connector."""
     log_dir, shared = tmp_path_factory.mktemp("vllm-kv"), tmp_path_factory.mktemp("kv")
 
     async def start(index: int) -> LocalEngine:
@@ -156,7 +156,7 @@ def handover_servers(
                 *handover.vllm_arguments(shared),
             ),
             environment={
-                # Left alone, both are bound to the same core, where one that looks for work all but stops the other.
+                # By default both are bound to the same core, where a polling server almost stops the other.
                 "VLLM_CPU_OMP_THREADS_BIND": str(CORES[index % len(CORES)]),
                 "PYTHONPATH": f"{handover.MODULE_FOLDER}:{VLLM_PLUGIN}",
                 "ORCHESTRRL_TEST_SLOW_STEPS": f"{INTERRUPTED_TOKENS}:0.01",
@@ -181,8 +181,8 @@ async def pair(handover_servers: tuple[Path, tuple[LocalEngine, ...]]) -> AsyncI
         yield Pair((first.url, second.url), KvEntryStore(shared, ranks=1), http)
 
 
-async def test_a_running_request_goes_on_elsewhere_with_its_kv(pair: Pair) -> None:
-    """One token is computed there, the last one: the next token comes out of it."""
+async def test_running_request_continues_elsewhere_with_its_kv(pair: Pair) -> None:
+    """The last token alone is computed there, because it yields the next one."""
     prompt, entry = next(prompts), pair.entry()
     part = await pair.run_until(prompt, entry)
     before = await pair.loaded_tokens(1)
@@ -195,12 +195,12 @@ async def test_a_running_request_goes_on_elsewhere_with_its_kv(pair: Pair) -> No
 
 
 @pytest.mark.parametrize(("ask", "stream"), [(COMPLETION, True), (CHAT, False)], ids=["completion", "chat"])
-async def test_the_gateway_moves_both_ways_by_both_methods(
+async def test_gateway_moves_in_both_directions_by_both_methods(
     handover_servers: tuple[Path, tuple[LocalEngine, ...]], pair: Pair, ask: tuple[str, Any], stream: bool
 ) -> None:
-    """The second server has a prefix cache, which may have what it computed itself."""
+    """The second server has a prefix cache, which may contain tokens that it computed itself."""
     path, body = ask
-    body = {**body, "max_tokens": INTERRUPTED_TOKENS + 310}  # each attempt but the last is slow enough to be cut
+    body = {**body, "max_tokens": INTERRUPTED_TOKENS + 310}  # all attempts except the last are slow
     if path == "/v1/completions":
         body["prompt"] = next(prompts)
     else:
@@ -228,8 +228,8 @@ async def test_the_gateway_moves_both_ways_by_both_methods(
     await harness.fleet.close()
 
 
-async def test_it_moves_again_and_back(pair: Pair) -> None:
-    """The second move is back: the KV that was loaded and what was added to it are saved again."""
+async def test_request_moves_again_and_back(pair: Pair) -> None:
+    """The second move goes back: loaded and newly computed KV is saved again."""
     prompt, there, back = next(prompts), pair.entry(), pair.entry()
     first = await pair.run_until(prompt, there)
     params = handover.loading("v1", there, save=back, wait_s=WAIT_S)
@@ -243,8 +243,8 @@ async def test_it_moves_again_and_back(pair: Pair) -> None:
     await pair.check(prompt, [first, second, third])
 
 
-async def test_what_the_prefix_cache_has_is_not_loaded(pair: Pair) -> None:
-    """The prompt's first block is there already when the request comes."""
+async def test_blocks_in_the_prefix_cache_are_not_loaded(pair: Pair) -> None:
+    """The first block of the prompt is cached before the request arrives."""
     prompt, entry = next(prompts), pair.entry()
     await pair.ask(1, prompt, 1, {})
     part = await pair.run_until(prompt, entry)
@@ -255,7 +255,7 @@ async def test_what_the_prefix_cache_has_is_not_loaded(pair: Pair) -> None:
     await pair.check(prompt, [part, rest])
 
 
-async def test_several_move_at_once_and_their_neighbour_stays(pair: Pair) -> None:
+async def test_several_requests_move_at_once_and_another_stays(pair: Pair) -> None:
     asked = [next(prompts) for _ in range(3)]
     neighbour_prompt = next(prompts)
     neighbour = asyncio.create_task(pair.ask(0, neighbour_prompt, TOKENS + 50, {}))
@@ -275,7 +275,7 @@ async def test_several_move_at_once_and_their_neighbour_stays(pair: Pair) -> Non
     await pair.check(neighbour_prompt, [await neighbour])
 
 
-async def test_a_frozen_request_is_saved_too(pair: Pair) -> None:
+async def test_frozen_request_is_saved(pair: Pair) -> None:
     prompt, entry = next(prompts), pair.entry()
     part = await pair.run_until(prompt, entry, tokens=100, freeze=True)
     await pair.until_saved(entry)
@@ -287,7 +287,7 @@ async def test_a_frozen_request_is_saved_too(pair: Pair) -> None:
     await pair.check(prompt, [part, rest])
 
 
-async def test_kv_of_other_weights_is_recomputed(pair: Pair) -> None:
+async def test_kv_of_other_weights_is_not_loaded(pair: Pair) -> None:
     prompt, entry = next(prompts), pair.entry()
     part = await pair.run_until(prompt, entry)
     before = await pair.loaded_tokens(1)
@@ -299,15 +299,15 @@ async def test_kv_of_other_weights_is_recomputed(pair: Pair) -> None:
 
 @pytest.fixture
 def other_weights(tmp_path: Path) -> Path:
-    """The same model with other random weights."""
+    """Return the same model with other random weights."""
     command = [VLLM_PYTHON, TINY_MODEL_SCRIPT, tmp_path / "other", "--seed", "1"]
     made = subprocess.run(command, capture_output=True, text=True, check=False)
     assert made.returncode == 0, made.stderr
     return tmp_path / "other"
 
 
-async def test_kv_of_old_weights_never_reaches_new_ones(pair: Pair, tiny_model: Path, other_weights: Path) -> None:
-    """The destination gets other weights than the source has, and answers as it does without any KV."""
+async def test_kv_of_old_weights_is_not_used(pair: Pair, tiny_model: Path, other_weights: Path) -> None:
+    """The destination has other weights than the source and answers as without any KV."""
     prompt, entry = next(prompts), pair.entry()
     part = await pair.ask(1, prompt, 10 * INTERRUPTED_TOKENS, handover.saving("v1", entry), stop_at=100)
     await pair.until_saved(entry)
@@ -324,11 +324,11 @@ async def test_kv_of_old_weights_never_reaches_new_ones(pair: Pair, tiny_model: 
     assert rest.token_ids != (await pair.ask(0, continued, REST_TOKENS, {})).token_ids
 
 
-async def test_weights_change_under_a_running_request(
+async def test_weights_change_during_a_running_request(
     handover_servers: tuple[Path, tuple[LocalEngine, ...]], pair: Pair, tiny_model: Path, other_weights: Path
 ) -> None:
-    """Through the pause barrier: it goes on under the new weights, whose KV is computed anew, also by a move that was
-    to bring it; the next move, from an attempt of the new weights alone, brings theirs."""
+    """After the pause barrier the request continues with the new weights, and its KV is recomputed, even by a move with
+    KV transfer. The next move, from an attempt with only the new weights, transfers their KV."""
     of_earlier_tests = set(pair.store.root.rglob("*.kv"))
     path, body = COMPLETION
     body = {**body, "prompt": next(prompts), "max_tokens": INTERRUPTED_TOKENS + 310, "logprobs": None}
@@ -369,7 +369,7 @@ async def test_weights_change_under_a_running_request(
         assert [span.version for span in spans] == [1, 2]
         told = spans[1].start
         assert 100 <= told < 300
-        # vLLM gives a client that reads late several tokens at once, and such a chunk counts as the older version's.
+        # vLLM merges tokens for a slow client, and a merged chunk counts as one of the older version.
         change = next(at for at in range(told + 1) if at == told or answer.token_ids[at] != old.token_ids[at])
         assert told - MERGED_TOKENS <= change
         rest = {**body, "prompt": body["prompt"] + answer.token_ids[:change], "max_tokens": body["max_tokens"] - change}
@@ -379,7 +379,7 @@ async def test_weights_change_under_a_running_request(
     finally:
         asking.cancel()
         await update(tiny_model, 3)
-    # What ran under both was left as an entry without KV, which nobody takes away before its time.
+    # The attempt with both weights left an empty entry, which is deleted only by age.
     left = {file: file.stat().st_size for file in pair.store.root.rglob("*.kv") if file not in of_earlier_tests}
     assert all(size < 4096 for size in left.values()), left
     await harness.server.close()
@@ -402,7 +402,7 @@ def removed(file: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [cut_short, changed, removed])
-async def test_a_damaged_entry_is_recomputed(pair: Pair, damage: Callable[[Path], None]) -> None:
+async def test_damaged_entry_is_recomputed(pair: Pair, damage: Callable[[Path], None]) -> None:
     prompt, entry = next(prompts), pair.entry()
     part = await pair.run_until(prompt, entry, tokens=100)
     damage(await pair.until_saved(entry))
@@ -414,14 +414,14 @@ async def test_a_damaged_entry_is_recomputed(pair: Pair, damage: Callable[[Path]
     await pair.check(prompt, [part, rest])
 
 
-async def test_a_wish_that_cannot_be_read_harms_nobody(pair: Pair) -> None:
+async def test_invalid_transfer_params_are_ignored(pair: Pair) -> None:
     prompt = next(prompts)
     params = {handover.BODY_FIELD: {"handover": {"weights": 7, "load": "../../etc"}}}
     await pair.check(prompt, [await pair.ask(1, prompt, 5, params)])
 
 
-def test_blocks_are_carried_however_they_lie(tmp_path: Path) -> None:
-    """Those of a GPU, or in several pieces, take another way than those of the servers above."""
+def test_blocks_of_any_memory_layout_are_transferred(tmp_path: Path) -> None:
+    """Blocks on a GPU or in several pieces use another code path than those of the servers above."""
     environment = {**os.environ, "PYTHONPATH": str(handover.MODULE_FOLDER)}
     command = [str(VLLM_PYTHON), str(VLLM_PLUGIN / "carry_blocks.py"), str(tmp_path)]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

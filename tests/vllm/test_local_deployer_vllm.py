@@ -1,4 +1,4 @@
-"""Real vLLM as local processes: a crash of its server leaves workers, which have overwritten their environment."""
+"""Real vLLM as local processes: a crashed server leaves workers that have overwritten their environment."""
 
 import asyncio
 import os
@@ -22,7 +22,7 @@ READY_WITHIN_S = 300.0
 
 
 def of_session(leader: int) -> list[int]:
-    """What lives of it."""
+    """Return the live processes of a session."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -33,7 +33,7 @@ def of_session(leader: int) -> list[int]:
     return found
 
 
-async def test_two_ranks_are_started_and_what_a_crash_leaves_of_them_is_ended(tiny_model: Path, tmp_path: Path) -> None:
+async def test_workers_left_by_a_crashed_server_are_ended(tiny_model: Path, tmp_path: Path) -> None:
     launch = EngineLaunch(
         python=str(VLLM_PYTHON),
         model=str(tiny_model),
@@ -61,7 +61,7 @@ async def test_two_ranks_are_started_and_what_a_crash_leaves_of_them_is_ended(ti
     )
     assert len(of_session(leader.pid)) > 3  # the server, its core, two workers
     leader.kill()
-    # A process of many threads shows as ended before the last of them is, and only then says how.
+    # A multi-threaded process appears as ended before its last thread ends and its exit status is available.
     async with asyncio.timeout(READY_WITHIN_S):
         while "was ended by SIGKILL" not in (await until(deployer, ENGINE, EngineLife.ENDED)).detail:
             await asyncio.sleep(0.05)

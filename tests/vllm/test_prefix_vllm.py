@@ -1,4 +1,4 @@
-"""What prefix affinity saves before two real vLLM servers with prefix caches: prompt tokens that are not computed."""
+"""Prompt tokens that prefix affinity saves with two real vLLM servers with prefix caches."""
 
 import asyncio
 import random
@@ -36,7 +36,7 @@ DEADLINE_S = 300.0
 
 @asynccontextmanager
 async def served(policy: str, urls: list[str]) -> AsyncIterator[str]:
-    """A gateway before the servers."""
+    """Run a gateway with the servers."""
     clock = WallClock()
     fleet = EngineBackends(lambda url: connect("vllm", url), clock=clock, routing=RoutingPolicy(policy))
     gateway = Gateway(NodeId("gateway"), fleet, limits=RelayLimits())
@@ -50,7 +50,7 @@ async def served(policy: str, urls: list[str]) -> AsyncIterator[str]:
 
 
 async def prompt_tokens(http: aiohttp.ClientSession, urls: list[str]) -> Counter[str]:
-    """Of all servers since their start, by where they came from."""
+    """Return the prompt tokens of all servers since their start, by source."""
     tokens: Counter[str] = Counter()
     for url in urls:
         async with http.get(f"{url}/metrics") as answer:
@@ -62,10 +62,10 @@ async def prompt_tokens(http: aiohttp.ClientSession, urls: list[str]) -> Counter
 
 
 async def ask_groups(http: aiohttp.ClientSession, url: str, policy: str, seed: int) -> None:
-    """Groups of samples of one prompt, each sample a request of its own, as agentic frameworks send them.
+    """Send groups of samples of one prompt, each sample as its own request, as agentic frameworks do.
 
-    Their lengths vary: where all of a group end together, the engine that they leave is short of just one group, and
-    load balancing keeps the next one together by accident.
+    Their lengths vary: if all of a group ended together, the engine would lack exactly one group, and load balancing
+    would keep the next group together by accident.
     """
     rng = random.Random(seed)
     some = asyncio.Semaphore(GROUPS_AT_ONCE)
@@ -84,7 +84,7 @@ async def ask_groups(http: aiohttp.ClientSession, url: str, policy: str, seed: i
     await asyncio.gather(*(group(f"{policy}-{index}") for index in range(GROUPS)))
 
 
-async def test_groups_that_stay_together_are_computed_once(tiny_model: Path, tmp_path: Path) -> None:
+async def test_prompt_of_a_group_is_computed_once_with_affinity(tiny_model: Path, tmp_path: Path) -> None:
     arguments = ("--max-model-len", "4096", "--num-gpu-blocks-override", "1024", "--enable-prefix-caching")
     engines = await asyncio.gather(
         *(
@@ -114,5 +114,5 @@ async def test_groups_that_stay_together_are_computed_once(tiny_model: Path, tmp
     finally:
         await asyncio.gather(*(engine.stop() for engine in engines))
     once = GROUPS * (PROMPT_TOKENS + (SAMPLES - 1) * (PROMPT_TOKENS - CACHEABLE_TOKENS))
-    # A group may be spread over both where the bound asks for it; and load balancing computes nearly all of them twice.
+    # The bound may spread a group over both servers; load balancing alone computes nearly all prompts twice.
     assert once <= computed["prefix_affinity"] < 0.9 * computed["load_index"]

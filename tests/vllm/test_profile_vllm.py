@@ -1,4 +1,4 @@
-"""A real vLLM server measured: no figure is known beforehand, but each must make sense, and the server stays well."""
+"""Profile measurement of a real vLLM server: all figures must be plausible, and the server must stay healthy."""
 
 import pytest
 
@@ -12,7 +12,7 @@ from planner.model import ConfigurationId
 
 
 @pytest.mark.timeout(900)
-async def test_a_real_engine_gets_a_profile(vllm_servers: tuple[LocalEngine, ...]) -> None:
+async def test_real_engine_is_profiled(vllm_servers: tuple[LocalEngine, ...]) -> None:
     engine = VllmEngine(vllm_servers[0].url, timeout_s=100)
     wanted = MeasurementInputs(ConfigurationId("tp1"), Parallelism(), 45.0, "command line", "2026-01-31", budget_s=240)
     try:
@@ -22,7 +22,7 @@ async def test_a_real_engine_gets_a_profile(vllm_servers: tuple[LocalEngine, ...
         await engine.close()
     assert metrics.running == metrics.waiting == 0
     profile = found.engine
-    # How many batches the budget allows is the machine's affair: enough for a fit they are, or it had been refused.
+    # The number of batches depends on the machine; with too few for a fit, the profile would be refused.
     assert profile.provenance.samples == len(found.samples) >= 3
     assert profile.max_sequences == 4
     assert profile.kv_capacity_tokens == metrics.kv_capacity_tokens

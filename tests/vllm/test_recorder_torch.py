@@ -1,4 +1,4 @@
-"""The recorder in real programs of torch.distributed over gloo, which know nothing of it."""
+"""The recorder in unmodified torch.distributed programs over gloo."""
 
 import os
 import subprocess
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 class Ran:
-    """One run of the program: what each rank printed, and what is in its ring."""
+    """One run of the program: the output and the ring of each rank."""
 
     def __init__(self, directory: Path, what: str, size: int, *, recorded: bool = True, **environment: str) -> None:
         self.rings = directory / "rings"
@@ -71,7 +71,7 @@ def run(tmp_path: Path) -> Run:
     return lambda what, size, **settings: Ran(tmp_path, what, size, **settings)
 
 
-def test_each_collective_is_noted_with_its_bytes_and_its_end(run: Run) -> None:
+def test_each_collective_is_recorded_with_its_bytes_and_end(run: Run) -> None:
     ran = run("collectives", 4).fine()
     expected = [
         ("all_reduce", 16),
@@ -92,10 +92,10 @@ def test_each_collective_is_noted_with_its_bytes_and_its_end(run: Run) -> None:
         assert not ran.alive[rank]
         assert all(event.end_ns is not None and event.end_ns >= event.start_ns for event in ran.events[rank])
         assert {event.group for event in ran.events[rank]} == {ran.events[0][0].group}
-        # The collectives of one rank come one after the other, as it waits for each.
+        # A rank waits for each collective, so they do not overlap.
         blocking = [event for event in ran.events[rank] if not event.asynchronous]
         assert all(a.end_ns <= b.start_ns for a, b in pairwise(blocking) if a.end_ns)
-    # Point to point: one of rank 0 to rank 1, then each with its neighbour, both ways, then two of an object.
+    # Point to point: rank 0 to rank 1, then each rank with its neighbour in both directions, then two for an object.
     peers = {rank: [(e.op, e.value) for e in ran.events[rank] if e.op in ("send", "recv")] for rank in range(4)}
     both = {rank: [("recv", rank ^ 1), ("send", rank ^ 1)] for rank in range(4)}
     assert peers[0][:1] == [("send", 1)]
@@ -105,15 +105,15 @@ def test_each_collective_is_noted_with_its_bytes_and_its_end(run: Run) -> None:
     assert [op for op, _ in ran.ops(2)][12:14] == ["all_gather", "all_gather"]
 
 
-def test_the_ends_of_one_collective_come_after_all_its_starts(run: Run) -> None:
-    """Nobody's all-reduce is over before everybody has begun it: the ranks' clocks are one."""
+def test_collective_ends_after_all_ranks_have_started_it(run: Run) -> None:
+    """No rank's all-reduce ends before all ranks have started it; the ranks share one clock."""
     ran = run("many", 4).fine()
     for number in range(300):
         of_ranks = [ran.events[rank][number] for rank in range(4)]
         assert max(event.start_ns for event in of_ranks) <= min(event.end_ns or 0 for event in of_ranks)
 
 
-def test_sub_groups_have_the_same_id_in_all_their_ranks(run: Run) -> None:
+def test_subgroup_has_the_same_id_on_all_ranks(run: Run) -> None:
     ran = run("groups", 4).fine()
     used = {rank: [event.group for event in ran.events[rank][:3]] for rank in range(4)}
     assert used[0] == used[2]
@@ -133,7 +133,7 @@ def test_asynchronous_collectives_overlap(run: Run) -> None:
 
 
 @pytest.mark.slow  # they import half of torch
-def test_functional_collectives_are_noted_until_they_are_waited_for(run: Run) -> None:
+def test_functional_collective_lasts_until_it_is_waited_for(run: Run) -> None:
     ran = run("functional", 2).fine()
     event = ran.events[0][0]
     assert (event.op, event.n_bytes, event.flags) == ("all_reduce", 16, ASYNCHRONOUS)
@@ -141,8 +141,8 @@ def test_functional_collectives_are_noted_until_they_are_waited_for(run: Run) ->
 
 
 @pytest.mark.slow
-def test_gradients_of_ddp_are_noted_and_stay_the_same(run: Run) -> None:
-    """With three ranks, so that the mean is rounded."""
+def test_ddp_gradients_are_recorded_and_unchanged(run: Run) -> None:
+    """Three ranks, so that the mean is rounded."""
     ran = run("ddp", 3).fine()
     plain = run("ddp", 3, recorded=False).fine()
     assert [op for op, _ in ran.ops(0)] == ["broadcast", "all_reduce", "all_reduce", "all_reduce", "barrier"]
@@ -151,7 +151,7 @@ def test_gradients_of_ddp_are_noted_and_stay_the_same(run: Run) -> None:
     assert ran.out[0].startswith("gradients ")
 
 
-def test_a_killed_process_leaves_what_was_in_flight(run: Run) -> None:
+def test_killed_process_leaves_its_collectives_in_flight(run: Run) -> None:
     ran = run("killed", 3)
     assert ran.codes == [0, -9, 0]
     assert ran.in_flight[1] == 1
@@ -159,14 +159,14 @@ def test_a_killed_process_leaves_what_was_in_flight(run: Run) -> None:
     assert not ran.alive[1]
 
 
-def test_a_forked_child_writes_into_a_ring_of_its_own(run: Run) -> None:
+def test_forked_child_writes_to_its_own_ring(run: Run) -> None:
     ran = run("forked", 2).fine()
     assert [event.op for event in ran.events[0]] == ["all_reduce", "barrier"]
     assert [event.op for event in ran.events[-1]] == ["child"]  # it has no rank
     assert ran.headers[-1].created_ns != ran.headers[0].created_ns
 
 
-def test_marks_lie_around_what_they_mark_and_announcements_carry_their_body(run: Run) -> None:
+def test_marks_enclose_their_code_and_announcements_have_a_body(run: Run) -> None:
     ran = run("trainer", 2).fine()
     events = ran.events[0]
     assert [event.op for event in events] == ["iteration", "forward", "all_reduce", "announce"] * 2
@@ -176,10 +176,10 @@ def test_marks_lie_around_what_they_mark_and_announcements_carry_their_body(run:
     assert reduced.end_ns is not None
     assert forward.start_ns < reduced.start_ns < reduced.end_ns < forward.end_ns
     assert announced.payload == b'{"period": "sync", "body": {"bytes": 5}}'
-    assert not ran.alive[0]  # the program has stopped it, and communicates once more
+    assert not ran.alive[0]  # the program has stopped the recorder, and communicates once more
 
 
-def test_where_nothing_can_be_written_the_program_runs_as_ever(run: Run) -> None:
+def test_program_runs_normally_if_the_ring_cannot_be_created(run: Run) -> None:
     ran = run("groups", 2, ORCHESTRRL_RECORDER="/dev/null/rings").fine()
-    assert ran.errors.count("nothing is recorded") == 2  # once by each rank
+    assert ran.errors.count("recording is disabled") == 2  # once per rank
     assert not ran.headers

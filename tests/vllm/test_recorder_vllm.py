@@ -16,7 +16,7 @@ INSTRUMENT = Path(__file__).parents[2] / "orchestrrl" / "integrations" / "instru
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-async def test_workers_of_vllm_note_what_they_reduce(tiny_model: Path, tmp_path: Path) -> None:
+async def test_vllm_workers_record_their_all_reduces(tiny_model: Path, tmp_path: Path) -> None:
     rings = tmp_path / "rings"
     engine = await start_vllm(
         "tp2",
@@ -37,7 +37,7 @@ async def test_workers_of_vllm_note_what_they_reduce(tiny_model: Path, tmp_path:
                 async with session.post(f"{engine.url}/v1/completions", json=body) as answer:
                     assert answer.status == 200
             first, second = workers.events()
-            # Of each token: one for the embedding, two for each of two layers.
+            # Per token: one for the embedding, two for each of two layers.
             reduced = [event for event in first if event.op == "all_reduce"]
             assert len(reduced) >= 4 * 5
             assert [(event.op, event.n_bytes, event.group) for event in second if event.op == "all_reduce"] == [

@@ -1,5 +1,5 @@
-"""The same redeployment inside a Ray cluster: real vLLM servers as its actors, in the middle of a step. Ray's GPUs are
-a resource called `slot` here."""
+"""A redeployment inside a Ray cluster, with real vLLM servers as actors, during a step. The resource `slot` stands for
+Ray's GPUs."""
 
 import asyncio
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ def harness(tiny_model: Path, tmp_path: Path) -> Iterator[Harness]:
             asyncio.run(harness.close())
 
 
-async def test_two_actors_become_one_of_two_ranks_in_the_middle_of_a_step(harness: Harness) -> None:
+async def test_two_actors_become_one_of_two_ranks_during_a_step(harness: Harness) -> None:
     step = Step()
     await harness.at("tp1=2")
     undisturbed = await step.undisturbed(next(iter((await harness.engines()).values())))

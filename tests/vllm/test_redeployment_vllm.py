@@ -1,5 +1,5 @@
-"""Redeploying parallelism of real vLLM servers in the middle of a step: whatever becomes of it, every request ends
-once, with the tokens of a run that nobody disturbed. Daemon, gateway and deployer are the real ones, as processes."""
+"""Redeployment of real vLLM servers during a step: in every outcome, each request ends once, with the tokens of an
+undisturbed run. Daemon, gateway and deployer are real processes."""
 
 import asyncio
 import json
@@ -16,9 +16,9 @@ pytestmark = pytest.mark.timeout(1200)
 
 GPUS = 3
 SLOW_STEPS = "slow_steps:SlowSteps"
-# Configurations of one GPU that cannot serve: which words of theirs are to blame, and what a redeployment says of it.
-REFUSED = {"arguments": ["--max-model-len", "1000000"]}  # more than the model has: vLLM ends by itself
-UNTRAINED = {"arguments": ["--load-format", "dummy"]}  # weights of its own
+# One-GPU configurations that cannot serve: the faulty arguments, and the detail that a redeployment reports.
+REFUSED = {"arguments": ["--max-model-len", "1000000"]}  # more than the model has: vLLM exits
+UNTRAINED = {"arguments": ["--load-format", "dummy"]}  # with other weights
 BENT = {"arguments": ["--logits-processors", SLOW_STEPS, "bad_plugins:Bent"]}
 HANGING = {"arguments": ["--logits-processors", SLOW_STEPS, "bad_plugins:Hanging"]}
 OWN = {"refused": REFUSED, "untrained": UNTRAINED, "bent": BENT, "hanging": HANGING}
@@ -27,7 +27,7 @@ HANGS_WITHIN_S = 30.0
 
 @pytest.fixture(scope="module")
 def harness(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
-    """No engine runs at first; all that run in the end are stopped."""
+    """Yield a harness without engines, and stop all engines at the end."""
     folder = tmp_path_factory.mktemp("redeploying")
     configurations = [configuration("tp1"), configuration("tp2", 2), *map(configuration, OWN)]
     harness = Harness(folder, tiny_model, configurations, GPUS, OWN)
@@ -38,7 +38,7 @@ def harness(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         asyncio.run(harness.close())
 
 
-async def test_who_comes_has_the_weights_that_the_others_were_given(harness: Harness, other_weights: Path) -> None:
+async def test_new_engine_gets_the_fleets_weights(harness: Harness, other_weights: Path) -> None:
     await harness.at("tp1=2")
     old, step = await harness.engines(), Step(requests=4, tokens=50)
     before = await step.undisturbed(next(iter(old.values())))
@@ -47,7 +47,7 @@ async def test_who_comes_has_the_weights_that_the_others_were_given(harness: Har
     await harness.orchestrrl("engines", "set-version", "3", *named, "--weights", str(other_weights))
 
     report = await harness.redeployment("tp1=3")
-    assert report["closed_s"] is None  # its GPU was free: nobody had to wait
+    assert report["closed_s"] is None  # its GPU was free, so no request had to wait
     engines = await harness.engines()
     (new,) = engines.keys() - old.keys()
     answers = [await step.undisturbed(url) for url in (engines[new], *old.values())]
@@ -59,8 +59,7 @@ async def test_who_comes_has_the_weights_that_the_others_were_given(harness: Har
 
 
 async def redeployed(harness: Harness, step: Step, before: str, after: str) -> dict[str, Any]:
-    """The report of a redeployment in the middle of a step, whose requests all waited in their gateway and lost no
-    token."""
+    """Redeploy during a step whose requests all wait in the gateway and lose no token; return the report."""
     await harness.at(before)
     undisturbed = await step.undisturbed(next(iter((await harness.engines()).values())))
     with harness.slowly():
@@ -84,20 +83,20 @@ async def redeployed(harness: Harness, step: Step, before: str, after: str) -> d
     return report
 
 
-async def test_two_servers_become_one_of_two_ranks_in_the_middle_of_a_step(harness: Harness) -> None:
+async def test_two_servers_become_one_of_two_ranks_during_a_step(harness: Harness) -> None:
     report = await redeployed(harness, Step(), "tp1=2", "tp2=1")
     assert [engine["configuration"] for engine in report["new_engines"]] == ["tp2"]
 
 
 @pytest.mark.slow
-async def test_one_server_of_two_ranks_becomes_two_in_the_middle_of_a_step(harness: Harness) -> None:
+async def test_one_server_of_two_ranks_becomes_two_during_a_step(harness: Harness) -> None:
     report = await redeployed(harness, Step(), "tp2=1", "tp1=2")
     assert len(report["engine_ids"]) == 2
 
 
 async def rolled_back(harness: Harness, *targets: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A redeployment in the middle of a step that goes back, all requests answered: the report, and the step that
-    failed."""
+    """Run a redeployment during a step that is rolled back with all requests answered; return the report and the failed
+    step."""
     step = Step(tokens=400)
     await harness.at("tp1=2")
     engines = await harness.engines()
@@ -116,8 +115,8 @@ async def rolled_back(harness: Harness, *targets: str) -> tuple[dict[str, Any], 
 
 
 @pytest.mark.slow
-async def test_a_new_engine_that_does_not_start_is_taken_back(harness: Harness) -> None:
-    """It was to have the GPU of an engine, whose requests wait for it, and in the end for that engine."""
+async def test_new_engine_that_does_not_start_is_rolled_back(harness: Harness) -> None:
+    """It needed the GPU of an engine, whose requests wait for it and then for the restored engine."""
     report, failed = await rolled_back(harness, "tp1=1", "refused=1")
     assert failed["kind"] == "ready"
     assert "User-specified max_model_len (1000000) is greater than" in failed["detail"]
@@ -126,8 +125,8 @@ async def test_a_new_engine_that_does_not_start_is_taken_back(harness: Harness) 
 
 
 @pytest.mark.slow
-async def test_a_new_engine_that_answers_wrongly_is_taken_back(harness: Harness) -> None:
-    """Its GPU was free: the others serve on."""
+async def test_new_engine_with_wrong_answers_is_rolled_back(harness: Harness) -> None:
+    """Its GPU was free, so the other engines continue to serve."""
     report, failed = await rolled_back(harness, "tp1=2", "untrained=1")
     assert failed["kind"] == "verify"
     assert "differs from the previous engines' answers" in failed["detail"]
@@ -135,8 +134,8 @@ async def test_a_new_engine_that_answers_wrongly_is_taken_back(harness: Harness)
 
 
 @pytest.mark.slow
-async def test_a_new_engine_that_writes_wrongly_is_taken_back(harness: Harness) -> None:
-    """Alone in what it chooses: how it reads is as it was."""
+async def test_new_engine_with_wrong_sampling_is_rolled_back(harness: Harness) -> None:
+    """Its choice of tokens is wrong, but its prompt log-probabilities are correct."""
     report, failed = await rolled_back(harness, "tp1=1", "bent=1")
     assert failed["kind"] == "verify"
     assert "differs from the previous engines' answers: token 1 is another" in failed["detail"]
@@ -144,8 +143,8 @@ async def test_a_new_engine_that_writes_wrongly_is_taken_back(harness: Harness) 
 
 
 @pytest.mark.slow
-async def test_a_new_engine_that_hangs_in_its_start_up_is_taken_back(harness: Harness) -> None:
-    """Its GPU was free: the others serve on. The daemon, which is another one by then, finds them running."""
+async def test_new_engine_that_hangs_at_startup_is_rolled_back(harness: Harness) -> None:
+    """Its GPU was free, so the other engines continue to serve. The daemon is restarted and finds them running."""
     step = Step(tokens=400)
     await harness.at("tp1=2")
     engines = await harness.engines()

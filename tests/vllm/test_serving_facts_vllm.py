@@ -1,4 +1,4 @@
-"""What a real vLLM server and its host tell, to predict step times by: with its development endpoints and without."""
+"""Facts from a real vLLM server and its host for step time prediction, with and without development endpoints."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +10,7 @@ from orchestrrl.engines.vllm import VllmEngine
 from orchestrrl.lab.testbed.engines import LocalEngine
 
 
-async def test_a_cpu_server_reports_its_layout_and_that_it_has_no_gpu(
+async def test_cpu_server_reports_its_layout_and_no_gpu(
     vllm_servers: tuple[LocalEngine, ...], tiny_model: Path
 ) -> None:
     engine = VllmEngine(vllm_servers[0].url)
@@ -21,7 +21,7 @@ async def test_a_cpu_server_reports_its_layout_and_that_it_has_no_gpu(
     assert (serving.gpu, serving.gpu_detail) == ("", "the engine runs on CPUs")
 
 
-async def test_without_development_endpoints_its_command_line_has_the_layout(
+async def test_layout_comes_from_the_command_line_without_development_endpoints(
     vllm_servers: tuple[LocalEngine, ...], tiny_model: Path
 ) -> None:
     url = vllm_servers[0].url

@@ -1,5 +1,5 @@
-"""A generation step of the simulator against the same requests on real vLLM, with a profile that was measured there:
-makespans within a tenth. docs/fidelity.md has the figures."""
+"""A simulated generation step compared with the same requests on real vLLM, with a profile measured there: makespans
+differ by at most a tenth. See docs/fidelity.md for the figures."""
 
 import asyncio
 import time
@@ -24,16 +24,16 @@ from tests.vllm.conftest import VLLM_PLUGIN, VLLM_PYTHON
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 WITHIN = 0.10
-# A machine that has other work while a profile is measured, and none while it is used, is another one. Then both again.
+# If the machine's load changes between the measurement and the step, repeat both.
 TRIES = 3
-# A step of anything that may have 32 tokens is the model's and 30 ms more: what else the machine does weighs little.
-# No batch of a measurement may have fewer.
+# Steps with requests for at least 32 tokens take 30 ms longer, so that other load matters little.
+# The least number of tokens in a batch of a measurement.
 SLOW_STEPS = "32:0.03"
 SEATS = 4
-# A short context: what there is to measure takes seconds. Blocks have 128 tokens.
+# A short context, so that the measurement takes seconds. Blocks have 128 tokens.
 ARGUMENTS = ("--max-model-len", "1024", "--num-gpu-blocks-override", "40", "--no-enable-prefix-caching")
 BUDGET_S = 60.0
-# Of all sizes: seats become free at different times, and are filled in the order given.
+# Requests of all sizes: seats become free at different times and are filled in the given order.
 OUTPUT_TOKENS = (60, 240, 90, 180, 48, 150, 300, 75, 210, 120, 60, 330)
 PROMPT_TOKENS = 24
 
@@ -53,7 +53,7 @@ async def server(tiny_model: Path, tmp_path: Path) -> AsyncIterator[LocalEngine]
     await started.stop()
 
 
-async def test_a_step_on_vllm(server: LocalEngine, tiny_model: Path) -> None:
+async def test_simulated_step_matches_vllm(server: LocalEngine, tiny_model: Path) -> None:
     for attempt in range(TRIES):
         profile = await profile_of(server)
         simulated = run_static(EngineKind(profile), [requests()])
@@ -86,7 +86,7 @@ def requests() -> list[SimRequest]:
 
 
 async def step_on(server: LocalEngine, model: str) -> list[float]:
-    """Seconds until each answer is there, ascending. All are asked at once, in order."""
+    """Send all requests at once, in order; return the seconds until each answer, ascending."""
     timeout = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
         began_s = time.monotonic()

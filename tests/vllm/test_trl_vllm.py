@@ -1,5 +1,5 @@
-"""TRL's own GRPO trainer on real vLLM servers: it generates through the gateway, and the servers follow its weights:
-from a folder that they see as well, or published as versions of the fleet's."""
+"""TRL's GRPO trainer with real vLLM servers: it generates through the gateway, and the servers get its weights, from a
+shared folder or as published versions."""
 
 import asyncio
 import json
@@ -26,16 +26,16 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 EXAMPLE = REPOSITORY / "deploy" / "examples" / "trl_grpo.py"
 TRAINED_WITHIN_S = 600.0
-STEPS, PROMPTS, SAMPLES = 3, 4, 4  # prompts of all processes
+STEPS, PROMPTS, SAMPLES = 3, 4, 4  # prompts over all processes
 REQUESTS = STEPS * PROMPTS * SAMPLES
-# Both compute in float32. Without an update of the weights it is 8 after one step.
+# Both compute in float32. Without a weight update the difference is 8 after one step.
 SAME_WEIGHTS = 1e-3
 
 
 async def train(
     stack: Stack, engines: Sequence[LocalEngine], model: Path, out: Path, processes: int, more: Sequence[str]
 ) -> dict[str, Any]:
-    """Run the example as users do, in the trainer's environment; its report."""
+    """Run the example in the trainer's environment as users do; return its report."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
     named = [text for engine in engines for text in ("--engine", engine.url)]
     sizes = ["--steps", str(STEPS), "--prompts", str(PROMPTS // processes), "--samples", str(SAMPLES)]
@@ -56,7 +56,7 @@ async def train(
         shown, _ = await asyncio.wait_for(process.communicate(), TRAINED_WITHIN_S)
     finally:
         if process.returncode is None:
-            process.terminate()  # a launcher ends its processes, too
+            process.terminate()  # the launcher also ends its processes
             await process.wait()
     assert process.returncode == 0, shown.decode(errors="replace")[-5000:]
     report: dict[str, Any] = json.loads((out / "report.json").read_text())
@@ -87,7 +87,7 @@ async def ledger(stack: Stack) -> dict[str, Any]:
     [(1, False, []), (2, True, ["--conversations"])],
     ids=["from a folder, text", "by peers, two processes, conversations"],
 )
-async def test_grpo_through_the_gateway(
+async def test_grpo_trains_through_the_gateway(
     processes: int,
     by_peers: bool,
     more: list[str],
@@ -117,21 +117,21 @@ async def test_grpo_through_the_gateway(
     restored = [await greedy(url, probe, 16) for url in urls]
     untrained = await greedy(urls[0], prompts, len(expected[0]))
 
-    # The trainer learnt something, from answers of its own policy in every step.
+    # The trainer has learnt, from answers of its own policy in every step.
     assert len(report["steps"]) == STEPS
     for step in report["steps"]:
         assert all(math.isfinite(step[name]) for name in ("loss", "reward", "reward_std", "grad_norm")), step
     assert any(step["grad_norm"] > 0 for step in report["steps"])
     assert len(report["logprob_gaps"]) == STEPS * processes
     assert max(report["logprob_gaps"]) < SAME_WEIGHTS
-    # After the last step, both servers say what the trainer's model says, which is not what they said before.
+    # After the last step, both servers generate what the trainer's model does, unlike before.
     assert trained == [expected, expected]
     assert untrained != expected
     assert restored == [untrained_probe, untrained_probe]
-    # Each step's weights were a version of the fleet's, where they were published.
+    # If published, each step's weights were a version of the fleet.
     versions = [(sync.version, sync.code) for sync in carried.syncs]
     assert versions == [(step, "done") for step in range(STEPS, -1, -1) if by_peers]
-    # Every request went through the gateway, once: tokens are counted there as in the trainer.
+    # Every request went through the gateway once: its token counts equal the trainer's.
     assert (report["requests"], report["bypassed"], report["syncs"]) == (REQUESTS, 0, STEPS + 1)
     assert told["in_flight"] == []
     ended = told["finished"]

@@ -1,5 +1,5 @@
-"""Weights go from a trainer's process straight into two real vLLM servers, by vLLM's own weight transfer, with a
-backend over gloo: all of the way but NCCL."""
+"""Transfer of weights from a trainer's process directly into two real vLLM servers by vLLM's weight transfer, with a
+backend over gloo: everything except NCCL."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ PUBLISHED_WITHIN_S = 240.0
 
 
 async def published(stack: Stack, folders: Sequence[Path]) -> list[SyncReport]:
-    """Each as a version, in one trainer's process."""
+    """Publish each folder as a version, in one trainer process; return the outcomes."""
     process = await asyncio.create_subprocess_exec(
         *(str(VLLM_PYTHON), str(GLOO_PLUGIN / "publish_directly.py"), stack.daemon_address, json.dumps(list(PROMPT))),
         *map(str, folders),
@@ -45,7 +45,7 @@ async def published(stack: Stack, folders: Sequence[Path]) -> list[SyncReport]:
 
 
 async def answers(servers: Sequence[LocalEngine]) -> list[tuple[int | None, tuple[int, ...]]]:
-    """The version that each says it has, and what it goes on with."""
+    """Return the version that each server reports and the tokens that it generates."""
     told = []
     for server in servers:
         engine = VllmEngine(server.url, timeout_s=100)
@@ -56,7 +56,7 @@ async def answers(servers: Sequence[LocalEngine]) -> list[tuple[int | None, tupl
     return told
 
 
-async def test_one_broadcast_into_two_servers(
+async def test_one_broadcast_updates_two_servers(
     vllm_servers: tuple[LocalEngine, ...], tiny_model: Path, other_weights: Path, tmp_path: Path
 ) -> None:
     servers = vllm_servers

@@ -1,5 +1,5 @@
-"""A peer in vLLM's environment, where only our package is on the path: it attaches, and takes a version from one that
-runs in ours."""
+"""A peer in vLLM's environment, with only the orchestrrl package on the path: it attaches, and receives a version from
+a peer in OrchestrRL's own environment."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from tests.orchestrrl.weights.weight_versions import HALVES, Contents
 from tests.vllm.conftest import VLLM_PYTHON
 
 
-async def test_a_peer_in_an_environment_of_others(tmp_path: Path) -> None:
+async def test_peer_runs_in_vllms_environment(tmp_path: Path) -> None:
     contents = Contents(1)
     async with daemon_at() as (daemon, port):
         train = PeerProcess("train0", port, tmp_path / "train0", python=str(VLLM_PYTHON))

@@ -1,4 +1,4 @@
-"""Weights over torch.distributed: the contract of transports, and trees of processes of which some are killed."""
+"""Weights over torch.distributed: the conformance of transports, and trees of processes of which some are killed."""
 
 import os
 import subprocess
@@ -21,16 +21,16 @@ def ran(*arguments: str) -> str:
     return done.stdout
 
 
-def test_gloo_passes_the_contract() -> None:
+def test_gloo_passes_the_conformance_suite() -> None:
     said = ran("-m", "orchestrrl.weights.transports.conformance", "gloo")
     assert len(said.splitlines()) >= 16
 
 
-def test_the_middle_of_a_chain_is_killed() -> None:
+def test_chain_survives_a_killed_middle_process() -> None:
     kill_the_middle_of_a_chain(str(VLLM_PYTHON), "gloo")
 
 
-def test_nccl_says_what_to_do_where_there_is_no_gpu() -> None:
+def test_nccl_without_a_gpu_names_the_remedy() -> None:
     said = ran(
         "-c",
         "import torch\n"

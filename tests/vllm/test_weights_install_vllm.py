@@ -1,4 +1,4 @@
-"""Versions of the weights go from folders into real vLLM, by both ways; what it then says is what transformers says."""
+"""Installation of weight versions from folders into real vLLM, by both ways; the results must match transformers."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ from orchestrrl.integrations.instrument.checkpoint_files import folder_sum
 from orchestrrl.lab.testbed.engines import LocalEngine, start_vllm
 from tests.vllm.conftest import MAX_NUM_SEQS, SLOW_STEPS, TINY_MODEL_SCRIPT, VLLM_PLUGIN, VLLM_PYTHON
 
-# The tiny model's layers are packed by vLLM's CPU build; this leaves them as they are on GPUs, to be read back.
+# vLLM's CPU build packs the layers; this option keeps them as on GPUs, so that they can be read back.
 UNPACKED = ("--worker-extension-cls", "unpacked_weights.Unpacked")
 REFERENCE = """
 import json, sys, torch
@@ -34,7 +34,7 @@ print(json.dumps(told))
 
 @pytest.fixture(scope="session")
 def versions(tiny_model: Path, other_weights: Path) -> tuple[Path, ...]:
-    """Three; the second and third have nothing but a file of weights, as versions that were carried."""
+    """Return three versions. The second and third have only a weights file, like received versions."""
     third = tiny_model.parent / "third"
     made = subprocess.run(
         [VLLM_PYTHON, TINY_MODEL_SCRIPT, third, "--seed", "2"], capture_output=True, text=True, check=False
@@ -50,7 +50,7 @@ def versions(tiny_model: Path, other_weights: Path) -> tuple[Path, ...]:
 
 @pytest.fixture(scope="session")
 def reference(tiny_model: Path, other_weights: Path, versions: tuple[Path, ...]) -> tuple[tuple[int, ...], ...]:
-    """What transformers says for each of the versions."""
+    """Return the tokens that transformers generates with each version."""
     folders = [tiny_model, other_weights, tiny_model.parent / "third"]
     asked = json.dumps([PROMPT, TOKENS, *map(str, folders)])
     ran = subprocess.run([VLLM_PYTHON, "-c", REFERENCE, asked], capture_output=True, text=True, check=False)
@@ -61,7 +61,7 @@ def reference(tiny_model: Path, other_weights: Path, versions: tuple[Path, ...])
 @pytest.fixture
 def broken(versions: tuple[Path, ...], tmp_path: Path) -> dict[str, Path]:
     folders = broken_of(versions[1], tmp_path)
-    del folders["no folder"]  # without our backend vLLM dies of it
+    del folders["no folder"]  # without OrchestrRL's backend, vLLM crashes
     return folders
 
 
@@ -99,7 +99,7 @@ class TestThroughOurBackend(WeightsConformance):
         yield engine
         await engine.close()
 
-    async def test_it_says_what_it_holds_and_answers_as_transformers_does(
+    async def test_engine_with_the_backend_reports_its_weights_and_matches_transformers(
         self, engine: VllmEngine, versions: tuple[Path, ...], reference: tuple[tuple[int, ...], ...]
     ) -> None:
         async with as_it_was(engine, versions[0]) as weights:
@@ -117,7 +117,7 @@ class TestByReloadWeights(WeightsConformance):
         yield engine
         await engine.close()
 
-    async def test_it_says_what_it_was_given_and_answers_as_transformers_does(
+    async def test_engine_without_the_backend_reports_its_version_and_matches_transformers(
         self, engine: VllmEngine, versions: tuple[Path, ...], reference: tuple[tuple[int, ...], ...]
     ) -> None:
         async with as_it_was(engine, versions[0]) as weights:

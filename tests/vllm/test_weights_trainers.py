@@ -1,4 +1,4 @@
-"""Real torch ranks publish: what all of them staged is the model, and each element is there once on each host."""
+"""Publications of real torch ranks: together they stage the whole model, each element once per host."""
 
 import asyncio
 import os
@@ -15,7 +15,7 @@ from tests.vllm.conftest import REPOSITORY, VLLM_PYTHON
 pytestmark = pytest.mark.timeout(240)
 
 DONE = SyncReport("sync", 1, SyncState.DONE, 1.0, code="done", ended_s=2.0)
-VERSIONS = 6  # of weights_trainer.py
+VERSIONS = 6  # in weights_trainer.py
 STRIDED = 4  # FSDP2 over tensor parallelism
 
 
@@ -37,7 +37,7 @@ async def run_python(*arguments: str) -> None:
 
 
 @pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 4])
-async def test_what_all_ranks_staged_is_the_model(world: int, tmp_path: Path) -> None:
+async def test_all_ranks_together_stage_the_model(world: int, tmp_path: Path) -> None:
     daemon = Daemon([[DONE]] * (VERSIONS * world))
     program = str(Path(__file__).with_name("weights_trainer.py"))
     launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}")
@@ -45,7 +45,7 @@ async def test_what_all_ranks_staged_is_the_model(world: int, tmp_path: Path) ->
         await run_python(*launcher, program, address, str(tmp_path))
     said = daemon.publications
     assert len(said) == VERSIONS * world
-    assert len({publication.run for publication in said}) == VERSIONS  # all ranks call each the same
+    assert len({publication.run for publication in said}) == VERSIONS  # with the same run on all ranks
     for version in range(VERSIONS):
         ranks = [each for each in said if each.version == version]
         assert sorted(each.rank for each in ranks) == list(range(world))
@@ -57,7 +57,7 @@ async def test_what_all_ranks_staged_is_the_model(world: int, tmp_path: Path) ->
             assert 1 <= times[name].min() <= times[name].max() <= max(1, world // 2), (version, name)
 
 
-async def test_a_hugging_face_model_is_published_as_it_would_be_saved(tmp_path: Path) -> None:
+async def test_hugging_face_model_is_published_as_it_would_be_saved(tmp_path: Path) -> None:
     program = f"""
 import torch
 from pathlib import Path
@@ -85,7 +85,7 @@ for version, is_tied in enumerate((False, True)):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["--ahead"]], ids=["waiting", "ahead"])
-async def test_the_example_publishes_every_step(more: list[str], tiny_model: Path, tmp_path: Path) -> None:
+async def test_example_publishes_every_step(more: list[str], tiny_model: Path, tmp_path: Path) -> None:
     daemon = Daemon([[DONE]] * 6)
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     example = str(REPOSITORY / "deploy" / "examples" / "publish_weights.py")
@@ -94,7 +94,7 @@ async def test_the_example_publishes_every_step(more: list[str], tiny_model: Pat
         await run_python(*launcher, example, *named, *more)
     said = daemon.publications
     assert sorted((each.version, each.rank) for each in said) == [(v, r) for v in (1, 2, 3) for r in (0, 1)]
-    assert {each.install for each in said} == {"next_pause" if more else ""}  # as the daemon is configured
+    assert {each.install for each in said} == {"next_pause" if more else ""}  # the daemon's configured value
     served = tensors_in(tiny_model / "model.safetensors")
     versions = [put_together((tmp_path, each) for each in said if each.version == version)[0] for version in (1, 2, 3)]
     assert all(sorted(version) == sorted(served) for version in versions)
@@ -102,7 +102,7 @@ async def test_the_example_publishes_every_step(more: list[str], tiny_model: Pat
     assert any(not np.array_equal(versions[0][name], versions[2][name]) for name in served)
 
 
-async def test_what_cannot_be_published_is_said_all_at_once_and_names_are_the_models() -> None:
+async def test_unpublishable_tensors_are_reported_together_by_model_names() -> None:
     program = """
 import torch
 from orchestrrl.core.errors import Permanent

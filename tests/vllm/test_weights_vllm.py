@@ -1,5 +1,5 @@
-"""Versions of the weights are published while real vLLM answers: every token is what its span's version says, with
-nothing in it of the one before."""
+"""Weight versions are published while real vLLM answers: every token must be that of its span's version, unaffected by
+the previous version."""
 
 import asyncio
 import itertools
@@ -29,17 +29,17 @@ from tests.vllm.conftest import (
 from tests.vllm.weights_stack import Flight, WeightsStack, weights_stack
 
 DEADLINE_S = 120.0
-FLIGHTS = 3  # one server has a seat left beside them
-TOKENS_EACH = 10  # of each version, at least
+FLIGHTS = 3  # fewer than the seats of one server
+TOKENS_EACH = 10  # minimum per version
 SHORT_TOKENS = 60
-SHARED_PROMPT = [100 + index % 300 for index in range(300)]  # two blocks of KV, which a prefix cache keeps
-OWN_SEED = 0  # of the weights that the servers were started with
-# Both compute in float32: a token may be the likeliest by so much less.
+SHARED_PROMPT = [100 + index % 300 for index in range(300)]  # two KV blocks, which a prefix cache keeps
+OWN_SEED = 0  # seed of the servers' initial weights
+# Tolerance for the largest logit, since both compute in float32.
 SAME_LOGIT = 1e-3
 
 
 class Traffic:
-    """Long answers from the beginning to the end of a test, and short ones one after the other beside them."""
+    """Long answers for the whole duration of a test, and short ones one after another at the same time."""
 
     def __init__(self, harness: WeightsStack, http: aiohttp.ClientSession) -> None:
         self._url = harness.stack.gateway_url
@@ -84,14 +84,14 @@ class Traffic:
 
 
 async def check(harness: WeightsStack, traffic: Traffic, seeds: dict[int | None, int]) -> None:
-    """Each token is the likeliest one after all before it, by the weights of its own version and no others."""
+    """Check that each token is the most likely continuation with the weights of its own version only."""
     for flight in traffic.long:
         assert list(dict.fromkeys(flight.versions)) == list(seeds)
     flights = [*traffic.long, *traffic.short]
     rows = [[*flight.prompt, *flight.tokens] for flight in flights]
     gaps = {version: await harness.trainer.request({"gaps": rows, "seed": seed}) for version, seed in seeds.items()}
     mistaken: list[str] = []
-    of_others: list[bool] = []  # whether another version would have said the same
+    of_others: list[bool] = []  # whether another version would generate the same tokens
     for index, flight in enumerate(flights):
         assert len(flight.tokens) == len(flight.versions)
         for place, own in enumerate(flight.versions):
@@ -108,7 +108,7 @@ async def until_prepared(harness: WeightsStack, version: int) -> None:
     async with asyncio.timeout(DEADLINE_S):
         while True:
             sync = (await harness.stack.weights()).sync
-            if sync is not None and sync.version == version:  # until it is published, that is the one before
+            if sync is not None and sync.version == version:  # until it is published, the previous version
                 if sync.state is SyncState.PREPARED:
                     return
                 assert not sync.over, sync
@@ -121,7 +121,7 @@ def all_serve(report: SyncReport) -> bool:
     )
 
 
-async def test_three_versions_while_requests_run(
+async def test_three_versions_are_published_while_requests_run(
     vllm_servers: tuple[LocalEngine, ...], tiny_model: Path, tmp_path: Path
 ) -> None:
     async with (
@@ -139,7 +139,7 @@ async def test_three_versions_while_requests_run(
 
 
 @pytest.mark.slow
-async def test_a_version_waits_for_the_barrier(
+async def test_version_with_next_pause_waits_for_the_barrier(
     vllm_servers: tuple[LocalEngine, ...], tiny_model: Path, tmp_path: Path
 ) -> None:
     async with (
@@ -155,7 +155,7 @@ async def test_a_version_waits_for_the_barrier(
             await traffic.until(
                 lambda: all(len(f.tokens) > then + TOKENS_EACH for f, then in zip(traffic.long, had, strict=True))
             )
-            # Of those that stay in engines a few tokens may be told to be of the version before: docs/pausing.md.
+            # For requests that stay in engines, a few tokens may have the previous version: docs/pausing.md.
             asked = {"holder": "an operator", "frozen": "taken_back", "lease_s": DEADLINE_S}
             operator = await operator_url(http, "")
             async with http.post(f"{operator}/orchestrrl/pause", json=asked) as response:
@@ -172,10 +172,10 @@ async def test_a_version_waits_for_the_barrier(
 
 
 @pytest.mark.slow
-async def test_a_server_is_killed_as_it_takes_a_version(
+async def test_server_killed_during_an_installation(
     vllm_servers: tuple[LocalEngine, ...], tiny_model: Path, tmp_path: Path
 ) -> None:
-    """It has our backend, and a prefix cache; the other one has neither."""
+    """It has OrchestrRL's backend and a prefix cache; the other server has neither."""
     doomed = await start_vllm(
         "doomed",
         python=VLLM_PYTHON,
@@ -200,19 +200,19 @@ async def test_a_server_is_killed_as_it_takes_a_version(
                 report = await harness.publish(1, seed=1)
                 assert all_serve(report), report
                 await traffic.all_have(1)
-                async with asyncio.timeout(DEADLINE_S):  # short answers go to either
+                async with asyncio.timeout(DEADLINE_S):  # short answers go to both
                     while not await cache_hits(http, doomed.url):
                         await asyncio.sleep(0.2)
 
                 await harness.trainer.request({"publish": 2, "seed": 2, "install": "next_pause"})
                 await until_prepared(harness, 2)
-                harness.peers["gen1"].signal(signal.SIGSTOP)  # it is ordered to install, and does not begin
+                harness.peers["gen1"].signal(signal.SIGSTOP)  # the order to install is sent, but does not begin
                 await daemon.call(daemon.weights.InstallSync, weights_pb2.InstallSyncRequest())
                 await until_installed(harness, "e0")
                 doomed.kill()
                 assert (await harness.stack.weights()).committed == 1
                 harness.peers["gen1"].signal(signal.SIGCONT)
-                # e0 gets version 1 again, and then the new one without the other: the order to install it stands.
+                # e0 gets version 1 again, and then the new one without e1: the order to install still applies.
                 report = SYNC.validate_python(await harness.trainer.request({"wait": 2}))
                 assert (report.state, report.code, report.attempt) == (SyncState.DONE, "some_quarantined", 2), report
                 stands = {engine.engine: engine.state for engine in report.engines}

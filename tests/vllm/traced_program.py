@@ -1,4 +1,4 @@
-"""A program of several gloo processes that knows nothing of the recorder. Run by the tests, with torch's Python.
+"""A program of several gloo processes without any recorder code. The tests run it with torch's Python.
 
 python traced_program.py WHAT RANK WORLD_SIZE STORE
 """
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 
 def collectives(rank: int, size: int) -> None:
-    """One of each, with a tensor of four floats."""
+    """Run one collective of each kind, with a tensor of four floats."""
     x = torch.ones(4)
     dist.all_reduce(x)
     dist.broadcast(x, src=0)
@@ -40,7 +40,7 @@ def collectives(rank: int, size: int) -> None:
 
 
 def groups(rank: int, size: int) -> None:
-    """Even and odd ranks apart, and two groups of the same ranks."""
+    """Use groups of even and odd ranks, and two groups of the same ranks."""
     even, odd = dist.new_group(list(range(0, size, 2))), dist.new_group(list(range(1, size, 2)))
     again = dist.new_group(list(range(size)))
     x = torch.ones(2)
@@ -51,7 +51,7 @@ def groups(rank: int, size: int) -> None:
 
 
 def overlap(rank: int, size: int) -> None:
-    """Rank 0 comes last into the first, so that all others have both in flight at once."""
+    """Overlap two collectives: rank 0 joins the first one last, so that the others have both in flight."""
     first, second = torch.ones(1000), torch.ones(1000)
     other = dist.new_group(list(range(size)))
     if rank:
@@ -76,7 +76,7 @@ def functional(rank: int, size: int) -> None:
 
 
 def ddp(rank: int, size: int) -> None:
-    """Prints the gradients, bit by bit."""
+    """Print the bits of the gradients."""
     torch.manual_seed(rank)
     model = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Linear(5, 3))
     wrapped = torch.nn.parallel.DistributedDataParallel(model)
@@ -86,8 +86,8 @@ def ddp(rank: int, size: int) -> None:
 
 
 def killed(rank: int, size: int) -> None:
-    """All but rank 0 enter a barrier that never ends; rank 1 is killed in it. The others outlive it: a rank that leaves
-    ends the barrier of the rest."""
+    """Enter, on all ranks except 0, a barrier that never ends; rank 1 is killed in it. The others stay alive, because
+    an exiting rank ends the barrier of the rest."""
     work = dist.barrier(async_op=True) if rank else None
     if rank == 1:
         _store().set("killed", str(os.getpid()))
@@ -100,7 +100,7 @@ def killed(rank: int, size: int) -> None:
 
 
 def forked(rank: int, size: int) -> None:
-    """A child that marks something, as a data loader does."""
+    """Fork a child that records a mark, as a data loader may."""
     import recorder
 
     dist.all_reduce(torch.ones(1))
@@ -118,7 +118,7 @@ def many(rank: int, size: int) -> None:
 
 
 def trainer(rank: int, size: int) -> None:
-    """Marks, by the one line."""
+    """Record marks after starting the recorder by its one line."""
     import recorder
 
     for number in range(2):
@@ -140,7 +140,7 @@ def main() -> None:
     what, size, store = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     torch.set_num_threads(1)
     if what in ("ddp", "functional"):
-        importlib.import_module("torch._dynamo")  # each rank would import it by itself
+        importlib.import_module("torch._dynamo")  # otherwise each rank would import it
     ranks = []
     for rank in range(size):
         ranks.append(os.fork())

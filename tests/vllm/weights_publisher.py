@@ -1,11 +1,11 @@
-"""A trainer that trains nothing: it publishes models of random weights as versions, and says how each would go on. Runs
-where torch and transformers are, as a process of its own.
+"""A fake trainer that publishes models of random weights as versions and reports the logits of given tokens. It runs as
+a separate process in an environment with torch and transformers.
 
     python -m tests.vllm.weights_publisher MODEL DAEMON PEER FOLDER
 
-MODEL is a folder of the form that the engines serve. It reads a line of JSON at a time and answers with one:
+MODEL is a folder in the format that the engines serve. The program reads lines of JSON and answers each with a line:
 
-    {"publish": VERSION, "seed": SEED}            the report of the sync that has brought it, or not
+    {"publish": VERSION, "seed": SEED}            the report of its sync
     {"publish": VERSION, "seed": SEED, "install": "next_pause"}    {}, as soon as it is staged; then, later,
     {"wait": VERSION}                             its report
     {"gaps": [[token, ...], ...], "seed": SEED}   of each token but the first, by how much the likeliest one's logit was
@@ -70,7 +70,7 @@ class Publisher:
         return found
 
     def _probe(self, seed: int) -> dict[str, Any]:
-        """What engines have to say before the version counts."""
+        """Return the probe's prompt and the tokens that engines must generate."""
         ids = list(PROBE)
         for _ in range(PROBE_TOKENS):
             ids.append(int(self._logits(ids, seed)[-1].argmax()))

@@ -1,4 +1,4 @@
-"""OrchestrRL beside real vLLM servers whose weights a trainer publishes.
+"""OrchestrRL with real vLLM servers whose weights a trainer publishes.
 
 Peers and the trainer run in vLLM's environment, with gloo between them.
 """
@@ -24,12 +24,12 @@ from orchestrrl.weights.controller.state import SYNC
 
 PUBLISHER, PEER = "tests.vllm.weights_publisher", "orchestrrl.weights.peer.main"
 TRAINER = "train0"
-HEALTHY = (telemetry_pb2.ENGINE_HEALTH_OK, telemetry_pb2.ENGINE_HEALTH_SLOW)  # on a busy machine they are slow
+HEALTHY = (telemetry_pb2.ENGINE_HEALTH_OK, telemetry_pb2.ENGINE_HEALTH_SLOW)  # slow on a busy machine
 
 
 @dataclass(slots=True)
 class WeightsStack:
-    """OrchestrRL beside running engines, whose weights a trainer publishes."""
+    """OrchestrRL with running engines whose weights a trainer publishes."""
 
     stack: Stack
     trainer: LabProcess
@@ -46,7 +46,7 @@ async def weights_stack(
     folder: Path,
     hosts: Sequence[Sequence[int]] = ((0, 1),),
 ) -> AsyncIterator[WeightsStack]:
-    """Ready for a version of `model`'s form. Engines are e0, e1, ...; `hosts` as `peers_beside` has them."""
+    """Yield a stack that is ready for versions of `model`. Engines are e0, e1, ...; `hosts` is as in `peers_beside`."""
     async with orchestrrl(load_scenario("vllm"), "vllm", engines, folder) as stack:
         held = peer_folder(folder, TRAINER)
         trainer = stack.launch(
@@ -61,8 +61,8 @@ async def peers_beside(
     folder: Path,
     hosts: Sequence[Sequence[int]] = ((0, 1),),
 ) -> dict[str, LabProcess]:
-    """Start one for the trainer, and gen0, gen1, ... for each of `hosts`, the engines that are there by number; by
-    name. They are attached, and engines known, when it returns; they end with the stack."""
+    """Start a peer for the trainer, and gen0, gen1, ... for `hosts`, each a list of engine numbers; return them by
+    name. All are attached and have their engines when this returns, and end with the stack."""
     urls = named([engine.url for engine in engines])
     peers: dict[str, LabProcess] = {}
     for name, own in {TRAINER: (), **{f"gen{index}": own for index, own in enumerate(hosts)}}.items():
@@ -80,12 +80,12 @@ async def peers_beside(
 
 
 def peer_folder(folder: Path, peer: str) -> Path:
-    """Where a peer holds versions."""
+    """Return the folder in which a peer stores versions."""
     return folder / "held" / peer
 
 
 def in_vllm(name: str, folder: Path, module: str, *words: str | Path, takes_input: bool = False) -> LabProcess:
-    """A module of ours in vLLM's environment."""
+    """Start a module of OrchestrRL in vLLM's environment."""
     environment = {"PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     command = (VLLM_PYTHON, "-m", module, *words)
     return LabProcess(name, command, folder, environment=environment, takes_input=takes_input)
@@ -93,14 +93,14 @@ def in_vllm(name: str, folder: Path, module: str, *words: str | Path, takes_inpu
 
 @dataclass(slots=True)
 class Flight:
-    """A greedy answer, and which version it says that each of its tokens is of."""
+    """A greedy answer with the reported version of each token."""
 
     prompt: list[int]
     tokens: list[int] = field(default_factory=list)
-    versions: list[int | None] = field(default_factory=list)  # of each token
+    versions: list[int | None] = field(default_factory=list)  # per token
 
     async def stream(self, http: aiohttp.ClientSession, gateway_url: str, max_tokens: int) -> None:
-        """It grows as the answer does."""
+        """Stream an answer into a Flight that grows with it."""
         async with http.post(f"{gateway_url}/v1/completions", json=self._body(max_tokens, True)) as response:
             await _check(response)
             async for line in response.content:

@@ -1,8 +1,8 @@
-"""A trainer's rank: publishes a small model under every parallelism that torch divides it with, one version for each.
+"""A trainer's rank that publishes a small model under every parallelism of torch, one version for each.
 
     torchrun ... weights_trainer.py DAEMON FOLDER
 
-Ranks 0 and 1 are on one host, 2 and 3 on another. Beside each version rank 0 saves what it should be, gathered.
+Ranks 0 and 1 are on one host, 2 and 3 on another. For each version rank 0 also saves the expected, gathered tensors.
 """
 
 import sys
@@ -21,7 +21,7 @@ from orchestrrl.weights.trainer.client import WeightsClient
 
 
 class Block(nn.Module):
-    """Sizes that four ranks cannot share evenly."""
+    """A block with sizes that are not divisible by four ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def tensor_parallel(model: Model, mesh: object) -> Model:
 
 
 def placed_by_hand(mesh: object) -> dict[str, torch.Tensor]:
-    """Placements that no module here has."""
+    """Return tensors with placements that no module here has."""
     torch.manual_seed(4)
     wide, flat = torch.randn(5, 7), torch.randn(3)
     return {
@@ -93,7 +93,7 @@ def main() -> None:
     line = init_device_mesh("cpu", (world,))
     grid = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("outer", "inner"))
     models = [
-        (built(), None),  # the same on all, as DistributedDataParallel has it
+        (built(), None),  # equal on all ranks, as with DistributedDataParallel
         (nn.parallel.DistributedDataParallel(built()), torch.bfloat16),
         (sharded(built(), line), torch.bfloat16),
         (sharded(built(), grid), None),  # replicas of shards

@@ -1,7 +1,6 @@
-"""What is loaded INTO the process of an engine or a trainer. Standard library, torch and what that process brings.
+"""Modules that are loaded into the process of an engine or a trainer.
 
-See docs/kv-handover.md for the KV connector.
-
-Such a process has an environment of its own, without OrchestrRL: this folder is put on its PYTHONPATH, so the modules
-in it are found by their bare names there.
+They use the standard library, torch and the packages of that process. Its environment does not contain OrchestrRL: this
+folder is on its PYTHONPATH, and modules import each other by their bare names there. The KV connector is described in
+docs/kv-handover.md.
 """

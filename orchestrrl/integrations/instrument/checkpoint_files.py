@@ -1,7 +1,7 @@
-"""Read the safetensors files of a folder without copying them, check them, and sum what they hold.
+"""Read, check and checksum the safetensors files of a folder without copying them.
 
-For engines' processes and for our own alike: the standard library alone, and xxhash where it is there. The form is that
-of https://huggingface.co/docs/safetensors: the header's length in 8 bytes, the header in JSON, and the data.
+Used in engine processes and in OrchestrRL's own: needs only the standard library, and uses xxhash if installed. The
+format is that of https://huggingface.co/docs/safetensors: 8 bytes of header length, a JSON header, and the data.
 """
 
 import errno
@@ -20,7 +20,7 @@ from typing import Any
 
 try:
     import xxhash
-except ImportError:  # an engine's environment may be without
+except ImportError:  # an engine's environment may not have it
     xxhash = None  # type: ignore[assignment]
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -29,19 +29,19 @@ ITEM_BITS: Mapping[str, int] = {
     "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4,
     "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32, "U16": 16, "U8": 8, "BOOL": 8,
 }  # fmt: skip
-MOST_HEADER_BYTES = 100_000_000  # as safetensors itself has it
+MOST_HEADER_BYTES = 100_000_000  # the limit of safetensors
 MOST_THREADS = 4
 ZEROS = memoryview(bytes(1 << 20))
-MOST_NAMED = 5  # differences in one message
+MOST_NAMED = 5  # differences listed in one message
 
 
 class BrokenCheckpoint(ValueError):
-    """What is in the folder cannot be a whole checkpoint, or not one of this model."""
+    """Raised if the folder does not have a complete checkpoint, or not one of this model."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor: where its bytes lie in which file."""
+    """A tensor in a safetensors file: bytes [begin, end) of `file`."""
 
     name: str
     dtype: str
@@ -52,13 +52,13 @@ class StoredTensor:
 
 
 def read_checkpoint(folder: Path) -> dict[str, StoredTensor]:
-    """What the folder holds, in order of name. Raises BrokenCheckpoint, also for a file that was cut short."""
+    """Return the tensors of a folder, sorted by name. Raises BrokenCheckpoint, also for a truncated file."""
     found: dict[str, StoredTensor] = {}
     try:
         for file in _files(folder):
             for stored in read_header(file):
                 if stored.name in found:
-                    raise BrokenCheckpoint(f"{file}: has {stored.name}, which {found[stored.name].file.name} has too")
+                    raise BrokenCheckpoint(f"{file}: has {stored.name}, and so does {found[stored.name].file.name}")
                 found[stored.name] = stored
     except OSError as error:
         raise BrokenCheckpoint(f"{folder}: cannot be read: {error}") from error
@@ -72,23 +72,23 @@ def shapes_of(tensors: Mapping[str, StoredTensor]) -> dict[str, tuple[int, ...]]
 
 
 def check_same_model(given: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> None:
-    """Shapes by name. Raises BrokenCheckpoint unless it has the tensors that the model wants, in their shapes, and no
-    other but a head: one that is tied to the embedding is left out by engines."""
+    """Raise BrokenCheckpoint unless `given` has the tensors and shapes of the model (`wanted`) and no others. A
+    `lm_head.weight` may be extra, because engines skip a head that is tied to the embedding."""
     faults = [f"lacks {name}" for name in wanted if name not in given]
     for name, shape in given.items():
         if name not in wanted:
             if name != "lm_head.weight":
                 faults.append(f"has {name}, which the model does not have")
         elif shape != wanted[name]:
-            faults.append(f"has {name} in shape {list(shape)}, and the model in {list(wanted[name])}")
+            faults.append(f"has {name} with shape {list(shape)}, but the model has {list(wanted[name])}")
     if faults:
         more = f" and {len(faults) - MOST_NAMED} more" if len(faults) > MOST_NAMED else ""
         raise BrokenCheckpoint("; ".join(faults[:MOST_NAMED]) + more)
 
 
 def mapped(tensors: Mapping[str, StoredTensor]) -> dict[str, memoryview]:
-    """Each tensor's bytes where they lie, read when they are touched. Writing to them changes no file. Files stay
-    mapped for as long as any of their views is used."""
+    """Memory-map the files; return each tensor's bytes, which are read on access. The mapping is copy-on-write and
+    lives as long as its views."""
     maps: dict[Path, memoryview] = {}
     for file in {stored.file: None for stored in tensors.values()}:
         with file.open("rb") as opened:
@@ -97,8 +97,9 @@ def mapped(tensors: Mapping[str, StoredTensor]) -> dict[str, memoryview]:
 
 
 def content_sum(tensors: Mapping[str, StoredTensor], data: Mapping[str, memoryview]) -> str:
-    """Of names, types, shapes and bytes, however they are divided into files: `ALGORITHM:HEX`. Holes are not touched:
-    in memory they would be filled, and what a host is not to have may be more than it has room for."""
+    """Return a checksum of names, dtypes, shapes and bytes, as `ALGORITHM:HEX`. It does not depend on the division into
+    files. Holes count as zeros and are not read, because reading would fill them on a tmpfs, perhaps beyond its
+    size."""
     written = {file: written_ranges(file) for file in {stored.file for stored in tensors.values()}}
 
     def one(name: str) -> str:
@@ -115,7 +116,7 @@ def content_sum(tensors: Mapping[str, StoredTensor], data: Mapping[str, memoryvi
 
 
 def folder_sum(folder: Path) -> str:
-    """The `content_sum` of a checkpoint. Raises BrokenCheckpoint."""
+    """Return the `content_sum` of a checkpoint's folder. Raises BrokenCheckpoint."""
     tensors = read_checkpoint(folder)
     return content_sum(tensors, mapped(tensors))
 
@@ -124,7 +125,7 @@ ALGORITHM = "blake2b_64" if xxhash is None else "xxh3_64"
 
 
 def _digest(data: memoryview | bytes, written: Sequence[tuple[int, int]], begin: int) -> str:
-    """Of a part of a file from `begin` on, with zeros for its holes."""
+    """Return the digest of `data`, which begins at offset `begin` of its file, with zeros for holes."""
     digest: Any = hashlib.blake2b(digest_size=8) if xxhash is None else xxhash.xxh3_64()
     at, end = begin, begin + len(data)
     for first, last in written[max(0, bisect_right(written, (begin,)) - 1) :]:
@@ -145,7 +146,7 @@ def _zeros(digest: Any, size: int) -> None:
 
 
 def written_ranges(file: Path) -> list[tuple[int, int]]:
-    """From and to of what is not a hole, in order."""
+    """Return the (start, end) of each range of the file that is not a hole, ascending."""
     found: list[tuple[int, int]] = []
     with file.open("rb") as opened:
         at, size = 0, os.fstat(opened.fileno()).st_size
@@ -154,19 +155,19 @@ def written_ranges(file: Path) -> list[tuple[int, int]]:
                 first = os.lseek(opened.fileno(), at, os.SEEK_DATA)
                 at = os.lseek(opened.fileno(), first, os.SEEK_HOLE)
             except OSError as error:
-                # There is no more, or a file system of which nobody knows.
+                # ENXIO: no more data. Otherwise the file system does not report holes.
                 return found if error.errno == errno.ENXIO else [(0, size)]
             found.append((first, at))
     return found
 
 
 def _files(folder: Path) -> list[Path]:
-    """Those that make the checkpoint: what the index names, else the one of the usual name, else all."""
+    """Return the checkpoint's files: those in the index if it exists, else model.safetensors, else all."""
     if (folder / INDEX_FILE).is_file():
         try:
             names = set(json.loads((folder / INDEX_FILE).read_text())["weight_map"].values())
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise BrokenCheckpoint(f"{folder / INDEX_FILE}: is no index: {error!r}") from error
+            raise BrokenCheckpoint(f"{folder / INDEX_FILE}: not a valid index: {error!r}") from error
         return [folder / str(name) for name in sorted(names)]
     if (folder / MODEL_FILE).is_file():
         return [folder / MODEL_FILE]
@@ -174,22 +175,22 @@ def _files(folder: Path) -> list[Path]:
 
 
 def read_header(file: Path) -> list[StoredTensor]:
-    """Return the tensors of one file. Raises BrokenCheckpoint, and OSError where it cannot be read."""
+    """Return the tensors of one file. Raises BrokenCheckpoint, and OSError if the file cannot be read."""
     size = file.stat().st_size
     with file.open("rb") as opened:
         start = opened.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else MOST_HEADER_BYTES + 1
         if length > min(MOST_HEADER_BYTES, size - 8):
-            raise BrokenCheckpoint(f"{file}: is cut short, or no safetensors file: it has {size} bytes")
+            raise BrokenCheckpoint(f"{file}: truncated, or not a safetensors file: it has {size} bytes")
         text = opened.read(length)
     try:
         header: dict[str, Any] = json.loads(text)
         header.pop("__metadata__", None)
         tensors = [_stored(name, told, file, 8 + length) for name, told in header.items()]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BrokenCheckpoint(f"{file}: has a header that cannot be read: {error!r}") from error
+        raise BrokenCheckpoint(f"{file}: the header cannot be parsed: {error!r}") from error
     if (end := max((stored.end for stored in tensors), default=0)) > size:
-        raise BrokenCheckpoint(f"{file}: is cut short: its tensors end at byte {end}, and it has {size}")
+        raise BrokenCheckpoint(f"{file}: truncated: its tensors end at byte {end}, but it has {size} bytes")
     return tensors
 
 
@@ -197,5 +198,5 @@ def _stored(name: str, told: Mapping[str, Any], file: Path, base: int) -> Stored
     begin, end = (int(place) for place in told["data_offsets"])
     stored = StoredTensor(name, str(told["dtype"]), tuple(map(int, told["shape"])), file, base + begin, base + end)
     if begin < 0 or (end - begin) * 8 != ITEM_BITS[stored.dtype] * prod(stored.shape):
-        raise ValueError(f"{name} of {stored.dtype} {list(stored.shape)} does not lie in bytes {begin} to {end}")
+        raise ValueError(f"{name}: {stored.dtype} {list(stored.shape)} does not match bytes {begin} to {end}")
     return stored

@@ -1,9 +1,10 @@
-"""Where torch.distributed is listened to: the methods of its process groups, and what goes past them.
+"""Hook torch.distributed to record collectives: the methods of process groups, and the paths that bypass them.
 
-Every function of torch.distributed ends in a method of `ProcessGroup`, also for callers that imported it long ago, so
-these are replaced, in the class. What they return is followed until it has completed (work_watch.py). Past them go,
-and are heard elsewhere: the functional collectives (their operators), DistributedDataParallel (a communication hook),
-broadcasts of its buffers. Not heard: what C++ or a compiled CUDA graph does on its own.
+Every function of torch.distributed calls a method of `ProcessGroup`, even if a caller imported the function earlier, so
+the hooks replace these methods in the class. The returned Work is followed until it has completed (work_watch.py).
+Functional collectives, DistributedDataParallel and the broadcasts of its buffers bypass these methods and are hooked at
+their operators, by a communication hook, and at `_broadcast_coalesced`. Collectives that C++ or a captured CUDA graph
+starts are not recorded.
 """
 
 import threading
@@ -21,8 +22,8 @@ else:  # in the traced process, where this folder is on the path
 
 
 class GroupMethod(NamedTuple):
-    """A method of ProcessGroup: as which operation it is noted, which argument has the bytes, which the peer. A torch
-    has one or more of its names."""
+    """A method of ProcessGroup: the operation to record, the positions of the tensor and peer arguments, and its names
+    in different versions of torch."""
 
     op: str
     tensors_at: int | None
@@ -30,8 +31,8 @@ class GroupMethod(NamedTuple):
     names: tuple[str, ...]
 
 
-# The bytes are those of the whole that the group works on: of an all-gather the output, of a reduce-scatter the input;
-# of gather and scatter this rank's part.
+# The recorded bytes are those of the group's whole data: the output of an all-gather, the input of a reduce-scatter.
+# For gather and scatter they are this rank's part.
 METHODS = (
     GroupMethod("all_reduce", 0, None, ("allreduce",)),
     GroupMethod("all_reduce", 0, None, ("allreduce_coalesced",)),
@@ -69,7 +70,8 @@ FUNCTIONAL = {
 
 
 class KnownGroup(NamedTuple):
-    """What is known of a process group. Kept by its address; `reference` forgets it when the group goes."""
+    """The id and the global ranks of a process group, cached by the group's address. The callback of the weak
+    `reference` drops the entry when the group is freed."""
 
     reference: Any
     id: int
@@ -77,7 +79,7 @@ class KnownGroup(NamedTuple):
 
 
 class HookedMethod(NamedTuple):
-    """What a method of one process group needs to note a collective: found with one look."""
+    """Everything that the hook of one method of one process group needs to record a collective, found by one lookup."""
 
     writer: RingWriter
     begin: Callable[[int, int, int, int, int], int]
@@ -88,20 +90,21 @@ class HookedMethod(NamedTuple):
 
 
 class CollectiveHooks:
-    """`install` them when torch is there. Recording never raises into the program that is traced."""
+    """The hooks in torch.distributed. `install` them once torch is imported. Recording never raises an exception into
+    the traced program."""
 
     def __init__(self, writer: Callable[[], RingWriter | None], warn: Callable[[str], None]) -> None:
         self._writer, self._warn = writer, warn
         self._undo: list[tuple[Any, str, Any, bool]] = []
         self._places: dict[int, KnownGroup] = {}
-        self._routes: list[dict[int, HookedMethod]] = []  # of each method, by the address of the group
+        self._routes: list[dict[int, HookedMethod]] = []  # for each method, by the address of the group
         self._works = WorkWatch()
         self._functional: dict[int, list[tuple[Any, RingWriter, int]]] = {}  # by the address of the result's memory
         self._coalescing: dict[tuple[int, int], list[tuple[RingWriter, int]]] = {}  # by group and thread
-        self._outer: set[int] = set()  # threads inside of something that is recorded as one
+        self._outer: set[int] = set()  # threads inside a call that is recorded as a single collective
         self._device: DeviceWatch | None = None
         self._torch: Any = None
-        self._wait_itself: Callable[..., Any] = lambda _: None  # until torch is there
+        self._wait_itself: Callable[..., Any] = lambda _: None  # the original Work.wait, once torch is imported
         self._work_type: type = object
         self._hooked_ddp: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -119,7 +122,7 @@ class CollectiveHooks:
             for name in there:
                 self._replace(ProcessGroup, name, partial(self._method, method))
             if not there:
-                self._warn(f"not recorded, as this torch has no such method: {' or '.join(method.names)}")
+                self._warn(f"not recorded, because this torch has no method {' or '.join(method.names)}")
         for name, make in (("_start_coalescing", self._start_coalescing), ("_end_coalescing", self._end_coalescing)):
             if hasattr(ProcessGroup, name):
                 self._replace(ProcessGroup, name, make)
@@ -130,9 +133,9 @@ class CollectiveHooks:
         self._replace(torch.nn.parallel.DistributedDataParallel, "forward", self._forward)
 
     def replace(self, owner: Any, methods: Mapping[str, str]) -> None:
-        """Record methods that communicate in ways of their own, by their operation. Doing it twice is harmless.
+        """Record further methods that communicate (name to operation). A repeated call has no effect.
 
-        `owner`: a class whose objects have `ranks`, the global ones, `rank`, and a `unique_name` that all ranks share.
+        `owner` is a class whose objects have `ranks` (global ranks), `rank`, and a `unique_name` common to all ranks.
         """
         for name, op in methods.items():
             if any(done[:2] == (owner, name) for done in self._undo):
@@ -140,7 +143,7 @@ class CollectiveHooks:
             if hasattr(owner, name):
                 self._replace(owner, name, partial(self._outer_method, op))
             else:
-                self._warn(f"not recorded, as it is not there: {owner.__name__}.{name}")
+                self._warn(f"not recorded, because it does not exist: {owner.__name__}.{name}")
 
     def remove(self) -> None:
         for owner, name, original, own in reversed(self._undo):
@@ -177,7 +180,8 @@ class CollectiveHooks:
     # The methods of a process group.
 
     def _method(self, method: GroupMethod, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Written out: what is traced pays for each line, more than it seems as the caches are cold here."""
+        """Return the hook of a method. It is written inline, because each line slows the traced program, more so since
+        CPU caches are cold here."""
         op, tensors_at, peer_at, _ = method
         outer, ident = self._outer, threading.get_ident
         routes: dict[int, HookedMethod] = {}
@@ -204,7 +208,7 @@ class CollectiveHooks:
                 flags = ASYNCHRONOUS if getattr(options, "asyncOp", True) else 0
                 peer = ranks[args[peer_at]] if peer_at is not None and ranks and len(args) > peer_at else UNKNOWN
                 watch = None if on_device is None else self._watch(on_device, writer)
-            except Exception as fault:  # noqa: BLE001  # torch may be other than it was: the program goes on
+            except Exception as fault:  # noqa: BLE001  # another torch may differ: the program must continue
                 self._warn(f"not recorded: {op}: {fault!r}")
                 return original(pg, *args, **kwargs)
             if watch is not None:
@@ -218,7 +222,7 @@ class CollectiveHooks:
             try:
                 work = original(pg, *args, **kwargs)
                 if not flags and work is not None:
-                    wait(work)  # so does whoever called
+                    wait(work)  # the caller would wait as well
             except BaseException:
                 end(sequence)
                 raise
@@ -264,7 +268,7 @@ class CollectiveHooks:
         try:
             ranks = tuple(distributed.get_process_group_ranks(pg))
         except (KeyError, RuntimeError, ValueError):
-            ranks = ()  # a group of its own, which torch.distributed does not know
+            ranks = ()  # a group that is not registered with torch.distributed
         if distributed.is_initialized():
             writer.set_rank(distributed.get_rank())
         name = str(getattr(pg, "group_name", "") or "")
@@ -273,12 +277,12 @@ class CollectiveHooks:
         return found
 
     def _gone(self, address: int, _: Any) -> None:
-        """A group is no more, and its address may become another's."""
+        """Drop a freed group from the caches, because another group may get its address."""
         self._places.pop(address, None)
         for routes in self._routes:
             routes.pop(address, None)
 
-    # What goes past them.
+    # Paths that bypass these methods.
 
     def _outer_method(self, op: str, original: Callable[..., Any]) -> Callable[..., Any]:
         is_compiling = getattr(getattr(self._torch, "compiler", None), "is_compiling", lambda: False)
@@ -341,12 +345,12 @@ class CollectiveHooks:
                 self._replace(owner, "_op", self._wait_tensor)
 
     def _operator(self, op: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A functional collective: it ends when its result is waited for, or dropped."""
+        """Return the hook of a functional collective, which ends when its result is waited for or freed."""
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
             tensors = args[0] if args else kwargs.get("input", ())
             one = tensors[0] if isinstance(tensors, (list, tuple)) and tensors else tensors
-            # What traces a program calls with tensors of other types, and communicates nothing.
+            # Program tracers call this with tensors of other types, and nothing is communicated.
             writer = self._writer() if type(one) in (self._torch.Tensor, self._torch.nn.Parameter) else None
             if writer is None or one.device.type not in ("cpu", "cuda"):
                 return original(*args, **kwargs)
@@ -365,7 +369,7 @@ class CollectiveHooks:
             except BaseException:
                 writer.end(sequence)
                 raise
-            kept: Any = result[-1] if isinstance(result, (list, tuple)) else result  # of several, one stands for all
+            kept: Any = result[-1] if isinstance(result, (list, tuple)) else result  # one of several represents all
             key = kept.data_ptr()
             reference = weakref.ref(kept, partial(self._unwaited, key))
             self._functional.setdefault(key, []).append((reference, writer, sequence))
@@ -400,7 +404,7 @@ class CollectiveHooks:
                 self._hooked_ddp.add(module)
                 try:
                     if not module._comm_hooks:
-                        # Looked at when it is registered.
+                        # register_comm_hook checks these annotations.
                         _reduce_bucket.__annotations__["bucket"] = self._torch.distributed.GradBucket
                         _reduce_bucket.__annotations__["return"] = self._torch.futures.Future[self._torch.Tensor]
                         module.register_comm_hook(module.process_group, _reduce_bucket)
@@ -428,7 +432,7 @@ class CollectiveHooks:
 
 
 def _reduce_bucket(group: Any, bucket: Any) -> Any:
-    """What DistributedDataParallel does by itself: the mean over the ranks, by the same multiplication."""
+    """Reduce a gradient bucket exactly as DistributedDataParallel does: multiply by 1 / ranks, then all-reduce."""
     import torch.distributed
 
     averaged = bucket.buffer().mul_(1.0 / group.size())

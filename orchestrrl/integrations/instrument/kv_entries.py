@@ -1,14 +1,14 @@
-"""Entries of KV in a shared directory: written whole or not at all, read with every doubt resolved, deleted in time.
+"""Store KV cache entries in a shared directory: writes are atomic, reads are fully verified, old entries are deleted.
 
-An entry is a directory with one file per rank, `ROOT/orchestrrl-kv/ENTRY/0-of-2.kv`. A file holds, one after the other:
+An entry is a directory with one file per rank, `ROOT/orchestrrl-kv/ENTRY/0-of-2.kv`. A file has these parts in order:
 
     preamble   magic, length of the header in bytes, number of tokens
-    header     JSON: weights, identity, ranks, block_tokens, blocks, layout
-    token ids  4 bytes each: the tokens whose KV this is
-    blocks     layer by layer, block by block, as the bytes lie in the engine's memory
+    header     JSON: weights, identity, ranks, block_tokens, layers, block_bytes, byteorder
+    token ids  4 bytes each: the tokens to which the KV belongs
+    blocks     layer by layer, block by block, with the same bytes as in the engine's memory
     checksums  CRC-32 of every block, in the same order
 
-Standard library only. Nothing here knows vLLM: kv_handover.py brings the bytes.
+Standard library only. This module is independent of vLLM; kv_handover.py supplies the bytes.
 """
 
 import contextlib
@@ -30,37 +30,38 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-FOLDER = "orchestrrl-kv"  # below the shared directory: only what is in it is ever deleted
+FOLDER = "orchestrrl-kv"  # in the shared directory; nothing outside it is deleted
 ENTRY_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._~-]{0,127}")
 FILE_NAME = re.compile(r"\d+-of-\d+\.(kv|part)")
 MAGIC = b"orl-kv1\n"
 PREAMBLE = struct.Struct("<8sIQ")
 MAX_HEADER_BYTES = 1 << 24
 SWEEP_PERIOD_S = 5.0
-FULL_SHARE = 0.75  # what a sweep leaves of the room at most, so that there is some until the next
+FULL_SHARE = 0.75  # largest fraction of the space that a sweep leaves in use, as a reserve until the next sweep
 
 logger = logging.getLogger("vllm.orchestrrl.kv_entries")
 
 
 class UnusableEntry(Exception):
-    """This entry is there and cannot be used, with the reason. The tokens are to be recomputed."""
+    """Raised for an entry that exists but cannot be used, with the reason. The tokens must be recomputed."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvBlockLayout:
-    """How one rank keeps a block: a layer's name, type, shape and packing, and the bytes of one block of it."""
+    """The layout of a block on one rank: name, dtype, shape and packing of each layer, and its bytes per block."""
 
     layers: tuple[str, ...]
     block_bytes: tuple[int, ...]  # one per layer
 
     def __post_init__(self) -> None:
         if len(self.layers) != len(self.block_bytes):
-            raise ValueError(f"{len(self.layers)} layers, but sizes of {len(self.block_bytes)}")
+            raise ValueError(f"block_bytes: must have {len(self.layers)} sizes, got {len(self.block_bytes)}")
 
 
 @dataclass(frozen=True, slots=True)
 class KvEntryContents:
-    """What an entry is about, the same on every rank. Token ids are packed, so that they travel as bytes."""
+    """The description of an entry, equal on every rank. Token ids are in a packed array, so they can be sent as
+    bytes."""
 
     weights: str
     ranks: int
@@ -83,7 +84,7 @@ def is_entry_id(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class KvEntryStore:
-    """The entries of engines with `ranks` workers each, below `shared`."""
+    """The KV entries in directory `shared`, for engines with `ranks` workers each."""
 
     shared: Path
     ranks: int
@@ -103,9 +104,10 @@ class KvEntryStore:
         layout: KvBlockLayout,
         layers: Iterable[Iterable[memoryview]],
     ) -> int:
-        """Write one rank's file; it appears under its name when it is complete. Returns its bytes; raises OSError.
+        """Write one rank's file, which gets its name when it is complete; return its size in bytes. Raises OSError.
 
-        `layers` yields a layer's blocks in order, in pieces of whole blocks. Without tokens none are taken.
+        `layers` yields for each layer its blocks in order, in pieces of whole blocks. It is not read if there are no
+        tokens.
         """
         file = self.file(entry, rank)
         part = file.with_suffix(".part")
@@ -123,7 +125,8 @@ class KvEntryStore:
         return size
 
     def lookup(self, entry: str, weights: str, block_tokens: int) -> KvEntryContents | None:
-        """The entry, or None when it is not complete yet. Raises Unusable for one that will never do."""
+        """Return the description of an entry, or None if it is not complete yet. Raises UnusableEntry if it can never
+        be used."""
         try:
             names = set(os.listdir(self.root / entry))
         except (FileNotFoundError, NotADirectoryError):
@@ -133,7 +136,7 @@ class KvEntryStore:
         others = [name for name in names if name.endswith(".kv") and not name.endswith(f"-of-{self.ranks}.kv")]
         if others:
             raise UnusableEntry(
-                f"it was saved by an engine of another number of ranks ({others[0]}, here {self.ranks})"
+                f"it was saved by an engine with another number of ranks ({others[0]}, expected {self.ranks} ranks)"
             )
         if not all(self.file(entry, rank).name in names for rank in range(self.ranks)):
             return None
@@ -142,13 +145,13 @@ class KvEntryStore:
             with self._opened(entry, rank) as (contents, _, _):
                 pass
             if found is not None and contents.identity != found.identity:
-                raise UnusableEntry("its ranks do not belong together")
+                raise UnusableEntry("the files of its ranks do not match")
             found = contents
         assert found is not None
         if found.weights != weights:
-            raise UnusableEntry(f"it belongs to weights {found.weights!r}, and {weights!r} is asked for")
+            raise UnusableEntry(f"it belongs to weights {found.weights!r}, expected {weights!r}")
         if found.block_tokens != block_tokens:
-            raise UnusableEntry(f"its blocks have {found.block_tokens} tokens, here they have {block_tokens}")
+            raise UnusableEntry(f"its blocks have {found.block_tokens} tokens, expected {block_tokens}")
         return found
 
     def read(
@@ -160,35 +163,36 @@ class KvEntryStore:
         wanted: range,
         layers: Iterable[Iterable[memoryview]],
     ) -> int:
-        """Fill `layers` (as in `write`) with the blocks `wanted` of one rank's file. Returns the bytes read.
+        """Fill `layers` (as in `write`) with the blocks `wanted` of one rank's file; return the number of bytes read.
 
-        Raises Unusable when the file is not there, is torn, belongs to another identity or layout, or fails a checksum;
-        what was filled until then is worthless.
+        Raises UnusableEntry if the file is missing or damaged, has another identity or layout, or fails a checksum.
+        Blocks filled before the error are invalid.
         """
         with self._opened(entry, rank) as (contents, saved, file):
             if contents.identity != identity:
-                raise UnusableEntry("it was replaced since it was looked up")
+                raise UnusableEntry("it was replaced after the lookup")
             if saved != layout:
                 raise UnusableEntry(f"its layout differs: {_difference(saved, layout)}")
             if wanted.stop > contents.blocks:
-                raise UnusableEntry(f"it has {contents.blocks} blocks, and {wanted.stop} are asked for")
+                raise UnusableEntry(f"it has {contents.blocks} blocks, but {wanted.stop} were requested")
             return _fill(file, contents.blocks, layout, wanted, layers)
 
     @contextlib.contextmanager
     def _opened(self, entry: str, rank: int) -> Iterator[tuple[KvEntryContents, KvBlockLayout, io.BufferedReader]]:
-        """One rank's file, standing at its first block, its head verified against the file's size."""
+        """Open one rank's file, verify its head against its size, and yield it positioned at the first block."""
         try:
             with self.file(entry, rank).open("rb") as file:
                 try:
                     contents, layout = _read_head(file)
                 except (ValueError, KeyError, TypeError, ArithmeticError, struct.error) as error:
-                    raise UnusableEntry(f"{file.name} is torn or not ours: {error}") from error
+                    raise UnusableEntry(f"{file.name} is damaged or not a KV entry: {error}") from error
                 yield contents, layout, file
         except OSError as error:
             raise UnusableEntry(str(error)) from error
 
     def discard(self, entry: str, rank: int | None = None) -> None:
-        """Delete one rank's file, or all of the entry. The directory goes with its last file. Twice is harmless."""
+        """Delete one rank's file, or the whole entry. The directory is removed with its last file. A repeated call has
+        no effect."""
         directory = self.root / entry
         try:
             names = [self.file(entry, rank).name] if rank is not None else os.listdir(directory)
@@ -196,13 +200,14 @@ class KvEntryStore:
                 if FILE_NAME.fullmatch(name):
                     (directory / name).unlink(missing_ok=True)
             directory.rmdir()
-        except OSError:  # it is gone, or other ranks still need it, or a later sweep gets it
+        except OSError:  # already deleted, or in use by other ranks; a later sweep deletes the rest
             return
 
     def sweep(self, now_s: float, max_age_s: float, max_bytes: int) -> int:
-        """Delete entries older than `max_age_s`, then the oldest until `max_bytes` hold. Returns the bytes left.
+        """Delete entries older than `max_age_s`, then the oldest until at most `max_bytes` remain; return the remaining
+        bytes.
 
-        Ages are taken from the file system's times, so `now_s` is a wall clock's.
+        Ages are computed from file system times, so `now_s` must be wall-clock time.
         """
         entries = []
         for name in _listed(self.root):
@@ -220,13 +225,14 @@ class KvEntryStore:
 
 
 class KvEvictor:
-    """A thread that deletes: what it is told to at once, what is old every few seconds. No step waits for it."""
+    """A thread that deletes entries: those to discard at once, old ones every few seconds. Engine steps do not wait for
+    it."""
 
     def __init__(self, store: KvEntryStore, max_age_s: float, max_bytes: int) -> None:
         self._store = store
         self._max_age_s = max_age_s
         self._max_bytes = max_bytes
-        self._used_bytes = 0  # at the last sweep, and what was promised since
+        self._used_bytes = 0  # bytes at the last sweep plus reservations since
         self._orders: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kv-housekeeper", daemon=True)
 
@@ -240,7 +246,8 @@ class KvEvictor:
         self._orders.put(entry)
 
     def reserve(self, size_bytes: int) -> bool:
-        """Whether there is room for so much more. About right: other engines use the same directory."""
+        """Reserve space for an entry; return False if there is not enough. Approximate, because other engines use the
+        same directory."""
         if self._used_bytes + size_bytes > self._max_bytes:
             return False
         self._used_bytes += size_bytes
@@ -278,28 +285,29 @@ def _head(contents: KvEntryContents, layout: KvBlockLayout) -> bytes:
 
 
 def _read_head(file: io.BufferedReader) -> tuple[KvEntryContents, KvBlockLayout]:
-    """Raises ValueError, KeyError, TypeError, ArithmeticError or struct.error for what `_head` did not write."""
+    """Read and verify the head of a file. Raises ValueError, KeyError, TypeError, ArithmeticError or struct.error if
+    `_head` did not write it."""
     magic, header_bytes, tokens = PREAMBLE.unpack(file.read(PREAMBLE.size))
     size = os.fstat(file.fileno()).st_size
     if magic != MAGIC or header_bytes > MAX_HEADER_BYTES or 4 * tokens > size:
-        raise ValueError("the preamble is wrong")
+        raise ValueError("invalid preamble")
     header: dict[str, Any] = json.loads(file.read(header_bytes))
     token_ids = array("I")
     token_ids.frombytes(file.read(4 * tokens))
     contents = KvEntryContents(str(header["weights"]), int(header["ranks"]), int(header["block_tokens"]), token_ids)
     layout = KvBlockLayout(tuple(header["layers"]), tuple(header["block_bytes"]))
     if header["byteorder"] != sys.byteorder or contents.identity != header["identity"]:
-        raise ValueError("the header and the token ids do not belong together")
+        raise ValueError("the header does not match the token ids")
     expected = file.tell() + contents.blocks * (sum(layout.block_bytes) + 4 * len(layout.layers))
     if size != expected:
-        raise ValueError(f"it should have {expected} bytes and has {size}")
+        raise ValueError(f"must have {expected} bytes, got {size}")
     return contents, layout
 
 
 def _blocks_with_sums(
     out: io.BufferedWriter, blocks: int, layout: KvBlockLayout, layers: Iterable[Iterable[memoryview]]
 ) -> "array[int]":
-    """Write the blocks and return their checksums."""
+    """Write the blocks; return their checksums."""
     sums = array("I")
     for block_bytes, pieces in zip(layout.block_bytes, layers, strict=True):
         before = len(sums)
@@ -307,7 +315,7 @@ def _blocks_with_sums(
             out.write(piece)
             sums.extend(_sums(piece, block_bytes))
         if len(sums) - before != blocks:
-            raise ValueError(f"a layer has {len(sums) - before} blocks, not {blocks}")
+            raise ValueError(f"a layer must have {blocks} blocks, got {len(sums) - before}")
     return sums
 
 
@@ -346,13 +354,13 @@ def _difference(saved: KvBlockLayout, here: KvBlockLayout) -> str:
 def _listed(directory: Path) -> Sequence[str]:
     try:
         return os.listdir(directory)
-    except OSError:  # nobody has made it yet, or it has just gone
+    except OSError:  # not created yet, or just deleted
         return ()
 
 
 def _size_and_time(path: Path) -> tuple[int, float]:
     try:
         facts = path.stat()
-    except OSError:  # it has just gone
+    except OSError:  # just deleted
         return 0, 0.0
     return facts.st_size, facts.st_mtime

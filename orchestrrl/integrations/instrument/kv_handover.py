@@ -1,15 +1,14 @@
-"""A KV connector for vLLM with which a running request moves to another server, with the KV of its generated tokens.
+"""A KV connector for vLLM that moves the KV cache of a running request to another server through a shared directory.
 
-It is loaded by vLLM, with this folder on PYTHONPATH:
+vLLM loads it, with this folder on PYTHONPATH:
 
     --kv-transfer-config '{"kv_connector": "KvHandover", "kv_connector_module_path": "kv_handover",
         "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"shared_storage_path": "/some/dir"}}'
 
-An aborted request whose `kv_transfer_params` name an entry (kv_scheduler.py says how) keeps its blocks until they are
-in the shared directory; a request that names that entry elsewhere loads them. Both are done by threads beside the
-engine's steps. Only whole servers of one kind understand each other: same vLLM, block size, number of ranks, layout of
-the KV.
+An aborted request whose `kv_transfer_params` name an entry (see kv_scheduler.py) keeps its blocks until they are saved
+in the shared directory; a request on another server that names the entry loads them. Threads save and load concurrently
+with the engine's steps. The servers must be identical: same vLLM version, block size, number of ranks and KV layout.
 """
 
 import contextlib
@@ -42,21 +41,22 @@ else:  # in vLLM's process, where this folder is on the path
 
 DEFAULT_MAX_AGE_S = 300.0
 DEFAULT_MAX_BYTES = 16 << 30
-STAGE_BYTES = 32 << 20  # what one copy between a GPU and its host takes at once
+STAGE_BYTES = 32 << 20  # size of one copy between a GPU and its host
 
 logger = init_logger("vllm.orchestrrl.kv_handover")
 
 
 @dataclass
-class KvJobs(KVConnectorMetadata):  # type: ignore[misc]  # vllm is not there when types are checked
-    """What the scheduler's half tells the workers' half, with one step."""
+class KvJobs(KVConnectorMetadata):  # type: ignore[misc]  # vllm is not installed where types are checked
+    """The jobs that the scheduler's connector sends to the workers' connectors with one step."""
 
     saves: list[SaveJob] = field(default_factory=list)
     loads: list[LoadJob] = field(default_factory=list)
 
 
 class KvHandover(KVConnectorBase_V1):  # type: ignore[misc]
-    """vLLM makes one in the scheduler and one in each worker. Raises ValueError for what it cannot work with."""
+    """The KV connector. vLLM creates one in the scheduler and one in each worker. Raises ValueError for an unsupported
+    configuration."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
@@ -71,9 +71,9 @@ class KvHandover(KVConnectorBase_V1):  # type: ignore[misc]
             ),
             f"kv_connector_extra_config.max_age_s: must be > 0, got {max_age_s}": max_age_s > 0,
             f"kv_connector_extra_config.max_bytes: must be > 0, got {max_bytes}": max_bytes > 0,
-            "kv_load_failure_policy: must be 'recompute', so that an entry that cannot be read costs time only, "
+            "kv_load_failure_policy: must be 'recompute', so that an unreadable entry is recomputed, "
             f"got {transfer.kv_load_failure_policy!r}": transfer.kv_load_failure_policy == "recompute",
-            f"the model: must keep all its KV in one group of blocks, it has {len(groups)}": len(groups) == 1,
+            f"model: must have one KV cache group, got {len(groups)}": len(groups) == 1,
         }
         if faults := [fault for fault, holds in claims.items() if not holds]:
             raise ValueError("KvHandover: " + "; ".join(faults))
@@ -95,9 +95,9 @@ class KvHandover(KVConnectorBase_V1):  # type: ignore[misc]
 
     @property
     def requires_kv_delivery(self) -> bool:
-        return False  # what is not handed over is recomputed
+        return False  # KV that is not transferred is recomputed
 
-    # The scheduler's half.
+    # Methods called in the scheduler.
 
     def on_new_request(self, request: Any) -> None:
         self._scheduler.arrived(request.request_id, request.kv_transfer_params)
@@ -124,8 +124,8 @@ class KvHandover(KVConnectorBase_V1):  # type: ignore[misc]
         return keep, None
 
     def build_connector_meta(self, scheduler_output: Any) -> KvJobs:
-        # vLLM turns round and round while a request waits and nothing runs, and takes the processor from an engine
-        # beside it, which may be the one that is saving.
+        # vLLM's scheduler spins while a request waits and nothing runs, which would take CPU time from another engine
+        # on the host, possibly the one that is saving.
         if self._scheduler.waiting and not scheduler_output.total_num_scheduled_tokens:
             time.sleep(POLL_PERIOD_S)
         return KvJobs(*self._scheduler.jobs())
@@ -134,7 +134,7 @@ class KvHandover(KVConnectorBase_V1):  # type: ignore[misc]
         self._scheduler.caches_cleared()
         return True
 
-    # The workers' half.
+    # Methods called in workers.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._worker.register(kv_caches)
@@ -165,7 +165,7 @@ class KvHandover(KVConnectorBase_V1):  # type: ignore[misc]
 
 
 class KvWorker:
-    """Carries blocks between one rank's KV and its files, in two threads: one saves, one loads."""
+    """Copies blocks between one rank's KV cache and its files, with one thread for saves and one for loads."""
 
     def __init__(self, store: KvEntryStore, rank: int, num_blocks: int) -> None:
         self._store = store
@@ -179,14 +179,14 @@ class KvWorker:
         self._ended: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Learn where the KV lies. Layers that share their KV with another one are carried once."""
+        """Register the KV cache tensors of the layers. Layers that share a tensor are copied once."""
         names, seen = [], set()
         self._caches = []
         for name, cache in kv_caches.items():
             if not isinstance(cache, torch.Tensor) or cache.shape[0] % self._num_blocks:
-                raise ValueError(f"the KV of {name} is not {self._num_blocks} blocks of a tensor")
+                raise ValueError(f"KV cache of {name}: must be a tensor of {self._num_blocks} blocks")
             if cache.device.type not in ("cpu", "cuda"):
-                raise ValueError(f"the KV of {name} is on {cache.device}: only cpu and cuda are known here")
+                raise ValueError(f"KV cache of {name}: device must be cpu or cuda, got {cache.device}")
             if cache.data_ptr() in seen:
                 continue
             seen.add(cache.data_ptr())
@@ -208,7 +208,8 @@ class KvWorker:
         self._loader.submit(self._load, job, ready)
 
     def ended(self) -> tuple[set[str], set[str], set[str]]:
-        """Requests whose saves and loads have ended since the last call, and those whose loads failed."""
+        """Return the requests whose saves, loads (failed ones included) and failed loads have ended since the last
+        call."""
         ended: dict[str, set[str]] = {"saved": set(), "loaded": set(), "failed": set()}
         while not self._ended.empty():
             what, request_id = self._ended.get()
@@ -220,7 +221,7 @@ class KvWorker:
         self._loader.shutdown(wait=False, cancel_futures=True)
 
     def _now(self) -> Any:
-        """On a GPU: the point that the steps given to it so far have reached."""
+        """Record an event after the work submitted to the GPU so far; None on a CPU."""
         return None if self._stream is None else torch.cuda.current_stream(self._caches[0].device).record_event()
 
     def _save(self, job: SaveJob, ready: Any) -> None:
@@ -232,8 +233,8 @@ class KvWorker:
             elapsed_s = time.monotonic() - started_s
             tokens = len(job.contents.token_ids)
             logger.info("saved %d tokens of %s (%d bytes, %.4f s)", tokens, job.request_id, size, elapsed_s)
-        except Exception as error:  # noqa: BLE001  # whatever it is, the request is recomputed and the blocks are freed
-            logger.warning("entry %s of %s is not saved: %r", job.entry, job.request_id, error)
+        except Exception as error:  # noqa: BLE001  # in any case the request is recomputed and its blocks are freed
+            logger.warning("entry %s of %s was not saved: %r", job.entry, job.request_id, error)
         if job.block_ids:
             self._ended.put(("saved", job.request_id))
 
@@ -249,15 +250,15 @@ class KvWorker:
             elapsed_s = time.monotonic() - started_s
             logger.info("loaded %d blocks of %s (%d bytes, %.4f s)", len(wanted), job.request_id, size, elapsed_s)
         except UnusableEntry as error:
-            logger.warning("%s recomputes, entry %s cannot be loaded: %s", job.request_id, job.entry, error)
+            logger.warning("%s is recomputed, entry %s cannot be loaded: %s", job.request_id, job.entry, error)
         except Exception:
-            logger.exception("%s recomputes, entry %s cannot be loaded", job.request_id, job.entry)
+            logger.exception("%s is recomputed, entry %s cannot be loaded", job.request_id, job.entry)
         self._store.discard(job.entry, self._rank)
         self._ended.put((outcome, job.request_id))
 
     @contextlib.contextmanager
     def _beside(self, ready: Any) -> Iterator[None]:
-        """Copies in here run beside the steps, and after what `ready` stands for."""
+        """Run copies on a separate CUDA stream, concurrently with engine steps and after the event `ready`."""
         if self._stream is None:
             yield
             return
@@ -267,9 +268,10 @@ class KvWorker:
             self._stream.synchronize()
 
     def _pieces(self, cache: torch.Tensor, block_ids: Sequence[int], *, fill: bool = False) -> Iterator[memoryview]:
-        """The bytes of these blocks of a layer, in pieces of whole blocks; what is written to them goes to the KV.
+        """Yield the bytes of these blocks of a layer, in pieces of whole blocks. With `fill`, bytes written to a piece
+        go to the KV cache.
 
-        Where a block lies in host memory in one piece, that is the piece; else pieces are staged.
+        A block that is contiguous in host memory is one piece; other blocks are copied through staging buffers.
         """
         if not cache.is_cuda and cache[0].is_contiguous():
             for block in block_ids:
@@ -288,12 +290,13 @@ class KvWorker:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """A contiguous tensor in host memory as its bytes, not copied."""
+    """Return the bytes of a contiguous tensor in host memory without a copy."""
     return memoryview(tensor.view(-1).view(torch.uint8).numpy())
 
 
 def _packing(cache: torch.Tensor) -> str:
-    """What decides how bytes lie in a block beside its shape: on CPUs the kernels pack keys for their instructions."""
+    """Describe the properties other than the shape that determine a block's byte layout. On CPUs, kernels pack keys for
+    their instruction set."""
     strides = list(cache[0].stride())
     if cache.is_cuda:
         return f"cuda strides {strides}"

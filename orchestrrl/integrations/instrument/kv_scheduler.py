@@ -1,16 +1,17 @@
-"""What the scheduler of an engine decides about handing KV over: which finished request is saved, what a new one loads.
+"""Schedule KV transfers of an engine: decide which aborted request is saved and which entry a new request loads.
 
-One desk per engine. It keeps book by request id and answers in microseconds; only a look at an entry that a request
-waits for reads a few small headers. Standard library only: vLLM's side is kv_handover.py, the files are kv_entries.py.
+There is one scheduler per engine. It tracks transfers by request id and answers in microseconds; only a poll of an
+awaited entry reads a few small headers. Standard library only: kv_handover.py is the connector to vLLM, kv_entries.py
+handles the files.
 
-A request says what it wants in `kv_transfer_params` of its body:
+A request selects its transfers in `kv_transfer_params` of its body:
 
     {"handover": {"weights": "step-7", "save": "ENTRY", "load": "ENTRY", "wait_s": 2.0}}
 
-weights  the version of the weights that this attempt starts under; an entry of another version is never used
-save     if this attempt is aborted, its KV becomes this entry (a fresh id per attempt)
-load     this prompt continues that entry; what the entry does not hold is computed
-wait_s   how long to wait for the entry to be complete (it may still be written) before everything is recomputed
+weights  the weight version with which this attempt starts; an entry of another version is never used
+save     if this attempt is aborted, save its KV as this entry (a new id per attempt)
+load     the prompt continues this entry; tokens that the entry does not have are computed
+wait_s   how long to wait for the entry, which may still be written, before everything is recomputed
 """
 
 import logging
@@ -37,7 +38,7 @@ logger = logging.getLogger("vllm.orchestrrl.kv_scheduler")
 
 @dataclass(frozen=True, slots=True)
 class TransferParams:
-    """What one request asked for. Read from `kv_transfer_params`."""
+    """The transfers that a request selects in `kv_transfer_params`."""
 
     weights: str
     save: str | None = None
@@ -47,7 +48,8 @@ class TransferParams:
 
 @dataclass(frozen=True, slots=True)
 class SaveJob:
-    """For the workers: write these blocks. Without blocks it says that there is nothing, and nobody need wait."""
+    """An order to the workers to write these blocks. Without blocks they write an empty entry, so that no reader
+    waits."""
 
     request_id: str
     entry: str
@@ -57,7 +59,7 @@ class SaveJob:
 
 @dataclass(frozen=True, slots=True)
 class LoadJob:
-    """For the workers: fill `block_ids` with the blocks of the entry from `first_block` on."""
+    """An order to the workers to fill `block_ids` with blocks of the entry, beginning with `first_block`."""
 
     request_id: str
     entry: str
@@ -68,27 +70,27 @@ class LoadJob:
 
 @dataclass(slots=True)
 class _Waiting:
-    """A request that has not loaded yet."""
+    """A request that waits for its entry or for blocks to load it into."""
 
     entry: str
     found: kv_entries.KvEntryContents | None = None
-    computed: int = 0  # tokens that were there already when the rest was offered
+    computed: int = 0  # tokens already computed when the rest was offered
     first_poll_s: float | None = None
     last_poll_s: float = -math.inf
 
 
 def read_transfer_params(params: object) -> TransferParams | None:
-    """The wish in `kv_transfer_params`, None without one. Raises ValueError with every fault at once."""
+    """Parse `kv_transfer_params`; return None if they have no handover. Raises ValueError with all faults."""
     if not isinstance(params, Mapping) or PARAMETER not in params:
         return None
     path = f"kv_transfer_params.{PARAMETER}"
     given: Any = params[PARAMETER]
     if not isinstance(given, Mapping):
         raise ValueError(f"{path}: must be an object, got {given!r}")
-    faults = [f"{path}.{name}: is not a known field" for name in given if name not in (WEIGHTS, SAVE, LOAD, WAIT_S)]
+    faults = [f"{path}.{name}: is an unknown field" for name in given if name not in (WEIGHTS, SAVE, LOAD, WAIT_S)]
     weights, wait_s = given.get(WEIGHTS), given.get(WAIT_S, DEFAULT_WAIT_S)
     if not isinstance(weights, str) or not weights:
-        faults.append(f"{path}.{WEIGHTS}: must be a version's name, got {weights!r}")
+        faults.append(f"{path}.{WEIGHTS}: must be a non-empty string, got {weights!r}")
     if isinstance(wait_s, bool) or not isinstance(wait_s, int | float) or not 0 <= wait_s <= MAX_WAIT_S:
         faults.append(f"{path}.{WAIT_S}: must be 0 to {MAX_WAIT_S:g}, got {wait_s!r}")
     for name in (SAVE, LOAD):
@@ -104,13 +106,13 @@ def read_transfer_params(params: object) -> TransferParams | None:
 
 @dataclass(slots=True, eq=False)
 class KvTransferScheduler:
-    """Who wants what, and what the workers are told next. `clock` gives seconds that never go back."""
+    """The KV transfers of one engine, and the next jobs for its workers. `clock` returns monotonic seconds."""
 
     _store: kv_entries.KvEntryStore
     _keeper: kv_entries.KvEvictor
     _: KW_ONLY
     block_tokens: int
-    bytes_per_block: int  # over all ranks
+    bytes_per_block: int  # sum over all ranks
     clock: Callable[[], float]
     _wishes: dict[str, TransferParams] = field(default_factory=dict)
     _waiting: dict[str, _Waiting] = field(default_factory=dict)
@@ -120,11 +122,11 @@ class KvTransferScheduler:
     _loads: list[LoadJob] = field(default_factory=list)
 
     def arrived(self, request_id: str, params: object) -> None:
-        """A new request. A wish that cannot be read is told in the log and ignored: the request itself is fine."""
+        """Register a new request. Invalid transfer parameters are logged and ignored; the request itself is served."""
         try:
             wish = read_transfer_params(params)
         except ValueError as error:
-            logger.warning("%s is served without a handover: %s", request_id, error)
+            logger.warning("%s is served without a KV transfer: %s", request_id, error)
             return
         if wish is not None:
             self._wishes[request_id] = wish
@@ -132,9 +134,10 @@ class KvTransferScheduler:
                 self._waiting[request_id] = _Waiting(wish.load)
 
     def loadable_tokens(self, request_id: str, token_ids: Sequence[int], computed: int) -> int | None:
-        """How many tokens after the first `computed` can be loaded; None: ask again, the entry may be on its way.
+        """Return how many tokens after the first `computed` can be loaded, or None if the entry may still arrive and
+        the caller must call again.
 
-        At least one token is always left to compute, since the next one comes out of it.
+        At least one token is always left to compute, because it yields the next one.
         """
         waiting = self._waiting.get(request_id)
         if waiting is None:
@@ -148,13 +151,14 @@ class KvTransferScheduler:
             self._expire(request_id, str(error))
             return 0
         if usable <= computed:
-            self._expire(request_id, f"{usable} tokens of it can be used, {computed} are here already")
+            self._expire(request_id, f"only {usable} of its tokens can be used, and {computed} are computed already")
             return 0
         waiting.computed = computed
         return usable - computed
 
     def _poll(self, request_id: str, waiting: _Waiting) -> bool:
-        """Look whether the entry is complete. Raises Unusable when it will not do, or does not come in time."""
+        """Return whether the entry is complete. Raises UnusableEntry if it cannot be used or does not arrive in
+        time."""
         now_s = self.clock()
         if now_s - waiting.last_poll_s < POLL_PERIOD_S:
             return False
@@ -164,21 +168,22 @@ class KvTransferScheduler:
             waiting.first_poll_s = now_s
         waiting.found = self._store.lookup(waiting.entry, wish.weights, self.block_tokens)
         if waiting.found is None and now_s - waiting.first_poll_s >= wish.wait_s:
-            raise kv_entries.UnusableEntry(f"it did not come within {wish.wait_s:g} s")
+            raise kv_entries.UnusableEntry(f"it did not arrive within {wish.wait_s:g} s")
         return waiting.found is not None
 
     def _expire(self, request_id: str, why: str) -> None:
         entry = self._waiting.pop(request_id).entry
-        logger.info("%s recomputes, entry %s is not used: %s", request_id, entry, why)
+        logger.info("%s is recomputed, entry %s is not used: %s", request_id, entry, why)
         self._keeper.discard(entry)
 
     def allocated(self, request_id: str, block_ids: Sequence[int], external_tokens: int) -> None:
-        """The scheduler took what was offered (or with 0 tokens did not), with `block_ids` for the whole request."""
+        """Queue the load after vLLM has allocated `block_ids` for the whole request; with 0 external tokens, drop
+        it."""
         waiting = self._waiting.get(request_id)
         if waiting is None:
             return
         if not external_tokens or waiting.found is None:
-            self._expire(request_id, "the scheduler went ahead without it")
+            self._expire(request_id, "vLLM's scheduler did not use it")
             return
         del self._waiting[request_id]
         self._loading.add(request_id)
@@ -188,7 +193,7 @@ class KvTransferScheduler:
         self._loads.append(LoadJob(request_id, waiting.entry, waiting.found.identity, first, blocks))
 
     def loaded(self, request_ids: Sequence[str]) -> None:
-        """These loads have ended, well or not."""
+        """Mark these loads as ended, successfully or not."""
         self._loading.difference_update(request_ids)
 
     def finished(
@@ -201,11 +206,12 @@ class KvTransferScheduler:
         aborted: bool,
         portable: bool,
     ) -> bool:
-        """A request is over. True: its blocks are being saved and must stay until the workers say so.
+        """Handle the end of a request; return True if its blocks are being saved and must be kept until the workers
+        report the end of the save.
 
-        `computed` tokens have their KV in `block_ids` or get it in steps that are under way. Steps may run ahead of the
-        tokens that are known: what belongs to unknown tokens is left out. `portable` is False for KV that depends on
-        more than weights and token ids.
+        The KV of `computed` tokens is in `block_ids`, or will be after the running steps. Steps may run ahead of the
+        known tokens; the KV of unknown tokens is left out. `portable` is False for KV that depends on more than weights
+        and token ids.
         """
         wish = self._wishes.pop(request_id, None)
         here = portable and request_id not in self._loading and request_id not in self._stale
@@ -217,7 +223,7 @@ class KvTransferScheduler:
         count = min(computed, len(token_ids), len(block_ids) * self.block_tokens) if here else 0
         blocks = -(-count // self.block_tokens)
         if blocks and not self._keeper.reserve(blocks * self.bytes_per_block):
-            logger.warning("%s is not saved: %s is full", request_id, self._store.root)
+            logger.warning("KV of %s is not saved: %s is full", request_id, self._store.root)
             count = blocks = 0
         contents = kv_entries.KvEntryContents(
             wish.weights, self._store.ranks, self.block_tokens, array("I", islice(token_ids, count))
@@ -226,24 +232,25 @@ class KvTransferScheduler:
         return blocks > 0
 
     def caches_cleared(self) -> None:
-        """The engine was told to forget its caches, as for new weights: what runs now has no KV of one known version,
-        and says so when it is moved."""
+        """Handle a reset of the engine's caches, as for new weights. The KV of running requests then does not belong to
+        one known version, so an empty entry is saved if they move."""
         self._stale.update(self._wishes)
 
     @property
     def waiting(self) -> bool:
-        """Whether a request waits for its entry, or for a place to load it to."""
+        """Return whether a request waits for its entry, or for blocks to load it into."""
         return bool(self._waiting)
 
     def jobs(self) -> tuple[list[SaveJob], list[LoadJob]]:
-        """What the workers are to do with the next step. Each is told once."""
+        """Return the jobs for the workers' next step and clear them."""
         saves, loads = self._saves, self._loads
         self._saves, self._loads = [], []
         return saves, loads
 
 
 def _continued(found: kv_entries.KvEntryContents, token_ids: Sequence[int]) -> int:
-    """How many of these tokens' KV the entry has. Raises Unusable when neither is the beginning of the other."""
+    """Return for how many of these tokens the entry has KV. Raises UnusableEntry if neither sequence is a prefix of the
+    other."""
     common = min(len(found.token_ids), len(token_ids))
     if found.token_ids[:common] != array("I", islice(token_ids, common)):
         raise kv_entries.UnusableEntry("it belongs to other tokens")

@@ -1,12 +1,12 @@
-"""Notes the start and the end of each collective of torch.distributed in shared memory, and what the trainer marks.
+"""Record the start and end of each torch.distributed collective, and marks of the trainer, in shared memory.
 
-Switched on by one line in the program,
+Enable it with one line in the program,
 
     import recorder; recorder.start()
 
-or without any: with this folder's `startup` on PYTHONPATH and ORCHESTRRL_RECORDER set, to 1 or to the directory of the
-rings. It is there before torch is imported or after; torch is not imported for it. The memory itself is made with the
-first collective or mark. Whatever goes wrong with recording is said once in the log, and the program goes on without.
+or without a change: put this folder's `startup` on PYTHONPATH and set ORCHESTRRL_RECORDER to 1 or to the directory of
+the rings. Recording may be enabled before or after torch is imported; it does not import torch. The ring is created at
+the first collective or mark. Each problem with recording is logged once, and the program continues without recording.
 """
 
 import contextlib
@@ -31,13 +31,13 @@ else:  # in the traced process, where this folder is on the path
 
 SWITCH = "ORCHESTRRL_RECORDER"
 JOB = "ORCHESTRRL_RECORDER_JOB"
-KEEP_DEAD_S = 3600.0  # what a dead process left is removed by its reader, or after so long by whoever starts next
+KEEP_DEAD_S = 3600.0  # rings of dead processes are removed by their reader, or after this time by the next writer
 
 logger = logging.getLogger("orchestrrl.recorder")
 
 
 class Recorder:
-    """One per process. `stop` leaves everything as it was before."""
+    """The recorder of a process, at most one. `stop` restores torch to its original state."""
 
     def __init__(self, directory: Path, job: str) -> None:
         self._directory, self._job = directory, job
@@ -60,18 +60,18 @@ class Recorder:
     def _torch_is_there(self) -> None:
         try:
             self.hooks.install()
-        except Exception as fault:  # noqa: BLE001  # torch may be other than it was: the program goes on
-            self.warn_once(f"not everything is recorded: {fault!r}")
+        except Exception as fault:  # noqa: BLE001  # another torch may differ: the program must continue
+            self.warn_once(f"recording is incomplete: {fault!r}")
 
     def forked(self) -> None:
-        """In the child: the parent's memory is left alone, one's own is made when something is to be noted."""
+        """Reset the recorder in a forked child: leave the parent's ring alone, and create a new one when needed."""
         if self._writer is not None:
             self._writer.abandon()
         self._writer = None
         self.hooks.forked()
 
     def writer(self) -> rings.RingWriter | None:
-        """Where to write; None where nothing is recorded any more."""
+        """Return the ring writer, created at the first call; None if recording has ended or failed."""
         if self._writer is None and not self._off:
             try:
                 with contextlib.suppress(OSError):
@@ -79,32 +79,32 @@ class Recorder:
                 self._writer = rings.RingWriter(self._directory, job=self._job)
             except OSError as fault:
                 self._off = True
-                self.warn_once(f"nothing is recorded: {self._directory}: {fault}")
+                self.warn_once(f"recording is disabled: {self._directory}: {fault}")
         return self._writer
 
     @property
     def path(self) -> Path | None:
-        """The ring; None where nothing has been noted yet."""
+        """Return the path of the ring, or None if it has not been created yet."""
         return None if self._writer is None else self._writer.path
 
     def warn_once(self, message: str) -> None:
-        """Once, however often it happens."""
+        """Log a warning only once per message."""
         if message not in self._warned:
             self._warned.add(message)
             logger.warning(message)
 
 
-# The same for both names under which this module may be imported into one process.
+# State shared by both names under which this module may be imported into one process.
 _process: Any = sys.modules.setdefault("_orchestrrl_recorder", ModuleType("_orchestrrl_recorder"))
 _process.__dict__.setdefault("recorder", None)
 
 
 def start(directory: str | os.PathLike[str] | None = None, *, job: str | None = None) -> None:
-    """Record from now on; nothing where it is on already.
+    """Start recording. Has no effect if it is already on.
 
-    `directory`: of the rings; else what ORCHESTRRL_RECORDER says, else `rings.DEFAULT_DIRECTORY`. `job`: a name for the
-    reader, else what ORCHESTRRL_RECORDER_JOB says. DistributedDataParallel, which reduces its gradients outside of
-    Python, is given a communication hook that computes the same at its first forward, where it has none.
+    `directory` is that of the rings; the default is ORCHESTRRL_RECORDER, else `rings.DEFAULT_DIRECTORY`. `job` is a
+    name for the reader; the default is ORCHESTRRL_RECORDER_JOB. DistributedDataParallel reduces gradients outside of
+    Python, so at its first forward it gets a communication hook with the same result, unless it has one.
     """
     if _process.recorder is not None:
         return
@@ -115,21 +115,21 @@ def start(directory: str | os.PathLike[str] | None = None, *, job: str | None = 
 
 
 def stop() -> None:
-    """Record no more, and leave torch as it was. What is recorded stays for its reader."""
+    """Stop recording and restore torch. Recorded events stay for their reader."""
     stopped, _process.recorder = _process.recorder, None
     if stopped is not None:
         stopped.stop()
 
 
 def current() -> Recorder | None:
-    """What records in this process."""
+    """Return the recorder of this process, or None."""
     found: Recorder | None = _process.recorder
     return found
 
 
 @contextlib.contextmanager
 def mark(name: str) -> Iterator[None]:
-    """What the trainer does inside: `forward`, `backward`, `optimizer`, `weight_send`."""
+    """Mark the enclosed code with the name of a trainer phase: `forward`, `backward`, `optimizer`, `weight_send`."""
     writer = _writing()
     sequence = writer.mark(name) if writer else 0
     try:
@@ -140,23 +140,24 @@ def mark(name: str) -> Iterator[None]:
 
 
 def moment(name: str) -> None:
-    """Something happened now."""
+    """Record an event without duration."""
     if writer := _writing():
         writer.moment(name)
 
 
 def iteration(number: int) -> None:
-    """An iteration of the training begins."""
+    """Record the start of a training iteration."""
     if writer := _writing():
         writer.moment("iteration", number)
 
 
 def announce(period: str, body: str | dict[str, Any]) -> None:
-    """The communication period that comes next, for the daemon. `body`: JSON. Raises ValueError above 3.5 KiB."""
+    """Announce the next communication period to the daemon. `body` is JSON or an object. Raises ValueError above 3.5
+    KiB."""
     text = json.dumps({"period": period, "body": json.loads(body) if isinstance(body, str) else body})
     payload = text.encode()
     if len(payload) > rings.PAYLOAD_BYTES:
-        raise ValueError(f"body: must leave the announcement under {rings.PAYLOAD_BYTES} bytes, it has {len(payload)}")
+        raise ValueError(f"body: announcement must have at most {rings.PAYLOAD_BYTES} bytes, got {len(payload)}")
     if writer := _writing():
         writer.announce("announce", payload)
 
@@ -167,7 +168,7 @@ def _writing() -> rings.RingWriter | None:
 
 
 class _Awaiting(importlib.abc.MetaPathFinder):
-    """Calls back when a module has been imported; at once where it has been already."""
+    """An import hook that calls a function after a module is imported, or at once if it already is."""
 
     def __init__(self, name: str, call: Callable[[], None]) -> None:
         self._name, self._call = name, call
@@ -192,7 +193,7 @@ class _Awaiting(importlib.abc.MetaPathFinder):
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
         if spec is None or spec.loader is None:
-            sys.meta_path.insert(0, self)  # it may be there later
+            sys.meta_path.insert(0, self)  # a later import may find it
             return None
         execute = spec.loader.exec_module
 

@@ -1,28 +1,30 @@
-"""The shared memory through which a traced process tells when it communicates: its format, its writer, its reader.
+"""The shared-memory ring to which a traced process writes its communication events: format, writer and reader.
 
-One file per process, `<host>-<pid>-<start>.ring`, in a directory that all processes of a host and its agent share. The
-writer never waits for a reader and makes no system call but for the doorbell, which a reader switches on. Standard
-library only. Times are `time.monotonic_ns`, the same clock for all processes of a host; numbers are 64 bits, native.
+There is one file per process, `<host>-<pid>-<start>-<random>.ring`, in a directory that all processes of a host share
+with the agent. The writer never waits for a reader and makes no system call except to ring the doorbell, which a reader
+arms. Standard library only. Times are `time.monotonic_ns`, one clock for all processes of a host; numbers are native
+64-bit integers.
 
     page 0      header words (the constants below), then the name of the job
-    slots       `capacity` slots of 8 words, the newest overwrite the oldest: sequence s is in s mod capacity
+    slots       `capacity` slots of 8 words; the newest overwrite the oldest: sequence s is in slot s mod capacity
                 sequence + 1 | kind, flags, op, 0 | group | bytes | start_ns | end_ns, 0 while it runs | value | 0
     dictionary  append-only lines of JSON: {"op": 3, "name": "all_reduce"}
-    payloads    a few slots for what a trainer announces: sequence + 1 | length | bytes
+    payloads    a few slots for announcements of a trainer: sequence + 1 | length | bytes
 
-Torn readings. `struct.pack_into` first fills with zeros, in an order of its own, then stores word after word, so:
-- The state in the header (how many are in flight and queued, the next sequence) lies between two equal
-  numbers and has no word that may be 0: counts are stored plus one. A reader takes the last, the words, then the
-  first; equal numbers and no 0 are one state. Where it finds none, it says that something is in flight.
-- A slot is overwritten before the header says so. What a reader has taken counts if by the header it looks at then the
-  slot was not yet next, nor the one of the next few threads: so a few slots less than `capacity` can be read.
-That stores are seen in their order is what x86 promises; on other processors it may fail, once in a very long time.
+Torn reads. `struct.pack_into` first fills with zeros, in unspecified order, then stores word after word. Therefore:
+- The state in the header (numbers in flight and queued, next sequence) is enclosed by two equal numbers and has no word
+  that can be 0: counts are stored plus one. A reader reads the last number, the words, then the first number; equal
+  numbers and no 0 form a consistent state. If it finds none, it reports that something is in flight.
+- A slot is overwritten before the header is updated. After reading a slot, the reader checks the header: the slot is
+  valid if it was neither the next one nor that of one of the next few threads. So slightly fewer than `capacity` slots
+  are readable.
+x86 guarantees that stores become visible in order; on other processors a read may fail, very rarely.
 
-Threads and signals. A collective pays no lock. CPython hands the GIL over, and runs handlers of signals, only where a
-function is entered, a loop turns or a call returns; collecting garbage, which may run anything, needs an object made
-that can hold others. `begin`, `end` and what they share therefore count, and store what they counted by one call into
-C, with nothing of that between: no other thread sees half of it, and whoever comes between two such steps stores later
-numbers, which the next step reads anew. Where Python has no GIL, a lock is put around them.
+Threads and signals. A collective takes no lock. CPython releases the GIL and runs signal handlers only where a function
+is entered, a loop repeats or a call returns; garbage collection, which may run any code, needs the creation of a
+container object. Therefore `begin`, `end` and the code they share count, and store the counts by one call into C, with
+none of these in between: no other thread sees an intermediate state. Code that runs between two such steps stores later
+numbers, which the next step reads again. Without a GIL, a lock encloses them.
 """
 
 import contextlib
@@ -60,14 +62,14 @@ _JOB_AT = 512
 MAGIC = int.from_bytes(b"ORRLRING", "little", signed=True)
 VERSION = 3
 
-# Header words. First what never changes, then what the writer stores, then what a reader stores.
+# Header words: first constants, then those that the writer stores, then those that a reader stores.
 _MAGIC, _VERSION, _CAPACITY, _PID, _PROCESS_START, _PID_NAMESPACE, _CREATED, _JOB_BYTES = range(8)
 _STATE_BEGUN, _IN_FLIGHT, _QUEUED, _HEAD, _STATE_DONE, _RANK, _DICTIONARY_USED, _CLOSED = range(16, 24)
 _ARMED = 32  # 0 or 1
 
-# What a slot's second word says: kind | flags << 8 | op << 16.
+# The second word of a slot: kind | flags << 8 | op << 16.
 COLLECTIVE, MARK = 1, 2
-ASYNCHRONOUS = 1  # issued without waiting for it
+ASYNCHRONOUS = 1  # the call returns before the operation ends
 PAYLOAD = 2  # a mark whose value is the number of a payload
 
 UNKNOWN = -1
@@ -75,18 +77,19 @@ UNKNOWN = -1
 _STATE = struct.Struct("@5q")
 _STATE_OFFSET = _STATE_BEGUN * 8
 _SLOT = struct.Struct("@8q")
-# The second word in its parts, which saves arithmetic; in this order on little-endian processors, which all are here.
+# The second word in its parts, to save arithmetic; this order is that of little-endian processors.
 _PARTS = struct.Struct("@qBBHIqqqqqq")
 _WORD = struct.Struct("@q")
 _pack_slot, _pack_state, _pack_word = _PARTS.pack_into, _STATE.pack_into, _WORD.pack_into
 _ARMED_OFFSET = _ARMED * 8
 _MOST_OPS = 0xFFFF
-_STATE_TRIES = 100  # a writer may be killed, or the processor taken from it, in the middle
+_STATE_TRIES = 100  # a writer may be killed or preempted in the middle of a store
 
 
 @dataclass(frozen=True, slots=True)
 class RingEvent:
-    """A collective, or a mark of the trainer. `end_ns` is None while it runs, `start_ns` for a mark of one moment."""
+    """A collective or a mark of the trainer. `end_ns` is None while it runs, and equals `start_ns` for a momentary
+    mark."""
 
     sequence: int
     kind: int  # COLLECTIVE or MARK
@@ -95,9 +98,9 @@ class RingEvent:
     n_bytes: int
     start_ns: int
     end_ns: int | None
-    value: int  # of p2p the peer's global rank, of `iteration` its number, UNKNOWN where there is none
+    value: int  # the peer's global rank for p2p, the number of an `iteration`, else UNKNOWN
     flags: int
-    payload: bytes | None = None  # of `announce`; None also where it was overwritten before it was read
+    payload: bytes | None = None  # of an announcement; None if it was overwritten before it was read
 
     @property
     def is_collective(self) -> bool:
@@ -110,7 +113,7 @@ class RingEvent:
 
 @dataclass(frozen=True, slots=True)
 class RingHeader:
-    """Which process writes a ring, as it was at one moment."""
+    """A snapshot of a ring's header."""
 
     job: str
     rank: int  # global, UNKNOWN before torch.distributed is initialised
@@ -118,20 +121,22 @@ class RingHeader:
 
 
 def group_id(ranks: Iterable[int], name: str) -> int:
-    """The same number in every rank of a group; never 0. Two groups of the same ranks have different names."""
+    """Return an id of a group that is equal on all of its ranks and never 0. Groups of the same ranks differ by
+    name."""
     text = ",".join(map(str, sorted(ranks))) + "|" + name
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1 or 1
 
 
 def readable(capacity: int) -> int:
-    """How many of the newest events a reader can have: of the oldest slots, some may be being overwritten."""
+    """Return how many of the newest events a reader can read. A writer may be overwriting the oldest slots."""
     return capacity - max(1, min(_SPARE_SLOTS, capacity // 8))
 
 
 class RingWriter:
-    """The traced process's side. Raises OSError where the ring cannot be had; afterwards nothing raises.
+    """The writer of a ring, in the traced process. Raises OSError if the ring cannot be created; later calls do not
+    raise.
 
-    All threads of the process may write. After a fork, the child must `abandon` it and make one of its own.
+    All threads of the process may write. After a fork, the child must call `abandon` and create its own writer.
     """
 
     def __init__(
@@ -152,12 +157,12 @@ class RingWriter:
         self._doorbell = str(directory / DOORBELL)
         self._head = self._in_flight = self._queued = self._state = self._payload_head = 0
         self._ops: dict[str, int] = {}
-        # For what is rare. A handler of a signal may communicate while its thread is in here.
+        # For rare operations. Reentrant, because a signal handler may communicate while its thread holds the lock.
         self._lock = threading.RLock()
         about = job[:200].encode()
         self._file = _allocate(self.path.with_suffix(".tmp"), total)
         try:
-            # All pages at once: no collective waits for the first touch of one.
+            # Populate all pages now, so that no collective causes a page fault.
             self._map = mmap.mmap(self._file, total, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
             self._words = memoryview(self._map).cast("q")
             constant = {
@@ -187,7 +192,7 @@ class RingWriter:
                 setattr(self, name, _locked(self._lock, getattr(self, name)))
 
     def op(self, name: str) -> int:
-        """The number of an operation or a mark, for `begin`."""
+        """Return the code of an operation or a mark, for `begin`."""
         code = self._ops.get(name)
         if code is None:
             with self._lock:
@@ -197,7 +202,8 @@ class RingWriter:
         return code
 
     def begin(self, op: int, group: int = 0, n_bytes: int = 0, flags: int = 0, value: int = UNKNOWN) -> int:
-        """A collective begins. Returns its sequence, for `end`. Written out, as `end` is: tracing costs this."""
+        """Record the start of a collective; return its sequence, for `end`. Inlined like `end`, because these two calls
+        are the cost of tracing."""
         now_ns = self._clock_ns()
         sequence = self._head
         self._head = number = sequence + 1
@@ -211,7 +217,7 @@ class RingWriter:
         return sequence
 
     def end(self, sequence: int) -> None:
-        """The collective of that sequence has ended."""
+        """Record the end of a collective."""
         now_ns = self._clock_ns()
         if self._head - sequence <= self._capacity:
             _pack_word(self._map, _PAGE_BYTES + (sequence & self._mask) * _SLOT_BYTES + _END_AT, now_ns)
@@ -222,16 +228,17 @@ class RingWriter:
             self._ring()
 
     def issue(self, op: int, group: int = 0, n_bytes: int = 0, flags: int = 0, value: int = UNKNOWN) -> int:
-        """A collective is given to a device, which begins it later: `started`, then `end` tell when."""
+        """Record a collective that is queued on a device; return its sequence. `started` and `end` record when it
+        runs."""
         sequence = self._write(COLLECTIVE, flags, op, group, n_bytes, self._clock_ns(), 0, value)
         self._count(0, 1)
-        # From here on it may begin at any moment, and is seen to only later.
+        # From now on it may start at any moment, and the start is detected only later.
         if self._queued == 1 and self._in_flight == 0 and self._words[_ARMED]:
             self._ring()
         return sequence
 
     def started(self, sequence: int, start_ns: int) -> None:
-        """A device began what was issued to it."""
+        """Record the start of an issued collective on its device."""
         with self._lock:
             if self._head - sequence <= self._capacity:
                 self._words[self._slot_at(sequence) // 8 + 4] = start_ns
@@ -239,7 +246,7 @@ class RingWriter:
             self._ring()
 
     def mark(self, name: str) -> int:
-        """A mark that lasts until `end_mark`."""
+        """Record the start of a mark that lasts until `end_mark`; return its sequence."""
         return self._write(MARK, 0, self.op(name), 0, 0, self._clock_ns(), 0, UNKNOWN)
 
     def end_mark(self, sequence: int) -> None:
@@ -247,14 +254,14 @@ class RingWriter:
             _pack_word(self._map, self._slot_at(sequence) + _END_AT, self._clock_ns())
 
     def moment(self, name: str, value: int = UNKNOWN) -> None:
-        """A mark of one moment."""
+        """Record a mark without duration."""
         now_ns = self._clock_ns()
         self._write(MARK, 0, self.op(name), 0, 0, now_ns, now_ns, value)
 
     def announce(self, name: str, payload: bytes) -> None:
-        """A mark that carries at most PAYLOAD_BYTES. Raises ValueError for more."""
+        """Record a mark with a payload and ring the doorbell. Raises ValueError for more than PAYLOAD_BYTES."""
         if len(payload) > PAYLOAD_BYTES:
-            raise ValueError(f"what is announced: must be at most {PAYLOAD_BYTES} bytes, got {len(payload)}")
+            raise ValueError(f"payload: must have at most {PAYLOAD_BYTES} bytes, got {len(payload)}")
         op = self.op(name)
         with self._lock:
             number = self._payload_head
@@ -266,29 +273,29 @@ class RingWriter:
             self._payload_head = number + 1
             now_ns = self._clock_ns()
             self._write(MARK, PAYLOAD, op, 0, len(payload), now_ns, now_ns, number)
-        self._ring()  # armed or not: it is rare, and what is announced is prepared before the next pause
+        self._ring()  # even if not armed: announcements are rare, and must be prepared before the next pause
 
     def set_rank(self, rank: int) -> None:
-        """Where this process stands in torch.distributed."""
+        """Set the global rank of this process in torch.distributed."""
         self._words[_RANK] = rank
 
     def close(self) -> None:
-        """The process stops writing in good order. The file stays for its reader, which removes it."""
+        """Mark the ring as closed and stop writing. The file stays for its reader, which removes it."""
         with self._lock:
             self._words[_CLOSED] = 1
             self._leave()
 
     def abandon(self) -> None:
-        """Forget the ring without a word in it: what a forked child does with its parent's."""
-        self._lock = threading.RLock()  # a thread that is not there after the fork may hold the other
+        """Stop using the ring without changing it, as a forked child does with its parent's ring."""
+        self._lock = threading.RLock()  # the old lock may be held by a thread that does not exist after the fork
         self._leave()
 
     def _leave(self) -> None:
-        """From now on nobody sees what is written: a collective may end after the recorder."""
+        """Redirect later writes to private memory: a collective may end after the recorder."""
         if self._file < 0:
             return
         map_, words = self._map, self._words
-        # First the other memory, then this one's end: a thread may be about to write.
+        # Replace the memory before the old one is unmapped: a thread may be about to write.
         self._map = mmap.mmap(-1, len(map_))
         self._words = memoryview(self._map).cast("q")
         words.release()
@@ -308,7 +315,7 @@ class RingWriter:
         return sequence
 
     def _count(self, more_in_flight: int, more_queued: int) -> int:
-        """Store the state. Returns how many are in flight."""
+        """Update and store the state; return the number in flight."""
         self._in_flight = in_flight = self._in_flight + more_in_flight
         self._queued = queued = self._queued + more_queued
         self._state = state = self._state + 1
@@ -321,19 +328,20 @@ class RingWriter:
     def _append_entry(self, entry: Mapping[str, Any]) -> None:
         line = json.dumps(entry).encode() + b"\n"
         used = self._words[_DICTIONARY_USED]
-        if used + len(line) <= DICTIONARY_BYTES:  # else it stays without a name
+        if used + len(line) <= DICTIONARY_BYTES:  # else the operation has no name
             at = self._dictionary_at + used
             self._map[at : at + len(line)] = line
             self._words[_DICTIONARY_USED] = used + len(line)
 
     def _ring(self) -> None:
-        # Nobody there, or nobody who empties the socket: whoever wants to know looks into the ring itself.
+        # Without a listener, or with a full socket, the reader polls the ring instead.
         with contextlib.suppress(OSError):
             self._socket.sendto(b".", self._doorbell)
 
 
 class RingReader:
-    """The agent's side of one ring. Raises OSError where it is gone and ValueError where it is none."""
+    """The reader of one ring, in the agent. Raises OSError if the file does not exist, and ValueError if it is not a
+    ring."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -341,13 +349,13 @@ class RingReader:
         try:
             total = os.fstat(self._file).st_size
             if total < _PAGE_BYTES:
-                raise ValueError(f"{path}: is no ring: it has {total} bytes")
+                raise ValueError(f"{path}: not a ring: it has {total} bytes")
             self._map = mmap.mmap(self._file, total)
             self._words = memoryview(self._map).cast("q")
             self._capacity = self._words[_CAPACITY]
             self._dictionary_at, self._payloads_at, expected = _layout(self._capacity)
             if (self._words[_MAGIC], self._words[_VERSION], expected) != (MAGIC, VERSION, total):
-                raise ValueError(f"{path}: is no ring of version {VERSION}")
+                raise ValueError(f"{path}: not a ring of version {VERSION}")
         except BaseException:
             os.close(self._file)
             raise
@@ -355,17 +363,18 @@ class RingReader:
         self._job = self._map[_JOB_AT : _JOB_AT + self._words[_JOB_BYTES]].decode()
         self._next = 0
         self._known_head = 0
-        self._running: set[int] = set()  # given out before they had ended
+        self._running: set[int] = set()  # sequences returned before they had ended
         self._ops: dict[int, str] = {}
-        self._dictionary_read = 0  # bytes of the dictionary that are read
+        self._dictionary_read = 0  # bytes of the dictionary read so far
 
     def header(self) -> RingHeader:
         return RingHeader(self._job, self._words[_RANK], self._words[_CREATED])
 
     def events(self) -> tuple[list[RingEvent], int]:
-        """What happened since the last call, by sequence, and how many events were overwritten before they were read.
+        """Return the events since the last call, by sequence, and the number of events overwritten before they were
+        read.
 
-        An event that runs is given out when it is first seen and once more when it has ended.
+        A running event is returned when it is first seen and again when it has ended.
         """
         head = self._state()[2]
         oldest = max(head - self._readable, 0)
@@ -393,27 +402,27 @@ class RingReader:
 
     @property
     def communicates(self) -> bool:
-        """Something is in flight, or issued to a device."""
+        """Return whether a collective is in flight or queued on a device."""
         return any(self._state()[:2])
 
     @property
     def changes(self) -> int:
-        """Another number once anything has happened since."""
+        """Return a counter that changes with every event."""
         return self._words[_STATE_DONE]
 
     def arm(self, armed: bool) -> None:
-        """Whether the process rings the doorbell also when it goes quiet and when it is so no longer."""
+        """Set whether the process rings the doorbell when its communication stops or starts, too."""
         self._words[_ARMED] = int(armed)
 
     @property
     def alive(self) -> bool:
-        """Whether the process that writes still is there and has not stopped recording."""
+        """Return whether the writing process exists and has not stopped recording."""
         if self._words[_CLOSED]:
             return False
         try:
             fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            # A child that forked behind Python's back holds the lock as well: the process itself has the last word.
+            # A child forked outside of Python also holds the lock, so check the process itself.
             if self._words[_PID_NAMESPACE] != _pid_namespace():
                 return True
             return process_start(self._words[_PID]) == self._words[_PROCESS_START]
@@ -432,7 +441,7 @@ class RingReader:
         self.close()
 
     def _state(self) -> tuple[int, int, int]:
-        """In flight, queued, head."""
+        """Return (in flight, queued, head) of a consistent state. Without one, report something in flight."""
         words = self._words
         for _ in range(_STATE_TRIES):
             done = words[_STATE_DONE]
@@ -472,8 +481,8 @@ class RingReader:
 
 
 class RingDoorbell:
-    """The socket at which the armed processes of a directory ring. One per directory: the last that opens has it.
-    Raises OSError."""
+    """The datagram socket through which the armed processes of a directory wake their reader. There is one per
+    directory: a new one replaces the previous one. Raises OSError."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -485,11 +494,12 @@ class RingDoorbell:
         made.rename(directory / DOORBELL)
 
     def fileno(self) -> int:
-        """To wait for."""
+        """Return the descriptor on which to wait."""
         return self._socket.fileno()
 
     def rung(self) -> bool:
-        """Take one ring; False where there is none. Never waits. The ring in memory may have gone on since."""
+        """Receive one signal; return False if there is none. Never waits. The ring may have changed since the
+        signal."""
         try:
             self._socket.recv(1)
         except BlockingIOError:
@@ -501,7 +511,7 @@ class RingDoorbell:
 
 
 def _layout(capacity: int) -> tuple[int, int, int]:
-    """Where the dictionary and the payloads begin, and where the file ends."""
+    """Return the offsets of the dictionary and of the payloads, and the size of the file."""
     payloads = _PAGE_BYTES + capacity * _SLOT_BYTES + DICTIONARY_BYTES
     return payloads - DICTIONARY_BYTES, payloads, payloads + PAYLOAD_SLOTS * _PAYLOAD_SLOT_BYTES
 
@@ -515,15 +525,15 @@ def _locked(lock: Any, call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def list_rings(directory: Path = DEFAULT_DIRECTORY) -> list[Path]:
-    """The rings of living and dead processes, sorted by name."""
+    """Return the rings of live and dead processes, sorted by name."""
     return sorted(directory.glob(f"*{SUFFIX}"))
 
 
 def remove_dead(directory: Path = DEFAULT_DIRECTORY, *, older_than_s: float = 0.0) -> list[Path]:
-    """Remove what processes have left behind that are gone. Returns what is removed."""
+    """Remove the rings of dead processes; return the removed paths."""
     removed: list[Path] = []
     for path in list_rings(directory):
-        with contextlib.suppress(OSError, ValueError):  # another removes it too, or it is none of ours
+        with contextlib.suppress(OSError, ValueError):  # another process removed it, or it is not a ring
             if time.time() - path.stat().st_mtime < older_than_s:
                 continue
             with RingReader(path) as reader:
@@ -535,7 +545,7 @@ def remove_dead(directory: Path = DEFAULT_DIRECTORY, *, older_than_s: float = 0.
 
 
 def process_start(pid: int) -> int | None:
-    """When a process began, in clock ticks after boot; None where there is none, or only its name is left."""
+    """Return the start time of a process in clock ticks after boot; None if it does not exist or is a zombie."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -551,7 +561,8 @@ def _pid_namespace() -> int:
 
 
 def _allocate(path: Path, n_bytes: int) -> int:
-    """A file with all its memory, so that no later store kills the process, and locked as long as that lives."""
+    """Create a locked file and allocate all of its memory, so that no later store kills the process. The lock lasts as
+    long as the process."""
     opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         os.posix_fallocate(opened, 0, n_bytes)

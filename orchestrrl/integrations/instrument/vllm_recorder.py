@@ -1,12 +1,12 @@
-"""Records the collectives between the workers of a vLLM engine, as recorder.py does those of a trainer.
+"""Record the collectives between the workers of a vLLM engine, as recorder.py does for a trainer.
 
-vLLM mixes this class into its workers, with this folder on PYTHONPATH:
+vLLM adds this class to its workers, with this folder on PYTHONPATH:
 
     --worker-extension-cls vllm_recorder.RecorderExtension
 
-and records from the start where ORCHESTRRL_RECORDER is set, else from `/collective_rpc` with `start_recorder` on. What
-its groups do is noted at their own methods: between CPUs and between GPUs they mostly go past torch.distributed. Not
-seen is what runs inside a captured CUDA graph.
+Recording begins at the start if ORCHESTRRL_RECORDER is set, else with `start_recorder` through `/collective_rpc`. It
+hooks the methods of vLLM's groups, because their CPU and GPU communication mostly bypasses torch.distributed.
+Collectives inside a captured CUDA graph are not recorded.
 """
 
 import os
@@ -17,7 +17,7 @@ if TYPE_CHECKING or __package__:
 else:  # in vLLM's process, where this folder is on the path
     import recorder
 
-# Methods of vLLM's GroupCoordinator. Where one calls another, or torch.distributed, only the outer is noted.
+# Methods of vLLM's GroupCoordinator. If one calls another, or torch.distributed, only the outer call is recorded.
 GROUP_METHODS = {
     "_all_reduce_out_place": "all_reduce",
     "_all_gather_out_place": "all_gather",
@@ -34,7 +34,7 @@ GROUP_METHODS = {
 
 
 def record() -> None:
-    """Record in this worker from now on; nothing where it is done already."""
+    """Start recording in this worker. Has no effect if it is already on."""
     from vllm.distributed.parallel_state import GroupCoordinator
 
     recorder.start()
@@ -44,7 +44,7 @@ def record() -> None:
 
 
 class RecorderExtension:
-    """What `/collective_rpc` can call in each worker."""
+    """A worker extension whose methods `/collective_rpc` can call in each worker."""
 
     def start_recorder(self) -> None:
         record()

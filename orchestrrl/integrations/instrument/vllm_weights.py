@@ -1,13 +1,13 @@
-"""A weight-transfer backend for vLLM that loads a version of the weights from a folder, and says what it has loaded.
+"""A weight-transfer backend for vLLM that loads a weight version from a folder and reports the loaded version.
 
-vLLM finds it with this folder on PYTHONPATH, as a plugin (orchestrrl_vllm.dist-info), and uses it where it is told so:
+vLLM finds it as a plugin (orchestrrl_vllm.dist-info) with this folder on PYTHONPATH, and uses it with this option:
 
     --weight-transfer-config '{"backend": "orchestrrl"}'
 
 `/start_weight_update`, `/update_weights` with `{"folder": ..., "version": ...}` and `/finish_weight_update` then load a
-checkpoint of this machine: its tensors are mapped, and each worker reads of them what it keeps. What became of it tells
-`/collective_rpc` with `orchestrrl_weights`, one answer for each worker, because a worker that raises leaves vLLM's
-executor of several workers with answers that the next call takes for its own.
+checkpoint of this machine: its tensors are memory-mapped, and each worker reads only its part. `/collective_rpc` with
+`orchestrrl_weights` returns the outcome of each worker. A worker does not raise, because vLLM's multi-worker executor
+would then take leftover answers for those of the next call.
 """
 
 import logging
@@ -40,21 +40,21 @@ DTYPES: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool,
 }  # fmt: skip
 
-# What weight loaders raise of weights that are kept in another form than that of checkpoints.
+# Errors that weight loaders raise for weights stored in another form than in checkpoints.
 NOT_COMPARABLE = (AssertionError, AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
 logger = logging.getLogger("vllm.orchestrrl.weights")
 
 
 def register() -> None:
-    """vLLM calls it in each of its processes."""
+    """Register the backend. vLLM calls this in each of its processes."""
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, FolderWeights)
 
 
 @dataclass
-class NothingToCompare(WeightTransferInitInfo):  # type: ignore[misc]  # vllm is not there when types are checked
-    """There is no connection to a trainer."""
+class NothingToCompare(WeightTransferInitInfo):  # type: ignore[misc]  # vllm is not installed where types are checked
+    """The init info of vLLM's interface, empty because there is no connection to a trainer."""
 
 
 @dataclass
@@ -65,18 +65,20 @@ class FolderUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class LoadedReport:
-    """What a worker says. `sum` is of the checkpoint's whole tensors, also where it keeps a part of each."""
+    """The report of a worker. `sum` is the checksum of the checkpoint's whole tensors, even if the worker has only a
+    part of each."""
 
-    version: int | None = None  # that it has; None: those that it was started with, or nobody knows
+    version: int | None = None  # None: the weights from the start, or unknown
     sum: str = ""
-    is_read_back: bool = False  # all that it keeps was compared with the checkpoint, in its memory
-    not_read_back: str = ""  # why
-    fault: str = ""  # of the last load
-    is_torn: bool = False  # it has some of one version and some of another
+    is_read_back: bool = False  # all weights in the worker's memory were compared with the checkpoint
+    not_read_back: str = ""  # reason why not
+    fault: str = ""  # error of the last load
+    is_torn: bool = False  # the worker may have parts of two versions
 
 
 class FolderWeights(WeightTransferEngine):  # type: ignore[misc]
-    """One in each worker. A folder that is not a whole checkpoint of this model is refused before anything changes."""
+    """The backend in one worker. A folder that is not a complete checkpoint of this model is refused before any
+    change."""
 
     init_info_cls = NothingToCompare
     update_info_cls = FolderUpdate
@@ -86,7 +88,7 @@ class FolderWeights(WeightTransferEngine):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         self.report = LoadedReport()
         self._wanted = _shapes_at_start(str(self.model_config.model), self.model_config.revision)
-        # A plugin runs before there are workers to add it to.
+        # Added here because the worker class does not exist yet when plugins run.
         from vllm.v1.worker.worker_base import WorkerBase
 
         setattr(WorkerBase, METHOD, _report)
@@ -110,15 +112,16 @@ class FolderWeights(WeightTransferEngine):  # type: ignore[misc]
             logger.exception("%s could not be loaded", update_info)
             touched = not isinstance(error, files.BrokenCheckpoint)
             fault = f"{type(error).__name__}: {error}" if touched else str(error)
-            # Of an older version that is still whole it goes on telling.
+            # Keep reporting the previous version if it is still intact.
             known = LoadedReport() if touched or self.report.is_torn else self.report
             self.report = LoadedReport(**{**asdict(known), "fault": fault, "is_torn": touched or self.report.is_torn})
-            # With one worker an error is told as it should be. Of further replicas only errors are told.
+            # With one worker, vLLM reports an error correctly. With data parallelism, it reports only errors.
             if self.parallel_config.world_size == 1 or self.parallel_config.data_parallel_size > 1:
                 raise
 
     def receive_weights(self, update_info: FolderUpdate) -> None:
-        """Raises BrokenCheckpoint where nothing has changed, and whatever vLLM does where the model may be torn."""
+        """Load and verify a version. Raises BrokenCheckpoint if nothing has changed, and vLLM's own errors if the model
+        may have parts of two versions."""
         stored = files.read_checkpoint(Path(update_info.folder))
         if self._wanted is not None:
             files.check_same_model(files.shapes_of(stored), self._wanted)
@@ -138,7 +141,7 @@ class FolderWeights(WeightTransferEngine):  # type: ignore[misc]
         )
 
     def _load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Through vLLM's reload of one layer after the other; nothing else knows how layers keep their weights."""
+        """Load tensors through vLLM's layerwise reload, because only vLLM's loaders handle the layers' own formats."""
         wanted = {name for name, _ in self.model.named_parameters()}
         self._let_go()
         initialize_layerwise_reload(self.model)
@@ -146,16 +149,16 @@ class FolderWeights(WeightTransferEngine):  # type: ignore[misc]
             loaded = self.model.load_weights(iter(tensors.items()))
             if self.model_config.quantization is None:
                 missing = sorted(wanted - loaded if loaded is not None else ()) + self._incomplete()
-                if missing:  # vLLM goes on with what was there before
-                    raise ValueError(f"the checkpoint has not all weights of {', '.join(missing[:5])}")
+                if missing:  # vLLM would keep the previous weights there
+                    raise ValueError(f"the checkpoint lacks weights of {', '.join(missing[:5])}")
             finalize_layerwise_reload(self.model, self.model_config)
         except BaseException:
             self._let_go()
             raise
 
     def _incomplete(self) -> list[str]:
-        """Linear layers of which some is missing: several tensors of a checkpoint make one of them. Others may wait for
-        no more, as embeddings that are padded."""
+        """Return the linear layers with missing weights; several tensors of a checkpoint form one layer. Other layers
+        are skipped, because padded ones such as embeddings never count as complete."""
         waiting = [
             (name, get_layerwise_info(layer))
             for name, layer in self.model.named_modules()
@@ -164,8 +167,8 @@ class FolderWeights(WeightTransferEngine):  # type: ignore[misc]
         return [name for name, info in waiting if info.can_load() and 0 < info.load_numel < info.load_numel_total]
 
     def _let_go(self) -> None:
-        """Of a reload that was broken off: layers that wait for the rest of their weights would take those of the next
-        reload for it. They get their old weights back."""
+        """End an interrupted reload: layers that wait for further weights get their old weights back. Otherwise they
+        would take weights of the next reload."""
         waiting = [info for info in map(get_layerwise_info, self.model.modules()) if info.can_load()]
         for info in waiting:
             info.load_numel, info.loaded_weights = 0, []
@@ -173,20 +176,20 @@ class FolderWeights(WeightTransferEngine):  # type: ignore[misc]
             finalize_layerwise_reload(self.model, self.model_config)
 
     def _compare(self, tensors: Mapping[str, torch.Tensor]) -> str:
-        """Why what the model keeps cannot be said to be these; empty: it was read, and it is. Layers whose weights are
-        packed cannot be read so: those of vLLM's CPU build, and some quantised ones."""
+        """Compare the model's weights with these tensors; return why they could not be verified, or an empty string.
+        Packed weights cannot be compared: those of vLLM's CPU build, and some quantized ones."""
         comparing = TensorComparison()
         try:
             with comparing:
                 self.model.load_weights(iter(tensors.items()))
         except NOT_COMPARABLE as error:
             return f"{type(error).__name__}: {error}"
-        return f"{comparing.differing} tensors are kept in another form" if comparing.differing else ""
+        return f"{comparing.differing} tensors are stored in another form" if comparing.differing else ""
 
 
-class TensorComparison(TorchDispatchMode):  # type: ignore[misc]  # torch neither
-    """Weight loaders run as ever, except that what they would copy is compared with what is there: nothing is
-    written."""
+class TensorComparison(TorchDispatchMode):  # type: ignore[misc]  # torch is not installed there either
+    """A dispatch mode in which weight loaders compare tensors with the existing ones instead of copying them. Nothing
+    is written."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,14 +199,14 @@ class TensorComparison(TorchDispatchMode):  # type: ignore[misc]  # torch neithe
         if func is torch.ops.aten.copy_.default:
             kept, given = args[0], args[1]
             if kept.shape != given.shape:
-                raise TypeError(f"shape {list(kept.shape)} is kept of {list(given.shape)}")
+                raise TypeError(f"the model has shape {list(kept.shape)}, the checkpoint {list(given.shape)}")
             self.differing += not torch.equal(kept, given.to(kept.device, kept.dtype))
             return kept
-        if func in (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default):  # of what pads a vocabulary
+        if func in (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default):  # padding of a vocabulary
             self.differing += not bool((args[0] == (args[1] if len(args) > 1 else 0)).all())
             return args[0]
         if func._schema.is_mutable:
-            raise TypeError(f"{func} would write")
+            raise TypeError(f"{func} would write to the model")
         return func(*args, **(kwargs or {}))
 
 
@@ -214,12 +217,13 @@ def _tensor(stored: files.StoredTensor, data: memoryview) -> torch.Tensor:
 
 
 def _shapes_at_start(model: str, revision: str | None) -> dict[str, tuple[int, ...]] | None:
-    """Of the checkpoint that it was started with; None where there is none of safetensors on this machine."""
+    """Return the shapes of the checkpoint with which the engine was started, or None if it has no safetensors files on
+    this machine."""
     try:
         folder = model if Path(model).is_dir() else snapshot_download(model, revision=revision, local_files_only=True)
         return files.shapes_of(files.read_checkpoint(Path(folder)))
     except (files.BrokenCheckpoint, OSError, ValueError) as fault:
-        logger.warning("names and shapes of versions will not be checked before they are loaded: %s", fault)
+        logger.warning("names and shapes of versions are not checked before they are loaded: %s", fault)
         return None
 
 

@@ -1,4 +1,4 @@
-"""Notes the ends of collectives that the program does not wait for at once, on the CPU and on CUDA devices."""
+"""Record the ends of asynchronous collectives on the CPU and on CUDA devices."""
 
 import atexit
 import threading
@@ -15,31 +15,33 @@ else:  # in the traced process, where this folder is on the path
     from rings import RingWriter
 
 PERIOD_S = 1e-3
-IDLE_PERIOD_S = 5e-3  # nothing wakes the thread, as that would cost each collective a system call
-BUSY_FOR = 50  # periods after which it is idle
+IDLE_PERIOD_S = 5e-3  # the thread polls, because waking it would cost each collective a system call
+BUSY_FOR = 50  # periods without work after which the thread is idle
 DEVICE_PERIOD_S = 200e-6
-ANCHOR_PERIOD_S = 10.0  # how often the device's clock is compared with the host's
+ANCHOR_PERIOD_S = 10.0  # interval of comparisons between the device's clock and the host's
 
 
 class WorkWatch:
-    """Notes when collectives on the CPU are over: when their owner has waited for them, or a thread finds it.
+    """Records the ends of collectives on the CPU: when their owner has waited for them, or when a polling thread
+    detects the end.
 
-    A callback on the Work's future would tell the very moment, and have the backend's thread take the GIL away from the
-    program for it, which costs several times what else is noted of a collective. So each Work is kept until its owner
-    has waited for it; a thread, which begins with the first, looks after those that are left. Until then a collective
-    counts as in flight: its end may be noted late, by the thread's period and what the GIL adds, but never early.
+    A callback on the Work's future would be exact, but the backend's thread would take the GIL from the program, which
+    costs several times the rest of the recording. So each Work is kept until its owner has waited for it, and a thread,
+    started with the first Work, polls the others. Until then a collective counts as in flight: its end may be recorded
+    late, by the thread's period plus the wait for the GIL, but never early.
     """
 
     def __init__(self) -> None:
-        # By the address of the Work, which is kept so that the address stays its own.
+        # By the address of the Work, which is referenced so that its address is not reused.
         self._pending: dict[int, tuple[Any, RingWriter, int]] = {}
-        # Of these nobody but who waits can say that they are over, so they are kept by weak references.
+        # The end of these is known only to a waiting owner, so they are kept by weak references.
         self._waited: dict[int, tuple[Any, RingWriter, int]] = {}
         self._thread: threading.Thread | None = None
         self._stopped = False
 
     def follow(self, work: Any, writer: RingWriter, sequence: int, completes: bool) -> None:
-        """Note the end of an asynchronous operation when it comes. `completes`: whether the Work itself will say so."""
+        """Record the end of an asynchronous operation when it occurs. `completes` is set if the Work reports its
+        completion."""
         if completes:
             self._pending[id(work)] = work, writer, sequence
             if self._thread is None:
@@ -47,12 +49,12 @@ class WorkWatch:
             return
         try:
             work.get_future().add_done_callback(lambda _: writer.end(sequence))
-        except RuntimeError:  # it has no future, as point-to-point operations of gloo have none
+        except RuntimeError:  # no future: point-to-point operations of gloo have none
             key = id(work)
             self._waited[key] = weakref.ref(work, partial(self._dropped, key)), writer, sequence
 
     def wait(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """What replaces Work.wait."""
+        """Return the replacement of Work.wait."""
         pending, waited = self._pending, self._waited
 
         def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
@@ -71,7 +73,7 @@ class WorkWatch:
             try:
                 result = original(work, *args, **kwargs)
             except BaseException:
-                pending[key] = entry  # the time may be up and the network busy
+                pending[key] = entry  # after a timeout the operation may still run
                 raise
             entry[1].end(entry[2])
             return result
@@ -79,7 +81,7 @@ class WorkWatch:
         return wait
 
     def poll(self) -> int:
-        """Note what has ended. Returns how many have not."""
+        """Record the operations that have ended; return the number of the others."""
         pending = self._pending
         for key in list(pending):
             entry = pending.get(key)
@@ -95,7 +97,7 @@ class WorkWatch:
             thread.join(timeout=1.0)
 
     def forked(self) -> None:
-        """In the child, where the thread is not."""
+        """Reset the state in a forked child, where the thread does not exist."""
         self._pending.clear()
         self._waited.clear()
         self._thread = None
@@ -104,7 +106,7 @@ class WorkWatch:
         self._stopped = False
         self._thread = threading.Thread(target=self._loop, name="orchestrrl-recorder-works", daemon=True)
         self._thread.start()
-        atexit.register(self.stop)  # before the interpreter goes away under it
+        atexit.register(self.stop)  # before the interpreter shuts down
 
     def _loop(self) -> None:
         idle = 0
@@ -113,7 +115,7 @@ class WorkWatch:
             time.sleep(PERIOD_S if idle < BUSY_FOR else IDLE_PERIOD_S)
 
     def _dropped(self, key: int, reference: Any) -> None:
-        """Nobody can wait for it any more."""
+        """Record the end of an operation whose Work was freed, so that no caller can wait for it."""
         found = self._waited.get(key)
         if found is not None and found[0] is reference:
             del self._waited[key]
@@ -123,7 +125,7 @@ class WorkWatch:
 def is_completed(work: Any) -> bool:
     try:
         return bool(work.is_completed())
-    except RuntimeError:  # it failed, which its owner hears when it waits
+    except RuntimeError:  # it failed; `wait` raises the error in its owner
         return True
 
 
@@ -131,19 +133,20 @@ def is_completed(work: Any) -> bool:
 class _Pending:
     sequence: int
     issued_ns: int
-    begun: Any  # an event
-    is_over: Callable[[], bool] | None = None  # None: issued among others, not yet closed
+    begun: Any  # a CUDA event before the operation
+    is_over: Callable[[], bool] | None = None  # None: part of a coalesced group that is still open
     running: bool = False
 
 
 class DeviceWatch:
-    """Notes when collectives run on a CUDA device, by events on its streams that a thread polls while some are pending.
+    """Records when collectives run on a CUDA device, by events on its streams that a thread polls while any are
+    pending.
 
-    What is issued may wait in a stream for long, and what is issued without waiting is not waited for, so neither the
-    call nor its return says when the network is in use. The start is an event before the operation; the end an event
-    after it, or, of an asynchronous operation, that its Work says it is completed. The thread sees both late by at most
-    two of its periods; the start's time itself is then read off the device. `cuda` is torch.cuda, or what behaves like
-    it.
+    An operation may wait in a stream for long after it was issued, and an asynchronous call returns before its end, so
+    neither the call nor its return shows when the network is in use. The start is an event before the operation. The
+    end is an event after it, or the completion of the Work of an asynchronous operation. The thread detects both at
+    most two of its periods late; the time of the start is then read from the device. `cuda` is torch.cuda or a
+    compatible object.
     """
 
     def __init__(self, cuda: Any, writer: RingWriter, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
@@ -156,12 +159,12 @@ class DeviceWatch:
         self._thread: threading.Thread | None = None
 
     def run(self, call: Callable[[], Any], sequence: int, asynchronous: bool, coalescing: Any) -> Any:
-        """Issue one operation to the current stream, between events."""
+        """Issue one operation to the current stream, between two events; return its Work."""
         entry = _Pending(sequence, self._clock_ns(), self._record())
         try:
             work = call()
             if work is not None and hasattr(work, "wait") and not asynchronous:
-                work.wait()  # so does whoever called: the stream does, not the host
+                work.wait()  # the caller would do so, too; this blocks the stream, not the host
         except BaseException:
             entry.is_over = lambda: True
             self._add(entry)
@@ -176,14 +179,14 @@ class DeviceWatch:
         return work
 
     def follow(self, entries: list[Any], work: Any) -> None:
-        """What was issued among others ends when all of them have."""
+        """Set the end of coalesced operations: they end when all of them have."""
         over = self._record().query if work is None else lambda: is_completed(work)
         with self._changed:
             for entry in entries:
                 entry.is_over = over
 
     def poll(self) -> bool:
-        """Note what has begun and ended. Returns whether anything is left to wait for."""
+        """Record the operations that have started and ended; return whether any are pending."""
         with self._changed:
             entries = list(self._pending)
         for entry in entries:
@@ -226,16 +229,16 @@ class DeviceWatch:
         return event
 
     def _begun_ns(self, entry: _Pending) -> int:
-        """The host's time of the event, which must lie between the issuing and now."""
+        """Return the host time of an operation's start event, clamped between its issue and now."""
         now_ns = self._clock_ns()
         device = self._cuda.current_device()
         anchor = self._anchors.get(device)
         if anchor is None or now_ns - anchor[1] > ANCHOR_PERIOD_S * 1e9:
             event = self._cuda.Event(enable_timing=True)
-            with self._cuda.stream(self._cuda.Stream()):  # one where nothing is before it
+            with self._cuda.stream(self._cuda.Stream()):  # a new stream, so that no work precedes the event
                 event.record()
                 event.synchronize()
             anchor = self._anchors[device] = event, self._clock_ns()
-        # Negative where the event was before the anchor.
+        # Negative if the event precedes the anchor.
         since_ns = round(float(anchor[0].elapsed_time(entry.begun)) * 1e6)
         return min(max(anchor[1] + since_ns, entry.issued_ns), now_ns)

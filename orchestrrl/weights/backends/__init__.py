@@ -1,1 +1,1 @@
-"""Ways by which a version's bytes get into engines."""
+"""Weight backends: implementations that bring a version's bytes into engines."""

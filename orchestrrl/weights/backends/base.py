@@ -1,11 +1,11 @@
-"""What the version protocol asks of a weight backend: whatever brings a version's bytes into engines.
+"""Interfaces of a weight backend, which brings a version's bytes into engines.
 
-A plug point: one module per product, registered in the entry-point group `orchestrrl.weight_backends`; every one passes
-`orchestrrl/weights/backends/conformance.py`. The order is always the same, and the daemon keeps it: publish, prepare,
-fence, install, verify, commit, resume. The tree is one of them: the daemon plans it itself, and peers carry it. A
-`DirectBackend` brings bytes from the trainer's process straight into engines, while the trainer stands by. It has three
-parts, one in each process: in the daemon (`prepare`, `install`, `relayed`), at the peers of engines (`at_engine`), and
-in the trainer (`sender`).
+Backends are a plug point: one module per product, registered in the entry-point group `orchestrrl.weight_backends`.
+Every backend passes `orchestrrl/weights/backends/conformance.py`. The daemon runs the same steps for all of them:
+publish, prepare, fence, install, verify, commit, resume. For the tree backend the daemon plans the transfer and peers
+carry it. A `DirectBackend` sends bytes from the trainer's process directly into engines, while the trainer waits in
+`publish`. It has parts in three processes: in the daemon (`prepare`, `install`, `relayed`), at the peers of engines
+(`at_engine`), and in the trainer (`sender`).
 """
 
 import asyncio
@@ -27,14 +27,15 @@ STEP_DONE, STEP_FAILED = "done", "failed"  # calls by which a rank ends a step
 
 
 class TreeBackend:
-    """Trainers stage a version, peers send it on to each other, and engines load it from their host's folder. All bytes
-    are at the engines' hosts before the fence, so the trainer may go on; peers hold versions until they are told to let
-    go. The daemon plans and mends the tree itself (weights/controller/carrying.py)."""
+    """The backend in which trainers stage a version, peers forward it to each other, and engines load it from a folder
+    on their host. All bytes are on the engines' hosts before the fence, so the trainer may continue. Peers store
+    versions until they are ordered to discard them. The daemon plans and repairs the tree
+    (weights/controller/carrying.py)."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerStep:
-    """Of the trainer, in its publish: a step of the backend's. Numbers go up within a sync."""
+    """A backend step that the trainer performs within `publish`. Numbers increase within a sync."""
 
     number: int
     step: str
@@ -48,59 +49,60 @@ _ASKED: TypeAdapter[TrainerStep] = TypeAdapter(TrainerStep)
 
 
 def trainer_step_from(text: str) -> TrainerStep | None:
-    """Raises Permanent for what a newer daemon says."""
+    """Parse a step from a report; None for an empty text. Raises Permanent if the text is invalid, as from a newer
+    daemon."""
     try:
         return _ASKED.validate_json(text) if text else None
     except ValidationError as error:
-        raise Permanent(f"the daemon asks for what is not known here: {text}") from error
+        raise Permanent(f"the daemon requested an unknown step: {text}") from error
 
 
 class DirectSync(Protocol):
-    """One version's way, as the daemon's part of a backend sees it."""
+    """One sync, as seen by the daemon's part of a direct backend."""
 
     @property
     def version(self) -> int: ...
 
     @property
     def engines(self) -> Sequence[EngineId]:
-        """That are to have it, by id."""
+        """Return the engines that receive the version, sorted by id."""
         ...
 
     @property
     def publications(self) -> Sequence[Publication]:
-        """One of each rank, by rank."""
+        """Return the publications, one per rank, in order of ranks."""
         ...
 
     async def at(self, engine: EngineId, act: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """`at_engine` at the engine's peer. Raises Permanent where the engine is as it was, OutcomeUnknown where it may
-        not be."""
+        """Call `at_engine` at the engine's peer; return its answer. Raises Permanent if the engine is unchanged, and
+        OutcomeUnknown if it may have changed."""
         ...
 
     async def request_trainer(self, step: str, body: Mapping[str, Any]) -> None:
-        """Until every part of the step that the trainer's first rank has to do is done. Raises OutcomeUnknown where a
-        rank says that it failed, or time is over."""
+        """Have the trainer perform a step; return when rank 0 has completed it. Raises OutcomeUnknown if a rank reports
+        a failure or the time is over."""
         ...
 
 
-# From the trainer to the daemon's part, a call and its body: `relayed` there. Blocks. Raises OrchestrRLError.
+# Sends a call and its body from the trainer to `relayed` in the daemon. Blocks. Raises OrchestrRLError.
 ReportStep = Callable[[str, Mapping[str, Any]], Mapping[str, Any]]
 
 
 class WeightSender(Protocol):
-    """The trainer's part, of one rank. `act` is called in the thread that publishes, on all ranks, since tensors may
-    have to be gathered."""
+    """The part of a direct backend in one rank of the trainer. `act` is called on all ranks, in the publishing thread,
+    because tensors may have to be gathered."""
 
     @property
     def tensors(self) -> Sequence[TensorMeta]:
-        """Of which the version is made."""
+        """Return the tensors of the version."""
         ...
 
     def use(self, model: Any, options: "SenderOptions") -> None:
-        """For a version after this one. Raises as the backend's `sender` does."""
+        """Send this model for the next version. Raises the errors of the backend's `sender`."""
         ...
 
     def act(self, step: TrainerStep, report: ReportStep) -> None:
-        """Raises whatever it likes where it cannot."""
+        """Perform a step. May raise any exception."""
         ...
 
     def close(self) -> None: ...
@@ -108,7 +110,7 @@ class WeightSender(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SenderOptions:
-    """`model`: as WeightsClient.publish takes it. `own`: the publication's options."""
+    """Options of a sender, as passed to WeightsClient.publish. `own` are the options of the publication."""
 
     rank: int
     world: int
@@ -120,44 +122,47 @@ class SenderOptions:
 
 @runtime_checkable
 class DirectBackend(Protocol):
-    """One process's. Construction opens nothing, and imports nothing but ours. The daemon has one for as long as it
-    lives: what trainer and engines have joined may serve many versions. After a sync that failed it is told so by
-    `forget`. No version can be had again without the trainer."""
+    """A backend whose trainer sends weights directly into engines; one instance per process.
+
+    Construction opens no connections and imports only OrchestrRL. The daemon keeps one instance for its lifetime, so
+    that process groups of trainer and engines can serve many versions; it calls `forget` after a failed sync. A version
+    cannot be installed again without the trainer."""
 
     def faults(self, publication: Publication) -> list[str]:
-        """With what a rank says, as `path: what is wrong`. Pure."""
+        """Return the faults of a publication, each as `path: fault`. Pure."""
         ...
 
     async def prepare(self, sync: DirectSync) -> None:
-        """Before the fence: whatever changes nothing of what engines answer. Raises EnginesFailed for those that
-        cannot, and OrchestrRLError where it is nobody's fault or the trainer's."""
+        """Do the work before the fence, which must not change what engines generate. Raises EnginesFailed for engines
+        that cannot take part, and another OrchestrRLError if no engine is the cause."""
         ...
 
     async def install(self, sync: DirectSync) -> Mapping[EngineId, OrchestrRLError | None]:
-        """Behind the fence. For each engine None: it has the version; Permanent or Retryable: it has what it had;
-        OutcomeUnknown: nobody knows."""
+        """Send the version behind the fence. Return for each engine None if it has the version, Permanent or Retryable
+        if it is unchanged, and OutcomeUnknown otherwise."""
         ...
 
     async def relayed(self, sync: DirectSync, call: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What the trainer tells while a step is asked of it. Raises OrchestrRLError."""
+        """Handle a call of the trainer during one of its steps; return the answer. Raises OrchestrRLError."""
         ...
 
     def forget(self) -> None:
-        """What trainer and engines have joined is not to be relied upon."""
+        """Discard process groups of the trainer and engines, which may be broken."""
         ...
 
     async def at_engine(self, engine: Engine, act: str, version: int, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """At its peer. Raises as engines' clients do: OutcomeUnknown where the engine may not be as it was. An engine
-        that is being changed says of itself that it has no known version."""
+        """Perform an act at an engine; runs in its peer. Raises the errors of engine clients: OutcomeUnknown if the
+        engine may have changed. An engine must report no version while it is being changed."""
         ...
 
     def sender(self, model: Any, options: SenderOptions) -> WeightSender:
-        """In the trainer. Raises Permanent for what cannot be published so, or is not installed."""
+        """Create the trainer's part. Raises Permanent if the model or the options are unsupported, or a required
+        package is not installed."""
         ...
 
 
 class EnginesFailed(Permanent):
-    """These cannot take part, and are as they were. The others might without them."""
+    """Raised for engines that cannot take part and are unchanged. An attempt without them may succeed."""
 
     def __init__(self, why: Mapping[EngineId, str]) -> None:
         super().__init__("; ".join(f"{engine}: {words}" for engine, words in sorted(why.items())))
@@ -165,19 +170,19 @@ class EnginesFailed(Permanent):
 
 
 class EngineOutcomes:
-    """What each engine became by one installation. None: it has the version. Permanent or Retryable: it has what it
-    had. OutcomeUnknown: it may have some of either."""
+    """The outcome of one installation for each engine. None means that it has the version, Permanent or Retryable that
+    it is unchanged, and OutcomeUnknown that it may have parts of both versions."""
 
     def __init__(self, engines: Iterable[EngineId] = ()) -> None:
         self.by_engine: dict[EngineId, OrchestrRLError | None] = {
-            engine: Permanent("the trainer has sent nothing") for engine in engines
+            engine: Permanent("the trainer has sent no weights") for engine in engines
         }
 
     async def act(
         self, sync: DirectSync, act: str, bodies: Mapping[EngineId, Mapping[str, Any]], first: bool, last: bool
     ) -> None:
-        """Carry out `act` at all of these engines at once. `first`: nothing has changed before it; `last`: an engine
-        has the version after it. Raises the first engine's error, when all have ended."""
+        """Perform `act` at all of these engines concurrently. `first` is set if engines are unchanged before it, `last`
+        if an engine has the version after it. Raises the first engine's error after all have ended."""
 
         async def one(engine: EngineId, body: Mapping[str, Any]) -> None:
             try:
@@ -186,14 +191,14 @@ class EngineOutcomes:
                 is_as_it_was = first and not isinstance(error, OutcomeUnknown)
                 self.by_engine[engine] = error if is_as_it_was else OutcomeUnknown(str(error))
                 raise
-            self.by_engine[engine] = None if last else OutcomeUnknown("it began to take weights, and did not end")
+            self.by_engine[engine] = None if last else OutcomeUnknown("the weight update began and did not finish")
 
         for outcome in await asyncio.gather(*(one(*each) for each in bodies.items()), return_exceptions=True):
             if isinstance(outcome, BaseException):
                 raise outcome
 
     def broke_off(self, error: OrchestrRLError) -> None:
-        """The installation ended with this error: it is not known of any engine that it has the version."""
+        """Record that the installation ended with an error: no engine is certain to have the version."""
         for engine, became in self.by_engine.items():
             self.by_engine[engine] = became if became is not None else OutcomeUnknown(str(error))
 
@@ -210,9 +215,9 @@ BACKENDS = PlugPoint(
 
 
 def make_direct(name: str) -> DirectBackend:
-    """Raises Permanent for an unknown name, listing the known ones, where what it needs is not installed, and for one
-    whose bytes peers carry."""
+    """Create a direct backend by name. Raises Permanent for an unknown name (listing the known ones), for a missing
+    package, and for the tree, which is not a direct backend."""
     backend = BACKENDS.load(name)()
     if not isinstance(backend, DirectBackend):
-        raise Permanent(f"backend {name!r} is not one that trainers send by")
+        raise Permanent(f"backend {name!r} is not a direct backend")
     return backend

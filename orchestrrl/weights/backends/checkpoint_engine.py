@@ -1,14 +1,14 @@
-"""MoonshotAI's checkpoint-engine: trainer ranks that share GPUs with servers keep a version in pinned memory, broadcast
-it among themselves, and hand it to the workers on their GPUs by CUDA IPC.
+"""The weight backend for MoonshotAI's checkpoint-engine, for trainer ranks that share GPUs with inference servers.
 
-Ranks publish with `torch.distributed` running, one for each GPU; `options["engines"]` names the servers whose workers
-they sit beside, in order of rank ("e0,e1"). Servers are started with
+The ranks keep a version in pinned memory, broadcast it among themselves, and pass it to the workers on their GPUs by
+CUDA IPC. Ranks publish with `torch.distributed` initialized, one rank per GPU. `options["engines"]` lists the servers
+on the ranks' GPUs, in order of rank ("e0,e1"). Servers are started with
 `--worker-extension-cls checkpoint_engine.worker.VllmColocateWorkerExtension`. Each rank registers a share of the whole
-tensors before the fence; behind it the ranks' `ParameterServer.update` asks for each server's workers to be called,
-which goes through the daemon and the server's peer.
+tensors before the fence. Behind the fence, `ParameterServer.update` of the ranks requests calls of each server's
+workers, which go through the daemon and the server's peer.
 
-Written from its source (`ps.py`, `worker.py`, `api.py` of 0.3) and run against a stand-in of that interface alone: the
-package itself, which needs CUDA, has never been run with it.
+Written from the source of checkpoint-engine 0.3 (`ps.py`, `worker.py`, `api.py`) and tested with a fake of that
+interface only: the package itself, which needs CUDA, has never been run with it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,35 +30,35 @@ from orchestrrl.weights.publication import Publication
 from orchestrrl.weights.trainer.torch_tensors import gathered, named_tensors
 from planner.model import EngineId
 
-REGISTER, UPDATE = "register", "update"  # what is asked of the trainer
+REGISTER, UPDATE = "register", "update"  # steps of the trainer
 TO_WORKERS = "update_weights_from_ipc"
 CHECKPOINT = "orchestrrl-{version}"
 
 
 class CheckpointEngineBackend:
     def __init__(self) -> None:
-        self._workers: dict[EngineId, int] = {}  # in order of rank
+        self._workers: dict[EngineId, int] = {}  # number of workers by engine, in order of rank
         self._outcomes = EngineOutcomes()
         self._is_open = False
 
     # --- in the daemon
 
     def faults(self, publication: Publication) -> list[str]:
-        faults = [f"options.{name}: is not known, got {name!r}" for name in publication.options if name != "engines"]
+        faults = [f"options.{name}: must be engines, got {name!r}" for name in publication.options if name != "engines"]
         named = _named(publication)
         if not named:
-            faults.append("options.engines: must name the servers beside the ranks, in their order, got ''")
+            faults.append("options.engines: must list the servers on the ranks' GPUs in order of rank, got ''")
         if len(set(named)) != len(named):
-            faults.append(f"options.engines: must name each once, got {publication.options['engines']!r}")
+            faults.append(f"options.engines: must list each server once, got {publication.options['engines']!r}")
         return faults
 
     async def prepare(self, sync: DirectSync) -> None:
         named = _named(sync.publications[0])
-        why = {engine: "no rank of the trainer is beside it" for engine in sync.engines if engine not in named}
+        why = {engine: "no rank of the trainer is on its GPUs" for engine in sync.engines if engine not in named}
         self._workers = {}
         for engine in named:
             if engine not in sync.engines:
-                raise Permanent(f"{engine} takes no part: ranks beside it would wait for its workers")
+                raise Permanent(f"{engine} does not take part, but ranks on its GPUs would wait for its workers")
             try:
                 self._workers[engine] = int((await sync.at(engine, "inspect", {}))["workers"])
             except OrchestrRLError as error:
@@ -66,7 +66,10 @@ class CheckpointEngineBackend:
         if why:
             raise EnginesFailed(why)
         if sum(self._workers.values()) != len(sync.publications):
-            raise Permanent(f"{len(sync.publications)} ranks publish, and servers have {dict(self._workers)} workers")
+            raise Permanent(
+                f"the number of ranks must equal the number of workers of all servers, got {len(sync.publications)}"
+                f" ranks and {dict(self._workers)} workers"
+            )
         await sync.request_trainer(REGISTER, {"version": sync.version})
 
     async def install(self, sync: DirectSync) -> Mapping[EngineId, OrchestrRLError | None]:
@@ -86,8 +89,8 @@ class CheckpointEngineBackend:
 
     async def relayed(self, sync: DirectSync, call: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
         if call != TO_WORKERS or not self._is_open:
-            raise Permanent(f"{call} is nothing that can be called now")
-        sockets: Sequence[tuple[str, str]] = body["sockets"]  # of each rank: its GPU, and where its bytes are told
+            raise Permanent(f"{call} cannot be called in this step")
+        sockets: Sequence[tuple[str, str]] = body["sockets"]  # per rank: its GPU, and the socket that announces bytes
         own: dict[EngineId, dict[str, Any]] = {}
         first = 0
         for engine, workers in self._workers.items():
@@ -97,7 +100,7 @@ class CheckpointEngineBackend:
         return {}
 
     def forget(self) -> None:
-        """Nothing is joined between versions."""
+        """Do nothing: this backend keeps no process groups between versions."""
 
     # --- at an engine's peer
 
@@ -113,7 +116,7 @@ class CheckpointEngineBackend:
             case "end":
                 await transfers.end(version)
             case _:
-                raise Permanent(f"checkpoint_engine does nothing called {act!r} at engines")
+                raise Permanent(f"backend checkpoint_engine has no act {act!r} at engines")
         return {}
 
     # --- in the trainer
@@ -123,13 +126,13 @@ class CheckpointEngineBackend:
             from checkpoint_engine.ps import ParameterServer
         except ImportError as error:
             raise Permanent(
-                f"backend 'checkpoint_engine' needs checkpoint-engine beside the trainer: {error}"
+                f"backend 'checkpoint_engine' needs the package checkpoint-engine in the trainer: {error}"
             ) from error
         return RankShares(ParameterServer(auto_pg=True), model, options)
 
 
 class RankShares:
-    """Of one rank: every so-manieth of the tensors, whole. `server` is a ParameterServer."""
+    """The sender of one rank, which registers every `world`-th tensor, whole. `server` is a ParameterServer."""
 
     def __init__(self, server: Any, model: Any, options: SenderOptions) -> None:
         self._server = server
@@ -154,15 +157,16 @@ class RankShares:
         elif step.step == UPDATE:
 
             def call_workers(sockets: Sequence[tuple[str, str]]) -> None:
-                if self._options.rank == 0:  # every rank is given those of all
+                if self._options.rank == 0:  # every rank receives the sockets of all ranks
                     report(TO_WORKERS, {"sockets": [list(each) for each in sockets]})
 
             self._server.update(name, call_workers)
         else:
-            raise Permanent(f"checkpoint_engine of this trainer knows no step {step.step!r}")
+            raise Permanent(f"backend checkpoint_engine has no step {step.step!r} in the trainer")
 
     def close(self) -> None:
-        """A version's pinned memory is let go before the next one's is taken."""
+        """Release the pinned memory of the registered version. It must be free before the next version is
+        registered."""
         registered, self._registered = self._registered, None
         if registered is not None:
             self._server.unregister_checkpoint(registered)
@@ -170,7 +174,7 @@ class RankShares:
     def _share(self) -> dict[str, Any]:
         share = {}
         for number, (name, tensor) in enumerate(self._all.items()):
-            whole = gathered(tensor, self._metas[name])  # of all ranks together, also where another keeps it
+            whole = gathered(tensor, self._metas[name])  # a collective of all ranks, even if another rank keeps it
             if number % self._options.world == self._options.rank:
                 share[name] = whole.cpu()
         return share

@@ -1,11 +1,12 @@
-"""What every weight backend keeps to, as a test class: the version protocol's promises, also where a step goes wrong.
+"""The conformance suite of weight backends: the guarantees of the version protocol, also after failures.
 
     class TestMine(BackendConformance):
         @pytest.fixture
         async def world(self, ...): yield MyWorld(...)
 
-A world is a daemon's WeightSync, some engines, and a trainer that publishes by the backend. Engines may be fakes, as
-long as they can fail in the ways that real ones do.
+A world consists of a daemon's WeightSync, some engines, and a trainer that publishes through the backend. Engines may
+be
+fakes if they can fail like real ones.
 """
 
 from collections.abc import Sequence
@@ -20,51 +21,52 @@ from planner.model import EngineId
 
 class BackendStep(StrEnum):
     PREPARE = "prepare"
-    INSTALL = "install"  # the engine has half of it then
-    VERIFY = "verify"  # it goes on otherwise than others
+    INSTALL = "install"  # the engine then has part of the version
+    VERIFY = "verify"  # the engine then generates other tokens than the others
 
 
 class BackendWorld(Protocol):
-    """At least three engines, which all get requests, of version 0 or of weights that nobody has named."""
+    """A test environment with at least three engines that serve requests, with version 0 or weights without a
+    version."""
 
     @property
     def engines(self) -> Sequence[EngineId]: ...
 
     @property
     def keeps_versions(self) -> bool:
-        """All bytes are at the engines' hosts before the fence, and the version from before is held there."""
+        """Return whether all bytes, and the previous version, are on the engines' hosts before the fence."""
         ...
 
     def holds(self, engine: EngineId) -> int | None:
-        """The version that it would answer with; None: half of one, or who knows what."""
+        """Return the version with which the engine would answer; None for a partial or unknown one."""
         ...
 
     def gets_requests(self, engine: EngineId) -> bool: ...
 
     def fleet(self) -> int | None:
-        """The version that the daemon says is the fleet's."""
+        """Return the version that the daemon reports as the fleet's."""
         ...
 
     @property
     def changed_while_open(self) -> Sequence[str]:
-        """Each time that an engine's answers changed while requests went to it."""
+        """Return one text for each change of an engine's weights while it served requests."""
         ...
 
     def fail(self, step: BackendStep, engines: Sequence[EngineId]) -> None:
-        """At these the step goes wrong the next time."""
+        """Make the step fail once at these engines."""
         ...
 
     def lose_trainer(self, step: BackendStep) -> None:
-        """It fails the next time it has something to do in the step."""
+        """Make the trainer fail the next time it takes part in the step."""
         ...
 
     async def publish(self, version: int) -> SyncReport:
-        """Until it is over, the pause barrier is open, and what can be repaired is."""
+        """Publish; return the report once the sync is over, the barrier is open, and repairs are done."""
         ...
 
 
 class BackendConformance:
-    """Worlds try a version twice (`attempts: 2`)."""
+    """The tests that every weight backend must pass. Worlds allow two attempts per version (`attempts: 2`)."""
 
     async def test_versions_arrive_everywhere(self, world: BackendWorld) -> None:
         for version in (1, 2):
@@ -81,11 +83,11 @@ class BackendConformance:
         report = await world.publish(2)
         _check_one_version(world, report, (1, 2))
         if step is BackendStep.VERIFY and count > 1:
-            pass  # nobody can say who is right
+            pass  # without a majority the correct engines cannot be determined
         elif world.keeps_versions:
             assert all(world.gets_requests(engine) for engine in world.engines[count:])
         elif step is not BackendStep.PREPARE and report.state is SyncState.ABORTED:
-            # Whoever was touched has lost the version from before, and gets nothing.
+            # An engine that was changed has lost the previous version and gets no requests.
             assert not any(world.gets_requests(engine) for engine in world.engines if world.holds(engine) != 1)
         await self._goes_on(world)
 
@@ -95,19 +97,19 @@ class BackendConformance:
         world.lose_trainer(step)
         report = await world.publish(2)
         _check_one_version(world, report, (1, 2))
-        if world.keeps_versions and step is BackendStep.INSTALL:  # it is not needed any more
+        if world.keeps_versions and step is BackendStep.INSTALL:  # the trainer is not needed any more
             assert report.state is SyncState.DONE
         await self._goes_on(world)
 
-    async def test_of_the_very_first_version(self, world: BackendWorld) -> None:
-        """There is none to go back to."""
+    async def test_the_first_version_fails_at_one_engine(self, world: BackendWorld) -> None:
+        """Without a previous version there is nothing to restore."""
         world.fail(BackendStep.INSTALL, world.engines[:1])
         report = await world.publish(1)
         _check_one_version(world, report, (None, 1))
         await self._goes_on(world)
 
     async def _goes_on(self, world: BackendWorld) -> None:
-        """Whatever was, the next version makes all of it good."""
+        """Check that the next version reaches all engines, regardless of earlier failures."""
         report = await world.publish(3)
         assert (report.state, world.fleet()) == (SyncState.DONE, 3), report
         assert _served(world) == dict.fromkeys(world.engines, 3)

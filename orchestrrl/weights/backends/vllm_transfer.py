@@ -1,15 +1,14 @@
-"""vLLM's own weight transfer, from the trainer's process into the workers of servers: `nccl`, and any other backend
-that vLLM has registered, as one group of the trainer and all servers.
+"""The weight backend for vLLM's own weight transfer, from the trainer's process into the workers of vLLM servers.
 
-The trainer runs vLLM's trainer-side engine. The calls that this makes of servers go through the daemon, which passes
-them on to the servers' peers while it asks for that step, and at no other time. A server's workers come behind those of
-servers before it: `rank_offset` goes up by their number. The group is joined before the fence, once for as long as
-trainer and servers are the same: workers that wait for it do nothing else, so it is looked first whether the trainer
-listens.
+It supports `nccl` and any other backend registered in vLLM. The trainer and all servers form one process group. The
+trainer runs vLLM's trainer-side engine, whose calls of servers go through the daemon. The daemon forwards them to the
+servers' peers only during the step to which they belong. The workers of a server follow those of earlier servers in
+the group: `rank_offset` grows by their number. The group is joined before the fence, and again only when the trainer or
+the servers change. Workers block while they join, so the peer first checks that the trainer listens.
 
-Nothing is kept: an engine that fails, or is restarted, waits for the next version; a worker whose update broke off in
-the middle may take no other until its server is started again. Only a backend on CPUs has been run;
-`nccl` and the others that need GPUs never have.
+Versions are not stored: an engine that fails or restarts waits for the next version. A worker whose update was
+interrupted may reject further updates until its server is restarted. Only a CPU backend has been run; `nccl` and the
+other GPU backends never have.
 """
 
 import asyncio
@@ -35,11 +34,11 @@ from orchestrrl.weights.publication import Publication
 from orchestrrl.weights.trainer.torch_tensors import gathered, named_tensors, torch_dtype
 from planner.model import EngineId
 
-JOIN, SEND = "join", "send"  # steps that the trainer takes
+JOIN, SEND = "join", "send"  # steps of the trainer
 KNOWN_OPTIONS = ("backend", "address", "trainer_init")
 LISTENS_WITHIN_S = 60.0
 LOOK_S = 0.2
-# What vLLM's trainer-side engine calls, in which step of ours, and what it is called at engines.
+# Each call of vLLM's trainer-side engine: the step in which it is allowed, and the act at engines.
 CALLS = {
     "init_weight_transfer_engine": (JOIN, "join"),
     "start_weight_update": (SEND, "start"),
@@ -50,7 +49,7 @@ CALLS = {
 
 class VllmTransferBackend:
     def __init__(self) -> None:
-        self._joined: tuple[Any, ...] | None = None  # by whom
+        self._joined: tuple[Any, ...] | None = None  # the members of the joined group
         self._workers: dict[EngineId, int] = {}
         self._step = ""
         self._outcomes = EngineOutcomes()
@@ -59,16 +58,16 @@ class VllmTransferBackend:
 
     def faults(self, publication: Publication) -> list[str]:
         faults = [
-            f"options.{name}: is not known, got {name!r}" for name in publication.options if name not in KNOWN_OPTIONS
+            f"options.{name}: is unknown, got {name!r}" for name in publication.options if name not in KNOWN_OPTIONS
         ]
         if not publication.options.get("backend"):
-            faults.append("options.backend: must name vLLM's backend, as servers were started with, got ''")
+            faults.append("options.backend: must name the vLLM backend with which servers were started, got ''")
         return faults
 
     async def prepare(self, sync: DirectSync) -> None:
         backend = sync.publications[0].options["backend"]
         await self._inspect_workers(sync, backend)
-        run = sync.publications[0].run.rpartition("-")[0]  # this start of the trainer
+        run = sync.publications[0].run.rpartition("-")[0]  # identifies this start of the trainer
         joined = (run, backend, tuple(self._workers.items()))
         if run and self._joined == joined:
             return
@@ -87,9 +86,7 @@ class VllmTransferBackend:
     async def relayed(self, sync: DirectSync, call: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
         step, act = CALLS.get(call, ("", ""))
         if step != self._step:
-            raise Permanent(
-                f"{call} is nothing that can be called while the trainer is asked to {self._step or 'wait'}"
-            )
+            raise Permanent(f"{call} cannot be called in the trainer's step {self._step or 'none'}")
         bodies = {engine: self._own(engine, body) for engine in sync.engines}
         await self._outcomes.act(sync, act, bodies, first=act in ("join", "start"), last=act == "finish")
         return {}
@@ -107,7 +104,7 @@ class VllmTransferBackend:
                 why[engine] = str(error)
                 continue
             if told["backend"] != backend:
-                why[engine] = f"was started with the backend {told['backend'] or 'none'}, the trainer has {backend}"
+                why[engine] = f"was started with backend {told['backend'] or 'none'}, the trainer uses {backend}"
             self._workers[engine] = int(told["workers"])
         if why:
             raise EnginesFailed(why)
@@ -120,13 +117,14 @@ class VllmTransferBackend:
             self._step = ""
 
     def _own(self, engine: EngineId, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What all servers are told, as one of them is."""
+        """Return the body for one server of a call to all servers, with its own rank offset and its workers'
+        entries."""
         names = list(self._workers)
         before = sum(self._workers[each] for each in names[: names.index(engine)])
         own = dict(body)
         if "init_info" in own and "rank_offset" in own["init_info"]:
             own["init_info"] = {**own["init_info"], "rank_offset": own["init_info"]["rank_offset"] + before}
-        if isinstance(own.get("update_info"), list):  # one for each worker of all
+        if isinstance(own.get("update_info"), list):  # one entry per worker of all servers
             own["update_info"] = own["update_info"][before : before + self._workers[engine]]
         return own
 
@@ -148,7 +146,7 @@ class VllmTransferBackend:
             case "finish":
                 await transfers.finish(version, within_s)
             case _:
-                raise Permanent(f"vllm_transfer does nothing called {act!r} at engines")
+                raise Permanent(f"backend vllm_transfer has no act {act!r} at engines")
         return {}
 
     # --- in the trainer
@@ -162,9 +160,10 @@ class VllmTransferBackend:
 
 
 async def _listens(init_info: Mapping[str, Any], within_s: float) -> None:
-    """Raises Permanent where nobody does: workers would wait for minutes, and answer nothing meanwhile."""
+    """Wait until the trainer listens. Raises Permanent if it does not within `within_s`: workers would block for
+    minutes and answer no calls meanwhile."""
     host, port = init_info.get("master_address"), init_info.get("master_port")
-    if host is None or port is None:  # it meets otherwise
+    if host is None or port is None:  # the backend uses another rendezvous
         return
     until_s = asyncio.get_running_loop().time() + within_s
     while True:
@@ -180,8 +179,8 @@ async def _listens(init_info: Mapping[str, Any], within_s: float) -> None:
 
 
 class VllmSender:
-    """The trainer's part, of one rank: vLLM's trainer-side engine, whose calls of servers the daemon passes on. The
-    first is the sender; the others take part in gathering. It needs vLLM 0.32 or later there."""
+    """The sender of one rank of the trainer: vLLM's trainer-side engine, whose calls of servers the daemon forwards.
+    Rank 0 sends; the other ranks take part in gathering. It needs vLLM 0.32 or later in the trainer's environment."""
 
     def __init__(self, model: Any, options: SenderOptions, trainer_init: Mapping[str, Any]) -> None:
         try:
@@ -199,7 +198,7 @@ class VllmSender:
         self._init_class()
 
     def use(self, model: Any, options: SenderOptions) -> None:
-        """These are the tensors from now on; what was joined stays."""
+        """Send the tensors of this model from now on; the joined group is kept."""
         self._options = options
         self._tensors, self._metas = named_tensors(model, options.dtype, options.rename, options.ignore)
 
@@ -214,18 +213,18 @@ class VllmSender:
         elif step.step == SEND:
             if self._engine is None:
                 if self._options.rank == 0:
-                    raise Permanent("nothing was joined by this trainer")
-                self._join(0)  # this rank has no connection: it only gathers
+                    raise Permanent("this trainer has not joined a group")
+                self._join(0)  # this rank has no connection and only takes part in gathering
             self._engine.send_weights()
         else:
-            raise Permanent(f"vllm_transfer of this trainer knows no step {step.step!r}")
+            raise Permanent(f"backend vllm_transfer has no step {step.step!r} in the trainer")
 
     def close(self) -> None:
         if self._engine is not None:
             self._engine.shutdown()
             self._engine = None
 
-    # --- as vLLM's client of servers
+    # --- the client of servers that vLLM's trainer-side engine calls
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._call("init_weight_transfer_engine", {"init_info": init_info})
@@ -242,7 +241,7 @@ class VllmSender:
         self._call("finish_weight_update", {})
 
     def shutdown_weight_transfer_engine(self) -> None:
-        """Servers let go when they join again."""
+        """Do nothing: servers leave the group when they join another one."""
 
     def _call(self, call: str, body: Mapping[str, Any]) -> None:
         assert self._report_step is not None
@@ -254,7 +253,7 @@ class VllmSender:
         backend = self._options.own.get("backend", "")
         known = self._factory._registry
         if backend not in known:
-            raise Permanent(f"options.backend: vLLM's trainer side knows {', '.join(known)}, got {backend!r}")
+            raise Permanent(f"options.backend: must be one of {', '.join(known)}, got {backend!r}")
         return known[backend]().init_info_cls
 
     def _join(self, workers: int) -> None:
@@ -273,16 +272,16 @@ class VllmSender:
         try:
             init_info = init_class(rank=self._options.rank, **init)
         except (TypeError, ValueError) as error:
-            raise Permanent(f"options.trainer_init: {init_class.__name__} says: {error}") from error
+            raise Permanent(f"options.trainer_init: rejected by {init_class.__name__}: {error}") from error
         self._engine = self._factory.trainer_init(init_info, client=self, source=self.source())
 
     def source(self) -> Any:
-        """Of what the sender has at the time, gathered one after the other."""
+        """Return a vLLM WeightSource over the sender's current tensors, which gathers them one at a time."""
         from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
         sender = self
 
-        class Source(WeightSource):  # type: ignore[misc]  # vllm is not there when types are checked
+        class Source(WeightSource):  # type: ignore[misc]  # vllm is not installed where types are checked
             def metadata(self) -> list[Any]:
                 return [ParamMeta(meta.name, torch_dtype(meta.dtype), meta.shape) for meta in sender.tensors]
 
@@ -293,7 +292,7 @@ class VllmSender:
 
 
 def _free_port() -> int:
-    """Nobody holds it until it is listened at: where another comes between, joining fails and is done again."""
+    """Return a free TCP port. It is not reserved: if another process takes it, joining fails and is repeated."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])

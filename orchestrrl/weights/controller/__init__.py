@@ -1,1 +1,1 @@
-"""The control part of weight sync: publish, carry, fence, install, verify, commit."""
+"""The controller of weight sync: publish, carry, fence, install, verify, commit."""

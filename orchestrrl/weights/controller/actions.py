@@ -1,4 +1,4 @@
-"""Single acts on engines and peers: bring to rest, install, probe; each raises SyncFailed with a code of the report."""
+"""Single actions of a sync on engines and peers: pause, install, probe. Each raises SyncFailed with a report code."""
 
 import asyncio
 import logging
@@ -26,15 +26,15 @@ from planner.sync_tree.network import SyncNetwork
 
 logger = logging.getLogger(__name__)
 
-ANSWER_S = 30.0  # for orders that take no time
-LOOK_WITHIN_S = 15.0  # longer than peers wait for an engine
+ANSWER_S = 30.0  # for the answer to an order that takes no time itself
+LOOK_WITHIN_S = 15.0  # must exceed the time for which peers wait for an engine
 
 
 OnPhase = Callable[[SyncPhase], None]
 
 
 class ClosedLease(Protocol):
-    """The lease by which the fleet is paused. Its text names the holder."""
+    """The lease that keeps the fleet paused. Its `str` names the holder."""
 
     @property
     def id(self) -> str: ...
@@ -45,7 +45,7 @@ class ClosedLease(Protocol):
 
 
 class FleetVersions(Protocol):
-    """The state of the pause barrier, and the versions that engines have; see fleet/pause_lease.py."""
+    """The state of the pause barrier, and the weight version of each engine; see fleet/pause_lease.py."""
 
     @property
     def lease(self) -> ClosedLease | None: ...
@@ -58,18 +58,18 @@ class FleetVersions(Protocol):
 
 
 class FleetFence(Protocol):
-    """The pause barrier as a weight sync uses it: no request runs from `pause` to `resume`. Errors are those of
-    fleet/pause_barrier.py."""
+    """The interface through which a weight sync uses the pause barrier: no request runs between `pause` and `resume`.
+    Methods raise the errors of fleet/pause_barrier.py."""
 
     @property
     def state(self) -> FleetVersions: ...
 
     def is_manned(self) -> bool:
-        """Return whether a gateway is attached, which brings engines to rest. If none is, peers do."""
+        """Return whether a gateway is attached. Gateways pause the engines; without a gateway, peers do."""
         ...
 
     async def pause(self, holder: str, *, empty: bool, lease_s: float, deadline_s: float) -> str:
-        """Return the lease's id, once all is at rest. `empty`: engines have no requests then."""
+        """Pause the fleet; return the lease's id once no request runs. With `empty`, engines have no requests left."""
         ...
 
     async def renew(self, lease: str, lease_s: float) -> None: ...
@@ -79,40 +79,40 @@ class FleetFence(Protocol):
     def set_version(self, engines: Collection[EngineId], version: int, reason: str) -> None: ...
 
     def forget(self, engines: Collection[EngineId], why: str) -> None:
-        """Treat what engines have as unknown: no requests go there, where the fleet's version is known."""
+        """Mark the versions of these engines as unknown. If the fleet has a version, they then receive no requests."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class BroughtUp:
-    """The network as it really is. `notes`: what of the circuits is not as the plan had it, and why; where there are
-    none, the plan holds as it was made."""
+    """The network after circuits were brought up. `notes` list the deviations of circuits from the plan and their
+    causes; without notes the plan is valid."""
 
     network: SyncNetwork
     notes: tuple[str, ...] = ()
 
 
 class SyncCircuits(Protocol):
-    """The network of weight syncs, and circuits for one of them; see daemon/weight_circuits.py."""
+    """The network for weight syncs, and the circuits of one sync; see daemon/weight_circuits.py."""
 
     def network(self) -> SyncNetwork:
-        """Return the network that a sync could have."""
+        """Return the network that would be available to a sync."""
         ...
 
     async def bring_up(
         self, sync_id: str, planned: PlannedSync, on_phase: OnPhase, *, still: bool = False
     ) -> BroughtUp:
-        """`still`: the trainer sends nothing until this is over."""
+        """Bring up the circuits of a plan; return the network. With `still`, the trainer sends no traffic meanwhile."""
         ...
 
     async def tear_down(self, sync_id: str) -> tuple[str, ...]:
-        """Return notes on what became of the circuits."""
+        """Release the circuits of a sync; return notes for its report."""
         ...
 
 
 class SyncFailed(OrchestrRLError):
-    """A weight version cannot go on. `without`: engines that another attempt leaves out, each with its reason where it
-    has one. `again`: another attempt may help. `unchanged`: the order has changed nothing."""
+    """An attempt to sync a version has failed. `without` are the engines that the next attempt leaves out, optionally
+    with a reason each. `again` is set if another attempt may succeed, `unchanged` if the order had no effect."""
 
     def __init__(
         self, code: str, detail: str, without: Collection[EngineId] = (), *, again: bool = True, unchanged: bool = False
@@ -128,7 +128,7 @@ class SyncFailed(OrchestrRLError):
 
 
 async def each_done(work: Iterable[Awaitable[Any]]) -> list[Any]:
-    """Return all outcomes, in order. Where one fails the others are cancelled."""
+    """Await all of `work`; return the results in order. If one fails, cancel the others and raise its error."""
     tasks = [asyncio.ensure_future(each) for each in work]
     try:
         return await asyncio.gather(*tasks)
@@ -138,7 +138,7 @@ async def each_done(work: Iterable[Awaitable[Any]]) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class SyncActions:
-    """The parts that a weight sync acts through, and its single actions on peers and engines."""
+    """The components that a weight sync uses, and its single actions on peers and engines."""
 
     hub: PeerHub
     clock: Clock
@@ -149,18 +149,18 @@ class SyncActions:
     pause_registry: PauseRegistry
     serving: PeerAssignments
     stale: StaleVersions
-    deploying: Callable[[], bool]  # engines are being started or stopped by order
+    deploying: Callable[[], bool]  # whether a deployment is starting or stopping engines
     offload: Offload
-    rested: set[EngineId] = field(default_factory=set)  # that peers have brought to rest
+    rested: set[EngineId] = field(default_factory=set)  # engines that peers have paused
 
-    # --- who is there
+    # --- which engines are available
 
     def engines(self) -> Mapping[EngineId, EngineNow]:
         return self.serving.engines()
 
     def awaited(self) -> list[EngineId]:
-        """Engines that are away for a moment: their peer has just gone, or the daemon has just been started again, and
-        they had the fleet's weights before (while it has none: all)."""
+        """Return the engines that are expected back soon: their peer has just detached, or the daemon has just
+        restarted and they had the fleet's version (without a fleet version: all known engines)."""
         now_s, patience_s, known = self.clock.now_s(), self.settings.patience_s, self.engines()
         attached = {each.engine for peer in self.hub.attached().values() for each in peer.engines}
         gone = [
@@ -178,8 +178,8 @@ class SyncActions:
         return sorted(away)
 
     def installed(self, engine: EngineId) -> int | None:
-        """Return the version that an engine's attached peer reports; None where the engine was restarted after the peer
-        asked it last, unless the pause barrier was told its version since."""
+        """Return the version that an engine's attached peer reports, or None if unknown. A report from before a restart
+        of the engine does not count, unless the pause barrier has received its version since."""
         if engine in self.stale and engine in self.fence.state.versions:
             self.stale.dispel(engine, self.stale.of(engine))
         if engine in self.stale:
@@ -188,8 +188,8 @@ class SyncActions:
         return next((each.installed for each in peer.engines if each.engine == engine), None) if peer else None
 
     def lacking(self, version: int, engines: Iterable[EngineId]) -> list[EngineId]:
-        """Return the engines that do not have the version, by their last report that counts. Without a peer, the last
-        report holds while there was no restart."""
+        """Return the engines that do not have the version, by their last valid report. An engine without an attached
+        peer is returned only if it has been restarted."""
         return [
             engine
             for engine in engines
@@ -197,7 +197,8 @@ class SyncActions:
         ]
 
     def gone(self, engine: EngineId) -> bool:
-        """It was one of the fleet's, and was stopped, or removed: by order, so nothing of it is lost."""
+        """Return whether an engine that the daemon has known was stopped or removed by order, which is not a
+        failure."""
         return engine not in self.engines() and engine in self.serving.seen
 
     # --- the pause barrier
@@ -207,18 +208,19 @@ class SyncActions:
         return self.fence.state.lease is not None
 
     def own_lease(self, sync_id: str) -> str:
-        """Return the pause barrier's lease where this sync holds it, else an empty one."""
+        """Return the id of the pause barrier's lease if this sync holds it, else an empty string."""
         lease = self.fence.state.lease
         return lease.id if lease is not None and lease.holder == HOLDER + sync_id else ""
 
     async def close_barrier(self, sync_id: str, *, empty: bool) -> str:
-        """Close the pause barrier for a sync; return the lease. `empty`: engines have no requests then."""
+        """Close the pause barrier for a sync; return the lease's id. With `empty`, engines have no requests left."""
         lease_s, deadline_s = self.settings.lease_s, self.settings.fence_within_s
         return await self.fence.pause(HOLDER + sync_id, empty=empty, lease_s=lease_s, deadline_s=deadline_s)
 
     def notice_others(self) -> bool:
-        """Write down that the committed version is no longer the fleet's, and return True, where the pause barrier was
-        told another one since. Where it knows none, or has not heard of ours yet, that is not so."""
+        """Return whether the pause barrier has received another version since the last commit, and if so, record that
+        the committed version is no longer the fleet's. A barrier without a version, or with the one from before the
+        commit until it first receives the committed one, does not count."""
         committed, newest = self.book.fleet.committed, self.fence.state.newest
         if committed is None or newest is None:
             return False
@@ -227,17 +229,17 @@ class SyncActions:
             return False
         if not self.book.was_reported and newest == committed.before:
             return False
-        logger.warning("the fleet has version %d by another way, in place of %d", newest, committed.version)
+        logger.warning("the fleet has version %d from outside weight sync, in place of %d", newest, committed.version)
         self.book.stands(FleetWeights())
         return True
 
-    # --- acts
+    # --- actions
 
     async def done(
         self, peer: PeerId, order: Order, within_s: float, code: str, engine: EngineId | None = None
     ) -> PeerResult:
-        """Return the result of an order once it is done. Raises SyncFailed, which leaves out the order's engine, else
-        all engines that need what the peer holds."""
+        """Send an order and return its result. Raises SyncFailed if it is not done, which leaves out `engine`, or
+        without one all engines that need the peer's bytes."""
         try:
             result = await self.hub.send_order(peer, order, within_s, self.settings.patience_s)
         except OrchestrRLError as error:
@@ -251,7 +253,7 @@ class SyncActions:
         raise SyncFailed(code, f"{engine}: {words}", [engine], unchanged=result.outcome is OrderOutcome.FAILED)
 
     async def send_order(self, engine: EngineId, order: Order, within_s: float, code: str) -> PeerResult:
-        """Order the peer of an engine. Raises SyncFailed, which names the engine alone."""
+        """Send an order to the peer of an engine. Raises SyncFailed, which leaves out only this engine."""
         peer = self.hub.peer_of(engine)
         if peer is None:
             raise SyncFailed("peer_lost", f"{engine}: {self.serving.why_not(engine)}", [engine])
@@ -269,8 +271,8 @@ class SyncActions:
         return result
 
     async def refresh(self, engines: Iterable[EngineId]) -> None:
-        """Have engines asked which version they have now: one may have been restarted unseen. The version of one that
-        does not answer is unknown; where its peer does not answer, the last report holds."""
+        """Query the versions that engines have now, because a restart may have been missed. The version of an engine
+        that does not answer is unknown; if its peer does not answer, the last report stays valid."""
 
         async def one(engine: EngineId) -> None:
             peer, doubt = self.hub.peer_of(engine), self.stale.of(engine)
@@ -279,24 +281,24 @@ class SyncActions:
             try:
                 result = await self.hub.send_order(peer.id, orders.QueryVersion(engine), LOOK_WITHIN_S, 0.0)
             except OrchestrRLError as error:
-                logger.warning("%s: what it has is not known anew: %s", engine, error)
+                logger.warning("%s: its version could not be queried: %s", engine, error)
                 return
             if result.outcome is OrderOutcome.DONE:
                 self.stale.dispel(engine, doubt)
             else:
                 self.stale.restarted(engine)
-                self.fence.forget([engine], f"does not say what it has: {result.detail}")
+                self.fence.forget([engine], f"did not report its version: {result.detail}")
 
         await each_done(one(engine) for engine in sorted(engines))
 
     async def reinstall_restarted(self, engines: Iterable[EngineId]) -> None:
-        """Install the fleet's version into engines that were restarted and have lost it."""
+        """Install the fleet's version into engines that were restarted and have lost it, if peers keep it."""
         committed = self.book.fleet.committed
         if committed is not None and committed.is_kept:
             doubted = [engine for engine in engines if engine in self.stale and engine in self.engines()]
             failed = await self.try_each(doubted, lambda engine: self.install(engine, committed.version))
             for engine, why in failed.items():
-                logger.warning("%s was restarted, and: %s", engine, why)
+                logger.warning("%s was restarted, and its weights could not be installed again: %s", engine, why)
 
     async def probe(self, engine: EngineId, prompt: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
         within_s = self.settings.probe_within_s
@@ -314,7 +316,7 @@ class SyncActions:
     async def try_each(
         self, engines: Iterable[EngineId], act: Callable[[EngineId], Awaitable[object]]
     ) -> dict[EngineId, str]:
-        """Act on each engine; return those for which it failed, and why."""
+        """Perform `act` on each engine; return the engines for which it failed, with the reason."""
         failed: dict[EngineId, str] = {}
 
         async def one(engine: EngineId) -> None:
@@ -327,7 +329,7 @@ class SyncActions:
         return failed
 
     async def wait_until(self, done: Callable[[], bool], within_s: float) -> bool:
-        """Wait until the condition holds. Return False where it does not within the seconds given."""
+        """Wait until `done` returns true; return False if it does not within `within_s`."""
         until_s = self.clock.now_s() + within_s
         while not done():
             if self.clock.now_s() >= until_s:
@@ -336,12 +338,12 @@ class SyncActions:
         return True
 
     async def let_go(self, version: int) -> None:
-        """End all edges of the version at all peers."""
+        """End all edges of the version on all attached peers."""
         await self._notify_all(lambda _: orders.EndEdges(version))
 
     async def keep(self, *, but: int | None = None) -> None:
-        """Have peers keep the fleet's version, those on their way, and newer ones that trainers have staged. Where one
-        came to nothing, have them keep all `but` that, unless the same number is on its way again."""
+        """Have peers discard all versions except the fleet's, those of open syncs, and newer ones that trainers staged.
+        With `but`, have them discard only that version, unless another open sync has the same number."""
         committed = self.book.fleet.version
         wanted = [record.report.version for record in self.book.open.values()]
         if committed == but or sum(version == but for version in wanted) > 1:

@@ -1,8 +1,8 @@
-"""Advise on a weight sync that takes long: a sentence for each phase that is worth one. Pure.
+"""Advise on a slow weight sync: one sentence for each phase that takes significant time. Pure.
 
-The transfer is seldom what takes time: of 231 s of a sync that was looked at, 227 s were an offload that nobody needed.
-So whatever is not the transfer is named first, where it takes longer than that or a large part of the whole; then a
-transfer that is slower than its plan, with the edge or peer that it is slow by.
+The transfer is rarely the bottleneck: in one analysed sync, 227 of 231 s were an unnecessary offload. So other phases
+come first, if they take longer than the transfer or a large share of the total. Then comes a transfer that is slower
+than planned, with the edge or peer that causes it.
 """
 
 from collections import Counter
@@ -13,20 +13,21 @@ from statistics import median
 from orchestrrl.weights.controller.profile import PHASE_WORDS, SyncProfile, phase_text
 from orchestrrl.weights.controller.reports import EdgeTime, EngineStatus, SyncPhase, SyncReport
 
-# Nothing is said of what takes less than either.
+# A phase below either of these limits gets no advice.
 LEAST_S = 0.1
 LEAST_SHARE = 0.05
-LARGE_SHARE = 0.25  # worth a word even beside a longer transfer
-SLOW_TRANSFER = 1.25  # against the plan's estimate
-SLOW_EDGE, EDGE_LEAST_S = 1.5, 0.02  # against its own planned time, where it is no trifle
-SLOW_ENGINE = 2.0  # to install, against each of the others
-BLAMED = 0.8  # of the slow edges that end at one peer, for it to be the cause
-MOST = 3  # sentences on phases
+LARGE_SHARE = 0.25  # a phase with this share of the total gets advice even if the transfer takes longer
+SLOW_TRANSFER = 1.25  # ratio to the plan's estimate
+SLOW_EDGE, EDGE_LEAST_S = 1.5, 0.02  # ratio to the planned time of the edge, and least duration
+SLOW_ENGINE = 2.0  # ratio of installation times, to each of the other engines
+BLAMED = 0.8  # fraction of the slow edges at one peer from which the peer is the cause
+MOST = 3  # advices on phases
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """`code` is stable: the phase, or what is slow of the transfer. `text` is for people."""
+    """One piece of advice on a sync. `code` is stable: the phase, or the slow part of the transfer. `text` is for
+    people."""
 
     code: str
     text: str
@@ -35,7 +36,7 @@ class Advice:
 
 
 def advice(profile: SyncProfile) -> tuple[Advice, ...]:
-    """The most worthwhile first; none where time went where it has to go."""
+    """Return advice on a sync, on the phases with the largest times first; empty if no phase takes too long."""
     return (*_of_phases(profile), *_of_gaps(profile), *_of_transfer(profile))
 
 
@@ -54,7 +55,7 @@ def _is_worth_a_word(profile: SyncProfile, seconds: float, share: float) -> bool
 
 
 def _of_gaps(profile: SyncProfile) -> tuple[Advice, ...]:
-    """Report the longest time between phases as if it were a phase."""
+    """Return advice on the longest gap between phases, judged by the same limits as a phase."""
     gaps = [place for place, stretch in enumerate(profile.path) if stretch.phase is None]
     if not gaps:
         return ()
@@ -65,13 +66,13 @@ def _of_gaps(profile: SyncProfile) -> tuple[Advice, ...]:
         return ()
     before = phase_text(profile.path[place - 1].phase)
     following = profile.path[place + 1].phase if place + 1 < len(profile.path) else None
-    why = "the daemon's log of that time may say what it did"
+    why = "check the daemon's log for that time"
     if following is SyncPhase.PUBLISH:
         why = (
-            "the trainer had staged and the daemon did not take its word: it was away, or the trainer's peer was not"
-            " attached; or the clocks of their hosts differ"
+            "the trainer had staged, but the daemon had not accepted its publication: the daemon was down, or the"
+            " trainer's peer was not attached; or the clocks of their hosts differ"
         )
-    told = f"{seconds:.3g} s, {share * 100:.0f} % of the whole, pass after {before} in no phase: {why}"
+    told = f"{seconds:.3g} s, {share * 100:.0f} % of the whole, pass after {before} outside any phase: {why}"
     return (Advice("between", told, seconds, share),)
 
 
@@ -88,50 +89,51 @@ def _sentence(phase: SyncPhase, profile: SyncProfile, seconds: float, share: flo
 def _publish(profile: SyncProfile) -> str:
     if profile.report.world > 1:
         return (
-            f"from the first of {profile.report.world} ranks' word to the last one's; look at what the last one does"
-            " before it publishes, or let all publish right after a barrier"
+            f"from the first publication of {profile.report.world} ranks to the last; check why the last rank is late,"
+            " or have all ranks publish right after a barrier"
         )
-    return "the trainer's rank and the daemon are far apart, or its list of tensors is long; publish larger tensors"
+    return "the network between the trainer's rank and the daemon is slow, or the rank publishes many small tensors"
 
 
 def _install(profile: SyncProfile) -> str:
     slow = slow_engine(profile)
     if slow is not None:
-        return f"{slow.engine} takes {slow.install_s:.3g} s and others half of that at most; look at its host"
+        return f"{slow.engine} takes {slow.install_s:.3g} s, the others at most half of that; check its host"
     return (
-        "engines read a whole checkpoint; with our weight-transfer backend (docs/weight-sync.md) they load from the"
-        " peer's memory, and each rank only its own part"
+        "engines read a whole checkpoint; with OrchestrRL's weight-transfer backend (docs/weight-sync.md) each rank"
+        " loads only its own part, from the peer's memory"
     )
 
 
 SENTENCES: Mapping[SyncPhase, str | Callable[[SyncProfile], str]] = {
-    SyncPhase.OFFLOAD: "copy weights alone, and into pinned memory that is kept between versions; the optimizer's state"
-    " can stay where it is when engines run on other GPUs",
+    SyncPhase.OFFLOAD: "copy only the weights, into pinned memory that is reused between versions; the optimizer state"
+    " can stay on the GPU if engines run on other GPUs",
     SyncPhase.GATHER: "{gb_per_s:.2g} GB/s into the peer's folder, which should be in memory (/dev/shm); have every"
-    " rank publish what it has (FSDP2's shards, Megatron's boxes) instead of full tensors on one, so that they"
-    " copy side by side",
+    " rank publish its own part (FSDP2's shards, Megatron's boxes) instead of full tensors on one rank, so that ranks"
+    " copy in parallel",
     SyncPhase.PUBLISH: _publish,
-    SyncPhase.SUMS: "{gb_per_s:.2g} GB/s; holders sum side by side, so stage on more hosts (replicas on other nodes"
-    " count as holders), and give the peer's process more than one core",
-    SyncPhase.PLAN: "the model has many small pieces; a larger weights.chunk_bytes makes fewer",
-    SyncPhase.WINDOW: "circuits wait until the job's collectives pause; publish where nothing runs (at a boundary no"
-    " window is waited for), or with install: next_pause, so that the trainer goes on meanwhile",
-    SyncPhase.CIRCUITS: "switches are slow to change; a plan over the circuits that are up already, or packets alone,"
-    " may be sooner: `orchestrrl fabric pin` keeps circuits as they are, to compare",
-    SyncPhase.CHECK: "blocks are summed again on arrival; give the peers of engines more than one core",
-    SyncPhase.FENCE: "engines stop between two of their steps, so long prefills keep them (a smaller"
-    " max_num_batched_tokens makes steps shorter); `orchestrrl barrier` names who is not at rest",
+    SyncPhase.SUMS: "{gb_per_s:.2g} GB/s; peers compute checksums in parallel, so stage on more hosts (replicas on"
+    " other nodes count), and give the peer's process more than one core",
+    SyncPhase.PLAN: "the model has many small pieces; increase weights.chunk_bytes",
+    SyncPhase.WINDOW: "circuits wait until the job's collectives pause; publish while no collective runs (at a step"
+    " boundary there is no wait), or with install: next_pause, so that the trainer continues meanwhile",
+    SyncPhase.CIRCUITS: "the switches are slow; to compare with a plan over the existing circuits or over packets,"
+    " keep circuits as they are with `orchestrrl fabric pin`",
+    SyncPhase.CHECK: "peers verify the checksum of each block; give the peers of engines more than one core",
+    SyncPhase.FENCE: "engines stop between steps, so long prefills delay them (a smaller max_num_batched_tokens makes"
+    " steps shorter); `orchestrrl barrier` lists the engines that still run",
     SyncPhase.INSTALL: _install,
-    SyncPhase.VERIFY: "make the probe shorter (weights.probe.max_tokens), or leave it out (weights.probe: null): sums"
-    " are compared without it, too",
-    SyncPhase.COMMIT: "it is one entry of the journal; put the journal on a faster disk",
-    SyncPhase.RESUME: "gateways are slow to answer; `orchestrrl status` shows which are attached and how old their word"
-    " is",
+    SyncPhase.VERIFY: "shorten the probe (weights.probe.max_tokens) or disable it (weights.probe: null); checksums are"
+    " compared in any case",
+    SyncPhase.COMMIT: "the commit is one journal entry; put the journal on a faster disk",
+    SyncPhase.RESUME: "gateways are slow to answer; `orchestrrl status` shows which are attached and the age of their"
+    " last report",
 }
 
 
 def slow_engine(profile: SyncProfile) -> EngineStatus | None:
-    """The one that all others wait for, where it is one."""
+    """Return the engine whose installation takes SLOW_ENGINE times as long as that of every other, or None. At least
+    three engines must have installed."""
     took = [engine for engine in profile.report.engines if engine.install_s > 0]
     if len(took) < 3:
         return None
@@ -155,8 +157,8 @@ def _of_transfer(profile: SyncProfile) -> tuple[Advice, ...]:
 
 
 def slow_by(report: SyncReport) -> tuple[str, str]:
-    """Return the cause of a slow transfer: one edge, one peer, everything, or none of its edges. A peer that receives
-    slowly cannot forward faster, so an edge is not blamed where its source receives over a slow one."""
+    """Return the cause of a slow transfer as (code, text): one edge, one peer, all edges, or no edge. A peer that
+    receives slowly cannot forward faster, so an edge is not the cause if its source receives over a slow edge."""
     slow = [
         edge
         for edge in report.slowest
@@ -165,34 +167,32 @@ def slow_by(report: SyncReport) -> tuple[str, str]:
     if not slow:
         return (
             "slow_between",
-            "no edge by itself is much slower than planned; time goes between waves, or to small pieces",
+            "no single edge is much slower than planned; the time is lost between waves, or with small pieces",
         )
     late = {edge.dst for edge in slow}
     first = [edge for edge in slow if edge.src not in late] or slow
     if len(slow) < report.edges:
         if len(first) == 1:
-            return "slow_edge", f"{_edge_text(first[0])}; look at what else uses its way"
+            return "slow_edge", f"{_edge_text(first[0])}; check for other traffic on its path"
         for ends, side in (([edge.src for edge in first], "from"), ([edge.dst for edge in first], "to")):
             peer, number = Counter(ends).most_common(1)[0]
             if number >= BLAMED * len(first):
-                # Where not one that is told of is as planned, all the others may be slow, too.
-                all_told = (
-                    ", if not all of the network has less than was planned" if len(slow) == len(report.slowest) else ""
-                )
+                # If every reported edge is slow, the unreported ones may be slow, too.
+                all_told = "; or the whole network is slower than planned" if len(slow) == len(report.slowest) else ""
                 return "slow_peer", (
-                    f"{number} of the {len(first)} slow edges go {side} {peer}; look at its NIC and what else runs on"
-                    f" its host, or have it tell its real rate{all_told}"
+                    f"{number} of the {len(first)} slow edges go {side} {peer}; check its NIC and the other load of"
+                    f" its host, or configure its real rate{all_told}"
                 )
     times = median(edge.seconds / edge.planned_s for edge in first)
     return "slow_everywhere", (
-        f"edges take {_times(times)} times what was planned; the network has less than weights.network says (nic_gbps,"
-        " link_gbps; or the fabric's site), or is shared: a smaller weights.rate_share plans with less of it"
+        f"edges take {_times(times)} times their planned time; the network is slower than configured (nic_gbps and"
+        " link_gbps in weights.network, or the fabric's site), or is shared: then decrease weights.rate_share"
     )
 
 
 def _edge_text(edge: EdgeTime) -> str:
     times = _times(edge.seconds / edge.planned_s)
-    return f"{edge.src} -> {edge.dst} (phase {edge.phase}) took {times} times what was planned, {edge.gbps:.3g} Gb/s"
+    return f"{edge.src} -> {edge.dst} (phase {edge.phase}) took {times} times its planned time, {edge.gbps:.3g} Gb/s"
 
 
 def _times(value: float) -> str:

@@ -1,7 +1,7 @@
-"""Bring a version's bytes to all peers that need them: circuits, a plan, checksums, and the plan's edges as orders.
+"""Carry a version's bytes to all peers that need them: request circuits, plan, compute checksums, and order edges.
 
-An edge that breaks is replaced by others. A peer that goes away is waited for; peers that were to get bytes from it get
-them from another one at once.
+A broken edge is replaced by other edges. The controller waits for a peer that detaches; its receivers get the bytes
+from another peer at once.
 """
 
 import asyncio
@@ -31,14 +31,14 @@ from planner.sync_tree.ranges import PeerFlow
 
 logger = logging.getLogger(__name__)
 
-TURN_S = 0.5  # how often it is looked whether a peer has been gone, or nothing has come, for too long
-CHECKS = 4  # of all bytes, before it is believed that they cannot be had sound
-READ_WITHIN_S = 600.0  # to read all bytes once
+TURN_S = 0.5  # interval of checks whether a peer has been away, or no bytes have arrived, for too long
+CHECKS = 4  # comparisons of all bytes with their checksums before the transfer fails as corrupt
+READ_WITHIN_S = 600.0  # limit for one read of all bytes
 
 
 class TreeTransfer:
-    """Brings the bytes of one published version to peers, attempt by attempt. `still`: the trainer sends nothing else
-    meanwhile. `is_up`: circuits may be there, by an earlier daemon."""
+    """Carries the bytes of one published version to peers, attempt by attempt. `still` is set if the trainer sends no
+    other traffic meanwhile, `is_up` if an earlier daemon may have brought up circuits."""
 
     def __init__(
         self, acts: SyncActions, record: SyncRecord, publications: Sequence[Publication], *, still: bool, is_up: bool
@@ -49,12 +49,12 @@ class TreeTransfer:
         self._publications = publications
         self._still = still
         self._plans = 0
-        self._carried: PlannedSync | None = None  # the last plan that peers began to carry out, with all sums
-        self._is_up = is_up  # circuits, or on their way
+        self._carried: PlannedSync | None = None  # the last plan that peers began to carry out, with all checksums
+        self._is_up = is_up  # circuits are up or have been requested
         self._tearing: asyncio.Task[None] | None = None
 
     async def prepare(self, receivers: Collection[PeerId]) -> VersionMap:
-        """Return the version's map with all sums, once every receiver has all bytes. Raises SyncFailed."""
+        """Carry the version; return its map with all checksums once every receiver has all bytes. Raises SyncFailed."""
         record, acts = self._record, self._acts
         record.state(SyncState.PLANNING)
         await self._trainers_there()
@@ -64,7 +64,7 @@ class TreeTransfer:
         brought: BroughtUp
         map: VersionMap
         brought, map = await each_done([self._bring_up(planned), self._sums(planned)])
-        if brought.notes:  # it is not as the plan had it
+        if brought.notes:  # the circuits differ from the plan
             planned = await self._plan(receivers, brought.network, held)
         record.put(
             bytes=map.bytes,
@@ -73,7 +73,7 @@ class TreeTransfer:
             naive_s=planned.plan.naive_s,
             waves=len(planned.plan.waves),
             edges=len(planned.edges),
-            carried_bytes=sum(edge.bytes for edge in planned.edges),  # to be; in the end, as it was
+            carried_bytes=sum(edge.bytes for edge in planned.edges),  # planned; the actual value replaces it at the end
         )
         self._carried = replace(planned, map=map)
         record.state(SyncState.CARRYING)
@@ -85,16 +85,16 @@ class TreeTransfer:
         return map
 
     async def _trainers_there(self) -> None:
-        """Wait for the peers that have what ranks have staged."""
+        """Wait for the peers on whose hosts ranks have staged. Raises SyncFailed if they do not attach in time."""
         hub, peers = self._acts.hub, {each.peer for each in self._publications}
         if not await self._acts.wait_until(lambda: peers <= hub.attached().keys(), self._acts.settings.patience_s):
             away = sorted(peers - hub.attached().keys())
             raise SyncFailed("trainer_lost", f"peers of the trainer are not attached: {', '.join(away)}")
 
     async def _held(self, receivers: Collection[PeerId]) -> dict[PeerId, HeldVersion]:
-        """Return what receivers have since an earlier attempt, and others that have all. It is not counted on where
-        something that ranks have staged is away, or a receiver is new or serves another share by now, whose needs
-        shards have not been cut for."""
+        """Return the bytes that receivers have from an earlier attempt, and other peers that have everything. Return {}
+        if a peer with staged parts is away, or if a receiver is new or its share has changed, because the shards were
+        not cut for it."""
         there, before = self._acts.hub.attached(), self._carried
         if before is None or any(there[peer].share != before.shares.get(peer) for peer in there.keys() & receivers):
             return {}
@@ -105,7 +105,7 @@ class TreeTransfer:
             try:
                 result = await self._acts.done(peer, orders.CheckVersion(version), READ_WITHIN_S, "corrupt")
             except SyncFailed as failure:
-                self._record.note(f"what {peer} has from before is not counted on: {failure.detail}")
+                self._record.note(f"bytes that {peer} has from an earlier attempt are not used: {failure.detail}")
                 return
             if peer in receivers or not result.missing:
                 found[peer] = HeldVersion(version, tuple(shard.id for shard in opens[peer].map.shards), result.missing)
@@ -149,7 +149,7 @@ class TreeTransfer:
         return brought
 
     async def _sums(self, planned: PlannedSync) -> VersionMap:
-        """Return the version's map with the sums of all shards, by those who hold them; they are asked once."""
+        """Return the version's map with the checksums of all shards, which peers that store them compute once."""
         if not planned.summed_by:
             return planned.map
         by_peer: dict[PeerId, list[str]] = {}
@@ -166,12 +166,12 @@ class TreeTransfer:
             for told in await each_done(of(peer, shards) for peer, shards in by_peer.items()):
                 found.update(told)
         if lacking := sorted(set(planned.summed_by) - set(found)):
-            raise SyncFailed("corrupt", f"no peer has sent the sums of {few(lacking, between=', ')}")
+            raise SyncFailed("corrupt", f"no peer has sent the checksums of {few(lacking, between=', ')}")
         return summed(planned.map, found)
 
     async def tear_down(self) -> None:
-        """Give circuits back where they were asked for. It goes on where this is cancelled, and is then waited for by
-        the next call."""
+        """Release the circuits if they were requested. A cancelled call leaves the release running; the next call waits
+        for it."""
         if self._is_up:
             self._is_up = False
             self._tearing = asyncio.ensure_future(self._tear_down())
@@ -183,7 +183,7 @@ class TreeTransfer:
             try:
                 self._record.note(*await self._acts.circuits.tear_down(self._record.id))
             except OrchestrRLError as error:
-                self._record.note(f"circuits stay as they are: {error}")
+                self._record.note(f"circuits were not released: {error}")
 
 
 def summed(map: VersionMap, sums: Mapping[str, tuple[str, ...]]) -> VersionMap:
@@ -191,10 +191,10 @@ def summed(map: VersionMap, sums: Mapping[str, tuple[str, ...]]) -> VersionMap:
 
 
 class Carrying:
-    """One plan's bytes on their way. `run` returns when all have all, checked."""
+    """The transfer of one plan's bytes. `run` returns when every receiver has all bytes and their checksums agree."""
 
     def __init__(self, acts: SyncActions, record: SyncRecord, planned: PlannedSync, network: SyncNetwork) -> None:
-        """`planned`: with the sums of all shards in its map."""
+        """Create the transfer. The map of `planned` must have the checksums of all shards."""
         self.progress = SyncProgress(planned)
         self._acts = acts
         self._record = record
@@ -208,7 +208,7 @@ class Carrying:
         self._stuck = ""
         self._arrived: dict[PeerId, int] = {}
         self._arrived_bytes = 0
-        self._moved_s = acts.clock.now_s()  # when something has arrived last
+        self._moved_s = acts.clock.now_s()  # when bytes last arrived
 
     def on_news(self, peer: PeerId, news: Heard) -> None:
         """Handle a report of a peer."""
@@ -224,7 +224,7 @@ class Carrying:
                 self._record.put(arrived_bytes=self._arrived_bytes)
                 return
             case Peer() if peer in self._opens:
-                # It has come back, or reports itself anew: open the version there and order its edges again.
+                # The peer has attached again or reports its state again: open the version and order its edges again.
                 held = next((each for each in news.held if each.version == self._version), None)
                 self.progress.on_held(peer, held)
                 self._moved_s = self._acts.clock.now_s()
@@ -232,7 +232,7 @@ class Carrying:
         self._woken.set()
 
     async def run(self) -> None:
-        """Raises SyncFailed."""
+        """Carry all bytes and check them. Raises SyncFailed."""
         record = self._record
         try:
             record.begins(SyncPhase.PHASE_A if self.progress.is_in_phase_a() else SyncPhase.PHASE_B)
@@ -242,7 +242,7 @@ class Carrying:
                 await self._until_all_is_there()
                 if await self._check():
                     return
-            raise SyncFailed("corrupt", f"after {CHECKS} checks bytes still do not agree with their sums")
+            raise SyncFailed("corrupt", f"after {CHECKS} checks some bytes still do not match their checksums")
         finally:
             for task in self._orders:
                 task.cancel()
@@ -270,14 +270,14 @@ class Carrying:
             await until_set(self._acts.clock, self._woken, TURN_S)
 
     async def _check(self) -> bool:
-        """Return whether all bytes that have come agree with their sums."""
+        """Return whether all received bytes match their checksums."""
         receivers, order = self.progress.receivers, orders.CheckVersion(self._version)
         with self._record.phase(SyncPhase.CHECK):
             results: list[PeerResult]
             results = await each_done(self._acts.done(peer, order, READ_WITHIN_S, "corrupt") for peer in receivers)
         for peer, result in zip(receivers, results, strict=True):
             if result.missing:
-                self._record.note(f"peer {peer} had bytes that did not agree with their sums, and got them again")
+                self._record.note(f"peer {peer} had bytes that did not match their checksums; they are sent again")
                 self.progress.corrupt(peer, result.missing)
         return not any(result.missing for result in results)
 
@@ -286,7 +286,7 @@ class Carrying:
         now_s, patience_s = acts.clock.now_s(), acts.settings.patience_s
         gone = [peer for peer in lacking if self._gone_s(peer) >= patience_s]
         if gone:
-            words = f"{few(gone, between=', ')} did not come back within {patience_s:g} s"
+            words = f"{few(gone, between=', ')} did not attach again within {patience_s:g} s"
             raise SyncFailed("peer_lost", words, acts.hub.engines_of(gone))
         if now_s - self._moved_s < patience_s + acts.settings.stall_s:
             return
@@ -295,20 +295,20 @@ class Carrying:
         code = "trainer_lost" if trainers else "bytes_lost"
         who = f"; not attached: {few(away, between=', ')}" if away else ""
         lack = few(lacking, between=", ")
-        raise SyncFailed(code, f"nothing has come to {lack} for {now_s - self._moved_s:.0f} s{who}")
+        raise SyncFailed(code, f"{lack} received no bytes for {now_s - self._moved_s:.0f} s{who}")
 
     async def _mend(self) -> None:
-        """Add edges for bytes that no edge brings any more."""
+        """Add edges for bytes that no running edge brings."""
         progress, acts = self.progress, self._acts
         peers = {id: peer for id, peer in acts.hub.attached().items() if id in progress.peers}
         missing = {peer: progress.lacking(peer) for peer in peers}
-        # What runs between others that are away for a moment is left to run.
+        # Running edges between peers that are detached for a moment are kept.
         self._mends += 1
         name = f"{self._record.id}.{self._record.report.attempt}.m{self._mends}."
         weight = partial(self._weight, peers)
         flows: list[PeerFlow]
         flows, lost = await acts.offload(partial(mend, progress.live, progress.broken_off, missing, weight=weight))
-        words = f"nobody can bring {few(sorted(lost), between=', ')} what they lack"
+        words = f"no attached peer has the bytes that {few(sorted(lost), between=', ')} lack"
         if lost and words != self._stuck:
             self._stuck = words
             logger.warning("weight sync %s: %s", self._record.id, words)
@@ -321,7 +321,8 @@ class Carrying:
             self._give(edges)
 
     def _weight(self, peers: Mapping[PeerId, Peer], src: PeerId, dst: PeerId) -> float | None:
-        """Return the cost of a byte: high from a peer whose bytes were wrong or whose edge broke, low inside a PoD."""
+        """Return the cost of a byte from `src` to `dst`; None without a common transport. It is high if bytes of `src`
+        were wrong or its edge broke, and lower inside a PoD than between PoDs."""
         if common_transport(self._acts.settings, peers[src], peers[dst]) is None:
             return None
         weight = 100.0 if src in self.progress.blamed(dst) else 1.0
@@ -340,7 +341,7 @@ class Carrying:
         return edge_of(id, flow, peers[dst], way)
 
     def _give(self, edges: Sequence[CarryEdge]) -> None:
-        """Order edges at both of their ends."""
+        """Order each edge at its sender and its receiver."""
         of: dict[PeerId, list[CarryEdge]] = {}
         for edge in edges:
             for end in (edge.src, edge.dst):
@@ -359,10 +360,10 @@ class Carrying:
         try:
             result = await self._acts.hub.send_order(peer, order, ANSWER_S + settings.patience_s, settings.patience_s)
         except OrchestrRLError as error:
-            logger.warning("weight sync %s: %s", self._record.id, error)  # if it comes back it is told again
+            logger.warning("weight sync %s: %s", self._record.id, error)  # sent again when the peer attaches
             return
         if result.outcome is not OrderOutcome.DONE:
-            self._record.note(f"peer {peer} does not carry: {result.detail}")
+            self._record.note(f"peer {peer} did not start its edges: {result.detail}")
             for edge in edges:
                 self._broken(edge.id, 0)
             self._woken.set()

@@ -1,9 +1,9 @@
-"""One version of the weights for the fleet: what trainers publish is brought to every engine, or to none.
+"""Keep one weight version in the fleet: bring each version that a trainer publishes to every engine, or to none.
 
-This collects what the ranks of a trainer publish until a version is complete, and keeps the order: one version at a
-time, a newer one instead of one that has not begun to be installed, repairs in between. The steps of a version are in
-run.py. Syncs that an earlier daemon left open are brought to their end first. All of this happens in both modes of the
-daemon, as publishing is an order; an operator's pause of syncs stops it.
+The controller collects the publications of a trainer's ranks until a version is complete. It runs one sync at a time,
+replaces a version that has not begun to install by a newer one, and repairs engines in between. The steps of a sync are
+in run.py. Syncs that an earlier daemon left open are finished first. Syncs run in both modes of the daemon, because
+publishing is an explicit order; an operator can pause them.
 """
 
 import asyncio
@@ -48,14 +48,14 @@ from planner.sync_tree.network import LeftForMoves, left_for_moves
 
 logger = logging.getLogger(__name__)
 
-ON_ITS_WAY_S = 1.0  # how soon it may have been carried
-TICK_S = 0.5  # how often it is looked for engines to repair, and for ranks that do not come
-RESTARTED = ("restarted", "the daemon ended before it was committed: publish it again")
-A_DEFECT = ("internal", "a defect of ours ended it, which is in the daemon's log: publish it again")
+ON_ITS_WAY_S = 1.0  # before the caller tries again
+TICK_S = 0.5  # interval of polls for engines to repair and for ranks that have not published in time
+RESTARTED = ("restarted", "the daemon ended before the version was committed: publish it again")
+A_DEFECT = ("internal", "an internal error ended the sync, see the daemon's log: publish the version again")
 
 
 class WeightSync:
-    """One daemon's. The caller keeps `run` as a task, after `recover`."""
+    """The controller of all weight syncs of one daemon. The caller calls `recover`, then keeps `run` as a task."""
 
     def __init__(
         self,
@@ -72,8 +72,8 @@ class WeightSync:
         stale: StaleVersions,
         offload: Offload = inline,
     ) -> None:
-        """`deploying`: engines are being started or stopped by order. `stale` are engines that have lost what they
-        had."""
+        """Create the controller. `deploying` returns whether a deployment is starting or stopping engines; `stale` are
+        the engines whose reported version is from before a restart."""
         self.book = WeightBook(journal, clock)
         self._serving = PeerAssignments(hub, clock, settings.patience_s, engines)
         self._acts = SyncActions(
@@ -87,18 +87,19 @@ class WeightSync:
         self._next: SyncRun | None = None
         self._running: SyncRun | None = None
         self._repairs = EngineRepairs(self._acts)
-        self._make_backend = cache(make_direct)  # what one has joined serves more than one version
+        self._make_backend = cache(make_direct)  # a backend keeps its process groups from one version to the next
         self._left: list[OpenIntent[SyncReport]] = []
         self._why_left = RESTARTED
-        self.defects = 0  # faults of ours that were met while running
+        self.defects = 0  # internal errors since the start
         self._news = asyncio.Event()
         hub.listen(self._on_news)
 
     # --- called by trainers
 
     def publish(self, publication: Publication) -> str:
-        """Return the sync's id; the same again is answered again. Raises ProblemFaults; Permanent where the version is
-        another's, or the fleet's already; Retryable while the rank's peer has not attached yet."""
+        """Accept one rank's publication; return the sync's id. A repeated publication returns the same id. Raises
+        ProblemFaults for faults, Permanent if the version exists with other content, and Retryable while the rank's
+        peer is not attached."""
         version = publication.version
         backend = self._backend(publication)
         committed = self.book.fleet.committed
@@ -106,17 +107,17 @@ class WeightSync:
             if run.sync_record.report.version == version and not run.sync_record.report.over:
                 if fingerprint(publication) in run.fingerprints:
                     return run.sync_record.id
-                raise Permanent(f"version {version} is on its way with other content, as {run.sync_record.id}")
+                raise Permanent(f"version {version} is being synced with other content, as {run.sync_record.id}")
         if committed is not None and committed.version == version:
             if fingerprint(publication) in committed.fingerprints:
                 return committed.sync
-            raise Permanent(f"version {version} is the fleet's, with other content: publish under another number")
+            raise Permanent(f"version {version} is committed with other content: publish under another number")
         collection, record = self._collecting or (PublicationSet(), None)
         if not collection.takes(publication):
             collection, record = PublicationSet(), None
         if faults := self._faults(collection, publication, backend):
             raise ProblemFaults(faults)
-        if backend is None and publication.peer not in self._hub.peers:  # of a daemon that has just come back
+        if backend is None and publication.peer not in self._hub.peers:  # the daemon may have just restarted
             raise Retryable(f"{NOT_ATTACHED}, got {publication.peer!r}", REATTACH_S)
         if record is None:
             record = self._begin(collection, publication)
@@ -128,8 +129,8 @@ class WeightSync:
         return record.id
 
     def _backend(self, publication: Publication) -> DirectBackend | None:
-        """Return the direct backend; None for the tree, and for an unknown name, which is a fault among others. Raises
-        ProblemFaults."""
+        """Return the direct backend of a publication; None for the tree, and for an unknown name, which `_faults`
+        reports. Raises ProblemFaults if the backend cannot be created."""
         if publication.backend == TREE or publication.backend not in BACKENDS:
             return None
         try:
@@ -145,7 +146,7 @@ class WeightSync:
             faults += backend.faults(publication)
         before = collection.by_rank.get(publication.rank)
         if before is not None and fingerprint(before) != fingerprint(publication):
-            faults.append(f"rank: {publication.rank} has said otherwise of version {publication.version} before")
+            faults.append(f"rank: {publication.rank} has published version {publication.version} with other content")
         return faults
 
     def _begin(self, collection: PublicationSet, publication: Publication) -> SyncRecord:
@@ -161,7 +162,7 @@ class WeightSync:
             )
         )
         if self._collecting is not None:
-            why = f"{self._collecting[1].report.version} was not complete when {publication.version} came"
+            why = f"version {self._collecting[1].report.version} was incomplete when {publication.version} arrived"
             self._drop(self._collecting[1], SyncState.SUPERSEDED, "superseded", why)
         record.begins(SyncPhase.PUBLISH)
         self._collecting = (collection, record)
@@ -173,7 +174,7 @@ class WeightSync:
         slowest = max(publications, key=lambda each: each.offload_s + each.gather_s)
         if slowest.began_s:
             elapsed_s = slowest.offload_s + slowest.gather_s
-            # Its host's clock is known about: all was there when it said so.
+            # The offset of its host's clock is known only roughly: staging ended before the publication arrived.
             began_s = min(self._hub.ours_s(slowest.peer, slowest.began_s), self._clock.now_s() - elapsed_s)
             before = (
                 PhaseTime(SyncPhase.OFFLOAD, began_s, began_s + slowest.offload_s),
@@ -190,17 +191,17 @@ class WeightSync:
         self._news.set()
 
     def _expire_ranks(self) -> None:
-        """End a version of which not all ranks have published in time."""
+        """Abort a version if not all ranks have published it in time."""
         within_s = self._settings.publish_within_s
         if self._collecting is None or self._clock.now_s() < self._collecting[1].report.began_s + within_s:
             return
         collection, record = self._collecting
         missing = [str(rank) for rank in range(record.report.world) if rank not in collection.by_rank]
-        why = f"ranks {few(missing, 32, ', ')} said nothing within {within_s:g} s"
+        why = f"ranks {few(missing, 32, ', ')} did not publish within {within_s:g} s"
         self._drop(record, SyncState.ABORTED, "trainer_lost", why)
 
     def _drop(self, record: SyncRecord, state: SyncState, code: str, why: str) -> None:
-        """End a version that has touched nothing yet."""
+        """End a sync that has not begun to run."""
         if self._next is not None and self._next.sync_record is record:
             self._next = None
         if self._collecting is not None and self._collecting[1] is record:
@@ -211,11 +212,11 @@ class WeightSync:
     async def relayed(
         self, sync_id: str, rank: int, number: int, call: str, body: Mapping[str, Any]
     ) -> Mapping[str, Any]:
-        """Relay a call of a trainer's rank to the backend. Raises Permanent where no step is asked for, and as the
-        backend does."""
+        """Relay a call of a trainer's rank to the direct backend. Raises Permanent if the sync expects no call of the
+        trainer, and the backend's own errors."""
         run = self._running
         if run is None or run.sync_record.id != sync_id or run.direct is None:
-            raise Permanent(f"weight sync {sync_id} asks nothing of a trainer")
+            raise Permanent(f"weight sync {sync_id} expects no call of a trainer")
         return await run.direct.relayed(rank, number, call, body)
 
     # --- called by operators and trainers
@@ -231,8 +232,8 @@ class WeightSync:
         )
 
     def report(self, sync_id: str = "", version: int | None = None) -> SyncReport:
-        """Return the newest report with this id and version; of neither: the one under way, else the last. Raises
-        Permanent where there is none."""
+        """Return the newest report with this id and version; without either, the running sync's, else the last one's.
+        Raises Permanent if there is none."""
         for report in self.history(0):
             if (not sync_id or report.id == sync_id) and (version is None or report.version == version):
                 return report
@@ -240,14 +241,14 @@ class WeightSync:
         raise Permanent(f"there is no weight sync{what}")
 
     def history(self, limit: int) -> list[SyncReport]:
-        """Return reports, the one under way first, then newest first; 0: all that are remembered."""
+        """Return at most `limit` reports: the running sync's first, then newest first. 0 returns all stored reports."""
         running = [self._running.sync_record.report] if self._running is not None else []
         waiting = [record.report for record in reversed(self.book.open.values())]
         reports = {report.id: report for report in (*running, *waiting, *reversed(self.book.over))}
         return list(reports.values())[: limit or None]
 
     async def follow(self, sync_id: str) -> AsyncIterator[SyncReport]:
-        """Yield the report as it is and whenever it changes, until it is over. Raises Permanent."""
+        """Yield the report now and after each change, until the sync is over. Raises Permanent for an unknown id."""
         record = self.book.open.get(sync_id)
         if record is None:
             yield self.report(sync_id)
@@ -256,10 +257,10 @@ class WeightSync:
             yield report
 
     def abort(self, sync_id: str, reason: str) -> SyncReport:
-        """Call off a sync, or where the id is empty the one under way. It may take a moment until it is over. Raises
-        Permanent where it is over or committed."""
+        """Abort a sync, or the running one if the id is empty. The sync may end after this returns. Raises Permanent if
+        it is over or committed."""
         report = self.report(sync_id)
-        outcome = (SyncState.ABORTED, "operator", reason or "an operator has called it off")
+        outcome = (SyncState.ABORTED, "operator", reason or "aborted by an operator")
         record = self.book.open.get(report.id)
         if record is None:
             raise Permanent(f"weight sync {report.id} is over: {report.state}")
@@ -268,7 +269,7 @@ class WeightSync:
         elif record in self._not_begun():
             self._drop(record, *outcome)
         else:
-            raise Permanent(f"weight sync {report.id} was left open by the daemon before, which is being seen to")
+            raise Permanent(f"weight sync {report.id} was left open by an earlier daemon and is being finished")
         return record.report
 
     def _not_begun(self) -> list[SyncRecord]:
@@ -276,20 +277,22 @@ class WeightSync:
         return waiting if self._collecting is None else [*waiting, self._collecting[1]]
 
     def install_now(self, sync_id: str, reason: str) -> SyncReport:
-        """Raises Permanent where nothing is prepared."""
+        """Install the prepared version now, without waiting for the next pause. Raises Permanent if none is
+        prepared."""
         run = self._running
         if run is None or (sync_id and run.sync_record.id != sync_id):
-            raise Permanent(f"weight sync {sync_id or 'under way'}: there is none, so nothing waits to be installed")
+            raise Permanent(f"no weight sync {sync_id or 'is running'}: no version waits to be installed")
         run.install_now()
-        run.sync_record.note(f"installed by an operator's word: {reason or 'no reason given'}")
+        run.sync_record.note(f"installed by order of an operator: {reason or 'no reason given'}")
         return run.sync_record.report
 
-    # --- asked by the pause barrier, and by the balancer
+    # --- called by the pause barrier and the balancer
 
     async def before_resume(self, until_s: float, told: int | None = None) -> tuple[int | None, tuple[EngineId, ...]]:
-        """Somebody else's closed barrier is to be opened: what with, and without whom. What waits for that is installed
-        first, as far as it can be by `until_s`. `told`: the version that they say engines have. Where it is one of ours
-        it is so only where we brought it: raises Permanent where it could not be, Retryable where it is on its way."""
+        """Return the version and the left-out engines with which another holder is to open its closed barrier. A
+        version that waits for a pause is installed first, if it can be by `until_s`. `told` is the version that the
+        holder reports for the engines. For a version of this controller it must match what was installed: raises
+        Permanent if that failed, Retryable if its sync is still running."""
         fence, run = self._acts.fence, self._running
         lease = fence.state.lease
         if lease is None or lease.holder.startswith(HOLDER):
@@ -297,16 +300,16 @@ class WeightSync:
         if run is not None and run.takes_closed_barrier and told in (None, run.sync_record.report.version):
             version, without = await run.borrow(until_s, lease.frozen is FrozenRequests.TAKEN_BACK)
             if told not in (None, version):
-                why = run.sync_record.report.notes[-1:] or ("it was called off",)
+                why = run.sync_record.report.notes[-1:] or ("it was aborted",)
                 raise Permanent(
-                    f"version {told} could not be installed, so engines have not got it: {why[0]}; resume without a"
-                    " version, and all goes on as before"
+                    f"version {told} could not be installed, so engines do not have it: {why[0]}; resume without a"
+                    " version to continue with the previous weights"
                 )
             return version, without
         self._acts.notice_others()
         committed, newest = self.book.fleet.committed, fence.state.newest
         if committed is not None:
-            # Where the barrier was told another version since ours, that one stands.
+            # If the barrier has received another version since the commit, that version is valid.
             is_news = newest is None or (newest != committed.version and committed.sync in self.book.open)
             if told == committed.version or (told is None and is_news):
                 await self._acts.refresh(committed.has)
@@ -316,7 +319,7 @@ class WeightSync:
         return told, ()
 
     def restarted(self) -> list[EngineId]:
-        """Engines of which nobody knows what they have, since they were started anew."""
+        """Return the engines whose version is unknown since a restart."""
         return [engine for engine in sorted(self._acts.engines()) if engine in self._acts.stale]
 
     def _without(self, committed: CommittedVersion) -> tuple[EngineId, ...]:
@@ -327,14 +330,14 @@ class WeightSync:
         for record in self.book.open.values():
             if record.report.version == version:
                 raise Retryable(
-                    f"version {version} is on its way to engines, as {record.id} ({record.report.state}): they have not"
-                    " got it yet; ask again, or resume without a version",
+                    f"version {version} is still being synced, as {record.id} ({record.report.state}), so engines do"
+                    " not have it; try again later, or resume without a version",
                     ON_ITS_WAY_S,
                 )
 
     @property
     def left_for_moves(self) -> LeftForMoves:
-        """The part of engine hosts' NICs that is left for moves of KV."""
+        """Return the bandwidth of engine hosts' NICs that the running sync leaves for KV transfers."""
         carrying = self._carrying
         if carrying is None:
             return LeftForMoves()
@@ -345,16 +348,16 @@ class WeightSync:
     # --- run
 
     def recover(self) -> None:
-        """Take up what the daemon before has left."""
+        """Recover the syncs that the previous daemon left open."""
         self._left = self.book.recover()
         committed, state = self.book.fleet.committed, self._acts.fence.state
         if committed is not None and state.newest is not None:
             for engine in committed.has:
-                if engine not in state.versions:  # the daemon before may have seen that it was restarted
+                if engine not in state.versions:  # the previous daemon may have detected a restart
                     self._acts.stale.restarted(engine)
 
     async def run(self) -> None:
-        """Until cancelled. What a defect leaves is seen to as what a daemon before has left."""
+        """Run until cancelled. A sync that an internal error interrupts is recovered like one of a previous daemon."""
         serving = asyncio.ensure_future(self._keep_serving())
         try:
             await self._until_cancelled()
@@ -367,7 +370,7 @@ class WeightSync:
                 await self._serving.run()
             except Exception:
                 self.defects += 1
-                logger.exception("peers were not told which engines there are")
+                logger.exception("assigning engines to peers failed")
             await self._clock.sleep(self._settings.patience_s / 10)
 
     async def _until_cancelled(self) -> None:
@@ -376,26 +379,26 @@ class WeightSync:
                 await self._work()
             except Exception:
                 self.defects += 1
-                logger.exception("weight syncs")
+                logger.exception("running weight syncs failed")
                 await self._clock.sleep(self._settings.patience_s / 10)
                 if not self._left:
                     self._why_left, self._left = A_DEFECT, self._half_done()
 
     def _half_done(self) -> list[OpenIntent[SyncReport]]:
-        """Nobody carries it out any more, and it is not over."""
+        """Return the open syncs that no task runs any more."""
         ids = self.book.open.keys() - {record.id for record in self._not_begun()}
         try:
             return [left for left in self.book.left_open() if left.id in ids]
-        except OrchestrRLError as error:  # the pause barrier's lease keeps requests from engines until it can be read
+        except OrchestrRLError as error:  # the pause barrier stays closed until the journal can be read
             logger.error("%s", error)
             return []
 
     async def _work(self) -> None:
         code, why = self._why_left
-        while self._left:  # finished where it is committed, undone where it is not
+        while self._left:  # finish a committed sync, undo any other
             left = self._left[0]
             record = self.book.open[left.id]
-            record.note("the daemon was restarted" if code == "restarted" else "a defect of ours ended it")
+            record.note("the daemon was restarted" if code == "restarted" else "an internal error ended the sync")
             await SyncRun(self._acts, record, left=(SyncState.ABORTED, code, why)).resume(left.steps)
             del self._left[0]
         while True:
@@ -414,7 +417,7 @@ class WeightSync:
     # --- inside
 
     async def _repair(self) -> bool:
-        """Repair one engine; return whether one was to be repaired."""
+        """Repair one engine; return whether an engine needed repair."""
         if self._acts.pause_registry.hold(PauseScope.SYNC) is not None:
             return False
         try:
@@ -426,7 +429,7 @@ class WeightSync:
             return False
         task = asyncio.ensure_future(self._repairs.one(due[0]))
         try:
-            while not task.done() and self._next is None:  # a new version is more than a repair
+            while not task.done() and self._next is None:  # a new version takes precedence over a repair
                 self._news.clear()
                 await until_set(self._clock, self._news, TICK_S, task)
         finally:
@@ -437,7 +440,7 @@ class WeightSync:
 
     @property
     def _carrying(self) -> Carrying | None:
-        """The version's bytes that are on their way."""
+        """Return the transfer of the running sync, or None."""
         return None if self._running is None else self._running.tree.carrying
 
     def _on_news(self, peer: PeerId, news: Heard) -> None:
@@ -448,7 +451,7 @@ class WeightSync:
             try:
                 self._repairs.on_peer(news)
             except OrchestrRLError as error:
-                logger.error("what engines of peer %s have is not written down: %s", peer, error)
+                logger.error("the versions of peer %s's engines could not be recorded: %s", peer, error)
         if news is None or isinstance(news, Peer):
             self._news.set()
 

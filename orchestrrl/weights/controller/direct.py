@@ -1,7 +1,7 @@
-"""A version that trainers send themselves, by a backend of weights/backends: the same steps as the tree's, done by it.
+"""Sync a version that the trainer sends itself, through a direct backend of weights/backends. The steps are the same.
 
-What the trainer tells reaches the backend only while a step is asked of it, so that nothing moves that the daemon does
-not know of. What became of engines is by their own word.
+A call of the trainer reaches the backend only while a step of the trainer is open, so that no weights move without the
+daemon. An engine has the version only if its own report confirms it.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class DirectTransfer:
-    """One sync whose trainer sends. It is the backend's DirectSync."""
+    """One sync whose trainer sends the weights. Implements DirectSync for the backend."""
 
     def __init__(
         self, acts: SyncActions, record: SyncRecord, publications: Sequence[Publication], backend: DirectBackend
@@ -38,12 +38,12 @@ class DirectTransfer:
         self._record = record
         self._backend = backend
         self._numbers = itertools.count(1)
-        self._asked: tuple[TrainerStep, asyncio.Future[None]] | None = None  # of the trainer, and its end
+        self._asked: tuple[TrainerStep, asyncio.Future[None]] | None = None  # the trainer's open step, and its end
         self._changes = False
         self._until_s = 0.0
 
     async def prepare(self, engines: Sequence[EngineId]) -> VersionMap:
-        """Raises SyncFailed."""
+        """Do the backend's work before the fence; return the version's map, without shards. Raises SyncFailed."""
         record, self.engines = self._record, tuple(sorted(engines))
         tensors: dict[str, TensorMeta] = {each.name: each for word in self.publications for each in word.tensors}
         map = VersionMap(
@@ -62,17 +62,17 @@ class DirectTransfer:
         return map
 
     async def install(self, attempt: SyncAttempt, until_s: float | None) -> dict[EngineId, PeerResult]:
-        """Have the trainer send it. Raises SyncFailed where an engine does not have it then. Where none has, no engine
-        is left out next time: it may be the trainer's fault."""
+        """Have the trainer send the version to the engines. Raises SyncFailed if an engine does not have it afterwards.
+        If no engine has it, the next attempt leaves none out, because the trainer may be the cause."""
         record, began_s = self._record, self._acts.clock.now_s()
         self._begin(changes=True, until_s=until_s)
         became = await self._backend.install(self)
         results: dict[EngineId, PeerResult] = {}
         failed: dict[EngineId, str] = {}
         for engine in self.engines:
-            error = became.get(engine, OutcomeUnknown("the backend says nothing of it"))
+            error = became.get(engine, OutcomeUnknown("the backend reported no result"))
             if error is None and self._acts.installed(engine) != self.version:
-                error = OutcomeUnknown(f"it has been sent version {self.version}, and does not say that it has it")
+                error = OutcomeUnknown(f"version {self.version} was sent, but the engine does not report it")
             if error is None:
                 results[engine] = PeerResult("", OrderOutcome.DONE)
                 record.engine(engine, EngineSync.INSTALLED, install_s=self._acts.clock.now_s() - began_s)
@@ -86,25 +86,26 @@ class DirectTransfer:
         return results
 
     def broken(self) -> None:
-        """The attempt has failed."""
+        """Clean up after a failed attempt: reset the backend and close the trainer's open step."""
         self._backend.forget()
         self._withdraw_request()
 
     async def relayed(self, rank: int, number: int, call: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Raises Permanent where nothing of the kind is asked, and as the backend does."""
+        """Handle a call of a trainer's rank for step `number`; return the answer. Raises Permanent if this step is not
+        open, and the backend's own errors."""
         if self._asked is None or self._asked[0].number != number or self._asked[1].done():
-            raise Permanent(f"step {number} of weight sync {self._record.id} is over: nothing more can be done for it")
+            raise Permanent(f"step {number} of weight sync {self._record.id} is over")
         if call == STEP_FAILED:
             self._asked[1].set_exception(OutcomeUnknown(f"rank {rank} of the trainer: {body.get('why', 'has failed')}"))
             return {}
         if rank != 0:
-            return {}  # they take part in gathering; the first one's word is for all
+            return {}  # the other ranks only take part in gathering; rank 0 reports for all
         if call == STEP_DONE:
             self._asked[1].set_result(None)
             return {}
         return await self._backend.relayed(self, call, body)
 
-    # --- as backends see it
+    # --- DirectSync, called by backends
 
     async def at(self, engine: EngineId, act: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
         acts, changes = self._acts, self._changes
@@ -121,7 +122,7 @@ class DirectTransfer:
         if result.outcome is OrderOutcome.DONE:
             told: Mapping[str, Any] = json.loads(result.result_json or "{}")
             return told
-        words = f"{engine}: {act}: {result.detail}"
+        words = f"{engine}: {act} failed: {result.detail}"
         raise OutcomeUnknown(words) if result.outcome is OrderOutcome.UNKNOWN else Permanent(words)
 
     async def request_trainer(self, step: str, body: Mapping[str, Any]) -> None:
@@ -132,7 +133,7 @@ class DirectTransfer:
         within_s = max(0.0, self._until_s - self._acts.clock.now_s())
         try:
             await within(self._acts.clock, within_s, ended)
-        except Permanent as error:  # no rank ends a step by one
+        except Permanent as error:  # the time limit: ranks never end a step with Permanent
             raise OutcomeUnknown(f"the trainer did not {step} within {within_s:.0f} s") from error
         finally:
             self._withdraw_request()

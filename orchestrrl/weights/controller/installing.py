@@ -1,8 +1,9 @@
-"""Bring one version into engines: choose those that take part, install behind a closed barrier, verify, and let
-requests go on, by the new version or by the one from before.
+"""Install one version into engines: choose participants, install behind the closed barrier, verify, and resume
+requests.
 
-Resuming and going back are done again, from any point, by a daemon that finds them half done. What is reported of an
-engine is what is in it; an engine of which that is not certain gets no requests until it is repaired.
+Requests resume with the new version, or with the previous one after a failure. A daemon that finds a resume or a
+rollback half done repeats it, from any point. The version reported for an engine is the version it really has; an
+engine whose version is uncertain gets no requests until it is repaired.
 """
 
 import asyncio
@@ -22,13 +23,13 @@ from planner.model import EngineId
 
 logger = logging.getLogger(__name__)
 
-SETTLED_WITHIN_S = 5.0  # for peers to be told which engines there are
+SETTLED_WITHIN_S = 5.0  # wait for peers to receive their engine assignments
 
 
 @dataclass(slots=True)
 class BorrowedPause:
-    """Another holder's closed barrier, to be used until `until_s`. `outcome`: the version to open it with, and engines
-    without it."""
+    """A barrier that another holder has closed and that the sync may use until `until_s`. `outcome` resolves to the
+    version with which to open it, and the engines without that version."""
 
     until_s: float
     may_probe: bool
@@ -36,7 +37,7 @@ class BorrowedPause:
 
 
 class Installing:
-    """Brings one version from the hosts of engines into the engines. `direct`: the trainer sends it itself."""
+    """Installs one version from the engines' hosts into the engines. With `direct`, the trainer sends it to them."""
 
     def __init__(
         self, acts: SyncActions, record: SyncRecord, publications: Sequence[Publication], direct: DirectTransfer | None
@@ -45,11 +46,11 @@ class Installing:
         self._record = record
         self._publications = publications
         self._direct = direct
-        self._given: set[EngineId] = set()  # engines that have taken it, in any attempt
+        self._given: set[EngineId] = set()  # engines that have loaded the version, in any attempt
 
     @property
     def prompt(self) -> tuple[tuple[int, ...], int]:
-        """The prompt of the probe and its number of tokens; an empty prompt: engines are not probed."""
+        """Return the probe's prompt and its number of tokens to generate. An empty prompt disables the probe."""
         told, probe = self._publications[0], self._acts.settings.probe
         if told.probe:
             return told.probe, len(told.expected) or (probe.max_tokens if probe is not None else 8)
@@ -58,13 +59,13 @@ class Installing:
     # --- choose
 
     async def choose(self, attempt: SyncAttempt) -> None:
-        """Set the attempt's targets and receivers; other engines are quarantined when the version is committed. Raises
-        SyncFailed where no engine can have it."""
+        """Set the attempt's targets and receivers. Other engines are quarantined when the version is committed. Raises
+        SyncFailed if no engine can receive the version."""
         acts, record = self._acts, self._record
 
         def away() -> str:
             engines = [engine for engine in acts.awaited() if engine not in attempt.failed]
-            return f"{', '.join(engines)} may come back" if engines else ""
+            return f"{', '.join(engines)} may attach again" if engines else ""
 
         await record.wait_while(away)
         await acts.wait_until(acts.serving.is_settled, SETTLED_WITHIN_S)
@@ -81,18 +82,18 @@ class Installing:
         for engine, why in left.items():
             record.engine(engine, EngineSync.QUARANTINED, why)
         if not targets:
-            words = results_by_engine(left) or "there are none"
-            raise SyncFailed("no_engines", f"no engine can have it: {words}", again=False)
+            words = results_by_engine(left) or "the fleet has none"
+            raise SyncFailed("no_engines", f"no engine can receive the version: {words}", again=False)
         attempt.targets = targets
-        if self._direct is None:  # else peers carry nothing
-            # Hosts where engines may be started find the fleet's weights there then. One of these that fails is left
-            # out of the next attempt.
+        if self._direct is None:  # a direct backend needs no receiving peers
+            # Hosts on which engines may be started later also receive the version, so that it is there then. They take
+            # part in the first attempt only, so that a failing one cannot block the sync.
             idle = [id for id, peer in acts.hub.attached().items() if peer.serves and not peer.engines]
             hosts = {id for engine in targets for id in acts.hub.hosts_of(engine)}
             attempt.receivers = {*hosts, *(idle if record.report.attempt == 1 else [])}
 
     def _why_not(self, engine: EngineId, now: EngineNow) -> str:
-        """Return why an engine cannot have the version; empty where it can."""
+        """Return why an engine cannot receive the version; empty if it can."""
         acts = self._acts
         if acts.hub.peer_of(engine) is None:
             return acts.serving.why_not(engine)
@@ -101,9 +102,10 @@ class Installing:
         return "" if self._direct is not None else acts.hub.why_not_whole(engine)
 
     def update(self, attempt: SyncAttempt) -> None:
-        """Drop engines that have left the fleet by order, and add those that have come and whose peers have the bytes.
+        """Drop engines that have left the fleet by order, and add engines that have joined and whose peers have the
+        bytes.
 
-        Raises SyncFailed where no engine is left."""
+        Raises SyncFailed if no engine is left."""
         hub, there = self._acts.hub, self._acts.engines()
         come = [
             engine
@@ -114,25 +116,26 @@ class Installing:
             and set(hub.hosts_of(engine)) <= set(attempt.receivers)
         ]
         for engine in come:
-            self._record.engine(engine, EngineSync.PREPARED, "came while the version was on its way")
+            self._record.engine(engine, EngineSync.PREPARED, "joined during the sync")
         if gone := [engine for engine in attempt.targets if engine not in there]:
             self._record.without_engines(gone)
-            self._record.note(f"{', '.join(sorted(gone))} left the fleet while the version was on its way")
+            self._record.note(f"{', '.join(sorted(gone))} left the fleet during the sync")
         attempt.targets = [engine for engine in [*attempt.targets, *come] if engine in there]
         if not attempt.targets:
-            raise SyncFailed("no_engines", "no engine is left that could have it", again=False)
+            raise SyncFailed("no_engines", "no engine is left that could receive the version", again=False)
 
     # --- install and verify
 
     async def install(self, attempt: SyncAttempt, borrowed: BorrowedPause | None) -> None:
-        """Install the version into the attempt's targets, and verify it. From the first moment on they may have it."""
+        """Install the version into the attempt's targets and verify it. From the start of this call a target may have
+        it."""
         record, acts = self._record, self._acts
         record.state(SyncState.INSTALLING)
         engines = sorted(attempt.targets)
         attempt.changed.update(engines)
-        if not attempt.lease:  # if it is opened before we are done, nothing goes there
+        if not attempt.lease:  # if another holder opens the barrier early, these engines get no requests
             attempt.reported = {e: v for e, v in acts.fence.state.versions.items() if e in attempt.targets}
-            acts.fence.forget(engines, "are being given other weights")
+            acts.fence.forget(engines, "other weights are being installed")
         with record.phase(SyncPhase.INSTALL):
             if not attempt.lease and borrowed is None:
                 await each_done(acts.rest(engine, at_rest=True) for engine in engines)
@@ -140,23 +143,24 @@ class Installing:
             if self._direct is not None:
                 results = await self._direct.install(attempt, until_s)
                 if not self.prompt[0]:
-                    record.note("engines were asked nothing: name a probe, there are no sums on this backend")
+                    record.note("engines were not verified: this backend has no checksums; configure a probe")
             else:
                 results = await self._loaded(attempt, until_s)
             if not results:
-                raise SyncFailed("no_engines", "no engine is left that could have it", again=False)
+                raise SyncFailed("no_engines", "no engine is left that could receive the version", again=False)
         record.state(SyncState.VERIFYING)
         with record.phase(SyncPhase.VERIFY):
             await self._verify(attempt, results, may_probe=borrowed is None or borrowed.may_probe)
 
     async def _loaded(self, attempt: SyncAttempt, until_s: float | None) -> dict[EngineId, PeerResult]:
-        """Have engines load it from their hosts' folders. All are waited for: each that fails is left out next time."""
+        """Have engines load the version from their hosts' folders; wait for all of them. The next attempt leaves out
+        every engine that fails."""
         acts, record = self._acts, self._record
         results: dict[EngineId, PeerResult] = {}
 
         async def one(engine: EngineId) -> None:
             began_s = acts.clock.now_s()
-            # Where no version is the fleet's, engines may have been given other weights since, in another way.
+            # Without a committed version, another program may have changed the engines' weights since.
             anew = acts.book.fleet.committed is None and engine not in self._given
             try:
                 results[engine] = await acts.install(engine, record.report.version, until_s, anew=anew)
@@ -177,7 +181,7 @@ class Installing:
         configuration = {engine: now.configuration for engine, now in acts.engines().items()}
         sums = {engine: result.loaded_sum for engine, result in results.items() if result.loaded_sum}
         peers = {engine: acts.hub.peer_of(engine) for engine in results}
-        # Ranks of one layout on several hosts are given a part each.
+        # With ranks on several hosts, each host gets a part, so checksums are compared within equal shares only.
         share = {engine: None if peer is None else peer.share for engine, peer in peers.items()}
         odd = odd_ones(sums, lambda e: (configuration.get(e), share[e], results[e].is_read_back))
         if odd:
@@ -193,7 +197,7 @@ class Installing:
                 raise SyncFailed("verify_failed", results_by_engine(failed), failed)
             expected = self._publications[0].expected
             if expected:
-                odd = {e: f"goes on with {t}, the trainer with {expected}" for e, t in answers.items() if t != expected}
+                odd = {e: f"generated {t}, the trainer {expected}" for e, t in answers.items() if t != expected}
             else:
                 odd = odd_ones(answers, configuration.get)
             if odd:
@@ -205,15 +209,15 @@ class Installing:
         attempt.answers = {configuration[e]: tokens for e, tokens in answers.items() if e in configuration}
 
     def _of_the_fleet(self, failed: Mapping[EngineId, str]) -> dict[EngineId, str]:
-        """Return those that failed, without engines that have left the fleet by order."""
+        """Return `failed` without the engines that have left the fleet by order."""
         gone = [engine for engine in failed if self._acts.gone(engine)]
         self._record.without_engines(gone)
         return {engine: why for engine, why in failed.items() if engine not in gone}
 
-    # --- resume, by the new version
+    # --- resume with the new version
 
     async def resume(self) -> None:
-        """The version is committed: let requests go on by it, where it is."""
+        """Resume requests after the commit, on the engines that have the committed version."""
         acts, record, committed = self._acts, self._record, self._acts.book.fleet.committed
         assert committed is not None
         known = acts.engines()
@@ -226,25 +230,26 @@ class Installing:
         with record.phase(SyncPhase.RESUME):
             lease = acts.own_lease(record.id)
             if not lease or not await self._open(lease, committed.version, without, f"version {committed.version}"):
-                # Another holder closed it, and will open it, or it is open: by then it is known who has what.
+                # Another holder has closed the barrier and will open it, or it is open. Report versions before it
+                # opens.
                 if without:
-                    acts.fence.forget(without, "have not got the fleet's weights")
+                    acts.fence.forget(without, "do not have the fleet's version")
                 if has:
-                    acts.fence.set_version(has, committed.version, "brought by a weight sync")
+                    acts.fence.set_version(has, committed.version, "installed by a weight sync")
                 await self._let_run(has)
-            elif left_resting := acts.rested.intersection(has):  # by a repair that was cut short
+            elif left_resting := acts.rested.intersection(has):  # paused by an interrupted repair
                 await acts.try_each(left_resting, lambda engine: acts.rest(engine, at_rest=False))
         for engine in sorted(known):
             if engine in has:
                 record.engine(engine, EngineSync.SERVES)
             else:
-                record.engine(engine, EngineSync.QUARANTINED, committed.quarantined.get(engine, "was not there"))
+                record.engine(engine, EngineSync.QUARANTINED, committed.quarantined.get(engine, "was not attached"))
 
-    # --- go back, to the version from before
+    # --- roll back to the previous version
 
     async def go_back(self, attempt: SyncAttempt) -> None:
-        """The version is not committed: give engines that may have it, or half of it, what the fleet has. Where no peer
-        keeps the fleet's version, they wait for the next one."""
+        """Roll back an uncommitted version: install the fleet's version into engines that may have all or part of the
+        new one. If no peer keeps the fleet's version, these engines wait for the next one."""
         acts, record = self._acts, self._record
         gone = [engine for engine in attempt.changed if acts.gone(engine)]
         changed = sorted(attempt.changed.difference(gone))
@@ -255,24 +260,24 @@ class Installing:
         if not changed:
             if lease:
                 await acts.refresh(self._known_to_barrier())
-                await self._open(lease, None, sorted(acts.book.fleet.quarantined), "nothing was changed")
+                await self._open(lease, None, sorted(acts.book.fleet.quarantined), "no engine was changed")
             return
         if not acts.is_closed:
             lease = await self._close_again(changed)
         acts.notice_others()
         committed = acts.book.fleet.committed
-        # As they were is not as they should be, of those that were changed by an attempt before.
+        # An engine that an earlier attempt changed is quarantined: being unchanged by this one does not make it good.
         untouched = attempt.untouched.difference(acts.book.fleet.quarantined)
         touched = [engine for engine in changed if engine not in untouched]
         if committed is not None:
             bad = await self._bring_back(committed, touched)
         else:
-            why = "the weights from before cannot be brought back: it waits for the next version"
+            why = "the previous weights cannot be restored: it waits for the next version"
             bad = dict.fromkeys(touched, why)
         await acts.refresh({*self._known_to_barrier(), *(engine for engine in changed if engine not in bad)})
         if committed is not None:
             for engine in acts.lacking(committed.version, changed):
-                bad.setdefault(engine, "was restarted since it got the weights from before")
+                bad.setdefault(engine, "was restarted after the previous weights were restored")
         self._write_down(changed, bad)
         for engine in changed:
             state = EngineSync.QUARANTINED if engine in bad else EngineSync.ROLLED_BACK
@@ -283,18 +288,19 @@ class Installing:
         else:
             self._report_as_before({e: v for e, v in attempt.reported.items() if e in good and e in untouched})
         without = sorted(engine for engine in acts.book.fleet.quarantined if engine in acts.engines())
-        if not lease or not await self._open(lease, None, without, "engines have the weights from before"):
+        if not lease or not await self._open(lease, None, without, "engines have the previous weights"):
             await self._let_run(good)
 
     def _known_to_barrier(self) -> set[EngineId]:
-        """Engines that get requests by what the pause barrier knows of them: one may have been started anew unseen."""
+        """Return the engines whose version the pause barrier has, so that they get requests. A restart of one may have
+        been missed."""
         return set(self._acts.engines()).intersection(self._acts.fence.state.versions)
 
     async def _close_again(self, changed: Collection[EngineId]) -> str:
-        """Close the barrier once more where the lease has ended meanwhile; return the new lease. Where the barrier does
-        not close, return an empty one and have peers bring these engines to rest."""
+        """Close the barrier again after the lease has ended; return the new lease's id. If the barrier cannot be
+        closed, have peers pause these engines and return an empty string."""
         acts = self._acts
-        acts.fence.forget(changed, "were being changed when the pause barrier opened")
+        acts.fence.forget(changed, "were being changed while the pause barrier opened")
         if acts.fence.is_manned():
             try:
                 return await acts.close_barrier(self._record.id, empty=False)
@@ -304,7 +310,7 @@ class Installing:
         return ""
 
     async def _bring_back(self, committed: CommittedVersion, engines: Collection[EngineId]) -> dict[EngineId, str]:
-        """Install the fleet's version; return the engines that do not have it after that, and why."""
+        """Install the fleet's version; return the engines that do not have it afterwards, with the reason."""
         acts = self._acts
         if committed.is_kept:
             return await acts.try_each(engines, lambda engine: acts.install(engine, committed.version))
@@ -312,7 +318,7 @@ class Installing:
         return {engine: lost for engine in engines if acts.installed(engine) != committed.version}
 
     def _write_down(self, changed: Collection[EngineId], bad: Mapping[EngineId, str]) -> None:
-        """Write down what became of the changed engines, before the pause barrier is told."""
+        """Journal the state of the changed engines, before it is reported to the pause barrier."""
         book, committed = self._acts.book, self._acts.book.fleet.committed
         if committed is None:
             book.stands(FleetWeights(None, {**book.fleet.spoilt, **bad}))
@@ -324,27 +330,28 @@ class Installing:
     def _report_committed(
         self, committed: CommittedVersion, good: Collection[EngineId], bad: Collection[EngineId]
     ) -> None:
-        """Report the version of all engines that serve: a lease that has ended by itself has left nothing known."""
+        """Report the version of all serving engines to the pause barrier, which has discarded it if the lease
+        expired."""
         acts, known, state = self._acts, self._acts.engines(), self._acts.fence.state
         if bad:
-            acts.fence.forget(bad, "did not get the weights from before again")
+            acts.fence.forget(bad, "the previous weights could not be restored")
         still = [engine for engine in committed.has if acts.installed(engine) == committed.version]
         unknown = {e for e in (*good, *still) if e in known and state.versions.get(e) != committed.version}
         if unknown := unknown.difference(bad):
-            acts.fence.set_version(sorted(unknown), committed.version, "have the weights from before")
+            acts.fence.set_version(sorted(unknown), committed.version, "have the previous weights")
 
     def _report_as_before(self, reported: Mapping[EngineId, int]) -> None:
-        """Report again what came in another way, and has not been changed."""
+        """Report again the versions that came from outside weight sync and were not changed."""
         acts = self._acts
         unknown = {e: v for e, v in reported.items() if e not in acts.fence.state.versions and e not in acts.stale}
         for version in sorted(set(unknown.values())):
             engines = sorted(engine for engine in unknown if unknown[engine] == version)
-            acts.fence.set_version(engines, version, "have what they had before")
+            acts.fence.set_version(engines, version, "were not changed")
 
     # --- the barrier
 
     async def _open(self, lease: str, version: int | None, without: Collection[EngineId], reason: str) -> bool:
-        """Open the barrier; return False where the lease has ended before."""
+        """Open the barrier; return False if the lease had already ended."""
         acts = self._acts
         restarted = [] if version is None else [engine for engine in acts.engines() if engine in acts.stale]
         try:
@@ -355,16 +362,17 @@ class Installing:
         return True
 
     async def _let_run(self, engines: Collection[EngineId]) -> None:
-        """Have peers let engines run where the barrier is open: without a gateway, peers keep engines still."""
+        """Have peers resume engines if the barrier is open: without a gateway, peers have paused them."""
         acts = self._acts
         if not acts.is_closed:
             failed = await acts.try_each(engines, lambda engine: acts.rest(engine, at_rest=False))
             for engine, detail in failed.items():
-                logger.warning("%s was not told to run again: %s", engine, detail)
+                logger.warning("%s could not be resumed: %s", engine, detail)
 
 
 def odd_ones(said: Mapping[EngineId, object], group: Callable[[EngineId], object]) -> dict[EngineId, str]:
-    """Return in each group those that say something else than most; where there is no majority: all of it. Pure."""
+    """Return the engines whose value differs from the majority of their group, with a text. Without a majority, return
+    the whole group. Pure."""
     groups: dict[object, list[EngineId]] = {}
     for engine in sorted(said):
         groups.setdefault(group(engine), []).append(engine)
@@ -375,5 +383,5 @@ def odd_ones(said: Mapping[EngineId, object], group: Callable[[EngineId], object
         if len(counts) > 1 and 2 * count <= len(engines):
             odd.update(dict.fromkeys(engines, "engines of one configuration do not agree"))
         else:
-            odd.update({e: f"{said[e]} where others of its kind have {most}" for e in engines if said[e] != most})
+            odd.update({e: f"has {said[e]}, others of its configuration {most}" for e in engines if said[e] != most})
     return odd

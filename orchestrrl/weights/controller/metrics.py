@@ -1,4 +1,4 @@
-"""Prometheus metrics of weight syncs: the fleet's version, how syncs came out, and what each phase takes."""
+"""Prometheus metrics of weight syncs: the fleet's version, sync outcomes, and the time of each phase."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -11,11 +11,11 @@ from orchestrrl.weights.controller.profile import profile
 from orchestrrl.weights.controller.reports import SyncPhase, SyncReport, SyncState, WeightsStatus
 from orchestrrl.weights.model import PeerRole
 
-LOOKED_AT = 256  # of the newest syncs, at each look: more than can end between two
+LOOKED_AT = 256  # newest syncs read per scrape: more than can end between two scrapes
 
 
 class SyncMetrics:
-    """Counts each sync once, when it is over. `since_s`: those that ended before are another daemon's."""
+    """Counts each sync once, when it is over. Syncs that ended before `since_s` belong to an earlier daemon."""
 
     def __init__(self, since_s: float) -> None:
         self._since_s = since_s
@@ -40,38 +40,38 @@ class SyncMetrics:
 
     def _now(self, status: WeightsStatus) -> Iterator[Metric]:
         if status.committed is not None:
-            help_text = "The version that the fleet is committed to; absent until one was brought by peers."
+            help_text = "The committed version of the fleet; absent until the first commit."
             yield GaugeMetricFamily("orchestrrl_sync_committed_version", help_text, status.committed)
-        help_text = "1 while a version is on its way to the engines."
+        help_text = "1 while a weight sync is running, else 0."
         running = status.sync is not None and not status.sync.over
         yield GaugeMetricFamily("orchestrrl_sync_running", help_text, float(running))
-        help_text = "Engines that have not the fleet's version and get no requests until they have."
+        help_text = "Engines that do not have the fleet's version and get no requests until they do."
         yield GaugeMetricFamily("orchestrrl_sync_quarantined_engines", help_text, len(status.quarantined))
         attached = Counter(peer.role for peer in status.peers if peer.attached)
-        help_text = "Processes that hold weights on their hosts."
+        help_text = "Attached weight peers, by role."
         by_role = [(role, attached[role]) for role in PeerRole]
         yield labelled_gauge("orchestrrl_sync_peers_attached", help_text, "role", by_role)
 
     def _totals(self) -> Iterator[Metric]:
         yield labelled_counter(
             "orchestrrl_syncs",
-            "Weight syncs that are over since the daemon started, by state and reason; aborted: the fleet has the "
-            "version from before; superseded: a newer one was published before its turn came.",
+            "Weight syncs that ended since the daemon started, by state and reason; aborted: the fleet keeps the "
+            "previous version; superseded: a newer version was published before this one was installed.",
             ("state", "reason"),
             sorted(self._outcomes.items()),
         )
-        help_text = "Seconds of phases of weight syncs, over all attempts, of those that are over."
+        help_text = "Seconds per phase of ended weight syncs, summed over attempts."
         phases = SummaryMetricFamily("orchestrrl_sync_phase_seconds", help_text, labels=["phase"])
         for phase in SyncPhase:
             phases.add_metric([phase], self._ran[phase], self._ran_s[phase])
         yield phases
-        help_text = "Seconds from a trainer's first move until requests ran by the new version, of those that are done."
+        help_text = "Seconds from the start of the trainer's offload to the resumption of requests, of completed syncs."
         yield SummaryMetricFamily("orchestrrl_sync_seconds", help_text, self._done, self._whole_s)
-        help_text = "Seconds for which requests stood still for weight syncs."
+        help_text = "Seconds for which requests were paused for weight syncs."
         yield CounterMetricFamily("orchestrrl_sync_still_seconds", help_text, self._still_s)
-        help_text = "Bytes of weights that peers were sent by peers."
+        help_text = "Bytes of weights sent between peers."
         yield CounterMetricFamily("orchestrrl_sync_carried_bytes", help_text, self._carried_bytes)
-        help_text = "Edges that broke while bytes were carried, and were replaced."
+        help_text = "Edges that broke during transfers and were replaced."
         yield CounterMetricFamily("orchestrrl_sync_mended_edges", help_text, self._mended)
 
     def _count(self, report: SyncReport) -> None:
@@ -92,8 +92,8 @@ def _against(report: SyncReport) -> Metric:
     took = profile(report)
     return labelled_gauge(
         "orchestrrl_sync_transfer_ratio",
-        "What carrying the last version took, over the plan's estimate of it and over the bound that no plan beats; "
-        "absent where not all was carried.",
+        "Ratio of the last transfer's time to the plan's estimate and to the lower bound of any plan; absent if the "
+        "transfer was not completed.",
         "of",
         [("estimate", took.over_estimate), ("bound", took.over_bound)],
     )

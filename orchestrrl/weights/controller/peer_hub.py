@@ -1,7 +1,7 @@
-"""The peers that are attached, and the orders on their way to each: each has an id and one result.
+"""Track attached peers and deliver orders to them. Each order has an id and one result.
 
-A peer that attaches again replaces its old stream, and is given again what it has not answered; it does nothing twice.
-Hosts' clocks may differ: a deadline is given in the peer's, and lies there at ours or before it.
+A peer that attaches again replaces its old stream and receives its unanswered orders again; it carries out none twice.
+Hosts' clocks may differ: a deadline is converted to the peer's clock, where it is never later than the daemon's.
 """
 
 import asyncio
@@ -21,8 +21,8 @@ from planner.model import EngineId, PeerId
 
 logger = logging.getLogger(__name__)
 
-FORGET_AFTER_S = 3600.0  # a peer that went away, where there is no room for another
-# What a listener hears of a peer; None: it has gone away.
+FORGET_AFTER_S = 3600.0  # a detached peer may be dropped after this time to make room for another
+# The reports of a peer that a listener receives; None means that the peer has detached.
 Heard = Peer | EdgeEvent | ArrivedBytes | None
 Listener = Callable[[PeerId, Heard], None]
 _Asked = OpenOrder[PeerId, PeerOrder, PeerResult]
@@ -30,51 +30,51 @@ _Asked = OpenOrder[PeerId, PeerOrder, PeerResult]
 
 @dataclass(frozen=True, slots=True)
 class PeerState:
-    """A peer that is or was attached, as it last introduced itself."""
+    """The last description that a peer sent of itself, and whether it is attached."""
 
     peer: Peer
     attached: bool
-    last_report_s: float  # last; of one that has gone: when it went
+    last_report_s: float  # of a detached peer: the time at which it detached
 
 
 class PeerStream:
-    """One peer's stream of orders, from its introduction to its end."""
+    """The stream of orders to one peer, from attach to detach."""
 
     def __init__(self, hub: "PeerHub", peer: PeerId, waiting: Iterable[_Asked]) -> None:
         self.peer = peer
         self._hub = hub
         self.waiting = OrderStream(waiting)
-        self.ahead_s = 0.0  # the peer's clock, of ours: at least so much; as long as it has not said the time, none
+        self.ahead_s = 0.0  # lower bound of the peer's clock minus the daemon's; 0 until the peer sends its time
 
     async def orders(self) -> AsyncIterator[PeerOrder]:
-        """Each as it comes, until `end`, or until the peer has attached anew. What nobody waits for any more is left
-        out."""
+        """Yield each order as it is queued, until `end` or until the peer attaches again. Orders whose caller no longer
+        waits are skipped."""
         async for asked in self.waiting.orders():
             if asked.is_awaited:
                 asked.sends += 1
                 yield asked.order.by_clock(self.ahead_s)
 
     def stamped(self, sent_s: float) -> None:
-        """The peer's clock when it sent what has come now. By now it is past that, if anything: a deadline moved by the
-        difference is never later than ours, however long an order then waits on its way. It is earlier by what the
-        message was late, until the next one."""
+        """Update the clock offset from the time at which the peer sent the message that has just arrived. The message
+        was delayed, so the offset is a lower bound and a converted deadline is never later than the daemon's. It is
+        earlier by the delay of the message, until the next message."""
         if math.isfinite(sent_s):
             self.ahead_s = sent_s - self._hub.now_s()
 
     def on_news(self, news: PeerNews) -> None:
-        """Handle news of the peer. A stream that has ended is ignored: the peer sends its state again."""
+        """Handle a report of the peer. Reports on an ended stream are ignored: the peer sends its state again."""
         if not self.waiting.ended:
             self._hub.on_news(self.peer, news)
 
     def end(self) -> None:
-        """Harmless when it has ended."""
+        """End the stream and mark the peer as detached. A repeated call has no effect."""
         if not self.waiting.ended:
             self.waiting.end()
             self._hub.ended(self)
 
 
 class PeerHub:
-    """All peers of one daemon. `generation` is its journal's; a peer is waited for `patience_s` when it has gone."""
+    """All peers of one daemon. `generation` is that of its journal; orders wait `patience_s` for a detached peer."""
 
     def __init__(self, clock: Clock, generation: int, patience_s: float = 30.0, most_peers: int = 8192) -> None:
         self._most_peers = most_peers
@@ -85,7 +85,7 @@ class PeerHub:
         self._open: OpenOrders[PeerId, PeerOrder, PeerResult] = OpenOrders()
         self.peers: dict[PeerId, PeerState] = {}  # every peer that ever attached
         self._streams: dict[PeerId, PeerStream] = {}  # of those that are attached
-        self._by_engine: dict[EngineId, Peer] | None = None  # attached peers; None: to be found again
+        self._by_engine: dict[EngineId, Peer] | None = None  # cache of attached peers by engine; None if invalid
         self._listeners: list[Listener] = []
 
     def attached(self) -> dict[PeerId, Peer]:
@@ -99,44 +99,42 @@ class PeerHub:
         return self._by_engine.get(engine)
 
     def hosts_of(self, engine: EngineId) -> list[PeerId]:
-        """Return the peers whose bytes an engine needs: the one that installs into it, and those of its other hosts,
-        attached or not."""
+        """Return the peers on the hosts of an engine: the attached peer that installs into it, and those of its other
+        hosts, attached or not."""
         own = self.peer_of(engine)
         others = [id for id, state in sorted(self.peers.items()) if engine in state.peer.ranks_of]
         return [*([] if own is None else [own.id]), *others]
 
     def engines_of(self, peers: Iterable[PeerId]) -> list[EngineId]:
-        """Return the engines that need what these peers hold, ranks of engines of several hosts included."""
+        """Return the engines that need the bytes of these peers, including engines with ranks on several hosts."""
         known = [self.peers[peer].peer for peer in peers if peer in self.peers]
         return [engine for peer in known for engine in (*(each.engine for each in peer.engines), *peer.ranks_of)]
 
     def why_not_whole(self, engine: EngineId) -> str:
-        """Return why an engine of several hosts would not get all of a version; empty where it would."""
+        """Return why an engine with several hosts could not load a whole version; empty if it could."""
         own, attached = self.peer_of(engine), self.attached()
         for id in self.hosts_of(engine) if own is not None else ():
             if id not in attached:
                 return f"peer {id}, of another of its hosts, is not attached"
             if own is not None and attached[id].folder != own.folder:
                 folders = f"{own.id} has {own.folder}, {id} has {attached[id].folder}"
-                return (
-                    f"its ranks are all told of one folder: start its hosts' peers with the same --folder ({folders})"
-                )
+                return f"its ranks all load from one folder: start its hosts' peers with the same --folder ({folders})"
         return ""
 
     def now_s(self) -> float:
         return self._clock.now_s()
 
     def ours_s(self, peer: PeerId, theirs_s: float) -> float:
-        """Return a time of the peer's clock in ours; unchanged where the peer is not attached or has sent no time."""
+        """Convert a time of the peer's clock to the daemon's; unchanged if the peer is detached or has sent no time."""
         stream = self._streams.get(peer)
         return theirs_s if stream is None else theirs_s - stream.ahead_s
 
     def listen(self, listener: Listener) -> None:
-        """It is called with what peers tell, but for results, and when they come and go."""
+        """Call `listener` with every report of a peer except results, and when a peer attaches or detaches."""
         self._listeners.append(listener)
 
     def attach(self, peer: Peer) -> PeerStream:
-        """Raises ProblemFaults and LimitReached."""
+        """Attach a peer; return its stream. Raises ProblemFaults, and LimitReached if too many peers are known."""
         if faults := self._faults(peer):
             raise ProblemFaults(faults)
         self._make_room(peer.id)
@@ -152,8 +150,8 @@ class PeerHub:
     async def send_order(
         self, peer: PeerId, order: Order, within_s: float, patience_s: float | None = None
     ) -> PeerResult:
-        """The peer's answer. Raises Retryable when the order has not been given, because the peer has gone and did not
-        come back in time; OutcomeUnknown when it was given and there is no answer."""
+        """Send an order to a peer; return its result. Raises Retryable if the order was not sent because the peer did
+        not attach in time, and OutcomeUnknown if it was sent and not answered."""
         if peer not in self.peers:
             raise Retryable(f"peer {peer} is not attached", REATTACH_S)
         id = f"w{self._generation}-{next(self._numbers)}"
@@ -176,8 +174,7 @@ class PeerHub:
             self._open.close(asked)
 
     async def try_order(self, peer: PeerId, order: Order, within_s: float) -> str:
-        """Send an order to a peer that is not waited for while it is away. Return why it was not done, else an empty
-        string."""
+        """Send an order without waiting for a detached peer. Return why it was not done, or an empty string."""
         try:
             result = await self.send_order(peer, order, within_s, 0.0)
         except OrchestrRLError as error:
@@ -185,7 +182,7 @@ class PeerHub:
         return "" if result.outcome is OrderOutcome.DONE else result.detail or result.outcome
 
     def close(self) -> None:
-        """End every stream, so that peers notice at once and attach to the next daemon."""
+        """End every stream, so that peers detect it at once and attach to the next daemon."""
         for stream in self._streams.values():
             stream.waiting.end()
 
@@ -199,7 +196,7 @@ class PeerHub:
             return
         if isinstance(news, Peer):
             if faults := self._faults(news) + ([] if news.id == peer else [f"id: must stay {peer}, got {news.id!r}"]):
-                logger.error("peer %s says of itself what cannot be: %s", peer, "; ".join(faults))
+                logger.error("peer %s sent an invalid report of itself: %s", peer, "; ".join(faults))
                 return
             news = self._without_others(news)
             self.peers[peer] = replace(state, peer=news)
@@ -216,7 +213,7 @@ class PeerHub:
     # --- inside
 
     async def _until_hopeless(self, asked: _Asked, within_s: float, patience_s: float) -> str:
-        """Returns when no answer is to be expected any more, with why."""
+        """Wait until no answer can be expected any more; return the reason."""
         by_s = asked.over_s
         while True:
             state, now_s = self.peers[asked.destination], self._clock.now_s()
@@ -224,27 +221,28 @@ class PeerHub:
             if now_s >= by_s:
                 return f"has not answered within {within_s:g} s"
             if not state.attached and now_s >= gone_until_s:
-                return f"has been gone for {now_s - state.last_report_s:.0f} s"
+                return f"has been detached for {now_s - state.last_report_s:.0f} s"
             await self._clock.sleep(min(by_s, max(gone_until_s, now_s + REATTACH_S)) - now_s)
 
     def _faults(self, peer: Peer) -> list[str]:
         faults = []
         if (peer.engines or peer.ranks_of) and peer.role is not PeerRole.ENGINE:
-            faults.append(f"engines: only of peers with role engine, got role {peer.role}")
+            faults.append(f"engines: allowed only for peers with role engine, got role {peer.role}")
         for place, engine in enumerate(peer.ranks_of):
             if any(engine == each.engine for each in peer.engines):
-                faults.append(f"ranks_of[{place}]: is this peer's own engine, got {engine!r}")
+                faults.append(f"ranks_of[{place}]: must not be one of the peer's own engines, got {engine!r}")
         others = ((id, its) for id, its in self.attached().items() if id != peer.id and peer.engines)
         taken = {engine.engine: id for id, its in others for engine in its.engines if not engine.given}
         faults += [
-            f"engines[{place}].engine: is peer {taken[each.engine]}'s already, got {each.engine!r}"
+            f"engines[{place}].engine: already belongs to peer {taken[each.engine]}, got {each.engine!r}"
             for place, each in enumerate(peer.engines)
             if not each.given and each.engine in taken
         ]
         return faults
 
     def _make_room(self, peer: PeerId) -> None:
-        """Forget peers that have been away for long, if this is one too many."""
+        """Drop peers that detached long ago if there is no room for a new peer. Raises LimitReached if none can be
+        dropped."""
         if peer in self.peers or len(self.peers) < self._most_peers:
             return
         gone_s = self._clock.now_s() - FORGET_AFTER_S
@@ -252,16 +250,17 @@ class PeerHub:
             if not state.attached and not self._open.to(id) and state.last_report_s < gone_s:
                 del self.peers[id]
         if len(self.peers) >= self._most_peers:
-            limit = f"at most {self._most_peers} peers can be known at a time (limits.nodes)"
-            raise LimitReached(f"id: {limit}, got {shorten(peer)} as one more")
+            limit = f"the daemon can track at most {self._most_peers} peers (limits.nodes)"
+            raise LimitReached(f"id: {limit}, got {shorten(peer)} in addition")
 
     def _without_others(self, peer: Peer) -> Peer:
-        """An engine that it was once told of may be another's by now: it is told so soon."""
+        """Return the peer without assigned engines that now belong to another peer; an order with its new assignment
+        follows."""
         others = (other for id, other in self.attached().items() if id != peer.id)
         return _yielding(peer, {each.engine for other in others for each in other.engines})
 
     def _make_way(self, peer: Peer) -> None:
-        """Engines that it was started with are no other's, who was only told of them."""
+        """Remove the engines of this peer's command line from other peers to which the daemon assigned them."""
         own = {each.engine for each in peer.engines if not each.given}
         for other, state in self.peers.items() if own else ():
             if other != peer.id and (left := _yielding(state.peer, own)) is not state.peer:
@@ -276,9 +275,9 @@ class PeerHub:
 
 
 def _yielding(peer: Peer, taken: Collection[EngineId]) -> Peer:
-    """Return the peer without those of its engines that it was told of and that another one has."""
+    """Return the peer without its assigned engines that are in `taken`."""
     lost = [each.engine for each in peer.engines if each.given and each.engine in taken]
     if not lost:
         return peer
-    logger.warning("peer %s was told of engines that are another's: %s", peer.id, ", ".join(sorted(lost)))
+    logger.warning("peer %s loses engines that belong to another peer: %s", peer.id, ", ".join(sorted(lost)))
     return replace(peer, engines=tuple(each for each in peer.engines if each.engine not in lost))

@@ -1,4 +1,4 @@
-"""Weight syncs as a picture: what was waited for, over time, a bar a version. Matplotlib is loaded to draw one."""
+"""Draw weight syncs as a chart: the critical path over time, one bar per version. Imports matplotlib when drawing."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,8 +7,8 @@ from orchestrrl.core.charts import ChartBar, add_legend, bar_chart, save
 from orchestrrl.weights.controller.profile import SyncProfile, phase_text
 from orchestrrl.weights.controller.reports import SyncPhase
 
-# What is the trainer's is blue, what is planned and prepared grey and violet, the transfer green, what requests stand
-# still for orange and red.
+# Phases of the trainer are blue, planning and preparation grey and violet, the transfer green, and phases during which
+# requests are paused orange and red.
 COLOURS = {
     SyncPhase.OFFLOAD: "#08306b",
     SyncPhase.GATHER: "#2f6db3",
@@ -32,7 +32,7 @@ COLOURS = {
 
 
 def draw(profiles: Sequence[SyncProfile], target: Path) -> None:
-    """Draw the profiles from above in the order given. Raises OSError, and ValueError for an unknown format."""
+    """Draw the profiles from top to bottom in the order given. Raises OSError, and ValueError for an unknown format."""
     bars, bounds = [], []
     for row, profile in enumerate(profiles):
         began_s = profile.path[0].began_s if profile.path else 0.0
@@ -46,7 +46,7 @@ def draw(profiles: Sequence[SyncProfile], target: Path) -> None:
     figure = bar_chart(
         bars,
         {row: _label(profile) for row, profile in enumerate(profiles)},
-        "seconds from the trainer's first move; the line below a transfer is the bound of its plan",
+        "seconds from the start of the first phase; the line below a transfer is the lower bound of its plan",
     )
     if bounds:
         figure.axes[0].hlines(*zip(*bounds, strict=True), color="#22303c", linewidth=2)

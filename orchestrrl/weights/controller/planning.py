@@ -1,4 +1,4 @@
-"""Plan a version's way from the peers that have it to those that need it: shards, waves and edges. Pure."""
+"""Plan the transfer of a version from the peers that have it to those that need it: shards, waves and edges. Pure."""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -21,17 +21,17 @@ from planner.sync_tree.shares import EngineShare, needed_boxes
 
 @dataclass(frozen=True, slots=True)
 class PlannedSync:
-    """The way of a version to all peers that need it. Each edge has its time by the plan's model."""
+    """The planned transfer of a version to all peers that need it. Each edge has its time by the plan's model."""
 
-    map: VersionMap  # all of it, whoever has to do with it
-    opens: Mapping[PeerId, OpenVersion]  # for all who hold or receive; sums are filled in when they are known
+    map: VersionMap  # the whole version, for all peers
+    opens: Mapping[PeerId, OpenVersion]  # for all holders and receivers; checksums are filled in later
     edges: tuple[CarryEdge, ...]
     planned_s: Mapping[str, float]  # by edge
     plan: SyncPlan
-    # Who is asked for a shard's sums, one of those who hold it; empty: they are known.
+    # The peer that computes the checksums of each shard, one of its holders; empty if they are known.
     summed_by: Mapping[str, PeerId] = field(default_factory=dict)
-    shares: Mapping[PeerId, EngineShare] = field(default_factory=dict)  # of all peers, as they were planned for
-    held: Mapping[PeerId, HeldVersion] = field(default_factory=dict)  # what peers have had before it
+    shares: Mapping[PeerId, EngineShare] = field(default_factory=dict)  # of all peers, at the time of planning
+    held: Mapping[PeerId, HeldVersion] = field(default_factory=dict)  # bytes that peers had before
 
 
 def plan_sync(
@@ -43,9 +43,9 @@ def plan_sync(
     *,
     name: str = "0",
 ) -> PlannedSync:
-    """Plan from the parts that trainers have staged to all peers of engines. `name`: of the plan, in the ids of its
-    edges: peers may know edges of another plan for the same version. Raises ProblemFaults for what does not fit
-    together, and Unreachable where no way leads to somebody."""
+    """Plan the transfer of parts that trainers have staged to all peers of engines. `name` is the prefix of edge ids,
+    which must differ between plans for the same version. Raises ProblemFaults for inconsistent input, and Unreachable
+    if the network has no path to a receiver."""
     known = {peer.id: peer for peer in peers}
     if faults := list(_unknown_peers(publications, known, network)):
         raise ProblemFaults(faults)
@@ -100,9 +100,9 @@ def plan_repair(
     held: Mapping[PeerId, HeldVersion],
     name: str = "0",
 ) -> PlannedSync:
-    """Plan what these peers lack of a version that is in the fleet already, or that an earlier attempt has brought to
-    some, from the peers that have it: `held`. Only receivers are told to open it. Raises ProblemFaults, and Unreachable
-    where no peer has some of it or no way leads to a receiver."""
+    """Plan the transfer of bytes that `receivers` lack of a version, from the peers that have them (`held`). The
+    version is the fleet's, or an earlier attempt has brought it to some peers. Only receivers get an order to open it.
+    Raises ProblemFaults, and Unreachable if no peer has a byte range or the network has no path to a receiver."""
     known = {peer.id: peer for peer in peers}
     faults = [f"receivers: must be attached, got {peer!r}" for peer in sorted(receivers) if peer not in known]
     faults += _unknown_peers((), known, network)
@@ -122,13 +122,13 @@ def plan_repair(
         segments += shard_segments(shard.id, shard.bytes, wanted, there)
     if lost := [each for each in segments if not each.holders]:
         ranges = [f"{each.shard} from byte {each.offset} to {each.offset + each.bytes}" for each in lost]
-        raise Unreachable(f"nobody has {few(ranges, between=', ')}")
+        raise Unreachable(f"no attached peer has {few(ranges, between=', ')}")
     opens = {peer: OpenVersion(_part_of(fleet, shards, ())) for peer, shards in own.items()}
     return replace(_planned(fleet, opens, segments, known, network, settings, name), held=held)
 
 
 def _touching(fleet: VersionMap, needs: Mapping[str, tuple[Box, ...]]) -> tuple[ShardMap, ...]:
-    """Return the shards of which some is needed."""
+    """Return the shards that overlap the needed boxes."""
 
     def is_needed(piece: ShardSlice) -> bool:
         return any(overlap(piece.box, box) is not None for box in needs.get(piece.parameter, ()))
@@ -150,7 +150,7 @@ def _unknown_peers(
             yield f"publications[{place}].peer: is not attached, got {each.peer!r}"
     for peer in known:
         if peer not in network.stations:
-            yield f"peers.{peer}: is nowhere in the network, got no station"
+            yield f"peers.{peer}: has no station in the network: configure its location"
 
 
 def _parts(publications: Sequence[Publication], peer: PeerId) -> tuple[StagedPart, ...]:
@@ -166,13 +166,13 @@ def _having(parts: Sequence[StagedPart]) -> Mapping[str, tuple[Box, ...]]:
     return {name: tuple(boxes) for name, boxes in found.items()}
 
 
-@lru_cache(maxsize=64)  # peers with the same share are one to `reshard_boxes`
+@lru_cache(maxsize=64)  # peers with equal shares get the identical mapping, which `reshard_boxes` recognizes
 def _needed(share: EngineShare, shapes: tuple[tuple[str, tuple[int, ...]], ...]) -> Mapping[str, tuple[Box, ...]]:
     return needed_boxes(dict(shapes), share)
 
 
 def _part_of(whole: VersionMap, shards: tuple[ShardMap, ...], parts: Iterable[StagedPart]) -> VersionMap:
-    """Return the map of these shards, with their tensors and those of the parts."""
+    """Return the part of the map with these shards, their tensors and the tensors of these parts."""
     names = {name for part in parts for name in part.boxes}
     names.update(piece.parameter for shard in shards for piece in shard.slices)
     return replace(whole, tensors=tuple(tensor for tensor in whole.tensors if tensor.name in names), shards=shards)
@@ -210,7 +210,7 @@ def edge_of(id: str, flow: PeerFlow, receiver: Peer, transport: str) -> CarryEdg
 
 
 def common_transport(settings: WeightSettings, one: Peer, other: Peer) -> str | None:
-    """Return the first transport by the settings' order that both peers have."""
+    """Return the first transport, in the order of the settings, that both peers support, or None."""
     return next((name for name in settings.transports if name in one.transports and name in other.transports), None)
 
 
@@ -224,7 +224,7 @@ def _transports(
             found[src, dst] = transport
         else:
             faults.append(
-                f"peers.{dst}.transports: has none of {', '.join(settings.transports)} in common with {src},"
+                f"peers.{dst}.transports: must have one of {', '.join(settings.transports)} in common with {src},"
                 f" got {', '.join(sorted(known[dst].transports)) or 'none'} and"
                 f" {', '.join(sorted(known[src].transports)) or 'none'}"
             )

@@ -1,5 +1,7 @@
-"""The time of a weight sync: seconds of each phase, what was waited for when, and the transfer against its
-plan and bound. Pure; what to do about it is advice.py."""
+"""Profile a weight sync: seconds per phase, the critical path, and the transfer time against its plan and bound. Pure.
+
+Advice on a profile is in advice.py.
+"""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -15,18 +17,18 @@ PHASE_WORDS: Mapping[SyncPhase, str] = {
     SyncPhase.PHASE_B: "phase B",
     SyncPhase.NEXT_PAUSE: "wait for barrier",
 }
-# Nobody waits for these: requests run, and so may the trainer.
+# Phases that delay neither requests nor the trainer.
 BESIDE = frozenset({SyncPhase.NEXT_PAUSE, SyncPhase.TEAR_DOWN})
-# Requests stand still from the beginning of the first to the end of the last.
+# Requests are paused from the start of the first of these phases to the end of the last.
 STILL = (SyncPhase.FENCE, SyncPhase.INSTALL, SyncPhase.VERIFY, SyncPhase.COMMIT, SyncPhase.RESUME)
 AFTER_TRANSFER = frozenset({SyncPhase.CHECK, SyncPhase.NEXT_PAUSE, *STILL})
 BEFORE_PREPARED = frozenset({SyncState.PUBLISHING, SyncState.PLANNING, SyncState.CARRYING})
-LEAST_MODELLED_S = 0.01  # transfers of less are over before what processes take for themselves
+LEAST_MODELLED_S = 0.01  # below this, process overhead dominates the transfer time
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseStretch:
-    """A stretch of the critical path; `phase` None: between phases."""
+    """A segment of the critical path. `phase` is None for time outside any phase."""
 
     phase: SyncPhase | None
     began_s: float
@@ -39,7 +41,8 @@ class PhaseStretch:
 
 @dataclass(frozen=True, slots=True)
 class PhaseRow:
-    """`seconds` while it ran, over all attempts; of these `waited_s` on the critical path, `share` of the whole."""
+    """The time of one phase: `seconds` in total over all attempts, `waited_s` of it on the critical path, and `share`,
+    the fraction of the sync's time that `waited_s` is."""
 
     phase: SyncPhase
     seconds: float
@@ -49,19 +52,20 @@ class PhaseRow:
 
 @dataclass(frozen=True, slots=True)
 class SyncProfile:
-    """`whole_s`: from the trainer's first move until requests run by the new version, less what nobody waited for."""
+    """The times of one sync. `whole_s` is the time from the start of the trainer's offload until requests run with the
+    new version, without phases that delay neither requests nor the trainer."""
 
     report: SyncReport
     path: tuple[PhaseStretch, ...]
-    rows: tuple[PhaseRow, ...]  # in order of phases; those that did not happen are left out
+    rows: tuple[PhaseRow, ...]  # in order of phases; phases that did not happen are left out
     whole_s: float
-    unnamed_s: float  # of it: no phase says
-    transfer_s: float  # of it: phases A and B
-    still_s: float  # for which requests stood still
+    unnamed_s: float  # part of `whole_s` outside any phase
+    transfer_s: float  # part of `whole_s` in phases A and B
+    still_s: float  # time during which requests were paused
 
     @property
     def dominating(self) -> SyncPhase | None:
-        """The phase that most of the time was waited for; None where nothing was."""
+        """Return the phase with the largest time on the critical path, or None."""
         waited = [row for row in self.rows if row.phase not in BESIDE and row.waited_s > 0]
         return max(waited, key=lambda row: row.waited_s).phase if waited else None
 
@@ -71,13 +75,13 @@ class SyncProfile:
 
     @property
     def carried_gbps(self) -> float | None:
-        """Over all edges together, while bytes were carried."""
+        """Return the total rate of all edges during the transfer, or None without a transfer."""
         return self.report.carried_bytes * 8e-9 / self.transfer_s if self.transfer_s > 0 else None
 
     @property
     def over_estimate(self) -> float | None:
-        """The transfer against the plan's own model of it; None where nothing was planned, not all was carried, or the
-        model's time is one in which processes hardly wake up."""
+        """Return the transfer time divided by the plan's estimate. None without a plan, if the transfer was incomplete,
+        or if the estimate is below LEAST_MODELLED_S."""
         return self._against(self.report.estimate_s)
 
     @property
@@ -89,7 +93,7 @@ class SyncProfile:
 
     @property
     def is_carried(self) -> bool:
-        """Every engine's peer has every byte. One that was given up had them if it went on to what comes after."""
+        """Return whether every engine's peer received every byte. An aborted sync did if it reached a later phase."""
         if self.transfer_s <= 0:
             return False
         if self.report.state in (SyncState.ABORTED, SyncState.SUPERSEDED):
@@ -98,12 +102,13 @@ class SyncProfile:
         return self.report.state not in BEFORE_PREPARED
 
     def seconds(self, *phases: SyncPhase) -> float:
-        """Return the seconds that were waited for these phases."""
+        """Return the seconds that these phases took on the critical path."""
         return sum(row.waited_s for row in self.rows if row.phase in phases)
 
 
 def profile(report: SyncReport, now_s: float | None = None) -> SyncProfile:
-    """`now_s`: until when what lasts is counted; without it, until the last that is known."""
+    """Return the profile of a report. A phase that has not ended counts until `now_s`, or without it until the last
+    known time."""
     end_s = _end_s(report, now_s)
     path = critical_path(report.phases, end_s)
     waited: defaultdict[SyncPhase | None, float] = defaultdict(float)
@@ -125,9 +130,9 @@ def profile(report: SyncReport, now_s: float | None = None) -> SyncProfile:
 
 
 def critical_path(phases: Sequence[PhaseTime], end_s: float) -> tuple[PhaseStretch, ...]:
-    """Return the phase that was waited for at each moment from the first phase's beginning to `end_s`.
-    Backwards from the end: of the phases that ended last the one that began last, and from its beginning on the same
-    again."""
+    """Return the phase on the critical path for each moment from the start of the first phase to `end_s`. The path is
+    built backwards: it takes the phase that ended last (of several, the one that began last), then repeats this from
+    the start of that phase."""
     runs = [(took.phase, took.began_s, _until_s(took, end_s)) for took in phases]
     runs = [run for run in runs if run[2] > run[1]]
     path: list[PhaseStretch] = []
@@ -147,7 +152,7 @@ def phase_text(phase: SyncPhase | None) -> str:
 
 
 def _end_s(report: SyncReport, now_s: float | None) -> float:
-    """Return when the last phase ended: a phase that lasts ends with its sync."""
+    """Return when the last phase ended; an open phase ends with its sync."""
     known = [took.began_s for took in report.phases]
     known += [took.ended_s for took in report.phases if took.ended_s is not None]
     if report.ended_s is not None:

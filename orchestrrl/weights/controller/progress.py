@@ -1,4 +1,4 @@
-"""Track which bytes of a version are where, as edges end and break, and which of them no edge brings. Pure."""
+"""Track which bytes of a version each peer has as edges end and break, and which bytes no edge brings. Pure."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class _Run:
 
 
 class SyncProgress:
-    """The progress of one plan and of the edges that have replaced some of its own."""
+    """The progress of one plan's edges and of the edges that replace broken ones."""
 
     def __init__(self, planned: PlannedSync) -> None:
         self.runs: dict[str, _Run] = {}
@@ -32,19 +32,19 @@ class SyncProgress:
         self.missing: dict[PeerId, dict[str, ByteRanges]] = {}  # by receiver and shard
         self._shards = {peer: tuple(s.id for s in opened.map.shards) for peer, opened in planned.opens.items()}
         self._held = planned.held
-        self.peers = {*self._shards, *self._held}  # that have some of the version or are to have it
+        self.peers = {*self._shards, *self._held}  # peers that have a part of the version or are to receive it
         self._blamed: dict[PeerId, set[PeerId]] = {}
-        # There are thousands of each, and news of them all the time: what is asked then is kept, not looked for.
+        # Indexes, because there are thousands of edges and frequent reports about them.
         self._live: dict[str, CarryEdge] = {}
-        self._into: dict[tuple[PeerId, str], dict[str, CarryEdge]] = {}  # those that last, by receiver and shard
+        self._into: dict[tuple[PeerId, str], dict[str, CarryEdge]] = {}  # live edges by receiver and shard
         self._live_in_a = 0
         self._rates_gbps: dict[tuple[PeerId, str], float] = {}
         self.lacking_peers: set[PeerId] = set()
-        self.doubtful: set[PeerId] = set()  # who may lack bytes that nobody brings
+        self.doubtful: set[PeerId] = set()  # receivers that may lack bytes that no live edge brings
         self.add(planned.edges, planned.planned_s)
         for edge in planned.edges:
             self._lacks(edge.dst, edge.shard, [(edge.offset, edge.bytes)])
-        self.doubtful.clear()  # the plan brings all
+        self.doubtful.clear()  # the plan brings all bytes
 
     @property
     def live(self) -> list[CarryEdge]:
@@ -52,7 +52,7 @@ class SyncProgress:
 
     @property
     def broken_off(self) -> list[CarryEdge]:
-        """Return the edges that ended before they had brought all of their bytes."""
+        """Return the edges that ended before all of their bytes had arrived."""
         return [run.edge for id, run in self.runs.items() if id not in self._live and not run.done]
 
     @property
@@ -73,7 +73,8 @@ class SyncProgress:
                 self._rates_gbps.setdefault((edge.dst, edge.shard), edge.rate_gbps)
 
     def rate_gbps(self, peer: PeerId, shard: str) -> float:
-        """Return the rate of the first edge, which holds for those that replace it; 0: no limit."""
+        """Return the rate limit of the first edge to this peer and shard, which also applies to replacements; 0 means
+        no limit."""
         return self._rates_gbps.get((peer, shard), 0.0)
 
     def live_of(self, peer: PeerId) -> tuple[CarryEdge, ...]:
@@ -83,13 +84,13 @@ class SyncProgress:
         return self._live_in_a > 0
 
     def done(self, event: EdgeEvent) -> None:
-        """The receiver reports an edge as done."""
+        """End an edge that its receiver reports as done."""
         if event.edge in self._live:
             edge = self._over(event.edge, self._live[event.edge].bytes)
             self.runs[edge.id].seconds = max(0.0, event.ended_s - event.began_s)
 
     def broken(self, edge_id: str, arrived_bytes: int) -> CarryEdge | None:
-        """End an edge, of which the receiver keeps what has arrived; return it, or None where it was over already."""
+        """End a broken edge; return it, or None if it had already ended. The receiver keeps `arrived_bytes` of it."""
         if edge_id not in self._live:
             return None
         edge = self._over(edge_id, min(arrived_bytes, self._live[edge_id].bytes - 1))
@@ -98,7 +99,8 @@ class SyncProgress:
         return edge
 
     def on_held(self, peer: PeerId, held: HeldVersion | None) -> None:
-        """A peer that has come back reports the version; None: it has nothing of it."""
+        """Update the missing bytes of a peer that has attached again. `held` is None if it has nothing of the
+        version."""
         if peer not in self.missing:
             return
         if held is None:
@@ -110,7 +112,8 @@ class SyncProgress:
                 self._lacks(peer, shard, ranges)
 
     def corrupt(self, peer: PeerId, missing: Mapping[str, Iterable[Range]]) -> None:
-        """Bytes do not agree with their sums: a peer that brought them is avoided where there is another."""
+        """Mark ranges with wrong checksums as missing, and blame the peers that sent them, which `_mend` then
+        avoids."""
         for shard, ranges in missing.items():
             ranges = list(ranges)
             self._lacks(peer, shard, ranges)
@@ -124,7 +127,7 @@ class SyncProgress:
         return not all(lacking.is_empty for lacking in self.missing.get(peer, {}).values())
 
     def uncovered(self, peer: PeerId) -> dict[str, tuple[Range, ...]]:
-        """Return the ranges that are missing and that no running edge brings."""
+        """Return the missing ranges that no live edge brings, by shard."""
         found = {}
         for shard, lacking in self.missing.get(peer, {}).items():
             left = ByteRanges(lacking.ranges)
@@ -138,7 +141,7 @@ class SyncProgress:
         return frozenset(self._blamed.get(peer, ()))
 
     def lacking(self, peer: PeerId) -> dict[str, tuple[Range, ...]]:
-        """Return the ranges that a peer lacks of each shard that it has or is to have."""
+        """Return the missing ranges of each shard that the peer has or is to receive."""
         if peer in self._shards:
             own = self.missing.get(peer, {})
             return {shard: own[shard].ranges if shard in own else () for shard in self._shards[peer]}
@@ -152,7 +155,7 @@ class SyncProgress:
         return tuple(EdgeTime(e.src, e.dst, e.phase, e.bytes, run.seconds, run.planned_s) for run, e in ends)
 
     def _over(self, edge_id: str, arrived_bytes: int) -> CarryEdge:
-        """End an edge, of which the receiver has so many bytes; return it."""
+        """End an edge of which `arrived_bytes` have arrived; return it."""
         edge = self._live.pop(edge_id)
         self.runs[edge_id].bytes = arrived_bytes
         del self._into[edge.dst, edge.shard][edge_id]

@@ -1,7 +1,7 @@
-"""Engines that have not the fleet's version get it, one after the other, while the others serve.
+"""Repair engines without the fleet's version, one after the other, while the other engines serve.
 
-Those that were left out when it was committed, those that were restarted, and those that came later. Each try is
-written down; between two of one engine it waits longer and longer.
+An engine needs repair if it was left out of the commit, was restarted, or joined later. Each attempt is journalled.
+The delay between two attempts on one engine doubles up to a maximum.
 """
 
 import itertools
@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 FIRST_AGAIN_S = 1.0
 LAST_AGAIN_S = 60.0
 MOST_DOUBLINGS = 16
-# What an engine runs meanwhile came past the gateway, or before the engine was left out: it shall end under the weights
-# that it began with. So many tries let it; the next one ends it, and whoever asked has to ask again.
+# Requests that still run on an engine under repair bypassed the gateway, or began before the engine was left out. They
+# should end with the weights with which they began. DRAINS attempts wait DRAIN_S for that; the next one aborts them.
 DRAIN_S = 10.0
 DRAINS = 6
 
@@ -38,7 +38,8 @@ class _Tried:
 
 
 class EngineRepairs:
-    """`carrying` is the repair's that is under way: it has to hear what peers tell."""
+    """Repairs engines without the fleet's version. `carrying` is the running repair's transfer; the controller forwards
+    peers' reports to it."""
 
     def __init__(self, acts: SyncActions) -> None:
         self.carrying: Carrying | None = None
@@ -47,8 +48,8 @@ class EngineRepairs:
         self._numbers = itertools.count(1)
 
     def poll(self) -> list[EngineId]:
-        """Tell of engines what is known now, and which are to be repaired, by id. Nothing while the pause barrier is
-        closed."""
+        """Record the current versions of engines; return the engines due for repair, sorted by id. Return none while
+        the pause barrier is closed."""
         acts = self._acts
         self._leave()
         if acts.is_closed or acts.notice_others() or acts.book.fleet.committed is None:
@@ -63,7 +64,7 @@ class EngineRepairs:
                     wanting.append(engine)
             elif peer is not None and engine not in committed.has and now.healthy:
                 if engine not in committed.quarantined and told.get(engine) == committed.version:
-                    # Its deployer has said so, and it says so itself.
+                    # Both its deployer and the engine report the version.
                     logger.info("%s was started with version %d", engine, committed.version)
                     acts.book.amend(acts.book.fleet.committed.repaired(engine))
                 elif committed.is_kept:
@@ -73,9 +74,9 @@ class EngineRepairs:
         return [engine for engine in wanting if engine not in self._tried or now_s >= self._tried[engine].after_s]
 
     def on_peer(self, peer: Peer) -> None:
-        """No request goes to an engine that was restarted, from the moment that its peer says so."""
+        """Exclude a restarted engine from requests as soon as its peer reports the restart."""
         fence = self._acts.fence
-        # Where a trainer has brought other weights in its own way, what peers report of engines holds no longer.
+        # If a trainer has installed other weights without peers, the peers' reports about engines are outdated.
         if fence.state.newest not in (None, self._acts.book.fleet.version):
             return
         for each in peer.engines:
@@ -84,7 +85,7 @@ class EngineRepairs:
                 fence.forget([each.engine], f"has {_weights_text(each.installed)}")
 
     async def one(self, engine: EngineId) -> None:
-        """Give an engine the fleet's version, and let it serve once it is verified."""
+        """Install the fleet's version into an engine, verify it, and let the engine serve."""
         acts, committed = self._acts, self._acts.book.fleet.committed
         peer = acts.hub.peer_of(engine)
         if committed is None or peer is None:
@@ -101,15 +102,15 @@ class EngineRepairs:
                 await acts.rest(engine, at_rest=False)
                 return
             await acts.install(engine, committed.version)
-            if acts.notice_others():  # it may have taken ours last
-                acts.fence.forget([engine], "was given weights that are the fleet's no longer")
+            if acts.notice_others():  # the engine may have loaded the old version after the new one
+                acts.fence.forget([engine], "received a version that is no longer the fleet's")
                 return
             await self._same_answer(engine, committed)
             await self._serves(engine, committed)
         except SyncFailed as failure:
             self._put_off(engine, failure.detail)
             if failure.unchanged and failure.code != "not_quiet" and not acts.is_closed:
-                # Its weights are whole, though it is not known which: requests that came past the gateway go on.
+                # Its weights are complete, though their version is unknown: requests that bypass the gateway continue.
                 await acts.try_each([engine], lambda engine: acts.rest(engine, at_rest=False))
         except (OrchestrRLError, ValueError) as error:
             self._put_off(engine, cut(str(error)))
@@ -117,7 +118,7 @@ class EngineRepairs:
     # --- inside
 
     def _leave(self) -> None:
-        """Forget engines that have left the fleet."""
+        """Remove engines that have left the fleet from the records."""
         book = self._acts.book
         told = {*book.fleet.quarantined, *(book.fleet.committed.has if book.fleet.committed is not None else ())}
         if gone := [engine for engine in told if self._acts.gone(engine)]:
@@ -126,7 +127,7 @@ class EngineRepairs:
                 self._tried.pop(engine, None)
 
     def _lost(self, engine: EngineId, why: str) -> None:
-        """Write down that an engine does not have the version."""
+        """Record that an engine does not have the version."""
         acts, committed = self._acts, self._acts.book.fleet.committed
         assert committed is not None
         if engine in acts.fence.state.versions:
@@ -135,7 +136,7 @@ class EngineRepairs:
             acts.book.amend(committed.lost(engine, why))
 
     def _report_again(self) -> None:
-        """Engines that have the version, verified, and of which the pause barrier does not know it."""
+        """Report the version to the pause barrier for verified engines that it does not list with this version."""
         acts, committed = self._acts, self._acts.book.fleet.committed
         assert committed is not None
         state, known = acts.fence.state, acts.engines()
@@ -154,7 +155,7 @@ class EngineRepairs:
         times = before.times + 1 if before else 1
         again_s = min(LAST_AGAIN_S, FIRST_AGAIN_S * 2.0 ** min(times - 1, MOST_DOUBLINGS))
         self._tried[engine] = _Tried(times, self._acts.clock.now_s() + again_s)
-        logger.warning("%s was not repaired, again in %.0f s: %s", engine, again_s, why)
+        logger.warning("repair of %s failed, next attempt in %.0f s: %s", engine, again_s, why)
         acts, committed = self._acts, self._acts.book.fleet.committed
         if committed is not None and committed.quarantined.get(engine) != why:
             try:
@@ -163,7 +164,7 @@ class EngineRepairs:
                 logger.error("%s", error)
 
     async def _bytes(self, peer: Peer, committed: CommittedVersion) -> None:
-        """Bring a peer all bytes that it needs of the version."""
+        """Carry to a peer all bytes of the version that it needs."""
         acts = self._acts
         held = next((each for each in peer.held if each.version == committed.version), None)
         if held is not None and held.complete and held.shards:
@@ -174,7 +175,7 @@ class EngineRepairs:
         map = acts.book.map
         if map is None or map.version != committed.version:
             raise SyncFailed(
-                "bytes_lost", "what the version is made of is not known any more: it waits for the next one"
+                "bytes_lost", "the description of the committed version is lost: the engine waits for the next version"
             )
         peers = list(acts.hub.attached().values())
         network = acts.circuits.network()
@@ -202,15 +203,15 @@ class EngineRepairs:
             return
         tokens = await acts.probe(engine, committed.prompt, len(expected) or 1)
         if tokens != expected:
-            raise SyncFailed("probe_differs", f"{engine} goes on with {tokens}, others of its kind with {expected}")
+            raise SyncFailed("probe_differs", f"{engine} generated {tokens}, others of its configuration {expected}")
 
     async def _serves(self, engine: EngineId, committed: CommittedVersion) -> None:
         acts = self._acts
         if acts.is_closed:
-            raise SyncFailed("not_quiet", "the pause barrier was closed meanwhile")
-        # It may have been restarted while it was looked at.
+            raise SyncFailed("not_quiet", "the pause barrier was closed during the repair")
+        # The engine may have been restarted during the repair.
         if acts.installed(engine) != committed.version:
-            raise SyncFailed("install_failed", f"{engine} has {_weights_text(acts.installed(engine))} after all")
+            raise SyncFailed("install_failed", f"{engine} has {_weights_text(acts.installed(engine))} after the repair")
         fleet = acts.book.fleet
         if fleet.committed is None or fleet.committed.version != committed.version:
             return
@@ -221,4 +222,4 @@ class EngineRepairs:
 
 
 def _weights_text(version: int | None) -> str:
-    return "weights that nobody knows" if version is None else f"version {version}"
+    return "weights of an unknown version" if version is None else f"version {version}"

@@ -1,4 +1,4 @@
-"""A version's way to every engine, as it is told: state, seconds of each phase, engines, and why. Values only."""
+"""Reports on weight syncs: state, time of each phase, state of each engine, and reasons. Values only."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -7,42 +7,42 @@ from planner.model import EngineId
 
 
 class SyncState(StrEnum):
-    PUBLISHING = "publishing"  # not every trainer rank has said what it has
+    PUBLISHING = "publishing"  # some trainer ranks have not published yet
     PLANNING = "planning"
     CARRYING = "carrying"
     PREPARED = "prepared"  # every engine's peer has all bytes, checked
     FENCING = "fencing"
     INSTALLING = "installing"
     VERIFYING = "verifying"
-    COMMITTED = "committed"  # it is the fleet's version, whatever comes; requests do not go on yet
+    COMMITTED = "committed"  # irrevocably the fleet's version; requests are still paused
     DONE = "done"
-    ABORTED = "aborted"  # the fleet has the version from before
-    SUPERSEDED = "superseded"  # a newer one was published before its turn came
+    ABORTED = "aborted"  # the fleet keeps the previous version
+    SUPERSEDED = "superseded"  # a newer version was published before this one was installed
 
 
 OVER = frozenset({SyncState.DONE, SyncState.ABORTED, SyncState.SUPERSEDED})
 
 
 class SyncPhase(StrEnum):
-    """The phases of a sync, in order. The first two are the trainer's. A and B overlap: B is counted after A."""
+    """The phases of a sync, in order. The first two run in the trainer. A and B overlap: B counts from the end of A."""
 
-    OFFLOAD = "offload"  # from the trainer's devices
-    GATHER = "gather"  # shards of its parallelism put together, and in the engines' order
-    PUBLISH = "publish"  # waiting for the last rank
-    SUMS = "sums"  # checksums
+    OFFLOAD = "offload"  # copy from the trainer's devices to its host
+    GATHER = "gather"  # assemble the trainer's shards in the engines' layout
+    PUBLISH = "publish"  # wait for the last rank
+    SUMS = "sums"  # compute checksums
     PLAN = "plan"
-    WINDOW = "window"  # waiting until circuits may change
+    WINDOW = "window"  # wait until circuits may change
     CIRCUITS = "circuits"
-    PHASE_A = "phase_a"  # between PoDs
-    PHASE_B = "phase_b"  # inside them
+    PHASE_A = "phase_a"  # transfer between PoDs
+    PHASE_B = "phase_b"  # transfer inside PoDs
     CHECK = "check"
-    NEXT_PAUSE = "next_pause"  # waiting for somebody to close the pause barrier
-    FENCE = "fence"  # until all requests stand still
+    NEXT_PAUSE = "next_pause"  # wait until another holder closes the pause barrier
+    FENCE = "fence"  # wait until all requests are paused
     INSTALL = "install"
     VERIFY = "verify"
     COMMIT = "commit"
     RESUME = "resume"
-    TEAR_DOWN = "tear_down"  # circuits as they were; requests run meanwhile
+    TEAR_DOWN = "tear_down"  # release circuits; requests run meanwhile
 
 
 TRANSFER = frozenset({SyncPhase.PHASE_A, SyncPhase.PHASE_B})
@@ -50,7 +50,7 @@ TRANSFER = frozenset({SyncPhase.PHASE_A, SyncPhase.PHASE_B})
 
 @dataclass(frozen=True, slots=True)
 class PhaseTime:
-    """When a phase began and ended, seconds since the Unix epoch; `ended_s` None: it lasts."""
+    """The start and end of a phase, in seconds since the Unix epoch. `ended_s` is None while the phase runs."""
 
     phase: SyncPhase
     began_s: float
@@ -66,9 +66,9 @@ class EngineSync(StrEnum):
     PREPARED = "prepared"
     INSTALLED = "installed"
     VERIFIED = "verified"
-    SERVES = "serves"  # the version is the fleet's, and this engine has it
-    ROLLED_BACK = "rolled_back"  # it has the one from before again
-    QUARANTINED = "quarantined"  # it has not the fleet's version, and gets no requests until it has
+    SERVES = "serves"  # the version is committed, and this engine has it
+    ROLLED_BACK = "rolled_back"  # the previous version was restored
+    QUARANTINED = "quarantined"  # without the fleet's version; gets no requests until repaired
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class EngineStatus:
 
 @dataclass(frozen=True, slots=True)
 class EdgeTime:
-    """An edge as it went, beside what was planned."""
+    """The measured and planned time of an edge."""
 
     src: str
     dst: str
@@ -97,7 +97,7 @@ class EdgeTime:
 
 @dataclass(frozen=True, slots=True)
 class SyncReport:
-    """`code` is stable, `detail` is for people.
+    """The report on one sync. `code` is stable, `detail` is for people.
 
     | state | codes |
     |---|---|
@@ -117,21 +117,21 @@ class SyncReport:
     backend: str = "tree"
     attempt: int = 1
     world: int = 1  # trainer ranks
-    published: tuple[int, ...] = ()  # those that have said what they have
+    published: tuple[int, ...] = ()  # ranks that have published
     phases: tuple[PhaseTime, ...] = ()
     engines: tuple[EngineStatus, ...] = ()
-    bytes: int = 0  # of the version
-    carried_bytes: int = 0  # over all edges
+    bytes: int = 0  # size of the version
+    carried_bytes: int = 0  # sum over all edges
     arrived_bytes: int = 0
-    estimate_s: float = 0.0  # of phases A and B, by the plan
+    estimate_s: float = 0.0  # planned time of phases A and B
     lower_bound_s: float = 0.0
     naive_s: float = 0.0
     waves: int = 0
     edges: int = 0
-    mended_edges: int = 0  # that broke, and were replaced
-    slowest: tuple[EdgeTime, ...] = ()  # at most so many as are looked at
+    mended_edges: int = 0  # edges that broke and were replaced
+    slowest: tuple[EdgeTime, ...] = ()  # the slowest edges, at most weights.slowest_edges
     notes: tuple[str, ...] = ()
-    trainer_step_json: str = ""  # of the trainer, on a backend by which it sends itself (weights/backends/base.py)
+    trainer_step_json: str = ""  # open step of the trainer with a direct backend (weights/backends/base.py)
 
     def __post_init__(self) -> None:
         if not 0 <= self.version < 2**64:
@@ -144,10 +144,10 @@ class SyncReport:
 
 @dataclass(frozen=True, slots=True)
 class WeightsStatus:
-    """The fleet's version, the sync under way, quarantined engines, and all known peers by id."""
+    """The fleet's version, the running sync, the quarantined engines, and all known peers sorted by id."""
 
     committed: int | None
-    sync: SyncReport | None  # under way, or the last
+    sync: SyncReport | None  # the running one, else the last
     quarantined: tuple[EngineStatus, ...] = ()
     peers: tuple["PeerStatus", ...] = ()
 
@@ -158,8 +158,8 @@ class PeerStatus:
     role: str
     host: str
     attached: bool
-    engines: tuple[EngineId, ...] = ()  # that it installs into
-    versions: tuple[int, ...] = field(default=())  # that it has whole
+    engines: tuple[EngineId, ...] = ()  # engines into which it installs
+    versions: tuple[int, ...] = field(default=())  # versions that it stores completely
     pod: str = ""
     tor: str = ""
-    ranks_of: tuple[EngineId, ...] = ()  # engines of several hosts that another peer installs into
+    ranks_of: tuple[EngineId, ...] = ()  # engines with ranks on its host into which another peer installs

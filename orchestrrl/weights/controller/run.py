@@ -1,7 +1,7 @@
-"""A weight version as an operation: what each of its steps does, and how it goes back.
+"""Describe the sync of one weight version as an operation: its steps, and how they are undone.
 
-Before the version is committed everything can be undone and begun again; after it nothing is. Running the steps,
-journalling them and resuming after a restart is core/operation.py.
+Before the commit everything can be undone and started again; after it nothing is undone. core/operation.py runs the
+steps, journals them and resumes them after a restart.
 """
 
 import asyncio
@@ -41,18 +41,18 @@ MAY_BE_REPLACED = frozenset({SyncState.PLANNING, SyncState.CARRYING, SyncState.P
 
 
 class SyncStep(Enum):
-    """A step, by its number in its direction. None has a time limit: each order to a peer has its own, and the next
-    pause is waited for."""
+    """A step of a sync, numbered within its direction. Steps have no time limit: each order to a peer has its own, and
+    the wait for the next pause is unlimited."""
 
-    CHOOSE = 1, "choose"  # the engines that are to have it
-    PREPARE = 2, "prepare"  # bring all bytes to them, or what the trainer's own backend does before the fence
+    CHOOSE = 1, "choose"  # select the engines that receive the version
+    PREPARE = 2, "prepare"  # carry all bytes to their peers, or the work of a direct backend before the fence
     FENCE = 3, "fence"  # close the pause barrier, or wait until another holder has closed it
     INSTALL = 4, "install"  # and verify
     COMMIT = 5, "commit"  # the point of no return
     RESUME = 6, "resume"
-    TEAR_DOWN = 7, "tear down"  # circuits as they were
-    KEEP = 8, "keep"  # peers let go of older versions
-    RESTORE = 1, "restore"  # the way back: engines get the version from before
+    TEAR_DOWN = 7, "tear down"  # release circuits
+    KEEP = 8, "keep"  # peers discard older versions
+    RESTORE = 1, "restore"  # backwards: engines get the previous version
 
     def __init__(self, number: int, word: str) -> None:
         self.number = number
@@ -75,8 +75,9 @@ _TO_COMMIT = frozenset(range(1, 6))
 
 
 class SyncRun(Description[SyncStep]):
-    """One version that all ranks have published, or that an earlier daemon has left open: `left`, without
-    publications, why it ended. Errors of the world end in its report."""
+    """The sync of one version that all ranks have published. For a sync that an earlier daemon left open there are no
+    publications, and `left` has the state, code and detail in which it ends if it is not committed. Expected errors end
+    in its report."""
 
     def __init__(
         self,
@@ -87,19 +88,19 @@ class SyncRun(Description[SyncStep]):
         left: tuple[SyncState, str, str] | None = None,
     ) -> None:
         self.sync_record = record
-        self.fingerprints = tuple(sorted(map(fingerprint, publications)))  # of each rank
+        self.fingerprints = tuple(sorted(map(fingerprint, publications)))  # one per rank
         self._at_once = any((each.install or acts.settings.install) == InstallWhen.AT_ONCE for each in publications)
         self.tree = TreeTransfer(acts, record, publications, still=self._at_once, is_up=left is not None)
         self.direct = None if backend is None else DirectTransfer(acts, record, publications, backend)  # None: the tree
         self._acts = acts
         self._is_left = left is not None
-        self._stop = left  # what it ends in, where it is not committed
-        self._may_install = asyncio.Event()  # without waiting for the next pause
+        self._stop = left  # state, code and detail in which it ends if it is not committed
+        self._may_install = asyncio.Event()  # the sync need not wait for the next pause
         self._borrowed: BorrowedPause | None = None
         self._waits_for_barrier = False
         self._committed = False
         self._is_restored = False
-        self._defect: Exception | None = None  # that leaves the fleet to be taken up once more
+        self._defect: Exception | None = None  # an internal error that leaves the fleet to be recovered
         self._attempt = SyncAttempt()
         self._installing = Installing(acts, record, publications, self.direct)
         self._operation = OperationRun(self, acts.book.log, acts.clock, lambda: None)
@@ -114,40 +115,41 @@ class SyncRun(Description[SyncStep]):
     # --- called from outside
 
     def call_off(self, state: SyncState, code: str, why: str) -> None:
-        """Raises Permanent where it is too late."""
+        """Abort the sync with this state, code and reason. Raises Permanent if it is committed or over."""
         if self._committed or self.sync_record.report.over:
-            raise Permanent(f"weight sync {self.id} is {self.sync_record.report.state}: it cannot be called off")
+            raise Permanent(f"weight sync {self.id} is {self.sync_record.report.state}: it cannot be aborted")
         if self._stop is None:
             self._stop = (state, code, why)
-            with contextlib.suppress(Permanent):  # it goes back already, and does not begin again then
+            with contextlib.suppress(Permanent):  # it is being undone already, and will not start another attempt
                 self._operation.call_off(why)
 
     def install_now(self) -> None:
-        """Raises Permanent where nothing is prepared."""
+        """Install without waiting for the next pause. Raises Permanent if the version is not prepared."""
         if self.sync_record.report.state is not SyncState.PREPARED:
             raise Permanent(f"weight sync {self.id} is {self.sync_record.report.state}: nothing waits to be installed")
         self._may_install.set()
 
     @property
     def takes_closed_barrier(self) -> bool:
-        """Return whether a barrier that another holder has closed would be used, or is in use."""
+        """Return whether the sync uses, or would use, a barrier that another holder has closed."""
         return self._borrowed is not None or (self._waits_for_barrier and self._stop is None)
 
     async def borrow(self, until_s: float, may_probe: bool) -> tuple[int | None, tuple[EngineId, ...]]:
-        """Install while another holder has the pause barrier closed; return the version to open it with, and engines
-        without it. A call that is repeated, as the answer was lost, waits for the same."""
+        """Install while another holder has the pause barrier closed; return the version with which to open it and the
+        engines without that version. A repeated call waits for the same result."""
         if self._borrowed is None:
             self._borrowed = BorrowedPause(until_s, may_probe, asyncio.get_running_loop().create_future())
             self._may_install.set()
         return await asyncio.shield(self._borrowed.outcome)
 
     async def run(self) -> None:
-        """Run it to its end; its intent has been written. A defect that leaves the fleet half done is raised."""
+        """Run the sync to its end. Its intent must be in the journal. Raises an internal error that leaves the fleet
+        half done."""
         await self._operation.carry_out()
         await self._over()
 
     async def resume(self, entries: Sequence[JournalEntry]) -> None:
-        """Bring it to its end after its daemon ended; `entries` are those of its steps."""
+        """Finish the sync after a restart of the daemon. `entries` are the journal entries of its steps."""
         committed = self._acts.book.fleet.committed
         self._committed = committed is not None and committed.sync == self.id
         for entry in entries:
@@ -155,7 +157,7 @@ class SyncRun(Description[SyncStep]):
         await self._operation.resume(entries)
         await self._over()
 
-    # --- what core/operation.py asks of it
+    # --- Description, called by core/operation.py
 
     def forward(self) -> tuple[Stage[SyncStep], ...]:
         return _STAGES
@@ -186,7 +188,8 @@ class SyncRun(Description[SyncStep]):
         return await self.do(step)
 
     async def observe(self) -> None:
-        """Engines are asked while they are restored; here their peers are waited for after a restart."""
+        """Wait for the peers of changed engines after a restart. The engines are queried later, when they are
+        restored."""
         changed = self._attempt.changed
         if self._committed or self._is_restored or not self._is_left:
             return
@@ -196,7 +199,7 @@ class SyncRun(Description[SyncStep]):
     def back(self, records: Sequence[StepEntry]) -> tuple[Stage[SyncStep], ...]:
         if self._is_left:
             if self._is_over(records):
-                self.sync_record.note("its end had not been written down")
+                self.sync_record.note("its end was not in the journal")
                 self._is_restored = True
                 return (((SyncStep.TEAR_DOWN,),),)
         else:
@@ -218,14 +221,15 @@ class SyncRun(Description[SyncStep]):
         return self._committed
 
     def retry(self, failure: OperationFailure[SyncStep]) -> bool:
-        """Begin again without the engines that failed; where none is left, with all."""
+        """Return whether to start another attempt, and set it up without the engines that failed. If no engine would be
+        left, the attempt leaves out only those of earlier attempts."""
         acts, record, failed, before = self._acts, self.sync_record, self._failed, self._attempt
         without = dict(before.failed)
         if not {*acts.engines()} <= {*without, *failed.without}:
             without |= failed.without
         by_order = bool(failed.without) and all(
             map(acts.gone, failed.without)
-        )  # that engines leave the fleet is no failure of it
+        )  # engines that left the fleet do not count as a failure
         is_last = record.report.attempt >= acts.settings.attempts and not by_order
         if self._stop is not None or not failed.again or is_last:
             return False
@@ -239,14 +243,14 @@ class SyncRun(Description[SyncStep]):
         lease = self._attempt.lease
         return self._renew(lease) if step is SyncStep.FENCE and lease else None
 
-    # --- its steps
+    # --- steps
 
     async def _choose(self) -> None:
         await self._not_held()
         await self._installing.choose(self._attempt)
 
     async def _prepare(self) -> None:
-        """Do all that can be done before the fence."""
+        """Do everything that is possible before the fence: carry the bytes, or prepare the direct backend."""
         record, attempt = self.sync_record, self._attempt
         if self.direct is not None:
             attempt.map = await self.direct.prepare(list(attempt.targets))
@@ -293,19 +297,20 @@ class SyncRun(Description[SyncStep]):
             is_late = acts.clock.now_s() >= until_s
             if self._borrowed is not None:
                 return ""
-            if acts.is_closed:  # before it opens we are asked
+            if acts.is_closed:  # before the holder opens it, `borrow` is called
                 if is_late:
                     raise SyncFailed("not_quiet", f"the pause barrier is held by another: {acts.fence.state.lease}")
                 return f"{acts.fence.state.lease} has the pause barrier closed"
-            if acts.deploying():  # which does not begin while the pause barrier is closed, and has limits of its own
+            if acts.deploying():  # a deployment does not start while the barrier is closed, and has its own time limits
                 until_s = acts.clock.now_s() + within_s
                 return "engines are being started or stopped"
-            return "" if is_late or acts.serving.is_settled() else "peers are being told of engines that have come"
+            return "" if is_late or acts.serving.is_settled() else "peers are being assigned new engines"
 
         await self.sync_record.wait_while(why_not)
 
     async def _lease(self) -> str:
-        """Return the lease; empty: another holder's, or there is no gateway and peers keep engines still."""
+        """Close the barrier; return the lease's id. Return an empty string if another holder has closed it, or if there
+        is no gateway, so that peers pause the engines."""
         if self._borrowed is not None or not self._acts.fence.is_manned():
             return ""
         try:
@@ -317,13 +322,13 @@ class SyncRun(Description[SyncStep]):
         lease_s = self._acts.settings.lease_s
         while True:
             await self._acts.clock.sleep(lease_s / 3)
-            if self._committed:  # it is opened at once
+            if self._committed:  # the barrier opens next
                 return
             try:
                 await self._acts.fence.renew(lease, lease_s)
             except Permanent as error:
                 logger.error("weight sync %s: %s", self.id, error)
-                return  # it is seen before the commit
+                return  # the commit checks the lease
             except OrchestrRLError as error:
                 logger.warning("weight sync %s: %s", self.id, error)
 
@@ -335,14 +340,14 @@ class SyncRun(Description[SyncStep]):
         self._check_closed()
         has = [engine for engine in attempt.verified if not acts.gone(engine)]
         if not has:
-            raise SyncFailed("no_engines", "no engine is left that could have it", again=False)
+            raise SyncFailed("no_engines", "no engine is left that could receive the version", again=False)
         if lost := acts.lacking(record.report.version, has):
             raise SyncFailed(
                 "verify_failed", f"{few(lost, between=', ')}: restarted since the version was installed", lost
             )
         stands = {each.engine: each for each in record.report.engines}
         quarantined = {
-            engine: stands[engine].detail if engine in stands else "came while the version was on its way"
+            engine: stands[engine].detail if engine in stands else "joined during the sync"
             for engine in acts.engines()
             if engine not in has
         }
@@ -366,20 +371,20 @@ class SyncRun(Description[SyncStep]):
         record.state(SyncState.COMMITTED)
 
     def _check_closed(self) -> None:
-        """Raise SyncFailed where requests may have run while engines were being changed."""
+        """Raise SyncFailed if requests may have run while engines were being changed."""
         acts, lease = self._acts, self._attempt.lease
         why = ""
         if lease and acts.own_lease(self.id) != lease:
-            why = "the pause barrier has opened by itself while engines were being changed"
+            why = "the lease of the pause barrier expired while engines were being changed"
         elif not lease and self._borrowed is not None and not acts.is_closed:
             why = "the pause barrier was opened while engines were being changed"
         elif not lease and self._borrowed is None and acts.fence.is_manned():
-            why = "a gateway has come while peers kept engines still"
+            why = "a gateway attached while peers kept engines paused"
         if why:
             raise SyncFailed("not_quiet", why)
 
     async def _resume(self) -> None:
-        """Let requests go on by the new version. A borrowed barrier is opened by its holder."""
+        """Resume requests with the new version. A borrowed barrier is opened by its holder."""
         if self._is_left:
             committed = self._acts.book.fleet.committed
             assert committed is not None
@@ -394,7 +399,8 @@ class SyncRun(Description[SyncStep]):
         self._give_back()
 
     async def _until_done(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Nothing else may be done to engines before; the pause barrier's lease keeps requests from them."""
+        """Repeat `work` until it succeeds: no later step may touch engines before. The pause barrier's lease keeps
+        requests away meanwhile. An internal error is stored and raised."""
         self._defect = None
         while True:
             try:
@@ -407,7 +413,7 @@ class SyncRun(Description[SyncStep]):
                 raise
 
     async def _attached_again(self, engines: Collection[EngineId]) -> None:
-        """Wait for the peers of engines, and for gateways where the pause barrier is closed, but not for ever."""
+        """Wait up to `patience_s` for the peers of engines, and for gateways if the pause barrier is closed."""
         hub, fence = self._acts.hub, self._acts.fence
 
         def attached() -> bool:
@@ -416,11 +422,11 @@ class SyncRun(Description[SyncStep]):
 
         await self._acts.wait_until(attached, self._acts.settings.patience_s)
 
-    # --- its end
+    # --- end of the sync
 
     @property
     def _failed(self) -> SyncFailed:
-        """Why the last attempt failed."""
+        """Return the failure of the last attempt."""
         failure = self._operation.failure
         assert failure is not None
         if self._stop is not None:
@@ -435,8 +441,8 @@ class SyncRun(Description[SyncStep]):
                 return SyncFailed("internal", failure.why, again=not is_defect)
 
     def _is_over(self, records: Sequence[StepEntry]) -> bool:
-        """Return whether it had ended, which could not be written down: a version was committed since, or its engines
-        were restored."""
+        """Return whether the sync had ended although its end is not in the journal: a version was committed since, or
+        its engines were restored."""
         committed = self._acts.book.fleet.committed
         if committed is not None and committed.at_s > self.sync_record.report.began_s:
             return not self._acts.own_lease(self.id)
@@ -450,21 +456,21 @@ class SyncRun(Description[SyncStep]):
         record, book = self.sync_record, self._acts.book
         if self._operation.state is OperationState.DONE:
             quarantined = book.fleet.quarantined
-            record.note(self._operation.detail)  # it is the fleet's version all the same
+            record.note(self._operation.detail)  # a later failure does not change the commit
             record.over(SyncState.DONE, "some_quarantined" if quarantined else "done", results_by_engine(quarantined))
         else:
-            if not self._is_left:  # before a trainer hears of it, and stages anew
+            if not self._is_left:  # before the trainer receives the outcome and stages again
                 await self._acts.keep(but=record.report.version)
             state, code, detail = self._stop or (SyncState.ABORTED, self._failed.code, self._failed.detail)
             record.over(state, code, detail)
         book.ended(record)
 
     def _give_back(self) -> None:
-        """Let the borrowed barrier's holder open it."""
+        """Return a borrowed barrier to its holder, with the version with which to open it."""
         borrowed, self._borrowed = self._borrowed, None
         if borrowed is None:
             return
-        self._may_install.clear()  # an operator's word stays
+        self._may_install.clear()
         if borrowed.outcome.done():
             return
         fleet, known = self._acts.book.fleet, self._acts.engines()

@@ -1,7 +1,7 @@
-"""Which peer installs into which engine, where that is not fixed: engines come and go, and the daemon tells peers.
+"""Assign engines to peers as engines join and leave, and send each peer its assignment.
 
-A peer says where the engines listen that it would serve. Whoever has an engine keeps it, else the first by id gets it;
-an engine that a peer was started with is that peer's. No engine is two peers'.
+A peer lists the hosts whose engines it can serve. An engine stays with the peer that has it, else the first peer by id
+gets it. An engine on a peer's command line always belongs to that peer. No engine belongs to two peers.
 """
 
 import asyncio
@@ -20,19 +20,19 @@ from planner.model import EngineId, PeerId
 
 logger = logging.getLogger(__name__)
 
-TURN_S = 0.5  # how often it is looked which engines there are
+TURN_S = 0.5  # interval of updates of the assignment
 ANSWER_S = 30.0
-AGAIN_S = 2.0  # after a peer did not do it
-# A daemon that has just come does not know of all engines yet: what peers had stays theirs for so long.
+AGAIN_S = 2.0  # delay after a peer did not accept its assignment
+# A daemon does not have all engines right after its start: peers keep their unknown engines for this time.
 UNKNOWN_FOR_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class AssignedEngines:
-    """`wanted`: of every peer that lets itself be told."""
+    """An assignment of engines to peers. `wanted` has the engines (id to URL) of each peer that accepts assignments."""
 
     wanted: Mapping[PeerId, Mapping[EngineId, str]]
-    unserved: Mapping[EngineId, str] = field(default_factory=dict)  # engines that no peer serves, and what to do
+    unserved: Mapping[EngineId, str] = field(default_factory=dict)  # engines that no peer serves, with the remedy
 
 
 def served(
@@ -43,8 +43,8 @@ def served(
     *,
     gone: Collection[EngineId] | None = None,
 ) -> AssignedEngines:
-    """Assign engines to the peers that serve them. A peer that has gone for less than `patience_s` keeps its own, and
-    where it is known which engines are `gone`, every peer keeps the unknown ones that are not. Pure."""
+    """Assign engines to the peers that serve them. A peer that detached less than `patience_s` ago keeps its engines.
+    If `gone` is given, every peer also keeps its engines that are neither in `engines` nor in `gone`. Pure."""
     there = {
         id: state for id, state in sorted(peers.items()) if state.attached or now_s - state.last_report_s < patience_s
     }
@@ -73,7 +73,7 @@ def served(
         holder = next((id for id in has if id in could), could[0])
         if not there[holder].attached:
             unserved[engine] = f"its peer {holder} is not attached"
-        if all(id == holder for id in has):  # another lets go of it first
+        if all(id == holder for id in has):  # another peer must drop the engine first
             wanted[holder][engine] = now.url
     if gone is not None:
         for id, each in given:
@@ -85,18 +85,18 @@ def served(
 def _what_to_do(engine: EngineId, url: str) -> str:
     if not url:
         return (
-            "nobody has told where it listens, so no peer can be told of it: start an agent beside it, or"
-            f" `orchestrrl sync peer --engine {engine}=URL` on its host"
+            "its URL is unknown, so it cannot be assigned to a peer: start an agent on its host, or"
+            f" `orchestrrl sync peer --engine {engine}=URL`"
         )
     host = urlsplit(url).hostname
     return (
-        f"no attached peer serves {host}: start `orchestrrl sync peer --engines-here` there, or give a peer"
+        f"no attached peer serves {host}: start `orchestrrl sync peer --engines-here` on that host, or a peer with"
         f" --engine {engine}={url}"
     )
 
 
 class PeerAssignments:
-    """One daemon's. The caller keeps `run` as a task."""
+    """Keeps the peers of one daemon informed of their engines. The caller keeps `run` as a task."""
 
     def __init__(
         self, hub: PeerHub, clock: Clock, patience_s: float, engines: Callable[[], Mapping[EngineId, EngineNow]]
@@ -108,7 +108,7 @@ class PeerAssignments:
         self.seen: set[EngineId] = set()  # every engine that this daemon has known
         self._began_s = clock.now_s()
         self._now = AssignedEngines({})
-        self._sent: dict[PeerId, Mapping[EngineId, str]] = {}  # as each has done it since it attached
+        self._sent: dict[PeerId, Mapping[EngineId, str]] = {}  # accepted by each peer since it attached
         self._again_s: dict[PeerId, float] = {}
         self._sending: dict[PeerId, asyncio.Task[None]] = {}
         self._news = asyncio.Event()
@@ -124,7 +124,7 @@ class PeerAssignments:
             await stop(*self._sending.values())
 
     def update(self) -> None:
-        """Tell peers that are to serve others than they do."""
+        """Send the assignment to each attached peer for which it has changed."""
         now_s = self._clock.now_s()
         self._now = self._served(now_s)
         peers = self._hub.peers
@@ -134,7 +134,7 @@ class PeerAssignments:
                 self._sending[id] = asyncio.ensure_future(self._send(id, engines))
 
     def why_not(self, engine: EngineId) -> str:
-        """Return why no peer installs into an engine, and what to do about that."""
+        """Return why no peer installs into an engine, and the remedy."""
         return self._now.unserved.get(engine, "no peer that installs into it is attached")
 
     def engines(self) -> Mapping[EngineId, EngineNow]:
@@ -143,7 +143,7 @@ class PeerAssignments:
         return engines
 
     def is_settled(self) -> bool:
-        """Return whether attached peers have all engines that they are to serve."""
+        """Return whether every attached peer has accepted its current assignment."""
         peers, self._now = self._hub.peers, self._served(self._clock.now_s())
         for id, engines in self._now.wanted.items():
             has = {each.engine: each.url for each in peers[id].peer.engines if each.given}
@@ -154,7 +154,7 @@ class PeerAssignments:
     # --- inside
 
     def _served(self, now_s: float) -> AssignedEngines:
-        gone = self.seen if now_s - self._began_s < UNKNOWN_FOR_S else None  # of those that it does not know now
+        gone = self.seen if now_s - self._began_s < UNKNOWN_FOR_S else None
         return served(self.engines(), self._hub.peers, now_s, self._patience_s, gone=gone)
 
     async def _send(self, peer: PeerId, engines: Mapping[EngineId, str]) -> None:
@@ -164,13 +164,13 @@ class PeerAssignments:
             self._sending.pop(peer, None)
         if why:
             self._again_s[peer] = self._clock.now_s() + AGAIN_S
-            logger.warning("peer %s was not told which engines to serve: %s", peer, why)
+            logger.warning("peer %s did not accept its engines: %s", peer, why)
             return
         self._sent[peer] = engines
         logger.info("peer %s serves %s", peer, ", ".join(sorted(engines)) or "no engine")
         self._news.set()
 
     def _on_news(self, peer: PeerId, news: Heard) -> None:
-        if news is None:  # whoever comes back is told again
+        if news is None:  # a peer that attaches again receives its assignment again
             self._sent.pop(peer, None)
         self._news.set()

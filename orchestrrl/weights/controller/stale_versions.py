@@ -1,7 +1,7 @@
-"""Engines that were started anew since their peer asked them last: what it says of them is from before.
+"""Track engines that restarted after their peer last queried them, so that the peer's report of their version is stale.
 
-A peer asks every few seconds; an agent's sample may tell of the restart sooner. Until the peer has asked anew, which it
-does before it installs, nobody knows what such an engine has.
+A peer queries its engines every few seconds, and an agent's sample may report a restart sooner. The engine's version is
+unknown until the peer queries it again, which it also does before it installs.
 """
 
 import itertools
@@ -10,7 +10,8 @@ from planner.model import EngineId
 
 
 class StaleVersions:
-    """Each has a number: an answer to what was asked before the last restart dispels nothing."""
+    """The engines with a stale version. Each restart has a number, so that the answer to a query from before the last
+    restart is ignored."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
@@ -23,10 +24,11 @@ class StaleVersions:
         self._of[engine] = next(self._numbers)
 
     def of(self, engine: EngineId) -> int | None:
-        """To be taken before the engine is asked."""
+        """Return the number of the engine's last restart, or None. The caller reads it before it queries the engine."""
         return self._of.get(engine)
 
     def dispel(self, engine: EngineId, doubt: int | None) -> None:
-        """The engine was asked since then. Harmless where it was restarted once more."""
+        """Mark the version as known after a query that began at restart number `doubt`. No effect if the engine has
+        restarted again."""
         if doubt is not None and self._of.get(engine) == doubt:
             del self._of[engine]

@@ -1,7 +1,7 @@
-"""The state of the fleet's weights and of each version on its way, and how both are written down.
+"""The state of the fleet's weights and of each running sync, and their journal entries.
 
-The journal's entry `weights` is the point of no return: before it the fleet has the version from before, after it the
-new one, whatever happens to whom.
+The journal entry `weights` is the point of no return: before it the fleet has the previous version, after it the new
+one, regardless of later failures.
 """
 
 import asyncio
@@ -29,37 +29,38 @@ from planner.model import EngineId, PeerId
 
 logger = logging.getLogger(__name__)
 
-REMEMBERED = 256  # syncs that are over
-NOTES, NOTE, WORDS = 64, 500, 3000  # of a report: notes, and the characters of one and of its detail
-# Who holds the pause barrier's lease, so that a daemon that comes back knows its own.
+REMEMBERED = 256  # reports kept of syncs that are over
+NOTES, NOTE, WORDS = 64, 500, 3000  # limits of a report: notes, characters of one note, characters of its detail
+# Prefix of the holder of the pause barrier's lease, by which a restarted daemon recognizes its own lease.
 HOLDER = "weight sync "
-LOOK_S = 0.25  # how often it is looked whether what is waited for has come
-REPAIR = "repair"  # an entry beside the steps of the sync that committed the version
+LOOK_S = 0.25  # polling interval of waits
+REPAIR = "repair"  # step name of a repair, journalled under the sync that committed the version
 
 
 @dataclass(frozen=True, slots=True)
 class EngineNow:
-    """An engine there is. Those of one configuration answer the same, given the same weights."""
+    """An engine of the fleet. Engines with equal configuration generate the same tokens from the same weights."""
 
     configuration: str
     healthy: bool = True
-    url: str = ""  # empty: nobody has told
+    url: str = ""  # empty: unknown
 
 
 @dataclass(frozen=True, slots=True)
 class CommittedVersion:
-    """The fleet's version, and who has it. `answers`: to the probe, by configuration. `quarantined`: and why."""
+    """The fleet's version and the engines that have it. `quarantined` has the other engines, with the reason. `answers`
+    are the tokens that the probe generated, by configuration."""
 
     version: int
     sync: str
     has: tuple[EngineId, ...]
     quarantined: Mapping[EngineId, str] = field(default_factory=dict)
-    prompt: tuple[int, ...] = ()  # empty: nobody was asked
+    prompt: tuple[int, ...] = ()  # of the probe; empty if engines were not probed
     answers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    fingerprints: tuple[str, ...] = ()  # of what each rank published
+    fingerprints: tuple[str, ...] = ()  # one per rank's publication
     at_s: float = 0.0
     backend: str = TREE
-    before: int | None = None  # what the pause barrier had as the fleet's newest when it was committed
+    before: int | None = None  # the fleet's newest version at the pause barrier at the time of the commit
 
     def __post_init__(self) -> None:
         if not 0 <= self.version < 2**64:
@@ -67,7 +68,7 @@ class CommittedVersion:
 
     @property
     def is_kept(self) -> bool:
-        """Return whether peers keep it, for engines that lose it or took a version that was not committed."""
+        """Return whether peers store the version, so that it can be installed again."""
         return self.backend == TREE
 
     def repaired(self, engine: EngineId) -> "CommittedVersion":
@@ -79,7 +80,7 @@ class CommittedVersion:
         return replace(others, quarantined={**others.quarantined, engine: why})
 
     def left(self, engines: Collection[EngineId]) -> "CommittedVersion":
-        """Return it without engines that are none of the fleet's any more."""
+        """Return the value without engines that have left the fleet."""
         has = tuple(engine for engine in self.has if engine not in engines)
         quarantined = {engine: why for engine, why in self.quarantined.items() if engine not in engines}
         return replace(self, has=has, quarantined=quarantined)
@@ -87,8 +88,8 @@ class CommittedVersion:
 
 @dataclass(frozen=True, slots=True)
 class FleetWeights:
-    """`spoilt`: engines that have neither the fleet's version nor their own first weights for certain, while no version
-    is the fleet's."""
+    """The committed version, if any. Without one, `spoilt` are engines that may no longer have their initial weights,
+    with the reason."""
 
     committed: CommittedVersion | None = None
     spoilt: Mapping[EngineId, str] = field(default_factory=dict)
@@ -112,7 +113,7 @@ _MAP = TypeAdapter(VersionMap)
 
 
 class SyncRecord:
-    """One version's report, as it comes about. A follower receives each change."""
+    """The report of one sync while it changes. Followers receive each change."""
 
     def __init__(self, report: SyncReport, clock: Clock) -> None:
         self.report = report
@@ -134,7 +135,7 @@ class SyncRecord:
         self.put(state=state, detail="")
 
     def note(self, *words: str) -> None:
-        """Add notes, each once and at most NOTES of them."""
+        """Add notes to the report, without duplicates and up to NOTES in total."""
         notes = tuple(dict.fromkeys([*self.report.notes, *(cut(word, NOTE) for word in words if word)]))
         self.put(notes=notes[:NOTES])
 
@@ -142,7 +143,7 @@ class SyncRecord:
         self.put(phases=(*self.report.phases, PhaseTime(phase, self._clock.now_s())))
 
     def ends(self, phase: SyncPhase) -> None:
-        """End the last one of its kind that lasts; harmless where none does."""
+        """End the last open phase of this kind, if any."""
         phases = list(self.report.phases)
         for place in reversed(range(len(phases))):
             if phases[place].phase is phase and phases[place].ended_s is None:
@@ -159,12 +160,12 @@ class SyncRecord:
             self.ends(phase)
 
     async def wait_while(self, why: Callable[[], str]) -> None:
-        """Wait while there is a reason to, which the report gives as what is waited for."""
+        """Wait while `why` returns a reason; the reason is the report's detail meanwhile."""
         told = ""
         while reason := why():
             if reason != told:
                 told = reason
-                self.put(detail=f"waits: {reason}")
+                self.put(detail=f"waiting: {reason}")
             await self._clock.sleep(LOOK_S)
         if told:
             self.put(detail="")
@@ -191,7 +192,7 @@ class SyncRecord:
         logger.log(level, "weight sync %s of version %d: %s (%s) %s", self.id, self.report.version, state, code, detail)
 
     async def follow(self) -> AsyncIterator[SyncReport]:
-        """Yield the report as it is and whenever it changes, until the sync is over."""
+        """Yield the report now and after each change, until the sync is over."""
         seen: SyncReport | None = None
         while seen is None or not seen.over:
             if self.report is seen:
@@ -206,21 +207,22 @@ class SyncRecord:
 class SyncAttempt:
     """The state of one attempt to bring a version to engines."""
 
-    failed: Mapping[EngineId, str] = field(default_factory=dict)  # engines left out: failed in an attempt before
-    targets: Collection[EngineId] = ()  # engines that are to have it
+    failed: Mapping[EngineId, str] = field(default_factory=dict)  # engines left out because an earlier attempt failed
+    targets: Collection[EngineId] = ()  # engines that receive the version
     receivers: Collection[PeerId] = ()
-    map: VersionMap | None = None  # with all sums, once every receiver has all bytes
-    lease: str = ""  # the pause barrier's; empty: another holder's, or peers keep engines still
+    map: VersionMap | None = None  # with all checksums, once every receiver has all bytes
+    lease: str = ""  # id of the barrier's lease; empty if another holder has closed it or peers pause the engines
     changed: set[EngineId] = field(default_factory=set)
-    untouched: set[EngineId] = field(default_factory=set)  # of the changed ones: they are as they were after all
-    reported: dict[EngineId, int] = field(default_factory=dict)  # what the pause barrier forgot of the changed ones
+    untouched: set[EngineId] = field(default_factory=set)  # subset of `changed` whose weights proved unchanged
+    reported: dict[EngineId, int] = field(default_factory=dict)  # versions at the barrier before `changed` was set
     verified: Sequence[EngineId] = ()
-    prompt: tuple[int, ...] = ()  # that the verified engines were asked; empty: none was
-    answers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # theirs, by configuration
+    prompt: tuple[int, ...] = ()  # with which the verified engines were probed; empty if they were not
+    answers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # tokens of the probe, by configuration
 
 
 class WeightBook:
-    """The fleet's weights and all syncs, in the journal. The committed version's map is in a file beside it."""
+    """The fleet's weights and all syncs, persisted in the journal. The committed version's map is in a separate file in
+    the same folder."""
 
     def __init__(self, journal: Journal, clock: Clock) -> None:
         self._journal = journal
@@ -229,12 +231,12 @@ class WeightBook:
         self.fleet = FleetWeights()
         self.open: dict[str, SyncRecord] = {}  # syncs that are not over, by id, oldest first
         self.over: deque[SyncReport] = deque(maxlen=REMEMBERED)
-        self.map: VersionMap | None = None  # of the committed version, with sums
-        self.recovered_s: float | None = None  # when it took up what a daemon before had left; None: nothing
-        self.was_reported = False  # the pause barrier has had the committed version as the fleet's newest
+        self.map: VersionMap | None = None  # of the committed version, with checksums
+        self.recovered_s: float | None = None  # when state of an earlier daemon was recovered; None if there was none
+        self.was_reported = False  # the pause barrier has received the committed version as the fleet's newest
 
     def recover(self) -> list[OpenIntent[SyncReport]]:
-        """Read what the daemon before has left; return the syncs that it did not end."""
+        """Recover the state from the journal; return the syncs that the previous daemon left open."""
         fleet = self._journal.newest(EntryKind.WEIGHTS, lambda body: _FLEET.validate_python(body["fleet"]))
         self.fleet = fleet or FleetWeights()
         for entry in self._journal.tail(REMEMBERED, (EntryKind.SYNC_ENDED,)):
@@ -253,7 +255,7 @@ class WeightBook:
         return [replace(each, steps=tuple(filter(self._is_step, each.steps))) for each in left]
 
     def _is_step(self, entry: JournalEntry) -> bool:
-        """Return whether it is an entry of the operation, which repairs of engines are not, and can be read."""
+        """Return whether the entry is a readable step of the operation. Repairs of engines are not."""
         return entry.body.get("step") != REPAIR and self._journal.interpret(entry, _checked_step) is not None
 
     def began(self, report: SyncReport) -> SyncRecord:
@@ -262,37 +264,37 @@ class WeightBook:
         return record
 
     def repairs(self, sync_id: str, engine: EngineId) -> None:
-        """Write down that an engine is about to be given the committed version."""
+        """Journal that the committed version is about to be installed into an engine."""
         self.log.step(sync_id, {"step": REPAIR, "engines": [engine]})
 
     def ended(self, record: SyncRecord) -> None:
         report = record.report
-        self.over.append(report)  # it has, though that may not be written down
+        self.over.append(report)  # it is over even if the journal cannot record it
         self.open.pop(record.id, None)
         try:
             self.log.end(report.id, sync_body(report))
         except OrchestrRLError as error:
-            logger.error("the end of weight sync %s cannot be written down: %s", report.id, error)
+            logger.error("the end of weight sync %s could not be written to the journal: %s", report.id, error)
 
     def commit(self, committed: CommittedVersion, map: VersionMap) -> None:
-        """The point of no return."""
+        """Commit a version as the fleet's. This is the point of no return."""
         self._write_map(committed.sync, map)
         self.stands(FleetWeights(committed))
         self.map = map
         self.was_reported = False
 
     def amend(self, committed: CommittedVersion) -> None:
-        """Write down which engines have the committed version now, where that has changed."""
+        """Journal which engines have the committed version, if that has changed."""
         if committed != self.fleet.committed:
             self.stands(replace(self.fleet, committed=committed))
 
     def stands(self, fleet: FleetWeights) -> None:
-        """Write down the fleet's weights."""
+        """Journal the fleet's weights."""
         body = {"fleet": _FLEET.dump_python(fleet, mode="json")}
         self._journal.append(self._clock.now_s(), EntryKind.WEIGHTS, "", body)
         self.fleet = fleet
 
-    # --- the map, which may be large: one for each of its blocks has a sum
+    # --- the map, which may be large: it has a checksum per block
 
     def _map_path(self, sync_id: str) -> Path:
         return self._journal.path.with_name(f"{self._journal.path.name}.weights-{sync_id}.json")
@@ -326,7 +328,7 @@ def sync_body(report: SyncReport) -> Mapping[str, Any]:
 
 
 def _checked_step(body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the body of a step's entry, with what a resumed sync reads of it. Raises ValueError."""
+    """Return the body of a step's entry after checking the fields that a resumed sync reads. Raises ValueError."""
     if not all(isinstance(engine, str) for engine in body["engines"]):
         raise ValueError("engines: must be names")
     return check_record(body)

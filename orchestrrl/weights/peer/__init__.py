@@ -1,1 +1,1 @@
-"""The process that holds, sends, receives and installs weight versions on one host."""
+"""The weight peer: the process that stores, sends, receives and installs weight versions on one host."""

@@ -1,9 +1,10 @@
-"""Edges in threads: one at each end, waves in order per peer, what became of each told.
+"""Run edges in threads: one thread per edge and endpoint, waves in order, and an event for each outcome.
 
-What is said over a link is wire.py; this file owns when an edge begins, how it ends, and that nothing is left of it.
+This file decides when an edge begins, how it ends, and that its resources are released; the protocol on the link is in
+wire.py.
 
-An edge whose other end has not come is waited for without limit: it may be in an earlier wave. That it will not come is
-noticed by who orders edges, since it hears of peers that have gone, and lets go of the edge.
+An edge waits without limit for its other endpoint, which may still be in an earlier wave. The daemon detects peers that
+have detached and ends their edges.
 """
 
 import logging
@@ -21,8 +22,8 @@ from orchestrrl.weights.transports.base import IncomingLink, LinkBroken, NotYet,
 from orchestrrl.weights.wire import EdgeEnded, EdgeRun, LocalVersion
 from planner.model import PeerId
 
-ASK_AGAIN_S = 0.5  # for the other end, so that letting go is heard in between
-DIALS_AGAIN_S = 4 * ASK_AGAIN_S  # by then, a sender that gave up in the moment in which it was taken in
+ASK_AGAIN_S = 0.5  # longest single wait for the other endpoint, so that ending the edge is detected
+DIALS_AGAIN_S = 4 * ASK_AGAIN_S  # within this time a sender dials again whose wait timed out while it was accepted
 TOLD_EVERY_S = 0.25
 
 L = TypeVar("L", IncomingLink, OutgoingLink)
@@ -32,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class ThreadedCarrier:
-    """`report` is called from the edges' threads. `now_s` stamps events (Unix time)."""
+    """Runs the edges of one peer. Calls `report` from the edges' threads. `now_s` returns Unix time for events."""
 
     def __init__(
         self,
@@ -46,13 +47,13 @@ class ThreadedCarrier:
         self._report = report
         self._now_s = now_s
         self._lock = threading.RLock()
-        self._runs: dict[EdgeKey, EdgeRun] = {}  # also those that are over, until their version is let go of
-        self._told_s: dict[int, float] = {}  # when it was told last how far a version is
+        self._runs: dict[EdgeKey, EdgeRun] = {}  # including ended edges, until `end`
+        self._told_s: dict[int, float] = {}  # time of the last ArrivedBytes of each version
         self._closed = False
 
     def carry(self, staged: LocalVersion, order: CarryEdges) -> None:
-        """Begin, beside what runs. Of an edge that is over it is told again what became of it. Raises
-        ProblemFaults where some edge cannot be carried here; then none has begun."""
+        """Start edges in addition to the running ones. The outcome of an edge that has already ended is reported again.
+        Raises ProblemFaults if an edge is invalid for this peer; then no edge is started."""
         self._check(staged, order)
         told_again = []
         with self._lock:
@@ -70,7 +71,7 @@ class ThreadedCarrier:
             self._report(outcome)
 
     def end(self, version: int, edges: Sequence[str] = ()) -> None:
-        """Let go of these, or of all of the version's. Not from `report`."""
+        """End these edges, or all of the version's, and wait for their threads. Must not be called from `report`."""
         with self._lock:
             ending = [run for key, run in self._runs.items() if key[0] == version and (not edges or key[1] in edges)]
             for run in ending:
@@ -87,7 +88,7 @@ class ThreadedCarrier:
                 run.thread.join()
 
     def close(self) -> None:
-        """Let go of all. The transports are whose who opened them."""
+        """End all edges. The caller closes the transports."""
         with self._lock:
             self._closed = True
             versions = {version for version, _ in self._runs}
@@ -104,7 +105,7 @@ class ThreadedCarrier:
         for edge in order.edges:
             path, size = f"edges.{edge.id}", sizes.get(edge.shard)
             if size is None:
-                faults.append(f"{path}.shard: is not one of version {order.version} here, got {edge.shard!r}")
+                faults.append(f"{path}.shard: must be a shard of version {order.version} here, got {edge.shard!r}")
             elif edge.offset < 0 or edge.bytes < 0 or edge.offset + edge.bytes > size:
                 faults.append(f"{path}: must be within {size} bytes, got {edge.bytes} at {edge.offset}")
             if not edge.rate_gbps >= 0:
@@ -113,12 +114,12 @@ class ThreadedCarrier:
                 faults.append(f"{path}: must begin or end at {self._me}, got {edge.src} to {edge.dst}")
             if edge.transport not in self._transports:
                 known = ", ".join(sorted(self._transports)) or "none"
-                faults.append(f"{path}.transport: must be open here ({known}), got {edge.transport!r}")
+                faults.append(f"{path}.transport: must be open on this peer ({known}), got {edge.transport!r}")
         if faults:
             raise ProblemFaults(faults)
 
     def _begin_due(self, version: int) -> None:
-        """Of the version's edges that are not over, those of the first wave. Under the lock."""
+        """Start the version's edges of the first wave that has open edges. The caller holds the lock."""
         open_runs = [run for key, run in self._runs.items() if key[0] == version and run.outcome is None]
         first = min((run.edge.wave for run in open_runs), default=0)
         for run in open_runs:
@@ -128,14 +129,14 @@ class ThreadedCarrier:
                 run.thread.start()
 
     def _live(self, run: EdgeRun) -> None:
-        """A thread's whole life. Whatever happens in it, the edge has an outcome afterwards."""
-        state, detail = EdgeState.BROKEN, "it failed here; this peer's log has more"
+        """Run one edge in its thread. The edge always has an outcome afterwards."""
+        state, detail = EdgeState.BROKEN, "unexpected error, see the log of this peer"
         try:
             if run.edge.bytes:
                 (self._receive if run.is_receiver else self._send)(run)
             state, detail = EdgeState.DONE, ""
         except EdgeEnded:
-            detail = "it was let go of"
+            detail = "ended by order"
         except (OrchestrRLError, OSError, ValueError, KeyError) as error:
             detail = f"{type(error).__name__}: {error}"
         finally:
@@ -160,7 +161,8 @@ class ThreadedCarrier:
         wire.send(self._linked(run, partial(dial, run.edge.address, run.link_key)), run)
 
     def _receive(self, run: EdgeRun) -> None:
-        """A sender may have given up waiting in the very moment in which it was taken in, and dial again."""
+        """Receive the edge's bytes. Accept a second link if the first breaks without a byte: the sender's dial may have
+        timed out at the moment at which it was accepted, and it then dials again."""
         accept = self._transports[run.edge.transport].accept
         until_s: float | None = None
         while True:
@@ -177,7 +179,7 @@ class ThreadedCarrier:
                 return
 
     def _linked(self, run: EdgeRun, ask: Callable[[float], L], until_s: float | None = None) -> L:
-        """Return the edge's link once its other end has come. Raises NotYet where it has not by then."""
+        """Return the edge's link once the other endpoint has connected. Raises NotYet after `until_s`."""
         while True:
             run.pause()
             try:
@@ -188,7 +190,7 @@ class ThreadedCarrier:
             else:
                 break
         with self._lock:
-            run.link = link  # from now on it is closed by who lets go of the edge
+            run.link = link  # from now on `end` closes it
         run.pause()
         return link
 
@@ -212,7 +214,7 @@ class ThreadedCarrier:
             self._tell_arrived(run)
 
     def _tell_arrived(self, run: EdgeRun) -> None:
-        """How far the version is, unless it has been let go of."""
+        """Report the number of arrived bytes of the version, unless the edge has been ended."""
         with self._lock:
             if run.version not in self._told_s or run.let_go.is_set():
                 return

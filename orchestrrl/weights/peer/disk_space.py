@@ -1,5 +1,7 @@
-"""How much a folder can still take, and taking it before anything is written: a mapped file on a full tmpfs kills its
-process at the first page that is not there."""
+"""Determine the free space of a folder, and allocate pages before they are written.
+
+A write to a memory-mapped file on a full tmpfs would kill the process at the first unallocated page.
+"""
 
 import ctypes
 import errno
@@ -20,11 +22,11 @@ RETRY_S = 5.0
 _GB = 1e9
 MADV_POPULATE_WRITE = 23  # include/uapi/asm-generic/mman-common.h
 MAPPED_AT_ONCE_BYTES = 64 * 1024 * 1024
-MOST_EXTENTS = 65536  # more are taken as one, with the gaps between them
+MOST_EXTENTS = 65536  # more extents are allocated as one, including the gaps
 
 
 def free_bytes(folder: Path) -> int:
-    """What is free there; of memory, where it is kept in memory."""
+    """Return the free bytes of the folder's file system. On a tmpfs, available memory is a limit, too."""
     free = shutil.disk_usage(folder).free
     if _file_system(folder) == "tmpfs":
         free = min(free, *_memory_left())
@@ -36,7 +38,7 @@ def allocated_bytes(path: Path) -> int:
 
 
 def pages(starts: Ints, ends: Ints) -> tuple[Ints, Ints]:
-    """The pages of such spans, in order and joined, from and to."""
+    """Return the starts and ends of the pages that cover these spans, sorted and merged."""
     order = np.argsort(starts, kind="stable")
     starts = starts[order] // PAGE_BYTES * PAGE_BYTES
     ends = np.maximum.accumulate(-(-ends[order] // PAGE_BYTES) * PAGE_BYTES)
@@ -45,7 +47,7 @@ def pages(starts: Ints, ends: Ints) -> tuple[Ints, Ints]:
 
 
 def take(file: int, starts: Ints, ends: Ints, size: int) -> None:
-    """Have these pages of an open file. Raises OSError where they cannot be had; what is there stays."""
+    """Allocate these pages of an open file; existing content is kept. Raises OSError if there is no space."""
     if len(starts) > MOST_EXTENTS:
         starts, ends = starts[:1], ends[-1:]
     for first, last in zip(starts.tolist(), ends.tolist(), strict=True):
@@ -53,17 +55,17 @@ def take(file: int, starts: Ints, ends: Ints, size: int) -> None:
 
 
 def map_in(mapped: Bytes, starts: Ints, ends: Ints) -> None:
-    """Have these pages in the process's own tables, in another thread: bytes that come then meet no page fault, which
-    costs more than copying them. Best effort: a kernel before 5.14 does it at the first touch, as ever."""
+    """Map these pages into the process's page tables, in another thread. Later writes then cause no page faults, which
+    cost more than the copy. Best effort: a kernel before 5.14 maps each page at its first access."""
 
     def work() -> None:
-        madvise = ctypes.CDLL(None, use_errno=True).madvise  # mmap's own keeps the interpreter's lock
+        madvise = ctypes.CDLL(None, use_errno=True).madvise  # mmap.madvise would keep the interpreter's lock
         madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
         for first, last in zip(starts.tolist(), np.minimum(ends, len(mapped)).tolist(), strict=True):
             for at in range(first, last, MAPPED_AT_ONCE_BYTES):
                 size = min(MAPPED_AT_ONCE_BYTES, last - at)
                 if madvise(mapped.ctypes.data + at, size, MADV_POPULATE_WRITE) != 0:
-                    logger.debug("pages are not mapped ahead: %s", os.strerror(ctypes.get_errno()))
+                    logger.debug("mapping pages in advance failed: %s", os.strerror(ctypes.get_errno()))
                     return
 
     if len(starts) <= MOST_EXTENTS:
@@ -71,18 +73,19 @@ def map_in(mapped: Bytes, starts: Ints, ends: Ints) -> None:
 
 
 def no_room(folder: Path, needed: int, version: int) -> Permanent | Retryable:
-    """`folder`: of the version, beside those of others."""
+    """Return the error for a version that does not fit: Retryable if it would fit after other versions are discarded.
+    The folders of other versions are siblings of `folder`."""
     free = free_bytes(folder)
     held = sum(map(allocated_bytes, folder.parent.glob("v[0-9]*/*.safetensors"))) - sum(
         map(allocated_bytes, folder.glob("*.safetensors"))
     )
     words = (
-        f"no room for version {version} in {folder}: {needed / _GB:.3f} GB more are needed, {free / _GB:.3f} GB are"
-        f" free, other versions hold {held / _GB:.3f} GB"
+        f"not enough space for version {version} in {folder}: {needed / _GB:.3f} GB more are needed,"
+        f" {free / _GB:.3f} GB are free, other versions use {held / _GB:.3f} GB"
     )
     if needed <= free + held:
-        return Retryable(f"{words}; it fits when they are discarded", RETRY_S)
-    return Permanent(f"{words}; give the folder more (in containers, the size of /dev/shm), or name another: --folder")
+        return Retryable(f"{words}; it will fit after they are discarded", RETRY_S)
+    return Permanent(f"{words}; increase the space (in containers, the size of /dev/shm), or set another --folder")
 
 
 def is_full(error: OSError) -> bool:
@@ -90,7 +93,7 @@ def is_full(error: OSError) -> bool:
 
 
 def _file_system(folder: Path) -> str:
-    """Its type, by the longest mount that it is under."""
+    """Return the file system type of the folder's mount point; empty if unknown."""
     best, found = "", ""
     real = os.path.realpath(folder)
     try:
@@ -105,7 +108,7 @@ def _file_system(folder: Path) -> str:
 
 
 def _memory_left() -> list[int]:
-    """Of the machine, and of the container where it has a limit."""
+    """Return the available bytes of memory of the machine, and of the container if it has a limit."""
     left = []
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
@@ -116,5 +119,5 @@ def _memory_left() -> list[int]:
         if limit != "max":
             left.append(max(0, int(limit) - int((group / "memory.current").read_text())))
     except (OSError, ValueError):
-        pass  # a system that does not say: what the folder has is all that is known
+        pass  # not available on this system: only the folder's free space counts
     return left or [1 << 62]

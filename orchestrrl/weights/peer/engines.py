@@ -1,4 +1,4 @@
-"""The engines that a peer installs versions into: one at a time each, and what they have, asked every few seconds."""
+"""The engines into which a peer installs versions. Operations on one engine are serialized; its version is polled."""
 
 import asyncio
 import json
@@ -20,23 +20,23 @@ from planner.model import EngineId
 
 logger = logging.getLogger(__name__)
 
-CALL_S = 30.0  # of a busy engine's answer, e.g. that it is paused; loads have a limit of their own
-ASK_S = 10.0  # an engine that does not say so soon what it has is asked again later
-SOON_S = 2.0  # nothing waits longer for what can do without
+CALL_S = 30.0  # limit for an answer of a busy engine, e.g. to a pause; loads have their own limit
+ASK_S = 10.0  # limit for a query of the version; a poll repeats it later
+SOON_S = 2.0  # limit for optional queries
 
 
 @dataclass(slots=True)
 class _Own:
     engine: Engine
-    given: bool  # by the daemon
+    given: bool  # assigned by the daemon
     has: LoadedWeights | None = None
-    brought: LoadedWeights | None = None  # by this process
+    brought: LoadedWeights | None = None  # installed by this process
     at_work: asyncio.Lock = field(default_factory=asyncio.Lock)
-    logged: str = ""  # why it could not be asked, as it was logged last
+    logged: str = ""  # the last logged reason why a query failed
 
 
 class PeerEngines:
-    """`changed` is called when an engine has another version than was known."""
+    """The engines of one peer. `changed` is called when the known version of an engine changes."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class PeerEngines:
         changed: Callable[[], None],
         given: Mapping[EngineId, str] = MappingProxyType({}),
     ) -> None:
-        """`given`: those that the daemon told of."""
+        """Connect to the engines of the command line and to those that the daemon has assigned (`given`)."""
         self._product = product
         self._own = {name: self._made(url, name not in engines) for name, url in {**given, **engines}.items()}
         self._clock = clock
@@ -63,8 +63,9 @@ class PeerEngines:
         )
 
     async def serve(self, engines: Mapping[EngineId, str]) -> str:
-        """These, and those that it was started with. One that is new is told of once it has said what it has: nobody
-        shall take it for one that has lost its weights. What runs on one that goes comes to its end."""
+        """Serve these engines and those of the command line. A new engine is reported only after its version has been
+        queried, so that it does not look like an engine that has lost its weights. Running operations on a dropped
+        engine are completed first."""
         async with self._serving:
             given = {name: own for name, own in self._own.items() if own.given}
             come = {
@@ -77,24 +78,26 @@ class PeerEngines:
             for name in gone:
                 self._close_later(self._own.pop(name))
             self._own |= come
-        return f"{len(come)} came, {len(gone)} went"
+        return f"{len(come)} added, {len(gone)} removed"
 
     async def watch(self, interval_s: float) -> None:
         while True:
             await self.refresh()
-            # A fresh server takes seconds; of one that names its version this is known since it was asked for that.
+            # Reading a new server's configuration takes seconds, so do it early. It has been read if it has a version.
             await self.take_sums([own for own in self._own.values() if own.has is None], ASK_S)
             await self._clock.sleep(interval_s)
 
     async def refresh(self) -> None:
-        """What each has. One that does not answer has what it had: if it was started anew it will say so."""
+        """Query the version of each engine. An engine that does not answer keeps its last known version; a restart
+        shows in its next answer."""
         await asyncio.gather(*(self._refresh(name, own) for name, own in self._own.items()))
 
     async def install(
         self, name: EngineId, version: int, folder: Path, by_s: float, *, is_other: bool, known_sum: str = ""
     ) -> tuple[LoadedWeights, str]:
-        """What it then has, and how that came. `is_other`: what it was given last were other bytes, whatever they were
-        called. `known_sum`: the folder's. Raises as the engine does, and Permanent where `by_s` is over."""
+        """Install a version; return the weights that the engine then has, and a text for the result. `is_other` is set
+        if the engine last received other bytes, even under the same version. `known_sum` is the checksum of the folder.
+        Raises the engine's errors, and Permanent if `by_s` has passed."""
         own = self._one(name)
         async with own.at_work:
             self._still(by_s)
@@ -102,7 +105,7 @@ class PeerEngines:
             has = None if is_other else await self._loaded(own)
             if has is not None and has.version == version and has.sum:
                 self._has(own, has)
-                return has, f"{name} has version {version} already"
+                return has, f"{name} already has version {version}"
             began_s = self._clock.now_s()
             try:
                 loaded = await weights.load_weights(folder, version, known_sum)
@@ -115,11 +118,12 @@ class PeerEngines:
             return loaded, f"{name} loaded version {version} in {self._clock.now_s() - began_s:.3g} s"
 
     async def refresh_one(self, name: EngineId) -> str:
-        """What it has now. Raises as the engine does, and Retryable where it does not answer soon."""
+        """Query the version of an engine; return a text. Raises the engine's errors, and Retryable without an answer
+        within ASK_S."""
         own = self._one(name)
         async with own.at_work:
             await self._ask(name, own)
-        return f"{name} has {'weights that nobody named' if own.has is None else f'version {own.has.version}'}"
+        return f"{name} has {'weights without a version' if own.has is None else f'version {own.has.version}'}"
 
     async def go_on(self, name: EngineId, prompt_ids: Sequence[int], tokens: int, by_s: float) -> tuple[int, ...]:
         own = self._one(name)
@@ -128,16 +132,16 @@ class PeerEngines:
             return tuple(await weights_engine(own.engine).continue_greedily(prompt_ids, tokens))
 
     async def rest(self, name: EngineId, at_rest: bool, drain_s: float = 0.0, *, ends: bool = False) -> str:
-        """`drain_s`: what runs has so long to come to its end, where the engine runs. Raises Retryable where it does
-        not, and the engine goes on."""
+        """Pause an engine and drop its KV cache, or resume it; return a text. Running requests may finish within
+        `drain_s`: raises Retryable if they do not, and the engine continues. `ends` aborts them instead."""
         own = self._one(name)
         async with own.at_work:
             if not at_rest:
                 await own.engine.resume()
-                return f"{name} runs"
+                return f"{name} is running"
             if ends:
                 await own.engine.pause(PauseMode.ABORT)
-            elif drain_s and not await own.engine.is_paused():  # what is frozen does not end
+            elif drain_s and not await own.engine.is_paused():  # requests of a paused engine would never finish
                 await self._drain(name, own, drain_s)
             await own.engine.pause(PauseMode.KEEP, drop_kv=True)
             return f"{name} is paused"
@@ -148,10 +152,11 @@ class PeerEngines:
                 await own.engine.pause(PauseMode.WAIT)
         except TimeoutError as error:
             await own.engine.resume()
-            raise Retryable(f"{name}: its requests did not end within {drain_s:g} s: it goes on", drain_s) from error
+            raise Retryable(f"{name}: its requests did not finish within {drain_s:g} s", drain_s) from error
 
     async def act(self, order: BackendAct) -> str:
-        """What the backend's part here tells. Raises as that does, and Permanent where it is too late."""
+        """Perform an act of a direct backend at an engine; return its answer as JSON. Raises the backend's errors, and
+        Permanent if the deadline has passed."""
         own = self._one(order.engine)
         backend = self._backends.get(order.backend) or make_direct(order.backend)
         self._backends[order.backend] = backend
@@ -171,7 +176,7 @@ class PeerEngines:
                     self._has(own, await self._loaded(own))
                 except OrchestrRLError as error:
                     self._has(own, None)
-                    raise OutcomeUnknown(f"{order.act} was done, but then: {error}") from error
+                    raise OutcomeUnknown(f"{order.act} was done, but the version is unknown: {error}") from error
             return json.dumps(dict(told))
 
     async def close(self) -> None:
@@ -192,7 +197,7 @@ class PeerEngines:
         task.add_done_callback(self._closing.discard)
 
     async def _refresh(self, name: EngineId, own: _Own) -> None:
-        if own.at_work.locked():  # in the middle of a load it has neither
+        if own.at_work.locked():  # during a load the engine has neither version
             return
         async with own.at_work:
             try:
@@ -202,7 +207,7 @@ class PeerEngines:
                 if not isinstance(error, Retryable | OutcomeUnknown):
                     self._has(own, None)
                 if str(error) != own.logged:
-                    logger.warning("%s: does not say which weights it has: %s", name, error)
+                    logger.warning("%s: querying its weight version failed: %s", name, error)
                     own.logged = str(error)
 
     async def _ask(self, name: EngineId, own: _Own) -> None:
@@ -213,10 +218,11 @@ class PeerEngines:
             raise Retryable(f"{name}: no answer within {ASK_S:g} s", ASK_S) from error
 
     async def take_sums(self, owns: Iterable[_Own] | None = None, within_s: float = SOON_S) -> bool:
-        """Whether any would have the sum of a folder taken in a load, and says so soon."""
+        """Return whether any engine needs the folder's checksum for a load. An engine that does not answer within
+        `within_s` does not count."""
 
         async def one(engine: Engine) -> bool:
-            with suppress(OrchestrRLError, TimeoutError):  # it is said by whatever needs it
+            with suppress(OrchestrRLError, TimeoutError):  # the operation that needs the engine reports the error
                 async with asyncio.timeout(within_s):
                     return await weights_engine(engine).takes_sums()
             return False
@@ -224,7 +230,8 @@ class PeerEngines:
         return any(await asyncio.gather(*(one(own.engine) for own in (self._own.values() if owns is None else owns))))
 
     async def _loaded(self, own: _Own) -> LoadedWeights | None:
-        """Its own word. It may name a version without a sum of it: that is told again as it was when it was brought."""
+        """Return the weights that the engine reports. If it reports the version without a checksum and this process
+        installed it, add the checksum from the installation."""
         has = await weights_engine(own.engine).loaded()
         if has is None or own.brought is None or has.version != own.brought.version:
             own.brought = None
@@ -240,9 +247,9 @@ class PeerEngines:
 
     def _still(self, by_s: float) -> None:
         if (late_s := self._clock.now_s() - by_s) > 0:
-            raise Permanent(f"was to begin {late_s:.3g} s ago at the latest")
+            raise Permanent(f"the deadline passed {late_s:.3g} s ago")
 
     def _one(self, name: EngineId) -> _Own:
         if name not in self._own:
-            raise Permanent(f"no engine {name!r} here; known: {', '.join(self._own) or 'none'}")
+            raise Permanent(f"this peer does not serve engine {name!r}; it serves {', '.join(self._own) or 'none'}")
         return self._own[name]

@@ -1,6 +1,8 @@
-"""`python -m orchestrrl.weights.peer.main`: a peer where only our package is on the path, beside a trainer or in vLLM's
-environment. It needs grpcio, protobuf, pydantic, aiohttp, prometheus-client, numpy and xxhash; torch for gloo and NCCL.
-`orchestrrl sync peer` is the same, in an environment of our own."""
+"""Run a weight peer in the environment of a trainer or of vLLM: `python -m orchestrrl.weights.peer.main`.
+
+Only the orchestrrl package must be on the path. It needs grpcio, protobuf, pydantic, aiohttp, prometheus-client, numpy
+and xxhash, and torch for gloo and NCCL. `orchestrrl sync peer` is the same command in OrchestrRL's own environment.
+"""
 
 import argparse
 import asyncio
@@ -57,14 +59,14 @@ def _parse_arguments(arguments: list[str]) -> tuple[PeerArguments, bool]:
         elif not option.required:
             settings |= {"default": option.default}
         parser.add_argument(option.flag, **settings)
-    parser.add_argument("-v", "--verbose", action="store_true", help="Log what happens, not only what goes wrong.")
+    parser.add_argument("-v", "--verbose", action="store_true", help="Log at level INFO; the default is WARNING.")
     found = vars(parser.parse_args(arguments))
     verbose = bool(found.pop("verbose"))
     return PeerArguments(**found), verbose
 
 
 async def _until_stopped(settings: PeerSettings) -> None:
-    """Runs until SIGTERM or SIGINT."""
+    """Run the peer until SIGTERM or SIGINT."""
     task = asyncio.ensure_future(run_peer(settings, WallClock()))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -1,6 +1,7 @@
-"""The process that holds weights on one host: attached to the daemon, with its folder, its transports and its engines.
+"""The weight peer of one host: it attaches to the daemon and owns a folder, transports and engine connections.
 
-Without the daemon it holds what it has, and its edges run on. A daemon that comes back is told everything anew.
+While the daemon is down, the peer keeps its versions and its edges continue. It sends its full state to a daemon to
+which it attaches.
 """
 
 import asyncio
@@ -34,16 +35,16 @@ from planner.model import EngineId
 
 logger = logging.getLogger(__name__)
 
-REMEMBERED = 512  # results of orders that are over
-MOST_UNSENT = 65536  # news that wait for a daemon; older ones are dropped, since it is told everything anew
-LOOK_S = 0.5  # how often it is seen whether edges have completed a version
-STAMP_S = 5.0  # the daemon is told so often what time it is here: clocks drift apart by less than a millisecond in it
+REMEMBERED = 512  # stored results of completed orders
+MOST_UNSENT = 65536  # reports that wait for a daemon; the oldest are dropped, since a full report follows at attach
+LOOK_S = 0.5  # interval of checks whether edges have completed a version
+STAMP_S = 5.0  # interval of time stamps for the daemon: clocks drift by less than a millisecond within it
 
 
 async def run_peer(settings: PeerSettings, clock: Clock) -> None:
-    """Until cancelled. Raises Permanent where the folder or all transports cannot be had."""
-    # Hashed before it attaches, though that may take a while: by what it says then that it holds it is decided what is
-    # carried to it. What it did not know of yet would be carried again.
+    """Run a peer until cancelled. Raises Permanent if the folder is unusable or no transport is available."""
+    # Stored bytes are hashed before the peer attaches, though it may take long: the daemon plans transfers by the first
+    # report, so bytes missing in it would be sent again.
     store = await asyncio.to_thread(VersionStore, Path(settings.peer.folder))
     transports: dict[str, Transport] = {}
     try:
@@ -60,7 +61,8 @@ async def run_peer(settings: PeerSettings, clock: Clock) -> None:
 
 
 def open_transports(settings: PeerSettings, opened: dict[str, Transport]) -> dict[str, str]:
-    """Where each listens: those that can be had here. Raises Permanent where none can."""
+    """Open the available transports into `opened`; return their addresses by name. Raises Permanent if none is
+    available."""
     addresses, why = {}, []
     for name in settings.transports:
         try:
@@ -69,14 +71,14 @@ def open_transports(settings: PeerSettings, opened: dict[str, Transport]) -> dic
             opened[name] = transport
         except (OrchestrRLError, OSError) as error:
             why.append(str(error))
-            logger.info("transport %s is not to be had here: %s", name, error)
+            logger.info("transport %s is not available: %s", name, error)
     if not opened:
-        raise Permanent(f"no transport can be had here: {'; '.join(why)}")
+        raise Permanent(f"no transport is available: {'; '.join(why)}")
     return addresses
 
 
 class PeerLink:
-    """Attached to the daemon: news one way, orders the other."""
+    """The peer's connection to the daemon: it sends reports and receives orders."""
 
     def __init__(
         self,
@@ -91,8 +93,8 @@ class PeerLink:
         self._addresses = addresses
         self._clock = clock
         self._loop = asyncio.get_running_loop()
-        self._outbox: Outbox[PeerNews | None] = Outbox(MOST_UNSENT)  # None: the time alone
-        self._reported: Peer | None = None  # as the daemon knows this peer, without what changes all the time
+        self._outbox: Outbox[PeerNews | None] = Outbox(MOST_UNSENT)  # None: only a time stamp
+        self._reported: Peer | None = None  # last reported state, without the ranges that change with every byte
         given = store.state.serving if settings.peer.serves else {}
         self._engines = PeerEngines(settings.engines, settings.product, clock, self._poll, given)
         self._carrier = ThreadedCarrier(settings.peer.id, transports, self._on_news, clock.now_s)
@@ -123,7 +125,7 @@ class PeerLink:
         try:
             await call.wait_for_connection()
             for news in [news for news in self._outbox.items if isinstance(news, Peer)]:
-                self._outbox.items.remove(news)  # this tells it as it is now
+                self._outbox.items.remove(news)  # the new report replaces it
             peer = self.introduction()
             self._reported = _lasting(peer)
             await call.write(self._message(peer))
@@ -140,8 +142,8 @@ class PeerLink:
             try:
                 order = joining.add(message)
             except ValidationError as error:
-                # A daemon of another release: it learns nothing from an answer without an id.
-                logger.error("an order that cannot be read is left: %s", error)
+                # The daemon is probably of another release. Without the order's id no result can be sent.
+                logger.error("ignored an order that cannot be parsed: %s", error)
                 continue
             if order is None:
                 continue
@@ -153,19 +155,19 @@ class PeerLink:
         self._put(await self._orders.result(order))
 
     def _on_news(self, news: EdgeEvent | ArrivedBytes) -> None:
-        """From any thread."""
+        """Queue a report of the carrier. Thread-safe."""
         self._loop.call_soon_threadsafe(self._put, news)
 
     def _put(self, news: PeerNews) -> None:
         if isinstance(news, PeerResult | EdgeEvent):
-            self._poll()  # what the daemon hears of a result, it finds in what the peer says of itself
+            self._poll()  # the peer's state must reach the daemon before a result that depends on it
         last = self._outbox.items[-1] if self._outbox.items else None
         if isinstance(news, ArrivedBytes) and isinstance(last, ArrivedBytes) and last.version == news.version:
             self._outbox.items.pop()
         self._outbox.put(news)
 
     def _poll(self) -> None:
-        """Say what has changed of this peer."""
+        """Queue a report of this peer if its state has changed."""
         if self._reported is None:
             return
         peer = self.introduction()
@@ -183,19 +185,19 @@ class PeerLink:
                 self._outbox.put(None)
 
     def _message(self, news: PeerNews | None) -> pb.PeerMessage:
-        """With the time of this moment, however long the news have waited."""
+        """Return the message for a report, stamped with the current time."""
         text = "" if news is None else NEWS.dump_json(news).decode()
         return pb.PeerMessage(news_json=text, sent_unix_s=self._clock.now_s())
 
 
 class PeerOrders:
-    """Carries orders out, those that take long beside the others."""
+    """Carries out orders. Long ones run concurrently with the others."""
 
     def __init__(self, store: VersionStore, carrier: ThreadedCarrier, engines: PeerEngines) -> None:
         self._store = store
         self._carrier = carrier
         self._engines = engines
-        # Held by who changes which versions there are; who asks for one waits for what was ordered before.
+        # Held while versions are opened or discarded, so that a lookup waits for earlier orders.
         self._turn = asyncio.Lock()
 
     def not_done(self, order: PeerOrder, why: NotDone, detail: str, began_s: float) -> PeerResult:
@@ -204,7 +206,7 @@ class PeerOrders:
         return PeerResult(order.id, outcome, detail)
 
     async def perform(self, order: PeerOrder) -> PeerResult:
-        """Raises as what it calls does."""
+        """Carry out an order; return its result. Raises the errors of the functions that it calls."""
         id = order.id
         match order.order:
             case orders.OpenVersion() as asked:
@@ -225,7 +227,7 @@ class PeerOrders:
                 await asyncio.to_thread(staged.check)
                 if not staged.missing() and await self._engines.take_sums():
                     await asyncio.to_thread(staged.take_content_sum)
-                words = f"{staged.disagreed} blocks did not agree so far"
+                words = f"{staged.disagreed} blocks had wrong checksums so far"
                 return PeerResult(id, OrderOutcome.DONE, words, missing=staged.missing())
             case orders.InstallVersion(version, engine, by_s, anew):
                 loaded, words = await self._install(await self._version(version), engine, by_s, anew=anew)
@@ -239,14 +241,14 @@ class PeerOrders:
                 words = await self._engines.rest(engine, at_rest, drain_s, ends=ends)
                 return PeerResult(id, OrderOutcome.DONE, words)
             case orders.ServeEngines(engines):
-                # Written down first: what it says of itself it says again after a restart.
+                # Stored first, so that the peer reports the same engines after a restart.
                 await asyncio.to_thread(self._store.note_serving, engines)
                 return PeerResult(id, OrderOutcome.DONE, await self._engines.serve(engines))
             case orders.KeepVersions(versions):
                 gone = await self._keep(versions)
                 return PeerResult(id, OrderOutcome.DONE, f"discarded {', '.join(map(str, gone)) or 'none'}")
             case orders.BackendAct() as asked:
-                if asked.changes:  # whatever becomes of it, it has no version of this folder
+                if asked.changes:  # in any outcome, the engine has no version of this folder
                     await asyncio.to_thread(self._store.note_installed, asked.engine, "")
                 return PeerResult(id, OrderOutcome.DONE, result_json=await self._engines.act(asked))
             case other:
@@ -258,7 +260,7 @@ class PeerOrders:
         folder = await asyncio.to_thread(staged.install_folder)
         identity = await asyncio.to_thread(lambda: staged.identity)
         is_other = anew or self._store.state.installed.get(engine) != identity
-        if is_other:  # until it is there: one that is killed in the middle has neither
+        if is_other:  # cleared until the load is done: a peer killed during it must not report either version
             await asyncio.to_thread(self._store.note_installed, engine, "")
         known_sum = await asyncio.to_thread(staged.content_sum)
         loaded, words = await self._engines.install(
@@ -271,7 +273,7 @@ class PeerOrders:
         async with self._turn:
             before = self._store.versions.get(order.map.version)
             if before is not None and not await asyncio.to_thread(before.is_same, order):
-                # Edges of the plan before write into the same file: what is found in it by its sums has to stay.
+                # Edges of an earlier plan write into the same file. End them before its blocks are verified.
                 await asyncio.to_thread(self._carrier.end, order.map.version)
             return await asyncio.to_thread(self._store.open, order)
 
@@ -287,5 +289,5 @@ class PeerOrders:
 
 
 def _lasting(peer: Peer) -> Peer:
-    """Without the ranges, which change as bytes arrive."""
+    """Return the peer without missing ranges, which change as bytes arrive."""
     return replace(peer, held=tuple(replace(each, missing={} if each.complete else {"": ()}) for each in peer.held))

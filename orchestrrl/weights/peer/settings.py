@@ -1,5 +1,7 @@
-"""What a peer is told when it is started, from the words of a command line. All faults at once; no typer, no YAML: a
-trainer's environment need not have them."""
+"""Settings of a peer, parsed from its command-line options. All faults are reported at once.
+
+Uses neither typer nor YAML, which a trainer's environment need not have.
+"""
 
 import contextlib
 import ipaddress
@@ -24,17 +26,17 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True, slots=True)
 class PeerSettings:
-    peer: Peer  # as it introduces itself, before it has transports, engines and versions
+    peer: Peer  # its description for the daemon, without transports, engines and versions
     daemon: str
-    address: str  # that other peers reach this host at
-    engines: Mapping[EngineId, str]  # where each listens
+    address: str  # of this host, for other peers
+    engines: Mapping[EngineId, str]  # URL of each engine
     product: str
     transports: tuple[str, ...]
     poll_engines_s: float
 
 
 def settings_of(arguments: PeerArguments) -> PeerSettings:
-    """Raises ProblemFaults."""
+    """Validate the options and return the settings. Raises ProblemFaults with all faults."""
     faults: list[str] = []
     engines = _engines(arguments, faults)
     share = _made(lambda: _share(arguments), faults)
@@ -46,7 +48,7 @@ def settings_of(arguments: PeerArguments) -> PeerSettings:
         if name not in TRANSPORTS:
             faults.append(f"--transport: must be one of {', '.join(TRANSPORTS.names())}, got {name!r}")
     if arguments.gpu is not None and (arguments.pod or arguments.tor):
-        faults.append(f"--gpu: says where it is, so leave out --pod and --tor, got {arguments.gpu}")
+        faults.append(f"--gpu: determines the location, so remove --pod and --tor, got {arguments.gpu}")
     if arguments.gpu is not None and arguments.gpu < 0:
         faults.append(f"--gpu: must be >= 0, got {arguments.gpu}")
     if arguments.tor and not arguments.pod:
@@ -56,13 +58,13 @@ def settings_of(arguments: PeerArguments) -> PeerSettings:
     if not 0 < arguments.poll_engines_s < float("inf"):
         faults.append(f"--poll-engines-s: must be > 0, got {arguments.poll_engines_s:g}")
     if arguments.folder and not Path(arguments.folder).is_absolute():
-        faults.append(f"--folder: must begin with /, engines and trainers are told of it, got {arguments.folder!r}")
+        faults.append(f"--folder: must be an absolute path, engines and trainers use it, got {arguments.folder!r}")
     address = _made(lambda: _address(arguments), faults)
     if address is not None and not arguments.allow_remote and (fault := remote_fault(address, "add --allow-remote")):
         faults.append(f"--host: {fault}, got {address!r}")
     for place, name in enumerate(arguments.ranks_of):
         if not name or name in engines:
-            what = "must name an engine" if not name else "is this peer's own (--engine)"
+            what = "must name an engine" if not name else "must not be an engine of this peer (--engine)"
             faults.append(f"--ranks-of[{place}]: {what}, got {name!r}")
     if faults or share is None or address is None:
         raise ProblemFaults(faults)
@@ -85,18 +87,19 @@ def settings_of(arguments: PeerArguments) -> PeerSettings:
 
 
 def _names_here(arguments: PeerArguments, address: str) -> tuple[str, ...]:
-    """What others call this host. What listens on loopback is on the daemon's."""
+    """Return the names by which other hosts address this one. Loopback is included if the daemon runs on this host,
+    which reports local engines with loopback URLs."""
     name = socket.gethostname()
     names = [address, name]
-    with contextlib.suppress(OSError):  # a name that nobody knows, not even here
+    with contextlib.suppress(OSError):  # the name cannot be resolved
         names += [str(told[4][0]) for told in socket.getaddrinfo(name, None)]
-    # A name that leads to loopback says nothing of where the daemon is.
+    # A name that resolves to loopback does not imply that the daemon is on this host.
     own = [each for each in names if host_name(each) != LOOPBACK]
     return tuple(dict.fromkeys([*own, *([LOOPBACK] if _is_beside_daemon(arguments.daemon) else [])]))
 
 
 def _is_beside_daemon(daemon: str) -> bool:
-    """Whether the way to it does not leave this host."""
+    """Return whether the daemon runs on this host."""
     if daemon.startswith("unix:"):
         return True
     try:
@@ -107,7 +110,7 @@ def _is_beside_daemon(daemon: str) -> bool:
 
 
 def _way_to(host: str, port: int) -> tuple[str, str]:
-    """The addresses at its two ends."""
+    """Return the local and the remote address of the route to a host."""
     family, kind, _, _, place = socket.getaddrinfo(host, port or 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(place)  # sends nothing
@@ -122,13 +125,13 @@ def _engines(arguments: PeerArguments, faults: list[str]) -> dict[EngineId, str]
         if not name or parts.scheme not in ("http", "https") or not parts.hostname:
             faults.append(f"--engine[{number}]: must be NAME=http://HOST:PORT, got {word!r}")
         elif name in found:
-            faults.append(f"--engine[{number}]: is named already, got {name!r}")
+            faults.append(f"--engine[{number}]: must not repeat a name, got {name!r}")
         else:
             found[EngineId(name)] = url
     try:
         if arguments.engines or arguments.engines_here:
             ENGINES.load(arguments.product)
-        else:  # a host of trainers needs no engine client, nor what one imports
+        else:  # a trainer's host needs no engine client, nor the packages that it imports
             ENGINES.check(arguments.product)
     except Permanent as error:
         faults.append(f"--product: {error}")
@@ -141,7 +144,7 @@ def _share(arguments: PeerArguments) -> EngineShare:
         if not chosen:
             ranks[name] = tuple(range(max(1, min(getattr(arguments, name), 65536))))
         if len(set(chosen)) < len(chosen):
-            raise ValueError(f"--{name}-rank: must be given once each, got {list(chosen)}")
+            raise ValueError(f"--{name}-rank: must not repeat a rank, got {list(chosen)}")
     try:
         return EngineShare(arguments.tp, ranks["tp"], arguments.pp, ranks["pp"], arguments.ep, ranks["ep"])
     except ValueError as error:
@@ -149,10 +152,10 @@ def _share(arguments: PeerArguments) -> EngineShare:
 
 
 def _address(arguments: PeerArguments) -> str:
-    """As given, or that of the way towards the daemon."""
+    """Return the address from --host, or the local address of the route to the daemon."""
     if arguments.host:
         if arguments.host in ("0.0.0.0", "::"):
-            raise ValueError(f"--host: must be an address that other peers reach, got {arguments.host!r}")
+            raise ValueError(f"--host: must be an address that other peers can reach, got {arguments.host!r}")
         try:
             socket.getaddrinfo(arguments.host, None)
         except OSError as error:
@@ -164,7 +167,7 @@ def _address(arguments: PeerArguments) -> str:
         host, port = parse_address(arguments.daemon)
         return str(ipaddress.ip_address(_way_to(host, port)[0]))
     except (OSError, ValueError) as error:
-        raise ValueError(f"--host: is needed, no way towards --daemon was found ({error}), got ''") from error
+        raise ValueError(f"--host: is required, no route to --daemon was found ({error}), got ''") from error
 
 
 def _made(make: Callable[[], _Value], faults: list[str], option: str = "", value: str = "") -> _Value | None:

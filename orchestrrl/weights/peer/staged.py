@@ -1,8 +1,8 @@
-"""One version on this host: its files, which bytes of it are there, and whether they agree with their sums.
+"""Manage one version on this host: its files, the ranges that have arrived, and their verification by checksums.
 
-A shard lies in the parts that trainers staged here, where these have all of it, or in the file that is received and
-installed. A block is hashed when its last byte has arrived, before anybody who waits for it goes on; one that does not
-agree is missing again. What a file holds from before is found by its sums alone.
+A shard is in the parts that trainers staged here, if they have all of it, else in the received file, from which engines
+install. A block is hashed when its last byte has arrived, before readers that wait for it continue; a block with a
+wrong checksum counts as missing again. Bytes in a file from an earlier run are recognized only by their checksums.
 """
 
 import logging
@@ -45,37 +45,37 @@ _Result = TypeVar("_Result")
 
 logger = logging.getLogger(__name__)
 
-INSTALL_FOLDER = "install"  # has the received file alone, where parts lie beside it: engines load all that they see
-MOST_THREADS = 8  # that hash
-_MODEL = 0  # its place among a version's files
+INSTALL_FOLDER = "install"  # contains only the received file, because engines load every file of a folder
+MOST_THREADS = 8  # for hashing
+_MODEL = 0  # index of the received file among a version's files
 
 
 @dataclass(slots=True)
 class _Shard:
-    """`changed` guards what is below it."""
+    """The state of one shard. `changed` guards the fields after it."""
 
     map: ShardMap
     runs: ShardRuns
     in_parts: bool
     changed: threading.Condition = field(default_factory=threading.Condition)
     present: ByteRanges = field(default_factory=ByteRanges)
-    own_sums: tuple[str, ...] = ()  # as they were told by this host
+    own_sums: tuple[str, ...] = ()  # checksums that this host has computed and reported
     agreed: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, dtype=bool))  # [block]
 
 
-_Block = tuple[_Shard, int]  # and its number
+_Block = tuple[_Shard, int]  # shard and block number
 
 
 class StagedVersion:
-    """A `LocalVersion` in files. Construction opens its files and finds what is there. Raises Retryable and Permanent
-    where there is no room or a part is not there; nothing has been written then."""
+    """A `LocalVersion` stored in files. Construction opens the files and verifies bytes that they already have. Raises
+    Retryable or Permanent, before anything is written, if there is no space or a part is missing."""
 
     def __init__(self, folder: Path, order: OpenVersion) -> None:
         self.map = map = order.map
         self.folder = folder
         self.parts = tuple(part for part in order.parts if part.boxes)  # a rank may have nothing to stage
-        self.disagreed = 0  # blocks that arrived and were not what their sums say
-        self.hashed_bytes = 0  # since it was opened
+        self.disagreed = 0  # blocks that arrived with a wrong checksum
+        self.hashed_bytes = 0  # since the version was opened
         self.at_home = tuple(sorted(order.at_home))
         self._tensors = {tensor.name: tensor for tensor in map.tensors}
         self._layout = lay_out(map.tensors)
@@ -83,14 +83,14 @@ class StagedVersion:
         self._identity: dict[str, tuple[int, int]] = {}
         sources = [self._part(number, part) for number, part in enumerate(self.parts, start=1)]
         self._shards = {shard.id: self._located(shard, sources) for shard in map.shards}
-        self._own = threading.local()  # a block of memory of each thread that hashes
-        self._model_has: set[str] = set()  # shards for which it has pages
-        self._content: tuple[tuple[object, ...], str] | None = None  # its sum, and of which bytes
+        self._own = threading.local()  # a buffer of one block for each hashing thread
+        self._model_has: set[str] = set()  # shards for which the received file has pages
+        self._content: tuple[tuple[object, ...], str] | None = None  # key of the bytes, and their checksum
         received = [shard for shard in self._shards.values() if not shard.in_parts or shard.map.id in self.at_home]
-        self._was_there = bool(received) and self._open_model(received)  # something of an earlier start, or plan
+        self._was_there = bool(received) and self._open_model(received)  # the file is from an earlier run or plan
         self._find(received)
 
-    # What carrying asks.
+    # LocalVersion, called by edges.
 
     def view(self, shard: str, offset: int, size: int) -> memoryview | None:
         single = self._within(shard, offset, size).runs.single(offset, size)
@@ -103,7 +103,7 @@ class StagedVersion:
     def write(self, shard: str, offset: int, data: memoryview) -> None:
         state = self._within(shard, offset, len(data))
         if state.in_parts:
-            raise Permanent(f"shard {shard} of version {self.map.version} is a trainer's here, and not to be written")
+            raise Permanent(f"shard {shard} of version {self.map.version} was staged here and must not be written")
         scatter(self._files, state.runs.pieces(offset, len(data)), np.frombuffer(data, dtype=np.uint8))
 
     def arrived(self, shard: str, offset: int, size: int) -> None:
@@ -133,7 +133,7 @@ class StagedVersion:
                     found[name] = gaps
         return found
 
-    # What a peer asks.
+    # Called by the peer.
 
     @property
     def held(self) -> HeldVersion:
@@ -141,13 +141,14 @@ class StagedVersion:
         return HeldVersion(self.map.version, tuple(self._shards), self.missing(), ranks)
 
     def sums_of(self, shards: Iterable[str]) -> dict[str, tuple[str, ...]]:
-        """Of shards that are here whole, by hashing them. Raises Permanent where one is not."""
+        """Hash complete shards; return the checksums of their blocks. Raises Permanent for unknown or incomplete
+        shards."""
         chosen = list(dict.fromkeys(shards))
         if faults := [f"there is no shard {name!r}" for name in chosen if name not in self._shards]:
             raise Permanent(f"version {self.map.version}: {'; '.join(faults)}")
         missing = self.missing()
         if some := [name for name in chosen if name in missing]:
-            raise Permanent(f"version {self.map.version}: is not here whole: {', '.join(some)}")
+            raise Permanent(f"version {self.map.version}: incomplete shards: {', '.join(some)}")
         states = [self._shards[name] for name in chosen]
         left = iter(self._in_threads(self._sum, [each for state in states for each in _blocks(state)]))
         for state in states:
@@ -155,7 +156,8 @@ class StagedVersion:
         return {state.map.id: state.own_sums for state in states}
 
     def check(self) -> None:
-        """Hash what is there and was not hashed since, and copy what engines need out of parts. See `missing` then."""
+        """Hash arrived blocks that were not hashed yet, and copy shards that engines need out of parts. Updates
+        `missing`."""
         states = list(self._shards.values())
         self._hash_present([state for state in states if state.map.sums])
         wrong = self.missing()
@@ -164,7 +166,7 @@ class StagedVersion:
             self._copy_out_of_parts(to_copy)
 
     def update_sums(self, version_map: VersionMap) -> None:
-        """The sums of the same shards, as they are known now: what was there and agrees with other sums is missing."""
+        """Set new checksums for the same shards. Stored blocks with other checksums become missing."""
         unknown = []
         for shard in version_map.shards:
             state = self._shards[shard.id]
@@ -178,14 +180,15 @@ class StagedVersion:
         self._find(unknown)
 
     def install_folder(self) -> Path:
-        """A folder with the version's file and no part of it. Raises Retryable where not all is there yet."""
+        """Return a folder that has the version's file and no parts. Raises Retryable if bytes are missing, and
+        Permanent if the version is not for engines of this host."""
         if any(state.in_parts and state.map.id in self.at_home for state in self._shards.values()):
             self.check()
         if missing := self.missing():
             lacking = sum(size for ranges in missing.values() for _, size in ranges)
-            raise Retryable(f"version {self.map.version} is not here whole: {lacking} bytes are missing", 1.0)
+            raise Retryable(f"version {self.map.version} is incomplete: {lacking} bytes are missing", 1.0)
         if not self._model_has:
-            raise Permanent(f"version {self.map.version} is held for others alone: no engine here was to have it")
+            raise Permanent(f"version {self.map.version} is stored only for other peers, not for engines of this host")
         if not any(self.folder.glob("part-*.safetensors")):
             return self.folder
         apart = self.folder / INSTALL_FOLDER
@@ -195,29 +198,30 @@ class StagedVersion:
         return apart
 
     def take_content_sum(self) -> None:
-        """Of what engines load, ahead of it, as it takes long. For a version that is here whole and was checked; one
-        without sums of its blocks may change without anybody's knowing, and is left to whoever loads it."""
+        """Compute the checksum of the install folder in advance, because it takes long. The version must be complete
+        and checked. Does nothing without block checksums, because a change of the bytes would not be detected."""
         if self._model_has and all(state.map.sums for state in self._shards.values()):
-            with suppress(Retryable, BrokenCheckpoint):  # told to whoever loads it
+            with suppress(Retryable, BrokenCheckpoint):  # the load reports these errors
                 self._content = self._bytes, folder_sum(self.install_folder())
 
     def content_sum(self) -> str:
-        """As it was taken, while these are the bytes; else empty."""
+        """Return the checksum from `take_content_sum` if the bytes have not changed since, else an empty string."""
         return self._content[1] if self._content is not None and self._content[0] == self._bytes else ""
 
     @property
     def _bytes(self) -> tuple[object, ...]:
-        """What decides on those that engines load. A block that was written over with others has disagreed since."""
+        """Return a key of the bytes that engines load. Overwriting a block with other bytes increases `disagreed`."""
         return self.identity, frozenset(self._model_has), self.disagreed
 
     @property
     def identity(self) -> str:
-        """Of the bytes: another run of a trainer may give other weights the same number."""
+        """Return the version with a digest of its bytes, because another run of a trainer may publish other weights
+        under the same number."""
         shards = [(shard.slices, shard.sums) for shard in self.map.shards]
         return f"{self.map.version}:{xxhash.xxh3_64_hexdigest(repr((self.map.tensors, shards)).encode())}"
 
     def is_same(self, order: OpenVersion) -> bool:
-        """Whether this can go on: the same shards of the same files, sums aside."""
+        """Return whether an order is for the same shards of the same files, apart from checksums."""
 
         def without_sums(map: VersionMap) -> VersionMap:
             return replace(map, shards=tuple(replace(shard, sums=()) for shard in map.shards))
@@ -229,7 +233,7 @@ class StagedVersion:
             and all(_identity(self.folder / part.file) == self._identity[part.file] for part in self.parts)
         )
 
-    # The files.
+    # Files.
 
     def _part(self, number: int, part: StagedPart) -> SourceFile:
         path = self.folder / part.file
@@ -238,10 +242,10 @@ class StagedVersion:
             self._identity[part.file] = _identity(path)
             self._files.append(_mapped(path))
         except (OSError, ValueError) as error:
-            raise Permanent(f"{path}: what rank {part.rank} staged cannot be read: {error}") from error
+            raise Permanent(f"{path}: the part of rank {part.rank} cannot be read: {error}") from error
         tensors = {tensor.name: tensor for tensor in layout.tensors}
         faults = [
-            f"{name} is {tensors.get(name)}, and not {self._tensors.get(name)}"
+            f"{name} is {tensors.get(name)}, expected {self._tensors.get(name)}"
             for name in part.boxes
             if name not in tensors or tensors[name] != self._tensors.get(name, tensors[name])
         ]
@@ -250,10 +254,10 @@ class StagedVersion:
         return SourceFile(number, layout.places, part.boxes)
 
     def _located(self, shard: ShardMap, sources: Sequence[SourceFile]) -> _Shard:
-        """Where it is to be read and written."""
+        """Locate a shard in the staged parts, or in the received file if they lack some of it."""
         try:
             state = _Shard(shard, locate(shard, self._tensors, sources), in_parts=True)
-        except ValueError:  # of some of it there is nothing here: it is received
+        except ValueError:  # some of it was not staged here: it is received
             state = _Shard(shard, self._in_model(shard), in_parts=False)
         state.agreed = np.zeros(-(-shard.bytes // self.map.block_bytes), dtype=bool)
         if state.in_parts:
@@ -264,7 +268,7 @@ class StagedVersion:
         return locate(shard, self._tensors, [SourceFile(_MODEL, self._layout.places)])
 
     def _open_model(self, shards: Sequence[_Shard]) -> bool:
-        """With pages for all of these, whether it was there before."""
+        """Open the received file and allocate pages for these shards; return whether the file already existed."""
         path = self.folder / MODEL_FILE
         earlier = _is_laid_out(path, self._layout)
         spans = [(np.array([0]), np.array([len(self._layout.header)]))]
@@ -276,7 +280,7 @@ class StagedVersion:
         if needed > disk_space.free_bytes(self.folder):
             raise disk_space.no_room(self.folder, needed, self.map.version)
         if path.exists() and not earlier:
-            logger.warning("%s: is of another manifest and is replaced", path)
+            logger.warning("%s: replaced, because it has other tensors", path)
             path.unlink()
         try:
             with path.open("r+b" if earlier else "x+b") as file:
@@ -287,7 +291,7 @@ class StagedVersion:
             if not earlier:
                 path.unlink(missing_ok=True)
             if not disk_space.is_full(error):
-                raise Permanent(f"{path}: cannot be written: {error}") from error
+                raise Permanent(f"{path} cannot be written: {error}") from error
             raise disk_space.no_room(self.folder, needed, self.map.version) from error
         self._files[_MODEL] = _mapped(path)
         if not earlier:
@@ -295,7 +299,8 @@ class StagedVersion:
         return earlier
 
     def _find(self, shards: Iterable[_Shard]) -> None:
-        """What an earlier start left. Holes are not looked at: that would fill them."""
+        """Verify blocks that an earlier run has left in the file. Holes are skipped, because reading would fill
+        them."""
         shards = [state for state in shards if state.map.sums and not state.in_parts]
         if not self._was_there or not shards:
             return
@@ -310,7 +315,8 @@ class StagedVersion:
         self._in_threads(self._verify, wanted)
 
     def _copy_out_of_parts(self, shards: Sequence[_Shard]) -> None:
-        """Into the file that engines load; what did not agree is left out, to be received."""
+        """Copy these shards from parts into the file that engines load. Blocks with wrong checksums are left out and
+        received instead."""
         if lacking := [state for state in shards if state.map.id not in self._model_has]:
             if len(self._files[_MODEL]):
                 lacking += [state for state in self._shards.values() if state.map.id in self._model_has]
@@ -328,7 +334,7 @@ class StagedVersion:
     # Blocks.
 
     def _hash_present(self, shards: Iterable[_Shard]) -> None:
-        """What is there whole and was not hashed since it came."""
+        """Hash the complete blocks of these shards that have not been verified."""
         wanted: list[_Block] = []
         for state in shards:
             with state.changed:
@@ -340,7 +346,8 @@ class StagedVersion:
         self._in_threads(self._verify, wanted)
 
     def _in_threads(self, work: Callable[[_Shard, int], _Result], blocks: Sequence[_Block]) -> list[_Result]:
-        """Hashing runs outside the interpreter's lock."""
+        """Apply `work` to each block in threads; return the results in order. Hashing releases the interpreter's
+        lock."""
         self.hashed_bytes += sum(self._range(*block)[1] for block in blocks)
         with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), "sums") as pool:
             return list(pool.map(lambda block: work(*block), blocks))
@@ -354,7 +361,7 @@ class StagedVersion:
             self._judge(state, block, sum)
 
     def _data(self, state: _Shard, offset: int, size: int) -> memoryview:
-        """At most a block; where it is scattered a copy, until the thread asks for another."""
+        """Return at most one block of a shard. Scattered bytes are copied into a buffer that the thread reuses."""
         if (data := self.view(state.map.id, offset, size)) is None:
             if not hasattr(self._own, "memory"):
                 self._own.memory = np.empty(self.map.block_bytes, dtype=np.uint8).data
@@ -363,7 +370,7 @@ class StagedVersion:
         return data
 
     def _judge(self, state: _Shard, block: int, sum: str) -> None:
-        """With its lock held: what agrees with its sum is there."""
+        """Mark a block as present or missing by its computed checksum. The caller holds the shard's lock."""
         offset, size = self._range(state, block)
         state.agreed[block] = sum == state.map.sums[block]
         if state.agreed[block]:
@@ -372,13 +379,14 @@ class StagedVersion:
             self.disagreed += 1
             state.present.remove(offset, size)
             logger.warning(
-                "version %d: %d bytes of shard %s at %d are not what they should be (xxh3 %s, not %s): missing again",
+                "version %d: %d bytes of shard %s at %d have a wrong checksum (xxh3 %s, expected %s): missing again",
                 self.map.version, size, state.map.id, offset, sum, state.map.sums[block],
             )  # fmt: skip
         state.changed.notify_all()
 
     def _completed(self, state: _Shard, offset: int, size: int) -> list[int]:
-        """Blocks that are whole with these bytes, which may have been there before. With its lock held."""
+        """Return the blocks that these bytes, which may have been present before, make complete. The caller holds the
+        shard's lock."""
         found = []
         for block in range(offset // self.map.block_bytes, -(-(offset + size) // self.map.block_bytes)):
             first, length = self._range(state, block)
@@ -405,7 +413,7 @@ def _blocks(state: _Shard) -> Iterator[_Block]:
 
 
 def _identity(path: Path) -> tuple[int, int]:
-    """Of one writing of a file: a trainer that stages anew renames another one into its place."""
+    """Return a key of the file's current content: a trainer that stages again replaces the file by a rename."""
     try:
         status = path.stat()
     except OSError:
@@ -414,7 +422,7 @@ def _identity(path: Path) -> tuple[int, int]:
 
 
 def _mapped(path: Path) -> Bytes:
-    """Stays as long as anybody looks at it, also when the file is no longer there."""
+    """Map a file writably. The mapping lives as long as its views, even after the file was deleted."""
     with path.open("r+b") as file:
         return np.frombuffer(mmap.mmap(file.fileno(), 0), dtype=np.uint8)
 
@@ -427,7 +435,8 @@ def _is_laid_out(path: Path, layout: FileLayout) -> bool:
 
 
 def _is_written(run: ByteRun, written: Ints) -> bool:
-    """Whether none of it is in a hole of the file. `written`: from and to, in order."""
+    """Return whether no byte of the run is in a hole of the file. `written` has (start, end) of each data range,
+    ascending."""
     starts = run.start + run.stride * np.arange(run.times, dtype=np.int64)
     places = np.searchsorted(written[:, 0], starts, side="right") - 1
     return bool((places >= 0).all() and (starts + run.length <= written[places, 1]).all())

@@ -1,11 +1,11 @@
-"""The folder of one peer: a folder for each version that it holds, one peer at a time, and what outlives the peer.
+"""Manage the folder of one peer: a subfolder per version, a lock against other peers, and state that outlives the peer.
 
     LOCK, peer.json
-    v7/state.json               what the version is: written before any byte of it comes
-    v7/model.safetensors        received, and installed
+    v7/state.json               description of the version, written before any of its bytes arrives
+    v7/model.safetensors        received; engines install from it
     v7/part-RANK.safetensors    staged by a trainer's rank of this host
 
-Whatever else lies there is a stranger's and stays.
+Other files in the folder are left alone.
 """
 
 import fcntl
@@ -45,8 +45,8 @@ class _State(OpenVersion):
 
 @dataclass(frozen=True, slots=True)
 class RememberedPeer:
-    """What outlives the peer beside its versions. `installed`: by engine, `StagedVersion.identity` of what it was given
-    last; `serving`: engines that the daemon told of last, and where they listen."""
+    """The state of a peer that outlives it, apart from versions. `installed` has the `StagedVersion.identity` of the
+    last version installed into each engine, `serving` the URL of each engine that the daemon last assigned."""
 
     installed: dict[EngineId, str] = field(default_factory=dict)
     serving: dict[EngineId, str] = field(default_factory=dict)
@@ -57,7 +57,7 @@ _PEER_STATE: TypeAdapter[RememberedPeer] = TypeAdapter(RememberedPeer)
 
 
 class VersionStore:
-    """Raises Permanent where the folder cannot be had."""
+    """The versions in a peer's folder. Raises Permanent if the folder cannot be used or another peer uses it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -69,9 +69,9 @@ class VersionStore:
             self._find(version)
 
     def open(self, order: OpenVersion) -> StagedVersion:
-        """The version, with what is there of it. An open one goes on where only its sums are new; else it is opened
-        anew over what its files hold. Raises ProblemFaults for a map that makes no sense, Permanent and Retryable
-        where it cannot be held."""
+        """Open a version with its stored bytes. An open version is kept if only its checksums are new; else it is
+        opened again over its files. Raises ProblemFaults for an inconsistent map, and Permanent or Retryable if the
+        version cannot be stored."""
         if faults := _faults(order):
             raise ProblemFaults(faults)
         with self._changing:
@@ -89,16 +89,16 @@ class VersionStore:
             return staged
 
     def version(self, version: int) -> StagedVersion:
-        """Raises Permanent where it is not held."""
+        """Return an open version. Raises Permanent if it is not stored here."""
         try:
             return self.versions[version]
         except KeyError:
             known = ", ".join(str(each) for each in sorted(self.versions)) or "none"
-            raise Permanent(f"version {version} is not held here; held: {known}") from None
+            raise Permanent(f"version {version} is not stored on this peer; it stores: {known}") from None
 
     def keep(self, versions: Collection[int]) -> list[int]:
-        """Discard the others, and what was staged of older ones that never came to be; which. What trainers stage now
-        stays: parts in their hands, be the number lower than the fleet's, and newer ones that nobody has opened."""
+        """Discard all other versions, and parts staged for older versions that were never opened; return the discarded
+        ones. Parts that a trainer holds are kept, even of a lower version, and so are unopened newer versions."""
         with self._changing:
             newest = max(versions, default=-1)
             discarded = []
@@ -123,7 +123,7 @@ class VersionStore:
         return self.folder / f"v{version}"
 
     def note_installed(self, engine: EngineId, identity: str) -> None:
-        """Empty: nobody knows what it has. To be there again after a restart."""
+        """Store which version was installed into an engine, across restarts. An empty identity means unknown."""
         with self._changing:
             self._note(replace(self.state, installed={**self.state.installed, engine: identity}))
 
@@ -136,7 +136,7 @@ class VersionStore:
         self.state = state
 
     def close(self) -> None:
-        """Let another peer have the folder. What is held stays there."""
+        """Release the folder for another peer. The stored versions stay in it."""
         self.versions.clear()
         os.close(self._locked)
 
@@ -150,37 +150,37 @@ class VersionStore:
         return sorted(found)
 
     def _find(self, version: int) -> None:
-        """What an earlier start left: as much of it as agrees with its sums."""
+        """Open a version that an earlier run left; blocks with wrong checksums count as missing."""
         folder = self.folder_of(version)
         state = _read(folder / STATE_FILE, _STATE)
         if state is None or state.map.version != version:
-            return  # what trainers have staged so far, or another schema: until it is opened
+            return  # parts of an unopened version, or another schema: `open` handles it
         if faults := _faults(state):
-            logger.warning("%s: makes no sense and is not used: %s", folder / STATE_FILE, "; ".join(faults))
+            logger.warning("%s: ignored, because it is inconsistent: %s", folder / STATE_FILE, "; ".join(faults))
             return
         try:
             staged = self.versions[version] = StagedVersion(folder, state)
         except OrchestrRLError as error:
-            logger.warning("version %d: what is left of it in %s cannot be used: %s", version, folder, error)
+            logger.warning("version %d: its files in %s cannot be used: %s", version, folder, error)
             return
         lacking = sum(size for ranges in staged.missing().values() for _, size in ranges)
         level = logging.WARNING if lacking else logging.INFO
         hashed = staged.hashed_bytes
-        logger.log(level, "version %d: found in %s, hashed %d bytes; %d lack", version, folder, hashed, lacking)
+        logger.log(level, "version %d: found in %s, %d bytes hashed, %d missing", version, folder, hashed, lacking)
 
     def _replace_others(self, folder: Path, map: VersionMap) -> None:
-        """What is there of another version of that number makes room. Parts stay: trainers replace these themselves."""
+        """Discard received files of another version with the same number. Parts stay: trainers replace them."""
         if not (folder / STATE_FILE).exists():
             return
         state = _read(folder / STATE_FILE, _STATE)
         if state is not None and (state.map.tensors, state.map.block_bytes) == (map.tensors, map.block_bytes):
             return
-        logger.warning("%s: is of another manifest or an older schema, and is replaced", folder)
+        logger.warning("%s: replaced, because it has other tensors or an older schema", folder)
         _discard(folder, with_parts=False)
 
 
 def _faults(order: OpenVersion) -> list[str]:
-    """All that is wrong with an order to hold this."""
+    """Return all faults of an order to open a version."""
     map, parts = order.map, order.parts
     tensors = {tensor.name: tensor for tensor in map.tensors}
     faults = []
@@ -194,15 +194,15 @@ def _faults(order: OpenVersion) -> list[str]:
         faults.append("shards: must not be empty, got ()")
     ids = [shard.id for shard in map.shards]
     if twice := sorted({each for each in ids if ids.count(each) > 1}) if len(set(ids)) < len(ids) else []:
-        faults.append(f"shards: must have ids of their own, twice are {', '.join(twice)}")
+        faults.append(f"shards: must have unique ids, got several of {', '.join(twice)}")
     for shard in map.shards:
         faults += faults_of_shard(shard, tensors, map.block_bytes)
     if len({part.rank for part in parts}) < len(parts) or any(part.rank < 0 for part in parts):
-        faults.append(f"parts: must be of ranks >= 0, each once, got {[part.rank for part in parts]}")
+        faults.append(f"parts: must have unique ranks >= 0, got {[part.rank for part in parts]}")
     for part in parts:
         for name, boxes in part.boxes.items():
             if name not in tensors:
-                continue  # of no use to anybody here
+                continue  # no shard of this peer uses it
             faults += [
                 f"parts[{part.rank}].boxes.{name}: must be within {tensors[name].shape}, got {box}"
                 for box in boxes
@@ -212,21 +212,22 @@ def _faults(order: OpenVersion) -> list[str]:
 
 
 def _lock(folder: Path) -> int:
-    """Ours until the process ends. In a folder that everybody may write to, one of ours is not taken from others."""
+    """Lock the folder, until `close` or the end of the process. Raises Permanent if another peer has it, or if it is a
+    link or belongs to another user, which is possible in a world-writable parent."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-            raise Permanent(f"{folder} is a link or belongs to another user: name a folder of your own with --folder")
+            raise Permanent(f"{folder} is a link or belongs to another user: choose your own folder with --folder")
         file = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
-        raise Permanent(f"{folder} cannot be used ({error}): name another folder with --folder") from error
+        raise Permanent(f"{folder} cannot be used ({error}): choose another folder with --folder") from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         owner = os.pread(file, 20, 0).decode(errors="replace").strip() or "?"
         os.close(file)
         raise Permanent(
-            f"{folder} is in use by the peer with process id {owner}: stop it, or give this one another --folder"
+            f"{folder} is in use by the peer with process id {owner}: stop it, or choose another --folder"
         ) from error
     os.ftruncate(file, 0)
     os.pwrite(file, str(os.getpid()).encode(), 0)
@@ -234,7 +235,7 @@ def _lock(folder: Path) -> int:
 
 
 def _read(path: Path, content: TypeAdapter[_Content]) -> _Content | None:
-    """None where there is nothing that this release can read."""
+    """Parse a file; return None if it does not exist or this release cannot read it."""
     try:
         return content.validate_json(path.read_bytes())
     except (OSError, ValidationError):
@@ -242,7 +243,7 @@ def _read(path: Path, content: TypeAdapter[_Content]) -> _Content | None:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """All of it or nothing."""
+    """Replace a file atomically."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     with unfinished.open("wb") as file:
         file.write(content)
@@ -252,7 +253,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _discard(folder: Path, *, with_parts: bool = True) -> None:
-    """What is ours of it; the folder, where nothing else is in it."""
+    """Delete the peer's files in a version's folder, and with parts also the folder if it is then empty."""
     ours = [MODEL_FILE, STATE_FILE, f".{STATE_FILE}.*"]
     if with_parts:
         ours += ["part-*.safetensors", ".part-*.safetensors.*"]

@@ -1,1 +1,1 @@
-"""What a trainer imports to publish its weights."""
+"""The client with which a trainer publishes its weights."""

@@ -1,8 +1,8 @@
-"""What a trainer rank has of a version: pieces, each a box of a whole tensor and its values. No torch.
+"""Pieces of a version in a trainer rank: each is a box of a whole tensor with its values. No torch.
 
-How sharded tensors (DTensor's placements) lie in the whole one, and which of the ranks on one host stages what several
-of them have. That is asked of torch.distributed where it runs, once for as long as a rank has the same boxes; every
-rank has to take part.
+This module maps sharded tensors (DTensor placements) to boxes of the whole tensor, and decides which rank of a host
+stages a piece that several of them have. The ranks exchange their pieces through torch.distributed, if it runs, again
+only when the boxes of a rank change. This is a collective call.
 """
 
 import itertools
@@ -18,13 +18,13 @@ from orchestrrl.weights.model import TensorMeta
 from planner.sync_tree.layout import Range, between, chunk
 from planner.sync_tree.parameters import Box
 
-SPLIT_BYTES = 1024 * 1024  # smaller pieces are one rank's, whole
+SPLIT_BYTES = 1024 * 1024  # smaller pieces are not split: one rank stages the whole piece
 
 
 @dataclass(frozen=True, slots=True)
 class TensorPiece:
-    """`values` are the box's: an array or a tensor of its shape, on any device, in any order of memory. Its elements
-    are of `meta.dtype`, or will be when they are copied."""
+    """A box of a tensor and its values. `values` is an array or a tensor of the box's shape, on any device, with any
+    strides. Its elements have `meta.dtype`, or are converted to it when they are copied."""
 
     meta: TensorMeta
     box: Box
@@ -32,7 +32,9 @@ class TensorPiece:
 
     def __post_init__(self) -> None:
         if tuple(self.values.shape) != (shape := shape_of(self.box)):
-            raise ValueError(f"{self.meta.name}: {self.box} needs values of {shape}, got {tuple(self.values.shape)}")
+            raise ValueError(
+                f"{self.meta.name}: values of {self.box} must have shape {shape}, got {tuple(self.values.shape)}"
+            )
         if not self.meta.has(self.box):
             raise ValueError(f"{self.meta.name}: a box must be within {self.meta.shape}, got {self.box}")
 
@@ -42,12 +44,12 @@ class TensorPiece:
 
     @property
     def key(self) -> int:
-        """The same in every process, for the same box of the same tensor."""
+        """Return a hash of the tensor and the box that is the same in every process."""
         words = repr((self.meta.name, self.meta.dtype, self.meta.shape, self.box)).encode()
         return zlib.crc32(words) << 32 | zlib.crc32(words[::-1])
 
     def part(self, inner: Box) -> "TensorPiece":
-        """Of it, what is at `inner`, which counts from the box's corner."""
+        """Return the sub-piece at `inner`, whose coordinates are relative to the box."""
         box = tuple((first + a, first + b) for (first, _), (a, b) in zip(self.box, inner, strict=True))
         return TensorPiece(self.meta, box, self.values[slices(inner)])
 
@@ -62,8 +64,9 @@ def slices(box: Box) -> tuple[slice, ...]:
 
 @dataclass(frozen=True, slots=True)
 class AxisCut:
-    """One dimension of a mesh divides an axis: this rank is `number` of `of`. With `strided_by`, the axis is first cut
-    into so many, and each of them divided (PyTorch's _StridedShard: TP has divided it already)."""
+    """A division of an axis along one mesh dimension: this rank has part `number` of `of`. With `strided_by`, the axis
+    is first cut into that many ranges, and each range is divided (PyTorch's _StridedShard, if TP divides the axis,
+    too)."""
 
     axis: int
     of: int
@@ -72,8 +75,8 @@ class AxisCut:
 
 
 def divided(shape: Sequence[int], cuts: Sequence[AxisCut]) -> tuple[tuple[Range, ...], ...]:
-    """For each axis the ranges of the whole tensor that a rank has, one behind the other in its own; as torch.chunk
-    divides, so the last may be shorter, or empty."""
+    """Return for each axis the ranges of the whole tensor that a rank has; they are contiguous in the rank's own
+    tensor. Axes are divided as by torch.chunk, so the last part may be shorter or empty."""
     axes: list[tuple[Range, ...]] = [((0, length),) for length in shape]
     for cut in cuts:
         kept: list[Range] = []
@@ -88,7 +91,7 @@ def divided(shape: Sequence[int], cuts: Sequence[AxisCut]) -> tuple[tuple[Range,
 
 
 def blocks(axes: Sequence[Sequence[Range]]) -> Iterator[tuple[Box, Box]]:
-    """Of such ranges each box: where it is in the rank's own tensor, and where in the whole one."""
+    """Yield each box of these ranges as (box in the rank's own tensor, box in the whole tensor)."""
     placed: list[list[tuple[Range, Range]]] = []
     for ranges in axes:
         at, found = 0, []
@@ -101,13 +104,13 @@ def blocks(axes: Sequence[Sequence[Range]]) -> Iterator[tuple[Box, Box]]:
 
 
 def to_stage(pieces: Sequence[TensorPiece], rank: int, holders: Mapping[int, Sequence[int]]) -> list[TensorPiece]:
-    """What this rank stages of its pieces, where others on its host have the same: each an equal share of the rows of a
-    large one, and of small ones one rank stages all. `holders` by `TensorPiece.key`, ranks of this host."""
+    """Return the pieces that this rank stages. If several ranks of the host have a piece, each stages an equal share of
+    its rows; a small piece is staged by one of them. `holders` are the ranks of this host by `TensorPiece.key`."""
     own: list[TensorPiece] = []
     for piece in pieces:
         ranks = sorted(holders.get(piece.key, (rank,)))
         if rank not in ranks:
-            raise ValueError(f"{piece.meta.name}: rank {rank} has it and is not among its holders, got {ranks}")
+            raise ValueError(f"{piece.meta.name}: the holders must include rank {rank}, which has it, got {ranks}")
         rows = shape_of(piece.box)[0] if piece.box else 1
         if len(ranks) == 1:
             own.append(piece)
@@ -122,20 +125,21 @@ def to_stage(pieces: Sequence[TensorPiece], rank: int, holders: Mapping[int, Seq
 
 
 def tensors_of(pieces: Sequence[TensorPiece]) -> tuple[TensorMeta, ...]:
-    """In order of names, each once. Raises Permanent where two pieces do not agree on a tensor."""
+    """Return the tensors of these pieces, sorted by name. Raises Permanent if two pieces differ in a tensor's dtype or
+    shape."""
     found: dict[str, TensorMeta] = {}
     for piece in pieces:
         known = found.setdefault(piece.meta.name, piece.meta)
         if known != piece.meta:
             raise Permanent(
-                f"{piece.meta.name} is {known.dtype} {known.shape} and {piece.meta.dtype} {piece.meta.shape} at once;"
-                " name each tensor once"
+                f"{piece.meta.name}: must be unique, got {known.dtype} {known.shape} and"
+                f" {piece.meta.dtype} {piece.meta.shape}"
             )
     return tuple(found[name] for name in sorted(found))
 
 
 def boxes_of(pieces: Sequence[TensorPiece]) -> dict[str, tuple[Box, ...]]:
-    """By tensor, in order; neighbours along the first axis are one."""
+    """Return the boxes of these pieces by tensor, sorted. Neighbours along the first axis are merged."""
     found: dict[str, list[Box]] = {}
     for piece in sorted(pieces, key=lambda each: (each.meta.name, each.box[1:], each.box)):
         boxes = found.setdefault(piece.meta.name, [])
@@ -146,20 +150,21 @@ def boxes_of(pieces: Sequence[TensorPiece]) -> dict[str, tuple[Box, ...]]:
     return {name: tuple(sorted(boxes)) for name, boxes in found.items()}
 
 
-# --- what ranks have to know of each other
+# --- exchange between ranks
 
 
 @dataclass(frozen=True, slots=True)
 class HostRanks:
-    """`holders`: of what this rank has, by `TensorPiece.key`: which ranks of this host have it, too."""
+    """The common run name of all ranks, and by `TensorPiece.key` the ranks of this host that have each of this rank's
+    pieces."""
 
     run: str
     holders: dict[int, tuple[int, ...]]
 
 
 class TrainerRanks:
-    """The ranks of `group` (None: all of torch.distributed's). `run`: what they call this start of the trainer; without
-    it the first of them finds a name, where they can be asked."""
+    """The publishing ranks: those of `group`, or all of torch.distributed. `run` identifies this start of the trainer;
+    without it, rank 0 chooses a name for all if torch.distributed runs."""
 
     def __init__(self, rank: int, world: int, peer: str, group: Any = None, run: str = "") -> None:
         self._rank, self._world, self._peer, self._group = rank, world, peer, group
@@ -169,11 +174,11 @@ class TrainerRanks:
         self._keys: tuple[int, ...] = ()
 
     def neighbours(self, pieces: Sequence[TensorPiece]) -> HostRanks:
-        """A collective call, unless this is the only rank. Raises Permanent where torch.distributed says otherwise of
-        rank and world."""
+        """Exchange pieces with the other ranks. A collective call, unless this is the only rank. Raises Permanent if
+        rank and world differ from torch.distributed's."""
         distributed = self._distributed()
         if distributed is None:
-            # Ranks that nothing joins stage all that they have.
+            # Without torch.distributed, each rank stages all of its pieces.
             return HostRanks(self._own_run if self._world == 1 or self._is_named else "", {})
         keys = tuple(sorted(piece.key for piece in pieces))
         if not all(self._gathered(distributed, self._known is not None and keys == self._keys)):
@@ -183,8 +188,8 @@ class TrainerRanks:
         return self._known
 
     def of_the_first(self, ask: Callable[[], int]) -> int:
-        """What the first rank is answered, for all: a collective call. Where it raises all do. Ranks that nothing joins
-        ask each for itself."""
+        """Call `ask` on rank 0 and return its result on all ranks. A collective call; an error is raised on all ranks.
+        Without torch.distributed, each rank calls `ask` itself."""
         distributed = self._distributed()
         if distributed is None:
             return ask()
@@ -198,7 +203,7 @@ class TrainerRanks:
         if isinstance(answer, OrchestrRLError):
             raise answer
         if isinstance(told[0], str):
-            raise OutcomeUnknown(f"the first rank was not answered: {told[0]}")
+            raise OutcomeUnknown(f"the call of rank 0 failed: {told[0]}")
         return int(told[0])
 
     def _read(self, told: Sequence[tuple[str, str, tuple[int, ...]]], keys: Sequence[int]) -> HostRanks:
@@ -211,7 +216,7 @@ class TrainerRanks:
         return HostRanks(told[0][1], {key: tuple(ranks) for key, ranks in holders.items()})
 
     def _gathered(self, distributed: Any, own: object) -> list[Any]:
-        """What all ranks say, by rank."""
+        """Gather one object of each rank; return them in order of ranks."""
         told: list[Any] = [None] * self._world
         distributed.all_gather_object(told, own, group=self._group)
         return told
@@ -226,6 +231,6 @@ class TrainerRanks:
         if (rank, world) != (self._rank, self._world):
             raise Permanent(
                 f"rank and world must be torch.distributed's {rank} of {world}, got {self._rank} of {self._world};"
-                " where only some ranks publish, name their group"
+                " if only some ranks publish, pass their group"
             )
         return distributed

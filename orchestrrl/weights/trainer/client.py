@@ -1,12 +1,12 @@
-"""What a trainer imports to bring its weights to the engines: `publish` stages them on this host and tells the daemon.
+"""The client with which a trainer brings its weights to the engines.
 
     client = WeightsClient("127.0.0.1:7070", peer="train0")
-    report = client.publish(version, model)  # returns when every engine answers with it
+    report = client.publish(version, model)  # returns when every engine serves the version
     handle = client.start_publish(version, model, install="next_pause")  # handle.result() waits
 
-Every rank calls it. The bytes are copied into the folder, from which this host's peer (`orchestrrl sync peer`) serves
-them; when `publish` or `start_publish` has returned, the model may change. It runs in the trainer's environment, where
-it needs grpcio, protobuf, pydantic, aiohttp and numpy; torch is used where tensors are published.
+Every rank calls it. `publish` copies the weights into a folder, from which this host's peer (`orchestrrl sync peer`)
+serves them, and notifies the daemon. The model may change once `publish` or `start_publish` has returned. The client
+runs in the trainer's environment and needs grpcio, protobuf, pydantic, aiohttp and numpy, and torch to publish tensors.
 """
 
 import asyncio
@@ -56,34 +56,34 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PATIENCE_S = 60.0
-RELAYED_WITHIN_S = 3600.0  # the daemon's own times are shorter
-UNOPENED = (SyncState.PUBLISHING, SyncState.PLANNING)  # peers may not know yet of what is staged
+RELAYED_WITHIN_S = 3600.0  # the daemon's own limits are shorter
+UNOPENED = (SyncState.PUBLISHING, SyncState.PLANNING)  # peers may not have opened the staged version yet
 Arrays = Mapping[str, "np.ndarray[Any, Any]"] | Sequence[TensorPiece]
 
 _ADVICE = {
-    "peer_lost": "see that `orchestrrl sync peer` runs on every host and reaches the daemon",
-    "unreachable": "see that every engine has a peer (`orchestrrl sync status`)",
-    "no_engines": "see that engines have an agent (`orchestrrl status`) and a peer (`orchestrrl sync status`)",
-    "trainer_lost": "see that every rank publishes the version",
-    "not_quiet": "see which engine did not come to rest (`orchestrrl barrier`)",
+    "peer_lost": "check that `orchestrrl sync peer` runs on every host and can reach the daemon",
+    "unreachable": "check that every engine has a peer (`orchestrrl sync status`)",
+    "no_engines": "check that engines have an agent (`orchestrrl status`) and a peer (`orchestrrl sync status`)",
+    "trainer_lost": "check that every rank publishes the version",
+    "not_quiet": "check which engine did not pause (`orchestrrl barrier`)",
 }
 
 
 class SyncAborted(Permanent):
-    """The fleet has the version from before; `report` says why. It may be published again."""
+    """Raised if a sync was aborted and the fleet keeps its previous version. `report` has the reason. The version may
+    be published again."""
 
     def __init__(self, report: SyncReport) -> None:
-        advice = _ADVICE.get(report.code, "`orchestrrl sync history` has more")
+        advice = _ADVICE.get(report.code, "see `orchestrrl sync history`")
         super().__init__(
-            f"version {report.version} is not the fleet's, engines keep the one from before: {report.code},"
+            f"version {report.version} was not committed, engines keep the previous version: {report.code},"
             f" {report.detail or 'no detail'}; {advice}, then publish it again"
         )
         self.report = report
 
 
 class PublishOptions(TypedDict, total=False):
-    """Of a publication, beside its weights. `install`, `backend`, `probe`, `expected` and `options` are
-    Publication's."""
+    """Options of a publication, documented in `Publication`."""
 
     install: Literal["", "at_once", "next_pause"]
     backend: str
@@ -93,9 +93,9 @@ class PublishOptions(TypedDict, total=False):
 
 
 class ModelOptions(PublishOptions, total=False):
-    """How a model is read. `shards`: it is a Megatron rank's: a module or state dict, or a list with one for each chunk
-    of its pipeline. `dtype`: what floating point is published as. `tied`, `rename` and `ignore`: as `pieces_of` has
-    them."""
+    """Options for reading a model. With `shards`, the model is a Megatron rank's module or state dict, or a list with
+    one for each chunk of its pipeline. Floating-point tensors are published as `dtype`. `tied`, `rename` and `ignore`
+    are documented in `pieces_of`."""
 
     shards: MegatronShards | None
     dtype: Any
@@ -105,28 +105,29 @@ class ModelOptions(PublishOptions, total=False):
 
 
 class PublishInProgress:
-    """A version on its way. Everything may be called from any thread."""
+    """The handle of a running publication. Thread-safe."""
 
     def __init__(self, version: int) -> None:
         self.version = version
-        self.report: SyncReport | None = None  # the newest; None: the daemon has not answered yet
+        self.report: SyncReport | None = None  # the newest report; None until the daemon has answered
         self._future: Future[SyncReport] = Future()
 
     def done(self) -> bool:
         return self._future.done()
 
     def result(self, timeout_s: float | None = None) -> SyncReport:
-        """Waits until it is over: done, or superseded by a newer version. Raises SyncAborted where engines keep the
-        version from before; Retryable or OutcomeUnknown where the daemon has been away for longer than the client's
-        patience; Permanent and ProblemFaults where it declines; Retryable after `timeout_s`."""
+        """Wait until the sync is done or superseded by a newer version; return its report. Raises SyncAborted if
+        engines keep the previous version, Permanent or ProblemFaults if the daemon rejects the publication, Retryable
+        or OutcomeUnknown if the daemon is away for longer than the client's patience, and Retryable after
+        `timeout_s`."""
         try:
             report = self._future.result(timeout_s)
         except CancelledError:
-            raise OutcomeUnknown(f"the client was closed before version {self.version} was over") from None
+            raise OutcomeUnknown(f"the client was closed before the sync of version {self.version} ended") from None
         except StillWaiting as error:
             if self._future.done():
                 raise
-            stands = "not told to the daemon yet" if self.report is None else str(self.report.state)
+            stands = "not accepted by the daemon yet" if self.report is None else str(self.report.state)
             raise Retryable(f"version {self.version} is {stands} after {timeout_s:g} s", after_s=1.0) from error
         if report.state is SyncState.ABORTED:
             raise SyncAborted(report)
@@ -134,13 +135,13 @@ class PublishInProgress:
 
 
 class WeightsClient:
-    """One rank's. `peer` and `folder` are those of the peer on this rank's host, the same for all ranks there; without
-    `folder` it is the one that a peer of this name has by default.
+    """The client of one trainer rank, which publishes the rank's weights.
 
-    `rank` and `world`: of those that publish, torch.distributed's where that runs; `group`: where only some ranks do.
-    `run`: what ranks that torch.distributed does not join call this start of the trainer, all the same.
-    `dtype`: what floating point is published as, where `publish` does not say. `patience_s`: for a daemon that is away,
-    before publishing gives up.
+    `peer` and `folder` are those of the peer on this rank's host; the default folder is the peer's default. `rank` and
+    `world` count the publishing ranks and must agree with torch.distributed, if it runs; pass `group` if only some
+    ranks publish. `run` identifies this start of the trainer and must be equal on all ranks; it is needed only without
+    torch.distributed. `dtype` is the default for floating-point tensors. Publishing fails if the daemon is unreachable
+    for more than `patience_s`.
     """
 
     def __init__(
@@ -160,13 +161,13 @@ class WeightsClient:
         if not 0 <= rank < world:
             raise ValueError(f"rank must be >= 0 and below world {world}, got {rank}")
         if not peer:
-            raise ValueError("peer must name the peer on this host, got ''")
+            raise ValueError("peer must be the name of the peer on this host, got ''")
         self.address, self.peer = address, PeerId(peer)
         self.folder = Path(folder if folder is not None else f"{FOLDERS}{peer}").absolute()
         self.rank, self.world = rank, world
         self._dtype = dtype
         self._ranks = TrainerRanks(rank, world, peer, group, run)
-        self._times = 0  # that something was published: the same on all ranks
+        self._times = 0  # number of publications, equal on all ranks
         self._patience_s = patience_s
         self._clock = WallClock()
         self._backoff = backoff or Backoff()
@@ -176,22 +177,22 @@ class WeightsClient:
         self._thread: threading.Thread | None = None
 
     def publish(self, version: int, model: Any, **options: Unpack[ModelOptions]) -> SyncReport:
-        """Publish what this rank has of a module, or of a state dict, as a part of policy version `version`; return
-        once the fleet has the version, as `PublishInProgress.result` does.
+        """Publish this rank's part of a module or state dict as policy version `version`; return once the fleet has the
+        version. Raises the errors of `PublishInProgress.result`.
 
-        Whole tensors and DTensors (FSDP2, TP) go as they lie on this rank. A version that did not become the fleet's
-        may be published again, also by a trainer that was started again; one that did keeps its content: see
-        `next_version`. Raises Permanent before anything is published where there is no room for it, or it cannot be
-        read.
+        Whole tensors and DTensors (FSDP2, TP) are published as they are on this rank, without gathering. A version that
+        was not committed may be published again, also by a restarted trainer. A committed version cannot change; see
+        `next_version`. Raises Permanent before anything is published if there is not enough space or the model cannot
+        be read.
         """
         if options.get("backend", TREE) != TREE:
             return self._send(version, model, options)
         return self.start_publish(version, model, **options).result()
 
     def start_publish(self, version: int, model: Any, **options: Unpack[ModelOptions]) -> PublishInProgress:
-        """Begin as `publish` does; return as soon as the model may change again."""
+        """Start to publish like `publish`; return as soon as the model may change again."""
         if (backend := options.get("backend", TREE)) != TREE:
-            raise Permanent(f"backend {backend!r} sends from the trainer's process while it publishes: call publish")
+            raise Permanent(f"backend {backend!r} sends from the trainer's process: call publish, which blocks")
         began_s = self._begun()
         dtype, rename, shards = options.get("dtype") or self._dtype, options.get("rename"), options.get("shards")
         if shards is None:
@@ -209,7 +210,8 @@ class WeightsClient:
         return self._publish(version, pieces, copies, began_s, options)
 
     def publish_arrays(self, version: int, arrays: Arrays, **options: Unpack[PublishOptions]) -> SyncReport:
-        """Publish without torch: whole arrays by name, or pieces of some, whose elements may be of other widths."""
+        """Publish without torch: whole arrays by name, or pieces of tensors. Only pieces can have a dtype that numpy
+        does not support; see ArrayCopies."""
         return self.start_publish_arrays(version, arrays, **options).result()
 
     def start_publish_arrays(
@@ -220,13 +222,13 @@ class WeightsClient:
         return self._publish(version, pieces, ArrayCopies(), began_s, options)
 
     def next_version(self) -> int:
-        """A number above every version that the fleet has or is getting, for a trainer that starts, maybe again: a
-        number stands for one content, and what is the fleet's already is declined with another. Every rank calls it.
-        Raises Retryable or OutcomeUnknown where the daemon is away for longer than the client's patience."""
+        """Return a number above every version that the fleet has or is receiving, for a trainer that starts or
+        restarts. The daemon rejects a committed version number with other content. Every rank must call it. Raises
+        Retryable or OutcomeUnknown if the daemon is away for longer than the client's patience."""
         return self._ranks.of_the_first(lambda: self._submit(self._next_version()).result())
 
     def close(self) -> None:
-        """Leaves what is on its way to the daemon, where it goes on; handles that have no result yet get none."""
+        """Close the client. Running syncs continue in the daemon, but their handles get no result."""
         for sender in self._senders.values():
             sender.close()
         self._senders.clear()
@@ -252,7 +254,7 @@ class WeightsClient:
     ) -> PublishInProgress:
         neighbours = self._ranks.neighbours(pieces)
         own = to_stage(pieces, self.rank, neighbours.holders)
-        if pieces and not own:  # every rank has a say: the least, once more
+        if pieces and not own:  # every rank must stage something: stage the smallest piece again
             own = [min(pieces, key=lambda piece: piece.bytes)]
         offloaded_s, copying_s = copies.offload_s, self._clock.now_s()
         staged = stage(self.folder, version, self.rank, self.world, own, copies)
@@ -280,10 +282,10 @@ class WeightsClient:
         return Publication(*own, boxes={}, began_s=began_s, run=f"{run}-{self._times}", **chosen)
 
     def _send(self, version: int, model: Any, options: ModelOptions) -> SyncReport:
-        """Publish by a backend that sends from the trainer's process."""
+        """Publish through a direct backend, which sends from the trainer's process."""
         began_s, name = self._begun(), options["backend"]
         if options.get("shards") is not None:
-            raise Permanent(f"backend {name!r} takes modules and DTensors, not a Megatron rank's shards")
+            raise Permanent(f"backend {name!r} supports modules and DTensors, not the shards of a Megatron rank")
         own = dict(options.get("options", {}))
         rename, ignore = options.get("rename"), options.get("ignore", ())
         dtype = options.get("dtype") or self._dtype
@@ -295,15 +297,15 @@ class WeightsClient:
         else:
             sender.use(model, sender_options)
         publication = self._publication(version, sender.tensors, self._ranks.neighbours([]).run, began_s, options)
-        reports: queue.SimpleQueue[SyncReport | None] = queue.SimpleQueue()  # None: it is over
+        reports: queue.SimpleQueue[SyncReport | None] = queue.SimpleQueue()  # None: the sync is over
         handle = self._start_following(publication, reports.put)
         handle._future.add_done_callback(lambda _: reports.put(None))
         self._take_steps(sender, iter(reports.get, None))
         return handle.result()
 
     def _take_steps(self, sender: WeightSender, reports: Iterator[SyncReport]) -> None:
-        """Do what the daemon asks of the trainer, in this thread, since tensors may have to be gathered by all ranks at
-        once. What goes wrong in a step is told to the daemon, which may ask anew."""
+        """Perform the steps that the daemon requests, in this thread, because all ranks may have to gather tensors
+        together. The failure of a step is reported to the daemon, which may request it again."""
         done: set[tuple[str, int]] = set()
         for report in reports:
             asked = trainer_step_from(report.trainer_step_json)
@@ -314,12 +316,12 @@ class WeightsClient:
             became, body = STEP_DONE, {}
             try:
                 sender.act(asked, relay)
-            except Exception as error:  # the product's own, of any kind
+            except Exception as error:  # the backend's product may raise any exception
                 logger.warning("version %d: %s: %s", report.version, asked.step, error, exc_info=True)
                 became, body = STEP_FAILED, {"why": f"could not {asked.step}: {type(error).__name__}: {error}"}
             try:
                 relay(became, body)
-            except OrchestrRLError as error:  # that is not asked any more, or the daemon is away: the report tells
+            except OrchestrRLError as error:  # the step is over or the daemon is away: the next report shows which
                 logger.warning("%s", error)
 
     def _relay(self, sync_id: str, number: int, call: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -340,7 +342,7 @@ class WeightsClient:
         return handle
 
     def _submit(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
-        # One thread for as long as the client lives: trainers are synchronous, and gRPC wants one loop.
+        # One thread for the client's lifetime: trainers are synchronous, and gRPC requires a single event loop.
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             self._thread = threading.Thread(target=_run, args=(self._loop,), name="orchestrrl-weights", daemon=True)
@@ -366,10 +368,10 @@ class WeightsClient:
     async def _follow(
         self, publication: Publication, handle: PublishInProgress, on_report: Callable[[SyncReport], None]
     ) -> SyncReport:
-        """Tells the daemon, again whenever it has been away, until the sync is over."""
+        """Publish to the daemon and follow the sync until it is over; publish again after each lost connection."""
         request = weights_pb2.PublishRequest(publication_json=PUBLICATION.dump_json(publication).decode())
         rng = random.Random(f"{publication.run} {publication.rank} {publication.version}")
-        failures, since_s = 0, 0.0  # in a row, and the first of them
+        failures, since_s = 0, 0.0  # number of consecutive failures, and time of the first
         while True:
             error: Retryable | OutcomeUnknown
             try:
@@ -380,7 +382,7 @@ class WeightsClient:
                         on_report(handle.report)
                         if handle.report.over:
                             return self._noted(handle.report)
-                error = OutcomeUnknown(f"the daemon at {self.address} let go before version {handle.version} was over")
+                error = OutcomeUnknown(f"the daemon at {self.address} ended the call during version {handle.version}")
             except (Retryable, OutcomeUnknown) as caught:
                 error = caught
             failures += 1
@@ -393,14 +395,14 @@ class WeightsClient:
     def _away(
         self, error: Retryable | OutcomeUnknown, handle: PublishInProgress, away_s: float
     ) -> Retryable | OutcomeUnknown:
-        staged = f"version {handle.version} is staged; publish it again when that is so"
+        staged = f"version {handle.version} is staged; publish it again afterwards"
         if NOT_ATTACHED in str(error):
             peer = f"the peer {self.peer} has not been attached to the daemon for {away_s:.0f} s"
-            return Retryable(f"{peer}: see that `orchestrrl sync peer --id {self.peer}` runs here; {staged}", 5.0)
+            return Retryable(f"{peer}: start `orchestrrl sync peer --id {self.peer}` on this host; {staged}", 5.0)
         if handle.report is None and isinstance(error, Retryable):
-            return Retryable(f"nothing was told for {away_s:.0f} s: {error}; {staged}", error.after_s)
+            return Retryable(f"no call to the daemon succeeded for {away_s:.0f} s: {error}; {staged}", error.after_s)
         stood = "unknown" if handle.report is None else str(handle.report.state)
-        return OutcomeUnknown(f"nothing heard for {away_s:.0f} s, the sync was {stood} then: {error}; {staged}")
+        return OutcomeUnknown(f"no report for {away_s:.0f} s, last state of the sync {stood}: {error}; {staged}")
 
     def _noted(self, report: SyncReport) -> SyncReport:
         if report.state is SyncState.DONE and report.code != "done":

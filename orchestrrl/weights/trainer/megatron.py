@@ -1,9 +1,9 @@
-"""What a Megatron rank has, under Hugging Face's names: fused and divided tensors as pieces of whole ones. Pure.
+"""Map a Megatron rank's fused and sharded tensors to pieces of whole tensors under Hugging Face's names. Pure.
 
-`linear_qkv` has the rows of one KV group after another, `linear_fc1` of a gated MLP this rank's rows of gate and of up;
-a vocabulary has rows that fill it up; layers are counted from 0 on each stage, and experts on each rank. Nothing is
-gathered: every piece lies in the rank's own tensor already. Names are those of Megatron-core's GPTModel, with local
-layers and with Transformer Engine's, whose norms are part of the linear layer behind them.
+`linear_qkv` has the rows of one KV group after another. `linear_fc1` of a gated MLP has this rank's rows of gate and of
+up. A vocabulary has padding rows. Layers are counted from 0 on each stage, and experts on each rank. Nothing is
+gathered: every piece is a view of the rank's own tensor. Names are those of Megatron-core's GPTModel, with local layers
+and with Transformer Engine's layers, in which a norm is part of the following linear layer.
 """
 
 import re
@@ -27,8 +27,9 @@ _LAYER = re.compile(r"^(decoder\.layers\.)(\d+)(\..*)$")
 
 @dataclass(frozen=True, slots=True)
 class MegatronShards:
-    """Which part of which model this rank has. `layers`: how the rank's tensors name them: "stage": counted from 0 on
-    each stage (of several chunks one after the other), as Megatron does; "model": through the whole model."""
+    """The model, its parallel layout, and the rank whose tensors are published. `layers` is the numbering of layers in
+    the names: "stage" counts from 0 on each stage (across its chunks), as Megatron does; "model" counts through the
+    model."""
 
     model: TransformerParameters
     layout: TrainerLayout
@@ -38,7 +39,7 @@ class MegatronShards:
     def __post_init__(self) -> None:
         ranks = len(self.layout.endpoints)
         if not 0 <= self.rank < ranks:
-            raise ValueError(f"rank must be >= 0 and below {ranks}, the layout's, got {self.rank}")
+            raise ValueError(f"rank must be >= 0 and below the layout's {ranks} ranks, got {self.rank}")
 
 
 def megatron_pieces(
@@ -47,9 +48,9 @@ def megatron_pieces(
     dtype_of: Callable[[Any], str],
     rename: Callable[[str], str | None] = lambda name: name,
 ) -> list[TensorPiece]:
-    """`chunks`: this rank's tensors by Megatron's names, one mapping for each chunk of the pipeline. `dtype_of`: what
-    they are published as. Raises Permanent for tensors that are missing or of another shape, all at once; those that
-    the model's parameters say nothing of are not published."""
+    """Return the pieces of a rank's tensors. `chunks` has the tensors by Megatron's names, one mapping for each
+    pipeline chunk; `dtype_of` returns the published dtype. Raises Permanent with all tensors that are missing or have
+    another shape. Tensors that are not parameters of the model are not published."""
     named = _through_the_model(chunks, shards)
     faults: list[str] = []
     pieces: list[TensorPiece] = []
@@ -65,7 +66,7 @@ def megatron_pieces(
 
 
 def _through_the_model(chunks: Sequence[Mapping[str, Any]], shards: MegatronShards) -> dict[str, Any]:
-    """All tensors, with layers numbered through the whole model."""
+    """Return all tensors by name, with layers numbered through the whole model."""
     layout = shards.layout
     stage = shards.rank // (len(layout.endpoints) // layout.pp)
     layers = [layer for layer in range(shards.model.layers) if stage in layout.stages(layer)]
@@ -80,8 +81,8 @@ def _through_the_model(chunks: Sequence[Mapping[str, Any]], shards: MegatronShar
                 highest = max(highest, number)
                 if before + number >= len(layers):
                     raise Permanent(
-                        f"{name}: stage {stage} has {len(layers)} layers by the layout, and this is one more; where"
-                        ' names count through the whole model, say layers="model"'
+                        f"{name}: stage {stage} has only {len(layers)} layers by the layout; if names count layers"
+                        ' through the whole model, pass layers="model"'
                     )
                 plain = f"{match[1]}{layers[before + number]}{match[3]}"
             named[plain] = tensor
@@ -92,10 +93,10 @@ def _through_the_model(chunks: Sequence[Mapping[str, Any]], shards: MegatronShar
 def _blocks_of(
     parameter: Parameter, local: LocalShard, model: TransformerParameters, named: Mapping[str, Any], faults: list[str]
 ) -> Iterator[tuple[Any, Box, Box, str, tuple[int, ...]]]:
-    """Of one parameter's tensor on this rank: the tensor, a box of it, where that is in the whole one, and that one's
-    name and shape."""
+    """Yield the boxes of one parameter on this rank, as (tensor, box in it, box in the published tensor, its name, its
+    shape)."""
     tensors = _tensors(parameter, local, model, named, faults)
-    skip = 1 if parameter.split.has_experts else 0  # experts are tensors, and no axis
+    skip = 1 if parameter.split.has_experts else 0  # each expert is a tensor of its own here, not an axis
     at = 0
     for box in local.boxes:
         length = box[local.axis][1] - box[local.axis][0]
@@ -110,7 +111,7 @@ def _blocks_of(
 
 
 def _parts(parameter: Parameter, box: Box) -> Iterator[tuple[str, int, Box, tuple[int, ...]]]:
-    """A box of a fused parameter, part by part: the part's name, where it begins, its box, and its shape."""
+    """Split a box of a fused parameter; yield (name, start, box, shape) of each part."""
     axis, start = parameter.split.axis, 0
     if axis is None or not parameter.split.parts:
         yield "", 0, box, parameter.shape
@@ -137,7 +138,7 @@ def _published(parameter: Parameter, part: str, expert: int) -> str:
 def _tensors(
     parameter: Parameter, local: LocalShard, model: TransformerParameters, named: Mapping[str, Any], faults: list[str]
 ) -> dict[int, Any]:
-    """This rank's tensors of a parameter: one, or one for each of its experts, by the expert's number."""
+    """Return this rank's tensors of a parameter by expert number; a parameter without experts has one, under 0."""
     first, last = local.boxes[0][0] if parameter.split.has_experts else (0, 1)
     found = {}
     for number in range(first, last):
@@ -164,7 +165,7 @@ def _names(parameter: Parameter, model: TransformerParameters, expert: int) -> l
         if name.endswith(f".{apart}"):
             names.append(name.removesuffix(apart) + within)
     if model.is_tied and parameter.name == "model.embed_tokens.weight":
-        names.append(megatron_name("lm_head.weight"))  # where the last stage keeps its copy
+        names.append(megatron_name("lm_head.weight"))  # the last stage has its own copy
     return names
 
 
@@ -174,6 +175,6 @@ def _misfit(parameter: Parameter, local: LocalShard, shape: tuple[int, ...]) -> 
     if parameter.split.has_experts:
         expected = expected[1:]
     fits = shape == tuple(expected)
-    if parameter.split.is_vocab and len(shape) == len(expected):  # it may have rows more, that fill it up
+    if parameter.split.is_vocab and len(shape) == len(expected):  # it may have padding rows
         fits = shape[0] >= expected[0] and shape[1:] == tuple(expected[1:])
-    return "" if fits else f"should be {tuple(expected)} by the layout, got {shape}"
+    return "" if fits else f"must have shape {tuple(expected)} by the layout, got {shape}"

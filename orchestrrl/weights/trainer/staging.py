@@ -1,8 +1,8 @@
-"""Putting what a trainer rank, or a checkpoint's folder, has into a file of a version's folder, from which the host's
-peer serves it. No torch.
+"""Stage the tensors of a trainer rank, or of a checkpoint, in a file that the host's peer serves. No torch.
 
-A file is written under another name and renamed when it is whole, so what dies half way is never taken for a part. Room
-is taken before anything is copied: a full /dev/shm would otherwise end the process at the first page that is not there.
+A file is written under a temporary name and renamed when it is complete, so that an interrupted write is never used.
+Space is allocated before anything is copied: a full /dev/shm would otherwise kill the process at the first page without
+memory.
 """
 
 import mmap
@@ -27,17 +27,17 @@ from planner.sync_tree.reshard import ShardSlice
 
 
 class PieceCopies(Protocol):
-    """How values get into the file. `offload_s`: seconds that went into bringing them from a device, so far."""
+    """Copies values into the file. `offload_s` is the total time of copies from a device, in seconds."""
 
     offload_s: float
 
     def copy(self, piece: TensorPiece, into: Bytes) -> None:
-        """`into`: the bytes of the piece's whole tensor."""
+        """Copy a piece into `into`, the bytes of its whole tensor."""
         ...
 
 
 class ArrayCopies:
-    """Of numpy arrays, with elements as wide as the tensor's: bfloat16 as uint16, say."""
+    """Copies numpy arrays whose elements have the width of the tensor's dtype, for example uint16 for bfloat16."""
 
     offload_s = 0.0
 
@@ -53,14 +53,14 @@ class ArrayCopies:
 class StagedRank:
     part: StagedPart
     tensors: tuple[TensorMeta, ...]
-    hold: StagingHold  # until the daemon's peer has opened the version: to be let go of then
+    hold: StagingHold  # to be released once the peer has opened the version
 
 
 def stage(
     folder: Path, version: int, rank: int, world: int, pieces: Sequence[TensorPiece], copies: PieceCopies
 ) -> StagedRank:
-    """Replaces what this rank has staged of the version before, when all is there. Raises Permanent where there is no
-    room, or the folder cannot be written."""
+    """Stage a rank's pieces of a version; the complete file replaces an earlier one of the rank. Raises Permanent if
+    there is not enough space or the folder cannot be written."""
     tensors = tensors_of(pieces)
     part = StagedPart(rank, boxes_of(pieces))
     size = sum(piece.bytes for piece in pieces)
@@ -68,9 +68,9 @@ def stage(
     hold: StagingHold | None = None
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if folder.is_symlink() or folder.stat().st_uid != os.getuid():  # in /dev/shm anybody may have made it
+        if folder.is_symlink() or folder.stat().st_uid != os.getuid():  # /dev/shm is world-writable
             raise Permanent(
-                f"{folder} is a link or belongs to another user, who could read the weights: name a folder of your own"
+                f"{folder} is a link or belongs to another user, who could read the weights: configure your own folder"
                 " for the client and its peer"
             )
         hold = StagingHold(home)
@@ -83,7 +83,7 @@ def stage(
     except OSError as error:
         if is_full(error):
             raise Permanent(_no_room(home, size)) from error
-        raise Permanent(f"{home} cannot be written ({error}): name a folder that the trainer and its peer share") from (
+        raise Permanent(f"{home} cannot be written ({error}): configure a folder that trainer and peer share") from (
             error
         )
     finally:
@@ -100,7 +100,7 @@ def _write(
             file.truncate(layout.bytes)
             starts, ends = _pages(part, layout)
             take(file.fileno(), starts, ends, layout.bytes)
-            mapped = np.frombuffer(mmap.mmap(file.fileno(), layout.bytes), dtype=np.uint8)  # closed with its last view
+            mapped = np.frombuffer(mmap.mmap(file.fileno(), layout.bytes), dtype=np.uint8)  # unmapped with its last use
             mapped[: len(layout.header)] = np.frombuffer(layout.header, dtype=np.uint8)
             for piece in pieces:
                 at = layout.places[piece.meta.name]
@@ -112,7 +112,7 @@ def _write(
 
 
 def _clear(home: Path, rank: int, world: int) -> None:
-    """What trainers that died left: this rank's unfinished files, and parts of ranks that are no more."""
+    """Delete files that an earlier trainer left: this rank's unfinished files, and parts of ranks beyond `world`."""
     for left in home.glob(f".part-{rank}.safetensors.*"):
         left.unlink(missing_ok=True)
     for left in home.glob("part-*.safetensors"):
@@ -122,7 +122,7 @@ def _clear(home: Path, rank: int, world: int) -> None:
 
 
 def _pages(part: StagedPart, layout: FileLayout) -> tuple[Ints, Ints]:
-    """Return the pages of the file that are written, from and to: those of the header and of the part's boxes."""
+    """Return the starts and ends of the pages that the header and the part's boxes occupy in the file."""
     tensors = {tensor.name: tensor for tensor in layout.tensors}
     written, size = [], 0
     for name, boxes in part.boxes.items():
@@ -136,19 +136,20 @@ def _pages(part: StagedPart, layout: FileLayout) -> tuple[Ints, Ints]:
 
 def _no_room(home: Path, size: int) -> str:
     return (
-        f"no room to stage {size / 1e9:.3f} GB in {home}: {free_bytes(home) / 1e9:.3f} GB are free; versions stay until"
-        " a newer one is committed, so twice the bytes of one are needed: give the folder more (in containers, the size"
-        " of /dev/shm), or name another one for the client and its peer"
+        f"not enough space to stage {size / 1e9:.3f} GB in {home}: {free_bytes(home) / 1e9:.3f} GB are free; a version"
+        " is kept until a newer one is committed, so space for two is needed: increase it (in containers, the size of"
+        " /dev/shm), or configure another folder for the client and its peer"
     )
 
 
-# --- a checkpoint's folder, whose files stay mapped and are read as they are copied
+# --- a checkpoint's folder, whose files are memory-mapped and read as they are copied
 
 
 def checkpoint_pieces(folder: Path) -> list[TensorPiece]:
-    """Of every tensor, in order of names: for `publish_arrays`. Raises Permanent, with a line for each fault."""
+    """Return the tensors of a checkpoint, sorted by name, for `publish_arrays`. Raises Permanent, with a line for each
+    fault."""
     if not folder.is_dir():
-        raise Permanent(f"{folder}: is no folder")
+        raise Permanent(f"{folder}: not a directory")
     try:
         stored = read_checkpoint(folder)
     except BrokenCheckpoint as fault:
@@ -166,8 +167,8 @@ def checkpoint_pieces(folder: Path) -> list[TensorPiece]:
 
 
 def _checkpoint_values(data: memoryview, meta: TensorMeta) -> "np.ndarray[tuple[int, ...], np.dtype[np.generic]]":
-    """As wide as the tensor's elements, whatever they mean: bytes are copied. One that does not begin at a multiple of
-    its width is copied here."""
+    """Return the tensor's bytes as an array of unsigned integers of the element width. Data that is not aligned to this
+    width is copied."""
     width = DTYPE_BYTES[meta.dtype]
     plain = np.frombuffer(data, dtype=np.uint8)
     if plain.ctypes.data % width:

@@ -1,6 +1,6 @@
-"""What a trainer rank has, from torch: modules, state dicts, DTensors; and how it gets from a device into a file.
+"""Read the tensors of torch modules, state dicts and DTensors on a trainer rank, and copy them from a device to a file.
 
-torch is imported in functions: the daemon's environment has none.
+torch is imported inside functions, because the daemon's environment does not have it.
 """
 
 import re
@@ -13,7 +13,7 @@ from orchestrrl.weights.layout import Bytes
 from orchestrrl.weights.model import DTYPE_BYTES, TensorMeta
 from orchestrrl.weights.trainer.boxes import AxisCut, TensorPiece, blocks, divided, slices
 
-Rename = Callable[[str], str | None]  # a tensor's name for the engines; None: it is left out
+Rename = Callable[[str], str | None]  # returns a tensor's name for engines; None leaves the tensor out
 Tied = Literal["once", "each"]
 
 _DTYPES = {
@@ -22,21 +22,21 @@ _DTYPES = {
     "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
 _TORCH_OF = {ours: theirs for theirs, ours in _DTYPES.items()}
-# Quantised ones mean something only with their scales, and are never converted.
+# Quantized dtypes are meaningful only with their scales and are never converted.
 _CONVERTED = ("F64", "F32", "F16", "BF16")
-# What torch.compile, activation checkpointing and FSDP1 put into names.
+# Name components that torch.compile, activation checkpointing and FSDP1 insert.
 _WRAPPERS = re.compile(r"(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
-BOUNCE_BYTES = 64 * 1024 * 1024  # of each of two pinned buffers between a device and the file
+BOUNCE_BYTES = 64 * 1024 * 1024  # size of each of the two pinned buffers between a device and the file
 
 
 def pieces_of(
     model: Any, *, dtype: Any = None, tied: Tied = "once", rename: Rename | None = None, ignore: Sequence[str] = ()
 ) -> list[TensorPiece]:
-    """Of a module, or a state dict with whole tensors and DTensors: what this rank has, nothing gathered.
+    """Return this rank's pieces of a module, or of a state dict with whole tensors and DTensors, without gathering.
 
-    `dtype`: what floating point is published as ("bf16" or torch.bfloat16). `tied`: "once": of names that share one
-    tensor the first alone, as Hugging Face saves them; "each": all. `ignore`: names, or beginnings of names that end in
-    a dot, which are left out. Raises Permanent for tensors that cannot be published, all at once.
+    Floating-point tensors are published as `dtype` ("bf16" or torch.bfloat16). With `tied="once"`, only the first of
+    several names that share a tensor is published, as Hugging Face saves them; with "each", all are. `ignore` has
+    names, or name prefixes that end in a dot, to leave out. Raises Permanent with all tensors that cannot be published.
     """
     pieces: list[TensorPiece] = []
     for name, tensor, local in _publishable(model, tied, rename, ignore):
@@ -50,17 +50,19 @@ def state_of(model: Any) -> Mapping[str, Any]:
     if isinstance(model, Mapping):
         return model
     if not hasattr(model, "state_dict"):
-        raise Permanent(f"a module or its state dict can be published, got {type(model).__name__}")
+        raise Permanent(f"model must be a module or a state dict, got {type(model).__name__}")
     if hasattr(model, "peft_config"):
         raise Permanent(
-            "a PEFT model has its adapters apart from the weights: publish what merge_and_unload() of a copy returns"
+            "the adapters of a PEFT model are separate from its weights: publish the result of merge_and_unload() on"
+            " a copy"
         )
     state: Mapping[str, Any] = model.state_dict()
     return state
 
 
 def published_dtype(dtype: Any, wanted: Any) -> str:
-    """Ours of a torch dtype; where it is floating point and one is wanted, that. Raises Permanent."""
+    """Return the safetensors name of the dtype in which a tensor is published: `wanted` for floating point if given,
+    else its own. Raises Permanent for an unsupported dtype."""
     own = _DTYPES.get(str(dtype).removeprefix("torch."))
     if own is None:
         raise Permanent(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype}")
@@ -70,8 +72,8 @@ def published_dtype(dtype: Any, wanted: Any) -> str:
     asked = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(asked, asked)
     if _DTYPES.get(asked) not in _CONVERTED:
         raise Permanent(
-            f"dtype: weights can be published as bfloat16, float16, float32 or float64, got {wanted}; what is quantised"
-            " has scales of its own: publish both as they are"
+            f"dtype: must be bfloat16, float16, float32 or float64, got {wanted}; publish quantized weights and their"
+            " scales without dtype"
         )
     return _DTYPES[asked]
 
@@ -80,7 +82,7 @@ def _named(state: Mapping[str, Any], rename: Rename | None, ignore: Sequence[str
     tensors = {
         _WRAPPERS.sub("", name): tensor
         for name, tensor in state.items()
-        if hasattr(tensor, "stride") and not name.endswith("_extra_state")  # of Transformer Engine
+        if hasattr(tensor, "stride") and not name.endswith("_extra_state")  # from Transformer Engine
     }
     if tensors and all(name.startswith("module.") for name in tensors):  # DistributedDataParallel
         tensors = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
@@ -94,15 +96,15 @@ def _named(state: Mapping[str, Any], rename: Rename | None, ignore: Sequence[str
 
 def _fault(name: str, tensor: Any, local: Any) -> str:
     if type(tensor).__name__ == "ShardedTensor":
-        return f"{name}: is a ShardedTensor of FSDP1; use FSDP2 (fully_shard), or a full state dict"
+        return f"{name}: must not be a ShardedTensor of FSDP1; use FSDP2 (fully_shard), or a full state dict"
     if local.device.type == "meta":
-        return f"{name}: is on the meta device, and has no values"
+        return f"{name}: is on the meta device and has no values"
     if str(local.layout) != "torch.strided":
         return f"{name}: must be dense, got {local.layout}"
     if str(local.dtype).removeprefix("torch.") not in _DTYPES:
-        return f"{name}: {local.dtype} cannot be published"
+        return f"{name}: dtype {local.dtype} cannot be published"
     if any(length < 1 for length in tensor.shape):
-        return f"{name}: every axis must have elements, got {tuple(tensor.shape)}; of DeepSpeed's ZeRO-3, gather them"
+        return f"{name}: must have no empty axis, got {tuple(tensor.shape)}; gather tensors of DeepSpeed ZeRO-3 first"
     return ""
 
 
@@ -115,8 +117,8 @@ def _placed(meta: TensorMeta, tensor: Any, local: Any) -> Iterator[TensorPiece]:
     expected = tuple(sum(last - first for first, last in ranges) for ranges in axes)
     if expected != tuple(local.shape):
         raise Permanent(
-            f"{meta.name}: {placements} on {tuple(tensor.device_mesh.shape)} should leave {expected} of {meta.shape},"
-            f" and this rank has {tuple(local.shape)}"
+            f"{meta.name}: the local shape must be {expected} of {meta.shape}, by {placements} on mesh"
+            f" {tuple(tensor.device_mesh.shape)}, got {tuple(local.shape)}"
         )
     for own, whole in blocks(axes):
         yield TensorPiece(meta, whole, local[slices(own)])
@@ -125,22 +127,22 @@ def _placed(meta: TensorMeta, tensor: Any, local: Any) -> Iterator[TensorPiece]:
 def _cuts(meta: TensorMeta, mesh: Any, placements: Sequence[Any]) -> list[AxisCut]:
     coordinate = mesh.get_coordinate()
     if coordinate is None:
-        raise Permanent(f"{meta.name}: this rank is not part of its device mesh, and has nothing of it")
+        raise Permanent(f"{meta.name}: this rank is not in its device mesh and has no part of the tensor")
     cuts = []
     for dimension, placement in enumerate(placements):
         if placement.is_replicate():
             continue
         if placement.is_partial():
-            raise Permanent(f"{meta.name}: is a partial sum ({placement}): reduce it before it is published")
+            raise Permanent(f"{meta.name}: is a partial sum ({placement}): reduce it before publishing")
         axis = placement.dim % len(meta.shape)
-        strided_by = int(getattr(placement, "split_factor", 1))  # _StridedShard, of FSDP2 over TP
+        strided_by = int(getattr(placement, "split_factor", 1))  # _StridedShard, from FSDP2 over TP
         cuts.append(AxisCut(axis, int(mesh.size(dimension)), int(coordinate[dimension]), strided_by))
     return cuts
 
 
 class TensorCopies:
-    """Of tensors. From a device they come through two pinned buffers: while one is filled, the other is put in its
-    place."""
+    """Copies torch tensors. CUDA tensors go through two pinned buffers: while one is filled, the other is copied to the
+    file."""
 
     def __init__(self) -> None:
         self.offload_s = 0.0
@@ -169,7 +171,7 @@ class TensorCopies:
             source, target = source.reshape(1), target.reshape(1)
         row_bytes = DTYPE_BYTES[_DTYPES[str(dtype).removeprefix("torch.")]] * source[:1].numel()
         rows = max(1, BOUNCE_BYTES // row_bytes)
-        under_way: list[tuple[Any, Any, Any]] = []  # where to, the buffer, and when it is full
+        under_way: list[tuple[Any, Any, Any]] = []  # (target, buffer, event that fires when the buffer is full)
         for number, first in enumerate(range(0, source.shape[0], rows)):
             chunk = source[first : first + rows]
             buffer = self._buffer(number % 2, rows * row_bytes)[: chunk.numel() * row_bytes // source[:1].numel()]
@@ -202,9 +204,8 @@ class TensorCopies:
 def named_tensors(
     model: Any, dtype: Any, rename: Rename | None, ignore: Sequence[str]
 ) -> tuple[dict[str, Any], dict[str, TensorMeta]]:
-    """Return the tensors of a module or a state dict, as they are, under the names for engines, and how each is
-    published; of names that share one tensor the first alone. Raises Permanent for tensors that cannot be published,
-    all at once."""
+    """Return the tensors of a module or state dict by their names for engines, and the published form of each. Of names
+    that share a tensor, only the first is returned. Raises Permanent with all tensors that cannot be published."""
     tensors = {name: tensor for name, tensor, _ in _publishable(model, "once", rename, ignore)}
     return tensors, {
         name: TensorMeta(name, published_dtype(tensor.dtype, dtype), tuple(tensor.shape))
@@ -215,8 +216,7 @@ def named_tensors(
 def _publishable(
     model: Any, tied: Tied, rename: Rename | None, ignore: Sequence[str]
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Name, tensor, and what of it lies on this rank. Raises Permanent for tensors that cannot be published, all at
-    once."""
+    """Yield (name, tensor, local part on this rank). Raises Permanent with all tensors that cannot be published."""
     faults: list[str] = []
     seen: set[tuple[Any, ...]] = set()
     for name, tensor in _named(state_of(model), rename, ignore):
@@ -235,7 +235,7 @@ def _publishable(
 
 
 def gathered(tensor: Any, meta: TensorMeta) -> Any:
-    """The whole tensor as it is published: a collective call, where it is divided among ranks."""
+    """Return the whole tensor in its published dtype. A collective call if the tensor is sharded."""
     gather = getattr(tensor, "full_tensor", None)
     whole = gather() if callable(gather) else tensor
     return whole.detach().to(torch_dtype(meta.dtype)).contiguous()

@@ -1,1 +1,1 @@
-"""How bytes get from one peer to another: a plug point, one file for each way."""
+"""Transports, which move bytes from one peer to another: a plug point with one file per transport."""

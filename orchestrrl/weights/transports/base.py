@@ -1,8 +1,8 @@
-"""What carrying asks of a way for bytes: links from one peer to one other, each of one direction, chunk after chunk.
+"""The interface of a transport: unidirectional links between two peers that carry chunks in order.
 
-A plug point: one module per way, registered in the entry-point group `orchestrrl.weight_transports`; every one passes
-`orchestrrl/weights/transports/conformance.py`. Calls block, and are made from the threads that own an edge; a link
-belongs to two of them, one at each end.
+Transports are a plug point: one module per transport, registered in the entry-point group
+`orchestrrl.weight_transports`. Every transport passes `orchestrrl/weights/transports/conformance.py`. Calls block and
+are made from the thread that owns an edge. Each endpoint of a link has one such thread.
 """
 
 from typing import Protocol
@@ -14,70 +14,71 @@ SMALL_BYTES = 64
 
 
 class LinkBroken(Retryable):
-    """The other end has gone, or nothing has moved for too long. What arrived before is whole."""
+    """Raised if the other endpoint has closed the link, or no byte has moved for too long. Chunks that arrived before
+    are intact."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, after_s=1.0)
 
 
 class NotYet(LinkBroken):
-    """The other end has not come within the time. It may yet: the same call may be made again."""
+    """Raised if the other endpoint has not connected in time. The caller may repeat the call."""
 
 
 class PendingChunk(Protocol):
-    """A chunk on its way. They are waited for in the order in which they were given."""
+    """A chunk in flight. Chunks of a link must be waited for in the order in which they were submitted."""
 
     def wait(self, timeout_s: float) -> None:
-        """Return when the buffer is the caller's again: sent, or filled. Raises LinkBroken."""
+        """Wait until the chunk is sent or received and the caller may reuse the buffer. Raises LinkBroken."""
         ...
 
 
 class OutgoingLink(Protocol):
-    """The sender's end. Two chunks may be on their way at once, and a few bytes (`SMALL_BYTES`) beside them.
+    """The sender's endpoint. Two chunks and one small message (`SMALL_BYTES`) may be in flight at the same time.
 
-    Only `close` may be called by another thread than the link's own: it is how one that waits is interrupted, with
-    LinkBroken. It may be called twice. What was waited for before it still reaches the receiver.
+    Only `close` may be called from another thread: it interrupts a waiting call, which raises LinkBroken. It may be
+    called twice. Chunks that were waited for before the call still reach the receiver.
     """
 
     def send(self, chunk: memoryview) -> PendingChunk:
-        """The chunk must stay as it is until it is waited for. Raises LinkBroken."""
+        """Start to send a chunk. Its memory must not change until it has been waited for. Raises LinkBroken."""
         ...
 
     def close(self) -> None:
-        """Let the link go; what is on its way may be lost."""
+        """Close the link. Chunks in flight may be lost."""
         ...
 
 
 class IncomingLink(Protocol):
-    """The receiver's end: as many at once, and `close` likewise."""
+    """The receiver's endpoint. The limits on chunks in flight and the rules of `close` are those of OutgoingLink."""
 
     def receive(self, into: memoryview) -> PendingChunk:
-        """`into` is filled, in the order of the calls: both ends cut the same chunks. Raises LinkBroken."""
+        """Start to receive a chunk into `into`. Both endpoints must use the same chunk sizes. Raises LinkBroken."""
         ...
 
     def close(self) -> None: ...
 
 
 class Transport(Protocol):
-    """One process's, made with the address that others reach it at and it listens on. Construction opens nothing;
-    `open` does."""
+    """A transport of one process. It is constructed with the address on which it listens and that other peers reach.
+    Construction opens nothing; `open` does."""
 
     def open(self) -> str:
-        """Listen. The address that other peers are told."""
+        """Start to listen; return the address to which other peers connect."""
         ...
 
     def accept(self, key: str, timeout_s: float) -> IncomingLink:
-        """The receiver's end of the link `key`, when the sender has dialled. Raises LinkBroken, and NotYet where it
-        has not within the time."""
+        """Return the receiver's endpoint of link `key` once the sender has dialled. Raises NotYet after `timeout_s`,
+        and LinkBroken."""
         ...
 
     def dial(self, address: str, key: str, timeout_s: float) -> OutgoingLink:
-        """The sender's. The receiver may come later, within the time: else NotYet. Where nobody can listen:
-        LinkBroken."""
+        """Return the sender's endpoint of link `key` once the receiver has accepted. Raises NotYet after `timeout_s`,
+        and LinkBroken if nothing listens at the address."""
         ...
 
     def close(self) -> None:
-        """Of the transport alone: links that are open are closed by whoever has them."""
+        """Close the transport but not its open links, which their owners close."""
         ...
 
 
@@ -93,7 +94,7 @@ TRANSPORTS = PlugPoint(
 
 
 def make_transport(name: str, host: str) -> Transport:
-    """Return the transport of that name which listens on `host`, the address that other peers reach this one at.
-    Raises Permanent for an unknown name, listing the known ones, and where what it needs is not installed."""
+    """Create the transport `name` for `host`, the address on which it listens and that other peers reach. Raises
+    Permanent for an unknown name (listing the known ones) and for a missing requirement."""
     transport: Transport = TRANSPORTS.load(name)(host)
     return transport

@@ -1,12 +1,12 @@
-"""The suite that every transport passes. Subclass it, say how to make one, and run pytest:
+"""The conformance suite of transports. Subclass it, implement `make_transport`, and run pytest:
 
     class TestMine(TransportConformance):
         def make_transport(self) -> Transport:
             return MyTransport("127.0.0.1")
 
-Two of them talk to each other, in one process, each end of a link in a thread of its own. Where there is no pytest, as
-in an environment with torch, `python -m orchestrrl.weights.transports.conformance NAME` runs it for a transport by its
-name, on the loopback.
+Two transports exchange data within one process; each endpoint of a link has its own thread. Without pytest, as in an
+environment with torch, `python -m orchestrrl.weights.transports.conformance NAME` runs the suite for a transport by
+name, on the loopback interface.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ CHUNK_BYTES = 1024 * 1024
 
 
 def pattern(size: int, seed: int = 0) -> bytes:
-    """Bytes of which no two chunks are alike."""
+    """Return test bytes in which each block of 64 KiB differs from its neighbours."""
     words = bytes((7 * at + at // 251 + seed) % 256 for at in range(min(size, 65536)))
     whole = bytearray(words * (size // max(len(words), 1) + 1))[:size]
     for block, at in enumerate(range(0, size, 65536)):
@@ -47,7 +47,7 @@ def pattern(size: int, seed: int = 0) -> bytes:
 
 
 class TwoPeers:
-    """A transport that sends, one that receives, and threads for the ends of links."""
+    """A sending transport, a receiving transport, and threads for the endpoints of their links."""
 
     def __init__(self, make: Callable[[], Transport]) -> None:
         self.sender, self.receiver = make(), make()
@@ -69,7 +69,8 @@ class TwoPeers:
     def exchange(
         self, link: tuple[OutgoingLink, IncomingLink], chunks: Sequence[bytes], *, closes: bool = False
     ) -> None:
-        """All arrive as they were sent, in order. `closes`: the sender does, as soon as it has sent them."""
+        """Send chunks and check that they arrive unchanged and in order. With `closes`, the sender closes the link as
+        soon as it has sent them."""
 
         def send() -> None:
             send_all(link[0], chunks)
@@ -90,7 +91,7 @@ class TwoPeers:
 
 @contextlib.contextmanager
 def broken() -> Iterator[None]:
-    """The block must raise LinkBroken."""
+    """Check that the block raises LinkBroken."""
     try:
         yield
     except LinkBroken:
@@ -103,7 +104,7 @@ def send_all(link: OutgoingLink, chunks: Sequence[bytes]) -> None:
 
 
 def receive_all(link: IncomingLink, sizes: Sequence[int]) -> list[bytes]:
-    """Each into memory of its own."""
+    """Receive chunks of these sizes, each into its own buffer."""
     into = [bytearray(size) for size in sizes]
     _two_in_flight(link.receive, into)
     return [bytes(each) for each in into]
@@ -120,10 +121,10 @@ def _two_in_flight(begin: Callable[[memoryview], PendingChunk], chunks: Sequence
 
 
 class TransportConformance:
-    """Each test has `two`, made for it alone."""
+    """The tests that every transport must pass. Each test has its own pair of transports, `two`."""
 
     def make_transport(self) -> Transport:
-        raise TypeError(f"{type(self).__name__} does not say how to make a transport")
+        raise TypeError(f"{type(self).__name__} must implement make_transport")
 
     def setup_method(self) -> None:
         self.two = TwoPeers(self.make_transport)
@@ -131,11 +132,11 @@ class TransportConformance:
     def teardown_method(self) -> None:
         self.two.close()
 
-    def test_bytes_come_as_they_were_sent_in_order(self) -> None:
+    def test_chunks_arrive_unchanged_and_in_order(self) -> None:
         sizes = [1, 8, CHUNK_BYTES, 1000, 8, CHUNK_BYTES + 1, 3 * CHUNK_BYTES, 1]
         self.two.exchange(self.two.link(), [pattern(size, seed) for seed, size in enumerate(sizes)])
 
-    def test_two_chunks_and_a_small_one_may_be_on_their_way(self) -> None:
+    def test_two_chunks_and_a_small_one_may_be_in_flight(self) -> None:
         chunks = [pattern(size, seed) for seed, size in enumerate((SMALL_BYTES, CHUNK_BYTES, CHUNK_BYTES))]
         outgoing, incoming = self.two.link()
         into = [bytearray(len(chunk)) for chunk in chunks]
@@ -150,7 +151,7 @@ class TransportConformance:
         sent.result(PATIENT_S)
         assert [bytes(each) for each in into] == chunks
 
-    def test_only_the_piece_of_memory_that_is_given_is_written(self) -> None:
+    def test_receive_writes_only_the_given_memory(self) -> None:
         whole = bytearray(b"\xaa" * 300)
         outgoing, incoming = self.two.link()
         sent = self.two.begin(lambda: outgoing.send(memoryview(bytes(300))[100:200]).wait(PATIENT_S))
@@ -158,7 +159,7 @@ class TransportConformance:
         sent.result(PATIENT_S)
         assert whole == b"\xaa" * 100 + bytes(100) + b"\xaa" * 100
 
-    def test_the_receiver_may_come_later(self) -> None:
+    def test_the_receiver_may_accept_after_the_dial(self) -> None:
         dialled = self.two.begin(lambda: self.two.sender.dial(self.two.address, "late", PATIENT_S))
         time.sleep(SHORT_S)
         incoming, outgoing = self.two.receiver.accept("late", PATIENT_S), dialled.result(PATIENT_S)
@@ -166,7 +167,7 @@ class TransportConformance:
         outgoing.close()
         incoming.close()
 
-    def test_who_does_not_come_is_said_to_be_late(self) -> None:
+    def test_accept_and_dial_raise_not_yet_without_the_other_endpoint(self) -> None:
         for call in (
             lambda: self.two.receiver.accept("nobody", SHORT_S),
             lambda: self.two.sender.dial(self.two.address, "nobody", SHORT_S),
@@ -176,47 +177,47 @@ class TransportConformance:
             except NotYet:
                 continue
             raise AssertionError("expected NotYet, nothing was raised")
-        # And nothing is left of it that would be in the way.
+        # The failed calls must not prevent a later link with the same key.
         self._exchange_one("nobody")
 
-    def test_many_links_at_once_are_each_their_own(self) -> None:
+    def test_concurrent_links_do_not_mix_their_bytes(self) -> None:
         links = [self.two.link(f"{number}/{'x' * number}") for number in range(6)]
         chunks = [[pattern(CHUNK_BYTES // 4, number + 1)] * 4 for number in range(6)]
         exchanges = [partial(self.two.exchange, *each) for each in zip(links, chunks, strict=True)]
         for exchanged in [self.two.begin(each) for each in exchanges]:
             exchanged.result(PATIENT_S)
 
-    def test_what_was_sent_before_the_end_arrives(self) -> None:
+    def test_chunks_sent_before_close_arrive(self) -> None:
         for number in range(5):
             self.two.exchange(self.two.link(str(number)), [pattern(CHUNK_BYTES)] * 2, closes=True)
 
-    def test_a_receiver_notices_that_the_sender_has_gone(self) -> None:
+    def test_receiver_detects_that_the_sender_has_closed(self) -> None:
         outgoing, incoming = self.two.link()
         outgoing.close()
         with broken():
             incoming.receive(memoryview(bytearray(8))).wait(PATIENT_S)
 
-    def test_a_sender_notices_that_the_receiver_has_gone(self) -> None:
+    def test_sender_detects_that_the_receiver_has_closed(self) -> None:
         chunk = bytes(CHUNK_BYTES)
         outgoing, incoming = self.two.link()
         incoming.close()
         with broken():
-            for _ in range(200):  # what the kernels hold may still be taken
+            for _ in range(200):  # the kernel's buffers may accept several chunks
                 outgoing.send(memoryview(chunk)).wait(PATIENT_S)
 
-    def test_silence_is_not_waited_for_longer_than_said(self) -> None:
+    def test_receiving_times_out_if_the_sender_is_silent(self) -> None:
         _, incoming = self.two.link()
         with broken():
             incoming.receive(memoryview(bytearray(8))).wait(SHORT_S)
 
-    def test_a_receiver_that_takes_nothing_is_not_waited_for_either(self) -> None:
+    def test_sending_times_out_if_the_receiver_reads_nothing(self) -> None:
         chunk = bytes(CHUNK_BYTES)
         outgoing, _ = self.two.link()
         with broken():
             for _ in range(200):
                 outgoing.send(memoryview(chunk)).wait(SHORT_S)
 
-    def test_closing_interrupts_who_waits(self) -> None:
+    def test_close_interrupts_a_waiting_call(self) -> None:
         outgoing, incoming = self.two.link()
         waits = threading.Event()
 
@@ -239,20 +240,20 @@ class TransportConformance:
         for _ in range(3):
             self._exchange_one("again")
 
-    def test_where_nobody_listens_the_link_is_broken(self) -> None:
+    def test_dial_raises_link_broken_if_nothing_listens(self) -> None:
         address = self.two.address
         self.two.receiver.close()
         with broken():
             self.two.sender.dial(address, "key", PATIENT_S)
 
-    def test_a_closed_transport_accepts_nothing(self) -> None:
+    def test_closing_the_transport_interrupts_accept(self) -> None:
         accepted = self.two.begin(lambda: self.two.receiver.accept("key", PATIENT_S))
         time.sleep(SHORT_S)
         self.two.receiver.close()
         with broken():
             accepted.result(PATIENT_S)
 
-    def test_closing_twice_is_closing_once(self) -> None:
+    def test_close_may_be_called_twice(self) -> None:
         for link in self.two.link():
             link.close()
             link.close()

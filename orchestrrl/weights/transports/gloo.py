@@ -1,7 +1,7 @@
-"""torch.distributed's gloo: from memory to memory of hosts, wherever torch is; a device of torch is bound to the host.
+"""The gloo transport of torch.distributed, from host memory to host memory. It needs torch but no GPU.
 
-Gloo's own threads move the bytes, so a chunk goes on while Python does something else. A wait whose time is over ends
-the link, as gloo does with all that waits in a group; that is also how one that waits is interrupted.
+Gloo's own threads move the bytes, so a chunk progresses while Python runs other code. A wait that times out breaks the
+link, because gloo then fails every operation of the group; `interrupt` uses the same effect.
 """
 
 import contextlib
@@ -18,12 +18,12 @@ from orchestrrl.weights.transports.listener import ANSWERED_WITHIN_S
 
 BYTES, INTERRUPT = 0, 1  # tags
 
-# Chunks that are only sent may be of read-only memory, which torch has no word for.
+# A chunk to send may be in read-only memory, which torch tensors do not support.
 warnings.filterwarnings("ignore", message="The given buffer is not writable", category=UserWarning)
 
 
 class GlooTransport(GroupTransport):
-    """All links share gloo's device, which listens on the host."""
+    """The gloo transport. All links share one gloo device, which is bound to the host's address."""
 
     def __init__(self, host: str) -> None:
         if not dist.is_gloo_available():
@@ -44,7 +44,7 @@ class GlooTransport(GroupTransport):
 
 
 class _Gloo(JoinedGroup):
-    lingers = False  # its connections are closed as others are: what is in the kernel still goes out
+    lingers = False  # gloo closes its connections regularly, so the kernel still sends buffered bytes
 
     def send(self, chunk: torch.Tensor) -> Wait:
         work = self.group.send([chunk], self._other, BYTES)
@@ -55,7 +55,7 @@ class _Gloo(JoinedGroup):
         return lambda timeout: work.wait(timeout)
 
     def interrupt(self) -> None:
-        with contextlib.suppress(RuntimeError):  # it is meant to fail: with it, all that waits in the group does
+        with contextlib.suppress(RuntimeError):  # this receive times out, which fails every operation of the group
             self.group.recv([torch.empty(1, dtype=torch.uint8)], self._other, INTERRUPT).wait(timedelta(milliseconds=1))
 
     def leave(self) -> None:

@@ -1,8 +1,8 @@
-"""Links that are process groups of torch.distributed, of two ranks each: what gloo and NCCL have in common.
+"""Links that are torch.distributed process groups of two ranks each: the common part of the gloo and NCCL transports.
 
-Both ends meet at the receiver's listener, which answers with the port of a store in its process and a prefix that no
-other link has. The socket of the meeting stays open beside the group: it shows when the other end has gone, and that
-all has been received.
+The sender connects to the receiver's listener, which answers with the address of a store in its process and a prefix
+that is unique to the link. The socket of this rendezvous stays open for the lifetime of the group: the receiver uses it
+to confirm that it has received everything, and its end shows that the other process has gone.
 """
 
 import contextlib
@@ -26,17 +26,18 @@ FAREWELL_S = 2.0
 PATIENCE = timedelta(seconds=ANSWERED_WITHIN_S)
 
 Group = Any  # a torch.distributed.Backend
-Wait = Callable[[timedelta], None]  # for what was begun; raises RuntimeError
+Wait = Callable[[timedelta], None]  # waits for a started operation; raises RuntimeError
 
 
 class GroupTransport(ABC):
-    """`_join` makes the group of one link."""
+    """A transport whose links are process groups. A subclass implements `_join`, which creates the group of one
+    link."""
 
     def __init__(self, host: str) -> None:
         self._host = host
         self._listener = LinkListener(host)
         self._own_store = ""  # its address
-        # By address, of receivers too: torch's client may wait for a name server as it connects, so it connects once.
+        # Store clients by address, kept because torch may query a name server for each new connection.
         self._stores: dict[str, Any] = {}
         self._connecting = threading.Lock()
 
@@ -70,8 +71,8 @@ class GroupTransport(ABC):
             if rank == SENDER:
                 with self._connecting:
                     self._stores.pop(store, None)
-            if isinstance(error, RuntimeError | ValueError):  # of torch.distributed, or of an answer that is none
-                raise LinkBroken(f"no group with the other end: {_short(error)}") from error
+            if isinstance(error, RuntimeError | ValueError):  # from torch.distributed, or for an invalid answer
+                raise LinkBroken(f"joining the other endpoint's group failed: {_short(error)}") from error
             raise
 
     def _connected(self, address: str) -> Any:
@@ -86,8 +87,8 @@ class GroupTransport(ABC):
 
 
 class JoinedGroup(ABC):
-    """A group of two, as one of its ranks uses it. `lingers`: what was sent may be lost where the sender leaves before
-    the receiver has it all."""
+    """A process group of two ranks, used by one of them. `lingers` is set if bytes may be lost when the sender leaves
+    before the receiver has received all of them."""
 
     lingers: bool
 
@@ -97,25 +98,25 @@ class JoinedGroup(ABC):
 
     @abstractmethod
     def send(self, chunk: torch.Tensor) -> Wait:
-        """Begin, and how to wait. Raises RuntimeError."""
+        """Start to send; return a function that waits for the end. Raises RuntimeError."""
 
     @abstractmethod
     def receive(self, into: torch.Tensor) -> Wait: ...
 
     @abstractmethod
     def interrupt(self) -> None:
-        """Whoever waits in another thread goes on with a RuntimeError; the group is of no use afterwards."""
+        """Make a wait in another thread raise RuntimeError. The group cannot be used afterwards."""
 
     @abstractmethod
     def leave(self) -> None:
-        """Let go of what the group has. Nobody waits any more."""
+        """Release the group's resources. No operation may be pending."""
 
 
 class _Begun:
     def __init__(self, link: "_GroupLink", wait: Wait, tensor: torch.Tensor) -> None:
         self._link = link
         self._wait = wait
-        self._tensor = tensor  # its memory must not go before
+        self._tensor = tensor  # keeps the memory alive until the operation has ended
 
     def wait(self, timeout_s: float) -> None:
         self._link.landed(self._wait, timeout_s)
@@ -152,7 +153,7 @@ class _GroupLink:
                 raise LinkBroken(_short(error)) from error
 
     def close(self) -> None:
-        """From its own thread, or from another one while that waits."""
+        """Close the link, from its own thread or from another one while the link's thread waits."""
         if not self._at_work.acquire(blocking=False):
             self._interrupted = True
             if (joined := self._joined) is not None:
@@ -170,7 +171,7 @@ class _GroupLink:
             self._at_work.release()
 
     def _send_farewell(self) -> None:
-        """All that was begun here has been waited for."""
+        """Complete the link after all of its chunks have been waited for."""
 
 
 class GroupOutgoing(_GroupLink):
@@ -178,8 +179,8 @@ class GroupOutgoing(_GroupLink):
         return self._begin(chunk, lambda joined, tensor: joined.send(tensor))
 
     def _send_farewell(self) -> None:
-        """The group stays until the receiver leaves it too, or has gone."""
-        with contextlib.suppress(OSError):  # the receiver has gone: nothing is to be waited for
+        """Wait until the receiver confirms that it has all chunks, or has gone."""
+        with contextlib.suppress(OSError):  # the receiver has gone
             self._meeting.settimeout(FAREWELL_S)
             self._meeting.shutdown(socket.SHUT_WR)
             self._meeting.recv(len(FAREWELL))
@@ -195,7 +196,7 @@ class GroupIncoming(_GroupLink):
 
 
 def tensor_of(memory: memoryview) -> torch.Tensor:
-    """The same memory, also where it is read-only and may only be sent."""
+    """Return a uint8 tensor that shares this memory. Read-only memory may only be sent."""
     flat = memory.cast("B")
     if not flat:
         return torch.empty(0, dtype=torch.uint8)

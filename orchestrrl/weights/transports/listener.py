@@ -1,13 +1,13 @@
-"""Where a peer is knocked at: sockets of senders, by the key of their link.
+"""The listener of a peer, which accepts senders' connections by the key of their link.
 
-The sender connects and says the key; the receiver answers when somebody here asks for that key. Whatever else comes to
-the door is bounded in bytes, time and number, and is shown out without an answer.
+The sender connects and sends the key; the receiver answers when its process accepts a link with that key. Other
+connections are limited in bytes, time and number, and are closed without an answer.
 
-    sender:   magic, version (1 byte), key's length (2 bytes, network order), key
-    receiver: magic, version, length of what it has to say to the sender (2 bytes), that
+    sender:   magic, version (1 byte), length of the key (2 bytes, network order), key
+    receiver: magic, version, length of the answer (2 bytes), answer
 
-A transport that has connections of its own (gloo, NCCL) meets here and keeps the socket: it tells at once when the
-other end's process has gone.
+A transport with its own connections (gloo, NCCL) uses the listener for rendezvous and keeps the socket open, because
+its end shows at once that the other process has gone.
 """
 
 import asyncio
@@ -34,27 +34,27 @@ INTRODUCED_WITHIN_S = 5.0
 MOST_STRANGERS = 128
 MOST_WAITING = 4096
 REDIAL_S = 0.05
-ANSWERED_WITHIN_S = 10.0  # once both are there
-# The sender's way there may be being made (a circuit that moves, a route that is learnt).
+ANSWERED_WITHIN_S = 10.0  # once both endpoints are connected
+# Transient errors of connect: the path may not be up yet (a circuit is changing, a route is being learnt).
 MAY_COME = frozenset({errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ETIMEDOUT, errno.EAGAIN, errno.ENETDOWN})
 
 log = logging.getLogger(__name__)
 
 
 class LinkListener:
-    """`open` listens, in a thread of its own."""
+    """Accepts senders' connections in a separate thread, which `open` starts."""
 
     def __init__(self, host: str, buffer_bytes: int = 0) -> None:
         self._host = host
         self._buffer_bytes = buffer_bytes
         self._changed = threading.Condition()
         self._waiting: OrderedDict[str, socket.socket] = OrderedDict()
-        self._end: Callable[[], object] = lambda: None  # of the thread's work
+        self._end: Callable[[], object] = lambda: None  # stops the thread
         self._thread: threading.Thread | None = None
         self._closed = False
 
     def open(self) -> str:
-        """Where it listens, as `host:port`; an IPv6 host in brackets. Raises OSError."""
+        """Start to listen; return the address as `host:port`, with an IPv6 host in brackets. Raises OSError."""
         family, _, _, _, place = socket.getaddrinfo(self._host, 0, type=socket.SOCK_STREAM)[0]
         server = socket.create_server((str(place[0]), 0), family=family, backlog=256)
         server.setblocking(False)
@@ -63,7 +63,7 @@ class LinkListener:
         attending = loop.create_task(self._attend(server))
 
         def end() -> None:
-            loop.remove_reader(server)  # a sender that comes now would be accepted for a wait that is cancelled
+            loop.remove_reader(server)  # else a connection could be accepted for the cancelled wait, and leak
             attending.cancel()
 
         self._end = partial(loop.call_soon_threadsafe, end)
@@ -72,14 +72,14 @@ class LinkListener:
         return address_of(self._host, server.getsockname()[1])
 
     def accept(self, key: str, timeout_s: float, answer: bytes = b"") -> socket.socket:
-        """A blocking socket to the sender, who has been told `answer`. Raises NotYet, and LinkBroken once the door is
-        closed."""
+        """Return a blocking socket to the sender of link `key`, after sending it `answer`. Raises NotYet after
+        `timeout_s`, and LinkBroken once the listener is closed."""
         until_s = time.monotonic() + timeout_s
         with self._changed:
             while True:
                 left_s = max(0.0, until_s - time.monotonic())
                 if not self._changed.wait_for(lambda: key in self._waiting or self._closed, left_s):
-                    raise NotYet(f"nobody has dialled {key!r} within {timeout_s:g} s")
+                    raise NotYet(f"no sender has dialled {key!r} within {timeout_s:g} s")
                 if key not in self._waiting:
                     raise LinkBroken("this transport is closed")
                 found = self._waiting.pop(key)
@@ -92,7 +92,7 @@ class LinkListener:
             found.settimeout(None)
         except OSError as error:
             found.close()
-            raise LinkBroken(f"whoever dialled {key!r} has gone: {error}") from error
+            raise LinkBroken(f"the sender of {key!r} has gone: {error}") from error
         return found
 
     def close(self) -> None:
@@ -111,13 +111,13 @@ class LinkListener:
 
     async def _attend(self, server: socket.socket) -> None:
         loop = asyncio.get_running_loop()
-        strangers: dict[asyncio.Task[None], None] = {}  # that have not said a whole key yet, the first to come first
+        strangers: dict[asyncio.Task[None], None] = {}  # connections without a complete key, oldest first
         try:
             while True:
                 try:
                     came, _ = await loop.sock_accept(server)
-                except OSError as error:  # it has left again, or there are no descriptors for it
-                    log.debug("nobody came in: %s", error)
+                except OSError as error:  # the client has disconnected, or no file descriptors are left
+                    log.debug("accepting a connection failed: %s", error)
                     await asyncio.sleep(REDIAL_S)
                     continue
                 if len(strangers) >= MOST_STRANGERS:
@@ -127,13 +127,13 @@ class LinkListener:
                 stranger = loop.create_task(self._introduce(came))
                 strangers[stranger] = None
                 stranger.add_done_callback(lambda over: strangers.pop(over, None))
-                await asyncio.sleep(0)  # where many come at once, each has its turn
+                await asyncio.sleep(0)  # let the handlers run if many connections arrive at once
         finally:
             server.close()
             await stop(*strangers)
 
     async def _introduce(self, came: socket.socket) -> None:
-        """Read the key of a sender's link. Whoever says none in time, or nothing of ours, is shown out."""
+        """Read the key of a sender's link. Close the connection if no valid key arrives in time."""
         key = None
         try:
             came.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -149,7 +149,7 @@ class LinkListener:
         came.setblocking(True)
         with self._changed:
             if (before := self._waiting.pop(key, None)) is not None:
-                before.close()  # it has dialled again
+                before.close()  # the sender has dialled again
             self._waiting[key] = came
             if len(self._waiting) > MOST_WAITING:
                 self._waiting.popitem(last=False)[1].close()
@@ -162,18 +162,19 @@ def _run(loop: asyncio.AbstractEventLoop, attending: asyncio.Task[None]) -> None
 
 
 async def _heard(came: socket.socket, size: int) -> bytes:
-    """Return so many bytes, and read not one that belongs to the link."""
+    """Receive exactly `size` bytes: later bytes belong to the link. Raises ValueError at the end of the stream."""
     heard = b""
     while len(heard) < size:
         part = await asyncio.get_running_loop().sock_recv(came, size - len(heard))
         if not part:
-            raise ValueError("it left")
+            raise ValueError("the client closed the connection before it sent a whole key")
         heard += part
     return heard
 
 
 def knock(address: str, key: str, timeout_s: float, buffer_bytes: int = 0) -> tuple[socket.socket, bytes]:
-    """A blocking socket to the receiver, when it has taken it, and what it says. Raises NotYet and LinkBroken."""
+    """Connect to a receiver for link `key`; return a blocking socket and the receiver's answer once it has accepted.
+    Raises NotYet after `timeout_s`, and LinkBroken."""
     said = key.encode()
     if len(said) > MOST_BYTES:
         raise ValueError(f"a key must have at most {MOST_BYTES} bytes, got {len(said)}")
@@ -186,7 +187,7 @@ def knock(address: str, key: str, timeout_s: float, buffer_bytes: int = 0) -> tu
         try:
             greeting = _exactly(sock, GREETING.size)
         except TimeoutError as error:
-            raise NotYet(f"{address} has not asked for {key!r} within {timeout_s:g} s") from error
+            raise NotYet(f"{address} has not accepted {key!r} within {timeout_s:g} s") from error
         answer = _exactly(sock, _length_of(greeting))
     except NotYet:
         sock.close()
@@ -215,15 +216,15 @@ def _connect(address: str, until_s: float, timeout_s: float, buffer_bytes: int) 
             if not isinstance(error, TimeoutError) and error.errno not in MAY_COME:
                 raise LinkBroken(f"{address}: {error}") from error
             if time.monotonic() + REDIAL_S >= until_s:
-                raise NotYet(f"{address} cannot be reached within {timeout_s:g} s: {error}") from error
+                raise NotYet(f"{address} could not be reached within {timeout_s:g} s: {error}") from error
             time.sleep(REDIAL_S)
         else:
             return sock
 
 
 def widen(sock: socket.socket, buffer_bytes: int) -> None:
-    """Room in the kernel for this much on its way. Where less is allowed, and with 0, it grows as the kernel sees fit:
-    a size that was asked for, and cut, would never grow."""
+    """Set the socket's buffer sizes. If the kernel allows less, or for 0, leave them to the kernel's autotuning: a size
+    that the kernel cuts would never grow."""
     for option, limit in ((socket.SO_SNDBUF, "wmem_max"), (socket.SO_RCVBUF, "rmem_max")):
         if 0 < buffer_bytes <= _allowed_bytes(limit):
             sock.setsockopt(socket.SOL_SOCKET, option, buffer_bytes)
@@ -241,7 +242,7 @@ def address_of(host: str, port: int) -> str:
 
 
 def parts_of(address: str) -> tuple[str, int]:
-    """Host and port. Raises LinkBroken."""
+    """Split `host:port` into host and port. Raises LinkBroken for a malformed address."""
     host, colon, port = address.rpartition(":")
     if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise LinkBroken(f"an address must be host:port, got {address!r}")
@@ -251,7 +252,7 @@ def parts_of(address: str) -> tuple[str, int]:
 def _length_of(greeting: bytes) -> int:
     magic, version, length = GREETING.unpack(greeting[: GREETING.size])
     if magic != MAGIC or version != VERSION or length > MOST_BYTES:
-        raise ValueError(f"it does not speak version {VERSION} of this protocol")
+        raise ValueError(f"the other side does not use version {VERSION} of this protocol")
     return int(length)
 
 
@@ -266,7 +267,7 @@ def _exactly(sock: socket.socket, size: int) -> bytes:
 
 
 def _is_there(sock: socket.socket) -> bool:
-    """Whether it has not been closed at its other end."""
+    """Return whether the other endpoint has not closed the connection."""
     try:
         return sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
     except BlockingIOError:

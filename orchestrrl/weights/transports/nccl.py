@@ -1,11 +1,11 @@
-"""torch.distributed's NCCL, for hosts with GPUs: chunks go over a GPU's memory, and from there as NCCL finds the way.
+"""The NCCL transport of torch.distributed, for hosts with GPUs. Chunks are copied through GPU memory.
 
-It was written without a GPU at hand: construction, faults and all that it has in common with gloo (groups.py) are
-tested; that bytes move between two GPUs is not. Two ranks on one GPU
-are refused by NCCL, so two hosts, or two processes with a GPU each, are needed to see it.
+It was written without access to a GPU: construction, errors and the part shared with gloo (groups.py) are tested; a
+transfer between two GPUs is not. NCCL refuses two ranks on one GPU, so such a test needs two processes with one GPU
+each.
 
-A chunk has a buffer on the GPU from when it is begun until it is waited for: with two in flight, two, and a small one.
-A receive is a kernel that runs until its bytes are there; each link has a stream of its own.
+A chunk has a buffer on the GPU from its start until it has been waited for: with two chunks in flight, two buffers and
+a small one. A receive is a kernel that runs until its bytes have arrived; each link has its own stream.
 """
 
 import time
@@ -22,13 +22,11 @@ POLL_S = 0.0005
 
 
 class NcclTransport(GroupTransport):
-    """Chunks go over the memory of the process's first GPU."""
+    """The NCCL transport. Chunks go through the memory of the process's first GPU."""
 
     def __init__(self, host: str) -> None:
         if not torch.cuda.is_available() or not dist.is_nccl_available():
-            raise Permanent(
-                "transport nccl: needs a GPU, and a torch that is built with CUDA and NCCL; use transport gloo or tcp"
-            )
+            raise Permanent("transport nccl: needs a GPU and torch built with CUDA and NCCL; use transport gloo or tcp")
         super().__init__(host)
         self._device = torch.device("cuda", 0)
 
@@ -50,7 +48,7 @@ class _Nccl(JoinedGroup):
         self._interrupted = False
 
     def meet(self) -> None:
-        """The communicator is made by the first bytes: one, so that it is there, or the link is broken."""
+        """Exchange one byte, which makes NCCL create the communicator. Raises RuntimeError if it fails."""
         one = torch.zeros(1, dtype=torch.uint8)
         begun = self.send(one) if self._other == 0 else self.receive(one)
         begun(timedelta(seconds=30))
@@ -77,13 +75,13 @@ class _Nccl(JoinedGroup):
         return wait
 
     def _until(self, work: Any, timeout: timedelta) -> None:
-        """A wait of NCCL's own makes the stream wait, not us."""
+        """Wait by polling, because NCCL's own wait blocks the stream and not the calling thread."""
         until_s = time.monotonic() + timeout.total_seconds()
         while not work.is_completed():
             if self._interrupted:
                 raise RuntimeError("the link is closed")
             if time.monotonic() >= until_s:
-                raise RuntimeError(f"nothing has moved for {timeout.total_seconds():g} s")
+                raise RuntimeError(f"no progress for {timeout.total_seconds():g} s")
             time.sleep(POLL_S)
         if (error := work.exception()) is not None:
             raise RuntimeError(str(error))
@@ -92,5 +90,5 @@ class _Nccl(JoinedGroup):
         self._interrupted = True
 
     def leave(self) -> None:
-        self.group.abort()  # what is under way on the GPU ends with it
+        self.group.abort()  # also ends kernels that run on the GPU
         self.group = None

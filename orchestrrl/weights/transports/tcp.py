@@ -1,7 +1,7 @@
-"""Plain sockets, one connection for each link: what every host has, and no torch.
+"""The TCP transport: one plain socket connection per link. It works on every host and does not need torch.
 
-Sockets block, and their kernel watches the time (SO_RCVTIMEO, SO_SNDTIMEO): a chunk is mostly one system call, outside
-the interpreter's lock. A host that has gone without a word is noticed where bytes are under way (TCP_USER_TIMEOUT).
+Sockets block, and the kernel enforces time limits (SO_RCVTIMEO, SO_SNDTIMEO): a chunk is usually one system call,
+outside the interpreter's lock. TCP_USER_TIMEOUT detects a host that disappears while bytes are in flight.
 """
 
 import contextlib
@@ -15,12 +15,12 @@ from orchestrrl.weights.transports.base import IncomingLink, LinkBroken, Outgoin
 from orchestrrl.weights.transports.listener import LinkListener, knock, widen
 
 BUFFER_BYTES = 4 * 1024 * 1024
-SAME_HOST_BUFFER_BYTES = 512 * 1024  # no time to bridge: what is under way stays in the processor's cache
+SAME_HOST_BUFFER_BYTES = 512 * 1024  # without network latency, small buffers keep the data in the CPU cache
 TIMEVAL = struct.Struct("@ll")
 
 
 class TcpTransport:
-    """Sockets have buffers of `buffer_bytes` at most."""
+    """The TCP transport. Socket buffers have at most `buffer_bytes`."""
 
     def __init__(self, host: str, buffer_bytes: int = BUFFER_BYTES) -> None:
         self._buffer_bytes = buffer_bytes
@@ -40,14 +40,14 @@ class TcpTransport:
         self._listener.close()
 
     def _fitted(self, sock: socket.socket) -> socket.socket:
-        with contextlib.suppress(OSError):  # the other end has gone: who uses it next is told
+        with contextlib.suppress(OSError):  # the other endpoint has gone: the next use of the socket raises
             if sock.getsockname()[0] == sock.getpeername()[0]:
                 widen(sock, min(self._buffer_bytes, SAME_HOST_BUFFER_BYTES))
         return sock
 
 
 class _Chunk:
-    """What of it is not yet sent, or not yet filled. The link is worked on when one of its chunks is waited for."""
+    """The unsent or unfilled rest of a chunk. Bytes move while a caller waits for one of the link's chunks."""
 
     def __init__(self, link: "_Link", rest: memoryview) -> None:
         self.link = link
@@ -58,7 +58,7 @@ class _Chunk:
 
 
 class _Link(ABC):
-    OPTION: int  # of the socket: its time limit
+    OPTION: int  # the socket option of its time limit
 
     def __init__(self, sock: socket.socket) -> None:
         self._at_work = threading.Lock()
@@ -76,18 +76,18 @@ class _Link(ABC):
                 with self._at_work:
                     moved = self._move(first.rest)
             except BlockingIOError as error:
-                raise LinkBroken(f"nothing has moved for {timeout_s:g} s") from error
+                raise LinkBroken(f"no byte has moved for {timeout_s:g} s") from error
             except OSError as error:
-                raise LinkBroken(f"the other end has gone: {error}") from error
+                raise LinkBroken(f"the connection is lost: {error}") from error
             if moved == 0:
-                raise LinkBroken("the other end has closed the link")
+                raise LinkBroken("the other endpoint has closed the link")
             first.rest = first.rest[moved:]
         self._drop_finished()
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # the other end has closed it before
-            self._socket.shutdown(socket.SHUT_RDWR)  # who waits is woken
-        with self._at_work:  # not before: its descriptor would be another's
+        with contextlib.suppress(OSError):  # the other endpoint has closed it already
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes a waiting thread
+        with self._at_work:  # a descriptor closed earlier could be reused while that thread still uses it
             self._socket.close()
 
     def _drop_finished(self) -> None:
@@ -113,7 +113,8 @@ class _Link(ABC):
 
     @abstractmethod
     def _move(self, rest: memoryview) -> int:
-        """Bytes moved, as much of `rest` as is possible in the time. Raises OSError."""
+        """Move as many bytes of `rest` as possible within the socket's time limit; return the number. Raises
+        OSError."""
 
 
 class TcpOutgoing(_Link):
@@ -126,9 +127,9 @@ class TcpOutgoing(_Link):
                 with self._at_work:
                     taken.rest = taken.rest[self._socket.send(taken.rest, socket.MSG_DONTWAIT) :]
             except BlockingIOError:
-                pass  # the kernel's buffer is full: when it is waited for
+                pass  # the kernel's buffer is full: `wait` sends the rest
             except OSError as error:
-                raise LinkBroken(f"the other end has gone: {error}") from error
+                raise LinkBroken(f"the connection is lost: {error}") from error
         return taken
 
     def _move(self, rest: memoryview) -> int:

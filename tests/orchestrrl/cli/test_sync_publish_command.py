@@ -81,7 +81,7 @@ def test_checkpoint_pieces_are_the_tensors_of_the_folder(tmp_path: Path, sharded
 
 
 def test_invalid_checkpoint_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(Permanent, match="is no folder"):
+    with pytest.raises(Permanent, match="not a directory"):
         checkpoint_pieces(tmp_path / "none")
     broken = checkpoint(tmp_path / "c", sharded=True)
     (broken / "model-00002-of-00002.safetensors").unlink()

@@ -465,7 +465,7 @@ def test_version_in_progress_is_not_reported_for_engines(tmp_path: Path) -> None
         harness.peer("p0").stalls = True
         harness.publish(2, install="next_pause")
         await harness.until(SyncState.CARRYING)
-        with pytest.raises(Retryable, match=r"version 2 is on its way to engines.*carrying"):
+        with pytest.raises(Retryable, match=r"version 2 is still being synced.*carrying"):
             await harness.resumed(lease, 2)
         harness.peer("p0").stalls = False
         await harness.until(SyncState.PREPARED)
@@ -675,7 +675,8 @@ def test_sync_waits_for_a_running_redeployment_and_reports_it(tmp_path: Path) ->
             await harness.until(SyncState.PREPARED)
             await harness.pass_time(30.0)  # longer than the fence may take
             report = harness.sync.report(sync)
-            assert (report.state, report.detail) == (SyncState.PREPARED, "waits: engines are being started or stopped")
+            assert report.state is SyncState.PREPARED
+            assert report.detail == "waiting: engines are being started or stopped"
             harness.check_one_version(1)
         assert (await harness.over(sync)).state is SyncState.DONE
         await harness.pass_time(1.0)

@@ -237,7 +237,7 @@ async def test_folder_with_known_sum_is_checked_but_not_summed(
     assert await engine.weights.load_weights(folder, 7) == LoadedWeights(7, folder_sum(folder))
     assert await engine.weights.load_weights(folder, 8, "known") == LoadedWeights(8, "known")
     (folder / MODEL_FILE).write_bytes(b"cut")
-    with pytest.raises(Permanent, match="cut short"):
+    with pytest.raises(Permanent, match="truncated"):
         await engine.weights.load_weights(folder, 9, "known")
     assert fake.name == "8"
 

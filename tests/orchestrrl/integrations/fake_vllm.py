@@ -1,4 +1,4 @@
-"""vLLM servers as an adapter sees them: they answer, and do as they are told, or not."""
+"""Fake vLLM servers for adapters: they answer requests and calls, or fail."""
 
 import asyncio
 import json
@@ -12,16 +12,16 @@ from multidict import CIMultiDictProxy
 
 
 class FakeVllm:
-    """Answers a prompt with its ids backwards, all requests of a batch together, the last first."""
+    """Answers a prompt with its reversed ids, to all requests of a batch at the same time, the last one first."""
 
     def __init__(self, log: list[str]) -> None:
         self.log = log
-        self.batch = 1  # answers wait until so many requests are there
+        self.batch = 1  # answers wait for this number of requests
         self.asked: list[tuple[dict[str, Any], CIMultiDictProxy[str]]] = []
         self.statuses: dict[str, int] = {}
         self.paused = False
         self.load_s = 0.0
-        self.left = 0  # clients that did not wait for their answer
+        self.left = 0  # clients that disconnected before their answer
         self.url = ""
 
     async def complete(self, request: web.Request) -> web.Response:

@@ -1,4 +1,4 @@
-"""The TRL adapter without TRL: a trainer that has what the adapter reads, and servers that behave like vLLM's."""
+"""The TRL adapter with a fake trainer and fake vLLM servers, without TRL."""
 
 import asyncio
 import re
@@ -21,7 +21,7 @@ WITHIN_S = 120.0
 
 
 class FakeTokenizer:
-    """One token per character."""
+    """A fake tokenizer with one token per character."""
 
     def __call__(self, text: list[str]) -> dict[str, list[list[int]]]:
         return {"input_ids": [[ord(letter) for letter in prompt] for prompt in text]}
@@ -72,7 +72,7 @@ class FakePublishes:
         return self.newest + 1
 
 
-async def test_weights_are_published_before_a_rollout_that_follows_a_step() -> None:
+async def test_weights_are_published_before_a_rollout_after_a_step() -> None:
     sync, trainer = FakePublishes(), FakeTrainer()
     async with servers() as (gateway,):
         rollout = GatewayRollout(gateway.url, sync=sync)
@@ -84,14 +84,14 @@ async def test_weights_are_published_before_a_rollout_that_follows_a_step() -> N
         sync.error = Permanent("version 3 is not the fleet's")
         with pytest.raises(Permanent, match="version 3"):
             await asyncio.to_thread(rollout, ["ab"], trainer)
-        assert len(gateway.asked) == 5  # nothing is learnt from the version before
+        assert len(gateway.asked) == 5  # no rollout uses the previous version
         sync.error = None
         await asyncio.to_thread(rollout, ["ab"], trainer)
     assert sync.published[-1] == (3, trainer.model)
 
 
 @pytest.mark.parametrize(("newest", "first_step", "versions"), [(7, 0, [8, 9]), (7, 5, [8, 9]), (7, 30, [30, 31])])
-async def test_a_trainer_that_starts_again_goes_on_above_the_fleets_version(
+async def test_restarted_trainer_continues_above_the_fleets_version(
     newest: int, first_step: int, versions: list[int]
 ) -> None:
     sync, trainer = FakePublishes(), FakeTrainer()
@@ -103,7 +103,7 @@ async def test_a_trainer_that_starts_again_goes_on_above_the_fleets_version(
     assert [version for version, _ in sync.published] == versions
 
 
-async def test_a_batch_is_asked_at_once_and_answered_in_order() -> None:
+async def test_batch_is_requested_concurrently_and_returned_in_order() -> None:
     async with servers() as (gateway,):
         gateway.batch = 6
         rollout, trainer = GatewayRollout(gateway.url, tag="job"), FakeTrainer()
@@ -130,7 +130,7 @@ async def test_a_batch_is_asked_at_once_and_answered_in_order() -> None:
     assert (rollout.requests, rollout.bypassed) == (6, 0)
 
 
-async def test_names_are_new_with_every_batch_and_groups_with_every_step() -> None:
+async def test_request_ids_are_new_per_batch_and_groups_per_step() -> None:
     async with servers() as (gateway,):
         rollout, trainer = GatewayRollout(gateway.url), FakeTrainer()
         for trainer.state.global_step in (0, 0, 1):
@@ -142,7 +142,7 @@ async def test_names_are_new_with_every_batch_and_groups_with_every_step() -> No
     assert first == second != third == fourth
 
 
-async def test_engines_answer_while_there_is_no_gateway() -> None:
+async def test_engines_answer_while_the_gateway_is_down() -> None:
     async with servers() as (engine,):
         nowhere = f"http://127.0.0.1:{free_port()}"
         rollout = GatewayRollout(nowhere, engine_urls=[engine.url], patience=PATIENCE)
@@ -151,7 +151,7 @@ async def test_engines_answer_while_there_is_no_gateway() -> None:
     assert rollout.bypassed == 2
 
 
-async def test_a_refusal_ends_the_batch_with_the_reason_and_nothing_runs_on() -> None:
+async def test_refusal_ends_the_batch_and_cancels_other_requests() -> None:
     async with servers() as (gateway,):
         gateway.batch = 100
         with pytest.raises(RequestRefused, match="what"):
@@ -161,18 +161,18 @@ async def test_a_refusal_ends_the_batch_with_the_reason_and_nothing_runs_on() ->
                 await asyncio.sleep(0.01)
 
 
-async def test_nobody_there_is_told() -> None:
+async def test_rollout_raises_if_no_server_answers() -> None:
     rollout = GatewayRollout(f"http://127.0.0.1:{free_port()}", patience=PATIENCE)
     with pytest.raises(Retryable, match="neither"):
         await asyncio.to_thread(rollout, ["a"], FakeTrainer())
 
 
-def test_conversations_go_through_the_trainers_template() -> None:
+def test_conversations_use_the_trainers_chat_template() -> None:
     conversation = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
     assert tokenize([conversation], FakeTrainer()) == [[97, 124, 98]]
 
 
-def test_what_cannot_be_served_is_said() -> None:
+def test_unsupported_settings_are_rejected() -> None:
     image = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]}]
     with pytest.raises(Permanent, match="prompts"):
         tokenize([image], FakeTrainer())
@@ -187,7 +187,7 @@ def test_what_cannot_be_served_is_said() -> None:
         GatewayRollout("http://127.0.0.1:1", weights_dir=Path("weights"))
     with pytest.raises(Permanent, match="weights_dir"):
         GatewayRollout("http://127.0.0.1:1").sync_weights(trainer)
-    with pytest.raises(ValueError, match="not both"):
+    with pytest.raises(ValueError, match="must not be used together"):
         GatewayRollout("http://127.0.0.1:1", engine_urls=["x"], weights_dir=Path("weights"), sync=FakePublishes())
     trainer.model = SimpleNamespace(peft_config={})
     rollout = GatewayRollout("http://127.0.0.1:1", engine_urls=["http://127.0.0.1:2"], weights_dir=Path("weights"))
@@ -197,7 +197,7 @@ def test_what_cannot_be_served_is_said() -> None:
         GatewayRollout("http://127.0.0.1:1", sync=FakePublishes()).sync_weights(trainer)
 
 
-def test_generation_kwargs_win_over_settings_but_not_over_what_the_adapter_needs() -> None:
+def test_generation_kwargs_override_settings_but_not_required_fields() -> None:
     trainer = FakeTrainer()
     trainer.args.generation_kwargs = {"temperature": 0.1, "stop_token_ids": [5], "logprobs": 20}
     asked = sampling_parameters(trainer)
@@ -215,17 +215,17 @@ def test_generation_kwargs_win_over_settings_but_not_over_what_the_adapter_needs
     ],
     ids=["stopped", "a logprob is missing", "empty", "no logprobs", "text alone"],
 )
-def test_an_answer_that_must_not_be_learnt_from(choice: dict[str, Any]) -> None:
+def test_incomplete_or_malformed_answer_is_rejected(choice: dict[str, Any]) -> None:
     with pytest.raises(Permanent, match="r1"):
         read_completion({"choices": [choice]}, "r1")
 
 
-def test_a_logprob_that_is_not_a_number_is_passed_on_as_trl_expects_it() -> None:
+def test_missing_logprob_is_returned_as_none() -> None:
     choice = {"token_ids": [1, 2], "finish_reason": "stop", "logprobs": {"token_logprobs": [-1.0, None]}}
     assert read_completion({"choices": [choice]}, "r1")[1] == [-1.0, None]
 
 
-def test_the_documented_command_has_the_examples_flags() -> None:
+def test_documented_command_has_the_examples_flags() -> None:
     example = (REPOSITORY / "deploy" / "examples" / "trl_grpo.py").read_text()
     (command,) = re.findall(r"^```sh\n(.*?)^```", (REPOSITORY / "docs" / "trainers.md").read_text(), re.M | re.S)
     known = set(re.findall(r'add_argument\("(--[a-z-]+)"', example))

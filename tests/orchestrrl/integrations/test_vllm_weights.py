@@ -1,4 +1,4 @@
-"""New weights into vLLM servers: what is paused, loaded and resumed, and what becomes of it when something fails."""
+"""Loading new weights into vLLM servers: pause, load and resume, and the outcomes of failures."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -59,7 +59,7 @@ def assert_all_loaded(log: list[str], urls: list[str], what: str) -> None:
     assert sorted(log[2 * count : 3 * count]) == sorted(f"{url} /resume" for url in urls)
 
 
-async def test_trainers_weights_go_to_the_engines_before_a_rollout_of_a_new_step_alone(tmp_path: Path) -> None:
+async def test_weights_are_loaded_only_before_a_rollout_of_a_new_step(tmp_path: Path) -> None:
     async with servers(2) as engines, gateway_before(engines) as (gateway, url):
         urls = [engine.url for engine in engines]
         rollout, trainer = GatewayRollout(url, engine_urls=urls, weights_dir=tmp_path), FakeTrainer()
@@ -82,7 +82,7 @@ async def test_trainers_weights_go_to_the_engines_before_a_rollout_of_a_new_step
     assert len(list(tmp_path.iterdir())) == 1, "weights that nobody reads any longer are left"
 
 
-async def test_without_a_gateway_the_engines_are_paused_one_by_one(weights: Path) -> None:
+async def test_engines_are_paused_one_by_one_without_a_gateway(weights: Path) -> None:
     async with servers(2) as engines:
         urls = [engine.url for engine in engines]
         nobody = f"http://127.0.0.1:{free_port()}"
@@ -92,7 +92,7 @@ async def test_without_a_gateway_the_engines_are_paused_one_by_one(weights: Path
 
 @pytest.mark.parametrize("path", ["/pause", "/collective_rpc"])
 @pytest.mark.parametrize("behind", [False, True], ids=["alone", "behind a gateway"])
-async def test_engines_that_weights_cannot_be_loaded_into(path: str, behind: bool, weights: Path) -> None:
+async def test_engine_that_fails_to_load_stays_paused(path: str, behind: bool, weights: Path) -> None:
     async with servers(2) as (good, bad), gateway_before([good, bad]) as (gateway, url):
         bad.statuses[path] = 500
         outcome = Permanent if path == "/pause" else OutcomeUnknown
@@ -109,7 +109,7 @@ async def test_engines_that_weights_cannot_be_loaded_into(path: str, behind: boo
     assert any("reload_weights" in line for line in good.log) is (path == "/collective_rpc")
 
 
-async def test_an_engine_that_is_gone_leaves_the_others_as_they_were(weights: Path) -> None:
+async def test_unreachable_engine_leaves_the_others_unchanged(weights: Path) -> None:
     async with servers() as (engine,):
         gone = f"http://127.0.0.1:{free_port()}"
         with pytest.raises(Retryable, match="no weights were changed"):
@@ -120,11 +120,11 @@ async def test_an_engine_that_is_gone_leaves_the_others_as_they_were(weights: Pa
             await asyncio.to_thread(reload_weights, [engine.url], weights)
 
 
-async def test_engines_that_the_gateway_does_not_know_and_that_we_do_not(weights: Path) -> None:
+async def test_engines_unknown_to_the_gateway_or_the_caller(weights: Path) -> None:
     async with servers(3) as engines, gateway_before(engines[:2]) as (gateway, url):
         first, second, stranger = engines
         both = [first.url, stranger.url]
-        with pytest.raises(Permanent, match=f"{stranger.url} is none of the gateway's engines"):
+        with pytest.raises(Permanent, match=f"{stranger.url} is not an engine of the gateway"):
             await asyncio.to_thread(reload_weights, both, weights, gateway_url=url, policy_version=1)
         assert not any("reload_weights" in line for line in first.log)
         await asyncio.to_thread(reload_weights, [first.url], weights, gateway_url=url, policy_version=1)
@@ -132,8 +132,8 @@ async def test_engines_that_the_gateway_does_not_know_and_that_we_do_not(weights
         assert (first.paused, second.paused) == (False, True)
 
 
-async def test_an_operator_api_of_another_gateway_is_not_taken_for_its_own(weights: Path) -> None:
-    """A loopback address means another server on each host."""
+async def test_operator_api_of_another_gateway_is_rejected(weights: Path) -> None:
+    """A loopback address refers to a different server on each host."""
     async with servers() as (engine,), gateway_before([engine]) as (other, theirs):
         other.node = NodeId("another")
         async with aiohttp.ClientSession() as http:
@@ -145,13 +145,13 @@ async def test_an_operator_api_of_another_gateway_is_not_taken_for_its_own(weigh
         app = web.Application()
         app.router.add_get("/version", version)
         async with TestServer(app) as front:
-            with pytest.raises(Permanent, match=r"no weights were changed: .*'another', and not 'gateway'"):
+            with pytest.raises(Permanent, match=r"no weights were changed: .*'another', expected 'gateway'"):
                 await asyncio.to_thread(reload_weights, [engine.url], weights, gateway_url=str(front.make_url("")))
         assert other.barrier.closed is None
         assert not engine.log
 
 
-async def test_the_lease_is_renewed_while_servers_load_and_ends_with_the_trainer(weights: Path) -> None:
+async def test_lease_is_renewed_during_the_load_and_expires_with_the_trainer(weights: Path) -> None:
     async with servers() as (engine,), gateway_before([engine]) as (gateway, url):
         engine.load_s = 3.0
         asked = {"gateway_url": url, "policy_version": 1, "lease_s": 2.0}
@@ -160,7 +160,7 @@ async def test_the_lease_is_renewed_while_servers_load_and_ends_with_the_trainer
         assert gateway.barrier.expired_total == 0
 
 
-async def test_another_who_holds_the_barrier_is_named(weights: Path) -> None:
+async def test_other_holder_of_the_barrier_is_named(weights: Path) -> None:
     async with servers() as (engine,), gateway_before([engine]) as (gateway, url):
         now_s = gateway.clock.now_s()
         held = CloseBarrier("l", "somebody else", PauseMode.KEEP, FrozenRequests.RECOMPUTE, now_s + 600, now_s + 600)
@@ -169,5 +169,5 @@ async def test_another_who_holds_the_barrier_is_named(weights: Path) -> None:
             await asyncio.to_thread(reload_weights, [engine.url], weights, gateway_url=url)
 
 
-async def test_it_can_be_called_where_a_loop_is_running(weights: Path) -> None:
+async def test_reload_weights_works_inside_a_running_loop(weights: Path) -> None:
     reload_weights([], weights)

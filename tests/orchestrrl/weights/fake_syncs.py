@@ -1,4 +1,4 @@
-"""Who carries versions out, without peers: a story of reports, told when the test says so."""
+"""A fake weight sync without peers: it publishes a scripted sequence of reports when the test requests it."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -25,7 +25,7 @@ BEGAN_S = 1_000_000.0
 
 
 def phases(*seconds: tuple[SyncPhase, float], began_s: float = BEGAN_S) -> tuple[PhaseTime, ...]:
-    """One behind the other."""
+    """Return consecutive phases without gaps."""
     took = []
     for phase, phase_s in seconds:
         took.append(PhaseTime(phase, began_s, began_s + phase_s))
@@ -34,7 +34,7 @@ def phases(*seconds: tuple[SyncPhase, float], began_s: float = BEGAN_S) -> tuple
 
 
 def done(version: int = 7, *seconds: tuple[SyncPhase, float]) -> SyncReport:
-    """A version that is everywhere, 2 GB on two engines."""
+    """Return the report of a completed version of 2 GB on two engines."""
     took = phases(
         *(
             seconds
@@ -71,7 +71,7 @@ def done(version: int = 7, *seconds: tuple[SyncPhase, float]) -> SyncReport:
 
 
 def carrying(version: int = 8) -> SyncReport:
-    """On its way to two engines, one of whose peers has all of it."""
+    """Return the report of a version being carried to two engines, one of whose peers has all bytes."""
     return replace(
         done(version),
         state=SyncState.CARRYING,
@@ -95,7 +95,7 @@ PEERS = (
 
 
 class FakeSyncs:
-    """The newest report is the one under way."""
+    """A fake WeightSync. The newest report is that of the running sync."""
 
     def __init__(self, *reports: SyncReport, committed: int | None = None) -> None:
         self.reports = {report.id: report for report in reports}
@@ -104,7 +104,7 @@ class FakeSyncs:
         self.peers: tuple[PeerStatus, ...] = ()
         self.published: list[Publication] = []
         self.asked: list[tuple[str, str, str]] = []
-        self.followed = 0  # how many follow now
+        self.followed = 0  # number of current followers
         self.defects = 0
         self._queues: list[tuple[str, asyncio.Queue[SyncReport]]] = []
 

@@ -1,4 +1,4 @@
-"""A daemon that says what a test wants over the real service, and peers as real processes attached to it."""
+"""A daemon with the real service whose orders the test chooses, and peers that attach to it as real processes."""
 
 import asyncio
 import os
@@ -33,17 +33,17 @@ from orchestrrl.weights.orders import (
 )
 from planner.model import PeerId
 
-WITHIN_S = 90.0  # a deadline for what hangs
+WITHIN_S = 90.0  # a deadline for hanging calls
 CHUNK = 1024
 
 
 @dataclass
 class Heard:
-    """Of one peer, over all its streams."""
+    """The reports of one peer, over all its streams."""
 
     news: list[PeerNews] = field(default_factory=list)
     orders: asyncio.Queue[PeerOrder] = field(default_factory=asyncio.Queue)
-    attached: int = 0  # how often
+    attached: int = 0  # number of attaches
     is_attached: bool = False
     peer: Peer | None = None
 
@@ -96,7 +96,7 @@ class FakeDaemon(weights_pb2_grpc.WeightsServicer):
             self._told.notify_all()
 
     async def until(self, peer: str, condition: Callable[[Heard], Any]) -> Any:
-        """The first truthy value of `condition`."""
+        """Wait until `condition` is truthy; return its value."""
         async with self._told:
             found: Any = None
 
@@ -119,7 +119,7 @@ class FakeDaemon(weights_pb2_grpc.WeightsServicer):
         return id
 
     async def ask(self, peer: str, order: Order, id: str = "", generation: int | None = None) -> PeerResult:
-        """The next result of that id."""
+        """Send an order to a peer; return its result."""
         before = len(self.heard[peer].news)
         given = self.give(peer, order, id, generation)
         return await self.until(
@@ -130,7 +130,7 @@ class FakeDaemon(weights_pb2_grpc.WeightsServicer):
         )
 
     async def carried(self, peer: str, edges: list[str]) -> list[EdgeEvent]:
-        """What the peer as receiver tells of the ends of these."""
+        """Wait until these edges have ended at the receiving peer; return its events."""
 
         def ended(heard: Heard) -> list[EdgeEvent] | None:
             over = [
@@ -205,7 +205,7 @@ def edge(
 
 
 async def carry(daemon: FakeDaemon, version: int, edges: list[CarryEdge], stall_s: float = 60.0) -> None:
-    """Both ends of each are told."""
+    """Order the edges at both of their endpoints."""
     for peer in sorted({end for each in edges for end in (each.src, each.dst)}):
         own = tuple(each for each in edges if peer in (each.src, each.dst))
         result = await daemon.ask(peer, CarryEdges(version, own, CHUNK, stall_s))

@@ -1,4 +1,4 @@
-"""A daemon that trainers publish to: real gRPC, and it says what the test wants."""
+"""A daemon with real gRPC to which trainers publish; the test chooses its answers."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -19,12 +19,12 @@ from orchestrrl.weights.publication import PUBLICATION, Publication
 
 @dataclass
 class Daemon(weights_pb2_grpc.WeightsServicer):
-    """Answers every call with the next of its stories: reports, then the end of the stream; or an error."""
+    """Answers each call with the next script: reports and then the end of the stream, or an error."""
 
     stories: list[Sequence[SyncReport] | OrchestrRLError] = field(default_factory=list)
     heard: list[str] = field(default_factory=list)
     status: WeightsStatus = field(default_factory=lambda: WeightsStatus(None, None))
-    may_end: asyncio.Event = field(default_factory=asyncio.Event)  # the last story, after its first report
+    may_end: asyncio.Event = field(default_factory=asyncio.Event)  # after the first report of the last script
 
     async def Publish(
         self, request: weights_pb2.PublishRequest, context: grpc.aio.ServicerContext[Any, Any]

@@ -1,4 +1,4 @@
-"""Reads what trainer ranks have staged, as whoever knows nothing of how it was written."""
+"""Read the parts that trainer ranks have staged, independently of the code that wrote them."""
 
 import json
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ Array = np.ndarray[Any, Any]
 
 
 def tensors_in(path: Path) -> dict[str, Array]:
-    """Every tensor of a safetensors file, as unsigned integers of its elements' width."""
+    """Return every tensor of a safetensors file as unsigned integers of the element width."""
     content = path.read_bytes()
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
@@ -28,8 +28,8 @@ def tensors_in(path: Path) -> dict[str, Array]:
 
 
 def put_together(folders: Iterable[tuple[Path, Publication]]) -> tuple[dict[str, Array], dict[str, Array]]:
-    """From all ranks' parts: each whole tensor, and how often each of its elements is there. Parts that have the same
-    have to agree."""
+    """Assemble the parts of all ranks; return each whole tensor and how often each element occurs. Fails if overlapping
+    parts differ."""
     whole: dict[str, Array] = {}
     times: dict[str, Array] = {}
     for folder, said in folders:

@@ -1,5 +1,4 @@
-"""Data backends beside each other: the tree, vLLM's weight transfer and checkpoint-engine, with a trainer and servers
-that behave as real ones."""
+"""All weight backends: the tree, vLLM's weight transfer and checkpoint-engine, with a fake trainer and fake servers."""
 
 import asyncio
 import json
@@ -36,7 +35,7 @@ WORKERS = {"e0": 1, "e1": 2, "e2": 4}
 
 
 class Transfers:
-    """A server's endpoints."""
+    """The weight-transfer endpoints of a fake server."""
 
     def __init__(self, peer: "DirectPeer", engine: Engine) -> None:
         self.peer, self.engine = peer, engine
@@ -96,7 +95,7 @@ class Transfers:
 
 
 class Server:
-    """The client of an engine that takes transfers, as a peer has it."""
+    """The client of an engine with weight-transfer endpoints, as used by a peer."""
 
     url = "http://fake"
 
@@ -126,7 +125,7 @@ class DirectPeer(FakePeer):
 
 
 class DirectHarness(Harness):
-    """It is the conformance's world, for the tree."""
+    """A harness with a direct backend."""
 
     backend = "tree"
 
@@ -144,7 +143,7 @@ class DirectHarness(Harness):
 
 
 class TreeWorld:
-    """Over a harness."""
+    """The conformance world of the tree, on top of a harness."""
 
     backend = "tree"
 
@@ -239,7 +238,7 @@ class DirectWorld(TreeWorld):
         return id
 
     async def _stand_by(self, id: str) -> None:
-        """As vLLM's trainer-side engine, whose calls are passed on."""
+        """Perform the trainer's steps as vLLM's trainer-side engine does, with relayed calls."""
         sync, seen = self.harness.sync, 0
         async for report in sync.follow(id):
             self.told.append(report)
@@ -257,7 +256,7 @@ class DirectWorld(TreeWorld):
                     await sync.relayed(id, 0, asked.number, call, body)
                 await sync.relayed(id, 0, asked.number, "done", {})
             except OrchestrRLError as error:
-                with suppress(Permanent):  # nobody asks any more
+                with suppress(Permanent):  # the step is over
                     await sync.relayed(id, 0, asked.number, "failed", {"why": str(error)})
 
     def _calls(self, asked: TrainerStep) -> list[tuple[str, dict[str, Any]]]:
@@ -272,7 +271,7 @@ class DirectWorld(TreeWorld):
 
 
 class RankServer:
-    """checkpoint-engine's ParameterServer, of all ranks at once, as far as it is asked."""
+    """A fake of checkpoint-engine's ParameterServer for all ranks, with the methods that are used."""
 
     def __init__(self) -> None:
         self.checkpoints: dict[str, Any] = {}
@@ -302,7 +301,7 @@ class BesideWorld(DirectWorld):
         self.sender = RankShares(self.server, {}, SenderOptions(0, self.world))
 
     def _calls(self, asked: TrainerStep) -> list[tuple[str, dict[str, Any]]]:
-        """What the first rank's sender tells."""
+        """Return the calls that the sender of rank 0 reports."""
         told: list[tuple[str, dict[str, Any]]] = []
 
         def tell(call: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -335,14 +334,14 @@ class TestVllmTransfer(BackendConformance):
     def world(self, harness: DirectHarness) -> DirectWorld:
         return DirectWorld(harness)
 
-    async def test_workers_have_ranks_behind_those_of_servers_before(
+    async def test_workers_get_ranks_after_those_of_earlier_servers(
         self, harness: DirectHarness, world: DirectWorld
     ) -> None:
         await world.publish(1)
         assert {id: told["rank_offset"] for id, told in harness.joined.items()} == {"e0": 1, "e1": 2, "e2": 4}
         assert {told["world_size"] for told in harness.joined.values()} == {8}
 
-    async def test_it_is_joined_once(self, harness: DirectHarness, world: DirectWorld) -> None:
+    async def test_group_is_joined_once(self, harness: DirectHarness, world: DirectWorld) -> None:
         await world.publish(1)
         harness.joined.clear()
         report = await world.publish(2)
@@ -353,25 +352,25 @@ class TestVllmTransfer(BackendConformance):
         await world.publish(3)
         assert set(harness.joined) == {"e0", "e1", "e2"}, "anew, as it was broken"
 
-    async def test_it_is_told_at_once_which_engine_has_not_taken_it(self, world: DirectWorld) -> None:
+    async def test_failed_engine_is_reported_at_once(self, world: DirectWorld) -> None:
         world.fail(BackendStep.INSTALL, [EngineId("e1")])
         await world.publish(1)
         report = next(report for report in world.told if any(each.detail for each in report.engines))
         stands = {each.engine: each for each in report.engines}[EngineId("e1")]
-        assert (stands.state, stands.detail) == (EngineSync.WAITING, "e1: update: the connection broke")
+        assert (stands.state, stands.detail) == (EngineSync.WAITING, "e1: update failed: the connection broke")
 
     @pytest.mark.parametrize("harness", [{"probe": None}], indirect=True)
-    async def test_it_is_told_that_engines_were_asked_nothing(self, world: DirectWorld) -> None:
+    async def test_sync_without_a_probe_has_a_note(self, world: DirectWorld) -> None:
         world.probe = ()
         report = await world.publish(1)
-        assert report.notes == ("engines were asked nothing: name a probe, there are no sums on this backend",)
+        assert report.notes == ("engines were not verified: this backend has no checksums; configure a probe",)
 
-    async def test_nothing_is_passed_on_that_is_not_asked(self, harness: DirectHarness, world: DirectWorld) -> None:
+    async def test_call_outside_its_step_is_rejected(self, harness: DirectHarness, world: DirectWorld) -> None:
         await world.publish(1)
         with pytest.raises(Permanent):
             await harness.sync.relayed(harness.sync.history(1)[0].id, 0, 1, "update_weights", {"update_info": {}})
 
-    async def test_options_that_make_no_sense_come_all_at_once(self, harness: DirectHarness) -> None:
+    async def test_invalid_options_are_reported_together(self, harness: DirectHarness) -> None:
         word = Publication(1, 0, 1, PeerId("t"), TENSORS, {}, backend="vllm_transfer", options={"backends": "nccl"})
         with pytest.raises(ProblemFaults) as caught:
             harness.sync.publish(word)
@@ -383,7 +382,7 @@ class TestCheckpointEngine(BackendConformance):
     def world(self, harness: DirectHarness) -> BesideWorld:
         return BesideWorld(harness)
 
-    async def test_workers_are_told_of_the_ranks_beside_them(self, harness: DirectHarness, world: BesideWorld) -> None:
+    async def test_workers_get_the_sockets_of_their_ranks(self, harness: DirectHarness, world: BesideWorld) -> None:
         await world.publish(1)
         await world.publish(2)
         assert {id: list(sockets) for id, sockets in harness.joined.items()} == {
@@ -391,10 +390,10 @@ class TestCheckpointEngine(BackendConformance):
             "e1": ["GPU-1", "GPU-2"],
             "e2": ["GPU-3", "GPU-4", "GPU-5", "GPU-6"],
         }
-        assert list(world.server.checkpoints) == ["orchestrrl-2"]  # no more than one is in pinned memory
+        assert list(world.server.checkpoints) == ["orchestrrl-2"]  # at most one version is in pinned memory
 
 
-def test_backends_are_had_by_name() -> None:
+def test_make_direct_finds_backends_by_name() -> None:
     assert {"tree", "vllm_transfer"} <= set(BACKENDS.names())
     assert isinstance(make_direct("vllm_transfer"), DirectBackend)
     with pytest.raises(Permanent, match="tree"):

@@ -1,4 +1,4 @@
-"""Files of tensors against the safetensors library, and runs of shards against numpy's own slicing."""
+"""File layouts checked with the safetensors library, and runs of shards checked with numpy's slicing."""
 
 import itertools
 from pathlib import Path
@@ -52,7 +52,7 @@ def shard_of(pieces: list[tuple[TensorMeta, Box]]) -> ShardMap:
 
 
 def values(tensors: list[TensorMeta]) -> dict[str, np.ndarray]:
-    """Bytes that differ, each tensor as [*shape, width]."""
+    """Return distinct bytes for each tensor, as [*shape, element width]."""
     rng = np.random.default_rng(7)
     return {each.name: rng.integers(0, 256, (*each.shape, DTYPE_BYTES[each.dtype]), dtype=np.uint8) for each in tensors}
 
@@ -64,7 +64,7 @@ def wire(pieces: list[tuple[TensorMeta, Box]], data: dict[str, np.ndarray]) -> b
 
 
 @given(tensors())
-def test_safetensors_reads_what_is_laid_out_and_the_other_way_round(
+def test_layout_is_compatible_with_safetensors_in_both_directions(
     tmp_path_factory: pytest.TempPathFactory, metas: list[TensorMeta]
 ) -> None:
     folder = tmp_path_factory.mktemp("files")
@@ -95,7 +95,7 @@ def test_safetensors_reads_what_is_laid_out_and_the_other_way_round(
 
 
 @given(st.data())
-def test_every_range_of_a_shard_is_found_where_numpy_finds_it(data: st.DataObject) -> None:
+def test_runs_of_every_range_agree_with_numpy(data: st.DataObject) -> None:
     metas = data.draw(tensors())
     boxed = data.draw(st.lists(st.sampled_from(metas), min_size=1, max_size=5))
     pieces = [(tensor, box_of(data.draw, tensor.whole)) for tensor in boxed]
@@ -110,8 +110,8 @@ def test_every_range_of_a_shard_is_found_where_numpy_finds_it(data: st.DataObjec
 
 
 @given(st.data())
-def test_a_box_whose_parts_several_files_have_is_put_together(data: st.DataObject) -> None:
-    """What is staged of each tensor is a grid of boxes, dealt out to files that have tensors of their own."""
+def test_box_in_several_files_is_assembled(data: st.DataObject) -> None:
+    """Each tensor is staged as a grid of boxes, distributed over files with different tensors."""
     metas = data.draw(tensors())
     files = data.draw(st.integers(1, 3))
     boxes: list[dict[str, tuple[Box, ...]]] = [{} for _ in range(files)]
@@ -141,7 +141,7 @@ def test_a_box_whose_parts_several_files_have_is_put_together(data: st.DataObjec
 
 
 def expanded_runs(runs: ShardRuns, offset: int, size: int) -> list[tuple[int, int, int]]:
-    """File, place and length of each run, in the order of the shard's bytes."""
+    """Return (file, offset, length) of each row, in the order of the shard's bytes."""
     rows = [
         (run.at + number * run.period, run.file, run.start + number * run.stride, run.length)
         for run in runs.pieces(offset, size)
@@ -173,15 +173,15 @@ def check(data: st.DataObject, runs: ShardRuns, images: list[np.ndarray], expect
             assert at != file or touched[start : start + length].all()
 
 
-def test_what_nobody_staged_is_named() -> None:
+def test_unstaged_box_is_reported() -> None:
     tensor = TensorMeta("w", "F32", (4, 4))
     shard = shard_of([(tensor, tensor.whole)])
     half = SourceFile(0, lay_out([tensor]).places, {"w": (((0, 2), (0, 4)),)})
-    with pytest.raises(ValueError, match=r"w: some of \(\(0, 4\), \(0, 4\)\) is not staged here"):
+    with pytest.raises(ValueError, match=r"w: a part of \(\(0, 4\), \(0, 4\)\) is not staged on this host"):
         locate(shard, {"w": tensor}, [half])
 
 
-def test_large_matrices_are_kept_in_little_and_small_tensors_are_one_piece() -> None:
+def test_runs_are_few_for_large_matrices_and_small_tensors() -> None:
     wide = TensorMeta("wide", "BF16", (100_000, 8192))
     runs = locate(shard_of([(wide, ((0, 100_000), (1024, 2048)))]), {"wide": wide}, [SourceFile(0, {"wide": 8})])
     assert len(list(runs.pieces(0, runs.bytes))) == 1
@@ -195,7 +195,7 @@ def test_large_matrices_are_kept_in_little_and_small_tensors_are_one_piece() -> 
     assert runs.single(0, runs.bytes) is not None
 
 
-def test_faults_of_a_shard_come_all_at_once() -> None:
+def test_faults_of_a_shard_are_reported_together() -> None:
     tensor = TensorMeta("w", "F32", (4,))
     slices = (ShardSlice("x", ((0, 4),), 0, 16), ShardSlice("w", ((0, 5),), 0, 20), ShardSlice("w", ((0, 4),), 8, 16))
     faults = faults_of_shard(ShardMap("s", 16, slices, ("a",)), {"w": tensor}, 4)
@@ -207,7 +207,7 @@ def test_faults_of_a_shard_come_all_at_once() -> None:
     ]
 
 
-def test_a_box_in_countless_pieces_is_refused() -> None:
+def test_box_with_too_many_row_groups_is_refused() -> None:
     tensor = TensorMeta("w", "U8", (1 << 23, 3, 3, 3))
     shard = shard_of([(tensor, ((0, 1 << 23), (0, 2), (0, 2), (0, 2)))])
     assert faults_of_shard(shard, {"w": tensor}, 4) == [
@@ -218,14 +218,14 @@ def test_a_box_in_countless_pieces_is_refused() -> None:
 @pytest.mark.parametrize(
     "text", [b"", b"1234567", b"\xff" * 16, b"\x02" + b"\0" * 7 + b"[]", b"\x0e" + b"\0" * 7 + b'{"a":{"b":1}} ']
 )
-def test_a_file_that_is_none_is_refused(tmp_path: Path, text: bytes) -> None:
+def test_file_that_is_not_safetensors_is_refused(tmp_path: Path, text: bytes) -> None:
     (tmp_path / "x.safetensors").write_bytes(text)
-    with pytest.raises(ValueError, match=r"x\.safetensors: is no safetensors file"):
+    with pytest.raises(ValueError, match=r"x\.safetensors: not a usable safetensors file"):
         read_layout(tmp_path / "x.safetensors")
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 30), st.integers(0, 12)), max_size=20))
-def test_ranges_are_as_a_set_of_bytes(steps: list[tuple[bool, int, int]]) -> None:
+def test_byte_ranges_behave_like_a_set_of_bytes(steps: list[tuple[bool, int, int]]) -> None:
     ranges, there = ByteRanges(), set[int]()
     for is_added, offset, size in steps:
         if is_added:
@@ -240,8 +240,8 @@ def test_ranges_are_as_a_set_of_bytes(steps: list[tuple[bool, int, int]]) -> Non
         assert ranges.covers(offset, size) == (set(range(offset, offset + size)) <= there)
 
 
-def test_a_run_that_has_ended_is_no_part_of_a_later_range() -> None:
-    """Of three files one has most rows of a column, and the others the rest: a range behind the second's."""
+def test_run_before_a_range_is_not_part_of_it() -> None:
+    """One of three files has most rows of a column, the others the rest; the range is behind the second one."""
     tensor = TensorMeta("w", "U8", (10, 10))
     boxes = (((0, 10), (0, 4)),), (((0, 2), (4, 10)),), (((2, 10), (4, 10)),)
     sources = [SourceFile(number, {"w": 0}, {"w": own}) for number, own in enumerate(boxes)]

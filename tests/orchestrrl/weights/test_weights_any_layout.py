@@ -1,5 +1,5 @@
-"""Versions from any trainers' boxes to any engines' shares, by real stores, carriers and sockets in one process:
-planned, summed, carried, broken off, and planned again for other receivers."""
+"""Versions from random trainer boxes to random engine shares, with real stores, carriers and sockets in one process:
+planned, hashed, carried, interrupted, and planned again for other receivers."""
 
 import itertools
 import random
@@ -45,7 +45,7 @@ from planner.sync_tree.shares import EngineShare, needed_boxes
 WITHIN_S = 60.0
 VERSION = 3
 Values = Mapping[str, np.ndarray[Any, Any]]
-# Names that TP, PP and EP divide, a scalar, and what is quantised: values in eight bits, and their scales.
+# Names that TP, PP and EP divide, a scalar, and quantized 8-bit values with their scales.
 TENSORS = tuple(
     TensorMeta(name, dtype, shape)
     for name, dtype, shape in [
@@ -73,7 +73,7 @@ SHARES = (
 
 
 def values_of(seed: int) -> Values:
-    """Elements as numbers of their width."""
+    """Return a tensor's elements as unsigned integers of their width."""
     rng = np.random.default_rng(seed)
     return {
         each.name: np.frombuffer(rng.bytes(each.bytes), dtype=f"u{DTYPE_BYTES[each.dtype]}").reshape(each.shape)
@@ -83,7 +83,7 @@ def values_of(seed: int) -> Values:
 
 @dataclass
 class Host:
-    """One peer, as its process has it: a folder that lasts, and what does not."""
+    """One peer as in its process: a persistent folder, and the state that does not survive a restart."""
 
     peer: Peer
     folder: Path
@@ -122,7 +122,7 @@ class Host:
         return self.store.open(replace(opened, map=replace(opened.map, shards=shards)))
 
     def check(self, values: Values) -> None:
-        """What its engines load is there, and it is right."""
+        """Check that the host has the correct bytes of everything that its engines load."""
         folder = self.store.version(VERSION).install_folder()
         layout = read_layout(folder / MODEL_FILE)
         image = np.fromfile(folder / MODEL_FILE, dtype=np.uint8)
@@ -139,7 +139,7 @@ def needs(share: EngineShare) -> Mapping[str, tuple[Box, ...]]:
 
 
 def cells(rng: random.Random, shape: Sequence[int]) -> list[Box]:
-    """The whole, cut along some of its axes."""
+    """Draw a division of a tensor along some of its axes."""
     found: list[Box] = [()]
     for length in shape:
         cuts = sorted({0, length, *(rng.randrange(length) for _ in range(rng.choice([0, 0, 1, 2])))})
@@ -148,7 +148,7 @@ def cells(rng: random.Random, shape: Sequence[int]) -> list[Box]:
 
 
 def publish(rng: random.Random, hosts: Sequence[Host], values: Values) -> list[Publication]:
-    """Each cell is some rank's, or several have it."""
+    """Draw publications in which one or several ranks have each cell."""
     world = rng.randint(1, 4)
     ranks: list[list[TensorPiece]] = [[] for _ in range(world)]
     for meta in TENSORS:
@@ -173,7 +173,7 @@ def plan(
     publications: Sequence[Publication],
     settings: WeightSettings,
 ) -> tuple[PlannedSync, VersionMap]:
-    """With all sums, as the daemon asks for them."""
+    """Plan a transfer and add all checksums, as the daemon does."""
     planned = plan_sync(VERSION, publications, [host.peer for host in hosts], network(hosts), settings)
     by_id = {host.peer.id: host for host in hosts}
     sums: dict[str, tuple[str, ...]] = {}
@@ -200,7 +200,7 @@ def peer_of(name: str, role: PeerRole, share: EngineShare = SHARES[0], has_engin
 
 @contextmanager
 def fleet(rng: random.Random, folder: Path) -> Iterator[tuple[list[Host], list[Host]]]:
-    """Trainers' hosts, of which one may serve an engine, too; and engines'."""
+    """Draw trainer hosts, one of which may serve an engine, and engine hosts."""
     trainers = [
         Host(peer_of(f"train{n}", PeerRole.TRAINER, has_engine=False), folder / f"train{n}")
         for n in range(rng.randint(1, 3))
@@ -217,13 +217,13 @@ def fleet(rng: random.Random, folder: Path) -> Iterator[tuple[list[Host], list[H
     try:
         yield trainers, engines
     finally:
-        for host in hosts:  # also those that a test has taken out of its lists
+        for host in hosts:  # including those that a test has removed from its lists
             host.stop()
 
 
 @given(seed=st.integers(0, 2**32))
 @settings(max_examples=6)
-def test_every_engine_has_what_it_loads(seed: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_every_engine_receives_its_bytes(seed: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     rng = random.Random(seed)
     values = values_of(seed)
     own = WeightSettings(chunk_bytes=rng.choice([64, 300, 1024, 1 << 20]), transports=("tcp",))
@@ -246,8 +246,8 @@ def test_every_engine_has_what_it_loads(seed: int, tmp_path_factory: pytest.Temp
 
 @given(seed=st.integers(0, 2**32))
 @settings(max_examples=10)
-def test_a_second_attempt_carries_what_is_not_there(seed: int, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """The first is broken off after some of its edges. A receiver is lost and comes back, another stays away."""
+def test_second_attempt_carries_only_missing_bytes(seed: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The first attempt is interrupted after some edges. One receiver is lost and returns, another stays away."""
     rng = random.Random(seed)
     values = values_of(seed)
     own = WeightSettings(chunk_bytes=rng.choice([64, 300, 1024]), transports=("tcp",))
@@ -277,7 +277,7 @@ def test_a_second_attempt_carries_what_is_not_there(seed: int, tmp_path_factory:
         again = [host for host in hosts if host in trainers or rng.random() < 0.8]
         receivers, peers = [host.peer.id for host in again if host.peer.engines], [host.peer for host in again]
         second = plan_repair(map, receivers, peers, network(again), own, held=held, name="1")
-        second = replace(second, opens={**second.opens, **first.opens})  # as the daemon does
+        second = replace(second, opens={**second.opens, **first.opens})  # like the daemon
         for host in again:
             staged_now = host.open(second, map)
             if staged_now is not None:
@@ -290,14 +290,14 @@ def test_a_second_attempt_carries_what_is_not_there(seed: int, tmp_path_factory:
             if host.peer.engines:
                 host.store.version(VERSION).check()
                 host.check(values)
-        for host in again:  # no byte comes twice
+        for host in again:  # no byte arrives twice
             missing = held[host.peer.id].missing if host.peer.id in held else {}
             lacking = sum(size for ranges in missing.values() for _, size in ranges)
             assert sum(edge.bytes for edge in second.edges if edge.dst == host.peer.id) == lacking
 
 
 def fed(edges: Sequence[CarryEdge], publications: Sequence[Publication]) -> tuple[CarryEdge, ...]:
-    """Without those whose source neither has staged it nor gets all of it."""
+    """Return the edges whose source has staged the bytes or receives all of them."""
     sources = {each.peer for each in publications}
     kept = list(edges)
     while True:

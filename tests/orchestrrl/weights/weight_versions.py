@@ -1,4 +1,4 @@
-"""Builds versions for tests of stores and peers: tensors with contents, shards of boxes, parts of trainers' ranks."""
+"""Builders of versions for tests of stores and peers: tensors with contents, shards, and parts of trainer ranks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,14 +13,14 @@ from planner.sync_tree.parameters import Box
 from planner.sync_tree.reshard import ShardSlice
 
 BLOCK = 1024
-# Shapes that make pieces of several kinds: rows longer and shorter than a block, scalars, and odd sizes.
+# Shapes for pieces of several kinds: rows longer and shorter than a block, scalars, and odd sizes.
 TENSORS = (
     TensorMeta("embed", "BF16", (64, 48)),
     TensorMeta("layer.bias", "F32", (33,)),
     TensorMeta("layer.weight", "F32", (40, 50)),
     TensorMeta("scale", "F32", ()),
 )
-# Of tensor parallelism: one half of the columns, one half of the rows, and what is whole.
+# Boxes of tensor parallelism: half of the columns, half of the rows, and whole tensors.
 SHARDS: Mapping[str, Sequence[tuple[str, Box]]] = {
     "columns": [("layer.weight", ((0, 40), (0, 20)))],
     "rest": [("layer.weight", ((0, 40), (20, 50))), ("scale", ())],
@@ -30,7 +30,7 @@ SHARDS: Mapping[str, Sequence[tuple[str, Box]]] = {
 
 
 class Contents:
-    """What a version's tensors have, by a number."""
+    """The contents of a version's tensors, derived from a seed."""
 
     def __init__(self, seed: int, tensors: Sequence[TensorMeta] = TENSORS) -> None:
         rng = np.random.default_rng(seed)
@@ -47,7 +47,7 @@ class Contents:
         )
 
     def stage(self, folder: Path, rank: int, boxes: Mapping[str, Sequence[Box]]) -> StagedPart:
-        """As a trainer's rank does."""
+        """Stage a part as a trainer's rank does."""
         layout = lay_out([each for each in self.tensors if each.name in boxes])
         image = np.zeros(layout.bytes, dtype=np.uint8)
         image[: len(layout.header)] = np.frombuffer(layout.header, dtype=np.uint8)

@@ -1,5 +1,5 @@
-"""A weight-transfer backend for vLLM that needs no GPU: each tensor is broadcast over gloo, as `nccl` does without
-packing. Both ends, worker's and trainer's.
+"""A weight-transfer backend for vLLM without a GPU: each tensor is broadcast over gloo, as `nccl` does without packing.
+Contains the parts of the worker and of the trainer.
 """
 
 from collections.abc import Iterator

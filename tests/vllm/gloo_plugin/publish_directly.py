@@ -1,5 +1,5 @@
-"""A trainer that publishes the checkpoints of some folders, one version after the other, by vLLM's weight transfer. A
-line of JSON tells what became of each."""
+"""A trainer that publishes checkpoints from folders, one version after another, by vLLM's weight transfer. It prints
+the outcome of each as a line of JSON."""
 
 import json
 import sys

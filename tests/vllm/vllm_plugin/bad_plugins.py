@@ -1,5 +1,5 @@
-"""Logits processors for vLLM with which an engine cannot serve: each in its own way. A switch to such an engine has to
-go back."""
+"""Faulty logits processors for vLLM: an engine with one of them cannot serve, and a redeployment to it must be rolled
+back."""
 
 import threading
 
@@ -9,7 +9,7 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 
 
 class Hanging(LogitsProcessor):
-    """The engine never gets beyond loading it."""
+    """A processor that hangs while the engine loads it."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         threading.Event().wait()
@@ -18,23 +18,23 @@ class Hanging(LogitsProcessor):
         return True
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """It knows of no requests."""
+        """Do nothing: no request has state."""
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         return logits
 
 
 class Bent(LogitsProcessor):
-    """What is read is understood as ever, and of what may be written the least likely is taken."""
+    """A processor that selects the least likely token; prompts are processed correctly."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
-        """There is nothing to remember."""
+        """Ignore the arguments: there is no state."""
 
     def is_argmax_invariant(self) -> bool:
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """It is the same for all requests."""
+        """Do nothing: all requests are treated alike."""
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         return -logits

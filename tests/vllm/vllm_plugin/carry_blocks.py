@@ -1,4 +1,4 @@
-"""Run in vLLM's environment: blocks of KV carried through a file, in every way that they can lie in memory."""
+"""Save and load KV blocks of every memory layout through a file. Runs in vLLM's environment."""
 
 import sys
 import time
@@ -12,11 +12,11 @@ from kv_scheduler import LoadJob, SaveJob
 
 BLOCKS = 20
 DEADLINE_S = 60.0
-SAVED, FILLED = (3, 9, 4, 0, 17, 11, 2), (1, 8, 15, 16, 5)  # the second five of what was saved
+SAVED, FILLED = (3, 9, 4, 0, 17, 11, 2), (1, 8, 15, 16, 5)  # the second five of the saved blocks
 
 
 def caches(seed: int, *, in_one_piece: bool) -> dict[str, torch.Tensor]:
-    """Two kernel blocks make a block of the first layer; the third layer shares the second's KV."""
+    """Return caches in which two kernel blocks form a block of layer 1, and layer 3 shares the KV of layer 2."""
     torch.manual_seed(seed)
     first, second = torch.randn(2 * BLOCKS, 2, 16, 8), torch.randn(BLOCKS, 16, 2, 8, dtype=torch.bfloat16)
     if not in_one_piece:
@@ -48,7 +48,7 @@ def carry(store: KvEntryStore, *, in_one_piece: bool) -> KvBlockLayout:
         for block in range(BLOCKS):
             want = saved[SAVED[1 + FILLED.index(block)]] if block in FILLED else before[block]
             assert torch.equal(now[block], want), (name, block)
-    target.load(LoadJob("s", "e", contents.identity, 0, FILLED))  # it has gone
+    target.load(LoadJob("s", "e", contents.identity, 0, FILLED))  # it has been deleted
     assert until_ended(target) == (set(), {"s"}, {"s"})
     layout = source._layout
     source.stop()

@@ -1,7 +1,7 @@
-"""Python imports this module at its start where the folder is on PYTHONPATH: vLLM servers fork their engine core.
+"""Make vLLM servers fork their engine core. Python imports this module at startup if its folder is on PYTHONPATH.
 
 vLLM's CPU build starts the core and the workers by `spawn`, and each imports torch, transformers and vLLM again, which
-takes 12 CPU-seconds. Forked, they have them: a server starts in 16 CPU-seconds instead of 39.
+takes 12 CPU-seconds. Forked processes inherit them: a server starts in 16 instead of 39 CPU-seconds.
 """
 
 import multiprocessing.context

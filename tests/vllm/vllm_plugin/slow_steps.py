@@ -1,5 +1,5 @@
-"""A logits processor for vLLM that keeps a step from being short. It is loaded by the servers of these tests, in vLLM's
-environment: a test that steps in while a request runs must not race a small model on a busy machine."""
+"""A logits processor for vLLM that slows steps down. The servers of these tests load it, in vLLM's environment, so that
+a test that acts during a request does not race a small model on a busy machine."""
 
 import os
 import time
@@ -9,22 +9,22 @@ from vllm.config import VllmConfig
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
-ENVIRONMENT = "ORCHESTRRL_TEST_SLOW_STEPS"  # "1000:0.02": 20 ms a step while a request may have 1,000 tokens or more
-WHILE = "ORCHESTRRL_TEST_SLOW_WHILE"  # a file: only while it is there
+ENVIRONMENT = "ORCHESTRRL_TEST_SLOW_STEPS"  # "1000:0.02": 20 ms per step while a request with max_tokens >= 1,000 runs
+WHILE = "ORCHESTRRL_TEST_SLOW_WHILE"  # a file: slow only while it exists
 
 
 class SlowSteps(LogitsProcessor):
-    """Sleeps in every step with a request whose `max_tokens` is large enough. The logits stay as they are."""
+    """Sleeps in every step with a request whose `max_tokens` is large enough. It does not change logits."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         least_max_tokens, step_s = os.environ[ENVIRONMENT].split(":")
         self._least_max_tokens = int(least_max_tokens)
         self._step_s = float(step_s)
         self._while = os.environ.get(WHILE)
-        self._slow: dict[int, bool] = {}  # by index in the batch
+        self._slow: dict[int, bool] = {}  # by batch index
 
     def is_argmax_invariant(self) -> bool:
-        return False  # it is, but then greedy batches would not come here
+        return False  # true in fact, but then vLLM would skip it for greedy batches
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         process_dict_updates(

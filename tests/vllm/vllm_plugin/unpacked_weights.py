@@ -1,4 +1,4 @@
-"""vLLM's CPU build leaves linear layers as GPUs have them, where this is a worker's extension."""
+"""A worker extension with which vLLM's CPU build keeps linear layers in the format of GPUs."""
 
 import vllm._custom_ops as ops
 
@@ -6,4 +6,4 @@ ops._supports_onednn = False
 
 
 class Unpacked:
-    """Only to be imported."""
+    """An empty extension; importing this module has the effect."""

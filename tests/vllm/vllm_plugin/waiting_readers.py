@@ -1,7 +1,7 @@
-"""A plugin of vLLM: processes of one server that wait for each other sleep in between.
+"""A plug-in for vLLM that makes processes of one server sleep while they wait for each other.
 
-By itself a reader of vLLM's message queue spins for a second after each message. Where several servers share two cores,
-a step that waits keeps what it waits for from a core.
+By default a reader of vLLM's message queue spins for a second after each message. If several servers share two cores, a
+spinning reader takes a core from the process for which it waits.
 """
 
 import time

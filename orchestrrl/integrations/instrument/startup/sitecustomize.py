@@ -1,6 +1,7 @@
-"""Run by Python as it starts, with this folder on PYTHONPATH: switches the recorder on if ORCHESTRRL_RECORDER says so.
+"""Enable the recorder at Python startup if ORCHESTRRL_RECORDER is set. Python runs this file if its folder is on
+PYTHONPATH.
 
-The `sitecustomize` that would have been found without it is run as well. Nothing here stops a program from starting.
+It also runs the `sitecustomize` that it shadows. No error here prevents a program from starting.
 """
 
 import importlib
@@ -27,11 +28,11 @@ def _switch_on() -> None:
     if os.environ.get("ORCHESTRRL_RECORDER", "0") in ("", "0"):
         return
     folder = str(_HERE.parent)
-    sys.path.insert(0, folder)  # a program may have a module of the same name
+    sys.path.insert(0, folder)  # first, because a program may have a module of the same name
     try:
         importlib.import_module("recorder").start()
     except (ImportError, OSError, ValueError) as fault:
-        logging.getLogger("orchestrrl.recorder").warning("nothing is recorded: %r", fault)
+        logging.getLogger("orchestrrl.recorder").warning("recording is disabled: %r", fault)
     finally:
         sys.path.remove(folder)
 

@@ -1,4 +1,4 @@
-"""Reading safetensors files: what safetensors itself writes is read as it is, and what is not whole is refused."""
+"""Reading safetensors files: files of the safetensors library are read exactly, and incomplete files are refused."""
 
 import json
 import os
@@ -32,7 +32,7 @@ TENSORS = {
 
 
 def split(folder: Path, tensors: dict[str, np.ndarray], places: list[int]) -> Path:
-    """Into files by number, with an index as of Hugging Face."""
+    """Write a checkpoint divided into files, with an index like Hugging Face's."""
     folder.mkdir(parents=True, exist_ok=True)
     files = {
         place: {name: t for (name, t), p in zip(tensors.items(), places, strict=True) if p == place} for place in places
@@ -44,7 +44,7 @@ def split(folder: Path, tensors: dict[str, np.ndarray], places: list[int]) -> Pa
     return folder
 
 
-def test_what_safetensors_writes_is_read_where_it_lies(tmp_path: Path) -> None:
+def test_files_of_safetensors_are_read_without_a_copy(tmp_path: Path) -> None:
     save_file(TENSORS, tmp_path / MODEL_FILE)
     found = read_checkpoint(tmp_path)
     assert list(found) == sorted(TENSORS)
@@ -55,14 +55,14 @@ def test_what_safetensors_writes_is_read_where_it_lies(tmp_path: Path) -> None:
 
 
 @given(places=st.lists(st.integers(0, 2), min_size=3, max_size=3))
-def test_the_sum_does_not_depend_on_the_files(places: list[int], tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_content_sum_is_independent_of_files(places: list[int], tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("split")
     save_file(TENSORS, folder / MODEL_FILE)
     assert folder_sum(split(folder / "split", TENSORS, places)) == folder_sum(folder)
 
 
 @given(name=st.sampled_from(sorted(TENSORS)), place=st.integers(0, 10_000), bit=st.integers(0, 7))
-def test_the_sum_depends_on_every_bit(
+def test_content_sum_depends_on_every_bit(
     name: str, place: int, bit: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("bit")
@@ -70,13 +70,13 @@ def test_the_sum_depends_on_every_bit(
     found = read_checkpoint(folder)
     data = mapped(found)
     before = content_sum(found, data)
-    data[name][place % len(data[name])] ^= 1 << bit  # in memory alone
+    data[name][place % len(data[name])] ^= 1 << bit  # only in memory
     assert content_sum(found, data) != before
     assert folder_sum(folder) == before
 
 
 @given(kept=st.floats(0, 1, exclude_max=True))
-def test_a_file_that_was_cut_anywhere_is_refused(kept: float, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_truncated_file_is_refused(kept: float, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("cut")
     save_file(TENSORS, folder / MODEL_FILE)
     raw = (folder / MODEL_FILE).read_bytes()
@@ -103,37 +103,37 @@ def headed(header: object, data: bytes = b"") -> bytes:
         struct.pack("<Q", 1 << 60) + bytes(100),
     ],
 )
-def test_what_is_no_safetensors_file_is_refused(content: bytes, tmp_path: Path) -> None:
+def test_file_that_is_not_safetensors_is_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / MODEL_FILE).write_bytes(content)
     with pytest.raises(BrokenCheckpoint):
         read_checkpoint(tmp_path)
 
 
-def test_a_name_in_two_files_and_an_index_of_files_that_are_not_there_are_refused(tmp_path: Path) -> None:
+def test_duplicate_names_and_broken_indexes_are_refused(tmp_path: Path) -> None:
     save_file(TENSORS, tmp_path / "one.safetensors")
     save_file(TENSORS, tmp_path / "two.safetensors")
-    with pytest.raises(BrokenCheckpoint, match="has too"):
+    with pytest.raises(BrokenCheckpoint, match="and so does one"):
         read_checkpoint(tmp_path)
     (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": {"a.weight": "three.safetensors"}}))
     with pytest.raises(BrokenCheckpoint, match="cannot be read"):
         read_checkpoint(tmp_path)
     (tmp_path / INDEX_FILE).write_text("[]")
-    with pytest.raises(BrokenCheckpoint, match="is no index"):
+    with pytest.raises(BrokenCheckpoint, match="not a valid index"):
         read_checkpoint(tmp_path)
 
 
-def test_a_model_is_of_the_same_names_and_shapes_but_for_a_tied_head(tmp_path: Path) -> None:
+def test_checkpoint_must_match_the_model_except_for_a_tied_head(tmp_path: Path) -> None:
     save_file(TENSORS, tmp_path / MODEL_FILE)
     wanted = shapes_of(read_checkpoint(tmp_path))
     check_same_model(wanted, wanted)
     check_same_model({**wanted, "lm_head.weight": (3, 4)}, wanted)
-    with pytest.raises(BrokenCheckpoint, match=r"lacks c\.scale; has b\.weight in shape \[4, 3\].*; has d, which"):
+    with pytest.raises(BrokenCheckpoint, match=r"lacks c\.scale; has b\.weight with shape \[4, 3\].*; has d, which"):
         check_same_model({"a.weight": (2, 3), "b.weight": (4, 3), "d": (1,)}, wanted)
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs a folder in memory")
-def test_the_sum_of_a_file_with_holes_is_that_of_zeros_and_fills_none() -> None:
-    """A host that has a part of the weights has no room for the rest."""
+def test_content_sum_counts_holes_as_zeros_without_filling_them() -> None:
+    """A host with a part of the weights may not have space for the rest."""
     rows, columns, page = 600, 64, 4096
     with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
         folder = Path(name)

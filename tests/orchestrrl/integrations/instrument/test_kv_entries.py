@@ -1,4 +1,4 @@
-"""Entries of KV: what is read is what was written, whatever else lies in the file is refused, and nothing stays."""
+"""KV cache entries: reads return what was written or are refused, and old entries are deleted."""
 
 import os
 import random
@@ -59,7 +59,7 @@ def load(store: KvEntryStore, entry: str, what: KvEntryContents, wanted: range, 
     per_piece=st.integers(1, 4),
     data=st.data(),
 )
-def test_what_is_read_is_what_was_written(
+def test_read_returns_the_written_blocks(
     tmp_path_factory: pytest.TempPathFactory,
     tokens: int,
     block_tokens: int,
@@ -83,8 +83,8 @@ def test_what_is_read_is_what_was_written(
 
 
 @given(data=st.data())
-def test_no_damage_is_taken_for_an_entry(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    """One byte wrong or missing anywhere: it is refused when it is looked up or read, or it does not matter."""
+def test_damaged_entry_is_refused(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    """One wrong or missing byte makes lookup or read refuse the entry, or the result is still correct."""
     store = KvEntryStore(tmp_path_factory.mktemp("kv"), ranks=1)
     what = contents(7)
     written = save(store, "e", what)
@@ -101,13 +101,13 @@ def test_no_damage_is_taken_for_an_entry(tmp_path_factory: pytest.TempPathFactor
         pass
 
 
-def test_an_entry_is_for_its_weights_blocks_ranks_and_layout_only(tmp_path: Path) -> None:
+def test_entry_is_valid_only_for_its_weights_blocks_ranks_and_layout(tmp_path: Path) -> None:
     store = KvEntryStore(tmp_path, ranks=1)
     what = contents(7)
     save(store, "e", what)
-    with pytest.raises(UnusableEntry, match="belongs to weights 'v1', and 'v2' is asked for"):
+    with pytest.raises(UnusableEntry, match="belongs to weights 'v1', expected 'v2'"):
         store.lookup("e", "v2", 4)
-    with pytest.raises(UnusableEntry, match="blocks have 4 tokens, here they have 8"):
+    with pytest.raises(UnusableEntry, match="blocks have 4 tokens, expected 8"):
         store.lookup("e", "v1", 8)
     with pytest.raises(UnusableEntry, match="another number of ranks"):
         KvEntryStore(tmp_path, ranks=2).lookup("e", "v1", 4)
@@ -115,11 +115,11 @@ def test_an_entry_is_for_its_weights_blocks_ranks_and_layout_only(tmp_path: Path
         load(store, "e", contents(6), range(1))
     with pytest.raises(UnusableEntry, match="'second' there, 'packed' here"):
         store.read("e", 0, what.identity, KvBlockLayout(("first", "packed"), (6, 10)), range(1), [])
-    with pytest.raises(UnusableEntry, match="it has 2 blocks, and 3 are asked for"):
+    with pytest.raises(UnusableEntry, match="it has 2 blocks, but 3 were requested"):
         load(store, "e", what, range(3))
 
 
-def test_an_entry_is_there_when_all_its_ranks_are(tmp_path: Path) -> None:
+def test_entry_is_complete_when_all_ranks_have_written(tmp_path: Path) -> None:
     store = KvEntryStore(tmp_path, ranks=2)
     what = contents(7, ranks=2)
     assert store.lookup("e", "v1", 4) is None
@@ -129,11 +129,11 @@ def test_an_entry_is_there_when_all_its_ranks_are(tmp_path: Path) -> None:
     assert store.lookup("e", "v1", 4) == what
     assert load(store, "e", what, range(2), rank=1) == second
     save(store, "e", contents(8, ranks=2), rank=1)
-    with pytest.raises(UnusableEntry, match="do not belong together"):
+    with pytest.raises(UnusableEntry, match="of its ranks do not match"):
         store.lookup("e", "v1", 4)
 
 
-def test_a_file_appears_complete_or_not_at_all(tmp_path: Path) -> None:
+def test_file_is_written_atomically(tmp_path: Path) -> None:
     store = KvEntryStore(tmp_path, ranks=1)
 
     def broken() -> Iterator[list[memoryview]]:
@@ -143,12 +143,12 @@ def test_a_file_appears_complete_or_not_at_all(tmp_path: Path) -> None:
 
     with pytest.raises(OSError, match="full"):
         store.write("e", 0, contents(7), LAYOUT, broken())
-    with pytest.raises(ValueError, match="a layer has 1 blocks, not 2"):
+    with pytest.raises(ValueError, match="a layer must have 2 blocks, got 1"):
         store.write("e", 0, contents(7), LAYOUT, [[memoryview(b"123456")]] * 2)
     assert os.listdir(store.root / "e") == []
 
 
-def test_discarding_takes_one_rank_or_all_and_nothing_that_is_not_ours(tmp_path: Path) -> None:
+def test_discard_deletes_one_rank_or_all_but_no_foreign_files(tmp_path: Path) -> None:
     store = KvEntryStore(tmp_path, ranks=2)
     for rank in (0, 1):
         save(store, "e", contents(3, ranks=2), rank=rank)
@@ -164,7 +164,7 @@ def test_discarding_takes_one_rank_or_all_and_nothing_that_is_not_ours(tmp_path:
     assert os.listdir(store.root / "f") == ["notes.txt"]
 
 
-def test_a_sweep_leaves_what_is_young_within_the_room(tmp_path: Path) -> None:
+def test_sweep_keeps_young_entries_within_the_limit(tmp_path: Path) -> None:
     store = KvEntryStore(tmp_path, ranks=1)
     assert store.sweep(0.0, 60.0, 1000) == 0
     now_s = 1_000_000.0
@@ -183,7 +183,7 @@ def test_a_sweep_leaves_what_is_young_within_the_room(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == [FOLDER, "other"]
 
 
-def test_the_housekeeper_deletes_what_it_is_told_and_what_is_old(tmp_path: Path) -> None:
+def test_evictor_deletes_discarded_and_old_entries(tmp_path: Path) -> None:
     store = KvEntryStore(tmp_path, ranks=1)
     save(store, "old", contents(7))
     for path in (store.file("old", 0), store.root / "old"):
@@ -203,7 +203,7 @@ def test_the_housekeeper_deletes_what_it_is_told_and_what_is_old(tmp_path: Path)
     assert threading.active_count() == before
 
 
-def test_room_is_reserved_until_it_is_used_up(tmp_path: Path) -> None:
+def test_reserve_fails_when_the_limit_is_reached(tmp_path: Path) -> None:
     keeper = KvEvictor(KvEntryStore(tmp_path, ranks=1), max_age_s=60.0, max_bytes=1000)
     assert keeper.reserve(600)
     assert not keeper.reserve(401)
@@ -211,9 +211,9 @@ def test_room_is_reserved_until_it_is_used_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/b", ".a", "-a", "a\n", "ä", "a" * 129])
-def test_an_id_never_leaves_the_folder(name: str) -> None:
+def test_entry_id_cannot_escape_the_folder(name: str) -> None:
     assert not is_entry_id(name)
 
 
-def test_ids_are_plain_names() -> None:
+def test_entry_ids_are_plain_names() -> None:
     assert all(is_entry_id(name) for name in ("a", "7", "req-1~2.kv_x", "a" * 128))

@@ -1,4 +1,4 @@
-"""The scheduler's side of a handover: what is saved, what is loaded, and that every doubt ends in a recomputation."""
+"""The scheduler of KV transfers: saves, loads, and recomputation if an entry cannot be used."""
 
 from array import array
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ LAYOUT = KvBlockLayout(("layer",), (3,))
 
 
 class Keeper(KvEvictor):
-    """Deletes at once, without a thread."""
+    """A fake evictor that deletes at once, without a thread."""
 
     def discard(self, entry: str) -> None:
         self._store.discard(entry)
@@ -31,7 +31,7 @@ class Keeper(KvEvictor):
 
 @dataclass
 class Bench:
-    """Two desks over one directory, and a clock that is set by hand. The workers' part is done by `work`."""
+    """Two schedulers with one directory and a manual clock. `work` does the part of the workers."""
 
     shared: Path
     max_bytes: int = 1000
@@ -49,7 +49,7 @@ class Bench:
         )
 
     def stop(self, token_ids: Sequence[int], computed: int, entry: str = "e", **kwargs: Any) -> bool:
-        """A request with the wish to be saved is aborted at the source."""
+        """Abort a request at the source whose parameters select a save."""
         self.source.arrived("r", wish(save=entry))
         flags = {"aborted": True, "portable": True} | kwargs
         return self.source.finished("r", token_ids, computed, block_ids(computed), **flags)
@@ -80,10 +80,10 @@ def block_ids(tokens: int, first: int = 50) -> list[int]:
     told=st.integers(0, 30),
     local_blocks=st.integers(0, 10),
 )
-def test_a_continued_request_loads_all_it_can_use(
+def test_continued_request_loads_all_usable_tokens(
     tmp_path_factory: pytest.TempPathFactory, prompt: int, known: int, ahead: int, told: int, local_blocks: int
 ) -> None:
-    """Steps may run ahead of the tokens that are known, and the router may know fewer of them than the engine."""
+    """Steps may run ahead of the known tokens, and the router may have fewer tokens than the engine."""
     bench = Bench(tmp_path_factory.mktemp("kv"))
     tokens = list(range(prompt + known))
     computed = max(0, len(tokens) + ahead)
@@ -99,12 +99,12 @@ def test_a_continued_request_loads_all_it_can_use(
     usable = min(computed, len(tokens), len(continued) - 1)
     assert external == max(0, usable - local)
     if external:
-        assert bench.target.loadable_tokens("s", continued, local) == external  # asked again: no room yet
+        assert bench.target.loadable_tokens("s", continued, local) == external  # called again: no free blocks yet
         bench.target.allocated("s", block_ids(len(continued), 90), external)
         (job,) = bench.work(bench.target)
         assert job.first_block * BLOCK_TOKENS == local
         assert list(job.block_ids) == block_ids(usable, 90)[job.first_block :]
-        assert bench.target.loadable_tokens("s", continued, local) == 0  # the load failed, or it was preempted
+        assert bench.target.loadable_tokens("s", continued, local) == 0  # the load failed, or the request was preempted
     else:
         assert bench.entries() == []
     assert bench.work(bench.target) == []
@@ -119,9 +119,7 @@ def test_a_continued_request_loads_all_it_can_use(
     ],
     ids=["other weights", "other tokens", "one token"],
 )
-def test_an_entry_that_will_not_do_is_deleted_and_not_used(
-    tmp_path: Path, params: dict[str, Any], tokens: Sequence[int]
-) -> None:
+def test_unusable_entry_is_deleted(tmp_path: Path, params: dict[str, Any], tokens: Sequence[int]) -> None:
     bench = Bench(tmp_path)
     assert bench.stop(range(12), 12)
     bench.work(bench.source)
@@ -130,7 +128,7 @@ def test_an_entry_that_will_not_do_is_deleted_and_not_used(
     assert bench.entries() == []
 
 
-def test_an_entry_is_waited_for_as_long_as_was_said(tmp_path: Path) -> None:
+def test_request_waits_for_an_entry_up_to_wait_s(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     bench.target.arrived("s", wish(load="e", wait_s=2.0))
     for bench.now_s in (100.0, 100.001, 101.0, 101.9):
@@ -138,7 +136,7 @@ def test_an_entry_is_waited_for_as_long_as_was_said(tmp_path: Path) -> None:
     bench.now_s = 102.0
     assert bench.target.loadable_tokens("s", range(12), 0) == 0
     bench.stop(range(12), 12)
-    bench.work(bench.source)  # too late: nobody asks for it any more, and age removes it
+    bench.work(bench.source)  # too late: no request needs it, and the sweep deletes it later
     assert bench.target.loadable_tokens("s", range(12), 0) == 0
 
     bench.target.arrived("t", wish(load="f", wait_s=2.0))
@@ -150,7 +148,7 @@ def test_an_entry_is_waited_for_as_long_as_was_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("reason", ["waiting", "not portable", "full", "caches cleared"])
-def test_that_nothing_is_saved_is_said_at_once(tmp_path: Path, reason: str) -> None:
+def test_empty_entry_is_written_at_once_if_nothing_is_saved(tmp_path: Path, reason: str) -> None:
     bench = Bench(tmp_path, max_bytes=8 if reason == "full" else 1000)
     bench.source.arrived("r", wish(save="e"))
     if reason == "caches cleared":
@@ -164,7 +162,7 @@ def test_that_nothing_is_saved_is_said_at_once(tmp_path: Path, reason: str) -> N
     assert bench.entries() == []
 
 
-def test_only_aborted_requests_that_asked_for_it_are_saved(tmp_path: Path) -> None:
+def test_only_aborted_requests_with_a_save_are_saved(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     assert not bench.stop(range(12), 12, aborted=False)
     bench.source.arrived("q", None)
@@ -172,8 +170,8 @@ def test_only_aborted_requests_that_asked_for_it_are_saved(tmp_path: Path) -> No
     assert bench.source.jobs() == ([], [])
 
 
-def test_a_request_moved_on_while_it_loads_saves_nothing(tmp_path: Path) -> None:
-    """Its blocks are being written; afterwards they are good."""
+def test_request_moved_while_loading_saves_nothing(tmp_path: Path) -> None:
+    """Its blocks are still being filled; they are valid afterwards."""
     bench = Bench(tmp_path)
     for loaded in (False, True):
         bench.stop(range(12), 12)
@@ -188,7 +186,7 @@ def test_a_request_moved_on_while_it_loads_saves_nothing(tmp_path: Path) -> None
         bench.target.jobs()
 
 
-def test_an_entry_goes_with_the_request_that_wanted_it(tmp_path: Path) -> None:
+def test_entry_is_deleted_with_its_request(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     for ending in ("aborted", "scheduled without it"):
         bench.stop(range(12), 12)
@@ -202,7 +200,7 @@ def test_an_entry_goes_with_the_request_that_wanted_it(tmp_path: Path) -> None:
         assert bench.target.jobs() == ([], [])
 
 
-def test_a_wish_is_read_or_all_its_faults_are_told() -> None:
+def test_transfer_params_are_parsed_or_all_faults_reported() -> None:
     assert (
         read_transfer_params(None)
         is read_transfer_params({})
@@ -212,26 +210,26 @@ def test_a_wish_is_read_or_all_its_faults_are_told() -> None:
     assert read_transfer_params(wish(save="a", load="b", wait_s=1)) == TransferParams("v1", "a", "b", 1.0)
     with pytest.raises(ValueError, match="must be an object, got 3"):
         read_transfer_params({"handover": 3})
-    with pytest.raises(ValueError) as raised:  # noqa: PT011  # every part of the message is looked at
+    with pytest.raises(ValueError) as raised:  # noqa: PT011  # every part of the message is checked
         read_transfer_params(wish("", save="../x", load=7, wait_s=float("nan"), zeal=1))
     path = "kv_transfer_params.handover"
     told = str(raised.value)
     for name, got in (("weights", "''"), ("save", "'../x'"), ("load", "7"), ("wait_s", "nan")):
         assert f"{path}.{name}: must be" in told
         assert f"got {got}" in told
-    assert f"{path}.zeal: is not a known field" in told
+    assert f"{path}.zeal: is an unknown field" in told
     with pytest.raises(ValueError, match=r"save: must differ from load, got 'a' for both"):
         read_transfer_params(wish(save="a", load="a"))
 
 
-def test_a_request_whose_wish_cannot_be_read_is_served(tmp_path: Path) -> None:
+def test_request_with_invalid_params_is_served(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     bench.target.arrived("s", {"handover": {"weights": 1, "load": "e", "save": "f"}})
     assert bench.target.loadable_tokens("s", range(12), 0) == 0
     assert not bench.target.finished("s", range(12), 12, block_ids(12), aborted=True, portable=True)
 
 
-def test_tokens_travel_packed() -> None:
+def test_token_ids_are_pickled_compactly() -> None:
     one = KvEntryContents("v1", 1, BLOCK_TOKENS, array("I", [1, 2**32 - 1]))
     other = KvEntryContents("v1", 1, BLOCK_TOKENS, array("I", [1, 2]))
     assert one.identity != other.identity

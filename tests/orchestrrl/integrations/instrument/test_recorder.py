@@ -1,4 +1,4 @@
-"""Switching the recorder on and off, without torch: what a process sees that has none, or not yet."""
+"""Starting and stopping the recorder in a process without torch, or before torch is imported."""
 
 import gc
 from collections.abc import Iterator
@@ -22,15 +22,15 @@ def stopped() -> Iterator[None]:
     recorder.stop()
 
 
-def test_nothing_is_noted_before_it_is_started_and_after_it_is_stopped(tmp_path: Path) -> None:
+def test_nothing_is_recorded_before_start_and_after_stop(tmp_path: Path) -> None:
     recorder.moment("early")
     recorder.start(tmp_path, job="rl")
-    assert _path() is None  # nothing noted yet, no memory taken
+    assert _path() is None  # nothing recorded yet, no memory allocated
     with recorder.mark("forward"):
         recorder.iteration(3)
     found = _path()
     assert found is not None
-    recorder.start(tmp_path / "other")  # it is on already
+    recorder.start(tmp_path / "other")  # already on
     recorder.stop()
     recorder.moment("late")
     with RingReader(found) as reader:
@@ -39,8 +39,8 @@ def test_nothing_is_noted_before_it_is_started_and_after_it_is_stopped(tmp_path:
     assert list_rings(tmp_path) == [found]
 
 
-def test_an_announcement_is_json_with_its_period(tmp_path: Path) -> None:
-    recorder.announce("sync", "{}")  # nobody listens
+def test_announcement_is_json_with_its_period(tmp_path: Path) -> None:
+    recorder.announce("sync", "{}")  # no listener
     recorder.start(tmp_path)
     recorder.announce("sync", '{"bytes": 5}')
     found = _path()
@@ -48,15 +48,15 @@ def test_an_announcement_is_json_with_its_period(tmp_path: Path) -> None:
     with RingReader(found) as reader:
         ((event,), _) = reader.events()
     assert event.payload == b'{"period": "sync", "body": {"bytes": 5}}'
-    with pytest.raises(ValueError, match="under 3584 bytes"):
+    with pytest.raises(ValueError, match="at most 3584 bytes"):
         recorder.announce("sync", {"text": "x" * 3584})
 
 
-def test_where_nothing_can_be_written_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_unwritable_directory_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     recorder.start("/dev/null/rings")
     recorder.moment("a")
     recorder.moment("b")
-    assert [record.message.partition(":")[0] for record in caplog.records] == ["nothing is recorded"]
+    assert [record.message.partition(":")[0] for record in caplog.records] == ["recording is disabled"]
     recorder.stop()
 
 
@@ -66,7 +66,7 @@ def _path() -> Path | None:
 
 
 class Group:
-    """Behaves like a group of vLLM: one of its methods calls another."""
+    """A fake of a vLLM group, in which one method calls another."""
 
     ranks = (2, 3)
     rank = 2
@@ -81,7 +81,7 @@ class Group:
         return "sent"
 
 
-def test_methods_of_others_are_noted_once_and_put_back(tmp_path: Path) -> None:
+def test_replaced_methods_record_once_and_are_restored(tmp_path: Path) -> None:
     writer = RingWriter(tmp_path)
     told: list[str] = []
     hooks = CollectiveHooks(lambda: writer, told.append)
@@ -98,7 +98,7 @@ def test_methods_of_others_are_noted_once_and_put_back(tmp_path: Path) -> None:
         assert {event.group for event in events} == {group_id((2, 3), Group.unique_name)}
         assert reader.in_flight == 0
         assert reader.header().rank == 2
-    assert set(told) == {"not recorded, as it is not there: Group.gone"}
+    assert set(told) == {"not recorded, because it does not exist: Group.gone"}
     hooks.remove()
     assert Group.all_reduce is before
 
@@ -108,7 +108,7 @@ class Tensor:
 
 
 class Backend:
-    """Behaves like a process group of torch.distributed."""
+    """A fake process group of torch.distributed."""
 
     group_name = "0"
 
@@ -122,7 +122,7 @@ class Backend:
         return Work()
 
 
-def test_a_collective_runs_once_and_its_group_is_forgotten_with_it(tmp_path: Path) -> None:
+def test_collective_runs_once_and_freed_group_leaves_the_cache(tmp_path: Path) -> None:
     writer = RingWriter(tmp_path)
     told: list[str] = []
     hooks = CollectiveHooks(lambda: writer, told.append)
@@ -149,7 +149,7 @@ def test_a_collective_runs_once_and_its_group_is_forgotten_with_it(tmp_path: Pat
 
 
 class Cuda:
-    """A device that gets on when it is told to: events are over once as many operations are done as came before."""
+    """A fake device with manual progress: an event is done when all operations before it are."""
 
     def __init__(self) -> None:
         self.issued = self.done = 0
@@ -193,10 +193,8 @@ class Work:
     def wait(self) -> None: ...
 
 
-def test_what_a_device_has_been_given_runs_when_its_stream_gets_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(DeviceWatch, "_loop", lambda self: None)  # the test looks instead
+def test_device_operation_runs_when_its_stream_reaches_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DeviceWatch, "_loop", lambda self: None)  # the test polls instead
     cuda, writer, work = Cuda(), RingWriter(tmp_path), Work()
     watch = DeviceWatch(cuda, writer)
 
@@ -204,7 +202,7 @@ def test_what_a_device_has_been_given_runs_when_its_stream_gets_there(
         cuda.issued += 1
         return work
 
-    cuda.issued = 1  # something else comes first
+    cuda.issued = 1  # other work precedes it
     watch.run(issue, writer.issue(writer.op("all_reduce")), False, None)
     watch.run(issue, writer.issue(writer.op("broadcast")), True, None)
     with RingReader(writer.path) as reader:

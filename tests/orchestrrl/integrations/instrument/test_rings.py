@@ -1,4 +1,4 @@
-"""The shared memory of a traced process: what is written is read, what is torn or overwritten is never made up."""
+"""The ring of a traced process: reads return written events, and torn or overwritten events are never returned."""
 
 import os
 import signal
@@ -29,7 +29,7 @@ READABLE = rings.readable(CAPACITY)
 
 
 class Clock:
-    """Each look is one nanosecond later."""
+    """A fake clock that advances by 1 ns per call."""
 
     now_ns = 0
 
@@ -51,7 +51,7 @@ def reader(writer: RingWriter) -> Iterator[RingReader]:
         yield made
 
 
-def test_an_event_is_given_out_as_it_begins_and_as_it_ends(writer: RingWriter, reader: RingReader) -> None:
+def test_event_is_returned_at_its_start_and_at_its_end(writer: RingWriter, reader: RingReader) -> None:
     group = group_id([4, 0, 2], "dp")
     sequence = writer.begin(writer.op("all_reduce"), group, 4096, rings.ASYNCHRONOUS)
     (running,), lost = reader.events()
@@ -73,14 +73,14 @@ def test_an_event_is_given_out_as_it_begins_and_as_it_ends(writer: RingWriter, r
     assert reader.events() == ([], 0)
 
 
-def test_the_header_says_who_writes(writer: RingWriter, reader: RingReader) -> None:
+def test_header_identifies_the_writer(writer: RingWriter, reader: RingReader) -> None:
     assert reader.header() == rings.RingHeader("rl", rings.UNKNOWN, 1)
     writer.set_rank(3)
     assert reader.header() == rings.RingHeader("rl", 3, 1)
     assert reader.alive
 
 
-def test_a_full_ring_drops_the_oldest_and_counts(writer: RingWriter, reader: RingReader) -> None:
+def test_full_ring_drops_the_oldest_events_and_counts_them(writer: RingWriter, reader: RingReader) -> None:
     op = writer.op("x")
     long_one = writer.begin(op)
     for _ in range(20):
@@ -93,9 +93,7 @@ def test_a_full_ring_drops_the_oldest_and_counts(writer: RingWriter, reader: Rin
     assert all(event.end_ns for event in reader.events()[0])
 
 
-def test_an_event_that_was_seen_to_begin_and_is_overwritten_counts_as_lost(
-    writer: RingWriter, reader: RingReader
-) -> None:
+def test_running_event_that_is_overwritten_counts_as_lost(writer: RingWriter, reader: RingReader) -> None:
     op = writer.op("x")
     writer.begin(op)
     assert len(reader.events()[0]) == 1
@@ -118,11 +116,11 @@ STEPS = st.lists(
 
 
 @given(steps=STEPS)
-def test_what_is_read_and_what_is_lost_is_what_was_written(steps: list[Step], tmp_path_factory: Any) -> None:
+def test_read_and_lost_events_add_up_to_the_written_ones(steps: list[Step], tmp_path_factory: Any) -> None:
     writer = RingWriter(tmp_path_factory.mktemp("rings"), capacity=CAPACITY, clock_ns=Clock())
     running: list[int] = []
     written: dict[int, tuple[str, int]] = {}
-    begun: set[int] = set()  # that the reader has given out
+    begun: set[int] = set()  # returned by the reader
     lost_in_all = 0
     with RingReader(writer.path) as reader:
         for step, number in [*steps, ("read", 0)]:
@@ -152,13 +150,13 @@ def test_what_is_read_and_what_is_lost_is_what_was_written(steps: list[Step], tm
     kinds=st.lists(st.sampled_from(["both", "left", "queued"]), min_size=1, max_size=20),
     order=st.randoms(use_true_random=False),
 )
-def test_a_reader_that_looks_between_two_stores_never_sees_a_torn_event(
+def test_reader_between_two_stores_never_returns_a_torn_event(
     kinds: list[str], order: Any, tmp_path_factory: Any
 ) -> None:
-    """Each word of an event carries its sequence, so one of another event would show; as does each word of a state."""
+    """Each word of an event or a state contains its sequence, so a word of another one would be detected."""
     writer = RingWriter(tmp_path_factory.mktemp("rings"), capacity=2, clock_ns=Clock())
     reader = RingReader(writer.path)
-    told: list[tuple[int, ...]] = [reader._state()]  # in flight, queued, head: as they were meant
+    told: list[tuple[int, ...]] = [reader._state()]  # the intended (in flight, queued, head)
 
     def look() -> None:
         for sequence in range(len(kinds)):
@@ -167,12 +165,12 @@ def test_a_reader_that_looks_between_two_stores_never_sees_a_torn_event(
                 assert slot[2:4] == (sequence + 1, sequence + 1)
                 assert slot[6] == sequence + 1
         in_flight, _, _ = state = reader._state()
-        # One of the last two, or none that says that it is quiet.
+        # One of the last two states, or a fallback that does not report silence.
         assert state in told[-2:] or in_flight > 0
 
     def pack(layout: struct.Struct) -> Callable[..., None]:
         def one_by_one(memory: Any, at: int, *values: int) -> None:
-            """As struct.pack_into does it: zeros, in any order, then the words."""
+            """Store as struct.pack_into does: zeros in any order, then the words."""
             if layout is rings._STATE:
                 told.append((values[1] - 1, values[2] - 1, values[3] - 1))
             packed = layout.pack(*values)
@@ -200,8 +198,8 @@ def test_a_reader_that_looks_between_two_stores_never_sees_a_torn_event(
     reader.close()
 
 
-def test_a_state_that_is_never_whole_is_not_quiet(writer: RingWriter, reader: RingReader) -> None:
-    """Its writer was killed, or the processor taken from it, between two words."""
+def test_permanently_torn_state_is_not_quiet(writer: RingWriter, reader: RingReader) -> None:
+    """The writer was killed or preempted between two words."""
     writer.end(writer.begin(writer.op("x")))
     assert not reader.communicates
     writer._words[rings._STATE_BEGUN] = 0
@@ -209,7 +207,7 @@ def test_a_state_that_is_never_whole_is_not_quiet(writer: RingWriter, reader: Ri
     assert reader._state()[2] == 1
 
 
-def test_threads_that_write_at_once_take_nothing_from_each_other(tmp_path: Path) -> None:
+def test_concurrent_threads_lose_no_events(tmp_path: Path) -> None:
     writer = RingWriter(tmp_path, capacity=16384)
     op, before = writer.op("x"), sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -234,7 +232,7 @@ def test_threads_that_write_at_once_take_nothing_from_each_other(tmp_path: Path)
         assert Counter(event.value for event in events) == dict.fromkeys(range(8), 500)
 
 
-def test_a_signal_amid_a_collective_may_communicate_too(tmp_path: Path) -> None:
+def test_signal_handler_may_communicate_during_a_collective(tmp_path: Path) -> None:
     writer = RingWriter(tmp_path)
     op = writer.op("x")
     handled = 0
@@ -259,29 +257,27 @@ def test_a_signal_amid_a_collective_may_communicate_too(tmp_path: Path) -> None:
         assert all(event.end_ns for event in reader.events()[0])
 
 
-def test_a_half_written_slot_is_not_given_out(writer: RingWriter, reader: RingReader) -> None:
+def test_half_written_slot_is_not_returned(writer: RingWriter, reader: RingReader) -> None:
     op = writer.op("x")
     sequence = writer.begin(op)
-    writer._words[writer._slot_at(sequence) // 8] = sequence + 1 + CAPACITY  # as its successor begins
+    writer._words[writer._slot_at(sequence) // 8] = sequence + 1 + CAPACITY  # when its successor begins
     assert reader.events() == ([], 1)
 
 
-def test_what_is_announced_is_read_until_it_is_overwritten(writer: RingWriter, reader: RingReader) -> None:
+def test_announcements_are_readable_until_overwritten(writer: RingWriter, reader: RingReader) -> None:
     for number in range(rings.PAYLOAD_SLOTS + 1):
         writer.announce("announce", b"%d" % number)
     writer._words[writer._payloads_at // 8 + 512 * 2] = 0  # the third is being overwritten
     events, _ = reader.events()
     payloads = [event.payload for event in events]
-    # Nine events, seven that can be read: the first two are gone with their payloads.
+    # Nine events, of which seven are readable: the first two are lost with their payloads.
     assert payloads == [None, b"3", b"4", b"5", b"6", b"7", b"8"]
     writer.announce("announce", b"x" * rings.PAYLOAD_BYTES)
     with pytest.raises(ValueError, match="at most 3584 bytes, got 3585"):
         writer.announce("announce", b"x" * (rings.PAYLOAD_BYTES + 1))
 
 
-def test_the_doorbell_rings_when_armed_as_it_goes_quiet_and_as_it_begins(
-    writer: RingWriter, reader: RingReader
-) -> None:
+def test_armed_doorbell_rings_when_communication_stops_and_starts(writer: RingWriter, reader: RingReader) -> None:
     op = writer.op("x")
     bell = RingDoorbell(writer.path.parent)
     writer.end(writer.begin(op))
@@ -299,20 +295,20 @@ def test_the_doorbell_rings_when_armed_as_it_goes_quiet_and_as_it_begins(
     bell.close()
 
 
-def test_a_doorbell_that_is_full_or_gone_holds_nobody_up(writer: RingWriter, reader: RingReader) -> None:
+def test_full_or_missing_doorbell_does_not_block_the_writer(writer: RingWriter, reader: RingReader) -> None:
     op = writer.op("x")
     reader.arm(True)
-    writer.end(writer.begin(op))  # nobody there
+    writer.end(writer.begin(op))  # no listener
     bell = RingDoorbell(writer.path.parent)
     for _ in range(1000):
         writer.end(writer.begin(op))
     assert bell.rung()
     bell.close()
-    writer.end(writer.begin(op))  # nobody there any more
+    writer.end(writer.begin(op))  # the listener has gone
     assert reader._state()[2] == 1002
 
 
-def test_whoever_opens_the_doorbell_last_has_it(writer: RingWriter, reader: RingReader) -> None:
+def test_last_opened_doorbell_receives_the_signals(writer: RingWriter, reader: RingReader) -> None:
     first, second = RingDoorbell(writer.path.parent), RingDoorbell(writer.path.parent)
     reader.arm(True)
     writer.begin(writer.op("x"))
@@ -322,16 +318,16 @@ def test_whoever_opens_the_doorbell_last_has_it(writer: RingWriter, reader: Ring
     second.close()
 
 
-def test_a_ring_that_is_closed_is_read_to_its_end(writer: RingWriter, reader: RingReader) -> None:
+def test_closed_ring_is_read_to_its_end(writer: RingWriter, reader: RingReader) -> None:
     sequence = writer.begin(writer.op("x"))
     writer.close()
-    writer.end(sequence)  # it ends after the recorder: nobody sees it
+    writer.end(sequence)  # it ends after the recorder and is not recorded
     writer.begin(writer.op("x"))
     assert not reader.alive
     assert [event.end_ns for event in reader.events()[0]] == [None]
 
 
-def test_the_dictionary_may_be_full(writer: RingWriter, reader: RingReader) -> None:
+def test_full_dictionary_leaves_operations_unnamed(writer: RingWriter, reader: RingReader) -> None:
     names = [letter * 60_000 for letter in "abc"]
     for name in names:
         writer.end(writer.begin(writer.op(name)))
@@ -339,14 +335,14 @@ def test_the_dictionary_may_be_full(writer: RingWriter, reader: RingReader) -> N
 
 
 @given(ranks=st.lists(st.integers(0, 5000), min_size=1, unique=True), seed=st.randoms(use_true_random=False))
-def test_a_group_has_one_id_whoever_names_its_ranks(ranks: list[int], seed: Any) -> None:
+def test_group_id_does_not_depend_on_the_order_of_ranks(ranks: list[int], seed: Any) -> None:
     shuffled = list(ranks)
     seed.shuffle(shuffled)
     assert group_id(ranks, "a") == group_id(shuffled, "a") != group_id(ranks, "b")
     assert 0 < group_id(ranks, "a") < 2**63
 
 
-def test_a_device_says_when_it_starts(writer: RingWriter, reader: RingReader) -> None:
+def test_started_sets_the_start_of_an_issued_operation(writer: RingWriter, reader: RingReader) -> None:
     sequence = writer.issue(writer.op("all_reduce"), n_bytes=5)
     (issued,), _ = reader.events()
     assert issued.end_ns is None
@@ -361,7 +357,7 @@ def test_a_device_says_when_it_starts(writer: RingWriter, reader: RingReader) ->
     assert not reader.communicates
 
 
-def test_no_memory_no_ring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ring_without_memory_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -371,11 +367,11 @@ def test_no_memory_no_ring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_no_ring_is_refused(tmp_path: Path) -> None:
+def test_file_that_is_not_a_ring_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.ring").write_bytes(b"short")
     (tmp_path / "b.ring").write_bytes(bytes(8192))
     for path in list_rings(tmp_path):
-        with pytest.raises(ValueError, match="is no ring"):
+        with pytest.raises(ValueError, match="not a ring"):
             RingReader(path)
     with pytest.raises(ValueError, match="power of two"):
         RingWriter(tmp_path, capacity=6)

@@ -1,4 +1,4 @@
-"""Collectives that are not waited for at once: never over before they are, and over once somebody can tell."""
+"""Asynchronous collectives: their recorded end is never early, and follows as soon as it can be detected."""
 
 import gc
 import threading
@@ -14,7 +14,7 @@ from orchestrrl.integrations.instrument.work_watch import WorkWatch
 
 
 class Work:
-    """Behaves like torch's: it may fail, or its wait may be given up while it runs."""
+    """A fake of torch's Work: it may fail, or its wait may time out while it runs."""
 
     def __init__(self, future: Any = None) -> None:
         self.completed, self.fault, self.future = False, "", future
@@ -54,7 +54,7 @@ def reader(writer: RingWriter) -> Iterator[RingReader]:
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> WorkWatch:
     made = WorkWatch()
-    monkeypatch.setattr(made, "_start", lambda: None)  # the test looks instead
+    monkeypatch.setattr(made, "_start", lambda: None)  # the test polls instead
     return made
 
 
@@ -63,21 +63,19 @@ def waiting(watch: WorkWatch) -> Callable[..., Any]:
     return found
 
 
-def test_it_is_over_when_its_owner_has_waited(watch: WorkWatch, writer: RingWriter, reader: RingReader) -> None:
+def test_end_is_recorded_when_the_owner_has_waited(watch: WorkWatch, writer: RingWriter, reader: RingReader) -> None:
     first, second = Work(), Work()
     for work in (first, second):
         watch.follow(work, writer, writer.begin(writer.op("x")), True)
     assert waiting(watch)(second) is True
     assert [event.end_ns is None for event in reader.events()[0]] == [True, False]
-    waiting(watch)(second)  # once more: it is over already
+    waiting(watch)(second)  # again: already over
     assert reader.in_flight == 1
     waiting(watch)(first)
     assert reader.in_flight == 0
 
 
-def test_it_is_seen_to_be_over_also_where_nobody_waits(
-    watch: WorkWatch, writer: RingWriter, reader: RingReader
-) -> None:
+def test_end_is_recorded_without_a_waiting_owner(watch: WorkWatch, writer: RingWriter, reader: RingReader) -> None:
     work = Work()
     watch.follow(work, writer, writer.begin(writer.op("x")), True)
     assert watch.poll() == 1
@@ -89,14 +87,14 @@ def test_it_is_seen_to_be_over_also_where_nobody_waits(
     assert reader.in_flight == 0
 
 
-def test_what_its_owner_drops_runs_on(watch: WorkWatch, writer: RingWriter, reader: RingReader) -> None:
+def test_dropped_work_continues(watch: WorkWatch, writer: RingWriter, reader: RingReader) -> None:
     watch.follow(Work(), writer, writer.begin(writer.op("x")), True)
     gc.collect()
     watch.poll()
     assert reader.in_flight == 1
 
 
-def test_a_wait_that_is_given_up_leaves_it_in_flight(watch: WorkWatch, writer: RingWriter, reader: RingReader) -> None:
+def test_wait_that_times_out_leaves_it_in_flight(watch: WorkWatch, writer: RingWriter, reader: RingReader) -> None:
     work = Work()
     watch.follow(work, writer, writer.begin(writer.op("x")), True)
     with pytest.raises(TimeoutError):
@@ -106,7 +104,7 @@ def test_a_wait_that_is_given_up_leaves_it_in_flight(watch: WorkWatch, writer: R
     assert reader.in_flight == 0
 
 
-def test_one_that_failed_is_over(watch: WorkWatch, writer: RingWriter, reader: RingReader) -> None:
+def test_failed_operation_is_over(watch: WorkWatch, writer: RingWriter, reader: RingReader) -> None:
     work = Work()
     watch.follow(work, writer, writer.begin(writer.op("x")), True)
     work.fault = "a peer is gone"
@@ -115,7 +113,7 @@ def test_one_that_failed_is_over(watch: WorkWatch, writer: RingWriter, reader: R
     assert (watch.poll(), reader.in_flight) == (0, 0)
 
 
-def test_others_tell_by_their_future_or_by_whoever_waits(
+def test_end_of_other_works_comes_from_their_future_or_waiter(
     watch: WorkWatch, writer: RingWriter, reader: RingReader
 ) -> None:
     future: Future[None] = Future()
@@ -132,7 +130,7 @@ def test_others_tell_by_their_future_or_by_whoever_waits(
     assert reader.in_flight == 0
 
 
-def test_its_thread_looks_by_itself_until_it_is_stopped(writer: RingWriter, reader: RingReader) -> None:
+def test_thread_polls_until_stopped(writer: RingWriter, reader: RingReader) -> None:
     watch, work, over = WorkWatch(), Work(), threading.Event()
     ended = writer.end
 

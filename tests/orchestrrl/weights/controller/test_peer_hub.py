@@ -1,4 +1,4 @@
-"""Orders reach peers, also those that come back, and each is answered once."""
+"""Delivery of orders to peers, also to peers that attach again, with one result per order."""
 
 import asyncio
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def peer(id: PeerId = P0, role: PeerRole = PeerRole.ENGINE, engines: tuple[str, 
 
 
 class Line:
-    """A peer at the other end: keeps what it is ordered."""
+    """A fake peer that records its orders."""
 
     def __init__(self, stream: PeerStream) -> None:
         self.stream = stream
@@ -54,7 +54,7 @@ def play(scene: Callable[[PeerHub, VirtualClock], object]) -> None:
     asyncio.run(played())
 
 
-def test_an_order_is_answered_by_its_id_and_names_the_generation() -> None:
+def test_result_is_matched_by_order_id_and_order_has_the_generation() -> None:
     async def scene(hub: PeerHub, clock: VirtualClock) -> None:
         line = Line(hub.attach(peer()))
         asked = [asyncio.ensure_future(hub.send_order(P0, CheckVersion(version), 10.0)) for version in (1, 2)]
@@ -62,13 +62,13 @@ def test_an_order_is_answered_by_its_id_and_names_the_generation() -> None:
         assert [(each.generation, each.order) for each in line.orders] == [(7, CheckVersion(1)), (7, CheckVersion(2))]
         line.answer(1)
         line.answer(0)
-        line.answer(0)  # said twice
+        line.answer(0)  # a repeated result
         assert [(await each).id for each in asked] == [each.id for each in line.orders]
 
     play(scene)
 
 
-def test_what_is_not_answered_is_given_again_to_a_peer_that_comes_back_and_the_old_stream_ends() -> None:
+def test_attaching_again_ends_the_old_stream_and_repeats_unanswered_orders() -> None:
     async def scene(hub: PeerHub, clock: VirtualClock) -> None:
         first = Line(hub.attach(peer()))
         asked = asyncio.ensure_future(hub.send_order(P0, CheckVersion(1), 100.0))
@@ -82,7 +82,7 @@ def test_what_is_not_answered_is_given_again_to_a_peer_that_comes_back_and_the_o
         assert [each.order for each in second.orders] == [CheckVersion(1)]
         assert second.orders[0].id == first.orders[0].id
         first.answer(0)  # on a stream that has ended
-        first.stream.end()  # and this is not the peer's going away
+        first.stream.end()  # and this does not detach the peer
         await clock.advance(0.1)
         assert not asked.done()
         assert hub.peers[P0].attached
@@ -92,7 +92,7 @@ def test_what_is_not_answered_is_given_again_to_a_peer_that_comes_back_and_the_o
     play(scene)
 
 
-def test_a_peer_that_has_gone_is_waited_for_and_then_no_more() -> None:
+def test_order_waits_for_a_detached_peer_up_to_the_patience() -> None:
     async def scene(hub: PeerHub, clock: VirtualClock) -> None:
         with pytest.raises(Retryable, match="not attached"):
             await hub.send_order(P0, CheckVersion(1), 100.0)
@@ -105,18 +105,18 @@ def test_a_peer_that_has_gone_is_waited_for_and_then_no_more() -> None:
         assert not given.done()
         assert not not_given.done()
         await clock.advance(1.1)
-        with pytest.raises(OutcomeUnknown, match="gone for 30 s"):
+        with pytest.raises(OutcomeUnknown, match="detached for 30 s"):
             await given
-        with pytest.raises(Retryable, match="gone for 30 s"):
+        with pytest.raises(Retryable, match="detached for 30 s"):
             await not_given
         again = Line(hub.attach(peer()))
         await clock.advance(0.1)
-        assert again.orders == []  # nobody waits for these any more
+        assert again.orders == []  # no caller waits for these now
 
     play(scene)
 
 
-def test_a_peer_that_does_not_answer_is_not_waited_for_longer_than_was_said() -> None:
+def test_order_raises_outcome_unknown_without_an_answer_in_time() -> None:
     async def scene(hub: PeerHub, clock: VirtualClock) -> None:
         Line(hub.attach(peer()))
         asked = asyncio.ensure_future(hub.send_order(P0, CheckVersion(1), 10.0))
@@ -129,7 +129,7 @@ def test_a_peer_that_does_not_answer_is_not_waited_for_longer_than_was_said() ->
     play(scene)
 
 
-def test_an_order_that_is_taken_back_before_it_was_sent_is_not_sent() -> None:
+def test_cancelled_order_is_not_sent() -> None:
     async def scene(hub: PeerHub, clock: VirtualClock) -> None:
         stream = hub.attach(peer())
         asked = asyncio.ensure_future(hub.send_order(P0, CheckVersion(1), 10.0))
@@ -145,7 +145,7 @@ def test_an_order_that_is_taken_back_before_it_was_sent_is_not_sent() -> None:
     play(scene)
 
 
-def test_listeners_hear_of_peers_that_come_tell_and_go() -> None:
+def test_listeners_receive_attach_reports_and_detach() -> None:
     async def scene(hub: PeerHub, clock: VirtualClock) -> None:
         heard: list[object] = []
         hub.listen(lambda who, news: heard.append((who, news)))
@@ -156,7 +156,7 @@ def test_listeners_hear_of_peers_that_come_tell_and_go() -> None:
         stream.on_news(changed)
         assert hub.peers[P0].peer == changed
         assert hub.peers[P0].last_report_s == 1005.0
-        stream.on_news(peer(P1))  # nobody becomes another
+        stream.on_news(peer(P1))  # a peer cannot change its id
         assert hub.peers[P0].peer == changed
         stream.end()
         stream.end()
@@ -166,16 +166,16 @@ def test_listeners_hear_of_peers_that_come_tell_and_go() -> None:
     play(scene)
 
 
-def test_an_engine_has_one_peer_and_a_trainers_peer_none() -> None:
+def test_engine_belongs_to_one_peer_and_trainer_peers_have_no_engines() -> None:
     async def scene(hub: PeerHub, clock: VirtualClock) -> None:
         stream = hub.attach(peer(engines=("e0",)))
-        hub.attach(peer(engines=("e0",)))  # itself again
+        hub.attach(peer(engines=("e0",)))  # the same peer again
         with pytest.raises(ProblemFaults) as refused:
             hub.attach(peer(P1, engines=("e1", "e0")))
-        assert refused.value.faults == ["engines[1].engine: is peer p0's already, got 'e0'"]
+        assert refused.value.faults == ["engines[1].engine: already belongs to peer p0, got 'e0'"]
         with pytest.raises(ProblemFaults, match="role trainer"):
             hub.attach(peer(P1, PeerRole.TRAINER, ("e1",)))
         stream.end()
-        assert hub.peers[P0].attached  # it was the old stream
+        assert hub.peers[P0].attached  # from the old stream
 
     play(scene)

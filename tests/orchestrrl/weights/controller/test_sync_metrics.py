@@ -1,4 +1,4 @@
-"""Weight syncs as Prometheus sees them: each counted once, when it is over."""
+"""Prometheus metrics of weight syncs: each sync is counted once, when it is over."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -24,7 +24,7 @@ def samples(metrics: Iterable[Metric]) -> dict[tuple[str, ...], float]:
     return {(sample.name, *sample.labels.values()): sample.value for metric in metrics for sample in metric.samples}
 
 
-def test_each_is_counted_once_when_it_is_over() -> None:
+def test_each_sync_is_counted_once_when_it_is_over() -> None:
     metrics, syncs = SyncMetrics(since_s=BEGAN_S), FakeSyncs(done(7), committed=7)
     first = samples(metrics.collect(syncs))
     assert first["orchestrrl_syncs_total", "done", "done"] == 1
@@ -41,24 +41,24 @@ def test_each_is_counted_once_when_it_is_over() -> None:
         assert seen["orchestrrl_sync_phase_seconds_count", "phase_a"] == 2
         assert seen["orchestrrl_sync_phase_seconds_sum", "phase_a"] == pytest.approx(5.0)
         assert seen["orchestrrl_sync_phase_seconds_count", "circuits"] == 0
-        assert seen["orchestrrl_sync_seconds_count",] == 1  # of those that are done
+        assert seen["orchestrrl_sync_seconds_count",] == 1  # completed syncs only
         assert seen["orchestrrl_sync_seconds_sum",] == pytest.approx(4.0)
         assert seen["orchestrrl_sync_still_seconds_total",] == pytest.approx(1.5)
         assert seen["orchestrrl_sync_carried_bytes_total",] == 6_500_000_000
         assert seen["orchestrrl_sync_mended_edges_total",] == 2
-        assert ("orchestrrl_sync_transfer_ratio", "bound") not in seen  # of the last, which did not arrive
+        assert ("orchestrrl_sync_transfer_ratio", "bound") not in seen  # the last transfer was not completed
     syncs.change(done(9))
     assert samples(metrics.collect(syncs))["orchestrrl_sync_transfer_ratio", "bound"] == pytest.approx(1.25)
 
 
-def test_those_of_a_daemon_before_are_not_counted_again() -> None:
+def test_syncs_of_an_earlier_daemon_are_not_counted() -> None:
     seen = samples(SyncMetrics(since_s=BEGAN_S + 60).collect(FakeSyncs(done(7), committed=7)))
     assert ("orchestrrl_syncs_total", "done", "done") not in seen
     assert seen["orchestrrl_sync_seconds_count",] == 0
     assert seen["orchestrrl_sync_committed_version",] == 7
 
 
-def test_who_has_not_the_version_and_who_holds_weights() -> None:
+def test_quarantined_engines_and_attached_peers_are_counted() -> None:
     syncs = FakeSyncs()
     seen = samples(SyncMetrics(0.0).collect(syncs))
     assert ("orchestrrl_sync_committed_version",) not in seen
@@ -67,11 +67,11 @@ def test_who_has_not_the_version_and_who_holds_weights() -> None:
     syncs.quarantined = (EngineStatus(EngineId("e1"), EngineSync.QUARANTINED),)
     seen = samples(SyncMetrics(0.0).collect(syncs))
     assert seen["orchestrrl_sync_peers_attached", "trainer"] == 1
-    assert seen["orchestrrl_sync_peers_attached", "engine"] == 1  # the other has gone
+    assert seen["orchestrrl_sync_peers_attached", "engine"] == 1  # the other peer has detached
     assert seen["orchestrrl_sync_quarantined_engines",] == 1
 
 
-def test_the_page_of_the_daemon_has_them_with_help(tmp_path: Path) -> None:
+def test_daemon_metrics_page_has_them_with_help(tmp_path: Path) -> None:
     with Journal(tmp_path / "journal.sqlite", BEGAN_S) as journal:
         parts = build_daemon(parse_config("mode: act"), journal, VirtualClock(BEGAN_S))
         syncs = cast(Any, FakeSyncs(done(7), committed=7))
@@ -82,6 +82,6 @@ def test_the_page_of_the_daemon_has_them_with_help(tmp_path: Path) -> None:
     assert "# HELP orchestrrl_sync_carried_bytes_total Bytes of weights" in page
 
 
-def test_every_phase_is_there_from_the_beginning() -> None:
+def test_every_phase_is_exported_from_the_start() -> None:
     seen = samples(SyncMetrics(0.0).collect(FakeSyncs()))
     assert all(("orchestrrl_sync_phase_seconds_count", phase) in seen for phase in SyncPhase)

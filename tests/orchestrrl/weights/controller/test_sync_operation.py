@@ -1,5 +1,5 @@
-"""A weight version as an operation: for each fault, and a daemon killed after any entry of its journal, the fleet ends
-with the old or the new version, and the report says which. The cases are those of core/test_operation.py."""
+"""The operation of a weight sync: for each fault, and a daemon killed after any journal entry, the fleet ends with the
+old or the new version, as reported. The cases are those of core/test_operation.py."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,12 +23,12 @@ def _fails(harness: Harness) -> None:
 
 
 def _undo_fails(harness: Harness) -> None:
-    """The install leaves half of the weights, and the version from before cannot be brought back at first."""
+    """Make the install leave partial weights, and the first attempt to restore the previous version fail."""
     harness.engine("e1").fails, harness.engine("e1").spoils = 2, True
 
 
 def _loses_result(seconds: float) -> Callable[[Harness], None]:
-    """The peer's process ends with the result of an install that was done, and comes back after so long."""
+    """Kill the peer's process after an install, before its result is sent, and restart it after `seconds`."""
 
     def fault(harness: Harness) -> None:
         def dies() -> None:
@@ -41,7 +41,7 @@ def _loses_result(seconds: float) -> Callable[[Harness], None]:
 
 
 def _delivers(harness: Harness, deliver: Callable[[Callable[..., Any], PeerOrder, Any], Any]) -> None:
-    """Have the orders of one peer delivered otherwise."""
+    """Replace the delivery of orders to one peer."""
     peer = harness.peer("p1")
     once = peer._do
     peer._do = lambda order, stream: deliver(once, order, stream)  # type: ignore[method-assign]
@@ -74,7 +74,7 @@ FAULTS: dict[str, Callable[[Harness], None]] = {
     "a step that fails": _fails,
     "an undo that fails": _undo_fails,
     "a lost result": _loses_result(2.0),  # the order is delivered again
-    "an unknown outcome": _loses_result(12.0),  # longer than the peer is waited for
+    "an unknown outcome": _loses_result(12.0),  # longer than the controller waits for the peer
     "doubled delivery": _doubled,
     "late delivery": _late,
 }
@@ -82,7 +82,7 @@ NEW = frozenset({"none", "a lost result", "doubled delivery"})
 
 
 async def _second_version(harness: Harness, fault: Callable[[Harness], None], kill_at: int | None = None) -> list[str]:
-    """Version 1 is the fleet's, and 2 on its way; return what was passed until it was over, or the daemon dead."""
+    """Publish version 2 in a fleet with version 1; return the points passed until the sync ends or the daemon dies."""
     await harness.pass_time(0.5)
     await harness.report(harness.publish(1))
     await harness.pass_time(2.0)
@@ -107,7 +107,7 @@ def _folder(path: Path, name: str) -> Path:
 
 
 def _agrees(harness: Harness) -> SyncState:
-    """What the report says is what engines have."""
+    """Check that the report agrees with the engines' versions; return its state."""
     report = harness.sync.report(version=2)
     version = {SyncState.DONE: 2, SyncState.ABORTED: 1}[report.state]
     fleet = harness.sync.book.fleet
@@ -118,14 +118,14 @@ def _agrees(harness: Harness) -> SyncState:
     }
     quarantined = {EngineSync.QUARANTINED} if report.code != "done" else set()
     has = EngineSync.SERVES if version == 2 else EngineSync.ROLLED_BACK
-    if report.code != "restarted":  # where it had not come so far, the report names engines as they were then
+    if report.code != "restarted":  # an early kill leaves earlier states of engines in the report
         assert {each.state for each in report.engines} <= {has, *quarantined}, report
     return report.state
 
 
 @pytest.mark.parametrize("attempts", [1, 2])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_it_ends_with_the_old_or_the_new_version_and_says_which(tmp_path: Path, fault: str, attempts: int) -> None:
+def test_sync_with_a_fault_ends_with_the_reported_version(tmp_path: Path, fault: str, attempts: int) -> None:
     async def scene(harness: Harness) -> None:
         await _second_version(harness, FAULTS[fault])
         state = _agrees(harness)
@@ -138,7 +138,7 @@ def test_it_ends_with_the_old_or_the_new_version_and_says_which(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_daemon_killed_after_any_entry_leaves_the_old_or_the_new_version(tmp_path: Path, fault: str) -> None:
+def test_daemon_killed_after_any_entry_ends_with_the_reported_version(tmp_path: Path, fault: str) -> None:
     async def count(harness: Harness) -> list[str]:
         return await _second_version(harness, FAULTS[fault])
 

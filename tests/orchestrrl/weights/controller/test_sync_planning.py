@@ -1,4 +1,4 @@
-"""Plans for peers: what they open and send, carried out byte by byte in memory, brings everybody what engines load."""
+"""Sync plans, executed byte by byte in memory: every peer must get the bytes that its engines load."""
 
 import random
 from collections import defaultdict
@@ -75,11 +75,11 @@ def network(peers: Iterable[Peer], pods: int = 2, **more: Any) -> SyncNetwork:
     )
 
 
-# The executor, as far as bytes go: what each peer has of each tensor, as numbers of its bytes; 0 is a hole.
+# An executor of plans: the bytes that each peer has of each tensor, numbered; 0 is a hole.
 
 
 def whole(tensor: TensorMeta) -> Bytes:
-    """Elements, and the bytes of each, none of which is 0."""
+    """Return numbered bytes of a whole tensor, as [elements, bytes of an element]; none is 0."""
     rng = np.random.default_rng(len(tensor.name))
     return rng.integers(1, 256, (*tensor.shape, tensor.bytes // max(1, int(np.prod(tensor.shape)))), dtype=np.uint8)
 
@@ -100,7 +100,7 @@ class Host:
                     self.staged[name][at(box)] = whole(next(each for each in TENSORS if each.name == name))[at(box)]
 
     def of(self, version: VersionMap, shard: str) -> Bytes:
-        """Its bytes, wherever they lie."""
+        """Return the bytes of a shard from the tensors of a peer."""
         slices = next(each for each in version.shards if each.id == shard).slices
         found = [np.maximum(self.file[each.parameter], self.staged[each.parameter])[at(each.box)] for each in slices]
         return np.concatenate([each.ravel() for each in found])
@@ -123,7 +123,7 @@ class Host:
 
 
 def carry(planned: PlannedSync, hosts: Mapping[PeerId, Host], edges: Iterable[CarryEdge] | None = None) -> None:
-    """Waves one after another; in each, edges as their bytes come."""
+    """Execute the waves in order, and in each wave the edges as their bytes become available."""
     waves: dict[int, list[CarryEdge]] = defaultdict(list)
     for edge in planned.edges if edges is None else edges:
         waves[edge.wave].append(edge)
@@ -148,7 +148,7 @@ def sent(planned: PlannedSync, hosts: Mapping[PeerId, Host], edge: CarryEdge) ->
 
 
 def arrived(host: Host, peer: Peer) -> None:
-    """What its engines load is there, and it is right."""
+    """Check that a peer has the correct bytes of everything that its engines load."""
     for name, boxes in needs(peer).items():
         tensor = next(each for each in TENSORS if each.name == name)
         for box in boxes:
@@ -160,7 +160,7 @@ def needs(peer: Peer) -> dict[str, tuple[Box, ...]]:
 
 
 def chance(rng: random.Random) -> tuple[list[Publication], list[Peer]]:
-    """Trainer ranks with whole tensors, rows or columns of them, some twice; engines with shares, some beside them."""
+    """Draw trainer ranks with whole tensors, rows or columns, some duplicated, and engines with shares."""
     hosts = [trainer(number) for number in range(rng.randint(1, 3))]
     if rng.random() < 0.4:
         hosts[0] = replace(hosts[0], engines=(EngineAt(EngineId("beside"), "http://x"),))
@@ -195,7 +195,7 @@ seeds = st.integers(0, 2**32)
 
 @given(seeds)
 @settings(max_examples=15)
-def test_every_engine_has_what_it_loads(seed: int) -> None:
+def test_plan_brings_every_engine_its_bytes(seed: int) -> None:
     rng = random.Random(seed)
     publications, peers = chance(rng)
     planned = plan_sync(3, publications, peers, network(peers, rng.choice([1, 2, 4])), SETTINGS)
@@ -218,8 +218,8 @@ def test_every_engine_has_what_it_loads(seed: int) -> None:
 
 @given(seeds)
 @settings(max_examples=15)
-def test_a_second_attempt_brings_what_is_not_there(seed: int) -> None:
-    """Some edges of the first came to nothing, or to half of it; an engine's peer has gone."""
+def test_second_attempt_brings_only_missing_bytes(seed: int) -> None:
+    """Some edges of the first attempt carried no or only part of their bytes, and one engine's peer has detached."""
     rng = random.Random(seed)
     publications, peers = chance(rng)
     first = plan_sync(3, publications, peers, network(peers), SETTINGS)
@@ -256,7 +256,7 @@ def test_a_second_attempt_brings_what_is_not_there(seed: int) -> None:
 
 @given(seeds)
 @settings(max_examples=15)
-def test_who_lacks_some_of_the_fleets_version_gets_just_that(seed: int) -> None:
+def test_repair_plan_brings_only_missing_ranges(seed: int) -> None:
     rng = random.Random(seed)
     peers = [peer(f"engines{number}", share=rng.choice([EngineShare(), EngineShare(tp=2)])) for number in range(4)]
     peers[0] = replace(peers[0], share=EngineShare())
@@ -273,7 +273,7 @@ def test_who_lacks_some_of_the_fleets_version_gets_just_that(seed: int) -> None:
                 missing[shard.id] = ((start, rng.randint(1, shard.bytes - start)),)
                 hosts[each.id].put(fleet.map, shard.id, start, np.zeros(missing[shard.id][0][1], dtype=np.uint8))
         held[each.id] = HeldVersion(3, tuple(shard.id for shard in shards), missing)
-    if rng.random() < 0.5:  # one has forgotten all
+    if rng.random() < 0.5:  # one has lost everything
         hosts[peers[3].id] = Host()
         del held[peers[3].id]
     lacking = sum(_lacked(hosts[each.id], each) for each in peers)
@@ -297,34 +297,34 @@ def _lacked(host: Host, peer: Peer) -> int:
     return sum(int((host.file[name][at(box)] == 0).sum()) for name, boxes in needs(peer).items() for box in boxes)
 
 
-def test_bytes_that_nobody_has_are_told() -> None:
+def test_repair_plan_reports_ranges_that_no_peer_has() -> None:
     source, one, other = trainer(0), peer("a"), peer("b")
     fleet = plan_sync(3, [staged(0, source)], [source, one, other], network([source, one, other]), SETTINGS)
     shard = fleet.map.shards[0]
     held = {each.id: HeldVersion(3, (shard.id,), {shard.id: ((10, 5),)}) for each in (one, other)}
-    with pytest.raises(Unreachable, match=f"nobody has {shard.id} from byte 10 to 15"):
+    with pytest.raises(Unreachable, match=f"no attached peer has {shard.id} from byte 10 to 15"):
         plan_repair(fleet.map, [one.id], [one, other], network([one, other]), SETTINGS, held=held)
 
 
-def test_what_does_not_fit_together_is_told_all_at_once() -> None:
+def test_plan_reports_all_faults_at_once() -> None:
     source, one = trainer(0), peer("a")
     away = staged(1, trainer(9), world=2)
     with pytest.raises(ProblemFaults) as caught:
         plan_sync(3, [staged(0, source), away], [source, one, peer("b")], network([source, one]), SETTINGS)
     assert caught.value.faults == [
         "publications[1].peer: is not attached, got 'trainer9'",
-        "peers.b: is nowhere in the network, got no station",
+        "peers.b: has no station in the network: configure its location",
     ]
 
 
-def test_what_no_trainer_has_is_told() -> None:
+def test_plan_reports_bytes_that_no_trainer_has() -> None:
     source, one = trainer(0), peer("a")
     half = staged(0, source, {"model.norm.weight": (((0, 4),),)})
     with pytest.raises(ProblemFaults, match=r"tensors.model.norm.weight: no endpoint has \(\(4, 8\),\)"):
         plan_sync(3, [half], [source, one], network([source, one]), SETTINGS)
 
 
-def test_the_first_transport_that_both_have_is_taken_and_none_is_told() -> None:
+def test_plan_uses_the_first_common_transport_or_reports_its_lack() -> None:
     source, one, other = trainer(0, transports=("tcp", "nccl")), peer("a", transports=("gloo", "tcp")), peer("b")
     wide, narrow = peer("d", transports=("gloo", "tcp", "nccl")), peer("e", transports=("gloo",))
     for peers, expected in (
@@ -340,11 +340,11 @@ def test_the_first_transport_that_both_have_is_taken_and_none_is_told() -> None:
             3, [staged(0, source)], [source, peer("c", transports=("gloo",))], network([source, peer("c")]), SETTINGS
         )
     assert caught.value.faults == [
-        "peers.c.transports: has none of nccl, tcp, gloo in common with trainer0, got gloo and nccl, tcp"
+        "peers.c.transports: must have one of nccl, tcp, gloo in common with trainer0, got gloo and nccl, tcp"
     ]
 
 
-def test_rates_are_given_where_a_sync_is_held_back() -> None:
+def test_edges_have_rates_if_the_network_is_limited() -> None:
     source, one = trainer(0), peer("a")
     peers = [source, one]
     free = plan_sync(3, [staged(0, source)], peers, network(peers), SETTINGS)
@@ -356,7 +356,7 @@ def test_rates_are_given_where_a_sync_is_held_back() -> None:
     assert half.plan.lower_bound_s == pytest.approx(2 * free.plan.lower_bound_s)
 
 
-def test_pieces_next_to_each_other_are_one_edge() -> None:
+def test_adjacent_pieces_form_one_edge() -> None:
     peers = [trainer(0), *(peer(f"e{number}") for number in range(6))]
     planned = plan_sync(3, [staged(0, peers[0])], peers, network(peers, 1), SETTINGS)
     ends: dict[Any, int] = {}
@@ -366,14 +366,14 @@ def test_pieces_next_to_each_other_are_one_edge() -> None:
         ends[way] = edge.offset + edge.bytes
 
 
-def test_nobody_to_send_to_is_no_plan() -> None:
+def test_plan_without_receivers_has_no_edges() -> None:
     source = trainer(0)
     planned = plan_sync(3, [staged(0, source)], [source], network([source]), SETTINGS)
     assert (planned.edges, planned.plan.waves, planned.plan.estimate_s) == ((), (), 0.0)
     assert planned.opens[source.id].parts
 
 
-def test_pods_that_are_joined_as_they_are_have_no_other_ways() -> None:
+def test_plan_uses_only_existing_pairs_of_pods() -> None:
     peers = [trainer(0), *(peer(f"e{number}") for number in range(4))]
     stations = {each.id: NetworkStation(f"pod{-(-place // 2)}", "tor", 10.0) for place, each in enumerate(peers)}
     links = {

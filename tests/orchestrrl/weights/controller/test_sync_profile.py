@@ -1,4 +1,4 @@
-"""Where a weight sync's time went: each moment is waited for one phase, and what nobody waited for is no part of it."""
+"""Profiles of weight syncs: each moment counts for one phase, and phases that delay nothing are left out."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from orchestrrl.weights.controller.profile import BESIDE, PHASE_WORDS, STILL, critical_path, profile
 from orchestrrl.weights.controller.reports import PhaseTime, SyncPhase, SyncReport, SyncState
 
-TICKS = st.integers(0, 20)  # whole numbers: sums of them are exact
+TICKS = st.integers(0, 20)  # whole numbers, so that sums are exact
 
 
 @st.composite
@@ -28,7 +28,7 @@ def until(run: PhaseTime, end_s: float) -> float:
 
 
 @given(RUNS, TICKS)
-def test_each_moment_is_waited_for_one_phase_that_runs_then(took: tuple[PhaseTime, ...], end: int) -> None:
+def test_critical_path_has_one_running_phase_per_moment(took: tuple[PhaseTime, ...], end: int) -> None:
     path = critical_path(took, float(end))
     lasting = [run for run in took if until(run, end) > run.began_s]
     if not lasting:
@@ -45,9 +45,9 @@ def test_each_moment_is_waited_for_one_phase_that_runs_then(took: tuple[PhaseTim
 
 
 @given(RUNS, TICKS)
-def test_of_two_that_run_at_once_the_one_that_ends_later_is_waited_for(took: tuple[PhaseTime, ...], end: int) -> None:
-    """Whoever is waited for at a moment ends, among all that run then, last, unless somebody else takes over who began
-    before that and ends later still."""
+def test_critical_path_prefers_the_phase_that_ends_last(took: tuple[PhaseTime, ...], end: int) -> None:
+    """The phase on the path ends last among all running phases, unless a phase that began before its end and ends later
+    follows on the path."""
     path = critical_path(took, float(end))
     lasting = [run for run in took if until(run, end) > run.began_s]
     for stretch in path:
@@ -57,7 +57,7 @@ def test_of_two_that_run_at_once_the_one_that_ends_later_is_waited_for(took: tup
 
 
 @given(RUNS, st.none() | TICKS)
-def test_shares_are_of_what_was_waited_for(took: tuple[PhaseTime, ...], ended: int | None) -> None:
+def test_shares_are_fractions_of_the_critical_path(took: tuple[PhaseTime, ...], ended: int | None) -> None:
     report = replace(done(), phases=took, began_s=0.0, ended_s=None if ended is None else float(ended))
     found = profile(report, now_s=40.0)
     waited_s = sum(row.waited_s for row in found.rows if row.phase not in BESIDE)
@@ -71,7 +71,7 @@ def test_shares_are_of_what_was_waited_for(took: tuple[PhaseTime, ...], ended: i
 
 
 @given(st.permutations(SyncPhase), st.lists(st.integers(1, 9), min_size=len(SyncPhase), max_size=len(SyncPhase)))
-def test_phases_that_follow_each_other_take_what_they_take(order: list[SyncPhase], seconds: list[int]) -> None:
+def test_consecutive_phases_have_their_own_durations(order: list[SyncPhase], seconds: list[int]) -> None:
     took = phases(*((phase, float(each)) for phase, each in zip(order, seconds, strict=True)), began_s=0.0)
     found = profile(replace(done(), phases=took, began_s=0.0, ended_s=took[-1].ended_s))
     ran = dict(zip(order, seconds, strict=True))
@@ -84,7 +84,7 @@ def test_phases_that_follow_each_other_take_what_they_take(order: list[SyncPhase
     assert found.transfer_s == ran[SyncPhase.PHASE_A] + ran[SyncPhase.PHASE_B]
 
 
-def test_the_example() -> None:
+def test_profile_of_an_example() -> None:
     found = profile(done())
     assert found.whole_s == pytest.approx(4.0)
     assert found.dominating is SyncPhase.PHASE_A
@@ -96,13 +96,13 @@ def test_the_example() -> None:
     assert found.transfer_share == pytest.approx(0.5)
 
 
-def test_a_transfer_that_should_be_over_at_once_is_held_against_nothing() -> None:
+def test_negligible_estimate_gives_no_ratio() -> None:
     found = profile(replace(done(), estimate_s=0.0001, lower_bound_s=0.00009))
     assert (found.over_estimate, found.over_bound) == (None, None)
     assert found.transfer_s == pytest.approx(2.0)
 
 
-def test_circuits_that_are_taken_down_beside_requests_are_no_part_of_it() -> None:
+def test_tear_down_of_circuits_is_not_part_of_the_whole() -> None:
     took = phases(
         (SyncPhase.PHASE_A, 1.0), (SyncPhase.NEXT_PAUSE, 60.0), (SyncPhase.INSTALL, 1.0), (SyncPhase.TEAR_DOWN, 30.0)
     )
@@ -111,7 +111,7 @@ def test_circuits_that_are_taken_down_beside_requests_are_no_part_of_it() -> Non
     assert {row.phase: row.seconds for row in found.rows}[SyncPhase.TEAR_DOWN] == pytest.approx(30.0)
 
 
-def test_one_that_lasts_is_counted_until_now_and_one_of_a_dead_daemon_until_its_end() -> None:
+def test_open_phase_counts_until_now_or_the_end_of_its_sync() -> None:
     lasting = (PhaseTime(SyncPhase.PHASE_A, BEGAN_S),)
     report = replace(done(), state=SyncState.CARRYING, phases=lasting, ended_s=None)
     assert profile(report, now_s=BEGAN_S + 3).transfer_s == pytest.approx(3.0)
@@ -129,15 +129,15 @@ CHECKED = (*TRANSFERRED, (SyncPhase.CHECK, 1.0))
     [
         (SyncState.CARRYING, TRANSFERRED, False),
         (SyncState.PREPARED, CHECKED, True),
-        (SyncState.DONE, TRANSFERRED, True),  # by a backend that checks in its own way
+        (SyncState.DONE, TRANSFERRED, True),  # a backend with its own checks
         (SyncState.ABORTED, TRANSFERRED, False),
         (SyncState.ABORTED, CHECKED, True),
         (SyncState.ABORTED, (*TRANSFERRED, (SyncPhase.TEAR_DOWN, 1.0)), False),
-        (SyncState.ABORTED, (*CHECKED, *TRANSFERRED), False),  # the second attempt went no further
+        (SyncState.ABORTED, (*CHECKED, *TRANSFERRED), False),  # the second attempt got no further
         (SyncState.SUPERSEDED, (*CHECKED, (SyncPhase.NEXT_PAUSE, 1.0)), True),
     ],
 )
-def test_only_a_whole_transfer_is_held_against_its_plan(
+def test_only_a_complete_transfer_has_a_ratio_to_its_plan(
     state: SyncState, took: tuple[tuple[SyncPhase, float], ...], is_carried: bool
 ) -> None:
     found = profile(replace(done(7, *took), state=state))
@@ -146,12 +146,12 @@ def test_only_a_whole_transfer_is_held_against_its_plan(
     assert (found.over_bound is not None) is is_carried
 
 
-def test_nothing_published_yet_takes_nothing() -> None:
+def test_profile_without_phases_is_empty() -> None:
     found = profile(SyncReport("s", 1, SyncState.PUBLISHING, BEGAN_S))
     assert (found.whole_s, found.rows, found.path, found.dominating) == (0, (), (), None)
     assert (found.carried_gbps, found.over_estimate, found.over_bound, found.transfer_share) == (None, None, None, 0)
 
 
-def test_every_phase_has_words() -> None:
+def test_every_phase_has_a_display_name() -> None:
     assert set(PHASE_WORDS) == set(SyncPhase)
     assert len(set(PHASE_WORDS.values())) == len(SyncPhase)

@@ -1,4 +1,4 @@
-"""A version's way over an optical fabric: the coordinator of syncs and that of circuits together, in virtual time."""
+"""A weight sync over an optical fabric: the sync controller and the fabric coordinator together, in virtual time."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,11 +15,11 @@ from orchestrrl.daemon.weight_circuits import CircuitsForSyncs, Peers
 from orchestrrl.weights.controller.reports import SyncPhase, SyncReport, SyncState
 from orchestrrl.weights.model import Peer, PeerLocation
 
-GPUS: Mapping[str, int] = {"t": 0, "p0": 16, "p1": 19, "p2": 24}  # one that trains; two PoDs that generate
+GPUS: Mapping[str, int] = {"t": 0, "p0": 16, "p1": 19, "p2": 24}  # one training PoD; two generating PoDs
 
 
 async def brought(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, paused: bool) -> tuple[SyncReport, bool, bool]:
-    """What became of it; whether engines had their circuits again; whether the core's were the sync's meanwhile."""
+    """Return the report, whether engines got their circuits back, and whether the core's were the sync's meanwhile."""
     async with harness(tmp_path) as fabric:
         await fabric.at_boundary(GEN)
         before = fabric.up()
@@ -59,7 +59,7 @@ async def brought(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, paused: bool)
                 peer.die()
 
 
-async def test_circuits_come_up_for_a_version_and_engines_have_theirs_again(
+async def test_sync_brings_up_circuits_and_restores_those_of_engines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     report, restored, had_circuits = await brought(tmp_path, monkeypatch, paused=False)
@@ -73,7 +73,7 @@ async def test_circuits_come_up_for_a_version_and_engines_have_theirs_again(
     assert "generation: committed (committed)" in report.notes
 
 
-async def test_where_circuits_may_not_change_a_version_comes_by_the_packet_side(
+async def test_sync_uses_the_packet_network_if_circuits_may_not_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     report, restored, had_circuits = await brought(tmp_path, monkeypatch, paused=True)

@@ -1,4 +1,4 @@
-"""Whatever goes wrong, and whenever: engines that serve have what the pause barrier says, and all end with one
+"""Random faults at random times: serving engines always have the version of the pause barrier, and all end with one
 version."""
 
 from pathlib import Path
@@ -52,7 +52,7 @@ def _strikes(harness: Harness, kind: str, whom: str, amount: float) -> None:
 
 
 @given(st.lists(st.tuples(_WHEN, _FAULT), min_size=1, max_size=5), st.booleans())
-def test_it_ends_with_one_version(faults: list[tuple[float, tuple[str, str, float]]], has_gateways: bool) -> None:
+def test_faults_end_with_one_version(faults: list[tuple[float, tuple[str, str, float]]], has_gateways: bool) -> None:
     async def scene(harness: Harness) -> None:
         harness.fence.manned = has_gateways
         await harness.pass_time(0.5)

@@ -1,4 +1,4 @@
-"""What goes wrong on a version's way, what becomes of it, and who is told."""
+"""Failures during a weight sync, their outcomes, and their reports."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -29,7 +29,7 @@ async def first(harness: Harness) -> None:
     harness.check_one_version(1)
 
 
-def test_an_engine_that_cannot_install_is_left_out_and_repaired_later(tmp_path: Path) -> None:
+def test_engine_that_fails_to_install_is_quarantined_and_repaired_later(tmp_path: Path) -> None:
     async def scene(harness: Harness) -> None:
         await first(harness)
         harness.engine("e1").fails = 2
@@ -43,8 +43,8 @@ def test_an_engine_that_cannot_install_is_left_out_and_repaired_later(tmp_path: 
     played(tmp_path, scene)
 
 
-def test_a_peer_that_comes_back_with_another_share_gets_that(tmp_path: Path) -> None:
-    """What came in the first attempt is of its share from before."""
+def test_peer_that_returns_with_another_share_receives_that_share(tmp_path: Path) -> None:
+    """The bytes from the first attempt belong to its earlier share."""
 
     async def scene(harness: Harness) -> None:
         await first(harness)
@@ -62,12 +62,12 @@ def test_a_peer_that_comes_back_with_another_share_gets_that(tmp_path: Path) -> 
         peer.come_back()
         report = await harness.report(syncing)
         assert (report.state, report.attempt) == (SyncState.DONE, 2)
-        assert report.carried_bytes > 0, "all was there, of another share"
+        assert report.carried_bytes > 0, "the peer had only bytes of another share"
 
     played(tmp_path, scene)
 
 
-def test_all_go_back_where_no_attempt_is_left(tmp_path: Path) -> None:
+def test_all_engines_are_rolled_back_after_the_last_attempt(tmp_path: Path) -> None:
     async def scene(harness: Harness) -> None:
         await first(harness)
         for engine in harness.engines.values():
@@ -76,15 +76,15 @@ def test_all_go_back_where_no_attempt_is_left(tmp_path: Path) -> None:
         assert (report.state, report.code) == (SyncState.ABORTED, "install_failed")
         assert "out of memory" in report.detail
         harness.check_one_version(1)
-        assert {version for peer in harness.peers.values() for version in peer.folders} == {1}  # there is room again
+        assert {version for peer in harness.peers.values() for version in peer.folders} == {1}  # space is free again
 
     played(tmp_path, scene, attempts=1)
 
 
-def test_half_of_the_weights_are_never_served(tmp_path: Path) -> None:
+def test_engine_with_partial_weights_gets_no_requests(tmp_path: Path) -> None:
     async def scene(harness: Harness) -> None:
         await first(harness)
-        harness.engine("e0").fails, harness.engine("e0").spoils = 3, True  # neither the new one nor the old
+        harness.engine("e0").fails, harness.engine("e0").spoils = 3, True  # neither the new nor the old version loads
         report = await harness.report(harness.publish(2))
         assert report.state is SyncState.ABORTED
         assert {e.engine: e.state for e in report.engines}[EngineId("e0")] is EngineSync.QUARANTINED
@@ -97,13 +97,13 @@ def test_half_of_the_weights_are_never_served(tmp_path: Path) -> None:
     played(tmp_path, scene, attempts=1)
 
 
-def test_bytes_that_do_not_agree_with_their_sums_are_fetched_again(tmp_path: Path) -> None:
+def test_bytes_with_wrong_checksums_are_sent_again(tmp_path: Path) -> None:
     async def scene(harness: Harness) -> None:
         await first(harness)
         harness.peer("p1").rots = 1
         report = await harness.report(harness.publish(2))
         assert (report.state, report.mended_edges > 0) == (SyncState.DONE, True), report
-        assert any("did not agree" in note for note in report.notes)
+        assert any("did not match" in note for note in report.notes)
         harness.check_one_version(2)
         orders = [order for peer in harness.peers.values() for order in peer.orders if isinstance(order, CarryEdges)]
         mended = [edge for order in orders for edge in order.edges if ".m" in edge.id]
@@ -116,13 +116,13 @@ def test_bytes_that_do_not_agree_with_their_sums_are_fetched_again(tmp_path: Pat
     played(tmp_path, scene)
 
 
-def test_an_engine_whose_peer_is_away_for_a_moment_is_waited_for(tmp_path: Path) -> None:
+def test_sync_waits_for_an_engine_whose_peer_is_briefly_detached(tmp_path: Path) -> None:
     async def scene(harness: Harness) -> None:
         await first(harness)
         harness.peer("p1").die()
         sync_id = harness.publish(2)
         await harness.pass_time(1.0)
-        assert harness.sync.report(sync_id).detail == "waits: e1 may come back"
+        assert harness.sync.report(sync_id).detail == "waiting: e1 may attach again"
         harness.peer("p1").come_back()
         await harness.pass_time(0.5)
         assert harness.sync.report(sync_id).detail == ""
@@ -132,10 +132,10 @@ def test_an_engine_whose_peer_is_away_for_a_moment_is_waited_for(tmp_path: Path)
     played(tmp_path, scene)
 
 
-def test_a_peer_that_comes_back_elsewhere_while_circuits_come_up_gets_its_bytes_there(
+def test_peer_with_a_new_address_after_circuits_receives_its_bytes_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Circuits that are not as the plan had them make another one, of peers as they are by then."""
+    """Circuits that differ from the plan cause a new plan with the peers' current state."""
 
     async def scene(harness: Harness) -> None:
         await first(harness)
@@ -145,7 +145,7 @@ def test_a_peer_that_comes_back_elsewhere_while_circuits_come_up_gets_its_bytes_
             p1.die()
             monkeypatch.setattr(p1, "peer", lambda: replace(introduced(), transports={"tcp": "p1:2"}))
             p1.come_back()
-            return BroughtUp(self.network(), ("p1 is joined otherwise",))
+            return BroughtUp(self.network(), ("p1 is connected in another way",))
 
         monkeypatch.setattr(PacketNetwork, "bring_up", bring_up)
         report = await harness.report(harness.publish(2))
@@ -179,7 +179,7 @@ def test_peer_that_returns_is_ordered_its_running_edges_again(tmp_path: Path) ->
     played(tmp_path, scene)
 
 
-def test_a_peer_on_which_nothing_moves_is_not_waited_for_for_ever(tmp_path: Path) -> None:
+def test_sync_aborts_if_a_peer_makes_no_progress(tmp_path: Path) -> None:
     async def scene(harness: Harness) -> None:
         await first(harness)
         harness.peer("p1").stalls = True
@@ -192,7 +192,7 @@ def test_a_peer_on_which_nothing_moves_is_not_waited_for_for_ever(tmp_path: Path
     played(tmp_path, scene, attempts=1)
 
 
-def test_an_engine_that_goes_on_otherwise_than_the_others_is_left_out(tmp_path: Path) -> None:
+def test_engine_with_another_probe_answer_is_quarantined(tmp_path: Path) -> None:
     async def scene(harness: Harness) -> None:
         await first(harness)
         harness.engine("e2").odd = True
@@ -200,7 +200,7 @@ def test_an_engine_that_goes_on_otherwise_than_the_others_is_left_out(tmp_path: 
         assert (report.state, report.code, report.attempt) == (SyncState.DONE, "some_quarantined", 2)
         assert any("probe_differs" in note for note in report.notes)
         await harness.pass_time(30.0)
-        assert set(harness.sync.book.fleet.quarantined) == {"e2"}  # it is tried, and is as odd as before
+        assert set(harness.sync.book.fleet.quarantined) == {"e2"}  # repairs fail, because its answer still differs
         assert not harness.fence.state.serves(EngineId("e2"))
         harness.engine("e2").odd = False
         await harness.pass_time(70.0)
@@ -209,7 +209,7 @@ def test_an_engine_that_goes_on_otherwise_than_the_others_is_left_out(tmp_path: 
     played(tmp_path, scene)
 
 
-def test_engines_have_to_answer_as_the_trainer_does(tmp_path: Path) -> None:
+def test_sync_aborts_if_engines_differ_from_the_trainers_expected_tokens(tmp_path: Path) -> None:
     async def scene(harness: Harness) -> None:
         await first(harness)
         report = await harness.report(harness.publish(2, probe=(5, 6), expected=(7, 7)))
@@ -221,14 +221,14 @@ def test_engines_have_to_answer_as_the_trainer_does(tmp_path: Path) -> None:
     played(tmp_path, scene)
 
 
-def test_the_first_version_cannot_be_taken_back(tmp_path: Path) -> None:
+def test_failed_first_version_quarantines_changed_engines(tmp_path: Path) -> None:
     async def scene(harness: Harness) -> None:
         harness.engine("e0").alive = False
         await harness.pass_time(0.5)
         harness.engine("e1").fails = 1
         report = await harness.report(harness.publish(1))
         assert (report.state, report.code) == (SyncState.ABORTED, "install_failed")
-        assert set(harness.sync.book.fleet.quarantined) == {"e2"}, "e1 has its first weights still"
+        assert set(harness.sync.book.fleet.quarantined) == {"e2"}, "e1 still has its initial weights"
         assert harness.fence.state.lease is None
         harness.peer("p0").engine_restarted(harness.engine("e0"))
         assert [e for e in harness.engines if harness.fence.state.serves(e)] == ["e0", "e1"]
@@ -238,7 +238,7 @@ def test_the_first_version_cannot_be_taken_back(tmp_path: Path) -> None:
     played(tmp_path, scene, attempts=1)
 
 
-def test_a_fleet_that_does_not_come_to_rest_keeps_its_version(tmp_path: Path) -> None:
+def test_fleet_that_cannot_be_paused_keeps_its_version(tmp_path: Path) -> None:
     async def scene(harness: Harness) -> None:
         await first(harness)
         harness.fence.refuses = 5
@@ -250,8 +250,8 @@ def test_a_fleet_that_does_not_come_to_rest_keeps_its_version(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("closes", [True, False])
-def test_a_lease_that_ends_while_engines_are_changed(tmp_path: Path, closes: bool) -> None:
-    """Where the pause barrier does not close again peers bring these engines to rest."""
+def test_lease_expires_while_engines_are_changed(tmp_path: Path, closes: bool) -> None:
+    """Peers pause these engines if the pause barrier cannot be closed again."""
 
     async def scene(harness: Harness) -> None:
         await first(harness)
@@ -260,13 +260,13 @@ def test_a_lease_that_ends_while_engines_are_changed(tmp_path: Path, closes: boo
         lease = harness.fence.state.lease
         assert lease is not None
         state = harness.fence._state
-        harness.fence._state = type(state)(opened=state.opened, versions={}, newest=None)  # as when it ends by itself
+        harness.fence._state = type(state)(opened=state.opened, versions={}, newest=None)  # as when it expires
         harness.fence.refuses = 0 if closes else 1
         harness.peer("p0").orders.clear()
         report = await harness.report(sync_id)
-        assert report.state is SyncState.DONE  # by another attempt
+        assert report.state is SyncState.DONE  # in the second attempt
         assert report.attempt == 2
-        assert "opened by itself" in " ".join(report.notes)
+        assert "the lease of the pause barrier expired" in " ".join(report.notes)
         assert any("could not be closed again: e0 is not quiet" in note for note in report.notes) is not closes
         rests = [order.at_rest for order in harness.peer("p0").orders if isinstance(order, RestEngine)]
         assert rests == ([] if closes else [True, False])
@@ -275,7 +275,7 @@ def test_a_lease_that_ends_while_engines_are_changed(tmp_path: Path, closes: boo
     played(tmp_path, scene)
 
 
-def test_engines_that_were_restarted_or_come_later_get_the_version(tmp_path: Path) -> None:
+def test_restarted_and_late_engines_get_the_version(tmp_path: Path) -> None:
     async def scene(harness: Harness) -> None:
         late = harness.engines.pop(EngineId("e2"))
         harness.peer("p2").engines.clear()
@@ -292,7 +292,7 @@ def test_engines_that_were_restarted_or_come_later_get_the_version(tmp_path: Pat
     played(tmp_path, scene)
 
 
-def test_one_engine_is_repaired_after_the_other_without_a_break(tmp_path: Path) -> None:
+def test_engines_are_repaired_one_after_another_without_delay(tmp_path: Path) -> None:
     async def scene(harness: Harness) -> None:
         await first(harness)
         for engine in harness.engines:
@@ -308,8 +308,8 @@ def test_one_engine_is_repaired_after_the_other_without_a_break(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("stray", [1, 3, 1000])
-def test_what_came_past_the_gateway_ends_before_an_engine_is_repaired(tmp_path: Path, stray: int) -> None:
-    """Under the weights that it began with, or it is ended."""
+def test_repair_drains_requests_that_bypassed_the_gateway(tmp_path: Path, stray: int) -> None:
+    """Requests finish with their original weights, or are aborted after several attempts."""
 
     async def scene(harness: Harness) -> None:
         await first(harness)
@@ -326,8 +326,8 @@ def test_what_came_past_the_gateway_ends_before_an_engine_is_repaired(tmp_path: 
     played(tmp_path, scene)
 
 
-def test_one_that_is_asked_while_it_is_looked_at_is_let_run(tmp_path: Path) -> None:
-    """The probe would let it go on, too; whole weights answer it, and the next try finds the engine empty."""
+def test_engine_with_a_request_during_its_repair_is_resumed(tmp_path: Path) -> None:
+    """A running request blocks the probe; the complete weights serve it, and the next attempt finds the engine idle."""
 
     async def scene(harness: Harness) -> None:
         await first(harness)
@@ -345,7 +345,7 @@ def test_one_that_is_asked_while_it_is_looked_at_is_let_run(tmp_path: Path) -> N
     played(tmp_path, scene)
 
 
-def test_without_a_gateway_peers_bring_engines_to_rest(tmp_path: Path) -> None:
+def test_peers_pause_engines_without_a_gateway(tmp_path: Path) -> None:
     async def scene(harness: Harness) -> None:
         harness.fence.manned = False
         await first(harness)
@@ -355,12 +355,12 @@ def test_without_a_gateway_peers_bring_engines_to_rest(tmp_path: Path) -> None:
         assert report.code == "install_failed"
         harness.check_one_version(1)
         rests = [order.at_rest for order in harness.peer("p0").orders if isinstance(order, RestEngine)]
-        assert rests == [True, False, True, True, False], "at rest before each change of weights"
+        assert rests == [True, False, True, True, False], "paused before each change of weights"
 
     played(tmp_path, scene, attempts=1)
 
 
-def test_a_version_may_wait_until_the_barrier_is_closed_by_another(tmp_path: Path) -> None:
+def test_version_with_next_pause_installs_behind_another_holders_barrier(tmp_path: Path) -> None:
     async def scene(harness: Harness) -> None:
         await first(harness)
         sync_id = harness.publish(2, install="next_pause")
@@ -370,7 +370,7 @@ def test_a_version_may_wait_until_the_barrier_is_closed_by_another(tmp_path: Pat
         asked = harness.task(harness.sync.before_resume(harness.clock.now_s() + 60.0))
         await harness.pass_time(5.0)
         assert asked.result() == (2, ())
-        assert harness.fence.state.versions == dict.fromkeys(harness.engines, 2), "known before it is opened"
+        assert harness.fence.state.versions == dict.fromkeys(harness.engines, 2), "reported before the barrier opens"
         harness.fence._put(harness.fence.state.resumed(lease, harness.clock.now_s(), harness.now(), 2, ()))
         report = await harness.report(sync_id)
         assert report.state is SyncState.DONE
@@ -380,7 +380,7 @@ def test_a_version_may_wait_until_the_barrier_is_closed_by_another(tmp_path: Pat
     played(tmp_path, scene)
 
 
-def test_a_borrowed_barrier_opens_as_before_where_it_fails_and_nothing_is_served_if_it_opens_too_early(
+def test_borrowed_barrier_opens_with_the_old_version_after_a_failure(
     tmp_path: Path,
 ) -> None:
     async def scene(harness: Harness) -> None:
@@ -392,13 +392,13 @@ def test_a_borrowed_barrier_opens_as_before_where_it_fails_and_nothing_is_served
         asked = harness.task(harness.sync.before_resume(harness.clock.now_s() + 60.0))
         await harness.pass_time(5.0)
         assert asked.result() == (None, ())
-        assert harness.fence.state.versions == dict.fromkeys(harness.engines, 1), "they have been brought back"
+        assert harness.fence.state.versions == dict.fromkeys(harness.engines, 1), "they were rolled back"
         harness.fence._put(harness.fence.state.resumed(lease, harness.clock.now_s(), harness.now(), None, ()))
         await harness.pass_time(5.0)
-        assert harness.sync.report(version=2).state is SyncState.PREPARED  # by the second attempt, for the next barrier
+        assert harness.sync.report(version=2).state is SyncState.PREPARED  # the second attempt waits for the next pause
         lease = harness.fence.close_by("somebody", 20.0)
         harness.task(harness.sync.before_resume(harness.clock.now_s() + 60.0))
-        await harness.clock.advance(0.15)  # in the middle of it
+        await harness.clock.advance(0.15)  # during the installation
         harness.fence._put(harness.fence.state.resumed(lease, harness.clock.now_s(), harness.now(), None, ()))
         await harness.pass_time(20.0)
         harness.check_one_version(1)
@@ -407,7 +407,7 @@ def test_a_borrowed_barrier_opens_as_before_where_it_fails_and_nothing_is_served
 
 
 @pytest.mark.parametrize("where", ["go_back", "resume"])
-def test_a_defect_leaves_nobody_waiting_who_lent_the_barrier(
+def test_internal_error_does_not_block_the_holder_of_a_borrowed_barrier(
     tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def wrong(*_: object) -> None:
@@ -437,11 +437,10 @@ def test_a_defect_leaves_nobody_waiting_who_lent_the_barrier(
         ("controller.EngineRepairs.one", False),
     ],
 )
-def test_what_fails_is_tried_again_every_tenth_of_the_patience(
+def test_failed_work_is_retried_every_tenth_of_the_patience(
     tmp_path: Path, where: str, is_restarted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A version is undone by its own run, or by a daemon that finds it half done; peers are told of engines; engines
-    are repaired."""
+    """Covers a rollback in its own run, a rollback by a restarted daemon, the assignment of engines, and repairs."""
     real = attrgetter(where)(controller)
     at_s: list[float] = []
 
@@ -473,7 +472,7 @@ def test_what_fails_is_tried_again_every_tenth_of_the_patience(
     played(tmp_path, scene, attempts=1)
 
 
-def test_a_version_that_is_published_during_a_repair_comes_first(tmp_path: Path) -> None:
+def test_version_published_during_a_repair_takes_precedence(tmp_path: Path) -> None:
     async def scene(harness: Harness) -> None:
         await first(harness)
         harness.restart("e1")
@@ -485,10 +484,10 @@ def test_a_version_that_is_published_during_a_repair_comes_first(tmp_path: Path)
     played(tmp_path, scene)
 
 
-def test_an_operator_installs_what_waits_and_a_newer_version_replaces_it(tmp_path: Path) -> None:
+def test_newer_version_replaces_a_waiting_one_and_install_now_installs_it(tmp_path: Path) -> None:
     async def scene(harness: Harness) -> None:
         await first(harness)
-        with pytest.raises(Permanent, match="nothing waits"):
+        with pytest.raises(Permanent, match="no version waits"):
             harness.sync.install_now("", "")
         two = harness.publish(2, install="next_pause")
         await harness.pass_time(10.0)
@@ -502,7 +501,7 @@ def test_an_operator_installs_what_waits_and_a_newer_version_replaces_it(tmp_pat
     played(tmp_path, scene)
 
 
-def test_of_versions_that_wait_for_one_to_end_the_newest_is_brought(tmp_path: Path) -> None:
+def test_newest_of_several_queued_versions_is_synced(tmp_path: Path) -> None:
     async def scene(harness: Harness) -> None:
         await first(harness)
         two = harness.publish(2)
@@ -523,7 +522,7 @@ def test_of_versions_that_wait_for_one_to_end_the_newest_is_brought(tmp_path: Pa
     played(tmp_path, scene)
 
 
-def test_what_no_way_leads_to_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_peer_is_not_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_way(*_: object, **__: object) -> None:
         raise ProblemFaults(["p1: has no transport that the trainer's peer has"])
 
@@ -538,9 +537,7 @@ def test_what_no_way_leads_to_is_not_tried_again(tmp_path: Path, monkeypatch: py
     played(tmp_path, scene)
 
 
-def test_a_defect_before_the_commit_is_not_met_again_and_leaves_the_version_from_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_internal_error_before_the_commit_aborts_without_retry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def wrong(*_: object) -> None:
         raise KeyError("a defect")
 
@@ -555,7 +552,7 @@ def test_a_defect_before_the_commit_is_not_met_again_and_leaves_the_version_from
     played(tmp_path, scene)
 
 
-def test_an_operators_word_to_install_outlives_a_failed_attempt(tmp_path: Path) -> None:
+def test_install_now_also_applies_to_the_next_attempt(tmp_path: Path) -> None:
     async def scene(harness: Harness) -> None:
         await first(harness)
         sync_id = harness.publish(2, install="next_pause")
@@ -570,7 +567,7 @@ def test_an_operators_word_to_install_outlives_a_failed_attempt(tmp_path: Path) 
     played(tmp_path, scene)
 
 
-def test_an_operator_calls_it_off_at_any_time_before_it_is_committed(tmp_path: Path) -> None:
+def test_operator_can_abort_before_the_commit(tmp_path: Path) -> None:
     async def scene(harness: Harness) -> None:
         await first(harness)
         for version, state in enumerate([SyncState.CARRYING, SyncState.FENCING, SyncState.INSTALLING], 2):
@@ -580,7 +577,7 @@ def test_an_operator_calls_it_off_at_any_time_before_it_is_committed(tmp_path: P
             report = await harness.report(sync_id)
             assert (report.state, report.code, report.detail) == (SyncState.ABORTED, "operator", "enough")
             assert "attempt 1: operator: enough" in report.notes
-            assert not any(peer.edges for peer in harness.peers.values()), "nothing is carried any more"
+            assert not any(peer.edges for peer in harness.peers.values()), "no edges are left"
             harness.check_one_version(1)
         with pytest.raises(Permanent, match="over"):
             harness.sync.abort(sync_id, "again")
@@ -588,16 +585,16 @@ def test_an_operator_calls_it_off_at_any_time_before_it_is_committed(tmp_path: P
     played(tmp_path, scene)
 
 
-def test_the_same_word_is_answered_again_and_another_about_the_same_version_is_not(tmp_path: Path) -> None:
+def test_repeated_publication_returns_the_same_sync_and_other_content_is_rejected(tmp_path: Path) -> None:
     async def scene(harness: Harness) -> None:
         await first(harness)
         two = harness.publish(2, began_s=START_S)
         assert harness.publish(2, began_s=START_S + 1) == two
-        with pytest.raises(Permanent, match="on its way with other content"):
+        with pytest.raises(Permanent, match="being synced with other content"):
             harness.publish(2, run="another start")
         await harness.report(two)
         assert harness.publish(2) == two
-        with pytest.raises(Permanent, match="is the fleet's, with other content"):
+        with pytest.raises(Permanent, match="is committed with other content"):
             harness.publish(2, run="another start")
         assert (await harness.report(harness.publish(1, run="back to a checkpoint"))).state is SyncState.DONE
         harness.check_one_version(1)
@@ -605,7 +602,7 @@ def test_the_same_word_is_answered_again_and_another_about_the_same_version_is_n
     played(tmp_path, scene)
 
 
-def test_all_ranks_have_to_say_the_same_and_in_time(tmp_path: Path) -> None:
+def test_ranks_must_agree_and_publish_in_time(tmp_path: Path) -> None:
     async def scene(harness: Harness) -> None:
         await harness.pass_time(0.5)
         boxes = {tensor.name: (tensor.whole,) for tensor in TENSORS}
@@ -617,7 +614,7 @@ def test_all_ranks_have_to_say_the_same_and_in_time(tmp_path: Path) -> None:
             harness.sync.publish(Publication(1, 1, 3, harness.trainer.id, (other,), {}, backend="pigeons"))
         assert len(refused.value.faults) == 4
         assert harness.sync.report(sync_id).published == (0,)
-        with pytest.raises(ProblemFaults, match="has said otherwise"):
+        with pytest.raises(ProblemFaults, match="has published version 1 with other content"):
             harness.sync.publish(Publication(1, 0, 2, harness.trainer.id, (b,), {"b": boxes["b"]}))
         assert harness.sync.publish(Publication(1, 1, 2, harness.trainer.id, (b,), {"b": boxes["b"]})) == sync_id
         assert (await harness.report(sync_id)).state is SyncState.DONE
@@ -629,7 +626,7 @@ def test_all_ranks_have_to_say_the_same_and_in_time(tmp_path: Path) -> None:
     played(tmp_path, scene)
 
 
-def test_an_operators_pause_holds_a_sync_which_says_so(tmp_path: Path) -> None:
+def test_operator_pause_holds_a_sync_and_is_reported(tmp_path: Path) -> None:
     async def scene(harness: Harness) -> None:
         await first(harness)
         assert harness.daemon is not None
@@ -648,7 +645,7 @@ def test_an_operators_pause_holds_a_sync_which_says_so(tmp_path: Path) -> None:
         harness.sync.install_now(sync_id, "")
         await harness.pass_time(5.0)
         report = harness.sync.report(sync_id)
-        assert report.state is SyncState.PREPARED, "nor are engines brought to rest for it"
+        assert report.state is SyncState.PREPARED, "engines are not paused for it"
         assert "not now" in report.detail
         pause_registry.resume(PauseScope.SYNC, "")
         assert (await harness.report(sync_id)).state is SyncState.DONE

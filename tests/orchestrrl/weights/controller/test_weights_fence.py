@@ -1,4 +1,4 @@
-"""What a weight sync wishes of the pause barrier, as the pause barrier hears it."""
+"""Calls of a weight sync to the pause barrier."""
 
 from typing import Any, cast
 
@@ -16,7 +16,7 @@ LEASE = PauseLease("g1", "weight sync s1", PauseMode.KEEP, FrozenRequests.RECOMP
 
 
 class Barrier:
-    """It notes what it is asked."""
+    """A fake barrier that records its calls."""
 
     def __init__(self) -> None:
         self.state = PauseState(LEASE, quiet=True)
@@ -55,7 +55,7 @@ def fence_over(barrier: Barrier, *gateways: str) -> BarrierFence:
 
 
 @pytest.mark.parametrize(("empty", "frozen"), [(True, FrozenRequests.TAKEN_BACK), (False, FrozenRequests.RECOMPUTE)])
-async def test_engines_keep_requests_unless_they_are_to_be_empty(empty: bool, frozen: FrozenRequests) -> None:
+async def test_pause_keeps_requests_unless_engines_must_be_empty(empty: bool, frozen: FrozenRequests) -> None:
     barrier = Barrier()
     fence = fence_over(barrier)
     assert await fence.pause("weight sync s1", empty=empty, lease_s=30.0, deadline_s=10.0) == "g1"
@@ -64,7 +64,7 @@ async def test_engines_keep_requests_unless_they_are_to_be_empty(empty: bool, fr
     assert fence.state is barrier.state
 
 
-async def test_where_a_versions_weights_are_is_told_with_it() -> None:
+async def test_resume_reports_the_path_of_the_weights() -> None:
     barrier = Barrier()
     fence = fence_over(barrier)
     await fence.renew("g1", 30.0)
@@ -81,7 +81,7 @@ async def test_where_a_versions_weights_are_is_told_with_it() -> None:
     ]
 
 
-def test_it_is_manned_by_gateways() -> None:
+def test_barrier_is_manned_if_a_gateway_is_attached() -> None:
     barrier = Barrier()
     assert not fence_over(barrier).is_manned()
     assert fence_over(barrier, "gw0").is_manned()

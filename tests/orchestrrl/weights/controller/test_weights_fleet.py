@@ -1,5 +1,5 @@
-"""Engines come and go, and versions with them: peers are told whom to serve, nobody is mourned who left by order, and
-what a trainer brings in its own way stays."""
+"""Weight syncs in a changing fleet: engines join and leave, peers get assignments, and weights that a trainer installs
+itself are kept."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -34,7 +34,7 @@ def serving_peer(harness: Harness, id: str, *hosts: str) -> FakePeer:
 
 
 def serves(harness: Harness, id: str) -> set[str]:
-    """As the daemon has it."""
+    """Return the engines of a peer as reported to the daemon."""
     assert harness.daemon is not None
     return {str(each.engine) for each in harness.daemon.hub.peers[PeerId(id)].peer.engines}
 
@@ -57,14 +57,14 @@ async def _opened(
     await task
 
 
-# --- who serves whom
+# --- assignment of engines to peers
 
 
-def test_an_engine_that_comes_with_the_version_is_not_given_it_again(tmp_path: Path) -> None:
+def test_engine_that_joins_with_the_version_is_not_installed_again(tmp_path: Path) -> None:
     async def scene(harness: Harness) -> None:
         peer = serving_peer(harness, "p3", "h3")
         await _begun(harness)
-        assert peer.folders.keys() == {1}, "who serves a host has the fleet's weights before an engine is started there"
+        assert peer.folders.keys() == {1}, "a serving host has the fleet's version before an engine starts there"
         harness.come("e3", "h3", weights=1)
         await harness.pass_time(3.0)
         assert serves(harness, "p3") == {"e3"}
@@ -77,7 +77,7 @@ def test_an_engine_that_comes_with_the_version_is_not_given_it_again(tmp_path: P
     played(tmp_path, scene)
 
 
-def test_one_that_comes_with_its_own_weights_is_brought_the_version(tmp_path: Path) -> None:
+def test_engine_that_joins_with_other_weights_gets_the_version(tmp_path: Path) -> None:
     async def scene(harness: Harness) -> None:
         peer = serving_peer(harness, "p3", "h3")
         await _begun(harness)
@@ -89,7 +89,7 @@ def test_one_that_comes_with_its_own_weights_is_brought_the_version(tmp_path: Pa
     played(tmp_path, scene)
 
 
-def test_who_was_told_of_an_engine_serves_it_after_its_restart_and_the_daemons(tmp_path: Path) -> None:
+def test_peer_keeps_an_assigned_engine_after_restarts_of_peer_and_daemon(tmp_path: Path) -> None:
     async def scene(harness: Harness) -> None:
         peer = serving_peer(harness, "p3", "h3")
         harness.come("e3", "h3")
@@ -107,8 +107,8 @@ def test_who_was_told_of_an_engine_serves_it_after_its_restart_and_the_daemons(t
     played(tmp_path, scene)
 
 
-def test_an_engine_that_leaves_soon_after_the_daemon_came_is_served_no_longer(tmp_path: Path) -> None:
-    """What a daemon that has just come does not know stays its peer's, what it has seen leave does not."""
+def test_engine_that_leaves_soon_after_daemon_start_is_unassigned(tmp_path: Path) -> None:
+    """A new daemon leaves unknown engines with their peers, but not engines that it has seen leave."""
 
     async def scene(harness: Harness) -> None:
         serving_peer(harness, "p3", "h3")
@@ -122,7 +122,7 @@ def test_an_engine_that_leaves_soon_after_the_daemon_came_is_served_no_longer(tm
     played(tmp_path, scene)
 
 
-def test_of_two_the_first_by_id_serves_it_and_keeps_it(tmp_path: Path) -> None:
+def test_first_peer_by_id_gets_an_engine_and_its_holder_keeps_it(tmp_path: Path) -> None:
     async def scene(harness: Harness) -> None:
         serving_peer(harness, "p4", "h3")
         first = serving_peer(harness, "p3", "h3")
@@ -130,7 +130,7 @@ def test_of_two_the_first_by_id_serves_it_and_keeps_it(tmp_path: Path) -> None:
         await _begun(harness)
         assert (serves(harness, "p3"), serves(harness, "p4")) == ({"e3"}, set())
         first.die()
-        await harness.pass_time(8.0)  # longer than its patience
+        await harness.pass_time(8.0)  # longer than the patience
         assert serves(harness, "p4") == {"e3"}
         first.come_back()
         await harness.pass_time(3.0)
@@ -142,7 +142,7 @@ def test_of_two_the_first_by_id_serves_it_and_keeps_it(tmp_path: Path) -> None:
     played(tmp_path, scene)
 
 
-def test_a_peer_that_is_started_with_an_engine_has_it_from_who_was_told(tmp_path: Path) -> None:
+def test_peer_started_with_an_engine_takes_it_from_an_assigned_peer(tmp_path: Path) -> None:
     async def scene(harness: Harness) -> None:
         serving_peer(harness, "p3", "h3")
         engine = harness.come("e3", "h3")
@@ -156,7 +156,7 @@ def test_a_peer_that_is_started_with_an_engine_has_it_from_who_was_told(tmp_path
     played(tmp_path, scene)
 
 
-def test_an_engine_that_nobody_serves_is_left_out_with_what_to_start(tmp_path: Path) -> None:
+def test_unserved_engine_is_quarantined_with_the_remedy(tmp_path: Path) -> None:
     async def scene(harness: Harness) -> None:
         serving_peer(harness, "p3", "h3")
         harness.come("e4", "h4")
@@ -165,7 +165,7 @@ def test_an_engine_that_nobody_serves_is_left_out_with_what_to_start(tmp_path: P
         assert report.code == "some_quarantined"
         (stands,) = [each for each in report.engines if each.engine == E4]
         assert stands.state is EngineSync.QUARANTINED
-        assert "no attached peer serves h4: start `orchestrrl sync peer --engines-here` there" in stands.detail
+        assert "no attached peer serves h4: start `orchestrrl sync peer --engines-here` on that host" in stands.detail
         serving_peer(harness, "p4", "h4")
         await harness.settled()
         harness.check_one_version(1)
@@ -173,25 +173,25 @@ def test_an_engine_that_nobody_serves_is_left_out_with_what_to_start(tmp_path: P
     played(tmp_path, scene)
 
 
-# --- while a version is on its way
+# --- during a sync
 
 
-def test_a_redeployment_while_bytes_are_on_their_way(tmp_path: Path) -> None:
-    """The sync waits for it, however long it takes, and then takes the engines that there are."""
+def test_sync_waits_for_a_redeployment_during_the_transfer(tmp_path: Path) -> None:
+    """The sync waits for any time until the redeployment ends, and then uses the engines that exist."""
 
     async def scene(harness: Harness) -> None:
         peer = serving_peer(harness, "p3", "h3")
         harness.come("e3", "h3")
         await _begun(harness)
-        peer.stalls = True  # so that it is still under way
+        peer.stalls = True  # keeps the transfer running
         sync = harness.publish(2)
         await harness.pass_time(1.0)
         harness.deploying = True
         harness.leave("e3")
         peer.stalls = False
-        await harness.pass_time(90.0)  # longer than the fence may take
+        await harness.pass_time(90.0)  # longer than the limit of the fence
         report = harness.sync.report(sync)
-        assert (report.state, report.detail) == (SyncState.PREPARED, "waits: engines are being started or stopped")
+        assert (report.state, report.detail) == (SyncState.PREPARED, "waiting: engines are being started or stopped")
         harness.come("e4", "h3", weights=1)
         harness.deploying = False
         report = await harness.report(sync)
@@ -202,7 +202,7 @@ def test_a_redeployment_while_bytes_are_on_their_way(tmp_path: Path) -> None:
     played(tmp_path, scene)
 
 
-def test_an_engine_that_comes_before_the_barrier_closes_takes_part(tmp_path: Path) -> None:
+def test_engine_that_joins_before_the_barrier_closes_takes_part(tmp_path: Path) -> None:
     async def scene(harness: Harness) -> None:
         serving_peer(harness, "p3", "h3")
         await _begun(harness)
@@ -211,7 +211,7 @@ def test_an_engine_that_comes_before_the_barrier_closes_takes_part(tmp_path: Pat
         harness.come("e3", "h3", weights=1)
         harness.sync.install_now(sync, "")
         await harness.clock.advance(0.05)
-        assert harness.sync.report(sync).detail == "waits: peers are being told of engines that have come"
+        assert harness.sync.report(sync).detail == "waiting: peers are being assigned new engines"
         report = await harness.report(sync)
         assert (report.code, report.attempt, {each.state for each in report.engines}) == (
             "done",
@@ -223,8 +223,8 @@ def test_an_engine_that_comes_before_the_barrier_closes_takes_part(tmp_path: Pat
     played(tmp_path, scene)
 
 
-def test_engines_that_left_by_order_are_not_lost(tmp_path: Path) -> None:
-    """One that goes with its host, one in the middle of an install: no attempt is lost on either."""
+def test_engines_that_leave_by_order_do_not_fail_an_attempt(tmp_path: Path) -> None:
+    """One engine leaves with its host, another during its installation; neither costs an attempt."""
 
     async def scene(harness: Harness) -> None:
         await _begun(harness)
@@ -242,7 +242,7 @@ def test_engines_that_left_by_order_are_not_lost(tmp_path: Path) -> None:
     played(tmp_path, scene, attempts=1)
 
 
-def test_a_host_without_engines_that_fails_keeps_nobody_from_the_version(tmp_path: Path) -> None:
+def test_failing_host_without_engines_does_not_block_a_sync(tmp_path: Path) -> None:
     async def scene(harness: Harness) -> None:
         idle = serving_peer(harness, "p3", "h3")
         idle.stalls = True
@@ -267,7 +267,7 @@ _CHANGE = st.one_of(
 
 
 @given(st.lists(st.tuples(st.sampled_from((0.2, 0.7, 1.5, 3.0)), _CHANGE), min_size=2, max_size=8))
-def test_whoever_comes_and_goes_it_ends_with_one_version(changes: list[tuple[float, tuple[str, str]]]) -> None:
+def test_random_changes_of_the_fleet_end_with_one_version(changes: list[tuple[float, tuple[str, str]]]) -> None:
     async def scene(harness: Harness) -> None:
         serving_peer(harness, "p3", "h3")
         serving_peer(harness, "p4", "h3", "h4")
@@ -299,22 +299,22 @@ def test_whoever_comes_and_goes_it_ends_with_one_version(changes: list[tuple[flo
         done = [report.version for report in harness.sync.history(0) if report.state is SyncState.DONE]
         harness.check_one_version(max(done))
         given = [each.engine for peer in harness.daemon.hub.peers.values() for each in peer.peer.engines]  # type: ignore[union-attr]
-        assert sorted(given) == sorted(set(given)), "an engine is two peers'"
+        assert sorted(given) == sorted(set(given)), "an engine has two peers"
 
     with TemporaryDirectory() as folder:
         played(Path(folder), scene)
 
 
-# --- weights by another way
+# --- weights installed by a trainer itself
 
 
-def test_what_a_trainer_brings_in_its_own_way_is_not_undone(tmp_path: Path) -> None:
+def test_weights_installed_by_a_trainer_are_kept(tmp_path: Path) -> None:
     async def scene(harness: Harness) -> None:
         await _begun(harness)
         lease = harness.fence.close_by("a trainer of its own way")
         for engine in harness.engines.values():
             engine.weights = 7
-        for peer in harness.peers.values():  # its engines say so
+        for peer in harness.peers.values():  # as their engines report
             peer.installed.update({engine.id: 7 for engine in peer.engines})
         await _opened(harness, lease, 7, (), "its own")
         for peer in harness.peers.values():
@@ -339,8 +339,8 @@ def test_what_a_trainer_brings_in_its_own_way_is_not_undone(tmp_path: Path) -> N
     played(tmp_path, scene)
 
 
-def test_a_version_that_fails_after_that_leaves_nobody_with_the_one_from_before_it(tmp_path: Path) -> None:
-    """Peers have version 1; the fleet had 7 by another way, which nobody here can bring back."""
+def test_failed_version_does_not_restore_one_older_than_the_fleets(tmp_path: Path) -> None:
+    """Peers store version 1; the fleet had version 7 from a trainer, which peers cannot restore."""
 
     async def scene(harness: Harness) -> None:
         await _begun(harness)
@@ -359,7 +359,7 @@ def test_a_version_that_fails_after_that_leaves_nobody_with_the_one_from_before_
     played(tmp_path, scene, attempts=1)
 
 
-def test_what_a_trainer_brings_while_a_version_waits_is_the_fleets_until_that_is_installed(tmp_path: Path) -> None:
+def test_trainers_weights_replace_the_committed_version_while_a_sync_waits(tmp_path: Path) -> None:
     async def scene(harness: Harness) -> None:
         await _begun(harness)
         sync = harness.publish(2, install="next_pause")
@@ -374,7 +374,7 @@ def test_what_a_trainer_brings_while_a_version_waits_is_the_fleets_until_that_is
     played(tmp_path, scene)
 
 
-def test_a_trainer_that_closes_the_barrier_again_at_once_has_its_own_weights(tmp_path: Path) -> None:
+def test_trainer_that_closes_the_barrier_again_keeps_its_weights(tmp_path: Path) -> None:
     async def scene(harness: Harness) -> None:
         await _begun(harness)
         await _another_way(harness, is_told=False)
@@ -387,14 +387,12 @@ def test_a_trainer_that_closes_the_barrier_again_at_once_has_its_own_weights(tmp
 
 
 @pytest.mark.parametrize("told", [None, 1])
-def test_a_barrier_of_which_nobody_knows_any_version_is_opened_with_the_fleets(
-    tmp_path: Path, told: int | None
-) -> None:
-    """Without engines that have lost it, as they say when they are asked."""
+def test_barrier_without_versions_opens_with_the_committed_version(tmp_path: Path, told: int | None) -> None:
+    """Engines that report its loss when queried are left out."""
 
     async def scene(harness: Harness) -> None:
         await _begun(harness)
-        harness.fence._state = PauseState()  # as when a lease ends by itself
+        harness.fence._state = PauseState()  # as after an expired lease
         harness.fence.close_by("a trainer")
         harness.restart_unseen("e1")
         asked = harness.task(harness.sync.before_resume(harness.clock.now_s() + 30.0, told))
@@ -405,7 +403,7 @@ def test_a_barrier_of_which_nobody_knows_any_version_is_opened_with_the_fleets(
 
 
 async def _another_way(harness: Harness, *, is_told: bool = True) -> None:
-    """Engines are given weights by a trainer itself, and go on saying that they have what they had before."""
+    """Have a trainer install weights itself; the engines still report their previous version."""
     lease = harness.fence.close_by("a trainer of its own way")
     for engine in harness.engines.values():
         engine.weights, engine.unnamed = 7, True
@@ -413,8 +411,8 @@ async def _another_way(harness: Harness, *, is_told: bool = True) -> None:
         await _opened(harness, lease, 7, (), "its own")
 
 
-def test_engines_that_were_not_changed_go_on_by_what_another_brought(tmp_path: Path) -> None:
-    """Peers take them for version 1, which nothing is done to bring back."""
+def test_unchanged_engines_keep_the_trainers_weights(tmp_path: Path) -> None:
+    """Peers still report version 1 for them, which must not be restored."""
 
     async def scene(harness: Harness, *, is_manned: bool) -> None:
         harness.fence.manned = is_manned
@@ -436,7 +434,7 @@ def test_engines_that_were_not_changed_go_on_by_what_another_brought(tmp_path: P
         played(folder, lambda harness, is_manned=is_manned: scene(harness, is_manned=is_manned), attempts=1)
 
 
-def test_a_version_that_engines_still_say_they_have_is_loaded_again_after_that(tmp_path: Path) -> None:
+def test_version_that_engines_wrongly_report_is_loaded_again(tmp_path: Path) -> None:
     async def scene(harness: Harness) -> None:
         await _begun(harness)
         await _another_way(harness)
@@ -447,7 +445,7 @@ def test_a_version_that_engines_still_say_they_have_is_loaded_again_after_that(t
     played(tmp_path, scene)
 
 
-# --- the decision alone
+# --- the pure decision
 
 _HOSTS = ("h0", "h1", "localhost", "h2", "h2")
 _URLS = ("", "http://h0:1", "http://H1:5", "http://127.0.0.1:9", "http://h2:8000", "http://h2:8002", "http://h9")
@@ -461,7 +459,7 @@ _PEERS = st.lists(
 
 
 def _states(told: list[tuple[list[str], dict[EngineId, bool], float | None]]) -> dict[PeerId, PeerState]:
-    """As the hub has them: no engine is two attached peers'."""
+    """Build states as in the hub: no engine belongs to two attached peers."""
     states, taken = {}, set()
     for number, (hosts, claims, gone_s) in enumerate(told):
         engines = tuple(
@@ -475,7 +473,7 @@ def _states(told: list[tuple[list[str], dict[EngineId, bool], float | None]]) ->
 
 
 @given(_ENGINES, _PEERS)
-def test_no_engine_is_two_peers_and_who_can_be_served_is(
+def test_assignment_serves_every_engine_at_most_once(
     engines: dict[EngineId, EngineNow], told: list[tuple[list[str], dict[EngineId, bool], float | None]]
 ) -> None:
     states = _states(told)
@@ -487,7 +485,7 @@ def test_no_engine_is_two_peers_and_who_can_be_served_is(
     assert not fixed & set(givers)
     for id, wanted in found.wanted.items():
         others = {each.engine for other in there if other != id for each in there[other].peer.engines}
-        assert not others & wanted.keys(), "given before who has it has let go of it"
+        assert not others & wanted.keys(), "assigned before its holder has dropped it"
         assert all(engines[engine].url == url for engine, url in wanted.items())
     held = {each.engine for state in there.values() for each in state.peer.engines}
     for engine in engines:

@@ -1,4 +1,4 @@
-"""An engine of several hosts: one peer installs into it, and all its hosts' peers have to have the bytes."""
+"""Engines with ranks on several hosts: one peer installs, and the peers of all hosts must have the bytes."""
 
 from pathlib import Path
 
@@ -15,13 +15,13 @@ E1 = EngineId("e1")
 
 
 def _other_host(harness: Harness, folder: str = "") -> FakePeer:
-    """Ranks of e1 are there, too. Attached by whoever asks for it."""
+    """Create, without attaching it, a peer on another host with ranks of e1."""
     peer = FakePeer(harness, PeerId("p1b"), PeerRole.ENGINE, ranks_of=(E1,), folder=folder)
     harness.peers[peer.id] = peer
     return peer
 
 
-def test_all_hosts_have_the_bytes_before_it_is_installed(tmp_path: Path) -> None:
+def test_all_hosts_have_the_bytes_before_the_installation(tmp_path: Path) -> None:
     async def scene(harness: Harness) -> None:
         other = _other_host(harness)
         other.attach()
@@ -35,7 +35,7 @@ def test_all_hosts_have_the_bytes_before_it_is_installed(tmp_path: Path) -> None
     played(tmp_path, scene)
 
 
-def test_it_is_left_out_while_one_of_its_hosts_is_away_and_repaired_later(tmp_path: Path) -> None:
+def test_engine_is_quarantined_while_one_of_its_hosts_is_detached(tmp_path: Path) -> None:
     async def scene(harness: Harness) -> None:
         other = _other_host(harness)
         other.attach()
@@ -53,7 +53,7 @@ def test_it_is_left_out_while_one_of_its_hosts_is_away_and_repaired_later(tmp_pa
     played(tmp_path, scene)
 
 
-def test_a_host_that_dies_on_the_way_takes_its_engine_with_it_alone(tmp_path: Path) -> None:
+def test_host_that_dies_during_a_sync_affects_only_its_engine(tmp_path: Path) -> None:
     async def scene(harness: Harness) -> None:
         other = _other_host(harness)
         other.attach()
@@ -68,7 +68,7 @@ def test_a_host_that_dies_on_the_way_takes_its_engine_with_it_alone(tmp_path: Pa
     played(tmp_path, scene)
 
 
-def test_hosts_with_other_folders_are_told_what_to_do(tmp_path: Path) -> None:
+def test_hosts_with_different_folders_are_reported_with_the_remedy(tmp_path: Path) -> None:
     async def scene(harness: Harness) -> None:
         _other_host(harness, "/dev/shm/other").attach()
         await harness.report(harness.publish(1))

@@ -1,6 +1,6 @@
-"""Daemon, peers, engines and trainer die at every point of a sync; what comes back ends in one version.
+"""Daemon, peers, engines and trainer die at every point of a sync; after restarts the fleet has one version.
 
-The harness checks at each of these points that no engine serves by another version than the pause barrier says.
+The harness checks at each point that no engine serves a version other than the one at the pause barrier.
 """
 
 from collections.abc import Callable
@@ -14,11 +14,11 @@ from weights_harness import Harness, played
 from orchestrrl.core.errors import OrchestrRLError
 from orchestrrl.weights.controller.reports import SyncState
 
-LONG_S = 180.0  # by which all is settled
+LONG_S = 180.0  # limit until everything has settled
 
 
 async def _second_version(harness: Harness, at: int | None, act: Callable[[Harness], None]) -> list[str]:
-    """Version 1 is the fleet's, and 2 is on its way when it happens. Daemons come back after a moment."""
+    """Publish version 2 in a fleet with version 1, and call `act` at point `at`; return the points passed."""
     await harness.pass_time(0.5)
     await harness.report(harness.publish(1))
     await harness.pass_time(2.0)
@@ -63,7 +63,7 @@ async def _ends_in_one_version(harness: Harness) -> None:
     harness.check_one_version(max(done))
 
 
-def test_the_daemon_is_killed_at_every_point(tmp_path: Path, points: list[str]) -> None:
+def test_daemon_killed_at_any_point_ends_with_one_version(tmp_path: Path, points: list[str]) -> None:
     ends, wrong = set(), []
     for at, what in enumerate(points):
         folder = tmp_path / str(at)
@@ -78,7 +78,7 @@ def test_the_daemon_is_killed_at_every_point(tmp_path: Path, points: list[str]) 
             harness.start()
             await _ends_in_one_version(harness)
             ends.add(harness.sync.report().state)
-            # And the next version comes through.
+            # The next version must succeed.
             report = await harness.report(harness.publish(3))
             assert report.state is SyncState.DONE
             harness.check_one_version(3)
@@ -122,7 +122,7 @@ DEATHS = {
 
 
 @pytest.mark.parametrize("death", DEATHS)
-def test_somebody_else_dies_at_every_point(tmp_path: Path, points: list[str], death: str) -> None:
+def test_other_process_killed_at_any_point_ends_with_one_version(tmp_path: Path, points: list[str], death: str) -> None:
     wrong = []
     ends = set()
     for at, what in list(enumerate(points))[sorted(DEATHS).index(death) % 2 :: 2]:

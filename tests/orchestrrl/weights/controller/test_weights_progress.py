@@ -1,4 +1,4 @@
-"""What is kept of thousands of edges is what looking through all of them would find, whatever becomes of them."""
+"""The indexes of SyncProgress agree with a full scan of all edges after any events."""
 
 from dataclasses import asdict, replace
 
@@ -63,7 +63,7 @@ happenings = st.one_of(
 
 
 @given(st.lists(happenings, max_size=30))
-def test_what_is_kept_is_what_would_be_found(news: list[tuple[object, ...]]) -> None:
+def test_indexes_agree_with_a_full_scan(news: list[tuple[object, ...]]) -> None:
     progress = SyncProgress(_planned())
     added, ended = 0, set[str]()
     for what, *more in news:
@@ -99,10 +99,10 @@ def test_what_is_kept_is_what_would_be_found(news: list[tuple[object, ...]]) -> 
                 if left.ranges:
                     found[shard] = left.ranges
             assert progress.uncovered(peer) == found
-            assert not found or peer in progress.doubtful  # nobody is forgotten
+            assert not found or peer in progress.doubtful  # no peer is missing
 
 
-def test_edges_that_replace_others_are_held_to_their_rate() -> None:
+def test_replacement_edges_keep_the_rate_limit() -> None:
     planned = _planned()
     first = replace(planned.edges[0], rate_gbps=12.5)
     progress = SyncProgress(replace(planned, edges=(first, *planned.edges[1:])))
@@ -110,7 +110,7 @@ def test_edges_that_replace_others_are_held_to_their_rate() -> None:
     assert progress.rate_gbps(PEERS[3], first.shard) == 0.0
 
 
-def test_the_peer_of_an_engine_is_whoever_is_attached_with_it() -> None:
+def test_peer_of_an_engine_is_the_attached_peer_that_lists_it() -> None:
     hub = PeerHub(VirtualClock(1000.0), 1)
 
     def peer(id: str, *engines: str) -> Peer:

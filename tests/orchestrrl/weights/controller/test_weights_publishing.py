@@ -1,4 +1,4 @@
-"""Words of ranks: what goes together, and what is told where it does not."""
+"""Publications of ranks: agreement between ranks, and reported faults."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -19,22 +19,22 @@ def _word(rank: int, *tensors: TensorMeta) -> Publication:
     return Publication(3, rank, 4, PeerId("t"), tensors or (WEIGHT,), {}, probe=(1, 2))
 
 
-def test_a_rank_is_held_against_what_others_have_said() -> None:
+def test_publication_is_compared_with_those_of_other_ranks() -> None:
     collection = PublicationSet()
     for word in (_word(0), _word(1, WEIGHT, TensorMeta("b", "F32", (2,)))):
         assert collection.faults(word) == []
         collection.add(word)
-    assert collection.faults(_word(1)) == []  # its own word may be another now; whether it may is told elsewhere
+    assert collection.faults(_word(1)) == []  # not compared with its own earlier one; the controller does that
     other = replace(_word(2, replace(WEIGHT, shape=(8, 5)), TensorMeta("b", "BF16", (2,))), probe=(1,), world=5)
     assert collection.faults(other) == [
-        "world: rank 0 has said 4, got 5",
-        "probe: rank 0 has said (1, 2), got (1,)",
-        "tensors[0]: a.weight is BF16 (8, 4) of rank 0, got BF16 (8, 5)",
-        "tensors[1]: b is F32 (2,) of rank 1, got BF16 (2,)",
+        "world: must be 4 as for rank 0, got 5",
+        "probe: must be (1, 2) as for rank 0, got (1,)",
+        "tensors[0]: a.weight must be BF16 (8, 4) as for rank 0, got BF16 (8, 5)",
+        "tensors[1]: b must be F32 (2,) as for rank 1, got BF16 (2,)",
     ]
 
 
-def test_a_trainer_whose_clock_is_ahead_has_staged_before_it_said_so(tmp_path: Path) -> None:
+def test_staging_phases_end_before_the_publication_if_the_trainers_clock_is_ahead(tmp_path: Path) -> None:
     async def scene(harness: Harness) -> None:
         await harness.pass_time(0.5)
         ahead_s = harness.clock.now_s() + 500.0

@@ -1,6 +1,6 @@
-"""Engines that are restarted behind their peer's back: an agent sees it, and what the peer last said is from before.
+"""Engines that restart unnoticed by their peer: an agent detects it, and the peer's last report is stale.
 
-The harness checks at every point that no engine serves by another version than the pause barrier says.
+The harness checks at every point that no engine serves a version other than the one at the pause barrier.
 """
 
 from contextlib import suppress
@@ -19,7 +19,7 @@ from orchestrrl.weights.orders import InstallVersion
 from planner.model import EngineId
 
 E1 = EngineId("e1")
-# When in version 2's way, whose engine, and how much later its peer asks it.
+# The point in the sync of version 2, the engine, and the delay until its peer queries it.
 RESTART = st.tuples(st.integers(0, 79), st.sampled_from(("e0", "e1", "e2")), st.sampled_from((0.2, 3.0, 9.0)))
 
 
@@ -30,11 +30,11 @@ async def _first(harness: Harness) -> None:
     harness.check_one_version(1)
 
 
-def test_a_stale_word_is_not_told_to_the_barrier(tmp_path: Path) -> None:
+def test_stale_report_does_not_reach_the_barrier(tmp_path: Path) -> None:
     async def scene(harness: Harness) -> None:
         await _first(harness)
         harness.restart_behind("e1", lag_s=30.0)
-        harness.peer("p1").introduce()  # it says what it knows
+        harness.peer("p1").introduce()  # with its stale state
         assert not harness.fence.state.serves(E1)
         await harness.pass_time(10.0)
         harness.check_one_version(1)
@@ -43,7 +43,7 @@ def test_a_stale_word_is_not_told_to_the_barrier(tmp_path: Path) -> None:
     played(tmp_path, scene)
 
 
-def test_a_restart_that_only_the_daemon_before_heard_of(tmp_path: Path) -> None:
+def test_restart_reported_only_to_the_previous_daemon_is_repaired(tmp_path: Path) -> None:
     async def scene(harness: Harness) -> None:
         await _first(harness)
         harness.restart_behind("e1", lag_s=30.0)
@@ -57,7 +57,7 @@ def test_a_restart_that_only_the_daemon_before_heard_of(tmp_path: Path) -> None:
     played(tmp_path, scene)
 
 
-def test_a_daemon_that_comes_back_waits_for_peers_before_it_undoes_what_was_begun(tmp_path: Path) -> None:
+def test_restarted_daemon_waits_for_peers_before_a_rollback(tmp_path: Path) -> None:
     async def scene(harness: Harness) -> None:
         await _first(harness)
         harness.when("p1 has done install", harness.kill)
@@ -79,7 +79,7 @@ def test_a_daemon_that_comes_back_waits_for_peers_before_it_undoes_what_was_begu
     played(tmp_path, scene)
 
 
-def test_a_daemon_that_comes_back_after_the_commit_waits_for_no_engine_that_was_left_out(tmp_path: Path) -> None:
+def test_restarted_daemon_does_not_wait_for_quarantined_engines(tmp_path: Path) -> None:
     async def scene(harness: Harness) -> None:
         await _first(harness)
         harness.engine("e0").fails = 99
@@ -98,9 +98,9 @@ def test_a_daemon_that_comes_back_after_the_commit_waits_for_no_engine_that_was_
 
 
 @pytest.mark.parametrize("ends", ["committed", "called off before", "called off in the middle", "taken back by peers"])
-def test_a_restart_that_nobody_saw_behind_the_barrier(tmp_path: Path, ends: str) -> None:
-    """No sample was taken, and the peer had asked before: engines are asked again before requests go on. The harness
-    checks it as the pause barrier opens."""
+def test_unreported_restart_behind_the_barrier_is_detected(tmp_path: Path, ends: str) -> None:
+    """No sample was taken, and the peer had queried earlier: engines are queried again before requests resume. The
+    harness checks this when the pause barrier opens."""
 
     async def scene(harness: Harness) -> None:
         await _first(harness)
@@ -116,7 +116,7 @@ def test_a_restart_that_nobody_saw_behind_the_barrier(tmp_path: Path, ends: str)
             if harness.fence.manned:
                 harness.restart_unseen("e1")
             else:
-                harness.when("p1 has done install", harness.engine("e1").restart)  # of what it had before
+                harness.when("p1 has done install", harness.engine("e1").restart)  # when it has its previous version
             if ends != "committed":
                 harness.sync.abort("", "")
 
@@ -130,7 +130,7 @@ def test_a_restart_that_nobody_saw_behind_the_barrier(tmp_path: Path, ends: str)
     played(tmp_path, scene)
 
 
-def test_a_daemon_that_finds_the_barrier_closed_and_nothing_changed_asks_engines_before_it_opens(
+def test_restarted_daemon_queries_engines_before_it_opens_a_closed_barrier(
     tmp_path: Path,
 ) -> None:
     async def scene(harness: Harness) -> None:
@@ -151,7 +151,7 @@ def test_a_daemon_that_finds_the_barrier_closed_and_nothing_changed_asks_engines
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_a_daemon_that_comes_back_ends_what_is_still_carried(tmp_path: Path, version: int) -> None:
+def test_restarted_daemon_ends_edges_that_still_run(tmp_path: Path, version: int) -> None:
     async def scene(harness: Harness) -> None:
         await (harness.pass_time(0.5) if version == 1 else _first(harness))
         harness.peer("p1").stalls = True
@@ -169,10 +169,10 @@ def test_a_daemon_that_comes_back_ends_what_is_still_carried(tmp_path: Path, ver
 @settings(max_examples=20)
 @given(st.lists(RESTART, min_size=1, max_size=3), st.booleans(), st.integers(0, 159))
 @example([(70, "e1", 9.0)], True, 159)
-def test_engines_restart_at_any_point_of_a_sync(
+def test_engines_restarted_at_any_point_end_with_one_version(
     restarts: list[tuple[int, str, float]], has_gateways: bool, dies_at: int
 ) -> None:
-    """The daemon may die, too."""
+    """The daemon may die as well."""
 
     async def scene(harness: Harness) -> None:
         harness.fence.manned = has_gateways
@@ -201,7 +201,7 @@ def test_engines_restart_at_any_point_of_a_sync(
         played(Path(folder), scene)
 
 
-def test_an_answer_dispels_no_later_doubt() -> None:
+def test_answer_to_an_earlier_query_does_not_clear_a_later_restart() -> None:
     stale = StaleVersions()
     assert stale.of(E1) is None
     stale.restarted(E1)

@@ -1,4 +1,4 @@
-"""The good way of a version, and who may say what of it."""
+"""A successful sync, and the KV transfer bandwidth during it."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from orchestrrl.weights.controller.reports import EngineSync, SyncPhase, SyncSta
 from planner.sync_tree.network import LeftForMoves
 
 
-def test_a_version_reaches_every_engine_and_requests_go_on_by_it(tmp_path: Path) -> None:
+def test_version_reaches_every_engine_and_requests_resume(tmp_path: Path) -> None:
     async def scene(harness: Harness) -> None:
         await harness.pass_time(0.5)
         assert harness.sync.status().sync is None
@@ -49,7 +49,7 @@ def test_a_version_reaches_every_engine_and_requests_go_on_by_it(tmp_path: Path)
     played(tmp_path, scene)
 
 
-def test_moves_of_kv_share_engine_nics_with_a_version_while_it_is_carried(tmp_path: Path) -> None:
+def test_kv_transfers_share_engine_nics_with_a_running_sync(tmp_path: Path) -> None:
     async def scene(harness: Harness) -> None:
         assert harness.sync.left_for_moves == LeftForMoves()
         sync_id = harness.publish(1)

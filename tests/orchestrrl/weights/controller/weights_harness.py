@@ -1,5 +1,5 @@
-"""A fleet whose weights are brought by peers, under a virtual clock: peers hold bytes as ranges and engines a version;
-both can die, stall, and come back, and so can the daemon, at every point of a sync."""
+"""A simulated fleet with weight peers under a virtual clock. Peers store byte ranges and engines have a version. Peers,
+engines and the daemon can die, stall and restart at every point of a sync."""
 
 import asyncio
 from collections.abc import Callable, Collection, Coroutine, Mapping
@@ -62,23 +62,23 @@ from planner.sync_tree.shares import EngineShare
 
 START_S = 1_000_000.0
 TENSORS = (TensorMeta("a", "F32", (8, 4)), TensorMeta("b", "F32", (4, 4)))
-STEP_S = 0.1  # of whatever a peer does
+STEP_S = 0.1  # duration of each action of a peer
 
 
 @dataclass
 class Engine:
-    """`weights` None: nobody knows, e.g. half of them. A version below zero: those that it was started with."""
+    """A fake engine. `weights` is None if unknown, as with partial weights, and below zero for its initial weights."""
 
     id: EngineId
     weights: int | None = -1
     alive: bool = True
     resting: bool = False
-    fails: int = 0  # installs that go wrong from now on
-    spoils: bool = False  # a failed install leaves half of the weights
-    odd: bool = False  # goes on otherwise than it should
-    host: str = ""  # empty: one of its own
-    unnamed: bool = False  # its weights came by another way: it says that it has what it had before
-    stray: int = 0  # how often it has to be let run until a request ends that came past the gateway
+    fails: int = 0  # number of next installs that fail
+    spoils: bool = False  # a failed install leaves partial weights
+    odd: bool = False  # generates wrong tokens
+    host: str = ""  # empty: a host of its own
+    unnamed: bool = False  # reports its previous version, after a trainer installed others
+    stray: int = 0  # drains needed until a request ends that bypassed the gateway
 
     @property
     def url(self) -> str:
@@ -90,12 +90,12 @@ class Engine:
 
 @dataclass
 class Folder:
-    """What a peer's disk has of a version."""
+    """The stored bytes of a version on a peer's disk."""
 
     map: VersionMap
     missing: dict[str, tuple[Range, ...]]
     parts: tuple[StagedPart, ...] = ()
-    rotten: bool = False  # some of what was received is not what was sent
+    rotten: bool = False  # some received bytes are wrong
 
 
 @dataclass
@@ -108,15 +108,15 @@ class FakePeer:
     folders: dict[int, Folder] = field(default_factory=dict)
     installed: dict[EngineId, int] = field(default_factory=dict)
     alive: bool = True
-    stalls: bool = False  # sends and receives nothing
-    rots: int = 0  # of so many versions from now on some is wrong when it has arrived
+    stalls: bool = False  # neither sends nor receives bytes
+    rots: int = 0  # number of next versions of which some bytes arrive wrong
     edges: dict[str, CarryEdge] = field(default_factory=dict)
     stream: PeerStream | None = None
     results: dict[str, PeerResult] = field(default_factory=dict)
     orders: list[Order] = field(default_factory=list)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
-    serves: tuple[str, ...] = ()  # hosts of engines that it lets itself be told of
-    given: set[EngineId] = field(default_factory=set)  # those that it was told of
+    serves: tuple[str, ...] = ()  # hosts whose engines it can be assigned
+    given: set[EngineId] = field(default_factory=set)  # assigned engines
     ranks_of: tuple[EngineId, ...] = ()
     folder: str = ""
     share: EngineShare = field(default_factory=EngineShare)
@@ -144,7 +144,7 @@ class FakePeer:
             self._go(self._obey(self.stream))
 
     def die(self) -> None:
-        """Its process; the disk stays."""
+        """Kill the peer's process; its disk stays."""
         self.alive = False
         for task in self.tasks:
             task.cancel()
@@ -248,7 +248,7 @@ class FakePeer:
                 raise AssertionError(order)
 
     def _ask(self, engine: Engine) -> None:
-        """It says so if it has lost what it was given."""
+        """Query an engine; report the loss of its version, if any."""
         if engine.weights is None or engine.weights < 0:
             self.installed.pop(engine.id, None)
             self.introduce()
@@ -260,7 +260,7 @@ class FakePeer:
         elif order.at_rest and order.drain_s and not engine.resting and engine.stray:
             engine.stray -= 1
             if engine.stray:
-                return PeerResult("", OrderOutcome.FAILED, "its requests did not end")
+                return PeerResult("", OrderOutcome.FAILED, "its requests did not finish")
         engine.resting = order.at_rest
         return PeerResult("", OrderOutcome.DONE)
 
@@ -271,7 +271,7 @@ class FakePeer:
         self.engines, self.given = [*own, *told], {engine.id for engine in told}
         for engine in told:
             if engine.id not in before and engine.weights is not None and engine.weights >= 0:
-                self.installed[engine.id] = engine.weights  # it says so
+                self.installed[engine.id] = engine.weights  # the engine reports it
         self.introduce()
 
     def _open(self, order: OpenVersion) -> PeerResult:
@@ -298,7 +298,7 @@ class FakePeer:
         engine = self._engine(order.engine)
         folder = self.folders.get(order.version)
         if folder is None or any(folder.missing.values()) or folder.rotten:
-            return PeerResult("", OrderOutcome.FAILED, f"version {order.version} is not here whole")
+            return PeerResult("", OrderOutcome.FAILED, f"version {order.version} is incomplete")
         if self.harness.clock.now_s() > order.valid_until_s:
             return PeerResult("", OrderOutcome.FAILED, "too late")
         if not engine.alive:
@@ -336,7 +336,7 @@ class FakePeer:
                 self._go(self._end_of(edge, order))
 
     async def _end_of(self, edge: CarryEdge, order: CarryEdges) -> None:
-        """One end's task: the receiver does the work, the sender watches."""
+        """Run an edge at one endpoint: the receiver moves the bytes, the sender only watches."""
         clock, began_s = self.harness.clock, self.harness.clock.now_s()
         is_receiver = edge.dst == self.id
         other = self.harness.peers[edge.src if is_receiver else edge.dst]
@@ -382,13 +382,12 @@ def _without(ranges: Collection[Range], others: Collection[Range]) -> tuple[Rang
 
 
 class FakeFence:
-    """The pause barrier, by its own transitions. It is not the daemon's: it stays when that dies, as gateways and the
-    journal do."""
+    """The pause barrier with its real state transitions. It survives the daemon, as gateways and the journal do."""
 
     def __init__(self, harness: "Harness") -> None:
         self.harness = harness
         self.manned = True
-        self.refuses = 0  # pauses from now on that do not come to rest
+        self.refuses = 0  # number of next pauses that fail
         self.leases = 0
         self._state = PauseState()
 
@@ -415,7 +414,7 @@ class FakeFence:
             await self.harness.clock.sleep(STEP_S)
         except asyncio.CancelledError:
             if self.harness.daemon is not None:
-                self._put(self.state.abandoned(id, self.harness.clock.now_s(), "nobody waits"))
+                self._put(self.state.abandoned(id, self.harness.clock.now_s(), "cancelled"))
             raise
         if self.refuses > 0:
             self.refuses -= 1
@@ -444,13 +443,13 @@ class FakeFence:
         self._put(self.state.forgotten(tuple(engines)))
 
     def sampled_anew(self, engine: EngineId) -> None:
-        """Its agent sees that it was restarted. Daemons hear of it that are there."""
+        """Report a restart of an engine by its agent, to the daemon if it runs."""
         if self.harness.daemon is not None:
             self.harness.daemon.stale.restarted(engine)
         self.forget([engine], "was restarted")
 
     def close_by(self, holder: str, lease_s: float = 60.0) -> str:
-        """Somebody else."""
+        """Close the barrier for another holder; return its lease."""
         now_s = self.harness.clock.now_s()
         self.leases += 1
         lease = PauseLease(
@@ -460,7 +459,7 @@ class FakeFence:
         return lease.id
 
     def expire(self) -> None:
-        """The lease, where there is one."""
+        """Expire the lease, if any."""
         if self.state.lease is not None:
             self._put(self.state.at(self.state.lease.until_s))
 
@@ -470,7 +469,7 @@ class FakeFence:
 
 
 class PointedJournal(Journal):
-    """Writing it is something that may be the last thing its daemon does."""
+    """A journal with a point before and after each entry, at which its daemon may be killed."""
 
     def __init__(self, path: Path, at_s: float, harness: "Harness") -> None:
         super().__init__(path, at_s)
@@ -493,7 +492,7 @@ class Daemon:
 
 
 class Harness:
-    """Two engines' hosts with an engine each, a third with two, and a trainer's host."""
+    """Three engine hosts with one engine each, and a trainer's host."""
 
     def __init__(self, folder: Path, **settings: Any) -> None:
         self.clock = RestingClock(START_S)
@@ -528,8 +527,7 @@ class Harness:
         return self.peers[PeerId(id)]
 
     def restart(self, id: str) -> None:
-        """An engine. Its peer says so; where that is away, only an agent sees it, and the pause barrier forgets what it
-        had."""
+        """Restart an engine. Its peer reports it; if that is detached, the barrier only discards the version."""
         engine = self.engine(id)
         peer = next(peer for peer in self.peers.values() if engine in peer.engines)
         if peer.stream is None:
@@ -537,12 +535,12 @@ class Harness:
         peer.engine_restarted(engine)
 
     def restart_unseen(self, id: str) -> None:
-        """An engine, and nobody looks. The pause barrier has to be closed."""
+        """Restart an engine without any report. The pause barrier must be closed."""
         assert self.fence.state.lease is not None
         self.engine(id).restart()
 
     def restart_behind(self, id: str, lag_s: float) -> None:
-        """An engine, which its agent sees at once, and its peer when it asks it next."""
+        """Restart an engine; its agent reports it at once, and its peer after `lag_s`."""
         engine = self.engine(id)
         peer = next(peer for peer in self.peers.values() if engine in peer.engines)
         engine.restart()
@@ -570,14 +568,14 @@ class Harness:
         return {id: EngineNow("tp1", e.alive and id not in self.unhealthy, e.url) for id, e in self.engines.items()}
 
     def come(self, id: str, host: str, weights: int = -1) -> Engine:
-        """An engine is started, by a redeployment where it has a version."""
+        """Add an engine to the fleet; `weights` >= 0 is the version with which a redeployment started it."""
         engine = self.engines[EngineId(id)] = Engine(EngineId(id), weights, host=host)
         if weights >= 0:
             self.fence.set_version([engine.id], weights, "brought by a redeployment")
         return engine
 
     def leave(self, id: str) -> None:
-        """By order."""
+        """Remove an engine by order."""
         engine = self.engines.pop(EngineId(id))
         engine.alive = False
         self.fence.forget([engine.id], "stopped")
@@ -612,7 +610,7 @@ class Harness:
             peer.attach()
 
     def kill(self) -> None:
-        """As with SIGKILL: nothing that it was about to do is done."""
+        """Kill the daemon as with SIGKILL: pending work is lost."""
         daemon, self.daemon = self.daemon, None
         if daemon is not None:
             for peer in self.peers.values():
@@ -629,11 +627,11 @@ class Harness:
         return self.daemon.sync
 
     def when(self, what: str, act: Callable[[], None]) -> None:
-        """At the next point of that name."""
+        """Call `act` at the next point of that name."""
         self.at_what[what] = act
 
     def point(self, what: str) -> None:
-        """Something may happen now."""
+        """Mark a point at which a scheduled fault may happen."""
         self.check()
         if (happens := self.at_what.pop(what, None)) is not None:
             happens()
@@ -647,7 +645,7 @@ class Harness:
             if had is not None and self.daemon is None and what.split()[0] in DAEMONS:
                 raise Killed
 
-    # --- told and looked at
+    # --- publishing and checks
 
     def publish(self, version: int, **more: Any) -> str:
         boxes = {tensor.name: (tensor.whole,) for tensor in TENSORS}
@@ -655,7 +653,7 @@ class Harness:
         return self.sync.publish(word)
 
     async def report(self, sync_id: str, within_s: float = 120.0) -> SyncReport:
-        """When it is over."""
+        """Return the report once the sync is over."""
         until_s = self.clock.now_s() + within_s
         while not (report := self.sync.report(sync_id)).over:
             assert self.clock.now_s() < until_s, report
@@ -663,7 +661,7 @@ class Harness:
         return report
 
     async def until(self, sync_id: str, state: SyncState) -> None:
-        """Until the sync is in this state, before it is over."""
+        """Wait until the sync is in this state; it must not be over before."""
         while self.sync.report(sync_id).state is not state:
             assert not self.sync.report(sync_id).over
             await self.clock.advance(0.05)
@@ -681,7 +679,7 @@ class Harness:
                     self.daemon.task.result()
 
     async def settled(self, within_s: float = 400.0) -> None:
-        """All is over and repaired; or the time is."""
+        """Wait until all syncs and repairs are over, at most `within_s`."""
         until_s = self.clock.now_s() + within_s
         while self.clock.now_s() < until_s:
             await self.pass_time(5.0)
@@ -695,7 +693,7 @@ class Harness:
         await self.pass_time(5.0)
 
     def check(self) -> None:
-        """What the pause barrier says of an engine that gets requests is so."""
+        """Check that every serving engine has the version that the pause barrier lists."""
         state = self.fence.state
         if state.lease is not None:
             return
@@ -705,7 +703,7 @@ class Harness:
                 assert engine.weights == told, f"{id} serves as version {told}, and has {engine.weights}"
 
     def check_one_version(self, version: int | None) -> None:
-        """Everywhere, and told so."""
+        """Check that all engines have this version, and that daemon and barrier report it."""
         state = self.fence.state
         assert state.lease is None
         assert self.sync.book.fleet.version == version
@@ -723,7 +721,7 @@ _plans: dict[str, Any] = {}
 
 
 def _remembered(plan: Callable[..., Any]) -> Callable[..., Any]:
-    """Many runs ask for the same plans, which take a while each. Peers' own words about versions are not in them."""
+    """Cache plans, because many runs need the same slow ones. Held versions are not part of the key."""
 
     def planned(*asked: Any, **more: Any) -> Any:
         told = [
@@ -742,7 +740,7 @@ carrying.plan_sync = _remembered(carrying.plan_sync)
 
 
 def played(folder: Path, scene: Callable[[Harness], Any], **settings: Any) -> Any:
-    """A scene, in a harness with a daemon that has brought version 1."""
+    """Play a scene in a harness with a running daemon; return its result."""
 
     async def play() -> Any:
         harness = Harness(folder, **settings)

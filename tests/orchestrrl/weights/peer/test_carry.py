@@ -1,4 +1,4 @@
-"""Edges in threads over plain sockets, all peers in one process: who ends with which bytes, and what is told of it."""
+"""Edges in threads over plain sockets, with all peers in one process: received bytes and reported events."""
 
 import random
 import threading
@@ -24,14 +24,14 @@ VERSION = 3
 
 
 class InPieces(InMemory):
-    """As if none of it lay in one piece."""
+    """A version of which no range is contiguous."""
 
     def view(self, shard: str, offset: int, size: int) -> memoryview | None:
         return None
 
 
 class Member:
-    """A peer: its carrier, what it holds, and what it has told."""
+    """A peer with its carrier, its stored version and the events that it has reported."""
 
     def __init__(self, name: str) -> None:
         self.name = PeerId(name)
@@ -58,7 +58,7 @@ class Member:
             return self.ends()
 
     def until_received(self, size: int) -> None:
-        """At least so many bytes of its one shard, whoever tells."""
+        """Wait until at least `size` bytes of its only shard have arrived."""
         (shard,) = self.staged.bytes
         assert self.staged.wait(shard, 0, size, PATIENT_S)
 
@@ -73,7 +73,7 @@ class Member:
 
 @contextmanager
 def members(count: int) -> Iterator[list[Member]]:
-    """Nothing is left of them afterwards."""
+    """Yield peers, and check that they release everything."""
     made = [Member(f"p{number}") for number in range(count)]
     try:
         yield made
@@ -98,10 +98,10 @@ def edge(number: int | str, src: Member, dst: Member, size: int, offset: int = 0
     has_views=st.booleans(),
     seed=st.integers(0, 1000),
 )
-def test_all_of_a_tree_end_with_the_same_bytes(
+def test_all_peers_of_a_tree_receive_the_same_bytes(
     parents: list[int], size: int, chunk_bytes: int, waves: int, stripes: int, has_views: bool, seed: int
 ) -> None:
-    """Whatever the tree, however it is cut, and in whatever order edges are given, some of them twice."""
+    """Covers random trees and cuts, and edges ordered in any order and repeatedly."""
     chance = random.Random(seed)
     whole = pattern(max(size, chunk_bytes // 16), seed)
     with members(len(parents) + 1) as peers:
@@ -137,7 +137,7 @@ def test_all_of_a_tree_end_with_the_same_bytes(
             assert sorted(began) == sorted({each.id for each in mine if each.bytes})
 
 
-def test_a_peer_begins_a_wave_when_it_has_ended_those_before() -> None:
+def test_peer_starts_a_wave_after_its_earlier_waves() -> None:
     with members(3) as (source, middle, last):
         source.staged = InMemory(VERSION, {"s": pattern(5000)})
         middle.staged = InMemory(VERSION, {"s": 5000})
@@ -146,15 +146,15 @@ def test_a_peer_begins_a_wave_when_it_has_ended_those_before() -> None:
         for peer in (source, last):
             peer.carry([first, second])
         time.sleep(0.2)
-        assert not source.ends()  # its first wave has an end that is not there yet
+        assert not source.ends()  # the other endpoint of its first wave is missing
         assert not last.ends()
         middle.carry([first, second])
         assert [*source.until_ended(["e1", "e2"])] == ["e1", "e2"]
         assert last.until_ended(["e2"])["e2"].state is EdgeState.DONE
 
 
-def test_a_sender_whose_own_bytes_are_late_is_not_taken_for_dead() -> None:
-    """Nothing comes for many times the time after which silence is death; then the rest comes."""
+def test_sender_that_waits_for_bytes_is_kept_alive() -> None:
+    """No bytes arrive for many times `stall_s`; then the rest arrives."""
     whole = pattern(8000)
     with members(2) as (source, sink):
         source.staged = InMemory(VERSION, {"s": 8000})
@@ -172,8 +172,8 @@ def test_a_sender_whose_own_bytes_are_late_is_not_taken_for_dead() -> None:
         assert bytes(sink.staged.bytes["s"]) == whole
 
 
-def test_a_broken_edge_is_told_at_both_ends_and_the_rest_comes_another_way() -> None:
-    """The middle of a chain goes: what the last has stays, and it gets the rest from the first."""
+def test_broken_edge_is_reported_at_both_endpoints_and_replaced() -> None:
+    """The middle peer of a chain fails: the last one keeps its bytes and gets the rest from the first."""
     whole = pattern(64_000)
     with members(3) as (source, middle, last):
         source.staged = InMemory(VERSION, {"s": 64_000})
@@ -201,12 +201,12 @@ def test_a_broken_edge_is_told_at_both_ends_and_the_rest_comes_another_way() -> 
         assert arrived.received_bytes == 64_000
 
 
-def test_an_edge_given_again_runs_once_and_is_told_again() -> None:
+def test_repeated_edge_runs_once_and_is_reported_again() -> None:
     with members(2) as (source, sink):
         source.staged = InMemory(VERSION, {"s": pattern(3000)})
         sink.staged = InMemory(VERSION, {"s": 3000})
         edges = [edge(1, source, sink, 3000)]
-        for peer in (sink, sink, source, source):  # the sink is told twice before anything can have come
+        for peer in (sink, sink, source, source):  # ordered twice before any byte can arrive
             peer.carry(edges)
         first = sink.until_ended(["e1"])["e1"]
         source.until_ended(["e1"])
@@ -215,7 +215,7 @@ def test_an_edge_given_again_runs_once_and_is_told_again() -> None:
         ends = [each for each in sink.told if isinstance(each, EdgeEvent) and each.state is EdgeState.DONE]
         assert ends == [first, first]
         assert bytes(sink.staged.bytes["s"]) == bytes(3000)
-        # Let go of, it is a new one.
+        # After `end` it is a new edge.
         for peer in (source, sink):
             peer.carrier.end(VERSION)
             peer.told.clear()
@@ -225,7 +225,7 @@ def test_an_edge_given_again_runs_once_and_is_told_again() -> None:
 
 
 @pytest.mark.parametrize("at", ["before the other end has come", "while nothing comes", "while bytes come"])
-def test_who_lets_go_of_an_edge_hears_no_more_of_it(at: str) -> None:
+def test_ended_edge_reports_no_events(at: str) -> None:
     with members(2) as (source, sink):
         comes = at == "while bytes come"
         source.staged = InMemory(VERSION, {"s": pattern(4_000_000) if comes else 1000})
@@ -247,7 +247,7 @@ def test_who_lets_go_of_an_edge_hears_no_more_of_it(at: str) -> None:
         assert not sink.ends()
 
 
-def test_of_the_edges_of_a_version_some_can_be_let_go_of() -> None:
+def test_single_edges_of_a_version_can_be_ended() -> None:
     with members(2) as (source, sink):
         source.staged = InMemory(VERSION, {"s": 1000})
         sink.staged = InMemory(VERSION, {"s": 1000})
@@ -260,20 +260,20 @@ def test_of_the_edges_of_a_version_some_can_be_let_go_of() -> None:
             assert set(peer.until_ended(["e2", "e3"])) == {"e2", "e3"}
 
 
-def test_what_cannot_be_carried_is_said_all_at_once_and_nothing_begins() -> None:
+def test_invalid_edges_are_reported_together_and_none_starts() -> None:
     with members(3) as (one, two, three):
         one.staged = InMemory(VERSION, {"s": pattern(10)})
         good = edge(1, one, two, 10)
         bad = [edge(2, two, three, 10), edge(3, one, two, 10, transport="pigeon")]
         with pytest.raises(
             ProblemFaults,
-            match=r"edges.e2: must begin or end at p0, .*\nedges.e3.transport: must be open here \(tcp\), got 'pigeon'",
+            match=r"edges.e2: must begin or end at p0, .*\nedges.e3.transport: must be open .*, got 'pigeon'",
         ):
             one.carrier.carry(one.staged, CarryEdges(VERSION, (good, *bad), 10, 1.0))
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("weights-to")]
 
 
-def test_a_fault_of_this_end_breaks_its_edge() -> None:
+def test_local_error_breaks_the_edge() -> None:
     class Full(InPieces):
         def write(self, shard: str, offset: int, data: memoryview) -> None:
             if offset >= 2000:
@@ -290,7 +290,7 @@ def test_a_fault_of_this_end_breaks_its_edge() -> None:
         assert "No space left" in broken.detail
 
 
-def test_an_edge_to_where_nobody_listens_is_broken() -> None:
+def test_edge_to_an_address_without_listener_breaks() -> None:
     with members(2) as (source, gone):
         gone.transport.close()
         source.staged = InMemory(VERSION, {"s": b"bytes"})
@@ -299,15 +299,15 @@ def test_an_edge_to_where_nobody_listens_is_broken() -> None:
         assert (broken.state, broken.bytes, broken.began_s) == (EdgeState.BROKEN, 0, 0.0)
 
 
-def test_edges_of_no_bytes_are_done_without_the_other_end() -> None:
+def test_empty_edge_is_done_without_the_other_endpoint() -> None:
     with members(2) as (source, sink):
         source.staged = InMemory(VERSION, {"s": b""})
         source.carry([edge(1, source, sink, 0)])
         assert source.until_ended(["e1"])["e1"].state is EdgeState.DONE
 
 
-def test_edges_of_one_name_but_of_two_plans_never_meet() -> None:
-    """One end has the earlier plan's edge, the other the later one's: no byte goes from one into the other."""
+def test_edges_with_one_id_from_two_plans_do_not_connect() -> None:
+    """One endpoint has the edge of the earlier plan, the other that of the later one: no byte is transferred."""
     with members(2) as (source, sink):
         source.staged = InMemory(VERSION, {"s": pattern(2000)})
         sink.staged = InMemory(VERSION, {"s": 2000})
@@ -320,8 +320,8 @@ def test_edges_of_one_name_but_of_two_plans_never_meet() -> None:
         assert sink.until_ended(["e1"])["e1"].state is EdgeState.DONE
 
 
-def test_a_stranger_who_speaks_otherwise_breaks_the_edge() -> None:
-    """The right key, and then announcements that cannot be."""
+def test_invalid_announcement_breaks_the_edge() -> None:
+    """The sender has the right key and then sends invalid announcements."""
     with members(2) as (source, sink):
         sink.staged = InMemory(VERSION, {"s": 1000})
         edges = [edge(1, source, sink, 1000)]

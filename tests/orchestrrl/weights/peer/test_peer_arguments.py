@@ -1,4 +1,4 @@
-"""What a peer is told on its command line: all that is wrong with it at once, and what follows from the rest."""
+"""Command-line options of a peer: all faults at once, and the derived settings."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from orchestrrl.weights.peer.settings import settings_of
 from planner.sync_tree.shares import EngineShare
 
 
-def test_all_faults_at_once() -> None:
+def test_settings_report_all_faults_at_once() -> None:
     words = PeerArguments(
         "a/b",
         "nowhere",
@@ -37,7 +37,7 @@ def test_all_faults_at_once() -> None:
     }  # fmt: skip
 
 
-def test_a_host_with_other_ranks_of_an_engine() -> None:
+def test_ranks_of_names_engines_of_another_host() -> None:
     ranks = tuple(range(8, 16))
     settings = settings_of(
         PeerArguments("gen1", "unix:/run/daemon", ranks_of=["e0", "e0"], tp=16, tp_ranks=ranks, folder="/weights")
@@ -47,7 +47,7 @@ def test_a_host_with_other_ranks_of_an_engine() -> None:
 
 
 @pytest.mark.parametrize("host", ["192.0.2.7", "2001:db8::7"])
-def test_a_peer_that_other_machines_reach_is_asked_for(host: str) -> None:
+def test_remote_host_requires_allow_remote(host: str) -> None:
     words = PeerArguments("gen1", "unix:/run/daemon", host=host, folder="/weights")
     with pytest.raises(ProblemFaults) as raised:
         settings_of(words)
@@ -58,5 +58,5 @@ def test_a_peer_that_other_machines_reach_is_asked_for(host: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["", "127.0.0.1", "::1", "localhost"])
-def test_a_peer_of_one_machine_is_not(host: str) -> None:
+def test_loopback_host_does_not_require_allow_remote(host: str) -> None:
     settings_of(PeerArguments("gen1", "127.0.0.1:7070", host=host, folder="/weights"))

@@ -1,4 +1,4 @@
-"""What peers ask of engines that are busy, or that do not end."""
+"""Calls of peers to engines that are busy or whose requests do not finish."""
 
 import asyncio
 from typing import Any
@@ -16,7 +16,7 @@ E0 = EngineId("e0")
 
 
 class BusyEngine:
-    """Has a request that does not end by itself."""
+    """A fake engine with a request that never finishes."""
 
     url = "http://e0"
 
@@ -42,7 +42,7 @@ class BusyEngine:
 
 
 class FreshEngine:
-    """A server that was just started: it names no version, and takes 3 virtual seconds to say how it loads, once."""
+    """A server that has just started: it has no version, and its first configuration query takes 3 virtual seconds."""
 
     url = "http://e0"
 
@@ -60,7 +60,7 @@ class FreshEngine:
     async def takes_sums(self) -> bool:
         if not self._said:
             self._ahead_s += 3.0
-            for _ in range(5):  # a limit that is over by then ends this
+            for _ in range(5):  # a shorter limit cancels this
                 await asyncio.sleep(0)
             self._said = True
         return True
@@ -82,24 +82,24 @@ def _engines() -> PeerEngines:
     return PeerEngines({E0: "http://e0"}, "simulated", WallClock(), lambda: None)
 
 
-async def test_what_does_not_end_goes_on(engine: BusyEngine) -> None:
-    with pytest.raises(Retryable, match=r"did not end within 0.02 s: it goes on"):
+async def test_drain_timeout_resumes_the_engine(engine: BusyEngine) -> None:
+    with pytest.raises(Retryable, match=r"did not finish within 0.02 s"):
         await _engines().rest(E0, True, 0.02)
     assert engine.calls == ["wait", "resume"]
 
 
-async def test_it_is_ended_where_that_is_asked(engine: BusyEngine) -> None:
+async def test_pause_with_ends_aborts_requests(engine: BusyEngine) -> None:
     assert await _engines().rest(E0, True, 30.0, ends=True) == "e0 is paused"
     assert (engine.has_request, engine.calls) == (False, ["abort", "keep"])
 
 
-async def test_what_is_frozen_is_not_waited_for(engine: BusyEngine) -> None:
+async def test_paused_engine_is_not_drained(engine: BusyEngine) -> None:
     engine.mode = PauseMode.KEEP
     assert await _engines().rest(E0, True, 30.0) == "e0 is paused"
     assert engine.calls == ["keep"]
 
 
-async def test_what_ends_in_time_leaves_it_at_rest(engine: BusyEngine) -> None:
+async def test_requests_that_finish_in_time_leave_the_engine_paused(engine: BusyEngine) -> None:
     resting = asyncio.create_task(_engines().rest(E0, True, 30.0))
     while not engine.calls:
         await asyncio.sleep(0)
@@ -108,8 +108,8 @@ async def test_what_ends_in_time_leaves_it_at_rest(engine: BusyEngine) -> None:
     assert engine.calls == ["wait", "keep"]
 
 
-async def test_how_a_fresh_engine_loads_is_known_before_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else its folder is summed while requests stand still: what has to be known soon is then not waited for."""
+async def test_configuration_of_a_new_engine_is_read_in_advance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the folder would be hashed while requests are paused, since the query has a short limit."""
     engine = FreshEngine(monkeypatch)
     monkeypatch.setattr(peer_engines, "connect", lambda *_, **__: engine)
     engines = _engines()

@@ -1,4 +1,4 @@
-"""A peer's folder: what is received is found again by its sums alone, and what makes no sense is refused."""
+"""The folder of a peer: received bytes are recognized only by checksums, and inconsistent maps are refused."""
 
 import gc
 import os
@@ -36,7 +36,7 @@ def store(tmp_path: Path) -> Iterator[VersionStore]:
 
 
 def bring(staged: StagedVersion, shard: ShardMap, data: bytes, offset: int = 0, size: int | None = None) -> None:
-    """As a receiver does: where it lies in one piece, straight into its place."""
+    """Write a range as a receiver does: directly if it is contiguous in the file."""
     size = len(data) - offset if size is None else size
     piece = memoryview(data)[offset : offset + size]
     view = staged.view(shard.id, offset, size)
@@ -52,21 +52,21 @@ def bring_all(staged: StagedVersion, contents: Contents) -> None:
         bring(staged, shard, contents.wire(shard))
 
 
-def test_what_is_received_is_the_checkpoint(store: VersionStore) -> None:
+def test_received_version_is_the_checkpoint(store: VersionStore) -> None:
     contents = Contents(1)
     staged = store.open(OpenVersion(contents.map(7)))
     assert staged.missing() == {shard.id: ((0, shard.bytes),) for shard in staged.map.shards}
-    with pytest.raises(Retryable, match="is not here whole"):
+    with pytest.raises(Retryable, match="is incomplete"):
         staged.install_folder()
     bring_all(staged, contents)
     assert staged.missing() == {}
     staged.check()
-    assert staged.hashed_bytes == 0  # each block was hashed as it came
+    assert staged.hashed_bytes == 0  # each block was hashed on arrival
     assert (staged.install_folder() / MODEL_FILE).read_bytes() == contents.model_file()
     assert [(held.version, held.complete, held.staged_by) for held in store.held] == [(7, True, ())]
 
 
-def test_the_sum_of_what_engines_load_is_known_until_other_bytes_come(store: VersionStore) -> None:
+def test_content_sum_is_valid_until_bytes_change(store: VersionStore) -> None:
     contents, other = Contents(1), Contents(2)
     staged = store.open(OpenVersion(contents.map(7)))
     staged.take_content_sum()
@@ -87,7 +87,7 @@ def test_the_sum_of_what_engines_load_is_known_until_other_bytes_come(store: Ver
     assert staged.content_sum() == known
 
 
-def test_no_sum_is_known_of_what_may_change_unseen(store: VersionStore) -> None:
+def test_version_without_checksums_has_no_content_sum(store: VersionStore) -> None:
     contents = Contents(1)
     staged = store.open(OpenVersion(contents.map(7, with_sums=False)))
     bring_all(staged, contents)
@@ -99,10 +99,10 @@ def test_no_sum_is_known_of_what_may_change_unseen(store: VersionStore) -> None:
 
 
 @given(st.data())
-def test_ranges_in_any_order_and_several_times_come_to_the_same(
+def test_ranges_may_arrive_in_any_order_and_repeatedly(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    """Also where bytes on the way were turned over: their blocks are missing until they come again."""
+    """Includes corrupted bytes, whose blocks are missing until they arrive again."""
     contents = Contents(2)
     store = VersionStore(tmp_path_factory.mktemp("any") / "weights")
     staged = store.open(OpenVersion(contents.map(1)))
@@ -133,7 +133,7 @@ def test_ranges_in_any_order_and_several_times_come_to_the_same(
     store.close()
 
 
-def test_who_waits_goes_on_when_the_bytes_have_come(store: VersionStore) -> None:
+def test_waiting_reader_continues_when_bytes_arrive(store: VersionStore) -> None:
     contents = Contents(3)
     staged = store.open(OpenVersion(contents.map(1)))
     shard = staged.map.shards[0]
@@ -149,14 +149,14 @@ def test_who_waits_goes_on_when_the_bytes_have_come(store: VersionStore) -> None
 
 
 @pytest.mark.parametrize("interrupted_after", range(5))
-def test_a_restart_finds_what_agrees_and_nothing_else(tmp_path: Path, interrupted_after: int) -> None:
+def test_restart_keeps_exactly_the_verified_blocks(tmp_path: Path, interrupted_after: int) -> None:
     contents = Contents(4)
     store = VersionStore(tmp_path)
     staged = store.open(OpenVersion(contents.map(3)))
     for shard in staged.map.shards[:interrupted_after]:
         bring(staged, shard, contents.wire(shard))
     for shard in staged.map.shards[interrupted_after : interrupted_after + 1]:
-        bring(staged, shard, contents.wire(shard), 0, BLOCK + 10)  # the second block is not whole
+        bring(staged, shard, contents.wire(shard), 0, BLOCK + 10)  # the second block is incomplete
     store.close()
 
     store = VersionStore(tmp_path)
@@ -170,14 +170,14 @@ def test_a_restart_finds_what_agrees_and_nothing_else(tmp_path: Path, interrupte
     store.close()
 
 
-def test_a_block_that_was_spoilt_on_disk_is_missing_after_a_restart(tmp_path: Path) -> None:
+def test_block_damaged_on_disk_is_missing_after_a_restart(tmp_path: Path) -> None:
     contents = Contents(5)
     store = VersionStore(tmp_path)
     bring_all(store.open(OpenVersion(contents.map(3))), contents)
     store.close()
     file = tmp_path / "v3" / MODEL_FILE
     image = bytearray(file.read_bytes())
-    image[-1] ^= 0x40  # of `scale`, the last tensor
+    image[-1] ^= 0x40  # a byte of `scale`, the last tensor
     file.write_bytes(image)
 
     store = VersionStore(tmp_path)
@@ -189,7 +189,7 @@ def test_a_block_that_was_spoilt_on_disk_is_missing_after_a_restart(tmp_path: Pa
 
 
 @pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="needs a folder in memory")
-def test_holes_are_not_filled_by_looking_for_what_is_there() -> None:
+def test_verification_does_not_fill_holes() -> None:
     folder = Path("/dev/shm") / f"orchestrrl-test-{os.getpid()}"
     try:
         contents = Contents(6)
@@ -210,7 +210,7 @@ def test_holes_are_not_filled_by_looking_for_what_is_there() -> None:
         folder.rmdir()
 
 
-def test_parts_of_several_ranks_are_summed_sent_and_copied_for_engines(store: VersionStore) -> None:
+def test_staged_parts_are_hashed_sent_and_copied_for_engines(store: VersionStore) -> None:
     contents = Contents(7)
     parts = [contents.stage(store.folder_of(9), rank, boxes) for rank, boxes in enumerate(HALVES)]
     staged = store.open(OpenVersion(contents.map(9, with_sums=False), tuple(parts), tuple(SHARDS)))
@@ -218,25 +218,25 @@ def test_parts_of_several_ranks_are_summed_sent_and_copied_for_engines(store: Ve
     assert staged.sums_of(SHARDS) == {shard.id: shard.sums for shard in contents.map(9).shards}
     all_bytes = sum(shard.bytes for shard in staged.map.shards)
     assert staged.hashed_bytes == all_bytes
-    assert store.open(OpenVersion(contents.map(9), tuple(parts), tuple(SHARDS))) is staged  # the sums are known now
+    assert store.open(OpenVersion(contents.map(9), tuple(parts), tuple(SHARDS))) is staged  # with checksums
     assert staged.map == contents.map(9)
     staged.check()
-    assert staged.hashed_bytes == all_bytes  # these sums are its own
+    assert staged.hashed_bytes == all_bytes  # computed by this host
     assert staged.missing() == {}
     folder = staged.install_folder()
-    assert [file.name for file in folder.iterdir()] == [MODEL_FILE]  # engines load all that they see
+    assert [file.name for file in folder.iterdir()] == [MODEL_FILE]  # engines load every file of the folder
     assert (folder / MODEL_FILE).read_bytes() == contents.model_file()
     assert store.held[0].staged_by == (0, 1)
 
 
-def test_a_part_that_does_not_agree_is_received_from_others(tmp_path: Path) -> None:
+def test_part_with_a_wrong_checksum_is_received_from_peers(tmp_path: Path) -> None:
     contents = Contents(8)
     store = VersionStore(tmp_path)
     parts = [contents.stage(store.folder_of(9), rank, boxes) for rank, boxes in enumerate(HALVES)]
     staged = store.open(OpenVersion(contents.map(9), tuple(parts)))
     file = store.folder_of(9) / parts[0].file
     image = bytearray(file.read_bytes())
-    image[-105] ^= 1  # of the matrix's last row the last byte that this rank has; `scale` is behind it
+    image[-105] ^= 1  # this rank's last byte of the matrix's last row; `scale` follows it
     with file.open("r+b") as opened:
         opened.write(image)
     staged.check()
@@ -251,7 +251,7 @@ def test_a_part_that_does_not_agree_is_received_from_others(tmp_path: Path) -> N
     store.close()
 
 
-def test_what_trainers_have_half_of_is_received(store: VersionStore) -> None:
+def test_incompletely_staged_shard_is_received(store: VersionStore) -> None:
     contents = Contents(9)
     parts = [contents.stage(store.folder_of(9), 0, HALVES[0]), StagedPart(7, {})]
     staged = store.open(OpenVersion(contents.map(9), tuple(parts), ("columns",)))
@@ -264,7 +264,7 @@ def test_what_trainers_have_half_of_is_received(store: VersionStore) -> None:
         store.open(OpenVersion(contents.map(9), (parts[0], parts[0])))
 
 
-def test_a_part_that_was_staged_anew_is_read_anew(store: VersionStore) -> None:
+def test_part_staged_again_is_read_again(store: VersionStore) -> None:
     first, second = Contents(10), Contents(11)
     parts = [first.stage(store.folder_of(2), rank, boxes) for rank, boxes in enumerate(HALVES)]
     before = store.open(OpenVersion(first.map(2, with_sums=False), tuple(parts)))
@@ -274,7 +274,7 @@ def test_a_part_that_was_staged_anew_is_read_anew(store: VersionStore) -> None:
     assert staged.sums_of(SHARDS) == {shard.id: shard.sums for shard in second.map(2).shards}
 
 
-def test_other_sums_for_the_same_number_make_its_bytes_missing(store: VersionStore) -> None:
+def test_new_checksums_make_stored_bytes_missing(store: VersionStore) -> None:
     first, second = Contents(12), Contents(13)
     staged = store.open(OpenVersion(first.map(2)))
     bring_all(staged, first)
@@ -284,7 +284,7 @@ def test_other_sums_for_the_same_number_make_its_bytes_missing(store: VersionSto
     assert (staged.install_folder() / MODEL_FILE).read_bytes() == second.model_file()
 
 
-def test_shards_that_are_cut_otherwise_find_the_same_bytes(store: VersionStore) -> None:
+def test_shards_with_other_cuts_reuse_stored_bytes(store: VersionStore) -> None:
     contents = Contents(14)
     staged = store.open(OpenVersion(contents.map(2, shards=["rows", "tail"])))
     bring_all(staged, contents)
@@ -292,28 +292,28 @@ def test_shards_that_are_cut_otherwise_find_the_same_bytes(store: VersionStore) 
     assert sorted(again.missing()) == ["columns"]
 
 
-def test_another_manifest_of_the_same_number_is_replaced_and_said(
+def test_version_with_other_tensors_is_replaced_with_a_warning(
     store: VersionStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     contents = Contents(15)
     bring_all(store.open(OpenVersion(contents.map(2))), contents)
     fewer = Contents(15, contents.tensors[:1])
     staged = store.open(OpenVersion(fewer.map(2, shards=["tail"])))
-    assert "is of another manifest" in caplog.text
+    assert "it has other tensors" in caplog.text
     bring_all(staged, fewer)
     assert (staged.folder / MODEL_FILE).stat().st_size < len(contents.model_file())
 
 
-def test_only_what_is_kept_stays_and_strangers_files(store: VersionStore) -> None:
+def test_keep_discards_other_versions_but_not_foreign_files(store: VersionStore) -> None:
     contents = Contents(16)
     for version in (1, 2, 3):
         store.open(OpenVersion(contents.map(version)))
     (store.folder_of(1) / "notes.txt").write_text("mine")
-    contents.stage(store.folder_of(0), 0, HALVES[0])  # never came to be
-    contents.stage(store.folder_of(5), 0, HALVES[0])  # a trainer stages it now
+    contents.stage(store.folder_of(0), 0, HALVES[0])  # never opened
+    contents.stage(store.folder_of(5), 0, HALVES[0])  # a trainer is staging it
     (store.folder / "vacation").mkdir()
     assert store.keep([3]) == [0, 1, 2]
-    assert store.keep([3]) == [1]  # the stranger's file keeps its folder
+    assert store.keep([3]) == [1]  # the foreign file keeps its folder
     assert sorted(entry.name for entry in store.folder.iterdir()) == [
         "LOCK", "v1", "v3", "v5", "vacation",
     ]  # fmt: skip
@@ -322,11 +322,11 @@ def test_only_what_is_kept_stays_and_strangers_files(store: VersionStore) -> Non
     store.close()
     again = VersionStore(store.folder)
     assert sorted(again.versions) == [3]
-    store._locked = again._locked  # closed by the fixture
+    store._locked = again._locked  # the fixture closes it
 
 
-def test_what_trainers_stage_now_stays_though_its_number_is_lower_than_the_fleets(store: VersionStore) -> None:
-    """Who goes back to an older version does."""
+def test_parts_being_staged_are_kept_even_of_a_lower_version(store: VersionStore) -> None:
+    """A trainer that returns to an older checkpoint does this."""
     contents = Contents(16)
     store.open(OpenVersion(contents.map(7)))
     hold = StagingHold(store.folder_of(3))
@@ -339,7 +339,7 @@ def test_what_trainers_stage_now_stays_though_its_number_is_lower_than_the_fleet
     assert not store.folder_of(3).exists()
 
 
-def test_of_a_version_that_is_discarded_while_it_is_staged_again_the_parts_stay(store: VersionStore) -> None:
+def test_discarding_a_version_keeps_parts_being_staged(store: VersionStore) -> None:
     contents = Contents(16)
     part = contents.stage(store.folder_of(3), 0, HALVES[0])
     bring_all(store.open(OpenVersion(contents.map(3))), contents)
@@ -352,8 +352,8 @@ def test_of_a_version_that_is_discarded_while_it_is_staged_again_the_parts_stay(
     hold.let_go()
 
 
-def test_a_folder_is_held_or_discarded_and_never_half_of_each(store: VersionStore) -> None:
-    """Ranks begin and end while the peer discards all that it may."""
+def test_folder_is_either_held_or_discarded(store: VersionStore) -> None:
+    """Ranks start and finish staging while the peer discards everything that it may."""
     over = threading.Event()
 
     def discard() -> None:
@@ -374,35 +374,33 @@ def test_a_folder_is_held_or_discarded_and_never_half_of_each(store: VersionStor
         peer.join()
 
 
-def test_two_peers_do_not_share_a_folder(store: VersionStore) -> None:
+def test_second_peer_cannot_use_the_folder(store: VersionStore) -> None:
     with pytest.raises(Permanent, match=rf"is in use by the peer with process id {os.getpid()}: stop it, or"):
         VersionStore(store.folder)
 
 
-def test_a_link_is_no_folder(tmp_path: Path) -> None:
+def test_folder_must_not_be_a_link(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
     with pytest.raises(Permanent, match="is a link or belongs to another user"):
         VersionStore(tmp_path / "link")
 
 
-def test_what_does_not_fit_is_refused_before_anything_is_written(
-    store: VersionStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_version_without_space_is_refused_before_writing(store: VersionStore, monkeypatch: pytest.MonkeyPatch) -> None:
     contents = Contents(17)
     bring_all(store.open(OpenVersion(contents.map(1))), contents)
     held = disk_space.allocated_bytes(store.folder_of(1) / MODEL_FILE)
     monkeypatch.setattr(disk_space, "free_bytes", lambda _: 4096)
-    with pytest.raises(Retryable, match="it fits when they are discarded"):
+    with pytest.raises(Retryable, match="it will fit after they are discarded"):
         store.open(OpenVersion(contents.map(2)))
     assert held > 0
     assert not list(store.folder_of(2).iterdir())
     store.keep([])
-    with pytest.raises(Permanent, match=r"no room for version 2 .* other versions hold 0"):
+    with pytest.raises(Permanent, match=r"not enough space for version 2 .* other versions use 0"):
         store.open(OpenVersion(contents.map(2)))
 
 
-def test_a_map_that_makes_no_sense_is_refused_with_all_its_faults(store: VersionStore) -> None:
+def test_inconsistent_map_is_refused_with_all_faults(store: VersionStore) -> None:
     good = Contents(18).map(1)
     first, second, *rest = good.shards
     shards = (replace(first, bytes=7), replace(second, sums=("0",)), *rest, rest[0])
@@ -416,12 +414,12 @@ def test_a_map_that_makes_no_sense_is_refused_with_all_its_faults(store: Version
             staged.view(shard, offset, size)
     with pytest.raises(Permanent, match="there is no shard 'x'"):
         staged.sums_of(["x"])
-    with pytest.raises(Permanent, match="is not here whole: rows"):
+    with pytest.raises(Permanent, match="incomplete shards: rows"):
         staged.sums_of(["rows"])
 
 
-def test_what_is_there_is_found_also_where_its_sums_are_told_later(store: VersionStore) -> None:
-    """A peer is opened without sums where it is asked for those of what trainers have staged there."""
+def test_stored_bytes_are_recognized_when_checksums_arrive_later(store: VersionStore) -> None:
+    """A version is opened without checksums if the peer is to compute those of staged parts."""
     contents = Contents(19)
     bring_all(store.open(OpenVersion(contents.map(2, shards=["rows", "tail", "rest"]))), contents)
     staged = store.open(OpenVersion(contents.map(2, with_sums=False, shards=["rows", "rest"])))
@@ -430,8 +428,8 @@ def test_what_is_there_is_found_also_where_its_sums_are_told_later(store: Versio
     assert staged.missing() == {}
 
 
-def test_a_version_that_is_discarded_gives_its_memory_back_at_once(store: VersionStore) -> None:
-    """A file in memory that is removed takes its room for as long as anybody has it mapped."""
+def test_discarded_version_frees_its_memory_at_once(store: VersionStore) -> None:
+    """A removed file on a tmpfs uses space as long as it is mapped."""
     contents = Contents(20)
     parts = [contents.stage(store.folder_of(1), rank, boxes) for rank, boxes in enumerate(HALVES)]
     gc.collect()
@@ -450,7 +448,7 @@ def test_a_version_that_is_discarded_gives_its_memory_back_at_once(store: Versio
 
 
 class Ends(ThreadedCarrier):
-    """It carries nothing; which shards were open when its edges were let go of."""
+    """A fake carrier that records the shards open when its edges are ended."""
 
     def __init__(self, store: VersionStore) -> None:
         super().__init__(PeerId("here"), {}, lambda _: None)
@@ -461,8 +459,8 @@ class Ends(ThreadedCarrier):
         self.open.append([shard.id for shard in self.store.version(version).map.shards])
 
 
-async def test_edges_of_the_plan_before_are_over_before_its_file_is_looked_at(store: VersionStore) -> None:
-    """They write to where the next plan finds bytes by their sums."""
+async def test_edges_of_an_earlier_plan_end_before_its_file_is_verified(store: VersionStore) -> None:
+    """They write to the file in which the next plan verifies blocks."""
     contents = Contents(21)
     ends = Ends(store)
     orders = PeerOrders(store, ends, PeerEngines({}, "simulated", WallClock(), lambda: None))

@@ -1,4 +1,4 @@
-"""Which boxes of whole tensors a rank has, and who stages what: against tensors that are really cut."""
+"""Boxes of a rank and the division of staging, checked against real slices of tensors."""
 
 import itertools
 import math
@@ -27,7 +27,7 @@ Array = np.ndarray[Any, Any]
 
 
 def chunks(array: Array, of: int, axis: int) -> list[Array]:
-    """As torch.chunk, with empty ones where there are too few rows."""
+    """Cut as torch.chunk does, with empty chunks if there are too few rows."""
     each = -(-array.shape[axis] // of)
     cuts = [min(array.shape[axis], each * number) for number in range(1, of)]
     return np.split(array, cuts, axis)
@@ -41,7 +41,7 @@ def really_cut(array: Array, cuts: list[AxisCut]) -> Array:
 
 
 @given(st.lists(st.integers(1, 13), min_size=1, max_size=3), st.data())
-def test_boxes_of_a_mesh_are_what_its_ranks_have(shape: list[int], data: st.DataObject) -> None:
+def test_boxes_of_a_mesh_match_its_ranks_shards(shape: list[int], data: st.DataObject) -> None:
     mesh = data.draw(
         st.lists(
             st.tuples(st.integers(0, len(shape) - 1), st.integers(1, 4), st.sampled_from([1, 1, 2, 3])), max_size=2
@@ -62,7 +62,7 @@ def test_boxes_of_a_mesh_are_what_its_ranks_have(shape: list[int], data: st.Data
 
 
 @given(st.integers(1, 5), st.lists(st.tuples(st.integers(1, 9), st.booleans()), min_size=1, max_size=12), st.data())
-def test_what_ranks_share_is_staged_once_on_each_host(
+def test_shared_pieces_are_staged_once_per_host(
     world: int, tensors: list[tuple[int, bool]], data: st.DataObject
 ) -> None:
     columns = SPLIT_BYTES // 4
@@ -82,15 +82,15 @@ def test_what_ranks_share_is_staged_once_on_each_host(
     assert rows_of == Counter((piece.meta.name, row) for piece in pieces for row in range(piece.meta.shape[0]))
 
 
-def test_a_large_piece_is_shared_out_evenly() -> None:
+def test_large_piece_is_divided_evenly() -> None:
     meta = TensorMeta("w", "F32", (8, SPLIT_BYTES))
     piece = TensorPiece(meta, meta.whole, np.broadcast_to(np.float32(0), meta.shape))
     shares = [to_stage([piece], rank, {piece.key: (0, 1, 2, 3)}) for rank in range(4)]
     assert [share[0].box[0] for share in shares] == [(0, 2), (2, 4), (4, 6), (6, 8)]
-    assert to_stage([piece], 9, {}) == [piece]  # nobody else is known to have it
+    assert to_stage([piece], 9, {}) == [piece]  # no other holder is known
 
 
-def test_neighbours_are_one_box() -> None:
+def test_neighbouring_boxes_are_merged() -> None:
     meta = TensorMeta("w", "F32", (6, 4))
     boxes = [((4, 6), (0, 4)), ((0, 2), (0, 4)), ((2, 4), (0, 4))]
     pieces = [TensorPiece(meta, box, np.zeros((2, 4), np.float32)) for box in boxes]
@@ -100,11 +100,11 @@ def test_neighbours_are_one_box() -> None:
     }
 
 
-def test_a_tensor_has_one_shape_and_values_fill_their_box() -> None:
+def test_pieces_must_agree_on_a_tensor_and_fill_their_box() -> None:
     one, other = TensorMeta("w", "F32", (2,)), TensorMeta("w", "F32", (3,))
-    with pytest.raises(Permanent, match="w is F32"):
+    with pytest.raises(Permanent, match="w: must be unique, got F32"):
         tensors_of([TensorPiece(one, one.whole, np.zeros(2)), TensorPiece(other, other.whole, np.zeros(3))])
-    with pytest.raises(ValueError, match="needs values of"):
+    with pytest.raises(ValueError, match="must have shape"):
         TensorPiece(one, one.whole, np.zeros(3))
     with pytest.raises(ValueError, match="within"):
         TensorPiece(one, ((1, 3),), np.zeros(2))

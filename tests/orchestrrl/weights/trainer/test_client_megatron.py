@@ -1,4 +1,4 @@
-"""Megatron's shards, against a model that is really cut as Megatron-core cuts it, and put together from all ranks."""
+"""Megatron shards, checked with a model that is cut as by Megatron-core and assembled again from all ranks."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +24,7 @@ SPARSE = TransformerParameters(4, 16, 8, 4, 4, 12, vocab=50, experts=8, has_qk_n
 
 
 def hugging_face(model: TransformerParameters) -> dict[str, Array]:
-    """The whole model, by Hugging Face's names, every number another."""
+    """Return the whole model by Hugging Face's names; every element is different."""
     query, kv, hidden = model.heads * model.head_size, model.kv_heads * model.head_size, model.hidden
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (model.vocab, hidden),
@@ -60,16 +60,16 @@ def hugging_face(model: TransformerParameters) -> dict[str, Array]:
 
 @dataclass(frozen=True)
 class Grid:
-    """What torchrun would start: ranks in Megatron's order, tp fastest, then data, then the pipeline."""
+    """The ranks that torchrun would start, in Megatron's order: TP varies fastest, then DP, then PP."""
 
     model: TransformerParameters
     tp: int = 1
     pp: int = 1
     dp: int = 1
     ep: int = 1
-    chunks: int = 1  # of the pipeline on each stage
+    chunks: int = 1  # pipeline chunks on each stage
     padded_vocab: int = 0
-    has_fused_norms: bool = False  # Transformer Engine's
+    has_fused_norms: bool = False  # names of Transformer Engine
 
     @property
     def world(self) -> int:
@@ -90,7 +90,7 @@ class Grid:
         )
 
     def chunks_of(self, rank: int, whole: dict[str, Array]) -> list[dict[str, Array]]:
-        """A rank's tensors, one mapping for each of its chunks, as Megatron-core names and cuts them."""
+        """Return a rank's tensors, one mapping per chunk, named and cut as by Megatron-core."""
         model, tp, stage = self.model, rank % self.tp, rank // (self.tp * self.dp)
         rows = -(-model.vocab // self.padded_vocab) * self.padded_vocab if self.padded_vocab else model.vocab
         each = model.layers // (self.pp * self.chunks)
@@ -175,7 +175,7 @@ def vocabulary(whole: Array, rows: int, tp: int, of: int) -> Array:
     ],
     ids=str,
 )
-def test_all_ranks_parts_are_the_whole_model(grid: Grid, tmp_path: Path) -> None:
+def test_parts_of_all_ranks_form_the_whole_model(grid: Grid, tmp_path: Path) -> None:
     whole = hugging_face(grid.model)
     pieces = {
         rank: megatron_pieces(
@@ -196,13 +196,13 @@ def test_all_ranks_parts_are_the_whole_model(grid: Grid, tmp_path: Path) -> None
     assert sorted(got) == sorted(whole)
     for name, values in whole.items():
         assert np.array_equal(got[name].view(np.float32), values), name
-        assert 1 <= times[name].min() <= times[name].max() <= 2, name  # once on each host
+        assert 1 <= times[name].min() <= times[name].max() <= 2, name  # once per host
 
 
-def test_experts_that_are_modules_and_names_of_wrappers_and_of_the_whole_model() -> None:
+def test_names_of_expert_modules_wrappers_and_model_wide_layers() -> None:
     grid = Grid(SPARSE, dp=2, ep=2, pp=2)
     whole = hugging_face(SPARSE)
-    rank = 3  # the second stage's
+    rank = 3  # from the second stage
     (chunk,) = grid.chunks_of(rank, whole)
     plain = megatron_pieces([chunk], MegatronShards(SPARSE, grid.layout, rank), lambda values: "F32")
     renamed = {}
@@ -222,7 +222,7 @@ def test_experts_that_are_modules_and_names_of_wrappers_and_of_the_whole_model()
         megatron_pieces([renamed], replace(shards, layers="stage"), lambda values: "F32")
 
 
-def test_what_is_missing_or_of_another_shape_is_told_all_at_once() -> None:
+def test_missing_and_misshapen_tensors_are_reported_together() -> None:
     grid = Grid(DENSE, tp=2)
     (chunk,) = grid.chunks_of(0, hugging_face(DENSE))
     del chunk["decoder.layers.2.mlp.linear_fc1.weight"], chunk["decoder.layers.0.input_layernorm.weight"]
@@ -231,12 +231,12 @@ def test_what_is_missing_or_of_another_shape_is_told_all_at_once() -> None:
         megatron_pieces([chunk], MegatronShards(DENSE, grid.layout, 0), lambda values: "F32")
     assert "decoder.layers.2.mlp.linear_fc1.weight: is missing" in str(told.value)
     assert "input_layernorm.weight or decoder.layers.0.self_attention.linear_qkv.layer_norm_weight" in str(told.value)
-    assert "linear_qkv.weight: should be (32, 16) by the layout, got (5, 16)" in str(told.value)
-    with pytest.raises(ValueError, match="below 2"):
+    assert "linear_qkv.weight: must have shape (32, 16) by the layout, got (5, 16)" in str(told.value)
+    with pytest.raises(ValueError, match="below the layout's 2 ranks"):
         MegatronShards(DENSE, grid.layout, 2)
 
 
-def test_names_for_engines_of_another_family() -> None:
+def test_rename_maps_names_for_engines() -> None:
     grid = Grid(SPARSE)
     (chunk,) = grid.chunks_of(0, hugging_face(SPARSE))
 

@@ -1,4 +1,4 @@
-"""Publishing, against a daemon that is real gRPC and says what the test wants."""
+"""Publishing to a daemon with real gRPC whose answers the test chooses."""
 
 import asyncio
 import logging
@@ -45,7 +45,7 @@ async def until(holds: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_it_is_staged_told_and_waited_for(tmp_path: Path) -> None:
+async def test_publish_stages_notifies_the_daemon_and_waits(tmp_path: Path) -> None:
     daemon = Daemon([[CARRYING, DONE]])
     daemon.may_end.set()
     async with serving(daemon) as address:
@@ -63,7 +63,7 @@ async def test_it_is_staged_told_and_waited_for(tmp_path: Path) -> None:
     assert all(np.array_equal(read[name].view(values.dtype), values) for name, values in ARRAYS.items())
 
 
-async def test_a_trainer_may_go_on_when_it_is_staged(tmp_path: Path) -> None:
+async def test_start_publish_returns_after_staging(tmp_path: Path) -> None:
     daemon = Daemon([[CARRYING, DONE]])
     async with serving(daemon) as address:
         with client_of(address, tmp_path) as client:
@@ -79,7 +79,7 @@ async def test_a_trainer_may_go_on_when_it_is_staged(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_closed", [False, True])
-async def test_what_is_staged_is_held_until_peers_know_of_it(tmp_path: Path, is_closed: bool) -> None:
+async def test_staged_parts_are_held_until_peers_open_the_version(tmp_path: Path, is_closed: bool) -> None:
     def is_held() -> bool:
         with nobody_stages(tmp_path / "v5") as is_left:
             return not is_left
@@ -97,7 +97,7 @@ async def test_what_is_staged_is_held_until_peers_know_of_it(tmp_path: Path, is_
             await until(lambda: not is_held())
 
 
-async def test_a_version_that_engines_did_not_take_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+async def test_aborted_sync_raises_with_a_remedy(tmp_path: Path) -> None:
     aborted = replace(DONE, state=SyncState.ABORTED, code="peer_lost", detail="gen1 has gone for 31 s")
     daemon = Daemon([[aborted], [DONE]])
     async with serving(daemon) as address:
@@ -106,17 +106,17 @@ async def test_a_version_that_engines_did_not_take_is_an_error_that_says_what_to
                 await published(client)
             assert told.value.report == aborted
             assert await published(client) == DONE  # the same version again
-    assert daemon.publications[0].run != daemon.publications[1].run  # not one that was sent twice
+    assert daemon.publications[0].run != daemon.publications[1].run  # not a resend
 
 
-async def test_one_that_was_superseded_is_told_and_no_error(tmp_path: Path) -> None:
+async def test_superseded_sync_is_not_an_error(tmp_path: Path) -> None:
     superseded = replace(DONE, state=SyncState.SUPERSEDED, code="superseded")
     async with serving(Daemon([[superseded]])) as address:
         with client_of(address, tmp_path) as client:
             assert await published(client) == superseded
 
 
-async def test_engines_without_it_are_worth_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_quarantined_engines_cause_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     some = replace(DONE, code="some_quarantined", detail="e1: probe_differs")
     async with serving(Daemon([[some]])) as address:
         with client_of(address, tmp_path) as client, caplog.at_level(logging.WARNING):
@@ -124,7 +124,7 @@ async def test_engines_without_it_are_worth_a_warning(tmp_path: Path, caplog: py
     assert "e1: probe_differs" in caplog.text
 
 
-async def test_a_daemon_that_is_away_is_waited_for(tmp_path: Path) -> None:
+async def test_publish_waits_for_an_unreachable_daemon(tmp_path: Path) -> None:
     port = free_port()
     daemon = Daemon([[DONE]])
     with client_of(f"127.0.0.1:{port}", tmp_path) as client:
@@ -134,7 +134,7 @@ async def test_a_daemon_that_is_away_is_waited_for(tmp_path: Path) -> None:
             assert await asyncio.wait_for(publishing, WITHIN_S) == DONE
 
 
-async def test_a_daemon_that_restarts_is_told_the_same_again(tmp_path: Path) -> None:
+async def test_publication_is_sent_again_to_a_restarted_daemon(tmp_path: Path) -> None:
     port = free_port()
     daemon = Daemon([[CARRYING], [CARRYING, CARRYING]])
     with client_of(f"127.0.0.1:{port}", tmp_path) as client:
@@ -148,23 +148,23 @@ async def test_a_daemon_that_restarts_is_told_the_same_again(tmp_path: Path) -> 
     assert len(set(daemon.heard)) == 1
 
 
-async def test_patience_ends_and_nothing_was_told(tmp_path: Path) -> None:
+async def test_publish_raises_retryable_if_no_daemon_answers_in_time(tmp_path: Path) -> None:
     nowhere = f"127.0.0.1:{free_port()}"
     with (
         client_of(nowhere, tmp_path, patience_s=0.05) as client,
-        pytest.raises(Retryable, match=r"nothing was told .*orchestrrl daemon.*version 5 is staged"),
+        pytest.raises(Retryable, match=r"no call to the daemon succeeded .*orchestrrl daemon.*version 5 is staged"),
     ):
         await published(client)
 
 
-async def test_patience_ends_and_what_became_of_it_is_not_known(tmp_path: Path) -> None:
+async def test_publish_raises_outcome_unknown_if_the_daemon_disappears(tmp_path: Path) -> None:
     daemon = Daemon([[CARRYING]])
     async with serving(daemon) as address:
         with client_of(address, tmp_path, patience_s=0.05) as client:
             handle = client.start_publish_arrays(5, ARRAYS)
             await until(lambda: handle.report is not None)
             daemon.stories = [Retryable("starting", 1.0)] * 1000
-            with pytest.raises(OutcomeUnknown, match="the sync was carrying then"):
+            with pytest.raises(OutcomeUnknown, match="last state of the sync carrying"):
                 await asyncio.to_thread(handle.result, WITHIN_S)
 
 
@@ -176,7 +176,7 @@ async def test_patience_ends_and_what_became_of_it_is_not_known(tmp_path: Path) 
     ],
     ids=["malformed", "declined"],
 )
-async def test_what_the_daemon_declines_is_told_at_once(
+async def test_rejected_publication_raises_at_once(
     error: OrchestrRLError, raised: type[Exception], tmp_path: Path
 ) -> None:
     async with serving(Daemon([error])) as address:
@@ -185,7 +185,7 @@ async def test_what_the_daemon_declines_is_told_at_once(
     assert str(told.value) == str(error)
 
 
-async def test_a_client_that_is_closed_leaves_its_handles_without_a_result(tmp_path: Path) -> None:
+async def test_closed_client_ends_handles_with_outcome_unknown(tmp_path: Path) -> None:
     async with serving(Daemon([[CARRYING, DONE]])) as address:
         client = client_of(address, tmp_path)
         handle = client.start_publish_arrays(5, ARRAYS)
@@ -196,13 +196,13 @@ async def test_a_client_that_is_closed_leaves_its_handles_without_a_result(tmp_p
         client.close()
 
 
-def test_a_trainer_that_starts_anew_says_so(tmp_path: Path) -> None:
+def test_restarted_trainer_has_another_run(tmp_path: Path) -> None:
     runs = {WeightsClient("x:1", peer="p", folder=tmp_path)._ranks.neighbours([]).run for _ in range(3)}
     assert len(runs) == 3
     assert all(runs)
 
 
-async def test_ranks_that_nothing_joins_agree_by_the_name_of_their_run(tmp_path: Path) -> None:
+async def test_ranks_without_torch_distributed_agree_by_run(tmp_path: Path) -> None:
     daemon = Daemon([[DONE]] * 4)
     async with serving(daemon) as address:
         for rank in (0, 1):
@@ -210,7 +210,7 @@ async def test_ranks_that_nothing_joins_agree_by_the_name_of_their_run(tmp_path:
                 await published(client)
                 await published(client)
     assert [said.run for said in daemon.publications] == ["job7-1", "job7-2"] * 2
-    assert all(sorted(said.boxes) == ["a", "b"] for said in daemon.publications)  # each all that it has
+    assert all(sorted(said.boxes) == ["a", "b"] for said in daemon.publications)  # each rank stages everything
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ async def test_ranks_that_nothing_joins_agree_by_the_name_of_their_run(tmp_path:
     ],
     ids=["nothing yet", "the fleet's", "on its way", "older"],
 )
-async def test_the_next_version_is_above_all_that_the_fleet_has_or_gets(
+async def test_next_version_is_above_all_versions_of_the_fleet(
     status: WeightsStatus, next_version: int, tmp_path: Path
 ) -> None:
     async with serving(Daemon(status=status)) as address:
@@ -233,24 +233,24 @@ async def test_the_next_version_is_above_all_that_the_fleet_has_or_gets(
         await asyncio.to_thread(client.next_version)
 
 
-async def test_a_peer_that_comes_back_to_a_daemon_that_came_back_is_waited_for(tmp_path: Path) -> None:
+async def test_publish_waits_for_the_peer_to_attach_to_a_restarted_daemon(tmp_path: Path) -> None:
     away = Retryable(f"{NOT_ATTACHED}, got 'train0'", 1.0)
     async with serving(Daemon([away, away, [DONE]])) as address:
         with client_of(address, tmp_path) as client:
             assert await published(client) == DONE
     async with serving(Daemon([away] * 1000)) as address:
         with client_of(address, tmp_path, patience_s=0.05) as client:
-            with pytest.raises(Retryable, match="sync peer --id train0` runs here"):
+            with pytest.raises(Retryable, match="sync peer --id train0` on this host"):
                 await published(client)
 
 
-def test_the_folder_is_the_one_that_its_peer_has() -> None:
+def test_default_folder_is_that_of_the_peer() -> None:
     assert str(WeightsClient("x:1", peer="train0").folder) == f"{FOLDERS}train0"
     assert FOLDERS == peer_settings.FOLDERS
 
 
-def test_what_a_client_needs_is_said(tmp_path: Path) -> None:
+def test_client_rejects_invalid_arguments(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="below world 2, got 2"):
         WeightsClient("x:1", peer="p", folder=tmp_path, rank=2, world=2)
-    with pytest.raises(ValueError, match="peer must name"):
+    with pytest.raises(ValueError, match="peer must be the name"):
         WeightsClient("x:1", peer="", folder=tmp_path)

@@ -1,4 +1,4 @@
-"""A rank's file: whole or not there, with holes where others have the bytes, never larger than there is room for."""
+"""The staged file of a rank: written atomically, with holes for other ranks' bytes, and within the free space."""
 
 import errno
 import os
@@ -28,7 +28,7 @@ def piece(name: str, whole: np.ndarray[Any, Any], *box: tuple[int, int], dtype: 
     return TensorPiece(meta, chosen, whole[tuple(slice(*each) for each in chosen)])
 
 
-def test_whole_tensors_are_a_safetensors_file(tmp_path: Path) -> None:
+def test_staged_whole_tensors_form_a_safetensors_file(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     tensors = {
         "b.weight": rng.normal(size=(5, 7)).astype(np.float32),
@@ -43,7 +43,7 @@ def test_whole_tensors_are_a_safetensors_file(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "v3") == ["part-0.safetensors"]
 
 
-def test_elements_that_numpy_has_no_name_for(tmp_path: Path) -> None:
+def test_dtype_without_numpy_equivalent_is_staged(tmp_path: Path) -> None:
     halves, eighths = np.arange(6, dtype=np.uint16), np.arange(5, dtype=np.uint8)
     stage(tmp_path, 1, 0, 1, [piece("b", halves, dtype="BF16"), piece("f", eighths, dtype="F8_E4M3")], ArrayCopies())
     read = tensors_in(tmp_path / "v1" / "part-0.safetensors")
@@ -54,12 +54,12 @@ def test_elements_that_numpy_has_no_name_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("box", [((0, 16), (0, 65536)), ((120, 128), (0, 65536)), ((0, 128), (65000, 65300))], ids=repr)
-def test_what_is_not_had_is_a_hole(box: Box, tmp_path: Path) -> None:
+def test_missing_boxes_are_holes(box: Box, tmp_path: Path) -> None:
     whole = np.random.default_rng(2).normal(size=(128, 65536)).astype(np.float32)
     staged = stage(tmp_path, 1, 0, 2, [piece("w", whole, *box)], ArrayCopies())
     file = tmp_path / "v1" / staged.part.file
     assert file.stat().st_size > whole.nbytes
-    assert file.stat().st_blocks * 512 <= whole.nbytes // 4  # file systems differ in how finely they count
+    assert file.stat().st_blocks * 512 <= whole.nbytes // 4  # file systems differ in their block size
     read = tensors_in(file)["w"]
     there = tuple(slice(*each) for each in box)
     assert np.array_equal(read[there], whole[there].view(np.uint32))
@@ -74,7 +74,7 @@ class Dies(ArrayCopies):
         raise KeyboardInterrupt
 
 
-def test_a_folder_is_held_until_it_is_let_go_of_and_not_where_nothing_came_of_it(tmp_path: Path) -> None:
+def test_folder_is_held_until_release_and_not_after_a_failure(tmp_path: Path) -> None:
     class Fails(ArrayCopies):
         def copy(self, piece: TensorPiece, into: Bytes) -> None:
             raise Permanent("no")
@@ -91,7 +91,7 @@ def test_a_folder_is_held_until_it_is_let_go_of_and_not_where_nothing_came_of_it
         assert is_left
 
 
-def test_half_a_part_is_no_part_and_the_one_before_stays_until_there_is_another(tmp_path: Path) -> None:
+def test_interrupted_staging_keeps_the_previous_part(tmp_path: Path) -> None:
     first, second = np.zeros(5, np.float32), np.ones(7, np.float32)
     with pytest.raises(KeyboardInterrupt):
         stage(tmp_path, 1, 0, 1, [piece("w", first)], Dies())
@@ -102,11 +102,11 @@ def test_half_a_part_is_no_part_and_the_one_before_stays_until_there_is_another(
             stage(tmp_path, 1, 0, 1, [piece("w", second)], Dies())
         assert tensors_in(tmp_path / "v1" / "part-0.safetensors")["w"].shape == (5,)
         stage(tmp_path, 1, 0, 1, [piece("w", second)], ArrayCopies())
-        assert len(peers.read()) < (tmp_path / "v1" / "part-0.safetensors").stat().st_size  # its own one is untouched
+        assert len(peers.read()) < (tmp_path / "v1" / "part-0.safetensors").stat().st_size  # its own part is untouched
     assert tensors_in(tmp_path / "v1" / "part-0.safetensors")["w"].shape == (7,)
 
 
-def test_what_killed_trainers_left_is_cleared_away(tmp_path: Path) -> None:
+def test_files_of_killed_trainers_are_deleted(tmp_path: Path) -> None:
     home = tmp_path / "v4"
     home.mkdir()
     for name in ("part-0.safetensors.1-2", ".part-0.safetensors.77-abc", ".part-1.safetensors.78-abc"):
@@ -114,7 +114,7 @@ def test_what_killed_trainers_left_is_cleared_away(tmp_path: Path) -> None:
     for rank in (0, 1, 2, 10):
         (home / f"part-{rank}.safetensors").write_bytes(b"old")
     stage(tmp_path, 4, 0, 2, [piece("w", np.zeros(3))], ArrayCopies())
-    # Another rank may be writing its own.
+    # Another rank may be writing its part.
     assert sorted(os.listdir(home)) == [
         ".part-1.safetensors.78-abc",
         "part-0.safetensors",
@@ -123,31 +123,31 @@ def test_what_killed_trainers_left_is_cleared_away(tmp_path: Path) -> None:
     ]
 
 
-def test_room_is_looked_for_before_anything_is_written(tmp_path: Path) -> None:
-    huge = np.broadcast_to(np.float32(0), (1 << 20, 1 << 24))  # 70 TB, of one number
-    with pytest.raises(Permanent, match=r"no room to stage 70368\.744 GB .*/dev/shm"):
+def test_free_space_is_checked_before_writing(tmp_path: Path) -> None:
+    huge = np.broadcast_to(np.float32(0), (1 << 20, 1 << 24))  # 70 TB, all elements equal
+    with pytest.raises(Permanent, match=r"not enough space to stage 70368\.744 GB .*/dev/shm"):
         stage(tmp_path, 1, 0, 1, [piece("w", huge)], ArrayCopies())
     assert os.listdir(tmp_path / "v1") == []
 
 
-def test_room_that_others_take_meanwhile_is_told_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_space_lost_while_staging_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(file: int, offset: int, length: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(Permanent, match="no room to stage"):
+    with pytest.raises(Permanent, match="not enough space to stage"):
         stage(tmp_path, 1, 0, 1, [piece("w", np.zeros(3))], ArrayCopies())
     assert os.listdir(tmp_path / "v1") == []
 
 
-def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_unwritable_folder_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(Permanent, match="name a folder that the trainer and its peer share"):
+    with pytest.raises(Permanent, match="configure a folder that trainer and peer share"):
         stage(tmp_path / "file", 1, 0, 1, [piece("w", np.zeros(3))], ArrayCopies())
 
 
-def test_the_peer_of_the_host_reads_what_ranks_have_staged(tmp_path: Path) -> None:
-    """Rows of one matrix by two ranks, columns of another: the peer sends and installs them as one."""
+def test_peer_reads_the_staged_parts(tmp_path: Path) -> None:
+    """Two ranks stage rows of one matrix and columns of another; the peer sends and installs whole tensors."""
     rng = np.random.default_rng(3)
     whole = {"rows": rng.normal(size=(9, 5)).astype(np.float32), "columns": rng.normal(size=(4, 6)).astype(np.float32)}
     peer = VersionStore(tmp_path)
@@ -173,8 +173,8 @@ def test_the_peer_of_the_host_reads_what_ranks_have_staged(tmp_path: Path) -> No
     peer.close()
 
 
-def test_weights_are_not_put_where_another_user_reads_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In /dev/shm anybody may have made the folder before."""
+def test_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """/dev/shm is world-writable, so another user may have created the folder."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "mine")
     with pytest.raises(Permanent, match="is a link or belongs to another user"):
@@ -185,6 +185,6 @@ def test_weights_are_not_put_where_another_user_reads_them(tmp_path: Path, monke
     assert os.listdir(tmp_path / "mine") == []
 
 
-def test_a_tensor_cannot_have_the_name_of_the_files_metadata() -> None:
-    with pytest.raises(ValueError, match="must not be what safetensors calls its metadata"):
+def test_tensor_name_must_not_be_the_metadata_key() -> None:
+    with pytest.raises(ValueError, match="must not be the metadata key of safetensors"):
         TensorMeta("__metadata__", "F32", (1,))

@@ -1,4 +1,4 @@
-"""Where links of torch.distributed meet, with a stand-in for it: a real one, and bytes, are in tests/vllm."""
+"""Rendezvous of process-group links, with a fake torch.distributed; tests/vllm has tests with the real one."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ class Store:
 
 @pytest.fixture
 def transport(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A GroupTransport whose groups cannot be made, by an error that is not torch's."""
+    """Return a GroupTransport whose groups fail to join with an error that is not from torch."""
     torch, dist = ModuleType("torch"), ModuleType("torch.distributed")
     vars(torch).update(distributed=dist, Tensor=object)
     vars(dist).update(TCPStore=Store, PrefixStore=Store)
@@ -55,20 +55,20 @@ def transport(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         (b"127.0.0.1:1 prefix", OSError),
     ],
 )
-def test_a_sender_without_a_group_leaves_the_receiver(transport: Any, answer: bytes, error: type[Exception]) -> None:
+def test_failed_sender_closes_the_rendezvous(transport: Any, answer: bytes, error: type[Exception]) -> None:
     receiver = LinkListener(HERE)
     address = receiver.open()
     with ThreadPoolExecutor(1) as threads:
         dialled = threads.submit(transport.dial, address, "key", PATIENT_S)
         with receiver.accept("key", PATIENT_S, answer) as meeting:
-            failed = dialled.exception(PATIENT_S)  # holds what the sender had in hand
+            failed = dialled.exception(PATIENT_S)  # the sender's connection
             assert type(failed) is error
             meeting.settimeout(1.0)
             assert meeting.recv(1) == b""
     receiver.close()
 
 
-def test_a_receiver_without_a_group_leaves_the_sender(transport: Any) -> None:
+def test_failed_receiver_closes_the_rendezvous(transport: Any) -> None:
     address = transport.open()
     with ThreadPoolExecutor(1) as threads:
         accepted = threads.submit(transport.accept, "key", PATIENT_S)
@@ -80,7 +80,7 @@ def test_a_receiver_without_a_group_leaves_the_sender(transport: Any) -> None:
 
 
 class ClosedMeanwhile(dict[str, Any]):
-    """Stores, where another thread closes the transport as soon as one is found."""
+    """A store cache in which another thread closes the transport after each lookup."""
 
     def __init__(self, close: Callable[[], None]) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class ClosedMeanwhile(dict[str, Any]):
         self.closing.join(0.2)
 
 
-def test_a_store_is_not_taken_from_who_finds_it(transport: Any) -> None:
+def test_close_does_not_invalidate_a_store_in_use(transport: Any) -> None:
     transport._stores = stores = ClosedMeanwhile(transport.close)
     assert isinstance(transport._connected("127.0.0.1:1"), Store)
     stores.closing.join(PATIENT_S)

@@ -1,4 +1,4 @@
-"""Plain sockets: the contract, and who knocks at the door that is nobody of ours."""
+"""The TCP transport: conformance, and connections from foreign clients."""
 
 import contextlib
 import socket
@@ -23,34 +23,34 @@ class TestTcp(TransportConformance):
             b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
             GREETING.pack(b"ELSE", VERSION, 3) + b"key",
             GREETING.pack(MAGIC, VERSION + 1, 3) + b"key",
-            GREETING.pack(MAGIC, 1, 3) + b"key",  # it meets for groups in another way
+            GREETING.pack(MAGIC, 1, 3) + b"key",  # version 1 had another rendezvous of groups
             GREETING.pack(MAGIC, VERSION, MOST_BYTES + 1) + b"k" * 10_000,
             GREETING.pack(MAGIC, VERSION, 2) + b"\xff\xfe",
         ],
         ids=["http", "magic", "version", "first version", "length", "not text"],
     )
-    def test_strangers_are_shown_out(self, said: bytes) -> None:
+    def test_foreign_connections_are_closed(self, said: bytes) -> None:
         with socket.create_connection(parts_of(self.two.address)) as stranger:
             stranger.settimeout(PATIENT_S)
             stranger.sendall(said)
-            with contextlib.suppress(ConnectionResetError):  # it had not read all of it
+            with contextlib.suppress(ConnectionResetError):  # it had not read everything
                 assert stranger.recv(1) == b""
             self._exchange_one("key")
 
-    def test_a_crowd_that_says_nothing_keeps_nobody_out(self) -> None:
+    def test_silent_connections_do_not_block_senders(self) -> None:
         crowd = [socket.create_connection(parts_of(self.two.address)) for _ in range(MOST_STRANGERS + 20)]
         self._exchange_one("key")
         crowd[0].settimeout(PATIENT_S)
-        assert crowd[0].recv(1) == b""  # the first to come is the first to go
+        assert crowd[0].recv(1) == b""  # the oldest connection is closed first
         for each in crowd:
             each.close()
 
-    def test_who_has_left_is_not_taken_for_who_comes_later(self) -> None:
+    def test_closed_connection_is_not_accepted(self) -> None:
         with socket.create_connection(parts_of(self.two.address)) as gone:
             gone.sendall(GREETING.pack(MAGIC, VERSION, 3) + b"key")
         self._exchange_one("key")
 
-    def test_a_key_may_come_in_pieces(self) -> None:
+    def test_key_may_arrive_in_pieces(self) -> None:
         with socket.create_connection(parts_of(self.two.address)) as slow:
             for byte in GREETING.pack(MAGIC, VERSION, 3) + b"key":
                 slow.sendall(bytes([byte]))
@@ -61,13 +61,13 @@ class TestTcp(TransportConformance):
 
 
 class TestTcpWithoutRoom(TransportConformance):
-    """Buffers far smaller than chunks, which move bit by bit."""
+    """Conformance with socket buffers far smaller than a chunk."""
 
     def make_transport(self) -> Transport:
         return TcpTransport("127.0.0.1", buffer_bytes=32768)
 
 
-def test_over_ipv6() -> None:
+def test_tcp_transport_works_over_ipv6() -> None:
     try:
         there = TcpTransport("::1")
         address = there.open()
@@ -85,12 +85,12 @@ def test_over_ipv6() -> None:
 
 
 @pytest.mark.parametrize("address", ["", "host", "host:", ":7", "host:0", "host:99999"])
-def test_an_address_that_is_none_breaks_the_link(address: str) -> None:
+def test_malformed_address_raises_link_broken(address: str) -> None:
     with pytest.raises(LinkBroken, match="host:port"):
         TcpTransport("127.0.0.1").dial(address, "key", 1.0)
 
 
-def test_transports_are_found_by_name() -> None:
+def test_make_transport_finds_transports_by_name() -> None:
     assert {"tcp", "gloo", "nccl"} <= set(TRANSPORTS.names())
     assert isinstance(make_transport("tcp", "127.0.0.1"), TcpTransport)
     with pytest.raises(Permanent, match=r"unknown transport 'pigeon'; known: .*tcp"):

@@ -1,2 +1,1 @@
-"""Adapters that run a trainer's generation on OrchestrRL: one thin file per framework, for the trainer's
-environment."""
+"""Adapters that run a trainer's generation on OrchestrRL, one thin file per framework, in the trainer's environment."""

@@ -237,8 +237,7 @@ async def _call(
 
 
 def run(coroutine: Coroutine[Any, Any, _T]) -> _T:
-    """Run a coroutine from synchronous code. If a loop already runs in this thread, as in a notebook, use another
-    thread."""
+    """Run a coroutine from synchronous code, in another thread if a loop already runs in this one, as in a notebook."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

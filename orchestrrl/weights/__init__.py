@@ -1,2 +1,2 @@
-"""Weight sync: store, send, receive and install versions of the weights. Decisions are made in
-weights/controller/controller.py."""
+"""Weight sync: store, send, receive and install versions of the weights, as weights/controller/controller.py
+decides."""

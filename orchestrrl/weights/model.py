@@ -22,7 +22,7 @@ from planner.sync_tree.shares import EngineShare
 
 # Bounds on values that processes report in JSON, so that the journal and protobuf can store them and their sums.
 MOST_VERSION = 2**63 - 1
-MOST_BYTES = 2**50  # of one version
+MOST_BYTES = 2**50  # size of one version
 MOST_BLOCK_BYTES = 1 << 30  # a block whose bytes are scattered in the file is copied into memory
 MOST_SECONDS = 253402300799.0  # the end of the year 9999, which dates can show
 Version = Annotated[int, Field(ge=0, le=MOST_VERSION)]
@@ -67,7 +67,7 @@ class TensorMeta:
         if self.dtype not in DTYPE_BYTES:
             raise ValueError(f"{self.name}: dtype must be one of {', '.join(DTYPE_BYTES)}, got {self.dtype!r}")
         if any(length < 1 for length in self.shape):
-            raise ValueError(f"{self.name}: every axis must have elements, got {self.shape}")
+            raise ValueError(f"{self.name}: shape must have no empty axis, got {self.shape}")
         if self.bytes > MOST_BYTES:
             raise ValueError(f"{self.name}: must have at most {MOST_BYTES} bytes, got {self.shape}")
 
@@ -91,8 +91,7 @@ class TensorMeta:
 
 @dataclass(frozen=True, slots=True)
 class ShardMap:
-    """The tensor slices of a shard. `sums` are the checksums of its blocks in hexadecimal, empty if not yet
-    computed."""
+    """The tensor slices of a shard. `sums` are its blocks' checksums in hexadecimal, empty if not computed yet."""
 
     id: str
     bytes: int

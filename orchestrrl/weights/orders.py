@@ -93,8 +93,7 @@ class InstallVersion:
 
 @dataclass(frozen=True, slots=True)
 class QueryVersion:
-    """Query which version the engine has. The peer reports the version, as it reports every change, before it
-    answers."""
+    """Query which version the engine has. The peer reports it before it answers, as it reports every change."""
 
     engine: EngineId
     kind: Literal["query_version"] = "query_version"
@@ -102,8 +101,7 @@ class QueryVersion:
 
 @dataclass(frozen=True, slots=True)
 class ProbeWeights:
-    """Have the engine, which has no requests, generate greedily from a prompt. A paused engine is paused again
-    afterwards."""
+    """Have an engine without requests generate greedily from a prompt. A paused engine is paused again afterwards."""
 
     engine: EngineId
     prompt_ids: tuple[int, ...]
@@ -220,8 +218,7 @@ class EdgeState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class EdgeEvent:
-    """A report by one endpoint that an edge began, is done or broke. The receiver's report decides which bytes have
-    arrived."""
+    """A report by one endpoint that an edge began, is done or broke. The receiver's report decides what has arrived."""
 
     version: Version
     edge: str

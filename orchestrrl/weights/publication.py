@@ -64,7 +64,7 @@ class Publication:
         for name, boxes in self.boxes.items():
             for box in boxes:
                 if (tensor := known.get(name)) is None:
-                    faults.append(f"boxes.{name}: must be a tensor that tensors has")
+                    faults.append(f"boxes.{name}: must be the name of a tensor in tensors")
                 elif not tensor.has(box):
                     faults.append(f"boxes.{name}: must be within {tensor.shape}, got {box}")
         if faults:
@@ -79,7 +79,7 @@ class PublicationSet:
     """The publications of one version received so far from the ranks of one start of a trainer."""
 
     by_rank: dict[int, Publication] = field(default_factory=dict)
-    tensors: dict[str, tuple[TensorMeta, int]] = field(default_factory=dict)  # and the rank that published it first
+    tensors: dict[str, tuple[TensorMeta, int]] = field(default_factory=dict)  # and the first rank to publish it
 
     def takes(self, publication: Publication) -> bool:
         """Return whether a publication has the same version and the same `run` as the publications in the set."""

@@ -177,8 +177,7 @@ class _Flight:
 
 
 def send(link: OutgoingLink, run: EdgeRun) -> None:
-    """Send all bytes of the edge, each as soon as it is available. Raises LinkBroken, EdgeEnded, and errors of
-    reading."""
+    """Send all bytes of the edge as they become available. Raises LinkBroken, EdgeEnded, and errors of reading."""
     flight, number = _Flight(run), 0
     staged, shard, pieces = run.staged, run.edge.shard, flight.pieces
     pacer = Pacer(run.edge.rate_gbps, flight.most_bytes)

@@ -97,9 +97,8 @@ def mapped(tensors: Mapping[str, StoredTensor]) -> dict[str, memoryview]:
 
 
 def content_sum(tensors: Mapping[str, StoredTensor], data: Mapping[str, memoryview]) -> str:
-    """Return a checksum of names, dtypes, shapes and bytes, as `ALGORITHM:HEX`. It does not depend on the division into
-    files. Holes count as zeros and are not read, because reading would fill them on a tmpfs, perhaps beyond its
-    size."""
+    """Return a checksum of names, dtypes, shapes and bytes, as `ALGORITHM:HEX`, regardless of the division into files.
+    Holes count as zeros and are not read, because reading would fill them on a tmpfs, perhaps beyond its size."""
     written = {file: written_ranges(file) for file in {stored.file for stored in tensors.values()}}
 
     def one(name: str) -> str:

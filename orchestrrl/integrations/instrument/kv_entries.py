@@ -60,8 +60,7 @@ class KvBlockLayout:
 
 @dataclass(frozen=True, slots=True)
 class KvEntryContents:
-    """The description of an entry, equal on every rank. Token ids are in a packed array, so they can be sent as
-    bytes."""
+    """The description of an entry, equal on every rank. Token ids are packed in an array and can be sent as bytes."""
 
     weights: str
     ranks: int
@@ -125,8 +124,8 @@ class KvEntryStore:
         return size
 
     def lookup(self, entry: str, weights: str, block_tokens: int) -> KvEntryContents | None:
-        """Return the description of an entry, or None if it is not complete yet. Raises UnusableEntry if it can never
-        be used."""
+        """Return the description of an entry, or None if it is incomplete. Raises UnusableEntry if it can never be
+        used."""
         try:
             names = set(os.listdir(self.root / entry))
         except (FileNotFoundError, NotADirectoryError):
@@ -191,8 +190,8 @@ class KvEntryStore:
             raise UnusableEntry(str(error)) from error
 
     def discard(self, entry: str, rank: int | None = None) -> None:
-        """Delete one rank's file, or the whole entry. The directory is removed with its last file. A repeated call has
-        no effect."""
+        """Delete one rank's file or the whole entry, and the directory with its last file. A repeated call has no
+        effect."""
         directory = self.root / entry
         try:
             names = [self.file(entry, rank).name] if rank is not None else os.listdir(directory)
@@ -225,8 +224,7 @@ class KvEntryStore:
 
 
 class KvEvictor:
-    """A thread that deletes entries: those to discard at once, old ones every few seconds. Engine steps do not wait for
-    it."""
+    """A thread that deletes entries: those to discard at once, old ones every few seconds. Engine steps do not wait."""
 
     def __init__(self, store: KvEntryStore, max_age_s: float, max_bytes: int) -> None:
         self._store = store
@@ -246,8 +244,8 @@ class KvEvictor:
         self._orders.put(entry)
 
     def reserve(self, size_bytes: int) -> bool:
-        """Reserve space for an entry; return False if there is not enough. Approximate, because other engines use the
-        same directory."""
+        """Reserve space for an entry; return False if there is not enough. Approximate, as other engines use the
+        directory."""
         if self._used_bytes + size_bytes > self._max_bytes:
             return False
         self._used_bytes += size_bytes
@@ -348,7 +346,7 @@ def _sums(piece: memoryview, block_bytes: int) -> Iterable[int]:
 
 def _difference(saved: KvBlockLayout, here: KvBlockLayout) -> str:
     pairs = zip((*saved.layers, *saved.block_bytes), (*here.layers, *here.block_bytes), strict=False)
-    return next((f"{one!r} there, {other!r} here" for one, other in pairs if one != other), "another number of layers")
+    return next((f"saved {one!r}, own {other!r}" for one, other in pairs if one != other), "another number of layers")
 
 
 def _listed(directory: Path) -> Sequence[str]:

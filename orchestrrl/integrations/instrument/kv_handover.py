@@ -55,8 +55,7 @@ class KvJobs(KVConnectorMetadata):  # type: ignore[misc]  # vllm is not installe
 
 
 class KvHandover(KVConnectorBase_V1):  # type: ignore[misc]
-    """The KV connector. vLLM creates one in the scheduler and one in each worker. Raises ValueError for an unsupported
-    configuration."""
+    """The KV connector, in the scheduler and in each worker. Raises ValueError for an unsupported configuration."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
@@ -208,7 +207,7 @@ class KvWorker:
         self._loader.submit(self._load, job, ready)
 
     def ended(self) -> tuple[set[str], set[str], set[str]]:
-        """Return the requests whose saves, loads (failed ones included) and failed loads have ended since the last
+        """Return the requests whose saves, loads (including failed ones) and failed loads have ended since the last
         call."""
         ended: dict[str, set[str]] = {"saved": set(), "loaded": set(), "failed": set()}
         while not self._ended.empty():

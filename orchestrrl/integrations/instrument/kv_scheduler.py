@@ -48,8 +48,7 @@ class TransferParams:
 
 @dataclass(frozen=True, slots=True)
 class SaveJob:
-    """An order to the workers to write these blocks. Without blocks they write an empty entry, so that no reader
-    waits."""
+    """An order to the workers to write these blocks; without blocks, an empty entry, so that no reader waits."""
 
     request_id: str
     entry: str
@@ -177,7 +176,7 @@ class KvTransferScheduler:
         self._keeper.discard(entry)
 
     def allocated(self, request_id: str, block_ids: Sequence[int], external_tokens: int) -> None:
-        """Queue the load after vLLM has allocated `block_ids` for the whole request; with 0 external tokens, drop
+        """Queue the load after vLLM has allocated `block_ids` for the whole request. With 0 external tokens, drop
         it."""
         waiting = self._waiting.get(request_id)
         if waiting is None:
@@ -217,7 +216,7 @@ class KvTransferScheduler:
         here = portable and request_id not in self._loading and request_id not in self._stale
         self._stale.discard(request_id)
         if request_id in self._waiting:
-            self._expire(request_id, "the request is over")
+            self._expire(request_id, "the request has ended")
         if wish is None or wish.save is None or not aborted:
             return False
         count = min(computed, len(token_ids), len(block_ids) * self.block_tokens) if here else 0
@@ -249,8 +248,7 @@ class KvTransferScheduler:
 
 
 def _continued(found: kv_entries.KvEntryContents, token_ids: Sequence[int]) -> int:
-    """Return for how many of these tokens the entry has KV. Raises UnusableEntry if neither sequence is a prefix of the
-    other."""
+    """Return for how many of these tokens the entry has KV. Raises UnusableEntry if the sequences diverge."""
     common = min(len(found.token_ids), len(token_ids))
     if found.token_ids[:common] != array("I", islice(token_ids, common)):
         raise kv_entries.UnusableEntry("it belongs to other tokens")

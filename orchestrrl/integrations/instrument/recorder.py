@@ -152,8 +152,7 @@ def iteration(number: int) -> None:
 
 
 def announce(period: str, body: str | dict[str, Any]) -> None:
-    """Announce the next communication period to the daemon. `body` is JSON or an object. Raises ValueError above 3.5
-    KiB."""
+    """Announce the next communication period to the daemon. `body` is JSON. Raises ValueError above 3.5 KiB."""
     text = json.dumps({"period": period, "body": json.loads(body) if isinstance(body, str) else body})
     payload = text.encode()
     if len(payload) > rings.PAYLOAD_BYTES:

@@ -88,8 +88,7 @@ _STATE_TRIES = 100  # a writer may be killed or preempted in the middle of a sto
 
 @dataclass(frozen=True, slots=True)
 class RingEvent:
-    """A collective or a mark of the trainer. `end_ns` is None while it runs, and equals `start_ns` for a momentary
-    mark."""
+    """A collective or a mark of the trainer. `end_ns` is None while it runs, and `start_ns` for a momentary mark."""
 
     sequence: int
     kind: int  # COLLECTIVE or MARK
@@ -121,8 +120,7 @@ class RingHeader:
 
 
 def group_id(ranks: Iterable[int], name: str) -> int:
-    """Return an id of a group that is equal on all of its ranks and never 0. Groups of the same ranks differ by
-    name."""
+    """Return an id of a group, equal on all of its ranks and never 0. Groups of the same ranks differ by name."""
     text = ",".join(map(str, sorted(ranks))) + "|" + name
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1 or 1
 
@@ -228,8 +226,7 @@ class RingWriter:
             self._ring()
 
     def issue(self, op: int, group: int = 0, n_bytes: int = 0, flags: int = 0, value: int = UNKNOWN) -> int:
-        """Record a collective that is queued on a device; return its sequence. `started` and `end` record when it
-        runs."""
+        """Record a collective queued on a device; return its sequence. `started` and `end` record when it runs."""
         sequence = self._write(COLLECTIVE, flags, op, group, n_bytes, self._clock_ns(), 0, value)
         self._count(0, 1)
         # From now on it may start at any moment, and the start is detected only later.
@@ -340,7 +337,7 @@ class RingWriter:
 
 
 class RingReader:
-    """The reader of one ring, in the agent. Raises OSError if the file does not exist, and ValueError if it is not a
+    """The reader of one ring, in the agent. Raises OSError if the file is missing, and ValueError if it is not a
     ring."""
 
     def __init__(self, path: Path) -> None:

@@ -77,8 +77,7 @@ class LoadedReport:
 
 
 class FolderWeights(WeightTransferEngine):  # type: ignore[misc]
-    """The backend in one worker. A folder that is not a complete checkpoint of this model is refused before any
-    change."""
+    """The backend in one worker. A folder without a complete checkpoint of this model is refused before any change."""
 
     init_info_cls = NothingToCompare
     update_info_cls = FolderUpdate
@@ -188,8 +187,7 @@ class FolderWeights(WeightTransferEngine):  # type: ignore[misc]
 
 
 class TensorComparison(TorchDispatchMode):  # type: ignore[misc]  # torch is not installed there either
-    """A dispatch mode in which weight loaders compare tensors with the existing ones instead of copying them. Nothing
-    is written."""
+    """A dispatch mode in which weight loaders compare tensors with the existing ones instead of writing them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,8 +215,7 @@ def _tensor(stored: files.StoredTensor, data: memoryview) -> torch.Tensor:
 
 
 def _shapes_at_start(model: str, revision: str | None) -> dict[str, tuple[int, ...]] | None:
-    """Return the shapes of the checkpoint with which the engine was started, or None if it has no safetensors files on
-    this machine."""
+    """Return the shapes of the engine's initial checkpoint, or None if this machine has no safetensors files of it."""
     try:
         folder = model if Path(model).is_dir() else snapshot_download(model, revision=revision, local_files_only=True)
         return files.shapes_of(files.read_checkpoint(Path(folder)))

@@ -40,8 +40,7 @@ class WorkWatch:
         self._stopped = False
 
     def follow(self, work: Any, writer: RingWriter, sequence: int, completes: bool) -> None:
-        """Record the end of an asynchronous operation when it occurs. `completes` is set if the Work reports its
-        completion."""
+        """Record the end of an asynchronous operation. `completes` is set if the Work reports its own completion."""
         if completes:
             self._pending[id(work)] = work, writer, sequence
             if self._thread is None:

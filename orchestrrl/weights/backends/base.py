@@ -49,8 +49,7 @@ _ASKED: TypeAdapter[TrainerStep] = TypeAdapter(TrainerStep)
 
 
 def trainer_step_from(text: str) -> TrainerStep | None:
-    """Parse a step from a report; None for an empty text. Raises Permanent if the text is invalid, as from a newer
-    daemon."""
+    """Parse a step from a report; None for an empty text. Raises Permanent for a step of a newer daemon."""
     try:
         return _ASKED.validate_json(text) if text else None
     except ValidationError as error:

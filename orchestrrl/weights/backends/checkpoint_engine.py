@@ -165,8 +165,7 @@ class RankShares:
             raise Permanent(f"backend checkpoint_engine has no step {step.step!r} in the trainer")
 
     def close(self) -> None:
-        """Release the pinned memory of the registered version. It must be free before the next version is
-        registered."""
+        """Release the pinned memory of the registered version, which must be free before the next one is registered."""
         registered, self._registered = self._registered, None
         if registered is not None:
             self._server.unregister_checkpoint(registered)

@@ -5,8 +5,7 @@
         async def world(self, ...): yield MyWorld(...)
 
 A world consists of a daemon's WeightSync, some engines, and a trainer that publishes through the backend. Engines may
-be
-fakes if they can fail like real ones.
+be fakes if they can fail like real ones.
 """
 
 from collections.abc import Sequence
@@ -26,8 +25,7 @@ class BackendStep(StrEnum):
 
 
 class BackendWorld(Protocol):
-    """A test environment with at least three engines that serve requests, with version 0 or weights without a
-    version."""
+    """A test environment with at least three engines that serve requests, with version 0 or unversioned weights."""
 
     @property
     def engines(self) -> Sequence[EngineId]: ...

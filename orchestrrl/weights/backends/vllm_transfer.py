@@ -117,8 +117,7 @@ class VllmTransferBackend:
             self._step = ""
 
     def _own(self, engine: EngineId, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the body for one server of a call to all servers, with its own rank offset and its workers'
-        entries."""
+        """Return the body for one server of a call to all, with its own rank offset and its workers' entries."""
         names = list(self._workers)
         before = sum(self._workers[each] for each in names[: names.index(engine)])
         own = dict(body)

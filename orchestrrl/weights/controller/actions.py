@@ -111,8 +111,8 @@ class SyncCircuits(Protocol):
 
 
 class SyncFailed(OrchestrRLError):
-    """An attempt to sync a version has failed. `without` are the engines that the next attempt leaves out, optionally
-    with a reason each. `again` is set if another attempt may succeed, `unchanged` if the order had no effect."""
+    """Raised when an attempt to sync a version fails. `without` are the engines that the next attempt leaves out, with
+    reasons if any. `again` is set if another attempt may succeed, `unchanged` if the order had no effect."""
 
     def __init__(
         self, code: str, detail: str, without: Collection[EngineId] = (), *, again: bool = True, unchanged: bool = False
@@ -197,8 +197,7 @@ class SyncActions:
         ]
 
     def gone(self, engine: EngineId) -> bool:
-        """Return whether an engine that the daemon has known was stopped or removed by order, which is not a
-        failure."""
+        """Return whether a formerly known engine was stopped or removed by order, which is not a failure."""
         return engine not in self.engines() and engine in self.serving.seen
 
     # --- the pause barrier

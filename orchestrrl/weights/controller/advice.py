@@ -21,13 +21,12 @@ SLOW_TRANSFER = 1.25  # ratio to the plan's estimate
 SLOW_EDGE, EDGE_LEAST_S = 1.5, 0.02  # ratio to the planned time of the edge, and least duration
 SLOW_ENGINE = 2.0  # ratio of installation times, to each of the other engines
 BLAMED = 0.8  # fraction of the slow edges at one peer from which the peer is the cause
-MOST = 3  # advices on phases
+MOST = 3  # pieces of advice on phases
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """One piece of advice on a sync. `code` is stable: the phase, or the slow part of the transfer. `text` is for
-    people."""
+    """One piece of advice on a sync. `code` is stable: the phase, or the slow part of the transfer."""
 
     code: str
     text: str

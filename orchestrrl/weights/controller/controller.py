@@ -277,11 +277,10 @@ class WeightSync:
         return waiting if self._collecting is None else [*waiting, self._collecting[1]]
 
     def install_now(self, sync_id: str, reason: str) -> SyncReport:
-        """Install the prepared version now, without waiting for the next pause. Raises Permanent if none is
-        prepared."""
+        """Install the prepared version now, before the next pause. Raises Permanent if none is prepared."""
         run = self._running
         if run is None or (sync_id and run.sync_record.id != sync_id):
-            raise Permanent(f"no weight sync {sync_id or 'is running'}: no version waits to be installed")
+            raise Permanent(f"weight sync {sync_id or '(any)'} is not running: no version waits to be installed")
         run.install_now()
         run.sync_record.note(f"installed by order of an operator: {reason or 'no reason given'}")
         return run.sync_record.report

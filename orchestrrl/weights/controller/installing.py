@@ -127,8 +127,7 @@ class Installing:
     # --- install and verify
 
     async def install(self, attempt: SyncAttempt, borrowed: BorrowedPause | None) -> None:
-        """Install the version into the attempt's targets and verify it. From the start of this call a target may have
-        it."""
+        """Install the version into the attempt's targets, which may have it from now on, and verify it."""
         record, acts = self._record, self._acts
         record.state(SyncState.INSTALLING)
         engines = sorted(attempt.targets)
@@ -292,8 +291,8 @@ class Installing:
             await self._let_run(good)
 
     def _known_to_barrier(self) -> set[EngineId]:
-        """Return the engines whose version the pause barrier has, so that they get requests. A restart of one may have
-        been missed."""
+        """Return the engines that get requests, since the pause barrier has their version. One may have restarted
+        unnoticed."""
         return set(self._acts.engines()).intersection(self._acts.fence.state.versions)
 
     async def _close_again(self, changed: Collection[EngineId]) -> str:
@@ -318,7 +317,7 @@ class Installing:
         return {engine: lost for engine in engines if acts.installed(engine) != committed.version}
 
     def _write_down(self, changed: Collection[EngineId], bad: Mapping[EngineId, str]) -> None:
-        """Journal the state of the changed engines, before it is reported to the pause barrier."""
+        """Record the state of the changed engines in the journal, before it is reported to the pause barrier."""
         book, committed = self._acts.book, self._acts.book.fleet.committed
         if committed is None:
             book.stands(FleetWeights(None, {**book.fleet.spoilt, **bad}))

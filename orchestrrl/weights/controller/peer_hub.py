@@ -241,8 +241,7 @@ class PeerHub:
         return faults
 
     def _make_room(self, peer: PeerId) -> None:
-        """Drop peers that detached long ago if there is no room for a new peer. Raises LimitReached if none can be
-        dropped."""
+        """Drop peers that detached long ago if the hub is full. Raises LimitReached if none can be dropped."""
         if peer in self.peers or len(self.peers) < self._most_peers:
             return
         gone_s = self._clock.now_s() - FORGET_AFTER_S
@@ -254,8 +253,7 @@ class PeerHub:
             raise LimitReached(f"id: {limit}, got {shorten(peer)} in addition")
 
     def _without_others(self, peer: Peer) -> Peer:
-        """Return the peer without assigned engines that now belong to another peer; an order with its new assignment
-        follows."""
+        """Return the peer without assigned engines that now belong to another peer; its new assignment follows."""
         others = (other for id, other in self.attached().items() if id != peer.id)
         return _yielding(peer, {each.engine for other in others for each in other.engines})
 

@@ -107,8 +107,7 @@ class SyncProfile:
 
 
 def profile(report: SyncReport, now_s: float | None = None) -> SyncProfile:
-    """Return the profile of a report. A phase that has not ended counts until `now_s`, or without it until the last
-    known time."""
+    """Return the profile of a report. An open phase counts until `now_s`, or without it until the last known time."""
     end_s = _end_s(report, now_s)
     path = critical_path(report.phases, end_s)
     waited: defaultdict[SyncPhase | None, float] = defaultdict(float)

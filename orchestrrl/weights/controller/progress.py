@@ -73,8 +73,7 @@ class SyncProgress:
                 self._rates_gbps.setdefault((edge.dst, edge.shard), edge.rate_gbps)
 
     def rate_gbps(self, peer: PeerId, shard: str) -> float:
-        """Return the rate limit of the first edge to this peer and shard, which also applies to replacements; 0 means
-        no limit."""
+        """Return the rate limit of the first edge to this peer and shard, also for replacements; 0 means no limit."""
         return self._rates_gbps.get((peer, shard), 0.0)
 
     def live_of(self, peer: PeerId) -> tuple[CarryEdge, ...]:
@@ -99,8 +98,7 @@ class SyncProgress:
         return edge
 
     def on_held(self, peer: PeerId, held: HeldVersion | None) -> None:
-        """Update the missing bytes of a peer that has attached again. `held` is None if it has nothing of the
-        version."""
+        """Update the missing bytes of a peer that has attached again. `held` is None if it has none of the version."""
         if peer not in self.missing:
             return
         if held is None:
@@ -112,8 +110,7 @@ class SyncProgress:
                 self._lacks(peer, shard, ranges)
 
     def corrupt(self, peer: PeerId, missing: Mapping[str, Iterable[Range]]) -> None:
-        """Mark ranges with wrong checksums as missing, and blame the peers that sent them, which `_mend` then
-        avoids."""
+        """Mark ranges with wrong checksums as missing, and blame their senders, which replacement edges then avoid."""
         for shard, ranges in missing.items():
             ranges = list(ranges)
             self._lacks(peer, shard, ranges)

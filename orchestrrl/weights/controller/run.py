@@ -143,8 +143,8 @@ class SyncRun(Description[SyncStep]):
         return await asyncio.shield(self._borrowed.outcome)
 
     async def run(self) -> None:
-        """Run the sync to its end. Its intent must be in the journal. Raises an internal error that leaves the fleet
-        half done."""
+        """Run the sync, whose intent is in the journal, to its end. Raises internal errors that leave the fleet half
+        done."""
         await self._operation.carry_out()
         await self._over()
 
@@ -188,8 +188,7 @@ class SyncRun(Description[SyncStep]):
         return await self.do(step)
 
     async def observe(self) -> None:
-        """Wait for the peers of changed engines after a restart. The engines are queried later, when they are
-        restored."""
+        """Wait for the peers of changed engines after a restart. Restoring the engines queries them later."""
         changed = self._attempt.changed
         if self._committed or self._is_restored or not self._is_left:
             return
@@ -299,7 +298,7 @@ class SyncRun(Description[SyncStep]):
                 return ""
             if acts.is_closed:  # before the holder opens it, `borrow` is called
                 if is_late:
-                    raise SyncFailed("not_quiet", f"the pause barrier is held by another: {acts.fence.state.lease}")
+                    raise SyncFailed("not_quiet", f"the pause barrier is closed by {acts.fence.state.lease}")
                 return f"{acts.fence.state.lease} has the pause barrier closed"
             if acts.deploying():  # a deployment does not start while the barrier is closed, and has its own time limits
                 until_s = acts.clock.now_s() + within_s
@@ -406,7 +405,7 @@ class SyncRun(Description[SyncStep]):
             try:
                 return await work()
             except OrchestrRLError as error:
-                logger.error("weight sync %s is half done: %s", self.id, error)
+                logger.error("weight sync %s is incomplete and is retried: %s", self.id, error)
                 await self._acts.clock.sleep(self._acts.settings.patience_s / 10)
             except Exception as error:
                 self._defect = error

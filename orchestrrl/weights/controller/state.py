@@ -264,7 +264,7 @@ class WeightBook:
         return record
 
     def repairs(self, sync_id: str, engine: EngineId) -> None:
-        """Journal that the committed version is about to be installed into an engine."""
+        """Record in the journal that the committed version is about to be installed into an engine."""
         self.log.step(sync_id, {"step": REPAIR, "engines": [engine]})
 
     def ended(self, record: SyncRecord) -> None:
@@ -284,12 +284,12 @@ class WeightBook:
         self.was_reported = False
 
     def amend(self, committed: CommittedVersion) -> None:
-        """Journal which engines have the committed version, if that has changed."""
+        """Record in the journal which engines have the committed version, if that has changed."""
         if committed != self.fleet.committed:
             self.stands(replace(self.fleet, committed=committed))
 
     def stands(self, fleet: FleetWeights) -> None:
-        """Journal the fleet's weights."""
+        """Record the fleet's weights in the journal."""
         body = {"fleet": _FLEET.dump_python(fleet, mode="json")}
         self._journal.append(self._clock.now_s(), EntryKind.WEIGHTS, "", body)
         self.fleet = fleet
@@ -330,7 +330,7 @@ def sync_body(report: SyncReport) -> Mapping[str, Any]:
 def _checked_step(body: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the body of a step's entry after checking the fields that a resumed sync reads. Raises ValueError."""
     if not all(isinstance(engine, str) for engine in body["engines"]):
-        raise ValueError("engines: must be names")
+        raise ValueError("engines: must be strings")
     return check_record(body)
 
 

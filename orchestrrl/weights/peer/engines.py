@@ -118,8 +118,7 @@ class PeerEngines:
             return loaded, f"{name} loaded version {version} in {self._clock.now_s() - began_s:.3g} s"
 
     async def refresh_one(self, name: EngineId) -> str:
-        """Query the version of an engine; return a text. Raises the engine's errors, and Retryable without an answer
-        within ASK_S."""
+        """Query the version of an engine; return a text. Raises the engine's errors, and Retryable after ASK_S."""
         own = self._one(name)
         async with own.at_work:
             await self._ask(name, own)

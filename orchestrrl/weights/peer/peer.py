@@ -61,8 +61,7 @@ async def run_peer(settings: PeerSettings, clock: Clock) -> None:
 
 
 def open_transports(settings: PeerSettings, opened: dict[str, Transport]) -> dict[str, str]:
-    """Open the available transports into `opened`; return their addresses by name. Raises Permanent if none is
-    available."""
+    """Open the available transports into `opened`; return their addresses by name. Raises Permanent without any."""
     addresses, why = {}, []
     for name in settings.transports:
         try:

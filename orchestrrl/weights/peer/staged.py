@@ -141,8 +141,7 @@ class StagedVersion:
         return HeldVersion(self.map.version, tuple(self._shards), self.missing(), ranks)
 
     def sums_of(self, shards: Iterable[str]) -> dict[str, tuple[str, ...]]:
-        """Hash complete shards; return the checksums of their blocks. Raises Permanent for unknown or incomplete
-        shards."""
+        """Hash complete shards; return their blocks' checksums. Raises Permanent for unknown or incomplete shards."""
         chosen = list(dict.fromkeys(shards))
         if faults := [f"there is no shard {name!r}" for name in chosen if name not in self._shards]:
             raise Permanent(f"version {self.map.version}: {'; '.join(faults)}")
@@ -156,8 +155,7 @@ class StagedVersion:
         return {state.map.id: state.own_sums for state in states}
 
     def check(self) -> None:
-        """Hash arrived blocks that were not hashed yet, and copy shards that engines need out of parts. Updates
-        `missing`."""
+        """Hash arrived blocks that were not hashed yet, and copy shards that engines need out of parts."""
         states = list(self._shards.values())
         self._hash_present([state for state in states if state.map.sums])
         wrong = self.missing()
@@ -299,8 +297,7 @@ class StagedVersion:
         return earlier
 
     def _find(self, shards: Iterable[_Shard]) -> None:
-        """Verify blocks that an earlier run has left in the file. Holes are skipped, because reading would fill
-        them."""
+        """Verify blocks that an earlier run has left in the file, except holes, which reading would fill."""
         shards = [state for state in shards if state.map.sums and not state.in_parts]
         if not self._was_there or not shards:
             return
@@ -315,8 +312,7 @@ class StagedVersion:
         self._in_threads(self._verify, wanted)
 
     def _copy_out_of_parts(self, shards: Sequence[_Shard]) -> None:
-        """Copy these shards from parts into the file that engines load. Blocks with wrong checksums are left out and
-        received instead."""
+        """Copy these shards from parts into the file that engines load, except blocks with wrong checksums."""
         if lacking := [state for state in shards if state.map.id not in self._model_has]:
             if len(self._files[_MODEL]):
                 lacking += [state for state in self._shards.values() if state.map.id in self._model_has]
@@ -346,8 +342,7 @@ class StagedVersion:
         self._in_threads(self._verify, wanted)
 
     def _in_threads(self, work: Callable[[_Shard, int], _Result], blocks: Sequence[_Block]) -> list[_Result]:
-        """Apply `work` to each block in threads; return the results in order. Hashing releases the interpreter's
-        lock."""
+        """Apply `work` to each block in threads; return the results in order. Hashing releases the GIL."""
         self.hashed_bytes += sum(self._range(*block)[1] for block in blocks)
         with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), "sums") as pool:
             return list(pool.map(lambda block: work(*block), blocks))
@@ -385,8 +380,7 @@ class StagedVersion:
         state.changed.notify_all()
 
     def _completed(self, state: _Shard, offset: int, size: int) -> list[int]:
-        """Return the blocks that these bytes, which may have been present before, make complete. The caller holds the
-        shard's lock."""
+        """Return the blocks that these bytes, perhaps present before, complete. The caller holds the shard's lock."""
         found = []
         for block in range(offset // self.map.block_bytes, -(-(offset + size) // self.map.block_bytes)):
             first, length = self._range(state, block)
@@ -435,8 +429,7 @@ def _is_laid_out(path: Path, layout: FileLayout) -> bool:
 
 
 def _is_written(run: ByteRun, written: Ints) -> bool:
-    """Return whether no byte of the run is in a hole of the file. `written` has (start, end) of each data range,
-    ascending."""
+    """Return whether no byte of the run is in a hole of the file. `written` has (start, end) of data, ascending."""
     starts = run.start + run.stride * np.arange(run.times, dtype=np.int64)
     places = np.searchsorted(written[:, 0], starts, side="right") - 1
     return bool((places >= 0).all() and (starts + run.length <= written[places, 1]).all())

@@ -65,8 +65,7 @@ def slices(box: Box) -> tuple[slice, ...]:
 @dataclass(frozen=True, slots=True)
 class AxisCut:
     """A division of an axis along one mesh dimension: this rank has part `number` of `of`. With `strided_by`, the axis
-    is first cut into that many ranges, and each range is divided (PyTorch's _StridedShard, if TP divides the axis,
-    too)."""
+    is first cut into that many ranges, and each range is divided (PyTorch's _StridedShard, if TP divides the axis)."""
 
     axis: int
     of: int
@@ -125,8 +124,7 @@ def to_stage(pieces: Sequence[TensorPiece], rank: int, holders: Mapping[int, Seq
 
 
 def tensors_of(pieces: Sequence[TensorPiece]) -> tuple[TensorMeta, ...]:
-    """Return the tensors of these pieces, sorted by name. Raises Permanent if two pieces differ in a tensor's dtype or
-    shape."""
+    """Return the tensors of these pieces, sorted by name. Raises Permanent if two pieces of a tensor disagree on it."""
     found: dict[str, TensorMeta] = {}
     for piece in pieces:
         known = found.setdefault(piece.meta.name, piece.meta)
@@ -155,7 +153,7 @@ def boxes_of(pieces: Sequence[TensorPiece]) -> dict[str, tuple[Box, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class HostRanks:
-    """The common run name of all ranks, and by `TensorPiece.key` the ranks of this host that have each of this rank's
+    """The run name common to all ranks, and by `TensorPiece.key` this host's ranks that have each of this rank's
     pieces."""
 
     run: str

@@ -27,9 +27,8 @@ _LAYER = re.compile(r"^(decoder\.layers\.)(\d+)(\..*)$")
 
 @dataclass(frozen=True, slots=True)
 class MegatronShards:
-    """The model, its parallel layout, and the rank whose tensors are published. `layers` is the numbering of layers in
-    the names: "stage" counts from 0 on each stage (across its chunks), as Megatron does; "model" counts through the
-    model."""
+    """The model, its parallel layout, and the rank whose tensors are published. Layer numbers in names count from 0 on
+    each stage (across its chunks), as in Megatron (`layers` is "stage"), or through the model ("model")."""
 
     model: TransformerParameters
     layout: TrainerLayout
@@ -93,7 +92,7 @@ def _through_the_model(chunks: Sequence[Mapping[str, Any]], shards: MegatronShar
 def _blocks_of(
     parameter: Parameter, local: LocalShard, model: TransformerParameters, named: Mapping[str, Any], faults: list[str]
 ) -> Iterator[tuple[Any, Box, Box, str, tuple[int, ...]]]:
-    """Yield the boxes of one parameter on this rank, as (tensor, box in it, box in the published tensor, its name, its
+    """Yield one parameter's boxes on this rank, as (tensor, box in it, box in the published tensor, its name, its
     shape)."""
     tensors = _tensors(parameter, local, model, named, faults)
     skip = 1 if parameter.split.has_experts else 0  # each expert is a tensor of its own here, not an axis

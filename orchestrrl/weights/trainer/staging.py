@@ -146,8 +146,7 @@ def _no_room(home: Path, size: int) -> str:
 
 
 def checkpoint_pieces(folder: Path) -> list[TensorPiece]:
-    """Return the tensors of a checkpoint, sorted by name, for `publish_arrays`. Raises Permanent, with a line for each
-    fault."""
+    """Return a checkpoint's tensors, sorted by name, for `publish_arrays`. Raises Permanent with one line per fault."""
     if not folder.is_dir():
         raise Permanent(f"{folder}: not a directory")
     try:

@@ -14,8 +14,7 @@ SMALL_BYTES = 64
 
 
 class LinkBroken(Retryable):
-    """Raised if the other endpoint has closed the link, or no byte has moved for too long. Chunks that arrived before
-    are intact."""
+    """Raised if the other endpoint closed the link or no byte moved for too long. Chunks that arrived are intact."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, after_s=1.0)
@@ -68,8 +67,8 @@ class Transport(Protocol):
         ...
 
     def accept(self, key: str, timeout_s: float) -> IncomingLink:
-        """Return the receiver's endpoint of link `key` once the sender has dialled. Raises NotYet after `timeout_s`,
-        and LinkBroken."""
+        """Return the receiver's endpoint of link `key` once the sender has dialled. Raises LinkBroken; NotYet on
+        timeout."""
         ...
 
     def dial(self, address: str, key: str, timeout_s: float) -> OutgoingLink:

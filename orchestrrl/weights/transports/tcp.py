@@ -113,8 +113,7 @@ class _Link(ABC):
 
     @abstractmethod
     def _move(self, rest: memoryview) -> int:
-        """Move as many bytes of `rest` as possible within the socket's time limit; return the number. Raises
-        OSError."""
+        """Move as many bytes of `rest` as possible within the time limit; return the number. Raises OSError."""
 
 
 class TcpOutgoing(_Link):

@@ -113,7 +113,7 @@ def test_entry_is_valid_only_for_its_weights_blocks_ranks_and_layout(tmp_path: P
         KvEntryStore(tmp_path, ranks=2).lookup("e", "v1", 4)
     with pytest.raises(UnusableEntry, match="was replaced"):
         load(store, "e", contents(6), range(1))
-    with pytest.raises(UnusableEntry, match="'second' there, 'packed' here"):
+    with pytest.raises(UnusableEntry, match="saved 'second', own 'packed'"):
         store.read("e", 0, what.identity, KvBlockLayout(("first", "packed"), (6, 10)), range(1), [])
     with pytest.raises(UnusableEntry, match="it has 2 blocks, but 3 were requested"):
         load(store, "e", what, range(3))

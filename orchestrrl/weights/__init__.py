@@ -1,2 +1,1 @@
-"""Weight sync: store, send, receive and install versions of the weights, as weights/controller/controller.py
-decides."""
+"""Weight sync: store, send, receive and install versions of the weights."""

@@ -124,8 +124,7 @@ class KvEntryStore:
         return size
 
     def lookup(self, entry: str, weights: str, block_tokens: int) -> KvEntryContents | None:
-        """Return the description of an entry, or None if it is incomplete. Raises UnusableEntry if it can never be
-        used."""
+        """Return an entry's description, or None if it is incomplete. Raises UnusableEntry if it can never be used."""
         try:
             names = set(os.listdir(self.root / entry))
         except (FileNotFoundError, NotADirectoryError):
@@ -190,8 +189,7 @@ class KvEntryStore:
             raise UnusableEntry(str(error)) from error
 
     def discard(self, entry: str, rank: int | None = None) -> None:
-        """Delete one rank's file or the whole entry, and the directory with its last file. A repeated call has no
-        effect."""
+        """Delete one rank's file or the whole entry. The directory goes with its last file. Safe to repeat."""
         directory = self.root / entry
         try:
             names = [self.file(entry, rank).name] if rank is not None else os.listdir(directory)
@@ -244,8 +242,7 @@ class KvEvictor:
         self._orders.put(entry)
 
     def reserve(self, size_bytes: int) -> bool:
-        """Reserve space for an entry; return False if there is not enough. Approximate, as other engines use the
-        directory."""
+        """Reserve space; return False if there is not enough. Approximate, as other engines use the directory."""
         if self._used_bytes + size_bytes > self._max_bytes:
             return False
         self._used_bytes += size_bytes

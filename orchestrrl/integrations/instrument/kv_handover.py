@@ -207,8 +207,7 @@ class KvWorker:
         self._loader.submit(self._load, job, ready)
 
     def ended(self) -> tuple[set[str], set[str], set[str]]:
-        """Return the requests whose saves, loads (including failed ones) and failed loads have ended since the last
-        call."""
+        """Return the requests whose saves, loads (including failed ones) and failed loads ended since the last call."""
         ended: dict[str, set[str]] = {"saved": set(), "loaded": set(), "failed": set()}
         while not self._ended.empty():
             what, request_id = self._ended.get()

@@ -156,8 +156,7 @@ class KvTransferScheduler:
         return usable - computed
 
     def _poll(self, request_id: str, waiting: _Waiting) -> bool:
-        """Return whether the entry is complete. Raises UnusableEntry if it cannot be used or does not arrive in
-        time."""
+        """Return whether the entry is complete. Raises UnusableEntry if it is unusable or does not arrive in time."""
         now_s = self.clock()
         if now_s - waiting.last_poll_s < POLL_PERIOD_S:
             return False
@@ -176,8 +175,7 @@ class KvTransferScheduler:
         self._keeper.discard(entry)
 
     def allocated(self, request_id: str, block_ids: Sequence[int], external_tokens: int) -> None:
-        """Queue the load after vLLM has allocated `block_ids` for the whole request. With 0 external tokens, drop
-        it."""
+        """Queue the load after vLLM has allocated `block_ids` for the request. With 0 external tokens, drop it."""
         waiting = self._waiting.get(request_id)
         if waiting is None:
             return

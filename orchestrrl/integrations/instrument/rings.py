@@ -337,8 +337,7 @@ class RingWriter:
 
 
 class RingReader:
-    """The reader of one ring, in the agent. Raises OSError if the file is missing, and ValueError if it is not a
-    ring."""
+    """The reader of one ring, in the agent. Raises OSError if the file is missing, ValueError if it is no ring."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -495,8 +494,7 @@ class RingDoorbell:
         return self._socket.fileno()
 
     def rung(self) -> bool:
-        """Receive one signal; return False if there is none. Never waits. The ring may have changed since the
-        signal."""
+        """Receive one signal; return False if there is none. Never waits. The ring may have changed since."""
         try:
             self._socket.recv(1)
         except BlockingIOError:

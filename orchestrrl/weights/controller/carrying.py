@@ -170,8 +170,7 @@ class TreeTransfer:
         return summed(planned.map, found)
 
     async def tear_down(self) -> None:
-        """Release the circuits if they were requested. The release outlives a cancelled call; the next call waits for
-        it."""
+        """Release requested circuits. The release outlives a cancelled call; the next call waits for it."""
         if self._is_up:
             self._is_up = False
             self._tearing = asyncio.ensure_future(self._tear_down())

@@ -291,8 +291,7 @@ class Installing:
             await self._let_run(good)
 
     def _known_to_barrier(self) -> set[EngineId]:
-        """Return the engines that get requests, since the pause barrier has their version. One may have restarted
-        unnoticed."""
+        """Return the engines with a version at the pause barrier. A restart of one may have been missed."""
         return set(self._acts.engines()).intersection(self._acts.fence.state.versions)
 
     async def _close_again(self, changed: Collection[EngineId]) -> str:
@@ -329,8 +328,7 @@ class Installing:
     def _report_committed(
         self, committed: CommittedVersion, good: Collection[EngineId], bad: Collection[EngineId]
     ) -> None:
-        """Report the version of all serving engines to the pause barrier, which has discarded it if the lease
-        expired."""
+        """Report the version of all serving engines to the barrier, which has discarded it if the lease expired."""
         acts, known, state = self._acts, self._acts.engines(), self._acts.fence.state
         if bad:
             acts.fence.forget(bad, "the previous weights could not be restored")

@@ -143,8 +143,7 @@ class SyncRun(Description[SyncStep]):
         return await asyncio.shield(self._borrowed.outcome)
 
     async def run(self) -> None:
-        """Run the sync, whose intent is in the journal, to its end. Raises internal errors that leave the fleet half
-        done."""
+        """Run the sync to its end, after its intent was recorded. Raises internal errors."""
         await self._operation.carry_out()
         await self._over()
 
@@ -469,7 +468,7 @@ class SyncRun(Description[SyncStep]):
         borrowed, self._borrowed = self._borrowed, None
         if borrowed is None:
             return
-        self._may_install.clear()
+        self._may_install.clear()  # set by `borrow`; an order of an operator is not cleared without a borrowed barrier
         if borrowed.outcome.done():
             return
         fleet, known = self._acts.book.fleet, self._acts.engines()

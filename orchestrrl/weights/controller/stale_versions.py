@@ -28,7 +28,6 @@ class StaleVersions:
         return self._of.get(engine)
 
     def dispel(self, engine: EngineId, doubt: int | None) -> None:
-        """Mark the version as known after a query that began at restart `doubt`, unless the engine has restarted
-        again."""
+        """Mark the version as known after a query from restart `doubt` on, unless the engine restarted again."""
         if doubt is not None and self._of.get(engine) == doubt:
             del self._of[engine]

@@ -153,7 +153,7 @@ def boxes_of(pieces: Sequence[TensorPiece]) -> dict[str, tuple[Box, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class HostRanks:
-    """The run name common to all ranks, and by `TensorPiece.key` this host's ranks that have each of this rank's
+    """The run name of all ranks, and by `TensorPiece.key` the ranks of this host that have each of this rank's
     pieces."""
 
     run: str

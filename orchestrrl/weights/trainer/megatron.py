@@ -92,8 +92,7 @@ def _through_the_model(chunks: Sequence[Mapping[str, Any]], shards: MegatronShar
 def _blocks_of(
     parameter: Parameter, local: LocalShard, model: TransformerParameters, named: Mapping[str, Any], faults: list[str]
 ) -> Iterator[tuple[Any, Box, Box, str, tuple[int, ...]]]:
-    """Yield one parameter's boxes on this rank, as (tensor, box in it, box in the published tensor, its name, its
-    shape)."""
+    """Yield one parameter's boxes on this rank, as (tensor, box in it, box in the published tensor, name, shape)."""
     tensors = _tensors(parameter, local, model, named, faults)
     skip = 1 if parameter.split.has_experts else 0  # each expert is a tensor of its own here, not an axis
     at = 0

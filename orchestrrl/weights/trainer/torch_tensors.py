@@ -141,8 +141,7 @@ def _cuts(meta: TensorMeta, mesh: Any, placements: Sequence[Any]) -> list[AxisCu
 
 
 class TensorCopies:
-    """Copies torch tensors. CUDA tensors go through two pinned buffers, of which one is filled while the other is
-    copied."""
+    """Copies torch tensors. CUDA tensors go through two pinned buffers: one is filled while the other is copied."""
 
     def __init__(self) -> None:
         self.offload_s = 0.0

@@ -67,8 +67,7 @@ class Transport(Protocol):
         ...
 
     def accept(self, key: str, timeout_s: float) -> IncomingLink:
-        """Return the receiver's endpoint of link `key` once the sender has dialled. Raises LinkBroken; NotYet on
-        timeout."""
+        """Return the receiver's endpoint of link `key` once the sender dials. Raises LinkBroken; NotYet on timeout."""
         ...
 
     def dial(self, address: str, key: str, timeout_s: float) -> OutgoingLink:

@@ -335,7 +335,7 @@ async def test_operator_drains_a_staying_engine(harness: Harness) -> None:
             draining = asyncio.create_task(harness.ask("DrainEngine", order))
         await draining
         report = await harness.until_over(id)
-        with pytest.raises(ProblemFaults, match="do not fit"):
+        with pytest.raises(ProblemFaults, match="must fit on the"):
             await harness.begin((("tp1", 4),))  # the operator's drain stays
     await harness.ask("DrainEngine", control_pb2.DrainEngineRequest(engine_id=stays, undo=True))
     await check_whole(harness, report, "done")

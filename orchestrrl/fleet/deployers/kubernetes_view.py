@@ -1,7 +1,7 @@
 """Read a fleet's objects in its cluster, and derive an engine's state from its workload, its pods and their nodes.
 
 What Kubernetes would repair counts as an end here: requests and weights of the old process are gone, and only the
-daemon knows which weights a new process must have. States and reasons are those of the pod lifecycle
+daemon can determine which weights a new process needs. States and reasons are those of the pod lifecycle
 (https://kubernetes.io/docs/concepts/workloads/pods/pod-lifecycle/).
 """
 

@@ -58,7 +58,7 @@ WORDS = st.one_of(
         ENGINE_SETS,
         st.sampled_from(["", "/a", "/b"]),
     ),
-    st.tuples(st.just("give up"), st.sampled_from(["mine", "old"])),
+    st.tuples(st.just("abandon"), st.sampled_from(["mine", "old"])),
     st.tuples(st.just("set"), ENGINE_SETS.filter(bool), st.integers(0, 9), st.sampled_from(["", "/a", "/b"])),
     st.tuples(st.just("daemon restarts")),
     st.tuples(st.just("engine restarts"), st.sampled_from(ENGINES)),
@@ -111,7 +111,7 @@ def test_never_two_leases_and_versions_as_last_set(words: list[tuple[object, ...
                 else:
                     with pytest.raises(Permanent):
                         state.resumed(named[whose], reported.now_s, ENGINES, version, without)
-            case ("give up", str(whose)):
+            case ("abandon", str(whose)):
                 if whose == "mine" and reported.holder:
                     state = state.abandoned(named[whose], reported.now_s, "because")
                     reported.holder = None

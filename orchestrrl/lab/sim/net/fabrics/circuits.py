@@ -193,8 +193,7 @@ class CircuitLinks:
 
     @classmethod
     def between_servers(cls, wiring: Wiring, joins: Ints, servers: Servers) -> "CircuitLinks":
-        """Add circuits between servers. `joins` [server, server]: the number of NICs of the first that send to a NIC of
-        the second."""
+        """Add circuits between servers. `joins` [from, to] is the number of NICs that connect one server to another."""
         width = np.asarray(joins * servers.nic_bytes_per_s, np.float64)
         light_s = np.full(joins.shape, 2 * servers.propagation_s)
         return cls.lay(wiring, width, np.full(joins.shape, LinkTier.DIRECT), light_s, servers.nics)

@@ -122,4 +122,4 @@ def test_gateway_requires_engines_or_a_daemon() -> None:
     command = [sys.executable, "-m", "orchestrrl", "gateway"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert result.returncode == 2
-    assert "--engine: is missing" in result.stderr
+    assert "--engine: is required without --daemon" in result.stderr

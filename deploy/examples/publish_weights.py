@@ -1,11 +1,11 @@
-"""Train with FSDP2 in a loop of one's own, and bring the weights to the engines after every step.
+"""Train with FSDP2 in a custom loop, and publish the weights to the engines after every step.
 
     orchestrrl sync peer --id train0 &
     torchrun --nproc-per-node=2 deploy/examples/publish_weights.py --model DIR --peer train0
 
-What belongs to OrchestrRL is the client and its one call; the rest is any training loop. Each rank stages what it has
-of the model, nothing is gathered. With `--ahead` training goes on while a version is on its way, and engines take it
-when the gateway's barrier is closed next.
+Only the client and its one call belong to OrchestrRL; the rest is an ordinary training loop. Each rank stages its own
+part of the model, and nothing is gathered. With `--ahead`, training continues while a version is distributed, and the
+engines install it the next time the gateway's barrier is closed.
 """
 
 import argparse

@@ -61,9 +61,9 @@ def prompt(index: int, conversations: bool) -> str | list[dict[str, str]]:
 
 
 class WatchedRollout(GatewayRollout):
-    """How far the engines' log-probabilities are from the trainer's: near 0 while they have the same weights.
+    """A rollout that compares the engines' log-probabilities with the trainer's. They agree while the weights are equal.
 
-    Worth a look when you set up your own run, not in every step: it costs a forward pass.
+    Use it when you set up a run, not in every step: it costs a forward pass.
     """
 
     def __init__(self, *names: object, **settings: object) -> None:
@@ -73,18 +73,18 @@ class WatchedRollout(GatewayRollout):
     def __call__(self, prompts: list, trainer: GRPOTrainer) -> dict[str, list]:
         rolled = super().__call__(prompts, trainer)
         gaps = []
-        for prompt_ids, drawn_ids, told in zip(*rolled.values(), strict=True):
+        for prompt_ids, drawn_ids, reported in zip(*rolled.values(), strict=True):
             ids = torch.tensor([[*prompt_ids, *drawn_ids]], device=trainer.model.device)
             with torch.no_grad():
                 logits = trainer.model(ids).logits[0, len(prompt_ids) - 1 : -1]  # [drawn tokens, vocabulary]
             own = logits.log_softmax(-1).gather(1, ids[0, len(prompt_ids) :, None]).squeeze(1)
-            gaps.append((own - torch.tensor(told, device=own.device)).abs().max().item())
+            gaps.append((own - torch.tensor(reported, device=own.device)).abs().max().item())
         self.gaps.append(max(gaps))
         return rolled
 
 
 def greedy(trainer: GRPOTrainer, prompts: list[list[int]]) -> list[list[int]]:
-    """What the trained model itself says after each prompt, the likeliest token each time."""
+    """Return the trained model's own greedy continuation of each prompt."""
     trainer.model.eval()
     answers = []
     for prompt_ids in prompts:

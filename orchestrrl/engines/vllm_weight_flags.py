@@ -14,7 +14,7 @@ VLLM_ARGUMENTS = ("--weight-transfer-config", json.dumps({"backend": BACKEND}))
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
-    """A worker's report of its weights: the fields of `Told` in integrations/instrument/vllm_weights.py, and
+    """A worker's report of its weights: the fields of the report in integrations/instrument/vllm_weights.py, and
     `is_updating`, which is True if a load was started and not finished."""
 
     version: int | None

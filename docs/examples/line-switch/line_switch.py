@@ -72,8 +72,8 @@ class LineWire(SwitchWire):
         await self._request(f"{verb} {' '.join(map(str, pairs))}", _nothing, is_setter=True)
 
     async def _request(self, line: str, parse: Callable[[list[str]], T], *, is_setter: bool = False) -> T:
-        """What `parse` makes of the words after OK. Every failure says whether anything can have happened; a
-        ValueError, as of `parse`, says that the answer makes no sense."""
+        """Send a line and return the parsed words after OK. The class of an error states whether the command may have
+        taken effect. Raises ValueError if the answer is malformed."""
         assert self._streams is not None
         reader, writer = self._streams
         unclear = DriverOutcomeUnknown if is_setter else DriverRetryable

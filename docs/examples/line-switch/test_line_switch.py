@@ -14,7 +14,7 @@ from ocs_drivers.registry import make_driver
 
 
 class LineHarness(DriverConformance):
-    """What the suite needs from a lab: a device with nothing connected, and ways to make it misbehave."""
+    """Provides the suite with devices that have no cross-connects, and with ways to make them fail."""
 
     @pytest.fixture(autouse=True)
     async def _emulators(self) -> AsyncIterator[None]:

@@ -61,7 +61,7 @@ def prompt(index: int, conversations: bool) -> str | list[dict[str, str]]:
 
 
 class WatchedRollout(GatewayRollout):
-    """A rollout that compares the engines' log-probabilities with the trainer's. They agree while the weights are equal.
+    """Compares the engines' log-probabilities with the trainer's, which are equal while the weights are.
 
     Use it when you set up a run, not in every step: it costs a forward pass.
     """

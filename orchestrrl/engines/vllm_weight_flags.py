@@ -14,8 +14,8 @@ VLLM_ARGUMENTS = ("--weight-transfer-config", json.dumps({"backend": BACKEND}))
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
-    """A worker's report of its weights: the fields of the report in integrations/instrument/vllm_weights.py, and
-    `is_updating`, which is True if a load was started and not finished."""
+    """A worker's report of its weights, as integrations/instrument/vllm_weights.py sends it. `is_updating` is True if a
+    load was started and not finished."""
 
     version: int | None
     sum: str

@@ -12,7 +12,7 @@ from planner.model import Hold
 QUIET = QuietSpan(0.0, 0.0, 0.01)
 
 
-def follow(follower: RepetitionFinder | MarkedIterations, ids: list[int]) -> list[bool]:
+def feed(follower: RepetitionFinder | MarkedIterations, ids: list[int]) -> list[bool]:
     """Return whether each collective was expected: the position was certain, and the collective was the one there."""
     fitted = []
     for id in ids:
@@ -45,10 +45,10 @@ def test_repetition_is_the_one_that_covers_most(ids: list[int]) -> None:
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=12), st.lists(st.integers(6, 9), max_size=10))
 def test_repetition_is_found_after_any_prefix(loop: list[int], before: list[int]) -> None:
     follower = RepetitionFinder()
-    follow(follower, before)
-    follow(follower, loop * 12)
+    feed(follower, before)
+    feed(follower, loop * 12)
     assert certain(follower)
-    assert all(follow(follower, loop * 3))
+    assert all(feed(follower, loop * 3))
     assert follower.sequence is not None
     doubled = list(follower.sequence.ids) * 2
     length = len(follower.sequence.ids)
@@ -64,33 +64,33 @@ def test_equal_layers_are_distinguished_from_iterations(layers: int, per_layer: 
     for _ in range(4):
         for id in iteration:
             sure = certain(follower)
-            surprises += sure and follow(follower, [id]) == [False]
+            surprises += sure and feed(follower, [id]) == [False]
             if not sure:
-                follow(follower, [id])
+                feed(follower, [id])
     assert surprises <= 1
     assert follower.sequence is not None
     assert len(follower.sequence.ids) == len(iteration)
-    assert all(follow(follower, iteration * 2))
+    assert all(feed(follower, iteration * 2))
 
 
 def test_endless_short_loop_is_an_iteration() -> None:
     follower = RepetitionFinder()
-    follow(follower, [1, 2] * 200)
+    feed(follower, [1, 2] * 200)
     assert follower.sequence is not None
     assert len(follower.sequence.ids) == 2
     # A mismatch now is no end of a layer: the position is certain again after one more round.
-    follow(follower, [9])
+    feed(follower, [9])
     assert not certain(follower)
     assert follower.place.code == PLACE_UNKNOWN
-    follow(follower, [1, 2, 1, 2])
+    feed(follower, [1, 2, 1, 2])
     assert certain(follower)
     assert follower.relearned == 0
 
 
 def test_new_sequence_is_learned() -> None:
     follower = RepetitionFinder()
-    follow(follower, [1, 2, 3] * 200)
-    follow(follower, [1, 4, 3, 5] * 20)
+    feed(follower, [1, 2, 3] * 200)
+    feed(follower, [1, 4, 3, 5] * 20)
     assert follower.sequence is not None
     assert sorted(follower.sequence.ids) == [1, 3, 4, 5]
     assert follower.relearned == 1
@@ -102,7 +102,7 @@ def test_noise_is_trusted_only_if_it_repeats(seed: int) -> None:
     rng, follower, expected = random.Random(seed), RepetitionFinder(), list[int]()
     for _ in range(300):
         id = rng.randrange(3)
-        follow(follower, [id])
+        feed(follower, [id])
         expected.append(id)
         if certain(follower):
             assert repetition(expected)[1] >= 8
@@ -112,7 +112,7 @@ def iterate(follower: MarkedIterations, iterations: list[list[int]]) -> list[lis
     fitted = []
     for ids in iterations:
         follower.begin()
-        fitted.append(follow(follower, ids))
+        fitted.append(feed(follower, ids))
     return fitted
 
 
@@ -146,7 +146,7 @@ def test_mismatch_makes_position_unknown_until_next_mark(ids: list[int], data: s
         assert certain(follower) == (differs is None or index < differs)
     follower.begin()
     assert certain(follower)
-    assert all(follow(follower, ids))
+    assert all(feed(follower, ids))
     assert follower.relearned == 0
 
 
@@ -172,7 +172,7 @@ def test_sequence_seen_twice_in_a_row_is_a_change() -> None:
     assert follower.relearned == 1
     assert "3 collectives" in follower.reason
     follower.begin()
-    assert all(follow(follower, [1, 3, 4]))
+    assert all(feed(follower, [1, 3, 4]))
 
 
 def test_lost_events_make_position_unknown_until_next_mark() -> None:
@@ -190,10 +190,10 @@ def test_lost_events_make_position_unknown_until_next_mark() -> None:
 
 def test_lost_events_without_marks_make_position_unknown_for_one_round() -> None:
     follower = RepetitionFinder()
-    follow(follower, [1, 2, 3, 4] * 20)
+    feed(follower, [1, 2, 3, 4] * 20)
     follower.lose("ring overran")
-    follow(follower, [3, 4, 1])
+    feed(follower, [3, 4, 1])
     assert not certain(follower)
-    follow(follower, [2, 3, 4])
+    feed(follower, [2, 3, 4])
     assert certain(follower)
-    assert all(follow(follower, [1, 2, 3, 4]))
+    assert all(feed(follower, [1, 2, 3, 4]))

@@ -26,6 +26,6 @@ def test_sweep_reports_failures_and_reuses_results(in_folder: Path) -> None:
     again = json.loads(called("sweep", "sweep.yaml", "--out", "out", "--json", status=1).stdout)
     assert [point["values"] for point in again["points"]] == [{"training.tp": 4}]
     assert (
-        "--workers: is not for --ray"
+        "--workers: cannot be combined with --ray"
         in called("sweep", "sweep.yaml", "--ray", "auto", "--workers", "1", status=2).stderr
     )

@@ -269,7 +269,7 @@ def test_foreign_circuits_are_taken_over_by_name(far: tuple[subprocess.Popen[str
     device.stdout.readline()
     with running_daemon(tmp_path, ocs_of(switches)) as daemon:
         assert "9:25" in ocs(daemon, "show", "far").stdout
-        assert "not ours" in ocs(daemon, "show", "far").stdout
+        assert "other" in ocs(daemon, "show", "far").stdout
         refused = ocs(daemon, "disconnect", "far", "9:25")
         assert refused.exit_code == 1
         assert "orchestrrl ocs take-over far 9:25" in refused.stderr

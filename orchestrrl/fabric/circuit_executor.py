@@ -99,7 +99,7 @@ class CircuitExecutor:
         shown = [(pair, states.get(pair)) for pair in map(facts.normal, change.connect)]
         untuned = [f"{pair} is listed as {state}" for pair, state in shown if state not in (None, CircuitState.TUNED)]
         if not untuned:
-            return CircuitOutcome("", switch, done=True, detail="was so already", revision=reading.revision)
+            return CircuitOutcome("", switch, done=True, detail="already in effect", revision=reading.revision)
         detail = f"{'; '.join(untuned)}: nothing was sent; disconnect it, then connect it again"
         return CircuitOutcome("", switch, done=False, detail=detail, revision=reading.revision)
 
@@ -164,7 +164,7 @@ class CircuitExecutor:
         since or other changes kept it busy until after `begin_by_s`."""
         if operation.diff.empty:
             return CircuitOutcome(
-                "", operation.switch, done=True, detail="was so already", revision=operation.diff.revision
+                "", operation.switch, done=True, detail="already in effect", revision=operation.diff.revision
             )
         async with self._turns[operation.switch]:
             run = self._prepared.pop(operation.id, None)
@@ -212,7 +212,7 @@ class CircuitExecutor:
         await self._settle(switch)
         if switch in self._trials:
             run, _ = self._trials[switch]
-            waits = f"{run.id} waits to be confirmed until {utc(run.revert_at_s)}"
+            waits = f"{run.id} is on trial until {utc(run.revert_at_s)}"
             raise CircuitConflict([f"{waits}: confirm it, or wait, before another change"], device=switch)
         diff = await self.plan(switch, change, mode)
         if expect_revision not in (None, diff.revision):

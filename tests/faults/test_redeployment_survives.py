@@ -348,7 +348,7 @@ async def test_full_journal_disk(harness: Harness) -> None:
             resource.prlimit(harness.daemon.process.pid, resource.RLIMIT_FSIZE, (65_536, most))
         report = await harness.until_over(id)
     await check_whole(harness, report, "rolled_back")
-    assert "cannot be written down" in report.detail
+    assert "cannot be journalled" in report.detail
     # There is room again; the next daemon has recovered everything.
     await harness.daemon.stop()
     await harness.daemon.start()

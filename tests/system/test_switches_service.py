@@ -85,7 +85,7 @@ def test_connect_show_and_disconnect(daemon: Stack) -> None:
     assert len(shown["ports"]) == 32
     assert answer(daemon, "disconnect", "plain", "3:17")["done"]
     assert circuits(daemon, "plain") == ["5:19"]
-    assert answer(daemon, "disconnect", "plain", "3:17")["detail"] == "was so already"
+    assert answer(daemon, "disconnect", "plain", "3:17")["detail"] == "already in effect"
     entries = {entry.kind for entry in read_journal(daemon) if entry.subject == change["operation"]}
     assert entries == {"circuits.intent", "circuits.result"}
 
@@ -304,7 +304,7 @@ def test_unconfirmed_change_is_confirmed_or_reverted(far: tuple[subprocess.Popen
         assert "is on trial until" in ocs(daemon, "show", "far").stdout
         meanwhile = ocs(daemon, "connect", "far", "5:19")
         assert meanwhile.exit_code == 1
-        assert "waits to be confirmed until" in meanwhile.stderr
+        assert "is on trial until" in meanwhile.stderr
         assert answer(daemon, "confirm", "far")["done"]
         assert answer(daemon, "show", "far")["unconfirmed"] is None
         assert answer(daemon, "disconnect", "far", "3:17", "--revert-in-s", "1000")["done"]

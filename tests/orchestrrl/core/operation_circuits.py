@@ -76,7 +76,7 @@ class CircuitWorld(OperationWorld):
 
     async def repeat(self) -> None:
         outcome = await self.executor.change("ocs1", CHANGE, ChangeMode.SAFE)
-        assert (outcome.done, outcome.detail) == (True, "was so already")
+        assert (outcome.done, outcome.detail) == (True, "already in effect")
 
     async def begin_late(self, journal: Journal) -> None:
         operation = await self.executor.prepare("ocs1", CHANGE, valid_s=1.0)

@@ -78,7 +78,7 @@ async def test_confirmed_change_stays(
 ) -> None:
     await on_trial(executor)
     assert len(journal.open_operations(CIRCUIT_CHANGES)) == 1
-    with pytest.raises(CircuitConflict, match="waits to be confirmed until"):
+    with pytest.raises(CircuitConflict, match="is on trial until"):
         await executor.change("ocs1", CircuitChange((THEIRS,)), ChangeMode.SAFE)
     assert (await executor.confirm("ocs1")).detail == "confirmed"
     assert results(journal)[-1] == (True, "confirmed")

@@ -354,7 +354,7 @@ async def test_prepared_change_is_committed_once(site: Harness) -> None:
 
     empty = await executor.prepare(CORE, change, 60.0)
     outcome = await executor.commit(empty)
-    assert (outcome.done, outcome.detail) == (True, "was so already")
+    assert (outcome.done, outcome.detail) == (True, "already in effect")
     just_in_time = await executor.prepare(CORE, CircuitChange(disconnect=change.connect), 1.0)
     await site.pass_time(1.0)
     assert (await _run(site, executor.commit(just_in_time, begin_by_s=just_in_time.valid_until_s))).done

@@ -5,6 +5,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 import tempfile
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
@@ -12,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from google.protobuf.descriptor_pb2 import FieldDescriptorProto, FileDescriptorProto, FileDescriptorSet
-from grpc_tools import protoc
 
 from orchestrrl.cli.commands import GROUPS, MODULE_OF, PANEL_OF
 from orchestrrl.cli.main import load
@@ -241,8 +242,9 @@ def grpc() -> str:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "set"
         files = sorted(str(each.relative_to(ROOT / "proto")) for each in (ROOT / "proto").rglob("*.proto"))
-        options = ["-I", str(ROOT / "proto"), "--include_source_info", f"--descriptor_set_out={out}"]
-        assert protoc.main(["protoc", *options, *files]) == 0
+        # In a process of its own: its library does not load beside OR-Tools'.
+        command = [sys.executable, "-m", "grpc_tools.protoc", "-I", "proto", "--include_source_info"]
+        subprocess.run([*command, f"--descriptor_set_out={out}", *files], cwd=ROOT, check=True)
         found = FileDescriptorSet.FromString(out.read_bytes())
     text = (
         "# gRPC services\n\n"

@@ -29,7 +29,7 @@ def test_paths_in_code_spans_exist() -> None:
             assert (ROOT / path).exists(), f"{page.name}: {path}"
 
 
-@pytest.mark.parametrize("name", reference_pages.PAGES)
+@pytest.mark.parametrize("name", sorted({*reference_pages.PAGES} - {"grpc.md"}))  # that one starts a process
 def test_reference_pages_match_the_code(name: str) -> None:
     path = reference_pages.FOLDER / name
     assert path.read_text() == reference_pages.page(name), "run: python tests/docs/reference_pages.py"

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.docs import reference_pages
 from tests.docs.test_docs import PAGES, ROOT
 from tests.orchestrrl.gateway.processes import free_port
 
@@ -126,6 +127,11 @@ def test_five_commands_override_the_plan(tmp_path: Path) -> None:
             harness.run(command)
     finally:
         harness.stop()
+
+
+def test_grpc_reference_matches_the_proto_files() -> None:
+    path = reference_pages.FOLDER / "grpc.md"
+    assert path.read_text() == reference_pages.page("grpc.md"), "run: python tests/docs/reference_pages.py"
 
 
 @pytest.mark.parametrize("unit", sorted((ROOT / "deploy" / "systemd").glob("*.service")), ids=lambda path: path.name)

@@ -282,7 +282,7 @@ async def test_drain_waits_for_results_in_transit(harness: Harness) -> None:
     assert await harness.runner.drain(60.0) == 1  # no caller waits for it: `settle` closes it
 
 
-async def test_late_nodes_have_no_answer_and_their_orders_stand(harness: Harness) -> None:
+async def test_late_nodes_have_no_answer_and_their_orders_remain_open(harness: Harness) -> None:
     orders = {GATEWAY: await begin(harness), NodeId("gw2"): await begin(harness)}
     before = asyncio.all_tasks()
     for asked in (orders, {GATEWAY: orders[GATEWAY]}):

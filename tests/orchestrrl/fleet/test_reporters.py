@@ -108,7 +108,7 @@ def test_concurrent_senders_are_detected_and_replaced_ones_are_not() -> None:
         assert replaced.side_by_side(now_s) == ()
 
 
-def test_ended_stream_gives_up_the_lead_at_once() -> None:
+def test_ended_stream_loses_the_lead_at_once() -> None:
     reporters = Reporters()
     reporters.admit("a", "p", 1, 1, 0.0)
     reporters.admit("b", "q", 2, 1, 0.0)

@@ -109,7 +109,7 @@ async def test_two_narrow_engines_become_a_wide_one(harness: Harness) -> None:
     assert started.body["elapsed_s"] >= UP_AFTER_S
 
 
-async def test_later_daemon_knows_the_redeployment(harness: Harness) -> None:
+async def test_later_daemon_recovers_the_redeployment(harness: Harness) -> None:
     async with harness.daemon() as redeployer:
         redeployer.begin(TO_TP2)
         report = await harness.until_ended()

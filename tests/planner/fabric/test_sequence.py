@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from planner.fabric.sequence import PLACE_UNKNOWN, UNLEARNT, MarkedIterations, QuietSpan, RepetitionFinder, repetition
@@ -43,10 +43,12 @@ def test_repetition_is_the_one_that_covers_most(ids: list[int]) -> None:
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=12), st.lists(st.integers(6, 9), max_size=10))
+@example([0], [6] * 9)
 def test_repetition_is_found_after_any_prefix(loop: list[int], before: list[int]) -> None:
+    """A prefix may repeat, too. If it breaks, the loop has to hold for longer than the prefix did."""
     follower = RepetitionFinder()
     feed(follower, before)
-    feed(follower, loop * 12)
+    feed(follower, loop * (12 + len(before)))
     assert certain(follower)
     assert all(feed(follower, loop * 3))
     assert follower.sequence is not None

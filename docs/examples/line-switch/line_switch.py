@@ -1,10 +1,10 @@
-"""The driver `line`: a switch, made up for this example, that takes one line of text over TCP and answers one.
+"""The driver `line` for a fictitious switch that receives one line of text over TCP and answers with one.
 
 FACTS                    OK S8 0042 1.0 8 8 0.025      model, serial, software, ports in and out, seconds
 PORTS                    OK 1=enabled 2=failed ...
 LIST                     OK 1:9=tuned 2:10=tuning
-CONNECT 1:9 2:10         OK, or ERR and why            taken in order, up to what is refused
-DISCONNECT 1:9 2:10      OK, or ERR and why
+CONNECT 1:9 2:10         OK, or ERR with the reason     in order, until one is refused
+DISCONNECT 1:9 2:10      OK, or ERR with the reason
 """
 
 import asyncio
@@ -33,13 +33,13 @@ MAX_LINE_BYTES = 1024 * 1024
 
 
 class LineOptions(DriverOptions):
-    """The options that users may set in `ocs.SWITCH`, besides the time limits of every driver."""
+    """The options in `ocs[].options`, in addition to the time limits of every driver."""
 
     address: Address
 
 
 class LineWire(SwitchWire):
-    """The verbs of the protocol; what to send when is `SwitchDriver`'s business."""
+    """The verbs of the protocol. `SwitchDriver` decides when to call them."""
 
     capabilities = SwitchCapabilities(bulk=True, tuned_state=True)
 
@@ -72,15 +72,15 @@ class LineWire(SwitchWire):
         await self._request(f"{verb} {' '.join(map(str, pairs))}", _nothing, is_setter=True)
 
     async def _request(self, line: str, parse: Callable[[list[str]], T], *, is_setter: bool = False) -> T:
-        """Send a line and return the parsed words after OK. The class of an error states whether the command may have
-        taken effect. Raises ValueError if the answer is malformed."""
+        """Send a line and return the words after OK, parsed. Raises DriverOutcomeUnknown if a setter is not answered,
+        DriverRetryable if another line is not, DriverPermanent for ERR and ValueError for an invalid answer."""
         assert self._streams is not None
         reader, writer = self._streams
         unclear = DriverOutcomeUnknown if is_setter else DriverRetryable
         try:
             writer.write(f"{line}\n".encode())
             answer = (await reader.readline()).decode("ascii", "replace")
-        except (OSError, ValueError) as error:  # the connection broke; the line was longer than the limit
+        except (OSError, ValueError) as error:  # connection lost, or line too long
             raise unclear(f"no answer came ({error})", command=line) from None
         if not answer.endswith("\n"):
             raise unclear("the connection was closed", command=line, answer=answer)

@@ -1,6 +1,6 @@
-"""The switch itself, for tests: the protocol of line_switch.py in front of glass that behaves like glass.
+"""Emulates the switch for tests: the protocol of line_switch.py on top of `EmulatedDevice`.
 
-`python line_switch_emulator.py 127.0.0.1 5555` serves one of 8 ports a side until it is stopped.
+`python line_switch_emulator.py 127.0.0.1 5555` serves a switch with 8 ports on each side until it is stopped.
 """
 
 import asyncio
@@ -41,13 +41,13 @@ class LineEmulator:
         number = self.device.session()
         with contextlib.suppress(OSError, ConnectionBroken), contextlib.closing(writer):
             while line := (await reader.readline()).decode():
-                if not self.device.is_alive(number):  # it has restarted: this session is no more
+                if not self.device.is_alive(number):  # the device has restarted, which ended the session
                     return
                 writer.write(f"{await self._answer(line.strip())}\n".encode())
                 await writer.drain()
 
     async def _answer(self, line: str) -> str:
-        """Raises ConnectionBroken as the faults say that a test has injected."""
+        """Execute a line and return the answer. Raises ConnectionBroken if an injected fault breaks the connection."""
         verb, *words = line.split() or [""]
         facts = self.device.facts
         if verb in ACTIONS:

@@ -1,4 +1,4 @@
-"""The suite of all drivers, against the emulator over a real socket."""
+"""Runs the conformance suite against the emulator over a real socket."""
 
 from collections.abc import AsyncIterator, Sequence
 
@@ -14,7 +14,7 @@ from ocs_drivers.registry import make_driver
 
 
 class LineHarness(DriverConformance):
-    """Provides the suite with devices that have no cross-connects, and with ways to make them fail."""
+    """Provides a device with nothing connected, and injects its faults."""
 
     @pytest.fixture(autouse=True)
     async def _emulators(self) -> AsyncIterator[None]:

@@ -1,4 +1,4 @@
-"""The same suite, with the driver in front of a gRPC server: what `driver: grpc` sees of your process."""
+"""Runs the same suite through `driver: grpc`, against the driver behind a gRPC server."""
 
 from collections.abc import AsyncIterator
 

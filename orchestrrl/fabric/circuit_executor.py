@@ -110,7 +110,7 @@ class CircuitExecutor:
             if switch not in self._trials:
                 last = self._last_trial.get(switch)
                 if last is None:
-                    raise CircuitConflict(["no change waits to be confirmed"], device=switch)
+                    raise CircuitConflict(["no change is on trial"], device=switch)
                 if not last.done:
                     raise CircuitConflict([f"{last.operation} was {last.detail}"], device=switch)
                 return replace(last, detail="was confirmed before")

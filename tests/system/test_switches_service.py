@@ -295,7 +295,7 @@ def test_unconfirmed_change_is_confirmed_or_reverted(far: tuple[subprocess.Popen
     with running_daemon(tmp_path, ocs_of(switches)) as daemon:
         nothing = ocs(daemon, "confirm", "far")
         assert nothing.exit_code == 1
-        assert "no change waits to be confirmed" in nothing.stderr
+        assert "no change is on trial" in nothing.stderr
         assert ocs(daemon, "connect", "far", "3:17", "--revert-in-s", "0").exit_code == 2
         change = answer(daemon, "connect", "far", "3:17", "--revert-in-s", "1000")
         assert change["done"]

@@ -121,7 +121,7 @@ async def test_failed_revert_is_reported_and_awaited(
     (logged,) = (record.message for record in caplog.records if record.name == "orchestrrl.fabric.circuit_executor")
     assert logged.startswith("switch ocs1: ")
     assert "PORT 17 FAILED" in logged
-    with pytest.raises(CircuitConflict, match="no change is on trial"):
+    with pytest.raises(CircuitConflict, match="is on trial until"):
         await executor.change("ocs1", CircuitChange((THEIRS,)), ChangeMode.SAFE)
     switch.model.inject(DeviceFault(DeviceFaultKind.MEND_PORT, 17))
     await clock.sleep(10.0)

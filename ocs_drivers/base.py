@@ -1,9 +1,9 @@
 """The driver contract: the operations that the control plane requires of any optical circuit switch.
 
-This is a plug point: one module per device family, registered in the entry-point group `orchestrrl.ocs_drivers` and
-looked up by `registry.py`. Every driver must pass `conformance.py`. A family need not implement all of `OcsDriver`: it
-implements a `SwitchWire`, the few verbs of its protocol, and `driver.py` builds the contract on top. Errors are those
-of `errors.py`.
+This is a plug point with one module per device family, which is registered in the entry-point group
+`orchestrrl.ocs_drivers` and looked up by `registry.py`. Every driver must pass `conformance.py`. A family need not
+implement all of `OcsDriver`: it implements a `SwitchWire`, the few verbs of its protocol, and `driver.py` builds the
+contract on top. Drivers raise the errors of `errors.py`.
 """
 
 import asyncio
@@ -66,13 +66,14 @@ class OcsDriver(Protocol):
         ...
 
     async def cross_connects(self) -> CrossConnectReading:
-        """Return every cross-connect, and whether this driver owns it. The driver owns a cross-connect that it made or
-        took over, until the cross-connect is removed or its ports carry another one. Naming a foreign cross-connect in
-        a change does not transfer its ownership."""
+        """Return every cross-connect of the device, and whether this driver owns it. The driver owns a cross-connect
+        that it made or took over, until the cross-connect is removed or its ports carry another cross-connect. Naming a
+        foreign cross-connect in a change does not transfer its ownership."""
         ...
 
     async def plan(self, change: CircuitChange, mode: ChangeMode = ChangeMode.SAFE) -> CircuitDiff:
-        """Return the steps of a change, evictions included. Read the device; send no setter.
+        """Return the steps of a change, including the removal of circuits that occupy its ports. Reads the device and
+        changes nothing on it.
 
         Raises InvalidChange if the change can never work on this device, and CircuitConflict if it cannot work now: a
         port is in use or failed, or a circuit of another owner occupies a port.
@@ -83,46 +84,47 @@ class OcsDriver(Protocol):
         """Carry out the part of the diff that is not yet in effect, then read the device to find what took effect.
 
         Raises CircuitConflict, before any command is sent, if the device is not at `expect_revision`, or if a circuit
-        to be removed is not owned by this driver. No command is sent twice: a part that did not take effect is
+        to be removed is not owned by this driver. No command is sent twice: commands that did not take effect are
         reported, not repeated. Raises DriverOutcomeUnknown only if the device could not be read after the commands.
 
         With `revert_in_s` the change is on trial: unless it is confirmed, the commands of this commit are reverted that
         many seconds after the commit has ended, successfully or not. Until then every other commit raises
-        CircuitConflict. The same diff may be committed again, with `revert_in_s`, to complete it; its time then starts
-        again. The process that owns the device performs the revert, for local and remote callers. A failed revert is
-        retried, reported as an alarm, and included in the results of `cross_connects` and `verify`.
+        CircuitConflict. The same diff may be committed again, with `revert_in_s`, to complete it; the time until the
+        revert then starts again. The process that owns the device performs the revert, for local and remote callers. A
+        failed revert is retried, reported as an alarm, and included in the results of `cross_connects` and `verify`.
         """
         ...
 
     async def confirm(self, revision: int) -> None:
-        """Keep the change on trial. `revision` is the one in the commit's result, or the device's present one if that
-        result was lost or the revert fails. Confirming twice is harmless. Raises CircuitConflict if no change is on
-        trial, if it was reverted, or if the revision differs."""
+        """Keep the change on trial. `revision` is the revision in the commit's result, or the device's present revision
+        if that result was lost or the revert failed. Confirming twice is harmless. Raises CircuitConflict if no change
+        is on trial, if the change was reverted, or if the revision differs."""
         ...
 
     async def take_over(self, pairs: Sequence[CrossConnect]) -> CrossConnectReading:
-        """Mark these cross-connects as owned by this driver, regardless of their present owner. The device is only
-        read. Raises CircuitConflict, listing all that are missing, unless every one is on the device; then none is
-        taken over."""
+        """Mark these cross-connects as owned by this driver, regardless of their present owner. Reads the device and
+        changes nothing on it. Raises CircuitConflict, listing all missing cross-connects, unless all of them are on the
+        device; no ownership changes in that case."""
         ...
 
     async def verify(self, diff: CircuitDiff) -> Verification:
-        """Compare the device with the state that the diff requires. Other circuits are ignored."""
+        """Compare the device with the state that the diff requires. Circuits that the diff does not name are
+        ignored."""
         ...
 
     async def rollback(self, diff: CircuitDiff) -> CommitResult:
-        """Restore the circuits that the diff removed and remove those that it added, from any stage of the diff. Raises
-        CircuitConflict if another owner has taken the ports since, or another change is on trial. Ends the trial of
-        this diff."""
+        """Restore the circuits that the diff removed and remove the circuits that it added, even if the diff was
+        applied only in part. Ends the trial of this diff. Raises CircuitConflict if another owner has taken the ports
+        since, or if another change is on trial."""
         ...
 
     def watch(self) -> AsyncGenerator[SwitchEvent, None]:
-        """Yield events from now on, until closed. Raises DriverPermanent on iteration if the `events` capability is not
-        declared."""
+        """Yield the device's events from the first iteration until the generator is closed. The first iteration raises
+        DriverPermanent if the `events` capability is not declared."""
         ...
 
     async def close(self) -> None:
-        """Close the session. In the process that owns the device, revert any change on trial first, because no process
+        """Close the session. In the process that owns the device, first revert any change on trial, because no process
         could revert it later."""
         ...
 
@@ -131,32 +133,33 @@ class Armed(Protocol):
     """A prepared commit that starts on a signal, at most once."""
 
     async def begin(self) -> CommitResult:
-        """Start the commit. The device is read, and must still be at the expected revision, as in
-        `OcsDriver.commit`."""
+        """Start the commit and return its result. As in `OcsDriver.commit`, the device is read first and must still be
+        at the expected revision."""
         ...
 
     def disarm(self) -> None:
-        """Discard the prepared commit; harmless if it has ended. A commit that has begun continues."""
+        """Discard the prepared commit. Has no effect on a commit that has begun or ended."""
         ...
 
 
 @runtime_checkable
 class Arming(Protocol):
-    """An optional interface of a driver: a commit that is prepared ahead and started by a signal.
+    """An optional interface of a driver that prepares a commit in advance and starts it on a signal.
 
-    Everything that can be built, connected or read before the signal is done before it, so that the command reaches the
-    device without delay. If a driver gains nothing from preparation, the caller calls `commit` at the signal.
+    All building, connecting and reading that is possible before the signal is done before the signal, so that the
+    command reaches the device without delay. If a driver gains nothing from preparation, the caller calls `commit` at
+    the signal.
     """
 
     async def arm(self, diff: CircuitDiff, expect_revision: int, revert_in_s: float | None = None) -> Armed:
-        """Perform every part of `OcsDriver.commit` that does not access the device. Raises DriverError as `commit`
-        does."""
+        """Prepare a commit: perform every part of `OcsDriver.commit` that does not access the device. Raises
+        DriverError under the same conditions as `commit`."""
         ...
 
 
 class SwitchWire(Protocol):
-    """The verbs of one device protocol, without policy. `driver.SwitchDriver` calls one verb at a time, inside a time
-    limit, and opens the session again after an error. A verb raises
+    """The basic operations (verbs) of one device protocol, without retries or policy. `driver.SwitchDriver` calls one
+    verb at a time, within a time limit, and opens the session again after an error. A verb raises
 
     - DriverRetryable: the device cannot be reached or is busy; a setter certainly did not take effect
     - DriverPermanent: the device refused; the error contains the device's answer
@@ -182,10 +185,10 @@ class SwitchWire(Protocol):
 
     @abstractmethod
     async def set(self, action: Action, pairs: Sequence[CrossConnect]) -> None:
-        """Connect, or disconnect, exactly these pairs. Never called with an empty list, nor with more than one pair
-        where `bulk` is not declared or, for removals, where the device `removes_one_by_one`."""
+        """Connect or disconnect exactly these pairs. The list is never empty. It has exactly one pair if `bulk` is not
+        declared and, for removals, if `removes_one_by_one` is declared."""
         ...
 
     def events(self) -> AsyncGenerator[SwitchEvent, None]:
-        """Yield the device's events. Called only if `events` is declared."""
+        """Yield the device's events. Called only if the `events` capability is declared."""
         raise DriverPermanent("this device reports no events", command="watch")

@@ -1,4 +1,4 @@
-"""Split bulk commands into lines that a device accepts. Pure."""
+"""Split bulk commands into lines that a device accepts, without side effects."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -9,8 +9,9 @@ T = TypeVar("T")
 def fitting(
     items: Sequence[T], write: Callable[[Sequence[T]], str], longest_chars: int | None
 ) -> list[tuple[Sequence[T], str]]:
-    """Return groups of items, each with the line that `write` makes of it. Groups are halved until each line has at
-    most `longest_chars` characters or holds one item. Without a limit (None) there is one group."""
+    """Split the items into groups and return each group with the line that `write` makes of it. Groups are halved until
+    each line has at most `longest_chars` characters or its group has one item. If `longest_chars` is None, all items
+    form one group."""
     line = write(items)
     if longest_chars is None or len(line) <= longest_chars or len(items) == 1:
         return [(items, line)]

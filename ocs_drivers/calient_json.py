@@ -1,6 +1,6 @@
-"""Parse the JSON answers of a Calient switch's REST interface. Pure.
+"""Parse the JSON answers of a Calient switch's REST interface, without side effects.
 
-Every function takes parsed JSON of any type and raises ValueError, stating the fault. Ports have names,
+Every function takes parsed JSON of any type and raises ValueError with the reason if it is invalid. Ports have names,
 `SHELF.MODULE.PORT`, and are numbered from 1 in the order of these names.
 """
 
@@ -30,14 +30,14 @@ class CalientHalf:
 
 @dataclass(frozen=True, slots=True)
 class CalientConnection:
-    """One row of `crossconnects/?id=list`: a connection in one direction, or both."""
+    """One row of `crossconnects/?id=list`: a connection in one direction or in both directions."""
 
     halves: tuple[CalientHalf, ...]
     group: str = ""
 
     @property
     def conn(self) -> str:
-        """The name that a delete request uses for this connection."""
+        """The name of this connection in a delete request."""
         return f"{self.halves[0].source}{'-' if len(self.halves) == 2 else '>'}{self.halves[0].target}"
 
 
@@ -60,9 +60,9 @@ class PortNames:
 
 
 def ports(body: object) -> dict[str, tuple[PortStatus, float | None]]:
-    """Return status and power in dBm by port name, from rows of `ports/?id=summary` or `?id=detail`. Only the latter
-    has states: `as` is the administrative state (IS; OOS-MA, OOS-MT and similar; OOS-NP: not provisioned, so free),
-    `os` and `oc` are the hardware's."""
+    """Return status and power in dBm by port name, from rows of `ports/?id=summary` or `?id=detail`. Only rows of
+    `?id=detail` have states: `as` is the administrative state (IS; OOS-MA, OOS-MT and similar; OOS-NP: not provisioned,
+    so free), `os` and `oc` are the states of the hardware."""
     found: dict[str, tuple[PortStatus, float | None]] = {}
     for row in _rows(body, "port"):
         name = _name(row.get("port"))
@@ -86,8 +86,8 @@ def connections(body: object) -> list[CalientConnection]:
 
 
 def failures(body: object, count: int) -> list[str]:
-    """Return why each of `count` items failed, in order; "" for an item that succeeded. A single answer may cover a
-    single item, or all of them."""
+    """Return the reasons why items failed, in the order of the request's `count` items; "" for an item that succeeded.
+    A single failure in the answer applies to all items. Raises ValueError if the answer does not cover all items."""
     items = body if isinstance(body, list) else [body]
     found = [_failure(item) for item in items]
     if len(found) == 1 and (count == 1 or found[0]):
@@ -98,14 +98,15 @@ def failures(body: object, count: int) -> list[str]:
 
 
 def text(body: object, name: str) -> str:
-    """Return a member of an object, or of a list's first object; "" if it is absent."""
+    """Return the member `name` of a JSON object, or of the first object of a list; "" if it is absent or not a text."""
     item = body[0] if isinstance(body, list) and body else body
     value = item.get(name) if isinstance(item, Mapping) else None
     return value[:SHOWN_CHARACTERS] if isinstance(value, str) else ""
 
 
 def _rows(body: object, key: str) -> Iterator[Mapping[str, object]]:
-    """Yield the objects of a list, each of which must have `key`. A failure may appear in their place."""
+    """Yield the objects of a list. Raises ValueError if an object has no member `key`, with the switch's message if the
+    switch reported a failure instead."""
     for row in body if isinstance(body, list) else [body]:
         if not isinstance(row, Mapping):
             raise ValueError(f"must be a list of objects, got {shown(row)}")

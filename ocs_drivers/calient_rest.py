@@ -1,17 +1,17 @@
 """The driver `calient_rest`: Calient S-series switches over their REST interface, TCP 80 or 443.
 
 The protocol is known from working clients, not from a manual. All paths are below `/rest`. The first request carries
-Basic authentication, and its answer a cookie that replaces it. `crossconnects/?id=list` returns rows with `half1` and,
-for both directions, `half2`. `badd` and `bdel` take lists and answer item by item, `{"response": {"status": "0",
-...}}`. Every answer has HTTP 200, so a failure is visible only in the body: status "1" is success, "0" is failure.
-According to the manual, a bulk set may take 200 ms, or 500 ms if the switch resolves conflicts; the mirrors take about
-10 ms.
+Basic authentication, and its answer contains a cookie that replaces it in later requests. `crossconnects/?id=list`
+returns rows with `half1` and, for a two-way connection, `half2`. `badd` and `bdel` take lists and answer item by item,
+`{"response": {"status": "0", ...}}`. Every answer has HTTP 200, so a failure is visible only in the body: status "1" is
+success, "0" is failure. According to the manual, a bulk set may take 200 ms, or 500 ms if the switch resolves
+conflicts; the mirrors take about 10 ms.
 
 Ports have names, `SHELF.MODULE.PORT`, and are numbered from 1 in the order of these names. If the switch later lists
-other names, or not as many as option `ports` requires, every call fails, because numbers would refer to other fibres.
-With `dir: uni` a cross-connect is one direction, and a number is a port's ingress on one side and its egress on the
-other. With `dir: bi` it is both directions, and the switch counts as any-to-any; a connection that another client made
-in one direction only is then shown as failed.
+other names, or a number of ports that differs from option `ports`, every call fails, because the numbers would refer to
+other fibres. With `dir: uni` a cross-connect is a one-way connection, and a number denotes a port's ingress on one side
+and its egress on the other. With `dir: bi` a cross-connect is a two-way connection, and the switch counts as
+any-to-any; a connection that another client made in one direction only is then shown as failed.
 
 Unknown: whether `ports/?id=detail` covers all ports at once (`port_source: summary` avoids it, and then no port is ever
 shown as failed); the full set of values of the states `as`, `os` and `oc` (FAIL, FLT and FAULT count as failed, OOS
@@ -177,7 +177,8 @@ class CalientRestWire(SwitchWire):
         return self._names
 
     def _accept_port_names(self, names: Iterable[str]) -> parse.PortNames:
-        """Return the names listed now. Raises DriverPermanent if they differ from those listed first."""
+        """Return the port names that the switch lists now. Raises DriverPermanent if they differ from the names that it
+        listed first, or from option `ports` in number."""
         listed = parse.PortNames(names)
         if self._options.ports not in (None, len(listed.names)):
             raise DriverPermanent(
@@ -197,7 +198,8 @@ class CalientRestWire(SwitchWire):
         return read_answer(answer, f"GET {ROOT}{path}?id={query['id']}", parse_body)
 
     async def _set(self, verb: str, items: Sequence[dict[str, str]], shown: Sequence[str]) -> None:
-        """Send a bulk request. Raises DriverPermanent if any item failed, with the device's message for each."""
+        """Send a bulk request. Raises DriverPermanent if any item failed, with the device's message for each failed
+        item."""
         command = f"POST {ROOT}crossconnects/?id={verb}"
         answer = await self._session.request(
             "POST",
@@ -218,6 +220,6 @@ class CalientRestSwitch(ConfiguredSwitch, options=CalientOptions, wire=CalientRe
     """The driver of a Calient switch at `address`, HOST or HOST:PORT.
 
     Options: `scheme` http or https, with `tls_verify` and `tls_ca_file` (PEM, replaces the system's authorities);
-    `user` and `password`; `dir` uni or bi; `group` of new connections; `port_source` detail or summary; `ports`, the
-    required number of ports. The module's documentation explains them.
+    `user` and `password`; `dir` uni or bi; `group`, the group of new connections; `port_source` detail or summary;
+    `ports`, the required number of ports. The module's docstring explains them.
     """

@@ -1,4 +1,5 @@
-"""The conformance suite for drivers. Subclass it, define how to make a driver, and run pytest (asyncio mode auto):
+"""The conformance suite for drivers. To use it, subclass it, define how to make a driver, and run pytest (asyncio mode
+auto):
 
     class TestMySwitch(DriverConformance):
         async def make_driver(self) -> OcsDriver:
@@ -66,22 +67,22 @@ async def carry_out(
 
 
 def undone(result: CommitResult) -> str:
-    """Return the items that a commit did not carry out, with the device's messages."""
+    """Return a text that lists the items that a commit did not carry out, with the device's messages."""
     return "; ".join(
         f"{item.action} {item.cross_connect}: {item.detail or 'not done'}" for item in result.items if not item.done
     )
 
 
 def all_done(result: CommitResult) -> CommitResult:
-    """Return the result. Raises AssertionError unless every item was carried out."""
+    """Return the result unchanged. Raises AssertionError unless every item was carried out."""
     assert result.done, undone(result)[:1000]
     return result
 
 
 @asynccontextmanager
 async def refusal(kind: type[E], *words: str) -> AsyncIterator[list[E]]:
-    """Require that the block raises `kind` with all of `words` in its message. The yielded list then holds the
-    error."""
+    """Raise AssertionError unless the block raises `kind` with all of `words` in its message. After the block, the
+    yielded list contains the error."""
     caught: list[E] = []
     try:
         yield caught
@@ -93,7 +94,7 @@ async def refusal(kind: type[E], *words: str) -> AsyncIterator[list[E]]:
 
 
 async def until(driver: OcsDriver, is_so: Callable[[CrossConnectReading], bool], what: str) -> CrossConnectReading:
-    """Return the first reading that satisfies `is_so`. Raises AssertionError if none does within `PATIENCE_S`."""
+    """Return the first reading that satisfies `is_so`. Raises AssertionError if no reading does within `PATIENCE_S`."""
     pause_s, left_s = FIRST_PAUSE_S, PATIENCE_S
     while True:
         reading = await driver.cross_connects()
@@ -116,8 +117,8 @@ async def next_event(events: AsyncGenerator[SwitchEvent, None], kind: EventKind)
 
 
 def _on_a_device(test: Callable[["DriverConformance", OcsDriver], Awaitable[None]]) -> object:
-    """Wrap the test so that it gets its own driver, which is closed afterwards. The wrapper hides the parameter from
-    pytest, which would look for a fixture."""
+    """Wrap the test so that it gets a new driver, which is closed afterwards. The wrapper hides the test's driver
+    parameter from pytest, which would look for a fixture of that name."""
 
     @functools.wraps(test)
     async def run(self: "DriverConformance") -> None:
@@ -137,7 +138,7 @@ def _each_on_a_device(suite: type[Suite]) -> type[Suite]:
 
 @_each_on_a_device
 class DriverConformance:
-    """The conformance suite for drivers. A subclass implements the hooks; see the module's documentation."""
+    """The conformance suite for drivers. A subclass implements the hooks; see the module's docstring."""
 
     # reason by key: the hook make_foreign, setters or make_big, or a fault
     cannot: Mapping[str, str] = MappingProxyType({})
@@ -149,7 +150,7 @@ class DriverConformance:
         raise AssertionError("make_driver must be overridden")
 
     async def inject(self, driver: OcsDriver, fault: DeviceFault) -> None:
-        """Inject the fault into the device behind the driver. Override this hook, or add the fault to `cannot`."""
+        """Inject the fault into the driver's device. Override this hook, or add the fault to `cannot`."""
         raise AssertionError(f"override inject, or add {fault.kind} to cannot with the reason")
 
     async def make_foreign(self, driver: OcsDriver, pairs: Sequence[CrossConnect]) -> None:
@@ -158,17 +159,18 @@ class DriverConformance:
         raise AssertionError("override make_foreign, or add it to cannot with the reason")
 
     async def setters(self, driver: OcsDriver) -> Sequence[str]:
-        """Return all setters that have reached the driver's device so far, verbatim. Override this hook, or add it to
-        `cannot`."""
+        """Return all commands that change circuits or ports and have reached the driver's device so far, verbatim.
+        Override this hook, or add it to `cannot`."""
         raise AssertionError("override setters, or add it to cannot with the reason")
 
     async def make_big(self, ports: int) -> OcsDriver:
-        """Return a driver as `make_driver` does, for a device with this many ports, on each side if it has two.
-        Override this hook, or add it to `cannot`."""
+        """Return a driver for a device with nothing connected and this many ports, on each side if the device has two
+        sides. Override this hook, or add it to `cannot`."""
         raise AssertionError("override make_big, or add it to cannot with the reason")
 
     async def pairs(self, driver: OcsDriver, count: int) -> tuple[CrossConnect, ...]:
-        """Return cross-connects that the suite may make, no port twice. Override this hook to restrict the ports."""
+        """Return up to `count` cross-connects that the suite may make; no port occurs twice. Override this hook to
+        restrict the ports."""
         facts = await driver.facts()
         if facts.connectivity is Connectivity.ANY_TO_ANY:
             ports = list(facts.ingress_ports)
@@ -177,7 +179,8 @@ class DriverConformance:
         return tuple(CrossConnect(a, b) for a, b in pairs)[:count]
 
     async def crossed(self, driver: OcsDriver) -> tuple[tuple[CrossConnect, CrossConnect], ...]:
-        """Return two sets of cross-connects on the same four ports. The second set needs all ports of the first."""
+        """Return two sets of two cross-connects on the same four ports, so that the second set cannot be connected
+        while the first set is."""
         one, two = await self.pairs(driver, 2)
         normal = (await driver.facts()).normal
         return (one, two), (
@@ -186,7 +189,7 @@ class DriverConformance:
         )
 
     async def crossed_up(self, driver: OcsDriver) -> tuple[tuple[CrossConnect, ...], tuple[CrossConnect, ...]]:
-        """Return the sets of `crossed`, with the first one connected."""
+        """Connect the first of the two sets of `crossed`, and return both sets."""
         now, wanted = await self.crossed(driver)
         await carry_out(driver, now)
         return now, wanted
@@ -202,13 +205,13 @@ class DriverConformance:
             await driver.close()
 
     async def foreign(self, driver: OcsDriver, pairs: Sequence[CrossConnect]) -> None:
-        """Connect pairs as another client, and wait until the driver sees them."""
+        """Connect pairs as another client, and wait until the driver reports them."""
         self._need("make_foreign")
         await self.make_foreign(driver, pairs)
         await until(driver, lambda reading: reading.cross_connects.issuperset(pairs), f"shows {pairs}")
 
     async def received(self, driver: OcsDriver) -> int:
-        """Return how many setters have reached the device."""
+        """Return the number of commands that change circuits or ports and have reached the device."""
         self._need("setters")
         return len(await self.setters(driver))
 
@@ -264,8 +267,8 @@ class DriverConformance:
             assert "revert" in event.text
 
     async def _streams_events(self, driver: OcsDriver, events: AsyncGenerator[SwitchEvent, None]) -> bool:
-        """Return True once the stream works; False if events are not declared and `watch` refuses as
-        required."""
+        """Return True after the first event has arrived. Return False if the driver does not declare events and its
+        `watch` raises DriverPermanent, as required."""
         first = asyncio.ensure_future(anext(events))
         try:
             if not (await driver.capabilities()).events:
@@ -328,7 +331,7 @@ class DriverConformance:
         assert await connected(driver) == frozenset(pairs)
 
     async def test_empty_diff_sends_no_setter(self, driver: OcsDriver) -> None:
-        """Check that an empty list is never sent: some devices take it as every circuit."""
+        """Check that an empty list is never sent: some devices interpret an empty list as all circuits."""
         pairs = await self.pairs(driver, 2)
         await carry_out(driver, pairs)
         before = await self.received(driver)

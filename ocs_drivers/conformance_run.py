@@ -1,7 +1,7 @@
 """Run the conformance suite without pytest, on a switch in a lab and on ports that its owner names.
 
-Only circuits between those ports are made and removed: every change is checked before it is sent. The ports must be
-free at the start. They are freed after each test and at the end of the run, even on an error or a cancellation;
+The run makes and removes only circuits between those ports: every change is checked before it is sent. The ports must
+be free at the start. They are freed after each test and at the end of the run, even on an error or a cancellation;
 circuits that cannot be removed are reported. Each test has a budget of calls and of time. Steps that are impossible
 with a lab switch, such as breaking one of its mirrors, are skipped with the reason.
 """
@@ -58,7 +58,8 @@ class LabTestState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LabTestOutcome:
-    """The outcome of one test. `detail` is the failure, or the reason why it was skipped."""
+    """The outcome of one test. `detail` describes the failure, or states why the test was skipped; empty if the test
+    passed."""
 
     name: str
     state: LabTestState
@@ -67,7 +68,8 @@ class LabTestOutcome:
 
 
 def parse_ports(text: str) -> tuple[CrossConnect, ...]:
-    """Parse `1-3,7:17-19,23` into pairs, in order. Raises ValueError, stating the fault."""
+    """Parse `1-3,7:17-19,23` into pairs of an ingress and an egress port, in the order written. Raises ValueError with
+    the reason if the text is invalid."""
     sides = text.split(":")
     if len(sides) != 2:
         raise ValueError("must be INGRESS:EGRESS, each a list of ports such as 1,2,5-7")
@@ -96,8 +98,8 @@ def _numbers(text: str) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """A difference between the ports' state now and before the run. `is_read` is False if the switch could not be
-    read."""
+    """The differences between the ports' present state and their state before the run. `is_read` is False if the switch
+    could not be read."""
 
     up: tuple[CrossConnect, ...] = ()
     gone: tuple[CrossConnect, ...] = ()  # foreign circuits
@@ -132,7 +134,7 @@ def _listed(pairs: Collection[CrossConnect]) -> str:
 
 
 class PortFence:
-    """The ports that the run may use, and the changes it made there."""
+    """The ports that the run may use, and the changes that the run made on them."""
 
     def __init__(self, facts: SwitchFacts, pairs: Sequence[CrossConnect]) -> None:
         self._facts = facts
@@ -238,7 +240,7 @@ class FencedDriver:
 class LabConformance(DriverConformance):
     """The conformance suite on one existing device.
 
-    `make` returns a new driver for it on each call; `cannot` adds restrictions.
+    `make` returns a new driver for the device on each call; `cannot` adds entries to the suite's `cannot`.
     """
 
     def __init__(
@@ -277,8 +279,8 @@ class LabConformance(DriverConformance):
             await other.close()
 
     async def prepare(self) -> None:
-        """Check the ports. Raises InvalidOptions if they do not exist on this device, and CircuitConflict if they are
-        not free."""
+        """Check the ports and record the device's present state. Raises InvalidOptions if a port does not exist on this
+        device, and CircuitConflict if a port is in use or failed, or a change is on trial."""
         driver = self._make()
         try:
             facts, reading = await driver.facts(), await driver.cross_connects()
@@ -309,8 +311,8 @@ class LabConformance(DriverConformance):
         self._fence.calls = 0
 
     async def restore(self) -> Leftover:
-        """Restore the ports to their state before the run, and return the remaining differences. Attempts are repeated
-        for `RESTORE_S`. If this is cancelled, `leftover` has the circuits that may be up."""
+        """Free the ports, and return the remaining differences from the state before the run. Attempts are repeated for
+        up to `RESTORE_S`. If the call is cancelled, `leftover` lists the circuits that may still be up."""
         until_s = time.monotonic() + RESTORE_S
         pause_s = FIRST_PAUSE_S
         cancelled = _cancelled()  # for a cancelled run, this is its clean-up
@@ -334,7 +336,7 @@ class LabConformance(DriverConformance):
         return Leftover(tuple(sorted(self._fence.may_be_up)), why=why, is_read=False)
 
     async def _free(self) -> Leftover:
-        """Remove the circuits between the ports, and compare the switch with its state before the run."""
+        """Remove the circuits between the ports, and return the remaining differences from the state before the run."""
         driver = self._make()
         try:
             facts, reading = await driver.facts(), await driver.cross_connects()
@@ -361,15 +363,15 @@ class LabConformance(DriverConformance):
 
 
 def tests_of(suite: type[DriverConformance]) -> list[str]:
-    """Return the names of the tests in the order of their definition."""
+    """Return the names of the suite's tests in the order of their definition."""
     found = {name: member for name, member in inspect.getmembers(suite) if name.startswith("test_")}
     return sorted(found, key=lambda name: inspect.unwrap(found[name]).__code__.co_firstlineno)
 
 
 async def run_suite(suite: LabConformance, only: Collection[str] = ()) -> AsyncGenerator[LabTestOutcome]:
-    """Run the tests and yield their outcomes one by one. If the ports cannot be freed, the run ends early with that as
-    its last outcome. The ports are freed even on an exception or a cancellation; `suite.leftover` has the remaining
-    differences."""
+    """Run the tests and yield their outcomes one by one. If the ports cannot be freed after a test, that failure is the
+    last outcome and the run ends early. The ports are freed even on an exception or a cancellation; `suite.leftover`
+    has the remaining differences."""
     if not __debug__:
         raise InvalidOptions(["the conformance suite needs assertions: start Python without -O"])
     cancelled = _cancelled()
@@ -419,15 +421,15 @@ async def _tried(suite: LabConformance, name: str) -> tuple[LabTestState, str]:
 
 
 def _cancelled() -> int:
-    """Return how often this task was cancelled. A CancelledError that does not increase the count comes from the
-    driver: it waited, for example, for a future that it cancelled when its session was lost."""
+    """Return the number of cancellation requests for this task. A CancelledError that does not increase this number
+    comes from the driver, for example from a future that the driver cancelled when its session was lost."""
     task = asyncio.current_task()
     assert task is not None
     return task.cancelling()
 
 
 def _failure_text(error: BaseException) -> str:
-    """Return the failure and its place in the suite."""
+    """Return a text with the failure and the line of the suite where it occurred."""
     frames = traceback.extract_tb(error.__traceback__)
     where = [each for each in frames if each.filename == conformance.__file__ and each.name not in vars(conformance)]
     match error:

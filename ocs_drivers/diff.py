@@ -1,4 +1,5 @@
-"""Turn a change into a diff: evictions, steps, remaining steps and the reverse. Pure; driver.py sends the steps."""
+"""Turn a change into a diff, and a diff into the steps that remain or that revert it, without side effects. driver.py
+sends the steps."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from ocs_drivers.model import (
 
 @dataclass(frozen=True, slots=True)
 class CommandSteps:
-    """Commands in order: all of `remove`, then all of `add`."""
+    """Commands to send: first all of `remove`, then all of `add`."""
 
     remove: tuple[CrossConnect, ...] = ()
     add: tuple[CrossConnect, ...] = ()
@@ -43,7 +44,8 @@ def plan(
 
     Mode `safe` refuses a port that is in use by a circuit that the change does not itself remove; `update` evicts that
     circuit; `overwrite` evicts every owned circuit that the change does not name. No mode removes a foreign circuit.
-    Raises InvalidChange or CircuitConflict, each with every fault. `device` is used in the suggested command.
+    Raises InvalidChange if the change is malformed for this device, and CircuitConflict if the device's present state
+    prevents it; the error lists every fault. `device` is the device's name in suggested commands.
     """
     connect = tuple(facts.normal(pair) for pair in change.connect)
     disconnect = tuple(facts.normal(pair) for pair in change.disconnect)
@@ -80,7 +82,7 @@ def plan(
 
 
 def not_ours(foreign: Iterable[CrossConnect], device: str) -> list[str]:
-    """Return the faults for foreign circuits that a change would remove."""
+    """Return a fault for each of these foreign circuits, which a change would remove."""
     return [
         f"{pair}: is not owned by this driver; take it over first: orchestrrl ocs take-over {device} {pair}"
         for pair in sorted(foreign)
@@ -88,12 +90,12 @@ def not_ours(foreign: Iterable[CrossConnect], device: str) -> list[str]:
 
 
 def occupants(facts: SwitchFacts, present: Iterable[CrossConnect]) -> dict[tuple[str, int], CrossConnect]:
-    """Return the cross-connect in each occupied (kind, port) slot."""
+    """Return the cross-connect that occupies each (kind, port) slot; free slots are absent."""
     return {end: pair for pair in present for end in facts.ends(pair)}
 
 
 def absent_ports(facts: SwitchFacts, diff: CircuitDiff) -> list[str]:
-    """Return the faults of a diff that names ports this device does not have, because it was planned on another
+    """Return a fault for each port in the diff that this device does not have. Such a diff was planned on another
     device."""
     return [
         fault
@@ -104,7 +106,8 @@ def absent_ports(facts: SwitchFacts, diff: CircuitDiff) -> list[str]:
 
 
 def remaining(facts: SwitchFacts, diff: CircuitDiff, present: frozenset[CrossConnect]) -> CommandSteps:
-    """Return the part of the diff that is not in effect on a device that shows `present`; empty if all of it is."""
+    """Return the part of the diff that is not yet in effect on a device that shows the circuits `present`. Raises
+    CircuitConflict if a circuit outside the diff occupies a port that an addition needs."""
     steps = CommandSteps(
         remove=tuple(pair for pair in diff.remove if pair in present),
         add=tuple(pair for pair in diff.add if pair not in present),
@@ -116,8 +119,8 @@ def remaining(facts: SwitchFacts, diff: CircuitDiff, present: frozenset[CrossCon
 def revert_steps(
     facts: SwitchFacts, trial: Unconfirmed, reading: CrossConnectReading
 ) -> tuple[CommandSteps, tuple[str, ...]]:
-    """Return the steps that revert the change on trial without touching foreign circuits, and a text per removed
-    circuit that cannot be restored, naming the circuits on its ports."""
+    """Return the steps that revert the change on trial without touching foreign circuits. Also return a text for each
+    removed circuit that cannot be restored because other circuits occupy its ports."""
     mine = reading.cross_connects - reading.foreign
     remove = tuple(pair for pair in trial.added if pair in mine)
     holders = occupants(facts, reading.cross_connects - frozenset(remove))
@@ -203,7 +206,8 @@ def _unusable_ports(
 def _held_otherwise(
     facts: SwitchFacts, holders: Mapping[tuple[str, int], CrossConnect], pairs: Sequence[CrossConnect]
 ) -> Iterator[tuple[str, CrossConnect, CrossConnect]]:
-    """Yield the place in the list, the holding circuit and the pair for each port held by another circuit."""
+    """Yield the position in the list, the occupying circuit and the listed pair, for each port of the pairs that a
+    circuit other than the pair occupies."""
     for index, pair in enumerate(pairs):
         for end in facts.ends(pair):
             if end in holders and holders[end] != pair:

@@ -1,10 +1,11 @@
-"""The implementation of `base.OcsDriver` on top of a `base.SwitchWire`: one writer, time limits, and reading back.
+"""The implementation of `base.OcsDriver` on top of a `base.SwitchWire`: one writer at a time, time limits, and
+verification by reading the device.
 
 Every commit begins and ends by reading the device. Unknown outcomes, setters without an answer and bulk commands that
-took effect in part are therefore one case: the state that the device shows decides.
+took effect in part are therefore handled alike: the outcome is the state that the device shows.
 
-Circuits that the driver does not own are read, and never receive a command; see ownership.py. A task of this driver
-reverts a change on trial.
+The driver reads circuits that it does not own, but sends no command for them; see ownership.py. A background task of
+the driver reverts a change on trial that is not confirmed in time.
 """
 
 import asyncio
@@ -75,7 +76,7 @@ class DriverTimeouts:
 
 
 async def within(clock: DeviceClock, limit_s: float, work: Awaitable[T]) -> T:
-    """Return the result of `work`. After `limit_s` by the clock, cancel it and raise TimeoutError."""
+    """Return the result of `work`. If it takes longer than `limit_s` by the clock, cancel it and raise TimeoutError."""
     task = asyncio.ensure_future(work)
     alarm = asyncio.ensure_future(clock.sleep(limit_s))
     try:
@@ -90,7 +91,7 @@ async def within(clock: DeviceClock, limit_s: float, work: Awaitable[T]) -> T:
 
 
 async def take_turn(clock: DeviceClock, lock: asyncio.Lock, limit_s: float) -> None:
-    """Acquire the lock, or raise TimeoutError after `limit_s` by the clock."""
+    """Acquire the lock. Raises TimeoutError if that takes longer than `limit_s` by the clock."""
     turn = asyncio.ensure_future(lock.acquire())
     try:
         await within(clock, limit_s, turn)
@@ -101,13 +102,13 @@ async def take_turn(clock: DeviceClock, lock: asyncio.Lock, limit_s: float) -> N
 
 
 def poll_pause_s(reconfiguration_s: float, waited_s: float) -> float:
-    """Return the pause until the next reading: at least a sixteenth of the wait so far, so that a circuit that does not
-    come up is not polled hundreds of times."""
+    """Return the pause in seconds until the next reading. It is at least a sixteenth of the wait so far, so that a
+    circuit that does not come up is not polled hundreds of times."""
     return max(min(1.0, max(0.001, reconfiguration_s / 4)), waited_s / 16)
 
 
 class SwitchDriver:
-    """Implements `base.OcsDriver` over one wire; that protocol documents each call."""
+    """Implements `base.OcsDriver` on top of one wire. `OcsDriver` documents the methods."""
 
     def __init__(
         self, device: str, wire: SwitchWire, *, clock: DeviceClock | None = None, limits: DriverTimeouts | None = None
@@ -251,7 +252,7 @@ class SwitchDriver:
                 await self._drop_session()
 
     async def _steps(self, diff: CircuitDiff, wanted: CircuitDiff, now: CrossConnectReading) -> diffs.CommandSteps:
-        """Return the steps that remain of the diff, or of its reverse."""
+        """Return the steps of the diff, or of its reverse, that are not yet in effect."""
         facts = await self.facts()
         if faults := diffs.absent_ports(facts, diff):
             raise InvalidChange(faults, device=self.device)
@@ -262,8 +263,9 @@ class SwitchDriver:
         return steps
 
     async def _carry_out(self, wanted: CircuitDiff | diffs.CommandSteps, steps: diffs.CommandSteps) -> CommitResult:
-        """Send the steps. Wait for the mirrors and, if the device measures it, for light. Report the state that the
-        device shows of every wanted item, including those that were in effect before."""
+        """Send the steps. Wait until the mirrors are in place and, if the device measures it, until light arrives.
+        Return, for every wanted item, the state that the device then shows, including items that were already in
+        effect."""
         progress = CommitProgress(steps, self._clock.now_s())
         progress.also_watch(wanted.add)
         is_clear = True
@@ -284,7 +286,7 @@ class SwitchDriver:
         return CommitResult(results, reading.revision, progress.commands_sent)
 
     async def _send(self, action: Action, pairs: Sequence[CrossConnect], progress: CommitProgress) -> None:
-        """Send these commands, in bulk if the device can, and stop after the first that fails."""
+        """Send these commands, in bulk if the device can, and stop after the first command that fails."""
         can = self._wire.capabilities
         is_bulk = can.bulk and not (action is Action.REMOVE and can.removes_one_by_one)
         batches = [tuple(pairs)] if is_bulk else [(pair,) for pair in pairs]
@@ -306,8 +308,8 @@ class SwitchDriver:
     async def _carry_out_on_trial(
         self, diff: CircuitDiff, steps: diffs.CommandSteps, revert_in_s: float
     ) -> CommitResult:
-        """Commit with the trial recorded before the first command. Its time starts when the commit has ended,
-        successfully or not."""
+        """Carry out a commit on trial. The trial is recorded before the first command is sent, and its time starts when
+        the commit has ended, successfully or not."""
         self._stop_timer()
         before = self._trial or Unconfirmed(None, None)  # the same diff is committed again, to complete it
         removed, added = {*before.removed, *steps.remove}, {*before.added, *steps.add}
@@ -335,14 +337,16 @@ class SwitchDriver:
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     async def _revert_now(self) -> None:
-        """Revert the change on trial. Raises DriverRetryable if that fails; the change then stays on the device."""
+        """Revert the change on trial. Raises DriverRetryable if the revert fails; the change then stays on the
+        device."""
         self._stop_timer()
         async with self._writing():
             if self._trial is not None and not await self._revert(self._trial):
                 raise DriverRetryable(str(self._trial), device=self.device, command="revert")
 
     async def _revert(self, trial: Unconfirmed) -> bool:
-        """Revert the trial and return whether it has ended. A failure is reported once per new reason."""
+        """Revert the change on trial and return whether the trial has ended. If the revert fails, return False, and
+        report an alarm unless the reason is the same as last time."""
         try:
             steps, lost = diffs.revert_steps(await self.facts(), trial, await self.cross_connects())
             result = await self._carry_out(steps, steps)
@@ -385,10 +389,10 @@ class SwitchDriver:
             queue.put_nowait(SwitchEvent(self._clock.now_s(), EventKind.ALARM, text))
 
     async def _took_effect(self, action: Action, pairs: Sequence[CrossConnect]) -> bool:
-        """Read the device in a new session, after an unknown outcome or after a refusal that may have taken effect in
-        part, and return whether the command took effect. A device that does not distinguish tuning from tuned may list
-        a circuit only once it is in place. A circuit that is not listed yet is therefore given its tuning time;
-        otherwise it would be sent again, or appear later."""
+        """Read the device in a new session, after an unknown outcome or after the device refused a command that it may
+        have applied in part. Return whether the whole command took effect. A device that does not distinguish tuning
+        from tuned may list a circuit only once it is in place. A circuit that is not listed yet is therefore awaited
+        for its tuning time before it counts as absent."""
         is_late = action is Action.ADD and not self._wire.capabilities.tuned_state
         rest_s = min(self._limits.tune_s or inf, 10 * (await self.facts()).reconfiguration_s)
         began_s = self._clock.now_s()
@@ -455,7 +459,7 @@ class SwitchDriver:
         is_sent = False
 
         def unclear(otherwise: type[DriverError]) -> type[DriverError]:
-            """Return the error class, considering that a setter that was sent may have taken effect."""
+            """Return DriverOutcomeUnknown if a setter was sent and may have taken effect, and `otherwise` if not."""
             return DriverOutcomeUnknown if is_setter and is_sent else otherwise
 
         async with self._session:

@@ -1,9 +1,10 @@
 """The common parts of all emulators: the device behind the protocol, its servers, and injected faults.
 
 An emulator is a server of one protocol in front of an `EmulatedDevice`, which models the optics: mirrors take time,
-stick and fail, and restarts clear circuits. The emulator implements the protocol's manual and passes setters to `set`,
-which applies the faults that a schedule or a test has injected: refusals, bulk commands applied in part, delayed
-answers, connections broken before or after a command. Time comes from the clock, randomness from the seed.
+stick and fail, and restarts clear circuits. The emulator implements the protocol as its manual describes it, and passes
+setters (commands that change the device) to `EmulatedDevice.set`, which applies the faults that a schedule or a test
+has injected: refusals, bulk commands applied in part, delayed answers, connections broken before or after a command.
+Time is read from a given clock, and random numbers depend only on a given seed.
 """
 
 import asyncio
@@ -39,12 +40,13 @@ DARK_DBM = -40.0
 
 
 class ConnectionBroken(Exception):
-    """Raised when the connection of a command must be closed now, without an answer."""
+    """Raised when the connection that sent a command must be closed at once, without an answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class DevicePanel:
-    """The parameters of the device to emulate. Each family has its own port numbering, see `Emulator.facts`."""
+    """The parameters of the device to emulate. Each device family numbers its ports differently; see `facts` and
+    `mirrored_facts`."""
 
     ingress_ports: int = 32
     egress_ports: int = 32
@@ -57,8 +59,8 @@ class DevicePanel:
     def facts(
         self, vendor: str, model: str, serial: str, software: str, *, any_to_any: bool = False, first: int = 1
     ) -> SwitchFacts:
-        """Return the facts of a device with these ports. The egress side is numbered after the ingress side; an
-        any-to-any device has as many ports as the ingress side."""
+        """Return the facts of a device with this panel's ports. The egress ports are numbered after the ingress ports.
+        An any-to-any device has `ingress_ports` ports."""
         ingress = range(first, first + self.ingress_ports)
         return SwitchFacts(
             vendor=vendor,
@@ -73,21 +75,21 @@ class DevicePanel:
         )
 
     def mirrored_facts(self, vendor: str, model: str, serial: str, software: str) -> SwitchFacts:
-        """Return facts as `facts` does, for a device that uses the same numbers on both sides: as many as the longer
-        side has."""
+        """Return the facts of a device that uses the same port numbers on both sides. Both sides have the number of
+        ports of the larger side."""
         side = range(1, max(self.ingress_ports, self.egress_ports) + 1)
         return replace(self.facts(vendor, model, serial, software), ingress_ports=side, egress_ports=side)
 
 
 def calient_port(port: int) -> str:
-    """Return the name of a Calient port, with eight ports per row and eight rows per shelf: 1 is `1.1.1`, 9 `1.2.1`, 65
-    `2.1.1`."""
+    """Return the name of a Calient port, with eight ports per row and eight rows per shelf: port 1 is `1.1.1`, port 9
+    is `1.2.1`, and port 65 is `2.1.1`."""
     return f"{(port - 1) // 64 + 1}.{(port - 1) // 8 % 8 + 1}.{(port - 1) % 8 + 1}"
 
 
 class EmulatedDevice:
     """The emulated ports, mirrors and fibres, with a record of the received setters. Like many real devices, it
-    silently re-routes a port in use."""
+    connects a port in use to its new partner without reporting an error."""
 
     def __init__(self, facts: SwitchFacts, panel: DevicePanel, clock: DeviceClock | None = None) -> None:
         self.facts = facts
@@ -110,12 +112,12 @@ class EmulatedDevice:
 
     @property
     def present(self) -> set[CrossConnect]:
-        """The present circuits, in place or moving."""
+        """The circuits that are connected now, with mirrors in place or still moving."""
         return set(self._tuned_at_s)
 
     def session(self) -> int:
-        """Return the number of a new session. Once `is_alive` returns False for it, the device has restarted and the
-        session's connection must be closed."""
+        """Return the number of a new session. If `is_alive` returns False for this number, the device has restarted and
+        the session's connection must be closed."""
         self.advance()
         return self._session
 
@@ -125,21 +127,24 @@ class EmulatedDevice:
 
     async def set(self, action: Action, pairs: Sequence[CrossConnect], command: str) -> None:
         """Carry out one setter, received as `command`. Raises DriverPermanent, with the device's message as `answer`,
-        if the device refuses (earlier items of the list are applied), and ConnectionBroken as injected."""
+        if the device refuses a pair; the pairs before it in the list are then applied. Raises ConnectionBroken if such
+        a fault was injected."""
         await self._carry_out(command, partial(self.add if action is Action.ADD else self.remove, pairs))
 
     async def replace(self, pairs: Sequence[CrossConnect], command: str) -> None:
-        """Carry out a setter that leaves exactly these cross-connects. Raises as `set` does."""
+        """Carry out a setter after which exactly these cross-connects exist. Raises errors as `set` does."""
         gone = sorted(self.present.difference(pairs))
         new = [pair for pair in pairs if pair not in self.present]
         await self._carry_out(command, partial(self.remove, gone), partial(self.add, new))
 
     async def enable(self, ports: Sequence[int], is_enabled: bool, command: str) -> None:
-        """Carry out a setter that enables or disables ports. A failed port stays failed. Raises as `set` does."""
+        """Carry out a setter that enables or disables ports. A failed port stays failed. Raises errors as `set`
+        does."""
         await self._carry_out(command, partial(self._enable, ports, is_enabled))
 
     def where_does(self, port: int) -> int | None:
-        """Return the port that light from `port` reaches, once the mirrors are in place; None if it reaches none."""
+        """Return the port that light from `port` reaches now; None if it reaches no port, for example because the
+        mirrors are still moving."""
         for pair, at_s in self._tuned_at_s.items():
             if at_s <= self.clock.now_s() and port in pair.ports:
                 return pair.egress_port if port == pair.ingress_port else pair.ingress_port
@@ -149,9 +154,9 @@ class EmulatedDevice:
         return [DeviceCircuit(pair, self._state(pair), self._lit(pair)) for pair in sorted(self._tuned_at_s)]
 
     def listed(self, *, late: bool = False) -> list[DeviceCircuit]:
-        """Return the circuits as a switch without a state for moving mirrors lists them. A circuit is listed as soon as
-        it is commanded. One that is not in place after the stated time, jitter included, is not listed until it is.
-        With `late`, a circuit is listed only once it is in place."""
+        """Return the circuits as a switch that does not distinguish moving mirrors lists them. A circuit is listed from
+        the command on. If its mirrors are not in place after the stated time plus jitter, it is omitted until they are.
+        With `late`, a circuit is listed only when its mirrors are in place."""
         self.advance()
         since_s = self.clock.now_s() - self.facts.reconfiguration_s - self._jitter_s
         return [
@@ -166,8 +171,8 @@ class EmulatedDevice:
         return [PortState(port, status, LIT_DBM if port in lit else DARK_DBM) for port, status in self._status.items()]
 
     def add(self, pairs: Sequence[CrossConnect]) -> None:
-        """Connect the pairs in order, up to the first that is refused. Raises DriverPermanent with the device's message
-        for it."""
+        """Connect the pairs in list order, and stop at the first pair that the device refuses. Raises DriverPermanent
+        with the device's message for that pair."""
         for pair in self._taken_part(pairs):
             for port in (pair.ingress_port, pair.egress_port):
                 if self._status.get(port) is not PortStatus.ENABLED:
@@ -184,7 +189,7 @@ class EmulatedDevice:
         self._complain_about_rest(pairs)
 
     def inject(self, fault: DeviceFault) -> None:
-        """Inject a fault that takes effect now or with the next setter."""
+        """Inject a fault. It takes effect at once or, for faults of commands and answers, with the next setter."""
         port = fault.port
         if port is not None and port not in self._status:
             raise ValueError(f"port must be one of the device's, got {port}")
@@ -201,19 +206,21 @@ class EmulatedDevice:
             self._set_status(port, fault.kind)
 
     def advance(self) -> float:
-        """Apply all scheduled faults that are due. Return the seconds until the next; inf if there is none."""
+        """Apply all scheduled faults whose time has come. Return the seconds until the next scheduled fault; inf if
+        there is none."""
         age_s = self.clock.now_s() - self.switched_on_s
         while self._due and self._due[0][0] <= age_s:
             self.inject(self._due.pop(0)[1])
         return self._due[0][0] - age_s if self._due else math.inf
 
     def moving_s(self) -> float:
-        """Return the seconds until the next moving mirror is in place; inf if none will be."""
+        """Return the seconds until the next moving mirror is in place; inf if no mirror is moving, stuck mirrors
+        excepted."""
         now_s = self.clock.now_s()
         return min((at_s - now_s for at_s in self._tuned_at_s.values() if at_s > now_s), default=math.inf)
 
     def taken(self, *kinds: DeviceFaultKind) -> DeviceFault | None:
-        """Return and consume the first pending fault of these kinds."""
+        """Remove and return the first pending fault of these kinds; None if there is none."""
         for fault in self._next_setter:
             if fault.kind in kinds:
                 self._next_setter.remove(fault)
@@ -229,7 +236,7 @@ class EmulatedDevice:
         self._listeners.remove(queue)
 
     async def _carry_out(self, command: str, *steps: Callable[[], None]) -> None:
-        """Carry out the steps of one setter, applying the faults injected for the next setter."""
+        """Carry out the steps of one setter, with the faults that were injected for the next setter."""
         self.setters.append(command)
         if self.on_setter is not None:
             self.on_setter(command)
@@ -325,8 +332,8 @@ def address_of(server: asyncio.Server) -> str:
 
 
 class EmulatedTcpServer(ABC):
-    """A TCP server with one task per connection, which runs until the client disconnects, a fault breaks it or it is
-    stopped."""
+    """A TCP server with one task per connection. A task runs until the client disconnects, a fault breaks the
+    connection or the server is stopped."""
 
     def __init__(self) -> None:
         self._server: asyncio.Server | None = None
@@ -334,7 +341,8 @@ class EmulatedTcpServer(ABC):
 
     @abstractmethod
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one connection. Raises ConnectionBroken to close it without another byte."""
+        """Serve one connection. Raises ConnectionBroken if the connection must be closed without sending another
+        byte."""
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
         self._server = await asyncio.start_server(self._accept, host, port, limit=LONGEST_INPUT_BYTES)
@@ -361,12 +369,13 @@ class EmulatedTcpServer(ABC):
 
 
 class Emulator(Protocol):
-    """One emulated server, made as `SomeEmulator(panel, clock=None, **quirks)`. Construction opens no socket."""
+    """One emulated server, constructed as `SomeEmulator(panel, clock=None, **quirks)`. Construction opens no socket."""
 
     device: EmulatedDevice
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
-        """Listen, and return the address for a driver as `HOST:PORT`. Port 0 selects a free port."""
+        """Start listening, and return the server's address as `HOST:PORT`, for use by a driver. If `port` is 0, the
+        system selects a free port."""
         ...
 
     async def stop(self) -> None:

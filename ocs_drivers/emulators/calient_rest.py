@@ -1,7 +1,7 @@
 """The emulator `calient_rest`: the REST interface of a Calient S-series switch, limited to cross-connects and ports.
 
-Answers have the members that clients of real switches read (see ocs_drivers/calient_rest.py). Failures are in bodies
-with HTTP 200.
+Answers have the members that clients of real switches read (see ocs_drivers/calient_rest.py). Failures are reported in
+the body of an answer with HTTP status 200.
 """
 
 import json
@@ -28,14 +28,15 @@ Item = Mapping[str, object]
 
 
 class ItemFailed(Exception):
-    """Raised when one item fails; the answer still has HTTP 200."""
+    """Raised when one item of a request fails; the answer still has HTTP status 200."""
 
 
 class CalientQuirks(CheckedOptions):
-    """Quirks. `bulk_s` and `conflict_s` are the times for a set without and with circuits that the switch must remove
-    (up to 0.2 and 0.5 s by the manual). `chunked` selects chunked answers. `user` and `password` require Basic
-    authentication and then a cookie, valid for `cookie_uses` requests (0: unlimited); of more than `sessions` cookies
-    the oldest expires."""
+    """Configurable behaviour of an emulated Calient switch. `bulk_s` and `conflict_s` are the durations in seconds of a
+    set without and with circuits that the switch must remove (up to 0.2 and 0.5 s by the manual). `chunked` selects
+    chunked answers. `user` and `password` require Basic authentication for the first request and then a cookie, which
+    is valid for `cookie_uses` requests (0: unlimited). At most `sessions` cookies are valid; the oldest expires
+    first."""
 
     bulk_s: Number = 0.2
     conflict_s: Number = 0.5
@@ -47,7 +48,7 @@ class CalientQuirks(CheckedOptions):
 
 
 class CalientRestEmulator(EmulatedHttpServer):
-    """A Calient switch with `CalientQuirks`."""
+    """An emulated Calient switch, configured by `CalientQuirks`."""
 
     def __init__(self, panel: DevicePanel, clock: DeviceClock | None = None, **quirks: Any) -> None:
         self._quirks = CalientQuirks.read(quirks, prefix="")
@@ -152,13 +153,13 @@ class CalientRestEmulator(EmulatedHttpServer):
         ]
 
     def _count_whole(self, connections: Sequence[Sequence[CrossConnect]]) -> None:
-        """Convert a partial-commit fault from whole connections to the device's directions: a partial set applies whole
-        ones."""
+        """Convert the item count of a pending partial-commit fault from connections to directions, so that a partial
+        set always applies both directions of a two-way connection."""
         if partial := self.device.taken(DeviceFaultKind.PARTIAL_COMMIT):
             self.device.inject(replace(partial, items=sum(map(len, connections[: partial.items]))))
 
     async def _carry_out(self, setter: Awaitable[None]) -> str:
-        """Carry out the setter and return the switch's refusal; "" if there is none."""
+        """Carry out the setter. Return the switch's message if the switch refuses it, and "" if not."""
         try:
             await setter
         except DriverPermanent as refusal:
@@ -213,7 +214,8 @@ class CalientRestEmulator(EmulatedHttpServer):
         return [pair, pair.turned] if is_both else [pair]
 
     def _pairs(self, item: Item) -> list[CrossConnect]:
-        """Return the cross-connects of an item; empty if a port does not exist."""
+        """Return the cross-connects that an item of a request names; empty if a port does not exist. Raises ItemFailed
+        for an unknown direction."""
         direction = str(item.get("dir", "bi")).lower()
         if direction not in ("uni", "bi"):
             raise ItemFailed("dir must be uni or bi")
@@ -230,8 +232,8 @@ def _facts(panel: DevicePanel) -> SwitchFacts:
 
 
 def _states(port: PortState, comes: str, goes: str) -> dict[str, str]:
-    """Return states as reported by a real switch, where a port with light in and nothing out has `inas` IS and `outas`
-    OOS-NP."""
+    """Return the states that a real switch reports for a port. For example, a port with an incoming but no outgoing
+    connection has `inas` IS and `outas` OOS-NP."""
     is_shut, hardware = port.status is PortStatus.DISABLED, "FAIL" if port.status is PortStatus.FAILED else "OK"
     return {
         "inas": "OOS-MA" if is_shut else "IS" if comes else "OOS-NP",

@@ -1,8 +1,8 @@
-"""gNMI servers for emulated devices: SONiC-OCS and OpenConfig's proposed model (gnmi_targets.py).
+"""gNMI servers of emulated switches, with the tables of SONiC-OCS or OpenConfig's proposed model (gnmi_targets.py).
 
-They implement Capabilities, Get, Set and Subscribe (once, stream), with pygnmi's generated servicer on grpc.aio. A
-SetRequest is validated as a whole before any change, and carried out in the order delete, replace, update; a change
-that the device applies in part stays partial. Clients connect through a relay, which can break connections.
+The servers implement Capabilities, Get, Set and Subscribe (once, stream), with pygnmi's generated servicer on grpc.aio.
+A SetRequest is validated as a whole before any change, and carried out in the order delete, replace, update; a change
+that the device applies in part is not undone. Clients connect through a relay, which can break connections.
 """
 
 import asyncio
@@ -35,7 +35,8 @@ LONGEST_WAIT_S = 3600.0
 
 
 class GnmiQuirks(CheckedOptions):
-    """Common quirks. `user` and `password` are required in the metadata if set; `tls_..` are PEM files."""
+    """Configurable behaviour common to all gNMI servers. If `user` is set, `user` and `password` are required in the
+    metadata. `tls_..` are paths of PEM files."""
 
     user: YamlText = ""
     password: YamlText = ""
@@ -45,8 +46,8 @@ class GnmiQuirks(CheckedOptions):
 
 
 class SonicQuirks(GnmiQuirks):
-    """Quirks of SONiC-OCS. `tables` selects those of the "design" or of the "image"; `origin` is the origin of paths;
-    with `leftovers`, circuits that the hardware refused stay ordered."""
+    """Configurable behaviour of a SONiC-OCS server. `tables` selects the tables of SONiC's "design" or of the "image";
+    `origin` is the origin of paths; with `leftovers`, circuits that the hardware refused stay in the configuration."""
 
     tables: YamlText = "design"
     origin: YamlText = "sonic-db"
@@ -54,8 +55,8 @@ class SonicQuirks(GnmiQuirks):
 
 
 class OpenConfigQuirks(GnmiQuirks):
-    """Quirks of the OpenConfig model. `any_to_any` selects one range of ports; with `mirrored`, connections are listed
-    under both ports; `first_index` is the lowest port."""
+    """Configurable behaviour of a server with the OpenConfig model. `any_to_any` selects a single range of ports; with
+    `mirrored`, connections are listed under both of their ports; `first_index` is the lowest port number."""
 
     any_to_any: Flag = False
     mirrored: Flag = False
@@ -86,9 +87,9 @@ class RelayedConnection:
 class TcpRelay(EmulatedTcpServer):
     """A TCP relay in front of a gRPC server, so that an emulator can break the connection of a call.
 
-    grpc.aio ends calls, not connections. The relay forwards bytes, TLS or not, between a client's connection and its
-    own connection to the server, and finds a call's connection by the peer that the server sees. `new_session` returns
-    the number of the session that begins with a connection.
+    grpc.aio can end calls, but not connections. For each client connection, the relay opens one connection to the
+    server and forwards the bytes, whether encrypted or not. It finds a call's connection by the peer address that the
+    server sees. `new_session` is called for each connection and returns the number of its session.
     """
 
     def __init__(self, new_session: Callable[[], int]) -> None:
@@ -98,7 +99,8 @@ class TcpRelay(EmulatedTcpServer):
         self._connections: dict[int, RelayedConnection] = {}  # by the relay's port towards the server
 
     def connection(self, peer: str) -> RelayedConnection | None:
-        """Return the connection of a call's peer, `ipv4:127.0.0.1:PORT`; None if it is closed."""
+        """Return the client connection that carries a call with this peer, `ipv4:127.0.0.1:PORT`; None if the
+        connection is closed."""
         port = peer.rpartition(":")[2]
         return self._connections.get(int(port)) if port.isdecimal() else None
 
@@ -126,7 +128,7 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 class GnmiEmulator(gnmi_pb2_grpc.gNMIServicer):  # type: ignore[misc]  # pygnmi is not typed
-    """The service gnmi.gNMI for a target."""
+    """The service gnmi.gNMI in front of one `GnmiTarget`."""
 
     def __init__(self, target: GnmiTarget, quirks: GnmiQuirks) -> None:
         self.device: EmulatedDevice = target.device
@@ -205,7 +207,8 @@ class GnmiEmulator(gnmi_pb2_grpc.gNMIServicer):  # type: ignore[misc]  # pygnmi 
             self.device.unlisten(queue)
 
     async def _news(self, wanted: list[Path], before: dict[Path, Row]) -> AsyncIterator[Any]:
-        """Yield the differences from `before`, the rows reported last, and update `before`."""
+        """Yield a response with the differences between the present rows and `before`, the rows reported last, if there
+        are any. Update `before`."""
         now: dict[Path, Row] = {}
         for below in wanted:
             now |= self._target.rows(below)
@@ -220,7 +223,8 @@ class GnmiEmulator(gnmi_pb2_grpc.gNMIServicer):  # type: ignore[misc]  # pygnmi 
             yield gnmi_pb2.SubscribeResponse(update=notification)
 
     async def _change(self, queue: asyncio.Queue[Any]) -> None:
-        """Wait until something may have changed: an event of the device, or mirrors in place."""
+        """Wait until rows may have changed: until the device sends an event, moving mirrors are in place or a scheduled
+        fault takes effect, but at most `LONGEST_WAIT_S`."""
         device = self.device
         wait_s = min(device.advance(), device.moving_s(), LONGEST_WAIT_S)
         try:
@@ -260,7 +264,7 @@ class GnmiEmulator(gnmi_pb2_grpc.gNMIServicer):  # type: ignore[misc]  # pygnmi 
         return changes
 
     def _supported_path(self, request: Any, message: Any) -> Path:
-        """Return the path. Raises GnmiRefusal if its origin is not supported."""
+        """Return the path of a message. Raises GnmiRefusal if the path's origin is not supported."""
         origin = message.origin or request.prefix.origin
         if origin not in self._target.origins:
             raise GnmiRefusal(f"origin {origin!r} is not supported", grpc.StatusCode.UNIMPLEMENTED)

@@ -1,7 +1,7 @@
-"""The targets of emulated gNMI servers: a tree to read, rows to watch, and transactions to carry out.
+"""The devices behind the emulated gNMI servers: each provides a tree to read, rows to watch, and transactions.
 
-There are two: SONiC-OCS, with orders in CONFIG_DB and their effect on the device in STATE_DB, and the model proposed to
-OpenConfig.
+One device has the tables of SONiC-OCS, with the configuration in CONFIG_DB and its effect in STATE_DB. The other has
+the model proposed to OpenConfig.
 """
 
 from abc import ABC, abstractmethod
@@ -32,7 +32,7 @@ class GnmiChange:
 
 
 class GnmiRefusal(Exception):
-    """Raised to end a call with this status."""
+    """Raised to end a gNMI call with this status code and message."""
 
     def __init__(self, text: str, code: grpc.StatusCode = grpc.StatusCode.INVALID_ARGUMENT) -> None:
         super().__init__(text)
@@ -40,7 +40,7 @@ class GnmiRefusal(Exception):
 
 
 class GnmiTarget(ABC):
-    """An emulated device whose circuits are ordered in one subtree and shown in another."""
+    """An emulated device whose circuits are configured in one subtree and reported in another."""
 
     models: dict[str, str]  # by name, with their versions
     origins: frozenset[str]  # of paths
@@ -57,15 +57,16 @@ class GnmiTarget(ABC):
 
     @abstractmethod
     def entries(self) -> Iterator[tuple[Path, Row]]:
-        """Yield the rows or entries of lists."""
+        """Yield every table row or list entry, with its path."""
 
     def rows(self, below: Path) -> dict[Path, Row]:
-        """Return the rows at or below a path, which a subscription to it receives."""
+        """Return the rows at or below a path, which a subscription to that path receives."""
         return {elems: row for elems, row in self.entries() if elems[: len(below)] == below}
 
     @abstractmethod
     async def transact(self, changes: Sequence[GnmiChange]) -> None:
-        """Carry out the changes of one SetRequest in the given order. All of them are validated before the first."""
+        """Carry out the changes of one SetRequest in the given order. All changes are validated before the first is
+        carried out."""
 
     def notice_restart(self) -> None:
         if not self.device.is_alive(self._session):
@@ -75,8 +76,8 @@ class GnmiTarget(ABC):
     async def carry_out(
         self, changes: Sequence[GnmiChange], wanted: set[CrossConnect], gone: set[CrossConnect], new: set[CrossConnect]
     ) -> None:
-        """Apply the changes to the device. Afterwards, `wanted` is ordered, without the circuits that the device did
-        not apply."""
+        """Apply the changes to the device: disconnect `gone`, then connect `new`. Afterwards the configuration contains
+        the circuits of `wanted` that the device has applied. Raises GnmiRefusal if the device refuses."""
         command = " ".join(f"{Operation.Name(change.op).lower()} {shown(change.path)}" for change in changes)
         is_broken = False
         try:
@@ -98,9 +99,9 @@ NAMES = {"design": ("", "state", "status"), "image": ("_TABLE", "config_status",
 
 
 class SonicTarget(GnmiTarget):
-    """A SONiC-OCS target. `tables` "design" are those of SONiC's OCS design, "image" those of the image `ocs-kvm`.
-    Circuits that the hardware refuses disappear from CONFIG_DB, as the image removes invalid circuits; with `leftovers`
-    they stay ordered, and blocked."""
+    """A SONiC-OCS device. `tables` selects the tables of SONiC's OCS "design" or of the "image" `ocs-kvm`. Circuits
+    that the hardware refuses are removed from CONFIG_DB, as the image removes invalid circuits; with `leftovers` they
+    stay in CONFIG_DB and are reported as blocked."""
 
     refused_as = grpc.StatusCode.UNKNOWN
 
@@ -196,8 +197,8 @@ SLOT = "1"
 
 
 class OpenConfigTarget(GnmiTarget):
-    """An OpenConfig target. `config` has the order, `state` follows the mirrors. With `mirrored`, a connection is
-    listed under both of its ports."""
+    """A device with the OpenConfig model. `config` contains the configured circuits, and `state` follows the mirrors.
+    With `mirrored`, a connection is listed under both of its ports."""
 
     origins = frozenset({"", "openconfig"})
 
@@ -277,7 +278,8 @@ class OpenConfigTarget(GnmiTarget):
         return (pair.ingress_port, pair.egress_port) if self._mirrored else (pair.ingress_port,)
 
     def _port_of(self, change: GnmiChange) -> int:
-        """Return the port of a change. Connections can only be set one by one."""
+        """Return the port whose connection a change sets. Raises GnmiRefusal unless the path is that of a single
+        connection of an existing port."""
         if change.path[: len(CONNECTIONS)] != CONNECTIONS or len(change.path) == len(CONNECTIONS):
             raise GnmiRefusal(f"{shown(change.path)} cannot be set")
         keys = dict(change.path[len(CONNECTIONS)].keys)
@@ -286,7 +288,8 @@ class OpenConfigTarget(GnmiTarget):
         return self._known_port(keys.get("port", ""))
 
     def _peer_of(self, change: GnmiChange) -> int:
-        """Return the peer port in the update of an entry, or of its `config`."""
+        """Return the peer port in the update of a connection, or of its `config`. Raises GnmiRefusal if it is missing
+        or does not exist."""
         value = change.value
         if len(change.path) == len(CONNECTIONS) + 1 and isinstance(value, dict):
             value = value.get("config")

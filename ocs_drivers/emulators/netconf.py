@@ -1,7 +1,7 @@
 """An emulated Polatis switch with NETCONF over real SSH; netconf_store.py has its datastores.
 
-SSH is provided by paramiko, which uses threads. They only move bytes: each message is passed to the event loop, which
-owns the emulated device, and its thread waits for the answer. The host key is generated at start.
+SSH is provided by paramiko, which uses threads. The threads only transfer messages: each message is passed to the event
+loop, which owns the emulated device, and the thread waits for the answer. The host key is generated at start.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ ESTABLISHED = 1  # a TCP state of Linux
 
 @dataclass
 class NetconfServerSession:
-    """One SSH connection with its NETCONF session, as the event loop sees it."""
+    """One SSH connection of a client, with its NETCONF session."""
 
     id: int
     number: int  # of the device: closed once it has restarted
@@ -43,15 +43,15 @@ class NetconfServerSession:
     answers: set[Any] = field(default_factory=set)  # futures for which its thread waits
 
     def is_open(self) -> bool:
-        """Return whether the connection is open, according to the kernel, which registers a close before any thread
-        runs."""
+        """Return whether the kernel considers the connection open. The kernel registers a close before any thread of
+        the server runs."""
         try:
             return self.connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == ESTABLISHED
         except OSError:
             return False
 
     def abort(self) -> None:
-        """Reset the connection as a crash does, without a close message at any layer."""
+        """Reset the TCP connection, as a crash of the device does, without a close message of SSH or NETCONF."""
         with contextlib.suppress(OSError):
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.transport.close()
@@ -60,9 +60,10 @@ class NetconfServerSession:
 
 
 class NetconfQuirks(CheckedOptions):
-    """Quirks. `revision` of module optical-switch ("": not announced); `base`, the framing, 1.0 or 1.1; `candidate`:
-    only the candidate can be edited; `one_session`: further connections are refused; `any_to_any`: one range of ports;
-    `lists_late`: pairs are listed once their mirrors are in place; `power`: every port has a monitor."""
+    """Configurable behaviour. `revision`: the announced revision of module optical-switch ("": not announced). `base`:
+    the framing, 1.0 or 1.1. `candidate`: only the candidate datastore can be edited. `one_session`: further connections
+    are refused. `any_to_any`: all ports form a single range. `lists_late`: pairs are listed only when their mirrors are
+    in place. `power`: every port has a power monitor."""
 
     revision: yang.Revision = "2018-03-22"
     base: Annotated[str, must_be("1.0 or 1.1", lambda value: value in ("1.0", "1.1")), BeforeValidator(as_text)] = "1.1"
@@ -77,7 +78,7 @@ class NetconfQuirks(CheckedOptions):
 
 
 class NetconfEmulator:
-    """A Polatis switch with `NetconfQuirks`."""
+    """An emulated Polatis switch, configured by `NetconfQuirks`."""
 
     def __init__(self, panel: DevicePanel, clock: DeviceClock | None = None, **quirks: Any) -> None:
         self.quirks = NetconfQuirks.read(quirks, prefix="")
@@ -142,7 +143,7 @@ class NetconfEmulator:
             self._greet(connection)
 
     def _greet(self, connection: socket.socket) -> None:
-        """Start the SSH transport of a connection. Its threads then call `serve`, and `answer` through the event
+        """Start the SSH transport of a connection. Its threads then run `serve`, which runs `answer` in the event
         loop."""
         self._last_id += 1
         connection.setblocking(True)
@@ -155,7 +156,7 @@ class NetconfEmulator:
         transport.start_server(event=threading.Event(), server=SshAccess(self))
 
     def serve(self, session: NetconfServerSession, channel: Any) -> None:
-        """Serve a NETCONF session. Runs in a thread of paramiko."""
+        """Serve a NETCONF session. Runs in one of paramiko's threads."""
         framing = Framing()
         channel.sendall(framing.frame(text.write(text.hello(self.capabilities(), session.id))))
         if (greeting := _received(framing, channel)) is None:
@@ -169,7 +170,8 @@ class NetconfEmulator:
                 return
 
     async def answer(self, session: NetconfServerSession, message: bytes) -> tuple[bytes, bool]:
-        """Return the reply, and whether it is the last of this session."""
+        """Return the reply to a message, and whether the session ends after it. Raises ConnectionBroken if the device
+        has restarted."""
         if not self.device.is_alive(session.number):
             raise ConnectionBroken
         reply = Element(f"{NC}rpc-reply")
@@ -238,14 +240,14 @@ class NetconfEmulator:
             session.answers.discard(future)
 
     def finish(self, session: NetconfServerSession) -> None:
-        """End a session. Called from its thread."""
+        """End a session. Called from the session's thread."""
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the loop is closed, so there is nothing to end
             self._loop.call_soon_threadsafe(self._end, session)
 
 
 class NetconfSubsystem(paramiko.SubsystemHandler):  # type: ignore[misc]  # paramiko is not typed
-    """The thread of one NETCONF session."""
+    """Runs one NETCONF session in a thread of paramiko."""
 
     def __init__(
         self, channel: Any, name: str, server: Any, emulator: NetconfEmulator, session: NetconfServerSession
@@ -262,7 +264,7 @@ class NetconfSubsystem(paramiko.SubsystemHandler):  # type: ignore[misc]  # para
 
 
 class SshAccess(paramiko.ServerInterface):  # type: ignore[misc]  # paramiko is not typed
-    """The access rules of the SSH server."""
+    """The access rules of the SSH server: the accepted logins and channels."""
 
     def __init__(self, emulator: NetconfEmulator) -> None:
         self._emulator = emulator

@@ -1,4 +1,5 @@
-"""NETCONF without sockets: framing (RFC 6242), errors, and the datastores of an emulated Polatis switch.
+"""The parts of a NETCONF server that need no sockets: framing (RFC 6242), errors, and the datastores of an emulated
+Polatis switch.
 
 The YANG tree is generated as XML from the device's state at each request.
 """
@@ -27,12 +28,12 @@ _HEADER_SO_FAR = re.compile(rb"(\n(#(#|[1-9][0-9]{0,9})?)?)?")
 
 
 class FramingError(ValueError):
-    """Raised if the received data is not NETCONF. The session must end (RFC 6242, 4.1)."""
+    """Raised if the received data violates NETCONF's framing. The session must then end (RFC 6242, 4.1)."""
 
 
 class Framing:
-    """Splits bytes into messages. It begins with the end-of-message framing of base 1.0; `is_chunked` is set once both
-    peers have announced base 1.1."""
+    """Splits received bytes into messages, and frames messages to send. The framing is at first the end-of-message
+    framing of base 1.0; the caller sets `is_chunked` once both peers have announced base 1.1."""
 
     def __init__(self) -> None:
         self.is_chunked = False
@@ -44,7 +45,7 @@ class Framing:
             raise FramingError(f"a message of more than {MAX_MESSAGE_BYTES} bytes")
 
     def next(self) -> bytes | None:
-        """Return a complete message, or None if more data is needed."""
+        """Return the next complete message, or None if more data is needed."""
         if self.is_chunked:
             return self._next_chunked()
         message, end, rest = self._received.partition(END_OF_MESSAGE)
@@ -80,7 +81,7 @@ def error_element(refusal: YangRefusal) -> Element:
 
 
 def child(parent: Element, name: str, text: object = None) -> Element:
-    """Add a child in its parent's namespace, and return it."""
+    """Append a child element in the parent's namespace, and return the child."""
     namespace = parent.tag.rpartition("}")[0]
     element = SubElement(parent, f"{namespace}}}{name}" if namespace else name)
     if text is not None:
@@ -89,7 +90,8 @@ def child(parent: Element, name: str, text: object = None) -> Element:
 
 
 def trees(containers: Mapping[str, Any], namespace: str) -> list[Element]:
-    """Convert plain data to elements of a namespace: a mapping has children, a list has entries of one name."""
+    """Convert plain data to XML elements of a namespace. A mapping becomes an element with children, and a list becomes
+    several elements of the same name."""
     root = Element(f"{{{namespace}}}data")
     _fill(root, containers)
     return list(root)
@@ -114,7 +116,7 @@ def write(element: Element) -> bytes:
 
 
 def parse(message: bytes) -> Element:
-    """Parse a message. Raises YangRefusal if it is not XML."""
+    """Parse a message and return its root element. Raises YangRefusal if it is not XML."""
     try:
         return ElementTree.fromstring(message.strip())
     except ElementTree.ParseError as error:
@@ -131,8 +133,8 @@ OPERATION = f"{NC}operation"
 
 
 class NetconfDatastores:
-    """The datastores `running` and, if supported, `candidate`. `_candidate` is None while the candidate is unedited,
-    and then equals `running`."""
+    """The datastores `running` and, if supported, `candidate`. `_candidate` is None while the candidate datastore has
+    no edits and equals `running`."""
 
     def __init__(self, store: PolatisStore, *, has_candidate: bool, has_monitors: bool) -> None:
         self._store = store
@@ -142,13 +144,13 @@ class NetconfDatastores:
         self.locks: dict[str, int] = {}  # session that holds the lock, by datastore
 
     def config(self, source: str) -> list[Element]:
-        """Return the tree of a datastore."""
+        """Return the configuration in a datastore as XML elements."""
         self._check_datastore(source)
         pairs = self._candidate if source == "candidate" else None
         return [*trees(self._store.container(pairs), yang.NAMESPACE), self._system()]
 
     def state(self) -> list[Element]:
-        """Return the whole state, as <get> shows it."""
+        """Return the configuration and the state data as XML elements, as <get> returns them."""
         containers = state_containers(self._store.device, self._store.revision, has_monitors=self._has_monitors)
         return [*self.config("running"), *trees(containers, yang.NAMESPACE)]
 

@@ -1,4 +1,4 @@
-"""The YANG data of an emulated Polatis, for every protocol: containers as plain data, without module names."""
+"""The YANG data of an emulated Polatis switch, for all protocols: containers as plain data, without module prefixes."""
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ def polatis_facts(panel: DevicePanel, any_to_any: bool) -> SwitchFacts:
 
 
 def state_containers(device: EmulatedDevice, revision: str, *, has_monitors: bool) -> dict[str, Any]:
-    """Return the containers of module `optical-switch` at this revision, without the cross-connects."""
+    """Return the containers of module `optical-switch` at this revision, by name, except `cross-connects`."""
     facts, ports, is_new = device.facts, device.ports(), yang.has_port_config(revision)
     product = {"manufacturer": facts.vendor, "serial-number": facts.serial, "model-name": facts.model}
     found: dict[str, Any] = {"product-information": {**product, "software-version": facts.software}}
@@ -32,7 +32,7 @@ def state_containers(device: EmulatedDevice, revision: str, *, has_monitors: boo
 
 
 class YangRefusal(Exception):
-    """An operation that the switch refuses, with the error-tag of RFC 6241 or RFC 8040."""
+    """Raised when the switch refuses an operation. `tag` is the error-tag of RFC 6241 or RFC 8040."""
 
     def __init__(self, tag: str, message: str, path: str = "", kind: str = "application") -> None:
         super().__init__(message)
@@ -43,7 +43,8 @@ class YangRefusal(Exception):
 
 
 class PolatisStore:
-    """The cross-connects of an emulated Polatis by ingress port, as its model lists and edits them."""
+    """The cross-connects of an emulated Polatis switch, keyed by ingress port, as its YANG model lists and edits
+    them."""
 
     def __init__(self, device: EmulatedDevice, revision: str, *, lists_late: bool) -> None:
         self.device = device
@@ -56,13 +57,15 @@ class PolatisStore:
         return _by_ingress(self.device.circuits())
 
     def container(self, pairs: Mapping[int, int] | None = None) -> dict[str, Any]:
-        """Return the container `cross-connects` with these pairs, or, for None, with those that the switch lists."""
+        """Return the container `cross-connects` with these pairs. If `pairs` is None, use the pairs that the switch
+        lists now."""
         listed = _by_ingress(self.device.listed(late=self._lists_late)) if pairs is None else pairs
         entries = [{"ingress": ingress, "egress": egress} for ingress, egress in sorted(listed.items())]
         return {"cross-connects": {self.list_name: entries}}
 
     def edit(self, wanted: dict[int, int], operation: str, ingress: object, egress: object = None) -> None:
-        """Apply one operation of RFC 6241 or RFC 8072 to the wanted pairs."""
+        """Apply one operation of RFC 6241 or RFC 8072 to the wanted pairs in place. Raises YangRefusal if the operation
+        or a port is invalid."""
         facts = self.device.facts
         port = self._port(ingress, "ingress", facts.ingress_ports)
         path = f"/cross-connects/{self.list_name}[ingress='{port}']"
@@ -85,7 +88,8 @@ class PolatisStore:
                 raise YangRefusal("bad-attribute", f"unknown operation {operation}", path, kind="protocol")
 
     async def carry_out(self, before: Mapping[int, int], wanted: Mapping[int, int], command: str) -> None:
-        """Apply the difference to the device. Raises DriverPermanent if the device refuses."""
+        """Apply the difference between the two sets of pairs to the device. Raises DriverPermanent if the device
+        refuses."""
         facts = self.device.facts
         new = [CrossConnect(*pair) for pair in wanted.items() if before.get(pair[0]) != pair[1]]
         taken = {end for pair in new for end in facts.ends(pair)}
@@ -98,7 +102,7 @@ class PolatisStore:
             await self.device.set(Action.ADD, new, command)
 
     async def set_ports(self, asked: Mapping[str, Sequence[object]], command: str) -> None:
-        """Carry out the RPC port-set-state, given the ports by leaf name."""
+        """Carry out the RPC port-set-state, given the ports to enable and disable by leaf name."""
         facts = self.device.facts
         for leaf, is_enabled in (("port-enab", True), ("port-disab", False)):
             known = {*facts.ingress_ports, *facts.egress_ports}

@@ -1,4 +1,4 @@
-"""Emulators by protocol name, `FAMILY` or `FAMILY-DIALECT`."""
+"""Look up emulators by protocol name, `FAMILY` or `FAMILY-DIALECT`."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -32,8 +32,9 @@ DRIVER_OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def make_emulator(protocol: str, panel: "DevicePanel", clock: "DeviceClock | None" = None, **quirks: Any) -> "Emulator":
-    """Return an emulator of this protocol. Raises InvalidOptions with every fault: an unknown protocol (listing the
-    known ones) or one whose library is not installed, unknown quirks (listing the known ones), invalid values."""
+    """Return an emulator of this protocol. Raises InvalidOptions with every fault if the protocol is unknown, its
+    library is not installed, or a quirk is unknown or has an invalid value. For an unknown name, the error lists the
+    known names."""
     from importlib.metadata import EntryPoint
 
     from ocs_drivers.errors import InvalidOptions

@@ -1,8 +1,8 @@
 """The emulator `restconf`: the RESTCONF server of a Polatis switch, limited to cross-connects and ports.
 
-Status codes are those that clients of real switches report (see ocs_drivers/restconf.py), and otherwise those of RFC
-8040. PUT of the whole collection is supported, though the driver does not use it, because other clients of the same
-switch may.
+Status codes are those that clients of real switches report (see ocs_drivers/restconf.py), or else those of RFC 8040.
+PUT of the whole collection is supported, because other clients of the same switch may use it, although the driver does
+not.
 """
 
 import json
@@ -33,7 +33,7 @@ Edit = tuple[str, Any, Any]  # operation, ingress, egress
 
 
 class RestconfRefusal(YangRefusal):
-    """A refusal with its own HTTP status."""
+    """Raised for a refusal with a specific HTTP status."""
 
     def __init__(self, status: int, tag: str, message: str) -> None:
         super().__init__(tag, message)
@@ -41,10 +41,11 @@ class RestconfRefusal(YangRefusal):
 
 
 class RestconfQuirks(CheckedOptions):
-    """Quirks. `revision` of the model (before 2017-08-04 lists are called `pairs` and ports are in another container);
-    `yang_library` False: the switch has no yang-library; `yang_patch` False: no YANG Patch; `any_to_any`: one range of
-    ports; `power`: measures optical power; `chunked` answers; `lists_late`: pairs are listed once their mirrors are in
-    place; `one_request`: a concurrent request is answered 503; `user` and `password`: Basic authentication."""
+    """Configurable behaviour. `revision`: the revision of the model (before 2017-08-04 lists are called `pairs` and
+    ports are in another container). `yang_library` False: the switch has no yang-library. `yang_patch` False: YANG
+    Patch is not supported. `any_to_any`: all ports form a single range. `power`: optical power is measured. `chunked`:
+    answers are chunked. `lists_late`: pairs are listed only when their mirrors are in place. `one_request`: a
+    concurrent request is answered with 503. `user` and `password`: Basic authentication is required."""
 
     revision: YamlText = "2018-03-22"
     yang_library: Flag = True
@@ -59,7 +60,7 @@ class RestconfQuirks(CheckedOptions):
 
 
 class RestconfEmulator(EmulatedHttpServer):
-    """A Polatis switch with `RestconfQuirks`."""
+    """An emulated Polatis switch, configured by `RestconfQuirks`."""
 
     def __init__(self, panel: DevicePanel, clock: DeviceClock | None = None, **quirks: Any) -> None:
         self._quirks = RestconfQuirks.read(quirks, prefix="")
@@ -121,7 +122,7 @@ class RestconfEmulator(EmulatedHttpServer):
         raise RestconfRefusal(405, "operation-not-supported", f"{method} is not supported for this resource")
 
     async def _patched(self, method: str, path: str, body: bytes) -> EmulatedReply:
-        """Carry out a YANG Patch (RFC 8072): all edits or none, unless mirrors fail."""
+        """Carry out a YANG Patch (RFC 8072). All of its edits take effect or none, except if mirrors fail."""
         if (method, path) != ("PATCH", COLLECTION):
             raise RestconfRefusal(405, "operation-not-supported", "YANG Patch is only supported for the collection")
         value = _json(body)
@@ -200,7 +201,8 @@ class RestconfEmulator(EmulatedHttpServer):
             raise RestconfRefusal(500 if is_partial else 409, tag, refusal.answer) from None
 
     def _parsed(self, value: object, name: str) -> list[tuple[object, object]]:
-        """Return the ports of the pairs in a body that contains the collection or entries of it."""
+        """Return the (ingress, egress) ports of each pair in a body that contains the whole collection or entries of
+        it. Raises YangRefusal if the body is malformed."""
         content = value.get(f"{yang.MODULE}:{name}", value.get(name)) if isinstance(value, dict) else None
         if name == "cross-connects" and isinstance(content, dict):
             content = content.get(self._pairs, [])

@@ -1,10 +1,10 @@
 """Emulated SCPI switches over TCP, with the quirks of their vendors: Polatis, and DiCon's GP750 and MXS.
 
 They follow the protocol's tables and the rules of SCPI, not the driver: headers in short and long form, in any case,
-relative to the previous one in a compound line; setters without an answer; errors in a bounded queue.
+relative to the previous header in a compound line; setters without an answer; errors are put into a bounded queue.
 
 Assumed, because no source states it: a setter with a wrong port has no effect; sessions share the error queue; errors
-beyond its capacity are replaced by `-350`; after a wrong header the rest of its line is ignored.
+beyond its capacity are replaced by `-350`; after an unknown header, the remainder of the line is ignored.
 """
 
 import asyncio
@@ -33,14 +33,14 @@ HEADERS = (
 
 
 class ScpiError(Exception):
-    """Put into the error queue instead of an answer."""
+    """Raised when a command fails. The error is put into the error queue, and the command has no answer."""
 
     def __init__(self, code: int, text: str) -> None:
         super().__init__(f'{code},"{text}"')
 
 
 class UnknownScpiHeader(ScpiError):
-    """An unknown header; the rest of the line is ignored."""
+    """Raised for an unknown header. The remainder of the line is ignored."""
 
     def __init__(self, header: str) -> None:
         super().__init__(-113, f"Undefined header;{header[:40]}")
@@ -51,9 +51,10 @@ def _are_headers(value: object) -> bool:
 
 
 class ScpiQuirks(CheckedOptions):
-    """Quirks: one session at a time; lines that end in `\\r\\n`; connections that are listed as soon as they are
-    commanded; each answer to a compound line on its own line; an input buffer of this many characters; unknown headers,
-    in the form of this module (`OXC:SWITch:PORT:STATe?`)."""
+    """Configurable behaviour. `one_session`: further clients are disconnected. `crlf`: lines end in `\\r\\n`.
+    `lists_at_once`: connections are listed as soon as they are commanded. `answers_apart`: each answer to a compound
+    line is on its own line. `longest_line_chars`: the size of the input buffer. `error_queue`: the capacity of the
+    error queue. `unknown`: headers that are not supported, in this module's form (`OXC:SWITch:PORT:STATe?`)."""
 
     one_session: Flag = False
     crlf: Flag = False
@@ -70,7 +71,7 @@ class DiconQuirks(ScpiQuirks):
 
 
 class ScpiEmulator(EmulatedTcpServer):
-    """An SCPI switch, made by `polatis` and `dicon`."""
+    """An emulated SCPI switch, constructed by `polatis` or `dicon`."""
 
     def __init__(self, facts: SwitchFacts, panel: DevicePanel, clock: DeviceClock | None, quirks: ScpiQuirks) -> None:
         super().__init__()
@@ -81,7 +82,8 @@ class ScpiEmulator(EmulatedTcpServer):
         self._headers = {header: _pattern(header) for header in HEADERS if header not in quirks.unknown}
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one connection. Lines are read while one is processed, so that a disconnect is noticed."""
+        """Serve one connection. Lines are received while an earlier line is processed, so that a disconnect is
+        noticed."""
         self._clients.append(reader)
         lines: asyncio.Queue[bytes] = asyncio.Queue()
         work = asyncio.create_task(self._work_off(lines, reader, writer))
@@ -115,8 +117,8 @@ class ScpiEmulator(EmulatedTcpServer):
             writer.close()
 
     async def _is_seat_free(self, client: asyncio.StreamReader) -> bool:
-        """Return whether this client has the only session. A client that has just disconnected may not be noticed yet,
-        so a few turns of the event loop are awaited."""
+        """Return whether this client has the oldest open connection, and may therefore use the only session. The
+        disconnect of an earlier client may be noticed late, so a few turns of the event loop are awaited."""
         for _ in range(5):
             if self._clients[0] is client:
                 return True
@@ -124,7 +126,7 @@ class ScpiEmulator(EmulatedTcpServer):
         return False
 
     async def line(self, line: str) -> list[str]:
-        """Return the answers to one line of commands."""
+        """Execute one line of commands and return the lines of the answer."""
         if self.quirks.longest_line_chars is not None and len(line) > self.quirks.longest_line_chars:
             self._complain(ScpiError(-363, "Input buffer overrun"))
             return []
@@ -161,7 +163,8 @@ class ScpiEmulator(EmulatedTcpServer):
             self.errors[-1] = QUEUE_OVERFLOW
 
     async def _answer(self, header: str, parameters: str, command: str) -> str | None:
-        """Return the answer to a command, given its parameters and its full text; None if it has no answer."""
+        """Execute a command, given its header, its parameters and its full text. Return its answer, or None for a
+        command without an answer."""
         device, facts = self.device, self.device.facts
         match header.removeprefix("OXC:SWITch:"):
             case "*IDN?":
@@ -230,19 +233,20 @@ class ScpiEmulator(EmulatedTcpServer):
 
 
 def polatis(panel: DevicePanel, clock: DeviceClock | None = None, **quirks: Any) -> ScpiEmulator:
-    """Return a Polatis with `ScpiQuirks`."""
+    """Return an emulated Polatis switch with these quirks (`ScpiQuirks`)."""
     return ScpiEmulator(polatis_facts(panel, any_to_any=False), panel, clock, ScpiQuirks.read(quirks, prefix=""))
 
 
 def dicon(panel: DevicePanel, clock: DeviceClock | None = None, **quirks: Any) -> ScpiEmulator:
-    """Return a DiCon GP750: the same commands, and an error queue of 8. Its identity is fictitious."""
+    """Return an emulated DiCon GP750: it has the same commands as a Polatis switch, but an error queue of 8 entries.
+    Its identity is fictitious."""
     facts = panel.facts("DiCon", "GP750", "000001", "1.0")
     return ScpiEmulator(facts, panel, clock, DiconQuirks.read(quirks, prefix=""))
 
 
 def _pattern(form: str) -> re.Pattern[str]:
-    """Return a pattern for the short and long form of a header such as `SWITch:SIZE?`, in any case. The capitals are
-    the short form."""
+    """Return a pattern that matches the short and the long form of a header such as `SWITch:SIZE?`, in any case. The
+    header's capitals are the short form."""
     words = []
     for word in form.removesuffix("?").split(":"):
         short = "".join(sign for sign in word if not sign.islower())
@@ -251,7 +255,7 @@ def _pattern(form: str) -> re.Pattern[str]:
 
 
 def _ports(text: str) -> list[int]:
-    """Parse `(@1, 2, 3)`, `(@1:3)` and `(@)`."""
+    """Parse a port list such as `(@1, 2, 3)`, `(@1:3)` or `(@)`."""
     listed = re.fullmatch(r"\(@([^()]*)\)", text)
     if not listed:
         raise ScpiError(-102, "Syntax error;a list of ports is (@1,2,3)")

@@ -1,7 +1,7 @@
 """Emulated TL1 switches: the server, the framing of its messages, and its quirks.
 
-tl1_devices.py and tl1_calient.py have the vendors' commands. The emulators use no code of the driver, so that a
-misreading of the protocol does not hide in both.
+tl1_devices.py and tl1_calient.py implement the vendors' commands. The emulators use no code of the driver, so that a
+misunderstanding of the protocol in the driver is not repeated in the emulator.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ _NOISE = (
 
 
 class Tl1Quirks(CheckedOptions):
-    """The differences from a plain device."""
+    """Configurable differences from a device without quirks."""
 
     user: Text = "root"
     password: Text = "root"
@@ -79,7 +79,7 @@ class Tl1Emulator(EmulatedTcpServer):
 
 
 class _Connection:
-    """The connection of one client."""
+    """One client's connection."""
 
     def __init__(self, emulator: Tl1Emulator, writer: asyncio.StreamWriter) -> None:
         self._emulator = emulator
@@ -177,7 +177,7 @@ class _Connection:
         return [f'"{quirks.user}:{quirks.user},2"']
 
     async def _reply(self, ctag: str, completion: str, lines: Sequence[str], comment: str = "") -> None:
-        """Send a reply in as many parts as the quirks require."""
+        """Send a reply, split into as many parts as the quirks require."""
         size = self._quirks.lines_per_part or max(1, len(lines))
         parts = [lines[at : at + size] for at in range(0, len(lines), size)] or [[]]
         for index, part in enumerate(parts):

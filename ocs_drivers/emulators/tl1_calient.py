@@ -1,4 +1,4 @@
-"""The TL1 commands of an emulated Calient. tl1.py has the server."""
+"""The TL1 commands of an emulated Calient switch. tl1.py implements the server."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from ocs_drivers.model import Action, CircuitState, CrossConnect, EventKind, Por
 
 
 class CalientTl1Device(Tl1Device):
-    """A Calient: connections are provisioned by name, then activated."""
+    """The commands of a Calient switch: connections are provisioned by name, then activated."""
 
     name = "CALIENT01TS"
     reports_at_first = True
@@ -59,7 +59,7 @@ class CalientTl1Device(Tl1Device):
                 self._forget(pair)
 
     def _take_over(self) -> None:
-        """Add connections for circuits that were made without this protocol's commands."""
+        """Add provisioned connections for circuits that exist on the device but were not made by TL1 commands."""
         for pair in sorted(self.device.present - self._groups.keys()):
             for held in {self._held[end] for end in self.device.facts.ends(pair) if end in self._held}:
                 self._forget(held)
@@ -94,8 +94,8 @@ class CalientTl1Device(Tl1Device):
         return []
 
     def _named(self, command: Tl1Command) -> CrossConnect:
-        """Return the connection named in a command: first in ACT-CRS, first or third in the others, as clients send
-        it."""
+        """Return the connection that a command names. The name is the first parameter of ACT-CRS, and the first or
+        third parameter of other commands, as clients send it. Raises Tl1Refusal if there is no such connection."""
         for index in (0, 2):
             source, arrow, destination = command.block(index).partition(">")
             if arrow and source in self._ports and destination in self._ports:

@@ -1,5 +1,5 @@
-"""The parsing of TL1 commands, the common parts of all vendors' devices, and the commands of a Polatis and a
-Glimmerglass. tl1_calient.py has a Calient, tl1.py the server."""
+"""The parsing of TL1 commands, the parts that the vendors' devices share, and the commands of Polatis and Glimmerglass
+switches. tl1_calient.py implements the commands of a Calient switch, and tl1.py the server."""
 
 import math
 import re
@@ -24,7 +24,7 @@ from ocs_drivers.model import (
 
 
 class Tl1Refusal(Exception):
-    """A refusal (DENY), with a code of four letters and a text."""
+    """Raised when the device refuses a command (DENY), with an error code of four letters and a text."""
 
     def __init__(self, code: str, text: str) -> None:
         super().__init__(text)
@@ -34,7 +34,7 @@ class Tl1Refusal(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Tl1Command:
-    """`VERB:TID:AID:CTAG:GENERAL:BLOCK,BLOCK:...`, without its end."""
+    """A command of the form `VERB:TID:AID:CTAG:GENERAL:BLOCK,BLOCK:...`, without its terminator."""
 
     text: str
     parts: tuple[str, ...]
@@ -59,13 +59,13 @@ class Tl1Command:
         return self.parts[index].strip() if index < len(self.parts) else ""
 
     def block(self, index: int) -> str:
-        """Return a parameter by position, of those after the general block."""
+        """Return the parameter at this position among the parameters after the general block; "" if it is absent."""
         values = _split(self.part(5), ",")
         return _plain(values[index].strip()) if index < len(values) else ""
 
 
 def _split(text: str, mark: str) -> list[str]:
-    """Split at marks outside quotes."""
+    """Split the text at each `mark` that is outside quotes."""
     return re.split(rf'{mark}(?=(?:[^"\\]|\\.|"(?:[^"\\]|\\.)*")*$)', text)
 
 
@@ -74,7 +74,7 @@ def _plain(value: str) -> str:
 
 
 def ports_of(text: str) -> list[int]:
-    """Parse `1&2&3` and `1&&4`, also mixed."""
+    """Parse a list of ports such as `1&2&3`, with `1&&4` for a range. Raises Tl1Refusal if the list is invalid."""
     ports: list[int] = []
     for run in re.split(r"(?<!&)&(?!&)", text):
         first, _, last = run.partition("&&")
@@ -85,7 +85,7 @@ def ports_of(text: str) -> list[int]:
 
 
 class Tl1Device(ABC):
-    """The commands of one vendor, for an emulated device. With `semicolons`, labels contain `;` and quotes."""
+    """The commands of one vendor, for an emulated device. If `semicolons` is set, labels contain `;` and quotes."""
 
     name: ClassVar[str]  # before the date in every reply
     reports_at_first: ClassVar[bool]
@@ -101,15 +101,16 @@ class Tl1Device(ABC):
 
     @abstractmethod
     async def answer(self, command: Tl1Command) -> Sequence[str]:
-        """Return the lines of the reply. Raises Tl1Refusal."""
+        """Carry out a command and return the lines of its reply. Raises Tl1Refusal if the device refuses the
+        command."""
 
     @abstractmethod
     def report(self, event: SwitchEvent) -> tuple[str, str, str]:
-        """Return severity, verb and line of the report on a port or circuit event. A restart has none, because it ends
-        every session."""
+        """Return the severity, the verb and the line of the report on a port or circuit event. A restart is not
+        reported, because it ends every session."""
 
     async def set(self, action: Action, pairs: Sequence[CrossConnect], command: Tl1Command) -> None:
-        """Pass a change to the device. Raises Tl1Refusal if the device refuses."""
+        """Connect or disconnect the pairs on the device. Raises Tl1Refusal if the device refuses."""
         try:
             await self.device.set(action, pairs, command.text)
         except DriverPermanent as refusal:
@@ -125,13 +126,15 @@ class Tl1Device(ABC):
         return [CrossConnect(one, other) for one, other in zip(ingress, egress, strict=True)]
 
     def held_by(self, ingress: Sequence[int]) -> list[CrossConnect]:
-        """Return the connections of these ingress ports, in the order of the list."""
+        """Return the connections of these ingress ports, in the order of the ports. Ports without a connection are
+        skipped."""
         present = {circuit.cross_connect.ingress_port: circuit.cross_connect for circuit in self.device.circuits()}
         return [present[port] for port in ingress if port in present]
 
 
 class PolatisTl1Device(Tl1Device):
-    """A Polatis. RTRV-PATCH waits until moving mirrors are in place, and lists circuits in place."""
+    """The commands of a Polatis switch. RTRV-PATCH waits until moving mirrors are in place, then lists the circuits in
+    place."""
 
     name = "Polatis"
     reports_at_first = False
@@ -206,7 +209,7 @@ class PolatisTl1Device(Tl1Device):
 
 
 class GlimmerglassTl1Device(Tl1Device):
-    """A Glimmerglass. Port numbers have five digits, the first of which is the side."""
+    """The commands of a Glimmerglass switch. Port numbers have five digits; the first digit denotes the side."""
 
     name = "GGN"
     reports_at_first = True
@@ -273,7 +276,8 @@ class GlimmerglassTl1Device(Tl1Device):
         )
 
     def _connections(self, aid: str) -> Sequence[str]:
-        """Return every input, and every output that is not connected, or only those on the requested ports."""
+        """Return a line for every input, and for every output that is not connected. If `aid` lists ports, return only
+        their lines."""
         ports = self.device.facts.ingress_ports
         names = {CircuitState.TUNED: "steady", CircuitState.FAILED: "fault", CircuitState.TUNING: "pending"}
         circuits = {circuit.cross_connect.ingress_port: circuit for circuit in self.device.circuits()}

@@ -73,7 +73,7 @@ class TokenLogprob:
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One attempt at a request on one engine. `body` is the OpenAI body without `stream` and `return_token_ids`,
-    which the engine client sets itself; `n` in it is absent or 1."""
+    which the engine client sets itself. The body's `n` is absent or 1."""
 
     request_id: str  # unique per attempt; `abort` takes it
     endpoint: CompletionEndpoint
@@ -128,11 +128,11 @@ class ObservedEngine(Protocol):
         ...
 
     async def healthy(self) -> bool:
-        """Return the engine's own health report. `probe` tests it with a completion."""
+        """Return whether the engine reports itself as healthy. `probe` tests the engine with a completion instead."""
         ...
 
     async def probe(self) -> float:
-        """Run a completion of one token and return its duration in seconds. Raises if it fails."""
+        """Run a completion of one token and return its duration in seconds. Raises an OrchestrRLError if it fails."""
         ...
 
     async def close(self) -> None: ...
@@ -147,7 +147,7 @@ class Engine(ObservedEngine, Protocol):
         ...
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Abort these attempts by their GenerationRequest ids. Unknown ids are ignored."""
+        """Abort the attempts with these values of `GenerationRequest.request_id`. Unknown ids are ignored."""
         ...
 
     async def pause(self, mode: PauseMode, *, drop_kv: bool = False) -> None:
@@ -164,8 +164,8 @@ class Engine(ObservedEngine, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoadedWeights:
-    """The weights that an engine has. `sum` is a checksum with its algorithm before a colon; empty if none was taken.
-    It is equal for engines of one layout that loaded the same bytes by the same method."""
+    """The version and checksum of an engine's weights. `sum` has the form `ALGORITHM:HEX`, and is empty if no checksum
+    was computed. It is equal for engines of one layout that loaded the same bytes by the same method."""
 
     version: int
     sum: str = ""
@@ -174,24 +174,24 @@ class LoadedWeights:
 
 class WeightsEngine(Protocol):
     """Loads weights into one engine over its client's connections. During a load the engine must have no running
-    requests; frozen ones are allowed. A load discards the KV of the old weights."""
+    requests; frozen requests are allowed. A load discards the KV of the old weights."""
 
     async def load_weights(self, folder: Path | str, version: int, known_sum: str | None = "") -> LoadedWeights:
         """Load a checkpoint from a folder on the engine's host, discard all KV, and set the version. Afterwards the
         engine is paused only if it was paused before. `known_sum` is the folder's checksum if it is already known; with
-        None, neither a checksum nor a stored version is required.
+        None, no checksum is computed and the engine need not be able to store a version.
 
-        Raises Retryable or Permanent if the engine still has its old weights. Raises OutcomeUnknown if it may have
-        others or a mixture; it then stays paused until a load succeeds."""
+        Raises Retryable or Permanent if the engine still has its old weights. Raises OutcomeUnknown if the engine may
+        have other weights or a mixture of two versions; it then stays paused until a load succeeds."""
         ...
 
     async def takes_sums(self) -> bool:
-        """Return whether a load computes the folder's checksum in this process while requests are frozen, unless it is
-        known. Also caches everything else that a load would query. Changes nothing on the engine."""
+        """Return whether a load computes an unknown checksum of the folder in this process while requests are frozen.
+        Also caches the information about the engine that a load queries. Changes nothing on the engine."""
         ...
 
     async def loaded(self) -> LoadedWeights | None:
-        """Return the weights that the engine reports. None if it has no version, for example after a restart."""
+        """Return the weights that the engine reports; None if it reports no version, for example after a restart."""
         ...
 
     async def continue_greedily(self, prompt_ids: Sequence[int], max_tokens: int) -> tuple[int, ...]:
@@ -266,14 +266,14 @@ ENGINES = PlugPoint(
 
 
 def connect(name: str, url: str, **options: Any) -> Engine:
-    """Return a client of engine product `name` at `url`. Raises Permanent, with the known names, if it is unknown."""
+    """Return a client of engine product `name` at `url`. Raises Permanent, listing the products, if it is unknown."""
     engine: Engine = ENGINES.load(name)(url, **options)
     return engine
 
 
 @dataclass(frozen=True, slots=True)
 class ReportedLayout:
-    """The parallel layout that the engine reports. None means not reported."""
+    """The parallel layout that the engine reports. A field is None if the engine does not report it."""
 
     tp: int | None = None
     pp: int | None = None
@@ -298,13 +298,14 @@ class AnswerExcerpt:
 class ManagedEngine(ObservedEngine, Protocol):
     """A client for the engines that a redeployment starts. It reads the layout and the weight version, compares answers
     with those of earlier engines, and puts the engine to sleep. It can also load weights (`weights_engine`).
-    `capabilities` reports which features the engine supports; calls of others raise Permanent. The contract is
-    `managed_conformance.py`."""
+    `capabilities` reports which features the engine supports; methods of unsupported features raise Permanent.
+    `managed_conformance.py` tests the protocol."""
 
     async def layout(self) -> ReportedLayout: ...
 
     async def weight_version(self) -> int | None:
-        """Return the policy version that was last set for the weights; None if there is none or it is unsupported."""
+        """Return the policy version that was last set for the weights; None if none was set or the engine does not
+        support it."""
         ...
 
     async def name_weights(self, policy_version: int | None) -> None:

@@ -7,9 +7,10 @@
             yield engine
             await engine.close()
 
-The engine must be idle and have few seats (for example 4), a context length of 16,384 tokens and little more KV than
-that. If it generates more than 50 tokens/s for requests of 1,000 tokens or more, tests that intervene may be too late.
-It must implement vLLM's HTTP API; if the simulated engine and vLLM differ, vLLM is the reference.
+The engine must be idle and run few sequences at once (for example 4), with a context length of 16,384 tokens and a KV
+cache of little more than that. If it generates more than 50 tokens/s for requests of 1,000 tokens or more, tests that
+abort or pause requests may act too late. It must implement vLLM's HTTP API. If the simulated engine and vLLM differ,
+vLLM is the reference.
 """
 
 import asyncio
@@ -73,7 +74,7 @@ class ConformanceRequest:
         return self.chunks[-1].finish_reason if self.chunks else None
 
     async def done(self) -> "ConformanceRequest":
-        """Wait for the end of the request. Raises the engine's refusal."""
+        """Wait for the end of the request. Raises the error of a failed request."""
         assert self.task is not None
         async with asyncio.timeout(DEADLINE_S):
             await self.task
@@ -119,7 +120,8 @@ class EngineUnderTest:
             run.chunks.append(chunk)
 
     async def until(self, condition: Callable[[EngineSample], bool]) -> EngineSample:
-        """Poll the metrics until the condition holds. An engine may be too busy to answer for a while."""
+        """Poll the metrics until the condition holds, and return the sample. Polls without an answer are repeated,
+        because an engine may be too busy to answer for a while."""
         async with asyncio.timeout(DEADLINE_S):
             while True:
                 with suppress(Retryable):
@@ -129,7 +131,7 @@ class EngineUnderTest:
                 await asyncio.sleep(POLL_S)
 
     async def until_all_answer(self, *runs: ConformanceRequest, tokens: int = 1) -> None:
-        """Wait until each of the requests has at least `tokens` tokens."""
+        """Wait until each of the requests has generated at least `tokens` tokens."""
         async with asyncio.timeout(DEADLINE_S):
             while not all(len(run.token_ids) >= tokens for run in runs):
                 await asyncio.sleep(POLL_S)
@@ -138,8 +140,8 @@ class EngineUnderTest:
         return await self.until(lambda m: m.running == 0 and m.waiting == 0 and m.kv_usage_fraction == 0)
 
     async def fill(self, tokens: int = LONG_TOKENS) -> tuple[list[ConformanceRequest], list[ConformanceRequest]]:
-        """Fill every seat with a request of `tokens` tokens, and queue two more short requests. Returns the running and
-        the waiting requests."""
+        """Start as many requests of `tokens` tokens as the engine can run at once, and queue two more short requests.
+        Returns the running and the waiting requests."""
         running = [self.start([*PROMPT, seat], max_tokens=tokens) for seat in range(self.seats)]
         await self.until_all_answer(*running)
         waiting = [self.start([*PROMPT, 100 + seat], max_tokens=50) for seat in range(2)]

@@ -1,8 +1,8 @@
 """An HTTP/1.1 client for engines, optimised for answers that arrive in many small pieces.
 
 httptools parses the answers. A connection is reused after its answer was read to the end. Closing an exchange earlier
-closes its connection, which makes the engine stop. A general-purpose client costs several times more per request and
-per piece.
+closes its connection, which makes the engine abort the request. A general-purpose client needs several times more CPU
+time per request and per piece.
 """
 
 import asyncio
@@ -74,7 +74,7 @@ class EngineConnection(asyncio.Protocol):
             await self._wait()
 
     async def read(self) -> bytes:
-        """Wait for the next bytes of the body and return them; b"" at its end. Raises as `read_head`."""
+        """Wait for the next bytes of the body and return them; b"" at its end. Raises the errors of `read_head`."""
         while not self._pieces:
             if self.ended:
                 return b""
@@ -233,7 +233,7 @@ class EngineExchange:
     """One request to an engine and its answer. `close` may be called at any time."""
 
     def __init__(self, pool: "ConnectionPool", request: bytes, *, alone: bool) -> None:
-        """Prepare an exchange. If `alone`, it uses a new connection of its own."""
+        """Prepare an exchange. If `alone`, it opens a new connection instead of reusing an idle one."""
         self._pool = pool
         self._request = request
         self._alone = alone
@@ -270,7 +270,8 @@ class EngineExchange:
             return connection
 
     def leave(self) -> None:
-        """Discard the rest of the answer and keep the connection."""
+        """Discard the rest of the answer, and keep the connection for the next request if the answer ends within
+        `STREAM_END_S`."""
         if self._connection is not None:
             self._connection.leave()
             self._connection = None
@@ -392,7 +393,7 @@ class ConnectionPool:
 
 
 def written(headers: Iterable[tuple[str, str]]) -> bytes:
-    """Return the headers as bytes in HTTP's format. Surrogate escapes in a value become the bytes they stand for.
+    """Return the headers as bytes in HTTP's format. Surrogate escapes in a value become the bytes that they represent.
     Raises ValueError if a name is invalid or a value contains a line break or NUL."""
     lines = []
     for name, value in headers:

@@ -1,14 +1,14 @@
 """The command-line flags and body fields for moving a running request between two vLLM servers with its KV.
 
-Pure. The server side is `orchestrrl/integrations/instrument`. A move by KV transfer takes three steps of the router:
+Has no side effects. The server side is `orchestrrl/integrations/instrument`. The router moves a request in three steps:
 
 1. Send every attempt that may move with `saving(...)` in its body, under a unique entry id.
 2. Abort the attempt. The source saves the KV of all its tokens, prompt and generated, while other requests run.
 3. Send the destination the prompt and generated ids as one prompt, with `loading(...)` of the attempt's entry.
 
-If a step fails, the destination recomputes: the answer is the same and only time is lost. `weights` names the version
-that computed the attempt's first token (and the model, if a shared directory serves several). A request that ran while
-its engine's weights changed has KV of both versions: move it without `loading`.
+If a step fails, the destination recomputes the KV: the answer is the same and only time is lost. `weights` names the
+weight version that computed the attempt's first token (and the model, if several models share a directory). A request
+that ran while its engine's weights changed has KV of both versions: move it without `loading`.
 """
 
 import hashlib
@@ -65,7 +65,8 @@ def loading(weights: str, load: str, save: str | None = None, wait_s: float = DE
 
 
 def _checked(wish: dict[str, Any]) -> Mapping[str, Any]:
-    """Return the body field. Raises ValueError for invalid parameters, which the engine would only log."""
+    """Return the body field with these parameters. Raises ValueError if one is invalid, which the engine would only
+    log."""
     params = {PARAMETER: wish}
     read_transfer_params(params)
     return {BODY_FIELD: params}

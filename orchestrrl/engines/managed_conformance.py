@@ -21,8 +21,8 @@
         def broken(self, versions, tmp_path):
             return broken_of(versions[1], tmp_path)
 
-The engine must be idle, not paused, and have its initial weights; each test restores them. An engine must declare
-unsupported features in its capabilities, and refuse calls of them.
+The engine must be idle, not paused, and have its initial weights; each test restores this state. The capabilities of
+the engine must not include features that it does not support, and calls of these features must fail.
 """
 
 import asyncio
@@ -61,7 +61,7 @@ DEADLINE_S = 120.0
 
 
 def mean_nats(excerpt: AnswerExcerpt, scores: tuple[float, ...]) -> float:
-    """Return the mean absolute difference between the log-probabilities of two engines for an excerpt."""
+    """Return the mean absolute difference, in nats, between the log-probabilities of two engines for an excerpt."""
     pairs = zip(excerpt.logprobs, scores, strict=True)
     return math.fsum(abs(one - other) for one, other in pairs) / len(scores)
 
@@ -72,7 +72,8 @@ class EngineOfBothKinds(Engine, ManagedEngine, Protocol):
 
 @asynccontextmanager
 async def as_it_was(engine: EngineOfBothKinds, own: Path) -> AsyncIterator[WeightsEngine]:
-    """Restore the engine's own weights, without a version and not paused, after the block has loaded others."""
+    """Yield the client for the engine's weights. After the block, load the initial weights from `own`, clear their
+    version, and resume the engine if it is paused."""
     weights = weights_engine(engine)
     try:
         yield weights

@@ -1,7 +1,8 @@
-"""Parse the server-sent events of OpenAI-compatible engines into Chunks. Pure.
+"""Parse the server-sent events of OpenAI-compatible engines into Chunks, without I/O.
 
 The events of one stream usually differ only in their text and tokens. After one event has been parsed as JSON, events
-that match it outside these two fields are read by position, at a third of the cost. All others are parsed.
+that match it outside these two fields are read by position, at a third of the cost. All other events are parsed as
+JSON.
 """
 
 import json
@@ -23,8 +24,7 @@ MOST_LINE_BYTES = 128 << 20  # fits the ids of a prompt of ten million tokens; b
 
 class ServerSentEvents:
     """Splits a byte stream into the contents of its `data:` lines. Comments (keep-alives) and other fields are skipped.
-    A line may be long: a long prompt's ids take hundreds of kilobytes. An incomplete last line is never returned.
-    Pure."""
+    A line may be long: a long prompt's ids take hundreds of kilobytes. An incomplete last line is never returned."""
 
     def __init__(self) -> None:
         self._pending: list[bytes] = []  # parts of an incomplete line
@@ -66,7 +66,8 @@ class ChunkReader:
     def read_on(self, events: Sequence[bytes], at: int) -> tuple[Chunk | None, int]:
         """Return the chunk that starts at `events[at]`, and the index after it. Consecutive plain events become one
         chunk, as in vLLM when its sender lags. The chunk equals that of `parse_chunk`, except that `raw` is omitted for
-        plain events. Raises StreamError, and the errors of `parse_chunk`."""
+        plain events. Raises StreamError for an error event, and ValueError, KeyError, IndexError, TypeError or
+        AttributeError for a malformed event."""
         first = self._framed(events[at])
         if first is None:
             return self._parsed(events[at]), at + 1
@@ -112,7 +113,8 @@ class ChunkReader:
 
 
 def _frame(data: bytes) -> tuple[bytes, bytes, bytes] | None:
-    """Return the bytes of an event around its text and tokens. None if replacing both does not give a plain event."""
+    """Return the bytes of an event before its text, between its text and tokens, and after its tokens. None if the
+    event is not plain, so that others cannot be read by position."""
     text_at = next((at + len(name) for name in _TEXTS if (at := data.find(name)) >= 0), -1)
     text_stop = data.find(b'"', text_at)
     ids_at = next((at + len(name) for name in _TOKENS if (at := data.find(name, text_stop)) >= 0), -1)
@@ -143,7 +145,8 @@ def plain(chunk: Chunk) -> bool:
 
 
 def parse_event(data: bytes) -> dict[str, Any]:
-    """Parse one event. Raises StreamError for an error object, and ValueError or other errors if it is malformed."""
+    """Parse one event. Raises StreamError for an error object, ValueError if the event is not JSON, and AttributeError
+    if it is not a JSON object."""
     try:
         event: dict[str, Any] = json.loads(data)
     except RecursionError as error:
@@ -176,14 +179,14 @@ def parse_chunk(event: Mapping[str, Any]) -> Chunk | None:
 
 
 def _others(found: Mapping[str, Any], known: frozenset[str]) -> Mapping[str, Any] | None:
-    """Return the fields that are neither known nor null; None if there are none."""
+    """Return the fields that are neither in `known` nor null; None if there are no such fields."""
     if found.keys() <= known:
         return None
     return {name: value for name, value in found.items() if name not in known and value is not None} or None
 
 
 def other_answer_fields(event: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the further fields of an answer or event: all except its choices, identification and usage."""
+    """Return the fields of an answer or event except its choices, identification and usage."""
     return _others(event, _ANSWER_FIELDS) or {}
 
 

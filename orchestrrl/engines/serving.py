@@ -1,4 +1,4 @@
-"""The model, precision, parallel layout and hardware of an engine, which determine its step times. Pure."""
+"""The model, precision, parallel layout and hardware of an engine, which determine its step times, without I/O."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -105,7 +105,7 @@ def kv_bits(cache_dtype: object) -> float | None:
 
 
 def gpu_of(names: Iterable[str]) -> tuple[str, str]:
-    """Return the product name that all GPUs of a host share, and the reason if there is none. One of them is empty."""
+    """Return the product name that all GPUs of a host share and "", or "" and the reason why there is no such name."""
     found = sorted({named(name).strip() for name in names if name.strip()})
     if not found:
         return "", "the engine's host reports no GPU"

@@ -1,7 +1,8 @@
 """The client of a vLLM server: tokens over its OpenAI endpoints, control over its development endpoints.
 
 Features are detected from `/openapi.json`, never inferred from a version. `/pause`, `/abort_requests` and
-`/server_info` exist only with VLLM_SERVER_DEV_MODE=1. Without them, closing its connection still aborts an attempt.
+`/server_info` exist only with VLLM_SERVER_DEV_MODE=1. Without these endpoints, an attempt is aborted by closing its
+connection.
 """
 
 import asyncio
@@ -105,7 +106,8 @@ class VllmEngine(ManagedVllm):
                 exchange.close()
 
     async def _chunks(self, path: str, connection: EngineConnection) -> AsyncGenerator[Chunk]:
-        """Read a streamed answer. The last chunk waits for the engine's usage, which follows immediately."""
+        """Yield the chunks of a streamed answer. The last chunk is held for up to `USAGE_WITHIN_S`, until the engine's
+        usage object has arrived."""
         events, reader = ServerSentEvents(), ChunkReader()
         begun, last = False, None
         while data := await _read(connection, within_s=None if last is None else USAGE_WITHIN_S):
@@ -136,7 +138,7 @@ class VllmEngine(ManagedVllm):
             yield last
 
     async def _whole(self, path: str, connection: EngineConnection) -> AsyncGenerator[Chunk]:
-        """Read an answer that is one JSON document."""
+        """Yield one chunk with an answer that is one JSON document."""
         text = await connection.read_all()
         with self.reading(path):
             answer = json.loads(text)
@@ -144,7 +146,7 @@ class VllmEngine(ManagedVllm):
         yield Chunk(finish_reason="abort" if "abort" in reasons else (reasons or [None])[-1] or "stop", answer=answer)
 
     async def _events(self, path: str, connection: EngineConnection) -> AsyncGenerator[Chunk]:
-        """Read a streamed answer event by event, without changing the events."""
+        """Yield one chunk for each event of a streamed answer, without changing the events."""
         events, finish_reason = ServerSentEvents(), None
         while data := await connection.read():
             with self.reading(path):
@@ -235,6 +237,6 @@ async def _read(connection: EngineConnection, *, within_s: float | None) -> byte
 
 
 def _completed(last: Chunk, closing: Chunk) -> Chunk:
-    """Return the last chunk with the usage and the fields of the events after it."""
+    """Return the last chunk with the usage and the fields of `closing`, the event after it."""
     fields = {**(last.answer_fields or {}), **(closing.answer_fields or {})}
     return replace(last, usage=closing.usage or last.usage, answer_fields=fields or None)

@@ -1,4 +1,4 @@
-"""Parse a vLLM server's `/server_info?config_format=json` and its metrics page. Pure.
+"""Parse a vLLM server's `/server_info?config_format=json` and its metrics page, without I/O.
 
 The presence of an endpoint does not show that a feature works: `/sleep` and `/scale_elastic_ep` exist even if the
 engine supports neither. On CPU, `/sleep` returns 200 and frees nothing.
@@ -102,7 +102,7 @@ def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 def began_at(metrics_page: str) -> str:
     """Return the start time of the server process from its metrics page. It differs between successive processes at one
-    URL. Empty if it is not reported, as when several processes act as one server."""
+    URL. Returns "" if the page lacks the start time, as when several processes act as one server."""
     return min(_after(metrics_page, BEGAN_AT), default="")
 
 
@@ -110,8 +110,8 @@ def server_identity(metrics_page: str) -> str:
     """Return an identity of the server process: its start time (10 ms resolution) and the creation time of its token
     counter (1 us resolution). All readers of one process get the same identity, at any address.
 
-    Empty if either is missing, as when several processes act as one server, or when its environment disables such
-    series: the start time alone does not distinguish servers that were started together.
+    Returns "" if either time is missing, as when several processes act as one server or the server's environment
+    disables such series. The start time alone does not distinguish servers that were started together.
     """
     began = began_at(metrics_page)
     created = min(_after(metrics_page, COUNTED_SINCE), default="")  # minimum over the replicas in the process
@@ -157,13 +157,15 @@ def parse_metrics(text: str) -> EngineSample:
 
 
 def is_asleep(metrics_page: str) -> bool:
-    """Return whether any replica is asleep. True if the page lacks the series, since `/is_sleeping` has reported it."""
+    """Return whether any replica is asleep. If the page lacks the series, return True: the caller calls this only after
+    `/is_sleeping` has reported a sleeping or paused engine."""
     lines = [line for line in metrics_page.splitlines() if line.startswith(f"{SLEEP_STATE}{{")]
     awake = [float(line.rpartition(" ")[2]) for line in lines if 'sleep_state="awake"' in line]
     return min(awake, default=0.0) == 0
 
 
 def _replicas_served(parallel: Mapping[str, Any]) -> int:
-    """Return the number of replicas of this server: all, unless a load balancer distributes over several servers."""
+    """Return the number of data-parallel replicas of this server: all replicas of the deployment, unless a load
+    balancer distributes requests over several servers."""
     outside = parallel.get("data_parallel_external_lb") or parallel.get("data_parallel_hybrid_lb")
     return int(parallel.get("data_parallel_size_local" if outside else "data_parallel_size") or 1)

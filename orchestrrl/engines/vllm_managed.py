@@ -102,8 +102,9 @@ class ManagedVllm:
         return Permanent(f"{self.where}{path}: the answer is not one of {self.name}: {error!r}")
 
     async def as_started(self, page: str | None = None) -> VllmServerInfo:
-        """Return the server's description, cached per process because it takes seconds to read. If the process cannot
-        be identified, it is read again. `page` is the metrics page if it has just been read."""
+        """Return the server's description, cached per server process because it takes seconds to read. If the process
+        cannot be identified, the description is read at every call. `page` is the metrics page if it has just been
+        read."""
         began = vllm_info.began_at(await self.metrics_page() if page is None else page)
         if began and self._known is not None and self._known[0] == began:
             return self._known[1]
@@ -139,7 +140,7 @@ class ManagedVllm:
             return vllm_info.read_server_info(answer)
 
     async def description(self) -> VllmServerInfo:
-        """Return the server's configuration and API features; only the features if it lacks /server_info."""
+        """Return the server's configuration and API features; only the API features if it lacks /server_info."""
         paths, token_ids = await self._api()
         info = await self._info() if "/server_info" in paths else VllmServerInfo()
         return replace(info, paths=paths, token_ids=token_ids)
@@ -205,7 +206,8 @@ class ManagedVllm:
         await self.order("/pause?mode=keep")
 
     async def check_load(self, needed: Set[str], paths: Set[str], page: str | None = None) -> None:
-        """Raise Permanent if no weights can be loaded. `page` is the metrics page if it has just been read."""
+        """Raise Permanent if the server lacks a path in `needed` or is asleep. `page` is the metrics page if it has
+        just been read."""
         if missing := needed - paths:
             raise Permanent(
                 f"{self.where}: cannot load weights without {', '.join(sorted(missing))}; start the server with"
@@ -215,8 +217,8 @@ class ManagedVllm:
             raise Permanent(f"{self.where}: is asleep; wake it before loading weights")
 
     async def reload(self, source: str) -> None:
-        """Load weights with vLLM's own `reload_weights`. Raises OutcomeUnknown if that fails: the server then dies at
-        its next step, or answers with partly loaded weights."""
+        """Load weights with vLLM's own `reload_weights`. Raises OutcomeUnknown if the call fails: the server then dies
+        at its next step, or answers with partly loaded weights."""
         path, order = "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": source}}
         status, text = await self.exchange("POST", path, order, timeout_s=LOAD_TIMEOUT_S)
         if status != 200:
@@ -248,7 +250,8 @@ class ManagedVllm:
             return AnswerExcerpt(tuple(prompt_ids), tuple(map(int, ids)), tuple(map(float, logprobs)))
 
     async def go_on(self, prompt_ids: Sequence[int], tokens: int) -> tuple[int, ...]:
-        """Return an excerpt's tokens without log-probabilities, whose first use makes vLLM compile code for seconds."""
+        """Return up to `tokens` greedy tokens after the prompt. Log-probabilities are not requested, because the first
+        request for them makes vLLM compile code for seconds."""
         choice = await self._greedy(prompt_ids, _going_on(tokens))
         with self.reading("/v1/completions"):
             ids = tuple(map(int, choice["token_ids"]))
@@ -275,8 +278,8 @@ class ManagedVllm:
         return time.monotonic() - started_s
 
     async def _greedy(self, prompt_ids: Sequence[int], asked: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the single choice of a completion. It may be repeated, so an unknown outcome is raised as
-        Retryable."""
+        """Return the single choice of a greedy completion. A completion may be repeated, so an unknown outcome is
+        raised as Retryable."""
         path = "/v1/completions"
         body = {"model": await self.model(), "prompt": list(prompt_ids), "temperature": 0, **asked}
         try:
@@ -345,7 +348,8 @@ class ManagedVllm:
             raise
 
     async def order(self, path: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = None) -> str:
-        """Send a call that changes the engine. Raises OutcomeUnknown if it failed and may be partly done."""
+        """Send a call that changes the engine, and return the text of the answer. Raises OutcomeUnknown if the call
+        failed and may be partly done."""
         status, text = await self.exchange("POST", path, body, timeout_s)
         if status == 200:
             return text

@@ -2,9 +2,9 @@
 
 With OrchestrRL's backend in its workers (`--weight-transfer-config '{"backend": "orchestrrl"}'`,
 integrations/instrument/vllm_weights.py), a version is loaded through vLLM's weight-transfer endpoints. Each worker then
-reports a checksum of the loaded bytes, and whether its memory matches. Otherwise it is loaded through `reload_weights`,
-which needs only VLLM_SERVER_DEV_MODE=1. The checksum is then computed here, if the folder is visible, and the engine's
-memory is not verified.
+reports a checksum of the loaded bytes, and whether its memory matches. Without this backend, a version is loaded
+through `reload_weights`, which needs only VLLM_SERVER_DEV_MODE=1. The checksum is then computed in this process, if the
+folder is visible on its host, and the engine's memory is not verified.
 
 A trainer's weights are transferred to the workers by the backend that the server was started with
 (`--weight-transfer-config '{"backend": NAME}'`).
@@ -84,8 +84,8 @@ class VllmWeights:
         return not await self.has_backend()
 
     async def has_backend(self) -> bool:
-        """Return whether the server has OrchestrRL's backend, according to its configuration. Calling a method that the
-        workers lack could disturb vLLM."""
+        """Return whether the server has OrchestrRL's backend, according to its configuration. The workers are not
+        called, because calling a method that they lack could disturb vLLM."""
         return _has_backend(await self._server.as_started())
 
     async def continue_greedily(self, prompt_ids: Sequence[int], max_tokens: int) -> tuple[int, ...]:
@@ -140,8 +140,8 @@ class VllmWeights:
         return agreed
 
     async def _until_empty(self) -> None:
-        """Wait until the engine has no requests, because frozen ones would continue. Raises Permanent if it has some
-        after `EMPTY_WITHIN_S`."""
+        """Wait until the paused engine has no requests, because frozen requests would continue when it is resumed.
+        Raises Permanent if the engine still has requests after `EMPTY_WITHIN_S`."""
         for _ in range(round(EMPTY_WITHIN_S / POLL_S)):
             now = await self._server.metrics()
             if not now.running + now.waiting:
@@ -161,7 +161,7 @@ class VllmWeights:
             return workers
 
     def _agreed(self, workers: Sequence[WorkerReport], version: int) -> LoadedWeights | None:
-        """Return the weights that all workers have; None if the workers differ or have another version."""
+        """Return the weights that all workers have; None unless all workers have complete weights of `version`."""
         if {(worker.version, worker.is_torn) for worker in workers} != {(version, False)}:
             return None
         sums = list(dict.fromkeys(worker.sum for worker in workers))  # hosts with other parts have other sums
@@ -178,7 +178,7 @@ class VllmWeights:
         return TransferEnds(info.weight_backend or "", (facts.tp or 1) * (facts.pp or 1) * (info.replicas or 1))
 
     async def join(self, init_info: Mapping[str, Any], within_s: float) -> None:
-        """Connect the workers to the trainer. They wait for it and do nothing else in that time."""
+        """Connect the workers to the trainer. The workers wait for the trainer and do nothing else in that time."""
         if "/shutdown_weight_transfer_engine" in (await self._server.as_started()).paths:
             with suppress(OrchestrRLError):  # it fails without a connection, or after an interrupted update
                 await self._server.order("/shutdown_weight_transfer_engine")
@@ -236,8 +236,9 @@ def _has_backend(started: VllmServerInfo) -> bool:
 
 
 def _checked_sum(folder: Path, model: str, known_sum: str) -> str:
-    """Return the checkpoint's checksum, computed unless it is known; "" if the folder is not visible on this host. If
-    the server's initial model is visible too, the checkpoint must have its tensor shapes. Raises Permanent."""
+    """Return the checkpoint's checksum, computed unless it is known; "" if the folder is not visible on this host.
+    Raises Permanent if the checkpoint is incomplete, or if its tensors or shapes differ from those of the server's
+    initial model. The latter is checked only if the initial model is visible on this host."""
     if not folder.exists():
         return ""
     wanted = None

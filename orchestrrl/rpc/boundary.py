@@ -61,8 +61,8 @@ class BoundaryInterceptor(grpc.aio.ServerInterceptor):
             self._open -= 1
 
     async def read(self, raw: bytes, deserialize: Callable[[bytes], Any]) -> Any:
-        """Decode and check a message. A large one is checked in steps, between which other calls continue. Raises
-        LimitReached and ProblemFaults."""
+        """Decode and check a message. A large message is checked in steps, between which other calls continue. Raises
+        LimitReached if the message exceeds a limit, and ProblemFaults if it is invalid."""
         if len(raw) > self._limits.message_bytes:
             most = self._limits.message_bytes
             raise LimitReached(f"(message): must be at most {most} bytes (limits.message_bytes), got {len(raw)}")
@@ -114,7 +114,8 @@ class _Call:
 
     @asynccontextmanager
     async def _ending(self, context: Context) -> AsyncIterator[None]:
-        """Count the call as open, and end it with the status of a raised exception or a refusal."""
+        """Count the call as open, and end it with the status of the exception that its handler raised, or of the
+        refused message."""
         try:
             try:
                 with self._boundary.opened():
@@ -132,8 +133,8 @@ class _Call:
         return self._messages(raw) if self._streams_in else await self._boundary.read(raw, self._deserialize)
 
     async def _messages(self, raws: AsyncIterator[bytes]) -> AsyncIterator[Any]:
-        """Yield the stream's messages, up to one that is refused. The call ends with the refusal once its handler has
-        ended. A handler may read in a separate task, which must not end the call."""
+        """Yield the stream's messages until one is refused. The refusal ends the call only after the handler has ended,
+        because a handler may read messages in a separate task, which must not end the call."""
         async for raw in raws:
             try:
                 message = await self._boundary.read(raw, self._deserialize)
@@ -144,7 +145,8 @@ class _Call:
 
 
 def _is_no_lost_answer(record: logging.LogRecord) -> bool:
-    """Return False for gRPC's logged traceback about an answer to a disconnected client, as after its deadline."""
+    """Return False for gRPC's traceback about an answer that could not be sent because the client has disconnected, for
+    example after its deadline; True for all other log records."""
     error = record.exc_info[1] if record.exc_info else None
     if not isinstance(error, grpc.aio.InternalError):
         return True

@@ -71,11 +71,11 @@ async def stay_connected(
     clock: Clock,
     name: str,
 ) -> None:
-    """Hold one conversation after another with the server at `target`, forever, each on its own channel.
+    """Run `converse` with the server at `target` again and again, forever, each time on a new channel.
 
-    The next conversation follows any end of the previous one, including a defect, because a node outlives its daemon.
-    `converse` must call its second argument once it is connected. If the connection lasted longer than the longest
-    delay, the backoff is reset and the loss is logged.
+    It is started again however it ends, even by an unexpected exception, because a node outlives its daemon. `converse`
+    must call its second argument once it is connected. If the connection lasted longer than the longest delay, the
+    backoff is reset and the loss is logged.
     """
     failures, backoff = 0, Backoff()
     connected_s: list[float] = []
@@ -94,7 +94,7 @@ async def stay_connected(
 
 
 async def _ending(conversation: Coroutine[Any, Any, None]) -> str | BaseException:
-    """Return why the conversation ended: a text, or the unexpected exception."""
+    """Await the end of the conversation; return the reason as a text, or the exception if it is unexpected."""
     task = asyncio.create_task(conversation)
     try:
         await asyncio.wait({task})
@@ -114,7 +114,8 @@ async def _ending(conversation: Coroutine[Any, Any, None]) -> str | BaseExceptio
 
 
 async def first_of(*sides: Awaitable[None]) -> None:
-    """Run the sides of a stream until one of them ends, stop the others, and raise its exception."""
+    """Run the sides of a stream until one of them ends, and stop the other sides. Raises the exception of the ended
+    side if it failed."""
     tasks = [asyncio.ensure_future(side) for side in sides]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -83,9 +83,9 @@ class EnumCodec(Generic[Member]):
 
 
 class Codec(Generic[Value, Pb]):
-    """Converts a dataclass to a message and back. `specs` has the fields that do not follow the rules, by their names
-    in the dataclass; a property named there is only written. `beside` names fields of the message without a
-    counterpart, which the caller fills."""
+    """Converts a dataclass to a message and back. `specs` describes the fields that do not follow the rules, keyed by
+    their names in the dataclass. A property in `specs` is written but not read. `beside` names fields of the message
+    that have no counterpart and that the caller sets."""
 
     def __init__(self, kind: type[Value], message: type[Pb], /, beside: str = "", **specs: "Spec") -> None:
         self.kind = kind
@@ -113,14 +113,14 @@ class Codec(Generic[Value, Pb]):
 
 
 class Flat:
-    """A dataclass whose fields are in the enclosing message."""
+    """The spec of a nested dataclass whose fields are stored directly in the enclosing message."""
 
     def __init__(self, **specs: "Spec") -> None:
         self._specs = specs
 
     def mapping(self, kind: Any, message: _Descriptor) -> "FieldMapping":
-        """Return the mapping; for a union that of its first class. The classes of a union have the same fields, and can
-        be written but not read."""
+        """Return the mapping of `kind`; for a union, the mapping of its first class. The classes of a union must have
+        the same fields, and can be written but not read."""
         classes = [*filter(is_dataclass, (kind, *get_args(kind)))]
         return FieldMapping(
             classes[0], message, self._specs, is_writable_only=len(classes) > 1 or classes[0] is not kind
@@ -128,7 +128,7 @@ class Flat:
 
 
 class OneOf:
-    """A union of dataclasses as the fields of a oneof, each by the codec of its class."""
+    """The spec of a union of dataclasses that is stored in a oneof. Each class has its own field and codec."""
 
     def __init__(self, name: str, **codecs: Codec[Any, Any]) -> None:
         self.name = name
@@ -197,7 +197,8 @@ class _Pair:
     is_property: bool = False
 
     def written(self, names: dict[str, Any]) -> str:
-        """Return the expression of the field's value. Functions that it uses are added to `names`."""
+        """Return the source text of an expression for the field's value. Functions that the expression uses are added
+        to `names`."""
         value = f"value.{self.attribute}"
         if self.converter is None or self.converter.to_pb is None:
             # Protobuf takes None for an absent field; if a value is never None, its 0 is absent.
@@ -206,7 +207,8 @@ class _Pair:
         return f"None if {value} is None else {convert}({value})" if self.is_optional else f"{convert}({value})"
 
     def read(self, names: dict[str, Any], is_needed: bool) -> str:
-        """Return the expression of the attribute's value. Functions that it uses are added to `names`."""
+        """Return the source text of an expression for the attribute's value. Functions that the expression uses are
+        added to `names`."""
         name, convert = self.field.name, f"from_{self.attribute}"
         value = f'needed("{name}", message.{name})' if is_needed else f"message.{name}"
         if (from_message := getattr(self.converter, "from_message", None)) is not None:
@@ -286,13 +288,13 @@ class FieldMapping:
 
 
 def _compiled(argument: str, values: Iterable[str], names: dict[str, Any]) -> Convert:
-    """Return the function that makes its result from these keyword arguments."""
+    """Compile a function that calls `make` with these keyword arguments and returns the result."""
     compiled: Convert = eval(f"lambda {argument}: make({', '.join(values)})", names)
     return compiled
 
 
 def needed(name: str, value: str) -> str:
-    """Return the text. Raises ValueError if it is empty."""
+    """Return `value`. Raises ValueError, with the field's name, if it is empty."""
     if not value:
         raise ValueError(f"{name} must not be empty")
     return value
@@ -326,8 +328,8 @@ _SCALARS: Mapping[int, type] = {
 
 
 def _converter(kind: Any, field: _Field, is_optional: bool = False) -> Converter | None:
-    """Return the converter of one value by its type; None if it is unchanged. Raises TypeError if the types do not
-    match."""
+    """Return the converter for one value of type `kind`; None if the value needs no conversion. Raises TypeError if the
+    type does not match the field's type."""
     kind = getattr(kind, "__supertype__", kind)  # for a NewType
     if field.message_type is not None:
         if is_dataclass(kind):

@@ -25,8 +25,8 @@ class ControlClient:
         async with ControlClient("127.0.0.1:7070") as client:
             status = await client.call(client.control.GetStatus, control_pb2.GetStatusRequest())
 
-    Every call raises Retryable if there is no daemon, ProblemFaults if the request is malformed, Permanent if the
-    daemon declines it, and OutcomeUnknown if the answer was lost.
+    Every call raises Retryable if the daemon is unreachable, ProblemFaults if the request is malformed, Permanent if
+    the daemon declines it, and OutcomeUnknown if the answer was lost.
     """
 
     def __init__(self, address: str) -> None:

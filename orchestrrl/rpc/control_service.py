@@ -48,7 +48,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         return pb.ListWorkersResponse(workers=control_codec.workers_to_pb(self.control_plane, snapshot))
 
     def _engine(self, name: str) -> EngineId:
-        """Return the engine with this name, also if only nodes use that name."""
+        """Return the id of the engine with this name, which may be the fleet's name or one that only nodes use."""
         return self.fleet.state.engine_called(EngineId(name), self.now_s())
 
     async def ListRequests(self, request: pb.ListRequestsRequest, context: Context) -> pb.ListRequestsResponse:
@@ -183,24 +183,24 @@ class ControlService(control_pb2_grpc.ControlServicer):
         return self._barrier()
 
     async def _waiting_weights(self, lease_id: str, told: int | None) -> tuple[int | None, tuple[EngineId, ...]]:
-        """Install a weight version that waits for a closed barrier, before the barrier opens. Return its version and
-        the engines without it; `told`, if given, is the version instead. Without a lease id, this applies to the
-        present holder of the pause barrier."""
+        """Before the barrier opens, install the weight version that waits for a closed barrier, if there is one. Return
+        the version to open the barrier with, and the engines without it. `told` is the version that the caller reports.
+        An empty lease id stands for the present lease; without that lease, nothing is installed."""
         lease, weights = self.fleet.barrier.state.lease, self.daemon.weights.syncs
         if lease is None or lease_id not in ("", lease.id):
             return told, ()
         return await weights.before_resume(lease.until_s, told)
 
     def _restarted(self, version: int | None) -> list[EngineId]:
-        """Return the engines that have lost a version that this daemon installed."""
+        """Return the engines that have been restarted and so lost `version`, if this daemon installed that version."""
         weights = self.daemon.weights.syncs
         if version is None or weights.book.fleet.version != version:
             return []
         return weights.restarted()
 
     async def _prepare(self, lease_id: str) -> None:
-        """Prepare circuits before the barrier opens. After the lease has ended, requests are running already and
-        nothing is prepared."""
+        """Prepare circuits before the barrier opens. Does nothing if the lease has ended, because requests are then
+        running already."""
         lease, prepare = self.fleet.barrier.state.lease, self.daemon.before_resume
         if (
             prepare is not None
@@ -281,7 +281,8 @@ class ControlService(control_pb2_grpc.ControlServicer):
         return control_codec.redeployment_to_pb(redeployer.cancel(request.redeployment_id, request.reason))
 
     def _recorded(self) -> list[RedeploymentReport]:
-        """Return the reports of earlier daemons that had a deployer, newest first."""
+        """Return the reports of redeployments in the journal, which earlier daemons with a deployer wrote, newest
+        first."""
         return list(reversed(read_history(self.journal).values()))
 
     def _redeploying(self) -> RedeploymentController:

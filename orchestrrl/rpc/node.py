@@ -102,8 +102,8 @@ class NodeLink:
 class ReportStream:
     """A stream of reports to the daemon, one every `interval_s`, until cancelled; reopened whenever it breaks.
 
-    `make_report` is awaited for each report, which is stamped as it is sent. `on_open` is called when a stream begins,
-    before its first report, and `on_ack` with each acknowledgement.
+    `make_report` is awaited for each report, which gets a timestamp when it is sent. `on_open` is called when a stream
+    begins, before its first report, and `on_ack` with each acknowledgement.
     """
 
     def __init__(

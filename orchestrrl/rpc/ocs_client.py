@@ -1,8 +1,9 @@
 """The driver `grpc`: a device behind any process that serves `OcsDriver`, in any language.
 
-The other process owns the device: its lock, its time limits, reading back. This driver adds the connection to that
-process, which can break too. The outcome of a commit is then unknown, and the device is read before anything else is
-sent. A restarted process has no record of the circuits it made before. This driver has, and restores the ownership.
+The driver process owns the device: it locks the device, enforces time limits and reads back changes. This driver adds
+the connection to that process. If the connection breaks during a commit, the outcome is unknown, and the device is read
+before another command is sent. A restarted process has lost the record of the circuits it made; this driver has that
+record, and restores the ownership.
 """
 
 import asyncio
@@ -176,7 +177,8 @@ class GrpcSwitch(FromOptions, options=GrpcOptions):
         return facts
 
     async def _read_circuits(self) -> tuple[CrossConnectReading, bool]:
-        """Read the circuits. Return the reading, and whether ownership had to be restored in the process first."""
+        """Read the circuits. Return the reading, and whether the driver process had lost the ownership of circuits,
+        which is then restored."""
         response = await self._call("ListCrossConnects", ocs_pb2.ListCrossConnectsRequest())
         reading = self._sense(convert.READING.from_pb, response)
         marked = self._ownership.marked(self._facts or await self.facts(), reading.circuits)
@@ -192,8 +194,8 @@ class GrpcSwitch(FromOptions, options=GrpcOptions):
             return reading, False
 
     async def _as_owner(self, call: Callable[[], Awaitable[Response]]) -> Response:
-        """Return the answer. If the call was refused because the process had lost the ownership of circuits, repeat it
-        once."""
+        """Perform the call and return the answer. If the call was refused because the process had lost the ownership of
+        circuits, restore the ownership and repeat the call once."""
         try:
             return await call()
         except CircuitConflict:
@@ -202,8 +204,8 @@ class GrpcSwitch(FromOptions, options=GrpcOptions):
             return await call()
 
     async def _owning(self, call: Callable[[], Awaitable[ocs_pb2.CommitResult]], wanted: CommandSteps) -> CommitResult:
-        """Carry out a change and update the ownership. Circuits with an unknown outcome may still appear, and count as
-        owned."""
+        """Carry out a change and update the ownership. Circuits with an unknown outcome may still appear, so they are
+        treated as owned."""
         claimed = frozenset(wanted.add) - self._ownership.pairs
         self._ownership.take(claimed)
         try:
@@ -213,7 +215,8 @@ class GrpcSwitch(FromOptions, options=GrpcOptions):
             raise
 
     async def _settled(self, call: Awaitable[ocs_pb2.CommitResult], wanted: CommandSteps) -> CommitResult:
-        """Return the answer; if it was lost, return the state that the device shows once it has come to rest."""
+        """Return the answer. If it was lost or is invalid, read the device until the change is complete or the time
+        limit has passed, and return the state that the device shows."""
         try:
             result = convert.RESULT.from_pb(await call)
             if [item.cross_connect for item in result.items] == [*wanted.remove, *wanted.add]:
@@ -359,7 +362,7 @@ def _unfit_ports(named: Mapping[str, Iterable[CrossConnect]]) -> list[str]:
 
 
 def _not_here(items: Iterable[CrossConnectResult]) -> list[CrossConnect]:
-    """Return the circuits that were removed or refused, and will not appear late."""
+    """Return the circuits that were removed, or were refused before a command was sent, so they cannot appear later."""
     return [
         item.cross_connect
         for item in items
@@ -368,7 +371,8 @@ def _not_here(items: Iterable[CrossConnectResult]) -> list[CrossConnect]:
 
 
 def _as_shown(wanted: CommandSteps, reading: CrossConnectReading, text: str) -> tuple[CrossConnectResult, ...]:
-    """Return one result per item from the state that the device shows; `text` is the reason why no more is known."""
+    """Return one result for each circuit of the change, derived from the state that the device shows. `text` is the
+    reason why the driver process did not return the results."""
     tuned = {circuit.cross_connect for circuit in reading.circuits if circuit.state is CircuitState.TUNED}
     gone = [CrossConnectResult(pair, Action.REMOVE, pair not in reading.cross_connects, text) for pair in wanted.remove]
     return (*gone, *(CrossConnectResult(pair, Action.ADD, pair in tuned, text) for pair in wanted.add))

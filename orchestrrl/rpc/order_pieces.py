@@ -31,8 +31,8 @@ def _text(order: PeerOrder) -> str:
 
 
 class OrderAssembler:
-    """Assembles orders from the pieces of one stream. If a stream breaks, an incomplete order is dropped and sent
-    again."""
+    """Assembles orders from the pieces of one stream. If a stream breaks, an incomplete order is dropped, and the
+    daemon sends it again."""
 
     def __init__(self) -> None:
         self._texts: list[str] = []

@@ -13,8 +13,8 @@ _EnumDescriptor = Any
 
 
 def plain(message: "Message") -> dict[str, Any]:
-    """Return every field by its name in the .proto, in order. Absent optional fields, unspecified enums, absent
-    messages and numbers without a JSON form (infinite, not a number) are None."""
+    """Return every field, keyed by its name in the .proto and in that file's order. Absent optional fields, unspecified
+    enums, absent messages and numbers without a JSON form (infinite, not a number) are None."""
     return {field.name: _field(message, field) for field in message.DESCRIPTOR.fields}
 
 
@@ -38,7 +38,8 @@ def _value(value: Any, field: _FieldDescriptor) -> Any:
 
 
 def _enum_name(number: int, enum: _EnumDescriptor) -> str | None:
-    """Return `ok` for `ENGINE_HEALTH_OK` of EngineHealth. A number from a newer protocol stays a number."""
+    """Return the value's name in lower case without the enum's prefix, such as `ok` for `ENGINE_HEALTH_OK`. A number of
+    a newer protocol is returned as decimal digits, and an unspecified value as None."""
     known = enum.values_by_number.get(number)
     if known is None:
         return str(number)

@@ -1,7 +1,8 @@
 """The values that servers accept in messages: numbers in range, text and lists of bounded size.
 
 The rules follow a field's type: numbers of seconds, rates and shares are finite, >= 0 and <= `MOST_NUMBER`, integers
-fit into 64 bits with a sign, enums are known, text is bounded. `_NAMED` and `_RULES` have the fields with other rules.
+fit into signed 64-bit integers, enums are known, text is bounded. `_NAMED` and `_RULES` list the fields with other
+rules.
 A text whose name ends in `_json` is only bounded by the size of its message; the code that parses it checks the rest.
 """
 
@@ -126,7 +127,7 @@ def needed_fields(descriptor: _Descriptor) -> frozenset[str]:
 
 
 class _Checks:
-    """The checks of one message type. Absent fields have their type's 0, which passes unless a rule has a larger
+    """The checks of one message type. An absent field is read as 0, which is accepted unless a rule has a larger
     `least`."""
 
     def __init__(self, descriptor: _Descriptor) -> None:
@@ -203,7 +204,8 @@ def _checks_of(descriptor: _Descriptor) -> _Checks:
 
 
 def _range_of(field: _Field, rule: _Rule) -> tuple[float, float] | None:
-    """Return the range of a number; None for other types, and if every value of the type is accepted."""
+    """Return the least and the largest accepted number; None if the field is not a number, or if every value of its
+    type is accepted."""
     if field.type in (field.TYPE_DOUBLE, field.TYPE_FLOAT):
         return rule.least, MOST_NUMBER if rule.most is None else rule.most
     if field.type in (field.TYPE_UINT64, field.TYPE_FIXED64):
@@ -254,7 +256,8 @@ def _characters(name: str, rule: _Rule) -> float:
 
 
 def _check_count(path: str, count: int, rule: _Rule, limits: "LimitSettings", faults: list[str]) -> None:
-    """Check the number of items of a list. Raises LimitReached for a configured limit."""
+    """Check the number of items of a list. Raises LimitReached if a configured limit is exceeded; for any other limit,
+    adds a fault."""
     if rule.key and count > (most := getattr(limits, rule.key)):
         raise LimitReached(f"{path}: must have at most {most} items (limits.{rule.key}), got {count}")
     most = MOST_ITEMS if rule.most is None else rule.most

@@ -1,4 +1,4 @@
-"""End calls that cannot be answered: errors become gRPC statuses that imply the caller's next step."""
+"""End calls that cannot be answered, with gRPC statuses from which callers can derive their next step."""
 
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar

@@ -67,8 +67,8 @@ def drivers_of(settings: Iterable[SwitchSettings], clock: Clock) -> dict[str, Oc
 
 
 class SwitchesService(control_pb2_grpc.SwitchesServicer):
-    """Serves the given switches. `settings` are the configuration they were made from. The daemon calls `close` at the
-    end."""
+    """Serves the given switches. `settings` is the configuration from which they were created. The daemon calls `close`
+    when it shuts down."""
 
     def __init__(
         self, switches: Mapping[str, OcsDriver], executor: CircuitExecutor, settings: Sequence[SwitchSettings] = ()
@@ -79,7 +79,8 @@ class SwitchesService(control_pb2_grpc.SwitchesServicer):
         self._under_way: set[asyncio.Future[CircuitOutcome]] = set()
 
     async def close(self) -> None:
-        """Wait briefly for running changes; the others stay open in the journal for the next daemon."""
+        """Wait up to `DRAIN_S` for running changes, then close the drivers. Changes that have not ended stay open in
+        the journal for the next daemon."""
         if self._under_way:
             await asyncio.wait(self._under_way, timeout=DRAIN_S)
         for change in self._under_way:

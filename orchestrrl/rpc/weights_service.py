@@ -94,7 +94,7 @@ class WeightsService(weights_pb2_grpc.WeightsServicer):
             yield message
 
     async def ListSyncs(self, request: pb.ListSyncsRequest, context: Context) -> pb.ListSyncsResponse:
-        """Return as many syncs as fit into a message, which for a large fleet may be fewer than are stored."""
+        """Return as many syncs as fit into a message; a large fleet may have more syncs in store."""
         listed: list[pb.SyncReport] = []
         size = ENVELOPE_BYTES
         for report in self._syncs.history(request.limit):
@@ -130,8 +130,8 @@ class WeightsService(weights_pb2_grpc.WeightsServicer):
             await context.abort(grpc.StatusCode.NOT_FOUND, status_text(error))
 
     async def _follow(self, sync_id: str, context: Context) -> AsyncIterator[pb.SyncReport]:
-        """Yield a report for each new step at once, and for bytes and engines at most a few times per second, because
-        the report of a large fleet is large."""
+        """Yield a report of each new step at once. Reports of progress within a step are limited to one every
+        `TOLD_EVERY_S`, because the report of a large fleet is large."""
         seen: SyncReport | None = None
         told_s = 0.0
         async for report in self._syncs.follow(sync_id):
@@ -146,8 +146,8 @@ def _stamp(line: PeerStream, message: pb.PeerMessage) -> None:
 
 
 def _publication_faults(error: ValidationError) -> list[str]:
-    """Return the faults of a publication. Contradictions between its fields are reported by the publication itself,
-    with their paths."""
+    """Return the faults of a publication. If the error is about contradictions between fields, the texts come from the
+    validator of the publication, which includes the paths."""
     together = [each["msg"] for each in error.errors() if each["type"] == "value_error" and not each["loc"]]
     if together:
         return together[0].removeprefix("Value error, ").split("; ")
@@ -155,8 +155,8 @@ def _publication_faults(error: ValidationError) -> list[str]:
 
 
 def news_faults(error: ValidationError) -> list[str]:
-    """Return the faults of an invalid message from a peer. The text could be of several kinds; the kind with the fewest
-    faults is assumed."""
+    """Return the faults of an invalid message from a peer. The kind of the message is not known, so the faults are
+    those of the kind that the message matches best."""
     kinds: dict[str, list[str]] = {}
     for fault in faults_of(error):
         kinds.setdefault(fault.partition(".")[0].partition(":")[0], []).append(fault)

@@ -1,8 +1,8 @@
 """Import profiles from NVIDIA's measured kernel data, through the optional package `aiconfigurator-core`.
 
 The package predicts one batch at a time and does not report whether a batch fits. This module adds the grid of batches
-within the KV cache of its memory model, the fits, and the names of layouts. The package's times cover kernels only; an
-engine's other overheads are missing.
+that fit in the KV cache according to the package's memory model, the fits, and the names of layouts. The package's
+times cover kernels only; an engine's other overheads are missing.
 """
 
 import importlib
@@ -33,20 +33,21 @@ PREFILL_TOKENS = (256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 class ImportHandle(Protocol):
-    """The methods of `aiconfigurator_core.sdk.engine.EngineHandle` that are used. Batches are per data-parallel
-    rank."""
+    """The methods of `aiconfigurator_core.sdk.engine.EngineHandle` that this module calls. Batches are per
+    data-parallel rank."""
 
     def decode_step_latency(self, gen_tokens: int, isl: int, osl: int) -> float:
-        """Return the milliseconds of the decode step for the last of `osl` tokens after a prompt of `isl` tokens."""
+        """Return the duration in milliseconds of the decode step for the last of `osl` tokens after a prompt of `isl`
+        tokens."""
         ...
 
     def predict_prefill_latency(self, bs: int, isl: int) -> float:
-        """Return the milliseconds of a prefill of `bs` prompts with `isl` tokens each."""
+        """Return the duration in milliseconds of a prefill of `bs` prompts with `isl` tokens each."""
         ...
 
 
 class ImportInputs(NamedTuple):
-    """The figures that kernel data lacks, with their sources."""
+    """The numbers that the kernel data does not contain, with their sources."""
 
     max_sequences: int
     switch_s: float
@@ -78,8 +79,8 @@ def import_profile(
     given: ImportInputs,
     on_layout: Callable[[str], None] = lambda name: None,
 ) -> tuple[Profile, list[str]]:
-    """Return a profile of all layouts that fit, and the reasons for the others. `on_layout` receives each layout's name
-    before its import. Raises Permanent if none fits."""
+    """Return a profile of the layouts that can be imported, and the reasons why the other layouts are left out.
+    `on_layout` receives each layout's name before its import. Raises Permanent if no layout can be imported."""
     engines, left_out, moves = [], [], None
     provenance = Provenance(ProfileSource.IMPORTED, given.date, vendor.detail)
     for layout in layouts:
@@ -123,8 +124,8 @@ def engine_profile(
 
 
 def step_table(handle: ImportHandle, layout: Parallelism, rank_tokens: int, max_sequences: int) -> list[StepSample]:
-    """Return decode steps of the whole engine over the batches and contexts that fit. Batches double, with one value in
-    between. Raises ValueError if none fits."""
+    """Return the predicted decode steps of the whole engine for the batches and contexts that fit in the KV cache.
+    Batch sizes double, with one size in between. Raises ValueError if no batch fits."""
     samples = []
     for batch in _batches(max(1, max_sequences // layout.dp)):
         for context in CONTEXTS:
@@ -146,8 +147,8 @@ def _prefill_table(handle: ImportHandle) -> list[TimedSample]:
 
 
 def _moves(vendor: "Aiconfigurator", handle: ImportHandle, provenance: Provenance) -> MoveCosts | None:
-    """Return the move costs: recomputation at the first layout's prefill speed, transfer at one GPU's rate between
-    nodes. None if the package has no data for the link."""
+    """Return the costs of moving a request: recomputation at the prefill speed of `handle`, transfer at one GPU's rate
+    between nodes. None if the package has no data for the link."""
     link = vendor.link()
     if link is None:
         return None
@@ -182,7 +183,8 @@ class Aiconfigurator:
         self.detail = f"{PACKAGE} {package}, {system}, {backend} {self._version}" + f", {precision}" * bool(precision)
 
     def compile(self, layout: Parallelism) -> ImportHandle:
-        """Return a handle that predicts this layout's latencies. Raises ValueError with the package's message."""
+        """Return a handle that predicts this layout's latencies. Raises ValueError, with the package's message, if the
+        package cannot predict them."""
         with self._in_our_terms():
             handle: ImportHandle = self._engine.EngineHandle.compile(
                 self.model, self.system, self.backend, backend_version=self._version, **self._sizes(layout)
@@ -190,15 +192,16 @@ class Aiconfigurator:
             return handle
 
     def room(self, layout: Parallelism, sequences: int) -> int:
-        """Return the KV capacity of one data-parallel rank in tokens. Raises ValueError with the package's message."""
+        """Return the KV capacity of one data-parallel rank in tokens. Raises ValueError, with the package's message, if
+        the package cannot compute it."""
         return int(self._kv(layout, max(1, sequences // layout.dp))["total_kv_size_tokens"])
 
     def kv_bytes_per_token(self) -> float:
-        """Return the KV bytes per token of the whole model, as if one GPU held all of it."""
+        """Return the KV bytes per token of the whole model, as if one GPU held the whole model."""
         return float(self._kv(Parallelism(), 1, gpu_memory_capacity_bytes_override=1 << 50)["kv_size_per_token_bytes"])
 
     def link(self) -> tuple[float, float] | None:
-        """Return one GPU's rate between nodes in bytes/s, and the latency in seconds; None if unknown."""
+        """Return one GPU's rate between nodes in bytes/s, and the latency in seconds; None if either is unknown."""
         node = self._database.load_system_spec(self.system).get("node", {})
         if not {"inter_node_bw", "p2p_latency"} <= node.keys():
             return None
@@ -206,8 +209,8 @@ class Aiconfigurator:
 
     @contextmanager
     def _in_our_terms(self) -> Iterator[None]:
-        """Convert the package's errors into ValueError. They include HuggingFaceDownloadError for a model that is
-        neither bundled nor found in a folder."""
+        """Convert the package's errors into ValueError, including HuggingFaceDownloadError for a model that is neither
+        bundled nor found in a folder."""
         try:
             yield
         except (ValueError, LookupError, RuntimeError, self._utils.HuggingFaceDownloadError) as error:

@@ -2,8 +2,8 @@
 
 A point is a batch of unique prompts that decodes while the arrival time of every token is recorded. Its step time is
 the slope of time over tokens while the whole batch ran, as the median over its streams. Prompts are unique, so that
-prefix caching has no effect, and sampled at temperature 1, like rollouts. A measurement aborts its requests in every
-case. planner/cost/fit.py fits the samples.
+prefix caching has no effect, and sampled at temperature 1, like rollouts. A measurement always aborts its requests,
+even if it fails. planner/cost/fit.py fits the samples.
 """
 
 import asyncio
@@ -47,7 +47,8 @@ VOCABULARIES = (100_000, 30_000, 8_000, 1_000, 400, 100)
 
 
 class MeasurementInputs(NamedTuple):
-    """The configuration's id, and the figures that an engine cannot report. None means that the engine reports it."""
+    """The configuration's id, and numbers that an engine may not report. A limit that is None is read from the
+    engine."""
 
     id: ConfigurationId
     parallelism: Parallelism
@@ -291,8 +292,8 @@ class _Run:
         raise Permanent(f"{self._engine.url} refused every one-token prompt that was tried")
 
     async def _prefill(self) -> list[TimedSample]:
-        """Measure the time to the first token over prompt lengths. The times include a fixed part, which the fit
-        separates."""
+        """Measure the time to the first token for several prompt lengths. The times include a constant overhead, which
+        the fit separates."""
         longest = min(LONGEST_PREFILL_TOKENS, self._limits.max_model_len_tokens - 2)
         lengths = sorted({max(1, longest // 2**halvings) for halvings in range(5)})
         end_s = self._started_s + PREFILL_SHARE * self._wanted.budget_s
@@ -324,8 +325,8 @@ class _Run:
         return samples
 
     async def _point(self, point: GridPoint, point_s: float, patience_s: float | None = None) -> StepSample | str:
-        """Measure a batch. Returns its step time, or the reason if there is none. `patience_s` bounds the wait for a
-        batch that may never run as a whole."""
+        """Measure a batch. Returns its step time, or the reason why it could not be measured. `patience_s` bounds the
+        wait for a batch that may never run as a whole."""
         most_tokens = self._limits.max_model_len_tokens - point.context_tokens
         if patience_s is None:
             room = int(self._limits.kv_capacity_tokens / point.sequences) - point.context_tokens
@@ -398,7 +399,8 @@ class _Run:
             raise Permanent(f"{self._engine.url}: a request ended without a token")
 
     async def _stop(self, streams: Sequence[_Stream]) -> None:
-        """Stop these requests here and on the engine, and wait up to `QUIET_WITHIN_S` until the engine is idle."""
+        """Close these streams, abort their requests on the engine, and wait up to `QUIET_WITHIN_S` until the engine is
+        idle."""
         await stop(*(stream.task for stream in streams if stream.task is not None))
         # The closed connections also end the requests, if later. An unreachable engine has nothing to abort.
         with suppress(OrchestrRLError):

@@ -2,9 +2,9 @@
 
 The fit is robust least squares (Cauchy loss) on the logarithm of TPOT, with a prior on every constant. Constants that
 only affect models with experts are fitted second, on those models alone, so that a poor fit does not affect dense
-models. For each model, another set is fitted without its rows, and only that set scores the model. Two checkpoints of
-one architecture (bf16 and fp8) count as one model. The form of the roofline and its priors are not cross-validated:
-they were chosen once, for all models and engines, with the whole file available.
+models. For each model, another set of constants is fitted without the model's rows, and only that set scores the model.
+Two checkpoints of one architecture (bf16 and fp8) count as one model. The form of the roofline and its priors are not
+cross-validated: they were chosen once, for all models and engines, with all rows of the file.
 """
 
 import json
@@ -33,7 +33,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class DeploymentColumns:
-    """The deployments as columns [row], the form that the roofline evaluates."""
+    """The deployments as arrays indexed by row, in the form that the roofline evaluates."""
 
     work: IterationWork
     backends: tuple[str, ...]
@@ -67,7 +67,8 @@ def predicted_s(rows: DeploymentColumns, values: Mapping[str, float]) -> Floats:
 
 
 def fit(deployments: Sequence[MeasuredDeployment]) -> dict[str, dict[str, float]]:
-    """Return the fitted constants by the model that was left out; those fitted on all models under `ALL_MODELS`."""
+    """Return the fitted constants, keyed by the model that was left out of the fit. The key `ALL_MODELS` has the
+    constants fitted on all models."""
     rows = rows_of(deployments)
     models = np.array(rows.models)
     return {left_out: fit_one(rows, models != left_out) for left_out in (ALL_MODELS, *sorted(set(rows.models)))}
@@ -103,8 +104,8 @@ def _fitted(
 
 
 def left_out_s(rows: DeploymentColumns, sets: Mapping[str, Mapping[str, float]]) -> Floats:
-    """Return the TPOT of every row, predicted by the set fitted without its model, or by that of all models if there is
-    no such set."""
+    """Return the TPOT of every row in seconds, predicted with the constants that were fitted without the row's model;
+    if there are none, with those fitted on all models."""
     models = np.array(rows.models)
     predicted = predicted_s(rows, sets[ALL_MODELS])
     for left_out in set(rows.models) & sets.keys():
@@ -113,13 +114,14 @@ def left_out_s(rows: DeploymentColumns, sets: Mapping[str, Mapping[str, float]])
 
 
 def left_out_errors(deployments: Sequence[MeasuredDeployment], sets: Mapping[str, Mapping[str, float]]) -> Floats:
-    """Return the absolute relative error of the prediction by `left_out_s` for every deployment [row]."""
+    """Return the absolute relative errors of the predictions by `left_out_s`, as an array indexed by deployment."""
     rows = rows_of(deployments)
     return np.asarray(np.abs(left_out_s(rows, sets) / rows.measured_s - 1))
 
 
 def write_fitted(path: Path, sets: Mapping[str, Mapping[str, float]], errors: Floats, source: str, today: date) -> None:
-    """Write the sets as a Python module of literals, which the planner imports. `errors` are from `left_out_errors`."""
+    """Write the sets of constants as a Python module of literals, which the planner imports. `errors` are from
+    `left_out_errors`."""
     rows = [(name, ", ".join(f"{values[name]:.4g}" for values in sets.values())) for name in sets[ALL_MODELS]]
     lines = [
         '"""Fitted engine constants. Written by `orchestrrl profile fit`, do not edit. The names are documented in',

@@ -4,8 +4,8 @@ A planner chooses between configurations, so ratios matter. The score therefore 
 and, for rows that differ only in TP, the error of `predicted(tp a) / predicted(tp b)` against the measured ratio.
 
 Predictions come from the roofline (`roofline`) or from a profile measured on the engine (`score_measured`). In the
-second case, a profile fitted to the engine's rows with other prompt and output lengths predicts each row. It has a
-curve over sequences, a time per KV token and a time per prompt token, as from `profile measure`.
+second case, a profile fitted to the engine's rows with other prompt and output lengths predicts each row. The profile
+has a curve over sequences, a time per KV token and a time per prompt token, as from `profile measure`.
 """
 
 from collections import defaultdict
@@ -37,8 +37,8 @@ class ScoredPrediction:
 
 
 def roofline(deployments: Sequence[MeasuredDeployment]) -> list[ScoredPrediction]:
-    """Return one prediction per deployment, in order, with the constants fitted without its model. For a model that was
-    in no fit, use the constants of all models."""
+    """Return one prediction per deployment, in the order of `deployments`, with the constants fitted without its model.
+    For a model that was in no fit, use the constants fitted on all models."""
     if not deployments:
         return []
     rows = rows_of(deployments)
@@ -65,7 +65,8 @@ def ratio_errors(scored: Iterable[ScoredPrediction]) -> list[tuple[tuple[int, in
 
 
 def report(scored: Sequence[ScoredPrediction], unpredicted: Sequence[UnpredictedRow]) -> dict[str, Any]:
-    """Return the document that `orchestrrl profile score --json` prints. Errors are fractions, or null without rows."""
+    """Return the document that `orchestrrl profile score --json` prints. Errors are fractions, or null if there are no
+    rows."""
     kinds = {
         "dense": [row for row in scored if not row.deployment.model.moe],
         "moe": [row for row in scored if row.deployment.model.moe],
@@ -136,8 +137,8 @@ LINE_IS_ENOUGH = 0.03
 
 
 def score_measured(silicon: SiliconData) -> tuple[list[ScoredPrediction], list[UnpredictedRow]]:
-    """Return the rows scored by measured profiles, and the others with their reasons. The others include rows whose
-    engine was measured under too few other loads."""
+    """Return the predictions by measured profiles, and the rows without a prediction, with reasons. Rows have no
+    prediction if their engine was measured under too few other loads."""
     scored: list[ScoredPrediction] = []
     missing: list[UnpredictedRow] = list(silicon.unpredicted)
     for engine in _engines(silicon.deployments):
@@ -184,8 +185,8 @@ def _sample(row: MeasuredDeployment) -> StepSample:
 
 
 def _prefilled_tokens(row: MeasuredDeployment) -> float:
-    """Return the prompt tokens prefilled per step of a closed loop: during its output, a request coincides with one
-    prefill of every other request."""
+    """Return the number of prompt tokens prefilled per decode step of a closed loop: while one request decodes, every
+    other request is prefilled once."""
     return max(0.0, row.sequences - 1) * row.load.prompt_tokens / row.load.output_tokens
 
 

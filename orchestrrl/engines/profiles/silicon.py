@@ -1,8 +1,8 @@
-"""Read measured deployments from a CSV file: the TPOT of whole engines under concurrency. Reports all faults at once.
+"""Read measured deployments from a CSV file: the TPOT of whole engines at a given concurrency.
 
-The columns are those of NVIDIA AIConfigurator's `silicon_sample.csv`; others are ignored. `batch_size` is the
+The columns are those of NVIDIA AIConfigurator's `silicon_sample.csv`; other columns are ignored. `batch_size` is the
 concurrency. A row with missing or unsupported values is unpredicted, with a reason. An invalid value (text for a
-number, a negative time) is a fault of the file.
+number, a negative time) is a fault of the file. All faults are reported at once.
 """
 
 import csv
@@ -39,7 +39,7 @@ WEIGHT_BITS: dict[str, float | None] = {
 
 @dataclass(frozen=True, slots=True)
 class MeasuredDeployment:
-    """A row that the cost model can predict."""
+    """A row of the file that the cost model can predict."""
 
     row: int  # 1 is the first row below the header
     texts: dict[str, str]
@@ -88,7 +88,7 @@ class NotModelled(ValueError):
 
 
 def read_silicon(path: Path) -> SiliconData:
-    """Read the file. Raises ProblemFaults with every fault."""
+    """Read the file. Raises ProblemFaults, listing every fault, if the file is invalid."""
     return parse_silicon(read_text(path).removeprefix("\ufeff"))
 
 

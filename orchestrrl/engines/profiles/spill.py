@@ -1,7 +1,7 @@
-"""Derive the step times of batches whose KV exceeds GPU memory, for engines that run them. Pure; used by measure.py.
+"""Derive the step times of batches whose KV exceeds GPU memory, for engines that run such batches.
 
 Such an engine keeps the excess KV in CPU memory and reads it in each step. Other engines queue or preempt requests, and
-have no such step time.
+have no such step time. The functions have no side effects; measure.py uses them.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,8 @@ class GridPoint(NamedTuple):
 
 
 class Spill(NamedTuple):
-    """The cost of KV beyond the capacity: seconds per token and step, and the most such tokens that were measured."""
+    """The cost of KV beyond the capacity: seconds per excess token and step, and the largest number of excess tokens
+    that was measured."""
 
     s_per_token: float
     capacity_tokens: int
@@ -49,8 +50,8 @@ def overfills(
 
 
 def spill_of(samples: Sequence[StepSample], step: StepTime, capacity_tokens: int) -> Spill | None:
-    """Return the spill cost from the samples beyond the capacity and the step time within it. None if there are no such
-    samples, or if they take no longer, which shows that the real capacity is larger."""
+    """Return the spill cost from the samples beyond the capacity and the step time within it. None if no sample exceeds
+    the capacity, or if those that do take no longer than `step` predicts: the real capacity is then larger."""
     beyond = [sample for sample in samples if sample.kv_tokens > capacity_tokens]
     if not beyond:
         return None

@@ -1,6 +1,6 @@
 """Read and write profiles: one YAML document per model, GPU and engine, which operators can read and edit.
 
-Every figure has a source, a date and a fit error. A configuration's `provenance` applies to all of its figures except
+Every number has a source, a date and a fit error. A configuration's `provenance` applies to all of its numbers except
 those in `others`. All faults of a file are reported at once. Files are replaced atomically.
 """
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 V = TypeVar("V")
 
-# Figures of a configuration that may have their own provenance.
+# Numbers of a configuration that may have their own provenance.
 FIGURES = (
     "step_s",
     "spill_s_per_token",
@@ -76,7 +76,7 @@ class ProvenanceSection(Section):
 
 
 class _CurveSection(Section):
-    """A curve of seconds over sizes. Each kind of curve has its own name for the sizes."""
+    """A curve of durations in seconds over sizes. Each kind of curve has its own name for the sizes."""
 
     seconds: Seconds
     sizes: Increasing
@@ -161,12 +161,12 @@ class ProfileSection(Section):
 
 
 def read_profile(path: Path | str) -> Profile:
-    """Read the profile in the file. Raises ProblemFaults with every fault."""
+    """Read the profile in the file. Raises ProblemFaults, listing every fault, if the profile is invalid."""
     return parse_profile(read_text(path))
 
 
 def parse_profile(text: str) -> Profile:
-    """Parse a profile from YAML or JSON text. Raises ProblemFaults with every fault."""
+    """Parse a profile from YAML or JSON text. Raises ProblemFaults, listing every fault, if the profile is invalid."""
     document = parse_yaml(text)
     if not isinstance(document, dict):
         raise ProblemFaults([f"(document): must be a mapping, got {shorten(document)}"])
@@ -182,7 +182,8 @@ def parse_profile(text: str) -> Profile:
 
 
 def write_profile(path: Path, profile: Profile) -> None:
-    """Replace the file atomically: concurrent readers see the old or the new profile. Raises OSError."""
+    """Replace the file atomically: concurrent readers see the old or the new profile. Raises OSError if the file cannot
+    be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -219,7 +220,7 @@ def with_engine(profile: Profile, engine: EngineProfile) -> Profile:
 
 
 def tidy(value: V, digits: int = 6) -> V:
-    """Return the value with its figures rounded to `digits` significant digits, and fit errors to three. Six digits
+    """Return the value with its numbers rounded to `digits` significant digits, and fit errors to three. Six digits
     exceed the accuracy of fits. Integral values, such as sizes, are not rounded."""
     if isinstance(value, float):
         return value if value.is_integer() else cast("V", float(f"{value:.{digits}g}"))
@@ -232,7 +233,7 @@ def tidy(value: V, digits: int = 6) -> V:
 
 
 def of_fit(provenance: Provenance, error: "FitError") -> Provenance:
-    """Return the provenance with the samples and errors of a fit."""
+    """Return the provenance with the number of samples and the errors of a fit."""
     return replace(provenance, samples=error.samples, fit_error_mean=error.mean, fit_error_max=error.max)
 
 

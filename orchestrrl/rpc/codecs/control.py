@@ -229,7 +229,7 @@ def _with(message: _Message, **fields: Any) -> _Message:
 
 
 def barrier_to_pb(keeper: PauseBarrier) -> pb.PauseBarrier:
-    """Return the present state of the barrier. Fields of the lease are set while there is one."""
+    """Return the present state of the barrier. The fields of the lease are set only while a lease exists."""
     state, lease = keeper.state, keeper.state.lease
     barrier = pb.PauseBarrier(
         phase=state.phase,
@@ -280,8 +280,8 @@ def redeployment_to_pb(report: RedeploymentReport, *, steps: bool = True) -> pb.
 
 
 def notable_to_pb(report: RedeploymentReport | None) -> pb.RedeploymentReport | None:
-    """Return the report if the fleet's status must show it: if it is running, or has left engines missing. Otherwise
-    None."""
+    """Return the report if the fleet's status must show it, because the redeployment is running or has left engines
+    missing; otherwise None."""
     if report is None or report.state not in (OperationState.RUNNING, OperationState.DEGRADED):
         return None
     return redeployment_to_pb(report)

@@ -81,7 +81,7 @@ def fabric_to_pb(fabric: "CircuitCoordinator", limit: int, routing: "FabricRouti
 
 
 def _circuits_of(fabric: "CircuitCoordinator") -> Mapping[tuple[str, Pair], int]:
-    """Return the number of circuits between two endpoints, by PoD; the core's circuits have no PoD."""
+    """Return the number of circuits, keyed by PoD and pair of endpoints. The PoD of core circuits is empty."""
     found: Counter[tuple[str, Pair]] = Counter()
     for pair in fabric.site_reading.cross_connects:
         ends = fabric.site.cabling.ends(pair)
@@ -91,7 +91,7 @@ def _circuits_of(fabric: "CircuitCoordinator") -> Mapping[tuple[str, Pair], int]
 
 
 def _broken(site_reading: SiteReading) -> list[str]:
-    """Return the failures that switches report."""
+    """Return a text for each failed port that a switch reports, and for each switch that does not answer."""
     ports = sorted(site_reading.failures.ports)
     told = [f"port {switch}:{port} (reported by the switch)" for switch, port in ports]
     return [

@@ -111,8 +111,8 @@ def error_to_pb(error: DriverError) -> ocs_pb2.DriverError:
 
 
 def error_from_pb(pb: ocs_pb2.DriverError, device: str) -> DriverError:
-    """Return the error with this client's name of the device. If the other process uses another name, the message has
-    it."""
+    """Return the error with this client's name of the device. If the driver process uses a different name, that name is
+    added to the message."""
     theirs = f"{pb.device}: " if pb.device and pb.device != device else ""
     kind = _ERRORS.get(pb.kind, DriverPermanent)
     if issubclass(kind, DriverFaults):

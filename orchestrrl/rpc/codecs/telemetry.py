@@ -29,12 +29,13 @@ def outside_text(text: str, most: int = MOST_OUTSIDE_CHARACTERS) -> str:
 
 
 def _outside_name(text: str) -> str:
-    """Return a name in the same form, without unprintable characters, which the daemon refuses."""
+    """Return the result of `outside_text` for a name, with `?` in place of unprintable characters, which the daemon
+    refuses."""
     return "".join(each if each.isprintable() else "?" for each in outside_text(text, MOST_NAME_CHARACTERS))
 
 
 def _state_of(message: pb.RequestProgress) -> RequestState:
-    """Return the state of a request. A request without a state counts as waiting while it has no token."""
+    """Return the state of a request. A request without a reported state is running if it has a token, else waiting."""
     if message.state == pb.REQUEST_STATE_UNSPECIFIED and message.generated_tokens > 0:
         return RequestState.RUNNING
     return _STATE.from_pb(message.state)

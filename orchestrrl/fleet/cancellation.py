@@ -1,5 +1,5 @@
-"""Cancel requests on their engines: those that a caller names, and those that are redundant because their group has
-enough answers."""
+"""Cancel requests on their engines: requests that a caller names, and requests that are redundant because their group
+has enough answers."""
 
 import asyncio
 import logging
@@ -29,7 +29,7 @@ class CancelOutcome:
 
 @dataclass(slots=True, eq=False)
 class Canceller:
-    """Sends cancellation orders to gateways. `totals` counts the requests cancelled, by reason: on request or
+    """Sends cancellation orders to gateways. `totals` counts the cancelled requests per reason: on request or
     redundant."""
 
     _runner: OperationRunner
@@ -39,8 +39,8 @@ class Canceller:
     totals: Counter[str] = field(default_factory=lambda: Counter({ASKED: 0, REDUNDANT: 0}))
 
     async def cancel(self, requests: Iterable[RequestId], groups: Iterable[str], reason: str) -> CancelOutcome:
-        """Cancel the named requests and groups on every gateway. Raises ProblemFaults if none is named, Permanent if no
-        gateway is attached."""
+        """Cancel the named requests and groups on every gateway. Raises ProblemFaults if no id is given or an id is
+        empty, Permanent if no gateway is attached."""
         action = CancelRequests(tuple(requests), tuple(groups), reason or ASKED)
         named = (*action.requests, *action.groups)
         if not named or not all(named):
@@ -55,8 +55,8 @@ class Canceller:
         return CancelOutcome(tuple(sorted(ended)), tuple(silent))
 
     def redundant(self, groups: Mapping[NodeId, tuple[str, ...]]) -> None:
-        """Cancel the rest of groups that have enough answers, per gateway. A single gateway does this without an
-        order."""
+        """Order each gateway to cancel the unfinished requests of its groups that have enough answers. Sends nothing if
+        only one gateway is attached, which cancels them without an order."""
         attached = self._nodes.gateways()
         for node in attached if len(attached) > 1 else ():
             if groups.get(node):

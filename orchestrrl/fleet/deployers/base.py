@@ -1,10 +1,12 @@
-"""The contract between OrchestrRL and deployers, which start and stop engines: processes, Ray, Kubernetes, a simulator.
+"""The contract between OrchestrRL and deployers, which start and stop engines as local processes, on Ray or on
+Kubernetes, or simulate them.
 
-A plug point: one module per product, registered in the entry-point group `orchestrrl.deployers`; each must pass
+Each product has one module, registered in the entry-point group `orchestrrl.deployers`, which must pass
 `orchestrrl/fleet/deployers/conformance.py`. Start and stop are idempotent: an engine's id identifies it permanently, so
-starting an engine that runs as wanted, or stopping one that is gone, changes nothing. Engines outlive the daemon: a new
-deployer finds the engines of its fleet, including those whose start was interrupted. Implementations raise `Retryable`
-(not now), `Permanent` (never with this spec) and `OutcomeUnknown`; after the last, read `status`.
+starting an engine that already runs with the same spec, or stopping an engine that does not exist, changes nothing.
+Engines outlive the daemon: a new deployer finds the engines of its fleet, including those whose start was interrupted.
+Implementations raise `Retryable` if a call may succeed later, `Permanent` if it can never succeed with this spec, and
+`OutcomeUnknown` if the change may have been made; the caller then reads `status`.
 """
 
 from collections.abc import Collection, Mapping
@@ -33,8 +35,8 @@ class EngineLife(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class DeployedInstance:
-    """One engine of the fleet that holds GPUs. An empty `url` means that its place is not known yet. `spec` is what it
-    was started with; None if that was lost: such an engine can be stopped, but not started again."""
+    """One engine of the fleet that holds GPUs. `url` is empty until the engine's address is known. `spec` is the spec
+    that it was started with, or None if that record was lost: such an engine can be stopped, but not started again."""
 
     engine: EngineId
     configuration: ConfigurationId
@@ -53,34 +55,35 @@ class Deployer(Protocol):
     can_scale: bool  # whether a running engine can get more or fewer GPUs
 
     def check(self, spec: EngineSpec) -> None:
-        """Check a start in advance, without waiting and from files only. Raises ProblemFaults or Permanent if it can
-        never succeed. A redeployment calls this before it stops any engine."""
+        """Check in advance whether an engine can be started, without waiting and from files only. Raises ProblemFaults
+        or Permanent if the start can never succeed. A redeployment calls this before it stops any engine."""
 
     async def start(self, spec: EngineSpec) -> DeployedInstance:
-        """Begin to start an engine. Returns when its processes exist and its URL is known, which is before it answers.
+        """Begin to start an engine. Returns when its processes exist and its URL is known, before it answers requests.
 
         Raises Permanent if a GPU is in use, the id runs with another spec, or the start can never succeed;
-        ProblemFaults for what cannot be put into command lines; Retryable if resources may become free.
+        ProblemFaults if no command line can be rendered from the spec; Retryable if resources may become free.
         """
 
     async def stop(self, engine: EngineId) -> None:
-        """Stop an engine and return once its processes are gone and its GPUs are free, by force after a grace period.
+        """Stop an engine, by force after a grace period, and return once its processes are gone and its GPUs are free.
         Does nothing if the engine does not exist."""
 
     async def status(self, engine: EngineId) -> DeployedInstance | None:
-        """Return the engine as it is now; None if nothing of it is left."""
+        """Return the current state of the engine, or None if neither a process nor a record of it exists."""
 
     async def list_engines(self) -> tuple[DeployedInstance, ...]:
-        """Return all engines of this fleet that hold GPUs, by id, including ended and lost ones and those of earlier
-        daemons."""
+        """Return all engines of this fleet that hold GPUs, sorted by id, including ended and lost engines and engines
+        that earlier daemons started."""
 
     async def lend(self, engine: EngineId, lent: bool) -> None:
         """Release the GPUs of a sleeping engine for other engines, or reclaim them. Raises Permanent if `can_lend` is
         False, the engine does not exist, or a GPU to reclaim is in use by another engine."""
 
     async def scale(self, spec: EngineSpec) -> DeployedInstance:
-        """Record that a running engine has the GPUs of `spec` from now on, as if started so; the caller scales its
-        processes. Raises Permanent if `can_scale` is False, the engine does not exist, or a GPU is in use."""
+        """Record that a running engine has the GPUs of `spec` from now on, as if started with them; the caller scales
+        the engine's processes. Raises Permanent if `can_scale` is False, the engine does not exist, or a GPU is in
+        use."""
 
     async def close(self) -> None:
         """Release connections. Engines continue to run."""
@@ -123,14 +126,15 @@ def read_options(kind: type[Options], options: Mapping[str, Any]) -> Options:
 
 
 def check_free(engine: EngineId, gpus: Collection[GpuId], held: Mapping[EngineId, Collection[GpuId]]) -> None:
-    """Raise Permanent if other engines hold any of these GPUs."""
+    """Raise Permanent if an engine other than `engine` holds any of these GPUs."""
     owners = {gpu: other for other, theirs in held.items() if other != engine for gpu in theirs}
     if taken := ", ".join(f"{gpu} by {owners[gpu]}" for gpu in sorted(gpus) if gpu in owners):
         raise Permanent(f"engine {engine} needs GPUs that are in use: {taken}")
 
 
 def check_same(spec: EngineSpec, there: DeployedInstance) -> DeployedInstance:
-    """Return the engine that has the id of `spec`. Raises Permanent if it was started with another spec."""
+    """Return `there`, the existing engine with the id of `spec`. Raises Permanent if it was started with another
+    spec."""
     if there.spec != spec:
         held = f"{there.configuration or 'an unknown configuration'} on GPUs {list(there.gpus)}"
         raise Permanent(f"engine {spec.engine} exists already with another spec: {held}")

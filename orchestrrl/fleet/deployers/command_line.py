@@ -1,7 +1,7 @@
-"""Render the command lines of an engine from its layout, its GPUs and the user's arguments. Pure.
+"""Render the command lines of an engine from its layout, its GPUs and the user's arguments, without side effects.
 
-All deployers use it. `layout_flags.py` determines the processes and flags of a layout; `user_arguments.py`, the
-arguments that a user may add.
+All deployers use this module. `layout_flags.py` determines the processes and flags of a layout; `user_arguments.py`
+determines the arguments that a user may add.
 """
 
 import re
@@ -25,7 +25,7 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 @dataclass(frozen=True, slots=True)
 class EngineLaunch:
-    """The launch settings that all engines share. Paths are those on the engines' machines."""
+    """The launch settings that all engines share. Paths refer to the engines' machines."""
 
     python: str  # the interpreter of the engines' own environment
     model: str  # a name or a folder
@@ -46,7 +46,7 @@ class EngineLaunch:
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """One engine to start. Settings of its configuration override the shared ones."""
+    """The specification of one engine to start. Settings of its configuration override the settings in EngineLaunch."""
 
     engine: EngineId
     configuration: ConfigurationId
@@ -62,7 +62,7 @@ class EngineSpec:
 
 @dataclass(frozen=True, slots=True)
 class CommandLine:
-    """One process: its program and arguments, and the node that it runs on."""
+    """One process of an engine: its program and arguments, and the node that it runs on."""
 
     role: ProcessRole
     node: int
@@ -76,7 +76,7 @@ class CommandLine:
         return self.program + self.arguments
 
     def shell(self) -> str:
-        """Return the command to paste into a shell, with a line per variable and per flag."""
+        """Return the command line in shell syntax, with one line per environment variable and per flag."""
         lines = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
         lines.append(shlex.join(self.program))
         for word in self.arguments:
@@ -88,7 +88,8 @@ class CommandLine:
 
 
 def render(spec: EngineSpec, launch: EngineLaunch) -> tuple[CommandLine, ...]:
-    """Return the processes of one engine; the first one serves requests. Raises ProblemFaults with every fault."""
+    """Return the command lines of one engine's processes; the first process serves requests. Raises ProblemFaults with
+    every fault of the spec."""
     if launch.engine is EngineProduct.SIMULATED:
         return (_render_simulated(spec, launch),)
     misplaced = _layout_faults(spec, launch)
@@ -117,8 +118,8 @@ def url_of(spec: EngineSpec, launch: EngineLaunch) -> str:
 
 
 def ports_to_try(spec: EngineSpec, launch: EngineLaunch) -> list[tuple[int, bool]]:
-    """Return the ports for `hold_port`: the engine's own, with address reuse if the spec gives it, then the spare ports
-    of the range, or any port if no range is given."""
+    """Return (port, reuse address) pairs for `hold_port`: the engine's own port, with address reuse if the spec gives
+    the port, then the spare ports of the range, or port 0 (any port) if no range is given."""
     own = urlsplit(url_of(spec, launch)).port or 0
     first_spare = launch.first_port + layout_flags.PORTS_PER_GPU * launch.per_node
     spare = range(first_spare, launch.last_port + 1) if launch.last_port else (0,)
@@ -126,7 +127,8 @@ def ports_to_try(spec: EngineSpec, launch: EngineLaunch) -> list[tuple[int, bool
 
 
 def _render_simulated(spec: EngineSpec, launch: EngineLaunch) -> CommandLine:
-    """Return the one process of a simulated engine, which uses no real GPU, for any layout. Raises ProblemFaults."""
+    """Return the command line of a simulated engine, which is one process for any layout and uses no real GPU. Raises
+    ProblemFaults if the user's arguments are invalid."""
     given, faults = _given(spec, launch)
     group = _groups(spec, launch)[0]
     values = {"--host": launch.host, "--port": str(_http_port(spec, group))}
@@ -186,8 +188,8 @@ def _gpu_faults(spec: EngineSpec) -> list[str]:
 
 
 def _placement_faults(spec: EngineSpec, launch: EngineLaunch) -> list[str]:
-    """Return the faults of the GPUs' placement. Nodes need equal shares: whole replicas per node, or whole nodes per
-    replica."""
+    """Return the faults of the GPUs' placement. Every node must have the same number of the engine's GPUs: whole
+    replicas per node, or whole nodes per replica."""
     faults = []
     for group in _groups(spec, launch):
         sizes = {len(part.gpus) for part in group.parts}
@@ -277,7 +279,7 @@ def _http_port(spec: EngineSpec, group: VllmProcesses) -> int:
 
 
 def _usual(spec: EngineSpec, launch: EngineLaunch) -> dict[str, str]:
-    """Return the flags that a user's arguments may replace."""
+    """Return the default flags that a user's arguments may replace."""
     usual = dict(spec.usual)
     if spec.weights:
         usual |= {"--tokenizer": launch.model, "--served-model-name": launch.model}
@@ -291,7 +293,7 @@ def _usual(spec: EngineSpec, launch: EngineLaunch) -> dict[str, str]:
 
 
 def _pinned(gpus: Sequence[GpuId], launch: EngineLaunch) -> dict[str, str]:
-    """Return the environment that binds a process to its GPUs, by their numbers on the node."""
+    """Return the environment variables that bind a process to its GPUs, by their numbers on the node."""
     local = [gpu % launch.per_node for gpu in sorted(gpus)]
     n = launch.cores_per_gpu
     if not local or launch.engine is EngineProduct.SIMULATED:

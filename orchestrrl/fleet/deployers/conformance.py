@@ -9,9 +9,10 @@
             # must return a new deployer; a name identifies one FleetIdentity, and is a DNS label
             return MyDeployer(stub_launch(self.folder), FleetIdentity(fleet, str(self.folder / fleet)), {}, WallClock())
 
-Four GPUs, 0 to 3, must be free. `spec` returns the engines: by default the stub below, which is no engine, answers
-every request with 200, and reads its behaviour from its environment. List what a harness cannot do in `cannot`, with
-the reason (e.g. a fake container that never exits); those tests are skipped with it.
+Four GPUs, 0 to 3, must be free. `spec` returns the specs of the engines: by default those of the stub below, which is
+an HTTP server that answers every request with 200 and reads its behaviour from its environment. List the behaviours
+that a harness cannot produce in `cannot`, each with the reason (e.g. a fake container that never exits); their tests
+are skipped with this reason.
 """
 
 import asyncio
@@ -53,7 +54,7 @@ _locks: deque[socket.socket] = deque(maxlen=10)  # locks of this process's lates
 
 
 class EngineBehaviour(StrEnum):
-    """The behaviour of the stub, and of the engines that the suite requires."""
+    """The behaviours of engines that the suite requires, which the stub implements."""
 
     SERVES = "serves"
     EXITS = "exits"  # prints LAST_WORDS and exits with status 3
@@ -88,7 +89,8 @@ while True:
 
 
 def stub_launch(folder: Path, first_port: int = 0) -> EngineLaunch:
-    """Return a launch whose `python` is the stub, written to `folder`. The default ports are free."""
+    """Write the stub to `folder` and return launch settings with it as `python`. `first_port` 0 selects a range of free
+    ports."""
     program = folder / "stub"
     program.write_text(f"#!{sys.executable} -IS\n{STUB}")
     program.chmod(0o755)
@@ -98,7 +100,7 @@ def stub_launch(folder: Path, first_port: int = 0) -> EngineLaunch:
 
 
 def free_range() -> int:
-    """Return the first of RANGE free ports. Concurrent test processes get other ranges."""
+    """Return the first port of a range of RANGE free ports. Concurrent test processes get different ranges."""
     while True:
         number = secrets.randbelow(RANGES)
         first = PORTS + RANGE * number
@@ -113,7 +115,7 @@ def free_range() -> int:
 
 
 class DeployersUnderTest:
-    """The deployers of one test, by the name of their fleet."""
+    """The deployers of one test, keyed by the name of their fleet."""
 
     def __init__(self, harness: "DeployerConformance") -> None:
         self._harness = harness
@@ -126,7 +128,7 @@ class DeployersUnderTest:
         return self._open[fleet]
 
     async def anew(self, fleet: str = "a") -> Deployer:
-        """Close the fleet's deployer and return a new one, as a restarted daemon creates it."""
+        """Close the fleet's deployer and return a new deployer, as a restarted daemon would create it."""
         await (await self.deployer(fleet)).close()
         del self._open[fleet]
         return await self.deployer(fleet)
@@ -139,12 +141,12 @@ class DeployersUnderTest:
 
 
 def naming(*words: str) -> str:
-    """Return the pattern of a message that contains all of these words."""
+    """Return a regular expression that matches any message that contains all of these words."""
     return "(?s)" + "".join(f"(?=.*{re.escape(word)})" for word in words)
 
 
 async def until(deployer: Deployer, engine: EngineId, life: EngineLife) -> DeployedInstance:
-    """Poll the engine's status until it has this state, and return it."""
+    """Poll the engine's status until its state is `life`, and return the status."""
     async with asyncio.timeout(DEADLINE_S):
         while True:
             found = await deployer.status(engine)
@@ -154,7 +156,7 @@ async def until(deployer: Deployer, engine: EngineId, life: EngineLife) -> Deplo
 
 
 def replicas(spec: EngineSpec, gpus: Sequence[int]) -> EngineSpec:
-    """Return the spec with a replica on each of these GPUs."""
+    """Return the spec changed to have one replica on each of these GPUs."""
     return replace(spec, gpus=tuple(map(GpuId, gpus)), parallelism=Parallelism(dp=len(gpus), ep=len(gpus)))
 
 
@@ -168,7 +170,7 @@ class DeployerConformance:
     cannot: Mapping[EngineBehaviour | str, str] = MappingProxyType({})
 
     async def make_deployer(self, fleet: str) -> Deployer:
-        """Return a new deployer for the fleet of this name. Override it."""
+        """Return a new deployer for the fleet of this name. Subclasses must override this method."""
         raise AssertionError("this harness does not override make_deployer")
 
     def spec(
@@ -178,7 +180,7 @@ class DeployerConformance:
         behaviour: EngineBehaviour = EngineBehaviour.SERVES,
         tp: int = 0,
     ) -> EngineSpec:
-        """Return the spec of an engine with this behaviour. Override it if the stub cannot be started."""
+        """Return the spec of an engine with this behaviour. Override this method if the stub cannot be started."""
         parallelism = Parallelism(tp=tp or len(gpus))
         return EngineSpec(
             engine=engine,
@@ -189,7 +191,8 @@ class DeployerConformance:
         )
 
     async def answers(self, url: str) -> bool:
-        """Return whether a server answers at the URL. Override it if engines cannot be reached from the test."""
+        """Return whether a server answers at the URL. Override this method if engines cannot be reached from the
+        test."""
         try:
             async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
                 async with session.get(url + "/health") as response:

@@ -1,14 +1,14 @@
-"""Run engines on Kubernetes: one Deployment each, or one LeaderWorkerSet for an engine over several nodes.
+"""Run engines on Kubernetes: each engine as one Deployment, or as one LeaderWorkerSet if it spans several nodes.
 
-All state is in the cluster: a fleet's engines are the objects with its label, and their specs are in annotations.
+All state is in the cluster: the objects with a fleet's label are its engines, and annotations hold their specs.
 `kubernetes_objects.py` renders the objects, `kubernetes_view.py` reads them.
 
 An engine answers at the address of its pod, without a Service: a pod is never replaced by another (see
-kubernetes_objects), so a Service would have nothing to select, and could be left behind.
+kubernetes_objects), so a Service would only add an object that could be left behind.
 
-GPU numbers of the fleet are not devices here: Kubernetes counts a node's GPUs, and its device plugin selects them. That
-no GPU serves two engines is enforced on the fleet's own numbers, in the annotations of its objects; every daemon can
-see a start before its first process can run.
+GPU numbers of the fleet are not devices here: Kubernetes counts a node's GPUs, and its device plugin selects them. The
+deployer ensures that no GPU serves two engines by comparing the fleet's own GPU numbers in the objects' annotations;
+every daemon of the fleet can see a start before its first process runs.
 """
 
 import contextlib
@@ -98,7 +98,9 @@ class KubernetesDeployer(FixedGpusDeployer):
     # Starting.
 
     async def _make(self, spec: EngineSpec, wanted: Object) -> None:
-        """Create the engine's object unless it exists. Raises Permanent if it must not be created."""
+        """Create the engine's object unless it exists. Raises Permanent if it exists with another spec, another engine
+        holds one of its GPUs, or its namespace or kind does not exist; Retryable if the previous object is still being
+        removed."""
         everyone = await self._view.all()
         name = wanted["metadata"]["name"]
         made, pods = everyone.pop(name, (None, []))
@@ -118,9 +120,9 @@ class KubernetesDeployer(FixedGpusDeployer):
             raise Permanent(INSTALL_LWS if "namespaces" not in str(error) else str(error)) from error
 
     async def _bring_up(self, engine: EngineId) -> DeployedInstance:
-        """Open the gates of the engine's first pods, and wait until all of their containers run or one has ended. The
-        caller limits the time for pulling images: if cancelled, the start continues in the cluster, and `start` waits
-        for it again."""
+        """Open the scheduling gates of the engine's first pods, and wait until all of their containers run or one has
+        ended. The caller limits the time for pulling images: if cancelled, the start continues in the cluster, and
+        `start` waits for it again."""
         with _begun(begun=True, what=f"starting engine {engine}"):
             up = await self._until_it_runs(engine)
         if isinstance(up, DeployedInstance):
@@ -130,7 +132,9 @@ class KubernetesDeployer(FixedGpusDeployer):
         raise up
 
     async def _until_it_runs(self, engine: EngineId) -> DeployedInstance | Retryable | Permanent:
-        """Wait until the engine runs. Return an error, not raised, if its pods cannot be scheduled now or ever."""
+        """Wait until the engine runs or has ended, and return its state. Returns (does not raise) Retryable if its pods
+        cannot be scheduled now, and Permanent if they can never run. Raises Permanent if the engine is stopped
+        meanwhile."""
         waiting_since_s: float | None = None
         while True:
             everyone = await self._view.all()
@@ -188,8 +192,8 @@ class KubernetesDeployer(FixedGpusDeployer):
     # Stopping.
 
     async def _request_deletion(self, made: Object | None, pods: Sequence[Object], asked: set[str]) -> None:
-        """Delete the workload, and its pods with it; only the pods if the workload is gone. Objects that are being
-        deleted are skipped."""
+        """Delete the workload, which deletes its pods; delete the pods themselves if the workload does not exist.
+        Objects that are being deleted are skipped."""
         goes = [(self._path_of(made), made)] if made is not None else []
         if made is None:
             goes = [(f"{self._pods}/{pod['metadata']['name']}", pod) for pod in pods]
@@ -236,7 +240,8 @@ class KubernetesDeployer(FixedGpusDeployer):
 
 @contextlib.contextmanager
 def _begun(begun: bool, what: str) -> Iterator[None]:
-    """Turn Retryable into OutcomeUnknown once a change was requested."""
+    """Convert a Retryable error into OutcomeUnknown if a change has been requested, since the change may have been
+    made."""
     try:
         yield
     except Retryable as error:
@@ -244,6 +249,6 @@ def _begun(begun: bool, what: str) -> Iterator[None]:
 
 
 def _gpus_by_engine(everyone: Mapping[str, Found]) -> dict[EngineId, tuple[GpuId, ...]]:
-    """Return the GPUs that each engine holds."""
+    """Return the GPUs of each engine, as recorded in the annotations of its workload."""
     engines = [objects.instance_of(made or pods[0]) for made, pods in everyone.values()]
     return {each.engine: each.gpus for each in engines}

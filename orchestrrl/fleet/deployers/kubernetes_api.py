@@ -27,15 +27,15 @@ READ_AGAIN_S = (0.1, 0.4)  # pauses between reads, e.g. while a server is replac
 
 
 class ResourceNotFound(Permanent):
-    """HTTP status 404: the object, or its kind, does not exist."""
+    """Raised for HTTP status 404: the object, or its kind, does not exist."""
 
 
 class ResourceConflict(Permanent):
-    """HTTP status 409: the object exists already, or has changed since it was read."""
+    """Raised for HTTP status 409: the object exists already, or has changed since it was read."""
 
 
 class KubernetesApi:
-    """A client of one API server, which connects at the first request."""
+    """A client of one API server. It connects at the first request."""
 
     def __init__(self, kubeconfig: str | None, context: str | None, timeout_s: float) -> None:
         self._kubeconfig = kubeconfig
@@ -45,7 +45,8 @@ class KubernetesApi:
         self._connecting = asyncio.Lock()
 
     async def get(self, path: str, query: Mapping[str, str] | None = None) -> Any:
-        """Return the object or list. Raises ResourceNotFound; Retryable if the server cannot be reached."""
+        """Return the object or list. Raises ResourceNotFound if it does not exist, Retryable if the server cannot be
+        reached."""
         for pause_s in READ_AGAIN_S:
             try:
                 return json.loads(await self._request("GET", path, query))
@@ -57,7 +58,8 @@ class KubernetesApi:
         return (await self._request("GET", path, query)).decode(errors="replace")
 
     async def create(self, path: str, body: Mapping[str, Any]) -> Any:
-        """Create an object and return it. Unknown fields are refused. Raises ResourceConflict if its name is in use."""
+        """Create an object and return it. The server refuses unknown fields. Raises ResourceConflict if its name is in
+        use."""
         return json.loads(await self._request("POST", path, {"fieldValidation": "Strict"}, body))
 
     async def patch(self, path: str, body: Mapping[str, Any]) -> Any:
@@ -66,7 +68,8 @@ class KubernetesApi:
         return json.loads(await self._request("PATCH", path, None, body, MERGE_PATCH))
 
     async def delete(self, path: str, body: Mapping[str, Any]) -> None:
-        """Request a deletion. Dependents with finalizers remain for a while."""
+        """Request the deletion of an object. Dependent objects with finalizers remain until their finalizers have
+        run."""
         await self._request("DELETE", path, None, body)
 
     async def close(self) -> None:
@@ -133,7 +136,8 @@ class KubernetesApi:
 
 
 def _refusal(method: str, path: str, status: int, headers: Mapping[str, str], content: bytes) -> Exception:
-    """Return the error for an answer other than 2xx. Its Status object contains the server's message."""
+    """Return the exception for an answer with a status other than 2xx. The answer's Status object contains the server's
+    message."""
     try:
         status_object = json.loads(content)
     except ValueError:

@@ -1,12 +1,12 @@
-"""Render an engine's command lines as Kubernetes objects: a Deployment or a LeaderWorkerSet. Pure.
+"""Render an engine's command lines as a Kubernetes object, a Deployment or a LeaderWorkerSet, without side effects.
 
-Each engine is one object, so that a start is one atomic request. An engine inside one node is a Deployment of one pod;
-an engine over several nodes is a LeaderWorkerSet of one group, whose leader serves requests.
+Each engine is one object, so that a start is one atomic request. An engine on one node is a Deployment of one pod; an
+engine over several nodes is a LeaderWorkerSet of one group, whose leader serves requests.
 
 A pod runs only once. Kubernetes would restart a container that has ended (a Deployment's pods allow no restartPolicy
-other than Always), and replace an evicted pod; either would answer at the engine's address with outdated weights and no
-requests. Therefore the first command of a container refuses to run twice in its pod, and a pod has a scheduling gate,
-which the deployer removes from the engine's first pods only.
+other than Always), and replace an evicted pod; the new container or pod would answer at the engine's address with
+outdated weights and without the requests of the old one. Therefore the first command of a container refuses to run
+twice in its pod, and a pod has a scheduling gate, which the deployer removes from the engine's first pods only.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ OURS = ("restartPolicy", "schedulingGates", "terminationGracePeriodSeconds")
 
 
 class KubernetesOptions(Section):
-    """Options of the deployer `kubernetes`, in Kubernetes' own terms and in seconds. Set anything else in
+    """Options of the deployer `kubernetes`, in Kubernetes' own terms and in seconds. Other fields of pods can be set in
     `pod_template`."""
 
     image: Name  # must contain vLLM and a shell
@@ -118,8 +118,8 @@ _SPEC: TypeAdapter[EngineSpec] = TypeAdapter(EngineSpec)
 
 
 def name_of(*ids: str) -> str:
-    """Return a DNS label (RFC 1035) for arbitrary ids: a readable part of the last one, and a digest of all. Short
-    enough for the suffixes that Deployments and LeaderWorkerSets append."""
+    """Return a DNS label (RFC 1035) for arbitrary ids: a readable part of the last id, and a digest of all ids. The
+    label leaves room for the suffixes that Deployments and LeaderWorkerSets append."""
     readable = re.sub(r"[^a-z0-9]+", "-", ids[-1].lower())[:20].strip("-")
     digest = hashlib.sha256("\0".join(ids).encode()).hexdigest()[:12]
     return "-".join(part for part in ("orl", readable, digest) if part)
@@ -131,7 +131,7 @@ def selector(fleet: str) -> str:
 
 
 def workload(spec: EngineSpec, launch: EngineLaunch, options: KubernetesOptions, fleet: str) -> Object:
-    """Return the one object of an engine. Raises ProblemFaults with every fault."""
+    """Return the Kubernetes object of an engine. Raises ProblemFaults with every fault of the spec and the options."""
     # A pod has an address of its own, which is unknown before the pod exists.
     host = "0.0.0.0" if launch.host in _LOOPBACK else launch.host
     launch = replace(launch, host=host, nodes=(LEADER,) * (1 + max(spec.gpus, default=0) // launch.per_node))
@@ -148,7 +148,7 @@ def workload(spec: EngineSpec, launch: EngineLaunch, options: KubernetesOptions,
     marks = {"labels": labels, "annotations": {ENGINE_ID: spec.engine, GPUS: annotations[GPUS]}}
 
     def template(holders: Sequence[int]) -> Object:
-        """Return the template of the pods on these nodes, which are identical."""
+        """Return the template of the pods on these nodes. All of these pods are identical."""
         containers = [
             _container(place, [by_node[node][place] for node in holders], spec, launch, options)
             for place in range(len(by_node[holders[0]]))
@@ -192,7 +192,8 @@ def size_of(made: Mapping[str, Any]) -> int:
 
 
 def instance_of(made: Mapping[str, Any]) -> DeployedInstance:
-    """Return the engine that a workload's annotations describe. A pod's annotations do not contain the spec."""
+    """Return the engine that a workload's annotations describe. `spec` is None if `made` is a pod, whose annotations do
+    not contain it."""
     try:
         spec = _SPEC.validate_json(annotation(made, SPEC))
     except ValidationError:  # it was lost, or written by another version
@@ -210,8 +211,8 @@ def annotation(made: Mapping[str, Any], key: str) -> str:
 
 
 def merged_objects(under: Any, over: Any) -> Any:
-    """Return both merged; `over` takes precedence. Lists of named objects are merged by name, others are
-    concatenated."""
+    """Return `under` and `over` merged; `over` takes precedence. Lists of named objects are merged by name, other lists
+    are concatenated."""
     if isinstance(under, dict) and isinstance(over, dict):
         return {**under, **{key: merged_objects(under[key], over[key]) if key in under else over[key] for key in over}}
     if isinstance(under, list) and isinstance(over, list):
@@ -227,8 +228,8 @@ def _name_in(each: Any) -> Any:
 
 
 def literal(word: str) -> str:
-    """Escape a word for Kubernetes, which would expand `$(NAME)` and read `$$` as `$`. Only the leader's address is
-    expanded."""
+    """Escape a word so that Kubernetes does not expand `$(NAME)` or replace `$$` by `$` in it. Only the variable of the
+    leader's address stays expandable."""
     return word.replace("$", "$$").replace("$" + LEADER, LEADER)
 
 
@@ -260,8 +261,8 @@ def _faults(
 def _container(
     place: int, lines: Sequence[CommandLine], spec: EngineSpec, launch: EngineLaunch, options: KubernetesOptions
 ) -> Object:
-    """Return the container of one process in each of these nodes' pods. With several nodes, each pod selects its
-    command by its index."""
+    """Return the container that runs one engine process per pod, for the pods of these nodes. With several nodes, each
+    pod selects its command by its index."""
     first, name = lines[0], "engine" if place == 0 else f"process-{place}"
     if len(lines) == 1:
         script, words = f'{_ONCE}exec "$@"', list(first.argv)

@@ -1,7 +1,7 @@
 """Read a fleet's objects in its cluster, and derive an engine's state from its workload, its pods and their nodes.
 
-What Kubernetes would repair counts as an end here: requests and weights of the old process are gone, and only the
-daemon can determine which weights a new process needs. States and reasons are those of the pod lifecycle
+A failure that Kubernetes would repair ends the engine here: requests and weights of the old process are lost, and only
+the daemon can determine which weights a new process needs. States and reasons are those of the pod lifecycle
 (https://kubernetes.io/docs/concepts/workloads/pods/pod-lifecycle/).
 """
 
@@ -42,8 +42,8 @@ class LogPlace:
 
 @dataclass(frozen=True, slots=True)
 class WorkloadReading:
-    """The state of one engine. `running`: all of its containers run; otherwise `detail` is why not. `no_room`: no node
-    has enough resources."""
+    """The state of one engine. `running` is True if all of its containers run; otherwise `detail` gives the reason.
+    `no_room` is True if no node has enough resources."""
 
     life: EngineLife
     detail: str = ""
@@ -54,7 +54,7 @@ class WorkloadReading:
 
 
 def read_life(made: Object | None, pods: Sequence[Object], answering: Mapping[str, bool]) -> WorkloadReading:
-    """Return the state of an engine. `answering` maps the pods' node names to whether each node answers."""
+    """Return the state of an engine. `answering` maps the name of each pod's node to whether the node answers."""
     mine = list(pods) if made is None else let_through(made, pods)
     # The pod with the first name is a group's leader.
     leader = min(mine, key=lambda pod: (len(pod["metadata"]["name"]), pod["metadata"]["name"]), default={})
@@ -88,7 +88,7 @@ def gates(pod: Object) -> list[Object]:
 
 
 def cannot_be_made(made: Object) -> str:
-    """Return why Kubernetes refuses to create the pods (a quota, a policy); empty if it does not."""
+    """Return why Kubernetes refuses to create the pods, e.g. a quota or a policy; empty if it does not refuse."""
     for condition in made.get("status", {}).get("conditions") or []:
         if condition["type"] == "ReplicaFailure" and condition["status"] == "True":
             return f"its pod is refused: {condition.get('message', condition.get('reason', ''))}"
@@ -136,7 +136,8 @@ def _ends(
 
 
 def _containers(status: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the status of each container, and of init containers that have not succeeded: those end on purpose."""
+    """Return the status of each container and of each init container that has not succeeded. Init containers that have
+    succeeded are left out, since they end on purpose."""
     first = [
         each
         for each in status.get("initContainerStatuses") or []
@@ -184,8 +185,8 @@ def pods_path(namespace: str) -> str:
 
 @dataclass(slots=True, eq=False)
 class FleetView:
-    """The objects of one fleet. `nodes_known_s` is how long the state of a node is cached, which should be far below
-    the 40 s after which Kubernetes marks a node as lost; None: nodes are not read."""
+    """Reads the objects of one fleet. `nodes_known_s` is how long the state of a node is cached, in seconds; it should
+    be far below the 40 s after which Kubernetes marks a node as lost. If it is None, nodes are not read."""
 
     _api: KubernetesApi
     _namespace: str
@@ -199,11 +200,12 @@ class FleetView:
     _nodes: dict[str, tuple[float, bool]] = field(default_factory=dict)  # when each was read, and whether it answers
 
     async def find(self, name: str) -> Found:
-        """Return the workload and pods with this name."""
+        """Return the workload with this name and its pods."""
         return (await self.all()).get(name, (None, []))
 
     async def all(self) -> dict[str, Found]:
-        """Return workloads and pods by name, as of a moment since the call. A pod may exist without its workload."""
+        """Return each workload and its pods by the workload's name, as listed after the call began. Pods may exist
+        without their workload."""
         begun = self._lists_begun
         async with self._listing:
             if self._listed[0] <= begun:  # otherwise another caller has listed them since this call
@@ -218,7 +220,7 @@ class FleetView:
         return dict(found)
 
     async def answering(self, pods: Sequence[Object]) -> dict[str, bool]:
-        """Return whether each of the pods' nodes answers, by node name."""
+        """Return, per name of the pods' nodes, whether the node answers."""
         if self._nodes_known_s is None:
             return {}
         names = sorted(set(map(_node, pods)) - {""})
@@ -230,7 +232,7 @@ class FleetView:
         return {name: self._nodes[name][1] for name in names}
 
     async def _list(self) -> dict[str, Found]:
-        """List workloads, then pods. In this order a pod created in between has its workload."""
+        """List workloads, then pods."""
         query = {"labelSelector": selector(self._fleet)}
         made: list[Object] = (await self._api.get(workloads_path(self._namespace, "apps/v1"), query))["items"]
         for each in made:

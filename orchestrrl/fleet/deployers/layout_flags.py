@@ -1,15 +1,16 @@
-"""Determine which processes a layout needs, and each one's vLLM flags. Pure.
+"""Determine which processes a layout needs, and the vLLM flags of each process, without side effects.
 
 A layout maps to `--tensor-parallel-size`, `--pipeline-parallel-size`, `--data-parallel-size` and
 `--enable-expert-parallel` (vLLM spreads experts over all of an engine's TP x DP GPUs, or over none). An engine over
-several nodes has a process on each of them, all but the first without an API (`--headless`); the flags of each follow
-vLLM's documentation on parallel serving and its engine/arg_utils.py (0.32). vLLM's parser has accepted all of them;
-multi-node engines and AFD have not been run here.
+several nodes has a process on each node, all but the first without an API (`--headless`); the flags of each process
+follow vLLM's documentation on parallel serving and its engine/arg_utils.py (0.32). vLLM's parser has accepted all of
+these flags; multi-node engines and AFD have not been run here.
 
 AFD is vllm-project/afd-plugin, experimental: vLLM with the plugin installed, two groups of processes, and the side in
 `--additional-config` under `afd` (its README, recipes and afd_plugin/config.py, for vLLM 0.30.0). Of its connectors,
 P2pNcclAFDConnector is rendered. The plugin overlaps at most two micro-batches (`--enable-dbo`), and needs at least as
-many attention ranks as FFN ranks. The ratio had to be whole for vLLM 0.26, which is not checked.
+many attention ranks as FFN ranks. vLLM 0.26 required the number of attention ranks to be a multiple of the number of
+FFN ranks; this is not checked.
 """
 
 import json
@@ -27,7 +28,7 @@ ADDITIONAL = "--additional-config"
 
 
 def decided_for(group: "VllmProcesses") -> dict[str, str | None]:
-    """Return the flags of DECIDED that users may not change for this group."""
+    """Return the flags of DECIDED that users may not change for this group, with vLLM's defaults."""
     decided = dict(DECIDED)
     if len(group.parts) == 1:  # on one node Ray may place the replicas; elastic EP needs that
         del decided["--data-parallel-backend"]
@@ -37,7 +38,7 @@ def decided_for(group: "VllmProcesses") -> dict[str, str | None]:
 
 
 class ProcessRole(StrEnum):
-    """The task of one process of an engine."""
+    """The role of one process of an engine."""
 
     SERVER = "server"  # serves requests
     NODE = "node"  # part of the engine on a further node
@@ -46,7 +47,7 @@ class ProcessRole(StrEnum):
 
 
 class NodeProcesses(NamedTuple):
-    """The part of a group on one node."""
+    """The GPUs of a process group on one node."""
 
     node: int
     gpus: tuple[GpuId, ...]
@@ -65,12 +66,13 @@ class VllmProcesses(NamedTuple):
 def groups(
     p: Parallelism, gpus: Sequence[GpuId], per_node: int, nodes: Sequence[str], first_port: int
 ) -> tuple[VllmProcesses, ...]:
-    """Return the vLLM instances of a layout; the first one serves requests. Without GPUs, return one instance that is
-    not bound to any."""
+    """Return the vLLM instances of a layout; the first instance serves requests. If `gpus` is empty, return one
+    instance that is not bound to GPUs."""
     gpus, whole = sorted(gpus), (ProcessRole.SERVER, ProcessRole.NODE)
 
     def port_of(held: Sequence[GpuId]) -> int:
-        """Return the first port of the lowest GPU. A GPU belongs to one engine, so its ports do too."""
+        """Return the first port of the lowest GPU. A GPU belongs to one engine, so its ports also belong to only that
+        engine."""
         return first_port + PORTS_PER_GPU * (min(held, default=0) % per_node)
 
     if not p.afd:
@@ -98,7 +100,7 @@ def groups(
 
 
 def shares(gpus: Sequence[GpuId], per_node: int) -> tuple[NodeProcesses, ...]:
-    """Return the GPUs per node, both sorted."""
+    """Return the GPUs grouped by node. Nodes, and the GPUs of each node, are in ascending order."""
     nodes = sorted({gpu // per_node for gpu in gpus})
     return tuple(NodeProcesses(node, tuple(sorted(gpu for gpu in gpus if gpu // per_node == node))) for node in nodes)
 
@@ -143,7 +145,8 @@ def parallel_flags(group: VllmProcesses, place: int, nodes: Sequence[str]) -> di
 def additional_config(
     afd: Mapping[str, object], given: Sequence[VllmArgument]
 ) -> tuple[str, list[VllmArgument], list[str]]:
-    """Return the plugin's settings merged into the user's own; the user's other arguments; faults."""
+    """Return three values: the AFD plugin's settings merged into the user's `--additional-config`, the user's other
+    arguments, and faults."""
     others: list[VllmArgument] = []
     faults: list[str] = []
     merged: dict[str, object] = {}
@@ -178,7 +181,8 @@ SIMULATED_DECIDED = {flag: DECIDED[flag] for flag in ("--host", "--port", *_SIZE
 
 
 def simulated_costs(configuration: Configuration, p: Parallelism) -> dict[str, str]:
-    """Return flags that give a simulated engine the planner's costs. Each replica serves its share of the sequences."""
+    """Return flags that give a simulated engine the step times of the planner's cost model. Each replica serves an
+    equal share of the sequences."""
     kv_tokens = max(BLOCK_TOKENS, configuration.kv_capacity_tokens // p.dp)
     costs = {
         "--alpha-s": repr(configuration.alpha_s),

@@ -1,8 +1,8 @@
-"""Run engines as processes of this machine that outlive the daemon. `LocalDeployer`.
+"""Run engines as processes of this machine that outlive the daemon.
 
-The state is observed, not remembered: records on disk hold the intent, and the machine's processes the outcome
-(local_machine.py). One thread makes each change under the fleet's lock, so that no other call, cancelled caller or
-second daemon of the fleet interferes.
+The deployer keeps no state in memory: records on disk hold the intended state, and the machine's processes show the
+actual state (local_machine.py). One thread makes each change under the fleet's lock, so that no other call, cancelled
+caller or second daemon of the fleet interferes.
 """
 
 import asyncio
@@ -43,8 +43,8 @@ class LocalOptions(Section):
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """An engine as its record and processes show it. `record` is None if neither the file nor an environment contains
-    one."""
+    """The record and processes of an engine. `record` is None if neither its file nor the environment of a process
+    contains one."""
 
     engine: EngineId
     record: EngineRecord | None
@@ -63,15 +63,16 @@ class _Seen:
 
     @property
     def cut_short(self) -> bool:
-        """Return whether its start or stop was interrupted because the process that ran it ended."""
+        """Return whether the engine's start or stop was interrupted because the daemon process that carried it out
+        ended."""
         if self.record is None:
             return False
         return self.record.stopping or not (self.record.leaders or self.whole)
 
 
 async def _until_ended(work: Callable[..., T], *arguments: Any) -> T:
-    """Run `work` in a thread and wait until it has ended, even if cancelled: the thread would continue, and the next
-    scan of the fleet would miss its changes."""
+    """Run `work` in a thread and wait until it has ended, even if the caller is cancelled: the thread would continue,
+    and the next scan of the fleet would miss its changes."""
     working = asyncio.ensure_future(asyncio.to_thread(work, *arguments))
     try:
         return await asyncio.shield(working)
@@ -139,8 +140,8 @@ class LocalDeployer:
 
     @property
     def can_scale(self) -> bool:
-        """Return whether engines can be scaled. Simulated ones can. A vLLM server only uses the GPUs that it was
-        started with, unless Ray places its replicas (never run: that needs GPUs)."""
+        """Return whether engines can be scaled: True for simulated engines. A vLLM server only uses the GPUs that it
+        was started with, unless Ray places its replicas, which was never tested because it needs GPUs."""
         words = self._launch.arguments
         by_ray = ("--data-parallel-backend", "ray") in pairwise(words) or "--data-parallel-backend=ray" in words
         return self._launch.engine is EngineProduct.SIMULATED or by_ray
@@ -180,7 +181,8 @@ class LocalDeployer:
         base.check_free(spec.engine, spec.gpus, {each.spec.engine: each.spec.gpus for each in records})
 
     def _clear(self, held: _Seen) -> None:
-        """Kill the processes that an interrupted start or stop has left. Raises Retryable if they do not end."""
+        """Kill the processes that an interrupted start or stop has left. Raises Retryable if they do not end within
+        FORCE_S."""
         deadline_s = time.monotonic() + FORCE_S
         found = held.found
         while found:
@@ -192,8 +194,8 @@ class LocalDeployer:
                 raise Retryable(f"engine {held.engine}: its remaining processes do not end on SIGKILL", FORCE_S)
 
     def _exit_status(self, leader: tuple[int, float]) -> int | None:
-        """Return the exit status of a child of this process, or None. It is collected once: its id may be reused
-        later."""
+        """Return the exit status of a child process of this process, or None if it runs or is not a child. The status
+        is collected once and kept, because the process id may be reused later."""
         if leader not in self._exits and (status := local_machine.exit_status(leader[0])) is not None:
             self._exits[leader] = status
         return self._exits.get(leader)
@@ -246,8 +248,8 @@ class LocalDeployer:
             await self._clock.sleep(POLL_S)
 
     def _running(self, engine: EngineId) -> DeployedInstance | None:
-        """Return the engine if its record and leaders show that it runs, without a scan of all processes; None if a
-        scan is needed."""
+        """Return the engine if its record and its recorded processes show that it runs, without a scan of all processes
+        of the machine; None if a scan is needed."""
         record = self._records.read_one(engine)
         if record is None or record.stopping or not record.leaders:
             return None
@@ -282,7 +284,8 @@ class LocalDeployer:
 
     @property
     def _fleet(self) -> str:
-        """Return the mark of this fleet's processes. The folder distinguishes fleets of the same name."""
+        """Return the value that marks this fleet's processes. It contains the folder, which distinguishes fleets of the
+        same name."""
         return f"{self._identity.name} in {os.path.realpath(self._identity.folder)}"
 
     def _processes_of(self, engine: EngineId) -> tuple[FoundProcess, ...]:

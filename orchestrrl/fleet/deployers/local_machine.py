@@ -1,9 +1,9 @@
-"""Records, logs and processes on this machine of the engines that `local.py` starts.
+"""Manage the records, logs and processes on this machine of the engines that `local.py` starts.
 
-A record is replaced as a whole and synced, so that a daemon that is killed leaves either the old or the new record.
-Processes outlive the daemon and are found without a record: by a variable in their environment, which child processes
-inherit, or, if a process has overwritten its environment (setproctitle does, which vLLM's workers use), by the log file
-that it writes to.
+Each record is replaced atomically and synced to disk, so that a daemon that is killed leaves either the old or the new
+record. Processes outlive the daemon and are found without a record: by a variable in their environment, which child
+processes inherit, or, if a process has overwritten its environment (setproctitle does, which vLLM's workers use), by
+the log file that it writes to.
 """
 
 import contextlib
@@ -57,7 +57,8 @@ class EngineRecords:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Exclude changes of the fleet by other threads and processes. The lock is released when its holder ends."""
+        """Hold the lock that excludes changes of the fleet by other threads and processes. The system releases it if
+        the holding process ends."""
         self._folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self._folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -67,7 +68,8 @@ class EngineRecords:
             os.close(descriptor)
 
     def read(self) -> dict[EngineId, EngineRecord]:
-        """Return all records. One that cannot be read counts as lost: its processes are found without it."""
+        """Return all readable records by engine. A record that cannot be read is treated as lost; the engine's
+        processes are found without it."""
         records = map(_read, sorted(self._folder.glob("*.json")))
         return {record.spec.engine: record for record in records if record is not None}
 
@@ -149,7 +151,8 @@ class EngineLogs:
 
 @dataclass(frozen=True, slots=True)
 class FoundProcess:
-    """A process of an engine. `record` is the record at its start, or None if its environment was overwritten."""
+    """A process of an engine. `record` is the engine's record at the process's start, or None if the environment was
+    overwritten."""
 
     process: psutil.Process
     identity: tuple[int, float]  # its id and creation time
@@ -157,18 +160,19 @@ class FoundProcess:
     record: EngineRecord | None
 
     def signal(self, number: signal.Signals) -> None:
-        """Signal this process only. Does nothing if it has ended, even if its id is in use again."""
+        """Send a signal to this process only. Does nothing if it has ended, even if another process has its id now."""
         with contextlib.suppress(psutil.NoSuchProcess):
             self.process.send_signal(number)
 
     def is_same(self, leader: tuple[int, float]) -> bool:
-        """Return whether this is the recorded process, and not a later one with its id."""
+        """Return whether this is the recorded process, and not a later process with the same id."""
         return self.identity[0] == leader[0] and abs(self.identity[1] - leader[1]) <= CREATED_WITHIN_S
 
 
 def spawn(line: CommandLine, fleet: str, record: EngineRecord, log: Path, port_holder: int) -> tuple[int, float]:
-    """Start a process in a session of its own, and return its id and creation time. The process inherits the descriptor
-    `port_holder`, which reserves the port while the process lives. Raises OSError if the program does not exist."""
+    """Start a process in a new session, and return its id and its creation time in seconds since the epoch. The process
+    inherits the descriptor `port_holder`, which reserves the port while the process lives. Raises OSError if the
+    program does not exist."""
     mark = json.dumps({"fleet": fleet, "record": _RECORD.dump_python(record, mode="json")})
     with log.open("ab") as output:
         pid = os.posix_spawnp(
@@ -201,7 +205,7 @@ def find_processes(fleet: str, logs: EngineLogs) -> dict[EngineId, list[FoundPro
 
 
 def is_alive(leader: tuple[int, float]) -> bool:
-    """Return whether the recorded process is alive. A zombie is not."""
+    """Return whether the recorded process is alive. A zombie process is not alive."""
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(leader[0])
         there = abs(process.create_time() - leader[1]) <= CREATED_WITHIN_S
@@ -237,7 +241,7 @@ def _marked(process: psutil.Process, fleet: str) -> EngineRecord | None:
 
 
 def _writes_to(pid: int, logs: EngineLogs) -> EngineId | None:
-    """Return the engine whose log the process writes to. Works only if the system shows open files (Linux)."""
+    """Return the engine whose log the process writes to, or None. Works only if the system lists open files (Linux)."""
     for descriptor in (1, 2):
         with contextlib.suppress(OSError):
             engine = logs.engine_of(os.readlink(f"/proc/{pid}/fd/{descriptor}"))

@@ -1,6 +1,6 @@
 """Reserve an engine's port and read the end of its log, on its machine.
 
-Standard library only: this module is sent to Ray's workers, which may not have OrchestrRL installed.
+Imports the standard library only: this module is sent to Ray's workers, which may not have OrchestrRL installed.
 """
 
 import os
@@ -14,12 +14,12 @@ TAIL_BYTES = 16_384
 
 
 def hold_port(host: str, tries: Sequence[tuple[int, bool]]) -> socket.socket:
-    """Return a socket bound to the first free port of `tries`. It never listens: it keeps other programs away, while a
-    server that sets SO_REUSEADDR, as vLLM does, can still bind the port. Port 0 means any. Raises OSError if none is
-    free.
+    """Return a socket bound to the first free port of `tries`. The socket never listens: it prevents other programs
+    from binding the port, while a server that sets SO_REUSEADDR, as vLLM does, still can. Port 0 means any free port.
+    Raises OSError if no port is free.
 
-    The flag of a port is whether to bind with SO_REUSEADDR. Without it, a port goes to exactly one holder, but one with
-    recently closed connections (TIME_WAIT) is refused.
+    The flag of a port is whether to bind with SO_REUSEADDR. Without SO_REUSEADDR only one holder can bind the port, but
+    a port with recently closed connections (TIME_WAIT) is refused.
     """
     for port, reuse in tries[:-1]:
         with suppress(OSError):
@@ -28,7 +28,8 @@ def hold_port(host: str, tries: Sequence[tuple[int, bool]]) -> socket.socket:
 
 
 def log_tail(path: Path, begin: int = 0) -> str:
-    """Return the last lines written since byte `begin`. Raises OSError."""
+    """Return the last lines of the file that were written after byte `begin`. Raises OSError if the file cannot be
+    read."""
     with path.open("rb") as log:
         log.seek(max(begin, log.seek(0, os.SEEK_END) - TAIL_BYTES))
         return "\n".join(log.read().decode(errors="replace").splitlines()[-TAIL_LINES:])

@@ -5,11 +5,11 @@ that the job has reserved; a detached actor in each bundle; and under the actor 
 number determines its node; Ray decides which GPU of the node it is (`CUDA_VISIBLE_DEVICES`). `per_gpu` is what is
 requested from Ray for each GPU, so that a cluster without GPUs can count another resource.
 
-Sleeping engines keep their GPUs, and no running engine gets more: Ray assigns a bundle's GPUs to an actor for its
-lifetime, and any other use of them would be hidden from Ray.
+Sleeping engines keep their GPUs, and running engines cannot get more: Ray assigns a bundle's GPUs to an actor for the
+actor's lifetime, and cannot account for any other use of them.
 
-`ray_cluster.py` calls Ray in a process of its own: Ray ends a driver whose cluster is lost, its calls block, and its
-version and Python's must match the cluster's.
+`ray_cluster.py` calls Ray in a separate process: Ray terminates a driver whose cluster is lost, Ray's calls block, and
+the versions of Ray and Python must match the cluster's.
 """
 
 import asyncio
@@ -195,8 +195,8 @@ class RayDeployer(FixedGpusDeployer):
         await self._driver.close()
 
     def _parts(self, spec: EngineSpec) -> list[dict[str, Any]]:
-        """Return what each process needs on each node. Without GPU numbers, the count is that of the layout. Raises
-        ProblemFaults, and Permanent for a node without an address."""
+        """Return the part of each process: its node and its GPUs there. If the spec has no GPU numbers, the number of
+        GPUs is that of the layout. Raises ProblemFaults if the spec is invalid, Permanent if a node has no address."""
         size, parts = self._launch.per_node, list[dict[str, Any]]()
         for process, line in enumerate(render(spec, self._launch)):
             anywhere = NodeProcesses(line.node, tuple(map(GpuId, range(spec.parallelism.gpus))))
@@ -218,7 +218,8 @@ class RayDeployer(FixedGpusDeployer):
 
 
 def _deployed(state: Mapping[str, Any]) -> DeployedInstance:
-    """Return the engine from the driver's answer. Its record is lost if Ray's store was cleared."""
+    """Return the engine that the driver's answer describes. `spec` is None if the record was lost because Ray's store
+    was cleared."""
     record, engine, life = state["record"], EngineId(state["engine"]), EngineLife(state["life"])
     if record is None:
         return DeployedInstance(engine, ConfigurationId(""), (), life=life, detail=state["detail"])
@@ -227,7 +228,8 @@ def _deployed(state: Mapping[str, Any]) -> DeployedInstance:
 
 
 class RayConnectionLost(Exception):
-    """Raised if the driver or its cluster is gone or hangs: the call may or may not have been carried out."""
+    """Raised if the driver process or the Ray cluster is lost or does not answer in time: the call may or may not have
+    been carried out."""
 
 
 _ERRORS = {"permanent": Permanent, "unknown": OutcomeUnknown, "lost": RayConnectionLost}
@@ -236,8 +238,8 @@ _ERRORS = {"permanent": Permanent, "unknown": OutcomeUnknown, "lost": RayConnect
 class RayDriver:
     """One connection of a fleet to its Ray cluster, through a process that runs `ray_cluster.py`.
 
-    The process is started at the first call, and again after it was lost. Every call has a limit; a process that
-    exceeds it is killed, so that no call hangs. `settings` are those of RayCluster.
+    The process is started at the first call, and restarted at the next call after it was lost. Every call has a time
+    limit; if the process exceeds it, the process is killed, so that no call hangs. `settings` are passed to RayCluster.
     """
 
     def __init__(self, python: str, settings: Mapping[str, Any], log_path: Path, connect_within_s: float) -> None:
@@ -252,8 +254,9 @@ class RayDriver:
         self._connecting = asyncio.Lock()
 
     async def call(self, name: str, limit_s: float, **arguments: Any) -> Any:
-        """Return the value of a call. Raises Retryable if there is no cluster, RayConnectionLost if it is lost
-        meanwhile, and the driver's errors."""
+        """Call a method of RayCluster in the driver process and return its result. Raises Retryable if there is no
+        cluster, RayConnectionLost if the cluster is lost or `limit_s` passes during the call, and the errors that the
+        driver reports."""
         async with self._connecting:
             if self._process is None or self._process.returncode is not None:
                 await self._connect()

@@ -1,12 +1,13 @@
 """Start, inspect and stop the engines of one fleet in a Ray cluster. Runs in the process of a RayDriver.
 
 An engine has a record in the cluster's key-value store, which is written first and deleted last, so that every
-interrupted start is seen; a placement group of its own, unless the RL job lends bundles of one (`ray_places.py`); and
-named detached actors, `ENGINE#PROCESS.SEAT`, in the fleet's namespace.
+interrupted start is detected; its own placement group, unless the RL job has reserved bundles for engines
+(`ray_places.py`); and detached actors named `ENGINE#PROCESS.SEAT` in the fleet's namespace.
 
-The process needs only Ray, the standard library and the modules that this one imports; `ray.py` starts and calls it. A
-line of input is a call, `{"id", "call", ...}`; a line of output its answer, `{"id", "value"}` or `{"id", "error":
-{"kind", "message"}}`, in order of completion. The first call is `open`. The process exits when its input ends.
+The process needs only Ray, the standard library and the modules that this module imports; `ray.py` starts and calls it.
+Each line of standard input is a call, `{"id", "call", ...}`. Each line of standard output is the answer to a call,
+`{"id", "value"}` or `{"id", "error": {"kind", "message"}}`, in order of completion. The first call is `open`. The
+process exits when its standard input is closed.
 """
 
 import contextlib
@@ -66,8 +67,9 @@ class RayCluster:
     # Start, in two calls: the command lines can only be rendered once the place is known.
 
     def claim(self, engine: str, spec: Json, gpus: list[int], parts: list[Json], host: str, ports: list[Json]) -> Json:
-        """Claim the GPUs, and reserve bundles and actors for the parts, one per process. Returns `places` of the parts,
-        or `found`, the engine's state, if it exists already. An interrupted start is started again."""
+        """Claim the GPUs, and reserve bundles and actors for the parts. Returns `{"places": [...]}` with the place of
+        each process, or `{"found": state}` if the engine exists already. If an earlier start with the same spec was
+        interrupted, it is removed and the engine is started again."""
         with self._turns[engine]:
             with self._claiming:
                 records = self._records()
@@ -101,7 +103,7 @@ class RayCluster:
                 raise
 
     def launch(self, engine: str, url: str, lines: list[Json]) -> Json:
-        """Run the command lines `{"argv", "environment"}`, one per part."""
+        """Run the command lines `{"argv", "environment"}`, one per process."""
         with self._turns[engine]:
             record = self._records().get(engine)
             if record is None:
@@ -123,7 +125,8 @@ class RayCluster:
     # Inspect.
 
     def list_engines(self) -> list[Json]:
-        """Return all engines of the fleet, including those of which only a group or an actor is left."""
+        """Return the states of all engines of the fleet, including engines of which only a placement group or an actor
+        is left."""
         records: dict[str, Json | None] = {**self._records()}
         for engine in [*self._groups(), *(name.rpartition("#")[0] for name in self._actors())]:
             records.setdefault(engine, None)
@@ -205,8 +208,8 @@ class RayCluster:
             raise RayRefusal("unknown", f"engine {engine}: a node does not answer, so its processes may still run")
 
     def _clear(self, engine: str) -> bool:
-        """Remove all of an engine, its record last. Return False, and keep the record, if its processes may still
-        run."""
+        """Remove the engine's processes, actors and placement group, then its record, and return True. If its processes
+        may still run, keep the record and return False."""
         record = self._records().get(engine)
         ended = self._end(engine) if record is not None and record["url"] else set()
         for name in self._named(engine):
@@ -230,7 +233,8 @@ class RayCluster:
         return True
 
     def _end(self, engine: str) -> set[str]:
-        """Have the actors end their processes gracefully. Return the actors that have."""
+        """Order the actors to end their processes gracefully. Return the names of the actors whose processes have
+        ended."""
         calls = {}
         grace_s = self._settings["grace_s"]
         for name in self._named(engine):
@@ -246,7 +250,8 @@ class RayCluster:
         return ended
 
     def _sweep(self, engine: str, nodes: Iterable[str]) -> bool:
-        """Kill the engine's processes on nodes where its actor could not. Return whether none is left."""
+        """Kill the engine's processes on nodes where its actor could not end them. Return whether no process is
+        left."""
         patience_s, limit_s = 3.0, 10.0
         swept = ray.remote(ray_keeper.swept)
         calls = [

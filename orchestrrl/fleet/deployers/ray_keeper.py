@@ -1,5 +1,5 @@
 """The actor that holds an engine's place in Ray and runs one of its processes. This module is sent to Ray's workers by
-value, with `machine.py`: only the standard library and Ray, since OrchestrRL need not be installed there.
+value, with `machine.py`. Both import only the standard library and Ray, since OrchestrRL need not be installed there.
 
 `ray_supervisor.py` runs the process, which ends with the actor in every case.
 """
@@ -24,7 +24,8 @@ POLL_S = 0.05
 
 
 class PlaceKeeper:
-    """An actor per bundle of an engine. The first actor of a process runs it; the others only hold GPUs."""
+    """An actor that holds one bundle of an engine. The first actor of an engine process runs the process; further
+    actors of that process only hold GPUs."""
 
     def __init__(self) -> None:
         self._port_holder: socket.socket | None = None
@@ -37,8 +38,8 @@ class PlaceKeeper:
         self._mark = ""
 
     def place(self, host: str, ports: Sequence[tuple[int, bool]]) -> dict[str, Any]:
-        """Return the node's address, Ray's GPU ids, and the first free port, reserved from now on. `ports` is as in
-        `hold_port`. Raises OSError if none is free."""
+        """Return the node's address, Ray's GPU ids, and the first free port, which is reserved from now on; port 0 if
+        `ports` is empty. `ports` is as `tries` in `hold_port`. Raises OSError if no port is free."""
         import ray
 
         if ports and self._port_holder is None:
@@ -47,7 +48,8 @@ class PlaceKeeper:
         return {"address": ray.util.get_node_ip_address(), "gpus": list(map(str, ray.get_gpu_ids())), "port": chosen}
 
     def launch(self, supervisor: str, argv: Sequence[str], environment: Mapping[str, str], log: str) -> None:
-        """Run the command line. Its environment is the worker's, without Ray's variables, plus `environment`."""
+        """Run the command line, unless this actor has run one. Its environment is that of the Ray worker, without Ray's
+        variables, plus `environment`."""
         if self._supervisor is not None:
             return
         self._log, self._mark = Path(log), environment[MARK]
@@ -74,7 +76,8 @@ class PlaceKeeper:
         return {"running": running, "pid": self._pid, "status": self._status, "log": str(self._log), "tail": tail}
 
     def end(self, grace_s: float) -> bool:
-        """End the process, by force after the grace period. Return whether nothing is left of it."""
+        """End the process, by force after the grace period. Return whether the process and all of its child processes
+        are gone."""
         if self._reader is not None:
             self._send_line(f"end {grace_s}")
             self._reader.join(grace_s + 10.0)
@@ -103,8 +106,8 @@ class PlaceKeeper:
         self._supervisor.wait()
 
     def _tail(self) -> str:
-        """Return the end of this process's output. The log is kept over starts and may begin with that of earlier
-        engines."""
+        """Return the end of this process's output. The log file is kept over restarts and may begin with the output of
+        earlier processes."""
         try:
             return log_tail(self._log, self._log_from)
         except OSError as error:
@@ -112,8 +115,8 @@ class PlaceKeeper:
 
 
 def swept(mark: str, patience_s: float, limit_s: float) -> bool:
-    """Return whether no process of an engine is left on this machine. Those still running after `patience_s` are
-    killed; False if some remain after `limit_s`."""
+    """Wait until no process of an engine is left on this machine, and return True. Processes that still run after
+    `patience_s` are killed; returns False if processes remain after `limit_s`."""
     began_s = time.monotonic()
     while True:
         left = _marked(mark)
@@ -129,7 +132,8 @@ def swept(mark: str, patience_s: float, limit_s: float) -> bool:
 
 
 def _marked(mark: str) -> list[int]:
-    """Return the ids of the marked processes. Zombies and other users' processes have no readable environment."""
+    """Return the ids of the processes with this mark in their environment. Zombies and other users' processes, whose
+    environment cannot be read, are not found."""
     wanted, found = f"{MARK}={mark}".encode(), []
     for folder in Path("/proc").iterdir():
         if folder.name.isdecimal() and int(folder.name) != os.getpid():

@@ -1,8 +1,9 @@
 """Choose where in a Ray cluster an engine's processes run. Runs in `ray_cluster.py`.
 
-A part is what one process needs on one node: `{"process", "node": the fleet's number, "local": [GPUs as numbered on the
-node], "units": count}`. A seat is a bundle that one of its actors uses: `{"process", "seat", "node": Ray's id,
-"address", "group", "bundle", "units"}`. A process runs in its first seat; its further seats only hold resources.
+A part is the GPUs that one process needs on one node: `{"process", "node": the fleet's number, "local": [GPUs as
+numbered on the node], "units": count}`. A seat is a bundle that one actor of a process uses: `{"process", "seat",
+"node": Ray's id, "address", "group", "bundle", "units"}`. A process runs in its first seat; its other seats only hold
+resources.
 """
 
 import time
@@ -61,8 +62,8 @@ class EnginePlaces:
         return seats
 
     def _node(self, place: int) -> Json:
-        """Return the fleet's node of this number. Without a list of nodes, return the only node with the needed
-        resources."""
+        """Return Ray's record of the fleet's node with this number. If the settings list no nodes, return the only node
+        with the needed resources. Raises RayRefusal if no such node exists or the choice is ambiguous."""
         alive = [node for node in ray.nodes() if node["Alive"]]
         names: list[str] = self._settings["nodes"]
         if names and place >= len(names):
@@ -82,7 +83,7 @@ class EnginePlaces:
         raise RayRefusal("permanent", f"set `nodes`: node {place} of the fleet is ambiguous; Ray's nodes: {seen}")
 
     def _missing(self, parts: Sequence[Json], nodes: Sequence[Json]) -> list[str]:
-        """Return a text per resource that a node has too little of."""
+        """Return one message per resource and node for each resource of which the node has too little."""
         free = ray._private.state.available_resources_per_node()
         need: dict[str, int] = {}
         for part, node in zip(parts, nodes, strict=True):
@@ -96,8 +97,8 @@ class EnginePlaces:
         ]
 
     def offered(self, parts: Sequence[Json]) -> list[Json]:
-        """Return seats in bundles that the job has reserved for engines. A GPU of the fleet is one slot of a bundle on
-        its node, in the order of groups and bundles."""
+        """Return seats in bundles that the job has reserved for engines. Each GPU of the fleet is one slot of a bundle
+        on its node; slots are numbered in the order of groups and bundles."""
         offer = self._offer()
         seats: list[Json] = []
         for part in parts:
@@ -136,8 +137,8 @@ class EnginePlaces:
     def _offered_node(
         self, offer: Mapping[str, list[tuple[str, int]]], place: int
     ) -> tuple[str, str, list[tuple[str, int]]]:
-        """Return the id, address and slots of a node. Without a list of nodes, they are numbered in the order of the
-        offer."""
+        """Return the id, address and slots of a node. If the settings list no nodes, nodes are numbered in the order of
+        `offer`."""
         if self._settings["nodes"]:
             node = self._node(place)
             return node["NodeID"], node["NodeManagerAddress"], offer.get(node["NodeID"], [])

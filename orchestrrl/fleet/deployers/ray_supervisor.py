@@ -1,12 +1,13 @@
-"""Run one command line and leave no process of it behind: the process between an actor of Ray and an engine.
+"""Run one command line and leave none of its processes behind. This script runs between a Ray actor and an engine.
 
-A script of the standard library only: its text is sent to the node, where OrchestrRL need not be installed. Its input
-is one JSON object `{"argv": [...], "log": path}`, optionally followed by `end SECONDS`, a graceful end with that grace
-period. The end of the input means that the actor is gone: the engine is killed at once. It prints `{"pid": n}`, and
-finally `{"status": n}` as a shell counts it (128 + signal).
+The script imports the standard library only: its text is sent to the node, where OrchestrRL need not be installed. The
+first line of standard input is a JSON object `{"argv": [...], "log": path}`. A second line `end SECONDS` requests a
+graceful end with that grace period. If standard input is closed, the actor is gone and the engine is killed at once.
+The script prints `{"pid": n}`, and finally `{"status": n}`, the exit status as a shell reports it (128 + signal
+number).
 
-It detaches from the actor (Ray kills an actor's children), adopts orphans of the engine's processes, and exits last:
-once it is gone, no process of the engine is left. If it is killed, the engine's first process is killed too.
+It detaches from the actor (Ray kills an actor's children), adopts orphaned processes of the engine, and exits after all
+of them. If the script is killed, the engine's first process is killed too.
 """
 
 import contextlib
@@ -67,7 +68,8 @@ def _signal(group: int, number: int) -> None:
 
 
 def _outlive(first: int) -> int:
-    """Reap until the first process has ended, then kill all others. Return the status of the first."""
+    """Reap child processes until the process `first` has ended, then kill all other processes of the engine. Return the
+    exit status of `first`."""
     status = 0
     while True:
         pid, code = os.waitpid(-1, 0)

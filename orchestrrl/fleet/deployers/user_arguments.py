@@ -1,4 +1,4 @@
-"""Merge a user's vLLM arguments with those of a layout and find contradictions. Pure.
+"""Merge a user's vLLM arguments with the flags of a layout and find contradictions, without side effects.
 
 Flags are compared as vLLM's parser reads them: with dashes or underscores, `=` or a space, by short name, abbreviated
 as argparse allows, or negated with `--no-`.
@@ -47,7 +47,7 @@ _NUMBER = re.compile(r"-\d*\.?\d+")
 
 @dataclass(frozen=True, slots=True)
 class VllmArgument:
-    """One of a user's arguments: a flag with its values up to the next flag."""
+    """One vLLM argument of a user: a flag and all values up to the next flag."""
 
     path: str  # its place, e.g. `fleet.launch.arguments[2]`
     flag: str  # its long name, without the part after a dot
@@ -56,7 +56,7 @@ class VllmArgument:
 
     @property
     def key(self) -> str:
-        """Return the flag, including the part after a dot."""
+        """Return the flag's name, including the part after a dot."""
         return self.flag + "".join(self.arguments[0].partition("=")[0].partition(".")[1:])
 
     @property
@@ -70,7 +70,7 @@ class VllmArgument:
 
 
 def read_arguments(path: str, arguments: Sequence[str]) -> tuple[list[VllmArgument], list[str]]:
-    """Return the arguments in a list of words, and faults: words before the first flag are invalid."""
+    """Parse a list of words and return its arguments and its faults. Words before the first flag are faults."""
     starts = [place for place, word in enumerate(arguments) if _is_flag(word)]
     faults = [
         f"{path}[{place}]: must begin with a flag such as --max-model-len, got {word!r}"
@@ -81,7 +81,8 @@ def read_arguments(path: str, arguments: Sequence[str]) -> tuple[list[VllmArgume
 
 
 def replaced(earlier: Sequence[VllmArgument], later: Sequence[VllmArgument]) -> list[VllmArgument]:
-    """Return both lists merged; for a repeated flag the later list wins."""
+    """Return both lists merged. If a flag is in both lists, the argument in `later` replaces the argument in
+    `earlier`."""
     again = {argument.key for argument in later}
     return [*(argument for argument in earlier if argument.key not in again), *later]
 
@@ -97,9 +98,9 @@ class OwnedFlags:
     by: str  # the layout's name, for messages
 
     def merge(self, given: Iterable[VllmArgument], usual: Mapping[str, str]) -> tuple[list[str], list[str]]:
-        """Return the words of a command line and faults. Each decided and each `usual` flag occurs once. A user's
-        argument replaces a usual flag; it is dropped if it repeats a decided flag, and is a fault if it contradicts
-        one."""
+        """Return the words of a command line, and faults. The flags that the layout decides and the default flags in
+        `usual` each occur once. A user's argument replaces a flag in `usual`. A user's argument is dropped if it
+        repeats a decided flag, and is a fault if it contradicts one."""
         own: list[VllmArgument] = []
         faults: list[str] = []
         known = {**self.defaults, **self.elsewhere, **self.values}
@@ -122,7 +123,8 @@ class OwnedFlags:
 
 
 def _resolve(argument: VllmArgument, known: Collection[str]) -> tuple[str | None, str]:
-    """Return the known flag that the argument refers to, or None, and its value."""
+    """Return the flag in `known` that the argument refers to (None if there is no such flag) and the argument's
+    value."""
     name, value = argument.flag, argument.value
     if name not in known and name.startswith("--no-"):
         name, value = "--" + name.removeprefix("--no-"), UNSET

@@ -86,7 +86,7 @@ async def test_exception_in_one_tick_is_shown_and_ticks_continue(
     (defect,) = harness.status()["defects"]
     assert (defect["part"], defect["type"], defect["message"], defect["running"]) == (part, "KeyError", "'e1'", 2)
     assert defect["place"].startswith("core/test_defects.py:")
-    assert any("2 turns running ended by KeyError" in line for line in summary(harness.status()))
+    assert any("2 consecutive failures: KeyError" in line for line in summary(harness.status()))
     assert harness.metric("orchestrrl_defects_total", part) == 2
     told = [record for record in caplog.records if record.levelno >= logging.ERROR]
     assert len(told) == 1  # when it changes, not each tick

@@ -139,7 +139,7 @@ def test_unknown_prices_leave_no_frontier(tmp_path: Path) -> None:
 def test_notes_that_differ_only_in_fabric_are_merged() -> None:
     several = [result(fabric=fabric) for fabric in ("one", "two", "three")]
     lines = notes_of(several, None)[1:]
-    assert lines == ["one, both: weight sync to 4 x tp8 (and 2 more alike)"]
+    assert lines == ["one, both: weight sync to 4 x tp8 (and 2 more)"]
     assert notes_of(several[:1], None)[1:] == ["one, both: weight sync to 4 x tp8"]
 
 
